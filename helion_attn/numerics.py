@@ -15,6 +15,3 @@ P_OFFSET_LOG2 = 8.0
 
 #: A descale is at least this, so that its reciprocal stays finite when a head is all zeros (or all subnormal).
 DESCALE_MIN = 2.0**-126
-
-#: V's keys are stored permuted inside groups of this many (see `preprocess.v_layout`).
-INTERLEAVE = 16

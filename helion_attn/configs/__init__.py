@@ -1,0 +1,57 @@
+"""The tuned configs: data, with the timings that chose it, and its reader."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+
+#: Head dims are zero-padded to one of these.
+SUPPORTED_D = (32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How the attention kernel is tiled for one (D_pad, causal).
+
+    Attributes:
+        D_pad: padded head dim.
+        causal: which of the two specialisations.
+        bm: query rows of a block; the same for both, since packing does not know the mask.
+        bn: keys of a block; likewise.
+        num_warps: warps of a program.
+        num_stages: K/V blocks in flight.
+        query_blocks_fastest: neighbouring programs share a head (K and V stay in L2), not a query block.
+        ctas_per_sm: the occupancy that the timing had, which registers and shared memory must allow.
+    """
+
+    D_pad: int
+    causal: bool
+    bm: int
+    bn: int
+    num_warps: int
+    num_stages: int
+    query_blocks_fastest: bool
+    ctas_per_sm: int
+
+
+@functools.cache
+def tile_configs() -> tuple[TileConfig, ...]:
+    """Every row of `fp8_attn_fwd_sm90.json`."""
+    table = json.loads(resources.files(__package__).joinpath("fp8_attn_fwd_sm90.json").read_text())
+    return tuple(TileConfig(**row["config"]) for row in table["rows"])
+
+
+@functools.cache
+def tile_config(D_pad: int, causal: bool) -> TileConfig:
+    """The row for (D_pad, causal)."""
+    for config in tile_configs():
+        if (config.D_pad, config.causal) == (D_pad, causal):
+            return config
+    raise KeyError(f"no tuned config for D_pad={D_pad}, causal={causal}")
+
+
+def padded_head_dim(D: int) -> int:
+    """The smallest supported head dim that holds D."""
+    return next(d for d in SUPPORTED_D if d >= D)

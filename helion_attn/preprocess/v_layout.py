@@ -1,0 +1,168 @@
+"""V to FP8: centre, cast, transpose, interleave, pack. Two passes over the user's strided tensor.
+
+The first pass takes sum, minimum and maximum of every channel: with the mean they give the amax of the *centred*
+channel, so that centring needs no pass of its own.
+
+    v8 = e4m3((v - mean) / descale), descale = max(max_channels(max(v_max - mean, mean - v_min)) / 448, 2**-126)
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.numerics import DESCALE_MIN, E4M3_MAX
+from helion_attn.preprocess.quantize import AMAX_ROWS, MAX_PARTIALS, load_rows, n_partials
+from helion_attn.preprocess.strided import strided_rows
+
+#: Channels of a tile of the packing pass.
+PACK_CHANNELS = 64
+
+
+def v_stats_kernel(
+    flat: torch.Tensor,
+    partials: torch.Tensor,  # [B * H_kv, 3, MAX_PARTIALS, d_pad], written: sum, min, max
+    n_partials: int,
+    heads: int,
+    size: int,
+    b_step: int,
+    h_step: int,
+    s_step: int,
+    d: hl.constexpr,
+    d_step: hl.constexpr,
+    unit: hl.constexpr,
+    step: hl.constexpr,
+) -> None:
+    """Sum, minimum and maximum of every channel, in `n_partials` parts, `step` rows at a time."""
+    d_pad = hl.specialize(partials.size(3))
+    hl.specialize((flat.stride(0), partials.stride(1), partials.stride(2), partials.stride(3)))
+    n_tiles = (size + step - 1) // step
+    tiles_per_part = (n_tiles + n_partials - 1) // n_partials
+    for bh, part in hl.grid([partials.size(0), n_partials]):
+        row_offset = ((bh // heads) * b_step + (bh % heads) * h_step) * unit
+        cols = hl.arange(d_pad)
+        # [d_pad]
+        v_sum = hl.zeros([d_pad], dtype=torch.float32)
+        v_min = hl.full([d_pad], float("inf"), dtype=torch.float32)
+        v_max = hl.full([d_pad], float("-inf"), dtype=torch.float32)
+        for tile in hl.grid(part * tiles_per_part, min(n_tiles, (part + 1) * tiles_per_part)):
+            rows = tile * step + hl.arange(step)
+            # [step, d_pad]
+            x = load_rows(flat, row_offset, rows, cols, s_step * unit, d_step, size, d)
+            is_key = (rows < size).unsqueeze(1)
+            v_sum = v_sum + x.sum(0)
+            v_min = torch.minimum(v_min, torch.amin(torch.where(is_key, x, float("inf")), 0))
+            v_max = torch.maximum(v_max, torch.amax(torch.where(is_key, x, float("-inf")), 0))
+        partials[bh, 0, part, :] = v_sum
+        partials[bh, 1, part, :] = v_min
+        partials[bh, 2, part, :] = v_max
+
+
+def v_descale_kernel(
+    partials: torch.Tensor,  # [B * H_kv, 3, MAX_PARTIALS, d_pad]
+    descale: torch.Tensor,  # [B * H_kv], written
+    mean: torch.Tensor,  # [B * H_kv, d_pad], written
+    n_partials: int,
+    size: int,
+    center: hl.constexpr,
+) -> None:
+    """Reduce the parts of a head to its descale and its channels' means."""
+    max_partials = hl.specialize(partials.size(2))
+    d_pad = hl.specialize(partials.size(3))
+    hl.specialize((partials.stride(1), partials.stride(2), partials.stride(3), mean.stride(0), mean.stride(1)))
+    for bh in hl.grid(partials.size(0)):
+        cols = hl.arange(d_pad)
+        part = hl.arange(max_partials)
+        written = (part < n_partials).unsqueeze(1)
+        # [max_partials, d_pad] each, then [d_pad]
+        v_sum = torch.where(written, hl.load(partials, [bh, 0, part, cols]), 0.0).sum(0)
+        v_min = torch.amin(torch.where(written, hl.load(partials, [bh, 1, part, cols]), float("inf")), 0)
+        v_max = torch.amax(torch.where(written, hl.load(partials, [bh, 2, part, cols]), float("-inf")), 0)
+        if center:
+            v_mean = v_sum / size
+        else:
+            v_mean = hl.zeros([d_pad], dtype=torch.float32)
+        amax = torch.amax(torch.maximum(v_max - v_mean, v_mean - v_min), 0)
+        descale[bh] = torch.clamp_min(amax * (1.0 / E4M3_MAX), DESCALE_MIN)
+        mean[bh, :] = v_mean
+
+
+def pack_v_kernel(
+    flat: torch.Tensor,
+    descale: torch.Tensor,  # [B * H_kv]
+    mean: torch.Tensor,  # [B * H_kv, d_pad]
+    v8: torch.Tensor,  # [B * H_kv * N_blocks * d_tiles, d_tile, bn], written
+    blocks: int,
+    heads: int,
+    size: int,
+    b_step: int,
+    h_step: int,
+    s_step: int,
+    d: hl.constexpr,
+    d_step: hl.constexpr,
+    unit: hl.constexpr,
+) -> None:
+    """Centre, scale, cast, transpose and interleave `bn` keys of `d_tile` channels a program."""
+    d_tile = hl.specialize(v8.size(1))
+    bn = hl.specialize(v8.size(2))
+    d_tiles = hl.specialize(mean.size(1)) // d_tile
+    hl.specialize((flat.stride(0), mean.stride(1), v8.stride(0), v8.stride(1), v8.stride(2)))
+    for bh, i, d_index in hl.grid([descale.size(0), blocks, d_tiles]):
+        row_offset = ((bh // heads) * b_step + (bh % heads) * h_step) * unit
+        cols = d_index * d_tile + hl.arange(d_tile)
+        # Position 4t + 2a + b of each 16 holds key 8a + 2t + b: the permutation is in the addresses of the loads.
+        position = hl.arange(bn)
+        in_group = position % 16
+        key_in_group = (in_group // 2 % 2) * 8 + (in_group // 4) * 2 + in_group % 2
+        keys = i * bn + position - in_group + key_in_group
+        # [bn, d_tile]
+        x = load_rows(flat, row_offset, keys, cols, s_step * unit, d_step, size, d)
+        centred = x - hl.load(mean, [bh, cols]).unsqueeze(0)
+        is_key = (keys < size).unsqueeze(1)
+        scaled = torch.where(is_key, centred * (1.0 / descale[bh]), 0.0)
+        v8[(bh * blocks + i) * d_tiles + d_index, :, :] = scaled.to(torch.float8_e4m3fn).transpose(0, 1)
+
+
+@functools.cache
+def kernels(is_cuda: bool) -> tuple[helion.Kernel[None], helion.Kernel[None], helion.Kernel[None]]:
+    """`(stats, descale, pack)` for the device."""
+    if not is_cuda:
+        return interpreted(v_stats_kernel), interpreted(v_descale_kernel), interpreted(pack_v_kernel)
+    config = helion.Config(num_warps=4, num_stages=3, indexing="pointer")
+    return (
+        compiled(v_stats_kernel, config),
+        compiled(v_descale_kernel, config),
+        compiled(pack_v_kernel, config),
+    )
+
+
+def quantize_v(v: torch.Tensor, bn: int, d_pad: int, center: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantise V per head and pack it transposed and key-interleaved.
+
+    Args:
+        v: [B, H_kv, N, D], bf16, fp16 or fp32, any strides.
+        bn: keys of a block.
+        d_pad: padded head dim.
+        center: subtract every channel's mean over the N keys first.
+
+    Returns:
+        e4m3 [B * H_kv, ceil(N / bn), d_pad, bn], zero-padded; its fp32 descale [B, H_kv]; and the fp32 mean
+        [B, H_kv, d_pad], zeros when not centred.
+    """
+    B, H_kv, N, D = v.shape
+    rows = strided_rows(v)
+    stats, to_descale, pack = kernels(v.is_cuda)
+    parts = n_partials(N)
+    n_blocks, d_tile = -(-N // bn), min(d_pad, PACK_CHANNELS)
+    partials = v.new_empty((B * H_kv, 3, MAX_PARTIALS, d_pad), dtype=torch.float32)
+    v8 = v.new_empty((B * H_kv, n_blocks, d_pad, bn), dtype=torch.float8_e4m3fn)
+    descale = v.new_empty((B, H_kv), dtype=torch.float32)
+    mean = v.new_empty((B, H_kv, d_pad), dtype=torch.float32)
+    steps = (H_kv, N, rows.b_step, rows.h_step, rows.s_step, D)
+    flat_descale, flat_mean = descale.view(-1), mean.view(-1, d_pad)
+    stats(rows.flat, partials, parts, *steps, rows.d_step, rows.unit, AMAX_ROWS)
+    to_descale(partials, flat_descale, flat_mean, parts, N, center)
+    pack(rows.flat, flat_descale, flat_mean, v8.view(-1, d_tile, bn), n_blocks, *steps, rows.d_step, rows.unit)
+    return v8, descale, mean

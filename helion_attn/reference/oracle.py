@@ -1,0 +1,60 @@
+"""The fp64 oracle."""
+
+from __future__ import annotations
+
+import torch
+
+from helion_attn.reference.shapes import default_sm_scale, hidden_keys, to_bhsd
+
+#: Scores held at once, in elements: bounds the memory at any length.
+_SCORES_AT_ONCE = 2**26
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T * sm_scale) v in fp64, the textbook way, a run of query rows of one head at a time.
+
+    Args:
+        q: [B, H, M, D], any floating dtype and device; with layout="bshd", H and M swapped; k and v likewise.
+        k: [B, H_kv, N, D]; H is a multiple of H_kv.
+        v: [B, H_kv, N, D_v].
+        causal: row i sees keys j <= i + N - M. A row that sees none gives 0, and lse -inf.
+        sm_scale: multiplies q k^T; 1 / sqrt(D) by default.
+        layout: "bhsd" or "bshd".
+        return_lse: also return the log-sum-exp of the scaled scores, natural log.
+
+    Returns:
+        fp64 out, shaped as q with D_v for D, and fp64 lse [B, H, M] if asked for.
+    """
+    q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
+    B, H, M, D = q.shape
+    H_kv, N = k.shape[1], k.shape[2]
+    scale = default_sm_scale(sm_scale, D)
+    out = q.new_empty((B, H, M, v.shape[3]), dtype=torch.float64)
+    lse = q.new_empty((B, H, M), dtype=torch.float64)
+    rows = max(1, _SCORES_AT_ONCE // N)
+    for b in range(B):
+        for h_kv in range(H_kv):
+            k64, v64 = k[b, h_kv].double(), v[b, h_kv].double()
+            for h in range(h_kv * (H // H_kv), (h_kv + 1) * (H // H_kv)):
+                for i in range(0, M, rows):
+                    q64 = q[b, h, i : i + rows].double()
+                    # [rows, N]
+                    s = q64 @ k64.mT * scale
+                    if causal:
+                        s.masked_fill_(hidden_keys(i, len(q64), 0, N, M, N).to(s.device), float("-inf"))
+                    row_lse = torch.logsumexp(s, 1)
+                    p = torch.exp(s - row_lse.unsqueeze(1))
+                    p = torch.where((row_lse == float("-inf")).unsqueeze(1), 0.0, p)
+                    out[b, h, i : i + rows] = p @ v64
+                    lse[b, h, i : i + rows] = row_lse
+    out = to_bhsd(out, layout)
+    return (out, lse) if return_lse else out

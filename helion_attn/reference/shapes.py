@@ -1,0 +1,24 @@
+"""Shape steps that every reference needs."""
+
+from __future__ import annotations
+
+import torch
+
+
+def to_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """View as [B, H, S, D]; its own inverse for an output."""
+    if layout not in ("bhsd", "bshd"):
+        raise ValueError(f"layout is {layout!r}; it must be 'bhsd' or 'bshd'")
+    return x.transpose(1, 2) if layout == "bshd" else x
+
+
+def default_sm_scale(sm_scale: float | None, D: int) -> float:
+    """1 / sqrt(D) unless given."""
+    return D**-0.5 if sm_scale is None else sm_scale
+
+
+def hidden_keys(first_row: int, n_rows: int, first_key: int, n_keys: int, M: int, N: int) -> torch.Tensor:
+    """Causal mask [n_rows, n_keys], True where hidden: row i sees keys j <= i + N - M (bottom-right aligned)."""
+    row = torch.arange(first_row, first_row + n_rows).unsqueeze(1)
+    key = torch.arange(first_key, first_key + n_keys).unsqueeze(0)
+    return key > row + N - M

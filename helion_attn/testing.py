@@ -1,0 +1,255 @@
+"""What the tests, examples and benchmarks share: inputs, the error measure, and an sm_90 compiler that needs no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import tempfile
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+#: Registers and shared memory of one Hopper SM (CUDA programming guide, compute capability 9.0).
+REGISTERS_PER_SM = 65536
+SHARED_BYTES_PER_SM = 228 * 1024
+#: What the driver keeps of each resident program's shared memory.
+RESERVED_SHARED_BYTES = 1024
+
+INPUT_KINDS = ("randn", "outlier", "sink", "biased_v")
+
+
+def make_qkv(
+    kind: str,
+    B: int,
+    H: int,
+    H_kv: int,
+    M: int,
+    N: int,
+    D: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Test inputs, BHSD.
+
+    Args:
+        kind: "randn": N(0, 1). "outlier": N(0, 1) + N(0, 100) * Bernoulli(0.001), FlashAttention-3's distribution.
+            "sink": the first key draws most of the probability. "biased_v": V is |N(0, 1)| + 0.5.
+        B: batch size; and H, H_kv, M, N, D as everywhere.
+        dtype: of the tensors.
+        device: where they are made (the values depend on it).
+        seed: of the generator.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    q, k, v = randn(B, H, M, D), randn(B, H_kv, N, D), randn(B, H_kv, N, D)
+    if kind == "outlier":
+
+        def with_outliers(x: torch.Tensor) -> torch.Tensor:
+            hit = torch.rand(x.shape, device=device, generator=generator) < 0.001
+            return x + 10 * randn(*x.shape) * hit
+
+        q, k, v = with_outliers(q), with_outliers(k), with_outliers(v)
+    elif kind == "sink":
+        # A shared direction u: every query has 4 of it, the first key 4, so that its logit is 16 * |u|^2 / sqrt(D).
+        u = torch.nn.functional.normalize(randn(D), dim=0) * D**0.25
+        q = q + 4 * u
+        k[:, :, 0] += 4 * u
+        v[:, :, 0] *= 0.05  # as in trained models, the sink's value is small
+    elif kind == "biased_v":
+        v = v.abs() + 0.5
+    elif kind != "randn":
+        raise ValueError(f"kind is {kind!r}; it must be one of {INPUT_KINDS}")
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """||out - ref|| / ||ref||, in fp64. NaN if either holds a NaN."""
+    out64, ref64 = out.double(), ref.double()
+    return ((out64 - ref64).norm() / ref64.norm()).item()
+
+
+def error_budget(model_error: float, out_dtype: torch.dtype, factor: float = 1.1) -> float:
+    """The largest relative error a kernel may have, when the rounding model's is `model_error`.
+
+    The model has the kernel's rounding points; what it lacks is the order of fp32 sums and the last ulps of exp2. Those
+    can move a score or a P across a rounding boundary, hence a factor, and the output's own cast, hence a floor of one
+    unit in the last place.
+
+    Args:
+        model_error: `relative_error(reference.fp8_attention(...), reference.attention(...))`.
+        out_dtype: dtype of the kernel's output.
+        factor: how many times the model's error is allowed.
+    """
+    return factor * model_error + torch.finfo(out_dtype).eps
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The sm_90 compiler. Everything below runs with no GPU and no driver: Helion is told that an H200 is there, binds
+# tensors that have no storage, and Triton compiles for the target it is named. Nothing is launched.
+# ---------------------------------------------------------------------------------------------------------------------
+
+_H200 = types.SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    regs_per_multiprocessor=REGISTERS_PER_SM,
+    max_threads_per_multi_processor=2048,
+    shared_memory_per_block=48 * 1024,
+    shared_memory_per_block_optin=227 * 1024,
+    shared_memory_per_multiprocessor=SHARED_BYTES_PER_SM,
+    warp_size=32,
+    L2_cache_size=50 * 2**20,
+    total_memory=141 * 10**9,
+)
+
+
+class _OfflineDriver:
+    """What Triton asks of a driver before it launches."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+@dataclass(frozen=True)
+class Sm90Kernel:
+    """One compiled kernel: what ptxas and the disassembler say of it.
+
+    Attributes:
+        name: of the kernel function.
+        registers: per thread.
+        shared_bytes: of dynamic shared memory per program.
+        num_warps: per program.
+        opcodes: how often each SASS opcode occurs, without its modifiers.
+        ptx: the PTX text.
+        sass: the disassembly.
+    """
+
+    name: str
+    registers: int
+    shared_bytes: int
+    num_warps: int
+    opcodes: Counter[str]
+    ptx: str
+    sass: str
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """Programs that fit one SM by registers (allocated in units of 8 per thread) and shared memory."""
+        registers = -(-self.registers // 8) * 8 * 32 * self.num_warps
+        by_shared = SHARED_BYTES_PER_SM // (self.shared_bytes + RESERVED_SHARED_BYTES)
+        return min(REGISTERS_PER_SM // registers, by_shared)
+
+
+def _disassemble(compiled: Any) -> Sm90Kernel:
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+
+        def run(tool: str, flag: str) -> str:
+            command = [str(tools / tool), flag, cubin.name]
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+        usage = run("cuobjdump", "-res-usage")
+        sass = run("nvdisasm", "-c")
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None, usage
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)", sass)
+    return Sm90Kernel(
+        name=compiled.metadata.name,
+        registers=int(registers.group(1)),
+        shared_bytes=compiled.metadata.shared,
+        num_warps=compiled.metadata.num_warps,
+        opcodes=Counter(opcodes),
+        ptx=compiled.asm["ptx"],
+        sass=sass,
+    )
+
+
+@contextlib.contextmanager
+def _offline_hopper() -> Iterator[list[Any]]:
+    """Pretend that cuda:0 is an H200, and collect what Triton compiles instead of launching it."""
+    import triton
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._subclasses.fake_tensor import FakeTensor
+    from triton.runtime.jit import JITFunction, MockTensor
+
+    from helion_attn.kernels import helion_compat  # noqa: F401 - before Helion's own modules
+    from helion._compiler.compile_environment import CompileEnvironment  # isort: skip
+
+    compiled: list[Any] = []
+    jit_run = JITFunction.run
+
+    def run(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        stand_ins = [MockTensor(a.dtype, list(a.shape)) if isinstance(a, torch.Tensor) else a for a in args]
+        compiled.append(jit_run(self, *stand_ins, warmup=True, **options))
+        return compiled[-1]
+
+    answers = {
+        "is_available": True,
+        "current_device": 0,
+        "device_count": 1,
+        "get_device_capability": (9, 0),
+        "get_device_properties": _H200,
+        "get_device_name": _H200.name,
+    }
+    driver = triton.runtime.driver
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer: answer))
+        patch: Callable[..., Any] = lambda *a: stack.enter_context(mock.patch.object(*a))  # noqa: E731
+        patch(CudaInterface, "get_device_properties", staticmethod(lambda *_: _H200))
+        patch(torch.version, "cuda", "13.0")
+        # A fake tensor has no address; the real ones come from the caching allocator, aligned to 512 bytes.
+        patch(FakeTensor, "data_ptr", lambda _: 0)
+        patch(CompileEnvironment, "tensor_descriptor_base_is_aligned", lambda *_: True)
+        patch(JITFunction, "run", run)
+        patch(driver, "_active", _OfflineDriver())
+        yield compiled
+
+
+def fake_cuda(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A contiguous tensor on cuda:0 that has no storage, for `compile_for_sm90`."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=dtype, device="cuda:0")
+
+
+def compile_for_sm90(launch: Callable[[], object]) -> list[Sm90Kernel]:
+    """Compile every kernel that `launch` would launch, for sm_90a, on any machine.
+
+    Args:
+        launch: calls a launcher on tensors from `fake_cuda`, made inside it.
+
+    Returns:
+        The kernels in launch order; one that is launched twice is there twice.
+    """
+    with _offline_hopper() as compiled:
+        launch()
+    return [_disassemble(kernel) for kernel in compiled]
