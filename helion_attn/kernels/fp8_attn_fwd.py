@@ -212,8 +212,8 @@ def helion_config(tile: TileConfig) -> helion.Config:
         num_stages=tile.num_stages,
         # The masked loop runs once or twice: a pipeline there costs 70 registers and gains nothing.
         range_num_stages=[0, tile.num_stages, 1],
-        # [heads, query blocks], fastest last
-        loop_orders=[[0, 1] if tile.query_blocks_fastest else [1, 0]],
+        # (heads, query blocks), fastest first
+        loop_orders=[[1, 0] if tile.query_blocks_fastest else [0, 1]],
         indexing="tensor_descriptor",
         host_tensor_descriptors=True,
     )
@@ -226,6 +226,48 @@ def compiled_kernel(D_pad: int, causal: bool) -> helion.Kernel[None]:
 
 
 interpreted_kernel = interpreted(fp8_attn_fwd)
+
+
+def kernel_args(
+    q8: torch.Tensor,
+    k8: torch.Tensor,
+    v8: torch.Tensor,
+    q_descale: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
+    v_mean: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    m_len: int,
+    n_len: int,
+    causal: bool,
+    sm_scale: float,
+    bshd: bool,
+) -> tuple[object, ...]:
+    """The arguments of `fp8_attn_fwd`, from those of `launch`."""
+    H, H_kv = q_descale.size(1), k_descale.size(1)
+    bh_kv, n_blocks, D_pad, bn = v8.shape
+    d_chunk = min(D_pad, MAX_D_CHUNK)
+    return (
+        q8,
+        k8,
+        v8.view(bh_kv, n_blocks, D_pad // d_chunk, d_chunk, bn),
+        q_descale.view(-1),
+        k_descale.view(-1),
+        v_descale.view(-1),
+        v_mean.view(bh_kv, D_pad),
+        out.view(-1, out.size(-1)),
+        lse.view(-1),
+        m_len,
+        n_len,
+        H,
+        H // H_kv,
+        1 if bshd else m_len,
+        H if bshd else 1,
+        sm_scale * LOG2E,
+        causal,
+        q8.is_cuda,
+    )
 
 
 def launch(
@@ -256,27 +298,6 @@ def launch(
         sm_scale: multiplies q k^T; not negative.
         bshd: the layout of `out`.
     """
-    H, H_kv = q_descale.size(1), k_descale.size(1)
-    bh_kv, n_blocks, D_pad, bn = v8.shape
-    d_chunk = min(D_pad, MAX_D_CHUNK)
-    kernel = compiled_kernel(D_pad, causal) if q8.is_cuda else interpreted_kernel
-    kernel(
-        q8,
-        k8,
-        v8.view(bh_kv, n_blocks, D_pad // d_chunk, d_chunk, bn),
-        q_descale.view(-1),
-        k_descale.view(-1),
-        v_descale.view(-1),
-        v_mean.view(bh_kv, D_pad),
-        out.view(-1, out.size(-1)),
-        lse.view(-1),
-        m_len,
-        n_len,
-        H,
-        H // H_kv,
-        1 if bshd else m_len,
-        H if bshd else 1,
-        sm_scale * LOG2E,
-        causal,
-        q8.is_cuda,
-    )
+    kernel = compiled_kernel(v8.size(2), causal) if q8.is_cuda else interpreted_kernel
+    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean)
+    kernel(*kernel_args(*packed, out, lse, m_len, n_len, causal, sm_scale, bshd))

@@ -15,12 +15,14 @@ from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
 from helion_attn.numerics import DESCALE_MIN, E4M3_MAX
 from helion_attn.preprocess.strided import strided_rows
 
-#: Rows that one step of the amax pass reads.
-AMAX_ROWS = 64
+#: Elements that one step of the first pass reads: four 16-byte loads of bf16 a thread.
+STEP_ELEMENTS = 4096
 
-#: Programs per head in the amax pass, at most: enough to fill the memory system with 8 heads, few enough that each
-#: program of the second pass reduces their partial results itself.
-MAX_PARTIALS = 64
+#: Programs of the first pass, about: 8 on each of an H200's 132 SMs fill the memory system.
+FIRST_PASS_PROGRAMS = 1056
+
+#: Programs per head in the first pass, at most: each program of the second pass reduces their results itself.
+MAX_PARTIALS = 32
 
 
 def load_rows(
@@ -61,13 +63,15 @@ def amax_kernel(
     for bh, part in hl.grid([partials.size(0), n_partials]):
         row_offset = ((bh // heads) * b_step + (bh % heads) * h_step) * unit
         cols = hl.arange(d_pad)
-        amax = hl.zeros([step], dtype=torch.float32)
+        # Maxima stay per element until the end: one reduction across lanes a program, not one a step.
+        # [step, d_pad]
+        amax = hl.zeros([step, d_pad], dtype=torch.float32)
         for tile in hl.grid(part * tiles_per_part, min(n_tiles, (part + 1) * tiles_per_part)):
             rows = tile * step + hl.arange(step)
             # [step, d_pad]
             x = load_rows(flat, row_offset, rows, cols, s_step * unit, d_step, size, d)
-            amax = torch.maximum(amax, torch.amax(torch.abs(x), 1))
-        partials[bh, part] = torch.amax(amax, 0)
+            amax = torch.maximum(amax, torch.abs(x))
+        partials[bh, part] = torch.amax(torch.amax(amax, 1), 0)
 
 
 def pack_rows_kernel(
@@ -91,7 +95,8 @@ def pack_rows_kernel(
     d_pad = hl.specialize(x8.size(2))
     max_partials = hl.specialize(partials.size(1))
     hl.specialize((flat.stride(0), partials.stride(0), partials.stride(1), x8.stride(0), x8.stride(1), x8.stride(2)))
-    for bh, i in hl.grid([descale.size(0), blocks]):
+    for bh, grid_i in hl.grid([descale.size(0), blocks]):
+        i = blocks - 1 - grid_i  # what the first pass read last is still in L2
         row_offset = ((bh // heads) * b_step + (bh % heads) * h_step) * unit
         # [block, d_pad]
         x = load_rows(flat, row_offset, i * block + hl.arange(block), hl.arange(d_pad), s_step * unit, d_step, size, d)
@@ -104,17 +109,22 @@ def pack_rows_kernel(
 
 
 @functools.cache
-def kernels(is_cuda: bool) -> tuple[helion.Kernel[None], helion.Kernel[None]]:
-    """`(amax, pack)` for the device."""
+def kernels(is_cuda: bool, block: int) -> tuple[helion.Kernel[None], helion.Kernel[None]]:
+    """`(amax, pack)` for the device.
+
+    A kernel object each for Q's block size and K's: Helion's dispatch is 300 us slower for an object whose
+    specialisation changes from call to call.
+    """
     if not is_cuda:
         return interpreted(amax_kernel), interpreted(pack_rows_kernel)
     config = helion.Config(num_warps=4, num_stages=3, indexing="pointer")
     return compiled(amax_kernel, config), compiled(pack_rows_kernel, config)
 
 
-def n_partials(size: int) -> int:
-    """Programs per head of the first pass over `size` rows."""
-    return min(MAX_PARTIALS, -(-size // AMAX_ROWS))
+def first_pass_split(heads: int, size: int, d_pad: int) -> tuple[int, int]:
+    """Rows of a step, and programs per head, of the first pass over `heads` heads of `size` rows."""
+    step = STEP_ELEMENTS // d_pad
+    return step, max(1, min(MAX_PARTIALS, FIRST_PASS_PROGRAMS // heads, -(-size // step)))
 
 
 def quantize_rows(x: torch.Tensor, block: int, d_pad: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,13 +140,13 @@ def quantize_rows(x: torch.Tensor, block: int, d_pad: int) -> tuple[torch.Tensor
     """
     B, H, S, D = x.shape
     rows = strided_rows(x)
-    amax, pack = kernels(x.is_cuda)
-    parts = n_partials(S)
+    amax, pack = kernels(x.is_cuda, block)
+    step, parts = first_pass_split(B * H, S, d_pad)
     partials = x.new_empty((B * H, MAX_PARTIALS), dtype=torch.float32)
     blocks = -(-S // block)
     x8 = x.new_empty((B * H * blocks, block, d_pad), dtype=torch.float8_e4m3fn)
     descale = x.new_empty((B, H), dtype=torch.float32)
     steps = (H, S, rows.b_step, rows.h_step, rows.s_step)
-    amax(rows.flat, partials, parts, *steps, D, d_pad, rows.d_step, rows.unit, AMAX_ROWS)
+    amax(rows.flat, partials, parts, *steps, D, d_pad, rows.d_step, rows.unit, step)
     pack(rows.flat, partials, x8, descale.view(-1), blocks, parts, *steps, D, rows.d_step, rows.unit)
     return x8.view(B * H, blocks, block, d_pad), descale

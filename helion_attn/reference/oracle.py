@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from helion_attn.reference.shapes import default_sm_scale, hidden_keys, to_bhsd
+from helion_attn.reference.shapes import default_sm_scale, hide_future_keys, to_bhsd
 
 #: Scores held at once, in elements: bounds the memory at any length.
 _SCORES_AT_ONCE = 2**26
@@ -50,7 +50,7 @@ def attention(
                     # [rows, N]
                     s = q64 @ k64.mT * scale
                     if causal:
-                        s.masked_fill_(hidden_keys(i, len(q64), 0, N, M, N).to(s.device), float("-inf"))
+                        s = hide_future_keys(s, i, 0, M, N)
                     row_lse = torch.logsumexp(s, 1)
                     p = torch.exp(s - row_lse.unsqueeze(1))
                     p = torch.where((row_lse == float("-inf")).unsqueeze(1), 0.0, p)

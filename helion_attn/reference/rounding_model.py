@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, LN2, LOG2E, P_OFFSET_LOG2
-from helion_attn.reference.shapes import default_sm_scale, hidden_keys, to_bhsd
+from helion_attn.reference.shapes import default_sm_scale, hide_future_keys, to_bhsd
 from helion_attn.types import BALANCED, Recipe
 
 
@@ -86,7 +86,7 @@ def fp8_attention(
         # [B, H, M, block_n]
         s = r.q8 @ k8[:, :, j : j + block_n].mT
         if causal:
-            s = s.masked_fill(hidden_keys(0, M, j, s.shape[3], M, N).to(s.device), float("-inf"))
+            s = hide_future_keys(s, 0, j, M, N)
         m_new = torch.maximum(m_i, s.amax(3, keepdim=True) * qk_scale_log2 - P_OFFSET_LOG2)
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
         p = torch.exp2(s * qk_scale_log2 - m_ref)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from helion_attn.numerics import E4M3_MAX
-from helion_attn.reference.shapes import default_sm_scale, hidden_keys
+from helion_attn.reference.shapes import default_sm_scale, hide_future_keys
 
 
 def _to_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +55,7 @@ def scaled_mm_attention(
             s = torch._scaled_mm(q8, k8.t(), q_descale, k_descale, out_dtype=torch.float32)
             s = s * default_sm_scale(sm_scale, D)
             if causal:
-                s = s.masked_fill(hidden_keys(0, M, 0, N, M, N).to(s.device), float("-inf"))
+                s = hide_future_keys(s, 0, 0, M, N)
             p8 = (torch.softmax(s, 1) * E4M3_MAX).to(torch.float8_e4m3fn)
             v8_column_major = v8.t().contiguous().t()
             out[b, h] = torch._scaled_mm(p8, v8_column_major, p_descale, v_descale, out_dtype=torch.bfloat16)

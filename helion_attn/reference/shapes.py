@@ -17,8 +17,8 @@ def default_sm_scale(sm_scale: float | None, D: int) -> float:
     return D**-0.5 if sm_scale is None else sm_scale
 
 
-def hidden_keys(first_row: int, n_rows: int, first_key: int, n_keys: int, M: int, N: int) -> torch.Tensor:
-    """Causal mask [n_rows, n_keys], True where hidden: row i sees keys j <= i + N - M (bottom-right aligned)."""
-    row = torch.arange(first_row, first_row + n_rows).unsqueeze(1)
-    key = torch.arange(first_key, first_key + n_keys).unsqueeze(0)
-    return key > row + N - M
+def hide_future_keys(s: torch.Tensor, first_row: int, first_key: int, M: int, N: int) -> torch.Tensor:
+    """Scores [..., rows, keys] with -inf where causality hides them: row i sees keys j <= i + N - M (bottom-right)."""
+    row = torch.arange(first_row, first_row + s.size(-2), device=s.device).unsqueeze(1)
+    key = torch.arange(first_key, first_key + s.size(-1), device=s.device).unsqueeze(0)
+    return s.masked_fill(key > row + N - M, float("-inf"))

@@ -1,0 +1,274 @@
+"""The attention implementations that the benchmarks compare.
+
+Each is a function `(q, k, v, causal, sm_scale) -> Prepared` from bf16 BHSD tensors. Everything that a user would
+do once (quantise, lay out, build a graph) happens there, so that `Prepared.run` is the attention kernel and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import helion_attn as ha
+from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, P_OFFSET_LOG2
+
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One implementation, ready to run on one set of inputs.
+
+    Attributes:
+        run: launches the kernel; returns what it writes, in its own layout and dtype.
+        output: views what `run` returned as [B, H, M, D], dequantised if it is FP8.
+        dequantized: the fp32 q [B, H, M, D], k and v [B, H_kv, N, D] that the kernel was really given.
+    """
+
+    run: Callable[[], Tensor]
+    output: Callable[[Tensor], Tensor]
+    dequantized: Callable[[], tuple[Tensor, Tensor, Tensor]]
+
+
+Prepare = Callable[[Tensor, Tensor, Tensor, bool, float], Prepared]
+
+
+def _identity(out: Tensor) -> Tensor:
+    return out
+
+
+def _without_lse(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
+    """`function`, which was not asked for the log-sum-exp, typed as returning the output alone."""
+    return cast(Callable[[], Tensor], function)
+
+
+def _swap_heads(x: Tensor) -> Tensor:
+    """BHSD seen as BSHD, or the other way round."""
+    return x.transpose(1, 2)
+
+
+def _as_given(*qkv: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """`Prepared.dequantized` of a kernel that reads the bf16 tensors themselves."""
+
+    def dequantized() -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (x.float() for x in qkv)
+        return q, k, v
+
+    return dequantized
+
+
+def _descale(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The fp32 multiplier that maps e4m3's range to that of x, reduced over `dims` (kept)."""
+    return (x.abs().amax(dims, keepdim=True).float() / E4M3_MAX).clamp_min(DESCALE_MIN)
+
+
+def _require_square(causal: bool, M: int, N: int, name: str) -> None:
+    if causal and M != N:
+        raise ValueError(f"{name} aligns its causal mask top-left, the others bottom-right: M ({M}) must equal N ({N})")
+
+
+# --- ours -----------------------------------------------------------------------------------------
+
+
+def helion_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """This package's kernel on packed FP8, with its default recipe."""
+    qkv = ha.quantize(q, k, v, recipe=ha.BALANCED)
+    run = functools.partial(ha.attention_quantized, qkv, causal=causal, sm_scale=sm_scale)
+    return Prepared(_without_lse(run), _identity, lambda: ha.dequantize(qkv))
+
+
+def helion_attn_e2e(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """This package from bf16 to bf16: preprocessing and kernel."""
+    run = functools.partial(ha.attention, q, k, v, causal=causal, sm_scale=sm_scale, recipe=ha.BALANCED)
+    return Prepared(_without_lse(run), _identity, lambda: ha.dequantize(ha.quantize(q, k, v)))
+
+
+# --- FlashAttention-3 -----------------------------------------------------------------------------
+
+
+def fa3_fp8(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """FlashAttention-3, e4m3 in and bf16 out, one descale per (batch, KV head) for each of Q, K and V."""
+    fa3 = importlib.import_module("fa3_fwd_interface")
+    G = q.shape[1] // k.shape[1]
+    q, k, v = (_swap_heads(x).contiguous() for x in (q, k, v))  # [B, S, heads, D]
+    k_descale, v_descale = _descale(k, (1, 3)), _descale(v, (1, 3))  # [B, 1, H_kv, 1]
+    q_descale = _descale(q.unflatten(2, (-1, G)), (1, 3, 4)).squeeze(4)  # [B, 1, H_kv, 1]: its API has no finer one
+    q_descale_per_head = q_descale.repeat_interleave(G, dim=2)  # [B, 1, H, 1]
+    q8, k8, v8 = (
+        (x.float() / descale).to(E4M3) for x, descale in ((q, q_descale_per_head), (k, k_descale), (v, v_descale))
+    )
+    run = functools.partial(
+        fa3.flash_attn_func,
+        q8,
+        k8,
+        v8,
+        softmax_scale=sm_scale,
+        causal=causal,
+        q_descale=q_descale[:, 0, :, 0],
+        k_descale=k_descale[:, 0, :, 0],
+        v_descale=v_descale[:, 0, :, 0],
+    )
+
+    def dequantized() -> tuple[Tensor, Tensor, Tensor]:
+        return (
+            _swap_heads(q8.float() * q_descale_per_head),
+            _swap_heads(k8.float() * k_descale),
+            _swap_heads(v8.float() * v_descale),
+        )
+
+    return Prepared(run, _swap_heads, dequantized)
+
+
+def fa3_bf16(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """FlashAttention-3 in bf16."""
+    fa3 = importlib.import_module("fa3_fwd_interface")
+    bshd = [_swap_heads(x).contiguous() for x in (q, k, v)]
+    run = functools.partial(fa3.flash_attn_func, *bshd, softmax_scale=sm_scale, causal=causal)
+    return Prepared(run, _swap_heads, _as_given(q, k, v))
+
+
+# --- cuDNN ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _cudnn_handle() -> Any:
+    return importlib.import_module("cudnn").create_handle()
+
+
+@functools.lru_cache(maxsize=32)
+def _cudnn_fp8_graph(
+    B: int, H: int, H_kv: int, M: int, N: int, D: int, causal: bool, sm_scale: float
+) -> tuple[Any, dict[str, Any]]:
+    """The compiled graph and its tensors by name. It takes about a second, so one graph serves all inputs."""
+    cudnn = importlib.import_module("cudnn")
+    e4m3, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
+    graph = cudnn.pygraph(
+        io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=_cudnn_handle()
+    )
+
+    def operand(name: str, heads: int, S: int) -> Any:
+        # Dims are always (B, H, S, D); the strides say that memory holds [B, S, H, D].
+        stride = (S * heads * D, D, heads * D, 1)
+        return graph.tensor(dim=(B, heads, S, D), stride=stride, data_type=e4m3, name=name)
+
+    def scalar(name: str) -> Any:
+        return graph.tensor(dim=(1, 1, 1, 1), stride=(1, 1, 1, 1), data_type=fp32, name=name)
+
+    tensors = {"q": operand("q", H, M), "k": operand("k", H_kv, N), "v": operand("v", H_kv, N)}
+    for name in ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"):
+        tensors[name] = scalar(name)
+    mask = {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT, "right_bound": 0} if causal else {}
+    # The amax outputs, which training wants, stay virtual: the generated kernel then does not compute them.
+    out, _, _, _ = graph.sdpa_fp8(**tensors, attn_scale=sm_scale, generate_stats=False, **mask)
+    # On Hopper the output can only be FP8.
+    out.set_output(True).set_dim((B, H, M, D)).set_stride((M * H * D, D, H * D, 1)).set_data_type(e4m3)
+    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    return graph, {**tensors, "out": out}
+
+
+def cudnn_fp8(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """cuDNN's graph `sdpa_fp8`: e4m3 in and out, one descale per tensor."""
+    cudnn = importlib.import_module("cudnn")
+    (B, H, M, D), (_, H_kv, N, _) = q.shape, k.shape
+    _require_square(causal, M, N, "cudnn_fp8")
+    graph, tensors = _cudnn_fp8_graph(B, H, H_kv, M, N, D, causal, sm_scale)
+
+    bshd = {name: _swap_heads(x).contiguous() for name, x in (("q", q), ("k", k), ("v", v))}
+    descale = {name: _descale(x, (0, 1, 2, 3)) for name, x in bshd.items()}  # [1, 1, 1, 1] each
+    fp8 = {name: (x.float() / descale[name]).to(E4M3) for name, x in bshd.items()}
+    out = torch.empty(B, M, H, D, dtype=E4M3, device=q.device)
+    # A row of P sums to 1 up to its rounding to e4m3 (at most 1/16), so |out| stays below 17/16 max|v|: this scale
+    # cannot saturate, and outputs 1/7000 of max|v| are still normal numbers.
+    descale_o = descale["v"] * (17 / 16)
+    scale_s = torch.full_like(descale_o, 2.0**P_OFFSET_LOG2)
+    values = {
+        # The graph knows the dtype: bytes spare it a question that DLPack could not always answer for FP8.
+        **{name: x.view(torch.uint8) for name, x in (*fp8.items(), ("out", out))},
+        **{f"descale_{name}": x for name, x in descale.items()},
+        "scale_s": scale_s,
+        "descale_s": 1 / scale_s,
+        "scale_o": 1 / descale_o,
+    }
+    pack = {tensors[name]: value for name, value in values.items()}
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=q.device)
+    handle = _cudnn_handle()
+
+    def run() -> Tensor:
+        cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)
+        graph.execute(pack, workspace, handle=handle)
+        return out
+
+    def dequantized() -> tuple[Tensor, Tensor, Tensor]:
+        q32, k32, v32 = (_swap_heads(x.float() * descale[name]) for name, x in fp8.items())
+        return q32, k32, v32
+
+    return Prepared(run, lambda out8: _swap_heads(out8.float() * descale_o), dequantized)
+
+
+# --- SDPA, bf16 -----------------------------------------------------------------------------------
+
+
+def _sdpa(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    _require_square(causal, q.shape[2], k.shape[2], name)
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    enable_gqa = q.shape[1] != k.shape[1]
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale, enable_gqa=enable_gqa)
+
+    return Prepared(run, _identity, _as_given(q, k, v))
+
+
+def cudnn_bf16(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """PyTorch SDPA's cuDNN backend in bf16."""
+    return _sdpa(SDPBackend.CUDNN_ATTENTION, "cudnn_bf16", q, k, v, causal, sm_scale)
+
+
+def flash_bf16(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """PyTorch SDPA's FlashAttention-2 backend in bf16."""
+    return _sdpa(SDPBackend.FLASH_ATTENTION, "flash_bf16", q, k, v, causal, sm_scale)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+IMPLS: dict[str, Prepare] = {
+    "helion_attn": helion_attn,
+    "fa3_fp8": fa3_fp8,
+    "cudnn_fp8": cudnn_fp8,
+    "fa3_bf16": fa3_bf16,
+    "cudnn_bf16": cudnn_bf16,
+    "flash_bf16": flash_bf16,
+}
+
+#: impl -> (module that it imports, package that brings it).
+PACKAGES = {
+    "fa3_fp8": ("fa3_fwd_interface", "fa3-fwd"),
+    "fa3_bf16": ("fa3_fwd_interface", "fa3-fwd"),
+    "cudnn_fp8": ("cudnn", "nvidia-cudnn-frontend"),
+}
+
+
+def available(device: torch.device) -> tuple[list[str], dict[str, str]]:
+    """The implementations that can run on `device`, and for each of the others why it cannot."""
+    names: list[str] = []
+    skipped: dict[str, str] = {}
+    for name in IMPLS:
+        module, package = PACKAGES.get(name, (None, None))
+        if name != "helion_attn" and device.type != "cuda":
+            skipped[name] = f"it has no {device.type} implementation"
+        elif module is not None and importlib.util.find_spec(module) is None:
+            skipped[name] = f"package {package} is not installed"
+        else:
+            names.append(name)
+    return names, skipped

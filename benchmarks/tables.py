@@ -1,0 +1,226 @@
+"""Rows of the result files, and the tables made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table as RichTable
+from tabulate import tabulate
+
+Row = dict[str, Any]
+Loaded = dict[str, Row]  # suite file -> {"meta": ..., "rows": ...}
+
+#: In the order of every table and legend.
+LABELS = {
+    "helion_attn": "helion_attn",
+    "fa3_fp8": "FA3 FP8",
+    "cudnn_fp8": "cuDNN FP8",
+    "fa3_bf16": "FA3 bf16",
+    "cudnn_bf16": "cuDNN bf16",
+    "flash_bf16": "FA2 bf16",
+}
+FP8_PEERS = ("fa3_fp8", "cudnn_fp8")
+KINDS = ("randn", "outlier", "sink", "biased_v")
+BF16_PEERS = ("fa3_bf16", "cudnn_bf16", "flash_bf16")
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def load(folder: Path) -> Loaded:
+    """The result files in `folder`, by name."""
+    loaded: Loaded = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        for row in content["rows"]:
+            for name in ("error_kernel", "error_total"):
+                if isinstance(row.get(name), str):  # "nan" and "inf", which JSON cannot hold as numbers
+                    row[name] = float(row[name])
+        loaded[path.stem] = content
+    return loaded
+
+
+def rows_of(loaded: Loaded, suite: str, **wanted: Any) -> list[Row]:
+    """The rows of one suite whose fields equal `wanted`."""
+    rows = loaded.get(suite, {}).get("rows", [])
+    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def by_impl(rows: Iterable[Row], value: str) -> dict[str, float]:
+    """One field by implementation, where it was measured."""
+    return {row["impl"]: row[value] for row in rows if row.get(value) is not None}
+
+
+def values_of(rows: Iterable[Row], *names: str) -> list[tuple[Any, ...]]:
+    """The distinct values of some fields, sorted."""
+    return sorted({tuple(row[name] for name in names) for row in rows})
+
+
+def impls_in(rows: Sequence[Row]) -> list[str]:
+    """The known implementations that occur in `rows`, in the order of `LABELS`."""
+    present = {row["impl"] for row in rows}
+    return [impl for impl in LABELS if impl in present]
+
+
+def fastest(times: dict[str, float], impls: Iterable[str]) -> float | None:
+    """The least time among `impls`."""
+    return min((times[impl] for impl in impls if impl in times), default=None)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table of text."""
+
+    title: str
+    headers: list[str]
+    body: list[list[str]]
+
+    def markdown(self) -> str:
+        """As GitHub renders it."""
+        align = ["right"] * len(self.headers)
+        table = tabulate(self.body, self.headers, "github", colalign=align, disable_numparse=True)
+        return f"**{self.title}**\n\n{table}"
+
+    def rich(self) -> RichTable:
+        """For a terminal."""
+        table = RichTable(title=self.title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+        for header in self.headers:
+            table.add_column(header, justify="right")
+        for line in self.body:
+            table.add_row(*line)
+        return table
+
+
+def number(value: float | None, spec: str) -> str:
+    """A figure, or a dash where it was not measured."""
+    return "-" if value is None else format(value, spec)
+
+
+def _error(value: float | None) -> str:
+    return (
+        "-" if value is None else f"{value:.2g}" if value < 0.001 else f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
+    )
+
+
+def speed_tables(loaded: Loaded) -> list[Table]:
+    """TFLOP/s of the kernels, one table per mask."""
+    tables = []
+    for causal in (False, True):
+        rows = rows_of(loaded, "attention", stage="kernel", causal=causal)
+        impls = impls_in(rows)
+        body = []
+        for D, S in values_of(rows, "D", "N"):
+            cell = [row for row in rows if (row["D"], row["N"]) == (D, S)]
+            tflops, ms = by_impl(cell, "tflops"), by_impl(cell, "ms")
+            peer = fastest(ms, FP8_PEERS)
+            ratio = peer / ms["helion_attn"] if peer is not None and "helion_attn" in ms else None
+            error = by_impl(cell, "error_kernel").get("helion_attn")
+            body.append(
+                [
+                    str(D),
+                    str(S),
+                    *(number(tflops.get(impl), ".0f") for impl in impls),
+                    number(ratio, ".2f"),
+                    _error(error),
+                ]
+            )
+        if body:
+            headers = [
+                "D",
+                "S",
+                *(LABELS[impl] for impl in impls),
+                "ours / best FP8 peer",
+                "our kernel error",
+            ]
+            tables.append(Table(f"Kernel, {'causal' if causal else 'full'} attention, TFLOP/s", headers, body))
+    return tables
+
+
+def e2e_tables(loaded: Loaded) -> list[Table]:
+    """Milliseconds from bf16 to bf16. A bf16 kernel is its own end to end."""
+    rows = rows_of(loaded, "attention")
+    peers = [impl for impl in impls_in(rows) if impl in BF16_PEERS]
+    body = []
+    for causal, D, S in values_of(rows, "causal", "D", "N"):
+        cell = [row for row in rows if (row["causal"], row["D"], row["N"]) == (causal, D, S)]
+        kernel = by_impl((row for row in cell if row["stage"] == "kernel"), "ms")
+        e2e = [row for row in cell if row["stage"] == "e2e"]
+        ours, error = by_impl(e2e, "ms").get("helion_attn"), by_impl(e2e, "error_total").get("helion_attn")
+        best = fastest(kernel, peers)
+        speedup = best / ours if best is not None and ours is not None else None
+        body.append(
+            ["causal" if causal else "full", str(D), str(S), number(ours, ".3f")]
+            + [number(kernel.get(impl), ".3f") for impl in peers]
+            + [number(speedup, ".2f"), _error(error)]
+        )
+    headers = [
+        "mask",
+        "D",
+        "S",
+        "helion_attn",
+        *(LABELS[impl] for impl in peers),
+        "speed-up",
+        "our total error",
+    ]
+    return [Table("End to end from bf16 to bf16, preprocessing included, ms", headers, body)] if body else []
+
+
+def accuracy_tables(loaded: Loaded) -> list[Table]:
+    """Kernel and total error on each input."""
+    rows = [row for row in rows_of(loaded, "accuracy") if row["M"] == row["N"]]
+    impls = impls_in(rows)
+    body = []
+    order = sorted(values_of(rows, "D", "causal", "input"), key=lambda cell: (*cell[:2], KINDS.index(cell[2])))
+    for D, causal, kind in order:
+        cell = [row for row in rows if (row["D"], row["causal"], row["input"]) == (D, causal, kind)]
+        kernel, total = by_impl(cell, "error_kernel"), by_impl(cell, "error_total")
+        errors = [f"{_error(kernel.get(impl))} / {_error(total.get(impl))}" for impl in impls]
+        body.append([str(D), "causal" if causal else "full", kind, *errors])
+    length = values_of(rows, "N")[0][0] if rows else 0
+    headers = ["D", "mask", "input", *(LABELS[impl] for impl in impls)]
+    return [Table(f"Relative error, kernel / total, {length} tokens", headers, body)] if body else []
+
+
+def long_context_tables(loaded: Loaded) -> list[Table]:
+    """Kernel error by number of keys, V biased."""
+    rows = [row for row in rows_of(loaded, "accuracy", input="biased_v") if row["M"] != row["N"]]
+    impls = impls_in(rows)
+    body = []
+    for D, N in values_of(rows, "D", "N"):
+        cell = [row for row in rows if (row["D"], row["N"]) == (D, N)]
+        kernel, total = by_impl(cell, "error_kernel"), by_impl(cell, "error_total")
+        body.append([str(D), str(N), *(_error(kernel.get(i)) for i in impls), _error(total.get("helion_attn"))])
+    headers = ["D", "keys", *(LABELS[impl] for impl in impls), "our total error"]
+    return [Table("Relative kernel error, V = |N(0, 1)| + 0.5", headers, body)] if body else []
+
+
+def preprocess_tables(loaded: Loaded) -> list[Table]:
+    """Time of `quantize` and memory of `attention`."""
+    rows = rows_of(loaded, "preprocess")
+    body = []
+    for D, S in values_of(rows, "D", "N"):
+        cell = [row for row in rows if (row["D"], row["N"]) == (D, S)]
+        ms, gbs = (by_impl((row for row in cell if row["stage"] == "preprocess"), name) for name in ("ms", "gbs"))
+        ratio = by_impl(cell, "copy_ratio").get("helion_attn")
+        extra, packed = (by_impl(cell, name).get("helion_attn") for name in ("peak_extra_bytes", "packed_bytes"))
+        body.append(
+            [
+                str(D),
+                str(S),
+                number(ms.get("helion_attn"), ".3f"),
+                number(ms.get("copy"), ".3f"),
+                number(ratio, ".2f"),
+            ]
+            + [number(gbs.get(impl), ".0f") for impl in ("helion_attn", "copy")]
+            + [number(None if x is None else x / 2**20, ".1f") for x in (extra, packed)]
+        )
+    headers = ["D", "S", "quantize, ms", "copy, ms", "ratio", "quantize, GB/s", "copy, GB/s"]
+    headers += ["attention's extra memory, MiB", "packed Q, K, V, MiB"]
+    return [Table("Preprocessing Q, K and V", headers, body)] if body else []

