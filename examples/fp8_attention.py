@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -46,7 +47,7 @@ class Row:
     error: float
     error_scaled_mm: float = 0.0
     ms_kernel: float = 0.0
-    ms_with_quantize: float = 0.0
+    ms_total: float = 0.0  # with quantisation
 
     @property
     def ok(self) -> bool:
@@ -84,25 +85,25 @@ def run(shape: tuple[int, int, int, int], causal: bool, device: str, advance: Ca
         error,
         error_scaled_mm=relative_error(out, scaled_mm),
         ms_kernel=do_bench(lambda: ha.attention_quantized(qkv, causal=causal), return_mode="median"),
-        ms_with_quantize=do_bench(lambda: ha.attention(q, k, v, causal=causal), return_mode="median"),
+        ms_total=do_bench(lambda: ha.attention(q, k, v, causal=causal), return_mode="median"),
     )
 
 
 def make_table(rows: list[Row], device: str) -> Table:
     """The rows, with the columns that only a GPU fills if it did."""
     gpu = device != "cpu"
-    where = torch.cuda.get_device_name(device) if gpu else "the CPU, in Helion's interpreter"
-    table = Table(title=f"FP8 attention on {where}")
-    columns = ["B, H, S, D", "causal", "error to fp64", "bound"]
+    where = torch.cuda.get_device_name(device) if gpu else "the CPU (interpreter)"
+    table = Table(title=f"FP8 attention on {where}", box=box.SIMPLE, padding=(0, 0, 0, 1))  # fits 80 columns
+    columns = ["B,H,S,D", "mask", f"error to\nfp64\n<= {ERROR_BOUND}"]
     if gpu:
-        columns += ["error to _scaled_mm", "bound", "kernel ms", "TFLOP/s", "with quantize ms"]
+        columns += [f"error to\nscaled_mm\n<= {SCALED_MM_BOUND}", "kernel\nms", "TFLOP/s", "total\nms"]
     for column in [*columns, ""]:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        cells = [str(row.shape)[1:-1], "yes" if row.causal else "no", f"{row.error:.4f}", f"{ERROR_BOUND}"]
+        cells = [",".join(map(str, row.shape)), "causal" if row.causal else "full", f"{row.error:.4f}"]
         if gpu:
-            cells += [f"{row.error_scaled_mm:.4f}", f"{SCALED_MM_BOUND}"]
-            cells += [f"{row.ms_kernel:.3f}", f"{row.tflops:.0f}", f"{row.ms_with_quantize:.3f}"]
+            cells += [f"{row.error_scaled_mm:.4f}", f"{row.ms_kernel:.3f}", f"{row.tflops:.0f}"]
+            cells += [f"{row.ms_total:.3f}"]
         table.add_row(*cells, "[green]ok" if row.ok else "[red]FAILED")
     return table
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from helion_attn import ops  # noqa: F401 - registers them
@@ -47,6 +49,33 @@ def quantize(
     return QuantizedQKV(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, q.size(2), k.size(2), D, q.dtype, layout)
 
 
+@overload
+def attention_quantized(
+    qkv: QuantizedQKV,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    return_lse: Literal[False] = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor: ...
+@overload
+def attention_quantized(
+    qkv: QuantizedQKV,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    return_lse: Literal[True],
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention_quantized(
+    qkv: QuantizedQKV,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    return_lse: bool,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention_quantized(
     qkv: QuantizedQKV,
     *,
@@ -86,6 +115,45 @@ def attention_quantized(
     return (out, lse) if return_lse else out
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    layout: str = "bhsd",
+    recipe: Recipe = BALANCED,
+    return_lse: Literal[False] = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    layout: str = "bhsd",
+    recipe: Recipe = BALANCED,
+    return_lse: Literal[True],
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    layout: str = "bhsd",
+    recipe: Recipe = BALANCED,
+    return_lse: bool,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,13 @@ def import_example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def zeros(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
     return torch.zeros_like(q)
+
+
+@pytest.fixture(autouse=True)
+def restore_num_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()  # on the CPU, the examples set it
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

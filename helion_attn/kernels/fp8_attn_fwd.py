@@ -29,19 +29,11 @@ import torch
 
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.kernels.inline_asm import fma, maximum
 from helion_attn.numerics import E4M3_OVERFLOW, LN2, LOG2E, P_OFFSET_LOG2
 
 #: Columns of V per product. At D = 256 a fresh [bm, 256] product beside the accumulator does not fit the registers.
 MAX_D_CHUNK = 128
-
-
-def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, inline_asm: hl.constexpr) -> torch.Tensor:
-    """`a * b + c`. Through inline asm it takes 160 registers at D = 128, as a plain expression 217: 3 CTAs, not 2."""
-    if inline_asm:
-        return hl.inline_asm_elementwise(
-            "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=torch.float32, is_pure=True, pack=1
-        )
-    return a * b + c
 
 
 def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
@@ -58,10 +50,11 @@ def online_softmax_step(
     bn: int,
     l_lanes: int,
     masked: hl.constexpr,
+    inline_asm: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One block of scores into `(p8, alpha, m_i, l_i)`."""
     # The scale is not negative, so the maximum commutes with it: one multiply per row, and exp2's argument is one FMA.
-    m_new = torch.maximum(m_i, torch.amax(s, 1) * qk_scale_log2 - P_OFFSET_LOG2)
+    m_new = maximum(m_i, torch.amax(s, 1) * qk_scale_log2 - P_OFFSET_LOG2, inline_asm)
     if masked:
         # A row that has seen no key keeps m_i = -inf; its p must be 0, not 2**(-inf + inf).
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
@@ -169,7 +162,7 @@ def fp8_attn_fwd(
             v_tile = v8[kv, j, 0, :, :].transpose(0, 1)
             if d_chunks == 2:
                 v_tile_hi = v8[kv, j, 1, :, :].transpose(0, 1)
-            p8, alpha, m_i, l_i = online_softmax_step(s, qk_scale_log2, m_i, l_i, bm, bn, l_lanes, False)
+            p8, alpha, m_i, l_i = online_softmax_step(s, qk_scale_log2, m_i, l_i, bm, bn, l_lanes, False, inline_asm)
             acc = fma(acc, alpha, hl.dot(p8, v_tile), inline_asm)
             if d_chunks == 2:
                 acc_hi = fma(acc_hi, alpha, hl.dot(p8, v_tile_hi), inline_asm)
@@ -183,11 +176,11 @@ def fp8_attn_fwd(
             keys = j_masked * bn + hl.arange(bn)
             if causal:
                 # This also hides keys >= n_len from every row that exists; what padded rows see is not stored.
-                visible = keys.unsqueeze(0) - hl.arange(bm).unsqueeze(1) <= row_begin + diagonal
+                visible = keys.unsqueeze(0) <= (row_begin + diagonal + hl.arange(bm)).unsqueeze(1)
             else:
                 visible = (keys < n_len).unsqueeze(0)
             s = torch.where(visible, s, float("-inf"))
-            p8, alpha, m_i, l_i = online_softmax_step(s, qk_scale_log2, m_i, l_i, bm, bn, l_lanes, True)
+            p8, alpha, m_i, l_i = online_softmax_step(s, qk_scale_log2, m_i, l_i, bm, bn, l_lanes, True, inline_asm)
             acc = fma(acc, alpha, hl.dot(p8, v_tile), inline_asm)
             if d_chunks == 2:
                 acc_hi = fma(acc_hi, alpha, hl.dot(p8, v_tile_hi), inline_asm)

@@ -12,6 +12,7 @@ import functools
 import torch
 
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.kernels.inline_asm import maximum
 from helion_attn.numerics import DESCALE_MIN, E4M3_MAX
 from helion_attn.preprocess.strided import strided_rows
 
@@ -55,6 +56,7 @@ def amax_kernel(
     d_step: hl.constexpr,
     unit: hl.constexpr,
     step: hl.constexpr,
+    inline_asm: hl.constexpr,
 ) -> None:
     """amax of every head, in `n_partials` parts, `step` rows at a time."""
     hl.specialize(flat.stride(0))
@@ -70,7 +72,7 @@ def amax_kernel(
             rows = tile * step + hl.arange(step)
             # [step, d_pad]
             x = load_rows(flat, row_offset, rows, cols, s_step * unit, d_step, size, d)
-            amax = torch.maximum(amax, torch.abs(x))
+            amax = maximum(amax, torch.abs(x), inline_asm)
         partials[bh, part] = torch.amax(torch.amax(amax, 1), 0)
 
 
@@ -147,6 +149,6 @@ def quantize_rows(x: torch.Tensor, block: int, d_pad: int) -> tuple[torch.Tensor
     x8 = x.new_empty((B * H * blocks, block, d_pad), dtype=torch.float8_e4m3fn)
     descale = x.new_empty((B, H), dtype=torch.float32)
     steps = (H, S, rows.b_step, rows.h_step, rows.s_step)
-    amax(rows.flat, partials, parts, *steps, D, d_pad, rows.d_step, rows.unit, step)
+    amax(rows.flat, partials, parts, *steps, D, d_pad, rows.d_step, rows.unit, step, x.is_cuda)
     pack(rows.flat, partials, x8, descale.view(-1), blocks, parts, *steps, D, rows.d_step, rows.unit)
     return x8.view(B * H, blocks, block, d_pad), descale

@@ -13,6 +13,7 @@ import functools
 import torch
 
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.kernels.inline_asm import maximum, minimum
 from helion_attn.numerics import DESCALE_MIN, E4M3_MAX
 from helion_attn.preprocess.quantize import MAX_PARTIALS, first_pass_split, load_rows
 from helion_attn.preprocess.strided import strided_rows
@@ -37,6 +38,7 @@ def v_stats_kernel(
     d_step: hl.constexpr,
     unit: hl.constexpr,
     step: hl.constexpr,
+    inline_asm: hl.constexpr,
 ) -> None:
     """Sum, minimum and maximum of every channel, in `n_partials` parts, `step` rows at a time."""
     d_pad = hl.specialize(partials.size(3))
@@ -52,12 +54,12 @@ def v_stats_kernel(
         v_max = hl.full([step, d_pad], float("-inf"), dtype=torch.float32)
         for tile in hl.grid(part * tiles_per_part, min(n_tiles, (part + 1) * tiles_per_part)):
             rows = tile * step + hl.arange(step)
+            # Rows past the end repeat the last one: no change to minimum and maximum, left out of the sum.
             # [step, d_pad]
-            x = load_rows(flat, row_offset, rows, cols, s_step * unit, d_step, size, d)
-            is_key = (rows < size).unsqueeze(1)
-            v_sum = v_sum + x
-            v_min = torch.minimum(v_min, torch.where(is_key, x, float("inf")))
-            v_max = torch.maximum(v_max, torch.where(is_key, x, float("-inf")))
+            x = load_rows(flat, row_offset, torch.clamp_max(rows, size - 1), cols, s_step * unit, d_step, size, d)
+            v_sum = v_sum + torch.where((rows < size).unsqueeze(1), x, 0.0)
+            v_min = minimum(v_min, x, inline_asm)
+            v_max = maximum(v_max, x, inline_asm)
         partials[bh, 0, part, :] = v_sum.sum(0)
         partials[bh, 1, part, :] = torch.amin(v_min, 0)
         partials[bh, 2, part, :] = torch.amax(v_max, 0)
@@ -169,7 +171,7 @@ def quantize_v(
     mean = v.new_empty((B, H_kv, d_pad), dtype=torch.float32)
     steps = (H_kv, N, rows.b_step, rows.h_step, rows.s_step, D, rows.d_step, rows.unit)
     flat_mean = mean.view(-1, d_pad)
-    stats(rows.flat, partials, parts, *steps, step)
+    stats(rows.flat, partials, parts, *steps, step, v.is_cuda)
     to_mean(partials, flat_mean, amax, parts, N, MEAN_CHANNELS, center)
     tiles = v8.view(-1, min(d_pad, PACK_CHANNELS), bn)
     pack(rows.flat, flat_mean, amax, descale.view(-1), tiles, blocks, *steps)
