@@ -30,8 +30,8 @@ def check_device(name: str, x: torch.Tensor) -> None:
     capability = torch.cuda.get_device_capability(x.device)
     if capability != (9, 0):
         raise NotImplementedError(
-            f"{name} is on {x.device}, of compute capability {capability[0]}.{capability[1]}; helion_attn's kernels are "
-            f"compiled for 9.0 (H100, H200)"
+            f"{name} is on {x.device}, of compute capability {capability[0]}.{capability[1]}; helion_attn's kernels "
+            f"are compiled for 9.0 (H100, H200)"
         )
 
 
@@ -66,7 +66,7 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) ->
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; they must be on the same device")
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{name} requires grad; helion_attn has no backward pass: call it under torch.no_grad() or detach {name}"
+                f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
             )
     check_device("q", q)
     heads, length = (1, 2) if layout == "bhsd" else (2, 1)

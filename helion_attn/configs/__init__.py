@@ -23,6 +23,7 @@ class TileConfig:
         num_warps: warps of a program.
         num_stages: K/V blocks in flight.
         query_blocks_fastest: neighbouring programs share a head (K and V stay in L2), not a query block.
+        two_level: P V is summed in fp32, a fresh product per key block; otherwise inside the tensor core.
         ctas_per_sm: the occupancy that the timing had, which registers and shared memory must allow.
     """
 
@@ -33,6 +34,7 @@ class TileConfig:
     num_warps: int
     num_stages: int
     query_blocks_fastest: bool
+    two_level: bool
     ctas_per_sm: int
 
 

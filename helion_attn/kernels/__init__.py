@@ -1,0 +1,1 @@
+"""Helion kernels, one algorithm a file."""

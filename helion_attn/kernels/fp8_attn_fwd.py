@@ -6,12 +6,13 @@ One program owns one block of `bm` query rows of one head and walks the key bloc
     m_i, p = running max, 2**(s * qk_scale_log2 - m_i)      fp32; m_i lies P_OFFSET_LOG2 below the true maximum
     l_i += p                             fp32, unrounded p
     p8 = e4m3(p)                         rounding point 1
-    acc = acc * alpha + (p8 v8)          a fresh FP8 product per block, added in fp32 ("two-level accumulation")
+    acc = acc * alpha + (p8 v8)          two-level: a fresh FP8 product per block, added in fp32
     out = acc / l_i * v_descale + v_mean                    fp32, cast once: rounding point 2
 
 Two-level accumulation is what keeps long contexts right: Hopper's FP8 tensor core keeps about 14 bits when it
 accumulates in place, and small addends vanish beside a grown sum (DeepSeek-V3, arXiv:2412.19437, section 3.3.2, does
-the same for its GEMMs). The online softmax is that of Milakov and Gimelshein (arXiv:1805.02867) and FlashAttention-2
+the same for its GEMMs). At D_pad = 256 the fresh product has no registers beside the accumulator, and the sum stays in
+the tensor core: there centring V is what keeps a biased V right. The online softmax is that of Milakov and Gimelshein (arXiv:1805.02867) and FlashAttention-2
 (arXiv:2307.08691).
 
 V arrives transposed, because FP8 WGMMA takes B only K-major, with its keys permuted inside every 16 so that P's fp32
@@ -31,9 +32,6 @@ from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import fma, maximum
 from helion_attn.numerics import E4M3_OVERFLOW, LN2, LOG2E, P_OFFSET_LOG2
-
-#: Columns of V per product. At D = 256 a fresh [bm, 256] product beside the accumulator does not fit the registers.
-MAX_D_CHUNK = 128
 
 
 def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
@@ -67,29 +65,42 @@ def online_softmax_step(
     return p8, alpha.unsqueeze(1), m_new, l_i
 
 
+def accumulate(
+    acc: torch.Tensor,  # [bm, D_pad]
+    alpha: torch.Tensor,  # [bm, 1]
+    p8: torch.Tensor,  # [bm, bn]
+    v_tile: torch.Tensor,  # [bn, D_pad]
+    two_level: hl.constexpr,
+    inline_asm: hl.constexpr,
+) -> torch.Tensor:
+    """`acc * alpha + p8 @ v_tile`: with the sum in fp32, or inside the tensor core."""
+    if two_level:
+        return fma(acc, alpha, hl.dot(p8, v_tile), inline_asm)
+    return hl.dot(p8, v_tile, acc=acc * alpha)
+
+
 def store_out(
     out: torch.Tensor,  # [B * H * M, D]
-    acc: torch.Tensor,  # [bm, d_chunk]
+    acc: torch.Tensor,  # [bm, D_pad]
     v_mean: torch.Tensor,  # [B * H_kv, D_pad]
     v_factor: torch.Tensor,  # [bm]
     no_key: torch.Tensor,  # [bm]
     kv: int,
     out_rows: torch.Tensor,  # [bm]
     row_in_range: torch.Tensor,  # [bm]
-    d_begin: int,
-    d_chunk: int,
+    d_pad: int,
     d_out: int,
 ) -> None:
-    """Normalise one chunk of the accumulator's columns, put V's mean back, cast, store."""
-    d = d_begin + hl.arange(d_chunk)
+    """Normalise, put V's mean back, cast, store."""
+    d = hl.arange(d_pad)
     mean = hl.load(v_mean, [kv, d])
-    # [bm, d_chunk]
+    # [bm, D_pad]
     o = torch.where(no_key.unsqueeze(1), 0.0, acc * v_factor.unsqueeze(1) + mean.unsqueeze(0))
     if out.dtype == torch.float8_e4m3fn:
         # The instruction saturates; torch's cast gives NaN, and so do we.
         o = torch.where(torch.abs(o) > E4M3_OVERFLOW, float("nan"), o)
     keep = row_in_range.unsqueeze(1)
-    if d_out < d_begin + d_chunk:
+    if d_out < d_pad:
         keep = keep & (d < d_out).unsqueeze(0)
     hl.store(out, [out_rows, d], o.to(out.dtype), extra_mask=keep)
 
@@ -97,7 +108,7 @@ def store_out(
 def fp8_attn_fwd(
     q8: torch.Tensor,  # [B * H, M_blocks, bm, D_pad]
     k8: torch.Tensor,  # [B * H_kv, N_blocks, bn, D_pad]
-    v8: torch.Tensor,  # [B * H_kv, N_blocks, d_chunks, d_chunk, bn]
+    v8: torch.Tensor,  # [B * H_kv, N_blocks, D_pad, bn]
     q_descale: torch.Tensor,  # [B * H]
     k_descale: torch.Tensor,  # [B * H_kv]
     v_descale: torch.Tensor,  # [B * H_kv]
@@ -112,15 +123,15 @@ def fp8_attn_fwd(
     out_row_step: int,
     sm_scale_log2: float,
     causal: hl.constexpr,
+    two_level: hl.constexpr,
     inline_asm: hl.constexpr,
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
     bh_size, m_blocks = q8.size(0), q8.size(1)
     bm = hl.specialize(q8.size(2))
     bn = hl.specialize(k8.size(2))
-    hl.specialize(q8.size(3))
-    d_chunks = hl.specialize(v8.size(2))
-    d_chunk = hl.specialize(v8.size(3))
+    d_pad = hl.specialize(q8.size(3))
+    hl.specialize(v8.size(2))
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loops.
     l_lanes = 8
@@ -128,7 +139,7 @@ def fp8_attn_fwd(
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(1)))
 
     for bh, grid_block in hl.grid([bh_size, m_blocks]):
-        if causal:  # noqa: SIM108 - Helion compiles the branch, not the expression
+        if causal:
             m_block = m_blocks - 1 - grid_block  # long rows first
         else:
             m_block = grid_block
@@ -150,28 +161,20 @@ def fp8_attn_fwd(
         qk_scale_log2 = q_descale[bh] * k_descale[kv] * sm_scale_log2
         m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
-        # [bm, d_chunk], twice at D_pad = 256
-        acc = hl.zeros([bm, d_chunk], dtype=torch.float32)
-        if d_chunks == 2:
-            acc_hi = hl.zeros([bm, d_chunk], dtype=torch.float32)
+        # [bm, D_pad]
+        acc = hl.zeros([bm, d_pad], dtype=torch.float32)
 
         for j in hl.grid(n_full):
             # [bm, bn]
             s = hl.dot(q_tile, k8[kv, j, :, :].transpose(0, 1))
-            # [bn, d_chunk]. Loaded before the softmax: after it, ptxas packs p8 with 16 more PRMT per block.
-            v_tile = v8[kv, j, 0, :, :].transpose(0, 1)
-            if d_chunks == 2:
-                v_tile_hi = v8[kv, j, 1, :, :].transpose(0, 1)
+            # [bn, D_pad]. Loaded before the softmax: after it, ptxas packs p8 with 16 more PRMT per block.
+            v_tile = v8[kv, j, :, :].transpose(0, 1)
             p8, alpha, m_i, l_i = online_softmax_step(s, qk_scale_log2, m_i, l_i, bm, bn, l_lanes, False, inline_asm)
-            acc = fma(acc, alpha, hl.dot(p8, v_tile), inline_asm)
-            if d_chunks == 2:
-                acc_hi = fma(acc_hi, alpha, hl.dot(p8, v_tile_hi), inline_asm)
+            acc = accumulate(acc, alpha, p8, v_tile, two_level, inline_asm)
 
         for j_masked in hl.grid(n_full, n_end):
             s = hl.dot(q_tile, k8[kv, j_masked, :, :].transpose(0, 1))
-            v_tile = v8[kv, j_masked, 0, :, :].transpose(0, 1)
-            if d_chunks == 2:
-                v_tile_hi = v8[kv, j_masked, 1, :, :].transpose(0, 1)
+            v_tile = v8[kv, j_masked, :, :].transpose(0, 1)
             # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
             keys = j_masked * bn + hl.arange(bn)
             if causal:
@@ -181,9 +184,7 @@ def fp8_attn_fwd(
                 visible = (keys < n_len).unsqueeze(0)
             s = torch.where(visible, s, float("-inf"))
             p8, alpha, m_i, l_i = online_softmax_step(s, qk_scale_log2, m_i, l_i, bm, bn, l_lanes, True, inline_asm)
-            acc = fma(acc, alpha, hl.dot(p8, v_tile), inline_asm)
-            if d_chunks == 2:
-                acc_hi = fma(acc_hi, alpha, hl.dot(p8, v_tile_hi), inline_asm)
+            acc = accumulate(acc, alpha, p8, v_tile, two_level, inline_asm)
 
         # [bm]
         row_sum = l_i.sum(1)
@@ -192,9 +193,7 @@ def fp8_attn_fwd(
         no_key = row_sum == 0.0
         v_factor = v_descale[kv] / row_sum
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
-        store_out(out, acc, v_mean, v_factor, no_key, kv, out_rows, row_in_range, 0, d_chunk, d_out)
-        if d_chunks == 2:
-            store_out(out, acc_hi, v_mean, v_factor, no_key, kv, out_rows, row_in_range, d_chunk, d_chunk, d_out)
+        store_out(out, acc, v_mean, v_factor, no_key, kv, out_rows, row_in_range, d_pad, d_out)
         hl.store(lse, [bh * m_len + rows], (m_i + torch.log2(row_sum)) * LN2, extra_mask=row_in_range)
 
 
@@ -236,19 +235,18 @@ def kernel_args(
     causal: bool,
     sm_scale: float,
     bshd: bool,
+    two_level: bool,
 ) -> tuple[object, ...]:
-    """The arguments of `fp8_attn_fwd`, from those of `launch`."""
+    """The arguments of `fp8_attn_fwd`, from those of `launch` and the config's `two_level`."""
     H, H_kv = q_descale.size(1), k_descale.size(1)
-    bh_kv, n_blocks, D_pad, bn = v8.shape
-    d_chunk = min(D_pad, MAX_D_CHUNK)
     return (
         q8,
         k8,
-        v8.view(bh_kv, n_blocks, D_pad // d_chunk, d_chunk, bn),
+        v8,
         q_descale.view(-1),
         k_descale.view(-1),
         v_descale.view(-1),
-        v_mean.view(bh_kv, D_pad),
+        v_mean.view(-1, v_mean.size(-1)),
         out.view(-1, out.size(-1)),
         lse.view(-1),
         m_len,
@@ -259,6 +257,7 @@ def kernel_args(
         H if bshd else 1,
         sm_scale * LOG2E,
         causal,
+        two_level,
         q8.is_cuda,
     )
 
@@ -291,6 +290,8 @@ def launch(
         sm_scale: multiplies q k^T; not negative.
         bshd: the layout of `out`.
     """
-    kernel = compiled_kernel(v8.size(2), causal) if q8.is_cuda else interpreted_kernel
+    D_pad = v8.size(2)
+    kernel = compiled_kernel(D_pad, causal) if q8.is_cuda else interpreted_kernel
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean)
-    kernel(*kernel_args(*packed, out, lse, m_len, n_len, causal, sm_scale, bshd))
+    two_level = tile_config(D_pad, causal).two_level
+    kernel(*kernel_args(*packed, out, lse, m_len, n_len, causal, sm_scale, bshd, two_level))

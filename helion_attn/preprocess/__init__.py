@@ -1,0 +1,1 @@
+"""From the user's tensors to the packed format, and back."""

@@ -15,7 +15,10 @@ _WIDEST_LOAD = 16  # bytes
 
 
 class StridedRows(NamedTuple):
-    """A [B, H, S, D] tensor as flat memory: element (b, h, s, d) is `flat[(b*b_step + h*h_step + s*s_step)*unit + d*d_step]`."""
+    """A [B, H, S, D] tensor as flat memory.
+
+    Element (b, h, s, d) is `flat[(b * b_step + h * h_step + s * s_step) * unit + d * d_step]`.
+    """
 
     flat: torch.Tensor
     b_step: int

@@ -144,9 +144,7 @@ def kernels(is_cuda: bool) -> tuple[helion.Kernel[None], helion.Kernel[None], he
     return compiled(v_stats_kernel, config), compiled(v_mean_kernel, config), compiled(pack_v_kernel, config)
 
 
-def quantize_v(
-    v: torch.Tensor, bn: int, d_pad: int, center: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_v(v: torch.Tensor, bn: int, d_pad: int, center: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantise V per head and pack it transposed and key-interleaved.
 
     Args:
