@@ -12,8 +12,8 @@ One program owns one block of `bm` query rows of one head and walks the key bloc
 Two-level accumulation is what keeps long contexts right: Hopper's FP8 tensor core keeps about 14 bits when it
 accumulates in place, and small addends vanish beside a grown sum (DeepSeek-V3, arXiv:2412.19437, section 3.3.2, does
 the same for its GEMMs). At D_pad = 256 the fresh product has no registers beside the accumulator, and the sum stays in
-the tensor core: there centring V is what keeps a biased V right. The online softmax is that of Milakov and Gimelshein (arXiv:1805.02867) and FlashAttention-2
-(arXiv:2307.08691).
+the tensor core: there it is centring V that keeps a biased V right. The online softmax is that of Milakov and
+Gimelshein (arXiv:1805.02867) and FlashAttention-2 (arXiv:2307.08691).
 
 V arrives transposed, because FP8 WGMMA takes B only K-major, with its keys permuted inside every 16 so that P's fp32
 accumulator registers are, in place, the A operand of the second product: `interleave_keys` is no instruction.

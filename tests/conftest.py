@@ -1,0 +1,47 @@
+"""What every test file shares: the device, and memory that starts as NaN."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+
+ON_SM_90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores already
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.keywords and not ON_SM_90:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA sm_90 device"))
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where the tests run: the GPU if there is one, else the CPU, on which Helion interprets the kernels."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextlib.contextmanager
+def nan_filled_memory() -> Iterator[None]:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def poisoned() -> Callable[[], AbstractContextManager[None]]:
+    """Inside `with poisoned():` every uninitialised tensor, intermediates included, holds NaN."""
+    return nan_filled_memory
