@@ -43,10 +43,8 @@ def quantize(
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     D = q.size(3)
     tile = tile_config(padded_head_dim(D), causal=False)
-    q8, q_descale = torch.ops.helion_attn.quantize_rows(q, tile.bm, tile.D_pad)
-    k8, k_descale = torch.ops.helion_attn.quantize_rows(k, tile.bn, tile.D_pad)
-    v8, v_descale, v_mean = torch.ops.helion_attn.quantize_v(v, tile.bn, tile.D_pad, recipe.center_v)
-    return QuantizedQKV(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, q.size(2), k.size(2), D, q.dtype, layout)
+    packed = torch.ops.helion_attn.quantize_qkv(q, k, v, tile.bm, tile.bn, tile.D_pad, recipe.center_v)
+    return QuantizedQKV(*packed, M=q.size(2), N=k.size(2), D=D, dtype=q.dtype, layout=layout)
 
 
 @overload

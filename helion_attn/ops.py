@@ -10,9 +10,10 @@ import torch
 
 DEVICES = ("CPU", "CUDA")
 
-torch.library.define("helion_attn::quantize_rows", "(Tensor x, int block, int d_pad) -> (Tensor, Tensor)")
 torch.library.define(
-    "helion_attn::quantize_v", "(Tensor v, int bn, int d_pad, bool center) -> (Tensor, Tensor, Tensor)"
+    "helion_attn::quantize_qkv",
+    "(Tensor q, Tensor k, Tensor v, int bm, int bn, int d_pad, bool center_v) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "helion_attn::fp8_attn_fwd",
@@ -22,35 +23,28 @@ torch.library.define(
 )
 
 
-@torch.library.impl("helion_attn::quantize_rows", DEVICES)
-def quantize_rows(x: torch.Tensor, block: int, d_pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `preprocess.quantize.quantize_rows`."""
-    from helion_attn.preprocess.quantize import quantize_rows
+@torch.library.impl("helion_attn::quantize_qkv", DEVICES)
+def quantize_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int, center_v: bool
+) -> tuple[torch.Tensor, ...]:
+    """See `preprocess.quantize.quantize_qkv`."""
+    from helion_attn.preprocess.quantize import quantize_qkv
 
-    return quantize_rows(x, block, d_pad)
-
-
-@torch.library.register_fake("helion_attn::quantize_rows")
-def _(x: torch.Tensor, block: int, d_pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    B, H, S, _D = x.shape
-    x8 = x.new_empty((B * H, (S + block - 1) // block, block, d_pad), dtype=torch.float8_e4m3fn)
-    return x8, x.new_empty((B, H), dtype=torch.float32)
+    return quantize_qkv(q, k, v, bm, bn, d_pad, center_v)
 
 
-@torch.library.impl("helion_attn::quantize_v", DEVICES)
-def quantize_v(v: torch.Tensor, bn: int, d_pad: int, center: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `preprocess.v_layout.quantize_v`."""
-    from helion_attn.preprocess.v_layout import quantize_v
-
-    return quantize_v(v, bn, d_pad, center)
-
-
-@torch.library.register_fake("helion_attn::quantize_v")
-def _(v: torch.Tensor, bn: int, d_pad: int, center: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    B, H_kv, N, _D = v.shape
-    v8 = v.new_empty((B * H_kv, (N + bn - 1) // bn, d_pad, bn), dtype=torch.float8_e4m3fn)
-    descale = v.new_empty((B, H_kv), dtype=torch.float32)
-    return v8, descale, v.new_empty((B, H_kv, d_pad), dtype=torch.float32)
+@torch.library.register_fake("helion_attn::quantize_qkv")
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int, center_v: bool
+) -> tuple[torch.Tensor, ...]:
+    (B, H, M, _D), (H_kv, N) = q.shape, k.shape[1:3]
+    m_blocks, n_blocks = (M + bm - 1) // bm, (N + bn - 1) // bn
+    packed = [(B * H, m_blocks, bm, d_pad), (B * H_kv, n_blocks, bn, d_pad), (B * H_kv, n_blocks, d_pad, bn)]
+    scales = [(B, H), (B, H_kv), (B, H_kv), (B, H_kv, d_pad)]
+    return (
+        *(q.new_empty(shape, dtype=torch.float8_e4m3fn) for shape in packed),
+        *(q.new_empty(shape, dtype=torch.float32) for shape in scales),
+    )
 
 
 def _empty_outputs(

@@ -114,9 +114,9 @@ def test_dequantize(recipe: ha.Recipe, layout: str, device: str) -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_zero_head(name: str, dtype: torch.dtype, device: str) -> None:
     qkv = dict(zip("qkv", make_qkv("randn", 1, 2, 2, 20, 30, 32, dtype, device), strict=True))
-    clean = ha.quantize(**qkv, recipe=ha.FAST)
+    clean = ha.quantize(*qkv.values(), recipe=ha.FAST)
     qkv[name][:, 0] = 0
-    packed = ha.quantize(**qkv, recipe=ha.FAST)
+    packed = ha.quantize(*qkv.values(), recipe=ha.FAST)
     x8, descale = getattr(packed, f"{name}8"), getattr(packed, f"{name}_descale")
     assert torch.all(x8[0].float() == 0)
     assert descale[0, 0] == DESCALE_MIN
@@ -155,9 +155,9 @@ def test_smallest_magnitudes(recipe: ha.Recipe, device: str) -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_nonfinite_stays_in_its_head(name: str, value: float, recipe: ha.Recipe, device: str) -> None:
     qkv = dict(zip("qkv", make_qkv("randn", 2, 3, 3, 70, 300, 32, device=device), strict=True))
-    clean = ha.quantize(**qkv, recipe=recipe)
+    clean = ha.quantize(*qkv.values(), recipe=recipe)
     qkv[name][1, 1, 13, 5] = value
-    packed = ha.quantize(**qkv, recipe=recipe)
+    packed = ha.quantize(*qkv.values(), recipe=recipe)
     hit = torch.zeros(2, 3, dtype=torch.bool, device=device)
     hit[1, 1] = True
     descale, clean_descale = getattr(packed, f"{name}_descale"), getattr(clean, f"{name}_descale")

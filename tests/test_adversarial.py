@@ -1,0 +1,129 @@
+"""Inputs that break careless softmax and careless quantisation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Tensors, make_case
+
+import helion_attn as ha
+from helion_attn.testing import make_qkv, relative_error
+
+
+def e4m3_integers(*shape: int, device: str) -> torch.Tensor:
+    """Integers -7..7, 7 in every head: with descale 7 / 448 = 2**-6 they are exact in e4m3, and so are their sums."""
+    x = torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(0)).float()
+    x[:, :, 0, 0] = 7
+    return x.to(device)
+
+
+def exp2_noise(lse: torch.Tensor) -> float:
+    """The relative error of an exponential whose argument, as large as the scores, is rounded to fp32."""
+    return torch.finfo(torch.float32).eps * (1 + lse.abs().max().item())
+
+
+@pytest.mark.parametrize("what", ["q_is_0", "k_is_constant", "sm_scale_is_0"])
+def test_equal_scores_give_the_mean(what: str, device: str) -> None:
+    q, k, _ = make_qkv("randn", 1, 2, 2, 70, 256, 32, torch.float32, device)
+    v = e4m3_integers(1, 2, 256, 32, device=device)
+    if what == "q_is_0":
+        q = torch.zeros_like(q)
+    elif what == "k_is_constant":
+        k = torch.ones_like(k)
+    sm_scale = 0.0 if what == "sm_scale_is_0" else None
+    out, lse = ha.attention(q, k, v, sm_scale=sm_scale, recipe=ha.FAST, return_lse=True)
+    expected = v.mean(2, keepdim=True).expand_as(out)
+    # P is 2**8 everywhere but for exp2's argument, and the sums of integers are exact.
+    assert relative_error(out, expected) <= exp2_noise(lse)
+    if what != "k_is_constant":
+        assert relative_error(lse, torch.full_like(lse, 256).log()) <= torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_one_hot_rows_copy_v(causal: bool, device: str) -> None:
+    # Query i looks at key i alone: the other probabilities are below e4m3's smallest.
+    k = torch.eye(32, device=device).expand(1, 2, 32, 32) * 7
+    v = e4m3_integers(1, 2, 32, 32, device=device)
+    out, lse = ha.attention(k, k, v, causal=causal, sm_scale=1.0, recipe=ha.FAST, return_lse=True)
+    assert relative_error(out, v) <= exp2_noise(lse)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("factor", [-30.0, 1e-4, 30.0, 1e4], ids=lambda factor: f"{factor:g}")
+def test_logit_range(factor: float, causal: bool, device: str) -> None:
+    """From all but equal scores to a softmax that is one-hot."""
+    q, k, v = make_qkv("randn", 1, 2, 2, 70, 200, 32, torch.float32, device)
+    case = make_case((q * factor, k, v), causal)
+    out, _ = case.run()
+    case.assert_within_budget(out)
+
+
+def all_scores_far_from_0(sign: int, device: str) -> Tensors:
+    """Scores of about sign * 100, a few apart."""
+    q, k, v = make_qkv("randn", 1, 2, 2, 70, 200, 32, torch.float32, device)
+    q[..., 0], k[..., 0] = sign * 24.0, 24.0
+    return q, k, v
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["plus", "minus"])
+def test_all_scores_far_from_0(sign: int, device: str) -> None:
+    case = make_case(all_scores_far_from_0(sign, device))
+    out, lse = case.run()
+    case.assert_within_budget(out)
+    assert relative_error(lse, case.oracle_lse) < 1e-2
+
+
+@pytest.mark.parametrize("position", [0, 100, 199])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_one_huge_key(causal: bool, position: int, device: str) -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 70, 200, 32, device=device)
+    k[:, :, position] *= 50
+    case = make_case((q, k, v), causal)
+    out, _ = case.run()
+    case.assert_within_budget(out)
+
+
+def test_ascending_and_descending_scores(device: str) -> None:
+    """The running maximum moves at every block, or never after the first."""
+    for flip in (False, True):
+        q, k, v = make_qkv("randn", 1, 2, 2, 70, 1000, 32, torch.float32, device)
+        q[..., 0] = 4.0
+        ramp = torch.linspace(-20, 20, 1000, device=device)
+        k[..., 0] = ramp.flip(0) if flip else ramp
+        case = make_case((q, k, v))
+        case.assert_within_budget(case.run()[0])
+
+
+def test_v_far_from_0(device: str) -> None:
+    """Centring keeps what varies; without it e4m3 would keep 1 / 16 of 100."""
+    q, k, v = make_qkv("randn", 1, 2, 2, 70, 200, 32, torch.float32, device)
+    case = make_case((q, k, v + 100))
+    out, _ = case.run()
+    case.assert_within_budget(out)
+    assert relative_error(out - 100, case.oracle - 100) < 0.1
+
+
+@pytest.mark.parametrize(("M", "N"), [(64, 1), (130, 7), (300, 200)])
+def test_more_queries_than_keys(M: int, N: int, device: str) -> None:
+    case = make_case(make_qkv("randn", 1, 2, 2, M, N, 32, device=device), causal=True)
+    out, lse = case.run()
+    assert torch.all(out[:, :, : M - N] == 0)
+    assert torch.all(lse[:, :, : M - N] == float("-inf"))
+    assert torch.all(lse[:, :, M - N :] > float("-inf"))
+    case.assert_within_budget(out)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("M", [1, 2, 4])
+def test_few_queries_many_keys(M: int, causal: bool, device: str) -> None:
+    case = make_case(make_qkv("randn", 1, 1, 1, M, 4096, 64, device=device), causal)
+    case.assert_within_budget(case.run(torch.float32)[0])
+
+
+def test_overflow_of_e4m3_is_nan(device: str) -> None:
+    """464 ties down to 448, the largest; what is larger has no e4m3 value."""
+    values = [0.0, 1.0, 448.0, 460.0, 464.0, 465.0, 470.0, 1000.0, -448.0, -463.0, -470.0, -1e6, 3.0, 30.0, 300.0, 5e4]
+    v = torch.tensor(values, device=device).view(1, 1, 1, 16)
+    out = ha.attention(torch.ones_like(v), torch.ones_like(v), v, out_dtype=torch.float8_e4m3fn).float()
+    assert torch.equal(out.isnan(), v.abs() > 464)
+    assert torch.equal(out[~out.isnan()], v[v.abs() <= 464].to(torch.float8_e4m3fn).float())

@@ -1,0 +1,137 @@
+"""`attention` against the fp64 oracle, within what the rounding model allows."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from cases import Case, make_case, workload_case
+
+import helion_attn as ha
+from helion_attn.testing import INPUT_KINDS, error_budget, make_qkv, relative_error
+from helion_attn.workloads import tagged
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+Problem = tuple[Case, torch.Tensor, torch.Tensor]
+
+#: These see every kind of input; the rest of the table sees randn.
+ALL_KINDS = {"ragged", "causal_more_keys", "gqa", "d80_causal", "d256"}
+PROBLEMS = [(w.name, kind) for w in tagged("ci") for kind in INPUT_KINDS if kind == "randn" or w.name in ALL_KINDS]
+
+
+@functools.lru_cache(maxsize=2)
+def run(name: str, kind: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fp32 output and the lse, once for all the tests of a problem."""
+    return workload_case(name, kind, device).run(torch.float32)
+
+
+@pytest.fixture(scope="module", params=PROBLEMS, ids=lambda problem: "-".join(problem))
+def problem(request: pytest.FixtureRequest, device: str) -> Problem:
+    """`(case, out, lse)`."""
+    name, kind = request.param
+    return workload_case(name, kind, device), *run(name, kind, device)
+
+
+def test_total_error(problem: Problem) -> None:
+    case, out, _ = problem
+    assert out.shape == case.oracle.shape
+    case.assert_within_budget(out)
+
+
+def test_kernel_error(problem: Problem) -> None:
+    case, out, _ = problem
+    dequantized = ha.dequantize(ha.quantize(*case.qkv, recipe=case.recipe))
+    ref = ha.reference.attention(*dequantized, causal=case.causal)
+    assert relative_error(out, ref) <= error_budget(relative_error(case.model, ref), out.dtype)
+
+
+def test_lse(problem: Problem) -> None:
+    case, _, lse = problem
+    sees_a_key = case.oracle_lse > float("-inf")
+    assert lse.dtype == torch.float32
+    assert torch.all(lse[~sees_a_key] == float("-inf"))
+    model_error = relative_error(case.model_lse[sees_a_key], case.oracle_lse[sees_a_key])
+    error = relative_error(lse[sees_a_key], case.oracle_lse[sees_a_key])
+    assert error <= error_budget(model_error, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["gqa", "d48", "d256_causal"])
+@pytest.mark.parametrize("out_dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
+def test_out_dtype(out_dtype: torch.dtype, name: str, device: str) -> None:
+    case = workload_case(name, "randn", device)
+    out, _ = case.run(out_dtype)
+    assert out.dtype == out_dtype
+    case.assert_within_budget(out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_dtype_is_the_default_out_dtype(dtype: torch.dtype, device: str) -> None:
+    case = workload_case("mqa_causal", "randn", device, dtype)
+    out, _ = case.run()
+    assert out.dtype == dtype
+    case.assert_within_budget(out)
+
+
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=["fast", "balanced"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_recipe(recipe: ha.Recipe, causal: bool, device: str) -> None:
+    case = make_case(make_qkv("biased_v", 1, 4, 2, 70, 200, 64, device=device), causal, recipe=recipe)
+    case.assert_within_budget(case.run(torch.float32)[0])
+
+
+@pytest.mark.parametrize("sm_scale", [0.02, 0.5, 1, 3.0])
+def test_sm_scale(sm_scale: float, device: str) -> None:
+    case = make_case(make_qkv("randn", 1, 2, 2, 70, 200, 32, device=device), sm_scale=sm_scale)
+    case.assert_within_budget(case.run(torch.float32)[0])
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_bshd_is_bhsd_transposed(causal: bool, out_dtype: torch.dtype, device: str) -> None:
+    qkv = make_qkv("randn", 2, 4, 2, 70, 200, 48, device=device)
+    out, lse = ha.attention(*qkv, causal=causal, return_lse=True, out_dtype=out_dtype)
+    transposed = [x.transpose(1, 2).contiguous() for x in qkv]
+    options = {"layout": "bshd", "causal": causal, "out_dtype": out_dtype}
+    out_bshd, lse_bshd = ha.attention(*transposed, return_lse=True, **options)  # type: ignore[call-overload]
+    assert out_bshd.shape == (2, 70, 4, 48)
+    assert out_bshd.is_contiguous()
+    assert torch.equal(out_bshd.float().transpose(1, 2), out.float())
+    assert torch.equal(lse_bshd, lse)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_attention_is_quantize_then_attention_quantized(causal: bool, device: str) -> None:
+    qkv = make_qkv("biased_v", 1, 4, 2, 70, 200, 64, torch.float16, device)
+    expected, expected_lse = ha.attention(*qkv, causal=causal, sm_scale=0.2, return_lse=True)
+    packed = ha.quantize(*qkv)
+    out, lse = ha.attention_quantized(packed, causal=causal, sm_scale=0.2, return_lse=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert torch.equal(ha.attention_quantized(packed, causal=causal, sm_scale=0.2), expected)
+
+
+@pytest.mark.parametrize("name", ["gqa", "ragged_causal", "d256_causal"])
+def test_two_runs_are_bitwise_equal(name: str, device: str) -> None:
+    case = workload_case(name, "outlier", device)
+    (out, lse), (out_again, lse_again) = case.run(), case.run()
+    assert torch.equal(out, out_again)
+    assert torch.equal(lse, lse_again)
+
+
+def test_inputs_are_left_alone(device: str) -> None:
+    qkv = make_qkv("biased_v", 1, 4, 2, 70, 200, 64, device=device)
+    before = [x.clone() for x in qkv]
+    ha.attention(*qkv)
+    for x, x_before in zip(qkv, before, strict=True):
+        assert torch.equal(x, x_before)
+
+
+def test_requires_grad_is_accepted_under_no_grad(device: str) -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv("randn", 1, 2, 2, 5, 7, 32, device=device))
+    with torch.no_grad():
+        out = ha.attention(q, k, v)
+    assert not out.requires_grad
+    with torch.inference_mode():
+        assert torch.equal(ha.attention(q, k, v), out)

@@ -1,0 +1,51 @@
+"""The kernels on CPU tensors, also where there is a GPU: their arithmetic is the rounding model's, step for step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import make_case, workload_case
+
+import helion_attn as ha
+from helion_attn.testing import make_qkv, relative_error
+
+
+def row_errors(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """||out - expected|| / ||expected|| of every row; 0 where both are 0."""
+    norm = expected.double().norm(dim=-1)
+    return (out.double() - expected.double()).norm(dim=-1) / norm.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+@pytest.mark.parametrize("kind", ["randn", "outlier"])
+@pytest.mark.parametrize(
+    "name", ["one_token", "one_query", "block_more_one", "causal_more_queries", "gqa", "d16", "d80_causal", "d256"]
+)
+def test_matches_the_rounding_model(name: str, kind: str) -> None:
+    case = workload_case(name, kind, "cpu")
+    out, lse = case.run(torch.float32)
+    # A score that differs in its last bit may take a P over a rounding boundary: that is one row in many.
+    assert row_errors(out, case.model).quantile(0.98) < 1e-6
+    sees_a_key = case.model_lse > float("-inf")
+    assert relative_error(lse[sees_a_key], case.model_lse[sees_a_key]) < 1e-6
+
+
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=["fast", "balanced"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_in_dtypes_and_recipes(dtype: torch.dtype, recipe: ha.Recipe) -> None:
+    case = make_case(make_qkv("biased_v", 1, 2, 1, 40, 150, 32, dtype), causal=True, recipe=recipe)
+    out, _ = case.run(torch.float32)
+    assert row_errors(out, case.model).quantile(0.98) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gqa", "ragged_causal", "d80_causal", "d256"])
+def test_agrees_with_the_compiled_kernel(name: str) -> None:
+    on_cpu = workload_case(name, "randn", "cpu")
+    out, lse = ha.attention(
+        *(x.cuda() for x in on_cpu.qkv), causal=on_cpu.causal, return_lse=True, out_dtype=torch.float32
+    )
+    expected, expected_lse = on_cpu.run(torch.float32)
+    # The tensor core keeps about 14 bits of a sum; the kernel's own error is many times that.
+    assert row_errors(out.cpu(), expected).median() < 2.0**-9
+    sees_a_key = expected_lse > float("-inf")
+    assert relative_error(lse.cpu()[sees_a_key], expected_lse[sees_a_key]) < 2.0**-10

@@ -1,0 +1,108 @@
+"""The checks of the other files, shown to fail on what they are there to catch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import Case, make_case
+from packing import stored_at
+
+import helion_attn as ha
+from helion_attn.testing import error_budget, make_qkv, relative_error
+
+Mutation = Callable[[ha.QuantizedQKV], ha.QuantizedQKV]
+
+
+@functools.cache
+def case(causal: bool, device: str) -> Case:
+    """GQA, heads of unequal magnitude, V off centre, nothing a whole number of blocks."""
+    q, k, v = make_qkv("biased_v", 2, 4, 2, 65, 111, 64, torch.float32, device)
+    q, k, v = (x * torch.linspace(0.5, 2, x.size(1), device=device)[:, None, None] for x in (q, k, v))
+    return make_case((q, k, v), causal)
+
+
+def replacing(**fields: Callable[[ha.QuantizedQKV], torch.Tensor]) -> Mutation:
+    return lambda qkv: dataclasses.replace(qkv, **{name: make(qkv) for name, make in fields.items()})  # type: ignore[arg-type]
+
+
+def without_interleave(qkv: ha.QuantizedQKV) -> torch.Tensor:
+    """V's keys in their natural order: packed by someone who did not read the format."""
+    position = stored_at(torch.arange(qkv.v8.size(3), device=qkv.v8.device))
+    return qkv.v8.view(torch.int8)[..., position].view(qkv.v8.dtype)
+
+
+def next_key(x8: torch.Tensor) -> torch.Tensor:
+    """[BH, blocks, block, D_pad], every row replaced by the one after it."""
+    return x8.view(torch.int8).flatten(1, 2).roll(-1, 1).view(x8.shape).view(x8.dtype)
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "q_descale_of_another_head": replacing(q_descale=lambda x: x.q_descale.roll(1, 1)),
+    "k_descale_of_another_head": replacing(k_descale=lambda x: x.k_descale.flip(1).contiguous()),
+    "v_descale_of_another_head": replacing(v_descale=lambda x: x.v_descale.flip(1).contiguous()),
+    "k_and_v_descales_swapped": replacing(k_descale=lambda x: x.v_descale, v_descale=lambda x: x.k_descale),
+    "q_descale_as_quantising_scale": replacing(q_descale=lambda x: 1 / x.q_descale),
+    "kv_head_of_another_group": replacing(
+        k8=lambda x: x.k8.view(torch.int8).roll(1, 0).view(x.k8.dtype),
+        v8=lambda x: x.v8.view(torch.int8).roll(1, 0).view(x.v8.dtype),
+    ),
+    "v_not_interleaved": replacing(v8=without_interleave),
+    "v_mean_left_out": replacing(v_mean=lambda x: torch.zeros_like(x.v_mean)),
+    "v_mean_of_another_head": replacing(v_mean=lambda x: x.v_mean.flip(1).contiguous()),
+    "keys_off_by_one": replacing(k8=lambda x: next_key(x.k8)),
+    "queries_off_by_one": replacing(q8=lambda x: next_key(x.q8)),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_exceeds_the_budget(mutation: str, causal: bool, device: str) -> None:
+    healthy = case(causal, device)
+    packed = ha.quantize(*healthy.qkv)
+    healthy.assert_within_budget(ha.attention_quantized(packed, causal=causal))
+    out = ha.attention_quantized(MUTATIONS[mutation](packed), causal=causal)
+    with pytest.raises(AssertionError, match="budget"):
+        healthy.assert_within_budget(out)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("keys", [-1, 1], ids=["last_key_masked", "padding_attended"])
+def test_mask_off_by_one_exceeds_the_budget(keys: int, causal: bool, device: str) -> None:
+    healthy = make_case(make_qkv("randn", 2, 4, 2, 5, 6, 64, torch.float32, device), causal)
+    packed = ha.quantize(*healthy.qkv)
+    healthy.assert_within_budget(ha.attention_quantized(packed, causal=causal))
+    # For a causal mask this also moves the diagonal.
+    out = ha.attention_quantized(dataclasses.replace(packed, N=packed.N + keys), causal=causal)
+    with pytest.raises(AssertionError, match="budget"):
+        healthy.assert_within_budget(out)
+
+
+@pytest.mark.parametrize("what", ["zeros", "nan", "one_nan", "transposed_heads", "other_mask", "other_scale"])
+def test_wrong_output_exceeds_the_budget(what: str, device: str) -> None:
+    healthy = case(True, device)
+    out, _ = healthy.run()
+    one_nan = out.clone()
+    one_nan[0, 0, 0, 0] = float("nan")
+    wrong = {
+        "zeros": torch.zeros_like(out),
+        "nan": torch.full_like(out, float("nan")),
+        "one_nan": one_nan,
+        "transposed_heads": out.transpose(1, 2).reshape(out.shape),
+        "other_mask": ha.attention(*healthy.qkv, causal=False),
+        "other_scale": ha.attention(*healthy.qkv, causal=True, sm_scale=0.1),
+    }
+    with pytest.raises(AssertionError, match="budget"):
+        healthy.assert_within_budget(wrong[what])
+
+
+@pytest.mark.parametrize("factor", [1.4426950408889634, 0.6931471805599453], ids=["log2", "ln_twice"])
+def test_lse_of_another_base_exceeds_the_budget(factor: float, device: str) -> None:
+    healthy = case(False, device)
+    _, lse = healthy.run()
+    budget = error_budget(relative_error(healthy.model_lse, healthy.oracle_lse), torch.float32)
+    assert relative_error(lse, healthy.oracle_lse) <= budget
+    assert relative_error(lse * factor, healthy.oracle_lse) > budget

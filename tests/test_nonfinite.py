@@ -1,0 +1,59 @@
+"""NaN and infinity: where SDPA gives NaN, so does this; heads that hold none are as without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.testing import make_qkv
+
+B, H, H_KV, M, N, D = 1, 4, 2, 70, 200, 32
+VALUES = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf")}
+
+
+def sdpa(causal: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    rows, keys = torch.arange(M, device=q.device)[:, None], torch.arange(N, device=q.device)[None, :]
+    mask = keys <= rows + (N - M if causal else N)
+    k64, v64 = (x.double().repeat_interleave(H // H_KV, 1) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q.double(), k64, v64, attn_mask=mask)
+
+
+@pytest.mark.parametrize("row", [0, 1, 69], ids=lambda row: f"row{row}")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_never_becomes_finite(name: str, value: str, causal: bool, row: int, device: str) -> None:
+    qkv = dict(zip("qkv", make_qkv("randn", B, H, H_KV, M, N, D, device=device), strict=True))
+    clean, clean_lse = ha.attention(*qkv.values(), causal=causal, return_lse=True)
+    head = 1
+    qkv[name][0, head, row, 5] = VALUES[value]
+    out, lse = ha.attention(*qkv.values(), causal=causal, return_lse=True)
+
+    expected = sdpa(causal, *qkv.values())
+    assert not expected.isfinite().all()
+    assert not out[~expected.isfinite()].isfinite().any()
+    assert out[expected.isnan()].isnan().all()
+
+    hit = torch.zeros(H, dtype=torch.bool, device=device)
+    hit[head if name == "q" else slice(head * H // H_KV, (head + 1) * H // H_KV)] = True
+    assert torch.equal(out[:, ~hit], clean[:, ~hit])
+    assert torch.equal(lse[:, ~hit], clean_lse[:, ~hit])
+    if name != "v":
+        assert lse[0, head if name == "q" else 2].isnan().any()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_every_element_nonfinite(causal: bool, device: str) -> None:
+    for value in VALUES.values():
+        q, k, v = make_qkv("randn", B, H, H_KV, M, N, D, device=device)
+        for poisoned in ((q.fill_(value), k, v), (q, k.fill_(value), v), (q, k, v.fill_(value))):
+            assert ha.attention(*poisoned, causal=causal).isnan().all()
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_survives_every_out_dtype(value: str, device: str) -> None:
+    q, k, v = make_qkv("randn", B, H, H_KV, M, N, D, device=device)
+    k[:, :, 3, 3] = VALUES[value]
+    for out_dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn):
+        assert ha.attention(q, k, v, out_dtype=out_dtype).float().isnan().all()

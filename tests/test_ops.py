@@ -1,0 +1,200 @@
+"""The custom ops as PyTorch sees them: schemas, fakes, torch.compile, CUDA graphs, and a light import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import helion_attn as ha
+from helion_attn.testing import make_qkv
+
+Call = tuple[Any, tuple[Any, ...]]
+
+
+def qkv_on(device: str, length: int = 70) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return make_qkv("randn", 1, 4, 2, length, 2 * length, 48, device=device)
+
+
+def packed_arguments(packed: ha.QuantizedQKV) -> tuple[torch.Tensor, ...]:
+    return (
+        packed.q8,
+        packed.k8,
+        packed.v8,
+        packed.q_descale,
+        packed.k_descale,
+        packed.v_descale,
+        packed.v_mean,
+    )
+
+
+class Recorder(TorchDispatchMode):
+    """The calls of this package's ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, Call] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "helion_attn":
+            self.calls[func.name()] = (func, args)
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_op_is_recorded(device: str) -> None:
+    with Recorder() as recorder:
+        ha.attention(*qkv_on(device))
+    registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("helion_attn::")]
+    assert sorted(recorder.calls) == sorted(registered)
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=["fast", "balanced"])
+def test_opcheck(recipe: ha.Recipe, causal: bool, strided: bool, device: str) -> None:
+    q, k, v = (x.transpose(1, 2).contiguous() if strided else x for x in qkv_on(device))
+    with Recorder() as recorder:
+        ha.attention(q, k, v, causal=causal, recipe=recipe, layout="bshd" if strided else "bhsd")
+    for op, arguments in recorder.calls.values():
+        torch.library.opcheck(op, arguments)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_fakes_give_shapes_and_dtypes(out_dtype: torch.dtype | None, layout: str, device: str) -> None:
+    """Fields of `quantize` and results of `attention`, faked, have the shape, stride, dtype and device of the real."""
+
+    def results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        tensors = packed_arguments(ha.quantize(q, k, v, layout=layout))
+        return [*tensors, *ha.attention(q, k, v, layout=layout, out_dtype=out_dtype, return_lse=True)]
+
+    real = qkv_on(device)
+    given = [x.transpose(1, 2) for x in real] if layout == "bshd" else list(real)
+    with FakeTensorMode() as mode:
+        fakes = results(*(mode.from_tensor(x) for x in given))
+    for fake, expected in zip(fakes, results(*given), strict=True):
+        assert fake.shape == expected.shape
+        assert fake.stride() == expected.stride()
+        assert fake.dtype == expected.dtype
+        assert fake.device == expected.device
+
+
+def attention_and_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = ha.attention(q * 2, k, v, causal=True, sm_scale=0.1, return_lse=True)
+    return out + 1, lse
+
+
+def assert_compiles(function: Callable[..., Any], device: str, **options: Any) -> None:
+    torch._dynamo.reset()
+    qkv = qkv_on(device)
+    compiled = torch.compile(function, fullgraph=True, **options)
+    for actual, expected in zip(compiled(*qkv), function(*qkv), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_torch_compile(dynamic: bool, device: str) -> None:
+    assert_compiles(attention_and_lse, device, backend="aot_eager", dynamic=dynamic)
+
+
+def test_torch_compile_of_the_two_steps(device: str) -> None:
+    def two_steps(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = ha.quantize(q, k, v, recipe=ha.FAST)
+        return ha.attention_quantized(packed, return_lse=True, out_dtype=torch.float32)
+
+    assert_compiles(two_steps, device, backend="aot_eager")
+
+
+def test_torch_compile_once_for_all_lengths(device: str) -> None:
+    torch._dynamo.reset()
+    graphs = 0
+
+    def count(module: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    compiled = torch.compile(attention_and_lse, fullgraph=True, dynamic=True, backend=count)
+    for length in (40, 70, 111):
+        qkv = qkv_on(device, length)
+        for actual, expected in zip(compiled(*qkv), attention_and_lse(*qkv), strict=True):
+            assert torch.equal(actual, expected)
+    assert graphs == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_torch_compile_with_inductor(mode: str) -> None:
+    torch._dynamo.reset()
+    qkv = qkv_on("cuda")
+    compiled = torch.compile(attention_and_lse, fullgraph=True, mode=mode)
+    for _ in range(3):
+        out, lse = compiled(*qkv)
+        expected, expected_lse = attention_and_lse(*qkv)
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_cuda_graph(causal: bool) -> None:
+    qkv, others = qkv_on("cuda"), make_qkv("biased_v", 1, 4, 2, 70, 140, 48, device="cuda", seed=1)
+    ha.attention(*qkv, causal=causal)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = ha.attention(*qkv, causal=causal, return_lse=True)
+    for x, other in zip(qkv, others, strict=True):
+        x.copy_(other)
+    graph.replay()
+    expected, expected_lse = ha.attention(*others, causal=causal, return_lse=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.gpu
+def test_side_stream() -> None:
+    qkv = qkv_on("cuda")
+    expected = ha.attention(*qkv)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        out = ha.attention(*qkv)
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import helion_attn\n"
+        "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "helion_attn" in done.stdout.split()
+    assert not {"helion", "triton", "transformers", "tritonbench", "pandas", "rich"} & set(done.stdout.split())
+
+
+def test_import_needs_no_helion_even_to_validate() -> None:
+    code = (
+        "import sys, torch, helion_attn as ha\n"
+        "x = torch.zeros(1, 1, 4, 8)\n"
+        "try:\n    ha.attention(x, x, x)\n"
+        "except ValueError:\n    print('helion' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_all_is_there() -> None:
+    assert sorted(ha.__all__) == list(ha.__all__)
+    assert {"attention", "attention_quantized", "quantize", "dequantize", "QuantizedQKV", "Recipe"} <= set(ha.__all__)
+    for name in ha.__all__:
+        assert getattr(ha, name) is not None

@@ -1,0 +1,286 @@
+"""Every bad input raises before any launch, with a message that names argument, value and what is accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.testing import fake_cuda
+
+
+class Launched(Exception):
+    """An op was about to run."""
+
+
+class NoOps:
+    """In place of `torch.ops.helion_attn`."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def op(*_: object) -> None:
+            raise Launched(name)
+
+        return op
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "helion_attn", NoOps())
+
+
+pytestmark = pytest.mark.usefixtures("no_launch")
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def good() -> dict[str, Any]:
+    """Arguments that pass every check: B = 2, H = 4, H_kv = 2, M = 5, N = 7, D = 32."""
+    return {"q": zeros(2, 4, 5, 32), "k": zeros(2, 2, 7, 32), "v": zeros(2, 2, 7, 32)}
+
+
+def test_good_arguments_reach_the_launch() -> None:
+    with pytest.raises(Launched):
+        ha.quantize(**good())
+    with pytest.raises(Launched):
+        ha.attention(**good())
+
+
+Bad = dict[str, Any]
+
+#: What is wrong: (arguments that replace good ones, exception, what the message names).
+TENSORS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
+    "q_not_a_tensor": ({"q": [1.0]}, TypeError, ["q is a list", "torch.Tensor"]),
+    "k_none": ({"k": None}, TypeError, ["k is a NoneType", "torch.Tensor"]),
+    "v_numpy": ({"v": zeros(2, 2, 7, 32).float().numpy()}, TypeError, ["v is a ndarray", "torch.Tensor"]),
+    "q_rank_3": ({"q": zeros(4, 5, 32)}, ValueError, ["q has shape (4, 5, 32)", "4 dimensions, [B, H, S, D]"]),
+    "v_rank_5": ({"v": zeros(2, 2, 7, 32, 1)}, ValueError, ["v has shape (2, 2, 7, 32, 1)", "4 dimensions"]),
+    "rank_in_bshd": ({"q": zeros(2, 5), "layout": "bshd"}, ValueError, ["q has shape (2, 5)", "[B, S, H, D]"]),
+    "q_int": (
+        {"q": zeros(2, 4, 5, 32, dtype=torch.int32)},
+        TypeError,
+        ["q has dtype torch.int32", "bfloat16, float16"],
+    ),
+    "q_double": ({"q": zeros(2, 4, 5, 32, dtype=torch.float64)}, TypeError, ["q has dtype torch.float64", "float32"]),
+    "k_e4m3": (
+        {"k": zeros(2, 2, 7, 32).to(torch.float8_e4m3fn)},
+        TypeError,
+        ["k has dtype torch.float8_e4m3fn", "one of bfloat16, float16, float32"],
+    ),
+    "mixed_dtypes": (
+        {"v": zeros(2, 2, 7, 32, dtype=torch.float16)},
+        TypeError,
+        ["v has dtype torch.float16 and q has torch.bfloat16", "the same"],
+    ),
+    "all_meta": (
+        {name: x.to("meta") for name, x in good().items()},
+        NotImplementedError,
+        ["q is on meta", "CUDA", "compute capability 9.0", "CPU"],
+    ),
+    "k_meta": ({"k": zeros(2, 2, 7, 32, device="meta")}, ValueError, ["k is on meta and q on cpu", "same device"]),
+    "k_batch": ({"k": zeros(3, 2, 7, 32)}, ValueError, ["k has batch size 3 and q has 2", "equal"]),
+    "v_batch": ({"v": zeros(1, 2, 7, 32)}, ValueError, ["v has batch size 1 and q has 2", "equal"]),
+    "heads_not_a_multiple": (
+        {"k": zeros(2, 3, 7, 32), "v": zeros(2, 3, 7, 32)},
+        ValueError,
+        ["q has 4 heads and k has 3", "multiple"],
+    ),
+    "more_kv_heads": (
+        {"k": zeros(2, 8, 7, 32), "v": zeros(2, 8, 7, 32)},
+        ValueError,
+        ["q has 4 heads and k has 8", "multiple"],
+    ),
+    "kv_heads_differ": ({"v": zeros(2, 4, 7, 32)}, ValueError, ["v has 4 heads and k has 2", "equal"]),
+    "kv_lengths_differ": ({"v": zeros(2, 2, 8, 32)}, ValueError, ["v has length 8 and k has 7", "equal"]),
+    "kv_lengths_differ_in_bshd": (
+        {"q": zeros(2, 5, 4, 32), "k": zeros(2, 7, 2, 32), "v": zeros(2, 8, 2, 32), "layout": "bshd"},
+        ValueError,
+        ["v has length 8 and k has 7", "equal"],
+    ),
+    "k_head_dim": ({"k": zeros(2, 2, 7, 64)}, ValueError, ["k has head dim 64 and q has 32", "equal"]),
+    "v_head_dim": ({"v": zeros(2, 2, 7, 64)}, ValueError, ["v has head dim 64 and q has 32", "equal"]),
+    "head_dim_257": (
+        {name: zeros(1, 1, 3, 257) for name in "qkv"},
+        ValueError,
+        ["q has head dim 257", "16..256"],
+    ),
+    "head_dim_15": ({name: zeros(1, 1, 3, 15) for name in "qkv"}, ValueError, ["q has head dim 15", "16..256"]),
+    "no_batch": (
+        {"q": zeros(0, 4, 5, 32), "k": zeros(0, 2, 7, 32), "v": zeros(0, 2, 7, 32)},
+        ValueError,
+        ["q has shape (0, 4, 5, 32)", "at least 1"],
+    ),
+    "no_queries": ({"q": zeros(2, 4, 0, 32)}, ValueError, ["q has shape (2, 4, 0, 32)", "at least 1"]),
+    "no_keys": (
+        {"k": zeros(2, 2, 0, 32), "v": zeros(2, 2, 0, 32)},
+        ValueError,
+        ["k has shape (2, 2, 0, 32)", "at least 1"],
+    ),
+    "no_kv_heads": (
+        {"k": zeros(2, 0, 7, 32), "v": zeros(2, 0, 7, 32)},
+        ValueError,
+        ["k has shape (2, 0, 7, 32)", "at least 1"],
+    ),
+    "layout": ({"layout": "sbhd"}, ValueError, ["layout is 'sbhd'", "('bhsd', 'bshd')"]),
+    "layout_none": ({"layout": None}, ValueError, ["layout is None", "('bhsd', 'bshd')"]),
+    "recipe_string": ({"recipe": "balanced"}, TypeError, ["recipe is 'balanced'", "helion_attn.Recipe"]),
+    "recipe_class": ({"recipe": ha.Recipe}, TypeError, ["recipe is <class", "helion_attn.Recipe"]),
+    "q_requires_grad": (
+        {"q": zeros(2, 4, 5, 32).requires_grad_()},
+        RuntimeError,
+        ["q requires grad", "torch.no_grad() or detach q"],
+    ),
+    "v_requires_grad": (
+        {"v": zeros(2, 2, 7, 32).requires_grad_()},
+        RuntimeError,
+        ["v requires grad", "torch.no_grad() or detach v"],
+    ),
+}
+
+#: Likewise, for what both `attention` and `attention_quantized` take.
+OPTIONS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
+    "sm_scale_inf": ({"sm_scale": float("inf")}, ValueError, ["sm_scale is inf", "finite and not negative"]),
+    "sm_scale_nan": ({"sm_scale": float("nan")}, ValueError, ["sm_scale is nan", "finite and not negative"]),
+    "sm_scale_negative": ({"sm_scale": -0.125}, ValueError, ["sm_scale is -0.125", "finite and not negative"]),
+    "sm_scale_string": ({"sm_scale": "0.1"}, TypeError, ["sm_scale is a str", "float"]),
+    "sm_scale_tensor": ({"sm_scale": torch.tensor(0.1)}, TypeError, ["sm_scale is a Tensor", "float"]),
+    "out_dtype_int": ({"out_dtype": torch.int8}, TypeError, ["out_dtype is torch.int8", "bfloat16", "float8_e4m3fn"]),
+    "out_dtype_double": ({"out_dtype": torch.float64}, TypeError, ["out_dtype is torch.float64", "float32"]),
+    "out_dtype_e5m2": (
+        {"out_dtype": torch.float8_e5m2},
+        TypeError,
+        ["out_dtype is torch.float8_e5m2", "float8_e4m3fn"],
+    ),
+    "out_dtype_string": ({"out_dtype": "bfloat16"}, TypeError, ["out_dtype is bfloat16", "one of bfloat16"]),
+}
+
+
+def assert_raises(call: Callable[..., object], arguments: Bad, error: type[Exception], parts: list[str]) -> None:
+    with pytest.raises(error) as raised:
+        call(**arguments)
+    assert type(raised.value) is error
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("what", TENSORS)
+@pytest.mark.parametrize("function", [ha.quantize, ha.attention], ids=lambda f: f.__name__)
+def test_bad_tensors(function: Callable[..., object], what: str) -> None:
+    bad, error, parts = TENSORS[what]
+    assert_raises(function, good() | bad, error, parts)
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_bad_options(what: str) -> None:
+    bad, error, parts = OPTIONS[what]
+    assert_raises(ha.attention, good() | bad, error, parts)
+    assert_raises(ha.attention_quantized, {"qkv": packed()} | bad, error, parts)
+
+
+@pytest.mark.parametrize("function", [ha.quantize, ha.attention], ids=lambda f: f.__name__)
+def test_misspelt_option(function: Callable[..., object]) -> None:
+    with pytest.raises(TypeError, match="is_causal"):
+        function(**good(), is_causal=True)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
+def test_other_gpus(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    arguments = {name: fake_cuda(*x.shape, dtype=x.dtype) for name, x in good().items()}
+    parts = ["q is on cuda:0", f"{capability[0]}.{capability[1]}", "9.0 (H100, H200)"]
+    assert_raises(ha.attention, arguments, NotImplementedError, parts)
+
+
+@pytest.mark.gpu
+def test_device_mix() -> None:
+    arguments = good() | {"k": zeros(2, 2, 7, 32, device="cuda")}
+    assert_raises(ha.attention, arguments, ValueError, ["k is on cuda:0 and q on cpu", "same device"])
+
+
+def packed() -> ha.QuantizedQKV:
+    """A `QuantizedQKV` of zeros, as `quantize` shapes it; B = 2, H = 4, H_kv = 2, M = 5, N = 7, D = 32."""
+    from helion_attn.configs import tile_config
+
+    tile = tile_config(32, causal=False)
+    e4m3 = torch.float8_e4m3fn
+    return ha.QuantizedQKV(
+        q8=zeros(8, 1, tile.bm, 32, dtype=e4m3),
+        k8=zeros(4, 1, tile.bn, 32, dtype=e4m3),
+        v8=zeros(4, 1, 32, tile.bn, dtype=e4m3),
+        q_descale=torch.ones(2, 4),
+        k_descale=torch.ones(2, 2),
+        v_descale=torch.ones(2, 2),
+        v_mean=torch.zeros(2, 2, 32),
+        M=5,
+        N=7,
+        D=32,
+        dtype=torch.bfloat16,
+    )
+
+
+def test_good_quantized_reaches_the_launch() -> None:
+    with pytest.raises(Launched):
+        ha.attention_quantized(packed())
+
+
+FIELDS = ("q8", "k8", "v8", "q_descale", "k_descale", "v_descale", "v_mean")
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("how", ["dtype", "shape", "rank", "strides", "device", "type"])
+def test_broken_quantized(field: str, how: str) -> None:
+    x: torch.Tensor = getattr(packed(), field)
+    broken = {
+        "dtype": x.to(torch.bfloat16),
+        "shape": torch.cat([x, x]),
+        "rank": x.unsqueeze(0),
+        "strides": torch.stack([x, x], -1)[..., 0],
+        "device": x.to("meta"),
+        "type": None,
+    }[how]
+    changed: dict[str, Any] = {field: broken}
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+        ha.attention_quantized(dataclasses.replace(packed(), **changed))
+    # Of a q_descale of another shape it may also say that q8 does not fit it.
+    named = f"{field}|q8" if (field, how) == ("q_descale", "shape") else field
+    assert re.match(rf"({named}) (is|has) ", str(raised.value)), raised.value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "parts"),
+    [
+        ("M", 1000, ["q8", "M=1000"]),
+        ("M", 0, ["M", "0"]),
+        ("N", 1000, ["k8", "N=1000"]),
+        ("N", 0, ["N", "0"]),
+        ("D", 64, ["D", "64"]),
+        ("D", 300, ["D", "300", "256"]),
+        ("D", 0, ["D", "0", "16"]),
+        ("layout", "sbhd", ["layout is 'sbhd'", "('bhsd', 'bshd')"]),
+        ("dtype", torch.int8, ["dtype", "torch.int8", "bfloat16"]),
+    ],
+)
+def test_quantized_with_wrong_sizes(field: str, value: Any, parts: list[str]) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        ha.attention_quantized(dataclasses.replace(packed(), **{field: value}))
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [None, (1, 2, 3), torch.zeros(1)], ids=["none", "tuple", "tensor"])
+def test_not_quantized(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"qkv is a \w+; it must be a helion_attn.QuantizedQKV"):
+        ha.attention_quantized(value)
+
+
+def test_types_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        packed().M = 6  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ha.BALANCED.center_v = False  # type: ignore[misc]

@@ -1,0 +1,125 @@
+"""The shared tables and helpers: workloads, inputs, error measure, budget."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from helion_attn.testing import INPUT_KINDS, error_budget, make_qkv, relative_error
+from helion_attn.validate import MAX_D, MIN_D
+from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, WORKLOADS, Workload, tagged
+
+#: B, H, H_kv, M, N, D
+SHAPE = (2, 4, 2, 30, 70, 32)
+
+
+def test_names_are_unique() -> None:
+    names = [w.name for w in WORKLOADS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("w", WORKLOADS, ids=lambda w: w.name)
+def test_workload_is_valid(w: Workload) -> None:
+    assert w.H % w.H_kv == 0
+    assert MIN_D <= w.D <= MAX_D
+    assert min(w.B, w.M, w.N) >= 1
+    assert w.tags <= {"ci", "bench", "tune", "long"}
+    assert w.tags
+
+
+def test_tags_select_in_table_order() -> None:
+    for tag in ("ci", "bench", "tune", "long"):
+        assert tagged(tag) == [w for w in WORKLOADS if tag in w.tags]
+        assert tagged(tag)
+    assert tagged("no such tag") == []
+
+
+def test_bench_grid_is_that_of_the_papers() -> None:
+    assert len({(w.M, w.D, w.causal) for w in tagged("bench")}) == len(tagged("bench"))
+    for w in tagged("bench"):
+        assert w.B * w.M == BENCH_TOKENS
+        assert w.H * w.D == BENCH_HIDDEN
+        assert w.M == w.N
+        assert w.H_kv == w.H
+    assert {(w.D, w.causal) for w in tagged("tune")} == {(w.D, w.causal) for w in tagged("bench")}
+
+
+def test_ci_covers_what_can_go_wrong() -> None:
+    ci = tagged("ci")
+    assert {w.causal for w in ci} == {False, True}
+    assert any(w.H_kv == 1 < w.H for w in ci)
+    assert any(1 < w.H_kv < w.H for w in ci)
+    assert any(w.causal and w.M > w.N for w in ci)
+    assert any(w.causal and w.M < w.N for w in ci)
+    assert {16, 256} <= {w.D for w in ci}
+    assert any(w.M == 1 for w in ci)
+    assert any(w.N == 1 for w in ci)
+
+
+@pytest.mark.parametrize("kind", INPUT_KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_make_qkv(dtype: torch.dtype, kind: str, device: str) -> None:
+    q, k, v = make_qkv(kind, *SHAPE, dtype, device)
+    assert q.shape == (2, 4, 30, 32)
+    assert k.shape == v.shape == (2, 2, 70, 32)
+    for x in (q, k, v):
+        assert x.dtype == dtype
+        assert x.device.type == device
+        assert x.isfinite().all()
+    again = make_qkv(kind, *SHAPE, dtype, device)
+    other = make_qkv(kind, *SHAPE, dtype, device, seed=1)
+    for x, same, different in zip((q, k, v), again, other, strict=True):
+        assert torch.equal(x, same)
+        assert not torch.equal(x, different)
+
+
+def test_kinds_are_what_they_say() -> None:
+    shape = (2, 4, 2, 1000, 1000, 32)
+    q, k, v = make_qkv("outlier", *shape, torch.float32)
+    for x in (q, k, v):
+        assert x.abs().max() > 8
+        assert x.median().abs() < 0.1
+    _, _, v = make_qkv("biased_v", *shape, torch.float32)
+    assert v.min() >= 0.5
+    q, k, _ = make_qkv("sink", *shape, torch.float32)
+    s = q @ k.repeat_interleave(2, 1).mT / 32**0.5
+    assert torch.softmax(s, 3)[..., 0].median() > 0.5
+
+
+def test_make_qkv_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    make_qkv("outlier", *SHAPE)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_unknown_kind_raises() -> None:
+    with pytest.raises(ValueError, match=r"kind is 'uniform'.*'randn', 'outlier', 'sink', 'biased_v'"):
+        make_qkv("uniform", *SHAPE)
+
+
+def test_relative_error() -> None:
+    ref = torch.tensor([3.0, 4.0])
+    assert relative_error(ref, ref) == 0
+    assert relative_error(torch.zeros(2), ref) == 1
+    assert relative_error(torch.tensor([3.0, 4.5]), ref) == pytest.approx(0.1)
+    assert relative_error(ref.to(torch.float8_e4m3fn), ref) == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_relative_error_of_nonfinite_fails_every_budget(value: float) -> None:
+    ref, broken = torch.ones(3), torch.tensor([1.0, value, 1.0])
+    assert not relative_error(broken, ref) <= 1e30
+    assert math.isnan(relative_error(ref, broken)) or value == float("inf")
+
+
+def test_error_budget() -> None:
+    dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+    budgets = [error_budget(0.05, dtype) for dtype in dtypes]
+    assert budgets == sorted(budgets), "a coarser output may err more"
+    for dtype in dtypes:
+        assert error_budget(0.0, dtype) == torch.finfo(dtype).eps
+        assert error_budget(0.05, dtype) < error_budget(0.06, dtype)
+        assert error_budget(0.05, dtype, factor=1.0) < error_budget(0.05, dtype, factor=2.0)
+        assert 0.05 < error_budget(0.05, dtype) < 1, "zeros, whose error is 1, never pass"
