@@ -43,8 +43,11 @@ def quantize(
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     D = q.size(3)
     tile = tile_config(padded_head_dim(D), causal=False)
-    packed = torch.ops.helion_attn.quantize_qkv(q, k, v, tile.bm, tile.bn, tile.D_pad, recipe.center_v)
-    return QuantizedQKV(*packed, M=q.size(2), N=k.size(2), D=D, dtype=q.dtype, layout=layout)
+    q8, k8, v8, q_descale, k_descale, v_descale, v_mean = torch.ops.helion_attn.quantize_qkv(
+        q, k, v, tile.bm, tile.bn, tile.D_pad, recipe.center_v
+    )
+    M, N = q.size(2), k.size(2)
+    return QuantizedQKV(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, M, N, D, q.dtype, layout)
 
 
 @overload

@@ -90,12 +90,16 @@ def store_out(
     row_in_range: torch.Tensor,  # [bm]
     d_pad: int,
     d_out: int,
+    causal: hl.constexpr,
 ) -> None:
     """Normalise, put V's mean back, cast, store."""
     d = hl.arange(d_pad)
     mean = hl.load(v_mean, [kv, d])
     # [bm, D_pad]
-    o = torch.where(no_key.unsqueeze(1), 0.0, acc * v_factor.unsqueeze(1) + mean.unsqueeze(0))
+    o = acc * v_factor.unsqueeze(1) + mean.unsqueeze(0)
+    if causal:
+        # Only causality can leave a row without a key.
+        o = torch.where(no_key.unsqueeze(1), 0.0, o)
     if out.dtype == torch.float8_e4m3fn:
         # The instruction saturates; torch's cast gives NaN, and so do we.
         o = torch.where(torch.abs(o) > E4M3_OVERFLOW, float("nan"), o)
@@ -193,7 +197,7 @@ def fp8_attn_fwd(
         no_key = row_sum == 0.0
         v_factor = v_descale[kv] / row_sum
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
-        store_out(out, acc, v_mean, v_factor, no_key, kv, out_rows, row_in_range, d_pad, d_out)
+        store_out(out, acc, v_mean, v_factor, no_key, kv, out_rows, row_in_range, d_pad, d_out, causal)
         hl.store(lse, [bh * m_len + rows], (m_i + torch.log2(row_sum)) * LN2, extra_mask=row_in_range)
 
 

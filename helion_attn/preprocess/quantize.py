@@ -44,13 +44,6 @@ PACK_ELEMENTS = 8192
 PACK_CHANNELS = 64
 
 
-def part_of_tiles(size: int, step: int, part: int, parts: int) -> tuple[int, int]:
-    """First and last (exclusive) tile of `step` rows in one of `parts` equal runs of `size` rows."""
-    tiles = (size + step - 1) // step
-    tiles_per_part = (tiles + parts - 1) // parts
-    return part * tiles_per_part, min(tiles, (part + 1) * tiles_per_part)
-
-
 def first_pass(
     q: torch.Tensor,  # flat
     k: torch.Tensor,  # flat
@@ -85,33 +78,34 @@ def first_pass(
     d_pad = hl.specialize(v_stats.size(3))
     hl.specialize((q.stride(0), k.stride(0), v.stride(0)))
     hl.specialize((v_stats.stride(1), v_stats.stride(2), v_stats.stride(3)))
+    q_tiles = (M + step - 1) // step
+    kv_tiles = (N + step - 1) // step
+    q_run = (q_tiles + q_parts - 1) // q_parts
+    kv_run = (kv_tiles + kv_parts - 1) // kv_parts
     for bh, part in hl.grid([q_amax.size(0), q_parts]):
         offset = ((bh // H) * q_b_step + (bh % H) * q_h_step) * unit
-        first, last = part_of_tiles(M, step, part, q_parts)
         # Maxima stay per element until the end: one reduction across lanes a program, not one a step.
         # [step, D_pad]
         q_max = hl.zeros([step, d_pad], dtype=torch.float32)
-        for q_tile in hl.grid(first, last):
+        for q_tile in hl.grid(part * q_run, min(q_tiles, (part + 1) * q_run)):
             x = load_rows(q, offset, q_tile * step + hl.arange(step), hl.arange(d_pad), q_s_step * unit, q_d_step, M, d)
             q_max = maximum(q_max, torch.abs(x), inline_asm)
         q_amax[bh, part] = torch.amax(torch.amax(q_max, 1), 0)
 
     for bh, part in hl.grid([k_amax.size(0), kv_parts]):
         offset = ((bh // H_kv) * k_b_step + (bh % H_kv) * k_h_step) * unit
-        first, last = part_of_tiles(N, step, part, kv_parts)
         k_max = hl.zeros([step, d_pad], dtype=torch.float32)
-        for k_tile in hl.grid(first, last):
+        for k_tile in hl.grid(part * kv_run, min(kv_tiles, (part + 1) * kv_run)):
             x = load_rows(k, offset, k_tile * step + hl.arange(step), hl.arange(d_pad), k_s_step * unit, k_d_step, N, d)
             k_max = maximum(k_max, torch.abs(x), inline_asm)
         k_amax[bh, part] = torch.amax(torch.amax(k_max, 1), 0)
 
     for bh, part in hl.grid([v_stats.size(0), kv_parts]):
         offset = ((bh // H_kv) * v_b_step + (bh % H_kv) * v_h_step) * unit
-        first, last = part_of_tiles(N, step, part, kv_parts)
         v_sum = hl.zeros([step, d_pad], dtype=torch.float32)
         v_min = hl.full([step, d_pad], float("inf"), dtype=torch.float32)
         v_max = hl.full([step, d_pad], float("-inf"), dtype=torch.float32)
-        for v_tile in hl.grid(first, last):
+        for v_tile in hl.grid(part * kv_run, min(kv_tiles, (part + 1) * kv_run)):
             keys = v_tile * step + hl.arange(step)
             # Keys past the end repeat the last one: no change to minimum and maximum, left out of the sum.
             x = load_rows(v, offset, torch.clamp_max(keys, N - 1), hl.arange(d_pad), v_s_step * unit, v_d_step, N, d)

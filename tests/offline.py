@@ -1,0 +1,91 @@
+"""The whole pipeline on tensors without storage: launchers run, and Triton compiles for sm_90 what they launch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import helion_attn as ha
+from helion_attn import testing
+from helion_attn.testing import Sm90Kernel, compile_for_sm90
+
+
+class CudaKernels:
+    """In place of `torch.ops.helion_attn`: the ops' CUDA implementations, where fake tensors would get their fakes."""
+
+    def __init__(self) -> None:
+        self.ops = torch.ops.helion_attn
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = getattr(self.ops, name).default
+        return lambda *args: op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
+
+
+def forget_kernels() -> None:
+    """Clear the package's caches: a kernel that was bound offline must not meet a real tensor, nor the reverse."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("helion_attn."):
+            for value in list(vars(module).values()):
+                if callable(clear := getattr(value, "cache_clear", None)):
+                    clear()
+
+
+@contextlib.contextmanager
+def launching() -> Iterator[None]:
+    """Inside, the public functions run their launchers also on fake tensors. Kernels are bound anew."""
+    forget_kernels()
+    try:
+        with mock.patch.object(torch.ops, "helion_attn", CudaKernels()):
+            yield
+    finally:
+        forget_kernels()
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[Any]]:
+    """`launching`, and the list of what Triton is asked for: what it had compiled already comes as the same object."""
+    with testing._offline_hopper() as compiled, launching():
+        yield compiled
+
+
+def fake_qkv(
+    B: int, H: int, H_kv: int, M: int, N: int, D: int, dtype: torch.dtype = torch.bfloat16, layout: str = "bhsd"
+) -> tuple[torch.Tensor, ...]:
+    """Q, K and V on cuda:0, contiguous in `layout`."""
+    with FakeTensorMode():
+        return tuple(
+            torch.empty((B, S, heads, D) if layout == "bshd" else (B, heads, S, D), dtype=dtype, device="cuda:0")
+            for heads, S in ((H, M), (H_kv, N), (H_kv, N))
+        )
+
+
+def compile_quantize(
+    make_qkv: Callable[[], tuple[torch.Tensor, ...]], *, layout: str = "bhsd", recipe: ha.Recipe = ha.BALANCED
+) -> list[Sm90Kernel]:
+    """Every kernel of `quantize`."""
+
+    def launch() -> None:
+        with launching():
+            ha.quantize(*make_qkv(), layout=layout, recipe=recipe)
+
+    return compile_for_sm90(launch)
+
+
+def compile_attention(
+    D: int, causal: bool, out_dtype: torch.dtype = torch.bfloat16, layout: str = "bhsd"
+) -> Sm90Kernel:
+    """The attention kernel alone: what `quantize` would give it comes from the ops' fakes."""
+
+    def launch() -> None:
+        packed = ha.quantize(*fake_qkv(2, 4, 2, 1000, 3000, D, layout=layout), layout=layout)
+        with launching():
+            ha.attention_quantized(packed, causal=causal, out_dtype=out_dtype)
+
+    (kernel,) = compile_for_sm90(launch)
+    return kernel

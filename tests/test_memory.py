@@ -1,0 +1,87 @@
+"""Beyond inputs and output there are the packed copies, and nothing that grows with M * N; views are not copied."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from offline import compilations, fake_qkv
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import helion_attn as ha
+from helion_attn.testing import fake_cuda, make_qkv
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the storages that operations return for the first time."""
+
+    def __init__(self, known: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.storages = {x.untyped_storage()._cdata: x for x in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.storages:
+                self.storages[x.untyped_storage()._cdata] = x
+                self.bytes += x.untyped_storage().nbytes()
+        return result
+
+
+def allocated(make_qkv: Callable[[], tuple[torch.Tensor, ...]], layout: str = "bhsd") -> int:
+    """Bytes that a call of `attention` allocates in all, with its kernels compiled already."""
+    with compilations():
+        qkv = make_qkv()
+        ha.attention(*qkv, layout=layout)
+        with Allocations(qkv) as allocations:
+            ha.attention(*qkv, layout=layout)
+    return allocations.bytes
+
+
+def needed(H: int, H_kv: int, S: int, D: int) -> int:
+    """Bytes of the packed copies, the bf16 output and the lse; S a whole number of blocks, D a supported head dim."""
+    return H * S * D + 2 * H_kv * S * D + H * S * D * 2 + H * S * 4
+
+
+@pytest.mark.parametrize("D", [64, 256])
+def test_only_the_packed_copies(D: int) -> None:
+    small, large = (allocated(functools.partial(fake_qkv, 1, 4, 2, S, S, D)) for S in (4096, 8192))
+    assert needed(4, 2, 8192, D) <= large <= needed(4, 2, 8192, D) * 1.05
+    assert large <= 2 * small
+
+
+def fake(*shape: int) -> torch.Tensor:
+    return fake_cuda(*shape, dtype=torch.bfloat16)
+
+
+#: [B, S, H, D] = [2, 1024, 4, 64]
+VIEWS: dict[str, Callable[[], tuple[torch.Tensor, ...]]] = {
+    "slice_of_packed_bs3hd": lambda: fake(2, 1024, 3, 4, 64).unbind(2),
+    "transposed_d": lambda: (fake(2, 64, 4, 1024).transpose(1, 3),) * 3,
+    "odd_row_stride": lambda: (fake(2, 1024, 4, 67)[..., 3:],) * 3,
+    "expanded_heads": lambda: (fake(2, 1024, 1, 64).expand(2, 1024, 4, 64),) * 3,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_are_not_copied(view: str) -> None:
+    in_place = allocated(VIEWS[view], "bshd")
+    assert in_place == allocated(functools.partial(fake_qkv, 2, 4, 4, 1024, 1024, 64, layout="bshd"), "bshd")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 256])
+def test_peak(D: int) -> None:
+    qkv = make_qkv("randn", 1, 8, 8, 8192, 8192, D, device="cuda")
+    ha.attention(*qkv)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = ha.attention(*qkv)
+    torch.cuda.synchronize()
+    assert out.isfinite().all()
+    assert torch.cuda.max_memory_allocated() - before <= needed(8, 8, 8192, D) * 1.05 + 2**20

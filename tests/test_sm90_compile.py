@@ -1,0 +1,110 @@
+"""Every shipped config, compiled for sm_90a without a GPU, and its machine code read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from offline import compile_attention, compile_quantize, fake_qkv
+
+from helion_attn.configs import SUPPORTED_D, TileConfig, tile_config, tile_configs
+from helion_attn.kernels import fp8_attn_fwd
+from helion_attn.testing import Sm90Kernel, fake_cuda
+
+
+def row_reduction_shuffles(tile: TileConfig) -> int:
+    """SHFL of three row reductions (the maximum in each of the two loops, the sum at the end) over 4 lanes."""
+    rows_per_thread = 2 * tile.bm // (16 * tile.num_warps)
+    steps = 2
+    return 3 * rows_per_thread * steps
+
+
+def assert_no_spills(kernel: Sm90Kernel) -> None:
+    assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, f"{kernel.name} spills"
+
+
+def assert_fp8_attention(kernel: Sm90Kernel, tile: TileConfig) -> None:
+    assert_no_spills(kernel)
+    assert kernel.opcodes["QGMMA"] > 0, "no FP8 WGMMA"
+    assert kernel.opcodes["HGMMA"] == 0
+    assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
+    assert kernel.opcodes["SHFL"] <= row_reduction_shuffles(tile), "P moves between lanes"
+    assert kernel.opcodes["PRMT"] == 0, "P moves between the bytes of registers"
+
+
+@pytest.mark.parametrize("tile", tile_configs(), ids=lambda t: f"d{t.D_pad}-{'causal' if t.causal else 'full'}")
+def test_shipped_config(tile: TileConfig) -> None:
+    kernel = compile_attention(tile.D_pad, tile.causal)
+    assert_fp8_attention(kernel, tile)
+    assert kernel.num_warps == tile.num_warps
+    assert kernel.registers <= 255
+    assert kernel.ctas_per_sm >= tile.ctas_per_sm
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_out_dtype(out_dtype: torch.dtype, layout: str) -> None:
+    kernel = compile_attention(64, False, out_dtype, layout)
+    assert_fp8_attention(kernel, tile_config(64, False))
+
+
+@pytest.mark.parametrize("D", [16, 80, 200])
+def test_padded_head_dim(D: int) -> None:
+    assert_no_spills(compile_attention(D, True))
+
+
+def keep_order(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
+    return p8
+
+
+def test_without_interleaved_keys_p_is_shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the check above can fail."""
+    monkeypatch.setattr(fp8_attn_fwd, "interleave_keys", keep_order)
+    tile = tile_config(128, False)
+    kernel = compile_attention(128, False)
+    # [bm, bn] per program: a thread holds 64 values of a 64 x 128 tile on 4 warps, and moves them 4 to a register.
+    packed_registers = tile.bm * tile.bn // (tile.num_warps * 32) // 4
+    assert kernel.opcodes["SHFL"] >= row_reduction_shuffles(tile) + packed_registers
+    with pytest.raises(AssertionError, match="P moves between lanes"):
+        assert_fp8_attention(kernel, tile)
+
+
+def widths(kernel: Sm90Kernel, opcode: str) -> set[int]:
+    """Bytes that a thread's `opcode`s, a pattern, load or store at once."""
+    sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+    found = re.findall(rf"\b(?:{opcode})((?:\.[A-Z0-9]+)+)", kernel.sass)
+    return {next((sizes[part] for part in modifiers.split(".") if part in sizes), 4) for modifiers in found}
+
+
+def assert_preprocessing(kernels: list[Sm90Kernel]) -> None:
+    for kernel in kernels:
+        assert_no_spills(kernel)
+        # 4 bytes: descales and partial results.
+        assert widths(kernel, "LDG|LDGSTS") <= {4, 16}, f"{kernel.name} reads narrowly"
+    assert sum(16 in widths(kernel, "LDG|LDGSTS") for kernel in kernels) >= 2, "there are two passes over the inputs"
+    assert any(16 in widths(kernel, "STG") for kernel in kernels)
+
+
+LAYOUTS: dict[str, tuple[str, Callable[[], tuple[torch.Tensor, ...]]]] = {
+    "bhsd": ("bhsd", lambda: fake_qkv(2, 4, 2, 1000, 3000, 128)),
+    "bshd": ("bshd", lambda: fake_qkv(2, 4, 2, 1000, 3000, 128, layout="bshd")),
+    "packed_bs3hd": ("bshd", lambda: fake_cuda(2, 3000, 3, 4, 128, dtype=torch.bfloat16).unbind(2)),
+}
+
+
+@pytest.mark.parametrize("D", SUPPORTED_D)
+def test_preprocessing(D: int) -> None:
+    assert_preprocessing(compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D)))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_preprocessing_of_views(name: str) -> None:
+    layout, make_qkv = LAYOUTS[name]
+    assert_preprocessing(compile_quantize(make_qkv, layout=layout))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_preprocessing_of_dtypes(dtype: torch.dtype) -> None:
+    assert_preprocessing(compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 64, dtype)))
