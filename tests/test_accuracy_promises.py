@@ -1,0 +1,55 @@
+"""The errors that the README states, on the inputs that it states them for; on the CPU with fewer rows and heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.testing import INPUT_KINDS, error_budget, make_qkv, relative_error
+
+KEYS = 4096
+
+
+def kernel_error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> float:
+    """The fp32 output against the oracle on the dequantised inputs."""
+    packed = ha.quantize(q, k, v)
+    out = ha.attention_quantized(packed, causal=causal, out_dtype=torch.float32)
+    return relative_error(out, ha.reference.attention(*ha.dequantize(packed), causal=causal))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_randn(D: int, causal: bool, device: str) -> None:
+    H, M = (8, KEYS) if device == "cuda" else (1, 64)
+    assert kernel_error(*make_qkv("randn", 1, H, H, M, KEYS, D, device=device), causal=causal) <= 0.026
+
+
+@pytest.mark.parametrize("keys", [4096, 131072])
+def test_positive_v_does_not_drift(keys: int, device: str) -> None:
+    H, M = (8, 64) if device == "cuda" else (1, 4)
+    assert kernel_error(*make_qkv("biased_v", 1, H, H, M, keys, 128, device=device)) <= 0.003
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("keys", [32768, 131072])
+@pytest.mark.parametrize("kind", INPUT_KINDS)
+def test_long_contexts_stay_within_the_budget(kind: str, keys: int, D: int) -> None:
+    qkv = make_qkv(kind, 1, 2, 2, 64, keys, D, device="cuda")
+    ref = ha.reference.attention(*qkv)
+    model = ha.reference.fp8_attention(*qkv, out_dtype=torch.float32)
+    assert isinstance(model, torch.Tensor)
+    out = ha.attention(*qkv, out_dtype=torch.float32)
+    assert relative_error(out, ref) <= error_budget(relative_error(model, ref), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 2, 3, 4])
+def test_few_queries_at_131072_keys(M: int) -> None:
+    qkv = make_qkv("randn", 1, 4, 4, M, 131072, 128, device="cuda")
+    ref = ha.reference.attention(*qkv, causal=True)
+    model = ha.reference.fp8_attention(*qkv, causal=True, out_dtype=torch.float32)
+    assert isinstance(model, torch.Tensor)
+    out = ha.attention(*qkv, causal=True, out_dtype=torch.float32)
+    assert relative_error(out, ref) <= error_budget(relative_error(model, ref), torch.float32)
