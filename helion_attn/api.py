@@ -9,7 +9,14 @@ import torch
 from helion_attn import ops  # noqa: F401 - registers them
 from helion_attn.configs import padded_head_dim, tile_config
 from helion_attn.types import BALANCED, QuantizedQKV, Recipe
-from helion_attn.validate import check_out_dtype, check_qkv, check_quantized, check_recipe, check_sm_scale
+from helion_attn.validate import (
+    check_head_dim,
+    check_out_dtype,
+    check_qkv,
+    check_quantized,
+    check_recipe,
+    check_sm_scale,
+)
 
 
 def quantize(
@@ -103,8 +110,9 @@ def attention_quantized(
     """
     if not isinstance(qkv, QuantizedQKV):
         raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
+    check_head_dim("D is", qkv.D)
     tile = tile_config(padded_head_dim(qkv.D), causal)
-    check_quantized(qkv, tile.bm, tile.bn)
+    check_quantized(qkv, tile.bm, tile.bn, tile.D_pad)
     scale = qkv.D**-0.5 if sm_scale is None else sm_scale
     check_sm_scale(scale)
     dtype = qkv.dtype if out_dtype is None else out_dtype

@@ -71,8 +71,7 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) ->
     check_device("q", q)
     heads, length = (1, 2) if layout == "bhsd" else (2, 1)
     D, H, H_kv = q.size(3), q.size(heads), k.size(heads)
-    if not MIN_D <= D <= MAX_D:
-        raise ValueError(f"q has head dim {D}; it must lie in {MIN_D}..{MAX_D}")
+    check_head_dim("q has head dim", D)
     for name, x in (("k", k), ("v", v)):
         if x.size(3) != D:
             raise ValueError(f"{name} has head dim {x.size(3)} and q has {D}; they must be equal")
@@ -100,24 +99,51 @@ def check_out_dtype(out_dtype: torch.dtype) -> None:
         raise TypeError(f"out_dtype is {out_dtype}; it must be one of {_names(OUT_DTYPES)}")
 
 
-def check_quantized(qkv: QuantizedQKV, bm: int, bn: int) -> None:
-    """The shapes and dtypes of a `QuantizedQKV`, against the block sizes of its head dim."""
+def check_quantized(qkv: QuantizedQKV, bm: int, bn: int, D_pad: int) -> None:
+    """The fields of a `QuantizedQKV`, against the block sizes and padding of its head dim."""
     check_layout(qkv.layout)
+    for name, size in (("M", qkv.M), ("N", qkv.N)):
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
+    if qkv.dtype not in IN_DTYPES:
+        raise TypeError(f"dtype is {qkv.dtype}; it must be one of {_names(IN_DTYPES)}")
+    for name, ndim in (
+        ("q8", 4),
+        ("k8", 4),
+        ("v8", 4),
+        ("q_descale", 2),
+        ("k_descale", 2),
+        ("v_descale", 2),
+        ("v_mean", 3),
+    ):
+        x = getattr(qkv, name)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}; it must be a torch.Tensor, as helion_attn.quantize makes it"
+            )
+        if x.dim() != ndim:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {ndim} dimensions")
     check_device("q8", qkv.q8)
-    (B, H), (_, H_kv), d_pad = qkv.q_descale.shape, qkv.k_descale.shape, qkv.v8.size(2)
+    (B, H), H_kv = qkv.q_descale.shape, qkv.k_descale.size(1)
     expected = {
-        "q8": ((B * H, -(-qkv.M // bm), bm, d_pad), torch.float8_e4m3fn),
-        "k8": ((B * H_kv, -(-qkv.N // bn), bn, d_pad), torch.float8_e4m3fn),
-        "v8": ((B * H_kv, -(-qkv.N // bn), d_pad, bn), torch.float8_e4m3fn),
+        "q8": ((B * H, -(-qkv.M // bm), bm, D_pad), torch.float8_e4m3fn),
+        "k8": ((B * H_kv, -(-qkv.N // bn), bn, D_pad), torch.float8_e4m3fn),
+        "v8": ((B * H_kv, -(-qkv.N // bn), D_pad, bn), torch.float8_e4m3fn),
         "q_descale": ((B, H), torch.float32),
         "k_descale": ((B, H_kv), torch.float32),
         "v_descale": ((B, H_kv), torch.float32),
-        "v_mean": ((B, H_kv, d_pad), torch.float32),
+        "v_mean": ((B, H_kv, D_pad), torch.float32),
     }
     for name, (shape, dtype) in expected.items():
-        x: torch.Tensor = getattr(qkv, name)
+        x = getattr(qkv, name)
         if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != qkv.q8.device:
             raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for M={qkv.M}, N={qkv.N} it must be contiguous "
-                f"{dtype} {shape} on {qkv.q8.device}, as helion_attn.quantize makes it"
+                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for M={qkv.M}, N={qkv.N}, D={qkv.D} it must be "
+                f"contiguous {dtype} {shape} on {qkv.q8.device}, as helion_attn.quantize makes it"
             )
+
+
+def check_head_dim(name: str, D: int) -> None:
+    """16..256."""
+    if not MIN_D <= D <= MAX_D:
+        raise ValueError(f"{name} {D}; it must lie in {MIN_D}..{MAX_D}")

@@ -53,7 +53,7 @@ class Case:
 
     def budget(self, out_dtype: torch.dtype = torch.float32) -> float:
         """The largest total error that `out` may have."""
-        return error_budget(relative_error(self.model.to(out_dtype), self.oracle), out_dtype)
+        return error_budget(relative_error(self.model.to(out_dtype), self.oracle), out_dtype, device=self.oracle.device)
 
     def assert_within_budget(self, out: torch.Tensor) -> None:
         """The total error of `out` is within its budget; NaN is not."""

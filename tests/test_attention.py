@@ -44,7 +44,7 @@ def test_kernel_error(problem: Problem) -> None:
     case, out, _ = problem
     dequantized = ha.dequantize(ha.quantize(*case.qkv, recipe=case.recipe))
     ref = ha.reference.attention(*dequantized, causal=case.causal)
-    assert relative_error(out, ref) <= error_budget(relative_error(case.model, ref), out.dtype)
+    assert relative_error(out, ref) <= error_budget(relative_error(case.model, ref), out.dtype, device=out.device)
 
 
 def test_lse(problem: Problem) -> None:

@@ -273,6 +273,16 @@ def test_quantized_with_wrong_sizes(field: str, value: Any, parts: list[str]) ->
         assert part in str(raised.value)
 
 
+def test_quantized_with_heads_not_a_multiple() -> None:
+    good = packed()
+    three = {name: getattr(good, name)[:3].clone() for name in ("k8", "v8")}
+    one_batch = {"q8": good.q8[:4].clone(), "q_descale": torch.ones(1, 4), "v_mean": torch.zeros(1, 3, 32)}
+    descales = {"k_descale": torch.ones(1, 3), "v_descale": torch.ones(1, 3)}
+    changed: dict[str, Any] = three | one_batch | descales
+    with pytest.raises(ValueError, match=r"4 heads.*3.*multiple"):
+        ha.attention_quantized(dataclasses.replace(good, **changed))
+
+
 @pytest.mark.parametrize("value", [None, (1, 2, 3), torch.zeros(1)], ids=["none", "tuple", "tensor"])
 def test_not_quantized(value: Any) -> None:
     with pytest.raises(TypeError, match=r"qkv is a \w+; it must be a helion_attn.QuantizedQKV"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 
-from helion_attn.testing import INPUT_KINDS, error_budget, make_qkv, relative_error
+from helion_attn.testing import INPUT_KINDS, Sm90Kernel, error_budget, make_qkv, relative_error
 from helion_attn.validate import MAX_D, MIN_D
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, WORKLOADS, Workload, tagged
 
@@ -123,3 +124,12 @@ def test_error_budget() -> None:
         assert error_budget(0.05, dtype) < error_budget(0.06, dtype)
         assert error_budget(0.05, dtype, factor=1.0) < error_budget(0.05, dtype, factor=2.0)
         assert 0.05 < error_budget(0.05, dtype) < 1, "zeros, whose error is 1, never pass"
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared_kib", "num_warps", "ctas"),
+    [(168, 72, 4, 3), (169, 72, 4, 2), (128, 72, 4, 3), (128, 56, 4, 4), (255, 224, 8, 1), (256, 227, 8, 1)],
+)
+def test_occupancy(registers: int, shared_kib: int, num_warps: int, ctas: int) -> None:
+    kernel = Sm90Kernel("kernel", registers, shared_kib * 1024, num_warps, Counter(), ptx="", sass="")
+    assert kernel.ctas_per_sm == ctas

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import dataclass
 from importlib import resources
@@ -38,20 +37,24 @@ class TileConfig:
     ctas_per_sm: int
 
 
-@functools.cache
+def _read_table() -> dict[tuple[int, bool], TileConfig]:
+    text = resources.files(__package__).joinpath("fp8_attn_fwd_sm90.json").read_text()
+    configs = [TileConfig(**row["config"]) for row in json.loads(text)["rows"]]
+    return {(config.D_pad, config.causal): config for config in configs}
+
+
+#: `fp8_attn_fwd_sm90.json`, by (D_pad, causal). Read at import: torch.compile traces look-ups, and cannot trace files.
+TILE_CONFIGS = _read_table()
+
+
 def tile_configs() -> tuple[TileConfig, ...]:
-    """Every row of `fp8_attn_fwd_sm90.json`."""
-    table = json.loads(resources.files(__package__).joinpath("fp8_attn_fwd_sm90.json").read_text())
-    return tuple(TileConfig(**row["config"]) for row in table["rows"])
+    """Every config."""
+    return tuple(TILE_CONFIGS.values())
 
 
-@functools.cache
 def tile_config(D_pad: int, causal: bool) -> TileConfig:
-    """The row for (D_pad, causal)."""
-    for config in tile_configs():
-        if (config.D_pad, config.causal) == (D_pad, causal):
-            return config
-    raise KeyError(f"no tuned config for D_pad={D_pad}, causal={causal}")
+    """The config for (D_pad, causal)."""
+    return TILE_CONFIGS[D_pad, causal]
 
 
 def padded_head_dim(D: int) -> int:

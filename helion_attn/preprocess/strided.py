@@ -53,6 +53,13 @@ def load_rows(
     d: int,
 ) -> torch.Tensor:
     """Rows of one head as fp32 [n, d_tile], zero outside `size` x `d`. Inlined into kernels."""
-    offsets = head_offset + rows.unsqueeze(1) * row_step + cols.unsqueeze(0) * d_step
     keep = (rows < size).unsqueeze(1) & (cols < d).unsqueeze(0)
-    return hl.load(flat, [offsets], extra_mask=keep).to(torch.float32)
+    if d_step == 1:
+        offsets = head_offset + rows.unsqueeze(1) * row_step + cols.unsqueeze(0)
+        return hl.load(flat, [offsets], extra_mask=keep).to(torch.float32)
+    # Masked loads of strided fp32 columns came back with stale registers where the mask is off (Triton 3.6), so these
+    # rare layouts load an element that exists and select.
+    row = torch.clamp_max(rows, size - 1).unsqueeze(1)
+    col = torch.clamp_max(cols, d - 1).unsqueeze(0)
+    x = hl.load(flat, [head_offset + row * row_step + col * d_step]).to(torch.float32)
+    return torch.where(keep, x, 0.0)
