@@ -125,6 +125,8 @@ def check_quantized(qkv: QuantizedQKV, bm: int, bn: int, D_pad: int) -> None:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {ndim} dimensions")
     check_device("q8", qkv.q8)
     (B, H), H_kv = qkv.q_descale.shape, qkv.k_descale.size(1)
+    if H_kv == 0 or H % H_kv:
+        raise ValueError(f"q_descale has {H} heads and k_descale {H_kv}; q's must be a multiple of k's")
     expected = {
         "q8": ((B * H, -(-qkv.M // bm), bm, D_pad), torch.float8_e4m3fn),
         "k8": ((B * H_kv, -(-qkv.N // bn), bn, D_pad), torch.float8_e4m3fn),

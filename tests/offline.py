@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -47,11 +49,38 @@ def launching() -> Iterator[None]:
         forget_kernels()
 
 
+@dataclass
+class Compilations:
+    """What was asked of the two compilers.
+
+    Attributes:
+        traced: names of the kernel functions that Helion traced.
+        compiled: Triton's kernels in launch order; what it had compiled already comes as the same object.
+    """
+
+    traced: list[str]
+    compiled: list[Any]
+
+    def by_kernel(self) -> dict[str, int]:
+        """How often Triton compiled each kernel."""
+        return dict(Counter({id(kernel): kernel.metadata.name for kernel in self.compiled}.values()))
+
+
 @contextlib.contextmanager
-def compilations() -> Iterator[list[Any]]:
-    """`launching`, and the list of what Triton is asked for: what it had compiled already comes as the same object."""
-    with testing._offline_hopper() as compiled, launching():
-        yield compiled
+def compilations() -> Iterator[Compilations]:
+    """`launching`, and a record of what is compiled."""
+    from helion_attn.kernels import helion_compat  # noqa: F401 - before Helion's own modules
+
+    bound_kernel = sys.modules["helion.runtime.kernel"].BoundKernel
+    init = bound_kernel.__init__
+
+    def recording(self: Any, kernel: Any, *args: Any, **kwargs: Any) -> None:
+        seen.traced.append(kernel.fn.__name__)
+        init(self, kernel, *args, **kwargs)
+
+    with testing._offline_hopper() as compiled, launching(), mock.patch.object(bound_kernel, "__init__", recording):
+        seen = Compilations([], compiled)
+        yield seen
 
 
 def fake_qkv(

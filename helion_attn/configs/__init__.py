@@ -54,6 +54,8 @@ def tile_configs() -> tuple[TileConfig, ...]:
 
 def tile_config(D_pad: int, causal: bool) -> TileConfig:
     """The config for (D_pad, causal)."""
+    if (D_pad, causal) not in TILE_CONFIGS:
+        raise KeyError(f"no tuned config for D_pad={D_pad}, causal={causal}")
     return TILE_CONFIGS[D_pad, causal]
 
 
