@@ -64,6 +64,12 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) ->
             raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; they must be the same")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; they must be on the same device")
+        if x.dtype == torch.float32 and x.stride(3) != 1:
+            # Triton 3.6 wrote wrong values into the padding of such tensors' packed copies; with 16-bit ones it does not.
+            raise ValueError(
+                f"{name} is float32 with a last-dimension stride of {x.stride(3)}; it must be 1 (bfloat16 and float16 "
+                f"tensors may have any)"
+            )
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"

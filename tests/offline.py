@@ -29,10 +29,10 @@ class CudaKernels:
         return lambda *args: op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
 
 
-def forget_kernels() -> None:
-    """Clear the package's caches: a kernel that was bound offline must not meet a real tensor, nor the reverse."""
+def forget() -> None:
+    """Clear what was cached about a device that is not the one of now: bound kernels, and what Helion can use on it."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("helion_attn."):
+        if name.startswith("helion_attn.") or name == "helion._compat":
             for value in list(vars(module).values()):
                 if callable(clear := getattr(value, "cache_clear", None)):
                     clear()
@@ -41,12 +41,12 @@ def forget_kernels() -> None:
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
     """Inside, the public functions run their launchers also on fake tensors. Kernels are bound anew."""
-    forget_kernels()
+    forget()
     try:
         with mock.patch.object(torch.ops, "helion_attn", CudaKernels()):
             yield
     finally:
-        forget_kernels()
+        forget()
 
 
 @dataclass

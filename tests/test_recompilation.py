@@ -12,6 +12,10 @@ import helion_attn as ha
 
 MOST = 2
 
+#: Helion traces a kernel with descriptors anew when a number of blocks passes a power of two up to 128, and generates
+#: the same code: Triton compiles it once.
+MOST_TRACES = 8
+
 
 def run_lengths(lengths: list[tuple[int, int]], D: int, causal: bool, layout: str = "bhsd") -> Compilations:
     """`attention` on every (M, N)."""
@@ -30,7 +34,7 @@ def random_lengths(seed: int, count: int) -> list[int]:
 
 def assert_few(seen: Compilations) -> None:
     assert max(seen.by_kernel().values()) <= MOST, seen.by_kernel()
-    assert max(Counter(seen.traced).values()) <= MOST, Counter(seen.traced)
+    assert max(Counter(seen.traced).values()) <= MOST_TRACES, Counter(seen.traced)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

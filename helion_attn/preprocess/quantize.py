@@ -66,10 +66,9 @@ def first_pass(
     v_b_step: int,
     v_h_step: int,
     v_s_step: int,
-    q_d_step: int,
-    k_d_step: int,
-    v_d_step: int,
-    contiguous_d: hl.constexpr,
+    q_d_step: hl.constexpr,
+    k_d_step: hl.constexpr,
+    v_d_step: hl.constexpr,
     unit: hl.constexpr,
     d: hl.constexpr,
     step: hl.constexpr,
@@ -89,17 +88,7 @@ def first_pass(
         # [step, D_pad]
         q_max = hl.zeros([step, d_pad], dtype=torch.float32)
         for q_tile in hl.grid(part * q_run, min(q_tiles, (part + 1) * q_run)):
-            x = load_rows(
-                q,
-                offset,
-                q_tile * step + hl.arange(step),
-                hl.arange(d_pad),
-                q_s_step * unit,
-                q_d_step,
-                M,
-                d,
-                contiguous_d,
-            )
+            x = load_rows(q, offset, q_tile * step + hl.arange(step), hl.arange(d_pad), q_s_step * unit, q_d_step, M, d)
             q_max = maximum(q_max, torch.abs(x), inline_asm)
         q_amax[bh, part] = torch.amax(torch.amax(q_max, 1), 0)
 
@@ -107,17 +96,7 @@ def first_pass(
         offset = ((bh // H_kv) * k_b_step + (bh % H_kv) * k_h_step) * unit
         k_max = hl.zeros([step, d_pad], dtype=torch.float32)
         for k_tile in hl.grid(part * kv_run, min(kv_tiles, (part + 1) * kv_run)):
-            x = load_rows(
-                k,
-                offset,
-                k_tile * step + hl.arange(step),
-                hl.arange(d_pad),
-                k_s_step * unit,
-                k_d_step,
-                N,
-                d,
-                contiguous_d,
-            )
+            x = load_rows(k, offset, k_tile * step + hl.arange(step), hl.arange(d_pad), k_s_step * unit, k_d_step, N, d)
             k_max = maximum(k_max, torch.abs(x), inline_asm)
         k_amax[bh, part] = torch.amax(torch.amax(k_max, 1), 0)
 
@@ -129,9 +108,7 @@ def first_pass(
         for v_tile in hl.grid(part * kv_run, min(kv_tiles, (part + 1) * kv_run)):
             keys = v_tile * step + hl.arange(step)
             # Keys past the end repeat the last one: no change to minimum and maximum, left out of the sum.
-            x = load_rows(
-                v, offset, torch.clamp_max(keys, N - 1), hl.arange(d_pad), v_s_step * unit, v_d_step, N, d, contiguous_d
-            )
+            x = load_rows(v, offset, torch.clamp_max(keys, N - 1), hl.arange(d_pad), v_s_step * unit, v_d_step, N, d)
             v_sum = v_sum + torch.where((keys < N).unsqueeze(1), x, 0.0)
             v_min = minimum(v_min, x, inline_asm)
             v_max = maximum(v_max, x, inline_asm)
@@ -200,10 +177,9 @@ def pack(
     v_b_step: int,
     v_h_step: int,
     v_s_step: int,
-    q_d_step: int,
-    k_d_step: int,
-    v_d_step: int,
-    contiguous_d: hl.constexpr,
+    q_d_step: hl.constexpr,
+    k_d_step: hl.constexpr,
+    v_d_step: hl.constexpr,
     unit: hl.constexpr,
     d: hl.constexpr,
 ) -> None:
@@ -228,21 +204,7 @@ def pack(
         d_index = v_index % d_tiles
         offset = ((bh // H_kv) * v_b_step + (bh % H_kv) * v_h_step) * unit
         tile, descale = v_block(
-            v,
-            v_mean,
-            v_amax,
-            bh,
-            i,
-            d_index,
-            amax_tiles,
-            offset,
-            v_s_step * unit,
-            v_d_step,
-            N,
-            d,
-            bn,
-            d_tile,
-            contiguous_d,
+            v, v_mean, v_amax, bh, i, d_index, amax_tiles, offset, v_s_step * unit, v_d_step, N, d, bn, d_tile
         )
         v8[bh * n_blocks * d_tiles + v_index, :, :] = tile
         if v_index == 0:
@@ -252,7 +214,7 @@ def pack(
         i = n_tiles - 1 - from_end
         offset = ((bh // H_kv) * k_b_step + (bh % H_kv) * k_h_step) * unit
         tile, descale = row_block(
-            k, k_amax, bh, i, kv_parts, max_parts, offset, k_s_step * unit, k_d_step, N, d, k_tile, d_pad, contiguous_d
+            k, k_amax, bh, i, kv_parts, max_parts, offset, k_s_step * unit, k_d_step, N, d, k_tile, d_pad
         )
         k8[bh * n_tiles + i, :, :] = tile
         if i == 0:
@@ -262,7 +224,7 @@ def pack(
         i = m_tiles - 1 - from_end
         offset = ((bh // H) * q_b_step + (bh % H) * q_h_step) * unit
         tile, descale = row_block(
-            q, q_amax, bh, i, q_parts, max_parts, offset, q_s_step * unit, q_d_step, M, d, q_tile, d_pad, contiguous_d
+            q, q_amax, bh, i, q_parts, max_parts, offset, q_s_step * unit, q_d_step, M, d, q_tile, d_pad
         )
         q8[bh * m_tiles + i, :, :] = tile
         if i == 0:
@@ -326,8 +288,7 @@ def quantize_qkv(
     parts = (_parts(B * H, M, step), _parts(B * H_kv, N, step))
     steps = [s for r in rows for s in (r.b_step, r.h_step, r.s_step)]
     d_steps = [r.d_step for r in rows]
-    contiguous_d = all(d_step == 1 for d_step in d_steps)
-    shape = (*parts, H, H_kv, M, N, *steps, *d_steps, contiguous_d, unit, D)
+    shape = (*parts, H, H_kv, M, N, *steps, *d_steps, unit, D)
     run_first_pass, run_v_means, run_pack = kernels(q.is_cuda)
     run_first_pass(*flat, q_amax, k_amax, v_stats, *shape, step, q.is_cuda)
     run_v_means(v_stats, v_mean, v_amax, parts[1], N, MEAN_CHANNELS, center_v)

@@ -28,13 +28,10 @@ def row_block(
     d: int,
     block: int,
     d_pad: int,
-    contiguous_d: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Block `i` of a head's rows as e4m3 [block, D_pad], and the head's descale."""
     # [block, D_pad]
-    x = load_rows(
-        flat, head_offset, i * block + hl.arange(block), hl.arange(d_pad), row_step, d_step, size, d, contiguous_d
-    )
+    x = load_rows(flat, head_offset, i * block + hl.arange(block), hl.arange(d_pad), row_step, d_step, size, d)
     part = hl.arange(max_parts)
     descale = to_descale(torch.amax(hl.load(amax, [bh, part], extra_mask=part < parts), 0))
     return (x * (1.0 / descale)).to(torch.float8_e4m3fn), descale

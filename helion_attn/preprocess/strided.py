@@ -51,18 +51,8 @@ def load_rows(
     d_step: int,
     size: int,
     d: int,
-    contiguous_d: hl.constexpr,
 ) -> torch.Tensor:
-    """Rows of one head as fp32 [n, d_tile], zero outside `size` x `d`. Inlined into kernels.
-
-    `d_step` is read only if not `contiguous_d`, and must be a run-time number: with a constant stride of 0 Triton 3.6
-    gave wrong values, and with others masked loads did, so that these rare layouts load what exists and select.
-    """
+    """Rows of one head as fp32 [n, d_tile], zero outside `size` x `d`. Inlined into kernels."""
+    offsets = head_offset + rows.unsqueeze(1) * row_step + cols.unsqueeze(0) * d_step
     keep = (rows < size).unsqueeze(1) & (cols < d).unsqueeze(0)
-    if contiguous_d:
-        offsets = head_offset + rows.unsqueeze(1) * row_step + cols.unsqueeze(0)
-        return hl.load(flat, [offsets], extra_mask=keep).to(torch.float32)
-    row = torch.clamp_max(rows, size - 1).unsqueeze(1)
-    col = torch.clamp_max(cols, d - 1).unsqueeze(0)
-    x = hl.load(flat, [head_offset + row * row_step + col * d_step]).to(torch.float32)
-    return torch.where(keep, x, 0.0)
+    return hl.load(flat, [offsets], extra_mask=keep).to(torch.float32)

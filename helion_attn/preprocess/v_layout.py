@@ -24,7 +24,6 @@ def v_block(
     d: int,
     bn: int,
     d_tile: int,
-    contiguous_d: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Block `i` of a head's keys, `d_tile` channels of it, as e4m3 [d_tile, bn], and the head's descale."""
     cols = d_index * d_tile + hl.arange(d_tile)
@@ -34,7 +33,7 @@ def v_block(
     key_in_group = (in_group // 2 % 2) * 8 + (in_group // 4) * 2 + in_group % 2
     keys = i * bn + position - in_group + key_in_group
     # [bn, d_tile]
-    x = load_rows(flat, head_offset, keys, cols, row_step, d_step, size, d, contiguous_d)
+    x = load_rows(flat, head_offset, keys, cols, row_step, d_step, size, d)
     descale = to_descale(torch.amax(hl.load(amax, [bh, hl.arange(amax_tiles)]), 0))
     centred = x - hl.load(mean, [bh, cols]).unsqueeze(0)
     scaled = torch.where((keys < size).unsqueeze(1), centred * (1.0 / descale), 0.0)
