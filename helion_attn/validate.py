@@ -65,7 +65,7 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) ->
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; they must be on the same device")
         if x.dtype == torch.float32 and x.stride(3) != 1:
-            # Triton 3.6 wrote wrong values into the padding of such tensors' packed copies; with 16-bit ones it does not.
+            # Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
             raise ValueError(
                 f"{name} is float32 with a last-dimension stride of {x.stride(3)}; it must be 1 (bfloat16 and float16 "
                 f"tensors may have any)"
