@@ -78,6 +78,11 @@ TENSORS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
         TypeError,
         ["v has dtype torch.float16 and q has torch.bfloat16", "the same"],
     ),
+    "float32_with_strided_columns": (
+        {name: x.float() for name, x in good().items()} | {"v": zeros(2, 2, 32, 7, dtype=torch.float32).mT},
+        ValueError,
+        ["v is float32 with a last-dimension stride of 7", "must be 1"],
+    ),
     "all_meta": (
         {name: x.to("meta") for name, x in good().items()},
         NotImplementedError,
