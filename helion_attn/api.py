@@ -30,7 +30,7 @@ def quantize(
     """Quantise Q, K and V to e4m3, one descale per (batch, head), and pack them for `attention_quantized`.
 
     Reads the tensors as they are, whatever their strides (a transposed view, a slice of a packed BS3HD tensor): twice,
-    and writes the packed copies once.
+    and writes the packed copies once. Only fp32 tensors must have a last-dimension stride of 1.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32; D in 16..256; with layout="bshd", H and M swapped; k and v likewise.
