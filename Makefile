@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+comma := ,
+
 # One stamp per set of extras, so that `make test` does not install what only `make bench` needs.
 define install
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,10 +32,10 @@ $(VENV)/.examples: pyproject.toml constraints.txt
 	$(call install,examples)
 
 $(VENV)/.test: pyproject.toml constraints.txt
-	$(call install,test,bench,examples)
+	$(call install,test$(comma)bench$(comma)examples)
 
 $(VENV)/.bench: pyproject.toml constraints.txt
-	$(call install,bench,bench-peers)
+	$(call install,bench$(comma)bench-peers)
 
 clean:
 	rm -rf $(VENV)
