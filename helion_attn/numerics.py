@@ -6,7 +6,7 @@ LN2 = 0.6931471805599453
 #: Largest finite float8_e4m3fn.
 E4M3_MAX = 448.0
 
-#: Values past this round to infinity, and float8_e4m3fn has none: a cast must give NaN (464 ties to even, down to 448).
+#: Values past this round to infinity, and float8_e4m3fn has none: the kernel gives NaN (464 ties to even, down to 448).
 E4M3_OVERFLOW = 464.0
 
 #: P is stored as P * 2**P_OFFSET_LOG2. Its maximum, 1, becomes 256, the largest power of two in e4m3, and its

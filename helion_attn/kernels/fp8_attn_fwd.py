@@ -101,7 +101,7 @@ def store_out(
         # Only causality can leave a row without a key.
         o = torch.where(no_key.unsqueeze(1), 0.0, o)
     if out.dtype == torch.float8_e4m3fn:
-        # The instruction saturates; torch's cast gives NaN, and so do we.
+        # The instruction saturates; an overflow must not pass for a finite number.
         o = torch.where(torch.abs(o) > E4M3_OVERFLOW, float("nan"), o)
     keep = row_in_range.unsqueeze(1)
     if d_out < d_pad:
