@@ -1,18 +1,23 @@
 """FP8 attention for NVIDIA Hopper, written in Helion: fast, and accurate on long contexts."""
 
 from helion_attn import reference
-from helion_attn.api import attention, attention_quantized, quantize
+from helion_attn.api import attention, attention_quantized, pack, quantize
 from helion_attn.preprocess.dequantize import dequantize
-from helion_attn.types import BALANCED, FAST, QuantizedQKV, Recipe
+from helion_attn.preprocess.hadamard import hadamard_matrix
+from helion_attn.types import ACCURATE, BALANCED, FAST, QuantizedQKV, Recipe, Rope
 
 __all__ = [
+    "ACCURATE",
     "BALANCED",
     "FAST",
     "QuantizedQKV",
     "Recipe",
+    "Rope",
     "attention",
     "attention_quantized",
     "dequantize",
+    "hadamard_matrix",
+    "pack",
     "quantize",
     "reference",
 ]

@@ -8,13 +8,16 @@ import torch
 
 from helion_attn import ops  # noqa: F401 - registers them
 from helion_attn.configs import padded_head_dim, tile_config
-from helion_attn.types import BALANCED, QuantizedQKV, Recipe
+from helion_attn.types import BALANCED, QuantizedQKV, Recipe, Rope
 from helion_attn.validate import (
+    check_descale,
+    check_dtype,
     check_head_dim,
     check_out_dtype,
     check_qkv,
     check_quantized,
     check_recipe,
+    check_rope,
     check_sm_scale,
 )
 
@@ -26,18 +29,23 @@ def quantize(
     *,
     recipe: Recipe = BALANCED,
     layout: str = "bhsd",
+    rope: Rope | None = None,
 ) -> QuantizedQKV:
-    """Quantise Q, K and V to e4m3, one descale per (batch, head), and pack them for `attention_quantized`.
+    """Quantise Q, K and V to 8 bits and pack them for `attention_quantized`.
 
-    Reads the tensors as they are, whatever their strides (a transposed view, a slice of a packed BS3HD tensor): twice,
-    and writes the packed copies once. Only fp32 tensors must have a last-dimension stride of 1.
+    Reads the tensors as they are, whatever their strides (a transposed view, a slice of a packed BS3HD tensor), and
+    writes the packed copies once. Every tensor is read once for that; V, and K unless `recipe` has a descale for each
+    block of it, once before for its statistics, and Q if `recipe` has one descale a head or a tensor. What `rope`
+    rotates, and fp32 tensors, must have a last-dimension stride of 1, and fp32 tensors other strides that are multiples
+    of 4.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32; D in 16..256; with layout="bshd", H and M swapped; k and v likewise.
         k: [B, H_kv, N, D]; H is a multiple of H_kv.
         v: [B, H_kv, N, D].
-        recipe: what is done besides; `BALANCED` also centres V.
+        recipe: how the tensors become 8-bit numbers.
         layout: "bhsd" or "bshd".
+        rope: rotate Q and K by position first.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
@@ -45,16 +53,77 @@ def quantize(
         RuntimeError: an input requires grad, in grad mode.
     """
     check_qkv(q, k, v, layout)
-    check_recipe(recipe)
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    D = q.size(3)
+    M, N, D = q.size(2), k.size(2), q.size(3)
+    check_recipe(recipe, D)
+    if rope is not None:
+        check_rope(rope, q, k)
     tile = tile_config(padded_head_dim(D), causal=False)
-    q8, k8, v8, q_descale, k_descale, v_descale, v_mean = torch.ops.helion_attn.quantize_qkv(
-        q, k, v, tile.bm, tile.bn, tile.D_pad, recipe.center_v
+    tables = (
+        (None, None, None, None, False)
+        if rope is None
+        else (rope.cos, rope.sin, rope.q_positions, rope.k_positions, rope.interleaved)
     )
-    M, N = q.size(2), k.size(2)
-    return QuantizedQKV(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, M, N, D, q.dtype, layout)
+    scales = (recipe.q_scales, recipe.k_scales, recipe.v_scales)
+    seed = recipe.hadamard_seed if recipe.hadamard else None
+    q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean, lse_shift = torch.ops.helion_attn.quantize_qkv(
+        q, k, v, *tables, tile.bm, tile.bn, tile.D_pad, recipe.qk_dtype, recipe.pv_dtype, *scales, seed,
+        recipe.smooth_k, recipe.center_v,
+    )  # fmt: skip
+    if not recipe.smooth_k:
+        k_mean = lse_shift = None
+    descales = (q_descale, k_descale, v_descale, v_mean, k_mean, lse_shift)
+    return QuantizedQKV(q8, k8, v8, *descales, M, N, D, q.dtype, layout, recipe)
+
+
+def pack(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_descale: float | torch.Tensor,
+    k_descale: float | torch.Tensor,
+    v_descale: float | torch.Tensor,
+    layout: str = "bhsd",
+    dtype: torch.dtype = torch.bfloat16,
+) -> QuantizedQKV:
+    """Pack tensors that were quantised elsewhere, for `attention_quantized`: nothing is scaled or rounded.
+
+    Args:
+        q: [B, H, M, D], float8_e4m3fn; with layout="bshd", H and M swapped; k and v likewise; any strides.
+        k: [B, H_kv, N, D].
+        v: [B, H_kv, N, D].
+        q_descale: multiplies q: a number, or fp32 [] , [B, H], [B, H_kv] (as flash-attn has it) or [B, H, M].
+        k_descale: multiplies k: a number, or fp32 [] or [B, H_kv].
+        v_descale: multiplies v: a number, or fp32 [], [B, H_kv] or [B, H_kv, D].
+        layout: "bhsd" or "bshd".
+        dtype: the default output dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `quantize`; a descale that is not finite and positive, too.
+    """
+    check_qkv(q, k, v, layout, dtypes=(torch.float8_e4m3fn,))
+    check_dtype(dtype)
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    (B, H, M, D), (H_kv, N) = q.shape, k.shape[1:3]
+    tile = tile_config(padded_head_dim(D), causal=False)
+    q_scale = check_descale("q_descale", q_descale, ((), (B, H), (B, H_kv), (B, H, M)), q.device)
+    k_scale = check_descale("k_descale", k_descale, ((), (B, H_kv)), q.device)
+    v_scale = check_descale("v_descale", v_descale, ((), (B, H_kv), (B, H_kv, D)), q.device)
+    q8, k8, v8 = torch.ops.helion_attn.pack_qkv(q, k, v, tile.bm, tile.bn, tile.D_pad)
+
+    rows = q_scale.new_ones(B, H, q8.size(1) * tile.bm)
+    if q_scale.dim() == 2 and q_scale.size(1) != H:
+        q_scale = q_scale.repeat_interleave(H // H_kv, 1)
+    rows[:, :, :M] = q_scale.unsqueeze(2) if q_scale.dim() == 2 else q_scale
+    channels = v_scale.new_ones(B, H_kv, tile.D_pad)
+    channels[:, :, :D] = v_scale.unsqueeze(2) if v_scale.dim() == 2 else v_scale
+    heads = k_scale.expand(B, H_kv).unsqueeze(2).contiguous()
+    descales = (rows.view(B, H, -1, tile.bm), heads, channels, torch.zeros_like(channels), None, None)
+    recipe = Recipe(q_scales="token", center_v=False)
+    return QuantizedQKV(q8, k8, v8, *descales, M, N, D, dtype, layout, recipe)
 
 
 @overload
@@ -92,7 +161,7 @@ def attention_quantized(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T * sm_scale) v on quantised tensors: both products in FP8, accumulated in two levels.
+    """softmax(q k^T * sm_scale) v on quantised tensors: both products on 8-bit operands.
 
     Args:
         qkv: from `quantize`.
@@ -117,10 +186,12 @@ def attention_quantized(
     check_sm_scale(scale)
     dtype = qkv.dtype if out_dtype is None else out_dtype
     check_out_dtype(dtype)
-    packed = (qkv.q8, qkv.k8, qkv.v8, qkv.q_descale, qkv.k_descale, qkv.v_descale, qkv.v_mean)
+    packed = (qkv.q8, qkv.k8, qkv.v8, qkv.q_descale, qkv.k_descale, qkv.v_descale, qkv.v_mean, qkv.lse_shift)
+    recipe = qkv.recipe
     out, lse = torch.ops.helion_attn.fp8_attn_fwd(
-        *packed, qkv.M, qkv.N, qkv.D, causal, float(scale), qkv.layout == "bshd", dtype
-    )
+        *packed, qkv.M, qkv.N, qkv.D, causal, float(scale), qkv.layout == "bshd", dtype,
+        recipe.p_offset, recipe.promote_every, recipe.q_scales == "token", recipe.k_scales == "block",
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -134,6 +205,7 @@ def attention(
     sm_scale: float | None = None,
     layout: str = "bhsd",
     recipe: Recipe = BALANCED,
+    rope: Rope | None = None,
     return_lse: Literal[False] = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...
@@ -147,6 +219,7 @@ def attention(
     sm_scale: float | None = None,
     layout: str = "bhsd",
     recipe: Recipe = BALANCED,
+    rope: Rope | None = None,
     return_lse: Literal[True],
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -160,6 +233,7 @@ def attention(
     sm_scale: float | None = None,
     layout: str = "bhsd",
     recipe: Recipe = BALANCED,
+    rope: Rope | None = None,
     return_lse: bool,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
@@ -172,6 +246,7 @@ def attention(
     sm_scale: float | None = None,
     layout: str = "bhsd",
     recipe: Recipe = BALANCED,
+    rope: Rope | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -187,7 +262,8 @@ def attention(
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
         layout: "bhsd" or "bshd", of the inputs and the output.
-        recipe: how the tensors become FP8.
+        recipe: how the tensors become 8-bit numbers.
+        rope: rotate Q and K by position first.
         return_lse: also return the log-sum-exp of the scaled scores, fp32 [B, H, M], natural log.
         out_dtype: bf16, fp16, fp32 or float8_e4m3fn; q's by default.
 
@@ -203,5 +279,5 @@ def attention(
         check_sm_scale(sm_scale)
     if out_dtype is not None:
         check_out_dtype(out_dtype)
-    qkv = quantize(q, k, v, recipe=recipe, layout=layout)
+    qkv = quantize(q, k, v, recipe=recipe, layout=layout, rope=rope)
     return attention_quantized(qkv, causal=causal, sm_scale=sm_scale, return_lse=return_lse, out_dtype=out_dtype)

@@ -1,5 +1,7 @@
 """The constants of the numerics contract, and their only home."""
 
+import torch
+
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
@@ -9,9 +11,30 @@ E4M3_MAX = 448.0
 #: Values past this round to infinity, and float8_e4m3fn has none: the kernel gives NaN (464 ties to even, down to 448).
 E4M3_OVERFLOW = 464.0
 
+#: Largest finite float8_e5m2.
+E5M2_MAX = 57344.0
+
+#: Largest int8 that is used: -128 is not, so that the range is symmetric.
+INT8_MAX = 127.0
+
+#: What the largest magnitude becomes, by the dtype that a tensor is quantised to.
+FORMAT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX, torch.int8: INT8_MAX}
+
+#: What the kernel's int8 scores are too large by: 1.5 * 2**23, from where on floats are the integers.
+INT8_SCORE_BIAS = 12582912.0
+
 #: P is stored as P * 2**P_OFFSET_LOG2. Its maximum, 1, becomes 256, the largest power of two in e4m3, and its
 #: smallest subnormal, 2**-9, stands for 2**-17.
 P_OFFSET_LOG2 = 8.0
 
+#: The largest offset by P's dtype, which is also the default: 2**15 is the largest power of two in e5m2.
+MAX_P_OFFSET_LOG2 = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+
 #: A descale is at least this, so that its reciprocal stays finite when a head is all zeros (or all subnormal).
 DESCALE_MIN = 2.0**-126
+
+#: The smallest block of a Hadamard rotation; its head dims are multiples of it.
+MIN_HADAMARD_BLOCK = 16
+
+#: The largest: its matrix takes 32 KB of a kernel's shared memory, the next one 128.
+MAX_HADAMARD_BLOCK = 128

@@ -12,51 +12,127 @@ DEVICES = ("CPU", "CUDA")
 
 torch.library.define(
     "helion_attn::quantize_qkv",
-    "(Tensor q, Tensor k, Tensor v, int bm, int bn, int d_pad, bool center_v) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? q_positions, Tensor? k_positions, "
+    "bool interleaved, int bm, int bn, int d_pad, ScalarType qk_dtype, ScalarType pv_dtype, str q_scales, "
+    "str k_scales, str v_scales, int? hadamard_seed, bool smooth_k, bool center_v) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "helion_attn::pack_qkv",
+    "(Tensor q, Tensor k, Tensor v, int bm, int bn, int d_pad) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "helion_attn::fp8_attn_fwd",
     "(Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor v_mean, "
-    "SymInt m_len, SymInt n_len, SymInt d, bool causal, float sm_scale, bool bshd, ScalarType out_dtype) "
+    "Tensor? lse_shift, SymInt m_len, SymInt n_len, SymInt d, bool causal, float sm_scale, bool bshd, "
+    "ScalarType out_dtype, int p_offset_log2, int? promote_every, bool q_row_descales, bool k_block_descales) "
     "-> (Tensor, Tensor)",
 )
 
 
 @torch.library.impl("helion_attn::quantize_qkv", DEVICES)
-def quantize_qkv(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int, center_v: bool
+def _quantize_qkv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    q_positions: torch.Tensor | None,
+    k_positions: torch.Tensor | None,
+    interleaved: bool,
+    bm: int,
+    bn: int,
+    d_pad: int,
+    qk_dtype: torch.dtype,
+    pv_dtype: torch.dtype,
+    q_scales: str,
+    k_scales: str,
+    v_scales: str,
+    hadamard_seed: int | None,
+    smooth_k: bool,
+    center_v: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """See `preprocess.quantize.quantize_qkv`."""
     from helion_attn.preprocess.quantize import quantize_qkv
 
-    return quantize_qkv(q, k, v, bm, bn, d_pad, center_v)
+    rope = (cos, sin, q_positions, k_positions, interleaved)
+    scales = (q_scales, k_scales, v_scales)
+    return quantize_qkv(q, k, v, *rope, bm, bn, d_pad, qk_dtype, pv_dtype, *scales, hadamard_seed, smooth_k, center_v)
+
+
+def _empty_packed(
+    q: torch.Tensor, k: torch.Tensor, bm: int, bn: int, d_pad: int, qk_dtype: torch.dtype, pv_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (B, H, M, _D), (H_kv, N) = q.shape, k.shape[1:3]
+    m_blocks, n_blocks = (M + bm - 1) // bm, (N + bn - 1) // bn
+    return (
+        q.new_empty((B * H, m_blocks, bm, d_pad), dtype=qk_dtype),
+        q.new_empty((B * H_kv, n_blocks, bn, d_pad), dtype=qk_dtype),
+        q.new_empty((B * H_kv, n_blocks, d_pad, bn), dtype=pv_dtype),
+    )
 
 
 @torch.library.register_fake("helion_attn::quantize_qkv")
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int, center_v: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    q_positions: torch.Tensor | None,
+    k_positions: torch.Tensor | None,
+    interleaved: bool,
+    bm: int,
+    bn: int,
+    d_pad: int,
+    qk_dtype: torch.dtype,
+    pv_dtype: torch.dtype,
+    q_scales: str,
+    k_scales: str,
+    v_scales: str,
+    hadamard_seed: int | None,
+    smooth_k: bool,
+    center_v: bool,
 ) -> tuple[torch.Tensor, ...]:
-    (B, H, M, _D), (H_kv, N) = q.shape, k.shape[1:3]
-    m_blocks, n_blocks = (M + bm - 1) // bm, (N + bn - 1) // bn
-    packed = [(B * H, m_blocks, bm, d_pad), (B * H_kv, n_blocks, bn, d_pad), (B * H_kv, n_blocks, d_pad, bn)]
-    scales = [(B, H), (B, H_kv), (B, H_kv), (B, H_kv, d_pad)]
-    return (
-        *(q.new_empty(shape, dtype=torch.float8_e4m3fn) for shape in packed),
-        *(q.new_empty(shape, dtype=torch.float32) for shape in scales),
+    (B, H), H_kv = q.shape[:2], k.shape[1]
+    q8, k8, v8 = _empty_packed(q, k, bm, bn, d_pad, qk_dtype, pv_dtype)
+    rows, channels = (B, H, q8.size(1), bm), (B, H_kv, d_pad)
+    shapes = (
+        rows,
+        (B, H_kv, k8.size(1) if k_scales == "block" else 1),
+        channels,
+        channels,
+        channels if smooth_k else (0,),
+        rows if smooth_k else (0,),
     )
+    return q8, k8, v8, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+@torch.library.impl("helion_attn::pack_qkv", DEVICES)
+def _pack_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from helion_attn.preprocess.quantize import pack_qkv
+
+    return pack_qkv(q, k, v, bm, bn, d_pad)
+
+
+@torch.library.register_fake("helion_attn::pack_qkv")
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _empty_packed(q, k, bm, bn, d_pad, q.dtype, v.dtype)
 
 
 def _empty_outputs(
     q_descale: torch.Tensor, m_len: int, d: int, bshd: bool, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    B, H = q_descale.shape
+    B, H = q_descale.shape[:2]
     shape = (B, m_len, H, d) if bshd else (B, H, m_len, d)
     return q_descale.new_empty(shape, dtype=out_dtype), q_descale.new_empty((B, H, m_len))
 
 
 @torch.library.impl("helion_attn::fp8_attn_fwd", DEVICES)
-def fp8_attn_fwd(
+def _fp8_attn_fwd(
     q8: torch.Tensor,
     k8: torch.Tensor,
     v8: torch.Tensor,
@@ -64,6 +140,7 @@ def fp8_attn_fwd(
     k_descale: torch.Tensor,
     v_descale: torch.Tensor,
     v_mean: torch.Tensor,
+    lse_shift: torch.Tensor | None,
     m_len: int,
     n_len: int,
     d: int,
@@ -71,13 +148,17 @@ def fp8_attn_fwd(
     sm_scale: float,
     bshd: bool,
     out_dtype: torch.dtype,
+    p_offset_log2: int,
+    promote_every: int | None,
+    q_row_descales: bool,
+    k_block_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention on packed tensors into a new `out` ([B, M, H, d] when `bshd`) and lse [B, H, M]."""
     from helion_attn.kernels.fp8_attn_fwd import launch
 
     out, lse = _empty_outputs(q_descale, m_len, d, bshd, out_dtype)
-    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean)
-    launch(*packed, out, lse, m_len, n_len, causal, sm_scale, bshd)
+    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift)
+    numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales)
+    launch(*packed, out, lse, m_len, n_len, causal, sm_scale, bshd, *numerics)
     return out, lse
 
 
@@ -90,6 +171,7 @@ def _(
     k_descale: torch.Tensor,
     v_descale: torch.Tensor,
     v_mean: torch.Tensor,
+    lse_shift: torch.Tensor | None,
     m_len: int,
     n_len: int,
     d: int,
@@ -97,5 +179,9 @@ def _(
     sm_scale: float,
     bshd: bool,
     out_dtype: torch.dtype,
+    p_offset_log2: int,
+    promote_every: int | None,
+    q_row_descales: bool,
+    k_block_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_outputs(q_descale, m_len, d, bshd, out_dtype)

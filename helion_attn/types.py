@@ -6,26 +6,120 @@ from dataclasses import dataclass
 
 import torch
 
+from helion_attn.numerics import MAX_P_OFFSET_LOG2
+
+#: What `Recipe` accepts, by field.
+RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
+    "qk_dtype": (torch.float8_e4m3fn, torch.int8),
+    "pv_dtype": (torch.float8_e4m3fn, torch.float8_e5m2),
+    "q_scales": ("tensor", "head", "block", "token"),
+    "k_scales": ("tensor", "head", "block"),
+    "v_scales": ("tensor", "head", "channel"),
+    "hadamard": (False, True),
+    "smooth_k": (False, True),
+    "center_v": (False, True),
+    "promote_every": (None, 0, 1),
+}
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """How Q, K and V become FP8.
-
-    Q, K and V are e4m3 with one descale per (batch, head): `amax / 448`.
+    """How Q, K, V and P become 8-bit numbers. A choice does not depend on the others, unless it says so.
 
     Attributes:
+        qk_dtype: of Q and K. float8_e4m3fn, or int8: a finer grid and exact sums of products. int8 needs descales of
+            rows or blocks.
+        pv_dtype: of P and V. float8_e4m3fn, or float8_e5m2: more range, half the resolution.
+        q_scales: what shares a descale: all of Q ("tensor"), a head, a packed block of `bm` rows, or a row ("token").
+        k_scales: all of K ("tensor"), a head, or a packed block of `bn` keys.
+        v_scales: all of V ("tensor"), a head, or a channel of a head over all keys.
+        hadamard: rotate Q and K over the head dim, by random signs and a Hadamard matrix (QuIP, arXiv:2307.13304;
+            FlashAttention-3, arXiv:2407.08608, section 3.3). Q K^T is the same, and an outlier is spread over all
+            channels of a block: as many as the largest power of two, from 16 to 128, that divides the head dim.
+        hadamard_seed: of the signs.
+        smooth_k: subtract K's mean over keys, per (batch, KV head, channel), before quantising (SageAttention,
+            arXiv:2410.02367). It moves all scores of a row alike; `lse` is corrected.
         center_v: subtract V's mean over keys, per (batch, KV head, channel), before quantising, and add it back in
-            the epilogue. Rows of softmax sum to 1, so the result is the same, and e4m3's bits go to what varies.
+            the epilogue. Rows of softmax sum to 1, so the result is the same, and 8 bits go to what varies.
+        promote_every: P V is summed in fp32 after every so many key blocks: 1, or 0 for never, inside the tensor core.
+            None: 1 up to head dim 128; 0 above, where the fp32 sum has no registers beside the product.
+        p_offset_log2: P, at most 1, is stored times two to this. None: 8 for e4m3, 15 for e5m2, which are the largest.
+
+    Raises:
+        ValueError: a field has a value that it does not accept, or two fields contradict each other.
     """
 
+    qk_dtype: torch.dtype = torch.float8_e4m3fn
+    pv_dtype: torch.dtype = torch.float8_e4m3fn
+    q_scales: str = "block"
+    k_scales: str = "head"
+    v_scales: str = "head"
+    hadamard: bool = False
+    hadamard_seed: int = 0
+    smooth_k: bool = False
     center_v: bool = True
+    promote_every: int | None = None
+    p_offset_log2: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, accepted in RECIPE_CHOICES.items():
+            value = getattr(self, name)
+            if not any(type(value) is type(choice) and value == choice for choice in accepted):
+                raise ValueError(f"{name} is {value!r}; it must be one of {accepted}")
+        if type(self.hadamard_seed) is not int or self.hadamard_seed < 0:
+            raise ValueError(f"hadamard_seed is {self.hadamard_seed!r}; it must be an int, not negative")
+        if self.hadamard_seed and not self.hadamard:
+            raise ValueError(f"hadamard_seed is {self.hadamard_seed} and hadamard is False; there is nothing to seed")
+        if self.qk_dtype == torch.int8:
+            # A head's descale comes from a bound, and int8 has no range to spend on it, and no NaN.
+            for name, accepted in (("q_scales", ("block", "token")), ("k_scales", ("block",))):
+                if getattr(self, name) not in accepted:
+                    raise ValueError(f"{name} is {getattr(self, name)!r}; for int8 it must be one of {accepted}")
+        largest = MAX_P_OFFSET_LOG2[self.pv_dtype]
+        offset = self.p_offset_log2
+        if offset is not None and (type(offset) is not int or not 0 <= offset <= largest):
+            raise ValueError(f"p_offset_log2 is {offset!r}; for {self.pv_dtype} it must be an int in 0..{largest}")
+
+    @property
+    def p_offset(self) -> int:
+        """`p_offset_log2`, or what None stands for."""
+        return self.p_offset_log2 if self.p_offset_log2 is not None else MAX_P_OFFSET_LOG2[self.pv_dtype]
 
 
-#: No pass over V but the amax.
-FAST = Recipe(center_v=False)
+#: The fewest passes over the data.
+FAST = Recipe()
 
 #: The default.
-BALANCED = Recipe(center_v=True)
+BALANCED = Recipe(hadamard=True)
+
+#: The least error, for a few percent of time.
+ACCURATE = Recipe(
+    qk_dtype=torch.int8, q_scales="token", k_scales="block", v_scales="channel", hadamard=True, smooth_k=True
+)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (RoFormer, arXiv:2104.09864), applied to Q and K while they are quantised.
+
+    Channel pair (a, b) of a row at position t, with i the pair's index, becomes
+    `(a cos[t, i] - b sin[t, i], b cos[t, i] + a sin[t, i])`, in fp32. The first R channels are rotated.
+
+    Attributes:
+        cos: [positions, R / 2], contiguous, bf16, fp16 or fp32; R at most the head dim.
+        sin: same shape and dtype.
+        interleaved: pair i is channels (2i, 2i + 1), as in RoFormer and GPT-J; by default (i, i + R / 2), as in
+            GPT-NeoX, and in Llama as transformers has it.
+        q_positions: int32 or int64 [M]; by default query i is at N - M + i, which needs M <= N.
+        k_positions: int32 or int64 [N]; by default key j is at j. A position outside the table makes NaN of
+            its row, and of those that share its descale.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
+    q_positions: torch.Tensor | None = None
+    k_positions: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -36,19 +130,22 @@ class QuantizedQKV:
     true sizes. `*_descale` are the multipliers that dequantise: `k ~ k8.float() * k_descale`.
 
     Attributes:
-        q8: e4m3 [B * H, M_blocks, bm, D_pad].
-        k8: e4m3 [B * H_kv, N_blocks, bn, D_pad].
-        v8: e4m3 [B * H_kv, N_blocks, D_pad, bn], transposed, its keys interleaved inside every 16: key
+        q8: `recipe.qk_dtype` [B * H, M_blocks, bm, D_pad].
+        k8: `recipe.qk_dtype` [B * H_kv, N_blocks, bn, D_pad].
+        v8: `recipe.pv_dtype` [B * H_kv, N_blocks, D_pad, bn], transposed, its keys interleaved inside every 16: key
             `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3).
-        q_descale: fp32 [B, H].
-        k_descale: fp32 [B, H_kv].
-        v_descale: fp32 [B, H_kv].
+        q_descale: fp32 [B, H, M_blocks, bm], one a row whatever `recipe.q_scales`.
+        k_descale: fp32 [B, H_kv, N_blocks] for k_scales="block", otherwise [B, H_kv, 1].
+        v_descale: fp32 [B, H_kv, D_pad].
         v_mean: fp32 [B, H_kv, D_pad], what was subtracted from V before the cast; zeros when it was not centred.
+        k_mean: fp32 [B, H_kv, D_pad], what was subtracted from K, or None.
+        lse_shift: fp32 [B, H, M_blocks, bm], every query's product with `k_mean`, or None.
         M: query length.
         N: key length.
         D: head dim of the unpadded tensors.
         dtype: dtype of the unquantised tensors, the default output dtype.
         layout: "bhsd" or "bshd", the layout of the unquantised tensors and of the output.
+        recipe: the one that it was made with.
     """
 
     q8: torch.Tensor
@@ -58,8 +155,11 @@ class QuantizedQKV:
     k_descale: torch.Tensor
     v_descale: torch.Tensor
     v_mean: torch.Tensor
+    k_mean: torch.Tensor | None
+    lse_shift: torch.Tensor | None
     M: int
     N: int
     D: int
     dtype: torch.dtype
-    layout: str = "bhsd"
+    layout: str
+    recipe: Recipe

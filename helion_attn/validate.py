@@ -6,7 +6,9 @@ import math
 
 import torch
 
-from helion_attn.types import QuantizedQKV, Recipe
+from helion_attn.configs import MAX_TWO_LEVEL_D
+from helion_attn.numerics import MIN_HADAMARD_BLOCK
+from helion_attn.types import QuantizedQKV, Recipe, Rope
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUT_DTYPES = (*IN_DTYPES, torch.float8_e4m3fn)
@@ -41,14 +43,98 @@ def check_layout(layout: str) -> None:
         raise ValueError(f"layout is {layout!r}; it must be one of {LAYOUTS}")
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Accept a `Recipe`."""
+def check_recipe(recipe: Recipe, D: int) -> None:
+    """Accept a `Recipe` that heads of size D can have."""
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe, such as helion_attn.BALANCED")
+    if recipe.hadamard and (D & -D) < MIN_HADAMARD_BLOCK:
+        raise ValueError(
+            f"recipe has hadamard=True and the head dim is {D}, whose largest power-of-two divisor is {D & -D}; it "
+            f"must be at least {MIN_HADAMARD_BLOCK}"
+        )
+    if recipe.promote_every == 1 and D > MAX_TWO_LEVEL_D:
+        raise ValueError(
+            f"recipe has promote_every=1 and the head dim is {D}; above {MAX_TWO_LEVEL_D} the fp32 sum has no "
+            f"registers beside the product, and promote_every must be 0 or None"
+        )
 
 
-def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
-    """Types, ranks, dtypes, devices and sizes of unquantised Q, K, V in `layout`."""
+def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
+    """The fields of a `Rope`, for q [B, H, M, D] and k [B, H_kv, N, D]."""
+    if not isinstance(rope, Rope):
+        raise TypeError(f"rope is a {type(rope).__name__}; it must be a helion_attn.Rope")
+    M, N, D, device = q.size(2), k.size(2), q.size(3), q.device
+    for name, x in (("q", q), ("k", k)):
+        if x.stride(3) != 1:
+            # As with float32, Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
+            raise ValueError(f"{name} has a last-dimension stride of {x.stride(3)}; with rope it must be 1")
+    for name in ("cos", "sin"):
+        x = getattr(rope, name)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"rope.{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        if x.dim() != 2 or not 1 <= x.size(1) <= D // 2 or x.size(0) < 1:
+            raise ValueError(f"rope.{name} has shape {tuple(x.shape)}; it must be [positions, R / 2] with R <= {D}")
+        if x.dtype not in IN_DTYPES or x.dtype != rope.cos.dtype:
+            raise TypeError(f"rope.{name} has dtype {x.dtype}; both must have the same of {_names(IN_DTYPES)}")
+        if x.shape != rope.cos.shape:
+            raise ValueError(
+                f"rope.sin has shape {tuple(x.shape)} and rope.cos {tuple(rope.cos.shape)}; they must be equal"
+            )
+        if not x.is_contiguous() or x.device != device:
+            raise ValueError(f"rope.{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {device}")
+    rows = rope.cos.size(0)
+    for name, at, size in (("q_positions", rope.q_positions, M), ("k_positions", rope.k_positions, N)):
+        if at is None:
+            if rows < N:
+                raise ValueError(f"rope.cos has {rows} positions; without rope.{name} it must have at least N = {N}")
+            continue
+        if not isinstance(at, torch.Tensor) or at.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"rope.{name} is {at!r}; it must be an int32 or int64 tensor")
+        if tuple(at.shape) != (size,) or not at.is_contiguous() or at.device != device:
+            raise ValueError(
+                f"rope.{name} has shape {tuple(at.shape)} on {at.device}; it must be ({size},) on {device}"
+            )
+    if rope.q_positions is None and M > N:
+        raise ValueError(
+            f"rope.q_positions is None with {M} queries and {N} keys; more queries than keys need positions"
+        )
+
+
+def check_descale(
+    name: str, descale: float | torch.Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device
+) -> torch.Tensor:
+    """A descale as an fp32 tensor of one of the shapes: finite and positive, which is read from the device."""
+    if isinstance(descale, torch.Tensor):
+        if descale.dtype != torch.float32:
+            raise TypeError(f"{name} has dtype {descale.dtype}; it must be float32")
+        if descale.device != device:
+            raise ValueError(f"{name} is on {descale.device}; it must be on {device}")
+    elif isinstance(descale, (int, float)):
+        descale = torch.tensor(float(descale), device=device)
+    else:
+        raise TypeError(f"{name} is a {type(descale).__name__}; it must be a number or a float32 tensor")
+    if tuple(descale.shape) not in shapes:
+        raise ValueError(f"{name} has shape {tuple(descale.shape)}; it must be one of {shapes}")
+    bad = descale[~(descale.isfinite() & (descale > 0))]
+    if bad.numel():
+        raise ValueError(f"{name} holds {bad[0].item()}; every value must be finite and positive")
+    return descale
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """The dtype that unquantised tensors have, or would have."""
+    if dtype not in IN_DTYPES:
+        raise TypeError(f"dtype is {dtype}; it must be one of {_names(IN_DTYPES)}")
+
+
+def check_qkv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: str,
+    dtypes: tuple[torch.dtype, ...] = IN_DTYPES,
+) -> None:
+    """Types, ranks, dtypes, devices and sizes of Q, K, V in `layout`."""
     check_layout(layout)
     axes = "[B, H, S, D]" if layout == "bhsd" else "[B, S, H, D]"
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -56,19 +142,19 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) ->
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions, {axes}")
-        if x.dtype not in IN_DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {_names(IN_DTYPES)}")
+        if x.dtype not in dtypes:
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {_names(dtypes)}")
         if x.numel() == 0:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; every dimension must be at least 1")
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; they must be the same")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; they must be on the same device")
-        if x.dtype == torch.float32 and x.stride(3) != 1:
+        if x.dtype == torch.float32 and (x.stride(3) != 1 or any(stride % 4 for stride in x.stride()[:3])):
             # Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
             raise ValueError(
-                f"{name} is float32 with a last-dimension stride of {x.stride(3)}; it must be 1 (bfloat16 and float16 "
-                f"tensors may have any)"
+                f"{name} is float32 with strides {x.stride()}; the last must be 1 and the others multiples of 4 "
+                f"(bfloat16 and float16 tensors may have any)"
             )
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -111,17 +197,12 @@ def check_quantized(qkv: QuantizedQKV, bm: int, bn: int, D_pad: int) -> None:
     for name, size in (("M", qkv.M), ("N", qkv.N)):
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be at least 1")
-    if qkv.dtype not in IN_DTYPES:
-        raise TypeError(f"dtype is {qkv.dtype}; it must be one of {_names(IN_DTYPES)}")
-    for name, ndim in (
-        ("q8", 4),
-        ("k8", 4),
-        ("v8", 4),
-        ("q_descale", 2),
-        ("k_descale", 2),
-        ("v_descale", 2),
-        ("v_mean", 3),
-    ):
+    check_dtype(qkv.dtype)
+    check_recipe(qkv.recipe, qkv.D)
+    packed = {"q8": 4, "k8": 4, "v8": 4, "q_descale": 4, "k_descale": 3, "v_descale": 3, "v_mean": 3}
+    if qkv.recipe.smooth_k:
+        packed |= {"k_mean": 3, "lse_shift": 4}
+    for name, ndim in packed.items():
         x = getattr(qkv, name)
         if not isinstance(x, torch.Tensor):
             raise TypeError(
@@ -130,20 +211,25 @@ def check_quantized(qkv: QuantizedQKV, bm: int, bn: int, D_pad: int) -> None:
         if x.dim() != ndim:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {ndim} dimensions")
     check_device("q8", qkv.q8)
-    (B, H), H_kv = qkv.q_descale.shape, qkv.k_descale.size(1)
+    (B, H), H_kv = qkv.q_descale.shape[:2], qkv.k_descale.size(1)
     if H_kv == 0 or H % H_kv:
         raise ValueError(f"q_descale has {H} heads and k_descale {H_kv}; q's must be a multiple of k's")
+    m_blocks, n_blocks = -(-qkv.M // bm), -(-qkv.N // bn)
+    rows, channels = (B, H, m_blocks, bm), (B, H_kv, D_pad)
     expected = {
-        "q8": ((B * H, -(-qkv.M // bm), bm, D_pad), torch.float8_e4m3fn),
-        "k8": ((B * H_kv, -(-qkv.N // bn), bn, D_pad), torch.float8_e4m3fn),
-        "v8": ((B * H_kv, -(-qkv.N // bn), D_pad, bn), torch.float8_e4m3fn),
-        "q_descale": ((B, H), torch.float32),
-        "k_descale": ((B, H_kv), torch.float32),
-        "v_descale": ((B, H_kv), torch.float32),
-        "v_mean": ((B, H_kv, D_pad), torch.float32),
+        "q8": ((B * H, m_blocks, bm, D_pad), qkv.recipe.qk_dtype),
+        "k8": ((B * H_kv, n_blocks, bn, D_pad), qkv.recipe.qk_dtype),
+        "v8": ((B * H_kv, n_blocks, D_pad, bn), qkv.recipe.pv_dtype),
+        "q_descale": (rows, torch.float32),
+        "k_descale": ((B, H_kv, n_blocks if qkv.recipe.k_scales == "block" else 1), torch.float32),
+        "v_descale": (channels, torch.float32),
+        "v_mean": (channels, torch.float32),
+        "k_mean": (channels, torch.float32),
+        "lse_shift": (rows, torch.float32),
     }
-    for name, (shape, dtype) in expected.items():
+    for name in packed:
         x = getattr(qkv, name)
+        shape, dtype = expected[name]
         if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != qkv.q8.device:
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for M={qkv.M}, N={qkv.N}, D={qkv.D} it must be "

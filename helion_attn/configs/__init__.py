@@ -9,6 +9,9 @@ from importlib import resources
 #: Head dims are zero-padded to one of these.
 SUPPORTED_D = (32, 64, 128, 256)
 
+#: Up to this padded head dim the fp32 sum of P V has registers beside the fresh product.
+MAX_TWO_LEVEL_D = 128
+
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -24,6 +27,7 @@ class TileConfig:
         query_blocks_fastest: neighbouring programs share a head (K and V stay in L2), not a query block.
         two_level: P V is summed in fp32, a fresh product per key block; otherwise inside the tensor core.
         ctas_per_sm: the occupancy that the timing had, which registers and shared memory must allow.
+        max_registers: a thread's, which ptxas is told.
     """
 
     D_pad: int
@@ -35,6 +39,7 @@ class TileConfig:
     query_blocks_fastest: bool
     two_level: bool
     ctas_per_sm: int
+    max_registers: int
 
 
 def _read_table() -> dict[tuple[int, bool], TileConfig]:

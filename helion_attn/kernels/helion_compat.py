@@ -13,8 +13,13 @@ if not hasattr(triton_compat, "IntelGPUError"):
 
 import helion
 import helion.language as hl
+from helion.autotuner.config_fragment import IntegerFragment
 
-__all__ = ["compiled", "helion", "hl", "interpreted"]
+__all__ = ["MAX_REGISTERS", "IntegerFragment", "compiled", "helion", "hl", "interpreted"]
+
+#: A tunable of this name, registered in a kernel, reaches Triton as its option `maxnreg`. Helion's own key for it is
+#: refused for grids that are not persistent.
+MAX_REGISTERS = "_triton_config_maxnreg"
 
 
 def compiled(fn: Callable[..., Any], config: helion.Config) -> helion.Kernel[Any]:

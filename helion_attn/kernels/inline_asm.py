@@ -1,6 +1,6 @@
 """Elementwise steps that are one instruction when spelt in PTX and several when spelt in PyTorch.
 
-Kernels take `inline_asm: hl.constexpr` and pass it on: Helion's interpreter has no inline assembly and runs the PyTorch
+Kernels take `is_cuda: hl.constexpr` and pass it on: Helion's interpreter has no inline assembly and runs the PyTorch
 expression, which gives the same numbers.
 """
 
@@ -11,28 +11,35 @@ import torch
 from helion_attn.kernels.helion_compat import hl
 
 
-def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, inline_asm: hl.constexpr) -> torch.Tensor:
+def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`a * b + c`. In the attention kernel, 160 registers at D = 128 instead of 217: three programs an SM, not two."""
-    if inline_asm:
+    if is_cuda:
         return hl.inline_asm_elementwise(
             "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=torch.float32, is_pure=True, pack=1
         )
     return a * b + c
 
 
-def maximum(a: torch.Tensor, b: torch.Tensor, inline_asm: hl.constexpr) -> torch.Tensor:
+def maximum(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`max(a, b)`, NaN if either is. PyTorch's spelling compiles to two comparisons and a select."""
-    if inline_asm:
+    if is_cuda:
         return hl.inline_asm_elementwise(
             "max.NaN.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=torch.float32, is_pure=True, pack=1
         )
     return torch.maximum(a, b)
 
 
-def minimum(a: torch.Tensor, b: torch.Tensor, inline_asm: hl.constexpr) -> torch.Tensor:
+def minimum(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`min(a, b)`, NaN if either is."""
-    if inline_asm:
+    if is_cuda:
         return hl.inline_asm_elementwise(
             "min.NaN.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=torch.float32, is_pure=True, pack=1
         )
     return torch.minimum(a, b)
+
+
+def dot_fp32(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`a @ b` of 16-bit tensors with an fp32 result. On the CPU, PyTorch rounds such a product to 16 bits."""
+    if is_cuda:
+        return hl.dot(a, b, out_dtype=torch.float32)
+    return a.to(torch.float32) @ b.to(torch.float32)

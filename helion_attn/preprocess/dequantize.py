@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from helion_attn.preprocess.hadamard import hadamard_matrix
 from helion_attn.types import QuantizedQKV
 
 
 def _unpack_rows(x8: torch.Tensor, descale: torch.Tensor, size: int, D: int) -> torch.Tensor:
-    """[B * H, blocks, block, D_pad] to fp32 [B, H, size, D]."""
-    B, H = descale.shape
-    x = x8.float().view(B, H, -1, x8.size(3))[:, :, :size, :D]
-    return x * descale[:, :, None, None]
+    """[B * H, blocks, block, D_pad] to fp32 [B, H, size, D]; descales [B, H, blocks or 1, block or 1]."""
+    B, H = descale.shape[:2]
+    x = x8.float().view(B, H, *x8.shape[1:]) * descale.unsqueeze(4)
+    return x.flatten(2, 3)[:, :, :size, :D]
 
 
 def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -20,16 +21,23 @@ def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     Held against these, an output shows the kernel's own error; held against the unquantised tensors, the total one.
 
     Args:
-        qkv: from `helion_attn.quantize`.
+        qkv: from `helion_attn.quantize` or `helion_attn.pack`.
 
     Returns:
-        fp32 q [B, H, M, D], k [B, H_kv, N, D] and v [B, H_kv, N, D], V's mean added back. Always BHSD.
+        fp32 q [B, H, M, D], k [B, H_kv, N, D] and v [B, H_kv, N, D]: a Hadamard rotation undone, means added back; RoPE
+        stays. Always BHSD.
     """
     bh, blocks, d_pad, bn = qkv.v8.shape
     # [..., bn / 16, t, a, b] back to [..., bn / 16, a, t, b]
     interleaved = qkv.v8.float().view(bh, blocks, d_pad, bn // 16, 4, 2, 2)
-    v8 = interleaved.transpose(4, 5).reshape(bh, blocks, d_pad, bn).mT
-    v = _unpack_rows(v8.contiguous(), qkv.v_descale, qkv.N, qkv.D) + qkv.v_mean[:, :, None, : qkv.D]
+    v8 = interleaved.transpose(4, 5).reshape(bh, blocks, d_pad, bn).mT.contiguous()
+    v_means, v_descale = qkv.v_mean[:, :, None, : qkv.D], qkv.v_descale[:, :, None, : qkv.D]
+    v = _unpack_rows(v8, torch.ones_like(qkv.k_descale[:, :, :1, None]), qkv.N, qkv.D) * v_descale + v_means
     q = _unpack_rows(qkv.q8, qkv.q_descale, qkv.M, qkv.D)
-    k = _unpack_rows(qkv.k8, qkv.k_descale, qkv.N, qkv.D)
+    k = _unpack_rows(qkv.k8, qkv.k_descale.unsqueeze(3), qkv.N, qkv.D)
+    if qkv.recipe.hadamard:
+        inverse = hadamard_matrix(qkv.D, qkv.recipe.hadamard_seed).to(q.device).T
+        q, k = q @ inverse, k @ inverse
+    if qkv.k_mean is not None:
+        k = k + qkv.k_mean[:, :, None, : qkv.D]
     return q, k, v

@@ -1,37 +1,110 @@
-"""How a block of rows of Q or K becomes FP8. Inlined into the kernels of `quantize`."""
+"""How a tile of rows of Q or K becomes 8-bit numbers. Inlined into the kernels of `pack`."""
 
 from __future__ import annotations
 
 import torch
 
 from helion_attn.kernels.helion_compat import hl
-from helion_attn.numerics import DESCALE_MIN, E4M3_MAX
+from helion_attn.numerics import DESCALE_MIN
+from helion_attn.preprocess.rope import rope_angles, rope_rows
+from helion_attn.preprocess.rotate import rotate_rows
 from helion_attn.preprocess.strided import load_rows
 
 
-def to_descale(amax: torch.Tensor) -> torch.Tensor:
-    """The multiplier that dequantises: `amax / 448`, large enough to have a finite reciprocal."""
-    return torch.clamp_min(amax * (1.0 / E4M3_MAX), DESCALE_MIN)
+def to_descale(amax: torch.Tensor, largest: float) -> torch.Tensor:
+    """The multiplier that dequantises: `amax / largest`, large enough to have a finite reciprocal."""
+    return torch.clamp_min(amax * (1.0 / largest), DESCALE_MIN)
 
 
-def row_block(
+def to_8_bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The cast, to nearest even."""
+    if dtype == torch.int8:
+        return torch.round(x).to(torch.int8)
+    return x.to(dtype)
+
+
+def row_tile(
     flat: torch.Tensor,
-    amax: torch.Tensor,  # [B * H, MAX_PARTS]
-    bh: int,
-    i: int,
-    parts: int,
-    max_parts: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    mean: torch.Tensor,  # [B * H_kv, D_pad]
+    signs: torch.Tensor,  # [D_pad]
+    matrix: torch.Tensor,  # [side, side]
+    kv: int,
     head_offset: int,
+    rows: torch.Tensor,  # [n]
     row_step: int,
     d_step: int,
     size: int,
     d: int,
-    block: int,
+    first_position: int,
+    table_rows: int,
+    norm: float,
+    n: int,
     d_pad: int,
+    rotary: int,
+    side: int,
+    pairing: hl.constexpr,
+    explicit_positions: hl.constexpr,
+    subtract_mean: hl.constexpr,
+    dot_mean: hl.constexpr,
+    hadamard: hl.constexpr,
+    two_terms: hl.constexpr,
+    is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block `i` of a head's rows as e4m3 [block, D_pad], and the head's descale."""
-    # [block, D_pad]
-    x = load_rows(flat, head_offset, i * block + hl.arange(block), hl.arange(d_pad), row_step, d_step, size, d)
-    part = hl.arange(max_parts)
-    descale = to_descale(torch.amax(hl.load(amax, [bh, part], extra_mask=part < parts), 0))
-    return (x * (1.0 / descale)).to(torch.float8_e4m3fn), descale
+    """Rows of a head, transformed but not scaled, fp32 [n, D_pad], and their products with the mean [n]."""
+    x = load_rows(flat, head_offset, rows, hl.arange(d_pad), row_step, d_step, size, d)
+    if pairing:
+        by_self, by_partner = rope_angles(
+            cos, sin, positions, rows, first_position, size, table_rows, n, d_pad, rotary, pairing, explicit_positions
+        )
+        x = rope_rows(
+            x, flat, by_self, by_partner, head_offset, rows, row_step, d_step, size, n, d_pad, rotary, pairing
+        )
+    if dot_mean:
+        product = (x * hl.load(mean, [kv, hl.arange(d_pad)]).unsqueeze(0)).sum(1)
+    else:
+        product = hl.zeros([n], dtype=torch.float32)
+    if subtract_mean:
+        x = x - hl.load(mean, [kv, hl.arange(d_pad)]).unsqueeze(0)
+        x = torch.where((rows < size).unsqueeze(1), x, 0.0)
+    if hadamard:
+        x = rotate_rows(x, signs, matrix, norm, n, d_pad, side, two_terms, is_cuda)
+    return x, product
+
+
+def rows_descale(
+    x: torch.Tensor,  # [n, D_pad]
+    peak: torch.Tensor,  # [n]
+    head_amax: torch.Tensor,  # [B * H, max_parts]
+    mean: torch.Tensor,  # [B * H_kv, D_pad]
+    bh: int,
+    parts: int,
+    max_parts: int,
+    n: int,
+    d_pad: int,
+    factor: float,
+    largest: float,
+    per_row: hl.constexpr,
+    per_tile: hl.constexpr,
+    per_block: hl.constexpr,
+    mean_subtracted: hl.constexpr,
+) -> torch.Tensor:
+    """Descales of n rows, [n]: of each row, of the tile, of the block or of the head.
+
+    A block's amax is that of `peak`. Of a head, `factor` times the amax bounds the rows; the mean's is added first.
+    """
+    if per_row:
+        amax = torch.amax(torch.abs(x), 1)
+    elif per_tile:
+        amax = torch.amax(torch.amax(torch.abs(x), 1), 0) + hl.zeros([n], dtype=torch.float32)
+    elif per_block:
+        amax = torch.amax(peak, 0) + hl.zeros([n], dtype=torch.float32)
+    else:
+        part = hl.arange(max_parts)
+        head = torch.amax(hl.load(head_amax, [bh, part], extra_mask=part < parts), 0)
+        if mean_subtracted:
+            head = head + torch.amax(torch.abs(hl.load(mean, [bh, hl.arange(d_pad)])), 0)
+        amax = head * factor + hl.zeros([n], dtype=torch.float32)
+    return to_descale(amax, largest)

@@ -13,7 +13,8 @@ import torch
 
 from helion_attn.kernels.helion_compat import hl
 
-_WIDEST_LOAD = 16  # bytes
+#: Bytes.
+WIDEST_LOAD = 16
 
 
 class StridedRows(NamedTuple):
@@ -32,7 +33,7 @@ class StridedRows(NamedTuple):
 def common_unit(*tensors: torch.Tensor) -> int:
     """The widest power of two, at most 16 bytes of elements, that divides every stride but the last dimension's."""
     strides = [stride for x in tensors for stride in x.stride()[:3]]
-    return math.gcd(*strides, _WIDEST_LOAD // tensors[0].element_size())
+    return math.gcd(*strides, WIDEST_LOAD // tensors[0].element_size())
 
 
 def strided_rows(x: torch.Tensor, unit: int) -> StridedRows:
@@ -40,6 +41,42 @@ def strided_rows(x: torch.Tensor, unit: int) -> StridedRows:
     b, h, s, d = x.stride()
     extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return StridedRows(x.as_strided((extent,), (1,)), b // unit, h // unit, s // unit, d)
+
+
+class StridedQKV(NamedTuple):
+    """Q, K and V as the kernels take them: see `StridedRows`.
+
+    Attributes:
+        flat: of Q, K, V.
+        steps: b, h and s steps of Q, of K, of V.
+        d_steps: of Q, K, V.
+        unit: what the steps are multiples of.
+        B: and H, H_kv, M, N, D: sizes.
+        D_pad: padded head dim.
+    """
+
+    flat: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    steps: tuple[int, ...]
+    d_steps: tuple[int, int, int]
+    unit: int
+    B: int
+    H: int
+    H_kv: int
+    M: int
+    N: int
+    D: int
+    D_pad: int
+
+
+def strided_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, D_pad: int) -> StridedQKV:
+    """View q [B, H, M, D], k and v [B, H_kv, N, D], of any strides. Copies nothing."""
+    unit = common_unit(q, k, v)
+    rows = [strided_rows(x, unit) for x in (q, k, v)]
+    flat = (rows[0].flat, rows[1].flat, rows[2].flat)
+    d_steps = (rows[0].d_step, rows[1].d_step, rows[2].d_step)
+    steps = tuple(step for r in rows for step in (r.b_step, r.h_step, r.s_step))
+    (B, H, M, D), (H_kv, N) = q.shape, k.shape[1:3]
+    return StridedQKV(flat, steps, d_steps, unit, B, H, H_kv, M, N, D, D_pad)
 
 
 def load_rows(

@@ -1,4 +1,4 @@
-"""How a block of V's keys becomes FP8, transposed and interleaved. Inlined into the kernels of `quantize`."""
+"""How a block of V's keys becomes 8-bit numbers, transposed and interleaved. Inlined into the kernels of `pack`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from helion_attn.preprocess.strided import load_rows
 def v_block(
     flat: torch.Tensor,
     mean: torch.Tensor,  # [B * H_kv, D_pad]
-    amax: torch.Tensor,  # [B * H_kv, amax_tiles]
+    amax: torch.Tensor,  # [B * H_kv, D_pad]
     bh: int,
     i: int,
     d_index: int,
-    amax_tiles: int,
+    d_pad: int,
     head_offset: int,
     row_step: int,
     d_step: int,
@@ -24,8 +24,11 @@ def v_block(
     d: int,
     bn: int,
     d_tile: int,
+    dtype: torch.dtype,
+    largest: float,
+    channel_scales: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block `i` of a head's keys, `d_tile` channels of it, as e4m3 [d_tile, bn], and the head's descale."""
+    """Block `i` of a head's keys, `d_tile` channels of it, [d_tile, bn], and these channels' descales [d_tile]."""
     cols = d_index * d_tile + hl.arange(d_tile)
     # Position 4t + 2a + b of each 16 holds key 8a + 2t + b: the permutation is in the addresses of the loads.
     position = hl.arange(bn)
@@ -34,7 +37,10 @@ def v_block(
     keys = i * bn + position - in_group + key_in_group
     # [bn, d_tile]
     x = load_rows(flat, head_offset, keys, cols, row_step, d_step, size, d)
-    descale = to_descale(torch.amax(hl.load(amax, [bh, hl.arange(amax_tiles)]), 0))
+    if channel_scales:
+        descale = to_descale(hl.load(amax, [bh, cols]), largest)
+    else:
+        descale = to_descale(torch.amax(hl.load(amax, [bh, hl.arange(d_pad)]), 0), largest) + hl.zeros([d_tile])
     centred = x - hl.load(mean, [bh, cols]).unsqueeze(0)
-    scaled = torch.where((keys < size).unsqueeze(1), centred * (1.0 / descale), 0.0)
-    return scaled.to(torch.float8_e4m3fn).transpose(0, 1), descale
+    scaled = torch.where((keys < size).unsqueeze(1), centred * (1.0 / descale).unsqueeze(0), 0.0)
+    return scaled.to(dtype).transpose(0, 1), descale

@@ -1,7 +1,18 @@
 """What the kernels are held to: the fp64 oracle, the rounding model, and `torch._scaled_mm` as a baseline."""
 
+from helion_attn.reference.hadamard import hadamard, hadamard_matrix
 from helion_attn.reference.oracle import attention
-from helion_attn.reference.rounding_model import fp8_attention
+from helion_attn.reference.rope import apply_rope
+from helion_attn.reference.rounding_model import RoundedQKV, fp8_attention, quantize
 from helion_attn.reference.scaled_mm import scaled_mm_attention
 
-__all__ = ["attention", "fp8_attention", "scaled_mm_attention"]
+__all__ = [
+    "RoundedQKV",
+    "apply_rope",
+    "attention",
+    "fp8_attention",
+    "hadamard",
+    "hadamard_matrix",
+    "quantize",
+    "scaled_mm_attention",
+]

@@ -1,18 +1,38 @@
-"""The rounding model: the kernel's arithmetic in plain PyTorch, with its rounding points and none of its tricks."""
+"""The rounding model: the kernels' arithmetic in plain PyTorch, with its rounding points and none of its tricks.
+
+Every stage (RoPE, the mean, the rotation, the scale) ends in fp32. RoPE and the rotation are computed in fp64 before
+that, so that the order of the kernels' fp32 sums is all that they may differ in.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Literal, NamedTuple, overload
 
 import torch
 
-from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, LN2, LOG2E, P_OFFSET_LOG2
+from helion_attn.configs import padded_head_dim, tile_config
+from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX, LN2, LOG2E
+from helion_attn.reference.hadamard import hadamard, hadamard_block
+from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.reference.shapes import default_sm_scale, hide_future_keys, to_bhsd
-from helion_attn.types import BALANCED, Recipe
+from helion_attn.types import BALANCED, Recipe, Rope
 
 
 class RoundedQKV(NamedTuple):
-    """e4m3 values held in fp32, unpacked [B, H, S, D]; descales [B, H]; `v_mean` [B, H_kv, D]."""
+    """What `helion_attn.quantize` computes, fp32 and unpacked.
+
+    Attributes:
+        q8: [B, H, M, D], values of `recipe.qk_dtype` held in fp32; rotated if `recipe.hadamard`.
+        k8: [B, H_kv, N, D], likewise.
+        v8: [B, H_kv, N, D], values of `recipe.pv_dtype` held in fp32.
+        q_descale: [B, H, M], one a row whatever `recipe.q_scales`.
+        k_descale: [B, H_kv, N], one a key whatever `recipe.k_scales`.
+        v_descale: [B, H_kv, D], one a channel whatever `recipe.v_scales`.
+        v_mean: [B, H_kv, D]; zeros if V was not centred.
+        k_mean: [B, H_kv, D], not rotated; zeros if K was not smoothed.
+        lse_shift: [B, H, M], each query's product with `k_mean`, which no score holds; zeros if K was not smoothed.
+    """
 
     q8: torch.Tensor
     k8: torch.Tensor
@@ -21,24 +41,125 @@ class RoundedQKV(NamedTuple):
     k_descale: torch.Tensor
     v_descale: torch.Tensor
     v_mean: torch.Tensor
+    k_mean: torch.Tensor
+    lse_shift: torch.Tensor
 
 
-def _round_per_head(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 x [B, H, S, D] to e4m3 values in fp32, and the descale [B, H]."""
-    descale = (x.abs().amax((2, 3)) * (1.0 / E4M3_MAX)).clamp_min(DESCALE_MIN)
-    x8 = (x * (1.0 / descale)[:, :, None, None]).to(torch.float8_e4m3fn).float()
-    return x8, descale
+def _to_descale(stat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The multiplier that dequantises, when `stat` becomes the format's largest number."""
+    return (stat * (1.0 / FORMAT_MAX[dtype])).clamp_min(DESCALE_MIN)
 
 
-def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe = BALANCED) -> RoundedQKV:
-    """What `helion_attn.quantize` computes, without packing. q, k, v are [B, H, S, D]."""
-    q8, q_descale = _round_per_head(q.float())
-    k8, k_descale = _round_per_head(k.float())
-    v_mean = v.float().mean(2) if recipe.center_v else torch.zeros_like(v[:, :, 0], dtype=torch.float32)
-    v8, v_descale = _round_per_head(v.float() - v_mean.unsqueeze(2))
-    return RoundedQKV(q8, k8, v8, q_descale, k_descale, v_descale, v_mean)
+def _cast(x: torch.Tensor, descale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 x / descale rounded to dtype, to nearest, ties to even; held in fp32, in which int8 too keeps a NaN."""
+    scaled = x * (1.0 / descale)
+    return scaled.round() if dtype == torch.int8 else scaled.to(dtype).float()
 
 
+def _to_16_bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 x as the rotation reads it, in fp32: rounded to bf16; of fp16 and fp32 inputs, the sum of two bf16 terms."""
+    hi = x.bfloat16().float()
+    if dtype == torch.bfloat16:
+        return hi
+    return hi + (x - hi).bfloat16().float()
+
+
+def _row_descales(
+    cast: torch.Tensor,  # [B, H, S, D]
+    head_bound: torch.Tensor,  # [B, H]
+    scales: str,
+    block: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The descale of every row of Q or K, [B, H, S]."""
+    B, H, S, _ = cast.shape
+    if scales == "token":
+        stat = cast.abs().amax(3)
+    elif scales == "block":
+        blocks = cast.split(block, 2)
+        stat = torch.cat([b.abs().amax((2, 3)).unsqueeze(2).expand(B, H, b.size(2)) for b in blocks], 2)
+    else:
+        stat = (head_bound if scales == "head" else head_bound.amax().expand(B, H)).unsqueeze(2).expand(B, H, S)
+    return _to_descale(stat, dtype)
+
+
+def _channel_descales(x: torch.Tensor, scales: str, dtype: torch.dtype) -> torch.Tensor:
+    """The descale of every channel of V, [B, H, D]; x [B, H, S, D] has been centred."""
+    # [B, H, D]
+    stat = x.abs().amax(2)
+    if scales == "head":
+        stat = stat.amax(2, keepdim=True).expand_as(stat)
+    elif scales == "tensor":
+        stat = stat.amax().expand_as(stat)
+    return _to_descale(stat, dtype)
+
+
+def _mean_over_keys(x: torch.Tensor, subtract: bool) -> torch.Tensor:
+    """[B, H, S, D] to [B, H, D]; zeros if it is not to be subtracted."""
+    return x.mean(2) if subtract else torch.zeros_like(x[:, :, 0])
+
+
+def quantize(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe = BALANCED, rope: Rope | None = None
+) -> RoundedQKV:
+    """What `helion_attn.quantize` computes, without packing.
+
+    RoPE, then of K and V the means, then of Q and K the rotation, then scale and cast. The rotation's input is rounded
+    to bf16, or, if q and k are fp16 or fp32, to the sum of two bf16 terms.
+
+    A descale is `stat / largest number of the format`, and at least 2**-126. For a token, a block (of the packed
+    format) or a channel, the stat is the largest magnitude of what is cast. For a head of Q or K it is a bound of that:
+    the largest magnitude after RoPE, plus the mean's with `recipe.smooth_k`, times the root of the rotation's block. A
+    NaN in any of these makes the descale NaN.
+
+    Args:
+        q: [B, H, M, D], bf16, fp16 or fp32, any device.
+        k: [B, H_kv, N, D].
+        v: [B, H_kv, N, D].
+        recipe: as in `helion_attn.quantize`.
+        rope: applied to q and k first.
+
+    Raises:
+        ValueError: `recipe.hadamard`, and D is not a multiple of 16; or the table of `rope` is too small, or it has no
+            `q_positions` and M is more than N.
+    """
+    tile = tile_config(padded_head_dim(q.size(3)), causal=False)
+    # [B, H, M, D] and [B, H_kv, N, D], fp32
+    q_rope, k_rope = (q.float(), k.float()) if rope is None else (x.float() for x in apply_rope_qk(q, k, rope))
+    k_mean = _mean_over_keys(k_rope, recipe.smooth_k)
+    q_rotated, k_rotated = q_rope, k_rope - k_mean.unsqueeze(2)
+    if recipe.hadamard:
+        q_rotated = hadamard(_to_16_bits(q_rotated, q.dtype), recipe.hadamard_seed).float()
+        k_rotated = hadamard(_to_16_bits(k_rotated, k.dtype), recipe.hadamard_seed).float()
+    # A rotation of b channels makes the largest element at most sqrt(b) times larger.
+    by_hadamard = math.sqrt(hadamard_block(q.size(3))) if recipe.hadamard else 1.0
+    q_bound = q_rope.abs().amax((2, 3)) * by_hadamard
+    k_bound = (k_rope.abs().amax((2, 3)) + k_mean.abs().amax(2)) * by_hadamard
+    q_descale = _row_descales(q_rotated, q_bound, recipe.q_scales, tile.bm, recipe.qk_dtype)
+    k_descale = _row_descales(k_rotated, k_bound, recipe.k_scales, tile.bn, recipe.qk_dtype)
+
+    v_mean = _mean_over_keys(v.float(), recipe.center_v)
+    v_centred = v.float() - v_mean.unsqueeze(2)
+    v_descale = _channel_descales(v_centred, recipe.v_scales, recipe.pv_dtype)
+
+    lse_shift = torch.zeros_like(q_descale)
+    if recipe.smooth_k:
+        group = q.size(1) // k.size(1)
+        lse_shift = (q_rope @ k_mean.repeat_interleave(group, 1).unsqueeze(3)).squeeze(3)
+    return RoundedQKV(
+        q8=_cast(q_rotated, q_descale.unsqueeze(3), recipe.qk_dtype),
+        k8=_cast(k_rotated, k_descale.unsqueeze(3), recipe.qk_dtype),
+        v8=_cast(v_centred, v_descale.unsqueeze(2), recipe.pv_dtype),
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        v_mean=v_mean,
+        k_mean=k_mean,
+        lse_shift=lse_shift,
+    )
+
+
+@overload
 def fp8_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -48,14 +169,60 @@ def fp8_attention(
     sm_scale: float | None = None,
     layout: str = "bhsd",
     recipe: Recipe = BALANCED,
+    rope: Rope | None = None,
+    return_lse: Literal[False] = False,
+    out_dtype: torch.dtype | None = None,
+    block_n: int = 128,
+) -> torch.Tensor: ...
+@overload
+def fp8_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    layout: str = "bhsd",
+    recipe: Recipe = BALANCED,
+    rope: Rope | None = None,
+    return_lse: Literal[True],
+    out_dtype: torch.dtype | None = None,
+    block_n: int = 128,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def fp8_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    layout: str = "bhsd",
+    recipe: Recipe = BALANCED,
+    rope: Rope | None = None,
+    return_lse: bool,
+    out_dtype: torch.dtype | None = None,
+    block_n: int = 128,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+def fp8_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    layout: str = "bhsd",
+    recipe: Recipe = BALANCED,
+    rope: Rope | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     block_n: int = 128,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention as the kernel rounds it, on any device: the error that this design has, before any bug.
 
-    The rounding points are the casts of q, k and v to e4m3, the cast of P * 2**8 to e4m3 against the running maximum
-    of its key block, and the output's cast. Sums are fp32.
+    The rounding points are those of `quantize`, the cast of P * 2**p_offset_log2 to `recipe.pv_dtype` against the
+    running maximum of its key block, and the output's cast. Sums are fp32, and those of int8 products exact.
+    `recipe.promote_every`, which says where the kernel sums P V, therefore changes nothing here.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32; with layout="bshd", H and M swapped; k and v likewise.
@@ -65,19 +232,24 @@ def fp8_attention(
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default.
         layout: "bhsd" or "bshd".
         recipe: as in `helion_attn.attention`.
+        rope: applied to q and k first.
         return_lse: also return the fp32 lse [B, H, M], natural log.
         out_dtype: the output's; q's by default.
         block_n: keys of a block, `bn` of the kernel's config.
+
+    Raises:
+        ValueError: layout is another; or as `quantize`.
     """
     q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
     B, H, M, D = q.shape
     H_kv, N = k.shape[1], k.shape[2]
-    r = quantize(q, k, v, recipe)
-    group = H // H_kv
-    k8, v8 = r.k8.repeat_interleave(group, 1), r.v8.repeat_interleave(group, 1)
-    k_descale, v_descale, v_mean = (x.repeat_interleave(group, 1) for x in (r.k_descale, r.v_descale, r.v_mean))
-    # [B, H, 1, 1]
-    qk_scale_log2 = (r.q_descale * k_descale * (default_sm_scale(sm_scale, D) * LOG2E))[:, :, None, None]
+    scale = default_sm_scale(sm_scale, D)
+    r = quantize(q, k, v, recipe, rope)
+    k8, v8, k_descale, v_descale, v_mean = (
+        x.repeat_interleave(H // H_kv, 1) for x in (r.k8, r.v8, r.k_descale, r.v_descale, r.v_mean)
+    )
+    # [B, H, M, 1]
+    q_scale_log2 = (r.q_descale * (scale * LOG2E)).unsqueeze(3)
 
     m_i = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
     l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
@@ -85,17 +257,19 @@ def fp8_attention(
     for j in range(0, N, block_n):
         # [B, H, M, block_n]
         s = r.q8 @ k8[:, :, j : j + block_n].mT
+        s = s * (q_scale_log2 * k_descale[:, :, None, j : j + block_n])
         if causal:
             s = hide_future_keys(s, 0, j, M, N)
-        m_new = torch.maximum(m_i, s.amax(3, keepdim=True) * qk_scale_log2 - P_OFFSET_LOG2)
+        # It lies p_offset below the true maximum, so that the largest p is 2**p_offset.
+        m_new = torch.maximum(m_i, s.amax(3, keepdim=True) - recipe.p_offset)
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
-        p = torch.exp2(s * qk_scale_log2 - m_ref)
+        p = torch.exp2(s - m_ref)
         alpha = torch.exp2(m_i - m_ref)
         l_i = l_i * alpha + p.sum(3, keepdim=True)
-        acc = acc * alpha + p.to(torch.float8_e4m3fn).float() @ v8[:, :, j : j + block_n]
+        acc = acc * alpha + p.to(recipe.pv_dtype).float() @ v8[:, :, j : j + block_n]
         m_i = m_new
-    out = acc / l_i * v_descale[:, :, None, None] + v_mean.unsqueeze(2)
+    out = acc / l_i * v_descale.unsqueeze(2) + v_mean.unsqueeze(2)
     out = torch.where(l_i == 0, 0.0, out).to(out_dtype or q.dtype)
-    lse = ((m_i + torch.log2(l_i)) * LN2).squeeze(3)
+    lse = ((m_i + torch.log2(l_i)) * LN2).squeeze(3) + scale * r.lse_shift
     out = to_bhsd(out, layout)
     return (out, lse) if return_lse else out

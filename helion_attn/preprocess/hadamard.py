@@ -1,0 +1,67 @@
+"""The random-sign Hadamard rotation of Q and K.
+
+Row x of head dim D becomes `(x * signs) @ diag(H_b, ..., H_b) / sqrt(b)`: b is the largest power of two, up to 128,
+that divides D, H_b the Hadamard matrix in Sylvester's order, and signs are +-1 from a seed. The rotation is orthogonal,
+so Q K^T does not change (QuIP, arXiv:2307.13304). It runs on the tensor core: the operands are bf16 values and +-1,
+whose products are exact.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from helion_attn.numerics import MAX_HADAMARD_BLOCK, MIN_HADAMARD_BLOCK
+
+
+def hadamard_block(D: int) -> int:
+    """The largest power of two, up to 128, that divides D: how many channels are mixed.
+
+    Raises:
+        ValueError: it is less than 16.
+    """
+    block = min(D & -D, MAX_HADAMARD_BLOCK)
+    if block < MIN_HADAMARD_BLOCK:
+        raise ValueError(f"D is {D}, with {block} its largest power-of-two divisor; hadamard needs at least 16")
+    return block
+
+
+def _signs(D: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(0, 2, (D,), generator=generator) * 2 - 1).float()
+
+
+def _sylvester(side: int) -> torch.Tensor:
+    """The unnormalised Hadamard matrix, entry (i, j) = (-1)**popcount(i & j)."""
+    h = torch.ones(1, 1)
+    while h.size(0) < side:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)), 0)
+    return h
+
+
+def hadamard_matrix(D: int, seed: int = 0) -> torch.Tensor:
+    """The rotation as a matrix: `x @ hadamard_matrix(D)` is what `Recipe(hadamard=True)` makes of Q's and K's rows.
+
+    Args:
+        D: head dim, a multiple of 16.
+        seed: of the signs.
+
+    Returns:
+        fp32 [D, D], orthogonal.
+
+    Raises:
+        ValueError: D is not a multiple of 16.
+    """
+    block = hadamard_block(D)
+    blocks = torch.block_diag(*[_sylvester(block)] * (D // block))
+    return _signs(D, seed).unsqueeze(1) * blocks * block**-0.5
+
+
+@functools.cache
+def rotation(D: int, D_pad: int, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """What `rotate.rotate_rows` needs: signs fp32 [D_pad], bf16 matrix of +-1 [side, side], and 1 / sqrt(b)."""
+    block, side = hadamard_block(D), min(D_pad, MAX_HADAMARD_BLOCK)
+    blocks = torch.block_diag(*[_sylvester(block)] * (side // block))
+    signs = torch.nn.functional.pad(_signs(D, seed), (0, D_pad - D))
+    return signs.to(device), blocks.to(device, torch.bfloat16), block**-0.5

@@ -1,0 +1,297 @@
+"""The pass that writes the packed format: Q and K block-major, V also transposed and interleaved.
+
+    Q, K:  x = rope(x); K: x -= k_mean; x = hadamard(x);  x8 = cast(x / descale)
+    V:     v8 = cast((v - v_mean) / descale)
+    descale = max(amax / largest, 2**-126)
+
+Tensors that are 8-bit already are moved, not scaled. A NaN or infinity in what shares a descale makes that NaN or
+infinity, and so every score, or every output, that depends on it NaN: nothing saturates.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.kernels.inline_asm import maximum
+from helion_attn.numerics import FORMAT_MAX
+from helion_attn.preprocess.hadamard import rotation
+from helion_attn.preprocess.rope import RopeTables
+from helion_attn.preprocess.row_layout import row_tile, rows_descale, to_8_bits
+from helion_attn.preprocess.statistics import Statistics
+from helion_attn.preprocess.strided import WIDEST_LOAD, StridedQKV
+from helion_attn.preprocess.v_layout import v_block
+
+#: Elements of Q or K that a program packs: 64 a thread. Packed blocks lie one after the other, so that a program may
+#: take a part of one.
+PACK_ELEMENTS = 8192
+
+#: Channels of V that a program packs.
+PACK_CHANNELS = 64
+
+#: Tiles that a program rotates, at most: they share 32 KB of matrix, which are as much as two of them.
+ROTATED_TILES = 4
+
+
+def pack(
+    q: torch.Tensor,  # flat
+    k: torch.Tensor,  # flat
+    v: torch.Tensor,  # flat
+    q_amax: torch.Tensor,  # [B * H, MAX_PARTS]
+    k_amax: torch.Tensor,  # [B * H_kv, MAX_PARTS]
+    v_amax: torch.Tensor,  # [B * H_kv, D_pad]
+    k_mean: torch.Tensor,  # [B * H_kv, D_pad]
+    v_mean: torch.Tensor,  # [B * H_kv, D_pad]
+    cos: torch.Tensor,  # [table_rows * rotary / 2]
+    sin: torch.Tensor,  # [table_rows * rotary / 2]
+    q_positions: torch.Tensor,  # [M]
+    k_positions: torch.Tensor,  # [N]
+    signs: torch.Tensor,  # [D_pad]
+    blocks: torch.Tensor,  # [side, side]
+    q8: torch.Tensor,  # [B * H * m_tiles, q_tile, D_pad], written
+    k8: torch.Tensor,  # [B * H_kv * n_tiles, k_tile, D_pad], written
+    v8: torch.Tensor,  # [B * H_kv * N_blocks * d_tiles, d_tile, bn], written
+    q_descale: torch.Tensor,  # [B * H, m_tiles * q_tile], written
+    k_descale: torch.Tensor,  # [B * H_kv, n_tiles or 1], written
+    v_descale: torch.Tensor,  # [B * H_kv, D_pad], written
+    lse_shift: torch.Tensor,  # [B * H, m_tiles * q_tile], written if smooth_k
+    m_tiles: int,
+    n_tiles: int,
+    q_parts: int,
+    k_parts: int,
+    H: int,
+    H_kv: int,
+    M: int,
+    N: int,
+    q_b_step: int,
+    q_h_step: int,
+    q_s_step: int,
+    k_b_step: int,
+    k_h_step: int,
+    k_s_step: int,
+    v_b_step: int,
+    v_h_step: int,
+    v_s_step: int,
+    table_rows: int,
+    factor: float,
+    norm: float,
+    q_d_step: hl.constexpr,
+    k_d_step: hl.constexpr,
+    v_d_step: hl.constexpr,
+    unit: hl.constexpr,
+    d: hl.constexpr,
+    q_run: hl.constexpr,
+    k_run: hl.constexpr,
+    rotary: hl.constexpr,
+    pairing: hl.constexpr,
+    explicit_q_positions: hl.constexpr,
+    explicit_k_positions: hl.constexpr,
+    q_per_row: hl.constexpr,
+    q_per_tile: hl.constexpr,
+    q_per_block: hl.constexpr,
+    k_per_tile: hl.constexpr,
+    k_per_block: hl.constexpr,
+    v_per_channel: hl.constexpr,
+    smooth_k: hl.constexpr,
+    hadamard: hl.constexpr,
+    two_terms: hl.constexpr,
+    qk_largest: hl.constexpr,
+    v_largest: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> None:
+    """See the module's docstring. Tiles run from the last to the first: what `first_pass` read last is still in L2."""
+    q_tile = hl.specialize(q8.size(1))
+    k_tile = hl.specialize(k8.size(1))
+    d_pad = hl.specialize(q8.size(2))
+    d_tile = hl.specialize(v8.size(1))
+    bn = hl.specialize(v8.size(2))
+    side = hl.specialize(blocks.size(0))
+    max_parts = hl.specialize(q_amax.size(1))
+    d_tiles = d_pad // d_tile
+    hl.specialize((q.stride(0), k.stride(0), v.stride(0), v_mean.stride(1), k_mean.stride(1), k8.size(2)))
+    hl.specialize((q_amax.stride(0), q_amax.stride(1), k_amax.stride(0), k_amax.stride(1), k_amax.size(1)))
+    # Known strides keep the stores 16 bytes wide.
+    hl.specialize((q8.stride(0), q8.stride(1), q8.stride(2), k8.stride(0), k8.stride(1), k8.stride(2)))
+    hl.specialize((cos.stride(0), sin.stride(0), signs.stride(0)))
+    hl.specialize((v8.stride(0), v8.stride(1), v8.stride(2), blocks.stride(0), blocks.stride(1)))
+    n_blocks = (N + bn - 1) // bn
+    group = H // H_kv
+    for bh, from_end in hl.grid([v_descale.size(0), n_blocks * d_tiles]):
+        v_index = n_blocks * d_tiles - 1 - from_end
+        i = v_index // d_tiles
+        d_index = v_index % d_tiles
+        offset = ((bh // H_kv) * v_b_step + (bh % H_kv) * v_h_step) * unit
+        tile, channel_descale = v_block(
+            v, v_mean, v_amax, bh, i, d_index, d_pad, offset, v_s_step * unit, v_d_step, N, d, bn, d_tile,
+            v8.dtype, v_largest, v_per_channel,
+        )  # fmt: skip
+        v8[bh * n_blocks * d_tiles + v_index, :, :] = tile
+        if i == 0:
+            hl.store(v_descale, [bh, d_index * d_tile + hl.arange(d_tile)], channel_descale)
+
+    for kv, from_end in hl.grid([k_descale.size(0), (n_tiles + k_run - 1) // k_run]):
+        k_index = (n_tiles + k_run - 1) // k_run - 1 - from_end
+        k_end = min(n_tiles, (k_index + 1) * k_run)
+        offset = ((kv // H_kv) * k_b_step + (kv % H_kv) * k_h_step) * unit
+        row_step = k_s_step * unit
+        matrix = hl.load(blocks, [hl.arange(side), hl.arange(side)])
+        # [k_tile], what the block's descale must hold
+        peak = hl.zeros([k_tile], dtype=torch.float32)
+        if k_per_block:
+            for k_i in hl.grid(k_index * k_run, k_end):
+                rows = k_i * k_tile + hl.arange(k_tile)
+                x, _ = row_tile(
+                    k, cos, sin, k_positions, k_mean, signs, matrix, kv, offset, rows, row_step, k_d_step,
+                    N, d, 0, table_rows, norm, k_tile, d_pad, rotary, side, pairing, explicit_k_positions,
+                    smooth_k, False, hadamard, two_terms, is_cuda,
+                )  # fmt: skip
+                peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
+        for k_tile_index in hl.grid(k_index * k_run, k_end):
+            rows = k_tile_index * k_tile + hl.arange(k_tile)
+            x, _ = row_tile(
+                k, cos, sin, k_positions, k_mean, signs, matrix, kv, offset, rows, row_step, k_d_step,
+                N, d, 0, table_rows, norm, k_tile, d_pad, rotary, side, pairing, explicit_k_positions,
+                smooth_k, False, hadamard, two_terms, is_cuda,
+            )  # fmt: skip
+            descale = rows_descale(
+                x, peak, k_amax, k_mean, kv, k_parts, max_parts, k_tile, d_pad, factor, qk_largest,
+                False, k_per_tile, k_per_block, smooth_k,
+            )  # fmt: skip
+            k8[kv * n_tiles + k_tile_index, :, :] = to_8_bits(x * (1.0 / descale).unsqueeze(1), k8.dtype)
+            if k_per_tile or k_per_block:
+                k_descale[kv, k_index] = torch.amax(descale, 0)
+            else:
+                if k_tile_index == 0:
+                    k_descale[kv, 0] = torch.amax(descale, 0)
+
+    for q_bh, from_end in hl.grid([q_descale.size(0), (m_tiles + q_run - 1) // q_run]):
+        q_index = (m_tiles + q_run - 1) // q_run - 1 - from_end
+        q_end = min(m_tiles, (q_index + 1) * q_run)
+        offset = ((q_bh // H) * q_b_step + (q_bh % H) * q_h_step) * unit
+        row_step = q_s_step * unit
+        matrix = hl.load(blocks, [hl.arange(side), hl.arange(side)])
+        # [q_tile], what the block's descale must hold
+        peak = hl.zeros([q_tile], dtype=torch.float32)
+        if q_per_block:
+            for q_i in hl.grid(q_index * q_run, q_end):
+                rows = q_i * q_tile + hl.arange(q_tile)
+                x, _ = row_tile(
+                    q, cos, sin, q_positions, k_mean, signs, matrix, q_bh // group, offset, rows, row_step, q_d_step,
+                    M, d, N - M, table_rows, norm, q_tile, d_pad, rotary, side, pairing, explicit_q_positions,
+                    False, smooth_k, hadamard, two_terms, is_cuda,
+                )  # fmt: skip
+                peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
+        for q_tile_index in hl.grid(q_index * q_run, q_end):
+            rows = q_tile_index * q_tile + hl.arange(q_tile)
+            x, product = row_tile(
+                q, cos, sin, q_positions, k_mean, signs, matrix, q_bh // group, offset, rows, row_step, q_d_step,
+                M, d, N - M, table_rows, norm, q_tile, d_pad, rotary, side, pairing, explicit_q_positions,
+                False, smooth_k, hadamard, two_terms, is_cuda,
+            )  # fmt: skip
+            descale = rows_descale(
+                x, peak, q_amax, k_mean, q_bh, q_parts, max_parts, q_tile, d_pad, factor, qk_largest,
+                q_per_row, q_per_tile, q_per_block, False,
+            )  # fmt: skip
+            q8[q_bh * m_tiles + q_tile_index, :, :] = to_8_bits(x * (1.0 / descale).unsqueeze(1), q8.dtype)
+            hl.store(q_descale, [q_bh, rows], descale)
+            if smooth_k:
+                hl.store(lse_shift, [q_bh, rows], product)
+
+
+@functools.cache
+def kernel(is_cuda: bool, num_warps: int, pipelined: bool, q_per_block: bool, k_per_block: bool) -> helion.Kernel[None]:
+    """The kernel for the device."""
+    if not is_cuda:
+        return interpreted(pack)
+    in_flight = 2 if pipelined else 1
+    k_loops, q_loops = ([in_flight] * (2 if per_block else 1) for per_block in (k_per_block, q_per_block))
+    stages = [0, 0, *k_loops, 0, *q_loops]
+    return compiled(pack, helion.Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages))
+
+
+def launch(
+    source: StridedQKV,
+    rope: RopeTables,
+    stats: Statistics,
+    factor: float,
+    bm: int,
+    bn: int,
+    qk_dtype: torch.dtype,
+    pv_dtype: torch.dtype,
+    q_scales: str,
+    k_scales: str,
+    v_scales: str,
+    hadamard_seed: int | None,
+    smooth_k: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Run the kernel.
+
+    Args:
+        source: Q, K and V.
+        rope: and `stats`: what is done to them, and what is known of them.
+        factor: a head's amax times this bounds what its rows become.
+        bm: rows of a block of Q; `bn`, keys of a block; and the fields of `Recipe`.
+
+    Returns:
+        q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean and lse_shift, shaped as in `QuantizedQKV`; the last
+        two empty without smooth_k.
+    """
+    B, H, H_kv, D, D_pad = source.B, source.H, source.H_kv, source.D, source.D_pad
+    like, dtype = stats.v_mean, source.flat[0].dtype
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return like.new_empty(shape, dtype=dtype)
+
+    q_tile, k_tile = (min(block, PACK_ELEMENTS // D_pad) for block in (bm, bn))
+    d_tile = min(D_pad, PACK_CHANNELS)
+    m_blocks, n_blocks = -(-source.M // bm), -(-source.N // bn)
+    m_tiles, n_tiles = m_blocks * bm // q_tile, n_blocks * bn // k_tile
+    q8 = empty(B * H * m_tiles, q_tile, D_pad, dtype=qk_dtype)
+    k8 = empty(B * H_kv * n_tiles, k_tile, D_pad, dtype=qk_dtype)
+    v8 = empty(B * H_kv * n_blocks * (D_pad // d_tile), d_tile, bn, dtype=pv_dtype)
+    q_descale, v_descale = empty(B * H, m_blocks * bm), empty(B * H_kv, D_pad)
+    k_descale = empty(B * H_kv, n_blocks if k_scales == "block" else 1)
+    lse_shift = empty(B * H, m_blocks * bm) if smooth_k else empty(1, 1)
+
+    signs, blocks, norm = empty(1), empty(1, 1), 1.0
+    if hadamard_seed is not None:
+        signs, blocks, norm = rotation(D, D_pad, hadamard_seed, like.device)
+    # A program packs a whole block, if that has a descale, or a few tiles that share the rotation's matrix.
+    few = 1 if hadamard_seed is None else ROTATED_TILES
+    q_run = bm // q_tile if q_scales == "block" else few
+    k_run = bn // k_tile if k_scales == "block" else few
+    # A block of one tile has its amax at hand; one of several is read twice.
+    q_per_block, k_per_block = q_scales == "block" and q_run > 1, k_scales == "block" and k_run > 1
+    two_terms = hadamard_seed is not None and dtype != torch.bfloat16
+    tables = (rope.cos, rope.sin, rope.q_positions, rope.k_positions, signs, blocks)
+    outputs = (q8, k8, v8, q_descale, k_descale, v_descale, lse_shift)
+    specialisations: tuple[Any, ...] = (
+        *source.d_steps, source.unit, D, q_run, k_run, rope.rotary, rope.pairing, *rope.explicit,
+        q_scales == "token", q_scales == "block" and q_run == 1, q_per_block,
+        k_scales == "block" and k_run == 1, k_per_block, v_scales == "channel",
+        smooth_k, hadamard_seed is not None, two_terms,
+        FORMAT_MAX[qk_dtype], FORMAT_MAX[pv_dtype], like.is_cuda,
+    )  # fmt: skip
+    # Angles and a second term do not fit the registers of four warps.
+    num_warps = 8 if rope.pairing or two_terms else 4
+    # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
+    pipelined = num_warps == 4 and source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
+    kernel(like.is_cuda, num_warps, pipelined, q_per_block, k_per_block)(
+        *source.flat, stats.q_amax, stats.k_amax, stats.v_amax, stats.k_mean, stats.v_mean, *tables, *outputs,
+        m_tiles, n_tiles, stats.q_parts, stats.k_parts, H, H_kv, source.M, source.N, *source.steps,
+        rope.table_rows, factor, norm, *specialisations,
+    )  # fmt: skip
+    return (
+        q8.view(B * H, m_blocks, bm, D_pad),
+        k8.view(B * H_kv, n_blocks, bn, D_pad),
+        v8.view(B * H_kv, n_blocks, D_pad, bn),
+        q_descale.view(B, H, m_blocks, bm),
+        k_descale.view(B, H_kv, -1),
+        v_descale.view(B, H_kv, D_pad),
+        stats.v_mean.view(B, H_kv, D_pad),
+        stats.k_mean.view(B, H_kv, D_pad) if smooth_k else empty(0),
+        lse_shift.view(B, H, m_blocks, bm) if smooth_k else empty(0),
+    )

@@ -1,0 +1,266 @@
+"""What quantisation must know of a whole head before it can round: maxima, and means over keys. Two kernels.
+
+1. `first_pass`: after RoPE, amax of every head of K, unless its blocks have descales of their own, and of Q, unless its
+   rows or blocks have; with smooth_k, the sum of every channel of K; of V, sum, minimum and maximum of every channel.
+   With the mean they give the amax of the *centred* channel, so that centring needs no pass of its own.
+2. `means`: the means, and the amax of V's channels without them. Small.
+
+The three tensors are top-level loops of one kernel, which Helion makes one launch: a launch of 64 MB costs 4 of its
+22 us to start and drain. A NaN or infinity makes the statistics of its head NaN or infinity.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.kernels.inline_asm import maximum, minimum
+from helion_attn.preprocess.rope import NO_ROPE, RopeTables, rope_angles, rope_rows
+from helion_attn.preprocess.strided import StridedQKV, load_rows
+
+#: Elements that one step of the first pass reads: four 16-byte loads of bf16 a thread.
+STEP_ELEMENTS = 4096
+
+#: Programs per tensor in the first pass, about: four on each of an H200's 132 SMs, three steps in flight each.
+FIRST_PASS_PROGRAMS = 528
+
+#: Parts of a head in the first pass, at most: every program of the second pass reduces their results itself.
+MAX_PARTS = 32
+
+#: Channels of a program of `means`.
+MEAN_CHANNELS = 32
+
+
+def first_pass(
+    q: torch.Tensor,  # flat
+    k: torch.Tensor,  # flat
+    v: torch.Tensor,  # flat
+    q_amax: torch.Tensor,  # [B * H, MAX_PARTS], written
+    k_amax: torch.Tensor,  # [B * H_kv, MAX_PARTS], written
+    k_sum: torch.Tensor,  # [B * H_kv, MAX_PARTS, D_pad], written if smooth_k
+    v_stats: torch.Tensor,  # [B * H_kv, 3, MAX_PARTS, D_pad], written
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_positions: torch.Tensor,
+    k_positions: torch.Tensor,
+    q_parts: int,
+    k_parts: int,
+    v_parts: int,
+    H: int,
+    H_kv: int,
+    M: int,
+    N: int,
+    q_b_step: int,
+    q_h_step: int,
+    q_s_step: int,
+    k_b_step: int,
+    k_h_step: int,
+    k_s_step: int,
+    v_b_step: int,
+    v_h_step: int,
+    v_s_step: int,
+    table_rows: int,
+    q_d_step: hl.constexpr,
+    k_d_step: hl.constexpr,
+    v_d_step: hl.constexpr,
+    unit: hl.constexpr,
+    d: hl.constexpr,
+    step: hl.constexpr,
+    smooth_k: hl.constexpr,
+    rotary: hl.constexpr,
+    q_pairing: hl.constexpr,
+    k_pairing: hl.constexpr,
+    explicit_q_positions: hl.constexpr,
+    explicit_k_positions: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> None:
+    """See the module's docstring; the steps are those of `StridedRows`, the RoPE arguments those of `rope_rows`."""
+    d_pad = hl.specialize(v_stats.size(3))
+    hl.specialize((q.stride(0), k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)))
+    hl.specialize((v_stats.stride(1), v_stats.stride(2), v_stats.stride(3)))
+    q_tiles = (M + step - 1) // step
+    kv_tiles = (N + step - 1) // step
+    # A tensor that needs no statistics has no parts, and its loop no programs.
+    q_run = (q_tiles + max(q_parts, 1) - 1) // max(q_parts, 1)
+    k_run = (kv_tiles + max(k_parts, 1) - 1) // max(k_parts, 1)
+    v_run = (kv_tiles + v_parts - 1) // v_parts
+    for bh, part in hl.grid([q_amax.size(0), q_parts]):
+        offset = ((bh // H) * q_b_step + (bh % H) * q_h_step) * unit
+        # Maxima stay per element until the end: one reduction across lanes a program, not one a step.
+        # [step, D_pad]
+        q_max = hl.zeros([step, d_pad], dtype=torch.float32)
+        for q_tile in hl.grid(part * q_run, min(q_tiles, (part + 1) * q_run)):
+            rows = q_tile * step + hl.arange(step)
+            x = load_rows(q, offset, rows, hl.arange(d_pad), q_s_step * unit, q_d_step, M, d)
+            if q_pairing:
+                by_self, by_partner = rope_angles(
+                    cos, sin, q_positions, rows, N - M, M, table_rows, step, d_pad, rotary,
+                    q_pairing, explicit_q_positions,
+                )  # fmt: skip
+                x = rope_rows(
+                    x, q, by_self, by_partner, offset, rows, q_s_step * unit, q_d_step, M, step, d_pad, rotary,
+                    q_pairing,
+                )  # fmt: skip
+            q_max = maximum(q_max, torch.abs(x), is_cuda)
+        q_amax[bh, part] = torch.amax(torch.amax(q_max, 1), 0)
+
+    for bh, part in hl.grid([k_amax.size(0), k_parts]):
+        offset = ((bh // H_kv) * k_b_step + (bh % H_kv) * k_h_step) * unit
+        k_max = hl.zeros([step, d_pad], dtype=torch.float32)
+        k_total = hl.zeros([step, d_pad], dtype=torch.float32)
+        for k_tile in hl.grid(part * k_run, min(kv_tiles, (part + 1) * k_run)):
+            rows = k_tile * step + hl.arange(step)
+            x = load_rows(k, offset, rows, hl.arange(d_pad), k_s_step * unit, k_d_step, N, d)
+            if k_pairing:
+                by_self, by_partner = rope_angles(
+                    cos, sin, k_positions, rows, 0, N, table_rows, step, d_pad, rotary,
+                    k_pairing, explicit_k_positions,
+                )  # fmt: skip
+                x = rope_rows(
+                    x, k, by_self, by_partner, offset, rows, k_s_step * unit, k_d_step, N, step, d_pad, rotary,
+                    k_pairing,
+                )  # fmt: skip
+            k_max = maximum(k_max, torch.abs(x), is_cuda)
+            if smooth_k:
+                k_total = k_total + x
+        k_amax[bh, part] = torch.amax(torch.amax(k_max, 1), 0)
+        if smooth_k:
+            k_sum[bh, part, :] = k_total.sum(0)
+
+    for bh, part in hl.grid([v_stats.size(0), v_parts]):
+        offset = ((bh // H_kv) * v_b_step + (bh % H_kv) * v_h_step) * unit
+        v_sum = hl.zeros([step, d_pad], dtype=torch.float32)
+        v_min = hl.full([step, d_pad], float("inf"), dtype=torch.float32)
+        v_max = hl.full([step, d_pad], float("-inf"), dtype=torch.float32)
+        for v_tile in hl.grid(part * v_run, min(kv_tiles, (part + 1) * v_run)):
+            keys = v_tile * step + hl.arange(step)
+            # Keys past the end repeat the last one: no change to minimum and maximum, left out of the sum.
+            x = load_rows(v, offset, torch.clamp_max(keys, N - 1), hl.arange(d_pad), v_s_step * unit, v_d_step, N, d)
+            v_sum = v_sum + torch.where((keys < N).unsqueeze(1), x, 0.0)
+            v_min = minimum(v_min, x, is_cuda)
+            v_max = maximum(v_max, x, is_cuda)
+        v_stats[bh, 0, part, :] = v_sum.sum(0)
+        v_stats[bh, 1, part, :] = torch.amin(v_min, 0)
+        v_stats[bh, 2, part, :] = torch.amax(v_max, 0)
+
+
+def means(
+    k_sum: torch.Tensor,  # [B * H_kv, MAX_PARTS, D_pad]
+    v_stats: torch.Tensor,  # [B * H_kv, 3, MAX_PARTS, D_pad]
+    k_mean: torch.Tensor,  # [B * H_kv, D_pad], written if smooth_k
+    v_mean: torch.Tensor,  # [B * H_kv, D_pad], written
+    v_amax: torch.Tensor,  # [B * H_kv, D_pad], written
+    k_parts: int,
+    v_parts: int,
+    N: int,
+    d_tile: hl.constexpr,
+    smooth_k: hl.constexpr,
+    center_v: hl.constexpr,
+) -> None:
+    """See the module's docstring."""
+    max_parts = hl.specialize(v_stats.size(2))
+    d_tiles = hl.specialize(v_amax.size(1)) // d_tile
+    hl.specialize((v_stats.stride(1), v_stats.stride(2), v_stats.stride(3), v_mean.stride(0), v_mean.stride(1)))
+    for bh, d_index in hl.grid([v_stats.size(0), d_tiles]):
+        cols = d_index * d_tile + hl.arange(d_tile)
+        part = hl.arange(max_parts)
+        written = (part < v_parts).unsqueeze(1)
+        # [max_parts, d_tile] each, then [d_tile]
+        v_sum = torch.where(written, hl.load(v_stats, [bh, 0, part, cols]), 0.0).sum(0)
+        v_min = torch.amin(torch.where(written, hl.load(v_stats, [bh, 1, part, cols]), float("inf")), 0)
+        v_max = torch.amax(torch.where(written, hl.load(v_stats, [bh, 2, part, cols]), float("-inf")), 0)
+        if center_v:
+            mean = v_sum / N
+        else:
+            mean = hl.zeros([d_tile], dtype=torch.float32)
+        hl.store(v_mean, [bh, cols], mean)
+        hl.store(v_amax, [bh, cols], torch.maximum(v_max - mean, mean - v_min))
+        if smooth_k:
+            total = torch.where((part < k_parts).unsqueeze(1), hl.load(k_sum, [bh, part, cols]), 0.0).sum(0)
+            hl.store(k_mean, [bh, cols], total / N)
+
+
+@functools.cache
+def kernels(is_cuda: bool, pipelined: bool) -> tuple[helion.Kernel[None], helion.Kernel[None]]:
+    """`(first_pass, means)` for the device."""
+    if not is_cuda:
+        return interpreted(first_pass), interpreted(means)
+    # Three steps in flight in each of the three loops; unpipelined, 22 us of loads take 28. With RoPE the same would
+    # take 180 KB of shared memory.
+    in_flight = 3 if pipelined else 1
+    stages = [0, in_flight, 0, in_flight, 0, 3]
+    config = helion.Config(num_warps=4 if pipelined else 8, indexing="pointer", range_num_stages=stages)
+    return compiled(first_pass, config), compiled(means, helion.Config(num_warps=4, indexing="pointer"))
+
+
+class Statistics(NamedTuple):
+    """What `pack` needs of whole heads.
+
+    Attributes:
+        q_amax: fp32 [B * H, MAX_PARTS], of which the first `q_parts` are valid.
+        k_amax: fp32 [B * H_kv, MAX_PARTS], of which the first `k_parts` are valid.
+        v_amax: fp32 [B * H_kv, D_pad], of the centred channels.
+        k_mean: fp32 [B * H_kv, D_pad] with smooth_k, otherwise [1, 1] of no meaning.
+        v_mean: fp32 [B * H_kv, D_pad].
+        q_parts: 0 if rows or tiles of Q have descales of their own.
+        k_parts: likewise.
+    """
+
+    q_amax: torch.Tensor
+    k_amax: torch.Tensor
+    v_amax: torch.Tensor
+    k_mean: torch.Tensor
+    v_mean: torch.Tensor
+    q_parts: int
+    k_parts: int
+
+
+def constant(source: StridedQKV, amax: float) -> Statistics:
+    """Statistics of tensors that need none: the same amax everywhere, no mean."""
+    like = source.flat[0].new_empty(0, dtype=torch.float32)
+    heads, kv_heads = source.B * source.H, source.B * source.H_kv
+    q_amax, k_amax = like.new_full((heads, MAX_PARTS), amax), like.new_full((kv_heads, MAX_PARTS), amax)
+    v_amax = like.new_full((kv_heads, source.D_pad), amax)
+    return Statistics(q_amax, k_amax, v_amax, like.new_empty(1, 1), torch.zeros_like(v_amax), 1, 1)
+
+
+def _parts(heads: int, size: int, step: int) -> int:
+    """Programs per head of the first pass."""
+    return max(1, min(MAX_PARTS, FIRST_PASS_PROGRAMS // heads, -(-size // step)))
+
+
+def launch(
+    source: StridedQKV, rope: RopeTables, q_scales: str, k_scales: str, v_scales: str, smooth_k: bool, center_v: bool
+) -> Statistics:
+    """Run both kernels, for the scales of a recipe."""
+    like = source.flat[0].new_empty(0, dtype=torch.float32)
+    heads, kv_heads, D_pad = source.B * source.H, source.B * source.H_kv, source.D_pad
+    step = STEP_ELEMENTS // D_pad
+    v_parts = _parts(kv_heads, source.N, step)
+    q_parts = 0 if q_scales in ("block", "token") else _parts(heads, source.M, step)
+    k_parts = 0 if k_scales == "block" and not smooth_k else v_parts
+    q_amax, k_amax = like.new_empty(heads, MAX_PARTS), like.new_empty(kv_heads, MAX_PARTS)
+    v_stats = like.new_empty(kv_heads, 3, MAX_PARTS, D_pad)
+    k_sum = like.new_empty((kv_heads, MAX_PARTS, D_pad) if smooth_k else (1, 1, 1))
+    v_mean, v_amax = like.new_empty(kv_heads, D_pad), like.new_empty(kv_heads, D_pad)
+    k_mean = like.new_empty((kv_heads, D_pad) if smooth_k else (1, 1))
+    is_cuda = v_mean.is_cuda
+    run_first_pass, run_means = kernels(is_cuda, rope.pairing == NO_ROPE)
+    run_first_pass(
+        *source.flat, q_amax, k_amax, k_sum, v_stats, rope.cos, rope.sin, rope.q_positions, rope.k_positions,
+        q_parts, k_parts, v_parts,
+        source.H, source.H_kv, source.M, source.N, *source.steps, rope.table_rows, *source.d_steps, source.unit,
+        source.D, step, smooth_k, rope.rotary, rope.pairing if q_parts else NO_ROPE,
+        rope.pairing if k_parts else NO_ROPE, *rope.explicit, is_cuda,
+    )  # fmt: skip
+    run_means(k_sum, v_stats, k_mean, v_mean, v_amax, k_parts, v_parts, source.N, MEAN_CHANNELS, smooth_k, center_v)
+    if q_scales == "tensor":
+        q_amax.fill_(q_amax[:, :q_parts].amax())
+    if k_scales == "tensor":
+        k_amax.fill_(k_amax[:, :k_parts].amax())
+    if v_scales == "tensor":
+        v_amax.fill_(v_amax.amax())
+    return Statistics(q_amax, k_amax, v_amax, k_mean, v_mean, q_parts, k_parts)
