@@ -3,8 +3,8 @@
     python scripts/tune.py --out helion_attn/configs/fp8_attn_fwd_sm90.json
 
 A grid of tiles, warps and stages is compiled in parallel without touching the GPU (which also gives registers and
-spills), then timed serially on the workloads tagged "tune". Block sizes are one per D_pad, since packing does not know
-the mask: the pair with the best sum of both times wins.
+spills), then timed serially on the workloads tagged "tune", with the fast recipe. Block sizes are one per D_pad, since
+packing does not know the mask: the pair with the best sum of both times wins.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from helion_attn.configs import SUPPORTED_D, TileConfig
+from helion_attn.configs import MAX_TWO_LEVEL_D, SUPPORTED_D, TileConfig
 from helion_attn.testing import compile_for_sm90, fake_cuda
+from helion_attn.types import FAST
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload, tagged
 
 #: (bm, bn, num_warps, num_stages) worth trying, by D_pad. What has been seen to lose by 10% or to spill is left out.
@@ -39,12 +41,24 @@ TILES = {
     256: [(128, 128, 8, 3), (64, 64, 4, 3)],
 }
 
+#: What ptxas may give a thread, by D_pad: four, four, three and one program of 4, 4, 4 and 8 warps an SM.
+MAX_REGISTERS = {32: 128, 64: 128, 128: 168, 256: 255}
+
 
 def grid(d_pads: Iterable[int], causals: Iterable[bool]) -> list[TileConfig]:
     """Every candidate."""
     return [
         TileConfig(
-            D_pad, causal, bm, bn, num_warps, num_stages, query_blocks_fastest, two_level=D_pad <= 128, ctas_per_sm=0
+            D_pad,
+            causal,
+            bm,
+            bn,
+            num_warps,
+            num_stages,
+            query_blocks_fastest,
+            two_level=D_pad <= MAX_TWO_LEVEL_D,
+            ctas_per_sm=0,
+            max_registers=MAX_REGISTERS[D_pad],
         )
         for D_pad, causal in itertools.product(d_pads, causals)
         for bm, bn, num_warps, num_stages in TILES[D_pad]
@@ -60,14 +74,26 @@ def workload(tile: TileConfig) -> Workload:
     return replace(found, D=tile.D_pad, H=H, H_kv=H)
 
 
-def packed_shapes(tile: TileConfig) -> tuple[list[tuple[int, ...]], tuple[int, int, int]]:
-    """Shapes of q8, k8, v8, and (B, H, S)."""
+def packed_shapes(tile: TileConfig) -> list[tuple[int, ...]]:
+    """Shapes of q8, k8, v8; q_descale, k_descale, v_descale, v_mean; out and lse."""
     w = workload(tile)
-    bh, S = w.B * w.H, w.M
-    q8 = (bh, S // tile.bm, tile.bm, tile.D_pad)
-    k8 = (bh, S // tile.bn, tile.bn, tile.D_pad)
-    v8 = (bh, S // tile.bn, tile.D_pad, tile.bn)
-    return [q8, k8, v8], (w.B, w.H, S)
+    B, H, S, D_pad = w.B, w.H, w.M, tile.D_pad
+    m_blocks, n_blocks = -(-S // tile.bm), -(-S // tile.bn)
+    return [
+        (B * H, m_blocks, tile.bm, D_pad),
+        (B * H, n_blocks, tile.bn, D_pad),
+        (B * H, n_blocks, D_pad, tile.bn),
+        (B, H, m_blocks, tile.bm),
+        (B, H, 1),
+        (B, H, D_pad),
+        (B, H, D_pad),
+        (B, H, S, D_pad),
+        (B, H, S),
+    ]
+
+
+#: Of what `packed_shapes` lists.
+DTYPES = [torch.float8_e4m3fn] * 3 + [torch.float32] * 4 + [torch.bfloat16, torch.float32]
 
 
 def precompile(tile: TileConfig) -> dict[str, Any]:
@@ -76,14 +102,13 @@ def precompile(tile: TileConfig) -> dict[str, Any]:
 
     def launch() -> None:
         module.compiled_kernel.cache_clear()
-        module.tile_config = lambda *_: tile  # type: ignore[assignment]
-        (q8, k8, v8), (B, H, S) = packed_shapes(tile)
-        e4m3 = torch.float8_e4m3fn
-        packed = [fake_cuda(*shape, dtype=e4m3) for shape in (q8, k8, v8)]
-        descales = [fake_cuda(B, H) for _ in range(3)]
-        out = fake_cuda(B, H, S, tile.D_pad, dtype=torch.bfloat16)
-        outputs = (fake_cuda(B, H, tile.D_pad), out, fake_cuda(B, H, S))
-        module.launch(*packed, *descales, *outputs, S, S, tile.causal, tile.D_pad**-0.5, False)
+        tensors = [fake_cuda(*shape, dtype=dtype) for shape, dtype in zip(packed_shapes(tile), DTYPES, strict=True)]
+        S, recipe = workload(tile).M, FAST
+        with mock.patch.object(module, "tile_config", return_value=tile):
+            module.launch(
+                *tensors[:7], None, *tensors[7:], S, S, tile.causal, tile.D_pad**-0.5, False,
+                recipe.p_offset, recipe.promote_every, recipe.q_scales == "token", recipe.k_scales == "block",
+            )  # fmt: skip
 
     try:
         (kernel,) = compile_for_sm90(launch)
@@ -99,16 +124,19 @@ def measure(tile: TileConfig) -> float:
 
     from helion_attn.kernels import fp8_attn_fwd as module
 
-    shapes, (B, H, S) = packed_shapes(tile)
+    shapes = packed_shapes(tile)
     torch.manual_seed(0)
     # Scores of standard deviation about 1, as with N(0, 1) inputs.
-    packed = [torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for shape in shapes]
-    ones = torch.ones(B, H, device="cuda")
-    out = torch.empty(B, H, S, tile.D_pad, dtype=torch.bfloat16, device="cuda")
-    lse, v_mean = torch.empty(B, H, S, device="cuda"), torch.zeros(B, H, tile.D_pad, device="cuda")
-    sm_scale = tile.D_pad**-0.5
-    tensors = (*packed, ones, ones, ones, v_mean, out, lse)
-    args = module.kernel_args(*tensors, S, S, tile.causal, sm_scale, False, tile.two_level)
+    packed = [torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for shape in shapes[:3]]
+    descales = [torch.ones(shape, device="cuda") for shape in shapes[3:6]]
+    v_mean = torch.zeros(shapes[6], device="cuda")
+    out = torch.empty(shapes[7], dtype=torch.bfloat16, device="cuda")
+    lse = torch.empty(shapes[8], device="cuda")
+    S = workload(tile).M
+    args = module.kernel_args(
+        *packed, *descales, v_mean, None, out, lse, S, S, tile.causal, tile.D_pad**-0.5, False,
+        FAST.p_offset, tile.two_level, FAST.q_scales == "token", FAST.k_scales == "block",
+    )  # fmt: skip
     kernel = module.compiled(module.fp8_attn_fwd, module.helion_config(tile))
     return do_bench(lambda: kernel(*args), warmup=50, rep=300, return_mode="median")
 
@@ -183,20 +211,11 @@ def main() -> int:
         args.trials.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 
     table = Table(title=f"{meta['gpu']}: {len(rows)} timed, compiled in {compiled_s:.0f} s; * chosen")
-    for column in (
-        "D",
-        "causal",
-        "bm",
-        "bn",
-        "warps",
-        "stages",
-        "rows fastest",
-        "CTAs/SM",
-        "regs",
-        "spills",
-        "ms",
-        "TFLOP/s",
-    ):
+    columns = (
+        "D", "causal", "bm", "bn", "warps", "stages", "rows fastest", "two-level", "CTAs/SM", "max regs", "regs",
+        "spills", "ms", "TFLOP/s",
+    )  # fmt: skip
+    for column in columns:
         table.add_column(column)
     for row in sorted(rows, key=lambda r: (r["config"]["D_pad"], r["config"]["causal"], r["ms"])):
         values = [str(value) for value in row["config"].values()]
@@ -204,7 +223,7 @@ def main() -> int:
         table.add_row(
             *values, str(row["registers"]), str(row["spills"]), f"{row['ms']:.3f}", f"{row['tflops']:.0f}{mark}"
         )
-    Console(width=130).print(table)
+    Console(width=140).print(table)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""One attention problem with the answers that its tests compare to, computed once per process."""
+"""The recipes, and one attention problem with the answers that its tests compare to, computed once per process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,38 @@ import torch
 
 import helion_attn as ha
 from helion_attn.configs import padded_head_dim, tile_config
+from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import error_budget, make_qkv, relative_error
 from helion_attn.workloads import WORKLOADS
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+PRESETS = {"fast": ha.FAST, "balanced": ha.BALANCED, "accurate": ha.ACCURATE}
+
+#: One descale a head for Q, K and V, and nothing subtracted or rotated: integers stay exact.
+PLAIN = ha.Recipe(q_scales="head", center_v=False)
+
+#: The presets, every single choice that differs from the defaults, and pairs that share code.
+RECIPES = PRESETS | {
+    "plain": PLAIN,
+    "tensor_scales": ha.Recipe(q_scales="tensor", k_scales="tensor", v_scales="tensor"),
+    "q_head": ha.Recipe(q_scales="head"),
+    "q_token": ha.Recipe(q_scales="token"),
+    "k_block": ha.Recipe(k_scales="block"),
+    "v_channel": ha.Recipe(v_scales="channel"),
+    "int8": ha.Recipe(qk_dtype=torch.int8, k_scales="block"),
+    "e5m2": ha.Recipe(pv_dtype=torch.float8_e5m2),
+    "smooth_k": ha.Recipe(smooth_k=True),
+    "not_centred": ha.Recipe(center_v=False),
+    "sum_in_tensor_core": ha.Recipe(promote_every=0),
+    "p_offset_4": ha.Recipe(p_offset_log2=4),
+    "hadamard_seed_3": ha.Recipe(hadamard=True, hadamard_seed=3),
+    "hadamard_head_scales": ha.Recipe(q_scales="head", hadamard=True),
+    "hadamard_tensor_scales": ha.Recipe(q_scales="tensor", k_scales="tensor", hadamard=True),
+    "hadamard_smooth_k": ha.Recipe(hadamard=True, smooth_k=True),
+    "int8_token": ha.Recipe(qk_dtype=torch.int8, q_scales="token", k_scales="block"),
+    "int8_smooth_k": ha.Recipe(qk_dtype=torch.int8, k_scales="block", smooth_k=True),
+}
 
 
 def pair(result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +57,7 @@ def single(result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Inputs, BHSD; the fp64 oracle's answer; and the rounding model's, in fp32."""
+    """Inputs, BHSD; the fp64 oracle's answer; and the rounding model's, in fp32. RoPE comes before both."""
 
     qkv: Tensors
     causal: bool
@@ -39,6 +67,7 @@ class Case:
     oracle_lse: torch.Tensor  # [B, H, M]
     model: torch.Tensor  # [B, H, M, D]
     model_lse: torch.Tensor  # [B, H, M]
+    rope: ha.Rope | None = None
 
     def run(self, out_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The package's `(out, lse)`."""
@@ -47,6 +76,7 @@ class Case:
             causal=self.causal,
             sm_scale=self.sm_scale,
             recipe=self.recipe,
+            rope=self.rope,
             return_lse=True,
             out_dtype=out_dtype,
         )
@@ -60,22 +90,39 @@ class Case:
         error, budget = relative_error(out, self.oracle), self.budget(out.dtype)
         assert error <= budget, f"error {error:.4g}, budget {budget:.4g}"
 
+    def assert_lse_within_budget(self, lse: torch.Tensor) -> None:
+        """Likewise for `lse`; rows that see no key have -inf."""
+        sees_a_key = self.oracle_lse > float("-inf")
+        assert lse.dtype == torch.float32
+        assert torch.all(lse[~sees_a_key] == float("-inf"))
+        model, oracle = self.model_lse[sees_a_key], self.oracle_lse[sees_a_key]
+        error = relative_error(lse[sees_a_key], oracle)
+        budget = error_budget(relative_error(model, oracle), torch.float32)
+        assert error <= budget, f"error {error:.4g} of lse, budget {budget:.4g}"
+
 
 def make_case(
-    qkv: Tensors, causal: bool = False, sm_scale: float | None = None, recipe: ha.Recipe = ha.BALANCED
+    qkv: Tensors,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    recipe: ha.Recipe = ha.BALANCED,
+    rope: ha.Rope | None = None,
 ) -> Case:
     block_n = tile_config(padded_head_dim(qkv[0].size(3)), causal).bn
-    oracle = ha.reference.attention(*qkv, causal=causal, sm_scale=sm_scale, return_lse=True)
+    q, k, v = qkv
+    rotated = (q, k) if rope is None else apply_rope_qk(q, k, rope)
+    oracle = ha.reference.attention(*rotated, v, causal=causal, sm_scale=sm_scale, return_lse=True)
     model = ha.reference.fp8_attention(
         *qkv,
         causal=causal,
         sm_scale=sm_scale,
         recipe=recipe,
+        rope=rope,
         return_lse=True,
         out_dtype=torch.float32,
         block_n=block_n,
     )
-    return Case(qkv, causal, sm_scale, recipe, *oracle, *pair(model))
+    return Case(qkv, causal, sm_scale, recipe, *oracle, *pair(model), rope)
 
 
 @functools.lru_cache(maxsize=8)

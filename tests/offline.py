@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
 from helion_attn import testing
-from helion_attn.testing import Sm90Kernel, compile_for_sm90
+from helion_attn.preprocess import hadamard
+from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 
 
 class CudaKernels:
@@ -38,12 +39,23 @@ def forget() -> None:
                     clear()
 
 
+def fake_rotation(D: int, D_pad: int, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """In place of `hadamard.rotation`, which copies its tensors to a device that is not there."""
+    signs, blocks, norm = hadamard.rotation(D, D_pad, seed, torch.device("cpu"))
+    return fake_cuda(*signs.shape), fake_cuda(*blocks.shape, dtype=blocks.dtype), norm
+
+
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
     """Inside, the public functions run their launchers also on fake tensors. Kernels are bound anew."""
+    from helion_attn.preprocess import pack
+
     forget()
     try:
-        with mock.patch.object(torch.ops, "helion_attn", CudaKernels()):
+        with (
+            mock.patch.object(torch.ops, "helion_attn", CudaKernels()),
+            mock.patch.object(pack, "rotation", fake_rotation),
+        ):
             yield
     finally:
         forget()
@@ -95,24 +107,32 @@ def fake_qkv(
 
 
 def compile_quantize(
-    make_qkv: Callable[[], tuple[torch.Tensor, ...]], *, layout: str = "bhsd", recipe: ha.Recipe = ha.BALANCED
+    make_qkv: Callable[[], tuple[torch.Tensor, ...]],
+    *,
+    layout: str = "bhsd",
+    recipe: ha.Recipe = ha.BALANCED,
+    make_rope: Callable[[], ha.Rope] | None = None,
 ) -> list[Sm90Kernel]:
     """Every kernel of `quantize`."""
 
     def launch() -> None:
         with launching():
-            ha.quantize(*make_qkv(), layout=layout, recipe=recipe)
+            ha.quantize(*make_qkv(), layout=layout, recipe=recipe, rope=make_rope() if make_rope else None)
 
     return compile_for_sm90(launch)
 
 
 def compile_attention(
-    D: int, causal: bool, out_dtype: torch.dtype = torch.bfloat16, layout: str = "bhsd"
+    D: int,
+    causal: bool,
+    out_dtype: torch.dtype = torch.bfloat16,
+    layout: str = "bhsd",
+    recipe: ha.Recipe = ha.FAST,
 ) -> Sm90Kernel:
     """The attention kernel alone: what `quantize` would give it comes from the ops' fakes."""
 
     def launch() -> None:
-        packed = ha.quantize(*fake_qkv(2, 4, 2, 1000, 3000, D, layout=layout), layout=layout)
+        packed = ha.quantize(*fake_qkv(2, 4, 2, 1000, 3000, D, layout=layout), layout=layout, recipe=recipe)
         with launching():
             ha.attention_quantized(packed, causal=causal, out_dtype=out_dtype)
 

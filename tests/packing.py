@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+import helion_attn as ha
+
 
 def unpack_rows(x8: torch.Tensor, B: int) -> torch.Tensor:
     """[B * H, blocks, block, D_pad] to [B, H, blocks * block, D_pad], fp32."""
@@ -23,3 +25,22 @@ def unpack_v(v8: torch.Tensor, B: int) -> torch.Tensor:
     bh, blocks, d_pad, bn = v8.shape
     in_order = v8.float()[..., stored_at(torch.arange(bn, device=v8.device))]
     return in_order.transpose(2, 3).reshape(B, bh // B, blocks * bn, d_pad)
+
+
+def unpack_values(packed: ha.QuantizedQKV) -> dict[str, torch.Tensor]:
+    """fp32 q8 [B, H, M_pad, D_pad], k8 and v8 [B, H_kv, N_pad, D_pad]: padding included."""
+    B = packed.q_descale.size(0)
+    return {"q8": unpack_rows(packed.q8, B), "k8": unpack_rows(packed.k8, B), "v8": unpack_v(packed.v8, B)}
+
+
+def unpack_descales(packed: ha.QuantizedQKV) -> dict[str, torch.Tensor]:
+    """q_descale [B, H, M], k_descale [B, H_kv, N], v_descale [B, H_kv, D]: one for every row, key, channel."""
+    bn = packed.k8.size(2)
+    per_key = (
+        packed.k_descale if packed.recipe.k_scales == "block" else packed.k_descale.expand(-1, -1, packed.k8.size(1))
+    )
+    return {
+        "q_descale": packed.q_descale.flatten(2)[:, :, : packed.M],
+        "k_descale": per_key.repeat_interleave(bn, 2)[:, :, : packed.N],
+        "v_descale": packed.v_descale[:, :, : packed.D],
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Tensors, make_case
+from cases import PLAIN, PRESETS, Tensors, make_case
 
 import helion_attn as ha
 from helion_attn.testing import make_qkv, relative_error
@@ -31,7 +31,7 @@ def test_equal_scores_give_the_mean(what: str, device: str) -> None:
     elif what == "k_is_constant":
         k = torch.ones_like(k)
     sm_scale = 0.0 if what == "sm_scale_is_0" else None
-    out, lse = ha.attention(q, k, v, sm_scale=sm_scale, recipe=ha.FAST, return_lse=True)
+    out, lse = ha.attention(q, k, v, sm_scale=sm_scale, recipe=PLAIN, return_lse=True)
     expected = v.mean(2, keepdim=True).expand_as(out)
     # P is 2**8 everywhere but for exp2's argument, and the sums of integers are exact.
     assert relative_error(out, expected) <= exp2_noise(lse)
@@ -44,7 +44,7 @@ def test_one_hot_rows_copy_v(causal: bool, device: str) -> None:
     # Query i looks at key i alone: the other probabilities are below e4m3's smallest.
     k = torch.eye(32, device=device).expand(1, 2, 32, 32) * 7
     v = e4m3_integers(1, 2, 32, 32, device=device)
-    out, lse = ha.attention(k, k, v, causal=causal, sm_scale=1.0, recipe=ha.FAST, return_lse=True)
+    out, lse = ha.attention(k, k, v, causal=causal, sm_scale=1.0, recipe=PLAIN, return_lse=True)
     assert relative_error(out, v) <= exp2_noise(lse)
 
 
@@ -81,6 +81,51 @@ def test_one_huge_key(causal: bool, position: int, device: str) -> None:
     case = make_case((q, k, v), causal)
     out, _ = case.run()
     case.assert_within_budget(out)
+
+
+HARD = ("zero_q_rows", "zero_k_head", "zero_v_head", "constant_k", "large_logits", "one_outlier", "outlier_channel")
+
+
+def make_hard(what: str, device: str) -> Tensors:
+    q, k, v = make_qkv("randn", 1, 4, 2, 70, 300, 64, device=device)
+    if what == "zero_q_rows":
+        q[:, 1, ::3] = 0
+    elif what == "zero_k_head":
+        k[:, 1] = 0
+    elif what == "zero_v_head":
+        v[:, 1] = 0
+    elif what == "constant_k":
+        k[:] = k[:, :, :1]
+    elif what == "large_logits":
+        q *= 30
+    elif what == "one_outlier":
+        for x in (q, k, v):
+            x[0, 1, 13, 7] = 1000
+    elif what == "outlier_channel":
+        q[..., 3] *= 20
+        k[..., 3] += 50
+    return q, k, v
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("what", HARD)
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
+def test_hard_inputs(recipe: ha.Recipe, what: str, causal: bool, device: str) -> None:
+    case = make_case(make_hard(what, device), causal, recipe=recipe)
+    out, lse = case.run(torch.float32)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
+def test_zero_sm_scale_with_a_mask(recipe: ha.Recipe, device: str) -> None:
+    """Every row is the mean of the values that it sees."""
+    q, k, v = make_qkv("randn", 1, 2, 1, 130, 200, 32, torch.float32, device)
+    case = make_case((q, k, v), True, sm_scale=0.0, recipe=recipe)
+    out, lse = case.run()
+    case.assert_within_budget(out)
+    seen = torch.arange(71, 201, device=device).float()
+    torch.testing.assert_close(lse, seen.log().expand_as(lse), rtol=1e-6, atol=1e-6)
 
 
 def test_ascending_and_descending_scores(device: str) -> None:

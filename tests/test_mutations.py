@@ -44,7 +44,10 @@ MUTATIONS: dict[str, Mutation] = {
     "q_descale_of_another_head": replacing(q_descale=lambda x: x.q_descale.roll(1, 1)),
     "k_descale_of_another_head": replacing(k_descale=lambda x: x.k_descale.flip(1).contiguous()),
     "v_descale_of_another_head": replacing(v_descale=lambda x: x.v_descale.flip(1).contiguous()),
-    "k_and_v_descales_swapped": replacing(k_descale=lambda x: x.v_descale, v_descale=lambda x: x.k_descale),
+    "k_and_v_descales_swapped": replacing(
+        k_descale=lambda x: x.v_descale[:, :, :1].contiguous(),
+        v_descale=lambda x: x.k_descale.expand_as(x.v_descale).contiguous(),
+    ),
     "q_descale_as_quantising_scale": replacing(q_descale=lambda x: 1 / x.q_descale),
     "kv_head_of_another_group": replacing(
         k8=lambda x: x.k8.view(torch.int8).roll(1, 0).view(x.k8.dtype),
@@ -67,6 +70,65 @@ def test_exceeds_the_budget(mutation: str, causal: bool, device: str) -> None:
     out = ha.attention_quantized(MUTATIONS[mutation](packed), causal=causal)
     with pytest.raises(AssertionError, match="budget"):
         healthy.assert_within_budget(out)
+
+
+@functools.cache
+def accurate_case(device: str) -> Case:
+    """Rows, key blocks and channels of unequal magnitude, K and V off centre."""
+    q, k, v = make_qkv("randn", 1, 4, 2, 65, 300, 64, torch.float32, device)
+    q = q * torch.linspace(0.5, 2, 65, device=device)[:, None]
+    k = k * torch.linspace(0.25, 2, 300, device=device)[:, None] + torch.linspace(-1, 1, 64, device=device)
+    v = v * torch.linspace(0.25, 2, 64, device=device) + 1
+    return make_case((q, k, v), recipe=ha.ACCURATE)
+
+
+ACCURATE_MUTATIONS: dict[str, Mutation] = {
+    "q_descale_of_another_row": replacing(q_descale=lambda x: x.q_descale.roll(8, 3)),
+    "k_descale_of_another_block": replacing(k_descale=lambda x: x.k_descale.roll(1, 2)),
+    "k_descale_of_the_first_block": replacing(k_descale=lambda x: x.k_descale[:, :, :1].repeat(1, 1, 3)),
+    "v_descale_of_another_channel": replacing(v_descale=lambda x: x.v_descale.roll(8, 2)),
+    "q_of_another_rotation": replacing(q8=lambda x: x.q8.flip(3).contiguous()),
+}
+
+
+@pytest.mark.parametrize("mutation", ACCURATE_MUTATIONS)
+def test_accurate_exceeds_the_budget(mutation: str, device: str) -> None:
+    healthy = accurate_case(device)
+    packed = ha.quantize(*healthy.qkv, recipe=ha.ACCURATE)
+    healthy.assert_within_budget(ha.attention_quantized(packed))
+    out = ha.attention_quantized(ACCURATE_MUTATIONS[mutation](packed))
+    with pytest.raises(AssertionError, match="budget"):
+        healthy.assert_within_budget(out)
+
+
+@pytest.mark.parametrize("mutation", ["zeros", "another_head", "doubled"])
+def test_wrong_lse_shift_exceeds_the_budget(mutation: str, device: str) -> None:
+    healthy = accurate_case(device)
+    packed = ha.quantize(*healthy.qkv, recipe=ha.ACCURATE)
+    shift = packed.lse_shift
+    assert shift is not None
+    wrong = {"zeros": torch.zeros_like(shift), "another_head": shift.roll(1, 1), "doubled": shift * 2}[mutation]
+    _, lse = ha.attention_quantized(packed, return_lse=True)
+    healthy.assert_lse_within_budget(lse)
+    _, lse = ha.attention_quantized(dataclasses.replace(packed, lse_shift=wrong), return_lse=True)
+    with pytest.raises(AssertionError, match="budget"):
+        healthy.assert_lse_within_budget(lse)
+
+
+@pytest.mark.parametrize("what", ["no_rope", "other_pairing", "off_by_one", "sin_negated"])
+def test_wrong_rope_exceeds_the_budget(what: str, device: str) -> None:
+    angles = torch.arange(200, device=device).unsqueeze(1) * 100.0 ** -torch.linspace(0, 1, 32, device=device)
+    rope = ha.Rope(angles.cos(), angles.sin())
+    healthy = make_case(make_qkv("randn", 1, 2, 2, 70, 200, 64, device=device), rope=rope)
+    healthy.assert_within_budget(healthy.run()[0])
+    wrong = {
+        "no_rope": None,
+        "other_pairing": dataclasses.replace(rope, interleaved=True),
+        "off_by_one": dataclasses.replace(rope, k_positions=torch.arange(200, device=device).sub(1).clamp(0)),
+        "sin_negated": ha.Rope(rope.cos, -rope.sin, q_positions=torch.arange(70, device=device)),
+    }[what]
+    with pytest.raises(AssertionError, match="budget"):
+        healthy.assert_within_budget(ha.attention(*healthy.qkv, rope=wrong))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -9,27 +9,35 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-from packing import stored_at, unpack_rows, unpack_v
+from cases import PLAIN, PRESETS, RECIPES
+from packing import stored_at, unpack_descales, unpack_values
 
 import helion_attn as ha
 from helion_attn.numerics import DESCALE_MIN, E4M3_MAX
 from helion_attn.reference import rounding_model
 from helion_attn.testing import make_qkv, relative_error
-from helion_attn.workloads import Workload, tagged
+from helion_attn.workloads import WORKLOADS, Workload, tagged
 
 FP32_EPS = torch.finfo(torch.float32).eps
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
+#: Neighbours are at most this part of themselves apart, or this among the smallest.
+SPACING = {
+    torch.float8_e4m3fn: (2.0**-3, 2.0**-9),
+    torch.float8_e5m2: (2.0**-2, 2.0**-16),
+    torch.int8: (0.0, 1.0),
+}
+
 Poisoned = Callable[[], AbstractContextManager[None]]
 
 
-def assert_same_e4m3(actual: torch.Tensor, expected: torch.Tensor, *, exact: bool) -> None:
-    """Equal; or, where a divisor or a mean may differ in its last bit, all but one value in a thousand."""
+def assert_same_8_bits(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, *, exact: bool) -> None:
+    """Equal; or, where a divisor, a mean or a sum may differ in its last bit, all but one value in a thousand."""
     assert actual.shape == expected.shape
     differ = actual != expected
-    assert not (differ.any() if exact else differ.float().mean() > 1e-3)
-    # Neighbours in e4m3 are at most 2**-3 apart, or 2**-9 among the subnormals.
-    assert torch.all((actual - expected).abs() <= torch.maximum(expected.abs() * 2**-3, expected.new_tensor(2**-9)))
+    assert not (differ.any() if exact else differ.sum() > max(1, differ.numel() // 1000))
+    relative, absolute = SPACING[dtype]
+    assert torch.all((actual - expected).abs() <= (expected.abs() * relative).clamp_min(absolute))
 
 
 def assert_fp32_close(actual: torch.Tensor, expected: torch.Tensor, ulps: int = 4) -> None:
@@ -37,28 +45,68 @@ def assert_fp32_close(actual: torch.Tensor, expected: torch.Tensor, ulps: int = 
     torch.testing.assert_close(actual.double(), expected.double(), rtol=ulps * FP32_EPS, atol=0)
 
 
-@pytest.mark.parametrize("w", tagged("ci"), ids=lambda w: w.name)
-def test_values(w: Workload, device: str, poisoned: Poisoned) -> None:
-    q, k, v = make_qkv("outlier", w.B, w.H, w.H_kv, w.M, w.N, w.D, device=device)
-    with poisoned():
-        packed = ha.quantize(q, k, v, recipe=ha.FAST)
-    model = rounding_model.quantize(q, k, v, ha.FAST)
-    exact = device == "cpu"
-    values = {
-        "q8": unpack_rows(packed.q8, w.B),
-        "k8": unpack_rows(packed.k8, w.B),
-        "v8": unpack_v(packed.v8, w.B),
-    }
-    for name, value in values.items():
+def assert_packs_the_model(
+    packed: ha.QuantizedQKV, model: ha.reference.RoundedQKV, *, exact: bool, descale_ulps: int = 4
+) -> None:
+    """Values and descales are those of `reference.quantize`, and padding is 0."""
+    dtypes = {"q8": packed.recipe.qk_dtype, "k8": packed.recipe.qk_dtype, "v8": packed.recipe.pv_dtype}
+    for name, value in unpack_values(packed).items():
+        assert getattr(packed, name).dtype == dtypes[name]
         expected = getattr(model, name)
         S, D = expected.shape[2:]
-        assert_same_e4m3(value[:, :, :S, :D], expected, exact=exact)
+        assert_same_8_bits(value[:, :, :S, :D], expected, dtypes[name], exact=exact)
         assert torch.all(value[:, :, S:] == 0), f"{name}: padded rows are not 0"
         assert torch.all(value[..., D:] == 0), f"{name}: padded columns are not 0"
-    for name, x in (("q_descale", q), ("k_descale", k), ("v_descale", v)):
-        assert_fp32_close(getattr(packed, name), x.double().abs().amax((2, 3)) / E4M3_MAX)
+    for name, descale in unpack_descales(packed).items():
+        assert_fp32_close(descale, getattr(model, name), descale_ulps)
+
+
+@pytest.mark.parametrize("w", tagged("ci"), ids=lambda w: w.name)
+def test_values_of_every_shape(w: Workload, device: str, poisoned: Poisoned) -> None:
+    qkv = make_qkv("outlier", w.B, w.H, w.H_kv, w.M, w.N, w.D, device=device)
+    with poisoned():
+        packed = ha.quantize(*qkv, recipe=PLAIN)
+    assert_packs_the_model(packed, ha.reference.quantize(*qkv, PLAIN), exact=device == "cpu")
+    for name, x in zip("qkv", qkv, strict=True):
+        expected = (x.double().abs().amax((2, 3)) / E4M3_MAX).unsqueeze(2)
+        descale = unpack_descales(packed)[f"{name}_descale"]
+        assert_fp32_close(descale, expected.expand_as(descale))
     assert torch.all(packed.v_mean == 0)
-    assert (packed.M, packed.N, packed.D, packed.dtype, packed.layout) == (w.M, w.N, w.D, q.dtype, "bhsd")
+    assert packed.k_mean is None
+    assert packed.lse_shift is None
+    assert (packed.M, packed.N, packed.D, packed.dtype, packed.layout) == (w.M, w.N, w.D, qkv[0].dtype, "bhsd")
+    assert packed.recipe == PLAIN
+
+
+@pytest.mark.parametrize("name", ["gqa", "d48", "d80_causal", "ragged", "d256"])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_values_of_every_recipe(recipe: ha.Recipe, name: str, device: str, poisoned: Poisoned) -> None:
+    w = next(w for w in WORKLOADS if w.name == name)
+    q, k, v = make_qkv("outlier", w.B, w.H, w.H_kv, w.M, w.N, w.D, device=device)
+    k, v = k + 2 * k[:, :, :1], v + 1
+    with poisoned():
+        packed = ha.quantize(q, k, v, recipe=recipe)
+    model = ha.reference.quantize(q, k, v, recipe)
+    sums = recipe.hadamard or recipe.smooth_k or recipe.center_v
+    # Of a sum the last bits differ, and with them a maximum's of what it was subtracted from.
+    exact = device == "cpu" and not sums
+    assert_packs_the_model(packed, model, exact=exact, descale_ulps=64 if sums else 4)
+    for mean, expected, x in ((packed.v_mean, model.v_mean, v), (packed.k_mean, model.k_mean, k)):
+        if mean is not None:
+            assert torch.all((mean[..., : w.D] - expected).abs() <= 32 * FP32_EPS * x.float().abs().mean(2))
+            assert torch.all(mean[..., w.D :] == 0)
+    assert (packed.lse_shift is not None) == (packed.k_mean is not None) == recipe.smooth_k
+    if packed.lse_shift is not None:
+        shift = packed.lse_shift.flatten(2)[:, :, : w.M]
+        assert relative_error(shift, model.lse_shift) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
+def test_values_of_every_dtype(recipe: ha.Recipe, dtype: torch.dtype, device: str) -> None:
+    qkv = make_qkv("outlier", 1, 4, 2, 65, 200, 96, dtype, device)
+    packed = ha.quantize(*qkv, recipe=recipe)
+    assert_packs_the_model(packed, ha.reference.quantize(*qkv, recipe), exact=False, descale_ulps=64)
 
 
 @pytest.mark.parametrize("w", tagged("ci"), ids=lambda w: w.name)
@@ -71,10 +119,11 @@ def test_centred_v(w: Workload, device: str, poisoned: Poisoned) -> None:
     assert torch.all(packed.v_mean[..., w.D :] == 0)
     # From here on with the mean that was in fact subtracted.
     centred = v.float() - packed.v_mean[:, :, None, : w.D]
-    assert_fp32_close(packed.v_descale, (centred.abs().amax((2, 3)).double() / E4M3_MAX).clamp_min(DESCALE_MIN))
-    value = unpack_v(packed.v8, w.B)
-    expected = (centred * (1 / packed.v_descale)[:, :, None, None]).to(torch.float8_e4m3fn).float()
-    assert_same_e4m3(value[:, :, : w.N, : w.D], expected, exact=device == "cpu")
+    descale = (centred.abs().amax((2, 3)).double() / E4M3_MAX).clamp_min(DESCALE_MIN)
+    assert_fp32_close(packed.v_descale, descale.unsqueeze(2).expand_as(packed.v_descale))
+    value = unpack_values(packed)["v8"]
+    expected = (centred * (1 / packed.v_descale)[:, :, None, : w.D]).to(torch.float8_e4m3fn).float()
+    assert_same_8_bits(value[:, :, : w.N, : w.D], expected, torch.float8_e4m3fn, exact=device == "cpu")
     assert torch.all(value[:, :, w.N :] == 0)
     assert torch.all(value[..., w.D :] == 0)
 
@@ -83,7 +132,7 @@ def test_key_interleave(device: str) -> None:
     """Channel d of V is zero but at key d."""
     q = torch.ones(1, 1, 1, 64, device=device)
     v = E4M3_MAX * torch.eye(64, device=device)[None, None]
-    packed = ha.quantize(q, v, v, recipe=ha.FAST)
+    packed = ha.quantize(q, v, v, recipe=PLAIN)
     # [D_pad, bn]
     v8 = packed.v8[0, 0].float()
     keys = torch.arange(64, device=device)
@@ -92,39 +141,43 @@ def test_key_interleave(device: str) -> None:
     assert stored_at(keys)[:16].tolist() == [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
 
 
+DEQUANTIZED = {name: RECIPES[name] for name in (*PRESETS, "plain", "e5m2", "hadamard_smooth_k", "hadamard_seed_3")}
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=["fast", "balanced"])
+@pytest.mark.parametrize("recipe", DEQUANTIZED.values(), ids=DEQUANTIZED)
 def test_dequantize(recipe: ha.Recipe, layout: str, device: str) -> None:
     qkv = make_qkv("biased_v", 2, 4, 2, 65, 200, 48, device=device)
     given = [x.transpose(1, 2) for x in qkv] if layout == "bshd" else qkv
     packed = ha.quantize(*given, recipe=recipe, layout=layout)
     assert packed.layout == layout
     model = rounding_model.quantize(*qkv, recipe)
-    expected = (
-        model.q8 * model.q_descale[:, :, None, None],
-        model.k8 * model.k_descale[:, :, None, None],
-        model.v8 * model.v_descale[:, :, None, None] + model.v_mean.unsqueeze(2),
-    )
-    for actual, value in zip(ha.dequantize(packed), expected, strict=True):
+    q, k = model.q8 * model.q_descale.unsqueeze(3), model.k8 * model.k_descale.unsqueeze(3)
+    if recipe.hadamard:
+        inverse = ha.reference.hadamard_matrix(48, recipe.hadamard_seed).mT.float().to(device)
+        q, k = q @ inverse, k @ inverse
+    v = model.v8 * model.v_descale.unsqueeze(2) + model.v_mean.unsqueeze(2)
+    for actual, value in zip(ha.dequantize(packed), (q, k + model.k_mean.unsqueeze(2), v), strict=True):
         assert actual.dtype == torch.float32
         assert relative_error(actual, value) < 1e-3
 
 
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_zero_head(name: str, dtype: torch.dtype, device: str) -> None:
+def test_zero_head(name: str, dtype: torch.dtype, recipe: ha.Recipe, device: str) -> None:
     qkv = dict(zip("qkv", make_qkv("randn", 1, 2, 2, 20, 30, 32, dtype, device), strict=True))
-    clean = ha.quantize(*qkv.values(), recipe=ha.FAST)
+    clean = ha.quantize(*qkv.values(), recipe=recipe)
     qkv[name][:, 0] = 0
-    packed = ha.quantize(*qkv.values(), recipe=ha.FAST)
+    packed = ha.quantize(*qkv.values(), recipe=recipe)
     x8, descale = getattr(packed, f"{name}8"), getattr(packed, f"{name}_descale")
     assert torch.all(x8[0].float() == 0)
-    assert descale[0, 0] == DESCALE_MIN
+    assert torch.all(descale[0, 0] == DESCALE_MIN)
     assert torch.equal(x8[1].float(), getattr(clean, f"{name}8")[1].float())
-    assert descale[0, 1] == getattr(clean, f"{name}_descale")[0, 1]
+    assert torch.equal(descale[0, 1], getattr(clean, f"{name}_descale")[0, 1])
 
 
-@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=["fast", "balanced"])
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize(
     ("dtype", "exponent"),
     [(torch.bfloat16, 100), (torch.bfloat16, -100), (torch.float32, 100), (torch.float32, -100), (torch.float16, 12)],
@@ -136,11 +189,13 @@ def test_magnitude_is_only_in_the_descale(dtype: torch.dtype, exponent: int, rec
     packed, scaled = ha.quantize(*qkv, recipe=recipe), ha.quantize(*(x * scale for x in qkv), recipe=recipe)
     for name in ("q8", "k8", "v8"):
         assert torch.equal(getattr(scaled, name).float(), getattr(packed, name).float())
-    for name in ("q_descale", "k_descale", "v_descale", "v_mean"):
+    for name, descale in unpack_descales(packed).items():
+        assert_fp32_close(unpack_descales(scaled)[name], descale.double() * scale)
+    for name in ("v_mean", "k_mean") if recipe.smooth_k else ("v_mean",):
         assert_fp32_close(getattr(scaled, name), getattr(packed, name).double() * scale)
 
 
-@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=["fast", "balanced"])
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 def test_smallest_magnitudes(recipe: ha.Recipe, device: str) -> None:
     """Below 2**-126 * 448 the descale stays at its least and values lose bits; none becomes NaN or infinite."""
     qkv = [x * 2.0**-124 for x in make_qkv("randn", 1, 2, 1, 20, 30, 32, torch.float32, device)]
@@ -150,7 +205,7 @@ def test_smallest_magnitudes(recipe: ha.Recipe, device: str) -> None:
         assert getattr(packed, name).float().isfinite().all()
 
 
-@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=["fast", "balanced"])
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_nonfinite_stays_in_its_head(name: str, value: float, recipe: ha.Recipe, device: str) -> None:
@@ -161,10 +216,14 @@ def test_nonfinite_stays_in_its_head(name: str, value: float, recipe: ha.Recipe,
     hit = torch.zeros(2, 3, dtype=torch.bool, device=device)
     hit[1, 1] = True
     descale, clean_descale = getattr(packed, f"{name}_descale"), getattr(clean, f"{name}_descale")
-    assert torch.equal(~descale.isfinite(), hit)
+    assert torch.equal((~descale.isfinite()).flatten(2).any(2), hit)
     assert torch.equal(descale[~hit], clean_descale[~hit])
     x8, clean_x8 = getattr(packed, f"{name}8").float(), getattr(clean, f"{name}8").float()
     assert torch.equal(x8[~hit.flatten()], clean_x8[~hit.flatten()])
+    if name == "q":
+        # No other row or block is hit.
+        assert (~descale.isfinite()).sum() == (packed.q8.size(2) if recipe.q_scales == "block" else 1)
+        assert not descale.flatten(2)[1, 1, 13].isfinite()
 
 
 @hypothesis.settings(deadline=None, max_examples=12, derandomize=True)
@@ -184,9 +243,9 @@ def test_rounding_is_to_nearest(
     q, k, v = make_qkv("outlier", B, H, H, S, S, D, dtype, device, seed)
     given = [x.transpose(1, 2).contiguous() if bshd else x for x in (q, k, v)]
     packed = ha.quantize(*given, layout="bshd" if bshd else "bhsd", recipe=ha.Recipe(center_v=center))
-    restored = ha.dequantize(packed)
+    restored, descales = ha.dequantize(packed), unpack_descales(packed)
     for name, x, x_restored in zip("qkv", (q, k, v), restored, strict=True):
-        descale = getattr(packed, f"{name}_descale").double()[:, :, None, None]
+        descale = descales[f"{name}_descale"].double().unsqueeze(2 if name == "v" else 3)
         mean = packed.v_mean[:, :, None, :D].double() if name == "v" else 0.0
         value = x.double() - mean
         # Half a spacing of e4m3, which is 2**-3 of the value's power of two, or 2**-9 among the subnormals.

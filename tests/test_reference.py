@@ -1,14 +1,14 @@
-"""The oracle against PyTorch in fp64."""
+"""The oracle against PyTorch in fp64, and the rotations against other ways to write them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from cases import pair, single
 
 from helion_attn import reference
 from helion_attn.reference import oracle as oracle_module
 from helion_attn.testing import make_qkv, relative_error
+from helion_attn.types import Recipe
 
 #: Sums of a few hundred fp64 terms in another order.
 FP64_NOISE = 1e-13
@@ -80,7 +80,7 @@ def test_lse(causal: bool, device: str) -> None:
 def test_rows_without_keys(device: str) -> None:
     q, k, v = make_qkv("randn", 1, 2, 2, 50, 20, 32, device=device)
     for attention in (reference.attention, reference.fp8_attention):
-        out, lse = pair(attention(q, k, v, causal=True, return_lse=True))
+        out, lse = attention(q, k, v, causal=True, return_lse=True)
         assert torch.all(out[:, :, :30] == 0)
         assert torch.all(lse[:, :, :30] == float("-inf"))
         assert lse[:, :, 30:].isfinite().all()
@@ -91,8 +91,8 @@ def test_bshd_is_bhsd_transposed(device: str) -> None:
     qkv = make_qkv("randn", 2, 4, 2, 33, 50, 32, device=device)
     transposed = [x.transpose(1, 2) for x in qkv]
     for attention in (reference.attention, reference.fp8_attention):
-        out, lse = pair(attention(*qkv, causal=True, return_lse=True))
-        out_bshd, lse_bshd = pair(attention(*transposed, causal=True, return_lse=True, layout="bshd"))
+        out, lse = attention(*qkv, causal=True, return_lse=True)
+        out_bshd, lse_bshd = attention(*transposed, causal=True, return_lse=True, layout="bshd")
         assert torch.equal(out_bshd.transpose(1, 2), out)
         assert torch.equal(lse_bshd, lse)
 
@@ -123,6 +123,154 @@ def test_scaled_mm_needs_a_gpu() -> None:
 def test_scaled_mm(causal: bool) -> None:
     qkv = make_qkv("randn", 1, 4, 2, 128, 256, 64, device="cuda")
     ref = reference.attention(*qkv, causal=causal)
-    model_error = relative_error(single(reference.fp8_attention(*qkv, causal=causal)), ref)
-    # It rounds at the same points, P by 448 instead of 256 and V not centred.
+    recipe = Recipe(q_scales="head", center_v=False)
+    model_error = relative_error(reference.fp8_attention(*qkv, causal=causal, recipe=recipe), ref)
+    # It rounds at the same points, P by 448 instead of 256.
     assert relative_error(reference.scaled_mm_attention(*qkv, causal=causal), ref) < 1.5 * model_error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hadamard
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("D", "block"), [(16, 16), (48, 16), (80, 16), (96, 32), (128, 128), (192, 64), (256, 128)])
+def test_hadamard_matrix_entry_by_entry(D: int, block: int) -> None:
+    """Entry (i, j) of a block is the sign of row i, negative where i & j has an odd number of bits."""
+    signs = torch.randint(0, 2, (D,), generator=torch.Generator().manual_seed(5)) * 2 - 1
+    expected = torch.zeros(D, D, dtype=torch.float64)
+    for i in range(D):
+        for j in range(i // block * block, (i // block + 1) * block):
+            parity = bin((i % block) & (j % block)).count("1") % 2
+            expected[i, j] = int(signs[i]) * (-1) ** parity * block**-0.5
+    matrix = reference.hadamard_matrix(D, 5)
+    assert matrix.dtype == torch.float64
+    assert torch.equal(matrix, expected)
+    assert torch.count_nonzero(matrix) == D * block
+
+
+@pytest.mark.parametrize("D", [16, 48, 80, 96, 192, 256])
+def test_hadamard_changes_no_product(D: int, device: str) -> None:
+    q, k, _ = make_qkv("outlier", 1, 2, 2, 33, 50, D, device=device)
+    q_rotated, k_rotated = reference.hadamard(q, 3), reference.hadamard(k, 3)
+    assert q_rotated.dtype == torch.float64
+    exact = q.double() @ k.double().mT
+    assert relative_error(q_rotated @ k_rotated.mT, exact) < FP64_NOISE
+    assert relative_error(q_rotated @ reference.hadamard(k, 4).mT, exact) > 0.5
+    inverse = reference.hadamard_matrix(D, 3).mT.to(device)
+    assert relative_error(q_rotated @ inverse, q.double()) < FP64_NOISE
+
+
+def test_hadamard_spreads_an_outlier_over_its_block() -> None:
+    x = torch.zeros(96)
+    x[40] = 8
+    rotated = reference.hadamard(x)
+    assert torch.all(rotated[32:64].abs() == 8 * 32**-0.5)
+    assert torch.all(rotated[:32] == 0)
+    assert torch.all(rotated[64:] == 0)
+
+
+def test_hadamard_seeds() -> None:
+    assert torch.equal(reference.hadamard_matrix(64), reference.hadamard_matrix(64, 0))
+    assert not torch.equal(reference.hadamard_matrix(64, 1), reference.hadamard_matrix(64, 2))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(reference.hadamard(x), x.double() @ reference.hadamard_matrix(64, 0))
+
+
+@pytest.mark.parametrize("D", [0, 1, 8, 24, 40, 100, 250])
+def test_hadamard_needs_a_multiple_of_16(D: int) -> None:
+    with pytest.raises(ValueError, match=rf"D is {D}; .* multiple of 16"):
+        reference.hadamard_matrix(D)
+    with pytest.raises(ValueError, match=rf"D is {D}; .* multiple of 16"):
+        reference.hadamard(torch.zeros(2, D))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# RoPE
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rope_angles(positions: int, R: int, device: str = "cpu") -> torch.Tensor:
+    """[positions, R / 2]"""
+    frequency = 100.0 ** -(torch.arange(R // 2, dtype=torch.float64, device=device) / (R // 2))
+    return torch.arange(positions, device=device).unsqueeze(1) * frequency
+
+
+def rope_complex(x: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """The pairs as complex numbers, times e^(i angle); angle is [S, R / 2]."""
+    rotary, rest = x.double().split([2 * angle.size(1), x.size(-1) - 2 * angle.size(1)], -1)
+    if interleaved:
+        z = torch.view_as_complex(rotary.unflatten(-1, (-1, 2)).contiguous())
+    else:
+        z = torch.complex(*rotary.chunk(2, -1))
+    z = z * torch.polar(torch.ones_like(angle), angle)
+    rotated = torch.view_as_real(z).flatten(-2) if interleaved else torch.cat([z.real, z.imag], -1)
+    return torch.cat([rotated, rest], -1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("R", [2, 16, 48, 64])
+def test_rope_is_a_complex_product(R: int, interleaved: bool, device: str) -> None:
+    x, _, _ = make_qkv("randn", 2, 3, 3, 20, 20, 64, device=device)
+    angle = rope_angles(30, R, device)
+    out = reference.apply_rope(x, angle.cos(), angle.sin(), interleaved)
+    assert out.dtype == torch.float64
+    assert relative_error(out, rope_complex(x, angle[:20], interleaved)) < FP64_NOISE
+    assert torch.equal(out[..., R:], x[..., R:].double())
+    if R > 2:
+        other = reference.apply_rope(x, angle.cos(), angle.sin(), not interleaved)
+        assert relative_error(out, other) > 0.1
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_rope_at_positions(interleaved: bool) -> None:
+    x, _, _ = make_qkv("randn", 1, 2, 2, 5, 5, 32)
+    angle = rope_angles(30, 32)
+    positions = torch.tensor([4, 0, 29, 4, 17])
+    out = reference.apply_rope(x, angle.cos(), angle.sin(), interleaved, positions)
+    assert relative_error(out, rope_complex(x, angle[positions], interleaved)) < FP64_NOISE
+    assert torch.equal(out[:, :, 1], x[:, :, 1].double())  # position 0 is no rotation
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_rope_products_depend_on_the_distance_alone(interleaved: bool) -> None:
+    q, k, _ = make_qkv("randn", 1, 1, 1, 1, 1, 32)
+    angle = rope_angles(100, 24)
+
+    def product(q_position: int, k_position: int) -> torch.Tensor:
+        q_rope, k_rope = (
+            reference.apply_rope(x, angle.cos(), angle.sin(), interleaved, torch.tensor([position]))
+            for x, position in ((q, q_position), (k, k_position))
+        )
+        return q_rope @ k_rope.mT
+
+    assert relative_error(product(20, 13), product(97, 90)) < FP64_NOISE * 10
+    assert relative_error(product(20, 13), product(20, 14)) > 1e-3
+    assert relative_error(product(20, 13), product(13, 20)) > 1e-3
+
+
+def test_rope_outside_the_table_is_nan_in_its_row() -> None:
+    x, _, _ = make_qkv("randn", 1, 2, 2, 5, 5, 32)
+    angle = rope_angles(30, 16)
+    positions = torch.tensor([0, -1, 29, 30, 5])
+    out = reference.apply_rope(x, angle.cos(), angle.sin(), False, positions)
+    assert torch.equal(out.isnan().all(3), ((positions < 0) | (positions > 29)).expand(1, 2, 5))
+    assert torch.equal(out.isnan().any(3), out.isnan().all(3))
+
+
+def test_rope_takes_16_bit_tables() -> None:
+    x, _, _ = make_qkv("randn", 1, 2, 2, 5, 5, 32)
+    angle = rope_angles(5, 32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        out = reference.apply_rope(x, cos, sin)
+        assert torch.equal(out, reference.apply_rope(x, cos.double(), sin.double()))
+
+
+def test_rope_errors() -> None:
+    x, angle = torch.zeros(1, 1, 5, 32), rope_angles(4, 32)
+    with pytest.raises(ValueError, match=r"cos has 4 positions and x 5 rows"):
+        reference.apply_rope(x, angle.cos(), angle.sin())
+    angle = rope_angles(5, 34)
+    with pytest.raises(ValueError, match=r"cos has 17 columns and x head dim 32"):
+        reference.apply_rope(x, angle.cos(), angle.sin())

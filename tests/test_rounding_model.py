@@ -1,18 +1,65 @@
-"""The rounding model: exact where FP8 is, off by FP8's rounding elsewhere, and changed by what a bug would change."""
+"""The rounding model: exact where 8 bits are, off by their rounding elsewhere, changed by what a bug would change."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cases import Tensors, single
+from cases import Tensors
 
-import helion_attn as ha
 from helion_attn import reference
-from helion_attn.reference import rounding_model
+from helion_attn.configs import padded_head_dim, tile_config
+from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX
+from helion_attn.reference import RoundedQKV, rounding_model
 from helion_attn.testing import INPUT_KINDS, error_budget, make_qkv, relative_error
+from helion_attn.types import ACCURATE, BALANCED, FAST, Recipe, Rope
 
-#: Largest relative error of one rounding to e4m3: half of the spacing 2**-3.
-E4M3_ROUNDOFF = 2.0**-4
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+FP32_EPS = torch.finfo(torch.float32).eps
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+#: Largest relative error of one rounding: half of the spacing.
+ROUNDOFF = {E4M3: 2.0**-4, E5M2: 2.0**-3}
+
+#: A descale a head, nothing subtracted, nothing rotated: what the other recipes are compared to.
+PLAIN = Recipe(q_scales="head", center_v=False)
+
+INT8_BLOCKS = Recipe(qk_dtype=INT8, k_scales="block", center_v=False)
+
+RECIPES = {
+    "plain": PLAIN,
+    "fast": FAST,
+    "balanced": BALANCED,
+    "accurate": ACCURATE,
+    "tensor": Recipe(q_scales="tensor", k_scales="tensor", v_scales="tensor"),
+    "int8": Recipe(qk_dtype=INT8, q_scales="block", k_scales="block"),
+    "int8_token_smooth": Recipe(qk_dtype=INT8, q_scales="token", k_scales="block", smooth_k=True),
+    "rotated_smooth": Recipe(q_scales="head", hadamard=True, hadamard_seed=3, smooth_k=True),
+    "e5m2": Recipe(pv_dtype=E5M2, v_scales="channel"),
+    "smooth": Recipe(smooth_k=True),
+    "p_offset_4": Recipe(p_offset_log2=4),
+}
+
+
+def dequantized(r: RoundedQKV, recipe: Recipe) -> Tensors:
+    """fp64 Q, K and V as the model's attention sees them, not rotated."""
+    q, k = r.q8.double() * r.q_descale.unsqueeze(3), r.k8.double() * r.k_descale.unsqueeze(3)
+    if recipe.hadamard:
+        inverse = reference.hadamard_matrix(q.size(3), recipe.hadamard_seed).mT
+        q, k = q @ inverse, k @ inverse
+    v = r.v8.double() * r.v_descale.unsqueeze(2)
+    return q, k + r.k_mean.unsqueeze(2), v + r.v_mean.unsqueeze(2)
+
+
+def total_error(qkv: Tensors, recipe: Recipe) -> float:
+    out = reference.fp8_attention(*qkv, recipe=recipe, out_dtype=torch.float32)
+    return relative_error(out, reference.attention(*qkv))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def e4m3_integers(*shape: int) -> torch.Tensor:
@@ -29,54 +76,60 @@ def one_hot_problem(dtype: torch.dtype) -> Tensors:
     return q.to(dtype), k.to(dtype), e4m3_integers(1, 2, 16, 16).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_hot_rows_are_exact(dtype: torch.dtype) -> None:
     q, k, v = one_hot_problem(dtype)
-    out = single(reference.fp8_attention(q, k, v, sm_scale=4.0, recipe=ha.FAST))
-    assert out.dtype == dtype
-    assert torch.equal(out, v[:, :, torch.arange(16) * 3 % 16])
+    for recipe in (PLAIN, INT8_BLOCKS, replace(PLAIN, hadamard=True)):
+        out = reference.fp8_attention(q, k, v, sm_scale=4.0, recipe=recipe)
+        assert out.dtype == dtype
+        assert torch.equal(out, v[:, :, torch.arange(16) * 3 % 16])
 
 
 def test_equal_scores_are_exact() -> None:
     v = e4m3_integers(1, 2, 256, 16)
     q, k = torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 256, 16)
-    out = single(reference.fp8_attention(q, k, v, recipe=ha.FAST))
+    out = reference.fp8_attention(q, k, v, recipe=PLAIN)
     assert torch.equal(out, v.mean(2, keepdim=True).expand_as(out))
+
+
+def test_zero_sm_scale_with_a_mask() -> None:
+    _, _, v = one_hot_problem(torch.float32)
+    q, k, _ = make_qkv("randn", 1, 2, 2, 16, 16, 16)
+    out = reference.fp8_attention(q, k, v, causal=True, sm_scale=0.0, recipe=PLAIN, out_dtype=torch.float32)
+    expected = v.cumsum(2) / torch.arange(1, 17).unsqueeze(1)
+    assert relative_error(out, expected) < 1e-6
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("kind", INPUT_KINDS)
-def test_error_is_that_of_e4m3(kind: str, causal: bool) -> None:
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_error_on_dequantized_inputs_is_that_of_p(recipe: Recipe, kind: str, causal: bool) -> None:
     q, k, v = make_qkv(kind, 1, 4, 2, 100, 300, 64)
-    r = rounding_model.quantize(q, k, v)
-    rounded = (
-        r.q8 * r.q_descale[:, :, None, None],
-        r.k8 * r.k_descale[:, :, None, None],
-        r.v8 * r.v_descale[:, :, None, None] + r.v_mean.unsqueeze(2),
-    )
-    out = single(reference.fp8_attention(q, k, v, causal=causal, out_dtype=torch.float32))
+    r = rounding_model.quantize(q, k, v, recipe)
+    out, lse = reference.fp8_attention(q, k, v, causal=causal, recipe=recipe, return_lse=True, out_dtype=torch.float32)
+    ref, ref_lse = reference.attention(*dequantized(r, recipe), causal=causal, return_lse=True)
     # On the rounded inputs what is left is P's rounding, unbiased and averaged over keys.
-    kernel_error = relative_error(out, reference.attention(*rounded, causal=causal))
-    assert 0 < kernel_error < E4M3_ROUNDOFF
+    assert 0 < relative_error(out, ref) < ROUNDOFF[recipe.pv_dtype]
+    # lse holds no rounded P. A smoothed K's mean meets the exact q in the model, and here the rounded one.
+    k_mean = r.k_mean.double().repeat_interleave(2, 1).unsqueeze(3)
+    ref_lse = ref_lse + ((q.double() - dequantized(r, recipe)[0]) @ k_mean).squeeze(3) * 64**-0.5
+    torch.testing.assert_close(lse.double(), ref_lse, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("block_n", [64, 128])
 def test_block_size_changes_only_noise(block_n: int) -> None:
     q, k, v = make_qkv("randn", 1, 2, 2, 64, 300, 64)
     ref = reference.attention(q, k, v)
-    one_block = relative_error(single(reference.fp8_attention(q, k, v, block_n=300)), ref)
-    blocked = relative_error(single(reference.fp8_attention(q, k, v, block_n=block_n)), ref)
+    one_block = relative_error(reference.fp8_attention(q, k, v, block_n=300), ref)
+    blocked = relative_error(reference.fp8_attention(q, k, v, block_n=block_n), ref)
     assert blocked <= error_budget(one_block, q.dtype)
 
 
-def test_centring_helps_a_biased_v() -> None:
-    q, k, v = make_qkv("biased_v", 1, 2, 2, 64, 1000, 64)
-    ref = reference.attention(q, k, v)
-    errors = [
-        relative_error(single(reference.fp8_attention(q, k, v, recipe=recipe, out_dtype=torch.float32)), ref)
-        for recipe in (ha.BALANCED, ha.FAST)
-    ]
-    assert errors[0] < errors[1] / 2
+def test_promotion_does_not_change_the_model() -> None:
+    qkv = make_qkv("randn", 1, 2, 2, 64, 300, 64)
+    outs = [reference.fp8_attention(*qkv, recipe=Recipe(promote_every=n)) for n in (None, 0, 1)]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
 
 
 def a_loud_key_before_many_quiet_ones() -> Tensors:
@@ -84,30 +137,456 @@ def a_loud_key_before_many_quiet_ones() -> Tensors:
     q, k = torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 2001, 16)
     q[..., 0], k[:, :, 0, 0] = 7, 7
     v = 1 + torch.rand(1, 1, 2001, 16, generator=torch.Generator().manual_seed(0))
+    v[:, :, 0] *= -1
     return q, k, v
 
 
-def test_without_p_offset_quiet_keys_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("pv_dtype", "lost"), [(E4M3, True), (E5M2, False)], ids=["e4m3", "e5m2"])
+def test_without_p_offset_e4m3_loses_quiet_keys(pv_dtype: torch.dtype, lost: bool) -> None:
     q, k, v = a_loud_key_before_many_quiet_ones()
-    v[:, :, 0] *= -1
     sm_scale = 10 * 0.6931471805599453 / 49
-    ref = reference.attention(q, k, v, sm_scale=sm_scale)
+    ref, ref_lse = reference.attention(q, k, v, sm_scale=sm_scale, return_lse=True)
 
-    def error() -> float:
-        return relative_error(single(reference.fp8_attention(q, k, v, sm_scale=sm_scale, recipe=ha.FAST)), ref)
+    def error(recipe: Recipe) -> float:
+        out, lse = reference.fp8_attention(q, k, v, sm_scale=sm_scale, recipe=recipe, return_lse=True)
+        torch.testing.assert_close(lse.double(), ref_lse, rtol=0, atol=1e-5)
+        return relative_error(out, ref)
 
-    healthy = error()
-    monkeypatch.setattr(rounding_model, "P_OFFSET_LOG2", 0.0)
-    assert error() > error_budget(healthy, torch.float32)
+    recipe = replace(PLAIN, pv_dtype=pv_dtype)
+    assert (error(replace(recipe, p_offset_log2=0)) > error_budget(error(recipe), torch.float32)) == lost
 
 
-@pytest.mark.parametrize(("a", "b"), [("q_descale", "v_descale"), ("k_descale", "v_descale")])
-def test_swapped_descales_are_detected(a: str, b: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = make_qkv("randn", 1, 2, 2, 64, 100, 64)
-    v = v * 5
-    ref = reference.attention(q, k, v)
-    healthy = relative_error(single(reference.fp8_attention(q, k, v)), ref)
-    r = rounding_model.quantize(q, k, v)
-    swapped = r._replace(**{a: getattr(r, b), b: getattr(r, a)})
-    monkeypatch.setattr(rounding_model, "quantize", lambda *_: swapped)
-    assert relative_error(single(reference.fp8_attention(q, k, v)), ref) > error_budget(healthy, q.dtype)
+@pytest.mark.parametrize("field", ["q_descale", "k_descale", "v_descale", "v_mean", "lse_shift"])
+def test_fields_of_another_head_are_detected(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv("biased_v", 1, 2, 2, 64, 100, 64)
+    magnitude = torch.tensor([0.5, 2.0])[:, None, None]
+    q, k, v = ((x * magnitude).to(q.dtype) for x in (q, k + 1, v))
+    recipe = Recipe(smooth_k=True)
+    ref, ref_lse = reference.attention(q, k, v, return_lse=True)
+    healthy, healthy_lse = reference.fp8_attention(q, k, v, recipe=recipe, return_lse=True)
+    r = rounding_model.quantize(q, k, v, recipe)
+    monkeypatch.setattr(rounding_model, "quantize", lambda *_: r._replace(**{field: getattr(r, field).flip(1)}))
+    out, lse = reference.fp8_attention(q, k, v, recipe=recipe, return_lse=True)
+    assert relative_error(lse, ref_lse) > 2 * relative_error(healthy_lse, ref_lse) or field.startswith("v")
+    assert relative_error(out, ref) > error_budget(relative_error(healthy, ref), q.dtype) or field == "lse_shift"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What each recipe is for
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_order_of_the_recipes_with_outliers(seed: int) -> None:
+    qkv = make_qkv("outlier", 1, 2, 2, 256, 512, 128, seed=seed)
+    plain, rotated = total_error(qkv, Recipe()), total_error(qkv, Recipe(hadamard=True))
+    int8_rotated = total_error(qkv, Recipe(qk_dtype=INT8, k_scales="block", hadamard=True))
+    assert rotated < 0.85 * plain
+    assert int8_rotated < 0.75 * rotated
+    # A head's bound under a rotation is loose, which e4m3 does not notice.
+    assert total_error(qkv, Recipe(q_scales="head", hadamard=True)) < 1.1 * rotated
+    assert total_error(qkv, Recipe(k_scales="block", hadamard=True)) > 0.9 * rotated
+
+
+def test_e5m2_is_worse_than_e4m3() -> None:
+    qkv = make_qkv("randn", 1, 2, 2, 64, 300, 64)
+    assert total_error(qkv, Recipe(pv_dtype=E5M2)) > 1.3 * total_error(qkv, Recipe())
+
+
+def test_centring_helps_a_biased_v() -> None:
+    qkv = make_qkv("biased_v", 1, 2, 2, 64, 1000, 64)
+    assert total_error(qkv, Recipe(center_v=True)) < 0.6 * total_error(qkv, Recipe(center_v=False))
+
+
+@pytest.mark.parametrize("qk_dtype", [E4M3, INT8], ids=["e4m3", "int8"])
+def test_smoothing_helps_a_biased_k(qk_dtype: torch.dtype) -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 64, 300, 64)
+    k = (k.float() + 16 * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(1))).to(k.dtype)
+    recipe = Recipe(qk_dtype=qk_dtype, k_scales="block")
+    assert total_error((q, k, v), replace(recipe, smooth_k=True)) < total_error((q, k, v), recipe) / 2
+
+
+def test_a_descale_a_head_keeps_a_quiet_head() -> None:
+    """The second head is 2**-18 of the first."""
+    q, k, v = make_qkv("randn", 1, 2, 2, 64, 300, 64, torch.float32)
+    quiet = torch.tensor([1.0, 2.0**-18])[:, None, None]
+    expected = reference.attention(q, k, v)[:, 1]
+
+    def error(recipe: Recipe) -> float:
+        out = reference.fp8_attention(q * quiet, k * quiet, v * quiet, sm_scale=2.0**33, recipe=recipe)
+        return relative_error(out[:, 1] * 2.0**18, expected)
+
+    assert error(Recipe()) < 0.06
+    for coarse in (Recipe(q_scales="tensor"), Recipe(k_scales="tensor"), Recipe(v_scales="tensor")):
+        assert error(coarse) > 0.3
+
+
+def test_a_descale_a_channel_keeps_a_quiet_channel() -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 64, 300, 64, torch.float32)
+    v[..., 7] *= 2.0**-18
+    ref = reference.attention(q, k, v)[..., 7]
+
+    def error(recipe: Recipe) -> float:
+        return relative_error(reference.fp8_attention(q, k, v, recipe=recipe)[..., 7], ref)
+
+    assert error(Recipe(v_scales="channel")) < 0.07
+    assert error(Recipe(v_scales="head")) > 0.3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Descales
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def amax_by(x: torch.Tensor, groups: str, block: int) -> torch.Tensor:
+    """fp64 amax of x [B, H, S, D] over each group, in every element of the group; element by element, for clarity."""
+    expected = torch.empty_like(x, dtype=torch.float64)
+    B, H, S, D = x.shape
+    whole = slice(None)
+    parts: list[tuple[int | slice, ...]]
+    if groups == "tensor":
+        parts = [(whole, whole, whole, whole)]
+    elif groups == "head":
+        parts = [(b, h, whole, whole) for b in range(B) for h in range(H)]
+    elif groups == "block":
+        starts = range(0, S, block)
+        parts = [(b, h, slice(i, i + block), whole) for b in range(B) for h in range(H) for i in starts]
+    elif groups == "token":
+        parts = [(b, h, i, whole) for b in range(B) for h in range(H) for i in range(S)]
+    else:
+        parts = [(b, h, whole, d) for b in range(B) for h in range(H) for d in range(D)]
+    for part in parts:
+        expected[part] = x[part].double().abs().max()
+    assert expected.unique().numel() == len(parts)  # so that no group's descale passes for another's
+    return expected
+
+
+def assert_descale(actual: torch.Tensor, stat: torch.Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), stat / FORMAT_MAX[dtype], rtol=4 * FP32_EPS, atol=0)
+
+
+@pytest.mark.parametrize("D", [64, 256])
+@pytest.mark.parametrize("qk_dtype", [E4M3, INT8], ids=["e4m3", "int8"])
+@pytest.mark.parametrize("scales", ["tensor", "head", "block", "token"])
+def test_descales_of_q_and_k(scales: str, qk_dtype: torch.dtype, D: int) -> None:
+    q, k, v = make_qkv("randn", 2, 4, 2, 150, 300, D, torch.float32)
+    tile = tile_config(padded_head_dim(D), causal=False)
+    if qk_dtype == INT8 and scales in ("tensor", "head"):
+        pytest.skip("int8 does not take these")
+    recipe = Recipe(qk_dtype=qk_dtype, q_scales=scales, k_scales="block" if scales == "token" else scales)
+    r = reference.quantize(q, k, v, recipe)
+    assert_descale(r.q_descale, amax_by(q, scales, tile.bm)[..., 0], qk_dtype)
+    assert_descale(r.k_descale, amax_by(k, recipe.k_scales, tile.bn)[..., 0], qk_dtype)
+    for x8 in (r.q8, r.k8):
+        assert x8.abs().max() == FORMAT_MAX[qk_dtype]
+    assert torch.all(r.k_mean == 0)
+    assert torch.all(r.lse_shift == 0)
+
+
+@pytest.mark.parametrize("scales", ["block", "token"])
+def test_exact_descales_are_of_what_is_cast(scales: str) -> None:
+    q, k, v = make_qkv("randn", 2, 4, 2, 150, 300, 64, torch.float32)
+    k = k + 2
+    recipe = Recipe(q_scales=scales, k_scales="block", hadamard=True, smooth_k=True)
+    r = reference.quantize(q, k, v, recipe)
+    q_rotated = reference.hadamard(q)
+    k_rotated = reference.hadamard(k - k.mean(2, keepdim=True))
+    # The rotation reads fp32 as two bf16 terms, 16 bits: stats may be off by that.
+    for descale, x, groups, block in (
+        (r.q_descale, q_rotated, scales, 64),
+        (r.k_descale, k_rotated, "block", 128),
+    ):
+        expected = amax_by(x, groups, block)[..., 0] / FORMAT_MAX[E4M3]
+        torch.testing.assert_close(descale.double(), expected, rtol=2.0**-14, atol=0)
+
+
+@pytest.mark.parametrize("smooth_k", [False, True], ids=["", "smooth"])
+@pytest.mark.parametrize("hadamard", [False, True], ids=["", "hadamard"])
+@pytest.mark.parametrize("scales", ["head", "tensor"])
+def test_head_descales_are_bounds(scales: str, hadamard: bool, smooth_k: bool) -> None:
+    q, k, v = make_qkv("randn", 2, 4, 2, 50, 60, 64, torch.float32)
+    k = k + 2
+    recipe = Recipe(q_scales=scales, k_scales=scales, hadamard=hadamard, smooth_k=smooth_k)
+    r = reference.quantize(q, k, v, recipe)
+
+    # Of the rows before the rotation, which can gather a block of 64 equal channels into one.
+    factor = 8 if hadamard else 1
+    q_stat, k_stat = (x.double().abs().amax((2, 3)) * factor for x in (q, k))
+    if smooth_k:
+        k_stat = k_stat + k.double().mean(2).abs().amax(2) * factor
+    if scales == "tensor":
+        q_stat, k_stat = q_stat.max().expand(2, 4), k_stat.max().expand(2, 2)
+    assert_descale(r.q_descale, q_stat.unsqueeze(2).expand(2, 4, 50), E4M3)
+    assert_descale(r.k_descale, k_stat.unsqueeze(2).expand(2, 2, 60), E4M3)
+    another = reference.quantize(q, k, v, replace(recipe, hadamard_seed=1 if hadamard else 0))
+    assert torch.equal(another.q_descale, r.q_descale)
+    assert torch.equal(another.k_descale, r.k_descale)
+    for x8 in (r.q8, r.k8):
+        assert x8.abs().max() <= FORMAT_MAX[E4M3]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bound_under_a_rotation_is_reached(dtype: torch.dtype) -> None:
+    """A row along column 5 of the rotation has all of its length in channel 5 afterwards."""
+    row = reference.hadamard_matrix(64)[:, 5].sign() * 3
+    q = row.expand(1, 1, 4, 64).to(dtype)
+    r = reference.quantize(q, q, q, Recipe(q_scales="head", hadamard=True))
+    for x8 in (r.q8, r.k8):
+        assert torch.equal(x8, FORMAT_MAX[E4M3] * torch.eye(64)[5].expand_as(x8))
+
+
+@pytest.mark.parametrize("pv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("center_v", [False, True], ids=["", "centred"])
+@pytest.mark.parametrize("scales", ["tensor", "head", "channel"])
+def test_descales_of_v(scales: str, center_v: bool, pv_dtype: torch.dtype) -> None:
+    q, k, v = make_qkv("biased_v", 2, 4, 2, 50, 300, 64, torch.float32)
+    r = reference.quantize(q, k, v, Recipe(pv_dtype=pv_dtype, v_scales=scales, center_v=center_v))
+    mean = v.mean(2) if center_v else torch.zeros(2, 2, 64)
+    torch.testing.assert_close(r.v_mean, mean, rtol=4 * FP32_EPS, atol=0)
+    assert_descale(r.v_descale, amax_by(v - r.v_mean.unsqueeze(2), scales, 0)[:, :, 0], pv_dtype)
+    assert r.v8.abs().max() == FORMAT_MAX[pv_dtype]
+
+
+def test_zeros_have_the_smallest_descale() -> None:
+    zeros = torch.zeros(1, 2, 10, 64)
+    for recipe in (FAST, BALANCED, ACCURATE):
+        r = reference.quantize(zeros, zeros, zeros, recipe)
+        for name in ("q", "k", "v"):
+            assert torch.all(getattr(r, f"{name}8") == 0)
+            assert torch.all(getattr(r, f"{name}_descale") == DESCALE_MIN)
+
+
+@pytest.mark.parametrize("exponent", [-100, 100])
+def test_magnitude_is_only_in_the_descale(exponent: int) -> None:
+    qkv = make_qkv("randn", 1, 2, 1, 20, 30, 64)
+    for recipe in (FAST, BALANCED, ACCURATE):
+        q, k, v = (x * 2.0**exponent for x in qkv)
+        r, scaled = reference.quantize(*qkv, recipe), reference.quantize(q, k, v, recipe)
+        for name in ("q8", "k8", "v8"):
+            assert torch.equal(getattr(scaled, name), getattr(r, name))
+        for name in ("q_descale", "k_descale", "v_descale", "v_mean", "k_mean"):
+            torch.testing.assert_close(getattr(scaled, name), getattr(r, name) * 2.0**exponent, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("transform", ["none", "hadamard", "smooth_k"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nonfinite_stays_in_its_group(name: str, transform: str, value: float) -> None:
+    """One element spoils the descale of its group, no other group, and never passes for a finite number."""
+    S, D = 300, 64
+    head, row, channel = (slice(1, 2), slice(1, 2)), 131, 5
+    whole = slice(None)
+    members: dict[str, tuple[slice, ...]] = {
+        "tensor": (whole, whole, whole, whole),
+        "head": (*head, whole, whole),
+        "block": (*head, slice(128, 192 if name == "q" else 256), whole),
+        "token": (*head, slice(row, row + 1), whole),
+        "channel": (*head, whole, slice(channel, channel + 1)),
+    }
+    accepted = {"q": ("tensor", "head", "block", "token"), "k": ("tensor", "head", "block")}
+    for scales in accepted.get(name, ("tensor", "head", "channel")):
+        recipe = Recipe(
+            q_scales=scales if name == "q" else "token",
+            k_scales=scales if name == "k" else "head",
+            v_scales=scales if name == "v" else "head",
+            hadamard=transform == "hadamard",
+            smooth_k=transform == "smooth_k",
+        )
+        q, k, v = make_qkv("randn", 2, 2, 2, S, S, D)
+        clean = reference.quantize(q, k, v, recipe)
+        {"q": q, "k": k, "v": v}[name][1, 1, row, channel] = value
+        r = reference.quantize(q, k, v, recipe)
+        hit = torch.zeros(2, 2, S, D, dtype=torch.bool)
+        # A mean takes it to every key of its head, and only "channel" keeps it in its channel.
+        spread = name == "k" and transform == "smooth_k" and scales == "block"
+        hit[members["head" if spread else scales]] = True
+        hit = hit[:, :, 0] if name == "v" else hit[..., 0]
+        descale = getattr(r, f"{name}_descale")
+        assert torch.equal(~descale.isfinite(), hit), scales
+        assert torch.equal(descale[~hit], getattr(clean, f"{name}_descale")[~hit]), scales
+        if value != value:
+            assert descale[hit].isnan().all()
+        # Dequantised, the whole group is NaN or infinite, or 0 * inf.
+        restored = getattr(r, f"{name}8") * descale.unsqueeze(2 if name == "v" else 3)
+        assert restored.isfinite().logical_not().equal(hit.unsqueeze(2 if name == "v" else 3).expand_as(restored))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Casts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_int8_rounds_half_to_even() -> None:
+    # The first channel makes the descale 1.
+    row = torch.tensor([127, 0.5, 1.5, 2.5, 3.5, -0.5, -1.5, -2.5, 125.5, 126.5, -126.5, 0.49, 0.51, -127, 0, 1])
+    expected = torch.tensor([127, 0, 2, 2, 4, 0, -2, -2, 126, 126, -126, 0, 1, -127, 0, 1]).float()
+    q = row.expand(1, 1, 1, 16)
+    r = reference.quantize(q, q, q, INT8_BLOCKS)
+    for descale, x8 in ((r.q_descale, r.q8), (r.k_descale, r.k8)):
+        assert torch.all(descale == 1)
+        assert torch.equal(x8[0, 0, 0], expected)
+
+
+def test_int8_products_are_exact() -> None:
+    r = reference.quantize(*make_qkv("randn", 1, 1, 1, 40, 50, 256), INT8_BLOCKS)
+    # The kernel's int32 sum; int64 here.
+    exact = r.q8.long() @ r.k8.long().mT
+    assert torch.equal(r.q8, r.q8.to(INT8).float())
+    assert torch.equal(r.k8, r.k8.to(INT8).float())
+    assert torch.equal((r.q8 @ r.k8.mT).long(), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_rotation_reads_16_bits(dtype: torch.dtype) -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 50, 60, 64, dtype)
+    recipe = Recipe(qk_dtype=INT8, k_scales="block", hadamard=True, hadamard_seed=2, smooth_k=True)
+    r = reference.quantize(q, k, v, recipe)
+    centred = k.float() - r.k_mean.unsqueeze(2)
+    if dtype != torch.bfloat16:
+        hi = centred.bfloat16()
+        read = hi.double() + (centred - hi.float()).bfloat16().double()
+        assert 0 < relative_error(read, centred) < 2.0**-16
+    else:
+        read = centred.to(dtype).double()
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return (reference.hadamard(x, 2).float() * (1 / r.k_descale.unsqueeze(3))).round()
+
+    assert torch.equal(r.k8, cast(read))
+    assert torch.equal(r.k8, cast(centred)) == (dtype != torch.bfloat16)  # two bf16 terms are as good as fp32
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Invariance
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("D", [16, 48, 80, 96, 192])
+@pytest.mark.parametrize("smooth_k", [False, True], ids=["", "smooth"])
+@pytest.mark.parametrize("hadamard", [False, True], ids=["", "hadamard"])
+def test_scores_are_invariant(hadamard: bool, smooth_k: bool, D: int) -> None:
+    """Rotated and smoothed or not, q8 k8^T with its descales and shift is q k^T up to 8 bits; so is lse."""
+    q, k, v = make_qkv("randn", 1, 2, 1, 40, 50, D)
+    k = k + 1
+    recipe = Recipe(qk_dtype=INT8, k_scales="block", hadamard=hadamard, smooth_k=smooth_k)
+    r = reference.quantize(q, k, v, recipe)
+    scores = (r.q8 @ r.k8.mT) * r.q_descale.unsqueeze(3) * r.k_descale.unsqueeze(2) + r.lse_shift.unsqueeze(3)
+    exact = q.double() @ k.double().mT
+    assert relative_error(scores, exact) < 0.02
+    out, lse = reference.fp8_attention(q, k, v, recipe=recipe, return_lse=True)
+    ref, ref_lse = reference.attention(q, k, v, return_lse=True)
+    assert relative_error(lse, ref_lse) < 0.005
+    assert relative_error(out, ref) < 0.06
+
+
+@pytest.mark.parametrize("hadamard", [False, True], ids=["", "hadamard"])
+def test_a_constant_added_to_keys_only_shifts_lse(hadamard: bool) -> None:
+    """On integers, whose sums are exact, not a bit of the output changes."""
+    generator = torch.Generator().manual_seed(0)
+    q, v = torch.randn(1, 4, 30, 64, generator=generator), torch.randn(1, 2, 64, 64, generator=generator)
+    k = torch.randint(-7, 8, (1, 2, 64, 64), generator=generator).float()
+    constant = torch.randint(-20, 21, (1, 2, 1, 64), generator=generator).float()
+    recipe = Recipe(k_scales="block", smooth_k=True, hadamard=hadamard)
+    out, lse = reference.fp8_attention(q, k, v, recipe=recipe, return_lse=True)
+    moved_out, moved_lse = reference.fp8_attention(q, k + constant, v, recipe=recipe, return_lse=True)
+    assert torch.equal(moved_out, out)
+    shift = (q @ constant.repeat_interleave(2, 1).mT).squeeze(3) / 8
+    assert shift.abs().max() > 10
+    torch.testing.assert_close(moved_lse - lse, shift, rtol=1e-5, atol=1e-4)
+    without = replace(recipe, smooth_k=False)
+    assert not torch.equal(reference.fp8_attention(q, k + constant, v, recipe=without), out)
+
+
+def test_hadamard_needs_a_multiple_of_16() -> None:
+    qkv = make_qkv("randn", 1, 1, 1, 4, 4, 40)
+    with pytest.raises(ValueError, match=r"40.*16.*hadamard=False"):
+        reference.quantize(*qkv, Recipe(hadamard=True))
+    reference.quantize(*qkv, Recipe(hadamard=False))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# RoPE
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def make_rope(positions: int, R: int, interleaved: bool = False) -> Rope:
+    angle = torch.arange(positions).unsqueeze(1) * 100.0 ** -(torch.arange(R // 2) / (R // 2))
+    return Rope(angle.cos(), angle.sin(), interleaved)
+
+
+#: Whose descales are exact, so that it does not matter whether RoPE has been applied already.
+EXACT_RECIPES = {
+    "plain": Recipe(k_scales="block"),
+    "rotated": Recipe(k_scales="block", hadamard=True),
+    "int8_rotated_smooth": Recipe(qk_dtype=INT8, k_scales="block", hadamard=True, smooth_k=True),
+}
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("recipe", EXACT_RECIPES.values(), ids=EXACT_RECIPES)
+def test_rope_comes_first(recipe: Recipe, dtype: torch.dtype, interleaved: bool) -> None:
+    q, k, v = make_qkv("randn", 1, 4, 2, 30, 50, 64, dtype)
+    rope = make_rope(60, 32, interleaved)
+    r = reference.quantize(q, k, v, recipe, rope)
+    q_rope, k_rope = (
+        reference.apply_rope(x, rope.cos, rope.sin, interleaved, positions).float()
+        for x, positions in ((q, torch.arange(20, 50)), (k, None))
+    )
+    # From here on it is as if they had come in fp32; but a rotation of bf16 tensors rounds Q, and K after its mean is
+    # subtracted, to bf16.
+    rounds = recipe.hadamard and dtype == torch.bfloat16
+    given = (q_rope.to(dtype), k_rope, v) if rounds else (q_rope, k_rope, v.float())
+    expected = reference.quantize(*given, recipe)
+    same = {"q8", "q_descale", "k_mean", "v8", "v_descale", "v_mean"} if rounds else set(RoundedQKV._fields)
+    for name in same:
+        assert torch.equal(getattr(r, name), getattr(expected, name)), name
+    out, lse = reference.fp8_attention(q, k, v, causal=True, recipe=recipe, rope=rope, return_lse=True)
+    ref, ref_lse = reference.attention(q_rope, k_rope, v, causal=True, return_lse=True)
+    assert relative_error(out, ref) < 0.08
+    assert relative_error(lse, ref_lse) < 0.02
+    assert relative_error(out, reference.attention(q, k, v, causal=True)) > 0.2
+
+
+def test_rope_positions() -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 5, 4, 32, torch.float32)
+    q_positions, k_positions = torch.tensor([3, 3, 0, 59, 7]), torch.tensor([58, 1, 2, 0])
+    rope = replace(make_rope(60, 32), q_positions=q_positions, k_positions=k_positions)
+    recipe = EXACT_RECIPES["plain"]
+    r = reference.quantize(q, k, v, recipe, rope)
+    q_rope, k_rope = (
+        reference.apply_rope(x, rope.cos, rope.sin, False, positions).float()
+        for x, positions in ((q, q_positions), (k, k_positions))
+    )
+    expected = reference.quantize(q_rope, k_rope, v, recipe)
+    assert torch.equal(r.q8, expected.q8)
+    assert torch.equal(r.k8, expected.k8)
+    default = reference.quantize(q[:, :, :4], k, v, recipe, make_rope(60, 32))
+    assert not torch.equal(default.q8, expected.q8[:, :, :4])
+    assert not torch.equal(default.k8, expected.k8)
+
+
+@pytest.mark.parametrize("outside", [-1, 60])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_rope_outside_the_table_is_nan(recipe: Recipe, outside: int) -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 5, 6, 32)
+    positions = torch.tensor([0, outside, 2, 3, 4, 5])
+    rope = make_rope(60, 32)
+    out = reference.fp8_attention(q, k, v, recipe=recipe, rope=replace(rope, q_positions=positions[:5]))
+    assert out[:, :, 1].isnan().all()
+    if recipe.q_scales == "token":
+        assert out[:, :, [0, 2, 3, 4]].isfinite().all()
+    out = reference.fp8_attention(q, k, v, recipe=recipe, rope=replace(rope, k_positions=positions))
+    assert out.isnan().all()
+
+
+def test_rope_without_positions_needs_a_table_that_holds_them() -> None:
+    q, k, v = make_qkv("randn", 1, 1, 1, 4, 8, 32)
+    reference.quantize(q, k, v, FAST, make_rope(8, 32))
+    with pytest.raises(ValueError, match=r"rope.cos has 7 positions and the last query is at 7"):
+        reference.quantize(q, k, v, FAST, make_rope(7, 32))
+    with pytest.raises(ValueError, match=r"cos has 7 positions and x 8 rows"):
+        reference.quantize(q, k, v, FAST, replace(make_rope(7, 32), q_positions=torch.arange(4)))
+    with pytest.raises(ValueError, match=r"q_positions is None, M is 8 and N 4"):
+        reference.quantize(k, q, q, FAST, make_rope(8, 32))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from offline import compile_attention, compile_quantize, fake_qkv
+from cases import PRESETS
+from offline import compile_attention, compile_quantize, fake_qkv, forget, launching
 
+import helion_attn as ha
 from helion_attn.configs import SUPPORTED_D, TileConfig, tile_config, tile_configs
 from helion_attn.kernels import fp8_attn_fwd
-from helion_attn.testing import Sm90Kernel, fake_cuda
+from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 
 
 def row_reduction_shuffles(tile: TileConfig) -> int:
@@ -25,34 +30,65 @@ def assert_no_spills(kernel: Sm90Kernel) -> None:
     assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, f"{kernel.name} spills"
 
 
-def assert_fp8_attention(kernel: Sm90Kernel, tile: TileConfig) -> None:
+def assert_8_bit_attention(kernel: Sm90Kernel, tile: TileConfig, recipe: ha.Recipe = ha.FAST) -> None:
     assert_no_spills(kernel)
     assert kernel.opcodes["QGMMA"] > 0, "no FP8 WGMMA"
+    assert (kernel.opcodes["IGMMA"] > 0) == (recipe.qk_dtype == torch.int8)
     assert kernel.opcodes["HGMMA"] == 0
     assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
     assert kernel.opcodes["SHFL"] <= row_reduction_shuffles(tile), "P moves between lanes"
 
 
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("tile", tile_configs(), ids=lambda t: f"d{t.D_pad}-{'causal' if t.causal else 'full'}")
-def test_shipped_config(tile: TileConfig) -> None:
-    kernel = compile_attention(tile.D_pad, tile.causal)
-    assert_fp8_attention(kernel, tile)
+def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
+    kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe)
+    assert_8_bit_attention(kernel, tile, recipe)
     assert kernel.opcodes["PRMT"] == 0, "P moves between the bytes of registers"
     assert kernel.num_warps == tile.num_warps
-    assert kernel.registers <= 255
+    assert kernel.registers <= tile.max_registers
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
+
+
+CHOICES = {
+    "e5m2": ha.Recipe(pv_dtype=torch.float8_e5m2),
+    "sum_in_tensor_core": ha.Recipe(promote_every=0),
+    "k_block": ha.Recipe(k_scales="block"),
+    "smooth_k": ha.Recipe(smooth_k=True),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_single_choices(choice: str) -> None:
+    assert_8_bit_attention(compile_attention(64, True, recipe=CHOICES[choice]), tile_config(64, True))
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_out_dtype(out_dtype: torch.dtype, layout: str) -> None:
     kernel = compile_attention(64, False, out_dtype, layout)
-    assert_fp8_attention(kernel, tile_config(64, False))
+    assert_8_bit_attention(kernel, tile_config(64, False))
 
 
 @pytest.mark.parametrize("D", [16, 80, 200])
 def test_padded_head_dim(D: int) -> None:
-    assert_no_spills(compile_attention(D, True))
+    assert_no_spills(compile_attention(D, True, recipe=ha.FAST if D % 16 else ha.BALANCED))
+
+
+def test_tuner_compiles_its_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
+    tune = importlib.import_module("tune")
+    candidates = tune.grid(SUPPORTED_D, (False, True))
+    for tile in tile_configs():
+        assert dataclasses.replace(tile, ctas_per_sm=0) in candidates, "the shipped table is not of this grid"
+    forget()
+    tile = tile_config(64, True)
+    report = tune.precompile(tile)
+    forget()
+    assert "error" not in report, report
+    assert (report["spills"], report["ctas_per_sm"]) == (0, tile.ctas_per_sm)
+    assert report["registers"] <= tile.max_registers
 
 
 def keep_order(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
@@ -68,7 +104,7 @@ def test_without_interleaved_keys_p_is_shuffled(monkeypatch: pytest.MonkeyPatch)
     packed_registers = tile.bm * tile.bn // (tile.num_warps * 32) // 4
     assert kernel.opcodes["SHFL"] >= row_reduction_shuffles(tile) + packed_registers
     with pytest.raises(AssertionError, match="P moves between lanes"):
-        assert_fp8_attention(kernel, tile)
+        assert_8_bit_attention(kernel, tile)
 
 
 def widths(kernel: Sm90Kernel, opcode: str) -> set[int]:
@@ -78,13 +114,14 @@ def widths(kernel: Sm90Kernel, opcode: str) -> set[int]:
     return {next((sizes[part] for part in modifiers.split(".") if part in sizes), 4) for modifiers in found}
 
 
-def assert_preprocessing(kernels: list[Sm90Kernel]) -> None:
+def assert_preprocessing(kernels: list[Sm90Kernel], recipe: ha.Recipe = ha.BALANCED) -> None:
     for kernel in kernels:
         assert_no_spills(kernel)
-        # 4 bytes: descales and partial results.
-        assert widths(kernel, "LDG|LDGSTS") <= {4, 16}, f"{kernel.name} reads narrowly"
+        # 4 and 8 bytes: descales, means and partial results.
+        assert widths(kernel, "LDG|LDGSTS") <= {4, 8, 16}, f"{kernel.name} reads narrowly"
     assert sum(16 in widths(kernel, "LDG|LDGSTS") for kernel in kernels) >= 2, "there are two passes over the inputs"
     assert any(16 in widths(kernel, "STG") for kernel in kernels)
+    assert any(kernel.opcodes["HGMMA"] > 0 for kernel in kernels) == recipe.hadamard, "who rotates?"
 
 
 LAYOUTS: dict[str, tuple[str, Callable[[], tuple[torch.Tensor, ...]]]] = {
@@ -94,9 +131,22 @@ LAYOUTS: dict[str, tuple[str, Callable[[], tuple[torch.Tensor, ...]]]] = {
 }
 
 
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("D", SUPPORTED_D)
-def test_preprocessing(D: int) -> None:
-    assert_preprocessing(compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D)))
+def test_preprocessing(D: int, recipe: ha.Recipe) -> None:
+    assert_preprocessing(compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D), recipe=recipe), recipe)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_preprocessing_with_rope(D: int, recipe: ha.Recipe, interleaved: bool) -> None:
+    def make_rope() -> ha.Rope:
+        cos, sin = (fake_cuda(4096, D // 2, dtype=torch.bfloat16) for _ in range(2))
+        return ha.Rope(cos, sin, interleaved)
+
+    kernels = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D), recipe=recipe, make_rope=make_rope)
+    assert_preprocessing(kernels, recipe)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -108,3 +158,15 @@ def test_preprocessing_of_views(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_preprocessing_of_dtypes(dtype: torch.dtype) -> None:
     assert_preprocessing(compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 64, dtype)))
+
+
+def test_packing() -> None:
+    def launch() -> None:
+        with launching():
+            q, k, v = fake_qkv(2, 4, 2, 1000, 3000, 64, torch.float8_e4m3fn)
+            torch.ops.helion_attn.pack_qkv(q, k, v, 64, 128, 64)
+
+    (kernel,) = compile_for_sm90(launch)
+    assert_no_spills(kernel)
+    assert 16 in widths(kernel, "LDG|LDGSTS")
+    assert 16 in widths(kernel, "STG")

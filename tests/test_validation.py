@@ -81,7 +81,7 @@ TENSORS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
     "float32_with_strided_columns": (
         {name: x.float() for name, x in good().items()} | {"v": zeros(2, 2, 32, 7, dtype=torch.float32).mT},
         ValueError,
-        ["v is float32 with a last-dimension stride of 7", "must be 1"],
+        ["v is float32 with strides", "the last must be 1"],
     ),
     "all_meta": (
         {name: x.to("meta") for name, x in good().items()},
@@ -136,6 +136,21 @@ TENSORS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
     "layout_none": ({"layout": None}, ValueError, ["layout is None", "('bhsd', 'bshd')"]),
     "recipe_string": ({"recipe": "balanced"}, TypeError, ["recipe is 'balanced'", "helion_attn.Recipe"]),
     "recipe_class": ({"recipe": ha.Recipe}, TypeError, ["recipe is <class", "helion_attn.Recipe"]),
+    "hadamard_of_100": (
+        {name: zeros(1, 1, 3, 100) for name in "qkv"},
+        ValueError,
+        ["hadamard=True and the head dim is 100", "power-of-two divisor is 4", "at least 16"],
+    ),
+    "hadamard_of_24": (
+        {name: zeros(1, 1, 3, 24) for name in "qkv"} | {"recipe": ha.ACCURATE},
+        ValueError,
+        ["hadamard=True and the head dim is 24", "power-of-two divisor is 8", "at least 16"],
+    ),
+    "promote_every_1_at_192": (
+        {name: zeros(1, 1, 3, 192) for name in "qkv"} | {"recipe": ha.Recipe(promote_every=1)},
+        ValueError,
+        ["promote_every=1 and the head dim is 192", "above 128", "0 or None"],
+    ),
     "q_requires_grad": (
         {"q": zeros(2, 4, 5, 32).requires_grad_()},
         RuntimeError,
@@ -209,7 +224,7 @@ def test_device_mix() -> None:
 
 
 def packed() -> ha.QuantizedQKV:
-    """A `QuantizedQKV` of zeros, as `quantize` shapes it; B = 2, H = 4, H_kv = 2, M = 5, N = 7, D = 32."""
+    """A `QuantizedQKV` of zeros, with smooth_k; B = 2, H = 4, H_kv = 2, M = 5, N = 7, D = 32."""
     from helion_attn.configs import tile_config
 
     tile = tile_config(32, causal=False)
@@ -218,14 +233,18 @@ def packed() -> ha.QuantizedQKV:
         q8=zeros(8, 1, tile.bm, 32, dtype=e4m3),
         k8=zeros(4, 1, tile.bn, 32, dtype=e4m3),
         v8=zeros(4, 1, 32, tile.bn, dtype=e4m3),
-        q_descale=torch.ones(2, 4),
-        k_descale=torch.ones(2, 2),
-        v_descale=torch.ones(2, 2),
+        q_descale=torch.ones(2, 4, 1, tile.bm),
+        k_descale=torch.ones(2, 2, 1),
+        v_descale=torch.ones(2, 2, 32),
         v_mean=torch.zeros(2, 2, 32),
+        k_mean=torch.zeros(2, 2, 32),
+        lse_shift=torch.zeros(2, 4, 1, tile.bm),
         M=5,
         N=7,
         D=32,
         dtype=torch.bfloat16,
+        layout="bhsd",
+        recipe=ha.Recipe(smooth_k=True),
     )
 
 
@@ -234,7 +253,7 @@ def test_good_quantized_reaches_the_launch() -> None:
         ha.attention_quantized(packed())
 
 
-FIELDS = ("q8", "k8", "v8", "q_descale", "k_descale", "v_descale", "v_mean")
+FIELDS = ("q8", "k8", "v8", "q_descale", "k_descale", "v_descale", "v_mean", "k_mean", "lse_shift")
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -281,11 +300,29 @@ def test_quantized_with_wrong_sizes(field: str, value: Any, parts: list[str]) ->
 def test_quantized_with_heads_not_a_multiple() -> None:
     good = packed()
     three = {name: getattr(good, name)[:3].clone() for name in ("k8", "v8")}
-    one_batch = {"q8": good.q8[:4].clone(), "q_descale": torch.ones(1, 4), "v_mean": torch.zeros(1, 3, 32)}
-    descales = {"k_descale": torch.ones(1, 3), "v_descale": torch.ones(1, 3)}
-    changed: dict[str, Any] = three | one_batch | descales
+    one_batch = {name: getattr(good, name)[:1].clone() for name in ("q_descale", "lse_shift")}
+    channels = {name: torch.ones(1, 3, 32) for name in ("v_descale", "v_mean", "k_mean")}
+    changed: dict[str, Any] = (
+        three | one_batch | channels | {"q8": good.q8[:4].clone(), "k_descale": torch.ones(1, 3, 1)}
+    )
     with pytest.raises(ValueError, match=r"4 heads.*3.*multiple"):
         ha.attention_quantized(dataclasses.replace(good, **changed))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [
+        (ha.Recipe(qk_dtype=torch.int8, k_scales="block", smooth_k=True), "q8"),
+        (ha.Recipe(pv_dtype=torch.float8_e5m2, smooth_k=True), "v8"),
+        (ha.Recipe(promote_every=1, hadamard=True, smooth_k=True), None),
+        (ha.Recipe(), None),
+    ],
+    ids=["int8", "e5m2", "rotated", "not_smoothed"],
+)
+def test_quantized_with_another_recipe(recipe: ha.Recipe, named: str | None) -> None:
+    with pytest.raises(ValueError if named else Launched) as raised:
+        ha.attention_quantized(dataclasses.replace(packed(), recipe=recipe))
+    assert named is None or str(raised.value).startswith(f"{named} is ")
 
 
 @pytest.mark.parametrize("value", [None, (1, 2, 3), torch.zeros(1)], ids=["none", "tuple", "tensor"])

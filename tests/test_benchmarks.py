@@ -1,0 +1,30 @@
+"""The accuracy benchmark runs on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def restore_num_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()  # on the CPU, the benchmarks set it
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for needed in ("rich", "pandas", "tabulate", "matplotlib"):
+        pytest.importorskip(needed)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    accuracy = importlib.import_module("accuracy")
+    assert accuracy.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--no-plots"]) == 0
+    written = list(tmp_path.rglob("*.json"))
+    assert "accuracy.json" in [path.name for path in written]
+    for path in written:
+        assert json.loads(path.read_text())

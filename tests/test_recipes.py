@@ -1,0 +1,147 @@
+"""`attention` with every recipe: out and lse against the fp64 oracle, within what the rounding model allows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from cases import PRESETS, RECIPES, Tensors, make_case
+
+import helion_attn as ha
+from helion_attn.testing import INPUT_KINDS, make_qkv, relative_error
+
+CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+PRESET = pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
+
+
+def biased(kind: str, B: int, H: int, H_kv: int, M: int, N: int, D: int, device: str) -> Tensors:
+    """K and V off centre besides, so that smoothing and centring do something."""
+    q, k, v = make_qkv(kind, B, H, H_kv, M, N, D, device=device)
+    return q, k + 2 * torch.linspace(-1, 1, D, dtype=k.dtype, device=device), v + 1
+
+
+@CAUSAL
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_recipe(recipe: ha.Recipe, causal: bool, device: str) -> None:
+    case = make_case(biased("outlier", 1, 4, 2, 70, 300, 64, device), causal, recipe=recipe)
+    out, lse = case.run(torch.float32)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
+@CAUSAL
+@PRESET
+@pytest.mark.parametrize("D", [32, 48, 96, 128, 192, 256])
+def test_head_dims(D: int, recipe: ha.Recipe, causal: bool, device: str) -> None:
+    case = make_case(biased("outlier", 1, 2, 1, 70, 200, D, device), causal, recipe=recipe)
+    out, lse = case.run(torch.float32)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
+@PRESET
+@pytest.mark.parametrize(("M", "N"), [(1, 1), (1, 300), (65, 129), (128, 128), (200, 130)])
+def test_lengths(M: int, N: int, recipe: ha.Recipe, device: str) -> None:
+    case = make_case(biased("randn", 2, 2, 2, M, N, 32, device), causal=True, recipe=recipe)
+    out, lse = case.run(torch.float32)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
+@PRESET
+@pytest.mark.parametrize("kind", INPUT_KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_kinds_and_dtypes(dtype: torch.dtype, kind: str, recipe: ha.Recipe, device: str) -> None:
+    case = make_case(make_qkv(kind, 1, 2, 1, 65, 200, 64, dtype, device), recipe=recipe)
+    out, _ = case.run()
+    assert out.dtype == dtype
+    case.assert_within_budget(out)
+
+
+def test_rotation_and_int8_are_worth_it(device: str) -> None:
+    qkv = make_qkv("outlier", 1, 2, 2, 128, 512, 128, device=device)
+    oracle = ha.reference.attention(*qkv)
+    fast, balanced, accurate = (
+        relative_error(ha.attention(*qkv, recipe=recipe, out_dtype=torch.float32), oracle)
+        for recipe in PRESETS.values()
+    )
+    assert balanced < 0.85 * fast
+    assert accurate < 0.85 * balanced
+
+
+def test_the_seed_is_used(device: str) -> None:
+    qkv = make_qkv("randn", 1, 1, 1, 20, 30, 32, device=device)
+    recipe = ha.Recipe(hadamard=True)
+    first, again, other = (
+        ha.quantize(*qkv, recipe=dataclasses.replace(recipe, hadamard_seed=seed)).q8.float() for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_lse_of_smoothed_k_is_of_the_original_scores(device: str) -> None:
+    q, k, v = make_qkv("randn", 1, 2, 1, 70, 200, 64, torch.float32, device)
+    recipe = ha.Recipe(smooth_k=True)
+    # A common part of all keys moves all scores of row i by the same amount, and out not at all.
+    common = 3.0
+    out, lse = ha.attention(q, k, v, recipe=recipe, return_lse=True)
+    shifted_out, shifted_lse = ha.attention(q, k + common, v, recipe=recipe, return_lse=True)
+    expected = lse + q.sum(3) * common * 64**-0.5
+    # The shift is about 3; what is left is of values that round the other way.
+    assert (shifted_lse - expected).abs().max() < 0.05
+    assert (shifted_lse - lse).abs().max() > 1
+    assert relative_error(shifted_out, out) < 0.1
+    # Without smoothing the common part takes K's bits.
+    oracle = ha.reference.attention(q, k + common, v)
+    not_smoothed = ha.attention(q, k + common, v, recipe=ha.FAST)
+    assert relative_error(shifted_out, oracle) < 0.8 * relative_error(not_smoothed, oracle)
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "qk_dtype": ({"qk_dtype": torch.float8_e5m2}, ["qk_dtype is torch.float8_e5m2", "torch.int8"]),
+    "pv_dtype": ({"pv_dtype": torch.int8}, ["pv_dtype is torch.int8", "torch.float8_e5m2"]),
+    "q_scales": ({"q_scales": "channel"}, ["q_scales is 'channel'", "'token'"]),
+    "k_scales": ({"k_scales": "token"}, ["k_scales is 'token'", "'block'"]),
+    "v_scales": ({"v_scales": "block"}, ["v_scales is 'block'", "'channel'"]),
+    "hadamard_is_1": ({"hadamard": 1}, ["hadamard is 1", "True"]),
+    "center_v_is_none": ({"center_v": None}, ["center_v is None", "True"]),
+    "promote_every": ({"promote_every": 2}, ["promote_every is 2", "(None, 0, 1)"]),
+    "seed_without_hadamard": ({"hadamard_seed": 1}, ["hadamard_seed is 1", "hadamard is False"]),
+    "seed_negative": ({"hadamard": True, "hadamard_seed": -1}, ["hadamard_seed is -1", "not negative"]),
+    "int8_q_head": (
+        {"qk_dtype": torch.int8, "q_scales": "head", "k_scales": "block"},
+        ["q_scales is 'head'", "int8", "('block', 'token')"],
+    ),
+    "int8_q_tensor": (
+        {"qk_dtype": torch.int8, "q_scales": "tensor", "k_scales": "block"},
+        ["q_scales is 'tensor'", "int8", "('block', 'token')"],
+    ),
+    "int8_k_head": ({"qk_dtype": torch.int8}, ["k_scales is 'head'", "int8", "('block',)"]),
+    "p_offset_9": ({"p_offset_log2": 9}, ["p_offset_log2 is 9", "float8_e4m3fn", "0..8"]),
+    "p_offset_16": (
+        {"p_offset_log2": 16, "pv_dtype": torch.float8_e5m2},
+        ["p_offset_log2 is 16", "float8_e5m2", "0..15"],
+    ),
+    "p_offset_negative": ({"p_offset_log2": -1}, ["p_offset_log2 is -1", "0..8"]),
+    "p_offset_float": ({"p_offset_log2": 8.0}, ["p_offset_log2 is 8.0", "int"]),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_contradictions(what: str) -> None:
+    fields, parts = CONTRADICTIONS[what]
+    with pytest.raises(ValueError) as raised:
+        ha.Recipe(**fields)
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_defaults_are_spelt_out(name: str) -> None:
+    recipe = RECIPES[name]
+    largest = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}[recipe.pv_dtype]
+    assert recipe.p_offset == (largest if recipe.p_offset_log2 is None else recipe.p_offset_log2)
+    assert dataclasses.replace(recipe) == recipe
+    assert hash(dataclasses.replace(recipe)) == hash(recipe)

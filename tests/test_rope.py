@@ -1,0 +1,253 @@
+"""RoPE inside `quantize`: against the fp64 reference, alone and in front of everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from cases import PRESETS, RECIPES, make_case
+from packing import unpack_descales, unpack_values
+
+import helion_attn as ha
+from helion_attn.configs import tile_config
+from helion_attn.reference.rope import apply_rope_qk
+from helion_attn.testing import make_qkv, relative_error
+
+PRESET = pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
+PAIRING = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+def tables(
+    positions: int,
+    rotary: int,
+    *,
+    norm: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    interleaved: bool = False,
+    device: str,
+) -> ha.Rope:
+    """The usual angles, base 10000, for the first `rotary` channels; cos**2 + sin**2 = norm**2, as YaRN has it."""
+    frequencies = 10000.0 ** -(torch.arange(0, rotary, 2, device=device).double() / rotary)
+    angles = torch.arange(positions, device=device).double().unsqueeze(1) * frequencies
+    return ha.Rope((norm * angles.cos()).to(dtype), (norm * angles.sin()).to(dtype), interleaved)
+
+
+@PAIRING
+@PRESET
+@pytest.mark.parametrize(
+    ("D", "rotary"), [(32, 32), (48, 48), (64, 16), (80, 80), (96, 64), (128, 128), (192, 64), (256, 256)]
+)
+def test_attention(D: int, rotary: int, recipe: ha.Recipe, interleaved: bool, device: str) -> None:
+    rope = tables(200, rotary, interleaved=interleaved, device=device)
+    case = make_case(make_qkv("outlier", 1, 4, 2, 65, 200, D, device=device), True, recipe=recipe, rope=rope)
+    out, lse = case.run(torch.float32)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
+@pytest.mark.parametrize("name", ["tensor_scales", "q_head", "q_token", "k_block", "int8", "smooth_k", "e5m2"])
+def test_single_choices(name: str, device: str) -> None:
+    rope = tables(200, 64, device=device)
+    case = make_case(make_qkv("outlier", 1, 4, 2, 65, 200, 64, device=device), recipe=RECIPES[name], rope=rope)
+    out, lse = case.run(torch.float32)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
+@PAIRING
+@pytest.mark.parametrize("name", [*PRESETS, "plain", "tensor_scales", "hadamard_smooth_k"])
+@pytest.mark.parametrize(("D", "rotary"), [(48, 32), (128, 128), (256, 64)])
+def test_values(D: int, rotary: int, name: str, interleaved: bool, device: str) -> None:
+    rope = tables(150, rotary, norm=1.4, dtype=torch.bfloat16, interleaved=interleaved, device=device)
+    qkv = make_qkv("outlier", 1, 4, 2, 65, 130, D, device=device)
+    packed = ha.quantize(*qkv, recipe=RECIPES[name], rope=rope)
+    model = ha.reference.quantize(*qkv, RECIPES[name], rope)
+    for field, value in unpack_values(packed).items():
+        expected = getattr(model, field)
+        # Where fp32 sums differ in their last bit, a value may round the other way.
+        assert (value[:, :, : expected.size(2), :D] != expected).float().mean() <= 1e-3, field
+    for field, descale in unpack_descales(packed).items():
+        torch.testing.assert_close(descale, getattr(model, field), rtol=1e-5, atol=0)
+
+
+@CAUSAL
+@pytest.mark.parametrize(("M", "N"), [(1, 1), (1, 200), (70, 200), (130, 130)])
+def test_default_positions_are_aligned_to_the_last_key(M: int, N: int, causal: bool, device: str) -> None:
+    rope = tables(N, 32, device=device)
+    explicit = dataclasses.replace(
+        rope,
+        q_positions=torch.arange(N - M, N, device=device),
+        k_positions=torch.arange(N, dtype=torch.int32, device=device),
+    )
+    qkv = make_qkv("randn", 2, 2, 1, M, N, 32, device=device)
+    out, expected = (ha.attention(*qkv, causal=causal, rope=r) for r in (rope, explicit))
+    assert torch.equal(out, expected)
+    case = make_case(qkv, causal, rope=rope)
+    case.assert_within_budget(out)
+
+
+@PAIRING
+@PRESET
+def test_positions_in_any_order(recipe: ha.Recipe, interleaved: bool, device: str) -> None:
+    """And more queries than keys, which need positions."""
+    generator = torch.Generator().manual_seed(0)
+    rope = dataclasses.replace(
+        tables(500, 32, interleaved=interleaved, device=device),
+        q_positions=torch.randint(0, 500, (130,), generator=generator, dtype=torch.int32).to(device),
+        k_positions=torch.randperm(500, generator=generator)[:70].to(device),
+    )
+    case = make_case(make_qkv("randn", 1, 4, 2, 130, 70, 48, device=device), recipe=recipe, rope=rope)
+    case.assert_within_budget(case.run(torch.float32)[0])
+
+
+@pytest.mark.parametrize("norm", [1.0, 1.4])
+def test_only_the_difference_of_positions_matters(norm: float, device: str) -> None:
+    qkv = make_qkv("randn", 1, 2, 2, 40, 40, 64, torch.float32, device)
+    at = torch.arange(40, device=device)
+    rope = tables(200, 64, norm=norm, device=device)
+    out, moved = (
+        ha.attention(*qkv, rope=dataclasses.replace(rope, q_positions=at + shift, k_positions=at + shift))
+        for shift in (0, 150)
+    )
+    assert relative_error(moved, out) < 0.08
+    assert relative_error(ha.attention(*qkv, rope=dataclasses.replace(rope, q_positions=at + 40)), out) > 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_dtypes(table_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    rope = tables(200, 32, norm=1.4, dtype=table_dtype, device=device)
+    case = make_case(make_qkv("randn", 1, 2, 1, 70, 200, 48, dtype, device), rope=rope)
+    out, _ = case.run()
+    assert out.dtype == dtype
+    case.assert_within_budget(out)
+
+
+@PRESET
+@pytest.mark.parametrize("layout", ["bshd", "slice_of_packed_bs3hd"])
+def test_strides(layout: str, recipe: ha.Recipe, device: str) -> None:
+    x = make_qkv("randn", 2, 9, 1, 70, 1, 48, device=device)[0]  # [2, 9, 70, 48]
+    if layout == "bshd":
+        qkv = tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in x.chunk(3, 1))
+    else:
+        # [B, S, 3, H, D]
+        qkv = tuple(part.transpose(1, 2) for part in x.transpose(1, 2).reshape(2, 70, 3, 3, 48).unbind(2))
+    rope = tables(70, 32, device=device)
+    assert not any(part.is_contiguous() for part in qkv)
+    packed = ha.quantize(*qkv, recipe=recipe, rope=rope)
+    expected = ha.quantize(*(part.contiguous() for part in qkv), recipe=recipe, rope=rope)
+    for name in ("q8", "k8", "v8", "q_descale", "k_descale", "v_descale"):
+        assert torch.equal(getattr(packed, name).float(), getattr(expected, name).float()), name
+    out = ha.attention(*(part.transpose(1, 2) for part in qkv), recipe=recipe, rope=rope, layout="bshd")
+    assert torch.equal(out.transpose(1, 2), ha.attention_quantized(expected))
+
+
+@pytest.mark.parametrize("position", [-1, 200, 2**31 - 1])
+@PRESET
+def test_position_outside_the_table(recipe: ha.Recipe, position: int, device: str) -> None:
+    """NaN are a query's row, with what shares its descale, and no other; of a key, the head's output."""
+    qkv = make_qkv("randn", 1, 2, 1, 70, 200, 32, device=device)
+    rope = tables(200, 32, device=device)
+    at, keys_at = torch.arange(130, 200, device=device), torch.arange(200, device=device)
+    clean = ha.attention(*qkv, recipe=recipe, rope=rope)
+    at[13] = position
+    out = ha.attention(*qkv, recipe=recipe, rope=dataclasses.replace(rope, q_positions=at))
+    rows = torch.arange(70, device=device)
+    bm = tile_config(32, causal=False).bm
+    outside = rows // bm == 13 // bm if recipe.q_scales == "block" else rows == 13
+    assert out[:, :, outside].isnan().all()
+    assert torch.equal(out[:, :, ~outside], clean[:, :, ~outside])
+    keys_at[13] = position
+    assert ha.attention(*qkv, recipe=recipe, rope=dataclasses.replace(rope, k_positions=keys_at)).isnan().all()
+
+
+@PAIRING
+@pytest.mark.parametrize(("D", "S"), [(16, 1), (48, 63), (80, 65), (96, 129), (128, 7), (192, 33), (256, 66)])
+@pytest.mark.parametrize("hadamard", [False, True], ids=["rope", "rope_hadamard"])
+def test_stages(hadamard: bool, D: int, S: int, interleaved: bool, device: str) -> None:
+    """What is cast, before it is: int8 rows hold 127 levels of their own largest value."""
+    rope = tables(S, D, interleaved=interleaved, device=device)
+    q, k, v = make_qkv("randn", 1, 2, 2, S, S, D, device=device)
+    recipe = ha.Recipe(qk_dtype=torch.int8, q_scales="token", k_scales="block", hadamard=hadamard)
+    packed = ha.quantize(q, k, v, recipe=recipe, rope=rope)
+    q64, _ = apply_rope_qk(q, k, rope)
+    if hadamard:
+        q64 = ha.reference.hadamard(q64)
+    cast = unpack_values(packed)["q8"][:, :, :S, :D] * unpack_descales(packed)["q_descale"].unsqueeze(3)
+    half_a_level = q64.abs().amax(3, keepdim=True) / 127 * 0.5
+    bf16 = torch.finfo(torch.bfloat16).eps if hadamard else 1e-5
+    assert torch.all((cast - q64).abs() <= half_a_level * 1.001 + bf16 * q64.norm(dim=3, keepdim=True))
+
+
+def table(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+GOOD: dict[str, Any] = {"cos": table(7, 16), "sin": table(7, 16)}
+
+#: Fields that replace good ones; for M = 5, N = 7, D = 32.
+BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "table_too_short": ({"cos": table(6, 16), "sin": table(6, 16)}, ValueError, ["6 positions", "at least N = 7"]),
+    "table_too_wide": ({"cos": table(7, 17), "sin": table(7, 17)}, ValueError, ["cos", "(7, 17)", "R <= 32"]),
+    "table_rank": ({"cos": table(1, 7, 16)}, ValueError, ["cos", "(1, 7, 16)", "[positions, R / 2]"]),
+    "empty_table": ({"cos": table(7, 0), "sin": table(7, 0)}, ValueError, ["cos", "(7, 0)"]),
+    "shapes_differ": ({"sin": table(8, 16)}, ValueError, ["sin", "(8, 16)", "cos", "(7, 16)", "equal"]),
+    "widths_differ": ({"sin": table(7, 8)}, ValueError, ["sin", "(7, 8)", "(7, 16)", "equal"]),
+    "dtype": (
+        {"cos": table(7, 16, dtype=torch.float64), "sin": table(7, 16, dtype=torch.float64)},
+        TypeError,
+        ["cos", "torch.float64", "float32"],
+    ),
+    "dtypes_differ": ({"sin": table(7, 16).float()}, TypeError, ["sin", "torch.float32", "same"]),
+    "device": ({"sin": table(7, 16).to("meta")}, ValueError, ["sin", "meta", "cpu"]),
+    "strided": ({"cos": table(16, 7).mT}, ValueError, ["cos", "contiguous"]),
+    "not_a_tensor": ({"cos": [1.0]}, TypeError, ["cos is a list", "torch.Tensor"]),
+    "positions_of_floats": ({"q_positions": torch.zeros(5)}, TypeError, ["q_positions", "int32 or int64"]),
+    "q_positions_too_many": (
+        {"q_positions": torch.zeros(7, dtype=torch.int64)},
+        ValueError,
+        ["q_positions has shape (7,)", "(5,)"],
+    ),
+    "k_positions_rank": (
+        {"k_positions": torch.zeros(1, 7, dtype=torch.int32)},
+        ValueError,
+        ["k_positions has shape (1, 7)", "(7,)"],
+    ),
+    "k_positions_device": (
+        {"k_positions": torch.zeros(7, dtype=torch.int32, device="meta")},
+        ValueError,
+        ["k_positions", "meta", "cpu"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_rope(what: str) -> None:
+    fields, error, parts = BAD[what]
+    q, k = torch.zeros(1, 2, 5, 32), torch.zeros(1, 2, 7, 32)
+    with pytest.raises(error) as raised:
+        ha.quantize(q, k, k, rope=ha.Rope(**(GOOD | fields)))
+    assert type(raised.value) is error
+    for part in parts:
+        assert part in str(raised.value)
+
+
+def test_more_queries_than_keys_need_positions() -> None:
+    q, k = torch.zeros(1, 2, 9, 32), torch.zeros(1, 2, 7, 32)
+    with pytest.raises(ValueError, match=r"q_positions is None with 9 queries and 7 keys"):
+        ha.attention(q, k, k, rope=ha.Rope(**GOOD))
+
+
+def test_not_a_rope() -> None:
+    q = torch.zeros(1, 2, 7, 32)
+    with pytest.raises(TypeError, match=r"rope is a tuple; it must be a helion_attn.Rope"):
+        ha.attention(q, q, q, rope=(table(7, 16), table(7, 16)))  # type: ignore[call-overload]
+
+
+def test_strided_channels_are_refused() -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 20, 30, 32)
+    with pytest.raises(ValueError, match=r"k has a last-dimension stride of 30; with rope it must be 1"):
+        ha.quantize(q, k.mT.contiguous().mT, v, rope=tables(30, 32, device="cpu"))
