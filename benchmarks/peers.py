@@ -15,14 +15,18 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from recipes import PER_TENSOR
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import helion_attn as ha
-from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, P_OFFSET_LOG2
+from helion_attn.numerics import DESCALE_MIN, E4M3_MAX
 
 E4M3 = torch.float8_e4m3fn
+
+#: The peers store P times this, so that e4m3 covers 2**-17..1, as this package does.
+P_SCALE = 2.0**8
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,13 @@ class Prepared:
     Attributes:
         run: launches the kernel; returns what it writes, in its own layout and dtype.
         output: views what `run` returned as [B, H, M, D], dequantised if it is FP8.
-        dequantized: the fp32 q [B, H, M, D], k and v [B, H_kv, N, D] that the kernel was really given.
+        dequantized: the fp32 q [B, H, M, D], k and v [B, H_kv, N, D] that the kernel was really given; None if these
+            are the inputs themselves.
     """
 
     run: Callable[[], Tensor]
     output: Callable[[Tensor], Tensor]
-    dequantized: Callable[[], tuple[Tensor, Tensor, Tensor]]
+    dequantized: Callable[[], tuple[Tensor, Tensor, Tensor]] | None
 
 
 Prepare = Callable[[Tensor, Tensor, Tensor, bool, float], Prepared]
@@ -57,16 +62,6 @@ def _swap_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-def _as_given(*qkv: Tensor) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """`Prepared.dequantized` of a kernel that reads the bf16 tensors themselves."""
-
-    def dequantized() -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (x.float() for x in qkv)
-        return q, k, v
-
-    return dequantized
-
-
 def _descale(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The fp32 multiplier that maps e4m3's range to that of x, reduced over `dims` (kept)."""
     return (x.abs().amax(dims, keepdim=True).float() / E4M3_MAX).clamp_min(DESCALE_MIN)
@@ -80,17 +75,37 @@ def _require_square(causal: bool, M: int, N: int, name: str) -> None:
 # --- ours -----------------------------------------------------------------------------------------
 
 
-def helion_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
-    """This package's kernel on packed FP8, with its default recipe."""
-    qkv = ha.quantize(q, k, v, recipe=ha.BALANCED)
-    run = functools.partial(ha.attention_quantized, qkv, causal=causal, sm_scale=sm_scale)
-    return Prepared(_without_lse(run), _identity, lambda: ha.dequantize(qkv))
+def helion_attn_with(recipe: ha.Recipe) -> Prepare:
+    """This package's kernel on FP8 packed by `recipe`."""
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+        qkv = ha.quantize(q, k, v, recipe=recipe)
+        run = functools.partial(ha.attention_quantized, qkv, causal=causal, sm_scale=sm_scale)
+        return Prepared(_without_lse(run), _identity, lambda: ha.dequantize(qkv))
+
+    return prepare
 
 
-def helion_attn_e2e(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+def helion_attn_e2e(recipe: ha.Recipe) -> Prepare:
     """This package from bf16 to bf16: preprocessing and kernel."""
-    run = functools.partial(ha.attention, q, k, v, causal=causal, sm_scale=sm_scale, recipe=ha.BALANCED)
-    return Prepared(_without_lse(run), _identity, lambda: ha.dequantize(ha.quantize(q, k, v)))
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+        run = functools.partial(ha.attention, q, k, v, causal=causal, sm_scale=sm_scale, recipe=recipe)
+        return Prepared(_without_lse(run), _identity, lambda: ha.dequantize(ha.quantize(q, k, v, recipe=recipe)))
+
+    return prepare
+
+
+def fp8_tensor(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """The rounding model with one descale per tensor and no more: an FP8 attention that does nothing for accuracy."""
+    run = functools.partial(ha.reference.fp8_attention, q, k, v, causal=causal, sm_scale=sm_scale, recipe=PER_TENSOR)
+
+    def dequantized() -> tuple[Tensor, Tensor, Tensor]:
+        descales = [_descale(x, (0, 1, 2, 3)) for x in (q, k, v)]
+        q32, k32, v32 = ((x / d).to(E4M3).float() * d for x, d in zip((q, k, v), descales, strict=True))
+        return q32, k32, v32
+
+    return Prepared(_without_lse(run), _identity, dequantized)
 
 
 # --- FlashAttention-3 -----------------------------------------------------------------------------
@@ -129,12 +144,22 @@ def fa3_fp8(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> P
     return Prepared(run, _swap_heads, dequantized)
 
 
-def fa3_bf16(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
-    """FlashAttention-3 in bf16."""
+def fa3_on_fp8(
+    q8: Tensor, k8: Tensor, v8: Tensor, q_descale: Tensor, k_descale: Tensor, v_descale: Tensor, causal: bool
+) -> Tensor:
+    """FlashAttention-3 on e4m3 BHSD tensors that were quantised elsewhere; descales [B, H_kv]; bf16 BHSD out."""
+    fa3 = importlib.import_module("fa3_fwd_interface")
+    bshd = [_swap_heads(x).contiguous() for x in (q8, k8, v8)]
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    return _swap_heads(fa3.flash_attn_func(*bshd, causal=causal, **descales))
+
+
+def fa3_16bit(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """FlashAttention-3 in the inputs' own 16-bit dtype."""
     fa3 = importlib.import_module("fa3_fwd_interface")
     bshd = [_swap_heads(x).contiguous() for x in (q, k, v)]
     run = functools.partial(fa3.flash_attn_func, *bshd, softmax_scale=sm_scale, causal=causal)
-    return Prepared(run, _swap_heads, _as_given(q, k, v))
+    return Prepared(run, _swap_heads, None)
 
 
 # --- cuDNN ----------------------------------------------------------------------------------------
@@ -190,7 +215,7 @@ def cudnn_fp8(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) ->
     # A row of P sums to 1 up to its rounding to e4m3 (at most 1/16), so |out| stays below 17/16 max|v|: this scale
     # cannot saturate, and outputs 1/7000 of max|v| are still normal numbers.
     descale_o = descale["v"] * (17 / 16)
-    scale_s = torch.full_like(descale_o, 2.0**P_OFFSET_LOG2)
+    scale_s = torch.full_like(descale_o, P_SCALE)
     values = {
         # The graph knows the dtype: bytes spare it a question that DLPack could not always answer for FP8.
         **{name: x.view(torch.uint8) for name, x in (*fp8.items(), ("out", out))},
@@ -215,7 +240,7 @@ def cudnn_fp8(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) ->
     return Prepared(run, lambda out8: _swap_heads(out8.float() * descale_o), dequantized)
 
 
-# --- SDPA, bf16 -----------------------------------------------------------------------------------
+# --- SDPA -----------------------------------------------------------------------------------------
 
 
 def _sdpa(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
@@ -227,7 +252,7 @@ def _sdpa(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, causa
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale, enable_gqa=enable_gqa)
 
-    return Prepared(run, _identity, _as_given(q, k, v))
+    return Prepared(run, _identity, None)
 
 
 def cudnn_bf16(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
@@ -235,20 +260,31 @@ def cudnn_bf16(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -
     return _sdpa(SDPBackend.CUDNN_ATTENTION, "cudnn_bf16", q, k, v, causal, sm_scale)
 
 
-def flash_bf16(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
-    """PyTorch SDPA's FlashAttention-2 backend in bf16."""
-    return _sdpa(SDPBackend.FLASH_ATTENTION, "flash_bf16", q, k, v, causal, sm_scale)
+def flash_16bit(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """PyTorch SDPA's FlashAttention-2 backend in the inputs' own 16-bit dtype."""
+    return _sdpa(SDPBackend.FLASH_ATTENTION, "flash_16bit", q, k, v, causal, sm_scale)
+
+
+def in_fp16(prepare: Prepare) -> Prepare:
+    """`prepare` on the same values in fp16 (the accuracy inputs, bf16 below 65504, fit)."""
+    return lambda q, k, v, causal, sm_scale: prepare(q.half(), k.half(), v.half(), causal, sm_scale)
 
 
 # --- the table ------------------------------------------------------------------------------------
 
 IMPLS: dict[str, Prepare] = {
-    "helion_attn": helion_attn,
+    "helion_attn": helion_attn_with(ha.BALANCED),
     "fa3_fp8": fa3_fp8,
     "cudnn_fp8": cudnn_fp8,
-    "fa3_bf16": fa3_bf16,
+    "fa3_bf16": fa3_16bit,
     "cudnn_bf16": cudnn_bf16,
-    "flash_bf16": flash_bf16,
+    "flash_bf16": flash_16bit,
+}
+
+#: The 16-bit baselines of FlashAttention-3's accuracy table: key -> (the impl that must be there, what runs).
+FP16_IMPLS: dict[str, tuple[str, Prepare]] = {
+    "flash_fp16": ("flash_bf16", in_fp16(flash_16bit)),
+    "fa3_fp16": ("fa3_bf16", in_fp16(fa3_16bit)),
 }
 
 #: impl -> (module that it imports, package that brings it).

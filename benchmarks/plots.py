@@ -14,11 +14,25 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
-from tables import BF16_PEERS, KINDS, LABELS, Loaded, by_impl, fastest, impls_in, rows_of, values_of
+from tables import (
+    BF16_PEERS,
+    LABELS,
+    PRESETS,
+    Loaded,
+    by_impl,
+    fastest,
+    impls_in,
+    rows_of,
+    unroped_default,
+    values_of,
+)
 
 # Colours that stay distinct without red-green vision; bf16 lighter, dashed and hatched.
 COLOURS = {
     "helion_attn": "#d1495b",
+    "fast": "#e8a0aa",
+    "balanced": "#d1495b",
+    "accurate": "#7d1d2d",
     "fa3_fp8": "#1f6fb2",
     "cudnn_fp8": "#2a9d76",
     "fa3_bf16": "#8fbfe6",
@@ -29,6 +43,9 @@ COLOURS = {
 }
 MARKERS = {
     "helion_attn": "o",
+    "fast": "v",
+    "balanced": "o",
+    "accurate": "P",
     "fa3_fp8": "s",
     "cudnn_fp8": "^",
     "fa3_bf16": "s",
@@ -51,8 +68,9 @@ STYLE: Any = {
 }
 
 
-def _line(ax: Axes, impl: str, points: dict[Any, float], at: Callable[[Any], float]) -> None:
-    ours, bf16 = impl == "helion_attn", impl in BF16_PEERS
+def line(ax: Axes, impl: str, points: dict[Any, float], at: Callable[[Any], float]) -> None:
+    """One implementation, or one of our presets."""
+    ours, bf16 = impl == "helion_attn" or impl in PRESETS, impl in BF16_PEERS
     ax.plot(
         [at(x) for x in sorted(points)],
         [points[x] for x in sorted(points)],
@@ -66,7 +84,7 @@ def _line(ax: Axes, impl: str, points: dict[Any, float], at: Callable[[Any], flo
     )
 
 
-def _bars(ax: Axes, groups: list[str], heights: dict[str, list[float | None]]) -> None:
+def bars(ax: Axes, groups: list[str], heights: dict[str, list[float | None]]) -> None:
     """Grouped bars: one group per label, one bar per implementation."""
     width = 0.82 / max(1, len(heights))
     for i, (impl, values) in enumerate(heights.items()):
@@ -76,7 +94,7 @@ def _bars(ax: Axes, groups: list[str], heights: dict[str, list[float | None]]) -
             [value for value in values if value is not None],
             width * 0.92,
             label=LABELS.get(impl, impl),
-            color=COLOURS[impl],
+            color=COLOURS.get(impl),
             hatch="///" if impl in BF16_PEERS else None,
             edgecolor="white",
             linewidth=0.4,
@@ -85,23 +103,26 @@ def _bars(ax: Axes, groups: list[str], heights: dict[str, list[float | None]]) -
     ax.grid(axis="x", visible=False)
 
 
-def _log_axis(ax: Axes, subs: tuple[float, ...] = (1.0,)) -> None:
+def log_axis(ax: Axes, subs: tuple[float, ...] = (1.0,)) -> None:
+    """Logarithmic y, ticks at `subs` times the powers of ten."""
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=subs))
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_locator(NullLocator())
 
 
-def _label(ax: Axes, x: float, y: float, text: str) -> None:
+def label(ax: Axes, x: float, y: float, text: str) -> None:
     """Text just above a bar."""
     ax.annotate(text, (x, y), (0, 2), textcoords="offset points", ha="center", fontsize=8)
 
 
-def _length(S: int) -> str:
+def length(S: int) -> str:
+    """4096 is 4k."""
     return f"{S // 1024}k" if S >= 1024 else str(S)
 
 
-def _legend(figure: Figure, axes: Iterable[Axes], columns: int = 6) -> None:
+def legend(figure: Figure, axes: Iterable[Axes], columns: int = 6) -> None:
+    """One legend for all panels, below them."""
     entries: dict[str, Any] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -121,19 +142,19 @@ def speed(loaded: Loaded) -> Figure | None:
     size = (3.9 * len(dims) + 0.3, 3.0 * len(masks) + 0.7)
     figure, axes = plt.subplots(len(masks), len(dims), figsize=size, squeeze=False, layout="constrained", sharex=True)
     lengths = [S for (S,) in values_of(rows, "N")]
-    for (causal,), line in zip(masks, axes, strict=True):
-        for (D,), ax in zip(dims, line, strict=True):
+    for (causal,), panels in zip(masks, axes, strict=True):
+        for (D,), ax in zip(dims, panels, strict=True):
             panel = [row for row in rows if (row["causal"], row["D"]) == (causal, D)]
             for impl in impls_in(panel):
                 points = {row["N"]: row["tflops"] for row in panel if row["impl"] == impl and row["tflops"] is not None}
-                _line(ax, impl, points, lengths.index)
+                line(ax, impl, points, lengths.index)
             ax.set_title(f"D = {D}, {'causal' if causal else 'full'}")
-            ax.set_xticks(range(len(lengths)), [_length(S) for S in lengths])
+            ax.set_xticks(range(len(lengths)), [length(S) for S in lengths])
             ax.set_ylim(bottom=0)
-        line[0].set_ylabel("TFLOP/s")
+        panels[0].set_ylabel("TFLOP/s")
     for ax in axes[-1]:
         ax.set_xlabel("sequence length")
-    _legend(figure, axes.flat)
+    legend(figure, axes.flat)
     return figure
 
 
@@ -150,93 +171,34 @@ def e2e(loaded: Loaded) -> Figure | None:
     dims, masks = values_of(rows, "D"), values_of(rows, "causal")
     size = (4.3 * len(dims) + 0.3, 2.8 * len(masks) + 0.7)
     figure, axes = plt.subplots(len(masks), len(dims), figsize=size, squeeze=False, layout="constrained", sharey="row")
-    for (causal,), line in zip(masks, axes, strict=True):
-        for (D,), ax in zip(dims, line, strict=True):
+    for (causal,), panels in zip(masks, axes, strict=True):
+        for (D,), ax in zip(dims, panels, strict=True):
             panel = [row for row in rows if (row["causal"], row["D"]) == (causal, D)]
             lengths = [S for (S,) in values_of(panel, "N")]
             heights: dict[str, list[float | None]] = {
                 impl: [by_impl((r for r in panel if r["N"] == S), "ms").get(impl) for S in lengths]
                 for impl in impls_in(panel)
             }
-            _bars(ax, [_length(S) for S in lengths], heights)
+            bars(ax, [length(S) for S in lengths], heights)
             for i in range(len(lengths)):
                 column = {impl: ms for impl, values in heights.items() if (ms := values[i]) is not None}
                 ours, best = column.get("helion_attn"), fastest(column, BF16_PEERS)
                 if ours is not None and best is not None:
-                    _label(ax, i, max(column.values()), f"{best / ours:.2f}x")
-            _log_axis(ax, (1.0, 2.0, 5.0))
+                    label(ax, i, max(column.values()), f"{best / ours:.2f}x")
+            log_axis(ax, (1.0, 2.0, 5.0))
             ax.margins(y=0.08)
             ax.set_title(f"D = {D}, {'causal' if causal else 'full'}")
-        line[0].set_ylabel("ms")
+        panels[0].set_ylabel("ms")
     for ax in axes[-1]:
         ax.set_xlabel("sequence length")
     figure.suptitle("From bf16 to bf16, preprocessing included; the numbers are speed-ups over the fastest bf16 kernel")
-    _legend(figure, axes.flat)
-    return figure
-
-
-def accuracy(loaded: Loaded) -> Figure | None:
-    """Kernel and total error by kind of input, one column per head dim."""
-    rows = [row for row in rows_of(loaded, "accuracy", causal=False) if row["M"] == row["N"]]
-    if not rows:
-        return None
-    dims = values_of(rows, "D")
-    kinds = [kind for kind in KINDS if any(row["input"] == kind for row in rows)]
-    figure, axes = plt.subplots(
-        2,
-        len(dims),
-        figsize=(4.3 * len(dims) + 0.3, 6.2),
-        squeeze=False,
-        layout="constrained",
-        sharey=True,
-        sharex=True,
-    )
-    errors = (("error_kernel", "kernel error"), ("error_total", "total error"))
-    for (error, label), line in zip(errors, axes, strict=True):
-        for (D,), ax in zip(dims, line, strict=True):
-            panel = [row for row in rows if row["D"] == D]
-            heights: dict[str, list[float | None]] = {
-                impl: [by_impl((r for r in panel if r["input"] == kind), error).get(impl) for kind in kinds]
-                for impl in impls_in(panel)
-            }
-            _bars(ax, kinds, heights)
-            _log_axis(ax)
-            ax.set_title(f"D = {D}, {label}")
-        line[0].set_ylabel("relative error")
-    _legend(figure, axes.flat)
-    return figure
-
-
-def long_context(loaded: Loaded) -> Figure | None:
-    """Kernel error by number of keys, V biased, both axes logarithmic."""
-    rows = [row for row in rows_of(loaded, "accuracy", input="biased_v") if row["M"] != row["N"]]
-    if not rows:
-        return None
-    dims = values_of(rows, "D")
-    figure, axes = plt.subplots(
-        1, len(dims), figsize=(3.9 * len(dims) + 0.3, 3.7), squeeze=False, layout="constrained", sharey=True
-    )
-    for (D,), ax in zip(dims, axes[0], strict=True):
-        panel = [row for row in rows if row["D"] == D]
-        for impl in impls_in(panel):
-            mine = [row for row in panel if row["impl"] == impl and row["error_kernel"] is not None]
-            _line(ax, impl, {row["N"]: row["error_kernel"] for row in mine}, float)
-        lengths = [N for (N,) in values_of(panel, "N")]
-        ax.set_xscale("log", base=2)
-        _log_axis(ax)
-        ax.set_xticks(lengths, [_length(N) for N in lengths])
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.margins(x=0.08)
-        ax.set_title(f"D = {D}")
-        ax.set_xlabel("keys")
-    axes[0][0].set_ylabel("relative error, V = |N(0, 1)| + 0.5")
-    _legend(figure, axes.flat)
+    legend(figure, axes.flat)
     return figure
 
 
 def preprocess(loaded: Loaded) -> Figure | None:
     """Time of `quantize` beside that of a copy."""
-    rows = rows_of(loaded, "preprocess", stage="preprocess")
+    rows = unroped_default(rows_of(loaded, "preprocess", stage="preprocess"))
     if not rows:
         return None
     cells = values_of(rows, "D", "N")
@@ -246,35 +208,33 @@ def preprocess(loaded: Loaded) -> Figure | None:
         return [by_impl((row for row in rows if (row["D"], row["N"]) == cell), "ms").get(impl) for cell in cells]
 
     ours = times("helion_attn")
-    _bars(
+    bars(
         ax,
-        [f"D {D}\n{_length(S)}" for D, S in cells],
+        [f"D {D}\n{length(S)}" for D, S in cells],
         {"quantize": ours, "copy of the same bytes": times("copy")},
     )
     for i, (cell, ms) in enumerate(zip(cells, ours, strict=True)):
         ratio = by_impl((row for row in rows if (row["D"], row["N"]) == cell), "copy_ratio").get("helion_attn")
         if ratio is not None and ms is not None:
-            _label(ax, i - 0.205, ms, f"{ratio:.2f}x")
+            label(ax, i - 0.205, ms, f"{ratio:.2f}x")
     ax.margins(y=0.1)
     ax.set_title("Q, K and V of 16k tokens x 2048")
     ax.set_xlabel("head dim and sequence length")
     ax.set_ylabel("ms")
-    _legend(figure, [ax])
+    legend(figure, [ax])
     return figure
 
 
 PLOTS: dict[str, Callable[[Loaded], Figure | None]] = {
     "speed": speed,
     "e2e": e2e,
-    "accuracy": accuracy,
-    "long_context": long_context,
     "preprocess": preprocess,
 }
 
 
-def draw_all(loaded: Loaded, folder: Path) -> None:
+def draw_all(draws: dict[str, Callable[[Loaded], Figure | None]], loaded: Loaded, folder: Path) -> None:
     """Writes `<folder>/<name>.png` for every plot that has data."""
-    for name, draw in PLOTS.items():
+    for name, draw in draws.items():
         with plt.rc_context(STYLE):
             figure = draw(loaded)
             if figure is not None:

@@ -14,15 +14,22 @@ from tabulate import tabulate
 Row = dict[str, Any]
 Loaded = dict[str, Row]  # suite file -> {"meta": ..., "rows": ...}
 
-#: In the order of every table and legend.
+#: In the order of every table and legend. Presets are `series` of their own.
 LABELS = {
     "helion_attn": "helion_attn",
+    "fast": "FAST",
+    "balanced": "BALANCED",
+    "accurate": "ACCURATE",
+    "fp8_tensor": "FP8, a scale per tensor",
     "fa3_fp8": "FA3 FP8",
     "cudnn_fp8": "cuDNN FP8",
     "fa3_bf16": "FA3 bf16",
     "cudnn_bf16": "cuDNN bf16",
     "flash_bf16": "FA2 bf16",
+    "fa3_fp16": "FA3 fp16",
+    "flash_fp16": "FA2 fp16",
 }
+PRESETS = ("fast", "balanced", "accurate")
 FP8_PEERS = ("fa3_fp8", "cudnn_fp8")
 KINDS = ("randn", "outlier", "sink", "biased_v")
 BF16_PEERS = ("fa3_bf16", "cudnn_bf16", "flash_bf16")
@@ -37,7 +44,7 @@ def load(folder: Path) -> Loaded:
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
         for row in content["rows"]:
-            for name in ("error_kernel", "error_total"):
+            for name in ("error_kernel", "error_total", "rmse", "max_error", "ratio"):
                 if isinstance(row.get(name), str):  # "nan" and "inf", which JSON cannot hold as numbers
                     row[name] = float(row[name])
         loaded[path.stem] = content
@@ -53,6 +60,27 @@ def rows_of(loaded: Loaded, suite: str, **wanted: Any) -> list[Row]:
 def by_impl(rows: Iterable[Row], value: str) -> dict[str, float]:
     """One field by implementation, where it was measured."""
     return {row["impl"]: row[value] for row in rows if row.get(value) is not None}
+
+
+def series(row: Row) -> str:
+    """What a line or a column stands for: the recipe of a row of ours, the implementation of another."""
+    return row["recipe"] if row["impl"] == "helion_attn" else row["impl"]
+
+
+def by_series(rows: Iterable[Row], value: str) -> dict[str, float]:
+    """One field by `series`, where it was measured."""
+    return {series(row): row[value] for row in rows if row.get(value) is not None}
+
+
+def series_in(rows: Iterable[Row], order: Iterable[str] = LABELS) -> list[str]:
+    """The series that occur in `rows` and in `order`."""
+    present = {series(row) for row in rows}
+    return [name for name in order if name in present]
+
+
+def unroped_default(rows: Iterable[Row]) -> list[Row]:
+    """Preprocessing with the default recipe and without RoPE, and the rows without a recipe."""
+    return [row for row in rows if row["recipe"] in (None, "balanced") and not row.get("rope")]
 
 
 def values_of(rows: Iterable[Row], *names: str) -> list[tuple[Any, ...]]:
@@ -98,15 +126,23 @@ class Table:
         return table
 
 
+def by_error(rows: Iterable[Row], names: list[str]) -> list[str]:
+    """ "kernel / total" of each series in `names`."""
+    rows = list(rows)
+    kernel, total = by_series(rows, "error_kernel"), by_series(rows, "error_total")
+    return [f"{error_text(kernel.get(name))} / {error_text(total.get(name))}" for name in names]
+
+
 def number(value: float | None, spec: str) -> str:
     """A figure, or a dash where it was not measured."""
     return "-" if value is None else format(value, spec)
 
 
-def _error(value: float | None) -> str:
-    return (
-        "-" if value is None else f"{value:.2g}" if value < 0.001 else f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
-    )
+def error_text(value: float | None) -> str:
+    """An error in as many digits as mean something, or a dash."""
+    if value is None:
+        return "-"
+    return f"{value:.2g}" if value < 0.001 else f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
 
 
 def speed_tables(loaded: Loaded) -> list[Table]:
@@ -128,7 +164,7 @@ def speed_tables(loaded: Loaded) -> list[Table]:
                     str(S),
                     *(number(tflops.get(impl), ".0f") for impl in impls),
                     number(ratio, ".2f"),
-                    _error(error),
+                    error_text(error),
                 ]
             )
         if body:
@@ -158,7 +194,7 @@ def e2e_tables(loaded: Loaded) -> list[Table]:
         body.append(
             ["causal" if causal else "full", str(D), str(S), number(ours, ".3f")]
             + [number(kernel.get(impl), ".3f") for impl in peers]
-            + [number(speedup, ".2f"), _error(error)]
+            + [number(speedup, ".2f"), error_text(error)]
         )
     headers = [
         "mask",
@@ -172,38 +208,9 @@ def e2e_tables(loaded: Loaded) -> list[Table]:
     return [Table("End to end from bf16 to bf16, preprocessing included, ms", headers, body)] if body else []
 
 
-def accuracy_tables(loaded: Loaded) -> list[Table]:
-    """Kernel and total error on each input."""
-    rows = [row for row in rows_of(loaded, "accuracy") if row["M"] == row["N"]]
-    impls = impls_in(rows)
-    body = []
-    order = sorted(values_of(rows, "D", "causal", "input"), key=lambda cell: (*cell[:2], KINDS.index(cell[2])))
-    for D, causal, kind in order:
-        cell = [row for row in rows if (row["D"], row["causal"], row["input"]) == (D, causal, kind)]
-        kernel, total = by_impl(cell, "error_kernel"), by_impl(cell, "error_total")
-        errors = [f"{_error(kernel.get(impl))} / {_error(total.get(impl))}" for impl in impls]
-        body.append([str(D), "causal" if causal else "full", kind, *errors])
-    length = values_of(rows, "N")[0][0] if rows else 0
-    headers = ["D", "mask", "input", *(LABELS[impl] for impl in impls)]
-    return [Table(f"Relative error, kernel / total, {length} tokens", headers, body)] if body else []
-
-
-def long_context_tables(loaded: Loaded) -> list[Table]:
-    """Kernel error by number of keys, V biased."""
-    rows = [row for row in rows_of(loaded, "accuracy", input="biased_v") if row["M"] != row["N"]]
-    impls = impls_in(rows)
-    body = []
-    for D, N in values_of(rows, "D", "N"):
-        cell = [row for row in rows if (row["D"], row["N"]) == (D, N)]
-        kernel, total = by_impl(cell, "error_kernel"), by_impl(cell, "error_total")
-        body.append([str(D), str(N), *(_error(kernel.get(i)) for i in impls), _error(total.get("helion_attn"))])
-    headers = ["D", "keys", *(LABELS[impl] for impl in impls), "our total error"]
-    return [Table("Relative kernel error, V = |N(0, 1)| + 0.5", headers, body)] if body else []
-
-
 def preprocess_tables(loaded: Loaded) -> list[Table]:
     """Time of `quantize` and memory of `attention`."""
-    rows = rows_of(loaded, "preprocess")
+    rows = unroped_default(rows_of(loaded, "preprocess"))
     body = []
     for D, S in values_of(rows, "D", "N"):
         cell = [row for row in rows if (row["D"], row["N"]) == (D, S)]

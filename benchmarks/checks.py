@@ -1,0 +1,205 @@
+"""The figures that these benchmarks are to show, and whether they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from accuracy_tables import mask
+from tables import (
+    BF16_PEERS,
+    FP8_PEERS,
+    LABELS,
+    PRESETS,
+    Loaded,
+    Row,
+    Table,
+    by_impl,
+    by_series,
+    fastest,
+    number,
+    rows_of,
+    series,
+    unroped_default,
+    values_of,
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise, and what was measured of it (None: nothing)."""
+
+    name: str
+    value: float | None
+    bound: float
+    at_least: bool = False
+
+    @property
+    def relation(self) -> str:
+        """The bound as text."""
+        return f"{'>=' if self.at_least else '<='} {self.bound:g}"
+
+    @property
+    def verdict(self) -> str:
+        """PASS, FAIL, or that there is nothing to judge."""
+        if self.value is None:
+            return "not measured"
+        # Comparisons with NaN are false, hence a NaN fails.
+        return "PASS" if (self.value >= self.bound if self.at_least else self.value <= self.bound) else "FAIL"
+
+
+SPEED_BOUNDS = {64: 1.0, 128: 0.93, 256: 0.80}
+
+
+def _on_gpu(loaded: Loaded) -> Loaded:
+    """A run on the CPU shows none of these figures."""
+    return {suite: content for suite, content in loaded.items() if content["meta"].get("gpu")}
+
+
+def _worst(values: Iterable[float | None]) -> float | None:
+    """The largest, NaN if there is one; None if nothing was measured."""
+    measured = [value for value in values if value is not None]
+    return next((value for value in measured if value != value), max(measured, default=None))
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return None if numerator is None or denominator is None else numerator / denominator
+
+
+def _figure(rows: list[Row], name: str, value: str) -> float | None:
+    """One figure of a series: NaN, which fails, where it ran and raised or was wrong."""
+    mine = [row for row in rows if series(row) == name]
+    if not mine:
+        return None
+    measured: float | None = mine[0].get(value)
+    return float("nan") if measured is None else measured
+
+
+# --- speed, memory, and the error of the default --------------------------------------------------
+
+
+def speed_checks(loaded: Loaded) -> list[Check]:
+    """The kernel's speed and error, end to end, preprocessing and memory, all with the default recipe."""
+    loaded = _on_gpu(loaded)
+    found: list[Check] = []
+    for D in SPEED_BOUNDS:
+        for causal in (False, True):
+            rows = rows_of(loaded, "accuracy", part="inputs", D=D, causal=causal, input="randn")
+            name = f"kernel error, randn, S 4096, D {D}, {mask(causal)}"
+            found.append(Check(name, by_series(rows, "error_kernel").get("balanced"), 0.026))
+    for causal, lengths in ((False, (4096, 16384)), (True, (4096,))):
+        for S in lengths:
+            for D, bound in SPEED_BOUNDS.items():
+                ms = by_impl(rows_of(loaded, "attention", stage="kernel", D=D, N=S, causal=causal), "ms")
+                # The bound is on the faster of both: with one missing there is nothing to judge.
+                peer = fastest(ms, FP8_PEERS) if all(impl in ms for impl in FP8_PEERS) else None
+                name = f"speed / faster FP8 peer, S {S}, D {D}, {mask(causal)}"
+                found.append(Check(name, _ratio(peer, ms.get("helion_attn")), bound, at_least=True))
+    for causal in (False, True):
+        for S in (4096, 8192, 16384):
+            for D in SPEED_BOUNDS:
+                cell = rows_of(loaded, "attention", D=D, N=S, causal=causal)
+                e2e = by_impl((row for row in cell if row["stage"] == "e2e"), "ms").get("helion_attn")
+                best = fastest(by_impl((row for row in cell if row["stage"] == "kernel"), "ms"), BF16_PEERS)
+                name = f"end to end / fastest bf16, S {S}, D {D}, {mask(causal)}"
+                found.append(Check(name, _ratio(best, e2e), 1.0, at_least=True))
+    rows = unroped_default(rows_of(loaded, "preprocess", impl="helion_attn"))
+    for row in rows:
+        if row["stage"] == "preprocess":
+            found.append(Check(f"preprocessing / copy, S {row['N']}, D {row['D']}", row["copy_ratio"], 2.5))
+        else:
+            ratio = row["peak_extra_bytes"] / row["packed_bytes"]
+            # 5%: partial sums of the preprocessing, and the allocator's rounding.
+            found.append(Check(f"peak extra memory / packed copies, S {row['N']}, D {row['D']}", ratio, 1.05))
+    return found
+
+
+# --- recipes --------------------------------------------------------------------------------------
+
+
+def recipe_checks(loaded: Loaded) -> list[Check]:
+    """Accuracy of the recipes, and what they cost."""
+    loaded = _on_gpu(loaded)
+    return [
+        *_rmse_checks(rows_of(loaded, "accuracy", part="rmse")),
+        *_long_checks(rows_of(loaded, "accuracy", part="long", input="biased_v", N=131072)),
+        *_criterion_checks(rows_of(loaded, "accuracy", part="criterion", impl="helion_attn")),
+        *_cost_checks(rows_of(loaded, "accuracy", part="cost", stage="e2e")),
+        *_bandwidth_checks(rows_of(loaded, "preprocess", impl="helion_attn", stage="preprocess")),
+    ]
+
+
+def _rmse_checks(rows: list[Row]) -> list[Check]:
+    found = []
+    for D, S in values_of(rows, "D", "N"):
+        cell = [row for row in rows if (row["D"], row["N"]) == (D, S)]
+        balanced, accurate = _figure(cell, "balanced", "rmse"), _figure(cell, "accurate", "rmse")
+        fa3 = by_series(cell, "rmse").get("fa3_fp8")
+        found += [
+            Check(f"RMSE, outliers, BALANCED, S {S}, D {D}", balanced, 9.1e-3),
+            Check(f"RMSE, outliers, BALANCED / FA3 FP8, S {S}, D {D}", _ratio(balanced, fa3), 1.0),
+            Check(f"RMSE, outliers, ACCURATE, S {S}, D {D}", accurate, 7e-3),
+        ]
+    return found
+
+
+def _long_checks(rows: list[Row]) -> list[Check]:
+    found = []
+    for (D,) in values_of(rows, "D"):
+        cell = [row for row in rows if row["D"] == D]
+        for preset in PRESETS:
+            worst = _worst(_figure(cell, preset, name) for name in ("error_kernel", "error_total"))
+            found.append(Check(f"error, biased V, 131072 keys, {LABELS[preset]}, D {D}", worst, 0.003))
+    return found
+
+
+def _criterion_checks(rows: list[Row]) -> list[Check]:
+    found = []
+    for (D,) in values_of(rows, "D"):
+        # A case that raised has no ratio and must not pass.
+        ratios = [row.get("ratio", float("nan")) for row in rows if row["D"] == D]
+        found.append(Check(f"FA3's FP8 test, worst of {len(ratios)} cases, D {D}", _worst(ratios), 1.0))
+    return found
+
+
+def _cost_checks(rows: list[Row]) -> list[Check]:
+    found = []
+    for D, S in values_of(rows, "D", "N"):
+        cell = [row for row in rows if (row["D"], row["N"]) == (D, S)]
+        ratio = _ratio(_figure(cell, "balanced", "ms"), _figure(cell, "fast", "ms"))
+        found.append(Check(f"end to end, BALANCED / FAST, S {S}, D {D}", ratio, 1.05))
+    return found
+
+
+def _bandwidth_checks(rows: list[Row]) -> list[Check]:
+    found = []
+    for preset in PRESETS:
+        for rope in (None, True):
+            mine = [row for row in rows if row["recipe"] == preset and row.get("rope") == rope]
+            least = min((row["copy_fraction"] for row in mine if "copy_fraction" in row), default=None)
+            name = f"quantize / copy bandwidth, {LABELS[preset]}{', RoPE' if rope else ''}, least"
+            found.append(Check(name, least, 0.75, at_least=True))
+    return found
+
+
+# --- as tables ------------------------------------------------------------------------------------
+
+
+def all_checks(loaded: Loaded) -> list[Check]:
+    """Every figure."""
+    return speed_checks(loaded) + recipe_checks(loaded)
+
+
+def _table(title: str, found: list[Check]) -> list[Table]:
+    body = [[c.name, number(c.value, ".4g"), c.relation, c.verdict] for c in found]
+    return [Table(title, ["figure", "measured", "bound", ""], body)] if body else []
+
+
+def speed_check_tables(loaded: Loaded) -> list[Table]:
+    """`speed_checks`."""
+    return _table("What must hold", speed_checks(loaded))
+
+
+def recipe_check_tables(loaded: Loaded) -> list[Table]:
+    """`recipe_checks`."""
+    return _table("What must hold of the recipes", recipe_checks(loaded))

@@ -1,0 +1,115 @@
+"""The preprocessing suite: `quantize` by recipe against a copy, and the memory that `attention` takes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from command import progress
+from harness import Results, Row, copier, copy_bandwidth, gigabytes_per_second, nbytes, result_row, time_interleaved
+from peers import helion_attn_e2e
+from problem import Options, workload
+from recipes import DEFAULT, PRESETS, RECIPES
+from torch import Tensor
+
+import helion_attn as ha
+from helion_attn.testing import make_qkv
+from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
+
+#: The head dim at which the presets are also timed with RoPE.
+ROPE_DIM = 128
+
+
+def workloads(options: Options) -> list[Workload]:
+    """16k tokens x hidden 2048 in long and in short sequences."""
+    if options.device.type == "cpu":
+        return [workload(1, 2, 128, 128, D) for D in options.dims]
+    lengths = (4096,) if options.quick else (4096, 16384)
+    return [workload(BENCH_TOKENS // S, BENCH_HIDDEN // D, S, S, D) for D in options.dims for S in lengths]
+
+
+def rope_tables(S: int, D: int, device: torch.device) -> ha.Rope:
+    """RoFormer's angles for S positions, all channels rotated."""
+    frequency = 10000.0 ** (-torch.arange(0, D, 2, device=device) / D)
+    angle = torch.arange(S, device=device)[:, None] * frequency  # [S, D / 2]
+    return ha.Rope(angle.cos(), angle.sin())
+
+
+def bytes_read(q: Tensor, k: Tensor, v: Tensor, recipe: ha.Recipe, rope: ha.Rope | None) -> int:
+    """Bytes of each tensor times the passes over it that the recipe needs.
+
+    A scale that more than a block shares, or a mean, is known only after a pass over all of it; the cast is another.
+    """
+    q_passes = 1 if recipe.q_scales in ("token", "block") else 2
+    k_passes = 1 if recipe.k_scales == "block" and not recipe.smooth_k else 2
+    v_passes = 2  # V's scales are a channel's or more
+    tables = 0 if rope is None else nbytes(rope.cos, rope.sin)
+    return q_passes * nbytes(q) + k_passes * nbytes(k) + v_passes * nbytes(v) + tables
+
+
+def bytes_written(q: Tensor, k: Tensor, v: Tensor, recipe: ha.Recipe) -> int:
+    """Bytes of the packed tensors, descales and means included."""
+    packed = ha.quantize(q, k, v, recipe=recipe)
+    return nbytes(*(x for x in vars(packed).values() if isinstance(x, Tensor)))
+
+
+def run(options: Options, results: Results) -> None:
+    """The suite."""
+    for w in progress(workloads(options), "preprocess"):
+        q, k, v = make_qkv("randn", w.B, w.H, w.H_kv, w.M, w.N, w.D, torch.bfloat16, options.device, seed=0)
+        results.add(*_quantize_rows(w, q, k, v, options))
+        if options.device.type == "cuda":
+            results.add(_memory_row(w, q, k, v))
+    if options.device.type == "cuda":
+        results.meta["copy_gbs"] = copy_bandwidth(2**30, options.device)
+        results.add()
+
+
+def _quantize_rows(w: Workload, q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[Row]:
+    rope = rope_tables(w.N, w.D, options.device)
+    cases: dict[tuple[str, bool], ha.Rope | None] = {(name, False): None for name in RECIPES}
+    if w.D == ROPE_DIM or options.device.type == "cpu":
+        cases |= {(name, True): rope for name in PRESETS}
+    runs: dict[tuple[str, bool], Callable[[], object]] = {
+        (name, roped): functools.partial(ha.quantize, q, k, v, recipe=RECIPES[name], rope=given)
+        for (name, roped), given in cases.items()
+    }
+    ms = time_interleaved({**runs, ("copy", False): copier(q, k, v)}, options.device, options.repeats)
+    size, copy_ms = nbytes(q, k, v), ms.pop(("copy", False))
+    copy_gbs = gigabytes_per_second(2 * size, copy_ms)
+    rows = [result_row("copy", w, "preprocess", "randn", ms=copy_ms, gbs=copy_gbs)]
+    for (name, roped), given in cases.items():
+        written = bytes_written(q, k, v, RECIPES[name])
+        moved = bytes_read(q, k, v, RECIPES[name], given) + written
+        gbs = gigabytes_per_second(moved, ms[name, roped])
+        rows.append(
+            result_row(
+                "helion_attn",
+                w,
+                "preprocess",
+                "randn",
+                recipe=name,
+                ms=ms[name, roped],
+                rope=roped or None,
+                copy_ratio=ms[name, roped] / copy_ms,
+                gbs=gigabytes_per_second(size + written, ms[name, roped]),
+                moved_bytes=moved,
+                moved_gbs=gbs,
+                copy_fraction=gbs / copy_gbs,
+            )
+        )
+    return rows
+
+
+def _memory_row(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> Row:
+    run = helion_attn_e2e(ha.BALANCED)(q, k, v, False, w.D**-0.5).run
+    run()  # what is allocated once and kept is no part of the peak
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = run()
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before - nbytes(out)
+    packed = bytes_written(q, k, v, ha.BALANCED)
+    return result_row("helion_attn", w, "e2e", "randn", recipe=DEFAULT, peak_extra_bytes=extra, packed_bytes=packed)

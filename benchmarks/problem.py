@@ -1,0 +1,157 @@
+"""One cell of a suite: inputs with their right answer, and a checked run of one implementation on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from harness import Row, result_row
+from peers import IMPLS, Prepare, Prepared, helion_attn_e2e, helion_attn_with
+from recipes import RECIPES
+from torch import Tensor
+
+import helion_attn as ha
+from helion_attn.testing import make_qkv, relative_error
+from helion_attn.workloads import Workload
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line chose.
+
+    Attributes:
+        device: that is measured.
+        quick: a few cells only.
+        repeats: timed rounds per cell.
+        impls: of `peers.IMPLS`, those that can run and were asked for.
+        dims: head dims.
+        workers: processes that measure errors beside this one, 0 for none.
+    """
+
+    device: torch.device
+    quick: bool
+    repeats: int
+    impls: list[str]
+    dims: tuple[int, ...]
+    workers: int
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What a row measures.
+
+    Attributes:
+        impl: its name.
+        prepare: makes it ready for one set of inputs.
+        recipe: a key of `recipes.RECIPES`, if it is ours.
+        stage: "kernel" or "e2e".
+    """
+
+    impl: str
+    prepare: Prepare
+    recipe: str | None = None
+    stage: str = "kernel"
+
+
+def ours(options: Options, recipes: list[str], stage: str = "kernel") -> list[Contender]:
+    """This package by recipe, if it was asked for."""
+    make = helion_attn_with if stage == "kernel" else helion_attn_e2e
+    names = recipes if "helion_attn" in options.impls else []
+    return [Contender("helion_attn", make(RECIPES[name]), name, stage) for name in names]
+
+
+def others(options: Options, impls: list[str] | None = None) -> list[Contender]:
+    """The peers, or those named, as far as they were asked for."""
+    names = [name for name in options.impls if name != "helion_attn" and (impls is None or name in impls)]
+    return [Contender(name, IMPLS[name]) for name in names]
+
+
+def workload(B: int, H: int, M: int, N: int, D: int, causal: bool = False) -> Workload:
+    """An untagged one, as many KV heads as heads."""
+    mask = "causal" if causal else "full"
+    return Workload(f"b{B}_h{H}_m{M}_n{N}_d{D}_{mask}", B, H, H, M, N, D, causal, frozenset())
+
+
+def oracle(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """The fp64 oracle's output."""
+    expected = ha.reference.attention(q, k, v, causal=causal)
+    assert isinstance(expected, Tensor)
+    return expected
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs, and the answer on some of the query rows.
+
+    Attributes:
+        workload: the shape.
+        kind: of input.
+        q, k, v: BHSD.
+        batches: that are checked.
+        rows: the query rows that are checked. With a causal mask they must be the last ones, with which a
+            shorter Q stays aligned bottom-right.
+        expected: the fp64 oracle on these.
+    """
+
+    workload: Workload
+    kind: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    batches: slice
+    rows: slice
+    expected: Tensor
+
+    def errors(self, prepared: Prepared, out: Tensor) -> dict[str, float]:
+        """`error_kernel`, `error_total` and `rmse` of what `prepared.run` returned."""
+        out = prepared.output(out)[self.batches, :, self.rows]
+        given = self.expected
+        if prepared.dequantized is not None:
+            q, k, v = prepared.dequantized()
+            given = oracle(q[self.batches, :, self.rows], k[self.batches], v[self.batches], self.workload.causal)
+        return {
+            "error_kernel": relative_error(out, given),
+            "error_total": relative_error(out, self.expected),
+            "rmse": (out.double() - self.expected).square().mean().sqrt().item(),
+        }
+
+
+def problem_of(w: Workload, kind: str, q: Tensor, k: Tensor, v: Tensor, checked_rows: int | None = None) -> Problem:
+    """A problem of these inputs; `checked_rows` limits what is compared with the oracle, which is what that costs."""
+    batches = rows = slice(None)
+    if checked_rows is not None and checked_rows < w.M:
+        batches = slice(None, None, max(1, w.B - 1))
+        # The last rows under a causal mask, else an odd stride, which meets every position within a query block.
+        rows = slice(w.M - checked_rows, None) if w.causal else slice(None, None, w.M // checked_rows | 1)
+    return Problem(w, kind, q, k, v, batches, rows, oracle(q[batches, :, rows], k[batches], v[batches], w.causal))
+
+
+def make_problem(w: Workload, kind: str, options: Options, checked_rows: int | None = None) -> Problem:
+    """bf16 inputs for `w`."""
+    q, k, v = make_qkv(kind, w.B, w.H, w.H_kv, w.M, w.N, w.D, torch.bfloat16, options.device, seed=0)
+    return problem_of(w, kind, q, k, v, checked_rows)
+
+
+def first_line(error: Exception) -> str:
+    """The type and the first line, for a row."""
+    text = str(error).strip() or type(error).__name__
+    return f"{type(error).__name__}: {text.splitlines()[0][:200]}"
+
+
+def check(contender: Contender, problem: Problem, **extra: Any) -> tuple[Row, Callable[[], Tensor] | None]:
+    """Runs one contender once: its row, not timed yet, and what to time (None if it failed).
+
+    Args:
+        contender: what runs.
+        problem: on what.
+        **extra: further fields of the row.
+    """
+    w, kind, c = problem.workload, problem.kind, contender
+    try:
+        prepared = c.prepare(problem.q, problem.k, problem.v, w.causal, w.D**-0.5)
+        extra |= problem.errors(prepared, prepared.run())
+    except Exception as error:  # one implementation's failure is a result, not the end of the run
+        return result_row(c.impl, w, c.stage, kind, recipe=c.recipe, error_message=first_line(error), **extra), None
+    return result_row(c.impl, w, c.stage, kind, recipe=c.recipe, **extra), prepared.run
