@@ -24,7 +24,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "int8_qk": {"qk_dtype": torch.int8, "k_scales": "block"},
     "v_channel": {"v_scales": "channel"},
     "q_head": {"q_scales": "head"},
-    "q_token": {"q_scales": "token"},
+    "q_block": {"q_scales": "block"},
     "e5m2_pv": {"pv_dtype": torch.float8_e5m2},
     "p_offset_0": {"p_offset_log2": 0},
     "no_centring": {"center_v": False},

@@ -122,7 +122,7 @@ def pack(
     channels[:, :, :D] = v_scale.unsqueeze(2) if v_scale.dim() == 2 else v_scale
     heads = k_scale.expand(B, H_kv).unsqueeze(2).contiguous()
     descales = (rows.view(B, H, -1, tile.bm), heads, channels, torch.zeros_like(channels), None, None)
-    recipe = Recipe(q_scales="token", center_v=False)
+    recipe = Recipe(center_v=False)
     return QuantizedQKV(q8, k8, v8, *descales, M, N, D, dtype, layout, recipe)
 
 

@@ -209,7 +209,7 @@ def fp8_attn_fwd(
 
         # [bm, D_pad]
         q_tile = q8[bh, m_block, :, :]
-        # A scalar where it can be: rows of their own cost the kernel 4 % at D_pad = 256.
+        # [bm], or a scalar for one a block
         if q_row_descales:
             q_scale_log2 = hl.load(q_descale, [bh, m_block, hl.arange(bm)]) * sm_scale_log2
         else:

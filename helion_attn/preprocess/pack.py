@@ -11,6 +11,7 @@ infinity, and so every score, or every output, that depends on it NaN: nothing s
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -202,8 +203,14 @@ def pack(
 
 
 @functools.cache
-def kernel(is_cuda: bool, num_warps: int, pipelined: bool, q_per_block: bool, k_per_block: bool) -> helion.Kernel[None]:
-    """The kernel for the device."""
+def kernel(
+    is_cuda: bool, num_warps: int, pipelined: bool, q_per_block: bool, k_per_block: bool, variant: Hashable
+) -> helion.Kernel[None]:
+    """The kernel for the device.
+
+    One object for each `variant`, the other specialisations: an object whose specialisation alternates between calls
+    costs 300 us of dispatch.
+    """
     if not is_cuda:
         return interpreted(pack)
     in_flight = 2 if pipelined else 1
@@ -279,7 +286,8 @@ def launch(
     num_warps = 8 if rope.pairing or two_terms else 4
     # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
     pipelined = num_warps == 4 and source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
-    kernel(like.is_cuda, num_warps, pipelined, q_per_block, k_per_block)(
+    variant = (specialisations, D_pad, dtype, qk_dtype, pv_dtype, rope.cos.dtype)
+    kernel(like.is_cuda, num_warps, pipelined, q_per_block, k_per_block, variant)(
         *source.flat, stats.q_amax, stats.k_amax, stats.v_amax, stats.k_mean, stats.v_mean, *tables, *outputs,
         m_tiles, n_tiles, stats.q_parts, stats.k_parts, H, H_kv, source.M, source.N, *source.steps,
         rope.table_rows, factor, norm, *specialisations,

@@ -12,6 +12,7 @@ The three tensors are top-level loops of one kernel, which Helion makes one laun
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -184,8 +185,8 @@ def means(
 
 
 @functools.cache
-def kernels(is_cuda: bool, pipelined: bool) -> tuple[helion.Kernel[None], helion.Kernel[None]]:
-    """`(first_pass, means)` for the device."""
+def kernels(is_cuda: bool, pipelined: bool, variant: Hashable) -> tuple[helion.Kernel[None], helion.Kernel[None]]:
+    """`(first_pass, means)` for the device; objects of their own for each `variant`, as in `pack.kernel`."""
     if not is_cuda:
         return interpreted(first_pass), interpreted(means)
     # Three steps in flight in each of the three loops; unpipelined, 22 us of loads take 28. With RoPE the same would
@@ -248,13 +249,16 @@ def launch(
     v_mean, v_amax = like.new_empty(kv_heads, D_pad), like.new_empty(kv_heads, D_pad)
     k_mean = like.new_empty((kv_heads, D_pad) if smooth_k else (1, 1))
     is_cuda = v_mean.is_cuda
-    run_first_pass, run_means = kernels(is_cuda, rope.pairing == NO_ROPE)
+    specialisations = (
+        *source.d_steps, source.unit, source.D, step, smooth_k, rope.rotary, rope.pairing if q_parts else NO_ROPE,
+        rope.pairing if k_parts else NO_ROPE, *rope.explicit, is_cuda,
+    )  # fmt: skip
+    variant = (specialisations, D_pad, source.flat[0].dtype, rope.cos.dtype, center_v)
+    run_first_pass, run_means = kernels(is_cuda, rope.pairing == NO_ROPE, variant)
     run_first_pass(
         *source.flat, q_amax, k_amax, k_sum, v_stats, rope.cos, rope.sin, rope.q_positions, rope.k_positions,
-        q_parts, k_parts, v_parts,
-        source.H, source.H_kv, source.M, source.N, *source.steps, rope.table_rows, *source.d_steps, source.unit,
-        source.D, step, smooth_k, rope.rotary, rope.pairing if q_parts else NO_ROPE,
-        rope.pairing if k_parts else NO_ROPE, *rope.explicit, is_cuda,
+        q_parts, k_parts, v_parts, source.H, source.H_kv, source.M, source.N, *source.steps, rope.table_rows,
+        *specialisations,
     )  # fmt: skip
     run_means(k_sum, v_stats, k_mean, v_mean, v_amax, k_parts, v_parts, source.N, MEAN_CHANNELS, smooth_k, center_v)
     if q_scales == "tensor":
