@@ -23,18 +23,11 @@ FORMAT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX, torch.
 #: What the kernel's int8 scores are too large by: 1.5 * 2**23, from where on floats are the integers.
 INT8_SCORE_BIAS = 12582912.0
 
-#: P is stored as P * 2**P_OFFSET_LOG2. Its maximum, 1, becomes 256, the largest power of two in e4m3, and its
-#: smallest subnormal, 2**-9, stands for 2**-17.
-P_OFFSET_LOG2 = 8.0
-
 #: The largest offset by P's dtype, which is also the default: 2**15 is the largest power of two in e5m2.
 MAX_P_OFFSET_LOG2 = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
 #: A descale is at least this, so that its reciprocal stays finite when a head is all zeros (or all subnormal).
 DESCALE_MIN = 2.0**-126
 
-#: The smallest block of a Hadamard rotation; its head dims are multiples of it.
-MIN_HADAMARD_BLOCK = 16
-
-#: The largest: its matrix takes 32 KB of a kernel's shared memory, the next one 128.
+#: The largest block of a Hadamard rotation: its matrix takes 32 KB of a kernel's shared memory, the next one 128.
 MAX_HADAMARD_BLOCK = 128

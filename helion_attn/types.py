@@ -35,7 +35,8 @@ class Recipe:
         v_scales: all of V ("tensor"), a head, or a channel of a head over all keys.
         hadamard: rotate Q and K over the head dim, by random signs and a Hadamard matrix (QuIP, arXiv:2307.13304;
             FlashAttention-3, arXiv:2407.08608, section 3.3). Q K^T is the same, and an outlier is spread over all
-            channels of a block: as many as the largest power of two, from 16 to 128, that divides the head dim.
+            channels of a block: as many as the largest power of two up to 128 that divides the head dim. An odd
+            head dim only has its signs changed.
         hadamard_seed: of the signs.
         smooth_k: subtract K's mean over keys, per (batch, KV head, channel), before quantising (SageAttention,
             arXiv:2410.02367). It moves all scores of a row alike; `lse` is corrected.

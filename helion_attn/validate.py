@@ -7,7 +7,6 @@ import math
 import torch
 
 from helion_attn.configs import MAX_TWO_LEVEL_D
-from helion_attn.numerics import MIN_HADAMARD_BLOCK
 from helion_attn.types import QuantizedQKV, Recipe, Rope
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,11 +46,6 @@ def check_recipe(recipe: Recipe, D: int) -> None:
     """Accept a `Recipe` that heads of size D can have."""
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe, such as helion_attn.BALANCED")
-    if recipe.hadamard and (D & -D) < MIN_HADAMARD_BLOCK:
-        raise ValueError(
-            f"recipe has hadamard=True and the head dim is {D}, whose largest power-of-two divisor is {D & -D}; it "
-            f"must be at least {MIN_HADAMARD_BLOCK}"
-        )
     if recipe.promote_every == 1 and D > MAX_TWO_LEVEL_D:
         raise ValueError(
             f"recipe has promote_every=1 and the head dim is {D}; above {MAX_TWO_LEVEL_D} the fp32 sum has no "

@@ -136,16 +136,6 @@ TENSORS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
     "layout_none": ({"layout": None}, ValueError, ["layout is None", "('bhsd', 'bshd')"]),
     "recipe_string": ({"recipe": "balanced"}, TypeError, ["recipe is 'balanced'", "helion_attn.Recipe"]),
     "recipe_class": ({"recipe": ha.Recipe}, TypeError, ["recipe is <class", "helion_attn.Recipe"]),
-    "hadamard_of_100": (
-        {name: zeros(1, 1, 3, 100) for name in "qkv"},
-        ValueError,
-        ["hadamard=True and the head dim is 100", "power-of-two divisor is 4", "at least 16"],
-    ),
-    "hadamard_of_24": (
-        {name: zeros(1, 1, 3, 24) for name in "qkv"} | {"recipe": ha.ACCURATE},
-        ValueError,
-        ["hadamard=True and the head dim is 24", "power-of-two divisor is 8", "at least 16"],
-    ),
     "promote_every_1_at_192": (
         {name: zeros(1, 1, 3, 192) for name in "qkv"} | {"recipe": ha.Recipe(promote_every=1)},
         ValueError,

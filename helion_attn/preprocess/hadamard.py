@@ -12,19 +12,12 @@ import functools
 
 import torch
 
-from helion_attn.numerics import MAX_HADAMARD_BLOCK, MIN_HADAMARD_BLOCK
+from helion_attn.numerics import MAX_HADAMARD_BLOCK
 
 
 def hadamard_block(D: int) -> int:
-    """The largest power of two, up to 128, that divides D: how many channels are mixed.
-
-    Raises:
-        ValueError: it is less than 16.
-    """
-    block = min(D & -D, MAX_HADAMARD_BLOCK)
-    if block < MIN_HADAMARD_BLOCK:
-        raise ValueError(f"D is {D}, with {block} its largest power-of-two divisor; hadamard needs at least 16")
-    return block
+    """The largest power of two, up to 128, that divides D: how many channels are mixed. 1, none, for an odd D."""
+    return min(D & -D, MAX_HADAMARD_BLOCK)
 
 
 def _signs(D: int, seed: int) -> torch.Tensor:
@@ -44,14 +37,11 @@ def hadamard_matrix(D: int, seed: int = 0) -> torch.Tensor:
     """The rotation as a matrix: `x @ hadamard_matrix(D)` is what `Recipe(hadamard=True)` makes of Q's and K's rows.
 
     Args:
-        D: head dim, a multiple of 16.
+        D: head dim.
         seed: of the signs.
 
     Returns:
         fp32 [D, D], orthogonal.
-
-    Raises:
-        ValueError: D is not a multiple of 16.
     """
     block = hadamard_block(D)
     blocks = torch.block_diag(*[_sylvester(block)] * (D // block))

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from helion_attn.numerics import MAX_HADAMARD_BLOCK, MIN_HADAMARD_BLOCK
+from helion_attn.numerics import MAX_HADAMARD_BLOCK
 
 
 def hadamard_block(D: int) -> int:
-    """How many channels are mixed: the largest power of two that divides D, at most 128.
-
-    Raises:
-        ValueError: D is not a positive multiple of 16.
-    """
-    if D < 1 or D % MIN_HADAMARD_BLOCK:
-        raise ValueError(
-            f"D is {D}; a Hadamard rotation needs a multiple of {MIN_HADAMARD_BLOCK} (other head dims: hadamard=False)"
-        )
+    """How many channels are mixed: the largest power of two that divides D, at most 128; 1, none, for an odd D."""
     return min(D & -D, MAX_HADAMARD_BLOCK)
 
 
@@ -27,11 +19,8 @@ def hadamard_matrix(D: int, seed: int = 0) -> torch.Tensor:
     `torch.randint(0, 2, (D,), generator=torch.Generator().manual_seed(seed)) * 2 - 1`.
 
     Args:
-        D: head dim, a multiple of 16.
+        D: head dim.
         seed: of the signs.
-
-    Raises:
-        ValueError: D is not a positive multiple of 16.
     """
     block = hadamard_block(D)
     # [block, block]; entry (i, j) is -1 where i and j share an odd number of bits.
@@ -46,10 +35,7 @@ def hadamard(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """`x @ hadamard_matrix(D, seed)` in fp64.
 
     Args:
-        x: [..., D], any floating dtype and device; D a multiple of 16.
+        x: [..., D], any floating dtype and device.
         seed: of the signs.
-
-    Raises:
-        ValueError: D is not a multiple of 16.
     """
     return x.double() @ hadamard_matrix(x.size(-1), seed).to(x.device)

@@ -120,7 +120,7 @@ def quantize(
         rope: applied to q and k first.
 
     Raises:
-        ValueError: `recipe.hadamard`, and D is not a multiple of 16; or the table of `rope` is too small, or it has no
+        ValueError: the table of `rope` is too small, or it has no
             `q_positions` and M is more than N.
     """
     tile = tile_config(padded_head_dim(q.size(3)), causal=False)
