@@ -111,9 +111,9 @@ def test_attention(D: int, causal: bool, device: str) -> None:
     assert out.dtype == torch.float16
     q, k, v = (multiplied(x8, descale) for x8, descale in zip(qkv, descales, strict=True))
     oracle, oracle_lse = ha.reference.attention(q, k, v, causal=causal, return_lse=True)
-    # Only P is rounded: by at most 2**-4, uniformly, unbiased, and averaged over the few keys of the first rows.
-    assert relative_error(out, oracle) < 2**-4 / 3**0.5
-    assert relative_error(lse, oracle_lse) < 2**-15
+    # Only P is rounded: by at most 2**-4, unbiased, and averaged over keys.
+    assert relative_error(out, oracle) < 2**-5
+    assert relative_error(lse, oracle_lse) < 1e-5
 
 
 def test_what_quantize_packs_packs_the_same(device: str) -> None:
