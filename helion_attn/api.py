@@ -122,7 +122,7 @@ def pack(
     channels[:, :, :D] = v_scale.unsqueeze(2) if v_scale.dim() == 2 else v_scale
     heads = k_scale.expand(B, H_kv).unsqueeze(2).contiguous()
     descales = (rows.view(B, H, -1, tile.bm), heads, channels, torch.zeros_like(channels), None, None)
-    recipe = Recipe(center_v=False)
+    recipe = Recipe(center_v=False, v_scales="channel" if v_scale.dim() == 3 else "head")
     return QuantizedQKV(q8, k8, v8, *descales, M, N, D, dtype, layout, recipe)
 
 
@@ -191,6 +191,7 @@ def attention_quantized(
     out, lse = torch.ops.helion_attn.fp8_attn_fwd(
         *packed, qkv.M, qkv.N, qkv.D, causal, float(scale), qkv.layout == "bshd", dtype,
         recipe.p_offset, recipe.promote_every, recipe.q_scales == "token", recipe.k_scales == "block",
+        recipe.v_scales == "channel",
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -25,7 +25,8 @@ torch.library.define(
     "helion_attn::fp8_attn_fwd",
     "(Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor v_mean, "
     "Tensor? lse_shift, SymInt m_len, SymInt n_len, SymInt d, bool causal, float sm_scale, bool bshd, "
-    "ScalarType out_dtype, int p_offset_log2, int? promote_every, bool q_row_descales, bool k_block_descales) "
+    "ScalarType out_dtype, int p_offset_log2, int? promote_every, bool q_row_descales, bool k_block_descales, "
+    "bool v_channel_descales) "
     "-> (Tensor, Tensor)",
 )
 
@@ -152,12 +153,13 @@ def _fp8_attn_fwd(
     promote_every: int | None,
     q_row_descales: bool,
     k_block_descales: bool,
+    v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.kernels.fp8_attn_fwd import launch
 
     out, lse = _empty_outputs(q_descale, m_len, d, bshd, out_dtype)
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift)
-    numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales)
+    numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales)
     launch(*packed, out, lse, m_len, n_len, causal, sm_scale, bshd, *numerics)
     return out, lse
 
@@ -183,5 +185,6 @@ def _(
     promote_every: int | None,
     q_row_descales: bool,
     k_block_descales: bool,
+    v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_outputs(q_descale, m_len, d, bshd, out_dtype)

@@ -108,6 +108,7 @@ def precompile(tile: TileConfig) -> dict[str, Any]:
             module.launch(
                 *tensors[:7], None, *tensors[7:], S, S, tile.causal, tile.D_pad**-0.5, False,
                 recipe.p_offset, recipe.promote_every, recipe.q_scales == "token", recipe.k_scales == "block",
+                recipe.v_scales == "channel",
             )  # fmt: skip
 
     try:
@@ -136,6 +137,7 @@ def measure(tile: TileConfig) -> float:
     args = module.kernel_args(
         *packed, *descales, v_mean, None, out, lse, S, S, tile.causal, tile.D_pad**-0.5, False,
         FAST.p_offset, tile.two_level, FAST.q_scales == "token", FAST.k_scales == "block",
+                FAST.v_scales == "channel",
     )  # fmt: skip
     kernel = module.compiled(module.fp8_attn_fwd, module.helion_config(tile))
     return do_bench(lambda: kernel(*args), warmup=50, rep=300, return_mode="median")

@@ -78,7 +78,8 @@ def test_dequantize_is_exact(q_shape: str, k_shape: str, v_shape: str, layout: s
     for x, x8, descale in zip(ha.dequantize(packed), (q, k, v), descales.values(), strict=True):
         assert torch.equal(x, multiplied(x8, descale))
     assert (packed.layout, packed.dtype) == (layout, torch.bfloat16)
-    assert packed.recipe == ha.Recipe(q_scales="token", center_v=False)
+    v_scales = "channel" if v_shape == "channels" else "head"
+    assert packed.recipe == ha.Recipe(q_scales="token", v_scales=v_scales, center_v=False)
     for name, x in unpack_values(packed).items():
         S = packed.M if name == "q8" else packed.N
         assert torch.all(x[:, :, S:] == 0)
