@@ -7,6 +7,7 @@ import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,27 @@ CHOICES = {
 @pytest.mark.parametrize("choice", CHOICES)
 def test_single_choices(choice: str) -> None:
     assert_8_bit_attention(compile_attention(64, True, recipe=CHOICES[choice]), tile_config(64, True))
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "window": {"window": (100, 100)},
+    "window_causal": {"window": (100, -1), "causal": True},
+    "softcap": {"softcap": 50.0},
+    "sinks": {"sinks": True},
+    "everything": {"window": (100, -1), "causal": True, "softcap": 50.0, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.ACCURATE], ids=["fast", "accurate"])
+@pytest.mark.parametrize("D", SUPPORTED_D)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_and_sinks(name: str, D: int, recipe: ha.Recipe) -> None:
+    options = dict(MASKS[name])
+    tile = tile_config(D, "window" in options)
+    kernel = compile_attention(D, options.pop("causal", False), recipe=recipe, **options)
+    assert_8_bit_attention(kernel, tile, recipe)
+    assert kernel.registers <= tile.max_registers
+    assert kernel.ctas_per_sm >= tile.ctas_per_sm
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

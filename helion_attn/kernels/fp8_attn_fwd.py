@@ -20,7 +20,7 @@ accumulator registers are, in place, the A operand of the second product: `inter
 
 Key blocks that every row of the query block sees whole run in a loop without masks. Those at an edge of what is visible
 (diagonal, ragged end, a window's two sides) run in a loop of their own, and those beyond are never loaded. The order of
-the blocks does not matter to the online softmax, so that one masked loop serves both edges, the right one first.
+the blocks does not matter to the online softmax, so that one masked loop serves both edges.
 
 Three specialisations more, which cost nothing where they are not asked for. A window (Longformer, arXiv:2004.05150;
 Mistral 7B, arXiv:2310.06825) moves the two edges; causality is a right edge of 0. A softcap (Gemma 2, arXiv:2408.00118)
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda
     return hl.dot(q_tile, k_tile)
 
 
-def scaled(s: torch.Tensor, qk_scale_log2: torch.Tensor | float, q_row_descales: hl.constexpr) -> torch.Tensor:
+def scaled(s: torch.Tensor, qk_scale_log2: torch.Tensor, q_row_descales: hl.constexpr) -> torch.Tensor:
     """Scores [bm, bn] times a scale, a row's [bm] or the block's []."""
     if q_row_descales:
         return s * qk_scale_log2.unsqueeze(1)
@@ -77,7 +78,7 @@ def softmax_input(
     add_shift: hl.constexpr,
     has_softcap: hl.constexpr,
     is_cuda: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor | float]:
+) -> tuple[torch.Tensor, Any]:
     """Scores, and what they are still to be multiplied by: as they are, or with a softcap their tanh."""
     if not has_softcap:
         return s, qk_scale
@@ -112,7 +113,7 @@ def visible_keys(
 
 def online_softmax_step(
     s: torch.Tensor,  # [bm, bn]
-    qk_scale_log2: torch.Tensor | float,  # [bm] or []
+    qk_scale_log2: torch.Tensor,  # [bm] or []
     m_i: torch.Tensor,  # [bm]
     l_i: torch.Tensor,  # [bm, l_lanes]
     bm: int,
@@ -290,17 +291,16 @@ def fp8_attn_fwd(
         else:
             n_first_row = n_len
             n_last_row = n_len
-        # Blocks n_left .. n_full are seen whole; n_begin .. n_left and n_full .. n_end in part.
+        # Blocks n_left .. n_full are seen whole; those from n_begin and those up to n_end in part. Helion substitutes
+        # these expressions into each other, and a min or max writes each argument twice: keep them flat.
         n_full = n_first_row // bn
         n_end = (n_last_row + bn - 1) // bn
         if has_left:
-            n_begin = min(max(0, diagonal - left) // bn, n_end)
-            n_left = min((max(0, diagonal - left + bm - 1) + bn - 1) // bn, n_end)
-            n_full = max(n_full, n_left)
+            n_begin = max(0, diagonal - left) // bn
+            n_left = (max(0, diagonal - left + bm - 1) + bn - 1) // bn
         else:
             n_begin = 0
             n_left = 0
-
         # [bm, D_pad]
         q_tile = q8[bh, m_block, :, :]
         # [bm], or a scalar for one a block
@@ -358,14 +358,16 @@ def fp8_attn_fwd(
             )
             acc = accumulate(acc, alpha, p8, v_tile, two_level, is_cuda)
 
-        for step in hl.grid(n_full, n_end + n_left - n_begin):
+        whole = max(0, n_full - n_left)
+        for step in hl.grid(n_begin + whole, n_end):
             if has_left:
-                # From n_end on, the left edge's blocks.
-                j_masked = step - (n_end - n_begin) * max(0, min(1, step - n_end + 1))
+                # The blocks before the whole ones, then those after them.
+                j_masked = step - whole * max(0, min(1, n_left + whole - step))
             else:
                 j_masked = step
             if k_block_descales:
-                k_scale = k_descale[kv, j_masked]
+                # The limit is never met. Without it the counter becomes 64 bits wide, and the comparisons of keys too.
+                k_scale = k_descale[kv, min(j_masked, n_blocks - 1)]
             qk_scale_log2 = q_scale_log2 * k_scale
             s = scores(q_tile, k8[kv, j_masked, :, :].transpose(0, 1), bm, bn, is_cuda)
             v_tile = v8[kv, j_masked, :, :].transpose(0, 1)
