@@ -186,7 +186,7 @@ def test_torch_compile_of_masks_and_sinks(dynamic: bool, device: str) -> None:
 
     def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         left = q.size(2) // 2
-        return ha.attention(q, k, v, window=(left, 3), softcap=2.0, sinks=sinks * 2, return_lse=True)
+        return ha.attention(q, k, v, sm_scale=0.1, window=(left, 3), softcap=2.0, sinks=sinks * 2, return_lse=True)
 
     assert_compiles(masked, device, backend="aot_eager", dynamic=dynamic)
 

@@ -30,6 +30,7 @@ of each head, joins the sum in the epilogue.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Hashable
 from typing import Any
@@ -286,13 +287,14 @@ def fp8_attn_fwd(
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         diagonal = row_begin + n_len - m_len
         if has_right:
-            n_first_row = max(0, min(n_len, diagonal + right + 1))
-            n_last_row = max(0, min(n_len, diagonal + right + bm))
+            n_first_row = min(n_len, diagonal + right + 1)
+            n_last_row = min(n_len, diagonal + right + bm)
         else:
             n_first_row = n_len
             n_last_row = n_len
         # Blocks n_left .. n_full are seen whole; those from n_begin and those up to n_end in part. Helion substitutes
-        # these expressions into each other, and a min or max writes each argument twice: keep them flat.
+        # these expressions into each other, and a min or max writes each argument three times: they are kept flat, and
+        # not limited to 0 where a loop that ends before it begins does the same.
         n_full = n_first_row // bn
         n_end = (n_last_row + bn - 1) // bn
         if has_left:
@@ -363,11 +365,13 @@ def fp8_attn_fwd(
             if has_left:
                 # The blocks before the whole ones, then those after them.
                 j_masked = step - whole * max(0, min(1, n_left + whole - step))
+                k_block = j_masked
             else:
                 j_masked = step
-            if k_block_descales:
                 # The limit is never met. Without it the counter becomes 64 bits wide, and the comparisons of keys too.
-                k_scale = k_descale[kv, min(j_masked, n_blocks - 1)]
+                k_block = min(step, n_blocks - 1)
+            if k_block_descales:
+                k_scale = k_descale[kv, k_block]
             qk_scale_log2 = q_scale_log2 * k_scale
             s = scores(q_tile, k8[kv, j_masked, :, :].transpose(0, 1), bm, bn, is_cuda)
             v_tile = v8[kv, j_masked, :, :].transpose(0, 1)
@@ -448,14 +452,22 @@ def helion_config(tile: TileConfig) -> helion.Config:
     )
 
 
+def with_softcap(tile: TileConfig) -> TileConfig:
+    """`tile` with the registers that tanh needs: at 128, one or two of them are spilled in the main loop."""
+    if tile.max_registers >= 168:
+        return tile
+    return dataclasses.replace(tile, max_registers=168, ctas_per_sm=3)
+
+
 @functools.cache
-def compiled_kernel(D_pad: int, has_right: bool, variant: Hashable) -> helion.Kernel[None]:
+def compiled_kernel(D_pad: int, has_right: bool, has_softcap: bool, variant: Hashable) -> helion.Kernel[None]:
     """The kernel for sm_90 with the tuned config of (D_pad, has_right), which were tuned as causal or not.
 
     One object for each `variant`, the other specialisations: an object whose specialisation alternates between calls
     costs 300 us of dispatch.
     """
-    return compiled(fp8_attn_fwd, helion_config(tile_config(D_pad, has_right)))
+    tile = tile_config(D_pad, has_right)
+    return compiled(fp8_attn_fwd, helion_config(with_softcap(tile) if has_softcap else tile))
 
 
 interpreted_kernel = interpreted(fp8_attn_fwd)
@@ -573,9 +585,9 @@ def launch(
     two_level = tile.two_level if promote_every is None else promote_every == 1
     variant = (
         (q8.dtype, v8.dtype, p_offset_log2, two_level, q_row_descales, k_block_descales),
-        (lse_shift is None, sinks is None, softcap is None, left >= 0),
+        (lse_shift is None, sinks is None, left >= 0),
     )
-    kernel = compiled_kernel(D_pad, right >= 0, variant) if q8.is_cuda else interpreted_kernel
+    kernel = compiled_kernel(D_pad, right >= 0, softcap is not None, variant) if q8.is_cuda else interpreted_kernel
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
     kernel(
         *kernel_args(
