@@ -310,8 +310,8 @@ def fp8_attn_fwd(
             n_left = 0
         # [bm, D_pad]
         q_tile = q8[bh, m_block, :, :]
-        # Flat indices make plain loads of what is small; as a descriptor load each waits for a barrier of its own, 0.7 us
-        # a program.
+        # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own, 0.7
+        # microseconds a program.
         packed_rows = (bh * m_blocks + m_block) * bm
         # [bm], or a scalar for one a block
         if q_row_descales:
