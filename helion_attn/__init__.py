@@ -2,6 +2,7 @@
 
 from helion_attn import reference
 from helion_attn.api import attention, attention_quantized, pack, quantize
+from helion_attn.flash_attn import flash_attn_func
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.preprocess.hadamard import hadamard_matrix
 from helion_attn.types import ACCURATE, BALANCED, FAST, QuantizedQKV, Recipe, Rope
@@ -16,6 +17,7 @@ __all__ = [
     "attention",
     "attention_quantized",
     "dequantize",
+    "flash_attn_func",
     "hadamard_matrix",
     "pack",
     "quantize",
