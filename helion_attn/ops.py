@@ -44,8 +44,9 @@ torch.library.define(
 torch.library.define(
     "helion_attn::fp8_attn_fwd",
     "(Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor v_mean, "
-    "Tensor? lse_shift, SymInt m_len, SymInt n_len, SymInt d, bool causal, float sm_scale, bool bshd, "
-    "ScalarType out_dtype, int p_offset_log2, int? promote_every, bool q_row_descales, bool k_block_descales) "
+    "Tensor? lse_shift, Tensor? sinks, SymInt m_len, SymInt n_len, SymInt d, SymInt left, SymInt right, "
+    "float sm_scale, float? softcap, bool bshd, ScalarType out_dtype, int p_offset_log2, int? promote_every, "
+    "bool q_row_descales, bool k_block_descales) "
     "-> (Tensor, Tensor)",
 )
 
@@ -164,11 +165,14 @@ def _fp8_attn_fwd(
     v_descale: torch.Tensor,
     v_mean: torch.Tensor,
     lse_shift: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     m_len: int,
     n_len: int,
     d: int,
-    causal: bool,
+    left: int,
+    right: int,
     sm_scale: float,
+    softcap: float | None,
     bshd: bool,
     out_dtype: torch.dtype,
     p_offset_log2: int,
@@ -179,9 +183,9 @@ def _fp8_attn_fwd(
     from helion_attn.kernels.fp8_attn_fwd import launch
 
     out, lse = _empty_outputs(q_descale, m_len, d, bshd, out_dtype)
-    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift)
+    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
     numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales)
-    launch(*packed, out, lse, m_len, n_len, causal, sm_scale, bshd, *numerics)
+    launch(*packed, out, lse, m_len, n_len, left, right, sm_scale, softcap, bshd, *numerics)
     return out, lse
 
 
@@ -195,11 +199,14 @@ def _(
     v_descale: torch.Tensor,
     v_mean: torch.Tensor,
     lse_shift: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     m_len: int,
     n_len: int,
     d: int,
-    causal: bool,
+    left: int,
+    right: int,
     sm_scale: float,
+    softcap: float | None,
     bshd: bool,
     out_dtype: torch.dtype,
     p_offset_log2: int,

@@ -14,6 +14,9 @@ OUT_DTYPES = (*IN_DTYPES, torch.float8_e4m3fn)
 LAYOUTS = ("bhsd", "bshd")
 MIN_D, MAX_D = 16, 256
 
+#: Of a softcap: 1 / softcap and softcap * log2(e), times any reasonable scale, have room in fp32.
+MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-40, 2.0**40
+
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -189,6 +192,47 @@ def check_sm_scale(sm_scale: float, name: str = "sm_scale") -> None:
         raise TypeError(f"{name} is a {type(sm_scale).__name__}; it must be a float")
     if not math.isfinite(sm_scale) or sm_scale < 0:
         raise ValueError(f"{name} is {sm_scale}; it must be finite and not negative")
+
+
+def check_window(window: tuple[int, int] | None) -> None:
+    """None, or two ints, each -1 or more."""
+    if window is None:
+        return
+    if not isinstance(window, (tuple, list)) or len(window) != 2 or any(type(edge) is bool for edge in window):
+        raise TypeError(f"window is {window!r}; it must be None or (left, right), two ints")
+    for edge in window:
+        if not isinstance(edge, (int, torch.SymInt)):
+            raise TypeError(f"window is {window!r}; it must be None or (left, right), two ints")
+        if edge < -1:
+            raise ValueError(f"window is {window!r}; left and right must be -1, for unlimited, or more")
+
+
+def check_softcap(softcap: float | None) -> None:
+    """None, or a positive number that fp32 can divide by."""
+    if softcap is None:
+        return
+    if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
+        raise TypeError(f"softcap is a {type(softcap).__name__}; it must be None or a float")
+    if not MIN_SOFTCAP <= softcap <= MAX_SOFTCAP:
+        raise ValueError(f"softcap is {softcap}; it must be None, for no cap, or lie in 2**-40..2**40")
+
+
+def check_sinks(sinks: torch.Tensor | None, H: int, device: torch.device) -> None:
+    """None, or one logit a query head."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}; it must be None or a torch.Tensor")
+    if sinks.dtype not in IN_DTYPES:
+        raise TypeError(f"sinks has dtype {sinks.dtype}; it must be one of {_names(IN_DTYPES)}")
+    if tuple(sinks.shape) != (H,):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; it must be ({H},), one logit a query head")
+    if sinks.device != device:
+        raise ValueError(f"sinks is on {sinks.device} and q on {device}; they must be on the same device")
+    if sinks.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "sinks requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach sinks"
+        )
 
 
 def check_out_dtype(out_dtype: torch.dtype) -> None:

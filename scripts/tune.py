@@ -106,7 +106,7 @@ def precompile(tile: TileConfig) -> dict[str, Any]:
         S, recipe = workload(tile).M, FAST
         with mock.patch.object(module, "tile_config", return_value=tile):
             module.launch(
-                *tensors[:7], None, *tensors[7:], S, S, tile.causal, tile.D_pad**-0.5, False,
+                *tensors[:7], None, None, *tensors[7:], S, S, -1, 0 if tile.causal else -1, tile.D_pad**-0.5, None, False,
                 recipe.p_offset, recipe.promote_every, recipe.q_scales == "token", recipe.k_scales == "block",
             )  # fmt: skip
 
@@ -134,7 +134,7 @@ def measure(tile: TileConfig) -> float:
     lse = torch.empty(shapes[8], device="cuda")
     S = workload(tile).M
     args = module.kernel_args(
-        *packed, *descales, v_mean, None, out, lse, S, S, tile.causal, tile.D_pad**-0.5, False,
+        *packed, *descales, v_mean, None, None, out, lse, S, S, -1, 0 if tile.causal else -1, tile.D_pad**-0.5, None, False,
         FAST.p_offset, tile.two_level, FAST.q_scales == "token", FAST.k_scales == "block",
     )  # fmt: skip
     kernel = module.compiled(module.fp8_attn_fwd, module.helion_config(tile))

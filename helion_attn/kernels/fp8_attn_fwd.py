@@ -18,8 +18,14 @@ Gimelshein (arXiv:1805.02867) and FlashAttention-2 (arXiv:2307.08691).
 V arrives transposed, because FP8 WGMMA takes B only K-major, with its keys permuted inside every 16 so that P's fp32
 accumulator registers are, in place, the A operand of the second product: `interleave_keys` is no instruction.
 
-Key blocks that every row of the query block sees whole run in a loop without masks; the remaining one or two
-(diagonal, ragged end) run in a loop of their own.
+Key blocks that every row of the query block sees whole run in a loop without masks. Those at an edge of what is visible
+(diagonal, ragged end, a window's two sides) run in a loop of their own, and those beyond are never loaded. The order of
+the blocks does not matter to the online softmax, so that one masked loop serves both edges, the right one first.
+
+Three specialisations more, which cost nothing where they are not asked for. A window (Longformer, arXiv:2004.05150;
+Mistral 7B, arXiv:2310.06825) moves the two edges; causality is a right edge of 0. A softcap (Gemma 2, arXiv:2408.00118)
+makes `softcap * tanh(s / softcap)` of a scaled score. A sink (StreamingLLM, arXiv:2309.17453; gpt-oss), one more logit
+of each head, joins the sum in the epilogue.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ import torch
 
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
-from helion_attn.kernels.inline_asm import fma, maximum
+from helion_attn.kernels.inline_asm import fma, maximum, tanh
 from helion_attn.numerics import E4M3_OVERFLOW, INT8_SCORE_BIAS, LN2, LOG2E
 
 
@@ -54,16 +60,59 @@ def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda
     return hl.dot(q_tile, k_tile)
 
 
-def scaled(s: torch.Tensor, qk_scale_log2: torch.Tensor, q_row_descales: hl.constexpr) -> torch.Tensor:
+def scaled(s: torch.Tensor, qk_scale_log2: torch.Tensor | float, q_row_descales: hl.constexpr) -> torch.Tensor:
     """Scores [bm, bn] times a scale, a row's [bm] or the block's []."""
     if q_row_descales:
         return s * qk_scale_log2.unsqueeze(1)
     return s * qk_scale_log2
 
 
+def softmax_input(
+    s: torch.Tensor,  # [bm, bn]
+    qk_scale: torch.Tensor,  # [bm] or []
+    softcap_log2: float,
+    shift: torch.Tensor,  # [bm]
+    s_bias: hl.constexpr,
+    q_row_descales: hl.constexpr,
+    add_shift: hl.constexpr,
+    has_softcap: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Scores, and what they are still to be multiplied by: as they are, or with a softcap their tanh."""
+    if not has_softcap:
+        return s, qk_scale
+    if s_bias:
+        s = s - s_bias
+    s = scaled(s, qk_scale, q_row_descales)
+    if add_shift:
+        s = s + shift.unsqueeze(1)
+    return tanh(s, is_cuda), softcap_log2
+
+
+def visible_keys(
+    keys: torch.Tensor,  # [bn]
+    on_diagonal: torch.Tensor,  # [bm]: with as many queries as keys, the row's own
+    n_len: int,
+    left: int,
+    right: int,
+    has_left: hl.constexpr,
+    has_right: hl.constexpr,
+) -> torch.Tensor:
+    """[bm, bn], or [1, bn] without a window: what a row sees of a key block."""
+    keys = keys.unsqueeze(0)
+    if has_right:
+        last = on_diagonal + right
+        visible = keys <= torch.where(last < n_len, last, n_len - 1).unsqueeze(1)
+    else:
+        visible = keys < n_len
+    if has_left:
+        visible = visible & (keys >= (on_diagonal - left).unsqueeze(1))
+    return visible
+
+
 def online_softmax_step(
     s: torch.Tensor,  # [bm, bn]
-    qk_scale_log2: torch.Tensor,  # [bm] or []
+    qk_scale_log2: torch.Tensor | float,  # [bm] or []
     m_i: torch.Tensor,  # [bm]
     l_i: torch.Tensor,  # [bm, l_lanes]
     bm: int,
@@ -114,31 +163,58 @@ def accumulate(
     return hl.dot(p8, v_tile, acc=acc * alpha)
 
 
+def add_sink(
+    m_i: torch.Tensor,  # [bm]
+    row_sum: torch.Tensor,  # [bm]
+    sink_log2: torch.Tensor,  # [bm]
+    p_offset_log2: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`(alpha, m_i, row_sum)` with one more logit in the sum. A key block would do the same to `acc`."""
+    m_new = maximum(m_i, sink_log2 - p_offset_log2, is_cuda)
+    m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = torch.exp2(m_i - m_ref)
+    return alpha, m_ref, row_sum * alpha + torch.exp2(sink_log2 - m_ref)
+
+
 def store_out(
     out: torch.Tensor,  # [B * H * M, D]
     acc: torch.Tensor,  # [bm, D_pad]
     v_mean: torch.Tensor,  # [B * H_kv, D_pad]
     v_descale: torch.Tensor,  # [B * H_kv, D_pad]
-    row_sum: torch.Tensor,  # [bm]
+    row_sum: torch.Tensor,  # [bm], of the keys
+    alpha: torch.Tensor,  # [bm], the rescale of acc and row_sum that the sink asks for, if has_sinks
+    total: torch.Tensor,  # [bm], row_sum * alpha, and the sink's part
     kv: int,
     out_rows: torch.Tensor,  # [bm]
     row_in_range: torch.Tensor,  # [bm]
     d_pad: int,
     d_out: int,
-    causal: hl.constexpr,
+    has_right: hl.constexpr,
+    has_sinks: hl.constexpr,
 ) -> None:
     """Normalise, put V's mean back, cast, store."""
     d = hl.arange(d_pad)
     # [bm, D_pad]
-    o = acc * (1.0 / row_sum).unsqueeze(1)
+    if has_sinks:
+        o = acc * (alpha / total).unsqueeze(1)
+    else:
+        o = acc * (1.0 / row_sum).unsqueeze(1)
     # With a mask these are plain loads: as descriptor loads each waits for its own barrier.
     in_head = d < d_out
     descale = hl.load(v_descale, [kv, d], extra_mask=in_head)
     mean = hl.load(v_mean, [kv, d], extra_mask=in_head)
-    o = o * descale.unsqueeze(0) + mean.unsqueeze(0)
-    if causal:
-        # Only causality can leave a row without a key.
-        o = torch.where((row_sum == 0.0).unsqueeze(1), 0.0, o)
+    if has_sinks:
+        # The mean is that of real keys, and comes back times the probability that they hold.
+        o = o * descale.unsqueeze(0) + (row_sum * (alpha / total)).unsqueeze(1) * mean.unsqueeze(0)
+    else:
+        o = o * descale.unsqueeze(0) + mean.unsqueeze(0)
+    if has_right:
+        # Only a right edge can leave a row without a key.
+        no_key = row_sum == 0.0
+        if has_sinks:
+            no_key = no_key & (total == total)  # a sink that is NaN stays one
+        o = torch.where(no_key.unsqueeze(1), 0.0, o)
     if out.dtype == torch.float8_e4m3fn:
         # The instruction saturates; an overflow must not pass for a finite number.
         o = torch.where(torch.abs(o) > E4M3_OVERFLOW, float("nan"), o)
@@ -157,6 +233,7 @@ def fp8_attn_fwd(
     v_descale: torch.Tensor,  # [B * H_kv, D_pad]
     v_mean: torch.Tensor,  # [B * H_kv, D_pad]
     lse_shift: torch.Tensor,  # [B * H, M_blocks, bm] if shift_lse
+    sinks: torch.Tensor,  # [H] if has_sinks
     out: torch.Tensor,  # [B * H * M, D], written
     lse: torch.Tensor,  # [B * H * M], written
     m_len: int,
@@ -165,17 +242,26 @@ def fp8_attn_fwd(
     group: int,
     out_head_step: int,
     out_row_step: int,
-    sm_scale_log2: float,
+    left: int,
+    right: int,
+    qk_scale: float,
+    softcap_log2: float,
     s_bias: hl.constexpr,
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
     k_block_descales: hl.constexpr,
     shift_lse: hl.constexpr,
-    causal: hl.constexpr,
+    has_left: hl.constexpr,
+    has_right: hl.constexpr,
+    has_softcap: hl.constexpr,
+    has_sinks: hl.constexpr,
     two_level: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
-    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
+    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
+
+    Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
+    """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
     bh_size, m_blocks, n_blocks = q8.size(0), q8.size(1), k8.size(1)
@@ -190,39 +276,61 @@ def fp8_attn_fwd(
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(1)))
 
     for bh, grid_block in hl.grid([bh_size, m_blocks]):
-        if causal:
+        if has_right:
             m_block = m_blocks - 1 - grid_block  # long rows first
         else:
             m_block = grid_block
         kv = bh // group
         row_begin = m_block * bm
-        # Row i sees keys j <= i + diagonal: bottom-right alignment.
-        diagonal = n_len - m_len
-        if causal:
-            n_first_row = max(0, min(n_len, row_begin + diagonal + 1))
-            n_last_row = max(0, min(n_len, row_begin + bm + diagonal))
+        # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
+        diagonal = row_begin + n_len - m_len
+        if has_right:
+            n_first_row = max(0, min(n_len, diagonal + right + 1))
+            n_last_row = max(0, min(n_len, diagonal + right + bm))
         else:
             n_first_row = n_len
             n_last_row = n_len
+        # Blocks n_left .. n_full are seen whole; n_begin .. n_left and n_full .. n_end in part.
         n_full = n_first_row // bn
         n_end = (n_last_row + bn - 1) // bn
+        if has_left:
+            n_begin = min(max(0, diagonal - left) // bn, n_end)
+            n_left = min((max(0, diagonal - left + bm - 1) + bn - 1) // bn, n_end)
+            n_full = max(n_full, n_left)
+        else:
+            n_begin = 0
+            n_left = 0
 
         # [bm, D_pad]
         q_tile = q8[bh, m_block, :, :]
         # [bm], or a scalar for one a block
         if q_row_descales:
-            q_scale_log2 = hl.load(q_descale, [bh, m_block, hl.arange(bm)]) * sm_scale_log2
+            q_scale_log2 = hl.load(q_descale, [bh, m_block, hl.arange(bm)]) * qk_scale
         else:
-            q_scale_log2 = q_descale[bh, m_block, 0] * sm_scale_log2
+            q_scale_log2 = q_descale[bh, m_block, 0] * qk_scale
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
-        k_scale = k_descale[kv, 0]
+        if k_block_descales:
+            k_scale = k_descale[kv, min(n_left, n_blocks - 1)]
+        else:
+            k_scale = k_descale[kv, 0]
+        # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
+        shift = hl.zeros([bm], dtype=torch.float32)
+        if has_softcap:
+            # tanh leaves no bias and no descale.
+            softmax_bias = 0.0
+            softmax_row_descales = False
+            if shift_lse:
+                shift = hl.load(lse_shift, [bh, m_block, hl.arange(bm)]) * qk_scale
+        else:
+            softmax_bias = s_bias
+            softmax_row_descales = q_row_descales
         m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
         # [bm, D_pad]
         acc = hl.zeros([bm, d_pad], dtype=torch.float32)
 
-        for j in hl.grid(n_full):
+        for j in hl.grid(n_left, n_full):
             qk_scale_log2 = q_scale_log2 * k_scale
             if k_block_descales:
                 k_scale = k_descale[kv, min(j + 1, n_blocks - 1)]
@@ -230,50 +338,57 @@ def fp8_attn_fwd(
             s = scores(q_tile, k8[kv, j, :, :].transpose(0, 1), bm, bn, is_cuda)
             # [bn, D_pad]. Loaded before the softmax: after it, ptxas packs p8 with 16 more PRMT per block.
             v_tile = v8[kv, j, :, :].transpose(0, 1)
+            s, s_scale_log2 = softmax_input(
+                s, qk_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
+            )
             p8, alpha, m_i, l_i = online_softmax_step(
                 s,
-                qk_scale_log2,
+                s_scale_log2,
                 m_i,
                 l_i,
                 bm,
                 bn,
                 l_lanes,
                 v8.dtype,
-                s_bias,
+                softmax_bias,
                 p_offset_log2,
-                q_row_descales,
+                softmax_row_descales,
                 False,
                 is_cuda,
             )
             acc = accumulate(acc, alpha, p8, v_tile, two_level, is_cuda)
 
-        for j_masked in hl.grid(n_full, n_end):
-            qk_scale_log2 = q_scale_log2 * k_scale
+        for step in hl.grid(n_full, n_end + n_left - n_begin):
+            if has_left:
+                # From n_end on, the left edge's blocks.
+                j_masked = step - (n_end - n_begin) * max(0, min(1, step - n_end + 1))
+            else:
+                j_masked = step
             if k_block_descales:
-                k_scale = k_descale[kv, min(j_masked + 1, n_blocks - 1)]
+                k_scale = k_descale[kv, j_masked]
+            qk_scale_log2 = q_scale_log2 * k_scale
             s = scores(q_tile, k8[kv, j_masked, :, :].transpose(0, 1), bm, bn, is_cuda)
             v_tile = v8[kv, j_masked, :, :].transpose(0, 1)
             # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
             keys = j_masked * bn + hl.arange(bn)
-            if causal:
-                # This also hides keys >= n_len from every row that exists; what padded rows see is not stored.
-                visible = keys.unsqueeze(0) <= (row_begin + diagonal + hl.arange(bm)).unsqueeze(1)
-            else:
-                visible = (keys < n_len).unsqueeze(0)
+            visible = visible_keys(keys, diagonal + hl.arange(bm), n_len, left, right, has_left, has_right)
+            s, s_scale_log2 = softmax_input(
+                s, qk_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
+            )
             # Scaled before it is masked: a scale of 0 would make NaN of -inf.
-            s = torch.where(visible, scaled(s - s_bias, qk_scale_log2, q_row_descales), float("-inf"))
+            s = torch.where(visible, scaled(s - softmax_bias, s_scale_log2, softmax_row_descales), float("-inf"))
             p8, alpha, m_i, l_i = online_softmax_step(
                 s,
-                qk_scale_log2,
+                s_scale_log2,
                 m_i,
                 l_i,
                 bm,
                 bn,
                 l_lanes,
                 v8.dtype,
-                s_bias,
+                softmax_bias,
                 p_offset_log2,
-                q_row_descales,
+                softmax_row_descales,
                 True,
                 is_cuda,
             )
@@ -281,13 +396,38 @@ def fp8_attn_fwd(
 
         # [bm]
         row_sum = l_i.sum(1)
+        total = row_sum
+        rescale = row_sum
         rows = row_begin + hl.arange(bm)
         row_in_range = rows < m_len
+        if shift_lse and not has_softcap:
+            shift = hl.load(lse_shift, [bh, m_block, hl.arange(bm)]) * qk_scale
+        if has_sinks:
+            # [bm], as far below the whole scores' as these scores are.
+            sink_log2 = hl.zeros([bm], dtype=torch.float32) + sinks[bh % heads] * LOG2E
+            if shift_lse and not has_softcap:
+                sink_log2 = sink_log2 - shift
+            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
-        store_out(out, acc, v_mean, v_descale, row_sum, kv, out_rows, row_in_range, d_pad, d_out, causal)
-        lse_log2 = m_i + torch.log2(row_sum)
-        if shift_lse:
-            lse_log2 = lse_log2 + hl.load(lse_shift, [bh, m_block, hl.arange(bm)]) * sm_scale_log2
+        store_out(
+            out,
+            acc,
+            v_mean,
+            v_descale,
+            row_sum,
+            rescale,
+            total,
+            kv,
+            out_rows,
+            row_in_range,
+            d_pad,
+            d_out,
+            has_right,
+            has_sinks,
+        )
+        lse_log2 = m_i + torch.log2(total)
+        if shift_lse and not has_softcap:
+            lse_log2 = lse_log2 + shift
         hl.store(lse, [bh * m_len + rows], lse_log2 * LN2, extra_mask=row_in_range)
 
 
@@ -307,13 +447,13 @@ def helion_config(tile: TileConfig) -> helion.Config:
 
 
 @functools.cache
-def compiled_kernel(D_pad: int, causal: bool, variant: Hashable) -> helion.Kernel[None]:
-    """The kernel for sm_90 with the tuned config of (D_pad, causal).
+def compiled_kernel(D_pad: int, has_right: bool, variant: Hashable) -> helion.Kernel[None]:
+    """The kernel for sm_90 with the tuned config of (D_pad, has_right), which were tuned as causal or not.
 
     One object for each `variant`, the other specialisations: an object whose specialisation alternates between calls
     costs 300 us of dispatch.
     """
-    return compiled(fp8_attn_fwd, helion_config(tile_config(D_pad, causal)))
+    return compiled(fp8_attn_fwd, helion_config(tile_config(D_pad, has_right)))
 
 
 interpreted_kernel = interpreted(fp8_attn_fwd)
@@ -328,12 +468,15 @@ def kernel_args(
     v_descale: torch.Tensor,
     v_mean: torch.Tensor,
     lse_shift: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     m_len: int,
     n_len: int,
-    causal: bool,
+    left: int,
+    right: int,
     sm_scale: float,
+    softcap: float | None,
     bshd: bool,
     p_offset_log2: int,
     two_level: bool,
@@ -352,6 +495,7 @@ def kernel_args(
         v_descale.view(-1, v_descale.size(2)),
         v_mean.view(-1, v_mean.size(2)),
         q_descale if lse_shift is None else lse_shift.view(q_descale.shape),
+        lse.view(-1) if sinks is None else sinks,
         out.view(-1, out.size(-1)),
         lse.view(-1),
         m_len,
@@ -360,13 +504,20 @@ def kernel_args(
         H // H_kv,
         1 if bshd else m_len,
         H if bshd else 1,
-        sm_scale * LOG2E,
+        # An edge further away hides nothing, and might not fit 32 bits.
+        min(left, n_len),
+        min(right, m_len),
+        sm_scale * LOG2E if softcap is None else sm_scale / softcap,
+        1.0 if softcap is None else softcap * LOG2E,
         INT8_SCORE_BIAS if q8.dtype == torch.int8 else 0.0,
         float(p_offset_log2),
         q_row_descales,
         k_block_descales,
         lse_shift is not None,
-        causal,
+        left >= 0,
+        right >= 0,
+        softcap is not None,
+        sinks is not None,
         two_level,
         q8.is_cuda,
     )
@@ -381,12 +532,15 @@ def launch(
     v_descale: torch.Tensor,
     v_mean: torch.Tensor,
     lse_shift: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     m_len: int,
     n_len: int,
-    causal: bool,
+    left: int,
+    right: int,
     sm_scale: float,
+    softcap: float | None,
     bshd: bool,
     p_offset_log2: int,
     promote_every: int | None,
@@ -397,12 +551,15 @@ def launch(
 
     Args:
         q8: and the seven that follow: the fields of `QuantizedQKV`.
+        sinks: fp32 [H], or None.
         out: contiguous [B, H, M, D], or [B, M, H, D] when `bshd`; bf16, fp16, fp32 or e4m3.
         lse: fp32 [B, H, M], natural log.
         m_len: M, the true query length.
         n_len: N, the true key length.
-        causal: row i sees keys j <= i + N - M.
+        left: row i sees keys j >= i + N - M - left; all of them if it is negative.
+        right: row i sees keys j <= i + N - M + right; likewise. Causal: 0.
         sm_scale: multiplies q k^T; not negative.
+        softcap: scores become `softcap * tanh(score / softcap)`, unless it is None.
         bshd: the layout of `out`.
         p_offset_log2: P is stored times two to this.
         promote_every: 1, 0, or None for the config's choice.
@@ -410,11 +567,14 @@ def launch(
         k_block_descales: `k_descale` has one for each key block.
     """
     D_pad = v8.size(2)
-    tile = tile_config(D_pad, causal)
+    tile = tile_config(D_pad, right >= 0)
     two_level = tile.two_level if promote_every is None else promote_every == 1
-    variant = (q8.dtype, v8.dtype, p_offset_log2, two_level, q_row_descales, k_block_descales, lse_shift is None)
-    kernel = compiled_kernel(D_pad, causal, variant) if q8.is_cuda else interpreted_kernel
-    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift)
+    variant = (
+        (q8.dtype, v8.dtype, p_offset_log2, two_level, q_row_descales, k_block_descales),
+        (lse_shift is None, sinks is None, softcap is None, left >= 0),
+    )
+    kernel = compiled_kernel(D_pad, right >= 0, variant) if q8.is_cuda else interpreted_kernel
+    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
     kernel(
         *kernel_args(
             *packed,
@@ -422,8 +582,10 @@ def launch(
             lse,
             m_len,
             n_len,
-            causal,
+            left,
+            right,
             sm_scale,
+            softcap,
             bshd,
             p_offset_log2,
             two_level,
