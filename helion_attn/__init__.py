@@ -5,6 +5,7 @@ from helion_attn.api import attention, attention_quantized, pack, quantize
 from helion_attn.flash_attn import flash_attn_func
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.preprocess.hadamard import hadamard_matrix
+from helion_attn.sdpa import sdpa
 from helion_attn.types import ACCURATE, BALANCED, FAST, QuantizedQKV, Recipe, Rope
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "pack",
     "quantize",
     "reference",
+    "sdpa",
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from helion_attn.api import attention, attention_quantized, pack_unread
 from helion_attn.support import Rule, check_supported, is_none
 from helion_attn.types import BALANCED, Recipe
-from helion_attn.validate import check_descale_form, check_qkv, check_sm_scale
+from helion_attn.validate import check_descale_form, check_qkv, check_sm_scale, check_window
 
 #: Arguments of flash-attn 3 that change the result, or promise something, and that are not supported.
 RULES = (
@@ -78,25 +80,31 @@ def flash_attn_func(
     check_supported("flash_attn_func", RULES, values)
     if softmax_scale is not None:
         check_sm_scale(softmax_scale, "softmax_scale")
+    check_window(window_size, "window_size")
+    options: dict[str, Any] = {
+        "causal": causal,
+        "sm_scale": softmax_scale,
+        "window": None if window_size is None or tuple(window_size) == (-1, -1) else window_size,
+        "softcap": None if softcap == 0.0 else softcap,
+        "return_lse": return_attn_probs,
+    }
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
         for name, descale in descales.items():
             if descale is not None:
-                raise ValueError(f"{name} is given and q is not float8_e4m3fn; only tensors of that dtype have descales")
-        return attention(
-            q, k, v, causal=causal, sm_scale=softmax_scale, layout="bshd", recipe=recipe, return_lse=return_attn_probs
-        )
+                raise ValueError(
+                    f"{name} is given and q is not float8_e4m3fn; only tensors of that dtype have descales"
+                )
+        return attention(q, k, v, layout="bshd", recipe=recipe, **options)
 
     check_qkv(q, k, v, "bshd", dtypes=(torch.float8_e4m3fn,))
     shape = (q.size(0), k.size(2))
-    checked = [_descale(name, descale, shape, q.device) for name, descale in descales.items()]
-    qkv = pack_unread(q, k, v, *checked, "bshd", torch.bfloat16)
-    return attention_quantized(qkv, causal=causal, sm_scale=softmax_scale, return_lse=return_attn_probs)
+    q_scale, k_scale, v_scale = (_descale(name, descale, shape, q.device) for name, descale in descales.items())
+    qkv = pack_unread(q, k, v, q_scale, k_scale, v_scale, "bshd", torch.bfloat16)
+    return attention_quantized(qkv, **options)
 
 
-def _descale(
-    name: str, descale: torch.Tensor | None, shape: tuple[int, int], device: torch.device
-) -> torch.Tensor:
+def _descale(name: str, descale: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
     if descale is None:
         return torch.ones(shape, device=device)
     check_descale_form(name, descale, (shape,), device)

@@ -194,17 +194,17 @@ def check_sm_scale(sm_scale: float, name: str = "sm_scale") -> None:
         raise ValueError(f"{name} is {sm_scale}; it must be finite and not negative")
 
 
-def check_window(window: tuple[int, int] | None) -> None:
+def check_window(window: tuple[int, int] | None, name: str = "window") -> None:
     """None, or two ints, each -1 or more."""
     if window is None:
         return
     if not isinstance(window, (tuple, list)) or len(window) != 2 or any(type(edge) is bool for edge in window):
-        raise TypeError(f"window is {window!r}; it must be None or (left, right), two ints")
+        raise TypeError(f"{name} is {window!r}; it must be None or (left, right), two ints")
     for edge in window:
         if not isinstance(edge, (int, torch.SymInt)):
-            raise TypeError(f"window is {window!r}; it must be None or (left, right), two ints")
+            raise TypeError(f"{name} is {window!r}; it must be None or (left, right), two ints")
         if edge < -1:
-            raise ValueError(f"window is {window!r}; left and right must be -1, for unlimited, or more")
+            raise ValueError(f"{name} is {window!r}; left and right must be -1, for unlimited, or more")
 
 
 def check_softcap(softcap: float | None) -> None:
