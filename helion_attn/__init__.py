@@ -6,6 +6,7 @@ from helion_attn.flash_attn import flash_attn_func
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.preprocess.hadamard import hadamard_matrix
 from helion_attn.sdpa import sdpa
+from helion_attn.transformers import register_transformers
 from helion_attn.types import ACCURATE, BALANCED, FAST, QuantizedQKV, Recipe, Rope
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "pack",
     "quantize",
     "reference",
+    "register_transformers",
     "sdpa",
 ]
