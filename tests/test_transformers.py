@@ -206,26 +206,37 @@ def test_logits_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_greedy_tokens_of_llama(seed: int) -> None:
-    """64 steps; where the tokens part, eager had those two closer together than the logits' error at other steps."""
+def test_greedy_tokens_of_llama(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 steps; where tokens part, eager had those two closer together than logits are off elsewhere.
+
+    How far they are off is measured on eager's tokens, which makes every step comparable, and held to the rounding
+    model's.
+    """
     sizes = SIZES | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
     tokens = tokens_of(1, 9, seed)
     mask = torch.ones_like(tokens)
     eager, fp8 = (generate(model, name, tokens, 64, attention_mask=mask) for name in ("eager", "helion_fp8"))
+    logits = torch.cat(eager.logits)
+    forced = run(model, "helion_fp8", eager.sequences[:, :-1])[0, 8:]
+    monkeypatch.setattr(ours, "attention", ha.reference.fp8_attention)
+    modelled = run(model, "helion_fp8", eager.sequences[:, :-1])[0, 8:]
+    assert 0 < relative_error(forced, logits) < 1.5 * relative_error(modelled, logits)
+
     differs = (eager.sequences != fp8.sequences)[0, 9:].nonzero().flatten().tolist()
     agreed = differs[0] if differs else 64
-    logits, fp8_logits = (torch.cat(x.logits)[: agreed + 1] for x in (eager, fp8))
-    errors = (fp8_logits - logits).norm(dim=1) / logits.norm(dim=1)
-    print(f"seed {seed}: {agreed} tokens agree; error of the logits: median {errors.median():.3f}")
-    assert 0 < errors.median() < 0.1
+    print(f"seed {seed}: {agreed} tokens agree; error of the logits {relative_error(forced, logits):.3f}")
+    # Decoding, from a cache, gives the logits that prefill gives, up to other descales.
+    together = slice(0, agreed + 1)
+    assert relative_error(torch.cat(fp8.logits)[together], logits[together]) < 2 * relative_error(forced, logits)
     if differs:
         chosen, other = (x.sequences[0, 9 + agreed] for x in (eager, fp8))
         gap = (logits[agreed, chosen] - logits[agreed, other]).item()
-        before = (fp8_logits - logits)[:agreed].abs().max().item()
-        print(f"then eager's {chosen} is {gap:.4f} above {other}; logits were off by up to {before:.4f} before")
-        assert gap < 2 * before
+        off = (forced - logits).abs().max(1).values
+        elsewhere = torch.cat([off[:agreed], off[agreed + 1 :]]).median().item()
+        print(f"then eager's {chosen} is {gap:.4f} above {other}; the median of the largest errors is {elsewhere:.4f}")
+        assert gap < 2 * elsewhere
 
 
 def test_encoder_with_padding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,11 +363,10 @@ def test_autocast_is_as_in_sdpa() -> None:
     assert relative_error(logits, expected) < 0.05
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_torch_compile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model as a whole. It needs its cache: without, transformers makes a mask for packed sequences when it traces."""
+def test_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model as a whole. It needs its cache: without it, transformers' traced mask is one for packed sequences."""
     with_oracle(monkeypatch)
-    model, tokens = make_model(name), tokens_of(1, 19)
+    model, tokens = make_model("llama"), tokens_of(1, 19)
     expected = run(model, "helion_fp8", tokens)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
