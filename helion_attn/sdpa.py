@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from helion_attn.api import attention
@@ -14,11 +13,18 @@ from helion_attn.autocast import autocast_inputs
 from helion_attn.support import Rule, check_supported
 from helion_attn.types import BALANCED, Recipe
 
+
+def _is_causal_bias(mask: Any) -> bool:
+    from torch.nn.attention.bias import CausalBias  # imports triton
+
+    return isinstance(mask, CausalBias)
+
+
 #: What the context accepts of the arguments of `scaled_dot_product_attention`.
 RULES = (
     Rule(
         "attn_mask",
-        lambda mask: mask is None or isinstance(mask, CausalBias),
+        lambda mask: mask is None or _is_causal_bias(mask),
         "None, or made by torch.nn.attention.bias.causal_lower_right or causal_upper_left: the values of other masks "
         "would have to be read",
         torch.ones(4, 4, dtype=torch.bool),
@@ -92,7 +98,7 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -105,7 +111,9 @@ def _attention(
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; helion_attn.sdpa needs 4 dimensions")
     M, N = query.size(2), key.size(2)
-    if isinstance(attn_mask, CausalBias):
+    if attn_mask is not None:
+        from torch.nn.attention.bias import CausalVariant
+
         if is_causal:
             raise ValueError("is_causal is True and attn_mask is given; it must be one of them")
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (M, N):

@@ -24,8 +24,8 @@ FLASH_ATTN_3 = """
 """.replace(",", " ").split()
 
 
-def bshd(device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
-    qkv = make_qkv("randn", 2, 4, 2, 37, 70, 32, device=device)
+def bshd(device: str, dtype: torch.dtype = torch.bfloat16, B: int = 1) -> tuple[torch.Tensor, ...]:
+    qkv = make_qkv("randn", B, 4, 2, 37, 70, 32, device=device)
     return tuple(x.transpose(1, 2).contiguous().to(dtype) for x in qkv)
 
 
@@ -69,13 +69,13 @@ def test_is_attention_of_the_same_arguments(device: str) -> None:
     expected, expected_lse = ha.attention(*qkv, causal=True, layout="bshd", recipe=ha.FAST, return_lse=True)
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
-    assert lse.shape == (2, 4, 37)
+    assert lse.shape == (1, 4, 37)
 
 
 def fp8(device: str) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     descales = {f"{x}_descale": (torch.rand(2, 2, generator=generator) + 0.5).to(device) for x in "qkv"}
-    return bshd(device, torch.float8_e4m3fn), descales
+    return bshd(device, torch.float8_e4m3fn, B=2), descales
 
 
 def test_fp8_with_descales(device: str) -> None:
@@ -103,8 +103,10 @@ def test_fp8_without_descales_is_as_with_ones(device: str) -> None:
     assert torch.equal(flash_attn_func(*qkv), flash_attn_func(*qkv, **ones))
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
-@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("q_descale", -1.0), ("q_descale", 0.0), ("k_descale", -1.0), ("k_descale", float("inf")), ("v_descale", -1.0)],
+)
 def test_bad_descale_values_make_nan_of_their_heads(name: str, bad: float, device: str) -> None:
     """They are not read on the host, as a CUDA graph could not, and must not give an answer."""
     qkv, descales = fp8(device)

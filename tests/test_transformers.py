@@ -193,14 +193,18 @@ def test_logits_with_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert error < 0.5 * zeros
 
 
-def test_logits_in_bf16() -> None:
-    """The error of FP8 attention, on top of bf16's own."""
-    tokens = tokens_of(2, 19)
-    reference = run(make_model("llama"), "eager", tokens)
-    fp8_error = relative_error(run(make_model("llama"), "helion_fp8", tokens), reference)
-    model = make_model.__wrapped__("llama").bfloat16()
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_logits_in_bf16(name: str) -> None:
+    """Prefill, then a step from the cache: the error of FP8 attention, on top of bf16's own."""
+    tokens = tokens_of(1, 19)
+    reference = run(make_model(name), "eager", tokens)
+    fp8_error = relative_error(run(make_model(name), "helion_fp8", tokens), reference)
+    model = make_model.__wrapped__(name).bfloat16()
     bf16_error = relative_error(run(model, "eager", tokens), reference)
-    logits = run(model, "helion_fp8", tokens)
+    model.set_attn_implementation("helion_fp8")
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        logits = torch.cat([model(x, past_key_values=cache).logits for x in tokens.split([18, 1], 1)], 1)
     assert logits.dtype == torch.bfloat16
     assert relative_error(logits, reference) < 1.5 * (fp8_error**2 + bf16_error**2) ** 0.5
 
