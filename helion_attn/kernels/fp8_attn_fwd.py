@@ -289,20 +289,26 @@ def fp8_attn_fwd(
         if has_right:
             n_first_row = min(n_len, diagonal + right + 1)
             n_last_row = min(n_len, diagonal + right + bm)
+            if not has_left:
+                n_first_row = max(0, n_first_row)
+                n_last_row = max(0, n_last_row)
         else:
             n_first_row = n_len
             n_last_row = n_len
         # Blocks n_left .. n_full are seen whole; those from n_begin and those up to n_end in part. Helion substitutes
-        # these expressions into each other, and a min or max writes each argument three times: they are kept flat, and
-        # not limited to 0 where a loop that ends before it begins does the same.
+        # these expressions into each other, and a min or max writes each argument three times: with a left edge too,
+        # nothing is limited to 0 where a loop that ends before it begins does the same.
         n_full = n_first_row // bn
         n_end = (n_last_row + bn - 1) // bn
         if has_left:
             n_begin = max(0, diagonal - left) // bn
             n_left = (max(0, diagonal - left + bm - 1) + bn - 1) // bn
+            whole = max(0, n_full - n_left)
+            n_masked = n_begin + whole
         else:
-            n_begin = 0
             n_left = 0
+            whole = 0
+            n_masked = n_full
         # [bm, D_pad]
         q_tile = q8[bh, m_block, :, :]
         # [bm], or a scalar for one a block
@@ -360,8 +366,7 @@ def fp8_attn_fwd(
             )
             acc = accumulate(acc, alpha, p8, v_tile, two_level, is_cuda)
 
-        whole = max(0, n_full - n_left)
-        for step in hl.grid(n_begin + whole, n_end):
+        for step in hl.grid(n_masked, n_end):
             if has_left:
                 # The blocks before the whole ones, then those after them.
                 j_masked = step - whole * max(0, min(1, n_left + whole - step))
