@@ -7,6 +7,7 @@ import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,30 @@ CHOICES = {
 @pytest.mark.parametrize("choice", CHOICES)
 def test_single_choices(choice: str) -> None:
     assert_8_bit_attention(compile_attention(64, True, recipe=CHOICES[choice]), tile_config(64, True))
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "window_causal": {"window": (100, -1), "causal": True, "recipe": ha.ACCURATE},
+    "softcap": {"softcap": 50.0, "recipe": ha.FAST},
+}
+AT_64: dict[str, dict[str, Any]] = {
+    "window": {"window": (100, 100), "recipe": ha.FAST},
+    "sinks": {"sinks": True, "recipe": ha.FAST},
+    "everything": {"window": (100, -1), "causal": True, "softcap": 50.0, "sinks": True, "recipe": ha.ACCURATE},
+}
+
+
+@pytest.mark.parametrize(("name", "D"), [*((m, D) for m in MASKS for D in SUPPORTED_D), *((m, 64) for m in AT_64)])
+def test_masks_and_sinks(name: str, D: int) -> None:
+    options = dict((MASKS | AT_64)[name])
+    recipe = options.pop("recipe")
+    tile = tile_config(D, "window" in options)
+    if "softcap" in options:
+        tile = fp8_attn_fwd.with_softcap(tile)
+    kernel = compile_attention(D, options.pop("causal", False), recipe=recipe, **options)
+    assert_8_bit_attention(kernel, tile, recipe)
+    assert kernel.registers <= tile.max_registers
+    assert kernel.ctas_per_sm >= tile.ctas_per_sm
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

@@ -20,7 +20,7 @@ accumulator registers are, in place, the A operand of the second product: `inter
 
 Key blocks that every row of the query block sees whole run in a loop without masks. Those at an edge of what is visible
 (diagonal, ragged end, a window's two sides) run in a loop of their own, and those beyond are never loaded. The order of
-the blocks does not matter to the online softmax, so that one masked loop serves both edges, the right one first.
+the blocks does not matter to the online softmax, so that one masked loop serves both edges.
 
 Three specialisations more, which cost nothing where they are not asked for. A window (Longformer, arXiv:2004.05150;
 Mistral 7B, arXiv:2310.06825) moves the two edges; causality is a right edge of 0. A softcap (Gemma 2, arXiv:2408.00118)
@@ -30,8 +30,10 @@ of each head, joins the sum in the epilogue.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -60,7 +62,7 @@ def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda
     return hl.dot(q_tile, k_tile)
 
 
-def scaled(s: torch.Tensor, qk_scale_log2: torch.Tensor | float, q_row_descales: hl.constexpr) -> torch.Tensor:
+def scaled(s: torch.Tensor, qk_scale_log2: torch.Tensor, q_row_descales: hl.constexpr) -> torch.Tensor:
     """Scores [bm, bn] times a scale, a row's [bm] or the block's []."""
     if q_row_descales:
         return s * qk_scale_log2.unsqueeze(1)
@@ -77,7 +79,7 @@ def softmax_input(
     add_shift: hl.constexpr,
     has_softcap: hl.constexpr,
     is_cuda: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor | float]:
+) -> tuple[torch.Tensor, Any]:
     """Scores, and what they are still to be multiplied by: as they are, or with a softcap their tanh."""
     if not has_softcap:
         return s, qk_scale
@@ -112,7 +114,7 @@ def visible_keys(
 
 def online_softmax_step(
     s: torch.Tensor,  # [bm, bn]
-    qk_scale_log2: torch.Tensor | float,  # [bm] or []
+    qk_scale_log2: torch.Tensor,  # [bm] or []
     m_i: torch.Tensor,  # [bm]
     l_i: torch.Tensor,  # [bm, l_lanes]
     bm: int,
@@ -285,22 +287,28 @@ def fp8_attn_fwd(
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         diagonal = row_begin + n_len - m_len
         if has_right:
-            n_first_row = max(0, min(n_len, diagonal + right + 1))
-            n_last_row = max(0, min(n_len, diagonal + right + bm))
+            n_first_row = min(n_len, diagonal + right + 1)
+            n_last_row = min(n_len, diagonal + right + bm)
+            if not has_left:
+                n_first_row = max(0, n_first_row)
+                n_last_row = max(0, n_last_row)
         else:
             n_first_row = n_len
             n_last_row = n_len
-        # Blocks n_left .. n_full are seen whole; n_begin .. n_left and n_full .. n_end in part.
+        # Blocks n_left .. n_full are seen whole; those from n_begin and those up to n_end in part. Helion substitutes
+        # these expressions into each other, and a min or max writes each argument three times: with a left edge too,
+        # nothing is limited to 0 where a loop that ends before it begins does the same.
         n_full = n_first_row // bn
         n_end = (n_last_row + bn - 1) // bn
         if has_left:
-            n_begin = min(max(0, diagonal - left) // bn, n_end)
-            n_left = min((max(0, diagonal - left + bm - 1) + bn - 1) // bn, n_end)
-            n_full = max(n_full, n_left)
+            n_begin = max(0, diagonal - left) // bn
+            n_left = (max(0, diagonal - left + bm - 1) + bn - 1) // bn
+            whole = max(0, n_full - n_left)
+            n_masked = n_begin + whole
         else:
-            n_begin = 0
             n_left = 0
-
+            whole = 0
+            n_masked = n_full
         # [bm, D_pad]
         q_tile = q8[bh, m_block, :, :]
         # [bm], or a scalar for one a block
@@ -358,14 +366,17 @@ def fp8_attn_fwd(
             )
             acc = accumulate(acc, alpha, p8, v_tile, two_level, is_cuda)
 
-        for step in hl.grid(n_full, n_end + n_left - n_begin):
+        for step in hl.grid(n_masked, n_end):
             if has_left:
-                # From n_end on, the left edge's blocks.
-                j_masked = step - (n_end - n_begin) * max(0, min(1, step - n_end + 1))
+                # The blocks before the whole ones, then those after them.
+                j_masked = step - whole * max(0, min(1, n_left + whole - step))
+                k_block = j_masked
             else:
                 j_masked = step
+                # The limit is never met. Without it the counter becomes 64 bits wide, and the comparisons of keys too.
+                k_block = min(step, n_blocks - 1)
             if k_block_descales:
-                k_scale = k_descale[kv, j_masked]
+                k_scale = k_descale[kv, k_block]
             qk_scale_log2 = q_scale_log2 * k_scale
             s = scores(q_tile, k8[kv, j_masked, :, :].transpose(0, 1), bm, bn, is_cuda)
             v_tile = v8[kv, j_masked, :, :].transpose(0, 1)
@@ -446,14 +457,22 @@ def helion_config(tile: TileConfig) -> helion.Config:
     )
 
 
+def with_softcap(tile: TileConfig) -> TileConfig:
+    """`tile` with the registers that tanh needs: at 128, one or two of them are spilled in the main loop."""
+    if tile.max_registers >= 168:
+        return tile
+    return dataclasses.replace(tile, max_registers=168, ctas_per_sm=3)
+
+
 @functools.cache
-def compiled_kernel(D_pad: int, has_right: bool, variant: Hashable) -> helion.Kernel[None]:
+def compiled_kernel(D_pad: int, has_right: bool, has_softcap: bool, variant: Hashable) -> helion.Kernel[None]:
     """The kernel for sm_90 with the tuned config of (D_pad, has_right), which were tuned as causal or not.
 
     One object for each `variant`, the other specialisations: an object whose specialisation alternates between calls
     costs 300 us of dispatch.
     """
-    return compiled(fp8_attn_fwd, helion_config(tile_config(D_pad, has_right)))
+    tile = tile_config(D_pad, has_right)
+    return compiled(fp8_attn_fwd, helion_config(with_softcap(tile) if has_softcap else tile))
 
 
 interpreted_kernel = interpreted(fp8_attn_fwd)
@@ -571,9 +590,9 @@ def launch(
     two_level = tile.two_level if promote_every is None else promote_every == 1
     variant = (
         (q8.dtype, v8.dtype, p_offset_log2, two_level, q_row_descales, k_block_descales),
-        (lse_shift is None, sinks is None, softcap is None, left >= 0),
+        (lse_shift is None, sinks is None, left >= 0),
     )
-    kernel = compiled_kernel(D_pad, right >= 0, variant) if q8.is_cuda else interpreted_kernel
+    kernel = compiled_kernel(D_pad, right >= 0, softcap is not None, variant) if q8.is_cuda else interpreted_kernel
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
     kernel(
         *kernel_args(
