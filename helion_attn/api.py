@@ -108,13 +108,29 @@ def pack(
     """
     check_qkv(q, k, v, layout, dtypes=(torch.float8_e4m3fn,))
     check_dtype(dtype)
+    heads, length = (1, 2) if layout == "bhsd" else (2, 1)
+    B, H, M, D, H_kv = q.size(0), q.size(heads), q.size(length), q.size(3), k.size(heads)
+    q_scale = check_descale("q_descale", q_descale, ((), (B, H), (B, H_kv), (B, H, M)), q.device)
+    k_scale = check_descale("k_descale", k_descale, ((), (B, H_kv)), q.device)
+    v_scale = check_descale("v_descale", v_descale, ((), (B, H_kv), (B, H_kv, D)), q.device)
+    return pack_unread(q, k, v, q_scale, k_scale, v_scale, layout, dtype)
+
+
+def pack_unread(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_scale: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    layout: str,
+    dtype: torch.dtype,
+) -> QuantizedQKV:
+    """`pack` of checked arguments; reads nothing on the host."""
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     (B, H, M, D), (H_kv, N) = q.shape, k.shape[1:3]
     tile = tile_config(padded_head_dim(D), causal=False)
-    q_scale = check_descale("q_descale", q_descale, ((), (B, H), (B, H_kv), (B, H, M)), q.device)
-    k_scale = check_descale("k_descale", k_descale, ((), (B, H_kv)), q.device)
-    v_scale = check_descale("v_descale", v_descale, ((), (B, H_kv), (B, H_kv, D)), q.device)
     q8, k8, v8 = torch.ops.helion_attn.pack_qkv(q, k, v, tile.bm, tile.bn, tile.D_pad)
 
     rows = q_scale.new_ones(B, H, q8.size(1) * tile.bm)

@@ -6,9 +6,29 @@ callers in `api` have validated every argument.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 
 DEVICES = ("CPU", "CUDA")
+
+Implementation = TypeVar("Implementation", bound=Callable[..., Any])
+
+
+def _without_autocast(function: Implementation) -> Implementation:
+    """The kernels say what is cast; autocast would also cast the fp32 products of the interpreter."""
+
+    @functools.wraps(function)
+    def wrapped(x: torch.Tensor, *args: Any) -> Any:
+        if not torch.is_autocast_enabled(x.device.type):
+            return function(x, *args)
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *args)
+
+    return wrapped  # type: ignore[return-value]
+
 
 torch.library.define(
     "helion_attn::quantize_qkv",
@@ -32,6 +52,7 @@ torch.library.define(
 
 
 @torch.library.impl("helion_attn::quantize_qkv", DEVICES)
+@_without_autocast
 def _quantize_qkv(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -109,6 +130,7 @@ def _(
 
 
 @torch.library.impl("helion_attn::pack_qkv", DEVICES)
+@_without_autocast
 def _pack_qkv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -133,6 +155,7 @@ def _empty_outputs(
 
 
 @torch.library.impl("helion_attn::fp8_attn_fwd", DEVICES)
+@_without_autocast
 def _fp8_attn_fwd(
     q8: torch.Tensor,
     k8: torch.Tensor,

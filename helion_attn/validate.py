@@ -97,21 +97,33 @@ def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
         )
 
 
+def check_descale_form(
+    name: str, descale: torch.Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device
+) -> None:
+    """All of a descale but its values."""
+    if not isinstance(descale, torch.Tensor):
+        raise TypeError(f"{name} is a {type(descale).__name__}; it must be a float32 tensor")
+    if descale.dtype != torch.float32:
+        raise TypeError(f"{name} has dtype {descale.dtype}; it must be float32")
+    if descale.device != device:
+        raise ValueError(f"{name} is on {descale.device}; it must be on {device}")
+    if tuple(descale.shape) not in shapes:
+        raise ValueError(f"{name} has shape {tuple(descale.shape)}; it must be one of {shapes}")
+    if descale.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
+        )
+
+
 def check_descale(
     name: str, descale: float | torch.Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device
 ) -> torch.Tensor:
     """A descale as an fp32 tensor of one of the shapes: finite and positive, which is read from the device."""
-    if isinstance(descale, torch.Tensor):
-        if descale.dtype != torch.float32:
-            raise TypeError(f"{name} has dtype {descale.dtype}; it must be float32")
-        if descale.device != device:
-            raise ValueError(f"{name} is on {descale.device}; it must be on {device}")
-    elif isinstance(descale, (int, float)):
+    if isinstance(descale, (int, float)):
         descale = torch.tensor(float(descale), device=device)
-    else:
+    elif not isinstance(descale, torch.Tensor):
         raise TypeError(f"{name} is a {type(descale).__name__}; it must be a number or a float32 tensor")
-    if tuple(descale.shape) not in shapes:
-        raise ValueError(f"{name} has shape {tuple(descale.shape)}; it must be one of {shapes}")
+    check_descale_form(name, descale, shapes, device)
     bad = descale[~(descale.isfinite() & (descale > 0))]
     if bad.numel():
         raise ValueError(f"{name} holds {bad[0].item()}; every value must be finite and positive")
@@ -174,25 +186,25 @@ def check_qkv(
         raise ValueError(f"q has {H} heads and k has {H_kv}; q's must be a multiple of k's")
 
 
-def check_sm_scale(sm_scale: float) -> None:
+def check_sm_scale(sm_scale: float, name: str = "sm_scale") -> None:
     """A finite number, not negative: the online softmax takes the maximum before it scales."""
     if not isinstance(sm_scale, (int, float)):
-        raise TypeError(f"sm_scale is a {type(sm_scale).__name__}; it must be a float")
+        raise TypeError(f"{name} is a {type(sm_scale).__name__}; it must be a float")
     if not math.isfinite(sm_scale) or sm_scale < 0:
-        raise ValueError(f"sm_scale is {sm_scale}; it must be finite and not negative")
+        raise ValueError(f"{name} is {sm_scale}; it must be finite and not negative")
 
 
-def check_window(window: tuple[int, int] | None) -> None:
+def check_window(window: tuple[int, int] | None, name: str = "window") -> None:
     """None, or two ints, each -1 or more."""
     if window is None:
         return
     if not isinstance(window, (tuple, list)) or len(window) != 2 or any(type(edge) is bool for edge in window):
-        raise TypeError(f"window is {window!r}; it must be None or (left, right), two ints")
+        raise TypeError(f"{name} is {window!r}; it must be None or (left, right), two ints")
     for edge in window:
         if not isinstance(edge, (int, torch.SymInt)):
-            raise TypeError(f"window is {window!r}; it must be None or (left, right), two ints")
+            raise TypeError(f"{name} is {window!r}; it must be None or (left, right), two ints")
         if edge < -1:
-            raise ValueError(f"window is {window!r}; left and right must be -1, for unlimited, or more")
+            raise ValueError(f"{name} is {window!r}; left and right must be -1, for unlimited, or more")
 
 
 def check_softcap(softcap: float | None) -> None:
