@@ -159,6 +159,9 @@ def check_qkv(
             raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; they must be the same")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; they must be on the same device")
+        if x.stride(3) == 0 and x.size(3) > 1:
+            # Triton 3.6 wrote wrong values into the padding of such a tensor's packed copy.
+            raise ValueError(f"{name} has strides {x.stride()}; the last dimension must not be an expanded one")
         if x.dtype == torch.float32 and (x.stride(3) != 1 or any(stride % 4 for stride in x.stride()[:3])):
             # Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
             raise ValueError(

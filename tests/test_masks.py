@@ -126,7 +126,8 @@ def test_softcap(recipe: ha.Recipe, softcap: float, device: str) -> None:
 
 SINKS = {
     "like_scores": [0.5, -1.0, 2.0, 0.0],
-    "large": [30.0, 1e4, 1e30, 88.0],
+    # e**-80 is still a normal fp32; the GPU flushes what is smaller to 0.
+    "large": [30.0, 1e4, 1e30, 80.0],
     "negligible": [-30.0, -1e4, -1e30, float("-inf")],
 }
 

@@ -49,7 +49,7 @@ def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
 
 
 def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda: hl.constexpr) -> torch.Tensor:
-    """`q_tile @ k_tile` as fp32 [bm, bn]; of int8, `INT8_SCORE_BIAS` too large.
+    """`q_tile @ k_tile` as fp32 [bm, bn]; of int8 on the GPU, `INT8_SCORE_BIAS` too large.
 
     The float 1.5 * 2**23 + n has n in its low bits, for |n| < 2**22, and int8 products stay below 127**2 * 256. So an
     int32 sum that starts at the bits of 1.5 * 2**23 is that float: the conversion costs no instruction of its own.
@@ -58,7 +58,7 @@ def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda
         if is_cuda:
             bias = hl.full([bm, bn], 0x4B400000, dtype=torch.int32)
             return hl.dot(q_tile, k_tile, acc=bias).view(torch.float32)
-        return q_tile.to(torch.float32) @ k_tile.to(torch.float32) + 12582912.0
+        return q_tile.to(torch.float32) @ k_tile.to(torch.float32)
     return hl.dot(q_tile, k_tile)
 
 
@@ -235,7 +235,7 @@ def fp8_attn_fwd(
     k8: torch.Tensor,  # [B * H_kv, N_blocks, bn, D_pad]
     v8: torch.Tensor,  # [B * H_kv, N_blocks, D_pad, bn]
     q_descale: torch.Tensor,  # [B * H * M_blocks * bm]
-    k_descale: torch.Tensor,  # [B * H_kv, N_blocks], or [B * H_kv, 1] for one a head
+    k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
     v_descale: torch.Tensor,  # [B * H_kv * D_pad]; of a head all the same, unless v_channel_descales
     v_mean: torch.Tensor,  # [B * H_kv * D_pad]
     lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
@@ -321,9 +321,9 @@ def fp8_attn_fwd(
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if k_block_descales:
-            k_scale = k_descale[kv, min(n_begin, n_blocks - 1)]
+            k_scale = k_descale[kv * n_blocks + min(n_begin, n_blocks - 1)]
         else:
-            k_scale = k_descale[kv, 0]
+            k_scale = k_descale[kv]
         # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
         shift = hl.zeros([bm], dtype=torch.float32)
         if has_softcap:
@@ -343,7 +343,7 @@ def fp8_attn_fwd(
         for j in hl.grid(n_begin, n_end):
             qk_scale_log2 = positive(q_scale_log2 * k_scale)
             if k_block_descales:
-                k_scale = k_descale[kv, min(j + 1, n_blocks - 1)]
+                k_scale = k_descale[kv * n_blocks + min(j + 1, n_blocks - 1)]
             # [bm, bn]
             s = scores(q_tile, k8[kv, j, :, :].transpose(0, 1), bm, bn, is_cuda)
             # [bn, D_pad]. Loaded before the softmax: after it, ptxas packs p8 with 16 more PRMT per block.
@@ -478,7 +478,7 @@ def kernel_args(
         k8,
         v8,
         q_descale,
-        k_descale.view(-1, k_descale.size(2)),
+        k_descale.view(-1),
         v_descale.view(-1),
         v_mean.view(-1),
         q_descale if lse_shift is None else lse_shift.view(-1),
@@ -496,7 +496,7 @@ def kernel_args(
         min(right, m_len),
         sm_scale * LOG2E if softcap is None else sm_scale / softcap,
         1.0 if softcap is None else softcap * LOG2E,
-        INT8_SCORE_BIAS if q8.dtype == torch.int8 else 0.0,
+        INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
         float(p_offset_log2),
         q_row_descales,
         k_block_descales,
