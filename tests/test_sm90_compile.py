@@ -43,7 +43,6 @@ def assert_8_bit_attention(kernel: Sm90Kernel, tile: TileConfig, recipe: ha.Reci
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("tile", tile_configs(), ids=lambda t: f"d{t.D_pad}-{'causal' if t.causal else 'full'}")
 def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
-    tile = fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap=False)
     kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe)
     assert_8_bit_attention(kernel, tile, recipe)
     assert kernel.opcodes["PRMT"] == 0, "P moves between the bytes of registers"
@@ -81,7 +80,8 @@ def test_masks_and_sinks(name: str, D: int) -> None:
     options = dict((MASKS | AT_64)[name])
     recipe = options.pop("recipe")
     tile = tile_config(D, "window" in options)
-    tile = fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap="softcap" in options)
+    if "softcap" in options:
+        tile = fp8_attn_fwd.with_softcap(tile)
     kernel = compile_attention(D, options.pop("causal", False), recipe=recipe, **options)
     assert_8_bit_attention(kernel, tile, recipe)
     assert kernel.registers <= tile.max_registers

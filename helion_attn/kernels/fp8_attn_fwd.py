@@ -343,7 +343,7 @@ def fp8_attn_fwd(
         for j in hl.grid(n_begin, n_end):
             qk_scale_log2 = positive(q_scale_log2 * k_scale)
             if k_block_descales:
-                k_scale = k_descale[kv * n_blocks + min(j + 1, n_blocks - 1)]
+                k_scale = k_descale[kv * n_blocks + min(j + 1, n_end - 1)]
             # [bm, bn]
             s = scores(q_tile, k8[kv, j, :, :].transpose(0, 1), bm, bn, is_cuda)
             # [bn, D_pad]. Loaded before the softmax: after it, ptxas packs p8 with 16 more PRMT per block.
@@ -425,9 +425,9 @@ def helion_config(tile: TileConfig) -> helion.Config:
     )
 
 
-def specialised(tile: TileConfig, qk_dtype: torch.dtype, has_softcap: bool) -> TileConfig:
-    """`tile` with the registers that tanh and int8 scores need: at 128, one to four are spilled in the main loop."""
-    if tile.max_registers >= 168 or not (has_softcap or qk_dtype == torch.int8):
+def with_softcap(tile: TileConfig) -> TileConfig:
+    """`tile` with the registers that tanh needs: at 128, one or two of them are spilled in the loop."""
+    if tile.max_registers >= 168:
         return tile
     return dataclasses.replace(tile, max_registers=168, ctas_per_sm=3)
 
@@ -562,7 +562,8 @@ def launch(
     options = (two_level, q_row_descales, k_block_descales, v_channel_descales)
     edges = (left >= 0, right >= 0, softcap is None, sinks is None)
     variant = (q8.dtype, v8.dtype, p_offset_log2, lse_shift is None, *edges, *options)
-    tile = specialised(tile, q8.dtype, softcap is not None)
+    if softcap is not None:
+        tile = with_softcap(tile)
     kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
     kernel(

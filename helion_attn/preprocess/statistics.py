@@ -50,6 +50,9 @@ def first_pass(
     q_parts: int,
     k_parts: int,
     v_parts: int,
+    q_run: int,  # tiles of a part; here a `max` would be that of the first call
+    k_run: int,
+    v_run: int,
     H: int,
     H_kv: int,
     M: int,
@@ -85,9 +88,6 @@ def first_pass(
     q_tiles = (M + step - 1) // step
     kv_tiles = (N + step - 1) // step
     # A tensor that needs no statistics has no parts, and its loop no programs.
-    q_run = (q_tiles + max(q_parts, 1) - 1) // max(q_parts, 1)
-    k_run = (kv_tiles + max(k_parts, 1) - 1) // max(k_parts, 1)
-    v_run = (kv_tiles + v_parts - 1) // v_parts
     for bh, part in hl.grid([q_amax.size(0), q_parts]):
         offset = ((bh // H) * q_b_step + (bh % H) * q_h_step) * unit
         # Maxima stay per element until the end: one reduction across lanes a program, not one a step.
@@ -243,6 +243,8 @@ def launch(
     v_parts = _parts(kv_heads, source.N, step)
     q_parts = 0 if q_scales in ("block", "token") else _parts(heads, source.M, step)
     k_parts = 0 if k_scales == "block" and not smooth_k else v_parts
+    tiles = [-(-size // step) for size in (source.M, source.N, source.N)]
+    runs = [-(-n // max(parts, 1)) for n, parts in zip(tiles, (q_parts, k_parts, v_parts), strict=True)]
     q_amax, k_amax = like.new_empty(heads, MAX_PARTS), like.new_empty(kv_heads, MAX_PARTS)
     v_stats = like.new_empty(kv_heads, 3, MAX_PARTS, D_pad)
     k_sum = like.new_empty((kv_heads, MAX_PARTS, D_pad) if smooth_k else (1, 1, 1))
@@ -257,7 +259,7 @@ def launch(
     run_first_pass, run_means = kernels(is_cuda, rope.pairing == NO_ROPE, variant)
     run_first_pass(
         *source.flat, q_amax, k_amax, k_sum, v_stats, rope.cos, rope.sin, rope.q_positions, rope.k_positions,
-        q_parts, k_parts, v_parts, source.H, source.H_kv, source.M, source.N, *source.steps, rope.table_rows,
+        q_parts, k_parts, v_parts, *runs, source.H, source.H_kv, source.M, source.N, *source.steps, rope.table_rows,
         *specialisations,
     )  # fmt: skip
     run_means(k_sum, v_stats, k_mean, v_mean, v_amax, k_parts, v_parts, source.N, MEAN_CHANNELS, smooth_k, center_v)
