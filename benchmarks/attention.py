@@ -1,10 +1,10 @@
-"""Benchmarks FP8 attention against its peers: speed, accuracy, preprocessing.
+"""Benchmarks FP8 attention against its peers: speed, masks, accuracy, preprocessing.
 
     python benchmarks/attention.py                          # all suites, on the GPU
     python benchmarks/attention.py --suite speed --quick    # a few cells
     python benchmarks/attention.py --device cpu --quick     # a dry run in the interpreter, this package only
 
-Each suite writes `<out>/{attention,accuracy,preprocess}.json` as it goes, so that an interrupted run keeps what
+Each suite writes `<out>/{attention,masks,accuracy,preprocess}.json` as it goes, so that an interrupted run keeps what
 it measured; the tables come last. `report.py` turns the files into plots and the tables of the documents.
 """
 
@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable
 
 import accuracy
+import masks
 from command import Suite, progress, run_command
 from harness import Results, Row, attention_flops, time_interleaved
 from problem import Options, check, make_problem, others, ours, workload
@@ -63,6 +64,7 @@ def run_speed(options: Options, results: Results) -> None:
 
 SUITES: dict[str, tuple[str, Suite]] = {
     "speed": ("attention", run_speed),
+    "masks": ("masks", masks.run_masks),
     **accuracy.SUITES,
 }
 

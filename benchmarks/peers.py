@@ -111,37 +111,46 @@ def fp8_tensor(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -
 # --- FlashAttention-3 -----------------------------------------------------------------------------
 
 
-def fa3_fp8(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+def fa3_fp8_with(window: tuple[int, int] = (-1, -1), softcap: float = 0.0) -> Prepare:
     """FlashAttention-3, e4m3 in and bf16 out, one descale per (batch, KV head) for each of Q, K and V."""
-    fa3 = importlib.import_module("fa3_fwd_interface")
-    G = q.shape[1] // k.shape[1]
-    q, k, v = (_swap_heads(x).contiguous() for x in (q, k, v))  # [B, S, heads, D]
-    k_descale, v_descale = _descale(k, (1, 3)), _descale(v, (1, 3))  # [B, 1, H_kv, 1]
-    q_descale = _descale(q.unflatten(2, (-1, G)), (1, 3, 4)).squeeze(4)  # [B, 1, H_kv, 1]: its API has no finer one
-    q_descale_per_head = q_descale.repeat_interleave(G, dim=2)  # [B, 1, H, 1]
-    q8, k8, v8 = (
-        (x.float() / descale).to(E4M3) for x, descale in ((q, q_descale_per_head), (k, k_descale), (v, v_descale))
-    )
-    run = functools.partial(
-        fa3.flash_attn_func,
-        q8,
-        k8,
-        v8,
-        softmax_scale=sm_scale,
-        causal=causal,
-        q_descale=q_descale[:, 0, :, 0],
-        k_descale=k_descale[:, 0, :, 0],
-        v_descale=v_descale[:, 0, :, 0],
-    )
 
-    def dequantized() -> tuple[Tensor, Tensor, Tensor]:
-        return (
-            _swap_heads(q8.float() * q_descale_per_head),
-            _swap_heads(k8.float() * k_descale),
-            _swap_heads(v8.float() * v_descale),
+    def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+        fa3 = importlib.import_module("fa3_fwd_interface")
+        G = q.shape[1] // k.shape[1]
+        q, k, v = (_swap_heads(x).contiguous() for x in (q, k, v))  # [B, S, heads, D]
+        k_descale, v_descale = _descale(k, (1, 3)), _descale(v, (1, 3))  # [B, 1, H_kv, 1]
+        q_descale = _descale(q.unflatten(2, (-1, G)), (1, 3, 4)).squeeze(4)  # [B, 1, H_kv, 1]: its API has no finer one
+        q_descale_per_head = q_descale.repeat_interleave(G, dim=2)  # [B, 1, H, 1]
+        q8, k8, v8 = (
+            (x.float() / descale).to(E4M3) for x, descale in ((q, q_descale_per_head), (k, k_descale), (v, v_descale))
+        )
+        run = functools.partial(
+            fa3.flash_attn_func,
+            q8,
+            k8,
+            v8,
+            softmax_scale=sm_scale,
+            causal=causal,
+            window_size=window,
+            softcap=softcap,
+            q_descale=q_descale[:, 0, :, 0],
+            k_descale=k_descale[:, 0, :, 0],
+            v_descale=v_descale[:, 0, :, 0],
         )
 
-    return Prepared(run, _swap_heads, dequantized)
+        def dequantized() -> tuple[Tensor, Tensor, Tensor]:
+            return (
+                _swap_heads(q8.float() * q_descale_per_head),
+                _swap_heads(k8.float() * k_descale),
+                _swap_heads(v8.float() * v_descale),
+            )
+
+        return Prepared(run, _swap_heads, dequantized)
+
+    return prepare
+
+
+fa3_fp8 = fa3_fp8_with()
 
 
 def fa3_on_fp8(

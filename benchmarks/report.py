@@ -30,6 +30,7 @@ from accuracy_tables import (
     rmse_tables,
 )
 from checks import all_checks, recipe_check_tables, speed_check_tables
+from mask_tables import mask_tables
 from rich.console import Console
 from tables import Loaded, Row, Table, e2e_tables, load, preprocess_tables, speed_tables
 
@@ -59,6 +60,7 @@ BLOCKS = {
     "accuracy": Block("accuracy", {"accuracy": "Relative error by kind of input"}, input_tables),
     "long_context": Block("accuracy", {"long_context": "Relative error by number of keys"}, biased_v_tables),
     "preprocess": Block("preprocess", {"preprocess": "Time of quantize and of a copy"}, preprocess_tables),
+    "masks": Block("masks", {}, mask_tables),
     "checks": Block("attention", {}, speed_check_tables),
     "recipes": Block("accuracy", {}, recipe_tables),
     "pareto": Block("accuracy", {"pareto": "RMSE on outliers against end-to-end time, by recipe"}, pareto_tables),
@@ -175,8 +177,8 @@ def main() -> None:
         "--documents",
         type=Path,
         nargs="*",
-        default=[Path("README.md"), Path("docs/accuracy.md")],
-        help="files whose results blocks are rewritten (default README.md and docs/accuracy.md)",
+        default=[Path("README.md"), Path("docs/accuracy.md"), Path("docs/performance.md")],
+        help="files whose results blocks are rewritten (default README.md, docs/accuracy.md and docs/performance.md)",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a measured figure fails its bound")
     args = parser.parse_args()

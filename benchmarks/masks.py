@@ -1,0 +1,105 @@
+"""Benchmarks masks and scores: window, softcap and sinks beside plain causal attention, and FlashAttention-3 FP8.
+
+    python benchmarks/attention.py --suite masks
+
+Kernel only, one sequence of 16384 tokens x hidden 2048. FlashAttention-3 has no sinks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from command import progress
+from harness import Results, Row, attention_flops, result_row, time_interleaved
+from peers import Prepared, fa3_fp8_with
+from problem import Options, first_line, workload
+from recipes import DEFAULT, RECIPES
+from torch import Tensor
+
+import helion_attn as ha
+from helion_attn.testing import make_qkv, relative_error
+from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
+
+#: Query rows that are checked against the oracle: the last, which see most.
+CHECKED_ROWS = 64
+
+#: Keys that a row sees on its left.
+WINDOW = 1023
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What is done to causal scores."""
+
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+CASES = {
+    "causal": Scores(),
+    "window": Scores(window=(WINDOW, 0)),
+    "softcap": Scores(softcap=30.0),
+    "sinks": Scores(sinks=True),
+}
+
+
+def visible_share(S: int) -> float:
+    """What a window shows of what causality shows."""
+    rows = min(S, WINDOW + 1)
+    return (rows * (rows + 1) / 2 + (S - rows) * rows) / (S * (S + 1) / 2)
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, recipe: str, options: dict[str, Any]) -> Prepared:
+    """This package's kernel."""
+    qkv = ha.quantize(q, k, v, recipe=RECIPES[recipe])
+    run: Callable[[], Any] = functools.partial(ha.attention_quantized, qkv, causal=True, **options)
+    return Prepared(run, lambda out: out, lambda: ha.dequantize(qkv))
+
+
+def measure(w: Workload, name: str, options: Options) -> list[Row]:
+    """One case: a row for each implementation."""
+    scores = CASES[name]
+    q, k, v = make_qkv("randn", w.B, w.H, w.H_kv, w.M, w.N, w.D, torch.bfloat16, options.device, seed=0)
+    sinks = torch.linspace(-2.0, 2.0, w.H, device=q.device) if scores.sinks else None
+    asked: dict[str, Any] = {"window": scores.window, "softcap": scores.softcap, "sinks": sinks}
+    prepared: dict[str, Callable[[], Prepared]] = {
+        recipe: functools.partial(ours, q, k, v, recipe, asked) for recipe in ("fast", DEFAULT)
+    }
+    if "fa3_fp8" in options.impls and sinks is None:
+        peer = fa3_fp8_with(window=scores.window or (-1, -1), softcap=scores.softcap or 0.0)
+        prepared["fa3_fp8"] = functools.partial(peer, q, k, v, True, w.D**-0.5)
+    rows: list[Row] = []
+    runs: dict[int, Callable[[], Tensor]] = {}
+    visible = 1.0 if scores.window is None else visible_share(w.M)
+    last = slice(max(0, w.M - CHECKED_ROWS), None)
+    for impl, prepare in prepared.items():
+        common: dict[str, Any] = {"recipe": impl if impl in RECIPES else None, "mask": name, "visible": visible}
+        try:
+            ready = prepare()
+            assert ready.dequantized is not None
+            dq, dk, dv = ready.dequantized()
+            expected = ha.reference.attention(dq[:, :, last], dk, dv, causal=True, **asked)
+            assert isinstance(expected, Tensor)
+            error = relative_error(ready.output(ready.run())[:, :, last], expected)
+        except Exception as problem:  # one implementation's failure is a result, not the end of the run
+            rows.append(result_row(impl, w, "kernel", "randn", error_message=first_line(problem), **common))
+            continue
+        runs[len(rows)] = ready.run
+        rows.append(result_row(impl, w, "kernel", "randn", error_kernel=error, **common))
+    for i, ms in time_interleaved(runs, options.device, options.repeats).items():
+        rows[i] |= {"ms": ms, "tflops": attention_flops(w) / ms / 1e9}
+    return rows
+
+
+def run_masks(options: Options, results: Results) -> None:
+    """Every case at every head dim."""
+    S = 256 if options.device.type == "cpu" else BENCH_TOKENS
+    for D in progress(options.dims, "masks"):
+        H = 2 if options.device.type == "cpu" else BENCH_HIDDEN // D
+        for name in CASES:
+            results.add(*measure(workload(1, H, S, S, D, causal=True), name, options))
