@@ -209,19 +209,14 @@ def test_logits_in_bf16(name: str) -> None:
     assert relative_error(logits, reference) < 1.5 * (fp8_error**2 + bf16_error**2) ** 0.5
 
 
-@pytest.mark.parametrize("seed", [1, 3])  # the first never parts, the second does
+@pytest.mark.parametrize("seed", range(1, 6))
 def test_greedy_tokens_of_llama(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 steps; where tokens part, eager had those two closer together than logits are off elsewhere.
 
     How far they are off is measured on eager's tokens, which makes every step comparable, and held to the rounding
     model's.
     """
-    sizes = SIZES | {
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "initializer_range": 0.05,
-    }
+    sizes = SIZES | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
     tokens = tokens_of(1, 9, seed)
