@@ -42,6 +42,34 @@ class TileConfig:
     max_registers: int
 
 
+@dataclass(frozen=True)
+class LargeTileConfig:
+    """How `fp8_attn_fwd_large_d` is tiled for one (D_pad, v_tile, causal).
+
+    Attributes:
+        D_pad: padded head dim of Q and K: a power of two, or the sum of two.
+        v_tile: channels of V that a program owns, likewise; D_v is padded to a multiple.
+        causal: and the rest, as in `TileConfig`.
+    """
+
+    D_pad: int
+    v_tile: int
+    causal: bool
+    bm: int
+    bn: int
+    num_warps: int
+    num_stages: int
+    query_blocks_fastest: bool
+    two_level: bool
+    ctas_per_sm: int
+    max_registers: int
+
+
+def largest_power_of_two(size: int) -> int:
+    """The largest that is at most `size`."""
+    return 1 << (size.bit_length() - 1)
+
+
 def _read_table() -> dict[tuple[int, bool], TileConfig]:
     text = resources.files(__package__).joinpath("fp8_attn_fwd_sm90.json").read_text()
     configs = [TileConfig(**row["config"]) for row in json.loads(text)["rows"]]

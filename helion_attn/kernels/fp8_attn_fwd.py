@@ -101,10 +101,10 @@ def online_softmax_step(
 
 
 def accumulate(
-    acc: torch.Tensor,  # [bm, D_pad]
+    acc: torch.Tensor,  # [bm, D_v_pad]
     alpha: torch.Tensor,  # [bm, 1]
     p8: torch.Tensor,  # [bm, bn]
-    v_tile: torch.Tensor,  # [bn, D_pad]
+    v_tile: torch.Tensor,  # [bn, D_v_pad]
     two_level: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> torch.Tensor:
@@ -116,20 +116,22 @@ def accumulate(
 
 def store_out(
     out: torch.Tensor,  # [B * H * M, D]
-    acc: torch.Tensor,  # [bm, D_pad]
-    v_mean: torch.Tensor,  # [B * H_kv, D_pad]
-    v_descale: torch.Tensor,  # [B * H_kv, D_pad]
+    acc: torch.Tensor,  # [bm, d_tile]
+    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad]
+    v_descale: torch.Tensor,  # [B * H_kv, D_v_pad]
     row_sum: torch.Tensor,  # [bm]
     kv: int,
     out_rows: torch.Tensor,  # [bm]
     row_in_range: torch.Tensor,  # [bm]
+    first: int,
+    d_tile: int,
     d_pad: int,
     d_out: int,
     causal: hl.constexpr,
 ) -> None:
-    """Normalise, put V's mean back, cast, store."""
-    d = hl.arange(d_pad)
-    # [bm, D_pad]
+    """Normalise, put V's mean back, cast, store: `d_tile` channels of D_v_pad, from `first`."""
+    d = first + hl.arange(d_tile)
+    # [bm, d_tile]
     o = acc * (1.0 / row_sum).unsqueeze(1)
     # With a mask these are plain loads: as descriptor loads each waits for its own barrier.
     in_head = d < d_out
@@ -151,13 +153,13 @@ def store_out(
 def fp8_attn_fwd(
     q8: torch.Tensor,  # [B * H, M_blocks, bm, D_pad]
     k8: torch.Tensor,  # [B * H_kv, N_blocks, bn, D_pad]
-    v8: torch.Tensor,  # [B * H_kv, N_blocks, D_pad, bn]
+    v8: torch.Tensor,  # [B * H_kv, N_blocks, D_v_pad, bn]
     q_descale: torch.Tensor,  # [B * H, M_blocks, bm]
     k_descale: torch.Tensor,  # [B * H_kv, N_blocks], or [B * H_kv, 1] for one a head
-    v_descale: torch.Tensor,  # [B * H_kv, D_pad]
-    v_mean: torch.Tensor,  # [B * H_kv, D_pad]
+    v_descale: torch.Tensor,  # [B * H_kv, D_v_pad]
+    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad]
     lse_shift: torch.Tensor,  # [B * H, M_blocks, bm] if shift_lse
-    out: torch.Tensor,  # [B * H * M, D], written
+    out: torch.Tensor,  # [B * H * M, D_v], written
     lse: torch.Tensor,  # [B * H * M], written
     m_len: int,
     n_len: int,
@@ -181,8 +183,8 @@ def fp8_attn_fwd(
     bh_size, m_blocks, n_blocks = q8.size(0), q8.size(1), k8.size(1)
     bm = hl.specialize(q8.size(2))
     bn = hl.specialize(k8.size(2))
-    d_pad = hl.specialize(q8.size(3))
-    hl.specialize(v8.size(2))
+    hl.specialize((q8.size(3), k8.size(3)))
+    d_v_pad = hl.specialize(v8.size(2))
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loops.
     l_lanes = 8
@@ -219,8 +221,8 @@ def fp8_attn_fwd(
         k_scale = k_descale[kv, 0]
         m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
-        # [bm, D_pad]
-        acc = hl.zeros([bm, d_pad], dtype=torch.float32)
+        # [bm, D_v_pad]
+        acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
 
         for j in hl.grid(n_full):
             qk_scale_log2 = q_scale_log2 * k_scale
@@ -228,7 +230,7 @@ def fp8_attn_fwd(
                 k_scale = k_descale[kv, min(j + 1, n_blocks - 1)]
             # [bm, bn]
             s = scores(q_tile, k8[kv, j, :, :].transpose(0, 1), bm, bn, is_cuda)
-            # [bn, D_pad]. Loaded before the softmax: after it, ptxas packs p8 with 16 more PRMT per block.
+            # [bn, D_v_pad]. Loaded before the softmax: after it, ptxas packs p8 with 16 more PRMT per block.
             v_tile = v8[kv, j, :, :].transpose(0, 1)
             p8, alpha, m_i, l_i = online_softmax_step(
                 s,
@@ -284,7 +286,7 @@ def fp8_attn_fwd(
         rows = row_begin + hl.arange(bm)
         row_in_range = rows < m_len
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
-        store_out(out, acc, v_mean, v_descale, row_sum, kv, out_rows, row_in_range, d_pad, d_out, causal)
+        store_out(out, acc, v_mean, v_descale, row_sum, kv, out_rows, row_in_range, 0, d_v_pad, d_v_pad, d_out, causal)
         lse_log2 = m_i + torch.log2(row_sum)
         if shift_lse:
             lse_log2 = lse_log2 + hl.load(lse_shift, [bh, m_block, hl.arange(bm)]) * sm_scale_log2

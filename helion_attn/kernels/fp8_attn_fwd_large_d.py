@@ -1,0 +1,354 @@
+"""FP8 attention, forward, for head dims that one program cannot hold: D up to 1024, D_v up to 1024, D != D_v.
+
+The mathematics and the rounding points are those of `fp8_attn_fwd`. What differs is who computes what:
+
+- **Channels of V are split over programs.** A [128, D_v] fp32 accumulator fills the register file at D_v = 512. So a
+  program owns `bm` query rows and one part of `v_tile` channels, and computes the scores of its rows itself: with n
+  parts, Q K^T and the softmax are done n times, and each part of V is read once. `v_tile` is as large as registers allow.
+- **A head dim is a sum of two powers of two**, wide + narrow (320 = 256 + 64), for Triton's tiles are powers of two. The
+  scores are two products into one accumulator, and a program has an accumulator for each of its two pieces of V. The
+  narrow piece may be empty. The pieces are views of the packed tensors, and each is one TMA box.
+
+Q stays in shared memory, all D of it; blocks of K and of a part of V pass through in `num_stages` stages.
+
+P V is summed in two levels while the fresh product has registers beside the accumulator, up to 128 channels; above, it
+stays in the tensor core, where centring V keeps a biased V right.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+
+import torch
+
+from helion_attn.configs import LargeTileConfig, largest_power_of_two
+from helion_attn.kernels.fp8_attn_fwd import accumulate, online_softmax_step, scaled, store_out
+from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
+from helion_attn.numerics import LN2, LOG2E
+
+
+#: A TMA box has at most 256 elements a dimension.
+MAX_PIECE = 256
+
+
+def row_pieces(
+    wide: torch.Tensor,  # [heads, blocks, rows, count, d_wide]
+    narrow: torch.Tensor,  # [heads, blocks, rows, d_narrow]
+    head: int,
+    block: int,
+    count: int,
+    has_narrow: hl.constexpr,
+) -> list[torch.Tensor]:
+    """One block of rows: its wide pieces, `count` times [rows, d_wide], then its narrow one, [rows, d_narrow]."""
+    rows = slice(None)
+    found = [hl.load(wide, [head, block, rows, i, rows]) for i in range(count)]
+    if has_narrow:
+        found.append(hl.load(narrow, [head, block, rows, rows]))
+    return found
+
+
+def scores_of_pieces(q_pieces: list[torch.Tensor], k_pieces: list[torch.Tensor], is_cuda: hl.constexpr) -> torch.Tensor:
+    """Scores of all D channels, fp32 [bm, bn], of pieces [bm, d] and [bn, d].
+
+    int8 sums reach 127**2 * 1024, past what `fp8_attn_fwd.scores` can read as floats, and are converted one by one;
+    they stay below 2**24, so exactly.
+    """
+    is_int8 = q_pieces[0].dtype == torch.int8
+    if is_int8 and not is_cuda:
+        # PyTorch has no int8 product.
+        q_pieces, k_pieces = [q.to(torch.float32) for q in q_pieces], [k.to(torch.float32) for k in k_pieces]
+    s = hl.dot(q_pieces[0], k_pieces[0].transpose(0, 1))
+    for q, k in zip(q_pieces[1:], k_pieces[1:], strict=True):
+        s = hl.dot(q, k.transpose(0, 1), acc=s)
+    return s.to(torch.float32) if is_int8 else s
+
+
+def fp8_attn_fwd_large_d(
+    q_wide: torch.Tensor,  # [B * H, M_blocks, bm, d_count, d_wide]
+    q_narrow: torch.Tensor,  # [B * H, M_blocks, bm, d_narrow]
+    k_wide: torch.Tensor,  # [B * H_kv, N_blocks, bn, d_count, d_wide]
+    k_narrow: torch.Tensor,  # [B * H_kv, N_blocks, bn, d_narrow]
+    v_wide: torch.Tensor,  # [B * H_kv, N_blocks * v_parts, v_wide, bn]
+    v_narrow: torch.Tensor,  # [B * H_kv, N_blocks * v_parts, v_narrow, bn]
+    q_descale: torch.Tensor,  # [B * H, M_blocks, bm]
+    k_descale: torch.Tensor,  # [B * H_kv, N_blocks], or [B * H_kv, 1] for one a head
+    v_descale: torch.Tensor,  # [B * H_kv, D_v_pad]
+    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad]
+    lse_shift: torch.Tensor,  # [B * H, M_blocks, bm] if shift_lse
+    out: torch.Tensor,  # [B * H * M, D_v], written
+    lse: torch.Tensor,  # [B * H * M], written
+    m_len: int,
+    n_len: int,
+    heads: int,
+    group: int,
+    out_head_step: int,
+    out_row_step: int,
+    sm_scale_log2: float,
+    v_parts: hl.constexpr,
+    has_narrow_d: hl.constexpr,
+    has_narrow_v: hl.constexpr,
+    p_offset_log2: hl.constexpr,
+    q_row_descales: hl.constexpr,
+    k_block_descales: hl.constexpr,
+    shift_lse: hl.constexpr,
+    causal: hl.constexpr,
+    two_level: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> None:
+    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
+    # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
+    hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
+    bh_size, m_blocks, n_blocks = q_wide.size(0), q_wide.size(1), k_wide.size(1)
+    bm = hl.specialize(q_wide.size(2))
+    bn = hl.specialize(k_wide.size(2))
+    d_count = hl.specialize(q_wide.size(3))
+    hl.specialize((q_wide.size(4), q_narrow.size(3), k_wide.size(3), k_wide.size(4), k_narrow.size(3)))
+    wide = hl.specialize(v_wide.size(2))
+    narrow = hl.specialize(v_narrow.size(2))
+    d_out = hl.specialize(out.size(1))
+    d_v_pad = hl.specialize(v_mean.size(1))
+    v_tile = wide + narrow * has_narrow_v
+    # Row sums are carried this wide and reduced across lanes once, after the loops.
+    l_lanes = 8
+    # Known strides keep the stores 16 bytes wide.
+    hl.specialize((out.stride(0), out.stride(1), v_mean.stride(1)))
+
+    for bh, grid_block in hl.grid([bh_size, m_blocks * v_parts]):
+        # The parts of one query block are neighbours: they read the same K.
+        part = grid_block % v_parts
+        if causal:
+            m_block = m_blocks - 1 - grid_block // v_parts  # long rows first
+        else:
+            m_block = grid_block // v_parts
+        kv = bh // group
+        row_begin = m_block * bm
+        # Row i sees keys j <= i + diagonal: bottom-right alignment.
+        diagonal = n_len - m_len
+        if causal:
+            n_first_row = max(0, min(n_len, row_begin + diagonal + 1))
+            n_last_row = max(0, min(n_len, row_begin + bm + diagonal))
+        else:
+            n_first_row = n_len
+            n_last_row = n_len
+        n_full = n_first_row // bn
+        n_end = (n_last_row + bn - 1) // bn
+
+        # [bm, d_wide] each, [bm, d_narrow]
+        q_tiles = row_pieces(q_wide, q_narrow, bh, m_block, d_count, has_narrow_d)
+        # [bm], or a scalar for one a block
+        if q_row_descales:
+            q_scale_log2 = hl.load(q_descale, [bh, m_block, hl.arange(bm)]) * sm_scale_log2
+        else:
+            q_scale_log2 = q_descale[bh, m_block, 0] * sm_scale_log2
+        # The descale of the block at hand; with one a block, the next is loaded a block ahead.
+        k_scale = k_descale[kv, 0]
+        m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
+        l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
+        # [bm, v_wide], [bm, v_narrow]
+        acc = hl.zeros([bm, wide], dtype=torch.float32)
+        acc_narrow = hl.zeros([bm, narrow], dtype=torch.float32)
+
+        for j in hl.grid(n_full):
+            qk_scale_log2 = q_scale_log2 * k_scale
+            if k_block_descales:
+                k_scale = k_descale[kv, min(j + 1, n_blocks - 1)]
+            # [bn, d_wide] each, [bn, d_narrow]
+            k_tiles = row_pieces(k_wide, k_narrow, kv, j, d_count, has_narrow_d)
+            # [bm, bn]
+            s = scores_of_pieces(q_tiles, k_tiles, is_cuda)
+            # [bn, v_wide], [bn, v_narrow]. Loaded before the softmax: see `fp8_attn_fwd`.
+            v_tile_wide = v_wide[kv, j * v_parts + part, :, :].transpose(0, 1)
+            if has_narrow_v:
+                v_tile_narrow = v_narrow[kv, j * v_parts + part, :, :].transpose(0, 1)
+            p8, alpha, m_i, l_i = online_softmax_step(
+                s, qk_scale_log2, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, 0.0, p_offset_log2, q_row_descales,
+                False, is_cuda,
+            )  # fmt: skip
+            acc = accumulate(acc, alpha, p8, v_tile_wide, two_level, is_cuda)
+            if has_narrow_v:
+                acc_narrow = accumulate(acc_narrow, alpha, p8, v_tile_narrow, two_level, is_cuda)
+
+        for j_masked in hl.grid(n_full, n_end):
+            qk_scale_log2 = q_scale_log2 * k_scale
+            if k_block_descales:
+                k_scale = k_descale[kv, min(j_masked + 1, n_blocks - 1)]
+            k_tiles = row_pieces(k_wide, k_narrow, kv, j_masked, d_count, has_narrow_d)
+            s = scores_of_pieces(q_tiles, k_tiles, is_cuda)
+            v_tile_wide = v_wide[kv, j_masked * v_parts + part, :, :].transpose(0, 1)
+            if has_narrow_v:
+                v_tile_narrow = v_narrow[kv, j_masked * v_parts + part, :, :].transpose(0, 1)
+            # The key index is made inside the loop; kept outside, it takes registers throughout.
+            keys = j_masked * bn + hl.arange(bn)
+            if causal:
+                # This also hides keys >= n_len from every row that exists; what padded rows see is not stored.
+                visible = keys.unsqueeze(0) <= (row_begin + diagonal + hl.arange(bm)).unsqueeze(1)
+            else:
+                visible = (keys < n_len).unsqueeze(0)
+            # Scaled before it is masked: a scale of 0 would make NaN of -inf.
+            s = torch.where(visible, scaled(s, qk_scale_log2, q_row_descales), float("-inf"))
+            p8, alpha, m_i, l_i = online_softmax_step(
+                s, qk_scale_log2, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, 0.0, p_offset_log2, q_row_descales,
+                True, is_cuda,
+            )  # fmt: skip
+            acc = accumulate(acc, alpha, p8, v_tile_wide, two_level, is_cuda)
+            if has_narrow_v:
+                acc_narrow = accumulate(acc_narrow, alpha, p8, v_tile_narrow, two_level, is_cuda)
+
+        # [bm]
+        row_sum = l_i.sum(1)
+        rows = row_begin + hl.arange(bm)
+        row_in_range = rows < m_len
+        out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
+        first = part * v_tile
+        store_out(
+            out, acc, v_mean, v_descale, row_sum, kv, out_rows, row_in_range, first, wide, d_v_pad, d_out, causal
+        )
+        if has_narrow_v:
+            first = first + wide
+            store_out(
+                out, acc_narrow, v_mean, v_descale, row_sum, kv, out_rows, row_in_range, first, narrow, d_v_pad, d_out,
+                causal,
+            )  # fmt: skip
+        lse_log2 = m_i + torch.log2(row_sum)
+        if shift_lse:
+            lse_log2 = lse_log2 + hl.load(lse_shift, [bh, m_block, hl.arange(bm)]) * sm_scale_log2
+        # Every part has the same; the first stores it.
+        hl.store(lse, [bh * m_len + rows], lse_log2 * LN2, extra_mask=rows < m_len * (1 - part))
+
+
+def helion_config(tile: LargeTileConfig) -> helion.Config:
+    """The Helion config of one row of the table."""
+    return helion.Config(
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        # The masked loop runs a few times: a pipeline there costs registers and gains nothing.
+        range_num_stages=[0, tile.num_stages, 1],
+        # (heads, query blocks), fastest first
+        loop_orders=[[1, 0] if tile.query_blocks_fastest else [0, 1]],
+        indexing="tensor_descriptor",
+        host_tensor_descriptors=True,
+        **{MAX_REGISTERS: tile.max_registers},
+    )
+
+
+@functools.cache
+def compiled_kernel(tile: LargeTileConfig, variant: Hashable) -> helion.Kernel[None]:
+    """The kernel for sm_90 with a config; one object for each `variant`, the other specialisations."""
+    return compiled(fp8_attn_fwd_large_d, helion_config(tile))
+
+
+interpreted_kernel = interpreted(fp8_attn_fwd_large_d)
+
+
+def pieces(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Views of `x`: dimension `dim` as [count, wide], what is left of it, and whether there is such a rest.
+
+    Where there is none, `x` stands for it.
+    """
+    size = x.size(dim)
+    wide = min(largest_power_of_two(size), MAX_PIECE)
+    whole = size // wide * wide
+    split = x.narrow(dim, 0, whole).unflatten(dim, (-1, wide))
+    return (split, x.narrow(dim, whole, size - whole), True) if whole < size else (split, x, False)
+
+
+def kernel_args(
+    tile: LargeTileConfig,
+    q8: torch.Tensor,
+    k8: torch.Tensor,
+    v8: torch.Tensor,
+    q_descale: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
+    v_mean: torch.Tensor,
+    lse_shift: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    m_len: int,
+    n_len: int,
+    causal: bool,
+    sm_scale: float,
+    bshd: bool,
+    p_offset_log2: int,
+    two_level: bool,
+    q_row_descales: bool,
+    k_block_descales: bool,
+) -> tuple[object, ...]:
+    """The arguments of `fp8_attn_fwd_large_d`, from those of `launch`."""
+    H, H_kv = q_descale.size(1), k_descale.size(1)
+    q_descale = q_descale.view(-1, *q_descale.shape[2:])
+    kv_heads, n_blocks, d_v_pad, bn = v8.shape
+    v_parts = d_v_pad // tile.v_tile
+    q_wide, q_narrow, has_narrow_d = pieces(q8, 3)
+    k_wide, k_narrow, _ = pieces(k8, 3)
+    v_wide, v_narrow, has_narrow_v = pieces(v8.view(kv_heads, n_blocks * v_parts, tile.v_tile, bn), 2)
+    return (
+        q_wide,
+        q_narrow,
+        k_wide,
+        k_narrow,
+        v_wide.squeeze(2),
+        v_narrow,
+        q_descale,
+        k_descale.view(-1, k_descale.size(2)),
+        v_descale.view(-1, d_v_pad),
+        v_mean.view(-1, d_v_pad),
+        q_descale if lse_shift is None else lse_shift.view(q_descale.shape),
+        out.view(-1, out.size(-1)),
+        lse.view(-1),
+        m_len,
+        n_len,
+        H,
+        H // H_kv,
+        1 if bshd else m_len,
+        H if bshd else 1,
+        sm_scale * LOG2E,
+        v_parts,
+        has_narrow_d,
+        has_narrow_v,
+        float(p_offset_log2),
+        q_row_descales,
+        k_block_descales,
+        lse_shift is not None,
+        causal,
+        two_level,
+        q8.is_cuda,
+    )
+
+
+def launch(
+    tile: LargeTileConfig,
+    q8: torch.Tensor,
+    k8: torch.Tensor,
+    v8: torch.Tensor,
+    q_descale: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
+    v_mean: torch.Tensor,
+    lse_shift: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    m_len: int,
+    n_len: int,
+    causal: bool,
+    sm_scale: float,
+    bshd: bool,
+    p_offset_log2: int,
+    promote_every: int | None,
+    q_row_descales: bool,
+    k_block_descales: bool,
+) -> None:
+    """Write `out` and `lse` for the packed tensors of a `QuantizedQKV`.
+
+    Args:
+        tile: the config; q8 and k8 are `tile.D_pad` wide, v8 a multiple of `tile.v_tile`.
+        q8: and the rest, as in `fp8_attn_fwd.launch`.
+    """
+    two_level = tile.two_level if promote_every is None else promote_every == 1
+    numerics = (p_offset_log2, two_level, q_row_descales, k_block_descales)
+    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift)
+    args = kernel_args(tile, *packed, out, lse, m_len, n_len, causal, sm_scale, bshd, *numerics)
+    variant = (q8.dtype, v8.dtype, v8.size(2), out.dtype, numerics, lse_shift is None)
+    kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
+    kernel(*args)
