@@ -28,6 +28,13 @@ from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, co
 from helion_attn.numerics import LN2, LOG2E
 
 
+def split_head_dim(d: int) -> list[tuple[int, int]]:
+    """Where the pieces of a head dim start, and their sizes."""
+    wide = min(largest_power_of_two(d), MAX_PIECE)
+    starts = range(0, d, wide)
+    return [(start, min(wide, d - start)) for start in starts]
+
+
 #: A TMA box has at most 256 elements a dimension.
 MAX_PIECE = 256
 
@@ -48,6 +55,24 @@ def row_pieces(
     return found
 
 
+def query_pieces(
+    q8: torch.Tensor,  # flat
+    first: int,
+    bm: int,
+    d_pad: int,
+) -> list[torch.Tensor]:
+    """`bm` rows of Q in pieces, [bm, d] each.
+
+    Not by descriptor: Triton keeps what a reshaped TMA box gives in registers, where D = 512 takes 64 a thread, and
+    what a plain load gives in shared memory.
+    """
+    found = []
+    for start, size in split_head_dim(d_pad):
+        offsets = first + hl.arange(bm).unsqueeze(1) * d_pad + (start + hl.arange(size)).unsqueeze(0)
+        found.append(hl.load(q8, [offsets]))
+    return found
+
+
 def scores_of_pieces(q_pieces: list[torch.Tensor], k_pieces: list[torch.Tensor], is_cuda: hl.constexpr) -> torch.Tensor:
     """Scores of all D channels, fp32 [bm, bn], of pieces [bm, d] and [bn, d].
 
@@ -65,8 +90,7 @@ def scores_of_pieces(q_pieces: list[torch.Tensor], k_pieces: list[torch.Tensor],
 
 
 def fp8_attn_fwd_large_d(
-    q_wide: torch.Tensor,  # [B * H, M_blocks, bm, d_count, d_wide]
-    q_narrow: torch.Tensor,  # [B * H, M_blocks, bm, d_narrow]
+    q8: torch.Tensor,  # flat [B * H, M_blocks, bm, D_pad]
     k_wide: torch.Tensor,  # [B * H_kv, N_blocks, bn, d_count, d_wide]
     k_narrow: torch.Tensor,  # [B * H_kv, N_blocks, bn, d_narrow]
     v_wide: torch.Tensor,  # [B * H_kv, N_blocks * v_parts, v_wide, bn]
@@ -99,11 +123,12 @@ def fp8_attn_fwd_large_d(
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
-    bh_size, m_blocks, n_blocks = q_wide.size(0), q_wide.size(1), k_wide.size(1)
-    bm = hl.specialize(q_wide.size(2))
+    bh_size, m_blocks, n_blocks = q_descale.size(0), q_descale.size(1), k_wide.size(1)
+    bm = hl.specialize(q_descale.size(2))
     bn = hl.specialize(k_wide.size(2))
-    d_count = hl.specialize(q_wide.size(3))
-    hl.specialize((q_wide.size(4), q_narrow.size(3), k_wide.size(3), k_wide.size(4), k_narrow.size(3)))
+    d_count = hl.specialize(k_wide.size(3))
+    d_pad = d_count * hl.specialize(k_wide.size(4)) + hl.specialize(k_narrow.size(3)) * has_narrow_d
+    hl.specialize(q8.stride(0))
     wide = hl.specialize(v_wide.size(2))
     narrow = hl.specialize(v_narrow.size(2))
     d_out = hl.specialize(out.size(1))
@@ -135,7 +160,7 @@ def fp8_attn_fwd_large_d(
         n_end = (n_last_row + bn - 1) // bn
 
         # [bm, d_wide] each, [bm, d_narrow]
-        q_tiles = row_pieces(q_wide, q_narrow, bh, m_block, d_count, has_narrow_d)
+        q_tiles = query_pieces(q8, (bh * m_blocks + m_block) * (bm * d_pad), bm, d_pad)
         # [bm], or a scalar for one a block
         if q_row_descales:
             q_scale_log2 = hl.load(q_descale, [bh, m_block, hl.arange(bm)]) * sm_scale_log2
@@ -280,12 +305,10 @@ def kernel_args(
     q_descale = q_descale.view(-1, *q_descale.shape[2:])
     kv_heads, n_blocks, d_v_pad, bn = v8.shape
     v_parts = d_v_pad // tile.v_tile
-    q_wide, q_narrow, has_narrow_d = pieces(q8, 3)
-    k_wide, k_narrow, _ = pieces(k8, 3)
+    k_wide, k_narrow, has_narrow_d = pieces(k8, 3)
     v_wide, v_narrow, has_narrow_v = pieces(v8.view(kv_heads, n_blocks * v_parts, tile.v_tile, bn), 2)
     return (
-        q_wide,
-        q_narrow,
+        q8.view(-1),
         k_wide,
         k_narrow,
         v_wide.squeeze(2),
