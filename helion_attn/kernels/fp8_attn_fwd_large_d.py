@@ -226,15 +226,15 @@ def fp8_attn_fwd_large_d(
         row_in_range = rows < m_len
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
         first = part * v_tile
+        # The narrow piece goes first: while the wide one is stored, its registers are free (otherwise 8 spills).
+        if has_narrow_v:
+            store_out(
+                out, acc_narrow, v_mean, v_descale, row_sum, kv, out_rows, row_in_range, first + wide, narrow,
+                d_v_pad, d_out, causal,
+            )  # fmt: skip
         store_out(
             out, acc, v_mean, v_descale, row_sum, kv, out_rows, row_in_range, first, wide, d_v_pad, d_out, causal
         )
-        if has_narrow_v:
-            first = first + wide
-            store_out(
-                out, acc_narrow, v_mean, v_descale, row_sum, kv, out_rows, row_in_range, first, narrow, d_v_pad, d_out,
-                causal,
-            )  # fmt: skip
         lse_log2 = m_i + torch.log2(row_sum)
         if shift_lse:
             lse_log2 = lse_log2 + hl.load(lse_shift, [bh, m_block, hl.arange(bm)]) * sm_scale_log2
