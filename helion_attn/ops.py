@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import torch
 
+from helion_attn.configs import large_tile_config, uses_large_d
+
 DEVICES = ("CPU", "CUDA")
 
 torch.library.define(
     "helion_attn::quantize_qkv",
     "(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? q_positions, Tensor? k_positions, "
-    "bool interleaved, int bm, int bn, int d_pad, ScalarType qk_dtype, ScalarType pv_dtype, str q_scales, "
+    "bool interleaved, int bm, int bn, int d_pad, int d_v_pad, ScalarType qk_dtype, ScalarType pv_dtype, str q_scales, "
     "str k_scales, str v_scales, int? hadamard_seed, bool smooth_k, bool center_v) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "helion_attn::pack_qkv",
-    "(Tensor q, Tensor k, Tensor v, int bm, int bn, int d_pad) -> (Tensor, Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, int bm, int bn, int d_pad, int d_v_pad) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "helion_attn::fp8_attn_fwd",
     "(Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor v_mean, "
-    "Tensor? lse_shift, SymInt m_len, SymInt n_len, SymInt d, bool causal, float sm_scale, bool bshd, "
+    "Tensor? lse_shift, SymInt m_len, SymInt n_len, SymInt d, SymInt d_v, bool causal, float sm_scale, bool bshd, "
     "ScalarType out_dtype, int p_offset_log2, int? promote_every, bool q_row_descales, bool k_block_descales) "
     "-> (Tensor, Tensor)",
 )
@@ -43,6 +45,7 @@ def _quantize_qkv(
     bm: int,
     bn: int,
     d_pad: int,
+    d_v_pad: int,
     qk_dtype: torch.dtype,
     pv_dtype: torch.dtype,
     q_scales: str,
@@ -56,18 +59,27 @@ def _quantize_qkv(
 
     rope = (cos, sin, q_positions, k_positions, interleaved)
     scales = (q_scales, k_scales, v_scales)
-    return quantize_qkv(q, k, v, *rope, bm, bn, d_pad, qk_dtype, pv_dtype, *scales, hadamard_seed, smooth_k, center_v)
+    return quantize_qkv(
+        q, k, v, *rope, bm, bn, d_pad, d_v_pad, qk_dtype, pv_dtype, *scales, hadamard_seed, smooth_k, center_v
+    )
 
 
 def _empty_packed(
-    q: torch.Tensor, k: torch.Tensor, bm: int, bn: int, d_pad: int, qk_dtype: torch.dtype, pv_dtype: torch.dtype
+    q: torch.Tensor,
+    k: torch.Tensor,
+    bm: int,
+    bn: int,
+    d_pad: int,
+    d_v_pad: int,
+    qk_dtype: torch.dtype,
+    pv_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (B, H, M, _D), (H_kv, N) = q.shape, k.shape[1:3]
     m_blocks, n_blocks = (M + bm - 1) // bm, (N + bn - 1) // bn
     return (
         q.new_empty((B * H, m_blocks, bm, d_pad), dtype=qk_dtype),
         q.new_empty((B * H_kv, n_blocks, bn, d_pad), dtype=qk_dtype),
-        q.new_empty((B * H_kv, n_blocks, d_pad, bn), dtype=pv_dtype),
+        q.new_empty((B * H_kv, n_blocks, d_v_pad, bn), dtype=pv_dtype),
     )
 
 
@@ -84,6 +96,7 @@ def _(
     bm: int,
     bn: int,
     d_pad: int,
+    d_v_pad: int,
     qk_dtype: torch.dtype,
     pv_dtype: torch.dtype,
     q_scales: str,
@@ -94,14 +107,14 @@ def _(
     center_v: bool,
 ) -> tuple[torch.Tensor, ...]:
     (B, H), H_kv = q.shape[:2], k.shape[1]
-    q8, k8, v8 = _empty_packed(q, k, bm, bn, d_pad, qk_dtype, pv_dtype)
-    rows, channels = (B, H, q8.size(1), bm), (B, H_kv, d_pad)
+    q8, k8, v8 = _empty_packed(q, k, bm, bn, d_pad, d_v_pad, qk_dtype, pv_dtype)
+    rows, channels = (B, H, q8.size(1), bm), (B, H_kv, d_v_pad)
     shapes = (
         rows,
         (B, H_kv, k8.size(1) if k_scales == "block" else 1),
         channels,
         channels,
-        channels if smooth_k else (0,),
+        (B, H_kv, d_pad) if smooth_k else (0,),
         rows if smooth_k else (0,),
     )
     return q8, k8, v8, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
@@ -109,25 +122,25 @@ def _(
 
 @torch.library.impl("helion_attn::pack_qkv", DEVICES)
 def _pack_qkv(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int, d_v_pad: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from helion_attn.preprocess.quantize import pack_qkv
 
-    return pack_qkv(q, k, v, bm, bn, d_pad)
+    return pack_qkv(q, k, v, bm, bn, d_pad, d_v_pad)
 
 
 @torch.library.register_fake("helion_attn::pack_qkv")
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int, d_v_pad: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _empty_packed(q, k, bm, bn, d_pad, q.dtype, v.dtype)
+    return _empty_packed(q, k, bm, bn, d_pad, d_v_pad, q.dtype, v.dtype)
 
 
 def _empty_outputs(
-    q_descale: torch.Tensor, m_len: int, d: int, bshd: bool, out_dtype: torch.dtype
+    q_descale: torch.Tensor, m_len: int, d_v: int, bshd: bool, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     B, H = q_descale.shape[:2]
-    shape = (B, m_len, H, d) if bshd else (B, H, m_len, d)
+    shape = (B, m_len, H, d_v) if bshd else (B, H, m_len, d_v)
     return q_descale.new_empty(shape, dtype=out_dtype), q_descale.new_empty((B, H, m_len))
 
 
@@ -144,6 +157,7 @@ def _fp8_attn_fwd(
     m_len: int,
     n_len: int,
     d: int,
+    d_v: int,
     causal: bool,
     sm_scale: float,
     bshd: bool,
@@ -153,12 +167,16 @@ def _fp8_attn_fwd(
     q_row_descales: bool,
     k_block_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from helion_attn.kernels.fp8_attn_fwd import launch
+    from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
 
-    out, lse = _empty_outputs(q_descale, m_len, d, bshd, out_dtype)
+    out, lse = _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift)
     numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales)
-    launch(*packed, out, lse, m_len, n_len, causal, sm_scale, bshd, *numerics)
+    args = (*packed, out, lse, m_len, n_len, causal, sm_scale, bshd, *numerics)
+    if uses_large_d(d, d_v):
+        fp8_attn_fwd_large_d.launch(large_tile_config(d, d_v, causal), *args)
+    else:
+        fp8_attn_fwd.launch(*args)
     return out, lse
 
 
@@ -175,6 +193,7 @@ def _(
     m_len: int,
     n_len: int,
     d: int,
+    d_v: int,
     causal: bool,
     sm_scale: float,
     bshd: bool,
@@ -184,4 +203,4 @@ def _(
     q_row_descales: bool,
     k_block_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_outputs(q_descale, m_len, d, bshd, out_dtype)
+    return _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)

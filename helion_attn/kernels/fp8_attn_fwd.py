@@ -399,7 +399,7 @@ def launch(
 
     Args:
         q8: and the seven that follow: the fields of `QuantizedQKV`.
-        out: contiguous [B, H, M, D], or [B, M, H, D] when `bshd`; bf16, fp16, fp32 or e4m3.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16, fp32 or e4m3.
         lse: fp32 [B, H, M], natural log.
         m_len: M, the true query length.
         n_len: N, the true key length.
@@ -411,10 +411,20 @@ def launch(
         q_row_descales: rows of a block have descales of their own.
         k_block_descales: `k_descale` has one for each key block.
     """
-    D_pad = v8.size(2)
+    D_pad = max(q8.size(3), v8.size(2))
     tile = tile_config(D_pad, causal)
     two_level = tile.two_level if promote_every is None else promote_every == 1
-    variant = (q8.dtype, v8.dtype, p_offset_log2, two_level, q_row_descales, k_block_descales, lse_shift is None)
+    variant = (
+        q8.dtype,
+        v8.dtype,
+        q8.size(3),
+        v8.size(2),
+        p_offset_log2,
+        two_level,
+        q_row_descales,
+        k_block_descales,
+        lse_shift is None,
+    )
     kernel = compiled_kernel(D_pad, causal, variant) if q8.is_cuda else interpreted_kernel
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift)
     kernel(

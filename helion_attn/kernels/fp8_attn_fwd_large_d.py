@@ -232,9 +232,7 @@ def fp8_attn_fwd_large_d(
                 out, acc_narrow, v_mean, v_descale, row_sum, kv, out_rows, row_in_range, first + wide, narrow,
                 d_v_pad, d_out, causal,
             )  # fmt: skip
-        store_out(
-            out, acc, v_mean, v_descale, row_sum, kv, out_rows, row_in_range, first, wide, d_v_pad, d_out, causal
-        )
+        store_out(out, acc, v_mean, v_descale, row_sum, kv, out_rows, row_in_range, first, wide, d_v_pad, d_out, causal)
         lse_log2 = m_i + torch.log2(row_sum)
         if shift_lse:
             lse_log2 = lse_log2 + hl.load(lse_shift, [bh, m_block, hl.arange(bm)]) * sm_scale_log2
