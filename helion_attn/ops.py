@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from helion_attn.configs import large_tile_config, uses_large_d
+from helion_attn.configs import large_tile_config, row_width, uses_large_d
 
 DEVICES = ("CPU", "CUDA")
 
@@ -114,7 +114,7 @@ def _(
         (B, H_kv, k8.size(1) if k_scales == "block" else 1),
         channels,
         channels,
-        (B, H_kv, d_pad) if smooth_k else (0,),
+        (B, H_kv, row_width(d_pad, d_v_pad)) if smooth_k else (0,),
         rows if smooth_k else (0,),
     )
     return q8, k8, v8, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)

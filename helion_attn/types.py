@@ -138,7 +138,8 @@ class QuantizedQKV:
         k_descale: fp32 [B, H_kv, N_blocks] for k_scales="block", otherwise [B, H_kv, 1].
         v_descale: fp32 [B, H_kv, D_v_pad].
         v_mean: fp32 [B, H_kv, D_v_pad], what was subtracted from V before the cast; zeros when it was not centred.
-        k_mean: fp32 [B, H_kv, D_pad], what was subtracted from K, or None.
+        k_mean: fp32 [B, H_kv, D_row], what was subtracted from K, or None; D_row is the power of two that holds D_pad
+            and D_v_pad.
         lse_shift: fp32 [B, H, M_blocks, bm], every query's product with `k_mean`, or None.
         M: query length.
         N: key length.

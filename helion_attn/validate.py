@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from helion_attn.configs import MAX_LARGE_TWO_LEVEL_D, MAX_TWO_LEVEL_D, Packing, uses_large_d
+from helion_attn.configs import MAX_LARGE_TWO_LEVEL_D, MAX_TWO_LEVEL_D, Packing, row_width, uses_large_d
 from helion_attn.types import QuantizedQKV, Recipe, Rope
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -222,7 +222,7 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
         "k_descale": ((B, H_kv, n_blocks if qkv.recipe.k_scales == "block" else 1), torch.float32),
         "v_descale": (channels, torch.float32),
         "v_mean": (channels, torch.float32),
-        "k_mean": ((B, H_kv, D_pad), torch.float32),
+        "k_mean": ((B, H_kv, row_width(D_pad, D_v_pad)), torch.float32),
         "lse_shift": (rows, torch.float32),
     }
     for name in packed:
@@ -230,8 +230,8 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
         shape, dtype = expected[name]
         if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != qkv.q8.device:
             raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for M={qkv.M}, N={qkv.N}, D={qkv.D}, D_v={qkv.D_v} it must be "
-                f"contiguous {dtype} {shape} on {qkv.q8.device}, as helion_attn.quantize makes it"
+                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for M={qkv.M}, N={qkv.N}, D={qkv.D}, "
+                f"D_v={qkv.D_v} it must be contiguous {dtype} {shape} on {qkv.q8.device}, as helion_attn.quantize makes it"
             )
 
 

@@ -128,6 +128,11 @@ def large_tile_config(D: int, D_v: int, causal: bool) -> LargeTileConfig:
     return min((t for t in LARGE_TILE_CONFIGS.values() if t.causal == causal and t.D_pad >= D), key=work)
 
 
+def row_width(D_pad: int, D_v_pad: int) -> int:
+    """The power of two that holds both padded head dims: the preprocessing kernels' tiles are as wide."""
+    return 1 << (max(D_pad, D_v_pad) - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class Packing:
     """How `quantize` packs one (D, D_v): `bm`, `bn`, and the padded head dims."""

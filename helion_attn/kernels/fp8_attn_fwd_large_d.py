@@ -4,10 +4,10 @@ The mathematics and the rounding points are those of `fp8_attn_fwd`. What differ
 
 - **Channels of V are split over programs.** A [128, D_v] fp32 accumulator fills the register file at D_v = 512. So a
   program owns `bm` query rows and one part of `v_tile` channels, and computes the scores of its rows itself: with n
-  parts, Q K^T and the softmax are done n times, and each part of V is read once. `v_tile` is as large as registers allow.
-- **A head dim is a sum of two powers of two**, wide + narrow (320 = 256 + 64), for Triton's tiles are powers of two. The
-  scores are two products into one accumulator, and a program has an accumulator for each of its two pieces of V. The
-  narrow piece may be empty. The pieces are views of the packed tensors, and each is one TMA box.
+  parts, Q K^T and the softmax are done n times, and each part of V is read once. `v_tile` is what registers allow.
+- **A head dim is cut in pieces of 256 and a rest**, a power of two each (320 = 256 + 64), for so are Triton's tiles,
+  and a TMA box has at most 256 elements a side. The scores are products of pieces into one accumulator, and a program
+  has an accumulator for each of its two pieces of V; the second may be empty. Pieces are views of the packed tensors.
 
 Q stays in shared memory, all D of it; blocks of K and of a part of V pass through in `num_stages` stages.
 

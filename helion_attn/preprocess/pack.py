@@ -62,7 +62,7 @@ def pack(
     k_amax: torch.Tensor,  # [B * H_kv, MAX_PARTS]
     v_amax: torch.Tensor,  # [B * H_kv, D_row]
     k_mean: torch.Tensor,  # [B * H_kv, D_row]
-    v_mean: torch.Tensor,  # [B * H_kv, D_row]
+    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad]
     cos: torch.Tensor,  # [table_rows * rotary / 2]
     sin: torch.Tensor,  # [table_rows * rotary / 2]
     q_positions: torch.Tensor,  # [M]
@@ -333,7 +333,7 @@ def launch(
         q_descale.view(B, H, m_blocks, bm),
         k_descale.view(B, H_kv, -1),
         v_descale.view(B, H_kv, D_v_pad),
-        stats.v_mean[:, :D_v_pad].contiguous().view(B, H_kv, D_v_pad),
-        stats.k_mean[:, :D_pad].contiguous().view(B, H_kv, D_pad) if smooth_k else empty(0),
+        stats.v_mean.view(B, H_kv, D_v_pad),
+        stats.k_mean.view(B, H_kv, D_row) if smooth_k else empty(0),
         lse_shift.view(B, H, m_blocks, bm) if smooth_k else empty(0),
     )

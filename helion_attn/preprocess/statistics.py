@@ -155,7 +155,7 @@ def means(
     k_sum: torch.Tensor,  # [B * H_kv, MAX_PARTS, D_row]
     v_stats: torch.Tensor,  # [B * H_kv, 3, MAX_PARTS, D_row]
     k_mean: torch.Tensor,  # [B * H_kv, D_row], written if smooth_k
-    v_mean: torch.Tensor,  # [B * H_kv, D_row], written
+    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], written
     v_amax: torch.Tensor,  # [B * H_kv, D_row], written
     k_parts: int,
     v_parts: int,
@@ -166,7 +166,9 @@ def means(
 ) -> None:
     """See the module's docstring."""
     max_parts = hl.specialize(v_stats.size(2))
-    d_tiles = hl.specialize(v_amax.size(1)) // d_tile
+    d_row = hl.specialize(v_amax.size(1))
+    d_v_pad = hl.specialize(v_mean.size(1))
+    d_tiles = d_row // d_tile
     hl.specialize((v_stats.stride(1), v_stats.stride(2), v_stats.stride(3), v_mean.stride(0), v_mean.stride(1)))
     for bh, d_index in hl.grid([v_stats.size(0), d_tiles]):
         cols = d_index * d_tile + hl.arange(d_tile)
@@ -180,7 +182,10 @@ def means(
             mean = v_sum / N
         else:
             mean = hl.zeros([d_tile], dtype=torch.float32)
-        hl.store(v_mean, [bh, cols], mean)
+        if d_v_pad < d_row:
+            hl.store(v_mean, [bh, cols], mean, extra_mask=cols < d_v_pad)
+        else:
+            hl.store(v_mean, [bh, cols], mean)
         hl.store(v_amax, [bh, cols], torch.maximum(v_max - mean, mean - v_min))
         if smooth_k:
             total = torch.where((part < k_parts).unsqueeze(1), hl.load(k_sum, [bh, part, cols]), 0.0).sum(0)
@@ -208,7 +213,7 @@ class Statistics(NamedTuple):
         k_amax: fp32 [B * H_kv, MAX_PARTS], of which the first `k_parts` are valid.
         v_amax: fp32 [B * H_kv, D_row], of the centred channels.
         k_mean: fp32 [B * H_kv, D_row] with smooth_k, otherwise [1, 1] of no meaning.
-        v_mean: fp32 [B * H_kv, D_row].
+        v_mean: fp32 [B * H_kv, D_v_pad].
         q_parts: 0 if rows or tiles of Q have descales of their own.
         k_parts: likewise.
     """
@@ -227,8 +232,8 @@ def constant(source: StridedQKV, amax: float) -> Statistics:
     like = source.flat[0].new_empty(0, dtype=torch.float32)
     heads, kv_heads = source.B * source.H, source.B * source.H_kv
     q_amax, k_amax = like.new_full((heads, MAX_PARTS), amax), like.new_full((kv_heads, MAX_PARTS), amax)
-    v_amax = like.new_full((kv_heads, source.D_row), amax)
-    return Statistics(q_amax, k_amax, v_amax, like.new_empty(1, 1), torch.zeros_like(v_amax), 1, 1)
+    v_amax, v_mean = like.new_full((kv_heads, source.D_row), amax), like.new_zeros(kv_heads, source.D_v_pad)
+    return Statistics(q_amax, k_amax, v_amax, like.new_empty(1, 1), v_mean, 1, 1)
 
 
 def _parts(heads: int, size: int, step: int) -> int:
@@ -249,12 +254,12 @@ def launch(
     q_amax, k_amax = like.new_empty(heads, MAX_PARTS), like.new_empty(kv_heads, MAX_PARTS)
     v_stats = like.new_empty(kv_heads, 3, MAX_PARTS, D_row)
     k_sum = like.new_empty((kv_heads, MAX_PARTS, D_row) if smooth_k else (1, 1, 1))
-    v_mean, v_amax = like.new_empty(kv_heads, D_row), like.new_empty(kv_heads, D_row)
+    v_mean, v_amax = like.new_empty(kv_heads, source.D_v_pad), like.new_empty(kv_heads, D_row)
     k_mean = like.new_empty((kv_heads, D_row) if smooth_k else (1, 1))
     is_cuda = v_mean.is_cuda
     specialisations = (
-        *source.d_steps, source.unit, source.D, source.D_v, step, smooth_k, rope.rotary, rope.pairing if q_parts else NO_ROPE,
-        rope.pairing if k_parts else NO_ROPE, *rope.explicit, is_cuda,
+        *source.d_steps, source.unit, source.D, source.D_v, step, smooth_k, rope.rotary,
+        rope.pairing if q_parts else NO_ROPE, rope.pairing if k_parts else NO_ROPE, *rope.explicit, is_cuda,
     )  # fmt: skip
     variant = (specialisations, D_row, source.flat[0].dtype, rope.cos.dtype, center_v)
     run_first_pass, run_means = kernels(is_cuda, rope.pairing == NO_ROPE, variant)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from helion_attn.configs import row_width
 from helion_attn.kernels.helion_compat import hl
 
 #: Bytes.
@@ -72,8 +73,8 @@ class StridedQKV(NamedTuple):
 
     @property
     def D_row(self) -> int:
-        """Width of the kernels' tiles and statistics: a power of two that holds both padded head dims."""
-        return 1 << (max(self.D_pad, self.D_v_pad) - 1).bit_length()
+        """Width of the kernels' tiles and statistics."""
+        return row_width(self.D_pad, self.D_v_pad)
 
 
 def strided_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, D_pad: int, D_v_pad: int) -> StridedQKV:
