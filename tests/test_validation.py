@@ -109,13 +109,13 @@ TENSORS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
         ["v has length 8 and k has 7", "equal"],
     ),
     "k_head_dim": ({"k": zeros(2, 2, 7, 64)}, ValueError, ["k has head dim 64 and q has 32", "equal"]),
-    "v_head_dim": ({"v": zeros(2, 2, 7, 64)}, ValueError, ["v has head dim 64 and q has 32", "equal"]),
-    "head_dim_257": (
-        {name: zeros(1, 1, 3, 257) for name in "qkv"},
+    "v_head_dim": ({"v": zeros(2, 2, 7, 1025)}, ValueError, ["v has head dim 1025", "16..1024"]),
+    "head_dim_1025": (
+        {name: zeros(1, 1, 3, 1025) for name in "qkv"},
         ValueError,
-        ["q has head dim 257", "16..256"],
+        ["q has head dim 1025", "16..1024"],
     ),
-    "head_dim_15": ({name: zeros(1, 1, 3, 15) for name in "qkv"}, ValueError, ["q has head dim 15", "16..256"]),
+    "head_dim_15": ({name: zeros(1, 1, 3, 15) for name in "qkv"}, ValueError, ["q has head dim 15", "16..1024"]),
     "no_batch": (
         {"q": zeros(0, 4, 5, 32), "k": zeros(0, 2, 7, 32), "v": zeros(0, 2, 7, 32)},
         ValueError,

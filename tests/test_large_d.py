@@ -1,0 +1,148 @@
+"""Head dims above 256, and heads whose V is wider or narrower: results, configs, and the code of every config."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from cases import PRESETS, make_case
+from offline import compile_attention, compile_quantize, fake_qkv, forget
+
+import helion_attn as ha
+from helion_attn.configs import (
+    LARGE_TILE_CONFIGS,
+    LargeTileConfig,
+    attention_tile_config,
+    large_tile_config,
+    packing,
+    uses_large_d,
+)
+from helion_attn.testing import SHARED_BYTES_PER_SM, make_qkv, relative_error
+
+#: (D, D_v, H_kv, M, N, causal): padded and whole, one part of V and several, both kernels.
+SHAPES = [
+    (64, 128, 1, 70, 150, True),
+    (128, 48, 2, 65, 129, False),
+    (192, 128, 1, 130, 200, True),
+    (320, 320, 2, 130, 150, False),
+    (300, 200, 1, 20, 70, True),
+    (448, 448, 2, 17, 70, True),
+    (576, 512, 1, 17, 70, True),
+    (640, 640, 2, 130, 63, True),
+    (1024, 1024, 1, 17, 70, False),
+]
+
+
+@pytest.mark.parametrize(("D", "D_v", "H_kv", "M", "N", "causal"), SHAPES)
+def test_errors(D: int, D_v: int, H_kv: int, M: int, N: int, causal: bool, device: str) -> None:
+    case = make_case(make_qkv("randn", 1, 2, H_kv, M, N, D, device=device, D_v=D_v), causal)
+    out, lse = case.run(torch.float32)
+    assert out.shape == (1, 2, M, D_v)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+    dequantized = ha.dequantize(ha.quantize(*case.qkv))
+    assert [x.size(3) for x in dequantized] == [D, D, D_v]
+    assert relative_error(dequantized[2], case.qkv[2]) < 0.05
+
+
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.ACCURATE], ids=["fast", "accurate"])
+@pytest.mark.parametrize(("D", "D_v"), [(192, 128), (384, 384)])
+def test_recipes(D: int, D_v: int, recipe: ha.Recipe, device: str) -> None:
+    case = make_case(make_qkv("outlier", 1, 2, 1, 20, 140, D, device=device, D_v=D_v), True, recipe=recipe)
+    out, lse = case.run(torch.float32)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
+def test_rope(device: str) -> None:
+    angles = torch.arange(90, device=device).unsqueeze(1) * torch.linspace(0.01, 1, 32, device=device)
+    rope = ha.Rope(angles.cos(), angles.sin())
+    case = make_case(make_qkv("randn", 1, 2, 1, 20, 90, 320, device=device), True, rope=rope)
+    case.assert_within_budget(case.run(torch.float32)[0])
+
+
+def test_bshd(device: str) -> None:
+    qkv = make_qkv("randn", 2, 2, 1, 20, 70, 320, device=device, D_v=384)
+    expected = ha.attention(*qkv)
+    out = ha.attention(*(x.transpose(1, 2) for x in qkv), layout="bshd")
+    assert torch.equal(out.transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize(("D", "D_v"), [(192, 128), (512, 512)])
+def test_biased_v_at_many_keys(D: int, D_v: int, device: str) -> None:
+    """Centred or in two levels, the sum of P V does not drift."""
+    case = make_case(make_qkv("biased_v", 1, 1, 1, 2, 4096, D, device=device, D_v=D_v))
+    out = case.run(torch.float32)[0]
+    case.assert_within_budget(out)
+    assert relative_error(out, case.oracle) <= 0.003
+
+
+def test_promotion_is_refused_where_there_are_no_registers() -> None:
+    recipe = ha.Recipe(promote_every=1)
+    with pytest.raises(ValueError, match="head dim is 320; above 128"):
+        ha.quantize(*make_qkv("randn", 1, 1, 1, 3, 5, 320), recipe=recipe)
+    ha.quantize(*make_qkv("randn", 1, 1, 1, 3, 5, 192, D_v=128), recipe=recipe)
+
+
+@pytest.mark.parametrize("D", [16, 64, 192, 256, 257, 448, 576, 900, 1024])
+@pytest.mark.parametrize("D_v", [16, 128, 256, 300, 512, 1024])
+def test_packing_holds_every_pair(D: int, D_v: int) -> None:
+    found = packing(D, D_v)
+    assert found.D_pad >= D
+    assert found.D_v_pad >= D_v
+    for causal in (False, True):
+        tile = (large_tile_config if uses_large_d(D, D_v) else attention_tile_config)(D, D_v, causal)
+        assert (tile.bm, tile.bn) == (found.bm, found.bn)
+        if isinstance(tile, LargeTileConfig):
+            assert found.D_pad == tile.D_pad
+            assert found.D_v_pad % tile.v_tile == 0
+
+
+def test_both_masks_have_a_config() -> None:
+    keys = {(D_pad, v_tile) for D_pad, v_tile, _ in LARGE_TILE_CONFIGS}
+    assert LARGE_TILE_CONFIGS.keys() == {(*key, causal) for key in keys for causal in (False, True)}
+
+
+LARGE_TILES = LARGE_TILE_CONFIGS.values()
+
+
+@pytest.mark.parametrize("tile", LARGE_TILES, ids=lambda t: f"d{t.D_pad}-{t.v_tile}-{'causal' if t.causal else 'full'}")
+def test_shipped_config(tile: LargeTileConfig) -> None:
+    D_v = {192: 128, 320: 320, 576: 512}.get(tile.D_pad, tile.D_pad)
+    assert large_tile_config(tile.D_pad, D_v, tile.causal) == tile
+    kernel = compile_attention(tile.D_pad, tile.causal, D_v=D_v)
+    assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, "spills"
+    assert kernel.opcodes["QGMMA"] > 0
+    assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
+    # Three row reductions over 4 lanes: P does not move between lanes.
+    assert kernel.opcodes["SHFL"] <= 3 * 2 * (2 * tile.bm // (16 * tile.num_warps))
+    assert kernel.shared_bytes <= SHARED_BYTES_PER_SM - 1024
+    assert kernel.registers <= tile.max_registers
+    assert kernel.ctas_per_sm >= tile.ctas_per_sm
+
+
+@pytest.mark.parametrize(("D", "D_v"), [(64, 128), (128, 64)])
+def test_pairs_of_the_other_kernel_compile(D: int, D_v: int) -> None:
+    kernel = compile_attention(D, True, D_v=D_v)
+    assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0
+    assert kernel.opcodes["QGMMA"] > 0
+    assert kernel.ctas_per_sm >= attention_tile_config(D, D_v, True).ctas_per_sm
+
+
+@pytest.mark.parametrize("recipe", [PRESETS["balanced"], PRESETS["accurate"]], ids=["balanced", "accurate"])
+def test_preprocessing_compiles(recipe: ha.Recipe) -> None:
+    for kernel in compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 576, D_v=512), recipe=recipe):
+        assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, kernel.name
+
+
+def test_tuner_has_the_shipped_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
+    tune = importlib.import_module("tune_large_d")
+    candidates = [asdict(tile) for tile in tune.grid({tile.D_pad for tile in LARGE_TILES})]
+    for tile in LARGE_TILES:
+        assert asdict(replace(tile, ctas_per_sm=0)) in candidates
+    forget()
