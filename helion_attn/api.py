@@ -172,7 +172,7 @@ def attention_quantized(
 
     Returns:
         out, D_v wide, in the layout of the unquantised tensors, and fp32 lse [B, H, M], natural log, if asked for. A NaN
-        or infinity in a head of q, k or v makes every output that depends on that head NaN.
+        or infinity in a head of q, k or v makes every output that depends on it NaN.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `quantize`.

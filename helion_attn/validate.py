@@ -231,7 +231,8 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
         if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != qkv.q8.device:
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for M={qkv.M}, N={qkv.N}, D={qkv.D}, "
-                f"D_v={qkv.D_v} it must be contiguous {dtype} {shape} on {qkv.q8.device}, as helion_attn.quantize makes it"
+                f"D_v={qkv.D_v} it must be contiguous {dtype} {shape} on {qkv.q8.device}, as "
+                f"helion_attn.quantize makes it"
             )
 
 

@@ -79,14 +79,14 @@ def scores_of_pieces(q_pieces: list[torch.Tensor], k_pieces: list[torch.Tensor],
     int8 sums reach 127**2 * 1024, past what `fp8_attn_fwd.scores` can read as floats, and are converted one by one;
     they stay below 2**24, so exactly.
     """
-    is_int8 = q_pieces[0].dtype == torch.int8
-    if is_int8 and not is_cuda:
+    pairs = [(q, k.transpose(0, 1)) for q, k in zip(q_pieces, k_pieces, strict=True)]
+    if q_pieces[0].dtype == torch.int8 and not is_cuda:
         # PyTorch has no int8 product.
-        q_pieces, k_pieces = [q.to(torch.float32) for q in q_pieces], [k.to(torch.float32) for k in k_pieces]
-    s = hl.dot(q_pieces[0], k_pieces[0].transpose(0, 1))
-    for q, k in zip(q_pieces[1:], k_pieces[1:], strict=True):
-        s = hl.dot(q, k.transpose(0, 1), acc=s)
-    return s.to(torch.float32) if is_int8 else s
+        return sum(q.to(torch.float32) @ k.to(torch.float32) for q, k in pairs)
+    s = hl.dot(*pairs[0])
+    for q, k in pairs[1:]:
+        s = hl.dot(q, k, acc=s)
+    return s.to(torch.float32) if q_pieces[0].dtype == torch.int8 else s
 
 
 def fp8_attn_fwd_large_d(

@@ -24,8 +24,8 @@ def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         qkv: from `helion_attn.quantize` or `helion_attn.pack`.
 
     Returns:
-        fp32 q [B, H, M, D], k [B, H_kv, N, D] and v [B, H_kv, N, D_v]: a Hadamard rotation undone, means added back; RoPE
-        stays. Always BHSD.
+        fp32 q [B, H, M, D], k [B, H_kv, N, D] and v [B, H_kv, N, D_v]: a rotation undone, means added back; RoPE stays.
+        Always BHSD.
     """
     bh, blocks, d_pad, bn = qkv.v8.shape
     # [..., bn / 16, t, a, b] back to [..., bn / 16, a, t, b]
