@@ -171,8 +171,8 @@ def attention_quantized(
         out_dtype: bf16, fp16, fp32 or float8_e4m3fn (cast without a scale); by default that of the unquantised tensors.
 
     Returns:
-        out, D_v wide, in the layout of the unquantised tensors, and fp32 lse [B, H, M], natural log, if asked for. A NaN
-        or infinity in a head of q, k or v makes every output that depends on it NaN.
+        out, D_v wide, in the layout of the unquantised tensors, and fp32 lse [B, H, M], natural log, if asked for. A
+        NaN or infinity in a head of q, k or v makes every output that depends on it NaN.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `quantize`.

@@ -2,8 +2,8 @@
 
     python scripts/tune_large_d.py --out helion_attn/configs/fp8_attn_fwd_large_d_sm90.json --trials trials.json
 
-As `tune.py`: candidates are compiled in parallel, which gives registers and spills, then timed one after the other, B 1,
-H 48, S 8192. For every head dim and `v_tile`, the (bm, bn) with the best sum of full and causal wins.
+As `tune.py`: candidates are compiled in parallel, which gives registers and spills, then timed one after the other,
+B 1, H 48, S 8192. For every head dim and `v_tile`, the (bm, bn) with the best sum of full and causal wins.
 """
 
 from __future__ import annotations

@@ -232,6 +232,7 @@ def packed() -> ha.QuantizedQKV:
         M=5,
         N=7,
         D=32,
+        D_v=32,
         dtype=torch.bfloat16,
         layout="bhsd",
         recipe=ha.Recipe(smooth_k=True),

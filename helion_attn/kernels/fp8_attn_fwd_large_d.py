@@ -82,7 +82,8 @@ def scores_of_pieces(q_pieces: list[torch.Tensor], k_pieces: list[torch.Tensor],
     pairs = [(q, k.transpose(0, 1)) for q, k in zip(q_pieces, k_pieces, strict=True)]
     if q_pieces[0].dtype == torch.int8 and not is_cuda:
         # PyTorch has no int8 product.
-        return sum(q.to(torch.float32) @ k.to(torch.float32) for q, k in pairs)
+        products = [q.to(torch.float32) @ k.to(torch.float32) for q, k in pairs]
+        return torch.stack(products).sum(0)
     s = hl.dot(*pairs[0])
     for q, k in pairs[1:]:
         s = hl.dot(q, k, acc=s)
