@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from harness import Results, Row, attention_flops, describe_run, time_interleaved
-from peers import PACKAGES, Prepare, _sdpa, available, cudnn_bf16, fa3_16bit, fa3_fp8, flash_16bit
+from peers import PACKAGES, Prepare, available, cudnn_bf16, fa3_16bit, fa3_fp8, flash_16bit, sdpa
 from problem import Contender, Options, check, make_problem, ours, workload
 from recipes import DEFAULT
 from torch import Tensor
@@ -37,8 +37,8 @@ CHECKED_ROWS = 16
 ERROR_BUDGET = 0.026
 
 SDPA: dict[str, Prepare] = {
-    "efficient_bf16": functools.partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION, "efficient_bf16"),
-    "math_bf16": functools.partial(_sdpa, SDPBackend.MATH, "math_bf16"),
+    "efficient_bf16": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION, "efficient_bf16"),
+    "math_bf16": functools.partial(sdpa, SDPBackend.MATH, "math_bf16"),
     "flash_bf16": flash_16bit,
     "cudnn_bf16": cudnn_bf16,
 }

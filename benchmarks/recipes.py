@@ -21,7 +21,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "hadamard": {"hadamard": True},
     "smooth_k": {"smooth_k": True},
     "k_block": {"k_scales": "block"},
-    "int8_qk": {"qk_dtype": torch.int8, "k_scales": "block"},
+    "int8_qk_hadamard": {"qk_dtype": torch.int8, "k_scales": "block", "hadamard": True},
     "v_channel": {"v_scales": "channel"},
     "q_head": {"q_scales": "head"},
     "q_block": {"q_scales": "block"},
@@ -33,7 +33,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 def _ablation() -> dict[str, ha.Recipe]:
     changed = {f"fast, {name}": dataclasses.replace(ha.FAST, **change) for name, change in _CHANGES.items()}
-    return {name: recipe for name, recipe in changed.items() if recipe != ha.FAST}
+    return {name: recipe for name, recipe in changed.items() if recipe not in PRESETS.values()}
 
 
 #: FAST with one choice changed.

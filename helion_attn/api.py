@@ -18,7 +18,10 @@ from helion_attn.validate import (
     check_quantized,
     check_recipe,
     check_rope,
+    check_sinks,
     check_sm_scale,
+    check_softcap,
+    check_window,
 )
 
 
@@ -105,13 +108,29 @@ def pack(
     """
     check_qkv(q, k, v, layout, dtypes=(torch.float8_e4m3fn,))
     check_dtype(dtype)
+    heads, length = (1, 2) if layout == "bhsd" else (2, 1)
+    B, H, M, D, H_kv = q.size(0), q.size(heads), q.size(length), q.size(3), k.size(heads)
+    q_scale = check_descale("q_descale", q_descale, ((), (B, H), (B, H_kv), (B, H, M)), q.device)
+    k_scale = check_descale("k_descale", k_descale, ((), (B, H_kv)), q.device)
+    v_scale = check_descale("v_descale", v_descale, ((), (B, H_kv), (B, H_kv, v.size(3))), q.device)
+    return pack_unread(q, k, v, q_scale, k_scale, v_scale, layout, dtype)
+
+
+def pack_unread(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_scale: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    layout: str,
+    dtype: torch.dtype,
+) -> QuantizedQKV:
+    """`pack` of checked arguments; reads nothing on the host."""
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     (B, H, M, D), (H_kv, N), D_v = q.shape, k.shape[1:3], v.size(3)
     tile = packing(D, D_v)
-    q_scale = check_descale("q_descale", q_descale, ((), (B, H), (B, H_kv), (B, H, M)), q.device)
-    k_scale = check_descale("k_descale", k_descale, ((), (B, H_kv)), q.device)
-    v_scale = check_descale("v_descale", v_descale, ((), (B, H_kv), (B, H_kv, D_v)), q.device)
     q8, k8, v8 = torch.ops.helion_attn.pack_qkv(q, k, v, tile.bm, tile.bn, tile.D_pad, tile.D_v_pad)
 
     rows = q_scale.new_ones(B, H, q8.size(1) * tile.bm)
@@ -122,7 +141,7 @@ def pack(
     channels[:, :, :D_v] = v_scale.unsqueeze(2) if v_scale.dim() == 2 else v_scale
     heads = k_scale.expand(B, H_kv).unsqueeze(2).contiguous()
     descales = (rows.view(B, H, -1, tile.bm), heads, channels, torch.zeros_like(channels), None, None)
-    recipe = Recipe(center_v=False)
+    recipe = Recipe(center_v=False, v_scales="channel" if v_scale.dim() == 3 else "head")
     return QuantizedQKV(q8, k8, v8, *descales, M, N, D, D_v, dtype, layout, recipe)
 
 
@@ -132,6 +151,9 @@ def attention_quantized(
     *,
     causal: bool = False,
     sm_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...
@@ -141,6 +163,9 @@ def attention_quantized(
     *,
     causal: bool = False,
     sm_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: Literal[True],
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -150,6 +175,9 @@ def attention_quantized(
     *,
     causal: bool = False,
     sm_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
@@ -158,6 +186,9 @@ def attention_quantized(
     *,
     causal: bool = False,
     sm_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -167,7 +198,10 @@ def attention_quantized(
         qkv: from `quantize`.
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
-        return_lse: also return the log-sum-exp of the scaled scores.
+        window: as `attention` has it.
+        softcap: as `attention` has it.
+        sinks: as `attention` has it.
+        return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included.
         out_dtype: bf16, fp16, fp32 or float8_e4m3fn (cast without a scale); by default that of the unquantised tensors.
 
     Returns:
@@ -181,16 +215,25 @@ def attention_quantized(
         raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
     check_head_dim("D is", qkv.D)
     check_head_dim("D_v is", qkv.D_v)
+    check_window(window)
+    left, right = (-1, -1) if window is None else window
+    if causal:
+        right = 0
     check_quantized(qkv, packing(qkv.D, qkv.D_v))
     scale = qkv.D**-0.5 if sm_scale is None else sm_scale
     check_sm_scale(scale)
+    check_softcap(softcap)
+    check_sinks(sinks, qkv.q_descale.size(1), qkv.q8.device)
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
     dtype = qkv.dtype if out_dtype is None else out_dtype
     check_out_dtype(dtype)
-    packed = (qkv.q8, qkv.k8, qkv.v8, qkv.q_descale, qkv.k_descale, qkv.v_descale, qkv.v_mean, qkv.lse_shift)
+    packed = (qkv.q8, qkv.k8, qkv.v8, qkv.q_descale, qkv.k_descale, qkv.v_descale, qkv.v_mean, qkv.lse_shift, sinks)
     recipe = qkv.recipe
     out, lse = torch.ops.helion_attn.fp8_attn_fwd(
-        *packed, qkv.M, qkv.N, qkv.D, qkv.D_v, causal, float(scale), qkv.layout == "bshd", dtype,
-        recipe.p_offset, recipe.promote_every, recipe.q_scales == "token", recipe.k_scales == "block",
+        *packed, qkv.M, qkv.N, qkv.D, qkv.D_v, left, right, float(scale), None if softcap is None else float(softcap),
+        qkv.layout == "bshd", dtype, recipe.p_offset, recipe.promote_every, recipe.q_scales == "token",
+        recipe.k_scales == "block", recipe.v_scales == "channel",
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -206,6 +249,9 @@ def attention(
     layout: str = "bhsd",
     recipe: Recipe = BALANCED,
     rope: Rope | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...
@@ -220,6 +266,9 @@ def attention(
     layout: str = "bhsd",
     recipe: Recipe = BALANCED,
     rope: Rope | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: Literal[True],
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -234,6 +283,9 @@ def attention(
     layout: str = "bhsd",
     recipe: Recipe = BALANCED,
     rope: Rope | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
@@ -247,6 +299,9 @@ def attention(
     layout: str = "bhsd",
     recipe: Recipe = BALANCED,
     rope: Rope | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -264,7 +319,17 @@ def attention(
         layout: "bhsd" or "bshd", of the inputs and the output.
         recipe: how the tensors become 8-bit numbers.
         rope: rotate Q and K by position first.
-        return_lse: also return the log-sum-exp of the scaled scores, fp32 [B, H, M], natural log.
+        window: (left, right), as in flash-attn: row i sees keys i + N - M - left .. i + N - M + right, and -1 is
+            unlimited (Longformer, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825). With `causal`, right is 0 whatever
+            it says. Keys outside cost nothing: their blocks are not read.
+        softcap: scaled scores s become `softcap * tanh(s / softcap)`, before the mask (Gemma 2, arXiv:2408.00118); in
+            2**-40..2**40; None for no cap. On the GPU its relative error is up to 2**-11.
+        sinks: [H], bf16, fp16 or fp32: one more logit for each query head, of the softmax alone; it takes probability
+            and gives no value (gpt-oss; StreamingLLM, arXiv:2309.17453). Neither `sm_scale` nor `softcap` applies to
+            it. -inf is no sink. A row that sees no key gives 0 still, and its lse is the sink. Anything but fp32 is
+            cast on every call.
+        return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included, fp32 [B, H, M],
+            natural log.
         out_dtype: bf16, fp16, fp32 or float8_e4m3fn; q's by default.
 
     Returns:
@@ -279,5 +344,19 @@ def attention(
         check_sm_scale(sm_scale)
     if out_dtype is not None:
         check_out_dtype(out_dtype)
+    check_window(window)
+    check_softcap(softcap)
+    if sinks is not None:
+        check_qkv(q, k, v, layout)
+        check_sinks(sinks, q.size(1 if layout == "bhsd" else 2), q.device)
     qkv = quantize(q, k, v, recipe=recipe, layout=layout, rope=rope)
-    return attention_quantized(qkv, causal=causal, sm_scale=sm_scale, return_lse=return_lse, out_dtype=out_dtype)
+    return attention_quantized(
+        qkv,
+        causal=causal,
+        sm_scale=sm_scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        return_lse=return_lse,
+        out_dtype=out_dtype,
+    )

@@ -5,6 +5,9 @@ import torch
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
+#: Smallest normal fp32.
+FP32_TINY = 2.0**-126
+
 #: Largest finite float8_e4m3fn.
 E4M3_MAX = 448.0
 
@@ -27,7 +30,7 @@ INT8_SCORE_BIAS = 12582912.0
 MAX_P_OFFSET_LOG2 = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
 #: A descale is at least this, so that its reciprocal stays finite when a head is all zeros (or all subnormal).
-DESCALE_MIN = 2.0**-126
+DESCALE_MIN = FP32_TINY
 
 #: The largest block of a Hadamard rotation: its matrix takes 32 KB of a kernel's shared memory, the next one 128.
 MAX_HADAMARD_BLOCK = 128

@@ -6,11 +6,31 @@ callers in `api` have validated every argument.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 
 from helion_attn.configs import large_tile_config, row_width, uses_large_d
 
 DEVICES = ("CPU", "CUDA")
+
+Implementation = TypeVar("Implementation", bound=Callable[..., Any])
+
+
+def _without_autocast(function: Implementation) -> Implementation:
+    """The kernels say what is cast; autocast would also cast the fp32 products of the interpreter."""
+
+    @functools.wraps(function)
+    def wrapped(x: torch.Tensor, *args: Any) -> Any:
+        if not torch.is_autocast_enabled(x.device.type):
+            return function(x, *args)
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *args)
+
+    return wrapped  # type: ignore[return-value]
+
 
 torch.library.define(
     "helion_attn::quantize_qkv",
@@ -26,13 +46,15 @@ torch.library.define(
 torch.library.define(
     "helion_attn::fp8_attn_fwd",
     "(Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor v_mean, "
-    "Tensor? lse_shift, SymInt m_len, SymInt n_len, SymInt d, SymInt d_v, bool causal, float sm_scale, bool bshd, "
-    "ScalarType out_dtype, int p_offset_log2, int? promote_every, bool q_row_descales, bool k_block_descales) "
+    "Tensor? lse_shift, Tensor? sinks, SymInt m_len, SymInt n_len, SymInt d, SymInt d_v, SymInt left, SymInt right, "
+    "float sm_scale, float? softcap, bool bshd, ScalarType out_dtype, int p_offset_log2, int? promote_every, "
+    "bool q_row_descales, bool k_block_descales, bool v_channel_descales) "
     "-> (Tensor, Tensor)",
 )
 
 
 @torch.library.impl("helion_attn::quantize_qkv", DEVICES)
+@_without_autocast
 def _quantize_qkv(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -121,6 +143,7 @@ def _(
 
 
 @torch.library.impl("helion_attn::pack_qkv", DEVICES)
+@_without_autocast
 def _pack_qkv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int, d_v_pad: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -145,6 +168,7 @@ def _empty_outputs(
 
 
 @torch.library.impl("helion_attn::fp8_attn_fwd", DEVICES)
+@_without_autocast
 def _fp8_attn_fwd(
     q8: torch.Tensor,
     k8: torch.Tensor,
@@ -154,27 +178,31 @@ def _fp8_attn_fwd(
     v_descale: torch.Tensor,
     v_mean: torch.Tensor,
     lse_shift: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     m_len: int,
     n_len: int,
     d: int,
     d_v: int,
-    causal: bool,
+    left: int,
+    right: int,
     sm_scale: float,
+    softcap: float | None,
     bshd: bool,
     out_dtype: torch.dtype,
     p_offset_log2: int,
     promote_every: int | None,
     q_row_descales: bool,
     k_block_descales: bool,
+    v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
 
     out, lse = _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)
-    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift)
-    numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales)
-    args = (*packed, out, lse, m_len, n_len, causal, sm_scale, bshd, *numerics)
+    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
+    numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales)
+    args = (*packed, out, lse, m_len, n_len, left, right, sm_scale, softcap, bshd, *numerics)
     if uses_large_d(d, d_v):
-        fp8_attn_fwd_large_d.launch(large_tile_config(d, d_v, causal), *args)
+        fp8_attn_fwd_large_d.launch(large_tile_config(d, d_v, right >= 0), *args)
     else:
         fp8_attn_fwd.launch(*args)
     return out, lse
@@ -190,17 +218,21 @@ def _(
     v_descale: torch.Tensor,
     v_mean: torch.Tensor,
     lse_shift: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     m_len: int,
     n_len: int,
     d: int,
     d_v: int,
-    causal: bool,
+    left: int,
+    right: int,
     sm_scale: float,
+    softcap: float | None,
     bshd: bool,
     out_dtype: torch.dtype,
     p_offset_log2: int,
     promote_every: int | None,
     q_row_descales: bool,
     k_block_descales: bool,
+    v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)

@@ -86,8 +86,16 @@ def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
 TENSOR_CORE_ERROR = 2.0**-10
 
 
+#: Relative error of the GPU's tanh (PTX ISA, `tanh.approx.f32`), and so of a score under a softcap.
+TANH_ERROR = 2.0**-11
+
+
 def error_budget(
-    model_error: float, out_dtype: torch.dtype, factor: float = 1.1, device: str | torch.device = "cpu"
+    model_error: float,
+    out_dtype: torch.dtype,
+    factor: float = 1.1,
+    device: str | torch.device = "cpu",
+    softcap: float | None = None,
 ) -> float:
     """The largest relative error a kernel may have, when the rounding model's is `model_error`.
 
@@ -100,9 +108,12 @@ def error_budget(
         out_dtype: dtype of the kernel's output.
         factor: how many times the model's error is allowed.
         device: where the kernel ran.
+        softcap: what it was given: no score is larger, and a P is off by as much as its score.
     """
-    tensor_core = 0.0 if torch.device(device).type == "cpu" else TENSOR_CORE_ERROR
-    return factor * model_error + torch.finfo(out_dtype).eps + tensor_core
+    hardware = TENSOR_CORE_ERROR + TANH_ERROR * (softcap or 0.0)
+    if torch.device(device).type == "cpu":
+        hardware = 0.0
+    return factor * model_error + torch.finfo(out_dtype).eps + hardware
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,9 @@ OUT_DTYPES = (*IN_DTYPES, torch.float8_e4m3fn)
 LAYOUTS = ("bhsd", "bshd")
 MIN_D, MAX_D = 16, 1024
 
+#: Of a softcap: 1 / softcap and softcap * log2(e), times any reasonable scale, have room in fp32.
+MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-40, 2.0**40
+
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -96,21 +99,33 @@ def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
         )
 
 
+def check_descale_form(
+    name: str, descale: torch.Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device
+) -> None:
+    """All of a descale but its values."""
+    if not isinstance(descale, torch.Tensor):
+        raise TypeError(f"{name} is a {type(descale).__name__}; it must be a float32 tensor")
+    if descale.dtype != torch.float32:
+        raise TypeError(f"{name} has dtype {descale.dtype}; it must be float32")
+    if descale.device != device:
+        raise ValueError(f"{name} is on {descale.device}; it must be on {device}")
+    if tuple(descale.shape) not in shapes:
+        raise ValueError(f"{name} has shape {tuple(descale.shape)}; it must be one of {shapes}")
+    if descale.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
+        )
+
+
 def check_descale(
     name: str, descale: float | torch.Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device
 ) -> torch.Tensor:
     """A descale as an fp32 tensor of one of the shapes: finite and positive, which is read from the device."""
-    if isinstance(descale, torch.Tensor):
-        if descale.dtype != torch.float32:
-            raise TypeError(f"{name} has dtype {descale.dtype}; it must be float32")
-        if descale.device != device:
-            raise ValueError(f"{name} is on {descale.device}; it must be on {device}")
-    elif isinstance(descale, (int, float)):
+    if isinstance(descale, (int, float)):
         descale = torch.tensor(float(descale), device=device)
-    else:
+    elif not isinstance(descale, torch.Tensor):
         raise TypeError(f"{name} is a {type(descale).__name__}; it must be a number or a float32 tensor")
-    if tuple(descale.shape) not in shapes:
-        raise ValueError(f"{name} has shape {tuple(descale.shape)}; it must be one of {shapes}")
+    check_descale_form(name, descale, shapes, device)
     bad = descale[~(descale.isfinite() & (descale > 0))]
     if bad.numel():
         raise ValueError(f"{name} holds {bad[0].item()}; every value must be finite and positive")
@@ -146,6 +161,9 @@ def check_qkv(
             raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; they must be the same")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; they must be on the same device")
+        if x.stride(3) == 0 and x.size(3) > 1:
+            # Triton 3.6 wrote wrong values into the padding of such a tensor's packed copy.
+            raise ValueError(f"{name} has strides {x.stride()}; the last dimension must not be an expanded one")
         if x.dtype == torch.float32 and (x.stride(3) != 1 or any(stride % 4 for stride in x.stride()[:3])):
             # Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
             raise ValueError(
@@ -174,12 +192,53 @@ def check_qkv(
         raise ValueError(f"q has {H} heads and k has {H_kv}; q's must be a multiple of k's")
 
 
-def check_sm_scale(sm_scale: float) -> None:
+def check_sm_scale(sm_scale: float, name: str = "sm_scale") -> None:
     """A finite number, not negative: the online softmax takes the maximum before it scales."""
     if not isinstance(sm_scale, (int, float)):
-        raise TypeError(f"sm_scale is a {type(sm_scale).__name__}; it must be a float")
+        raise TypeError(f"{name} is a {type(sm_scale).__name__}; it must be a float")
     if not math.isfinite(sm_scale) or sm_scale < 0:
-        raise ValueError(f"sm_scale is {sm_scale}; it must be finite and not negative")
+        raise ValueError(f"{name} is {sm_scale}; it must be finite and not negative")
+
+
+def check_window(window: tuple[int, int] | None, name: str = "window") -> None:
+    """None, or two ints, each -1 or more."""
+    if window is None:
+        return
+    if not isinstance(window, (tuple, list)) or len(window) != 2 or any(type(edge) is bool for edge in window):
+        raise TypeError(f"{name} is {window!r}; it must be None or (left, right), two ints")
+    for edge in window:
+        if not isinstance(edge, (int, torch.SymInt)):
+            raise TypeError(f"{name} is {window!r}; it must be None or (left, right), two ints")
+        if edge < -1:
+            raise ValueError(f"{name} is {window!r}; left and right must be -1, for unlimited, or more")
+
+
+def check_softcap(softcap: float | None) -> None:
+    """None, or a positive number that fp32 can divide by."""
+    if softcap is None:
+        return
+    if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
+        raise TypeError(f"softcap is a {type(softcap).__name__}; it must be None or a float")
+    if not MIN_SOFTCAP <= softcap <= MAX_SOFTCAP:
+        raise ValueError(f"softcap is {softcap}; it must be None, for no cap, or lie in 2**-40..2**40")
+
+
+def check_sinks(sinks: torch.Tensor | None, H: int, device: torch.device) -> None:
+    """None, or one logit a query head."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}; it must be None or a torch.Tensor")
+    if sinks.dtype not in IN_DTYPES:
+        raise TypeError(f"sinks has dtype {sinks.dtype}; it must be one of {_names(IN_DTYPES)}")
+    if tuple(sinks.shape) != (H,):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; it must be ({H},), one logit a query head")
+    if sinks.device != device:
+        raise ValueError(f"sinks is on {sinks.device} and q on {device}; they must be on the same device")
+    if sinks.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "sinks requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach sinks"
+        )
 
 
 def check_out_dtype(out_dtype: torch.dtype) -> None:

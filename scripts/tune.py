@@ -103,11 +103,12 @@ def precompile(tile: TileConfig) -> dict[str, Any]:
     def launch() -> None:
         module.compiled_kernel.cache_clear()
         tensors = [fake_cuda(*shape, dtype=dtype) for shape, dtype in zip(packed_shapes(tile), DTYPES, strict=True)]
-        S, recipe = workload(tile).M, FAST
+        S, recipe, right = workload(tile).M, FAST, 0 if tile.causal else -1
         with mock.patch.object(module, "tile_config", return_value=tile):
             module.launch(
-                *tensors[:7], None, *tensors[7:], S, S, tile.causal, tile.D_pad**-0.5, False,
+                *tensors[:7], None, None, *tensors[7:], S, S, -1, right, tile.D_pad**-0.5, None, False,
                 recipe.p_offset, recipe.promote_every, recipe.q_scales == "token", recipe.k_scales == "block",
+                recipe.v_scales == "channel",
             )  # fmt: skip
 
     try:
@@ -132,10 +133,11 @@ def measure(tile: TileConfig) -> float:
     v_mean = torch.zeros(shapes[6], device="cuda")
     out = torch.empty(shapes[7], dtype=torch.bfloat16, device="cuda")
     lse = torch.empty(shapes[8], device="cuda")
-    S = workload(tile).M
+    S, right = workload(tile).M, 0 if tile.causal else -1
     args = module.kernel_args(
-        *packed, *descales, v_mean, None, out, lse, S, S, tile.causal, tile.D_pad**-0.5, False,
+        *packed, *descales, v_mean, None, None, out, lse, S, S, -1, right, tile.D_pad**-0.5, None, False,
         FAST.p_offset, tile.two_level, FAST.q_scales == "token", FAST.k_scales == "block",
+                FAST.v_scales == "channel",
     )  # fmt: skip
     kernel = module.compiled(module.fp8_attn_fwd, module.helion_config(tile))
     return do_bench(lambda: kernel(*args), warmup=50, rep=300, return_mode="median")

@@ -81,9 +81,12 @@ def shapes(tile: LargeTileConfig) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 def launch(tile: LargeTileConfig, tensors: list[torch.Tensor]) -> None:
     """The kernel alone, with the fast recipe."""
-    numerics = (FAST.p_offset, FAST.promote_every, FAST.q_scales == "token", FAST.k_scales == "block")
+    numerics = (FAST.p_offset, FAST.promote_every)
+    options = (FAST.q_scales == "token", FAST.k_scales == "block", FAST.v_scales == "channel")
+    right = 0 if tile.causal else -1
     module.launch(
-        tile, *tensors[:7], None, *tensors[7:], S, S, tile.causal, tile.D_pad**-0.5, False, *numerics
+        tile, *tensors[:7], None, None, *tensors[7:], S, S, -1, right, tile.D_pad**-0.5, None, False, *numerics,
+        *options,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 import helion_attn as ha
 from helion_attn.configs import packing
 from helion_attn.reference.rope import apply_rope_qk
-from helion_attn.testing import error_budget, make_qkv, relative_error
+from helion_attn.testing import TANH_ERROR, error_budget, make_qkv, relative_error
 from helion_attn.workloads import WORKLOADS
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -68,6 +68,9 @@ class Case:
     model: torch.Tensor  # [B, H, M, D]
     model_lse: torch.Tensor  # [B, H, M]
     rope: ha.Rope | None = None
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
     def run(self, out_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The package's `(out, lse)`."""
@@ -77,13 +80,17 @@ class Case:
             sm_scale=self.sm_scale,
             recipe=self.recipe,
             rope=self.rope,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks,
             return_lse=True,
             out_dtype=out_dtype,
         )
 
     def budget(self, out_dtype: torch.dtype = torch.float32) -> float:
         """The largest total error that `out` may have."""
-        return error_budget(relative_error(self.model.to(out_dtype), self.oracle), out_dtype, device=self.oracle.device)
+        error = relative_error(self.model.to(out_dtype), self.oracle)
+        return error_budget(error, out_dtype, device=self.oracle.device, softcap=self.softcap)
 
     def assert_within_budget(self, out: torch.Tensor) -> None:
         """The total error of `out` is within its budget; NaN is not."""
@@ -91,13 +98,15 @@ class Case:
         assert error <= budget, f"error {error:.4g}, budget {budget:.4g}"
 
     def assert_lse_within_budget(self, lse: torch.Tensor) -> None:
-        """Likewise for `lse`; rows that see no key have -inf."""
-        sees_a_key = self.oracle_lse > float("-inf")
+        """Likewise for `lse`; rows that see neither key nor sink have -inf."""
+        finite = self.oracle_lse > float("-inf")
         assert lse.dtype == torch.float32
-        assert torch.all(lse[~sees_a_key] == float("-inf"))
-        model, oracle = self.model_lse[sees_a_key], self.oracle_lse[sees_a_key]
-        error = relative_error(lse[sees_a_key], oracle)
+        assert torch.all(lse[~finite] == float("-inf"))
+        model, oracle = self.model_lse[finite], self.oracle_lse[finite]
+        error = relative_error(lse[finite], oracle)
         budget = error_budget(relative_error(model, oracle), torch.float32)
+        if lse.is_cuda and self.softcap:
+            budget += self.softcap * TANH_ERROR / oracle.abs().mean().item()
         assert error <= budget, f"error {error:.4g} of lse, budget {budget:.4g}"
 
 
@@ -107,22 +116,37 @@ def make_case(
     sm_scale: float | None = None,
     recipe: ha.Recipe = ha.BALANCED,
     rope: ha.Rope | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> Case:
     block_n = packing(qkv[0].size(3), qkv[2].size(3)).bn
     q, k, v = qkv
     rotated = (q, k) if rope is None else apply_rope_qk(q, k, rope)
-    oracle = ha.reference.attention(*rotated, v, causal=causal, sm_scale=sm_scale, return_lse=True)
+    oracle = ha.reference.attention(
+        *rotated,
+        v,
+        causal=causal,
+        sm_scale=sm_scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        return_lse=True,
+    )
     model = ha.reference.fp8_attention(
         *qkv,
         causal=causal,
         sm_scale=sm_scale,
         recipe=recipe,
         rope=rope,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
         return_lse=True,
         out_dtype=torch.float32,
         block_n=block_n,
     )
-    return Case(qkv, causal, sm_scale, recipe, *oracle, *pair(model), rope)
+    return Case(qkv, causal, sm_scale, recipe, *oracle, *pair(model), rope, window, softcap, sinks)
 
 
 @functools.lru_cache(maxsize=8)

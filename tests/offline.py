@@ -137,13 +137,23 @@ def compile_attention(
     layout: str = "bhsd",
     recipe: ha.Recipe = ha.FAST,
     D_v: int | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
 ) -> Sm90Kernel:
     """The attention kernel alone: what `quantize` would give it comes from the ops' fakes."""
 
     def launch() -> None:
         packed = ha.quantize(*fake_qkv(2, 4, 2, 1000, 3000, D, layout=layout, D_v=D_v), layout=layout, recipe=recipe)
         with launching():
-            ha.attention_quantized(packed, causal=causal, out_dtype=out_dtype)
+            ha.attention_quantized(
+                packed,
+                causal=causal,
+                window=window,
+                softcap=softcap,
+                sinks=fake_cuda(4) if sinks else None,
+                out_dtype=out_dtype,
+            )
 
     (kernel,) = compile_for_sm90(launch)
     return kernel

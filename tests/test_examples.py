@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn import transformers
 
 
 def import_example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -60,38 +61,10 @@ def test_real_model(real_model: ModuleType, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_real_model_fails_on_zeros(real_model: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ha, "attention", zeros)
+    monkeypatch.setattr(transformers, "attention", zeros)
     assert real_model.main(["--device", "cpu", "--sentences", "1"]) == 1
 
 
 def test_real_model_has_50_sentences() -> None:
     sentences = (Path(__file__).parents[1] / "examples" / "sentences.txt").read_text().splitlines()
     assert len(set(sentences)) == 50
-
-
-def make_bert(**config: Any) -> Any:
-    from transformers import BertConfig, BertModel
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32}
-    return BertModel(BertConfig(**sizes, attn_implementation="helion_attn", vocab_size=100, **config)).eval()
-
-
-def test_padding_raises(real_model: ModuleType) -> None:
-    real_model.register_attention(real_model.fp8_attention_forward)
-    model = make_bert()
-    tokens = torch.ones(2, 5, dtype=torch.long)
-    mask = torch.ones_like(tokens)
-    with torch.no_grad():
-        model(tokens, attention_mask=mask)
-        mask[1, 3:] = 0
-        with pytest.raises(NotImplementedError, match="padding"):
-            model(tokens, attention_mask=mask)
-
-
-def test_unsupported_attention_raises(real_model: ModuleType) -> None:
-    module = torch.nn.Module()
-    q = torch.zeros(1, 1, 4, 16)
-    for unsupported in ({"softcap": 30.0}, {"dropout": 0.1}, {"is_causal": True}):
-        arguments: dict[str, Any] = {"is_causal": False} | unsupported
-        with pytest.raises(NotImplementedError, match=next(iter(unsupported)).removeprefix("is_")):
-            real_model.fp8_attention_forward(module, q, q, q, None, **arguments)

@@ -79,6 +79,14 @@ def test_opcheck(recipe: ha.Recipe, with_rope: bool, strided: bool, device: str)
         torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
+def test_opcheck_of_masks_and_sinks(recipe: ha.Recipe, device: str) -> None:
+    with Recorder() as recorder:
+        ha.attention(*qkv_on(device), window=(9, 3), softcap=2.0, sinks=torch.zeros(4, device=device), recipe=recipe)
+    op, arguments = recorder.calls["helion_attn::fp8_attn_fwd"]
+    torch.library.opcheck(op, arguments, test_utils=CHECKS)
+
+
 def test_opcheck_of_positions(device: str) -> None:
     at = torch.arange(140, device=device)
     rope = dataclasses.replace(rope_on(device), interleaved=True, q_positions=at[:70], k_positions=at.int())
@@ -170,6 +178,17 @@ def test_torch_compile_of_the_two_steps(device: str) -> None:
         return ha.attention_quantized(packed, return_lse=True, out_dtype=torch.float32)
 
     assert_compiles(two_steps, device, backend="aot_eager")
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_torch_compile_of_masks_and_sinks(dynamic: bool, device: str) -> None:
+    sinks = torch.linspace(-1, 1, 4, device=device, dtype=torch.bfloat16)
+
+    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left = q.size(2) // 2
+        return ha.attention(q, k, v, sm_scale=0.1, window=(left, 3), softcap=2.0, sinks=sinks * 2, return_lse=True)
+
+    assert_compiles(masked, device, backend="aot_eager", dynamic=dynamic)
 
 
 def test_torch_compile_once_for_all_lengths(device: str) -> None:

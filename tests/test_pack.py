@@ -78,7 +78,8 @@ def test_dequantize_is_exact(q_shape: str, k_shape: str, v_shape: str, layout: s
     for x, x8, descale in zip(ha.dequantize(packed), (q, k, v), descales.values(), strict=True):
         assert torch.equal(x, multiplied(x8, descale))
     assert (packed.layout, packed.dtype) == (layout, torch.bfloat16)
-    assert packed.recipe == ha.Recipe(q_scales="token", center_v=False)
+    v_scales = "channel" if v_shape == "channels" else "head"
+    assert packed.recipe == ha.Recipe(q_scales="token", v_scales=v_scales, center_v=False)
     for name, x in unpack_values(packed).items():
         S = packed.M if name == "q8" else packed.N
         assert torch.all(x[:, :, S:] == 0)
@@ -113,7 +114,8 @@ def test_attention(D: int, causal: bool, device: str) -> None:
     oracle, oracle_lse = ha.reference.attention(q, k, v, causal=causal, return_lse=True)
     # Only P is rounded: by at most 2**-4, unbiased, and averaged over keys.
     assert relative_error(out, oracle) < 2**-5
-    assert relative_error(lse, oracle_lse) < 1e-5
+    # A tensor core keeps about 14 bits of a score's sum.
+    assert relative_error(lse, oracle_lse) < 1e-5 + (2.0**-14 if device == "cuda" else 0.0)
 
 
 def test_what_quantize_packs_packs_the_same(device: str) -> None:

@@ -52,6 +52,14 @@ def test_query_and_key_lengths_differ() -> None:
     assert_few(run_lengths(lengths, 64, False, "bshd"), MOST_TRACES**2)
 
 
+def test_windows_and_softcaps_are_data() -> None:
+    edges, lengths = random_lengths(4, 6), random_lengths(5, 6)
+    with compilations() as seen:
+        for left, S in zip([0, 1, *edges], [128, 200, *lengths], strict=True):
+            ha.attention(*fake_qkv(1, 4, 2, S, S, 64), window=(left, left // 2), softcap=1.0 + left)
+    assert_few(seen)
+
+
 def test_a_change_of_head_dim_is_counted() -> None:
     """So the counts can exceed one."""
     with compilations() as seen:

@@ -7,6 +7,7 @@ import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 
 
 def row_reduction_shuffles(tile: TileConfig) -> int:
-    """SHFL of three row reductions (the maximum in each of the two loops, the sum at the end) over 4 lanes."""
+    """SHFL of two row reductions (the maximum in the loop, the sum at the end) over 4 lanes."""
     rows_per_thread = 2 * tile.bm // (16 * tile.num_warps)
     steps = 2
-    return 3 * rows_per_thread * steps
+    return 2 * rows_per_thread * steps
 
 
 def assert_no_spills(kernel: Sm90Kernel) -> None:
@@ -42,6 +43,7 @@ def assert_8_bit_attention(kernel: Sm90Kernel, tile: TileConfig, recipe: ha.Reci
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("tile", tile_configs(), ids=lambda t: f"d{t.D_pad}-{'causal' if t.causal else 'full'}")
 def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
+    tile = fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap=False)
     kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe)
     assert_8_bit_attention(kernel, tile, recipe)
     assert kernel.opcodes["PRMT"] == 0, "P moves between the bytes of registers"
@@ -61,6 +63,29 @@ CHOICES = {
 @pytest.mark.parametrize("choice", CHOICES)
 def test_single_choices(choice: str) -> None:
     assert_8_bit_attention(compile_attention(64, True, recipe=CHOICES[choice]), tile_config(64, True))
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "window_causal": {"window": (100, -1), "causal": True, "recipe": ha.ACCURATE},
+    "softcap": {"softcap": 50.0, "recipe": ha.FAST},
+}
+AT_64: dict[str, dict[str, Any]] = {
+    "window": {"window": (100, 100), "recipe": ha.FAST},
+    "sinks": {"sinks": True, "recipe": ha.FAST},
+    "everything": {"window": (100, -1), "causal": True, "softcap": 50.0, "sinks": True, "recipe": ha.ACCURATE},
+}
+
+
+@pytest.mark.parametrize(("name", "D"), [*((m, D) for m in MASKS for D in SUPPORTED_D), *((m, 64) for m in AT_64)])
+def test_masks_and_sinks(name: str, D: int) -> None:
+    options = dict((MASKS | AT_64)[name])
+    recipe = options.pop("recipe")
+    tile = tile_config(D, "window" in options)
+    tile = fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap="softcap" in options)
+    kernel = compile_attention(D, options.pop("causal", False), recipe=recipe, **options)
+    assert_8_bit_attention(kernel, tile, recipe)
+    assert kernel.registers <= tile.max_registers
+    assert kernel.ctas_per_sm >= tile.ctas_per_sm
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

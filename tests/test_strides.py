@@ -21,7 +21,6 @@ LAYOUTS: dict[str, Callable[[Callable[..., torch.Tensor]], torch.Tensor]] = {
     "transposed_d": lambda make: make(B, H, D, S).mT,
     "expanded_heads": lambda make: make(B, 1, S, D).expand(B, H, S, D),
     "expanded_batch_and_rows": lambda make: make(1, H, 1, D).expand(B, H, S, D),
-    "expanded_d": lambda make: make(B, H, S, 1).expand(B, H, S, D),
     "odd_offset": lambda make: make(B * H * S * D + 1)[1:].view(B, H, S, D),
     "odd_row_stride": lambda make: make(B, H, S, D + 3)[..., 3:],
     "every_second_row": lambda make: make(B, H, 2 * S, D)[:, :, 1::2],
@@ -52,6 +51,13 @@ def test_packs_as_from_a_contiguous_copy(layout: str, dtype: torch.dtype, device
     packed, expected = ha.quantize(*views, recipe=ha.FAST), ha.quantize(*copies, recipe=ha.FAST)
     for name in ("q8", "k8", "v8", "q_descale", "k_descale", "v_descale"):
         assert torch.equal(getattr(packed, name).float(), getattr(expected, name).float()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_an_expanded_head_dim_is_refused(dtype: torch.dtype, device: str) -> None:
+    x = torch.zeros(B, H, S, 1, dtype=dtype, device=device).expand(B, H, S, D)
+    with pytest.raises(ValueError, match=r"q has strides .*; the last dimension must not be an expanded one"):
+        ha.quantize(x, x, x)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -18,21 +18,29 @@ Gimelshein (arXiv:1805.02867) and FlashAttention-2 (arXiv:2307.08691).
 V arrives transposed, because FP8 WGMMA takes B only K-major, with its keys permuted inside every 16 so that P's fp32
 accumulator registers are, in place, the A operand of the second product: `interleave_keys` is no instruction.
 
-Key blocks that every row of the query block sees whole run in a loop without masks; the remaining one or two
-(diagonal, ragged end) run in a loop of their own.
+One loop walks the key blocks that some row sees; the others are never loaded. Blocks at an edge of what is visible
+(diagonal, ragged end, a window's two sides) are masked behind a branch: in a loop of their own, without pipelined
+loads, they cost causal attention 3 to 11% (S 1024, D 64 to 256).
+
+Three specialisations more, which cost nothing where they are not asked for. A window (Longformer, arXiv:2004.05150;
+Mistral 7B, arXiv:2310.06825) moves the two edges; causality is a right edge of 0. A softcap (Gemma 2, arXiv:2408.00118)
+makes `softcap * tanh(s / softcap)` of a scaled score. A sink (StreamingLLM, arXiv:2309.17453; gpt-oss), one more logit
+of each head, joins the sum in the epilogue.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
-from helion_attn.kernels.inline_asm import fma, maximum
-from helion_attn.numerics import E4M3_OVERFLOW, INT8_SCORE_BIAS, LN2, LOG2E
+from helion_attn.kernels.inline_asm import fma, maximum, tanh
+from helion_attn.numerics import E4M3_OVERFLOW, FP32_TINY, INT8_SCORE_BIAS, LN2, LOG2E
 
 
 def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
@@ -41,7 +49,7 @@ def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
 
 
 def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda: hl.constexpr) -> torch.Tensor:
-    """`q_tile @ k_tile` as fp32 [bm, bn]; of int8, `INT8_SCORE_BIAS` too large.
+    """`q_tile @ k_tile` as fp32 [bm, bn]; of int8 on the GPU, `INT8_SCORE_BIAS` too large.
 
     The float 1.5 * 2**23 + n has n in its low bits, for |n| < 2**22, and int8 products stay below 127**2 * 256. So an
     int32 sum that starts at the bits of 1.5 * 2**23 is that float: the conversion costs no instruction of its own.
@@ -50,8 +58,13 @@ def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda
         if is_cuda:
             bias = hl.full([bm, bn], 0x4B400000, dtype=torch.int32)
             return hl.dot(q_tile, k_tile, acc=bias).view(torch.float32)
-        return q_tile.to(torch.float32) @ k_tile.to(torch.float32) + 12582912.0
+        return q_tile.to(torch.float32) @ k_tile.to(torch.float32)
     return hl.dot(q_tile, k_tile)
+
+
+def positive(scale: torch.Tensor) -> torch.Tensor:
+    """`scale`, but not 0, so that a masked -inf times it stays -inf; every score times 2**-126 is 0 as well."""
+    return torch.where(scale < FP32_TINY, FP32_TINY, scale)
 
 
 def scaled(s: torch.Tensor, qk_scale_log2: torch.Tensor, q_row_descales: hl.constexpr) -> torch.Tensor:
@@ -59,6 +72,49 @@ def scaled(s: torch.Tensor, qk_scale_log2: torch.Tensor, q_row_descales: hl.cons
     if q_row_descales:
         return s * qk_scale_log2.unsqueeze(1)
     return s * qk_scale_log2
+
+
+def softmax_input(
+    s: torch.Tensor,  # [bm, bn]
+    qk_scale: torch.Tensor,  # [bm] or []
+    softcap_log2: float,
+    shift: torch.Tensor,  # [bm]
+    s_bias: hl.constexpr,
+    q_row_descales: hl.constexpr,
+    add_shift: hl.constexpr,
+    has_softcap: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[torch.Tensor, Any]:
+    """Scores, and what they are still to be multiplied by: as they are, or with a softcap their tanh."""
+    if not has_softcap:
+        return s, qk_scale
+    if s_bias:
+        s = s - s_bias
+    s = scaled(s, qk_scale, q_row_descales)
+    if add_shift:
+        s = s + shift.unsqueeze(1)
+    return tanh(s, is_cuda), softcap_log2
+
+
+def visible_keys(
+    keys: torch.Tensor,  # [bn]
+    on_diagonal: torch.Tensor,  # [bm]: with as many queries as keys, the row's own
+    n_len: int,
+    left: int,
+    right: int,
+    has_left: hl.constexpr,
+    has_right: hl.constexpr,
+) -> torch.Tensor:
+    """[bm, bn], or [1, bn] without a window: what a row sees of a key block."""
+    keys = keys.unsqueeze(0)
+    if has_right:
+        last = on_diagonal + right
+        visible = keys <= torch.where(last < n_len, last, n_len - 1).unsqueeze(1)
+    else:
+        visible = keys < n_len
+    if has_left:
+        visible = visible & (keys >= (on_diagonal - left).unsqueeze(1))
+    return visible
 
 
 def online_softmax_step(
@@ -73,26 +129,23 @@ def online_softmax_step(
     s_bias: hl.constexpr,
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
-    masked: hl.constexpr,
+    empty_rows: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One block of scores into `(p8, alpha, m_i, l_i)`. They are `s_bias` too large and unscaled, unless `masked`."""
-    if masked:
-        m_new = maximum(m_i, torch.amax(s, 1) - p_offset_log2, is_cuda)
+    """One block of scores, `s_bias` too large and unscaled, -inf where masked, into `(p8, alpha, m_i, l_i)`."""
+    # The scale is positive, so the maximum commutes with it: a multiply per row, and exp2's argument is an FMA.
+    largest = torch.amax(s, 1)
+    if s_bias:
+        largest = largest - s_bias
+    m_new = maximum(m_i, largest * qk_scale_log2 - p_offset_log2, is_cuda)
+    m_ref = m_new
+    if empty_rows:
         # A row that has seen no key keeps m_i = -inf; its p must be 0, not 2**(-inf + inf).
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
-        p = torch.exp2(s - m_ref.unsqueeze(1))
-    else:
-        # The scale is not negative, so the maximum commutes with it: a multiply per row, and exp2's argument is an FMA.
-        largest = torch.amax(s, 1)
-        if s_bias:
-            largest = largest - s_bias
-        m_new = maximum(m_i, largest * qk_scale_log2 - p_offset_log2, is_cuda)
-        m_ref = m_new
-        shift = m_ref
-        if s_bias:
-            shift = shift + s_bias * qk_scale_log2
-        p = torch.exp2(scaled(s, qk_scale_log2, q_row_descales) - shift.unsqueeze(1))
+    shift = m_ref
+    if s_bias:
+        shift = shift + s_bias * qk_scale_log2
+    p = torch.exp2(scaled(s, qk_scale_log2, q_row_descales) - shift.unsqueeze(1))
     alpha = torch.exp2(m_i - m_ref)
     # Unrounded p.
     l_i = l_i * alpha.unsqueeze(1) + p.reshape(bm, bn // l_lanes, l_lanes).sum(1)
@@ -114,12 +167,28 @@ def accumulate(
     return hl.dot(p8, v_tile, acc=acc * alpha)
 
 
-def store_out(
-    out: torch.Tensor,  # [B * H * M, D]
-    acc: torch.Tensor,  # [bm, d_tile]
-    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad]
-    v_descale: torch.Tensor,  # [B * H_kv, D_v_pad]
+def add_sink(
+    m_i: torch.Tensor,  # [bm]
     row_sum: torch.Tensor,  # [bm]
+    sink_log2: torch.Tensor,  # [bm]
+    p_offset_log2: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`(alpha, m_i, row_sum)` with one more logit in the sum. A key block would do the same to `acc`."""
+    m_new = maximum(m_i, sink_log2 - p_offset_log2, is_cuda)
+    m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = torch.exp2(m_i - m_ref)
+    return alpha, m_ref, row_sum * alpha + torch.exp2(sink_log2 - m_ref)
+
+
+def store_out(
+    out: torch.Tensor,  # [B * H * M, D_v]
+    acc: torch.Tensor,  # [bm, d_tile]
+    v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
+    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]
+    row_sum: torch.Tensor,  # [bm], of the keys
+    alpha: torch.Tensor,  # [bm], the rescale of acc and row_sum that the sink asks for, if has_sinks
+    total: torch.Tensor,  # [bm], row_sum * alpha, and the sink's part
     kv: int,
     out_rows: torch.Tensor,  # [bm]
     row_in_range: torch.Tensor,  # [bm]
@@ -127,20 +196,33 @@ def store_out(
     d_tile: int,
     d_pad: int,
     d_out: int,
-    causal: hl.constexpr,
+    v_channel_descales: hl.constexpr,
+    has_right: hl.constexpr,
+    has_sinks: hl.constexpr,
 ) -> None:
-    """Normalise, put V's mean back, cast, store: `d_tile` channels of D_v_pad, from `first`."""
+    """Normalise, put V's mean back, cast, store: `d_tile` channels of `d_pad`, from `first`."""
     d = first + hl.arange(d_tile)
+    # [bm]
+    normaliser = 1.0 / row_sum
+    if has_sinks:
+        normaliser = alpha / total
+    if v_channel_descales:
+        o = acc * normaliser.unsqueeze(1) * hl.load(v_descale, [kv * d_pad + d]).unsqueeze(0)
+    else:
+        o = acc * (normaliser * hl.load(v_descale, [kv * d_pad])).unsqueeze(1)
+    # [1, d_tile]
+    mean = hl.load(v_mean, [kv * d_pad + d]).unsqueeze(0)
+    if has_sinks:
+        # The mean is that of real keys, and comes back times the probability that they hold.
+        mean = (row_sum * normaliser).unsqueeze(1) * mean
     # [bm, d_tile]
-    o = acc * (1.0 / row_sum).unsqueeze(1)
-    # With a mask these are plain loads: as descriptor loads each waits for its own barrier.
-    in_head = d < d_out
-    descale = hl.load(v_descale, [kv, d], extra_mask=in_head)
-    mean = hl.load(v_mean, [kv, d], extra_mask=in_head)
-    o = o * descale.unsqueeze(0) + mean.unsqueeze(0)
-    if causal:
-        # Only causality can leave a row without a key.
-        o = torch.where((row_sum == 0.0).unsqueeze(1), 0.0, o)
+    o = o + mean
+    if has_right:
+        # Only a right edge can leave a row without a key.
+        no_key = row_sum == 0.0
+        if has_sinks:
+            no_key = no_key & (total == total)  # a sink that is NaN stays one
+        o = torch.where(no_key.unsqueeze(1), 0.0, o)
     if out.dtype == torch.float8_e4m3fn:
         # The instruction saturates; an overflow must not pass for a finite number.
         o = torch.where(torch.abs(o) > E4M3_OVERFLOW, float("nan"), o)
@@ -154,11 +236,12 @@ def fp8_attn_fwd(
     q8: torch.Tensor,  # [B * H, M_blocks, bm, D_pad]
     k8: torch.Tensor,  # [B * H_kv, N_blocks, bn, D_pad]
     v8: torch.Tensor,  # [B * H_kv, N_blocks, D_v_pad, bn]
-    q_descale: torch.Tensor,  # [B * H, M_blocks, bm]
-    k_descale: torch.Tensor,  # [B * H_kv, N_blocks], or [B * H_kv, 1] for one a head
-    v_descale: torch.Tensor,  # [B * H_kv, D_v_pad]
-    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad]
-    lse_shift: torch.Tensor,  # [B * H, M_blocks, bm] if shift_lse
+    q_descale: torch.Tensor,  # [B * H * M_blocks * bm]
+    k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
+    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]; of a head all the same, unless v_channel_descales
+    v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
+    lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
+    sinks: torch.Tensor,  # [H] if has_sinks
     out: torch.Tensor,  # [B * H * M, D_v], written
     lse: torch.Tensor,  # [B * H * M], written
     m_len: int,
@@ -167,17 +250,27 @@ def fp8_attn_fwd(
     group: int,
     out_head_step: int,
     out_row_step: int,
-    sm_scale_log2: float,
+    left: int,
+    right: int,
+    qk_scale: float,
+    softcap_log2: float,
     s_bias: hl.constexpr,
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
     k_block_descales: hl.constexpr,
+    v_channel_descales: hl.constexpr,
     shift_lse: hl.constexpr,
-    causal: hl.constexpr,
+    has_left: hl.constexpr,
+    has_right: hl.constexpr,
+    has_softcap: hl.constexpr,
+    has_sinks: hl.constexpr,
     two_level: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
-    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
+    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
+
+    Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
+    """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
     bh_size, m_blocks, n_blocks = q8.size(0), q8.size(1), k8.size(1)
@@ -189,107 +282,136 @@ def fp8_attn_fwd(
     # Row sums are carried this wide and reduced across lanes once, after the loops.
     l_lanes = 8
     # Known strides keep the stores 16 bytes wide.
-    hl.specialize((out.stride(0), out.stride(1), v_mean.stride(1)))
+    hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0)))
 
     for bh, grid_block in hl.grid([bh_size, m_blocks]):
-        if causal:
+        if has_right:
             m_block = m_blocks - 1 - grid_block  # long rows first
         else:
             m_block = grid_block
         kv = bh // group
         row_begin = m_block * bm
-        # Row i sees keys j <= i + diagonal: bottom-right alignment.
-        diagonal = n_len - m_len
-        if causal:
-            n_first_row = max(0, min(n_len, row_begin + diagonal + 1))
-            n_last_row = max(0, min(n_len, row_begin + bm + diagonal))
+        # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
+        diagonal = row_begin + n_len - m_len
+        if has_right:
+            n_first_row = min(n_len, diagonal + right + 1)
+            n_last_row = min(n_len, diagonal + right + bm)
         else:
             n_first_row = n_len
             n_last_row = n_len
+        # Blocks n_left .. n_full are seen whole; those from n_begin and those up to n_end in part. Helion substitutes
+        # these expressions into each other, and a min or max writes each argument three times: they are kept flat, and
+        # not limited to 0 where a loop that ends before it begins does the same.
         n_full = n_first_row // bn
         n_end = (n_last_row + bn - 1) // bn
-
+        if has_left:
+            n_begin = max(0, diagonal - left) // bn
+            n_left = (max(0, diagonal - left + bm - 1) + bn - 1) // bn
+        else:
+            n_begin = 0
+            n_left = 0
         # [bm, D_pad]
         q_tile = q8[bh, m_block, :, :]
+        # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own, 0.7
+        # microseconds a program.
+        packed_rows = (bh * m_blocks + m_block) * bm
         # [bm], or a scalar for one a block
         if q_row_descales:
-            q_scale_log2 = hl.load(q_descale, [bh, m_block, hl.arange(bm)]) * sm_scale_log2
+            q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * qk_scale
         else:
-            q_scale_log2 = q_descale[bh, m_block, 0] * sm_scale_log2
+            q_scale_log2 = q_descale[packed_rows] * qk_scale
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
-        k_scale = k_descale[kv, 0]
+        if k_block_descales:
+            k_scale = k_descale[kv * n_blocks + min(n_begin, n_blocks - 1)]
+        else:
+            k_scale = k_descale[kv]
+        # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
+        shift = hl.zeros([bm], dtype=torch.float32)
+        if has_softcap:
+            # tanh leaves no bias and no descale.
+            softmax_bias = 0.0
+            softmax_row_descales = False
+            if shift_lse:
+                shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
+        else:
+            softmax_bias = s_bias
+            softmax_row_descales = q_row_descales
         m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
         # [bm, D_v_pad]
         acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
 
-        for j in hl.grid(n_full):
-            qk_scale_log2 = q_scale_log2 * k_scale
+        for j in hl.grid(n_begin, n_end):
+            qk_scale_log2 = positive(q_scale_log2 * k_scale)
             if k_block_descales:
-                k_scale = k_descale[kv, min(j + 1, n_blocks - 1)]
+                k_scale = k_descale[kv * n_blocks + min(j + 1, n_blocks - 1)]
             # [bm, bn]
             s = scores(q_tile, k8[kv, j, :, :].transpose(0, 1), bm, bn, is_cuda)
             # [bn, D_v_pad]. Loaded before the softmax: after it, ptxas packs p8 with 16 more PRMT per block.
             v_tile = v8[kv, j, :, :].transpose(0, 1)
-            p8, alpha, m_i, l_i = online_softmax_step(
-                s,
-                qk_scale_log2,
-                m_i,
-                l_i,
-                bm,
-                bn,
-                l_lanes,
-                v8.dtype,
-                s_bias,
-                p_offset_log2,
-                q_row_descales,
-                False,
-                is_cuda,
+            s, s_scale_log2 = softmax_input(
+                s, qk_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
             )
-            acc = accumulate(acc, alpha, p8, v_tile, two_level, is_cuda)
-
-        for j_masked in hl.grid(n_full, n_end):
-            qk_scale_log2 = q_scale_log2 * k_scale
-            if k_block_descales:
-                k_scale = k_descale[kv, min(j_masked + 1, n_blocks - 1)]
-            s = scores(q_tile, k8[kv, j_masked, :, :].transpose(0, 1), bm, bn, is_cuda)
-            v_tile = v8[kv, j_masked, :, :].transpose(0, 1)
-            # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
-            keys = j_masked * bn + hl.arange(bn)
-            if causal:
-                # This also hides keys >= n_len from every row that exists; what padded rows see is not stored.
-                visible = keys.unsqueeze(0) <= (row_begin + diagonal + hl.arange(bm)).unsqueeze(1)
-            else:
-                visible = (keys < n_len).unsqueeze(0)
-            # Scaled before it is masked: a scale of 0 would make NaN of -inf.
-            s = torch.where(visible, scaled(s - s_bias, qk_scale_log2, q_row_descales), float("-inf"))
+            if max(n_left - j, j + 1 - n_full) > 0:
+                # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
+                keys = j * bn + hl.arange(bn)
+                visible = visible_keys(keys, diagonal + hl.arange(bm), n_len, left, right, has_left, has_right)
+                s = torch.where(visible, s, float("-inf"))
             p8, alpha, m_i, l_i = online_softmax_step(
                 s,
-                qk_scale_log2,
+                s_scale_log2,
                 m_i,
                 l_i,
                 bm,
                 bn,
                 l_lanes,
                 v8.dtype,
-                s_bias,
+                softmax_bias,
                 p_offset_log2,
-                q_row_descales,
-                True,
+                softmax_row_descales,
+                has_left or has_right,
                 is_cuda,
             )
             acc = accumulate(acc, alpha, p8, v_tile, two_level, is_cuda)
 
         # [bm]
         row_sum = l_i.sum(1)
+        total = row_sum
+        rescale = row_sum
         rows = row_begin + hl.arange(bm)
         row_in_range = rows < m_len
+        if shift_lse and not has_softcap:
+            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
+        if has_sinks:
+            # [bm], as far below the whole scores' as these scores are.
+            sink_log2 = hl.zeros([bm], dtype=torch.float32) + sinks[bh % heads] * LOG2E
+            if shift_lse and not has_softcap:
+                sink_log2 = sink_log2 - shift
+            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
-        store_out(out, acc, v_mean, v_descale, row_sum, kv, out_rows, row_in_range, 0, d_v_pad, d_v_pad, d_out, causal)
-        lse_log2 = m_i + torch.log2(row_sum)
-        if shift_lse:
-            lse_log2 = lse_log2 + hl.load(lse_shift, [bh, m_block, hl.arange(bm)]) * sm_scale_log2
+        store_out(
+            out,
+            acc,
+            v_mean,
+            v_descale,
+            row_sum,
+            rescale,
+            total,
+            kv,
+            out_rows,
+            row_in_range,
+            0,
+            d_v_pad,
+            d_v_pad,
+            d_out,
+            v_channel_descales,
+            has_right,
+            has_sinks,
+        )
+        lse_log2 = m_i + torch.log2(total)
+        if shift_lse and not has_softcap:
+            lse_log2 = lse_log2 + shift
         hl.store(lse, [bh * m_len + rows], lse_log2 * LN2, extra_mask=row_in_range)
 
 
@@ -298,8 +420,7 @@ def helion_config(tile: TileConfig) -> helion.Config:
     return helion.Config(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        # The masked loop runs once or twice: a pipeline there costs 70 registers and gains nothing.
-        range_num_stages=[0, tile.num_stages, 1],
+        range_num_stages=[0, tile.num_stages],
         # (heads, query blocks), fastest first
         loop_orders=[[1, 0] if tile.query_blocks_fastest else [0, 1]],
         indexing="tensor_descriptor",
@@ -308,14 +429,21 @@ def helion_config(tile: TileConfig) -> helion.Config:
     )
 
 
+def specialised(tile: TileConfig, qk_dtype: torch.dtype, has_softcap: bool) -> TileConfig:
+    """`tile` with the registers that tanh and int8 scores need: at 128, one to four are spilled in the main loop."""
+    if tile.max_registers >= 168 or not (has_softcap or qk_dtype == torch.int8):
+        return tile
+    return dataclasses.replace(tile, max_registers=168, ctas_per_sm=3)
+
+
 @functools.cache
-def compiled_kernel(D_pad: int, causal: bool, variant: Hashable) -> helion.Kernel[None]:
-    """The kernel for sm_90 with the tuned config of (D_pad, causal).
+def compiled_kernel(tile: TileConfig, variant: Hashable) -> helion.Kernel[None]:
+    """The kernel for sm_90.
 
     One object for each `variant`, the other specialisations: an object whose specialisation alternates between calls
     costs 300 us of dispatch.
     """
-    return compiled(fp8_attn_fwd, helion_config(tile_config(D_pad, causal)))
+    return compiled(fp8_attn_fwd, helion_config(tile))
 
 
 interpreted_kernel = interpreted(fp8_attn_fwd)
@@ -330,30 +458,35 @@ def kernel_args(
     v_descale: torch.Tensor,
     v_mean: torch.Tensor,
     lse_shift: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     m_len: int,
     n_len: int,
-    causal: bool,
+    left: int,
+    right: int,
     sm_scale: float,
+    softcap: float | None,
     bshd: bool,
     p_offset_log2: int,
     two_level: bool,
     q_row_descales: bool,
     k_block_descales: bool,
+    v_channel_descales: bool,
 ) -> tuple[object, ...]:
     """The arguments of `fp8_attn_fwd`, from those of `launch`."""
     H, H_kv = q_descale.size(1), k_descale.size(1)
-    q_descale = q_descale.view(-1, *q_descale.shape[2:])
+    q_descale = q_descale.view(-1)
     return (
         q8,
         k8,
         v8,
         q_descale,
-        k_descale.view(-1, k_descale.size(2)),
-        v_descale.view(-1, v_descale.size(2)),
-        v_mean.view(-1, v_mean.size(2)),
-        q_descale if lse_shift is None else lse_shift.view(q_descale.shape),
+        k_descale.view(-1),
+        v_descale.view(-1),
+        v_mean.view(-1),
+        q_descale if lse_shift is None else lse_shift.view(-1),
+        lse.view(-1) if sinks is None else sinks,
         out.view(-1, out.size(-1)),
         lse.view(-1),
         m_len,
@@ -362,13 +495,21 @@ def kernel_args(
         H // H_kv,
         1 if bshd else m_len,
         H if bshd else 1,
-        sm_scale * LOG2E,
-        INT8_SCORE_BIAS if q8.dtype == torch.int8 else 0.0,
+        # An edge further away hides nothing, and might not fit 32 bits.
+        min(left, n_len),
+        min(right, m_len),
+        sm_scale * LOG2E if softcap is None else sm_scale / softcap,
+        1.0 if softcap is None else softcap * LOG2E,
+        INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
         float(p_offset_log2),
         q_row_descales,
         k_block_descales,
+        v_channel_descales,
         lse_shift is not None,
-        causal,
+        left >= 0,
+        right >= 0,
+        softcap is not None,
+        sinks is not None,
         two_level,
         q8.is_cuda,
     )
@@ -383,50 +524,51 @@ def launch(
     v_descale: torch.Tensor,
     v_mean: torch.Tensor,
     lse_shift: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     m_len: int,
     n_len: int,
-    causal: bool,
+    left: int,
+    right: int,
     sm_scale: float,
+    softcap: float | None,
     bshd: bool,
     p_offset_log2: int,
     promote_every: int | None,
     q_row_descales: bool,
     k_block_descales: bool,
+    v_channel_descales: bool,
 ) -> None:
     """Write `out` and `lse` for the packed tensors of a `QuantizedQKV`.
 
     Args:
         q8: and the seven that follow: the fields of `QuantizedQKV`.
+        sinks: fp32 [H], or None.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16, fp32 or e4m3.
         lse: fp32 [B, H, M], natural log.
         m_len: M, the true query length.
         n_len: N, the true key length.
-        causal: row i sees keys j <= i + N - M.
+        left: row i sees keys j >= i + N - M - left; all of them if it is negative.
+        right: row i sees keys j <= i + N - M + right; likewise. Causal: 0.
         sm_scale: multiplies q k^T; not negative.
+        softcap: scores become `softcap * tanh(score / softcap)`, unless it is None.
         bshd: the layout of `out`.
         p_offset_log2: P is stored times two to this.
         promote_every: 1, 0, or None for the config's choice.
         q_row_descales: rows of a block have descales of their own.
         k_block_descales: `k_descale` has one for each key block.
+        v_channel_descales: `v_descale` differs between the channels of a head.
     """
-    D_pad = max(q8.size(3), v8.size(2))
-    tile = tile_config(D_pad, causal)
+    tile = tile_config(max(q8.size(3), v8.size(2)), right >= 0)
     two_level = tile.two_level if promote_every is None else promote_every == 1
-    variant = (
-        q8.dtype,
-        v8.dtype,
-        q8.size(3),
-        v8.size(2),
-        p_offset_log2,
-        two_level,
-        q_row_descales,
-        k_block_descales,
-        lse_shift is None,
-    )
-    kernel = compiled_kernel(D_pad, causal, variant) if q8.is_cuda else interpreted_kernel
-    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift)
+    options = (two_level, q_row_descales, k_block_descales, v_channel_descales)
+    edges = (left >= 0, right >= 0, softcap is None, sinks is None)
+    head_dims = (q8.size(3), v8.size(2))
+    variant = (q8.dtype, v8.dtype, *head_dims, p_offset_log2, lse_shift is None, *edges, *options)
+    tile = specialised(tile, q8.dtype, softcap is not None)
+    kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
+    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
     kernel(
         *kernel_args(
             *packed,
@@ -434,12 +576,12 @@ def launch(
             lse,
             m_len,
             n_len,
-            causal,
+            left,
+            right,
             sm_scale,
+            softcap,
             bshd,
             p_offset_log2,
-            two_level,
-            q_row_descales,
-            k_block_descales,
+            *options,
         )
     )

@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 import torch
 
-from helion_attn.reference.shapes import default_sm_scale, hide_future_keys, to_bhsd
+from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd
 
 #: Scores held at once, in elements: bounds the memory at any length.
 _SCORES_AT_ONCE = 2**26
@@ -21,6 +21,9 @@ def attention(
     causal: bool = False,
     sm_scale: float | None = None,
     layout: str = "bhsd",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
@@ -32,6 +35,9 @@ def attention(
     causal: bool = False,
     sm_scale: float | None = None,
     layout: str = "bhsd",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
@@ -43,6 +49,9 @@ def attention(
     causal: bool = False,
     sm_scale: float | None = None,
     layout: str = "bhsd",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
@@ -53,6 +62,9 @@ def attention(
     causal: bool = False,
     sm_scale: float | None = None,
     layout: str = "bhsd",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * sm_scale) v in fp64, the textbook way, a run of query rows of one head at a time.
@@ -64,7 +76,12 @@ def attention(
         causal: row i sees keys j <= i + N - M. A row that sees none gives 0, and lse -inf.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default.
         layout: "bhsd" or "bshd".
-        return_lse: also return the log-sum-exp of the scaled scores, natural log.
+        window: (left, right): row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited, and with causal
+            right is 0.
+        softcap: scaled scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
+        sinks: [H], one more logit of the softmax for each head, with no value (gpt-oss). A row that sees no key gives
+            0 still, and lse its sink.
+        return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included, natural log.
 
     Returns:
         fp64 out, shaped as q with D_v for D, and fp64 lse [B, H, M] if asked for.
@@ -84,9 +101,12 @@ def attention(
                     q64 = q[b, h, i : i + rows].double()
                     # [rows, N]
                     s = q64 @ k64.mT * scale
-                    if causal:
-                        s = hide_future_keys(s, i, 0, M, N)
+                    if softcap is not None:
+                        s = softcap * torch.tanh(s / softcap)
+                    s = hide_keys(s, i, 0, M, N, causal, window)
                     row_lse = torch.logsumexp(s, 1)
+                    if sinks is not None:
+                        row_lse = torch.logaddexp(row_lse, sinks[h].double())
                     p = torch.exp(s - row_lse.unsqueeze(1))
                     p = torch.where((row_lse == float("-inf")).unsqueeze(1), 0.0, p)
                     out[b, h, i : i + rows] = p @ v64

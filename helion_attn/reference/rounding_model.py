@@ -15,7 +15,7 @@ from helion_attn.configs import packing
 from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX, LN2, LOG2E
 from helion_attn.reference.hadamard import hadamard, hadamard_block
 from helion_attn.reference.rope import apply_rope_qk
-from helion_attn.reference.shapes import default_sm_scale, hide_future_keys, to_bhsd
+from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd
 from helion_attn.types import BALANCED, Recipe, Rope
 
 
@@ -170,6 +170,9 @@ def fp8_attention(
     layout: str = "bhsd",
     recipe: Recipe = BALANCED,
     rope: Rope | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     out_dtype: torch.dtype | None = None,
     block_n: int = 128,
@@ -185,6 +188,9 @@ def fp8_attention(
     layout: str = "bhsd",
     recipe: Recipe = BALANCED,
     rope: Rope | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: Literal[True],
     out_dtype: torch.dtype | None = None,
     block_n: int = 128,
@@ -200,6 +206,9 @@ def fp8_attention(
     layout: str = "bhsd",
     recipe: Recipe = BALANCED,
     rope: Rope | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool,
     out_dtype: torch.dtype | None = None,
     block_n: int = 128,
@@ -214,6 +223,9 @@ def fp8_attention(
     layout: str = "bhsd",
     recipe: Recipe = BALANCED,
     rope: Rope | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     block_n: int = 128,
@@ -233,6 +245,11 @@ def fp8_attention(
         layout: "bhsd" or "bshd".
         recipe: as in `helion_attn.attention`.
         rope: applied to q and k first.
+        window: (left, right): row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited, and with causal
+            right is 0.
+        softcap: scaled scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
+        sinks: [H], one more logit of the softmax for each head, with no value (gpt-oss). A row that sees no key gives
+            0 still, and lse its sink.
         return_lse: also return the fp32 lse [B, H, M], natural log.
         out_dtype: the output's; q's by default.
         block_n: keys of a block, `bn` of the kernel's config.
@@ -258,8 +275,11 @@ def fp8_attention(
         # [B, H, M, block_n]
         s = r.q8 @ k8[:, :, j : j + block_n].mT
         s = s * (q_scale_log2 * k_descale[:, :, None, j : j + block_n])
-        if causal:
-            s = hide_future_keys(s, 0, j, M, N)
+        if softcap is not None:
+            # tanh is not linear: it must see what smooth-K took from a row's scores.
+            s = s * LN2 + scale * r.lse_shift.unsqueeze(3)
+            s = softcap * LOG2E * torch.tanh(s / softcap)
+        s = hide_keys(s, 0, j, M, N, causal, window)
         # It lies p_offset below the true maximum, so that the largest p is 2**p_offset.
         m_new = torch.maximum(m_i, s.amax(3, keepdim=True) - recipe.p_offset)
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
@@ -268,8 +288,17 @@ def fp8_attention(
         l_i = l_i * alpha + p.sum(3, keepdim=True)
         acc = acc * alpha + p.to(recipe.pv_dtype).float() @ v8[:, :, j : j + block_n]
         m_i = m_new
-    out = acc / l_i * v_descale.unsqueeze(2) + v_mean.unsqueeze(2)
+    # [B, H, M, 1]. The lse of the keys alone, then with the sink; keys hold `key_share` of the probability.
+    lse = (m_i + torch.log2(l_i)) * LN2
+    if softcap is None:
+        lse = lse + scale * r.lse_shift.unsqueeze(3)
+    key_share = torch.ones_like(lse)
+    if sinks is not None:
+        key_lse = lse
+        lse = torch.logaddexp(lse, sinks.float().view(1, H, 1, 1))
+        key_share = torch.exp(key_lse - lse)
+    out = (acc / l_i * v_descale.unsqueeze(2) + v_mean.unsqueeze(2)) * key_share
     out = torch.where(l_i == 0, 0.0, out).to(out_dtype or q.dtype)
-    lse = ((m_i + torch.log2(l_i)) * LN2).squeeze(3) + scale * r.lse_shift
+    lse = lse.squeeze(3)
     out = to_bhsd(out, layout)
     return (out, lse) if return_lse else out

@@ -17,8 +17,26 @@ def default_sm_scale(sm_scale: float | None, D: int) -> float:
     return D**-0.5 if sm_scale is None else sm_scale
 
 
-def hide_future_keys(s: torch.Tensor, first_row: int, first_key: int, M: int, N: int) -> torch.Tensor:
-    """Scores [..., rows, keys] with -inf where causality hides them: row i sees keys j <= i + N - M (bottom-right)."""
+def hide_keys(
+    s: torch.Tensor, first_row: int, first_key: int, M: int, N: int, causal: bool, window: tuple[int, int] | None
+) -> torch.Tensor:
+    """Scores [..., rows, keys] with -inf where the mask hides them.
+
+    Row i sees keys i + N - M - left .. i + N - M + right (bottom-right aligned), -1 is unlimited, and causal is a right
+    of 0.
+    """
+    left, right = window or (-1, -1)
+    right = 0 if causal else right
     row = torch.arange(first_row, first_row + s.size(-2), device=s.device).unsqueeze(1)
     key = torch.arange(first_key, first_key + s.size(-1), device=s.device).unsqueeze(0)
-    return s.masked_fill(key > row + N - M, float("-inf"))
+    from_diagonal = key - (row + N - M)
+    if right >= 0:
+        s = s.masked_fill(from_diagonal > right, float("-inf"))
+    if left >= 0:
+        s = s.masked_fill(from_diagonal < -left, float("-inf"))
+    return s
+
+
+def hide_future_keys(s: torch.Tensor, first_row: int, first_key: int, M: int, N: int) -> torch.Tensor:
+    """`hide_keys` of a causal mask: row i sees keys j <= i + N - M."""
+    return hide_keys(s, first_row, first_key, M, N, True, None)

@@ -1,0 +1,221 @@
+"""flash_attn_func: flash-attn 3's names, order and meaning, on FP8 attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.flash_attn import RULES
+from helion_attn.testing import make_qkv, relative_error
+
+#: Its result is a tensor or a pair, by a bool.
+flash_attn_func: Any = ha.flash_attn_func
+
+#: Of flash-attn 3's flash_attn_func (hopper/flash_attn_interface.py), in order.
+FLASH_ATTN_3 = """
+    q, k, v, softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
+    num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs
+""".replace(",", " ").split()
+
+
+def bshd(device: str, dtype: torch.dtype = torch.bfloat16, B: int = 1) -> tuple[torch.Tensor, ...]:
+    qkv = make_qkv("randn", B, 4, 2, 37, 70, 32, device=device)
+    return tuple(x.transpose(1, 2).contiguous().to(dtype) for x in qkv)
+
+
+def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return ha.reference.attention(q, k, v, **options).transpose(1, 2)
+
+
+def test_signature() -> None:
+    parameters = inspect.signature(ha.flash_attn_func).parameters
+    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == FLASH_ATTN_3
+    assert [name for name in parameters if name not in positional] == ["recipe"]
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {}),
+    "scale": ({"softmax_scale": 0.3}, {"sm_scale": 0.3}),
+    "causal": ({"causal": True}, {"causal": True}),
+    "window": ({"window_size": (9, 5)}, {"window": (9, 5)}),
+    "causal_window": ({"causal": True, "window_size": (9, 5)}, {"causal": True, "window": (9, 0)}),
+    "softcap": ({"softcap": 1.5, "softmax_scale": 0.5}, {"softcap": 1.5, "sm_scale": 0.5}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_against_the_oracle(case: str, device: str) -> None:
+    given, meant = OPTIONS[case]
+    qkv = bshd(device)
+    out = flash_attn_func(*qkv, **given)
+    assert out.dtype == torch.bfloat16
+    assert relative_error(out, oracle(*qkv, **meant)) < 0.07
+    for others in OPTIONS.values():
+        if others[1] != meant:
+            assert relative_error(out, oracle(*qkv, **others[1])) > 0.1
+
+
+def test_is_attention_of_the_same_arguments(device: str) -> None:
+    qkv = bshd(device)
+    out, lse = flash_attn_func(*qkv, None, True, recipe=ha.FAST, return_attn_probs=True)
+    expected, expected_lse = ha.attention(*qkv, causal=True, layout="bshd", recipe=ha.FAST, return_lse=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert lse.shape == (1, 4, 37)
+
+
+def fp8(device: str) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    descales = {f"{x}_descale": (torch.rand(2, 2, generator=generator) + 0.5).to(device) for x in "qkv"}
+    return bshd(device, torch.float8_e4m3fn, B=2), descales
+
+
+def test_fp8_with_descales(device: str) -> None:
+    """Rows of q of one KV head share its descale."""
+    qkv, descales = fp8(device)
+    out = flash_attn_func(*qkv, causal=True, **descales)
+    assert out.dtype == torch.bfloat16
+
+    def dequantised(names: str) -> list[torch.Tensor]:
+        tensors = []
+        for name, x in zip(names, qkv, strict=True):
+            descale = descales[f"{name}_descale"]
+            tensors.append(x.float() * descale.repeat_interleave(x.size(2) // 2, 1)[:, None, :, None])
+        return tensors
+
+    assert relative_error(out, oracle(*dequantised("qkv"), causal=True)) < 0.05
+    assert relative_error(out, oracle(*dequantised("qvk"), causal=True)) > 0.1
+    pack: Any = ha.pack
+    assert torch.equal(out, ha.attention_quantized(pack(*qkv, layout="bshd", **descales), causal=True))
+
+
+def test_fp8_without_descales_is_as_with_ones(device: str) -> None:
+    qkv, descales = fp8(device)
+    ones = {name: torch.ones_like(x) for name, x in descales.items()}
+    assert torch.equal(flash_attn_func(*qkv), flash_attn_func(*qkv, **ones))
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("q_descale", -1.0), ("q_descale", 0.0), ("k_descale", -1.0), ("k_descale", float("inf")), ("v_descale", -1.0)],
+)
+def test_bad_descale_values_make_nan_of_their_heads(name: str, bad: float, device: str) -> None:
+    """They are not read on the host, as a CUDA graph could not, and must not give an answer."""
+    qkv, descales = fp8(device)
+    expected = flash_attn_func(*qkv, **descales)
+    descales[name] = descales[name].clone()
+    descales[name][1, 0] = bad
+    out = flash_attn_func(*qkv, **descales)
+    assert out[1, :, :2].isnan().all()
+    assert torch.equal(out[0], expected[0])
+    assert torch.equal(out[1, :, 2:], expected[1, :, 2:])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.argument)
+def test_unsupported_arguments_raise(rule: Any, device: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{rule.argument} is .*; it must be"):
+        flash_attn_func(*bshd(device), **{rule.argument: rule.refused})
+
+
+def test_hints_change_nothing(device: str) -> None:
+    qkv = bshd(device)
+    expected = flash_attn_func(*qkv)
+    assert torch.equal(flash_attn_func(*qkv, num_splits=0, pack_gqa=True, deterministic=True), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"q_descale": torch.ones(2, 2)}, ValueError, "q_descale is given and q is not"),
+        ({"window_size": (-2, 0)}, ValueError, "window_size is"),
+        ({"window_size": 3}, TypeError, "window_size is 3"),
+        ({"softcap": -1.0}, ValueError, "softcap is -1"),
+        ({"softmax_scale": -1.0}, ValueError, "softmax_scale is -1"),
+        ({"recipe": "fast"}, TypeError, "recipe is 'fast'"),
+        ({"dropout_p": 0.0}, TypeError, "dropout_p"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_bad_arguments_raise(options: dict[str, Any], error: type[Exception], message: str, device: str) -> None:
+    with pytest.raises(error, match=message):
+        flash_attn_func(*bshd(device), **options)
+
+
+def test_bad_descales_raise(device: str) -> None:
+    qkv, _ = fp8(device)
+    for descale, error in ((torch.ones(2, 4), ValueError), (torch.ones(2, 2).double(), TypeError), (1.0, TypeError)):
+        given = descale.to(device) if isinstance(descale, torch.Tensor) else descale
+        with pytest.raises(error, match="k_descale"):
+            flash_attn_func(*qkv, k_descale=given)
+    with pytest.raises(RuntimeError, match="v_descale requires grad"):
+        flash_attn_func(*qkv, v_descale=torch.ones(2, 2, device=device, requires_grad=True))
+
+
+def test_grad_raises(device: str) -> None:
+    for i, name in enumerate("qkv"):
+        qkv = [x.requires_grad_(i == j) for j, x in enumerate(bshd(device))]
+        with pytest.raises(RuntimeError, match=f"{name} requires grad"):
+            flash_attn_func(*qkv)
+        with torch.no_grad():
+            flash_attn_func(*qkv)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_autocast_changes_nothing(dtype: torch.dtype, device: str) -> None:
+    """As in flash-attn; and the fp32 sums of the interpreter stay fp32."""
+    qkv = bshd(device, dtype)
+    expected = flash_attn_func(*qkv, recipe=ha.ACCURATE)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert torch.equal(flash_attn_func(*qkv, recipe=ha.ACCURATE), expected)
+
+
+class Block(torch.nn.Module):
+    """A projection, attention, and a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(64, 3 * 64)
+        self.out = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 32)).unbind(2)
+        out = flash_attn_func(q, k, v, causal=True, window_size=(11, 0))
+        return self.out(out.flatten(2))
+
+
+def assert_compiles(function: Callable[..., Any], *args: Any) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for actual, expected in zip(compiled(*args), function(*args), strict=True):
+            assert torch.equal(actual, expected)
+
+
+def test_torch_compile_of_a_module(device: str) -> None:
+    assert_compiles(Block().to(device), torch.randn(1, 40, 64, device=device))
+
+
+def test_torch_compile_of_fp8(device: str) -> None:
+    qkv, descales = fp8(device)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descale: torch.Tensor) -> Any:
+        return flash_attn_func(q, k, v, k_descale=descale * 2, softcap=5.0, return_attn_probs=True)
+
+    assert_compiles(attend, *qkv, descales["k_descale"])
+
+
+def test_rules_name_arguments() -> None:
+    assert {rule.argument for rule in RULES} <= set(FLASH_ATTN_3)
+    for rule in RULES:
+        default = inspect.signature(ha.flash_attn_func).parameters[rule.argument].default
+        assert rule.accepts(default)
+        assert not rule.accepts(rule.refused)
+        assert dataclasses.is_dataclass(rule)

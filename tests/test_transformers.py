@@ -1,0 +1,383 @@
+"""Models of transformers, tiny and random, with attn_implementation="helion_fp8", against eager attention.
+
+The same model, with the fp64 oracle in the place of the kernel, agrees with eager to fp32 rounding: that holds masks,
+windows, softcaps, sinks, scales and padding to account. With the kernel, the logits are as far from eager's as they are
+with the rounding model, which has the kernel's roundings.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.testing import relative_error
+
+transformers = pytest.importorskip("transformers")
+from helion_attn import transformers as ours  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # attention that looks somewhere, and logits that differ
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+#: Name -> config class, model class, and what makes the model's attention special.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 7}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {"sliding_window": 7, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4},
+    ),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 7, "query_pre_attn_scalar": 4}),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 2},
+    ),
+}
+
+WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss")
+
+
+@functools.cache
+def make_model(name: str) -> Any:
+    """A model in fp32, of one layer with its window and one without if it has both kinds."""
+    config_class, model_class, options = MODELS[name]
+    if name in ("gemma2", "gemma3", "gpt_oss"):
+        options = options | {"layer_types": ["sliding_attention", "full_attention"]}
+    config = getattr(transformers, config_class)(**SIZES | options)
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("sinks"):
+                parameter.normal_(1.0, 1.0)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    ha.register_transformers()
+
+
+def run(model: Any, implementation: str, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        return model(tokens, attention_mask=mask).logits
+
+
+def tokens_of(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def with_oracle(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Exact attention in the kernel's place, with some of its arguments changed."""
+
+    def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, recipe: Any, **options: Any) -> torch.Tensor:
+        given = {name: value for name, value in changes.items() if options[name] is not None}
+        return ha.reference.attention(q, k, v, **options | given).to(q.dtype)
+
+    monkeypatch.setattr(ours, "attention", oracle)
+
+
+EXACT = 1e-5  # fp32 models; the oracle is exact
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_with_exact_attention_is_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = make_model(name), tokens_of(2, 19)
+    eager = run(model, "eager", tokens)
+    with_oracle(monkeypatch)
+    assert relative_error(run(model, "helion_fp8", tokens), eager) < EXACT
+
+
+CHANGES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "causal": (["llama"], {"causal": False}),
+    "sm_scale": (["gemma2"], {"sm_scale": 0.25}),
+    "window_by_one": (list(WINDOWED), {"window": (7, 0)}),
+    "no_window": (list(WINDOWED), {"window": None}),
+    "no_softcap": (["gemma2"], {"softcap": None}),
+    "no_sinks": (["gpt_oss"], {"sinks": None}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_wrong_arguments_would_be_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, changes = CHANGES[change]
+    with_oracle(monkeypatch, **changes)
+    for name in names:
+        model, tokens = make_model(name), tokens_of(2, 19)
+        assert relative_error(run(model, "helion_fp8", tokens), run(model, "eager", tokens)) > 100 * EXACT
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_padding_with_exact_attention_is_eager(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = make_model(name), tokens_of(3, 19)
+    mask = torch.ones_like(tokens)
+    for row, length in enumerate((12, 19, 3)):
+        mask[row, length:] = 0
+    if side == "left":
+        mask = mask.flip(1)
+    kept = mask.bool()
+    eager = run(model, "eager", tokens, mask)[kept]
+    with_oracle(monkeypatch)
+    assert relative_error(run(model, "helion_fp8", tokens, mask)[kept], eager) < EXACT
+    assert relative_error(run(model, "helion_fp8", tokens)[kept], eager) > (100 * EXACT if side == "left" else -1)
+
+
+def generate(model: Any, implementation: str, tokens: torch.Tensor, steps: int, **options: Any) -> Any:
+    model.set_attn_implementation(implementation)
+    options |= {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+    return model.generate(tokens, max_new_tokens=steps, **options)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "left_padded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_with_exact_attention_is_eager(name: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the cache, past the window, and with a batch of two lengths."""
+    model, tokens = make_model(name), tokens_of(2, 6)
+    mask = torch.ones_like(tokens)
+    if padded:
+        mask[0, :4] = 0
+    eager = generate(model, "eager", tokens, 12, attention_mask=mask)
+    with_oracle(monkeypatch)
+    exact = generate(model, "helion_fp8", tokens, 12, attention_mask=mask)
+    assert torch.equal(exact.sequences, eager.sequences)
+    assert relative_error(torch.stack(exact.logits), torch.stack(eager.logits)) < EXACT
+
+
+def test_chunked_prefill_with_exact_attention_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several queries that do not start at the first key."""
+    with_oracle(monkeypatch)
+    tokens = tokens_of(1, 20)
+    for name in ("llama", "gemma2"):
+        model = make_model(name)
+        eager = run(model, "eager", tokens)
+        model.set_attn_implementation("helion_fp8")
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            chunks = [model(x, past_key_values=cache).logits for x in tokens.split([9, 4, 7], 1)]
+        assert relative_error(torch.cat(chunks, 1), eager) < EXACT
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_with_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = make_model(name), tokens_of(1, 19)
+    eager = run(model, "eager", tokens)
+    error = relative_error(run(model, "helion_fp8", tokens), eager)
+    with monkeypatch.context() as patch:
+        patch.setattr(ours, "attention", ha.reference.fp8_attention)
+        modelled = relative_error(run(model, "helion_fp8", tokens), eager)
+        patch.setattr(ours, "attention", lambda q, k, v, **_: torch.zeros_like(q))
+        zeros = relative_error(run(model, "helion_fp8", tokens), eager)
+    # The kernel's sums have another order, and these models amplify a flipped rounding.
+    assert 0 < error < 1.5 * modelled + 1e-3
+    assert error < 0.5 * zeros
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_logits_in_bf16(name: str) -> None:
+    """Prefill, then a step from the cache: the error of FP8 attention, on top of bf16's own."""
+    tokens = tokens_of(1, 19)
+    reference = run(make_model(name), "eager", tokens)
+    fp8_error = relative_error(run(make_model(name), "helion_fp8", tokens), reference)
+    model = make_model.__wrapped__(name).bfloat16()
+    bf16_error = relative_error(run(model, "eager", tokens), reference)
+    model.set_attn_implementation("helion_fp8")
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        logits = torch.cat([model(x, past_key_values=cache).logits for x in tokens.split([18, 1], 1)], 1)
+    assert logits.dtype == torch.bfloat16
+    assert relative_error(logits, reference) < 1.5 * (fp8_error**2 + bf16_error**2) ** 0.5
+
+
+@pytest.mark.parametrize("seed", [1, 3])  # the first never parts, the second does
+def test_greedy_tokens_of_llama(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 steps; where tokens part, eager had those two closer together than logits are off elsewhere.
+
+    How far they are off is measured on eager's tokens, which makes every step comparable, and held to the rounding
+    model's.
+    """
+    sizes = SIZES | {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "initializer_range": 0.05,
+    }
+    torch.manual_seed(seed)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    tokens = tokens_of(1, 9, seed)
+    mask = torch.ones_like(tokens)
+    eager, fp8 = (generate(model, name, tokens, 64, attention_mask=mask) for name in ("eager", "helion_fp8"))
+    logits = torch.cat(eager.logits)
+    forced = run(model, "helion_fp8", eager.sequences[:, :-1])[0, 8:]
+    monkeypatch.setattr(ours, "attention", ha.reference.fp8_attention)
+    modelled = run(model, "helion_fp8", eager.sequences[:, :-1])[0, 8:]
+    assert 0 < relative_error(forced, logits) < 1.5 * relative_error(modelled, logits)
+
+    differs = (eager.sequences != fp8.sequences)[0, 9:].nonzero().flatten().tolist()
+    agreed = differs[0] if differs else 64
+    print(f"seed {seed}: {agreed} tokens agree; error of the logits {relative_error(forced, logits):.3f}")
+    # Decoding, from a cache, gives the logits that prefill gives, up to other descales.
+    together = slice(0, agreed + 1)
+    assert relative_error(torch.cat(fp8.logits)[together], logits[together]) < 2 * relative_error(forced, logits)
+    if differs:
+        chosen, other = (x.sequences[0, 9 + agreed] for x in (eager, fp8))
+        gap = (logits[agreed, chosen] - logits[agreed, other]).item()
+        off = (forced - logits).abs().max(1).values
+        elsewhere = torch.cat([off[:agreed], off[agreed + 1 :]]).median().item()
+        print(f"then eager's {chosen} is {gap:.4f} above {other}; the median of the largest errors is {elsewhere:.4f}")
+        assert gap < 2 * elsewhere
+
+
+def test_encoder_with_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")}
+    config = transformers.BertConfig(**sizes, num_attention_heads=4, initializer_range=0.2)
+    torch.manual_seed(0)
+    model, tokens = transformers.BertModel(config).eval(), tokens_of(2, 9)
+    mask = torch.ones_like(tokens)
+    mask[1, 5:] = 0
+    states = []
+    with torch.no_grad():
+        for implementation in ("eager", "helion_fp8"):
+            model.set_attn_implementation(implementation)
+            states.append([model(tokens, attention_mask=m).last_hidden_state for m in (None, mask)])
+            with_oracle(monkeypatch)
+    (eager, eager_padded), (exact, exact_padded) = states
+    assert relative_error(exact, eager) < EXACT
+    assert relative_error(exact_padded[mask.bool()], eager_padded[mask.bool()]) < EXACT
+
+
+def test_recipe_by_name() -> None:
+    ha.register_transformers("helion_accurate", recipe=ha.ACCURATE)
+    model, tokens = make_model("llama"), tokens_of(1, 19)
+    eager = run(model, "eager", tokens)
+    balanced, accurate = (relative_error(run(model, name, tokens), eager) for name in ("helion_fp8", "helion_accurate"))
+    assert 0 < accurate < balanced
+
+
+def test_registration_is_checked() -> None:
+    for name in ("sdpa", "eager", "flash_attention_2"):
+        with pytest.raises(ValueError, match=f"name is '{name}'"):
+            ha.register_transformers(name)
+    with pytest.raises(TypeError, match="recipe is"):
+        ha.register_transformers(recipe="fast")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name is"):
+        ha.register_transformers(None)  # type: ignore[arg-type]
+
+
+def module(is_causal: bool = True) -> torch.nn.Module:
+    made = torch.nn.Module()
+    made.is_causal = is_causal  # type: ignore[assignment]
+    return made
+
+
+def forward(M: int = 4, N: int = 4, **options: Any) -> torch.Tensor:
+    q, k = torch.zeros(1, 2, M, 16), torch.zeros(1, 2, N, 16)
+    options = {"attention_mask": None} | options
+    return ours.attention_forward(options.pop("module", module()), q, k, k, **options)[0]
+
+
+@pytest.mark.parametrize("rule", ours.RULES, ids=lambda rule: rule.argument)
+def test_unsupported_arguments_raise(rule: Any) -> None:
+    with pytest.raises(NotImplementedError, match=f"{rule.argument} is .*; it must be"):
+        forward(**{rule.argument: rule.refused})
+
+
+def test_other_arguments() -> None:
+    forward(**dict.fromkeys(ours.IGNORED, 1), something_new=None)
+    with pytest.raises(NotImplementedError, match="something_new is given"):
+        forward(something_new=1)
+
+
+def test_ambiguous_masks_raise() -> None:
+    with pytest.raises(NotImplementedError, match="without a mask"):
+        forward(M=2, N=4)
+    with pytest.raises(NotImplementedError, match="not causal"):
+        forward(module=module(False), sliding_window=2)
+    full = ours.VisibleKeys(((0, 4),), 4, 4, True, None)
+    forward(attention_mask=full)
+    with pytest.raises(ValueError, match="they must agree"):
+        forward(attention_mask=full, sliding_window=2)
+    with pytest.raises(ValueError, match="attention_mask is for"):
+        forward(N=5, attention_mask=full)
+
+
+def test_masks_that_the_kernel_has_not_raise() -> None:
+    """Through the models' own code: holes, 4 dimensions, packed sequences, static caches, chunks."""
+    model, tokens = make_model("llama"), tokens_of(2, 8)
+    holes = torch.ones_like(tokens)
+    holes[1, 3] = 0
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]).expand(2, -1)
+    model.set_attn_implementation("helion_fp8")
+    with torch.no_grad():
+        with pytest.raises(NotImplementedError, match="hides keys between"):
+            model(tokens, attention_mask=holes)
+        with pytest.raises(NotImplementedError, match="attention_mask is a Tensor"):
+            model(tokens, attention_mask=torch.ones(2, 1, 8, 8, dtype=torch.bool))
+        with pytest.raises(NotImplementedError, match="no attention with the mask"):
+            model(tokens, position_ids=positions, use_cache=False)
+        with pytest.raises(NotImplementedError, match="DynamicCache"):
+            model.generate(tokens, max_new_tokens=3, cache_implementation="static")
+    from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
+
+    sizes: dict[str, Any] = {"batch_size": 2, "q_length": 8, "kv_length": 8, "local_size": 3}
+    chunks = chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long))
+    for mask_function in (chunks, sliding_window_causal_mask_function(4)):
+        with pytest.raises(NotImplementedError, match="no attention with the mask"):
+            ours.visible_keys(**sizes, mask_function=mask_function)
+    windowed = ours.visible_keys(**sizes, mask_function=sliding_window_causal_mask_function(3))
+    assert windowed is not None
+    assert windowed.left == 2
+
+
+def test_grad_raises() -> None:
+    model = make_model("llama")
+    model.set_attn_implementation("helion_fp8")
+    with pytest.raises(RuntimeError, match="requires grad"):
+        model(tokens_of(1, 8))
+
+
+def test_autocast_is_as_in_sdpa() -> None:
+    model, tokens = make_model("llama"), tokens_of(1, 19)
+    dtypes = []
+
+    def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        dtypes.extend([q.dtype, k.dtype, v.dtype])
+        return ha.reference.attention(q, k, v, **{x: options[x] for x in ("causal", "sm_scale", "layout")}).to(q.dtype)
+
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", dtype=torch.bfloat16):
+        patch.setattr(ours, "attention", recorded)
+        logits, expected = run(model, "helion_fp8", tokens), run(model, "sdpa", tokens)
+    assert set(dtypes) == {torch.bfloat16}
+    assert logits.dtype == expected.dtype
+    assert relative_error(logits, expected) < 0.05
+
+
+def test_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model as a whole. It needs its cache: without it, transformers' traced mask is one for packed sequences."""
+    with_oracle(monkeypatch)
+    model, tokens = make_model("llama"), tokens_of(1, 19)
+    expected = run(model, "helion_fp8", tokens)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(tokens, use_cache=True).logits, expected)
