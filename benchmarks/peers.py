@@ -244,6 +244,7 @@ def cudnn_fp8(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) ->
 
 
 def sdpa(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """One backend of PyTorch's SDPA, in the inputs' own dtype."""
     _require_square(causal, q.shape[2], k.shape[2], name)
     q, k, v = (x.contiguous() for x in (q, k, v))
     enable_gqa = q.shape[1] != k.shape[1]

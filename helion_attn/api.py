@@ -109,7 +109,7 @@ def pack(
     check_qkv(q, k, v, layout, dtypes=(torch.float8_e4m3fn,))
     check_dtype(dtype)
     heads, length = (1, 2) if layout == "bhsd" else (2, 1)
-    B, H, M, D, H_kv = q.size(0), q.size(heads), q.size(length), q.size(3), k.size(heads)
+    B, H, M, H_kv = q.size(0), q.size(heads), q.size(length), k.size(heads)
     q_scale = check_descale("q_descale", q_descale, ((), (B, H), (B, H_kv), (B, H, M)), q.device)
     k_scale = check_descale("k_descale", k_descale, ((), (B, H_kv)), q.device)
     v_scale = check_descale("v_descale", v_descale, ((), (B, H_kv), (B, H_kv, v.size(3))), q.device)

@@ -33,20 +33,25 @@ from helion_attn.types import FAST
 B, H, S = 1, 48, 8192
 
 #: (v_tile, bm, bn, num_warps, num_stages, max_registers) worth trying, by D_pad. Several `v_tile` of one D_pad compete:
-#: the shipped table keeps one, the fastest at D_V. By the code of the kernels: 640 with v_tile 320 and bn 64 spills.
+#: the shipped table keeps one for each `d_v`, the fastest.
 TILES = {
     192: [(128, 64, 64, 4, 2, 168), (128, 64, 64, 4, 3, 168), (128, 64, 128, 4, 2, 255), (128, 128, 128, 8, 2, 255)],
     320: [(320, 128, 64, 8, 2, 255), (320, 128, 64, 8, 3, 255), (320, 128, 64, 8, 4, 255)],
-    384: [(192, 128, 128, 8, 2, 255), (192, 128, 64, 8, 3, 255), (192, 128, 64, 8, 4, 255)],
+    384: [
+        *((192, 128, 128, 8, 2, 255), (192, 128, 64, 8, 3, 255), (192, 128, 64, 8, 4, 255)),
+        *((384, 128, 64, 8, 2, 255), (384, 128, 64, 8, 3, 255), (384, 128, 32, 8, 3, 255), (384, 128, 32, 8, 4, 255)),
+    ],
     512: [(256, 128, 64, 8, 2, 255), (256, 128, 64, 8, 3, 255)],
-    576: [(256, 128, 64, 8, 2, 255), (256, 128, 32, 8, 3, 255)],
-    640: [(320, 128, 32, 8, 2, 255), (320, 128, 32, 8, 3, 255), (320, 128, 32, 8, 4, 255), (256, 128, 64, 8, 2, 255)],
-    768: [(256, 128, 64, 8, 2, 255), (256, 128, 32, 8, 3, 255)],
+    576: [*((v_tile, *rest) for v_tile in (256, 288) for rest in ((128, 64, 8, 2, 255), (128, 32, 8, 3, 255)))],
+    640: [(320, 128, 64, 8, 2, 255), (320, 128, 32, 8, 3, 255), (320, 128, 32, 8, 4, 255)],
+    768: [(256, 128, 64, 8, 2, 255), (256, 128, 32, 8, 3, 255), (384, 128, 32, 8, 2, 255), (384, 128, 32, 8, 3, 255)],
     1024: [(256, 128, 32, 8, 2, 255), (256, 64, 32, 4, 2, 255)],
 }
 
-#: Head dims of V that the configs are timed with.
-D_V = {D_pad: {192: 128, 576: 512}.get(D_pad, D_pad) for D_pad in TILES}
+
+def d_v(D_pad: int, v_tile: int) -> int:
+    """The head dim of V that a config is timed with. Configs for other D_v do not compete."""
+    return {(192, 128): 128, (576, 256): 512}.get((D_pad, v_tile), D_pad)
 
 
 def grid(d_pads: Iterable[int]) -> list[LargeTileConfig]:
@@ -63,7 +68,7 @@ def grid(d_pads: Iterable[int]) -> list[LargeTileConfig]:
 def shapes(tile: LargeTileConfig) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """q8, k8, v8; q_descale, k_descale, v_descale, v_mean; out and lse."""
     e4m3, fp32 = torch.float8_e4m3fn, torch.float32
-    D_v = D_V[tile.D_pad]
+    D_v = d_v(tile.D_pad, tile.v_tile)
     d_v_pad = -(-D_v // tile.v_tile) * tile.v_tile
     m_blocks, n_blocks = S // tile.bm, S // tile.bn
     return [
@@ -117,13 +122,17 @@ def measure(tile: LargeTileConfig) -> float:
 
 
 def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest rows per D_pad without spills, full and causal, under one (v_tile, bm, bn)."""
+    """The fastest rows per D_pad and D_v without spills, full and causal, under one (v_tile, bm, bn)."""
+
+    def head_dims(config: dict[str, Any]) -> tuple[int, int]:
+        return config["D_pad"], d_v(config["D_pad"], config["v_tile"])
+
     chosen = []
-    for D_pad in sorted({row["config"]["D_pad"] for row in rows}):
+    for dims in sorted({head_dims(row["config"]) for row in rows}):
         by_tile: dict[tuple[int, ...], dict[bool, dict[str, Any]]] = {}
         for row in rows:
             config = row["config"]
-            if config["D_pad"] == D_pad and not row["spills"]:
+            if head_dims(config) == dims and not row["spills"]:
                 per_mask = by_tile.setdefault((config["v_tile"], config["bm"], config["bn"]), {})
                 held = per_mask.get(config["causal"])
                 if held is None or row["ms"] < held["ms"]:
@@ -155,7 +164,7 @@ def main() -> int:
             console.print(f"{tile}: {report}")
             continue
         ms = measure(tile)
-        tflops = 2 * S * S * (tile.D_pad + D_V[tile.D_pad]) * H * B / (2 if tile.causal else 1) / ms / 1e9
+        tflops = 2 * S * S * (tile.D_pad + d_v(tile.D_pad, tile.v_tile)) * H * B / (2 if tile.causal else 1) / ms / 1e9
         config = asdict(replace(tile, ctas_per_sm=report["ctas_per_sm"]))
         measured = {"registers": report["registers"], "spills": report["spills"]}
         rows.append({"config": config, **measured, "ms": round(ms, 4), "tflops": round(tflops, 1)})

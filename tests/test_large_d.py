@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from helion_attn.configs import (
     packing,
     uses_large_d,
 )
+from helion_attn.kernels.fp8_attn_fwd_large_d import int8_score_bias
+from helion_attn.numerics import INT8_SCORE_BIAS
 from helion_attn.testing import SHARED_BYTES_PER_SM, make_qkv, relative_error
 
 #: (D, D_v, H_kv, M, N, causal): padded and whole, one part of V and several, both kernels.
@@ -55,6 +58,63 @@ def test_recipes(D: int, D_v: int, recipe: ha.Recipe, device: str) -> None:
     out, lse = case.run(torch.float32)
     case.assert_within_budget(out)
     case.assert_lse_within_budget(lse)
+
+
+#: Together with a recipe that shifts the lse, on shapes of one part of V and of several.
+MASKS: dict[str, dict[str, Any]] = {
+    "window": {"window": (40, 9)},
+    "window_causal": {"window": (70, -1), "causal": True},
+    "softcap": {"softcap": 2.0, "recipe": ha.ACCURATE},
+    "sinks": {"sinks": [1.0, float("-inf")], "causal": True, "recipe": ha.Recipe(smooth_k=True)},
+    "everything": {"window": (50, 5), "softcap": 3.0, "sinks": [0.5, 4.0], "recipe": ha.ACCURATE},
+}
+
+
+@pytest.mark.parametrize(
+    ("D", "D_v", "name"), [*((192, 128, name) for name in MASKS), (320, 384, "everything"), (320, 384, "window_causal")]
+)
+def test_masks_and_sinks(D: int, D_v: int, name: str, device: str) -> None:
+    options = dict(MASKS[name])
+    if "sinks" in options:
+        options["sinks"] = torch.tensor(options["sinks"], device=device)
+    case = make_case(make_qkv("biased_v", 1, 2, 1, 150, 140, D, device=device, D_v=D_v), **options)
+    out, lse = case.run(torch.float32)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
+@pytest.mark.parametrize(("D", "D_v"), [(192, 128), (512, 512), (1024, 1024)])
+def test_largest_int8_sums(D: int, D_v: int, device: str) -> None:
+    """Sums up to 127**2 D, of both signs and odd: past 2**22, where the other kernel's reading of int32 ends."""
+    q = torch.ones(1, 1, 3, D, device=device)
+    k = torch.ones(1, 1, 9, D, device=device)
+    for j in range(9):
+        k[0, 0, j, : 100 * j] = -1
+    k[0, 0, 1:, -1] = 0
+    v = torch.arange(9.0, device=device).view(1, 1, 9, 1).repeat(1, 1, 1, D_v)
+    recipe = ha.Recipe(qk_dtype=torch.int8, k_scales="block", center_v=False)
+    packed = ha.quantize(q, k, v, recipe=recipe)
+    assert packed.q8.amax() == packed.k8.amax() == 127
+    assert packed.k8.amin() == -127
+    for keys in (slice(None), slice(0, 1), slice(8, 9), slice(1, 2)):
+        # Of a few keys, so that the lse is a score; differences of scores of 1 show as well.
+        found = ha.attention(q, k[:, :, keys], v[:, :, keys], sm_scale=1.0, recipe=recipe, return_lse=True)
+        expected = ha.reference.attention(q, k[:, :, keys], v[:, :, keys], sm_scale=1.0, return_lse=True)
+        torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(found[0].double(), expected[0], rtol=0.02, atol=1e-6)
+
+
+@pytest.mark.parametrize("D_pad", sorted({D_pad for D_pad, _, _ in LARGE_TILE_CONFIGS}))
+def test_int8_bias_within_its_range(D_pad: int) -> None:
+    """The float 1.5 * 2**23 + n has n in its low bits for |n| < 2**22 alone."""
+    bias = int8_score_bias(D_pad)
+    assert bias == (INT8_SCORE_BIAS if D_pad <= 260 else 0.0)
+    extremes = torch.tensor([127**2 * D_pad, -(127**2) * D_pad], dtype=torch.int32)
+    if bias:
+        read = (extremes + 0x4B400000).view(torch.float32) - bias
+    else:
+        read = extremes.to(torch.float32)
+    assert torch.equal(read.to(torch.int32), extremes)
 
 
 def test_rope(device: str) -> None:
@@ -106,16 +166,30 @@ def test_both_masks_have_a_config() -> None:
     assert LARGE_TILE_CONFIGS.keys() == {(*key, causal) for key in keys for causal in (False, True)}
 
 
-LARGE_TILES = LARGE_TILE_CONFIGS.values()
+#: Head dims of V that configs are for, where they are not D.
+D_V = {(192, 128): 128, (576, 256): 512}
+
+#: The default recipe on every causal config, and the other product on some full ones.
+COMPILED = [
+    *((tile, "balanced") for tile in LARGE_TILE_CONFIGS.values() if tile.causal),
+    *((tile, "fast") for tile in LARGE_TILE_CONFIGS.values() if not tile.causal and tile.D_pad in (192, 640)),
+]
 
 
-@pytest.mark.parametrize("tile", LARGE_TILES, ids=lambda t: f"d{t.D_pad}-{t.v_tile}-{'causal' if t.causal else 'full'}")
-def test_shipped_config(tile: LargeTileConfig) -> None:
-    D_v = {192: 128, 320: 320, 576: 512}.get(tile.D_pad, tile.D_pad)
+@pytest.mark.parametrize(("tile", "recipe"), [pytest.param(t, r, id=f"d{t.D_pad}-{t.v_tile}-{r}") for t, r in COMPILED])
+def test_shipped_config(tile: LargeTileConfig, recipe: str) -> None:
+    D_v = D_V.get((tile.D_pad, tile.v_tile), tile.D_pad)
     assert large_tile_config(tile.D_pad, D_v, tile.causal) == tile
-    kernel = compile_attention(tile.D_pad, tile.causal, D_v=D_v)
+    kernel = compile_attention(tile.D_pad, tile.causal, D_v=D_v, recipe=PRESETS[recipe])
     assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, "spills"
     assert kernel.opcodes["QGMMA"] > 0
+    # int8 sums are converted one by one exactly where the bias does not hold: scores of a thread, and a few lengths.
+    conversions = sum(count for name, count in kernel.opcodes.items() if name.startswith("I2F"))
+    biased = "1262485504" in kernel.ptx or "0x4b400000" in kernel.sass
+    if recipe == "balanced":
+        assert kernel.opcodes["IGMMA"] > 0
+        assert biased == (tile.D_pad <= 260)
+        assert (conversions >= tile.bm * tile.bn // (32 * tile.num_warps)) == (tile.D_pad > 260)
     assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
     # Three row reductions over 4 lanes: P does not move between lanes.
     assert kernel.opcodes["SHFL"] <= 3 * 2 * (2 * tile.bm // (16 * tile.num_warps))
@@ -138,11 +212,17 @@ def test_preprocessing_compiles(recipe: ha.Recipe) -> None:
         assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, kernel.name
 
 
+def test_masks_compile() -> None:
+    options: dict[str, Any] = {"window": (100, 20), "softcap": 30.0, "sinks": True}
+    kernel = compile_attention(640, False, recipe=ha.BALANCED, **options)
+    assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0
+
+
 def test_tuner_has_the_shipped_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
     tune = importlib.import_module("tune_large_d")
-    candidates = [asdict(tile) for tile in tune.grid({tile.D_pad for tile in LARGE_TILES})]
-    for tile in LARGE_TILES:
+    candidates = [asdict(tile) for tile in tune.grid(tune.TILES)]
+    for tile in LARGE_TILE_CONFIGS.values():
         assert asdict(replace(tile, ctas_per_sm=0)) in candidates
     forget()
