@@ -120,9 +120,9 @@ def copy_bandwidth(size: int, device: torch.device, repeats: int = 20) -> float:
 
 
 def attention_flops(workload: Workload) -> float:
-    """4 M N D H B: two products, a multiply and an add each; half of it is masked away when causal."""
+    """2 M N (D + D_v) H B: two products, a multiply and an add each; half of it is masked away when causal."""
     w = workload
-    return 4.0 * w.M * w.N * w.D * w.H * w.B / (2 if w.causal else 1)
+    return 2.0 * w.M * w.N * (w.D + (w.D_v or w.D)) * w.H * w.B / (2 if w.causal else 1)
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def result_row(
         "impl": impl,
         "recipe": recipe,
         **{name: getattr(w, name) for name in ("B", "H", "H_kv", "M", "N", "D")},
-        "D_v": w.D,
+        "D_v": w.D_v or w.D,
         "causal": w.causal,
         "stage": stage,
         "ms": ms,

@@ -252,7 +252,8 @@ def cudnn_fp8(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) ->
 # --- SDPA -----------------------------------------------------------------------------------------
 
 
-def _sdpa(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+def sdpa(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """One backend of PyTorch's SDPA, in the inputs' own dtype."""
     _require_square(causal, q.shape[2], k.shape[2], name)
     q, k, v = (x.contiguous() for x in (q, k, v))
     enable_gqa = q.shape[1] != k.shape[1]
@@ -266,12 +267,12 @@ def _sdpa(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, causa
 
 def cudnn_bf16(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
     """PyTorch SDPA's cuDNN backend in bf16."""
-    return _sdpa(SDPBackend.CUDNN_ATTENTION, "cudnn_bf16", q, k, v, causal, sm_scale)
+    return sdpa(SDPBackend.CUDNN_ATTENTION, "cudnn_bf16", q, k, v, causal, sm_scale)
 
 
 def flash_16bit(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
     """PyTorch SDPA's FlashAttention-2 backend in the inputs' own 16-bit dtype."""
-    return _sdpa(SDPBackend.FLASH_ATTENTION, "flash_16bit", q, k, v, causal, sm_scale)
+    return sdpa(SDPBackend.FLASH_ATTENTION, "flash_16bit", q, k, v, causal, sm_scale)
 
 
 def in_fp16(prepare: Prepare) -> Prepare:

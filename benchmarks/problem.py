@@ -130,7 +130,7 @@ def problem_of(w: Workload, kind: str, q: Tensor, k: Tensor, v: Tensor, checked_
 
 def make_problem(w: Workload, kind: str, options: Options, checked_rows: int | None = None) -> Problem:
     """bf16 inputs for `w`."""
-    q, k, v = make_qkv(kind, w.B, w.H, w.H_kv, w.M, w.N, w.D, torch.bfloat16, options.device, seed=0)
+    q, k, v = make_qkv(kind, w.B, w.H, w.H_kv, w.M, w.N, w.D, torch.bfloat16, options.device, 0, w.D_v)
     return problem_of(w, kind, q, k, v, checked_rows)
 
 

@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 
 from helion_attn import ops  # noqa: F401 - registers them
-from helion_attn.configs import padded_head_dim, tile_config
+from helion_attn.configs import packing
 from helion_attn.types import BALANCED, QuantizedQKV, Recipe, Rope
 from helion_attn.validate import (
     check_descale,
@@ -43,9 +43,9 @@ def quantize(
     of 4.
 
     Args:
-        q: [B, H, M, D], bf16, fp16 or fp32; D in 16..256; with layout="bshd", H and M swapped; k and v likewise.
+        q: [B, H, M, D], bf16, fp16 or fp32; D in 16..1024; with layout="bshd", H and M swapped; k and v likewise.
         k: [B, H_kv, N, D]; H is a multiple of H_kv.
-        v: [B, H_kv, N, D].
+        v: [B, H_kv, N, D_v]; D_v in 16..1024.
         recipe: how the tensors become 8-bit numbers.
         layout: "bhsd" or "bshd".
         rope: rotate Q and K by position first.
@@ -58,11 +58,11 @@ def quantize(
     check_qkv(q, k, v, layout)
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    M, N, D = q.size(2), k.size(2), q.size(3)
-    check_recipe(recipe, D)
+    M, N, D, D_v = q.size(2), k.size(2), q.size(3), v.size(3)
+    check_recipe(recipe, D, D_v)
     if rope is not None:
         check_rope(rope, q, k)
-    tile = tile_config(padded_head_dim(D), causal=False)
+    tile = packing(D, D_v)
     tables = (
         (None, None, None, None, False)
         if rope is None
@@ -71,13 +71,13 @@ def quantize(
     scales = (recipe.q_scales, recipe.k_scales, recipe.v_scales)
     seed = recipe.hadamard_seed if recipe.hadamard else None
     q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean, lse_shift = torch.ops.helion_attn.quantize_qkv(
-        q, k, v, *tables, tile.bm, tile.bn, tile.D_pad, recipe.qk_dtype, recipe.pv_dtype, *scales, seed,
+        q, k, v, *tables, tile.bm, tile.bn, tile.D_pad, tile.D_v_pad, recipe.qk_dtype, recipe.pv_dtype, *scales, seed,
         recipe.smooth_k, recipe.center_v,
     )  # fmt: skip
     if not recipe.smooth_k:
         k_mean = lse_shift = None
     descales = (q_descale, k_descale, v_descale, v_mean, k_mean, lse_shift)
-    return QuantizedQKV(q8, k8, v8, *descales, M, N, D, q.dtype, layout, recipe)
+    return QuantizedQKV(q8, k8, v8, *descales, M, N, D, D_v, q.dtype, layout, recipe)
 
 
 def pack(
@@ -96,10 +96,10 @@ def pack(
     Args:
         q: [B, H, M, D], float8_e4m3fn; with layout="bshd", H and M swapped; k and v likewise; any strides.
         k: [B, H_kv, N, D].
-        v: [B, H_kv, N, D].
+        v: [B, H_kv, N, D_v]; D_v in 16..1024.
         q_descale: multiplies q: a number, or fp32 [] , [B, H], [B, H_kv] (as flash-attn has it) or [B, H, M].
         k_descale: multiplies k: a number, or fp32 [] or [B, H_kv].
-        v_descale: multiplies v: a number, or fp32 [], [B, H_kv] or [B, H_kv, D].
+        v_descale: multiplies v: a number, or fp32 [], [B, H_kv] or [B, H_kv, D_v].
         layout: "bhsd" or "bshd".
         dtype: the default output dtype.
 
@@ -109,10 +109,10 @@ def pack(
     check_qkv(q, k, v, layout, dtypes=(torch.float8_e4m3fn,))
     check_dtype(dtype)
     heads, length = (1, 2) if layout == "bhsd" else (2, 1)
-    B, H, M, D, H_kv = q.size(0), q.size(heads), q.size(length), q.size(3), k.size(heads)
+    B, H, M, H_kv = q.size(0), q.size(heads), q.size(length), k.size(heads)
     q_scale = check_descale("q_descale", q_descale, ((), (B, H), (B, H_kv), (B, H, M)), q.device)
     k_scale = check_descale("k_descale", k_descale, ((), (B, H_kv)), q.device)
-    v_scale = check_descale("v_descale", v_descale, ((), (B, H_kv), (B, H_kv, D)), q.device)
+    v_scale = check_descale("v_descale", v_descale, ((), (B, H_kv), (B, H_kv, v.size(3))), q.device)
     return pack_unread(q, k, v, q_scale, k_scale, v_scale, layout, dtype)
 
 
@@ -129,20 +129,20 @@ def pack_unread(
     """`pack` of checked arguments; reads nothing on the host."""
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    (B, H, M, D), (H_kv, N) = q.shape, k.shape[1:3]
-    tile = tile_config(padded_head_dim(D), causal=False)
-    q8, k8, v8 = torch.ops.helion_attn.pack_qkv(q, k, v, tile.bm, tile.bn, tile.D_pad)
+    (B, H, M, D), (H_kv, N), D_v = q.shape, k.shape[1:3], v.size(3)
+    tile = packing(D, D_v)
+    q8, k8, v8 = torch.ops.helion_attn.pack_qkv(q, k, v, tile.bm, tile.bn, tile.D_pad, tile.D_v_pad)
 
     rows = q_scale.new_ones(B, H, q8.size(1) * tile.bm)
     if q_scale.dim() == 2 and q_scale.size(1) != H:
         q_scale = q_scale.repeat_interleave(H // H_kv, 1)
     rows[:, :, :M] = q_scale.unsqueeze(2) if q_scale.dim() == 2 else q_scale
-    channels = v_scale.new_ones(B, H_kv, tile.D_pad)
-    channels[:, :, :D] = v_scale.unsqueeze(2) if v_scale.dim() == 2 else v_scale
+    channels = v_scale.new_ones(B, H_kv, tile.D_v_pad)
+    channels[:, :, :D_v] = v_scale.unsqueeze(2) if v_scale.dim() == 2 else v_scale
     heads = k_scale.expand(B, H_kv).unsqueeze(2).contiguous()
     descales = (rows.view(B, H, -1, tile.bm), heads, channels, torch.zeros_like(channels), None, None)
     recipe = Recipe(center_v=False, v_scales="channel" if v_scale.dim() == 3 else "head")
-    return QuantizedQKV(q8, k8, v8, *descales, M, N, D, dtype, layout, recipe)
+    return QuantizedQKV(q8, k8, v8, *descales, M, N, D, D_v, dtype, layout, recipe)
 
 
 @overload
@@ -205,8 +205,8 @@ def attention_quantized(
         out_dtype: bf16, fp16, fp32 or float8_e4m3fn (cast without a scale); by default that of the unquantised tensors.
 
     Returns:
-        out in the layout of the unquantised tensors, and fp32 lse [B, H, M], natural log, if asked for. A NaN or
-        infinity in a head of q, k or v makes every output that depends on that head NaN.
+        out, D_v wide, in the layout of the unquantised tensors, and fp32 lse [B, H, M], natural log, if asked for. A
+        NaN or infinity in a head of q, k or v makes every output that depends on it NaN.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `quantize`.
@@ -214,12 +214,12 @@ def attention_quantized(
     if not isinstance(qkv, QuantizedQKV):
         raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
     check_head_dim("D is", qkv.D)
+    check_head_dim("D_v is", qkv.D_v)
     check_window(window)
     left, right = (-1, -1) if window is None else window
     if causal:
         right = 0
-    tile = tile_config(padded_head_dim(qkv.D), right >= 0)
-    check_quantized(qkv, tile.bm, tile.bn, tile.D_pad)
+    check_quantized(qkv, packing(qkv.D, qkv.D_v))
     scale = qkv.D**-0.5 if sm_scale is None else sm_scale
     check_sm_scale(scale)
     check_softcap(softcap)
@@ -231,7 +231,7 @@ def attention_quantized(
     packed = (qkv.q8, qkv.k8, qkv.v8, qkv.q_descale, qkv.k_descale, qkv.v_descale, qkv.v_mean, qkv.lse_shift, sinks)
     recipe = qkv.recipe
     out, lse = torch.ops.helion_attn.fp8_attn_fwd(
-        *packed, qkv.M, qkv.N, qkv.D, left, right, float(scale), None if softcap is None else float(softcap),
+        *packed, qkv.M, qkv.N, qkv.D, qkv.D_v, left, right, float(scale), None if softcap is None else float(softcap),
         qkv.layout == "bshd", dtype, recipe.p_offset, recipe.promote_every, recipe.q_scales == "token",
         recipe.k_scales == "block", recipe.v_scales == "channel",
     )  # fmt: skip
@@ -311,9 +311,9 @@ def attention(
     interpreter, slowly.
 
     Args:
-        q: [B, H, M, D], bf16, fp16 or fp32; D in 16..256; with layout="bshd", H and M swapped; k and v likewise.
+        q: [B, H, M, D], bf16, fp16 or fp32; D in 16..1024; with layout="bshd", H and M swapped; k and v likewise.
         k: [B, H_kv, N, D]; H is a multiple of H_kv.
-        v: [B, H_kv, N, D].
+        v: [B, H_kv, N, D_v]; D_v in 16..1024.
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
         layout: "bhsd" or "bshd", of the inputs and the output.
@@ -333,7 +333,7 @@ def attention(
         out_dtype: bf16, fp16, fp32 or float8_e4m3fn; q's by default.
 
     Returns:
-        out, shaped as q, and lse if asked for.
+        out, shaped as q with D_v for D, and lse if asked for.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.

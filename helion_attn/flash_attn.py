@@ -47,9 +47,9 @@ def flash_attn_func(
     they are, with descales; `recipe` does not matter to them. Nothing is cast under `torch.autocast`, as in flash-attn.
 
     Args:
-        q: [B, M, H, D]; bf16, fp16, fp32 or float8_e4m3fn; D in 16..256.
+        q: [B, M, H, D]; bf16, fp16, fp32 or float8_e4m3fn; D in 16..1024.
         k: [B, N, H_kv, D], of q's dtype; H is a multiple of H_kv.
-        v: [B, N, H_kv, D], of q's dtype.
+        v: [B, N, H_kv, D_v], of q's dtype; D_v in 16..1024.
         softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
         qv: not supported.
@@ -69,7 +69,7 @@ def flash_attn_func(
         recipe: how bf16, fp16 and fp32 tensors become 8-bit numbers; flash-attn has no such argument.
 
     Returns:
-        out [B, M, H, D], of q's dtype, or bf16 for e4m3 tensors; and fp32 lse [B, H, M], natural log, if asked for.
+        out [B, M, H, D_v], of q's dtype, or bf16 for e4m3 tensors; and fp32 lse [B, H, M], natural log, if asked for.
 
     Raises:
         NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from helion_attn.configs import large_tile_config, row_width, uses_large_d
+
 DEVICES = ("CPU", "CUDA")
 
 Implementation = TypeVar("Implementation", bound=Callable[..., Any])
@@ -33,18 +35,18 @@ def _without_autocast(function: Implementation) -> Implementation:
 torch.library.define(
     "helion_attn::quantize_qkv",
     "(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? q_positions, Tensor? k_positions, "
-    "bool interleaved, int bm, int bn, int d_pad, ScalarType qk_dtype, ScalarType pv_dtype, str q_scales, "
+    "bool interleaved, int bm, int bn, int d_pad, int d_v_pad, ScalarType qk_dtype, ScalarType pv_dtype, str q_scales, "
     "str k_scales, str v_scales, int? hadamard_seed, bool smooth_k, bool center_v) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "helion_attn::pack_qkv",
-    "(Tensor q, Tensor k, Tensor v, int bm, int bn, int d_pad) -> (Tensor, Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, int bm, int bn, int d_pad, int d_v_pad) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "helion_attn::fp8_attn_fwd",
     "(Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor v_mean, "
-    "Tensor? lse_shift, Tensor? sinks, SymInt m_len, SymInt n_len, SymInt d, SymInt left, SymInt right, "
+    "Tensor? lse_shift, Tensor? sinks, SymInt m_len, SymInt n_len, SymInt d, SymInt d_v, SymInt left, SymInt right, "
     "float sm_scale, float? softcap, bool bshd, ScalarType out_dtype, int p_offset_log2, int? promote_every, "
     "bool q_row_descales, bool k_block_descales, bool v_channel_descales) "
     "-> (Tensor, Tensor)",
@@ -65,6 +67,7 @@ def _quantize_qkv(
     bm: int,
     bn: int,
     d_pad: int,
+    d_v_pad: int,
     qk_dtype: torch.dtype,
     pv_dtype: torch.dtype,
     q_scales: str,
@@ -78,18 +81,27 @@ def _quantize_qkv(
 
     rope = (cos, sin, q_positions, k_positions, interleaved)
     scales = (q_scales, k_scales, v_scales)
-    return quantize_qkv(q, k, v, *rope, bm, bn, d_pad, qk_dtype, pv_dtype, *scales, hadamard_seed, smooth_k, center_v)
+    return quantize_qkv(
+        q, k, v, *rope, bm, bn, d_pad, d_v_pad, qk_dtype, pv_dtype, *scales, hadamard_seed, smooth_k, center_v
+    )
 
 
 def _empty_packed(
-    q: torch.Tensor, k: torch.Tensor, bm: int, bn: int, d_pad: int, qk_dtype: torch.dtype, pv_dtype: torch.dtype
+    q: torch.Tensor,
+    k: torch.Tensor,
+    bm: int,
+    bn: int,
+    d_pad: int,
+    d_v_pad: int,
+    qk_dtype: torch.dtype,
+    pv_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (B, H, M, _D), (H_kv, N) = q.shape, k.shape[1:3]
     m_blocks, n_blocks = (M + bm - 1) // bm, (N + bn - 1) // bn
     return (
         q.new_empty((B * H, m_blocks, bm, d_pad), dtype=qk_dtype),
         q.new_empty((B * H_kv, n_blocks, bn, d_pad), dtype=qk_dtype),
-        q.new_empty((B * H_kv, n_blocks, d_pad, bn), dtype=pv_dtype),
+        q.new_empty((B * H_kv, n_blocks, d_v_pad, bn), dtype=pv_dtype),
     )
 
 
@@ -106,6 +118,7 @@ def _(
     bm: int,
     bn: int,
     d_pad: int,
+    d_v_pad: int,
     qk_dtype: torch.dtype,
     pv_dtype: torch.dtype,
     q_scales: str,
@@ -116,14 +129,14 @@ def _(
     center_v: bool,
 ) -> tuple[torch.Tensor, ...]:
     (B, H), H_kv = q.shape[:2], k.shape[1]
-    q8, k8, v8 = _empty_packed(q, k, bm, bn, d_pad, qk_dtype, pv_dtype)
-    rows, channels = (B, H, q8.size(1), bm), (B, H_kv, d_pad)
+    q8, k8, v8 = _empty_packed(q, k, bm, bn, d_pad, d_v_pad, qk_dtype, pv_dtype)
+    rows, channels = (B, H, q8.size(1), bm), (B, H_kv, d_v_pad)
     shapes = (
         rows,
         (B, H_kv, k8.size(1) if k_scales == "block" else 1),
         channels,
         channels,
-        channels if smooth_k else (0,),
+        (B, H_kv, row_width(d_pad, d_v_pad)) if smooth_k else (0,),
         rows if smooth_k else (0,),
     )
     return q8, k8, v8, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
@@ -132,25 +145,25 @@ def _(
 @torch.library.impl("helion_attn::pack_qkv", DEVICES)
 @_without_autocast
 def _pack_qkv(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int, d_v_pad: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from helion_attn.preprocess.quantize import pack_qkv
 
-    return pack_qkv(q, k, v, bm, bn, d_pad)
+    return pack_qkv(q, k, v, bm, bn, d_pad, d_v_pad)
 
 
 @torch.library.register_fake("helion_attn::pack_qkv")
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int, d_v_pad: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _empty_packed(q, k, bm, bn, d_pad, q.dtype, v.dtype)
+    return _empty_packed(q, k, bm, bn, d_pad, d_v_pad, q.dtype, v.dtype)
 
 
 def _empty_outputs(
-    q_descale: torch.Tensor, m_len: int, d: int, bshd: bool, out_dtype: torch.dtype
+    q_descale: torch.Tensor, m_len: int, d_v: int, bshd: bool, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     B, H = q_descale.shape[:2]
-    shape = (B, m_len, H, d) if bshd else (B, H, m_len, d)
+    shape = (B, m_len, H, d_v) if bshd else (B, H, m_len, d_v)
     return q_descale.new_empty(shape, dtype=out_dtype), q_descale.new_empty((B, H, m_len))
 
 
@@ -169,6 +182,7 @@ def _fp8_attn_fwd(
     m_len: int,
     n_len: int,
     d: int,
+    d_v: int,
     left: int,
     right: int,
     sm_scale: float,
@@ -181,12 +195,16 @@ def _fp8_attn_fwd(
     k_block_descales: bool,
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from helion_attn.kernels.fp8_attn_fwd import launch
+    from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
 
-    out, lse = _empty_outputs(q_descale, m_len, d, bshd, out_dtype)
+    out, lse = _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
     numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales)
-    launch(*packed, out, lse, m_len, n_len, left, right, sm_scale, softcap, bshd, *numerics)
+    args = (*packed, out, lse, m_len, n_len, left, right, sm_scale, softcap, bshd, *numerics)
+    if uses_large_d(d, d_v):
+        fp8_attn_fwd_large_d.launch(large_tile_config(d, d_v, right >= 0), *args)
+    else:
+        fp8_attn_fwd.launch(*args)
     return out, lse
 
 
@@ -204,6 +222,7 @@ def _(
     m_len: int,
     n_len: int,
     d: int,
+    d_v: int,
     left: int,
     right: int,
     sm_scale: float,
@@ -216,4 +235,4 @@ def _(
     k_block_descales: bool,
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_outputs(q_descale, m_len, d, bshd, out_dtype)
+    return _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)

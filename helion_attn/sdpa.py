@@ -72,8 +72,9 @@ def sdpa(*, recipe: Recipe = BALANCED) -> TorchFunctionMode:
 
     The arguments mean what they mean to PyTorch:
 
-    - `query` [B, H, M, D], `key` and `value` [B, H_kv, N, D]; bf16, fp16 or fp32; D in 16..256. H_kv other than H needs
-      `enable_gqa=True`. Under `torch.autocast` they are cast to its dtype first, as PyTorch does.
+    - `query` [B, H, M, D], `key` [B, H_kv, N, D], `value` [B, H_kv, N, D_v]; bf16, fp16 or fp32; D and D_v in
+      16..1024. H_kv other than H needs `enable_gqa=True`. Under `torch.autocast` they are cast to its dtype first, as
+      PyTorch does.
     - `is_causal=True`: PyTorch aligns the mask to the top left, and helion_attn to the bottom right. They agree for
       M = N; other lengths raise. `attn_mask=torch.nn.attention.bias.causal_lower_right(M, N)` is right for any
       lengths; rows that see no key give 0.

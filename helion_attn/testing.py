@@ -36,6 +36,7 @@ def make_qkv(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
     seed: int = 0,
+    D_v: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Test inputs, BHSD.
 
@@ -46,13 +47,14 @@ def make_qkv(
         dtype: of the tensors.
         device: where they are made (the values depend on it).
         seed: of the generator.
+        D_v: of V; D by default.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, generator=generator)
 
-    q, k, v = randn(B, H, M, D), randn(B, H_kv, N, D), randn(B, H_kv, N, D)
+    q, k, v = randn(B, H, M, D), randn(B, H_kv, N, D), randn(B, H_kv, N, D if D_v is None else D_v)
     if kind == "outlier":
 
         def with_outliers(x: torch.Tensor) -> torch.Tensor:

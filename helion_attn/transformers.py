@@ -218,7 +218,7 @@ def attention_forward(
             raise NotImplementedError(f"helion_attn: {name} is given, of which this attention knows nothing")
 
     query, key, value = autocast_inputs(query, key, value)
-    (B, H, M, D), N = query.shape, key.size(2)
+    (B, H, M, _D), N = query.shape, key.size(2)
     # As everywhere in transformers: the window counts the query's own key.
     left = None if sliding_window is None or sliding_window >= N else sliding_window - 1
     if attention_mask is None:
@@ -257,7 +257,7 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if all(span == (0, N) for span in spans):
         return attention(q, k, v, **options), None
-    out = q.new_zeros(B, M, H, D)
+    out = q.new_zeros(B, M, H, v.size(-1))
     for b, (start, stop) in enumerate(spans):
         # Of causal attention, query i stands at key N - M + i, and rows of padding go with the keys of padding.
         rows = slice(max(start - (N - M), 0), stop - (N - M)) if causal else slice(0, M)

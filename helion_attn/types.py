@@ -43,7 +43,8 @@ class Recipe:
         center_v: subtract V's mean over keys, per (batch, KV head, channel), before quantising, and add it back in
             the epilogue. Rows of softmax sum to 1, so the result is the same, and 8 bits go to what varies.
         promote_every: P V is summed in fp32 after every so many key blocks: 1, or 0 for never, inside the tensor core.
-            None: 1 up to head dim 128; 0 above, where the fp32 sum has no registers beside the product.
+            None: 1 if D_v and D are at most 128, and for D 129..192 with D_v up to 128; 0 above, where the fp32
+            sum has no registers beside the product.
         p_offset_log2: P, at most 1, is stored times two to this. None: 8 for e4m3, 15 for e5m2, which are the largest.
 
     Raises:
@@ -125,23 +126,25 @@ class Rope:
 class QuantizedQKV:
     """Q, K and V in the packed format that the attention kernel reads. Made by `helion_attn.quantize`.
 
-    Sequences are zero-padded to whole blocks and head dims to a supported one (`D_pad`); `M`, `N` and `D` are the
-    true sizes. `*_descale` are the multipliers that dequantise: `k ~ k8.float() * k_descale`.
+    Sequences are zero-padded to whole blocks, and head dims to supported ones, `D_pad` and `D_v_pad`; `M`, `N`, `D` and
+    `D_v` are the true sizes. `*_descale` are the multipliers that dequantise: `k ~ k8.float() * k_descale`.
 
     Attributes:
         q8: `recipe.qk_dtype` [B * H, M_blocks, bm, D_pad].
         k8: `recipe.qk_dtype` [B * H_kv, N_blocks, bn, D_pad].
-        v8: `recipe.pv_dtype` [B * H_kv, N_blocks, D_pad, bn], transposed, its keys interleaved inside every 16: key
+        v8: `recipe.pv_dtype` [B * H_kv, N_blocks, D_v_pad, bn], transposed, its keys interleaved inside every 16: key
             `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3).
         q_descale: fp32 [B, H, M_blocks, bm], one a row whatever `recipe.q_scales`.
         k_descale: fp32 [B, H_kv, N_blocks] for k_scales="block", otherwise [B, H_kv, 1].
-        v_descale: fp32 [B, H_kv, D_pad].
-        v_mean: fp32 [B, H_kv, D_pad], what was subtracted from V before the cast; zeros when it was not centred.
-        k_mean: fp32 [B, H_kv, D_pad], what was subtracted from K, or None.
+        v_descale: fp32 [B, H_kv, D_v_pad].
+        v_mean: fp32 [B, H_kv, D_v_pad], what was subtracted from V before the cast; zeros when it was not centred.
+        k_mean: fp32 [B, H_kv, D_row], what was subtracted from K, or None; D_row is the power of two that holds D_pad
+            and D_v_pad.
         lse_shift: fp32 [B, H, M_blocks, bm], every query's product with `k_mean`, or None.
         M: query length.
         N: key length.
-        D: head dim of the unpadded tensors.
+        D: head dim of the unpadded Q and K.
+        D_v: head dim of the unpadded V, and of the output.
         dtype: dtype of the unquantised tensors, the default output dtype.
         layout: "bhsd" or "bshd", the layout of the unquantised tensors and of the output.
         recipe: the one that it was made with.
@@ -159,6 +162,7 @@ class QuantizedQKV:
     M: int
     N: int
     D: int
+    D_v: int
     dtype: torch.dtype
     layout: str
     recipe: Recipe

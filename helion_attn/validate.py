@@ -6,13 +6,13 @@ import math
 
 import torch
 
-from helion_attn.configs import MAX_TWO_LEVEL_D
+from helion_attn.configs import MAX_LARGE_TWO_LEVEL_D, MAX_TWO_LEVEL_D, Packing, row_width, uses_large_d
 from helion_attn.types import QuantizedQKV, Recipe, Rope
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUT_DTYPES = (*IN_DTYPES, torch.float8_e4m3fn)
 LAYOUTS = ("bhsd", "bshd")
-MIN_D, MAX_D = 16, 256
+MIN_D, MAX_D = 16, 1024
 
 #: Of a softcap: 1 / softcap and softcap * log2(e), times any reasonable scale, have room in fp32.
 MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-40, 2.0**40
@@ -45,13 +45,15 @@ def check_layout(layout: str) -> None:
         raise ValueError(f"layout is {layout!r}; it must be one of {LAYOUTS}")
 
 
-def check_recipe(recipe: Recipe, D: int) -> None:
-    """Accept a `Recipe` that heads of size D can have."""
+def check_recipe(recipe: Recipe, D: int, D_v: int) -> None:
+    """Accept a `Recipe` that heads of sizes D and D_v can have."""
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe, such as helion_attn.BALANCED")
-    if recipe.promote_every == 1 and D > MAX_TWO_LEVEL_D:
+    # The large-D kernel's programs have D_v, at most 128, where they have registers for both sums.
+    summed = D_v if uses_large_d(D, D_v) and D <= MAX_LARGE_TWO_LEVEL_D else max(D, D_v)
+    if recipe.promote_every == 1 and summed > MAX_TWO_LEVEL_D:
         raise ValueError(
-            f"recipe has promote_every=1 and the head dim is {D}; above {MAX_TWO_LEVEL_D} the fp32 sum has no "
+            f"recipe has promote_every=1 and the head dim is {summed}; above {MAX_TWO_LEVEL_D} the fp32 sum has no "
             f"registers beside the product, and promote_every must be 0 or None"
         )
 
@@ -176,9 +178,10 @@ def check_qkv(
     heads, length = (1, 2) if layout == "bhsd" else (2, 1)
     D, H, H_kv = q.size(3), q.size(heads), k.size(heads)
     check_head_dim("q has head dim", D)
+    check_head_dim("v has head dim", v.size(3))
+    if k.size(3) != D:
+        raise ValueError(f"k has head dim {k.size(3)} and q has {D}; they must be equal (v's may differ)")
     for name, x in (("k", k), ("v", v)):
-        if x.size(3) != D:
-            raise ValueError(f"{name} has head dim {x.size(3)} and q has {D}; they must be equal")
         if x.size(0) != q.size(0):
             raise ValueError(f"{name} has batch size {x.size(0)} and q has {q.size(0)}; they must be equal")
     if v.size(heads) != H_kv:
@@ -244,14 +247,15 @@ def check_out_dtype(out_dtype: torch.dtype) -> None:
         raise TypeError(f"out_dtype is {out_dtype}; it must be one of {_names(OUT_DTYPES)}")
 
 
-def check_quantized(qkv: QuantizedQKV, bm: int, bn: int, D_pad: int) -> None:
-    """The fields of a `QuantizedQKV`, against the block sizes and padding of its head dim."""
+def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
+    """The fields of a `QuantizedQKV`, against the block sizes and padding of its head dims."""
+    bm, bn, D_pad, D_v_pad = packing.bm, packing.bn, packing.D_pad, packing.D_v_pad
     check_layout(qkv.layout)
     for name, size in (("M", qkv.M), ("N", qkv.N)):
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be at least 1")
     check_dtype(qkv.dtype)
-    check_recipe(qkv.recipe, qkv.D)
+    check_recipe(qkv.recipe, qkv.D, qkv.D_v)
     packed = {"q8": 4, "k8": 4, "v8": 4, "q_descale": 4, "k_descale": 3, "v_descale": 3, "v_mean": 3}
     if qkv.recipe.smooth_k:
         packed |= {"k_mean": 3, "lse_shift": 4}
@@ -268,16 +272,16 @@ def check_quantized(qkv: QuantizedQKV, bm: int, bn: int, D_pad: int) -> None:
     if H_kv == 0 or H % H_kv:
         raise ValueError(f"q_descale has {H} heads and k_descale {H_kv}; q's must be a multiple of k's")
     m_blocks, n_blocks = -(-qkv.M // bm), -(-qkv.N // bn)
-    rows, channels = (B, H, m_blocks, bm), (B, H_kv, D_pad)
+    rows, channels = (B, H, m_blocks, bm), (B, H_kv, D_v_pad)
     expected = {
         "q8": ((B * H, m_blocks, bm, D_pad), qkv.recipe.qk_dtype),
         "k8": ((B * H_kv, n_blocks, bn, D_pad), qkv.recipe.qk_dtype),
-        "v8": ((B * H_kv, n_blocks, D_pad, bn), qkv.recipe.pv_dtype),
+        "v8": ((B * H_kv, n_blocks, D_v_pad, bn), qkv.recipe.pv_dtype),
         "q_descale": (rows, torch.float32),
         "k_descale": ((B, H_kv, n_blocks if qkv.recipe.k_scales == "block" else 1), torch.float32),
         "v_descale": (channels, torch.float32),
         "v_mean": (channels, torch.float32),
-        "k_mean": (channels, torch.float32),
+        "k_mean": ((B, H_kv, row_width(D_pad, D_v_pad)), torch.float32),
         "lse_shift": (rows, torch.float32),
     }
     for name in packed:
@@ -285,12 +289,13 @@ def check_quantized(qkv: QuantizedQKV, bm: int, bn: int, D_pad: int) -> None:
         shape, dtype = expected[name]
         if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != qkv.q8.device:
             raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for M={qkv.M}, N={qkv.N}, D={qkv.D} it must be "
-                f"contiguous {dtype} {shape} on {qkv.q8.device}, as helion_attn.quantize makes it"
+                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for M={qkv.M}, N={qkv.N}, D={qkv.D}, "
+                f"D_v={qkv.D_v} it must be contiguous {dtype} {shape} on {qkv.q8.device}, as "
+                f"helion_attn.quantize makes it"
             )
 
 
 def check_head_dim(name: str, D: int) -> None:
-    """16..256."""
+    """16..1024."""
     if not MIN_D <= D <= MAX_D:
         raise ValueError(f"{name} {D}; it must lie in {MIN_D}..{MAX_D}")

@@ -21,6 +21,8 @@ class Workload:
     D: int
     causal: bool
     tags: frozenset[str]
+    #: V's head dim, where it is another.
+    D_v: int | None = None
 
 
 def _bench(S: int, D: int, causal: bool) -> Workload:

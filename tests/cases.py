@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import helion_attn as ha
-from helion_attn.configs import padded_head_dim, tile_config
+from helion_attn.configs import packing
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import TANH_ERROR, error_budget, make_qkv, relative_error
 from helion_attn.workloads import WORKLOADS
@@ -120,7 +120,7 @@ def make_case(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> Case:
-    block_n = tile_config(padded_head_dim(qkv[0].size(3)), causal).bn
+    block_n = packing(qkv[0].size(3), qkv[2].size(3)).bn
     q, k, v = qkv
     rotated = (q, k) if rope is None else apply_rope_qk(q, k, rope)
     oracle = ha.reference.attention(

@@ -96,13 +96,21 @@ def compilations() -> Iterator[Compilations]:
 
 
 def fake_qkv(
-    B: int, H: int, H_kv: int, M: int, N: int, D: int, dtype: torch.dtype = torch.bfloat16, layout: str = "bhsd"
+    B: int,
+    H: int,
+    H_kv: int,
+    M: int,
+    N: int,
+    D: int,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "bhsd",
+    D_v: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Q, K and V on cuda:0, contiguous in `layout`."""
     with FakeTensorMode():
         return tuple(
-            torch.empty((B, S, heads, D) if layout == "bshd" else (B, heads, S, D), dtype=dtype, device="cuda:0")
-            for heads, S in ((H, M), (H_kv, N), (H_kv, N))
+            torch.empty((B, S, heads, d) if layout == "bshd" else (B, heads, S, d), dtype=dtype, device="cuda:0")
+            for heads, S, d in ((H, M, D), (H_kv, N, D), (H_kv, N, D_v or D))
         )
 
 
@@ -128,6 +136,7 @@ def compile_attention(
     out_dtype: torch.dtype = torch.bfloat16,
     layout: str = "bhsd",
     recipe: ha.Recipe = ha.FAST,
+    D_v: int | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: bool = False,
@@ -135,7 +144,7 @@ def compile_attention(
     """The attention kernel alone: what `quantize` would give it comes from the ops' fakes."""
 
     def launch() -> None:
-        packed = ha.quantize(*fake_qkv(2, 4, 2, 1000, 3000, D, layout=layout), layout=layout, recipe=recipe)
+        packed = ha.quantize(*fake_qkv(2, 4, 2, 1000, 3000, D, layout=layout, D_v=D_v), layout=layout, recipe=recipe)
         with launching():
             ha.attention_quantized(
                 packed,

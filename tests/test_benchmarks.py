@@ -1,4 +1,4 @@
-"""The accuracy benchmark runs on the CPU."""
+"""Benchmarks run on the CPU."""
 
 from __future__ import annotations
 
@@ -28,3 +28,12 @@ def test_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "accuracy.json" in [path.name for path in written]
     for path in written:
         assert json.loads(path.read_text())
+
+
+def test_large_d(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    large_d = importlib.import_module("large_d")
+    assert large_d.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "large_d.json").read_text())["rows"]
+    assert [(row["D"], row["D_v"]) for row in rows] == [(320, 320), (192, 128)]
+    assert all(row["ms"] > 0 for row in rows)

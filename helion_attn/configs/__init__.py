@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 #: Head dims are zero-padded to one of these.
 SUPPORTED_D = (32, 64, 128, 256)
 
 #: Up to this padded head dim the fp32 sum of P V has registers beside the fresh product.
 MAX_TWO_LEVEL_D = 128
+
+#: Up to this head dim of Q and K `fp8_attn_fwd_large_d` sums 128 channels of V in two levels.
+MAX_LARGE_TWO_LEVEL_D = 192
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,47 @@ class TileConfig:
     max_registers: int
 
 
-def _read_table() -> dict[tuple[int, bool], TileConfig]:
-    text = resources.files(__package__).joinpath("fp8_attn_fwd_sm90.json").read_text()
-    configs = [TileConfig(**row["config"]) for row in json.loads(text)["rows"]]
-    return {(config.D_pad, config.causal): config for config in configs}
+@dataclass(frozen=True)
+class LargeTileConfig:
+    """How `fp8_attn_fwd_large_d` is tiled for one (D_pad, v_tile, causal).
+
+    Attributes:
+        D_pad: padded head dim of Q and K: a power of two, or the sum of two.
+        v_tile: channels of V that a program owns, likewise; D_v is padded to a multiple.
+        causal: and the rest, as in `TileConfig`.
+    """
+
+    D_pad: int
+    v_tile: int
+    causal: bool
+    bm: int
+    bn: int
+    num_warps: int
+    num_stages: int
+    query_blocks_fastest: bool
+    two_level: bool
+    ctas_per_sm: int
+    max_registers: int
+
+
+def largest_power_of_two(size: int) -> int:
+    """The largest that is at most `size`."""
+    return 1 << (size.bit_length() - 1)
+
+
+def _read_rows(name: str) -> list[dict[str, Any]]:
+    rows = json.loads(resources.files(__package__).joinpath(name).read_text())["rows"]
+    return [row["config"] for row in rows]
 
 
 #: `fp8_attn_fwd_sm90.json`, by (D_pad, causal). Read at import: torch.compile traces look-ups, and cannot trace files.
-TILE_CONFIGS = _read_table()
+TILE_CONFIGS = {(c.D_pad, c.causal): c for c in (TileConfig(**row) for row in _read_rows("fp8_attn_fwd_sm90.json"))}
+
+#: `fp8_attn_fwd_large_d_sm90.json`, by (D_pad, v_tile, causal).
+LARGE_TILE_CONFIGS = {
+    (c.D_pad, c.v_tile, c.causal): c
+    for c in (LargeTileConfig(**row) for row in _read_rows("fp8_attn_fwd_large_d_sm90.json"))
+}
 
 
 def tile_configs() -> tuple[TileConfig, ...]:
@@ -67,3 +104,54 @@ def tile_config(D_pad: int, causal: bool) -> TileConfig:
 def padded_head_dim(D: int) -> int:
     """The smallest supported head dim that holds D."""
     return next(d for d in SUPPORTED_D if d >= D)
+
+
+def _padded_to(D_v: int, v_tile: int) -> int:
+    return -(-D_v // v_tile) * v_tile
+
+
+def uses_large_d(D: int, D_v: int) -> bool:
+    """Whether (D, D_v) runs `fp8_attn_fwd_large_d`.
+
+    That is what does not fit `fp8_attn_fwd`, and D in 129..192 with D_v up to 128 (DeepSeek's prefill): padded to 256,
+    the other kernel would do a third more work in Q K^T and twice as much in P V.
+    """
+    return max(D, D_v) > SUPPORTED_D[-1] or (128 < D <= 192 and D_v <= 128)
+
+
+def large_tile_config(D: int, D_v: int, causal: bool) -> LargeTileConfig:
+    """The config that does the least work for (D, D_v): every program multiplies D_pad and `v_tile` channels."""
+
+    def work(tile: LargeTileConfig) -> int:
+        return _padded_to(D_v, tile.v_tile) // tile.v_tile * (tile.D_pad + tile.v_tile)
+
+    return min((t for t in LARGE_TILE_CONFIGS.values() if t.causal == causal and t.D_pad >= D), key=work)
+
+
+def row_width(D_pad: int, D_v_pad: int) -> int:
+    """The power of two that holds both padded head dims: the preprocessing kernels' tiles are as wide."""
+    return 1 << (max(D_pad, D_v_pad) - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How `quantize` packs one (D, D_v): `bm`, `bn`, and the padded head dims."""
+
+    bm: int
+    bn: int
+    D_pad: int
+    D_v_pad: int
+
+
+def packing(D: int, D_v: int) -> Packing:
+    """For head dims D of Q and K, and D_v of V. It does not depend on the mask, which packing does not know."""
+    if uses_large_d(D, D_v):
+        large = large_tile_config(D, D_v, causal=False)
+        return Packing(large.bm, large.bn, large.D_pad, _padded_to(D_v, large.v_tile))
+    tile = attention_tile_config(D, D_v, causal=False)
+    return Packing(tile.bm, tile.bn, padded_head_dim(D), padded_head_dim(D_v))
+
+
+def attention_tile_config(D: int, D_v: int, causal: bool) -> TileConfig:
+    """The config of `fp8_attn_fwd` for (D, D_v): that of the larger, which has the registers for both."""
+    return tile_config(padded_head_dim(max(D, D_v)), causal)

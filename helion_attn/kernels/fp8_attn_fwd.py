@@ -154,10 +154,10 @@ def online_softmax_step(
 
 
 def accumulate(
-    acc: torch.Tensor,  # [bm, D_pad]
+    acc: torch.Tensor,  # [bm, D_v_pad]
     alpha: torch.Tensor,  # [bm, 1]
     p8: torch.Tensor,  # [bm, bn]
-    v_tile: torch.Tensor,  # [bn, D_pad]
+    v_tile: torch.Tensor,  # [bn, D_v_pad]
     two_level: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> torch.Tensor:
@@ -182,24 +182,26 @@ def add_sink(
 
 
 def store_out(
-    out: torch.Tensor,  # [B * H * M, D]
-    acc: torch.Tensor,  # [bm, D_pad]
-    v_mean: torch.Tensor,  # [B * H_kv * D_pad]
-    v_descale: torch.Tensor,  # [B * H_kv * D_pad]
+    out: torch.Tensor,  # [B * H * M, D_v]
+    acc: torch.Tensor,  # [bm, d_tile]
+    v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
+    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]
     row_sum: torch.Tensor,  # [bm], of the keys
     alpha: torch.Tensor,  # [bm], the rescale of acc and row_sum that the sink asks for, if has_sinks
     total: torch.Tensor,  # [bm], row_sum * alpha, and the sink's part
     kv: int,
     out_rows: torch.Tensor,  # [bm]
     row_in_range: torch.Tensor,  # [bm]
+    first: int,
+    d_tile: int,
     d_pad: int,
     d_out: int,
     v_channel_descales: hl.constexpr,
     has_right: hl.constexpr,
     has_sinks: hl.constexpr,
 ) -> None:
-    """Normalise, put V's mean back, cast, store."""
-    d = hl.arange(d_pad)
+    """Normalise, put V's mean back, cast, store: `d_tile` channels of `d_pad`, from `first`."""
+    d = first + hl.arange(d_tile)
     # [bm]
     normaliser = 1.0 / row_sum
     if has_sinks:
@@ -208,12 +210,12 @@ def store_out(
         o = acc * normaliser.unsqueeze(1) * hl.load(v_descale, [kv * d_pad + d]).unsqueeze(0)
     else:
         o = acc * (normaliser * hl.load(v_descale, [kv * d_pad])).unsqueeze(1)
-    # [1, D_pad]
+    # [1, d_tile]
     mean = hl.load(v_mean, [kv * d_pad + d]).unsqueeze(0)
     if has_sinks:
         # The mean is that of real keys, and comes back times the probability that they hold.
         mean = (row_sum * normaliser).unsqueeze(1) * mean
-    # [bm, D_pad]
+    # [bm, d_tile]
     o = o + mean
     if has_right:
         # Only a right edge can leave a row without a key.
@@ -233,14 +235,14 @@ def store_out(
 def fp8_attn_fwd(
     q8: torch.Tensor,  # [B * H, M_blocks, bm, D_pad]
     k8: torch.Tensor,  # [B * H_kv, N_blocks, bn, D_pad]
-    v8: torch.Tensor,  # [B * H_kv, N_blocks, D_pad, bn]
+    v8: torch.Tensor,  # [B * H_kv, N_blocks, D_v_pad, bn]
     q_descale: torch.Tensor,  # [B * H * M_blocks * bm]
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
-    v_descale: torch.Tensor,  # [B * H_kv * D_pad]; of a head all the same, unless v_channel_descales
-    v_mean: torch.Tensor,  # [B * H_kv * D_pad]
+    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]; of a head all the same, unless v_channel_descales
+    v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
     lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
     sinks: torch.Tensor,  # [H] if has_sinks
-    out: torch.Tensor,  # [B * H * M, D], written
+    out: torch.Tensor,  # [B * H * M, D_v], written
     lse: torch.Tensor,  # [B * H * M], written
     m_len: int,
     n_len: int,
@@ -274,8 +276,8 @@ def fp8_attn_fwd(
     bh_size, m_blocks, n_blocks = q8.size(0), q8.size(1), k8.size(1)
     bm = hl.specialize(q8.size(2))
     bn = hl.specialize(k8.size(2))
-    d_pad = hl.specialize(q8.size(3))
-    hl.specialize(v8.size(2))
+    hl.specialize((q8.size(3), k8.size(3)))
+    d_v_pad = hl.specialize(v8.size(2))
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loops.
     l_lanes = 8
@@ -337,8 +339,8 @@ def fp8_attn_fwd(
             softmax_row_descales = q_row_descales
         m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
-        # [bm, D_pad]
-        acc = hl.zeros([bm, d_pad], dtype=torch.float32)
+        # [bm, D_v_pad]
+        acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
 
         for j in hl.grid(n_begin, n_end):
             qk_scale_log2 = positive(q_scale_log2 * k_scale)
@@ -346,7 +348,7 @@ def fp8_attn_fwd(
                 k_scale = k_descale[kv * n_blocks + min(j + 1, n_end - 1)]
             # [bm, bn]
             s = scores(q_tile, k8[kv, j, :, :].transpose(0, 1), bm, bn, is_cuda)
-            # [bn, D_pad]. Loaded before the softmax: after it, ptxas packs p8 with 16 more PRMT per block.
+            # [bn, D_v_pad]. Loaded before the softmax: after it, ptxas packs p8 with 16 more PRMT per block.
             v_tile = v8[kv, j, :, :].transpose(0, 1)
             s, s_scale_log2 = softmax_input(
                 s, qk_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
@@ -399,7 +401,9 @@ def fp8_attn_fwd(
             kv,
             out_rows,
             row_in_range,
-            d_pad,
+            0,
+            d_v_pad,
+            d_v_pad,
             d_out,
             v_channel_descales,
             has_right,
@@ -541,7 +545,7 @@ def launch(
     Args:
         q8: and the seven that follow: the fields of `QuantizedQKV`.
         sinks: fp32 [H], or None.
-        out: contiguous [B, H, M, D], or [B, M, H, D] when `bshd`; bf16, fp16, fp32 or e4m3.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16, fp32 or e4m3.
         lse: fp32 [B, H, M], natural log.
         m_len: M, the true query length.
         n_len: N, the true key length.
@@ -556,12 +560,12 @@ def launch(
         k_block_descales: `k_descale` has one for each key block.
         v_channel_descales: `v_descale` differs between the channels of a head.
     """
-    D_pad = v8.size(2)
-    tile = tile_config(D_pad, right >= 0)
+    tile = tile_config(max(q8.size(3), v8.size(2)), right >= 0)
     two_level = tile.two_level if promote_every is None else promote_every == 1
     options = (two_level, q_row_descales, k_block_descales, v_channel_descales)
     edges = (left >= 0, right >= 0, softcap is None, sinks is None)
-    variant = (q8.dtype, v8.dtype, p_offset_log2, lse_shift is None, *edges, *options)
+    head_dims = (q8.size(3), v8.size(2))
+    variant = (q8.dtype, v8.dtype, *head_dims, p_offset_log2, lse_shift is None, *edges, *options)
     if softcap is not None:
         tile = with_softcap(tile)
     kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel

@@ -11,6 +11,7 @@ infinity, and so every score, or every output, that depends on it NaN: nothing s
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -37,27 +38,43 @@ PACK_CHANNELS = 64
 ROTATED_TILES = 4
 
 
+def store_tile(
+    x8: torch.Tensor,  # [tiles, n, D_pad], written
+    tile: int,
+    x: torch.Tensor,  # [n, D_row]
+    n: int,
+    d_pad: int,
+    d_row: int,
+) -> None:
+    """Store a tile of rows; D_row holds D_pad and may be wider. Inlined into the kernel."""
+    cols = hl.arange(d_row)
+    if d_pad < d_row:
+        hl.store(x8, [tile, hl.arange(n), cols], x, extra_mask=(cols < d_pad).unsqueeze(0))
+    else:
+        hl.store(x8, [tile, hl.arange(n), cols], x)
+
+
 def pack(
     q: torch.Tensor,  # flat
     k: torch.Tensor,  # flat
     v: torch.Tensor,  # flat
     q_amax: torch.Tensor,  # [B * H, MAX_PARTS]
     k_amax: torch.Tensor,  # [B * H_kv, MAX_PARTS]
-    v_amax: torch.Tensor,  # [B * H_kv, D_pad]
-    k_mean: torch.Tensor,  # [B * H_kv, D_pad]
-    v_mean: torch.Tensor,  # [B * H_kv, D_pad]
+    v_amax: torch.Tensor,  # [B * H_kv, D_row]
+    k_mean: torch.Tensor,  # [B * H_kv, D_row]
+    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad]
     cos: torch.Tensor,  # [table_rows * rotary / 2]
     sin: torch.Tensor,  # [table_rows * rotary / 2]
     q_positions: torch.Tensor,  # [M]
     k_positions: torch.Tensor,  # [N]
-    signs: torch.Tensor,  # [D_pad]
+    signs: torch.Tensor,  # [D_row]
     blocks: torch.Tensor,  # [side, side]
     q8: torch.Tensor,  # [B * H * m_tiles, q_tile, D_pad], written
     k8: torch.Tensor,  # [B * H_kv * n_tiles, k_tile, D_pad], written
     v8: torch.Tensor,  # [B * H_kv * N_blocks * d_tiles, d_tile, bn], written
     q_descale: torch.Tensor,  # [B * H, m_tiles * q_tile], written
     k_descale: torch.Tensor,  # [B * H_kv, n_tiles or 1], written
-    v_descale: torch.Tensor,  # [B * H_kv, D_pad], written
+    v_descale: torch.Tensor,  # [B * H_kv, D_v_pad], written
     lse_shift: torch.Tensor,  # [B * H, m_tiles * q_tile], written if smooth_k
     m_tiles: int,
     n_tiles: int,
@@ -84,6 +101,8 @@ def pack(
     v_d_step: hl.constexpr,
     unit: hl.constexpr,
     d: hl.constexpr,
+    d_v: hl.constexpr,
+    d_row: hl.constexpr,
     q_run: hl.constexpr,
     k_run: hl.constexpr,
     rotary: hl.constexpr,
@@ -111,7 +130,7 @@ def pack(
     bn = hl.specialize(v8.size(2))
     side = hl.specialize(blocks.size(0))
     max_parts = hl.specialize(q_amax.size(1))
-    d_tiles = d_pad // d_tile
+    d_tiles = hl.specialize(v_descale.size(1)) // d_tile
     hl.specialize((q.stride(0), k.stride(0), v.stride(0), v_mean.stride(1), k_mean.stride(1), k8.size(2)))
     hl.specialize((q_amax.stride(0), q_amax.stride(1), k_amax.stride(0), k_amax.stride(1), k_amax.size(1)))
     # Known strides keep the stores 16 bytes wide.
@@ -126,7 +145,7 @@ def pack(
         d_index = v_index % d_tiles
         offset = ((bh // H_kv) * v_b_step + (bh % H_kv) * v_h_step) * unit
         tile, channel_descale = v_block(
-            v, v_mean, v_amax, bh, i, d_index, d_pad, offset, v_s_step * unit, v_d_step, N, d, bn, d_tile,
+            v, v_mean, v_amax, bh, i, d_index, d_row, offset, v_s_step * unit, v_d_step, N, d_v, bn, d_tile,
             v8.dtype, v_largest, v_per_channel,
         )  # fmt: skip
         v8[bh * n_blocks * d_tiles + v_index, :, :] = tile
@@ -146,7 +165,7 @@ def pack(
                 rows = k_i * k_tile + hl.arange(k_tile)
                 x, _ = row_tile(
                     k, cos, sin, k_positions, k_mean, signs, matrix, kv, offset, rows, row_step, k_d_step,
-                    N, d, 0, table_rows, norm, k_tile, d_pad, rotary, side, pairing, explicit_k_positions,
+                    N, d, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
                     smooth_k, False, hadamard, two_terms, is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
@@ -154,14 +173,21 @@ def pack(
             rows = k_tile_index * k_tile + hl.arange(k_tile)
             x, _ = row_tile(
                 k, cos, sin, k_positions, k_mean, signs, matrix, kv, offset, rows, row_step, k_d_step,
-                N, d, 0, table_rows, norm, k_tile, d_pad, rotary, side, pairing, explicit_k_positions,
+                N, d, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
                 smooth_k, False, hadamard, two_terms, is_cuda,
             )  # fmt: skip
             descale = rows_descale(
-                x, peak, k_amax, k_mean, kv, k_parts, max_parts, k_tile, d_pad, factor, qk_largest,
+                x, peak, k_amax, k_mean, kv, k_parts, max_parts, k_tile, d_row, factor, qk_largest,
                 False, k_per_tile, k_per_block, smooth_k,
             )  # fmt: skip
-            k8[kv * n_tiles + k_tile_index, :, :] = to_8_bits(x * (1.0 / descale).unsqueeze(1), k8.dtype)
+            store_tile(
+                k8,
+                kv * n_tiles + k_tile_index,
+                to_8_bits(x * (1.0 / descale).unsqueeze(1), k8.dtype),
+                k_tile,
+                d_pad,
+                d_row,
+            )
             if k_per_tile or k_per_block:
                 k_descale[kv, k_index] = torch.amax(descale, 0)
             else:
@@ -181,7 +207,7 @@ def pack(
                 rows = q_i * q_tile + hl.arange(q_tile)
                 x, _ = row_tile(
                     q, cos, sin, q_positions, k_mean, signs, matrix, q_bh // group, offset, rows, row_step, q_d_step,
-                    M, d, N - M, table_rows, norm, q_tile, d_pad, rotary, side, pairing, explicit_q_positions,
+                    M, d, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing, explicit_q_positions,
                     False, smooth_k, hadamard, two_terms, is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
@@ -189,14 +215,21 @@ def pack(
             rows = q_tile_index * q_tile + hl.arange(q_tile)
             x, product = row_tile(
                 q, cos, sin, q_positions, k_mean, signs, matrix, q_bh // group, offset, rows, row_step, q_d_step,
-                M, d, N - M, table_rows, norm, q_tile, d_pad, rotary, side, pairing, explicit_q_positions,
+                M, d, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing, explicit_q_positions,
                 False, smooth_k, hadamard, two_terms, is_cuda,
             )  # fmt: skip
             descale = rows_descale(
-                x, peak, q_amax, k_mean, q_bh, q_parts, max_parts, q_tile, d_pad, factor, qk_largest,
+                x, peak, q_amax, k_mean, q_bh, q_parts, max_parts, q_tile, d_row, factor, qk_largest,
                 q_per_row, q_per_tile, q_per_block, False,
             )  # fmt: skip
-            q8[q_bh * m_tiles + q_tile_index, :, :] = to_8_bits(x * (1.0 / descale).unsqueeze(1), q8.dtype)
+            store_tile(
+                q8,
+                q_bh * m_tiles + q_tile_index,
+                to_8_bits(x * (1.0 / descale).unsqueeze(1), q8.dtype),
+                q_tile,
+                d_pad,
+                d_row,
+            )
             hl.store(q_descale, [q_bh, rows], descale)
             if smooth_k:
                 hl.store(lse_shift, [q_bh, rows], product)
@@ -246,26 +279,27 @@ def launch(
         q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean and lse_shift, shaped as in `QuantizedQKV`; the last
         two empty without smooth_k.
     """
-    B, H, H_kv, D, D_pad = source.B, source.H, source.H_kv, source.D, source.D_pad
+    B, H, H_kv, D = source.B, source.H, source.H_kv, source.D
+    D_pad, D_v_pad, D_row = source.D_pad, source.D_v_pad, source.D_row
     like, dtype = stats.v_mean, source.flat[0].dtype
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return like.new_empty(shape, dtype=dtype)
 
-    q_tile, k_tile = (min(block, PACK_ELEMENTS // D_pad) for block in (bm, bn))
-    d_tile = min(D_pad, PACK_CHANNELS)
+    q_tile, k_tile = (min(block, PACK_ELEMENTS // D_row) for block in (bm, bn))
+    d_tile = math.gcd(D_v_pad, PACK_CHANNELS)
     m_blocks, n_blocks = -(-source.M // bm), -(-source.N // bn)
     m_tiles, n_tiles = m_blocks * bm // q_tile, n_blocks * bn // k_tile
     q8 = empty(B * H * m_tiles, q_tile, D_pad, dtype=qk_dtype)
     k8 = empty(B * H_kv * n_tiles, k_tile, D_pad, dtype=qk_dtype)
-    v8 = empty(B * H_kv * n_blocks * (D_pad // d_tile), d_tile, bn, dtype=pv_dtype)
-    q_descale, v_descale = empty(B * H, m_blocks * bm), empty(B * H_kv, D_pad)
+    v8 = empty(B * H_kv * n_blocks * (D_v_pad // d_tile), d_tile, bn, dtype=pv_dtype)
+    q_descale, v_descale = empty(B * H, m_blocks * bm), empty(B * H_kv, D_v_pad)
     k_descale = empty(B * H_kv, n_blocks if k_scales == "block" else 1)
     lse_shift = empty(B * H, m_blocks * bm) if smooth_k else empty(1, 1)
 
     signs, blocks, norm = empty(1), empty(1, 1), 1.0
     if hadamard_seed is not None:
-        signs, blocks, norm = rotation(D, D_pad, hadamard_seed, like.device)
+        signs, blocks, norm = rotation(D, D_row, hadamard_seed, like.device)
     # A program packs a whole block, if that has a descale, or a few tiles that share the rotation's matrix.
     few = 1 if hadamard_seed is None else ROTATED_TILES
     q_run = bm // q_tile if q_scales == "block" else few
@@ -276,7 +310,7 @@ def launch(
     tables = (rope.cos, rope.sin, rope.q_positions, rope.k_positions, signs, blocks)
     outputs = (q8, k8, v8, q_descale, k_descale, v_descale, lse_shift)
     specialisations: tuple[Any, ...] = (
-        *source.d_steps, source.unit, D, q_run, k_run, rope.rotary, rope.pairing, *rope.explicit,
+        *source.d_steps, source.unit, D, source.D_v, D_row, q_run, k_run, rope.rotary, rope.pairing, *rope.explicit,
         q_scales == "token", q_scales == "block" and q_run == 1, q_per_block,
         k_scales == "block" and k_run == 1, k_per_block, v_scales == "channel",
         smooth_k, hadamard_seed is not None, two_terms,
@@ -286,7 +320,7 @@ def launch(
     num_warps = 8 if rope.pairing or two_terms else 4
     # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
     pipelined = num_warps == 4 and source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
-    variant = (specialisations, D_pad, dtype, qk_dtype, pv_dtype, rope.cos.dtype)
+    variant = (specialisations, D_pad, D_v_pad, dtype, qk_dtype, pv_dtype, rope.cos.dtype)
     kernel(like.is_cuda, num_warps, pipelined, q_per_block, k_per_block, variant)(
         *source.flat, stats.q_amax, stats.k_amax, stats.v_amax, stats.k_mean, stats.v_mean, *tables, *outputs,
         m_tiles, n_tiles, stats.q_parts, stats.k_parts, H, H_kv, source.M, source.N, *source.steps,
@@ -295,11 +329,11 @@ def launch(
     return (
         q8.view(B * H, m_blocks, bm, D_pad),
         k8.view(B * H_kv, n_blocks, bn, D_pad),
-        v8.view(B * H_kv, n_blocks, D_pad, bn),
+        v8.view(B * H_kv, n_blocks, D_v_pad, bn),
         q_descale.view(B, H, m_blocks, bm),
         k_descale.view(B, H_kv, -1),
-        v_descale.view(B, H_kv, D_pad),
-        stats.v_mean.view(B, H_kv, D_pad),
-        stats.k_mean.view(B, H_kv, D_pad) if smooth_k else empty(0),
+        v_descale.view(B, H_kv, D_v_pad),
+        stats.v_mean.view(B, H_kv, D_v_pad),
+        stats.k_mean.view(B, H_kv, D_row) if smooth_k else empty(0),
         lse_shift.view(B, H, m_blocks, bm) if smooth_k else empty(0),
     )

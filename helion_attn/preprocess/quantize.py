@@ -25,6 +25,7 @@ def quantize_qkv(
     bm: int,
     bn: int,
     D_pad: int,
+    D_v_pad: int,
     qk_dtype: torch.dtype,
     pv_dtype: torch.dtype,
     q_scales: str,
@@ -39,18 +40,19 @@ def quantize_qkv(
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any strides.
         k: [B, H_kv, N, D], same dtype.
-        v: [B, H_kv, N, D], same dtype.
+        v: [B, H_kv, N, D_v], same dtype.
         cos: and the four that follow: the fields of `Rope`, or None.
         bm: rows of a block of Q.
         bn: keys of a block of K and V.
-        D_pad: padded head dim.
+        D_pad: padded head dim of Q and K.
+        D_v_pad: padded head dim of V.
         qk_dtype: and those that follow: the fields of `Recipe`; `hadamard_seed` None is no rotation.
 
     Returns:
         q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean and lse_shift of `QuantizedQKV`; the last two are
         empty without smooth_k.
     """
-    source = strided_qkv(q, k, v, D_pad)
+    source = strided_qkv(q, k, v, D_pad, D_v_pad)
     rope = rope_tables(cos, sin, q_positions, k_positions, interleaved, q.new_empty(1, dtype=torch.float32))
     stats = statistics.launch(source, rope, q_scales, k_scales, v_scales, smooth_k, center_v)
     # What the rotation may do to a head's largest magnitude.
@@ -60,22 +62,23 @@ def quantize_qkv(
 
 
 def pack_qkv(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, D_pad: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, D_pad: int, D_v_pad: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pack tensors that are e4m3 already.
 
     Args:
         q: [B, H, M, D], float8_e4m3fn, any strides.
         k: [B, H_kv, N, D], likewise.
-        v: [B, H_kv, N, D], likewise.
+        v: [B, H_kv, N, D_v], likewise.
         bm: rows of a block of Q.
         bn: keys of a block of K and V.
-        D_pad: padded head dim.
+        D_pad: padded head dim of Q and K.
+        D_v_pad: padded head dim of V.
 
     Returns:
         q8, k8 and v8 of `QuantizedQKV`.
     """
-    source = strided_qkv(q, k, v, D_pad)
+    source = strided_qkv(q, k, v, D_pad, D_v_pad)
     unused = q.new_empty(1, dtype=torch.float32)
     # With the format's largest value as amax, descales are 1, and the cast gives every value back.
     stats = statistics.constant(source, FORMAT_MAX[q.dtype])

@@ -5,6 +5,8 @@
    With the mean they give the amax of the *centred* channel, so that centring needs no pass of its own.
 2. `means`: the means, and the amax of V's channels without them. Small.
 
+All statistics are `D_row` channels wide, a power of two; the channels past a head dim are those of zeros.
+
 The three tensors are top-level loops of one kernel, which Helion makes one launch: a launch of 64 MB costs 4 of its
 22 us to start and drain. A NaN or infinity makes the statistics of its head NaN or infinity.
 """
@@ -41,8 +43,8 @@ def first_pass(
     v: torch.Tensor,  # flat
     q_amax: torch.Tensor,  # [B * H, MAX_PARTS], written
     k_amax: torch.Tensor,  # [B * H_kv, MAX_PARTS], written
-    k_sum: torch.Tensor,  # [B * H_kv, MAX_PARTS, D_pad], written if smooth_k
-    v_stats: torch.Tensor,  # [B * H_kv, 3, MAX_PARTS, D_pad], written
+    k_sum: torch.Tensor,  # [B * H_kv, MAX_PARTS, D_row], written if smooth_k
+    v_stats: torch.Tensor,  # [B * H_kv, 3, MAX_PARTS, D_row], written
     cos: torch.Tensor,
     sin: torch.Tensor,
     q_positions: torch.Tensor,
@@ -72,6 +74,7 @@ def first_pass(
     v_d_step: hl.constexpr,
     unit: hl.constexpr,
     d: hl.constexpr,
+    d_v: hl.constexpr,
     step: hl.constexpr,
     smooth_k: hl.constexpr,
     rotary: hl.constexpr,
@@ -82,7 +85,7 @@ def first_pass(
     is_cuda: hl.constexpr,
 ) -> None:
     """See the module's docstring; the steps are those of `StridedRows`, the RoPE arguments those of `rope_rows`."""
-    d_pad = hl.specialize(v_stats.size(3))
+    d_row = hl.specialize(v_stats.size(3))
     hl.specialize((q.stride(0), k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)))
     hl.specialize((v_stats.stride(1), v_stats.stride(2), v_stats.stride(3)))
     q_tiles = (M + step - 1) // step
@@ -91,18 +94,18 @@ def first_pass(
     for bh, part in hl.grid([q_amax.size(0), q_parts]):
         offset = ((bh // H) * q_b_step + (bh % H) * q_h_step) * unit
         # Maxima stay per element until the end: one reduction across lanes a program, not one a step.
-        # [step, D_pad]
-        q_max = hl.zeros([step, d_pad], dtype=torch.float32)
+        # [step, D_row]
+        q_max = hl.zeros([step, d_row], dtype=torch.float32)
         for q_tile in hl.grid(part * q_run, min(q_tiles, (part + 1) * q_run)):
             rows = q_tile * step + hl.arange(step)
-            x = load_rows(q, offset, rows, hl.arange(d_pad), q_s_step * unit, q_d_step, M, d)
+            x = load_rows(q, offset, rows, hl.arange(d_row), q_s_step * unit, q_d_step, M, d)
             if q_pairing:
                 by_self, by_partner = rope_angles(
-                    cos, sin, q_positions, rows, N - M, M, table_rows, step, d_pad, rotary,
+                    cos, sin, q_positions, rows, N - M, M, table_rows, step, d_row, rotary,
                     q_pairing, explicit_q_positions,
                 )  # fmt: skip
                 x = rope_rows(
-                    x, q, by_self, by_partner, offset, rows, q_s_step * unit, q_d_step, M, step, d_pad, rotary,
+                    x, q, by_self, by_partner, offset, rows, q_s_step * unit, q_d_step, M, step, d_row, rotary,
                     q_pairing,
                 )  # fmt: skip
             q_max = maximum(q_max, torch.abs(x), is_cuda)
@@ -110,18 +113,18 @@ def first_pass(
 
     for bh, part in hl.grid([k_amax.size(0), k_parts]):
         offset = ((bh // H_kv) * k_b_step + (bh % H_kv) * k_h_step) * unit
-        k_max = hl.zeros([step, d_pad], dtype=torch.float32)
-        k_total = hl.zeros([step, d_pad], dtype=torch.float32)
+        k_max = hl.zeros([step, d_row], dtype=torch.float32)
+        k_total = hl.zeros([step, d_row], dtype=torch.float32)
         for k_tile in hl.grid(part * k_run, min(kv_tiles, (part + 1) * k_run)):
             rows = k_tile * step + hl.arange(step)
-            x = load_rows(k, offset, rows, hl.arange(d_pad), k_s_step * unit, k_d_step, N, d)
+            x = load_rows(k, offset, rows, hl.arange(d_row), k_s_step * unit, k_d_step, N, d)
             if k_pairing:
                 by_self, by_partner = rope_angles(
-                    cos, sin, k_positions, rows, 0, N, table_rows, step, d_pad, rotary,
+                    cos, sin, k_positions, rows, 0, N, table_rows, step, d_row, rotary,
                     k_pairing, explicit_k_positions,
                 )  # fmt: skip
                 x = rope_rows(
-                    x, k, by_self, by_partner, offset, rows, k_s_step * unit, k_d_step, N, step, d_pad, rotary,
+                    x, k, by_self, by_partner, offset, rows, k_s_step * unit, k_d_step, N, step, d_row, rotary,
                     k_pairing,
                 )  # fmt: skip
             k_max = maximum(k_max, torch.abs(x), is_cuda)
@@ -133,13 +136,13 @@ def first_pass(
 
     for bh, part in hl.grid([v_stats.size(0), v_parts]):
         offset = ((bh // H_kv) * v_b_step + (bh % H_kv) * v_h_step) * unit
-        v_sum = hl.zeros([step, d_pad], dtype=torch.float32)
-        v_min = hl.full([step, d_pad], float("inf"), dtype=torch.float32)
-        v_max = hl.full([step, d_pad], float("-inf"), dtype=torch.float32)
+        v_sum = hl.zeros([step, d_row], dtype=torch.float32)
+        v_min = hl.full([step, d_row], float("inf"), dtype=torch.float32)
+        v_max = hl.full([step, d_row], float("-inf"), dtype=torch.float32)
         for v_tile in hl.grid(part * v_run, min(kv_tiles, (part + 1) * v_run)):
             keys = v_tile * step + hl.arange(step)
             # Keys past the end repeat the last one: no change to minimum and maximum, left out of the sum.
-            x = load_rows(v, offset, torch.clamp_max(keys, N - 1), hl.arange(d_pad), v_s_step * unit, v_d_step, N, d)
+            x = load_rows(v, offset, torch.clamp_max(keys, N - 1), hl.arange(d_row), v_s_step * unit, v_d_step, N, d_v)
             v_sum = v_sum + torch.where((keys < N).unsqueeze(1), x, 0.0)
             v_min = minimum(v_min, x, is_cuda)
             v_max = maximum(v_max, x, is_cuda)
@@ -149,11 +152,11 @@ def first_pass(
 
 
 def means(
-    k_sum: torch.Tensor,  # [B * H_kv, MAX_PARTS, D_pad]
-    v_stats: torch.Tensor,  # [B * H_kv, 3, MAX_PARTS, D_pad]
-    k_mean: torch.Tensor,  # [B * H_kv, D_pad], written if smooth_k
-    v_mean: torch.Tensor,  # [B * H_kv, D_pad], written
-    v_amax: torch.Tensor,  # [B * H_kv, D_pad], written
+    k_sum: torch.Tensor,  # [B * H_kv, MAX_PARTS, D_row]
+    v_stats: torch.Tensor,  # [B * H_kv, 3, MAX_PARTS, D_row]
+    k_mean: torch.Tensor,  # [B * H_kv, D_row], written if smooth_k
+    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], written
+    v_amax: torch.Tensor,  # [B * H_kv, D_row], written
     k_parts: int,
     v_parts: int,
     N: int,
@@ -163,7 +166,9 @@ def means(
 ) -> None:
     """See the module's docstring."""
     max_parts = hl.specialize(v_stats.size(2))
-    d_tiles = hl.specialize(v_amax.size(1)) // d_tile
+    d_row = hl.specialize(v_amax.size(1))
+    d_v_pad = hl.specialize(v_mean.size(1))
+    d_tiles = d_row // d_tile
     hl.specialize((v_stats.stride(1), v_stats.stride(2), v_stats.stride(3), v_mean.stride(0), v_mean.stride(1)))
     for bh, d_index in hl.grid([v_stats.size(0), d_tiles]):
         cols = d_index * d_tile + hl.arange(d_tile)
@@ -177,7 +182,10 @@ def means(
             mean = v_sum / N
         else:
             mean = hl.zeros([d_tile], dtype=torch.float32)
-        hl.store(v_mean, [bh, cols], mean)
+        if d_v_pad < d_row:
+            hl.store(v_mean, [bh, cols], mean, extra_mask=cols < d_v_pad)
+        else:
+            hl.store(v_mean, [bh, cols], mean)
         hl.store(v_amax, [bh, cols], torch.maximum(v_max - mean, mean - v_min))
         if smooth_k:
             total = torch.where((part < k_parts).unsqueeze(1), hl.load(k_sum, [bh, part, cols]), 0.0).sum(0)
@@ -203,9 +211,9 @@ class Statistics(NamedTuple):
     Attributes:
         q_amax: fp32 [B * H, MAX_PARTS], of which the first `q_parts` are valid.
         k_amax: fp32 [B * H_kv, MAX_PARTS], of which the first `k_parts` are valid.
-        v_amax: fp32 [B * H_kv, D_pad], of the centred channels.
-        k_mean: fp32 [B * H_kv, D_pad] with smooth_k, otherwise [1, 1] of no meaning.
-        v_mean: fp32 [B * H_kv, D_pad].
+        v_amax: fp32 [B * H_kv, D_row], of the centred channels.
+        k_mean: fp32 [B * H_kv, D_row] with smooth_k, otherwise [1, 1] of no meaning.
+        v_mean: fp32 [B * H_kv, D_v_pad].
         q_parts: 0 if rows or tiles of Q have descales of their own.
         k_parts: likewise.
     """
@@ -224,8 +232,8 @@ def constant(source: StridedQKV, amax: float) -> Statistics:
     like = source.flat[0].new_empty(0, dtype=torch.float32)
     heads, kv_heads = source.B * source.H, source.B * source.H_kv
     q_amax, k_amax = like.new_full((heads, MAX_PARTS), amax), like.new_full((kv_heads, MAX_PARTS), amax)
-    v_amax = like.new_full((kv_heads, source.D_pad), amax)
-    return Statistics(q_amax, k_amax, v_amax, like.new_empty(1, 1), torch.zeros_like(v_amax), 1, 1)
+    v_amax, v_mean = like.new_full((kv_heads, source.D_row), amax), like.new_zeros(kv_heads, source.D_v_pad)
+    return Statistics(q_amax, k_amax, v_amax, like.new_empty(1, 1), v_mean, 1, 1)
 
 
 def _parts(heads: int, size: int, step: int) -> int:
@@ -238,24 +246,24 @@ def launch(
 ) -> Statistics:
     """Run both kernels, for the scales of a recipe."""
     like = source.flat[0].new_empty(0, dtype=torch.float32)
-    heads, kv_heads, D_pad = source.B * source.H, source.B * source.H_kv, source.D_pad
-    step = STEP_ELEMENTS // D_pad
+    heads, kv_heads, D_row = source.B * source.H, source.B * source.H_kv, source.D_row
+    step = STEP_ELEMENTS // D_row
     v_parts = _parts(kv_heads, source.N, step)
     q_parts = 0 if q_scales in ("block", "token") else _parts(heads, source.M, step)
     k_parts = 0 if k_scales == "block" and not smooth_k else v_parts
     tiles = [-(-size // step) for size in (source.M, source.N, source.N)]
     runs = [-(-n // max(parts, 1)) for n, parts in zip(tiles, (q_parts, k_parts, v_parts), strict=True)]
     q_amax, k_amax = like.new_empty(heads, MAX_PARTS), like.new_empty(kv_heads, MAX_PARTS)
-    v_stats = like.new_empty(kv_heads, 3, MAX_PARTS, D_pad)
-    k_sum = like.new_empty((kv_heads, MAX_PARTS, D_pad) if smooth_k else (1, 1, 1))
-    v_mean, v_amax = like.new_empty(kv_heads, D_pad), like.new_empty(kv_heads, D_pad)
-    k_mean = like.new_empty((kv_heads, D_pad) if smooth_k else (1, 1))
+    v_stats = like.new_empty(kv_heads, 3, MAX_PARTS, D_row)
+    k_sum = like.new_empty((kv_heads, MAX_PARTS, D_row) if smooth_k else (1, 1, 1))
+    v_mean, v_amax = like.new_empty(kv_heads, source.D_v_pad), like.new_empty(kv_heads, D_row)
+    k_mean = like.new_empty((kv_heads, D_row) if smooth_k else (1, 1))
     is_cuda = v_mean.is_cuda
     specialisations = (
-        *source.d_steps, source.unit, source.D, step, smooth_k, rope.rotary, rope.pairing if q_parts else NO_ROPE,
-        rope.pairing if k_parts else NO_ROPE, *rope.explicit, is_cuda,
+        *source.d_steps, source.unit, source.D, source.D_v, step, smooth_k, rope.rotary,
+        rope.pairing if q_parts else NO_ROPE, rope.pairing if k_parts else NO_ROPE, *rope.explicit, is_cuda,
     )  # fmt: skip
-    variant = (specialisations, D_pad, source.flat[0].dtype, rope.cos.dtype, center_v)
+    variant = (specialisations, D_row, source.flat[0].dtype, rope.cos.dtype, center_v)
     run_first_pass, run_means = kernels(is_cuda, rope.pairing == NO_ROPE, variant)
     run_first_pass(
         *source.flat, q_amax, k_amax, k_sum, v_stats, rope.cos, rope.sin, rope.q_positions, rope.k_positions,

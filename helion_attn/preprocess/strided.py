@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from helion_attn.configs import row_width
 from helion_attn.kernels.helion_compat import hl
 
 #: Bytes.
@@ -51,8 +52,9 @@ class StridedQKV(NamedTuple):
         steps: b, h and s steps of Q, of K, of V.
         d_steps: of Q, K, V.
         unit: what the steps are multiples of.
-        B: and H, H_kv, M, N, D: sizes.
-        D_pad: padded head dim.
+        B: and H, H_kv, M, N, D, D_v: sizes.
+        D_pad: padded head dim of Q and K.
+        D_v_pad: padded head dim of V.
     """
 
     flat: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -65,18 +67,25 @@ class StridedQKV(NamedTuple):
     M: int
     N: int
     D: int
+    D_v: int
     D_pad: int
+    D_v_pad: int
+
+    @property
+    def D_row(self) -> int:
+        """Width of the kernels' tiles and statistics."""
+        return row_width(self.D_pad, self.D_v_pad)
 
 
-def strided_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, D_pad: int) -> StridedQKV:
-    """View q [B, H, M, D], k and v [B, H_kv, N, D], of any strides. Copies nothing."""
+def strided_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, D_pad: int, D_v_pad: int) -> StridedQKV:
+    """View q [B, H, M, D], k [B, H_kv, N, D] and v [B, H_kv, N, D_v], of any strides. Copies nothing."""
     unit = common_unit(q, k, v)
     rows = [strided_rows(x, unit) for x in (q, k, v)]
     flat = (rows[0].flat, rows[1].flat, rows[2].flat)
     d_steps = (rows[0].d_step, rows[1].d_step, rows[2].d_step)
     steps = tuple(step for r in rows for step in (r.b_step, r.h_step, r.s_step))
     (B, H, M, D), (H_kv, N) = q.shape, k.shape[1:3]
-    return StridedQKV(flat, steps, d_steps, unit, B, H, H_kv, M, N, D, D_pad)
+    return StridedQKV(flat, steps, d_steps, unit, B, H, H_kv, M, N, D, v.size(3), D_pad, D_v_pad)
 
 
 def load_rows(

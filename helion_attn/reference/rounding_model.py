@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, overload
 
 import torch
 
-from helion_attn.configs import padded_head_dim, tile_config
+from helion_attn.configs import packing
 from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX, LN2, LOG2E
 from helion_attn.reference.hadamard import hadamard, hadamard_block
 from helion_attn.reference.rope import apply_rope_qk
@@ -25,11 +25,11 @@ class RoundedQKV(NamedTuple):
     Attributes:
         q8: [B, H, M, D], values of `recipe.qk_dtype` held in fp32; rotated if `recipe.hadamard`.
         k8: [B, H_kv, N, D], likewise.
-        v8: [B, H_kv, N, D], values of `recipe.pv_dtype` held in fp32.
+        v8: [B, H_kv, N, D_v], values of `recipe.pv_dtype` held in fp32.
         q_descale: [B, H, M], one a row whatever `recipe.q_scales`.
         k_descale: [B, H_kv, N], one a key whatever `recipe.k_scales`.
-        v_descale: [B, H_kv, D], one a channel whatever `recipe.v_scales`.
-        v_mean: [B, H_kv, D]; zeros if V was not centred.
+        v_descale: [B, H_kv, D_v], one a channel whatever `recipe.v_scales`.
+        v_mean: [B, H_kv, D_v]; zeros if V was not centred.
         k_mean: [B, H_kv, D], not rotated; zeros if K was not smoothed.
         lse_shift: [B, H, M], each query's product with `k_mean`, which no score holds; zeros if K was not smoothed.
     """
@@ -115,7 +115,7 @@ def quantize(
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any device.
         k: [B, H_kv, N, D].
-        v: [B, H_kv, N, D].
+        v: [B, H_kv, N, D_v].
         recipe: as in `helion_attn.quantize`.
         rope: applied to q and k first.
 
@@ -123,7 +123,7 @@ def quantize(
         ValueError: the table of `rope` is too small, or it has no
             `q_positions` and M is more than N.
     """
-    tile = tile_config(padded_head_dim(q.size(3)), causal=False)
+    tile = packing(q.size(3), v.size(3))
     # [B, H, M, D] and [B, H_kv, N, D], fp32
     q_rope, k_rope = (q.float(), k.float()) if rope is None else (x.float() for x in apply_rope_qk(q, k, rope))
     k_mean = _mean_over_keys(k_rope, recipe.smooth_k)
@@ -239,7 +239,7 @@ def fp8_attention(
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32; with layout="bshd", H and M swapped; k and v likewise.
         k: [B, H_kv, N, D].
-        v: [B, H_kv, N, D].
+        v: [B, H_kv, N, D_v].
         causal: row i sees keys j <= i + N - M.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default.
         layout: "bhsd" or "bshd".
@@ -270,7 +270,7 @@ def fp8_attention(
 
     m_i = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
     l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
-    acc = q.new_zeros((B, H, M, D), dtype=torch.float32)
+    acc = q.new_zeros((B, H, M, v.size(3)), dtype=torch.float32)
     for j in range(0, N, block_n):
         # [B, H, M, block_n]
         s = r.q8 @ k8[:, :, j : j + block_n].mT

@@ -1,0 +1,228 @@
+"""Head dims above 256, and heads whose V is wider or narrower: results, configs, and the code of every config."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import PRESETS, make_case
+from offline import compile_attention, compile_quantize, fake_qkv, forget
+
+import helion_attn as ha
+from helion_attn.configs import (
+    LARGE_TILE_CONFIGS,
+    LargeTileConfig,
+    attention_tile_config,
+    large_tile_config,
+    packing,
+    uses_large_d,
+)
+from helion_attn.kernels.fp8_attn_fwd_large_d import int8_score_bias
+from helion_attn.numerics import INT8_SCORE_BIAS
+from helion_attn.testing import SHARED_BYTES_PER_SM, make_qkv, relative_error
+
+#: (D, D_v, H_kv, M, N, causal): padded and whole, one part of V and several, both kernels.
+SHAPES = [
+    (64, 128, 1, 70, 150, True),
+    (128, 48, 2, 65, 129, False),
+    (192, 128, 1, 130, 200, True),
+    (320, 320, 2, 130, 150, False),
+    (300, 200, 1, 20, 70, True),
+    (448, 448, 2, 17, 70, True),
+    (576, 512, 1, 17, 70, True),
+    (640, 640, 2, 130, 63, True),
+    (1024, 1024, 1, 17, 70, False),
+]
+
+
+@pytest.mark.parametrize(("D", "D_v", "H_kv", "M", "N", "causal"), SHAPES)
+def test_errors(D: int, D_v: int, H_kv: int, M: int, N: int, causal: bool, device: str) -> None:
+    case = make_case(make_qkv("randn", 1, 2, H_kv, M, N, D, device=device, D_v=D_v), causal)
+    out, lse = case.run(torch.float32)
+    assert out.shape == (1, 2, M, D_v)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+    dequantized = ha.dequantize(ha.quantize(*case.qkv))
+    assert [x.size(3) for x in dequantized] == [D, D, D_v]
+    assert relative_error(dequantized[2], case.qkv[2]) < 0.05
+
+
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.ACCURATE], ids=["fast", "accurate"])
+@pytest.mark.parametrize(("D", "D_v"), [(192, 128), (384, 384)])
+def test_recipes(D: int, D_v: int, recipe: ha.Recipe, device: str) -> None:
+    case = make_case(make_qkv("outlier", 1, 2, 1, 20, 140, D, device=device, D_v=D_v), True, recipe=recipe)
+    out, lse = case.run(torch.float32)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
+#: Together with a recipe that shifts the lse, on shapes of one part of V and of several.
+MASKS: dict[str, dict[str, Any]] = {
+    "window": {"window": (40, 9)},
+    "window_causal": {"window": (70, -1), "causal": True},
+    "softcap": {"softcap": 2.0, "recipe": ha.ACCURATE},
+    "sinks": {"sinks": [1.0, float("-inf")], "causal": True, "recipe": ha.Recipe(smooth_k=True)},
+    "everything": {"window": (50, 5), "softcap": 3.0, "sinks": [0.5, 4.0], "recipe": ha.ACCURATE},
+}
+
+
+@pytest.mark.parametrize(
+    ("D", "D_v", "name"), [*((192, 128, name) for name in MASKS), (320, 384, "everything"), (320, 384, "window_causal")]
+)
+def test_masks_and_sinks(D: int, D_v: int, name: str, device: str) -> None:
+    options = dict(MASKS[name])
+    if "sinks" in options:
+        options["sinks"] = torch.tensor(options["sinks"], device=device)
+    case = make_case(make_qkv("biased_v", 1, 2, 1, 150, 140, D, device=device, D_v=D_v), **options)
+    out, lse = case.run(torch.float32)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
+@pytest.mark.parametrize(("D", "D_v"), [(192, 128), (512, 512), (1024, 1024)])
+def test_largest_int8_sums(D: int, D_v: int, device: str) -> None:
+    """Sums up to 127**2 D, of both signs and odd: past 2**22, where the other kernel's reading of int32 ends."""
+    q = torch.ones(1, 1, 3, D, device=device)
+    k = torch.ones(1, 1, 9, D, device=device)
+    for j in range(9):
+        k[0, 0, j, : 100 * j] = -1
+    k[0, 0, 1:, -1] = 0
+    v = torch.arange(9.0, device=device).view(1, 1, 9, 1).repeat(1, 1, 1, D_v)
+    recipe = ha.Recipe(qk_dtype=torch.int8, k_scales="block", center_v=False)
+    packed = ha.quantize(q, k, v, recipe=recipe)
+    assert packed.q8.amax() == packed.k8.amax() == 127
+    assert packed.k8.amin() == -127
+    for keys in (slice(None), slice(0, 1), slice(8, 9), slice(1, 2)):
+        # Of a few keys, so that the lse is a score; differences of scores of 1 show as well.
+        found = ha.attention(q, k[:, :, keys], v[:, :, keys], sm_scale=1.0, recipe=recipe, return_lse=True)
+        expected = ha.reference.attention(q, k[:, :, keys], v[:, :, keys], sm_scale=1.0, return_lse=True)
+        torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(found[0].double(), expected[0], rtol=0.02, atol=1e-6)
+
+
+@pytest.mark.parametrize("D_pad", sorted({D_pad for D_pad, _, _ in LARGE_TILE_CONFIGS}))
+def test_int8_bias_within_its_range(D_pad: int) -> None:
+    """The float 1.5 * 2**23 + n has n in its low bits for |n| < 2**22 alone."""
+    bias = int8_score_bias(D_pad)
+    assert bias == (INT8_SCORE_BIAS if D_pad <= 260 else 0.0)
+    extremes = torch.tensor([127**2 * D_pad, -(127**2) * D_pad], dtype=torch.int32)
+    if bias:
+        read = (extremes + 0x4B400000).view(torch.float32) - bias
+    else:
+        read = extremes.to(torch.float32)
+    assert torch.equal(read.to(torch.int32), extremes)
+
+
+def test_rope(device: str) -> None:
+    angles = torch.arange(90, device=device).unsqueeze(1) * torch.linspace(0.01, 1, 32, device=device)
+    rope = ha.Rope(angles.cos(), angles.sin())
+    case = make_case(make_qkv("randn", 1, 2, 1, 20, 90, 320, device=device), True, rope=rope)
+    case.assert_within_budget(case.run(torch.float32)[0])
+
+
+def test_bshd(device: str) -> None:
+    qkv = make_qkv("randn", 2, 2, 1, 20, 70, 320, device=device, D_v=384)
+    expected = ha.attention(*qkv)
+    out = ha.attention(*(x.transpose(1, 2) for x in qkv), layout="bshd")
+    assert torch.equal(out.transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize(("D", "D_v"), [(192, 128), (512, 512)])
+def test_biased_v_at_many_keys(D: int, D_v: int, device: str) -> None:
+    """Centred or in two levels, the sum of P V does not drift."""
+    case = make_case(make_qkv("biased_v", 1, 1, 1, 2, 4096, D, device=device, D_v=D_v))
+    out = case.run(torch.float32)[0]
+    case.assert_within_budget(out)
+    assert relative_error(out, case.oracle) <= 0.003
+
+
+def test_promotion_is_refused_where_there_are_no_registers() -> None:
+    recipe = ha.Recipe(promote_every=1)
+    with pytest.raises(ValueError, match="head dim is 320; above 128"):
+        ha.quantize(*make_qkv("randn", 1, 1, 1, 3, 5, 320), recipe=recipe)
+    ha.quantize(*make_qkv("randn", 1, 1, 1, 3, 5, 192, D_v=128), recipe=recipe)
+
+
+@pytest.mark.parametrize("D", [16, 64, 192, 256, 257, 448, 576, 900, 1024])
+@pytest.mark.parametrize("D_v", [16, 128, 256, 300, 512, 1024])
+def test_packing_holds_every_pair(D: int, D_v: int) -> None:
+    found = packing(D, D_v)
+    assert found.D_pad >= D
+    assert found.D_v_pad >= D_v
+    for causal in (False, True):
+        tile = (large_tile_config if uses_large_d(D, D_v) else attention_tile_config)(D, D_v, causal)
+        assert (tile.bm, tile.bn) == (found.bm, found.bn)
+        if isinstance(tile, LargeTileConfig):
+            assert found.D_pad == tile.D_pad
+            assert found.D_v_pad % tile.v_tile == 0
+
+
+def test_both_masks_have_a_config() -> None:
+    keys = {(D_pad, v_tile) for D_pad, v_tile, _ in LARGE_TILE_CONFIGS}
+    assert LARGE_TILE_CONFIGS.keys() == {(*key, causal) for key in keys for causal in (False, True)}
+
+
+#: Head dims of V that configs are for, where they are not D.
+D_V = {(192, 128): 128, (576, 256): 512}
+
+#: The default recipe on every causal config, and the other product on some full ones.
+COMPILED = [
+    *((tile, "balanced") for tile in LARGE_TILE_CONFIGS.values() if tile.causal),
+    *((tile, "fast") for tile in LARGE_TILE_CONFIGS.values() if not tile.causal and tile.D_pad in (192, 640)),
+]
+
+
+@pytest.mark.parametrize(("tile", "recipe"), [pytest.param(t, r, id=f"d{t.D_pad}-{t.v_tile}-{r}") for t, r in COMPILED])
+def test_shipped_config(tile: LargeTileConfig, recipe: str) -> None:
+    D_v = D_V.get((tile.D_pad, tile.v_tile), tile.D_pad)
+    assert large_tile_config(tile.D_pad, D_v, tile.causal) == tile
+    kernel = compile_attention(tile.D_pad, tile.causal, D_v=D_v, recipe=PRESETS[recipe])
+    assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, "spills"
+    assert kernel.opcodes["QGMMA"] > 0
+    # int8 sums are converted one by one exactly where the bias does not hold: scores of a thread, and a few lengths.
+    conversions = sum(count for name, count in kernel.opcodes.items() if name.startswith("I2F"))
+    biased = "1262485504" in kernel.ptx or "0x4b400000" in kernel.sass
+    if recipe == "balanced":
+        assert kernel.opcodes["IGMMA"] > 0
+        assert biased == (tile.D_pad <= 260)
+        assert (conversions >= tile.bm * tile.bn // (32 * tile.num_warps)) == (tile.D_pad > 260)
+    assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
+    # Three row reductions over 4 lanes: P does not move between lanes.
+    assert kernel.opcodes["SHFL"] <= 3 * 2 * (2 * tile.bm // (16 * tile.num_warps))
+    assert kernel.shared_bytes <= SHARED_BYTES_PER_SM - 1024
+    assert kernel.registers <= tile.max_registers
+    assert kernel.ctas_per_sm >= tile.ctas_per_sm
+
+
+@pytest.mark.parametrize(("D", "D_v"), [(64, 128), (128, 64)])
+def test_pairs_of_the_other_kernel_compile(D: int, D_v: int) -> None:
+    kernel = compile_attention(D, True, D_v=D_v)
+    assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0
+    assert kernel.opcodes["QGMMA"] > 0
+    assert kernel.ctas_per_sm >= attention_tile_config(D, D_v, True).ctas_per_sm
+
+
+@pytest.mark.parametrize("recipe", [PRESETS["balanced"], PRESETS["accurate"]], ids=["balanced", "accurate"])
+def test_preprocessing_compiles(recipe: ha.Recipe) -> None:
+    for kernel in compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 576, D_v=512), recipe=recipe):
+        assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, kernel.name
+
+
+def test_masks_compile() -> None:
+    options: dict[str, Any] = {"window": (100, 20), "softcap": 30.0, "sinks": True}
+    kernel = compile_attention(640, False, recipe=ha.BALANCED, **options)
+    assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0
+
+
+def test_tuner_has_the_shipped_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
+    tune = importlib.import_module("tune_large_d")
+    candidates = [asdict(tile) for tile in tune.grid(tune.TILES)]
+    for tile in LARGE_TILE_CONFIGS.values():
+        assert asdict(replace(tile, ctas_per_sm=0)) in candidates
+    forget()
