@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +21,12 @@ from helion_attn.kernels import fp8_attn_fwd
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 
 
-def row_reduction_shuffles(tile: TileConfig) -> int:
-    """SHFL of two row reductions (the maximum in the loop, the sum at the end) over 4 lanes."""
+def row_reduction_shuffles(tile: TileConfig, recipe: ha.Recipe = ha.FAST) -> int:
+    """SHFL of two row reductions (maximum in the loop, sum at the end) over 4 lanes, and of int8's row scales."""
     rows_per_thread = 2 * tile.bm // (16 * tile.num_warps)
     steps = 2
-    return 2 * rows_per_thread * steps
+    largest_scale = int(math.log2(tile.bm)) if recipe.qk_dtype == torch.int8 else 0
+    return 2 * rows_per_thread * steps + largest_scale
 
 
 def assert_no_spills(kernel: Sm90Kernel) -> None:
@@ -37,12 +39,13 @@ def assert_8_bit_attention(kernel: Sm90Kernel, tile: TileConfig, recipe: ha.Reci
     assert (kernel.opcodes["IGMMA"] > 0) == (recipe.qk_dtype == torch.int8)
     assert kernel.opcodes["HGMMA"] == 0
     assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
-    assert kernel.opcodes["SHFL"] <= row_reduction_shuffles(tile), "P moves between lanes"
+    assert kernel.opcodes["SHFL"] <= row_reduction_shuffles(tile, recipe), "P moves between lanes"
 
 
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("tile", tile_configs(), ids=lambda t: f"d{t.D_pad}-{'causal' if t.causal else 'full'}")
 def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
+    tile = fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap=False)
     kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe)
     assert_8_bit_attention(kernel, tile, recipe)
     assert kernel.opcodes["PRMT"] == 0, "P moves between the bytes of registers"
@@ -80,8 +83,7 @@ def test_masks_and_sinks(name: str, D: int) -> None:
     options = dict((MASKS | AT_64)[name])
     recipe = options.pop("recipe")
     tile = tile_config(D, "window" in options)
-    if "softcap" in options:
-        tile = fp8_attn_fwd.with_softcap(tile)
+    tile = fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap="softcap" in options)
     kernel = compile_attention(D, options.pop("causal", False), recipe=recipe, **options)
     assert_8_bit_attention(kernel, tile, recipe)
     assert kernel.registers <= tile.max_registers

@@ -40,7 +40,7 @@ import torch
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import fma, maximum, tanh
-from helion_attn.numerics import E4M3_OVERFLOW, FP32_TINY, INT8_SCORE_BIAS, LN2, LOG2E
+from helion_attn.numerics import E4M3_OVERFLOW, FP32_TINY, INT8_SCORE_BIAS, LN2, LOG2E, MAX_BIASED_SCALE_LOG2
 
 
 def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
@@ -49,7 +49,7 @@ def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
 
 
 def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda: hl.constexpr) -> torch.Tensor:
-    """`q_tile @ k_tile` as fp32 [bm, bn]; of int8 on the GPU, `INT8_SCORE_BIAS` too large.
+    """`q_tile @ k_tile` as fp32 [bm, bn]; of int8, `INT8_SCORE_BIAS` too large.
 
     The float 1.5 * 2**23 + n has n in its low bits, for |n| < 2**22, and int8 products stay below 127**2 * 256. So an
     int32 sum that starts at the bits of 1.5 * 2**23 is that float: the conversion costs no instruction of its own.
@@ -58,7 +58,7 @@ def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda
         if is_cuda:
             bias = hl.full([bm, bn], 0x4B400000, dtype=torch.int32)
             return hl.dot(q_tile, k_tile, acc=bias).view(torch.float32)
-        return q_tile.to(torch.float32) @ k_tile.to(torch.float32)
+        return q_tile.to(torch.float32) @ k_tile.to(torch.float32) + INT8_SCORE_BIAS
     return hl.dot(q_tile, k_tile)
 
 
@@ -119,6 +119,7 @@ def visible_keys(
 
 def online_softmax_step(
     s: torch.Tensor,  # [bm, bn]
+    bias: Any,  # []
     qk_scale_log2: torch.Tensor,  # [bm] or []
     m_i: torch.Tensor,  # [bm]
     l_i: torch.Tensor,  # [bm, l_lanes]
@@ -126,25 +127,25 @@ def online_softmax_step(
     bn: int,
     l_lanes: int,
     pv_dtype: torch.dtype,
-    s_bias: hl.constexpr,
+    biased: hl.constexpr,
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
     empty_rows: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One block of scores, `s_bias` too large and unscaled, -inf where masked, into `(p8, alpha, m_i, l_i)`."""
+    """Scores, `bias` too large if `biased`, unscaled, -inf where masked, into `(p8, alpha, m_i, l_i)`."""
     # The scale is positive, so the maximum commutes with it: a multiply per row, and exp2's argument is an FMA.
     largest = torch.amax(s, 1)
-    if s_bias:
-        largest = largest - s_bias
+    if biased:
+        largest = largest - bias
     m_new = maximum(m_i, largest * qk_scale_log2 - p_offset_log2, is_cuda)
     m_ref = m_new
     if empty_rows:
         # A row that has seen no key keeps m_i = -inf; its p must be 0, not 2**(-inf + inf).
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
     shift = m_ref
-    if s_bias:
-        shift = shift + s_bias * qk_scale_log2
+    if biased:
+        shift = shift + bias * qk_scale_log2
     p = torch.exp2(scaled(s, qk_scale_log2, q_row_descales) - shift.unsqueeze(1))
     alpha = torch.exp2(m_i - m_ref)
     # Unrounded p.
@@ -318,8 +319,10 @@ def fp8_attn_fwd(
         # [bm], or a scalar for one a block
         if q_row_descales:
             q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * qk_scale
+            largest_biased_k_scale = MAX_BIASED_SCALE_LOG2 / torch.amax(q_scale_log2, 0)
         else:
             q_scale_log2 = q_descale[packed_rows] * qk_scale
+            largest_biased_k_scale = MAX_BIASED_SCALE_LOG2 / q_scale_log2
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if k_block_descales:
@@ -344,6 +347,8 @@ def fp8_attn_fwd(
 
         for j in hl.grid(n_begin, n_end):
             qk_scale_log2 = positive(q_scale_log2 * k_scale)
+            # The bias times a large scale would round exponents, so it goes; not "large", since a NaN is not within.
+            within = (k_scale <= largest_biased_k_scale).to(torch.float32)
             if k_block_descales:
                 k_scale = k_descale[kv * n_blocks + min(j + 1, n_end - 1)]
             # [bm, bn]
@@ -353,6 +358,8 @@ def fp8_attn_fwd(
             s, s_scale_log2 = softmax_input(
                 s, qk_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
             )
+            if softmax_bias and within == 0.0:
+                s = s - s_bias  # exact
             if max(n_left - j, j + 1 - n_full) > 0:
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
                 keys = j * bn + hl.arange(bn)
@@ -360,6 +367,7 @@ def fp8_attn_fwd(
                 s = torch.where(visible, s, float("-inf"))
             p8, alpha, m_i, l_i = online_softmax_step(
                 s,
+                within * s_bias,
                 s_scale_log2,
                 m_i,
                 l_i,
@@ -367,7 +375,7 @@ def fp8_attn_fwd(
                 bn,
                 l_lanes,
                 v8.dtype,
-                softmax_bias,
+                softmax_bias != 0.0,
                 p_offset_log2,
                 softmax_row_descales,
                 has_left or has_right,
@@ -429,9 +437,10 @@ def helion_config(tile: TileConfig) -> helion.Config:
     )
 
 
-def with_softcap(tile: TileConfig) -> TileConfig:
-    """`tile` with the registers that tanh needs: at 128, one or two of them are spilled in the loop."""
-    if tile.max_registers >= 168:
+def specialised(tile: TileConfig, qk_dtype: torch.dtype, has_softcap: bool) -> TileConfig:
+    """`tile` with the registers that tanh, or masked int8 scores at D 64, need: at 128, one or two are spilled."""
+    masked_int8 = qk_dtype == torch.int8 and tile.causal and tile.D_pad == 64
+    if tile.max_registers >= 168 or not (has_softcap or masked_int8):
         return tile
     return dataclasses.replace(tile, max_registers=168, ctas_per_sm=3)
 
@@ -500,7 +509,7 @@ def kernel_args(
         min(right, m_len),
         sm_scale * LOG2E if softcap is None else sm_scale / softcap,
         1.0 if softcap is None else softcap * LOG2E,
-        INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
+        INT8_SCORE_BIAS if q8.dtype == torch.int8 else 0.0,
         float(p_offset_log2),
         q_row_descales,
         k_block_descales,
@@ -566,8 +575,7 @@ def launch(
     edges = (left >= 0, right >= 0, softcap is None, sinks is None)
     head_dims = (q8.size(3), v8.size(2))
     variant = (q8.dtype, v8.dtype, *head_dims, p_offset_log2, lse_shift is None, *edges, *options)
-    if softcap is not None:
-        tile = with_softcap(tile)
+    tile = specialised(tile, q8.dtype, softcap is not None)
     kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
     kernel(

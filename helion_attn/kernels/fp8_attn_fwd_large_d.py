@@ -33,7 +33,7 @@ from helion_attn.kernels.fp8_attn_fwd import (
     visible_keys,
 )
 from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
-from helion_attn.numerics import INT8_MAX, INT8_SCORE_BIAS, LN2, LOG2E
+from helion_attn.numerics import LN2, LOG2E
 
 
 def split_head_dim(d: int) -> list[tuple[int, int]]:
@@ -81,35 +81,23 @@ def query_pieces(
     return found
 
 
-def int8_score_bias(d_pad: int) -> float:
-    """What int8 scores of so many channels are too large by on the GPU: 0 where their sums are not below 2**22."""
-    return INT8_SCORE_BIAS if INT8_MAX**2 * d_pad < 2**22 else 0.0
-
-
 def scores_of_pieces(
     q_pieces: list[torch.Tensor],  # [bm, d] each
     k_pieces: list[torch.Tensor],  # [bn, d] each
     bm: int,
     bn: int,
-    s_bias: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> torch.Tensor:
-    """Scores of all D channels, fp32 [bm, bn]; of int8 on the GPU, `s_bias` too large.
+    """Scores of all D channels, fp32 [bm, bn].
 
-    A sum of int8 products that stays below 2**22 is read as a float, as in `fp8_attn_fwd.scores`. Those of more than
-    260 channels may not, and are converted one by one: exactly, for 127**2 * 1024 is still below 2**24.
+    Sums of int8 products are converted one by one, exactly, for 127**2 * 1024 is below 2**24. Those of more than 260
+    channels may pass 2**22, and cannot be read as floats as in `fp8_attn_fwd.scores`.
     """
     pairs = [(q, k.transpose(0, 1)) for q, k in zip(q_pieces, k_pieces, strict=True)]
-    if q_pieces[0].dtype == torch.int8:
-        if not is_cuda:
-            # PyTorch has no int8 product.
-            products = [q.to(torch.float32) @ k.to(torch.float32) for q, k in pairs]
-            return torch.stack(products).sum(0)
-        if s_bias:
-            s = hl.full([bm, bn], 0x4B400000, dtype=torch.int32)
-            for q, k in pairs:
-                s = hl.dot(q, k, acc=s)
-            return s.view(torch.float32)
+    if q_pieces[0].dtype == torch.int8 and not is_cuda:
+        # PyTorch has no int8 product.
+        products = [q.to(torch.float32) @ k.to(torch.float32) for q, k in pairs]
+        return torch.stack(products).sum(0)
     s = hl.dot(*pairs[0])
     for q, k in pairs[1:]:
         s = hl.dot(q, k, acc=s)
@@ -143,7 +131,6 @@ def fp8_attn_fwd_large_d(
     v_parts: hl.constexpr,
     has_narrow_d: hl.constexpr,
     has_narrow_v: hl.constexpr,
-    s_bias: hl.constexpr,
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
     k_block_descales: hl.constexpr,
@@ -217,13 +204,11 @@ def fp8_attn_fwd_large_d(
         # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
         shift = hl.zeros([bm], dtype=torch.float32)
         if has_softcap:
-            # tanh leaves no bias and no descale.
-            softmax_bias = 0.0
+            # tanh leaves no descale.
             softmax_row_descales = False
             if shift_lse:
                 shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
         else:
-            softmax_bias = s_bias
             softmax_row_descales = q_row_descales
         m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
@@ -238,13 +223,13 @@ def fp8_attn_fwd_large_d(
             # [bn, d_wide] each, [bn, d_narrow]
             k_tiles = row_pieces(k_wide, k_narrow, kv, j, d_count, has_narrow_d)
             # [bm, bn]
-            s = scores_of_pieces(q_tiles, k_tiles, bm, bn, s_bias, is_cuda)
+            s = scores_of_pieces(q_tiles, k_tiles, bm, bn, is_cuda)
             # [bn, v_wide], [bn, v_narrow]. Loaded before the softmax: see `fp8_attn_fwd`.
             v_tile_wide = v_wide[kv, j * v_parts + part, :, :].transpose(0, 1)
             if has_narrow_v:
                 v_tile_narrow = v_narrow[kv, j * v_parts + part, :, :].transpose(0, 1)
             s, s_scale_log2 = softmax_input(
-                s, qk_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
+                s, qk_scale_log2, softcap_log2, shift, 0.0, q_row_descales, shift_lse, has_softcap, is_cuda
             )
             if max(n_left - j, j + 1 - n_full) > 0:
                 # The key index is made inside the loop; kept outside, it takes registers throughout.
@@ -252,7 +237,7 @@ def fp8_attn_fwd_large_d(
                 visible = visible_keys(keys, diagonal + hl.arange(bm), n_len, left, right, has_left, has_right)
                 s = torch.where(visible, s, float("-inf"))
             p8, alpha, m_i, l_i = online_softmax_step(
-                s, s_scale_log2, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, softmax_bias, p_offset_log2,
+                s, 0.0, s_scale_log2, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, False, p_offset_log2,
                 softmax_row_descales, has_left or has_right, is_cuda,
             )  # fmt: skip
             acc = accumulate(acc, alpha, p8, v_tile_wide, two_level, is_cuda)
@@ -388,7 +373,6 @@ def kernel_args(
         v_parts,
         has_narrow_d,
         has_narrow_v,
-        int8_score_bias(q8.size(3)) if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
         float(p_offset_log2),
         q_row_descales,
         k_block_descales,
