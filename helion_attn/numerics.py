@@ -27,8 +27,8 @@ FORMAT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX, torch.
 INT8_SCORE_BIAS = 12582912.0
 
 #: The largest scale of an int8 score, in base 2, up to which the bias stays on it. Beyond, the bias times the scale has
-#: too few bits left: exponents would be off by up to 0.75 of the scale, here 0.003.
-MAX_BIASED_SCALE_LOG2 = 2.0**-8
+#: too few bits left: exponents would be off by up to 0.75 of the scale, here 0.0004.
+MAX_BIASED_SCALE_LOG2 = 2.0**-11
 
 #: The largest offset by P's dtype, which is also the default: 2**15 is the largest power of two in e5m2.
 MAX_P_OFFSET_LOG2 = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
