@@ -37,10 +37,10 @@ def quantize(
     """Quantise Q, K and V to 8 bits and pack them for `attention_quantized`.
 
     Reads the tensors as they are, whatever their strides (a transposed view, a slice of a packed BS3HD tensor), and
-    writes the packed copies once. Every tensor is read once for that; V, and K unless `recipe` has a descale for each
-    block of it, once before for its statistics, and Q if `recipe` has one descale a head or a tensor. What `rope`
-    rotates, and fp32 tensors, must have a last-dimension stride of 1, and fp32 tensors other strides that are multiples
-    of 4.
+    writes the packed copies once. Every tensor is read once for that. V is read once before, for its statistics, and so
+    are K, unless `recipe` has a descale for each block of it and no `smooth_k`, and Q, if `recipe` has one descale a
+    head or a tensor. What `rope` rotates, and fp32 tensors, must have a last-dimension stride of 1, and fp32 tensors
+    other strides that are multiples of 4.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32; D in 16..1024; with layout="bshd", H and M swapped; k and v likewise.
@@ -206,7 +206,8 @@ def attention_quantized(
 
     Returns:
         out, D_v wide, in the layout of the unquantised tensors, and fp32 lse [B, H, M], natural log, if asked for. A
-        NaN or infinity in a head of q, k or v makes every output that depends on it NaN.
+        NaN or infinity makes everything that shares its descale NaN (a row of q, a head or block of k, a head of v),
+        and every output that depends on that.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `quantize`.

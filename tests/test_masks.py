@@ -107,7 +107,9 @@ def test_blocks_outside_a_window_are_not_read(window: Window, device: str) -> No
         as_bytes[:, ~used] = 0x7F  # NaN
         return as_bytes.view(x8.dtype)
 
-    holed = dataclasses.replace(packed, k8=poisoned(packed.k8), v8=poisoned(packed.v8))
+    # int8 has no NaN: a block of K is poisoned through its descale.
+    k_descale = torch.where(used, packed.k_descale, float("nan"))
+    holed = dataclasses.replace(packed, k_descale=k_descale, v8=poisoned(packed.v8))
     out, expected = (ha.attention_quantized(x, window=window) for x in (holed, packed))
     assert torch.equal(out[:, :, :bm], expected[:, :, :bm])
 
