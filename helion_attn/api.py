@@ -10,6 +10,7 @@ from helion_attn import ops  # noqa: F401 - registers them
 from helion_attn.configs import packing
 from helion_attn.types import BALANCED, QuantizedQKV, Recipe, Rope
 from helion_attn.validate import (
+    check_causal,
     check_descale,
     check_dtype,
     check_head_dim,
@@ -216,6 +217,7 @@ def attention_quantized(
         raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
     check_head_dim("D is", qkv.D)
     check_head_dim("D_v is", qkv.D_v)
+    check_causal(causal)
     check_window(window)
     left, right = (-1, -1) if window is None else window
     if causal:
@@ -345,6 +347,7 @@ def attention(
         check_sm_scale(sm_scale)
     if out_dtype is not None:
         check_out_dtype(out_dtype)
+    check_causal(causal)
     check_window(window)
     check_softcap(softcap)
     if sinks is not None:

@@ -194,10 +194,16 @@ def check_qkv(
 
 def check_sm_scale(sm_scale: float, name: str = "sm_scale") -> None:
     """A finite number, not negative: the online softmax takes the maximum before it scales."""
-    if not isinstance(sm_scale, (int, float)):
+    if not isinstance(sm_scale, (int, float)) or isinstance(sm_scale, bool):
         raise TypeError(f"{name} is a {type(sm_scale).__name__}; it must be a float")
     if not math.isfinite(sm_scale) or sm_scale < 0:
         raise ValueError(f"{name} is {sm_scale}; it must be finite and not negative")
+
+
+def check_causal(causal: bool, name: str = "causal") -> None:
+    """A bool: the string "no" is true."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"{name} is {causal!r}; it must be a bool")
 
 
 def check_window(window: tuple[int, int] | None, name: str = "window") -> None:
