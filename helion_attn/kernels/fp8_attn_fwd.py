@@ -319,7 +319,9 @@ def fp8_attn_fwd(
         # [bm], or a scalar for one a block
         if q_row_descales:
             q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * qk_scale
-            largest_biased_k_scale = MAX_BIASED_SCALE_LOG2 / torch.amax(q_scale_log2, 0)
+            # A row that is NaN must not change its neighbours.
+            known_scale_log2 = torch.where(q_scale_log2 == q_scale_log2, q_scale_log2, 0.0)
+            largest_biased_k_scale = MAX_BIASED_SCALE_LOG2 / torch.amax(known_scale_log2, 0)
         else:
             q_scale_log2 = q_descale[packed_rows] * qk_scale
             largest_biased_k_scale = MAX_BIASED_SCALE_LOG2 / q_scale_log2
