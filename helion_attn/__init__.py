@@ -7,12 +7,14 @@ from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.preprocess.hadamard import hadamard_matrix
 from helion_attn.sdpa import sdpa
 from helion_attn.transformers import register_transformers
-from helion_attn.types import ACCURATE, BALANCED, FAST, QuantizedQKV, Recipe, Rope
+from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, QuantizedQKV, Recipe, Rope
 
 __all__ = [
     "ACCURATE",
     "BALANCED",
+    "BF16",
     "FAST",
+    "HYBRID",
     "QuantizedQKV",
     "Recipe",
     "Rope",

@@ -35,19 +35,19 @@ def quantize(
     layout: str = "bhsd",
     rope: Rope | None = None,
 ) -> QuantizedQKV:
-    """Quantise Q, K and V to 8 bits and pack them for `attention_quantized`.
+    """Quantise Q, K and V to 8 bits, or cast them to 16, and pack them for `attention_quantized`.
 
     Reads the tensors as they are, whatever their strides (a transposed view, a slice of a packed BS3HD tensor), and
-    writes the packed copies once. Every tensor is read once for that. V is read once before, for its statistics, and so
-    are K, unless `recipe` has a descale for each block of it and no `smooth_k`, and Q, if `recipe` has one descale a
-    head or a tensor. What `rope` rotates, and fp32 tensors, must have a last-dimension stride of 1, and fp32 tensors
-    other strides that are multiples of 4.
+    writes the packed copies once. Every tensor is read once for that. V is read once before, for its statistics, unless
+    it is neither scaled nor centred. So is K, unless `recipe` has a descale for each block of it, or none, and no
+    `smooth_k`, and Q, if `recipe` has one descale a head or a tensor. What `rope` rotates, and fp32 tensors, must have
+    a last-dimension stride of 1, and fp32 tensors other strides that are multiples of 4.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32; D in 16..1024; with layout="bshd", H and M swapped; k and v likewise.
         k: [B, H_kv, N, D]; H is a multiple of H_kv.
         v: [B, H_kv, N, D_v]; D_v in 16..1024.
-        recipe: how the tensors become 8-bit numbers.
+        recipe: how the tensors become 8- or 16-bit numbers.
         layout: "bhsd" or "bshd".
         rope: rotate Q and K by position first.
 
@@ -63,7 +63,7 @@ def quantize(
     check_recipe(recipe, D, D_v)
     if rope is not None:
         check_rope(rope, q, k)
-    tile = packing(D, D_v)
+    tile = packing(D, D_v, recipe.bits)
     tables = (
         (None, None, None, None, False)
         if rope is None
@@ -193,7 +193,7 @@ def attention_quantized(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T * sm_scale) v on quantised tensors: both products on 8-bit operands.
+    """softmax(q k^T * sm_scale) v on quantised tensors: both products on operands of the recipe's dtypes.
 
     Args:
         qkv: from `quantize`.
@@ -222,7 +222,8 @@ def attention_quantized(
     left, right = (-1, -1) if window is None else window
     if causal:
         right = 0
-    check_quantized(qkv, packing(qkv.D, qkv.D_v))
+    check_recipe(qkv.recipe, qkv.D, qkv.D_v)
+    check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
     scale = qkv.D**-0.5 if sm_scale is None else sm_scale
     check_sm_scale(scale)
     check_softcap(softcap)
@@ -320,7 +321,7 @@ def attention(
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
         layout: "bhsd" or "bshd", of the inputs and the output.
-        recipe: how the tensors become 8-bit numbers.
+        recipe: how the tensors become 8- or 16-bit numbers.
         rope: rotate Q and K by position first.
         window: (left, right), as in flash-attn: row i sees keys i + N - M - left .. i + N - M + right, and -1 is
             unlimited (Longformer, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825). With `causal`, right is 0 whatever

@@ -30,8 +30,9 @@ INT8_SCORE_BIAS = 12582912.0
 #: too few bits left: exponents would be off by up to 0.75 of the scale, here 0.0004.
 MAX_BIASED_SCALE_LOG2 = 2.0**-11
 
-#: The largest offset by P's dtype, which is also the default: 2**15 is the largest power of two in e5m2.
-MAX_P_OFFSET_LOG2 = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+#: The largest offset by P's dtype, which is also the default: 2**15 is the largest power of two in e5m2 and in fp16.
+#: bf16 has the range of fp32 and needs none.
+MAX_P_OFFSET_LOG2 = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15, torch.bfloat16: 0, torch.float16: 15}
 
 #: A descale is at least this, so that its reciprocal stays finite when a head is all zeros (or all subnormal).
 DESCALE_MIN = FP32_TINY

@@ -98,10 +98,11 @@ def _empty_packed(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (B, H, M, _D), (H_kv, N) = q.shape, k.shape[1:3]
     m_blocks, n_blocks = (M + bm - 1) // bm, (N + bn - 1) // bn
+    v_block = (d_v_pad, bn) if pv_dtype.itemsize == 1 else (bn, d_v_pad)
     return (
         q.new_empty((B * H, m_blocks, bm, d_pad), dtype=qk_dtype),
         q.new_empty((B * H_kv, n_blocks, bn, d_pad), dtype=qk_dtype),
-        q.new_empty((B * H_kv, n_blocks, d_v_pad, bn), dtype=pv_dtype),
+        q.new_empty((B * H_kv, n_blocks, *v_block), dtype=pv_dtype),
     )
 
 
@@ -201,7 +202,7 @@ def _fp8_attn_fwd(
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
     numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales)
     args = (*packed, out, lse, m_len, n_len, left, right, sm_scale, softcap, bshd, *numerics)
-    if uses_large_d(d, d_v):
+    if uses_large_d(d, d_v, (8 * q8.itemsize, 8 * v8.itemsize)):
         fp8_attn_fwd_large_d.launch(large_tile_config(d, d_v, right >= 0), *args)
     else:
         fp8_attn_fwd.launch(*args)

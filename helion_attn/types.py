@@ -10,11 +10,11 @@ from helion_attn.numerics import MAX_P_OFFSET_LOG2
 
 #: What `Recipe` accepts, by field.
 RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
-    "qk_dtype": (torch.float8_e4m3fn, torch.int8),
-    "pv_dtype": (torch.float8_e4m3fn, torch.float8_e5m2),
-    "q_scales": ("tensor", "head", "block", "token"),
-    "k_scales": ("tensor", "head", "block"),
-    "v_scales": ("tensor", "head", "channel"),
+    "qk_dtype": (torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16),
+    "pv_dtype": (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16),
+    "q_scales": ("tensor", "head", "block", "token", "none"),
+    "k_scales": ("tensor", "head", "block", "none"),
+    "v_scales": ("tensor", "head", "channel", "none"),
     "hadamard": (False, True),
     "smooth_k": (False, True),
     "center_v": (False, True),
@@ -24,13 +24,16 @@ RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How Q, K, V and P become 8-bit numbers. A choice does not depend on the others, unless it says so.
+    """How Q, K, V and P become 8- or 16-bit numbers. A choice does not depend on the others, unless it says so.
 
     Attributes:
         qk_dtype: of Q and K. float8_e4m3fn, or int8: a finer grid and exact sums of products. int8 needs descales of
-            rows or blocks.
-        pv_dtype: of P and V. float8_e4m3fn, or float8_e5m2: more range, half the resolution.
+            rows or blocks. bfloat16 and float16 need a 16-bit `pv_dtype`.
+        pv_dtype: of P and V. float8_e4m3fn, or float8_e5m2: more range, half the resolution. With bfloat16 or float16
+            and an 8-bit `qk_dtype` this is the hybrid of FlashAttention-3's authors at Colfax Research: the second
+            product takes twice the time, and its rounding all but vanishes. 16 bits take head dims up to 256.
         q_scales: what shares a descale: all of Q ("tensor"), a head, a packed block of `bm` rows, or a row ("token").
+            Here and below, "none" is for 16-bit numbers, which are cast as they are, and only for them.
         k_scales: all of K ("tensor"), a head, or a packed block of `bn` keys.
         v_scales: all of V ("tensor"), a head, or a channel of a head over all keys.
         hadamard: rotate Q and K over the head dim, by random signs and a Hadamard matrix (QuIP, arXiv:2307.13304;
@@ -44,8 +47,9 @@ class Recipe:
             the epilogue. Rows of softmax sum to 1, so the result is the same, and 8 bits go to what varies.
         promote_every: P V is summed in fp32 after every so many key blocks: 1, or 0 for never, inside the tensor core.
             None: 1 if D_v and D are at most 128, and for D 129..192 with D_v up to 128; 0 above, where the fp32
-            sum has no registers beside the product.
-        p_offset_log2: P, at most 1, is stored times two to this. None: 8 for e4m3, 15 for e5m2, which are the largest.
+            sum has no registers beside the product, and for 16-bit P and V, which the tensor core sums in fp32.
+        p_offset_log2: P, at most 1, is stored times two to this. None: 8 for e4m3, 15 for e5m2 and fp16, 0 for bf16,
+            which are the largest.
 
     Raises:
         ValueError: a field has a value that it does not accept, or two fields contradict each other.
@@ -77,10 +81,27 @@ class Recipe:
             for name, accepted in (("q_scales", ("block", "token")), ("k_scales", ("block",))):
                 if getattr(self, name) not in accepted:
                     raise ValueError(f"{name} is {getattr(self, name)!r}; for int8 it must be one of {accepted}")
+        for name, dtype in (("q_scales", self.qk_dtype), ("k_scales", self.qk_dtype), ("v_scales", self.pv_dtype)):
+            scales = getattr(self, name)
+            if (scales == "none") != (dtype.itemsize == 2):
+                raise ValueError(
+                    f"{name} is {scales!r}; it must be 'none' for 16-bit dtypes and only there, not {dtype}"
+                )
+        if self.bits == (16, 8):
+            raise ValueError(
+                f"pv_dtype is {self.pv_dtype}; with qk_dtype {self.qk_dtype} it must be bfloat16 or float16"
+            )
+        if self.bits[1] == 16 and self.promote_every == 1:
+            raise ValueError(f"promote_every is 1; with pv_dtype {self.pv_dtype}, summed in fp32, it must be 0 or None")
         largest = MAX_P_OFFSET_LOG2[self.pv_dtype]
         offset = self.p_offset_log2
         if offset is not None and (type(offset) is not int or not 0 <= offset <= largest):
             raise ValueError(f"p_offset_log2 is {offset!r}; for {self.pv_dtype} it must be an int in 0..{largest}")
+
+    @property
+    def bits(self) -> tuple[int, int]:
+        """Of Q and K, and of P and V."""
+        return 8 * self.qk_dtype.itemsize, 8 * self.pv_dtype.itemsize
 
     @property
     def p_offset(self) -> int:
@@ -96,6 +117,19 @@ BALANCED = Recipe(qk_dtype=torch.int8, k_scales="block")
 
 #: The least error.
 ACCURATE = Recipe(qk_dtype=torch.int8, k_scales="block", v_scales="channel", hadamard=True, smooth_k=True)
+
+#: Scores in int8, P and V in bf16: between 8 bits and 16, in time and in error.
+HYBRID = Recipe(qk_dtype=torch.int8, pv_dtype=torch.bfloat16, k_scales="block", v_scales="none", center_v=False)
+
+#: No 8-bit numbers: the yardstick of the others, and what to fall back to.
+BF16 = Recipe(
+    qk_dtype=torch.bfloat16,
+    pv_dtype=torch.bfloat16,
+    q_scales="none",
+    k_scales="none",
+    v_scales="none",
+    center_v=False,
+)
 
 
 @dataclass(frozen=True)
@@ -133,8 +167,9 @@ class QuantizedQKV:
         q8: `recipe.qk_dtype` [B * H, M_blocks, bm, D_pad].
         k8: `recipe.qk_dtype` [B * H_kv, N_blocks, bn, D_pad].
         v8: `recipe.pv_dtype` [B * H_kv, N_blocks, D_v_pad, bn], transposed, its keys interleaved inside every 16: key
-            `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3).
-        q_descale: fp32 [B, H, M_blocks, bm], one a row whatever `recipe.q_scales`.
+            `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3). Of 16 bits, neither: [B * H_kv,
+            N_blocks, bn, D_v_pad].
+        q_descale: fp32 [B, H, M_blocks, bm], one a row whatever `recipe.q_scales`; ones for "none".
         k_descale: fp32 [B, H_kv, N_blocks] for k_scales="block", otherwise [B, H_kv, 1].
         v_descale: fp32 [B, H_kv, D_v_pad].
         v_mean: fp32 [B, H_kv, D_v_pad], what was subtracted from V before the cast; zeros when it was not centred.

@@ -6,7 +6,15 @@ import math
 
 import torch
 
-from helion_attn.configs import MAX_LARGE_TWO_LEVEL_D, MAX_TWO_LEVEL_D, Packing, row_width, uses_large_d
+from helion_attn.configs import (
+    ALL_8_BIT,
+    MAX_LARGE_TWO_LEVEL_D,
+    MAX_TWO_LEVEL_D,
+    SUPPORTED_D,
+    Packing,
+    row_width,
+    uses_large_d,
+)
 from helion_attn.types import QuantizedQKV, Recipe, Rope
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,6 +57,11 @@ def check_recipe(recipe: Recipe, D: int, D_v: int) -> None:
     """Accept a `Recipe` that heads of sizes D and D_v can have."""
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe, such as helion_attn.BALANCED")
+    if recipe.bits != ALL_8_BIT and max(D, D_v) > SUPPORTED_D[-1]:
+        raise ValueError(
+            f"recipe has {recipe.pv_dtype} P and V and the head dim is {max(D, D_v)}; above {SUPPORTED_D[-1]} it must "
+            f"have 8-bit dtypes"
+        )
     # The large-D kernel's programs have D_v, at most 128, where they have registers for both sums.
     summed = D_v if uses_large_d(D, D_v) and D <= MAX_LARGE_TWO_LEVEL_D else max(D, D_v)
     if recipe.promote_every == 1 and summed > MAX_TWO_LEVEL_D:
@@ -261,7 +274,6 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be at least 1")
     check_dtype(qkv.dtype)
-    check_recipe(qkv.recipe, qkv.D, qkv.D_v)
     packed = {"q8": 4, "k8": 4, "v8": 4, "q_descale": 4, "k_descale": 3, "v_descale": 3, "v_mean": 3}
     if qkv.recipe.smooth_k:
         packed |= {"k_mean": 3, "lse_shift": 4}
@@ -279,10 +291,11 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
         raise ValueError(f"q_descale has {H} heads and k_descale {H_kv}; q's must be a multiple of k's")
     m_blocks, n_blocks = -(-qkv.M // bm), -(-qkv.N // bn)
     rows, channels = (B, H, m_blocks, bm), (B, H_kv, D_v_pad)
+    v_block = (D_v_pad, bn) if qkv.recipe.pv_dtype.itemsize == 1 else (bn, D_v_pad)
     expected = {
         "q8": ((B * H, m_blocks, bm, D_pad), qkv.recipe.qk_dtype),
         "k8": ((B * H_kv, n_blocks, bn, D_pad), qkv.recipe.qk_dtype),
-        "v8": ((B * H_kv, n_blocks, D_v_pad, bn), qkv.recipe.pv_dtype),
+        "v8": ((B * H_kv, n_blocks, *v_block), qkv.recipe.pv_dtype),
         "q_descale": (rows, torch.float32),
         "k_descale": ((B, H_kv, n_blocks if qkv.recipe.k_scales == "block" else 1), torch.float32),
         "v_descale": (channels, torch.float32),

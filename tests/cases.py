@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -40,6 +41,12 @@ RECIPES = PRESETS | {
     "hadamard_smooth_k": ha.Recipe(hadamard=True, smooth_k=True),
     "int8_token": ha.Recipe(qk_dtype=torch.int8, q_scales="token", k_scales="block"),
     "int8_smooth_k": ha.Recipe(qk_dtype=torch.int8, k_scales="block", smooth_k=True),
+    "hybrid": ha.HYBRID,
+    "hybrid_e4m3_fp16": ha.Recipe(pv_dtype=torch.float16, v_scales="none"),
+    "bf16": ha.BF16,
+    "fp16_hadamard_smooth_k": dataclasses.replace(
+        ha.BF16, qk_dtype=torch.float16, pv_dtype=torch.float16, hadamard=True, smooth_k=True, center_v=True
+    ),
 }
 
 
@@ -120,7 +127,7 @@ def make_case(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> Case:
-    block_n = packing(qkv[0].size(3), qkv[2].size(3)).bn
+    block_n = packing(qkv[0].size(3), qkv[2].size(3), recipe.bits).bn
     q, k, v = qkv
     rotated = (q, k) if rope is None else apply_rope_qk(q, k, rope)
     oracle = ha.reference.attention(

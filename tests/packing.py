@@ -21,7 +21,9 @@ def stored_at(keys: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_v(v8: torch.Tensor, B: int) -> torch.Tensor:
-    """[B * H_kv, blocks, D_pad, bn] to [B, H_kv, blocks * bn, D_pad], fp32."""
+    """[B * H_kv, blocks, D_pad, bn], or of 16 bits [B * H_kv, blocks, bn, D_pad], to [B, H_kv, blocks * bn, D_pad]."""
+    if v8.itemsize == 2:
+        return unpack_rows(v8, B)
     bh, blocks, d_pad, bn = v8.shape
     in_order = v8.float()[..., stored_at(torch.arange(bn, device=v8.device))]
     return in_order.transpose(2, 3).reshape(B, bh // B, blocks * bn, d_pad)

@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
-from helion_attn.configs import SUPPORTED_D, TileConfig, padded_head_dim, tile_config, tile_configs
+from helion_attn.configs import SUPPORTED_D, TILE_CONFIGS, TileConfig, padded_head_dim, tile_config
 from helion_attn.validate import MIN_D
+
+BITS = [(8, 8), (8, 16), (16, 16)]
+
+
+def tile_id(tile: TileConfig) -> str:
+    return f"{tile.qk_bits}-{tile.pv_bits}-d{tile.D_pad}-{'causal' if tile.causal else 'full'}"
 
 
 def table() -> dict[str, Any]:
@@ -20,17 +26,19 @@ def table() -> dict[str, Any]:
 
 
 def test_one_row_for_every_head_dim_and_mask() -> None:
-    keys = [(tile.D_pad, tile.causal) for tile in tile_configs()]
-    assert sorted(keys) == sorted((D, causal) for D in SUPPORTED_D for causal in (False, True))
+    expected = {(bits, D, causal) for bits in BITS for D in SUPPORTED_D for causal in (False, True)}
+    assert TILE_CONFIGS.keys() == expected
+    assert len(table()["rows"]) == len(expected)
 
 
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("D_pad", SUPPORTED_D)
-def test_both_masks_share_block_sizes(D_pad: int) -> None:
-    full, causal = tile_config(D_pad, False), tile_config(D_pad, True)
+def test_both_masks_share_block_sizes(D_pad: int, bits: tuple[int, int]) -> None:
+    full, causal = tile_config(D_pad, False, bits), tile_config(D_pad, True, bits)
     assert (full.bm, full.bn) == (causal.bm, causal.bn)
 
 
-@pytest.mark.parametrize("tile", tile_configs(), ids=lambda t: f"d{t.D_pad}-{'causal' if t.causal else 'full'}")
+@pytest.mark.parametrize("tile", TILE_CONFIGS.values(), ids=tile_id)
 def test_config_fits_the_hardware(tile: TileConfig) -> None:
     assert tile.bm % 64 == 0, "a warp group's product has 64 rows"
     assert tile.bn % 16 == 0, "keys are interleaved in groups of 16"
@@ -40,11 +48,11 @@ def test_config_fits_the_hardware(tile: TileConfig) -> None:
     assert tile.ctas_per_sm >= 1
 
 
-@pytest.mark.parametrize("row", table()["rows"], ids=lambda row: f"d{row['config']['D_pad']}-{row['config']['causal']}")
+@pytest.mark.parametrize("row", table()["rows"], ids=lambda row: tile_id(TileConfig(**row["config"])))
 def test_rows_have_timings_and_round_trip(row: dict[str, Any]) -> None:
     tile = TileConfig(**row["config"])
     assert asdict(tile) == row["config"]
-    assert tile_config(tile.D_pad, tile.causal) == tile
+    assert tile_config(tile.D_pad, tile.causal, tile.bits) == tile
     assert {name: type(value) for name, value in row["config"].items()} == {
         name: bool if name in ("causal", "query_blocks_fastest", "two_level") else int for name in row["config"]
     }

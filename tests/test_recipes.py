@@ -119,6 +119,24 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["q_scales is 'tensor'", "int8", "('block', 'token')"],
     ),
     "int8_k_head": ({"qk_dtype": torch.int8}, ["k_scales is 'head'", "int8", "('block',)"]),
+    "hybrid_scaled": ({"pv_dtype": torch.bfloat16}, ["v_scales is 'head'", "'none'", "bfloat16"]),
+    "bf16_scaled": ({"qk_dtype": torch.bfloat16}, ["q_scales is 'token'", "'none'", "bfloat16"]),
+    "bf16_k_scaled": ({"qk_dtype": torch.bfloat16, "q_scales": "none"}, ["k_scales is 'head'", "'none'", "bfloat16"]),
+    "e4m3_unscaled": ({"q_scales": "none"}, ["q_scales is 'none'", "16-bit", "float8_e4m3fn"]),
+    "int8_unscaled": ({"qk_dtype": torch.int8, "k_scales": "none"}, ["k_scales is 'none'", "int8", "('block',)"]),
+    "e4m3_v_unscaled": ({"v_scales": "none"}, ["v_scales is 'none'", "16-bit", "float8_e4m3fn"]),
+    "bf16_scores_of_8_bit_p": (
+        {"qk_dtype": torch.bfloat16, "q_scales": "none", "k_scales": "none"},
+        ["pv_dtype is torch.float8_e4m3fn", "bfloat16 or float16"],
+    ),
+    "hybrid_promoted": (
+        {"pv_dtype": torch.bfloat16, "v_scales": "none", "promote_every": 1},
+        ["promote_every is 1", "bfloat16", "0 or None"],
+    ),
+    "hybrid_p_offset": (
+        {"pv_dtype": torch.bfloat16, "v_scales": "none", "p_offset_log2": 1},
+        ["p_offset_log2 is 1", "bfloat16", "0..0"],
+    ),
     "p_offset_9": ({"p_offset_log2": 9}, ["p_offset_log2 is 9", "float8_e4m3fn", "0..8"]),
     "p_offset_16": (
         {"p_offset_log2": 16, "pv_dtype": torch.float8_e5m2},
@@ -141,7 +159,7 @@ def test_contradictions(what: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_defaults_are_spelt_out(name: str) -> None:
     recipe = RECIPES[name]
-    largest = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}[recipe.pv_dtype]
+    largest = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15, torch.bfloat16: 0, torch.float16: 15}[recipe.pv_dtype]
     assert recipe.p_offset == (largest if recipe.p_offset_log2 is None else recipe.p_offset_log2)
     assert dataclasses.replace(recipe) == recipe
     assert hash(dataclasses.replace(recipe)) == hash(recipe)

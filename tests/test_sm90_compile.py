@@ -16,7 +16,7 @@ from cases import PRESETS
 from offline import compile_attention, compile_quantize, fake_qkv, forget, launching
 
 import helion_attn as ha
-from helion_attn.configs import SUPPORTED_D, TileConfig, tile_config, tile_configs
+from helion_attn.configs import SUPPORTED_D, TILE_CONFIGS, TileConfig, tile_config, tile_configs
 from helion_attn.kernels import fp8_attn_fwd
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 
@@ -49,6 +49,27 @@ def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe)
     assert_8_bit_attention(kernel, tile, recipe)
     assert kernel.opcodes["PRMT"] == 0, "P moves between the bytes of registers"
+    assert kernel.num_warps == tile.num_warps
+    assert kernel.registers <= tile.max_registers
+    assert kernel.ctas_per_sm >= tile.ctas_per_sm
+
+
+@pytest.mark.parametrize(
+    ("tile", "recipe"),
+    [
+        *(pytest.param(tile, ha.HYBRID, id=f"hybrid-d{tile.D_pad}-{tile.causal}") for tile in tile_configs((8, 16))),
+        *(pytest.param(tile, ha.BF16, id=f"bf16-d{tile.D_pad}-{tile.causal}") for tile in tile_configs((16, 16))),
+    ],
+)
+def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
+    kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe)
+    assert_no_spills(kernel)
+    assert kernel.opcodes["HGMMA"] > 0, "no 16-bit WGMMA"
+    assert (kernel.opcodes["IGMMA"] > 0) == (recipe.qk_dtype == torch.int8)
+    assert kernel.opcodes["QGMMA"] == 0
+    assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
+    assert kernel.opcodes["SHFL"] <= row_reduction_shuffles(tile, recipe), "P moves between lanes"
+    assert kernel.opcodes["PRMT"] == 0, "P moves between the halves of registers"
     assert kernel.num_warps == tile.num_warps
     assert kernel.registers <= tile.max_registers
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
@@ -107,7 +128,7 @@ def test_tuner_compiles_its_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
     tune = importlib.import_module("tune")
     candidates = tune.grid(SUPPORTED_D, (False, True))
-    for tile in tile_configs():
+    for tile in TILE_CONFIGS.values():
         assert dataclasses.replace(tile, ctas_per_sm=0) in candidates, "the shipped table is not of this grid"
     forget()
     tile = tile_config(64, True)

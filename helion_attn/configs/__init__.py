@@ -10,6 +10,9 @@ from typing import Any
 #: Head dims are zero-padded to one of these.
 SUPPORTED_D = (32, 64, 128, 256)
 
+#: Bits of Q and K, and of P and V: 8-bit numbers.
+ALL_8_BIT = (8, 8)
+
 #: Up to this padded head dim the fp32 sum of P V has registers beside the fresh product.
 MAX_TWO_LEVEL_D = 128
 
@@ -19,9 +22,11 @@ MAX_LARGE_TWO_LEVEL_D = 192
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How the attention kernel is tiled for one (D_pad, causal).
+    """How the attention kernel is tiled for one (bits, D_pad, causal).
 
     Attributes:
+        qk_bits: of a number of Q and K.
+        pv_bits: of P and V.
         D_pad: padded head dim.
         causal: which of the two specialisations.
         bm: query rows of a block; the same for both, since packing does not know the mask.
@@ -34,6 +39,8 @@ class TileConfig:
         max_registers: a thread's, which ptxas is told.
     """
 
+    qk_bits: int
+    pv_bits: int
     D_pad: int
     causal: bool
     bm: int
@@ -44,6 +51,11 @@ class TileConfig:
     two_level: bool
     ctas_per_sm: int
     max_registers: int
+
+    @property
+    def bits(self) -> tuple[int, int]:
+        """`Recipe.bits`."""
+        return self.qk_bits, self.pv_bits
 
 
 @dataclass(frozen=True)
@@ -79,8 +91,11 @@ def _read_rows(name: str) -> list[dict[str, Any]]:
     return [row["config"] for row in rows]
 
 
-#: `fp8_attn_fwd_sm90.json`, by (D_pad, causal). Read at import: torch.compile traces look-ups, and cannot trace files.
-TILE_CONFIGS = {(c.D_pad, c.causal): c for c in (TileConfig(**row) for row in _read_rows("fp8_attn_fwd_sm90.json"))}
+#: `fp8_attn_fwd_sm90.json`, by (bits, D_pad, causal). Read at import: torch.compile traces look-ups, and cannot trace
+#: files.
+TILE_CONFIGS = {
+    (c.bits, c.D_pad, c.causal): c for c in (TileConfig(**row) for row in _read_rows("fp8_attn_fwd_sm90.json"))
+}
 
 #: `fp8_attn_fwd_large_d_sm90.json`, by (D_pad, v_tile, causal).
 LARGE_TILE_CONFIGS = {
@@ -89,16 +104,16 @@ LARGE_TILE_CONFIGS = {
 }
 
 
-def tile_configs() -> tuple[TileConfig, ...]:
-    """Every config."""
-    return tuple(TILE_CONFIGS.values())
+def tile_configs(bits: tuple[int, int] = ALL_8_BIT) -> tuple[TileConfig, ...]:
+    """Every config for `bits`."""
+    return tuple(tile for tile in TILE_CONFIGS.values() if tile.bits == bits)
 
 
-def tile_config(D_pad: int, causal: bool) -> TileConfig:
-    """The config for (D_pad, causal)."""
-    if (D_pad, causal) not in TILE_CONFIGS:
-        raise KeyError(f"no tuned config for D_pad={D_pad}, causal={causal}")
-    return TILE_CONFIGS[D_pad, causal]
+def tile_config(D_pad: int, causal: bool, bits: tuple[int, int] = ALL_8_BIT) -> TileConfig:
+    """The config for (bits, D_pad, causal)."""
+    if (bits, D_pad, causal) not in TILE_CONFIGS:
+        raise KeyError(f"no tuned config for bits={bits}, D_pad={D_pad}, causal={causal}")
+    return TILE_CONFIGS[bits, D_pad, causal]
 
 
 def padded_head_dim(D: int) -> int:
@@ -110,13 +125,13 @@ def _padded_to(D_v: int, v_tile: int) -> int:
     return -(-D_v // v_tile) * v_tile
 
 
-def uses_large_d(D: int, D_v: int) -> bool:
-    """Whether (D, D_v) runs `fp8_attn_fwd_large_d`.
+def uses_large_d(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> bool:
+    """Whether (D, D_v) runs `fp8_attn_fwd_large_d`, which takes 8-bit numbers only.
 
     That is what does not fit `fp8_attn_fwd`, and D in 129..192 with D_v up to 128 (DeepSeek's prefill): padded to 256,
     the other kernel would do a third more work in Q K^T and twice as much in P V.
     """
-    return max(D, D_v) > SUPPORTED_D[-1] or (128 < D <= 192 and D_v <= 128)
+    return bits == ALL_8_BIT and (max(D, D_v) > SUPPORTED_D[-1] or (128 < D <= 192 and D_v <= 128))
 
 
 def large_tile_config(D: int, D_v: int, causal: bool) -> LargeTileConfig:
@@ -143,15 +158,15 @@ class Packing:
     D_v_pad: int
 
 
-def packing(D: int, D_v: int) -> Packing:
+def packing(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> Packing:
     """For head dims D of Q and K, and D_v of V. It does not depend on the mask, which packing does not know."""
-    if uses_large_d(D, D_v):
+    if uses_large_d(D, D_v, bits):
         large = large_tile_config(D, D_v, causal=False)
         return Packing(large.bm, large.bn, large.D_pad, _padded_to(D_v, large.v_tile))
-    tile = attention_tile_config(D, D_v, causal=False)
+    tile = attention_tile_config(D, D_v, causal=False, bits=bits)
     return Packing(tile.bm, tile.bn, padded_head_dim(D), padded_head_dim(D_v))
 
 
-def attention_tile_config(D: int, D_v: int, causal: bool) -> TileConfig:
+def attention_tile_config(D: int, D_v: int, causal: bool, bits: tuple[int, int] = ALL_8_BIT) -> TileConfig:
     """The config of `fp8_attn_fwd` for (D, D_v): that of the larger, which has the registers for both."""
-    return tile_config(padded_head_dim(max(D, D_v)), causal)
+    return tile_config(padded_head_dim(max(D, D_v)), causal, bits)

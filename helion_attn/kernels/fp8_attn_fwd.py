@@ -1,11 +1,11 @@
-"""FP8 attention, forward: out = softmax(q k^T * sm_scale) v, on the packed tensors of `QuantizedQKV`.
+"""Attention, forward: out = softmax(q k^T * sm_scale) v, on the packed tensors of `QuantizedQKV`, most often FP8.
 
 One program owns one block of `bm` query rows of one head and walks the key blocks of its KV head:
 
-    s = q8 k8^T                          e4m3, fp32 accumulate; or int8, int32
+    s = q8 k8^T                          e4m3 or 16-bit, fp32 accumulate; or int8, int32
     m_i, p = running max, 2**(s * qk_scale_log2 - m_i)      fp32; m_i lies p_offset_log2 below the true maximum
     l_i += p                             fp32, unrounded p
-    p8 = cast(p)                         e4m3 or e5m2: rounding point 1
+    p8 = cast(p)                         e4m3, e5m2 or 16-bit: rounding point 1
     acc = acc * alpha + (p8 v8)          two-level: a fresh FP8 product per block, added in fp32
     out = acc / l_i * v_descale + v_mean                    fp32, cast once: rounding point 2
 
@@ -16,7 +16,9 @@ the tensor core: there it is centring V that keeps a biased V right. The online 
 Gimelshein (arXiv:1805.02867) and FlashAttention-2 (arXiv:2307.08691).
 
 V arrives transposed, because FP8 WGMMA takes B only K-major, with its keys permuted inside every 16 so that P's fp32
-accumulator registers are, in place, the A operand of the second product: `interleave_keys` is no instruction.
+accumulator registers are, in place, the A operand of the second product: `interleave_keys` is no instruction. 16-bit V
+needs neither, since WGMMA takes 16-bit B either way and P's registers are in order; nor the two levels, since the
+tensor core sums 16-bit products in fp32.
 
 One loop walks the key blocks that some row sees; the others are never loaded. Blocks at an edge of what is visible
 (diagonal, ragged end, a window's two sides) are masked behind a branch: in a loop of their own, without pipelined
@@ -39,7 +41,7 @@ import torch
 
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
-from helion_attn.kernels.inline_asm import fma, maximum, tanh
+from helion_attn.kernels.inline_asm import dot_fp32, fma, maximum, tanh
 from helion_attn.numerics import E4M3_OVERFLOW, FP32_TINY, INT8_SCORE_BIAS, LN2, LOG2E, MAX_BIASED_SCALE_LOG2
 
 
@@ -59,7 +61,15 @@ def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda
             bias = hl.full([bm, bn], 0x4B400000, dtype=torch.int32)
             return hl.dot(q_tile, k_tile, acc=bias).view(torch.float32)
         return q_tile.to(torch.float32) @ k_tile.to(torch.float32)
+    if q_tile.dtype.itemsize == 2:
+        return dot_fp32(q_tile, k_tile, is_cuda)
     return hl.dot(q_tile, k_tile)
+
+
+def value_block(v8: torch.Tensor, kv: int, block: int) -> torch.Tensor:
+    """A block of V as [bn, D_v_pad]."""
+    v_tile = hl.load(v8, [kv, block, slice(None), slice(None)])
+    return v_tile.transpose(0, 1) if v8.dtype.itemsize == 1 else v_tile
 
 
 def positive(scale: torch.Tensor) -> torch.Tensor:
@@ -150,7 +160,9 @@ def online_softmax_step(
     alpha = torch.exp2(m_i - m_ref)
     # Unrounded p.
     l_i = l_i * alpha.unsqueeze(1) + p.reshape(bm, bn // l_lanes, l_lanes).sum(1)
-    p8 = interleave_keys(p.to(pv_dtype), bm, bn)
+    p8 = p.to(pv_dtype)
+    if pv_dtype.itemsize == 1:
+        p8 = interleave_keys(p8, bm, bn)
     return p8, alpha.unsqueeze(1), m_new, l_i
 
 
@@ -165,6 +177,8 @@ def accumulate(
     """`acc * alpha + p8 @ v_tile`: with the sum in fp32, or inside the tensor core."""
     if two_level:
         return fma(acc, alpha, hl.dot(p8, v_tile), is_cuda)
+    if p8.dtype.itemsize == 2 and not is_cuda:
+        return acc * alpha + dot_fp32(p8, v_tile, is_cuda)
     return hl.dot(p8, v_tile, acc=acc * alpha)
 
 
@@ -236,7 +250,7 @@ def store_out(
 def fp8_attn_fwd(
     q8: torch.Tensor,  # [B * H, M_blocks, bm, D_pad]
     k8: torch.Tensor,  # [B * H_kv, N_blocks, bn, D_pad]
-    v8: torch.Tensor,  # [B * H_kv, N_blocks, D_v_pad, bn]
+    v8: torch.Tensor,  # [B * H_kv, N_blocks, D_v_pad, bn], or of 16 bits [B * H_kv, N_blocks, bn, D_v_pad]
     q_descale: torch.Tensor,  # [B * H * M_blocks * bm]
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
     v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]; of a head all the same, unless v_channel_descales
@@ -277,8 +291,8 @@ def fp8_attn_fwd(
     bh_size, m_blocks, n_blocks = q8.size(0), q8.size(1), k8.size(1)
     bm = hl.specialize(q8.size(2))
     bn = hl.specialize(k8.size(2))
-    hl.specialize((q8.size(3), k8.size(3)))
-    d_v_pad = hl.specialize(v8.size(2))
+    hl.specialize((q8.size(3), k8.size(3), v8.size(2), v8.size(3)))
+    d_v_pad = v8.size(2) if v8.dtype.itemsize == 1 else v8.size(3)
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loops.
     l_lanes = 8
@@ -356,12 +370,15 @@ def fp8_attn_fwd(
             # [bm, bn]
             s = scores(q_tile, k8[kv, j, :, :].transpose(0, 1), bm, bn, is_cuda)
             # [bn, D_v_pad]. Loaded before the softmax: after it, ptxas packs p8 with 16 more PRMT per block.
-            v_tile = v8[kv, j, :, :].transpose(0, 1)
+            v_tile = value_block(v8, kv, j)
             s, s_scale_log2 = softmax_input(
                 s, qk_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
             )
-            if softmax_bias and within == 0.0:
-                s = s - s_bias  # exact
+            if softmax_bias:
+                if within == 0.0:
+                    # Exact, then rounded: the largest score less the maximum is 0 whatever its size, and its P exact.
+                    s = scaled(s - s_bias, s_scale_log2, softmax_row_descales)
+                s_scale_log2 = torch.where(within == 0.0, 1.0, s_scale_log2)
             if max(n_left - j, j + 1 - n_full) > 0:
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
                 keys = j * bn + hl.arange(bn)
@@ -440,7 +457,7 @@ def helion_config(tile: TileConfig) -> helion.Config:
 
 
 def specialised(tile: TileConfig, qk_dtype: torch.dtype, has_softcap: bool) -> TileConfig:
-    """`tile` with the registers that tanh, or masked int8 scores at D 64, need: at 128, one or two are spilled."""
+    """`tile` with the registers that tanh, or masked int8 scores at D 64, need: with 128, one or two are spilled."""
     masked_int8 = qk_dtype == torch.int8 and tile.causal and tile.D_pad == 64
     if tile.max_registers >= 168 or not (has_softcap or masked_int8):
         return tile
@@ -571,11 +588,13 @@ def launch(
         k_block_descales: `k_descale` has one for each key block.
         v_channel_descales: `v_descale` differs between the channels of a head.
     """
-    tile = tile_config(max(q8.size(3), v8.size(2)), right >= 0)
+    bits = (8 * q8.itemsize, 8 * v8.itemsize)
+    d_v_pad = v8.size(2) if v8.itemsize == 1 else v8.size(3)
+    tile = tile_config(max(q8.size(3), d_v_pad), right >= 0, bits)
     two_level = tile.two_level if promote_every is None else promote_every == 1
     options = (two_level, q_row_descales, k_block_descales, v_channel_descales)
     edges = (left >= 0, right >= 0, softcap is None, sinks is None)
-    head_dims = (q8.size(3), v8.size(2))
+    head_dims = (q8.size(3), d_v_pad)
     variant = (q8.dtype, v8.dtype, *head_dims, p_offset_log2, lse_shift is None, *edges, *options)
     tile = specialised(tile, q8.dtype, softcap is not None)
     kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel

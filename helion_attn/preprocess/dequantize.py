@@ -27,10 +27,12 @@ def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         fp32 q [B, H, M, D], k [B, H_kv, N, D] and v [B, H_kv, N, D_v]: a rotation undone, means added back; RoPE stays.
         Always BHSD.
     """
-    bh, blocks, d_pad, bn = qkv.v8.shape
-    # [..., bn / 16, t, a, b] back to [..., bn / 16, a, t, b]
-    interleaved = qkv.v8.float().view(bh, blocks, d_pad, bn // 16, 4, 2, 2)
-    v8 = interleaved.transpose(4, 5).reshape(bh, blocks, d_pad, bn).mT.contiguous()
+    v8 = qkv.v8.float()
+    if qkv.v8.itemsize == 1:
+        bh, blocks, d_pad, bn = v8.shape
+        # [..., bn / 16, t, a, b] back to [..., bn / 16, a, t, b]
+        interleaved = v8.view(bh, blocks, d_pad, bn // 16, 4, 2, 2)
+        v8 = interleaved.transpose(4, 5).reshape(bh, blocks, d_pad, bn).mT.contiguous()
     v_means, v_descale = (x[:, :, None, : qkv.D_v] for x in (qkv.v_mean, qkv.v_descale))
     v = _unpack_rows(v8, torch.ones_like(qkv.k_descale[:, :, :1, None]), qkv.N, qkv.D_v) * v_descale + v_means
     q = _unpack_rows(qkv.q8, qkv.q_descale, qkv.M, qkv.D)

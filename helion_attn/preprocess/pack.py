@@ -1,11 +1,12 @@
-"""The pass that writes the packed format: Q and K block-major, V also transposed and interleaved.
+"""The pass that writes the packed format: Q, K and V block-major, 8-bit V also transposed and interleaved.
 
     Q, K:  x = rope(x); K: x -= k_mean; x = hadamard(x);  x8 = cast(x / descale)
     V:     v8 = cast((v - v_mean) / descale)
     descale = max(amax / largest, 2**-126)
 
-Tensors that are 8-bit already are moved, not scaled. A NaN or infinity in what shares a descale makes that NaN or
-infinity, and so every score, or every output, that depends on it NaN: nothing saturates.
+Tensors that are 8-bit already are moved, not scaled, and what becomes 16-bit has a descale of 1. A NaN or infinity in
+what shares a descale makes that NaN or infinity, and so every score, or every output, that depends on it NaN: nothing
+saturates.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from helion_attn.kernels.inline_asm import maximum
 from helion_attn.numerics import FORMAT_MAX
 from helion_attn.preprocess.hadamard import rotation
 from helion_attn.preprocess.rope import RopeTables
-from helion_attn.preprocess.row_layout import row_tile, rows_descale, to_8_bits
+from helion_attn.preprocess.row_layout import row_tile, rows_descale, to_dtype
 from helion_attn.preprocess.statistics import Statistics
 from helion_attn.preprocess.strided import WIDEST_LOAD, StridedQKV
 from helion_attn.preprocess.v_layout import v_block
@@ -71,7 +72,7 @@ def pack(
     blocks: torch.Tensor,  # [side, side]
     q8: torch.Tensor,  # [B * H * m_tiles, q_tile, D_pad], written
     k8: torch.Tensor,  # [B * H_kv * n_tiles, k_tile, D_pad], written
-    v8: torch.Tensor,  # [B * H_kv * N_blocks * d_tiles, d_tile, bn], written
+    v8: torch.Tensor,  # [B * H_kv * N_blocks * d_tiles, d_tile, bn], or [B * H_kv * N_blocks, bn, D_v_pad], written
     q_descale: torch.Tensor,  # [B * H, m_tiles * q_tile], written
     k_descale: torch.Tensor,  # [B * H_kv, n_tiles or 1], written
     v_descale: torch.Tensor,  # [B * H_kv, D_v_pad], written
@@ -103,17 +104,21 @@ def pack(
     d: hl.constexpr,
     d_v: hl.constexpr,
     d_row: hl.constexpr,
+    d_tile: hl.constexpr,
+    bn: hl.constexpr,
     q_run: hl.constexpr,
     k_run: hl.constexpr,
     rotary: hl.constexpr,
     pairing: hl.constexpr,
     explicit_q_positions: hl.constexpr,
     explicit_k_positions: hl.constexpr,
+    qk_unscaled: hl.constexpr,
     q_per_row: hl.constexpr,
     q_per_tile: hl.constexpr,
     q_per_block: hl.constexpr,
     k_per_tile: hl.constexpr,
     k_per_block: hl.constexpr,
+    v_unscaled: hl.constexpr,
     v_per_channel: hl.constexpr,
     smooth_k: hl.constexpr,
     hadamard: hl.constexpr,
@@ -126,8 +131,6 @@ def pack(
     q_tile = hl.specialize(q8.size(1))
     k_tile = hl.specialize(k8.size(1))
     d_pad = hl.specialize(q8.size(2))
-    d_tile = hl.specialize(v8.size(1))
-    bn = hl.specialize(v8.size(2))
     side = hl.specialize(blocks.size(0))
     max_parts = hl.specialize(q_amax.size(1))
     d_tiles = hl.specialize(v_descale.size(1)) // d_tile
@@ -136,7 +139,8 @@ def pack(
     # Known strides keep the stores 16 bytes wide.
     hl.specialize((q8.stride(0), q8.stride(1), q8.stride(2), k8.stride(0), k8.stride(1), k8.stride(2)))
     hl.specialize((cos.stride(0), sin.stride(0), signs.stride(0)))
-    hl.specialize((v8.stride(0), v8.stride(1), v8.stride(2), blocks.stride(0), blocks.stride(1)))
+    hl.specialize((v8.size(1), v8.size(2), blocks.stride(0), blocks.stride(1)))
+    hl.specialize((v8.stride(0), v8.stride(1), v8.stride(2)))
     n_blocks = (N + bn - 1) // bn
     group = H // H_kv
     for bh, from_end in hl.grid([v_descale.size(0), n_blocks * d_tiles]):
@@ -146,9 +150,12 @@ def pack(
         offset = ((bh // H_kv) * v_b_step + (bh % H_kv) * v_h_step) * unit
         tile, channel_descale = v_block(
             v, v_mean, v_amax, bh, i, d_index, d_row, offset, v_s_step * unit, v_d_step, N, d_v, bn, d_tile,
-            v8.dtype, v_largest, v_per_channel,
+            v8.dtype, v_largest, v_unscaled, v_per_channel,
         )  # fmt: skip
-        v8[bh * n_blocks * d_tiles + v_index, :, :] = tile
+        if v8.dtype.itemsize == 1:
+            v8[bh * n_blocks * d_tiles + v_index, :, :] = tile.transpose(0, 1)
+        else:
+            hl.store(v8, [bh * n_blocks + i, hl.arange(bn), d_index * d_tile + hl.arange(d_tile)], tile)
         if i == 0:
             hl.store(v_descale, [bh, d_index * d_tile + hl.arange(d_tile)], channel_descale)
 
@@ -177,13 +184,13 @@ def pack(
                 smooth_k, False, hadamard, two_terms, is_cuda,
             )  # fmt: skip
             descale = rows_descale(
-                x, peak, k_amax, k_mean, kv, k_parts, max_parts, k_tile, d_row, factor, qk_largest,
+                x, peak, k_amax, k_mean, kv, k_parts, max_parts, k_tile, d_row, factor, qk_largest, qk_unscaled,
                 False, k_per_tile, k_per_block, smooth_k,
             )  # fmt: skip
             store_tile(
                 k8,
                 kv * n_tiles + k_tile_index,
-                to_8_bits(x * (1.0 / descale).unsqueeze(1), k8.dtype),
+                to_dtype(x * (1.0 / descale).unsqueeze(1), k8.dtype),
                 k_tile,
                 d_pad,
                 d_row,
@@ -219,13 +226,13 @@ def pack(
                 False, smooth_k, hadamard, two_terms, is_cuda,
             )  # fmt: skip
             descale = rows_descale(
-                x, peak, q_amax, k_mean, q_bh, q_parts, max_parts, q_tile, d_row, factor, qk_largest,
+                x, peak, q_amax, k_mean, q_bh, q_parts, max_parts, q_tile, d_row, factor, qk_largest, qk_unscaled,
                 q_per_row, q_per_tile, q_per_block, False,
             )  # fmt: skip
             store_tile(
                 q8,
                 q_bh * m_tiles + q_tile_index,
-                to_8_bits(x * (1.0 / descale).unsqueeze(1), q8.dtype),
+                to_dtype(x * (1.0 / descale).unsqueeze(1), q8.dtype),
                 q_tile,
                 d_pad,
                 d_row,
@@ -292,7 +299,9 @@ def launch(
     m_tiles, n_tiles = m_blocks * bm // q_tile, n_blocks * bn // k_tile
     q8 = empty(B * H * m_tiles, q_tile, D_pad, dtype=qk_dtype)
     k8 = empty(B * H_kv * n_tiles, k_tile, D_pad, dtype=qk_dtype)
-    v8 = empty(B * H_kv * n_blocks * (D_v_pad // d_tile), d_tile, bn, dtype=pv_dtype)
+    transposed = pv_dtype.itemsize == 1
+    v_blocks = (n_blocks * (D_v_pad // d_tile), d_tile, bn) if transposed else (n_blocks, bn, D_v_pad)
+    v8 = empty(B * H_kv * v_blocks[0], *v_blocks[1:], dtype=pv_dtype)
     q_descale, v_descale = empty(B * H, m_blocks * bm), empty(B * H_kv, D_v_pad)
     k_descale = empty(B * H_kv, n_blocks if k_scales == "block" else 1)
     lse_shift = empty(B * H, m_blocks * bm) if smooth_k else empty(1, 1)
@@ -310,11 +319,11 @@ def launch(
     tables = (rope.cos, rope.sin, rope.q_positions, rope.k_positions, signs, blocks)
     outputs = (q8, k8, v8, q_descale, k_descale, v_descale, lse_shift)
     specialisations: tuple[Any, ...] = (
-        *source.d_steps, source.unit, D, source.D_v, D_row, q_run, k_run, rope.rotary, rope.pairing, *rope.explicit,
-        q_scales == "token", q_scales == "block" and q_run == 1, q_per_block,
-        k_scales == "block" and k_run == 1, k_per_block, v_scales == "channel",
+        *source.d_steps, source.unit, D, source.D_v, D_row, d_tile, bn, q_run, k_run, rope.rotary, rope.pairing,
+        *rope.explicit, q_scales == "none", q_scales == "token", q_scales == "block" and q_run == 1, q_per_block,
+        k_scales == "block" and k_run == 1, k_per_block, v_scales == "none", v_scales == "channel",
         smooth_k, hadamard_seed is not None, two_terms,
-        FORMAT_MAX[qk_dtype], FORMAT_MAX[pv_dtype], like.is_cuda,
+        FORMAT_MAX.get(qk_dtype, 1.0), FORMAT_MAX.get(pv_dtype, 1.0), like.is_cuda,
     )  # fmt: skip
     # Angles and a second term do not fit the registers of four warps.
     num_warps = 8 if rope.pairing or two_terms else 4
@@ -329,7 +338,7 @@ def launch(
     return (
         q8.view(B * H, m_blocks, bm, D_pad),
         k8.view(B * H_kv, n_blocks, bn, D_pad),
-        v8.view(B * H_kv, n_blocks, D_v_pad, bn),
+        v8.view(B * H_kv, n_blocks, *((D_v_pad, bn) if transposed else (bn, D_v_pad))),
         q_descale.view(B, H, m_blocks, bm),
         k_descale.view(B, H_kv, -1),
         v_descale.view(B, H_kv, D_v_pad),

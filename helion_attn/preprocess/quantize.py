@@ -1,4 +1,4 @@
-"""Q, K and V to 8 bits, straight from the user's strided tensors to the packed format: `statistics`, then `pack`."""
+"""Q, K and V to the packed format, straight from the user's strided tensors: `statistics`, then `pack`."""
 
 from __future__ import annotations
 

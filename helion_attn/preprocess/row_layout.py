@@ -1,4 +1,4 @@
-"""How a tile of rows of Q or K becomes 8-bit numbers. Inlined into the kernels of `pack`."""
+"""How a tile of rows of Q or K becomes 8- or 16-bit numbers. Inlined into the kernels of `pack`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def to_descale(amax: torch.Tensor, largest: float) -> torch.Tensor:
     return torch.clamp_min(amax * (1.0 / largest), DESCALE_MIN)
 
 
-def to_8_bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def to_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The cast, to nearest even."""
     if dtype == torch.int8:
         return torch.round(x).to(torch.int8)
@@ -86,16 +86,19 @@ def rows_descale(
     d_pad: int,
     factor: float,
     largest: float,
+    unscaled: hl.constexpr,
     per_row: hl.constexpr,
     per_tile: hl.constexpr,
     per_block: hl.constexpr,
     mean_subtracted: hl.constexpr,
 ) -> torch.Tensor:
-    """Descales of n rows, [n]: of each row, of the tile, of the block or of the head.
+    """Descales of n rows, [n]: ones, or of each row, of the tile, of the block or of the head.
 
     A block's amax is that of `peak`. Of a head, `factor` times the amax bounds the rows; the mean's is added first.
     """
-    if per_row:
+    if unscaled:
+        amax = hl.full([n], 1.0, dtype=torch.float32)
+    elif per_row:
         amax = torch.amax(torch.abs(x), 1)
     elif per_tile:
         amax = torch.amax(torch.amax(torch.abs(x), 1), 0) + hl.zeros([n], dtype=torch.float32)

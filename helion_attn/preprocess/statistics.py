@@ -1,8 +1,9 @@
 """What quantisation must know of a whole head before it can round: maxima, and means over keys. Two kernels.
 
-1. `first_pass`: after RoPE, amax of every head of K, unless its blocks have descales of their own, and of Q, unless its
-   rows or blocks have; with smooth_k, the sum of every channel of K; of V, sum, minimum and maximum of every channel.
-   With the mean they give the amax of the *centred* channel, so that centring needs no pass of its own.
+1. `first_pass`: after RoPE, amax of every head of K, unless its blocks have descales of their own, or none, and of Q,
+   unless its rows or blocks have; with smooth_k, the sum of every channel of K; of V, unless it is neither scaled nor
+   centred, sum, minimum and maximum of every channel. With the mean they give the amax of the *centred* channel, so
+   that centring needs no pass of its own.
 2. `means`: the means, and the amax of V's channels without them. Small.
 
 All statistics are `D_row` channels wide, a power of two; the channels past a head dim are those of zeros.
@@ -214,7 +215,7 @@ class Statistics(NamedTuple):
         v_amax: fp32 [B * H_kv, D_row], of the centred channels.
         k_mean: fp32 [B * H_kv, D_row] with smooth_k, otherwise [1, 1] of no meaning.
         v_mean: fp32 [B * H_kv, D_v_pad].
-        q_parts: 0 if rows or tiles of Q have descales of their own.
+        q_parts: 0 if rows or tiles of Q have descales of their own, or none.
         k_parts: likewise.
     """
 
@@ -248,9 +249,12 @@ def launch(
     like = source.flat[0].new_empty(0, dtype=torch.float32)
     heads, kv_heads, D_row = source.B * source.H, source.B * source.H_kv, source.D_row
     step = STEP_ELEMENTS // D_row
-    v_parts = _parts(kv_heads, source.N, step)
-    q_parts = 0 if q_scales in ("block", "token") else _parts(heads, source.M, step)
-    k_parts = 0 if k_scales == "block" and not smooth_k else v_parts
+    kv_parts = _parts(kv_heads, source.N, step)
+    q_parts = 0 if q_scales in ("block", "token", "none") else _parts(heads, source.M, step)
+    k_parts = 0 if k_scales in ("block", "none") and not smooth_k else kv_parts
+    v_parts = 0 if v_scales == "none" and not center_v else kv_parts
+    if not q_parts + k_parts + v_parts:
+        return constant(source, 1.0)
     tiles = [-(-size // step) for size in (source.M, source.N, source.N)]
     runs = [-(-n // max(parts, 1)) for n, parts in zip(tiles, (q_parts, k_parts, v_parts), strict=True)]
     q_amax, k_amax = like.new_empty(heads, MAX_PARTS), like.new_empty(kv_heads, MAX_PARTS)

@@ -1,4 +1,4 @@
-"""How a block of V's keys becomes 8-bit numbers, transposed and interleaved. Inlined into the kernels of `pack`."""
+"""How a block of V's keys is centred, scaled and cast; of 8 bits, also interleaved. Inlined into `pack`."""
 
 from __future__ import annotations
 
@@ -26,21 +26,24 @@ def v_block(
     d_tile: int,
     dtype: torch.dtype,
     largest: float,
+    unscaled: hl.constexpr,
     channel_scales: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block `i` of a head's keys, `d_tile` channels of it, [d_tile, bn], and these channels' descales [d_tile]."""
+    """Block `i` of a head's keys, `d_tile` channels of it, [bn, d_tile], and these channels' descales [d_tile]."""
     cols = d_index * d_tile + hl.arange(d_tile)
-    # Position 4t + 2a + b of each 16 holds key 8a + 2t + b: the permutation is in the addresses of the loads.
-    position = hl.arange(bn)
-    in_group = position % 16
-    key_in_group = (in_group // 2 % 2) * 8 + (in_group // 4) * 2 + in_group % 2
-    keys = i * bn + position - in_group + key_in_group
+    keys = i * bn + hl.arange(bn)
+    if dtype.itemsize == 1:
+        # Position 4t + 2a + b of each 16 holds key 8a + 2t + b: the permutation is in the addresses of the loads.
+        in_group = keys % 16
+        keys = keys - in_group + (in_group // 2 % 2) * 8 + (in_group // 4) * 2 + in_group % 2
     # [bn, d_tile]
     x = load_rows(flat, head_offset, keys, cols, row_step, d_step, size, d)
-    if channel_scales:
+    if unscaled:
+        descale = hl.full([d_tile], 1.0, dtype=torch.float32)
+    elif channel_scales:
         descale = to_descale(hl.load(amax, [bh, cols]), largest)
     else:
         descale = to_descale(torch.amax(hl.load(amax, [bh, hl.arange(d_pad)]), 0), largest) + hl.zeros([d_tile])
     centred = x - hl.load(mean, [bh, cols]).unsqueeze(0)
     scaled = torch.where((keys < size).unsqueeze(1), centred * (1.0 / descale).unsqueeze(0), 0.0)
-    return scaled.to(dtype).transpose(0, 1), descale
+    return scaled.to(dtype), descale

@@ -73,6 +73,8 @@ def _row_descales(
 ) -> torch.Tensor:
     """The descale of every row of Q or K, [B, H, S]."""
     B, H, S, _ = cast.shape
+    if scales == "none":
+        return cast.new_ones(B, H, S)
     if scales == "token":
         stat = cast.abs().amax(3)
     elif scales == "block":
@@ -87,6 +89,8 @@ def _channel_descales(x: torch.Tensor, scales: str, dtype: torch.dtype) -> torch
     """The descale of every channel of V, [B, H, D]; x [B, H, S, D] has been centred."""
     # [B, H, D]
     stat = x.abs().amax(2)
+    if scales == "none":
+        return torch.ones_like(stat)
     if scales == "head":
         stat = stat.amax(2, keepdim=True).expand_as(stat)
     elif scales == "tensor":
@@ -123,7 +127,7 @@ def quantize(
         ValueError: the table of `rope` is too small, or it has no
             `q_positions` and M is more than N.
     """
-    tile = packing(q.size(3), v.size(3))
+    tile = packing(q.size(3), v.size(3), recipe.bits)
     # [B, H, M, D] and [B, H_kv, N, D], fp32
     q_rope, k_rope = (q.float(), k.float()) if rope is None else (x.float() for x in apply_rope_qk(q, k, rope))
     k_mean = _mean_over_keys(k_rope, recipe.smooth_k)
@@ -233,9 +237,7 @@ def fp8_attention(
     """FP8 attention as the kernel rounds it, on any device: the error that this design has, before any bug.
 
     The rounding points are those of `quantize`, the cast of P * 2**p_offset_log2 to `recipe.pv_dtype` against the
-    running maximum of its key block, and the output's cast. Sums are fp32, and those of int8 products exact. The exponent
-    `score * scale - maximum` is rounded once on a GPU, as by the kernel's FMA, and twice elsewhere, as by the
-    interpreter; from scores of 1e5 on, where fp32 moves in steps of 2**-7, that shows.
+    running maximum of its key block, and the output's cast. Sums are fp32, and those of int8 products exact.
     `recipe.promote_every`, which says where the kernel sums P V, therefore changes nothing here.
 
     Args:
@@ -270,14 +272,12 @@ def fp8_attention(
     # [B, H, M, 1]
     q_scale_log2 = (r.q_descale * (scale * LOG2E)).unsqueeze(3)
 
-    # fp64 holds the product of two fp32 numbers.
-    exponent_dtype = torch.float64 if q.is_cuda else torch.float32
     m_i = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
     l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
     acc = q.new_zeros((B, H, M, v.size(3)), dtype=torch.float32)
     for j in range(0, N, block_n):
         # [B, H, M, block_n]
-        s = (r.q8 @ k8[:, :, j : j + block_n].mT).to(exponent_dtype)
+        s = r.q8 @ k8[:, :, j : j + block_n].mT
         s = s * (q_scale_log2 * k_descale[:, :, None, j : j + block_n])
         if softcap is not None:
             # tanh is not linear: it must see what smooth-K took from a row's scores.
@@ -285,9 +285,9 @@ def fp8_attention(
             s = softcap * LOG2E * torch.tanh(s / softcap)
         s = hide_keys(s, 0, j, M, N, causal, window)
         # It lies p_offset below the true maximum, so that the largest p is 2**p_offset.
-        m_new = torch.maximum(m_i, (s.amax(3, keepdim=True) - recipe.p_offset).float())
+        m_new = torch.maximum(m_i, s.amax(3, keepdim=True) - recipe.p_offset)
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
-        p = torch.exp2((s - m_ref).float())
+        p = torch.exp2(s - m_ref)
         alpha = torch.exp2(m_i - m_ref)
         l_i = l_i * alpha + p.sum(3, keepdim=True)
         acc = acc * alpha + p.to(recipe.pv_dtype).float() @ v8[:, :, j : j + block_n]
