@@ -4,7 +4,7 @@
     python benchmarks/attention.py --suite speed --quick    # a few cells
     python benchmarks/attention.py --device cpu --quick     # a dry run in the interpreter, this package only
 
-Each suite writes `<out>/{attention,masks,accuracy,preprocess}.json` as it goes, so that an interrupted run keeps what
+Each suite writes `<out>/{attention,masks,ladder,accuracy,preprocess}.json` as it goes: an interrupted run keeps what
 it measured; the tables come last. `report.py` turns the files into plots and the tables of the documents.
 """
 
@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable
 
 import accuracy
+import ladder
 import masks
 from command import Suite, progress, run_command
 from harness import Results, Row, attention_flops, time_interleaved
@@ -65,6 +66,7 @@ def run_speed(options: Options, results: Results) -> None:
 SUITES: dict[str, tuple[str, Suite]] = {
     "speed": ("attention", run_speed),
     "masks": ("masks", masks.run_masks),
+    "ladder": ("ladder", ladder.run_ladder),
     **accuracy.SUITES,
 }
 

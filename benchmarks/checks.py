@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accuracy_tables import mask
+from ladder_tables import of_large_d
 from tables import (
     BF16_PEERS,
     FP8_PEERS,
@@ -47,6 +48,9 @@ class Check:
         # Comparisons with NaN are false, hence a NaN fails.
         return "PASS" if (self.value >= self.bound if self.at_least else self.value <= self.bound) else "FAIL"
 
+
+#: `series` of the recipe that `attention` has unless told.
+DEFAULT_RECIPE = "balanced"
 
 SPEED_BOUNDS = {64: 1.0, 128: 0.93, 256: 0.80}
 
@@ -182,12 +186,49 @@ def _bandwidth_checks(rows: list[Row]) -> list[Check]:
     return found
 
 
+# --- 16 bits, and large head dims -----------------------------------------------------------------
+
+
+def rung_checks(loaded: Loaded) -> list[Check]:
+    """The hybrid and the baseline beside bf16 kernels; head dims above 256 beside SDPA, 192/128 beside FA3."""
+    loaded = _on_gpu(loaded)
+    found = []
+    for D, S in values_of(rows_of(loaded, "ladder"), "D", "N"):
+        if D < 128 or S < 4096:
+            continue
+        cell = rows_of(loaded, "ladder", D=D, N=S, stage="kernel")
+        ms, pv = by_series(cell, "ms"), by_series(cell, "error_pv")
+        best = fastest(ms, BF16_PEERS)
+        found += [
+            Check(f"HYBRID / fastest bf16, S {S}, D {D}", _ratio(best, ms.get("hybrid")), 1.15, at_least=True),
+            Check(f"BF16 / FA3 bf16, S {S}, D {D}", _ratio(ms.get("fa3_bf16"), ms.get("bf16")), 0.85, at_least=True),
+            Check(f"P/V error, HYBRID / BALANCED, S {S}, D {D}", _ratio(pv.get("hybrid"), pv.get("balanced")), 1 / 3),
+        ]
+    for square in (True, False):
+        rows = of_large_d(loaded, square)
+        for D, causal in values_of(rows, "D", "causal"):
+            cell = [row for row in rows if (row["D"], row["causal"]) == (D, causal)]
+            ms, where = by_impl(cell, "ms"), f"D {D}, {mask(causal)}"
+            mine = ms.pop("helion_attn", None)
+            error = _figure(cell, DEFAULT_RECIPE, "error_kernel")
+            found.append(Check(f"kernel error, randn, {where}", error, 0.026))
+            if square:
+                efficient = _ratio(ms.get("efficient_bf16"), mine)
+                found.append(Check(f"speed / SDPA efficient, {where}", efficient, 3.0, at_least=True))
+                found.append(Check(f"speed / fastest SDPA, {where}", _ratio(fastest(ms, ms), mine), 1.0, at_least=True))
+            elif causal:
+                found.append(Check(f"speed / FA3 FP8, {where}", _ratio(ms.get("fa3_fp8"), mine), 0.9, at_least=True))
+            if square and D == 512 and not causal:
+                found.append(Check("TFLOP/s, D 512", by_impl(cell, "tflops").get("helion_attn"), 600, at_least=True))
+    return found
+
+
 # --- as tables ------------------------------------------------------------------------------------
 
 
 def all_checks(loaded: Loaded) -> list[Check]:
     """Every figure."""
-    return speed_checks(loaded) + recipe_checks(loaded)
+    return speed_checks(loaded) + recipe_checks(loaded) + rung_checks(loaded)
 
 
 def _table(title: str, found: list[Check]) -> list[Table]:
@@ -203,3 +244,8 @@ def speed_check_tables(loaded: Loaded) -> list[Table]:
 def recipe_check_tables(loaded: Loaded) -> list[Table]:
     """`recipe_checks`."""
     return _table("What must hold of the recipes", recipe_checks(loaded))
+
+
+def rung_check_tables(loaded: Loaded) -> list[Table]:
+    """`rung_checks`."""
+    return _table("What must hold of 16 bits and of large head dims", rung_checks(loaded))

@@ -18,6 +18,7 @@ from tables import (
     BF16_PEERS,
     LABELS,
     PRESETS,
+    RUNGS,
     Loaded,
     by_impl,
     fastest,
@@ -33,6 +34,10 @@ COLOURS = {
     "fast": "#e8a0aa",
     "balanced": "#d1495b",
     "accurate": "#7d1d2d",
+    "hybrid": "#e08e45",
+    "bf16": "#b58a2a",
+    "efficient_bf16": "#8fbfe6",
+    "math_bf16": "#c9c9c9",
     "fa3_fp8": "#1f6fb2",
     "cudnn_fp8": "#2a9d76",
     "fa3_bf16": "#8fbfe6",
@@ -46,6 +51,8 @@ MARKERS = {
     "fast": "v",
     "balanced": "o",
     "accurate": "P",
+    "hybrid": "X",
+    "bf16": "*",
     "fa3_fp8": "s",
     "cudnn_fp8": "^",
     "fa3_bf16": "s",
@@ -70,7 +77,7 @@ STYLE: Any = {
 
 def line(ax: Axes, impl: str, points: dict[Any, float], at: Callable[[Any], float]) -> None:
     """One implementation, or one of our presets."""
-    ours, bf16 = impl == "helion_attn" or impl in PRESETS, impl in BF16_PEERS
+    ours, bf16 = impl == "helion_attn" or impl in PRESETS + RUNGS, impl in BF16_PEERS
     ax.plot(
         [at(x) for x in sorted(points)],
         [points[x] for x in sorted(points)],

@@ -11,6 +11,9 @@ import helion_attn as ha
 
 PRESETS = {"fast": ha.FAST, "balanced": ha.BALANCED, "accurate": ha.ACCURATE}
 
+#: With 16-bit numbers.
+RUNGS = {"hybrid": ha.HYBRID, "bf16": ha.BF16}
+
 #: The recipe of `attention` unless told.
 DEFAULT = "balanced"
 
@@ -39,7 +42,7 @@ def _ablation() -> dict[str, ha.Recipe]:
 #: FAST with one choice changed.
 ABLATION = _ablation()
 
-RECIPES = PRESETS | ABLATION
+RECIPES = PRESETS | RUNGS | ABLATION
 
 
 def described() -> dict[str, dict[str, str]]:

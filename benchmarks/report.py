@@ -29,7 +29,8 @@ from accuracy_tables import (
     recipe_tables,
     rmse_tables,
 )
-from checks import all_checks, recipe_check_tables, speed_check_tables
+from checks import all_checks, recipe_check_tables, rung_check_tables, speed_check_tables
+from ladder_tables import ladder_tables, large_d_tables
 from mask_tables import mask_tables
 from rich.console import Console
 from tables import Loaded, Row, Table, e2e_tables, load, preprocess_tables, speed_tables
@@ -61,7 +62,10 @@ BLOCKS = {
     "long_context": Block("accuracy", {"long_context": "Relative error by number of keys"}, biased_v_tables),
     "preprocess": Block("preprocess", {"preprocess": "Time of quantize and of a copy"}, preprocess_tables),
     "masks": Block("masks", {}, mask_tables),
+    "ladder": Block("ladder", {"ladder": "TFLOP/s by sequence length, from 8 bits to 16"}, ladder_tables),
+    "large_d": Block("large_d", {"large_d": "TFLOP/s by head dim"}, large_d_tables),
     "checks": Block("attention", {}, speed_check_tables),
+    "rung_checks": Block("ladder", {}, rung_check_tables),
     "recipes": Block("accuracy", {}, recipe_tables),
     "pareto": Block("accuracy", {"pareto": "RMSE on outliers against end-to-end time, by recipe"}, pareto_tables),
     "cost": Block("accuracy", {"cost": "End-to-end time by recipe, as a multiple of FAST's"}, cost_tables),
@@ -135,7 +139,7 @@ def rewrite(document: Path, loaded: Loaded, folder: Path) -> list[str]:
 def print_tables(loaded: Loaded, console: Console, failing_only: bool = False) -> None:
     """Every table that has rows, every failure, and what holds (`failing_only`: what does not)."""
     for name, block in BLOCKS.items():
-        if name not in ("checks", "recipe_checks") and block.suite in loaded:
+        if name not in ("checks", "rung_checks", "recipe_checks") and block.suite in loaded:
             for table in block.tables(loaded)[: block.shown]:
                 console.print(table.rich())
     rows = [row for content in loaded.values() for row in content["rows"]]
@@ -162,11 +166,12 @@ def draw_plots(loaded: Loaded, folder: Path) -> None:
     """The plots, where matplotlib is installed."""
     try:
         import accuracy_plots
+        import ladder_plots
         import plots
     except ModuleNotFoundError as error:
         print(f"no plots: package {error.name} is not installed")
         return
-    plots.draw_all(plots.PLOTS | accuracy_plots.PLOTS, loaded, folder)
+    plots.draw_all(plots.PLOTS | accuracy_plots.PLOTS | ladder_plots.PLOTS, loaded, folder)
 
 
 def main() -> None:

@@ -20,16 +20,21 @@ LABELS = {
     "fast": "FAST",
     "balanced": "BALANCED",
     "accurate": "ACCURATE",
+    "hybrid": "HYBRID",
+    "bf16": "BF16",
     "fp8_tensor": "FP8, a scale per tensor",
     "fa3_fp8": "FA3 FP8",
     "cudnn_fp8": "cuDNN FP8",
     "fa3_bf16": "FA3 bf16",
     "cudnn_bf16": "cuDNN bf16",
     "flash_bf16": "FA2 bf16",
+    "efficient_bf16": "SDPA efficient bf16",
+    "math_bf16": "SDPA math bf16",
     "fa3_fp16": "FA3 fp16",
     "flash_fp16": "FA2 fp16",
 }
 PRESETS = ("fast", "balanced", "accurate")
+RUNGS = ("hybrid", "bf16")
 FP8_PEERS = ("fa3_fp8", "cudnn_fp8")
 KINDS = ("randn", "outlier", "sink", "biased_v")
 BF16_PEERS = ("fa3_bf16", "cudnn_bf16", "flash_bf16")

@@ -1,0 +1,62 @@
+"""Benchmarks the rungs between 16 bits and 8: the bf16 baseline, the hybrid and FP8, beside bf16 peers.
+
+    python benchmarks/attention.py --suite ladder
+
+The cells are those of Colfax Research's FP8 figure (FlashAttention-3's authors; forward, full attention): 16k tokens x
+hidden 2048, kernel only, and the hybrid from bf16 to bf16 as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from command import progress
+from harness import Results, Row, attention_flops, time_interleaved
+from problem import Contender, Options, Problem, check, make_problem, oracle, others, ours, workload
+from recipes import DEFAULT
+from tables import BF16_PEERS
+from torch import Tensor
+
+from helion_attn.testing import relative_error
+from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+#: Query rows that are checked against the oracle.
+CHECKED_ROWS = 64
+
+
+def pv_error(contender: Contender, problem: Problem) -> float:
+    """The share of P and V: the error against the oracle on the dequantised Q and K and the unquantised V."""
+    p = problem
+    prepared = contender.prepare(p.q, p.k, p.v, p.workload.causal, p.workload.D**-0.5)
+    assert prepared.dequantized is not None
+    q, k, _ = prepared.dequantized()
+    expected = oracle(q[p.batches, :, p.rows], k[p.batches], p.v[p.batches], p.workload.causal)
+    return relative_error(prepared.output(prepared.run())[p.batches, :, p.rows], expected)
+
+
+def run_ladder(options: Options, results: Results) -> None:
+    """Every rung in every cell; a row with its error, and with its time if it ran."""
+    on_cpu = options.device.type == "cpu"
+    lengths = (128,) if on_cpu else (4096,) if options.quick else LENGTHS
+    contenders = [
+        *ours(options, [DEFAULT, "hybrid", "bf16"]),
+        *ours(options, ["hybrid"], "e2e"),
+        *others(options, list(BF16_PEERS)),
+    ]
+    for D, S in progress([(D, S) for D in options.dims for S in lengths], "ladder"):
+        w = workload(1, 2, S, S, D) if on_cpu else workload(BENCH_TOKENS // S, BENCH_HIDDEN // D, S, S, D)
+        problem = make_problem(w, "randn", options, CHECKED_ROWS)
+        rows: list[Row] = []
+        runs: dict[int, Callable[[], Tensor]] = {}
+        for contender in contenders:
+            row, run = check(contender, problem)
+            if run is not None:
+                runs[len(rows)] = run
+                if contender.recipe is not None and contender.stage == "kernel":
+                    row["error_pv"] = pv_error(contender, problem)
+            rows.append(row)
+        for i, ms in time_interleaved(runs, options.device, options.repeats).items():
+            rows[i] |= {"ms": ms, "tflops": attention_flops(w) / ms / 1e9}
+        results.add(*rows)
