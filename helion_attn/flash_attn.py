@@ -9,13 +9,14 @@ import torch
 from helion_attn.api import attention, attention_quantized, pack_unread
 from helion_attn.support import Rule, check_supported, is_none
 from helion_attn.types import BALANCED, Recipe
-from helion_attn.validate import check_descale_form, check_qkv, check_sm_scale, check_window
+from helion_attn.validate import check_descale_form, check_qkv, check_sm_scale, check_softcap, check_window
 
 #: Arguments of flash-attn 3 that change the result, or promise something, and that are not supported.
 RULES = (
     Rule("qv", is_none, "None", torch.zeros(1)),
     Rule("attention_chunk", lambda chunk: chunk == 0, "0", 128),
-    Rule("num_splits", lambda splits: splits in (0, 1), "0 or 1: the keys are never split", 2),
+    # A bool passes for an int, and is what `pack_gqa` or `deterministic` takes: arguments that slipped by one place.
+    Rule("num_splits", lambda splits: type(splits) is int and splits in (0, 1), "0 or 1: the keys are never split", 2),
     Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM", 8),
 )
 
@@ -81,6 +82,7 @@ def flash_attn_func(
     if softmax_scale is not None:
         check_sm_scale(softmax_scale, "softmax_scale")
     check_window(window_size, "window_size")
+    check_softcap(softcap, no_cap=0.0)
     options: dict[str, Any] = {
         "causal": causal,
         "sm_scale": softmax_scale,

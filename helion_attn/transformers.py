@@ -114,8 +114,10 @@ def visible_keys(
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     **_: Any,  # what else transformers tells every mask function: devices, dtypes, what may be skipped, the config
-) -> VisibleKeys | None:
-    """The mask function: None for every key, or every key up to the diagonal if M = N; otherwise a description.
+) -> VisibleKeys:
+    """The mask function: a description of the mask, causality included.
+
+    Never None: that would leave causality to the module's `is_causal`, which may say otherwise.
 
     `mask_function(batch, head, q, k)` says whether the query at position q sees the key at k. It is recognised by being
     what transformers itself makes for the masks that the kernel has; any other raises.
@@ -154,10 +156,6 @@ def visible_keys(
         kept = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         kept = torch.nn.functional.pad(kept, (0, kv_length - kept.size(1)))  # as transformers' own: short is hidden
         spans = _spans(kept)
-    full = spans == ((0, kv_length),) * batch_size
-    # None must not be ambiguous: see how `attention_forward` reads it.
-    if full and left is None and (not causal or q_length in (1, kv_length)):
-        return None
     return VisibleKeys(spans, q_length, kv_length, causal, left)
 
 
@@ -222,6 +220,7 @@ def attention_forward(
     # As everywhere in transformers: the window counts the query's own key.
     left = None if sliding_window is None or sliding_window >= N else sliding_window - 1
     if attention_mask is None:
+        # The model made no mask at all, so that its module's word is all there is.
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if causal and M not in (1, N):
             # transformers' SDPA aligns such a mask to the top left, flash-attn to the bottom right.

@@ -209,7 +209,7 @@ def check_sm_scale(sm_scale: float, name: str = "sm_scale") -> None:
     """A finite number, not negative: the online softmax takes the maximum before it scales."""
     if not isinstance(sm_scale, (int, float)) or isinstance(sm_scale, bool):
         raise TypeError(f"{name} is a {type(sm_scale).__name__}; it must be a float")
-    if not math.isfinite(sm_scale) or sm_scale < 0:
+    if not 0 <= sm_scale < math.inf:  # which torch.compile can trace of a scale made from a size
         raise ValueError(f"{name} is {sm_scale}; it must be finite and not negative")
 
 
@@ -232,14 +232,15 @@ def check_window(window: tuple[int, int] | None, name: str = "window") -> None:
             raise ValueError(f"{name} is {window!r}; left and right must be -1, for unlimited, or more")
 
 
-def check_softcap(softcap: float | None) -> None:
-    """None, or a positive number that fp32 can divide by."""
-    if softcap is None:
+def check_softcap(softcap: float | None, no_cap: float | None = None) -> None:
+    """`no_cap`, or a positive number that fp32 can divide by."""
+    if softcap is None and no_cap is None:
         return
     if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
-        raise TypeError(f"softcap is a {type(softcap).__name__}; it must be None or a float")
-    if not MIN_SOFTCAP <= softcap <= MAX_SOFTCAP:
-        raise ValueError(f"softcap is {softcap}; it must be None, for no cap, or lie in 2**-40..2**40")
+        accepted = "None or a float" if no_cap is None else "a float"
+        raise TypeError(f"softcap is a {type(softcap).__name__}; it must be {accepted}")
+    if softcap != no_cap and not MIN_SOFTCAP <= softcap <= MAX_SOFTCAP:
+        raise ValueError(f"softcap is {softcap}; it must be {no_cap}, for no cap, or lie in 2**-40..2**40")
 
 
 def check_sinks(sinks: torch.Tensor | None, H: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What every test file shares: the device, and memory that starts as NaN."""
+"""What every test file shares: the device, memory that starts as NaN, and the fuzz's option and count."""
 
 from __future__ import annotations
 
@@ -12,8 +12,27 @@ import torch
 
 ON_SM_90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
+#: The option, and the property in which a test reports how many it ran.
+FUZZ_CASES = "fuzz_cases"
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores already
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz-cases",
+        dest=FUZZ_CASES,
+        type=int,
+        help="how many random cases test_fuzz.py runs, at least; by default a few a test, the same every time",
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    properties = [p for report in reports if getattr(report, "when", None) == "call" for p in report.user_properties]
+    if counts := [count for name, count in properties if name == FUZZ_CASES]:
+        terminalreporter.write_line(f"fuzz: {sum(counts)} cases ran, in {len(counts)} specialisations")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

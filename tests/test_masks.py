@@ -186,6 +186,21 @@ def test_sink_that_is_not_a_number_stays_one(value: float, device: str) -> None:
         assert lse[:, [0, 2, 3]].isfinite().all()
 
 
+def test_largest_sinks(device: str) -> None:
+    """Up to 2**127 they are right, and what overflows in base 2 is not finite."""
+    M, N = 70, 200
+    sinks = sinks_of([2.0**127, -(2.0**127), 3e38, 0.0], device)
+    case = make_case(gqa(M, N, device), sinks=sinks)
+    out, lse = case.run(torch.float32)
+    assert torch.all(out[:, 0] == 0)
+    assert torch.all((lse[:, 0] / 2.0**127 - 1).abs() <= torch.finfo(torch.float32).eps)
+    without, lse_without = ha.attention(*case.qkv, return_lse=True, out_dtype=torch.float32)
+    assert relative_error(out[:, 1], without[:, 1]) < 1e-6
+    assert relative_error(lse[:, 1], lse_without[:, 1]) < 1e-6
+    assert not out[:, 2].isfinite().any()
+    assert not lse[:, 2].isfinite().any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_dtype_of_sinks(dtype: torch.dtype, device: str) -> None:
     qkv = gqa(5, 70, device)
@@ -196,7 +211,7 @@ def test_dtype_of_sinks(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize(
     ("M", "N", "D", "causal"), [(70, 300, 48, True), (150, 70, 64, False), (65, 300, 128, True), (65, 200, 256, False)]
 )
-@pytest.mark.parametrize("recipe", [ha.FAST, ha.ACCURATE], ids=["fast", "accurate"])
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 def test_all_at_once(recipe: ha.Recipe, M: int, N: int, D: int, causal: bool, device: str) -> None:
     sinks = sinks_of(SINKS["like_scores"], device)
     options: dict[str, Any] = {"window": (100, 9), "softcap": 5.0, "sinks": sinks}

@@ -162,6 +162,23 @@ def test_torch_compile(dynamic: bool, device: str) -> None:
     assert_compiles(attention_and_lse, device, backend="aot_eager", dynamic=dynamic)
 
 
+SCALES: dict[str, Callable[[torch.Tensor], float | None]] = {
+    "default": lambda q: None,
+    "from_a_size": lambda q: 2 * q.size(-1) ** -0.5,
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_torch_compile_of_scales(scale: Callable[[torch.Tensor], float | None], dynamic: bool, device: str) -> None:
+    """With dynamic=True they are symbols."""
+
+    def scaled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return ha.attention(q * 2, k, v, sm_scale=scale(q), softcap=3.0, return_lse=True)
+
+    assert_compiles(scaled, device, backend="aot_eager", dynamic=dynamic)
+
+
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 def test_torch_compile_of_recipes_and_rope(recipe: ha.Recipe, device: str) -> None:
     cos, sin = rope_on(device).cos, rope_on(device).sin

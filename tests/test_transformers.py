@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import relative_error
+from helion_attn.testing import make_qkv, relative_error
 
 transformers = pytest.importorskip("transformers")
 from helion_attn import transformers as ours  # noqa: E402
@@ -261,6 +261,19 @@ def test_encoder_with_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative_error(exact_padded[mask.bool()], eager_padded[mask.bool()]) < EXACT
 
 
+@pytest.mark.parametrize("M", [1, 9], ids=["one_query", "prefill"])
+def test_the_mask_says_whether_attention_is_causal(M: int, device: str) -> None:
+    """Not the module, which may not know: it is wrong here on purpose."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    q, k, v = make_qkv("randn", 2, 2, 2, M, 9, 16, torch.float32, device)
+    for mask_function, causal in ((bidirectional_mask_function, False), (causal_mask_function, True)):
+        for is_causal in (False, True):
+            mask = ours.visible_keys(2, M, 9, 9 - M, mask_function=mask_function)
+            out, _ = ours.attention_forward(module(is_causal), q, k, v, mask, is_causal=is_causal)
+            assert torch.equal(out, ha.attention(q, k, v, causal=causal).transpose(1, 2))
+
+
 def test_recipe_by_name() -> None:
     ha.register_transformers("helion_accurate", recipe=ha.ACCURATE)
     model, tokens = make_model("llama"), tokens_of(1, 19)
@@ -339,9 +352,7 @@ def test_masks_that_the_kernel_has_not_raise() -> None:
     for mask_function in (chunks, sliding_window_causal_mask_function(4)):
         with pytest.raises(NotImplementedError, match="no attention with the mask"):
             ours.visible_keys(**sizes, mask_function=mask_function)
-    windowed = ours.visible_keys(**sizes, mask_function=sliding_window_causal_mask_function(3))
-    assert windowed is not None
-    assert windowed.left == 2
+    assert ours.visible_keys(**sizes, mask_function=sliding_window_causal_mask_function(3)).left == 2
 
 
 def test_grad_raises() -> None:

@@ -32,8 +32,14 @@ class StridedRows(NamedTuple):
 
 
 def common_unit(*tensors: torch.Tensor) -> int:
-    """The widest power of two, at most 16 bytes of elements, that divides every stride but the last dimension's."""
+    """The widest power of two, at most 16 bytes of elements, that divides every stride but the last dimension's.
+
+    1 if a stride needs 64 bits: a quotient that fits 32 would be multiplied back in 32, whatever the index's type.
+    """
     strides = [stride for x in tensors for stride in x.stride()[:3]]
+    used = [stride for x in tensors for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    if max(used, default=0) >= 2**31:
+        return 1
     return math.gcd(*strides, WIDEST_LOAD // tensors[0].element_size())
 
 

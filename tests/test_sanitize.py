@@ -1,0 +1,89 @@
+"""scripts/sanitize.py, as far as it runs without compute-sanitizer: its cases, its reading of logs, its exit code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "sanitize.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sanitize", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sanitize"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+script = load()
+
+
+@pytest.mark.parametrize("name", script.CASES)
+def test_case(name: str, device: str) -> None:
+    script.run_case(script.CASES[name], device)
+
+
+# The form of the logs is that of the compute-sanitizer manual's examples.
+CLEAN = "========= COMPUTE-SANITIZER\nanything\n========= ERROR SUMMARY: 0 errors\n"
+OUT_OF_BOUNDS = """========= COMPUTE-SANITIZER
+========= Invalid __global__ write of size 4 bytes
+=========     at _helion_pack+0x50 in pack.py:74
+=========     by thread (1,0,0) in block (0,0,0)
+=========     Address 0x7f0000000003 is out of bounds
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========
+========= ERROR SUMMARY: 1 error
+"""
+HAZARD = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at _helion_fp8_attn_fwd+0x150
+=========     and Read access at _helion_fp8_attn_fwd+0x220 [6 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+
+
+def test_logs_are_read() -> None:
+    assert script.parse_log(CLEAN) == (0, [])
+    assert script.parse_log("the program stopped\n") == (None, [])
+    (finding,) = script.parse_log(OUT_OF_BOUNDS)[1]
+    assert finding == script.Finding("Invalid __global__ write of size 4 bytes", "_helion_pack")
+    count, (hazard,) = script.parse_log(HAZARD)
+    assert count == 1
+    assert "Race reported between Write access at _helion_fp8_attn_fwd" in hazard.message
+
+
+@pytest.mark.parametrize(
+    ("log", "exit_code", "expected"),
+    [(CLEAN, 0, 0), (CLEAN, 1, 1), (OUT_OF_BOUNDS, 86, 1), (HAZARD, 86, 1), ("no summary", 0, 1)],
+    ids=["clean", "case_failed", "memcheck", "racecheck", "no_summary"],
+)
+def test_exit_code(log: str, exit_code: int, expected: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a program in the sanitizer's place that prints a log and runs nothing."""
+    program = tmp_path / "sanitizer"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{log}\nEND\nexit {exit_code}\n")
+    program.chmod(0o755)
+    out = tmp_path / "sanitize.json"
+    assert script.main(["--out", str(out), "--sanitizer", str(program)]) == expected
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["tool"], row["case"]) for row in rows] == [(t, c) for t in script.TOOLS for c in script.CASES]
+    assert {row["returncode"] for row in rows} == {exit_code}
+    assert ("_helion_pack" in capsys.readouterr().out) == (log == OUT_OF_BOUNDS)
+
+
+def test_a_missing_sanitizer_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["--out", str(tmp_path / "x.json"), "--sanitizer", "no-such-program"]) == 2
+    assert "--sanitizer" in capsys.readouterr().out
+
+
+def test_arguments() -> None:
+    for argv in ([], ["--case", "none"], ["--out", "x", "--case", "rope"]):
+        with pytest.raises(SystemExit):
+            script.parse_arguments(argv)
