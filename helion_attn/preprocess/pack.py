@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import maximum
-from helion_attn.numerics import FORMAT_MAX
+from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK
 from helion_attn.preprocess.hadamard import rotation
 from helion_attn.preprocess.rope import RopeTables
 from helion_attn.preprocess.row_layout import row_tile, rows_descale, to_8_bits
@@ -36,6 +36,9 @@ PACK_CHANNELS = 64
 
 #: Tiles that a program rotates, at most: they share 32 KB of matrix, which are as much as two of them.
 ROTATED_TILES = 4
+
+#: A thread's, so that three programs of four warps fit an SM. Left alone, ptxas takes 187 where channels are 128.
+ROTATED_REGISTERS = 168
 
 
 def store_tile(
@@ -123,6 +126,7 @@ def pack(
     is_cuda: hl.constexpr,
 ) -> None:
     """See the module's docstring. Tiles run from the last to the first: what `first_pass` read last is still in L2."""
+    hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
     q_tile = hl.specialize(q8.size(1))
     k_tile = hl.specialize(k8.size(1))
     d_pad = hl.specialize(q8.size(2))
@@ -237,7 +241,13 @@ def pack(
 
 @functools.cache
 def kernel(
-    is_cuda: bool, num_warps: int, pipelined: bool, q_per_block: bool, k_per_block: bool, variant: Hashable
+    is_cuda: bool,
+    num_warps: int,
+    max_registers: int,
+    pipelined: bool,
+    q_per_block: bool,
+    k_per_block: bool,
+    variant: Hashable,
 ) -> helion.Kernel[None]:
     """The kernel for the device.
 
@@ -249,7 +259,9 @@ def kernel(
     in_flight = 2 if pipelined else 1
     k_loops, q_loops = ([in_flight] * (2 if per_block else 1) for per_block in (k_per_block, q_per_block))
     stages = [0, 0, *k_loops, 0, *q_loops]
-    return compiled(pack, helion.Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages))
+    registers: dict[str, Any] = {MAX_REGISTERS: max_registers}
+    config = helion.Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages, **registers)
+    return compiled(pack, config)
 
 
 def launch(
@@ -318,10 +330,13 @@ def launch(
     )  # fmt: skip
     # Angles and a second term do not fit the registers of four warps.
     num_warps = 8 if rope.pairing or two_terms else 4
+    # Rows of two chunks have signs to hold besides, and would spill.
+    one_chunk = hadamard_seed is not None and D_row <= MAX_HADAMARD_BLOCK
+    max_registers = ROTATED_REGISTERS if one_chunk and num_warps == 4 else 255
     # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
     pipelined = num_warps == 4 and source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
     variant = (specialisations, D_pad, D_v_pad, dtype, qk_dtype, pv_dtype, rope.cos.dtype)
-    kernel(like.is_cuda, num_warps, pipelined, q_per_block, k_per_block, variant)(
+    kernel(like.is_cuda, num_warps, max_registers, pipelined, q_per_block, k_per_block, variant)(
         *source.flat, stats.q_amax, stats.k_amax, stats.v_amax, stats.k_mean, stats.v_mean, *tables, *outputs,
         m_tiles, n_tiles, stats.q_parts, stats.k_parts, H, H_kv, source.M, source.N, *source.steps,
         rope.table_rows, factor, norm, *specialisations,
