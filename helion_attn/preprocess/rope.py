@@ -144,6 +144,9 @@ def rope_rows(
         if pairing == 2:
             even, odd = hl.split(x.reshape(n, d_pad // 2, 2))
             partner = hl.join(odd, even).reshape(n, d_pad)
+            if rotary < d_pad:
+                # Of channels that are not rotated the sine is 0, and 0 times a neighbour's NaN is one.
+                partner = torch.where((hl.arange(d_pad) < rotary).unsqueeze(0), partner, 0.0)
         else:
             # The partner of channel d is d + half or d - half: two loads, of which one gives 0, both from L1.
             j = hl.arange(d_pad)
