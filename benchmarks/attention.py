@@ -4,8 +4,8 @@
     python benchmarks/attention.py --suite speed --quick    # a few cells
     python benchmarks/attention.py --device cpu --quick     # a dry run in the interpreter, this package only
 
-Each suite writes `<out>/{attention,masks,accuracy,preprocess}.json` as it goes, so that an interrupted run keeps what
-it measured; the tables come last. `report.py` turns the files into plots and the tables of the documents.
+Each suite writes `<out>/{attention,masks,accuracy,preprocess,stages}.json` as it goes, so that an interrupted run keeps
+what it measured; the tables come last. `report.py` turns the files into plots and the tables of the documents.
 """
 
 from __future__ import annotations
