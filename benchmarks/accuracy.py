@@ -1,11 +1,11 @@
 """Benchmarks the accuracy of every recipe and peer, what each recipe costs, and preprocessing.
 
-    python benchmarks/accuracy.py                          # both suites, on the GPU
+    python benchmarks/accuracy.py                          # all its suites, on the GPU
     python benchmarks/accuracy.py --quick                  # head dim 128, short
     python benchmarks/accuracy.py --dims 64 256            # some head dims
     python benchmarks/accuracy.py --device cpu --quick     # a dry run in the interpreter, this package only
 
-Writes `<out>/accuracy.json` and `<out>/preprocess.json`. Most of the time is compilation, so `--workers` processes
+Writes `<out>/{accuracy,preprocess,stages}.json`. Most of the time is compilation, so `--workers` processes
 measure errors, a head dim each, while this one compiles what it then times alone. Parts, in each row's `part`:
 
     rmse       FlashAttention-3's outlier distribution and error measure, also with one choice of FAST changed
@@ -206,6 +206,7 @@ def _prepare_costs(options: Options) -> list[Cost]:
 SUITES: dict[str, tuple[str, Suite]] = {
     "accuracy": ("accuracy", run),
     "preprocess": ("preprocess", preprocess.run),
+    "stages": ("stages", preprocess.run_stages),
 }
 
 

@@ -219,6 +219,21 @@ def preprocess_recipes(loaded: Loaded) -> Figure | None:
     return figure
 
 
+def stages(loaded: Loaded) -> Figure | None:
+    """Bandwidth of each stage of preprocessing over a copy's, the lower of both lengths."""
+    rows = rows_of(loaded, "stages", impl="helion_attn")
+    if not rows:
+        return None
+    named = [row | {"recipe": ", ".join((row["part"], *labels([row["recipe"] or "any recipe"])))} for row in rows]
+
+    def least(panel: list[Row], name: str) -> float | None:
+        return min((row["copy_fraction"] for row in panel if series(row) == name), default=None)
+
+    figure = _by_recipe(named, least, 0.75)
+    figure.supxlabel("bytes read and written in a second / those of a copy", fontsize=10)
+    return figure
+
+
 PLOTS: dict[str, Callable[[Loaded], Figure | None]] = {
     "accuracy": accuracy,
     "long_context": lambda loaded: _by_keys(loaded, ("biased_v",), "error_kernel"),
@@ -230,4 +245,5 @@ PLOTS: dict[str, Callable[[Loaded], Figure | None]] = {
     "real": real,
     "cost": cost,
     "preprocess_recipes": preprocess_recipes,
+    "stages": stages,
 }

@@ -245,3 +245,23 @@ def preprocess_recipe_tables(loaded: Loaded) -> list[Table]:
 
 def _preprocess_order(row: Row) -> tuple[int, int, bool]:
     return row["D"], row["N"], bool(row.get("rope"))
+
+
+def stage_tables(loaded: Loaded) -> list[Table]:
+    """Each stage of preprocessing, and all in one launch, against a copy."""
+    rows = rows_of(loaded, "stages", impl="helion_attn")
+    body = [
+        [
+            row["part"],
+            *(labels([row["recipe"]]) if row["recipe"] else ["any"]),
+            str(row["D"]),
+            str(row["N"]),
+            f"{row['ms']:.3f}",
+            f"{row['moved_bytes'] / 2**20:.0f}",
+            f"{row['moved_gbs']:.0f}",
+            f"{row['copy_fraction']:.2f}",
+        ]
+        for row in sorted(rows, key=lambda row: (row["D"], row["N"]))
+    ]
+    headers = ["launch", "recipe", "D", "S", "ms", "MiB moved", "GB/s", "GB/s / a copy's"]
+    return [Table("Stages of preprocessing, 16k tokens x 2048", headers, body)] if body else []

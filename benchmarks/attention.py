@@ -4,8 +4,8 @@
     python benchmarks/attention.py --suite speed --quick    # a few cells
     python benchmarks/attention.py --device cpu --quick     # a dry run in the interpreter, this package only
 
-Each suite writes `<out>/{attention,masks,ladder,accuracy,preprocess}.json` as it goes: an interrupted run keeps what
-it measured; the tables come last. `report.py` turns the files into plots and the tables of the documents.
+Each suite writes `<out>/{attention,masks,ladder,accuracy,preprocess,stages}.json` as it goes: an interrupted run keeps
+what it measured. The tables come last. `report.py` turns the files into plots and the tables of the documents.
 """
 
 from __future__ import annotations

@@ -130,6 +130,7 @@ def recipe_checks(loaded: Loaded) -> list[Check]:
         *_criterion_checks(rows_of(loaded, "accuracy", part="criterion", impl="helion_attn")),
         *_cost_checks(rows_of(loaded, "accuracy", part="cost", stage="e2e")),
         *_bandwidth_checks(rows_of(loaded, "preprocess", impl="helion_attn", stage="preprocess")),
+        *_stage_checks(rows_of(loaded, "stages", impl="helion_attn")),
     ]
 
 
@@ -183,6 +184,18 @@ def _bandwidth_checks(rows: list[Row]) -> list[Check]:
             least = min((row["copy_fraction"] for row in mine if "copy_fraction" in row), default=None)
             name = f"quantize / copy bandwidth, {LABELS[preset]}{', RoPE' if rope else ''}, least"
             found.append(Check(name, least, 0.75, at_least=True))
+    return found
+
+
+def _stage_checks(rows: list[Row]) -> list[Check]:
+    found = []
+    for part in dict.fromkeys(row["part"] for row in rows):
+        mine = [row for row in rows if row["part"] == part]
+        bound = 0.65 if part == "pack V" else 0.75
+        for preset in dict.fromkeys(row["recipe"] for row in mine):
+            least = min(row["copy_fraction"] for row in mine if row["recipe"] == preset)
+            name = f"{part} / copy bandwidth{', ' + LABELS[preset] if preset else ''}, least"
+            found.append(Check(name, least, bound, at_least=True))
     return found
 
 

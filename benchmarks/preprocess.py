@@ -1,8 +1,10 @@
-"""The preprocessing suite: `quantize` by recipe against a copy, and the memory that `attention` takes."""
+"""The preprocessing suites: `quantize` by recipe, and its stages one by one, against a copy; memory of `attention`."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,7 +16,13 @@ from recipes import DEFAULT, PRESETS, RECIPES
 from torch import Tensor
 
 import helion_attn as ha
+from helion_attn import configs
+from helion_attn.preprocess import pack, statistics
+from helion_attn.preprocess.hadamard import hadamard_block
+from helion_attn.preprocess.rope import rope_tables as kernel_tables
+from helion_attn.preprocess.strided import strided_qkv
 from helion_attn.testing import make_qkv
+from helion_attn.validate import MIN_D
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 
 #: The head dim at which the presets are also timed with RoPE.
@@ -113,3 +121,112 @@ def _memory_row(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> Row:
     extra = torch.cuda.max_memory_allocated() - before - nbytes(out)
     packed = bytes_written(q, k, v, ha.BALANCED)
     return result_row("helion_attn", w, "e2e", "randn", recipe=DEFAULT, peak_extra_bytes=extra, packed_bytes=packed)
+
+
+# --- stages ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What is timed: `run` reads `read` bytes and writes what it returns, each once.
+
+    Attributes:
+        part: what it is called in result rows.
+        recipe: a preset, or None for a stage that no recipe changes.
+        run: one launch.
+        read: bytes, tables included.
+    """
+
+    part: str
+    recipe: str | None
+    run: Callable[[], object]
+    read: int
+
+    def moved(self) -> int:
+        """Bytes read and written."""
+        out = self.run()
+        return self.read + nbytes(*(out if isinstance(out, tuple) else (out,)))
+
+
+def pack_launch(
+    q: Tensor, k: Tensor, v: Tensor, recipe: ha.Recipe, rope: ha.Rope | None
+) -> Callable[[], tuple[Tensor, ...]]:
+    """The last launch of `quantize` alone: transform, scale, cast and pack. What it needs to know is computed here."""
+    tile = configs.packing(q.size(3), v.size(3))
+    source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
+    cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
+    unused = q.new_empty(1, dtype=torch.float32)
+    tables = kernel_tables(cos, sin, None, None, False, source.D_row, unused)
+    scales = (recipe.q_scales, recipe.k_scales, recipe.v_scales)
+    stats = statistics.launch(source, tables, *scales, recipe.smooth_k, recipe.center_v)
+    seed = recipe.hadamard_seed if recipe.hadamard else None
+    factor = math.sqrt(hadamard_block(q.size(3))) if recipe.hadamard else 1.0
+    dtypes = (recipe.qk_dtype, recipe.pv_dtype)
+    args = (source, tables, stats, factor, tile.bm, tile.bn, *dtypes, *scales, seed, recipe.smooth_k)
+    return functools.partial(pack.launch, *args)
+
+
+def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:
+    """Each stage alone, and the launch that does them all.
+
+    One launch packs Q, K and V. For Q alone there is one key, and for K and V one query. V comes with K of the fewest
+    channels, since both have the same keys.
+    """
+    rope = rope_tables(w.N, w.D, q.device)
+    angles = nbytes(rope.cos, rope.sin)
+    one_key, one_query, narrow_k = (k[:, :, :1], v[:, :, :1]), q[:, :, :1], k[..., :MIN_D].contiguous()
+    found = [
+        Stage("RoPE of Q", None, functools.partial(ha.apply_rope, q, rope), nbytes(q) + angles),
+        Stage(
+            "RoPE of Q, interleaved",
+            None,
+            functools.partial(ha.apply_rope, q, dataclasses.replace(rope, interleaved=True)),
+            nbytes(q) + angles,
+        ),
+        Stage("Hadamard of Q", None, functools.partial(ha.hadamard, q), nbytes(q)),
+    ]
+    for name, recipe in PRESETS.items():
+        rotated = dataclasses.replace(recipe, hadamard=True)
+        inputs: dict[str, tuple[Tensor, Tensor, Tensor, ha.Recipe, ha.Rope | None]] = {
+            "pack Q": (q, *one_key, recipe, None),
+            "pack K and V": (one_query, k, v, recipe, None),
+            "pack V": (one_query[..., :MIN_D], narrow_k, v, recipe, None),
+            "pack": (q, k, v, recipe, None),
+            "RoPE, pack": (q, k, v, recipe, rope),
+            "RoPE, Hadamard, pack": (q, k, v, rotated, rope),
+        }
+        for part, given in inputs.items():
+            if part != "RoPE, pack" or not recipe.hadamard:
+                tables = 0 if given[4] is None else angles
+                found.append(Stage(part, name, pack_launch(*given), nbytes(*given[:3]) + tables))
+    return found
+
+
+def run_stages(options: Options, results: Results) -> None:
+    """The suite of stages."""
+    for w in progress(workloads(options), "stages"):
+        q, k, v = make_qkv("randn", w.B, w.H, w.H_kv, w.M, w.N, w.D, torch.bfloat16, options.device, seed=0)
+        timed = {(stage.part, stage.recipe): stage for stage in stages(w, q, k, v)}
+        runs: dict[tuple[str, str | None], Callable[[], object]] = {key: stage.run for key, stage in timed.items()}
+        ms = time_interleaved({**runs, ("copy", None): copier(q, k, v)}, options.device, options.repeats)
+        copy_ms = ms.pop(("copy", None))
+        copy_gbs = gigabytes_per_second(2 * nbytes(q, k, v), copy_ms)
+        rows = [result_row("copy", w, "preprocess", "randn", ms=copy_ms, gbs=copy_gbs)]
+        for key, stage in timed.items():
+            moved = stage.moved()
+            gbs = gigabytes_per_second(moved, ms[key])
+            rows.append(
+                result_row(
+                    "helion_attn",
+                    w,
+                    "preprocess",
+                    "randn",
+                    recipe=stage.recipe,
+                    ms=ms[key],
+                    part=stage.part,
+                    moved_bytes=moved,
+                    moved_gbs=gbs,
+                    copy_fraction=gbs / copy_gbs,
+                )
+            )
+        results.add(*rows)

@@ -28,6 +28,7 @@ from accuracy_tables import (
     real_tables,
     recipe_tables,
     rmse_tables,
+    stage_tables,
 )
 from checks import all_checks, recipe_check_tables, rung_check_tables, speed_check_tables
 from ladder_tables import ladder_tables, large_d_tables
@@ -86,6 +87,7 @@ BLOCKS = {
     "preprocess_recipes": Block(
         "preprocess", {"preprocess_recipes": "Bandwidth of quantize / a copy's"}, preprocess_recipe_tables, 0
     ),
+    "stages": Block("stages", {"stages": "Bandwidth of each stage / a copy's"}, stage_tables, 0),
     "recipe_checks": Block("accuracy", {}, recipe_check_tables),
 }
 

@@ -1,7 +1,7 @@
 """FP8 attention for NVIDIA Hopper, written in Helion: fast, and accurate on long contexts."""
 
 from helion_attn import reference
-from helion_attn.api import attention, attention_quantized, pack, quantize
+from helion_attn.api import apply_rope, attention, attention_quantized, hadamard, pack, quantize
 from helion_attn.flash_attn import flash_attn_func
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.preprocess.hadamard import hadamard_matrix
@@ -18,10 +18,12 @@ __all__ = [
     "QuantizedQKV",
     "Recipe",
     "Rope",
+    "apply_rope",
     "attention",
     "attention_quantized",
     "dequantize",
     "flash_attn_func",
+    "hadamard",
     "hadamard_matrix",
     "pack",
     "quantize",

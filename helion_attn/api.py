@@ -19,10 +19,13 @@ from helion_attn.validate import (
     check_quantized,
     check_recipe,
     check_rope,
+    check_rope_of,
+    check_seed,
     check_sinks,
     check_sm_scale,
     check_softcap,
     check_window,
+    check_x,
 )
 
 
@@ -144,6 +147,59 @@ def pack_unread(
     descales = (rows.view(B, H, -1, tile.bm), heads, channels, torch.zeros_like(channels), None, None)
     recipe = Recipe(center_v=False, v_scales="channel" if v_scale.dim() == 3 else "head")
     return QuantizedQKV(q8, k8, v8, *descales, M, N, D, D_v, dtype, layout, recipe)
+
+
+def apply_rope(
+    x: torch.Tensor, rope: Rope, *, positions: torch.Tensor | None = None, layout: str = "bhsd"
+) -> torch.Tensor:
+    """Rotate rows by their positions (RoFormer, arXiv:2104.09864), as `quantize` does it to Q and K before the cast.
+
+    Computed in fp32 and rounded once. `helion_attn.reference.apply_rope` is the same in fp64.
+
+    Args:
+        x: [B, H, S, D], bf16, fp16 or fp32; D in 16..1024; with layout="bshd", [B, S, H, D]. Any strides, but the last
+            dimension's must be 1, and of fp32 tensors the others multiples of 4.
+        rope: tables and pairing; without `q_positions` and `k_positions`.
+        positions: int32 or int64 [S]; by default row i is at i. A position outside the table makes NaN of its row.
+        layout: "bhsd" or "bshd".
+
+    Returns:
+        Contiguous, of x's shape and dtype. A NaN or infinity reaches the other channel of its pair, and no more.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
+        RuntimeError: x requires grad, in grad mode.
+    """
+    check_x(x, layout)
+    rows = x.transpose(1, 2) if layout == "bshd" else x
+    check_rope_of(rows, rope, positions)
+    tables = (rope.cos, rope.sin, positions, rope.interleaved)
+    return torch.ops.helion_attn.transform_rows(rows, *tables, None, layout == "bshd")
+
+
+def hadamard(x: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
+    """Rotate the last dimension by random signs and a Hadamard matrix (QuIP, arXiv:2307.13304), as `quantize` does it.
+
+    `x @ hadamard_matrix(D, seed)`: as many channels are mixed as the largest power of two up to 128 that divides D; of
+    an odd D only the signs change. Sums are fp32, on the tensor core; x is one term of bf16 there or, if it is fp16 or
+    fp32, two, which leaves an error of up to 2**-18 of a row's norm. `helion_attn.reference.hadamard` is it in fp64.
+
+    Args:
+        x: [B, H, S, D] or [B, S, H, D], bf16, fp16 or fp32; D in 16..1024. Any strides, but those of fp32 tensors must
+            be 1 for the last dimension and multiples of 4 for the others.
+        seed: of the signs.
+
+    Returns:
+        Contiguous, of x's shape and dtype. A NaN or infinity makes NaN or infinity of the channels that it is mixed
+        into, and may of the rest of its row.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `apply_rope`.
+    """
+    check_x(x, "bhsd")
+    check_seed(seed)
+    return torch.ops.helion_attn.transform_rows(x, None, None, None, False, seed, False)
 
 
 @overload

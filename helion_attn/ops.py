@@ -44,6 +44,11 @@ torch.library.define(
     "(Tensor q, Tensor k, Tensor v, int bm, int bn, int d_pad, int d_v_pad) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
+    "helion_attn::transform_rows",
+    "(Tensor x, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, int? hadamard_seed, bool bshd) "
+    "-> Tensor",
+)
+torch.library.define(
     "helion_attn::fp8_attn_fwd",
     "(Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor v_mean, "
     "Tensor? lse_shift, Tensor? sinks, SymInt m_len, SymInt n_len, SymInt d, SymInt d_v, SymInt left, SymInt right, "
@@ -158,6 +163,36 @@ def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int, d_v_pad: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _empty_packed(q, k, bm, bn, d_pad, d_v_pad, q.dtype, v.dtype)
+
+
+@torch.library.impl("helion_attn::transform_rows", DEVICES)
+@_without_autocast
+def _transform_rows(
+    x: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    interleaved: bool,
+    hadamard_seed: int | None,
+    bshd: bool,
+) -> torch.Tensor:
+    from helion_attn.preprocess.stages import transform_rows
+
+    return transform_rows(x, cos, sin, positions, interleaved, hadamard_seed, bshd)
+
+
+@torch.library.register_fake("helion_attn::transform_rows")
+def _(
+    x: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    interleaved: bool,
+    hadamard_seed: int | None,
+    bshd: bool,
+) -> torch.Tensor:
+    B, H, S, D = x.shape
+    return x.new_empty((B, S, H, D) if bshd else (B, H, S, D))
 
 
 def _empty_outputs(

@@ -71,45 +71,75 @@ def check_recipe(recipe: Recipe, D: int, D_v: int) -> None:
         )
 
 
-def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
-    """The fields of a `Rope`, for q [B, H, M, D] and k [B, H_kv, N, D]."""
+def _check_tables(rope: Rope, name: str, x: torch.Tensor) -> None:
+    """A `Rope` but for its positions, and that it can rotate x."""
     if not isinstance(rope, Rope):
         raise TypeError(f"rope is a {type(rope).__name__}; it must be a helion_attn.Rope")
-    M, N, D, device = q.size(2), k.size(2), q.size(3), q.device
-    for name, x in (("q", q), ("k", k)):
-        if x.stride(3) != 1:
-            # As with float32, Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
-            raise ValueError(f"{name} has a last-dimension stride of {x.stride(3)}; with rope it must be 1")
-    for name in ("cos", "sin"):
-        x = getattr(rope, name)
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"rope.{name} is a {type(x).__name__}; it must be a torch.Tensor")
-        if x.dim() != 2 or not 1 <= x.size(1) <= D // 2 or x.size(0) < 1:
-            raise ValueError(f"rope.{name} has shape {tuple(x.shape)}; it must be [positions, R / 2] with R <= {D}")
-        if x.dtype not in IN_DTYPES or x.dtype != rope.cos.dtype:
-            raise TypeError(f"rope.{name} has dtype {x.dtype}; both must have the same of {_names(IN_DTYPES)}")
-        if x.shape != rope.cos.shape:
+    D, device = x.size(3), x.device
+    if x.stride(3) != 1:
+        # As with float32, Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
+        raise ValueError(f"{name} has a last-dimension stride of {x.stride(3)}; with rope it must be 1")
+    for field in ("cos", "sin"):
+        table = getattr(rope, field)
+        if not isinstance(table, torch.Tensor):
+            raise TypeError(f"rope.{field} is a {type(table).__name__}; it must be a torch.Tensor")
+        if table.dim() != 2 or not 1 <= table.size(1) <= D // 2 or table.size(0) < 1:
             raise ValueError(
-                f"rope.sin has shape {tuple(x.shape)} and rope.cos {tuple(rope.cos.shape)}; they must be equal"
+                f"rope.{field} has shape {tuple(table.shape)}; it must be [positions, R / 2] with R <= {D}"
             )
-        if not x.is_contiguous() or x.device != device:
-            raise ValueError(f"rope.{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {device}")
-    rows = rope.cos.size(0)
+        if table.dtype not in IN_DTYPES or table.dtype != rope.cos.dtype:
+            raise TypeError(f"rope.{field} has dtype {table.dtype}; both must have the same of {_names(IN_DTYPES)}")
+        if table.shape != rope.cos.shape:
+            raise ValueError(
+                f"rope.sin has shape {tuple(table.shape)} and rope.cos {tuple(rope.cos.shape)}; they must be equal"
+            )
+        if not table.is_contiguous() or table.device != device:
+            raise ValueError(
+                f"rope.{field} has strides {table.stride()} on {table.device}; it must be contiguous, on {device}"
+            )
+
+
+def _check_positions(name: str, at: torch.Tensor, size: int, device: torch.device) -> None:
+    """A position for each row."""
+    if not isinstance(at, torch.Tensor) or at.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is {at!r}; it must be an int32 or int64 tensor")
+    if tuple(at.shape) != (size,) or not at.is_contiguous() or at.device != device:
+        raise ValueError(f"{name} has shape {tuple(at.shape)} on {at.device}; it must be ({size},) on {device}")
+
+
+def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
+    """The fields of a `Rope`, for q [B, H, M, D] and k [B, H_kv, N, D]."""
+    _check_tables(rope, "q", q)
+    _check_tables(rope, "k", k)
+    M, N, rows = q.size(2), k.size(2), rope.cos.size(0)
     for name, at, size in (("q_positions", rope.q_positions, M), ("k_positions", rope.k_positions, N)):
-        if at is None:
-            if rows < N:
-                raise ValueError(f"rope.cos has {rows} positions; without rope.{name} it must have at least N = {N}")
-            continue
-        if not isinstance(at, torch.Tensor) or at.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"rope.{name} is {at!r}; it must be an int32 or int64 tensor")
-        if tuple(at.shape) != (size,) or not at.is_contiguous() or at.device != device:
-            raise ValueError(
-                f"rope.{name} has shape {tuple(at.shape)} on {at.device}; it must be ({size},) on {device}"
-            )
+        if at is not None:
+            _check_positions(f"rope.{name}", at, size, q.device)
+        elif rows < N:
+            raise ValueError(f"rope.cos has {rows} positions; without rope.{name} it must have at least N = {N}")
     if rope.q_positions is None and M > N:
         raise ValueError(
             f"rope.q_positions is None with {M} queries and {N} keys; more queries than keys need positions"
         )
+
+
+def check_rope_of(x: torch.Tensor, rope: Rope, positions: torch.Tensor | None) -> None:
+    """The tables of a `Rope`, and positions, for one tensor x [B, H, S, D]."""
+    _check_tables(rope, "x", x)
+    S, rows = x.size(2), rope.cos.size(0)
+    for name in ("q_positions", "k_positions"):
+        if getattr(rope, name) is not None:
+            raise ValueError(f"rope.{name} is a tensor; it must be None: the positions of x are an argument")
+    if positions is not None:
+        _check_positions("positions", positions, S, x.device)
+    elif rows < S:
+        raise ValueError(f"rope.cos has {rows} positions; without positions it must have at least S = {S}")
+
+
+def check_seed(seed: int) -> None:
+    """Of a rotation's signs."""
+    if type(seed) is not int or seed < 0:
+        raise ValueError(f"seed is {seed!r}; it must be an int, not negative")
 
 
 def check_descale_form(
@@ -151,6 +181,40 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"dtype is {dtype}; it must be one of {_names(IN_DTYPES)}")
 
 
+def _check_tensor(name: str, x: torch.Tensor, layout: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Type, rank, dtype, strides of one tensor, and that it has elements."""
+    axes = "[B, H, S, D]" if layout == "bhsd" else "[B, S, H, D]"
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+    if x.dim() != 4:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions, {axes}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {_names(dtypes)}")
+    if x.numel() == 0:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; every dimension must be at least 1")
+    if x.stride(3) == 0 and x.size(3) > 1:
+        # Triton 3.6 wrote wrong values into the padding of such a tensor's packed copy.
+        raise ValueError(f"{name} has strides {x.stride()}; the last dimension must not be an expanded one")
+    if x.dtype == torch.float32 and (x.stride(3) != 1 or any(stride % 4 for stride in x.stride()[:3])):
+        # Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
+        raise ValueError(
+            f"{name} is float32 with strides {x.stride()}; the last must be 1 and the others multiples of 4 "
+            f"(bfloat16 and float16 tensors may have any)"
+        )
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
+        )
+
+
+def check_x(x: torch.Tensor, layout: str) -> None:
+    """One tensor in `layout`, as `check_qkv` has it of three."""
+    check_layout(layout)
+    _check_tensor("x", x, layout, IN_DTYPES)
+    check_device("x", x)
+    check_head_dim("x has head dim", x.size(3))
+
+
 def check_qkv(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -160,33 +224,12 @@ def check_qkv(
 ) -> None:
     """Types, ranks, dtypes, devices and sizes of Q, K, V in `layout`."""
     check_layout(layout)
-    axes = "[B, H, S, D]" if layout == "bhsd" else "[B, S, H, D]"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions, {axes}")
-        if x.dtype not in dtypes:
-            raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {_names(dtypes)}")
-        if x.numel() == 0:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; every dimension must be at least 1")
+        _check_tensor(name, x, layout, dtypes)
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; they must be the same")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; they must be on the same device")
-        if x.stride(3) == 0 and x.size(3) > 1:
-            # Triton 3.6 wrote wrong values into the padding of such a tensor's packed copy.
-            raise ValueError(f"{name} has strides {x.stride()}; the last dimension must not be an expanded one")
-        if x.dtype == torch.float32 and (x.stride(3) != 1 or any(stride % 4 for stride in x.stride()[:3])):
-            # Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
-            raise ValueError(
-                f"{name} is float32 with strides {x.stride()}; the last must be 1 and the others multiples of 4 "
-                f"(bfloat16 and float16 tensors may have any)"
-            )
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
-            )
     check_device("q", q)
     heads, length = (1, 2) if layout == "bhsd" else (2, 1)
     D, H, H_kv = q.size(3), q.size(heads), k.size(heads)

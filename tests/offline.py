@@ -48,13 +48,14 @@ def fake_rotation(D: int, D_pad: int, seed: int, device: torch.device) -> tuple[
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
     """Inside, the public functions run their launchers also on fake tensors. Kernels are bound anew."""
-    from helion_attn.preprocess import pack
+    from helion_attn.preprocess import pack, stages
 
     forget()
     try:
         with (
             mock.patch.object(torch.ops, "helion_attn", CudaKernels()),
             mock.patch.object(pack, "rotation", fake_rotation),
+            mock.patch.object(stages, "rotation", fake_rotation),
         ):
             yield
     finally:

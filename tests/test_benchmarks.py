@@ -28,6 +28,10 @@ def test_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "accuracy.json" in [path.name for path in written]
     for path in written:
         assert json.loads(path.read_text())
+    stages = json.loads((tmp_path / "stages.json").read_text())["rows"]
+    timed = {(row["part"], row["recipe"]) for row in stages if row["impl"] == "helion_attn"}
+    assert {("RoPE of Q", None), ("Hadamard of Q", None), ("RoPE, Hadamard, pack", "balanced")} <= timed
+    assert all(row["ms"] > 0 and row.get("copy_fraction", 1.0) > 0 for row in stages)
 
 
 def test_large_d(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

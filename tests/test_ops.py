@@ -59,6 +59,7 @@ def test_every_op_is_recorded(device: str) -> None:
     with Recorder() as recorder:
         ha.attention(*qkv_on(device))
         ha.pack(**e4m3_on(device))
+        ha.hadamard(qkv_on(device)[0])
     registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("helion_attn::")]
     assert sorted(recorder.calls) == sorted(registered)
 

@@ -183,7 +183,11 @@ LAYOUTS: dict[str, tuple[str, Callable[[], tuple[torch.Tensor, ...]]]] = {
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("D", SUPPORTED_D)
 def test_preprocessing(D: int, recipe: ha.Recipe) -> None:
-    assert_preprocessing(compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D), recipe=recipe), D, recipe)
+    kernels = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D), recipe=recipe)
+    assert_preprocessing(kernels, D, recipe)
+    # Three programs of four warps an SM; a rotated row of two chunks leaves two.
+    warps = kernels[-1].ctas_per_sm * kernels[-1].num_warps
+    assert warps >= (8 if recipe.hadamard and D == 256 else 12)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
@@ -196,6 +200,8 @@ def test_preprocessing_with_rope(D: int, recipe: ha.Recipe, interleaved: bool) -
 
     kernels = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D), recipe=recipe, make_rope=make_rope)
     assert_preprocessing(kernels, D, recipe)
+    if not recipe.hadamard:
+        assert kernels[-1].ctas_per_sm >= 3
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

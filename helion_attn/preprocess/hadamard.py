@@ -50,8 +50,13 @@ def hadamard_matrix(D: int, seed: int = 0) -> torch.Tensor:
 
 @functools.cache
 def rotation(D: int, D_pad: int, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """What `rotate.rotate_rows` needs: signs fp32 [D_pad], bf16 matrix of +-1 [side, side], and 1 / sqrt(b)."""
+    """What `rotate.rotate_rows` needs: signs fp32 [D_pad], bf16 matrix of +-1 and 0 [side, side], and 1 / sqrt(b).
+
+    A matrix as wide as a row has the signs in it: to flip a product's factor or the other is the same.
+    """
     block, side = hadamard_block(D), min(D_pad, MAX_HADAMARD_BLOCK)
     blocks = torch.block_diag(*[_sylvester(block)] * (side // block))
     signs = torch.nn.functional.pad(_signs(D, seed), (0, D_pad - D))
+    if side == D_pad:
+        blocks = signs.unsqueeze(1) * blocks
     return signs.to(device), blocks.to(device, torch.bfloat16), block**-0.5

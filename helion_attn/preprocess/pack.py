@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import maximum
-from helion_attn.numerics import FORMAT_MAX
+from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK
 from helion_attn.preprocess.hadamard import rotation
 from helion_attn.preprocess.rope import RopeTables
 from helion_attn.preprocess.row_layout import row_tile, rows_descale, to_dtype
@@ -37,6 +37,9 @@ PACK_CHANNELS = 64
 
 #: Tiles that a program rotates, at most: they share 32 KB of matrix, which are as much as two of them.
 ROTATED_TILES = 4
+
+#: A thread's, so that three programs of four warps fit an SM. Left alone, ptxas takes 187 where channels are 128.
+ROTATED_REGISTERS = 168
 
 
 def store_tile(
@@ -125,9 +128,14 @@ def pack(
     two_terms: hl.constexpr,
     qk_largest: hl.constexpr,
     v_largest: hl.constexpr,
+    cap_registers: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
     """See the module's docstring. Tiles run from the last to the first: what `first_pass` read last is still in L2."""
+    if cap_registers:
+        # Only then: told of any maximum, be it 255, ptxas takes half as many registers again for the other kernels. The
+        # name is for Helion, whose code for this branch would be empty.
+        _max_registers = hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
     q_tile = hl.specialize(q8.size(1))
     k_tile = hl.specialize(k8.size(1))
     d_pad = hl.specialize(q8.size(2))
@@ -244,7 +252,13 @@ def pack(
 
 @functools.cache
 def kernel(
-    is_cuda: bool, num_warps: int, pipelined: bool, q_per_block: bool, k_per_block: bool, variant: Hashable
+    is_cuda: bool,
+    num_warps: int,
+    cap_registers: bool,
+    pipelined: bool,
+    q_per_block: bool,
+    k_per_block: bool,
+    variant: Hashable,
 ) -> helion.Kernel[None]:
     """The kernel for the device.
 
@@ -256,7 +270,9 @@ def kernel(
     in_flight = 2 if pipelined else 1
     k_loops, q_loops = ([in_flight] * (2 if per_block else 1) for per_block in (k_per_block, q_per_block))
     stages = [0, 0, *k_loops, 0, *q_loops]
-    return compiled(pack, helion.Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages))
+    registers: dict[str, Any] = {MAX_REGISTERS: ROTATED_REGISTERS} if cap_registers else {}
+    config = helion.Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages, **registers)
+    return compiled(pack, config)
 
 
 def launch(
@@ -316,6 +332,10 @@ def launch(
     # A block of one tile has its amax at hand; one of several is read twice.
     q_per_block, k_per_block = q_scales == "block" and q_run > 1, k_scales == "block" and k_run > 1
     two_terms = hadamard_seed is not None and dtype != torch.bfloat16
+    # Angles and a second term do not fit the registers of four warps.
+    num_warps = 8 if rope.pairing or two_terms else 4
+    # Rows of two chunks have signs to hold besides, and would spill.
+    cap_registers = hadamard_seed is not None and D_row <= MAX_HADAMARD_BLOCK and num_warps == 4
     tables = (rope.cos, rope.sin, rope.q_positions, rope.k_positions, signs, blocks)
     outputs = (q8, k8, v8, q_descale, k_descale, v_descale, lse_shift)
     specialisations: tuple[Any, ...] = (
@@ -323,14 +343,12 @@ def launch(
         *rope.explicit, q_scales == "none", q_scales == "token", q_scales == "block" and q_run == 1, q_per_block,
         k_scales == "block" and k_run == 1, k_per_block, v_scales == "none", v_scales == "channel",
         smooth_k, hadamard_seed is not None, two_terms,
-        FORMAT_MAX.get(qk_dtype, 1.0), FORMAT_MAX.get(pv_dtype, 1.0), like.is_cuda,
+        FORMAT_MAX.get(qk_dtype, 1.0), FORMAT_MAX.get(pv_dtype, 1.0), cap_registers, like.is_cuda,
     )  # fmt: skip
-    # Angles and a second term do not fit the registers of four warps.
-    num_warps = 8 if rope.pairing or two_terms else 4
     # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
     pipelined = num_warps == 4 and source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
     variant = (specialisations, D_pad, D_v_pad, dtype, qk_dtype, pv_dtype, rope.cos.dtype)
-    kernel(like.is_cuda, num_warps, pipelined, q_per_block, k_per_block, variant)(
+    kernel(like.is_cuda, num_warps, cap_registers, pipelined, q_per_block, k_per_block, variant)(
         *source.flat, stats.q_amax, stats.k_amax, stats.v_amax, stats.k_mean, stats.v_mean, *tables, *outputs,
         m_tiles, n_tiles, stats.q_parts, stats.k_parts, H, H_kv, source.M, source.N, *source.steps,
         rope.table_rows, factor, norm, *specialisations,

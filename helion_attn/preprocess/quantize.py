@@ -53,7 +53,8 @@ def quantize_qkv(
         empty without smooth_k.
     """
     source = strided_qkv(q, k, v, D_pad, D_v_pad)
-    rope = rope_tables(cos, sin, q_positions, k_positions, interleaved, q.new_empty(1, dtype=torch.float32))
+    unused = q.new_empty(1, dtype=torch.float32)
+    rope = rope_tables(cos, sin, q_positions, k_positions, interleaved, source.D_row, unused)
     stats = statistics.launch(source, rope, q_scales, k_scales, v_scales, smooth_k, center_v)
     # What the rotation may do to a head's largest magnitude.
     factor = 1.0 if hadamard_seed is None else math.sqrt(hadamard_block(q.size(3)))
@@ -82,6 +83,6 @@ def pack_qkv(
     unused = q.new_empty(1, dtype=torch.float32)
     # With the format's largest value as amax, descales are 1, and the cast gives every value back.
     stats = statistics.constant(source, FORMAT_MAX[q.dtype])
-    rope = rope_tables(None, None, None, None, False, unused)
+    rope = rope_tables(None, None, None, None, False, source.D_row, unused)
     packed = pack.launch(source, rope, stats, 1.0, bm, bn, q.dtype, v.dtype, "head", "head", "head", None, False)
     return packed[0], packed[1], packed[2]

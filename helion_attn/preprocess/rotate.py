@@ -36,11 +36,12 @@ def rotate_rows(
     """Rows of fp32 rotated, fp32 [n, D_pad]. Inlined into kernels.
 
     Args:
-        signs: in memory.
+        signs: in memory; where a row is one row of the matrix, they are in the matrix already.
         two_terms: x is rounded to two terms of the matrix's dtype, not one: for tensors that are not bf16.
     """
     # A row of 256 channels is two rows of 128.
     chunks = d_pad // side
-    signed = x * hl.load(signs, [hl.arange(d_pad)]).unsqueeze(0)
-    y = multiply_rows(signed.reshape(n * chunks, side), matrix, two_terms, is_cuda)
+    if chunks > 1:
+        x = x * hl.load(signs, [hl.arange(d_pad)]).unsqueeze(0)
+    y = multiply_rows(x.reshape(n * chunks, side), matrix, two_terms, is_cuda)
     return y.reshape(n, d_pad) * norm

@@ -6,7 +6,7 @@ import torch
 
 from helion_attn.kernels.helion_compat import hl
 from helion_attn.numerics import DESCALE_MIN
-from helion_attn.preprocess.rope import rope_angles, rope_rows
+from helion_attn.preprocess.rope import rope_rows
 from helion_attn.preprocess.rotate import rotate_rows
 from helion_attn.preprocess.strided import load_rows
 
@@ -54,14 +54,13 @@ def row_tile(
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of a head, transformed but not scaled, fp32 [n, D_pad], and their products with the mean [n]."""
-    x = load_rows(flat, head_offset, rows, hl.arange(d_pad), row_step, d_step, size, d)
     if pairing:
-        by_self, by_partner = rope_angles(
-            cos, sin, positions, rows, first_position, size, table_rows, n, d_pad, rotary, pairing, explicit_positions
-        )
         x = rope_rows(
-            x, flat, by_self, by_partner, head_offset, rows, row_step, d_step, size, n, d_pad, rotary, pairing
-        )
+            flat, cos, sin, positions, head_offset, rows, row_step, d_step, size, d, first_position, table_rows, n,
+            d_pad, rotary, pairing, explicit_positions,
+        )  # fmt: skip
+    else:
+        x = load_rows(flat, head_offset, rows, hl.arange(d_pad), row_step, d_step, size, d)
     if dot_mean:
         product = (x * hl.load(mean, [kv, hl.arange(d_pad)]).unsqueeze(0)).sum(1)
     else:

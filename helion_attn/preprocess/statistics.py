@@ -22,7 +22,7 @@ import torch
 
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import maximum, minimum
-from helion_attn.preprocess.rope import NO_ROPE, RopeTables, rope_angles, rope_rows
+from helion_attn.preprocess.rope import NO_ROPE, RopeTables, rope_rows
 from helion_attn.preprocess.strided import StridedQKV, load_rows
 
 #: Elements that one step of the first pass reads: four 16-byte loads of bf16 a thread.
@@ -99,16 +99,13 @@ def first_pass(
         q_max = hl.zeros([step, d_row], dtype=torch.float32)
         for q_tile in hl.grid(part * q_run, min(q_tiles, (part + 1) * q_run)):
             rows = q_tile * step + hl.arange(step)
-            x = load_rows(q, offset, rows, hl.arange(d_row), q_s_step * unit, q_d_step, M, d)
             if q_pairing:
-                by_self, by_partner = rope_angles(
-                    cos, sin, q_positions, rows, N - M, M, table_rows, step, d_row, rotary,
-                    q_pairing, explicit_q_positions,
-                )  # fmt: skip
                 x = rope_rows(
-                    x, q, by_self, by_partner, offset, rows, q_s_step * unit, q_d_step, M, step, d_row, rotary,
-                    q_pairing,
+                    q, cos, sin, q_positions, offset, rows, q_s_step * unit, q_d_step, M, d, N - M, table_rows,
+                    step, d_row, rotary, q_pairing, explicit_q_positions,
                 )  # fmt: skip
+            else:
+                x = load_rows(q, offset, rows, hl.arange(d_row), q_s_step * unit, q_d_step, M, d)
             q_max = maximum(q_max, torch.abs(x), is_cuda)
         q_amax[bh, part] = torch.amax(torch.amax(q_max, 1), 0)
 
@@ -118,16 +115,13 @@ def first_pass(
         k_total = hl.zeros([step, d_row], dtype=torch.float32)
         for k_tile in hl.grid(part * k_run, min(kv_tiles, (part + 1) * k_run)):
             rows = k_tile * step + hl.arange(step)
-            x = load_rows(k, offset, rows, hl.arange(d_row), k_s_step * unit, k_d_step, N, d)
             if k_pairing:
-                by_self, by_partner = rope_angles(
-                    cos, sin, k_positions, rows, 0, N, table_rows, step, d_row, rotary,
-                    k_pairing, explicit_k_positions,
-                )  # fmt: skip
                 x = rope_rows(
-                    x, k, by_self, by_partner, offset, rows, k_s_step * unit, k_d_step, N, step, d_row, rotary,
-                    k_pairing,
+                    k, cos, sin, k_positions, offset, rows, k_s_step * unit, k_d_step, N, d, 0, table_rows,
+                    step, d_row, rotary, k_pairing, explicit_k_positions,
                 )  # fmt: skip
+            else:
+                x = load_rows(k, offset, rows, hl.arange(d_row), k_s_step * unit, k_d_step, N, d)
             k_max = maximum(k_max, torch.abs(x), is_cuda)
             if smooth_k:
                 k_total = k_total + x

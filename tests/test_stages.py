@@ -1,0 +1,296 @@
+"""The public stages of preprocessing, `apply_rope` and `hadamard`, against their fp64 references."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from offline import launching
+from test_rope import PAIRING, tables
+from test_sm90_compile import assert_no_spills, widths
+from test_strides import LAYOUTS, make_x
+
+import helion_attn as ha
+from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda, make_qkv
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+SHAPES = pytest.mark.parametrize(
+    ("D", "S"),
+    [(16, 1), (32, 300), (48, 63), (80, 65), (96, 129), (128, 7), (192, 33), (256, 66), (320, 9), (1024, 10)],
+)
+
+
+def assert_rounds(out: torch.Tensor, expected: torch.Tensor, unrounded: float) -> None:
+    """`out` is `expected` [..., D], in fp64, rounded once; before that a row may be off by `unrounded` of its norm."""
+    assert out.is_contiguous()
+    assert out.shape == expected.shape
+    half_an_ulp = torch.finfo(out.dtype).eps / 2
+    allowed = half_an_ulp * expected.abs() + (1 + half_an_ulp) * unrounded * expected.norm(dim=-1, keepdim=True)
+    # Subnormal fp16 has steps of 2**-24.
+    allowed = allowed + torch.finfo(out.dtype).smallest_normal * half_an_ulp
+    excess = (out.double() - expected).abs() - allowed
+    assert torch.all(excess <= 0), f"off by {excess.max().item():.3g} more than a rounding"
+
+
+#: What the arithmetic before the rounding may add, of a row's norm: two products and a sum in fp32; the rotation's sum
+#: of up to 128 products in fp32; and what two terms of bf16 leave of other dtypes.
+ROPE_ERROR, HADAMARD_ERROR, TWO_TERMS_ERROR = 2.0**-22, 2.0**-19, 2.0**-18
+
+
+def hadamard_error(dtype: torch.dtype) -> float:
+    return HADAMARD_ERROR + (0.0 if dtype == torch.bfloat16 else TWO_TERMS_ERROR)
+
+
+@PAIRING
+@DTYPES
+@SHAPES
+def test_rope(
+    D: int,
+    S: int,
+    dtype: torch.dtype,
+    interleaved: bool,
+    device: str,
+    poisoned: Callable[[], AbstractContextManager[None]],
+) -> None:
+    x = make_qkv("outlier", 2, 3, 1, S, 1, D, dtype, device)[0]
+    for rotary in {D, D // 2}:
+        rope = tables(S + 3, rotary, norm=1.4, interleaved=interleaved, device=device)
+        with poisoned():
+            out = ha.apply_rope(x, rope)
+        assert out.dtype == dtype
+        assert_rounds(out, ha.reference.apply_rope(x, rope.cos, rope.sin, interleaved), ROPE_ERROR)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@DTYPES
+@SHAPES
+def test_hadamard(
+    D: int,
+    S: int,
+    dtype: torch.dtype,
+    seed: int,
+    device: str,
+    poisoned: Callable[[], AbstractContextManager[None]],
+) -> None:
+    x = make_qkv("outlier", 2, 3, 1, S, 1, D, dtype, device)[0]
+    with poisoned():
+        out = ha.hadamard(x, seed=seed)
+    assert out.dtype == dtype
+    assert_rounds(out, ha.reference.hadamard(x, seed), hadamard_error(dtype))
+
+
+def test_odd_head_dim_changes_signs_only(device: str) -> None:
+    x = make_qkv("randn", 1, 2, 1, 5, 1, 81, device=device)[0]
+    out = ha.hadamard(x, seed=1)
+    assert torch.equal(out.abs(), x.abs())
+    assert torch.equal(out.double(), ha.reference.hadamard(x, 1))
+    assert not torch.equal(out, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides(layout: str, dtype: torch.dtype, device: str) -> None:
+    """What may be read in place gives the same as its copy; the rest is refused."""
+    x = make_x(layout, dtype, device)
+    rope = tables(x.size(2), 32, device=device)
+    aligned = x.stride(3) == 1 and all(stride % 4 == 0 for stride in x.stride()[:3])
+    if dtype == torch.bfloat16 or aligned:
+        assert torch.equal(ha.hadamard(x), ha.hadamard(x.contiguous()))
+    else:
+        with pytest.raises(ValueError, match=r"x is float32 with strides"):
+            ha.hadamard(x)
+    if x.stride(3) == 1 and (dtype == torch.bfloat16 or aligned):
+        assert torch.equal(ha.apply_rope(x, rope), ha.apply_rope(x.contiguous(), rope))
+    else:
+        with pytest.raises(ValueError, match=r"x is float32 with strides|x has a last-dimension stride of"):
+            ha.apply_rope(x, rope)
+
+
+@PAIRING
+def test_bshd(interleaved: bool, device: str) -> None:
+    x = make_x("bshd", torch.bfloat16, device)  # [B, H, S, D]
+    rope = tables(x.size(2), 48, interleaved=interleaved, device=device)
+    out = ha.apply_rope(x.transpose(1, 2), rope, layout="bshd")
+    assert out.is_contiguous()
+    assert torch.equal(out.transpose(1, 2), ha.apply_rope(x, rope))
+    assert torch.equal(ha.hadamard(x.transpose(1, 2)).transpose(1, 2), ha.hadamard(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@PAIRING
+def test_positions(interleaved: bool, dtype: torch.dtype, device: str) -> None:
+    x = make_qkv("randn", 1, 2, 1, 70, 1, 32, device=device)[0]
+    rope = tables(90, 32, interleaved=interleaved, device=device)
+    at = torch.randperm(90, generator=torch.Generator().manual_seed(0))[:70].to(device, dtype)
+    expected = ha.reference.apply_rope(x, rope.cos, rope.sin, interleaved, at.long())
+    assert_rounds(ha.apply_rope(x, rope, positions=at), expected, ROPE_ERROR)
+    default = torch.arange(70, device=device, dtype=dtype)
+    assert torch.equal(ha.apply_rope(x, rope, positions=default), ha.apply_rope(x, rope))
+    for outside in (-1, 90):
+        moved = at.clone()
+        moved[13] = outside
+        nan = ha.apply_rope(x, rope, positions=moved).isnan()
+        assert nan[:, :, 13].all()
+        assert nan.sum() == nan[:, :, 13].sum()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@PAIRING
+@pytest.mark.parametrize(("D", "rotary"), [(32, 32), (48, 32), (64, 16)])
+def test_rope_of_nonfinite(D: int, rotary: int, interleaved: bool, value: float, device: str) -> None:
+    for channel in (1, rotary - 1, D - 1):
+        x = make_qkv("randn", 1, 2, 1, 70, 1, D, device=device)[0]
+        x[0, 1, 33, channel] = value
+        rope = tables(70, rotary, interleaved=interleaved, device=device)
+        expected = ha.reference.apply_rope(x, rope.cos, rope.sin, interleaved)
+        out = ha.apply_rope(x, rope)
+        assert not expected.isfinite().all()
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert torch.equal(out.isinf(), expected.isinf())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("D", [32, 48, 256])
+def test_hadamard_of_nonfinite(D: int, value: float, device: str) -> None:
+    x = make_qkv("randn", 1, 2, 1, 70, 1, D, device=device)[0]
+    clean = ha.hadamard(x)
+    x[0, 1, 33, 5] = value
+    finite = ha.hadamard(x).isfinite()
+    mixed = min(D & -D, 128)
+    assert not finite[0, 1, 33, :mixed].any()
+    rows = finite.all(3)
+    assert (~rows).sum() == 1
+    assert torch.equal(ha.hadamard(x)[rows], clean[rows])
+
+
+@DTYPES
+def test_opcheck(dtype: torch.dtype, device: str) -> None:
+    x = make_x("bhsd", dtype, device).transpose(1, 2).contiguous().transpose(1, 2)
+    rope = tables(x.size(2), 32, device=device)
+    at = torch.arange(x.size(2), device=device)
+    op = torch.ops.helion_attn.transform_rows.default
+    for arguments in (
+        (x, None, None, None, False, 3, False),
+        (x, rope.cos, rope.sin, None, True, None, True),
+        (x, rope.cos, rope.sin, at, False, None, False),
+    ):
+        torch.library.opcheck(op, arguments)
+
+
+def test_compiles_without_graph_breaks(device: str) -> None:
+    def both(x: torch.Tensor, rope: ha.Rope) -> torch.Tensor:
+        return ha.hadamard(ha.apply_rope(x, rope), seed=2)
+
+    x = make_x("bshd", torch.bfloat16, device)
+    rope = tables(x.size(2), 48, device=device)
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, rope), both(x, rope))
+
+
+def table(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+GOOD: dict[str, Any] = {"x": torch.zeros(1, 2, 5, 32), "rope": ha.Rope(table(5, 16), table(5, 16))}
+POSITIONS = torch.zeros(5, dtype=torch.int64)
+
+#: Arguments that replace good ones.
+BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "x_list": ({"x": [1.0]}, TypeError, ["x is a list", "torch.Tensor"]),
+    "x_rank": ({"x": table(5, 32)}, ValueError, ["x has shape (5, 32)", "4 dimensions, [B, H, S, D]"]),
+    "x_double": ({"x": table(1, 2, 5, 32).double()}, TypeError, ["x has dtype torch.float64", "bfloat16, float16"]),
+    "x_empty": ({"x": table(1, 0, 5, 32)}, ValueError, ["x has shape (1, 0, 5, 32)", "at least 1"]),
+    "x_small": ({"x": table(1, 2, 5, 8)}, ValueError, ["x has head dim 8", "16..1024"]),
+    "x_meta": ({"x": table(1, 2, 5, 32).to("meta")}, NotImplementedError, ["x is on meta", "9.0"]),
+    "x_grad": ({"x": table(1, 2, 5, 32).requires_grad_()}, RuntimeError, ["x requires grad"]),
+}
+BAD_ROPE: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "layout": ({"layout": "sbhd"}, ValueError, ["layout is 'sbhd'", "bshd"]),
+    "bshd_is_longer": (
+        {"x": table(1, 6, 2, 32), "layout": "bshd"},
+        ValueError,
+        ["rope.cos has 5 positions", "at least S = 6"],
+    ),
+    "not_a_rope": ({"rope": (1, 2)}, TypeError, ["rope is a tuple", "helion_attn.Rope"]),
+    "too_wide": (
+        {"rope": ha.Rope(table(5, 17), table(5, 17))},
+        ValueError,
+        ["rope.cos has shape (5, 17)", "R <= 32"],
+    ),
+    "q_positions": (
+        {"rope": dataclasses.replace(GOOD["rope"], q_positions=POSITIONS)},
+        ValueError,
+        ["rope.q_positions is a tensor", "None", "positions of x"],
+    ),
+    "positions_of_floats": ({"positions": table(5)}, TypeError, ["positions is tensor", "int32 or int64"]),
+    "positions_too_many": (
+        {"positions": torch.zeros(6, dtype=torch.int32)},
+        ValueError,
+        ["positions has shape (6,)", "(5,)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD | BAD_ROPE)
+def test_bad_rope(what: str) -> None:
+    arguments, error, parts = (BAD | BAD_ROPE)[what]
+    with pytest.raises(error) as raised:
+        ha.apply_rope(**(GOOD | arguments))
+    assert type(raised.value) is error
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_hadamard(what: str) -> None:
+    arguments, error, parts = BAD[what]
+    with pytest.raises(error) as raised:
+        ha.hadamard(**arguments)
+    assert type(raised.value) is error
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.0, None, True])
+def test_bad_seed(seed: Any) -> None:
+    with pytest.raises(ValueError, match=rf"seed is {re.escape(repr(seed))}; it must be an int, not negative"):
+        ha.hadamard(GOOD["x"], seed=seed)
+
+
+def compile_stage(D: int, dtype: torch.dtype, stage: Callable[[torch.Tensor], object]) -> Sm90Kernel:
+    def launch() -> None:
+        with launching():
+            stage(fake_cuda(2, 4, 1000, D, dtype=dtype))
+
+    (kernel,) = compile_for_sm90(launch)
+    return kernel
+
+
+@PAIRING
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_rope_on_sm_90(D: int, interleaved: bool) -> None:
+    def stage(x: torch.Tensor) -> None:
+        ha.apply_rope(x, ha.Rope(fake_cuda(4096, D // 2), fake_cuda(4096, D // 2), interleaved))
+
+    kernel = compile_stage(D, torch.bfloat16, stage)
+    assert_no_spills(kernel)
+    assert widths(kernel, "LDG|LDGSTS") == {16}
+    assert widths(kernel, "STG") == {16}
+    if not interleaved:
+        # Of 8192 bf16 elements and as many bytes of angles again, twice, on 256 threads: nothing is loaded twice.
+        assert kernel.opcodes["LDG"] == 8192 * (2 + 2 + 2) // 256 // 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D", [64, 128, 256, 320])
+def test_hadamard_on_sm_90(D: int, dtype: torch.dtype) -> None:
+    kernel = compile_stage(D, dtype, ha.hadamard)
+    assert_no_spills(kernel)
+    assert kernel.opcodes["HGMMA"] > 0
+    assert 16 in widths(kernel, "LDG|LDGSTS")
+    assert widths(kernel, "STG") == {16}
