@@ -3,25 +3,30 @@
 from helion_attn import reference
 from helion_attn.api import attention, attention_quantized, pack, quantize
 from helion_attn.flash_attn import flash_attn_func
+from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.preprocess.hadamard import hadamard_matrix
 from helion_attn.sdpa import sdpa
 from helion_attn.transformers import register_transformers
-from helion_attn.types import ACCURATE, BALANCED, FAST, QuantizedQKV, Recipe, Rope
+from helion_attn.types import ACCURATE, BALANCED, FAST, PagedKVCache, QuantizedQKV, Recipe, Rope
 
 __all__ = [
     "ACCURATE",
     "BALANCED",
     "FAST",
+    "PagedKVCache",
     "QuantizedQKV",
     "Recipe",
     "Rope",
+    "append_kvcache",
     "attention",
+    "attention_kvcache",
     "attention_quantized",
     "dequantize",
     "flash_attn_func",
     "hadamard_matrix",
     "pack",
+    "paged_kv_cache",
     "quantize",
     "reference",
     "register_transformers",

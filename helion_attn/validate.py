@@ -6,13 +6,27 @@ import math
 
 import torch
 
-from helion_attn.configs import MAX_LARGE_TWO_LEVEL_D, MAX_TWO_LEVEL_D, Packing, row_width, uses_large_d
-from helion_attn.types import QuantizedQKV, Recipe, Rope
+from helion_attn.configs import (
+    MAX_LARGE_TWO_LEVEL_D,
+    MAX_TWO_LEVEL_D,
+    SUPPORTED_D,
+    Packing,
+    page_packing,
+    row_width,
+    uses_large_d,
+)
+from helion_attn.types import PagedKVCache, QuantizedQKV, Recipe, Rope
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUT_DTYPES = (*IN_DTYPES, torch.float8_e4m3fn)
 LAYOUTS = ("bhsd", "bshd")
 MIN_D, MAX_D = 16, 1024
+
+#: The largest head dim of a KV cache.
+MAX_PAGE_D = SUPPORTED_D[-1]
+
+#: Of pages, heads and splits: their products have room in 32 bits.
+MAX_COUNT = 2**24
 
 #: Of a softcap: 1 / softcap and softcap * log2(e), times any reasonable scale, have room in fp32.
 MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-40, 2.0**40
@@ -58,15 +72,10 @@ def check_recipe(recipe: Recipe, D: int, D_v: int) -> None:
         )
 
 
-def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
-    """The fields of a `Rope`, for q [B, H, M, D] and k [B, H_kv, N, D]."""
+def check_rope_tables(rope: Rope, D: int, device: torch.device) -> None:
+    """The tables of a `Rope`, for head dim D."""
     if not isinstance(rope, Rope):
         raise TypeError(f"rope is a {type(rope).__name__}; it must be a helion_attn.Rope")
-    M, N, D, device = q.size(2), k.size(2), q.size(3), q.device
-    for name, x in (("q", q), ("k", k)):
-        if x.stride(3) != 1:
-            # As with float32, Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
-            raise ValueError(f"{name} has a last-dimension stride of {x.stride(3)}; with rope it must be 1")
     for name in ("cos", "sin"):
         x = getattr(rope, name)
         if not isinstance(x, torch.Tensor):
@@ -81,6 +90,16 @@ def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
             )
         if not x.is_contiguous() or x.device != device:
             raise ValueError(f"rope.{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {device}")
+
+
+def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
+    """The fields of a `Rope`, for q [B, H, M, D] and k [B, H_kv, N, D]."""
+    check_rope_tables(rope, q.size(3), q.device)
+    M, N, device = q.size(2), k.size(2), q.device
+    for name, x in (("q", q), ("k", k)):
+        if x.stride(3) != 1:
+            # As with float32, Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
+            raise ValueError(f"{name} has a last-dimension stride of {x.stride(3)}; with rope it must be 1")
     rows = rope.cos.size(0)
     for name, at, size in (("q_positions", rope.q_positions, M), ("k_positions", rope.k_positions, N)):
         if at is None:
@@ -138,17 +157,14 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"dtype is {dtype}; it must be one of {_names(IN_DTYPES)}")
 
 
-def check_qkv(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: str,
-    dtypes: tuple[torch.dtype, ...] = IN_DTYPES,
+def check_inputs(
+    tensors: dict[str, torch.Tensor], layout: str, dtypes: tuple[torch.dtype, ...] = IN_DTYPES
 ) -> None:
-    """Types, ranks, dtypes, devices and sizes of Q, K, V in `layout`."""
+    """Types, ranks, dtypes and devices of tensors in `layout`, by argument; dtype and device are those of the first."""
     check_layout(layout)
     axes = "[B, H, S, D]" if layout == "bhsd" else "[B, S, H, D]"
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    first_name, first = next(iter(tensors.items()))
+    for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
         if x.dim() != 4:
@@ -157,10 +173,12 @@ def check_qkv(
             raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {_names(dtypes)}")
         if x.numel() == 0:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; every dimension must be at least 1")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; they must be the same")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}; they must be on the same device")
+        if x.dtype != first.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype} and {first_name} has {first.dtype}; they must be the same")
+        if x.device != first.device:
+            raise ValueError(
+                f"{name} is on {x.device} and {first_name} on {first.device}; they must be on the same device"
+            )
         if x.stride(3) == 0 and x.size(3) > 1:
             # Triton 3.6 wrote wrong values into the padding of such a tensor's packed copy.
             raise ValueError(f"{name} has strides {x.stride()}; the last dimension must not be an expanded one")
@@ -174,7 +192,18 @@ def check_qkv(
             raise RuntimeError(
                 f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
             )
-    check_device("q", q)
+    check_device(first_name, first)
+
+
+def check_qkv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: str,
+    dtypes: tuple[torch.dtype, ...] = IN_DTYPES,
+) -> None:
+    """Types, ranks, dtypes, devices and sizes of Q, K, V in `layout`."""
+    check_inputs({"q": q, "k": k, "v": v}, layout, dtypes)
     heads, length = (1, 2) if layout == "bhsd" else (2, 1)
     D, H, H_kv = q.size(3), q.size(heads), k.size(heads)
     check_head_dim("q has head dim", D)
@@ -299,6 +328,73 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
                 f"D_v={qkv.D_v} it must be contiguous {dtype} {shape} on {qkv.q8.device}, as "
                 f"helion_attn.quantize makes it"
             )
+
+
+def check_page_head_dim(name: str, D: int) -> None:
+    """16..256."""
+    if type(D) is not int:
+        raise TypeError(f"{name} is a {type(D).__name__}; it must be an int")
+    if not MIN_D <= D <= MAX_PAGE_D:
+        raise ValueError(f"{name} is {D}; in a KV cache it must lie in {MIN_D}..{MAX_PAGE_D}")
+
+
+def check_count(name: str, count: int, largest: int = MAX_COUNT) -> None:
+    """An int in 1..largest."""
+    if type(count) is not int:
+        raise TypeError(f"{name} is a {type(count).__name__}; it must be an int")
+    if not 1 <= count <= largest:
+        raise ValueError(f"{name} is {count}; it must lie in 1..{largest}")
+
+
+def check_kv_cache(cache: PagedKVCache) -> None:
+    """The fields of a `PagedKVCache`."""
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"cache is a {type(cache).__name__}; it must be a helion_attn.PagedKVCache")
+    check_page_head_dim("cache.D", cache.D)
+    check_page_head_dim("cache.D_v", cache.D_v)
+    tile = page_packing(cache.D, cache.D_v)
+    if not isinstance(cache.k8, torch.Tensor) or cache.k8.dim() != 4 or cache.k8.numel() == 0:
+        raise ValueError("cache.k8 must be [num_pages, H_kv, page_size, D_pad], as helion_attn.paged_kv_cache makes it")
+    check_device("cache.k8", cache.k8)
+    pages = cache.k8.shape[:2]
+    fp8, fp32 = torch.float8_e4m3fn, torch.float32
+    expected = {
+        "k8": ((*pages, tile.page_size, tile.D_pad), fp8),
+        "v8": ((*pages, tile.D_v_pad, tile.page_size), fp8),
+        "k_descale": ((*pages, tile.page_size), fp32),
+        "v_descale": ((*pages, tile.page_size), fp32),
+    }
+    for name, (shape, dtype) in expected.items():
+        x = getattr(cache, name)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"cache.{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != cache.k8.device:
+            raise ValueError(
+                f"cache.{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D} and D_v={cache.D_v} it must "
+                f"be contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
+            )
+
+
+def check_page_tables(block_table: torch.Tensor, cache_seqlens: torch.Tensor, B: int, device: torch.device) -> None:
+    """All of a block table and of lengths but their values."""
+    for name, x, ndim in (("block_table", block_table, 2), ("cache_seqlens", cache_seqlens, 1)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be an int32 tensor")
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be int32")
+        if x.dim() != ndim or x.size(0) != B or x.numel() == 0:
+            shape = f"({B}, pages of a sequence)" if ndim == 2 else f"({B},)"
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}")
+        if not x.is_contiguous() or x.device != device:
+            raise ValueError(f"{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {device}")
+
+
+def check_heads_of_cache(name: str, cache: PagedKVCache, x: torch.Tensor, D: int) -> None:
+    """The device and head dim of a tensor that goes with a cache."""
+    if x.device != cache.k8.device:
+        raise ValueError(f"{name} is on {x.device} and the cache on {cache.k8.device}; they must be on the same device")
+    if x.size(3) != D:
+        raise ValueError(f"{name} has head dim {x.size(3)}; the cache's is {D}")
 
 
 def check_head_dim(name: str, D: int) -> None:

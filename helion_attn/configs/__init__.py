@@ -155,3 +155,17 @@ def packing(D: int, D_v: int) -> Packing:
 def attention_tile_config(D: int, D_v: int, causal: bool) -> TileConfig:
     """The config of `fp8_attn_fwd` for (D, D_v): that of the larger, which has the registers for both."""
     return tile_config(padded_head_dim(max(D, D_v)), causal)
+
+
+@dataclass(frozen=True)
+class PagePacking:
+    """How a page of a KV cache is packed: its keys, and the padded head dims."""
+
+    page_size: int
+    D_pad: int
+    D_v_pad: int
+
+
+def page_packing(D: int, D_v: int) -> PagePacking:
+    """For head dims of at most 256. A page is the key block that `fp8_attn_fwd` has for them."""
+    return PagePacking(attention_tile_config(D, D_v, causal=True).bn, padded_head_dim(D), padded_head_dim(D_v))
