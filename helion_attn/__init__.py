@@ -2,7 +2,7 @@
 
 from helion_attn import reference
 from helion_attn.api import attention, attention_quantized, pack, quantize
-from helion_attn.flash_attn import flash_attn_func
+from helion_attn.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.preprocess.hadamard import hadamard_matrix
@@ -24,6 +24,7 @@ __all__ = [
     "attention_quantized",
     "dequantize",
     "flash_attn_func",
+    "flash_attn_with_kvcache",
     "hadamard_matrix",
     "pack",
     "paged_kv_cache",

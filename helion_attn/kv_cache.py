@@ -15,16 +15,14 @@ from helion_attn import ops  # noqa: F401 - registers them
 from helion_attn.configs import page_packing
 from helion_attn.types import PagedKVCache, Rope
 from helion_attn.validate import (
-    IN_DTYPES,
-    check_causal,
     check_count,
     check_heads_of_cache,
     check_inputs,
     check_kv_cache,
+    check_kvcache_attention,
     check_page_head_dim,
     check_page_tables,
     check_rope_tables,
-    check_sm_scale,
 )
 
 
@@ -182,9 +180,9 @@ def attention_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * sm_scale) v over the first `cache_seqlens[b]` keys of each sequence, in FP8.
 
-    Made for few queries: the rows of all heads that share a KV head, times M, are one tile of up to 64 rows, and a
-    sequence's pages are split over programs. More rows work, and read the cache once for every 64. Q is quantised on
-    the way, one descale a row. With N for cache_seqlens[b], masks and results are those of `attention`.
+    Made for few queries: the rows of all heads that share a KV head, times M, form tiles of up to 32 rows, and a
+    sequence's pages are split over programs. Every tile reads the cache, mostly from L2. Q is quantised on
+    the way, one descale a row. A NaN or infinity in a key makes NaN of its sequence's outputs. With N for cache_seqlens[b], masks and results are those of `attention`.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any strides; with layout="bshd", H and M swapped. H is a multiple of the
@@ -211,23 +209,11 @@ def attention_kvcache(
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: q requires grad, in grad mode.
     """
-    check_kv_cache(cache)
-    check_inputs({"q": q}, layout)
-    check_heads_of_cache("q", cache, q, cache.D)
+    check_kvcache_attention(q, cache, block_table, cache_seqlens, layout, causal, sm_scale, num_splits, out_dtype)
     if layout == "bshd":
         q = q.transpose(1, 2)
-    (B, H), H_kv = q.shape[:2], cache.k8.size(1)
-    if H % H_kv:
-        raise ValueError(f"q has {H} heads and the cache {H_kv}; q's must be a multiple of the cache's")
-    check_page_tables(block_table, cache_seqlens, B, q.device)
-    check_causal(causal)
     scale = cache.D**-0.5 if sm_scale is None else sm_scale
-    check_sm_scale(scale)
-    if num_splits is not None:
-        check_count("num_splits", num_splits)
     dtype = q.dtype if out_dtype is None else out_dtype
-    if dtype not in IN_DTYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; it must be bfloat16, float16 or float32")
     out, lse = torch.ops.helion_attn.fp8_attn_decode(
         q, cache.k8, cache.v8, cache.k_descale, cache.v_descale, block_table, cache_seqlens, cache.D_v, num_splits,
         causal, float(scale), layout == "bshd", dtype,

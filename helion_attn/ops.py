@@ -287,9 +287,7 @@ def _(
     return None
 
 
-def _empty_decoded(
-    q: torch.Tensor, d_v: int, bshd: bool, out_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_decoded(q: torch.Tensor, d_v: int, bshd: bool, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     B, H, M, _D = q.shape
     shape = (B, M, H, d_v) if bshd else (B, H, M, d_v)
     return q.new_empty(shape, dtype=out_dtype), q.new_empty((B, H, M), dtype=torch.float32)

@@ -170,7 +170,7 @@ class QuantizedQKV:
 
 @dataclass(frozen=True)
 class PagedKVCache:
-    """Keys and values in pages of `page_size` keys, packed as the attention kernel reads them. Made by `paged_kv_cache`.
+    """Keys and values in pages of `page_size`, packed as the attention kernel reads them. Made by `paged_kv_cache`.
 
     A page is a block of the packed format of `QuantizedQKV`, and has a descale for every key: a new key changes nothing
     of those that are there, and an outlier costs no other key its resolution. `k ~ k8.float() * k_descale` and

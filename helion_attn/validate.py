@@ -157,9 +157,7 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"dtype is {dtype}; it must be one of {_names(IN_DTYPES)}")
 
 
-def check_inputs(
-    tensors: dict[str, torch.Tensor], layout: str, dtypes: tuple[torch.dtype, ...] = IN_DTYPES
-) -> None:
+def check_inputs(tensors: dict[str, torch.Tensor], layout: str, dtypes: tuple[torch.dtype, ...] = IN_DTYPES) -> None:
     """Types, ranks, dtypes and devices of tensors in `layout`, by argument; dtype and device are those of the first."""
     check_layout(layout)
     axes = "[B, H, S, D]" if layout == "bhsd" else "[B, S, H, D]"
@@ -370,8 +368,8 @@ def check_kv_cache(cache: PagedKVCache) -> None:
             raise TypeError(f"cache.{name} is a {type(x).__name__}; it must be a torch.Tensor")
         if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != cache.k8.device:
             raise ValueError(
-                f"cache.{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D} and D_v={cache.D_v} it must "
-                f"be contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
+                f"cache.{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must be "
+                f"contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
             )
 
 
@@ -395,6 +393,34 @@ def check_heads_of_cache(name: str, cache: PagedKVCache, x: torch.Tensor, D: int
         raise ValueError(f"{name} is on {x.device} and the cache on {cache.k8.device}; they must be on the same device")
     if x.size(3) != D:
         raise ValueError(f"{name} has head dim {x.size(3)}; the cache's is {D}")
+
+
+def check_kvcache_attention(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    layout: str,
+    causal: bool,
+    sm_scale: float | None,
+    num_splits: int | None,
+    out_dtype: torch.dtype | None,
+) -> None:
+    """The arguments of `attention_kvcache`."""
+    check_kv_cache(cache)
+    check_inputs({"q": q}, layout)
+    check_heads_of_cache("q", cache, q, cache.D)
+    H, H_kv = q.size(1 if layout == "bhsd" else 2), cache.k8.size(1)
+    if H % H_kv:
+        raise ValueError(f"q has {H} heads and the cache {H_kv}; q's must be a multiple of the cache's")
+    check_page_tables(block_table, cache_seqlens, q.size(0), q.device)
+    check_causal(causal)
+    if sm_scale is not None:
+        check_sm_scale(sm_scale)
+    if num_splits is not None:
+        check_count("num_splits", num_splits)
+    if out_dtype is not None and out_dtype not in IN_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; it must be one of {_names(IN_DTYPES)}")
 
 
 def check_head_dim(name: str, D: int) -> None:

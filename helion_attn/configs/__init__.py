@@ -167,5 +167,9 @@ class PagePacking:
 
 
 def page_packing(D: int, D_v: int) -> PagePacking:
-    """For head dims of at most 256. A page is the key block that `fp8_attn_fwd` has for them."""
-    return PagePacking(attention_tile_config(D, D_v, causal=True).bn, padded_head_dim(D), padded_head_dim(D_v))
+    """For head dims of at most 256. A page is the key block that `fp8_attn_fwd` has for them.
+
+    V's channels are the M of a WGMMA there, which is 64.
+    """
+    page_size = attention_tile_config(D, D_v, causal=True).bn
+    return PagePacking(page_size, padded_head_dim(D), max(64, padded_head_dim(D_v)))

@@ -16,9 +16,12 @@ its value, next to the largest such weight of the row. Folded into P after the s
 probability and a large V would push the others below e4m3's range. They are powers of two, so that their logarithm and
 their inverse are integer steps on the bits, and `l_i` is as exact as without them.
 
-What a page holds past the end of a sequence is not read into a result: scores are masked, and so are V and its
-descales, since 0 times a stale NaN is NaN. That takes V through registers, so the last pages have a loop of their own,
-and pages that every row sees whole have none of it.
+Products are taken transposed, with keys or V's channels as the M of a WGMMA, of which 64 is the least, and query rows
+as its N, of which 16 is enough. So a tile of 16 rows costs a thread 16 scores a page, and what belongs to a key, its
+two descales, is 4 numbers a thread.
+
+What a page holds past the end of a sequence enters no result. Scores are masked. V is multiplied by p = 0 there, and
+`append` has cleared it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from collections.abc import Hashable
 
 import torch
 
+from helion_attn.configs import MAX_TWO_LEVEL_D
 from helion_attn.kernels.fp8_attn_fwd import accumulate, interleave_keys, visible_keys
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import maximum
@@ -35,12 +39,12 @@ from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2
 from helion_attn.preprocess.row_layout import to_8_bits, to_descale
 from helion_attn.preprocess.strided import common_unit, strided_rows
-from helion_attn.preprocess.v_layout import key_stored_at
 
 #: Query rows of a program, at most. They are the N of its products, of which the least is 16.
-MAX_ROWS, MIN_ROWS = 64, 16
+MAX_ROWS, MIN_ROWS = 32, 16
 
-NUM_WARPS, NUM_STAGES = 4, 3
+#: Pages in flight.
+NUM_STAGES = 3
 
 #: Programs that an SM holds at D = 128, and how many times as many there should be.
 PROGRAMS_PER_SM, WAVES = 3, 4
@@ -75,9 +79,10 @@ def softmax_step(
     t: torch.Tensor,  # [bn, rows]
     v_inverse: torch.Tensor,  # [bn]
     m_i: torch.Tensor,  # [rows]
-    l_i: torch.Tensor,  # [4, 8, rows]
+    l_i: torch.Tensor,  # [warps, 8, rows]
     bn: int,
     rows: int,
+    warps: int,
     p_offset_log2: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -90,7 +95,7 @@ def softmax_step(
     alpha = torch.exp2(m_i - m_ref).unsqueeze(0)
     # Unrounded p, added up within each thread alone: WGMMA's accumulator has key 64 i + 16 w + 8 j + g in warp w, at
     # the g-th four of its lanes.
-    by_thread = (p * v_inverse.unsqueeze(1)).reshape(bn // 64, 4, 2, 8, rows).sum(2).sum(0)
+    by_thread = (p * v_inverse.unsqueeze(1)).reshape(bn // (16 * warps), warps, 2, 8, rows).sum(2).sum(0)
     l_i = l_i * alpha.unsqueeze(0) + by_thread
     p8 = interleave_keys(p.to(torch.float8_e4m3fn).transpose(0, 1), rows, bn).transpose(0, 1)
     return p8, alpha, m_new, l_i
@@ -118,6 +123,7 @@ def fp8_attn_decode(
     out_row_step: int,
     qk_scale: float,
     rows: hl.constexpr,
+    warps: hl.constexpr,
     q_d_step: hl.constexpr,
     unit: hl.constexpr,
     d: hl.constexpr,
@@ -127,6 +133,11 @@ def fp8_attn_decode(
     is_cuda: hl.constexpr,
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
+    # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
+    torch._check(k8.size(0) < 2**24)
+    torch._check(k8.size(1) < 2**24)
+    torch._check(v8.size(0) < 2**24)
+    torch._check(v8.size(1) < 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
     bn = hl.specialize(k8.size(2))
     d_pad = hl.specialize(k8.size(3))
@@ -172,7 +183,7 @@ def fp8_attn_decode(
             n_whole = n_len // bn
 
         m_i = hl.full([rows], float("-inf"), dtype=torch.float32)
-        l_i = hl.zeros([4, 8, rows], dtype=torch.float32)
+        l_i = hl.zeros([warps, 8, rows], dtype=torch.float32)
         # [D_v_pad, rows]
         acc = hl.zeros([d_v_pad, rows], dtype=torch.float32)
 
@@ -194,7 +205,7 @@ def fp8_attn_decode(
                 visible = visible_keys(key, n_len - m_len + i, n_len, 0, 0, False, causal)
                 t = torch.where(visible.transpose(0, 1), t, float("-inf"))
             p8, alpha, m_i, l_i = softmax_step(
-                t, inverse_of_power(v_scale), m_i, l_i, bn, rows, p_offset_log2, is_cuda
+                t, inverse_of_power(v_scale), m_i, l_i, bn, rows, warps, p_offset_log2, is_cuda
             )
             acc = accumulate(acc, alpha, v_tile, p8, True, is_cuda)
 
@@ -212,12 +223,12 @@ def fp8_attn_decode(
 
 
 @functools.cache
-def kernel(is_cuda: bool, variant: Hashable) -> helion.Kernel[None]:
+def kernel(is_cuda: bool, num_warps: int, variant: Hashable) -> helion.Kernel[None]:
     """The kernel for the device; one object for each `variant`, the specialisations."""
     if not is_cuda:
         return interpreted(fp8_attn_decode)
     config = helion.Config(
-        num_warps=NUM_WARPS,
+        num_warps=num_warps,
         num_stages=NUM_STAGES,
         range_num_stages=[0, NUM_STAGES],
         # Tiles that read the same pages are neighbours.
@@ -277,6 +288,8 @@ def launch(
     unit = common_unit(q)
     flat_q = strided_rows(q, unit)
     rows = min(MAX_ROWS, max(MIN_ROWS, 1 << (group * M - 1).bit_length()))
+    # Eight share what four have no registers for: 256 channels of 32 rows, twice.
+    num_warps = 4 if max(k8.size(3), v8.size(2)) <= MAX_TWO_LEVEL_D else 8
     tiles = -(-group * M // rows)
     if splits is None:
         splits = choose_splits(B * H_kv * tiles, block_table.size(1), multiprocessors(q.device))
@@ -287,11 +300,12 @@ def launch(
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
     head_step, row_step = (1, H) if bshd and not in_parts else (M, 1)
     specialisations = (
-        rows, flat_q.d_step, unit, D, float(MAX_P_OFFSET_LOG2[k8.dtype]), E4M3_MAX, causal, q.is_cuda,
+        rows, num_warps, flat_q.d_step, unit, D, float(MAX_P_OFFSET_LOG2[k8.dtype]), E4M3_MAX, causal, q.is_cuda,
     )  # fmt: skip
     variant = (specialisations, k8.size(3), v8.shape[2:], parts.dtype, q.dtype, D_v)
-    kernel(q.is_cuda, variant)(
-        flat_q.flat, k8, v8, k_descale.view(-1), v_descale.view(-1), block_table.view(-1), cache_seqlens, parts, part_lse,
+    kernel(q.is_cuda, num_warps, variant)(
+        flat_q.flat, k8, v8, k_descale.view(-1), v_descale.view(-1), block_table.view(-1), cache_seqlens, parts,
+        part_lse,
         splits, tiles, block_table.size(1), group, M, flat_q.b_step, flat_q.h_step, flat_q.s_step,
         head_step, row_step, sm_scale * LOG2E, *specialisations,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Attention over runs of keys, put together: out = sum_s exp(lse_s - lse) out_s, lse = log(sum_s exp(lse_s)).
 
-The identity is that of the online softmax (Milakov and Gimelshein, arXiv:1805.02867) and of FlashDecoding. A run without
-a key has lse -inf and weighs nothing; a row without a key in any run gives 0, and lse -inf.
+The identity is that of the online softmax (Milakov and Gimelshein, arXiv:1805.02867) and of FlashDecoding. A run
+without a key has lse -inf and weighs nothing; a row without a key in any run gives 0, and lse -inf.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def kernel(is_cuda: bool, variant: Hashable) -> helion.Kernel[None]:
     return compiled(merge_splits_kernel, helion.Config(num_warps=4, indexing="pointer", range_num_stages=[0, 2, 2]))
 
 
-def merge_splits(
-    parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, bshd: bool
-) -> None:
+def merge_splits(parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, bshd: bool) -> None:
     """Write `out` and `lse`.
 
     Args:

@@ -3,13 +3,13 @@
     K, a key:  x = rope(x);  k8 = cast(x / k_descale),  k_descale = max(amax / 448, 2**-126)
     V, a key:  v8 = cast(x / v_descale),                v_descale = amax / 448 rounded up to a power of two
 
-What is there is never quantised anew, since a descale belongs to one key. An append that writes a page's first slot also
-clears V past its own last key: the attention kernel multiplies those slots by 0, and 0 times a NaN that the memory, or
-an earlier owner of the page, left there would be NaN.
+What is there is never quantised anew, since a descale belongs to one key. An append that writes a page's first slot
+also clears V past its own last key: the attention kernel multiplies those slots by 0, and 0 times a NaN that the
+memory, or an earlier owner of the page, left there would be NaN.
 
 A key whose position or page lies outside of the tables is not stored anywhere; the attention kernel gives NaN for such
-a sequence. Stores of V are one byte wide, 16 keys by a head dim a program: right for a few new tokens, and about as slow
-as a transposition gets for a whole prompt.
+a sequence. Stores of V are one byte wide, since neighbours in memory are neighbouring keys: that is made for a few new
+keys a call, not for whole prompts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ APPENDED_KEYS = 16
 def power_of_two_descale(
     amax: torch.Tensor, largest: float, limit_log2: hl.constexpr
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`amax / largest` rounded up to a power of two, at least 2**-limit_log2; and where that is no number, or too large.
+    """`amax / largest` rounded up to a power of two, at least 2**-limit_log2; and where it is NaN or too large.
 
-    There it is 1. On the bits, so that it is exact: adding all ones below the exponent carries unless they are zeros.
+    Too large is more than 2**limit_log2. There it is 1. On the bits, so that it is exact: adding all ones below the exponent carries unless they are zeros.
     """
     least = amax * (1.0 / largest)
     exponent = (least.view(torch.int32) + 0x7FFFFF) >> 23
@@ -93,8 +93,9 @@ def append_kv(
         first = hl.load(cache_seqlens, [b])
         # [keys]
         rows = tile * keys + hl.arange(keys)
+        # Of a length near 2**31 it is negative.
         position = first + rows
-        listed = (rows < length) & (first >= 0) & (position < max_pages * bn)
+        listed = (rows < length) & (first >= 0) & (position >= 0) & (position < max_pages * bn)
         page = hl.load(block_table, [b * max_pages + position // bn], extra_mask=listed)
         stored = listed & (page >= 0) & (page < num_pages)
         # A pool may have more than 2**31 elements.
@@ -174,7 +175,7 @@ def launch(
         cache_seqlens: int32 [B].
         rope: rotates K.
     """
-    B, H_kv, L, D = k.shape
+    H_kv, L, D = k.shape[1:]
     num_pages, _, bn, D_pad = k8.shape
     unit = common_unit(k, v)
     flat_k, flat_v = strided_rows(k, unit), strided_rows(v, unit)
