@@ -181,8 +181,9 @@ def attention_kvcache(
     """softmax(q k^T * sm_scale) v over the first `cache_seqlens[b]` keys of each sequence, in FP8.
 
     Made for few queries: the rows of all heads that share a KV head, times M, form tiles of up to 32 rows, and a
-    sequence's pages are split over programs. Every tile reads the cache, mostly from L2. Q is quantised on
-    the way, one descale a row. A NaN or infinity in a key makes NaN of its sequence's outputs. With N for cache_seqlens[b], masks and results are those of `attention`.
+    sequence's pages are split over programs. Every tile reads the cache, mostly from L2. Q is quantised on the way, one
+    descale a row. A NaN or infinity in a key makes NaN of its sequence's outputs. With N for cache_seqlens[b], masks
+    and results are those of `attention`.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any strides; with layout="bshd", H and M swapped. H is a multiple of the

@@ -368,8 +368,8 @@ def check_kv_cache(cache: PagedKVCache) -> None:
             raise TypeError(f"cache.{name} is a {type(x).__name__}; it must be a torch.Tensor")
         if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != cache.k8.device:
             raise ValueError(
-                f"cache.{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must be "
-                f"contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
+                f"cache.{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
+                f"be contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
             )
 
 

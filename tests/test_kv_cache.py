@@ -71,8 +71,9 @@ class Decoding:
 
     def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 `(out, lse)`."""
-        options = {"out_dtype": torch.float32, "causal": self.causal} | options
-        return ha.attention_kvcache(self.q, self.cache, self.table, self.seqlens, return_lse=True, **options)
+        options = {"out_dtype": torch.float32, "causal": self.causal, "return_lse": True} | options
+        attend: Any = ha.attention_kvcache
+        return attend(self.q, self.cache, self.table, self.seqlens, **options)
 
     def sequence(self, b: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Q, K and V of one."""

@@ -184,9 +184,9 @@ def test_broken_cache(field: str, how: str) -> None:
 #: Of flash-attn 3's flash_attn_with_kvcache (hopper/flash_attn_interface.py), in order.
 FLASH_ATTN_3 = """
     q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
-    cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale, softmax_scale, causal,
-    window_size, attention_chunk, softcap, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin,
-    return_softmax_lse
+    cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale, softmax_scale,
+    causal, window_size, attention_chunk, softcap, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa,
+    sm_margin, return_softmax_lse
 """.replace(",", " ").split()
 
 #: Its result is a tensor or a pair, by a bool.

@@ -35,7 +35,8 @@ def power_of_two_descale(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`amax / largest` rounded up to a power of two, at least 2**-limit_log2; and where it is NaN or too large.
 
-    Too large is more than 2**limit_log2. There it is 1. On the bits, so that it is exact: adding all ones below the exponent carries unless they are zeros.
+    Too large is more than 2**limit_log2. There it is 1. On the bits, so that it is exact: adding all ones below the
+    exponent carries unless they are zeros.
     """
     least = amax * (1.0 / largest)
     exponent = (least.view(torch.int32) + 0x7FFFFF) >> 23
