@@ -429,6 +429,67 @@ def test_the_number_of_splits() -> None:
     assert choose_splits(10**6, 512, 132) == 1
 
 
+def replacing(**fields: Callable[[Decoding], torch.Tensor]) -> Callable[[Decoding], Decoding]:
+    """The same problem with other fields of the cache."""
+
+    def mutate(case: Decoding) -> Decoding:
+        changed: dict[str, Any] = {name: make(case) for name, make in fields.items()}
+        return dataclasses.replace(case, cache=dataclasses.replace(case.cache, **changed))
+
+    return mutate
+
+
+def rolled(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """One further along `dim`; also of e4m3."""
+    return x.view(torch.int8).roll(1, dim).view(x.dtype) if x.element_size() == 1 else x.roll(1, dim)
+
+
+def without_interleave(case: Decoding) -> torch.Tensor:
+    position = stored_at(torch.arange(case.cache.page_size, device=case.cache.v8.device))
+    return case.cache.v8.view(torch.int8)[..., position].view(case.cache.v8.dtype)
+
+
+MUTATIONS: dict[str, Callable[[Decoding], Decoding]] = {
+    "k_descale_of_the_next_key": replacing(k_descale=lambda x: rolled(x.cache.k_descale, 2)),
+    "k_descale_of_another_head": replacing(k_descale=lambda x: rolled(x.cache.k_descale, 1)),
+    "v_descale_of_the_next_key": replacing(v_descale=lambda x: rolled(x.cache.v_descale, 2)),
+    "v_descale_left_out": replacing(v_descale=lambda x: torch.ones_like(x.cache.v_descale)),
+    "v_not_interleaved": replacing(v8=without_interleave),
+    "keys_off_by_one": replacing(k8=lambda x: rolled(x.cache.k8, 2)),
+    "kv_head_of_another_group": replacing(k8=lambda x: rolled(x.cache.k8, 1), v8=lambda x: rolled(x.cache.v8, 1)),
+    "pages_swapped": lambda x: dataclasses.replace(x, table=x.table.flip(1).contiguous()),
+    "a_key_too_few": lambda x: dataclasses.replace(x, seqlens=x.seqlens - 1),
+    "not_causal": lambda x: dataclasses.replace(x, causal=False),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_budget_is_exceeded(mutation: str, device: str) -> None:
+    """So the checks above can fail."""
+    q, k, v = make_qkv("biased_v", 1, 4, 2, 4, 140, 64, torch.float32, device)
+    # Keys and values of unequal magnitude, of which the last four, where the diagonal is, count the most.
+    magnitude = torch.linspace(0.25, 2, 140, device=device)[:, None]
+    magnitude[-4:] = 4
+    q, k, v = q * 2, k * magnitude, v * magnitude * magnitude
+    cache, table, seqlens = make_cache([140], 2, 64, device=device)
+    append_all(cache, k, v, table, [140])
+    healthy = Decoding(q, k, v, [140], cache, table[:, :2].contiguous(), seqlens)
+    healthy.check(*healthy.run())
+    mutated = MUTATIONS[mutation](healthy).run()
+    with pytest.raises(AssertionError):
+        healthy.check(*mutated)
+
+
+def test_what_a_page_held_before_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that, a poisoned pool shows."""
+    from helion_attn.preprocess import append
+
+    monkeypatch.setattr(append, "key_stored_at", lambda place: place - 10**6)
+    case = make_decoding("randn", [5], 2, 2, 1, 64, "cpu")
+    out, _ = case.run()
+    assert out.isnan().any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("D", "H", "M", "splits"), [(64, 2, 1, 3), (128, 16, 1, 1), (128, 8, 16, 2), (256, 4, 2, 2)])
 def test_agrees_with_the_compiled_kernel(D: int, H: int, M: int, splits: int) -> None:

@@ -15,8 +15,8 @@ from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import maximum
 from helion_attn.numerics import LN2, LOG2E
 
-#: Rows of a program.
-MERGED_ROWS = 4
+#: Runs that a program, which merges one row, reads at once.
+RUNS_AT_ONCE = 32
 
 
 def merge_splits_kernel(
@@ -28,7 +28,7 @@ def merge_splits_kernel(
     m_len: int,
     out_head_step: int,
     out_row_step: int,
-    rows: hl.constexpr,
+    at_once: hl.constexpr,
     d_row: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
@@ -36,30 +36,36 @@ def merge_splits_kernel(
     splits, total_rows = parts.size(0), parts.size(1)
     d = hl.specialize(parts.size(2))
     hl.specialize((parts.stride(2), out.stride(0), out.stride(1), part_lse.stride(1), lse.stride(0)))
-    for tile_index in hl.grid((total_rows + rows - 1) // rows):
-        # [rows]
-        r = tile_index * rows + hl.arange(rows)
-        in_range = r < total_rows
+    for r in hl.grid(total_rows):
+        # [D_row]
         cols = hl.arange(d_row)
-        stored = in_range.unsqueeze(1) & (cols < d).unsqueeze(0)
-        largest = hl.full([rows], float("-inf"), dtype=torch.float32)
-        for s in hl.grid(splits):
-            largest = maximum(largest, hl.load(part_lse, [s, r], extra_mask=in_range), is_cuda)
+        # [at_once]
+        peak = hl.full([at_once], float("-inf"), dtype=torch.float32)
+        for i in hl.grid((splits + at_once - 1) // at_once):
+            s = i * at_once + hl.arange(at_once)
+            known = torch.where(s < splits, hl.load(part_lse, [s, r], extra_mask=s < splits), float("-inf"))
+            peak = maximum(peak, known, is_cuda)
+        largest = torch.amax(peak, 0)
         # exp(-inf - -inf) would be NaN.
         shift = torch.where(largest == float("-inf"), 0.0, largest)
-        total = hl.zeros([rows], dtype=torch.float32)
-        # [rows, D_row]
-        acc = hl.zeros([rows, d_row], dtype=torch.float32)
-        for part in hl.grid(splits):
-            weight = torch.exp2((hl.load(part_lse, [part, r], extra_mask=in_range) - shift) * LOG2E)
+        # [at_once]
+        total = hl.zeros([at_once], dtype=torch.float32)
+        # [D_row]
+        acc = hl.zeros([d_row], dtype=torch.float32)
+        for j in hl.grid((splits + at_once - 1) // at_once):
+            run = j * at_once + hl.arange(at_once)
+            run_lse = torch.where(run < splits, hl.load(part_lse, [run, r], extra_mask=run < splits), float("-inf"))
+            weight = torch.exp2((run_lse - shift) * LOG2E)
             total = total + weight
-            acc = acc + weight.unsqueeze(1) * hl.load(parts, [part, r, cols], extra_mask=stored)
-        o = torch.where((total == 0.0).unsqueeze(1), 0.0, acc * (1.0 / total).unsqueeze(1))
-        b = r // (heads * m_len)
+            # [at_once, D_row]
+            stored = (run < splits).unsqueeze(1) & (cols < d).unsqueeze(0)
+            acc = acc + (weight.unsqueeze(1) * hl.load(parts, [run, r, cols], extra_mask=stored)).sum(0)
+        sum_of_weights = total.sum(0)
+        o = torch.where(sum_of_weights == 0.0, 0.0, acc * (1.0 / sum_of_weights))
         head = r // m_len % heads
-        out_rows = b * heads * m_len + head * out_head_step + (r % m_len) * out_row_step
-        hl.store(out, [out_rows, cols], o.to(out.dtype), extra_mask=stored)
-        hl.store(lse, [r], shift + torch.log2(total) * LN2, extra_mask=in_range)
+        out_row = r // (heads * m_len) * heads * m_len + head * out_head_step + (r % m_len) * out_row_step
+        hl.store(out, [out_row, cols], o.to(out.dtype), extra_mask=cols < d)
+        lse[r] = shift + torch.log2(sum_of_weights) * LN2
 
 
 @functools.cache
@@ -67,7 +73,7 @@ def kernel(is_cuda: bool, variant: Hashable) -> helion.Kernel[None]:
     """The kernel for the device; one object for each `variant`, the specialisations."""
     if not is_cuda:
         return interpreted(merge_splits_kernel)
-    return compiled(merge_splits_kernel, helion.Config(num_warps=4, indexing="pointer", range_num_stages=[0, 2, 2]))
+    return compiled(merge_splits_kernel, helion.Config(num_warps=4, indexing="pointer", range_num_stages=[0, 1, 1]))
 
 
 def merge_splits(parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, bshd: bool) -> None:
@@ -84,5 +90,5 @@ def merge_splits(parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor,
     d_row = 1 << (parts.size(2) - 1).bit_length()
     kernel(out.is_cuda, (parts.size(2), out.dtype))(
         parts, part_lse, out.view(-1, out.size(-1)), lse.view(-1), H, M, 1 if bshd else M, H if bshd else 1,
-        MERGED_ROWS, d_row, out.is_cuda,
+        RUNS_AT_ONCE, d_row, out.is_cuda,
     )  # fmt: skip
