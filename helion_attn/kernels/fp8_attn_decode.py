@@ -134,10 +134,10 @@ def fp8_attn_decode(
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
     # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
-    torch._check(k8.size(0) < 2**24)
-    torch._check(k8.size(1) < 2**24)
-    torch._check(v8.size(0) < 2**24)
-    torch._check(v8.size(1) < 2**24)
+    torch._check(k8.size(0) <= 2**24)
+    torch._check(k8.size(1) <= 2**24)
+    torch._check(v8.size(0) <= 2**24)
+    torch._check(v8.size(1) <= 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
     bn = hl.specialize(k8.size(2))
     d_pad = hl.specialize(k8.size(3))
