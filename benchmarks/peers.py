@@ -171,6 +171,37 @@ def fa3_16bit(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) ->
     return Prepared(run, _swap_heads, None)
 
 
+def fa3_kvcache_16bit(q: Tensor, k: Tensor, v: Tensor, seqlens: Tensor) -> Callable[[], Tensor]:
+    """FlashAttention-3's decoding, BSHD, in the inputs' own 16-bit dtype, on a contiguous cache."""
+    fa3 = importlib.import_module("fa3_fwd_interface")
+    return functools.partial(fa3.flash_attn_with_kvcache, q, k, v, cache_seqlens=seqlens, causal=True)
+
+
+def fa3_kvcache_fp8(q: Tensor, k: Tensor, v: Tensor, seqlens: Tensor) -> Callable[[], Tensor]:
+    """FlashAttention-3's decoding, BSHD, of e4m3 with one descale per (batch, KV head), on a contiguous cache."""
+    fa3 = importlib.import_module("fa3_fwd_interface")
+    H_kv = k.shape[2]
+    descales = [_descale(x, (1, 3)) for x in (q.unflatten(2, (H_kv, -1)).flatten(3), k, v)]  # [B, 1, H_kv, 1]
+    q_descale_per_head = descales[0].repeat_interleave(q.shape[2] // H_kv, 2)
+    # A sequence at a time: in fp32 a whole long cache would take twice the memory of both.
+    k8, v8 = (
+        torch.cat([(x[b : b + 1].float() / descale[b : b + 1]).to(E4M3) for b in range(x.shape[0])])
+        for x, descale in ((k, descales[1]), (v, descales[2]))
+    )
+    q_descale, k_descale, v_descale = (x[:, 0, :, 0] for x in descales)
+    return functools.partial(
+        fa3.flash_attn_with_kvcache,
+        (q.float() / q_descale_per_head).to(E4M3),
+        k8,
+        v8,
+        cache_seqlens=seqlens,
+        causal=True,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
+
+
 # --- cuDNN ----------------------------------------------------------------------------------------
 
 

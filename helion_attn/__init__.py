@@ -2,12 +2,13 @@
 
 from helion_attn import reference
 from helion_attn.api import apply_rope, attention, attention_quantized, hadamard, pack, quantize
-from helion_attn.flash_attn import flash_attn_func
+from helion_attn.flash_attn import flash_attn_func, flash_attn_with_kvcache
+from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.preprocess.hadamard import hadamard_matrix
 from helion_attn.sdpa import sdpa
 from helion_attn.transformers import register_transformers
-from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, QuantizedQKV, Recipe, Rope
+from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, Rope
 
 __all__ = [
     "ACCURATE",
@@ -15,17 +16,22 @@ __all__ = [
     "BF16",
     "FAST",
     "HYBRID",
+    "PagedKVCache",
     "QuantizedQKV",
     "Recipe",
     "Rope",
+    "append_kvcache",
     "apply_rope",
     "attention",
+    "attention_kvcache",
     "attention_quantized",
     "dequantize",
     "flash_attn_func",
+    "flash_attn_with_kvcache",
     "hadamard",
     "hadamard_matrix",
     "pack",
+    "paged_kv_cache",
     "quantize",
     "reference",
     "register_transformers",

@@ -1,4 +1,4 @@
-"""flash-attn's function under its own name and arguments, so that replacing the import replaces the attention."""
+"""flash-attn's functions under their own names and arguments, so that replacing the import replaces the attention."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from typing import Any
 import torch
 
 from helion_attn.api import attention, attention_quantized, pack_unread
+from helion_attn.kv_cache import append_kvcache, attention_kvcache
 from helion_attn.support import Rule, check_supported, is_none
-from helion_attn.types import BALANCED, Recipe
-from helion_attn.validate import check_descale_form, check_qkv, check_sm_scale, check_softcap, check_window
+from helion_attn.types import BALANCED, PagedKVCache, Recipe
+from helion_attn.validate import (
+    check_descale_form,
+    check_inputs,
+    check_kvcache_attention,
+    check_qkv,
+    check_sm_scale,
+    check_softcap,
+    check_window,
+)
 
 #: Arguments of flash-attn 3 that change the result, or promise something, and that are not supported.
 RULES = (
@@ -17,6 +26,30 @@ RULES = (
     Rule("attention_chunk", lambda chunk: chunk == 0, "0", 128),
     # A bool passes for an int, and is what `pack_gqa` or `deterministic` takes: arguments that slipped by one place.
     Rule("num_splits", lambda splits: type(splits) is int and splits in (0, 1), "0 or 1: the keys are never split", 2),
+    Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM", 8),
+)
+
+#: Likewise of `flash_attn_with_kvcache`.
+KVCACHE_RULES = (
+    Rule("qv", is_none, "None", torch.zeros(1)),
+    Rule("rotary_cos", is_none, "None: rotate Q, and append K with `append_kvcache(rope=...)`", torch.zeros(1)),
+    Rule("rotary_sin", is_none, "None", torch.zeros(1)),
+    Rule("cache_batch_idx", is_none, "None: choose rows of page_table", torch.zeros(1)),
+    Rule("cache_leftpad", is_none, "None", torch.zeros(1)),
+    Rule("cu_seqlens_q", is_none, "None: q is [B, M, H, D]", torch.zeros(1)),
+    Rule("cu_seqlens_k_new", is_none, "None: k is [B, L, H_kv, D]", torch.zeros(1)),
+    Rule("max_seqlen_q", is_none, "None", 1),
+    Rule("rotary_seqlens", is_none, "None", torch.zeros(1)),
+    Rule("q_descale", is_none, "None: q is bf16, fp16 or fp32", torch.zeros(1)),
+    Rule(
+        "window_size",
+        lambda window: isinstance(window, (tuple, list)) and tuple(window) == (-1, -1),
+        "(-1, -1): every key is visible",
+        (9, 0),
+    ),
+    Rule("attention_chunk", lambda chunk: chunk == 0, "0", 128),
+    Rule("softcap", lambda softcap: softcap == 0, "0", 30.0),
+    Rule("scheduler_metadata", is_none, "None", torch.zeros(1)),
     Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM", 8),
 )
 
@@ -113,3 +146,132 @@ def _descale(name: str, descale: torch.Tensor | None, shape: tuple[int, int], de
     # Reading the values, as `pack` does, would stall the stream, and fail in CUDA graphs and torch.compile. The kernel
     # relies on positive ones: the others must not give an answer.
     return torch.where(descale.isfinite() & (descale > 0), descale, float("nan"))
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over a paged FP8 cache, with the names, the order and the meaning of flash-attn 3's arguments.
+
+    The cache is in this package's packed format: `k_cache`, `v_cache`, `k_descale` and `v_descale` are the fields
+    `k8`, `v8`, `k_descale` and `v_descale` of a `PagedKVCache`. A cache in flash-attn's own format raises.
+
+    Args:
+        q: [B, M, H, D], bf16, fp16 or fp32; D is 32, 64, 128 or 256, so that the cache pads nothing.
+        k_cache: float8_e4m3fn [num_pages, H_kv, page_size, D].
+        v_cache: float8_e4m3fn [num_pages, H_kv, D_v, page_size], transposed and interleaved; D_v is 64, 128 or 256.
+        k: [B, L, H_kv, D], new keys, or None: quantised and stored at cache_seqlens and up, before the attention.
+        v: [B, L, H_kv, D_v], likewise; given if k is.
+        qv: not supported; and so the other arguments that docs/integrations.md lists.
+        cache_seqlens: int32 [B], or an int for all: keys in the cache, without the new ones, which attention sees too.
+            flash-attn's None, for a full cache, is not supported.
+        page_table: int32 [B, pages of a sequence], contiguous.
+        k_descale: fp32 [num_pages, H_kv, page_size], written where k is.
+        v_descale: fp32 [num_pages, H_kv, page_size], written where v is.
+        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
+        causal: row i sees keys j <= i + N - M (bottom-right aligned), N with the new keys.
+        rotary_interleaved: not looked at without rotary_cos.
+        num_splits: runs into which a sequence's pages are split; 0 to choose.
+        pack_gqa: not looked at; heads that share a KV head always share a tile.
+        return_softmax_lse: also return lse.
+
+    Returns:
+        out [B, M, H, D_v], of q's dtype; and fp32 lse [B, H, M], natural log, if asked for.
+
+    Raises:
+        NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        RuntimeError: an input requires grad, in grad mode.
+    """
+    values = {
+        "qv": qv,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k_new": cu_seqlens_k_new,
+        "max_seqlen_q": max_seqlen_q,
+        "rotary_seqlens": rotary_seqlens,
+        "q_descale": q_descale,
+        "window_size": window_size,
+        "attention_chunk": attention_chunk,
+        "softcap": softcap,
+        "scheduler_metadata": scheduler_metadata,
+        "sm_margin": sm_margin,
+    }
+    check_supported("flash_attn_with_kvcache", KVCACHE_RULES, values)
+    check_inputs({"q": q}, "bshd")
+    if cache_seqlens is None or page_table is None or k_descale is None or v_descale is None:
+        needed = {
+            "cache_seqlens": cache_seqlens,
+            "page_table": page_table,
+            "k_descale": k_descale,
+            "v_descale": v_descale,
+        }
+        missing = next(name for name, value in needed.items() if value is None)
+        raise ValueError(f"{missing} is None; a cache of packed pages, helion_attn.PagedKVCache, needs it")
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+            raise ValueError(f"{name} must be k8 or v8 of a helion_attn.PagedKVCache, a tensor of 4 dimensions")
+    if q.size(3) != k_cache.size(3):
+        raise ValueError(
+            f"q has head dim {q.size(3)} and k_cache {k_cache.size(3)}; they must be equal (helion_attn."
+            f"attention_kvcache takes caches that pad theirs)"
+        )
+    cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, q.size(3), v_cache.size(2))
+    if isinstance(cache_seqlens, int):
+        if cache_seqlens < 0:
+            raise ValueError(f"cache_seqlens is {cache_seqlens}; it must not be negative")
+        cache_seqlens = torch.full((q.size(0),), cache_seqlens, dtype=torch.int32, device=q.device)
+    if softmax_scale is not None:
+        check_sm_scale(softmax_scale, "softmax_scale")
+    # Everything is checked before the cache is written.
+    splits = None if num_splits == 0 else num_splits
+    check_kvcache_attention(q, cache, page_table, cache_seqlens, "bshd", causal, softmax_scale, splits, None)
+    if (k is None) != (v is None):
+        missing, other = ("k", "v") if k is None else ("v", "k")
+        raise ValueError(f"{missing} is None and {other} is not; new keys and values come together")
+    if k is not None and v is not None:
+        append_kvcache(cache, k, v, page_table, cache_seqlens, layout="bshd")
+        cache_seqlens = cache_seqlens + k.size(1)
+    return attention_kvcache(
+        q,
+        cache,
+        page_table,
+        cache_seqlens,
+        causal=causal,
+        sm_scale=softmax_scale,
+        layout="bshd",
+        num_splits=splits,
+        return_lse=return_softmax_lse,
+    )

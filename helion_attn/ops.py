@@ -56,6 +56,16 @@ torch.library.define(
     "bool q_row_descales, bool k_block_descales, bool v_channel_descales) "
     "-> (Tensor, Tensor)",
 )
+torch.library.define(
+    "helion_attn::append_kv",
+    "(Tensor k, Tensor v, Tensor(a!) k8, Tensor(b!) v8, Tensor(c!) k_descale, Tensor(d!) v_descale, "
+    "Tensor block_table, Tensor cache_seqlens, Tensor? cos, Tensor? sin, bool interleaved) -> ()",
+)
+torch.library.define(
+    "helion_attn::fp8_attn_decode",
+    "(Tensor q, Tensor k8, Tensor v8, Tensor k_descale, Tensor v_descale, Tensor block_table, Tensor cache_seqlens, "
+    "int d_v, int? splits, bool causal, float sm_scale, bool bshd, ScalarType out_dtype) -> (Tensor, Tensor)",
+)
 
 
 @torch.library.impl("helion_attn::quantize_qkv", DEVICES)
@@ -272,3 +282,92 @@ def _(
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)
+
+
+@torch.library.impl("helion_attn::append_kv", DEVICES)
+@_without_autocast
+def _append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k8: torch.Tensor,
+    v8: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+) -> None:
+    from helion_attn.preprocess import append
+    from helion_attn.preprocess.rope import rope_tables
+
+    rope = rope_tables(cos, sin, None, None, interleaved, k8.size(3), k.new_empty(1, dtype=torch.float32))
+    append.launch(k, v, k8, v8, k_descale, v_descale, block_table, cache_seqlens, rope)
+
+
+@torch.library.register_fake("helion_attn::append_kv")
+def _(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k8: torch.Tensor,
+    v8: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+) -> None:
+    return None
+
+
+def _empty_decoded(q: torch.Tensor, d_v: int, bshd: bool, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    B, H, M, _D = q.shape
+    shape = (B, M, H, d_v) if bshd else (B, H, M, d_v)
+    return q.new_empty(shape, dtype=out_dtype), q.new_empty((B, H, M), dtype=torch.float32)
+
+
+@torch.library.impl("helion_attn::fp8_attn_decode", DEVICES)
+@_without_autocast
+def _fp8_attn_decode(
+    q: torch.Tensor,
+    k8: torch.Tensor,
+    v8: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    d_v: int,
+    splits: int | None,
+    causal: bool,
+    sm_scale: float,
+    bshd: bool,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from helion_attn.kernels import fp8_attn_decode
+
+    out, lse = _empty_decoded(q, d_v, bshd, out_dtype)
+    cache = (k8, v8, k_descale, v_descale, block_table, cache_seqlens)
+    fp8_attn_decode.launch(q, *cache, out, lse, splits, causal, sm_scale, bshd)
+    return out, lse
+
+
+@torch.library.register_fake("helion_attn::fp8_attn_decode")
+def _(
+    q: torch.Tensor,
+    k8: torch.Tensor,
+    v8: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    d_v: int,
+    splits: int | None,
+    causal: bool,
+    sm_scale: float,
+    bshd: bool,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_decoded(q, d_v, bshd, out_dtype)

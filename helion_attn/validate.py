@@ -12,15 +12,22 @@ from helion_attn.configs import (
     MAX_TWO_LEVEL_D,
     SUPPORTED_D,
     Packing,
+    page_packing,
     row_width,
     uses_large_d,
 )
-from helion_attn.types import QuantizedQKV, Recipe, Rope
+from helion_attn.types import PagedKVCache, QuantizedQKV, Recipe, Rope
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUT_DTYPES = (*IN_DTYPES, torch.float8_e4m3fn)
 LAYOUTS = ("bhsd", "bshd")
 MIN_D, MAX_D = 16, 1024
+
+#: The largest head dim of a KV cache.
+MAX_PAGE_D = SUPPORTED_D[-1]
+
+#: Of pages, heads and splits: their products have room in 32 bits.
+MAX_COUNT = 2**24
 
 #: Of a softcap: 1 / softcap and softcap * log2(e), times any reasonable scale, have room in fp32.
 MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-40, 2.0**40
@@ -71,32 +78,30 @@ def check_recipe(recipe: Recipe, D: int, D_v: int) -> None:
         )
 
 
-def _check_tables(rope: Rope, name: str, x: torch.Tensor) -> None:
-    """A `Rope` but for its positions, and that it can rotate x."""
+def check_rope_tables(rope: Rope, D: int, device: torch.device) -> None:
+    """The tables of a `Rope`, for head dim D."""
     if not isinstance(rope, Rope):
         raise TypeError(f"rope is a {type(rope).__name__}; it must be a helion_attn.Rope")
-    D, device = x.size(3), x.device
+    for name in ("cos", "sin"):
+        x = getattr(rope, name)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"rope.{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        if x.dim() != 2 or not 1 <= x.size(1) <= D // 2 or x.size(0) < 1:
+            raise ValueError(f"rope.{name} has shape {tuple(x.shape)}; it must be [positions, R / 2] with R <= {D}")
+        if x.dtype not in IN_DTYPES or x.dtype != rope.cos.dtype:
+            raise TypeError(f"rope.{name} has dtype {x.dtype}; both must have the same of {_names(IN_DTYPES)}")
+        if x.shape != rope.cos.shape:
+            raise ValueError(
+                f"rope.sin has shape {tuple(x.shape)} and rope.cos {tuple(rope.cos.shape)}; they must be equal"
+            )
+        if not x.is_contiguous() or x.device != device:
+            raise ValueError(f"rope.{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {device}")
+
+
+def _check_rotatable(name: str, x: torch.Tensor) -> None:
     if x.stride(3) != 1:
         # As with float32, Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
         raise ValueError(f"{name} has a last-dimension stride of {x.stride(3)}; with rope it must be 1")
-    for field in ("cos", "sin"):
-        table = getattr(rope, field)
-        if not isinstance(table, torch.Tensor):
-            raise TypeError(f"rope.{field} is a {type(table).__name__}; it must be a torch.Tensor")
-        if table.dim() != 2 or not 1 <= table.size(1) <= D // 2 or table.size(0) < 1:
-            raise ValueError(
-                f"rope.{field} has shape {tuple(table.shape)}; it must be [positions, R / 2] with R <= {D}"
-            )
-        if table.dtype not in IN_DTYPES or table.dtype != rope.cos.dtype:
-            raise TypeError(f"rope.{field} has dtype {table.dtype}; both must have the same of {_names(IN_DTYPES)}")
-        if table.shape != rope.cos.shape:
-            raise ValueError(
-                f"rope.sin has shape {tuple(table.shape)} and rope.cos {tuple(rope.cos.shape)}; they must be equal"
-            )
-        if not table.is_contiguous() or table.device != device:
-            raise ValueError(
-                f"rope.{field} has strides {table.stride()} on {table.device}; it must be contiguous, on {device}"
-            )
 
 
 def _check_positions(name: str, at: torch.Tensor, size: int, device: torch.device) -> None:
@@ -109,8 +114,9 @@ def _check_positions(name: str, at: torch.Tensor, size: int, device: torch.devic
 
 def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
     """The fields of a `Rope`, for q [B, H, M, D] and k [B, H_kv, N, D]."""
-    _check_tables(rope, "q", q)
-    _check_tables(rope, "k", k)
+    check_rope_tables(rope, q.size(3), q.device)
+    _check_rotatable("q", q)
+    _check_rotatable("k", k)
     M, N, rows = q.size(2), k.size(2), rope.cos.size(0)
     for name, at, size in (("q_positions", rope.q_positions, M), ("k_positions", rope.k_positions, N)):
         if at is not None:
@@ -125,7 +131,8 @@ def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
 
 def check_rope_of(x: torch.Tensor, rope: Rope, positions: torch.Tensor | None) -> None:
     """The tables of a `Rope`, and positions, for one tensor x [B, H, S, D]."""
-    _check_tables(rope, "x", x)
+    check_rope_tables(rope, x.size(3), x.device)
+    _check_rotatable("x", x)
     S, rows = x.size(2), rope.cos.size(0)
     for name in ("q_positions", "k_positions"):
         if getattr(rope, name) is not None:
@@ -181,37 +188,45 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"dtype is {dtype}; it must be one of {_names(IN_DTYPES)}")
 
 
-def _check_tensor(name: str, x: torch.Tensor, layout: str, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Type, rank, dtype, strides of one tensor, and that it has elements."""
+def check_inputs(tensors: dict[str, torch.Tensor], layout: str, dtypes: tuple[torch.dtype, ...] = IN_DTYPES) -> None:
+    """Types, ranks, dtypes and devices of tensors in `layout`, by argument; dtype and device are those of the first."""
+    check_layout(layout)
     axes = "[B, H, S, D]" if layout == "bhsd" else "[B, S, H, D]"
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-    if x.dim() != 4:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions, {axes}")
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {_names(dtypes)}")
-    if x.numel() == 0:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; every dimension must be at least 1")
-    if x.stride(3) == 0 and x.size(3) > 1:
-        # Triton 3.6 wrote wrong values into the padding of such a tensor's packed copy.
-        raise ValueError(f"{name} has strides {x.stride()}; the last dimension must not be an expanded one")
-    if x.dtype == torch.float32 and (x.stride(3) != 1 or any(stride % 4 for stride in x.stride()[:3])):
-        # Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
-        raise ValueError(
-            f"{name} is float32 with strides {x.stride()}; the last must be 1 and the others multiples of 4 "
-            f"(bfloat16 and float16 tensors may have any)"
-        )
-    if x.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
-        )
+    first_name, first = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions, {axes}")
+        if x.dtype not in dtypes:
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {_names(dtypes)}")
+        if x.numel() == 0:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; every dimension must be at least 1")
+        if x.dtype != first.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype} and {first_name} has {first.dtype}; they must be the same")
+        if x.device != first.device:
+            raise ValueError(
+                f"{name} is on {x.device} and {first_name} on {first.device}; they must be on the same device"
+            )
+        if x.stride(3) == 0 and x.size(3) > 1:
+            # Triton 3.6 wrote wrong values into the padding of such a tensor's packed copy.
+            raise ValueError(f"{name} has strides {x.stride()}; the last dimension must not be an expanded one")
+        if x.dtype == torch.float32 and (x.stride(3) != 1 or any(stride % 4 for stride in x.stride()[:3])):
+            # Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
+            raise ValueError(
+                f"{name} is float32 with strides {x.stride()}; the last must be 1 and the others multiples of 4 "
+                f"(bfloat16 and float16 tensors may have any)"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
+            )
+    check_device(first_name, first)
 
 
 def check_x(x: torch.Tensor, layout: str) -> None:
     """One tensor in `layout`, as `check_qkv` has it of three."""
-    check_layout(layout)
-    _check_tensor("x", x, layout, IN_DTYPES)
-    check_device("x", x)
+    check_inputs({"x": x}, layout)
     check_head_dim("x has head dim", x.size(3))
 
 
@@ -223,14 +238,7 @@ def check_qkv(
     dtypes: tuple[torch.dtype, ...] = IN_DTYPES,
 ) -> None:
     """Types, ranks, dtypes, devices and sizes of Q, K, V in `layout`."""
-    check_layout(layout)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, x, layout, dtypes)
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; they must be the same")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}; they must be on the same device")
-    check_device("q", q)
+    check_inputs({"q": q, "k": k, "v": v}, layout, dtypes)
     heads, length = (1, 2) if layout == "bhsd" else (2, 1)
     D, H, H_kv = q.size(3), q.size(heads), k.size(heads)
     check_head_dim("q has head dim", D)
@@ -356,6 +364,101 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
                 f"D_v={qkv.D_v} it must be contiguous {dtype} {shape} on {qkv.q8.device}, as "
                 f"helion_attn.quantize makes it"
             )
+
+
+def check_page_head_dim(name: str, D: int) -> None:
+    """16..256."""
+    if type(D) is not int:
+        raise TypeError(f"{name} is a {type(D).__name__}; it must be an int")
+    if not MIN_D <= D <= MAX_PAGE_D:
+        raise ValueError(f"{name} is {D}; in a KV cache it must lie in {MIN_D}..{MAX_PAGE_D}")
+
+
+def check_count(name: str, count: int, largest: int = MAX_COUNT) -> None:
+    """An int in 1..largest."""
+    if type(count) is not int:
+        raise TypeError(f"{name} is a {type(count).__name__}; it must be an int")
+    if not 1 <= count <= largest:
+        raise ValueError(f"{name} is {count}; it must lie in 1..{largest}")
+
+
+def check_kv_cache(cache: PagedKVCache) -> None:
+    """The fields of a `PagedKVCache`."""
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"cache is a {type(cache).__name__}; it must be a helion_attn.PagedKVCache")
+    check_page_head_dim("cache.D", cache.D)
+    check_page_head_dim("cache.D_v", cache.D_v)
+    tile = page_packing(cache.D, cache.D_v)
+    if not isinstance(cache.k8, torch.Tensor) or cache.k8.dim() != 4 or cache.k8.numel() == 0:
+        raise ValueError("cache.k8 must be [num_pages, H_kv, page_size, D_pad], as helion_attn.paged_kv_cache makes it")
+    check_device("cache.k8", cache.k8)
+    pages = cache.k8.shape[:2]
+    fp8, fp32 = torch.float8_e4m3fn, torch.float32
+    expected = {
+        "k8": ((*pages, tile.page_size, tile.D_pad), fp8),
+        "v8": ((*pages, tile.D_v_pad, tile.page_size), fp8),
+        "k_descale": ((*pages, tile.page_size), fp32),
+        "v_descale": ((*pages, tile.page_size), fp32),
+    }
+    for name, (shape, dtype) in expected.items():
+        x = getattr(cache, name)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"cache.{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != cache.k8.device:
+            raise ValueError(
+                f"cache.{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
+                f"be contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
+            )
+
+
+def check_page_tables(block_table: torch.Tensor, cache_seqlens: torch.Tensor, B: int, device: torch.device) -> None:
+    """All of a block table and of lengths but their values."""
+    for name, x, ndim in (("block_table", block_table, 2), ("cache_seqlens", cache_seqlens, 1)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be an int32 tensor")
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be int32")
+        if x.dim() != ndim or x.size(0) != B or x.numel() == 0:
+            shape = f"({B}, pages of a sequence)" if ndim == 2 else f"({B},)"
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}")
+        if not x.is_contiguous() or x.device != device:
+            raise ValueError(f"{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {device}")
+
+
+def check_heads_of_cache(name: str, cache: PagedKVCache, x: torch.Tensor, D: int) -> None:
+    """The device and head dim of a tensor that goes with a cache."""
+    if x.device != cache.k8.device:
+        raise ValueError(f"{name} is on {x.device} and the cache on {cache.k8.device}; they must be on the same device")
+    if x.size(3) != D:
+        raise ValueError(f"{name} has head dim {x.size(3)}; the cache's is {D}")
+
+
+def check_kvcache_attention(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    layout: str,
+    causal: bool,
+    sm_scale: float | None,
+    num_splits: int | None,
+    out_dtype: torch.dtype | None,
+) -> None:
+    """The arguments of `attention_kvcache`."""
+    check_kv_cache(cache)
+    check_inputs({"q": q}, layout)
+    check_heads_of_cache("q", cache, q, cache.D)
+    H, H_kv = q.size(1 if layout == "bhsd" else 2), cache.k8.size(1)
+    if H % H_kv:
+        raise ValueError(f"q has {H} heads and the cache {H_kv}; q's must be a multiple of the cache's")
+    check_page_tables(block_table, cache_seqlens, q.size(0), q.device)
+    check_causal(causal)
+    if sm_scale is not None:
+        check_sm_scale(sm_scale)
+    if num_splits is not None:
+        check_count("num_splits", num_splits)
+    if out_dtype is not None and out_dtype not in IN_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; it must be one of {_names(IN_DTYPES)}")
 
 
 def check_head_dim(name: str, D: int) -> None:

@@ -9,12 +9,13 @@ import re
 from pathlib import Path
 
 from helion_attn import support
+from helion_attn.flash_attn import KVCACHE_RULES as KVCACHE
 from helion_attn.flash_attn import RULES as FLASH_ATTN
 from helion_attn.sdpa import RULES as SDPA
 from helion_attn.transformers import RULES as TRANSFORMERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "integrations.md"
-TABLES = {"flash_attn": FLASH_ATTN, "sdpa": SDPA, "transformers": TRANSFORMERS}
+TABLES = {"flash_attn": FLASH_ATTN, "flash_attn_kvcache": KVCACHE, "sdpa": SDPA, "transformers": TRANSFORMERS}
 
 
 def with_tables(page: str) -> str:

@@ -158,3 +158,35 @@ def compile_attention(
 
     (kernel,) = compile_for_sm90(launch)
     return kernel
+
+
+def fake_cache(num_pages: int, H_kv: int, D: int, D_v: int) -> ha.PagedKVCache:
+    """A cache on cuda:0."""
+    with FakeTensorMode():
+        return ha.paged_kv_cache(num_pages, H_kv, D, D_v=D_v, device="cuda:0")
+
+
+def compile_decode(D: int, D_v: int, H: int, M: int, num_splits: int, num_pages: int = 2048) -> list[Sm90Kernel]:
+    """The kernel of `attention_kvcache`, and the one that merges splits if there are any; 8 KV heads."""
+
+    def launch() -> None:
+        table, seqlens = fake_cuda(64, 32, dtype=torch.int32), fake_cuda(64, dtype=torch.int32)
+        q = fake_cuda(64, H, M, D, dtype=torch.bfloat16)
+        with launching():
+            ha.attention_kvcache(q, fake_cache(num_pages, 8, D, D_v), table, seqlens, num_splits=num_splits)
+
+    return compile_for_sm90(launch)
+
+
+def compile_append(D: int, dtype: torch.dtype, interleaved: bool | None = None) -> Sm90Kernel:
+    """The kernel of `append_kvcache` for one new key a sequence; with RoPE if `interleaved` is not None."""
+
+    def launch() -> None:
+        table, seqlens = fake_cuda(64, 32, dtype=torch.int32), fake_cuda(64, dtype=torch.int32)
+        k, v = (fake_cuda(64, 8, 1, D, dtype=dtype) for _ in range(2))
+        rope = None if interleaved is None else ha.Rope(fake_cuda(4096, D // 2), fake_cuda(4096, D // 2), interleaved)
+        with launching():
+            ha.append_kvcache(fake_cache(2048, 8, D, D), k, v, table, seqlens, rope=rope)
+
+    (kernel,) = compile_for_sm90(launch)
+    return kernel

@@ -41,3 +41,17 @@ def test_large_d(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = json.loads((tmp_path / "large_d.json").read_text())["rows"]
     assert [(row["D"], row["D_v"]) for row in rows] == [(320, 320), (192, 128)]
     assert all(row["ms"] > 0 for row in rows)
+
+
+def test_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    decode = importlib.import_module("decode")
+    assert decode.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    assert [(row["impl"], row["stage"]) for row in rows] == [
+        ("helion_attn", "kernel"),
+        ("helion_attn", "append"),
+        ("copy", "kernel"),
+    ]
+    assert all(row["ms"] > 0 for row in rows)
+    assert rows[0]["of_copy"] == pytest.approx(rows[0]["gb_per_s"] / rows[2]["gb_per_s"], rel=1e-4)

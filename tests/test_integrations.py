@@ -22,7 +22,7 @@ def run_example(title: str) -> dict[str, Any]:
 
 
 def test_every_section_has_an_example() -> None:
-    assert len(EXAMPLES) == PAGE.read_text().count("\n## ") == 3
+    assert len(EXAMPLES) == PAGE.read_text().count("\n## ") == 4
 
 
 def test_flash_attn() -> None:
@@ -30,6 +30,23 @@ def test_flash_attn() -> None:
     assert names["out"].shape == names["out8"].shape == (1, 100, 4, 64)
     assert names["lse"].shape == (1, 4, 100)
     assert not torch.equal(names["out"], names["out8"])
+
+
+def test_flash_attn_with_kvcache() -> None:
+    names = run_example("flash-attn with a KV cache")
+    assert names["out"].shape == (2, 1, 8, 64)
+    assert names["cache_seqlens"].tolist() == [3, 3]
+    assert not names["out"].isnan().any()
+
+
+def test_kv_cache() -> None:
+    page = PAGE.with_name("kv_cache.md")
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, page.name, "exec"), names)
+    assert names["out"].shape == (2, 8, 1, 64)
+    assert names["seqlens"].tolist() == [152, 152]
+    assert not names["out"].isnan().any()
 
 
 def test_sdpa() -> None:

@@ -37,6 +37,21 @@ def e4m3_on(device: str) -> dict[str, Any]:
     return qkv | {f"{name}_descale": torch.tensor(0.5, device=device) for name in "qkv"}
 
 
+def kv_on(device: str) -> tuple[torch.Tensor, ...]:
+    """Queries, new keys and values, a block table, and the keys that an empty cache has."""
+    q, k, v = make_qkv("randn", 2, 4, 2, 3, 30, 48, device=device)
+    return q, k, v, torch.tensor([[1], [0]], dtype=torch.int32, device=device), torch.zeros_like(q[:, 0, 0, 0]).int()
+
+
+def decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, seqlens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache, filled and attended to."""
+    cache = ha.paged_kv_cache(2, k.size(1), k.size(3), device=q.device)
+    ha.append_kvcache(cache, k, v, table, seqlens)
+    return ha.attention_kvcache(q, cache, table, seqlens + k.size(2), num_splits=2, return_lse=True)
+
+
 def fields(packed: ha.QuantizedQKV) -> list[torch.Tensor]:
     """The tensors of a `QuantizedQKV`."""
     return [value for value in vars(packed).values() if isinstance(value, torch.Tensor)]
@@ -60,6 +75,7 @@ def test_every_op_is_recorded(device: str) -> None:
         ha.attention(*qkv_on(device))
         ha.pack(**e4m3_on(device))
         ha.hadamard(qkv_on(device)[0])
+        decode(*kv_on(device))
     registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("helion_attn::")]
     assert sorted(recorder.calls) == sorted(registered)
 
@@ -102,6 +118,29 @@ def test_opcheck_of_pack(device: str) -> None:
         ha.pack(**e4m3_on(device))
     ((op, arguments),) = recorder.calls.values()
     torch.library.opcheck(op, arguments, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("with_rope", [False, True], ids=["no_rope", "rope"])
+def test_opcheck_of_kv_cache(with_rope: bool, device: str) -> None:
+    q, k, v, table, seqlens = kv_on(device)
+    cache = ha.paged_kv_cache(2, 2, 48, device=device)
+    for x in (cache.k8, cache.v8):
+        x.view(torch.uint8).zero_()
+    for x in (cache.k_descale, cache.v_descale):
+        x.fill_(1.0)
+    with Recorder() as recorder:
+        ha.append_kvcache(cache, k, v, table, seqlens, rope=rope_on(device) if with_rope else None)
+        ha.attention_kvcache(q, cache, table, seqlens + 30)
+    for op, arguments in recorder.calls.values():
+        torch.library.opcheck(op, arguments, test_utils=CHECKS)
+
+
+def test_torch_compile_of_kv_cache(device: str) -> None:
+    torch._dynamo.reset()
+    given = kv_on(device)
+    compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(compiled(*given), decode(*given), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
@@ -254,6 +293,30 @@ def test_cuda_graph(causal: bool) -> None:
     expected, expected_lse = ha.attention(*others, causal=causal, return_lse=True)
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_of_decoding() -> None:
+    """Lengths are the device's: a graph that appends and attends is replayed step after step."""
+    q, k, v, table, seqlens = kv_on("cuda")
+    cache, expected = (ha.paged_kv_cache(2, 2, 48, device="cuda") for _ in range(2))
+
+    def step(cache: ha.PagedKVCache, new: tuple[torch.Tensor, torch.Tensor], seqlens: torch.Tensor) -> torch.Tensor:
+        ha.append_kvcache(cache, *new, table, seqlens)
+        return ha.attention_kvcache(q, cache, table, seqlens + 1)
+
+    new = k[:, :, :1].clone(), v[:, :, :1].clone()
+    step(cache, new, seqlens)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(cache, new, seqlens)
+    for i in range(5):
+        seqlens.fill_(i)
+        for x, source in zip(new, (k, v), strict=True):
+            x.copy_(source[:, :, i : i + 1])
+        graph.replay()
+        assert torch.equal(out, step(expected, new, seqlens))
 
 
 @pytest.mark.gpu

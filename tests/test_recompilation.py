@@ -6,9 +6,11 @@ import random
 from collections import Counter
 
 import pytest
-from offline import Compilations, compilations, fake_qkv
+import torch
+from offline import Compilations, compilations, fake_cache, fake_qkv
 
 import helion_attn as ha
+from helion_attn.testing import fake_cuda
 
 MOST = 2
 
@@ -57,6 +59,19 @@ def test_windows_and_softcaps_are_data() -> None:
     with compilations() as seen:
         for left, S in zip([0, 1, *edges], [128, 200, *lengths], strict=True):
             ha.attention(*fake_qkv(1, 4, 2, S, S, 64), window=(left, left // 2), softcap=1.0 + left)
+    assert_few(seen)
+
+
+def test_batches_pages_and_pools_are_data() -> None:
+    with compilations() as seen:
+        for B, pages, pool in ((1, 1, 1), (3, 7, 40), (64, 100, 3000), (64, 128, 9000), (17, 300, 10000)):
+            cache = fake_cache(pool, 8, 128, 128)
+            table, seqlens = fake_cuda(B, pages, dtype=torch.int32), fake_cuda(B, dtype=torch.int32)
+            q, k, v = fake_qkv(B, 64, 8, 1, 1, 128)
+            ha.append_kvcache(cache, k, v, table, seqlens)
+            ha.attention_kvcache(q, cache, table, seqlens, num_splits=2)
+    assert set(seen.by_kernel().values()) == {1}
+    assert len(seen.by_kernel()) == 3
     assert_few(seen)
 
 

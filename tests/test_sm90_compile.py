@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import PRESETS
-from offline import compile_attention, compile_quantize, fake_qkv, forget, launching
+from offline import compile_append, compile_attention, compile_decode, compile_quantize, fake_qkv, forget, launching
 
 import helion_attn as ha
 from helion_attn.configs import SUPPORTED_D, TILE_CONFIGS, TileConfig, tile_config, tile_configs
@@ -225,3 +225,56 @@ def test_packing() -> None:
     assert_no_spills(kernel)
     assert 16 in widths(kernel, "LDG|LDGSTS")
     assert 16 in widths(kernel, "STG")
+
+
+#: (D, D_v, H, M), and the programs that an SM must hold.
+DECODED = {
+    "d32": (32, 32, 64, 1, 3),
+    "d64": (64, 64, 64, 1, 4),
+    "d128": (128, 128, 64, 1, 3),
+    "d128_32_rows": (128, 128, 64, 4, 2),
+    "d128_128_rows": (128, 128, 64, 16, 2),
+    "d192_128": (192, 128, 64, 1, 1),
+    "d256": (256, 256, 64, 1, 1),
+    "d256_128_rows": (256, 256, 64, 16, 1),
+}
+
+
+def assert_decoding(kernel: Sm90Kernel, ctas_per_sm: int) -> None:
+    assert_no_spills(kernel)
+    assert kernel.opcodes["QGMMA"] > 0, "no FP8 WGMMA"
+    assert kernel.opcodes["HGMMA"] + kernel.opcodes["HMMA"] == 0, "a product is not in FP8"
+    assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
+    assert kernel.ctas_per_sm >= ctas_per_sm
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_decoding(name: str) -> None:
+    D, D_v, H, M, ctas_per_sm = DECODED[name]
+    decode, merge = compile_decode(D, D_v, H, M, num_splits=2)
+    assert_decoding(decode, ctas_per_sm)
+    assert_no_spills(merge)
+
+
+def test_decoding_without_splits() -> None:
+    (decode,) = compile_decode(128, 128, 64, 1, num_splits=1)
+    assert_decoding(decode, 3)
+
+
+def test_decoding_from_a_large_pool() -> None:
+    """More than 2**31 bytes, where Helion's index type is another."""
+    decode, _ = compile_decode(128, 128, 64, 1, num_splits=2, num_pages=2**16)
+    assert_decoding(decode, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("D", SUPPORTED_D)
+def test_appending(D: int, dtype: torch.dtype) -> None:
+    kernel = compile_append(D, dtype)
+    assert_no_spills(kernel)
+    assert 16 in widths(kernel, "LDG"), "reads narrowly"
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_appending_with_rope(interleaved: bool) -> None:
+    assert_no_spills(compile_append(128, torch.bfloat16, interleaved))

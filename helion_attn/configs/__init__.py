@@ -170,3 +170,21 @@ def packing(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> Packing:
 def attention_tile_config(D: int, D_v: int, causal: bool, bits: tuple[int, int] = ALL_8_BIT) -> TileConfig:
     """The config of `fp8_attn_fwd` for (D, D_v): that of the larger, which has the registers for both."""
     return tile_config(padded_head_dim(max(D, D_v)), causal, bits)
+
+
+@dataclass(frozen=True)
+class PagePacking:
+    """How a page of a KV cache is packed: its keys, and the padded head dims."""
+
+    page_size: int
+    D_pad: int
+    D_v_pad: int
+
+
+def page_packing(D: int, D_v: int) -> PagePacking:
+    """For head dims of at most 256. A page is the key block that `fp8_attn_fwd` has for them.
+
+    V's channels are the M of a WGMMA there, which is 64.
+    """
+    page_size = attention_tile_config(D, D_v, causal=True).bn
+    return PagePacking(page_size, padded_head_dim(D), max(64, padded_head_dim(D_v)))

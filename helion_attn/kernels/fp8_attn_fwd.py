@@ -109,7 +109,7 @@ def softmax_input(
 def visible_keys(
     keys: torch.Tensor,  # [bn]
     on_diagonal: torch.Tensor,  # [bm]: with as many queries as keys, the row's own
-    n_len: int,
+    n_len: int | torch.Tensor,  # []
     left: int,
     right: int,
     has_left: hl.constexpr,

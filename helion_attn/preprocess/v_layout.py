@@ -9,6 +9,18 @@ from helion_attn.preprocess.row_layout import to_descale
 from helion_attn.preprocess.strided import load_rows
 
 
+def key_stored_at(position: torch.Tensor) -> torch.Tensor:
+    """The key that V has at a position of a block: in each 16, position 4t + 2a + b holds key 8a + 2t + b."""
+    in_group = position % 16
+    return position - in_group + (in_group // 2 % 2) * 8 + (in_group // 4) * 2 + in_group % 2
+
+
+def position_of_key(key: torch.Tensor) -> torch.Tensor:
+    """Where V has a key of a block, the inverse of `key_stored_at`."""
+    in_group = key % 16
+    return key - in_group + (in_group % 8 // 2) * 4 + (in_group // 8) * 2 + in_group % 2
+
+
 def v_block(
     flat: torch.Tensor,
     mean: torch.Tensor,  # [B * H_kv, D_pad]
@@ -33,9 +45,8 @@ def v_block(
     cols = d_index * d_tile + hl.arange(d_tile)
     keys = i * bn + hl.arange(bn)
     if dtype.itemsize == 1:
-        # Position 4t + 2a + b of each 16 holds key 8a + 2t + b: the permutation is in the addresses of the loads.
-        in_group = keys % 16
-        keys = keys - in_group + (in_group // 2 % 2) * 8 + (in_group // 4) * 2 + in_group % 2
+        # The permutation is in the addresses of the loads.
+        keys = i * bn + key_stored_at(hl.arange(bn))
     # [bn, d_tile]
     x = load_rows(flat, head_offset, keys, cols, row_step, d_step, size, d)
     if unscaled:

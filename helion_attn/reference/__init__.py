@@ -1,6 +1,7 @@
 """What the kernels are held to: the fp64 oracle, the rounding model, and `torch._scaled_mm` as a baseline."""
 
 from helion_attn.reference.hadamard import hadamard, hadamard_matrix
+from helion_attn.reference.kv_cache import fp8_attention_kvcache
 from helion_attn.reference.oracle import attention
 from helion_attn.reference.rope import apply_rope
 from helion_attn.reference.rounding_model import RoundedQKV, fp8_attention, quantize
@@ -11,6 +12,7 @@ __all__ = [
     "apply_rope",
     "attention",
     "fp8_attention",
+    "fp8_attention_kvcache",
     "hadamard",
     "hadamard_matrix",
     "quantize",

@@ -1,0 +1,222 @@
+"""Decoding: a paged KV cache in FP8, what appends to it, and attention over it.
+
+Every key has a descale of its own, of K and of V. A page's descale, fixed when its first key arrives, would not hold a
+later, larger one, and a descale fixed by the user would have to be found first; both would clamp outliers. The price is
+8 bytes a key and KV head: 3% of the bytes at D 128.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from helion_attn import ops  # noqa: F401 - registers them
+from helion_attn.configs import page_packing
+from helion_attn.types import PagedKVCache, Rope
+from helion_attn.validate import (
+    check_count,
+    check_heads_of_cache,
+    check_inputs,
+    check_kv_cache,
+    check_kvcache_attention,
+    check_page_head_dim,
+    check_page_tables,
+    check_rope_tables,
+)
+
+
+def paged_kv_cache(
+    num_pages: int, H_kv: int, D: int, *, D_v: int | None = None, device: torch.device | str | None = None
+) -> PagedKVCache:
+    """Memory for `num_pages` pages of keys and values, not initialised.
+
+    Args:
+        num_pages: of the pool that all sequences share.
+        H_kv: KV heads.
+        D: head dim of Q and K; 16..256.
+        D_v: head dim of V; 16..256; D by default.
+        device: PyTorch's default device by default.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+    """
+    check_count("num_pages", num_pages)
+    check_count("H_kv", H_kv)
+    check_page_head_dim("D", D)
+    D_v = D if D_v is None else D_v
+    check_page_head_dim("D_v", D_v)
+    tile = page_packing(D, D_v)
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_pages, H_kv, *shape, dtype=dtype, device=device)
+
+    return PagedKVCache(
+        empty(tile.page_size, tile.D_pad, dtype=torch.float8_e4m3fn),
+        empty(tile.D_v_pad, tile.page_size, dtype=torch.float8_e4m3fn),
+        empty(tile.page_size, dtype=torch.float32),
+        empty(tile.page_size, dtype=torch.float32),
+        D,
+        D_v,
+    )
+
+
+def append_kvcache(
+    cache: PagedKVCache,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    layout: str = "bhsd",
+    rope: Rope | None = None,
+) -> None:
+    """Quantise new keys and values and store them behind those of each sequence; `cache_seqlens` is not advanced.
+
+    Key i of sequence b goes to position t = cache_seqlens[b] + i, that is slot t % page_size of page
+    block_table[b, t // page_size]. The two tables stay on the device and are not read on the host. A key whose position
+    or page they cannot have (a negative length, a position past the table, a page outside of the pool) is not stored;
+    `attention_kvcache` gives NaN for such a sequence.
+
+    A sequence's keys must be appended in order: the append that fills slot 0 of a page also clears the slots past its
+    own last key.
+
+    Args:
+        cache: written.
+        k: [B, H_kv, L, D], bf16, fp16 or fp32, any strides; with layout="bshd", H_kv and L swapped; v likewise. fp32
+            tensors as `quantize` has them.
+        v: [B, H_kv, L, D_v]. A key of it with a NaN, an infinity, or a magnitude above 2**68, becomes NaN.
+        block_table: int32 [B, pages of a sequence], contiguous. Sequences do not share a page that is appended to.
+        cache_seqlens: int32 [B], keys that each sequence has already.
+        layout: "bhsd" or "bshd".
+        rope: rotate K by position first. Its tables must reach all positions: one outside makes NaN of its key. It must
+            not have positions of its own; and k must have a last-dimension stride of 1.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
+        RuntimeError: an input requires grad, in grad mode.
+    """
+    check_kv_cache(cache)
+    check_inputs({"k": k, "v": v}, layout)
+    check_heads_of_cache("k", cache, k, cache.D)
+    check_heads_of_cache("v", cache, v, cache.D_v)
+    if layout == "bshd":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    B, H_kv, L = k.shape[:3]
+    if tuple(v.shape[:3]) != (B, H_kv, L):
+        raise ValueError(f"v has batch, heads and length {tuple(v.shape[:3])} and k {(B, H_kv, L)}; they must be equal")
+    if cache.k8.size(1) != H_kv:
+        raise ValueError(f"k has {H_kv} heads; the cache has {cache.k8.size(1)}")
+    check_page_tables(block_table, cache_seqlens, B, k.device)
+    if rope is not None:
+        check_rope_tables(rope, cache.D, k.device)
+        for name in ("q_positions", "k_positions"):
+            if getattr(rope, name) is not None:
+                raise ValueError(f"rope.{name} is given; it must be None: cache_seqlens says where keys are")
+        if k.stride(3) != 1:
+            # As in `quantize`.
+            raise ValueError(f"k has a last-dimension stride of {k.stride(3)}; with rope it must be 1")
+    tables = (None, None, False) if rope is None else (rope.cos, rope.sin, rope.interleaved)
+    torch.ops.helion_attn.append_kv(
+        k, v, cache.k8, cache.v8, cache.k_descale, cache.v_descale, block_table, cache_seqlens, *tables
+    )
+
+
+@overload
+def attention_kvcache(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    layout: str = "bhsd",
+    num_splits: int | None = None,
+    return_lse: Literal[False] = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor: ...
+@overload
+def attention_kvcache(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    layout: str = "bhsd",
+    num_splits: int | None = None,
+    return_lse: Literal[True],
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention_kvcache(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    layout: str = "bhsd",
+    num_splits: int | None = None,
+    return_lse: bool,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+def attention_kvcache(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    layout: str = "bhsd",
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T * sm_scale) v over the first `cache_seqlens[b]` keys of each sequence, in FP8.
+
+    Made for few queries: the rows of all heads that share a KV head, times M, form tiles of up to 32 rows, and a
+    sequence's pages are split over programs. Every tile reads the cache, mostly from L2. Q is quantised on the way, one
+    descale a row. A NaN or infinity in a key makes NaN of its sequence's outputs. With N for cache_seqlens[b], masks
+    and results are those of `attention`.
+
+    Args:
+        q: [B, H, M, D], bf16, fp16 or fp32, any strides; with layout="bshd", H and M swapped. H is a multiple of the
+            cache's H_kv. fp32 tensors as `quantize` has them.
+        cache: from `paged_kv_cache`, filled by `append_kvcache`.
+        block_table: int32 [B, pages of a sequence], contiguous: the pages of each sequence. Entries past a sequence's
+            end are not read.
+        cache_seqlens: int32 [B], the keys of each sequence, those of the queries included. Neither table is read on the
+            host. A length that is negative or exceeds the block table, and a page outside of the pool, make NaN of the
+            sequence's output.
+        causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
+        sm_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
+        layout: "bhsd" or "bshd", of q and the output.
+        num_splits: runs into which a sequence's pages are split; chosen by default, from the shapes and the GPU. The
+            results of two choices differ in their rounding.
+        return_lse: also return the log-sum-exp of the scores.
+        out_dtype: bf16, fp16 or fp32; q's by default.
+
+    Returns:
+        out, shaped as q with D_v for D, and fp32 lse [B, H, M], natural log, if asked for.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
+        RuntimeError: q requires grad, in grad mode.
+    """
+    check_kvcache_attention(q, cache, block_table, cache_seqlens, layout, causal, sm_scale, num_splits, out_dtype)
+    if layout == "bshd":
+        q = q.transpose(1, 2)
+    scale = cache.D**-0.5 if sm_scale is None else sm_scale
+    dtype = q.dtype if out_dtype is None else out_dtype
+    out, lse = torch.ops.helion_attn.fp8_attn_decode(
+        q, cache.k8, cache.v8, cache.k_descale, cache.v_descale, block_table, cache_seqlens, cache.D_v, num_splits,
+        causal, float(scale), layout == "bshd", dtype,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out

@@ -1,0 +1,190 @@
+"""New keys and values into a paged cache: quantised, packed, and scattered to where the block table says.
+
+    K, a key:  x = rope(x);  k8 = cast(x / k_descale),  k_descale = max(amax / 448, 2**-126)
+    V, a key:  v8 = cast(x / v_descale),                v_descale = amax / 448 rounded up to a power of two
+
+What is there is never quantised anew, since a descale belongs to one key. An append that writes a page's first slot
+also clears V past its own last key: the attention kernel multiplies those slots by 0, and 0 times a NaN that the
+memory, or an earlier owner of the page, left there would be NaN.
+
+A key whose position or page lies outside of the tables is not stored anywhere; the attention kernel gives NaN for such
+a sequence. Stores of V are one byte wide, since neighbours in memory are neighbouring keys: that is made for a few new
+keys a call, not for whole prompts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+
+import torch
+
+from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.numerics import E4M3_MAX, MAX_V_DESCALE_LOG2
+from helion_attn.preprocess.rope import RopeTables, rope_rows
+from helion_attn.preprocess.row_layout import to_descale, to_dtype
+from helion_attn.preprocess.strided import common_unit, load_rows, strided_rows
+from helion_attn.preprocess.v_layout import key_stored_at, position_of_key
+
+#: New keys of a program.
+APPENDED_KEYS = 16
+
+
+def power_of_two_descale(
+    amax: torch.Tensor, largest: float, limit_log2: hl.constexpr
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`amax / largest` rounded up to a power of two, at least 2**-limit_log2; and where it is NaN or too large.
+
+    Too large is more than 2**limit_log2. There it is 1. On the bits, so that it is exact: adding all ones below the
+    exponent carries unless they are zeros.
+    """
+    least = amax * (1.0 / largest)
+    exponent = (least.view(torch.int32) + 0x7FFFFF) >> 23
+    invalid = (exponent > 127 + limit_log2) | (least != least)
+    exponent = torch.where(invalid, 127, torch.clamp_min(exponent, 127 - limit_log2))
+    return (exponent << 23).view(torch.float32), invalid
+
+
+def append_kv(
+    k: torch.Tensor,  # flat
+    v: torch.Tensor,  # flat
+    k8: torch.Tensor,  # flat, written
+    v8: torch.Tensor,  # flat, written
+    k_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
+    v_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
+    block_table: torch.Tensor,  # [B * max_pages]
+    cache_seqlens: torch.Tensor,  # [B]
+    cos: torch.Tensor,  # [table_rows * rotary / 2]
+    sin: torch.Tensor,  # [table_rows * rotary / 2]
+    num_pages: int,
+    max_pages: int,
+    kv_heads: int,
+    tiles: int,
+    length: int,
+    k_b_step: int,
+    k_h_step: int,
+    k_s_step: int,
+    v_b_step: int,
+    v_h_step: int,
+    v_s_step: int,
+    table_rows: int,
+    keys: hl.constexpr,
+    k_d_step: hl.constexpr,
+    v_d_step: hl.constexpr,
+    unit: hl.constexpr,
+    bn: hl.constexpr,
+    d: hl.constexpr,
+    d_v: hl.constexpr,
+    d_pad: hl.constexpr,
+    d_v_pad: hl.constexpr,
+    rotary: hl.constexpr,
+    pairing: hl.constexpr,
+    largest: hl.constexpr,
+    v_limit_log2: hl.constexpr,
+) -> None:
+    """The kernel; see the module's docstring."""
+    B = cache_seqlens.size(0)
+    # Known strides keep loads and stores 16 bytes wide.
+    hl.specialize((k.stride(0), v.stride(0), k8.stride(0), v8.stride(0)))
+    hl.specialize((k_descale.stride(0), v_descale.stride(0), block_table.stride(0), cache_seqlens.stride(0)))
+    hl.specialize((cos.stride(0), sin.stride(0)))
+    for bh, tile in hl.grid([B * kv_heads, tiles]):
+        b = bh // kv_heads
+        h = bh % kv_heads
+        first = hl.load(cache_seqlens, [b])
+        # [keys]
+        rows = tile * keys + hl.arange(keys)
+        # Of a length near 2**31 it is negative.
+        position = first + rows
+        listed = (rows < length) & (first >= 0) & (position >= 0) & (position < max_pages * bn)
+        page = hl.load(block_table, [b * max_pages + position // bn], extra_mask=listed)
+        stored = listed & (page >= 0) & (page < num_pages)
+        # A pool may have more than 2**31 elements.
+        block = page.to(torch.int64) * kv_heads + h
+        slot = position % bn
+
+        # [keys, D_pad]
+        cols = hl.arange(d_pad)
+        k_offset = (b * k_b_step + h * k_h_step) * unit
+        if pairing:
+            x = rope_rows(
+                k, cos, sin, cos, k_offset, rows, k_s_step * unit, k_d_step, length, d, first, table_rows, keys, d_pad,
+                rotary, pairing, False,
+            )  # fmt: skip
+        else:
+            x = load_rows(k, k_offset, rows, cols, k_s_step * unit, k_d_step, length, d)
+        # [keys]
+        k_scale = to_descale(torch.amax(torch.abs(x), 1), largest)
+        x8 = to_dtype(x * (1.0 / k_scale).unsqueeze(1), k8.dtype)
+        at = block * bn + slot
+        hl.store(k8, [at.unsqueeze(1) * d_pad + cols.unsqueeze(0)], x8, extra_mask=stored.unsqueeze(1))
+        hl.store(k_descale, [at], k_scale, extra_mask=stored)
+
+        # [keys, D_v_pad]
+        channels = hl.arange(d_v_pad)
+        v_offset = (b * v_b_step + h * v_h_step) * unit
+        values = load_rows(v, v_offset, rows, channels, v_s_step * unit, v_d_step, length, d_v)
+        # [keys]
+        v_scale, invalid = power_of_two_descale(torch.amax(torch.abs(values), 1), largest, v_limit_log2)
+        scaled = torch.where(invalid.unsqueeze(1), float("nan"), values * (1.0 / v_scale).unsqueeze(1))
+        v_at = ((block * d_v_pad).unsqueeze(1) + channels.unsqueeze(0)) * bn + position_of_key(slot).unsqueeze(1)
+        hl.store(v8, [v_at], to_dtype(scaled, v8.dtype), extra_mask=stored.unsqueeze(1))
+        hl.store(v_descale, [at], v_scale, extra_mask=stored)
+
+        # The page that begins in this tile, if one does.
+        begun = torch.amax(torch.where(stored & (slot == 0), block, -1), 0)
+        if begun >= 0:
+            begin = torch.amax(torch.where(slot == 0, position, -1), 0)
+            # [bn]
+            place = hl.arange(bn)
+            keys_there = first + length - begin
+            cleared = (begun * d_v_pad + channels).unsqueeze(1) * bn + place.unsqueeze(0)
+            no_value = hl.zeros([d_v_pad, bn], dtype=v8.dtype)
+            hl.store(v8, [cleared], no_value, extra_mask=(key_stored_at(place) >= keys_there).unsqueeze(0))
+            one = hl.full([bn], 1.0, dtype=torch.float32)
+            hl.store(v_descale, [begun * bn + place], one, extra_mask=place >= keys_there)
+
+
+@functools.cache
+def kernel(is_cuda: bool, variant: Hashable) -> helion.Kernel[None]:
+    """The kernel for the device; one object for each `variant`, the specialisations."""
+    if not is_cuda:
+        return interpreted(append_kv)
+    return compiled(append_kv, helion.Config(num_warps=4, indexing="pointer"))
+
+
+def launch(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k8: torch.Tensor,
+    v8: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    rope: RopeTables,
+) -> None:
+    """Store keys and values at positions `cache_seqlens[b]` and up.
+
+    Args:
+        k: [B, H_kv, L, D], bf16, fp16 or fp32, any strides.
+        v: [B, H_kv, L, D_v], likewise.
+        k8: and the three that follow: the fields of `PagedKVCache`, written.
+        block_table: int32 [B, max_pages].
+        cache_seqlens: int32 [B].
+        rope: rotates K.
+    """
+    H_kv, L, D = k.shape[1:]
+    num_pages, _, bn, D_pad = k8.shape
+    unit = common_unit(k, v)
+    flat_k, flat_v = strided_rows(k, unit), strided_rows(v, unit)
+    specialisations = (
+        APPENDED_KEYS, flat_k.d_step, flat_v.d_step, unit, bn, D, v.size(3), D_pad, v8.size(2), rope.rotary,
+        rope.pairing, E4M3_MAX, MAX_V_DESCALE_LOG2,
+    )  # fmt: skip
+    variant = (specialisations, k.dtype, rope.cos.dtype)
+    kernel(k.is_cuda, variant)(
+        flat_k.flat, flat_v.flat, k8.view(-1), v8.view(-1), k_descale.view(-1), v_descale.view(-1),
+        block_table.view(-1), cache_seqlens, rope.cos, rope.sin, num_pages, block_table.size(1), H_kv,
+        -(-L // APPENDED_KEYS), L, *flat_k[1:4], *flat_v[1:4], rope.table_rows, *specialisations,
+    )  # fmt: skip

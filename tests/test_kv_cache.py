@@ -1,0 +1,504 @@
+"""The paged KV cache: appending to it, and attention over it, against the fp64 oracle and the rounding model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from packing import stored_at
+from test_interpreter import row_errors
+
+import helion_attn as ha
+from helion_attn.numerics import E4M3_MAX
+from helion_attn.testing import error_budget, make_qkv, relative_error
+
+Poisoned = Callable[[], AbstractContextManager[None]]
+
+#: What a block table holds where nothing may read it.
+NO_PAGE = -(2**31)
+
+
+def poison(cache: ha.PagedKVCache) -> None:
+    """Every byte of the pool a NaN."""
+    for x in (cache.k8, cache.v8):
+        x.view(torch.uint8).fill_(0x7F)
+    for x in (cache.k_descale, cache.v_descale):
+        x.fill_(float("nan"))
+
+
+def make_cache(
+    lengths: list[int], H_kv: int, D: int, D_v: int | None = None, device: str = "cpu", seed: int = 0
+) -> tuple[ha.PagedKVCache, torch.Tensor, torch.Tensor]:
+    """A poisoned pool, a block table of pages in random order, and the lengths."""
+    size = ha.paged_kv_cache(1, H_kv, D, D_v=D_v).page_size
+    pages = [-(-n // size) for n in lengths]
+    cache = ha.paged_kv_cache(sum(pages) + 3, H_kv, D, D_v=D_v, device=device)
+    poison(cache)
+    order = torch.randperm(sum(pages) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
+    table = torch.full((len(lengths), max(pages) + 1), NO_PAGE, dtype=torch.int32)
+    for b, count in enumerate(pages):
+        table[b, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+    return cache, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+def append_all(
+    cache: ha.PagedKVCache, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: list[int]
+) -> None:
+    """Of each sequence its own number of keys."""
+    start = torch.zeros(1, dtype=torch.int32, device=k.device)
+    for b, n in enumerate(lengths):
+        if n:
+            one = slice(b, b + 1)
+            ha.append_kvcache(cache, k[one, :, :n], v[one, :, :n], table[one].contiguous(), start)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decoding:
+    """Sequences of several lengths in a cache, queries, and the right answers for each sequence."""
+
+    q: torch.Tensor  # [B, H, M, D]
+    k: torch.Tensor  # [B, H_kv, N, D]
+    v: torch.Tensor  # [B, H_kv, N, D_v]
+    lengths: list[int]
+    cache: ha.PagedKVCache
+    table: torch.Tensor
+    seqlens: torch.Tensor
+    causal: bool = True
+
+    def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 `(out, lse)`."""
+        options = {"out_dtype": torch.float32, "causal": self.causal, "return_lse": True} | options
+        attend: Any = ha.attention_kvcache
+        return attend(self.q, self.cache, self.table, self.seqlens, **options)
+
+    def sequence(self, b: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Q, K and V of one."""
+        n = self.lengths[b]
+        return self.q[b : b + 1], self.k[b : b + 1, :, :n], self.v[b : b + 1, :, :n]
+
+    def check(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Every sequence within its budget; those without keys give 0 and -inf."""
+        for b, n in enumerate(self.lengths):
+            if n == 0:
+                assert torch.all(out[b] == 0)
+                assert torch.all(lse[b] == float("-inf"))
+                continue
+            oracle, oracle_lse = ha.reference.attention(*self.sequence(b), causal=self.causal, return_lse=True)
+            model, model_lse = ha.reference.fp8_attention_kvcache(*self.sequence(b), causal=self.causal)
+            error = relative_error(out[b : b + 1], oracle)
+            budget = error_budget(relative_error(model, oracle), out.dtype, device=out.device)
+            assert error <= budget, f"sequence {b}: error {error:.4g}, budget {budget:.4g}"
+            finite = oracle_lse > float("-inf")
+            assert torch.all(lse[b : b + 1][~finite] == float("-inf"))
+            if finite.any():
+                error = relative_error(lse[b : b + 1][finite], oracle_lse[finite])
+                model_error = relative_error(model_lse[finite], oracle_lse[finite])
+                assert error <= error_budget(model_error, torch.float32, device=out.device)
+
+
+def make_decoding(
+    kind: str,
+    lengths: list[int],
+    H: int,
+    H_kv: int,
+    M: int,
+    D: int,
+    device: str,
+    D_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = True,
+    scale: float = 1.0,
+) -> Decoding:
+    q, k, v = make_qkv(kind, len(lengths), H, H_kv, M, max(lengths), D, dtype, device, D_v=D_v)
+    # As many queries as make_qkv was asked for, of sequences of any length.
+    q, k = q * scale, k * scale
+    cache, table, seqlens = make_cache(lengths, H_kv, D, D_v, device)
+    append_all(cache, k, v, table, lengths)
+    return Decoding(q, k, v, lengths, cache, table, seqlens, causal)
+
+
+RAGGED = [300, 0, 1, 128, 129, 17]
+
+
+@pytest.mark.parametrize("kind", ["randn", "outlier", "biased_v", "sink"])
+@pytest.mark.parametrize("splits", [None, 1, 2, 5])
+def test_ragged_lengths(kind: str, splits: int | None, device: str, poisoned: Poisoned) -> None:
+    case = make_decoding(kind, RAGGED, 4, 2, 2, 64, device)
+    with poisoned():
+        out, lse = case.run(num_splits=splits)
+    case.check(out, lse)
+
+
+@pytest.mark.parametrize(("group", "M"), [(1, 1), (8, 1), (3, 2), (5, 4), (2, 16), (8, 16)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_groups_and_queries(group: int, M: int, causal: bool, device: str) -> None:
+    """From one row in a tile of 16 to 128 rows in four tiles; the last queries straddle two pages."""
+    case = make_decoding("randn", [133, 200, 9], 2 * group, 2, M, 64, device, causal=causal)
+    case.check(*case.run(num_splits=2))
+
+
+@pytest.mark.parametrize(
+    ("D", "D_v"), [(16, 16), (32, 32), (80, 80), (128, 128), (200, 200), (256, 256), (192, 128), (64, 256)]
+)
+def test_head_dims(D: int, D_v: int, device: str) -> None:
+    case = make_decoding("biased_v", [150, 40], 4, 2, 2, D, device, D_v=D_v)
+    case.check(*case.run(num_splits=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_dtypes(dtype: torch.dtype, device: str) -> None:
+    case = make_decoding("randn", [150, 40], 4, 2, 2, 64, device, dtype=dtype)
+    out, lse = case.run(out_dtype=None)
+    assert out.dtype == dtype
+    case.check(out, lse)
+
+
+@pytest.mark.parametrize("scale", [0.03, 5.0, 30.0])
+def test_scores_of_any_size(scale: float, device: str) -> None:
+    """Logits of up to some 0.005, 150 and 5000, of both signs."""
+    case = make_decoding("randn", [300], 4, 2, 2, 64, device, scale=scale)
+    case.check(*case.run(num_splits=2))
+
+
+@pytest.mark.parametrize("kind", ["randn", "outlier", "biased_v"])
+def test_matches_the_rounding_model(kind: str) -> None:
+    case = make_decoding(kind, [300], 4, 2, 3, 64, "cpu")
+    out, lse = case.run(num_splits=1)
+    model, model_lse = ha.reference.fp8_attention_kvcache(*case.sequence(0))
+    # A score that differs in its last bit may take a P over a rounding boundary: that is one row in many.
+    assert row_errors(out, model).median() < 1e-6
+    assert row_errors(out, model).max() < 2.0**-7
+    assert relative_error(lse, model_lse) < 1e-6
+
+
+def test_strides_and_layout(device: str) -> None:
+    case = make_decoding("randn", [150, 40], 4, 2, 3, 64, device)
+    out, lse = case.run(num_splits=2)
+    q = case.q.transpose(1, 2).contiguous()
+    for splits in (1, 2):
+        expected, _ = case.run(num_splits=splits)
+        bshd = ha.attention_kvcache(
+            q, case.cache, case.table, case.seqlens, layout="bshd", num_splits=splits, out_dtype=torch.float32
+        )
+        assert bshd.is_contiguous()
+        assert torch.equal(bshd.transpose(1, 2), expected)
+    wide = torch.randn(2, 4, 3, 130, dtype=torch.bfloat16, device=device)
+    wide[..., 1:129:2] = case.q
+    strided = dataclasses.replace(case, q=wide[..., 1:129:2])
+    for x, expected in zip(strided.run(num_splits=2), (out, lse), strict=True):
+        assert torch.equal(x, expected)
+
+
+def dequantised(cache: ha.PagedKVCache, pages: list[int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one sequence, fp32 [H_kv, n, D], by the documented formulas."""
+    in_order = cache.v8[pages].float()[..., stored_at(torch.arange(cache.page_size, device=cache.v8.device))].mT
+    k = (cache.k8[pages].float() * cache.k_descale[pages].unsqueeze(3)).transpose(0, 1).flatten(1, 2)
+    v = (in_order * cache.v_descale[pages].unsqueeze(3)).transpose(0, 1).flatten(1, 2)
+    return k[:, :n, : cache.D], v[:, :n, : cache.D_v]
+
+
+@pytest.mark.parametrize("kind", ["outlier", "biased_v"])
+def test_what_is_stored(kind: str, device: str) -> None:
+    """Every element within half a unit of e4m3 of its own key; descales no larger than they need to be."""
+    case = make_decoding(kind, [300], 2, 2, 1, 80, device, D_v=64)
+    pages = case.table[0, :3].tolist()
+    for x, stored, spare in zip((case.k[0], case.v[0]), dequantised(case.cache, pages, 300), (1.0, 2.0), strict=True):
+        amax = x.float().abs().amax(2, keepdim=True)
+        # Half of 2**-3 relative; below e4m3's normal numbers, half of 2**-9 of the descale.
+        bound = torch.maximum(x.float().abs() * 2.0**-4, spare * amax / E4M3_MAX * 2.0**-10)
+        assert torch.all((stored - x.float()).abs() <= bound * 1.001)
+    exponents = torch.log2(case.cache.v_descale[pages].transpose(0, 1).flatten(1)[:, :300])
+    assert torch.equal(exponents, exponents.round())
+
+
+def test_appending_one_by_one_is_appending_at_once(device: str) -> None:
+    """Over the end of a page, to sequences at different places."""
+    lengths = [0, 100, 127]
+    q, k, v = make_qkv("outlier", 3, 2, 2, 1, 300, 64, device=device)
+    at_once, table, seqlens = make_cache([n + 60 for n in lengths], 2, 64, device=device)
+    step_by_step, _, _ = make_cache([n + 60 for n in lengths], 2, 64, device=device)
+    before = torch.tensor(lengths, dtype=torch.int32, device=device)
+    for cache in (at_once, step_by_step):
+        append_all(cache, k, v, table, lengths)
+    ha.append_kvcache(at_once, k[:, :, 200:260], v[:, :, 200:260], table, before)
+    for i in range(60):
+        one = slice(200 + i, 201 + i)
+        ha.append_kvcache(step_by_step, k[:, :, one], v[:, :, one], table, before + i)
+    outs = [ha.attention_kvcache(q, cache, table, seqlens) for cache in (at_once, step_by_step)]
+    assert torch.equal(*outs)
+    assert not outs[0].isnan().any()
+    for b, n in enumerate(lengths):
+        pages = table[b, : -(-(n + 60) // at_once.page_size)].tolist()
+        for x, y in zip(*(dequantised(cache, pages, n + 60) for cache in (at_once, step_by_step)), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_appending_changes_nothing_else(device: str) -> None:
+    case = make_decoding("randn", [100, 130], 2, 2, 1, 64, device)
+    before = [x.clone() for x in vars(case.cache).values() if isinstance(x, torch.Tensor)]
+    k, v = case.k[:1, :, :3] * 100, case.v[:1, :, :3] * 100
+    ha.append_kvcache(case.cache, k, v, case.table[:1].contiguous(), case.seqlens[:1].contiguous())
+    page, size = int(case.table[0, 0]), case.cache.page_size
+    new = torch.zeros(size, dtype=torch.bool, device=device)
+    new[100:103] = True
+    new_in_v = torch.zeros_like(new)
+    new_in_v[stored_at(torch.arange(100, 103, device=device))] = True
+    for (name, x), old in zip(vars(case.cache).items(), before, strict=False):
+        changed = x.view(torch.uint8) != old.view(torch.uint8)
+        assert not changed[torch.arange(x.size(0), device=device) != page].any(), name
+        kept = ~new_in_v if name == "v8" else ~new
+        axis = 3 if name == "v8" else 2
+        unchanged = x[page : page + 1].movedim(axis, 0)[kept], old[page : page + 1].movedim(axis, 0)[kept]
+        assert torch.equal(*(y.contiguous().view(torch.uint8) for y in unchanged)), name
+
+
+def test_layout_and_strides_of_new_keys(device: str) -> None:
+    _, k, v = make_qkv("randn", 2, 2, 2, 1, 40, 64, device=device)
+    caches = []
+    for layout, make in (("bhsd", torch.clone), ("bshd", lambda x: x.transpose(1, 2).contiguous())):
+        cache, table, _ = make_cache([40, 40], 2, 64, device=device)
+        start = torch.zeros(2, dtype=torch.int32, device=device)
+        ha.append_kvcache(cache, make(k), make(v), table, start, layout=layout)
+        caches.append(cache)
+    for name in ("k8", "v8", "k_descale", "v_descale"):
+        a, b = (getattr(cache, name).view(torch.uint8) for cache in caches)
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_rope(interleaved: bool, device: str) -> None:
+    """Keys are rotated by their position in the sequence, whenever they come."""
+    q, k, v = make_qkv("randn", 1, 2, 2, 1, 150, 64, device=device)
+    angles = torch.arange(150, device=device).unsqueeze(1) * 100.0 ** -torch.linspace(0, 1, 16, device=device)
+    rope = ha.Rope(angles.cos(), angles.sin(), interleaved)
+    rotated = ha.reference.apply_rope(k, rope.cos, rope.sin, interleaved=interleaved)
+    cache, table, seqlens = make_cache([150], 2, 64, device=device)
+    for first, last in ((0, 100), (100, 150)):
+        start = torch.tensor([first], dtype=torch.int32, device=device)
+        ha.append_kvcache(cache, k[:, :, first:last], v[:, :, first:last], table, start, rope=rope)
+    out = ha.attention_kvcache(q, cache, table, seqlens, out_dtype=torch.float32)
+    model, _ = ha.reference.fp8_attention_kvcache(q, rotated.float(), v)
+    assert relative_error(out, model) < 2.0**-7
+    assert relative_error(out, ha.reference.attention(q, k, v, causal=True)) > 0.1
+
+
+def test_pages_may_lie_anywhere(device: str) -> None:
+    case = make_decoding("randn", [300, 129], 4, 2, 1, 64, device)
+    out, lse = case.run()
+    cache, table, seqlens = make_cache(case.lengths, 2, 64, device=device, seed=1)
+    assert not torch.equal(table, case.table)
+    append_all(cache, case.k, case.v, table, case.lengths)
+    moved = dataclasses.replace(case, cache=cache, table=table, seqlens=seqlens)
+    for x, expected in zip(moved.run(), (out, lse), strict=True):
+        assert torch.equal(x, expected)
+
+
+def test_more_queries_than_keys(device: str) -> None:
+    case = make_decoding("randn", [3, 0], 4, 2, 8, 64, device)
+    for splits in (1, 2):
+        out, lse = case.run(num_splits=splits)
+        case.check(out, lse)
+        assert torch.all(out[0, :, :5] == 0)
+        assert torch.all(lse[0, :, :5] == float("-inf"))
+
+
+def test_a_large_value_of_little_weight_costs_the_others_nothing(device: str) -> None:
+    """One key's V is 2**20 times the others', and its probability 2**-60: folded into P, it would flush them to 0."""
+    q, k, v = make_qkv("randn", 1, 1, 1, 1, 100, 64, device=device)
+    cache, table, seqlens = make_cache([100], 1, 64, device=device)
+    k[0, 0, 50] = -q[0, 0, 0] * (60 * 0.69 * 8 / q.float().square().sum())
+    v[0, 0, 50] = v[0, 0, 50] * 2.0**20
+    append_all(cache, k, v, table, [100])
+    out = ha.attention_kvcache(q, cache, table, seqlens, out_dtype=torch.float32)
+    oracle = ha.reference.attention(q, k, v)
+    others = torch.cat((k[:, :, :50], k[:, :, 51:]), 2), torch.cat((v[:, :, :50], v[:, :, 51:]), 2)
+    model, _ = ha.reference.fp8_attention_kvcache(q, *others)
+    without = relative_error(model, ha.reference.attention(q, *others))
+    assert relative_error(out, oracle) <= error_budget(without, torch.float32, device=device)
+
+
+def test_keys_without_value_take_probability(device: str) -> None:
+    """A sink: V is 0, and so is its amax; the output is the rest's share."""
+    q, k, v = make_qkv("biased_v", 1, 2, 2, 1, 40, 64, device=device)
+    v[:, :, 0] = 0
+    k[:, :, 0] = q[:, :, 0]
+    cache, table, seqlens = make_cache([40], 2, 64, device=device)
+    append_all(cache, k, v, table, [40])
+    Decoding(q, k, v, [40], cache, table, seqlens).check(
+        *ha.attention_kvcache(q, cache, table, seqlens, return_lse=True, out_dtype=torch.float32)
+    )
+
+
+@pytest.mark.parametrize("magnitude", [1e-25, 1e-15, 1e15])
+def test_values_of_any_size(magnitude: float, device: str) -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 1, 40, 64, torch.float32, device)
+    v = v * magnitude
+    cache, table, seqlens = make_cache([40], 2, 64, device=device)
+    append_all(cache, k, v, table, [40])
+    out = ha.attention_kvcache(q, cache, table, seqlens)
+    # Below 2**-60 * 448 a descale stops, and elements are known to half of 2**-9 of it.
+    assert (out - ha.reference.attention(q, k, v)).abs().max() <= max(0.07 * magnitude, 2.0**-70)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**70])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_what_is_not_finite_stays_within_its_sequence(where: str, bad: float, device: str) -> None:
+    """And leaves with it: a page that another sequence takes over is clean."""
+    case = make_decoding("randn", [140, 140], 2, 2, 1, 64, device)
+    expected, expected_lse = case.run(num_splits=2)
+    x = {"q": case.q, "k": case.k, "v": case.v}[where]
+    kept = x.clone()
+    if where == "q":
+        x[0, :, 0, 7] = bad
+    else:
+        x[0, :, 139, 7] = bad
+    append_all(case.cache, case.k, case.v, case.table, [140])
+    out, lse = case.run(num_splits=2)
+    finite = bad == 2.0**70 and where != "v"
+    assert out[0].isnan().any() == (not finite)
+    assert where != "v" or out[0].isnan().all()
+    assert where != "v" or torch.equal(lse, expected_lse)
+    assert torch.equal(out[1], expected[1])
+    assert torch.equal(lse[1], expected_lse[1])
+    x.copy_(kept)
+    # 130 keys of another sequence: slots 2..11 of its second page held the bad one's keys.
+    append_all(case.cache, case.k, case.v, case.table, [130])
+    seqlens = torch.tensor([130, 140], dtype=torch.int32, device=device)
+    again = dataclasses.replace(case, lengths=[130, 140], seqlens=seqlens)
+    again.check(*again.run())
+
+
+@pytest.mark.parametrize("length", [-1, 385, 2**31 - 1])
+def test_a_length_that_the_table_cannot_have_gives_nan(length: int, device: str) -> None:
+    case = make_decoding("randn", [140, 140], 2, 2, 1, 64, device)
+    expected, _ = case.run()
+    seqlens = torch.tensor([length, 140], dtype=torch.int32, device=device)
+    for splits in (1, 3):
+        out, lse = dataclasses.replace(case, seqlens=seqlens).run(num_splits=splits)
+        assert out[0].isnan().all()
+        assert lse[0].isnan().all()
+    assert torch.equal(dataclasses.replace(case, seqlens=seqlens).run()[0][1], expected[1])
+
+
+@pytest.mark.parametrize("page", [-1, 1000])
+def test_a_page_outside_of_the_pool(page: int, device: str) -> None:
+    """Is not written, and read as NaN."""
+    case = make_decoding("randn", [140, 140], 2, 2, 1, 64, device)
+    expected, _ = case.run()
+    case.table[0, 1] = page
+    before = [x.clone() for x in vars(case.cache).values() if isinstance(x, torch.Tensor)]
+    ha.append_kvcache(case.cache, case.k[:, :, :1], case.v[:, :, :1], case.table[:1].repeat(2, 1), case.seqlens)
+    for x, old in zip(vars(case.cache).values(), before, strict=False):
+        assert torch.equal(x.view(torch.uint8), old.view(torch.uint8))
+    out, _ = case.run()
+    assert out[0].isnan().all()
+    assert torch.equal(out[1], expected[1])
+
+
+def test_keys_past_the_table_are_not_stored(device: str) -> None:
+    case = make_decoding("randn", [140], 2, 2, 1, 64, device)
+    before = [x.clone() for x in vars(case.cache).values() if isinstance(x, torch.Tensor)]
+    for start in (-1, case.table.size(1) * case.cache.page_size, 2**31 - 1):
+        at = torch.tensor([start], dtype=torch.int32, device=device)
+        ha.append_kvcache(case.cache, case.k[:, :, :2], case.v[:, :, :2], case.table, at)
+    for x, old in zip(vars(case.cache).values(), before, strict=False):
+        assert torch.equal(x.view(torch.uint8), old.view(torch.uint8))
+
+
+def test_two_runs_are_equal(device: str) -> None:
+    case = make_decoding("randn", RAGGED, 4, 2, 2, 64, device)
+    for x, y in zip(case.run(num_splits=3), case.run(num_splits=3), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_the_number_of_splits() -> None:
+    """Enough to fill the GPU, never so many that a run is a few pages, and one where programs abound."""
+    from helion_attn.kernels.fp8_attn_decode import MIN_PAGES, PROGRAMS_PER_SM, choose_splits
+
+    for programs in (1, 8, 64, 512, 4096):
+        for max_pages in (1, 7, 64, 512):
+            splits = choose_splits(programs, max_pages, 132)
+            assert 1 <= splits <= max(1, max_pages // MIN_PAGES)
+            # One more would not help: there are enough programs, or the runs are as short as they may be.
+            enough = programs * splits >= PROGRAMS_PER_SM * 132
+            assert enough or splits == max(1, max_pages // MIN_PAGES)
+    assert choose_splits(10**6, 512, 132) == 1
+
+
+def replacing(**fields: Callable[[Decoding], torch.Tensor]) -> Callable[[Decoding], Decoding]:
+    """The same problem with other fields of the cache."""
+
+    def mutate(case: Decoding) -> Decoding:
+        changed: dict[str, Any] = {name: make(case) for name, make in fields.items()}
+        return dataclasses.replace(case, cache=dataclasses.replace(case.cache, **changed))
+
+    return mutate
+
+
+def rolled(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """One further along `dim`; also of e4m3."""
+    return x.view(torch.int8).roll(1, dim).view(x.dtype) if x.element_size() == 1 else x.roll(1, dim)
+
+
+def without_interleave(case: Decoding) -> torch.Tensor:
+    position = stored_at(torch.arange(case.cache.page_size, device=case.cache.v8.device))
+    return case.cache.v8.view(torch.int8)[..., position].view(case.cache.v8.dtype)
+
+
+MUTATIONS: dict[str, Callable[[Decoding], Decoding]] = {
+    "k_descale_of_the_next_key": replacing(k_descale=lambda x: rolled(x.cache.k_descale, 2)),
+    "k_descale_of_another_head": replacing(k_descale=lambda x: rolled(x.cache.k_descale, 1)),
+    "v_descale_of_the_next_key": replacing(v_descale=lambda x: rolled(x.cache.v_descale, 2)),
+    "v_descale_left_out": replacing(v_descale=lambda x: torch.ones_like(x.cache.v_descale)),
+    "v_not_interleaved": replacing(v8=without_interleave),
+    "keys_off_by_one": replacing(k8=lambda x: rolled(x.cache.k8, 2)),
+    "kv_head_of_another_group": replacing(k8=lambda x: rolled(x.cache.k8, 1), v8=lambda x: rolled(x.cache.v8, 1)),
+    "pages_swapped": lambda x: dataclasses.replace(x, table=x.table.flip(1).contiguous()),
+    "a_key_too_few": lambda x: dataclasses.replace(x, seqlens=x.seqlens - 1),
+    "not_causal": lambda x: dataclasses.replace(x, causal=False),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_budget_is_exceeded(mutation: str, device: str) -> None:
+    """So the checks above can fail."""
+    q, k, v = make_qkv("biased_v", 1, 4, 2, 4, 140, 64, torch.float32, device)
+    # Keys and values of unequal magnitude, of which the last four, where the diagonal is, count the most.
+    magnitude = torch.linspace(0.25, 2, 140, device=device)[:, None]
+    magnitude[-4:] = 4
+    q, k, v = q * 2, k * magnitude, v * magnitude * magnitude
+    cache, table, seqlens = make_cache([140], 2, 64, device=device)
+    append_all(cache, k, v, table, [140])
+    healthy = Decoding(q, k, v, [140], cache, table[:, :2].contiguous(), seqlens)
+    healthy.check(*healthy.run())
+    mutated = MUTATIONS[mutation](healthy).run()
+    with pytest.raises(AssertionError):
+        healthy.check(*mutated)
+
+
+def test_what_a_page_held_before_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that, a poisoned pool shows."""
+    from helion_attn.preprocess import append
+
+    monkeypatch.setattr(append, "key_stored_at", lambda place: place - 10**6)
+    case = make_decoding("randn", [5], 2, 2, 1, 64, "cpu")
+    out, _ = case.run()
+    assert out.isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("D", "H", "M", "splits"), [(64, 2, 1, 3), (128, 16, 1, 1), (128, 8, 16, 2), (256, 4, 2, 2)])
+def test_agrees_with_the_compiled_kernel(D: int, H: int, M: int, splits: int) -> None:
+    q, k, v = make_qkv("outlier", 3, H, 2, M, 400, D)
+    outs = []
+    for device in ("cpu", "cuda"):
+        cache, table, seqlens = make_cache([400, 0, 129], 2, D, device=device)
+        append_all(cache, k.to(device), v.to(device), table, [400, 0, 129])
+        outs.append(ha.attention_kvcache(q.to(device), cache, table, seqlens, num_splits=splits, return_lse=True))
+    assert relative_error(outs[1][0].cpu(), outs[0][0]) < 2.0**-6
+    finite = outs[0][1] > float("-inf")
+    assert relative_error(outs[1][1].cpu()[finite], outs[0][1][finite]) < 2.0**-10

@@ -1,0 +1,305 @@
+"""The KV cache's arguments, and `flash_attn_with_kvcache`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from test_kv_cache import append_all, make_cache
+from test_validation import Launched, NoOps, assert_raises
+
+import helion_attn as ha
+from helion_attn.flash_attn import KVCACHE_RULES
+from helion_attn.testing import make_qkv
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "helion_attn", NoOps())
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def good() -> dict[str, Any]:
+    """Arguments that pass every check, of append_kvcache; B = 2, H_kv = 2, L = 3, D = 32, D_v = 80."""
+    return {
+        "cache": ha.paged_kv_cache(4, 2, 32, D_v=80),
+        "k": zeros(2, 2, 3, 32),
+        "v": zeros(2, 2, 3, 80),
+        "block_table": zeros(2, 2, dtype=torch.int32),
+        "cache_seqlens": zeros(2, dtype=torch.int32),
+    }
+
+
+def good_attention() -> dict[str, Any]:
+    """Likewise of attention_kvcache; H = 4, M = 1."""
+    arguments = good() | {"q": zeros(2, 4, 1, 32)}
+    del arguments["k"], arguments["v"]
+    return arguments
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_good_arguments_reach_the_launch() -> None:
+    with pytest.raises(Launched):
+        ha.append_kvcache(**good())
+    with pytest.raises(Launched):
+        ha.attention_kvcache(**good_attention())
+
+
+def test_the_format() -> None:
+    cache = ha.paged_kv_cache(4, 2, 20, D_v=80)
+    assert cache.page_size == 128
+    assert (cache.k8.shape, cache.v8.shape) == ((4, 2, 128, 32), (4, 2, 128, 128))
+    assert cache.k_descale.shape == cache.v_descale.shape == (4, 2, 128)
+    # V's channels are the M of a WGMMA.
+    assert ha.paged_kv_cache(1, 1, 16).v8.shape == (1, 1, 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "parts"),
+    [
+        ((0, 2, 32), ValueError, ["num_pages is 0", "1.."]),
+        ((True, 2, 32), TypeError, ["num_pages is a bool"]),
+        ((4, 2**25, 32), ValueError, ["H_kv is 33554432"]),
+        ((4, 2, 8), ValueError, ["D is 8", "16..256"]),
+        ((4, 2, 257), ValueError, ["D is 257", "16..256"]),
+        ((4, 2, 64.0), TypeError, ["D is a float"]),
+    ],
+    ids=str,
+)
+def test_bad_sizes(arguments: tuple[Any, ...], error: type[Exception], parts: list[str]) -> None:
+    make: Any = ha.paged_kv_cache
+    with pytest.raises(error) as raised:
+        make(*arguments)
+    assert all(part in str(raised.value) for part in parts)
+    with pytest.raises(ValueError, match="D_v is 512"):
+        ha.paged_kv_cache(4, 2, 64, D_v=512)
+
+
+FIELDS = ("k8", "v8", "k_descale", "v_descale")
+
+Bad = dict[str, Any]
+
+TABLES: dict[str, tuple[Bad, type[Exception], list[str]]] = {
+    "table_list": ({"block_table": [[0]]}, TypeError, ["block_table is a list", "int32"]),
+    "table_int64": ({"block_table": zeros(2, 2, dtype=torch.int64)}, TypeError, ["block_table has dtype torch.int64"]),
+    "table_batch": ({"block_table": zeros(3, 2, dtype=torch.int32)}, ValueError, ["block_table has shape (3, 2)", "2"]),
+    "table_empty": ({"block_table": zeros(2, 0, dtype=torch.int32)}, ValueError, ["block_table has shape (2, 0)"]),
+    "table_strided": (
+        {"block_table": zeros(2, 2, dtype=torch.int32).T.contiguous().T},
+        ValueError,
+        ["block_table has strides (1, 2)", "contiguous"],
+    ),
+    "lengths_none": ({"cache_seqlens": None}, TypeError, ["cache_seqlens is a NoneType"]),
+    "lengths_int": ({"cache_seqlens": 3}, TypeError, ["cache_seqlens is a int"]),
+    "lengths_batch": ({"cache_seqlens": zeros(1, dtype=torch.int32)}, ValueError, ["cache_seqlens has shape (1,)"]),
+    "lengths_device": (
+        {"cache_seqlens": zeros(2, dtype=torch.int32).to("meta")},
+        ValueError,
+        ["cache_seqlens", "meta", "cpu"],
+    ),
+    "no_cache": ({"cache": None}, TypeError, ["cache is a NoneType", "PagedKVCache"]),
+    "layout": ({"layout": "sbhd"}, ValueError, ["layout is 'sbhd'"]),
+}
+
+APPEND: dict[str, tuple[Bad, type[Exception], list[str]]] = TABLES | {
+    "k_none": ({"k": None}, TypeError, ["k is a NoneType"]),
+    "v_e4m3": ({"v": zeros(2, 2, 3, 80).to(torch.float8_e4m3fn)}, TypeError, ["v has dtype torch.float8_e4m3fn"]),
+    "v_dtype": ({"v": zeros(2, 2, 3, 80).half()}, TypeError, ["v has dtype torch.float16 and k has torch.bfloat16"]),
+    "k_head_dim": ({"k": zeros(2, 2, 3, 64)}, ValueError, ["k has head dim 64", "32"]),
+    "v_head_dim": ({"v": zeros(2, 2, 3, 32)}, ValueError, ["v has head dim 32", "80"]),
+    "v_length": ({"v": zeros(2, 2, 4, 80)}, ValueError, ["v has", "(2, 2, 4)", "(2, 2, 3)"]),
+    "k_heads": ({"k": zeros(2, 4, 3, 32), "v": zeros(2, 4, 3, 80)}, ValueError, ["k has 4 heads", "2"]),
+    "k_fp32_strided": (
+        {"k": torch.zeros(2, 2, 3, 64)[..., ::2], "v": torch.zeros(2, 2, 3, 80)},
+        ValueError,
+        ["k is float32 with strides"],
+    ),
+    "k_grad": ({"k": zeros(2, 2, 3, 32).requires_grad_()}, RuntimeError, ["k requires grad"]),
+    "rope": ({"rope": (1, 2)}, TypeError, ["rope is a tuple"]),
+    "rope_positions": (
+        {"rope": ha.Rope(zeros(9, 16), zeros(9, 16), k_positions=torch.arange(3))},
+        ValueError,
+        ["rope.k_positions is given", "None"],
+    ),
+    "rope_width": ({"rope": ha.Rope(zeros(9, 17), zeros(9, 17))}, ValueError, ["rope.cos has shape (9, 17)"]),
+    "rope_strided": (
+        {"k": zeros(2, 2, 3, 64)[..., ::2], "rope": ha.Rope(zeros(9, 16), zeros(9, 16))},
+        ValueError,
+        ["k has a last-dimension stride of 2"],
+    ),
+}
+
+ATTENTION: dict[str, tuple[Bad, type[Exception], list[str]]] = TABLES | {
+    "q_rank": ({"q": zeros(2, 4, 32)}, ValueError, ["q has shape (2, 4, 32)"]),
+    "q_head_dim": ({"q": zeros(2, 4, 1, 64)}, ValueError, ["q has head dim 64", "32"]),
+    "q_heads": ({"q": zeros(2, 3, 1, 32)}, ValueError, ["q has 3 heads", "2"]),
+    "causal": ({"causal": "yes"}, TypeError, ["causal is 'yes'"]),
+    "sm_scale": ({"sm_scale": -1.0}, ValueError, ["sm_scale is -1.0"]),
+    "num_splits": ({"num_splits": 0}, ValueError, ["num_splits is 0"]),
+    "out_dtype": ({"out_dtype": torch.float8_e4m3fn}, TypeError, ["out_dtype is torch.float8_e4m3fn", "bfloat16"]),
+    "misspelt": ({"softcap": 1.0}, TypeError, ["softcap"]),
+}
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize(("bad", "error", "parts"), APPEND.values(), ids=APPEND)
+def test_bad_append(bad: Bad, error: type[Exception], parts: list[str]) -> None:
+    assert_raises(ha.append_kvcache, good() | bad, error, parts)
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize(("bad", "error", "parts"), ATTENTION.values(), ids=ATTENTION)
+def test_bad_attention(bad: Bad, error: type[Exception], parts: list[str]) -> None:
+    assert_raises(ha.attention_kvcache, good_attention() | bad, error, parts)
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("how", ["dtype", "shape", "rank", "strides", "device", "type"])
+def test_broken_cache(field: str, how: str) -> None:
+    arguments = good_attention()
+    x: torch.Tensor = getattr(arguments["cache"], field)
+    broken = {
+        "dtype": x.to(torch.bfloat16),
+        "shape": torch.cat([x, x], 2),
+        "rank": x.unsqueeze(0),
+        "strides": torch.stack([x, x], -1)[..., 0],
+        "device": x.to("meta"),
+        "type": None,
+    }[how]
+    changed: dict[str, Any] = {field: broken}
+    arguments["cache"] = dataclasses.replace(arguments["cache"], **changed)
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"cache.{field} (is|must)"):
+        ha.attention_kvcache(**arguments)
+
+
+# --- flash_attn_with_kvcache ----------------------------------------------------------------------------------------
+
+#: Of flash-attn 3's flash_attn_with_kvcache (hopper/flash_attn_interface.py), in order.
+FLASH_ATTN_3 = """
+    q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
+    cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale, softmax_scale,
+    causal, window_size, attention_chunk, softcap, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa,
+    sm_margin, return_softmax_lse
+""".replace(",", " ").split()
+
+#: Its result is a tensor or a pair, by a bool.
+flash_attn_with_kvcache: Any = ha.flash_attn_with_kvcache
+
+
+def test_signature() -> None:
+    assert list(inspect.signature(ha.flash_attn_with_kvcache).parameters) == FLASH_ATTN_3
+
+
+def test_rules_name_arguments() -> None:
+    for rule in KVCACHE_RULES:
+        default = inspect.signature(ha.flash_attn_with_kvcache).parameters[rule.argument].default
+        assert rule.accepts(default)
+        assert not rule.accepts(rule.refused)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """140 and 20 keys in a cache; queries; 3 new keys and values. BHSD."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cache: ha.PagedKVCache
+    table: torch.Tensor
+    seqlens: torch.Tensor
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "q": self.q.transpose(1, 2),
+            "k_cache": self.cache.k8,
+            "v_cache": self.cache.v8,
+            "cache_seqlens": self.seqlens,
+            "page_table": self.table,
+            "k_descale": self.cache.k_descale,
+            "v_descale": self.cache.v_descale,
+        }
+
+
+def make_problem(device: str) -> Problem:
+    q, k, v = make_qkv("randn", 2, 4, 2, 3, 143, 64, device=device)
+    cache, table, seqlens = make_cache([140, 20], 2, 64, device=device)
+    append_all(cache, k, v, table, [140, 20])
+    return Problem(q, k[:, :, 140:], v[:, :, 140:], cache, table, seqlens)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_is_attention_of_the_same_arguments(causal: bool, device: str) -> None:
+    problem = make_problem(device)
+    out, lse = flash_attn_with_kvcache(
+        **problem.arguments(), causal=causal, softmax_scale=0.3, num_splits=2, return_softmax_lse=True
+    )
+    expected, expected_lse = ha.attention_kvcache(
+        problem.q, problem.cache, problem.table, problem.seqlens, causal=causal, sm_scale=0.3, num_splits=2,
+        return_lse=True,
+    )  # fmt: skip
+    assert out.shape == (2, 3, 4, 64)
+    assert torch.equal(out.transpose(1, 2), expected)
+    assert torch.equal(lse, expected_lse)
+    tensor: torch.Tensor = flash_attn_with_kvcache(**problem.arguments(), causal=causal)
+    assert tensor.shape == out.shape
+
+
+def test_new_keys_are_appended_and_seen(device: str) -> None:
+    problem = make_problem(device)
+    new = {"k": problem.k.transpose(1, 2), "v": problem.v.transpose(1, 2)}
+    out = flash_attn_with_kvcache(**problem.arguments(), **new, causal=True)
+    other = make_problem(device)
+    ha.append_kvcache(other.cache, other.k, other.v, other.table, other.seqlens)
+    expected = ha.attention_kvcache(other.q, other.cache, other.table, other.seqlens + 3)
+    assert torch.equal(out.transpose(1, 2), expected)
+    assert torch.equal(problem.cache.k8.view(torch.uint8), other.cache.k8.view(torch.uint8))
+    assert torch.equal(problem.seqlens, other.seqlens), "cache_seqlens is not advanced"
+
+
+def test_one_length_for_all(device: str) -> None:
+    problem = make_problem(device)
+    expected = flash_attn_with_kvcache(**problem.arguments() | {"cache_seqlens": torch.full_like(problem.seqlens, 20)})
+    assert torch.equal(flash_attn_with_kvcache(**problem.arguments() | {"cache_seqlens": 20}), expected)
+
+
+@pytest.mark.parametrize("rule", KVCACHE_RULES, ids=lambda rule: rule.argument)
+@pytest.mark.usefixtures("no_launch")
+def test_unsupported_arguments_raise(rule: Any) -> None:
+    q = zeros(1, 1, 2, 64)
+    with pytest.raises(NotImplementedError, match=f"flash_attn_with_kvcache: {rule.argument} is"):
+        flash_attn_with_kvcache(q, q, q, **{rule.argument: rule.refused})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"cache_seqlens": None}, ValueError, "cache_seqlens is None"),
+        ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1"),
+        ({"page_table": None}, ValueError, "page_table is None"),
+        ({"k_descale": None}, ValueError, "k_descale is None"),
+        ({"v_descale": torch.ones(1, 2)}, ValueError, "cache.v_descale is"),
+        ({"k_cache": zeros(5, 128, 2, 64)}, ValueError, "cache.k8 is"),
+        ({"q": zeros(2, 3, 4, 48)}, ValueError, "q has head dim 48"),
+        ({"k": zeros(2, 3, 2, 64)}, ValueError, "v is None and k is not"),
+        ({"k": zeros(2, 3, 2, 64), "v": zeros(2, 3, 2, 32)}, ValueError, "v has head dim 32"),
+        ({"k": zeros(2, 3, 2, 64), "v": zeros(2, 3, 2, 64), "causal": 1}, TypeError, "causal is 1"),
+        ({"softmax_scale": -1.0}, ValueError, "softmax_scale is -1"),
+        ({"num_splits": -1}, ValueError, "num_splits is -1"),
+        ({"dropout_p": 0.0}, TypeError, "dropout_p"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_bad_arguments_raise_before_the_cache_is_written(
+    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = make_problem("cpu").arguments() | options
+    monkeypatch.setattr(torch.ops, "helion_attn", NoOps())
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(**arguments)
