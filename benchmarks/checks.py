@@ -236,12 +236,18 @@ def rung_checks(loaded: Loaded) -> list[Check]:
     return found
 
 
+def decode_checks(loaded: Loaded) -> list[Check]:
+    """Bandwidth of decoding, as a share of a copy's."""
+    rows = rows_of(_on_gpu(loaded), "decode", impl="helion_attn", stage="kernel")
+    return [Check(f"decode / copy bandwidth, {row['N']} keys", row.get("of_copy"), 0.75, at_least=True) for row in rows]
+
+
 # --- as tables ------------------------------------------------------------------------------------
 
 
 def all_checks(loaded: Loaded) -> list[Check]:
     """Every figure."""
-    return speed_checks(loaded) + recipe_checks(loaded) + rung_checks(loaded)
+    return speed_checks(loaded) + recipe_checks(loaded) + rung_checks(loaded) + decode_checks(loaded)
 
 
 def _table(title: str, found: list[Check]) -> list[Table]:

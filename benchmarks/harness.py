@@ -28,7 +28,7 @@ Key = TypeVar("Key", bound=Hashable)
 #: `torch.cuda._sleep` counts SM cycles, and no Hopper SM clocks higher than this.
 MAX_SM_HZ = 2.0e9
 
-#: Longest head start of the host, in seconds; where one round keeps the host busy for longer, the GPU is busy too.
+#: Longest head start of the host before a call, in seconds.
 MAX_HEAD_START = 0.02
 
 
@@ -48,7 +48,7 @@ def time_interleaved(
 
     All warm up; then, `repeats` times, each runs once, in an order that rotates. Clocks and temperature drift
     on a shared machine, and so they drift for all alike. On a GPU the host is given a head start before each
-    round, so that a launch never waits for Python; L2 is not flushed.
+    call, twice what the call took it before, so that a launch does not wait for Python; L2 is not flushed.
 
     Args:
         functions: what to time, by any key.
@@ -74,16 +74,17 @@ def time_interleaved(
                 times[key].append(1e3 * (time.perf_counter() - started))
         return {key: statistics.median(values) for key, values in times.items()}
 
-    started = time.perf_counter()
+    head_starts: dict[Key, int] = {}
     for key in keys:
+        started = time.perf_counter()
         functions[key]()
-    head_start = int(min(1.5 * (time.perf_counter() - started), MAX_HEAD_START) * MAX_SM_HZ)
+        head_starts[key] = int(min(2.0 * (time.perf_counter() - started), MAX_HEAD_START) * MAX_SM_HZ)
     synchronize(device)
     events = {key: [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)] for key in keys}
     for i, order in enumerate(orders):
-        torch.cuda._sleep(head_start)
         for key in order:
             begin, end = events[key][i]
+            torch.cuda._sleep(head_starts[key])
             begin.record()
             functions[key]()
             end.record()
@@ -145,7 +146,7 @@ def result_row(
     Args:
         impl: a key of `peers.IMPLS`.
         workload: the shape.
-        stage: "kernel", "preprocess" or "e2e".
+        stage: "kernel", "preprocess", "e2e" or, of a KV cache, "append".
         kind: of input, as in `helion_attn.testing.make_qkv`.
         recipe: how the inputs became FP8, where that is a choice.
         ms: median time, None when it was not taken or must not be reported.

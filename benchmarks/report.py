@@ -31,6 +31,7 @@ from accuracy_tables import (
     stage_tables,
 )
 from checks import all_checks, recipe_check_tables, rung_check_tables, speed_check_tables
+from decode_tables import decode_tables
 from ladder_tables import ladder_tables, large_d_tables
 from mask_tables import mask_tables
 from rich.console import Console
@@ -65,6 +66,7 @@ BLOCKS = {
     "masks": Block("masks", {}, mask_tables),
     "ladder": Block("ladder", {"ladder": "TFLOP/s by sequence length, from 8 bits to 16"}, ladder_tables),
     "large_d": Block("large_d", {"large_d": "TFLOP/s by head dim"}, large_d_tables),
+    "decode": Block("decode", {}, decode_tables),
     "checks": Block("attention", {}, speed_check_tables),
     "rung_checks": Block("ladder", {}, rung_check_tables),
     "recipes": Block("accuracy", {}, recipe_tables),
@@ -184,8 +186,8 @@ def main() -> None:
         "--documents",
         type=Path,
         nargs="*",
-        default=[Path("README.md"), Path("docs/accuracy.md"), Path("docs/performance.md")],
-        help="files whose results blocks are rewritten (default README.md, docs/accuracy.md and docs/performance.md)",
+        default=[Path("README.md"), *(Path(f"docs/{name}.md") for name in ("accuracy", "performance", "kv_cache"))],
+        help="files whose results blocks are rewritten (default README.md and docs/{accuracy,performance,kv_cache}.md)",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a measured figure fails its bound")
     args = parser.parse_args()

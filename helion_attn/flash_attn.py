@@ -250,8 +250,13 @@ def flash_attn_with_kvcache(
         )
     cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, q.size(3), v_cache.size(2))
     if isinstance(cache_seqlens, int):
-        if cache_seqlens < 0:
-            raise ValueError(f"cache_seqlens is {cache_seqlens}; it must not be negative")
+        new = k.size(1) if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
+        pages = page_table.size(1) if isinstance(page_table, torch.Tensor) and page_table.dim() == 2 else 0
+        room = pages * k_cache.size(2) - new
+        if isinstance(cache_seqlens, bool) or not 0 <= cache_seqlens <= room:
+            raise ValueError(
+                f"cache_seqlens is {cache_seqlens!r}; it must be an int in 0..{room}, what page_table holds"
+            )
         cache_seqlens = torch.full((q.size(0),), cache_seqlens, dtype=torch.int32, device=q.device)
     if softmax_scale is not None:
         check_sm_scale(softmax_scale, "softmax_scale")

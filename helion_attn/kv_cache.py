@@ -23,6 +23,7 @@ from helion_attn.validate import (
     check_page_head_dim,
     check_page_tables,
     check_rope_tables,
+    check_rotatable,
 )
 
 
@@ -85,7 +86,7 @@ def append_kvcache(
         cache: written.
         k: [B, H_kv, L, D], bf16, fp16 or fp32, any strides; with layout="bshd", H_kv and L swapped; v likewise. fp32
             tensors as `quantize` has them.
-        v: [B, H_kv, L, D_v]. A key of it with a NaN, an infinity, or a magnitude above 2**68, becomes NaN.
+        v: [B, H_kv, L, D_v]. A key of it with a NaN, an infinity, or a magnitude above 448 * 2**60, becomes NaN.
         block_table: int32 [B, pages of a sequence], contiguous. Sequences do not share a page that is appended to.
         cache_seqlens: int32 [B], keys that each sequence has already.
         layout: "bhsd" or "bshd".
@@ -109,14 +110,15 @@ def append_kvcache(
     if cache.k8.size(1) != H_kv:
         raise ValueError(f"k has {H_kv} heads; the cache has {cache.k8.size(1)}")
     check_page_tables(block_table, cache_seqlens, B, k.device)
+    pages, page_size = block_table.size(1), cache.page_size
+    if pages * page_size < L:
+        raise ValueError(f"k has {L} keys; {pages} pages of {page_size}, the width of block_table, cannot hold them")
     if rope is not None:
         check_rope_tables(rope, cache.D, k.device)
         for name in ("q_positions", "k_positions"):
             if getattr(rope, name) is not None:
                 raise ValueError(f"rope.{name} is given; it must be None: cache_seqlens says where keys are")
-        if k.stride(3) != 1:
-            # As in `quantize`.
-            raise ValueError(f"k has a last-dimension stride of {k.stride(3)}; with rope it must be 1")
+        check_rotatable("k", k)
     tables = (None, None, False) if rope is None else (rope.cos, rope.sin, rope.interleaved)
     torch.ops.helion_attn.append_kv(
         k, v, cache.k8, cache.v8, cache.k_descale, cache.v_descale, block_table, cache_seqlens, *tables
@@ -182,8 +184,8 @@ def attention_kvcache(
 
     Made for few queries: the rows of all heads that share a KV head, times M, form tiles of up to 32 rows, and a
     sequence's pages are split over programs. Every tile reads the cache, mostly from L2. Q is quantised on the way, one
-    descale a row. A NaN or infinity in a key makes NaN of its sequence's outputs. With N for cache_seqlens[b], masks
-    and results are those of `attention`.
+    descale a row. A NaN or infinity in a key makes NaN of the rows that see it, and in V of all rows. With N for
+    cache_seqlens[b], masks and results are those of `attention`.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any strides; with layout="bshd", H and M swapped. H is a multiple of the
@@ -192,8 +194,8 @@ def attention_kvcache(
         block_table: int32 [B, pages of a sequence], contiguous: the pages of each sequence. Entries past a sequence's
             end are not read.
         cache_seqlens: int32 [B], the keys of each sequence, those of the queries included. Neither table is read on the
-            host. A length that is negative or exceeds the block table, and a page outside of the pool, make NaN of the
-            sequence's output.
+            host. A length that is negative or exceeds the block table makes NaN of the sequence's output, and a page
+            outside of the pool of the rows that see it.
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
         layout: "bhsd" or "bshd", of q and the output.

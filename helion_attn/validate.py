@@ -96,9 +96,14 @@ def check_rope_tables(rope: Rope, D: int, device: torch.device) -> None:
             )
         if not x.is_contiguous() or x.device != device:
             raise ValueError(f"rope.{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {device}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"rope.{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach it"
+            )
 
 
-def _check_rotatable(name: str, x: torch.Tensor) -> None:
+def check_rotatable(name: str, x: torch.Tensor) -> None:
+    """What Triton 3.6 can rotate."""
     if x.stride(3) != 1:
         # As with float32, Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
         raise ValueError(f"{name} has a last-dimension stride of {x.stride(3)}; with rope it must be 1")
@@ -115,8 +120,8 @@ def _check_positions(name: str, at: torch.Tensor, size: int, device: torch.devic
 def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
     """The fields of a `Rope`, for q [B, H, M, D] and k [B, H_kv, N, D]."""
     check_rope_tables(rope, q.size(3), q.device)
-    _check_rotatable("q", q)
-    _check_rotatable("k", k)
+    check_rotatable("q", q)
+    check_rotatable("k", k)
     M, N, rows = q.size(2), k.size(2), rope.cos.size(0)
     for name, at, size in (("q_positions", rope.q_positions, M), ("k_positions", rope.k_positions, N)):
         if at is not None:
@@ -132,7 +137,7 @@ def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
 def check_rope_of(x: torch.Tensor, rope: Rope, positions: torch.Tensor | None) -> None:
     """The tables of a `Rope`, and positions, for one tensor x [B, H, S, D]."""
     check_rope_tables(rope, x.size(3), x.device)
-    _check_rotatable("x", x)
+    check_rotatable("x", x)
     S, rows = x.size(2), rope.cos.size(0)
     for name in ("q_positions", "k_positions"):
         if getattr(rope, name) is not None:
@@ -423,6 +428,8 @@ def check_page_tables(block_table: torch.Tensor, cache_seqlens: torch.Tensor, B:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}")
         if not x.is_contiguous() or x.device != device:
             raise ValueError(f"{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {device}")
+    # Positions are 32-bit in the kernels, and a page has 128.
+    check_count("the width of block_table", block_table.size(1), MAX_COUNT - 1)
 
 
 def check_heads_of_cache(name: str, cache: PagedKVCache, x: torch.Tensor, D: int) -> None:

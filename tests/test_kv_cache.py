@@ -13,6 +13,7 @@ from packing import stored_at
 from test_interpreter import row_errors
 
 import helion_attn as ha
+from helion_attn.kernels.merge_splits import RUNS_AT_ONCE
 from helion_attn.numerics import E4M3_MAX
 from helion_attn.testing import error_budget, make_qkv, relative_error
 
@@ -125,11 +126,18 @@ RAGGED = [300, 0, 1, 128, 129, 17]
 
 
 @pytest.mark.parametrize("kind", ["randn", "outlier", "biased_v", "sink"])
-@pytest.mark.parametrize("splits", [None, 1, 2, 5])
+@pytest.mark.parametrize("splits", [None, 1, 2, 5])  # 5 are more than the pages
 def test_ragged_lengths(kind: str, splits: int | None, device: str, poisoned: Poisoned) -> None:
     case = make_decoding(kind, RAGGED, 4, 2, 2, 64, device)
     with poisoned():
         out, lse = case.run(num_splits=splits)
+    case.check(out, lse)
+
+
+def test_more_splits_than_are_merged_at_once(device: str) -> None:
+    lengths = [(RUNS_AT_ONCE + 2) * 128, 1]
+    case = make_decoding("randn", lengths, 1, 1, 1, 32, device)
+    out, lse = case.run(num_splits=RUNS_AT_ONCE + 2)
     case.check(out, lse)
 
 

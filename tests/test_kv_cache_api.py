@@ -122,6 +122,12 @@ APPEND: dict[str, tuple[Bad, type[Exception], list[str]]] = TABLES | {
     ),
     "k_grad": ({"k": zeros(2, 2, 3, 32).requires_grad_()}, RuntimeError, ["k requires grad"]),
     "rope": ({"rope": (1, 2)}, TypeError, ["rope is a tuple"]),
+    "k_too_long": ({"k": zeros(2, 2, 257, 32), "v": zeros(2, 2, 257, 80)}, ValueError, ["257 keys", "2 pages of 128"]),
+    "rope_grad": (
+        {"rope": ha.Rope(zeros(9, 16).requires_grad_(), zeros(9, 16))},
+        RuntimeError,
+        ["rope.cos requires grad"],
+    ),
     "rope_positions": (
         {"rope": ha.Rope(zeros(9, 16), zeros(9, 16), k_positions=torch.arange(3))},
         ValueError,

@@ -293,6 +293,8 @@ def launch(
     tiles = -(-group * M // rows)
     if splits is None:
         splits = choose_splits(B * H_kv * tiles, block_table.size(1), multiprocessors(q.device))
+    # More runs than pages would all be empty.
+    splits = min(splits, block_table.size(1))
     in_parts = splits > 1
     D_v = out.size(3)
     # Parts are always BHSD.

@@ -176,6 +176,7 @@ def launch(
     """
     H_kv, L, D = k.shape[1:]
     num_pages, _, bn, D_pad = k8.shape
+    assert bn >= APPENDED_KEYS, "two pages would begin in a tile"
     unit = common_unit(k, v)
     flat_k, flat_v = strided_rows(k, unit), strided_rows(v, unit)
     specialisations = (
