@@ -136,7 +136,7 @@ def test_ragged_lengths(kind: str, splits: int | None, device: str, poisoned: Po
 
 def test_more_splits_than_are_merged_at_once(device: str) -> None:
     lengths = [(RUNS_AT_ONCE + 2) * 128, 1]
-    case = make_decoding("randn", lengths, 1, 1, 1, 32, device)
+    case = make_decoding("randn", lengths, 8, 1, 4, 32, device)
     out, lse = case.run(num_splits=RUNS_AT_ONCE + 2)
     case.check(out, lse)
 
