@@ -36,10 +36,12 @@ def ladder_tables(loaded: Loaded) -> list[Table]:
                 *(number(tflops.get(name), ".0f") for name in names),
                 number(peer / ms["hybrid"] if peer and "hybrid" in ms else None, ".2f"),
                 number(fa3 / ms["bf16"] if fa3 and "bf16" in ms else None, ".2f"),
+                number(by_series(rows_of(loaded, "ladder", stage="e2e", D=D, N=S), "tflops").get("hybrid"), ".0f"),
                 " / ".join(error_text(pv.get(name)) for name in ("balanced", "hybrid", "bf16")),
             ]
         )
     headers = ["D", "S", *(LABELS[name] for name in names), "HYBRID / best bf16 peer", "BF16 / FA3 bf16"]
+    headers.append("HYBRID from bf16 to bf16")
     headers.append("error of P and V: BALANCED / HYBRID / BF16")
     return [Table("Kernel, full attention, from 8 bits to 16, TFLOP/s", headers, body)] if body else []
 

@@ -49,9 +49,10 @@ def bytes_read(q: Tensor, k: Tensor, v: Tensor, recipe: ha.Recipe, rope: ha.Rope
 
     A scale that more than a block shares, or a mean, is known only after a pass over all of it; the cast is another.
     """
-    q_passes = 1 if recipe.q_scales in ("token", "block") else 2
-    k_passes = 1 if recipe.k_scales == "block" and not recipe.smooth_k else 2
-    v_passes = 2  # V's scales are a channel's or more
+    q_passes = 1 if recipe.q_scales in ("token", "block", "none") else 2
+    k_passes = 1 if recipe.k_scales in ("block", "none") and not recipe.smooth_k else 2
+    # V's scales are a channel's or more.
+    v_passes = 1 if recipe.v_scales == "none" and not recipe.center_v else 2
     tables = 0 if rope is None else nbytes(rope.cos, rope.sin)
     return q_passes * nbytes(q) + k_passes * nbytes(k) + v_passes * nbytes(v) + tables
 
@@ -152,7 +153,7 @@ def pack_launch(
     q: Tensor, k: Tensor, v: Tensor, recipe: ha.Recipe, rope: ha.Rope | None
 ) -> Callable[[], tuple[Tensor, ...]]:
     """The last launch of `quantize` alone: transform, scale, cast and pack. What it needs to know is computed here."""
-    tile = configs.packing(q.size(3), v.size(3))
+    tile = configs.packing(q.size(3), v.size(3), recipe.bits)
     source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
     cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
     unused = q.new_empty(1, dtype=torch.float32)

@@ -31,7 +31,8 @@ class Recipe:
             rows or blocks. bfloat16 and float16 need a 16-bit `pv_dtype`.
         pv_dtype: of P and V. float8_e4m3fn, or float8_e5m2: more range, half the resolution. With bfloat16 or float16
             and an 8-bit `qk_dtype` this is the hybrid of FlashAttention-3's authors at Colfax Research: the second
-            product takes twice the time, and its rounding all but vanishes. 16 bits take head dims up to 256.
+            product takes twice the time, and its rounding all but vanishes. 16 bits take head dims up to 256. float16,
+            here and for Q and K, ends at 65504: what is larger, also once it is rotated, becomes infinite.
         q_scales: what shares a descale: all of Q ("tensor"), a head, a packed block of `bm` rows, or a row ("token").
             Here and below, "none" is for 16-bit numbers, which are cast as they are, and only for them.
         k_scales: all of K ("tensor"), a head, or a packed block of `bn` keys.
@@ -85,7 +86,7 @@ class Recipe:
             scales = getattr(self, name)
             if (scales == "none") != (dtype.itemsize == 2):
                 raise ValueError(
-                    f"{name} is {scales!r}; it must be 'none' for 16-bit dtypes and only there, not {dtype}"
+                    f"{name} is {scales!r}; with {dtype} it must be 'none' if that has 16 bits, and not if it has 8"
                 )
         if self.bits == (16, 8):
             raise ValueError(

@@ -70,7 +70,7 @@ def check_recipe(recipe: Recipe, D: int, D_v: int) -> None:
             f"have 8-bit dtypes"
         )
     # The large-D kernel's programs have D_v, at most 128, where they have registers for both sums.
-    summed = D_v if uses_large_d(D, D_v) and D <= MAX_LARGE_TWO_LEVEL_D else max(D, D_v)
+    summed = D_v if uses_large_d(D, D_v, recipe.bits) and D <= MAX_LARGE_TWO_LEVEL_D else max(D, D_v)
     if recipe.promote_every == 1 and summed > MAX_TWO_LEVEL_D:
         raise ValueError(
             f"recipe has promote_every=1 and the head dim is {summed}; above {MAX_TWO_LEVEL_D} the fp32 sum has no "

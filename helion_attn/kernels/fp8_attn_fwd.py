@@ -73,7 +73,7 @@ def value_block(v8: torch.Tensor, kv: int, block: int) -> torch.Tensor:
 
 
 def positive(scale: torch.Tensor) -> torch.Tensor:
-    """`scale`, but not 0, so that a masked -inf times it stays -inf; every score times 2**-126 is 0 as well."""
+    """`scale`, but not 0, so that a masked -inf times it stays -inf; scores up to 1e30 times 2**-126 are 0 as well."""
     return torch.where(scale < FP32_TINY, FP32_TINY, scale)
 
 
@@ -143,7 +143,7 @@ def online_softmax_step(
     empty_rows: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores, `bias` too large if `biased`, unscaled, -inf where masked, into `(p8, alpha, m_i, l_i)`."""
+    """Scores still to be scaled, `bias` too large if `biased`, -inf where masked, into `(p8, alpha, m_i, l_i)`."""
     # The scale is positive, so the maximum commutes with it: a multiply per row, and exp2's argument is an FMA.
     largest = torch.amax(s, 1)
     if biased:
@@ -376,7 +376,7 @@ def fp8_attn_fwd(
             )
             if softmax_bias:
                 if within == 0.0:
-                    # Exact, then rounded: the largest score less the maximum is 0 whatever its size, and its P exact.
+                    # Exact, then rounded: the largest P is 2**p_offset_log2 while fp32 tells m_i from the maximum.
                     s = scaled(s - s_bias, s_scale_log2, softmax_row_descales)
                 s_scale_log2 = torch.where(within == 0.0, 1.0, s_scale_log2)
             if max(n_left - j, j + 1 - n_full) > 0:

@@ -237,7 +237,9 @@ def fp8_attention(
     """FP8 attention as the kernel rounds it, on any device: the error that this design has, before any bug.
 
     The rounding points are those of `quantize`, the cast of P * 2**p_offset_log2 to `recipe.pv_dtype` against the
-    running maximum of its key block, and the output's cast. Sums are fp32, and those of int8 products exact.
+    running maximum of its key block, and the output's cast. Sums are fp32, and those of int8 products exact. On a GPU
+    the kernel has an FMA for `score * scale - maximum`, unless int8 scores are large: from scores of 1e5 on, where fp32
+    moves in steps of 2**-7, P differs by that.
     `recipe.promote_every`, which says where the kernel sums P V, therefore changes nothing here.
 
     Args:
