@@ -72,6 +72,8 @@ CASES = {
     "odd_strides": Case(72, 72, odd_strides=True),
     "fp32_hadamard": Case(64, 64, ha.ACCURATE, torch.float32),
     "rope": Case(64, 64, rope=True),
+    "hybrid": Case(128, 128, ha.HYBRID),
+    "bf16_masked": Case(40, 40, ha.BF16, options=MASKED, has_sinks=True),
     "large_d320": Case(320, 320, options={"causal": True}),
     "large_d512_masked": Case(512, 512, ha.ACCURATE, options=MASKED, has_sinks=True),
     "d192_128": Case(192, 128),
@@ -96,7 +98,7 @@ def run_case(case: Case, device: str) -> None:
     if not case.rope:
         exact = {name: value for name, value in options.items() if name not in ("recipe", "rope")}
         oracle = ha.reference.attention(*given, **exact)
-        block_n = packing(case.D, case.D_v).bn
+        block_n = packing(case.D, case.D_v, case.recipe.bits).bn
         model = ha.reference.fp8_attention(*given, **options, block_n=block_n)
         budget = error_budget(relative_error(model, oracle), out.dtype, device=device, softcap=options.get("softcap"))
         error = relative_error(out, oracle)

@@ -43,6 +43,24 @@ def test_large_d(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["ms"] > 0 for row in rows)
 
 
+def test_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    attention, plots, tables = (importlib.import_module(name) for name in ("attention", "ladder_plots", "tables"))
+    argv = ["--suite", "ladder", "--device", "cpu", "--quick", "--no-plots", "--out", str(tmp_path)]
+    assert attention.run_command("", attention.SUITES, argv) == 0
+    loaded = tables.load(tmp_path)
+    rows = loaded["ladder"]["rows"]
+    assert [(row["recipe"], row["stage"]) for row in rows] == [
+        *((recipe, "kernel") for recipe in ("balanced", "hybrid", "bf16")),
+        ("hybrid", "e2e"),
+    ]
+    assert all(row["ms"] > 0 for row in rows)
+    assert rows[0]["error_pv"] > 3 * rows[1]["error_pv"] > 0
+    (table,) = importlib.import_module("ladder_tables").ladder_tables(loaded)
+    assert len(table.body) == 1
+    assert plots.ladder(loaded) is not None
+
+
 def test_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     decode = importlib.import_module("decode")

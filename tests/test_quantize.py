@@ -147,7 +147,10 @@ def test_key_interleave(device: str) -> None:
     assert stored_at(keys)[:16].tolist() == [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
 
 
-DEQUANTIZED = {name: RECIPES[name] for name in (*PRESETS, "plain", "e5m2", "hadamard_smooth_k", "hadamard_seed_3")}
+DEQUANTIZED = {
+    name: RECIPES[name]
+    for name in (*PRESETS, "plain", "e5m2", "hadamard_smooth_k", "hadamard_seed_3", "hybrid", "fp16_hadamard_smooth_k")
+}
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

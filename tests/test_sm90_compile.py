@@ -111,6 +111,16 @@ def test_masks_and_sinks(name: str, D: int) -> None:
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
 
 
+@pytest.mark.parametrize("D", [64, 256])
+@pytest.mark.parametrize("recipe", [ha.HYBRID, ha.BF16], ids=["hybrid", "bf16"])
+def test_everything_in_16_bits(recipe: ha.Recipe, D: int) -> None:
+    smoothed = dataclasses.replace(recipe, smooth_k=True)
+    kernel = compile_attention(D, True, recipe=smoothed, window=(100, -1), softcap=50.0, sinks=True)
+    assert_no_spills(kernel)
+    assert kernel.opcodes["HGMMA"] > 0
+    assert kernel.ctas_per_sm >= tile_config(D, True, recipe.bits).ctas_per_sm
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_out_dtype(out_dtype: torch.dtype, layout: str) -> None:
