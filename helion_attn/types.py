@@ -86,7 +86,7 @@ class Recipe:
             scales = getattr(self, name)
             if (scales == "none") != (dtype.itemsize == 2):
                 raise ValueError(
-                    f"{name} is {scales!r}; with {dtype} it must be 'none' if that has 16 bits, and not if it has 8"
+                    f"{name} is {scales!r}; with {dtype} it must be 'none' if that is a 16-bit dtype, and not otherwise"
                 )
         if self.bits == (16, 8):
             raise ValueError(
