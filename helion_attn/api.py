@@ -383,7 +383,7 @@ def attention(
             unlimited (Longformer, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825). With `causal`, right is 0 whatever
             it says. Keys outside cost nothing: their blocks are not read.
         softcap: scaled scores s become `softcap * tanh(s / softcap)`, before the mask (Gemma 2, arXiv:2408.00118); in
-            2**-40..2**40; None for no cap. On the GPU its relative error is up to 2**-11.
+            2**-40..2**23; None for no cap. On the GPU its relative error is up to 2**-11.
         sinks: [H], bf16, fp16 or fp32: one more logit for each query head, of the softmax alone; it takes probability
             and gives no value (gpt-oss; StreamingLLM, arXiv:2309.17453). Neither `sm_scale` nor `softcap` applies to
             it. -inf is no sink. A row that sees no key gives 0 still, and its lse is the sink. Its magnitude is at most

@@ -1,5 +1,7 @@
 """The constants of the numerics contract, and their only home."""
 
+import math
+
 import torch
 
 LOG2E = 1.4426950408889634
@@ -26,9 +28,20 @@ FORMAT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX, torch.
 #: What the kernel's int8 scores are too large by: 1.5 * 2**23, from where on floats are the integers.
 INT8_SCORE_BIAS = 12582912.0
 
-#: The largest scale of an int8 score, in base 2, up to which the bias stays on it. Beyond, the bias times the scale has
-#: too few bits left: exponents would be off by up to 0.75 of the scale, here 0.0004.
-MAX_BIASED_SCALE_LOG2 = 2.0**-11
+#: The largest scale of a score, in base 2, up to which one FMA scales it and subtracts the maximum; beyond, each score
+#: is scaled first, and rounded. Of int8, the bias times the scale has too few bits left: exponents are off by up to
+#: 0.75 of the scale, here 0.0004. Of e4m3, whose products stay below 448**2 * 1024, the maximum has: rounded, it lies
+#: up to its last digit, here 1, above the scores. Of 16 bits nothing bounds them: see `MAX_FUSED_SCORE_LOG2`.
+MAX_FUSED_SCALE_LOG2 = {
+    torch.int8: 2.0**-11,
+    torch.float8_e4m3fn: 2.0**-4,
+    torch.bfloat16: math.inf,
+    torch.float16: math.inf,
+}
+
+#: Where no score is scaled first, for want of a bound or of registers (head dims above 256), a row whose largest score
+#: lies further from 0 than this, in base 2, becomes NaN. The maximum's last digit is 4 here, and P, that much smaller, still precise.
+MAX_FUSED_SCORE_LOG2 = 2.0**26
 
 #: The largest offset by P's dtype, which is also the default: 2**15 is the largest power of two in e5m2 and in fp16.
 #: bf16 has the range of fp32 and needs none.

@@ -29,8 +29,8 @@ MAX_PAGE_D = SUPPORTED_D[-1]
 #: Of pages, heads and splits: their products have room in 32 bits.
 MAX_COUNT = 2**24
 
-#: Of a softcap: 1 / softcap and softcap * log2(e), times any reasonable scale, have room in fp32.
-MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-40, 2.0**40
+#: Of a softcap: 1 / softcap, times any reasonable scale, has room in fp32; and scores have digits after the point.
+MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-40, 2.0**23
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -296,7 +296,7 @@ def check_softcap(softcap: float | None, no_cap: float | None = None) -> None:
         accepted = "None or a float" if no_cap is None else "a float"
         raise TypeError(f"softcap is a {type(softcap).__name__}; it must be {accepted}")
     if softcap != no_cap and not MIN_SOFTCAP <= softcap <= MAX_SOFTCAP:
-        raise ValueError(f"softcap is {softcap}; it must be {no_cap}, for no cap, or lie in 2**-40..2**40")
+        raise ValueError(f"softcap is {softcap}; it must be {no_cap}, for no cap, or lie in 2**-40..2**23")
 
 
 def check_sinks(sinks: torch.Tensor | None, H: int, device: torch.device) -> None:

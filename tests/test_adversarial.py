@@ -49,13 +49,29 @@ def test_one_hot_rows_copy_v(causal: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("factor", [-30.0, 1e-4, 30.0, 1e4], ids=lambda factor: f"{factor:g}")
-def test_logit_range(factor: float, causal: bool, device: str) -> None:
-    """From all but equal scores to a softmax that is one-hot."""
+@pytest.mark.parametrize("factor", [-30.0, 1e-4, 30.0, 1e4, 1e7, 1e8, 1e12], ids=lambda factor: f"{factor:g}")
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
+def test_logit_range(recipe: ha.Recipe, factor: float, causal: bool, device: str) -> None:
+    """From all but equal scores to a softmax that is one-hot, of scores between which fp32 has steps of 1 to 1e5."""
     q, k, v = make_qkv("randn", 1, 2, 2, 70, 200, 32, torch.float32, device)
-    case = make_case((q * factor, k, v), causal)
+    case = make_case((q * factor, k, v), causal, recipe=recipe)
     out, _ = case.run()
     case.assert_within_budget(out)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("recipe", "D"), [(ha.HYBRID, 32), (ha.BF16, 32), (ha.FAST, 320), (ha.BALANCED, 320)])
+def test_scores_of_1e9(recipe: ha.Recipe, D: int, causal: bool, device: str) -> None:
+    """One-hot, or NaN where the kernel cannot tell scores apart: never a wrong number."""
+    q, k, v = make_qkv("randn", 1, 2, 2, 70, 200, D, torch.float32, device)
+    q[:, :, ::2] *= 1e9
+    case = make_case((q, k, v), causal, recipe=recipe)
+    out, _ = case.run()
+    lost = out.isnan().any(3)
+    assert not lost[:, :, 1::2].any()
+    assert torch.equal(lost[:, :, ::2], torch.full_like(lost[:, :, ::2], recipe != ha.HYBRID))
+    if recipe == ha.HYBRID:
+        case.assert_within_budget(out)
 
 
 def all_scores_far_from_0(sign: int, device: str) -> Tensors:

@@ -34,7 +34,7 @@ import torch
 from helion_attn.configs import MAX_TWO_LEVEL_D
 from helion_attn.kernels.fp8_attn_fwd import accumulate, interleave_keys, visible_keys
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
-from helion_attn.kernels.inline_asm import maximum
+from helion_attn.kernels.inline_asm import fma_up, maximum
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2
 from helion_attn.preprocess.row_layout import to_descale, to_dtype
@@ -87,7 +87,8 @@ def softmax_step(
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`t`, -inf where masked, into `(p8, alpha, m_i, l_i)`."""
-    m_new = maximum(m_i, torch.amax(t, 0) - p_offset_log2, is_cuda)
+    one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], p_offset_log2, dtype=torch.float32)
+    m_new = maximum(m_i, fma_up(torch.amax(t, 0), one, -offset, is_cuda), is_cuda)
     # A row that has seen no key keeps m_i = -inf; its p must be 0, not 2**(-inf + inf).
     m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
     # [bn, rows]

@@ -35,14 +35,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
-from helion_attn.kernels.inline_asm import dot_fp32, fma, maximum, tanh
-from helion_attn.numerics import E4M3_OVERFLOW, FP32_TINY, INT8_SCORE_BIAS, LN2, LOG2E, MAX_BIASED_SCALE_LOG2
+from helion_attn.kernels.inline_asm import dot_fp32, fma, fma_up, maximum, tanh
+from helion_attn.numerics import E4M3_OVERFLOW, INT8_SCORE_BIAS, LN2, LOG2E, MAX_FUSED_SCALE_LOG2, MAX_FUSED_SCORE_LOG2
 
 
 def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
@@ -72,11 +71,6 @@ def value_block(v8: torch.Tensor, kv: int, block: int) -> torch.Tensor:
     return v_tile.transpose(0, 1) if v8.dtype.itemsize == 1 else v_tile
 
 
-def positive(scale: torch.Tensor) -> torch.Tensor:
-    """`scale`, but not 0, so that a masked -inf times it stays -inf; scores up to 1e30 times 2**-126 are 0 as well."""
-    return torch.where(scale < FP32_TINY, FP32_TINY, scale)
-
-
 def scaled(s: torch.Tensor, qk_scale_log2: torch.Tensor, q_row_descales: hl.constexpr) -> torch.Tensor:
     """Scores [bm, bn] times a scale, a row's [bm] or the block's []."""
     if q_row_descales:
@@ -94,7 +88,7 @@ def softmax_input(
     add_shift: hl.constexpr,
     has_softcap: hl.constexpr,
     is_cuda: hl.constexpr,
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores, and what they are still to be multiplied by: as they are, or with a softcap their tanh."""
     if not has_softcap:
         return s, qk_scale
@@ -103,7 +97,7 @@ def softmax_input(
     s = scaled(s, qk_scale, q_row_descales)
     if add_shift:
         s = s + shift.unsqueeze(1)
-    return tanh(s, is_cuda), softcap_log2
+    return tanh(s, is_cuda), hl.full([], softcap_log2, dtype=torch.float32)
 
 
 def visible_keys(
@@ -129,7 +123,7 @@ def visible_keys(
 
 def online_softmax_step(
     s: torch.Tensor,  # [bm, bn]
-    bias: Any,  # []
+    bias: torch.Tensor | float,  # []
     qk_scale_log2: torch.Tensor,  # [bm] or []
     m_i: torch.Tensor,  # [bm]
     l_i: torch.Tensor,  # [bm, l_lanes]
@@ -148,7 +142,9 @@ def online_softmax_step(
     largest = torch.amax(s, 1)
     if biased:
         largest = largest - bias
-    m_new = maximum(m_i, largest * qk_scale_log2 - p_offset_log2, is_cuda)
+    # Rounded up, so that P never passes 2**p_offset_log2.
+    top = fma_up(largest, qk_scale_log2, hl.full([], -p_offset_log2, dtype=torch.float32), is_cuda)
+    m_new = maximum(m_i, top, is_cuda)
     m_ref = m_new
     if empty_rows:
         # A row that has seen no key keeps m_i = -inf; its p must be 0, not 2**(-inf + inf).
@@ -201,6 +197,7 @@ def store_out(
     acc: torch.Tensor,  # [bm, d_tile]
     v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
     v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]
+    m_keys: torch.Tensor,  # [bm], the running maximum of the keys
     row_sum: torch.Tensor,  # [bm], of the keys
     alpha: torch.Tensor,  # [bm], the rescale of acc and row_sum that the sink asks for, if has_sinks
     total: torch.Tensor,  # [bm], row_sum * alpha, and the sink's part
@@ -211,11 +208,15 @@ def store_out(
     d_tile: int,
     d_pad: int,
     d_out: int,
+    all_fused: hl.constexpr,
     v_channel_descales: hl.constexpr,
     has_right: hl.constexpr,
     has_sinks: hl.constexpr,
 ) -> None:
-    """Normalise, put V's mean back, cast, store: `d_tile` channels of `d_pad`, from `first`."""
+    """Normalise, put V's mean back, cast, store: `d_tile` channels of `d_pad`, from `first`.
+
+    `all_fused`: no score was scaled before the maximum was subtracted.
+    """
     d = first + hl.arange(d_tile)
     # [bm]
     normaliser = 1.0 / row_sum
@@ -232,9 +233,11 @@ def store_out(
         mean = (row_sum * normaliser).unsqueeze(1) * mean
     # [bm, d_tile]
     o = o + mean
+    if all_fused:
+        o = torch.where((torch.abs(m_keys) > MAX_FUSED_SCORE_LOG2).unsqueeze(1), float("nan"), o)
     if has_right:
         # Only a right edge can leave a row without a key.
-        no_key = row_sum == 0.0
+        no_key = m_keys == float("-inf")
         if has_sinks:
             no_key = no_key & (total == total)  # a sink that is NaN stays one
         o = torch.where(no_key.unsqueeze(1), 0.0, o)
@@ -270,6 +273,7 @@ def fp8_attn_fwd(
     qk_scale: float,
     softcap_log2: float,
     s_bias: hl.constexpr,
+    max_fused_scale: hl.constexpr,
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
     k_block_descales: hl.constexpr,
@@ -335,10 +339,10 @@ def fp8_attn_fwd(
             q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * qk_scale
             # A row that is NaN must not change its neighbours.
             known_scale_log2 = torch.where(q_scale_log2 == q_scale_log2, q_scale_log2, 0.0)
-            largest_biased_k_scale = MAX_BIASED_SCALE_LOG2 / torch.amax(known_scale_log2, 0)
+            max_fused_k_scale = max_fused_scale / torch.amax(known_scale_log2, 0)
         else:
             q_scale_log2 = q_descale[packed_rows] * qk_scale
-            largest_biased_k_scale = MAX_BIASED_SCALE_LOG2 / q_scale_log2
+            max_fused_k_scale = max_fused_scale / q_scale_log2
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if k_block_descales:
@@ -362,9 +366,9 @@ def fp8_attn_fwd(
         acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
 
         for j in hl.grid(n_begin, n_end):
-            qk_scale_log2 = positive(q_scale_log2 * k_scale)
-            # The bias times a large scale would round exponents, so it goes; not "large", since a NaN is not within.
-            within = (k_scale <= largest_biased_k_scale).to(torch.float32)
+            s_scale_log2 = q_scale_log2 * k_scale
+            # Not "large", since a NaN is not within.
+            within = (k_scale <= max_fused_k_scale).to(torch.int32)
             if k_block_descales:
                 k_scale = k_descale[kv * n_blocks + min(j + 1, n_end - 1)]
             # [bm, bn]
@@ -372,21 +376,22 @@ def fp8_attn_fwd(
             # [bn, D_v_pad]. Loaded before the softmax: after it, ptxas packs p8 with 16 more PRMT per block.
             v_tile = value_block(v8, kv, j)
             s, s_scale_log2 = softmax_input(
-                s, qk_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
+                s, s_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
             )
-            if softmax_bias:
-                if within == 0.0:
-                    # Exact, then rounded: the largest P is 2**p_offset_log2 while fp32 tells m_i from the maximum.
-                    s = scaled(s - s_bias, s_scale_log2, softmax_row_descales)
-                s_scale_log2 = torch.where(within == 0.0, 1.0, s_scale_log2)
-            if max(n_left - j, j + 1 - n_full) > 0:
+            # Blocks at an edge of what is visible, and those of a large scale. One branch for both: two cost 5 to 24%.
+            special = 1 - within + max(n_left - j, j + 1 - n_full, 0)
+            if special > 0:
+                # Exact, then rounded: the largest P is 2**p_offset_log2 while fp32 tells m_i from the maximum.
+                s = scaled(s - softmax_bias, s_scale_log2, softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
                 keys = j * bn + hl.arange(bn)
                 visible = visible_keys(keys, diagonal + hl.arange(bm), n_len, left, right, has_left, has_right)
                 s = torch.where(visible, s, float("-inf"))
+            bias = torch.where(special > 0, 0.0, softmax_bias)
+            s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
             p8, alpha, m_i, l_i = online_softmax_step(
                 s,
-                within * s_bias,
+                bias,
                 s_scale_log2,
                 m_i,
                 l_i,
@@ -406,6 +411,7 @@ def fp8_attn_fwd(
         row_sum = l_i.sum(1)
         total = row_sum
         rescale = row_sum
+        m_keys = m_i
         rows = row_begin + hl.arange(bm)
         row_in_range = rows < m_len
         if shift_lse and not has_softcap:
@@ -422,6 +428,7 @@ def fp8_attn_fwd(
             acc,
             v_mean,
             v_descale,
+            m_keys,
             row_sum,
             rescale,
             total,
@@ -432,6 +439,7 @@ def fp8_attn_fwd(
             d_v_pad,
             d_v_pad,
             d_out,
+            max_fused_scale == float("inf"),
             v_channel_descales,
             has_right,
             has_sinks,
@@ -529,6 +537,7 @@ def kernel_args(
         sm_scale * LOG2E if softcap is None else sm_scale / softcap,
         1.0 if softcap is None else softcap * LOG2E,
         INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
+        MAX_FUSED_SCALE_LOG2[q8.dtype],
         float(p_offset_log2),
         q_row_descales,
         k_block_descales,

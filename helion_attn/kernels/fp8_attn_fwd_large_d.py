@@ -27,13 +27,12 @@ from helion_attn.kernels.fp8_attn_fwd import (
     accumulate,
     add_sink,
     online_softmax_step,
-    positive,
     softmax_input,
     store_out,
     visible_keys,
 )
 from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
-from helion_attn.numerics import LN2, LOG2E
+from helion_attn.numerics import FP32_TINY, LN2, LOG2E
 
 
 def split_head_dim(d: int) -> list[tuple[int, int]]:
@@ -41,6 +40,11 @@ def split_head_dim(d: int) -> list[tuple[int, int]]:
     wide = min(largest_power_of_two(d), MAX_PIECE)
     starts = range(0, d, wide)
     return [(start, min(wide, d - start)) for start in starts]
+
+
+def positive(scale: torch.Tensor) -> torch.Tensor:
+    """`scale`, but not 0, so that a masked -inf times it stays -inf; scores up to 1e30 times 2**-126 are 0 as well."""
+    return torch.where(scale < FP32_TINY, FP32_TINY, scale)
 
 
 #: A TMA box has at most 256 elements a dimension.
@@ -248,6 +252,7 @@ def fp8_attn_fwd_large_d(
         row_sum = l_i.sum(1)
         total = row_sum
         rescale = row_sum
+        m_keys = m_i
         rows = row_begin + hl.arange(bm)
         row_in_range = rows < m_len
         if shift_lse and not has_softcap:
@@ -263,12 +268,12 @@ def fp8_attn_fwd_large_d(
         # The narrow piece goes first: while the wide one is stored, its registers are free (otherwise 8 spills).
         if has_narrow_v:
             store_out(
-                out, acc_narrow, v_mean, v_descale, row_sum, rescale, total, kv, out_rows, row_in_range, first + wide,
-                narrow, d_v_pad, d_out, v_channel_descales, has_right, has_sinks,
+                out, acc_narrow, v_mean, v_descale, m_keys, row_sum, rescale, total, kv, out_rows, row_in_range,
+                first + wide, narrow, d_v_pad, d_out, True, v_channel_descales, has_right, has_sinks,
             )  # fmt: skip
         store_out(
-            out, acc, v_mean, v_descale, row_sum, rescale, total, kv, out_rows, row_in_range, first, wide, d_v_pad,
-            d_out, v_channel_descales, has_right, has_sinks,
+            out, acc, v_mean, v_descale, m_keys, row_sum, rescale, total, kv, out_rows, row_in_range, first, wide,
+            d_v_pad, d_out, True, v_channel_descales, has_right, has_sinks,
         )  # fmt: skip
         lse_log2 = m_i + torch.log2(total)
         if shift_lse and not has_softcap:

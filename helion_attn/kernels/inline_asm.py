@@ -20,6 +20,17 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, is_cuda: hl.constexpr
     return a * b + c
 
 
+def fma_up(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`a * b + c`, rounded up, which takes nothing more. Without a GPU `c` is not positive, and few are rounded up."""
+    if is_cuda:
+        return hl.inline_asm_elementwise(
+            "fma.rp.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=torch.float32, is_pure=True, pack=1
+        )
+    product = a * b
+    rounded = product + c
+    return torch.where(rounded - product < c, product, rounded)
+
+
 def maximum(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`max(a, b)`, NaN if either is. PyTorch's spelling compiles to two comparisons and a select."""
     if is_cuda:

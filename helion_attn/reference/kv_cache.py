@@ -6,6 +6,7 @@ import torch
 
 from helion_attn.configs import page_packing
 from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2, MAX_V_DESCALE_LOG2
+from helion_attn.reference.rounding_model import below
 from helion_attn.reference.shapes import default_sm_scale, hide_keys
 
 E4M3 = torch.float8_e4m3fn
@@ -65,7 +66,7 @@ def fp8_attention_kvcache(
         # [B, H, M, page]
         t = (q8 @ k8[:, :, keys].mT) * k_scale[:, :, keys].mT * q_scale_log2 + torch.log2(v_scale[:, :, keys]).mT
         t = hide_keys(t, 0, j, M, N, causal, None)
-        m_new = torch.maximum(m_i, t.amax(3, keepdim=True) - MAX_P_OFFSET_LOG2[E4M3])
+        m_new = torch.maximum(m_i, below(t.amax(3, keepdim=True), MAX_P_OFFSET_LOG2[E4M3]))
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
         p, alpha = torch.exp2(t - m_ref), torch.exp2(m_i - m_ref)
         l_i = l_i * alpha + (p / v_scale[:, :, keys].mT).sum(3, keepdim=True)

@@ -103,6 +103,15 @@ def _mean_over_keys(x: torch.Tensor, subtract: bool) -> torch.Tensor:
     return x.mean(2) if subtract else torch.zeros_like(x[:, :, 0])
 
 
+def below(top: torch.Tensor, p_offset: int) -> torch.Tensor:
+    """The running maximum's candidate: `p_offset` below the true one, so that the largest p is 2**p_offset.
+
+    Or the true one, where fp32 would round to less: p must not pass the largest number of its dtype.
+    """
+    m = top - p_offset
+    return torch.where(top - m > p_offset, top, m)
+
+
 def quantize(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe = BALANCED, rope: Rope | None = None
 ) -> RoundedQKV:
@@ -238,7 +247,7 @@ def fp8_attention(
 
     The rounding points are those of `quantize`, the cast of P * 2**p_offset_log2 to `recipe.pv_dtype` against the
     running maximum of its key block, and the output's cast. Sums are fp32, and those of int8 products exact. On a GPU
-    the kernel has an FMA for `score * scale - maximum`, unless int8 scores are large: from scores of 1e5 on, where fp32
+    the kernel has an FMA for `score * scale - maximum`, unless the scale is large: from scores of 1e5 on, where fp32
     moves in steps of 2**-7, P differs by that.
     `recipe.promote_every`, which says where the kernel sums P V, therefore changes nothing here.
 
@@ -286,8 +295,7 @@ def fp8_attention(
             s = s * LN2 + scale * r.lse_shift.unsqueeze(3)
             s = softcap * LOG2E * torch.tanh(s / softcap)
         s = hide_keys(s, 0, j, M, N, causal, window)
-        # It lies p_offset below the true maximum, so that the largest p is 2**p_offset.
-        m_new = torch.maximum(m_i, s.amax(3, keepdim=True) - recipe.p_offset)
+        m_new = torch.maximum(m_i, below(s.amax(3, keepdim=True), recipe.p_offset))
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
         p = torch.exp2(s - m_ref)
         alpha = torch.exp2(m_i - m_ref)
