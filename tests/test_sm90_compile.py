@@ -22,10 +22,10 @@ from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 
 
 def row_reduction_shuffles(tile: TileConfig, recipe: ha.Recipe = ha.FAST) -> int:
-    """SHFL of two row reductions (maximum in the loop, sum at the end) over 4 lanes, and of int8's row scales."""
+    """SHFL of two row reductions (maximum in the loop, sum at the end) over 4 lanes, and of the row scales before it."""
     rows_per_thread = 2 * tile.bm // (16 * tile.num_warps)
     steps = 2
-    largest_scale = int(math.log2(tile.bm)) if recipe.qk_dtype == torch.int8 else 0
+    largest_scale = int(math.log2(tile.bm)) if recipe.q_scales == "token" else 0
     return 2 * rows_per_thread * steps + largest_scale
 
 
