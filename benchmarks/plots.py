@@ -17,6 +17,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from tables import (
     BF16_PEERS,
     LABELS,
+    OURS,
     PRESETS,
     RUNGS,
     Loaded,
@@ -171,7 +172,7 @@ def e2e(loaded: Loaded) -> Figure | None:
         row
         for row in rows_of(loaded, "attention")
         if row["ms"] is not None
-        and ((row["stage"] == "e2e") if row["impl"] == "helion_attn" else row["impl"] in BF16_PEERS)
+        and ((row["stage"] == "e2e") if row["impl"] in OURS else row["impl"] in BF16_PEERS)
     ]
     if not rows:
         return None
