@@ -22,7 +22,7 @@ from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 
 
 def row_reduction_shuffles(tile: TileConfig, recipe: ha.Recipe = ha.FAST) -> int:
-    """SHFL of two row reductions (maximum in the loop, sum at the end) over 4 lanes, and of the row scales before it."""
+    """SHFL of two row reductions (maximum in the loop, sum at the end) over 4 lanes, and of the row scales."""
     rows_per_thread = 2 * tile.bm // (16 * tile.num_warps)
     steps = 2
     largest_scale = int(math.log2(tile.bm)) if recipe.q_scales == "token" else 0
