@@ -33,21 +33,29 @@ MAX_REMEMBERED = 4096
 class Compiled:
     """A kernel function compiled through Triton, once for all lengths and strides.
 
-    Helion finds the code for a call's arguments in 15 us if their sizes are those of the last call, and else in 2500,
-    most of which make the next call of these sizes fast. This remembers what Helion found, by all that it looks at:
-    XX us for sizes seen before.
+    Helion finds the code for a call in 15 us if all sizes are those of the last call, and in 2500 otherwise, most of
+    which prepare for the next call of these sizes. This remembers what Helion found for every set of sizes.
     """
 
     def __init__(self, kernel: helion.Kernel[Any]) -> None:
         self._kernel = kernel
+        self._positions: tuple[list[int], list[int]] | None = None
         self._found: dict[Hashable, Callable[..., Any]] = {}
 
-    def __call__(self, *args: object) -> None:
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        layouts = [(x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % ALIGNMENT) for x in tensors]
+    def __call__(self, *args: Any) -> None:
+        """Run it. An argument is a tensor in every call, or in none."""
+        if self._positions is None:
+            kinds = [isinstance(arg, torch.Tensor) for arg in args]
+            self._positions = (
+                [i for i, is_tensor in enumerate(kinds) if is_tensor],
+                [i for i, is_tensor in enumerate(kinds) if not is_tensor],
+            )
+        of_tensors, of_values = self._positions
+        # All that Helion looks at: layouts, alignment, which arguments are the same tensor, and values.
+        tensors = [args[i] for i in of_tensors]
+        layouts = [(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT) for x in tensors]
         objects = [id(x) for x in tensors]
-        same = [objects.index(x) for x in objects]
-        key = (*layouts, *same, *(arg for arg in args if not isinstance(arg, torch.Tensor)))
+        key = (tensors[0].device, *layouts, *map(objects.index, objects), *[args[i] for i in of_values])
         found = self._found.get(key)
         if found is not None:
             found(*args)
