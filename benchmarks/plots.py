@@ -171,8 +171,7 @@ def e2e(loaded: Loaded) -> Figure | None:
     rows = [
         row
         for row in rows_of(loaded, "attention")
-        if row["ms"] is not None
-        and ((row["stage"] == "e2e") if row["impl"] in OURS else row["impl"] in BF16_PEERS)
+        if row["ms"] is not None and ((row["stage"] == "e2e") if row["impl"] in OURS else row["impl"] in BF16_PEERS)
     ]
     if not rows:
         return None

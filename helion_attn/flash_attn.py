@@ -41,14 +41,7 @@ KVCACHE_RULES = (
     Rule("max_seqlen_q", is_none, "None", 1),
     Rule("rotary_seqlens", is_none, "None", torch.zeros(1)),
     Rule("q_descale", is_none, "None: q is bf16, fp16 or fp32", torch.zeros(1)),
-    Rule(
-        "window_size",
-        lambda window: isinstance(window, (tuple, list)) and tuple(window) == (-1, -1),
-        "(-1, -1): every key is visible",
-        (9, 0),
-    ),
     Rule("attention_chunk", lambda chunk: chunk == 0, "0", 128),
-    Rule("softcap", lambda softcap: softcap == 0, "0", 30.0),
     Rule("scheduler_metadata", is_none, "None", torch.zeros(1)),
     Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM", 8),
 )
@@ -199,6 +192,9 @@ def flash_attn_with_kvcache(
         v_descale: fp32 [num_pages, H_kv, page_size], written where v is.
         softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
         causal: row i sees keys j <= i + N - M (bottom-right aligned), N with the new keys.
+        window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
+            `causal`, right is 0 whatever it says.
+        softcap: scaled scores s become `softcap * tanh(s / softcap)`; 0 for no cap.
         rotary_interleaved: not looked at without rotary_cos.
         num_splits: runs into which a sequence's pages are split; 0 to choose.
         pack_gqa: not looked at; heads that share a KV head always share a tile.
@@ -223,9 +219,7 @@ def flash_attn_with_kvcache(
         "max_seqlen_q": max_seqlen_q,
         "rotary_seqlens": rotary_seqlens,
         "q_descale": q_descale,
-        "window_size": window_size,
         "attention_chunk": attention_chunk,
-        "softcap": softcap,
         "scheduler_metadata": scheduler_metadata,
         "sm_margin": sm_margin,
     }
@@ -262,7 +256,13 @@ def flash_attn_with_kvcache(
         check_sm_scale(softmax_scale, "softmax_scale")
     # Everything is checked before the cache is written.
     splits = None if num_splits == 0 else num_splits
-    check_kvcache_attention(q, cache, page_table, cache_seqlens, "bshd", causal, softmax_scale, splits, None)
+    check_window(window_size, "window_size")
+    check_softcap(softcap, no_cap=0.0)
+    window = None if window_size is None or tuple(window_size) == (-1, -1) else window_size
+    cap = None if softcap == 0.0 else softcap
+    check_kvcache_attention(
+        q, cache, page_table, cache_seqlens, "bshd", causal, softmax_scale, window, cap, None, splits, None
+    )
     if (k is None) != (v is None):
         missing, other = ("k", "v") if k is None else ("v", "k")
         raise ValueError(f"{missing} is None and {other} is not; new keys and values come together")
@@ -277,6 +277,8 @@ def flash_attn_with_kvcache(
         causal=causal,
         sm_scale=softmax_scale,
         layout="bshd",
+        window=window,
+        softcap=cap,
         num_splits=splits,
         return_lse=return_softmax_lse,
     )

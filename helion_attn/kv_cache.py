@@ -135,6 +135,9 @@ def attention_kvcache(
     causal: bool = True,
     sm_scale: float | None = None,
     layout: str = "bhsd",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: Literal[False] = False,
     out_dtype: torch.dtype | None = None,
@@ -149,6 +152,9 @@ def attention_kvcache(
     causal: bool = True,
     sm_scale: float | None = None,
     layout: str = "bhsd",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: Literal[True],
     out_dtype: torch.dtype | None = None,
@@ -163,6 +169,9 @@ def attention_kvcache(
     causal: bool = True,
     sm_scale: float | None = None,
     layout: str = "bhsd",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool,
     out_dtype: torch.dtype | None = None,
@@ -176,6 +185,9 @@ def attention_kvcache(
     causal: bool = True,
     sm_scale: float | None = None,
     layout: str = "bhsd",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -199,6 +211,9 @@ def attention_kvcache(
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
         layout: "bhsd" or "bshd", of q and the output.
+        window: (left, right), as `attention` has it. Pages outside of it are not read.
+        softcap: as `attention` has it.
+        sinks: [H], as `attention` has it.
         num_splits: runs into which a sequence's pages are split; chosen by default, from the shapes and the GPU. The
             results of two choices differ in their rounding.
         return_lse: also return the log-sum-exp of the scores.
@@ -212,13 +227,20 @@ def attention_kvcache(
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: q requires grad, in grad mode.
     """
-    check_kvcache_attention(q, cache, block_table, cache_seqlens, layout, causal, sm_scale, num_splits, out_dtype)
+    check_kvcache_attention(
+        q, cache, block_table, cache_seqlens, layout, causal, sm_scale, window, softcap, sinks, num_splits, out_dtype
+    )
+    left, right = (-1, -1) if window is None else window
+    if causal:
+        right = 0
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
     if layout == "bshd":
         q = q.transpose(1, 2)
     scale = cache.D**-0.5 if sm_scale is None else sm_scale
     dtype = q.dtype if out_dtype is None else out_dtype
     out, lse = torch.ops.helion_attn.fp8_attn_decode(
-        q, cache.k8, cache.v8, cache.k_descale, cache.v_descale, block_table, cache_seqlens, cache.D_v, num_splits,
-        causal, float(scale), layout == "bshd", dtype,
+        q, cache.k8, cache.v8, cache.k_descale, cache.v_descale, block_table, cache_seqlens, sinks, cache.D_v,
+        num_splits, left, right, float(scale), None if softcap is None else float(softcap), layout == "bshd", dtype,
     )  # fmt: skip
     return (out, lse) if return_lse else out

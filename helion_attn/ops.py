@@ -64,7 +64,8 @@ torch.library.define(
 torch.library.define(
     "helion_attn::fp8_attn_decode",
     "(Tensor q, Tensor k8, Tensor v8, Tensor k_descale, Tensor v_descale, Tensor block_table, Tensor cache_seqlens, "
-    "int d_v, int? splits, bool causal, float sm_scale, bool bshd, ScalarType out_dtype) -> (Tensor, Tensor)",
+    "Tensor? sinks, int d_v, int? splits, SymInt left, SymInt right, float sm_scale, float? softcap, bool bshd, "
+    "ScalarType out_dtype) -> (Tensor, Tensor)",
 )
 
 
@@ -339,10 +340,13 @@ def _fp8_attn_decode(
     v_descale: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
+    sinks: torch.Tensor | None,
     d_v: int,
     splits: int | None,
-    causal: bool,
+    left: int,
+    right: int,
     sm_scale: float,
+    softcap: float | None,
     bshd: bool,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -350,7 +354,7 @@ def _fp8_attn_decode(
 
     out, lse = _empty_decoded(q, d_v, bshd, out_dtype)
     cache = (k8, v8, k_descale, v_descale, block_table, cache_seqlens)
-    fp8_attn_decode.launch(q, *cache, out, lse, splits, causal, sm_scale, bshd)
+    fp8_attn_decode.launch(q, *cache, sinks, out, lse, splits, left, right, sm_scale, softcap, bshd)
     return out, lse
 
 
@@ -363,10 +367,13 @@ def _(
     v_descale: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
+    sinks: torch.Tensor | None,
     d_v: int,
     splits: int | None,
-    causal: bool,
+    left: int,
+    right: int,
     sm_scale: float,
+    softcap: float | None,
     bshd: bool,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -448,6 +448,9 @@ def check_kvcache_attention(
     layout: str,
     causal: bool,
     sm_scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
     num_splits: int | None,
     out_dtype: torch.dtype | None,
 ) -> None:
@@ -462,6 +465,9 @@ def check_kvcache_attention(
     check_causal(causal)
     if sm_scale is not None:
         check_sm_scale(sm_scale)
+    check_window(window)
+    check_softcap(softcap)
+    check_sinks(sinks, H, q.device)
     if num_splits is not None:
         check_count("num_splits", num_splits)
     if out_dtype is not None and out_dtype not in IN_DTYPES:

@@ -166,14 +166,20 @@ def fake_cache(num_pages: int, H_kv: int, D: int, D_v: int) -> ha.PagedKVCache:
         return ha.paged_kv_cache(num_pages, H_kv, D, D_v=D_v, device="cuda:0")
 
 
-def compile_decode(D: int, D_v: int, H: int, M: int, num_splits: int, num_pages: int = 2048) -> list[Sm90Kernel]:
-    """The kernel of `attention_kvcache`, and the one that merges splits if there are any; 8 KV heads."""
+def compile_decode(
+    D: int, D_v: int, H: int, M: int, num_splits: int, num_pages: int = 2048, masked: bool = False
+) -> list[Sm90Kernel]:
+    """The kernel of `attention_kvcache`, and the one that merges splits if there are any; 8 KV heads.
+
+    `masked`: with a window, a softcap and sinks.
+    """
 
     def launch() -> None:
         table, seqlens = fake_cuda(64, 32, dtype=torch.int32), fake_cuda(64, dtype=torch.int32)
         q = fake_cuda(64, H, M, D, dtype=torch.bfloat16)
         with launching():
-            ha.attention_kvcache(q, fake_cache(num_pages, 8, D, D_v), table, seqlens, num_splits=num_splits)
+            masks: dict[str, Any] = {"window": (1000, 0), "softcap": 30.0, "sinks": fake_cuda(H)} if masked else {}
+            ha.attention_kvcache(q, fake_cache(num_pages, 8, D, D_v), table, seqlens, num_splits=num_splits, **masks)
 
     return compile_for_sm90(launch)
 

@@ -149,7 +149,10 @@ ATTENTION: dict[str, tuple[Bad, type[Exception], list[str]]] = TABLES | {
     "sm_scale": ({"sm_scale": -1.0}, ValueError, ["sm_scale is -1.0"]),
     "num_splits": ({"num_splits": 0}, ValueError, ["num_splits is 0"]),
     "out_dtype": ({"out_dtype": torch.float8_e4m3fn}, TypeError, ["out_dtype is torch.float8_e4m3fn", "bfloat16"]),
-    "misspelt": ({"softcap": 1.0}, TypeError, ["softcap"]),
+    "window": ({"window": (-2, 0)}, ValueError, ["window is (-2, 0)", "-1"]),
+    "softcap": ({"softcap": 0.0}, ValueError, ["softcap is 0.0", "None"]),
+    "sinks": ({"sinks": zeros(3)}, ValueError, ["sinks has shape (3,)", "(4,)"]),
+    "misspelt": ({"soft_cap": 1.0}, TypeError, ["soft_cap"]),
 }
 
 
@@ -244,11 +247,12 @@ def make_problem(device: str) -> Problem:
 def test_is_attention_of_the_same_arguments(causal: bool, device: str) -> None:
     problem = make_problem(device)
     out, lse = flash_attn_with_kvcache(
-        **problem.arguments(), causal=causal, softmax_scale=0.3, num_splits=2, return_softmax_lse=True
-    )
+        **problem.arguments(), causal=causal, softmax_scale=0.3, window_size=(70, -1), softcap=20.0, num_splits=2,
+        return_softmax_lse=True,
+    )  # fmt: skip
     expected, expected_lse = ha.attention_kvcache(
-        problem.q, problem.cache, problem.table, problem.seqlens, causal=causal, sm_scale=0.3, num_splits=2,
-        return_lse=True,
+        problem.q, problem.cache, problem.table, problem.seqlens, causal=causal, sm_scale=0.3,
+        window=(70, -1), softcap=20.0, num_splits=2, return_lse=True,
     )  # fmt: skip
     assert out.shape == (2, 3, 4, 64)
     assert torch.equal(out.transpose(1, 2), expected)

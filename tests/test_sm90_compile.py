@@ -266,6 +266,13 @@ def test_decoding(name: str) -> None:
     assert_no_spills(merge)
 
 
+@pytest.mark.parametrize("name", ["d64", "d128", "d128_128_rows", "d256"])
+def test_decoding_with_masks(name: str) -> None:
+    D, D_v, H, M, ctas_per_sm = DECODED[name]
+    decode, _ = compile_decode(D, D_v, H, M, num_splits=2, masked=True)
+    assert_decoding(decode, ctas_per_sm)
+
+
 def test_decoding_without_splits() -> None:
     (decode,) = compile_decode(128, 128, 64, 1, num_splits=1)
     assert_decoding(decode, 3)
