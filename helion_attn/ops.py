@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from helion_attn.configs import large_tile_config, row_width, uses_large_d
+from helion_attn.configs import attention_tile_config, large_tile_config, query_blocks_per_sm, row_width, uses_large_d
 
 DEVICES = ("CPU", "CUDA")
 
@@ -243,15 +243,18 @@ def _fp8_attn_fwd(
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
+    from helion_attn.kernels.fp8_attn_decode import multiprocessors
 
     out, lse = _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
     numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales)
     args = (*packed, out, lse, m_len, n_len, left, right, sm_scale, softcap, bshd, *numerics)
-    if uses_large_d(d, d_v, (8 * q8.itemsize, 8 * v8.itemsize)):
-        fp8_attn_fwd_large_d.launch(large_tile_config(d, d_v, right >= 0), *args)
+    bits = (8 * q8.itemsize, 8 * v8.itemsize)
+    load = query_blocks_per_sm(q8.size(0), q8.size(1), multiprocessors(q8.device))
+    if uses_large_d(d, d_v, bits):
+        fp8_attn_fwd_large_d.launch(large_tile_config(d, d_v, right >= 0, load), *args)
     else:
-        fp8_attn_fwd.launch(*args)
+        fp8_attn_fwd.launch(attention_tile_config(d, d_v, right >= 0, bits, load), *args)
     return out, lse
 
 

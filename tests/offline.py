@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
 from helion_attn import testing
+from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.preprocess import hadamard
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 
@@ -131,6 +133,19 @@ def compile_quantize(
     return compile_for_sm90(launch)
 
 
+#: Of `compile_attention`. With that batch it takes the config for launches of any size, and no tensor of the largest
+#: head dim has 2**31 elements, where Helion's index type is another.
+BATCH, HEADS, QUERIES = 256, 4, 1000
+
+
+def batch_for(tile: TileConfig | LargeTileConfig) -> int:
+    """The B for which `compile_attention` takes `tile`."""
+    if tile.max_query_blocks_per_sm == math.inf:
+        return BATCH
+    programs = tile.max_query_blocks_per_sm * testing._H200.multi_processor_count
+    return int(programs / (HEADS * math.ceil(QUERIES / tile.bm)))
+
+
 def compile_attention(
     D: int,
     causal: bool,
@@ -141,11 +156,13 @@ def compile_attention(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    B: int = BATCH,
 ) -> Sm90Kernel:
     """The attention kernel alone: what `quantize` would give it comes from the ops' fakes."""
 
     def launch() -> None:
-        packed = ha.quantize(*fake_qkv(2, 4, 2, 1000, 3000, D, layout=layout, D_v=D_v), layout=layout, recipe=recipe)
+        qkv = fake_qkv(B, HEADS, 2, QUERIES, 3000, D, layout=layout, D_v=D_v)
+        packed = ha.quantize(*qkv, layout=layout, recipe=recipe)
         with launching():
             ha.attention_quantized(
                 packed,

@@ -38,7 +38,7 @@ from collections.abc import Hashable
 
 import torch
 
-from helion_attn.configs import TileConfig, tile_config
+from helion_attn.configs import TileConfig
 from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import dot_fp32, fma, fma_up, maximum, tanh
 from helion_attn.numerics import E4M3_OVERFLOW, INT8_SCORE_BIAS, LN2, LOG2E, MAX_FUSED_SCALE_LOG2, MAX_FUSED_SCORE_LOG2
@@ -553,6 +553,7 @@ def kernel_args(
 
 
 def launch(
+    tile: TileConfig,
     q8: torch.Tensor,
     k8: torch.Tensor,
     v8: torch.Tensor,
@@ -580,6 +581,7 @@ def launch(
     """Write `out` and `lse` for the packed tensors of a `QuantizedQKV`.
 
     Args:
+        tile: the config; q8 and v8 are packed in its block sizes.
         q8: and the seven that follow: the fields of `QuantizedQKV`.
         sinks: fp32 [H], or None.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16, fp32 or e4m3.
@@ -597,9 +599,7 @@ def launch(
         k_block_descales: `k_descale` has one for each key block.
         v_channel_descales: `v_descale` differs between the channels of a head.
     """
-    bits = (8 * q8.itemsize, 8 * v8.itemsize)
     d_v_pad = v8.size(2) if v8.itemsize == 1 else v8.size(3)
-    tile = tile_config(max(q8.size(3), d_v_pad), right >= 0, bits)
     two_level = tile.two_level if promote_every is None else promote_every == 1
     options = (two_level, q_row_descales, k_block_descales, v_channel_descales)
     edges = (left >= 0, right >= 0, softcap is None, sinks is None)
