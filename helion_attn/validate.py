@@ -16,6 +16,7 @@ from helion_attn.configs import (
     row_width,
     uses_large_d,
 )
+from helion_attn.numerics import MAX_SEED
 from helion_attn.types import PagedKVCache, QuantizedQKV, Recipe, Rope
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -150,8 +151,8 @@ def check_rope_of(x: torch.Tensor, rope: Rope, positions: torch.Tensor | None) -
 
 def check_seed(seed: int) -> None:
     """Of a rotation's signs."""
-    if type(seed) is not int or seed < 0:
-        raise ValueError(f"seed is {seed!r}; it must be an int, not negative")
+    if type(seed) is not int or not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed is {seed!r}; it must be an int in 0..2**63 - 1")
 
 
 def check_descale_form(

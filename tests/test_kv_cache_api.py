@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from no_ops import Launched, NoOps
 from test_kv_cache import append_all, make_cache
-from test_validation import Launched, NoOps, assert_raises
+from test_validation import assert_raises
 
 import helion_attn as ha
 from helion_attn.flash_attn import KVCACHE_RULES
 from helion_attn.testing import make_qkv
-
-
-@pytest.fixture
-def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops, "helion_attn", NoOps())
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
