@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import pytest
 import torch
-from cases import LADDER
+from cases import LADDER, make_case
 
 import helion_attn as ha
 from helion_attn.testing import make_qkv
@@ -51,6 +54,33 @@ def test_every_element_nonfinite(causal: bool, recipe: ha.Recipe, device: str) -
         q, k, v = make_qkv("randn", B, H, H_KV, M, N, D, device=device)
         for poisoned in ((q.fill_(value), k, v), (q, k.fill_(value), v), (q, k, v.fill_(value))):
             assert ha.attention(*poisoned, causal=causal, recipe=recipe).isnan().all()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("magnitude", [1.0, 200.0, 1e6], ids=lambda magnitude: f"{magnitude:g}")
+@pytest.mark.parametrize("recipe", [ha.BALANCED, ha.ACCURATE], ids=["balanced", "accurate"])
+def test_neighbours_of_large_int8_scores(recipe: ha.Recipe, magnitude: float, causal: bool, device: str) -> None:
+    """Rows of one block of queries, whose scale the kernel looks at as one, with descales from 1e-38 to NaN."""
+    q, k, v = make_qkv("randn", B, H, H_KV, M, N, D, device=device)
+    q[:, :, ::3] *= magnitude
+    q[:, :, 1::9] = 0
+    clean = make_case((q, k, v), causal, recipe=recipe)
+    zeroed, zeroed_lse = clean.run(torch.float32)
+    hit = torch.zeros(M, dtype=torch.bool, device=device)
+    hit[1::9] = True
+    kept = {name: getattr(clean, name)[:, :, ~hit] for name in ("oracle", "oracle_lse", "model", "model_lse")}
+    others = dataclasses.replace(clean, **kept)
+    for value in VALUES.values():
+        q[:, :, 1::9, 5] = value
+        out, lse = clean.run(torch.float32)
+        assert out[:, :, hit].isnan().all()
+        assert lse[:, :, hit].isnan().all()
+        others.assert_within_budget(out[:, :, ~hit])
+        others.assert_lse_within_budget(lse[:, :, ~hit])
+        if math.isnan(value):
+            # An infinity is a large scale besides, of which the kernel's exponents round otherwise.
+            assert torch.equal(out[:, :, ~hit], zeroed[:, :, ~hit])
+            assert torch.equal(lse[:, :, ~hit], zeroed_lse[:, :, ~hit])
 
 
 @pytest.mark.parametrize("value", VALUES)
