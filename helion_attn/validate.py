@@ -421,6 +421,11 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
                 f"{names[name]} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
                 f"be contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
             )
+        # What a tensor descriptor needs, and torch.compile cannot trace.
+        if not torch.compiler.is_compiling() and (begin := x.storage_offset() * x.itemsize) % 16:
+            raise ValueError(
+                f"{names[name]} is a view that begins {begin} bytes into its storage; it must begin at a multiple of 16"
+            )
 
 
 def check_page_tables(

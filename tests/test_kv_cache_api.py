@@ -91,6 +91,11 @@ TABLES: dict[str, tuple[Bad, type[Exception], list[str]]] = {
         ValueError,
         ["block_table has strides (1, 2)", "contiguous"],
     ),
+    "table_of_a_wider_one": (
+        {"block_table": zeros(2, 5, dtype=torch.int32)[:, :2]},
+        ValueError,
+        ["block_table has strides (5, 1)", "contiguous"],
+    ),
     "lengths_none": ({"cache_seqlens": None}, TypeError, ["cache_seqlens is a NoneType"]),
     "lengths_int": ({"cache_seqlens": 3}, TypeError, ["cache_seqlens is a int"]),
     "lengths_batch": ({"cache_seqlens": zeros(1, dtype=torch.int32)}, ValueError, ["cache_seqlens has shape (1,)"]),
@@ -163,7 +168,7 @@ def test_bad_attention(bad: Bad, error: type[Exception], parts: list[str]) -> No
 
 @pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("how", ["dtype", "shape", "rank", "strides", "device", "type"])
+@pytest.mark.parametrize("how", ["dtype", "shape", "rank", "strides", "alignment", "device", "type"])
 def test_broken_cache(field: str, how: str) -> None:
     arguments = good_attention()
     x: torch.Tensor = getattr(arguments["cache"], field)
@@ -172,12 +177,23 @@ def test_broken_cache(field: str, how: str) -> None:
         "shape": torch.cat([x, x], 2),
         "rank": x.unsqueeze(0),
         "strides": torch.stack([x, x], -1)[..., 0],
+        "alignment": x.new_empty(x.numel() + 1)[1:].view(x.shape),
         "device": x.to("meta"),
         "type": None,
     }[how]
     changed: dict[str, Any] = {field: broken}
     arguments["cache"] = dataclasses.replace(arguments["cache"], **changed)
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"cache.{field} (is|must)"):
+        ha.attention_kvcache(**arguments)
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_part_of_a_cache() -> None:
+    """Pages of a larger pool are a cache."""
+    arguments = good_attention()
+    tensors: dict[str, Any] = {field: getattr(arguments["cache"], field)[1:] for field in FIELDS}
+    arguments["cache"] = dataclasses.replace(arguments["cache"], **tensors)
+    with pytest.raises(Launched):
         ha.attention_kvcache(**arguments)
 
 

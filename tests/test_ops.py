@@ -143,6 +143,30 @@ def test_torch_compile_of_kv_cache(device: str) -> None:
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_torch_compile_of_appending_to_a_given_cache(backend: str, device: str) -> None:
+    """The cache is an input that a graph writes, and reads after that."""
+    torch._dynamo.reset()
+    q, k, v, table, seqlens = kv_on(device)
+    rope = rope_on(device)
+
+    def step(cache: ha.PagedKVCache, k: torch.Tensor, v: torch.Tensor, seqlens: torch.Tensor) -> torch.Tensor:
+        ha.append_kvcache(cache, k * 2, v, table, seqlens, rope=rope)
+        return ha.attention_kvcache(q, cache, table, seqlens + k.size(2)) + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    cache, expected = (ha.paged_kv_cache(2, 2, 48, device=device) for _ in range(2))
+    for x in (cache, expected):
+        for name in ("k8", "v8", "k_descale", "v_descale"):
+            getattr(x, name).view(torch.uint8).zero_()
+    for begin, end in ((0, 20), (20, 30)):
+        new = (k[:, :, begin:end], v[:, :, begin:end], seqlens + begin)
+        assert torch.equal(compiled(cache, *new), step(expected, *new))
+        for name in ("k8", "v8", "k_descale", "v_descale"):
+            assert torch.equal(getattr(cache, name).view(torch.uint8), getattr(expected, name).view(torch.uint8)), name
+    assert cache.k_descale[1, :, :30].count_nonzero() == 60
+
+
 @pytest.mark.parametrize("recipe", LADDER.values(), ids=LADDER)
 def test_ops_neither_write_nor_return_their_inputs(recipe: ha.Recipe, device: str) -> None:
     """What opcheck's schema test would say; it has no arithmetic for e4m3."""
