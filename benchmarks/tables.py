@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes import DEFAULT
 from rich.table import Table as RichTable
 from tabulate import tabulate
 
@@ -33,11 +34,9 @@ LABELS = {
     "fa3_fp16": "FA3 fp16",
     "flash_fp16": "FA2 fp16",
 }
-PRESETS = ("fast", "balanced", "accurate")
 
 #: This package in the tables of speed: the default recipe, and FAST.
 OURS = ("helion_attn", "fast")
-RUNGS = ("hybrid", "bf16")
 FP8_PEERS = ("fa3_fp8", "cudnn_fp8")
 KINDS = ("randn", "outlier", "sink", "biased_v")
 BF16_PEERS = ("fa3_bf16", "cudnn_bf16", "flash_bf16")
@@ -88,7 +87,7 @@ def series_in(rows: Iterable[Row], order: Iterable[str] = LABELS) -> list[str]:
 
 def unroped_default(rows: Iterable[Row]) -> list[Row]:
     """Preprocessing with the default recipe and without RoPE, and the rows without a recipe."""
-    return [row for row in rows if row["recipe"] in (None, "balanced") and not row.get("rope")]
+    return [row for row in rows if row["recipe"] in (None, DEFAULT) and not row.get("rope")]
 
 
 def values_of(rows: Iterable[Row], *names: str) -> list[tuple[Any, ...]]:

@@ -13,6 +13,7 @@ from helion_attn.types import BALANCED, PagedKVCache, Recipe
 from helion_attn.validate import (
     check_descale_form,
     check_inputs,
+    check_kvcache_append,
     check_kvcache_attention,
     check_qkv,
     check_sm_scale,
@@ -45,6 +46,17 @@ KVCACHE_RULES = (
     Rule("scheduler_metadata", is_none, "None", torch.zeros(1)),
     Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM", 8),
 )
+
+#: What `flash_attn_with_kvcache` calls the fields of a `PagedKVCache` and its block table.
+KVCACHE_NAMES = {
+    "k8": "k_cache",
+    "v8": "v_cache",
+    "k_descale": "k_descale",
+    "v_descale": "v_descale",
+    "D": "q.size(3)",
+    "D_v": "v_cache.size(2)",
+    "block_table": "page_table",
+}
 
 
 def flash_attn_func(
@@ -261,12 +273,14 @@ def flash_attn_with_kvcache(
     window = None if window_size is None or tuple(window_size) == (-1, -1) else window_size
     cap = None if softcap == 0.0 else softcap
     check_kvcache_attention(
-        q, cache, page_table, cache_seqlens, "bshd", causal, softmax_scale, window, cap, None, splits, None
-    )
+        q, cache, page_table, cache_seqlens, "bshd", causal, softmax_scale, window, cap, None, splits, None,
+        KVCACHE_NAMES,
+    )  # fmt: skip
     if (k is None) != (v is None):
         missing, other = ("k", "v") if k is None else ("v", "k")
         raise ValueError(f"{missing} is None and {other} is not; new keys and values come together")
     if k is not None and v is not None:
+        check_kvcache_append(cache, k, v, page_table, cache_seqlens, "bshd", None, KVCACHE_NAMES)
         append_kvcache(cache, k, v, page_table, cache_seqlens, layout="bshd")
         cache_seqlens = cache_seqlens + k.size(1)
     return attention_kvcache(

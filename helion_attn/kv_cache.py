@@ -14,17 +14,7 @@ import torch
 from helion_attn import ops  # noqa: F401 - registers them
 from helion_attn.configs import page_packing
 from helion_attn.types import PagedKVCache, Rope
-from helion_attn.validate import (
-    check_count,
-    check_heads_of_cache,
-    check_inputs,
-    check_kv_cache,
-    check_kvcache_attention,
-    check_page_head_dim,
-    check_page_tables,
-    check_rope_tables,
-    check_rotatable,
-)
+from helion_attn.validate import check_count, check_kvcache_append, check_kvcache_attention, check_page_head_dim
 
 
 def paged_kv_cache(
@@ -98,27 +88,9 @@ def append_kvcache(
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: an input requires grad, in grad mode.
     """
-    check_kv_cache(cache)
-    check_inputs({"k": k, "v": v}, layout)
-    check_heads_of_cache("k", cache, k, cache.D)
-    check_heads_of_cache("v", cache, v, cache.D_v)
+    check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope)
     if layout == "bshd":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    B, H_kv, L = k.shape[:3]
-    if tuple(v.shape[:3]) != (B, H_kv, L):
-        raise ValueError(f"v has batch, heads and length {tuple(v.shape[:3])} and k {(B, H_kv, L)}; they must be equal")
-    if cache.k8.size(1) != H_kv:
-        raise ValueError(f"k has {H_kv} heads; the cache has {cache.k8.size(1)}")
-    check_page_tables(block_table, cache_seqlens, B, k.device)
-    pages, page_size = block_table.size(1), cache.page_size
-    if pages * page_size < L:
-        raise ValueError(f"k has {L} keys; {pages} pages of {page_size}, the width of block_table, cannot hold them")
-    if rope is not None:
-        check_rope_tables(rope, cache.D, k.device)
-        for name in ("q_positions", "k_positions"):
-            if getattr(rope, name) is not None:
-                raise ValueError(f"rope.{name} is given; it must be None: cache_seqlens says where keys are")
-        check_rotatable("k", k)
     tables = (None, None, False) if rope is None else (rope.cos, rope.sin, rope.interleaved)
     torch.ops.helion_attn.append_kv(
         k, v, cache.k8, cache.v8, cache.k_descale, cache.v_descale, block_table, cache_seqlens, *tables

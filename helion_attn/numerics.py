@@ -53,6 +53,9 @@ DESCALE_MIN = FP32_TINY
 #: The largest block of a Hadamard rotation: its matrix takes 32 KB of a kernel's shared memory, the next one 128.
 MAX_HADAMARD_BLOCK = 128
 
+#: The largest seed of a rotation: an op's ints have 64 bits, and a sign.
+MAX_SEED = 2**63 - 1
+
 #: V's descales in a KV cache lie in 2**-60..2**60. The kernel's P is a probability times such a descale, and fp32 holds
 #: the ratio of any two.
 MAX_V_DESCALE_LOG2 = 60
