@@ -418,7 +418,8 @@ def test_what_is_not_finite_stays_within_its_sequence(where: str, bad: float, de
     finite = bad == 2.0**70 and where != "v"
     assert out[0].isnan().any() == (not finite)
     assert where != "v" or out[0].isnan().all()
-    assert where != "v" or torch.equal(lse, expected_lse)
+    # V's descale rides on the exponent, and rounds it differently.
+    assert where != "v" or torch.allclose(lse, expected_lse, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
     assert torch.equal(out[1], expected[1])
     assert torch.equal(lse[1], expected_lse[1])
     x.copy_(kept)
