@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import fa3_criterion
 import preprocess
 import real_qkv
+import torch
 from command import Suite, console, progress, run_command
 from harness import Results, Row, attention_flops, time_interleaved
 from peers import FP16_IMPLS, fp8_tensor
@@ -98,7 +99,10 @@ def criterion(options: Options, D: int) -> Iterator[Row]:
 def real(options: Options, D: int) -> Iterator[Row]:
     """Every layer of a trained model."""
     try:
-        layers = real_qkv.capture(128 if options.device.type == "cpu" else 512, options.device)
+        if options.qkv is None:
+            layers = real_qkv.capture(128 if options.device.type == "cpu" else real_qkv.LENGTH, options.device)
+        else:
+            layers = torch.load(options.qkv, map_location=options.device)
     except ModuleNotFoundError as error:
         console.print(f"[yellow]skipped the trained model: package {error.name} is not installed")
         return

@@ -59,6 +59,7 @@ def run_command(doc: str | None, suites: dict[str, tuple[str, Suite]], argv: lis
     parser.add_argument(
         "--workers", type=int, help=f"processes for the accuracy suite's errors (default {WORKERS}; 0 on the CPU)"
     )
+    parser.add_argument("--qkv", type=Path, help="what real_qkv.py saved, where the trained model cannot be run")
     parser.add_argument("--commit", help="commit to record, where there is no git to ask")
     parser.add_argument("--no-plots", action="store_true", help="leave the plots to report.py")
     args = parser.parse_args(argv)
@@ -73,7 +74,9 @@ def run_command(doc: str | None, suites: dict[str, tuple[str, Suite]], argv: lis
     dims = tuple(args.dims) if args.dims else (64,) if on_cpu else (128,) if args.quick else DIMS
     repeats = args.repeats or (1 if on_cpu else 5 if args.quick else 20)
     workers = args.workers if args.workers is not None else 0 if on_cpu else WORKERS
-    options = Options(device, args.quick, repeats, [name for name in names if name in args.impls], dims, workers)
+    options = Options(
+        device, args.quick, repeats, [name for name in names if name in args.impls], dims, workers, args.qkv
+    )
 
     meta = describe_run(device, args.commit)
     for name in suites if args.suite == "all" else [args.suite]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Options:
         impls: of `peers.IMPLS`, those that can run and were asked for.
         dims: head dims.
         workers: processes that measure errors beside this one, 0 for none.
+        qkv: where `real_qkv.py` saved Q, K and V of a trained model, if not to run the model here.
     """
 
     device: torch.device
@@ -36,6 +38,7 @@ class Options:
     impls: list[str]
     dims: tuple[int, ...]
     workers: int
+    qkv: Path | None = None
 
 
 @dataclass(frozen=True)

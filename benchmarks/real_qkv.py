@@ -1,7 +1,11 @@
-"""Q, K and V of a trained model: all-MiniLM-L6-v2 reading the sentences of examples/sentences.txt."""
+"""Q, K and V of a trained model: all-MiniLM-L6-v2 reading the sentences of examples/sentences.txt.
+
+python benchmarks/real_qkv.py FILE      saves them, for `--qkv FILE` of a suite on a machine without the model
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 #: Its head dim.
 DIM = 32
+
+#: Its longest text, in tokens.
+LENGTH = 512
 
 
 def capture(length: int, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -44,3 +51,7 @@ def capture(length: int, device: torch.device) -> list[tuple[Tensor, Tensor, Ten
     with torch.inference_mode():
         model.to(device).eval()(input_ids=tokens)
     return captured
+
+
+if __name__ == "__main__":
+    torch.save(capture(LENGTH, torch.device("cpu")), sys.argv[1])
