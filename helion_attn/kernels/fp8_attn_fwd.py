@@ -42,7 +42,6 @@ from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import dot_fp32, fma, fma_up, maximum, tanh
 from helion_attn.numerics import E4M3_OVERFLOW, INT8_SCORE_BIAS, LN2, LOG2E, MAX_FUSED_SCALE_LOG2, MAX_FUSED_SCORE_LOG2
-from helion_attn.preprocess.sequences import Q_FIELDS
 
 
 def int32(n: int) -> torch.Tensor:
@@ -273,7 +272,7 @@ def fp8_attn_fwd(
     v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
     lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
     sinks: torch.Tensor,  # [H] if has_sinks
-    q_blocks: torch.Tensor,  # [M_blocks * Q_FIELDS] if varlen
+    q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
     out: torch.Tensor,  # [B * H * M, D_v], written
     lse: torch.Tensor,  # [B * H * M], written
     m_len: int,
@@ -299,7 +298,6 @@ def fp8_attn_fwd(
     has_sinks: hl.constexpr,
     two_level: hl.constexpr,
     varlen: hl.constexpr,
-    q_fields: hl.constexpr,
     bn_log2: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
@@ -330,14 +328,14 @@ def fp8_attn_fwd(
         if varlen:
             # Programs go through the sequences as `q_blocks` has them, in each through head after head.
             program = grid_head * m_blocks + grid_block
-            entry = program // bh_size * q_fields
-            sequence = hl.load(q_blocks, [entry])
-            first_token = hl.load(q_blocks, [entry + 1])
-            rows_of_sequence = hl.load(q_blocks, [entry + 2])
-            first_key_block = hl.load(q_blocks, [entry + 3])
-            keys_of_sequence = hl.load(q_blocks, [entry + 4])
-            first_block = hl.load(q_blocks, [entry + 5])
-            blocks_of_sequence = hl.load(q_blocks, [entry + 6])
+            entry = program // bh_size
+            sequence = hl.load(q_blocks, [entry, 0])
+            first_token = hl.load(q_blocks, [entry, 1])
+            rows_of_sequence = hl.load(q_blocks, [entry, 2])
+            first_key_block = hl.load(q_blocks, [entry, 3])
+            keys_of_sequence = hl.load(q_blocks, [entry, 4])
+            first_block = hl.load(q_blocks, [entry, 5])
+            blocks_of_sequence = hl.load(q_blocks, [entry, 6])
             program_of_sequence = int32(program) - first_block * int32(bh_size)
             bh = quotient(program_of_sequence, blocks_of_sequence)
             # Long rows first.
@@ -613,7 +611,7 @@ def kernel_args(
         v_mean.view(-1),
         q_descale if lse_shift is None else lse_shift.view(-1),
         lse.view(-1) if sinks is None else sinks,
-        lse.view(-1) if q_blocks is None else q_blocks.view(-1),
+        lse.view(1, -1) if q_blocks is None else q_blocks,
         out.view(-1, out.size(-1)),
         lse.view(-1),
         m_len,
@@ -640,7 +638,6 @@ def kernel_args(
         sinks is not None,
         two_level,
         q_blocks is not None,
-        Q_FIELDS,
         k8.size(2).bit_length() - 1,
         q8.is_cuda,
     )

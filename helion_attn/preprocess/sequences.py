@@ -13,7 +13,7 @@ the range of tokens, is no table: then no token is of any sequence.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,23 +59,22 @@ def keys_of(n: torch.Tensor, s: torch.Tensor, B: int) -> torch.Tensor:
 
 
 def store_fields(
-    table: torch.Tensor,  # flat
+    table: torch.Tensor,  # [rows, fields]
     rows: torch.Tensor,  # [n]
-    width: int,
     fields: list[torch.Tensor],  # [1] each
     mask: torch.Tensor,  # [n]
 ) -> None:
     """Store the same fields in several rows of a table."""
     for i, field in enumerate(fields):
-        hl.store(table, [rows * width + i], (field + rows * 0).to(torch.int32), extra_mask=mask)
+        hl.store(table, [rows, i], (field + rows * 0).to(torch.int32), extra_mask=mask)
 
 
 def describe(
     cu_q: torch.Tensor,  # [B + 1]
     cu_k: torch.Tensor,  # [B + 1]
-    q_blocks: torch.Tensor,  # [M_blocks * Q_FIELDS], written
-    k_blocks: torch.Tensor,  # [N_blocks * K_FIELDS], written
-    sequences: torch.Tensor,  # [B * SEQUENCE_FIELDS], written
+    q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS], written
+    k_blocks: torch.Tensor,  # [N_blocks, K_FIELDS], written
+    sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS], written
     m_blocks: int,
     n_blocks: int,
     m_tokens: int,
@@ -84,12 +83,9 @@ def describe(
     bm: hl.constexpr,
     bn: hl.constexpr,
     chunk: hl.constexpr,
-    q_fields: hl.constexpr,
-    k_fields: hl.constexpr,
-    sequence_fields: hl.constexpr,
 ) -> None:
     """See the module's docstring. A program for each interval, and one for the blocks that remain."""
-    hl.specialize((cu_q.stride(0), cu_k.stride(0), q_blocks.stride(0), k_blocks.stride(0), sequences.stride(0)))
+    hl.specialize((cu_q.stride(0), cu_k.stride(0)))
     B = cu_q.size(0) - 1
     for program in hl.grid(B + 3):
         # [1]
@@ -124,16 +120,90 @@ def describe(
             i = q_chunk * chunk + hl.arange(chunk)
             sequence = torch.where((s >= 1) & (s <= B), s - 1, 0)
             fields = [sequence, q_begin, m, k_first, n, q_first, q_count]
-            store_fields(q_blocks, q_first + i, q_fields, fields, i < q_count)
+            store_fields(q_blocks, q_first + i, fields, i < q_count)
         for k_chunk in hl.grid((torch.amax(k_count, 0) + chunk - 1) // chunk):
             j = k_chunk * chunk + hl.arange(chunk)
             at = j * bn
             owner = torch.where((s >= 1) & (s <= B), s - 1, 0)
             token = torch.where(remaining, 0, k_begin + at)
             left = torch.where(remaining, 0, n - at)
-            store_fields(k_blocks, k_first + j, k_fields, [owner, token, left], j < k_count)
+            store_fields(k_blocks, k_first + j, [owner, token, left], j < k_count)
         is_sequence = (s >= 1) & (s <= B)
-        store_fields(sequences, s - 1, sequence_fields, [k_first, n], is_sequence)
+        store_fields(sequences, s - 1, [k_first, n], is_sequence)
+
+
+def fields_of(table: torch.Tensor, row: int, fields: tuple[int, ...], is_cuda: hl.constexpr) -> list[Any]:
+    """Fields of a row: int32 scalars, or the interpreter's ints."""
+    loaded = [hl.load(table, [row, field]) for field in fields]
+    return loaded if is_cuda else [int(x) for x in loaded]
+
+
+def offset_of(
+    token: Any,
+    head: int,
+    h_step: int,
+    s_step: int,
+    unit: hl.constexpr,
+    wide: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> Any:
+    """Where a token of a head lies in memory; in 64 bits if `wide`. In 32, addresses take half as many instructions."""
+    if not is_cuda:
+        return (token * s_step + head * h_step) * unit
+    dtype = torch.int64 if wide else torch.int32
+    steps, of_head = hl.full([], s_step, dtype=dtype), hl.full([], head * h_step, dtype=dtype)
+    return (token.to(dtype) * steps + of_head) * unit
+
+
+def key_source(
+    k_blocks: torch.Tensor,  # [N_blocks, K_FIELDS] if varlen
+    head: int,
+    heads: int,
+    size: int,
+    b_step: int,
+    h_step: int,
+    s_step: int,
+    unit: hl.constexpr,
+    varlen: hl.constexpr,
+    wide: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[Any, Any, Any]:
+    """Of which row of the statistics head `head` of K or V is, its keys, and where they begin in memory.
+
+    With `varlen` it is a block of a head, and so are its keys. Inlined into kernels.
+    """
+    if not varlen:
+        return head, size, ((head // heads) * b_step + (head % heads) * h_step) * unit
+    block = head % k_blocks.size(0)
+    own_head = head // k_blocks.size(0)
+    sequence, token, left = fields_of(k_blocks, block, (0, 1, 2), is_cuda)
+    return sequence * heads + own_head, left, offset_of(token, own_head, h_step, s_step, unit, wide, is_cuda)
+
+
+def query_source(
+    q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
+    head: int,
+    heads: int,
+    group: int,
+    size: int,
+    b_step: int,
+    h_step: int,
+    s_step: int,
+    unit: hl.constexpr,
+    bm: int,
+    varlen: hl.constexpr,
+    wide: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[Any, Any, Any]:
+    """As `key_source`, of Q: the statistics are those of its KV head. Inlined into kernels."""
+    if not varlen:
+        return head // group, size, ((head // heads) * b_step + (head % heads) * h_step) * unit
+    block = head % q_blocks.size(0)
+    own_head = head // q_blocks.size(0)
+    sequence, token, rows, first_block = fields_of(q_blocks, block, (0, 1, 2, 5), is_cuda)
+    begin = (block - first_block) * bm
+    offset = offset_of(token + begin, own_head, h_step, s_step, unit, wide, is_cuda)
+    return sequence * (heads // group) + own_head // group, rows - begin, offset
 
 
 @functools.cache
@@ -176,7 +246,6 @@ def launch(cu_q: torch.Tensor, cu_k: torch.Tensor, m_tokens: int, n_tokens: int,
     )
     chunks = -(-(B + 2) // CHUNK)
     kernel(cu_q.is_cuda, bm, bn)(
-        cu_q, cu_k, *(table.view(-1) for table in tables), m_blocks, n_blocks, m_tokens, n_tokens, chunks, bm, bn, CHUNK,
-        Q_FIELDS, K_FIELDS, SEQUENCE_FIELDS,
+        cu_q, cu_k, *tables, m_blocks, n_blocks, m_tokens, n_tokens, chunks, bm, bn, CHUNK,
     )  # fmt: skip
     return tables
