@@ -9,6 +9,7 @@ from helion_attn.preprocess.hadamard import hadamard_matrix
 from helion_attn.sdpa import sdpa
 from helion_attn.transformers import register_transformers
 from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, Rope
+from helion_attn.varlen import attention_varlen
 
 __all__ = [
     "ACCURATE",
@@ -25,6 +26,7 @@ __all__ = [
     "attention",
     "attention_kvcache",
     "attention_quantized",
+    "attention_varlen",
     "dequantize",
     "flash_attn_func",
     "flash_attn_with_kvcache",

@@ -75,7 +75,7 @@ def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda
     return hl.dot(q_tile, k_tile)
 
 
-def value_block(v8: torch.Tensor, kv: int, block: int) -> torch.Tensor:
+def value_block(v8: torch.Tensor, kv: int | torch.Tensor, block: int) -> torch.Tensor:
     """A block of V as [bn, D_v_pad]."""
     v_tile = hl.load(v8, [kv, block, slice(None), slice(None)])
     return v_tile.transpose(0, 1) if v8.dtype.itemsize == 1 else v_tile
@@ -373,8 +373,8 @@ def fp8_attn_fwd(
                 n_first_row = min(n_len, diagonal + right + 1)
                 n_last_row = min(n_len, diagonal + right + bm)
             else:
-                n_first_row = n_len
-                n_last_row = n_len
+                n_first_row = n_len  # type: ignore[assignment]
+                n_last_row = n_len  # type: ignore[assignment]
         # Blocks n_left .. n_full are seen whole; those from n_begin and those up to n_end in part. Helion substitutes
         # these expressions into each other, and a min or max writes each argument three times: they are kept flat, and
         # not limited to 0 where a loop that ends before it begins does the same.

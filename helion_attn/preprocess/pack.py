@@ -164,7 +164,9 @@ def pack(
         v_index = n_blocks * d_tiles - 1 - from_end
         i = v_index // d_tiles
         d_index = v_index % d_tiles
-        v_head, v_keys, offset = key_source(k_blocks, bh, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen, wide, is_cuda)
+        v_head, v_keys, offset = key_source(
+            k_blocks, bh, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen, wide, is_cuda
+        )
         tile, channel_descale = v_block(
             v, v_mean, v_amax, v_head, i, d_index, d_row, offset, v_s_step * unit, v_d_step, v_keys, d_v, bn, d_tile,
             v8.dtype, v_largest, v_unscaled, v_per_channel,
@@ -179,7 +181,9 @@ def pack(
     for kv, from_end in hl.grid([k_descale.size(0), (n_tiles + k_run - 1) // k_run]):
         k_index = (n_tiles + k_run - 1) // k_run - 1 - from_end
         k_end = min(n_tiles, (k_index + 1) * k_run)
-        k_head, keys, offset = key_source(k_blocks, kv, H_kv, N, k_b_step, k_h_step, k_s_step, unit, varlen, wide, is_cuda)
+        k_head, keys, offset = key_source(
+            k_blocks, kv, H_kv, N, k_b_step, k_h_step, k_s_step, unit, varlen, wide, is_cuda
+        )
         row_step = k_s_step * unit
         matrix = hl.load(blocks, [hl.arange(side), hl.arange(side)])
         # [k_tile], what the block's descale must hold

@@ -95,15 +95,13 @@ def quantize_varlen(
         The tensors of `PackedVarlen`; of k_mean, and of lse_shift, empty ones without smooth_k.
     """
     tables = sequences.launch(cu_seqlens_q, cu_seqlens_k, q.size(0), k.size(0), bm, bn)
-    if k.size(0) == 0:
-        # Kernels have an address to read from, though no key.
-        k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
-    bhsd = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    source = strided_qkv(*bhsd, D_pad, D_v_pad)
+    # Kernels want an address, also of no token.
+    q, k, v = ((x if x.size(0) else x.new_zeros(1, *x.shape[1:])).transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    source = strided_qkv(q, k, v, D_pad, D_v_pad)
     unused = q.new_empty(1, dtype=torch.float32)
     rope = rope_tables(None, None, None, None, False, source.D_row, unused)
     stats = statistics.launch_of_sequences(source, rope, tables, bn, k_scales, v_scales, smooth_k, center_v)
-    factor = 1.0 if hadamard_seed is None else math.sqrt(hadamard_block(q.size(2)))
+    factor = 1.0 if hadamard_seed is None else math.sqrt(hadamard_block(source.D))
     scales = (q_scales, k_scales, v_scales)
     packed = pack.launch(
         source, rope, stats, factor, bm, bn, qk_dtype, pv_dtype, *scales, hadamard_seed, smooth_k, tables

@@ -6,8 +6,8 @@ order of the batch. Those of Q are in the order in which the attention kernel's 
 the most keys first: what runs last is then short, and leaves no SM idle for long (Graham, 1969).
 
 The host reads nothing. It knows how many blocks suffice, `blocks_for`; the blocks that remain are of no sequence. Nor
-are tokens before `cu_seqlens[0]` and from `cu_seqlens[B]` on, whose results become NaN. A table that descends, or leaves
-the range of tokens, is no table: then no token is of any sequence.
+are tokens before `cu_seqlens[0]` and from `cu_seqlens[B]` on, whose results become NaN. If a table descends, or leaves
+the range of tokens, no token is of any sequence.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from helion_attn.configs import Q_FIELDS, blocks_for
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
-
-#: Of a block of Q: the sequence; its first token, and how many it has; its first packed block of K and
-#: V; how many keys it has, -1 for tokens of no sequence; its first packed block of Q, and how many it has.
-Q_FIELDS = 8
 
 #: Of a block of K and V: the sequence; the block's first token; how many follow in the sequence.
 K_FIELDS = 4
@@ -31,13 +28,6 @@ SEQUENCE_FIELDS = 2
 
 #: Sequences that a program reads at once, and blocks that it describes.
 CHUNK = 128
-
-
-def blocks_for(tokens: int, block: int, B: int) -> int:
-    """Blocks that are enough for `tokens` in any B sequences: every sequence, and what lies before and after all, may
-    have one that is not full.
-    """
-    return tokens // block + B + 2
 
 
 def interval(

@@ -123,7 +123,9 @@ def first_pass(
         q_amax[bh, part] = torch.amax(torch.amax(q_max, 1), 0)
 
     for bh, part in hl.grid([k_amax.size(0), k_parts]):
-        _, keys_of_head, offset = key_source(k_blocks, bh, H_kv, N, k_b_step, k_h_step, k_s_step, unit, varlen, wide, is_cuda)
+        _, keys_of_head, offset = key_source(
+            k_blocks, bh, H_kv, N, k_b_step, k_h_step, k_s_step, unit, varlen, wide, is_cuda
+        )
         k_max = hl.zeros([step, d_row], dtype=torch.float32)
         k_total = hl.zeros([step, d_row], dtype=torch.float32)
         for k_tile in hl.grid(part * k_run, min(kv_tiles, (part + 1) * k_run)):
@@ -265,7 +267,7 @@ def sequence_means(
         else:
             hl.store(v_mean, [head, cols], mean)
         hl.store(v_amax, [head, cols], torch.maximum(torch.amax(v_max, 0) - mean, mean - torch.amin(v_min, 0)))
-        if has_k:
+        if has_k:  # noqa: SIM102 - Helion resolves this one when it compiles, the next when it runs
             if d_index == 0:
                 k_amax[head, 0] = torch.amax(k_max, 0)
         if smooth_k:
@@ -344,14 +346,15 @@ def launch(
     is_cuda = v_mean.is_cuda
     specialisations = (
         *source.d_steps, source.unit, source.D, source.D_v, step, smooth_k, rope.rotary,
-        rope.pairing if q_parts else NO_ROPE, rope.pairing if k_parts else NO_ROPE, *rope.explicit, False, False, is_cuda,
+        rope.pairing if q_parts else NO_ROPE, rope.pairing if k_parts else NO_ROPE, *rope.explicit, False, False,
+        is_cuda,
     )  # fmt: skip
     variant = (specialisations, D_row, source.flat[0].dtype, rope.cos.dtype, center_v)
     run_first_pass, run_means = kernels(is_cuda, rope.pairing == NO_ROPE, variant)
     run_first_pass(
         *source.flat, q_amax, k_amax, k_sum, v_stats, rope.cos, rope.sin, rope.q_positions, rope.k_positions,
-        k_amax, q_parts, k_parts, v_parts, *runs, source.H, source.H_kv, source.M, source.N, *source.steps, rope.table_rows,
-        *specialisations,
+        k_amax, q_parts, k_parts, v_parts, *runs, source.H, source.H_kv, source.M, source.N, *source.steps,
+        rope.table_rows, *specialisations,
     )  # fmt: skip
     run_means(k_sum, v_stats, k_mean, v_mean, v_amax, k_parts, v_parts, source.N, MEAN_CHANNELS, smooth_k, center_v)
     if q_scales == "tensor":
