@@ -2,7 +2,7 @@
 
 from helion_attn import reference
 from helion_attn.api import apply_rope, attention, attention_quantized, hadamard, pack, quantize
-from helion_attn.flash_attn import flash_attn_func, flash_attn_with_kvcache
+from helion_attn.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.preprocess.hadamard import hadamard_matrix
@@ -29,6 +29,7 @@ __all__ = [
     "attention_varlen",
     "dequantize",
     "flash_attn_func",
+    "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "hadamard",
     "hadamard_matrix",

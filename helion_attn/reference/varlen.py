@@ -90,7 +90,7 @@ def fp8_attention_varlen(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.fp8_attention` of every sequence, with arguments as `attention_varlen`; fp32 out and lse."""
-    options = {"causal": causal, "sm_scale": sm_scale, "recipe": recipe, "window": window, "softcap": softcap}
+    options: dict[str, Any] = {"causal": causal, "sm_scale": sm_scale, "window": window, "softcap": softcap}
     block_n = varlen_packing(q.size(2), v.size(2), recipe.bits).bn
-    options |= {"out_dtype": torch.float32, "block_n": block_n}
+    options |= {"recipe": recipe, "out_dtype": torch.float32, "block_n": block_n}
     return _each_sequence(fp8_attention, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, torch.float32, **options)
