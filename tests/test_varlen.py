@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,7 +20,8 @@ from helion_attn.flash_attn import VARLEN_RULES
 from helion_attn.testing import fake_cuda, make_qkv, relative_error
 from helion_attn.varlen import attend_varlen, quantize_varlen
 
-#: Its result is a tensor or a pair, by a bool.
+#: Of lists of tensors; and its result is a tensor or a pair, by a bool.
+attention_varlen: Any = ha.attention_varlen
 flash_attn_varlen_func: Any = ha.flash_attn_varlen_func
 
 #: Of flash-attn 3's flash_attn_varlen_func (hopper/flash_attn_interface.py), in order.
@@ -83,7 +85,7 @@ def make_varlen_case(
 def run(
     case: Case, cu: tuple[torch.Tensor, torch.Tensor], out_dtype: torch.dtype | None = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return ha.attention_varlen(
+    return attention_varlen(
         *case.qkv,
         *cu,
         causal=case.causal,
@@ -127,16 +129,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "d80_v48": {"D": 80, "D_v": 48},
     "d192_v128": {"D": 192, "D_v": 128, "causal": True},
     "mha": {"H": 3, "H_kv": 3},
-    "mqa": {"H": 4, "H_kv": 1, "causal": True},
+    "gqa": {"H": 4, "H_kv": 2, "causal": True},
     "scale": {"sm_scale": 0.4},
     "window": {"window": (30, 10)},
     "window_causal": {"window": (50, -1), "causal": True},
     "window_left": {"window": (140, -1)},
     "window_right": {"window": (-1, 5)},
     "softcap": {"softcap": 2.0, "sm_scale": 0.5, "recipe": ha.ACCURATE},
-    "sinks": {"sinks": [0.5, -1.0, 2.0, float("-inf")], "causal": True},
-    "sinks_full": {"sinks": [0.5, -1.0, 2.0, 30.0], "recipe": ha.ACCURATE},
-    "everything": {"window": (60, 3), "softcap": 2.0, "sinks": [0.5, -1.0, 2.0, 0.0], "recipe": ha.ACCURATE},
+    "sinks": {"sinks": [0.5, float("-inf")], "causal": True},
+    "sinks_full": {"sinks": [2.0, 30.0], "recipe": ha.ACCURATE},
+    "everything": {"window": (60, 3), "softcap": 2.0, "sinks": [0.5, -1.0], "recipe": ha.ACCURATE},
     "fp16": {"dtype": torch.float16},
     "fp32": {"dtype": torch.float32, "recipe": ha.ACCURATE, "causal": True},
     "outlier": {"kind": "outlier"},
@@ -150,7 +152,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 #: All kinds of sequences, for `OPTIONS`.
-MIXED = [(0, 12), (70, 150), (30, 0), (1, 140), (150, 60), (0, 0), (128, 128)]
+MIXED = [(0, 12), (70, 150), (30, 0), (1, 140), (100, 60), (0, 0)]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -158,7 +160,8 @@ def test_options(name: str, device: str) -> None:
     options = dict(OPTIONS[name])
     if "sinks" in options:
         options["sinks"] = torch.tensor(options["sinks"], device=device)
-    inputs = {key: options.pop(key) for key in ("D", "D_v", "H", "H_kv", "dtype", "kind") if key in options}
+    inputs: dict[str, Any] = {"H": 2, "H_kv": 1}
+    inputs |= {key: options.pop(key) for key in ("D", "D_v", "H", "H_kv", "dtype", "kind") if key in options}
     cu = tables(MIXED, device)
     assert_right(make_varlen_case(packed_qkv(MIXED, device, **inputs), cu, **options), cu)
 
@@ -174,7 +177,7 @@ def sequence(b: int, qkv: Tensors, batch: list[tuple[int, int]]) -> Tensors:
 def test_is_attention_of_every_sequence(recipe: ha.Recipe, device: str) -> None:
     batch = [(130, 200), (5, 9), (0, 3), (1, 257)]
     qkv, cu = packed_qkv(batch, device), tables(batch, device)
-    out, lse = ha.attention_varlen(*qkv, *cu, causal=True, recipe=recipe, return_lse=True)
+    out, lse = attention_varlen(*qkv, *cu, causal=True, recipe=recipe, return_lse=True)
     # A GPU may sum V's channels in another order.
     tolerance = 0.0 if device == "cpu" else 0.01
     for b, (m, _) in enumerate(batch):
@@ -186,32 +189,32 @@ def test_is_attention_of_every_sequence(recipe: ha.Recipe, device: str) -> None:
             assert relative_error(lse[:, rows], expected_lse[0]) <= tolerance
 
 
-@pytest.mark.parametrize("recipe", [*PRESETS.values(), ha.HYBRID], ids=[*PRESETS, "hybrid"])
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.ACCURATE, ha.HYBRID], ids=["fast", "accurate", "hybrid"])
 def test_a_sequence_does_not_depend_on_its_neighbours(recipe: ha.Recipe, device: str) -> None:
     """Bit for bit; and a NaN stays where it is."""
-    batch = [(70, 90), (130, 200), (3, 140)]
-    qkv, cu = packed_qkv(batch, device), tables(batch, device)
-    clean = ha.attention_varlen(*qkv, *cu, recipe=recipe)
-    rows = slice(70, 200)
+    batch = [(10, 90), (70, 140), (3, 20)]
+    qkv, cu = packed_qkv(batch, device, H=2, H_kv=1), tables(batch, device)
+    clean = attention_varlen(*qkv, *cu, recipe=recipe)
+    rows = slice(10, 80)
     others = torch.ones(len(clean), dtype=torch.bool, device=device)
     others[rows] = False
     alone = sequence(1, qkv, batch)
-    assert torch.equal(ha.attention_varlen(*alone, *tables([batch[1]], device), recipe=recipe), clean[rows])
-    for i, first in ((0, 70), (1, 90), (2, 90)):
+    assert torch.equal(attention_varlen(*alone, *tables([batch[1]], device), recipe=recipe), clean[rows])
+    for i, first in ((0, 10), (1, 90), (2, 90)):
         hit = [x.clone() for x in qkv]
         hit[i][first] = float("nan")
         hit[i][first + 1] = float("inf")
-        out = ha.attention_varlen(*hit, *cu, recipe=recipe)
+        out = attention_varlen(*hit, *cu, recipe=recipe)
         assert torch.equal(out[others], clean[others])
-        assert out[70 if i == 0 else rows].isnan().all()
+        assert out[10 if i == 0 else rows].isnan().all()
 
 
 def test_strided_inputs(device: str) -> None:
     batch = [(70, 70), (3, 3), (130, 130)]
     cu = tables(batch, device)
     qkv = torch.randn(203, 3, 4, 48, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
-    expected = ha.attention_varlen(*(x.contiguous() for x in qkv.unbind(1)), *cu, causal=True)
-    assert torch.equal(ha.attention_varlen(*qkv.unbind(1), *cu, causal=True), expected)
+    expected = attention_varlen(*(x.contiguous() for x in qkv.unbind(1)), *cu, causal=True)
+    assert torch.equal(attention_varlen(*qkv.unbind(1), *cu, causal=True), expected)
     for view in (
         lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
         lambda x: torch.cat((x, x[..., :3]), 2)[..., :48],
@@ -219,7 +222,7 @@ def test_strided_inputs(device: str) -> None:
     ):
         q, k, v = (view(x) for x in qkv.unbind(1))
         assert not q.is_contiguous()
-        assert torch.equal(ha.attention_varlen(q, k, v, *cu, causal=True), expected)
+        assert torch.equal(attention_varlen(q, k, v, *cu, causal=True), expected)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
@@ -234,11 +237,11 @@ def test_out_dtype(out_dtype: torch.dtype, device: str) -> None:
 def test_no_token_at_all(device: str) -> None:
     q, k, v = packed_qkv([(5, 7)], device)
     cu = tables([(0, 7), (0, 0)], device)
-    out, lse = ha.attention_varlen(q[:0], k, v, *cu, return_lse=True)
+    out, lse = attention_varlen(q[:0], k, v, *cu, return_lse=True)
     assert out.shape == (0, 4, 32)
     assert lse.shape == (4, 0)
     cu = tables([(2, 0), (3, 0)], device)
-    out, lse = ha.attention_varlen(q, k[:0], v[:0], *cu, return_lse=True)
+    out, lse = attention_varlen(q, k[:0], v[:0], *cu, return_lse=True)
     assert torch.all(out == 0)
     assert torch.all(lse == float("-inf"))
 
@@ -249,10 +252,8 @@ def test_tokens_of_no_sequence_are_nan(device: str) -> None:
     q, k, v = packed_qkv([(9, 40), *batch, (7, 30)], device)
     k[:40] = k[280:] = v[:40] = v[280:] = float("nan")
     cu_q, cu_k = tables(batch, device)
-    out, lse = ha.attention_varlen(q, k, v, cu_q + 9, cu_k + 40, return_lse=True)
-    expected, expected_lse = ha.attention_varlen(
-        q[9:129], k[40:280], v[40:280], *tables(batch, device), return_lse=True
-    )
+    out, lse = attention_varlen(q, k, v, cu_q + 9, cu_k + 40, return_lse=True)
+    expected, expected_lse = attention_varlen(q[9:129], k[40:280], v[40:280], *tables(batch, device), return_lse=True)
     assert not expected.isnan().any()
     assert torch.equal(out[9:129], expected)
     assert torch.equal(lse[:, 9:129], expected_lse)
@@ -280,7 +281,7 @@ def test_tables_that_are_none_give_nan(name: str, causal: bool, sinks: bool, dev
     qkv = packed_qkv([(100, 200)], device)
     cu = (torch.tensor(x, dtype=torch.int32, device=device) for x in BAD_TABLES[name])
     logits = torch.zeros(4, device=device) if sinks else None
-    out, lse = ha.attention_varlen(*qkv, *cu, causal=causal, sinks=logits, return_lse=True)
+    out, lse = attention_varlen(*qkv, *cu, causal=causal, sinks=logits, return_lse=True)
     assert out.isnan().all()
     assert lse.isnan().all()
 
@@ -288,7 +289,7 @@ def test_tables_that_are_none_give_nan(name: str, causal: bool, sinks: bool, dev
 def described(cu_q: list[int], cu_k: list[int], M: int, N: int, bm: int, bn: int) -> list[list[int]]:
     """Rows of q_blocks that belong to tokens, from the definition."""
     begins, ends = [0, *cu_q], [*cu_q, M]
-    keys = [-1, *(b - a for a, b in zip(cu_k, cu_k[1:], strict=False)), -1]
+    keys = [-1, *(b - a for a, b in itertools.pairwise(cu_k)), -1]
     k_first = [sum(-(-max(n, 0) // bn) for n in keys[:s]) for s in range(len(keys))]
     rows: list[list[int]] = []
     for s in sorted(range(len(keys)), key=lambda s: -keys[s]):
@@ -299,7 +300,7 @@ def described(cu_q: list[int], cu_k: list[int], M: int, N: int, bm: int, bn: int
     return rows
 
 
-@pytest.mark.parametrize("B", [1, 2, 126, 127, 300])
+@pytest.mark.parametrize("B", [1, 127])
 def test_where_sequences_lie(B: int, device: str) -> None:
     from helion_attn.preprocess import sequences
 
@@ -307,7 +308,8 @@ def test_where_sequences_lie(B: int, device: str) -> None:
     lengths = [[rng.choice([0, 1, 3, 64, 65, 200, rng.randint(0, 600)]) for _ in range(B)] for _ in range(2)]
     cu_q, cu_k = ([sum(sizes[:b]) + 5 for b in range(B + 1)] for sizes in lengths)
     M, N, bm, bn = cu_q[-1] + 70, cu_k[-1], 64, 128
-    table = sequences.launch(*(torch.tensor(x, dtype=torch.int32, device=device) for x in (cu_q, cu_k)), M, N, bm, bn)
+    given_q, given_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (cu_q, cu_k))
+    table = sequences.launch(given_q, given_k, M, N, bm, bn)
     expected = described(cu_q, cu_k, M, N, bm, bn)
     q_blocks = table.q_blocks[:, :7].tolist()
     assert q_blocks[: len(expected)] == expected
@@ -330,7 +332,7 @@ def test_a_wrong_table_exceeds_the_budget(field: int, device: str) -> None:
     out, _ = attend_varlen(packed, causal=True, out_dtype=torch.float32)
     case.assert_within_budget(out)
     # Of the first sequence in order, with the most keys: its statistics, tokens, queries, key blocks, keys, blocks.
-    wrong = {0: 0, 1: 69, 2: 59, 3: 1, 4: 299, 5: 1, 6: 2}[field]
+    wrong = {0: 0, 1: 69, 2: 59, 3: 1, 4: 200, 5: 1, 6: 2}[field]
     assert packed.q_blocks[0, field] != wrong
     packed.q_blocks[0, field] = wrong
     out, _ = attend_varlen(packed, causal=True, out_dtype=torch.float32)
@@ -356,12 +358,12 @@ def test_window_and_causality_off_by_one_exceed_the_budget(device: str) -> None:
     assert_right(case, cu)
     for window in ((5, 3), (4, 2)):
         with pytest.raises(AssertionError, match="budget"):
-            case.assert_within_budget(ha.attention_varlen(*qkv, *cu, window=window))
+            case.assert_within_budget(attention_varlen(*qkv, *cu, window=window))
 
 
 def test_two_runs_are_equal(device: str) -> None:
     qkv, cu = packed_qkv(MIXED, device), tables(MIXED, device)
-    first, second = (ha.attention_varlen(*qkv, *cu, causal=True, return_lse=True) for _ in range(2))
+    first, second = (attention_varlen(*qkv, *cu, causal=True, return_lse=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -369,11 +371,11 @@ def test_lengths_and_batches_are_data() -> None:
     """Two compilations of a kernel at most: Helion tells 1 from other sizes."""
     rng = random.Random(0)
     with compilations() as seen:
-        for B in (2, 3, 17, 64, 500):
+        for B in (2, 17, 500):
             M, N = rng.randint(1, 20000), rng.randint(1, 20000)
             q, k, v = (fake_cuda(S, H, 64, dtype=torch.bfloat16) for S, H in ((M, 4), (N, 2), (N, 2)))
             cu = (fake_cuda(B + 1, dtype=torch.int32) for _ in range(2))
-            ha.attention_varlen(q, k, v, *cu, causal=True)
+            attention_varlen(q, k, v, *cu, causal=True)
     assert len(seen.by_kernel()) == 5
     assert max(seen.by_kernel().values()) <= 2, seen.by_kernel()
 
@@ -455,7 +457,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_bad_arguments_raise(name: str) -> None:
     arguments, error, message = BAD[name]
     with pytest.raises(error, match=message):
-        ha.attention_varlen(**(good() | arguments))
+        attention_varlen(**(good() | arguments))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -495,7 +497,7 @@ def test_flash_attn_against_the_oracle(name: str, device: str) -> None:
 
 def test_flash_attn_is_attention_varlen(device: str) -> None:
     qkv, cu = packed_qkv(BATCHES["ragged"], device), tables(BATCHES["ragged"], device)
-    expected = ha.attention_varlen(*qkv, *cu, causal=True, recipe=ha.FAST)
+    expected = attention_varlen(*qkv, *cu, causal=True, recipe=ha.FAST)
     given = flash_attn_varlen_func(
         *qkv, *cu, 130, 257, causal=True, num_splits=0, pack_gqa=True, deterministic=True, recipe=ha.FAST
     )
@@ -535,17 +537,19 @@ def test_bad_flash_attn_arguments_raise(options: dict[str, Any], error: type[Exc
 
 
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
-def test_opcheck(recipe: ha.Recipe, device: str) -> None:
+def test_opcheck(recipe: ha.Recipe, device: str, poisoned: Callable[[], AbstractContextManager[None]]) -> None:
     qkv, cu = packed_qkv(BATCHES["ragged"], device, D=48), tables(BATCHES["ragged"], device)
     tile = varlen_packing(48, 48, recipe.bits)
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     scales = (recipe.q_scales, recipe.k_scales, recipe.v_scales)
-    torch.library.opcheck(
-        torch.ops.helion_attn.quantize_varlen.default,
-        (*qkv, *cu, tile.bm, tile.bn, tile.D_pad, tile.D_v_pad, recipe.qk_dtype, recipe.pv_dtype, *scales,
-         0 if recipe.hadamard else None, recipe.smooth_k, recipe.center_v),
-        test_utils=checks,
-    )  # fmt: skip
+    # Blocks of no sequence are not written; filled, they are the same in both of opcheck's runs.
+    with poisoned():
+        torch.library.opcheck(
+            torch.ops.helion_attn.quantize_varlen.default,
+            (*qkv, *cu, tile.bm, tile.bn, tile.D_pad, tile.D_v_pad, recipe.qk_dtype, recipe.pv_dtype, *scales,
+             0 if recipe.hadamard else None, recipe.smooth_k, recipe.center_v),
+            test_utils=checks,
+        )  # fmt: skip
     p = quantize_varlen(*qkv, *cu, recipe)
     packed = (p.q8, p.k8, p.v8, p.q_descale, p.k_descale, p.v_descale, p.v_mean, p.lse_shift, None, p.q_blocks)
     numerics = (recipe.p_offset, None, recipe.q_scales == "token", recipe.k_scales == "block", False)
@@ -585,9 +589,9 @@ def test_torch_compile(dynamic: bool, device: str) -> None:
 
 def test_autocast_changes_nothing(device: str) -> None:
     qkv, cu = packed_qkv(BATCHES["ragged"], device), tables(BATCHES["ragged"], device)
-    expected = ha.attention_varlen(*qkv, *cu, recipe=ha.ACCURATE)
+    expected = attention_varlen(*qkv, *cu, recipe=ha.ACCURATE)
     with torch.autocast(device, dtype=torch.bfloat16):
-        assert torch.equal(ha.attention_varlen(*qkv, *cu, recipe=ha.ACCURATE), expected)
+        assert torch.equal(attention_varlen(*qkv, *cu, recipe=ha.ACCURATE), expected)
 
 
 @pytest.mark.gpu
@@ -595,12 +599,12 @@ def test_cuda_graph() -> None:
     """Lengths are the device's: a graph is replayed with others."""
     batch, other = [(37, 70), (0, 9), (200, 400)], [(150, 9), (17, 30), (70, 440)]
     qkv, cu = packed_qkv(batch, "cuda"), tables(batch, "cuda")
-    ha.attention_varlen(*qkv, *cu, causal=True)
+    attention_varlen(*qkv, *cu, causal=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ha.attention_varlen(*qkv, *cu, causal=True)
+        out = attention_varlen(*qkv, *cu, causal=True)
     for x, y in zip(cu, tables(other, "cuda"), strict=True):
         x.copy_(y)
     graph.replay()
-    assert torch.equal(out, ha.attention_varlen(*qkv, *cu, causal=True))
+    assert torch.equal(out, attention_varlen(*qkv, *cu, causal=True))

@@ -208,7 +208,7 @@ def sequence_means(
     k_sum: torch.Tensor,  # [H_kv * N_blocks, 1, D_row]
     v_stats: torch.Tensor,  # [H_kv * N_blocks, 3, 1, D_row]
     sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS]
-    k_amax: torch.Tensor,  # [B * H_kv, 1], written
+    k_amax: torch.Tensor,  # [B * H_kv, MAX_PARTS], of which the first is written
     k_mean: torch.Tensor,  # [B * H_kv, D_row], written if smooth_k
     v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], written
     v_amax: torch.Tensor,  # [B * H_kv, D_row], written
@@ -398,7 +398,7 @@ def launch_of_sequences(
     heads, parts = B * H_kv, H_kv * n_blocks
     has_k = k_scales == "head" or smooth_k
     has_v = v_scales != "none" or center_v
-    k_amax, k_mean = like.new_empty(heads, 1), like.new_empty((heads, D_row) if smooth_k else (1, 1))
+    k_amax, k_mean = like.new_empty(heads, MAX_PARTS), like.new_empty((heads, D_row) if smooth_k else (1, 1))
     if not has_k and not has_v:
         v_amax, v_mean = like.new_ones(heads, D_row), like.new_zeros(heads, source.D_v_pad)
         return Statistics(k_amax, k_amax, v_amax, k_mean, v_mean, 0, 0)
