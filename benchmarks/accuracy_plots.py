@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from plots import COLOURS, MARKERS, bars, legend, length, line, log_axis
-from tables import LABELS, PRESETS, Loaded, Row, by_series, rows_of, series, series_in, values_of
+from recipes import PRESETS
+from tables import LABELS, Loaded, Row, by_series, rows_of, series, series_in, values_of
 
 
 def _grid(lines: int, columns: int, width: float = 4.1, height: float = 3.0) -> tuple[Figure, list[list[Axes]]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recipes import PRESETS
 from tables import (
     LABELS,
-    PRESETS,
     Loaded,
     Row,
     Table,

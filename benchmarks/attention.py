@@ -18,7 +18,7 @@ import ladder
 import masks
 from command import Suite, progress, run_command
 from harness import Results, Row, attention_flops, time_interleaved
-from problem import Options, check, make_problem, others, ours, workload
+from problem import Contender, Options, check, make_problem, others, ours, workload
 from recipes import DEFAULT
 from torch import Tensor
 
@@ -40,11 +40,15 @@ def workloads(options: Options) -> list[Workload]:
     return [w for w in found if w.M == 4096] if options.quick else found
 
 
+def in_a_column(options: Options, stage: str) -> list[Contender]:
+    """The other preset that users choose for speed, as an implementation of its own."""
+    return [dataclasses.replace(contender, impl="fast") for contender in ours(options, ["fast"], stage)]
+
+
 def run_speed(options: Options, results: Results) -> None:
     """Kernel and end-to-end times; every row with its error, and no time for a wrong answer of ours."""
-    # The kernel of the other preset that users choose for speed, in a column of its own.
-    fast = [dataclasses.replace(contender, impl="fast") for contender in ours(options, ["fast"])]
-    contenders = [*ours(options, [DEFAULT]), *fast, *others(options), *ours(options, [DEFAULT], "e2e")]
+    kernels, whole = ([*ours(options, [DEFAULT], stage), *in_a_column(options, stage)] for stage in ("kernel", "e2e"))
+    contenders = [*kernels, *others(options), *whole]
     for w in progress(workloads(options), "speed"):
         problem = make_problem(w, "randn", options, CHECKED_ROWS)
         rows: list[Row] = []

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from accuracy_tables import mask
 from ladder_tables import of_large_d
+from recipes import DEFAULT, PRESETS
 from tables import (
     BF16_PEERS,
     FP8_PEERS,
     LABELS,
-    PRESETS,
     Loaded,
     Row,
     Table,
@@ -48,9 +48,6 @@ class Check:
         # Comparisons with NaN are false, hence a NaN fails.
         return "PASS" if (self.value >= self.bound if self.at_least else self.value <= self.bound) else "FAIL"
 
-
-#: `series` of the recipe that `attention` has unless told.
-DEFAULT_RECIPE = "balanced"
 
 SPEED_BOUNDS = {64: 1.0, 128: 0.93, 256: 0.80}
 
@@ -223,7 +220,7 @@ def rung_checks(loaded: Loaded) -> list[Check]:
             cell = [row for row in rows if (row["D"], row["causal"]) == (D, causal)]
             ms, where = by_impl(cell, "ms"), f"D {D}, {mask(causal)}"
             mine = ms.pop("helion_attn", None)
-            error = _figure(cell, DEFAULT_RECIPE, "error_kernel")
+            error = _figure(cell, DEFAULT, "error_kernel")
             found.append(Check(f"kernel error, randn, {where}", error, 0.026))
             if square:
                 efficient = _ratio(ms.get("efficient_bf16"), mine)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from command import progress
 from harness import Results, Row, attention_flops, time_interleaved
 from problem import Contender, Options, Problem, check, make_problem, oracle, others, ours, workload
-from recipes import DEFAULT
+from recipes import DEFAULT, RUNGS
 from tables import BF16_PEERS
 from torch import Tensor
 
@@ -44,7 +44,7 @@ def run_ladder(options: Options, results: Results) -> None:
     on_cpu = options.device.type == "cpu"
     lengths = (128,) if on_cpu else (4096,) if options.quick else LENGTHS
     contenders = [
-        *ours(options, [DEFAULT, "hybrid", "bf16"]),
+        *ours(options, [DEFAULT, *RUNGS]),
         *ours(options, ["hybrid"], "e2e"),
         *others(options, list(BF16_PEERS)),
     ]

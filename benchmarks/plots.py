@@ -14,11 +14,11 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
+from recipes import PRESETS, RUNGS
 from tables import (
     BF16_PEERS,
     LABELS,
-    PRESETS,
-    RUNGS,
+    OURS,
     Loaded,
     by_impl,
     fastest,
@@ -77,7 +77,7 @@ STYLE: Any = {
 
 def line(ax: Axes, impl: str, points: dict[Any, float], at: Callable[[Any], float]) -> None:
     """One implementation, or one of our presets."""
-    ours, bf16 = impl == "helion_attn" or impl in PRESETS + RUNGS, impl in BF16_PEERS
+    ours, bf16 = impl == "helion_attn" or impl in PRESETS | RUNGS, impl in BF16_PEERS
     ax.plot(
         [at(x) for x in sorted(points)],
         [points[x] for x in sorted(points)],
@@ -170,8 +170,7 @@ def e2e(loaded: Loaded) -> Figure | None:
     rows = [
         row
         for row in rows_of(loaded, "attention")
-        if row["ms"] is not None
-        and ((row["stage"] == "e2e") if row["impl"] == "helion_attn" else row["impl"] in BF16_PEERS)
+        if row["ms"] is not None and ((row["stage"] == "e2e") if row["impl"] in OURS else row["impl"] in BF16_PEERS)
     ]
     if not rows:
         return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes import DEFAULT
 from rich.table import Table as RichTable
 from tabulate import tabulate
 
@@ -33,8 +34,9 @@ LABELS = {
     "fa3_fp16": "FA3 fp16",
     "flash_fp16": "FA2 fp16",
 }
-PRESETS = ("fast", "balanced", "accurate")
-RUNGS = ("hybrid", "bf16")
+
+#: This package in the tables of speed: the default recipe, and FAST.
+OURS = ("helion_attn", "fast")
 FP8_PEERS = ("fa3_fp8", "cudnn_fp8")
 KINDS = ("randn", "outlier", "sink", "biased_v")
 BF16_PEERS = ("fa3_bf16", "cudnn_bf16", "flash_bf16")
@@ -85,7 +87,7 @@ def series_in(rows: Iterable[Row], order: Iterable[str] = LABELS) -> list[str]:
 
 def unroped_default(rows: Iterable[Row]) -> list[Row]:
     """Preprocessing with the default recipe and without RoPE, and the rows without a recipe."""
-    return [row for row in rows if row["recipe"] in (None, "balanced") and not row.get("rope")]
+    return [row for row in rows if row["recipe"] in (None, DEFAULT) and not row.get("rope")]
 
 
 def values_of(rows: Iterable[Row], *names: str) -> list[tuple[Any, ...]]:
@@ -161,14 +163,14 @@ def speed_tables(loaded: Loaded) -> list[Table]:
             cell = [row for row in rows if (row["D"], row["N"]) == (D, S)]
             tflops, ms = by_impl(cell, "tflops"), by_impl(cell, "ms")
             peer = fastest(ms, FP8_PEERS)
-            ratio = peer / ms["helion_attn"] if peer is not None and "helion_attn" in ms else None
+            ratios = [peer / ms[impl] if peer is not None and impl in ms else None for impl in OURS]
             error = by_impl(cell, "error_kernel").get("helion_attn")
             body.append(
                 [
                     str(D),
                     str(S),
                     *(number(tflops.get(impl), ".0f") for impl in impls),
-                    number(ratio, ".2f"),
+                    *(number(ratio, ".2f") for ratio in ratios),
                     error_text(error),
                 ]
             )
@@ -178,6 +180,7 @@ def speed_tables(loaded: Loaded) -> list[Table]:
                 "S",
                 *(LABELS[impl] for impl in impls),
                 "ours / best FP8 peer",
+                "FAST / best FP8 peer",
                 "our kernel error",
             ]
             tables.append(Table(f"Kernel, {'causal' if causal else 'full'} attention, TFLOP/s", headers, body))
@@ -193,21 +196,22 @@ def e2e_tables(loaded: Loaded) -> list[Table]:
         cell = [row for row in rows if (row["causal"], row["D"], row["N"]) == (causal, D, S)]
         kernel = by_impl((row for row in cell if row["stage"] == "kernel"), "ms")
         e2e = [row for row in cell if row["stage"] == "e2e"]
-        ours, error = by_impl(e2e, "ms").get("helion_attn"), by_impl(e2e, "error_total").get("helion_attn")
+        ms, error = by_impl(e2e, "ms"), by_impl(e2e, "error_total").get("helion_attn")
         best = fastest(kernel, peers)
-        speedup = best / ours if best is not None and ours is not None else None
+        speedups = [best / ms[impl] if best is not None and impl in ms else None for impl in OURS]
         body.append(
-            ["causal" if causal else "full", str(D), str(S), number(ours, ".3f")]
+            ["causal" if causal else "full", str(D), str(S), *(number(ms.get(impl), ".3f") for impl in OURS)]
             + [number(kernel.get(impl), ".3f") for impl in peers]
-            + [number(speedup, ".2f"), error_text(error)]
+            + [*(number(speedup, ".2f") for speedup in speedups), error_text(error)]
         )
     headers = [
         "mask",
         "D",
         "S",
-        "helion_attn",
+        *(LABELS[impl] for impl in OURS),
         *(LABELS[impl] for impl in peers),
         "speed-up",
+        "FAST's speed-up",
         "our total error",
     ]
     return [Table("End to end from bf16 to bf16, preprocessing included, ms", headers, body)] if body else []

@@ -188,7 +188,7 @@ def hadamard(x: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
     Args:
         x: [B, H, S, D] or [B, S, H, D], bf16, fp16 or fp32; D in 16..1024. Any strides, but those of fp32 tensors must
             be 1 for the last dimension and multiples of 4 for the others.
-        seed: of the signs.
+        seed: of the signs; 0..2**63 - 1.
 
     Returns:
         Contiguous, of x's shape and dtype. A NaN or infinity makes NaN or infinity of the channels that it is mixed

@@ -13,6 +13,7 @@ from helion_attn.types import BALANCED, PagedKVCache, Recipe
 from helion_attn.validate import (
     check_descale_form,
     check_inputs,
+    check_kvcache_append,
     check_kvcache_attention,
     check_qkv,
     check_sm_scale,
@@ -53,17 +54,21 @@ KVCACHE_RULES = (
     Rule("max_seqlen_q", is_none, "None", 1),
     Rule("rotary_seqlens", is_none, "None", torch.zeros(1)),
     Rule("q_descale", is_none, "None: q is bf16, fp16 or fp32", torch.zeros(1)),
-    Rule(
-        "window_size",
-        lambda window: isinstance(window, (tuple, list)) and tuple(window) == (-1, -1),
-        "(-1, -1): every key is visible",
-        (9, 0),
-    ),
     Rule("attention_chunk", lambda chunk: chunk == 0, "0", 128),
-    Rule("softcap", lambda softcap: softcap == 0, "0", 30.0),
     Rule("scheduler_metadata", is_none, "None", torch.zeros(1)),
     Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM", 8),
 )
+
+#: What `flash_attn_with_kvcache` calls the fields of a `PagedKVCache` and its block table.
+KVCACHE_NAMES = {
+    "k8": "k_cache",
+    "v8": "v_cache",
+    "k_descale": "k_descale",
+    "v_descale": "v_descale",
+    "D": "q.size(3)",
+    "D_v": "v_cache.size(2)",
+    "block_table": "page_table",
+}
 
 
 def flash_attn_func(
@@ -303,6 +308,9 @@ def flash_attn_with_kvcache(
         v_descale: fp32 [num_pages, H_kv, page_size], written where v is.
         softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
         causal: row i sees keys j <= i + N - M (bottom-right aligned), N with the new keys.
+        window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
+            `causal`, right is 0 whatever it says.
+        softcap: scaled scores s become `softcap * tanh(s / softcap)`; 0 for no cap.
         rotary_interleaved: not looked at without rotary_cos.
         num_splits: runs into which a sequence's pages are split; 0 to choose.
         pack_gqa: not looked at; heads that share a KV head always share a tile.
@@ -327,9 +335,7 @@ def flash_attn_with_kvcache(
         "max_seqlen_q": max_seqlen_q,
         "rotary_seqlens": rotary_seqlens,
         "q_descale": q_descale,
-        "window_size": window_size,
         "attention_chunk": attention_chunk,
-        "softcap": softcap,
         "scheduler_metadata": scheduler_metadata,
         "sm_margin": sm_margin,
     }
@@ -366,11 +372,19 @@ def flash_attn_with_kvcache(
         check_sm_scale(softmax_scale, "softmax_scale")
     # Everything is checked before the cache is written.
     splits = None if num_splits == 0 else num_splits
-    check_kvcache_attention(q, cache, page_table, cache_seqlens, "bshd", causal, softmax_scale, splits, None)
+    check_window(window_size, "window_size")
+    check_softcap(softcap, no_cap=0.0)
+    window = None if window_size is None or tuple(window_size) == (-1, -1) else window_size
+    cap = None if softcap == 0.0 else softcap
+    check_kvcache_attention(
+        q, cache, page_table, cache_seqlens, "bshd", causal, softmax_scale, window, cap, None, splits, None,
+        KVCACHE_NAMES,
+    )  # fmt: skip
     if (k is None) != (v is None):
         missing, other = ("k", "v") if k is None else ("v", "k")
         raise ValueError(f"{missing} is None and {other} is not; new keys and values come together")
     if k is not None and v is not None:
+        check_kvcache_append(cache, k, v, page_table, cache_seqlens, "bshd", None, KVCACHE_NAMES)
         append_kvcache(cache, k, v, page_table, cache_seqlens, layout="bshd")
         cache_seqlens = cache_seqlens + k.size(1)
     return attention_kvcache(
@@ -381,6 +395,8 @@ def flash_attn_with_kvcache(
         causal=causal,
         sm_scale=softmax_scale,
         layout="bshd",
+        window=window,
+        softcap=cap,
         num_splits=splits,
         return_lse=return_softmax_lse,
     )

@@ -14,17 +14,7 @@ import torch
 from helion_attn import ops  # noqa: F401 - registers them
 from helion_attn.configs import page_packing
 from helion_attn.types import PagedKVCache, Rope
-from helion_attn.validate import (
-    check_count,
-    check_heads_of_cache,
-    check_inputs,
-    check_kv_cache,
-    check_kvcache_attention,
-    check_page_head_dim,
-    check_page_tables,
-    check_rope_tables,
-    check_rotatable,
-)
+from helion_attn.validate import check_count, check_kvcache_append, check_kvcache_attention, check_page_head_dim
 
 
 def paged_kv_cache(
@@ -98,27 +88,9 @@ def append_kvcache(
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: an input requires grad, in grad mode.
     """
-    check_kv_cache(cache)
-    check_inputs({"k": k, "v": v}, layout)
-    check_heads_of_cache("k", cache, k, cache.D)
-    check_heads_of_cache("v", cache, v, cache.D_v)
+    check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope)
     if layout == "bshd":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    B, H_kv, L = k.shape[:3]
-    if tuple(v.shape[:3]) != (B, H_kv, L):
-        raise ValueError(f"v has batch, heads and length {tuple(v.shape[:3])} and k {(B, H_kv, L)}; they must be equal")
-    if cache.k8.size(1) != H_kv:
-        raise ValueError(f"k has {H_kv} heads; the cache has {cache.k8.size(1)}")
-    check_page_tables(block_table, cache_seqlens, B, k.device)
-    pages, page_size = block_table.size(1), cache.page_size
-    if pages * page_size < L:
-        raise ValueError(f"k has {L} keys; {pages} pages of {page_size}, the width of block_table, cannot hold them")
-    if rope is not None:
-        check_rope_tables(rope, cache.D, k.device)
-        for name in ("q_positions", "k_positions"):
-            if getattr(rope, name) is not None:
-                raise ValueError(f"rope.{name} is given; it must be None: cache_seqlens says where keys are")
-        check_rotatable("k", k)
     tables = (None, None, False) if rope is None else (rope.cos, rope.sin, rope.interleaved)
     torch.ops.helion_attn.append_kv(
         k, v, cache.k8, cache.v8, cache.k_descale, cache.v_descale, block_table, cache_seqlens, *tables
@@ -135,6 +107,9 @@ def attention_kvcache(
     causal: bool = True,
     sm_scale: float | None = None,
     layout: str = "bhsd",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: Literal[False] = False,
     out_dtype: torch.dtype | None = None,
@@ -149,6 +124,9 @@ def attention_kvcache(
     causal: bool = True,
     sm_scale: float | None = None,
     layout: str = "bhsd",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: Literal[True],
     out_dtype: torch.dtype | None = None,
@@ -163,6 +141,9 @@ def attention_kvcache(
     causal: bool = True,
     sm_scale: float | None = None,
     layout: str = "bhsd",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool,
     out_dtype: torch.dtype | None = None,
@@ -176,6 +157,9 @@ def attention_kvcache(
     causal: bool = True,
     sm_scale: float | None = None,
     layout: str = "bhsd",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -199,6 +183,9 @@ def attention_kvcache(
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
         layout: "bhsd" or "bshd", of q and the output.
+        window: (left, right), as `attention` has it. Pages outside of it are not read.
+        softcap: as `attention` has it.
+        sinks: [H], as `attention` has it.
         num_splits: runs into which a sequence's pages are split; chosen by default, from the shapes and the GPU. The
             results of two choices differ in their rounding.
         return_lse: also return the log-sum-exp of the scores.
@@ -212,13 +199,20 @@ def attention_kvcache(
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: q requires grad, in grad mode.
     """
-    check_kvcache_attention(q, cache, block_table, cache_seqlens, layout, causal, sm_scale, num_splits, out_dtype)
+    check_kvcache_attention(
+        q, cache, block_table, cache_seqlens, layout, causal, sm_scale, window, softcap, sinks, num_splits, out_dtype
+    )
+    left, right = (-1, -1) if window is None else window
+    if causal:
+        right = 0
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
     if layout == "bshd":
         q = q.transpose(1, 2)
     scale = cache.D**-0.5 if sm_scale is None else sm_scale
     dtype = q.dtype if out_dtype is None else out_dtype
     out, lse = torch.ops.helion_attn.fp8_attn_decode(
-        q, cache.k8, cache.v8, cache.k_descale, cache.v_descale, block_table, cache_seqlens, cache.D_v, num_splits,
-        causal, float(scale), layout == "bshd", dtype,
+        q, cache.k8, cache.v8, cache.k_descale, cache.v_descale, block_table, cache_seqlens, sinks, cache.D_v,
+        num_splits, left, right, float(scale), None if softcap is None else float(softcap), layout == "bshd", dtype,
     )  # fmt: skip
     return (out, lse) if return_lse else out

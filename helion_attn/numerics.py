@@ -40,7 +40,7 @@ MAX_FUSED_SCALE_LOG2 = {
 }
 
 #: Where no score is scaled first, for want of a bound or of registers (head dims above 256), a row whose largest score
-#: lies further from 0 than this, in base 2, becomes NaN. The maximum's last digit is 4 here, and P, that much smaller, still precise.
+#: lies further from 0 than this, in base 2, becomes NaN. The last digit of the maximum is 4 here, and P still precise.
 MAX_FUSED_SCORE_LOG2 = 2.0**26
 
 #: The largest offset by P's dtype, which is also the default: 2**15 is the largest power of two in e5m2 and in fp16.
@@ -52,6 +52,9 @@ DESCALE_MIN = FP32_TINY
 
 #: The largest block of a Hadamard rotation: its matrix takes 32 KB of a kernel's shared memory, the next one 128.
 MAX_HADAMARD_BLOCK = 128
+
+#: The largest seed of a rotation: an op's ints have 64 bits, and a sign.
+MAX_SEED = 2**63 - 1
 
 #: V's descales in a KV cache lie in 2**-60..2**60. The kernel's P is a probability times such a descale, and fp32 holds
 #: the ratio of any two.

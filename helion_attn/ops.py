@@ -12,7 +12,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from helion_attn.configs import Q_FIELDS, blocks_for, large_tile_config, row_width, uses_large_d
+from helion_attn.configs import (
+    Q_FIELDS,
+    attention_tile_config,
+    blocks_for,
+    large_tile_config,
+    query_blocks_per_sm,
+    row_width,
+    tile_config,
+    uses_large_d,
+)
 
 DEVICES = ("CPU", "CUDA")
 
@@ -79,7 +88,8 @@ torch.library.define(
 torch.library.define(
     "helion_attn::fp8_attn_decode",
     "(Tensor q, Tensor k8, Tensor v8, Tensor k_descale, Tensor v_descale, Tensor block_table, Tensor cache_seqlens, "
-    "int d_v, int? splits, bool causal, float sm_scale, bool bshd, ScalarType out_dtype) -> (Tensor, Tensor)",
+    "Tensor? sinks, int d_v, int? splits, SymInt left, SymInt right, float sm_scale, float? softcap, bool bshd, "
+    "ScalarType out_dtype) -> (Tensor, Tensor)",
 )
 
 
@@ -257,15 +267,18 @@ def _fp8_attn_fwd(
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
+    from helion_attn.kernels.fp8_attn_decode import multiprocessors
 
     out, lse = _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
     numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales)
     args = (*packed, out, lse, m_len, n_len, left, right, sm_scale, softcap, bshd, *numerics)
-    if uses_large_d(d, d_v, (8 * q8.itemsize, 8 * v8.itemsize)):
-        fp8_attn_fwd_large_d.launch(large_tile_config(d, d_v, right >= 0), *args)
+    bits = (8 * q8.itemsize, 8 * v8.itemsize)
+    load = query_blocks_per_sm(q8.size(0), q8.size(1), multiprocessors(q8.device))
+    if uses_large_d(d, d_v, bits):
+        fp8_attn_fwd_large_d.launch(large_tile_config(d, d_v, right >= 0, load), *args)
     else:
-        fp8_attn_fwd.launch(*args)
+        fp8_attn_fwd.launch(attention_tile_config(d, d_v, right >= 0, bits, load), *args)
     return out, lse
 
 
@@ -405,12 +418,18 @@ def _fp8_attn_varlen(
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.kernels import fp8_attn_fwd
+    from helion_attn.kernels.fp8_attn_decode import multiprocessors
 
     out, lse = _empty_varlen(q_descale, m_len, d_v, out_dtype)
     if m_len:
         packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
         numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales)
-        fp8_attn_fwd.launch(*packed, out, lse, m_len, n_len, left, right, sm_scale, softcap, True, *numerics, q_blocks)
+        bits = (8 * q8.itemsize, 8 * v8.itemsize)
+        d_pad = max(q8.size(3), v8.size(2) if v8.itemsize == 1 else v8.size(3))
+        load = query_blocks_per_sm(q8.size(0), q8.size(1), multiprocessors(q8.device))
+        tile = tile_config(d_pad, right >= 0, bits, load)
+        args = (*packed, out, lse, m_len, n_len, left, right, sm_scale, softcap, True, *numerics)
+        fp8_attn_fwd.launch(tile, *args, q_blocks)
     return out, lse
 
 
@@ -498,10 +517,13 @@ def _fp8_attn_decode(
     v_descale: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
+    sinks: torch.Tensor | None,
     d_v: int,
     splits: int | None,
-    causal: bool,
+    left: int,
+    right: int,
     sm_scale: float,
+    softcap: float | None,
     bshd: bool,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -509,7 +531,7 @@ def _fp8_attn_decode(
 
     out, lse = _empty_decoded(q, d_v, bshd, out_dtype)
     cache = (k8, v8, k_descale, v_descale, block_table, cache_seqlens)
-    fp8_attn_decode.launch(q, *cache, out, lse, splits, causal, sm_scale, bshd)
+    fp8_attn_decode.launch(q, *cache, sinks, out, lse, splits, left, right, sm_scale, softcap, bshd)
     return out, lse
 
 
@@ -522,10 +544,13 @@ def _(
     v_descale: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
+    sinks: torch.Tensor | None,
     d_v: int,
     splits: int | None,
-    causal: bool,
+    left: int,
+    right: int,
     sm_scale: float,
+    softcap: float | None,
     bshd: bool,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from helion_attn.numerics import MAX_P_OFFSET_LOG2
+from helion_attn.numerics import MAX_P_OFFSET_LOG2, MAX_SEED
 
 #: What `Recipe` accepts, by field.
 RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
@@ -41,7 +41,7 @@ class Recipe:
             FlashAttention-3, arXiv:2407.08608, section 3.3). Q K^T is the same, and an outlier is spread over all
             channels of a block: as many as the largest power of two up to 128 that divides the head dim. An odd
             head dim only has its signs changed.
-        hadamard_seed: of the signs.
+        hadamard_seed: of the signs; 0..2**63 - 1.
         smooth_k: subtract K's mean over keys, per (batch, KV head, channel), before quantising (SageAttention,
             arXiv:2410.02367). It moves all scores of a row alike; `lse` is corrected.
         center_v: subtract V's mean over keys, per (batch, KV head, channel), before quantising, and add it back in
@@ -73,8 +73,8 @@ class Recipe:
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in accepted):
                 raise ValueError(f"{name} is {value!r}; it must be one of {accepted}")
-        if type(self.hadamard_seed) is not int or self.hadamard_seed < 0:
-            raise ValueError(f"hadamard_seed is {self.hadamard_seed!r}; it must be an int, not negative")
+        if type(self.hadamard_seed) is not int or not 0 <= self.hadamard_seed <= MAX_SEED:
+            raise ValueError(f"hadamard_seed is {self.hadamard_seed!r}; it must be an int in 0..2**63 - 1")
         if self.hadamard_seed and not self.hadamard:
             raise ValueError(f"hadamard_seed is {self.hadamard_seed} and hadamard is False; there is nothing to seed")
         if self.qk_dtype == torch.int8:

@@ -16,6 +16,7 @@ from helion_attn.configs import (
     row_width,
     uses_large_d,
 )
+from helion_attn.numerics import MAX_SEED
 from helion_attn.types import PagedKVCache, QuantizedQKV, Recipe, Rope
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,6 +40,10 @@ VARLEN_SCALES = {
 
 #: Of pages, heads and splits: their products have room in 32 bits.
 MAX_COUNT = 2**24
+
+#: What messages call the fields of a cache and its block table.
+CACHE_NAMES = {name: f"cache.{name}" for name in ("k8", "v8", "k_descale", "v_descale", "D", "D_v")}
+CACHE_NAMES["block_table"] = "block_table"
 
 #: Of a softcap: 1 / softcap, times any reasonable scale, has room in fp32; and scores have digits after the point.
 MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-40, 2.0**23
@@ -161,8 +166,8 @@ def check_rope_of(x: torch.Tensor, rope: Rope, positions: torch.Tensor | None) -
 
 def check_seed(seed: int) -> None:
     """Of a rotation's signs."""
-    if type(seed) is not int or seed < 0:
-        raise ValueError(f"seed is {seed!r}; it must be an int, not negative")
+    if type(seed) is not int or not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed is {seed!r}; it must be an int in 0..2**63 - 1")
 
 
 def check_descale_form(
@@ -414,16 +419,18 @@ def check_count(name: str, count: int, largest: int = MAX_COUNT) -> None:
         raise ValueError(f"{name} is {count}; it must lie in 1..{largest}")
 
 
-def check_kv_cache(cache: PagedKVCache) -> None:
+def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> None:
     """The fields of a `PagedKVCache`."""
     if not isinstance(cache, PagedKVCache):
         raise TypeError(f"cache is a {type(cache).__name__}; it must be a helion_attn.PagedKVCache")
-    check_page_head_dim("cache.D", cache.D)
-    check_page_head_dim("cache.D_v", cache.D_v)
+    check_page_head_dim(names["D"], cache.D)
+    check_page_head_dim(names["D_v"], cache.D_v)
     tile = page_packing(cache.D, cache.D_v)
     if not isinstance(cache.k8, torch.Tensor) or cache.k8.dim() != 4 or cache.k8.numel() == 0:
-        raise ValueError("cache.k8 must be [num_pages, H_kv, page_size, D_pad], as helion_attn.paged_kv_cache makes it")
-    check_device("cache.k8", cache.k8)
+        raise ValueError(
+            f"{names['k8']} must be [num_pages, H_kv, page_size, D_pad], as helion_attn.paged_kv_cache makes it"
+        )
+    check_device(names["k8"], cache.k8)
     pages = cache.k8.shape[:2]
     fp8, fp32 = torch.float8_e4m3fn, torch.float32
     expected = {
@@ -435,17 +442,24 @@ def check_kv_cache(cache: PagedKVCache) -> None:
     for name, (shape, dtype) in expected.items():
         x = getattr(cache, name)
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"cache.{name} is a {type(x).__name__}; it must be a torch.Tensor")
+            raise TypeError(f"{names[name]} is a {type(x).__name__}; it must be a torch.Tensor")
         if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != cache.k8.device:
             raise ValueError(
-                f"cache.{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
+                f"{names[name]} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
                 f"be contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
+            )
+        # What a tensor descriptor needs, and torch.compile cannot trace.
+        if not torch.compiler.is_compiling() and (begin := x.storage_offset() * x.itemsize) % 16:
+            raise ValueError(
+                f"{names[name]} is a view that begins {begin} bytes into its storage; it must begin at a multiple of 16"
             )
 
 
-def check_page_tables(block_table: torch.Tensor, cache_seqlens: torch.Tensor, B: int, device: torch.device) -> None:
+def check_page_tables(
+    block_table: torch.Tensor, cache_seqlens: torch.Tensor, B: int, device: torch.device, table_name: str
+) -> None:
     """All of a block table and of lengths but their values."""
-    for name, x, ndim in (("block_table", block_table, 2), ("cache_seqlens", cache_seqlens, 1)):
+    for name, x, ndim in ((table_name, block_table, 2), ("cache_seqlens", cache_seqlens, 1)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be an int32 tensor")
         if x.dtype != torch.int32:
@@ -456,7 +470,7 @@ def check_page_tables(block_table: torch.Tensor, cache_seqlens: torch.Tensor, B:
         if not x.is_contiguous() or x.device != device:
             raise ValueError(f"{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {device}")
     # Positions are 32-bit in the kernels, and a page has 128.
-    check_count("the width of block_table", block_table.size(1), MAX_COUNT - 1)
+    check_count(f"the width of {table_name}", block_table.size(1), MAX_COUNT - 1)
 
 
 def check_heads_of_cache(name: str, cache: PagedKVCache, x: torch.Tensor, D: int) -> None:
@@ -467,6 +481,42 @@ def check_heads_of_cache(name: str, cache: PagedKVCache, x: torch.Tensor, D: int
         raise ValueError(f"{name} has head dim {x.size(3)}; the cache's is {D}")
 
 
+def check_kvcache_append(
+    cache: PagedKVCache,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    layout: str,
+    rope: Rope | None,
+    names: dict[str, str] = CACHE_NAMES,
+) -> None:
+    """The arguments of `append_kvcache`."""
+    check_kv_cache(cache, names)
+    check_inputs({"k": k, "v": v}, layout)
+    check_heads_of_cache("k", cache, k, cache.D)
+    check_heads_of_cache("v", cache, v, cache.D_v)
+    if layout == "bshd":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    B, H_kv, L = k.shape[:3]
+    if tuple(v.shape[:3]) != (B, H_kv, L):
+        raise ValueError(f"v has batch, heads and length {tuple(v.shape[:3])} and k {(B, H_kv, L)}; they must be equal")
+    if cache.k8.size(1) != H_kv:
+        raise ValueError(f"k has {H_kv} heads; the cache has {cache.k8.size(1)}")
+    check_page_tables(block_table, cache_seqlens, B, k.device, names["block_table"])
+    pages, page_size = block_table.size(1), cache.page_size
+    if pages * page_size < L:
+        raise ValueError(
+            f"k has {L} keys; {pages} pages of {page_size}, the width of {names['block_table']}, cannot hold them"
+        )
+    if rope is not None:
+        check_rope_tables(rope, cache.D, k.device)
+        for name in ("q_positions", "k_positions"):
+            if getattr(rope, name) is not None:
+                raise ValueError(f"rope.{name} is given; it must be None: cache_seqlens says where keys are")
+        check_rotatable("k", k)
+
+
 def check_kvcache_attention(
     q: torch.Tensor,
     cache: PagedKVCache,
@@ -475,20 +525,27 @@ def check_kvcache_attention(
     layout: str,
     causal: bool,
     sm_scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
     num_splits: int | None,
     out_dtype: torch.dtype | None,
+    names: dict[str, str] = CACHE_NAMES,
 ) -> None:
     """The arguments of `attention_kvcache`."""
-    check_kv_cache(cache)
+    check_kv_cache(cache, names)
     check_inputs({"q": q}, layout)
     check_heads_of_cache("q", cache, q, cache.D)
     H, H_kv = q.size(1 if layout == "bhsd" else 2), cache.k8.size(1)
     if H % H_kv:
         raise ValueError(f"q has {H} heads and the cache {H_kv}; q's must be a multiple of the cache's")
-    check_page_tables(block_table, cache_seqlens, q.size(0), q.device)
+    check_page_tables(block_table, cache_seqlens, q.size(0), q.device, names["block_table"])
     check_causal(causal)
     if sm_scale is not None:
         check_sm_scale(sm_scale)
+    check_window(window)
+    check_softcap(softcap)
+    check_sinks(sinks, H, q.device)
     if num_splits is not None:
         check_count("num_splits", num_splits)
     if out_dtype is not None and out_dtype not in IN_DTYPES:

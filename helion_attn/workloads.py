@@ -32,6 +32,12 @@ def _bench(S: int, D: int, causal: bool) -> Workload:
     return Workload(name, BENCH_TOKENS // S, H, H, S, S, D, causal, frozenset(tags))
 
 
+def _tune(B: int, D: int, causal: bool) -> Workload:
+    H, S = BENCH_HIDDEN // D, 4096
+    name = f"tune_d{D}_b{B}_{'causal' if causal else 'full'}"
+    return Workload(name, B, H, H, S, S, D, causal, frozenset({"tune"}))
+
+
 def _ci(name: str, B: int, H: int, H_kv: int, M: int, N: int, D: int, causal: bool) -> Workload:
     return Workload(name, B, H, H_kv, M, N, D, causal, frozenset({"ci"}))
 
@@ -64,6 +70,8 @@ WORKLOADS = (
         for D in (64, 128, 256)
         for S in (512, 1024, 2048, 4096, 8192, 16384)
     ),
+    # Beside the benchmark's four: launches of two to sixty query blocks of 128 an SM.
+    *(_tune(B, D, causal) for causal in (False, True) for D in (64, 128, 256) for B in (1, 2, 16)),
     *(
         Workload(f"long_d{D}_n{N}", 1, 8, 8, 128, N, D, False, frozenset({"long"}))
         for D in (64, 128, 256)

@@ -14,6 +14,8 @@ What docs/trust.md says of their limits holds.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import re
@@ -21,6 +23,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,9 +41,21 @@ TOOLS = ("memcheck", "racecheck")
 BANNERS = ("COMPUTE-SANITIZER", "Target application returned an error", "Error: process", "Error: Target application")
 
 
+B, H, H_KV, M, N = 1, 4, 2, 150, 300
+
+
+def check(out: torch.Tensor, model: torch.Tensor, oracle: torch.Tensor, softcap: float | None = None) -> None:
+    """`out` is within the budget that the rounding model's error leaves."""
+    model_error = relative_error(model, oracle)
+    budget = error_budget(model_error, out.dtype, device=str(out.device), softcap=softcap)
+    error = relative_error(out, oracle)
+    if not error <= budget:
+        raise ValueError(f"error {error:.4g}, budget {budget:.4g}")
+
+
 @dataclass(frozen=True)
-class Case:
-    """A small call; M and N are ragged, and more than a block each.
+class Attend:
+    """A small call of `attention`; M and N are ragged, and more than a block each.
 
     Attributes:
         D: head dim; D_v, V's.
@@ -57,55 +73,86 @@ class Case:
     odd_strides: bool = False
     rope: bool = False
 
+    def __call__(self, device: str) -> None:
+        """The call, and its check."""
+        q, k, v = make_qkv("biased_v", B, H, H_KV, M, N, self.D, self.dtype, device, D_v=self.D_v)
+        if self.odd_strides:
+            q, k, v = (torch.nn.functional.pad(x, (0, 1 - x.size(3) % 2))[..., : x.size(3)] for x in (q, k, v))
+        angles = torch.linspace(0, 50, N * self.D // 2, device=device).view(N, -1)
+        options = self.options | {
+            "recipe": self.recipe,
+            "rope": ha.Rope(angles.cos(), angles.sin()) if self.rope else None,
+            "sinks": torch.linspace(-1, 1, H, device=device) if self.has_sinks else None,
+        }
+        given = [x.transpose(1, 2) for x in (q, k, v)] if options.get("layout") == "bshd" else [q, k, v]
+        out = ha.attention(*given, **options)
+        if not self.rope:
+            exact = {name: value for name, value in options.items() if name not in ("recipe", "rope")}
+            oracle = ha.reference.attention(*given, **exact)
+            block_n = packing(self.D, self.D_v, self.recipe.bits).bn
+            check(out, ha.reference.fp8_attention(*given, **options, block_n=block_n), oracle, options.get("softcap"))
+        elif not out.isfinite().all():
+            raise ValueError("the output is not finite")
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Append to a paged cache, and attend to it; the keys in `splits` runs."""
+
+    D: int
+    splits: int
+
+    def __call__(self, device: str) -> None:
+        """The calls, and their check."""
+        lengths, queries = (N, 0, N - 123), 3
+        q, k, v = make_qkv("biased_v", len(lengths), H, H_KV, queries, N, self.D, device=device)
+        cache = ha.paged_kv_cache(len(lengths) * N, H_KV, self.D, device=device)
+        pages = -(-N // cache.page_size)
+        table = torch.arange(len(lengths) * pages, dtype=torch.int32, device=device).flip(0).view(-1, pages)
+        seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        ha.append_kvcache(cache, k, v, table, torch.zeros_like(seqlens))
+        out = ha.attention_kvcache(q, cache, table, seqlens, causal=True, num_splits=self.splits)
+        for b, length in enumerate(lengths):
+            one = (q[b : b + 1], k[b : b + 1, :, :length], v[b : b + 1, :, :length])
+            if length:
+                model, _ = ha.reference.fp8_attention_kvcache(*one, causal=True)
+                check(out[b : b + 1], model, ha.reference.attention(*one, causal=True))
+            elif out[b].any():
+                raise ValueError("a sequence without keys does not give 0")
+
+
+def stages(device: str) -> None:
+    """The stage functions."""
+    x = make_qkv("randn", B, H, H, M, M, 64, device=device)[0]
+    angles = torch.linspace(0, 50, M * 32, device=device).view(M, 32)
+    tables = (angles.cos(), angles.sin())
+    rotated, transformed = ha.reference.apply_rope(x, *tables), ha.reference.hadamard(x)
+    check(ha.apply_rope(x, ha.Rope(*tables)), rotated.bfloat16(), rotated)
+    check(ha.hadamard(x), transformed.bfloat16(), transformed)
+
 
 MASKED: dict[str, Any] = {"window": (70, 9), "softcap": 5.0}
 
-#: Every kernel, and every branch that adds loads or stores to one.
-CASES = {
-    **{f"full_d{D}": Case(D, D) for D in (64, 128, 256)},
-    **{f"causal_d{D}": Case(D, D, options={"causal": True}) for D in (64, 128, 256)},
-    **{f"masked_d{D}": Case(D, D, ha.ACCURATE, options=MASKED, has_sinks=True) for D in (64, 128, 256)},
-    "fast_d128": Case(128, 128, ha.FAST),
-    "tensor_scales": Case(64, 64, ha.Recipe(q_scales="tensor", k_scales="tensor", v_scales="tensor")),
-    "blocks_of_q": Case(256, 256, ha.Recipe(q_scales="block", k_scales="block")),
-    "padded_head_dim": Case(40, 40, options={"layout": "bshd", "causal": True}),
-    "odd_strides": Case(72, 72, odd_strides=True),
-    "fp32_hadamard": Case(64, 64, ha.ACCURATE, torch.float32),
-    "rope": Case(64, 64, rope=True),
-    "hybrid": Case(128, 128, ha.HYBRID),
-    "bf16_masked": Case(40, 40, ha.BF16, options=MASKED, has_sinks=True),
-    "large_d320": Case(320, 320, options={"causal": True}),
-    "large_d512_masked": Case(512, 512, ha.ACCURATE, options=MASKED, has_sinks=True),
-    "d192_128": Case(192, 128),
+#: Every kernel, and every branch that adds loads or stores to one. A case is called with the device.
+CASES: dict[str, Callable[[str], None]] = {
+    **{f"full_d{D}": Attend(D, D) for D in (64, 128, 256)},
+    **{f"causal_d{D}": Attend(D, D, options={"causal": True}) for D in (64, 128, 256)},
+    **{f"masked_d{D}": Attend(D, D, ha.ACCURATE, options=MASKED, has_sinks=True) for D in (64, 128, 256)},
+    "fast_d128": Attend(128, 128, ha.FAST),
+    "tensor_scales": Attend(64, 64, ha.Recipe(q_scales="tensor", k_scales="tensor", v_scales="tensor")),
+    "blocks_of_q": Attend(256, 256, ha.Recipe(q_scales="block", k_scales="block")),
+    "padded_head_dim": Attend(40, 40, options={"layout": "bshd", "causal": True}),
+    "odd_strides": Attend(72, 72, odd_strides=True),
+    "fp32_hadamard": Attend(64, 64, ha.ACCURATE, torch.float32),
+    "rope": Attend(64, 64, rope=True),
+    "hybrid": Attend(128, 128, ha.HYBRID),
+    "bf16_masked": Attend(40, 40, ha.BF16, options=MASKED, has_sinks=True),
+    "large_d320": Attend(320, 320, options={"causal": True}),
+    "large_d512_masked": Attend(512, 512, ha.ACCURATE, options=MASKED, has_sinks=True),
+    "d192_128": Attend(192, 128),
+    **{f"kv_cache_d{D}_{splits}_splits": Decode(D, splits) for D in (64, 128) for splits in (1, 3)},
+    "stages": stages,
 }
-
-B, H, H_KV, M, N = 1, 4, 2, 150, 300
-
-
-def run_case(case: Case, device: str) -> None:
-    """The call, and its check."""
-    q, k, v = make_qkv("biased_v", B, H, H_KV, M, N, case.D, case.dtype, device, D_v=case.D_v)
-    if case.odd_strides:
-        q, k, v = (torch.nn.functional.pad(x, (0, 1 - x.size(3) % 2))[..., : x.size(3)] for x in (q, k, v))
-    angles = torch.linspace(0, 50, N * case.D // 2, device=device).view(N, -1)
-    options = case.options | {
-        "recipe": case.recipe,
-        "rope": ha.Rope(angles.cos(), angles.sin()) if case.rope else None,
-        "sinks": torch.linspace(-1, 1, H, device=device) if case.has_sinks else None,
-    }
-    given = [x.transpose(1, 2) for x in (q, k, v)] if options.get("layout") == "bshd" else [q, k, v]
-    out = ha.attention(*given, **options)
-    if not case.rope:
-        exact = {name: value for name, value in options.items() if name not in ("recipe", "rope")}
-        oracle = ha.reference.attention(*given, **exact)
-        block_n = packing(case.D, case.D_v, case.recipe.bits).bn
-        model = ha.reference.fp8_attention(*given, **options, block_n=block_n)
-        budget = error_budget(relative_error(model, oracle), out.dtype, device=device, softcap=options.get("softcap"))
-        error = relative_error(out, oracle)
-        if not error <= budget:
-            raise ValueError(f"error {error:.4g}, budget {budget:.4g}")
-    elif not out.isfinite().all():
-        raise ValueError("the output is not finite")
 
 
 @dataclass(frozen=True)
@@ -174,6 +221,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--out", type=Path, help="write the results here, as JSON")
     what.add_argument("--case", choices=CASES, help="run this case, without the sanitizer")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program; by default as on PATH")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time, which share the GPU; 1 by default")
     return parser.parse_args(argv)
 
 
@@ -181,20 +229,20 @@ def main(argv: list[str] | None = None) -> int:
     """See the module's docstring."""
     arguments = parse_arguments(argv)
     if arguments.case:
-        run_case(CASES[arguments.case], "cuda" if torch.cuda.is_available() else "cpu")
+        CASES[arguments.case]("cuda" if torch.cuda.is_available() else "cpu")
         return 0
     sanitizer = shutil.which(arguments.sanitizer)
     if sanitizer is None:
         print(f"no program {arguments.sanitizer!r}; it comes with the CUDA toolkit: give its path by --sanitizer")
         return 2
     results = []
-    print(f"{'tool':10} {'case':20} {'seconds':>8} {'found':>6}")
-    for tool in TOOLS:
-        for name in CASES:
-            result = sanitize(sanitizer, tool, name)
+    print(f"{'tool':10} {'case':22} {'seconds':>8} {'found':>6}")
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        tools, names = zip(*itertools.product(TOOLS, CASES), strict=True)
+        for result in pool.map(functools.partial(sanitize, sanitizer), tools, names):
             results.append(result)
             found = "failed" if result.count is None or (result.returncode and not result.count) else result.count
-            print(f"{tool:10} {name:20} {result.seconds:8.1f} {found:>6}", flush=True)
+            print(f"{result.tool:10} {result.case:22} {result.seconds:8.1f} {found:>6}", flush=True)
             for finding in result.findings:
                 print(f"    {finding.message} in {finding.kernel or 'an unnamed kernel'}")
     meta = {

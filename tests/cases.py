@@ -18,11 +18,22 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 PRESETS = {"fast": ha.FAST, "balanced": ha.BALANCED, "accurate": ha.ACCURATE}
 
+#: With 16-bit numbers: of V, of everything, and through every stage of preprocessing in fp16.
+SIXTEEN_BIT = {
+    "hybrid": ha.HYBRID,
+    "bf16": ha.BF16,
+    "fp16_hadamard_smooth_k": dataclasses.replace(
+        ha.BF16, qk_dtype=torch.float16, pv_dtype=torch.float16, hadamard=True, smooth_k=True, center_v=True
+    ),
+}
+
+LADDER = PRESETS | SIXTEEN_BIT
+
 #: One descale a head for Q, K and V, and nothing subtracted or rotated: integers stay exact.
 PLAIN = ha.Recipe(q_scales="head", center_v=False)
 
-#: The presets, every single choice that differs from the defaults, and pairs that share code.
-RECIPES = PRESETS | {
+#: The ladder, every single choice that differs from the defaults, and pairs that share code.
+RECIPES = LADDER | {
     "plain": PLAIN,
     "tensor_scales": ha.Recipe(q_scales="tensor", k_scales="tensor", v_scales="tensor"),
     "q_head": ha.Recipe(q_scales="head"),
@@ -41,12 +52,7 @@ RECIPES = PRESETS | {
     "hadamard_smooth_k": ha.Recipe(hadamard=True, smooth_k=True),
     "int8_token": ha.Recipe(qk_dtype=torch.int8, q_scales="token", k_scales="block"),
     "int8_smooth_k": ha.Recipe(qk_dtype=torch.int8, k_scales="block", smooth_k=True),
-    "hybrid": ha.HYBRID,
     "hybrid_e4m3_fp16": ha.Recipe(pv_dtype=torch.float16, v_scales="none"),
-    "bf16": ha.BF16,
-    "fp16_hadamard_smooth_k": dataclasses.replace(
-        ha.BF16, qk_dtype=torch.float16, pv_dtype=torch.float16, hadamard=True, smooth_k=True, center_v=True
-    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""What every test file shares: the device, memory that starts as NaN, and the fuzz's option and count."""
+"""What every test file shares: the device, no ops, memory that starts as NaN, and the fuzz's option and count."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
+from no_ops import NoOps
 
 ON_SM_90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords and not ON_SM_90:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA sm_90 device"))
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops raise `Launched` instead of running."""
+    monkeypatch.setattr(torch.ops, "helion_attn", NoOps())
 
 
 @pytest.fixture(scope="session")

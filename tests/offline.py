@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
 from helion_attn import testing
+from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.preprocess import hadamard
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.varlen import attend_varlen, quantize_varlen
@@ -134,6 +136,19 @@ def compile_quantize(
     return compile_for_sm90(launch)
 
 
+#: Of `compile_attention`. With that batch it takes the config for launches of any size, and no tensor of the largest
+#: head dim has 2**31 elements, where Helion's index type is another.
+BATCH, HEADS, QUERIES = 256, 4, 1000
+
+
+def batch_for(tile: TileConfig | LargeTileConfig) -> int:
+    """The B for which `compile_attention` takes `tile`."""
+    if tile.max_query_blocks_per_sm == math.inf:
+        return BATCH
+    programs = tile.max_query_blocks_per_sm * testing._H200.multi_processor_count
+    return int(programs / (HEADS * math.ceil(QUERIES / tile.bm)))
+
+
 def compile_attention(
     D: int,
     causal: bool,
@@ -144,11 +159,13 @@ def compile_attention(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    B: int = BATCH,
 ) -> Sm90Kernel:
     """The attention kernel alone: what `quantize` would give it comes from the ops' fakes."""
 
     def launch() -> None:
-        packed = ha.quantize(*fake_qkv(2, 4, 2, 1000, 3000, D, layout=layout, D_v=D_v), layout=layout, recipe=recipe)
+        qkv = fake_qkv(B, HEADS, 2, QUERIES, 3000, D, layout=layout, D_v=D_v)
+        packed = ha.quantize(*qkv, layout=layout, recipe=recipe)
         with launching():
             ha.attention_quantized(
                 packed,
@@ -208,14 +225,20 @@ def fake_cache(num_pages: int, H_kv: int, D: int, D_v: int) -> ha.PagedKVCache:
         return ha.paged_kv_cache(num_pages, H_kv, D, D_v=D_v, device="cuda:0")
 
 
-def compile_decode(D: int, D_v: int, H: int, M: int, num_splits: int, num_pages: int = 2048) -> list[Sm90Kernel]:
-    """The kernel of `attention_kvcache`, and the one that merges splits if there are any; 8 KV heads."""
+def compile_decode(
+    D: int, D_v: int, H: int, M: int, num_splits: int, num_pages: int = 2048, masked: bool = False
+) -> list[Sm90Kernel]:
+    """The kernel of `attention_kvcache`, and the one that merges splits if there are any; 8 KV heads.
+
+    `masked`: with a window, a softcap and sinks.
+    """
 
     def launch() -> None:
         table, seqlens = fake_cuda(64, 32, dtype=torch.int32), fake_cuda(64, dtype=torch.int32)
         q = fake_cuda(64, H, M, D, dtype=torch.bfloat16)
         with launching():
-            ha.attention_kvcache(q, fake_cache(num_pages, 8, D, D_v), table, seqlens, num_splits=num_splits)
+            masks: dict[str, Any] = {"window": (1000, 0), "softcap": 30.0, "sinks": fake_cuda(H)} if masked else {}
+            ha.attention_kvcache(q, fake_cache(num_pages, 8, D, D_v), table, seqlens, num_splits=num_splits, **masks)
 
     return compile_for_sm90(launch)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import PLAIN, PRESETS, Tensors, make_case
+from cases import LADDER, PLAIN, PRESETS, SIXTEEN_BIT, Tensors, make_case
 
 import helion_attn as ha
 from helion_attn.testing import make_qkv, relative_error
@@ -55,6 +55,16 @@ def test_logit_range(recipe: ha.Recipe, factor: float, causal: bool, device: str
     """From all but equal scores to a softmax that is one-hot, of scores between which fp32 has steps of 1 to 1e5."""
     q, k, v = make_qkv("randn", 1, 2, 2, 70, 200, 32, torch.float32, device)
     case = make_case((q * factor, k, v), causal, recipe=recipe)
+    out, _ = case.run()
+    case.assert_within_budget(out)
+
+
+@pytest.mark.parametrize("factor", [-30.0, 1e-4, 1e4], ids=lambda factor: f"{factor:g}")
+@pytest.mark.parametrize("recipe", SIXTEEN_BIT.values(), ids=SIXTEEN_BIT)
+def test_logit_range_of_16_bits(recipe: ha.Recipe, factor: float, device: str) -> None:
+    """As above, up to what fp16 holds; `test_scores_of_1e9` has the rest."""
+    q, k, v = make_qkv("randn", 1, 2, 2, 70, 200, 32, torch.float32, device)
+    case = make_case((q * factor, k, v), True, recipe=recipe)
     out, _ = case.run()
     case.assert_within_budget(out)
 
@@ -125,7 +135,7 @@ def make_hard(what: str, device: str) -> Tensors:
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("what", HARD)
-@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
+@pytest.mark.parametrize("recipe", LADDER.values(), ids=LADDER)
 def test_hard_inputs(recipe: ha.Recipe, what: str, causal: bool, device: str) -> None:
     case = make_case(make_hard(what, device), causal, recipe=recipe)
     out, lse = case.run(torch.float32)
@@ -133,7 +143,7 @@ def test_hard_inputs(recipe: ha.Recipe, what: str, causal: bool, device: str) ->
     case.assert_lse_within_budget(lse)
 
 
-@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
+@pytest.mark.parametrize("recipe", LADDER.values(), ids=LADDER)
 def test_zero_sm_scale_with_a_mask(recipe: ha.Recipe, device: str) -> None:
     """Every row is the mean of the values that it sees."""
     q, k, v = make_qkv("randn", 1, 2, 1, 130, 200, 32, torch.float32, device)

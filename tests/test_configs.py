@@ -1,45 +1,73 @@
-"""The tuned table: complete, consistent, and with the timings that chose it."""
+"""The tuned tables: complete, consistent, with the timings that chose them; and how a launch finds its row."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from importlib import resources
+import math
+from dataclasses import asdict, replace
 from typing import Any
+from unittest import mock
 
 import pytest
+from offline import BATCH, HEADS, QUERIES
 
-from helion_attn.configs import SUPPORTED_D, TILE_CONFIGS, TileConfig, padded_head_dim, tile_config
+from helion_attn import configs
+from helion_attn.configs import (
+    LARGE_D_TABLE,
+    LARGE_TILE_CONFIGS,
+    SUPPORTED_D,
+    TABLE,
+    TILE_CONFIGS,
+    LargeTileConfig,
+    TileConfig,
+    attention_tile_config,
+    large_tile_config,
+    packing,
+    padded_head_dim,
+    query_blocks_per_sm,
+    read_table,
+    tile_config,
+)
 from helion_attn.validate import MIN_D
 
 BITS = [(8, 8), (8, 16), (16, 16)]
 
+ALL_TILES: tuple[TileConfig | LargeTileConfig, ...] = (*TILE_CONFIGS, *LARGE_TILE_CONFIGS)
 
-def tile_id(tile: TileConfig) -> str:
-    return f"{tile.qk_bits}-{tile.pv_bits}-d{tile.D_pad}-{'causal' if tile.causal else 'full'}"
-
-
-def table() -> dict[str, Any]:
-    text = resources.files("helion_attn.configs").joinpath("fp8_attn_fwd_sm90.json").read_text()
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
+ROWS = list(zip(ALL_TILES, read_table(TABLE) + read_table(LARGE_D_TABLE), strict=True))
 
 
-def test_one_row_for_every_head_dim_and_mask() -> None:
+def tile_id(tile: TileConfig | LargeTileConfig) -> str:
+    kind = f"{tile.qk_bits}-{tile.pv_bits}" if isinstance(tile, TileConfig) else f"v{tile.v_tile}"
+    return f"{kind}-d{tile.D_pad}-{'causal' if tile.causal else 'full'}-up-to-{tile.max_query_blocks_per_sm}"
+
+
+def test_every_head_dim_and_mask_has_a_row_for_any_launch() -> None:
+    default = [(t.bits, t.D_pad, t.causal) for t in TILE_CONFIGS if t.max_query_blocks_per_sm == math.inf]
     expected = {(bits, D, causal) for bits in BITS for D in SUPPORTED_D for causal in (False, True)}
-    assert TILE_CONFIGS.keys() == expected
-    assert len(table()["rows"]) == len(expected)
+    assert set(default) == expected
+    assert len(default) == len(expected)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("D_pad", SUPPORTED_D)
-def test_both_masks_share_block_sizes(D_pad: int, bits: tuple[int, int]) -> None:
-    full, causal = tile_config(D_pad, False, bits), tile_config(D_pad, True, bits)
-    assert (full.bm, full.bn) == (causal.bm, causal.bn)
+def test_limits_are_below_what_the_compile_tests_launch() -> None:
+    """Whose `BATCH` must take the configs for any launch."""
+    limits = [tile.max_query_blocks_per_sm for tile in ALL_TILES if tile.max_query_blocks_per_sm < math.inf]
+    assert all(limit < BATCH * HEADS * (QUERIES // 128) / 132 for limit in limits)
 
 
-@pytest.mark.parametrize("tile", TILE_CONFIGS.values(), ids=tile_id)
-def test_config_fits_the_hardware(tile: TileConfig) -> None:
+def test_masks_and_launches_share_block_sizes() -> None:
+    """Packing knows neither."""
+    for tile in TILE_CONFIGS:
+        packed = packing(tile.D_pad, tile.D_pad, tile.bits)
+        assert (tile.bm, tile.bn) == (packed.bm, packed.bn)
+    blocks: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for large in LARGE_TILE_CONFIGS:
+        blocks.setdefault((large.D_pad, large.v_tile), set()).add((large.bm, large.bn))
+    assert all(len(sizes) == 1 for sizes in blocks.values())
+
+
+@pytest.mark.parametrize("tile", ALL_TILES, ids=tile_id)
+def test_config_fits_the_hardware(tile: TileConfig | LargeTileConfig) -> None:
     assert tile.bm % 64 == 0, "a warp group's product has 64 rows"
     assert tile.bn % 16 == 0, "keys are interleaved in groups of 16"
     assert tile.num_warps % 4 == 0, "a warp group is 4 warps"
@@ -48,25 +76,38 @@ def test_config_fits_the_hardware(tile: TileConfig) -> None:
     assert tile.ctas_per_sm >= 1
 
 
-@pytest.mark.parametrize("row", table()["rows"], ids=lambda row: tile_id(TileConfig(**row["config"])))
-def test_rows_have_timings_and_round_trip(row: dict[str, Any]) -> None:
-    tile = TileConfig(**row["config"])
-    assert asdict(tile) == row["config"]
-    assert tile_config(tile.D_pad, tile.causal, tile.bits) == tile
+@pytest.mark.parametrize(("tile", "row"), [pytest.param(*pair, id=tile_id(pair[0])) for pair in ROWS])
+def test_rows_have_timings_and_round_trip(tile: TileConfig | LargeTileConfig, row: dict[str, Any]) -> None:
+    not_in_config = {"max_query_blocks_per_sm", "measured_on"}
+    assert {name: value for name, value in asdict(tile).items() if name not in not_in_config} == row["config"]
+    flags = ("causal", "query_blocks_fastest", "two_level")
     assert {name: type(value) for name, value in row["config"].items()} == {
-        name: bool if name in ("causal", "query_blocks_fastest", "two_level") else int for name in row["config"]
+        name: bool if name in flags else int for name in row["config"]
     }
+    if isinstance(tile, TileConfig):
+        found: object = tile_config(tile.D_pad, tile.causal, tile.bits, tile.max_query_blocks_per_sm)
+    else:
+        D_v = row["workload"]["D_v"]
+        found = large_tile_config(tile.D_pad, D_v, tile.causal, tile.max_query_blocks_per_sm)
+    assert found == tile
     assert row["ms"] > 0
     assert row["tflops"] > 0
     assert 0 < row["registers"] <= 255
+    assert row["spills"] == 0
     assert json.loads(json.dumps(row)) == row
 
 
-def test_meta_says_what_made_it() -> None:
-    meta = table()["meta"]
-    for name in ("gpu", "torch", "triton", "helion", "date", "command", "workload"):
-        assert meta.get(name), name
-    assert "H200" in meta["gpu"] or "H100" in meta["gpu"]
+@pytest.mark.parametrize(("tile", "row"), [pytest.param(*pair, id=tile_id(pair[0])) for pair in ROWS])
+def test_rows_say_what_made_them(tile: TileConfig | LargeTileConfig, row: dict[str, Any]) -> None:
+    for name in ("gpu", "sm_count", "torch", "triton", "helion", "date", "commit", "command"):
+        assert row["provenance"].get(name), name
+    assert {"B", "H", "M", "N", "D", "D_v"} <= row["workload"].keys()
+    assert tile.measured_on == row["provenance"]["gpu"]
+
+
+def test_h100_is_not_measured() -> None:
+    """It takes the same rows, by its number of SMs. Change README.md's Requirements with this."""
+    assert {tile.measured_on for tile in ALL_TILES} == {"NVIDIA H200"}
 
 
 @pytest.mark.parametrize("D", range(MIN_D, SUPPORTED_D[-1] + 1))
@@ -80,3 +121,44 @@ def test_padded_head_dim(D: int) -> None:
 def test_unknown_config_raises() -> None:
     with pytest.raises(KeyError, match="D_pad=48, causal=False"):
         tile_config(48, False)
+
+
+def small(tile: Any, limit: float) -> Any:
+    return replace(tile, max_query_blocks_per_sm=limit, query_blocks_fastest=not tile.query_blocks_fastest)
+
+
+def test_a_launch_takes_the_first_row_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = tile_config(128, True)
+    rows = [small(default, 4.0), small(default, 8.0), default]
+    monkeypatch.setattr(configs, "_BY_KIND", {(default.bits, 128, True): rows})
+    for load, row in ((0.1, rows[0]), (4.0, rows[0]), (4.01, rows[1]), (8.0, rows[1]), (8.01, default), (1e9, default)):
+        assert attention_tile_config(100, 128, True, load=load) == row
+    assert tile_config(128, True) == default
+
+
+def test_a_launch_of_large_heads_takes_the_first_row_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = large_tile_config(512, 512, True)
+    row = small(default, 4.0)
+    for_any = [tile for tile in LARGE_TILE_CONFIGS if tile.max_query_blocks_per_sm == math.inf]
+    monkeypatch.setattr(configs, "LARGE_TILE_CONFIGS", (*for_any, row))
+    assert large_tile_config(512, 512, True, 4.0) == row
+    assert large_tile_config(512, 512, True, 4.01) == default
+    assert large_tile_config(512, 512, True) == default
+    assert large_tile_config(512, 512, False, 1.0) == large_tile_config(512, 512, False)
+
+
+def test_size_of_a_launch_counts_multiprocessors() -> None:
+    H200, H100_PCIE = 132, 114
+    assert query_blocks_per_sm(32, 132, H200) == 32.0
+    assert query_blocks_per_sm(32, 132, H100_PCIE) > 32.0
+
+
+def test_selection_reads_no_files() -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("reads a file")
+
+    with mock.patch("builtins.open", refuse), mock.patch("io.open", refuse), mock.patch("os.open", refuse):
+        for load in (0.5, 50.0):
+            attention_tile_config(128, 128, True, load=load)
+            large_tile_config(192, 128, True, load)
+        packing(128, 128)

@@ -15,7 +15,7 @@ from test_interpreter import row_errors
 import helion_attn as ha
 from helion_attn.kernels.merge_splits import RUNS_AT_ONCE
 from helion_attn.numerics import E4M3_MAX
-from helion_attn.testing import error_budget, make_qkv, relative_error
+from helion_attn.testing import TANH_ERROR, error_budget, make_qkv, relative_error
 
 Poisoned = Callable[[], AbstractContextManager[None]]
 
@@ -69,10 +69,11 @@ class Decoding:
     table: torch.Tensor
     seqlens: torch.Tensor
     causal: bool = True
+    masks: dict[str, Any] = dataclasses.field(default_factory=dict)  # window, softcap, sinks
 
     def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 `(out, lse)`."""
-        options = {"out_dtype": torch.float32, "causal": self.causal, "return_lse": True} | options
+        options = {"out_dtype": torch.float32, "causal": self.causal, "return_lse": True} | self.masks | options
         attend: Any = ha.attention_kvcache
         return attend(self.q, self.cache, self.table, self.seqlens, **options)
 
@@ -82,23 +83,29 @@ class Decoding:
         return self.q[b : b + 1], self.k[b : b + 1, :, :n], self.v[b : b + 1, :, :n]
 
     def check(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Every sequence within its budget; those without keys give 0 and -inf."""
+        """Every sequence within its budget; those without keys give 0, and -inf or their sinks."""
+        sinks, softcap = self.masks.get("sinks"), self.masks.get("softcap")
         for b, n in enumerate(self.lengths):
             if n == 0:
+                alone = torch.full_like(lse[b], float("-inf")) if sinks is None else sinks[:, None].expand_as(lse[b])
                 assert torch.all(out[b] == 0)
-                assert torch.all(lse[b] == float("-inf"))
+                assert torch.allclose(lse[b], alone)
                 continue
-            oracle, oracle_lse = ha.reference.attention(*self.sequence(b), causal=self.causal, return_lse=True)
-            model, model_lse = ha.reference.fp8_attention_kvcache(*self.sequence(b), causal=self.causal)
+            options = {"causal": self.causal} | self.masks
+            oracle, oracle_lse = ha.reference.attention(*self.sequence(b), **options, return_lse=True)
+            model, model_lse = ha.reference.fp8_attention_kvcache(*self.sequence(b), **options)
             error = relative_error(out[b : b + 1], oracle)
-            budget = error_budget(relative_error(model, oracle), out.dtype, device=out.device)
+            budget = error_budget(relative_error(model, oracle), out.dtype, device=out.device, softcap=softcap)
             assert error <= budget, f"sequence {b}: error {error:.4g}, budget {budget:.4g}"
             finite = oracle_lse > float("-inf")
             assert torch.all(lse[b : b + 1][~finite] == float("-inf"))
             if finite.any():
                 error = relative_error(lse[b : b + 1][finite], oracle_lse[finite])
                 model_error = relative_error(model_lse[finite], oracle_lse[finite])
-                assert error <= error_budget(model_error, torch.float32, device=out.device)
+                budget = error_budget(model_error, torch.float32, device=out.device)
+                if out.is_cuda and softcap:
+                    budget += softcap * TANH_ERROR / oracle_lse[finite].abs().mean().item()
+                assert error <= budget
 
 
 def make_decoding(
@@ -147,6 +154,48 @@ def test_groups_and_queries(group: int, M: int, causal: bool, device: str) -> No
     """From one row in a tile of 16 to 128 rows in four tiles; the last queries straddle two pages."""
     case = make_decoding("randn", [133, 200, 9], 2 * group, 2, M, 64, device, causal=causal)
     case.check(*case.run(num_splits=2))
+
+
+SINKS = [-2.0, 0.0, 3.0, float("-inf")]
+
+MASKS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "window": (True, {"window": (130, 0)}),
+    "both_sides": (False, {"window": (40, 3)}),
+    "right": (False, {"window": (-1, 2)}),
+    "own_key": (True, {"window": (0, 0)}),
+    "softcap": (True, {"softcap": 2.0}),
+    "sinks": (True, {"sinks": SINKS}),
+    "all": (True, {"window": (140, -1), "softcap": 5.0, "sinks": SINKS}),
+    "all_but_causal": (False, {"window": (20, -1), "softcap": 5.0, "sinks": SINKS}),
+}
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("M", [1, 5])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, M: int, splits: int, device: str, poisoned: Poisoned) -> None:
+    causal, masks = MASKS[name]
+    if "sinks" in masks:
+        masks = masks | {"sinks": torch.tensor(masks["sinks"], device=device)}
+    lengths = [420, 0, 1, 128, 257]
+    case = dataclasses.replace(
+        make_decoding("randn", lengths, 4, 2, M, 64, device, causal=causal, scale=2.0), masks=masks
+    )
+    with poisoned():
+        out, lse = case.run(num_splits=splits)
+    case.check(out, lse)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_pages_outside_the_window_are_not_read(splits: int, device: str) -> None:
+    case = make_decoding("randn", [700, 390], 4, 2, 2, 64, device)
+    case = dataclasses.replace(case, masks={"window": (100, 0)})
+    expected = case.run(num_splits=splits)
+    table = case.table.clone()
+    for b, n in enumerate(case.lengths):
+        table[b, : (n - 2 - 100) // case.cache.page_size] = NO_PAGE
+    for actual, wanted in zip(dataclasses.replace(case, table=table).run(num_splits=splits), expected, strict=True):
+        assert torch.equal(actual, wanted)
 
 
 @pytest.mark.parametrize(
@@ -468,6 +517,9 @@ MUTATIONS: dict[str, Callable[[Decoding], Decoding]] = {
     "pages_swapped": lambda x: dataclasses.replace(x, table=x.table.flip(1).contiguous()),
     "a_key_too_few": lambda x: dataclasses.replace(x, seqlens=x.seqlens - 1),
     "not_causal": lambda x: dataclasses.replace(x, causal=False),
+    "a_window": lambda x: dataclasses.replace(x, masks={"window": (2, -1)}),
+    "a_softcap": lambda x: dataclasses.replace(x, masks={"softcap": 5.0}),
+    "a_sink": lambda x: dataclasses.replace(x, masks={"sinks": torch.full((4,), 25.0, device=x.q.device)}),
 }
 
 

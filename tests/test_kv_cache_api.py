@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from no_ops import Launched, NoOps
 from test_kv_cache import append_all, make_cache
-from test_validation import Launched, NoOps, assert_raises
+from test_validation import assert_raises
 
 import helion_attn as ha
 from helion_attn.flash_attn import KVCACHE_RULES
 from helion_attn.testing import make_qkv
-
-
-@pytest.fixture
-def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops, "helion_attn", NoOps())
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -95,6 +91,11 @@ TABLES: dict[str, tuple[Bad, type[Exception], list[str]]] = {
         ValueError,
         ["block_table has strides (1, 2)", "contiguous"],
     ),
+    "table_of_a_wider_one": (
+        {"block_table": zeros(2, 5, dtype=torch.int32)[:, :2]},
+        ValueError,
+        ["block_table has strides (5, 1)", "contiguous"],
+    ),
     "lengths_none": ({"cache_seqlens": None}, TypeError, ["cache_seqlens is a NoneType"]),
     "lengths_int": ({"cache_seqlens": 3}, TypeError, ["cache_seqlens is a int"]),
     "lengths_batch": ({"cache_seqlens": zeros(1, dtype=torch.int32)}, ValueError, ["cache_seqlens has shape (1,)"]),
@@ -149,7 +150,10 @@ ATTENTION: dict[str, tuple[Bad, type[Exception], list[str]]] = TABLES | {
     "sm_scale": ({"sm_scale": -1.0}, ValueError, ["sm_scale is -1.0"]),
     "num_splits": ({"num_splits": 0}, ValueError, ["num_splits is 0"]),
     "out_dtype": ({"out_dtype": torch.float8_e4m3fn}, TypeError, ["out_dtype is torch.float8_e4m3fn", "bfloat16"]),
-    "misspelt": ({"softcap": 1.0}, TypeError, ["softcap"]),
+    "window": ({"window": (-2, 0)}, ValueError, ["window is (-2, 0)", "-1"]),
+    "softcap": ({"softcap": 0.0}, ValueError, ["softcap is 0.0", "None"]),
+    "sinks": ({"sinks": zeros(3)}, ValueError, ["sinks has shape (3,)", "(4,)"]),
+    "misspelt": ({"soft_cap": 1.0}, TypeError, ["soft_cap"]),
 }
 
 
@@ -167,7 +171,7 @@ def test_bad_attention(bad: Bad, error: type[Exception], parts: list[str]) -> No
 
 @pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("how", ["dtype", "shape", "rank", "strides", "device", "type"])
+@pytest.mark.parametrize("how", ["dtype", "shape", "rank", "strides", "alignment", "device", "type"])
 def test_broken_cache(field: str, how: str) -> None:
     arguments = good_attention()
     x: torch.Tensor = getattr(arguments["cache"], field)
@@ -176,12 +180,23 @@ def test_broken_cache(field: str, how: str) -> None:
         "shape": torch.cat([x, x], 2),
         "rank": x.unsqueeze(0),
         "strides": torch.stack([x, x], -1)[..., 0],
+        "alignment": x.new_empty(x.numel() + 1)[1:].view(x.shape),
         "device": x.to("meta"),
         "type": None,
     }[how]
     changed: dict[str, Any] = {field: broken}
     arguments["cache"] = dataclasses.replace(arguments["cache"], **changed)
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"cache.{field} (is|must)"):
+        ha.attention_kvcache(**arguments)
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_part_of_a_cache() -> None:
+    """Pages of a larger pool are a cache."""
+    arguments = good_attention()
+    tensors: dict[str, Any] = {field: getattr(arguments["cache"], field)[1:] for field in FIELDS}
+    arguments["cache"] = dataclasses.replace(arguments["cache"], **tensors)
+    with pytest.raises(Launched):
         ha.attention_kvcache(**arguments)
 
 
@@ -244,11 +259,12 @@ def make_problem(device: str) -> Problem:
 def test_is_attention_of_the_same_arguments(causal: bool, device: str) -> None:
     problem = make_problem(device)
     out, lse = flash_attn_with_kvcache(
-        **problem.arguments(), causal=causal, softmax_scale=0.3, num_splits=2, return_softmax_lse=True
-    )
+        **problem.arguments(), causal=causal, softmax_scale=0.3, window_size=(70, -1), softcap=20.0, num_splits=2,
+        return_softmax_lse=True,
+    )  # fmt: skip
     expected, expected_lse = ha.attention_kvcache(
-        problem.q, problem.cache, problem.table, problem.seqlens, causal=causal, sm_scale=0.3, num_splits=2,
-        return_lse=True,
+        problem.q, problem.cache, problem.table, problem.seqlens, causal=causal, sm_scale=0.3,
+        window=(70, -1), softcap=20.0, num_splits=2, return_lse=True,
     )  # fmt: skip
     assert out.shape == (2, 3, 4, 64)
     assert torch.equal(out.transpose(1, 2), expected)
@@ -290,8 +306,15 @@ def test_unsupported_arguments_raise(rule: Any) -> None:
         ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1"),
         ({"page_table": None}, ValueError, "page_table is None"),
         ({"k_descale": None}, ValueError, "k_descale is None"),
-        ({"v_descale": torch.ones(1, 2)}, ValueError, "cache.v_descale is"),
-        ({"k_cache": zeros(5, 128, 2, 64)}, ValueError, "cache.k8 is"),
+        ({"v_descale": torch.ones(1, 2)}, ValueError, "^v_descale is"),
+        ({"k_cache": zeros(5, 128, 2, 64)}, ValueError, "^k_cache is"),
+        ({"v_cache": zeros(3, 2, 64, 128)}, ValueError, "^v_cache is"),
+        ({"v_cache": zeros(5, 128, 2, 64)}, ValueError, "^v_cache.size.2. is 2"),
+        ({"k_descale": [1.0]}, TypeError, "^k_descale is a list"),
+        ({"page_table": zeros(2, 2)}, TypeError, "^page_table has dtype torch.bfloat16"),
+        ({"page_table": zeros(3, 2, dtype=torch.int32)}, ValueError, "^page_table has shape"),
+        ({"cache_seqlens": zeros(3, dtype=torch.int32)}, ValueError, "^cache_seqlens has shape"),
+        ({"k": zeros(2, 999, 2, 64), "v": zeros(2, 999, 2, 64)}, ValueError, "the width of page_table"),
         ({"q": zeros(2, 3, 4, 48)}, ValueError, "q has head dim 48"),
         ({"k": zeros(2, 3, 2, 64)}, ValueError, "v is None and k is not"),
         ({"k": zeros(2, 3, 2, 64), "v": zeros(2, 3, 2, 32)}, ValueError, "v has head dim 32"),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import asdict, replace
-from pathlib import Path
+import math
 from typing import Any
 
 import pytest
 import torch
 from cases import PRESETS, make_case
-from offline import compile_attention, compile_quantize, fake_qkv, forget
+from offline import batch_for, compile_attention, compile_quantize, fake_qkv
 
 import helion_attn as ha
 from helion_attn.configs import (
@@ -147,8 +145,10 @@ def test_packing_holds_every_pair(D: int, D_v: int) -> None:
 
 
 def test_both_masks_have_a_config() -> None:
-    keys = {(D_pad, v_tile) for D_pad, v_tile, _ in LARGE_TILE_CONFIGS}
-    assert LARGE_TILE_CONFIGS.keys() == {(*key, causal) for key in keys for causal in (False, True)}
+    default = [t for t in LARGE_TILE_CONFIGS if t.max_query_blocks_per_sm == math.inf]
+    keys = [(t.D_pad, t.v_tile, t.causal) for t in default]
+    assert len(set(keys)) == len(keys)
+    assert set(keys) == {(D_pad, v_tile, causal) for D_pad, v_tile, _ in keys for causal in (False, True)}
 
 
 #: Head dims of V that configs are for, where they are not D.
@@ -156,16 +156,19 @@ D_V = {(192, 128): 128, (576, 256): 512}
 
 #: The default recipe on every causal config, and the other product on some full ones.
 COMPILED = [
-    *((tile, "balanced") for tile in LARGE_TILE_CONFIGS.values() if tile.causal),
-    *((tile, "fast") for tile in LARGE_TILE_CONFIGS.values() if not tile.causal and tile.D_pad in (192, 640)),
+    *((tile, "balanced") for tile in LARGE_TILE_CONFIGS if tile.causal),
+    *((tile, "fast") for tile in LARGE_TILE_CONFIGS if not tile.causal and tile.D_pad in (192, 640)),
 ]
 
 
-@pytest.mark.parametrize(("tile", "recipe"), [pytest.param(t, r, id=f"d{t.D_pad}-{t.v_tile}-{r}") for t, r in COMPILED])
+@pytest.mark.parametrize(
+    ("tile", "recipe"),
+    [pytest.param(t, r, id=f"d{t.D_pad}-{t.v_tile}-{r}-up-to-{t.max_query_blocks_per_sm}") for t, r in COMPILED],
+)
 def test_shipped_config(tile: LargeTileConfig, recipe: str) -> None:
     D_v = D_V.get((tile.D_pad, tile.v_tile), tile.D_pad)
-    assert large_tile_config(tile.D_pad, D_v, tile.causal) == tile
-    kernel = compile_attention(tile.D_pad, tile.causal, D_v=D_v, recipe=PRESETS[recipe])
+    assert large_tile_config(tile.D_pad, D_v, tile.causal, tile.max_query_blocks_per_sm) == tile
+    kernel = compile_attention(tile.D_pad, tile.causal, D_v=D_v, recipe=PRESETS[recipe], B=batch_for(tile))
     assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, "spills"
     assert kernel.opcodes["QGMMA"] > 0
     # int8 sums are converted one by one: the scores of a thread, and a few lengths.
@@ -199,13 +202,3 @@ def test_masks_compile() -> None:
     options: dict[str, Any] = {"window": (100, 20), "softcap": 30.0, "sinks": True}
     kernel = compile_attention(640, False, recipe=ha.BALANCED, **options)
     assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0
-
-
-def test_tuner_has_the_shipped_configs(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
-    tune = importlib.import_module("tune_large_d")
-    candidates = [asdict(tile) for tile in tune.grid(tune.TILES)]
-    for tile in LARGE_TILE_CONFIGS.values():
-        assert asdict(replace(tile, ctas_per_sm=0)) in candidates
-    forget()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import Case, make_case
+from cases import SIXTEEN_BIT, Case, make_case
 from packing import stored_at
 
 import helion_attn as ha
@@ -35,9 +35,21 @@ def without_interleave(qkv: ha.QuantizedQKV) -> torch.Tensor:
     return qkv.v8.view(torch.int8)[..., position].view(qkv.v8.dtype)
 
 
+def transposed_blocks(qkv: ha.QuantizedQKV) -> torch.Tensor:
+    """The blocks of 16-bit V as those of 8 bits lie: [D_v_pad, bn], read as [bn, D_v_pad]."""
+    return qkv.v8.transpose(2, 3).contiguous().view(qkv.v8.shape)
+
+
+def interleaved(qkv: ha.QuantizedQKV) -> torch.Tensor:
+    """The keys of 16-bit V in the order of 8 bits."""
+    v8 = torch.empty_like(qkv.v8)
+    v8[:, :, stored_at(torch.arange(v8.size(2), device=v8.device))] = qkv.v8
+    return v8
+
+
 def next_key(x8: torch.Tensor) -> torch.Tensor:
     """[BH, blocks, block, D_pad], every row replaced by the one after it."""
-    return x8.view(torch.int8).flatten(1, 2).roll(-1, 1).view(x8.shape).view(x8.dtype)
+    return x8.view(torch.int8).flatten(1, 2).roll(-1, 1).view(x8.dtype).view(x8.shape)
 
 
 MUTATIONS: dict[str, Mutation] = {
@@ -70,6 +82,23 @@ def test_exceeds_the_budget(mutation: str, causal: bool, device: str) -> None:
     out = ha.attention_quantized(MUTATIONS[mutation](packed), causal=causal)
     with pytest.raises(AssertionError, match="budget"):
         healthy.assert_within_budget(out)
+
+
+SIXTEEN_BIT_MUTATIONS: dict[str, Mutation] = {
+    "v_transposed": replacing(v8=transposed_blocks),
+    "v_interleaved": replacing(v8=interleaved),
+    "values_off_by_one": replacing(v8=lambda x: next_key(x.v8)),
+}
+
+
+@pytest.mark.parametrize("recipe", SIXTEEN_BIT.values(), ids=SIXTEEN_BIT)
+@pytest.mark.parametrize("mutation", SIXTEEN_BIT_MUTATIONS)
+def test_v_of_16_bits_laid_out_otherwise_exceeds_the_budget(mutation: str, recipe: ha.Recipe, device: str) -> None:
+    healthy = make_case(case(False, device).qkv, recipe=recipe)
+    packed = ha.quantize(*healthy.qkv, recipe=recipe)
+    healthy.assert_within_budget(ha.attention_quantized(packed))
+    with pytest.raises(AssertionError, match="budget"):
+        healthy.assert_within_budget(ha.attention_quantized(SIXTEEN_BIT_MUTATIONS[mutation](packed)))
 
 
 @functools.cache

@@ -75,7 +75,8 @@ def test_the_seed_is_used(device: str) -> None:
     qkv = make_qkv("randn", 1, 1, 1, 20, 30, 32, device=device)
     recipe = ha.Recipe(hadamard=True)
     first, again, other = (
-        ha.quantize(*qkv, recipe=dataclasses.replace(recipe, hadamard_seed=seed)).q8.float() for seed in (0, 0, 1)
+        ha.quantize(*qkv, recipe=dataclasses.replace(recipe, hadamard_seed=seed)).q8.float()
+        for seed in (0, 0, 2**63 - 1)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -109,7 +110,12 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "center_v_is_none": ({"center_v": None}, ["center_v is None", "True"]),
     "promote_every": ({"promote_every": 2}, ["promote_every is 2", "(None, 0, 1)"]),
     "seed_without_hadamard": ({"hadamard_seed": 1}, ["hadamard_seed is 1", "hadamard is False"]),
-    "seed_negative": ({"hadamard": True, "hadamard_seed": -1}, ["hadamard_seed is -1", "not negative"]),
+    "seed_negative": ({"hadamard": True, "hadamard_seed": -1}, ["hadamard_seed is -1", "0..2**63 - 1"]),
+    "seed_too_large": (
+        {"hadamard": True, "hadamard_seed": 2**63},
+        ["hadamard_seed is 9223372036854775808", "0..2**63 - 1"],
+    ),
+    "seed_is_true": ({"hadamard": True, "hadamard_seed": True}, ["hadamard_seed is True", "an int"]),
     "int8_q_head": (
         {"qk_dtype": torch.int8, "q_scales": "head", "k_scales": "block"},
         ["q_scales is 'head'", "int8", "('block', 'token')"],

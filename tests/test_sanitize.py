@@ -28,7 +28,7 @@ script = load()
 
 @pytest.mark.parametrize("name", script.CASES)
 def test_case(name: str, device: str) -> None:
-    script.run_case(script.CASES[name], device)
+    script.CASES[name](device)
 
 
 # The form of the logs is that of the compute-sanitizer manual's examples.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import PRESETS
 from offline import (
+    batch_for,
     compile_append,
     compile_attention,
     compile_decode,
@@ -21,28 +20,20 @@ from offline import (
     compile_quantize_varlen,
     compile_varlen,
     fake_qkv,
-    forget,
     launching,
 )
 
 import helion_attn as ha
-from helion_attn.configs import (
-    SUPPORTED_D,
-    TILE_CONFIGS,
-    TileConfig,
-    attention_tile_config,
-    tile_config,
-    tile_configs,
-)
+from helion_attn.configs import SUPPORTED_D, TileConfig, attention_tile_config, tile_config, tile_configs
 from helion_attn.kernels import fp8_attn_fwd
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 
 
 def row_reduction_shuffles(tile: TileConfig, recipe: ha.Recipe = ha.FAST) -> int:
-    """SHFL of two row reductions (maximum in the loop, sum at the end) over 4 lanes, and of int8's row scales."""
+    """SHFL of two row reductions (maximum in the loop, sum at the end) over 4 lanes, and of the row scales."""
     rows_per_thread = 2 * tile.bm // (16 * tile.num_warps)
     steps = 2
-    largest_scale = int(math.log2(tile.bm)) if recipe.qk_dtype == torch.int8 else 0
+    largest_scale = int(math.log2(tile.bm)) if recipe.q_scales == "token" else 0
     return 2 * rows_per_thread * steps + largest_scale
 
 
@@ -59,11 +50,15 @@ def assert_8_bit_attention(kernel: Sm90Kernel, tile: TileConfig, recipe: ha.Reci
     assert kernel.opcodes["SHFL"] <= row_reduction_shuffles(tile, recipe), "P moves between lanes"
 
 
+def tile_id(tile: TileConfig) -> str:
+    return f"d{tile.D_pad}-{'causal' if tile.causal else 'full'}-up-to-{tile.max_query_blocks_per_sm}"
+
+
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
-@pytest.mark.parametrize("tile", tile_configs(), ids=lambda t: f"d{t.D_pad}-{'causal' if t.causal else 'full'}")
+@pytest.mark.parametrize("tile", tile_configs(), ids=tile_id)
 def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
+    kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
     tile = fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap=False)
-    kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe)
     assert_8_bit_attention(kernel, tile, recipe)
     assert kernel.opcodes["PRMT"] == 0, "P moves between the bytes of registers"
     assert kernel.num_warps == tile.num_warps
@@ -74,12 +69,12 @@ def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
 @pytest.mark.parametrize(
     ("tile", "recipe"),
     [
-        *(pytest.param(tile, ha.HYBRID, id=f"hybrid-d{tile.D_pad}-{tile.causal}") for tile in tile_configs((8, 16))),
-        *(pytest.param(tile, ha.BF16, id=f"bf16-d{tile.D_pad}-{tile.causal}") for tile in tile_configs((16, 16))),
+        *(pytest.param(tile, ha.HYBRID, id=f"hybrid-{tile_id(tile)}") for tile in tile_configs((8, 16))),
+        *(pytest.param(tile, ha.BF16, id=f"bf16-{tile_id(tile)}") for tile in tile_configs((16, 16))),
     ],
 )
 def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
-    kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe)
+    kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
     assert_no_spills(kernel)
     assert kernel.opcodes["HGMMA"] > 0, "no 16-bit WGMMA"
     assert (kernel.opcodes["IGMMA"] > 0) == (recipe.qk_dtype == torch.int8)
@@ -148,22 +143,6 @@ def test_out_dtype(out_dtype: torch.dtype, layout: str) -> None:
 @pytest.mark.parametrize("D", [16, 80, 200])
 def test_padded_head_dim(D: int) -> None:
     assert_no_spills(compile_attention(D, True))
-
-
-def test_tuner_compiles_its_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
-    tune = importlib.import_module("tune")
-    candidates = tune.grid(SUPPORTED_D, (False, True))
-    for tile in TILE_CONFIGS.values():
-        assert dataclasses.replace(tile, ctas_per_sm=0) in candidates, "the shipped table is not of this grid"
-    forget()
-    tile = tile_config(64, True)
-    report = tune.precompile(tile)
-    forget()
-    assert "error" not in report, report
-    assert (report["spills"], report["ctas_per_sm"]) == (0, tile.ctas_per_sm)
-    assert report["registers"] <= tile.max_registers
 
 
 def keep_order(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
@@ -281,6 +260,13 @@ def test_decoding(name: str) -> None:
     decode, merge = compile_decode(D, D_v, H, M, num_splits=2)
     assert_decoding(decode, ctas_per_sm)
     assert_no_spills(merge)
+
+
+@pytest.mark.parametrize("name", ["d64", "d128", "d128_128_rows", "d256"])
+def test_decoding_with_masks(name: str) -> None:
+    D, D_v, H, M, ctas_per_sm = DECODED[name]
+    decode, _ = compile_decode(D, D_v, H, M, num_splits=2, masked=True)
+    assert_decoding(decode, ctas_per_sm)
 
 
 def test_decoding_without_splits() -> None:

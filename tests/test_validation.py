@@ -9,29 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from no_ops import Launched
 
 import helion_attn as ha
 from helion_attn.testing import fake_cuda
-
-
-class Launched(Exception):
-    """An op was about to run."""
-
-
-class NoOps:
-    """In place of `torch.ops.helion_attn`."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def op(*_: object) -> None:
-            raise Launched(name)
-
-        return op
-
-
-@pytest.fixture
-def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops, "helion_attn", NoOps())
-
 
 pytestmark = pytest.mark.usefixtures("no_launch")
 

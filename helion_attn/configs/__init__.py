@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 #: Head dims are zero-padded to one of these.
 SUPPORTED_D = (32, 64, 128, 256)
@@ -22,7 +23,7 @@ MAX_LARGE_TWO_LEVEL_D = 192
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How the attention kernel is tiled for one (bits, D_pad, causal).
+    """How the attention kernel is tiled for one (bits, D_pad, causal), and how large a launch.
 
     Attributes:
         qk_bits: of a number of Q and K.
@@ -37,6 +38,9 @@ class TileConfig:
         two_level: P V is summed in fp32, a fresh product per key block; otherwise inside the tensor core.
         ctas_per_sm: the occupancy that the timing had, which registers and shared memory must allow.
         max_registers: a thread's, which ptxas is told.
+        max_query_blocks_per_sm: the largest launch that this is for, as `query_blocks_per_sm` has it. A larger one
+            takes the next config; all that differ in this alone have the same block sizes.
+        measured_on: the GPU whose timings chose it. Any other, such as an H100, runs it unmeasured.
     """
 
     qk_bits: int
@@ -51,6 +55,8 @@ class TileConfig:
     two_level: bool
     ctas_per_sm: int
     max_registers: int
+    max_query_blocks_per_sm: float = math.inf
+    measured_on: str | None = None
 
     @property
     def bits(self) -> tuple[int, int]:
@@ -79,6 +85,11 @@ class LargeTileConfig:
     two_level: bool
     ctas_per_sm: int
     max_registers: int
+    max_query_blocks_per_sm: float = math.inf
+    measured_on: str | None = None
+
+
+AnyTileConfig = TypeVar("AnyTileConfig", TileConfig, LargeTileConfig)
 
 
 def largest_power_of_two(size: int) -> int:
@@ -86,34 +97,56 @@ def largest_power_of_two(size: int) -> int:
     return 1 << (size.bit_length() - 1)
 
 
-def _read_rows(name: str) -> list[dict[str, Any]]:
-    rows = json.loads(resources.files(__package__).joinpath(name).read_text())["rows"]
-    return [row["config"] for row in rows]
+def read_table(name: str) -> list[dict[str, Any]]:
+    """The rows of a table of this package: docs/performance.md says what they hold."""
+    rows: list[dict[str, Any]] = json.loads(resources.files(__package__).joinpath(name).read_text())["rows"]
+    return rows
 
 
-#: `fp8_attn_fwd_sm90.json`, by (bits, D_pad, causal). Read at import: torch.compile traces look-ups, and cannot trace
-#: files.
-TILE_CONFIGS = {
-    (c.bits, c.D_pad, c.causal): c for c in (TileConfig(**row) for row in _read_rows("fp8_attn_fwd_sm90.json"))
-}
+def load_rows(config_type: type[AnyTileConfig], rows: list[dict[str, Any]]) -> tuple[AnyTileConfig, ...]:
+    """The configs in `rows`."""
+    return tuple(
+        config_type(
+            **row["config"],
+            max_query_blocks_per_sm=row.get("max_query_blocks_per_sm", math.inf),
+            measured_on=row["provenance"]["gpu"],
+        )
+        for row in rows
+    )
 
-#: `fp8_attn_fwd_large_d_sm90.json`, by (D_pad, v_tile, causal).
-LARGE_TILE_CONFIGS = {
-    (c.D_pad, c.v_tile, c.causal): c
-    for c in (LargeTileConfig(**row) for row in _read_rows("fp8_attn_fwd_large_d_sm90.json"))
-}
+
+TABLE, LARGE_D_TABLE = "fp8_attn_fwd_sm90.json", "fp8_attn_fwd_large_d_sm90.json"
+
+#: The configs of both kernels. Read at import: torch.compile traces look-ups, and cannot trace files.
+TILE_CONFIGS = load_rows(TileConfig, read_table(TABLE))
+LARGE_TILE_CONFIGS = load_rows(LargeTileConfig, read_table(LARGE_D_TABLE))
+
+#: For the smallest launches first, by (bits, D_pad, causal).
+_BY_KIND: dict[tuple[tuple[int, int], int, bool], list[TileConfig]] = {}
+for _tile in sorted(TILE_CONFIGS, key=lambda tile: tile.max_query_blocks_per_sm):
+    _BY_KIND.setdefault((_tile.bits, _tile.D_pad, _tile.causal), []).append(_tile)
+
+
+def query_blocks_per_sm(heads: int, query_blocks: int, multiprocessors: int) -> float:
+    """How large a launch is: the query blocks of all B * H heads, over what runs them.
+
+    It decides in which order the blocks of causal attention are best launched. A large launch does one head after the
+    other, whose K and V stay in L2. A small one has few programs for each SM, and those with the longest rows of all
+    heads must be the first: otherwise the last head's start when the SMs run dry.
+    """
+    return heads * query_blocks / multiprocessors
 
 
 def tile_configs(bits: tuple[int, int] = ALL_8_BIT) -> tuple[TileConfig, ...]:
     """Every config for `bits`."""
-    return tuple(tile for tile in TILE_CONFIGS.values() if tile.bits == bits)
+    return tuple(tile for tile in TILE_CONFIGS if tile.bits == bits)
 
 
-def tile_config(D_pad: int, causal: bool, bits: tuple[int, int] = ALL_8_BIT) -> TileConfig:
-    """The config for (bits, D_pad, causal)."""
-    if (bits, D_pad, causal) not in TILE_CONFIGS:
+def tile_config(D_pad: int, causal: bool, bits: tuple[int, int] = ALL_8_BIT, load: float = math.inf) -> TileConfig:
+    """The config for (bits, D_pad, causal), and a launch of `load` query blocks an SM."""
+    if (bits, D_pad, causal) not in _BY_KIND:
         raise KeyError(f"no tuned config for bits={bits}, D_pad={D_pad}, causal={causal}")
-    return TILE_CONFIGS[bits, D_pad, causal]
+    return next(tile for tile in _BY_KIND[bits, D_pad, causal] if load <= tile.max_query_blocks_per_sm)
 
 
 def padded_head_dim(D: int) -> int:
@@ -134,13 +167,18 @@ def uses_large_d(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> bool:
     return bits == ALL_8_BIT and (max(D, D_v) > SUPPORTED_D[-1] or (128 < D <= 192 and D_v <= 128))
 
 
-def large_tile_config(D: int, D_v: int, causal: bool) -> LargeTileConfig:
-    """The config that does the least work for (D, D_v): every program multiplies D_pad and `v_tile` channels."""
+def large_tile_config(D: int, D_v: int, causal: bool, load: float = math.inf) -> LargeTileConfig:
+    """The config that does the least work for (D, D_v): every program multiplies D_pad and `v_tile` channels.
 
-    def work(tile: LargeTileConfig) -> int:
-        return _padded_to(D_v, tile.v_tile) // tile.v_tile * (tile.D_pad + tile.v_tile)
+    Of those with as much, the one for a launch of `load` query blocks an SM.
+    """
 
-    return min((t for t in LARGE_TILE_CONFIGS.values() if t.causal == causal and t.D_pad >= D), key=work)
+    def order(tile: LargeTileConfig) -> tuple[int, float]:
+        work = _padded_to(D_v, tile.v_tile) // tile.v_tile * (tile.D_pad + tile.v_tile)
+        return work, tile.max_query_blocks_per_sm
+
+    fitting = (t for t in LARGE_TILE_CONFIGS if t.causal == causal and t.D_pad >= D)
+    return min((t for t in fitting if load <= t.max_query_blocks_per_sm), key=order)
 
 
 def row_width(D_pad: int, D_v_pad: int) -> int:
@@ -166,9 +204,11 @@ def packing(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> Packing:
     return varlen_packing(D, D_v, bits)
 
 
-def attention_tile_config(D: int, D_v: int, causal: bool, bits: tuple[int, int] = ALL_8_BIT) -> TileConfig:
+def attention_tile_config(
+    D: int, D_v: int, causal: bool, bits: tuple[int, int] = ALL_8_BIT, load: float = math.inf
+) -> TileConfig:
     """The config of `fp8_attn_fwd` for (D, D_v): that of the larger, which has the registers for both."""
-    return tile_config(padded_head_dim(max(D, D_v)), causal, bits)
+    return tile_config(padded_head_dim(max(D, D_v)), causal, bits, load)
 
 
 def varlen_packing(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> Packing:

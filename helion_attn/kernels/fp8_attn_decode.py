@@ -4,7 +4,7 @@ One program owns up to `ROWS` query rows that share a KV head (the whole query g
 of `splits` runs of a sequence's pages; `merge_splits` puts the runs together. A page is a packed block of `bn` keys.
 
     q8, q_descale = e4m3 of a row, amax / 448                                   rounding point 1
-    s = q8 k8^T * q_descale_i * k_descale_j * sm_scale * log2(e)                fp32
+    s = q8 k8^T * q_descale_i * k_descale_j * sm_scale * log2(e)                fp32; or a softcap's tanh of it
     t = s + log2(v_descale_j)                                                   fp32
     m_i = running max of t, less 8;  p = 2**(t - m_i)                           fp32
     l_i += p / v_descale_j                                                      fp32, unrounded p
@@ -20,6 +20,8 @@ Products are taken transposed, with keys or V's channels as the M of a WGMMA, of
 as its N, of which 16 is enough. So a tile of 16 rows costs a thread 16 scores a page, and what belongs to a key, its
 two descales, is 4 numbers a thread.
 
+A window moves the first page that is read and masks at its edges, and a sink joins the sum of the first run.
+
 What a page holds past the end of a sequence enters no result. Scores are masked. V is multiplied by p = 0 there, and
 `append` has cleared it.
 """
@@ -32,9 +34,9 @@ from collections.abc import Hashable
 import torch
 
 from helion_attn.configs import MAX_TWO_LEVEL_D
-from helion_attn.kernels.fp8_attn_fwd import accumulate, interleave_keys, visible_keys
+from helion_attn.kernels.fp8_attn_fwd import accumulate, add_sink, interleave_keys, visible_keys
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
-from helion_attn.kernels.inline_asm import fma_up, maximum
+from helion_attn.kernels.inline_asm import fma_up, maximum, tanh
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2
 from helion_attn.preprocess.row_layout import to_descale, to_dtype
@@ -69,9 +71,15 @@ def page_scores(
     q_scale_log2: torch.Tensor,  # [rows]
     k_scale: torch.Tensor,  # [bn]
     v_scale: torch.Tensor,  # [bn]
+    softcap_log2: float,
+    has_softcap: hl.constexpr,
+    is_cuda: hl.constexpr,
 ) -> torch.Tensor:
     """`t` of the module's docstring, [bn, rows]."""
     s = hl.dot(k_tile, q_tile) * k_scale.unsqueeze(1)
+    if has_softcap:
+        s = tanh(s * q_scale_log2.unsqueeze(0), is_cuda)
+        return s * softcap_log2 + log2_of_power(v_scale).unsqueeze(1)
     return s * q_scale_log2.unsqueeze(0) + log2_of_power(v_scale).unsqueeze(1)
 
 
@@ -110,6 +118,7 @@ def fp8_attn_decode(
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
+    sinks: torch.Tensor,  # [H] if has_sinks
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
     splits: int,
@@ -122,7 +131,10 @@ def fp8_attn_decode(
     q_s_step: int,
     out_head_step: int,
     out_row_step: int,
+    left: int,
+    right: int,
     qk_scale: float,
+    softcap_log2: float,
     rows: hl.constexpr,
     warps: hl.constexpr,
     q_d_step: hl.constexpr,
@@ -130,10 +142,16 @@ def fp8_attn_decode(
     d: hl.constexpr,
     p_offset_log2: hl.constexpr,
     q_largest: hl.constexpr,
-    causal: hl.constexpr,
+    has_left: hl.constexpr,
+    has_right: hl.constexpr,
+    has_softcap: hl.constexpr,
+    has_sinks: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
-    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
+    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
+
+    Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
+    """
     # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
     torch._check(k8.size(0) <= 2**24)
     torch._check(k8.size(1) <= 2**24)
@@ -146,7 +164,7 @@ def fp8_attn_decode(
     d_out = hl.specialize(out.size(1))
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1), k_descale.stride(0), v_descale.stride(0)))
-    hl.specialize((block_table.stride(0), cache_seqlens.stride(0)))
+    hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0)))
     total_rows = B * kv_heads * group * m_len
 
     for tile_index, split in hl.grid([B * kv_heads * m_tiles, splits]):
@@ -174,14 +192,22 @@ def fp8_attn_decode(
         known_length = (n_given >= 0) & (n_given <= max_pages * bn)
         n_len = torch.where(known_length, n_given, 0)
         n_pages = (n_len + bn - 1) // bn
-        run = (n_pages + splits - 1) // splits
-        n_begin = split * run
-        n_end = torch.minimum(n_begin + run, n_pages)
-        # Row i sees keys up to n_len - M + i: bottom-right alignment.
-        if causal:
-            n_whole = (n_len - m_len + 1) // bn
+        # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
+        diagonal = n_len - m_len
+        # Pages n_left .. n_whole are seen whole by all rows, those before n_first by none.
+        if has_left:
+            n_first = torch.clamp(diagonal - left, min=0) // bn
+            n_left = (torch.clamp(diagonal - left + m_len - 1, min=0) + bn - 1) // bn
+        else:
+            n_first = 0
+            n_left = 0
+        if has_right:
+            n_whole = torch.minimum(n_len, diagonal + right + 1) // bn
         else:
             n_whole = n_len // bn
+        run = (n_pages - n_first + splits - 1) // splits
+        n_begin = n_first + split * run
+        n_end = torch.minimum(n_begin + run, n_pages)
 
         m_i = hl.full([rows], float("-inf"), dtype=torch.float32)
         l_i = hl.zeros([warps, 8, rows], dtype=torch.float32)
@@ -198,12 +224,17 @@ def fp8_attn_decode(
             k_scale = torch.where(known_page, hl.load(k_descale, [keys]), float("nan"))
             v_scale = hl.load(v_descale, [keys])
             # [bn, rows]
-            t = page_scores(k8[page, h, :, :], q_tile, q_scale_log2, k_scale, v_scale)
+            t = page_scores(
+                k8[page, h, :, :], q_tile, q_scale_log2, k_scale, v_scale, softcap_log2, has_softcap, is_cuda
+            )
             # [D_v_pad, bn]
             v_tile = v8[page, h, :, :]
-            if j >= n_whole:
+            edge = j + 1 - n_whole
+            if has_left:
+                edge = torch.maximum(edge, n_left - j)
+            if edge > 0:
                 key = j * bn + hl.arange(bn)
-                visible = visible_keys(key, n_len - m_len + i, n_len, 0, 0, False, causal)
+                visible = visible_keys(key, diagonal + i, n_len, left, right, has_left, has_right)
                 t = torch.where(visible.transpose(0, 1), t, float("-inf"))
             p8, alpha, m_i, l_i = softmax_step(
                 t, inverse_of_power(v_scale), m_i, l_i, bn, rows, warps, p_offset_log2, is_cuda
@@ -212,15 +243,26 @@ def fp8_attn_decode(
 
         # [rows]
         row_sum = torch.where(known_length, l_i.sum(0).sum(0), float("nan"))
+        normaliser = 1.0 / row_sum
+        total = row_sum
+        if has_sinks:
+            # [rows], in one run of them all
+            sink_log2 = hl.load(sinks, [head], extra_mask=in_range) * LOG2E
+            sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
+            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
+            normaliser = rescale / total
         # [rows, D_v_pad]
-        o = acc.transpose(0, 1) * (1.0 / row_sum).unsqueeze(1)
-        o = torch.where((row_sum == 0.0).unsqueeze(1), 0.0, o)
+        o = acc.transpose(0, 1) * normaliser.unsqueeze(1)
+        no_key = row_sum == 0.0
+        if has_sinks:
+            no_key = no_key & (total == total)  # a sink that is NaN stays one
+        o = torch.where(no_key.unsqueeze(1), 0.0, o)
         out_cols = hl.arange(d_v_pad)
         out_rows = split * total_rows + b * kv_heads * group * m_len + head * out_head_step + i * out_row_step
         stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
         hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
         lse_rows = split * total_rows + bh * group * m_len + r
-        hl.store(lse, [lse_rows], (m_i + torch.log2(row_sum)) * LN2, extra_mask=in_range)
+        hl.store(lse, [lse_rows], (m_i + torch.log2(total)) * LN2, extra_mask=in_range)
 
 
 @functools.cache
@@ -263,11 +305,14 @@ def launch(
     v_descale: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     splits: int | None,
-    causal: bool,
+    left: int,
+    right: int,
     sm_scale: float,
+    softcap: float | None,
     bshd: bool,
 ) -> None:
     """Write `out` and `lse`.
@@ -277,11 +322,14 @@ def launch(
         k8: and the three that follow: the fields of `PagedKVCache`.
         block_table: int32 [B, max_pages].
         cache_seqlens: int32 [B].
+        sinks: fp32 [H], or None.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16 or fp32.
         lse: fp32 [B, H, M], natural log.
         splits: runs of a sequence's pages; None for `choose_splits`.
-        causal: row i sees keys j <= i + N - M.
+        left: row i sees keys j >= i + N - M - left; all of them if it is negative.
+        right: row i sees keys j <= i + N - M + right; likewise. Causal: 0.
         sm_scale: multiplies q k^T.
+        softcap: scores become `softcap * tanh(score / softcap)`, unless it is None.
         bshd: the layout of `out`.
     """
     B, H, M, D = q.shape
@@ -297,20 +345,25 @@ def launch(
     # More runs than pages would all be empty.
     splits = min(splits, block_table.size(1))
     in_parts = splits > 1
+    # An edge further away hides nothing, and might not fit 32 bits.
+    most_keys = block_table.size(1) * k8.size(2)
     D_v = out.size(3)
     # Parts are always BHSD.
     parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
     head_step, row_step = (1, H) if bshd and not in_parts else (M, 1)
     specialisations = (
-        rows, num_warps, flat_q.d_step, unit, D, float(MAX_P_OFFSET_LOG2[k8.dtype]), E4M3_MAX, causal, q.is_cuda,
+        rows, num_warps, flat_q.d_step, unit, D, float(MAX_P_OFFSET_LOG2[k8.dtype]), E4M3_MAX, left >= 0, right >= 0,
+        softcap is not None, sinks is not None, q.is_cuda,
     )  # fmt: skip
     variant = (specialisations, k8.size(3), v8.shape[2:], parts.dtype, q.dtype, D_v)
     kernel(q.is_cuda, num_warps, variant)(
-        flat_q.flat, k8, v8, k_descale.view(-1), v_descale.view(-1), block_table.view(-1), cache_seqlens, parts,
-        part_lse,
+        flat_q.flat, k8, v8, k_descale.view(-1), v_descale.view(-1), block_table.view(-1), cache_seqlens,
+        part_lse if sinks is None else sinks, parts, part_lse,
         splits, tiles, block_table.size(1), group, M, flat_q.b_step, flat_q.h_step, flat_q.s_step,
-        head_step, row_step, sm_scale * LOG2E, *specialisations,
+        head_step, row_step, min(left, most_keys), min(right, M),
+        sm_scale * LOG2E if softcap is None else sm_scale / softcap, 1.0 if softcap is None else softcap * LOG2E,
+        *specialisations,
     )  # fmt: skip
     if in_parts:
         merge_splits(parts.view(splits, -1, D_v), part_lse.view(splits, -1), out, lse, bshd)

@@ -38,7 +38,7 @@ from collections.abc import Hashable
 
 import torch
 
-from helion_attn.configs import TileConfig, tile_config
+from helion_attn.configs import TileConfig
 from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import dot_fp32, fma, fma_up, maximum, tanh
 from helion_attn.numerics import E4M3_OVERFLOW, INT8_SCORE_BIAS, LN2, LOG2E, MAX_FUSED_SCALE_LOG2, MAX_FUSED_SCORE_LOG2
@@ -298,6 +298,7 @@ def fp8_attn_fwd(
     has_sinks: hl.constexpr,
     two_level: hl.constexpr,
     varlen: hl.constexpr,
+    heads_fastest: hl.constexpr,
     bn_log2: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
@@ -306,9 +307,9 @@ def fp8_attn_fwd(
     Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
 
     With `varlen` the sequences of a batch lie one after the other, as `preprocess.sequences` has it, and `q_blocks`
-    says where. The tensors have no B in their sizes then, but for v_mean, m_len is the number of all queries, and
-    v_descale has D_v_pad channels for every key block. A sequence's keys are counted from the first packed block of
-    all: it is the bounds that differ, not the loop.
+    says where; `heads_fastest` is the order of programs within a sequence. The tensors have no B in their sizes then,
+    but for v_mean, m_len is the number of all queries, and v_descale has D_v_pad channels for every key block. A
+    sequence's keys are counted from the first packed block of all: it is the bounds that differ, not the loop.
     """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
@@ -326,7 +327,7 @@ def fp8_attn_fwd(
     for grid_head, grid_block in hl.grid([bh_size, m_blocks]):
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         if varlen:
-            # Programs go through the sequences as `q_blocks` has them, in each through head after head.
+            # Programs go through the sequences as `q_blocks` has them.
             program = grid_head * m_blocks + grid_block
             entry = program // bh_size
             sequence = hl.load(q_blocks, [entry, 0])
@@ -337,9 +338,13 @@ def fp8_attn_fwd(
             first_block = hl.load(q_blocks, [entry, 5])
             blocks_of_sequence = hl.load(q_blocks, [entry, 6])
             program_of_sequence = int32(program) - first_block * int32(bh_size)
-            bh = quotient(program_of_sequence, blocks_of_sequence)
-            # Long rows first.
-            block = (bh + 1) * blocks_of_sequence - 1 - program_of_sequence
+            if heads_fastest:
+                rank = quotient(program_of_sequence, int32(bh_size))
+                bh = program_of_sequence - rank * int32(bh_size)
+            else:
+                bh = quotient(program_of_sequence, blocks_of_sequence)
+                rank = program_of_sequence - bh * blocks_of_sequence
+            block = blocks_of_sequence - 1 - rank  # long rows first
             kv = quotient(bh, int32(group))
             m_block = first_block + block
             row_begin = first_token + block * bm
@@ -597,6 +602,7 @@ def kernel_args(
     k_block_descales: bool,
     v_channel_descales: bool,
     q_blocks: torch.Tensor | None = None,
+    heads_fastest: bool = False,
 ) -> tuple[object, ...]:
     """The arguments of `fp8_attn_fwd`, from those of `launch`."""
     H, H_kv = q_descale.size(1), k_descale.size(1)
@@ -638,12 +644,14 @@ def kernel_args(
         sinks is not None,
         two_level,
         q_blocks is not None,
+        heads_fastest,
         k8.size(2).bit_length() - 1,
         q8.is_cuda,
     )
 
 
 def launch(
+    tile: TileConfig,
     q8: torch.Tensor,
     k8: torch.Tensor,
     v8: torch.Tensor,
@@ -672,6 +680,7 @@ def launch(
     """Write `out` and `lse` for the packed tensors of a `QuantizedQKV`.
 
     Args:
+        tile: the config; q8 and v8 are packed in its block sizes.
         q8: and the seven that follow: the fields of `QuantizedQKV`, or of `PackedVarlen`.
         sinks: fp32 [H], or None.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16, fp32 or e4m3. With `q_blocks`
@@ -691,19 +700,18 @@ def launch(
         v_channel_descales: `v_descale` differs between the channels of a head.
         q_blocks: of `PackedVarlen`, or None.
     """
-    bits = (8 * q8.itemsize, 8 * v8.itemsize)
     d_v_pad = v8.size(2) if v8.itemsize == 1 else v8.size(3)
-    tile = tile_config(max(q8.size(3), d_v_pad), right >= 0, bits)
     two_level = tile.two_level if promote_every is None else promote_every == 1
     options = (two_level, q_row_descales, k_block_descales, v_channel_descales)
-    edges = (left >= 0, right >= 0, softcap is None, sinks is None, q_blocks is None)
+    edges = (left >= 0, right >= 0, softcap is None, sinks is None)
     head_dims = (q8.size(3), d_v_pad)
     variant = (q8.dtype, v8.dtype, *head_dims, p_offset_log2, lse_shift is None, *edges, *options)
     tile = specialised(tile, q8.dtype, softcap is not None)
-    if q_blocks is not None:
-        # The order of programs is that of the table.
+    heads_fastest = q_blocks is not None and not tile.query_blocks_fastest
+    if heads_fastest:
+        # The kernel itself sees to the order, in each sequence.
         tile = dataclasses.replace(tile, query_blocks_fastest=True)
-    kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
+    kernel = compiled_kernel(tile, (*variant, q_blocks is None, heads_fastest)) if q8.is_cuda else interpreted_kernel
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
     kernel(
         *kernel_args(
@@ -720,5 +728,6 @@ def launch(
             p_offset_log2,
             *options,
             q_blocks,
+            heads_fastest,
         )
     )

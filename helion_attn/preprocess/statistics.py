@@ -309,12 +309,16 @@ class Statistics(NamedTuple):
     k_parts: int
 
 
-def constant(source: StridedQKV, amax: float) -> Statistics:
-    """Statistics of tensors that need none: the same amax everywhere, no mean."""
+def constant(source: StridedQKV, amax: float | None) -> Statistics:
+    """Statistics of tensors that need none: the same amax everywhere, or None where it is not read; no mean."""
     like = source.flat[0].new_empty(0, dtype=torch.float32)
     heads, kv_heads = source.B * source.H, source.B * source.H_kv
-    q_amax, k_amax = like.new_full((heads, MAX_PARTS), amax), like.new_full((kv_heads, MAX_PARTS), amax)
-    v_amax, v_mean = like.new_full((kv_heads, source.D_row), amax), like.new_zeros(kv_heads, source.D_v_pad)
+
+    def everywhere(*shape: int) -> torch.Tensor:
+        return like.new_empty(shape) if amax is None else like.new_full(shape, amax)
+
+    q_amax, k_amax = everywhere(heads, MAX_PARTS), everywhere(kv_heads, MAX_PARTS)
+    v_amax, v_mean = everywhere(kv_heads, source.D_row), like.new_zeros(kv_heads, source.D_v_pad)
     return Statistics(q_amax, k_amax, v_amax, like.new_empty(1, 1), v_mean, 1, 1)
 
 
@@ -335,7 +339,7 @@ def launch(
     k_parts = 0 if k_scales in ("block", "none") and not smooth_k else kv_parts
     v_parts = 0 if v_scales == "none" and not center_v else kv_parts
     if not q_parts + k_parts + v_parts:
-        return constant(source, 1.0)
+        return constant(source, None)
     tiles = [-(-size // step) for size in (source.M, source.N, source.N)]
     runs = [-(-n // max(parts, 1)) for n, parts in zip(tiles, (q_parts, k_parts, v_parts), strict=True)]
     q_amax, k_amax = like.new_empty(heads, MAX_PARTS), like.new_empty(kv_heads, MAX_PARTS)

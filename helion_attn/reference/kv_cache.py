@@ -32,6 +32,9 @@ def fp8_attention_kvcache(
     *,
     causal: bool = True,
     sm_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over a cache to which k and v were appended, as the kernel rounds it, in one run of pages.
 
@@ -44,6 +47,7 @@ def fp8_attention_kvcache(
         v: [B, H_kv, N, D_v].
         causal: row i sees keys j <= i + N - M.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default.
+        window: and softcap, sinks, as in `fp8_attention`.
 
     Returns:
         fp32 out [B, H, M, D_v] and lse [B, H, M], natural log.
@@ -64,13 +68,20 @@ def fp8_attention_kvcache(
     for j in range(0, N, page):
         keys = slice(j, j + page)
         # [B, H, M, page]
-        t = (q8 @ k8[:, :, keys].mT) * k_scale[:, :, keys].mT * q_scale_log2 + torch.log2(v_scale[:, :, keys]).mT
-        t = hide_keys(t, 0, j, M, N, causal, None)
+        t = (q8 @ k8[:, :, keys].mT) * k_scale[:, :, keys].mT * q_scale_log2
+        if softcap is not None:
+            t = softcap * LOG2E * torch.tanh(t * (LN2 / softcap))
+        t = hide_keys(t + torch.log2(v_scale[:, :, keys]).mT, 0, j, M, N, causal, window)
         m_new = torch.maximum(m_i, below(t.amax(3, keepdim=True), MAX_P_OFFSET_LOG2[E4M3]))
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
         p, alpha = torch.exp2(t - m_ref), torch.exp2(m_i - m_ref)
         l_i = l_i * alpha + (p / v_scale[:, :, keys].mT).sum(3, keepdim=True)
         acc = acc * alpha + p.to(E4M3).float() @ v8[:, :, keys]
         m_i = m_new
-    out = torch.where(l_i == 0, 0.0, acc / l_i)
-    return out, ((m_i + torch.log2(l_i)) * LN2).squeeze(3)
+    lse = (m_i + torch.log2(l_i)) * LN2
+    key_share = torch.ones_like(lse)
+    if sinks is not None:
+        key_lse = lse
+        lse = torch.logaddexp(lse, sinks.float().view(1, H, 1, 1))
+        key_share = torch.exp(key_lse - lse)
+    return torch.where(l_i == 0, 0.0, acc / l_i * key_share), lse.squeeze(3)

@@ -1,0 +1,138 @@
+"""What is tried, and what it is timed on."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from helion_attn.configs import (
+    ALL_8_BIT,
+    LARGE_D_TABLE,
+    MAX_TWO_LEVEL_D,
+    SUPPORTED_D,
+    TABLE,
+    LargeTileConfig,
+    TileConfig,
+)
+from helion_attn.types import BF16, FAST, HYBRID, Recipe
+from helion_attn.workloads import BENCH_HIDDEN, Workload, tagged
+
+#: A candidate of either kernel. Its occupancy is 0 until it is compiled.
+Tile = TileConfig | LargeTileConfig
+
+#: What each pair of bits is timed with.
+RECIPES = {(8, 8): FAST, (8, 16): HYBRID, (16, 16): BF16}
+
+#: (causal, query_blocks_fastest). Without a mask, programs of one head side by side always won, by 10 to 20%.
+ORDERS = ((False, True), (True, False), (True, True))
+
+#: (bm, bn, num_warps, num_stages, max_registers) worth trying, by bits and D_pad. What has been seen to lose by 10% or
+#: to spill is left out. The registers of the 8-bit ones are for four, four, three and one program an SM.
+TILES = {
+    ((8, 8), 32): [(64, 128, 4, 3, 128), (64, 128, 4, 4, 128)],
+    # Causal with heads fastest, 128 registers spill two.
+    ((8, 8), 64): [(64, 128, 4, 2, 128), (64, 128, 4, 3, 128), (64, 128, 4, 2, 168), (64, 128, 4, 3, 168)],
+    ((8, 8), 128): [(64, 128, 4, 2, 168), (64, 128, 4, 3, 168)],
+    ((8, 8), 256): [(128, 128, 8, 3, 255), (64, 64, 4, 3, 255)],
+    ((8, 16), 32): [(64, 128, 4, 2, 168), (64, 128, 4, 3, 168)],
+    ((8, 16), 64): [(64, 128, 4, 2, 168), (64, 128, 4, 3, 168), (128, 128, 8, 2, 255), (128, 128, 8, 3, 255)],
+    ((8, 16), 128): [
+        *((64, 64, 4, 2, 168), (64, 64, 4, 3, 168), (64, 128, 4, 2, 255), (128, 64, 8, 3, 255)),
+        *((128, 128, 8, 2, 255), (128, 128, 8, 3, 255)),
+    ],
+    ((8, 16), 256): [(64, 64, 4, 2, 255), (128, 64, 8, 2, 255), (128, 64, 8, 3, 255), (128, 128, 8, 2, 255)],
+    ((16, 16), 32): [(64, 128, 4, 2, 168), (64, 128, 4, 3, 168)],
+    ((16, 16), 64): [(64, 128, 4, 2, 168), (64, 128, 4, 3, 168), (128, 128, 8, 2, 255), (128, 128, 8, 3, 255)],
+    ((16, 16), 128): [
+        *((64, 64, 4, 2, 168), (64, 64, 4, 3, 255), (128, 64, 8, 2, 255)),
+        *((128, 64, 8, 3, 255), (128, 128, 8, 2, 255)),
+    ],
+    ((16, 16), 256): [(128, 64, 8, 2, 255), (128, 32, 8, 3, 255)],
+}
+
+#: (v_tile, bm, bn, num_warps, num_stages, max_registers, two_level) worth trying, by D_pad. Several `v_tile` of one
+#: D_pad compete: the table keeps one for each `head_dim_v`, the fastest. What has been seen to lose by 10% or to spill
+#: is left out.
+LARGE_TILES = {
+    # With the sum in the tensor core, 192 took 4% less time.
+    192: [(128, 64, 64, 4, 3, 168, True), (128, 64, 128, 4, 2, 255, True)],
+    320: [(320, 128, 64, 8, 2, 255, False), (320, 128, 64, 8, 3, 255, False)],
+    # 64 keys of int8 scores spill 3 to 6 registers; of e4m3, which is what is timed, none, in 11% less time.
+    384: [(384, 128, 32, 8, 3, 255, False), (384, 128, 32, 8, 4, 255, False)],
+    512: [(256, 128, 64, 8, 2, 255, False), (256, 128, 64, 8, 3, 255, False)],
+    576: [(v_tile, 128, bn, 8, stages, 255, False) for v_tile in (256, 288) for bn, stages in ((64, 2), (32, 3))],
+    640: [(320, 128, 64, 8, 2, 255, False), (320, 128, 32, 8, 3, 255, False)],
+    768: [
+        *((256, 128, 64, 8, 2, 255, False), (256, 128, 32, 8, 3, 255, False)),
+        *((384, 128, 32, 8, 2, 255, False), (384, 128, 32, 8, 3, 255, False)),
+    ],
+    1024: [(256, 128, 32, 8, 2, 255, False), (256, 64, 32, 4, 2, 255, False)],
+}
+
+#: What --d takes: the head dims of the one kernel, then of the other.
+HEAD_DIMS = (*SUPPORTED_D, *LARGE_TILES)
+
+#: Heads of the launches that head dims above 256 are timed on: B 1, M = N = 8192.
+LARGE_HEADS, LARGE_S = (12, 48), 8192
+
+
+def bits_of(tile: Tile) -> tuple[int, int]:
+    """`Recipe.bits` of what the candidate takes."""
+    return tile.bits if isinstance(tile, TileConfig) else ALL_8_BIT
+
+
+def recipe_of(tile: Tile) -> Recipe:
+    """What the candidate is timed with."""
+    return RECIPES[bits_of(tile)]
+
+
+def table_of(tile: Tile) -> str:
+    """The table that the candidate competes for."""
+    return TABLE if isinstance(tile, TileConfig) else LARGE_D_TABLE
+
+
+def head_dim_v(tile: Tile) -> int:
+    """The head dim of V that the candidate is timed with. Those for other D_v do not compete."""
+    if isinstance(tile, TileConfig):
+        return tile.D_pad
+    return {(192, 128): 128, (576, 256): 512}.get((tile.D_pad, tile.v_tile), tile.D_pad)
+
+
+def candidates() -> list[Tile]:
+    """All of them."""
+    main = [
+        TileConfig(
+            *bits,
+            D_pad,
+            causal,
+            bm,
+            bn,
+            num_warps,
+            num_stages,
+            query_blocks_fastest,
+            two_level=bits == ALL_8_BIT and D_pad <= MAX_TWO_LEVEL_D,
+            ctas_per_sm=0,
+            max_registers=max_registers,
+        )
+        for ((bits, D_pad), tiles), (causal, query_blocks_fastest) in itertools.product(TILES.items(), ORDERS)
+        for bm, bn, num_warps, num_stages, max_registers in tiles
+    ]
+    large = [
+        LargeTileConfig(D_pad, v_tile, causal, bm, bn, num_warps, num_stages, fastest, two_level, 0, registers)
+        for (D_pad, tiles), (causal, fastest) in itertools.product(LARGE_TILES.items(), ORDERS)
+        for v_tile, bm, bn, num_warps, num_stages, registers, two_level in tiles
+    ]
+    return [*main, *large]
+
+
+def workloads(tile: Tile) -> list[Workload]:
+    """The launches, small ones first, that the candidate is timed on."""
+    D, causal, D_v = tile.D_pad, tile.causal, head_dim_v(tile)
+    if isinstance(tile, LargeTileConfig):
+        name = f"tune_d{D}_v{D_v}_{'causal' if causal else 'full'}"
+        tags = frozenset({"tune"})
+        return [Workload(f"{name}_h{H}", 1, H, H, LARGE_S, LARGE_S, D, causal, tags, D_v=D_v) for H in LARGE_HEADS]
+    # D 32 has no benchmark and takes that of D 64.
+    found = [w for w in tagged("tune") if (w.D, w.causal) == (max(D, 64), causal)]
+    H = BENCH_HIDDEN // D
+    return sorted((replace(w, D=D, H=H, H_kv=H, D_v=D) for w in found), key=lambda w: w.B)

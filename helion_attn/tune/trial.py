@@ -1,0 +1,121 @@
+"""One candidate: what the compiler says of it, and how long it takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from helion_attn.configs import LargeTileConfig, TileConfig
+from helion_attn.testing import compile_for_sm90, fake_cuda
+from helion_attn.tune.candidates import Tile, recipe_of, workloads
+from helion_attn.workloads import Workload
+
+#: Standard deviation of 8-bit Q and K. Real ones have about that: their largest magnitude is the format's.
+SPREAD = 32.0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a candidate; `error` if it does not compile."""
+
+    registers: int = 0
+    spills: int = 0
+    ctas_per_sm: int = 0
+    error: str | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is worth timing."""
+        return self.error is None and self.spills == 0 and self.ctas_per_sm > 0
+
+
+def launch_parameters(tile: Tile) -> dict[str, Any]:
+    """`tile` as a row of the table has it: without what comes from beside its config."""
+    return {name: x for name, x in asdict(tile).items() if name not in ("max_query_blocks_per_sm", "measured_on")}
+
+
+def _packed(tile: Tile, w: Workload) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of q8, k8, v8; q_descale, k_descale, v_descale, v_mean; out and lse."""
+    assert w.D_v is not None
+    recipe, fp32 = recipe_of(tile), torch.float32
+    v_tile = tile.v_tile if isinstance(tile, LargeTileConfig) else tile.D_pad
+    d_v_pad = -(-w.D_v // v_tile) * v_tile
+    m_blocks, n_blocks = -(-w.M // tile.bm), -(-w.N // tile.bn)
+    v_block = (d_v_pad, tile.bn) if recipe.pv_dtype.itemsize == 1 else (tile.bn, d_v_pad)
+    return [
+        ((w.B * w.H, m_blocks, tile.bm, tile.D_pad), recipe.qk_dtype),
+        ((w.B * w.H_kv, n_blocks, tile.bn, tile.D_pad), recipe.qk_dtype),
+        ((w.B * w.H_kv, n_blocks, *v_block), recipe.pv_dtype),
+        ((w.B, w.H, m_blocks, tile.bm), fp32),
+        ((w.B, w.H_kv, n_blocks if recipe.k_scales == "block" else 1), fp32),
+        ((w.B, w.H_kv, d_v_pad), fp32),
+        ((w.B, w.H_kv, d_v_pad), fp32),
+        ((w.B, w.H, w.M, w.D_v), torch.bfloat16),
+        ((w.B, w.H, w.M), fp32),
+    ]
+
+
+def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
+    """The kernel alone."""
+    from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
+
+    recipe = recipe_of(tile)
+    # Scores of standard deviation about 1, as with N(0, 1) inputs. The spread belongs to the numbers, not to the
+    # scale, also of e4m3: above `numerics.MAX_FUSED_SCALE_LOG2` the kernel takes a slower path, and e4m3 numbers of
+    # standard deviation 1, which no quantiser makes, would put it there.
+    spread = SPREAD if recipe.qk_dtype.itemsize == 1 else 1.0
+    sm_scale = tile.D_pad**-0.5 / spread**2
+    q8, k8, v8, q_descale, k_descale, v_descale, v_mean, out, lse = tensors
+    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None)
+    lengths = (w.M, w.N, -1, 0 if w.causal else -1)
+    numerics = (recipe.p_offset, recipe.promote_every)
+    descales = (recipe.q_scales == "token", recipe.k_scales == "block", recipe.v_scales == "channel")
+    args = (*packed, out, lse, *lengths, sm_scale, None, False, *numerics, *descales)
+    if isinstance(tile, TileConfig):
+        fp8_attn_fwd.launch(tile, *args)
+    else:
+        fp8_attn_fwd_large_d.launch(tile, *args)
+
+
+def precompile(tile: Tile) -> Compiled:
+    """Compile into Triton's disk cache, without touching a GPU."""
+    from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
+
+    w = workloads(tile)[-1]
+    for module in (fp8_attn_fwd, fp8_attn_fwd_large_d):
+        module.compiled_kernel.cache_clear()
+    try:
+        (kernel,) = compile_for_sm90(
+            lambda: _launch(tile, w, [fake_cuda(*shape, dtype=dtype) for shape, dtype in _packed(tile, w)])
+        )
+    except Exception as error:
+        return Compiled(error=f"{type(error).__name__}: {error}"[:200])
+    spills = kernel.opcodes["LDL"] + kernel.opcodes["STL"]
+    return Compiled(kernel.registers, spills, kernel.ctas_per_sm)
+
+
+@torch.inference_mode()  # as inside an op: Helion does not take a tensor together with the view of it
+def measure(tile: Tile, w: Workload) -> float:
+    """Median milliseconds on random packed tensors."""
+    from triton.testing import do_bench
+
+    torch.manual_seed(0)
+    tensors = []
+    for i, (shape, dtype) in enumerate(_packed(tile, w)):
+        # Q, K and V; descales of 1, a mean of 0.
+        x = torch.randn(shape, device="cuda") if i < 3 else torch.full(shape, float(i < 6), device="cuda")
+        tensors.append((x * SPREAD if i < 2 and dtype.itemsize == 1 else x).to(dtype))
+    return float(do_bench(lambda: _launch(tile, w, tensors), warmup=50, rep=300, return_mode="median"))
+
+
+def tflops(w: Workload, ms: float) -> float:
+    """Of a launch that took `ms`."""
+    assert w.D_v is not None
+    return 2 * w.M * w.N * (w.D + w.D_v) * w.H * w.B / (2 if w.causal else 1) / ms / 1e9
+
+
+def with_occupancy(tile: Tile, compiled: Compiled) -> Tile:
+    """`tile`, and how many of its programs fit an SM."""
+    return replace(tile, ctas_per_sm=compiled.ctas_per_sm)
