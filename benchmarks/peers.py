@@ -202,6 +202,31 @@ def fa3_kvcache_fp8(q: Tensor, k: Tensor, v: Tensor, seqlens: Tensor) -> Callabl
     )
 
 
+def fa3_varlen_16bit(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: list[int], causal: bool
+) -> Callable[[], Tensor]:
+    """FlashAttention-3 on packed sequences [tokens, heads, D], in the inputs' own 16-bit dtype."""
+    fa3 = importlib.import_module("fa3_fwd_interface")
+    tables = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    longest = {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    return functools.partial(fa3.flash_attn_varlen_func, q, k, v, **tables, **longest, causal=causal)
+
+
+def fa3_varlen_fp8(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: list[int], causal: bool
+) -> Callable[[], Tensor]:
+    """Likewise of e4m3, with one descale per (sequence, head); as many KV heads as heads."""
+    quantised, descales = [], {}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        # [B, heads]
+        descale = torch.stack([_descale(part, (0, 2))[0, :, 0] for part in x.split(lengths)])
+        per_token = descale.repeat_interleave(cu_seqlens.diff(), 0)
+        quantised.append((x.float() / per_token.unsqueeze(2)).to(E4M3))
+        descales[f"{name}_descale"] = descale
+    q8, k8, v8 = quantised
+    return functools.partial(fa3_varlen_16bit(q8, k8, v8, cu_seqlens, lengths, causal), **descales)
+
+
 # --- cuDNN ----------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,7 @@ from ladder_tables import ladder_tables, large_d_tables
 from mask_tables import mask_tables
 from rich.console import Console
 from tables import Loaded, Row, Table, e2e_tables, load, preprocess_tables, speed_tables
+from varlen_tables import varlen_tables
 
 # --- documents ------------------------------------------------------------------------------------
 
@@ -67,6 +68,7 @@ BLOCKS = {
     "ladder": Block("ladder", {"ladder": "TFLOP/s by sequence length, from 8 bits to 16"}, ladder_tables),
     "large_d": Block("large_d", {"large_d": "TFLOP/s by head dim"}, large_d_tables),
     "decode": Block("decode", {}, decode_tables),
+    "varlen": Block("varlen", {}, varlen_tables),
     "checks": Block("attention", {}, speed_check_tables),
     "rung_checks": Block("ladder", {}, rung_check_tables),
     "recipes": Block("accuracy", {}, recipe_tables),

@@ -20,6 +20,7 @@ from helion_attn.validate import (
     check_softcap,
     check_window,
 )
+from helion_attn.varlen import attention_varlen
 
 #: Arguments of flash-attn 3 that change the result, or promise something, and that are not supported.
 RULES = (
@@ -28,6 +29,17 @@ RULES = (
     # A bool passes for an int, and is what `pack_gqa` or `deterministic` takes: arguments that slipped by one place.
     Rule("num_splits", lambda splits: type(splits) is int and splits in (0, 1), "0 or 1: the keys are never split", 2),
     Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM", 8),
+)
+
+#: Likewise of `flash_attn_varlen_func`.
+VARLEN_RULES = (
+    Rule("seqused_q", is_none, "None: cu_seqlens_q says where sequences end", torch.zeros(1)),
+    Rule("seqused_k", is_none, "None", torch.zeros(1)),
+    *(rule for rule in RULES if rule.argument == "qv"),
+    Rule("q_descale", is_none, "None: q, k and v are bf16, fp16 or fp32", torch.zeros(1)),
+    Rule("k_descale", is_none, "None", torch.zeros(1)),
+    Rule("v_descale", is_none, "None", torch.zeros(1)),
+    *(rule for rule in RULES if rule.argument != "qv"),
 )
 
 #: Likewise of `flash_attn_with_kvcache`.
@@ -142,6 +154,98 @@ def flash_attn_func(
     q_scale, k_scale, v_scale = (_descale(name, descale, shape, q.device) for name, descale in descales.items())
     qkv = pack_unread(q, k, v, q_scale, k_scale, v_scale, "bshd", torch.bfloat16)
     return attention_quantized(qkv, **options)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    recipe: Recipe = BALANCED,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """FP8 attention of packed sequences, with the names, the order and the meaning of flash-attn 3's arguments.
+
+    Tensors are quantised by `recipe`, as in `helion_attn.attention_varlen`, every sequence by itself.
+
+    Args:
+        q: [tokens, H, D], bf16, fp16 or fp32; D in 16..256. e4m3, which flash-attn takes, is not supported.
+        k: [tokens, H_kv, D], of q's dtype; H is a multiple of H_kv.
+        v: [tokens, H_kv, D_v], of q's dtype; D_v in 16..256.
+        cu_seqlens_q: int32 [B + 1], contiguous: sequence b has tokens `cu_seqlens_q[b]` up to `cu_seqlens_q[b + 1]`.
+            Not read on the host. Tokens of no sequence, which flash-attn leaves unwritten, get NaN.
+        cu_seqlens_k: int32 [B + 1], of K and V.
+        max_seqlen_q: the longest sequence in flash-attn; not looked at, since nothing depends on it here.
+        max_seqlen_k: likewise.
+        seqused_q: not supported; and so the other arguments that docs/integrations.md lists.
+        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
+        causal: row i of a sequence sees keys j <= i + N - M of it (bottom-right aligned).
+        window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
+            `causal`, right is 0 whatever it says.
+        softcap: scaled scores s become `softcap * tanh(s / softcap)`; 0 for no cap.
+        num_splits: 0 or 1.
+        pack_gqa: for flash-attn's scheduling; it changes no result and is not looked at.
+        deterministic: not looked at; the forward pass always is.
+        return_attn_probs: also return lse, as flash-attn 3 does.
+        recipe: how the tensors become 8-bit numbers; flash-attn has no such argument.
+
+    Returns:
+        out [tokens, H, D_v], of q's dtype; and fp32 lse [H, tokens], natural log, if asked for. A row without a key
+        has 0, and lse -inf.
+
+    Raises:
+        NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        RuntimeError: an input requires grad, in grad mode.
+    """
+    values = {
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "qv": qv,
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+        "attention_chunk": attention_chunk,
+        "num_splits": num_splits,
+        "sm_margin": sm_margin,
+    }
+    check_supported("flash_attn_varlen_func", VARLEN_RULES, values)
+    if softmax_scale is not None:
+        check_sm_scale(softmax_scale, "softmax_scale")
+    check_window(window_size, "window_size")
+    check_softcap(softcap, no_cap=0.0)
+    return attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        causal=causal,
+        sm_scale=softmax_scale,
+        recipe=recipe,
+        window=None if window_size is None or tuple(window_size) == (-1, -1) else window_size,
+        softcap=None if softcap == 0.0 else softcap,
+        return_lse=return_attn_probs,
+    )
 
 
 def _descale(name: str, descale: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> torch.Tensor:

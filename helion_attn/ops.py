@@ -12,7 +12,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from helion_attn.configs import attention_tile_config, large_tile_config, query_blocks_per_sm, row_width, uses_large_d
+from helion_attn.configs import (
+    Q_FIELDS,
+    attention_tile_config,
+    blocks_for,
+    large_tile_config,
+    query_blocks_per_sm,
+    row_width,
+    tile_config,
+    uses_large_d,
+)
 
 DEVICES = ("CPU", "CUDA")
 
@@ -53,6 +62,21 @@ torch.library.define(
     "(Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor v_mean, "
     "Tensor? lse_shift, Tensor? sinks, SymInt m_len, SymInt n_len, SymInt d, SymInt d_v, SymInt left, SymInt right, "
     "float sm_scale, float? softcap, bool bshd, ScalarType out_dtype, int p_offset_log2, int? promote_every, "
+    "bool q_row_descales, bool k_block_descales, bool v_channel_descales) "
+    "-> (Tensor, Tensor)",
+)
+torch.library.define(
+    "helion_attn::quantize_varlen",
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int bm, int bn, int d_pad, int d_v_pad, "
+    "ScalarType qk_dtype, ScalarType pv_dtype, str q_scales, str k_scales, str v_scales, int? hadamard_seed, "
+    "bool smooth_k, bool center_v) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "helion_attn::fp8_attn_varlen",
+    "(Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor v_mean, "
+    "Tensor? lse_shift, Tensor? sinks, Tensor q_blocks, SymInt m_len, SymInt n_len, SymInt d_v, SymInt left, "
+    "SymInt right, float sm_scale, float? softcap, ScalarType out_dtype, int p_offset_log2, int? promote_every, "
     "bool q_row_descales, bool k_block_descales, bool v_channel_descales) "
     "-> (Tensor, Tensor)",
 )
@@ -286,6 +310,156 @@ def _(
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)
+
+
+@torch.library.impl("helion_attn::quantize_varlen", DEVICES)
+@_without_autocast
+def _quantize_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    bm: int,
+    bn: int,
+    d_pad: int,
+    d_v_pad: int,
+    qk_dtype: torch.dtype,
+    pv_dtype: torch.dtype,
+    q_scales: str,
+    k_scales: str,
+    v_scales: str,
+    hadamard_seed: int | None,
+    smooth_k: bool,
+    center_v: bool,
+) -> tuple[torch.Tensor, ...]:
+    from helion_attn.preprocess.quantize import quantize_varlen
+
+    scales = (q_scales, k_scales, v_scales)
+    return quantize_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, bm, bn, d_pad, d_v_pad, qk_dtype, pv_dtype, *scales, hadamard_seed,
+        smooth_k, center_v,
+    )  # fmt: skip
+
+
+@torch.library.register_fake("helion_attn::quantize_varlen")
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    bm: int,
+    bn: int,
+    d_pad: int,
+    d_v_pad: int,
+    qk_dtype: torch.dtype,
+    pv_dtype: torch.dtype,
+    q_scales: str,
+    k_scales: str,
+    v_scales: str,
+    hadamard_seed: int | None,
+    smooth_k: bool,
+    center_v: bool,
+) -> tuple[torch.Tensor, ...]:
+    (M, H, _D), (N, H_kv), B = q.shape, k.shape[:2], cu_seqlens_q.size(0) - 1
+    m_blocks, n_blocks = blocks_for(M, bm, B), blocks_for(N, bn, B)
+    v_block = (d_v_pad, bn) if pv_dtype.itemsize == 1 else (bn, d_v_pad)
+    rows = (1, H, m_blocks, bm)
+    shapes = (
+        rows,
+        (1, H_kv, n_blocks),
+        (1, H_kv, n_blocks * d_v_pad),
+        (B, H_kv, d_v_pad),
+        (B, H_kv, row_width(d_pad, d_v_pad)) if smooth_k else (0,),
+        rows if smooth_k else (0,),
+    )
+    return (
+        q.new_empty((H, m_blocks, bm, d_pad), dtype=qk_dtype),
+        q.new_empty((H_kv, n_blocks, bn, d_pad), dtype=qk_dtype),
+        q.new_empty((H_kv, n_blocks, *v_block), dtype=pv_dtype),
+        *(q.new_empty(shape, dtype=torch.float32) for shape in shapes),
+        cu_seqlens_q.new_empty((m_blocks, Q_FIELDS)),
+    )
+
+
+def _empty_varlen(
+    q_descale: torch.Tensor, m_len: int, d_v: int, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    H = q_descale.size(1)
+    return q_descale.new_empty((m_len, H, d_v), dtype=out_dtype), q_descale.new_empty((H, m_len))
+
+
+@torch.library.impl("helion_attn::fp8_attn_varlen", DEVICES)
+@_without_autocast
+def _fp8_attn_varlen(
+    q8: torch.Tensor,
+    k8: torch.Tensor,
+    v8: torch.Tensor,
+    q_descale: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
+    v_mean: torch.Tensor,
+    lse_shift: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    q_blocks: torch.Tensor,
+    m_len: int,
+    n_len: int,
+    d_v: int,
+    left: int,
+    right: int,
+    sm_scale: float,
+    softcap: float | None,
+    out_dtype: torch.dtype,
+    p_offset_log2: int,
+    promote_every: int | None,
+    q_row_descales: bool,
+    k_block_descales: bool,
+    v_channel_descales: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from helion_attn.kernels import fp8_attn_fwd
+    from helion_attn.kernels.fp8_attn_decode import multiprocessors
+
+    out, lse = _empty_varlen(q_descale, m_len, d_v, out_dtype)
+    if m_len:
+        packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
+        numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales)
+        bits = (8 * q8.itemsize, 8 * v8.itemsize)
+        d_pad = max(q8.size(3), v8.size(2) if v8.itemsize == 1 else v8.size(3))
+        load = query_blocks_per_sm(q8.size(0), q8.size(1), multiprocessors(q8.device))
+        tile = tile_config(d_pad, right >= 0, bits, load)
+        args = (*packed, out, lse, m_len, n_len, left, right, sm_scale, softcap, True, *numerics)
+        fp8_attn_fwd.launch(tile, *args, q_blocks)
+    return out, lse
+
+
+@torch.library.register_fake("helion_attn::fp8_attn_varlen")
+def _(
+    q8: torch.Tensor,
+    k8: torch.Tensor,
+    v8: torch.Tensor,
+    q_descale: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
+    v_mean: torch.Tensor,
+    lse_shift: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    q_blocks: torch.Tensor,
+    m_len: int,
+    n_len: int,
+    d_v: int,
+    left: int,
+    right: int,
+    sm_scale: float,
+    softcap: float | None,
+    out_dtype: torch.dtype,
+    p_offset_log2: int,
+    promote_every: int | None,
+    q_row_descales: bool,
+    k_block_descales: bool,
+    v_channel_descales: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_varlen(q_descale, m_len, d_v, out_dtype)
 
 
 @torch.library.impl("helion_attn::append_kv", DEVICES)

@@ -27,6 +27,17 @@ MIN_D, MAX_D = 16, 1024
 #: The largest head dim of a KV cache.
 MAX_PAGE_D = SUPPORTED_D[-1]
 
+#: The largest head dim of sequences of variable length, and their tokens: packed, these have room in 32 bits.
+MAX_VARLEN_D = SUPPORTED_D[-1]
+MAX_TOKENS = 2**30
+
+#: Of a `Recipe`, for sequences of variable length: what does not depend on the other sequences, and is read once.
+VARLEN_SCALES = {
+    "q_scales": ("block", "token", "none"),
+    "k_scales": ("head", "block", "none"),
+    "v_scales": ("head", "channel", "none"),
+}
+
 #: Of pages, heads and splits: their products have room in 32 bits.
 MAX_COUNT = 2**24
 
@@ -198,30 +209,40 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"dtype is {dtype}; it must be one of {_names(IN_DTYPES)}")
 
 
-def check_inputs(tensors: dict[str, torch.Tensor], layout: str, dtypes: tuple[torch.dtype, ...] = IN_DTYPES) -> None:
-    """Types, ranks, dtypes and devices of tensors in `layout`, by argument; dtype and device are those of the first."""
-    check_layout(layout)
-    axes = "[B, H, S, D]" if layout == "bhsd" else "[B, S, H, D]"
+def check_tensors(
+    tensors: dict[str, torch.Tensor], axes: str, dtypes: tuple[torch.dtype, ...] = IN_DTYPES, may_be_empty: bool = False
+) -> None:
+    """Types, ranks, dtypes, devices and strides, by argument; dtype and device are those of the first.
+
+    Args:
+        tensors: by name.
+        axes: "[...]", their names.
+        dtypes: accepted.
+        may_be_empty: the first dimension may be 0.
+    """
+    ndim = axes.count(",") + 1
     first_name, first = next(iter(tensors.items()))
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions, {axes}")
+        if x.dim() != ndim:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {ndim} dimensions, {axes}")
         if x.dtype not in dtypes:
             raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {_names(dtypes)}")
-        if x.numel() == 0:
+        if x.numel() == 0 and not may_be_empty:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; every dimension must be at least 1")
+        if may_be_empty and 0 in x.shape[1:]:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; every dimension but the first must be at least 1")
         if x.dtype != first.dtype:
             raise TypeError(f"{name} has dtype {x.dtype} and {first_name} has {first.dtype}; they must be the same")
         if x.device != first.device:
             raise ValueError(
                 f"{name} is on {x.device} and {first_name} on {first.device}; they must be on the same device"
             )
-        if x.stride(3) == 0 and x.size(3) > 1:
+        if x.stride(-1) == 0 and x.size(-1) > 1:
             # Triton 3.6 wrote wrong values into the padding of such a tensor's packed copy.
             raise ValueError(f"{name} has strides {x.stride()}; the last dimension must not be an expanded one")
-        if x.dtype == torch.float32 and (x.stride(3) != 1 or any(stride % 4 for stride in x.stride()[:3])):
+        if x.dtype == torch.float32 and (x.stride(-1) != 1 or any(stride % 4 for stride in x.stride()[:-1])):
             # Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
             raise ValueError(
                 f"{name} is float32 with strides {x.stride()}; the last must be 1 and the others multiples of 4 "
@@ -232,6 +253,12 @@ def check_inputs(tensors: dict[str, torch.Tensor], layout: str, dtypes: tuple[to
                 f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
             )
     check_device(first_name, first)
+
+
+def check_inputs(tensors: dict[str, torch.Tensor], layout: str, dtypes: tuple[torch.dtype, ...] = IN_DTYPES) -> None:
+    """`check_tensors` of [B, H, S, D] or [B, S, H, D]."""
+    check_layout(layout)
+    check_tensors(tensors, "[B, H, S, D]" if layout == "bhsd" else "[B, S, H, D]", dtypes)
 
 
 def check_x(x: torch.Tensor, layout: str) -> None:
@@ -523,6 +550,65 @@ def check_kvcache_attention(
         check_count("num_splits", num_splits)
     if out_dtype is not None and out_dtype not in IN_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; it must be one of {_names(IN_DTYPES)}")
+
+
+def check_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...] = IN_DTYPES,
+) -> None:
+    """Q, K and V [tokens, heads, head dim], and all of `cu_seqlens` but their values."""
+    check_tensors({"q": q, "k": k, "v": v}, "[tokens, heads, head dim]", dtypes, may_be_empty=True)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not MIN_D <= x.size(2) <= MAX_VARLEN_D:
+            raise NotImplementedError(
+                f"{name} has head dim {x.size(2)}; sequences of variable length must have one in "
+                f"{MIN_D}..{MAX_VARLEN_D}"
+            )
+        if x.size(0) > MAX_TOKENS:
+            raise ValueError(f"{name} has {x.size(0)} tokens; it must have at most {MAX_TOKENS}")
+    H, H_kv = q.size(1), k.size(1)
+    if k.size(2) != q.size(2):
+        raise ValueError(f"k has head dim {k.size(2)} and q has {q.size(2)}; they must be equal (v's may differ)")
+    if v.size(1) != H_kv:
+        raise ValueError(f"v has {v.size(1)} heads and k has {H_kv}; they must be equal")
+    if v.size(0) != k.size(0):
+        raise ValueError(f"v has {v.size(0)} tokens and k has {k.size(0)}; they must be equal")
+    if H % H_kv:
+        raise ValueError(f"q has {H} heads and k has {H_kv}; q's must be a multiple of k's")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be an int32 tensor")
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be int32")
+        if x.dim() != 1 or x.size(0) < 2:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [B + 1], of at least one sequence")
+        if x.size(0) != cu_seqlens_q.size(0):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and cu_seqlens_q {tuple(cu_seqlens_q.shape)}; they must be equal"
+            )
+        if not x.is_contiguous() or x.device != q.device:
+            raise ValueError(f"{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {q.device}")
+    check_count("the number of sequences", cu_seqlens_q.size(0) - 1)
+
+
+def check_varlen_recipe(recipe: Recipe, D: int, D_v: int) -> None:
+    """A recipe that sequences of a batch can have, each by itself."""
+    check_recipe(recipe, D, D_v)
+    for name, accepted in VARLEN_SCALES.items():
+        if getattr(recipe, name) not in accepted:
+            raise NotImplementedError(
+                f"recipe has {name}={getattr(recipe, name)!r}; with sequences of variable length it must be one of "
+                f"{accepted}"
+            )
+    if recipe.promote_every == 1 and max(D, D_v) > MAX_TWO_LEVEL_D:
+        raise ValueError(
+            f"recipe has promote_every=1 and the head dim is {max(D, D_v)}; above {MAX_TWO_LEVEL_D}, of sequences of "
+            f"variable length, it must be 0 or None"
+        )
 
 
 def check_head_dim(name: str, D: int) -> None:

@@ -11,11 +11,18 @@ from pathlib import Path
 from helion_attn import support
 from helion_attn.flash_attn import KVCACHE_RULES as KVCACHE
 from helion_attn.flash_attn import RULES as FLASH_ATTN
+from helion_attn.flash_attn import VARLEN_RULES as VARLEN
 from helion_attn.sdpa import RULES as SDPA
 from helion_attn.transformers import RULES as TRANSFORMERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "integrations.md"
-TABLES = {"flash_attn": FLASH_ATTN, "flash_attn_kvcache": KVCACHE, "sdpa": SDPA, "transformers": TRANSFORMERS}
+TABLES = {
+    "flash_attn": FLASH_ATTN,
+    "flash_attn_varlen": VARLEN,
+    "flash_attn_kvcache": KVCACHE,
+    "sdpa": SDPA,
+    "transformers": TRANSFORMERS,
+}
 
 
 def with_tables(page: str) -> str:

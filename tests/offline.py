@@ -19,6 +19,9 @@ from helion_attn import testing
 from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.preprocess import hadamard
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
+from helion_attn.varlen import attend_varlen, quantize_varlen
+
+Varlen = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class CudaKernels:
@@ -175,6 +178,45 @@ def compile_attention(
 
     (kernel,) = compile_for_sm90(launch)
     return kernel
+
+
+def fake_varlen(D: int, D_v: int, B: int = 7, dtype: torch.dtype = torch.bfloat16) -> Varlen:
+    """Q, K, V and both `cu_seqlens` on cuda:0."""
+    with FakeTensorMode():
+        q, k, v = (
+            torch.empty(S, dtype=dtype, device="cuda:0") for S in ((10000, 4, D), (20000, 2, D), (20000, 2, D_v))
+        )
+        cu_q, cu_k = (torch.empty(B + 1, dtype=torch.int32, device="cuda:0") for _ in range(2))
+    return q, k, v, cu_q, cu_k
+
+
+def compile_varlen(
+    D: int,
+    causal: bool,
+    recipe: ha.Recipe = ha.BALANCED,
+    D_v: int | None = None,
+    sinks: bool = False,
+    **options: Any,
+) -> Sm90Kernel:
+    """The attention kernel of `attention_varlen` alone."""
+
+    def launch() -> None:
+        packed = quantize_varlen(*fake_varlen(D, D_v or D), recipe)
+        with launching():
+            attend_varlen(packed, causal, sinks=fake_cuda(4) if sinks else None, **options)
+
+    (kernel,) = compile_for_sm90(launch)
+    return kernel
+
+
+def compile_quantize_varlen(D: int, recipe: ha.Recipe, dtype: torch.dtype = torch.bfloat16) -> list[Sm90Kernel]:
+    """The kernels before it."""
+
+    def launch() -> None:
+        with launching():
+            quantize_varlen(*fake_varlen(D, D, dtype=dtype), recipe)
+
+    return compile_for_sm90(launch)
 
 
 def fake_cache(num_pages: int, H_kv: int, D: int, D_v: int) -> ha.PagedKVCache:

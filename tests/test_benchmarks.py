@@ -73,3 +73,19 @@ def test_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert all(row["ms"] > 0 for row in rows)
     assert rows[0]["of_copy"] == pytest.approx(rows[0]["gb_per_s"] / rows[2]["gb_per_s"], rel=1e-4)
+
+
+def test_varlen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    varlen, tables = importlib.import_module("varlen"), importlib.import_module("tables")
+    assert varlen.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    loaded = tables.load(tmp_path)
+    rows = loaded["varlen"]["rows"]
+    assert {(row["batch"], row["impl"]) for row in rows} == {
+        ("uniform", "helion_attn"),
+        ("uniform", "helion_attn_fixed"),
+        ("skewed", "helion_attn"),
+    }
+    assert all(row["ms"] > 0 and row["tflops"] > 0 for row in rows)
+    full, causal = importlib.import_module("varlen_tables").varlen_tables(loaded)
+    assert len(full.body) == len(causal.body) == 2

@@ -9,6 +9,7 @@ specialisation, drawn once from a fixed seed, and hypothesis varies the data: si
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -26,7 +27,7 @@ import helion_attn as ha
 from helion_attn.configs import ALL_8_BIT, SUPPORTED_D
 from helion_attn.numerics import LOG2E
 from helion_attn.testing import INPUT_KINDS, TANH_ERROR, TENSOR_CORE_ERROR, error_budget, make_qkv
-from helion_attn.validate import IN_DTYPES, OUT_DTYPES
+from helion_attn.validate import IN_DTYPES, OUT_DTYPES, VARLEN_SCALES
 
 #: Cases without --fuzz-cases: less than a minute of two cores.
 CASES_IN_CI = 198
@@ -278,6 +279,84 @@ def check(spec: Specialisation, data: Data, device: str) -> None:
         assert torch.all(out.float() == 0)
     if isinstance(result, tuple):
         assert_lse_within_budget(case, result[1])
+
+
+#: Those that packed sequences take too; every recipe among them once.
+VARLEN_SPECIALISATIONS = list(
+    {
+        spec.recipe: spec
+        for spec in reversed(SPECIALISATIONS)
+        if max(spec.D, spec.D_v) <= 256
+        and all(getattr(RECIPES[spec.recipe], name) in accepted for name, accepted in VARLEN_SCALES.items())
+    }.values()
+)
+
+
+def check_varlen(spec: Specialisation, data: Data, batch: list[tuple[int, int]], device: str) -> None:
+    """One case of packed sequences, of (M, N) each."""
+    rows = sum(m for m, _ in batch) * data.H_kv * data.group
+    if device == "cuda" and rows:
+        batch = batch * -(-ROWS_ON_GPU // rows)
+    M, N = (max(1, sum(sizes)) for sizes in zip(*batch, strict=True))
+    alone = dataclasses.replace(data, B=1, M=M, N=N)
+    # [tokens, heads, head dim]
+    q, k, v = (x[0].transpose(0, 1) for x in make_inputs(spec, alone, device))
+    cu = [torch.tensor([0, *sizes], device=device).cumsum(0).to(torch.int32) for sizes in zip(*batch, strict=True)]
+    q, k, v = q[: int(cu[0][-1])], k[: int(cu[1][-1])], v[: int(cu[1][-1])]
+    right = 0 if data.causal else data.right
+    sinks = None
+    if spec.has_sinks:
+        sinks = torch.randn(q.size(1), generator=torch.Generator().manual_seed(data.seed)).to(device) * 3
+    masks: dict[str, Any] = {
+        "causal": data.causal,
+        "sm_scale": data.sm_scale,
+        "window": (data.left, right if spec.has_right else -1) if spec.has_left else None,
+        "softcap": data.softcap if spec.has_softcap else None,
+        "sinks": sinks,
+    }
+    recipe = RECIPES[spec.recipe]
+    oracle, oracle_lse = ha.reference.attention_varlen(q, k, v, *cu, **masks)
+    model, model_lse = ha.reference.fp8_attention_varlen(q, k, v, *cu, recipe=recipe, **masks)
+    answers = (oracle, oracle_lse, model, model_lse)
+    case = Case((q, k, v), data.causal, data.sm_scale, recipe, *answers, softcap=masks["softcap"])
+    with nan_filled_memory():
+        out = ha.attention_varlen(q, k, v, *cu, recipe=recipe, out_dtype=spec.out_dtype, **masks)
+    assert out.shape == oracle.shape
+    if oracle.norm() > 0:
+        case.assert_within_budget(out)
+    else:
+        assert torch.all(out.float() == 0)
+
+
+#: Of the sequences of a batch.
+SHORT = st.sampled_from([0, 0, 1, 1, 2, 63, 64, 65, 127, 128, 129, 150, *range(3, 60)])
+
+
+@pytest.mark.parametrize("spec", VARLEN_SPECIALISATIONS, ids=str)
+def test_fuzz_varlen(
+    spec: Specialisation, device: str, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> None:
+    asked = request.config.getoption(FUZZ_CASES)
+    wanted = -(-(asked or 1) // len(SPECIALISATIONS))
+    settings = hypothesis.settings(
+        max_examples=wanted, database=None, deadline=None, phases=(hypothesis.Phase.generate,)
+    )
+    seed = VARLEN_SPECIALISATIONS.index(spec) if asked is None else random.getrandbits(64)
+    ran = 0
+
+    @hypothesis.seed(seed)
+    @settings
+    @hypothesis.given(data=data_of(spec), batch=st.lists(st.tuples(SHORT, SHORT), min_size=1, max_size=5))
+    def one(data: Data, batch: list[tuple[int, int]]) -> None:
+        nonlocal ran
+        ran += 1
+        check_varlen(spec, data, batch, device)
+
+    try:
+        one()
+    finally:
+        record_property(FUZZ_CASES, ran)
+    assert ran >= wanted
 
 
 @pytest.mark.parametrize("spec", SPECIALISATIONS, ids=str)

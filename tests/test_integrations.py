@@ -22,7 +22,7 @@ def run_example(title: str) -> dict[str, Any]:
 
 
 def test_every_section_has_an_example() -> None:
-    assert len(EXAMPLES) == PAGE.read_text().count("\n## ") == 4
+    assert len(EXAMPLES) == PAGE.read_text().count("\n## ") == 5
 
 
 def test_flash_attn() -> None:
@@ -30,6 +30,13 @@ def test_flash_attn() -> None:
     assert names["out"].shape == names["out8"].shape == (1, 100, 4, 64)
     assert names["lse"].shape == (1, 4, 100)
     assert not torch.equal(names["out"], names["out8"])
+
+
+def test_flash_attn_varlen() -> None:
+    names = run_example("flash-attn with sequences of different lengths")
+    assert names["out"].shape == (120, 4, 64)
+    assert names["lse"].shape == (4, 120)
+    assert not names["out"].isnan().any()
 
 
 def test_flash_attn_with_kvcache() -> None:

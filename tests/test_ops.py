@@ -43,6 +43,12 @@ def kv_on(device: str) -> tuple[torch.Tensor, ...]:
     return q, k, v, torch.tensor([[1], [0]], dtype=torch.int32, device=device), torch.zeros_like(q[:, 0, 0, 0]).int()
 
 
+def varlen_on(device: str) -> tuple[torch.Tensor, ...]:
+    """Q, K and V of one packed sequence, and `cu_seqlens`."""
+    q, k, v = (x[0].transpose(0, 1) for x in qkv_on(device))
+    return q, k, v, *(torch.tensor([0, len(x)], dtype=torch.int32, device=device) for x in (q, k))
+
+
 def decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, seqlens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,6 +82,7 @@ def test_every_op_is_recorded(device: str) -> None:
         ha.pack(**e4m3_on(device))
         ha.hadamard(qkv_on(device)[0])
         decode(*kv_on(device))
+        ha.attention_varlen(*varlen_on(device))
     registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("helion_attn::")]
     assert sorted(recorder.calls) == sorted(registered)
 

@@ -17,12 +17,14 @@ from offline import (
     compile_attention,
     compile_decode,
     compile_quantize,
+    compile_quantize_varlen,
+    compile_varlen,
     fake_qkv,
     launching,
 )
 
 import helion_attn as ha
-from helion_attn.configs import SUPPORTED_D, TileConfig, tile_config, tile_configs
+from helion_attn.configs import SUPPORTED_D, TileConfig, attention_tile_config, tile_config, tile_configs
 from helion_attn.kernels import fp8_attn_fwd
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 
@@ -289,3 +291,68 @@ def test_appending(D: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_appending_with_rope(interleaved: bool) -> None:
     assert_no_spills(compile_append(128, torch.bfloat16, interleaved))
+
+
+#: (D, causal, recipe, options) of sequences of variable length.
+VARLEN: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
+    **{f"d{D}-{causal}": (D, causal, ha.BALANCED, {}) for D in SUPPORTED_D for causal in (False, True)},
+    "fast": (128, True, ha.FAST, {}),
+    "fast_d64": (64, False, ha.FAST, {}),
+    "accurate": (128, False, ha.ACCURATE, {}),
+    "accurate_d256": (256, True, ha.ACCURATE, {}),
+    "window": (128, True, ha.BALANCED, {"window": (100, -1)}),
+    "everything": (64, True, ha.ACCURATE, {"window": (100, -1), "softcap": 50.0, "sinks": True}),
+    "everything_d256": (256, False, ha.ACCURATE, {"window": (100, 5), "softcap": 50.0, "sinks": True}),
+    "d192_v128": (192, True, ha.BALANCED, {"D_v": 128}),
+}
+
+
+def loop_of(kernel: Sm90Kernel) -> list[str]:
+    """Opcodes of the innermost loop that holds a product."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in kernel.sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)(.*)", line):
+            code.append(found[1])
+            back = re.search(r"\.L_x_\d+", found[2]) if found[1] == "BRA" else None
+            if back and back[0] in labels:
+                loops.append(code[labels[back[0]] :])
+    return min((loop for loop in loops if {"QGMMA", "HGMMA"} & set(loop)), key=len)
+
+
+@pytest.mark.parametrize("name", VARLEN)
+def test_variable_lengths(name: str) -> None:
+    D, causal, recipe, options = VARLEN[name]
+    tile = attention_tile_config(D, D, causal or "window" in options)
+    tile = fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap="softcap" in options)
+    kernel = compile_varlen(D, causal, recipe, **options)
+    assert_8_bit_attention(kernel, tile, recipe)
+    assert kernel.registers <= tile.max_registers
+    assert kernel.ctas_per_sm >= tile.ctas_per_sm
+    assert "PRMT" not in loop_of(kernel), "P moves between the bytes of registers"
+
+
+@pytest.mark.parametrize("recipe", [ha.HYBRID, ha.BF16], ids=["hybrid", "bf16"])
+def test_variable_lengths_in_16_bits(recipe: ha.Recipe) -> None:
+    kernel = compile_varlen(128, True, recipe)
+    assert_no_spills(kernel)
+    assert kernel.opcodes["HGMMA"] > 0
+    assert kernel.opcodes["UTMALDG"] > 0
+    assert kernel.ctas_per_sm >= tile_config(128, True, recipe.bits).ctas_per_sm
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_the_loop_is_as_long_as_without_sequences(D: int) -> None:
+    fixed, varlen = (loop_of(f(D, True, recipe=ha.BALANCED)) for f in (compile_attention, compile_varlen))
+    assert len(varlen) <= 1.01 * len(fixed)
+
+
+@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
+@pytest.mark.parametrize("D", [64, 256])
+def test_preprocessing_of_variable_lengths(D: int, recipe: ha.Recipe) -> None:
+    describe, *kernels = compile_quantize_varlen(D, recipe)
+    assert_no_spills(describe)
+    assert_preprocessing(kernels, D, recipe)

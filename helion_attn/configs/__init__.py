@@ -201,8 +201,7 @@ def packing(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> Packing:
     if uses_large_d(D, D_v, bits):
         large = large_tile_config(D, D_v, causal=False)
         return Packing(large.bm, large.bn, large.D_pad, _padded_to(D_v, large.v_tile))
-    tile = attention_tile_config(D, D_v, causal=False, bits=bits)
-    return Packing(tile.bm, tile.bn, padded_head_dim(D), padded_head_dim(D_v))
+    return varlen_packing(D, D_v, bits)
 
 
 def attention_tile_config(
@@ -210,6 +209,24 @@ def attention_tile_config(
 ) -> TileConfig:
     """The config of `fp8_attn_fwd` for (D, D_v): that of the larger, which has the registers for both."""
     return tile_config(padded_head_dim(max(D, D_v)), causal, bits, load)
+
+
+def varlen_packing(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> Packing:
+    """`packing` for sequences of variable length, which always run `fp8_attn_fwd`."""
+    tile = attention_tile_config(D, D_v, causal=False, bits=bits)
+    return Packing(tile.bm, tile.bn, padded_head_dim(D), padded_head_dim(D_v))
+
+
+#: Of a block of Q: the sequence; its first token, and how many it has; its first packed block of K and
+#: V; how many keys it has, -1 for tokens of no sequence; its first packed block of Q, and how many it has.
+Q_FIELDS = 8
+
+
+def blocks_for(tokens: int, block: int, B: int) -> int:
+    """Blocks that are enough for `tokens` in any B sequences: every sequence, and what lies before and after all, may
+    have one that is not full.
+    """
+    return tokens // block + B + 2
 
 
 @dataclass(frozen=True)

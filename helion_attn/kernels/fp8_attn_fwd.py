@@ -44,6 +44,16 @@ from helion_attn.kernels.inline_asm import dot_fp32, fma, fma_up, maximum, tanh
 from helion_attn.numerics import E4M3_OVERFLOW, INT8_SCORE_BIAS, LN2, LOG2E, MAX_FUSED_SCALE_LOG2, MAX_FUSED_SCORE_LOG2
 
 
+def int32(n: int) -> torch.Tensor:
+    """A run-time int as a scalar tensor; as it is, it would make 64 bits of those that it is added to."""
+    return hl.full([], n, dtype=torch.int32)
+
+
+def quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of scalars that are not negative."""
+    return torch.div(a, b, rounding_mode="trunc")
+
+
 def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
     """Give P's columns the order in which V's keys are stored: key (a, t, b) of each 16 moves to (t, a, b)."""
     return p8.reshape(bm, bn // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(bm, bn)
@@ -65,7 +75,7 @@ def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda
     return hl.dot(q_tile, k_tile)
 
 
-def value_block(v8: torch.Tensor, kv: int, block: int) -> torch.Tensor:
+def value_block(v8: torch.Tensor, kv: int | torch.Tensor, block: int) -> torch.Tensor:
     """A block of V as [bn, D_v_pad]."""
     v_tile = hl.load(v8, [kv, block, slice(None), slice(None)])
     return v_tile.transpose(0, 1) if v8.dtype.itemsize == 1 else v_tile
@@ -201,7 +211,8 @@ def store_out(
     row_sum: torch.Tensor,  # [bm], of the keys
     alpha: torch.Tensor,  # [bm], the rescale of acc and row_sum that the sink asks for, if has_sinks
     total: torch.Tensor,  # [bm], row_sum * alpha, and the sink's part
-    kv: int,
+    mean_row: int | torch.Tensor,  # []
+    descale_row: int | torch.Tensor,  # []
     out_rows: torch.Tensor,  # [bm]
     row_in_range: torch.Tensor,  # [bm]
     first: int,
@@ -210,12 +221,14 @@ def store_out(
     d_out: int,
     all_fused: hl.constexpr,
     v_channel_descales: hl.constexpr,
-    has_right: hl.constexpr,
+    empty_rows: hl.constexpr,
+    nan_rows: hl.constexpr,
     has_sinks: hl.constexpr,
 ) -> None:
     """Normalise, put V's mean back, cast, store: `d_tile` channels of `d_pad`, from `first`.
 
-    `all_fused`: no score was scaled before the maximum was subtracted.
+    `all_fused`: no score was scaled before the maximum was subtracted. `empty_rows`: some may have seen no key;
+    `nan_rows`: of these, `total` may be NaN.
     """
     d = first + hl.arange(d_tile)
     # [bm]
@@ -223,11 +236,11 @@ def store_out(
     if has_sinks:
         normaliser = alpha / total
     if v_channel_descales:
-        o = acc * normaliser.unsqueeze(1) * hl.load(v_descale, [kv * d_pad + d]).unsqueeze(0)
+        o = acc * normaliser.unsqueeze(1) * hl.load(v_descale, [descale_row * d_pad + d]).unsqueeze(0)
     else:
-        o = acc * (normaliser * hl.load(v_descale, [kv * d_pad])).unsqueeze(1)
+        o = acc * (normaliser * hl.load(v_descale, [descale_row * d_pad])).unsqueeze(1)
     # [1, d_tile]
-    mean = hl.load(v_mean, [kv * d_pad + d]).unsqueeze(0)
+    mean = hl.load(v_mean, [mean_row * d_pad + d]).unsqueeze(0)
     if has_sinks:
         # The mean is that of real keys, and comes back times the probability that they hold.
         mean = (row_sum * normaliser).unsqueeze(1) * mean
@@ -235,11 +248,10 @@ def store_out(
     o = o + mean
     if all_fused:
         o = torch.where((torch.abs(m_keys) > MAX_FUSED_SCORE_LOG2).unsqueeze(1), float("nan"), o)
-    if has_right:
-        # Only a right edge can leave a row without a key.
+    if empty_rows:
         no_key = m_keys == float("-inf")
-        if has_sinks:
-            no_key = no_key & (total == total)  # a sink that is NaN stays one
+        if nan_rows:
+            no_key = no_key & (total == total)
         o = torch.where(no_key.unsqueeze(1), 0.0, o)
     if out.dtype == torch.float8_e4m3fn:
         # The instruction saturates; an overflow must not pass for a finite number.
@@ -260,6 +272,7 @@ def fp8_attn_fwd(
     v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
     lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
     sinks: torch.Tensor,  # [H] if has_sinks
+    q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
     out: torch.Tensor,  # [B * H * M, D_v], written
     lse: torch.Tensor,  # [B * H * M], written
     m_len: int,
@@ -284,11 +297,19 @@ def fp8_attn_fwd(
     has_softcap: hl.constexpr,
     has_sinks: hl.constexpr,
     two_level: hl.constexpr,
+    varlen: hl.constexpr,
+    heads_fastest: hl.constexpr,
+    bn_log2: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
 
     Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
+
+    With `varlen` the sequences of a batch lie one after the other, as `preprocess.sequences` has it, and `q_blocks`
+    says where; `heads_fastest` is the order of programs within a sequence. The tensors have no B in their sizes then,
+    but for v_mean, m_len is the number of all queries, and v_descale has D_v_pad channels for every key block. A
+    sequence's keys are counted from the first packed block of all: it is the bounds that differ, not the loop.
     """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
@@ -303,37 +324,90 @@ def fp8_attn_fwd(
     # Known strides keep the stores 16 bytes wide.
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0)))
 
-    for bh, grid_block in hl.grid([bh_size, m_blocks]):
-        if has_right:
-            m_block = m_blocks - 1 - grid_block  # long rows first
-        else:
-            m_block = grid_block
-        kv = bh // group
-        row_begin = m_block * bm
+    for grid_head, grid_block in hl.grid([bh_size, m_blocks]):
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
-        diagonal = row_begin + n_len - m_len
-        if has_right:
-            n_first_row = min(n_len, diagonal + right + 1)
-            n_last_row = min(n_len, diagonal + right + bm)
+        if varlen:
+            # Programs go through the sequences as `q_blocks` has them.
+            program = grid_head * m_blocks + grid_block
+            entry = program // bh_size
+            sequence = hl.load(q_blocks, [entry, 0])
+            first_token = hl.load(q_blocks, [entry, 1])
+            rows_of_sequence = hl.load(q_blocks, [entry, 2])
+            first_key_block = hl.load(q_blocks, [entry, 3])
+            keys_of_sequence = hl.load(q_blocks, [entry, 4])
+            first_block = hl.load(q_blocks, [entry, 5])
+            blocks_of_sequence = hl.load(q_blocks, [entry, 6])
+            program_of_sequence = int32(program) - first_block * int32(bh_size)
+            if heads_fastest:
+                rank = quotient(program_of_sequence, int32(bh_size))
+                bh = program_of_sequence - rank * int32(bh_size)
+            else:
+                bh = quotient(program_of_sequence, blocks_of_sequence)
+                rank = program_of_sequence - bh * blocks_of_sequence
+            block = blocks_of_sequence - 1 - rank  # long rows first
+            kv = quotient(bh, int32(group))
+            m_block = first_block + block
+            row_begin = first_token + block * bm
+            row_end = first_token + rows_of_sequence
+            mean_row = sequence * int32(k8.size(0)) + kv
+            descale_row = kv * int32(n_blocks) + first_key_block
+            # As if the keys of all sequences were one row of blocks.
+            key_begin = first_key_block * bn
+            key_end = key_begin + keys_of_sequence
+            diagonal = block * bm + key_end - rows_of_sequence
+            if has_right:
+                n_first_row = torch.minimum(key_end, diagonal + int32(right) + 1)
+                n_last_row = torch.minimum(key_end, diagonal + int32(right) + bm)
+            else:
+                n_first_row = key_end
+                n_last_row = key_end
         else:
-            n_first_row = n_len
-            n_last_row = n_len
+            bh = grid_head
+            if has_right:
+                m_block = m_blocks - 1 - grid_block  # long rows first
+            else:
+                m_block = grid_block
+            kv = bh // group
+            row_begin = m_block * bm
+            row_end = m_len
+            mean_row = kv
+            descale_row = kv
+            key_end = n_len
+            diagonal = row_begin + n_len - m_len
+            if has_right:
+                n_first_row = min(n_len, diagonal + right + 1)
+                n_last_row = min(n_len, diagonal + right + bm)
+            else:
+                n_first_row = n_len  # type: ignore[assignment]
+                n_last_row = n_len  # type: ignore[assignment]
         # Blocks n_left .. n_full are seen whole; those from n_begin and those up to n_end in part. Helion substitutes
         # these expressions into each other, and a min or max writes each argument three times: they are kept flat, and
         # not limited to 0 where a loop that ends before it begins does the same.
-        n_full = n_first_row // bn
-        n_end = (n_last_row + bn - 1) // bn
-        if has_left:
-            n_begin = max(0, diagonal - left) // bn
-            n_left = (max(0, diagonal - left + bm - 1) + bn - 1) // bn
+        if varlen:
+            n_full = n_first_row >> bn_log2
+            n_end = (n_last_row + bn - 1) >> bn_log2
+            n_begin = first_key_block
+            n_left = first_key_block
+            if has_left:
+                n_begin = torch.maximum(key_begin, diagonal - int32(left)) >> bn_log2
+                n_left = (torch.maximum(key_begin, diagonal - int32(left) + bm - 1) + bn - 1) >> bn_log2
         else:
-            n_begin = 0
-            n_left = 0
+            n_full = n_first_row // bn
+            n_end = (n_last_row + bn - 1) // bn
+            if has_left:
+                n_begin = max(0, diagonal - left) // bn
+                n_left = (max(0, diagonal - left + bm - 1) + bn - 1) // bn
+            else:
+                n_begin = 0
+                n_left = 0
         # [bm, D_pad]
         q_tile = q8[bh, m_block, :, :]
         # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own, 0.7
         # microseconds a program.
-        packed_rows = (bh * m_blocks + m_block) * bm
+        if varlen:
+            packed_rows = (bh * int32(m_blocks) + m_block) * bm
+        else:
+            packed_rows = (bh * m_blocks + m_block) * bm
         # [bm], or a scalar for one a block
         if q_row_descales:
             q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * qk_scale
@@ -346,9 +420,12 @@ def fp8_attn_fwd(
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if k_block_descales:
-            k_scale = k_descale[kv * n_blocks + min(n_begin, n_blocks - 1)]
+            if varlen:
+                k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(n_begin, int32(n_blocks - 1))])
+            else:
+                k_scale = k_descale[kv * n_blocks + min(n_begin, n_blocks - 1)]
         else:
-            k_scale = k_descale[kv]
+            k_scale = k_descale[descale_row]
         # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
         shift = hl.zeros([bm], dtype=torch.float32)
         if has_softcap:
@@ -370,7 +447,10 @@ def fp8_attn_fwd(
             # Not "large", since a NaN is not within.
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
             if k_block_descales:
-                k_scale = k_descale[kv * n_blocks + min(j + 1, n_end - 1)]
+                if varlen:
+                    k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(n_end - 1, int32(j + 1))])
+                else:
+                    k_scale = k_descale[kv * n_blocks + min(j + 1, n_end - 1)]
             # [bm, bn]
             s = scores(q_tile, k8[kv, j, :, :].transpose(0, 1), bm, bn, is_cuda)
             # [bn, D_v_pad]. Loaded before the softmax: after it, ptxas packs p8 with 16 more PRMT per block.
@@ -379,13 +459,17 @@ def fp8_attn_fwd(
                 s, s_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
             )
             # Blocks at an edge of what is visible, and those of a large scale. One branch for both: two cost 5 to 24%.
-            special = 1 - within + max(n_left - j, j + 1 - n_full, 0)
+            if varlen:
+                edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_full)
+                special = 1 - within + torch.clamp_min(edge, 0)
+            else:
+                special = 1 - within + max(n_left - j, j + 1 - n_full, 0)
             if special > 0:
                 # Exact, then rounded: the largest P is 2**p_offset_log2 while fp32 tells m_i from the maximum.
                 s = scaled(s - softmax_bias, s_scale_log2, softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
                 keys = j * bn + hl.arange(bn)
-                visible = visible_keys(keys, diagonal + hl.arange(bm), n_len, left, right, has_left, has_right)
+                visible = visible_keys(keys, diagonal + hl.arange(bm), key_end, left, right, has_left, has_right)
                 s = torch.where(visible, s, float("-inf"))
             bias = torch.where(special > 0, 0.0, softmax_bias)
             s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
@@ -409,11 +493,14 @@ def fp8_attn_fwd(
 
         # [bm]
         row_sum = l_i.sum(1)
+        if varlen:
+            # Rows of no sequence must not pass for rows without a key.
+            row_sum = torch.where(keys_of_sequence < 0, float("nan"), row_sum)
         total = row_sum
         rescale = row_sum
         m_keys = m_i
         rows = row_begin + hl.arange(bm)
-        row_in_range = rows < m_len
+        row_in_range = rows < row_end
         if shift_lse and not has_softcap:
             shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
         if has_sinks:
@@ -422,7 +509,10 @@ def fp8_attn_fwd(
             if shift_lse and not has_softcap:
                 sink_log2 = sink_log2 - shift
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
-        out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
+        if varlen:
+            out_rows = bh + rows * int32(out_row_step)
+        else:
+            out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
         store_out(
             out,
             acc,
@@ -432,7 +522,8 @@ def fp8_attn_fwd(
             row_sum,
             rescale,
             total,
-            kv,
+            mean_row,
+            descale_row,
             out_rows,
             row_in_range,
             0,
@@ -441,7 +532,8 @@ def fp8_attn_fwd(
             d_out,
             max_fused_scale == float("inf"),
             v_channel_descales,
-            has_right,
+            has_right or varlen,  # without either, every row sees all keys
+            has_sinks or varlen,  # a sink that is NaN stays one
             has_sinks,
         )
         lse_log2 = m_i + torch.log2(total)
@@ -509,6 +601,8 @@ def kernel_args(
     q_row_descales: bool,
     k_block_descales: bool,
     v_channel_descales: bool,
+    q_blocks: torch.Tensor | None = None,
+    heads_fastest: bool = False,
 ) -> tuple[object, ...]:
     """The arguments of `fp8_attn_fwd`, from those of `launch`."""
     H, H_kv = q_descale.size(1), k_descale.size(1)
@@ -523,6 +617,7 @@ def kernel_args(
         v_mean.view(-1),
         q_descale if lse_shift is None else lse_shift.view(-1),
         lse.view(-1) if sinks is None else sinks,
+        lse.view(1, -1) if q_blocks is None else q_blocks,
         out.view(-1, out.size(-1)),
         lse.view(-1),
         m_len,
@@ -548,6 +643,9 @@ def kernel_args(
         softcap is not None,
         sinks is not None,
         two_level,
+        q_blocks is not None,
+        heads_fastest,
+        k8.size(2).bit_length() - 1,
         q8.is_cuda,
     )
 
@@ -577,17 +675,19 @@ def launch(
     q_row_descales: bool,
     k_block_descales: bool,
     v_channel_descales: bool,
+    q_blocks: torch.Tensor | None = None,
 ) -> None:
     """Write `out` and `lse` for the packed tensors of a `QuantizedQKV`.
 
     Args:
         tile: the config; q8 and v8 are packed in its block sizes.
-        q8: and the seven that follow: the fields of `QuantizedQKV`.
+        q8: and the seven that follow: the fields of `QuantizedQKV`, or of `PackedVarlen`.
         sinks: fp32 [H], or None.
-        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16, fp32 or e4m3.
-        lse: fp32 [B, H, M], natural log.
-        m_len: M, the true query length.
-        n_len: N, the true key length.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16, fp32 or e4m3. With `q_blocks`
+            [M, H, D_v], and `bshd`.
+        lse: fp32 [B, H, M], natural log; with `q_blocks` [H, M].
+        m_len: M, the true query length; with `q_blocks` of all sequences.
+        n_len: N, the true key length; likewise.
         left: row i sees keys j >= i + N - M - left; all of them if it is negative.
         right: row i sees keys j <= i + N - M + right; likewise. Causal: 0.
         sm_scale: multiplies q k^T; not negative.
@@ -598,6 +698,7 @@ def launch(
         q_row_descales: rows of a block have descales of their own.
         k_block_descales: `k_descale` has one for each key block.
         v_channel_descales: `v_descale` differs between the channels of a head.
+        q_blocks: of `PackedVarlen`, or None.
     """
     d_v_pad = v8.size(2) if v8.itemsize == 1 else v8.size(3)
     two_level = tile.two_level if promote_every is None else promote_every == 1
@@ -606,7 +707,11 @@ def launch(
     head_dims = (q8.size(3), d_v_pad)
     variant = (q8.dtype, v8.dtype, *head_dims, p_offset_log2, lse_shift is None, *edges, *options)
     tile = specialised(tile, q8.dtype, softcap is not None)
-    kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
+    heads_fastest = q_blocks is not None and not tile.query_blocks_fastest
+    if heads_fastest:
+        # The kernel itself sees to the order, in each sequence.
+        tile = dataclasses.replace(tile, query_blocks_fastest=True)
+    kernel = compiled_kernel(tile, (*variant, q_blocks is None, heads_fastest)) if q8.is_cuda else interpreted_kernel
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
     kernel(
         *kernel_args(
@@ -622,5 +727,7 @@ def launch(
             bshd,
             p_offset_log2,
             *options,
+            q_blocks,
+            heads_fastest,
         )
     )

@@ -268,12 +268,12 @@ def fp8_attn_fwd_large_d(
         # The narrow piece goes first: while the wide one is stored, its registers are free (otherwise 8 spills).
         if has_narrow_v:
             store_out(
-                out, acc_narrow, v_mean, v_descale, m_keys, row_sum, rescale, total, kv, out_rows, row_in_range,
-                first + wide, narrow, d_v_pad, d_out, True, v_channel_descales, has_right, has_sinks,
+                out, acc_narrow, v_mean, v_descale, m_keys, row_sum, rescale, total, kv, kv, out_rows, row_in_range,
+                first + wide, narrow, d_v_pad, d_out, True, v_channel_descales, has_right, has_sinks, has_sinks,
             )  # fmt: skip
         store_out(
-            out, acc, v_mean, v_descale, m_keys, row_sum, rescale, total, kv, out_rows, row_in_range, first, wide,
-            d_v_pad, d_out, True, v_channel_descales, has_right, has_sinks,
+            out, acc, v_mean, v_descale, m_keys, row_sum, rescale, total, kv, kv, out_rows, row_in_range, first, wide,
+            d_v_pad, d_out, True, v_channel_descales, has_right, has_sinks, has_sinks,
         )  # fmt: skip
         lse_log2 = m_i + torch.log2(total)
         if shift_lse and not has_softcap:

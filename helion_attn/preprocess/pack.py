@@ -24,6 +24,7 @@ from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK
 from helion_attn.preprocess.hadamard import rotation
 from helion_attn.preprocess.rope import RopeTables
 from helion_attn.preprocess.row_layout import row_tile, rows_descale, to_dtype
+from helion_attn.preprocess.sequences import Sequences, key_source, query_source
 from helion_attn.preprocess.statistics import Statistics
 from helion_attn.preprocess.strided import WIDEST_LOAD, StridedQKV
 from helion_attn.preprocess.v_layout import v_block
@@ -73,6 +74,8 @@ def pack(
     k_positions: torch.Tensor,  # [N]
     signs: torch.Tensor,  # [D_row]
     blocks: torch.Tensor,  # [side, side]
+    q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
+    k_blocks: torch.Tensor,  # [N_blocks, K_FIELDS] if varlen
     q8: torch.Tensor,  # [B * H * m_tiles, q_tile, D_pad], written
     k8: torch.Tensor,  # [B * H_kv * n_tiles, k_tile, D_pad], written
     v8: torch.Tensor,  # [B * H_kv * N_blocks * d_tiles, d_tile, bn], or [B * H_kv * N_blocks, bn, D_v_pad], written
@@ -129,9 +132,15 @@ def pack(
     qk_largest: hl.constexpr,
     v_largest: hl.constexpr,
     cap_registers: hl.constexpr,
+    varlen: hl.constexpr,
+    wide: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
-    """See the module's docstring. Tiles run from the last to the first: what `first_pass` read last is still in L2."""
+    """See the module's docstring. Tiles run from the last to the first: what `first_pass` read last is still in L2.
+
+    With `varlen` every block of a head is a "head" of its own, with one block: M and N are those of a block, and
+    `q_blocks` and `k_blocks`, of `sequences`, say what it holds.
+    """
     if cap_registers:
         # Only then: told of any maximum, be it 255, ptxas takes half as many registers again for the other kernels. The
         # name is for Helion, whose code for this branch would be empty.
@@ -155,9 +164,11 @@ def pack(
         v_index = n_blocks * d_tiles - 1 - from_end
         i = v_index // d_tiles
         d_index = v_index % d_tiles
-        offset = ((bh // H_kv) * v_b_step + (bh % H_kv) * v_h_step) * unit
+        v_head, v_keys, offset = key_source(
+            k_blocks, bh, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen, wide, is_cuda
+        )
         tile, channel_descale = v_block(
-            v, v_mean, v_amax, bh, i, d_index, d_row, offset, v_s_step * unit, v_d_step, N, d_v, bn, d_tile,
+            v, v_mean, v_amax, v_head, i, d_index, d_row, offset, v_s_step * unit, v_d_step, v_keys, d_v, bn, d_tile,
             v8.dtype, v_largest, v_unscaled, v_per_channel,
         )  # fmt: skip
         if v8.dtype.itemsize == 1:
@@ -170,7 +181,9 @@ def pack(
     for kv, from_end in hl.grid([k_descale.size(0), (n_tiles + k_run - 1) // k_run]):
         k_index = (n_tiles + k_run - 1) // k_run - 1 - from_end
         k_end = min(n_tiles, (k_index + 1) * k_run)
-        offset = ((kv // H_kv) * k_b_step + (kv % H_kv) * k_h_step) * unit
+        k_head, keys, offset = key_source(
+            k_blocks, kv, H_kv, N, k_b_step, k_h_step, k_s_step, unit, varlen, wide, is_cuda
+        )
         row_step = k_s_step * unit
         matrix = hl.load(blocks, [hl.arange(side), hl.arange(side)])
         # [k_tile], what the block's descale must hold
@@ -179,20 +192,20 @@ def pack(
             for k_i in hl.grid(k_index * k_run, k_end):
                 rows = k_i * k_tile + hl.arange(k_tile)
                 x, _ = row_tile(
-                    k, cos, sin, k_positions, k_mean, signs, matrix, kv, offset, rows, row_step, k_d_step,
-                    N, d, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
+                    k, cos, sin, k_positions, k_mean, signs, matrix, k_head, offset, rows, row_step, k_d_step,
+                    keys, d, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
                     smooth_k, False, hadamard, two_terms, is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
         for k_tile_index in hl.grid(k_index * k_run, k_end):
             rows = k_tile_index * k_tile + hl.arange(k_tile)
             x, _ = row_tile(
-                k, cos, sin, k_positions, k_mean, signs, matrix, kv, offset, rows, row_step, k_d_step,
-                N, d, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
+                k, cos, sin, k_positions, k_mean, signs, matrix, k_head, offset, rows, row_step, k_d_step,
+                keys, d, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
                 smooth_k, False, hadamard, two_terms, is_cuda,
             )  # fmt: skip
             descale = rows_descale(
-                x, peak, k_amax, k_mean, kv, k_parts, max_parts, k_tile, d_row, factor, qk_largest, qk_unscaled,
+                x, peak, k_amax, k_mean, k_head, k_parts, max_parts, k_tile, d_row, factor, qk_largest, qk_unscaled,
                 False, k_per_tile, k_per_block, smooth_k,
             )  # fmt: skip
             store_tile(
@@ -212,7 +225,9 @@ def pack(
     for q_bh, from_end in hl.grid([q_descale.size(0), (m_tiles + q_run - 1) // q_run]):
         q_index = (m_tiles + q_run - 1) // q_run - 1 - from_end
         q_end = min(m_tiles, (q_index + 1) * q_run)
-        offset = ((q_bh // H) * q_b_step + (q_bh % H) * q_h_step) * unit
+        q_kv, queries, offset = query_source(
+            q_blocks, q_bh, H, group, M, q_b_step, q_h_step, q_s_step, unit, q_tile * m_tiles, varlen, wide, is_cuda
+        )
         row_step = q_s_step * unit
         matrix = hl.load(blocks, [hl.arange(side), hl.arange(side)])
         # [q_tile], what the block's descale must hold
@@ -221,16 +236,16 @@ def pack(
             for q_i in hl.grid(q_index * q_run, q_end):
                 rows = q_i * q_tile + hl.arange(q_tile)
                 x, _ = row_tile(
-                    q, cos, sin, q_positions, k_mean, signs, matrix, q_bh // group, offset, rows, row_step, q_d_step,
-                    M, d, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing, explicit_q_positions,
+                    q, cos, sin, q_positions, k_mean, signs, matrix, q_kv, offset, rows, row_step, q_d_step,
+                    queries, d, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing, explicit_q_positions,
                     False, smooth_k, hadamard, two_terms, is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
         for q_tile_index in hl.grid(q_index * q_run, q_end):
             rows = q_tile_index * q_tile + hl.arange(q_tile)
             x, product = row_tile(
-                q, cos, sin, q_positions, k_mean, signs, matrix, q_bh // group, offset, rows, row_step, q_d_step,
-                M, d, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing, explicit_q_positions,
+                q, cos, sin, q_positions, k_mean, signs, matrix, q_kv, offset, rows, row_step, q_d_step,
+                queries, d, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing, explicit_q_positions,
                 False, smooth_k, hadamard, two_terms, is_cuda,
             )  # fmt: skip
             descale = rows_descale(
@@ -289,6 +304,7 @@ def launch(
     v_scales: str,
     hadamard_seed: int | None,
     smooth_k: bool,
+    sequences: Sequences | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Run the kernel.
 
@@ -297,10 +313,12 @@ def launch(
         rope: and `stats`: what is done to them, and what is known of them.
         factor: a head's amax times this bounds what its rows become.
         bm: rows of a block of Q; `bn`, keys of a block; and the fields of `Recipe`.
+        sequences: where those of a packed batch lie, or None. Then Q, K and V are [1, heads, tokens, head dim], and
+            `stats` has every sequence's.
 
     Returns:
-        q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean and lse_shift, shaped as in `QuantizedQKV`; the last
-        two empty without smooth_k.
+        q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean and lse_shift, shaped as in `QuantizedQKV`, or as in
+        `PackedVarlen`; the last two empty without smooth_k.
     """
     B, H, H_kv, D = source.B, source.H, source.H_kv, source.D
     D_pad, D_v_pad, D_row = source.D_pad, source.D_v_pad, source.D_row
@@ -312,15 +330,22 @@ def launch(
     q_tile, k_tile = (min(block, PACK_ELEMENTS // D_row) for block in (bm, bn))
     d_tile = math.gcd(D_v_pad, PACK_CHANNELS)
     m_blocks, n_blocks = -(-source.M // bm), -(-source.N // bn)
+    heads, kv_heads, M, N = B * H, B * H_kv, source.M, source.N
+    unused = like.new_empty((1, 1), dtype=torch.int32)
+    q_blocks, k_blocks = unused, unused
+    if sequences is not None:
+        q_blocks, k_blocks = sequences.q_blocks, sequences.k_blocks
+        heads, kv_heads = H * q_blocks.size(0), H_kv * k_blocks.size(0)
+        m_blocks, n_blocks, M, N = 1, 1, bm, bn
     m_tiles, n_tiles = m_blocks * bm // q_tile, n_blocks * bn // k_tile
-    q8 = empty(B * H * m_tiles, q_tile, D_pad, dtype=qk_dtype)
-    k8 = empty(B * H_kv * n_tiles, k_tile, D_pad, dtype=qk_dtype)
+    q8 = empty(heads * m_tiles, q_tile, D_pad, dtype=qk_dtype)
+    k8 = empty(kv_heads * n_tiles, k_tile, D_pad, dtype=qk_dtype)
     transposed = pv_dtype.itemsize == 1
     v_blocks = (n_blocks * (D_v_pad // d_tile), d_tile, bn) if transposed else (n_blocks, bn, D_v_pad)
-    v8 = empty(B * H_kv * v_blocks[0], *v_blocks[1:], dtype=pv_dtype)
-    q_descale, v_descale = empty(B * H, m_blocks * bm), empty(B * H_kv, D_v_pad)
-    k_descale = empty(B * H_kv, n_blocks if k_scales == "block" else 1)
-    lse_shift = empty(B * H, m_blocks * bm) if smooth_k else empty(1, 1)
+    v8 = empty(kv_heads * v_blocks[0], *v_blocks[1:], dtype=pv_dtype)
+    q_descale, v_descale = empty(heads, m_blocks * bm), empty(kv_heads, D_v_pad)
+    k_descale = empty(kv_heads, n_blocks if k_scales == "block" else 1)
+    lse_shift = empty(heads, m_blocks * bm) if smooth_k else empty(1, 1)
 
     signs, blocks, norm = empty(1), empty(1, 1), 1.0
     if hadamard_seed is not None:
@@ -336,31 +361,34 @@ def launch(
     num_warps = 8 if rope.pairing or two_terms else 4
     # Rows of two chunks have signs to hold besides, and would spill.
     cap_registers = hadamard_seed is not None and D_row <= MAX_HADAMARD_BLOCK and num_warps == 4
-    tables = (rope.cos, rope.sin, rope.q_positions, rope.k_positions, signs, blocks)
+    tables = (rope.cos, rope.sin, rope.q_positions, rope.k_positions, signs, blocks, q_blocks, k_blocks)
     outputs = (q8, k8, v8, q_descale, k_descale, v_descale, lse_shift)
     specialisations: tuple[Any, ...] = (
         *source.d_steps, source.unit, D, source.D_v, D_row, d_tile, bn, q_run, k_run, rope.rotary, rope.pairing,
         *rope.explicit, q_scales == "none", q_scales == "token", q_scales == "block" and q_run == 1, q_per_block,
         k_scales == "block" and k_run == 1, k_per_block, v_scales == "none", v_scales == "channel",
         smooth_k, hadamard_seed is not None, two_terms,
-        FORMAT_MAX.get(qk_dtype, 1.0), FORMAT_MAX.get(pv_dtype, 1.0), cap_registers, like.is_cuda,
+        FORMAT_MAX.get(qk_dtype, 1.0), FORMAT_MAX.get(pv_dtype, 1.0), cap_registers,
+        sequences is not None, sequences is not None and source.wide, like.is_cuda,
     )  # fmt: skip
     # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
     pipelined = num_warps == 4 and source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
     variant = (specialisations, D_pad, D_v_pad, dtype, qk_dtype, pv_dtype, rope.cos.dtype)
     kernel(like.is_cuda, num_warps, cap_registers, pipelined, q_per_block, k_per_block, variant)(
         *source.flat, stats.q_amax, stats.k_amax, stats.v_amax, stats.k_mean, stats.v_mean, *tables, *outputs,
-        m_tiles, n_tiles, stats.q_parts, stats.k_parts, H, H_kv, source.M, source.N, *source.steps,
+        m_tiles, n_tiles, stats.q_parts, stats.k_parts, H, H_kv, M, N, *source.steps,
         rope.table_rows, factor, norm, *specialisations,
     )  # fmt: skip
+    if sequences is not None:
+        m_blocks, n_blocks = q_blocks.size(0), k_blocks.size(0)
     return (
         q8.view(B * H, m_blocks, bm, D_pad),
         k8.view(B * H_kv, n_blocks, bn, D_pad),
         v8.view(B * H_kv, n_blocks, *((D_v_pad, bn) if transposed else (bn, D_v_pad))),
         q_descale.view(B, H, m_blocks, bm),
         k_descale.view(B, H_kv, -1),
-        v_descale.view(B, H_kv, D_v_pad),
-        stats.v_mean.view(B, H_kv, D_v_pad),
-        stats.k_mean.view(B, H_kv, D_row) if smooth_k else empty(0),
+        v_descale.view(B, H_kv, -1),
+        stats.v_mean.view(-1, H_kv, D_v_pad),
+        stats.k_mean.view(-1, H_kv, D_row) if smooth_k else empty(0),
         lse_shift.view(B, H, m_blocks, bm) if smooth_k else empty(0),
     )

@@ -23,6 +23,7 @@ import torch
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import maximum, minimum
 from helion_attn.preprocess.rope import NO_ROPE, RopeTables, rope_rows
+from helion_attn.preprocess.sequences import Sequences, key_source
 from helion_attn.preprocess.strided import StridedQKV, load_rows
 
 #: Elements that one step of the first pass reads: four 16-byte loads of bf16 a thread.
@@ -38,6 +39,12 @@ MAX_PARTS = 32
 MEAN_CHANNELS = 32
 
 
+def last_key(keys: torch.Tensor, size: int | torch.Tensor, varlen: hl.constexpr) -> torch.Tensor:
+    """Keys, those past the end made the last one; 0 of no keys, which only a block of no sequence has."""
+    last = torch.clamp_max(keys, size - 1)
+    return torch.clamp_min(last, 0) if varlen else last
+
+
 def first_pass(
     q: torch.Tensor,  # flat
     k: torch.Tensor,  # flat
@@ -50,6 +57,7 @@ def first_pass(
     sin: torch.Tensor,
     q_positions: torch.Tensor,
     k_positions: torch.Tensor,
+    k_blocks: torch.Tensor,  # [N_blocks, K_FIELDS] if varlen
     q_parts: int,
     k_parts: int,
     v_parts: int,
@@ -83,9 +91,14 @@ def first_pass(
     k_pairing: hl.constexpr,
     explicit_q_positions: hl.constexpr,
     explicit_k_positions: hl.constexpr,
+    varlen: hl.constexpr,
+    wide: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
-    """See the module's docstring; the steps are those of `StridedRows`, the RoPE arguments those of `rope_rows`."""
+    """See the module's docstring; the steps are those of `StridedRows`, the RoPE arguments those of `rope_rows`.
+
+    With `varlen` a block of a head of K or V is a "head" of its own, as in `pack.pack`.
+    """
     d_row = hl.specialize(v_stats.size(3))
     hl.specialize((q.stride(0), k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)))
     hl.specialize((v_stats.stride(1), v_stats.stride(2), v_stats.stride(3)))
@@ -110,18 +123,20 @@ def first_pass(
         q_amax[bh, part] = torch.amax(torch.amax(q_max, 1), 0)
 
     for bh, part in hl.grid([k_amax.size(0), k_parts]):
-        offset = ((bh // H_kv) * k_b_step + (bh % H_kv) * k_h_step) * unit
+        _, keys_of_head, offset = key_source(
+            k_blocks, bh, H_kv, N, k_b_step, k_h_step, k_s_step, unit, varlen, wide, is_cuda
+        )
         k_max = hl.zeros([step, d_row], dtype=torch.float32)
         k_total = hl.zeros([step, d_row], dtype=torch.float32)
         for k_tile in hl.grid(part * k_run, min(kv_tiles, (part + 1) * k_run)):
             rows = k_tile * step + hl.arange(step)
             if k_pairing:
                 x = rope_rows(
-                    k, cos, sin, k_positions, offset, rows, k_s_step * unit, k_d_step, N, d, 0, table_rows,
+                    k, cos, sin, k_positions, offset, rows, k_s_step * unit, k_d_step, keys_of_head, d, 0, table_rows,
                     step, d_row, rotary, k_pairing, explicit_k_positions,
                 )  # fmt: skip
             else:
-                x = load_rows(k, offset, rows, hl.arange(d_row), k_s_step * unit, k_d_step, N, d)
+                x = load_rows(k, offset, rows, hl.arange(d_row), k_s_step * unit, k_d_step, keys_of_head, d)
             k_max = maximum(k_max, torch.abs(x), is_cuda)
             if smooth_k:
                 k_total = k_total + x
@@ -130,15 +145,16 @@ def first_pass(
             k_sum[bh, part, :] = k_total.sum(0)
 
     for bh, part in hl.grid([v_stats.size(0), v_parts]):
-        offset = ((bh // H_kv) * v_b_step + (bh % H_kv) * v_h_step) * unit
+        _, v_keys, offset = key_source(k_blocks, bh, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen, wide, is_cuda)
         v_sum = hl.zeros([step, d_row], dtype=torch.float32)
         v_min = hl.full([step, d_row], float("inf"), dtype=torch.float32)
         v_max = hl.full([step, d_row], float("-inf"), dtype=torch.float32)
         for v_tile in hl.grid(part * v_run, min(kv_tiles, (part + 1) * v_run)):
             keys = v_tile * step + hl.arange(step)
             # Keys past the end repeat the last one: no change to minimum and maximum, left out of the sum.
-            x = load_rows(v, offset, torch.clamp_max(keys, N - 1), hl.arange(d_row), v_s_step * unit, v_d_step, N, d_v)
-            v_sum = v_sum + torch.where((keys < N).unsqueeze(1), x, 0.0)
+            last = last_key(keys, v_keys, varlen)
+            x = load_rows(v, offset, last, hl.arange(d_row), v_s_step * unit, v_d_step, v_keys, d_v)
+            v_sum = v_sum + torch.where((keys < v_keys).unsqueeze(1), x, 0.0)
             v_min = minimum(v_min, x, is_cuda)
             v_max = maximum(v_max, x, is_cuda)
         v_stats[bh, 0, part, :] = v_sum.sum(0)
@@ -185,6 +201,77 @@ def means(
         if smooth_k:
             total = torch.where((part < k_parts).unsqueeze(1), hl.load(k_sum, [bh, part, cols]), 0.0).sum(0)
             hl.store(k_mean, [bh, cols], total / N)
+
+
+def sequence_means(
+    k_part_amax: torch.Tensor,  # [H_kv * N_blocks, 1]
+    k_sum: torch.Tensor,  # [H_kv * N_blocks, 1, D_row]
+    v_stats: torch.Tensor,  # [H_kv * N_blocks, 3, 1, D_row]
+    sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS]
+    k_amax: torch.Tensor,  # [B * H_kv, MAX_PARTS], of which the first is written
+    k_mean: torch.Tensor,  # [B * H_kv, D_row], written if smooth_k
+    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], written
+    v_amax: torch.Tensor,  # [B * H_kv, D_row], written
+    n_blocks: int,
+    H_kv: int,
+    bn: hl.constexpr,
+    chunk: hl.constexpr,
+    d_tile: hl.constexpr,
+    has_k: hl.constexpr,
+    has_v: hl.constexpr,
+    smooth_k: hl.constexpr,
+    center_v: hl.constexpr,
+) -> None:
+    """`means`, and the amax of K, of the sequences of a packed batch, from their blocks' results."""
+    d_row = hl.specialize(v_amax.size(1))
+    d_v_pad = hl.specialize(v_mean.size(1))
+    d_tiles = d_row // d_tile
+    hl.specialize((v_stats.stride(1), v_stats.stride(2), v_stats.stride(3), v_mean.stride(0), v_mean.stride(1)))
+    for head, d_index in hl.grid([v_amax.size(0), d_tiles]):
+        first = hl.load(sequences, [head // H_kv, 0])
+        keys = hl.load(sequences, [head // H_kv, 1])
+        count = (keys + bn - 1) // bn
+        cols = d_index * d_tile + hl.arange(d_tile)
+        # [chunk, d_tile] each
+        v_sum = hl.zeros([chunk, d_tile], dtype=torch.float32)
+        v_min = hl.full([chunk, d_tile], float("inf"), dtype=torch.float32)
+        v_max = hl.full([chunk, d_tile], float("-inf"), dtype=torch.float32)
+        k_total = hl.zeros([chunk, d_tile], dtype=torch.float32)
+        k_max = hl.zeros([chunk], dtype=torch.float32)
+        for c in hl.grid((count + chunk - 1) // chunk):
+            block = c * chunk + hl.arange(chunk)
+            part = (head % H_kv) * n_blocks + first + block
+            inside = block < count
+            own = inside.unsqueeze(1)
+            if has_v:
+                v_sum = v_sum + hl.load(v_stats, [part, 0, 0, cols], extra_mask=own)
+                v_min = torch.minimum(
+                    v_min, torch.where(own, hl.load(v_stats, [part, 1, 0, cols], extra_mask=own), float("inf"))
+                )
+                v_max = torch.maximum(
+                    v_max, torch.where(own, hl.load(v_stats, [part, 2, 0, cols], extra_mask=own), float("-inf"))
+                )
+            if has_k:
+                k_max = torch.maximum(k_max, hl.load(k_part_amax, [part, 0], extra_mask=inside))
+            if smooth_k:
+                k_total = k_total + hl.load(k_sum, [part, 0, cols], extra_mask=own)
+        # Of no keys the means are 0: rows without a key give that, and lse -inf.
+        divisor = torch.clamp_min(keys, 1)
+        # [d_tile]
+        if center_v:
+            mean = v_sum.sum(0) / divisor
+        else:
+            mean = hl.zeros([d_tile], dtype=torch.float32)
+        if d_v_pad < d_row:
+            hl.store(v_mean, [head, cols], mean, extra_mask=cols < d_v_pad)
+        else:
+            hl.store(v_mean, [head, cols], mean)
+        hl.store(v_amax, [head, cols], torch.maximum(torch.amax(v_max, 0) - mean, mean - torch.amin(v_min, 0)))
+        if has_k:  # noqa: SIM102 - Helion resolves this one when it compiles, the next when it runs
+            if d_index == 0:
+                k_amax[head, 0] = torch.amax(k_max, 0)
+        if smooth_k:
+            hl.store(k_mean, [head, cols], k_total.sum(0) / divisor)
 
 
 @functools.cache
@@ -263,14 +350,15 @@ def launch(
     is_cuda = v_mean.is_cuda
     specialisations = (
         *source.d_steps, source.unit, source.D, source.D_v, step, smooth_k, rope.rotary,
-        rope.pairing if q_parts else NO_ROPE, rope.pairing if k_parts else NO_ROPE, *rope.explicit, is_cuda,
+        rope.pairing if q_parts else NO_ROPE, rope.pairing if k_parts else NO_ROPE, *rope.explicit, False, False,
+        is_cuda,
     )  # fmt: skip
     variant = (specialisations, D_row, source.flat[0].dtype, rope.cos.dtype, center_v)
     run_first_pass, run_means = kernels(is_cuda, rope.pairing == NO_ROPE, variant)
     run_first_pass(
         *source.flat, q_amax, k_amax, k_sum, v_stats, rope.cos, rope.sin, rope.q_positions, rope.k_positions,
-        q_parts, k_parts, v_parts, *runs, source.H, source.H_kv, source.M, source.N, *source.steps, rope.table_rows,
-        *specialisations,
+        k_amax, q_parts, k_parts, v_parts, *runs, source.H, source.H_kv, source.M, source.N, *source.steps,
+        rope.table_rows, *specialisations,
     )  # fmt: skip
     run_means(k_sum, v_stats, k_mean, v_mean, v_amax, k_parts, v_parts, source.N, MEAN_CHANNELS, smooth_k, center_v)
     if q_scales == "tensor":
@@ -280,3 +368,64 @@ def launch(
     if v_scales == "tensor":
         v_amax.fill_(v_amax.amax())
     return Statistics(q_amax, k_amax, v_amax, k_mean, v_mean, q_parts, k_parts)
+
+
+@functools.cache
+def sequence_kernels(is_cuda: bool, variant: Hashable) -> tuple[helion.Kernel[None], helion.Kernel[None]]:
+    """`(first_pass, sequence_means)` for the device, as in `kernels`."""
+    if not is_cuda:
+        return interpreted(first_pass), interpreted(sequence_means)
+    config = helion.Config(num_warps=4, indexing="pointer", range_num_stages=[0, 1, 0, 3, 0, 3])
+    return compiled(first_pass, config), compiled(sequence_means, helion.Config(num_warps=4, indexing="pointer"))
+
+
+def launch_of_sequences(
+    source: StridedQKV,
+    rope: RopeTables,
+    sequences: Sequences,
+    bn: int,
+    k_scales: str,
+    v_scales: str,
+    smooth_k: bool,
+    center_v: bool,
+) -> Statistics:
+    """Run `first_pass` on every block of K and V, and `sequence_means`; Q has descales of rows or blocks, or none.
+
+    Args:
+        source: Q, K and V [1, heads, tokens, head dim].
+        rope: none.
+        sequences: where they lie.
+        bn: keys of a block; and the scales of a recipe.
+    """
+    like = source.flat[0].new_empty(0, dtype=torch.float32)
+    B, n_blocks, H_kv, D_row = sequences.sequences.size(0), sequences.k_blocks.size(0), source.H_kv, source.D_row
+    heads, parts = B * H_kv, H_kv * n_blocks
+    has_k = k_scales == "head" or smooth_k
+    has_v = v_scales != "none" or center_v
+    k_amax, k_mean = like.new_empty(heads, MAX_PARTS), like.new_empty((heads, D_row) if smooth_k else (1, 1))
+    if not has_k and not has_v:
+        v_amax, v_mean = like.new_ones(heads, D_row), like.new_zeros(heads, source.D_v_pad)
+        return Statistics(k_amax, k_amax, v_amax, k_mean, v_mean, 0, 0)
+    k_part_amax = like.new_empty(parts, 1)
+    k_sum = like.new_empty((parts, 1, D_row) if smooth_k else (1, 1, 1))
+    v_stats = like.new_empty(parts, 3, 1, D_row)
+    v_mean, v_amax = like.new_empty(heads, source.D_v_pad), like.new_empty(heads, D_row)
+    step = min(bn, STEP_ELEMENTS // D_row)
+    run = -(-bn // step)
+    is_cuda = v_mean.is_cuda
+    specialisations = (
+        *source.d_steps, source.unit, source.D, source.D_v, step, smooth_k, 0, NO_ROPE, NO_ROPE, False, False, True,
+        source.wide, is_cuda,
+    )  # fmt: skip
+    variant = (specialisations, D_row, source.flat[0].dtype, center_v, bn, has_k, has_v)
+    run_first_pass, run_means = sequence_kernels(is_cuda, variant)
+    run_first_pass(
+        *source.flat, k_part_amax, k_part_amax, k_sum, v_stats, rope.cos, rope.sin, rope.q_positions, rope.k_positions,
+        sequences.k_blocks, 0, int(has_k), int(has_v), 0, run, run, source.H, H_kv, 0, bn, *source.steps, 0,
+        *specialisations,
+    )  # fmt: skip
+    run_means(
+        k_part_amax, k_sum, v_stats, sequences.sequences, k_amax, k_mean, v_mean, v_amax, n_blocks, H_kv, bn, MAX_PARTS,
+        MEAN_CHANNELS, has_k, has_v, smooth_k, center_v,
+    )  # fmt: skip
+    return Statistics(k_amax, k_amax, v_amax, k_mean, v_mean, 0, int(has_k))

@@ -82,6 +82,11 @@ class StridedQKV(NamedTuple):
         """Width of the kernels' tiles and statistics."""
         return row_width(self.D_pad, self.D_v_pad)
 
+    @property
+    def wide(self) -> bool:
+        """Whether offsets need 64 bits."""
+        return max(x.numel() for x in self.flat) >= 2**31
+
 
 def strided_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, D_pad: int, D_v_pad: int) -> StridedQKV:
     """View q [B, H, M, D], k [B, H_kv, N, D] and v [B, H_kv, N, D_v], of any strides. Copies nothing."""

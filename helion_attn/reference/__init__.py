@@ -6,13 +6,16 @@ from helion_attn.reference.oracle import attention
 from helion_attn.reference.rope import apply_rope
 from helion_attn.reference.rounding_model import RoundedQKV, fp8_attention, quantize
 from helion_attn.reference.scaled_mm import scaled_mm_attention
+from helion_attn.reference.varlen import attention_varlen, fp8_attention_varlen
 
 __all__ = [
     "RoundedQKV",
     "apply_rope",
     "attention",
+    "attention_varlen",
     "fp8_attention",
     "fp8_attention_kvcache",
+    "fp8_attention_varlen",
     "hadamard",
     "hadamard_matrix",
     "quantize",

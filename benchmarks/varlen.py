@@ -1,0 +1,188 @@
+"""Benchmarks sequences of different lengths in one call, against FlashAttention-3's `flash_attn_varlen_func`.
+
+    python benchmarks/varlen.py                          # every batch, D 64, 128 and 256, on the GPU
+    python benchmarks/varlen.py --dims 128 --quick       # one head dim, fewer repeats
+    python benchmarks/varlen.py --device cpu --quick     # a dry run in the interpreter, this package only
+
+Batches of 16k to 32k tokens, H = 2048 / D, self-attention, full and causal: of equal lengths, of one long sequence
+among short ones, and of lengths as in a log-normal distribution. Stages: "kernel", inputs quantised before, and "e2e",
+from bf16 to bf16, which for bf16 attention are the same. Of equal lengths, `helion_attn_fixed` is the kernel without
+variable lengths, on the same tokens. FLOPs are 4 m n D H summed over sequences, halved for causal. Errors are those of
+the last rows of every sequence, to fp64; those of peers are shown, and do not decide. Writes `<out>/varlen.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Results, Row, describe_run, result_row, time_interleaved
+from peers import available, fa3_varlen_16bit, fa3_varlen_fp8
+from problem import first_line
+from recipes import PRESETS
+from torch import Tensor
+
+import helion_attn as ha
+from helion_attn.testing import error_budget, make_qkv, relative_error
+from helion_attn.varlen import attend_varlen, quantize_varlen
+from helion_attn.workloads import Workload
+
+DIMS = (64, 128, 256)
+
+#: Rows of a sequence that are checked against the oracle, the last ones.
+CHECKED_ROWS = 16
+
+#: Of ours: (recipe, stage).
+OURS = (("balanced", "kernel"), ("fast", "kernel"), ("balanced", "e2e"), ("fast", "e2e"))
+
+PEERS = {"fa3_fp8": fa3_varlen_fp8, "fa3_bf16": fa3_varlen_16bit}
+
+
+def lognormal(count: int, median: int, sigma: float) -> list[int]:
+    """Lengths, the same every time."""
+    rng = random.Random(0)
+    return [max(1, min(16384, round(median * rng.lognormvariate(0, sigma)))) for _ in range(count)]
+
+
+#: The lengths of each batch.
+BATCHES = {
+    "uniform_1k": [1024] * 16,
+    "uniform_4k": [4096] * 4,
+    "skewed": [1024] * 8 + [16384] + [1024] * 7,
+    "lognormal": lognormal(32, 600, 1.0),
+}
+
+
+def flops(lengths: list[int], H: int, D: int, causal: bool) -> float:
+    """Two products, a multiply and an add each; half of it is masked away when causal."""
+    return sum(4.0 * n * n * D * H for n in lengths) / (2 if causal else 1)
+
+
+def last_rows(x: Tensor, lengths: list[int]) -> Tensor:
+    """The last rows of every sequence of [tokens, heads, D]."""
+    return torch.cat([part[-CHECKED_ROWS:] for part in x.split(lengths)])
+
+
+def expected(
+    qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor, lengths: list[int], causal: bool, recipe: ha.Recipe
+) -> tuple[Tensor, Tensor]:
+    """Of the last rows: the oracle's output, and the rounding model's. Aligned bottom-right, they need no others."""
+    q, k, v = qkv
+    rows = torch.tensor([0, *(min(n, CHECKED_ROWS) for n in lengths)], device=q.device).cumsum(0).to(torch.int32)
+    given = (last_rows(q, lengths), k, v, rows, cu_seqlens)
+    oracle, _ = ha.reference.attention_varlen(*given, causal=causal)
+    model, _ = ha.reference.fp8_attention_varlen(*given, causal=causal, recipe=recipe)
+    return oracle, model
+
+
+def our_runs(
+    qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor, lengths: list[int], causal: bool
+) -> dict[tuple[str, str, str], Callable[[], Tensor]]:
+    """What is timed, by (impl, recipe, stage)."""
+    runs: dict[tuple[str, str, str], Callable[[], Tensor]] = {}
+    for name, stage in OURS:
+        recipe = PRESETS[name]
+        if stage == "kernel":
+            packed = quantize_varlen(*qkv, cu_seqlens, cu_seqlens, recipe)
+            runs["helion_attn", name, stage] = lambda packed=packed: attend_varlen(packed, causal)[0]  # type: ignore[misc]
+        else:
+            runs["helion_attn", name, stage] = functools.partial(
+                ha.attention_varlen, *qkv, cu_seqlens, cu_seqlens, causal=causal, recipe=recipe
+            )
+        if len(set(lengths)) == 1:
+            fixed = [x.unflatten(0, (len(lengths), -1)) for x in qkv]
+            if stage == "kernel":
+                quantised = ha.quantize(*fixed, layout="bshd", recipe=recipe)
+                run = functools.partial(ha.attention_quantized, quantised, causal=causal)
+            else:
+                run = functools.partial(ha.attention, *fixed, layout="bshd", causal=causal, recipe=recipe)
+            runs["helion_attn_fixed", name, stage] = lambda run=run: run().flatten(0, 1)  # type: ignore[misc]
+    return runs
+
+
+def measure(
+    batch: str, lengths: list[int], H: int, D: int, causal: bool, device: torch.device, repeats: int
+) -> list[Row]:
+    """The rows of one batch. No time is reported for a wrong answer of ours."""
+    longest = max(lengths)
+    w = Workload(f"varlen_{batch}", len(lengths), H, H, longest, longest, D, causal, frozenset())
+    q, k, v = (
+        x[0].transpose(0, 1).contiguous()
+        for x in make_qkv("randn", 1, H, H, sum(lengths), sum(lengths), D, torch.bfloat16, device)
+    )
+    qkv = (q, k, v)
+    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    described: dict[str, Any] = {"batch": batch, "tokens": sum(lengths)}
+    rows: dict[tuple[str, str, str], Row] = {}
+    runs: dict[tuple[str, str, str], Callable[[], object]] = {}
+
+    answers = {name: expected(qkv, cu_seqlens, lengths, causal, PRESETS[name]) for name, _ in OURS}
+    for key, run in our_runs(qkv, cu_seqlens, lengths, causal).items():
+        impl, recipe, stage = key
+        oracle, model = answers[recipe]
+        error = relative_error(last_rows(run(), lengths), oracle)
+        rows[key] = result_row(impl, w, stage, "randn", recipe=recipe, error_total=error, **described)
+        budget = error_budget(relative_error(model.to(q.dtype), oracle), q.dtype, device=device)
+        # "not <=": a NaN is over budget too.
+        if not error <= budget:
+            rows[key]["note"] = f"not timed: error over {budget:.3g}"
+        else:
+            runs[key] = run
+
+    runnable, _ = available(device)
+    for impl, prepare in PEERS.items():
+        if impl not in runnable:
+            continue
+        key = (impl, "", "kernel")
+        rows[key] = result_row(impl, w, "kernel", "randn", **described)
+        try:
+            peer = prepare(*qkv, cu_seqlens, lengths, causal)
+            rows[key]["error_total"] = relative_error(last_rows(peer(), lengths), next(iter(answers.values()))[0])
+        except Exception as problem:  # a peer's failure is a result, not the end of the run
+            rows[key]["error_message"] = first_line(problem)
+            continue
+        runs[key] = peer
+
+    for key, ms in time_interleaved(runs, device, repeats).items():
+        rows[key] |= {"ms": ms, "tflops": flops(lengths, H, D, causal) / ms / 1e9}
+    return list(rows.values())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse `argv`, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the result file")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dims", type=int, nargs="+", default=list(DIMS), help="head dims")
+    parser.add_argument("--batches", nargs="+", choices=BATCHES, default=list(BATCHES))
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--commit", help="commit to record, where there is no git to ask")
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    repeats = 1 if device.type == "cpu" else 5 if args.quick else 20
+    cells = [(name, BATCHES[name], 2048 // D, D) for D in args.dims for name in args.batches]
+    if device.type == "cpu":
+        cells = [("uniform", [9, 9], 1, 32), ("skewed", [5, 40], 1, 32)]
+    results = Results(args.out / "varlen.json", describe_run(device, args.commit))
+    for name, lengths, H, D in cells:
+        for causal in (False, True):
+            rows = measure(name, lengths, H, D, causal, device, repeats)
+            results.add(*rows)
+            for row in rows:
+                names = (
+                    "batch", "D", "causal", "impl", "recipe", "stage", "ms", "tflops", "error_total", "note",
+                    "error_message",
+                )  # fmt: skip
+                print(*(f"{field} {row[field]}" for field in names if row.get(field) is not None), sep="  ", flush=True)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

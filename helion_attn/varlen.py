@@ -1,0 +1,231 @@
+"""Sequences of different lengths in one call, packed without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+
+from helion_attn import ops  # noqa: F401 - registers them
+from helion_attn.configs import varlen_packing
+from helion_attn.types import BALANCED, Recipe
+from helion_attn.validate import (
+    check_causal,
+    check_out_dtype,
+    check_sinks,
+    check_sm_scale,
+    check_softcap,
+    check_varlen,
+    check_varlen_recipe,
+    check_window,
+)
+
+
+@dataclass(frozen=True)
+class PackedVarlen:
+    """A quantised batch of sequences, in the packed format of `QuantizedQKV` with these differences.
+
+    Every sequence begins with a block of its own. `M_blocks` and `N_blocks` are enough for any sequences of as many
+    tokens, since the host does not know them; blocks that remain hold anything. Each block of K and V has the descales
+    of its sequence, or its own.
+
+    Attributes:
+        q8: `recipe.qk_dtype` [H, M_blocks, bm, D_pad].
+        k8: `recipe.qk_dtype` [H_kv, N_blocks, bn, D_pad].
+        v8: `recipe.pv_dtype` [H_kv, N_blocks, D_v_pad, bn], or of 16 bits [H_kv, N_blocks, bn, D_v_pad].
+        q_descale: fp32 [1, H, M_blocks, bm].
+        k_descale: fp32 [1, H_kv, N_blocks].
+        v_descale: fp32 [1, H_kv, N_blocks * D_v_pad].
+        v_mean: fp32 [B, H_kv, D_v_pad].
+        k_mean: fp32 [B, H_kv, D_row], or None.
+        lse_shift: fp32 [1, H, M_blocks, bm], or None.
+        q_blocks: int32 [M_blocks, Q_FIELDS]: what every block of Q holds; see `configs.Q_FIELDS`.
+        M: tokens of Q.
+        N: tokens of K and V.
+        D: head dim of the unpadded Q and K.
+        D_v: head dim of the unpadded V.
+        dtype: of the unquantised tensors.
+        recipe: the one that it was made with.
+    """
+
+    q8: torch.Tensor
+    k8: torch.Tensor
+    v8: torch.Tensor
+    q_descale: torch.Tensor
+    k_descale: torch.Tensor
+    v_descale: torch.Tensor
+    v_mean: torch.Tensor
+    k_mean: torch.Tensor | None
+    lse_shift: torch.Tensor | None
+    q_blocks: torch.Tensor
+    M: int
+    N: int
+    D: int
+    D_v: int
+    dtype: torch.dtype
+    recipe: Recipe
+
+
+def quantize_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    recipe: Recipe = BALANCED,
+) -> PackedVarlen:
+    """The first half of `attention_varlen`, of checked arguments."""
+    D, D_v = q.size(2), v.size(2)
+    tile = varlen_packing(D, D_v, recipe.bits)
+    scales = (recipe.q_scales, recipe.k_scales, recipe.v_scales)
+    seed = recipe.hadamard_seed if recipe.hadamard else None
+    tensors = torch.ops.helion_attn.quantize_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, tile.bm, tile.bn, tile.D_pad, tile.D_v_pad, recipe.qk_dtype,
+        recipe.pv_dtype, *scales, seed, recipe.smooth_k, recipe.center_v,
+    )  # fmt: skip
+    q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean, lse_shift, q_blocks = tensors
+    if not recipe.smooth_k:
+        k_mean = lse_shift = None
+    descales = (q_descale, k_descale, v_descale, v_mean, k_mean, lse_shift)
+    return PackedVarlen(q8, k8, v8, *descales, q_blocks, q.size(0), k.size(0), D, D_v, q.dtype, recipe)
+
+
+def attend_varlen(
+    packed: PackedVarlen,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The second half of `attention_varlen`, of checked arguments: `(out, lse)`."""
+    left, right = (-1, -1) if window is None else window
+    if causal:
+        right = 0
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    p, recipe = packed, packed.recipe
+    return torch.ops.helion_attn.fp8_attn_varlen(
+        p.q8, p.k8, p.v8, p.q_descale, p.k_descale, p.v_descale, p.v_mean, p.lse_shift, sinks, p.q_blocks, p.M, p.N,
+        p.D_v, left, right, float(p.D**-0.5 if sm_scale is None else sm_scale),
+        None if softcap is None else float(softcap), p.dtype if out_dtype is None else out_dtype, recipe.p_offset,
+        recipe.promote_every, recipe.q_scales == "token", recipe.k_scales == "block", recipe.v_scales == "channel",
+    )  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    recipe: Recipe = BALANCED,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor: ...
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    recipe: Recipe = BALANCED,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: Literal[True],
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    recipe: Recipe = BALANCED,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    recipe: Recipe = BALANCED,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`attention` of every sequence of a batch, whose tokens lie one after the other without padding.
+
+    A sequence's result is, bit for bit, the one that it has alone, whatever the others hold. With M and N for its
+    queries and keys, masks are those of `attention`; a row without a key gives 0, and lse -inf. Programs start with the
+    sequences that have the most keys, so that a long one among short ones does not leave SMs idle at the end.
+
+    Args:
+        q: [tokens, H, D], bf16, fp16 or fp32, any strides, such as a slice of [tokens, 3, H, D]; fp32 tensors as
+            `quantize` has them. D and D_v in 16..256.
+        k: [tokens, H_kv, D]; H is a multiple of H_kv.
+        v: [tokens, H_kv, D_v].
+        cu_seqlens_q: int32 [B + 1], contiguous: sequence b has tokens `cu_seqlens_q[b]` up to `cu_seqlens_q[b + 1]`,
+            none if they are equal. It is not read on the host. Tokens before the first and from the last on are of no
+            sequence: their results are NaN. So are all if either table descends, or holds a number that is negative or
+            more than there are tokens.
+        cu_seqlens_k: int32 [B + 1], of K and V. Their tokens that are of no sequence are not read.
+        causal: row i sees keys j <= i + N - M (bottom-right aligned).
+        sm_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
+        recipe: as in `attention`; without q_scales "head" and "tensor", and k_scales and v_scales "tensor".
+        window: as `attention` has it.
+        softcap: as `attention` has it.
+        sinks: as `attention` has it.
+        return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included.
+        out_dtype: bf16, fp16, fp32 or float8_e4m3fn; q's by default.
+
+    Returns:
+        out [tokens, H, D_v], and fp32 lse [H, tokens], natural log, if asked for.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        NotImplementedError: a head dim or a recipe that only `attention` has; neither a CUDA device of compute
+            capability 9.0 nor the CPU.
+        RuntimeError: an input requires grad, in grad mode.
+    """
+    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_varlen_recipe(recipe, q.size(2), v.size(2))
+    check_causal(causal)
+    if sm_scale is not None:
+        check_sm_scale(sm_scale)
+    check_window(window)
+    check_softcap(softcap)
+    check_sinks(sinks, q.size(1), q.device)
+    if out_dtype is not None:
+        check_out_dtype(out_dtype)
+    packed = quantize_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe)
+    out, lse = attend_varlen(packed, causal, sm_scale, window, softcap, sinks, out_dtype)
+    return (out, lse) if return_lse else out
