@@ -29,7 +29,7 @@ What a page holds past the end of a sequence enters no result. Scores are masked
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -266,7 +266,7 @@ def fp8_attn_decode(
 
 
 @functools.cache
-def kernel(is_cuda: bool, num_warps: int, variant: Hashable) -> helion.Kernel[None]:
+def kernel(is_cuda: bool, num_warps: int, variant: Hashable) -> Callable[..., None]:
     """The kernel for the device; one object for each `variant`, the specialisations."""
     if not is_cuda:
         return interpreted(fp8_attn_decode)

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -565,7 +565,7 @@ def specialised(tile: TileConfig, qk_dtype: torch.dtype, has_softcap: bool) -> T
 
 
 @functools.cache
-def compiled_kernel(tile: TileConfig, variant: Hashable) -> helion.Kernel[None]:
+def compiled_kernel(tile: TileConfig, variant: Hashable) -> Callable[..., None]:
     """The kernel for sm_90.
 
     One object for each `variant`, the other specialisations: an object whose specialisation alternates between calls

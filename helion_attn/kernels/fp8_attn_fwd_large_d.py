@@ -18,7 +18,7 @@ stays in the tensor core, where centring V keeps a biased V right.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -297,7 +297,7 @@ def helion_config(tile: LargeTileConfig) -> helion.Config:
 
 
 @functools.cache
-def compiled_kernel(tile: LargeTileConfig, variant: Hashable) -> helion.Kernel[None]:
+def compiled_kernel(tile: LargeTileConfig, variant: Hashable) -> Callable[..., None]:
     """The kernel for sm_90 with a config; one object for each `variant`, the other specialisations."""
     return compiled(fp8_attn_fwd_large_d, helion_config(tile))
 

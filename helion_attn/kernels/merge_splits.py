@@ -7,7 +7,7 @@ without a key has lse -inf and weighs nothing; a row without a key in any run gi
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -69,7 +69,7 @@ def merge_splits_kernel(
 
 
 @functools.cache
-def kernel(is_cuda: bool, variant: Hashable) -> helion.Kernel[None]:
+def kernel(is_cuda: bool, variant: Hashable) -> Callable[..., None]:
     """The kernel for the device; one object for each `variant`, the specialisations."""
     if not is_cuda:
         return interpreted(merge_splits_kernel)

@@ -15,7 +15,7 @@ keys a call, not for whole prompts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -146,7 +146,7 @@ def append_kv(
 
 
 @functools.cache
-def kernel(is_cuda: bool, variant: Hashable) -> helion.Kernel[None]:
+def kernel(is_cuda: bool, variant: Hashable) -> Callable[..., None]:
     """The kernel for the device; one object for each `variant`, the specialisations."""
     if not is_cuda:
         return interpreted(append_kv)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -274,7 +274,7 @@ def kernel(
     q_per_block: bool,
     k_per_block: bool,
     variant: Hashable,
-) -> helion.Kernel[None]:
+) -> Callable[..., None]:
     """The kernel for the device.
 
     One object for each `variant`, the other specialisations: an object whose specialisation alternates between calls

@@ -13,6 +13,7 @@ the range of tokens, no token is of any sequence.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -197,7 +198,7 @@ def query_source(
 
 
 @functools.cache
-def kernel(is_cuda: bool, bm: int, bn: int) -> helion.Kernel[None]:
+def kernel(is_cuda: bool, bm: int, bn: int) -> Callable[..., None]:
     """The kernel for the device: an object for each specialisation, as in `pack.kernel`."""
     if not is_cuda:
         return interpreted(describe)

@@ -6,7 +6,7 @@ The row helpers are those of `pack`, so what this returns is what `quantize` cas
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -74,7 +74,7 @@ def transform(
 
 
 @functools.cache
-def kernel(is_cuda: bool, variant: Hashable) -> helion.Kernel[None]:
+def kernel(is_cuda: bool, variant: Hashable) -> Callable[..., None]:
     """The kernel for the device: an object for each `variant`, as in `pack.kernel`."""
     if not is_cuda:
         return interpreted(transform)

@@ -15,7 +15,7 @@ The three tensors are top-level loops of one kernel, which Helion makes one laun
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -275,7 +275,7 @@ def sequence_means(
 
 
 @functools.cache
-def kernels(is_cuda: bool, pipelined: bool, variant: Hashable) -> tuple[helion.Kernel[None], helion.Kernel[None]]:
+def kernels(is_cuda: bool, pipelined: bool, variant: Hashable) -> tuple[Callable[..., None], Callable[..., None]]:
     """`(first_pass, means)` for the device; objects of their own for each `variant`, as in `pack.kernel`."""
     if not is_cuda:
         return interpreted(first_pass), interpreted(means)
@@ -371,7 +371,7 @@ def launch(
 
 
 @functools.cache
-def sequence_kernels(is_cuda: bool, variant: Hashable) -> tuple[helion.Kernel[None], helion.Kernel[None]]:
+def sequence_kernels(is_cuda: bool, variant: Hashable) -> tuple[Callable[..., None], Callable[..., None]]:
     """`(first_pass, sequence_means)` for the device, as in `kernels`."""
     if not is_cuda:
         return interpreted(first_pass), interpreted(sequence_means)
