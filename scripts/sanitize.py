@@ -121,6 +121,30 @@ class Decode:
                 raise ValueError("a sequence without keys does not give 0")
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A small call of `attention_varlen`: ragged sequences, without queries, without keys, and tokens of none."""
+
+    D: int
+    recipe: ha.Recipe = ha.BALANCED
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, device: str) -> None:
+        """The call, and its check."""
+        lengths = [(M, N), (0, 5), (3, 0), (20, 140)]
+        q, k, v = make_qkv("biased_v", B, H, H_KV, 2 * M, 2 * N, self.D, device=device)
+        given = [x[0].transpose(0, 1) for x in (q, k, v)]
+        given += [
+            torch.tensor([0, *sizes], device=device).cumsum(0).to(torch.int32) for sizes in zip(*lengths, strict=True)
+        ]
+        out, tokens = ha.attention_varlen(*given, recipe=self.recipe, **self.options), sum(m for m, _ in lengths)
+        oracle, _ = ha.reference.attention_varlen(*given, **self.options)
+        model, _ = ha.reference.fp8_attention_varlen(*given, recipe=self.recipe, **self.options)
+        check(out[:tokens], model[:tokens], oracle[:tokens], self.options.get("softcap"))
+        if not out[tokens:].isnan().all():
+            raise ValueError("a token of no sequence does not give NaN")
+
+
 def stages(device: str) -> None:
     """The stage functions."""
     x = make_qkv("randn", B, H, H, M, M, 64, device=device)[0]
@@ -147,6 +171,9 @@ CASES: dict[str, Callable[[str], None]] = {
     "rope": Attend(64, 64, rope=True),
     "hybrid": Attend(128, 128, ha.HYBRID),
     "bf16_masked": Attend(40, 40, ha.BF16, options=MASKED, has_sinks=True),
+    "packed": Packed(128, options={"causal": True}),
+    "packed_masked": Packed(64, ha.ACCURATE, options=MASKED),
+    "packed_fast": Packed(256, ha.FAST),
     "large_d320": Attend(320, 320, options={"causal": True}),
     "large_d512_masked": Attend(512, 512, ha.ACCURATE, options=MASKED, has_sinks=True),
     "d192_128": Attend(192, 128),

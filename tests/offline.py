@@ -180,12 +180,13 @@ def compile_attention(
     return kernel
 
 
-def fake_varlen(D: int, D_v: int, B: int = 7, dtype: torch.dtype = torch.bfloat16) -> Varlen:
-    """Q, K, V and both `cu_seqlens` on cuda:0."""
+def fake_varlen(
+    D: int, D_v: int, B: int = 7, dtype: torch.dtype = torch.bfloat16, tokens: int = 10000, heads: int = 4
+) -> Varlen:
+    """Q, K and V, twice as many keys as queries and half as many heads, and both `cu_seqlens`, on cuda:0."""
     with FakeTensorMode():
-        q, k, v = (
-            torch.empty(S, dtype=dtype, device="cuda:0") for S in ((10000, 4, D), (20000, 2, D), (20000, 2, D_v))
-        )
+        kv = (2 * tokens, heads // 2)
+        q, k, v = (torch.empty(S, dtype=dtype, device="cuda:0") for S in ((tokens, heads, D), (*kv, D), (*kv, D_v)))
         cu_q, cu_k = (torch.empty(B + 1, dtype=torch.int32, device="cuda:0") for _ in range(2))
     return q, k, v, cu_q, cu_k
 

@@ -20,6 +20,7 @@ from offline import (
     compile_quantize_varlen,
     compile_varlen,
     fake_qkv,
+    fake_varlen,
     launching,
 )
 
@@ -27,6 +28,7 @@ import helion_attn as ha
 from helion_attn.configs import SUPPORTED_D, TileConfig, attention_tile_config, tile_config, tile_configs
 from helion_attn.kernels import fp8_attn_fwd
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
+from helion_attn.varlen import attend_varlen, quantize_varlen
 
 
 def row_reduction_shuffles(tile: TileConfig, recipe: ha.Recipe = ha.FAST) -> int:
@@ -356,3 +358,16 @@ def test_preprocessing_of_variable_lengths(D: int, recipe: ha.Recipe) -> None:
     describe, *kernels = compile_quantize_varlen(D, recipe)
     assert_no_spills(describe)
     assert_preprocessing(kernels, D, recipe)
+
+
+def test_variable_lengths_of_more_than_32_bits() -> None:
+    """The index type is another, and K and V still come by TMA."""
+
+    def launch() -> None:
+        packed = quantize_varlen(*fake_varlen(128, 128, tokens=300_000, heads=64))
+        with launching():
+            attend_varlen(packed, causal=True)
+
+    (kernel,) = compile_for_sm90(launch)
+    assert_8_bit_attention(kernel, tile_config(128, True), ha.BALANCED)
+    assert kernel.ctas_per_sm >= 3

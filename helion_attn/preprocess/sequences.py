@@ -90,9 +90,11 @@ def describe(
         smallest = hl.zeros([chunk], dtype=torch.int32)
         for c in hl.grid(chunks):
             t = c * chunk + hl.arange(chunk)
-            _, m_t = interval(cu_q, t, B, m_tokens)
-            _, n_t = interval(cu_k, t, B, n_tokens)
-            smallest = torch.minimum(smallest, torch.minimum(m_t, n_t).to(torch.int32))
+            q_begin_t, m_t = interval(cu_q, t, B, m_tokens)
+            k_begin_t, n_t = interval(cu_k, t, B, n_tokens)
+            # Begins, since differences of 32 bits may wrap around.
+            begin_t = torch.minimum(q_begin_t, k_begin_t)
+            smallest = torch.minimum(smallest, torch.minimum(begin_t, torch.minimum(m_t, n_t)).to(torch.int32))
             n_t = keys_of(n_t, t, B)
             earlier = (n_t > n) | ((n_t == n) & (t < s))
             q_before = q_before + torch.where(earlier, (m_t + bm - 1) // bm, 0).to(torch.int32)
