@@ -6,6 +6,7 @@ callers in `api` have validated every argument.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -28,14 +29,19 @@ DEVICES = ("CPU", "CUDA")
 Implementation = TypeVar("Implementation", bound=Callable[..., Any])
 
 
-def _without_autocast(function: Implementation) -> Implementation:
-    """The kernels say what is cast; autocast would also cast the fp32 products of the interpreter."""
+def _on_its_device(function: Implementation) -> Implementation:
+    """Kernels are launched on the current device, which must be that of the tensors; and without autocast.
+
+    The kernels say what is cast; autocast would also cast the fp32 products of the interpreter.
+    """
 
     @functools.wraps(function)
     def wrapped(x: torch.Tensor, *args: Any) -> Any:
-        if not torch.is_autocast_enabled(x.device.type):
-            return function(x, *args)
-        with torch.autocast(x.device.type, enabled=False):
+        with contextlib.ExitStack() as stack:
+            if x.is_cuda and x.device.index != torch.cuda.current_device():
+                stack.enter_context(torch.cuda.device(x.device))
+            if torch.is_autocast_enabled(x.device.type):
+                stack.enter_context(torch.autocast(x.device.type, enabled=False))
             return function(x, *args)
 
     return wrapped  # type: ignore[return-value]
@@ -94,7 +100,7 @@ torch.library.define(
 
 
 @torch.library.impl("helion_attn::quantize_qkv", DEVICES)
-@_without_autocast
+@_on_its_device
 def _quantize_qkv(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -184,7 +190,7 @@ def _(
 
 
 @torch.library.impl("helion_attn::pack_qkv", DEVICES)
-@_without_autocast
+@_on_its_device
 def _pack_qkv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bm: int, bn: int, d_pad: int, d_v_pad: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -201,7 +207,7 @@ def _(
 
 
 @torch.library.impl("helion_attn::transform_rows", DEVICES)
-@_without_autocast
+@_on_its_device
 def _transform_rows(
     x: torch.Tensor,
     cos: torch.Tensor | None,
@@ -239,7 +245,7 @@ def _empty_outputs(
 
 
 @torch.library.impl("helion_attn::fp8_attn_fwd", DEVICES)
-@_without_autocast
+@_on_its_device
 def _fp8_attn_fwd(
     q8: torch.Tensor,
     k8: torch.Tensor,
@@ -313,7 +319,7 @@ def _(
 
 
 @torch.library.impl("helion_attn::quantize_varlen", DEVICES)
-@_without_autocast
+@_on_its_device
 def _quantize_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -391,7 +397,7 @@ def _empty_varlen(
 
 
 @torch.library.impl("helion_attn::fp8_attn_varlen", DEVICES)
-@_without_autocast
+@_on_its_device
 def _fp8_attn_varlen(
     q8: torch.Tensor,
     k8: torch.Tensor,
@@ -463,7 +469,7 @@ def _(
 
 
 @torch.library.impl("helion_attn::append_kv", DEVICES)
-@_without_autocast
+@_on_its_device
 def _append_kv(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -508,7 +514,7 @@ def _empty_decoded(q: torch.Tensor, d_v: int, bshd: bool, out_dtype: torch.dtype
 
 
 @torch.library.impl("helion_attn::fp8_attn_decode", DEVICES)
-@_without_autocast
+@_on_its_device
 def _fp8_attn_decode(
     q: torch.Tensor,
     k8: torch.Tensor,

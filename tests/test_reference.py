@@ -269,3 +269,11 @@ def test_rope_errors() -> None:
     angle = rope_angles(5, 34)
     with pytest.raises(ValueError, match=r"cos has 17 columns and x head dim 32"):
         reference.apply_rope(x, angle.cos(), angle.sin())
+
+
+def test_oracle_shares_among_equal_scores_of_any_size() -> None:
+    """Of 8e38 a double's last digit is far more than the logarithm of 4."""
+    q = torch.full((1, 1, 1, 64), 1e19)
+    out, lse = reference.attention(q, q.expand(1, 1, 4, 64), torch.ones(1, 1, 4, 64), return_lse=True)
+    assert torch.equal(out, torch.ones_like(out))
+    assert lse.item() == pytest.approx(8e38)

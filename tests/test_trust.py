@@ -55,6 +55,20 @@ def test_two_threads(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_current() -> None:
+    """As layers of a model that is spread over GPUs have it."""
+    qkv = make_qkv("biased_v", 2, 4, 2, 200, 230, 64, device="cuda:1")
+    on_0 = tuple(x.to("cuda:0") for x in qkv)
+    assert torch.cuda.current_device() == 0
+    for recipe in PRESETS.values():
+        out, expected = (ha.attention(*given, recipe=recipe, causal=True) for given in (qkv, on_0))
+        assert out.device == qkv[0].device
+        assert torch.equal(out.cpu(), expected.cpu())
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
 def test_two_streams() -> None:
     """Calls that overlap on the device, each on a stream of its own."""
     several = calls("cuda", 2000)

@@ -173,9 +173,10 @@ def large_tile_config(D: int, D_v: int, causal: bool, load: float = math.inf) ->
     Of those with as much, the one for a launch of `load` query blocks an SM.
     """
 
-    def order(tile: LargeTileConfig) -> tuple[int, float]:
+    def order(tile: LargeTileConfig) -> tuple[float, ...]:
         work = _padded_to(D_v, tile.v_tile) // tile.v_tile * (tile.D_pad + tile.v_tile)
-        return work, tile.max_query_blocks_per_sm
+        # Block sizes depend on D_pad and v_tile, and must not depend on the load.
+        return work, tile.D_pad, tile.v_tile, tile.max_query_blocks_per_sm
 
     fitting = (t for t in LARGE_TILE_CONFIGS if t.causal == causal and t.D_pad >= D)
     return min((t for t in fitting if load <= t.max_query_blocks_per_sm), key=order)

@@ -341,7 +341,10 @@ def launch(
     num_warps = 4 if max(k8.size(3), v8.size(2)) <= MAX_TWO_LEVEL_D else 8
     tiles = -(-group * M // rows)
     if splits is None:
-        splits = choose_splits(B * H_kv * tiles, block_table.size(1), multiprocessors(q.device))
+        # A window touches that many pages at most.
+        seen = (left + M - 2) // k8.size(2) + 2
+        pages = min(block_table.size(1), seen) if left >= 0 else block_table.size(1)
+        splits = choose_splits(B * H_kv * tiles, pages, multiprocessors(q.device))
     # More runs than pages would all be empty.
     splits = min(splits, block_table.size(1))
     in_parts = splits > 1

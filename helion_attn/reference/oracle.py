@@ -104,12 +104,14 @@ def attention(
                     if softcap is not None:
                         s = softcap * torch.tanh(s / softcap)
                     s = hide_keys(s, i, 0, M, N, causal, window)
-                    row_lse = torch.logsumexp(s, 1)
-                    if sinks is not None:
-                        row_lse = torch.logaddexp(row_lse, sinks[h].double())
-                    p = torch.exp(s - row_lse.unsqueeze(1))
-                    p = torch.where((row_lse == float("-inf")).unsqueeze(1), 0.0, p)
-                    out[b, h, i : i + rows] = p @ v64
-                    lse[b, h, i : i + rows] = row_lse
+                    sink = s.new_tensor(float("-inf")) if sinks is None else sinks[h].double()
+                    # [rows]. Not by the lse: of large scores its last digit is more than the logarithm of a count.
+                    top = torch.maximum(s.amax(1), sink)
+                    top = torch.where(top == float("-inf"), 0.0, top)
+                    p = torch.exp(s - top.unsqueeze(1))
+                    total = p.sum(1) + torch.exp(sink - top)
+                    normaliser = torch.where(total == 0, 1.0, total)
+                    out[b, h, i : i + rows] = (p / normaliser.unsqueeze(1)) @ v64
+                    lse[b, h, i : i + rows] = top + total.log()
     out = to_bhsd(out, layout)
     return (out, lse) if return_lse else out
