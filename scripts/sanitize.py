@@ -262,16 +262,6 @@ def main(argv: list[str] | None = None) -> int:
     if sanitizer is None:
         print(f"no program {arguments.sanitizer!r}; it comes with the CUDA toolkit: give its path by --sanitizer")
         return 2
-    results = []
-    print(f"{'tool':10} {'case':22} {'seconds':>8} {'found':>6}")
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        tools, names = zip(*itertools.product(TOOLS, CASES), strict=True)
-        for result in pool.map(functools.partial(sanitize, sanitizer), tools, names):
-            results.append(result)
-            found = "failed" if result.count is None or (result.returncode and not result.count) else result.count
-            print(f"{result.tool:10} {result.case:22} {result.seconds:8.1f} {found:>6}", flush=True)
-            for finding in result.findings:
-                print(f"    {finding.message} in {finding.kernel or 'an unnamed kernel'}")
     meta = {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "sanitizer": subprocess.run(
@@ -280,8 +270,19 @@ def main(argv: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
-    rows = [asdict(result) for result in results]
-    arguments.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    results = []
+    print(f"{'tool':10} {'case':22} {'seconds':>8} {'found':>6}")
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        tools, names = zip(*itertools.product(TOOLS, CASES), strict=True)
+        for result in pool.map(functools.partial(sanitize, sanitizer), tools, names):
+            results.append(result)
+            # As it goes: an interrupted run keeps what it found.
+            rows = [asdict(result) for result in results]
+            arguments.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+            found = "failed" if result.count is None or (result.returncode and not result.count) else result.count
+            print(f"{result.tool:10} {result.case:22} {result.seconds:8.1f} {found:>6}", flush=True)
+            for finding in result.findings:
+                print(f"    {finding.message} in {finding.kernel or 'an unnamed kernel'}")
     unclean = sum(not result.clean for result in results)
     print(f"{len(results) - unclean} of {len(results)} runs are clean")
     return 1 if unclean else 0
