@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one tool on one case. `count` is the sanitizer's own; None if it printed no summary."""
+    """Of one tool on one case. `count` is the sanitizer's own, None if it printed no summary; no log of a clean run."""
 
     tool: str
     case: str
@@ -238,7 +238,8 @@ def sanitize(sanitizer: str, tool: str, name: str) -> Result:
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     seconds = time.perf_counter() - begin
-    return Result(tool, name, round(seconds, 1), done.returncode, *parse_log(done.stdout), done.stdout[-4000:])
+    result = Result(tool, name, round(seconds, 1), done.returncode, *parse_log(done.stdout), done.stdout[-4000:])
+    return replace(result, log_tail="") if result.clean else result
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
