@@ -35,6 +35,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -52,6 +53,61 @@ def int32(n: int) -> torch.Tensor:
 def quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Of scalars that are not negative."""
     return torch.div(a, b, rounding_mode="trunc")
+
+
+def key_blocks_of_sequence(
+    diagonal: torch.Tensor,  # [], like those that follow
+    first_key_block: torch.Tensor,
+    key_end: torch.Tensor,
+    left: int,
+    right: int,
+    bm: int,
+    bn: int,
+    bn_log2: hl.constexpr,
+    has_left: hl.constexpr,
+    has_right: hl.constexpr,
+) -> tuple[Any, Any, Any, Any]:
+    """`(n_begin, n_left, n_full, n_end)` of the kernel, of keys from those of `first_key_block` up to `key_end`."""
+    key_begin = first_key_block * bn
+    n_first_row, n_last_row = key_end, key_end
+    if has_right:
+        n_first_row = torch.minimum(key_end, diagonal + int32(right) + 1)
+        n_last_row = torch.minimum(key_end, diagonal + int32(right) + bm)
+    n_begin, n_left = first_key_block, first_key_block
+    if has_left:
+        n_begin = torch.maximum(key_begin, diagonal - int32(left)) >> bn_log2
+        n_left = (torch.maximum(key_begin, diagonal - int32(left) + bm - 1) + bn - 1) >> bn_log2
+    return n_begin, n_left, n_first_row >> bn_log2, (n_last_row + bn - 1) >> bn_log2
+
+
+def program_of_sequence(
+    q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS]
+    program: int,
+    heads: int,
+    heads_fastest: hl.constexpr,
+) -> tuple[Any, ...]:
+    """What a program does, of all sequences of a packed batch: they come in the order of `q_blocks`.
+
+    Scalars: head, packed query block, the same counted from the sequence's first; the sequence, its first token and
+    its rows; its first packed key block and its keys.
+    """
+    entry = program // heads
+    sequence = hl.load(q_blocks, [entry, 0])
+    first_token = hl.load(q_blocks, [entry, 1])
+    rows = hl.load(q_blocks, [entry, 2])
+    first_key_block = hl.load(q_blocks, [entry, 3])
+    keys = hl.load(q_blocks, [entry, 4])
+    first_block = hl.load(q_blocks, [entry, 5])
+    blocks = hl.load(q_blocks, [entry, 6])
+    of_sequence = int32(program) - first_block * int32(heads)
+    if heads_fastest:
+        rank = quotient(of_sequence, int32(heads))
+        head = of_sequence - rank * int32(heads)
+    else:
+        head = quotient(of_sequence, blocks)
+        rank = of_sequence - head * blocks
+    block = blocks - 1 - rank  # long rows first
+    return head, first_block + block, block, sequence, first_token, rows, first_key_block, keys
 
 
 def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
@@ -334,42 +390,23 @@ def fp8_attn_fwd(
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0)))
 
     for grid_head, grid_block in hl.grid([bh_size, m_blocks]):
-        # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
+        # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment. Blocks n_left .. n_full
+        # are seen whole; those from n_begin and those up to n_end in part.
         if varlen:
-            # Programs go through the sequences as `q_blocks` has them.
-            program = grid_head * m_blocks + grid_block
-            entry = program // bh_size
-            sequence = hl.load(q_blocks, [entry, 0])
-            first_token = hl.load(q_blocks, [entry, 1])
-            rows_of_sequence = hl.load(q_blocks, [entry, 2])
-            first_key_block = hl.load(q_blocks, [entry, 3])
-            keys_of_sequence = hl.load(q_blocks, [entry, 4])
-            first_block = hl.load(q_blocks, [entry, 5])
-            blocks_of_sequence = hl.load(q_blocks, [entry, 6])
-            program_of_sequence = int32(program) - first_block * int32(bh_size)
-            if heads_fastest:
-                rank = quotient(program_of_sequence, int32(bh_size))
-                bh = program_of_sequence - rank * int32(bh_size)
-            else:
-                bh = quotient(program_of_sequence, blocks_of_sequence)
-                rank = program_of_sequence - bh * blocks_of_sequence
-            block = blocks_of_sequence - 1 - rank  # long rows first
+            bh, m_block, block, sequence, first_token, rows_of_sequence, first_key_block, keys_of_sequence = (
+                program_of_sequence(q_blocks, grid_head * m_blocks + grid_block, bh_size, heads_fastest)
+            )
             kv = quotient(bh, int32(group))
-            m_block = first_block + block
             row_begin = first_token + block * bm
             row_end = first_token + rows_of_sequence
             mean_row = sequence * int32(k8.size(0)) + kv
             descale_row = kv * int32(n_blocks) + first_key_block
             # As if the keys of all sequences were one row of blocks.
-            key_begin = first_key_block * bn
-            key_end = key_begin + keys_of_sequence
+            key_end = first_key_block * bn + keys_of_sequence
             diagonal = block * bm + key_end - rows_of_sequence
-            if has_right:
-                n_first_row = torch.minimum(key_end, diagonal + int32(right) + 1)
-                n_last_row = torch.minimum(key_end, diagonal + int32(right) + bm)
-            else:
-                n_first_row = key_end
-                n_last_row = key_end
+            n_begin, n_left, n_full, n_end = key_blocks_of_sequence(
+                diagonal, first_key_block, key_end, left, right, bm, bn, bn_log2, has_left, has_right
+            )
         else:
             bh = grid_head
             if has_right:
@@ -387,20 +424,10 @@ def fp8_attn_fwd(
                 n_first_row = min(n_len, diagonal + right + 1)
                 n_last_row = min(n_len, diagonal + right + bm)
             else:
-                n_first_row = n_len  # type: ignore[assignment]
-                n_last_row = n_len  # type: ignore[assignment]
-        # Blocks n_left .. n_full are seen whole; those from n_begin and those up to n_end in part. Helion substitutes
-        # these expressions into each other, and a min or max writes each argument three times: they are kept flat, and
-        # not limited to 0 where a loop that ends before it begins does the same.
-        if varlen:
-            n_full = n_first_row >> bn_log2
-            n_end = (n_last_row + bn - 1) >> bn_log2
-            n_begin = first_key_block
-            n_left = first_key_block
-            if has_left:
-                n_begin = torch.maximum(key_begin, diagonal - int32(left)) >> bn_log2
-                n_left = (torch.maximum(key_begin, diagonal - int32(left) + bm - 1) + bn - 1) >> bn_log2
-        else:
+                n_first_row = n_len
+                n_last_row = n_len
+            # Helion substitutes these expressions into each other, and a min or max writes each argument three times:
+            # they are kept flat, and not limited to 0 where a loop that ends before it begins does the same.
             n_full = n_first_row // bn
             n_end = (n_last_row + bn - 1) // bn
             if has_left:
