@@ -25,7 +25,14 @@ from offline import (
 )
 
 import helion_attn as ha
-from helion_attn.configs import SUPPORTED_D, TileConfig, attention_tile_config, tile_config, tile_configs
+from helion_attn.configs import (
+    SUPPORTED_D,
+    TileConfig,
+    attention_tile_config,
+    query_blocks_per_sm,
+    tile_config,
+    tile_configs,
+)
 from helion_attn.kernels import fp8_attn_fwd
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.varlen import attend_varlen, quantize_varlen
@@ -328,7 +335,9 @@ def loop_of(kernel: Sm90Kernel) -> list[str]:
 @pytest.mark.parametrize("name", VARLEN)
 def test_variable_lengths(name: str) -> None:
     D, causal, recipe, options = VARLEN[name]
-    tile = attention_tile_config(D, D, causal or "window" in options)
+    # What `fake_varlen` launches is small: four heads of 10000 tokens.
+    load = query_blocks_per_sm(4, 10000 // 64, 132)
+    tile = attention_tile_config(D, D, causal or "window" in options, load=load)
     tile = fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap="softcap" in options)
     kernel = compile_varlen(D, causal, recipe, **options)
     assert_8_bit_attention(kernel, tile, recipe)
