@@ -96,12 +96,26 @@ BLOCKS = {
 }
 
 
-def caption(meta: Row) -> str:
+def older_rows(rows: list[Row]) -> str:
+    """The cells that are of another commit than the run, such as those that it did not reach."""
+    cells: dict[tuple[str, int, str], set[int]] = {}
+    for row in rows:
+        if "commit" in row:
+            mask = "causal" if row["causal"] else "full"
+            cells.setdefault((row["commit"], row["D"], mask), set()).add(row["N"])
+    return "".join(
+        f"; of commit {commit}: D {D} {mask}, S {', '.join(map(str, sorted(lengths)))}"
+        for (commit, D, mask), lengths in sorted(cells.items())
+    )
+
+
+def caption(meta: Row, rows: list[Row]) -> str:
     """Where the figures come from, in a line."""
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "helion": "Helion"}
     names |= {"cudnn": "cuDNN", "fa3": "fa3-fwd"}
     versions = ", ".join(f"{label} {meta[name]}" for name, label in names.items() if meta.get(name))
-    return f"{meta.get('gpu') or 'CPU'}, {versions}; {str(meta.get('date', ''))[:10]}, `{meta.get('command')}`"
+    run = f"{str(meta.get('date', ''))[:10]}, `{meta.get('command')}`"
+    return f"{meta.get('gpu') or 'CPU'}, {versions}; {run}{older_rows(rows)}"
 
 
 def block_markdown(name: str, loaded: Loaded, image_folder: str) -> str | None:
@@ -115,7 +129,7 @@ def block_markdown(name: str, loaded: Loaded, image_folder: str) -> str | None:
     parts += [table.markdown() for table in tables[:shown]]
     for table in tables[shown:]:
         parts.append(f"<details>\n<summary>{table.title}</summary>\n\n{table.markdown()}\n\n</details>")
-    parts.append(f"<sub>{caption(loaded[block.suite]['meta'])}</sub>")
+    parts.append(f"<sub>{caption(loaded[block.suite]['meta'], loaded[block.suite]['rows'])}</sub>")
     return "\n\n".join(parts)
 
 

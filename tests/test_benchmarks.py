@@ -89,3 +89,18 @@ def test_varlen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["ms"] > 0 and row["tflops"] > 0 for row in rows)
     full, causal = importlib.import_module("varlen_tables").varlen_tables(loaded)
     assert len(full.body) == len(causal.body) == 2
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/accuracy.md", "docs/performance.md", "docs/kv_cache.md"])
+def test_documents_show_the_results(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever changes a result or a table runs report.py."""
+    root = Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    report = importlib.import_module("report")
+    text, loaded = (root / document).read_text(), report.load(root / "benchmarks" / "results")
+    images = "../benchmarks/results" if "/" in document else "benchmarks/results"
+    shown = [name for name in report.BLOCKS if f"<!-- results:{name} -->" in text]
+    assert shown
+    for name in shown:
+        content = report.block_markdown(name, loaded, images)
+        assert content is None or content in text, f"{document}, {name}: run python benchmarks/report.py"
