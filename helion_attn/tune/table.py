@@ -83,7 +83,7 @@ def _rows_of_mask(timings: list[Timing], others: list[Timing]) -> list[dict[str,
         winner = _fastest(group)
         if held is None:
             rows.append(_row(winner, others, math.inf))
-        elif winner.ms < (1 - MIN_GAIN) * next(t.ms for t in group if t.tile == held):
+        elif winner.ms < (1 - MIN_GAIN) * next((t.ms for t in group if t.tile == held), math.inf):
             rows.append(_row(winner, others, load(winner)))
         else:
             continue
