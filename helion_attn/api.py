@@ -202,6 +202,19 @@ def hadamard(x: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
     return torch.ops.helion_attn.transform_rows(x, None, None, None, False, seed, False)
 
 
+def mask_arguments(
+    causal: bool, window: tuple[int, int] | None, softcap: float | None, sinks: torch.Tensor | None
+) -> tuple[int, int, float | None, torch.Tensor | None]:
+    """`(left, right, softcap, sinks)` as the ops take them: causal is a right edge of 0, and sinks are fp32."""
+    left, right = (-1, -1) if window is None else window
+    return (
+        left,
+        0 if causal else right,
+        None if softcap is None else float(softcap),
+        None if sinks is None else sinks.float().contiguous(),
+    )
+
+
 @overload
 def attention_quantized(
     qkv: QuantizedQKV,
@@ -275,25 +288,19 @@ def attention_quantized(
     check_head_dim("D_v is", qkv.D_v)
     check_causal(causal)
     check_window(window)
-    left, right = (-1, -1) if window is None else window
-    if causal:
-        right = 0
     check_recipe(qkv.recipe, qkv.D, qkv.D_v)
     check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
     scale = qkv.D**-0.5 if sm_scale is None else sm_scale
     check_sm_scale(scale)
     check_softcap(softcap)
     check_sinks(sinks, qkv.q_descale.size(1), qkv.q8.device)
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
+    left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
     dtype = qkv.dtype if out_dtype is None else out_dtype
     check_out_dtype(dtype)
     packed = (qkv.q8, qkv.k8, qkv.v8, qkv.q_descale, qkv.k_descale, qkv.v_descale, qkv.v_mean, qkv.lse_shift, sinks)
-    recipe = qkv.recipe
     out, lse = torch.ops.helion_attn.fp8_attn_fwd(
-        *packed, qkv.M, qkv.N, qkv.D, qkv.D_v, left, right, float(scale), None if softcap is None else float(softcap),
-        qkv.layout == "bshd", dtype, recipe.p_offset, recipe.promote_every, recipe.q_scales == "token",
-        recipe.k_scales == "block", recipe.v_scales == "channel",
+        *packed, qkv.M, qkv.N, qkv.D, qkv.D_v, left, right, float(scale), softcap, qkv.layout == "bshd", dtype,
+        *qkv.recipe.kernel_options,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

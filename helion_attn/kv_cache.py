@@ -12,6 +12,7 @@ from typing import Literal, overload
 import torch
 
 from helion_attn import ops  # noqa: F401 - registers them
+from helion_attn.api import mask_arguments
 from helion_attn.configs import page_packing
 from helion_attn.types import PagedKVCache, Rope
 from helion_attn.validate import check_count, check_kvcache_append, check_kvcache_attention, check_page_head_dim
@@ -202,17 +203,13 @@ def attention_kvcache(
     check_kvcache_attention(
         q, cache, block_table, cache_seqlens, layout, causal, sm_scale, window, softcap, sinks, num_splits, out_dtype
     )
-    left, right = (-1, -1) if window is None else window
-    if causal:
-        right = 0
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
+    left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
     if layout == "bshd":
         q = q.transpose(1, 2)
     scale = cache.D**-0.5 if sm_scale is None else sm_scale
     dtype = q.dtype if out_dtype is None else out_dtype
     out, lse = torch.ops.helion_attn.fp8_attn_decode(
         q, cache.k8, cache.v8, cache.k_descale, cache.v_descale, block_table, cache_seqlens, sinks, cache.D_v,
-        num_splits, left, right, float(scale), None if softcap is None else float(softcap), layout == "bshd", dtype,
+        num_splits, left, right, float(scale), softcap, layout == "bshd", dtype,
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -273,7 +273,7 @@ def _fp8_attn_fwd(
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
-    from helion_attn.kernels.fp8_attn_decode import multiprocessors
+    from helion_attn.kernels.helion_compat import multiprocessors
 
     out, lse = _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
@@ -424,7 +424,7 @@ def _fp8_attn_varlen(
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.kernels import fp8_attn_fwd
-    from helion_attn.kernels.fp8_attn_decode import multiprocessors
+    from helion_attn.kernels.helion_compat import multiprocessors
 
     out, lse = _empty_varlen(q_descale, m_len, d_v, out_dtype)
     if m_len:

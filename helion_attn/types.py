@@ -109,6 +109,12 @@ class Recipe:
         """`p_offset_log2`, or what None stands for."""
         return self.p_offset_log2 if self.p_offset_log2 is not None else MAX_P_OFFSET_LOG2[self.pv_dtype]
 
+    @property
+    def kernel_options(self) -> tuple[int, int | None, bool, bool, bool]:
+        """`p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales` of the attention ops."""
+        by_row, by_block, by_channel = self.q_scales == "token", self.k_scales == "block", self.v_scales == "channel"
+        return self.p_offset, self.promote_every, by_row, by_block, by_channel
+
 
 #: The least time.
 FAST = Recipe()

@@ -8,6 +8,7 @@ from typing import Literal, overload
 import torch
 
 from helion_attn import ops  # noqa: F401 - registers them
+from helion_attn.api import mask_arguments
 from helion_attn.configs import varlen_packing
 from helion_attn.types import BALANCED, Recipe
 from helion_attn.validate import (
@@ -101,17 +102,12 @@ def attend_varlen(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The second half of `attention_varlen`, of checked arguments: `(out, lse)`."""
-    left, right = (-1, -1) if window is None else window
-    if causal:
-        right = 0
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
-    p, recipe = packed, packed.recipe
+    left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
+    p = packed
     return torch.ops.helion_attn.fp8_attn_varlen(
         p.q8, p.k8, p.v8, p.q_descale, p.k_descale, p.v_descale, p.v_mean, p.lse_shift, sinks, p.q_blocks, p.M, p.N,
-        p.D_v, left, right, float(p.D**-0.5 if sm_scale is None else sm_scale),
-        None if softcap is None else float(softcap), p.dtype if out_dtype is None else out_dtype, recipe.p_offset,
-        recipe.promote_every, recipe.q_scales == "token", recipe.k_scales == "block", recipe.v_scales == "channel",
+        p.D_v, left, right, float(p.D**-0.5 if sm_scale is None else sm_scale), softcap,
+        p.dtype if out_dtype is None else out_dtype, *p.recipe.kernel_options,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ import torch
 
 from helion_attn.configs import MAX_TWO_LEVEL_D
 from helion_attn.kernels.fp8_attn_fwd import accumulate, add_sink, interleave_keys, visible_keys
-from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted, multiprocessors
 from helion_attn.kernels.inline_asm import fma_up, maximum, tanh
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2
@@ -280,11 +280,6 @@ def kernel(is_cuda: bool, num_warps: int, variant: Hashable) -> Callable[..., No
         host_tensor_descriptors=True,
     )
     return compiled(fp8_attn_decode, config)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; the interpreter runs one program at a time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def choose_splits(programs: int, max_pages: int, sm_count: int) -> int:

@@ -16,7 +16,7 @@ import helion
 import helion.language as hl
 from helion.autotuner.config_fragment import IntegerFragment
 
-__all__ = ["MAX_REGISTERS", "IntegerFragment", "compiled", "helion", "hl", "interpreted"]
+__all__ = ["MAX_REGISTERS", "IntegerFragment", "compiled", "helion", "hl", "interpreted", "multiprocessors"]
 
 #: A tunable of this name, registered in a kernel, reaches Triton as its option `maxnreg`. Helion's own key for it is
 #: refused for grids that are not persistent.
@@ -81,3 +81,8 @@ def compiled(fn: Callable[..., Any], config: helion.Config) -> Compiled:
 def interpreted(fn: Callable[..., Any]) -> helion.Kernel[Any]:
     """The same source, run step by step with PyTorch operations: for CPU tensors."""
     return helion.kernel(fn, config=helion.Config(), static_shapes=False, ref_mode=helion.RefMode.EAGER)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; the interpreter runs one program at a time."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -70,9 +70,7 @@ def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
     q8, k8, v8, q_descale, k_descale, v_descale, v_mean, out, lse = tensors
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None)
     lengths = (w.M, w.N, -1, 0 if w.causal else -1)
-    numerics = (recipe.p_offset, recipe.promote_every)
-    descales = (recipe.q_scales == "token", recipe.k_scales == "block", recipe.v_scales == "channel")
-    args = (*packed, out, lse, *lengths, sm_scale, None, False, *numerics, *descales)
+    args = (*packed, out, lse, *lengths, sm_scale, None, False, *recipe.kernel_options)
     if isinstance(tile, TileConfig):
         fp8_attn_fwd.launch(tile, *args)
     else:
