@@ -33,7 +33,7 @@ from helion_attn.configs import (
     tile_config,
     tile_configs,
 )
-from helion_attn.kernels import fp8_attn_fwd
+from helion_attn.kernels import fp8_attn_fwd, steps
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.varlen import attend_varlen, quantize_varlen
 
@@ -160,7 +160,7 @@ def keep_order(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
 
 def test_without_interleaved_keys_p_is_shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the check above can fail."""
-    monkeypatch.setattr(fp8_attn_fwd, "interleave_keys", keep_order)
+    monkeypatch.setattr(steps, "interleave_keys", keep_order)
     tile = tile_config(128, False)
     kernel = compile_attention(128, False)
     # [bm, bn] per program: a thread holds 64 values of a 64 x 128 tile on 4 warps, and moves them 4 to a register.

@@ -34,10 +34,10 @@ from collections.abc import Callable, Hashable
 import torch
 
 from helion_attn.configs import MAX_TWO_LEVEL_D
-from helion_attn.kernels.fp8_attn_fwd import accumulate, add_sink, interleave_keys, visible_keys
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted, multiprocessors
 from helion_attn.kernels.inline_asm import fma_up, maximum, tanh
 from helion_attn.kernels.merge_splits import merge_splits
+from helion_attn.kernels.steps import accumulate, add_sink, interleave_keys, visible_keys
 from helion_attn.numerics import E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2
 from helion_attn.preprocess.row_layout import to_descale, to_dtype
 from helion_attn.preprocess.strided import common_unit, strided_rows

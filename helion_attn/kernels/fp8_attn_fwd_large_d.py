@@ -23,7 +23,8 @@ from collections.abc import Callable, Hashable
 import torch
 
 from helion_attn.configs import LargeTileConfig, largest_power_of_two
-from helion_attn.kernels.fp8_attn_fwd import (
+from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
+from helion_attn.kernels.steps import (
     accumulate,
     add_sink,
     online_softmax_step,
@@ -31,7 +32,6 @@ from helion_attn.kernels.fp8_attn_fwd import (
     store_out,
     visible_keys,
 )
-from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
 from helion_attn.numerics import FP32_TINY, LN2, LOG2E
 
 
@@ -95,7 +95,7 @@ def scores_of_pieces(
     """Scores of all D channels, fp32 [bm, bn].
 
     Sums of int8 products are converted one by one, exactly, for 127**2 * 1024 is below 2**24. Those of more than 260
-    channels may pass 2**22, and cannot be read as floats as in `fp8_attn_fwd.scores`.
+    channels may pass 2**22, and cannot be read as floats as in `steps.scores`.
     """
     pairs = [(q, k.transpose(0, 1)) for q, k in zip(q_pieces, k_pieces, strict=True)]
     if q_pieces[0].dtype == torch.int8 and not is_cuda:
