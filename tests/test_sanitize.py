@@ -48,6 +48,8 @@ HAZARD = """========= COMPUTE-SANITIZER
 =========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
+IN_PYTORCH = HAZARD.replace("_helion_fp8_attn_fwd", "void at::native::reduce_kernel<(int)512>(T3)")
+BAD_READ_IN_PYTORCH = OUT_OF_BOUNDS.replace("_helion_pack", "at::native::reduce_kernel")
 
 
 def test_logs_are_read() -> None:
@@ -62,8 +64,26 @@ def test_logs_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("log", "exit_code", "expected"),
-    [(CLEAN, 0, 0), (CLEAN, 1, 1), (OUT_OF_BOUNDS, 86, 1), (HAZARD, 86, 1), ("no summary", 0, 1)],
-    ids=["clean", "case_failed", "memcheck", "racecheck", "no_summary"],
+    [
+        (CLEAN, 0, 0),
+        (CLEAN, 1, 1),
+        (OUT_OF_BOUNDS, 86, 1),
+        (HAZARD, 86, 1),
+        (IN_PYTORCH, 86, 0),
+        (IN_PYTORCH, 1, 1),
+        (BAD_READ_IN_PYTORCH, 86, 1),
+        ("no summary", 0, 1),
+    ],
+    ids=[
+        "clean",
+        "case_failed",
+        "memcheck",
+        "racecheck",
+        "race_in_pytorch",
+        "race_in_pytorch_and_case_failed",
+        "memcheck_in_pytorch",
+        "no_summary",
+    ],
 )
 def test_exit_code(log: str, exit_code: int, expected: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a program in the sanitizer's place that prints a log and runs nothing."""
