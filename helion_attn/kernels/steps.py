@@ -43,10 +43,9 @@ def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda
     return hl.dot(q_tile, k_tile)
 
 
-def value_block(v8: torch.Tensor, kv: int | torch.Tensor, block: int) -> torch.Tensor:
-    """A block of V as [bn, D_v_pad]."""
-    v_tile = hl.load(v8, [kv, block, slice(None), slice(None)])
-    return v_tile.transpose(0, 1) if v8.dtype.itemsize == 1 else v_tile
+def keys_first(v_block: torch.Tensor) -> torch.Tensor:
+    """A packed block of V as [bn, D_v_pad]."""
+    return v_block.transpose(0, 1) if v_block.dtype.itemsize == 1 else v_block
 
 
 def scaled(s: torch.Tensor, qk_scale_log2: torch.Tensor, q_row_descales: hl.constexpr) -> torch.Tensor:
