@@ -230,23 +230,18 @@ def fp8_attn_fwd(
             else:
                 n_begin = 0
                 n_left = 0
-        # [bm, D_pad]
-        q_tile = q8[bh, m_block, :, :]
         # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own, 0.7
         # microseconds a program.
         if varlen:
             packed_rows = (bh * int32(m_blocks) + m_block) * bm
         else:
             packed_rows = (bh * m_blocks + m_block) * bm
-        # [bm], or a scalar for one a block
+        # [bm], or a scalar for one a block. Loads before that of Q, which is waited for where it stands, are under way
+        # meanwhile: 3 to 5% at D 64 and 256.
         if q_row_descales:
-            q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * qk_scale
-            # A row that is NaN must not change its neighbours.
-            known_scale_log2 = torch.where(q_scale_log2 == q_scale_log2, q_scale_log2, 0.0)
-            max_fused_k_scale = max_fused_scale / torch.amax(known_scale_log2, 0)
+            q_scale = hl.load(q_descale, [packed_rows + hl.arange(bm)])
         else:
-            q_scale_log2 = q_descale[packed_rows] * qk_scale
-            max_fused_k_scale = max_fused_scale / q_scale_log2
+            q_scale = q_descale[packed_rows]
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if k_block_descales:
@@ -256,6 +251,15 @@ def fp8_attn_fwd(
                 k_scale = k_descale[kv * n_blocks + min(n_begin, n_blocks - 1)]
         else:
             k_scale = k_descale[descale_row]
+        # [bm, D_pad]
+        q_tile = q8[bh, m_block, :, :]
+        q_scale_log2 = q_scale * qk_scale
+        if q_row_descales:
+            # A row that is NaN must not change its neighbours.
+            known_scale_log2 = torch.where(q_scale_log2 == q_scale_log2, q_scale_log2, 0.0)
+            max_fused_k_scale = max_fused_scale / torch.amax(known_scale_log2, 0)
+        else:
+            max_fused_k_scale = max_fused_scale / q_scale_log2
         # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
         shift = hl.zeros([bm], dtype=torch.float32)
         if has_softcap:
