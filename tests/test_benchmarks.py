@@ -200,6 +200,33 @@ def test_ablation_compiles_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again == shipped, "the steps are put back"
 
 
+def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    startup, tables, checks = (importlib.import_module(name) for name in ("startup", "tables", "checks"))
+    assert startup.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    loaded = tables.load(tmp_path)
+    rows = loaded["startup"]["rows"]
+    assert [row["cache"] for row in rows] == ["cold", "warm"]
+    assert all(row[name] > 0 for row in rows for name in ("import_torch_s", "import_s", "first_s", "later_ms"))
+    (table,) = importlib.import_module("startup_tables").startup_tables(loaded)
+    assert table.body[0][:2] == ["64", "causal"]
+    assert checks.startup_checks(loaded) == [], "a run on the CPU shows nothing"
+    loaded["startup"]["meta"]["gpu"] = "a GPU"
+    rows[0]["first_s"] = 5.0
+    for seconds, verdict in ((0.9, "PASS"), (1.1, "FAIL"), (None, "FAIL")):
+        rows[1]["first_s"] = seconds
+        (check,) = checks.startup_checks(loaded)
+        assert check.verdict == verdict
+
+
+def test_a_process_that_fails_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    startup, problem = importlib.import_module("startup"), importlib.import_module("problem")
+    monkeypatch.setattr(startup.sys, "executable", "false")
+    cold, warm = startup.measure([problem.workload(1, 1, 64, 64, 64)], torch.device("cpu"), tmp_path)
+    assert cold["error_message"] == warm["error_message"] == "no message"
+
+
 @pytest.mark.parametrize("document", ["README.md", "docs/accuracy.md", "docs/performance.md", "docs/kv_cache.md"])
 def test_documents_show_the_results(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever changes a result or a table runs report.py."""
