@@ -239,12 +239,23 @@ def decode_checks(loaded: Loaded) -> list[Check]:
     return [Check(f"decode / copy bandwidth, {row['N']} keys", row.get("of_copy"), 0.75, at_least=True) for row in rows]
 
 
+def startup_checks(loaded: Loaded) -> list[Check]:
+    """The first call of a process that finds its kernels compiled, imports left out."""
+    found = []
+    for D, causal in values_of(rows_of(_on_gpu(loaded), "startup"), "D", "causal"):
+        rows = rows_of(loaded, "startup", D=D, causal=causal, cache="warm")
+        name = f"first call from a warm cache, s, D {D}, {mask(causal)}"
+        found.append(Check(name, _figure(rows, DEFAULT, "first_s"), 1.0))
+    return found
+
+
 # --- as tables ------------------------------------------------------------------------------------
 
 
 def all_checks(loaded: Loaded) -> list[Check]:
     """Every figure."""
-    return speed_checks(loaded) + recipe_checks(loaded) + rung_checks(loaded) + decode_checks(loaded)
+    others = decode_checks(loaded) + startup_checks(loaded)
+    return speed_checks(loaded) + recipe_checks(loaded) + rung_checks(loaded) + others
 
 
 def _table(title: str, found: list[Check]) -> list[Table]:

@@ -25,7 +25,7 @@ Suite = Callable[[Options, Results], None]
 
 DIMS = (64, 128, 256)
 
-#: Head dims of the accuracy suite that have a process of their own.
+#: Processes beside this one.
 WORKERS = 6
 
 # Where output is a file there is no width to ask for, and tables would be cut at 80.
@@ -57,7 +57,9 @@ def run_command(doc: str | None, suites: dict[str, tuple[str, Suite]], argv: lis
     parser.add_argument("--repeats", type=int, help="timed rounds per cell (default 20; 5 when quick, 1 on the CPU)")
     parser.add_argument("--impls", nargs="+", choices=list(IMPLS), default=list(IMPLS), metavar="IMPL")
     parser.add_argument(
-        "--workers", type=int, help=f"processes for the accuracy suite's errors (default {WORKERS}; 0 on the CPU)"
+        "--workers",
+        type=int,
+        help=f"processes that measure the accuracy suite's errors, or compile ahead (default {WORKERS}; 0 on the CPU)",
     )
     parser.add_argument("--qkv", type=Path, help="what real_qkv.py saved, where the trained model cannot be run")
     parser.add_argument("--commit", help="commit to record, where there is no git to ask")

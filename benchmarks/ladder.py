@@ -8,22 +8,16 @@ hidden 2048, kernel only, and the hybrid from bf16 to bf16 as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from command import progress
-from harness import Results, Row, attention_flops, time_interleaved
-from problem import Contender, Options, Problem, check, make_problem, oracle, others, ours, workload
+from harness import Results
+from problem import Contender, Options, Problem, make_problem, measure, oracle, others, ours, workload
 from recipes import DEFAULT, RUNGS
 from tables import BF16_PEERS
-from torch import Tensor
 
 from helion_attn.testing import relative_error
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-
-#: Kernel error above which a run of ours is wrong, and its time not worth reporting.
-ERROR_BUDGET = 0.026
 
 #: Query rows that are checked against the oracle.
 CHECKED_ROWS = 64
@@ -51,19 +45,8 @@ def run_ladder(options: Options, results: Results) -> None:
     for D, S in progress([(D, S) for D in options.dims for S in lengths], "ladder"):
         w = workload(1, 2, S, S, D) if on_cpu else workload(BENCH_TOKENS // S, BENCH_HIDDEN // D, S, S, D)
         problem = make_problem(w, "randn", options, CHECKED_ROWS)
-        rows: list[Row] = []
-        runs: dict[int, Callable[[], Tensor]] = {}
-        for contender in contenders:
-            row, run = check(contender, problem)
-            if run is not None:
-                # "not <=": a NaN is over budget too.
-                if contender.recipe is not None and not row["error_kernel"] <= ERROR_BUDGET:
-                    row["note"] = f"not timed: kernel error over {ERROR_BUDGET}"
-                else:
-                    runs[len(rows)] = run
-                if contender.recipe is not None and contender.stage == "kernel":
-                    row["error_pv"] = pv_error(contender, problem)
-            rows.append(row)
-        for i, ms in time_interleaved(runs, options.device, options.repeats).items():
-            rows[i] |= {"ms": ms, "tflops": attention_flops(w) / ms / 1e9}
+        rows = measure(problem, contenders, options)
+        for contender, row in zip(contenders, rows, strict=True):
+            if contender.recipe is not None and contender.stage == "kernel" and "error_message" not in row:
+                row["error_pv"] = pv_error(contender, problem)
         results.add(*rows)

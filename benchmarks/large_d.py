@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from harness import Results, Row, attention_flops, describe_run, time_interleaved
+from harness import Results, describe_run
 from peers import PACKAGES, Prepare, available, cudnn_bf16, fa3_16bit, fa3_fp8, flash_16bit, sdpa
-from problem import Contender, Options, check, make_problem, ours, workload
+from problem import Contender, Options, make_problem, measure, ours, workload
 from recipes import DEFAULT
-from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from helion_attn.workloads import Workload
@@ -32,9 +30,6 @@ DIMS = (320, 384, 448, 512, 576, 640, 768, 1024)
 
 #: Query rows that are checked against the oracle.
 CHECKED_ROWS = 16
-
-#: Kernel error above which a run of ours is wrong, and its time not worth reporting.
-ERROR_BUDGET = 0.026
 
 SDPA: dict[str, Prepare] = {
     "efficient_bf16": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION, "efficient_bf16"),
@@ -64,19 +59,7 @@ def run(options: Options, results: Results) -> None:
         problem = make_problem(w, "randn", options, CHECKED_ROWS)
         wanted = [name for name in peers if name in runnable or name not in PACKAGES]
         contenders = [*ours(options, [DEFAULT]), *(Contender(name, peers[name]) for name in wanted)]
-        rows: list[Row] = []
-        runs: dict[int, Callable[[], Tensor]] = {}
-        for contender in contenders:
-            row, timed = check(contender, problem)
-            if timed is not None:
-                # "not <=": a NaN is over budget too.
-                if contender.impl == "helion_attn" and not row["error_kernel"] <= ERROR_BUDGET:
-                    row["note"] = f"not timed: kernel error over {ERROR_BUDGET}"
-                else:
-                    runs[len(rows)] = timed
-            rows.append(row)
-        for i, ms in time_interleaved(runs, options.device, options.repeats).items():
-            rows[i] |= {"ms": ms, "tflops": attention_flops(w) / ms / 1e9}
+        rows = measure(problem, contenders, options)
         results.add(*rows)
         for row in rows:
             shown = [f"{name} {row[name]}" for name in ("impl", "D", "D_v", "causal", "ms", "tflops", "error_kernel")]

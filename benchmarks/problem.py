@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Row, result_row
+from harness import Row, attention_flops, result_row, time_interleaved
 from peers import IMPLS, Prepare, Prepared, helion_attn_e2e, helion_attn_with
 from recipes import RECIPES
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 import helion_attn as ha
 from helion_attn.testing import make_qkv, relative_error
 from helion_attn.workloads import Workload
+
+#: Kernel error (randn) above which a run of ours is wrong, and its time not worth reporting.
+ERROR_BUDGET = 0.026
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Options:
         repeats: timed rounds per cell.
         impls: of `peers.IMPLS`, those that can run and were asked for.
         dims: head dims.
-        workers: processes that measure errors beside this one, 0 for none.
+        workers: processes beside this one that measure errors, or compile ahead; 0 for none.
         qkv: where `real_qkv.py` saved Q, K and V of a trained model, if not to run the model here.
     """
 
@@ -158,3 +161,30 @@ def check(contender: Contender, problem: Problem, **extra: Any) -> tuple[Row, Ca
     except Exception as error:  # one implementation's failure is a result, not the end of the run
         return result_row(c.impl, w, c.stage, kind, recipe=c.recipe, error_message=first_line(error), **extra), None
     return result_row(c.impl, w, c.stage, kind, recipe=c.recipe, **extra), prepared.run
+
+
+def measure(
+    problem: Problem, contenders: list[Contender], options: Options, error_budget: float = ERROR_BUDGET
+) -> list[Row]:
+    """A row for each contender, with its error and its time; no time for a wrong answer of ours.
+
+    Args:
+        problem: what they run on.
+        contenders: what runs, interleaved.
+        options: of the run.
+        error_budget: the largest kernel error of ours that is right.
+    """
+    rows: list[Row] = []
+    runs: dict[int, Callable[[], Tensor]] = {}
+    for contender in contenders:
+        row, run = check(contender, problem)
+        if run is not None:
+            # "not <=": a NaN is over budget too.
+            if contender.recipe is not None and not row["error_kernel"] <= error_budget:
+                row["note"] = f"not timed: kernel error over {error_budget}"
+            else:
+                runs[len(rows)] = run
+        rows.append(row)
+    for i, ms in time_interleaved(runs, options.device, options.repeats).items():
+        rows[i] |= {"ms": ms, "tflops": attention_flops(problem.workload) / ms / 1e9}
+    return rows

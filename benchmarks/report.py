@@ -30,11 +30,13 @@ from accuracy_tables import (
     rmse_tables,
     stage_tables,
 )
+from cells_tables import ablation_tables, cells_tables, roofline_tables
 from checks import all_checks, recipe_check_tables, rung_check_tables, speed_check_tables
 from decode_tables import decode_tables
 from ladder_tables import ladder_tables, large_d_tables
 from mask_tables import mask_tables
 from rich.console import Console
+from startup_tables import startup_tables
 from tables import Loaded, Row, Table, e2e_tables, load, preprocess_tables, speed_tables
 from varlen_tables import varlen_tables
 
@@ -63,6 +65,10 @@ BLOCKS = {
     "e2e": Block("attention", {"e2e": "Milliseconds from bf16 to bf16"}, e2e_tables),
     "accuracy": Block("accuracy", {"accuracy": "Relative error by kind of input"}, input_tables),
     "long_context": Block("accuracy", {"long_context": "Relative error by number of keys"}, biased_v_tables),
+    "roofline": Block("attention", {"roofline": "Speed over a GEMM's, by sequence length"}, roofline_tables, 0),
+    "cells": Block("cells", {"cells": "Speed over a GEMM's, by cell"}, cells_tables),
+    "ablation": Block("ablation", {}, ablation_tables),
+    "startup": Block("startup", {}, startup_tables),
     "preprocess": Block("preprocess", {"preprocess": "Time of quantize and of a copy"}, preprocess_tables),
     "masks": Block("masks", {}, mask_tables),
     "ladder": Block("ladder", {"ladder": "TFLOP/s by sequence length, from 8 bits to 16"}, ladder_tables),
@@ -186,12 +192,14 @@ def draw_plots(loaded: Loaded, folder: Path) -> None:
     """The plots, where matplotlib is installed."""
     try:
         import accuracy_plots
+        import cells_plots
         import ladder_plots
         import plots
     except ModuleNotFoundError as error:
         print(f"no plots: package {error.name} is not installed")
         return
-    plots.draw_all(plots.PLOTS | accuracy_plots.PLOTS | ladder_plots.PLOTS, loaded, folder)
+    drawn = plots.PLOTS | cells_plots.PLOTS | accuracy_plots.PLOTS | ladder_plots.PLOTS
+    plots.draw_all(drawn, loaded, folder)
 
 
 def main() -> None:

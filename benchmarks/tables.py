@@ -152,6 +152,24 @@ def error_text(value: float | None) -> str:
     return f"{value:.2g}" if value < 0.001 else f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
 
 
+def kernel_headers(impls: list[str]) -> list[str]:
+    """Of `kernel_figures`."""
+    labels = [LABELS[impl] for impl in impls]
+    return [*labels, "ours / best FP8 peer", "FAST / best FP8 peer", "our kernel error"]
+
+
+def kernel_figures(cell: list[Row], impls: list[str]) -> list[str]:
+    """TFLOP/s of the kernels of a cell, our ratios to the faster FP8 peer, and our error."""
+    tflops, ms = by_impl(cell, "tflops"), by_impl(cell, "ms")
+    peer = fastest(ms, FP8_PEERS)
+    ratios = [peer / ms[impl] if peer is not None and impl in ms else None for impl in OURS]
+    return [
+        *(number(tflops.get(impl), ".0f") for impl in impls),
+        *(number(ratio, ".2f") for ratio in ratios),
+        error_text(by_impl(cell, "error_kernel").get("helion_attn")),
+    ]
+
+
 def speed_tables(loaded: Loaded) -> list[Table]:
     """TFLOP/s of the kernels, one table per mask."""
     tables = []
@@ -161,30 +179,32 @@ def speed_tables(loaded: Loaded) -> list[Table]:
         body = []
         for D, S in values_of(rows, "D", "N"):
             cell = [row for row in rows if (row["D"], row["N"]) == (D, S)]
-            tflops, ms = by_impl(cell, "tflops"), by_impl(cell, "ms")
-            peer = fastest(ms, FP8_PEERS)
-            ratios = [peer / ms[impl] if peer is not None and impl in ms else None for impl in OURS]
-            error = by_impl(cell, "error_kernel").get("helion_attn")
-            body.append(
-                [
-                    str(D),
-                    str(S),
-                    *(number(tflops.get(impl), ".0f") for impl in impls),
-                    *(number(ratio, ".2f") for ratio in ratios),
-                    error_text(error),
-                ]
-            )
+            body.append([str(D), str(S), *kernel_figures(cell, impls)])
         if body:
-            headers = [
-                "D",
-                "S",
-                *(LABELS[impl] for impl in impls),
-                "ours / best FP8 peer",
-                "FAST / best FP8 peer",
-                "our kernel error",
-            ]
-            tables.append(Table(f"Kernel, {'causal' if causal else 'full'} attention, TFLOP/s", headers, body))
+            title = f"Kernel, {'causal' if causal else 'full'} attention, TFLOP/s"
+            tables.append(Table(title, ["D", "S", *kernel_headers(impls)], body))
     return tables
+
+
+def e2e_headers(peers: list[str]) -> list[str]:
+    """Of `e2e_figures`."""
+    labels = [LABELS[impl] for impl in (*OURS, *peers)]
+    return [*labels, "speed-up", "FAST's speed-up", "our total error"]
+
+
+def e2e_figures(cell: list[Row], peers: list[str]) -> list[str]:
+    """Milliseconds from bf16 to bf16, our speed-ups over the fastest of `peers`, and our error."""
+    kernel = by_impl((row for row in cell if row["stage"] == "kernel"), "ms")
+    e2e = [row for row in cell if row["stage"] == "e2e"]
+    ms, error = by_impl(e2e, "ms"), by_impl(e2e, "error_total").get("helion_attn")
+    best = fastest(kernel, peers)
+    speedups = [best / ms[impl] if best is not None and impl in ms else None for impl in OURS]
+    return [
+        *(number(ms.get(impl), ".3f") for impl in OURS),
+        *(number(kernel.get(impl), ".3f") for impl in peers),
+        *(number(speedup, ".2f") for speedup in speedups),
+        error_text(error),
+    ]
 
 
 def e2e_tables(loaded: Loaded) -> list[Table]:
@@ -194,26 +214,8 @@ def e2e_tables(loaded: Loaded) -> list[Table]:
     body = []
     for causal, D, S in values_of(rows, "causal", "D", "N"):
         cell = [row for row in rows if (row["causal"], row["D"], row["N"]) == (causal, D, S)]
-        kernel = by_impl((row for row in cell if row["stage"] == "kernel"), "ms")
-        e2e = [row for row in cell if row["stage"] == "e2e"]
-        ms, error = by_impl(e2e, "ms"), by_impl(e2e, "error_total").get("helion_attn")
-        best = fastest(kernel, peers)
-        speedups = [best / ms[impl] if best is not None and impl in ms else None for impl in OURS]
-        body.append(
-            ["causal" if causal else "full", str(D), str(S), *(number(ms.get(impl), ".3f") for impl in OURS)]
-            + [number(kernel.get(impl), ".3f") for impl in peers]
-            + [*(number(speedup, ".2f") for speedup in speedups), error_text(error)]
-        )
-    headers = [
-        "mask",
-        "D",
-        "S",
-        *(LABELS[impl] for impl in OURS),
-        *(LABELS[impl] for impl in peers),
-        "speed-up",
-        "FAST's speed-up",
-        "our total error",
-    ]
+        body.append(["causal" if causal else "full", str(D), str(S), *e2e_figures(cell, peers)])
+    headers = ["mask", "D", "S", *e2e_headers(peers)]
     return [Table("End to end from bf16 to bf16, preprocessing included, ms", headers, body)] if body else []
 
 

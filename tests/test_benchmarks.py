@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from offline import launching
+
+import helion_attn as ha
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +93,138 @@ def test_varlen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["ms"] > 0 and row["tflops"] > 0 for row in rows)
     full, causal = importlib.import_module("varlen_tables").varlen_tables(loaded)
     assert len(full.body) == len(causal.body) == 2
+
+
+def test_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    attention, tables, cells_tables = (
+        importlib.import_module(name) for name in ("attention", "tables", "cells_tables")
+    )
+    argv = ["--suite", "cells", "--device", "cpu", "--quick", "--no-plots", "--out", str(tmp_path)]
+    assert attention.run_command("", attention.SUITES, argv) == 0
+    loaded = tables.load(tmp_path)
+    rows = loaded["cells"]["rows"]
+    assert [(row["impl"], row["stage"]) for row in rows] == [
+        *((impl, stage) for stage in ("kernel", "e2e") for impl in ("helion_attn", "fast"))
+    ]
+    assert all(row["ms"] > 0 and (row["part"], row["H"], row["H_kv"]) == ("GQA", 4, 1) for row in rows)
+    kernel, e2e, roofline = cells_tables.cells_tables(loaded)
+    assert [line[:6] for table in (kernel, e2e, roofline) for line in table.body] == [
+        ["GQA", "64", "1", "4:1", "128", "causal"]
+    ] * 3
+    peak = loaded["cells"]["meta"]["gemm_tflops"]["e4m3"]
+    fractions = cells_tables.gemm_fractions(loaded, "cells", rows)
+    assert fractions["fast"] == pytest.approx(rows[1]["tflops"] / peak)
+    assert importlib.import_module("cells_plots").cells(loaded) is not None
+
+
+def test_cells_are_those_of_the_issue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    cells, problem = importlib.import_module("cells"), importlib.import_module("problem")
+    options = problem.Options(torch.device("cuda"), False, 20, [], (64, 128, 256), 0)
+    found = {
+        part: [(w.B, w.H, w.H_kv, w.N, w.D, w.causal) for w in workloads]
+        for part, workloads in cells.workloads(options).items()
+    }
+    assert found == {
+        "GQA": [(B, 32, 8, S, 128, causal) for causal in (False, True) for B, S in ((4, 4096), (1, 16384))],
+        "128k": [(1, 16, 16, 131072, 128, True), (1, 8, 8, 131072, 256, True)],
+        "Colfax": [(4, 8, 8, 8448, 256, False), (2, 8, 8, 16896, 256, False)],
+    }
+
+
+def test_roofline_is_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    cells_tables, cells_plots = importlib.import_module("cells_tables"), importlib.import_module("cells_plots")
+    cell = {"stage": "kernel", "D": 64, "N": 512, "causal": False}
+    rows = [
+        {"impl": "helion_attn", "recipe": "balanced", "tflops": 500.0, **cell},
+        {"impl": "fa3_bf16", "recipe": None, "tflops": 300.0, **cell},
+        {"impl": "flash_bf16", "recipe": None, "tflops": 100.0, **cell},
+    ]
+    loaded = {"attention": {"meta": {"gemm_tflops": {"e4m3": 1000.0, "bf16": 600.0}}, "rows": rows}}
+    (table,) = cells_tables.roofline_tables(loaded)
+    assert table.body == [["full", "64", "512", "0.50", "-", "-", "-", "0.50"]]
+    assert cells_plots.roofline(loaded) is not None
+    # A run without its own GEMMs has none, whatever another measured.
+    loaded = {"attention": {"meta": {}, "rows": rows}, "cells": loaded["attention"] | {"rows": []}}
+    assert cells_tables.roofline_tables(loaded) == []
+    assert cells_plots.roofline(loaded) is None
+
+
+def test_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    attention, tables, ablation = (importlib.import_module(name) for name in ("attention", "tables", "ablation"))
+    # V in order for a kernel that takes it interleaved: what the error is there to show.
+    wrong = ablation.variants(64) | {"wrong": ablation.Variant(interleaved=False)}
+    monkeypatch.setattr(ablation, "variants", lambda D: wrong)
+    argv = ["--suite", "ablation", "--device", "cpu", "--quick", "--no-plots", "--out", str(tmp_path)]
+    assert attention.run_command("", attention.SUITES, argv) == 0
+    loaded = tables.load(tmp_path)
+    rows = {row["variant"]: row for row in loaded["ablation"]["rows"]}
+    assert list(rows) == list(wrong)
+    mistaken = rows.pop("wrong")
+    assert mistaken["ms"] is None
+    assert "not timed" in mistaken["note"]
+    assert all(row["ms"] > 0 for row in rows.values())
+    same = {name: row["error_kernel"] for name, row in rows.items() if name != "P not scaled"}
+    assert same == pytest.approx(dict.fromkeys(same, rows["shipped"]["error_kernel"]), rel=0.01)
+    assert rows["P not scaled"]["error_kernel"] > rows["shipped"]["error_kernel"]
+    (table,) = importlib.import_module("cells_tables").ablation_tables(loaded)
+    assert [line[1:4:2] for line in table.body[:1] + table.body[-1:]] == [["shipped", "1.00"], ["wrong", "-"]]
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_ablation_changes_something(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    ablation = importlib.import_module("ablation")
+    shipped = ablation.shipped_tile(D)
+    for name, variant in ablation.variants(D).items():
+        tile, recipe = dataclasses.replace(shipped, **variant.tile), dataclasses.replace(ha.FAST, **variant.recipe)
+        assert tile == shipped or name in ablation.TILES[D] or name == "heads fastest"
+        summed = recipe.promote_every is not None and bool(recipe.promote_every) != shipped.two_level
+        changed = (tile != shipped, summed, recipe.p_offset != ha.FAST.p_offset, variant.step is not None)
+        assert sum(changed) == (name != "shipped")
+
+
+def test_ablation_compiles_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    ablation = importlib.import_module("ablation")
+    names = ("shipped", "V's keys in order", "row sums across lanes in every block", "3 programs an SM")
+    with launching():
+        shipped, in_order, summed, fewer, again = (ablation.figures(64, name) for name in (*names, "shipped"))
+    assert shipped["shuffles"] < summed["shuffles"] < in_order["shuffles"]
+    assert shipped["ctas_per_sm"] == 4
+    assert fewer["ctas_per_sm"] == 3
+    assert shipped["spills"] == 0
+    assert again == shipped, "the steps are put back"
+
+
+def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    startup, tables, checks = (importlib.import_module(name) for name in ("startup", "tables", "checks"))
+    assert startup.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    loaded = tables.load(tmp_path)
+    rows = loaded["startup"]["rows"]
+    assert [row["cache"] for row in rows] == ["cold", "warm"]
+    assert all(row[name] > 0 for row in rows for name in ("import_torch_s", "import_s", "first_s", "later_ms"))
+    (table,) = importlib.import_module("startup_tables").startup_tables(loaded)
+    assert table.body[0][:2] == ["64", "causal"]
+    assert checks.startup_checks(loaded) == [], "a run on the CPU shows nothing"
+    loaded["startup"]["meta"]["gpu"] = "a GPU"
+    rows[0]["first_s"] = 5.0
+    for seconds, verdict in ((0.9, "PASS"), (1.1, "FAIL"), (None, "FAIL")):
+        rows[1]["first_s"] = seconds
+        (check,) = checks.startup_checks(loaded)
+        assert check.verdict == verdict
+
+
+def test_a_process_that_fails_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    startup, problem = importlib.import_module("startup"), importlib.import_module("problem")
+    monkeypatch.setattr(startup.sys, "executable", "false")
+    cold, warm = startup.measure([problem.workload(1, 1, 64, 64, 64)], torch.device("cpu"), tmp_path)
+    assert cold["error_message"] == warm["error_message"] == "no message"
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/accuracy.md", "docs/performance.md", "docs/kv_cache.md"])

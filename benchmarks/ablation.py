@@ -1,0 +1,282 @@
+"""Benchmarks what each step of the attention kernel is worth: FAST as shipped, and with one step undone.
+
+    python benchmarks/attention.py --suite ablation
+
+Kernel only, S 4096, full attention. The shipped kernel has no switches: a variant is its source with another function
+in the place of one of its steps, another config, or another recipe, compiled by itself. What the compiler says of each
+stands beside its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from command import console, progress
+from harness import Results, Row
+from peers import Prepared
+from problem import Contender, Options, make_problem, measure, workload
+from torch import Tensor
+
+import helion_attn as ha
+from helion_attn.configs import TileConfig, tile_config
+from helion_attn.kernels import fp8_attn_fwd, steps
+from helion_attn.kernels.helion_compat import hl
+from helion_attn.preprocess.v_layout import position_of_key
+from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
+from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
+
+#: Query rows that are checked against the oracle, in every head of the first and the last batch.
+CHECKED_ROWS = 64
+
+#: Kernel error above which a variant is wrong. What an undone step costs in error is a result, so this is wide.
+ERROR_BUDGET = 0.05
+
+# --- variants -------------------------------------------------------------------------------------
+
+
+def keys_in_order(p8: Tensor, bm: int, bn: int) -> Tensor:
+    """In place of `interleave_keys`: P's columns as they are, for a V whose keys are in order."""
+    return p8
+
+
+def row_sums_every_block(
+    s: Tensor,
+    bias: Tensor | float,
+    qk_scale_log2: Tensor,
+    m_i: Tensor,
+    l_i: Tensor,  # [bm, l_lanes]; all lanes are the same
+    bm: int,
+    bn: int,
+    l_lanes: int,
+    pv_dtype: torch.dtype,
+    biased: hl.constexpr,
+    p_offset_log2: hl.constexpr,
+    q_row_descales: hl.constexpr,
+    empty_rows: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In place of `online_softmax_step`: a block's row sums are reduced across lanes at once."""
+    p8, alpha, m_new, block = steps.online_softmax_step(
+        s,
+        bias,
+        qk_scale_log2,
+        m_i,
+        torch.zeros_like(l_i),
+        bm,
+        bn,
+        l_lanes,
+        pv_dtype,
+        biased,
+        p_offset_log2,
+        q_row_descales,
+        empty_rows,
+        is_cuda,
+    )
+    # The kernel adds the lanes up at its end.
+    return p8, alpha, m_new, l_i * alpha + (block.sum(1) * (1.0 / l_lanes)).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What differs from the shipped kernel.
+
+    Attributes:
+        tile: fields of its config.
+        recipe: fields of FAST.
+        step: a function of the kernel: the module that calls it, its name there, and what stands in for it.
+        interleaved: V's keys are stored in the order of P's registers.
+    """
+
+    tile: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    step: tuple[types.ModuleType, str, Callable[..., Any]] | None = None
+    interleaved: bool = True
+
+
+#: Other tiles, by head dim: near those of `helion_attn.tune.candidates`.
+TILES: dict[int, dict[str, dict[str, Any]]] = {
+    64: {
+        "2 stages": {"num_stages": 2},
+        "3 programs an SM": {"max_registers": 168},
+        "128 rows on 8 warps": {"bm": 128, "num_warps": 8},
+    },
+    128: {
+        "3 stages": {"num_stages": 3},
+        "2 programs an SM": {"max_registers": 255},
+        "128 rows on 8 warps": {"bm": 128, "num_warps": 8, "max_registers": 255},
+    },
+    256: {
+        "2 stages": {"num_stages": 2},
+        "64 keys": {"bn": 64},
+        "64x64 on 4 warps": {"bm": 64, "bn": 64, "num_warps": 4},
+    },
+}
+
+
+def shipped_tile(D: int) -> TileConfig:
+    """The tuned config for full attention."""
+    return tile_config(D, causal=False)
+
+
+def variants(D: int) -> dict[str, Variant]:
+    """The shipped kernel, then each with one thing changed."""
+    two_level = shipped_tile(D).two_level
+    return {
+        "shipped": Variant(),
+        "V's keys in order": Variant(step=(steps, "interleave_keys", keys_in_order), interleaved=False),
+        "one-level P V" if two_level else "two-level P V": Variant(recipe={"promote_every": int(not two_level)}),
+        "P not scaled": Variant(recipe={"p_offset_log2": 0}),
+        "row sums across lanes in every block": Variant(
+            step=(fp8_attn_fwd, "online_softmax_step", row_sums_every_block)
+        ),
+        "heads fastest": Variant(tile={"query_blocks_fastest": False}),
+        **{name: Variant(tile=tile) for name, tile in TILES[D].items()},
+    }
+
+
+@contextlib.contextmanager
+def in_place(variant: Variant, kernels: Callable[..., Callable[..., None]]) -> Iterator[None]:
+    """Inside, `fp8_attn_fwd.launch` runs `variant`'s steps, on kernels of its own."""
+    with contextlib.ExitStack() as stack:
+        if variant.step is not None:
+            stack.enter_context(mock.patch.object(*variant.step))
+        stack.enter_context(mock.patch.object(fp8_attn_fwd, "compiled_kernel", kernels))
+        yield
+
+
+def own_kernels() -> Callable[..., Callable[..., None]]:
+    """`fp8_attn_fwd.compiled_kernel` with an empty cache."""
+    return functools.cache(fp8_attn_fwd.compiled_kernel.__wrapped__)
+
+
+# --- a launch -------------------------------------------------------------------------------------
+
+
+def repacked(qkv: ha.QuantizedQKV, tile: TileConfig, interleaved: bool) -> tuple[Tensor, ...]:
+    """What `ha.quantize` packed, of as many KV heads as heads and of whole blocks, in the blocks of `tile`:
+
+    q8, k8, v8, q_descale, k_descale, v_descale, v_mean.
+    """
+    heads, _, D, bn = qkv.v8.shape
+    v8 = qkv.v8.view(torch.uint8)
+    if not interleaved:
+        v8 = v8[..., position_of_key(torch.arange(bn, device=v8.device))]
+    keys = v8.transpose(2, 3).reshape(heads, -1, tile.bn, D)
+    return (
+        qkv.q8.view(heads, -1, tile.bm, D),
+        qkv.k8.view(heads, -1, tile.bn, D),
+        keys.transpose(2, 3).contiguous().view(qkv.v8.dtype),
+        qkv.q_descale.view(*qkv.q_descale.shape[:2], -1, tile.bm),
+        qkv.k_descale,
+        qkv.v_descale,
+        qkv.v_mean,
+    )
+
+
+def launch(
+    tile: TileConfig, packed: tuple[Tensor, ...], out: Tensor, lse: Tensor, sm_scale: float, recipe: ha.Recipe
+) -> None:
+    """The kernel on [B, H, M, D], as many keys as queries; `packed` as `repacked` returns it."""
+    q8, k8, v8, q_descale, k_descale, v_descale, v_mean = packed
+    tensors = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None, out, lse)
+    M = out.size(2)
+    fp8_attn_fwd.launch(tile, *tensors, M, M, -1, -1, sm_scale, None, False, *recipe.kernel_options)
+
+
+def prepare(variant: Variant, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """`variant`'s kernel on what FAST makes of the inputs."""
+    assert not causal
+    tile = dataclasses.replace(shipped_tile(q.size(3)), **variant.tile)
+    recipe = dataclasses.replace(ha.FAST, **variant.recipe)
+    kernels = own_kernels()
+    with torch.inference_mode():  # as inside an op: Helion does not take a tensor together with a view of it
+        qkv = ha.quantize(q, k, v, recipe=ha.FAST)
+        packed = repacked(qkv, tile, variant.interleaved)
+
+    @torch.inference_mode()
+    def run() -> Tensor:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        with in_place(variant, kernels):
+            launch(tile, packed, out, lse, sm_scale, recipe)
+        return out
+
+    return Prepared(run, lambda out: out, lambda: ha.dequantize(qkv))
+
+
+# --- the compiler ---------------------------------------------------------------------------------
+
+
+def workload_of(D: int) -> Workload:
+    """16k tokens x hidden 2048."""
+    return workload(BENCH_TOKENS // 4096, BENCH_HIDDEN // D, 4096, 4096, D)
+
+
+def compile_variant(D: int, name: str) -> Sm90Kernel:
+    """A variant, compiled into Triton's disk cache without touching a GPU."""
+    variant, w = variants(D)[name], workload_of(D)
+    tile = dataclasses.replace(shipped_tile(D), **variant.tile)
+    recipe = dataclasses.replace(ha.FAST, **variant.recipe)
+
+    def run() -> None:
+        heads, e4m3 = w.B * w.H, torch.float8_e4m3fn
+        packed = (
+            fake_cuda(heads, w.M // tile.bm, tile.bm, D, dtype=e4m3),
+            fake_cuda(heads, w.N // tile.bn, tile.bn, D, dtype=e4m3),
+            fake_cuda(heads, w.N // tile.bn, D, tile.bn, dtype=e4m3),
+            fake_cuda(w.B, w.H, w.M // tile.bm, tile.bm),
+            *(fake_cuda(w.B, w.H, n) for n in (1, D, D)),
+        )
+        out = fake_cuda(w.B, w.H, w.M, D, dtype=torch.bfloat16)
+        with in_place(variant, own_kernels()):
+            launch(tile, packed, out, fake_cuda(w.B, w.H, w.M), D**-0.5, recipe)
+
+    (kernel,) = compile_for_sm90(run)
+    return kernel
+
+
+def figures(D: int, name: str) -> Row:
+    """What the compiler says of a variant."""
+    kernel = compile_variant(D, name)
+    return {
+        "registers": kernel.registers,
+        "spills": kernel.opcodes["LDL"] + kernel.opcodes["STL"],
+        "shuffles": kernel.opcodes["SHFL"],
+        "ctas_per_sm": kernel.ctas_per_sm,
+    }
+
+
+# --- the suite ------------------------------------------------------------------------------------
+
+
+def run_ablation(options: Options, results: Results) -> None:
+    """Every variant at every head dim, the compiler's figures first."""
+    dims = [D for D in options.dims if D in TILES]
+    compiled: dict[tuple[int, str], Row] = {}
+    if options.workers:
+        with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
+            jobs = {(D, name): pool.submit(figures, D, name) for D in dims for name in variants(D)}
+            for (D, name), job in progress(jobs.items(), "compiling"):
+                if (error := job.exception()) is None:
+                    compiled[D, name] = job.result()
+                else:  # it comes again below, as a row
+                    console.print(f"[red]D {D}, {name}: {error!r}")
+    for D in progress(dims, "ablation"):
+        w = workload(1, 2, 256, 256, D) if options.device.type == "cpu" else workload_of(D)
+        problem = make_problem(w, "randn", options, CHECKED_ROWS)
+        contenders = [
+            Contender("helion_attn", functools.partial(prepare, variant), "fast") for variant in variants(D).values()
+        ]
+        rows = measure(problem, contenders, options, ERROR_BUDGET)
+        for name, row in zip(variants(D), rows, strict=True):
+            row |= {"variant": name} | compiled.get((D, name), {})
+        results.add(*rows)

@@ -1,0 +1,76 @@
+"""Benchmarks shapes beside the grid of suite `speed`: grouped queries, 128k keys, and Colfax Research's cells.
+
+    python benchmarks/attention.py --suite cells
+
+Kernel only and from bf16 to bf16, beside the same peers, and beside the GEMMs of the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+from command import console, progress
+from harness import Results, synchronize
+from peers import helion_attn_e2e
+from problem import Options, make_problem, measure, workload
+from recipes import DEFAULT, RECIPES
+from roofline import gemm_tflops
+from speed import CHECKED_ROWS, contenders_of
+
+from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
+
+#: A long context, of one sequence.
+LONG = 131072
+
+#: Timed rounds of a long context, at most: one takes a second.
+LONG_REPEATS = 5
+
+
+def workloads(options: Options) -> dict[str, list[Workload]]:
+    """The cells by what they are there for. As many queries as keys."""
+    if options.device.type == "cpu":
+        return {"GQA": [dataclasses.replace(workload(1, 4, 128, 128, 64, True), H_kv=1)]}
+    found = {
+        # The heads of Llama 3 8B.
+        "GQA": [
+            dataclasses.replace(workload(BENCH_TOKENS // S, 32, S, S, 128, causal), H_kv=8)
+            for causal in (False, True)
+            for S in (4096, 16384)
+        ],
+        "128k": [workload(1, BENCH_HIDDEN // D, LONG, LONG, D, True) for D in (128, 256)],
+        # The cells of their FP8 FlashAttention-2 with the most TFLOP/s.
+        "Colfax": [workload(B, 8, S, S, 256) for B, S in ((4, 8448), (2, 16896))],
+    }
+    found = {part: [w for w in ws if w.D in options.dims] for part, ws in found.items()}
+    return {part: ws[:1] for part, ws in found.items()} if options.quick else found
+
+
+def compile_ahead(w: Workload, recipe: str, device: torch.device) -> None:
+    """Compile all that `w` needs into Triton's disk cache."""
+    heads = (w.H, w.H_kv, w.H_kv)
+    q, k, v = (torch.zeros(w.B, n, w.N, w.D, dtype=torch.bfloat16, device=device) for n in heads)
+    helion_attn_e2e(RECIPES[recipe])(q, k, v, w.causal, w.D**-0.5).run()
+    synchronize(device)
+
+
+def run_cells(options: Options, results: Results) -> None:
+    """As `run_speed`."""
+    found = [(part, w) for part, ws in workloads(options).items() for w in ws]
+    if options.workers:
+        # Each process needs a CUDA context of its own, hence no fork.
+        with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
+            recipes = (DEFAULT, "fast")
+            jobs = [pool.submit(compile_ahead, w, recipe, options.device) for _, w in found for recipe in recipes]
+            for job in progress(jobs, "compiling"):
+                if (error := job.exception()) is not None:  # it comes again below, as a row
+                    console.print(f"[yellow]not compiled ahead: {error!r}")
+    # Nothing else runs on the GPU from here on.
+    results.meta["gemm_tflops"] = gemm_tflops(options)
+    for part, w in progress(found, "cells"):
+        problem = make_problem(w, "randn", options, CHECKED_ROWS)
+        repeats = min(options.repeats, LONG_REPEATS) if w.N >= LONG else options.repeats
+        rows = measure(problem, contenders_of(options), dataclasses.replace(options, repeats=repeats))
+        results.add(*(row | {"part": part} for row in rows))
