@@ -263,6 +263,11 @@ def fp8_attn_fwd_large_d(
             if shift_lse and not has_softcap:
                 sink_log2 = sink_log2 - shift
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
+        lse_log2 = m_i + torch.log2(total)
+        if shift_lse and not has_softcap:
+            lse_log2 = lse_log2 + shift
+        # Every part has the same; the first stores it. Before the output: see `fp8_attn_fwd`.
+        hl.store(lse, [bh * m_len + rows], lse_log2 * LN2, extra_mask=rows < m_len * (1 - part))
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
         first = part * v_tile
         # The narrow piece goes first: while the wide one is stored, its registers are free (otherwise 8 spills).
@@ -275,11 +280,6 @@ def fp8_attn_fwd_large_d(
             out, acc, v_mean, v_descale, m_keys, row_sum, rescale, total, kv, kv, out_rows, row_in_range, first, wide,
             d_v_pad, d_out, True, v_channel_descales, has_right, has_sinks, has_sinks,
         )  # fmt: skip
-        lse_log2 = m_i + torch.log2(total)
-        if shift_lse and not has_softcap:
-            lse_log2 = lse_log2 + shift
-        # Every part has the same; the first stores it.
-        hl.store(lse, [bh * m_len + rows], lse_log2 * LN2, extra_mask=rows < m_len * (1 - part))
 
 
 def helion_config(tile: LargeTileConfig) -> helion.Config:
