@@ -1,4 +1,5 @@
-"""FP8 attention, forward, for head dims that one program cannot hold: D up to 1024, D_v up to 1024, D != D_v.
+"""FP8 attention, forward, for the head dims of `configs.uses_large_d`: above 256, where one program cannot hold them,
+D and D_v up to 1024; and D 129 to 192 with D_v up to 128, for which `fp8_attn_fwd` would pad too much.
 
 The mathematics and the rounding points are those of `fp8_attn_fwd`. What differs is who computes what:
 
