@@ -31,7 +31,8 @@ INT8_SCORE_BIAS = 12582912.0
 #: The largest scale of a score, in base 2, up to which one FMA scales it and subtracts the maximum; beyond, each score
 #: is scaled first, and rounded. Of int8, the bias times the scale has too few bits left: exponents are off by up to
 #: 0.75 of the scale, here 0.0004. Of e4m3, whose products stay below 448**2 * 1024, the maximum has: rounded, it lies
-#: up to its last digit, here 1, above the scores. Of 16 bits nothing bounds them: see `MAX_FUSED_SCORE_LOG2`.
+#: up to its last digit, here 1, above the scores. `fp8_attn_fwd_large_d` has no bias, and takes that for int8 as well,
+#: whose products are smaller. Of 16 bits nothing bounds them: see `MAX_FUSED_SCORE_LOG2`.
 MAX_FUSED_SCALE_LOG2 = {
     torch.int8: 2.0**-11,
     torch.float8_e4m3fn: 2.0**-4,
@@ -39,9 +40,8 @@ MAX_FUSED_SCALE_LOG2 = {
     torch.float16: math.inf,
 }
 
-#: Where no score is scaled first, that is with 16 bits, which have no bound, and in `fp8_attn_fwd_large_d`, a row whose
-#: largest score lies further from 0 than this, in base 2, becomes NaN. The maximum's last digit is 4 here, and P still
-#: precise.
+#: Where no score is scaled first, that is with 16-bit Q and K, a row whose largest score lies further from 0 than this,
+#: in base 2, becomes NaN. The maximum's last digit is 4 here, and P still precise.
 MAX_FUSED_SCORE_LOG2 = 2.0**26
 
 #: The largest offset by P's dtype, which is also the default: 2**15 is the largest power of two in e5m2 and in fp16.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from helion_attn.configs import (
     ALL_8_BIT,
@@ -448,10 +449,13 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
                 f"{names[name]} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
                 f"be contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
             )
-        # What a tensor descriptor needs, and torch.compile cannot trace.
-        if not torch.compiler.is_compiling() and (begin := x.storage_offset() * x.itemsize) % 16:
+        # What a tensor descriptor needs. A fake tensor has no address, and torch.compile cannot trace one.
+        if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+            continue
+        if past := x.data_ptr() % 16:
             raise ValueError(
-                f"{names[name]} is a view that begins {begin} bytes into its storage; it must begin at a multiple of 16"
+                f"{names[name]} is at an address {past} bytes past a multiple of 16; it must be at a multiple, as "
+                f"helion_attn.paged_kv_cache makes it"
             )
 
 

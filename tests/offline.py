@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -147,6 +148,23 @@ def batch_for(tile: TileConfig | LargeTileConfig) -> int:
         return BATCH
     programs = tile.max_query_blocks_per_sm * testing._H200.multi_processor_count
     return int(programs / (HEADS * math.ceil(QUERIES / tile.bm)))
+
+
+def row_reduction_shuffles(tile: TileConfig | LargeTileConfig, recipe: ha.Recipe = ha.FAST) -> int:
+    """SHFL of two row reductions (maximum in the loop, sum at the end) over 4 lanes, and of the row scales."""
+    rows_per_thread = 2 * tile.bm // (16 * tile.num_warps)
+    steps = 2
+    largest_scale = int(math.log2(tile.bm)) if recipe.q_scales == "token" else 0
+    return 2 * rows_per_thread * steps + largest_scale
+
+
+def products_in_flight(kernel: Sm90Kernel) -> bool:
+    """Whether WGMMAs of a product run one behind the other.
+
+    Otherwise (its message C7515) ptxas found something between them, and waits for each, so all have a `gsb0`.
+    """
+    products = re.findall(r"[QIH]GMMA[^;]*", kernel.sass)
+    return not all("gsb0" in product for product in products)
 
 
 def compile_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from no_ops import Launched, NoOps
 from test_kv_cache import append_all, make_cache
 from test_validation import assert_raises
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
 from helion_attn.flash_attn import KVCACHE_RULES
@@ -169,9 +171,19 @@ def test_bad_attention(bad: Bad, error: type[Exception], parts: list[str]) -> No
     assert_raises(ha.attention_kvcache, good_attention() | bad, error, parts)
 
 
+def from_memory_of_others(x: torch.Tensor, past: int) -> torch.Tensor:
+    """A copy of `x` that begins `past` bytes past a multiple of 16, and is not a view of a larger tensor."""
+    memory = bytearray(x.nbytes + 32)
+    begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    copy = torch.frombuffer(memory, dtype=torch.uint8, offset=-begin % 16 + past, count=x.nbytes)
+    assert copy.storage_offset() == 0
+    copy = copy.view(x.dtype).view(x.shape)
+    return copy.copy_(x)
+
+
 @pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("how", ["dtype", "shape", "rank", "strides", "alignment", "device", "type"])
+@pytest.mark.parametrize("how", ["dtype", "shape", "rank", "strides", "alignment", "address", "device", "type"])
 def test_broken_cache(field: str, how: str) -> None:
     arguments = good_attention()
     x: torch.Tensor = getattr(arguments["cache"], field)
@@ -181,6 +193,7 @@ def test_broken_cache(field: str, how: str) -> None:
         "rank": x.unsqueeze(0),
         "strides": torch.stack([x, x], -1)[..., 0],
         "alignment": x.new_empty(x.numel() + 1)[1:].view(x.shape),
+        "address": from_memory_of_others(x, 4),
         "device": x.to("meta"),
         "type": None,
     }[how]
@@ -188,6 +201,22 @@ def test_broken_cache(field: str, how: str) -> None:
     arguments["cache"] = dataclasses.replace(arguments["cache"], **changed)
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"cache.{field} (is|must)"):
         ha.attention_kvcache(**arguments)
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_a_cache_in_memory_of_others() -> None:
+    """Only its address counts, not where that lies in a storage."""
+    arguments = good_attention()
+    memory: dict[str, Any] = {field: from_memory_of_others(getattr(arguments["cache"], field), 0) for field in FIELDS}
+    arguments["cache"] = dataclasses.replace(arguments["cache"], **memory)
+    with pytest.raises(Launched):
+        ha.attention_kvcache(**arguments)
+
+
+def test_a_fake_cache_has_no_address() -> None:
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ha.attention_kvcache(**good_attention()).shape == (2, 4, 1, 80)
 
 
 @pytest.mark.usefixtures("no_launch")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,8 @@ from offline import (
     fake_qkv,
     fake_varlen,
     launching,
+    products_in_flight,
+    row_reduction_shuffles,
 )
 
 import helion_attn as ha
@@ -38,14 +39,6 @@ from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.varlen import attend_varlen, quantize_varlen
 
 
-def row_reduction_shuffles(tile: TileConfig, recipe: ha.Recipe = ha.FAST) -> int:
-    """SHFL of two row reductions (maximum in the loop, sum at the end) over 4 lanes, and of the row scales."""
-    rows_per_thread = 2 * tile.bm // (16 * tile.num_warps)
-    steps = 2
-    largest_scale = int(math.log2(tile.bm)) if recipe.q_scales == "token" else 0
-    return 2 * rows_per_thread * steps + largest_scale
-
-
 def assert_no_spills(kernel: Sm90Kernel) -> None:
     assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, f"{kernel.name} spills"
 
@@ -55,6 +48,7 @@ def assert_8_bit_attention(kernel: Sm90Kernel, tile: TileConfig, recipe: ha.Reci
     assert kernel.opcodes["QGMMA"] > 0, "no FP8 WGMMA"
     assert (kernel.opcodes["IGMMA"] > 0) == (recipe.qk_dtype == torch.int8)
     assert kernel.opcodes["HGMMA"] == 0
+    assert products_in_flight(kernel), "ptxas waits for each product"
     assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
     assert kernel.opcodes["SHFL"] <= row_reduction_shuffles(tile, recipe), "P moves between lanes"
 
@@ -88,6 +82,7 @@ def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     assert kernel.opcodes["HGMMA"] > 0, "no 16-bit WGMMA"
     assert (kernel.opcodes["IGMMA"] > 0) == (recipe.qk_dtype == torch.int8)
     assert kernel.opcodes["QGMMA"] == 0
+    assert products_in_flight(kernel), "ptxas waits for each product"
     assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
     assert kernel.opcodes["SHFL"] <= row_reduction_shuffles(tile, recipe), "P moves between lanes"
     assert kernel.opcodes["PRMT"] == 0, "P moves between the halves of registers"

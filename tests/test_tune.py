@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -144,6 +146,25 @@ def test_precompile_reports_what_does_not_compile() -> None:
     forget()
     assert not report.usable
     assert report.error
+
+
+def killed_at_three_stages(tile: Tile) -> Compiled:
+    """In place of `precompile`: the process ends as one does that the system takes memory from."""
+    if tile.num_stages == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Compiled(registers=tile.max_registers, ctas_per_sm=1)
+
+
+def test_a_killed_compiler_costs_one_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "precompile", killed_at_three_stages)
+    tiles = tiles_for(128, (8, 8))[:3]
+    assert [tile.num_stages for tile in tiles] == [2, 3, 2]
+    advanced: list[None] = []
+    found = command.compile_all(tiles, 1, lambda: advanced.append(None))
+    assert list(found) == tiles
+    assert len(advanced) == len(tiles)
+    assert [report.usable for report in found.values()] == [True, False, True]
+    assert "killed" in (found[tiles[1]].error or "")
 
 
 def test_run_writes_rows(run: Callable[..., int], tmp_path: Path) -> None:

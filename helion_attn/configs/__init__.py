@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, TypeVar
 
-#: Head dims are zero-padded to one of these.
+#: `fp8_attn_fwd` has head dims zero-padded to one of these.
 SUPPORTED_D = (32, 64, 128, 256)
 
 #: Bits of Q and K, and of P and V: 8-bit numbers.
@@ -66,7 +66,7 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LargeTileConfig:
-    """How `fp8_attn_fwd_large_d` is tiled for one (D_pad, v_tile, causal).
+    """How `fp8_attn_fwd_large_d` is tiled for one (D_pad, v_tile, causal); `uses_large_d` says for which head dims.
 
     Attributes:
         D_pad: padded head dim of Q and K: a power of two, or the sum of two.

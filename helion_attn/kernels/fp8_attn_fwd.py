@@ -346,6 +346,11 @@ def fp8_attn_fwd(
             if shift_lse and not has_softcap:
                 sink_log2 = sink_log2 - shift
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
+        lse_log2 = m_i + torch.log2(total)
+        if shift_lse and not has_softcap:
+            lse_log2 = lse_log2 + shift
+        # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
+        hl.store(lse, [bh * m_len + rows], lse_log2 * LN2, extra_mask=row_in_range)
         if varlen:
             out_rows = bh + rows * int32(out_row_step)
         else:
@@ -373,10 +378,6 @@ def fp8_attn_fwd(
             has_sinks or varlen,  # a sink that is NaN stays one
             has_sinks,
         )
-        lse_log2 = m_i + torch.log2(total)
-        if shift_lse and not has_softcap:
-            lse_log2 = lse_log2 + shift
-        hl.store(lse, [bh * m_len + rows], lse_log2 * LN2, extra_mask=row_in_range)
 
 
 def helion_config(tile: TileConfig) -> helion.Config:

@@ -1,4 +1,5 @@
-"""FP8 attention, forward, for head dims that one program cannot hold: D up to 1024, D_v up to 1024, D != D_v.
+"""FP8 attention, forward, for the head dims of `configs.uses_large_d`: above 256, where one program cannot hold them,
+D and D_v up to 1024; and D 129 to 192 with D_v up to 128, for which `fp8_attn_fwd` would pad too much.
 
 The mathematics and the rounding points are those of `fp8_attn_fwd`. What differs is who computes what:
 
@@ -28,11 +29,12 @@ from helion_attn.kernels.steps import (
     accumulate,
     add_sink,
     online_softmax_step,
+    scaled,
     softmax_input,
     store_out,
     visible_keys,
 )
-from helion_attn.numerics import FP32_TINY, LN2, LOG2E
+from helion_attn.numerics import LN2, LOG2E, MAX_FUSED_SCALE_LOG2
 
 
 def split_head_dim(d: int) -> list[tuple[int, int]]:
@@ -40,11 +42,6 @@ def split_head_dim(d: int) -> list[tuple[int, int]]:
     wide = min(largest_power_of_two(d), MAX_PIECE)
     starts = range(0, d, wide)
     return [(start, min(wide, d - start)) for start in starts]
-
-
-def positive(scale: torch.Tensor) -> torch.Tensor:
-    """`scale`, but not 0, so that a masked -inf times it stays -inf; scores up to 1e30 times 2**-126 are 0 as well."""
-    return torch.where(scale < FP32_TINY, FP32_TINY, scale)
 
 
 #: A TMA box has at most 256 elements a dimension.
@@ -132,6 +129,7 @@ def fp8_attn_fwd_large_d(
     right: int,
     qk_scale: float,
     softcap_log2: float,
+    max_fused_scale: hl.constexpr,
     v_parts: hl.constexpr,
     has_narrow_d: hl.constexpr,
     has_narrow_v: hl.constexpr,
@@ -198,8 +196,12 @@ def fp8_attn_fwd_large_d(
         # [bm], or a scalar for one a block
         if q_row_descales:
             q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * qk_scale
+            # A row that is NaN must not change its neighbours.
+            known_scale_log2 = torch.where(q_scale_log2 == q_scale_log2, q_scale_log2, 0.0)
+            max_fused_k_scale = max_fused_scale / torch.amax(known_scale_log2, 0)
         else:
             q_scale_log2 = q_descale[packed_rows] * qk_scale
+            max_fused_k_scale = max_fused_scale / q_scale_log2
         # The descale of the block at hand; with one a block, the next is loaded a block ahead.
         if k_block_descales:
             k_scale = k_descale[kv * n_blocks + min(n_begin, n_blocks - 1)]
@@ -221,7 +223,9 @@ def fp8_attn_fwd_large_d(
         acc_narrow = hl.zeros([bm, narrow], dtype=torch.float32)
 
         for j in hl.grid(n_begin, n_end):
-            qk_scale_log2 = positive(q_scale_log2 * k_scale)
+            s_scale_log2 = q_scale_log2 * k_scale
+            # Not "large", since a NaN is not within.
+            within = (k_scale <= max_fused_k_scale).to(torch.int32)
             if k_block_descales:
                 k_scale = k_descale[kv * n_blocks + min(j + 1, n_blocks - 1)]
             # [bn, d_wide] each, [bn, d_narrow]
@@ -233,13 +237,17 @@ def fp8_attn_fwd_large_d(
             if has_narrow_v:
                 v_tile_narrow = v_narrow[kv, j * v_parts + part, :, :].transpose(0, 1)
             s, s_scale_log2 = softmax_input(
-                s, qk_scale_log2, softcap_log2, shift, 0.0, q_row_descales, shift_lse, has_softcap, is_cuda
+                s, s_scale_log2, softcap_log2, shift, 0.0, q_row_descales, shift_lse, has_softcap, is_cuda
             )
-            if max(n_left - j, j + 1 - n_full) > 0:
+            # Blocks at an edge of what is visible, and those of a large scale, in one branch: see `fp8_attn_fwd`.
+            special = 1 - within + max(n_left - j, j + 1 - n_full, 0)
+            if special > 0:
+                s = scaled(s, s_scale_log2, softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes registers throughout.
                 keys = j * bn + hl.arange(bn)
                 visible = visible_keys(keys, diagonal + hl.arange(bm), n_len, left, right, has_left, has_right)
                 s = torch.where(visible, s, float("-inf"))
+            s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
             p8, alpha, m_i, l_i = online_softmax_step(
                 s, 0.0, s_scale_log2, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, False, p_offset_log2,
                 softmax_row_descales, has_left or has_right, is_cuda,
@@ -263,23 +271,23 @@ def fp8_attn_fwd_large_d(
             if shift_lse and not has_softcap:
                 sink_log2 = sink_log2 - shift
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
+        lse_log2 = m_i + torch.log2(total)
+        if shift_lse and not has_softcap:
+            lse_log2 = lse_log2 + shift
+        # Every part has the same; the first stores it. Before the output: see `fp8_attn_fwd`.
+        hl.store(lse, [bh * m_len + rows], lse_log2 * LN2, extra_mask=rows < m_len * (1 - part))
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
         first = part * v_tile
         # The narrow piece goes first: while the wide one is stored, its registers are free (otherwise 8 spills).
         if has_narrow_v:
             store_out(
                 out, acc_narrow, v_mean, v_descale, m_keys, row_sum, rescale, total, kv, kv, out_rows, row_in_range,
-                first + wide, narrow, d_v_pad, d_out, True, v_channel_descales, has_right, has_sinks, has_sinks,
+                first + wide, narrow, d_v_pad, d_out, False, v_channel_descales, has_right, has_sinks, has_sinks,
             )  # fmt: skip
         store_out(
             out, acc, v_mean, v_descale, m_keys, row_sum, rescale, total, kv, kv, out_rows, row_in_range, first, wide,
-            d_v_pad, d_out, True, v_channel_descales, has_right, has_sinks, has_sinks,
+            d_v_pad, d_out, False, v_channel_descales, has_right, has_sinks, has_sinks,
         )  # fmt: skip
-        lse_log2 = m_i + torch.log2(total)
-        if shift_lse and not has_softcap:
-            lse_log2 = lse_log2 + shift
-        # Every part has the same; the first stores it.
-        hl.store(lse, [bh * m_len + rows], lse_log2 * LN2, extra_mask=rows < m_len * (1 - part))
 
 
 def helion_config(tile: LargeTileConfig) -> helion.Config:
@@ -375,6 +383,8 @@ def kernel_args(
         min(right, m_len),
         sm_scale * LOG2E if softcap is None else sm_scale / softcap,
         1.0 if softcap is None else softcap * LOG2E,
+        # int8 scores have no bias here, and are smaller than those of e4m3.
+        MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
         v_parts,
         has_narrow_d,
         has_narrow_v,

@@ -14,8 +14,10 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -76,17 +78,40 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Tile]]:
     return args, wanted
 
 
+def one_process() -> ProcessPoolExecutor:
+    """A pool of its own for every compiling process: where one is killed, only its candidate is lost."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def precompile_in(pools: SimpleQueue[ProcessPoolExecutor], tile: Tile) -> Compiled:
+    """`precompile` in a pool that is free, or in the place of one that a candidate breaks, a new one for the next."""
+    pool = pools.get()
+    try:
+        return pool.submit(precompile, tile).result()
+    except BrokenProcessPool:
+        pool = one_process()
+        return Compiled(error="the compiling process was killed; for want of memory?")
+    finally:
+        pools.put(pool)
+
+
 def compile_all(tiles: list[Tile], jobs: int, advance: Callable[[], None]) -> dict[Tile, Compiled]:
     """`precompile`, in processes of its own; `advance` after each."""
     found = {}
-    pool = ProcessPoolExecutor(min(jobs, len(tiles)), mp_context=multiprocessing.get_context("spawn"))
+    jobs = min(jobs, len(tiles))
+    pools: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
+    for _ in range(jobs):
+        pools.put(one_process())
+    threads = ThreadPoolExecutor(jobs)
     try:
-        tile_of = {pool.submit(precompile, tile): tile for tile in tiles}
+        tile_of = {threads.submit(precompile_in, pools, tile): tile for tile in tiles}
         for future in as_completed(tile_of):
             found[tile_of[future]] = future.result()
             advance()
     finally:
-        pool.shutdown(cancel_futures=True)
+        threads.shutdown(cancel_futures=True)
+        for _ in range(jobs):
+            pools.get().shutdown()
     return {tile: found[tile] for tile in tiles}
 
 

@@ -72,7 +72,7 @@ LARGE_TILES = {
 #: What --d takes: the head dims of the one kernel, then of the other.
 HEAD_DIMS = (*SUPPORTED_D, *LARGE_TILES)
 
-#: Heads of the launches that head dims above 256 are timed on: B 1, M = N = 8192.
+#: Heads of the launches that `LARGE_TILES` are timed on: B 1, M = N = 8192.
 LARGE_HEADS, LARGE_S = (12, 48), 8192
 
 
