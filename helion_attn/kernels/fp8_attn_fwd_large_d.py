@@ -28,6 +28,7 @@ from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, co
 from helion_attn.kernels.steps import (
     accumulate,
     add_sink,
+    keys_first,
     online_softmax_step,
     scaled,
     softmax_input,
@@ -230,12 +231,12 @@ def fp8_attn_fwd_large_d(
                 k_scale = k_descale[kv * n_blocks + min(j + 1, n_blocks - 1)]
             # [bn, d_wide] each, [bn, d_narrow]
             k_tiles = row_pieces(k_wide, k_narrow, kv, j, d_count, has_narrow_d)
+            # [v_wide, bn], [v_narrow, bn]. All loads side by side, at one barrier: see `fp8_attn_fwd`.
+            v_block_wide = v_wide[kv, j * v_parts + part, :, :]
+            if has_narrow_v:
+                v_block_narrow = v_narrow[kv, j * v_parts + part, :, :]
             # [bm, bn]
             s = scores_of_pieces(q_tiles, k_tiles, bm, bn, is_cuda)
-            # [bn, v_wide], [bn, v_narrow]. Loaded before the softmax: see `fp8_attn_fwd`.
-            v_tile_wide = v_wide[kv, j * v_parts + part, :, :].transpose(0, 1)
-            if has_narrow_v:
-                v_tile_narrow = v_narrow[kv, j * v_parts + part, :, :].transpose(0, 1)
             s, s_scale_log2 = softmax_input(
                 s, s_scale_log2, softcap_log2, shift, 0.0, q_row_descales, shift_lse, has_softcap, is_cuda
             )
@@ -252,9 +253,9 @@ def fp8_attn_fwd_large_d(
                 s, 0.0, s_scale_log2, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, False, p_offset_log2,
                 softmax_row_descales, has_left or has_right, is_cuda,
             )  # fmt: skip
-            acc = accumulate(acc, alpha, p8, v_tile_wide, two_level, is_cuda)
+            acc = accumulate(acc, alpha, p8, keys_first(v_block_wide), two_level, is_cuda)
             if has_narrow_v:
-                acc_narrow = accumulate(acc_narrow, alpha, p8, v_tile_narrow, two_level, is_cuda)
+                acc_narrow = accumulate(acc_narrow, alpha, p8, keys_first(v_block_narrow), two_level, is_cuda)
 
         # [bm]
         row_sum = l_i.sum(1)
