@@ -239,6 +239,24 @@ def decode_checks(loaded: Loaded) -> list[Check]:
     return [Check(f"decode / copy bandwidth, {row['N']} keys", row.get("of_copy"), 0.75, at_least=True) for row in rows]
 
 
+def mask_checks(loaded: Loaded) -> list[Check]:
+    """A window's time over what its blocks' share of causal attention takes; and softcap's, beside FA3's."""
+    found = []
+    rows = rows_of(_on_gpu(loaded), "masks")
+    for (D,) in values_of(rows, "D"):
+        of_window = rows_of(loaded, "masks", D=D, mask="window", impl=DEFAULT)
+        causal, window, capped = (
+            by_impl(rows_of(loaded, "masks", D=D, mask=name), "ms") for name in ("causal", "window", "softcap")
+        )
+        share = _ratio(window.get(DEFAULT), causal.get(DEFAULT))
+        visible = _figure(of_window, DEFAULT, "visible")
+        found += [
+            Check(f"window / its blocks' share of causal, D {D}", _ratio(share, visible), 1.3),
+            Check(f"softcap / FA3 FP8, D {D}", _ratio(capped.get("fa3_fp8"), capped.get(DEFAULT)), 0.95, at_least=True),
+        ]
+    return found
+
+
 def startup_checks(loaded: Loaded) -> list[Check]:
     """The first call of a process that finds its kernels compiled, imports left out."""
     found = []
@@ -254,7 +272,7 @@ def startup_checks(loaded: Loaded) -> list[Check]:
 
 def all_checks(loaded: Loaded) -> list[Check]:
     """Every figure."""
-    others = decode_checks(loaded) + startup_checks(loaded)
+    others = mask_checks(loaded) + decode_checks(loaded) + startup_checks(loaded)
     return speed_checks(loaded) + recipe_checks(loaded) + rung_checks(loaded) + others
 
 

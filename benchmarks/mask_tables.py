@@ -21,6 +21,6 @@ def mask_tables(loaded: Loaded) -> list[Table]:
             line.append(number(mine / (plain * cell[0]["visible"]) if mine and plain else None, ".2f"))
             line.append(number(peer / mine if mine and peer else None, ".2f"))
             body.append([*line, error_text(error.get(DEFAULT))])
-    headers = ["D", "scores", "BALANCED, ms", "FAST, ms", "FA3 FP8, ms", "over causal x visible share"]
+    headers = ["D", "scores", "BALANCED, ms", "FAST, ms", "FA3 FP8, ms", "over causal x visible blocks' share"]
     headers += ["FA3 / BALANCED", "our kernel error"]
     return [Table("Kernel, masks and scores on causal attention", headers, body)] if body else []

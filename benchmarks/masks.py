@@ -21,6 +21,7 @@ from recipes import DEFAULT, RECIPES
 from torch import Tensor
 
 import helion_attn as ha
+from helion_attn.configs import packing
 from helion_attn.testing import make_qkv, relative_error
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 
@@ -48,10 +49,16 @@ CASES = {
 }
 
 
-def visible_share(S: int) -> float:
-    """What a window shows of what causality shows."""
-    rows = min(S, WINDOW + 1)
-    return (rows * (rows + 1) / 2 + (S - rows) * rows) / (S * (S + 1) / 2)
+def visible_blocks(S: int, left: int, bm: int, bn: int) -> int:
+    """Key blocks of which a query block's rows see some, over all query blocks; each row sees `left` keys before it."""
+    first_rows = range(0, S, bm)
+    return sum(min(S - 1, row + bm - 1) // bn - max(0, row - left) // bn + 1 for row in first_rows)
+
+
+def visible_share(w: Workload) -> float:
+    """What the window shows of what causality shows, in this package's key blocks."""
+    shape = packing(w.D, w.D)
+    return visible_blocks(w.M, WINDOW, shape.bm, shape.bn) / visible_blocks(w.M, w.M, shape.bm, shape.bn)
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, recipe: str, options: dict[str, Any]) -> Prepared:
@@ -75,7 +82,7 @@ def measure(w: Workload, name: str, options: Options) -> list[Row]:
         prepared["fa3_fp8"] = functools.partial(peer, q, k, v, True, w.D**-0.5)
     rows: list[Row] = []
     runs: dict[int, Callable[[], Tensor]] = {}
-    visible = 1.0 if scores.window is None else visible_share(w.M)
+    visible = 1.0 if scores.window is None else visible_share(w)
     last = slice(max(0, w.M - CHECKED_ROWS), None)
     for impl, prepare in prepared.items():
         common: dict[str, Any] = {"recipe": impl if impl in RECIPES else None, "mask": name, "visible": visible}
