@@ -1,11 +1,11 @@
-"""Benchmarks FP8 attention against its peers: speed, masks, accuracy, preprocessing.
+"""Benchmarks FP8 attention against its peers: speed, masks, splits, accuracy, preprocessing.
 
     python benchmarks/attention.py                          # all suites, on the GPU
     python benchmarks/attention.py --suite speed --quick    # a few cells
     python benchmarks/attention.py --device cpu --quick     # a dry run in the interpreter, this package only
 
-Each suite writes `<out>/{attention,masks,ladder,accuracy,preprocess,stages}.json` as it goes: an interrupted run keeps
-what it measured. The tables come last. `report.py` turns the files into plots and the tables of the documents.
+Each suite writes `<out>/{attention,masks,ladder,split,accuracy,preprocess,stages}.json` as it goes: an interrupted run
+keeps what it measured. The tables come last. `report.py` turns the files into plots and the tables of the documents.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 import accuracy
 import ladder
 import masks
+import splits
 from command import Suite, progress, run_command
 from harness import Results, Row, attention_flops, time_interleaved
 from problem import Contender, Options, check, make_problem, others, ours, workload
@@ -71,6 +72,7 @@ SUITES: dict[str, tuple[str, Suite]] = {
     "speed": ("attention", run_speed),
     "masks": ("masks", masks.run_masks),
     "ladder": ("ladder", ladder.run_ladder),
+    "split": ("split", splits.run_split),
     **accuracy.SUITES,
 }
 
