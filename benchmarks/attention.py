@@ -1,10 +1,10 @@
-"""Benchmarks FP8 attention against its peers: speed, masks, accuracy, preprocessing.
+"""Benchmarks FP8 attention against its peers: speed, masks, splits, accuracy, preprocessing.
 
     python benchmarks/attention.py                          # all suites, on the GPU
     python benchmarks/attention.py --suite speed --quick    # a few cells
     python benchmarks/attention.py --device cpu --quick     # a dry run in the interpreter, this package only
 
-Each suite writes `<out>/{attention,cells,ablation,masks,ladder,accuracy,preprocess,stages}.json` as it goes: an
+Each suite writes `<out>/{attention,cells,ablation,masks,ladder,split,accuracy,preprocess,stages}.json` as it goes: an
 interrupted run keeps what it measured. The tables come last. `report.py` turns the files into plots and the tables of
 the documents.
 """
@@ -17,6 +17,7 @@ import cells
 import ladder
 import masks
 import speed
+import splits
 from command import Suite, run_command
 
 SUITES: dict[str, tuple[str, Suite]] = {
@@ -25,6 +26,7 @@ SUITES: dict[str, tuple[str, Suite]] = {
     "ablation": ("ablation", ablation.run_ablation),
     "masks": ("masks", masks.run_masks),
     "ladder": ("ladder", ladder.run_ladder),
+    "split": ("split", splits.run_split),
     **accuracy.SUITES,
 }
 

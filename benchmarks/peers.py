@@ -111,8 +111,11 @@ def fp8_tensor(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -
 # --- FlashAttention-3 -----------------------------------------------------------------------------
 
 
-def fa3_fp8_with(window: tuple[int, int] = (-1, -1), softcap: float = 0.0) -> Prepare:
-    """FlashAttention-3, e4m3 in and bf16 out, one descale per (batch, KV head) for each of Q, K and V."""
+def fa3_fp8_with(window: tuple[int, int] = (-1, -1), softcap: float = 0.0, num_splits: int = 1) -> Prepare:
+    """FlashAttention-3, e4m3 in and bf16 out, one descale per (batch, KV head) for each of Q, K and V.
+
+    Of 0 splits of the keys it chooses their number.
+    """
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
         fa3 = importlib.import_module("fa3_fwd_interface")
@@ -133,6 +136,7 @@ def fa3_fp8_with(window: tuple[int, int] = (-1, -1), softcap: float = 0.0) -> Pr
             causal=causal,
             window_size=window,
             softcap=softcap,
+            num_splits=num_splits,
             q_descale=q_descale[:, 0, :, 0],
             k_descale=k_descale[:, 0, :, 0],
             v_descale=v_descale[:, 0, :, 0],

@@ -36,6 +36,7 @@ from decode_tables import decode_tables
 from ladder_tables import ladder_tables, large_d_tables
 from mask_tables import mask_tables
 from rich.console import Console
+from split_tables import split_tables
 from startup_tables import startup_tables
 from tables import Loaded, Row, Table, e2e_tables, load, preprocess_tables, speed_tables
 from varlen_tables import varlen_tables
@@ -71,6 +72,7 @@ BLOCKS = {
     "startup": Block("startup", {}, startup_tables),
     "preprocess": Block("preprocess", {"preprocess": "Time of quantize and of a copy"}, preprocess_tables),
     "masks": Block("masks", {}, mask_tables),
+    "split": Block("split", {}, split_tables),
     "ladder": Block("ladder", {"ladder": "TFLOP/s by sequence length, from 8 bits to 16"}, ladder_tables),
     "large_d": Block("large_d", {"large_d": "TFLOP/s by head dim"}, large_d_tables),
     "decode": Block("decode", {}, decode_tables),

@@ -394,7 +394,7 @@ def attention(
         sinks: [H], bf16, fp16 or fp32: one more logit for each query head, of the softmax alone; it takes probability
             and gives no value (gpt-oss; StreamingLLM, arXiv:2309.17453). Neither `sm_scale` nor `softcap` applies to
             it. -inf is no sink. A row that sees no key gives 0 still, and its lse is the sink. Its magnitude is at most
-            2**127: the kernel multiplies it by log2(e) in fp32, and one that overflows makes NaN of its head, a
+            2**127: the kernel multiplies it by log2(e) in fp32, and one that overflows may make NaN of its head, a
             negative one counts as -inf. Anything but fp32 is cast on every call.
         return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included, fp32 [B, H, M],
             natural log.

@@ -27,7 +27,7 @@ RULES = (
     Rule("qv", is_none, "None", torch.zeros(1)),
     Rule("attention_chunk", lambda chunk: chunk == 0, "0", 128),
     # A bool passes for an int, and is what `pack_gqa` or `deterministic` takes: arguments that slipped by one place.
-    Rule("num_splits", lambda splits: type(splits) is int and splits in (0, 1), "0 or 1: the keys are never split", 2),
+    Rule("num_splits", lambda splits: type(splits) is int and splits in (0, 1), "0 or 1: the package chooses", 2),
     Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM", 8),
 )
 

@@ -41,7 +41,8 @@ MAX_FUSED_SCALE_LOG2 = {
 }
 
 #: Where no score is scaled first, that is with 16-bit Q and K, a row whose largest score lies further from 0 than this,
-#: in base 2, becomes NaN. The maximum's last digit is 4 here, and P still precise.
+#: in base 2, becomes NaN; where its keys are split, whose largest score of any run. The maximum's last digit is 4 here,
+#: and P still precise.
 MAX_FUSED_SCORE_LOG2 = 2.0**26
 
 #: The largest offset by P's dtype, which is also the default: 2**15 is the largest power of two in e5m2 and in fp16.

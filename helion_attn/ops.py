@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from helion_attn import configs
 from helion_attn.configs import (
     Q_FIELDS,
     attention_tile_config,
@@ -22,6 +23,7 @@ from helion_attn.configs import (
     row_width,
     tile_config,
     uses_large_d,
+    visible_key_blocks,
 )
 
 DEVICES = ("CPU", "CUDA")
@@ -280,11 +282,16 @@ def _fp8_attn_fwd(
     numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales)
     args = (*packed, out, lse, m_len, n_len, left, right, sm_scale, softcap, bshd, *numerics)
     bits = (8 * q8.itemsize, 8 * v8.itemsize)
-    load = query_blocks_per_sm(q8.size(0), q8.size(1), multiprocessors(q8.device))
+    sm_count = multiprocessors(q8.device)
+    load = query_blocks_per_sm(q8.size(0), q8.size(1), sm_count)
     if uses_large_d(d, d_v, bits):
         fp8_attn_fwd_large_d.launch(large_tile_config(d, d_v, right >= 0, load), *args)
     else:
-        fp8_attn_fwd.launch(attention_tile_config(d, d_v, right >= 0, bits, load), *args)
+        tile = attention_tile_config(d, d_v, right >= 0, bits, load)
+        tile = fp8_attn_fwd.specialised(tile, q8.dtype, softcap is not None)
+        key_blocks = visible_key_blocks(k8.size(1), left, right, tile.bm, tile.bn)
+        splits = configs.key_splits(q8.size(0) * q8.size(1), key_blocks, sm_count, tile.ctas_per_sm)
+        fp8_attn_fwd.launch(tile, *args, splits=splits)
     return out, lse
 
 

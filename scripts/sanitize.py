@@ -29,10 +29,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import helion_attn as ha
+from helion_attn import configs
 from helion_attn.configs import packing
 from helion_attn.testing import error_budget, make_qkv, relative_error
 
@@ -68,6 +70,7 @@ class Attend:
     Attributes:
         D: head dim; D_v, V's.
         recipe: and the rest, what `helion_attn.attention` takes.
+        splits: runs of keys.
         odd_strides: rows an odd number of elements apart: no wide loads.
         rope: rotate, by tables of random angles.
     """
@@ -78,6 +81,7 @@ class Attend:
     dtype: torch.dtype = torch.bfloat16
     options: dict[str, Any] = field(default_factory=dict)
     has_sinks: bool = False
+    splits: int = 1
     odd_strides: bool = False
     rope: bool = False
 
@@ -93,7 +97,8 @@ class Attend:
             "sinks": torch.linspace(-1, 1, H, device=device) if self.has_sinks else None,
         }
         given = [x.transpose(1, 2) for x in (q, k, v)] if options.get("layout") == "bshd" else [q, k, v]
-        out = ha.attention(*given, **options)
+        with mock.patch.object(configs, "key_splits", return_value=self.splits):
+            out = ha.attention(*given, **options)
         if not self.rope:
             exact = {name: value for name, value in options.items() if name not in ("recipe", "rope")}
             oracle = ha.reference.attention(*given, **exact)
@@ -170,6 +175,8 @@ CASES: dict[str, Callable[[str], None]] = {
     **{f"full_d{D}": Attend(D, D) for D in (64, 128, 256)},
     **{f"causal_d{D}": Attend(D, D, options={"causal": True}) for D in (64, 128, 256)},
     **{f"masked_d{D}": Attend(D, D, ha.ACCURATE, options=MASKED, has_sinks=True) for D in (64, 128, 256)},
+    "split_d128": Attend(128, 128, options={"causal": True, "layout": "bshd"}, splits=2),
+    "split_masked_d64": Attend(64, 64, ha.ACCURATE, options=MASKED, has_sinks=True, splits=9),
     "fast_d128": Attend(128, 128, ha.FAST),
     "tensor_scales": Attend(64, 64, ha.Recipe(q_scales="tensor", k_scales="tensor", v_scales="tensor")),
     "blocks_of_q": Attend(256, 256, ha.Recipe(q_scales="block", k_scales="block")),

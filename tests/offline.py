@@ -180,9 +180,29 @@ def compile_attention(
     B: int = BATCH,
 ) -> Sm90Kernel:
     """The attention kernel alone: what `quantize` would give it comes from the ops' fakes."""
+    options: Any = {"layout": layout, "recipe": recipe, "D_v": D_v, "window": window, "softcap": softcap}
+    (kernel,) = compile_shape(B, QUERIES, 3000, D, causal, out_dtype, sinks=sinks, **options)
+    return kernel
+
+
+def compile_shape(
+    B: int,
+    M: int,
+    N: int,
+    D: int,
+    causal: bool,
+    out_dtype: torch.dtype = torch.bfloat16,
+    layout: str = "bhsd",
+    recipe: ha.Recipe = ha.FAST,
+    D_v: int | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+) -> list[Sm90Kernel]:
+    """The attention kernel and, where keys are split, what merges them."""
 
     def launch() -> None:
-        qkv = fake_qkv(B, HEADS, 2, QUERIES, 3000, D, layout=layout, D_v=D_v)
+        qkv = fake_qkv(B, HEADS, 2, M, N, D, layout=layout, D_v=D_v)
         packed = ha.quantize(*qkv, layout=layout, recipe=recipe)
         with launching():
             ha.attention_quantized(
@@ -194,8 +214,7 @@ def compile_attention(
                 out_dtype=out_dtype,
             )
 
-    (kernel,) = compile_for_sm90(launch)
-    return kernel
+    return compile_for_sm90(launch)
 
 
 def fake_varlen(

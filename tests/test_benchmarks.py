@@ -65,6 +65,20 @@ def test_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plots.ladder(loaded) is not None
 
 
+def test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    attention, tables = importlib.import_module("attention"), importlib.import_module("tables")
+    argv = ["--suite", "split", "--device", "cpu", "--quick", "--no-plots", "--out", str(tmp_path)]
+    assert attention.run_command("", attention.SUITES, argv) == 0
+    loaded = tables.load(tmp_path)
+    rows = loaded["split"]["rows"]
+    assert [(row["impl"], row.get("splits")) for row in rows] == [("helion_attn", 2), ("one_run", None)]
+    assert all(row["ms"] > 0 for row in rows)
+    assert rows[0]["error_kernel"] != rows[1]["error_kernel"]
+    (table,) = importlib.import_module("split_tables").split_tables(loaded)
+    assert len(table.body) == 1
+
+
 def test_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     decode = importlib.import_module("decode")

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
+from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -24,6 +25,7 @@ from cases import PRESETS, RECIPES, Case, Tensors, make_case
 from conftest import FUZZ_CASES, nan_filled_memory
 
 import helion_attn as ha
+from helion_attn import configs
 from helion_attn.configs import ALL_8_BIT, SUPPORTED_D
 from helion_attn.numerics import LOG2E
 from helion_attn.testing import INPUT_KINDS, TANH_ERROR, TENSOR_CORE_ERROR, error_budget, make_qkv
@@ -102,6 +104,7 @@ class Specialisation:
     has_right: bool
     has_softcap: bool
     has_sinks: bool
+    has_splits: bool
 
     def __str__(self) -> str:
         dtypes = "_".join(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.out_dtype))
@@ -127,8 +130,9 @@ def specialisations(count: int) -> list[Specialisation]:
             D, D_v = min(D, SUPPORTED_D[-1]), min(D_v, SUPPORTED_D[-1])
         if dtype == torch.float32:
             D, D_v, layouts = D // 4 * 4, D_v // 4 * 4, "dense"
-        flags = (rng.random() < 0.5 for _ in range(4))
-        drawn.append(Specialisation(recipes[i % len(recipes)], D, D_v, dtype, rng.choice(OUT_DTYPES), layouts, *flags))
+        out_dtype = rng.choice(OUT_DTYPES)
+        flags = [*(rng.random() < 0.5 for _ in range(4)), i % 3 == 1]
+        drawn.append(Specialisation(recipes[i % len(recipes)], D, D_v, dtype, out_dtype, layouts, *flags))
     return drawn
 
 
@@ -180,6 +184,7 @@ class Data:
     sm_scale: float | None
     softcap: float
     return_lse: bool
+    splits: int
 
 
 def data_of(spec: Specialisation) -> st.SearchStrategy[Data]:
@@ -205,6 +210,7 @@ def data_of(spec: Specialisation) -> st.SearchStrategy[Data]:
         sm_scale=st.one_of(st.none(), st.floats(0, 1)),
         softcap=st.floats(0.1, 50),
         return_lse=st.booleans(),
+        splits=st.integers(2, 4),
     )
 
 
@@ -256,7 +262,8 @@ def check(spec: Specialisation, data: Data, device: str) -> None:
     recipe, softcap = RECIPES[spec.recipe], data.softcap if spec.has_softcap else None
     case = make_case(qkv, data.causal, data.sm_scale, recipe, window=window, softcap=softcap, sinks=sinks)
     given = qkv if data.layout == "bhsd" else [x.transpose(1, 2) for x in qkv]
-    with nan_filled_memory():
+    splits = data.splits if spec.has_splits else 1
+    with nan_filled_memory(), mock.patch.object(configs, "key_splits", return_value=splits):
         result = ha.attention(
             *given,
             causal=data.causal,
@@ -401,9 +408,9 @@ MUTATIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mutation_fails(mutation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = Specialisation("balanced", 64, 64, torch.bfloat16, torch.bfloat16, "dense", True, True, True, True)
+    spec = Specialisation("balanced", 64, 64, torch.bfloat16, torch.bfloat16, "dense", True, True, True, True, True)
     views = (sbhd, slice_of_bs3hd, bshd)
-    data = Data(1, 2, 2, 150, 200, "randn", 0, views, "bshd", False, 9, 5, 0.3, 4.0, True)
+    data = Data(1, 2, 2, 150, 200, "randn", 0, views, "bshd", False, 9, 5, 0.3, 4.0, True, 2)
     attention: Any = ha.attention
 
     def mutated(*qkv: torch.Tensor, **options: Any) -> Any:

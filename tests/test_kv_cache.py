@@ -13,7 +13,7 @@ from packing import stored_at
 from test_interpreter import row_errors
 
 import helion_attn as ha
-from helion_attn.kernels.merge_splits import RUNS_AT_ONCE
+from helion_attn.kernels.merge_splits import MANY_RUNS
 from helion_attn.numerics import E4M3_MAX
 from helion_attn.testing import TANH_ERROR, error_budget, make_qkv, relative_error
 
@@ -142,9 +142,9 @@ def test_ragged_lengths(kind: str, splits: int | None, device: str, poisoned: Po
 
 
 def test_more_splits_than_are_merged_at_once(device: str) -> None:
-    lengths = [(RUNS_AT_ONCE + 2) * 128, 1]
+    lengths = [(MANY_RUNS + 2) * 128, 1]
     case = make_decoding("randn", lengths, 8, 1, 4, 32, device)
-    out, lse = case.run(num_splits=RUNS_AT_ONCE + 2)
+    out, lse = case.run(num_splits=MANY_RUNS + 2)
     case.check(out, lse)
 
 

@@ -54,6 +54,18 @@ def test_only_the_packed_copies(D: int) -> None:
     assert large <= 2 * small
 
 
+def test_parts_of_split_keys_do_not_grow_with_them() -> None:
+    """Past the launch that fills the GPU with programs."""
+    extra = []
+    for N in (2**16, 2**18):
+        packed = 4 * 128 * 64 + 2 * 2 * N * 64 + 4 * 128 * 64 * 2 + 4 * 128 * 4
+        extra.append(allocated(functools.partial(fake_qkv, 1, 4, 2, 128, N, 64)) - packed)
+    in_flight = 4 * 132 * 64 * (64 + 1) * 4
+    # K's statistics grow with N, a little.
+    assert extra[0] <= extra[1] <= extra[0] + 2**19
+    assert in_flight // 2 <= extra[1] <= in_flight + 2**20
+
+
 def fake(*shape: int) -> torch.Tensor:
     return fake_cuda(*shape, dtype=torch.bfloat16)
 

@@ -24,7 +24,8 @@ def run_lengths(lengths: list[tuple[int, int]], D: int, causal: bool, layout: st
     with compilations() as seen:
         for M, N in lengths:
             ha.attention(*fake_qkv(1, 4, 2, M, N, D, layout=layout), causal=causal, layout=layout)
-    assert len(seen.compiled) % len(lengths) == 0
+    merges = sum("merge_splits" in kernel.metadata.name for kernel in seen.compiled)
+    assert (len(seen.compiled) - merges) % len(lengths) == 0
     assert len(seen.by_kernel()) > 1
     return seen
 
@@ -41,7 +42,8 @@ def assert_few(seen: Compilations, most_traces: int = MOST_TRACES) -> None:
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_fifty_lengths(causal: bool) -> None:
-    assert_few(run_lengths([(S, S) for S in random_lengths(0, 50)], 64, causal))
+    # With keys split and not: two specialisations.
+    assert_few(run_lengths([(S, S) for S in random_lengths(0, 50)], 64, causal), 2 * MOST_TRACES)
 
 
 @pytest.mark.parametrize("D", [128, 256])
@@ -52,6 +54,15 @@ def test_other_head_dims(D: int) -> None:
 def test_query_and_key_lengths_differ() -> None:
     lengths = list(zip(random_lengths(2, 20), random_lengths(3, 20), strict=True))
     assert_few(run_lengths(lengths, 64, False, "bshd"), MOST_TRACES**2)
+
+
+def test_numbers_of_splits_are_data() -> None:
+    """Up to 8 runs are merged by one kernel, and more by another."""
+    seen = run_lengths([(1, 4500), (60, 20000), (130, 9000), (500, 100_000), (1500, 70_000), (64, 3_000_000)], 64, True)
+    assert_few(seen, MOST_TRACES**2)
+    attention = [kernel for kernel in seen.compiled if "fp8_attn_fwd" in kernel.metadata.name]
+    assert len({id(kernel) for kernel in attention}) == 1
+    assert sum("merge_splits" in kernel.metadata.name for kernel in seen.compiled) == len(attention) == 6
 
 
 def test_windows_and_softcaps_are_data() -> None:

@@ -17,6 +17,7 @@ from offline import (
     compile_decode,
     compile_quantize,
     compile_quantize_varlen,
+    compile_shape,
     compile_varlen,
     fake_qkv,
     fake_varlen,
@@ -354,6 +355,73 @@ def test_variable_lengths_in_16_bits(recipe: ha.Recipe) -> None:
 def test_the_loop_is_as_long_as_without_sequences(D: int) -> None:
     fixed, varlen = (loop_of(f(D, True, recipe=ha.BALANCED)) for f in (compile_attention, compile_varlen))
     assert len(varlen) <= 1.01 * len(fixed)
+
+
+#: (D, causal, recipe, options) of few queries on many keys.
+SPLIT: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
+    **{
+        f"d{D}-{'causal' if causal else 'full'}-{name}": (D, causal, recipe, {})
+        for D in SUPPORTED_D
+        for causal in (False, True)
+        for name, recipe in PRESETS.items()
+    },
+    "everything": (64, True, ha.ACCURATE, {"window": (9000, -1), "softcap": 50.0, "sinks": True}),
+    "everything_d128": (128, True, ha.ACCURATE, {"window": (9000, -1), "softcap": 50.0, "sinks": True}),
+    "everything_d256": (256, False, ha.ACCURATE, {"window": (9000, 5), "softcap": 50.0, "sinks": True}),
+    "e4m3_bshd": (128, True, ha.BALANCED, {"out_dtype": torch.float8_e4m3fn, "layout": "bshd", "sinks": True}),
+}
+
+
+def small_tile(D: int, causal: bool, recipe: ha.Recipe, softcap: bool = False) -> TileConfig:
+    """The config for a launch of few query blocks."""
+    tile = tile_config(D, causal, recipe.bits, load=0.1)
+    return fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap=softcap)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_keys(name: str) -> None:
+    D, causal, recipe, options = SPLIT[name]
+    tile = small_tile(D, causal or "window" in options, recipe, "softcap" in options)
+    kernel, merge = compile_shape(1, 100, 16384, D, causal, recipe=recipe, **options)
+    assert_8_bit_attention(kernel, tile, recipe)
+    assert "PRMT" not in loop_of(kernel), "P moves between the bytes of registers"
+    assert kernel.num_warps == tile.num_warps
+    assert kernel.registers <= tile.max_registers
+    assert kernel.ctas_per_sm >= tile.ctas_per_sm
+    assert_no_spills(merge)
+    assert 16 in widths(merge, "LDG")
+
+
+@pytest.mark.parametrize("D", [64, 256])
+@pytest.mark.parametrize("recipe", [ha.HYBRID, ha.BF16], ids=["hybrid", "bf16"])
+def test_split_keys_of_16_bits(recipe: ha.Recipe, D: int) -> None:
+    kernel, merge = compile_shape(1, 100, 16384, D, True, recipe=recipe, sinks=True)
+    assert_no_spills(kernel)
+    assert_no_spills(merge)
+    assert kernel.opcodes["HGMMA"] > 0
+    assert kernel.ctas_per_sm >= small_tile(D, True, recipe).ctas_per_sm
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_the_loop_is_as_long_as_without_splits(D: int) -> None:
+    split, _ = compile_shape(1, 100, 16384, D, True, recipe=ha.BALANCED)
+    (one,) = compile_shape(1, 100, 3000, D, True, recipe=ha.BALANCED)
+    assert len(loop_of(split)) <= 1.01 * len(loop_of(one))
+
+
+def test_split_keys_of_more_than_32_bits() -> None:
+    """The index type is another, and K and V still come by TMA."""
+    kernel, merge = compile_shape(1, 100, 12_000_000, 128, True, recipe=ha.BALANCED)
+    tile = small_tile(128, True, ha.BALANCED)
+    assert_8_bit_attention(kernel, tile, ha.BALANCED)
+    assert kernel.ctas_per_sm >= tile.ctas_per_sm
+    assert_no_spills(merge)
+
+
+@pytest.mark.parametrize(("M", "N"), [(100, 3000), (16384, 16384)], ids=["few_keys", "many_queries"])
+def test_keys_that_are_not_split(M: int, N: int) -> None:
+    (kernel,) = compile_shape(1, M, N, 128, True)
+    assert "fp8_attn_fwd" in kernel.name
 
 
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)

@@ -137,6 +137,30 @@ def query_blocks_per_sm(heads: int, query_blocks: int, multiprocessors: int) -> 
     return heads * query_blocks / multiprocessors
 
 
+#: The fewest key blocks of a run, and of a program worth splitting: what a run costs besides its blocks, to begin, to
+#: write its part and to have it merged, is the time of several.
+MIN_RUN_BLOCKS, MIN_SPLIT_BLOCKS = 8, 32
+
+
+def visible_key_blocks(key_blocks: int, left: int, right: int, bm: int, bn: int) -> int:
+    """Of `key_blocks`, those that a block of `bm` query rows sees at most: a window's, or all."""
+    if left < 0 or right < 0:
+        return key_blocks
+    return min(key_blocks, (left + right + bm - 2) // bn + 2)
+
+
+def key_splits(programs: int, key_blocks: int, multiprocessors: int, ctas_per_sm: int) -> int:
+    """Into how many runs to split the key blocks of each of `programs`, which see up to `key_blocks`.
+
+    1 for a launch that fills more than half of what the GPU holds at once; otherwise as many as fill it, but no runs of
+    fewer than `MIN_RUN_BLOCKS`. So all run at once, and their parts are at most as many rows as the GPU holds.
+    """
+    places = multiprocessors * ctas_per_sm
+    if 2 * programs > places or key_blocks < MIN_SPLIT_BLOCKS:
+        return 1
+    return min(places // programs, key_blocks // MIN_RUN_BLOCKS)
+
+
 def tile_configs(bits: tuple[int, int] = ALL_8_BIT) -> tuple[TileConfig, ...]:
     """Every config for `bits`."""
     return tuple(tile for tile in TILE_CONFIGS if tile.bits == bits)

@@ -364,4 +364,4 @@ def launch(
         *specialisations,
     )  # fmt: skip
     if in_parts:
-        merge_splits(parts.view(splits, -1, D_v), part_lse.view(splits, -1), out, lse, bshd)
+        merge_splits(parts, part_lse.view(splits, -1), out, lse, bshd)

@@ -28,6 +28,10 @@ Three specialisations more, which cost nothing where they are not asked for. A w
 Mistral 7B, arXiv:2310.06825) moves the two edges; causality is a right edge of 0. A softcap (Gemma 2, arXiv:2408.00118)
 makes `softcap * tanh(s / softcap)` of a scaled score. A sink (StreamingLLM, arXiv:2309.17453; gpt-oss), one more logit
 of each head, joins the sum in the epilogue.
+
+Few query blocks on many keys leave SMs idle. So the key blocks of each program are then split into runs, a program for
+each (FlashDecoding), which write fp32 parts: as above, each with the sum of its own keys. `merge_splits` averages them
+by their lse. V's mean is in every part that has a key, and so once in the average; sinks are left to the merge.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ import torch
 
 from helion_attn.configs import TileConfig
 from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
+from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.kernels.steps import (
     accumulate,
     add_sink,
@@ -80,6 +85,20 @@ def key_blocks_of_sequence(
         n_begin = torch.maximum(key_begin, diagonal - int32(left)) >> bn_log2
         n_left = (torch.maximum(key_begin, diagonal - int32(left) + bm - 1) + bn - 1) >> bn_log2
     return n_begin, n_left, n_first_row >> bn_log2, (n_last_row + bn - 1) >> bn_log2
+
+
+def run_of_key_blocks(
+    n_begin: torch.Tensor,  # [], like the next
+    n_end: torch.Tensor,
+    run: int,
+    splits: int,
+) -> tuple[Any, Any]:
+    """Of the key blocks from `n_begin` up to `n_end`, those of a run: as many as of any other, or one less."""
+    # Where no row sees a key, n_end may lie before n_begin.
+    key_blocks = torch.clamp_min(n_end - n_begin, 0)
+    begin = n_begin + quotient(key_blocks * int32(run), int32(splits))
+    end = n_begin + quotient(key_blocks * int32(run + 1), int32(splits))
+    return begin, end
 
 
 def program_of_sequence(
@@ -123,8 +142,8 @@ def fp8_attn_fwd(
     lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
     sinks: torch.Tensor,  # [H] if has_sinks
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
-    out: torch.Tensor,  # [B * H * M, D_v], written
-    lse: torch.Tensor,  # [B * H * M], written
+    out: torch.Tensor,  # [B * H * M, D_v], or [splits * B * H * M, D_v] if split, written
+    lse: torch.Tensor,  # [B * H * M], or [splits * B * H * M], written
     m_len: int,
     n_len: int,
     heads: int,
@@ -133,6 +152,7 @@ def fp8_attn_fwd(
     out_row_step: int,
     left: int,
     right: int,
+    splits: int,
     qk_scale: float,
     softcap_log2: float,
     s_bias: hl.constexpr,
@@ -149,6 +169,7 @@ def fp8_attn_fwd(
     two_level: hl.constexpr,
     varlen: hl.constexpr,
     heads_fastest: hl.constexpr,
+    split: hl.constexpr,
     bn_log2: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
@@ -160,10 +181,13 @@ def fp8_attn_fwd(
     says where; `heads_fastest` is the order of programs within a sequence. The tensors have no B in their sizes then,
     but for v_mean, m_len is the number of all queries, and v_descale has D_v_pad channels for every key block. A
     sequence's keys are counted from the first packed block of all: it is the bounds that differ, not the loop.
+
+    With `split` there are `splits` times as many heads in the grid, a run after the other, and in `out`, fp32, and
+    `lse`: both [splits, B, H, M, ...], whatever the steps say.
     """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
-    if varlen:
+    if varlen or split:
         # More than 2**31 elements are read by descriptors only if the dimensions are known to fit 32 bits; and by
         # pointers, scalar tensors cannot be indices.
         torch._check(q8.size(0) <= 2**24)
@@ -183,7 +207,8 @@ def fp8_attn_fwd(
     # Known strides keep the stores 16 bytes wide.
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0)))
 
-    for grid_head, grid_block in hl.grid([bh_size, m_blocks]):
+    grid_heads = splits * bh_size if split else bh_size
+    for grid_head, grid_block in hl.grid([grid_heads, m_blocks]):
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment. Blocks n_left .. n_full
         # are seen whole; those from n_begin and those up to n_end in part.
         if varlen:
@@ -202,7 +227,11 @@ def fp8_attn_fwd(
                 diagonal, first_key_block, key_end, left, right, bm, bn, bn_log2, has_left, has_right
             )
         else:
-            bh = grid_head
+            if split:
+                # Heads that share K and V come one after the other, in the same run.
+                bh = grid_head % bh_size
+            else:
+                bh = grid_head
             if has_right:
                 m_block = m_blocks - 1 - grid_block  # long rows first
             else:
@@ -230,6 +259,10 @@ def fp8_attn_fwd(
             else:
                 n_begin = 0
                 n_left = 0
+        if split:
+            run_begin, run_end = run_of_key_blocks(int32(n_begin), int32(n_end), grid_head // bh_size, splits)
+        else:
+            run_begin, run_end = n_begin, n_end
         # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own, 0.7
         # microseconds a program.
         if varlen:
@@ -245,10 +278,10 @@ def fp8_attn_fwd(
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if k_block_descales:
-            if varlen:
-                k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(n_begin, int32(n_blocks - 1))])
+            if varlen or split:
+                k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_begin, int32(n_blocks - 1))])
             else:
-                k_scale = k_descale[kv * n_blocks + min(n_begin, n_blocks - 1)]
+                k_scale = k_descale[kv * n_blocks + min(run_begin, n_blocks - 1)]
         else:
             k_scale = k_descale[descale_row]
         # [bm, D_pad]
@@ -276,15 +309,15 @@ def fp8_attn_fwd(
         # [bm, D_v_pad]
         acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
 
-        for j in hl.grid(n_begin, n_end):
+        for j in hl.grid(run_begin, run_end):
             s_scale_log2 = q_scale_log2 * k_scale
             # Not "large", since a NaN is not within.
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
             if k_block_descales:
-                if varlen:
-                    k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(n_end - 1, int32(j + 1))])
+                if varlen or split:
+                    k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_end - 1, int32(j + 1))])
                 else:
-                    k_scale = k_descale[kv * n_blocks + min(j + 1, n_end - 1)]
+                    k_scale = k_descale[kv * n_blocks + min(j + 1, run_end - 1)]
             # [bn, D_pad] and [D_v_pad, bn], or of 16 bits [bn, D_v_pad]. With nothing between the two loads, not even a
             # transposition, Triton gives them one barrier, and the warps are not held up between Q K^T and the softmax:
             # D 256 gains 9%, D 64 up to 4%.
@@ -349,10 +382,16 @@ def fp8_attn_fwd(
         lse_log2 = m_i + torch.log2(total)
         if shift_lse and not has_softcap:
             lse_log2 = lse_log2 + shift
+        if split:
+            lse_head = grid_head
+        else:
+            lse_head = bh
         # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
-        hl.store(lse, [bh * m_len + rows], lse_log2 * LN2, extra_mask=row_in_range)
+        hl.store(lse, [lse_head * m_len + rows], lse_log2 * LN2, extra_mask=row_in_range)
         if varlen:
             out_rows = bh + rows * int32(out_row_step)
+        elif split:
+            out_rows = grid_head * m_len + rows
         else:
             out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
         store_out(
@@ -374,7 +413,7 @@ def fp8_attn_fwd(
             d_out,
             max_fused_scale == float("inf"),
             v_channel_descales,
-            has_right or varlen,  # without either, every row sees all keys
+            has_right or varlen or split,  # without these, every row sees all keys
             has_sinks or varlen,  # a sink that is NaN stays one
             has_sinks,
         )
@@ -441,6 +480,7 @@ def kernel_args(
     v_channel_descales: bool,
     q_blocks: torch.Tensor | None = None,
     heads_fastest: bool = False,
+    splits: int = 1,
 ) -> tuple[object, ...]:
     """The arguments of `fp8_attn_fwd`, from those of `launch`."""
     H, H_kv = q_descale.size(1), k_descale.size(1)
@@ -467,6 +507,7 @@ def kernel_args(
         # An edge further away hides nothing, and might not fit 32 bits.
         min(left, n_len),
         min(right, m_len),
+        splits,
         sm_scale * LOG2E if softcap is None else sm_scale / softcap,
         1.0 if softcap is None else softcap * LOG2E,
         INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
@@ -483,6 +524,7 @@ def kernel_args(
         two_level,
         q_blocks is not None,
         heads_fastest,
+        splits > 1,
         k8.size(2).bit_length() - 1,
         q8.is_cuda,
     )
@@ -514,6 +556,7 @@ def launch(
     k_block_descales: bool,
     v_channel_descales: bool,
     q_blocks: torch.Tensor | None = None,
+    splits: int = 1,
 ) -> None:
     """Write `out` and `lse` for the packed tensors of a `QuantizedQKV`.
 
@@ -537,25 +580,32 @@ def launch(
         k_block_descales: `k_descale` has one for each key block.
         v_channel_descales: `v_descale` differs between the channels of a head.
         q_blocks: of `PackedVarlen`, or None.
+        splits: runs of a program's key blocks, as `configs.key_splits` has it; 1 with `q_blocks`.
     """
     d_v_pad = v8.size(2) if v8.itemsize == 1 else v8.size(3)
     two_level = tile.two_level if promote_every is None else promote_every == 1
     options = (two_level, q_row_descales, k_block_descales, v_channel_descales)
-    edges = (left >= 0, right >= 0, softcap is None, sinks is None)
+    in_parts = splits > 1
+    # Parts are BHSD, and without sinks.
+    parts = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if in_parts else out
+    part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
+    part_sinks = None if in_parts else sinks
+    edges = (left >= 0, right >= 0, softcap is None, part_sinks is None)
     head_dims = (q8.size(3), d_v_pad)
-    variant = (q8.dtype, v8.dtype, *head_dims, p_offset_log2, lse_shift is None, *edges, *options)
+    numbers = (q8.dtype, v8.dtype, *head_dims, p_offset_log2, lse_shift is None)
     tile = specialised(tile, q8.dtype, softcap is not None)
     heads_fastest = q_blocks is not None and not tile.query_blocks_fastest
     if heads_fastest:
         # The kernel itself sees to the order, in each sequence.
         tile = dataclasses.replace(tile, query_blocks_fastest=True)
-    kernel = compiled_kernel(tile, (*variant, q_blocks is None, heads_fastest)) if q8.is_cuda else interpreted_kernel
-    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
+    variant = (*numbers, *edges, *options, q_blocks is None, heads_fastest, in_parts)
+    kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
+    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, part_sinks)
     kernel(
         *kernel_args(
             *packed,
-            out,
-            lse,
+            parts,
+            part_lse,
             m_len,
             n_len,
             left,
@@ -567,5 +617,8 @@ def launch(
             *options,
             q_blocks,
             heads_fastest,
+            splits,
         )
     )
+    if in_parts:
+        merge_splits(parts, part_lse, out, lse, bshd, sinks)

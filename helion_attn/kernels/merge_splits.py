@@ -1,5 +1,7 @@
 """Attention over runs of keys, put together: out = sum_s exp(lse_s - lse) out_s, lse = log(sum_s exp(lse_s)).
 
+A sink is one more term of the second sum, and of that alone. All is fp32.
+
 The identity is that of the online softmax (Milakov and Gimelshein, arXiv:1805.02867) and of FlashDecoding. A run
 without a key has lse -inf and weighs nothing; a row without a key in any run gives 0, and lse -inf.
 """
@@ -13,15 +15,19 @@ import torch
 
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import maximum
+from helion_attn.kernels.steps import to_out_dtype
 from helion_attn.numerics import LN2, LOG2E
 
-#: Runs that a program, which merges one row, reads at once.
-RUNS_AT_ONCE = 32
+#: Runs that a program, which merges one row, reads at once, and its warps. Of few runs there may be many rows, and then
+#: as many as possible should be under way.
+FEW_RUNS, FEW_WARPS = 8, 1
+MANY_RUNS, MANY_WARPS = 32, 4
 
 
 def merge_splits_kernel(
-    parts: torch.Tensor,  # [splits, B * H * M, D_v]
+    parts: torch.Tensor,  # [splits * B * H * M, D_v]
     part_lse: torch.Tensor,  # [splits, B * H * M]
+    sinks: torch.Tensor,  # [H] if has_sinks
     out: torch.Tensor,  # [B * H * M, D_v], written
     lse: torch.Tensor,  # [B * H * M], written
     heads: int,
@@ -30,12 +36,15 @@ def merge_splits_kernel(
     out_row_step: int,
     at_once: hl.constexpr,
     d_row: hl.constexpr,
+    has_sinks: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
-    splits, total_rows = parts.size(0), parts.size(1)
-    d = hl.specialize(parts.size(2))
-    hl.specialize((parts.stride(2), out.stride(0), out.stride(1), part_lse.stride(1), lse.stride(0)))
+    splits, total_rows = part_lse.size(0), part_lse.size(1)
+    d = hl.specialize(parts.size(1))
+    # Known strides keep loads 16 bytes wide.
+    hl.specialize((parts.stride(0), parts.stride(1), out.stride(0), out.stride(1)))
+    hl.specialize((part_lse.stride(1), sinks.stride(0), lse.stride(0)))
     for r in hl.grid(total_rows):
         # [D_row]
         cols = hl.arange(d_row)
@@ -46,6 +55,10 @@ def merge_splits_kernel(
             known = torch.where(s < splits, hl.load(part_lse, [s, r], extra_mask=s < splits), float("-inf"))
             peak = maximum(peak, known, is_cuda)
         largest = torch.amax(peak, 0)
+        if has_sinks:
+            # []
+            sink = hl.load(sinks, [r // m_len % heads])
+            largest = maximum(largest, sink, is_cuda)
         # exp(-inf - -inf) would be NaN.
         shift = torch.where(largest == float("-inf"), 0.0, largest)
         # [at_once]
@@ -59,36 +72,53 @@ def merge_splits_kernel(
             total = total + weight
             # [at_once, D_row]
             stored = (run < splits).unsqueeze(1) & (cols < d).unsqueeze(0)
-            acc = acc + (weight.unsqueeze(1) * hl.load(parts, [run, r, cols], extra_mask=stored)).sum(0)
-        sum_of_weights = total.sum(0)
-        o = torch.where(sum_of_weights == 0.0, 0.0, acc * (1.0 / sum_of_weights))
+            acc = acc + (weight.unsqueeze(1) * hl.load(parts, [run * total_rows + r, cols], extra_mask=stored)).sum(0)
+        of_keys = total.sum(0)
+        sum_of_weights = of_keys
+        if has_sinks:
+            sum_of_weights = sum_of_weights + torch.exp2((sink - shift) * LOG2E)
+        no_key = of_keys == 0.0
+        if has_sinks:
+            no_key = no_key & (sum_of_weights == sum_of_weights)  # a sink that is NaN stays one
+        o = torch.where(no_key, 0.0, acc * (1.0 / sum_of_weights))
         head = r // m_len % heads
         out_row = r // (heads * m_len) * heads * m_len + head * out_head_step + (r % m_len) * out_row_step
-        hl.store(out, [out_row, cols], o.to(out.dtype), extra_mask=cols < d)
+        hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype), extra_mask=cols < d)
         lse[r] = shift + torch.log2(sum_of_weights) * LN2
 
 
 @functools.cache
-def kernel(is_cuda: bool, variant: Hashable) -> Callable[..., None]:
+def kernel(is_cuda: bool, num_warps: int, variant: Hashable) -> Callable[..., None]:
     """The kernel for the device; one object for each `variant`, the specialisations."""
     if not is_cuda:
         return interpreted(merge_splits_kernel)
-    return compiled(merge_splits_kernel, helion.Config(num_warps=4, indexing="pointer", range_num_stages=[0, 1, 1]))
+    config = helion.Config(num_warps=num_warps, indexing="pointer", range_num_stages=[0, 1, 1])
+    return compiled(merge_splits_kernel, config)
 
 
-def merge_splits(parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, bshd: bool) -> None:
+def merge_splits(
+    parts: torch.Tensor,
+    part_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    bshd: bool,
+    sinks: torch.Tensor | None = None,
+) -> None:
     """Write `out` and `lse`.
 
     Args:
-        parts: fp32 [splits, B * H * M, D_v], each normalised.
+        parts: contiguous fp32 [splits * B * H * M, D_v], each normalised.
         part_lse: fp32 [splits, B * H * M], natural log.
-        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16 or fp32.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16, fp32 or e4m3.
         lse: fp32 [B, H, M], natural log.
         bshd: the layout of `out`.
+        sinks: fp32 [H], of which no part knows, or None.
     """
     _, H, M = lse.shape
-    d_row = 1 << (parts.size(2) - 1).bit_length()
-    kernel(out.is_cuda, (parts.size(2), out.dtype))(
-        parts, part_lse, out.view(-1, out.size(-1)), lse.view(-1), H, M, 1 if bshd else M, H if bshd else 1,
-        RUNS_AT_ONCE, d_row, out.is_cuda,
+    flat_lse = lse.view(-1)
+    d_row = 1 << (parts.size(1) - 1).bit_length()
+    at_once, num_warps = (FEW_RUNS, FEW_WARPS) if part_lse.size(0) <= FEW_RUNS else (MANY_RUNS, MANY_WARPS)
+    kernel(out.is_cuda, num_warps, (parts.size(1), out.dtype, sinks is None))(
+        parts, part_lse, flat_lse if sinks is None else sinks, out.view(-1, out.size(-1)), flat_lse, H, M,
+        1 if bshd else M, H if bshd else 1, at_once, d_row, sinks is not None, out.is_cuda,
     )  # fmt: skip

@@ -169,6 +169,14 @@ def add_sink(
     return alpha, m_ref, row_sum * alpha + torch.exp2(sink_log2 - m_ref)
 
 
+def to_out_dtype(o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`o`, cast; what overflows e4m3 is NaN."""
+    if dtype == torch.float8_e4m3fn:
+        # The instruction saturates; an overflow must not pass for a finite number.
+        o = torch.where(torch.abs(o) > E4M3_OVERFLOW, float("nan"), o)
+    return o.to(dtype)
+
+
 def store_out(
     out: torch.Tensor,  # [B * H * M, D_v]
     acc: torch.Tensor,  # [bm, d_tile]
@@ -220,10 +228,7 @@ def store_out(
         if nan_rows:
             no_key = no_key & (total == total)
         o = torch.where(no_key.unsqueeze(1), 0.0, o)
-    if out.dtype == torch.float8_e4m3fn:
-        # The instruction saturates; an overflow must not pass for a finite number.
-        o = torch.where(torch.abs(o) > E4M3_OVERFLOW, float("nan"), o)
     keep = row_in_range.unsqueeze(1)
     if d_out < d_pad:
         keep = keep & (d < d_out).unsqueeze(0)
-    hl.store(out, [out_rows, d], o.to(out.dtype), extra_mask=keep)
+    hl.store(out, [out_rows, d], to_out_dtype(o, out.dtype), extra_mask=keep)

@@ -1,0 +1,108 @@
+"""Benchmarks few queries on many keys, whose keys are split over programs: beside one run, and FlashAttention-3 FP8.
+
+    python benchmarks/attention.py --suite split
+
+Kernel only, merge included, one causal sequence, BALANCED. FlashAttention-3 chooses its own number of splits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from unittest import mock
+
+from command import progress
+from harness import Results, Row, time_interleaved
+from peers import Prepare, Prepared, fa3_fp8_with, helion_attn_with
+from problem import Contender, Options, check, make_problem
+from recipes import DEFAULT, RECIPES
+from torch import Tensor
+
+from helion_attn import configs
+from helion_attn.configs import key_splits
+from helion_attn.workloads import Workload
+
+#: Query rows that are checked against the oracle: the last, which see most.
+CHECKED_ROWS = 16
+
+#: Kernel error (randn) above which a run of ours is wrong, and its time not worth reporting. Of few rows it varies.
+ERROR_BUDGET = 0.028
+
+LENGTHS, QUERIES, HEADS, KV_HEADS = (16384, 131072), (16, 128, 512, 2048), (8, 32), 8
+
+#: From what a launch is to the number of its splits, as `configs.key_splits` has it.
+Chooser = Callable[[int, int, int, int], int]
+
+
+def workloads(options: Options) -> list[Workload]:
+    """By head dim, heads, keys and queries. `workload` has no KV heads of their own."""
+    cells = [(D, H, N, M) for D in options.dims for H in HEADS for N in LENGTHS for M in QUERIES]
+    if options.device.type == "cpu":
+        cells = [(D, 2, 300, 5) for D in options.dims]
+    elif options.quick:
+        cells = [cell for cell in cells if cell[2:] == (LENGTHS[0], QUERIES[1])]
+    dims = (128, 256) if options.device.type == "cuda" else options.dims
+    return [
+        Workload(f"split_d{D}_h{H}_n{N}_m{M}", 1, H, min(H, KV_HEADS), M, N, D, True, frozenset())
+        for D, H, N, M in cells
+        if D in dims
+    ]
+
+
+def visible_flops(w: Workload) -> float:
+    """2 (D + D_v) H B for each key that a query sees, bottom-right aligned."""
+    return 4.0 * w.D * w.H * w.B * (w.M * w.N - w.M * (w.M - 1) / 2)
+
+
+def choosing(choose: Chooser) -> Prepare:
+    """This package's kernel, with `choose` in place of `configs.key_splits`."""
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+        prepared = helion_attn_with(RECIPES[DEFAULT])(q, k, v, causal, sm_scale)
+
+        def run() -> Tensor:
+            with mock.patch.object(configs, "key_splits", choose):
+                return prepared.run()
+
+        return dataclasses.replace(prepared, run=run)
+
+    return prepare
+
+
+def measure(w: Workload, options: Options) -> list[Row]:
+    """One cell: a row for each implementation. No time for a wrong answer of ours."""
+    problem = make_problem(w, "randn", options, CHECKED_ROWS)
+    chosen: list[int] = []
+
+    def noted(*launch: int) -> int:
+        # On the CPU nothing is large enough.
+        chosen.append(key_splits(*launch) if options.device.type == "cuda" else 2)
+        return chosen[-1]
+
+    contenders = [
+        Contender("helion_attn", choosing(noted), DEFAULT),
+        Contender("one_run", choosing(lambda *_: 1), DEFAULT),
+    ]
+    if "fa3_fp8" in options.impls:
+        contenders.append(Contender("fa3_fp8", fa3_fp8_with(num_splits=0)))
+    rows: list[Row] = []
+    runs: dict[int, Callable[[], Tensor]] = {}
+    for contender in contenders:
+        row, run = check(contender, problem)
+        if run is not None:
+            # "not <=": a NaN is over budget too.
+            if contender.recipe is not None and not row["error_kernel"] <= ERROR_BUDGET:
+                row["note"] = f"not timed: kernel error over {ERROR_BUDGET}"
+            else:
+                runs[len(rows)] = run
+        rows.append(row)
+    rows[0] |= {"splits": chosen[-1]} if chosen else {}
+    for i, ms in time_interleaved(runs, options.device, options.repeats).items():
+        rows[i] |= {"ms": ms, "tflops": visible_flops(w) / ms / 1e9}
+    return rows
+
+
+def run_split(options: Options, results: Results) -> None:
+    """Every cell."""
+    for w in progress(workloads(options), "split"):
+        results.add(*measure(w, options))
