@@ -92,6 +92,14 @@ def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=["fast", "balanced"])
+def test_keys_of_more_than_2_to_the_31_elements(recipe: ha.Recipe, causal: bool) -> None:
+    """Helion's index type is another there, and K and V came by pointers, with 233 spills."""
+    (kernel,) = compile_shape(1, 10000, 2**23 + 2**20, 128, causal, recipe=recipe)
+    assert_8_bit_attention(kernel, tile_config(128, causal), recipe)
+
+
 CHOICES = {
     "e5m2": ha.Recipe(pv_dtype=torch.float8_e5m2),
     "sum_in_tensor_core": ha.Recipe(promote_every=0),

@@ -187,15 +187,14 @@ def fp8_attn_fwd(
     """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
-    if varlen or split:
-        # More than 2**31 elements are read by descriptors only if the dimensions are known to fit 32 bits; and by
-        # pointers, scalar tensors cannot be indices.
-        torch._check(q8.size(0) <= 2**24)
-        torch._check(q8.size(1) <= 2**25)
-        torch._check(k8.size(0) <= 2**24)
-        torch._check(k8.size(1) <= 2**25)
-        torch._check(v8.size(0) <= 2**24)
-        torch._check(v8.size(1) <= 2**25)
+    # More than 2**31 elements are read by descriptors only if the dimensions are known to fit 32 bits; and by
+    # pointers, scalar tensors cannot be indices.
+    torch._check(q8.size(0) <= 2**24)
+    torch._check(q8.size(1) <= 2**25)
+    torch._check(k8.size(0) <= 2**24)
+    torch._check(k8.size(1) <= 2**25)
+    torch._check(v8.size(0) <= 2**24)
+    torch._check(v8.size(1) <= 2**25)
     bh_size, m_blocks, n_blocks = q8.size(0), q8.size(1), k8.size(1)
     bm = hl.specialize(q8.size(2))
     bn = hl.specialize(k8.size(2))
