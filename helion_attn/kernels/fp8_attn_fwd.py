@@ -56,10 +56,11 @@ from helion_attn.kernels.steps import (
     scaled,
     scores,
     softmax_input,
+    store_lse,
     store_out,
     visible_keys,
 )
-from helion_attn.numerics import INT8_SCORE_BIAS, LN2, LOG2E, MAX_FUSED_SCALE_LOG2
+from helion_attn.numerics import INT8_SCORE_BIAS, LOG2E, MAX_FUSED_SCALE_LOG2
 
 
 def key_blocks_of_sequence(
@@ -378,15 +379,9 @@ def fp8_attn_fwd(
             if shift_lse and not has_softcap:
                 sink_log2 = sink_log2 - shift
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
-        lse_log2 = m_i + torch.log2(total)
-        if shift_lse and not has_softcap:
-            lse_log2 = lse_log2 + shift
-        if split:
-            lse_head = grid_head
-        else:
-            lse_head = bh
-        # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
-        hl.store(lse, [lse_head * m_len + rows], lse_log2 * LN2, extra_mask=row_in_range)
+        if not split:
+            # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
+            store_lse(lse, m_i, total, shift, bh * m_len + rows, row_in_range, shift_lse and not has_softcap)
         if varlen:
             out_rows = bh + rows * int32(out_row_step)
         elif split:
@@ -416,6 +411,9 @@ def fp8_attn_fwd(
             has_sinks or varlen,  # a sink that is NaN stays one
             has_sinks,
         )
+        if split:
+            # After the output: with it before, causal int8 scores at D 128 spill three registers.
+            store_lse(lse, m_i, total, shift, grid_head * m_len + rows, row_in_range, shift_lse and not has_softcap)
 
 
 def helion_config(tile: TileConfig) -> helion.Config:

@@ -9,7 +9,7 @@ import torch
 
 from helion_attn.kernels.helion_compat import hl
 from helion_attn.kernels.inline_asm import dot_fp32, fma, fma_up, maximum, tanh
-from helion_attn.numerics import E4M3_OVERFLOW, MAX_FUSED_SCORE_LOG2
+from helion_attn.numerics import E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2
 
 
 def int32(n: int) -> torch.Tensor:
@@ -167,6 +167,22 @@ def add_sink(
     m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
     alpha = torch.exp2(m_i - m_ref)
     return alpha, m_ref, row_sum * alpha + torch.exp2(sink_log2 - m_ref)
+
+
+def store_lse(
+    lse: torch.Tensor,  # [B * H * M]
+    m_i: torch.Tensor,  # [bm]
+    total: torch.Tensor,  # [bm]
+    shift: torch.Tensor,  # [bm]
+    lse_rows: torch.Tensor,  # [bm]
+    keep: torch.Tensor,  # [bm]
+    add_shift: hl.constexpr,
+) -> None:
+    """The log of the sum of `total` times two to `m_i`, and to `shift` if `add_shift`: what smooth-K took."""
+    lse_log2 = m_i + torch.log2(total)
+    if add_shift:
+        lse_log2 = lse_log2 + shift
+    hl.store(lse, [lse_rows], lse_log2 * LN2, extra_mask=keep)
 
 
 def to_out_dtype(o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
