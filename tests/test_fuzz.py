@@ -366,7 +366,7 @@ def test_fuzz_varlen(
     assert ran >= wanted
 
 
-def test_rows_without_keys_in_an_e4m3_output(device: str) -> None:
+def test_the_nan_that_was_found(device: str) -> None:
     """What the fuzz found: NaN on a GPU, whose random numbers are others than the interpreter's."""
     spec = Specialisation(
         "q_token", 147, 128, torch.float16, torch.float8_e4m3fn, "strided_d", True, True, False, True, False
