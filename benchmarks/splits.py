@@ -12,9 +12,9 @@ from collections.abc import Callable
 from unittest import mock
 
 from command import progress
-from harness import Results, Row, time_interleaved
+from harness import Results, Row
 from peers import Prepare, Prepared, fa3_fp8_with, helion_attn_with
-from problem import Contender, Options, check, make_problem
+from problem import Contender, Options, make_problem, measure
 from recipes import DEFAULT, RECIPES
 from torch import Tensor
 
@@ -69,7 +69,7 @@ def choosing(choose: Chooser) -> Prepare:
     return prepare
 
 
-def measure(w: Workload, options: Options) -> list[Row]:
+def measure_cell(w: Workload, options: Options) -> list[Row]:
     """One cell: a row for each implementation. No time for a wrong answer of ours."""
     problem = make_problem(w, "randn", options, CHECKED_ROWS)
     chosen: list[int] = []
@@ -85,24 +85,16 @@ def measure(w: Workload, options: Options) -> list[Row]:
     ]
     if "fa3_fp8" in options.impls:
         contenders.append(Contender("fa3_fp8", fa3_fp8_with(num_splits=0)))
-    rows: list[Row] = []
-    runs: dict[int, Callable[[], Tensor]] = {}
-    for contender in contenders:
-        row, run = check(contender, problem)
-        if run is not None:
-            # "not <=": a NaN is over budget too.
-            if contender.recipe is not None and not row["error_kernel"] <= ERROR_BUDGET:
-                row["note"] = f"not timed: kernel error over {ERROR_BUDGET}"
-            else:
-                runs[len(rows)] = run
-        rows.append(row)
+    rows = measure(problem, contenders, options, ERROR_BUDGET)
     rows[0] |= {"splits": chosen[-1]} if chosen else {}
-    for i, ms in time_interleaved(runs, options.device, options.repeats).items():
-        rows[i] |= {"ms": ms, "tflops": visible_flops(w) / ms / 1e9}
+    for row in rows:
+        if row["ms"] is not None:
+            # Of what is seen: with few queries that is nearly all, not half.
+            row["tflops"] = visible_flops(w) / row["ms"] / 1e9
     return rows
 
 
 def run_split(options: Options, results: Results) -> None:
     """Every cell."""
     for w in progress(workloads(options), "split"):
-        results.add(*measure(w, options))
+        results.add(*measure_cell(w, options))
