@@ -20,6 +20,7 @@ from tables import (
     LABELS,
     OURS,
     Loaded,
+    Row,
     by_impl,
     fastest,
     impls_in,
@@ -140,29 +141,43 @@ def legend(figure: Figure, axes: Iterable[Axes], columns: int = 6) -> None:
     figure.legend(handles, order, loc="outside lower center", ncols=min(columns, len(order)))
 
 
-def speed(loaded: Loaded) -> Figure | None:
-    """TFLOP/s by length: a row per mask, a column per head dim."""
-    rows = rows_of(loaded, "attention", stage="kernel")
-    dims, masks = values_of(rows, "D"), values_of(rows, "causal")
+def panels_by_length(
+    rows: list[Row], points_of: Callable[[list[Row]], dict[str, dict[int, float]]], y_label: str, share_y: bool
+) -> Figure | None:
+    """A row of panels per mask, a column per head dim: what `points_of` a panel's rows gives each implementation."""
     if not rows:
         return None
-    size = (3.9 * len(dims) + 0.3, 3.0 * len(masks) + 0.7)
-    figure, axes = plt.subplots(len(masks), len(dims), figsize=size, squeeze=False, layout="constrained", sharex=True)
+    dims, masks = values_of(rows, "D"), values_of(rows, "causal")
     lengths = [S for (S,) in values_of(rows, "N")]
+    size = (3.9 * len(dims) + 0.3, 3.0 * len(masks) + 0.7)
+    figure, axes = plt.subplots(
+        len(masks), len(dims), figsize=size, squeeze=False, layout="constrained", sharex=True, sharey=share_y
+    )
     for (causal,), panels in zip(masks, axes, strict=True):
         for (D,), ax in zip(dims, panels, strict=True):
             panel = [row for row in rows if (row["causal"], row["D"]) == (causal, D)]
-            for impl in impls_in(panel):
-                points = {row["N"]: row["tflops"] for row in panel if row["impl"] == impl and row["tflops"] is not None}
+            for impl, points in points_of(panel).items():
                 line(ax, impl, points, lengths.index)
             ax.set_title(f"D = {D}, {'causal' if causal else 'full'}")
             ax.set_xticks(range(len(lengths)), [length(S) for S in lengths])
             ax.set_ylim(bottom=0)
-        panels[0].set_ylabel("TFLOP/s")
+        panels[0].set_ylabel(y_label)
     for ax in axes[-1]:
         ax.set_xlabel("sequence length")
     legend(figure, axes.flat)
     return figure
+
+
+def speed(loaded: Loaded) -> Figure | None:
+    """TFLOP/s by length."""
+
+    def points_of(panel: list[Row]) -> dict[str, dict[int, float]]:
+        return {
+            impl: {row["N"]: row["tflops"] for row in panel if row["impl"] == impl and row["tflops"] is not None}
+            for impl in impls_in(panel)
+        }
+
+    return panels_by_length(rows_of(loaded, "attention", stage="kernel"), points_of, "TFLOP/s", share_y=False)
 
 
 def e2e(loaded: Loaded) -> Figure | None:
