@@ -167,6 +167,25 @@ def products_in_flight(kernel: Sm90Kernel) -> bool:
     return not all("gsb0" in product for product in products)
 
 
+def undefined_pairs(sass: str) -> list[str]:
+    """Instructions that add a pair of 8-bit floats to a register which does not hold the word's other pair.
+
+    ptxas 12.9 makes such code of pairs that it knows to be equal, and what was in the register comes out as numbers.
+    """
+    last_write: dict[str, str] = {}
+    undefined = []
+    for line in sass.splitlines():
+        instruction = re.search(r"([A-Z][A-Z0-9_.]+) (R\d+), (.*) ;", line.replace(".reuse", ""))
+        if instruction is None:
+            continue
+        opcode, target, operands = instruction.groups()
+        merged = operands.split(", ")[-1]
+        if opcode.endswith("PACK_AB_MERGE_C") and merged != "RZ" and last_write.get(merged) != "a first pair":
+            undefined.append(instruction.group())
+        last_write[target] = "a first pair" if opcode.endswith("PACK_AB_MERGE_C") and merged == "RZ" else opcode
+    return undefined
+
+
 def compile_attention(
     D: int,
     causal: bool,

@@ -24,7 +24,9 @@ from offline import (
     launching,
     products_in_flight,
     row_reduction_shuffles,
+    undefined_pairs,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
 from helion_attn.configs import (
@@ -36,16 +38,18 @@ from helion_attn.configs import (
     tile_configs,
 )
 from helion_attn.kernels import fp8_attn_fwd, steps
+from helion_attn.preprocess import pack
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.varlen import attend_varlen, quantize_varlen
 
 
-def assert_no_spills(kernel: Sm90Kernel) -> None:
+def assert_sound(kernel: Sm90Kernel) -> None:
     assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, f"{kernel.name} spills"
+    assert not undefined_pairs(kernel.sass), f"{kernel.name} packs what nobody wrote"
 
 
 def assert_8_bit_attention(kernel: Sm90Kernel, tile: TileConfig, recipe: ha.Recipe = ha.FAST) -> None:
-    assert_no_spills(kernel)
+    assert_sound(kernel)
     assert kernel.opcodes["QGMMA"] > 0, "no FP8 WGMMA"
     assert (kernel.opcodes["IGMMA"] > 0) == (recipe.qk_dtype == torch.int8)
     assert kernel.opcodes["HGMMA"] == 0
@@ -79,7 +83,7 @@ def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
 )
 def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
-    assert_no_spills(kernel)
+    assert_sound(kernel)
     assert kernel.opcodes["HGMMA"] > 0, "no 16-bit WGMMA"
     assert (kernel.opcodes["IGMMA"] > 0) == (recipe.qk_dtype == torch.int8)
     assert kernel.opcodes["QGMMA"] == 0
@@ -142,7 +146,7 @@ def test_masks_and_sinks(name: str, D: int) -> None:
 def test_everything_in_16_bits(recipe: ha.Recipe, D: int) -> None:
     smoothed = dataclasses.replace(recipe, smooth_k=True)
     kernel = compile_attention(D, True, recipe=smoothed, window=(100, -1), softcap=50.0, sinks=True)
-    assert_no_spills(kernel)
+    assert_sound(kernel)
     assert kernel.opcodes["HGMMA"] > 0
     assert kernel.ctas_per_sm >= tile_config(D, True, recipe.bits).ctas_per_sm
 
@@ -159,7 +163,7 @@ def test_out_dtype(out_dtype: torch.dtype, layout: str) -> None:
 
 @pytest.mark.parametrize("D", [16, 80, 200])
 def test_padded_head_dim(D: int) -> None:
-    assert_no_spills(compile_attention(D, True))
+    assert_sound(compile_attention(D, True))
 
 
 def keep_order(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
@@ -187,7 +191,7 @@ def widths(kernel: Sm90Kernel, opcode: str) -> set[int]:
 
 def assert_preprocessing(kernels: list[Sm90Kernel], D: int, recipe: ha.Recipe = ha.BALANCED) -> None:
     for kernel in kernels:
-        assert_no_spills(kernel)
+        assert_sound(kernel)
         # 4 bytes: descales and partial results. 8: the rotation's 256 signs, two a thread.
         signs = {8} if recipe.hadamard and D == 256 else set()
         assert widths(kernel, "LDG|LDGSTS") <= {4, 16} | signs, f"{kernel.name} reads narrowly"
@@ -249,6 +253,35 @@ def test_preprocessing_of_dtypes(dtype: torch.dtype) -> None:
     assert_preprocessing(compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 64, dtype)), 64)
 
 
+def strided_in_d(D: int) -> tuple[torch.Tensor, ...]:
+    """Q, K and V whose last dimension has a stride of 3."""
+    with FakeTensorMode():
+        sizes = [(2, heads, S, D) for heads, S in ((4, 1000), (2, 3000), (2, 3000))]
+        strides = [(3 * heads * S * D, 3 * S * D, 3 * D, 3) for _, heads, S, _ in sizes]
+        q, k, v = (
+            torch.empty_strided(size, stride, dtype=torch.float16, device="cuda:0")
+            for size, stride in zip(sizes, strides, strict=True)
+        )
+    return q, k, v
+
+
+#: Head dims that are padded.
+STRIDED = [40, 147]
+
+
+@pytest.mark.parametrize("D", STRIDED)
+def test_preprocessing_of_strided_channels(D: int) -> None:
+    for kernel in compile_quantize(lambda: strided_in_d(D), recipe=ha.FAST):
+        assert_sound(kernel)
+
+
+def test_constant_padding_makes_undefined_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the check can fail, and the number at run time is still needed."""
+    monkeypatch.setattr(pack, "row_channels", lambda d, d_at_run_time, d_step: d)
+    packed = compile_quantize(lambda: strided_in_d(STRIDED[-1]), recipe=ha.FAST)[-1]
+    assert undefined_pairs(packed.sass)
+
+
 def test_packing() -> None:
     def launch() -> None:
         with launching():
@@ -256,7 +289,7 @@ def test_packing() -> None:
             torch.ops.helion_attn.pack_qkv(q, k, v, 64, 128, 64, 64)
 
     (kernel,) = compile_for_sm90(launch)
-    assert_no_spills(kernel)
+    assert_sound(kernel)
     assert 16 in widths(kernel, "LDG|LDGSTS")
     assert 16 in widths(kernel, "STG")
 
@@ -274,7 +307,7 @@ DECODED = {
 
 
 def assert_decoding(kernel: Sm90Kernel, ctas_per_sm: int) -> None:
-    assert_no_spills(kernel)
+    assert_sound(kernel)
     assert kernel.opcodes["QGMMA"] > 0, "no FP8 WGMMA"
     assert kernel.opcodes["HGMMA"] + kernel.opcodes["HMMA"] == 0, "a product is not in FP8"
     assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
@@ -286,7 +319,7 @@ def test_decoding(name: str) -> None:
     D, D_v, H, M, ctas_per_sm = DECODED[name]
     decode, merge = compile_decode(D, D_v, H, M, num_splits=2)
     assert_decoding(decode, ctas_per_sm)
-    assert_no_spills(merge)
+    assert_sound(merge)
 
 
 @pytest.mark.parametrize("name", ["d64", "d128", "d128_128_rows", "d256"])
@@ -311,13 +344,13 @@ def test_decoding_from_a_large_pool() -> None:
 @pytest.mark.parametrize("D", SUPPORTED_D)
 def test_appending(D: int, dtype: torch.dtype) -> None:
     kernel = compile_append(D, dtype)
-    assert_no_spills(kernel)
+    assert_sound(kernel)
     assert 16 in widths(kernel, "LDG"), "reads narrowly"
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_appending_with_rope(interleaved: bool) -> None:
-    assert_no_spills(compile_append(128, torch.bfloat16, interleaved))
+    assert_sound(compile_append(128, torch.bfloat16, interleaved))
 
 
 #: (D, causal, recipe, options) of sequences of variable length.
@@ -366,7 +399,7 @@ def test_variable_lengths(name: str) -> None:
 @pytest.mark.parametrize("recipe", [ha.HYBRID, ha.BF16], ids=["hybrid", "bf16"])
 def test_variable_lengths_in_16_bits(recipe: ha.Recipe) -> None:
     kernel = compile_varlen(128, True, recipe)
-    assert_no_spills(kernel)
+    assert_sound(kernel)
     assert kernel.opcodes["HGMMA"] > 0
     assert kernel.opcodes["UTMALDG"] > 0
     assert kernel.ctas_per_sm >= tile_config(128, True, recipe.bits).ctas_per_sm
@@ -408,7 +441,7 @@ def test_split_keys(name: str) -> None:
     assert kernel.num_warps == tile.num_warps
     assert kernel.registers <= tile.max_registers
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
-    assert_no_spills(merge)
+    assert_sound(merge)
     assert 16 in widths(merge, "LDG")
 
 
@@ -416,8 +449,8 @@ def test_split_keys(name: str) -> None:
 @pytest.mark.parametrize("recipe", [ha.HYBRID, ha.BF16], ids=["hybrid", "bf16"])
 def test_split_keys_of_16_bits(recipe: ha.Recipe, D: int) -> None:
     kernel, merge = compile_shape(1, 100, 16384, D, True, recipe=recipe, sinks=True)
-    assert_no_spills(kernel)
-    assert_no_spills(merge)
+    assert_sound(kernel)
+    assert_sound(merge)
     assert kernel.opcodes["HGMMA"] > 0
     assert kernel.ctas_per_sm >= small_tile(D, True, recipe).ctas_per_sm
 
@@ -435,7 +468,7 @@ def test_split_keys_of_more_than_32_bits() -> None:
     tile = small_tile(128, True, ha.BALANCED)
     assert_8_bit_attention(kernel, tile, ha.BALANCED)
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
-    assert_no_spills(merge)
+    assert_sound(merge)
 
 
 @pytest.mark.parametrize(("M", "N"), [(100, 3000), (16384, 16384)], ids=["few_keys", "many_queries"])
@@ -448,7 +481,7 @@ def test_keys_that_are_not_split(M: int, N: int) -> None:
 def test_preprocessing_of_variable_lengths(D: int, name: str) -> None:
     recipe = PRESETS[name]
     describe, *kernels = compile_quantize_varlen(D, recipe)
-    assert_no_spills(describe)
+    assert_sound(describe)
     assert_preprocessing(kernels, D, recipe)
 
 

@@ -26,7 +26,7 @@ from helion_attn.preprocess.rope import RopeTables
 from helion_attn.preprocess.row_layout import row_tile, rows_descale, to_dtype
 from helion_attn.preprocess.sequences import Sequences, key_source, query_source
 from helion_attn.preprocess.statistics import Statistics
-from helion_attn.preprocess.strided import WIDEST_LOAD, StridedQKV
+from helion_attn.preprocess.strided import WIDEST_LOAD, StridedQKV, row_channels
 from helion_attn.preprocess.v_layout import v_block
 
 #: Elements of Q or K that a program packs: 64 a thread. Packed blocks lie one after the other, so that a program may
@@ -101,6 +101,8 @@ def pack(
     v_h_step: int,
     v_s_step: int,
     table_rows: int,
+    d_at_run_time: int,
+    d_v_at_run_time: int,
     factor: float,
     norm: float,
     q_d_step: hl.constexpr,
@@ -160,6 +162,9 @@ def pack(
     hl.specialize((v8.stride(0), v8.stride(1), v8.stride(2)))
     n_blocks = (N + bn - 1) // bn
     group = H // H_kv
+    q_channels = row_channels(d, d_at_run_time, q_d_step)
+    k_channels = row_channels(d, d_at_run_time, k_d_step)
+    v_channels = row_channels(d_v, d_v_at_run_time, v_d_step)
     for bh, from_end in hl.grid([v_descale.size(0), n_blocks * d_tiles]):
         v_index = n_blocks * d_tiles - 1 - from_end
         i = v_index // d_tiles
@@ -168,8 +173,8 @@ def pack(
             k_blocks, bh, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen, wide, is_cuda
         )
         tile, channel_descale = v_block(
-            v, v_mean, v_amax, v_head, i, d_index, d_row, offset, v_s_step * unit, v_d_step, v_keys, d_v, bn, d_tile,
-            v8.dtype, v_largest, v_unscaled, v_per_channel,
+            v, v_mean, v_amax, v_head, i, d_index, d_row, offset, v_s_step * unit, v_d_step, v_keys, v_channels, bn,
+            d_tile, v8.dtype, v_largest, v_unscaled, v_per_channel,
         )  # fmt: skip
         if v8.dtype.itemsize == 1:
             v8[bh * n_blocks * d_tiles + v_index, :, :] = tile.transpose(0, 1)
@@ -193,7 +198,7 @@ def pack(
                 rows = k_i * k_tile + hl.arange(k_tile)
                 x, _ = row_tile(
                     k, cos, sin, k_positions, k_mean, signs, matrix, k_head, offset, rows, row_step, k_d_step,
-                    keys, d, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
+                    keys, k_channels, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
                     smooth_k, False, hadamard, two_terms, is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
@@ -201,7 +206,7 @@ def pack(
             rows = k_tile_index * k_tile + hl.arange(k_tile)
             x, _ = row_tile(
                 k, cos, sin, k_positions, k_mean, signs, matrix, k_head, offset, rows, row_step, k_d_step,
-                keys, d, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
+                keys, k_channels, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
                 smooth_k, False, hadamard, two_terms, is_cuda,
             )  # fmt: skip
             descale = rows_descale(
@@ -237,16 +242,16 @@ def pack(
                 rows = q_i * q_tile + hl.arange(q_tile)
                 x, _ = row_tile(
                     q, cos, sin, q_positions, k_mean, signs, matrix, q_kv, offset, rows, row_step, q_d_step,
-                    queries, d, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing, explicit_q_positions,
-                    False, smooth_k, hadamard, two_terms, is_cuda,
+                    queries, q_channels, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing,
+                    explicit_q_positions, False, smooth_k, hadamard, two_terms, is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
         for q_tile_index in hl.grid(q_index * q_run, q_end):
             rows = q_tile_index * q_tile + hl.arange(q_tile)
             x, product = row_tile(
                 q, cos, sin, q_positions, k_mean, signs, matrix, q_kv, offset, rows, row_step, q_d_step,
-                queries, d, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing, explicit_q_positions,
-                False, smooth_k, hadamard, two_terms, is_cuda,
+                queries, q_channels, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing,
+                explicit_q_positions, False, smooth_k, hadamard, two_terms, is_cuda,
             )  # fmt: skip
             descale = rows_descale(
                 x, peak, q_amax, k_mean, q_bh, q_parts, max_parts, q_tile, d_row, factor, qk_largest, qk_unscaled,
@@ -377,7 +382,7 @@ def launch(
     kernel(like.is_cuda, num_warps, cap_registers, pipelined, q_per_block, k_per_block, variant)(
         *source.flat, stats.q_amax, stats.k_amax, stats.v_amax, stats.k_mean, stats.v_mean, *tables, *outputs,
         m_tiles, n_tiles, stats.q_parts, stats.k_parts, H, H_kv, M, N, *source.steps,
-        rope.table_rows, factor, norm, *specialisations,
+        rope.table_rows, D, source.D_v, factor, norm, *specialisations,
     )  # fmt: skip
     if sequences is not None:
         m_blocks, n_blocks = q_blocks.size(0), k_blocks.size(0)

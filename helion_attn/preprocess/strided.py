@@ -99,6 +99,18 @@ def strided_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, D_pad: int, D
     return StridedQKV(flat, steps, d_steps, unit, B, H, H_kv, M, N, D, v.size(3), D_pad, D_v_pad)
 
 
+def row_channels(d: hl.constexpr, d_at_run_time: int, d_step: hl.constexpr) -> int:
+    """The channels of a row, for `load_rows` in `pack`. Inlined into kernels.
+
+    As a constant it keeps loads wide. But where the last dimension is strided, Triton gives a thread channels of which
+    it knows that they are padding, and of their equal zeros ptxas 12.9 packs pairs with a register that nobody wrote:
+    NaN in q8 (Triton's issue 11111 looks the same). Such loads are of single elements, whatever is known of D.
+    """
+    if d_step == 1:
+        return d
+    return d_at_run_time
+
+
 def load_rows(
     flat: torch.Tensor,
     head_offset: int,
