@@ -141,6 +141,9 @@ def query_blocks_per_sm(heads: int, query_blocks: int, multiprocessors: int) -> 
 #: write its part and to have it merged, is the time of several.
 MIN_RUN_BLOCKS, MIN_SPLIT_BLOCKS = 8, 32
 
+#: How many times busier more runs must make the GPU.
+SPLIT_GAIN = 1.2
+
 
 def visible_key_blocks(key_blocks: int, left: int, right: int, bm: int, bn: int) -> int:
     """Of `key_blocks`, those that a block of `bm` query rows sees at most: a window's, or all."""
@@ -152,13 +155,23 @@ def visible_key_blocks(key_blocks: int, left: int, right: int, bm: int, bn: int)
 def key_splits(programs: int, key_blocks: int, multiprocessors: int, ctas_per_sm: int) -> int:
     """Into how many runs to split the key blocks of each of `programs`, which see up to `key_blocks`.
 
-    1 for a launch that fills more than half of what the GPU holds at once; otherwise as many as fill it, but no runs of
-    fewer than `MIN_RUN_BLOCKS`. So all run at once, and their parts are at most as many rows as the GPU holds.
+    As many as fill the GPU once or twice over, where that keeps it busier: programs that fill it one and a half times
+    take as long as those that fill it twice (the idea of `num_splits_heuristic` in flash-attention). But no runs of fewer
+    than `MIN_RUN_BLOCKS`. So their parts are at most twice as many rows as the GPU holds.
     """
     places = multiprocessors * ctas_per_sm
-    if 2 * programs > places or key_blocks < MIN_SPLIT_BLOCKS:
-        return 1
-    return min(places // programs, key_blocks // MIN_RUN_BLOCKS)
+
+    def busy(splits: int) -> float:
+        times = programs * splits / places
+        return times / math.ceil(times)
+
+    chosen = 1
+    if key_blocks >= MIN_SPLIT_BLOCKS:
+        for times in (1, 2):
+            splits = min(times * places // programs, key_blocks // MIN_RUN_BLOCKS)
+            if splits > 1 and busy(splits) >= SPLIT_GAIN * busy(chosen):
+                chosen = splits
+    return chosen
 
 
 def tile_configs(bits: tuple[int, int] = ALL_8_BIT) -> tuple[TileConfig, ...]:
