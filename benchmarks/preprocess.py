@@ -174,6 +174,7 @@ def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:
     channels, since both have the same keys.
     """
     rope = rope_tables(w.N, w.D, q.device)
+    rope_16bit = dataclasses.replace(rope, cos=rope.cos.bfloat16(), sin=rope.sin.bfloat16())
     angles = nbytes(rope.cos, rope.sin)
     one_key, one_query, narrow_k = (k[:, :, :1], v[:, :, :1]), q[:, :, :1], k[..., :MIN_D].contiguous()
     found = [
@@ -194,11 +195,13 @@ def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:
             "pack V": (one_query[..., :MIN_D], narrow_k, v, recipe, None),
             "pack": (q, k, v, recipe, None),
             "RoPE, pack": (q, k, v, recipe, rope),
+            "RoPE in bf16, pack": (q, k, v, recipe, rope_16bit),
             "RoPE, Hadamard, pack": (q, k, v, rotated, rope),
+            "RoPE in bf16, Hadamard, pack": (q, k, v, rotated, rope_16bit),
         }
         for part, given in inputs.items():
-            if part != "RoPE, pack" or not recipe.hadamard:
-                tables = 0 if given[4] is None else angles
+            if part not in ("RoPE, pack", "RoPE in bf16, pack") or not recipe.hadamard:
+                tables = 0 if given[4] is None else nbytes(given[4].cos, given[4].sin)
                 found.append(Stage(part, name, pack_launch(*given), nbytes(*given[:3]) + tables))
     return found
 

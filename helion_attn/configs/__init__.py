@@ -156,8 +156,8 @@ def key_splits(programs: int, key_blocks: int, multiprocessors: int, ctas_per_sm
     """Into how many runs to split the key blocks of each of `programs`, which see up to `key_blocks`.
 
     As many as fill the GPU once or twice over, where that keeps it busier: programs that fill it one and a half times
-    take as long as those that fill it twice (the idea of `num_splits_heuristic` in flash-attention). But no runs of fewer
-    than `MIN_RUN_BLOCKS`. So their parts are at most twice as many rows as the GPU holds.
+    take as long as those that fill it twice (the idea of `num_splits_heuristic` in flash-attention). But no runs of
+    fewer than `MIN_RUN_BLOCKS`. So their parts are at most twice as many rows as the GPU holds.
     """
     places = multiprocessors * ctas_per_sm
 
