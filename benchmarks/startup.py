@@ -24,11 +24,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from command import progress
 from harness import Results, Row, describe_run, result_row
 from problem import workload
 from recipes import DEFAULT
@@ -55,16 +57,16 @@ def run_process(w: Workload, device: torch.device, caches: Path) -> dict[str, An
     return said
 
 
-def measure(cases: list[Workload], device: torch.device, caches: Path) -> list[Row]:
-    """The rows: a cold start of each case, then a warm one."""
+def measure(cases: list[Workload], device: torch.device, caches: Path) -> Iterator[Row]:
+    """The rows, as they come: a cold start of each case, then a warm one."""
 
     def row(w: Workload, cache: str) -> Row:
         said = run_process(w, device, caches / w.name)
         return result_row("helion_attn", w, "e2e", "randn", recipe=DEFAULT, cache=cache, **said)
 
     with ThreadPoolExecutor(len(cases)) as threads:
-        cold = list(threads.map(row, cases, itertools.repeat("cold")))
-    return [*cold, *(row(w, "warm") for w in cases)]
+        yield from threads.map(row, cases, itertools.repeat("cold"))
+    yield from (row(w, "warm") for w in cases)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,7 +83,8 @@ def main(argv: list[str] | None = None) -> int:
         cases = [workload(1, 1, 64, 64, 64, True)]
     results = Results(args.out / "startup.json", describe_run(device, args.commit))
     with tempfile.TemporaryDirectory() as caches:
-        results.add(*measure(cases, device, Path(caches)))
+        for row in progress(measure(cases, device, Path(caches)), "startup", total=2 * len(cases)):
+            results.add(row)
     for row in results.rows:
         names = [
             *("D", "causal", "cache", "import_torch_s", "import_s", "context_s", "first_s", "triton_s", "compiled"),

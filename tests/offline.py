@@ -170,7 +170,7 @@ def products_in_flight(kernel: Sm90Kernel) -> bool:
 def undefined_pairs(sass: str) -> list[str]:
     """Instructions that add a pair of 8-bit floats to a register which does not hold the word's other pair.
 
-    ptxas 12.9 makes such code of pairs that it knows to be equal, and what was in the register comes out as numbers.
+    ptxas 12.8 makes such code of pairs that it knows to be equal, and what was in the register comes out as numbers.
     """
     last_write: dict[str, str] = {}
     undefined = []

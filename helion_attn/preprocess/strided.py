@@ -103,8 +103,8 @@ def row_channels(d: hl.constexpr, d_at_run_time: int, d_step: hl.constexpr) -> i
     """The channels of a row, for `load_rows` in `pack`. Inlined into kernels.
 
     As a constant it keeps loads wide. But where the last dimension is strided, Triton gives a thread channels of which
-    it knows that they are padding, and of their equal zeros ptxas 12.9 packs pairs with a register that nobody wrote:
-    NaN in q8 (Triton's issue 11111 looks the same). Such loads are of single elements, whatever is known of D.
+    it knows that they are padding, and of their equal zeros ptxas 12.8, Triton 3.6's, packs pairs with a register that
+    nobody wrote: NaN in q8 (as, it seems, in Triton's issue 11111). Such loads are of single elements in any case.
     """
     if d_step == 1:
         return d
