@@ -65,9 +65,12 @@ def cells_tables(loaded: Loaded) -> list[Table]:
 
 
 def gemm_fractions(loaded: Loaded, suite: str, rows: list[Row]) -> dict[str, float]:
-    """Of each implementation in a cell: its kernel's TFLOP/s over those of the GEMM of its dtype, in the same run."""
+    """Of each implementation in a cell: its kernel's TFLOP/s over those of the GEMM of its dtype, in the same run.
+
+    Rows with a commit of their own are of another run, whose GEMMs are not known.
+    """
     peaks = loaded[suite]["meta"].get("gemm_tflops", {})
-    tflops = by_impl((row for row in rows if row["stage"] == "kernel"), "tflops")
+    tflops = by_impl((row for row in rows if row["stage"] == "kernel" and "commit" not in row), "tflops")
     of_dtype = {impl: peaks.get("bf16" if impl in BF16_PEERS else "e4m3") for impl in tflops}
     return {impl: tflops[impl] / peak for impl, peak in of_dtype.items() if peak}
 
@@ -82,7 +85,8 @@ def _roofline(
     impls = (*OURS, *FP8_PEERS)
     body = []
     for name, cell in cells:
-        fractions = gemm_fractions(loaded, suite, cell)
+        if not (fractions := gemm_fractions(loaded, suite, cell)):
+            continue
         bf16 = max((fractions[impl] for impl in BF16_PEERS if impl in fractions), default=None)
         figures = [*(fractions.get(impl) for impl in impls), bf16]
         body.append([*name, *(number(figure, ".2f") for figure in figures)])

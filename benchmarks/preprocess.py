@@ -195,12 +195,12 @@ def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:
             "pack V": (one_query[..., :MIN_D], narrow_k, v, recipe, None),
             "pack": (q, k, v, recipe, None),
             "RoPE, pack": (q, k, v, recipe, rope),
-            "RoPE in bf16, pack": (q, k, v, recipe, rope_16bit),
+            "RoPE (bf16 tables), pack": (q, k, v, recipe, rope_16bit),
             "RoPE, Hadamard, pack": (q, k, v, rotated, rope),
-            "RoPE in bf16, Hadamard, pack": (q, k, v, rotated, rope_16bit),
+            "RoPE (bf16 tables), Hadamard, pack": (q, k, v, rotated, rope_16bit),
         }
         for part, given in inputs.items():
-            if part not in ("RoPE, pack", "RoPE in bf16, pack") or not recipe.hadamard:
+            if part not in ("RoPE, pack", "RoPE (bf16 tables), pack") or not recipe.hadamard:
                 tables = 0 if given[4] is None else nbytes(given[4].cos, given[4].sin)
                 found.append(Stage(part, name, pack_launch(*given), nbytes(*given[:3]) + tables))
     return found

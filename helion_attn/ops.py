@@ -290,6 +290,7 @@ def _fp8_attn_fwd(
         tile = attention_tile_config(d, d_v, right >= 0, bits, load)
         tile = fp8_attn_fwd.specialised(tile, q8.dtype, softcap is not None)
         key_blocks = visible_key_blocks(k8.size(1), left, right, tile.bm, tile.bn)
+        key_blocks = min(key_blocks, configs.mean_key_blocks(k8.size(1), m_len, right, tile.bn))
         splits = configs.key_splits(q8.size(0) * q8.size(1), key_blocks, sm_count, tile.ctas_per_sm)
         fp8_attn_fwd.launch(tile, *args, splits=splits)
     return out, lse

@@ -171,8 +171,9 @@ def undefined_pairs(sass: str) -> list[str]:
     """Instructions that add a pair of 8-bit floats to a register which does not hold the word's other pair.
 
     ptxas 12.8 makes such code of pairs that it knows to be equal, and what was in the register comes out as numbers.
+    Read from top to bottom, whatever branches there are.
     """
-    last_write: dict[str, str] = {}
+    first_pairs: set[str] = set()
     undefined = []
     for line in sass.splitlines():
         instruction = re.search(r"([A-Z][A-Z0-9_.]+) (R\d+), (.*) ;", line.replace(".reuse", ""))
@@ -180,9 +181,15 @@ def undefined_pairs(sass: str) -> list[str]:
             continue
         opcode, target, operands = instruction.groups()
         merged = operands.split(", ")[-1]
-        if opcode.endswith("PACK_AB_MERGE_C") and merged != "RZ" and last_write.get(merged) != "a first pair":
-            undefined.append(instruction.group())
-        last_write[target] = "a first pair" if opcode.endswith("PACK_AB_MERGE_C") and merged == "RZ" else opcode
+        packs = opcode.endswith("PACK_AB_MERGE_C")
+        if packs and merged != "RZ":
+            if merged not in first_pairs:
+                undefined.append(instruction.group())
+            first_pairs.discard(merged)
+        width = next((n for part, n in ((".128", 4), (".64", 2), (".WIDE", 2)) if part in opcode), 1)
+        first_pairs.difference_update(f"R{int(target[1:]) + i}" for i in range(width))
+        if packs and merged == "RZ":
+            first_pairs.add(target)
     return undefined
 
 

@@ -253,11 +253,11 @@ def test_preprocessing_of_dtypes(dtype: torch.dtype) -> None:
     assert_preprocessing(compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 64, dtype)), 64)
 
 
-def strided_in_d(D: int) -> tuple[torch.Tensor, ...]:
-    """Q, K and V whose last dimension has a stride of 3."""
+def views(D: int, step: int) -> tuple[torch.Tensor, ...]:
+    """Q, K and V whose last dimension has a stride of `step`."""
     with FakeTensorMode():
         sizes = [(2, heads, S, D) for heads, S in ((4, 1000), (2, 3000), (2, 3000))]
-        strides = [(3 * heads * S * D, 3 * S * D, 3 * D, 3) for _, heads, S, _ in sizes]
+        strides = [(step * heads * S * D, step * S * D, step * D, step) for _, heads, S, _ in sizes]
         q, k, v = (
             torch.empty_strided(size, stride, dtype=torch.float16, device="cuda:0")
             for size, stride in zip(sizes, strides, strict=True)
@@ -265,20 +265,32 @@ def strided_in_d(D: int) -> tuple[torch.Tensor, ...]:
     return q, k, v
 
 
-#: Head dims that are padded.
-STRIDED = [40, 147]
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("D", [40, 147])
+def test_preprocessing_of_padded_channels(D: int, step: int) -> None:
+    for kernel in compile_quantize(lambda: views(D, step), recipe=ha.FAST):
+        assert_sound(kernel)
 
 
-@pytest.mark.parametrize("D", STRIDED)
-def test_preprocessing_of_strided_channels(D: int) -> None:
-    for kernel in compile_quantize(lambda: strided_in_d(D), recipe=ha.FAST):
+def test_preprocessing_of_padded_channels_of_variable_lengths() -> None:
+    def launch() -> None:
+        with launching():
+            *_, cu_q, cu_k = fake_varlen(147, 147)
+            with FakeTensorMode():
+                q, k, v = (
+                    torch.empty_strided((S, heads, 147), (heads * 441, 441, 3), dtype=torch.float16, device="cuda:0")
+                    for S, heads in ((10000, 4), (20000, 2), (20000, 2))
+                )
+            quantize_varlen(q, k, v, cu_q, cu_k, ha.FAST)
+
+    for kernel in compile_for_sm90(launch):
         assert_sound(kernel)
 
 
 def test_constant_padding_makes_undefined_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the check can fail, and the number at run time is still needed."""
     monkeypatch.setattr(pack, "row_channels", lambda d, d_at_run_time, d_step: d)
-    packed = compile_quantize(lambda: strided_in_d(STRIDED[-1]), recipe=ha.FAST)[-1]
+    packed = compile_quantize(lambda: views(147, 3), recipe=ha.FAST)[-1]
     assert undefined_pairs(packed.sass)
 
 

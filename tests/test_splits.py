@@ -206,7 +206,7 @@ def test_a_run_left_out_exceeds_the_budget(device: str, force: Force, monkeypatc
         (198, 1024, 3, 2),
         (199, 1024, 3, 3),  # half of it, which is twice in turn with three
         (256, 1024, 3, 3),
-        (150, 1024, 3, 5),  # 2 would leave a quarter of it idle
+        (150, 1024, 3, 2),  # 5 would keep it busier, but not by so much
         (330, 1024, 3, 1),  # 2 would not fill it twice
         (397, 1024, 3, 1),
         (66, 1024, 1, 2),
@@ -214,12 +214,29 @@ def test_a_run_left_out_exceeds_the_budget(device: str, force: Force, monkeypatc
         (1, 32, 3, 4),
         (1, 31, 3, 1),  # too short
         (1, 10**6, 1, 132),
-        (45, 10**6, 1, 5),
+        (45, 10**6, 1, 2),
         (10**6, 10**6, 4, 1),
     ],
 )
 def test_key_splits(programs: int, key_blocks: int, ctas_per_sm: int, splits: int) -> None:
     assert configs.key_splits(programs, key_blocks, 132, ctas_per_sm) == splits
+
+
+@pytest.mark.parametrize(
+    ("queries", "right", "mean"),
+    [
+        (1, -1, 64),
+        (8192, -1, 64),
+        (1, 0, 64),
+        (256, 0, 63),
+        (8192, 0, 32),
+        (8192, 1024, 40),
+        (10**6, 0, 1),
+        (1, 10**9, 64),
+    ],
+)
+def test_mean_key_blocks(queries: int, right: int, mean: int) -> None:
+    assert configs.mean_key_blocks(64, queries, right, 128) == mean
 
 
 def test_parts_fill_a_gpu_twice_at_most() -> None:

@@ -105,6 +105,8 @@ def row_channels(d: hl.constexpr, d_at_run_time: int, d_step: hl.constexpr) -> i
     As a constant it keeps loads wide. But where the last dimension is strided, Triton gives a thread channels of which
     it knows that they are padding, and of their equal zeros ptxas 12.8, Triton 3.6's, packs pairs with a register that
     nobody wrote: NaN in q8 (as, it seems, in Triton's issue 11111). Such loads are of single elements in any case.
+
+    It was seen for strided rows alone. `test_constant_padding_makes_undefined_pairs` fails when it is gone.
     """
     if d_step == 1:
         return d
