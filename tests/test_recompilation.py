@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 import torch
 from offline import Compilations, compilations, fake_cache, fake_qkv
 
@@ -39,13 +40,15 @@ def assert_few(seen: Compilations, most_traces: int = MOST_TRACES) -> None:
     assert max(Counter(seen.traced).values()) <= most_traces, Counter(seen.traced)
 
 
-def test_fifty_lengths() -> None:
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_fifty_lengths(causal: bool) -> None:
     # With keys split and not: two specialisations.
-    assert_few(run_lengths([(S, S) for S in random_lengths(0, 50)], 64, True), 2 * MOST_TRACES)
+    assert_few(run_lengths([(S, S) for S in random_lengths(0, 50)], 64, causal), 2 * MOST_TRACES)
 
 
-def test_the_largest_tile() -> None:
-    assert_few(run_lengths([(S, S) for S in random_lengths(1, 12)], 256, True))
+@pytest.mark.parametrize("D", [128, 256])
+def test_other_head_dims(D: int) -> None:
+    assert_few(run_lengths([(S, S) for S in random_lengths(1, 12)], D, True))
 
 
 def test_query_and_key_lengths_differ() -> None:
