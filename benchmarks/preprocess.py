@@ -194,15 +194,17 @@ def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:
             "pack K and V": (one_query, k, v, recipe, None),
             "pack V": (one_query[..., :MIN_D], narrow_k, v, recipe, None),
             "pack": (q, k, v, recipe, None),
-            "RoPE, pack": (q, k, v, recipe, rope),
-            "RoPE (bf16 tables), pack": (q, k, v, recipe, rope_16bit),
             "RoPE, Hadamard, pack": (q, k, v, rotated, rope),
             "RoPE (bf16 tables), Hadamard, pack": (q, k, v, rotated, rope_16bit),
         }
+        if not recipe.hadamard:
+            inputs |= {
+                "RoPE, pack": (q, k, v, recipe, rope),
+                "RoPE (bf16 tables), pack": (q, k, v, recipe, rope_16bit),
+            }
         for part, given in inputs.items():
-            if part not in ("RoPE, pack", "RoPE (bf16 tables), pack") or not recipe.hadamard:
-                tables = 0 if given[4] is None else nbytes(given[4].cos, given[4].sin)
-                found.append(Stage(part, name, pack_launch(*given), nbytes(*given[:3]) + tables))
+            tables = 0 if given[4] is None else nbytes(given[4].cos, given[4].sin)
+            found.append(Stage(part, name, pack_launch(*given), nbytes(*given[:3]) + tables))
     return found
 
 

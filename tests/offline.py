@@ -193,6 +193,12 @@ def undefined_pairs(sass: str) -> list[str]:
     return undefined
 
 
+def assert_sound(kernel: Sm90Kernel) -> None:
+    """What every kernel must be."""
+    assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, f"{kernel.name} spills"
+    assert not undefined_pairs(kernel.sass), f"{kernel.name} packs what nobody wrote"
+
+
 def compile_attention(
     D: int,
     causal: bool,

@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 import torch
 from cases import PRESETS, make_case
-from offline import batch_for, compile_attention, compile_quantize, fake_qkv, products_in_flight, row_reduction_shuffles
-from test_sm90_compile import assert_sound
+from offline import (
+    assert_sound,
+    batch_for,
+    compile_attention,
+    compile_quantize,
+    fake_qkv,
+    products_in_flight,
+    row_reduction_shuffles,
+)
 
 import helion_attn as ha
 from helion_attn.configs import (

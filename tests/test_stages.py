@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from no_ops import Launched
-from offline import launching
+from offline import assert_sound, launching
 from test_rope import PAIRING, tables
-from test_sm90_compile import assert_sound, widths
+from test_sm90_compile import widths
 from test_strides import LAYOUTS, make_x
 from test_validation import assert_raises
 
