@@ -461,6 +461,19 @@ def test_split_keys_of_16_bits(recipe: ha.Recipe, D: int) -> None:
     assert kernel.ctas_per_sm >= small_tile(D, True, recipe).ctas_per_sm
 
 
+@pytest.mark.parametrize(
+    ("D", "recipe"), [(64, ha.BALANCED), (128, ha.ACCURATE), (256, ha.ACCURATE)], ids=["d64", "d128", "d256"]
+)
+def test_heads_that_share_tiles(D: int, recipe: ha.Recipe) -> None:
+    """As many programs an SM, and their rows come in wide loads."""
+    kernel, _merge = compile_shape(1, 16, 8192, D, True, recipe=recipe)
+    tile = small_tile(D, True, recipe)
+    assert_8_bit_attention(kernel, tile, recipe)
+    assert kernel.ctas_per_sm >= tile.ctas_per_sm
+    assert 16 in widths(kernel, "LDG")
+    assert 1 not in widths(kernel, "LDG")
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_the_loop_is_as_long_as_without_splits(D: int) -> None:
     split, _ = compile_shape(1, 100, 16384, D, True, recipe=ha.BALANCED)

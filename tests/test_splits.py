@@ -279,7 +279,8 @@ def test_who_is_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tile = packing(64, 64)
     for window in (None, (100, 0)):
         ha.attention(q, k, v, window=window)
-    programs = 2 * 4 * -(-70 // tile.bm)
+    # A group's heads share tiles.
+    programs = 2 * 2 * -(-2 * 70 // tile.bm)
     assert [args[:2] for args in asked] == [(programs, -(-2000 // tile.bn)), (programs, (98 + tile.bm) // tile.bn + 2)]
 
 

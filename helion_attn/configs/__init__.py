@@ -137,6 +137,15 @@ def query_blocks_per_sm(heads: int, query_blocks: int, multiprocessors: int) -> 
     return heads * query_blocks / multiprocessors
 
 
+def gqa_query_blocks(queries: int, group: int, bm: int) -> int:
+    """Query blocks of a KV head whose `group` query heads share them: with few queries, fewer than each has alone.
+
+    A query has a power of two rows in them, one for each head, and what is left over.
+    """
+    rows = queries << (group - 1).bit_length()
+    return -(-rows // bm)
+
+
 #: The fewest key blocks of a run, and of a program worth splitting: what a run costs besides its blocks, to begin, to
 #: write its part and to have it merged, is the time of several.
 MIN_RUN_BLOCKS, MIN_SPLIT_BLOCKS = 8, 32

@@ -29,6 +29,10 @@ Mistral 7B, arXiv:2310.06825) moves the two edges; causality is a right edge of 
 makes `softcap * tanh(s / softcap)` of a scaled score. A sink (StreamingLLM, arXiv:2309.17453; gpt-oss), one more logit
 of each head, joins the sum in the epilogue.
 
+Of few queries, each head of a group would fill a tile in part. So the group's heads, which have their keys in common,
+may share tiles (PackGQA in the code of FlashAttention-3, arXiv:2407.08608). Their rows stay where `quantize` put them:
+a program gathers its own.
+
 Few query blocks on many keys leave SMs idle. So the key blocks of each program are then split into runs, a program for
 each (FlashDecoding), which write fp32 parts: as above, each with the sum of its own keys. `merge_splits` averages them
 by their lse. V's mean is in every part that has a key, and so once in the average; sinks are left to the merge.
@@ -102,6 +106,12 @@ def run_of_key_blocks(
     return begin, end
 
 
+def rows_of_group(row_begin: int, group_log2: hl.constexpr, bm: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the rows of a tile that a group's heads share, the query [bm] and the head within the group [bm]."""
+    rows = row_begin + hl.arange(bm)
+    return rows >> group_log2, rows & ((1 << group_log2) - 1)
+
+
 def program_of_sequence(
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS]
     program: int,
@@ -143,6 +153,7 @@ def fp8_attn_fwd(
     lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
     sinks: torch.Tensor,  # [H] if has_sinks
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
+    q_rows: torch.Tensor,  # q8 as [B * H * M_blocks * bm, D_pad] if pack_gqa
     out: torch.Tensor,  # [B * H * M, D_v], or [splits * B * H * M, D_v] if split, written
     lse: torch.Tensor,  # [B * H * M], or [splits * B * H * M], written
     m_len: int,
@@ -171,6 +182,8 @@ def fp8_attn_fwd(
     varlen: hl.constexpr,
     heads_fastest: hl.constexpr,
     split: hl.constexpr,
+    pack_gqa: hl.constexpr,
+    group_log2: hl.constexpr,
     bn_log2: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
@@ -185,6 +198,10 @@ def fp8_attn_fwd(
 
     With `split` there are `splits` times as many heads in the grid, a run after the other, and in `out`, fp32, and
     `lse`: both [splits, B, H, M, ...], whatever the steps say.
+
+    With `pack_gqa` the grid has KV heads in place of heads, and the heads of a group, `group` of them but no more than
+    two to `group_log2`, share tiles: the group's row r is query `r >> group_log2` of its head `r % 2**group_log2`.
+    Then there are `q_row_descales`, and no `varlen`.
     """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
@@ -207,8 +224,14 @@ def fp8_attn_fwd(
     # Known strides keep the stores 16 bytes wide.
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0)))
 
-    grid_heads = splits * bh_size if split else bh_size
-    for grid_head, grid_block in hl.grid([grid_heads, m_blocks]):
+    if pack_gqa:
+        head_size, blocks = k8.size(0), ((m_len << group_log2) + bm - 1) // bm
+        # Known strides keep the loads 16 bytes wide.
+        hl.specialize((q_rows.stride(0), q_rows.stride(1)))
+    else:
+        head_size, blocks = bh_size, m_blocks
+    grid_heads = splits * head_size if split else head_size
+    for grid_head, grid_block in hl.grid([grid_heads, blocks]):
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment. Blocks n_left .. n_full
         # are seen whole; those from n_begin and those up to n_end in part.
         if varlen:
@@ -229,23 +252,32 @@ def fp8_attn_fwd(
         else:
             if split:
                 # Heads that share K and V come one after the other, in the same run.
-                bh = grid_head % bh_size
+                bh = grid_head % head_size
             else:
                 bh = grid_head
             if has_right:
-                m_block = m_blocks - 1 - grid_block  # long rows first
+                m_block = blocks - 1 - grid_block  # long rows first
             else:
                 m_block = grid_block
-            kv = bh // group
-            row_begin = m_block * bm
+            # Of a tile's queries, the first, and how many there are at most.
+            if pack_gqa:
+                kv = bh
+                row_begin = m_block * bm
+                first_query = row_begin >> group_log2
+                queries = max(1, bm >> group_log2)
+            else:
+                kv = bh // group
+                row_begin = m_block * bm
+                first_query = row_begin
+                queries = bm
             row_end = m_len
             mean_row = kv
             descale_row = kv
             key_end = n_len
-            diagonal = row_begin + n_len - m_len
+            diagonal = first_query + n_len - m_len
             if has_right:
                 n_first_row = min(n_len, diagonal + right + 1)
-                n_last_row = min(n_len, diagonal + right + bm)
+                n_last_row = min(n_len, diagonal + right + queries)
             else:
                 n_first_row = n_len
                 n_last_row = n_len
@@ -255,26 +287,34 @@ def fp8_attn_fwd(
             n_end = (n_last_row + bn - 1) // bn
             if has_left:
                 n_begin = max(0, diagonal - left) // bn
-                n_left = (max(0, diagonal - left + bm - 1) + bn - 1) // bn
+                n_left = (max(0, diagonal - left + queries - 1) + bn - 1) // bn
             else:
                 n_begin = 0
                 n_left = 0
         if split:
-            run_begin, run_end = run_of_key_blocks(int32(n_begin), int32(n_end), grid_head // bh_size, splits)
+            run_begin, run_end = run_of_key_blocks(int32(n_begin), int32(n_end), grid_head // head_size, splits)
         else:
             run_begin, run_end = n_begin, n_end
+        # [bm]
+        if pack_gqa:
+            query, member = rows_of_group(row_begin, group_log2, bm)
+            # Rows of no query, or of no head, take another's.
+            known_head = kv * group + torch.clamp_max(member, group - 1)
+            packed_rows = known_head * (m_blocks * bm) + torch.clamp_max(query, m_len - 1)
+        elif varlen:
+            packed_rows = (bh * int32(m_blocks) + m_block) * bm + hl.arange(bm)
+        else:
+            packed_rows = (bh * m_blocks + m_block) * bm + hl.arange(bm)
         # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own, 0.7
         # microseconds a program.
-        if varlen:
-            packed_rows = (bh * int32(m_blocks) + m_block) * bm
-        else:
-            packed_rows = (bh * m_blocks + m_block) * bm
         # [bm], or a scalar for one a block. Loads before that of Q, which is waited for where it stands, are under way
         # meanwhile: 3 to 6% at D 64 and 256.
         if q_row_descales:
-            q_scale = hl.load(q_descale, [packed_rows + hl.arange(bm)])
+            q_scale = hl.load(q_descale, [packed_rows])
+        elif varlen:
+            q_scale = q_descale[(bh * int32(m_blocks) + m_block) * bm]
         else:
-            q_scale = q_descale[packed_rows]
+            q_scale = q_descale[(bh * m_blocks + m_block) * bm]
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if k_block_descales:
@@ -285,11 +325,14 @@ def fp8_attn_fwd(
         else:
             k_scale = k_descale[descale_row]
         # [bm, D_pad]
-        q_tile = q8[bh, m_block, :, :]
+        if pack_gqa:
+            q_tile = hl.load(q_rows, [packed_rows, hl.arange(q8.size(3))])
+        else:
+            q_tile = q8[bh, m_block, :, :]
         q_scale_log2 = q_scale * qk_scale
         if q_row_descales:
-            # A row that is NaN must not change its neighbours.
-            known_scale_log2 = torch.where(q_scale_log2 == q_scale_log2, q_scale_log2, 0.0)
+            # A row that is NaN or infinite must not change its neighbours.
+            known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
             max_fused_k_scale = max_fused_scale / torch.amax(known_scale_log2, 0)
         else:
             max_fused_k_scale = max_fused_scale / q_scale_log2
@@ -300,7 +343,7 @@ def fp8_attn_fwd(
             softmax_bias = 0.0
             softmax_row_descales = False
             if shift_lse:
-                shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
+                shift = hl.load(lse_shift, [packed_rows]) * qk_scale
         else:
             softmax_bias = s_bias
             softmax_row_descales = q_row_descales
@@ -339,7 +382,12 @@ def fp8_attn_fwd(
                 s = scaled(s - softmax_bias, s_scale_log2, softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
                 keys = j * bn + hl.arange(bn)
-                visible = visible_keys(keys, diagonal + hl.arange(bm), key_end, left, right, has_left, has_right)
+                if pack_gqa:
+                    query, _member = rows_of_group(row_begin, group_log2, bm)
+                    on_diagonal = query + (n_len - m_len)
+                else:
+                    on_diagonal = diagonal + hl.arange(bm)
+                visible = visible_keys(keys, on_diagonal, key_end, left, right, has_left, has_right)
                 s = torch.where(visible, s, float("-inf"))
             bias = torch.where(special > 0, 0.0, softmax_bias)
             s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
@@ -369,25 +417,39 @@ def fp8_attn_fwd(
         total = row_sum
         rescale = row_sum
         m_keys = m_i
-        rows = row_begin + hl.arange(bm)
-        row_in_range = rows < row_end
+        # [bm], of each row its query, and its head: in the output, and in the parts
+        if pack_gqa:
+            rows, member = rows_of_group(row_begin, group_log2, bm)
+            head = kv * group + member
+            part_head = grid_head * group + member
+            row_in_range = (rows < row_end) & (member < group)
+        else:
+            rows = row_begin + hl.arange(bm)
+            head = bh
+            part_head = grid_head
+            row_in_range = rows < row_end
         if shift_lse and not has_softcap:
-            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
+            shift = hl.load(lse_shift, [packed_rows]) * qk_scale
         if has_sinks:
-            # [bm], as far below the whole scores' as these scores are.
-            sink_log2 = hl.zeros([bm], dtype=torch.float32) + sinks[bh % heads] * LOG2E
+            if pack_gqa:
+                sink = hl.load(sinks, [head % heads])
+            else:
+                sink = sinks[bh % heads]
+            # [bm], as far below the whole scores' as these scores are. Added to 0 the product is rounded here; left
+            # alone, the subtractions below take it in as FMAs, and a large one differs from itself.
+            sink_log2 = hl.zeros([bm], dtype=torch.float32) + sink * LOG2E
             if shift_lse and not has_softcap:
                 sink_log2 = sink_log2 - shift
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
         if not split:
             # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
-            store_lse(lse, m_i, total, shift, bh * m_len + rows, row_in_range, shift_lse and not has_softcap)
+            store_lse(lse, m_i, total, shift, head * m_len + rows, row_in_range, shift_lse and not has_softcap)
         if varlen:
             out_rows = bh + rows * int32(out_row_step)
         elif split:
-            out_rows = grid_head * m_len + rows
+            out_rows = part_head * m_len + rows
         else:
-            out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
+            out_rows = (head // heads) * heads * m_len + (head % heads) * out_head_step + rows * out_row_step
         store_out(
             out,
             acc,
@@ -413,7 +475,7 @@ def fp8_attn_fwd(
         )
         if split:
             # After the output: with it before, causal int8 scores at D 128 spill three registers.
-            store_lse(lse, m_i, total, shift, grid_head * m_len + rows, row_in_range, shift_lse and not has_softcap)
+            store_lse(lse, m_i, total, shift, part_head * m_len + rows, row_in_range, shift_lse and not has_softcap)
 
 
 def helion_config(tile: TileConfig) -> helion.Config:
@@ -478,6 +540,7 @@ def kernel_args(
     q_blocks: torch.Tensor | None = None,
     heads_fastest: bool = False,
     splits: int = 1,
+    group_log2: int | None = None,
 ) -> tuple[object, ...]:
     """The arguments of `fp8_attn_fwd`, from those of `launch`."""
     H, H_kv = q_descale.size(1), k_descale.size(1)
@@ -493,6 +556,7 @@ def kernel_args(
         q_descale if lse_shift is None else lse_shift.view(-1),
         lse.view(-1) if sinks is None else sinks,
         lse.view(1, -1) if q_blocks is None else q_blocks,
+        lse.view(1, -1) if group_log2 is None else q8.view(-1, q8.size(3)),
         out.view(-1, out.size(-1)),
         lse.view(-1),
         m_len,
@@ -522,6 +586,8 @@ def kernel_args(
         q_blocks is not None,
         heads_fastest,
         splits > 1,
+        group_log2 is not None,
+        group_log2 or 0,
         k8.size(2).bit_length() - 1,
         q8.is_cuda,
     )
@@ -554,6 +620,7 @@ def launch(
     v_channel_descales: bool,
     q_blocks: torch.Tensor | None = None,
     splits: int = 1,
+    pack_gqa: bool = False,
 ) -> None:
     """Write `out` and `lse` for the packed tensors of a `QuantizedQKV`.
 
@@ -578,11 +645,15 @@ def launch(
         v_channel_descales: `v_descale` differs between the channels of a head.
         q_blocks: of `PackedVarlen`, or None.
         splits: runs of a program's key blocks, as `configs.key_splits` has it; 1 with `q_blocks`.
+        pack_gqa: the heads of a group share tiles; not with `q_blocks`.
     """
     d_v_pad = v8.size(2) if v8.itemsize == 1 else v8.size(3)
     two_level = tile.two_level if promote_every is None else promote_every == 1
-    options = (two_level, q_row_descales, k_block_descales, v_channel_descales)
+    # Heads that share tiles have descales of their own.
+    options = (two_level, q_row_descales or pack_gqa, k_block_descales, v_channel_descales)
     in_parts = splits > 1
+    # Two to it are the rows of a query.
+    group_log2 = (q8.size(0) // k8.size(0) - 1).bit_length() if pack_gqa else None
     # Parts are BHSD, and without sinks.
     parts = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if in_parts else out
     part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
@@ -595,7 +666,7 @@ def launch(
     if heads_fastest:
         # The kernel itself sees to the order, in each sequence.
         tile = dataclasses.replace(tile, query_blocks_fastest=True)
-    variant = (*numbers, *edges, *options, q_blocks is None, heads_fastest, in_parts)
+    variant = (*numbers, *edges, *options, q_blocks is None, heads_fastest, in_parts, group_log2)
     kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
     packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, part_sinks)
     kernel(
@@ -615,6 +686,7 @@ def launch(
             q_blocks,
             heads_fastest,
             splits,
+            group_log2,
         )
     )
     if in_parts:

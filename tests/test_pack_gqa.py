@@ -1,0 +1,175 @@
+"""Heads of a group that share tiles of query rows: the answers of heads that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from cases import LADDER, RECIPES, Case, make_case
+
+import helion_attn as ha
+from helion_attn import configs
+from helion_attn.configs import packing
+from helion_attn.kernels import fp8_attn_fwd
+from helion_attn.kernels.fp8_attn_fwd import rows_of_group
+from helion_attn.testing import make_qkv
+
+Poisoned = Callable[[], AbstractContextManager[None]]
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Afterwards no heads share tiles."""
+    return lambda: monkeypatch.setattr(configs, "gqa_query_blocks", lambda *_: 10**9)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every launch, whether heads share tiles."""
+    seen: list[bool] = []
+    launch = fp8_attn_fwd.launch
+
+    def record(*args: Any, **options: Any) -> None:
+        seen.append(options["pack_gqa"])
+        launch(*args, **options)
+
+    monkeypatch.setattr(fp8_attn_fwd, "launch", record)
+    return seen
+
+
+#: (B, H, H_kv, M, N, D) and the masks. Some tiles end in the middle of a query, some groups are no power of two.
+PROBLEMS: dict[str, tuple[tuple[int, int, int, int, int, int], dict[str, Any]]] = {
+    "one_query": ((2, 4, 1, 1, 300, 64), {"causal": True}),
+    "three_heads": ((2, 6, 2, 7, 300, 64), {"causal": True}),
+    "more_heads_than_rows": ((1, 80, 1, 3, 140, 16), {"causal": True}),
+    "two_tiles": ((1, 8, 2, 17, 200, 64), {}),
+    "half_a_tile_saved": ((1, 4, 2, 70, 260, 128), {"causal": True}),
+    "d48": ((1, 5, 1, 12, 130, 48), {"causal": True}),
+    "d256": ((1, 4, 1, 20, 200, 256), {"causal": True}),
+    "window": ((1, 4, 2, 30, 400, 64), {"window": (100, 30)}),
+    "window_causal": ((1, 4, 1, 30, 400, 64), {"window": (130, -1), "causal": True}),
+    "softcap": ((1, 4, 2, 5, 200, 64), {"softcap": 5.0}),
+    "sinks": ((2, 3, 1, 5, 200, 64), {"causal": True, "sinks": [-1.0, 3.0, float("-inf")]}),
+    # The first 15 rows see no key.
+    "more_queries": ((1, 4, 2, 30, 15, 64), {"causal": True}),
+}
+
+
+def problem(name: str, device: str, recipe: ha.Recipe = ha.BALANCED) -> Case:
+    sizes, masks = PROBLEMS[name]
+    sinks = torch.tensor(masks["sinks"], device=device) if "sinks" in masks else None
+    return make_case(make_qkv("biased_v", *sizes, device=device), recipe=recipe, **masks | {"sinks": sinks})
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_problems(
+    name: str, splits: int, device: str, asked: list[bool], poisoned: Poisoned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configs, "key_splits", lambda *_: splits)
+    case = problem(name, device)
+    with poisoned():
+        out, lse = case.run(torch.float32)
+    assert asked == [True]
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
+@pytest.mark.parametrize("name", [*LADDER, "plain", "q_head", "int8_smooth_k"])
+def test_the_same_bits(name: str, device: str, asked: list[bool], apart: Callable[[], None]) -> None:
+    """Without a mask, a large scale or splits, a row's blocks are the same whatever tile it is in, and its numbers."""
+    q, k, v = make_qkv("outlier", 1, 6, 2, 21, 150, 64, device=device)
+    options: dict[str, Any] = {"recipe": RECIPES[name], "return_lse": True, "out_dtype": torch.float32}
+    together = ha.attention(q, k, v, **options)
+    apart()
+    one_by_one = ha.attention(q, k, v, **options)
+    assert asked == [True, False]
+    for a, b in zip(together, one_by_one, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", [ha.BALANCED, ha.FAST], ids=["balanced", "fast"])
+def test_heads_of_different_scales(recipe: ha.Recipe, device: str, asked: list[bool]) -> None:
+    """Some of a tile's rows have scores of thousands, which take a path of their own, and its others with them."""
+    q, k, v = make_qkv("randn", 1, 4, 1, 5, 300, 64, device=device)
+    scales = torch.tensor([0.01, 1.0, 30.0, 1000.0], device=device).view(4, 1, 1)
+    case = make_case(((q * scales).bfloat16(), k, v), causal=True, recipe=recipe)
+    out, lse = case.run(torch.float32)
+    assert asked == [True]
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_layouts_and_out_dtypes(
+    layout: str, out_dtype: torch.dtype, device: str, asked: list[bool], poisoned: Poisoned
+) -> None:
+    case = make_case(make_qkv("randn", 2, 6, 2, 9, 150, 48, device=device, D_v=40), causal=True)
+    qkv = case.qkv if layout == "bhsd" else tuple(x.transpose(1, 2).contiguous() for x in case.qkv)
+    with poisoned():
+        out, lse = ha.attention(*qkv, layout=layout, causal=True, out_dtype=out_dtype, return_lse=True)
+    assert asked == [True]
+    case.assert_within_budget(out if layout == "bhsd" else out.transpose(1, 2))
+    case.assert_lse_within_budget(lse)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("recipe", [ha.BALANCED, ha.FAST, ha.BF16], ids=["balanced", "fast", "bf16"])
+def test_nonfinite_stays_in_its_head(
+    recipe: ha.Recipe, value: float, device: str, asked: list[bool], apart: Callable[[], None]
+) -> None:
+    q, k, v = make_qkv("randn", 1, 4, 2, 5, 150, 64, device=device)
+    clean = ha.attention(q, k, v, recipe=recipe)
+    q[0, 1, 3, 7] = value
+    out = ha.attention(q, k, v, recipe=recipe)
+    assert asked == [True, True]
+    assert not out[0, 1, 3].isfinite().any()
+    assert torch.equal(out[:, [0, 2, 3]], clean[:, [0, 2, 3]])
+    apart()
+    assert torch.equal(out.isfinite(), ha.attention(q, k, v, recipe=recipe).isfinite())
+
+
+@pytest.mark.parametrize(
+    ("H", "H_kv", "M", "shares"),
+    [
+        (4, 4, 1, False),  # nothing to share
+        (4, 2, 1, True),
+        (8, 1, 8, True),
+        (4, 2, 32, True),
+        (4, 2, 64, False),  # a tile is full
+        (4, 2, 65, True),  # three tiles for four
+        (6, 2, 16, True),
+        (6, 2, 64, False),  # a query of three heads takes four rows
+        (4, 2, 1000, False),
+        (4, 2, 1030, False),  # 33 tiles for 34
+    ],
+)
+def test_who_shares(
+    H: int, H_kv: int, M: int, shares: bool, asked: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads share tiles where they need fewer."""
+    assert packing(64, 64).bm == 64
+    monkeypatch.setattr(fp8_attn_fwd, "interpreted_kernel", lambda *args: None)
+    qkv = ha.quantize(*make_qkv("randn", 1, H, H_kv, M, 40, 64))
+    ha.attention_quantized(qkv)
+    assert asked == [shares]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled as it is")
+def test_another_order_of_rows_exceeds_the_budget(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the checks above can fail: the rows of a query taken for those of its heads in turn."""
+
+    def heads_in_turn(row_begin: int, group_log2: int, bm: int) -> tuple[torch.Tensor, torch.Tensor]:
+        query, member = rows_of_group(row_begin, group_log2, bm)
+        return query, (member + query) % 2**group_log2
+
+    case = problem("two_tiles", device)
+    launches = iter([rows_of_group, heads_in_turn])
+    case.assert_within_budget(case.run(torch.float32)[0])
+    monkeypatch.setattr(fp8_attn_fwd, "rows_of_group", lambda *args: next(launches, heads_in_turn)(*args))
+    with pytest.raises(AssertionError, match="budget"):
+        case.assert_within_budget(case.run(torch.float32)[0])
