@@ -290,19 +290,35 @@ def attention_quantized(
     check_window(window)
     check_recipe(qkv.recipe, qkv.D, qkv.D_v)
     check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
-    scale = qkv.D**-0.5 if sm_scale is None else sm_scale
-    check_sm_scale(scale)
+    if sm_scale is not None:
+        check_sm_scale(sm_scale)
     check_softcap(softcap)
     check_sinks(sinks, qkv.q_descale.size(1), qkv.q8.device)
+    if out_dtype is not None:
+        check_out_dtype(out_dtype)
+    out, lse = attend(qkv, causal, sm_scale, window, softcap, sinks, out_dtype)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    qkv: QuantizedQKV,
+    causal: bool,
+    sm_scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out, lse)` of `attention_quantized`, whose arguments were checked."""
+    scale = qkv.D**-0.5 if sm_scale is None else sm_scale
     left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
     dtype = qkv.dtype if out_dtype is None else out_dtype
-    check_out_dtype(dtype)
     packed = (qkv.q8, qkv.k8, qkv.v8, qkv.q_descale, qkv.k_descale, qkv.v_descale, qkv.v_mean, qkv.lse_shift, sinks)
     out, lse = torch.ops.helion_attn.fp8_attn_fwd(
         *packed, qkv.M, qkv.N, qkv.D, qkv.D_v, left, right, float(scale), softcap, qkv.layout == "bshd", dtype,
         *qkv.recipe.kernel_options,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 @overload
@@ -419,13 +435,5 @@ def attention(
         check_qkv(q, k, v, layout)
         check_sinks(sinks, q.size(1 if layout == "bhsd" else 2), q.device)
     qkv = quantize(q, k, v, recipe=recipe, layout=layout, rope=rope)
-    return attention_quantized(
-        qkv,
-        causal=causal,
-        sm_scale=sm_scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        return_lse=return_lse,
-        out_dtype=out_dtype,
-    )
+    out, lse = attend(qkv, causal, sm_scale, window, softcap, sinks, out_dtype)
+    return (out, lse) if return_lse else out

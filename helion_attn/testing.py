@@ -222,9 +222,10 @@ def _offline_hopper() -> Iterator[list[Any]]:
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
     from triton.runtime.jit import JITFunction, MockTensor
 
-    from helion_attn.kernels import helion_compat  # noqa: F401 - before Helion's own modules
-    from helion._compiler.compile_environment import CompileEnvironment  # isort: skip
+    from helion_attn.kernels import code_cache, launches
+    from helion_attn.kernels.helion_compat import helion_environment
 
+    CompileEnvironment = helion_environment.CompileEnvironment
     compiled: list[Any] = []
     jit_run = JITFunction.run
 
@@ -268,6 +269,10 @@ def _offline_hopper() -> Iterator[list[Any]]:
         patch(CompileEnvironment, "tensor_descriptor_base_is_aligned", lambda *_: True)
         patch(CompileEnvironment, "_to_fake_tensor", with_symbolic_sizes)
         patch(JITFunction, "run", run)
+        # What is generated here is not for tensors that have addresses.
+        patch(code_cache, "read", lambda key: [])
+        patch(code_cache, "write", lambda key, entries: None)
+        patch(launches, "launch_first", lambda run, args: (run(*args), run)[1])
         patch(driver, "_active", _OfflineDriver())
         yield compiled
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -13,10 +15,28 @@ if not hasattr(triton_compat, "IntelGPUError"):
     triton_compat.IntelGPUError = type("IntelGPUError", (Exception,), {})
 
 import helion
+import helion._compiler.backend_registry as helion_backends
+import helion._compiler.compile_environment as helion_environment
 import helion.language as hl
 from helion.autotuner.config_fragment import IntegerFragment
+from helion.runtime import default_launcher
 
-__all__ = ["MAX_REGISTERS", "IntegerFragment", "compiled", "helion", "hl", "interpreted", "multiprocessors"]
+__all__ = [
+    "MAX_REGISTERS",
+    "IntegerFragment",
+    "compiled",
+    "default_launcher",
+    "helion",
+    "helion_backends",
+    "helion_environment",
+    "helion_kernel",
+    "hl",
+    "interpreted",
+    "multiprocessors",
+]
+
+#: A module that is hidden by a function of its name.
+helion_kernel = importlib.import_module("helion.runtime.kernel")
 
 #: A tunable of this name, registered in a kernel, reaches Triton as its option `maxnreg`. Helion's own key for it is
 #: refused for grids that are not persistent.
@@ -26,7 +46,7 @@ MAX_REGISTERS = "_triton_config_maxnreg"
 #: Of a tensor's address, in bytes: what TMA and the widest loads ask for.
 ALIGNMENT = 16
 
-#: Argument lists that a kernel remembers, about 3 KB each.
+#: Argument lists that a kernel remembers.
 MAX_REMEMBERED = 4096
 
 
@@ -34,11 +54,16 @@ class Compiled:
     """A kernel function compiled through Triton, once for all lengths and strides.
 
     Helion finds the code for a call in 15 us if all sizes are those of the last call, and in 2500 otherwise, most of
-    which prepare for the next call of these sizes. This remembers what Helion found for every set of sizes.
+    which prepare for the next call of these sizes; a process that is new takes seconds. `code_cache` finds it instead,
+    and this remembers the launch (`launches`) that it led to, for every set of sizes.
     """
 
     def __init__(self, kernel: helion.Kernel[Any]) -> None:
-        self._kernel = kernel
+        # They import this module.
+        from helion_attn.kernels import code_cache, launches
+
+        self._generated = code_cache.Generated(kernel)
+        self._launches = launches
         self._positions: tuple[list[int], list[int]] | None = None
         self._found: dict[Hashable, Callable[..., Any]] = {}
 
@@ -60,10 +85,9 @@ class Compiled:
         if found is not None:
             found(*args)
             return
-        self._kernel(*args)
         if len(self._found) >= MAX_REMEMBERED:
             self._found.clear()
-        self._found[key] = self._kernel.bind(args).compile_config()
+        self._found[key] = self._launches.launch_first(self._generated.find(args), args)
 
 
 def compiled(fn: Callable[..., Any], config: helion.Config) -> Compiled:
@@ -83,6 +107,7 @@ def interpreted(fn: Callable[..., Any]) -> helion.Kernel[Any]:
     return helion.kernel(fn, config=helion.Config(), static_shapes=False, ref_mode=helion.RefMode.EAGER)
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; the interpreter runs one program at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
