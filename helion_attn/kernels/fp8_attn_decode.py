@@ -184,7 +184,7 @@ def fp8_attn_decode(
         # [rows]
         q_descale = to_descale(torch.amax(torch.abs(x), 1), q_largest)
         # [D_pad, rows]
-        q_tile = to_dtype(x * (1.0 / q_descale).unsqueeze(1), k8.dtype).transpose(0, 1)
+        q_tile = to_dtype(x * (1.0 / q_descale).unsqueeze(1), k8.dtype, is_cuda).transpose(0, 1)
         q_scale_log2 = q_descale * qk_scale
 
         n_given = hl.load(cache_seqlens, [b])

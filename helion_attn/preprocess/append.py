@@ -22,7 +22,7 @@ import torch
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
 from helion_attn.numerics import E4M3_MAX, MAX_V_DESCALE_LOG2
 from helion_attn.preprocess.rope import RopeTables, rope_rows
-from helion_attn.preprocess.row_layout import to_descale, to_dtype
+from helion_attn.preprocess.row_layout import to_descale
 from helion_attn.preprocess.strided import common_unit, load_rows, strided_rows
 from helion_attn.preprocess.v_layout import key_stored_at, position_of_key
 
@@ -115,7 +115,7 @@ def append_kv(
             x = load_rows(k, k_offset, rows, cols, k_s_step * unit, k_d_step, length, d)
         # [keys]
         k_scale = to_descale(torch.amax(torch.abs(x), 1), largest)
-        x8 = to_dtype(x * (1.0 / k_scale).unsqueeze(1), k8.dtype)
+        x8 = (x * (1.0 / k_scale).unsqueeze(1)).to(k8.dtype)
         at = block * bn + slot
         hl.store(k8, [at.unsqueeze(1) * d_pad + cols.unsqueeze(0)], x8, extra_mask=stored.unsqueeze(1))
         hl.store(k_descale, [at], k_scale, extra_mask=stored)
@@ -128,7 +128,7 @@ def append_kv(
         v_scale, invalid = power_of_two_descale(torch.amax(torch.abs(values), 1), largest, v_limit_log2)
         scaled = torch.where(invalid.unsqueeze(1), float("nan"), values * (1.0 / v_scale).unsqueeze(1))
         v_at = ((block * d_v_pad).unsqueeze(1) + channels.unsqueeze(0)) * bn + position_of_key(slot).unsqueeze(1)
-        hl.store(v8, [v_at], to_dtype(scaled, v8.dtype), extra_mask=stored.unsqueeze(1))
+        hl.store(v8, [v_at], scaled.to(v8.dtype), extra_mask=stored.unsqueeze(1))
         hl.store(v_descale, [at], v_scale, extra_mask=stored)
 
         # The page that begins in this tile, if one does.

@@ -1,11 +1,12 @@
 """The pass that writes the packed format: Q, K and V block-major, 8-bit V also transposed and interleaved.
 
     Q, K:  x = rope(x); K: x -= k_mean; x = hadamard(x);  x8 = cast(x / descale)
+           bf16 K to 8 bits, no RoPE, head dims up to 128: x = hadamard(x) - hadamard(k_mean), which is rounded less
     V:     v8 = cast((v - v_mean) / descale)
     descale = max(amax / largest, 2**-126)
 
 Tensors that are 8-bit already are moved, not scaled, and what becomes 16-bit has a descale of 1. A NaN or infinity in
-what shares a descale makes that NaN or infinity, and so every score, or every output, that depends on it NaN: nothing
+what shares a descale makes that NaN, and so every score, or every output, that depends on it NaN: nothing
 saturates.
 """
 
@@ -23,6 +24,7 @@ from helion_attn.kernels.inline_asm import maximum
 from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK
 from helion_attn.preprocess.hadamard import rotation
 from helion_attn.preprocess.rope import RopeTables
+from helion_attn.preprocess.rotate import rotate_mean
 from helion_attn.preprocess.row_layout import row_tile, rows_descale, to_dtype
 from helion_attn.preprocess.sequences import Sequences, key_source, query_source
 from helion_attn.preprocess.statistics import Statistics
@@ -33,14 +35,22 @@ from helion_attn.preprocess.v_layout import v_block
 #: take a part of one.
 PACK_ELEMENTS = 8192
 
+#: Likewise where K's mean is subtracted after the rotation, with eight warps: a block of K is one tile, rotated once.
+#: Of 64 channels it has half as many, and three programs fit an SM.
+ROTATED_ELEMENTS = 16384
+
 #: Channels of V that a program packs.
 PACK_CHANNELS = 64
 
-#: Tiles that a program rotates, at most: they share 32 KB of matrix, which are as much as two of them.
+#: Tiles that a program rotates, at most: they share 32 KB of matrix, which are as much as one or two of them.
 ROTATED_TILES = 4
 
-#: A thread's, so that three programs of four warps fit an SM. Left alone, ptxas takes 187 where channels are 128.
-ROTATED_REGISTERS = 168
+#: A thread's where rows of bf16 are rotated, so that two programs of eight warps fit an SM. Left alone, ptxas takes 178
+#: for ACCURATE with RoPE where channels are 128.
+ROTATED_REGISTERS = 128
+
+#: Likewise, of three programs, where K's mean is subtracted after the rotation and channels are 64 or fewer.
+NARROW_REGISTERS = 80
 
 
 def store_tile(
@@ -130,6 +140,7 @@ def pack(
     v_per_channel: hl.constexpr,
     smooth_k: hl.constexpr,
     hadamard: hl.constexpr,
+    rotate_first: hl.constexpr,
     two_terms: hl.constexpr,
     qk_largest: hl.constexpr,
     v_largest: hl.constexpr,
@@ -191,23 +202,29 @@ def pack(
         )
         row_step = k_s_step * unit
         matrix = hl.load(blocks, [hl.arange(side), hl.arange(side)])
+        # [D_row], loaded once: in the loops it would take registers for addresses, or barriers, for every tile.
+        mean = hl.zeros([d_row], dtype=torch.float32)
+        if smooth_k:
+            mean = hl.load(k_mean, [k_head, hl.arange(d_row)])
+        if rotate_first:
+            mean = rotate_mean(mean, matrix, norm)
         # [k_tile], what the block's descale must hold
         peak = hl.zeros([k_tile], dtype=torch.float32)
         if k_per_block:
             for k_i in hl.grid(k_index * k_run, k_end):
                 rows = k_i * k_tile + hl.arange(k_tile)
                 x, _ = row_tile(
-                    k, cos, sin, k_positions, k_mean, signs, matrix, k_head, offset, rows, row_step, k_d_step,
+                    k, cos, sin, k_positions, mean, signs, matrix, offset, rows, row_step, k_d_step,
                     keys, k_channels, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
-                    smooth_k, False, hadamard, two_terms, is_cuda,
+                    smooth_k, False, hadamard, rotate_first, two_terms, is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
         for k_tile_index in hl.grid(k_index * k_run, k_end):
             rows = k_tile_index * k_tile + hl.arange(k_tile)
             x, _ = row_tile(
-                k, cos, sin, k_positions, k_mean, signs, matrix, k_head, offset, rows, row_step, k_d_step,
+                k, cos, sin, k_positions, mean, signs, matrix, offset, rows, row_step, k_d_step,
                 keys, k_channels, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
-                smooth_k, False, hadamard, two_terms, is_cuda,
+                smooth_k, False, hadamard, rotate_first, two_terms, is_cuda,
             )  # fmt: skip
             descale = rows_descale(
                 x, peak, k_amax, k_mean, k_head, k_parts, max_parts, k_tile, d_row, factor, qk_largest, qk_unscaled,
@@ -216,12 +233,14 @@ def pack(
             store_tile(
                 k8,
                 kv * n_tiles + k_tile_index,
-                to_dtype(x * (1.0 / descale).unsqueeze(1), k8.dtype),
+                to_dtype(x * (1.0 / descale).unsqueeze(1), k8.dtype, is_cuda),
                 k_tile,
                 d_pad,
                 d_row,
             )
-            if k_per_tile or k_per_block:
+            if k_per_tile:
+                k_descale[kv, k_tile_index] = torch.amax(descale, 0)
+            elif k_per_block:
                 k_descale[kv, k_index] = torch.amax(descale, 0)
             else:
                 if k_tile_index == 0:
@@ -235,23 +254,26 @@ def pack(
         )
         row_step = q_s_step * unit
         matrix = hl.load(blocks, [hl.arange(side), hl.arange(side)])
+        mean = hl.zeros([d_row], dtype=torch.float32)
+        if smooth_k:
+            mean = hl.load(k_mean, [q_kv, hl.arange(d_row)])
         # [q_tile], what the block's descale must hold
         peak = hl.zeros([q_tile], dtype=torch.float32)
         if q_per_block:
             for q_i in hl.grid(q_index * q_run, q_end):
                 rows = q_i * q_tile + hl.arange(q_tile)
                 x, _ = row_tile(
-                    q, cos, sin, q_positions, k_mean, signs, matrix, q_kv, offset, rows, row_step, q_d_step,
+                    q, cos, sin, q_positions, mean, signs, matrix, offset, rows, row_step, q_d_step,
                     queries, q_channels, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing,
-                    explicit_q_positions, False, smooth_k, hadamard, two_terms, is_cuda,
+                    explicit_q_positions, False, smooth_k, hadamard, False, two_terms, is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
         for q_tile_index in hl.grid(q_index * q_run, q_end):
             rows = q_tile_index * q_tile + hl.arange(q_tile)
             x, product = row_tile(
-                q, cos, sin, q_positions, k_mean, signs, matrix, q_kv, offset, rows, row_step, q_d_step,
+                q, cos, sin, q_positions, mean, signs, matrix, offset, rows, row_step, q_d_step,
                 queries, q_channels, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing,
-                explicit_q_positions, False, smooth_k, hadamard, two_terms, is_cuda,
+                explicit_q_positions, False, smooth_k, hadamard, False, two_terms, is_cuda,
             )  # fmt: skip
             descale = rows_descale(
                 x, peak, q_amax, k_mean, q_bh, q_parts, max_parts, q_tile, d_row, factor, qk_largest, qk_unscaled,
@@ -260,7 +282,7 @@ def pack(
             store_tile(
                 q8,
                 q_bh * m_tiles + q_tile_index,
-                to_dtype(x * (1.0 / descale).unsqueeze(1), q8.dtype),
+                to_dtype(x * (1.0 / descale).unsqueeze(1), q8.dtype, is_cuda),
                 q_tile,
                 d_pad,
                 d_row,
@@ -274,8 +296,9 @@ def pack(
 def kernel(
     is_cuda: bool,
     num_warps: int,
-    cap_registers: bool,
-    pipelined: bool,
+    max_registers: int | None,
+    k_in_flight: int,
+    q_in_flight: int,
     q_per_block: bool,
     k_per_block: bool,
     variant: Hashable,
@@ -287,10 +310,10 @@ def kernel(
     """
     if not is_cuda:
         return interpreted(pack)
-    in_flight = 2 if pipelined else 1
-    k_loops, q_loops = ([in_flight] * (2 if per_block else 1) for per_block in (k_per_block, q_per_block))
+    k_loops = [k_in_flight] * (2 if k_per_block else 1)
+    q_loops = [q_in_flight] * (2 if q_per_block else 1)
     stages = [0, 0, *k_loops, 0, *q_loops]
-    registers: dict[str, Any] = {MAX_REGISTERS: ROTATED_REGISTERS} if cap_registers else {}
+    registers: dict[str, Any] = {} if max_registers is None else {MAX_REGISTERS: max_registers}
     config = helion.Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages, **registers)
     return compiled(pack, config)
 
@@ -332,7 +355,18 @@ def launch(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return like.new_empty(shape, dtype=dtype)
 
-    q_tile, k_tile = (min(block, PACK_ELEMENTS // D_row) for block in (bm, bn))
+    # Where the rotated mean is at hand for few instructions, and rows are one term; what cancels leaves an error that
+    # 16 bits would show.
+    rotate_first = (
+        hadamard_seed is not None
+        and smooth_k
+        and qk_dtype.itemsize == 1
+        and dtype == torch.bfloat16
+        and not rope.pairing
+        and D_row <= MAX_HADAMARD_BLOCK
+    )
+    elements = ROTATED_ELEMENTS if rotate_first else PACK_ELEMENTS
+    q_tile, k_tile = (min(block, elements // D_row) for block in (bm, bn))
     d_tile = math.gcd(D_v_pad, PACK_CHANNELS)
     m_blocks, n_blocks = -(-source.M // bm), -(-source.N // bn)
     heads, kv_heads, M, N = B * H, B * H_kv, source.M, source.N
@@ -355,31 +389,40 @@ def launch(
     signs, blocks, norm = empty(1), empty(1, 1), 1.0
     if hadamard_seed is not None:
         signs, blocks, norm = rotation(D, D_row, hadamard_seed, like.device)
-    # A program packs a whole block, if that has a descale, or a few tiles that share the rotation's matrix.
+    # A program packs a block of several tiles, if that has a descale, or a few tiles that share the rotation's matrix.
     few = 1 if hadamard_seed is None else ROTATED_TILES
-    q_run = bm // q_tile if q_scales == "block" else few
-    k_run = bn // k_tile if k_scales == "block" else few
     # A block of one tile has its amax at hand; one of several is read twice.
-    q_per_block, k_per_block = q_scales == "block" and q_run > 1, k_scales == "block" and k_run > 1
+    q_per_block, k_per_block = q_scales == "block" and q_tile < bm, k_scales == "block" and k_tile < bn
+    q_run = bm // q_tile if q_per_block else few
+    k_run = bn // k_tile if k_per_block else few
     two_terms = hadamard_seed is not None and dtype != torch.bfloat16
-    # Angles and a second term do not fit the registers of four warps.
-    num_warps = 8 if rope.pairing or two_terms else 4
-    # Rows of two chunks have signs to hold besides, and would spill.
-    cap_registers = hadamard_seed is not None and D_row <= MAX_HADAMARD_BLOCK and num_warps == 4
+    # Angles and what is rotated do not fit the registers of four warps.
+    num_warps = 8 if rope.pairing or hadamard_seed is not None else 4
+    # A second term, angles in 16 bits, angles beside the signs of rows of two chunks, or more chunks would spill.
+    narrow_angles = rope.cos.dtype.itemsize == 2
+    spills = two_terms or (rope.pairing and (narrow_angles or D_row > MAX_HADAMARD_BLOCK))
+    cap_registers = hadamard_seed is not None and D_row <= 2 * MAX_HADAMARD_BLOCK and not spills
+    narrow = rotate_first and D_row < MAX_HADAMARD_BLOCK
+    max_registers = (NARROW_REGISTERS if narrow else ROTATED_REGISTERS) if cap_registers else None
     tables = (rope.cos, rope.sin, rope.q_positions, rope.k_positions, signs, blocks, q_blocks, k_blocks)
     outputs = (q8, k8, v8, q_descale, k_descale, v_descale, lse_shift)
     specialisations: tuple[Any, ...] = (
         *source.d_steps, source.unit, D, source.D_v, D_row, d_tile, bn, q_run, k_run, rope.rotary, rope.pairing,
-        *rope.explicit, q_scales == "none", q_scales == "token", q_scales == "block" and q_run == 1, q_per_block,
-        k_scales == "block" and k_run == 1, k_per_block, v_scales == "none", v_scales == "channel",
-        smooth_k, hadamard_seed is not None, two_terms,
+        *rope.explicit, q_scales == "none", q_scales == "token", q_scales == "block" and not q_per_block, q_per_block,
+        k_scales == "block" and not k_per_block, k_per_block, v_scales == "none", v_scales == "channel",
+        smooth_k, hadamard_seed is not None, rotate_first, two_terms,
         FORMAT_MAX.get(qk_dtype, 1.0), FORMAT_MAX.get(pv_dtype, 1.0), cap_registers,
         sequences is not None, sequences is not None and source.wide, like.is_cuda,
     )  # fmt: skip
     # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
-    pipelined = num_warps == 4 and source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
+    wide_loads = source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
+    pipelined = wide_loads and (num_warps == 4 or rotate_first)
+    # Of two stages the next load is issued when a tile is done, of three when the one before is. For blocks of K with
+    # 128 channels that is 147456 bytes of shared memory, not 114688: one program an SM, not two.
+    k_in_flight = (3 if narrow else 2) if pipelined else 1
+    q_in_flight = (3 if rotate_first else 2) if pipelined else 1
     variant = (specialisations, D_pad, D_v_pad, dtype, qk_dtype, pv_dtype, rope.cos.dtype)
-    kernel(like.is_cuda, num_warps, cap_registers, pipelined, q_per_block, k_per_block, variant)(
+    kernel(like.is_cuda, num_warps, max_registers, k_in_flight, q_in_flight, q_per_block, k_per_block, variant)(
         *source.flat, stats.q_amax, stats.k_amax, stats.v_amax, stats.k_mean, stats.v_mean, *tables, *outputs,
         m_tiles, n_tiles, stats.q_parts, stats.k_parts, H, H_kv, M, N, *source.steps,
         rope.table_rows, D, source.D_v, factor, norm, *specialisations,

@@ -45,3 +45,12 @@ def rotate_rows(
         x = x * hl.load(signs, [hl.arange(d_pad)]).unsqueeze(0)
     y = multiply_rows(x.reshape(n * chunks, side), matrix, two_terms, is_cuda)
     return y.reshape(n, d_pad) * norm
+
+
+def rotate_mean(
+    mean: torch.Tensor,  # [side]
+    matrix: torch.Tensor,  # [side, side], loaded
+    norm: float,
+) -> torch.Tensor:
+    """A mean rotated in fp32 throughout, [side]; of rows that are one row of the matrix. Inlined into kernels."""
+    return (mean.unsqueeze(1) * matrix.to(torch.float32)).sum(0) * norm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from helion_attn.kernels.helion_compat import hl
+from helion_attn.kernels.inline_asm import to_int8
 from helion_attn.numerics import DESCALE_MIN
 from helion_attn.preprocess.rope import rope_rows
 from helion_attn.preprocess.rotate import rotate_rows
@@ -12,14 +13,17 @@ from helion_attn.preprocess.strided import load_rows
 
 
 def to_descale(amax: torch.Tensor, largest: float) -> torch.Tensor:
-    """The multiplier that dequantises: `amax / largest`, large enough to have a finite reciprocal."""
-    return torch.clamp_min(amax * (1.0 / largest), DESCALE_MIN)
+    """The multiplier that dequantises: `amax / largest`, large enough to have a finite reciprocal.
+
+    NaN of infinity: infinite scores would be finite behind a softcap.
+    """
+    return torch.clamp_min(amax * (1.0 / largest) + (amax - amax), DESCALE_MIN)
 
 
-def to_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The cast, to nearest even."""
+def to_dtype(x: torch.Tensor, dtype: torch.dtype, is_cuda: hl.constexpr) -> torch.Tensor:
+    """The cast, to nearest even. What becomes int8 is of magnitude 127 or less."""
     if dtype == torch.int8:
-        return torch.round(x).to(torch.int8)
+        return to_int8(x, is_cuda)
     return x.to(dtype)
 
 
@@ -28,10 +32,9 @@ def row_tile(
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
-    mean: torch.Tensor,  # [B * H_kv, D_pad]
+    mean: torch.Tensor,  # [D_pad], loaded; rotated if rotate_first
     signs: torch.Tensor,  # [D_pad]
     matrix: torch.Tensor,  # [side, side]
-    kv: int,
     head_offset: int,
     rows: torch.Tensor,  # [n]
     row_step: int,
@@ -50,10 +53,15 @@ def row_tile(
     subtract_mean: hl.constexpr,
     dot_mean: hl.constexpr,
     hadamard: hl.constexpr,
+    rotate_first: hl.constexpr,
     two_terms: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a head, transformed but not scaled, fp32 [n, D_pad], and their products with the mean [n]."""
+    """Rows of a head, transformed but not scaled, fp32 [n, D_pad], and their products with the mean [n].
+
+    With `rotate_first` the rotated mean is subtracted from rotated rows. The rotation is linear, and so rows of bf16 go
+    to the tensor core as they are, which is exact.
+    """
     if pairing:
         x = rope_rows(
             flat, cos, sin, positions, head_offset, rows, row_step, d_step, size, d, first_position, table_rows, n,
@@ -62,13 +70,14 @@ def row_tile(
     else:
         x = load_rows(flat, head_offset, rows, hl.arange(d_pad), row_step, d_step, size, d)
     if dot_mean:
-        product = (x * hl.load(mean, [kv, hl.arange(d_pad)]).unsqueeze(0)).sum(1)
+        product = (x * mean.unsqueeze(0)).sum(1)
     else:
         product = hl.zeros([n], dtype=torch.float32)
+    if rotate_first:
+        x = rotate_rows(x, signs, matrix, norm, n, d_pad, side, two_terms, is_cuda)
     if subtract_mean:
-        x = x - hl.load(mean, [kv, hl.arange(d_pad)]).unsqueeze(0)
-        x = torch.where((rows < size).unsqueeze(1), x, 0.0)
-    if hadamard:
+        x = torch.where((rows < size).unsqueeze(1), x - mean.unsqueeze(0), 0.0)
+    if hadamard and not rotate_first:
         x = rotate_rows(x, signs, matrix, norm, n, d_pad, side, two_terms, is_cuda)
     return x, product
 

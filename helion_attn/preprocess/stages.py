@@ -64,9 +64,9 @@ def transform(
             rows = tile * n + hl.arange(n)
             # [n, D_row]
             y, _ = row_tile(
-                x, cos, sin, positions, signs, signs, matrix, bh, offset, rows, s_step * unit, d_step, S, d, 0,
+                x, cos, sin, positions, signs, signs, matrix, offset, rows, s_step * unit, d_step, S, d, 0,
                 table_rows, norm, n, d_row, rotary, side, pairing, explicit_positions, False, False, hadamard,
-                two_terms, is_cuda,
+                False, two_terms, is_cuda,
             )  # fmt: skip
             cols = hl.arange(d_row)
             inside = (rows < S).unsqueeze(1) & (cols < d).unsqueeze(0)

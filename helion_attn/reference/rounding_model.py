@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, overload
 
 import torch
 
-from helion_attn.configs import packing
-from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX, LN2, LOG2E
+from helion_attn.configs import packing, row_width
+from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX, LN2, LOG2E, MAX_HADAMARD_BLOCK
 from helion_attn.reference.hadamard import hadamard, hadamard_block
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd
@@ -46,8 +46,8 @@ class RoundedQKV(NamedTuple):
 
 
 def _to_descale(stat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The multiplier that dequantises, when `stat` becomes the format's largest number."""
-    return (stat * (1.0 / FORMAT_MAX[dtype])).clamp_min(DESCALE_MIN)
+    """The multiplier that dequantises, when `stat` becomes the format's largest number; NaN of infinity."""
+    return (stat * (1.0 / FORMAT_MAX[dtype]) + (stat - stat)).clamp_min(DESCALE_MIN)
 
 
 def _cast(x: torch.Tensor, descale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -118,7 +118,9 @@ def quantize(
     """What `helion_attn.quantize` computes, without packing.
 
     RoPE, then of K and V the means, then of Q and K the rotation, then scale and cast. The rotation's input is rounded
-    to bf16, or, if q and k are fp16 or fp32, to the sum of two bf16 terms.
+    to bf16, or, if q and k are fp16 or fp32, to the sum of two bf16 terms. With `recipe.smooth_k`, keys in bf16 that
+    become 8-bit, without RoPE, of head dims up to 128 (V's too), are rotated as they came, and their mean's rotation
+    is subtracted after: of them nothing is rounded.
 
     A descale is `stat / largest number of the format`, and at least 2**-126. For a token, a block (of the packed
     format) or a channel, the stat is the largest magnitude of what is cast. For a head of Q or K it is a bound of that:
@@ -143,7 +145,13 @@ def quantize(
     q_rotated, k_rotated = q_rope, k_rope - k_mean.unsqueeze(2)
     if recipe.hadamard:
         q_rotated = hadamard(_to_16_bits(q_rotated, q.dtype), recipe.hadamard_seed).float()
-        k_rotated = hadamard(_to_16_bits(k_rotated, k.dtype), recipe.hadamard_seed).float()
+        # Rows of bf16 that are one row of the rotation's matrix are rotated before the mean is subtracted.
+        one_row = row_width(tile.D_pad, tile.D_v_pad) <= MAX_HADAMARD_BLOCK
+        bf16_to_8_bits = k.dtype == torch.bfloat16 and recipe.bits[0] == 8
+        exact = recipe.smooth_k and bf16_to_8_bits and rope is None and one_row
+        if not exact:
+            k_rotated = _to_16_bits(k_rotated, k.dtype)
+        k_rotated = hadamard(k_rotated, recipe.hadamard_seed).float()
     # A rotation of b channels makes the largest element at most sqrt(b) times larger.
     by_hadamard = math.sqrt(hadamard_block(q.size(3))) if recipe.hadamard else 1.0
     q_bound = q_rope.abs().amax((2, 3)) * by_hadamard
