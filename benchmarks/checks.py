@@ -267,12 +267,23 @@ def startup_checks(loaded: Loaded) -> list[Check]:
     return found
 
 
+def host_checks(loaded: Loaded) -> list[Check]:
+    """What a call costs the host, beside FlashAttention-3's in FP8: of quantised tensors, and from bf16."""
+    found = []
+    for stage in ("kernel", "e2e"):
+        us = by_impl(rows_of(_on_gpu(loaded), "host", stage=stage, lengths="same"), "host_us")
+        if us:
+            ratio = _ratio(us.get("helion_attn"), us.get("fa3_fp8"))
+            found.append(Check(f"host time of a call / FA3 FP8's, {stage}", ratio, 1.0))
+    return found
+
+
 # --- as tables ------------------------------------------------------------------------------------
 
 
 def all_checks(loaded: Loaded) -> list[Check]:
     """Every figure."""
-    others = mask_checks(loaded) + decode_checks(loaded) + startup_checks(loaded)
+    others = mask_checks(loaded) + decode_checks(loaded) + startup_checks(loaded) + host_checks(loaded)
     return speed_checks(loaded) + recipe_checks(loaded) + rung_checks(loaded) + others
 
 

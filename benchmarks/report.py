@@ -33,6 +33,7 @@ from accuracy_tables import (
 from cells_tables import ablation_tables, cells_tables, roofline_tables
 from checks import all_checks, recipe_check_tables, rung_check_tables, speed_check_tables
 from decode_tables import decode_tables
+from host_tables import host_tables
 from ladder_tables import ladder_tables, large_d_tables
 from mask_tables import mask_tables
 from rich.console import Console
@@ -70,6 +71,7 @@ BLOCKS = {
     "cells": Block("cells", {"cells": "Speed over a GEMM's, by cell"}, cells_tables),
     "ablation": Block("ablation", {}, ablation_tables),
     "startup": Block("startup", {}, startup_tables),
+    "host": Block("host", {}, host_tables),
     "preprocess": Block("preprocess", {"preprocess": "Time of quantize and of a copy"}, preprocess_tables),
     "masks": Block("masks", {}, mask_tables),
     "split": Block("split", {}, split_tables),

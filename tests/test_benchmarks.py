@@ -233,6 +233,27 @@ def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert check.verdict == verdict
 
 
+def test_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    host, tables, checks = (importlib.import_module(name) for name in ("host", "tables", "checks"))
+    for name, value in (("SAME", 5), ("TURNS", 6), ("FIRST_NEW", 7), ("ROUNDS", 1)):
+        monkeypatch.setattr(host, name, value)
+    assert host.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    lengths = [S for i in range(len(host.CALLED)) for S in host.new_lengths(i, 3)]
+    assert len(set(lengths) - {host.SAME, host.TURNS}) == 3 * len(host.CALLED)
+    loaded = tables.load(tmp_path)
+    rows = loaded["host"]["rows"]
+    assert all(row["host_us"] > 0 for row in rows)
+    (table,) = importlib.import_module("host_tables").host_tables(loaded)
+    assert [line[0] for line in table.body] == ["`attention`", "`attention_quantized`", "`quantize`"]
+    assert checks.host_checks(loaded) == [], "a run on the CPU shows nothing"
+    loaded["host"]["meta"]["gpu"] = "a GPU"
+    ours = next(row for row in rows if (row["stage"], row["lengths"]) == ("kernel", "same"))
+    rows.append(ours | {"impl": "fa3_fp8", "host_us": 2 * ours["host_us"]})
+    kernel, e2e = checks.host_checks(loaded)
+    assert (kernel.verdict, e2e.verdict) == ("PASS", "not measured")
+
+
 def test_a_process_that_fails_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     startup, problem = importlib.import_module("startup"), importlib.import_module("problem")

@@ -1,0 +1,126 @@
+"""Benchmarks what a call costs the host: tiny calls back to back, none waited for.
+
+    python benchmarks/host.py                    # on the GPU
+    python benchmarks/host.py --device cpu       # a dry run in the interpreter, whose times mean nothing
+
+[1, 2, S, 64], causal. `host_us` is a call's share of `CALLS`, the least of `ROUNDS`: the host is shared. Lengths are
+
+    same       S 130 in every call
+    by_turns   S 130 and 190
+    new        S that nothing was called with before; one round
+
+`attention` and `attention_quantized` with the default recipe, and FlashAttention-3 in bf16, on e4m3 tensors, and from
+bf16 to e4m3 and on, by the PyTorch operations with which these benchmarks quantise for it. Writes `<out>/host.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from command import progress
+from harness import Results, Row, describe_run, result_row, synchronize
+from peers import available, fa3_16bit, fa3_fp8
+from problem import workload
+from recipes import DEFAULT
+from torch import Tensor
+
+import helion_attn as ha
+from helion_attn.testing import make_qkv
+from helion_attn.workloads import Workload
+
+H, D, CALLS, ROUNDS = 2, 64, 300, 7
+
+SAME, TURNS, FIRST_NEW = 130, 190, 200
+
+#: From inputs to what is timed on them.
+Prepare = Callable[[Tensor, Tensor, Tensor], Callable[[], object]]
+
+
+def attention_quantized(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
+    """One launch."""
+    qkv = ha.quantize(q, k, v)
+    return lambda: ha.attention_quantized(qkv, causal=True)
+
+
+def fa3_e2e(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
+    """Quantise with PyTorch, then FlashAttention-3."""
+    return lambda: fa3_fp8(q, k, v, True, D**-0.5).run()
+
+
+#: (implementation, stage): what is timed.
+CALLED: dict[tuple[str, str], Prepare] = {
+    ("helion_attn", "kernel"): attention_quantized,
+    ("helion_attn", "preprocess"): lambda q, k, v: lambda: ha.quantize(q, k, v),
+    ("helion_attn", "e2e"): lambda q, k, v: lambda: ha.attention(q, k, v, causal=True),
+    ("fa3_bf16", "kernel"): lambda q, k, v: fa3_16bit(q, k, v, True, D**-0.5).run,
+    ("fa3_fp8", "kernel"): lambda q, k, v: fa3_fp8(q, k, v, True, D**-0.5).run,
+    ("fa3_fp8", "e2e"): fa3_e2e,
+}
+
+
+def new_lengths(i: int, count: int) -> range:
+    """Those of the i-th of `CALLED`, and of no other: what prepares one call may itself be what another times."""
+    return range(FIRST_NEW + i * count, FIRST_NEW + (i + 1) * count)
+
+
+def host_us(calls: list[Callable[[], object]], rounds: int, device: torch.device) -> float:
+    """Microseconds of each of `calls`, one after the other, in the fastest of `rounds`."""
+    best = float("inf")
+    for _ in range(rounds):
+        synchronize(device)
+        started = time.perf_counter()
+        for call in calls:
+            call()
+        best = min(best, (time.perf_counter() - started) / len(calls))
+    synchronize(device)
+    return 1e6 * best
+
+
+def measure(device: torch.device, called: dict[tuple[str, str], Prepare], count: int) -> Iterator[Row]:
+    """The rows, as they come."""
+
+    def on(w: Workload, prepare: Prepare) -> Callable[[], object]:
+        return prepare(*make_qkv("randn", w.B, w.H, w.H_kv, w.M, w.N, w.D, device=device))
+
+    def shape(S: int) -> Workload:
+        return workload(1, H, S, S, D, True)
+
+    for i, ((impl, stage), prepare) in enumerate(called.items()):
+        same, turns = (on(shape(S), prepare) for S in (SAME, TURNS))
+        new = [on(shape(S), prepare) for S in new_lengths(i, count)]
+        same(), turns()  # compile
+        recipe = DEFAULT if impl == "helion_attn" else None
+        lengths = {
+            "new": host_us(new, 1, device),
+            "same": host_us([same] * count, ROUNDS, device),
+            "by_turns": host_us([same, turns] * (count // 2), ROUNDS, device),
+        }
+        for name, us in lengths.items():
+            yield result_row(impl, shape(SAME), stage, "randn", recipe=recipe, lengths=name, host_us=us)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse `argv`, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the result file")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit", help="commit to record, where there is no git to ask")
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    names, _why_not = available(device)
+    called = {key: prepare for key, prepare in CALLED.items() if key[0] in names}
+    count = CALLS if device.type == "cuda" else 2
+    results = Results(args.out / "host.json", describe_run(device, args.commit))
+    for row in progress(measure(device, called, count), "host", total=3 * len(called)):
+        results.add(row)
+    for row in results.rows:
+        print(f"{row['impl']:12} {row['stage']:11} {row['lengths']:9} {row['host_us']:9.1f} us", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
