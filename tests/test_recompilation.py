@@ -1,4 +1,4 @@
-"""Lengths are data: 50 of them take at most two compilations of any kernel, by Helion and by Triton."""
+"""Lengths are data: 50 of them take at most two compilations of any kernel; with GQA two each, keys split or not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from offline import Compilations, compilations, fake_cache, fake_qkv
 
 import helion_attn as ha
+from helion_attn import configs
 from helion_attn.testing import fake_cuda
 
 MOST = 2
@@ -19,11 +20,13 @@ MOST = 2
 MOST_TRACES = 8
 
 
-def run_lengths(lengths: list[tuple[int, int]], D: int, causal: bool, layout: str = "bhsd") -> Compilations:
-    """`attention` on every (M, N)."""
+def run_lengths(
+    lengths: list[tuple[int, int]], D: int, causal: bool, layout: str = "bhsd", H_kv: int = 4
+) -> Compilations:
+    """`attention` of 4 heads on every (M, N)."""
     with compilations() as seen:
         for M, N in lengths:
-            ha.attention(*fake_qkv(1, 4, 2, M, N, D, layout=layout), causal=causal, layout=layout)
+            ha.attention(*fake_qkv(1, 4, H_kv, M, N, D, layout=layout), causal=causal, layout=layout)
     merges = sum("merge_splits" in kernel.metadata.name for kernel in seen.compiled)
     assert (len(seen.compiled) - merges) % len(lengths) == 0
     assert len(seen.by_kernel()) > 1
@@ -56,6 +59,16 @@ def test_query_and_key_lengths_differ() -> None:
     assert_few(run_lengths(lengths, 64, False, "bshd"), MOST_TRACES**2)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_heads_of_groups(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keys split and not, two specialisations each: heads that share tiles, and heads that do not."""
+    monkeypatch.setattr(configs, "key_splits", lambda *_: splits)
+    lengths = [1, 16, 65, *random_lengths(6, 9)]
+    seen = run_lengths([(S, S) for S in lengths], 64, True, H_kv=2)
+    assert_few(seen, 2 * MOST_TRACES)
+    assert 2 in seen.by_kernel().values()
+
+
 def test_numbers_of_splits_are_data() -> None:
     """Up to 8 runs are merged by one kernel, and more by another."""
     seen = run_lengths([(1, 4500), (60, 20000), (130, 9000), (500, 100_000), (1500, 70_000), (64, 3_000_000)], 64, True)
@@ -69,7 +82,7 @@ def test_windows_and_softcaps_are_data() -> None:
     edges, lengths = random_lengths(4, 6), random_lengths(5, 6)
     with compilations() as seen:
         for left, S in zip([0, 1, *edges], [128, 200, *lengths], strict=True):
-            ha.attention(*fake_qkv(1, 4, 2, S, S, 64), window=(left, left // 2), softcap=1.0 + left)
+            ha.attention(*fake_qkv(1, 4, 4, S, S, 64), window=(left, left // 2), softcap=1.0 + left)
     assert_few(seen)
 
 
@@ -90,6 +103,6 @@ def test_a_change_of_head_dim_is_counted() -> None:
     """So the counts can exceed one."""
     with compilations() as seen:
         for D in (64, 128):
-            ha.attention(*fake_qkv(1, 4, 2, 100, 200, D))
-    assert seen.traced.count("fp8_attn_fwd") == 2
-    assert [count for name, count in seen.by_kernel().items() if "fp8_attn_fwd" in name] == [2]
+            ha.quantize(*fake_qkv(1, 4, 2, 100, 200, D))
+    assert seen.traced.count("pack") == 2
+    assert [count for name, count in seen.by_kernel().items() if "pack" in name] == [2]

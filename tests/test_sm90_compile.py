@@ -215,11 +215,11 @@ def test_preprocessing(D: int, name: str) -> None:
     assert warps >= (8 if recipe.hadamard and D == 256 else 12)
 
 
-#: (D, recipe, interleaved): every two together, and all three where there are the fewest registers.
+#: (D, recipe, interleaved): every D and every recipe with both, and all three where there are the fewest registers.
 ROTATED = [
-    *((64, "fast", True), (64, "balanced", False), (64, "accurate", True)),
-    *((128, "fast", False), (128, "balanced", True), (128, "accurate", False)),
-    *((256, "fast", True), (256, "balanced", False), (256, "accurate", False), (256, "accurate", True)),
+    *((64, "fast", True), (64, "balanced", False)),
+    *((128, "balanced", True), (128, "accurate", False)),
+    *((256, "fast", False), (256, "accurate", False), (256, "accurate", True)),
 ]
 
 
