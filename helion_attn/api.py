@@ -10,21 +10,16 @@ from helion_attn import ops  # noqa: F401 - registers them
 from helion_attn.configs import packing
 from helion_attn.types import BALANCED, QuantizedQKV, Recipe, Rope
 from helion_attn.validate import (
-    check_causal,
     check_descale,
     check_dtype,
     check_head_dim,
-    check_out_dtype,
+    check_options,
     check_qkv,
+    check_quantize,
     check_quantized,
     check_recipe,
-    check_rope,
     check_rope_of,
     check_seed,
-    check_sinks,
-    check_sm_scale,
-    check_softcap,
-    check_window,
     check_x,
 )
 
@@ -59,13 +54,17 @@ def quantize(
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: an input requires grad, in grad mode.
     """
-    check_qkv(q, k, v, layout)
+    check_quantize(q, k, v, recipe, layout, rope)
+    return quantize_checked(q, k, v, recipe, layout, rope)
+
+
+def quantize_checked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, layout: str, rope: Rope | None
+) -> QuantizedQKV:
+    """`quantize` of checked arguments."""
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     M, N, D, D_v = q.size(2), k.size(2), q.size(3), v.size(3)
-    check_recipe(recipe, D, D_v)
-    if rope is not None:
-        check_rope(rope, q, k)
     tile = packing(D, D_v, recipe.bits)
     tables = (
         (None, None, None, None, False)
@@ -286,21 +285,14 @@ def attention_quantized(
         raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
     check_head_dim("D is", qkv.D)
     check_head_dim("D_v is", qkv.D_v)
-    check_causal(causal)
-    check_window(window)
     check_recipe(qkv.recipe, qkv.D, qkv.D_v)
     check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
-    if sm_scale is not None:
-        check_sm_scale(sm_scale)
-    check_softcap(softcap)
-    check_sinks(sinks, qkv.q_descale.size(1), qkv.q8.device)
-    if out_dtype is not None:
-        check_out_dtype(out_dtype)
-    out, lse = attend(qkv, causal, sm_scale, window, softcap, sinks, out_dtype)
+    check_options(causal, sm_scale, window, softcap, sinks, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
+    out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype)
     return (out, lse) if return_lse else out
 
 
-def attend(
+def attend_checked(
     qkv: QuantizedQKV,
     causal: bool,
     sm_scale: float | None,
@@ -309,7 +301,7 @@ def attend(
     sinks: torch.Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(out, lse)` of `attention_quantized`, whose arguments were checked."""
+    """`(out, lse)` of `attention_quantized`, of checked arguments."""
     scale = qkv.D**-0.5 if sm_scale is None else sm_scale
     left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
     dtype = qkv.dtype if out_dtype is None else out_dtype
@@ -424,16 +416,9 @@ def attention(
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: an input requires grad, in grad mode.
     """
-    if sm_scale is not None:
-        check_sm_scale(sm_scale)
-    if out_dtype is not None:
-        check_out_dtype(out_dtype)
-    check_causal(causal)
-    check_window(window)
-    check_softcap(softcap)
-    if sinks is not None:
-        check_qkv(q, k, v, layout)
-        check_sinks(sinks, q.size(1 if layout == "bhsd" else 2), q.device)
-    qkv = quantize(q, k, v, recipe=recipe, layout=layout, rope=rope)
-    out, lse = attend(qkv, causal, sm_scale, window, softcap, sinks, out_dtype)
+    check_quantize(q, k, v, recipe, layout, rope)
+    H = q.size(1 if layout == "bhsd" else 2)
+    check_options(causal, sm_scale, window, softcap, sinks, out_dtype, H, q.device)
+    qkv = quantize_checked(q, k, v, recipe, layout, rope)
+    out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype)
     return (out, lse) if return_lse else out

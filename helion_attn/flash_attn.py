@@ -13,13 +13,12 @@ from helion_attn.types import BALANCED, PagedKVCache, Recipe
 from helion_attn.validate import (
     check_descale_form,
     check_inputs,
-    check_kvcache_append,
-    check_kvcache_attention,
     check_qkv,
     check_sm_scale,
     check_softcap,
     check_window,
 )
+from helion_attn.validate_kv_cache import check_kvcache_append, check_kvcache_attention
 from helion_attn.varlen import attention_varlen
 
 #: Arguments of flash-attn 3 that change the result, or promise something, and that are not supported.
@@ -69,6 +68,27 @@ KVCACHE_NAMES = {
     "D_v": "v_cache.size(2)",
     "block_table": "page_table",
 }
+
+
+def _options(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int] | None,
+    softcap: float,
+    return_lse: bool,
+) -> dict[str, Any]:
+    """Flash-attn's options, checked under its names, as this package's."""
+    if softmax_scale is not None:
+        check_sm_scale(softmax_scale, "softmax_scale")
+    check_window(window_size, "window_size")
+    check_softcap(softcap, no_cap=0.0)
+    return {
+        "causal": causal,
+        "sm_scale": softmax_scale,
+        "window": None if window_size is None or tuple(window_size) == (-1, -1) else window_size,
+        "softcap": None if softcap == 0.0 else softcap,
+        "return_lse": return_lse,
+    }
 
 
 def flash_attn_func(
@@ -129,17 +149,7 @@ def flash_attn_func(
     """
     values = {"qv": qv, "attention_chunk": attention_chunk, "num_splits": num_splits, "sm_margin": sm_margin}
     check_supported("flash_attn_func", RULES, values)
-    if softmax_scale is not None:
-        check_sm_scale(softmax_scale, "softmax_scale")
-    check_window(window_size, "window_size")
-    check_softcap(softcap, no_cap=0.0)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "sm_scale": softmax_scale,
-        "window": None if window_size is None or tuple(window_size) == (-1, -1) else window_size,
-        "softcap": None if softcap == 0.0 else softcap,
-        "return_lse": return_attn_probs,
-    }
+    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs)
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
         for name, descale in descales.items():
@@ -229,23 +239,8 @@ def flash_attn_varlen_func(
         "sm_margin": sm_margin,
     }
     check_supported("flash_attn_varlen_func", VARLEN_RULES, values)
-    if softmax_scale is not None:
-        check_sm_scale(softmax_scale, "softmax_scale")
-    check_window(window_size, "window_size")
-    check_softcap(softcap, no_cap=0.0)
-    return attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        causal=causal,
-        sm_scale=softmax_scale,
-        recipe=recipe,
-        window=None if window_size is None or tuple(window_size) == (-1, -1) else window_size,
-        softcap=None if softcap == 0.0 else softcap,
-        return_lse=return_attn_probs,
-    )
+    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs)
+    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe=recipe, **options)
 
 
 def _descale(name: str, descale: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
@@ -368,17 +363,12 @@ def flash_attn_with_kvcache(
                 f"cache_seqlens is {cache_seqlens!r}; it must be an int in 0..{room}, what page_table holds"
             )
         cache_seqlens = torch.full((q.size(0),), cache_seqlens, dtype=torch.int32, device=q.device)
-    if softmax_scale is not None:
-        check_sm_scale(softmax_scale, "softmax_scale")
-    # Everything is checked before the cache is written.
+    options = _options(softmax_scale, causal, window_size, softcap, return_softmax_lse)
     splits = None if num_splits == 0 else num_splits
-    check_window(window_size, "window_size")
-    check_softcap(softcap, no_cap=0.0)
-    window = None if window_size is None or tuple(window_size) == (-1, -1) else window_size
-    cap = None if softcap == 0.0 else softcap
+    # Everything is checked before the cache is written.
     check_kvcache_attention(
-        q, cache, page_table, cache_seqlens, "bshd", causal, softmax_scale, window, cap, None, splits, None,
-        KVCACHE_NAMES,
+        q, cache, page_table, cache_seqlens, "bshd", causal, softmax_scale, options["window"], options["softcap"], None,
+        splits, None, KVCACHE_NAMES,
     )  # fmt: skip
     if (k is None) != (v is None):
         missing, other = ("k", "v") if k is None else ("v", "k")
@@ -387,16 +377,4 @@ def flash_attn_with_kvcache(
         check_kvcache_append(cache, k, v, page_table, cache_seqlens, "bshd", None, KVCACHE_NAMES)
         append_kvcache(cache, k, v, page_table, cache_seqlens, layout="bshd")
         cache_seqlens = cache_seqlens + k.size(1)
-    return attention_kvcache(
-        q,
-        cache,
-        page_table,
-        cache_seqlens,
-        causal=causal,
-        sm_scale=softmax_scale,
-        layout="bshd",
-        window=window,
-        softcap=cap,
-        num_splits=splits,
-        return_lse=return_softmax_lse,
-    )
+    return attention_kvcache(q, cache, page_table, cache_seqlens, layout="bshd", num_splits=splits, **options)

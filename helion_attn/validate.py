@@ -1,11 +1,13 @@
-"""Every check of the public functions' arguments: each raises before any launch and says what is accepted."""
+"""Checks of the public functions' arguments: each raises before any launch and says what is accepted.
+
+Those of one function alone are in `validate_kv_cache` and `validate_varlen`.
+"""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from helion_attn.configs import (
     ALL_8_BIT,
@@ -13,38 +15,19 @@ from helion_attn.configs import (
     MAX_TWO_LEVEL_D,
     SUPPORTED_D,
     Packing,
-    page_packing,
     row_width,
     uses_large_d,
 )
 from helion_attn.numerics import MAX_SEED
-from helion_attn.types import PagedKVCache, QuantizedQKV, Recipe, Rope
+from helion_attn.types import QuantizedQKV, Recipe, Rope
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUT_DTYPES = (*IN_DTYPES, torch.float8_e4m3fn)
 LAYOUTS = ("bhsd", "bshd")
 MIN_D, MAX_D = 16, 1024
 
-#: The largest head dim of a KV cache.
-MAX_PAGE_D = SUPPORTED_D[-1]
-
-#: The largest head dim of sequences of variable length, and their tokens: packed, these have room in 32 bits.
-MAX_VARLEN_D = SUPPORTED_D[-1]
-MAX_TOKENS = 2**30
-
-#: Of a `Recipe`, for sequences of variable length: what does not depend on the other sequences, and is read once.
-VARLEN_SCALES = {
-    "q_scales": ("block", "token", "none"),
-    "k_scales": ("head", "block", "none"),
-    "v_scales": ("head", "channel", "none"),
-}
-
 #: Of pages, heads and splits: their products have room in 32 bits.
 MAX_COUNT = 2**24
-
-#: What messages call the fields of a cache and its block table.
-CACHE_NAMES = {name: f"cache.{name}" for name in ("k8", "v8", "k_descale", "v_descale", "D", "D_v")}
-CACHE_NAMES["block_table"] = "block_table"
 
 #: Of a softcap: 1 / softcap, times any reasonable scale, has room in fp32; and scores have digits after the point.
 MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-40, 2.0**23
@@ -294,6 +277,28 @@ def check_qkv(
         raise ValueError(f"q has {H} heads and k has {H_kv}; q's must be a multiple of k's")
 
 
+def check_quantize(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, layout: str, rope: Rope | None
+) -> None:
+    """The arguments of `quantize`."""
+    check_qkv(q, k, v, layout)
+    check_recipe(recipe, q.size(3), v.size(3))
+    if rope is not None:
+        if layout == "bshd":
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        check_rope(rope, q, k)
+
+
+def check_table(name: str, x: torch.Tensor, device: torch.device) -> None:
+    """The form of int32 numbers that are not read on the host, but for their shape."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be an int32 tensor")
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be int32")
+    if not x.is_contiguous() or x.device != device:
+        raise ValueError(f"{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {device}")
+
+
 def check_sm_scale(sm_scale: float, name: str = "sm_scale") -> None:
     """A finite number, not negative: the online softmax takes the maximum before it scales."""
     if not isinstance(sm_scale, (int, float)) or isinstance(sm_scale, bool):
@@ -350,10 +355,26 @@ def check_sinks(sinks: torch.Tensor | None, H: int, device: torch.device) -> Non
         )
 
 
-def check_out_dtype(out_dtype: torch.dtype) -> None:
-    """A dtype that the kernel stores."""
-    if out_dtype not in OUT_DTYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; it must be one of {_names(OUT_DTYPES)}")
+def check_options(
+    causal: bool,
+    sm_scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    H: int,
+    device: torch.device,
+    out_dtypes: tuple[torch.dtype, ...] = OUT_DTYPES,
+) -> None:
+    """What every attention is told besides its tensors, which have H query heads on `device`."""
+    check_causal(causal)
+    if sm_scale is not None:
+        check_sm_scale(sm_scale)
+    check_window(window)
+    check_softcap(softcap)
+    check_sinks(sinks, H, device)
+    if out_dtype is not None and out_dtype not in out_dtypes:
+        raise TypeError(f"out_dtype is {out_dtype}; it must be one of {_names(out_dtypes)}")
 
 
 def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
@@ -404,215 +425,12 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
             )
 
 
-def check_page_head_dim(name: str, D: int) -> None:
-    """16..256."""
-    if type(D) is not int:
-        raise TypeError(f"{name} is a {type(D).__name__}; it must be an int")
-    if not MIN_D <= D <= MAX_PAGE_D:
-        raise ValueError(f"{name} is {D}; in a KV cache it must lie in {MIN_D}..{MAX_PAGE_D}")
-
-
 def check_count(name: str, count: int, largest: int = MAX_COUNT) -> None:
     """An int in 1..largest."""
     if type(count) is not int:
         raise TypeError(f"{name} is a {type(count).__name__}; it must be an int")
     if not 1 <= count <= largest:
         raise ValueError(f"{name} is {count}; it must lie in 1..{largest}")
-
-
-def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> None:
-    """The fields of a `PagedKVCache`."""
-    if not isinstance(cache, PagedKVCache):
-        raise TypeError(f"cache is a {type(cache).__name__}; it must be a helion_attn.PagedKVCache")
-    check_page_head_dim(names["D"], cache.D)
-    check_page_head_dim(names["D_v"], cache.D_v)
-    tile = page_packing(cache.D, cache.D_v)
-    if not isinstance(cache.k8, torch.Tensor) or cache.k8.dim() != 4 or cache.k8.numel() == 0:
-        raise ValueError(
-            f"{names['k8']} must be [num_pages, H_kv, page_size, D_pad], as helion_attn.paged_kv_cache makes it"
-        )
-    check_device(names["k8"], cache.k8)
-    pages = cache.k8.shape[:2]
-    fp8, fp32 = torch.float8_e4m3fn, torch.float32
-    expected = {
-        "k8": ((*pages, tile.page_size, tile.D_pad), fp8),
-        "v8": ((*pages, tile.D_v_pad, tile.page_size), fp8),
-        "k_descale": ((*pages, tile.page_size), fp32),
-        "v_descale": ((*pages, tile.page_size), fp32),
-    }
-    for name, (shape, dtype) in expected.items():
-        x = getattr(cache, name)
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{names[name]} is a {type(x).__name__}; it must be a torch.Tensor")
-        if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != cache.k8.device:
-            raise ValueError(
-                f"{names[name]} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
-                f"be contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
-            )
-        # What a tensor descriptor needs. A fake tensor has no address, and torch.compile cannot trace one.
-        if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
-            continue
-        if past := x.data_ptr() % 16:
-            raise ValueError(
-                f"{names[name]} is at an address {past} bytes past a multiple of 16; it must be at a multiple, as "
-                f"helion_attn.paged_kv_cache makes it"
-            )
-
-
-def check_page_tables(
-    block_table: torch.Tensor, cache_seqlens: torch.Tensor, B: int, device: torch.device, table_name: str
-) -> None:
-    """All of a block table and of lengths but their values."""
-    for name, x, ndim in ((table_name, block_table, 2), ("cache_seqlens", cache_seqlens, 1)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be an int32 tensor")
-        if x.dtype != torch.int32:
-            raise TypeError(f"{name} has dtype {x.dtype}; it must be int32")
-        if x.dim() != ndim or x.size(0) != B or x.numel() == 0:
-            shape = f"({B}, pages of a sequence)" if ndim == 2 else f"({B},)"
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}")
-        if not x.is_contiguous() or x.device != device:
-            raise ValueError(f"{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {device}")
-    # Positions are 32-bit in the kernels, and a page has 128.
-    check_count(f"the width of {table_name}", block_table.size(1), MAX_COUNT - 1)
-
-
-def check_heads_of_cache(name: str, cache: PagedKVCache, x: torch.Tensor, D: int) -> None:
-    """The device and head dim of a tensor that goes with a cache."""
-    if x.device != cache.k8.device:
-        raise ValueError(f"{name} is on {x.device} and the cache on {cache.k8.device}; they must be on the same device")
-    if x.size(3) != D:
-        raise ValueError(f"{name} has head dim {x.size(3)}; the cache's is {D}")
-
-
-def check_kvcache_append(
-    cache: PagedKVCache,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    layout: str,
-    rope: Rope | None,
-    names: dict[str, str] = CACHE_NAMES,
-) -> None:
-    """The arguments of `append_kvcache`."""
-    check_kv_cache(cache, names)
-    check_inputs({"k": k, "v": v}, layout)
-    check_heads_of_cache("k", cache, k, cache.D)
-    check_heads_of_cache("v", cache, v, cache.D_v)
-    if layout == "bshd":
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-    B, H_kv, L = k.shape[:3]
-    if tuple(v.shape[:3]) != (B, H_kv, L):
-        raise ValueError(f"v has batch, heads and length {tuple(v.shape[:3])} and k {(B, H_kv, L)}; they must be equal")
-    if cache.k8.size(1) != H_kv:
-        raise ValueError(f"k has {H_kv} heads; the cache has {cache.k8.size(1)}")
-    check_page_tables(block_table, cache_seqlens, B, k.device, names["block_table"])
-    pages, page_size = block_table.size(1), cache.page_size
-    if pages * page_size < L:
-        raise ValueError(
-            f"k has {L} keys; {pages} pages of {page_size}, the width of {names['block_table']}, cannot hold them"
-        )
-    if rope is not None:
-        check_rope_tables(rope, cache.D, k.device)
-        for name in ("q_positions", "k_positions"):
-            if getattr(rope, name) is not None:
-                raise ValueError(f"rope.{name} is given; it must be None: cache_seqlens says where keys are")
-        check_rotatable("k", k)
-
-
-def check_kvcache_attention(
-    q: torch.Tensor,
-    cache: PagedKVCache,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    layout: str,
-    causal: bool,
-    sm_scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    num_splits: int | None,
-    out_dtype: torch.dtype | None,
-    names: dict[str, str] = CACHE_NAMES,
-) -> None:
-    """The arguments of `attention_kvcache`."""
-    check_kv_cache(cache, names)
-    check_inputs({"q": q}, layout)
-    check_heads_of_cache("q", cache, q, cache.D)
-    H, H_kv = q.size(1 if layout == "bhsd" else 2), cache.k8.size(1)
-    if H % H_kv:
-        raise ValueError(f"q has {H} heads and the cache {H_kv}; q's must be a multiple of the cache's")
-    check_page_tables(block_table, cache_seqlens, q.size(0), q.device, names["block_table"])
-    check_causal(causal)
-    if sm_scale is not None:
-        check_sm_scale(sm_scale)
-    check_window(window)
-    check_softcap(softcap)
-    check_sinks(sinks, H, q.device)
-    if num_splits is not None:
-        check_count("num_splits", num_splits)
-    if out_dtype is not None and out_dtype not in IN_DTYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; it must be one of {_names(IN_DTYPES)}")
-
-
-def check_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...] = IN_DTYPES,
-) -> None:
-    """Q, K and V [tokens, heads, head dim], and all of `cu_seqlens` but their values."""
-    check_tensors({"q": q, "k": k, "v": v}, "[tokens, heads, head dim]", dtypes, may_be_empty=True)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not MIN_D <= x.size(2) <= MAX_VARLEN_D:
-            raise NotImplementedError(
-                f"{name} has head dim {x.size(2)}; sequences of variable length must have one in "
-                f"{MIN_D}..{MAX_VARLEN_D}"
-            )
-        if x.size(0) > MAX_TOKENS:
-            raise ValueError(f"{name} has {x.size(0)} tokens; it must have at most {MAX_TOKENS}")
-    H, H_kv = q.size(1), k.size(1)
-    if k.size(2) != q.size(2):
-        raise ValueError(f"k has head dim {k.size(2)} and q has {q.size(2)}; they must be equal (v's may differ)")
-    if v.size(1) != H_kv:
-        raise ValueError(f"v has {v.size(1)} heads and k has {H_kv}; they must be equal")
-    if v.size(0) != k.size(0):
-        raise ValueError(f"v has {v.size(0)} tokens and k has {k.size(0)}; they must be equal")
-    if H % H_kv:
-        raise ValueError(f"q has {H} heads and k has {H_kv}; q's must be a multiple of k's")
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be an int32 tensor")
-        if x.dtype != torch.int32:
-            raise TypeError(f"{name} has dtype {x.dtype}; it must be int32")
-        if x.dim() != 1 or x.size(0) < 2:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [B + 1], of at least one sequence")
-        if x.size(0) != cu_seqlens_q.size(0):
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)} and cu_seqlens_q {tuple(cu_seqlens_q.shape)}; they must be equal"
-            )
-        if not x.is_contiguous() or x.device != q.device:
-            raise ValueError(f"{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {q.device}")
-    check_count("the number of sequences", cu_seqlens_q.size(0) - 1)
-
-
-def check_varlen_recipe(recipe: Recipe, D: int, D_v: int) -> None:
-    """A recipe that sequences of a batch can have, each by itself."""
-    check_recipe(recipe, D, D_v)
-    for name, accepted in VARLEN_SCALES.items():
-        if getattr(recipe, name) not in accepted:
-            raise NotImplementedError(
-                f"recipe has {name}={getattr(recipe, name)!r}; with sequences of variable length it must be one of "
-                f"{accepted}"
-            )
-    if recipe.promote_every == 1 and max(D, D_v) > MAX_TWO_LEVEL_D:
-        raise ValueError(
-            f"recipe has promote_every=1 and the head dim is {max(D, D_v)}; above {MAX_TWO_LEVEL_D}, of sequences of "
-            f"variable length, it must be 0 or None"
-        )
 
 
 def check_head_dim(name: str, D: int) -> None:

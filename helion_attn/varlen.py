@@ -11,16 +11,8 @@ from helion_attn import ops  # noqa: F401 - registers them
 from helion_attn.api import mask_arguments
 from helion_attn.configs import varlen_packing
 from helion_attn.types import BALANCED, Recipe
-from helion_attn.validate import (
-    check_causal,
-    check_out_dtype,
-    check_sinks,
-    check_sm_scale,
-    check_softcap,
-    check_varlen,
-    check_varlen_recipe,
-    check_window,
-)
+from helion_attn.validate import check_options
+from helion_attn.validate_varlen import check_varlen, check_varlen_recipe
 
 
 @dataclass(frozen=True)
@@ -214,14 +206,7 @@ def attention_varlen(
     """
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_varlen_recipe(recipe, q.size(2), v.size(2))
-    check_causal(causal)
-    if sm_scale is not None:
-        check_sm_scale(sm_scale)
-    check_window(window)
-    check_softcap(softcap)
-    check_sinks(sinks, q.size(1), q.device)
-    if out_dtype is not None:
-        check_out_dtype(out_dtype)
+    check_options(causal, sm_scale, window, softcap, sinks, out_dtype, q.size(1), q.device)
     packed = quantize_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe)
     out, lse = attend_varlen(packed, causal, sm_scale, window, softcap, sinks, out_dtype)
     return (out, lse) if return_lse else out

@@ -29,7 +29,8 @@ from helion_attn import configs
 from helion_attn.configs import ALL_8_BIT, SUPPORTED_D
 from helion_attn.numerics import LOG2E
 from helion_attn.testing import INPUT_KINDS, TANH_ERROR, TENSOR_CORE_ERROR, error_budget, make_qkv
-from helion_attn.validate import IN_DTYPES, OUT_DTYPES, VARLEN_SCALES
+from helion_attn.validate import IN_DTYPES, OUT_DTYPES
+from helion_attn.validate_varlen import VARLEN_SCALES
 
 #: Cases without --fuzz-cases: less than a minute of two cores.
 CASES_IN_CI = 198
