@@ -30,6 +30,7 @@ from torch import Tensor
 import helion_attn as ha
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels import fp8_attn_fwd, steps
+from helion_attn.kernels.arguments import Inputs, Numerics, Problem
 from helion_attn.kernels.helion_compat import hl
 from helion_attn.preprocess.v_layout import position_of_key
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
@@ -188,9 +189,10 @@ def launch(
 ) -> None:
     """The kernel on [B, H, M, D], as many keys as queries; `packed` as `repacked` returns it."""
     q8, k8, v8, q_descale, k_descale, v_descale, v_mean = packed
-    tensors = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None, out, lse)
+    inputs = Inputs(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None)
     M = out.size(2)
-    fp8_attn_fwd.launch(tile, *tensors, M, M, -1, -1, sm_scale, None, False, *recipe.kernel_options)
+    problem = Problem(M, M, -1, -1, sm_scale, None, bshd=False)
+    fp8_attn_fwd.launch(tile, inputs, out, lse, problem, Numerics(*recipe.kernel_options))
 
 
 def prepare(variant: Variant, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:

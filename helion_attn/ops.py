@@ -23,7 +23,6 @@ from helion_attn.configs import (
     row_width,
     tile_config,
     uses_large_d,
-    visible_key_blocks,
 )
 
 DEVICES = ("CPU", "CUDA")
@@ -279,12 +278,14 @@ def _fp8_attn_fwd(
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
+    from helion_attn.kernels.arguments import Inputs, Numerics, Problem
     from helion_attn.kernels.helion_compat import multiprocessors
 
     out, lse = _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)
-    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
-    numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales)
-    args = (*packed, out, lse, m_len, n_len, left, right, sm_scale, softcap, bshd, *numerics)
+    inputs = Inputs(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
+    problem = Problem(m_len, n_len, left, right, sm_scale, softcap, bshd)
+    numerics = Numerics(p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales)
+    args = (inputs, out, lse, problem, numerics)
     bits = (8 * q8.itemsize, 8 * v8.itemsize)
     sm_count = multiprocessors(q8.device)
     load = query_blocks_per_sm(q8.size(0), q8.size(1), sm_count)
@@ -293,14 +294,8 @@ def _fp8_attn_fwd(
     else:
         tile = attention_tile_config(d, d_v, right >= 0, bits, load)
         tile = fp8_attn_fwd.specialised(tile, q8.dtype, softcap is not None)
-        apart = q8.size(0) * q8.size(1)
-        packed_gqa = k8.size(0) * configs.gqa_query_blocks(m_len, q8.size(0) // k8.size(0), tile.bm)
-        # An eighth fewer tiles gained 10%. Rows of a shared tile are addressed with 32 bits.
-        pack_gqa = 8 * packed_gqa <= 7 * apart and q8.numel() < 2**31
-        programs = packed_gqa if pack_gqa else apart
-        key_blocks = visible_key_blocks(k8.size(1), left, right, tile.bm, tile.bn)
-        key_blocks = min(key_blocks, configs.mean_key_blocks(k8.size(1), m_len, right, tile.bn))
-        splits = configs.key_splits(programs, key_blocks, sm_count, tile.ctas_per_sm)
+        heads, blocks = (q8.size(0), k8.size(0)), (q8.size(1), k8.size(1))
+        pack_gqa, splits = configs.schedule(tile, heads, blocks, m_len, left, right, sm_count)
         fp8_attn_fwd.launch(tile, *args, splits=splits, pack_gqa=pack_gqa)
     return out, lse
 
@@ -441,18 +436,19 @@ def _fp8_attn_varlen(
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.kernels import fp8_attn_fwd
+    from helion_attn.kernels.arguments import Inputs, Numerics, Problem
     from helion_attn.kernels.helion_compat import multiprocessors
 
     out, lse = _empty_varlen(q_descale, m_len, d_v, out_dtype)
     if m_len:
-        packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
-        numerics = (p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales)
+        inputs = Inputs(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
+        problem = Problem(m_len, n_len, left, right, sm_scale, softcap, bshd=True)
+        numerics = Numerics(p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales)
         bits = (8 * q8.itemsize, 8 * v8.itemsize)
         d_pad = max(q8.size(3), v8.size(2) if v8.itemsize == 1 else v8.size(3))
         load = query_blocks_per_sm(q8.size(0), q8.size(1), multiprocessors(q8.device))
         tile = tile_config(d_pad, right >= 0, bits, load)
-        args = (*packed, out, lse, m_len, n_len, left, right, sm_scale, softcap, True, *numerics)
-        fp8_attn_fwd.launch(tile, *args, q_blocks)
+        fp8_attn_fwd.launch(tile, inputs, out, lse, problem, numerics, q_blocks)
     return out, lse
 
 

@@ -14,7 +14,7 @@ import helion_attn as ha
 from helion_attn import configs
 from helion_attn.configs import packing
 from helion_attn.kernels import fp8_attn_fwd
-from helion_attn.kernels.fp8_attn_fwd import rows_of_group
+from helion_attn.kernels.programs import rows_of_group
 from helion_attn.testing import make_qkv
 
 Poisoned = Callable[[], AbstractContextManager[None]]

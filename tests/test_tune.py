@@ -113,7 +113,9 @@ def test_candidates_have_workloads_small_and_large() -> None:
 def test_8_bit_scores_take_the_path_of_real_ones(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     scales = []
     module = fp8_attn_fwd if isinstance(tile, TileConfig) else fp8_attn_fwd_large_d
-    monkeypatch.setattr(module, "launch", lambda *args: scales.append(args[16]))
+    monkeypatch.setattr(
+        module, "launch", lambda tile, inputs, out, lse, problem, numerics: scales.append(problem.sm_scale)
+    )
     w = workloads(tile)[0]
     trial._launch(tile, w, [fake_cuda(*shape, dtype=dtype) for shape, dtype in trial._packed(tile, w)])
     dtype = recipe_of(tile).qk_dtype

@@ -33,7 +33,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from helion_attn.configs import MAX_TWO_LEVEL_D
+from helion_attn.configs import MAX_TWO_LEVEL_D, visible_key_blocks
+from helion_attn.kernels.arguments import score_scales
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted, multiprocessors
 from helion_attn.kernels.inline_asm import fma_up, maximum, tanh
 from helion_attn.kernels.merge_splits import merge_splits
@@ -336,9 +337,8 @@ def launch(
     num_warps = 4 if max(k8.size(3), v8.size(2)) <= MAX_TWO_LEVEL_D else 8
     tiles = -(-group * M // rows)
     if splits is None:
-        # A window touches that many pages at most.
-        seen = (left + M - 2) // k8.size(2) + 2
-        pages = min(block_table.size(1), seen) if left >= 0 else block_table.size(1)
+        # The last query sees no keys after its own.
+        pages = visible_key_blocks(block_table.size(1), left, 0, M, k8.size(2))
         splits = choose_splits(B * H_kv * tiles, pages, multiprocessors(q.device))
     # More runs than pages would all be empty.
     splits = min(splits, block_table.size(1))
@@ -360,8 +360,7 @@ def launch(
         part_lse if sinks is None else sinks, parts, part_lse,
         splits, tiles, block_table.size(1), group, M, flat_q.b_step, flat_q.h_step, flat_q.s_step,
         head_step, row_step, min(left, most_keys), min(right, M),
-        sm_scale * LOG2E if softcap is None else sm_scale / softcap, 1.0 if softcap is None else softcap * LOG2E,
-        *specialisations,
+        *score_scales(sm_scale, softcap), *specialisations,
     )  # fmt: skip
     if in_parts:
         merge_splits(parts, part_lse.view(splits, -1), out, lse, bshd)

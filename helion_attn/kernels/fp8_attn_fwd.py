@@ -43,13 +43,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 
 from helion_attn.configs import TileConfig
-from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
+from helion_attn.kernels.arguments import Inputs, Numerics, Problem
+from helion_attn.kernels.helion_compat import (
+    MAX_REGISTERS,
+    IntegerFragment,
+    compiled,
+    helion_config,
+    hl,
+    interpreted,
+)
 from helion_attn.kernels.merge_splits import merge_splits
+from helion_attn.kernels.programs import (
+    key_blocks_of_sequence,
+    program_of_sequence,
+    rows_of_group,
+    run_of_key_blocks,
+)
 from helion_attn.kernels.steps import (
     accumulate,
     add_sink,
@@ -65,81 +78,6 @@ from helion_attn.kernels.steps import (
     visible_keys,
 )
 from helion_attn.numerics import INT8_SCORE_BIAS, LOG2E, MAX_FUSED_SCALE_LOG2
-
-
-def key_blocks_of_sequence(
-    diagonal: torch.Tensor,  # [], like those that follow
-    first_key_block: torch.Tensor,
-    key_end: torch.Tensor,
-    left: int,
-    right: int,
-    bm: int,
-    bn: int,
-    bn_log2: hl.constexpr,
-    has_left: hl.constexpr,
-    has_right: hl.constexpr,
-) -> tuple[Any, Any, Any, Any]:
-    """`(n_begin, n_left, n_full, n_end)` of the kernel, of keys from those of `first_key_block` up to `key_end`."""
-    key_begin = first_key_block * bn
-    n_first_row, n_last_row = key_end, key_end
-    if has_right:
-        n_first_row = torch.minimum(key_end, diagonal + int32(right) + 1)
-        n_last_row = torch.minimum(key_end, diagonal + int32(right) + bm)
-    n_begin, n_left = first_key_block, first_key_block
-    if has_left:
-        n_begin = torch.maximum(key_begin, diagonal - int32(left)) >> bn_log2
-        n_left = (torch.maximum(key_begin, diagonal - int32(left) + bm - 1) + bn - 1) >> bn_log2
-    return n_begin, n_left, n_first_row >> bn_log2, (n_last_row + bn - 1) >> bn_log2
-
-
-def run_of_key_blocks(
-    n_begin: torch.Tensor,  # [], like the next
-    n_end: torch.Tensor,
-    run: int,
-    splits: int,
-) -> tuple[Any, Any]:
-    """Of the key blocks from `n_begin` up to `n_end`, those of a run: as many as of any other, or one less."""
-    # Where no row sees a key, n_end may lie before n_begin.
-    key_blocks = torch.clamp_min(n_end - n_begin, 0)
-    begin = n_begin + quotient(key_blocks * int32(run), int32(splits))
-    end = n_begin + quotient(key_blocks * int32(run + 1), int32(splits))
-    return begin, end
-
-
-def rows_of_group(row_begin: int, group_log2: hl.constexpr, bm: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the rows of a tile that a group's heads share, the query [bm] and the head within the group [bm]."""
-    rows = row_begin + hl.arange(bm)
-    return rows >> group_log2, rows & ((1 << group_log2) - 1)
-
-
-def program_of_sequence(
-    q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS]
-    program: int,
-    heads: int,
-    heads_fastest: hl.constexpr,
-) -> tuple[Any, ...]:
-    """What a program does, of all sequences of a packed batch: they come in the order of `q_blocks`.
-
-    Scalars: head, packed query block, the same counted from the sequence's first; the sequence, its first token and
-    its rows; its first packed key block and its keys.
-    """
-    entry = program // heads
-    sequence = hl.load(q_blocks, [entry, 0])
-    first_token = hl.load(q_blocks, [entry, 1])
-    rows = hl.load(q_blocks, [entry, 2])
-    first_key_block = hl.load(q_blocks, [entry, 3])
-    keys = hl.load(q_blocks, [entry, 4])
-    first_block = hl.load(q_blocks, [entry, 5])
-    blocks = hl.load(q_blocks, [entry, 6])
-    of_sequence = int32(program) - first_block * int32(heads)
-    if heads_fastest:
-        rank = quotient(of_sequence, int32(heads))
-        head = of_sequence - rank * int32(heads)
-    else:
-        head = quotient(of_sequence, blocks)
-        rank = of_sequence - head * blocks
-    block = blocks - 1 - rank  # long rows first
-    return head, first_block + block, block, sequence, first_token, rows, first_key_block, keys
 
 
 def fp8_attn_fwd(
@@ -478,20 +416,6 @@ def fp8_attn_fwd(
             store_lse(lse, m_i, total, shift, part_head * m_len + rows, row_in_range, shift_lse and not has_softcap)
 
 
-def helion_config(tile: TileConfig) -> helion.Config:
-    """The Helion config of one row of the tuned table."""
-    return helion.Config(
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        range_num_stages=[0, tile.num_stages],
-        # (heads, query blocks), fastest first
-        loop_orders=[[1, 0] if tile.query_blocks_fastest else [0, 1]],
-        indexing="tensor_descriptor",
-        host_tensor_descriptors=True,
-        **{MAX_REGISTERS: tile.max_registers},
-    )
-
-
 def specialised(tile: TileConfig, qk_dtype: torch.dtype, has_softcap: bool) -> TileConfig:
     """`tile` with the registers that tanh, or masked int8 scores at D 64, need: with 128, one or two are spilled."""
     masked_int8 = qk_dtype == torch.int8 and tile.causal and tile.D_pad == 64
@@ -513,39 +437,70 @@ def compiled_kernel(tile: TileConfig, variant: Hashable) -> Callable[..., None]:
 interpreted_kernel = interpreted(fp8_attn_fwd)
 
 
-def kernel_args(
-    q8: torch.Tensor,
-    k8: torch.Tensor,
-    v8: torch.Tensor,
-    q_descale: torch.Tensor,
-    k_descale: torch.Tensor,
-    v_descale: torch.Tensor,
-    v_mean: torch.Tensor,
-    lse_shift: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+def launch(
+    tile: TileConfig,
+    inputs: Inputs,
     out: torch.Tensor,
     lse: torch.Tensor,
-    m_len: int,
-    n_len: int,
-    left: int,
-    right: int,
-    sm_scale: float,
-    softcap: float | None,
-    bshd: bool,
-    p_offset_log2: int,
-    two_level: bool,
-    q_row_descales: bool,
-    k_block_descales: bool,
-    v_channel_descales: bool,
+    problem: Problem,
+    numerics: Numerics,
     q_blocks: torch.Tensor | None = None,
-    heads_fastest: bool = False,
     splits: int = 1,
-    group_log2: int | None = None,
-) -> tuple[object, ...]:
-    """The arguments of `fp8_attn_fwd`, from those of `launch`."""
+    pack_gqa: bool = False,
+) -> None:
+    """Write `out` and `lse`.
+
+    Args:
+        tile: the config; q8 and v8 are packed in its block sizes.
+        inputs: packed tensors.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `problem.bshd`; bf16, fp16, fp32 or e4m3. With `q_blocks`
+            [M, H, D_v], and `bshd`.
+        lse: fp32 [B, H, M], natural log; with `q_blocks` [H, M].
+        problem: lengths, masks, scales, the output's layout.
+        numerics: how the inputs were quantised, and P is.
+        q_blocks: of `PackedVarlen`, or None.
+        splits: runs of a program's key blocks, as `configs.key_splits` has it; 1 with `q_blocks`.
+        pack_gqa: the heads of a group share tiles; not with `q_blocks`.
+    """
+    q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks = inputs
     H, H_kv = q_descale.size(1), k_descale.size(1)
+    d_v_pad = v8.size(2) if v8.itemsize == 1 else v8.size(3)
+    in_parts = splits > 1
+    # Two to it are the rows of a query.
+    group_log2 = (H // H_kv - 1).bit_length() if pack_gqa else 0
+    # Parts are BHSD, and without sinks.
+    parts = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if in_parts else out
+    part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
+    part_sinks = None if in_parts else sinks
+    tile = specialised(tile, q8.dtype, problem.softcap is not None)
+    heads_fastest = q_blocks is not None and not tile.query_blocks_fastest
+    if heads_fastest:
+        # The kernel itself sees to the order, in each sequence.
+        tile = dataclasses.replace(tile, query_blocks_fastest=True)
+    specialisations = (
+        INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
+        MAX_FUSED_SCALE_LOG2[q8.dtype],
+        float(numerics.p_offset_log2),
+        # Heads that share tiles have descales of their own.
+        numerics.q_row_descales or pack_gqa,
+        numerics.k_block_descales,
+        numerics.v_channel_descales,
+        lse_shift is not None,
+        *problem.masks,
+        part_sinks is not None,
+        numerics.is_two_level(tile.two_level),
+        q_blocks is not None,
+        heads_fastest,
+        in_parts,
+        pack_gqa,
+        group_log2,
+        k8.size(2).bit_length() - 1,
+        q8.is_cuda,
+    )
+    variant = (q8.dtype, v8.dtype, q8.size(3), d_v_pad, *specialisations)
+    kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
     q_descale = q_descale.view(-1)
-    return (
+    kernel(
         q8,
         k8,
         v8,
@@ -553,141 +508,17 @@ def kernel_args(
         k_descale.view(-1),
         v_descale.view(-1),
         v_mean.view(-1),
+        # In place of what there is not stands something of its rank.
         q_descale if lse_shift is None else lse_shift.view(-1),
-        lse.view(-1) if sinks is None else sinks,
-        lse.view(1, -1) if q_blocks is None else q_blocks,
-        lse.view(1, -1) if group_log2 is None else q8.view(-1, q8.size(3)),
-        out.view(-1, out.size(-1)),
-        lse.view(-1),
-        m_len,
-        n_len,
-        H,
-        H // H_kv,
-        1 if bshd else m_len,
-        H if bshd else 1,
-        # An edge further away hides nothing, and might not fit 32 bits.
-        min(left, n_len),
-        min(right, m_len),
+        part_lse.view(-1) if part_sinks is None else part_sinks,
+        part_lse.view(1, -1) if q_blocks is None else q_blocks,
+        q8.view(-1, q8.size(3)) if pack_gqa else part_lse.view(1, -1),
+        parts.view(-1, out.size(-1)),
+        part_lse.view(-1),
+        *problem.sizes(H, H_kv),
         splits,
-        sm_scale * LOG2E if softcap is None else sm_scale / softcap,
-        1.0 if softcap is None else softcap * LOG2E,
-        INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
-        MAX_FUSED_SCALE_LOG2[q8.dtype],
-        float(p_offset_log2),
-        q_row_descales,
-        k_block_descales,
-        v_channel_descales,
-        lse_shift is not None,
-        left >= 0,
-        right >= 0,
-        softcap is not None,
-        sinks is not None,
-        two_level,
-        q_blocks is not None,
-        heads_fastest,
-        splits > 1,
-        group_log2 is not None,
-        group_log2 or 0,
-        k8.size(2).bit_length() - 1,
-        q8.is_cuda,
-    )
-
-
-def launch(
-    tile: TileConfig,
-    q8: torch.Tensor,
-    k8: torch.Tensor,
-    v8: torch.Tensor,
-    q_descale: torch.Tensor,
-    k_descale: torch.Tensor,
-    v_descale: torch.Tensor,
-    v_mean: torch.Tensor,
-    lse_shift: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    m_len: int,
-    n_len: int,
-    left: int,
-    right: int,
-    sm_scale: float,
-    softcap: float | None,
-    bshd: bool,
-    p_offset_log2: int,
-    promote_every: int | None,
-    q_row_descales: bool,
-    k_block_descales: bool,
-    v_channel_descales: bool,
-    q_blocks: torch.Tensor | None = None,
-    splits: int = 1,
-    pack_gqa: bool = False,
-) -> None:
-    """Write `out` and `lse` for the packed tensors of a `QuantizedQKV`.
-
-    Args:
-        tile: the config; q8 and v8 are packed in its block sizes.
-        q8: and the seven that follow: the fields of `QuantizedQKV`, or of `PackedVarlen`.
-        sinks: fp32 [H], or None.
-        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16, fp32 or e4m3. With `q_blocks`
-            [M, H, D_v], and `bshd`.
-        lse: fp32 [B, H, M], natural log; with `q_blocks` [H, M].
-        m_len: M, the true query length; with `q_blocks` of all sequences.
-        n_len: N, the true key length; likewise.
-        left: row i sees keys j >= i + N - M - left; all of them if it is negative.
-        right: row i sees keys j <= i + N - M + right; likewise. Causal: 0.
-        sm_scale: multiplies q k^T; not negative.
-        softcap: scores become `softcap * tanh(score / softcap)`, unless it is None.
-        bshd: the layout of `out`.
-        p_offset_log2: P is stored times two to this.
-        promote_every: 1, 0, or None for the config's choice.
-        q_row_descales: rows of a block have descales of their own.
-        k_block_descales: `k_descale` has one for each key block.
-        v_channel_descales: `v_descale` differs between the channels of a head.
-        q_blocks: of `PackedVarlen`, or None.
-        splits: runs of a program's key blocks, as `configs.key_splits` has it; 1 with `q_blocks`.
-        pack_gqa: the heads of a group share tiles; not with `q_blocks`.
-    """
-    d_v_pad = v8.size(2) if v8.itemsize == 1 else v8.size(3)
-    two_level = tile.two_level if promote_every is None else promote_every == 1
-    # Heads that share tiles have descales of their own.
-    options = (two_level, q_row_descales or pack_gqa, k_block_descales, v_channel_descales)
-    in_parts = splits > 1
-    # Two to it are the rows of a query.
-    group_log2 = (q8.size(0) // k8.size(0) - 1).bit_length() if pack_gqa else None
-    # Parts are BHSD, and without sinks.
-    parts = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if in_parts else out
-    part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
-    part_sinks = None if in_parts else sinks
-    edges = (left >= 0, right >= 0, softcap is None, part_sinks is None)
-    head_dims = (q8.size(3), d_v_pad)
-    numbers = (q8.dtype, v8.dtype, *head_dims, p_offset_log2, lse_shift is None)
-    tile = specialised(tile, q8.dtype, softcap is not None)
-    heads_fastest = q_blocks is not None and not tile.query_blocks_fastest
-    if heads_fastest:
-        # The kernel itself sees to the order, in each sequence.
-        tile = dataclasses.replace(tile, query_blocks_fastest=True)
-    variant = (*numbers, *edges, *options, q_blocks is None, heads_fastest, in_parts, group_log2)
-    kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
-    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, part_sinks)
-    kernel(
-        *kernel_args(
-            *packed,
-            parts,
-            part_lse,
-            m_len,
-            n_len,
-            left,
-            right,
-            sm_scale,
-            softcap,
-            bshd,
-            p_offset_log2,
-            *options,
-            q_blocks,
-            heads_fastest,
-            splits,
-            group_log2,
-        )
+        *problem.scales,
+        *specialisations,
     )
     if in_parts:
-        merge_splits(parts, part_lse, out, lse, bshd, sinks)
+        merge_splits(parts, part_lse, out, lse, problem.bshd, sinks)

@@ -24,7 +24,15 @@ from collections.abc import Callable, Hashable
 import torch
 
 from helion_attn.configs import LargeTileConfig, largest_power_of_two
-from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
+from helion_attn.kernels.arguments import Inputs, Numerics, Problem
+from helion_attn.kernels.helion_compat import (
+    MAX_REGISTERS,
+    IntegerFragment,
+    compiled,
+    helion_config,
+    hl,
+    interpreted,
+)
 from helion_attn.kernels.steps import (
     accumulate,
     add_sink,
@@ -291,20 +299,6 @@ def fp8_attn_fwd_large_d(
         )  # fmt: skip
 
 
-def helion_config(tile: LargeTileConfig) -> helion.Config:
-    """The Helion config of one row of the table."""
-    return helion.Config(
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        range_num_stages=[0, tile.num_stages],
-        # (heads, query blocks), fastest first
-        loop_orders=[[1, 0] if tile.query_blocks_fastest else [0, 1]],
-        indexing="tensor_descriptor",
-        host_tensor_descriptors=True,
-        **{MAX_REGISTERS: tile.max_registers},
-    )
-
-
 @functools.cache
 def compiled_kernel(tile: LargeTileConfig, variant: Hashable) -> Callable[..., None]:
     """The kernel for sm_90 with a config; one object for each `variant`, the other specialisations."""
@@ -326,40 +320,40 @@ def pieces(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, bool]
     return (split, x.narrow(dim, whole, size - whole), True) if whole < size else (split, x, False)
 
 
-def kernel_args(
-    tile: LargeTileConfig,
-    q8: torch.Tensor,
-    k8: torch.Tensor,
-    v8: torch.Tensor,
-    q_descale: torch.Tensor,
-    k_descale: torch.Tensor,
-    v_descale: torch.Tensor,
-    v_mean: torch.Tensor,
-    lse_shift: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    m_len: int,
-    n_len: int,
-    left: int,
-    right: int,
-    sm_scale: float,
-    softcap: float | None,
-    bshd: bool,
-    p_offset_log2: int,
-    two_level: bool,
-    q_row_descales: bool,
-    k_block_descales: bool,
-    v_channel_descales: bool,
-) -> tuple[object, ...]:
-    """The arguments of `fp8_attn_fwd_large_d`, from those of `launch`."""
-    H, H_kv = q_descale.size(1), k_descale.size(1)
-    q_descale = q_descale.view(-1)
+def launch(
+    tile: LargeTileConfig, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, problem: Problem, numerics: Numerics
+) -> None:
+    """Write `out` and `lse`.
+
+    Args:
+        tile: the config; q8 and k8 are `tile.D_pad` wide, v8 a multiple of `tile.v_tile`.
+        inputs: and the rest, as in `fp8_attn_fwd.launch`.
+    """
+    q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks = inputs
     kv_heads, n_blocks, d_v_pad, bn = v8.shape
     v_parts = d_v_pad // tile.v_tile
     k_wide, k_narrow, has_narrow_d = pieces(k8, 3)
     v_wide, v_narrow, has_narrow_v = pieces(v8.view(kv_heads, n_blocks * v_parts, tile.v_tile, bn), 2)
-    return (
+    specialisations = (
+        # int8 scores have no bias here, and are smaller than those of e4m3.
+        MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
+        v_parts,
+        has_narrow_d,
+        has_narrow_v,
+        float(numerics.p_offset_log2),
+        numerics.q_row_descales,
+        numerics.k_block_descales,
+        numerics.v_channel_descales,
+        lse_shift is not None,
+        *problem.masks,
+        sinks is not None,
+        numerics.is_two_level(tile.two_level),
+        q8.is_cuda,
+    )
+    variant = (q8.dtype, v8.dtype, out.dtype, *specialisations)
+    kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
+    q_descale = q_descale.view(-1)
+    kernel(
         q8,
         k_wide,
         k_narrow,
@@ -373,74 +367,7 @@ def kernel_args(
         lse.view(-1) if sinks is None else sinks,
         out.view(-1, out.size(-1)),
         lse.view(-1),
-        m_len,
-        n_len,
-        H,
-        H // H_kv,
-        1 if bshd else m_len,
-        H if bshd else 1,
-        # An edge further away hides nothing, and might not fit 32 bits.
-        min(left, n_len),
-        min(right, m_len),
-        sm_scale * LOG2E if softcap is None else sm_scale / softcap,
-        1.0 if softcap is None else softcap * LOG2E,
-        # int8 scores have no bias here, and are smaller than those of e4m3.
-        MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
-        v_parts,
-        has_narrow_d,
-        has_narrow_v,
-        float(p_offset_log2),
-        q_row_descales,
-        k_block_descales,
-        v_channel_descales,
-        lse_shift is not None,
-        left >= 0,
-        right >= 0,
-        softcap is not None,
-        sinks is not None,
-        two_level,
-        q8.is_cuda,
+        *problem.sizes(inputs.q_descale.size(1), inputs.k_descale.size(1)),
+        *problem.scales,
+        *specialisations,
     )
-
-
-def launch(
-    tile: LargeTileConfig,
-    q8: torch.Tensor,
-    k8: torch.Tensor,
-    v8: torch.Tensor,
-    q_descale: torch.Tensor,
-    k_descale: torch.Tensor,
-    v_descale: torch.Tensor,
-    v_mean: torch.Tensor,
-    lse_shift: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    m_len: int,
-    n_len: int,
-    left: int,
-    right: int,
-    sm_scale: float,
-    softcap: float | None,
-    bshd: bool,
-    p_offset_log2: int,
-    promote_every: int | None,
-    q_row_descales: bool,
-    k_block_descales: bool,
-    v_channel_descales: bool,
-) -> None:
-    """Write `out` and `lse` for the packed tensors of a `QuantizedQKV`.
-
-    Args:
-        tile: the config; q8 and k8 are `tile.D_pad` wide, v8 a multiple of `tile.v_tile`.
-        q8: and the rest, as in `fp8_attn_fwd.launch`.
-    """
-    two_level = tile.two_level if promote_every is None else promote_every == 1
-    options = (two_level, q_row_descales, k_block_descales, v_channel_descales)
-    edges = (left >= 0, right >= 0, softcap is None, sinks is None)
-    variant = (q8.dtype, v8.dtype, v8.size(2), out.dtype, p_offset_log2, lse_shift is None, *edges, *options)
-    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
-    lengths = (m_len, n_len, left, right)
-    args = kernel_args(tile, *packed, out, lse, *lengths, sm_scale, softcap, bshd, p_offset_log2, *options)
-    kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
-    kernel(*args)

@@ -21,6 +21,8 @@ import helion.language as hl
 from helion.autotuner.config_fragment import IntegerFragment
 from helion.runtime import default_launcher
 
+from helion_attn.configs import LargeTileConfig, TileConfig
+
 __all__ = [
     "MAX_REGISTERS",
     "IntegerFragment",
@@ -28,6 +30,7 @@ __all__ = [
     "default_launcher",
     "helion",
     "helion_backends",
+    "helion_config",
     "helion_environment",
     "helion_kernel",
     "hl",
@@ -88,6 +91,20 @@ class Compiled:
         if len(self._found) >= MAX_REMEMBERED:
             self._found.clear()
         self._found[key] = self._launches.launch_first(self._generated.find(args), args)
+
+
+def helion_config(tile: TileConfig | LargeTileConfig) -> helion.Config:
+    """The Helion config of an attention kernel, from a row of its tuned table."""
+    return helion.Config(
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        range_num_stages=[0, tile.num_stages],
+        # (heads, query blocks), fastest first
+        loop_orders=[[1, 0] if tile.query_blocks_fastest else [0, 1]],
+        indexing="tensor_descriptor",
+        host_tensor_descriptors=True,
+        **{MAX_REGISTERS: tile.max_registers},
+    )
 
 
 def compiled(fn: Callable[..., Any], config: helion.Config) -> Compiled:

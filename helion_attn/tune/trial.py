@@ -60,6 +60,7 @@ def _packed(tile: Tile, w: Workload) -> list[tuple[tuple[int, ...], torch.dtype]
 def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
     """The kernel alone."""
     from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
+    from helion_attn.kernels.arguments import Inputs, Numerics, Problem
 
     recipe = recipe_of(tile)
     # Scores of standard deviation about 1, as with N(0, 1) inputs. The spread belongs to the numbers, not to the
@@ -68,13 +69,13 @@ def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
     spread = SPREAD if recipe.qk_dtype.itemsize == 1 else 1.0
     sm_scale = tile.D_pad**-0.5 / spread**2
     q8, k8, v8, q_descale, k_descale, v_descale, v_mean, out, lse = tensors
-    packed = (q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None)
-    lengths = (w.M, w.N, -1, 0 if w.causal else -1)
-    args = (*packed, out, lse, *lengths, sm_scale, None, False, *recipe.kernel_options)
+    inputs = Inputs(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None)
+    problem = Problem(w.M, w.N, -1, 0 if w.causal else -1, sm_scale, None, bshd=False)
+    numerics = Numerics(*recipe.kernel_options)
     if isinstance(tile, TileConfig):
-        fp8_attn_fwd.launch(tile, *args)
+        fp8_attn_fwd.launch(tile, inputs, out, lse, problem, numerics)
     else:
-        fp8_attn_fwd_large_d.launch(tile, *args)
+        fp8_attn_fwd_large_d.launch(tile, inputs, out, lse, problem, numerics)
 
 
 def precompile(tile: Tile) -> Compiled:
