@@ -385,15 +385,17 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be at least 1")
     check_dtype(qkv.dtype)
-    packed = {"q8": 4, "k8": 4, "v8": 4, "q_descale": 4, "k_descale": 3, "v_descale": 3, "v_mean": 3}
+    packed: tuple[str, ...] = ("q8", "k8", "v8", "q_descale", "k_descale", "v_descale", "v_mean")
     if qkv.recipe.smooth_k:
-        packed |= {"k_mean": 3, "lse_shift": 4}
-    for name, ndim in packed.items():
+        packed += ("k_mean", "lse_shift")
+    for name in packed:
         x = getattr(qkv, name)
         if not isinstance(x, torch.Tensor):
             raise TypeError(
                 f"{name} is a {type(x).__name__}; it must be a torch.Tensor, as helion_attn.quantize makes it"
             )
+    # All others follow from what these two say.
+    for name, x, ndim in (("q_descale", qkv.q_descale, 4), ("k_descale", qkv.k_descale, 3)):
         if x.dim() != ndim:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {ndim} dimensions")
     check_device("q8", qkv.q8)
@@ -417,7 +419,7 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
     for name in packed:
         x = getattr(qkv, name)
         shape, dtype = expected[name]
-        if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != qkv.q8.device:
+        if x.shape != shape or x.dtype != dtype or not x.is_contiguous() or x.device != qkv.q8.device:
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for M={qkv.M}, N={qkv.N}, D={qkv.D}, "
                 f"D_v={qkv.D_v} it must be contiguous {dtype} {shape} on {qkv.q8.device}, as "

@@ -508,11 +508,11 @@ def launch(
         k_descale.view(-1),
         v_descale.view(-1),
         v_mean.view(-1),
-        # In place of what there is not stands something of its rank.
+        # What there is not is not read. A view less is a microsecond of the host's.
         q_descale if lse_shift is None else lse_shift.view(-1),
-        part_lse.view(-1) if part_sinks is None else part_sinks,
-        part_lse.view(1, -1) if q_blocks is None else q_blocks,
-        q8.view(-1, q8.size(3)) if pack_gqa else part_lse.view(1, -1),
+        q_descale if part_sinks is None else part_sinks,
+        q_descale if q_blocks is None else q_blocks,
+        q8.view(-1, q8.size(3)) if pack_gqa else q_descale,
         parts.view(-1, out.size(-1)),
         part_lse.view(-1),
         *problem.sizes(H, H_kv),

@@ -364,7 +364,7 @@ def launch(
         v_descale.view(-1),
         v_mean.view(-1),
         q_descale if lse_shift is None else lse_shift.view(-1),
-        lse.view(-1) if sinks is None else sinks,
+        q_descale if sinks is None else sinks,
         out.view(-1, out.size(-1)),
         lse.view(-1),
         *problem.sizes(inputs.q_descale.size(1), inputs.k_descale.size(1)),
