@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 import helion_attn as ha
 from helion_attn import configs
 from helion_attn.preprocess import pack, statistics
-from helion_attn.preprocess.hadamard import hadamard_block
+from helion_attn.preprocess.choices import Choices
 from helion_attn.preprocess.rope import rope_tables as kernel_tables
 from helion_attn.preprocess.strided import strided_qkv
 from helion_attn.testing import make_qkv
@@ -158,13 +157,9 @@ def pack_launch(
     cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
     unused = q.new_empty(1, dtype=torch.float32)
     tables = kernel_tables(cos, sin, None, None, False, source.D_row, unused)
-    scales = (recipe.q_scales, recipe.k_scales, recipe.v_scales)
-    stats = statistics.launch(source, tables, *scales, recipe.smooth_k, recipe.center_v)
-    seed = recipe.hadamard_seed if recipe.hadamard else None
-    factor = math.sqrt(hadamard_block(q.size(3))) if recipe.hadamard else 1.0
-    dtypes = (recipe.qk_dtype, recipe.pv_dtype)
-    args = (source, tables, stats, factor, tile.bm, tile.bn, *dtypes, *scales, seed, recipe.smooth_k)
-    return functools.partial(pack.launch, *args)
+    choices = Choices(*recipe.quantize_options)
+    stats = statistics.launch(source, tables, choices)
+    return functools.partial(pack.launch, source, tables, stats, tile.bm, tile.bn, choices)
 
 
 def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:

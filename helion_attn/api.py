@@ -71,12 +71,9 @@ def quantize_checked(
         if rope is None
         else (rope.cos, rope.sin, rope.q_positions, rope.k_positions, rope.interleaved)
     )
-    scales = (recipe.q_scales, recipe.k_scales, recipe.v_scales)
-    seed = recipe.hadamard_seed if recipe.hadamard else None
     q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean, lse_shift = torch.ops.helion_attn.quantize_qkv(
-        q, k, v, *tables, tile.bm, tile.bn, tile.D_pad, tile.D_v_pad, recipe.qk_dtype, recipe.pv_dtype, *scales, seed,
-        recipe.smooth_k, recipe.center_v,
-    )  # fmt: skip
+        q, k, v, *tables, tile.bm, tile.bn, tile.D_pad, tile.D_v_pad, *recipe.quantize_options
+    )
     if not recipe.smooth_k:
         k_mean = lse_shift = None
     descales = (q_descale, k_descale, v_descale, v_mean, k_mean, lse_shift)

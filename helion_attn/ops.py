@@ -16,6 +16,7 @@ import torch
 from helion_attn import configs
 from helion_attn.configs import (
     Q_FIELDS,
+    Packing,
     attention_tile_config,
     blocks_for,
     large_tile_config,
@@ -128,13 +129,12 @@ def _quantize_qkv(
     smooth_k: bool,
     center_v: bool,
 ) -> tuple[torch.Tensor, ...]:
+    from helion_attn.preprocess.choices import Choices
     from helion_attn.preprocess.quantize import quantize_qkv
 
     rope = (cos, sin, q_positions, k_positions, interleaved)
-    scales = (q_scales, k_scales, v_scales)
-    return quantize_qkv(
-        q, k, v, *rope, bm, bn, d_pad, d_v_pad, qk_dtype, pv_dtype, *scales, hadamard_seed, smooth_k, center_v
-    )
+    choices = Choices(qk_dtype, pv_dtype, q_scales, k_scales, v_scales, hadamard_seed, smooth_k, center_v)
+    return quantize_qkv(q, k, v, *rope, Packing(bm, bn, d_pad, d_v_pad), choices)
 
 
 def _empty_packed(
@@ -201,7 +201,7 @@ def _pack_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from helion_attn.preprocess.quantize import pack_qkv
 
-    return pack_qkv(q, k, v, bm, bn, d_pad, d_v_pad)
+    return pack_qkv(q, k, v, Packing(bm, bn, d_pad, d_v_pad))
 
 
 @torch.library.register_fake("helion_attn::pack_qkv")
@@ -351,13 +351,11 @@ def _quantize_varlen(
     smooth_k: bool,
     center_v: bool,
 ) -> tuple[torch.Tensor, ...]:
+    from helion_attn.preprocess.choices import Choices
     from helion_attn.preprocess.quantize import quantize_varlen
 
-    scales = (q_scales, k_scales, v_scales)
-    return quantize_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, bm, bn, d_pad, d_v_pad, qk_dtype, pv_dtype, *scales, hadamard_seed,
-        smooth_k, center_v,
-    )  # fmt: skip
+    choices = Choices(qk_dtype, pv_dtype, q_scales, k_scales, v_scales, hadamard_seed, smooth_k, center_v)
+    return quantize_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, Packing(bm, bn, d_pad, d_v_pad), choices)
 
 
 @torch.library.register_fake("helion_attn::quantize_varlen")

@@ -110,6 +110,13 @@ class Recipe:
         return self.p_offset_log2 if self.p_offset_log2 is not None else MAX_P_OFFSET_LOG2[self.pv_dtype]
 
     @property
+    def quantize_options(self) -> tuple[torch.dtype, torch.dtype, str, str, str, int | None, bool, bool]:
+        """The fields from `qk_dtype` to `center_v`, as the quantising ops take them; no seed is no rotation."""
+        seed = self.hadamard_seed if self.hadamard else None
+        scales = (self.q_scales, self.k_scales, self.v_scales)
+        return self.qk_dtype, self.pv_dtype, *scales, seed, self.smooth_k, self.center_v
+
+    @property
     def kernel_options(self) -> tuple[int, int | None, bool, bool, bool]:
         """`p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales` of the attention ops."""
         by_row, by_block, by_channel = self.q_scales == "token", self.k_scales == "block", self.v_scales == "channel"

@@ -71,12 +71,10 @@ def quantize_varlen(
     """The first half of `attention_varlen`, of checked arguments."""
     D, D_v = q.size(2), v.size(2)
     tile = varlen_packing(D, D_v, recipe.bits)
-    scales = (recipe.q_scales, recipe.k_scales, recipe.v_scales)
-    seed = recipe.hadamard_seed if recipe.hadamard else None
+    blocks = (tile.bm, tile.bn, tile.D_pad, tile.D_v_pad)
     tensors = torch.ops.helion_attn.quantize_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, tile.bm, tile.bn, tile.D_pad, tile.D_v_pad, recipe.qk_dtype,
-        recipe.pv_dtype, *scales, seed, recipe.smooth_k, recipe.center_v,
-    )  # fmt: skip
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *blocks, *recipe.quantize_options
+    )
     q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean, lse_shift, q_blocks = tensors
     if not recipe.smooth_k:
         k_mean = lse_shift = None

@@ -22,6 +22,7 @@ import torch
 from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import maximum
 from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK
+from helion_attn.preprocess.choices import Choices
 from helion_attn.preprocess.hadamard import rotation
 from helion_attn.preprocess.rope import RopeTables
 from helion_attn.preprocess.rotate import rotate_mean
@@ -322,16 +323,9 @@ def launch(
     source: StridedQKV,
     rope: RopeTables,
     stats: Statistics,
-    factor: float,
     bm: int,
     bn: int,
-    qk_dtype: torch.dtype,
-    pv_dtype: torch.dtype,
-    q_scales: str,
-    k_scales: str,
-    v_scales: str,
-    hadamard_seed: int | None,
-    smooth_k: bool,
+    choices: Choices,
     sequences: Sequences | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Run the kernel.
@@ -339,8 +333,9 @@ def launch(
     Args:
         source: Q, K and V.
         rope: and `stats`: what is done to them, and what is known of them.
-        factor: a head's amax times this bounds what its rows become.
-        bm: rows of a block of Q; `bn`, keys of a block; and the fields of `Recipe`.
+        bm: rows of a block of Q.
+        bn: keys of a block of K and V.
+        choices: of a recipe.
         sequences: where those of a packed batch lie, or None. Then Q, K and V are [1, heads, tokens, head dim], and
             `stats` has every sequence's.
 
@@ -348,6 +343,7 @@ def launch(
         q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean and lse_shift, shaped as in `QuantizedQKV`, or as in
         `PackedVarlen`; the last two empty without smooth_k.
     """
+    qk_dtype, pv_dtype, q_scales, k_scales, v_scales, hadamard_seed, smooth_k, _center_v = choices
     B, H, H_kv, D = source.B, source.H, source.H_kv, source.D
     D_pad, D_v_pad, D_row = source.D_pad, source.D_v_pad, source.D_row
     like, dtype = stats.v_mean, source.flat[0].dtype
@@ -425,7 +421,7 @@ def launch(
     kernel(like.is_cuda, num_warps, max_registers, k_in_flight, q_in_flight, q_per_block, k_per_block, variant)(
         *source.flat, stats.q_amax, stats.k_amax, stats.v_amax, stats.k_mean, stats.v_mean, *tables, *outputs,
         m_tiles, n_tiles, stats.q_parts, stats.k_parts, H, H_kv, M, N, *source.steps,
-        rope.table_rows, D, source.D_v, factor, norm, *specialisations,
+        rope.table_rows, D, source.D_v, choices.bound(D), norm, *specialisations,
     )  # fmt: skip
     if sequences is not None:
         m_blocks, n_blocks = q_blocks.size(0), k_blocks.size(0)

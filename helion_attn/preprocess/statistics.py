@@ -22,6 +22,7 @@ import torch
 
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import maximum, minimum
+from helion_attn.preprocess.choices import Choices
 from helion_attn.preprocess.rope import NO_ROPE, RopeTables, rope_rows
 from helion_attn.preprocess.sequences import Sequences, key_source
 from helion_attn.preprocess.strided import StridedQKV, load_rows
@@ -327,10 +328,10 @@ def _parts(heads: int, size: int, step: int) -> int:
     return max(1, min(MAX_PARTS, FIRST_PASS_PROGRAMS // heads, -(-size // step)))
 
 
-def launch(
-    source: StridedQKV, rope: RopeTables, q_scales: str, k_scales: str, v_scales: str, smooth_k: bool, center_v: bool
-) -> Statistics:
-    """Run both kernels, for the scales of a recipe."""
+def launch(source: StridedQKV, rope: RopeTables, choices: Choices) -> Statistics:
+    """Run both kernels, for what the choices of a recipe must know."""
+    q_scales, k_scales, v_scales = choices.q_scales, choices.k_scales, choices.v_scales
+    smooth_k, center_v = choices.smooth_k, choices.center_v
     like = source.flat[0].new_empty(0, dtype=torch.float32)
     heads, kv_heads, D_row = source.B * source.H, source.B * source.H_kv, source.D_row
     step = STEP_ELEMENTS // D_row
@@ -384,10 +385,7 @@ def launch_of_sequences(
     rope: RopeTables,
     sequences: Sequences,
     bn: int,
-    k_scales: str,
-    v_scales: str,
-    smooth_k: bool,
-    center_v: bool,
+    choices: Choices,
 ) -> Statistics:
     """Run `first_pass` on every block of K and V, and `sequence_means`; Q has descales of rows or blocks, or none.
 
@@ -395,13 +393,15 @@ def launch_of_sequences(
         source: Q, K and V [1, heads, tokens, head dim].
         rope: none.
         sequences: where they lie.
-        bn: keys of a block; and the scales of a recipe.
+        bn: keys of a block.
+        choices: of a recipe.
     """
+    smooth_k, center_v = choices.smooth_k, choices.center_v
     like = source.flat[0].new_empty(0, dtype=torch.float32)
     B, n_blocks, H_kv, D_row = sequences.sequences.size(0), sequences.k_blocks.size(0), source.H_kv, source.D_row
     heads, parts = B * H_kv, H_kv * n_blocks
-    has_k = k_scales == "head" or smooth_k
-    has_v = v_scales != "none" or center_v
+    has_k = choices.k_scales == "head" or smooth_k
+    has_v = choices.v_scales != "none" or center_v
     k_amax, k_mean = like.new_empty(heads, MAX_PARTS), like.new_empty((heads, D_row) if smooth_k else (1, 1))
     if not has_k and not has_v:
         v_amax, v_mean = like.new_ones(heads, D_row), like.new_zeros(heads, source.D_v_pad)
