@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from recipes import PRESETS
 from tables import (
@@ -64,9 +66,23 @@ def rmse_tables(loaded: Loaded) -> list[Table]:
             mine = {(row["D"], row["N"]): row.get("rmse") for row in rows if series(row) == name}
             figures = [number(mine.get(cell), ".2e") for cell in cells]
             body.append([*labels([name]), *figures, *([number(paper.get(name), ".1e")] if with_paper else [])])
+        if with_paper:
+            body.append(["P and V of BALANCED", *(number(x, ".2e") for x in pv_shares(rows, cells)), "-"])
         if body and rows:
             tables.append(Table(title, ["", *headers, *(["FA3's paper"] if with_paper else [])], body))
     return tables
+
+
+def pv_shares(rows: list[Row], cells: list[tuple[Any, ...]]) -> list[float | None]:
+    """Of BALANCED's RMSE what is not HYBRID's, which has the same Q and K: rounding errors that are independent add in
+    squares.
+    """
+    rmse = {(series(row), row["D"], row["N"]): row.get("rmse") for row in rows}
+    shares = []
+    for D, N in cells:
+        both, of_scores = rmse.get(("balanced", D, N)), rmse.get(("hybrid", D, N))
+        shares.append(math.sqrt(both**2 - of_scores**2) if both and of_scores and both > of_scores else None)
+    return shares
 
 
 def input_tables(loaded: Loaded) -> list[Table]:
