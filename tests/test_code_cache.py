@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -301,11 +302,48 @@ def test_helion_asks_for_these_facts() -> None:
     assert asked > 20
 
 
+def test_options_that_change_between_calls(disk: Path) -> None:
+    """What is traced under one default dtype is stored under no other."""
+    run = small_kernel()
+    seen = []
+    with process():
+        for dtype, width in ((torch.float32, 64), (torch.bfloat16, 128), (torch.float32, 256)):
+            with mock.patch("torch.get_default_dtype", return_value=dtype):
+                run(*(fake_cuda(10, width) for _ in range(3)), True)
+            entries = [json.loads(file.read_text())["entries"] for file in disk.glob(f"*/{code_cache.FILE}")]
+            seen.append(sorted(map(len, entries)))
+    assert seen == [[1], [1, 1], [1, 2]]
+
+
+def test_what_cannot_be_described_is_not_kept(disk: Path) -> None:
+    recorded = code_cache.recorded
+    with mock.patch.object(code_cache, "recorded", lambda *args: recorded(*args) * 2):
+        assert traces()
+    assert not list(disk.glob(f"*/{code_cache.FILE}"))
+    assert traces()
+    assert not traces()
+
+
+def shipped_fingerprints() -> list[str]:
+    """Of this package's kernels, in short."""
+    from helion_attn.kernels import fp8_attn_decode, fp8_attn_fwd, fp8_attn_fwd_large_d, merge_splits
+    from helion_attn.preprocess import append, pack, sequences, stages, statistics
+
+    kernels = [
+        *(fp8_attn_fwd.fp8_attn_fwd, fp8_attn_fwd_large_d.fp8_attn_fwd_large_d, fp8_attn_decode.fp8_attn_decode),
+        *(merge_splits.merge_splits_kernel, pack.pack, append.append_kv, stages.transform),
+        *(statistics.first_pass, statistics.means, statistics.sequence_means, sequences.describe),
+    ]
+    prints = [code_cache.fingerprint(compiled(fn, helion.Config())._generated._kernel) for fn in kernels]
+    return [hashlib.sha256(text.encode()).hexdigest() for text in prints]
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import test_code_cache
 print("traced" if test_code_cache.traces() else "found")
+print(*test_code_cache.shipped_fingerprints())
 """
 
 
@@ -321,5 +359,8 @@ def test_processes(tmp_path: Path) -> None:
         command = [sys.executable, "-c", SCRIPT, str(here)]
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        said += done.stdout.split()
-    assert said == ["traced", "found"]
+        said.append(done.stdout.split())
+    (first, *prints), (second, *same_prints) = said
+    assert [first, second] == ["traced", "found"]
+    assert prints == same_prints
+    assert len(set(prints)) == len(prints) > 10

@@ -1,4 +1,7 @@
-"""What the launchers of `fp8_attn_fwd` and `fp8_attn_fwd_large_d` take, and what they make of it for their kernels."""
+"""What the launchers of `fp8_attn_fwd` and `fp8_attn_fwd_large_d` take, and what they make of it for their kernels.
+
+`fp8_attn_decode`, whose tensors are others, takes `score_scales` alone.
+"""
 
 from __future__ import annotations
 

@@ -182,14 +182,18 @@ def versions() -> str:
 
 
 def fingerprint(kernel: helion.Kernel[Any]) -> str:
-    """What `kernel`'s code depends on, whatever its arguments.
+    """What `kernel`'s code depends on, whatever its arguments and the process's options.
 
     The sources on the disk need not be what this process runs: the functions that it has are looked at as well.
     """
     settings = {name: repr(x) for name, x in kernel.settings.to_dict().items() if not name.startswith("autotune")}
-    options = (settings, torch.get_default_dtype(), inductor_config.save_config_portable())
     (config,) = kernel.configs
-    return repr((versions(), list(_functions(kernel.fn)), repr(config), options))
+    return repr((versions(), list(_functions(kernel.fn)), repr(config), settings))
+
+
+def options() -> str:
+    """What a process may change between two calls, and the generated code depends on."""
+    return repr((torch.get_default_dtype(), inductor_config.save_config_portable()))
 
 
 def read(key: str) -> list[dict[str, Any]]:
@@ -225,7 +229,7 @@ class Generated:
 
     def _key(self, base: tuple[Any, ...]) -> str:
         """The name of a file: hexadecimal, as Triton asks for it."""
-        return hashlib.sha256(repr((self._fingerprint, base)).encode()).hexdigest()
+        return hashlib.sha256(repr((self._fingerprint, options(), base)).encode()).hexdigest()
 
     def find(self, args: tuple[Any, ...]) -> Run:
         """The host function for `args`, which are tensors and numbers."""
@@ -254,10 +258,12 @@ class Generated:
     def _trace(self, base: tuple[Any, ...], key: str, args: tuple[Any, ...]) -> Run:
         bound = self._kernel.bind(args)
         run: Run = bound.compile_config()
-        with contextlib.suppress(UnknownFact):
+        # Code whose facts have a form that is not known here serves this call, and is not kept.
+        with contextlib.suppress(UnknownFact, AttributeError, LookupError, StopIteration, TypeError, ValueError):
             facts = [[fact, value(fact, args)] for fact in _facts(bound, args, run)]
             entry = {"facts": facts, "source": Path(run.__code__.co_filename).read_text()}
             self._entries[base] = [*self._entries[base], entry]
-            # What is lost when two processes write at once is traced again.
-            write(key, self._entries[base])
+            # What is lost when two processes write at once is traced again. Other entries of this process may have been
+            # traced with other options.
+            write(key, [*read(key), entry])
         return run

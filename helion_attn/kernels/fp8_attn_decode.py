@@ -40,7 +40,7 @@ from helion_attn.kernels.inline_asm import fma_up, maximum, tanh
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.kernels.steps import accumulate, add_sink, interleave_keys, visible_keys
 from helion_attn.numerics import E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2
-from helion_attn.preprocess.row_layout import to_descale, to_dtype
+from helion_attn.preprocess.row_layout import to_descale
 from helion_attn.preprocess.strided import common_unit, strided_rows
 
 #: Query rows of a program, at most. They are the N of its products, of which the least is 16.
@@ -185,7 +185,7 @@ def fp8_attn_decode(
         # [rows]
         q_descale = to_descale(torch.amax(torch.abs(x), 1), q_largest)
         # [D_pad, rows]
-        q_tile = to_dtype(x * (1.0 / q_descale).unsqueeze(1), k8.dtype, is_cuda).transpose(0, 1)
+        q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype).transpose(0, 1)
         q_scale_log2 = q_descale * qk_scale
 
         n_given = hl.load(cache_seqlens, [b])

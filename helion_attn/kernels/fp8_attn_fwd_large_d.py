@@ -330,6 +330,7 @@ def launch(
         inputs: and the rest, as in `fp8_attn_fwd.launch`.
     """
     q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks = inputs
+    H, H_kv = q_descale.size(1), k_descale.size(1)
     kv_heads, n_blocks, d_v_pad, bn = v8.shape
     v_parts = d_v_pad // tile.v_tile
     k_wide, k_narrow, has_narrow_d = pieces(k8, 3)
@@ -367,7 +368,7 @@ def launch(
         q_descale if sinks is None else sinks,
         out.view(-1, out.size(-1)),
         lse.view(-1),
-        *problem.sizes(inputs.q_descale.size(1), inputs.k_descale.size(1)),
+        *problem.sizes(H, H_kv),
         *problem.scales,
         *specialisations,
     )

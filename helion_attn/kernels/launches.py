@@ -2,15 +2,15 @@
 
 A host function asks tensors for sizes and strides, builds descriptors, and hands some 40 arguments to Triton, which
 finds their types, then the kernel for them, and only then launches. For arguments with the shapes, strides, alignments
-and values of an earlier call, all of that comes out the same but for tensors' addresses. On a busy host
-`attention_quantized` takes 157 us so, and 194 by its host function.
+and values of an earlier call, all of that comes out the same but for tensors' addresses (what a call costs so:
+docs/performance.md, Host time).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +18,9 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helion_attn.kernels.helion_compat import default_launcher
+
+#: Whose way to launch a `Plan` repeats. It is no interface of Triton's; with any other, host functions are called.
+TRITON = "3.6."
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,11 @@ def recorded(run: Callable[..., Any], args: Sequence[Any]) -> list[Launch]:
     return launches
 
 
-class Box(NamedTuple):
-    """What Triton's launcher reads of a `TensorDescriptor`, without its checks."""
-
-    base: torch.Tensor
-    shape: list[int]
-    strides: list[int]
-    padding: str
+def descriptor(base: torch.Tensor, rest: dict[str, Any]) -> TensorDescriptor:
+    """A `TensorDescriptor` of `base`, whose other fields are known to be sound: without the checks."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(rest, base=base)
+    return made
 
 
 class Plan:
@@ -65,6 +66,8 @@ class Plan:
 
     def __init__(self, launch: Launch, compiled: Any, args: Sequence[Any]) -> None:
         """Of `launch`, which `args` led to and for which Triton ran `compiled`; ValueError if it is not known how."""
+        if not triton.__version__.startswith(TRITON):
+            raise ValueError(f"how does Triton {triton.__version__} launch?")
         if len(launch.args) != len(launch.kernel.params) or any(name.startswith("_") for name in launch.options):
             raise ValueError("the launcher adds arguments")
         if compiled is None:
@@ -73,13 +76,14 @@ class Plan:
         self._compiled = compiled
         self._grid = (*launch.grid, 1, 1)[:3]
         self._tensors: list[tuple[int, int]] = []
-        self._boxes: list[tuple[int, int, tuple[Any, ...]]] = []
+        self._boxes: list[tuple[int, int, dict[str, Any]]] = []
         # By identity: a tensor that the host function made, be it a view, is not in `objects`.
         for i, x in enumerate(launch.args):
             if isinstance(x, torch.Tensor):
                 self._tensors.append((i, objects.index(id(x))))
             elif isinstance(x, TensorDescriptor):
-                self._boxes.append((i, objects.index(id(x.base)), (list(x.shape), list(x.strides), x.padding)))
+                rest = {name: field for name, field in vars(x).items() if name != "base"}
+                self._boxes.append((i, objects.index(id(x.base)), rest))
             elif not isinstance(x, int | float):
                 raise ValueError(f"what is {x!r}?")
         # Nor does a plan keep the first call's tensors alive.
@@ -94,7 +98,7 @@ class Plan:
         for i, arg in self._tensors:
             values[i] = args[arg].data_ptr()
         for i, arg, rest in self._boxes:
-            values[i] = Box(args[arg], *rest)
+            values[i] = descriptor(args[arg], rest)
         stream = triton.runtime.driver.active.get_current_stream(self._device)
         # A chain of no hooks is not worth a call into Python.
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
