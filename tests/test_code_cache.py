@@ -19,7 +19,7 @@ import torch
 from offline import compilations, fake_cache, fake_qkv, fake_varlen
 
 import helion_attn as ha
-from helion_attn.kernels import code_cache
+from helion_attn.kernels import code_cache, launches
 from helion_attn.kernels.helion_compat import Compiled, compiled, helion, hl
 from helion_attn.testing import fake_cuda
 from helion_attn.varlen import attend_varlen, quantize_varlen
@@ -316,7 +316,7 @@ def test_options_that_change_between_calls(disk: Path) -> None:
 
 
 def test_what_cannot_be_described_is_not_kept(disk: Path) -> None:
-    recorded = code_cache.recorded
+    recorded = launches.recorded
     with mock.patch.object(code_cache, "recorded", lambda *args: recorded(*args) * 2):
         assert traces()
     assert not list(disk.glob(f"*/{code_cache.FILE}"))
@@ -329,7 +329,7 @@ def shipped_fingerprints() -> list[str]:
     from helion_attn.kernels import fp8_attn_decode, fp8_attn_fwd, fp8_attn_fwd_large_d, merge_splits
     from helion_attn.preprocess import append, pack, sequences, stages, statistics
 
-    kernels = [
+    kernels: list[Callable[..., Any]] = [
         *(fp8_attn_fwd.fp8_attn_fwd, fp8_attn_fwd_large_d.fp8_attn_fwd_large_d, fp8_attn_decode.fp8_attn_decode),
         *(merge_splits.merge_splits_kernel, pack.pack, append.append_kv, stages.transform),
         *(statistics.first_pass, statistics.means, statistics.sequence_means, sequences.describe),

@@ -29,7 +29,7 @@ What a page holds past the end of a sequence enters no result. Scores are masked
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
@@ -267,8 +267,8 @@ def fp8_attn_decode(
 
 
 @functools.cache
-def kernel(is_cuda: bool, num_warps: int, variant: Hashable) -> Callable[..., None]:
-    """The kernel for the device; one object for each `variant`, the specialisations."""
+def kernel(is_cuda: bool, num_warps: int) -> Callable[..., None]:
+    """The kernel for the device."""
     if not is_cuda:
         return interpreted(fp8_attn_decode)
     config = helion.Config(
@@ -354,8 +354,7 @@ def launch(
         rows, num_warps, flat_q.d_step, unit, D, float(MAX_P_OFFSET_LOG2[k8.dtype]), E4M3_MAX, left >= 0, right >= 0,
         softcap is not None, sinks is not None, q.is_cuda,
     )  # fmt: skip
-    variant = (specialisations, k8.size(3), v8.shape[2:], parts.dtype, q.dtype, D_v)
-    kernel(q.is_cuda, num_warps, variant)(
+    kernel(q.is_cuda, num_warps)(
         flat_q.flat, k8, v8, k_descale.view(-1), v_descale.view(-1), block_table.view(-1), cache_seqlens,
         part_lse if sinks is None else sinks, parts, part_lse,
         splits, tiles, block_table.size(1), group, M, flat_q.b_step, flat_q.h_step, flat_q.s_step,

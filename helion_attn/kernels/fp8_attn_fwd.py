@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
@@ -425,12 +425,8 @@ def specialised(tile: TileConfig, qk_dtype: torch.dtype, has_softcap: bool) -> T
 
 
 @functools.cache
-def compiled_kernel(tile: TileConfig, variant: Hashable) -> Callable[..., None]:
-    """The kernel for sm_90.
-
-    One object for each `variant`, the other specialisations: an object whose specialisation alternates between calls
-    costs 300 us of dispatch.
-    """
+def compiled_kernel(tile: TileConfig) -> Callable[..., None]:
+    """The kernel for sm_90 with a config."""
     return compiled(fp8_attn_fwd, helion_config(tile))
 
 
@@ -464,7 +460,6 @@ def launch(
     """
     q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks = inputs
     H, H_kv = q_descale.size(1), k_descale.size(1)
-    d_v_pad = v8.size(2) if v8.itemsize == 1 else v8.size(3)
     in_parts = splits > 1
     # Two to it are the rows of a query.
     group_log2 = (H // H_kv - 1).bit_length() if pack_gqa else 0
@@ -497,8 +492,7 @@ def launch(
         k8.size(2).bit_length() - 1,
         q8.is_cuda,
     )
-    variant = (q8.dtype, v8.dtype, q8.size(3), d_v_pad, *specialisations)
-    kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
+    kernel = compiled_kernel(tile) if q8.is_cuda else interpreted_kernel
     q_descale = q_descale.view(-1)
     kernel(
         q8,

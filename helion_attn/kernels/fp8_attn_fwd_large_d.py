@@ -19,7 +19,7 @@ stays in the tensor core, where centring V keeps a biased V right.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
@@ -300,8 +300,8 @@ def fp8_attn_fwd_large_d(
 
 
 @functools.cache
-def compiled_kernel(tile: LargeTileConfig, variant: Hashable) -> Callable[..., None]:
-    """The kernel for sm_90 with a config; one object for each `variant`, the other specialisations."""
+def compiled_kernel(tile: LargeTileConfig) -> Callable[..., None]:
+    """The kernel for sm_90 with a config."""
     return compiled(fp8_attn_fwd_large_d, helion_config(tile))
 
 
@@ -351,8 +351,7 @@ def launch(
         numerics.is_two_level(tile.two_level),
         q8.is_cuda,
     )
-    variant = (q8.dtype, v8.dtype, out.dtype, *specialisations)
-    kernel = compiled_kernel(tile, variant) if q8.is_cuda else interpreted_kernel
+    kernel = compiled_kernel(tile) if q8.is_cuda else interpreted_kernel
     q_descale = q_descale.view(-1)
     kernel(
         q8,

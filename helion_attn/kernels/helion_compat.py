@@ -54,11 +54,11 @@ MAX_REMEMBERED = 4096
 
 
 class Compiled:
-    """A kernel function compiled through Triton, once for all lengths and strides.
+    """A kernel function compiled through Triton with one config: once a specialisation, for all lengths and strides.
 
     Helion finds the code for a call in 15 us if all sizes are those of the last call, and in 2500 otherwise, most of
     which prepare for the next call of these sizes; a process that is new takes seconds. `code_cache` finds it instead,
-    and this remembers the launch (`launches`) that it led to, for every set of sizes.
+    and this remembers the launch (`launches`) that it led to, for every set of sizes and specialisations.
     """
 
     def __init__(self, kernel: helion.Kernel[Any]) -> None:

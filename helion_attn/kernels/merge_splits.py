@@ -9,7 +9,7 @@ without a key has lse -inf and weighs nothing; a row without a key in any run gi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
@@ -88,8 +88,8 @@ def merge_splits_kernel(
 
 
 @functools.cache
-def kernel(is_cuda: bool, num_warps: int, variant: Hashable) -> Callable[..., None]:
-    """The kernel for the device; one object for each `variant`, the specialisations."""
+def kernel(is_cuda: bool, num_warps: int) -> Callable[..., None]:
+    """The kernel for the device."""
     if not is_cuda:
         return interpreted(merge_splits_kernel)
     config = helion.Config(num_warps=num_warps, indexing="pointer", range_num_stages=[0, 1, 1])
@@ -118,7 +118,7 @@ def merge_splits(
     flat_lse = lse.view(-1)
     d_row = 1 << (parts.size(1) - 1).bit_length()
     at_once, num_warps = (FEW_RUNS, FEW_WARPS) if part_lse.size(0) <= FEW_RUNS else (MANY_RUNS, MANY_WARPS)
-    kernel(out.is_cuda, num_warps, (parts.size(1), out.dtype, sinks is None))(
+    kernel(out.is_cuda, num_warps)(
         parts, part_lse, flat_lse if sinks is None else sinks, out.view(-1, out.size(-1)), flat_lse, H, M,
         1 if bshd else M, H if bshd else 1, at_once, d_row, sinks is not None, out.is_cuda,
     )  # fmt: skip

@@ -15,7 +15,7 @@ keys a call, not for whole prompts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
@@ -146,8 +146,8 @@ def append_kv(
 
 
 @functools.cache
-def kernel(is_cuda: bool, variant: Hashable) -> Callable[..., None]:
-    """The kernel for the device; one object for each `variant`, the specialisations."""
+def kernel(is_cuda: bool) -> Callable[..., None]:
+    """The kernel for the device."""
     if not is_cuda:
         return interpreted(append_kv)
     return compiled(append_kv, helion.Config(num_warps=4, indexing="pointer"))
@@ -183,8 +183,7 @@ def launch(
         APPENDED_KEYS, flat_k.d_step, flat_v.d_step, unit, bn, D, v.size(3), D_pad, v8.size(2), rope.rotary,
         rope.pairing, E4M3_MAX, MAX_V_DESCALE_LOG2,
     )  # fmt: skip
-    variant = (specialisations, k.dtype, rope.cos.dtype)
-    kernel(k.is_cuda, variant)(
+    kernel(k.is_cuda)(
         flat_k.flat, flat_v.flat, k8.view(-1), v8.view(-1), k_descale.view(-1), v_descale.view(-1),
         block_table.view(-1), cache_seqlens, rope.cos, rope.sin, num_pages, block_table.size(1), H_kv,
         -(-L // APPENDED_KEYS), L, *flat_k[1:4], *flat_v[1:4], rope.table_rows, *specialisations,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -302,13 +302,8 @@ def kernel(
     q_in_flight: int,
     q_per_block: bool,
     k_per_block: bool,
-    variant: Hashable,
 ) -> Callable[..., None]:
-    """The kernel for the device.
-
-    One object for each `variant`, the other specialisations: an object whose specialisation alternates between calls
-    costs 300 us of dispatch.
-    """
+    """The kernel for the device."""
     if not is_cuda:
         return interpreted(pack)
     k_loops = [k_in_flight] * (2 if k_per_block else 1)
@@ -417,8 +412,7 @@ def launch(
     # 128 channels that is 147456 bytes of shared memory, not 114688: one program an SM, not two.
     k_in_flight = (3 if narrow else 2) if pipelined else 1
     q_in_flight = (3 if rotate_first else 2) if pipelined else 1
-    variant = (specialisations, D_pad, D_v_pad, dtype, qk_dtype, pv_dtype, rope.cos.dtype)
-    kernel(like.is_cuda, num_warps, max_registers, k_in_flight, q_in_flight, q_per_block, k_per_block, variant)(
+    kernel(like.is_cuda, num_warps, max_registers, k_in_flight, q_in_flight, q_per_block, k_per_block)(
         *source.flat, stats.q_amax, stats.k_amax, stats.v_amax, stats.k_mean, stats.v_mean, *tables, *outputs,
         m_tiles, n_tiles, stats.q_parts, stats.k_parts, H, H_kv, M, N, *source.steps,
         rope.table_rows, D, source.D_v, choices.bound(D), norm, *specialisations,

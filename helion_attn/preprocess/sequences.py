@@ -200,8 +200,8 @@ def query_source(
 
 
 @functools.cache
-def kernel(is_cuda: bool, bm: int, bn: int) -> Callable[..., None]:
-    """The kernel for the device: an object for each specialisation, as in `pack.kernel`."""
+def kernel(is_cuda: bool) -> Callable[..., None]:
+    """The kernel for the device."""
     if not is_cuda:
         return interpreted(describe)
     return compiled(describe, helion.Config(num_warps=4, indexing="pointer"))
@@ -238,7 +238,7 @@ def launch(cu_q: torch.Tensor, cu_k: torch.Tensor, m_tokens: int, n_tokens: int,
         cu_q.new_empty(m_blocks, Q_FIELDS), cu_q.new_empty(n_blocks, K_FIELDS), cu_q.new_empty(B, SEQUENCE_FIELDS)
     )
     chunks = -(-(B + 2) // CHUNK)
-    kernel(cu_q.is_cuda, bm, bn)(
+    kernel(cu_q.is_cuda)(
         cu_q, cu_k, *tables, m_blocks, n_blocks, m_tokens, n_tokens, chunks, bm, bn, CHUNK,
     )  # fmt: skip
     return tables

@@ -6,7 +6,7 @@ The row helpers are those of `pack`, so what this returns is what `quantize` cas
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
@@ -74,8 +74,8 @@ def transform(
 
 
 @functools.cache
-def kernel(is_cuda: bool, variant: Hashable) -> Callable[..., None]:
-    """The kernel for the device: an object for each `variant`, as in `pack.kernel`."""
+def kernel(is_cuda: bool) -> Callable[..., None]:
+    """The kernel for the device."""
     if not is_cuda:
         return interpreted(transform)
     return compiled(transform, helion.Config(num_warps=8, indexing="pointer"))
@@ -121,8 +121,7 @@ def transform_rows(
         source.d_step, unit, n, D_row, run, rope.rotary, rope.pairing, rope.explicit[0], hadamard_seed is not None,
         two_terms, x.is_cuda,
     )  # fmt: skip
-    variant = (specialisations, D, x.dtype, rope.cos.dtype, rope.q_positions.dtype)
-    kernel(x.is_cuda, variant)(
+    kernel(x.is_cuda)(
         source.flat, rope.cos, rope.sin, rope.q_positions, signs, blocks, out.view(-1, D), B * H, tiles, H, S,
         source.b_step, source.h_step, source.s_step, *out_rows, rope.table_rows, norm, *specialisations,
     )  # fmt: skip

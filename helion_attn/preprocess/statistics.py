@@ -15,7 +15,7 @@ The three tensors are top-level loops of one kernel, which Helion makes one laun
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -276,8 +276,8 @@ def sequence_means(
 
 
 @functools.cache
-def kernels(is_cuda: bool, pipelined: bool, variant: Hashable) -> tuple[Callable[..., None], Callable[..., None]]:
-    """`(first_pass, means)` for the device; objects of their own for each `variant`, as in `pack.kernel`."""
+def kernels(is_cuda: bool, pipelined: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    """`(first_pass, means)` for the device."""
     if not is_cuda:
         return interpreted(first_pass), interpreted(means)
     # Three steps in flight in each of the three loops; unpipelined, 22 us of loads take 28. With RoPE the same would
@@ -354,8 +354,7 @@ def launch(source: StridedQKV, rope: RopeTables, choices: Choices) -> Statistics
         rope.pairing if q_parts else NO_ROPE, rope.pairing if k_parts else NO_ROPE, *rope.explicit, False, False,
         is_cuda,
     )  # fmt: skip
-    variant = (specialisations, D_row, source.flat[0].dtype, rope.cos.dtype, center_v)
-    run_first_pass, run_means = kernels(is_cuda, rope.pairing == NO_ROPE, variant)
+    run_first_pass, run_means = kernels(is_cuda, rope.pairing == NO_ROPE)
     run_first_pass(
         *source.flat, q_amax, k_amax, k_sum, v_stats, rope.cos, rope.sin, rope.q_positions, rope.k_positions,
         k_amax, q_parts, k_parts, v_parts, *runs, source.H, source.H_kv, source.M, source.N, *source.steps,
@@ -372,7 +371,7 @@ def launch(source: StridedQKV, rope: RopeTables, choices: Choices) -> Statistics
 
 
 @functools.cache
-def sequence_kernels(is_cuda: bool, variant: Hashable) -> tuple[Callable[..., None], Callable[..., None]]:
+def sequence_kernels(is_cuda: bool) -> tuple[Callable[..., None], Callable[..., None]]:
     """`(first_pass, sequence_means)` for the device, as in `kernels`."""
     if not is_cuda:
         return interpreted(first_pass), interpreted(sequence_means)
@@ -417,8 +416,7 @@ def launch_of_sequences(
         *source.d_steps, source.unit, source.D, source.D_v, step, smooth_k, 0, NO_ROPE, NO_ROPE, False, False, True,
         source.wide, is_cuda,
     )  # fmt: skip
-    variant = (specialisations, D_row, source.flat[0].dtype, center_v, bn, has_k, has_v)
-    run_first_pass, run_means = sequence_kernels(is_cuda, variant)
+    run_first_pass, run_means = sequence_kernels(is_cuda)
     run_first_pass(
         *source.flat, k_part_amax, k_part_amax, k_sum, v_stats, rope.cos, rope.sin, rope.q_positions, rope.k_positions,
         sequences.k_blocks, 0, int(has_k), int(has_v), 0, run, run, source.H, H_kv, 0, bn, *source.steps, 0,
