@@ -12,7 +12,7 @@ from cases import LADDER, RECIPES, Case, make_case
 
 import helion_attn as ha
 from helion_attn import configs
-from helion_attn.configs import packing
+from helion_attn.configs import attention_tile_config, packing
 from helion_attn.kernels import fp8_attn_fwd
 from helion_attn.kernels.programs import rows_of_group
 from helion_attn.testing import make_qkv
@@ -157,6 +157,14 @@ def test_who_shares(
     qkv = ha.quantize(*make_qkv("randn", 1, H, H_kv, M, 40, 64))
     ha.attention_quantized(qkv)
     assert asked == [shares]
+
+
+@pytest.mark.parametrize(("kv_heads", "shares"), [(2**17, True), (2**18, False)])
+def test_rows_beyond_32_bits_are_not_shared(kv_heads: int, shares: bool) -> None:
+    tile = attention_tile_config(64, 64, causal=True)
+    assert 2 * 2**18 * tile.bm * tile.D_pad == 2**31
+    pack_gqa, _splits = configs.schedule(tile, (2 * kv_heads, kv_heads), (1, 8), 1, -1, 0, 132)
+    assert pack_gqa == shares
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled as it is")

@@ -214,7 +214,7 @@ def schedule(
     (q_heads, kv_heads), (query_blocks, key_blocks) = heads, blocks
     apart = q_heads * query_blocks
     together = kv_heads * gqa_query_blocks(queries, q_heads // kv_heads, tile.bm)
-    # An eighth fewer tiles gained 10%. Rows of a shared tile are addressed with 32 bits.
+    # An eighth fewer tiles gained 10%. Rows of a shared tile, here as wide as any, are addressed with 32 bits.
     pack_gqa = 8 * together <= 7 * apart and apart * tile.bm * tile.D_pad < 2**31
     seen = visible_key_blocks(key_blocks, left, right, tile.bm, tile.bn)
     seen = min(seen, mean_key_blocks(key_blocks, queries, right, tile.bn))
