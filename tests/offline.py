@@ -193,6 +193,13 @@ def undefined_pairs(sass: str) -> list[str]:
     return undefined
 
 
+def widths(kernel: Sm90Kernel, opcode: str) -> set[int]:
+    """Bytes that a thread's `opcode`s, a pattern, load or store at once."""
+    sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+    found = re.findall(rf"\b(?:{opcode})((?:\.[A-Z0-9]+)+)", kernel.sass)
+    return {next((sizes[part] for part in modifiers.split(".") if part in sizes), 4) for modifiers in found}
+
+
 def assert_sound(kernel: Sm90Kernel) -> None:
     """What every kernel must be."""
     assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, f"{kernel.name} spills"

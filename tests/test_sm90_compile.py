@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +12,15 @@ from cases import PRESETS
 from offline import (
     assert_sound,
     batch_for,
-    compile_append,
     compile_attention,
     compile_decode,
-    compile_quantize,
-    compile_quantize_varlen,
     compile_shape,
     compile_varlen,
-    fake_qkv,
     fake_varlen,
     launching,
     products_in_flight,
     row_reduction_shuffles,
-    undefined_pairs,
+    widths,
 )
 
 import helion_attn as ha
@@ -38,8 +33,7 @@ from helion_attn.configs import (
     tile_configs,
 )
 from helion_attn.kernels import fp8_attn_fwd, steps
-from helion_attn.preprocess import pack
-from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
+from helion_attn.testing import Sm90Kernel, compile_for_sm90
 from helion_attn.varlen import attend_varlen, quantize_varlen
 
 
@@ -177,138 +171,6 @@ def test_without_interleaved_keys_p_is_shuffled(monkeypatch: pytest.MonkeyPatch)
         assert_8_bit_attention(kernel, tile)
 
 
-def widths(kernel: Sm90Kernel, opcode: str) -> set[int]:
-    """Bytes that a thread's `opcode`s, a pattern, load or store at once."""
-    sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
-    found = re.findall(rf"\b(?:{opcode})((?:\.[A-Z0-9]+)+)", kernel.sass)
-    return {next((sizes[part] for part in modifiers.split(".") if part in sizes), 4) for modifiers in found}
-
-
-def assert_preprocessing(kernels: list[Sm90Kernel], D: int, recipe: ha.Recipe = ha.BALANCED) -> None:
-    for kernel in kernels:
-        assert_sound(kernel)
-        # 4 bytes: descales and partial results. 8: the rotation's 256 signs, two a thread.
-        signs = {8} if recipe.hadamard and D == 256 else set()
-        assert widths(kernel, "LDG|LDGSTS") <= {4, 16} | signs, f"{kernel.name} reads narrowly"
-    assert sum(16 in widths(kernel, "LDG|LDGSTS") for kernel in kernels) >= 2, "there are two passes over the inputs"
-    assert any(16 in widths(kernel, "STG") for kernel in kernels)
-    assert any(kernel.opcodes["HGMMA"] > 0 for kernel in kernels) == recipe.hadamard, "who rotates?"
-
-
-LAYOUTS: dict[str, tuple[str, Callable[[], tuple[torch.Tensor, ...]]]] = {
-    "bshd": ("bshd", lambda: fake_qkv(2, 4, 2, 1000, 3000, 128, layout="bshd")),
-    "packed_bs3hd": ("bshd", lambda: fake_cuda(2, 3000, 3, 4, 128, dtype=torch.bfloat16).unbind(2)),
-}
-
-
-#: (D, recipe): every recipe where tiles are the largest, and every D.
-PREPROCESSED = [(32, "balanced"), (64, "accurate"), *((D, name) for D in (128, 256) for name in PRESETS)]
-
-
-@pytest.mark.parametrize(("D", "name"), PREPROCESSED)
-def test_preprocessing(D: int, name: str) -> None:
-    recipe = PRESETS[name]
-    kernels = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D), recipe=recipe)
-    assert_preprocessing(kernels, D, recipe)
-    # Of eight warps where rows are rotated, and otherwise of four.
-    assert kernels[-1].ctas_per_sm >= (2 if recipe.hadamard and D > 64 else 3)
-
-
-BF16, FP32 = torch.bfloat16, torch.float32
-
-#: (D, recipe, interleaved, dtype of the tables): every D and every recipe with both pairings, and ACCURATE, of which
-#: fp32 tables and up to 128 channels have a limit of registers, with all.
-ROTATED = [
-    *((64, "fast", True, BF16), (64, "balanced", False, BF16), (64, "accurate", True, FP32)),
-    *((128, "balanced", True, BF16), (128, "accurate", False, BF16), (128, "accurate", False, FP32)),
-    *((256, "fast", False, BF16), (256, "accurate", False, BF16), (256, "accurate", True, BF16)),
-]
-
-
-@pytest.mark.parametrize(("D", "name", "interleaved", "dtype"), ROTATED)
-def test_preprocessing_with_rope(D: int, name: str, interleaved: bool, dtype: torch.dtype) -> None:
-    recipe = PRESETS[name]
-
-    def make_rope() -> ha.Rope:
-        cos, sin = (fake_cuda(4096, D // 2, dtype=dtype) for _ in range(2))
-        return ha.Rope(cos, sin, interleaved)
-
-    kernels = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D), recipe=recipe, make_rope=make_rope)
-    assert_preprocessing(kernels, D, recipe)
-    assert kernels[-1].ctas_per_sm >= (3 if not recipe.hadamard else 2 if dtype == FP32 else 1)
-
-
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_preprocessing_that_only_rotates(D: int) -> None:
-    recipe = ha.Recipe(hadamard=True)
-    kernels = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D), recipe=recipe)
-    assert_preprocessing(kernels, D, recipe)
-    assert kernels[-1].ctas_per_sm >= 2
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_preprocessing_of_views(name: str) -> None:
-    layout, make_qkv = LAYOUTS[name]
-    assert_preprocessing(compile_quantize(make_qkv, layout=layout), 128)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_preprocessing_of_dtypes(dtype: torch.dtype) -> None:
-    assert_preprocessing(compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 64, dtype)), 64)
-
-
-def every_third(*shape: int) -> torch.Tensor:
-    """A view whose last dimension has a stride of 3."""
-    return fake_cuda(*shape, 3, dtype=torch.float16).unbind(-1)[0]
-
-
-def strided_in_d(D: int) -> tuple[torch.Tensor, ...]:
-    """Q, K and V."""
-    return every_third(2, 4, 1000, D), every_third(2, 2, 3000, D), every_third(2, 2, 3000, D)
-
-
-@pytest.mark.parametrize("D", [40, 147])
-def test_preprocessing_of_padded_channels(D: int) -> None:
-    for kernel in compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D, torch.float16), recipe=ha.FAST):
-        assert_sound(kernel)
-
-
-@pytest.mark.parametrize("D", [40, 147])
-def test_preprocessing_of_strided_padded_channels(D: int) -> None:
-    for kernel in compile_quantize(lambda: strided_in_d(D), recipe=ha.FAST):
-        assert_sound(kernel)
-
-
-def test_preprocessing_of_strided_padded_channels_of_variable_lengths() -> None:
-    def launch() -> None:
-        with launching():
-            *_, cu_q, cu_k = fake_varlen(147, 147)
-            q, k, v = (every_third(S, heads, 147) for S, heads in ((10000, 4), (20000, 2), (20000, 2)))
-            quantize_varlen(q, k, v, cu_q, cu_k, ha.FAST)
-
-    for kernel in compile_for_sm90(launch):
-        assert_sound(kernel)
-
-
-def test_constant_padding_makes_undefined_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the check can fail, and the number at run time is still needed."""
-    monkeypatch.setattr(pack, "row_channels", lambda d, d_at_run_time, d_step: d)
-    packed = compile_quantize(lambda: strided_in_d(147), recipe=ha.FAST)[-1]
-    assert undefined_pairs(packed.sass)
-
-
-def test_packing() -> None:
-    def launch() -> None:
-        with launching():
-            q, k, v = fake_qkv(2, 4, 2, 1000, 3000, 64, torch.float8_e4m3fn)
-            torch.ops.helion_attn.pack_qkv(q, k, v, 64, 128, 64, 64)
-
-    (kernel,) = compile_for_sm90(launch)
-    assert_sound(kernel)
-    assert 16 in widths(kernel, "LDG|LDGSTS")
-    assert 16 in widths(kernel, "STG")
-
-
 #: (D, D_v, H, M), and the programs that an SM must hold.
 DECODED = {
     "d32": (32, 32, 64, 1, 3),
@@ -353,19 +215,6 @@ def test_decoding_from_a_large_pool() -> None:
     """More than 2**31 bytes, where Helion's index type is another."""
     decode, _ = compile_decode(128, 128, 64, 1, num_splits=2, num_pages=2**16)
     assert_decoding(decode, 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("D", SUPPORTED_D)
-def test_appending(D: int, dtype: torch.dtype) -> None:
-    kernel = compile_append(D, dtype)
-    assert_sound(kernel)
-    assert 16 in widths(kernel, "LDG"), "reads narrowly"
-
-
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-def test_appending_with_rope(interleaved: bool) -> None:
-    assert_sound(compile_append(128, torch.bfloat16, interleaved))
 
 
 #: (D, causal, recipe, options) of sequences of variable length.
@@ -503,14 +352,6 @@ def test_split_keys_of_more_than_32_bits() -> None:
 def test_keys_that_are_not_split(M: int, N: int) -> None:
     (kernel,) = compile_shape(1, M, N, 128, True)
     assert "fp8_attn_fwd" in kernel.name
-
-
-@pytest.mark.parametrize(("D", "name"), [(64, "fast"), (256, "balanced"), (256, "accurate")])
-def test_preprocessing_of_variable_lengths(D: int, name: str) -> None:
-    recipe = PRESETS[name]
-    describe, *kernels = compile_quantize_varlen(D, recipe)
-    assert_sound(describe)
-    assert_preprocessing(kernels, D, recipe)
 
 
 def test_variable_lengths_of_more_than_32_bits() -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from no_ops import Launched
-from offline import assert_sound, launching
+from offline import assert_sound, launching, widths
 from test_rope import PAIRING, tables
-from test_sm90_compile import widths
 from test_strides import LAYOUTS, make_x
 from test_validation import assert_raises
 
