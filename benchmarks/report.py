@@ -54,12 +54,14 @@ class Block:
         plots: file name and alternative text of each.
         tables: made from the results.
         shown: tables that are not folded away; None for all.
+        beside: other suites whose figures are in them.
     """
 
     suite: str
     plots: dict[str, str]
     tables: Callable[[Loaded], list[Table]]
     shown: int | None = None
+    beside: tuple[str, ...] = ()
 
 
 BLOCKS = {
@@ -79,8 +81,8 @@ BLOCKS = {
     "large_d": Block("large_d", {"large_d": "TFLOP/s by head dim"}, large_d_tables),
     "decode": Block("decode", {}, decode_tables),
     "varlen": Block("varlen", {}, varlen_tables),
-    "checks": Block("attention", {}, speed_check_tables),
-    "rung_checks": Block("ladder", {}, rung_check_tables),
+    "checks": Block("attention", {}, speed_check_tables, beside=("accuracy", "preprocess")),
+    "rung_checks": Block("ladder", {}, rung_check_tables, beside=("large_d",)),
     "recipes": Block("accuracy", {}, recipe_tables),
     "pareto": Block("accuracy", {"pareto": "RMSE on outliers against end-to-end time, by recipe"}, pareto_tables),
     "cost": Block("accuracy", {"cost": "End-to-end time by recipe, as a multiple of FAST's"}, cost_tables),
@@ -102,7 +104,7 @@ BLOCKS = {
         "preprocess", {"preprocess_recipes": "Bandwidth of quantize / a copy's"}, preprocess_recipe_tables, 0
     ),
     "stages": Block("stages", {"stages": "Bandwidth of each stage / a copy's"}, stage_tables, 0),
-    "recipe_checks": Block("accuracy", {}, recipe_check_tables),
+    "recipe_checks": Block("accuracy", {}, recipe_check_tables, beside=("preprocess", "stages")),
 }
 
 
@@ -119,13 +121,22 @@ def older_rows(rows: list[Row]) -> str:
     )
 
 
-def caption(meta: Row, rows: list[Row]) -> str:
+def run_of(suite: Row) -> str:
+    """When, by what and at which commit a suite was run; and cells that are not of that run."""
+    meta = suite["meta"]
+    return (
+        f"{str(meta.get('date', ''))[:10]}, `{meta.get('command')}` at {meta.get('commit')}{older_rows(suite['rows'])}"
+    )
+
+
+def caption(block: Block, loaded: Loaded) -> str:
     """Where the figures come from, in a line."""
+    meta = loaded[block.suite]["meta"]
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "helion": "Helion"}
     names |= {"cudnn": "cuDNN", "fa3": "fa3-fwd"}
     versions = ", ".join(f"{label} {meta[name]}" for name, label in names.items() if meta.get(name))
-    run = f"{str(meta.get('date', ''))[:10]}, `{meta.get('command')}`"
-    return f"{meta.get('gpu') or 'CPU'}, {versions}; {run}{older_rows(rows)}"
+    runs = [run_of(loaded[suite]) for suite in (block.suite, *block.beside) if suite in loaded]
+    return f"{meta.get('gpu') or 'CPU'}, {versions}; {'; and '.join(runs)}"
 
 
 def block_markdown(name: str, loaded: Loaded, image_folder: str) -> str | None:
@@ -139,7 +150,7 @@ def block_markdown(name: str, loaded: Loaded, image_folder: str) -> str | None:
     parts += [table.markdown() for table in tables[:shown]]
     for table in tables[shown:]:
         parts.append(f"<details>\n<summary>{table.title}</summary>\n\n{table.markdown()}\n\n</details>")
-    parts.append(f"<sub>{caption(loaded[block.suite]['meta'], loaded[block.suite]['rows'])}</sub>")
+    parts.append(f"<sub>{caption(block, loaded)}</sub>")
     return "\n\n".join(parts)
 
 

@@ -14,6 +14,7 @@ import torch
 import triton
 from offline import launching
 from test_code_cache import (
+    attend,
     attend_in_parts,
     attend_to_a_cache,
     attend_to_sequences,
@@ -89,7 +90,7 @@ def described(x: Any) -> Any:
     return x.data_ptr() if isinstance(x, torch.Tensor) else (type(x), x)
 
 
-@pytest.mark.parametrize("call", [preprocess, attend_to_a_cache, attend_to_sequences, attend_in_parts])
+@pytest.mark.parametrize("call", [attend, preprocess, attend_to_a_cache, attend_to_sequences, attend_in_parts])
 def test_what_is_launched(call: Callable[[], None]) -> None:
     with planning() as made:
         call()
