@@ -8,7 +8,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,6 +192,27 @@ def traces(*args: Any, **options: Any) -> bool:
         run_small(*args, **options)
     assert len(seen.ran) == 1
     return seen.traced == ["small"]
+
+
+def test_threads_trace_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kernels, as `test_two_threads` has them on a GPU; both were once traced at the same time, and one failed."""
+    start, tracing = threading.Barrier(2), []
+
+    def trace(self: Any, *args: Any) -> Callable[[], None]:
+        tracing.append(self)
+        time.sleep(0.1)
+        assert tracing[-1] is self, "another thread traces"
+        return lambda: None
+
+    def find(generated: code_cache.Generated) -> None:
+        start.wait()
+        generated.find((fake_cuda(4), fake_cuda(4), fake_cuda(4), True))
+
+    monkeypatch.setattr(code_cache.Generated, "_trace", trace)
+    several = [small_kernel(num_warps)._generated for num_warps in (2, 4)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(find, several))
+    assert len(tracing) == 2
 
 
 def test_what_the_small_kernel_depends_on() -> None:

@@ -20,6 +20,7 @@ import importlib.metadata
 import inspect
 import json
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,6 +37,9 @@ from helion_attn.kernels.launches import recorded
 
 #: Of an entry in Triton's cache.
 FILE = "generated.json"
+
+#: Held while a kernel is looked for and traced: `torch.fx`, with which Helion traces, patches what all threads see.
+TRACING = threading.Lock()
 
 #: A host function that launches one Triton kernel.
 Run = Callable[..., Any]
@@ -232,7 +236,11 @@ class Generated:
         return hashlib.sha256(repr((self._fingerprint, options(), base)).encode()).hexdigest()
 
     def find(self, args: tuple[Any, ...]) -> Run:
-        """The host function for `args`, which are tensors and numbers."""
+        """The host function for `args`, which are tensors and numbers. Threads take turns."""
+        with TRACING:
+            return self._find(args)
+
+    def _find(self, args: tuple[Any, ...]) -> Run:
         base = self._kernel._base_specialization_key(args)
         if base in self._entries and (run := self._known(base, args)) is not None:
             return run
