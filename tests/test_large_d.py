@@ -16,6 +16,7 @@ from offline import (
     fake_qkv,
     products_in_flight,
     row_reduction_shuffles,
+    widths,
 )
 
 import helion_attn as ha
@@ -188,6 +189,8 @@ def test_shipped_config(tile: LargeTileConfig, recipe: str) -> None:
         assert conversions >= tile.bm * tile.bn // (32 * tile.num_warps)
     assert products_in_flight(kernel), "ptxas waits for each product"
     assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
+    assert 16 in widths(kernel, "LDG|LDGSTS")
+    assert min(widths(kernel, "LDG|LDGSTS")) == 4, "Q is read narrowly"
     assert kernel.opcodes["SHFL"] <= row_reduction_shuffles(tile, PRESETS[recipe]), "P moves between lanes"
     assert kernel.shared_bytes <= SHARED_BYTES_PER_SM - 1024
     assert kernel.registers <= tile.max_registers

@@ -116,6 +116,7 @@ def scores_of_pieces(
 
 def fp8_attn_fwd_large_d(
     q8: torch.Tensor,  # [B * H, M_blocks, bm, D_pad]
+    q_flat: torch.Tensor,  # q8 as [B * H * M_blocks * bm * D_pad]
     k_wide: torch.Tensor,  # [B * H_kv, N_blocks, bn, d_count, d_wide]
     k_narrow: torch.Tensor,  # [B * H_kv, N_blocks, bn, d_narrow]
     v_wide: torch.Tensor,  # [B * H_kv, N_blocks * v_parts, v_wide, bn]
@@ -170,9 +171,8 @@ def fp8_attn_fwd_large_d(
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loop.
     l_lanes = 8
-    # Known strides keep the stores 16 bytes wide.
-    hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0)))
-    q_flat = q8.view(-1)
+    # Known strides keep the stores, and the loads of Q, 16 bytes wide.
+    hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0), q_flat.stride(0)))
 
     for bh, grid_block in hl.grid([bh_size, m_blocks * v_parts]):
         # The parts of one query block are neighbours: they read the same K.
@@ -355,6 +355,7 @@ def launch(
     q_descale = q_descale.view(-1)
     kernel(
         q8,
+        q8.view(-1),
         k_wide,
         k_narrow,
         v_wide.squeeze(2),
