@@ -22,8 +22,10 @@ PER_TENSOR = ha.Recipe(q_scales="tensor", k_scales="tensor", v_scales="tensor", 
 
 _CHANGES: dict[str, dict[str, Any]] = {
     "hadamard": {"hadamard": True},
+    "reflect": {"reflect": True},
     "smooth_k": {"smooth_k": True},
     "k_block": {"k_scales": "block"},
+    "int8_qk": {"qk_dtype": torch.int8, "k_scales": "block"},
     "int8_qk_hadamard": {"qk_dtype": torch.int8, "k_scales": "block", "hadamard": True},
     "v_channel": {"v_scales": "channel"},
     "q_head": {"q_scales": "head"},

@@ -1,7 +1,7 @@
 """FP8 attention for NVIDIA Hopper, written in Helion: fast, and accurate on long contexts."""
 
 from helion_attn import reference
-from helion_attn.api import apply_rope, attention, attention_quantized, hadamard, pack, quantize
+from helion_attn.api import apply_rope, attention, attention_quantized, hadamard, pack, quantize, reflect
 from helion_attn.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
@@ -37,6 +37,7 @@ __all__ = [
     "paged_kv_cache",
     "quantize",
     "reference",
+    "reflect",
     "register_transformers",
     "sdpa",
 ]

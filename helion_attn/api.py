@@ -171,7 +171,7 @@ def apply_rope(
     rows = x.transpose(1, 2) if layout == "bshd" else x
     check_rope_of(rows, rope, positions)
     tables = (rope.cos, rope.sin, positions, rope.interleaved)
-    return torch.ops.helion_attn.transform_rows(rows, *tables, None, layout == "bshd")
+    return torch.ops.helion_attn.transform_rows(rows, *tables, None, False, layout == "bshd")
 
 
 def hadamard(x: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
@@ -195,7 +195,27 @@ def hadamard(x: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
     """
     check_x(x, "bhsd")
     check_seed(seed)
-    return torch.ops.helion_attn.transform_rows(x, None, None, None, False, seed, False)
+    return torch.ops.helion_attn.transform_rows(x, None, None, None, False, seed, False, False)
+
+
+def reflect(x: torch.Tensor) -> torch.Tensor:
+    """Subtract half of the sum of every four consecutive channels from each, as `quantize` does it.
+
+    Computed in fp32 and rounded once. A Householder reflection and a Hadamard rotation of order four at once: products
+    of two tensors' rows do not change, and applied twice it gives x back. The last D % 4 channels stay.
+    `helion_attn.reference.reflect` is it in fp64.
+
+    Args:
+        x: as in `hadamard`.
+
+    Returns:
+        Contiguous, of x's shape and dtype. A NaN or infinity makes NaN or infinity of its four channels.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `apply_rope`.
+    """
+    check_x(x, "bhsd")
+    return torch.ops.helion_attn.transform_rows(x, None, None, None, False, None, True, False)
 
 
 def mask_arguments(

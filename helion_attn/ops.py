@@ -57,7 +57,7 @@ torch.library.define(
     "helion_attn::quantize_qkv",
     "(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? q_positions, Tensor? k_positions, "
     "bool interleaved, int bm, int bn, int d_pad, int d_v_pad, ScalarType qk_dtype, ScalarType pv_dtype, str q_scales, "
-    "str k_scales, str v_scales, int? hadamard_seed, bool smooth_k, bool center_v) "
+    "str k_scales, str v_scales, int? hadamard_seed, bool reflect, bool smooth_k, bool center_v) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
@@ -66,8 +66,8 @@ torch.library.define(
 )
 torch.library.define(
     "helion_attn::transform_rows",
-    "(Tensor x, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, int? hadamard_seed, bool bshd) "
-    "-> Tensor",
+    "(Tensor x, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, int? hadamard_seed, bool reflect, "
+    "bool bshd) -> Tensor",
 )
 torch.library.define(
     "helion_attn::fp8_attn_fwd",
@@ -81,7 +81,7 @@ torch.library.define(
     "helion_attn::quantize_varlen",
     "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int bm, int bn, int d_pad, int d_v_pad, "
     "ScalarType qk_dtype, ScalarType pv_dtype, str q_scales, str k_scales, str v_scales, int? hadamard_seed, "
-    "bool smooth_k, bool center_v) "
+    "bool reflect, bool smooth_k, bool center_v) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
@@ -126,6 +126,7 @@ def _quantize_qkv(
     k_scales: str,
     v_scales: str,
     hadamard_seed: int | None,
+    reflect: bool,
     smooth_k: bool,
     center_v: bool,
 ) -> tuple[torch.Tensor, ...]:
@@ -133,7 +134,7 @@ def _quantize_qkv(
     from helion_attn.preprocess.quantize import quantize_qkv
 
     rope = (cos, sin, q_positions, k_positions, interleaved)
-    choices = Choices(qk_dtype, pv_dtype, q_scales, k_scales, v_scales, hadamard_seed, smooth_k, center_v)
+    choices = Choices(qk_dtype, pv_dtype, q_scales, k_scales, v_scales, hadamard_seed, reflect, smooth_k, center_v)
     return quantize_qkv(q, k, v, *rope, Packing(bm, bn, d_pad, d_v_pad), choices)
 
 
@@ -177,6 +178,7 @@ def _(
     k_scales: str,
     v_scales: str,
     hadamard_seed: int | None,
+    reflect: bool,
     smooth_k: bool,
     center_v: bool,
 ) -> tuple[torch.Tensor, ...]:
@@ -220,11 +222,12 @@ def _transform_rows(
     positions: torch.Tensor | None,
     interleaved: bool,
     hadamard_seed: int | None,
+    reflect: bool,
     bshd: bool,
 ) -> torch.Tensor:
     from helion_attn.preprocess.stages import transform_rows
 
-    return transform_rows(x, cos, sin, positions, interleaved, hadamard_seed, bshd)
+    return transform_rows(x, cos, sin, positions, interleaved, hadamard_seed, reflect, bshd)
 
 
 @torch.library.register_fake("helion_attn::transform_rows")
@@ -235,6 +238,7 @@ def _(
     positions: torch.Tensor | None,
     interleaved: bool,
     hadamard_seed: int | None,
+    reflect: bool,
     bshd: bool,
 ) -> torch.Tensor:
     B, H, S, D = x.shape
@@ -348,13 +352,14 @@ def _quantize_varlen(
     k_scales: str,
     v_scales: str,
     hadamard_seed: int | None,
+    reflect: bool,
     smooth_k: bool,
     center_v: bool,
 ) -> tuple[torch.Tensor, ...]:
     from helion_attn.preprocess.choices import Choices
     from helion_attn.preprocess.quantize import quantize_varlen
 
-    choices = Choices(qk_dtype, pv_dtype, q_scales, k_scales, v_scales, hadamard_seed, smooth_k, center_v)
+    choices = Choices(qk_dtype, pv_dtype, q_scales, k_scales, v_scales, hadamard_seed, reflect, smooth_k, center_v)
     return quantize_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, Packing(bm, bn, d_pad, d_v_pad), choices)
 
 
@@ -375,6 +380,7 @@ def _(
     k_scales: str,
     v_scales: str,
     hadamard_seed: int | None,
+    reflect: bool,
     smooth_k: bool,
     center_v: bool,
 ) -> tuple[torch.Tensor, ...]:

@@ -46,6 +46,8 @@ RECIPES = LADDER | {
     "not_centred": ha.Recipe(center_v=False),
     "sum_in_tensor_core": ha.Recipe(promote_every=0),
     "p_offset_4": ha.Recipe(p_offset_log2=4),
+    "reflect_head_scales": ha.Recipe(q_scales="head", reflect=True),
+    "reflect_smooth_k": ha.Recipe(reflect=True, smooth_k=True),
     "hadamard_seed_3": ha.Recipe(hadamard=True, hadamard_seed=3),
     "hadamard_head_scales": ha.Recipe(q_scales="head", hadamard=True),
     "hadamard_tensor_scales": ha.Recipe(q_scales="tensor", k_scales="tensor", hadamard=True),

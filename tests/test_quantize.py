@@ -103,7 +103,7 @@ def test_values_of_every_recipe(recipe: ha.Recipe, name: str, device: str, poiso
     with poisoned():
         packed = ha.quantize(q, k, v, recipe=recipe)
     model = ha.reference.quantize(q, k, v, recipe)
-    sums = recipe.hadamard or recipe.smooth_k or recipe.center_v
+    sums = recipe.hadamard or recipe.reflect or recipe.smooth_k or recipe.center_v
     # Of a sum the last bits differ, and with them a maximum's of what it was subtracted from.
     exact = device == "cpu" and not sums
     assert_packs_the_model(packed, model, exact=exact, descale_ulps=64 if sums else 4)
@@ -175,6 +175,8 @@ def test_dequantize(recipe: ha.Recipe, layout: str, device: str) -> None:
     if recipe.hadamard:
         inverse = ha.reference.hadamard_matrix(48, recipe.hadamard_seed).mT.float().to(device)
         q, k = q @ inverse, k @ inverse
+    if recipe.reflect:
+        q, k = ha.reference.reflect(q).float(), ha.reference.reflect(k).float()
     v = model.v8 * model.v_descale.unsqueeze(2) + model.v_mean.unsqueeze(2)
     for actual, value in zip(ha.dequantize(packed), (q, k + model.k_mean.unsqueeze(2), v), strict=True):
         assert actual.dtype == torch.float32

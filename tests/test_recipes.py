@@ -60,15 +60,18 @@ def test_kinds_and_dtypes(dtype: torch.dtype, kind: str, recipe: ha.Recipe, devi
     case.assert_within_budget(out)
 
 
-def test_rotation_and_int8_are_worth_it(device: str) -> None:
+def test_rotation_reflection_and_int8_are_worth_it(device: str) -> None:
     qkv = make_qkv("outlier", 1, 2, 2, 128, 512, 128, device=device)
     oracle = ha.reference.attention(*qkv)
     fast, balanced, accurate = (
         relative_error(ha.attention(*qkv, recipe=recipe, out_dtype=torch.float32), oracle)
         for recipe in PRESETS.values()
     )
-    assert balanced < 0.85 * fast
-    assert accurate < 0.85 * balanced
+    not_reflected = dataclasses.replace(ha.BALANCED, reflect=False)
+    int8 = relative_error(ha.attention(*qkv, recipe=not_reflected, out_dtype=torch.float32), oracle)
+    assert int8 < 0.85 * fast
+    assert balanced < 0.9 * int8
+    assert accurate < 0.85 * int8
 
 
 def test_the_seed_is_used(device: str) -> None:
@@ -107,6 +110,11 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "k_scales": ({"k_scales": "token"}, ["k_scales is 'token'", "'block'"]),
     "v_scales": ({"v_scales": "block"}, ["v_scales is 'block'", "'channel'"]),
     "hadamard_is_1": ({"hadamard": 1}, ["hadamard is 1", "True"]),
+    "reflect_is_1": ({"reflect": 1}, ["reflect is 1", "True"]),
+    "reflect_and_hadamard": (
+        {"reflect": True, "hadamard": True},
+        ["reflect and hadamard are both True", "one must be"],
+    ),
     "center_v_is_none": ({"center_v": None}, ["center_v is None", "True"]),
     "promote_every": ({"promote_every": 2}, ["promote_every is 2", "(None, 0, 1)"]),
     "seed_without_hadamard": ({"hadamard_seed": 1}, ["hadamard_seed is 1", "hadamard is False"]),

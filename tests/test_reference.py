@@ -173,6 +173,31 @@ def test_hadamard_spreads_an_outlier_over_its_block() -> None:
     assert torch.all(rotated[64:] == 0)
 
 
+@pytest.mark.parametrize("D", [16, 17, 18, 64, 100, 256])
+def test_reflection_entry_by_entry(D: int) -> None:
+    """Half of a group's sum less: 1/2 on the diagonal, -1/2 beside it; the last D % 4 channels stay."""
+    expected = torch.zeros(D, D, dtype=torch.float64)
+    for i in range(D):
+        for j in range(D):
+            grouped = max(i, j) < D // 4 * 4
+            expected[i, j] = float(i == j) - 0.5 * (grouped and i // 4 == j // 4)
+    assert torch.equal(reference.reflect(torch.eye(D)), expected)
+    assert torch.equal(expected @ expected, torch.eye(D, dtype=torch.float64))
+    assert torch.equal(expected, expected.mT)
+
+
+def test_reflection_spreads_an_outlier_and_keeps_what_is_common() -> None:
+    x = torch.zeros(3, 16)
+    x[0, 6] = 8
+    x[1] = 8
+    x[2, 4:8] = torch.tensor([8.0, -8, 8, -8])
+    out = reference.reflect(x)
+    assert out.dtype == torch.float64
+    assert out[0, 4:8].tolist() == [-4, -4, 4, -4]
+    assert torch.count_nonzero(out[0]) == 4
+    assert torch.equal(out[1:].abs(), x[1:].double().abs())
+
+
 def test_hadamard_seeds() -> None:
     assert torch.equal(reference.hadamard_matrix(64), reference.hadamard_matrix(64, 0))
     assert not torch.equal(reference.hadamard_matrix(64, 1), reference.hadamard_matrix(64, 2))

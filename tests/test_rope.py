@@ -63,7 +63,7 @@ def test_single_choices(name: str, device: str) -> None:
 
 
 @PAIRING
-@pytest.mark.parametrize("name", [*LADDER, "plain", "tensor_scales", "hadamard_smooth_k"])
+@pytest.mark.parametrize("name", [*LADDER, "plain", "tensor_scales", "hadamard_smooth_k", "reflect_smooth_k"])
 @pytest.mark.parametrize(("D", "rotary"), [(48, 32), (128, 128), (256, 64)])
 def test_values(D: int, rotary: int, name: str, interleaved: bool, device: str) -> None:
     rope = tables(150, rotary, norm=1.4, dtype=torch.bfloat16, interleaved=interleaved, device=device)

@@ -36,10 +36,15 @@ RECIPES = {
     "int8": Recipe(qk_dtype=INT8, q_scales="block", k_scales="block"),
     "int8_token_smooth": Recipe(qk_dtype=INT8, q_scales="token", k_scales="block", smooth_k=True),
     "rotated_smooth": Recipe(q_scales="head", hadamard=True, hadamard_seed=3, smooth_k=True),
+    "reflected_smooth": Recipe(q_scales="head", reflect=True, smooth_k=True),
     "e5m2": Recipe(pv_dtype=E5M2, v_scales="channel"),
     "smooth": Recipe(smooth_k=True),
     "p_offset_4": Recipe(p_offset_log2=4),
 }
+
+
+#: What mixes channels of Q and K.
+MIXING = {"none": Recipe(), "hadamard": Recipe(hadamard=True), "reflect": Recipe(reflect=True)}
 
 
 def dequantized(r: RoundedQKV, recipe: Recipe) -> Tensors:
@@ -48,6 +53,8 @@ def dequantized(r: RoundedQKV, recipe: Recipe) -> Tensors:
     if recipe.hadamard:
         inverse = reference.hadamard_matrix(q.size(3), recipe.hadamard_seed).mT
         q, k = q @ inverse, k @ inverse
+    if recipe.reflect:
+        q, k = reference.reflect(q), reference.reflect(k)
     v = r.v8.double() * r.v_descale.unsqueeze(2)
     return q, k + r.k_mean.unsqueeze(2), v + r.v_mean.unsqueeze(2)
 
@@ -303,16 +310,16 @@ def test_exact_descales_are_of_what_is_cast(scales: str) -> None:
 
 
 @pytest.mark.parametrize("smooth_k", [False, True], ids=["", "smooth"])
-@pytest.mark.parametrize("hadamard", [False, True], ids=["", "hadamard"])
+@pytest.mark.parametrize("transform", ["none", "hadamard", "reflect"])
 @pytest.mark.parametrize("scales", ["head", "tensor"])
-def test_head_descales_are_bounds(scales: str, hadamard: bool, smooth_k: bool) -> None:
+def test_head_descales_are_bounds(scales: str, transform: str, smooth_k: bool) -> None:
     q, k, v = make_qkv("randn", 2, 4, 2, 50, 60, 64, torch.float32)
     k = k + 2
-    recipe = Recipe(q_scales=scales, k_scales=scales, hadamard=hadamard, smooth_k=smooth_k)
+    recipe = replace(MIXING[transform], q_scales=scales, k_scales=scales, smooth_k=smooth_k)
     r = reference.quantize(q, k, v, recipe)
 
-    # Of the rows before the rotation, which can gather a block of 64 equal channels into one.
-    factor = 8 if hadamard else 1
+    # Of the rows before the rotation, which can gather a block of 64 equal channels into one, or the reflection, of 4.
+    factor = {"none": 1, "hadamard": 8, "reflect": 2}[transform]
     q_stat, k_stat = (x.double().abs().amax((2, 3)) * factor for x in (q, k))
     if smooth_k:
         k_stat = k_stat + k.double().mean(2).abs().amax(2) * factor
@@ -320,7 +327,7 @@ def test_head_descales_are_bounds(scales: str, hadamard: bool, smooth_k: bool) -
         q_stat, k_stat = q_stat.max().expand(2, 4), k_stat.max().expand(2, 2)
     assert_descale(r.q_descale, q_stat.unsqueeze(2).expand(2, 4, 50), E4M3)
     assert_descale(r.k_descale, k_stat.unsqueeze(2).expand(2, 2, 60), E4M3)
-    another = reference.quantize(q, k, v, replace(recipe, hadamard_seed=1 if hadamard else 0))
+    another = reference.quantize(q, k, v, replace(recipe, hadamard_seed=1 if recipe.hadamard else 0))
     assert torch.equal(another.q_descale, r.q_descale)
     assert torch.equal(another.k_descale, r.k_descale)
     for x8 in (r.q8, r.k8):
@@ -335,6 +342,13 @@ def test_the_bound_under_a_rotation_is_reached(dtype: torch.dtype) -> None:
     r = reference.quantize(q, q, q, Recipe(q_scales="head", hadamard=True))
     for x8 in (r.q8, r.k8):
         assert torch.equal(x8, FORMAT_MAX[E4M3] * torch.eye(64)[5].expand_as(x8))
+
+
+def test_the_bound_under_a_reflection_is_reached() -> None:
+    q = torch.tensor([3.0, 3, 3, -3]).repeat(16).expand(1, 1, 4, 64)
+    r = reference.quantize(q, q, q, Recipe(q_scales="head", reflect=True))
+    for x8 in (r.q8, r.k8):
+        assert torch.equal(x8, FORMAT_MAX[E4M3] * torch.tensor([0.0, 0, 0, -1]).repeat(16).expand_as(x8))
 
 
 @pytest.mark.parametrize("pv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -371,7 +385,7 @@ def test_magnitude_is_only_in_the_descale(exponent: int) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
-@pytest.mark.parametrize("transform", ["none", "hadamard", "smooth_k"])
+@pytest.mark.parametrize("transform", ["none", "hadamard", "reflect", "smooth_k"])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_nonfinite_stays_in_its_group(name: str, transform: str, value: float) -> None:
     """One element spoils the descale of its group, no other group, and never passes for a finite number."""
@@ -392,6 +406,7 @@ def test_nonfinite_stays_in_its_group(name: str, transform: str, value: float) -
             k_scales=scales if name == "k" else "head",
             v_scales=scales if name == "v" else "head",
             hadamard=transform == "hadamard",
+            reflect=transform == "reflect",
             smooth_k=transform == "smooth_k",
         )
         q, k, v = make_qkv("randn", 2, 2, 2, S, S, D)
@@ -463,14 +478,14 @@ def test_the_rotation_reads_16_bits(dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("D", [16, 48, 80, 96, 192])
+@pytest.mark.parametrize("D", [16, 18, 48, 80, 96, 192])
 @pytest.mark.parametrize("smooth_k", [False, True], ids=["", "smooth"])
-@pytest.mark.parametrize("hadamard", [False, True], ids=["", "hadamard"])
-def test_scores_are_invariant(hadamard: bool, smooth_k: bool, D: int) -> None:
-    """Rotated and smoothed or not, q8 k8^T with its descales and shift is q k^T up to 8 bits; so is lse."""
+@pytest.mark.parametrize("transform", ["none", "hadamard", "reflect"])
+def test_scores_are_invariant(transform: str, smooth_k: bool, D: int) -> None:
+    """Mixed and smoothed or not, q8 k8^T with its descales and shift is q k^T up to 8 bits; so is lse."""
     q, k, v = make_qkv("randn", 1, 2, 1, 40, 50, D)
     k = k + 1
-    recipe = Recipe(qk_dtype=INT8, k_scales="block", hadamard=hadamard, smooth_k=smooth_k)
+    recipe = replace(MIXING[transform], qk_dtype=INT8, k_scales="block", smooth_k=smooth_k)
     r = reference.quantize(q, k, v, recipe)
     scores = (r.q8 @ r.k8.mT) * r.q_descale.unsqueeze(3) * r.k_descale.unsqueeze(2) + r.lse_shift.unsqueeze(3)
     exact = q.double() @ k.double().mT
@@ -481,14 +496,14 @@ def test_scores_are_invariant(hadamard: bool, smooth_k: bool, D: int) -> None:
     assert relative_error(out, ref) < 0.06
 
 
-@pytest.mark.parametrize("hadamard", [False, True], ids=["", "hadamard"])
-def test_a_constant_added_to_keys_only_shifts_lse(hadamard: bool) -> None:
+@pytest.mark.parametrize("transform", ["none", "hadamard", "reflect"])
+def test_a_constant_added_to_keys_only_shifts_lse(transform: str) -> None:
     """On integers, whose sums are exact, not a bit of the output changes."""
     generator = torch.Generator().manual_seed(0)
     q, v = torch.randn(1, 4, 30, 64, generator=generator), torch.randn(1, 2, 64, 64, generator=generator)
     k = torch.randint(-7, 8, (1, 2, 64, 64), generator=generator).float()
     constant = torch.randint(-20, 21, (1, 2, 1, 64), generator=generator).float()
-    recipe = Recipe(k_scales="block", smooth_k=True, hadamard=hadamard)
+    recipe = replace(MIXING[transform], k_scales="block", smooth_k=True)
     out, lse = reference.fp8_attention(q, k, v, recipe=recipe, return_lse=True)
     moved_out, moved_lse = reference.fp8_attention(q, k + constant, v, recipe=recipe, return_lse=True)
     assert torch.equal(moved_out, out)
@@ -521,6 +536,7 @@ def make_rope(positions: int, R: int, interleaved: bool = False) -> Rope:
 EXACT_RECIPES = {
     "plain": Recipe(k_scales="block"),
     "rotated": Recipe(k_scales="block", hadamard=True),
+    "reflected": Recipe(k_scales="block", reflect=True),
     "int8_rotated_smooth": Recipe(qk_dtype=INT8, k_scales="block", hadamard=True, smooth_k=True),
 }
 

@@ -1,4 +1,4 @@
-"""The public stages of preprocessing, `apply_rope` and `hadamard`, against their fp64 references."""
+"""The public stages of preprocessing, `apply_rope`, `hadamard` and `reflect`, against their fp64 references."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def assert_rounds(out: torch.Tensor, expected: torch.Tensor, unrounded: float) -
 
 
 #: What the arithmetic before the rounding may add, of a row's norm: two products and a sum in fp32; the rotation's sum
-#: of up to 128 products in fp32; and what two terms of bf16 leave of other dtypes.
-ROPE_ERROR, HADAMARD_ERROR, TWO_TERMS_ERROR = 2.0**-22, 2.0**-19, 2.0**-18
+#: of up to 128 products in fp32; what two terms of bf16 leave of other dtypes; and the reflection's four additions.
+ROPE_ERROR, HADAMARD_ERROR, TWO_TERMS_ERROR, REFLECT_ERROR = 2.0**-22, 2.0**-19, 2.0**-18, 2.0**-22
 
 
 def hadamard_error(dtype: torch.dtype) -> float:
@@ -85,6 +85,31 @@ def test_hadamard(
     assert_rounds(out, ha.reference.hadamard(x, seed), hadamard_error(dtype))
 
 
+@DTYPES
+@SHAPES
+def test_reflect(
+    D: int,
+    S: int,
+    dtype: torch.dtype,
+    device: str,
+    poisoned: Callable[[], AbstractContextManager[None]],
+) -> None:
+    x = make_qkv("outlier", 2, 3, 1, S, 1, D, dtype, device)[0]
+    with poisoned():
+        out = ha.reflect(x)
+    assert out.dtype == dtype
+    assert_rounds(out, ha.reference.reflect(x), REFLECT_ERROR)
+
+
+@pytest.mark.parametrize("D", [17, 18, 19, 43])
+def test_channels_of_no_group_are_not_reflected(D: int, device: str) -> None:
+    x = make_qkv("randn", 1, 2, 1, 5, 1, D, device=device)[0]
+    out = ha.reflect(x)
+    assert_rounds(out, ha.reference.reflect(x), REFLECT_ERROR)
+    assert torch.equal(out[..., D // 4 * 4 :], x[..., D // 4 * 4 :])
+    assert not torch.any(out[..., : D // 4 * 4] == x[..., : D // 4 * 4])
+
+
 def test_odd_head_dim_changes_signs_only(device: str) -> None:
     x = make_qkv("randn", 1, 2, 1, 5, 1, 81, device=device)[0]
     out = ha.hadamard(x, seed=1)
@@ -102,6 +127,7 @@ def test_strides(layout: str, dtype: torch.dtype, device: str) -> None:
     aligned = x.stride(3) == 1 and all(stride % 4 == 0 for stride in x.stride()[:3])
     if dtype == torch.bfloat16 or aligned:
         assert torch.equal(ha.hadamard(x), ha.hadamard(x.contiguous()))
+        assert torch.equal(ha.reflect(x), ha.reflect(x.contiguous()))
     else:
         with pytest.raises(ValueError, match=r"x is float32 with strides"):
             ha.hadamard(x)
@@ -169,6 +195,23 @@ def test_hadamard_of_nonfinite(D: int, value: float, device: str) -> None:
     assert torch.equal(ha.hadamard(x)[rows], clean[rows])
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("D", [32, 48, 50])
+def test_reflection_of_nonfinite(D: int, value: float, device: str) -> None:
+    x = make_qkv("randn", 1, 2, 1, 70, 1, D, device=device)[0]
+    clean = ha.reflect(x)
+    for channel, mixed in ((5, slice(4, 8)), (D - 1, slice(D // 4 * 4, D) if D % 4 else slice(D - 4, D))):
+        y = x.clone()
+        y[0, 1, 33, channel] = value
+        out = ha.reflect(y)
+        of_group = torch.zeros_like(y, dtype=torch.bool)
+        of_group[0, 1, 33, mixed] = True
+        assert not out[0, 1, 33, channel].isfinite()
+        if D % 4 == 0 or channel == 5:
+            assert not out[of_group].isfinite().any()
+        assert torch.equal(out[~of_group], clean[~of_group])
+
+
 @DTYPES
 def test_opcheck(dtype: torch.dtype, device: str) -> None:
     x = make_x("bhsd", dtype, device).transpose(1, 2).contiguous().transpose(1, 2)
@@ -176,21 +219,22 @@ def test_opcheck(dtype: torch.dtype, device: str) -> None:
     at = torch.arange(x.size(2), device=device)
     op = torch.ops.helion_attn.transform_rows.default
     for arguments in (
-        (x, None, None, None, False, 3, False),
-        (x, rope.cos, rope.sin, None, True, None, True),
-        (x, rope.cos, rope.sin, at, False, None, False),
+        (x, None, None, None, False, 3, False, False),
+        (x, None, None, None, False, None, True, False),
+        (x, rope.cos, rope.sin, None, True, None, False, True),
+        (x, rope.cos, rope.sin, at, False, None, False, False),
     ):
         torch.library.opcheck(op, arguments)
 
 
 def test_compiles_without_graph_breaks(device: str) -> None:
-    def both(x: torch.Tensor, rope: ha.Rope) -> torch.Tensor:
-        return ha.hadamard(ha.apply_rope(x, rope), seed=2)
+    def stages(x: torch.Tensor, rope: ha.Rope) -> torch.Tensor:
+        return ha.reflect(ha.hadamard(ha.apply_rope(x, rope), seed=2))
 
     x = make_x("bshd", torch.bfloat16, device)
     rope = tables(x.size(2), 48, device=device)
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, rope), both(x, rope))
+    compiled = torch.compile(stages, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, rope), stages(x, rope))
 
 
 NO_LAUNCH = pytest.mark.usefixtures("no_launch")
@@ -246,6 +290,8 @@ def test_good_arguments_reach_the_launch() -> None:
         ha.apply_rope(**GOOD)
     with pytest.raises(Launched):
         ha.hadamard(GOOD["x"])
+    with pytest.raises(Launched):
+        ha.reflect(GOOD["x"])
 
 
 @NO_LAUNCH
@@ -257,9 +303,10 @@ def test_bad_rope(what: str) -> None:
 
 @NO_LAUNCH
 @pytest.mark.parametrize("what", BAD)
-def test_bad_hadamard(what: str) -> None:
+def test_bad_hadamard_and_reflect(what: str) -> None:
     arguments, error, parts = BAD[what]
     assert_raises(ha.hadamard, arguments, error, parts)
+    assert_raises(ha.reflect, arguments, error, parts)
 
 
 @NO_LAUNCH
@@ -301,3 +348,13 @@ def test_hadamard_on_sm_90(D: int, dtype: torch.dtype) -> None:
     assert kernel.opcodes["HGMMA"] > 0
     assert 16 in widths(kernel, "LDG|LDGSTS")
     assert widths(kernel, "STG") == {16}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D", [64, 128, 256, 320])
+def test_reflection_on_sm_90(D: int, dtype: torch.dtype) -> None:
+    kernel = compile_stage(D, dtype, ha.reflect)
+    assert_sound(kernel)
+    assert widths(kernel, "LDG|LDGSTS") == {16}
+    assert widths(kernel, "STG") == {16}
+    assert kernel.opcodes["SHFL"] == 0, "a thread does not hold whole groups"

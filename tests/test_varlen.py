@@ -145,7 +145,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{f"recipe_{name}": {"recipe": PRESETS[name]} for name in PRESETS},
     **{
         f"recipe_{name}": {"recipe": RECIPES[name], "causal": True}
-        for name in ("k_block", "v_channel", "e5m2", "smooth_k", "not_centred", "hadamard_smooth_k", "hybrid", "bf16")
+        for name in (
+            "k_block",
+            "v_channel",
+            "e5m2",
+            "smooth_k",
+            "not_centred",
+            "hadamard_smooth_k",
+            "reflect_smooth_k",
+            "hybrid",
+            "bf16",
+        )
     },
     "recipe_q_block": {"recipe": ha.Recipe(qk_dtype=torch.int8, q_scales="block", k_scales="block"), "D": 128},
     "recipe_fp16": {"recipe": RECIPES["fp16_hadamard_smooth_k"], "D": 128},
@@ -549,7 +559,7 @@ def test_opcheck(recipe: ha.Recipe, device: str, poisoned: Callable[[], Abstract
         torch.library.opcheck(
             torch.ops.helion_attn.quantize_varlen.default,
             (*qkv, *cu, tile.bm, tile.bn, tile.D_pad, tile.D_v_pad, recipe.qk_dtype, recipe.pv_dtype, *scales,
-             0 if recipe.hadamard else None, recipe.smooth_k, recipe.center_v),
+             0 if recipe.hadamard else None, recipe.reflect, recipe.smooth_k, recipe.center_v),
             test_utils=checks,
         )  # fmt: skip
     p = quantize_varlen(*qkv, *cu, recipe)

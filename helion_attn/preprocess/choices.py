@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from helion_attn.numerics import REFLECTED_GROUP
 from helion_attn.preprocess.hadamard import hadamard_block
 
 
@@ -19,9 +20,11 @@ class Choices(NamedTuple):
     k_scales: str
     v_scales: str
     hadamard_seed: int | None
+    reflect: bool
     smooth_k: bool
     center_v: bool
 
     def bound(self, D: int) -> float:
-        """A head's largest magnitude times this bounds what the rotation, if there is one, makes of its rows."""
-        return 1.0 if self.hadamard_seed is None else math.sqrt(hadamard_block(D))
+        """A head's largest magnitude times this bounds what the rotation or reflection makes of its rows."""
+        mixed = 1 if self.hadamard_seed is None else hadamard_block(D)
+        return math.sqrt(REFLECTED_GROUP if self.reflect else mixed)

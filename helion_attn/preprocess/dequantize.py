@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from helion_attn.preprocess.hadamard import hadamard_matrix
+from helion_attn.preprocess.reflect import reflection
 from helion_attn.types import QuantizedQKV
 
 
@@ -24,8 +25,8 @@ def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         qkv: from `helion_attn.quantize` or `helion_attn.pack`.
 
     Returns:
-        fp32 q [B, H, M, D], k [B, H_kv, N, D] and v [B, H_kv, N, D_v]: a rotation undone, means added back; RoPE stays.
-        Always BHSD.
+        fp32 q [B, H, M, D], k [B, H_kv, N, D] and v [B, H_kv, N, D_v]: a rotation or reflection undone, means added
+        back; RoPE stays. Always BHSD.
     """
     v8 = qkv.v8.float()
     if qkv.v8.itemsize == 1:
@@ -39,6 +40,9 @@ def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     k = _unpack_rows(qkv.k8, qkv.k_descale.unsqueeze(3), qkv.N, qkv.D)
     if qkv.recipe.hadamard:
         inverse = hadamard_matrix(qkv.D, qkv.recipe.hadamard_seed).to(q.device).T
+        q, k = q @ inverse, k @ inverse
+    if qkv.recipe.reflect:
+        inverse = reflection(qkv.D).to(q.device)
         q, k = q @ inverse, k @ inverse
     if qkv.k_mean is not None:
         k = k + qkv.k_mean[:, :, None, : qkv.D]

@@ -1,6 +1,6 @@
 """The pass that writes the packed format: Q, K and V block-major, 8-bit V also transposed and interleaved.
 
-    Q, K:  x = rope(x); K: x -= k_mean; x = hadamard(x);  x8 = cast(x / descale)
+    Q, K:  x = rope(x); K: x -= k_mean; x = hadamard(x) or reflect(x);  x8 = cast(x / descale)
            bf16 K to 8 bits, no RoPE, head dims up to 128: x = hadamard(x) - hadamard(k_mean), which is rounded less
     V:     v8 = cast((v - v_mean) / descale)
     descale = max(amax / largest, 2**-126)
@@ -24,6 +24,7 @@ from helion_attn.kernels.inline_asm import maximum
 from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK
 from helion_attn.preprocess.choices import Choices
 from helion_attn.preprocess.hadamard import rotation
+from helion_attn.preprocess.reflect import reflected_channels
 from helion_attn.preprocess.rope import RopeTables
 from helion_attn.preprocess.rotate import rotate_mean
 from helion_attn.preprocess.row_layout import row_tile, rows_descale, to_dtype
@@ -143,6 +144,7 @@ def pack(
     hadamard: hl.constexpr,
     rotate_first: hl.constexpr,
     two_terms: hl.constexpr,
+    reflected: hl.constexpr,
     qk_largest: hl.constexpr,
     v_largest: hl.constexpr,
     cap_registers: hl.constexpr,
@@ -217,7 +219,7 @@ def pack(
                 x, _ = row_tile(
                     k, cos, sin, k_positions, mean, signs, matrix, offset, rows, row_step, k_d_step,
                     keys, k_channels, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
-                    smooth_k, False, hadamard, rotate_first, two_terms, is_cuda,
+                    smooth_k, False, hadamard, rotate_first, two_terms, reflected, is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
         for k_tile_index in hl.grid(k_index * k_run, k_end):
@@ -225,7 +227,7 @@ def pack(
             x, _ = row_tile(
                 k, cos, sin, k_positions, mean, signs, matrix, offset, rows, row_step, k_d_step,
                 keys, k_channels, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
-                smooth_k, False, hadamard, rotate_first, two_terms, is_cuda,
+                smooth_k, False, hadamard, rotate_first, two_terms, reflected, is_cuda,
             )  # fmt: skip
             descale = rows_descale(
                 x, peak, k_amax, k_mean, k_head, k_parts, max_parts, k_tile, d_row, factor, qk_largest, qk_unscaled,
@@ -266,7 +268,7 @@ def pack(
                 x, _ = row_tile(
                     q, cos, sin, q_positions, mean, signs, matrix, offset, rows, row_step, q_d_step,
                     queries, q_channels, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing,
-                    explicit_q_positions, False, smooth_k, hadamard, False, two_terms, is_cuda,
+                    explicit_q_positions, False, smooth_k, hadamard, False, two_terms, reflected, is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
         for q_tile_index in hl.grid(q_index * q_run, q_end):
@@ -274,7 +276,7 @@ def pack(
             x, product = row_tile(
                 q, cos, sin, q_positions, mean, signs, matrix, offset, rows, row_step, q_d_step,
                 queries, q_channels, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing,
-                explicit_q_positions, False, smooth_k, hadamard, False, two_terms, is_cuda,
+                explicit_q_positions, False, smooth_k, hadamard, False, two_terms, reflected, is_cuda,
             )  # fmt: skip
             descale = rows_descale(
                 x, peak, q_amax, k_mean, q_bh, q_parts, max_parts, q_tile, d_row, factor, qk_largest, qk_unscaled,
@@ -338,7 +340,7 @@ def launch(
         q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean and lse_shift, shaped as in `QuantizedQKV`, or as in
         `PackedVarlen`; the last two empty without smooth_k.
     """
-    qk_dtype, pv_dtype, q_scales, k_scales, v_scales, hadamard_seed, smooth_k, _center_v = choices
+    qk_dtype, pv_dtype, q_scales, k_scales, v_scales, hadamard_seed, reflect, smooth_k, _center_v = choices
     B, H, H_kv, D = source.B, source.H, source.H_kv, source.D
     D_pad, D_v_pad, D_row = source.D_pad, source.D_v_pad, source.D_row
     like, dtype = stats.v_mean, source.flat[0].dtype
@@ -401,7 +403,7 @@ def launch(
         *source.d_steps, source.unit, D, source.D_v, D_row, d_tile, bn, q_run, k_run, rope.rotary, rope.pairing,
         *rope.explicit, q_scales == "none", q_scales == "token", q_scales == "block" and not q_per_block, q_per_block,
         k_scales == "block" and not k_per_block, k_per_block, v_scales == "none", v_scales == "channel",
-        smooth_k, hadamard_seed is not None, rotate_first, two_terms,
+        smooth_k, hadamard_seed is not None, rotate_first, two_terms, reflected_channels(D) if reflect else 0,
         FORMAT_MAX.get(qk_dtype, 1.0), FORMAT_MAX.get(pv_dtype, 1.0), cap_registers,
         sequences is not None, sequences is not None and source.wide, like.is_cuda,
     )  # fmt: skip

@@ -97,6 +97,6 @@ def pack_qkv(
     # With the format's largest value as amax, descales are 1, and the cast gives every value back.
     stats = statistics.constant(source, FORMAT_MAX[q.dtype])
     rope = rope_tables(None, None, None, None, False, source.D_row, unused)
-    choices = Choices(q.dtype, v.dtype, "head", "head", "head", hadamard_seed=None, smooth_k=False, center_v=False)
+    choices = Choices(q.dtype, v.dtype, "head", "head", "head", None, reflect=False, smooth_k=False, center_v=False)
     packed = pack.launch(source, rope, stats, tile.bm, tile.bn, choices)
     return packed[0], packed[1], packed[2]

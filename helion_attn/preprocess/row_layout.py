@@ -7,6 +7,7 @@ import torch
 from helion_attn.kernels.helion_compat import hl
 from helion_attn.kernels.inline_asm import to_int8
 from helion_attn.numerics import DESCALE_MIN
+from helion_attn.preprocess.reflect import reflect_rows
 from helion_attn.preprocess.rope import rope_rows
 from helion_attn.preprocess.rotate import rotate_rows
 from helion_attn.preprocess.strided import load_rows
@@ -55,12 +56,13 @@ def row_tile(
     hadamard: hl.constexpr,
     rotate_first: hl.constexpr,
     two_terms: hl.constexpr,
+    reflected: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of a head, transformed but not scaled, fp32 [n, D_pad], and their products with the mean [n].
 
     With `rotate_first` the rotated mean is subtracted from rotated rows. The rotation is linear, and so rows of bf16 go
-    to the tensor core as they are, which is exact.
+    to the tensor core as they are, which is exact. `reflected`: the number of channels to reflect, or 0.
     """
     if pairing:
         x = rope_rows(
@@ -79,6 +81,8 @@ def row_tile(
         x = torch.where((rows < size).unsqueeze(1), x - mean.unsqueeze(0), 0.0)
     if hadamard and not rotate_first:
         x = rotate_rows(x, signs, matrix, norm, n, d_pad, side, two_terms, is_cuda)
+    if reflected:
+        x = reflect_rows(x, n, d_pad, reflected)
     return x, product
 
 

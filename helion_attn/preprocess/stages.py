@@ -1,4 +1,5 @@
-"""Two stages of `pack` as a kernel of their own: rows of any strides, rotated by position or by a Hadamard matrix.
+"""Stages of `pack` as a kernel of their own: rows of any strides, rotated by position or by a Hadamard
+matrix, or reflected.
 
 The row helpers are those of `pack`, so what this returns is what `quantize` casts to 8 bits, rounded to x's dtype.
 """
@@ -14,6 +15,7 @@ from helion_attn.configs import packing, row_width
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
 from helion_attn.preprocess.hadamard import rotation
 from helion_attn.preprocess.pack import PACK_ELEMENTS, ROTATED_TILES
+from helion_attn.preprocess.reflect import reflected_channels
 from helion_attn.preprocess.rope import rope_tables
 from helion_attn.preprocess.row_layout import row_tile
 from helion_attn.preprocess.strided import common_unit, strided_rows
@@ -49,6 +51,7 @@ def transform(
     explicit_positions: hl.constexpr,
     hadamard: hl.constexpr,
     two_terms: hl.constexpr,
+    reflected: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
     """See the module's docstring; the steps are those of `StridedRows`, and those of `out` count rows."""
@@ -66,7 +69,7 @@ def transform(
             y, _ = row_tile(
                 x, cos, sin, positions, signs, signs, matrix, offset, rows, s_step * unit, d_step, S, d, 0,
                 table_rows, norm, n, d_row, rotary, side, pairing, explicit_positions, False, False, hadamard,
-                False, two_terms, is_cuda,
+                False, two_terms, reflected, is_cuda,
             )  # fmt: skip
             cols = hl.arange(d_row)
             inside = (rows < S).unsqueeze(1) & (cols < d).unsqueeze(0)
@@ -88,6 +91,7 @@ def transform_rows(
     positions: torch.Tensor | None,
     interleaved: bool,
     hadamard_seed: int | None,
+    reflect: bool,
     bshd: bool,
 ) -> torch.Tensor:
     """Run the kernel.
@@ -96,6 +100,7 @@ def transform_rows(
         x: [B, H, S, D], bf16, fp16 or fp32, any strides.
         cos: and the three that follow: of a `Rope`, with the positions of x, or None.
         hadamard_seed: of the rotation's signs, or None for no rotation.
+        reflect: or the reflection.
         bshd: layout of the result.
 
     Returns:
@@ -119,7 +124,7 @@ def transform_rows(
     out_rows = (S * H, 1, H) if bshd else (H * S, S, 1)
     specialisations = (
         source.d_step, unit, n, D_row, run, rope.rotary, rope.pairing, rope.explicit[0], hadamard_seed is not None,
-        two_terms, x.is_cuda,
+        two_terms, reflected_channels(D) if reflect else 0, x.is_cuda,
     )  # fmt: skip
     kernel(x.is_cuda)(
         source.flat, rope.cos, rope.sin, rope.q_positions, signs, blocks, out.view(-1, D), B * H, tiles, H, S,

@@ -3,6 +3,7 @@
 from helion_attn.reference.hadamard import hadamard, hadamard_matrix
 from helion_attn.reference.kv_cache import fp8_attention_kvcache
 from helion_attn.reference.oracle import attention
+from helion_attn.reference.reflect import reflect
 from helion_attn.reference.rope import apply_rope
 from helion_attn.reference.rounding_model import RoundedQKV, fp8_attention, quantize
 from helion_attn.reference.scaled_mm import scaled_mm_attention
@@ -19,5 +20,6 @@ __all__ = [
     "hadamard",
     "hadamard_matrix",
     "quantize",
+    "reflect",
     "scaled_mm_attention",
 ]

@@ -1,7 +1,7 @@
 """The rounding model: the kernels' arithmetic in plain PyTorch, with its rounding points and none of its tricks.
 
-Every stage (RoPE, the mean, the rotation, the scale) ends in fp32. RoPE and the rotation are computed in fp64 before
-that, so that the order of the kernels' fp32 sums is all that they may differ in.
+Every stage (RoPE, the mean, the rotation or reflection, the scale) ends in fp32. RoPE, the rotation and the reflection
+are computed in fp64 before that, so that the order of the kernels' fp32 sums is all that they may differ in.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple, overload
 import torch
 
 from helion_attn.configs import packing, row_width
-from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX, LN2, LOG2E, MAX_HADAMARD_BLOCK
+from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX, LN2, LOG2E, MAX_HADAMARD_BLOCK, REFLECTED_GROUP
 from helion_attn.reference.hadamard import hadamard, hadamard_block
+from helion_attn.reference.reflect import reflect
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd
 from helion_attn.types import BALANCED, Recipe, Rope
@@ -23,7 +24,8 @@ class RoundedQKV(NamedTuple):
     """What `helion_attn.quantize` computes, fp32 and unpacked.
 
     Attributes:
-        q8: [B, H, M, D], values of `recipe.qk_dtype` held in fp32; rotated if `recipe.hadamard`.
+        q8: [B, H, M, D], values of `recipe.qk_dtype` held in fp32; rotated if `recipe.hadamard`,
+            reflected if `recipe.reflect`.
         k8: [B, H_kv, N, D], likewise.
         v8: [B, H_kv, N, D_v], values of `recipe.pv_dtype` held in fp32.
         q_descale: [B, H, M], one a row whatever `recipe.q_scales`.
@@ -117,15 +119,15 @@ def quantize(
 ) -> RoundedQKV:
     """What `helion_attn.quantize` computes, without packing.
 
-    RoPE, then of K and V the means, then of Q and K the rotation, then scale and cast. The rotation's input is rounded
-    to bf16, or, if q and k are fp16 or fp32, to the sum of two bf16 terms. With `recipe.smooth_k`, keys in bf16 that
-    become 8-bit, without RoPE, of head dims up to 128 (V's too), are rotated as they came, and their mean's rotation
-    is subtracted after: of them nothing is rounded.
+    RoPE, then of K and V the means, then of Q and K the rotation or the reflection, then scale and cast. The rotation's
+    input is rounded to bf16, or, if q and k are fp16 or fp32, to the sum of two bf16 terms. With `recipe.smooth_k`,
+    keys in bf16 that become 8-bit, without RoPE, of head dims up to 128 (V's too), are rotated as they came, and their
+    mean's rotation is subtracted after: of them nothing is rounded.
 
     A descale is `stat / largest number of the format`, and at least 2**-126. For a token, a block (of the packed
     format) or a channel, the stat is the largest magnitude of what is cast. For a head of Q or K it is a bound of that:
-    the largest magnitude after RoPE, plus the mean's with `recipe.smooth_k`, times the root of the rotation's block. A
-    NaN in any of these makes the descale NaN.
+    the largest magnitude after RoPE, plus the mean's with `recipe.smooth_k`, times the root of how many channels are
+    mixed. A NaN in any of these makes the descale NaN.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any device.
@@ -152,10 +154,13 @@ def quantize(
         if not exact:
             k_rotated = _to_16_bits(k_rotated, k.dtype)
         k_rotated = hadamard(k_rotated, recipe.hadamard_seed).float()
-    # A rotation of b channels makes the largest element at most sqrt(b) times larger.
-    by_hadamard = math.sqrt(hadamard_block(q.size(3))) if recipe.hadamard else 1.0
-    q_bound = q_rope.abs().amax((2, 3)) * by_hadamard
-    k_bound = (k_rope.abs().amax((2, 3)) + k_mean.abs().amax(2)) * by_hadamard
+    if recipe.reflect:
+        q_rotated, k_rotated = reflect(q_rotated).float(), reflect(k_rotated).float()
+    # To mix b channels makes the largest element at most sqrt(b) times larger.
+    mixed = hadamard_block(q.size(3)) if recipe.hadamard else 1
+    by_mixing = math.sqrt(REFLECTED_GROUP if recipe.reflect else mixed)
+    q_bound = q_rope.abs().amax((2, 3)) * by_mixing
+    k_bound = (k_rope.abs().amax((2, 3)) + k_mean.abs().amax(2)) * by_mixing
     q_descale = _row_descales(q_rotated, q_bound, recipe.q_scales, tile.bm, recipe.qk_dtype)
     k_descale = _row_descales(k_rotated, k_bound, recipe.k_scales, tile.bn, recipe.qk_dtype)
 
