@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from helion_attn.preprocess.hadamard import hadamard_matrix
-from helion_attn.preprocess.reflect import reflection
+from helion_attn.preprocess.reflection import reflection
 from helion_attn.types import QuantizedQKV
 
 

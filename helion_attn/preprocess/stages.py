@@ -15,7 +15,7 @@ from helion_attn.configs import packing, row_width
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
 from helion_attn.preprocess.hadamard import rotation
 from helion_attn.preprocess.pack import PACK_ELEMENTS, ROTATED_TILES
-from helion_attn.preprocess.reflect import reflected_channels
+from helion_attn.preprocess.reflection import reflected_channels
 from helion_attn.preprocess.rope import rope_tables
 from helion_attn.preprocess.row_layout import row_tile
 from helion_attn.preprocess.strided import common_unit, strided_rows
