@@ -25,6 +25,7 @@ from helion_attn.configs import (
     tile_config,
     uses_large_d,
 )
+from helion_attn.kernels.arguments import Inputs, Numerics, Problem
 
 DEVICES = ("CPU", "CUDA")
 
@@ -282,7 +283,6 @@ def _fp8_attn_fwd(
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
-    from helion_attn.kernels.arguments import Inputs, Numerics, Problem
     from helion_attn.kernels.helion_compat import multiprocessors
 
     out, lse = _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)
@@ -440,7 +440,6 @@ def _fp8_attn_varlen(
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.kernels import fp8_attn_fwd
-    from helion_attn.kernels.arguments import Inputs, Numerics, Problem
     from helion_attn.kernels.helion_compat import multiprocessors
 
     out, lse = _empty_varlen(q_descale, m_len, d_v, out_dtype)

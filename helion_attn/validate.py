@@ -6,6 +6,7 @@ Those of one function alone are in `validate_kv_cache` and `validate_varlen`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -37,6 +38,10 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+#: CUDA devices that were found to be of compute capability 9.0.
+_CAPABLE: set[torch.device] = set()
+
+
 def check_device(name: str, x: torch.Tensor) -> None:
     """CUDA of compute capability 9.0, or CPU."""
     if x.device.type == "cpu":
@@ -46,12 +51,18 @@ def check_device(name: str, x: torch.Tensor) -> None:
             f"{name} is on {x.device}; helion_attn runs on CUDA devices of compute capability 9.0 (H100, H200) and, in "
             f"Helion's interpreter, on the CPU"
         )
+    # To ask takes the host 5 us.
+    eager = not torch.compiler.is_compiling()
+    if eager and x.device in _CAPABLE:
+        return
     capability = torch.cuda.get_device_capability(x.device)
     if capability != (9, 0):
         raise NotImplementedError(
             f"{name} is on {x.device}, of compute capability {capability[0]}.{capability[1]}; helion_attn's kernels "
             f"are compiled for 9.0 (H100, H200)"
         )
+    if eager:
+        _CAPABLE.add(x.device)
 
 
 def check_layout(layout: str) -> None:
@@ -385,19 +396,26 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be at least 1")
     check_dtype(qkv.dtype)
-    packed: tuple[str, ...] = ("q8", "k8", "v8", "q_descale", "k_descale", "v_descale", "v_mean")
+    packed: dict[str, Any] = {
+        "q8": qkv.q8,
+        "k8": qkv.k8,
+        "v8": qkv.v8,
+        "q_descale": qkv.q_descale,
+        "k_descale": qkv.k_descale,
+        "v_descale": qkv.v_descale,
+        "v_mean": qkv.v_mean,
+    }
     if qkv.recipe.smooth_k:
-        packed += ("k_mean", "lse_shift")
-    for name in packed:
-        x = getattr(qkv, name)
+        packed |= {"k_mean": qkv.k_mean, "lse_shift": qkv.lse_shift}
+    for name, x in packed.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(
                 f"{name} is a {type(x).__name__}; it must be a torch.Tensor, as helion_attn.quantize makes it"
             )
     # All others follow from what these two say.
-    for name, x, ndim in (("q_descale", qkv.q_descale, 4), ("k_descale", qkv.k_descale, 3)):
-        if x.dim() != ndim:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {ndim} dimensions")
+    for name, heads, ndim in (("q_descale", qkv.q_descale, 4), ("k_descale", qkv.k_descale, 3)):
+        if heads.dim() != ndim:
+            raise ValueError(f"{name} has shape {tuple(heads.shape)}; it must have {ndim} dimensions")
     check_device("q8", qkv.q8)
     (B, H), H_kv = qkv.q_descale.shape[:2], qkv.k_descale.size(1)
     if H_kv == 0 or H % H_kv:
@@ -416,10 +434,10 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
         "k_mean": ((B, H_kv, row_width(D_pad, D_v_pad)), torch.float32),
         "lse_shift": (rows, torch.float32),
     }
-    for name in packed:
-        x = getattr(qkv, name)
+    device = qkv.q8.device
+    for name, x in packed.items():
         shape, dtype = expected[name]
-        if x.shape != shape or x.dtype != dtype or not x.is_contiguous() or x.device != qkv.q8.device:
+        if x.shape != shape or x.dtype != dtype or not x.is_contiguous() or x.device != device:
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for M={qkv.M}, N={qkv.N}, D={qkv.D}, "
                 f"D_v={qkv.D_v} it must be contiguous {dtype} {shape} on {qkv.q8.device}, as "

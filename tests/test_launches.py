@@ -35,19 +35,49 @@ from helion_attn.testing import fake_cuda
 LAUNCH_FIRST = launches.launch_first
 
 
+def encoding(box: TensorDescriptor) -> dict[str, Any]:
+    """As Triton's compiler says how to encode a descriptor."""
+    return {
+        "swizzle": 3,
+        "elem_size": box.base.itemsize,
+        "elem_type": 1,
+        "block_size": box.block_shape,
+        "fp4_padded": False,
+    }
+
+
 class FakeKernel:
-    """What Triton compiled. Its launcher remembers what it is given."""
+    """What Triton compiled for the arguments `args`. The C function of its launcher remembers what it is given."""
 
     function, packed_metadata = "function", "packed"
 
-    def __init__(self) -> None:
+    def __init__(self, args: tuple[Any, ...]) -> None:
         self.launched: list[tuple[Any, ...]] = []
+        boxes = [x for x in args if isinstance(x, TensorDescriptor)]
+        signature = {i: "tensordesc" if isinstance(x, TensorDescriptor) else "other" for i, x in enumerate(args)}
+        # What stands between `run` and C is Triton's own.
+        self.run = object.__new__(driver.CudaLauncher)
+        self.run.launch = driver.wrap_handle_tensordesc(self.in_c, signature, list(map(encoding, boxes)))
+        self.run.launch_cooperative_grid, self.run.launch_pdl = False, True
+        self.run.num_ctas = 1
+        self.run.global_scratch_size = self.run.profile_scratch_size = 0
+        self.run.global_scratch_align = self.run.profile_scratch_align = 1
 
-    def run(self, *args: Any) -> None:
-        self.launched.append(args)
+    def in_c(self, *args: Any) -> None:
+        self.launched.append(tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args))
 
     def launch_metadata(self, grid: tuple[int, ...], stream: int, *args: Any) -> str:
         return "metadata"
+
+
+def encode(*args: Any) -> tuple[Any, ...]:
+    """In place of the driver's, which makes an opaque object."""
+    ENCODED.append(args)
+    return args
+
+
+#: What was encoded.
+ENCODED: list[tuple[Any, ...]] = []
 
 
 @contextlib.contextmanager
@@ -59,8 +89,8 @@ def planning(stream: Callable[[int], int] = lambda device: 7) -> Iterator[list[t
         made.append((run, args, LAUNCH_FIRST(run, args)))
         return made[-1][2]
 
-    def launch(*args: Any, **options: Any) -> FakeKernel:
-        return FakeKernel()
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> FakeKernel:
+        return FakeKernel(args)
 
     with (
         testing._offline_hopper(),
@@ -69,7 +99,9 @@ def planning(stream: Callable[[int], int] = lambda device: 7) -> Iterator[list[t
         mock.patch.object(launches, "default_launcher", launch),
         mock.patch.object(FakeTensor, "data_ptr", lambda self: 512 * (id(self) % 2**40)),
         mock.patch.object(testing._OfflineDriver, "get_current_stream", lambda self, device: stream(device)),
+        mock.patch.object(testing._OfflineDriver, "utils", SimpleNamespace(fill_tma_descriptor=encode), create=True),
     ):
+        ENCODED.clear()
         yield made
 
 
@@ -81,13 +113,6 @@ def elsewhere(args: tuple[Any, ...]) -> tuple[Any, ...]:
         if isinstance(x, torch.Tensor)
     }
     return tuple(moved.get(id(x), x) for x in args)
-
-
-def described(x: Any) -> Any:
-    """An argument of a kernel, as the GPU sees it."""
-    if isinstance(x, TensorDescriptor):
-        return vars(x) | {"base": x.base.data_ptr()}
-    return x.data_ptr() if isinstance(x, torch.Tensor) else (type(x), x)
 
 
 @pytest.mark.parametrize(
@@ -103,28 +128,53 @@ def test_what_is_launched(call: Callable[[], None]) -> None:
             others = elsewhere(args)
             plan(*others)
             (launch,) = launches.recorded(run, others)
-            (launched,) = plan._compiled.launched
-            x, y, z, stream, *kernel, metadata, enter, leave = launched[:9]
-            assert (x, y, z) == (*launch.grid, 1, 1)[:3]
-            assert (stream, kernel, metadata, enter, leave) == (7, ["function", "packed"], None, None, None)
-            addresses = {i for i, _ in plan._tensors}
-            given = [x if i in addresses else described(x) for i, x in enumerate(launched[9:])]
-            assert given == [described(x) for x in launch.args]
+            grid = (*launch.grid, 1, 1)[:3]
+            plan._compiled.run(*grid, 7, "function", "packed", None, None, None, *launch.args)
+            by_plan, by_triton = plan._compiled.launched
+            assert by_plan == by_triton
+            assert [*map(type, by_plan)] == [*map(type, by_triton)]
+
+
+def test_descriptors_are_encoded_once_an_address() -> None:
+    with planning() as made:
+        attend()
+        _, args, plan = made[-1]
+        boxes = len(plan._boxes)
+        assert boxes > 1
+        ENCODED.clear()
+        others = elsewhere(args)
+        for given, encoded in ((others, boxes), (others, boxes), (args, 2 * boxes), (others, 2 * boxes)):
+            plan(*given)
+            assert len(ENCODED) == encoded
+        assert plan._compiled.launched[0] == plan._compiled.launched[3] != plan._compiled.launched[2]
+        for _ in range(launches.MAX_ENCODED + 3):
+            plan(*elsewhere(args))
+        assert all(len(box.known) <= launches.MAX_ENCODED for box in plan._boxes)
 
 
 def small_launch(*kernel_args: Any, **options: Any) -> tuple[Any, FakeKernel]:
-    kernel = SimpleNamespace(params=[None] * len(kernel_args))
-    return Launch(kernel, (3,), kernel_args, options), FakeKernel()
+    kernel = SimpleNamespace(params=[None] * len(kernel_args), launch_metadata=None)
+    return Launch(kernel, (3,), kernel_args, options), FakeKernel(kernel_args)
 
 
 def test_what_has_no_plan() -> None:
     x = torch.zeros(4, 32)
     launch, compiled = small_launch(x, 5, num_warps=4)
     Plan(launch, compiled, [x])
+    box = TensorDescriptor.from_tensor(x, [1, 32])
+    not_tma, allocates, told = (small_launch(box), small_launch(x), small_launch(x))
+    not_tma[1].run.launch = driver.wrap_handle_tensordesc(print, {0: "tensordesc"}, None)
+    allocates[1].run.global_scratch_size = 8
+    told[0].kernel.launch_metadata = print
+    Plan(*small_launch(box), [x])
+    elsewhere = small_launch(TensorDescriptor.from_tensor(x.view(2, 64), [1, 32]))
     for made, given in (
+        (not_tma, not_tma[1]),
+        (allocates, allocates[1]),
+        (told, told[1]),
+        (elsewhere, elsewhere[1]),
         (small_launch(x.view(-1)), compiled),
         (small_launch(x, torch.zeros(3)), compiled),
-        (small_launch(TensorDescriptor.from_tensor(x.view(2, 64), [1, 32])), compiled),
         (small_launch(x, "text"), compiled),
         (small_launch(x, _remote_copy_signal_slots_per_program=1), compiled),
         (small_launch(x), None),
@@ -157,9 +207,9 @@ def test_hooks_and_streams_are_those_of_the_call() -> None:
             knobs.runtime.launch_enter_hook.remove(hook)
         plan(x[1:])
     assert [args[3] for args in compiled.launched] == [11, 12, 13]
-    metadata = [args[6:9] for args in compiled.launched]
+    metadata = [args[10:13] for args in compiled.launched]
     assert metadata == [(None,) * 3, ("metadata", knobs.runtime.launch_enter_hook, None), (None,) * 3]
-    assert [args[9] for args in compiled.launched] == [x.data_ptr(), x.data_ptr(), x.data_ptr() + 128]
+    assert [args[13] for args in compiled.launched] == [x.data_ptr(), x.data_ptr(), x.data_ptr() + 128]
     assert plan._values == [None, 5]
 
 
@@ -170,5 +220,10 @@ def test_triton_launches_like_this() -> None:
         "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata, "
         "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())"
     ) in run
+    to_c = " ".join(inspect.getsource(driver.CudaLauncher.__call__).split())
+    assert (
+        "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, "
+        "global_scratch, profile_scratch, *args)"
+    ) in to_c
     assert "if (PyLong_Check(obj)) {{" in inspect.getsource(driver.make_launcher)
     assert knobs.runtime.launch_enter_hook.calls == []

@@ -12,6 +12,7 @@ import torch
 from no_ops import Launched
 
 import helion_attn as ha
+from helion_attn import validate
 from helion_attn.testing import fake_cuda
 
 pytestmark = pytest.mark.usefixtures("no_launch")
@@ -212,6 +213,7 @@ def test_misspelt_option(function: Callable[..., object]) -> None:
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
 def test_other_gpus(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(validate, "_CAPABLE", set())
     arguments = {name: fake_cuda(*x.shape, dtype=x.dtype) for name, x in good().items()}
     parts = ["q is on cuda:0", f"{capability[0]}.{capability[1]}", "9.0 (H100, H200)"]
     assert_raises(ha.attention, arguments, NotImplementedError, parts)

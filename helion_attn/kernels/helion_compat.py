@@ -80,10 +80,11 @@ class Compiled:
             )
         of_tensors, of_values = self._positions
         # All that Helion looks at: layouts, alignment, which arguments are the same tensor, and values.
-        tensors = [args[i] for i in of_tensors]
-        layouts = [(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT) for x in tensors]
-        objects = [id(x) for x in tensors]
-        key = (tensors[0].device, *layouts, *map(objects.index, objects), *[args[i] for i in of_values])
+        tensors = {id(args[i]): args[i] for i in of_tensors}
+        layouts = [(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT) for x in tensors.values()]
+        places = list(tensors)
+        same = [places.index(id(args[i])) for i in of_tensors]
+        key = (args[of_tensors[0]].device, *layouts, *same, *[args[i] for i in of_values])
         found = self._found.get(key)
         if found is not None:
             found(*args)

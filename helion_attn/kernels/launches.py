@@ -1,20 +1,22 @@
 """What Helion's host functions launch, and the same launch again with other addresses.
 
 A host function asks tensors for sizes and strides, builds descriptors, and hands some 40 arguments to Triton, which
-finds their types, then the kernel for them, and only then launches. For arguments with the shapes, strides, alignments
-and values of an earlier call, all of that comes out the same but for tensors' addresses (what a call costs so:
-docs/performance.md, Host time).
+finds their types, then the kernel for them, encodes the descriptors and only then launches. For arguments with the
+shapes, strides, alignments and values of an earlier call, all of that comes out the same but for tensors' addresses
+(what a call costs so: docs/performance.md, Host time).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton import knobs
+from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helion_attn.kernels.helion_compat import default_launcher
@@ -51,17 +53,54 @@ def recorded(run: Callable[..., Any], args: Sequence[Any]) -> list[Launch]:
     return launches
 
 
-def descriptor(base: torch.Tensor, rest: dict[str, Any]) -> TensorDescriptor:
-    """A `TensorDescriptor` of `base`, whose other fields are known to be sound: without the checks."""
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(rest, base=base)
-    return made
+#: Encoded descriptors that a box remembers.
+MAX_ENCODED = 64
+
+
+class Box(NamedTuple):
+    """A descriptor among the arguments of a launch.
+
+    Attributes:
+        at: where the encoded descriptor stands.
+        arg: which argument of the host function it is of.
+        rest: its fields but for the tensor; known to be sound.
+        encoding: how it is encoded, as Triton's compiler says.
+        known: encoded ones, by address.
+    """
+
+    at: int
+    arg: int
+    rest: dict[str, Any]
+    encoding: dict[str, Any]
+    known: dict[int, Any]
+
+    def encoded(self, base: torch.Tensor) -> Any:
+        """Of `base`, as the driver has it."""
+        address = base.data_ptr()
+        found = self.known.get(address)
+        if found is None:
+            if len(self.known) >= MAX_ENCODED:
+                self.known.clear()
+            # Without the checks.
+            descriptor = object.__new__(TensorDescriptor)
+            descriptor.__dict__.update(self.rest, base=base)
+            found = self.known[address] = driver.make_tensordesc_arg(descriptor, self.encoding)[0]
+        return found
+
+
+def to_c(launcher: Any) -> tuple[Callable[..., None], list[dict[str, Any] | None]]:
+    """What Triton's launcher calls in C, and how each descriptor is to be encoded; ValueError if it needs scratch."""
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        raise ValueError("it allocates")
+    around = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
+    # With descriptors it is wrapped in what encodes them.
+    return around.get("launcher", launcher.launch), around.get("tensordesc_meta", [])
 
 
 class Plan:
     """A launch, for arguments of which only the tensors' addresses are other than when it was made.
 
-    It is not written after that, so threads may share it.
+    What is written after that, encoded descriptors by address, is the same whoever writes it: threads may share it.
     """
 
     def __init__(self, launch: Launch, compiled: Any, args: Sequence[Any]) -> None:
@@ -70,43 +109,56 @@ class Plan:
             raise ValueError(f"how does Triton {triton.__version__} launch?")
         if len(launch.args) != len(launch.kernel.params) or any(name.startswith("_") for name in launch.options):
             raise ValueError("the launcher adds arguments")
+        if launch.kernel.launch_metadata is not None:
+            raise ValueError("hooks are given arguments")
         if compiled is None:
             raise ValueError("a hook of Triton's kept it from launching")
         objects = [id(arg) for arg in args]
+        self._launch, encodings = to_c(compiled.run)
         self._compiled = compiled
         self._grid = (*launch.grid, 1, 1)[:3]
+        # Of `_values`, the C function's arguments, and of `args`.
         self._tensors: list[tuple[int, int]] = []
-        self._boxes: list[tuple[int, int, dict[str, Any]]] = []
-        # By identity: a tensor that the host function made, be it a view, is not in `objects`.
-        for i, x in enumerate(launch.args):
+        self._boxes: list[Box] = []
+        self._values: list[Any] = []
+        for x in launch.args:
+            # By identity: a tensor that the host function made, be it a view, is not in `objects`. Nor does a plan keep
+            # the first call's tensors alive.
             if isinstance(x, torch.Tensor):
-                self._tensors.append((i, objects.index(id(x))))
+                self._tensors.append((len(self._values), objects.index(id(x))))
+                self._values.append(None)
             elif isinstance(x, TensorDescriptor):
+                encoding = encodings[len(self._boxes)]
+                if encoding is None:
+                    raise ValueError("a descriptor that is not TMA's")
                 rest = {name: field for name, field in vars(x).items() if name != "base"}
-                self._boxes.append((i, objects.index(id(x.base)), rest))
-            elif not isinstance(x, int | float):
+                self._boxes.append(Box(len(self._values), objects.index(id(x.base)), rest, encoding, {}))
+                self._values += [None, *x.shape, *x.strides]
+            elif isinstance(x, int | float):
+                self._values.append(x)
+            else:
                 raise ValueError(f"what is {x!r}?")
-        # Nor does a plan keep the first call's tensors alive.
-        replaced = {i for i, _ in self._tensors} | {i for i, *_ in self._boxes}
-        self._values = [None if i in replaced else x for i, x in enumerate(launch.args)]
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
         self._device = device.index
+        no_scratch = None, None
+        self._options = compiled.function, compiled.run.launch_cooperative_grid, compiled.run.launch_pdl, *no_scratch
 
     def __call__(self, *args: Any) -> None:
         """Launch it on the current stream, as `JITFunction.run` does from where it has found the kernel."""
-        compiled, values = self._compiled, self._values.copy()
+        values = self._values.copy()
         for i, arg in self._tensors:
             values[i] = args[arg].data_ptr()
-        for i, arg, rest in self._boxes:
-            values[i] = descriptor(args[arg], rest)
+        for box in self._boxes:
+            values[box.at] = box.encoded(args[box.arg])
         stream = triton.runtime.driver.active.get_current_stream(self._device)
         # A chain of no hooks is not worth a call into Python.
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         enter = enter if getattr(enter, "calls", enter) else None
         leave = leave if getattr(leave, "calls", leave) else None
-        metadata = None if enter is None else compiled.launch_metadata(self._grid, stream, *values)
-        function, packed = compiled.function, compiled.packed_metadata
-        compiled.run(*self._grid, stream, function, packed, metadata, enter, leave, *values)
+        metadata = None if enter is None else self._compiled.launch_metadata(self._grid, stream)
+        self._launch(
+            *self._grid, stream, *self._options, self._compiled.packed_metadata, metadata, enter, leave, *values
+        )
 
 
 def launch_first(run: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
