@@ -183,7 +183,7 @@ def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:
         Stage("Hadamard of Q", None, functools.partial(ha.hadamard, q), nbytes(q)),
     ]
     for name, recipe in PRESETS.items():
-        rotated = dataclasses.replace(recipe, hadamard=True)
+        rotated = dataclasses.replace(recipe, hadamard=True, reflect=False)
         inputs: dict[str, tuple[Tensor, Tensor, Tensor, ha.Recipe, ha.Rope | None]] = {
             "pack Q": (q, *one_key, recipe, None),
             "pack K and V": (one_query, k, v, recipe, None),
