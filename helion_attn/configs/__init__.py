@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import json
 import math
 from dataclasses import dataclass
@@ -236,7 +235,7 @@ def tile_config(D_pad: int, causal: bool, bits: tuple[int, int] = ALL_8_BIT, loa
 
 def padded_head_dim(D: int) -> int:
     """The smallest supported head dim that holds D."""
-    return SUPPORTED_D[bisect.bisect_left(SUPPORTED_D, D)]
+    return next(d for d in SUPPORTED_D if d >= D)
 
 
 def _padded_to(D_v: int, v_tile: int) -> int:
