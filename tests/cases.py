@@ -105,7 +105,18 @@ class Case:
     def budget(self, out_dtype: torch.dtype = torch.float32) -> float:
         """The largest total error that `out` may have."""
         error = relative_error(self.model.to(out_dtype), self.oracle)
-        return error_budget(error, out_dtype, device=self.oracle.device, softcap=self.softcap)
+        budget = error_budget(error, out_dtype, device=self.oracle.device, softcap=self.softcap)
+        return budget + self.share_noise()
+
+    def share_noise(self) -> float:
+        """What fp32 leaves of the share that a sink takes: a power of the difference of two logits, each rounded."""
+        if self.sinks is None:
+            return 0.0
+        # [B, H, M]
+        lse, sinks = self.oracle_lse, self.sinks.double().view(1, -1, 1)
+        share = torch.exp(sinks - lse)
+        noise = torch.finfo(torch.float32).eps * share * (lse.abs() + sinks.abs())
+        return torch.where(share > 0, noise, 0.0).max().item()
 
     def assert_within_budget(self, out: torch.Tensor) -> None:
         """The total error of `out` is within its budget; NaN is not."""
