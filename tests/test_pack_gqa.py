@@ -15,6 +15,7 @@ from helion_attn import configs
 from helion_attn.configs import attention_tile_config, packing
 from helion_attn.kernels import fp8_attn_fwd
 from helion_attn.kernels.programs import rows_of_group
+from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
 from helion_attn.testing import make_qkv
 
 Poisoned = Callable[[], AbstractContextManager[None]]
@@ -81,8 +82,13 @@ def test_problems(
 @pytest.mark.parametrize("name", [*LADDER, "plain", "q_head", "int8_smooth_k"])
 def test_the_same_bits(name: str, device: str, asked: list[bool], apart: Callable[[], None]) -> None:
     """Without a mask, a large scale or splits, a row's blocks are the same whatever tile it is in, and its numbers."""
+    recipe = RECIPES[name]
     q, k, v = make_qkv("outlier", 1, 6, 2, 21, 150, 64, device=device)
-    options: dict[str, Any] = {"recipe": RECIPES[name], "return_lse": True, "out_dtype": torch.float32}
+    q = q / 32
+    packed = ha.quantize(q, k, v, recipe=recipe)
+    largest_scale = packed.q_descale.max() * packed.k_descale.max() * 64**-0.5 * LOG2E
+    assert largest_scale <= MAX_FUSED_SCALE_LOG2[recipe.qk_dtype], "a large scale"
+    options: dict[str, Any] = {"recipe": recipe, "return_lse": True, "out_dtype": torch.float32}
     together = ha.attention(q, k, v, **options)
     apart()
     one_by_one = ha.attention(q, k, v, **options)
