@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from recipes import PRESETS
+from recipes import PRESETS, RUNGS
 from tables import (
     LABELS,
     Loaded,
@@ -41,7 +41,7 @@ def labels(names: list[str]) -> list[str]:
 def recipe_tables(loaded: Loaded) -> list[Table]:
     """What the presets choose."""
     recipes = loaded.get("accuracy", {}).get("meta", {}).get("recipes", {})
-    presets = [name for name in PRESETS if name in recipes]
+    presets = [name for name in (*PRESETS, *RUNGS) if name in recipes]
     if not presets:
         return []
     fields = [[f"`{field}`", *(recipes[name][field] for name in presets)] for field in recipes[presets[0]]]

@@ -26,7 +26,7 @@ def startup_tables(loaded: Loaded) -> list[Table]:
             ]
         )
     headers = ["D", "mask", "cold, s", "warm, s", "of it Triton, s", "kernels compiled: cold / warm", "later, ms"]
-    headers += ["import PyTorch, s", "import the package, s", "CUDA context, s"]
+    headers += ["import PyTorch, s", "import Helion and the kernels, s", "CUDA context, s"]
     return (
         [Table("First call of a process, bf16 [1, 2048 / D, 1024, D], default recipe", headers, body)] if body else []
     )

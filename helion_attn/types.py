@@ -82,7 +82,9 @@ class Recipe:
         if type(self.hadamard_seed) is not int or not 0 <= self.hadamard_seed <= MAX_SEED:
             raise ValueError(f"hadamard_seed is {self.hadamard_seed!r}; it must be an int in 0..2**63 - 1")
         if self.hadamard_seed and not self.hadamard:
-            raise ValueError(f"hadamard_seed is {self.hadamard_seed} and hadamard is False; there is nothing to seed")
+            raise ValueError(
+                f"hadamard_seed is {self.hadamard_seed} and hadamard is False; it must be 0, for there is nothing to seed"
+            )
         if self.reflect and self.hadamard:
             raise ValueError("reflect and hadamard are both True; one must be False: the rotation mixes those channels")
         if self.qk_dtype == torch.int8:
@@ -134,10 +136,10 @@ class Recipe:
 #: The least time.
 FAST = Recipe()
 
-#: The default: the scores in int8, whose descales per block also save the first pass over K.
+#: The default: the scores in int8, whose descales per block also save the first pass over K; channels mixed by fours.
 BALANCED = Recipe(qk_dtype=torch.int8, k_scales="block", reflect=True)
 
-#: The least error.
+#: The least error on outliers that P and V in 8 bits leave; of long contexts, see docs/accuracy.md.
 ACCURATE = Recipe(qk_dtype=torch.int8, k_scales="block", v_scales="channel", hadamard=True, smooth_k=True)
 
 #: Scores in int8, P and V in bf16: between 8 bits and 16, in time and in error.
@@ -185,7 +187,8 @@ class QuantizedQKV:
     """Q, K and V in the packed format that the attention kernel reads. Made by `helion_attn.quantize`.
 
     Sequences are zero-padded to whole blocks, and head dims to supported ones, `D_pad` and `D_v_pad`; `M`, `N`, `D` and
-    `D_v` are the true sizes. `*_descale` are the multipliers that dequantise: `k ~ k8.float() * k_descale`.
+    `D_v` are the true sizes. `*_descale` are the multipliers that dequantise: `v ~ v8.float() * v_descale + v_mean`, and
+    Q and K likewise, as the recipe has transformed them. `dequantize` undoes all of it.
 
     Attributes:
         q8: `recipe.qk_dtype` [B * H, M_blocks, bm, D_pad].
