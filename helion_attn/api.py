@@ -304,7 +304,8 @@ def attention_quantized(
     check_head_dim("D_v is", qkv.D_v)
     check_recipe(qkv.recipe, qkv.D, qkv.D_v)
     check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
-    check_options(causal, sm_scale, window, softcap, sinks, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
+    H, device = qkv.q_descale.size(1), qkv.q8.device
+    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, device)
     out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype)
     return (out, lse) if return_lse else out
 
@@ -435,7 +436,7 @@ def attention(
     """
     check_quantize(q, k, v, recipe, layout, rope)
     H = q.size(1 if layout == "bhsd" else 2)
-    check_options(causal, sm_scale, window, softcap, sinks, out_dtype, H, q.device)
+    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
     qkv = quantize_checked(q, k, v, recipe, layout, rope)
     out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype)
     return (out, lse) if return_lse else out

@@ -12,6 +12,7 @@ from helion_attn.support import Rule, check_supported, is_none
 from helion_attn.types import BALANCED, PagedKVCache, Recipe
 from helion_attn.validate import (
     check_descale_form,
+    check_flag,
     check_inputs,
     check_qkv,
     check_sm_scale,
@@ -76,12 +77,14 @@ def _options(
     window_size: tuple[int, int] | None,
     softcap: float,
     return_lse: bool,
+    return_name: str,
 ) -> dict[str, Any]:
     """Flash-attn's options, checked under its names, as this package's."""
     if softmax_scale is not None:
         check_sm_scale(softmax_scale, "softmax_scale")
     check_window(window_size, "window_size")
     check_softcap(softcap, no_cap=0.0)
+    check_flag(return_lse, return_name)
     return {
         "causal": causal,
         "sm_scale": softmax_scale,
@@ -149,7 +152,7 @@ def flash_attn_func(
     """
     values = {"qv": qv, "attention_chunk": attention_chunk, "num_splits": num_splits, "sm_margin": sm_margin}
     check_supported("flash_attn_func", RULES, values)
-    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs)
+    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, "return_attn_probs")
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
         for name, descale in descales.items():
@@ -239,7 +242,7 @@ def flash_attn_varlen_func(
         "sm_margin": sm_margin,
     }
     check_supported("flash_attn_varlen_func", VARLEN_RULES, values)
-    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs)
+    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, "return_attn_probs")
     return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe=recipe, **options)
 
 
@@ -363,12 +366,12 @@ def flash_attn_with_kvcache(
                 f"cache_seqlens is {cache_seqlens!r}; it must be an int in 0..{room}, what page_table holds"
             )
         cache_seqlens = torch.full((q.size(0),), cache_seqlens, dtype=torch.int32, device=q.device)
-    options = _options(softmax_scale, causal, window_size, softcap, return_softmax_lse)
+    options = _options(softmax_scale, causal, window_size, softcap, return_softmax_lse, "return_softmax_lse")
     splits = None if num_splits == 0 else num_splits
     # Everything is checked before the cache is written.
     check_kvcache_attention(
         q, cache, page_table, cache_seqlens, "bshd", causal, softmax_scale, options["window"], options["softcap"], None,
-        splits, None, KVCACHE_NAMES,
+        return_softmax_lse, splits, None, KVCACHE_NAMES,
     )  # fmt: skip
     if (k is None) != (v is None):
         missing, other = ("k", "v") if k is None else ("v", "k")

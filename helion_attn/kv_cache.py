@@ -202,8 +202,9 @@ def attention_kvcache(
         RuntimeError: q requires grad, in grad mode.
     """
     check_kvcache_attention(
-        q, cache, block_table, cache_seqlens, layout, causal, sm_scale, window, softcap, sinks, num_splits, out_dtype
-    )
+        q, cache, block_table, cache_seqlens, layout, causal, sm_scale, window, softcap, sinks, return_lse, num_splits,
+        out_dtype,
+    )  # fmt: skip
     left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
     if layout == "bshd":
         q = q.transpose(1, 2)

@@ -83,7 +83,7 @@ class Recipe:
             raise ValueError(f"hadamard_seed is {self.hadamard_seed!r}; it must be an int in 0..2**63 - 1")
         if self.hadamard_seed and not self.hadamard:
             raise ValueError(
-                f"hadamard_seed is {self.hadamard_seed} and hadamard is False; it must be 0, for there is nothing to seed"
+                f"hadamard_seed is {self.hadamard_seed} and hadamard is False; it must be 0: there is nothing to seed"
             )
         if self.reflect and self.hadamard:
             raise ValueError("reflect and hadamard are both True; one must be False: the rotation mixes those channels")
@@ -187,8 +187,8 @@ class QuantizedQKV:
     """Q, K and V in the packed format that the attention kernel reads. Made by `helion_attn.quantize`.
 
     Sequences are zero-padded to whole blocks, and head dims to supported ones, `D_pad` and `D_v_pad`; `M`, `N`, `D` and
-    `D_v` are the true sizes. `*_descale` are the multipliers that dequantise: `v ~ v8.float() * v_descale + v_mean`, and
-    Q and K likewise, as the recipe has transformed them. `dequantize` undoes all of it.
+    `D_v` are the true sizes. `*_descale` are the multipliers that dequantise: `v ~ v8.float() * v_descale + v_mean`. Q
+    and K likewise, but as the recipe has transformed them. `dequantize` undoes all of it.
 
     Attributes:
         q8: `recipe.qk_dtype` [B * H, M_blocks, bm, D_pad].

@@ -318,10 +318,10 @@ def check_sm_scale(sm_scale: float, name: str = "sm_scale") -> None:
         raise ValueError(f"{name} is {sm_scale}; it must be finite and not negative")
 
 
-def check_causal(causal: bool, name: str = "causal") -> None:
+def check_flag(flag: bool, name: str) -> None:
     """A bool: the string "no" is true."""
-    if not isinstance(causal, bool):
-        raise TypeError(f"{name} is {causal!r}; it must be a bool")
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} is {flag!r}; it must be a bool")
 
 
 def check_window(window: tuple[int, int] | None, name: str = "window") -> None:
@@ -372,13 +372,15 @@ def check_options(
     window: tuple[int, int] | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    return_lse: bool,
     out_dtype: torch.dtype | None,
     H: int,
     device: torch.device,
     out_dtypes: tuple[torch.dtype, ...] = OUT_DTYPES,
 ) -> None:
     """What every attention is told besides its tensors, which have H query heads on `device`."""
-    check_causal(causal)
+    check_flag(causal, "causal")
+    check_flag(return_lse, "return_lse")
     if sm_scale is not None:
         check_sm_scale(sm_scale)
     check_window(window)

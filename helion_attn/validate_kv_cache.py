@@ -143,6 +143,7 @@ def check_kvcache_attention(
     window: tuple[int, int] | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    return_lse: bool,
     num_splits: int | None,
     out_dtype: torch.dtype | None,
     names: dict[str, str] = CACHE_NAMES,
@@ -155,6 +156,6 @@ def check_kvcache_attention(
     if H % H_kv:
         raise ValueError(f"q has {H} heads and the cache {H_kv}; q's must be a multiple of the cache's")
     check_page_tables(block_table, cache_seqlens, q.size(0), q.device, names["block_table"])
-    check_options(causal, sm_scale, window, softcap, sinks, out_dtype, H, q.device, IN_DTYPES)
+    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device, IN_DTYPES)
     if num_splits is not None:
         check_count("num_splits", num_splits)

@@ -204,7 +204,7 @@ def attention_varlen(
     """
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_varlen_recipe(recipe, q.size(2), v.size(2))
-    check_options(causal, sm_scale, window, softcap, sinks, out_dtype, q.size(1), q.device)
+    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
     packed = quantize_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe)
     out, lse = attend_varlen(packed, causal, sm_scale, window, softcap, sinks, out_dtype)
     return (out, lse) if return_lse else out

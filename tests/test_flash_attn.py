@@ -141,6 +141,7 @@ def test_hints_change_nothing(device: str) -> None:
         ({"softcap": float("nan")}, ValueError, "softcap is nan; it must be 0.0, for no cap"),
         ({"softcap": None}, TypeError, "softcap is a NoneType; it must be a float"),
         ({"softcap": False}, TypeError, "softcap is a bool; it must be a float"),
+        ({"return_attn_probs": "no"}, TypeError, "return_attn_probs is 'no'; it must be a bool"),
         ({"num_splits": True}, NotImplementedError, "num_splits is True; it must be 0 or 1"),
         ({"num_splits": 1.0}, NotImplementedError, "num_splits is 1.0; it must be 0 or 1"),
         ({"softmax_scale": -1.0}, ValueError, "softmax_scale is -1"),

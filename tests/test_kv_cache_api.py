@@ -149,6 +149,7 @@ ATTENTION: dict[str, tuple[Bad, type[Exception], list[str]]] = TABLES | {
     "q_head_dim": ({"q": zeros(2, 4, 1, 64)}, ValueError, ["q has head dim 64", "32"]),
     "q_heads": ({"q": zeros(2, 3, 1, 32)}, ValueError, ["q has 3 heads", "2"]),
     "causal": ({"causal": "yes"}, TypeError, ["causal is 'yes'"]),
+    "return_lse": ({"return_lse": 1}, TypeError, ["return_lse is 1"]),
     "sm_scale": ({"sm_scale": -1.0}, ValueError, ["sm_scale is -1.0"]),
     "num_splits": ({"num_splits": 0}, ValueError, ["num_splits is 0"]),
     "out_dtype": ({"out_dtype": torch.float8_e4m3fn}, TypeError, ["out_dtype is torch.float8_e4m3fn", "bfloat16"]),

@@ -142,6 +142,7 @@ OPTIONS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
     "sm_scale_negative": ({"sm_scale": -0.125}, ValueError, ["sm_scale is -0.125", "finite and not negative"]),
     "causal_string": ({"causal": "no"}, TypeError, ["causal is 'no'", "a bool"]),
     "causal_none": ({"causal": None}, TypeError, ["causal is None", "a bool"]),
+    "return_lse_string": ({"return_lse": "no"}, TypeError, ["return_lse is 'no'", "a bool"]),
     "sm_scale_bool": ({"sm_scale": True}, TypeError, ["sm_scale is a bool", "float"]),
     "sm_scale_string": ({"sm_scale": "0.1"}, TypeError, ["sm_scale is a str", "float"]),
     "sm_scale_tensor": ({"sm_scale": torch.tensor(0.1)}, TypeError, ["sm_scale is a Tensor", "float"]),

@@ -451,6 +451,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "recipe has promote_every=1",
     ),
     "causal": ({"causal": 1}, TypeError, "causal is 1"),
+    "return_lse": ({"return_lse": None}, TypeError, "return_lse is None"),
     "sm_scale": ({"sm_scale": -1.0}, ValueError, "sm_scale is -1"),
     "window": ({"window": (-2, 0)}, ValueError, "window is"),
     "softcap": ({"softcap": 0.0}, ValueError, "softcap is 0.0"),
