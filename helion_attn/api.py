@@ -201,9 +201,9 @@ def hadamard(x: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
 def reflect(x: torch.Tensor) -> torch.Tensor:
     """Subtract half of the sum of every four consecutive channels from each, as `quantize` does it.
 
-    Computed in fp32 and rounded once. A Householder reflection and a Hadamard rotation of order four at once: products
-    of two tensors' rows do not change, and applied twice it gives x back. The last D % 4 channels stay.
-    `helion_attn.reference.reflect` is it in fp64.
+    Computed in fp32 and rounded once. I - J/2, J all ones, is a Householder reflection, and for four channels a
+    Hadamard transform: products of two tensors' rows do not change, and applied twice it gives x back. The last D % 4
+    channels stay. `helion_attn.reference.reflect` is it in fp64.
 
     Args:
         x: as in `hadamard`.

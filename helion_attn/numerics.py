@@ -55,7 +55,7 @@ DESCALE_MIN = FP32_TINY
 #: The largest block of a Hadamard rotation: its matrix takes 32 KB of a kernel's shared memory, the next one 128.
 MAX_HADAMARD_BLOCK = 128
 
-#: Channels that a reflection mixes: I - 1/2 is orthogonal, and a Hadamard matrix, of this order alone.
+#: Channels that a reflection mixes: I - J/2, J all ones, is orthogonal of this order alone.
 REFLECTED_GROUP = 4
 
 #: The largest seed of a rotation: an op's ints have 64 bits, and a sign.

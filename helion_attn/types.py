@@ -23,7 +23,7 @@ RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How Q, K, V and P become 8- or 16-bit numbers. A choice does not depend on the others, unless it says so.
 
@@ -43,10 +43,10 @@ class Recipe:
             channels of a block: as many as the largest power of two up to 128 that divides the head dim. An odd
             head dim only has its signs changed.
         hadamard_seed: of the signs; 0..2**63 - 1.
-        reflect: from every four consecutive channels of Q and K subtract half of their sum. That is a Householder
-            reflection, and a Hadamard rotation of order four (I - 1/2 is both): Q K^T is the same, an outlier is spread
+        reflect: from every four consecutive channels of Q and K subtract half of their sum. I - J/2, J all ones, is a
+            Householder reflection, and for four channels a Hadamard transform: Q K^T is the same, an outlier is spread
             over four channels, and what four have in common keeps its size. A few additions, so nearly free; not
-            beside `hadamard`, which mixes more. The last D % 4 channels stay.
+            beside `hadamard`, which mixes more. The last D % 4 channels stay. Four whose sum is beyond fp32 become NaN.
         smooth_k: subtract K's mean over keys, per (batch, KV head, channel), before quantising (SageAttention,
             arXiv:2410.02367). It moves all scores of a row alike; `lse` is corrected.
         center_v: subtract V's mean over keys, per (batch, KV head, channel), before quantising, and add it back in
@@ -142,7 +142,7 @@ BALANCED = Recipe(qk_dtype=torch.int8, k_scales="block", reflect=True)
 #: The least error on outliers that P and V in 8 bits leave; of long contexts, see docs/accuracy.md.
 ACCURATE = Recipe(qk_dtype=torch.int8, k_scales="block", v_scales="channel", hadamard=True, smooth_k=True)
 
-#: Scores in int8, P and V in bf16: between 8 bits and 16, in time and in error.
+#: Scores as in BALANCED, P and V in bf16: between 8 bits and 16, in time and in error.
 HYBRID = Recipe(
     qk_dtype=torch.int8, pv_dtype=torch.bfloat16, k_scales="block", v_scales="none", reflect=True, center_v=False
 )

@@ -109,20 +109,26 @@ def every_third(*shape: int) -> torch.Tensor:
     return fake_cuda(*shape, 3, dtype=torch.float16).unbind(-1)[0]
 
 
+#: e4m3 and int8, as they are and reflected.
+PADDED = {"fast": ha.FAST, "reflect": ha.Recipe(reflect=True), "balanced": ha.BALANCED}
+
+
 def strided_in_d(D: int) -> tuple[torch.Tensor, ...]:
     """Q, K and V."""
     return every_third(2, 4, 1000, D), every_third(2, 2, 3000, D), every_third(2, 2, 3000, D)
 
 
+@pytest.mark.parametrize("recipe", PADDED.values(), ids=PADDED)
 @pytest.mark.parametrize("D", [40, 147])
-def test_preprocessing_of_padded_channels(D: int) -> None:
-    for kernel in compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D, torch.float16), recipe=ha.FAST):
+def test_preprocessing_of_padded_channels(D: int, recipe: ha.Recipe) -> None:
+    for kernel in compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D, torch.float16), recipe=recipe):
         assert_sound(kernel)
 
 
+@pytest.mark.parametrize("recipe", PADDED.values(), ids=PADDED)
 @pytest.mark.parametrize("D", [40, 147])
-def test_preprocessing_of_strided_padded_channels(D: int) -> None:
-    for kernel in compile_quantize(lambda: strided_in_d(D), recipe=ha.FAST):
+def test_preprocessing_of_strided_padded_channels(D: int, recipe: ha.Recipe) -> None:
+    for kernel in compile_quantize(lambda: strided_in_d(D), recipe=recipe):
         assert_sound(kernel)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from helion_attn.numerics import REFLECTED_GROUP
 from helion_attn.preprocess.hadamard import hadamard_matrix
-from helion_attn.preprocess.reflection import reflection
 from helion_attn.types import QuantizedQKV
 
 
@@ -14,6 +14,13 @@ def _unpack_rows(x8: torch.Tensor, descale: torch.Tensor, size: int, D: int) -> 
     B, H = descale.shape[:2]
     x = x8.float().view(B, H, *x8.shape[1:]) * descale.unsqueeze(4)
     return x.flatten(2, 3)[:, :, :size, :D]
+
+
+def _reflect(x: torch.Tensor) -> torch.Tensor:
+    """Undo the reflection of rows, fp32 [..., D]: it is its own inverse."""
+    whole = x.size(-1) // REFLECTED_GROUP * REFLECTED_GROUP
+    groups = x[..., :whole].unflatten(-1, (-1, REFLECTED_GROUP))
+    return torch.cat([(groups - groups.sum(-1, keepdim=True) / 2).flatten(-2), x[..., whole:]], -1)
 
 
 def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,8 +49,7 @@ def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         inverse = hadamard_matrix(qkv.D, qkv.recipe.hadamard_seed).to(q.device).T
         q, k = q @ inverse, k @ inverse
     if qkv.recipe.reflect:
-        inverse = reflection(qkv.D).to(q.device)
-        q, k = q @ inverse, k @ inverse
+        q, k = _reflect(q), _reflect(k)
     if qkv.k_mean is not None:
         k = k + qkv.k_mean[:, :, None, : qkv.D]
     return q, k, v

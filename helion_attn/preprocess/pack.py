@@ -24,7 +24,7 @@ from helion_attn.kernels.inline_asm import maximum
 from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK
 from helion_attn.preprocess.choices import Choices
 from helion_attn.preprocess.hadamard import rotation
-from helion_attn.preprocess.reflection import reflected_channels
+from helion_attn.preprocess.reflect import reflected_channels
 from helion_attn.preprocess.rope import RopeTables
 from helion_attn.preprocess.rotate import rotate_mean
 from helion_attn.preprocess.row_layout import row_tile, rows_descale, to_dtype

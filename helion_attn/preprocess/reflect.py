@@ -1,4 +1,8 @@
-"""The reflection of rows that a preprocessing kernel has loaded. Inlined into kernels."""
+"""The reflection of Q's and K's channels in groups of four: x - (x0 + x1 + x2 + x3) / 2, for each of the four.
+
+I - J/2, J all ones, is orthogonal for four channels, and all its entries are 1/2 or -1/2: it is a Householder
+reflection and a Hadamard transform. So Q K^T does not change, and an outlier is spread.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,11 @@ import torch
 
 from helion_attn.kernels.helion_compat import hl
 from helion_attn.numerics import REFLECTED_GROUP
+
+
+def reflected_channels(D: int) -> int:
+    """How many channels of a head dim are in whole groups; the others stay."""
+    return D // REFLECTED_GROUP * REFLECTED_GROUP
 
 
 def reflect_rows(
@@ -16,7 +25,8 @@ def reflect_rows(
 ) -> torch.Tensor:
     """Rows of fp32, of whose first `channels` each four consecutive have half of their sum subtracted.
 
-    A thread holds whole groups, of a 16-byte load: seven instructions for four elements, no shuffle.
+    Where channels are next to each other, a thread holds whole groups, of a 16-byte load: seven instructions for four
+    elements, no shuffle. A strided last dimension is loaded an element at a time, and shuffled. Inlined into kernels.
     """
     groups = d_pad // REFLECTED_GROUP
     # [n, groups]

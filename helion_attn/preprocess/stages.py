@@ -15,7 +15,7 @@ from helion_attn.configs import packing, row_width
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
 from helion_attn.preprocess.hadamard import rotation
 from helion_attn.preprocess.pack import PACK_ELEMENTS, ROTATED_TILES
-from helion_attn.preprocess.reflection import reflected_channels
+from helion_attn.preprocess.reflect import reflected_channels
 from helion_attn.preprocess.rope import rope_tables
 from helion_attn.preprocess.row_layout import row_tile
 from helion_attn.preprocess.strided import common_unit, strided_rows
@@ -100,7 +100,7 @@ def transform_rows(
         x: [B, H, S, D], bf16, fp16 or fp32, any strides.
         cos: and the three that follow: of a `Rope`, with the positions of x, or None.
         hadamard_seed: of the rotation's signs, or None for no rotation.
-        reflect: or the reflection.
+        reflect: whether channels are reflected.
         bshd: layout of the result.
 
     Returns:

@@ -10,7 +10,7 @@ from helion_attn.numerics import REFLECTED_GROUP
 def reflect(x: torch.Tensor) -> torch.Tensor:
     """`x` with half of the sum of every four consecutive channels subtracted from each of them, in fp64.
 
-    The matrix of a group, I - 1/2, is symmetric and orthogonal: applied twice it gives x back.
+    The matrix of a group, I - J/2 with J all ones, is symmetric and orthogonal: applied twice it gives x back.
 
     Args:
         x: [..., D], any floating dtype and device; the last D % 4 channels stay.
