@@ -222,6 +222,7 @@ def _offline_hopper() -> Iterator[list[Any]]:
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
     from triton.runtime.jit import JITFunction, MockTensor
 
+    from helion_attn import validate
     from helion_attn.kernels import code_cache, launches
     from helion_attn.kernels.helion_compat import helion_environment
 
@@ -274,6 +275,7 @@ def _offline_hopper() -> Iterator[list[Any]]:
         patch(code_cache, "write", lambda key, entries: None)
         patch(launches, "launch_first", lambda run, args: (run(*args), run)[1])
         patch(driver, "_active", _OfflineDriver())
+        patch(validate, "_CAPABLE", set())
         yield compiled
 
 

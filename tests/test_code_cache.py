@@ -226,6 +226,16 @@ def test_what_the_small_kernel_depends_on() -> None:
     assert not traces()
 
 
+def test_which_arguments_are_the_same_tensor_is_part_of_the_key() -> None:
+    """A launch that is repeated fills in addresses by place."""
+    a, b, c = (fake_cuda(10, 64) for _ in range(3))
+    kernel = small_kernel()
+    with process():
+        for args in ((a, a, b), (a, b, b), (b, a, b), (a, b, c), (b, b, c), (c, a, b)):
+            kernel(*args, True)
+    assert len(kernel._found) == 4
+
+
 def test_code_that_was_changed_in_memory() -> None:
     assert traces()
     with mock.patch.object(sys.modules[__name__], "changed_by", by_three):

@@ -167,19 +167,22 @@ def test_what_has_no_plan() -> None:
     allocates[1].run.global_scratch_size = 8
     told[0].kernel.launch_metadata = print
     Plan(*small_launch(box), [x])
-    elsewhere = small_launch(TensorDescriptor.from_tensor(x.view(2, 64), [1, 32]))
-    for made, given in (
-        (not_tma, not_tma[1]),
-        (allocates, allocates[1]),
-        (told, told[1]),
-        (elsewhere, elsewhere[1]),
-        (small_launch(x.view(-1)), compiled),
-        (small_launch(x, torch.zeros(3)), compiled),
-        (small_launch(x, "text"), compiled),
-        (small_launch(x, _remote_copy_signal_slots_per_program=1), compiled),
-        (small_launch(x), None),
+    of_view, wrapped = small_launch(TensorDescriptor.from_tensor(x.view(2, 64), [1, 32])), small_launch(box)
+    inner = wrapped[1].run.launch
+    wrapped[1].run.launch = lambda *args: inner(*args)
+    for made, given, why in (
+        (not_tma, not_tma[1], "not TMA's"),
+        (allocates, allocates[1], "allocates"),
+        (told, told[1], "hooks are given"),
+        (of_view, of_view[1], "is not in list"),
+        (wrapped, wrapped[1], "0 descriptors are encoded, of 1"),
+        (small_launch(x.view(-1)), compiled, "is not in list"),
+        (small_launch(x, torch.zeros(3)), compiled, "is not in list"),
+        (small_launch(x, "text"), compiled, "what is 'text'"),
+        (small_launch(x, _remote_copy_signal_slots_per_program=1), compiled, "adds arguments"),
+        (small_launch(x), None, "kept it from launching"),
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=why):
             Plan(made[0], given, [x])
 
     def run(x: torch.Tensor, *, _launcher: Callable[..., Any]) -> None:
@@ -195,7 +198,7 @@ def test_hooks_and_streams_are_those_of_the_call() -> None:
     x = torch.zeros(4, 32)
     launch, compiled = small_launch(x, 5)
     plan = Plan(launch, compiled, [x])
-    streams = [11, 12, 13]
+    streams = [11, 12, 13, 14]
     hook = lambda metadata: None  # noqa: E731
     active = SimpleNamespace(get_current_stream=lambda device: streams.pop(0))
     with mock.patch.object(triton.runtime.driver, "_active", active):
@@ -205,11 +208,17 @@ def test_hooks_and_streams_are_those_of_the_call() -> None:
             plan(x)
         finally:
             knobs.runtime.launch_enter_hook.remove(hook)
+        knobs.runtime.launch_exit_hook.add(hook)
+        try:
+            plan(x)
+        finally:
+            knobs.runtime.launch_exit_hook.remove(hook)
         plan(x[1:])
-    assert [args[3] for args in compiled.launched] == [11, 12, 13]
+    assert [args[3] for args in compiled.launched] == [11, 12, 13, 14]
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     metadata = [args[10:13] for args in compiled.launched]
-    assert metadata == [(None,) * 3, ("metadata", knobs.runtime.launch_enter_hook, None), (None,) * 3]
-    assert [args[13] for args in compiled.launched] == [x.data_ptr(), x.data_ptr(), x.data_ptr() + 128]
+    assert metadata == [(None,) * 3, ("metadata", enter, None), ("metadata", None, leave), (None,) * 3]
+    assert [args[13] - x.data_ptr() for args in compiled.launched] == [0, 0, 0, 128]
     assert plan._values == [None, 5]
 
 

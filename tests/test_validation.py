@@ -217,7 +217,23 @@ def test_other_gpus(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(validate, "_CAPABLE", set())
     arguments = {name: fake_cuda(*x.shape, dtype=x.dtype) for name, x in good().items()}
     parts = ["q is on cuda:0", f"{capability[0]}.{capability[1]}", "9.0 (H100, H200)"]
-    assert_raises(ha.attention, arguments, NotImplementedError, parts)
+    for _ in range(2):
+        assert_raises(ha.attention, arguments, NotImplementedError, parts)
+
+
+def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def capability(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        return 9, 0
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(validate, "_CAPABLE", set())
+    x = fake_cuda(1)
+    for _ in range(3):
+        validate.check_device("x", x)
+    assert asked == [x.device]
 
 
 @pytest.mark.gpu

@@ -38,7 +38,8 @@ from helion_attn.kernels.launches import recorded
 #: Of an entry in Triton's cache.
 FILE = "generated.json"
 
-#: Held while a kernel is looked for and traced: `torch.fx`, with which Helion traces, patches what all threads see.
+#: Held while a kernel is looked for on the disk, and traced: `torch.fx`, with which Helion traces, patches what all
+#: threads see.
 TRACING = threading.Lock()
 
 #: A host function that launches one Triton kernel.
@@ -236,14 +237,14 @@ class Generated:
         return hashlib.sha256(repr((self._fingerprint, options(), base)).encode()).hexdigest()
 
     def find(self, args: tuple[Any, ...]) -> Run:
-        """The host function for `args`, which are tensors and numbers. Threads take turns."""
-        with TRACING:
-            return self._find(args)
-
-    def _find(self, args: tuple[Any, ...]) -> Run:
+        """The host function for `args`, which are tensors and numbers. Threads that have to trace take turns."""
         base = self._kernel._base_specialization_key(args)
-        if base in self._entries and (run := self._known(base, args)) is not None:
+        if (run := self._known(base, args)) is not None:
             return run
+        with TRACING:
+            return self._known(base, args) or self._read_or_trace(base, args)
+
+    def _read_or_trace(self, base: tuple[Any, ...], args: tuple[Any, ...]) -> Run:
         # Helion does this before it compiles, and Triton's folder may be another afterwards.
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
         helion_backends.get_backend_class(self._kernel.settings.backend)().setup_compile_cache_dir(device.index or 0)
@@ -256,7 +257,7 @@ class Generated:
         return self._trace(base, key, args)
 
     def _known(self, base: tuple[Any, ...], args: tuple[Any, ...]) -> Run | None:
-        for entry in self._entries[base]:
+        for entry in self._entries.get(base, []):
             if all(value(fact, args) == expected for fact, expected in entry["facts"]):
                 # As Helion loads it, once a process: a file, of which Triton reads the source.
                 run: Run = getattr(PyCodeCache.load(entry["source"]), self._kernel.name)

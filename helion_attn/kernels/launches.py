@@ -53,8 +53,8 @@ def recorded(run: Callable[..., Any], args: Sequence[Any]) -> list[Launch]:
     return launches
 
 
-#: Encoded descriptors that a box remembers.
-MAX_ENCODED = 64
+#: Encoded descriptors that a box remembers: an allocator gives out the same few addresses again.
+MAX_ENCODED = 8
 
 
 class Box(NamedTuple):
@@ -88,13 +88,16 @@ class Box(NamedTuple):
         return found
 
 
-def to_c(launcher: Any) -> tuple[Callable[..., None], list[dict[str, Any] | None]]:
-    """What Triton's launcher calls in C, and how each descriptor is to be encoded; ValueError if it needs scratch."""
+def to_c(launcher: Any, boxes: int) -> tuple[Callable[..., None], list[dict[str, Any] | None]]:
+    """What Triton's launcher calls in C, and how its `boxes` are to be encoded; ValueError if that is not clear."""
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         raise ValueError("it allocates")
     around = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
     # With descriptors it is wrapped in what encodes them.
-    return around.get("launcher", launcher.launch), around.get("tensordesc_meta", [])
+    encodings = around.get("tensordesc_meta", [])
+    if len(encodings) != boxes:
+        raise ValueError(f"{len(encodings)} descriptors are encoded, of {boxes}")
+    return around.get("launcher", launcher.launch), encodings
 
 
 class Plan:
@@ -114,7 +117,8 @@ class Plan:
         if compiled is None:
             raise ValueError("a hook of Triton's kept it from launching")
         objects = [id(arg) for arg in args]
-        self._launch, encodings = to_c(compiled.run)
+        boxes = sum(isinstance(x, TensorDescriptor) for x in launch.args)
+        self._launch, encodings = to_c(compiled.run, boxes)
         self._compiled = compiled
         self._grid = (*launch.grid, 1, 1)[:3]
         # Of `_values`, the C function's arguments, and of `args`.
@@ -155,7 +159,9 @@ class Plan:
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         enter = enter if getattr(enter, "calls", enter) else None
         leave = leave if getattr(leave, "calls", leave) else None
-        metadata = None if enter is None else self._compiled.launch_metadata(self._grid, stream)
+        metadata = None
+        if enter is not None or leave is not None:
+            metadata = self._compiled.launch_metadata(self._grid, stream)
         self._launch(
             *self._grid, stream, *self._options, self._compiled.packed_metadata, metadata, enter, leave, *values
         )
