@@ -181,6 +181,7 @@ def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:
             nbytes(q) + angles,
         ),
         Stage("Hadamard of Q", None, functools.partial(ha.hadamard, q), nbytes(q)),
+        Stage("reflection of Q", None, functools.partial(ha.reflect, q), nbytes(q)),
     ]
     for name, recipe in PRESETS.items():
         rotated = dataclasses.replace(recipe, hadamard=True, reflect=False)

@@ -166,6 +166,8 @@ def stages(device: str) -> None:
     rotated, transformed = ha.reference.apply_rope(x, *tables), ha.reference.hadamard(x)
     check(ha.apply_rope(x, ha.Rope(*tables)), rotated.bfloat16(), rotated)
     check(ha.hadamard(x), transformed.bfloat16(), transformed)
+    reflected = ha.reference.reflect(x)
+    check(ha.reflect(x), reflected.bfloat16(), reflected)
 
 
 MASKED: dict[str, Any] = {"window": (70, 9), "softcap": 5.0}
