@@ -6,7 +6,6 @@ Those of one function alone are in `validate_kv_cache` and `validate_varlen`.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -398,26 +397,19 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be at least 1")
     check_dtype(qkv.dtype)
-    packed: dict[str, Any] = {
-        "q8": qkv.q8,
-        "k8": qkv.k8,
-        "v8": qkv.v8,
-        "q_descale": qkv.q_descale,
-        "k_descale": qkv.k_descale,
-        "v_descale": qkv.v_descale,
-        "v_mean": qkv.v_mean,
-    }
+    packed: tuple[str, ...] = ("q8", "k8", "v8", "q_descale", "k_descale", "v_descale", "v_mean")
     if qkv.recipe.smooth_k:
-        packed |= {"k_mean": qkv.k_mean, "lse_shift": qkv.lse_shift}
-    for name, x in packed.items():
+        packed += ("k_mean", "lse_shift")
+    for name in packed:
+        x = getattr(qkv, name)
         if not isinstance(x, torch.Tensor):
             raise TypeError(
                 f"{name} is a {type(x).__name__}; it must be a torch.Tensor, as helion_attn.quantize makes it"
             )
     # All others follow from what these two say.
-    for name, heads, ndim in (("q_descale", qkv.q_descale, 4), ("k_descale", qkv.k_descale, 3)):
-        if heads.dim() != ndim:
-            raise ValueError(f"{name} has shape {tuple(heads.shape)}; it must have {ndim} dimensions")
+    for name, x, ndim in (("q_descale", qkv.q_descale, 4), ("k_descale", qkv.k_descale, 3)):
+        if x.dim() != ndim:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {ndim} dimensions")
     check_device("q8", qkv.q8)
     (B, H), H_kv = qkv.q_descale.shape[:2], qkv.k_descale.size(1)
     if H_kv == 0 or H % H_kv:
@@ -436,10 +428,10 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
         "k_mean": ((B, H_kv, row_width(D_pad, D_v_pad)), torch.float32),
         "lse_shift": (rows, torch.float32),
     }
-    device = qkv.q8.device
-    for name, x in packed.items():
+    for name in packed:
+        x = getattr(qkv, name)
         shape, dtype = expected[name]
-        if x.shape != shape or x.dtype != dtype or not x.is_contiguous() or x.device != device:
+        if x.shape != shape or x.dtype != dtype or not x.is_contiguous() or x.device != qkv.q8.device:
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for M={qkv.M}, N={qkv.N}, D={qkv.D}, "
                 f"D_v={qkv.D_v} it must be contiguous {dtype} {shape} on {qkv.q8.device}, as "

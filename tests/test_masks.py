@@ -277,3 +277,13 @@ def test_mutation_exceeds_the_budget(mutation: str, recipe: ha.Recipe, device: s
     _, lse = ha.attention_quantized(packed, **MUTATIONS[mutation](options), return_lse=True)
     with pytest.raises(AssertionError, match="budget"):
         healthy.assert_lse_within_budget(lse)
+
+
+@pytest.mark.parametrize(("sink", "largest"), [(None, 0.0), (float("-inf"), 0.0), (-300.0, 1e-100), (2.0, 2.0**-19)])
+def test_share_noise_is_of_fp32(sink: float | None, largest: float, device: str) -> None:
+    """What the budget adds for a sink: nothing where that has no share, and no more than logits' last digits."""
+    sinks = None if sink is None else torch.full((2,), sink, device=device)
+    case = make_case(make_qkv("randn", 1, 2, 2, 30, 70, 32, device=device), sinks=sinks)
+    noise = case.share_noise()
+    assert 0 <= noise <= largest
+    assert (noise > 0) == (sink is not None and sink > float("-inf"))

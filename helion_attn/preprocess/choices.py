@@ -26,5 +26,6 @@ class Choices(NamedTuple):
 
     def bound(self, D: int) -> float:
         """A head's largest magnitude times this bounds what the rotation or reflection makes of its rows."""
-        mixed = 1 if self.hadamard_seed is None else hadamard_block(D)
-        return math.sqrt(REFLECTED_GROUP if self.reflect else mixed)
+        if self.reflect:
+            return math.sqrt(REFLECTED_GROUP)
+        return 1.0 if self.hadamard_seed is None else math.sqrt(hadamard_block(D))

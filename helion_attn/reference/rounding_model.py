@@ -157,8 +157,12 @@ def quantize(
     if recipe.reflect:
         q_rotated, k_rotated = reflect(q_rotated).float(), reflect(k_rotated).float()
     # To mix b channels makes the largest element at most sqrt(b) times larger.
-    mixed = hadamard_block(q.size(3)) if recipe.hadamard else 1
-    by_mixing = math.sqrt(REFLECTED_GROUP if recipe.reflect else mixed)
+    mixed = 1
+    if recipe.hadamard:
+        mixed = hadamard_block(q.size(3))
+    elif recipe.reflect:
+        mixed = REFLECTED_GROUP
+    by_mixing = math.sqrt(mixed)
     q_bound = q_rope.abs().amax((2, 3)) * by_mixing
     k_bound = (k_rope.abs().amax((2, 3)) + k_mean.abs().amax(2)) * by_mixing
     q_descale = _row_descales(q_rotated, q_bound, recipe.q_scales, tile.bm, recipe.qk_dtype)
