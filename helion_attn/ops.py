@@ -297,7 +297,6 @@ def _fp8_attn_fwd(
         fp8_attn_fwd_large_d.launch(large_tile_config(d, d_v, right >= 0, load), *args)
     else:
         tile = attention_tile_config(d, d_v, right >= 0, bits, load)
-        tile = fp8_attn_fwd.specialised(tile, q8.dtype, softcap is not None)
         heads, blocks = (q8.size(0), k8.size(0)), (q8.size(1), k8.size(1))
         pack_gqa, splits = configs.schedule(tile, heads, blocks, m_len, left, right, sm_count)
         fp8_attn_fwd.launch(tile, *args, splits=splits, pack_gqa=pack_gqa)

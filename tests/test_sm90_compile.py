@@ -32,7 +32,7 @@ from helion_attn.configs import (
     tile_config,
     tile_configs,
 )
-from helion_attn.kernels import fp8_attn_fwd, steps
+from helion_attn.kernels import steps
 from helion_attn.testing import Sm90Kernel, compile_for_sm90
 from helion_attn.varlen import attend_varlen, quantize_varlen
 
@@ -54,7 +54,6 @@ def tile_id(tile: TileConfig) -> str:
 @pytest.mark.parametrize("tile", tile_configs(), ids=tile_id)
 def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
-    tile = fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap=False)
     assert_8_bit_attention(kernel, tile, recipe)
     assert products_in_flight(kernel), "ptxas waits for each product"
     assert "PRMT" not in loop_of(kernel), "P moves between the bytes of registers"
@@ -122,7 +121,6 @@ def test_masks_and_sinks(name: str, D: int) -> None:
     options = dict((MASKS | AT_64)[name])
     recipe = options.pop("recipe")
     tile = tile_config(D, "window" in options)
-    tile = fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap="softcap" in options)
     kernel = compile_attention(D, options.pop("causal", False), recipe=recipe, **options)
     assert_8_bit_attention(kernel, tile, recipe)
     assert products_in_flight(kernel), "ptxas waits for each product"
@@ -251,7 +249,6 @@ def test_variable_lengths(name: str) -> None:
     # What `fake_varlen` launches is small: four heads of 10000 tokens.
     load = query_blocks_per_sm(4, 10000 // 64, 132)
     tile = attention_tile_config(D, D, causal or "window" in options, load=load)
-    tile = fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap="softcap" in options)
     kernel = compile_varlen(D, causal, recipe, **options)
     assert_8_bit_attention(kernel, tile, recipe)
     assert products_in_flight(kernel), "ptxas waits for each product"
@@ -289,16 +286,15 @@ SPLIT: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
 }
 
 
-def small_tile(D: int, causal: bool, recipe: ha.Recipe, softcap: bool = False) -> TileConfig:
+def small_tile(D: int, causal: bool, recipe: ha.Recipe) -> TileConfig:
     """The config for a launch of few query blocks."""
-    tile = tile_config(D, causal, recipe.bits, load=0.1)
-    return fp8_attn_fwd.specialised(tile, recipe.qk_dtype, has_softcap=softcap)
+    return tile_config(D, causal, recipe.bits, load=0.1)
 
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_keys(name: str) -> None:
     D, causal, recipe, options = SPLIT[name]
-    tile = small_tile(D, causal or "window" in options, recipe, "softcap" in options)
+    tile = small_tile(D, causal or "window" in options, recipe)
     kernel, merge = compile_shape(1, 100, 16384, D, causal, recipe=recipe, **options)
     assert_8_bit_attention(kernel, tile, recipe)
     assert "PRMT" not in loop_of(kernel), "P moves between the bytes of registers"

@@ -416,14 +416,6 @@ def fp8_attn_fwd(
             store_lse(lse, m_i, total, shift, part_head * m_len + rows, row_in_range, shift_lse and not has_softcap)
 
 
-def specialised(tile: TileConfig, qk_dtype: torch.dtype, has_softcap: bool) -> TileConfig:
-    """`tile` with the registers that tanh, or masked int8 scores at D 64, need: with 128, one or two are spilled."""
-    masked_int8 = qk_dtype == torch.int8 and tile.causal and tile.D_pad == 64
-    if tile.max_registers >= 168 or not (has_softcap or masked_int8):
-        return tile
-    return dataclasses.replace(tile, max_registers=168, ctas_per_sm=3)
-
-
 @functools.cache
 def compiled_kernel(tile: TileConfig) -> Callable[..., None]:
     """The kernel for sm_90 with a config."""
@@ -467,7 +459,6 @@ def launch(
     parts = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if in_parts else out
     part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
     part_sinks = None if in_parts else sinks
-    tile = specialised(tile, q8.dtype, problem.softcap is not None)
     heads_fastest = q_blocks is not None and not tile.query_blocks_fastest
     if heads_fastest:
         # The kernel itself sees to the order, in each sequence.
