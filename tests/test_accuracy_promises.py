@@ -31,6 +31,17 @@ def test_positive_v_does_not_drift(keys: int, device: str) -> None:
     assert kernel_error(*make_qkv("biased_v", 1, H, H, M, keys, 128, device=device)) <= 0.003
 
 
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED, ha.ACCURATE], ids=["fast", "balanced", "accurate"])
+def test_total_error_does_not_grow_with_the_keys(recipe: ha.Recipe, device: str) -> None:
+    """Of V in bf16, N(0, 1), whose mean comes to lie below the steps between its numbers."""
+    H, M = (8, 64) if device == "cuda" else (2, 16)
+    errors = []
+    for keys in (4096, 131072):
+        qkv = make_qkv("randn", 1, H, H, M, keys, 32, device=device)
+        errors.append(relative_error(ha.attention(*qkv, recipe=recipe), ha.reference.attention(*qkv)))
+    assert errors[1] <= 1.1 * errors[0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("keys", [32768, 131072])

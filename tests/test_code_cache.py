@@ -361,12 +361,12 @@ def test_what_cannot_be_described_is_not_kept(disk: Path) -> None:
 def shipped_fingerprints() -> list[str]:
     """Of this package's kernels, in short."""
     from helion_attn.kernels import fp8_attn_decode, fp8_attn_fwd, fp8_attn_fwd_large_d, merge_splits
-    from helion_attn.preprocess import append, pack, sequences, stages, statistics
+    from helion_attn.preprocess import append, pack, recentre, sequences, stages, statistics
 
     kernels: list[Callable[..., Any]] = [
         *(fp8_attn_fwd.fp8_attn_fwd, fp8_attn_fwd_large_d.fp8_attn_fwd_large_d, fp8_attn_decode.fp8_attn_decode),
         *(merge_splits.merge_splits_kernel, pack.pack, append.append_kv, stages.transform),
-        *(statistics.first_pass, statistics.means, statistics.sequence_means, sequences.describe),
+        *(statistics.first_pass, statistics.means, statistics.sequence_means, sequences.describe, recentre.recentre),
     ]
     prints = [code_cache.fingerprint(compiled(fn, helion.Config())._generated._kernel) for fn in kernels]
     return [hashlib.sha256(text.encode()).hexdigest() for text in prints]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -13,7 +14,7 @@ from cases import PLAIN, PRESETS, RECIPES
 from packing import stored_at, unpack_descales, unpack_values
 
 import helion_attn as ha
-from helion_attn.numerics import DESCALE_MIN, E4M3_MAX
+from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, RECENTRED_KEYS
 from helion_attn.reference import rounding_model
 from helion_attn.testing import make_qkv, relative_error
 from helion_attn.workloads import WORKLOADS, Workload, tagged
@@ -142,6 +143,47 @@ def test_centred_v(w: Workload, device: str, poisoned: Poisoned) -> None:
     assert_same_values(value[:, :, : w.N, : w.D], expected, torch.float8_e4m3fn, exact=device == "cpu")
     assert torch.all(value[:, :, w.N :] == 0)
     assert torch.all(value[..., w.D :] == 0)
+
+
+LONG_V = {
+    "head": PLAIN,
+    "channel": ha.ACCURATE,
+    "tensor": ha.Recipe(v_scales="tensor"),
+    "e5m2": ha.Recipe(pv_dtype=torch.float8_e5m2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "D_v", "offset"), [*((name, 24, offset) for name in LONG_V for offset in (0.0, 1.0)), ("head", 300, 0.0)]
+)
+def test_many_keys_keep_the_mean_of_v(name: str, D_v: int, offset: float, device: str, poisoned: Poisoned) -> None:
+    """What rounding does to it is taken out of the mean that is added back."""
+    recipe = dataclasses.replace(LONG_V[name], center_v=True)
+    keys = RECENTRED_KEYS + 57
+    q, k, v = make_qkv("randn", 1, 2, 2, 1, keys, 24, D_v=D_v, device=device)
+    v = (v + offset).to(v.dtype)
+    with poisoned():
+        packed = ha.quantize(q, k, v, recipe=recipe)
+    model = ha.reference.quantize(q, k, v, recipe)
+    mean = v.double().mean(2)
+    noise = 32 * FP32_EPS * v.double().abs().mean(2)
+    kept = ha.dequantize(packed)[2].double().mean(2)
+    assert torch.all((kept - mean).abs() <= noise)
+    assert torch.all(packed.v_mean[..., D_v:] == 0)
+    # The mean that was subtracted would not do.
+    moved = packed.v_mean[..., :D_v] - mean
+    assert moved.abs().mean() > 10 * noise.mean()
+    # Where the subtracted means differ in the last bit, a few keys round to the model's neighbour.
+    step = packed.v_descale[..., :D_v] * packed.v8.float().abs().amax() * SPACING[recipe.pv_dtype][0]
+    assert torch.all((packed.v_mean[..., :D_v] - model.v_mean).abs() <= noise + step * 2**-10)
+
+
+@pytest.mark.parametrize("recipe", [ha.BALANCED, ha.ACCURATE], ids=["balanced", "accurate"])
+def test_few_keys_have_the_mean_that_was_subtracted(recipe: ha.Recipe, device: str) -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 1, RECENTRED_KEYS - 1, 24, device=device)
+    packed = ha.quantize(q, k, v, recipe=recipe)
+    error = packed.v_mean[..., :24] - v.double().mean(2)
+    assert torch.all(error.abs() <= 32 * FP32_EPS * v.double().abs().mean(2))
 
 
 def test_key_interleave(device: str) -> None:

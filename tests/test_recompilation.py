@@ -13,6 +13,7 @@ from offline import Compilations, compilations, fake_cache, fake_qkv
 
 import helion_attn as ha
 from helion_attn import configs
+from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.testing import fake_cuda
 
 MOST = 2
@@ -29,8 +30,11 @@ def run_lengths(
     with compilations() as seen:
         for M, N in lengths:
             ha.attention(*fake_qkv(1, 4, H_kv, M, N, D, layout=layout), causal=causal, layout=layout)
-    merges = sum("merge_splits" in kernel.metadata.name for kernel in seen.compiled)
-    assert (len(seen.compiled) - merges) % len(lengths) == 0
+    names = [kernel.metadata.name for kernel in seen.compiled]
+    # The others run in every call.
+    assert sum("recentre" in name for name in names) == sum(N >= RECENTRED_KEYS for _, N in lengths)
+    every_call = [name for name in names if "merge_splits" not in name and "recentre" not in name]
+    assert len(every_call) % len(lengths) == 0
     assert len(seen.by_kernel()) > 1
     return seen
 

@@ -17,8 +17,11 @@ from offline import compilations
 import helion_attn as ha
 from helion_attn.configs import Q_FIELDS, varlen_packing
 from helion_attn.flash_attn import VARLEN_RULES
+from helion_attn.numerics import E4M3_MAX, RECENTRED_KEYS
 from helion_attn.testing import fake_cuda, make_qkv, relative_error
 from helion_attn.varlen import attend_varlen, quantize_varlen
+
+FP32_EPS = torch.finfo(torch.float32).eps
 
 #: Of lists of tensors; and its result is a tensor or a pair, by a bool.
 attention_varlen: Any = ha.attention_varlen
@@ -244,6 +247,28 @@ def test_out_dtype(out_dtype: torch.dtype, device: str) -> None:
     case.assert_within_budget(out)
 
 
+@pytest.mark.parametrize("recipe", [ha.BALANCED, ha.ACCURATE], ids=["balanced", "accurate"])
+def test_each_sequence_of_many_keys_keeps_the_mean_of_its_v(recipe: ha.Recipe, device: str) -> None:
+    """Those of fewer have the mean that was subtracted, as `quantize` of each would."""
+    batch = [(1, 3), (1, RECENTRED_KEYS), (0, 0), (2, 0), (1, RECENTRED_KEYS + 130), (1, RECENTRED_KEYS - 1)]
+    q, k, v = packed_qkv(batch, device, D=32, kind="randn")
+    cu = tables(batch, device)
+    packed = quantize_varlen(q, k, v, *cu, recipe=recipe)
+    starts = cu[1].tolist()
+    for b, (begin, end) in enumerate(itertools.pairwise(starts)):
+        own = packed.v_mean[b]
+        if begin == end:
+            assert torch.all(own == 0)
+            continue
+        # [1, heads, tokens, head dim]
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q[:1], k[begin:end], v[begin:end]))
+        alone = ha.reference.quantize(query, key, value, recipe)
+        noise = 32 * FP32_EPS * v[begin:end].double().abs().mean(0)
+        # A few keys may be rounded to the model's neighbour.
+        step = alone.v_descale[0] * E4M3_MAX / 8
+        assert torch.all((own - alone.v_mean[0]).abs() <= noise + step * 2**-10 * (end - begin >= RECENTRED_KEYS))
+
+
 def test_no_token_at_all(device: str) -> None:
     q, k, v = packed_qkv([(5, 7)], device)
     cu = tables([(0, 7), (0, 0)], device)
@@ -388,7 +413,7 @@ def test_lengths_and_batches_are_data() -> None:
             q, k, v = (fake_cuda(S, H, 64, dtype=torch.bfloat16) for S, H in ((M, 4), (N, 2), (N, 2)))
             cu = (fake_cuda(B + 1, dtype=torch.int32) for _ in range(2))
             attention_varlen(q, k, v, *cu, causal=True)
-    assert len(seen.by_kernel()) == 5
+    assert len(seen.by_kernel()) == 6
     assert max(seen.by_kernel().values()) <= 2, seen.by_kernel()
 
 

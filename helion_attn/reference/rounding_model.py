@@ -12,7 +12,15 @@ from typing import Literal, NamedTuple, overload
 import torch
 
 from helion_attn.configs import packing, row_width
-from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX, LN2, LOG2E, MAX_HADAMARD_BLOCK, REFLECTED_GROUP
+from helion_attn.numerics import (
+    DESCALE_MIN,
+    FORMAT_MAX,
+    LN2,
+    LOG2E,
+    MAX_HADAMARD_BLOCK,
+    RECENTRED_KEYS,
+    REFLECTED_GROUP,
+)
 from helion_attn.reference.hadamard import hadamard, hadamard_block
 from helion_attn.reference.reflect import reflect
 from helion_attn.reference.rope import apply_rope_qk
@@ -31,7 +39,7 @@ class RoundedQKV(NamedTuple):
         q_descale: [B, H, M], one a row whatever `recipe.q_scales`.
         k_descale: [B, H_kv, N], one a key whatever `recipe.k_scales`.
         v_descale: [B, H_kv, D_v], one a channel whatever `recipe.v_scales`.
-        v_mean: [B, H_kv, D_v]; zeros if V was not centred.
+        v_mean: [B, H_kv, D_v], what is to be added to the dequantised V; zeros if V was not centred.
         k_mean: [B, H_kv, D], not rotated; zeros if K was not smoothed.
         lse_shift: [B, H, M], each query's product with `k_mean`, which no score holds; zeros if K was not smoothed.
     """
@@ -129,6 +137,9 @@ def quantize(
     the largest magnitude after RoPE, plus the mean's with `recipe.smooth_k`, times the root of how many channels are
     mixed. A NaN in any of these makes the descale NaN.
 
+    With `recipe.center_v`, 8 bits and `RECENTRED_KEYS` keys or more, `v_mean` is the mean that was subtracted less that
+    of the rounded keys, so that `v8 * v_descale + v_mean` has V's mean.
+
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any device.
         k: [B, H_kv, N, D].
@@ -172,6 +183,10 @@ def quantize(
     v_centred = v.float() - v_mean.unsqueeze(2)
     v_descale = _channel_descales(v_centred, recipe.v_scales, recipe.pv_dtype)
 
+    v8 = _cast(v_centred, v_descale.unsqueeze(2), recipe.pv_dtype)
+    if recipe.center_v and recipe.bits[1] == 8 and v.size(2) >= RECENTRED_KEYS:
+        v_mean = v_mean - v_descale * v8.mean(2)
+
     lse_shift = torch.zeros_like(q_descale)
     if recipe.smooth_k:
         group = q.size(1) // k.size(1)
@@ -179,7 +194,7 @@ def quantize(
     return RoundedQKV(
         q8=_cast(q_rotated, q_descale.unsqueeze(3), recipe.qk_dtype),
         k8=_cast(k_rotated, k_descale.unsqueeze(3), recipe.qk_dtype),
-        v8=_cast(v_centred, v_descale.unsqueeze(2), recipe.pv_dtype),
+        v8=v8,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,

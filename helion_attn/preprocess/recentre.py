@@ -1,0 +1,112 @@
+"""Take out of V's mean what rounding has put into V: afterwards the dequantised V has the mean that V had.
+
+    v_mean -= v_descale * mean of v8 over the keys
+
+What was cast had a mean of 0; what it was rounded to has not. And to centre a V whose mean is small moves the many keys
+that have one 16-bit value to the same side of an 8-bit number's boundary together, so that their errors add up. Few
+keys do not need it: see `RECENTRED_KEYS`.
+
+Any row of P has a part that is the same for all keys, and this makes that part exact. If V's rounding errors have a
+variance of e**2, a row of P that sums to 1 has an error of variance e**2 * sum(p**2); without their mean,
+e**2 * (sum(p**2) - 1 / N). Statisticians call the uniform row's error a control variate (Glasserman, Monte Carlo
+Methods in Financial Engineering, 2004, section 4.1).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.numerics import RECENTRED_KEYS
+from helion_attn.preprocess.sequences import Sequences
+
+#: Channels of a program: with blocks of 128 keys, 1 KB that lie one after the other. One head of 64 channels has eight
+#: programs then.
+CHANNELS = 8
+
+#: Elements that one step reads: 64 bytes a thread.
+STEP_ELEMENTS = 16384
+
+
+def recentre(
+    v8: torch.Tensor,  # [B * H_kv * N_blocks, D_v_pad, bn], or [H_kv * N_blocks, D_v_pad, bn] if varlen
+    v_descale: torch.Tensor,  # [B * H_kv, D_v_pad], or [H_kv * N_blocks, D_v_pad] if varlen
+    sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS] if varlen
+    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], read and written
+    n_blocks: int,
+    H_kv: int,
+    N: int,
+    d_tile: hl.constexpr,
+    chunk: hl.constexpr,
+    varlen: hl.constexpr,
+) -> None:
+    """See the module's docstring. `n_blocks` are those of a head; with `varlen`, those of all sequences."""
+    d_v_pad, bn = hl.specialize((v8.size(1), v8.size(2)))
+    hl.specialize((v8.stride(0), v8.stride(1), v8.stride(2), v_mean.stride(0), v_descale.stride(0)))
+    # Tensors with `varlen`, ints without.
+    count: Any
+    descale_row: Any
+    divisor: Any
+    for head, d_index in hl.grid([v_mean.size(0), d_v_pad // d_tile]):
+        if varlen:
+            first = hl.load(sequences, [head // H_kv, 0]) + (head % H_kv) * n_blocks
+            keys = hl.load(sequences, [head // H_kv, 1])
+            long = keys >= RECENTRED_KEYS
+            count = torch.where(long, (keys + bn - 1) // bn, 0)
+            # A short sequence may be without a block.
+            descale_row = torch.where(long, first, 0)
+            divisor = torch.clamp_min(keys, 1)
+        else:
+            first = head * n_blocks
+            count = n_blocks
+            descale_row = head
+            divisor = N
+        cols = d_index * d_tile + hl.arange(d_tile)
+        # [chunk, d_tile, bn]
+        total = hl.zeros([chunk, d_tile, bn], dtype=torch.float32)
+        for step in hl.grid((count + chunk - 1) // chunk):
+            block = step * chunk + hl.arange(chunk)
+            inside = (block < count).unsqueeze(1).unsqueeze(2)
+            # Padding is 0.
+            total = total + hl.load(v8, [first + block, cols, hl.arange(bn)], extra_mask=inside).to(torch.float32)
+        # [d_tile]
+        mean8 = total.sum(2).sum(0) / divisor
+        mean = hl.load(v_mean, [head, cols]) - mean8 * hl.load(v_descale, [descale_row, cols])
+        hl.store(v_mean, [head, cols], mean)
+
+
+@functools.cache
+def kernel(is_cuda: bool) -> Callable[..., None]:
+    """The kernel for the device."""
+    if not is_cuda:
+        return interpreted(recentre)
+    return compiled(recentre, helion.Config(num_warps=8, indexing="pointer", range_num_stages=[0, 3]))
+
+
+def launch(
+    v8: torch.Tensor,
+    v_descale: torch.Tensor,
+    v_mean: torch.Tensor,
+    n_blocks: int,
+    H_kv: int,
+    N: int,
+    sequences: Sequences | None,
+) -> None:
+    """Run the kernel on `v_mean`.
+
+    Args:
+        v8: packed, 8-bit, [heads * n_blocks, D_v_pad, bn].
+        v_descale: fp32, a row a head; with `sequences` a row a block.
+        v_mean: fp32 [B * H_kv, D_v_pad].
+        n_blocks: of a head; with `sequences` of all of them.
+        H_kv: heads of V.
+        N: keys, without `sequences`.
+        sequences: where those of a packed batch lie, or None.
+    """
+    table = v_mean if sequences is None else sequences.sequences
+    chunk = STEP_ELEMENTS // (CHANNELS * v8.size(2))
+    kernel(v8.is_cuda)(v8, v_descale, table, v_mean, n_blocks, H_kv, N, CHANNELS, chunk, sequences is not None)
