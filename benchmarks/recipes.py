@@ -21,12 +21,12 @@ DEFAULT = "balanced"
 PER_TENSOR = ha.Recipe(q_scales="tensor", k_scales="tensor", v_scales="tensor", center_v=False)
 
 _CHANGES: dict[str, dict[str, Any]] = {
-    "hadamard": {"hadamard": True},
-    "reflect": {"reflect": True},
+    "no_reflect": {"reflect": False},
+    "hadamard": {"reflect": False, "hadamard": True},
     "smooth_k": {"smooth_k": True},
     "k_block": {"k_scales": "block"},
-    "int8_qk": {"qk_dtype": torch.int8, "k_scales": "block"},
-    "int8_qk_hadamard": {"qk_dtype": torch.int8, "k_scales": "block", "hadamard": True},
+    "int8_qk_no_reflect": {"qk_dtype": torch.int8, "k_scales": "block", "reflect": False},
+    "int8_qk_hadamard": {"qk_dtype": torch.int8, "k_scales": "block", "reflect": False, "hadamard": True},
     "v_channel": {"v_scales": "channel"},
     "q_head": {"q_scales": "head"},
     "q_block": {"q_scales": "block"},

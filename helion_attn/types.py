@@ -134,8 +134,8 @@ class Recipe:
         return self.p_offset, self.promote_every, by_row, by_block, by_channel
 
 
-#: The least time.
-FAST = Recipe()
+#: The least time: e4m3 throughout, channels mixed by fours.
+FAST = Recipe(reflect=True)
 
 #: The default: the scores in int8, whose descales per block also save the first pass over K; channels mixed by fours.
 BALANCED = Recipe(qk_dtype=torch.int8, k_scales="block", reflect=True)

@@ -37,7 +37,6 @@ RECIPES = LADDER | {
     "plain": PLAIN,
     "tensor_scales": ha.Recipe(q_scales="tensor", k_scales="tensor", v_scales="tensor"),
     "q_head": ha.Recipe(q_scales="head"),
-    "q_token": ha.Recipe(q_scales="token"),
     "k_block": ha.Recipe(k_scales="block"),
     "v_channel": ha.Recipe(v_scales="channel"),
     "int8": ha.Recipe(qk_dtype=torch.int8, k_scales="block"),

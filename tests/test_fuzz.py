@@ -370,7 +370,7 @@ def test_fuzz_varlen(
 def test_the_nan_that_was_found(device: str) -> None:
     """What the fuzz found, on a GPU: see `strided.row_channels`."""
     spec = Specialisation(
-        "q_token", 147, 128, torch.float16, torch.float8_e4m3fn, "strided_d", True, True, False, True, False
+        "not_reflected", 147, 128, torch.float16, torch.float8_e4m3fn, "strided_d", True, True, False, True, False
     )
     views = (slice_of_bshd3, slice_of_bshd3, slice_of_bshd3)
     data = Data(2, 2, 2, 98, 79, "biased_v", 2923, views, "bshd", False, 22, 10, None, 26.5, False, 4)

@@ -52,7 +52,7 @@ def test_attention(D: int, rotary: int, recipe: ha.Recipe, interleaved: bool, de
 
 
 @pytest.mark.parametrize(
-    "name", ["tensor_scales", "q_head", "q_token", "k_block", "int8", "smooth_k", "e5m2", *SIXTEEN_BIT]
+    "name", ["tensor_scales", "q_head", "not_reflected", "k_block", "int8", "smooth_k", "e5m2", *SIXTEEN_BIT]
 )
 def test_single_choices(name: str, device: str) -> None:
     rope = tables(200, 64, device=device)

@@ -123,7 +123,7 @@ def every_third(*shape: int) -> torch.Tensor:
 
 
 #: e4m3 and int8, as they are and reflected.
-PADDED = {"fast": ha.FAST, "reflect": ha.Recipe(reflect=True), "balanced": ha.BALANCED}
+PADDED = {"not_reflected": ha.Recipe(), "fast": ha.FAST, "balanced": ha.BALANCED}
 
 
 def strided_in_d(D: int) -> tuple[torch.Tensor, ...]:
