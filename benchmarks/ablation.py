@@ -64,7 +64,6 @@ def row_sums_every_block(
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
     empty_rows: hl.constexpr,
-    cubic_exp2: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """In place of `online_softmax_step`: a block's row sums are reduced across lanes at once."""
@@ -82,7 +81,6 @@ def row_sums_every_block(
         p_offset_log2,
         q_row_descales,
         empty_rows,
-        cubic_exp2,
         is_cuda,
     )
     # The kernel adds the lanes up at its end.

@@ -79,10 +79,6 @@ from helion_attn.kernels.steps import (
 )
 from helion_attn.numerics import INT8_SCORE_BIAS, LOG2E, MAX_FUSED_SCALE_LOG2
 
-#: With a softcap, which is a MUFU more a score, head dims up to this take fewer of them for the exponentials. Without
-#: it the instructions that they are replaced by cost more than they save; above, too.
-CUBIC_EXP2_D = 64
-
 
 def fp8_attn_fwd(
     q8: torch.Tensor,  # [B * H, M_blocks, bm, D_pad]
@@ -158,8 +154,7 @@ def fp8_attn_fwd(
     bh_size, m_blocks, n_blocks = q8.size(0), q8.size(1), k8.size(1)
     bm = hl.specialize(q8.size(2))
     bn = hl.specialize(k8.size(2))
-    d_qk = hl.specialize(q8.size(3))
-    hl.specialize((k8.size(3), v8.size(2), v8.size(3)))
+    hl.specialize((q8.size(3), k8.size(3), v8.size(2), v8.size(3)))
     d_v_pad = v8.size(2) if v8.dtype.itemsize == 1 else v8.size(3)
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loops.
@@ -348,7 +343,6 @@ def fp8_attn_fwd(
                 p_offset_log2,
                 softmax_row_descales,
                 has_left or has_right,
-                has_softcap and d_qk <= CUBIC_EXP2_D,
                 is_cuda,
             )
             acc = accumulate(acc, alpha, p8, keys_first(v_block), two_level, is_cuda)

@@ -6,8 +6,6 @@ expression, which gives the same numbers.
 
 from __future__ import annotations
 
-import struct
-
 import torch
 
 from helion_attn.kernels.helion_compat import hl
@@ -92,57 +90,6 @@ def tanh(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
             "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=torch.float32, is_pure=True, pack=1
         )
     return torch.tanh(x)
-
-
-#: Of `c3, c2, c1`: 1 + f (c1 + f (c2 + f c3)) is 2**f for f in -0.5..0.5 with the least relative error that a cubic
-#: polynomial has which is 1 at 0: 1.013e-4.
-EXP2_CUBIC = (0.05500906, 0.24221097, 0.6932829)
-
-
-def fp32_literal(x: float) -> str:
-    """`x` as PTX spells it."""
-    return "0f" + struct.pack(">f", x).hex().upper()
-
-
-def exp2_partly_cubic(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
-    """`2**x` for x up to 127, on the GPU for one element of four without a MUFU.
-
-    Such an x is split into the nearest integer, which goes to the exponent, and the rest, which goes into `EXP2_CUBIC`
-    (Cody and Waite, Software Manual for the Elementary Functions, 1980; for attention, FlashAttention-4). Below -127 it
-    gives 0, and so it does for NaN: of three neighbours out of four NaN stays one.
-    """
-    if is_cuda:
-        c3, c2, c1 = (fp32_literal(c) for c in EXP2_CUBIC)
-        least, one, integers = (fp32_literal(c) for c in (-127.0, 1.0, 1.5 * 2.0**23))
-        return hl.inline_asm_elementwise(
-            f"""
-            {{
-            .reg .f32 bounded, shifted, whole, rest, power;
-            .reg .b32 exponent, bits;
-            ex2.approx.ftz.f32 $0, $4;
-            ex2.approx.ftz.f32 $1, $5;
-            ex2.approx.ftz.f32 $2, $6;
-            max.f32 bounded, $7, {least};
-            add.rn.f32 shifted, bounded, {integers};
-            sub.rn.f32 whole, shifted, {integers};
-            sub.rn.f32 rest, bounded, whole;
-            fma.rn.f32 power, rest, {c3}, {c2};
-            fma.rn.f32 power, power, rest, {c1};
-            fma.rn.f32 power, power, rest, {one};
-            mov.b32 exponent, shifted;
-            shl.b32 exponent, exponent, 23;
-            mov.b32 bits, power;
-            add.s32 bits, bits, exponent;
-            mov.b32 $3, bits;
-            }}
-            """,
-            "=f,=f,=f,=f,f,f,f,f",
-            [x],
-            dtype=torch.float32,
-            is_pure=True,
-            pack=4,
-        )
-    return torch.exp2(x)
 
 
 def dot_fp32(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from helion_attn.kernels.helion_compat import hl
-from helion_attn.kernels.inline_asm import dot_fp32, exp2_partly_cubic, fma, fma_up, maximum, tanh
+from helion_attn.kernels.inline_asm import dot_fp32, fma, fma_up, maximum, tanh
 from helion_attn.numerics import E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2
 
 
@@ -112,7 +112,6 @@ def online_softmax_step(
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
     empty_rows: hl.constexpr,
-    cubic_exp2: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores still to be scaled, `bias` too large if `biased`, -inf where masked, into `(p8, alpha, m_i, l_i)`."""
@@ -130,8 +129,7 @@ def online_softmax_step(
     shift = m_ref
     if biased:
         shift = shift + bias * qk_scale_log2
-    log2_p = scaled(s, qk_scale_log2, q_row_descales) - shift.unsqueeze(1)
-    p = exp2_partly_cubic(log2_p, is_cuda) if cubic_exp2 else torch.exp2(log2_p)
+    p = torch.exp2(scaled(s, qk_scale_log2, q_row_descales) - shift.unsqueeze(1))
     alpha = torch.exp2(m_i - m_ref)
     # Unrounded p.
     l_i = l_i * alpha.unsqueeze(1) + p.reshape(bm, bn // l_lanes, l_lanes).sum(1)
