@@ -36,6 +36,7 @@ import torch
 import helion_attn as ha
 from helion_attn import configs
 from helion_attn.configs import packing
+from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.testing import error_budget, make_qkv, relative_error
 
 TOOLS = ("memcheck", "racecheck")
@@ -65,7 +66,7 @@ def check(out: torch.Tensor, model: torch.Tensor, oracle: torch.Tensor, softcap:
 
 @dataclass(frozen=True)
 class Attend:
-    """A small call of `attention`; M and N are ragged, and more than a block each.
+    """A small call of `attention`; M and its keys are ragged, and more than a block each.
 
     Attributes:
         D: head dim; D_v, V's.
@@ -73,6 +74,7 @@ class Attend:
         splits: runs of keys.
         odd_strides: rows an odd number of elements apart: no wide loads.
         rope: rotate, by tables of random angles.
+        keys: N.
     """
 
     D: int
@@ -84,13 +86,14 @@ class Attend:
     splits: int = 1
     odd_strides: bool = False
     rope: bool = False
+    keys: int = N
 
     def __call__(self, device: str) -> None:
         """The call, and its check."""
-        q, k, v = make_qkv("biased_v", B, H, H_KV, M, N, self.D, self.dtype, device, D_v=self.D_v)
+        q, k, v = make_qkv("biased_v", B, H, H_KV, M, self.keys, self.D, self.dtype, device, D_v=self.D_v)
         if self.odd_strides:
             q, k, v = (torch.nn.functional.pad(x, (0, 1 - x.size(3) % 2))[..., : x.size(3)] for x in (q, k, v))
-        angles = torch.linspace(0, 50, N * self.D // 2, device=device).view(N, -1)
+        angles = torch.linspace(0, 50, self.keys * self.D // 2, device=device).view(self.keys, -1)
         options = self.options | {
             "recipe": self.recipe,
             "rope": ha.Rope(angles.cos(), angles.sin()) if self.rope else None,
@@ -136,16 +139,23 @@ class Decode:
 
 @dataclass(frozen=True)
 class Packed:
-    """A small call of `attention_varlen`: ragged sequences, without queries, without keys, and tokens of none."""
+    """A small call of `attention_varlen`: ragged sequences, without queries, without keys, and tokens of none.
+
+    Attributes:
+        D: head dim.
+        recipe: and options, what `helion_attn.attention_varlen` takes.
+        keys: of the longest sequence.
+    """
 
     D: int
     recipe: ha.Recipe = ha.BALANCED
     options: dict[str, Any] = field(default_factory=dict)
+    keys: int = N
 
     def __call__(self, device: str) -> None:
         """The call, and its check."""
-        lengths = [(M, N), (0, 5), (3, 0), (20, 140)]
-        q, k, v = make_qkv("biased_v", B, H, H_KV, 2 * M, 2 * N, self.D, device=device)
+        lengths = [(M, self.keys), (0, 5), (3, 0), (20, 140)]
+        q, k, v = make_qkv("biased_v", B, H, H_KV, 2 * M, self.keys + N, self.D, device=device)
         given = [x[0].transpose(0, 1) for x in (q, k, v)]
         given += [
             torch.tensor([0, *sizes], device=device).cumsum(0).to(torch.int32) for sizes in zip(*lengths, strict=True)
@@ -188,9 +198,11 @@ CASES: dict[str, Callable[[str], None]] = {
     "rope": Attend(64, 64, rope=True),
     "hybrid": Attend(128, 128, ha.HYBRID),
     "bf16_masked": Attend(40, 40, ha.BF16, options=MASKED, has_sinks=True),
+    "many_keys": Attend(32, 32, keys=RECENTRED_KEYS + 70),
     "packed": Packed(128, options={"causal": True}),
     "packed_masked": Packed(64, ha.ACCURATE, options=MASKED),
     "packed_fast": Packed(256, ha.FAST),
+    "packed_many_keys": Packed(32, keys=RECENTRED_KEYS + 70),
     "large_d320": Attend(320, 320, options={"causal": True}),
     "large_d512_masked": Attend(512, 512, ha.ACCURATE, options=MASKED, has_sinks=True),
     "d192_128": Attend(192, 128),

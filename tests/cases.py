@@ -110,8 +110,10 @@ class Case:
 
     def run_noise(self) -> float:
         """What fp32 leaves of the weight of a run of keys: a power of its lse, which is rounded."""
-        lse = self.oracle_lse[self.oracle_lse > float("-inf")]
-        return torch.finfo(torch.float32).eps * lse.abs().max().item()
+        size = self.oracle.double().norm(dim=3)
+        finite = self.oracle_lse > float("-inf")
+        noise = torch.where(finite, self.oracle_lse.abs() * size, 0.0).norm() / size.norm()
+        return torch.finfo(torch.float32).eps * noise.item()
 
     def share_noise(self) -> float:
         """What fp32 leaves of the share that a sink takes: a power of the difference of two logits, each rounded."""

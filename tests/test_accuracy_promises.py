@@ -39,7 +39,8 @@ def test_total_error_does_not_grow_with_the_keys(recipe: ha.Recipe, device: str)
     for keys in (4096, 131072):
         qkv = make_qkv("randn", 1, H, H, M, keys, 32, device=device)
         errors.append(relative_error(ha.attention(*qkv, recipe=recipe), ha.reference.attention(*qkv)))
-    assert errors[1] <= 1.1 * errors[0]
+    # By the mean that was subtracted, 1.35 to 1.6 times.
+    assert errors[1] <= 1.2 * errors[0]
 
 
 @pytest.mark.gpu

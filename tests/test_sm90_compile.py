@@ -112,6 +112,8 @@ MASKS: dict[str, dict[str, Any]] = {
 AT_64: dict[str, dict[str, Any]] = {
     "window": {"window": (100, 100), "recipe": ha.FAST},
     "sinks": {"sinks": True, "recipe": ha.FAST},
+    "softcap_fp32": {"softcap": 50.0, "recipe": ha.ACCURATE, "out_dtype": torch.float32, "layout": "bshd"},
+    "softcap_causal_blocks": {"softcap": 50.0, "causal": True, "recipe": ha.Recipe(k_scales="block")},
     "everything": {"window": (100, -1), "causal": True, "softcap": 50.0, "sinks": True, "recipe": ha.ACCURATE},
 }
 
@@ -221,6 +223,7 @@ VARLEN: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
     "fast": (128, True, ha.FAST, {}),
     "accurate_d256": (256, True, ha.ACCURATE, {}),
     "window": (128, True, ha.BALANCED, {"window": (100, -1)}),
+    "softcap": (64, False, ha.BALANCED, {"softcap": 50.0}),
     "everything": (64, True, ha.ACCURATE, {"window": (100, -1), "softcap": 50.0, "sinks": True}),
     "everything_d256": (256, False, ha.ACCURATE, {"window": (100, 5), "softcap": 50.0, "sinks": True}),
     "d192_v128": (192, True, ha.BALANCED, {"D_v": 128}),
@@ -279,6 +282,7 @@ SPLIT: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
         for D in SUPPORTED_D
         for causal, name in ((False, "fast"), (True, "balanced"))
     },
+    "softcap": (64, False, ha.BALANCED, {"softcap": 50.0}),
     "everything": (64, True, ha.ACCURATE, {"window": (9000, -1), "softcap": 50.0, "sinks": True}),
     "everything_d128": (128, True, ha.ACCURATE, {"window": (9000, -1), "softcap": 50.0, "sinks": True}),
     "everything_d256": (256, False, ha.ACCURATE, {"window": (9000, 5), "softcap": 50.0, "sinks": True}),

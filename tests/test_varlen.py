@@ -269,6 +269,20 @@ def test_each_sequence_of_many_keys_keeps_the_mean_of_its_v(recipe: ha.Recipe, d
         assert torch.all((own - alone.v_mean[0]).abs() <= noise + step * 2**-10 * (end - begin >= RECENTRED_KEYS))
 
 
+def test_the_mean_of_many_keys_does_not_touch_other_sequences(device: str) -> None:
+    """A head of V with an infinity before, and after, the sequence that is long; the others are as if alone."""
+    batch = [(2, 20), (2, RECENTRED_KEYS), (2, 20), (2, 20)]
+    cu = tables(batch, device)
+    q, k, v = packed_qkv(batch, device, D=16)
+    clean = attention_varlen(q, k, v, *cu, recipe=ha.ACCURATE)
+    v[3, 0], v[-1, 1] = float("inf"), float("nan")
+    out = attention_varlen(q, k, v, *cu, recipe=ha.ACCURATE)
+    poisoned = torch.zeros_like(out, dtype=torch.bool)
+    poisoned[:2, :2], poisoned[6:, 2:] = True, True
+    assert torch.all(out.isnan() == poisoned)
+    assert torch.equal(out[~poisoned], clean[~poisoned])
+
+
 def test_no_token_at_all(device: str) -> None:
     q, k, v = packed_qkv([(5, 7)], device)
     cu = tables([(0, 7), (0, 0)], device)

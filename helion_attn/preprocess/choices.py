@@ -24,6 +24,11 @@ class Choices(NamedTuple):
     smooth_k: bool
     center_v: bool
 
+    @property
+    def recentres_v(self) -> bool:
+        """Whether V's mean is to make up for V's rounding: not for that to 16 bits, which is far smaller."""
+        return self.center_v and self.pv_dtype.itemsize == 1
+
     def bound(self, D: int) -> float:
         """A head's largest magnitude times this bounds what the rotation or reflection makes of its rows."""
         if self.reflect:

@@ -21,8 +21,7 @@ import torch
 
 from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
 from helion_attn.kernels.inline_asm import maximum
-from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK, RECENTRED_KEYS
-from helion_attn.preprocess import recentre
+from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK
 from helion_attn.preprocess.choices import Choices
 from helion_attn.preprocess.hadamard import rotation
 from helion_attn.preprocess.reflect import reflected_channels
@@ -341,7 +340,7 @@ def launch(
         q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean and lse_shift, shaped as in `QuantizedQKV`, or as in
         `PackedVarlen`; the last two empty without smooth_k.
     """
-    qk_dtype, pv_dtype, q_scales, k_scales, v_scales, hadamard_seed, reflect, smooth_k, center_v = choices
+    qk_dtype, pv_dtype, q_scales, k_scales, v_scales, hadamard_seed, reflect, smooth_k, _center_v = choices
     B, H, H_kv, D = source.B, source.H, source.H_kv, source.D
     D_pad, D_v_pad, D_row = source.D_pad, source.D_v_pad, source.D_row
     like, dtype = stats.v_mean, source.flat[0].dtype
@@ -422,9 +421,6 @@ def launch(
     )  # fmt: skip
     if sequences is not None:
         m_blocks, n_blocks = q_blocks.size(0), k_blocks.size(0)
-    # Of packed sequences the kernel looks which are that long.
-    if center_v and transposed and source.N >= RECENTRED_KEYS:
-        recentre.launch(v8.view(-1, D_v_pad, bn), v_descale, stats.v_mean, n_blocks, H_kv, source.N, sequences)
     return (
         q8.view(B * H, m_blocks, bm, D_pad),
         k8.view(B * H_kv, n_blocks, bn, D_pad),

@@ -1,4 +1,4 @@
-"""Q, K and V to the packed format, straight from the user's strided tensors: `statistics`, then `pack`."""
+"""Q, K and V to the packed format, straight from the user's strided tensors: `statistics`, `pack`, `recentre`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from helion_attn.configs import Packing
 from helion_attn.numerics import FORMAT_MAX
-from helion_attn.preprocess import pack, sequences, statistics
+from helion_attn.preprocess import pack, recentre, sequences, statistics
 from helion_attn.preprocess.choices import Choices
 from helion_attn.preprocess.rope import rope_tables
 from helion_attn.preprocess.strided import strided_qkv
@@ -42,7 +42,11 @@ def quantize_qkv(
     unused = q.new_empty(1, dtype=torch.float32)
     rope = rope_tables(cos, sin, q_positions, k_positions, interleaved, source.D_row, unused)
     stats = statistics.launch(source, rope, choices)
-    return pack.launch(source, rope, stats, tile.bm, tile.bn, choices)
+    packed = pack.launch(source, rope, stats, tile.bm, tile.bn, choices)
+    if choices.recentres_v:
+        _, _, v8, _, _, v_descale, v_mean, *_ = packed
+        recentre.launch(v8, v_descale, v_mean, source.N)
+    return packed
 
 
 def quantize_varlen(
@@ -75,6 +79,9 @@ def quantize_varlen(
     rope = rope_tables(None, None, None, None, False, source.D_row, unused)
     stats = statistics.launch_of_sequences(source, rope, tables, tile.bn, choices)
     packed = pack.launch(source, rope, stats, tile.bm, tile.bn, choices, tables)
+    if choices.recentres_v:
+        _, _, v8, _, _, v_descale, v_mean, *_ = packed
+        recentre.launch(v8, v_descale, v_mean, source.N, tables)
     return (*packed, tables.q_blocks)
 
 

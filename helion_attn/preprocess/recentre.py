@@ -40,13 +40,18 @@ def recentre(
     n_blocks: int,
     H_kv: int,
     N: int,
+    least: hl.constexpr,
     d_tile: hl.constexpr,
     chunk: hl.constexpr,
     varlen: hl.constexpr,
 ) -> None:
-    """See the module's docstring. `n_blocks` are those of a head; with `varlen`, those of all sequences."""
+    """See the module's docstring. `n_blocks` are those of a head; with `varlen`, those of all sequences.
+
+    With `varlen` sequences of fewer than `least` keys stay as they are.
+    """
     d_v_pad, bn = hl.specialize((v8.size(1), v8.size(2)))
-    hl.specialize((v8.stride(0), v8.stride(1), v8.stride(2), v_mean.stride(0), v_descale.stride(0)))
+    hl.specialize((v8.stride(0), v8.stride(1), v8.stride(2)))
+    hl.specialize((v_mean.stride(0), v_mean.stride(1), v_descale.stride(0), v_descale.stride(1)))
     # Tensors with `varlen`, ints without.
     count: Any
     descale_row: Any
@@ -55,10 +60,9 @@ def recentre(
         if varlen:
             first = hl.load(sequences, [head // H_kv, 0]) + (head % H_kv) * n_blocks
             keys = hl.load(sequences, [head // H_kv, 1])
-            long = keys >= RECENTRED_KEYS
-            count = torch.where(long, (keys + bn - 1) // bn, 0)
-            # A short sequence may be without a block.
-            descale_row = torch.where(long, first, 0)
+            count = torch.where(keys >= least, (keys + bn - 1) // bn, 0)
+            # A short sequence may be without a block; and what it reads in place of it may be NaN.
+            descale_row = torch.where(keys >= least, first, 0)
             divisor = torch.clamp_min(keys, 1)
         else:
             first = head * n_blocks
@@ -74,9 +78,10 @@ def recentre(
             # Padding is 0.
             total = total + hl.load(v8, [first + block, cols, hl.arange(bn)], extra_mask=inside).to(torch.float32)
         # [d_tile]
-        mean8 = total.sum(2).sum(0) / divisor
-        mean = hl.load(v_mean, [head, cols]) - mean8 * hl.load(v_descale, [descale_row, cols])
-        hl.store(v_mean, [head, cols], mean)
+        moved = total.sum(2).sum(0) / divisor * hl.load(v_descale, [descale_row, cols])
+        if varlen:
+            moved = torch.where(keys >= least, moved, 0.0)
+        hl.store(v_mean, [head, cols], hl.load(v_mean, [head, cols]) - moved)
 
 
 @functools.cache
@@ -88,25 +93,24 @@ def kernel(is_cuda: bool) -> Callable[..., None]:
 
 
 def launch(
-    v8: torch.Tensor,
-    v_descale: torch.Tensor,
-    v_mean: torch.Tensor,
-    n_blocks: int,
-    H_kv: int,
-    N: int,
-    sequences: Sequences | None,
+    v8: torch.Tensor, v_descale: torch.Tensor, v_mean: torch.Tensor, N: int, sequences: Sequences | None = None
 ) -> None:
-    """Run the kernel on `v_mean`.
+    """Run the kernel on `v_mean`, if there are keys enough.
 
     Args:
-        v8: packed, 8-bit, [heads * n_blocks, D_v_pad, bn].
-        v_descale: fp32, a row a head; with `sequences` a row a block.
-        v_mean: fp32 [B * H_kv, D_v_pad].
-        n_blocks: of a head; with `sequences` of all of them.
-        H_kv: heads of V.
-        N: keys, without `sequences`.
+        v8: 8-bit [B * H_kv, N_blocks, D_v_pad, bn]; with `sequences` [H_kv, N_blocks, D_v_pad, bn].
+        v_descale: fp32, a row of D_v_pad a head; with `sequences` a row a block.
+        v_mean: fp32 [B, H_kv, D_v_pad].
+        N: keys; with `sequences` of all of them, and the kernel looks which are long.
         sequences: where those of a packed batch lie, or None.
     """
+    if N < RECENTRED_KEYS:
+        return
+    _, n_blocks, D_v_pad, bn = v8.shape
+    H_kv = v_mean.size(1)
     table = v_mean if sequences is None else sequences.sequences
-    chunk = STEP_ELEMENTS // (CHANNELS * v8.size(2))
-    kernel(v8.is_cuda)(v8, v_descale, table, v_mean, n_blocks, H_kv, N, CHANNELS, chunk, sequences is not None)
+    chunk = STEP_ELEMENTS // (CHANNELS * bn)
+    kernel(v8.is_cuda)(
+        v8.view(-1, D_v_pad, bn), v_descale.view(-1, D_v_pad), table, v_mean.view(-1, D_v_pad), n_blocks, H_kv, N,
+        RECENTRED_KEYS, CHANNELS, chunk, sequences is not None,
+    )  # fmt: skip
