@@ -140,7 +140,7 @@ FAST = Recipe(reflect=True)
 #: The default: the scores in int8, whose descales per block also save the first pass over K; channels mixed by fours.
 BALANCED = Recipe(qk_dtype=torch.int8, k_scales="block", reflect=True)
 
-#: The least error on outliers that P and V in 8 bits leave; of long contexts, see docs/accuracy.md.
+#: The least error on outliers that P and V in 8 bits leave.
 ACCURATE = Recipe(qk_dtype=torch.int8, k_scales="block", v_scales="channel", hadamard=True, smooth_k=True)
 
 #: Scores as in BALANCED, P and V in bf16: between 8 bits and 16, in time and in error.
