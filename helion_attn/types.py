@@ -51,7 +51,8 @@ class Recipe:
             arXiv:2410.02367). It moves all scores of a row alike; `lse` is corrected.
         center_v: subtract V's mean over keys, per (batch, KV head, channel), before quantising, and add it back in
             the epilogue. Rows of softmax sum to 1, so the result is the same, and 8 bits go to what varies. From 8192
-            keys on (in a packed batch: of a sequence) the mean that is added back makes up for the rounding to 8 bits.
+            keys on (in a packed batch: of one sequence), with 8-bit V, the mean that is added back is corrected for
+            what rounding did to it.
         promote_every: P V is summed in fp32 after every so many key blocks: 1, or 0 for never, inside the tensor core.
             None: 1 if D_v and D are at most 128, and for D 129..192 with D_v up to 128; 0 above, where the fp32
             sum has no registers beside the product, and for 16-bit P and V, which the tensor core sums in fp32.
@@ -200,8 +201,9 @@ class QuantizedQKV:
         q_descale: fp32 [B, H, M_blocks, bm], one a row whatever `recipe.q_scales`; ones for "none".
         k_descale: fp32 [B, H_kv, N_blocks] for k_scales="block", otherwise [B, H_kv, 1].
         v_descale: fp32 [B, H_kv, D_v_pad].
-        v_mean: fp32 [B, H_kv, D_v_pad], what is added to the dequantised V; zeros when it was not centred. It is what
-            was subtracted from V before the cast; from 8192 keys on, of 8 bits, less the mean of what that became.
+        v_mean: fp32 [B, H_kv, D_v_pad], what is added to the dequantised V; zeros when it was not centred. It is the
+            mean that was subtracted before the cast; with 8 bits and 8192 keys or more, less `v_descale` times the mean
+            of `v8`, so that the dequantised V has V's mean.
         k_mean: fp32 [B, H_kv, D_row], what was subtracted from K, or None; D_row is the power of two that holds D_pad
             and D_v_pad.
         lse_shift: fp32 [B, H, M_blocks, bm], every query's product with `k_mean`, or None.

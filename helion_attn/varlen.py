@@ -30,7 +30,7 @@ class PackedVarlen:
         q_descale: fp32 [1, H, M_blocks, bm].
         k_descale: fp32 [1, H_kv, N_blocks].
         v_descale: fp32 [1, H_kv, N_blocks * D_v_pad].
-        v_mean: fp32 [B, H_kv, D_v_pad], of every sequence.
+        v_mean: fp32 [B, H_kv, D_v_pad], one of each sequence, corrected as that of `QuantizedQKV` is.
         k_mean: fp32 [B, H_kv, D_row], or None.
         lse_shift: fp32 [1, H, M_blocks, bm], or None.
         q_blocks: int32 [M_blocks, Q_FIELDS]: what every block of Q holds; see `configs.Q_FIELDS`.

@@ -26,7 +26,7 @@ class Choices(NamedTuple):
 
     @property
     def recentres_v(self) -> bool:
-        """Whether V's mean is to make up for V's rounding: not for that to 16 bits, which is far smaller."""
+        """Whether V's mean is corrected for V's rounding, if there are keys enough. 16 bits round far less."""
         return self.center_v and self.pv_dtype.itemsize == 1
 
     def bound(self, D: int) -> float:

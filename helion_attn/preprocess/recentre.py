@@ -2,12 +2,12 @@
 
     v_mean -= v_descale * mean of v8 over the keys
 
-What was cast had a mean of 0; what it was rounded to has not. And to centre a V whose mean is small moves the many keys
-that have one 16-bit value to the same side of an 8-bit number's boundary together, so that their errors add up. Few
-keys do not need it: see `RECENTRED_KEYS`.
+What was cast had a mean of 0; its rounded values do not. And if V's mean is small, subtracting it moves all keys that
+share one 16-bit value to the same side of an 8-bit rounding boundary, so that their errors add up. Few keys do not need
+it: see `RECENTRED_KEYS`.
 
-Any row of P has a part that is the same for all keys, and this makes that part exact. If V's rounding errors have a
-variance of e**2, a row of P that sums to 1 has an error of variance e**2 * sum(p**2); without their mean,
+Every row of P is the uniform row, 1 / N, plus a rest, and this makes the uniform row's product exact. If V's rounding
+errors have a variance of e**2, a row of P that sums to 1 has an error of variance e**2 * sum(p**2); without their mean,
 e**2 * (sum(p**2) - 1 / N). Statisticians call the uniform row's error a control variate (Glasserman, Monte Carlo
 Methods in Financial Engineering, 2004, section 4.1).
 """
@@ -101,7 +101,8 @@ def launch(
         v8: 8-bit [B * H_kv, N_blocks, D_v_pad, bn]; with `sequences` [H_kv, N_blocks, D_v_pad, bn].
         v_descale: fp32, a row of D_v_pad a head; with `sequences` a row a block.
         v_mean: fp32 [B, H_kv, D_v_pad].
-        N: keys; with `sequences` of all of them, and the kernel looks which are long.
+        N: keys. With `sequences`, those of all together: below `RECENTRED_KEYS` none can be long, and otherwise the
+            kernel checks each.
         sequences: where those of a packed batch lie, or None.
     """
     if N < RECENTRED_KEYS:
