@@ -145,21 +145,22 @@ def test_preprocessing_of_strided_padded_channels(D: int, recipe: ha.Recipe) -> 
         assert_sound(kernel)
 
 
-def test_preprocessing_of_strided_padded_channels_of_variable_lengths() -> None:
+@pytest.mark.parametrize("recipe", [PADDED["not_reflected"], ha.FAST], ids=["not_reflected", "fast"])
+def test_preprocessing_of_strided_padded_channels_of_variable_lengths(recipe: ha.Recipe) -> None:
     def launch() -> None:
         with launching():
             *_, cu_q, cu_k = fake_varlen(147, 147)
             q, k, v = (every_third(S, heads, 147) for S, heads in ((10000, 4), (20000, 2), (20000, 2)))
-            quantize_varlen(q, k, v, cu_q, cu_k, ha.FAST)
+            quantize_varlen(q, k, v, cu_q, cu_k, recipe)
 
     for kernel in compile_for_sm90(launch):
         assert_sound(kernel)
 
 
 def test_constant_padding_makes_undefined_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the check can fail, and the number at run time is still needed."""
+    """So the check can fail, and the number at run time is still needed: where nothing stands before the cast."""
     monkeypatch.setattr(pack, "row_channels", lambda d, d_at_run_time, d_step: d)
-    packed = compile_quantize(lambda: strided_in_d(147), recipe=ha.FAST)[-1]
+    packed = compile_quantize(lambda: strided_in_d(147), recipe=PADDED["not_reflected"])[-1]
     assert undefined_pairs(packed.sass)
 
 
