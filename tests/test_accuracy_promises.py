@@ -34,13 +34,13 @@ def test_positive_v_does_not_drift(keys: int, device: str) -> None:
 @pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED, ha.ACCURATE], ids=["fast", "balanced", "accurate"])
 def test_total_error_does_not_grow_with_the_keys(recipe: ha.Recipe, device: str) -> None:
     """Of V in bf16, N(0, 1), whose mean comes to lie below the steps between its numbers."""
-    H, M = (8, 64) if device == "cuda" else (2, 16)
+    H, M = (8, 64) if device == "cuda" else (4, 64)
     errors = []
     for keys in (4096, 131072):
         qkv = make_qkv("randn", 1, H, H, M, keys, 32, device=device)
         errors.append(relative_error(ha.attention(*qkv, recipe=recipe), ha.reference.attention(*qkv)))
     # By the mean that was subtracted, 1.35 to 1.6 times.
-    assert errors[1] <= 1.2 * errors[0]
+    assert errors[1] <= 1.1 * errors[0], errors
 
 
 @pytest.mark.gpu

@@ -287,3 +287,11 @@ def test_share_noise_is_of_fp32(sink: float | None, largest: float, device: str)
     noise = case.share_noise()
     assert 0 <= noise <= largest
     assert (noise > 0) == (sink is not None and sink > float("-inf"))
+
+
+def test_run_noise_is_of_fp32(device: str) -> None:
+    """What the budget adds for keys in runs: no more than the last digits of an lse, and nothing without runs."""
+    case = make_case(make_qkv("randn", 1, 2, 2, 30, 70, 32, device=device), causal=True)
+    largest = case.oracle_lse[case.oracle_lse > float("-inf")].abs().max().item()
+    assert 0 < case.run_noise() <= 2.0**-23 * largest < 2.0**-20
+    assert case.budget(splits=1) < case.budget(splits=2) == case.budget(splits=1) + case.run_noise()

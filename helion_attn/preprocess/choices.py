@@ -24,11 +24,6 @@ class Choices(NamedTuple):
     smooth_k: bool
     center_v: bool
 
-    @property
-    def recentres_v(self) -> bool:
-        """Whether V's mean is corrected for V's rounding, if there are keys enough. 16 bits round far less."""
-        return self.center_v and self.pv_dtype.itemsize == 1
-
     def bound(self, D: int) -> float:
         """A head's largest magnitude times this bounds what the rotation or reflection makes of its rows."""
         if self.reflect:

@@ -43,9 +43,7 @@ def quantize_qkv(
     rope = rope_tables(cos, sin, q_positions, k_positions, interleaved, source.D_row, unused)
     stats = statistics.launch(source, rope, choices)
     packed = pack.launch(source, rope, stats, tile.bm, tile.bn, choices)
-    if choices.recentres_v:
-        _, _, v8, _, _, v_descale, v_mean, *_ = packed
-        recentre.launch(v8, v_descale, v_mean, source.N)
+    recentre.launch(packed, source.N, choices)
     return packed
 
 
@@ -79,9 +77,7 @@ def quantize_varlen(
     rope = rope_tables(None, None, None, None, False, source.D_row, unused)
     stats = statistics.launch_of_sequences(source, rope, tables, tile.bn, choices)
     packed = pack.launch(source, rope, stats, tile.bm, tile.bn, choices, tables)
-    if choices.recentres_v:
-        _, _, v8, _, _, v_descale, v_mean, *_ = packed
-        recentre.launch(v8, v_descale, v_mean, source.N, tables)
+    recentre.launch(packed, source.N, choices, tables)
     return (*packed, tables.q_blocks)
 
 

@@ -22,6 +22,7 @@ import torch
 
 from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
 from helion_attn.numerics import RECENTRED_KEYS
+from helion_attn.preprocess.choices import Choices
 from helion_attn.preprocess.sequences import Sequences
 
 #: Channels of a program: with blocks of 128 keys, 1 KB that lie one after the other. One head of 64 channels has eight
@@ -92,20 +93,20 @@ def kernel(is_cuda: bool) -> Callable[..., None]:
     return compiled(recentre, helion.Config(num_warps=8, indexing="pointer", range_num_stages=[0, 3]))
 
 
-def launch(
-    v8: torch.Tensor, v_descale: torch.Tensor, v_mean: torch.Tensor, N: int, sequences: Sequences | None = None
-) -> None:
-    """Run the kernel on `v_mean`, if there are keys enough.
+def launch(packed: tuple[torch.Tensor, ...], N: int, choices: Choices, sequences: Sequences | None = None) -> None:
+    """Run the kernel on the `v_mean` of what was packed, if V was centred and has 8 bits, and there are keys enough.
 
     Args:
-        v8: 8-bit [B * H_kv, N_blocks, D_v_pad, bn]; with `sequences` [H_kv, N_blocks, D_v_pad, bn].
-        v_descale: fp32, a row of D_v_pad a head; with `sequences` a row a block.
-        v_mean: fp32 [B, H_kv, D_v_pad].
+        packed: what `pack.launch` returned.
         N: keys. With `sequences`, those of all together: below `RECENTRED_KEYS` none can be long, and otherwise the
             kernel checks each.
+        choices: of a recipe.
         sequences: where those of a packed batch lie, or None.
     """
-    if N < RECENTRED_KEYS:
+    # [B * H_kv, N_blocks, D_v_pad, bn], and a row of D_v_pad a head; with `sequences` without B, and a row a block
+    v8, v_descale, v_mean = packed[2], packed[5], packed[6]
+    # 16 bits round far less.
+    if not choices.center_v or v8.itemsize == 2 or N < RECENTRED_KEYS:
         return
     _, n_blocks, D_v_pad, bn = v8.shape
     H_kv = v_mean.size(1)
