@@ -63,9 +63,10 @@ class Compiled:
 
     def __init__(self, kernel: helion.Kernel[Any]) -> None:
         # They import this module.
-        from helion_attn.kernels import code_cache, launches
+        from helion_attn.kernels import code_cache, early_loads, launches
 
         self._generated = code_cache.Generated(kernel)
+        self._install = early_loads.install
         self._launches = launches
         self._positions: tuple[list[int], list[int]] | None = None
         self._found: dict[Hashable, Callable[..., Any]] = {}
@@ -91,7 +92,9 @@ class Compiled:
             return
         if len(self._found) >= MAX_REMEMBERED:
             self._found.clear()
-        self._found[key] = self._launches.launch_first(self._generated.find(args), args)
+        run = self._generated.find(args)
+        self._install(run)
+        self._found[key] = self._launches.launch_first(run, args)
 
 
 def helion_config(tile: TileConfig | LargeTileConfig) -> helion.Config:
