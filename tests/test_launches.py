@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -46,6 +47,10 @@ def encoding(box: TensorDescriptor) -> dict[str, Any]:
     }
 
 
+#: From 3.7 on, one C function launches all kernels.
+ONE_FOR_ALL = not hasattr(driver, "make_launcher")
+
+
 class FakeKernel:
     """What Triton compiled for the arguments `args`. The C function of its launcher remembers what it is given."""
 
@@ -62,8 +67,17 @@ class FakeKernel:
         self.run.num_ctas = 1
         self.run.global_scratch_size = self.run.profile_scratch_size = 0
         self.run.global_scratch_align = self.run.profile_scratch_align = 1
+        if ONE_FOR_ALL:
+            self.run.arg_annotations, self.run.kernel_signature = "annotations", b"signature"
+            self.run.gsan_enabled = False
 
     def in_c(self, *args: Any) -> None:
+        if ONE_FOR_ALL:
+            *before, annotations, signature, values = args
+            assert (annotations, signature) == ("annotations", b"signature")
+            # The metadata comes before what is allocated.
+            *before, scratch, more_scratch = before
+            args = (*before[:7], scratch, more_scratch, *before[7:], *values)
         self.launched.append(tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args))
 
     def launch_metadata(self, grid: tuple[int, ...], stream: int, *args: Any) -> str:
@@ -75,6 +89,9 @@ def encode(*args: Any) -> tuple[Any, ...]:
     ENCODED.append(args)
     return args
 
+
+#: The driver's name for it.
+ENCODE = "fill_tma_descriptor_tiled" if ONE_FOR_ALL else "fill_tma_descriptor"
 
 #: What was encoded.
 ENCODED: list[tuple[Any, ...]] = []
@@ -99,7 +116,7 @@ def planning(stream: Callable[[int], int] = lambda device: 7) -> Iterator[list[t
         mock.patch.object(launches, "default_launcher", launch),
         mock.patch.object(FakeTensor, "data_ptr", lambda self: 512 * (id(self) % 2**40)),
         mock.patch.object(testing._OfflineDriver, "get_current_stream", lambda self, device: stream(device)),
-        mock.patch.object(testing._OfflineDriver, "utils", SimpleNamespace(fill_tma_descriptor=encode), create=True),
+        mock.patch.object(testing._OfflineDriver, "utils", SimpleNamespace(**{ENCODE: encode}), create=True),
     ):
         ENCODED.clear()
         yield made
@@ -171,7 +188,7 @@ def test_what_has_no_plan() -> None:
     inner = wrapped[1].run.launch
     wrapped[1].run.launch = lambda *args: inner(*args)
     for made, given, why in (
-        (not_tma, not_tma[1], "not TMA's"),
+        (not_tma, not_tma[1], "not TMA's|0 descriptors are encoded, of 1"),
         (allocates, allocates[1], "allocates"),
         (told, told[1], "hooks are given"),
         (of_view, of_view[1], "is not in list"),
@@ -190,8 +207,28 @@ def test_what_has_no_plan() -> None:
 
     with mock.patch.object(launches, "default_launcher", return_value=compiled):
         assert LAUNCH_FIRST(run, [x]) is run
-    with mock.patch.object(triton, "__version__", "3.7.0"), pytest.raises(ValueError, match=r"3\.7\.0"):
+    with mock.patch.object(triton, "__version__", "3.10.0"), pytest.raises(ValueError, match=r"3\.10\.0"):
         Plan(launch, compiled, [x])
+
+
+def test_both_ways_to_launch() -> None:
+    """In C, whichever Triton is installed."""
+    launched: list[tuple[Any, ...]] = []
+    common = {"global_scratch_size": 0, "profile_scratch_size": 0, "launch_cooperative_grid": False, "launch_pdl": True}
+    of_each = SimpleNamespace(**common, launch=lambda *args: launched.append(args))
+    of_all = SimpleNamespace(**vars(of_each), arg_annotations="annotations", kernel_signature=b"signature")
+    for launcher in (of_each, of_all):
+        launch, encodings = launches.to_c(launcher, 0)
+        launch((3, 2, 1), 7, "function", ("packed", "metadata", "enter", "leave"), [11, 12])
+        assert encodings == []
+    begin = (3, 2, 1, 7, "function", False, True)
+    hooks = ("packed", "metadata", "enter", "leave")
+    assert launched == [
+        (*begin, None, None, *hooks, 11, 12),
+        (*begin, *hooks, None, None, "annotations", b"signature", [11, 12]),
+    ]
+    with pytest.raises(ValueError, match="instrumented"):
+        launches.to_c(SimpleNamespace(**vars(of_all), gsan_enabled=True), 0)
 
 
 def test_hooks_and_streams_are_those_of_the_call() -> None:
@@ -230,9 +267,15 @@ def test_triton_launches_like_this() -> None:
         "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())"
     ) in run
     to_c = " ".join(inspect.getsource(driver.CudaLauncher.__call__).split())
-    assert (
-        "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, "
-        "global_scratch, profile_scratch, *args)"
-    ) in to_c
-    assert "if (PyLong_Check(obj)) {{" in inspect.getsource(driver.make_launcher)
+    first = "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, "
+    if ONE_FOR_ALL:
+        hooks = "kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, "
+        rest = ", self.arg_annotations, self.kernel_signature, "
+        assert first + hooks + "global_scratch, profile_scratch" + rest in to_c
+        (c,) = Path(driver.__file__).parent.glob("driver.c")
+        assert "bool extractPointer(void *ptr, PyObject *obj) {" in (source := c.read_text())
+        assert "if (PyLong_Check(obj)) {" in source
+    else:
+        assert first + "global_scratch, profile_scratch, *args)" in to_c
+        assert "if (PyLong_Check(obj)) {{" in inspect.getsource(driver.make_launcher)
     assert knobs.runtime.launch_enter_hook.calls == []

@@ -13,20 +13,21 @@ issue and the wait for it they have an iteration, and the barriers stand where w
         acc = P V, issued                       softmax
         copy block j + stages - 1               acc = P V, issued
 
-The buffer that they write must be read no more: it is that of block j - 1. Two-level accumulation has waited for its P V
-by then. One-level has not, before it has waited for a first product of Q K^T. Where there are several (head dims above
-256), the copies follow the second. Where there is one, they come an iteration later, of block j + stages - 2 into the
-buffer of block j - 2; that takes three stages, and of two they follow the wait for s.
+The buffer that they write must be read no more: it is that of block j - 1. Two-level accumulation has waited for its
+P V by then. One-level has not, before it has waited for a first product of Q K^T. Where there are several (head dims
+above 256), the copies follow the second. Where there is one, they come an iteration later, of block j + stages - 2 into
+the buffer of block j - 2; that takes three stages, and of two they follow the wait for s.
 
 The wait for Q, which Triton has where Q is loaded, moves behind the first copies of K and V.
 
-No sum changes. A loop that does not look like the above stays as it is. Triton has no way to say this in a kernel, but a
-hook for compilers of one's own (`knobs.runtime.add_stages_inspection_hook`), which is set while a kernel of this
-package's is compiled.
+No sum changes. A loop that does not look like the above stays as it is. Triton has no way to say this in a kernel, but
+a hook for compilers of one's own (`knobs.runtime.add_stages_inspection_hook`), which is set while a kernel of this
+package's is compiled. What it gains: docs/performance.md, Loads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import re
@@ -48,6 +49,10 @@ WAIT_FOR_COPIES = "ttng.wait_barrier "
 PRODUCT = "ttng.warp_group_dot "
 WAIT_FOR_PRODUCT = "ttng.warp_group_dot_wait "
 BARRIER = "gpu.barrier"
+
+#: Whose IR this is, and whose way to launch `launches` repeats. Neither is an interface of Triton's: others compile and
+#: launch as they do.
+KNOWN_TRITONS = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 #: A value's name.
 VALUE = r"%[\w.$-]+"
@@ -103,6 +108,8 @@ def _an_iteration_later(loop: str, copies: list[str], stages: int) -> list[str]:
     (block,) = [_defined(copies[ahead])]
     of_counter = [line for line in copies if _defined(line) in (buffer, raised) or f" {raised}, " in line]
     of_block = [line for i, line in enumerate(copies) if line not in of_counter and i != ahead]
+    # Something else may need what is no longer needed here.
+    of_counter.append(copies[ahead])
     indent = " " * (len(copies[0]) - len(copies[0].lstrip()))
     checks = [
         f"%early_stages = arith.constant {stages - 2} : i32",
@@ -119,6 +126,12 @@ def _an_iteration_later(loop: str, copies: list[str], stages: int) -> list[str]:
 
 def rescheduled(text: str) -> str | None:
     """`text`, a module of Triton's GPU IR, with the loads of its loop moved; None if it has no loop of that form."""
+    with contextlib.suppress(ValueError):
+        return _rescheduled(text)
+    return None
+
+
+def _rescheduled(text: str) -> str | None:
     lines = text.split("\n")
     for at in _find(lines, "scf.for "):
         indent = " " * (len(lines[at]) - len(lines[at].lstrip()))
@@ -234,6 +247,8 @@ class _WithEarlyLoads(JITFunction[Any]):
         pass
 
 
-def install(run: Callable[..., Any]) -> None:
-    """From now on, the kernel that Helion's host function `run` launches is compiled with the pass."""
-    run.__globals__[f"_helion_{run.__name__}"].__class__ = _WithEarlyLoads
+def with_early_loads(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, a host function of Helion's, whose kernel is compiled with the pass from now on, if Triton is known."""
+    if triton.__version__.startswith(KNOWN_TRITONS):
+        run.__globals__[f"_helion_{run.__name__}"].__class__ = _WithEarlyLoads
+    return run

@@ -66,7 +66,7 @@ class Compiled:
         from helion_attn.kernels import code_cache, early_loads, launches
 
         self._generated = code_cache.Generated(kernel)
-        self._install = early_loads.install
+        self._early_loads = early_loads
         self._launches = launches
         self._positions: tuple[list[int], list[int]] | None = None
         self._found: dict[Hashable, Callable[..., Any]] = {}
@@ -92,8 +92,7 @@ class Compiled:
             return
         if len(self._found) >= MAX_REMEMBERED:
             self._found.clear()
-        run = self._generated.find(args)
-        self._install(run)
+        run = self._early_loads.with_early_loads(self._generated.find(args))
         self._found[key] = self._launches.launch_first(run, args)
 
 

@@ -19,10 +19,8 @@ from triton import knobs
 from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from helion_attn.kernels.early_loads import KNOWN_TRITONS
 from helion_attn.kernels.helion_compat import default_launcher
-
-#: Whose way to launch a `Plan` repeats. It is no interface of Triton's; with any other, host functions are called.
-TRITON = "3.6."
 
 
 @dataclass(frozen=True)
@@ -84,20 +82,47 @@ class Box(NamedTuple):
             # Without the checks.
             descriptor = object.__new__(TensorDescriptor)
             descriptor.__dict__.update(self.rest, base=base)
-            found = self.known[address] = driver.make_tensordesc_arg(descriptor, self.encoding)[0]
+            found = self.known[address] = driver.make_tensordesc_arg(descriptor, self.encoding, *NO_ARGUMENTS)[0]
         return found
 
 
+#: From 3.8 on `make_tensordesc_arg` takes the launch's other arguments too, and does nothing with them.
+NO_ARGUMENTS: tuple[tuple[()], ...] = ((),) * (len(inspect.signature(driver.make_tensordesc_arg).parameters) - 2)
+
+NO_SCRATCH = None, None
+
+
 def to_c(launcher: Any, boxes: int) -> tuple[Callable[..., None], list[dict[str, Any] | None]]:
-    """What Triton's launcher calls in C, and how its `boxes` are to be encoded; ValueError if that is not clear."""
+    """What Triton's launcher calls in C, and how its `boxes` are to be encoded; ValueError if that is not clear.
+
+    Returns:
+        A function of the grid, the stream, the CUDA function, a tuple of its packed metadata, metadata for hooks and
+        two hooks, and the kernel's arguments; and the encodings.
+    """
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         raise ValueError("it allocates")
+    if getattr(launcher, "gsan_enabled", False):
+        raise ValueError("it is instrumented")
     around = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
     # With descriptors it is wrapped in what encodes them.
-    encodings = around.get("tensordesc_meta", [])
+    encodings = around.get("tensordesc_meta") or []
     if len(encodings) != boxes:
         raise ValueError(f"{len(encodings)} descriptors are encoded, of {boxes}")
-    return around.get("launcher", launcher.launch), encodings
+    in_c = around.get("launcher", launcher.launch)
+    options = launcher.launch_cooperative_grid, launcher.launch_pdl
+    if hasattr(launcher, "kernel_signature"):
+        # From 3.7 on one C function launches all kernels, and is told the types of their arguments.
+        types = launcher.arg_annotations, launcher.kernel_signature
+
+        def launch(grid: Any, stream: int, function: Any, metadata: tuple[Any, ...], values: list[Any]) -> None:
+            in_c(*grid, stream, function, *options, *metadata, *NO_SCRATCH, *types, values)
+
+    else:
+
+        def launch(grid: Any, stream: int, function: Any, metadata: tuple[Any, ...], values: list[Any]) -> None:
+            in_c(*grid, stream, function, *options, *NO_SCRATCH, *metadata, *values)
+
+    return launch, encodings
 
 
 class Plan:
@@ -108,7 +133,7 @@ class Plan:
 
     def __init__(self, launch: Launch, compiled: Any, args: Sequence[Any]) -> None:
         """Of `launch`, which `args` led to and for which Triton ran `compiled`; ValueError if it is not known how."""
-        if not triton.__version__.startswith(TRITON):
+        if not triton.__version__.startswith(KNOWN_TRITONS):
             raise ValueError(f"how does Triton {triton.__version__} launch?")
         if len(launch.args) != len(launch.kernel.params) or any(name.startswith("_") for name in launch.options):
             raise ValueError("the launcher adds arguments")
@@ -144,8 +169,6 @@ class Plan:
                 raise ValueError(f"what is {x!r}?")
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
         self._device = device.index
-        no_scratch = None, None
-        self._options = compiled.function, compiled.run.launch_cooperative_grid, compiled.run.launch_pdl, *no_scratch
 
     def __call__(self, *args: Any) -> None:
         """Launch it on the current stream, as `JITFunction.run` does from where it has found the kernel."""
@@ -162,9 +185,9 @@ class Plan:
         metadata = None
         if enter is not None or leave is not None:
             metadata = self._compiled.launch_metadata(self._grid, stream)
-        self._launch(
-            *self._grid, stream, *self._options, self._compiled.packed_metadata, metadata, enter, leave, *values
-        )
+        compiled = self._compiled
+        hooks = compiled.packed_metadata, metadata, enter, leave
+        self._launch(self._grid, stream, compiled.function, hooks, values)
 
 
 def launch_first(run: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
