@@ -379,9 +379,9 @@ def fp8_attn_fwd(
             if shift_lse and not has_softcap:
                 sink_log2 = sink_log2 - shift
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
-        if not split:
-            # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
-            store_lse(lse, m_i, total, shift, head * m_len + rows, row_in_range, shift_lse and not has_softcap)
+        # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
+        lse_rows = (part_head if split else head) * m_len + rows
+        store_lse(lse, m_i, total, shift, lse_rows, row_in_range, shift_lse and not has_softcap)
         if varlen:
             out_rows = bh + rows * int32(out_row_step)
         elif split:
@@ -411,9 +411,6 @@ def fp8_attn_fwd(
             has_sinks or varlen,  # a sink that is NaN stays one
             has_sinks,
         )
-        if split:
-            # After the output: with it before, causal int8 scores at D 128 spill three registers.
-            store_lse(lse, m_i, total, shift, part_head * m_len + rows, row_in_range, shift_lse and not has_softcap)
 
 
 @functools.cache
