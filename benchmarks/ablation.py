@@ -95,6 +95,7 @@ def loads_where_triton_has_them(run: Callable[..., Any]) -> Callable[..., Any]:
     name = f"_helion_{run.__name__}"
     kernel = copy.copy(run.__globals__[name])
     kernel.__class__ = JITFunction
+    # What was compiled so far has the pass.
     kernel.device_caches = collections.defaultdict(kernel.create_binder)
     own = types.FunctionType(run.__code__, {**run.__globals__, name: kernel}, run.__name__, run.__defaults__)
     own.__kwdefaults__ = run.__kwdefaults__

@@ -110,30 +110,35 @@ def test_nothing_else_changes(name: str) -> None:
 
 
 class Machine:
-    """A warp that runs the integers of a kernel, with buffers that are written, read, and known to be free."""
+    """A warp that runs the integers of a kernel: what its buffers hold, and which are read, or free."""
 
     def __init__(self, values: dict[str, int]) -> None:
         self.values: dict[str, Any] = dict(values)
-        #: Of each barrier: what is copied under it, and how often it was waited for.
-        self.copied: dict[Any, list[int]] = {}
+        #: The block of now, and of each buffer's name the coordinate that a product found in it, by block.
+        self.block = -1
+        self.found: dict[str, dict[int, int]] = {}
+        #: Of a buffer, the coordinate that was copied, and under which barrier. Those that have arrived.
+        self.content: dict[Any, tuple[int, Any]] = {}
+        self.arrived: set[Any] = set()
+        #: Of a barrier, how often something was expected, and waited for.
+        self.expected: dict[Any, int] = {}
         self.waited: dict[Any, int] = {}
-        #: Blocks that were waited for, in order, and buffers by state.
-        self.blocks: list[int] = []
+        #: Buffers that products of now read, that this warp has read, and that others may.
         self.in_flight: set[Any] = set()
-        self.ready: set[Any] = set()
         self.done: set[Any] = set()
-        self.barrier: Any = None
+        self.busy: set[Any] = set()
 
     def value(self, name: str) -> Any:
-        constant = re.fullmatch(r"%c(-?\d+)_i\d+(_\d+)?", name)
-        return int(constant[1]) if constant else self.values.get(name)
+        constant = re.fullmatch(r"%(true|c(-?\d+)_i\d+(_\d+)?)", name)
+        if constant is None:
+            return self.values.get(name)
+        return 1 if constant[1] == "true" else int(constant[2])
 
     def run(self, lines: list[str]) -> None:
         for line in lines:
             defined, op, rest = operation(line)
             names = re.findall(early_loads.VALUE, rest)
-            given = [self.value(name) for name in names]
-            result = self.step(op, rest, names, given)
+            result = self.step(op, rest, names, [self.value(name) for name in names])
             if defined is not None:
                 self.values[defined] = result
 
@@ -141,57 +146,76 @@ class Machine:
         match op.removeprefix("ttng.").removeprefix("ttg."):
             case "gpu.barrier":
                 # What all warps have read is free.
-                self.ready -= self.done
+                self.busy -= self.done
                 self.done = set()
             case "memdesc_index":
                 return (names[0], given[1])
             case "memdesc_trans" | "memdesc_reshape":
                 return given[0]
-            case "barrier_expect" if given[1]:
-                self.barrier = given[0]
-                self.copied.setdefault(self.barrier, []).append(-1)
-            case "async_tma_copy_global_to_local":
-                buffer, barrier, valid = given[-3:]
+            case "barrier_expect" if isinstance(given[0], tuple):
+                assert given[1] is not None
+                self.expected[given[0]] = self.expected.get(given[0], 0) + given[1]
+            case "async_tma_copy_global_to_local" if isinstance(given[-2], tuple):
+                *coordinates, buffer, barrier, valid = given[1:]
+                assert valid is not None
                 if valid:
-                    assert barrier == self.barrier
-                    assert buffer not in self.ready | self.in_flight, "written while it is read"
-                    self.ready.add(buffer)
-                    # Descriptors of pieces have the block times their number, or first.
-                    if self.copied[barrier][-1] < 0:
-                        self.copied[barrier][-1] = next(x for x in given[2:-3] if x is not None)
-            case "wait_barrier":
+                    assert self.expected[barrier] == self.waited.get(barrier, 0) + 1
+                    assert buffer not in self.busy | self.in_flight, "written while it is read"
+                    # After the head: the block, or the part of V in it.
+                    assert coordinates[1] is not None
+                    self.content[buffer] = (coordinates[1], barrier)
+                    self.arrived.discard(buffer)
+                    self.busy.add(buffer)
+            case "wait_barrier" if isinstance(given[0], tuple):
                 times = self.waited.get(given[0], 0)
-                if given[0] in self.copied:
-                    assert given[1] == times % 2, "another phase"
-                    self.blocks.append(self.copied[given[0]][times])
-                    self.waited[given[0]] = times + 1
+                assert self.expected.get(given[0], 0) == times + 1, "nothing is on its way"
+                assert given[1] == times % 2, "another phase"
+                self.waited[given[0]] = times + 1
+                self.arrived |= {buffer for buffer, (_, barrier) in self.content.items() if barrier == given[0]}
             case "warp_group_dot":
-                self.in_flight |= {x for x in given if isinstance(x, tuple)}
+                for buffer in given:
+                    if isinstance(buffer, tuple):
+                        assert buffer in self.arrived, "read before it has come"
+                        self.in_flight.add(buffer)
+                        self.found.setdefault(buffer[0], {})[self.block] = self.content[buffer][0]
             case "warp_group_dot_wait":
                 assert "pendings = 0 " in rest
                 self.done |= self.in_flight
                 self.in_flight = set()
             case "arith.constant":
                 return int(found[1]) if (found := re.match(r" (-?\d+) : i", rest)) else None
-        if op.startswith("arith.") and None not in given and all(isinstance(x, int) for x in given):
-            compare = re.match(r" (\w+),", rest)
-            match op:
-                case "arith.addi":
-                    return given[0] + given[1]
-                case "arith.subi":
-                    return given[0] - given[1]
-                case "arith.muli":
-                    return given[0] * given[1]
-                case "arith.andi":
-                    return given[0] & given[1]
-                case "arith.xori":
-                    return given[0] ^ given[1]
-                case "arith.select":
-                    return given[1] if given[0] else given[2]
-                case "arith.cmpi":
-                    assert compare is not None
-                    a, b = given
-                    return int({"slt": a < b, "sgt": a > b, "sge": a >= b, "sle": a <= b, "eq": a == b}[compare[1]])
+            case "arith.extsi" | "arith.extui" | "arith.trunci":
+                return given[0]
+            case "tt.get_program_id":
+                return 0
+        if op.startswith("arith.") and all(isinstance(x, int) for x in given):
+            return self.arithmetic(op, rest, given)
+        return None
+
+    @staticmethod
+    def arithmetic(op: str, rest: str, given: list[int]) -> int | None:
+        match op:
+            case "arith.addi":
+                return given[0] + given[1]
+            case "arith.subi":
+                return given[0] - given[1]
+            case "arith.muli":
+                return given[0] * given[1]
+            case "arith.divsi" | "arith.floordivsi":
+                return given[0] // given[1]
+            case "arith.remsi":
+                return given[0] % given[1]
+            case "arith.andi":
+                return given[0] & given[1]
+            case "arith.xori":
+                return given[0] ^ given[1]
+            case "arith.select":
+                return given[1] if given[0] else given[2]
+            case "arith.cmpi":
+                (compare,) = re.findall(r"^ (\w+),", rest)
+                a, b = given
+                signs = {"slt": a < b, "sgt": a > b, "sge": a >= b, "sle": a <= b, "eq": a == b, "ne": a != b}
+                return int(signs[compare]) if compare in signs else None
         return None
 
 
@@ -201,41 +225,91 @@ def run(text: str, first: int, end: int) -> Machine:
     bounds = re.search(rf"scf\.for ({early_loads.VALUE}) = ({early_loads.VALUE}) to ({early_loads.VALUE}) ", loop)
     assert bounds is not None
     j, first_name, end_name = bounds.groups()
-    at_buffers = next(i for i, line in enumerate(before) if "ttg.local_alloc : () -> !ttg.memdesc<" in line)
-    machine = Machine({first_name: first, end_name: end})
-    # Before that, there is but Q.
-    machine.run([line for line in before[at_buffers:] if operation(line)[0] not in (first_name, end_name)])
+    # Of the first program; numbers of blocks and heads that the loop does not depend on are 1.
+    (function,) = [line for line in before if "tt.func " in line]
+    arguments = dict.fromkeys(re.findall(rf"({early_loads.VALUE}): i(?:32|64)", function), 1)
+    machine = Machine(arguments | {first_name: first, end_name: end})
+    machine.run([line for line in before if operation(line)[0] not in (first_name, end_name)])
     carried = re.findall(rf"({early_loads.VALUE}) = ({early_loads.VALUE})", loop.split("iter_args(")[1])
     machine.values |= {name: machine.value(start) for name, start in carried}
     for i in range(first, end):
-        machine.values[j] = i
+        machine.values[j] = machine.block = i
         machine.run(body)
         yielded = re.findall(early_loads.VALUE, operation(body[-1])[2])
         machine.values |= {name: machine.value(x) for (name, _), x in zip(carried, yielded, strict=True)}
     return machine
 
 
+def assert_all_blocks(machine: Machine, first: int, end: int, tensors: int) -> None:
+    """Products found, of every tensor, each block's own: coordinates are one factor times the block, and the part."""
+    if first < end:
+        assert len(machine.found) == tensors
+    for coordinates in machine.found.values():
+        assert list(coordinates) == list(range(first, end))
+        steps = {coordinates[i + 1] - coordinates[i] for i in range(first, end - 1)}
+        assert len(steps) <= 1
+        assert 0 not in steps
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_blocks_and_buffers(name: str) -> None:
-    """Of any number of blocks, each is waited for in turn; no buffer is written before all warps have read it."""
+    """Products find each block, however many there are, and no buffer is written before all warps have read it."""
     after = texts(name)[1]
+    copies = KERNELS[name][1].count("C")
     starts_at_0 = re.search(rf"scf\.for {early_loads.VALUE} = %c0_i32 ", after) is not None
     for first in (0,) if starts_at_0 else (0, 5):
-        for number in range(9):
-            machine = run(after, first, first + number)
-            assert [x for x in machine.blocks if x >= 0] == list(range(first, first + number))
+        for end in range(first, first + 9):
+            assert_all_blocks(run(after, first, end), first, end, copies)
 
 
-def test_the_machine_can_fail() -> None:
-    after = texts("one_level_3_stages")[1]
-    run(after, 0, 6)
-    without_barrier = after.replace("      gpu.barrier\n", "", 1)
-    with pytest.raises(AssertionError, match="written while it is read"):
-        run(without_barrier, 0, 6)
-    # An iteration too early, into the buffer that P V still reads.
-    before = texts("one_level_3_stages")[0]
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_wait_for_q_comes_last(name: str) -> None:
+    """Behind all first copies, if TMA brings it."""
+    before, _loop, _body = split_at_loop(texts(name)[1])
+    ops = [operation(line)[1] for line in before]
+    assert ops[-1] == "gpu.barrier"
+    if "ttng.wait_barrier" in ops:
+        assert ops[-3:-1] == ["ttng.wait_barrier", "ttng.inval_barrier"]
+        assert ops.count("ttng.wait_barrier") == 1
+    else:
+        assert name in ("split", "pieces_two_level", "pieces_3_stages", "pieces_2_stages")
+
+
+def changed(text: str, pattern: str, replacement: str, which: int = 0) -> str:
+    """`text` with another thing at the `which`th place that has `pattern`."""
+    places = list(re.finditer(pattern, text))
+    place = places[which]
+    return text[: place.start()] + place.expand(replacement) + text[place.end() :]
+
+
+COPY_OF_V = rf"(copy_global_to_local %v\w*\[{early_loads.VALUE}, )({early_loads.VALUE})"
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "replacement", "which"),
+    [
+        ("one_level_3_stages", r" +gpu\.barrier.*\n", "", 1),  # before the copies
+        ("two_level_2_stages", r" +gpu\.barrier.*\n", "", 1),
+        ("one_level_3_stages", COPY_OF_V, r"\1%c0_i32", -1),  # V of another block
+        ("one_level_3_stages", COPY_OF_V, r"\1%early_first", -1),
+        ("two_level_2_stages", COPY_OF_V, r"\1%c1_i32", -1),
+        ("two_level_2_stages", rf".*{COPY_OF_V}.*\n", "", -1),  # none
+        ("pieces_3_stages", COPY_OF_V, r"\1%c0_i32", -1),
+        ("one_level_3_stages", rf"(%k_block\w* = ttg.memdesc_index %k_block\[){early_loads.VALUE}", r"\1%c0_i32", -1),
+        ("one_level_3_stages", r"%early_stages = arith.constant 1", "%early_stages = arith.constant 2", 0),
+        ("one_level_3_stages", r"%early_one = arith.constant 1", "%early_one = arith.constant 0", 0),
+    ],
+)
+def test_the_machine_can_fail(name: str, pattern: str, replacement: str, which: int) -> None:
+    wrong = changed(texts(name)[1], pattern, replacement, which)
+    with pytest.raises(AssertionError):
+        assert_all_blocks(run(wrong, 0, 7), 0, 7, KERNELS[name][1].count("C"))
+
+
+def test_an_iteration_too_early() -> None:
+    """In one-level accumulation, P V still reads the buffer of the block before."""
     with mock.patch.object(early_loads, "_an_iteration_later", lambda loop, copies, stages: copies):
-        too_early = early_loads.rescheduled(before)
+        too_early = early_loads.rescheduled(texts("one_level_3_stages")[0])
     assert too_early is not None
     with pytest.raises(AssertionError, match="written while it is read"):
         run(too_early, 0, 6)
@@ -249,6 +323,8 @@ def test_other_loops_stay() -> None:
         before.replace("pendings = 0", "pendings = 1"),
         before.replace(early_loads.EXPECT, "ttng.something_else "),
         before.replace("tt.num_stages", "tt.something_else"),
+        before.replace("tt.num_stages = 2", "tt.num_stages = 3"),  # than there are buffers
+        re.sub(r"(arith\.addi %\w+, )%c1_i32", r"\1%c7_i32", before),  # another distance
         "\n".join(line for line in before.split("\n") if early_loads.COPY not in line),
     ):
         assert early_loads.rescheduled(text) is None
@@ -291,6 +367,8 @@ def test_the_hook_is_this_compilations() -> None:
         hook(None, stages, None, None, None)
         assert stages["ttgir"] is not kept
         assert options["_env_vars"]["helion_attn_early_loads"]
+        # Nested or not, further compilations are others' affair.
+        assert knobs.runtime.add_stages_inspection_hook is theirs
         raise RuntimeError(source)
 
     with installed(theirs):
@@ -304,9 +382,18 @@ def test_the_hook_is_this_compilations() -> None:
 def test_unknown_tritons_compile_as_they_do(version: str, known: bool) -> None:
     class Kernel: ...
 
+    class Other: ...
+
     kernel = Kernel()
     host = types.FunctionType((lambda: None).__code__, {"_helion_host": kernel}, "host")
     replaced = type("Replaced", (Kernel,), {})
-    with mock.patch.object(triton, "__version__", version), mock.patch.object(early_loads, "_WithEarlyLoads", replaced):
+    interpreted = types.FunctionType((lambda: None).__code__, {"_helion_host": (other := Other())}, "host")
+    with (
+        mock.patch.object(triton, "__version__", version),
+        mock.patch.object(early_loads, "JITFunction", Kernel),
+        mock.patch.object(early_loads, "_WithEarlyLoads", replaced),
+    ):
         assert early_loads.with_early_loads(host) is host
+        early_loads.with_early_loads(interpreted)
     assert isinstance(kernel, replaced) is known
+    assert type(other) is Other

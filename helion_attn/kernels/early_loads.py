@@ -14,9 +14,9 @@ issue and the wait for it they have an iteration, and the barriers stand where w
         copy block j + stages - 1               acc = P V, issued
 
 The buffer that they write must be read no more: it is that of block j - 1. Two-level accumulation has waited for its
-P V by then. One-level has not, before it has waited for a first product of Q K^T. Where there are several (head dims
-above 256), the copies follow the second. Where there is one, they come an iteration later, of block j + stages - 2 into
-the buffer of block j - 2; that takes three stages, and of two they follow the wait for s.
+P V by then. One-level has not, before it has waited for a first product of Q K^T. Where Q comes in pieces, the copies
+follow the second product. Where it does not, they come an iteration later, of block j + stages - 2 into the buffer of
+block j - 2; that takes three stages, and of two they follow the wait for s.
 
 The wait for Q, which Triton has where Q is loaded, moves behind the first copies of K and V.
 
@@ -39,7 +39,6 @@ from typing import Any
 
 import triton
 from triton import knobs
-from triton._C.libtriton import get_cache_invalidating_env_vars, ir
 from triton.runtime.jit import JITFunction
 
 #: Operations of Triton's GPU dialects, as lines of its IR begin them.
@@ -91,6 +90,12 @@ def _needed(body: list[str], wanted: list[int], begin: int) -> list[int]:
     return sorted(needed)
 
 
+def _ahead(loop: str, stages: int) -> str:
+    """What computes the index of the block that a loop's iteration loads: a pattern."""
+    (j,) = _group(loop, rf"scf\.for ({VALUE}) =")
+    return rf"arith\.addi {re.escape(j)}, %c{stages - 1}_i(32|64)(_\d+)? :"
+
+
 def _an_iteration_later(loop: str, copies: list[str], stages: int) -> list[str]:
     """`copies`, of the block before, where one comes after the first that the loop's first iteration waits for.
 
@@ -104,7 +109,7 @@ def _an_iteration_later(loop: str, copies: list[str], stages: int) -> list[str]:
     (raised,) = _group(defining[buffer], rf"arith\.select {VALUE}, {VALUE}, ({VALUE}) :")
     (before,) = _group(defining[raised], rf"arith\.addi ({VALUE}), ")
     # The block's index, from j: its first computation.
-    (ahead,) = [i for i, line in enumerate(copies) if re.search(rf"arith\.addi {re.escape(j)}, {VALUE} : i32", line)]
+    (ahead,) = [i for i, line in enumerate(copies) if re.search(_ahead(loop, stages), line)]
     (block,) = [_defined(copies[ahead])]
     of_counter = [line for line in copies if _defined(line) in (buffer, raised) or f" {raised}, " in line]
     of_block = [line for i, line in enumerate(copies) if line not in of_counter and i != ahead]
@@ -126,7 +131,7 @@ def _an_iteration_later(loop: str, copies: list[str], stages: int) -> list[str]:
 
 def rescheduled(text: str) -> str | None:
     """`text`, a module of Triton's GPU IR, with the loads of its loop moved; None if it has no loop of that form."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, KeyError):
         return _rescheduled(text)
     return None
 
@@ -146,11 +151,16 @@ def _rescheduled(text: str) -> str | None:
         if expected[0] < products[-1] or any("pendings = 0 " not in body[i] for i in waits):
             continue
         (stages,) = map(int, _group(lines[end], r"tt\.num_stages = (\d+)"))
+        buffers = [body[i] for i in _find(body, "ttg.memdesc_index ")]
+        if any(f" : !ttg.memdesc<{stages}x" not in line for line in buffers):
+            continue
+        if not any(re.search(_ahead(lines[at], stages), line) for line in body):
+            continue
         in_flight = products[-1] > waits[-1]
         later = in_flight and len(of_q) == 1 and stages > 2
         if not in_flight or later:
             behind = of_q[0]
-        elif len(of_q) > 1:
+        elif len(of_q) > 1 and waits[0] < of_q[1]:
             behind = of_q[1]
         else:
             behind = waits[0]
@@ -159,26 +169,33 @@ def _rescheduled(text: str) -> str | None:
         if later:
             group = _an_iteration_later(lines[at], group, stages)
         rest = [line for i, line in enumerate(body) if i not in moved]
-        # Triton would have barriers too, in front of a copy, and in front of what reads the buffers next: P V.
+        # The first: all warps have read what is overwritten. The second, and the one in front of the loop: Triton wants
+        # one between a copy and what reads its buffers next, and would have it between the softmax and P V.
         barrier = f"{indent}  {BARRIER}"
         body = [*rest[: behind + 1], barrier, *group, barrier, *rest[behind + 1 :]]
-        before = _with_last_wait_behind(lines[:at])
+        before = _with_last_wait_behind(lines[:at], indent)
         return "\n".join([*before, indent + BARRIER, lines[at], *body, *lines[end:]])
     return None
 
 
-def _with_last_wait_behind(before: list[str]) -> list[str]:
+def _with_last_wait_behind(before: list[str], indent: str) -> list[str]:
     """The lines in front of a loop, the wait for Q, if there is one, behind the rest."""
-    waits = _find(before, WAIT_FOR_COPIES)
+    waits = [i for i in _find(before, WAIT_FOR_COPIES) if before[i].startswith(indent + WAIT_FOR_COPIES)]
     if len(waits) != 1:
         return before
     (barrier,) = _group(before[waits[0]], rf"{WAIT_FOR_COPIES}({VALUE})")
+    under_it = rf"\] ({VALUE}), {re.escape(barrier)}, "
+    (buffer,) = [found[1] for i in _find(before, COPY) if (found := re.search(under_it, before[i]))]
+    if any(buffer in re.findall(VALUE, line) for line in before[waits[0] :]):
+        return before
     of_wait = [*waits, *_find(before, f"ttng.inval_barrier {barrier} ")]
     return [*(line for i, line in enumerate(before) if i not in of_wait), *(before[i] for i in of_wait)]
 
 
 def _parsed(text: str, context: Any) -> Any:
     """The module that `text` is."""
+    from triton._C.libtriton import ir
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "early_loads.ttgir"
         path.write_text(text)
@@ -193,46 +210,65 @@ def _digest() -> str:
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
-#: Held while the hook, of which there is one in a process, is this module's.
-_COMPILING = threading.Lock()
+#: Held while the hook, of which a process has one, is one of this module's.
+_HOOKED = threading.Lock()
 
 
-def _hook(earlier: Callable[..., Any] | None) -> Callable[..., Any]:
-    """What adds the pass to compilations of this thread, after what `earlier` does to those of all."""
-    thread = threading.get_ident()
+class _Hook:
+    """Adds the pass to the next compilation of this thread, and takes itself away then.
 
-    def hook(*args: Any) -> Any:
+    Other threads' compilations meanwhile are what they would be, though from Triton 3.7 on not found in its caches.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        _HOOKED.acquire()
+        self._held = True
+        self._earlier = knobs.runtime.add_stages_inspection_hook
+        knobs.runtime.add_stages_inspection_hook = self
+
+    def remove(self) -> None:
+        """Put back the hook that was there before, once."""
+        if self._held:
+            self._held = False
+            knobs.runtime.add_stages_inspection_hook = self._earlier
+            _HOOKED.release()
+
+    def __call__(self, *args: Any) -> Any:
+        """What Triton adds to its keys; or, given the stages of a compilation, change them."""
         if not args:
-            # What Triton adds to its keys. Kernels of this thread's have theirs by `compiled`.
-            return earlier() if earlier is not None else ("", "")
-        _backend, stages, _options, _language, _capability = args
-        if earlier is not None:
-            earlier(*args)
-        if threading.get_ident() == thread:
-            make_ttgir = stages["ttgir"]
-
-            def with_early_loads(module: Any, metadata: dict[str, Any]) -> Any:
-                module = make_ttgir(module, metadata)
-                text = rescheduled(str(module))
-                return module if text is None else _parsed(text, module.context)
-
-            stages["ttgir"] = with_early_loads
+            return ("", "") if self._earlier is None else self._earlier()
+        if self._earlier is not None:
+            self._earlier(*args)
+        if threading.get_ident() == self._thread:
+            _add_pass(args[1])
+            self.remove()
         return None
 
-    return hook
+
+def _add_pass(stages: dict[str, Callable[..., Any]]) -> None:
+    make_ttgir = stages["ttgir"]
+
+    def with_early_loads(module: Any, metadata: dict[str, Any]) -> Any:
+        module = make_ttgir(module, metadata)
+        text = rescheduled(str(module))
+        return module if text is None else _parsed(text, module.context)
+
+    stages["ttgir"] = with_early_loads
 
 
 def compiled(source: Any, *, _env_vars: dict[str, str] | None = None, **options: Any) -> Any:
     """`triton.compile`, with the pass."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
     variables = get_cache_invalidating_env_vars() if _env_vars is None else _env_vars
-    with _COMPILING:
-        earlier = knobs.runtime.add_stages_inspection_hook
-        knobs.runtime.add_stages_inspection_hook = _hook(earlier)
-        try:
-            # Triton's cache must not take a kernel without the pass for this one.
-            return triton.compile(source, _env_vars={**variables, "helion_attn_early_loads": _digest()}, **options)
-        finally:
-            knobs.runtime.add_stages_inspection_hook = earlier
+    # Triton's cache must not take a kernel without the pass for this one.
+    variables = {**variables, "helion_attn_early_loads": _digest()}
+    hook = _Hook()
+    try:
+        return triton.compile(source, _env_vars=variables, **options)
+    finally:
+        hook.remove()
 
 
 class _WithEarlyLoads(JITFunction[Any]):
@@ -249,6 +285,8 @@ class _WithEarlyLoads(JITFunction[Any]):
 
 def with_early_loads(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, a host function of Helion's, whose kernel is compiled with the pass from now on, if Triton is known."""
-    if triton.__version__.startswith(KNOWN_TRITONS):
-        run.__globals__[f"_helion_{run.__name__}"].__class__ = _WithEarlyLoads
+    kernel = run.__globals__[f"_helion_{run.__name__}"]
+    # Triton's interpreter has kernels of another class.
+    if triton.__version__.startswith(KNOWN_TRITONS) and isinstance(kernel, JITFunction):
+        kernel.__class__ = _WithEarlyLoads
     return run

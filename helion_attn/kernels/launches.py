@@ -8,6 +8,7 @@ shapes, strides, alignments and values of an earlier call, all of that comes out
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,13 +83,17 @@ class Box(NamedTuple):
             # Without the checks.
             descriptor = object.__new__(TensorDescriptor)
             descriptor.__dict__.update(self.rest, base=base)
-            found = self.known[address] = driver.make_tensordesc_arg(descriptor, self.encoding, *NO_ARGUMENTS)[0]
+            found = self.known[address] = driver.make_tensordesc_arg(descriptor, self.encoding, *_no_arguments())[0]
         return found
 
 
-#: From 3.8 on `make_tensordesc_arg` takes the launch's other arguments too, and does nothing with them.
-NO_ARGUMENTS: tuple[tuple[()], ...] = ((),) * (len(inspect.signature(driver.make_tensordesc_arg).parameters) - 2)
+@functools.cache
+def _no_arguments() -> tuple[tuple[()], ...]:
+    """From Triton 3.8 on, `make_tensordesc_arg` takes the launch's other arguments too, and does nothing with them."""
+    return ((),) * (len(inspect.signature(driver.make_tensordesc_arg).parameters) - 2)
 
+
+#: What a launch allocates, where it allocates nothing.
 NO_SCRATCH = None, None
 
 
