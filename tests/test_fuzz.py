@@ -232,8 +232,9 @@ def make_inputs(spec: Specialisation, data: Data, device: str) -> Tensors:
 def assert_lse_within_budget(case: Case, lse: torch.Tensor) -> None:
     """As `Case` has it, but of one row too, whose lse may be next to 0, or as exact as its scores.
 
-    An lse is the sum of a maximum and a logarithm. Each has fp32's rounding, in base 2 and by `p_offset` apart, and on
-    a GPU every score has the tensor core's, of its sum of magnitudes, or the tanh's.
+    An lse is the sum of a maximum and a logarithm. Each has fp32's rounding, in base 2 and by `p_offset` apart, and so
+    has the sum, which a sink alone may make; on a GPU every score has the tensor core's, of its sum of magnitudes, or
+    the tanh's.
     """
     q, k, _ = case.qkv
     finite = case.oracle_lse > float("-inf")
@@ -243,7 +244,8 @@ def assert_lse_within_budget(case: Case, lse: torch.Tensor) -> None:
     magnitudes = q.double().abs() @ k.double().abs().repeat_interleave(q.size(1) // k.size(1), 1).mT * scale
     # [B, H, M]
     largest = magnitudes.amax(3)
-    noise = torch.finfo(torch.float32).eps * (LOG2E * largest + case.recipe.p_offset + math.log2(k.size(2)))
+    total = torch.where(finite, case.oracle_lse.abs(), 0.0)
+    noise = torch.finfo(torch.float32).eps * (LOG2E * largest + case.recipe.p_offset + math.log2(k.size(2)) + total)
     if lse.is_cuda:
         noise += TENSOR_CORE_ERROR * largest + TANH_ERROR * (case.softcap or 0.0)
     error, model_error = ((x - case.oracle_lse)[finite].norm() for x in (lse.double(), case.model_lse.double()))

@@ -14,9 +14,9 @@ issue and the wait for it they have an iteration, and the barriers stand where w
         copy block j + stages - 1               acc = P V, issued
 
 The buffer that they write must be read no more: it is that of block j - 1. Two-level accumulation has waited for its
-P V by then. One-level has not, before it has waited for a first product of Q K^T. Where Q comes in pieces, the copies
-follow the second product. Where it does not, they come an iteration later, of block j + stages - 2 into the buffer of
-block j - 2; that takes three stages, and of two they follow the wait for s.
+P V by then. One-level has not, before it has waited for a first product of Q K^T. Of three stages, the copies come an
+iteration later there, of block j + stages - 2 into the buffer of block j - 2. Of two, they follow that wait or, where Q
+comes in pieces, the last of their products. Loops of pieces and three stages are left as they are.
 
 The wait for Q, which Triton has where Q is loaded, moves behind the first copies of K and V.
 
@@ -157,13 +157,12 @@ def _rescheduled(text: str) -> str | None:
         if not any(re.search(_ahead(lines[at], stages), line) for line in body):
             continue
         in_flight = products[-1] > waits[-1]
-        later = in_flight and len(of_q) == 1 and stages > 2
-        if not in_flight or later:
-            behind = of_q[0]
-        elif len(of_q) > 1 and waits[0] < of_q[1]:
-            behind = of_q[1]
-        else:
-            behind = waits[0]
+        later = in_flight and stages > 2
+        if later and len(of_q) > 1:
+            # 0.95 to 1.05 of the time, and a register that spills.
+            continue
+        # In flight, the buffer is free behind the first wait; and the tensor core is busy behind the last product.
+        behind = max(of_q[-1], waits[0]) if in_flight and not later else of_q[0]
         moved = _needed(body, [*expected, *copies], behind)
         group = [body[i] for i in moved]
         if later:
