@@ -31,6 +31,7 @@ KERNELS: dict[str, tuple[Callable[[], Any], str]] = {
     "hybrid_2_stages": (lambda: compile_attention(256, False, recipe=ha.HYBRID), "WIFBECCBI"),
     "bf16_3_stages": (lambda: compile_attention(128, True, recipe=ha.BF16), "WIBECCBFI"),
     "sequences": (lambda: compile_varlen(256, True), "WIBECCBFI"),
+    "many_keys": (lambda: compile_shape(1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED), "WIBECCBFI"),
     "split": (lambda: compile_shape(1, 64, 100000, 256, False, recipe=ha.BALANCED), "WIBECCBFI"),
     "pieces_two_level": (lambda: compile_attention(192, True, D_v=128), "WIBECCCBFIFIF"),
     "pieces_2_stages": (lambda: compile_attention(1024, False), "WIFIFIFIBECCCCCCBFII"),
@@ -256,7 +257,7 @@ def test_blocks_and_buffers(name: str) -> None:
     """Products find each block, however many there are, and no buffer is written before all warps have read it."""
     after = texts(name)[1]
     copies = KERNELS[name][1].count("C")
-    starts_at_0 = re.search(rf"scf\.for {early_loads.VALUE} = %c0_i32 ", after) is not None
+    starts_at_0 = re.search(rf"scf\.for {early_loads.VALUE} = %c0_i(32|64) ", after) is not None
     for first in (0,) if starts_at_0 else (0, 5):
         for end in range(first, first + 9):
             assert_all_blocks(run(after, first, end), first, end, copies)

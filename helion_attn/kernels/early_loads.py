@@ -116,13 +116,15 @@ def _an_iteration_later(loop: str, copies: list[str], stages: int) -> list[str]:
     # Something else may need what is no longer needed here.
     of_counter.append(copies[ahead])
     indent = " " * (len(copies[0]) - len(copies[0].lstrip()))
+    # i64 where K or V has 2**31 elements.
+    (integer,) = _group(loop, r" : (i32|i64) \{")
     checks = [
-        f"%early_stages = arith.constant {stages - 2} : i32",
-        "%early_one = arith.constant 1 : i32",
-        f"%early_block = arith.addi {j}, %early_stages : i32",
-        f"%early_first = arith.addi {first}, %early_one : i32",
-        f"%early_in_loop = arith.cmpi slt, %early_block, {end} : i32",
-        f"%early_not_first = arith.cmpi sge, {j}, %early_first : i32",
+        f"%early_stages = arith.constant {stages - 2} : {integer}",
+        f"%early_one = arith.constant 1 : {integer}",
+        f"%early_block = arith.addi {j}, %early_stages : {integer}",
+        f"%early_first = arith.addi {first}, %early_one : {integer}",
+        f"%early_in_loop = arith.cmpi slt, %early_block, {end} : {integer}",
+        f"%early_not_first = arith.cmpi sge, {j}, %early_first : {integer}",
         "%early_valid = arith.andi %early_in_loop, %early_not_first : i1",
     ]
     names = {buffer: before, valid: "%early_valid", str(block): "%early_block"}
