@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
-import threading
-import time
-import types
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
-import triton
 from offline import compile_attention, compile_decode, compile_shape, compile_varlen
-from triton import knobs
+from passes import operation, recorded, split_at_loop
 
 import helion_attn as ha
 from helion_attn.kernels import early_loads
+from helion_attn.kernels.ttgir import COPY, EXPECT, VALUE
 
 ONE_LEVEL = ha.Recipe(promote_every=0)
 
@@ -26,9 +23,10 @@ ONE_LEVEL = ha.Recipe(promote_every=0)
 KERNELS: dict[str, tuple[Callable[[], Any], str]] = {
     "two_level_2_stages": (lambda: compile_attention(128, False), "WIBECCBFIF"),
     "two_level_3_stages": (lambda: compile_attention(64, True, recipe=ha.BALANCED), "WIBECCBFIF"),
-    "one_level_2_stages": (lambda: compile_attention(128, True, recipe=ONE_LEVEL), "WIFBECCBI"),
+    "one_level_2_stages": (lambda: compile_attention(128, True, recipe=ONE_LEVEL), "WIBECECBFWI"),
     "one_level_3_stages": (lambda: compile_attention(256, False, recipe=ha.BALANCED), "WIBECCBFI"),
-    "hybrid_2_stages": (lambda: compile_attention(256, False, recipe=ha.HYBRID), "WIFBECCBI"),
+    "hybrid_2_stages": (lambda: compile_attention(256, False, recipe=ha.HYBRID), "WIBECECBFWI"),
+    "bf16_2_stages": (lambda: compile_attention(64, True, recipe=ha.BF16), "WIBECECBFWI"),
     "bf16_3_stages": (lambda: compile_attention(128, True, recipe=ha.BF16), "WIBECCBFI"),
     "sequences": (lambda: compile_varlen(256, True), "WIBECCBFI"),
     "many_keys": (lambda: compile_shape(1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED), "WIBECCBFI"),
@@ -48,24 +46,6 @@ LETTERS = {
 }
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[list[tuple[str, str | None]]]:
-    """What the pass is given, and what it returns."""
-    seen = []
-
-    def recording(text: str) -> str | None:
-        seen.append((text, rescheduled(text)))
-        return seen[-1][1]
-
-    rescheduled = early_loads.rescheduled
-    with (
-        mock.patch.object(early_loads, "rescheduled", recording),
-        # What is found in Triton's cache is not compiled.
-        mock.patch.object(early_loads, "_digest", return_value=f"{time.time_ns()}"),
-    ):
-        yield seen
-
-
 @functools.cache
 def texts(name: str) -> tuple[str, str]:
     """Triton's IR of a kernel, and what the pass makes of it."""
@@ -74,21 +54,6 @@ def texts(name: str) -> tuple[str, str]:
     before, after = seen[0]
     assert after is not None
     return before, after
-
-
-def operation(line: str) -> tuple[str | None, str, str]:
-    """What a line defines, its operation, and the rest."""
-    found = re.match(rf"\s*(?:({early_loads.VALUE})(?::\d+)? = )?\"?([\w.]+)\"?(.*)", line)
-    return (None, "", "") if found is None else (found[1], found[2], found[3].split(" loc(")[0])
-
-
-def split_at_loop(text: str) -> tuple[list[str], str, list[str]]:
-    """What comes before the loop, its line, and its body."""
-    lines = text.split("\n")
-    at = next(i for i, line in enumerate(lines) if " scf.for " in line)
-    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
-    end = next(i for i in range(at + 1, len(lines)) if lines[i].startswith(indent + "}"))
-    return lines[:at], lines[at], lines[at + 1 : end]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -100,14 +65,20 @@ def test_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_nothing_else_changes(name: str) -> None:
-    """Lines are moved; those that are new, or no more, are the barriers and the index of the block."""
-    before, after = ([operation(line)[1] for line in text.split("\n")] for text in texts(name))
-    new = list(after)
-    for op in before:
-        new.remove(op)
-    later = KERNELS[name][1] == "WIBECCBFI"
-    index = ["arith.constant"] * 2 + ["arith.addi"] * 2 + ["arith.cmpi"] * 2 + ["arith.andi"]
-    assert sorted(new) == sorted(["gpu.barrier"] * 3 + (index if later else []))
+    """Lines are moved; others are new, or no more: barriers, the index of the block, what V has of its own."""
+    before, after = (Counter(operation(line)[1] for line in text.split("\n")) for text in texts(name))
+    new = Counter({"gpu.barrier": 3})
+    gone = Counter[str]()
+    if KERNELS[name][1] == "WIBECCBFI":
+        new += Counter({"arith.constant": 2, "arith.addi": 2, "arith.cmpi": 2, "arith.andi": 1})
+    if KERNELS[name][1] == "WIBECECBFWI":
+        new += Counter({"ttg.local_alloc": 1, "arith.constant": 3, "ttg.memdesc_index": 3})
+        new += Counter(
+            {"ttng.init_barrier": 2, "ttng.inval_barrier": 2, "ttng.barrier_expect": 1, "ttng.wait_barrier": 1}
+        )
+        # V of the first block comes in the loop.
+        gone = Counter({"ttng.async_tma_copy_global_to_local": 1})
+    assert (after - before, before - after) == (new, gone)
 
 
 class Machine:
@@ -138,7 +109,7 @@ class Machine:
     def run(self, lines: list[str]) -> None:
         for line in lines:
             defined, op, rest = operation(line)
-            names = re.findall(early_loads.VALUE, rest)
+            names = re.findall(VALUE, rest)
             result = self.step(op, rest, names, [self.value(name) for name in names])
             if defined is not None:
                 self.values[defined] = result
@@ -184,6 +155,8 @@ class Machine:
                 self.done |= self.in_flight
                 self.in_flight = set()
             case "arith.constant":
+                if rest.startswith(" true"):
+                    return 1
                 return int(found[1]) if (found := re.match(r" (-?\d+) : i", rest)) else None
             case "arith.extsi" | "arith.extui" | "arith.trunci":
                 return given[0]
@@ -223,20 +196,20 @@ class Machine:
 def run(text: str, first: int, end: int) -> Machine:
     """The loads of a program with key blocks `first` to `end`."""
     before, loop, body = split_at_loop(text)
-    bounds = re.search(rf"scf\.for ({early_loads.VALUE}) = ({early_loads.VALUE}) to ({early_loads.VALUE}) ", loop)
+    bounds = re.search(rf"scf\.for ({VALUE}) = ({VALUE}) to ({VALUE}) ", loop)
     assert bounds is not None
     j, first_name, end_name = bounds.groups()
     # Of the first program; numbers of blocks and heads that the loop does not depend on are 1.
     (function,) = [line for line in before if "tt.func " in line]
-    arguments = dict.fromkeys(re.findall(rf"({early_loads.VALUE}): i(?:32|64)", function), 1)
+    arguments = dict.fromkeys(re.findall(rf"({VALUE}): i(?:32|64)", function), 1)
     machine = Machine(arguments | {first_name: first, end_name: end})
     machine.run([line for line in before if operation(line)[0] not in (first_name, end_name)])
-    carried = re.findall(rf"({early_loads.VALUE}) = ({early_loads.VALUE})", loop.split("iter_args(")[1])
+    carried = re.findall(rf"({VALUE}) = ({VALUE})", loop.split("iter_args(")[1])
     machine.values |= {name: machine.value(start) for name, start in carried}
     for i in range(first, end):
         machine.values[j] = machine.block = i
         machine.run(body)
-        yielded = re.findall(early_loads.VALUE, operation(body[-1])[2])
+        yielded = re.findall(VALUE, operation(body[-1])[2])
         machine.values |= {name: machine.value(x) for (name, _), x in zip(carried, yielded, strict=True)}
     return machine
 
@@ -257,7 +230,7 @@ def test_blocks_and_buffers(name: str) -> None:
     """Products find each block, however many there are, and no buffer is written before all warps have read it."""
     after = texts(name)[1]
     copies = KERNELS[name][1].count("C")
-    starts_at_0 = re.search(rf"scf\.for {early_loads.VALUE} = %c0_i(32|64) ", after) is not None
+    starts_at_0 = re.search(rf"scf\.for {VALUE} = %c0_i(32|64) ", after) is not None
     for first in (0,) if starts_at_0 else (0, 5):
         for end in range(first, first + 9):
             assert_all_blocks(run(after, first, end), first, end, copies)
@@ -283,7 +256,7 @@ def changed(text: str, pattern: str, replacement: str, which: int = 0) -> str:
     return text[: place.start()] + place.expand(replacement) + text[place.end() :]
 
 
-COPY_OF_V = rf"(copy_global_to_local %v\w*\[{early_loads.VALUE}, )({early_loads.VALUE})"
+COPY_OF_V = rf"(copy_global_to_local %v\w*\[{VALUE}, )({VALUE})"
 
 
 @pytest.mark.parametrize(
@@ -296,7 +269,12 @@ COPY_OF_V = rf"(copy_global_to_local %v\w*\[{early_loads.VALUE}, )({early_loads.
         ("two_level_2_stages", COPY_OF_V, r"\1%c1_i32", -1),
         ("two_level_2_stages", rf".*{COPY_OF_V}.*\n", "", -1),  # none
         ("pieces_2_stages", COPY_OF_V, r"\1%c0_i32", -1),
-        ("one_level_3_stages", rf"(%k_block\w* = ttg.memdesc_index %k_block\[){early_loads.VALUE}", r"\1%c0_i32", -1),
+        ("hybrid_2_stages", COPY_OF_V, r"\1%c0_i32", -1),
+        ("hybrid_2_stages", r" +gpu\.barrier.*\n", "", 1),
+        ("bf16_2_stages", r".*wait_barrier %late_v_mine.*\n", "", 0),
+        ("bf16_2_stages", r"wait_barrier %late_v_mine, %\w+", "wait_barrier %late_v_mine, %c0_i32", 0),
+        ("one_level_2_stages", r"(%late_v_mine = ttg.memdesc_index %late_v\[)%\w+", r"\1%c0_i32", 0),
+        ("one_level_3_stages", rf"(%k_block\w* = ttg.memdesc_index %k_block\[){VALUE}", r"\1%c0_i32", -1),
         ("one_level_3_stages", r"%early_stages = arith.constant 1", "%early_stages = arith.constant 2", 0),
         ("one_level_3_stages", r"%early_one = arith.constant 1", "%early_one = arith.constant 0", 0),
     ],
@@ -322,11 +300,11 @@ def test_other_loops_stay() -> None:
         "module {\n}",
         after,  # the copies are not at the end
         before.replace("pendings = 0", "pendings = 1"),
-        before.replace(early_loads.EXPECT, "ttng.something_else "),
+        before.replace(EXPECT, "ttng.something_else "),
         before.replace("tt.num_stages", "tt.something_else"),
         before.replace("tt.num_stages = 2", "tt.num_stages = 3"),  # than there are buffers
         re.sub(r"(arith\.addi %\w+, )%c1_i32", r"\1%c7_i32", before),  # another distance
-        "\n".join(line for line in before.split("\n") if early_loads.COPY not in line),
+        "\n".join(line for line in before.split("\n") if COPY not in line),
     ):
         assert early_loads.rescheduled(text) is None
 
@@ -339,65 +317,3 @@ def test_these_kernels_stay(compile_: Callable[[], Any]) -> None:
     with recorded() as seen:
         compile_()
     assert [after for _, after in seen] == [None] * len(seen) != []
-
-
-@contextlib.contextmanager
-def installed(hook: Any) -> Iterator[None]:
-    """A hook of somebody else's."""
-    knobs.runtime.add_stages_inspection_hook = hook
-    try:
-        yield
-    finally:
-        knobs.runtime.add_stages_inspection_hook = None
-
-
-def test_the_hook_is_this_compilations() -> None:
-    calls: list[Any] = []
-    stages = {"ttgir": lambda module, metadata: module}
-
-    def theirs(*args: Any) -> Any:
-        calls.append(args)
-        return ("key", "hash") if not args else None
-
-    def compile_(source: Any, **options: Any) -> Any:
-        hook = knobs.runtime.add_stages_inspection_hook
-        assert hook is not None
-        assert hook() == ("key", "hash")
-        kept = stages["ttgir"]
-        other = threading.Thread(target=lambda: hook(None, stages, None, None, None))
-        other.start()
-        other.join()
-        assert stages["ttgir"] is kept
-        hook(None, stages, None, None, None)
-        assert stages["ttgir"] is not kept
-        assert options["_env_vars"]["helion_attn_early_loads"]
-        # Nested or not, further compilations are others' affair.
-        assert knobs.runtime.add_stages_inspection_hook is theirs
-        raise RuntimeError(source)
-
-    with installed(theirs):
-        with mock.patch.object(triton, "compile", compile_), pytest.raises(RuntimeError, match="a kernel"):
-            early_loads.compiled("a kernel")
-        assert knobs.runtime.add_stages_inspection_hook is theirs
-    assert [len(args) for args in calls] == [0, 5, 5]
-
-
-@pytest.mark.parametrize(("version", "known"), [("3.6.0", True), ("3.9.1", True), ("3.10.0", False), ("4.0.0", False)])
-def test_unknown_tritons_compile_as_they_do(version: str, known: bool) -> None:
-    class Kernel: ...
-
-    class Other: ...
-
-    kernel = Kernel()
-    host = types.FunctionType((lambda: None).__code__, {"_helion_host": kernel}, "host")
-    replaced = type("Replaced", (Kernel,), {})
-    interpreted = types.FunctionType((lambda: None).__code__, {"_helion_host": (other := Other())}, "host")
-    with (
-        mock.patch.object(triton, "__version__", version),
-        mock.patch.object(early_loads, "JITFunction", Kernel),
-        mock.patch.object(early_loads, "_WithEarlyLoads", replaced),
-    ):
-        assert early_loads.with_early_loads(host) is host
-        early_loads.with_early_loads(interpreted)
-    assert isinstance(kernel, replaced) is known
-    assert type(other) is Other

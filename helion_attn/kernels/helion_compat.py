@@ -63,10 +63,10 @@ class Compiled:
 
     def __init__(self, kernel: helion.Kernel[Any]) -> None:
         # They import this module.
-        from helion_attn.kernels import code_cache, early_loads, launches
+        from helion_attn.kernels import code_cache, launches, triton_passes
 
         self._generated = code_cache.Generated(kernel)
-        self._early_loads = early_loads
+        self._passes = triton_passes
         self._launches = launches
         self._positions: tuple[list[int], list[int]] | None = None
         self._found: dict[Hashable, Callable[..., Any]] = {}
@@ -92,7 +92,7 @@ class Compiled:
             return
         if len(self._found) >= MAX_REMEMBERED:
             self._found.clear()
-        run = self._early_loads.with_early_loads(self._generated.find(args))
+        run = self._passes.with_passes(self._generated.find(args))
         self._found[key] = self._launches.launch_first(run, args)
 
 

@@ -20,8 +20,8 @@ from triton import knobs
 from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from helion_attn.kernels.early_loads import KNOWN_TRITONS
 from helion_attn.kernels.helion_compat import default_launcher
+from helion_attn.kernels.triton_passes import KNOWN_TRITONS
 
 
 @dataclass(frozen=True)

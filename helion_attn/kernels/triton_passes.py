@@ -1,0 +1,136 @@
+"""This package's passes over Triton's IR, in the compilation of its kernels and of no others.
+
+Triton has no way to say in a kernel what they do, but a hook for compilers of one's own
+(`knobs.runtime.add_stages_inspection_hook`), which is set while a kernel of this package's is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from helion_attn.kernels import early_loads, late_v, ttgir, warpgroup_turns
+
+#: Whose IR this is, and whose way to launch `launches` repeats. Neither is an interface of Triton's: others compile and
+#: launch as they do.
+KNOWN_TRITONS = ("3.6.", "3.7.", "3.8.", "3.9.")
+
+
+def _parsed(text: str, context: Any) -> Any:
+    """The module that `text` is."""
+    from triton._C.libtriton import ir
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "passed.ttgir"
+        path.write_text(text)
+        module = ir.parse_mlir_module(str(path), context)
+    # As Triton does with what it parses.
+    module.context = context
+    return module
+
+
+@functools.cache
+def _digest() -> str:
+    sources = (__file__, early_loads.__file__, late_v.__file__, ttgir.__file__, warpgroup_turns.__file__)
+    return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()
+
+
+#: Held while the hook, of which a process has one, is one of this module's.
+_HOOKED = threading.Lock()
+
+
+class _Hook:
+    """Adds the passes to the next compilation of this thread, and takes itself away then.
+
+    Other threads' compilations meanwhile are what they would be, though from Triton 3.7 on not found in its caches.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        _HOOKED.acquire()
+        self._held = True
+        self._earlier = knobs.runtime.add_stages_inspection_hook
+        knobs.runtime.add_stages_inspection_hook = self
+
+    def remove(self) -> None:
+        """Put back the hook that was there before, once."""
+        if self._held:
+            self._held = False
+            knobs.runtime.add_stages_inspection_hook = self._earlier
+            _HOOKED.release()
+
+    def __call__(self, *args: Any) -> Any:
+        """What Triton adds to its keys; or, given the stages of a compilation, change them."""
+        if not args:
+            return ("", "") if self._earlier is None else self._earlier()
+        if self._earlier is not None:
+            self._earlier(*args)
+        if threading.get_ident() == self._thread:
+            _add_passes(args[1])
+            self.remove()
+        return None
+
+
+def _add_passes(stages: dict[str, Callable[..., Any]]) -> None:
+    make_ttgir, make_ptx = stages["ttgir"], stages["ptx"]
+    takes_turns = False
+
+    def with_passes(module: Any, metadata: dict[str, Any]) -> Any:
+        nonlocal takes_turns
+        module = make_ttgir(module, metadata)
+        text = early_loads.rescheduled(str(module))
+        if text is None:
+            return module
+        in_turns = warpgroup_turns.with_turns(text)
+        takes_turns = in_turns is not None
+        return _parsed(in_turns or text, module.context)
+
+    def with_turns(module: Any, metadata: dict[str, Any]) -> str:
+        ptx = make_ptx(module, metadata)
+        return warpgroup_turns.without_block_barriers(ptx) if takes_turns else ptx
+
+    stages.update(ttgir=with_passes, ptx=with_turns)
+
+
+def compiled(source: Any, *, _env_vars: dict[str, str] | None = None, **options: Any) -> Any:
+    """`triton.compile`, with the passes."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    variables = get_cache_invalidating_env_vars() if _env_vars is None else _env_vars
+    # Triton's cache must not take a kernel without the passes for this one.
+    variables = {**variables, "helion_attn_passes": _digest()}
+    hook = _Hook()
+    try:
+        return triton.compile(source, _env_vars=variables, **options)
+    finally:
+        hook.remove()
+
+
+class _WithPasses(JITFunction[Any]):
+    """A kernel that is compiled with the passes, on whatever device: Triton sets `compile` anew for each."""
+
+    @property
+    def compile(self) -> Callable[..., Any]:
+        return compiled
+
+    @compile.setter
+    def compile(self, triton_compile: Callable[..., Any]) -> None:
+        pass
+
+
+def with_passes(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, a host function of Helion's, whose kernel is compiled with the passes from now on, if Triton is known."""
+    kernel = run.__globals__[f"_helion_{run.__name__}"]
+    # Triton's interpreter has kernels of another class.
+    if triton.__version__.startswith(KNOWN_TRITONS) and isinstance(kernel, JITFunction):
+        kernel.__class__ = _WithPasses
+    return run

@@ -1,0 +1,53 @@
+"""Triton's GPU IR as text: what passes over it look for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+#: Operations of Triton's GPU dialects, as lines of its IR begin them.
+EXPECT = "ttng.barrier_expect "
+COPY = "ttng.async_tma_copy_global_to_local "
+WAIT_FOR_COPIES = "ttng.wait_barrier "
+PRODUCT = "ttng.warp_group_dot "
+WAIT_FOR_PRODUCT = "ttng.warp_group_dot_wait "
+BARRIER = "gpu.barrier"
+
+#: A value's name.
+VALUE = r"%[\w.$-]+"
+
+
+def defined(line: str) -> str | None:
+    """The value that an operation defines."""
+    found = re.match(rf"\s*({VALUE})(:\d+)? = ", line)
+    return found and found.group(1)
+
+
+def renamed(line: str, names: dict[str, str]) -> str:
+    """`line` with other names for its values."""
+    return re.sub(VALUE, lambda found: names.get(found.group(), found.group()), line)
+
+
+def find(lines: list[str], operation: str) -> list[int]:
+    """The lines that begin with an operation, behind what it defines."""
+    return [i for i, line in enumerate(lines) if re.match(rf"\s*({VALUE}(:\d+)? = )?{re.escape(operation)}", line)]
+
+
+def matched(text: str, pattern: str) -> tuple[str, ...]:
+    """The groups of a pattern's first match; ValueError without one."""
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"no {pattern} in {text}")
+    return found.groups()
+
+
+def loops(lines: list[str]) -> Iterator[tuple[int, int]]:
+    """Where a loop begins and ends."""
+    for at in find(lines, "scf.for "):
+        indent = indentation(lines[at])
+        yield at, next(i for i in range(at + 1, len(lines)) if lines[i].startswith(indent + "}"))
+
+
+def indentation(line: str) -> str:
+    """What comes before the operation."""
+    return line[: len(line) - len(line.lstrip())]

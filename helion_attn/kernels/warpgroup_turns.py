@@ -1,0 +1,155 @@
+"""Two warpgroups take turns at the tensor core: a pass over Triton's IR of an attention kernel, and one over its PTX.
+
+A program of eight warps is two warpgroups, each with half of the query rows. Triton keeps them in step, by barriers of
+all warps in every key block: both compute their softmax, and the tensor core is idle; then both wait for it. In turns,
+the products of one run under the softmax of the other (FlashAttention-3, arXiv:2407.08608, section 3.1, pingpong):
+
+    first:   Q K^T | softmax       | P V, Q K^T | softmax        | P V, Q K^T
+    second:        | Q K^T         | softmax    | P V, Q K^T     | softmax
+
+A turn is P V of a block and Q K^T of the next. Whoever has issued both passes the turn on. The loop that `early_loads`
+leaves, as each of them runs it:
+
+    for j:                                      first               second
+        wait for block j
+        s = Q K^T, issued
+        copy block j + 1                        waits for READ
+        turn to the other                       arrives at SECOND   arrives at FIRST
+        wait for s, and for P V of j - 1                            arrives at READ
+        softmax
+        turn to me                              waits for FIRST     waits for SECOND
+        acc = P V, issued
+
+Block j + 1 comes into the buffer of j - 2. READ says that the second warpgroup has read it; the first has when it has
+the turn, for it waited for its P V before. Before the loop, the second says so for a block that there is not, and waits
+for its first turn; behind it, the first passes the turn on once more, and waits for READ. So at each barrier as many
+arrive as wait, with no blocks too; nobody arrives twice before the other has waited, for in between it needs a turn.
+
+These barriers, named ones of PTX, take the place of Triton's in the loop. Those have to go (`without_block_barriers`):
+a warpgroup that waited there for the other would wait for what has not got the turn.
+
+No sum changes. What it gains: docs/performance.md, Turns.
+"""
+
+from __future__ import annotations
+
+import re
+
+from helion_attn.kernels.ttgir import (
+    BARRIER,
+    COPY,
+    EXPECT,
+    PRODUCT,
+    WAIT_FOR_COPIES,
+    WAIT_FOR_PRODUCT,
+    find,
+    indentation,
+    loops,
+)
+
+#: Named barriers of a program; 0 is that of all its warps. Of the first two, the one is the other from 3.
+FIRST, SECOND, READ = 1, 2, 3
+
+#: Threads of a warp, of a warpgroup, of a program.
+WARP, WARPGROUP, PROGRAM = 32, 128, 256
+
+_MINE = "shr.u32 turn, $1, 7; add.u32 turn, turn, 1; "
+_THE_OTHERS = "shr.u32 turn, $1, 7; sub.u32 turn, 2, turn; "
+_IF_SECOND = f"setp.ge.u32 mine, $1, {WARPGROUP}; @mine "
+_IF_FIRST = f"setp.lt.u32 mine, $1, {WARPGROUP}; @mine "
+#: The warp that issues copies.
+_IF_COPYING = f"setp.lt.u32 mine, $1, {WARP}; @mine "
+
+# What each thread does, $1 its number. The labels are for `without_block_barriers`.
+_BEFORE_LOOP = f"before_turns: {_IF_SECOND}bar.arrive {READ}, {WARP + WARPGROUP}; @mine bar.sync {SECOND}, {PROGRAM};"
+_BEFORE_COPIES = f"before_copies: {_IF_COPYING}bar.sync {READ}, {WARP + WARPGROUP};"
+_BEHIND_COPIES = f"behind_copies: {_THE_OTHERS}bar.arrive turn, {PROGRAM};"
+_BEHIND_WAIT = f"{_IF_SECOND}bar.arrive {READ}, {WARP + WARPGROUP};"
+_BEFORE_P_V = f"{_MINE}bar.sync turn, {PROGRAM};"
+_BEHIND_LOOP = (
+    f"behind_turns: {_IF_FIRST}bar.arrive {SECOND}, {PROGRAM}; {_IF_COPYING}bar.sync {READ}, {WARP + WARPGROUP};"
+)
+
+#: The loop's operations, by their letters: wait for copies; issue Q K^T; barrier, copies, barrier; wait for products;
+#: with `late_v`, wait for its copy; issue P V, in pieces.
+LETTERS = {
+    WAIT_FOR_COPIES: "W",
+    PRODUCT: "I",
+    WAIT_FOR_PRODUCT: "F",
+    BARRIER: "B",
+    EXPECT: "E",
+    COPY: "C",
+}
+FORM = r"WIB(EC+)+BFW?I+"
+
+
+def with_turns(text: str) -> str | None:
+    """`text`, as `early_loads` has left it, with turns in its loop; None if it has no loop of that form."""
+    lines = text.split("\n")
+    if f'"ttg.num-warps" = {PROGRAM // WARP} : i32' not in text:
+        return None
+    for at, end in loops(lines):
+        body = lines[at + 1 : end]
+        places = sorted((i, letter) for operation, letter in LETTERS.items() for i in find(body, operation))
+        if not re.fullmatch(FORM, "".join(letter for _, letter in places)):
+            continue
+        (before_copies, behind_copies), (wait,) = find(body, BARRIER), find(body, WAIT_FOR_PRODUCT)
+        p_v = find(body, PRODUCT)[1]
+        outer, inner = indentation(lines[at]), indentation(lines[at]) + "  "
+        thread = [
+            f"{outer}%turns_zero = arith.constant 0 : i32",
+            _asm(outer, "%turns_thread", "mov.u32 $0, %tid.x;", "%turns_zero", pure=True),
+        ]
+        return "\n".join(
+            [
+                *lines[:at],
+                *thread,
+                _turn(outer, "before_loop", _BEFORE_LOOP),
+                lines[at],
+                *body[:before_copies],
+                _turn(inner, "before_copies", _BEFORE_COPIES),
+                *body[before_copies : behind_copies + 1],
+                _turn(inner, "behind_copies", _BEHIND_COPIES),
+                *body[behind_copies + 1 : wait + 1],
+                _turn(inner, "behind_wait", _BEHIND_WAIT),
+                *body[wait + 1 : p_v],
+                _turn(inner, "before_p_v", _BEFORE_P_V),
+                *body[p_v:],
+                lines[end],
+                _turn(outer, "behind_loop", _BEHIND_LOOP),
+                *lines[end + 1 :],
+            ]
+        )
+    return None
+
+
+def _asm(indent: str, name: str, code: str, operand: str, pure: bool) -> str:
+    """Inline assembly, of each thread, from an i32 to an i32."""
+    options = f'{{constraints = "=r,r", packed_element = 1 : i32, pure = {str(pure).lower()}}}'
+    return f'{indent}{name} = tt.elementwise_inline_asm "{code}" {options} {operand} : i32 -> i32'
+
+
+def _turn(indent: str, name: str, code: str) -> str:
+    code = f"{{ .reg .b32 turn; .reg .pred mine; {code} mov.b32 $0, 0; }}"
+    return _asm(indent, f"%turns_{name}", code, "%turns_thread", pure=False)
+
+
+def without_block_barriers(ptx: str) -> str:
+    """`ptx` of a kernel with turns, without the barriers of all warps around its loop's copies.
+
+    Raises:
+        RuntimeError: there is another one in the loop: a warpgroup would wait there forever.
+    """
+    lines = ptx.split("\n")
+
+    def place(label: str) -> int:
+        (found,) = [i for i, line in enumerate(lines) if f"{label}: " in line]
+        return found
+
+    before_loop, behind_loop = place("before_turns"), place("behind_turns")
+    copies = range(place("before_copies"), place("behind_copies"))
+    of_all = r"\s*(bar|barrier)(\.\w+)*\s+0[,;]"
+    barriers = [i for i in range(before_loop, behind_loop) if re.match(of_all, lines[i])]
+    if not (before_loop < copies.start < copies.stop < behind_loop) or any(i not in copies for i in barriers):
+        raise RuntimeError("Triton has put a barrier of all warps where warpgroups take turns")
+    return "\n".join(line for i, line in enumerate(lines) if i not in barriers)

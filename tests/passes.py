@@ -1,0 +1,45 @@
+"""Triton's IR of kernels, before and after this package's passes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+from helion_attn.kernels import early_loads, triton_passes
+from helion_attn.kernels.ttgir import VALUE
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[str, str | None]]]:
+    """What the pass is given, and what it returns."""
+    seen = []
+
+    def recording(text: str) -> str | None:
+        seen.append((text, rescheduled(text)))
+        return seen[-1][1]
+
+    rescheduled = early_loads.rescheduled
+    with (
+        mock.patch.object(early_loads, "rescheduled", recording),
+        # What is found in Triton's cache is not compiled.
+        mock.patch.object(triton_passes, "_digest", return_value=f"{time.time_ns()}"),
+    ):
+        yield seen
+
+
+def operation(line: str) -> tuple[str | None, str, str]:
+    """What a line defines, its operation, and the rest."""
+    found = re.match(rf"\s*(?:({VALUE})(?::\d+)? = )?\"?([\w.]+)\"?(.*)", line)
+    return (None, "", "") if found is None else (found[1], found[2], found[3].split(" loc(")[0])
+
+
+def split_at_loop(text: str) -> tuple[list[str], str, list[str]]:
+    """What comes before the loop, its line, and its body."""
+    lines = text.split("\n")
+    at = next(i for i, line in enumerate(lines) if " scf.for " in line)
+    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+    end = next(i for i in range(at + 1, len(lines)) if lines[i].startswith(indent + "}"))
+    return lines[:at], lines[at], lines[at + 1 : end]

@@ -1,0 +1,278 @@
+"""Warpgroups that take turns: no schedule of the warps has them wait forever, or write what is read."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from offline import compile_attention, compile_shape, compile_varlen
+from passes import operation, recorded, split_at_loop
+
+import helion_attn as ha
+from helion_attn.kernels import warpgroup_turns
+from helion_attn.testing import Sm90Kernel
+
+STAGES = {"three_stages": 3, "late_v": 2}
+#: Kernels whose loops the machine below runs.
+LOOPS: dict[str, Callable[[], Any]] = {
+    "three_stages": lambda: compile_attention(256, True, recipe=ha.BALANCED),
+    "late_v": lambda: compile_attention(256, False, recipe=ha.BF16),
+}
+#: All others that are to take turns.
+TAKE_TURNS: dict[str, Callable[[], Any]] = {
+    "fast": lambda: compile_attention(256, False),
+    "accurate": lambda: compile_attention(256, True, recipe=ha.ACCURATE),
+    "softcap": lambda: compile_attention(200, True, softcap=30.0),
+    "window": lambda: compile_attention(256, True, recipe=ha.BALANCED, window=(1000, 0), sinks=True),
+    "hybrid_d128": lambda: compile_attention(128, True, recipe=ha.HYBRID),
+    "hybrid_d256": lambda: compile_attention(256, True, recipe=ha.HYBRID),
+    "bf16_d128": lambda: compile_attention(128, False, recipe=ha.BF16),
+    "sequences": lambda: compile_varlen(256, True),
+    "split": lambda: compile_shape(1, 64, 100000, 256, False, recipe=ha.BALANCED),
+    "many_keys": lambda: compile_shape(1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED),
+}
+TAKE_NONE: dict[str, Callable[[], Any]] = {
+    "one_warpgroup": lambda: compile_attention(128, False),
+    "pieces_of_v": lambda: compile_attention(320, True),
+    "pieces_of_q": lambda: compile_attention(640, True, recipe=ha.BALANCED),
+}
+
+
+@functools.cache
+def kernel(name: str) -> Sm90Kernel:
+    found = (LOOPS | TAKE_TURNS)[name]()
+    return found if isinstance(found, Sm90Kernel) else found[0]
+
+
+@functools.cache
+def text(name: str) -> str:
+    """Of the IR, with turns."""
+    with recorded() as seen:
+        LOOPS[name]()
+    without = seen[0][1]
+    assert without is not None
+    found = warpgroup_turns.with_turns(without)
+    assert found is not None
+    return found
+
+
+def named_barriers(ptx: str) -> list[str]:
+    return re.findall(r"bar\.(?:sync|arrive) (?:turn|\d), \d+", ptx)
+
+
+@pytest.mark.parametrize("name", [*LOOPS, *TAKE_TURNS])
+def test_who_takes_turns(name: str) -> None:
+    """Each of the barriers is there once, and none of all warps in the loop; registers do not spill."""
+    ptx = kernel(name).ptx
+    assert len(named_barriers(ptx)) == 8
+    loop = ptx[ptx.index("before_turns: ") : ptx.index("behind_turns: ")]
+    assert "wgmma.mma_async" in loop
+    assert re.search(r"\bbar\w*\.sync\s+0", loop) is None
+    assert re.search(r"\bbar\w*\.sync\s+0", ptx) is not None
+    assert kernel(name).opcodes["LDL"] + kernel(name).opcodes["STL"] == 0
+
+
+@pytest.mark.parametrize("name", TAKE_NONE)
+def test_who_takes_none(name: str) -> None:
+    found = TAKE_NONE[name]()
+    assert named_barriers(found.ptx) == []
+
+
+def test_a_barrier_that_stays_is_an_error() -> None:
+    ptx = kernel("three_stages").ptx
+    ends = ptx.index("behind_turns: ")
+    begins = ptx.rindex("\n", 0, ends)
+    with pytest.raises(RuntimeError, match="barrier of all warps"):
+        warpgroup_turns.without_block_barriers(ptx[:begins] + "\n\tbar.sync \t0;" + ptx[begins:])
+    assert warpgroup_turns.without_block_barriers(ptx) == ptx
+
+
+def test_other_loops_stay() -> None:
+    with recorded() as seen:
+        LOOPS["three_stages"]()
+    before, without = seen[0]
+    assert without is not None
+    assert warpgroup_turns.with_turns(before) is None
+    assert warpgroup_turns.with_turns(text("three_stages")) is not None  # the form of its loop is the same
+    assert warpgroup_turns.with_turns(without.replace('"ttg.num-warps" = 8', '"ttg.num-warps" = 4')) is None
+    assert warpgroup_turns.with_turns(without.replace("gpu.barrier", "gpu.something_else")) is None
+
+
+# The machine: eight warps that run one after the other, an operation at a time, in any order.
+
+
+@dataclass
+class NamedBarrier:
+    """Of PTX: it opens when as many threads as it is told have come; `sync` waits for that."""
+
+    came: list[int] = field(default_factory=list)
+    threads: int = 0
+    opened: int = 0
+
+    def come(self, warp: int, threads: int) -> int:
+        """How often it must have opened before one goes on who waits."""
+        assert warp not in self.came, "came twice"
+        assert self.threads in (0, threads)
+        self.came.append(warp)
+        self.threads = threads
+        goes_on = self.opened + 1
+        assert 32 * len(self.came) <= threads
+        if 32 * len(self.came) == threads:
+            self.came, self.threads, self.opened = [], 0, goes_on
+        return goes_on
+
+
+class Program:
+    """A program with some key blocks: named barriers, what buffers hold, who reads them."""
+
+    def __init__(self, lines: dict[str, list[str]], stages: int, blocks: int) -> None:
+        self.lines, self.stages, self.blocks = lines, stages, blocks
+        self.barriers = {i: NamedBarrier() for i in (1, 2, 3)}
+        #: By tensor and buffer: the block there; what warps still have to read, by tensor and block.
+        first = {"k": 1, "v": 0} if stages == 2 else {"k": 2, "v": 2}
+        self.arrived = {(x, i) for x, n in first.items() for i in range(min(n, blocks))}
+        self.read: dict[tuple[str, int], set[int]] = {}
+
+    def copy(self, tensor: str, block: int) -> None:
+        if block >= self.blocks:
+            return
+        old = (tensor, block - self.stages)
+        assert old[1] < 0 or len(self.read.get(old, ())) == 8, f"{old} is written over while it is read"
+        self.arrived.add((tensor, block))
+
+    def assembly(self, warp: int, code: str) -> Iterator[Callable[[], bool]]:
+        """What a warp waits for in inline assembly."""
+        variables = {"$1": 32 * warp}
+        number = lambda x: variables[x] if x in variables else int(x)  # noqa: E731
+        for statement in code.strip("{} ").split(";"):
+            words = re.sub(r"^\s*\w+: ", "", statement).replace(",", "").split()
+            if words and words[0].startswith("@"):
+                if not variables[words[0][1:]]:
+                    continue
+                words = words[1:]
+            match words:
+                case ["setp.ge.u32", name, a, b]:
+                    variables[name] = int(number(a) >= number(b))
+                case ["setp.lt.u32", name, a, b]:
+                    variables[name] = int(number(a) < number(b))
+                case ["shr.u32", name, a, b]:
+                    variables[name] = number(a) >> number(b)
+                case ["add.u32", name, a, b]:
+                    variables[name] = number(a) + number(b)
+                case ["sub.u32", name, a, b]:
+                    variables[name] = number(a) - number(b)
+                case ["bar.arrive", barrier, threads]:
+                    self.barriers[number(barrier)].come(warp, int(threads))
+                case ["bar.sync", barrier, threads]:
+                    found = self.barriers[number(barrier)]
+                    goes_on = found.come(warp, int(threads))
+                    yield lambda found=found, goes_on=goes_on: found.opened >= goes_on
+                case [".reg", *_] | ["mov.b32", *_] | []:
+                    pass
+                case _:
+                    raise AssertionError(statement)
+
+    def warp(self, warp: int) -> Iterator[Callable[[], bool]]:
+        """A warp: before every step, what it waits for."""
+        reads: deque[tuple[str, int]] = deque()
+        yield from self.run(warp, "before", -1, reads)
+        for block in range(self.blocks):
+            yield from self.run(warp, "loop", block, reads)
+        yield from self.run(warp, "after", self.blocks, reads)
+
+    def run(self, warp: int, part: str, block: int, reads: deque[tuple[str, int]]) -> Iterator[Callable[[], bool]]:
+        copies = iter([("k", block + 1), ("v", block + (1 if self.stages == 3 else 0))])
+        products = iter("kv")
+        waits = iter("k" if self.stages == 3 else "kv")
+        for line in self.lines[part]:
+            op = operation(line)[1]
+            if op.startswith(("ttng.", "tt.elementwise_inline_asm")):
+                yield lambda: True
+            match op:
+                case "tt.elementwise_inline_asm" if "%turns_" in line and "pure = false" in line:
+                    yield from self.assembly(warp, re.findall('"([^"]*)"', line)[0])
+                case "ttng.wait_barrier" if part == "loop":
+                    tensor = next(waits)
+                    yield lambda tensor=tensor: (tensor, block) in self.arrived
+                case "ttng.warp_group_dot" if part == "loop":
+                    tensor = next(products)
+                    assert (tensor, block) in self.arrived, "read before it has come"
+                    reads.append((tensor, block))
+                case "ttng.warp_group_dot_wait":
+                    for x in reads:
+                        self.read.setdefault(x, set()).add(warp)
+                    reads.clear()
+                case "ttng.async_tma_copy_global_to_local" if part == "loop":
+                    tensor, copied = next(copies)
+                    # The first iteration of three stages finds its blocks there.
+                    if warp == 0 and (self.stages == 2 or block > 0):
+                        self.copy(tensor, copied)
+                case _:
+                    pass
+
+
+def run(text_: str, stages: int, blocks: int, seed: int) -> None:
+    """A program, its warps in an order of this seed."""
+    before, _, body = split_at_loop(text_)
+    # Behind the loop: its end, what turns have there, and the wait for the last product.
+    after = text_.split("\n")[len(before) + 1 + len(body) :][:4]
+    program = Program({"before": before, "loop": body, "after": after}, stages, blocks)
+    schedule = random.Random(seed)
+    running = {warp: program.warp(warp) for warp in range(8)}
+    waiting: dict[int, Callable[[], bool]] = {warp: lambda: True for warp in running}
+    # Some warps are slower than others.
+    speeds = {warp: schedule.choice((1, 1, 5, 50)) for warp in running}
+    while running:
+        ready = [warp for warp in running if waiting[warp]()]
+        assert ready, "all wait"
+        (warp,) = schedule.choices(ready, [speeds[warp] for warp in ready])
+        try:
+            waiting[warp] = next(running[warp])
+        except StopIteration:
+            del running[warp]
+    assert not any(barrier.came for barrier in program.barriers.values()), "somebody came and nobody waited"
+    assert len(program.read) == 2 * blocks
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("blocks", [0, 1, 2, 3, 4, 9])
+def test_no_schedule_fails(name: str, blocks: int) -> None:
+    for seed in range(8):
+        run(text(name), STAGES[name], blocks, seed)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    "line", ["before_loop", "before_copies", "behind_copies", "behind_wait", "before_p_v", "behind_loop"]
+)
+def test_the_machine_can_fail(name: str, line: str) -> None:
+    """Without one of the barriers."""
+    lines = text(name).split("\n")
+    (at,) = [i for i, x in enumerate(lines) if f"%turns_{line} = " in x]
+    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+    lines[at] = indent + "%turns_none = arith.constant 0 : i32"
+    with pytest.raises(AssertionError):  # noqa: PT012
+        for seed in range(8):
+            run("\n".join(lines), STAGES[name], 6, seed)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    [
+        ("bar.sync 3, 160", "bar.arrive 3, 160"),  # does not wait for the reader
+        ("add.u32 turn, turn, 1; bar.sync", "add.u32 turn, turn, 1; bar.arrive"),  # nor for its turn
+        ("sub.u32 turn, 2, turn", "add.u32 turn, turn, 1"),  # passes the turn to itself
+    ],
+)
+def test_other_mistakes_fail(pattern: str, replacement: str) -> None:
+    wrong = text("three_stages").replace(pattern, replacement)
+    assert wrong != text("three_stages")
+    with pytest.raises(AssertionError):  # noqa: PT012
+        for seed in range(8):
+            run(wrong, 3, 6, seed)
