@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 import helion_attn as ha
 from helion_attn.configs import TileConfig, tile_config
-from helion_attn.kernels import early_loads, fp8_attn_fwd, steps
+from helion_attn.kernels import fp8_attn_fwd, steps, triton_passes, warpgroup_turns
 from helion_attn.kernels.arguments import Inputs, Numerics, Problem
 from helion_attn.kernels.helion_compat import hl
 from helion_attn.preprocess.v_layout import position_of_key
@@ -90,16 +90,43 @@ def row_sums_every_block(
     return p8, alpha, m_new, l_i * alpha + (block.sum(1) * (1.0 / l_lanes)).unsqueeze(1)
 
 
-def loads_where_triton_has_them(run: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of `early_loads.with_early_loads`: `run` with a kernel of its own, as Triton's pipeliner leaves it."""
+class InStep(triton_passes.WithPasses):
+    """A kernel whose warpgroups take no turns."""
+
+    @property
+    def compile(self) -> Callable[..., Any]:
+        """Its compiler."""
+        return compiled_in_step
+
+    @compile.setter
+    def compile(self, triton_compile: Callable[..., Any]) -> None:
+        pass
+
+
+def compiled_in_step(*args: Any, **options: Any) -> Any:
+    """`triton_passes.compiled`, under another key of Triton's cache."""
+    with (
+        mock.patch.object(warpgroup_turns, "with_turns", return_value=None),
+        mock.patch.object(triton_passes, "digest", return_value="warpgroups in step"),
+    ):
+        return triton_passes.compiled(*args, **options)
+
+
+def of_another_class(kernel_class: type[JITFunction[Any]], run: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of `triton_passes.with_passes`: `run` with a kernel of its own."""
     name = f"_helion_{run.__name__}"
     kernel = copy.copy(run.__globals__[name])
-    kernel.__class__ = JITFunction
-    # What was compiled so far has the pass.
+    kernel.__class__ = kernel_class
+    # What was compiled so far has all passes.
     kernel.device_caches = collections.defaultdict(kernel.create_binder)
     own = types.FunctionType(run.__code__, {**run.__globals__, name: kernel}, run.__name__, run.__defaults__)
     own.__kwdefaults__ = run.__kwdefaults__
     return own
+
+
+def of_class(kernel_class: type[JITFunction[Any]]) -> tuple[types.ModuleType, str, Callable[..., Any]]:
+    """The step that makes kernels of a class."""
+    return triton_passes, "with_passes", functools.partial(of_another_class, kernel_class)
 
 
 @dataclass(frozen=True)
@@ -155,7 +182,8 @@ def variants(D: int) -> dict[str, Variant]:
         "row sums across lanes in every block": Variant(
             step=(fp8_attn_fwd, "online_softmax_step", row_sums_every_block)
         ),
-        "loads where Triton has them": Variant(step=(early_loads, "with_early_loads", loads_where_triton_has_them)),
+        "loads where Triton has them": Variant(step=of_class(JITFunction)),
+        **({"warpgroups in step": Variant(step=of_class(InStep))} if shipped_tile(D).num_warps == 8 else {}),
         "heads fastest": Variant(tile={"query_blocks_fastest": False}),
         **{name: Variant(tile=tile) for name, tile in TILES[D].items()},
     }

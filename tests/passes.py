@@ -25,7 +25,7 @@ def recorded() -> Iterator[list[tuple[str, str | None]]]:
     with (
         mock.patch.object(early_loads, "rescheduled", recording),
         # What is found in Triton's cache is not compiled.
-        mock.patch.object(triton_passes, "_digest", return_value=f"{time.time_ns()}"),
+        mock.patch.object(triton_passes, "digest", return_value=f"{time.time_ns()}"),
     ):
         yield seen
 

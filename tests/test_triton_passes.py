@@ -70,7 +70,7 @@ def test_unknown_tritons_compile_as_they_do(version: str, known: bool) -> None:
     with (
         mock.patch.object(triton, "__version__", version),
         mock.patch.object(triton_passes, "JITFunction", Kernel),
-        mock.patch.object(triton_passes, "_WithPasses", replaced),
+        mock.patch.object(triton_passes, "WithPasses", replaced),
     ):
         assert triton_passes.with_passes(host) is host
         triton_passes.with_passes(interpreted)

@@ -127,6 +127,10 @@ class NamedBarrier:
             self.came, self.threads, self.opened = [], 0, goes_on
         return goes_on
 
+    def is_open(self, opened: int) -> bool:
+        """Whether it has opened that often."""
+        return self.opened >= opened
+
 
 class Program:
     """A program with some key blocks: named barriers, what buffers hold, who reads them."""
@@ -172,7 +176,7 @@ class Program:
                 case ["bar.sync", barrier, threads]:
                     found = self.barriers[number(barrier)]
                     goes_on = found.come(warp, int(threads))
-                    yield lambda found=found, goes_on=goes_on: found.opened >= goes_on
+                    yield functools.partial(found.is_open, goes_on)
                 case [".reg", *_] | ["mov.b32", *_] | []:
                     pass
                 case _:
@@ -199,7 +203,7 @@ class Program:
                     yield from self.assembly(warp, re.findall('"([^"]*)"', line)[0])
                 case "ttng.wait_barrier" if part == "loop":
                     tensor = next(waits)
-                    yield lambda tensor=tensor: (tensor, block) in self.arrived
+                    yield functools.partial(self.arrived.__contains__, (tensor, block))
                 case "ttng.warp_group_dot" if part == "loop":
                     tensor = next(products)
                     assert (tensor, block) in self.arrived, "read before it has come"

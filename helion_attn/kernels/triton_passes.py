@@ -39,7 +39,8 @@ def _parsed(text: str, context: Any) -> Any:
 
 
 @functools.cache
-def _digest() -> str:
+def digest() -> str:
+    """Of the passes."""
     sources = (__file__, early_loads.__file__, late_v.__file__, ttgir.__file__, warpgroup_turns.__file__)
     return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()
 
@@ -107,7 +108,7 @@ def compiled(source: Any, *, _env_vars: dict[str, str] | None = None, **options:
 
     variables = get_cache_invalidating_env_vars() if _env_vars is None else _env_vars
     # Triton's cache must not take a kernel without the passes for this one.
-    variables = {**variables, "helion_attn_passes": _digest()}
+    variables = {**variables, "helion_attn_passes": digest()}
     hook = _Hook()
     try:
         return triton.compile(source, _env_vars=variables, **options)
@@ -115,11 +116,12 @@ def compiled(source: Any, *, _env_vars: dict[str, str] | None = None, **options:
         hook.remove()
 
 
-class _WithPasses(JITFunction[Any]):
+class WithPasses(JITFunction[Any]):
     """A kernel that is compiled with the passes, on whatever device: Triton sets `compile` anew for each."""
 
     @property
     def compile(self) -> Callable[..., Any]:
+        """What Triton compiles it with."""
         return compiled
 
     @compile.setter
@@ -132,5 +134,5 @@ def with_passes(run: Callable[..., Any]) -> Callable[..., Any]:
     kernel = run.__globals__[f"_helion_{run.__name__}"]
     # Triton's interpreter has kernels of another class.
     if triton.__version__.startswith(KNOWN_TRITONS) and isinstance(kernel, JITFunction):
-        kernel.__class__ = _WithPasses
+        kernel.__class__ = WithPasses
     return run
