@@ -27,7 +27,7 @@ KERNELS: dict[str, tuple[Callable[[], Any], str]] = {
     "one_level_3_stages": (lambda: compile_attention(256, False, recipe=ha.BALANCED), "WIBECCBFI"),
     "hybrid_2_stages": (lambda: compile_attention(256, False, recipe=ha.HYBRID), "WIBECECBFWI"),
     "bf16_2_stages": (lambda: compile_attention(64, True, recipe=ha.BF16), "WIBECECBFWI"),
-    "bf16_3_stages": (lambda: compile_attention(128, True, recipe=ha.BF16), "WIBECCBFI"),
+    "hybrid_3_stages": (lambda: compile_attention(128, False, recipe=ha.HYBRID), "WIBECCBFI"),
     "sequences": (lambda: compile_varlen(256, True), "WIBECCBFI"),
     "many_keys": (lambda: compile_shape(1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED), "WIBECCBFI"),
     "split": (lambda: compile_shape(1, 64, 100000, 256, False, recipe=ha.BALANCED), "WIBECCBFI"),
