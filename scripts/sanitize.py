@@ -197,6 +197,8 @@ CASES: dict[str, Callable[[str], None]] = {
     "fp32_hadamard": Attend(64, 64, ha.ACCURATE, torch.float32),
     "rope": Attend(64, 64, rope=True),
     "hybrid": Attend(128, 128, ha.HYBRID),
+    "hybrid_d256": Attend(256, 256, ha.HYBRID),
+    "bf16_d256": Attend(256, 256, ha.BF16, options={"causal": True}),
     "bf16_masked": Attend(40, 40, ha.BF16, options=MASKED, has_sinks=True),
     "many_keys": Attend(32, 32, keys=RECENTRED_KEYS + 70),
     "packed": Packed(128, options={"causal": True}),

@@ -55,7 +55,8 @@ class _Hook:
     Other threads' compilations meanwhile are what they would be, though from Triton 3.7 on not found in its caches.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turns: bool) -> None:
+        self._turns = turns
         self._thread = threading.get_ident()
         _HOOKED.acquire()
         self._held = True
@@ -76,12 +77,12 @@ class _Hook:
         if self._earlier is not None:
             self._earlier(*args)
         if threading.get_ident() == self._thread:
-            _add_passes(args[1])
+            _add_passes(args[1], self._turns)
             self.remove()
         return None
 
 
-def _add_passes(stages: dict[str, Callable[..., Any]]) -> None:
+def _add_passes(stages: dict[str, Callable[..., Any]], turns: bool) -> None:
     make_ttgir, make_ptx = stages["ttgir"], stages["ptx"]
     takes_turns = False
 
@@ -91,7 +92,7 @@ def _add_passes(stages: dict[str, Callable[..., Any]]) -> None:
         text = early_loads.rescheduled(str(module))
         if text is None:
             return module
-        in_turns = warpgroup_turns.with_turns(text)
+        in_turns = warpgroup_turns.with_turns(text) if turns else None
         takes_turns = in_turns is not None
         return _parsed(in_turns or text, module.context)
 
@@ -102,14 +103,21 @@ def _add_passes(stages: dict[str, Callable[..., Any]]) -> None:
     stages.update(ttgir=with_passes, ptx=with_turns)
 
 
-def compiled(source: Any, *, _env_vars: dict[str, str] | None = None, **options: Any) -> Any:
-    """`triton.compile`, with the passes."""
+def compiled(source: Any, **options: Any) -> Any:
+    """`triton.compile`, with the passes; without turns where Triton has put a barrier into the loop."""
+    try:
+        return _compiled(source, turns=True, **options)
+    except warpgroup_turns.BarrierInLoop:
+        return _compiled(source, turns=False, **options)
+
+
+def _compiled(source: Any, turns: bool, *, _env_vars: dict[str, str] | None = None, **options: Any) -> Any:
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     variables = get_cache_invalidating_env_vars() if _env_vars is None else _env_vars
     # Triton's cache must not take a kernel without the passes for this one.
-    variables = {**variables, "helion_attn_passes": digest()}
-    hook = _Hook()
+    variables = {**variables, "helion_attn_passes": f"{digest()} {turns}"}
+    hook = _Hook(turns)
     try:
         return triton.compile(source, _env_vars=variables, **options)
     finally:

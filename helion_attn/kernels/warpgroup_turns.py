@@ -134,11 +134,15 @@ def _turn(indent: str, name: str, code: str) -> str:
     return _asm(indent, f"%turns_{name}", code, "%turns_thread", pure=False)
 
 
+class BarrierInLoop(Exception):
+    """Triton has put a barrier of all warps where a warpgroup would wait forever."""
+
+
 def without_block_barriers(ptx: str) -> str:
     """`ptx` of a kernel with turns, without the barriers of all warps around its loop's copies.
 
     Raises:
-        RuntimeError: there is another one in the loop: a warpgroup would wait there forever.
+        BarrierInLoop: there is another one in the loop.
     """
     lines = ptx.split("\n")
 
@@ -151,5 +155,5 @@ def without_block_barriers(ptx: str) -> str:
     of_all = r"\s*(bar|barrier)(\.\w+)*\s+0[,;]"
     barriers = [i for i in range(before_loop, behind_loop) if re.match(of_all, lines[i])]
     if not (before_loop < copies.start < copies.stop < behind_loop) or any(i not in copies for i in barriers):
-        raise RuntimeError("Triton has put a barrier of all warps where warpgroups take turns")
+        raise BarrierInLoop
     return "\n".join(line for i, line in enumerate(lines) if i not in barriers)
