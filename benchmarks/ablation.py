@@ -105,9 +105,10 @@ class InStep(triton_passes.WithPasses):
 
 def compiled_in_step(*args: Any, **options: Any) -> Any:
     """`triton_passes.compiled`, under another key of Triton's cache."""
+    other_passes = f"{triton_passes.digest()} in step"
     with (
         mock.patch.object(warpgroup_turns, "with_turns", return_value=None),
-        mock.patch.object(triton_passes, "digest", return_value="warpgroups in step"),
+        mock.patch.object(triton_passes, "digest", return_value=other_passes),
     ):
         return triton_passes.compiled(*args, **options)
 

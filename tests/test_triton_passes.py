@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +12,10 @@ from unittest import mock
 
 import pytest
 import triton
+from offline import compile_attention
 from triton import knobs
 
-from helion_attn.kernels import triton_passes
+from helion_attn.kernels import early_loads, triton_passes
 
 
 @contextlib.contextmanager
@@ -76,3 +78,12 @@ def test_unknown_tritons_compile_as_they_do(version: str, known: bool) -> None:
         triton_passes.with_passes(interpreted)
     assert isinstance(kernel, replaced) is known
     assert type(other) is Other
+
+
+def test_what_does_not_verify_stays() -> None:
+    with (
+        mock.patch.object(early_loads, "rescheduled", return_value="module {"),
+        mock.patch.object(triton_passes, "digest", return_value=f"{time.time_ns()}"),
+    ):
+        kernel = compile_attention(64, False)
+    assert kernel.opcodes["QGMMA"] > 0

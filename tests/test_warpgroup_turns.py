@@ -12,27 +12,27 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from offline import compile_attention, compile_shape, compile_varlen
+from offline import BATCH, compile_attention, compile_shape, compile_varlen
 from passes import operation, recorded, split_at_loop
 
 import helion_attn as ha
 from helion_attn.kernels import warpgroup_turns
 from helion_attn.testing import Sm90Kernel
 
-STAGES = {"three_stages": 3, "late_v": 2}
-#: Kernels whose loops the machine below runs.
+#: Kernels whose loops the machine below runs: copies of K are issued by 2, 4, 1, 2 warps, of V by 1, 4, 2, 4.
 LOOPS: dict[str, Callable[[], Any]] = {
     "three_stages": lambda: compile_attention(256, True, recipe=ha.BALANCED),
     "late_v": lambda: compile_attention(256, False, recipe=ha.BF16),
+    "hybrid_d128": lambda: compile_attention(128, True, recipe=ha.HYBRID, B=BATCH),
+    "hybrid_d256": lambda: compile_attention(256, True, recipe=ha.HYBRID),
 }
+STAGES = {"three_stages": 3, "late_v": 2, "hybrid_d128": 3, "hybrid_d256": 2}
 #: All others that are to take turns.
 TAKE_TURNS: dict[str, Callable[[], Any]] = {
     "fast": lambda: compile_attention(256, False),
     "accurate": lambda: compile_attention(256, True, recipe=ha.ACCURATE),
     "softcap": lambda: compile_attention(200, True, softcap=30.0),
     "window": lambda: compile_attention(256, True, recipe=ha.BALANCED, window=(1000, 0), sinks=True),
-    "hybrid_d128": lambda: compile_attention(128, True, recipe=ha.HYBRID),
-    "hybrid_d256": lambda: compile_attention(256, True, recipe=ha.HYBRID),
     "bf16_d128": lambda: compile_attention(128, False, recipe=ha.BF16),
     "sequences": lambda: compile_varlen(256, True),
     "split": lambda: compile_shape(1, 64, 100000, 256, False, recipe=ha.BALANCED),
@@ -74,8 +74,8 @@ def test_who_takes_turns(name: str) -> None:
     assert len(named_barriers(ptx)) == 8
     loop = ptx[ptx.index("before_turns: ") : ptx.index("behind_turns: ")]
     assert "wgmma.mma_async" in loop
-    assert re.search(r"\bbar\w*\.sync\s+0", loop) is None
-    assert re.search(r"\bbar\w*\.sync\s+0", ptx) is not None
+    assert re.search(r"\bbar\S*\s+0[,;]", loop) is None
+    assert re.search(r"\bbar\S*\s+0[,;]", ptx) is not None
     assert kernel(name).opcodes["LDL"] + kernel(name).opcodes["STL"] == 0
 
 
@@ -143,23 +143,42 @@ class NamedBarrier:
         return self.opened >= opened
 
 
+def is_copy(line: str) -> bool:
+    return operation(line)[1] == "ttng.async_tma_copy_global_to_local"
+
+
+def row_bytes(copy: str) -> int:
+    """In units of 128."""
+    elements, element = re.findall(r"tensordesc<tensor<[\dx]*x(\d+)x(\w+),", copy)[0]
+    return int(elements) * {"f8E4M3FN": 1, "si8": 1, "bf16": 2}[element] // 128
+
+
 class Program:
-    """A program with some key blocks: named barriers, what buffers hold, who reads them."""
+    """A program with some key blocks: named barriers, which blocks are there, who has read them."""
 
     def __init__(self, lines: dict[str, list[str]], stages: int, blocks: int) -> None:
         self.lines, self.stages, self.blocks = lines, stages, blocks
-        self.barriers = {i: NamedBarrier() for i in (1, 2, 3)}
-        #: By tensor and buffer: the block there; what warps still have to read, by tensor and block.
+        self.barriers = {i: NamedBarrier() for i in range(4)}
+        #: Of a tensor, how many warps copy a block: each 128 bytes of its rows.
+        self.parts = dict(zip("kv", map(row_bytes, filter(is_copy, lines["loop"])), strict=True))
+        #: Of a tensor and block, the warps whose parts are there, and those that have read it.
         first = {"k": 1, "v": 0} if stages == 2 else {"k": 2, "v": 2}
-        self.arrived = {(x, i) for x, n in first.items() for i in range(min(n, blocks))}
+        self.arrived = {(x, i): set(range(self.parts[x])) for x, n in first.items() for i in range(min(n, blocks))}
         self.read: dict[tuple[str, int], set[int]] = {}
 
-    def copy(self, tensor: str, block: int) -> None:
-        if block >= self.blocks:
+    def copy(self, warp: int, tensor: str, block: int) -> None:
+        if block >= self.blocks or warp >= self.parts[tensor]:
             return
         old = (tensor, block - self.stages)
-        assert old[1] < 0 or len(self.read.get(old, ())) == 8, f"{old} is written over while it is read"
-        self.arrived.add((tensor, block))
+        assert old[1] < 0 or self.is_read(*old), f"{old} is written over while it is read"
+        self.arrived.setdefault((tensor, block), set()).add(warp)
+
+    def is_there(self, tensor: str, block: int) -> bool:
+        return len(self.arrived.get((tensor, block), ())) == self.parts[tensor]
+
+    def is_read(self, tensor: str, block: int) -> bool:
+        """By all warps."""
+        return len(self.read.get((tensor, block), ())) == 8
 
     def assembly(self, warp: int, code: str) -> Iterator[Callable[[], bool]]:
         """What a warp waits for in inline assembly."""
@@ -200,6 +219,7 @@ class Program:
         for block in range(self.blocks):
             yield from self.run(warp, "loop", block, reads)
         yield from self.run(warp, "after", self.blocks, reads)
+        assert not self.blocks or self.is_read("k", self.blocks - 1), "what is stored next may be in its place"
 
     def run(self, warp: int, part: str, block: int, reads: deque[tuple[str, int]]) -> Iterator[Callable[[], bool]]:
         copies = iter([("k", block + 1), ("v", block + (1 if self.stages == 3 else 0))])
@@ -207,17 +227,17 @@ class Program:
         waits = iter("k" if self.stages == 3 else "kv")
         for line in self.lines[part]:
             op = operation(line)[1]
-            if op.startswith(("ttng.", "tt.elementwise_inline_asm")):
+            if op.startswith(("ttng.", "tt.elementwise_inline_asm", "gpu.barrier")):
                 yield lambda: True
             match op:
                 case "tt.elementwise_inline_asm" if "%turns_" in line and "pure = false" in line:
                     yield from self.assembly(warp, re.findall('"([^"]*)"', line)[0])
                 case "ttng.wait_barrier" if part == "loop":
                     tensor = next(waits)
-                    yield functools.partial(self.arrived.__contains__, (tensor, block))
+                    yield functools.partial(self.is_there, tensor, block)
                 case "ttng.warp_group_dot" if part == "loop":
                     tensor = next(products)
-                    assert (tensor, block) in self.arrived, "read before it has come"
+                    assert self.is_there(tensor, block), "read before it has come"
                     reads.append((tensor, block))
                 case "ttng.warp_group_dot_wait":
                     for x in reads:
@@ -226,8 +246,11 @@ class Program:
                 case "ttng.async_tma_copy_global_to_local" if part == "loop":
                     tensor, copied = next(copies)
                     # The first iteration of three stages finds its blocks there.
-                    if warp == 0 and (self.stages == 2 or block > 0):
-                        self.copy(tensor, copied)
+                    if self.stages == 2 or block > 0:
+                        self.copy(warp, tensor, copied)
+                case "gpu.barrier" if part == "after":
+                    goes_on = self.barriers[0].come(warp, 256)
+                    yield functools.partial(self.barriers[0].is_open, goes_on)
                 case _:
                     pass
 
@@ -235,7 +258,7 @@ class Program:
 def run(text_: str, stages: int, blocks: int, seed: int) -> None:
     """A program, its warps in an order of this seed."""
     before, _, body = split_at_loop(text_)
-    # Behind the loop: its end, what turns have there, and the wait for the last product.
+    # Behind the loop: its end, what turns have there, a barrier of all, and the wait for the last product.
     after = text_.split("\n")[len(before) + 1 + len(body) :][:4]
     program = Program({"before": before, "loop": body, "after": after}, stages, blocks)
     schedule = random.Random(seed)
@@ -277,10 +300,30 @@ def test_the_machine_can_fail(name: str, line: str) -> None:
             run("\n".join(lines), STAGES[name], 6, seed)
 
 
+def test_one_warp_that_waits_is_too_few() -> None:
+    """Where several issue copies."""
+    wrong = text("late_v").replace("mine, $1, 128; @mine bar.sync 3, 256", "mine, $1, 32; @mine bar.sync 3, 160")
+    wrong = wrong.replace("@mine bar.sync 3, 256", "setp.lt.u32 mine, $1, 32; @mine bar.sync 3, 160")
+    wrong = wrong.replace("bar.arrive 3, 256", "bar.arrive 3, 160")
+    with pytest.raises(AssertionError, match="written over while it is read"):  # noqa: PT012
+        for seed in range(50):
+            run(wrong, 2, 6, seed)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_copies_are_of_the_first_warpgroup(name: str) -> None:
+    """All of their warps wait for READ: 128 bytes of a row each."""
+    ptx = kernel(name).ptx
+    loop = ptx[ptx.index("before_copies: ") : ptx.index("behind_copies: ")]
+    assert loop.count("cp.async.bulk.tensor") == 2
+    copies = [x for x in text(name).split("\n") if is_copy(x)]
+    assert all(1 <= row_bytes(x) <= 4 for x in copies[-2:])
+
+
 @pytest.mark.parametrize(
     ("pattern", "replacement"),
     [
-        ("bar.sync 3, 160", "bar.arrive 3, 160"),  # does not wait for the reader
+        ("bar.sync 3, 256", "bar.arrive 3, 256"),  # does not wait for the reader
         ("add.u32 turn, turn, 1; bar.sync", "add.u32 turn, turn, 1; bar.arrive"),  # nor for its turn
         ("sub.u32 turn, 2, turn", "add.u32 turn, turn, 1"),  # passes the turn to itself
     ],

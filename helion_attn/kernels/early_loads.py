@@ -16,8 +16,8 @@ issue and the wait for it they have an iteration, and the barriers stand where w
 The buffer that they write must be read no more: it is that of block j - 1. Two-level accumulation has waited for its
 P V by then. One-level has not, before it has waited for a first product of Q K^T. Of three stages, the copies come an
 iteration later there, of block j + stages - 2 into the buffer of block j - 2. Of two, `late_v` has V come a block
-behind K; where Q or V come in pieces, the copies follow that wait or, with those of Q, the last of their products.
-Loops of pieces of Q and three stages are left as they are.
+behind K. Where it does not, as with Q or V in pieces, the copies follow that wait or, with those of Q, the last of
+their products. Loops of pieces of Q and three stages are left as they are.
 
 The wait for Q, which Triton has where Q is loaded, moves behind the first copies of K and V.
 
@@ -58,6 +58,12 @@ def _needed(body: list[str], wanted: list[int], begin: int) -> list[int]:
             needed.add(i)
             wanted += [definitions[name] for name in re.findall(VALUE, body[i]) if name in definitions]
     return sorted(needed)
+
+
+def _taken_out(body: list[str], wanted: list[int], begin: int) -> tuple[list[str], list[str]]:
+    """What `_needed` finds, and the rest."""
+    needed = _needed(body, wanted, begin)
+    return [body[i] for i in needed], [line for i, line in enumerate(body) if i not in needed]
 
 
 def _ahead(loop: str, stages: int) -> str:
@@ -129,28 +135,35 @@ def _rescheduled(text: str) -> str | None:
         before, after = lines[:at], lines[end:]
         in_flight = products[-1] > waits[-1]
         later = in_flight and stages > 2
-        late_v = in_flight and stages == 2 and len(of_q) == 1 and len(copies) == 2
         if later and len(of_q) > 1:
             # 0.95 to 1.05 of the time, and a register that spills.
             continue
-        # In flight, the buffer is free behind the first wait; and the tensor core is busy behind the last product.
-        behind = max(of_q[-1], waits[0]) if in_flight and not (later or late_v) else of_q[0]
-        moved = _needed(body, [*expected, *copies], behind)
-        group = [body[i] for i in moved]
-        rest = [line for i, line in enumerate(body) if i not in moved]
+        behind = of_q[0]
+        group, rest = _taken_out(body, [*expected, *copies], behind)
         if later:
             group = _an_iteration_later(lines[at], group, stages)
-        elif late_v:
-            (j,) = matched(lines[at], rf"scf\.for ({VALUE}) =")
-            pattern = _ahead(lines[at], stages)
-            ahead = {name for line in body if re.search(pattern, line) and (name := defined(line))}
-            before, group, rest, after = with_late_v(before, j, ahead, group, rest, after)
+        elif in_flight:
+            parts = None
+            if len(of_q) == 1 and len(copies) == 2:
+                (j,) = matched(lines[at], rf"scf\.for ({VALUE}) =")
+                pattern = _ahead(lines[at], stages)
+                ahead = {name for line in body if re.search(pattern, line) and (name := defined(line))}
+                with contextlib.suppress(ValueError):
+                    parts = with_late_v(before, j, ahead, group, rest, after)
+            if parts is not None:
+                before, group, rest, after = parts
+            else:
+                # The buffer is free behind the first wait; and the tensor core is busy behind the last product.
+                behind = max(of_q[-1], waits[0])
+                group, rest = _taken_out(body, [*expected, *copies], behind)
         # The first: all warps have read what is overwritten. The second, and the one in front of the loop: Triton wants
-        # one between a copy and what reads its buffers next, and would have it between the softmax and P V.
+        # one between a copy and what reads its buffers next, and would have it between the softmax and P V. The one
+        # behind the loop: what is stored there may come into K's buffers, whose reading Triton takes for done.
         barrier = f"{indent}  {BARRIER}"
         body = [*rest[: behind + 1], barrier, *group, barrier, *rest[behind + 1 :]]
         before = _with_last_wait_behind(before, indent)
-        return "\n".join([*before, indent + BARRIER, lines[at], *body, *after])
+        end_of_loop, *after = after
+        return "\n".join([*before, indent + BARRIER, lines[at], *body, end_of_loop, indent + BARRIER, *after])
     return None
 
 

@@ -77,7 +77,7 @@ def with_late_v(
         shape, element = matched(definitions[name], r"-> !ttg\.memdesc<([\dx]+)x(\w+),")
         return functools.reduce(operator.mul, map(int, shape.split("x"))) * ELEMENT_BYTES[element]
 
-    *_, p_v = find(body, PRODUCT)
+    _, p_v = find(body, PRODUCT)
     (wait,) = find(body, WAIT_FOR_COPIES)
     barrier, phase = matched(body[wait], rf"{WAIT_FOR_COPIES}({VALUE}), ({VALUE})")
     v = buffer(matched(body[p_v], rf"{PRODUCT}{VALUE}, ({VALUE}),")[0])

@@ -6,6 +6,7 @@ Triton has no way to say in a kernel what they do, but a hook for compilers of o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import tempfile
@@ -84,21 +85,20 @@ class _Hook:
 
 def _add_passes(stages: dict[str, Callable[..., Any]], turns: bool) -> None:
     make_ttgir, make_ptx = stages["ttgir"], stages["ptx"]
-    takes_turns = False
 
     def with_passes(module: Any, metadata: dict[str, Any]) -> Any:
-        nonlocal takes_turns
         module = make_ttgir(module, metadata)
         text = early_loads.rescheduled(str(module))
         if text is None:
             return module
         in_turns = warpgroup_turns.with_turns(text) if turns else None
-        takes_turns = in_turns is not None
-        return _parsed(in_turns or text, module.context)
+        with contextlib.suppress(RuntimeError):  # what does not verify stays as it was
+            return _parsed(in_turns or text, module.context)
+        return module
 
     def with_turns(module: Any, metadata: dict[str, Any]) -> str:
         ptx = make_ptx(module, metadata)
-        return warpgroup_turns.without_block_barriers(ptx) if takes_turns else ptx
+        return warpgroup_turns.without_block_barriers(ptx) if warpgroup_turns.has_turns(ptx) else ptx
 
     stages.update(ttgir=with_passes, ptx=with_turns)
 

@@ -44,8 +44,8 @@ def matched(text: str, pattern: str) -> tuple[str, ...]:
 def loops(lines: list[str]) -> Iterator[tuple[int, int]]:
     """Where a loop begins and ends."""
     for at in find(lines, "scf.for "):
-        indent = indentation(lines[at])
-        yield at, next(i for i in range(at + 1, len(lines)) if lines[i].startswith(indent + "}"))
+        ends = [i for i in range(at + 1, len(lines)) if lines[i].startswith(indentation(lines[at]) + "}")]
+        yield from ((at, end) for end in ends[:1])
 
 
 def indentation(line: str) -> str:

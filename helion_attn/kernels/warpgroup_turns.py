@@ -13,20 +13,23 @@ leaves, as each of them runs it:
     for j:                                      first               second
         wait for block j
         s = Q K^T, issued
-        copy block j + 1                        waits for READ
+        copy                                    waits for READ
         turn to the other                       arrives at SECOND   arrives at FIRST
         wait for s, and for P V of j - 1                            arrives at READ
         softmax
         turn to me                              waits for FIRST     waits for SECOND
         acc = P V, issued
 
-Block j + 1 comes into the buffer of j - 2. READ says that the second warpgroup has read it; the first has when it has
-the turn, for it waited for its P V before. Before the loop, the second says so for a block that there is not, and waits
-for its first turn; behind it, the first passes the turn on once more, and waits for READ. So at each barrier as many
-arrive as wait, with no blocks too; nobody arrives twice before the other has waited, for in between it needs a turn.
+What is copied comes into buffers of block j - 2 or, with `late_v`, of K of block j - 1. READ says that Q K^T of j - 1
+and P V of j - 2 are done in the second warpgroup. All of the first waits for it: a copy of rows that are wider than 128
+bytes is several, by as many of its warps. They are done in the first when it has the turn for P V of j - 1, for all its
+warps have waited for them. Before the loop, the second says READ for a block that there is not, and waits for its first
+turn; behind it, the first passes the turn on once more, and waits for READ. So at each barrier as many arrive as wait,
+with no blocks too; nobody arrives twice before the other has waited, for in between it needs a turn.
 
 These barriers, named ones of PTX, take the place of Triton's in the loop. Those have to go (`without_block_barriers`):
-a warpgroup that waited there for the other would wait for what has not got the turn.
+a warpgroup that waited there for the other would wait for what has not got the turn. Without them a copy may be issued,
+and its bytes come, before the first thread says how many to expect; the barrier of memory waits for both.
 
 No sum changes. What it gains: docs/performance.md, Turns.
 """
@@ -50,25 +53,21 @@ from helion_attn.kernels.ttgir import (
 #: Named barriers of a program; 0 is that of all its warps. Of the first two, the one is the other from 3.
 FIRST, SECOND, READ = 1, 2, 3
 
-#: Threads of a warp, of a warpgroup, of a program.
-WARP, WARPGROUP, PROGRAM = 32, 128, 256
+#: Threads of a warpgroup, of a program.
+WARPGROUP, PROGRAM = 128, 256
 
 _MINE = "shr.u32 turn, $1, 7; add.u32 turn, turn, 1; "
 _THE_OTHERS = "shr.u32 turn, $1, 7; sub.u32 turn, 2, turn; "
 _IF_SECOND = f"setp.ge.u32 mine, $1, {WARPGROUP}; @mine "
 _IF_FIRST = f"setp.lt.u32 mine, $1, {WARPGROUP}; @mine "
-#: The warp that issues copies.
-_IF_COPYING = f"setp.lt.u32 mine, $1, {WARP}; @mine "
 
 # What each thread does, $1 its number. The labels are for `without_block_barriers`.
-_BEFORE_LOOP = f"before_turns: {_IF_SECOND}bar.arrive {READ}, {WARP + WARPGROUP}; @mine bar.sync {SECOND}, {PROGRAM};"
-_BEFORE_COPIES = f"before_copies: {_IF_COPYING}bar.sync {READ}, {WARP + WARPGROUP};"
+_BEFORE_LOOP = f"before_turns: {_IF_SECOND}bar.arrive {READ}, {PROGRAM}; @mine bar.sync {SECOND}, {PROGRAM};"
+_BEFORE_COPIES = f"before_copies: {_IF_FIRST}bar.sync {READ}, {PROGRAM};"
 _BEHIND_COPIES = f"behind_copies: {_THE_OTHERS}bar.arrive turn, {PROGRAM};"
-_BEHIND_WAIT = f"{_IF_SECOND}bar.arrive {READ}, {WARP + WARPGROUP};"
+_BEHIND_WAIT = f"{_IF_SECOND}bar.arrive {READ}, {PROGRAM};"
 _BEFORE_P_V = f"{_MINE}bar.sync turn, {PROGRAM};"
-_BEHIND_LOOP = (
-    f"behind_turns: {_IF_FIRST}bar.arrive {SECOND}, {PROGRAM}; {_IF_COPYING}bar.sync {READ}, {WARP + WARPGROUP};"
-)
+_BEHIND_LOOP = f"behind_turns: {_IF_FIRST}bar.arrive {SECOND}, {PROGRAM}; @mine bar.sync {READ}, {PROGRAM};"
 
 #: The loop's operations, by their letters: wait for copies; issue Q K^T; barrier, copies, barrier; wait for products;
 #: with `late_v`, wait for its copy; issue P V, in pieces.
@@ -86,7 +85,9 @@ FORM = r"WIB(EC+)+BFW?I+"
 def with_turns(text: str) -> str | None:
     """`text`, as `early_loads` has left it, with turns in its loop; None if it has no loop of that form."""
     lines = text.split("\n")
-    if f'"ttg.num-warps" = {PROGRAM // WARP} : i32' not in text:
+    # Each warpgroup has half of the rows.
+    layouts = [line for line in lines if "#ttg.nvidia_mma<" in line]
+    if '"ttg.num-warps" = 8 : i32' not in text or any("warpsPerCTA = [8, 1]" not in line for line in layouts):
         return None
     for at, end in loops(lines):
         body = lines[at + 1 : end]
@@ -135,7 +136,12 @@ def _turn(indent: str, name: str, code: str) -> str:
 
 
 class BarrierInLoop(Exception):
-    """Triton has put a barrier of all warps where a warpgroup would wait forever."""
+    """A barrier of all warps, where a warpgroup would wait forever, may be in the loop."""
+
+
+def has_turns(ptx: str) -> bool:
+    """Whether it is that of a kernel with turns."""
+    return "before_turns: " in ptx
 
 
 def without_block_barriers(ptx: str) -> str:
@@ -146,14 +152,14 @@ def without_block_barriers(ptx: str) -> str:
     """
     lines = ptx.split("\n")
 
-    def place(label: str) -> int:
-        (found,) = [i for i, line in enumerate(lines) if f"{label}: " in line]
-        return found
-
-    before_loop, behind_loop = place("before_turns"), place("behind_turns")
-    copies = range(place("before_copies"), place("behind_copies"))
+    labels = ("before_turns: ", "before_copies: ", "behind_copies: ", "behind_turns: ")
+    places = [i for label in labels for i, line in enumerate(lines) if label in line]
+    if len(places) != len(labels) or places != sorted(places):
+        raise BarrierInLoop
+    before_loop, *around_copies, behind_loop = places
+    copies = range(*around_copies)
     of_all = r"\s*(bar|barrier)(\.\w+)*\s+0[,;]"
     barriers = [i for i in range(before_loop, behind_loop) if re.match(of_all, lines[i])]
-    if not (before_loop < copies.start < copies.stop < behind_loop) or any(i not in copies for i in barriers):
+    if any(i not in copies for i in barriers):
         raise BarrierInLoop
     return "\n".join(line for i, line in enumerate(lines) if i not in barriers)
