@@ -149,7 +149,7 @@ def is_copy(line: str) -> bool:
 
 def row_bytes(copy: str) -> int:
     """In units of 128."""
-    elements, element = re.findall(r"tensordesc<tensor<[\dx]*x(\d+)x(\w+),", copy)[0]
+    elements, element = re.findall(r"tensordesc<(?:tensor<)?[\dx]*x(\d+)x(\w+)[,>]", copy)[0]
     return int(elements) * {"f8E4M3FN": 1, "si8": 1, "bf16": 2}[element] // 128
 
 
