@@ -104,6 +104,23 @@ def test_with_a_barrier_that_stays_none_take_turns() -> None:
     assert found.opcodes["HGMMA"] > 0
 
 
+@pytest.mark.parametrize("name", LOOPS)
+def test_behind_the_loop_nothing_changes(name: str) -> None:
+    """Shared memory is written, read, and its barriers wait for all warps, as in the kernel without turns."""
+
+    def behind_the_loop(ptx: str) -> list[str]:
+        products_and_copies = r"wgmma\.mma_async|cp\.async\.bulk"
+        *_, last = re.finditer(products_and_copies, ptx)
+        ended = ptx[ptx.index("mbarrier.inval", last.end()) :]
+        return re.findall(r"bar\.sync|st\.shared[.\w]*|ld\.shared[.\w]*|\w*matrix[.\w]*", ended)
+
+    with mock.patch.object(warpgroup_turns, "with_turns", return_value=None), recorded():
+        found = LOOPS[name]()
+    in_turns = behind_the_loop(kernel(name).ptx)
+    assert in_turns == behind_the_loop(found.ptx)
+    assert any(x.startswith("st.shared") for x in in_turns)
+
+
 def test_other_loops_stay() -> None:
     with recorded() as seen:
         LOOPS["three_stages"]()
