@@ -331,7 +331,7 @@ def test_one_warp_that_waits_is_too_few() -> None:
 def test_copies_are_of_the_first_warpgroup(name: str) -> None:
     """All of their warps wait for READ: 128 bytes of a row each."""
     ptx = kernel(name).ptx
-    loop = ptx[ptx.index("before_copies: ") : ptx.index("behind_copies: ")]
+    loop = ptx[ptx.index("before_copies: ") : ptx.index("behind_wait: ")]
     assert loop.count("cp.async.bulk.tensor") == 2
     copies = [x for x in text(name).split("\n") if is_copy(x)]
     assert all(1 <= row_bytes(x) <= 4 for x in copies[-2:])

@@ -64,8 +64,8 @@ _IF_FIRST = f"setp.lt.u32 mine, $1, {WARPGROUP}; @mine "
 # What each thread does, $1 its number. The labels are for `without_block_barriers`.
 _BEFORE_LOOP = f"before_turns: {_IF_SECOND}bar.arrive {READ}, {PROGRAM}; @mine bar.sync {SECOND}, {PROGRAM};"
 _BEFORE_COPIES = f"before_copies: {_IF_FIRST}bar.sync {READ}, {PROGRAM};"
-_BEHIND_COPIES = f"behind_copies: {_THE_OTHERS}bar.arrive turn, {PROGRAM};"
-_BEHIND_WAIT = f"{_IF_SECOND}bar.arrive {READ}, {PROGRAM};"
+_BEHIND_COPIES = f"{_THE_OTHERS}bar.arrive turn, {PROGRAM};"
+_BEHIND_WAIT = f"behind_wait: {_IF_SECOND}bar.arrive {READ}, {PROGRAM};"
 _BEFORE_P_V = f"{_MINE}bar.sync turn, {PROGRAM};"
 _BEHIND_LOOP = f"behind_turns: {_IF_FIRST}bar.arrive {SECOND}, {PROGRAM}; @mine bar.sync {READ}, {PROGRAM};"
 
@@ -145,21 +145,21 @@ def has_turns(ptx: str) -> bool:
 
 
 def without_block_barriers(ptx: str) -> str:
-    """`ptx` of a kernel with turns, without the barriers of all warps around its loop's copies.
+    """`ptx` of a kernel with turns, without the barriers of all warps from its loop's copies to the wait for Q K^T.
 
     Raises:
         BarrierInLoop: there is another one in the loop.
     """
     lines = ptx.split("\n")
 
-    labels = ("before_turns: ", "before_copies: ", "behind_copies: ", "behind_turns: ")
+    labels = ("before_turns: ", "before_copies: ", "behind_wait: ", "behind_turns: ")
     places = [i for label in labels for i, line in enumerate(lines) if label in line]
     if len(places) != len(labels) or places != sorted(places):
         raise BarrierInLoop
-    before_loop, *around_copies, behind_loop = places
-    copies = range(*around_copies)
+    before_loop, *with_copies, behind_loop = places
+    copies_and_wait = range(*with_copies)
     of_all = r"\s*(bar|barrier)(\.\w+)*\s+0[,;]"
     barriers = [i for i in range(before_loop, behind_loop) if re.match(of_all, lines[i])]
-    if any(i not in copies for i in barriers):
+    if any(i not in copies_and_wait for i in barriers):
         raise BarrierInLoop
     return "\n".join(line for i, line in enumerate(lines) if i not in barriers)
