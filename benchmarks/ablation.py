@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 import helion_attn as ha
 from helion_attn.configs import TileConfig, tile_config
-from helion_attn.kernels import fp8_attn_fwd, steps, triton_passes, warpgroup_turns
+from helion_attn.kernels import fp8_attn_fwd, steps, triton_passes
 from helion_attn.kernels.arguments import Inputs, Numerics, Problem
 from helion_attn.kernels.helion_compat import hl
 from helion_attn.preprocess.v_layout import position_of_key
@@ -93,24 +93,7 @@ def row_sums_every_block(
 class InStep(triton_passes.WithPasses):
     """A kernel whose warpgroups take no turns."""
 
-    @property
-    def compile(self) -> Callable[..., Any]:
-        """Its compiler."""
-        return compiled_in_step
-
-    @compile.setter
-    def compile(self, triton_compile: Callable[..., Any]) -> None:
-        pass
-
-
-def compiled_in_step(*args: Any, **options: Any) -> Any:
-    """`triton_passes.compiled`, under another key of Triton's cache."""
-    other_passes = f"{triton_passes.digest()} in step"
-    with (
-        mock.patch.object(warpgroup_turns, "with_turns", return_value=None),
-        mock.patch.object(triton_passes, "digest", return_value=other_passes),
-    ):
-        return triton_passes.compiled(*args, **options)
+    turns = False
 
 
 def of_another_class(kernel_class: type[JITFunction[Any]], run: Callable[..., Any]) -> Callable[..., Any]:

@@ -329,12 +329,22 @@ def test_one_warp_that_waits_is_too_few() -> None:
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_copies_are_of_the_first_warpgroup(name: str) -> None:
-    """All of their warps wait for READ: 128 bytes of a row each."""
+    """All threads that issue them wait for READ: as many warps as a row has 128 bytes, as the machine has it, too."""
     ptx = kernel(name).ptx
     loop = ptx[ptx.index("before_copies: ") : ptx.index("behind_wait: ")]
-    assert loop.count("cp.async.bulk.tensor") == 2
-    copies = [x for x in text(name).split("\n") if is_copy(x)]
-    assert all(1 <= row_bytes(x) <= 4 for x in copies[-2:])
+    conditions = dict(re.findall(r"(?:and\.pred|setp\.lt\.u32) +\t?(%p\d+), (.*);", ptx))
+
+    def threads(predicate: str) -> list[int]:
+        """What the thread's number is less than."""
+        parts = conditions.get(predicate, "").split(", ")
+        if parts[0].startswith("%p"):
+            return [n for part in parts for n in threads(part)]
+        return [int(parts[1])] if len(parts) == 2 and parts[1].isdigit() else []
+
+    found = [threads(predicate) for predicate in re.findall(r"@(%p\d+) cp\.async\.bulk\.tensor", loop)]
+    copies = [x for x in text(name).split("\n") if is_copy(x)][-2:]
+    assert found == [[32 * row_bytes(x)] for x in copies]
+    assert max(max(found)) <= warpgroup_turns.WARPGROUP
 
 
 @pytest.mark.parametrize(

@@ -103,10 +103,10 @@ def _add_passes(stages: dict[str, Callable[..., Any]], turns: bool) -> None:
     stages.update(ttgir=with_passes, ptx=with_turns)
 
 
-def compiled(source: Any, **options: Any) -> Any:
-    """`triton.compile`, with the passes; without turns where Triton has put a barrier into the loop."""
+def compiled(source: Any, turns: bool = True, **options: Any) -> Any:
+    """`triton.compile`, with the passes; without that of turns where Triton has put a barrier into the loop."""
     try:
-        return _compiled(source, turns=True, **options)
+        return _compiled(source, turns, **options)
     except warpgroup_turns.BarrierInLoop:
         return _compiled(source, turns=False, **options)
 
@@ -125,12 +125,18 @@ def _compiled(source: Any, turns: bool, *, _env_vars: dict[str, str] | None = No
 
 
 class WithPasses(JITFunction[Any]):
-    """A kernel that is compiled with the passes, on whatever device: Triton sets `compile` anew for each."""
+    """A kernel that is compiled with the passes, on whatever device: Triton sets `compile` anew for each.
+
+    Attributes:
+        turns: whether warpgroups may take them.
+    """
+
+    turns = True
 
     @property
     def compile(self) -> Callable[..., Any]:
         """What Triton compiles it with."""
-        return compiled
+        return functools.partial(compiled, turns=self.turns)
 
     @compile.setter
     def compile(self, triton_compile: Callable[..., Any]) -> None:
