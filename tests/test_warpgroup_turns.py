@@ -90,18 +90,62 @@ def test_a_barrier_that_stays() -> None:
     ends = ptx.index("behind_turns: ")
     begins = ptx.rindex("\n", 0, ends)
     with pytest.raises(warpgroup_turns.BarrierInLoop):
-        warpgroup_turns.without_block_barriers(ptx[:begins] + "\n\tbar.sync \t0;" + ptx[begins:])
-    assert warpgroup_turns.without_block_barriers(ptx) == ptx
+        warpgroup_turns._without_block_barriers(ptx[:begins] + "\n\tbar.sync \t0;" + ptx[begins:])
+    assert warpgroup_turns._without_block_barriers(ptx) == ptx
 
 
 def test_with_a_barrier_that_stays_none_take_turns() -> None:
     def with_barrier(ptx: str) -> str:
         raise warpgroup_turns.BarrierInLoop
 
-    with mock.patch.object(warpgroup_turns, "without_block_barriers", with_barrier), recorded():
+    with mock.patch.object(warpgroup_turns, "in_turns", with_barrier), recorded():
         found = LOOPS["late_v"]()
     assert named_barriers(found.ptx) == []
     assert found.opcodes["HGMMA"] > 0
+
+
+#: Kernels whose turn for P V waits for part of P, and how many of a thread's 64 exponentials that are.
+BEHIND_P = {"three_stages": 16, "accurate": 16, "sequences": 16, "fast": 32, "hybrid_d128": 32}
+
+
+def exponentials_before_turn(sass: str) -> int:
+    """Between the wait for Q K^T and the turn for P V, the one barrier whose number is in a register."""
+    (turn,) = re.finditer(r"BAR\.SYNC\S* R\d+, 0x100", sass)
+    waited = sass.rindex("WARPGROUP.DEPBAR", 0, turn.start())
+    return sass.count("MUFU.EX2", waited, turn.start())
+
+
+@pytest.mark.parametrize("name", BEHIND_P)
+def test_a_turn_comes_behind_part_of_p(name: str) -> None:
+    """Also in machine code, where two exponentials more are those of alpha."""
+    ptx, sass = kernel(name).ptx, kernel(name).sass
+    assert exponentials_before_turn(sass) >= BEHIND_P[name]
+    (taken,) = re.findall(r".*bar\.sync turn, .*", ptx)
+    numbers_a_register = 2 if "HGMMA" in sass else 4
+    assert len(re.findall(r"or\.b32 p, p, %\w+;", taken)) * numbers_a_register == BEHIND_P[name]
+    # The number of the barrier is what it was.
+    assert "sub.u32 nothing, nothing, 1; mov.b32 p, 0; " in taken
+    assert taken.index("and.b32 p, p, nothing; add.u32 turn, turn, p; bar.sync turn, 256;") > 0
+    behind = ptx[ptx.index(taken) + len(taken) :].split("\n")
+    assert next(line for line in behind if "wgmma" in line).strip() == "wgmma.fence.sync.aligned;"
+
+
+@pytest.mark.parametrize("name", ["three_stages", "fast", "hybrid_d128"])
+def test_ptxas_moves_a_turn_up(name: str) -> None:
+    with mock.patch.object(warpgroup_turns, "_behind_part_of_p", lambda ptx: ptx), recorded():
+        found = (LOOPS | TAKE_TURNS)[name]()
+    assert exponentials_before_turn(found.sass) < BEHIND_P[name]
+
+
+@pytest.mark.parametrize("name", ["late_v", "hybrid_d256"])
+def test_a_turn_behind_a_wait_stays(name: str) -> None:
+    """There are at least as many exponentials before that wait's branch as elsewhere before the turn."""
+    sass = kernel(name).sass
+    (turn,) = re.finditer(r"BAR\.SYNC\S* R\d+, 0x100", sass)
+    waited = sass.rindex("SYNCS.PHASECHK", 0, turn.start())
+    assert "BRA" in sass[waited : turn.start()]
+    assert exponentials_before_turn(sass) >= 32
+    assert "or.b32 p, p, " not in kernel(name).ptx
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -75,6 +75,7 @@ from helion_attn.kernels.steps import (
     softmax_input,
     store_lse,
     store_out,
+    v_rows,
     visible_keys,
 )
 from helion_attn.numerics import INT8_SCORE_BIAS, LOG2E, MAX_FUSED_SCALE_LOG2
@@ -347,6 +348,11 @@ def fp8_attn_fwd(
             )
             acc = accumulate(acc, alpha, p8, keys_first(v_block), two_level, is_cuda)
 
+        # A program that is alone on its SM has these come while it sums its rows. Elsewhere another runs meanwhile, and
+        # at D 64 ptxas would wait for each single product of 16 bits.
+        alone = d_v_pad == 256
+        if alone:
+            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_pad, d_v_pad, v_channel_descales)
         # [bm]
         row_sum = l_i.sum(1)
         if varlen:
@@ -388,17 +394,17 @@ def fp8_attn_fwd(
             out_rows = part_head * m_len + rows
         else:
             out_rows = (head // heads) * heads * m_len + (head % heads) * out_head_step + rows * out_row_step
+        if not alone:
+            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_pad, d_v_pad, v_channel_descales)
         store_out(
             out,
             acc,
-            v_mean,
-            v_descale,
+            mean,
+            descale,
             m_keys,
             row_sum,
             rescale,
             total,
-            mean_row,
-            descale_row,
             out_rows,
             row_in_range,
             0,

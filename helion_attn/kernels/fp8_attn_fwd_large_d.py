@@ -41,6 +41,7 @@ from helion_attn.kernels.steps import (
     scaled,
     softmax_input,
     store_out,
+    v_rows,
     visible_keys,
 )
 from helion_attn.numerics import LN2, LOG2E, MAX_FUSED_SCALE_LOG2
@@ -289,13 +290,15 @@ def fp8_attn_fwd_large_d(
         first = part * v_tile
         # The narrow piece goes first: while the wide one is stored, its registers are free (otherwise 8 spills).
         if has_narrow_v:
+            mean, descale = v_rows(v_mean, v_descale, kv, kv, first + wide, narrow, d_v_pad, v_channel_descales)
             store_out(
-                out, acc_narrow, v_mean, v_descale, m_keys, row_sum, rescale, total, kv, kv, out_rows, row_in_range,
-                first + wide, narrow, d_v_pad, d_out, False, v_channel_descales, has_right, has_sinks, has_sinks,
+                out, acc_narrow, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, first + wide,
+                narrow, d_v_pad, d_out, False, v_channel_descales, has_right, has_sinks, has_sinks,
             )  # fmt: skip
+        mean, descale = v_rows(v_mean, v_descale, kv, kv, first, wide, d_v_pad, v_channel_descales)
         store_out(
-            out, acc, v_mean, v_descale, m_keys, row_sum, rescale, total, kv, kv, out_rows, row_in_range, first, wide,
-            d_v_pad, d_out, False, v_channel_descales, has_right, has_sinks, has_sinks,
+            out, acc, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, first, wide, d_v_pad,
+            d_out, False, v_channel_descales, has_right, has_sinks, has_sinks,
         )  # fmt: skip
 
 

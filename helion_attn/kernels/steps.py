@@ -185,6 +185,25 @@ def store_lse(
     hl.store(lse, [lse_rows], lse_log2 * LN2, extra_mask=keep)
 
 
+def v_rows(
+    v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
+    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]
+    mean_row: int | torch.Tensor,  # []
+    descale_row: int | torch.Tensor,  # []
+    first: int,
+    d_tile: int,
+    d_pad: int,
+    v_channel_descales: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """V's mean and descale for `store_out`: of `d_tile` channels of `d_pad`, from `first`; or a head's descale."""
+    d = first + hl.arange(d_tile)
+    if v_channel_descales:
+        descale = hl.load(v_descale, [descale_row * d_pad + d])
+    else:
+        descale = hl.load(v_descale, [descale_row * d_pad])
+    return hl.load(v_mean, [mean_row * d_pad + d]), descale
+
+
 def to_out_dtype(o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`o`, cast; what overflows e4m3 is NaN."""
     if dtype == torch.float8_e4m3fn:
@@ -196,14 +215,12 @@ def to_out_dtype(o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def store_out(
     out: torch.Tensor,  # [B * H * M, D_v]
     acc: torch.Tensor,  # [bm, d_tile]
-    v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
-    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]
+    mean: torch.Tensor,  # [d_tile]
+    descale: torch.Tensor,  # [d_tile] if v_channel_descales, else []
     m_keys: torch.Tensor,  # [bm], the running maximum of the keys
     row_sum: torch.Tensor,  # [bm], of the keys
     alpha: torch.Tensor,  # [bm], the rescale of acc and row_sum that the sink asks for, if has_sinks
     total: torch.Tensor,  # [bm], row_sum * alpha, and the sink's part
-    mean_row: int | torch.Tensor,  # []
-    descale_row: int | torch.Tensor,  # []
     out_rows: torch.Tensor,  # [bm]
     row_in_range: torch.Tensor,  # [bm]
     first: int,
@@ -227,11 +244,11 @@ def store_out(
     if has_sinks:
         normaliser = alpha / total
     if v_channel_descales:
-        o = acc * normaliser.unsqueeze(1) * hl.load(v_descale, [descale_row * d_pad + d]).unsqueeze(0)
+        o = acc * normaliser.unsqueeze(1) * descale.unsqueeze(0)
     else:
-        o = acc * (normaliser * hl.load(v_descale, [descale_row * d_pad])).unsqueeze(1)
+        o = acc * (normaliser * descale).unsqueeze(1)
     # [1, d_tile]
-    mean = hl.load(v_mean, [mean_row * d_pad + d]).unsqueeze(0)
+    mean = mean.unsqueeze(0)
     if has_sinks:
         # The mean is that of real keys, and comes back times the probability that they hold.
         mean = (row_sum * normaliser).unsqueeze(1) * mean

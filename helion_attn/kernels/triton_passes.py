@@ -98,7 +98,7 @@ def _add_passes(stages: dict[str, Callable[..., Any]], turns: bool) -> None:
 
     def with_turns(module: Any, metadata: dict[str, Any]) -> str:
         ptx = make_ptx(module, metadata)
-        return warpgroup_turns.without_block_barriers(ptx) if warpgroup_turns.has_turns(ptx) else ptx
+        return warpgroup_turns.in_turns(ptx) if warpgroup_turns.has_turns(ptx) else ptx
 
     stages.update(ttgir=with_passes, ptx=with_turns)
 
