@@ -52,6 +52,17 @@ IN_PYTORCH = HAZARD.replace("_helion_fp8_attn_fwd", "void at::native::reduce_ker
 BAD_READ_IN_PYTORCH = OUT_OF_BOUNDS.replace("_helion_pack", "at::native::reduce_kernel")
 
 
+def write_program(folder: Path, log: str, exit_code: int, control_log: str, control_code: int) -> Path:
+    """In the sanitizer's place: it prints a log, another one for the control."""
+    program = folder / "sanitizer"
+    program.write_text(
+        f"#!/bin/sh\ncase \"$*\" in *{script.CONTROL}*)\ncat <<'END'\n{control_log}\nEND\nexit {control_code}\nesac\n"
+        f"cat <<'END'\n{log}\nEND\nexit {exit_code}\n"
+    )
+    program.chmod(0o755)
+    return program
+
+
 def test_logs_are_read() -> None:
     assert script.parse_log(CLEAN) == (0, [])
     assert script.parse_log("the program stopped\n") == (None, [])
@@ -87,15 +98,28 @@ def test_logs_are_read() -> None:
 )
 def test_exit_code(log: str, exit_code: int, expected: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a program in the sanitizer's place that prints a log and runs nothing."""
-    program = tmp_path / "sanitizer"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{log}\nEND\nexit {exit_code}\n")
-    program.chmod(0o755)
+    program = write_program(tmp_path, log, exit_code, HAZARD, script.FOUND)
     out = tmp_path / "sanitize.json"
     assert script.main(["--out", str(out), "--sanitizer", str(program)]) == expected
     rows = json.loads(out.read_text())["rows"]
-    assert [(row["tool"], row["case"]) for row in rows] == [(t, c) for t in script.TOOLS for c in script.CASES]
-    assert {row["returncode"] for row in rows} == {exit_code}
+    cases = [(t, c) for t in script.TOOLS for c in script.CASES]
+    assert [(row["tool"], row["case"]) for row in rows] == [*cases, ("racecheck", script.CONTROL)]
+    assert {row["returncode"] for row in rows[:-1]} == {exit_code}
     assert ("_helion_pack" in capsys.readouterr().out) == (log == OUT_OF_BOUNDS)
+
+
+@pytest.mark.parametrize(("log", "exit_code"), [(CLEAN, 0), ("no summary", 86), (HAZARD, 1)])
+def test_the_control_must_be_found(log: str, exit_code: int, tmp_path: Path) -> None:
+    program = write_program(tmp_path, CLEAN, 0, log, exit_code)
+    assert script.main(["--out", str(tmp_path / "x.json"), "--sanitizer", str(program)]) == 1
+
+
+def test_racecheck_is_given_kernels_in_step(tmp_path: Path) -> None:
+    program = tmp_path / "sanitizer"
+    program.write_text('#!/bin/sh\necho "========= ARGUMENTS $*"\n')
+    program.chmod(0o755)
+    for tool in script.TOOLS:
+        assert ("--in-step" in script.sanitize(str(program), tool, "rope").log_tail) == (tool == "racecheck")
 
 
 def test_a_missing_sanitizer_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
