@@ -16,7 +16,7 @@ from offline import BATCH, compile_attention, compile_shape, compile_varlen
 from passes import operation, recorded, split_at_loop
 
 import helion_attn as ha
-from helion_attn.kernels import warpgroup_turns
+from helion_attn.kernels import early_loads, warpgroup_turns
 from helion_attn.testing import Sm90Kernel
 
 #: Kernels whose loops the machine below runs: copies of K are issued by 2, 4, 1, 2 warps, of V by 1, 4, 2, 4.
@@ -105,7 +105,8 @@ def test_with_a_barrier_that_stays_none_take_turns() -> None:
 
 
 #: Kernels whose turn for P V waits for part of P, and how many of a thread's 64 exponentials that are.
-BEHIND_P = {"three_stages": 16, "accurate": 16, "sequences": 16, "fast": 32, "hybrid_d128": 32}
+BEHIND_P = dict.fromkeys(("three_stages", "accurate", "window", "sequences", "split", "many_keys"), 16)
+BEHIND_P |= dict.fromkeys(("fast", "softcap", "hybrid_d128"), 32)
 
 
 def exponentials_before_turn(sass: str) -> int:
@@ -121,13 +122,28 @@ def test_a_turn_comes_behind_part_of_p(name: str) -> None:
     ptx, sass = kernel(name).ptx, kernel(name).sass
     assert exponentials_before_turn(sass) >= BEHIND_P[name]
     (taken,) = re.findall(r".*bar\.sync turn, .*", ptx)
+    part = re.findall(r"or\.b32 p, p, (%\w+);", taken)
     numbers_a_register = 2 if "HGMMA" in sass else 4
-    assert len(re.findall(r"or\.b32 p, p, %\w+;", taken)) * numbers_a_register == BEHIND_P[name]
-    # The number of the barrier is what it was.
-    assert "sub.u32 nothing, nothing, 1; mov.b32 p, 0; " in taken
-    assert taken.index("and.b32 p, p, nothing; add.u32 turn, turn, p; bar.sync turn, 256;") > 0
-    behind = ptx[ptx.index(taken) + len(taken) :].split("\n")
-    assert next(line for line in behind if "wgmma" in line).strip() == "wgmma.fence.sync.aligned;"
+    assert len(part) * numbers_a_register == BEHIND_P[name]
+    # They are the block's: made in front of the turn, without a label between; and what comes next is its product.
+    before, behind = ptx.split(taken)
+    block = before[before.rindex("\n$") :]
+    assert all(re.search(rf"\s{register}, ", block) for register in part)
+    assert next(line for line in behind.split("\n") if "wgmma" in line).strip() == "wgmma.fence.sync.aligned;"
+
+
+@pytest.mark.parametrize("name", ["three_stages", "fast", "hybrid_d128"])
+def test_p_does_not_change_the_number_of_a_turn(name: str) -> None:
+    (taken,) = re.findall(r".*bar\.sync turn, .*", kernel(name).ptx)
+    (thread,) = re.findall(r"shr\.u32 turn, (%\w+), 7;", taken)
+    numbers = random.Random(0)
+    for warp in range(8):
+        registers = {register: numbers.getrandbits(32) for register in re.findall(r"%r\d+", taken)}
+        registers |= {thread: 32 * warp, "%nctaid.z": numbers.randint(1, 2**16 - 1)}
+        barriers = {i: NamedBarrier() for i in range(4)}
+        for _ in execute(taken, registers, barriers, warp):
+            pass
+        assert [i for i, barrier in barriers.items() if barrier.came] == [1 + warp // 4]
 
 
 @pytest.mark.parametrize("name", ["three_stages", "fast", "hybrid_d128"])
@@ -163,6 +179,38 @@ def test_behind_the_loop_nothing_changes(name: str) -> None:
     in_turns = behind_the_loop(kernel(name).ptx)
     assert in_turns == behind_the_loop(found.ptx)
     assert any(x.startswith("st.shared") for x in in_turns)
+
+
+def loads_and_copies(lines: list[str]) -> str:
+    """In front of a loop, in their order: l and c."""
+    letters = {"tt.load": "l", "ttng.async_tma_copy_global_to_local": "c"}
+    return "".join(letters.get(operation(line)[1], "") for line in lines)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_first_copies_come_before_loads(name: str) -> None:
+    with recorded() as seen:
+        LOOPS[name]()
+    assert re.fullmatch("l+c+", loads_and_copies(split_at_loop(str(seen[0][1]))[0]))
+    assert re.fullmatch("c+l+", loads_and_copies(split_at_loop(text(name))[0]))
+
+
+def test_copies_come_behind_what_they_need() -> None:
+    """As a whole or not at all."""
+    function, load, index, copy, last = (
+        "  tt.func public @f(%p: !tt.ptr<f32>, %d: !tt.tensordesc<f32>) {",
+        "    %a = tt.load %p : !tt.ptr<f32>",
+        "    %i = arith.addi %c, %c : i32",
+        "    ttng.async_tma_copy_global_to_local %d[%i] %buffer, %barrier, %true : f32",
+        "    gpu.barrier",
+    )
+    moved = early_loads.with_copies_ahead([function, load, index, copy, last])
+    assert moved == [function, index, copy, load, last]
+    branch = ["    %i = scf.if %b -> (i32) {", "      scf.yield %c : i32", "    }"]
+    waiting = ["    %i = ttg.local_load %x : i32"]
+    for needed in (branch, waiting):
+        lines = [function, load, *needed, copy, last]
+        assert early_loads.with_copies_ahead(lines) == lines
 
 
 def test_other_loops_stay() -> None:
@@ -214,6 +262,46 @@ def row_bytes(copy: str) -> int:
     return int(elements) * {"f8E4M3FN": 1, "si8": 1, "bf16": 2}[element] // 128
 
 
+def execute(
+    code: str, variables: dict[str, int], barriers: dict[int, NamedBarrier], warp: int
+) -> Iterator[Callable[[], bool]]:
+    """What a warp waits for in inline assembly."""
+    number = lambda x: variables[x] if x in variables else int(x)  # noqa: E731
+    for statement in code.strip("{} \t").split(";"):
+        words = re.sub(r"^\s*\w+: ", "", statement).replace(",", "").split()
+        if words and words[0].startswith("@"):
+            if not variables[words[0][1:]]:
+                continue
+            words = words[1:]
+        match words:
+            case ["setp.ge.u32", name, a, b]:
+                variables[name] = int(number(a) >= number(b))
+            case ["setp.lt.u32", name, a, b]:
+                variables[name] = int(number(a) < number(b))
+            case ["shr.u32", name, a, b]:
+                variables[name] = number(a) >> number(b)
+            case ["add.u32", name, a, b]:
+                variables[name] = number(a) + number(b)
+            case ["sub.u32", name, a, b]:
+                variables[name] = number(a) - number(b)
+            case ["bar.arrive", barrier, threads]:
+                barriers[number(barrier)].come(warp, int(threads))
+            case ["bar.sync", barrier, threads]:
+                found = barriers[number(barrier)]
+                goes_on = found.come(warp, int(threads))
+                yield functools.partial(found.is_open, goes_on)
+            case ["mov.u32" | "mov.b32", name, a]:
+                variables[name] = number(a)
+            case ["or.b32", name, a, b]:
+                variables[name] = number(a) | number(b)
+            case ["and.b32", name, a, b]:
+                variables[name] = number(a) & number(b)
+            case [".reg", *_] | []:
+                pass
+            case _:
+                raise AssertionError(statement)
+
+
 class Program:
     """A program with some key blocks: named barriers, which blocks are there, who has read them."""
 
@@ -241,38 +329,6 @@ class Program:
         """By all warps."""
         return len(self.read.get((tensor, block), ())) == 8
 
-    def assembly(self, warp: int, code: str) -> Iterator[Callable[[], bool]]:
-        """What a warp waits for in inline assembly."""
-        variables = {"$1": 32 * warp}
-        number = lambda x: variables[x] if x in variables else int(x)  # noqa: E731
-        for statement in code.strip("{} ").split(";"):
-            words = re.sub(r"^\s*\w+: ", "", statement).replace(",", "").split()
-            if words and words[0].startswith("@"):
-                if not variables[words[0][1:]]:
-                    continue
-                words = words[1:]
-            match words:
-                case ["setp.ge.u32", name, a, b]:
-                    variables[name] = int(number(a) >= number(b))
-                case ["setp.lt.u32", name, a, b]:
-                    variables[name] = int(number(a) < number(b))
-                case ["shr.u32", name, a, b]:
-                    variables[name] = number(a) >> number(b)
-                case ["add.u32", name, a, b]:
-                    variables[name] = number(a) + number(b)
-                case ["sub.u32", name, a, b]:
-                    variables[name] = number(a) - number(b)
-                case ["bar.arrive", barrier, threads]:
-                    self.barriers[number(barrier)].come(warp, int(threads))
-                case ["bar.sync", barrier, threads]:
-                    found = self.barriers[number(barrier)]
-                    goes_on = found.come(warp, int(threads))
-                    yield functools.partial(found.is_open, goes_on)
-                case [".reg", *_] | ["mov.b32", *_] | []:
-                    pass
-                case _:
-                    raise AssertionError(statement)
-
     def warp(self, warp: int) -> Iterator[Callable[[], bool]]:
         """A warp: before every step, what it waits for."""
         reads: deque[tuple[str, int]] = deque()
@@ -292,7 +348,8 @@ class Program:
                 yield lambda: True
             match op:
                 case "tt.elementwise_inline_asm" if "%turns_" in line and "pure = false" in line:
-                    yield from self.assembly(warp, re.findall('"([^"]*)"', line)[0])
+                    code = re.findall('"([^"]*)"', line)[0]
+                    yield from execute(code, {"$1": 32 * warp}, self.barriers, warp)
                 case "ttng.wait_barrier" if part == "loop":
                     tensor = next(waits)
                     yield functools.partial(self.is_there, tensor, block)

@@ -19,9 +19,7 @@ iteration later there, of block j + stages - 2 into the buffer of block j - 2. O
 behind K. Where it does not, as with Q or V in pieces, the copies follow that wait or, with those of Q, the last of
 their products. Loops of pieces of Q and three stages are left as they are.
 
-The wait for Q, which Triton has where Q is loaded, moves behind the first copies of K and V. In programs of eight warps
-these copies, and Q's, also come before all loads: ptxas has Q's wait for the descales otherwise, for it takes their
-maximum across lanes as early as it can. At D 256 that is 1 to 3% at S 1024; of four warps, others run beside.
+The wait for Q, which Triton has where Q is loaded, moves behind the first copies of K and V.
 
 No sum changes. A loop that does not look like the above stays as it is. `warpgroup_turns` goes on from here. What it
 gains: docs/performance.md, Loads.
@@ -36,7 +34,6 @@ from helion_attn.kernels.late_v import with_late_v
 from helion_attn.kernels.ttgir import (
     BARRIER,
     COPY,
-    EIGHT_WARPS,
     EXPECT,
     PRODUCT,
     VALUE,
@@ -51,8 +48,8 @@ from helion_attn.kernels.ttgir import (
 )
 
 
-def _needed(body: list[str], wanted: list[int], begin: int) -> list[int]:
-    """Operations `wanted`, and those behind `begin` whose values they need."""
+def _taken_out(body: list[str], wanted: list[int], begin: int) -> tuple[list[str], list[str]]:
+    """Operations `wanted`, and those behind `begin` whose values they need; and the rest."""
     definitions = {name: i for i, line in enumerate(body) if (name := defined(line))}
     needed: set[int] = set()
     while wanted:
@@ -60,13 +57,7 @@ def _needed(body: list[str], wanted: list[int], begin: int) -> list[int]:
         if i >= begin and i not in needed:
             needed.add(i)
             wanted += [definitions[name] for name in re.findall(VALUE, body[i]) if name in definitions]
-    return sorted(needed)
-
-
-def _taken_out(body: list[str], wanted: list[int], begin: int) -> tuple[list[str], list[str]]:
-    """What `_needed` finds, and the rest."""
-    needed = _needed(body, wanted, begin)
-    return [body[i] for i in needed], [line for i, line in enumerate(body) if i not in needed]
+    return [body[i] for i in sorted(needed)], [line for i, line in enumerate(body) if i not in needed]
 
 
 def _ahead(loop: str, stages: int) -> str:
@@ -165,8 +156,6 @@ def _rescheduled(text: str) -> str | None:
         barrier = f"{indent}  {BARRIER}"
         body = [*rest[: behind + 1], barrier, *group, barrier, *rest[behind + 1 :]]
         before = _with_last_wait_behind(before, indent)
-        if EIGHT_WARPS in text:
-            before = _with_copies_ahead(before, indent)
         end_of_loop, *after = after
         return "\n".join([*before, indent + BARRIER, lines[at], *body, end_of_loop, indent + BARRIER, *after])
     return None
@@ -186,13 +175,13 @@ def _with_last_wait_behind(before: list[str], indent: str) -> list[str]:
     return [*(line for i, line in enumerate(before) if i not in of_wait), *(before[i] for i in of_wait)]
 
 
-def _with_copies_ahead(before: list[str], indent: str) -> list[str]:
-    """The lines in front of a loop, the copies, and what they need, ahead of the rest."""
+def with_copies_ahead(before: list[str]) -> list[str]:
+    """The lines in front of a loop, the first copies, and what they need, ahead of the rest."""
     copies = [i for operation in ("ttng.init_barrier ", EXPECT, COPY) for i in find(before, operation)]
-    (begin,) = (i + 1 for i, line in enumerate(before) if " tt.func " in line or line.startswith("tt.func "))
-    needed = _needed(before, copies, begin)
-    # An operation of several lines, like a reduction, is not taken apart.
-    if any(indentation(before[i]) != indent or "({" in before[i] for i in needed):
+    begin = find(before, "tt.func ")[-1] + 1
+    needed, rest = _taken_out(before, copies, begin)
+    # An operation of several lines is not taken apart, and nothing that waits is moved.
+    indent = indentation(before[-1])
+    if any(indentation(line) != indent or line.endswith("{") or "local_load" in line for line in needed):
         return before
-    rest = [line for i, line in enumerate(before) if i >= begin and i not in needed]
-    return [*before[:begin], *(before[i] for i in needed), *rest]
+    return [*rest[:begin], *needed, *rest[begin:]]

@@ -246,8 +246,8 @@ def fp8_attn_fwd(
             packed_rows = (bh * m_blocks + m_block) * bm + hl.arange(bm)
         # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own, 0.7
         # microseconds a program.
-        # [bm], or a scalar for one a block. Loads before that of Q, which is waited for where it stands, are under way
-        # meanwhile: 3 to 6% at D 64 and 256.
+        # [bm], or a scalar for one a block. Loads before that of Q, which is waited for behind them, are under way
+        # meanwhile: 3 to 6% at D 64. Where warpgroups take turns a pass has Q come first.
         if q_row_descales:
             q_scale = hl.load(q_descale, [packed_rows])
         elif varlen:
@@ -348,10 +348,10 @@ def fp8_attn_fwd(
             )
             acc = accumulate(acc, alpha, p8, keys_first(v_block), two_level, is_cuda)
 
-        # A program that is alone on its SM has these come while it sums its rows. Elsewhere another runs meanwhile, and
-        # at D 64 ptxas would wait for each single product of 16 bits.
-        alone = d_v_pad == 256
-        if alone:
+        # These come while the rows are summed, where no other program runs meanwhile. At D 64 ptxas would wait for each
+        # single product of 16 bits.
+        sums_cover_loads = d_v_pad == 256
+        if sums_cover_loads:
             mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_pad, d_v_pad, v_channel_descales)
         # [bm]
         row_sum = l_i.sum(1)
@@ -394,7 +394,7 @@ def fp8_attn_fwd(
             out_rows = part_head * m_len + rows
         else:
             out_rows = (head // heads) * heads * m_len + (head % heads) * out_head_step + rows * out_row_step
-        if not alone:
+        if not sums_cover_loads:
             mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_pad, d_v_pad, v_channel_descales)
         store_out(
             out,

@@ -13,9 +13,6 @@ PRODUCT = "ttng.warp_group_dot "
 WAIT_FOR_PRODUCT = "ttng.warp_group_dot_wait "
 BARRIER = "gpu.barrier"
 
-#: Of a module whose programs have two warpgroups.
-EIGHT_WARPS = '"ttg.num-warps" = 8 : i32'
-
 #: A value's name.
 VALUE = r"%[\w.$-]+"
 
