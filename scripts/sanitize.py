@@ -275,7 +275,7 @@ class Result:
     def clean(self) -> bool:
         """It ran to its end, and nothing was found but in PyTorch, or in the control."""
         if self.case == CONTROL:
-            return self.returncode == FOUND and bool(self.count)
+            return self.returncode == FOUND and any(CONTROL in finding.message for finding in self.findings)
         ended = self.returncode == (FOUND if self.count else 0) and self.count == len(self.findings)
         return ended and all(finding.in_pytorch for finding in self.findings)
 

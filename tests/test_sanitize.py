@@ -49,6 +49,7 @@ HAZARD = """========= COMPUTE-SANITIZER
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
 IN_PYTORCH = HAZARD.replace("_helion_fp8_attn_fwd", "void at::native::reduce_kernel<(int)512>(T3)")
+IN_CONTROL = HAZARD.replace("_helion_fp8_attn_fwd", "half_arrives")
 BAD_READ_IN_PYTORCH = OUT_OF_BOUNDS.replace("_helion_pack", "at::native::reduce_kernel")
 
 
@@ -98,7 +99,7 @@ def test_logs_are_read() -> None:
 )
 def test_exit_code(log: str, exit_code: int, expected: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a program in the sanitizer's place that prints a log and runs nothing."""
-    program = write_program(tmp_path, log, exit_code, HAZARD, script.FOUND)
+    program = write_program(tmp_path, log, exit_code, IN_CONTROL, script.FOUND)
     out = tmp_path / "sanitize.json"
     assert script.main(["--out", str(out), "--sanitizer", str(program)]) == expected
     rows = json.loads(out.read_text())["rows"]
@@ -108,7 +109,7 @@ def test_exit_code(log: str, exit_code: int, expected: int, tmp_path: Path, caps
     assert ("_helion_pack" in capsys.readouterr().out) == (log == OUT_OF_BOUNDS)
 
 
-@pytest.mark.parametrize(("log", "exit_code"), [(CLEAN, 0), ("no summary", 86), (HAZARD, 1)])
+@pytest.mark.parametrize(("log", "exit_code"), [(CLEAN, 0), ("no summary", 86), (IN_CONTROL, 1), (IN_PYTORCH, 86)])
 def test_the_control_must_be_found(log: str, exit_code: int, tmp_path: Path) -> None:
     program = write_program(tmp_path, CLEAN, 0, log, exit_code)
     assert script.main(["--out", str(tmp_path / "x.json"), "--sanitizer", str(program)]) == 1
@@ -120,6 +121,15 @@ def test_racecheck_is_given_kernels_in_step(tmp_path: Path) -> None:
     program.chmod(0o755)
     for tool in script.TOOLS:
         assert ("--in-step" in script.sanitize(str(program), tool, "rope").log_tail) == (tool == "racecheck")
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_case_in_step_takes_no_turns(in_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setitem(script.CASES, "rope", lambda device: seen.append(script.WithPasses.turns))
+    monkeypatch.setattr(script.WithPasses, "turns", True)
+    assert script.main(["--case", "rope", *["--in-step"] * in_step]) == 0
+    assert seen == [not in_step]
 
 
 def test_a_missing_sanitizer_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,7 +247,7 @@ def fp8_attn_fwd(
         # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own, 0.7
         # microseconds a program.
         # [bm], or a scalar for one a block. Loads before that of Q, which is waited for behind them, are under way
-        # meanwhile: 3 to 6% at D 64. Where warpgroups take turns a pass has Q come first.
+        # meanwhile: 3 to 4% at D 64. Where warpgroups take turns a pass has Q come first.
         if q_row_descales:
             q_scale = hl.load(q_descale, [packed_rows])
         elif varlen:

@@ -31,10 +31,10 @@ These barriers, named ones of PTX, take the place of Triton's in the loop. Those
 there for the other would wait for what has not got the turn. Without them a copy may be issued, and its bytes come,
 before the first thread says how many to expect; the barrier of memory waits for both.
 
-ptxas moves a barrier up as far as its operand allows: the turn for P V came before all exponentials of a block, and
-lasted as long as they do. So the number of its barrier takes in registers of P, and a part of P is made before. The
-rest runs under the end of the other's products. A loop of `late_v` needs none of that: no barrier moves up across V's
-wait, which is a branch.
+ptxas moves a barrier up as far as its operand allows: the turn for P V came before 46 to 66 of a block's 66
+exponentials, and lasted as long as they do. So the number of its barrier takes in registers of P, and a part of P is
+made before. The rest runs under the end of the other's products. A loop of `late_v` needs none of that: no barrier moves
+up across V's wait, which is a branch.
 
 In front of the loop the first copies, of Q, K and V, come before all loads that they do not need. ptxas otherwise puts
 Q's behind the loads of the descales, whose maximum across lanes it takes as early as it can, and no other program runs
@@ -161,7 +161,8 @@ def in_turns(ptx: str) -> str:
     """`ptx` of a kernel with turns: without the barriers of all warps in its loop, and its turn behind a part of P.
 
     Raises:
-        BarrierInLoop: there is a barrier of all warps that is not between the loop's copies and the wait for Q K^T.
+        BarrierInLoop: there is a barrier of all warps that is not between the loop's copies and the wait for Q K^T, or
+            the marks of turns are not in their order.
     """
     return _behind_part_of_p(_without_block_barriers(ptx))
 
