@@ -33,8 +33,8 @@ before the first thread says how many to expect; the barrier of memory waits for
 
 ptxas moves a barrier up as far as its operand allows: the turn for P V came before 46 to 66 of a block's 66
 exponentials, and lasted as long as they do. So the number of its barrier takes in registers of P, and a part of P is
-made before. The rest runs under the end of the other's products. A loop of `late_v` needs none of that: no barrier moves
-up across V's wait, which is a branch.
+made before. The rest runs under the end of the other's products. A loop of `late_v` needs none of that: no barrier
+moves up across V's wait, which is a branch.
 
 In front of the loop the first copies, of Q, K and V, come before all loads that they do not need. ptxas otherwise puts
 Q's behind the loads of the descales, whose maximum across lanes it takes as early as it can, and no other program runs
