@@ -325,7 +325,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--in-step", action="store_true", help="without turns, as racecheck is given kernels")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program; by default as on PATH")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time, which share the GPU; 1 by default")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.in_step and not arguments.case:
+        parser.error("--in-step goes with --case: all cases are run with turns under memcheck, in step under racecheck")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:

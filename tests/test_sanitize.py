@@ -138,6 +138,6 @@ def test_a_missing_sanitizer_is_an_error(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_arguments() -> None:
-    for argv in ([], ["--case", "none"], ["--out", "x", "--case", "rope"]):
+    for argv in ([], ["--case", "none"], ["--out", "x", "--case", "rope"], ["--out", "x", "--in-step"]):
         with pytest.raises(SystemExit):
             script.parse_arguments(argv)

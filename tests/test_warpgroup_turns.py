@@ -16,7 +16,7 @@ from offline import BATCH, compile_attention, compile_shape, compile_varlen
 from passes import operation, recorded, split_at_loop
 
 import helion_attn as ha
-from helion_attn.kernels import early_loads, warpgroup_turns
+from helion_attn.kernels import warpgroup_turns
 from helion_attn.testing import Sm90Kernel
 
 #: Kernels whose loops the machine below runs: copies of K are issued by 2, 4, 1, 2 warps, of V by 1, 4, 2, 4.
@@ -153,6 +153,23 @@ def test_ptxas_moves_a_turn_up(name: str) -> None:
     assert exponentials_before_turn(found.sass) < BEHIND_P[name]
 
 
+def test_a_turn_is_not_moved_past_another_block() -> None:
+    """Nor one of two, nor without registers of P."""
+    with mock.patch.object(warpgroup_turns, "_behind_part_of_p", lambda ptx: ptx), recorded():
+        ptx = LOOPS["three_stages"]().ptx
+    assert warpgroup_turns._behind_part_of_p(ptx) != ptx
+    (turn,) = re.findall(r".*behind_part_of_p: .*\n", ptx)
+    for other in (
+        ptx.replace(turn, turn + "$L__other:\n"),
+        ptx.replace(turn, turn + "\t@%p1 bra \t$L__other;\n"),
+        ptx.replace(turn, turn + "\tbar.sync \t0;\n"),
+        ptx.replace(turn, turn + turn),
+        ptx.replace("wgmma.fence", "wgmma.something_else"),
+        ptx.replace("wgmma.mma_async", "wgmma.something_else"),
+    ):
+        assert warpgroup_turns._behind_part_of_p(other) == other
+
+
 @pytest.mark.parametrize("name", ["late_v", "hybrid_d256"])
 def test_a_turn_behind_a_wait_stays(name: str) -> None:
     """V's wait is a branch, and the exponentials come before the turn."""
@@ -204,13 +221,13 @@ def test_copies_come_behind_what_they_need() -> None:
         "    ttng.async_tma_copy_global_to_local %d[%i] %buffer, %barrier, %true : f32",
         "    gpu.barrier",
     )
-    moved = early_loads.with_copies_ahead([function, load, index, copy, last])
+    moved = warpgroup_turns._with_copies_ahead([function, load, index, copy, last])
     assert moved == [function, index, copy, load, last]
     branch = ["    %i = scf.if %b -> (i32) {", "      scf.yield %c : i32", "    }"]
     waiting = ["    %i = ttg.local_load %x : i32"]
     for needed in (branch, waiting):
         lines = [function, load, *needed, copy, last]
-        assert early_loads.with_copies_ahead(lines) == lines
+        assert warpgroup_turns._with_copies_ahead(lines) == lines
 
 
 def test_other_loops_stay() -> None:

@@ -45,19 +45,8 @@ from helion_attn.kernels.ttgir import (
     loops,
     matched,
     renamed,
+    taken_out,
 )
-
-
-def _taken_out(body: list[str], wanted: list[int], begin: int) -> tuple[list[str], list[str]]:
-    """Operations `wanted`, and those behind `begin` whose values they need; and the rest."""
-    definitions = {name: i for i, line in enumerate(body) if (name := defined(line))}
-    needed: set[int] = set()
-    while wanted:
-        i = wanted.pop()
-        if i >= begin and i not in needed:
-            needed.add(i)
-            wanted += [definitions[name] for name in re.findall(VALUE, body[i]) if name in definitions]
-    return [body[i] for i in sorted(needed)], [line for i, line in enumerate(body) if i not in needed]
 
 
 def _ahead(loop: str, stages: int) -> str:
@@ -133,7 +122,7 @@ def _rescheduled(text: str) -> str | None:
             # 0.95 to 1.05 of the time, and a register that spills.
             continue
         behind = of_q[0]
-        group, rest = _taken_out(body, [*expected, *copies], behind)
+        group, rest = taken_out(body, [*expected, *copies], behind)
         if later:
             group = _an_iteration_later(lines[at], group, stages)
         elif in_flight:
@@ -149,7 +138,7 @@ def _rescheduled(text: str) -> str | None:
             else:
                 # The buffer is free behind the first wait; and the tensor core is busy behind the last product.
                 behind = max(of_q[-1], waits[0])
-                group, rest = _taken_out(body, [*expected, *copies], behind)
+                group, rest = taken_out(body, [*expected, *copies], behind)
         # The first: all warps have read what is overwritten. The second, and the one in front of the loop: Triton wants
         # one between a copy and what reads its buffers next, and would have it between the softmax and P V. The one
         # behind the loop: what is stored there may come into K's buffers, whose reading Triton takes for done.
@@ -173,15 +162,3 @@ def _with_last_wait_behind(before: list[str], indent: str) -> list[str]:
         return before
     of_wait = [*waits, *find(before, f"ttng.inval_barrier {barrier} ")]
     return [*(line for i, line in enumerate(before) if i not in of_wait), *(before[i] for i in of_wait)]
-
-
-def with_copies_ahead(before: list[str]) -> list[str]:
-    """The lines in front of a loop, the first copies, and what they need, ahead of the rest."""
-    copies = [i for operation in ("ttng.init_barrier ", EXPECT, COPY) for i in find(before, operation)]
-    begin = find(before, "tt.func ")[-1] + 1
-    needed, rest = _taken_out(before, copies, begin)
-    # An operation of several lines is not taken apart, and nothing that waits is moved.
-    indent = indentation(before[-1])
-    if any(indentation(line) != indent or line.endswith("{") or "local_load" in line for line in needed):
-        return before
-    return [*rest[:begin], *needed, *rest[begin:]]

@@ -33,6 +33,18 @@ def find(lines: list[str], operation: str) -> list[int]:
     return [i for i, line in enumerate(lines) if re.match(rf"\s*({VALUE}(:\d+)? = )?{re.escape(operation)}", line)]
 
 
+def taken_out(body: list[str], wanted: list[int], begin: int) -> tuple[list[str], list[str]]:
+    """Operations `wanted`, and those behind `begin` whose values they need; and the rest."""
+    definitions = {name: i for i, line in enumerate(body) if (name := defined(line))}
+    needed: set[int] = set()
+    while wanted:
+        i = wanted.pop()
+        if i >= begin and i not in needed:
+            needed.add(i)
+            wanted += [definitions[name] for name in re.findall(VALUE, body[i]) if name in definitions]
+    return [body[i] for i in sorted(needed)], [line for i, line in enumerate(body) if i not in needed]
+
+
 def matched(text: str, pattern: str) -> tuple[str, ...]:
     """The groups of a pattern's first match; ValueError without one."""
     found = re.search(pattern, text)

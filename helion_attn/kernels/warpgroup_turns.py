@@ -47,7 +47,6 @@ from __future__ import annotations
 
 import re
 
-from helion_attn.kernels.early_loads import with_copies_ahead
 from helion_attn.kernels.ttgir import (
     BARRIER,
     COPY,
@@ -59,6 +58,7 @@ from helion_attn.kernels.ttgir import (
     find,
     indentation,
     loops,
+    taken_out,
 )
 
 #: Named barriers of a program; 0 is that of all its warps. Of the first two, the one is the other from 3.
@@ -116,7 +116,7 @@ def with_turns(text: str) -> str | None:
         ]
         return "\n".join(
             [
-                *with_copies_ahead(lines[:at]),
+                *_with_copies_ahead(lines[:at]),
                 *thread,
                 _turn(outer, "before_loop", _BEFORE_LOOP),
                 lines[at],
@@ -135,6 +135,18 @@ def with_turns(text: str) -> str | None:
             ]
         )
     return None
+
+
+def _with_copies_ahead(before: list[str]) -> list[str]:
+    """The lines in front of a loop, the first copies, and what they need, ahead of the rest."""
+    copies = [i for operation in ("ttng.init_barrier ", EXPECT, COPY) for i in find(before, operation)]
+    begin = find(before, "tt.func ")[-1] + 1
+    needed, rest = taken_out(before, copies, begin)
+    # An operation of several lines is not taken apart, and nothing that waits is moved.
+    indent = indentation(before[-1])
+    if any(indentation(line) != indent or line.endswith("{") or "local_load" in line for line in needed):
+        return before
+    return [*rest[:begin], *needed, *rest[begin:]]
 
 
 def _asm(indent: str, name: str, code: str, operand: str, pure: bool) -> str:
@@ -190,15 +202,16 @@ def _behind_part_of_p(ptx: str) -> str:
     """
     lines = ptx.split("\n")
     marked = [i for i, line in enumerate(lines) if "behind_part_of_p: " in line]
+    if len(marked) != 1:
+        return ptx
+    (turn,) = marked
     # In front of its fence, all of P has been packed.
-    fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("wgmma.fence") and marked and i > marked[0]]
+    fence = next((i for i in range(turn, len(lines)) if lines[i].lstrip().startswith("wgmma.fence")), turn)
     products = "\n".join(line for line in lines if "wgmma.mma_async" in line)
     p = list(dict.fromkeys(re.findall(VALUE, " ".join(re.findall(r"\}, \{([^}]*)\}, ", products)))))
-    if len(marked) != 1 or not fences or not p:
-        return ptx
-    turn, fence = marked[0], fences[0]
-    # Of other blocks, or with what has an order of its own, it is not moved.
-    if any(re.search(r"^\$|\b(bra|bar|barrier|mbarrier|wgmma|cp)\b", line) for line in lines[turn + 1 : fence]):
+    # Past other blocks, or what has an order of its own, it is not moved.
+    ordered = r"^\$|\b(bra|bar|barrier|mbarrier|wgmma|cp)\b"
+    if fence == turn or not p or any(re.search(ordered, line) for line in lines[turn + 1 : fence]):
         return ptx
     part = p[3::4] if ".s8.s8 " in products and re.search(r"\.e[45]m[32] ", products) else p[1::2]
     # A grid has fewer than 2**16 planes, which ptxas does not count on: what is added to the barrier's number is 0.
