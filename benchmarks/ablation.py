@@ -67,6 +67,7 @@ def row_sums_every_block(
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
     empty_rows: hl.constexpr,
+    keeps_reference: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """In place of `online_softmax_step`: a block's row sums are reduced across lanes at once."""
@@ -84,6 +85,7 @@ def row_sums_every_block(
         p_offset_log2,
         q_row_descales,
         empty_rows,
+        keeps_reference,
         is_cuda,
     )
     # The kernel adds the lanes up at its end.

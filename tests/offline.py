@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import helion_attn as ha
 from helion_attn import testing
 from helion_attn.configs import LargeTileConfig, TileConfig
+from helion_attn.numerics import keeps_reference
 from helion_attn.preprocess import hadamard
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.varlen import attend_varlen, quantize_varlen
@@ -151,11 +152,18 @@ def batch_for(tile: TileConfig | LargeTileConfig) -> int:
 
 
 def row_reduction_shuffles(tile: TileConfig | LargeTileConfig, recipe: ha.Recipe = ha.FAST) -> int:
-    """SHFL of two row reductions (maximum in the loop, sum at the end) over 4 lanes, and of the row scales."""
+    """SHFL of two row reductions (maximum in the loop, sum at the end) over 4 lanes, and of the row scales.
+
+    With a kept reference there are two loops, and whether the second is needed is another reduction.
+    """
     rows_per_thread = 2 * tile.bm // (16 * tile.num_warps)
     steps = 2
-    largest_scale = int(math.log2(tile.bm)) if recipe.q_scales == "token" else 0
-    return 2 * rows_per_thread * steps + largest_scale
+    of_rows = int(math.log2(tile.bm))
+    largest_scale = of_rows if recipe.q_scales == "token" else 0
+    once = 2 * rows_per_thread * steps
+    if keeps_reference(recipe.qk_dtype, recipe.pv_dtype, tile.D_pad):
+        return 2 * once + largest_scale + of_rows
+    return once + largest_scale
 
 
 def products_in_flight(kernel: Sm90Kernel) -> bool:

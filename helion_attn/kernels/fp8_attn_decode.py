@@ -240,7 +240,7 @@ def fp8_attn_decode(
             p8, alpha, m_i, l_i = softmax_step(
                 t, inverse_of_power(v_scale), m_i, l_i, bn, rows, warps, p_offset_log2, is_cuda
             )
-            acc = accumulate(acc, alpha, v_tile, p8, True, is_cuda)
+            acc = accumulate(acc, alpha, v_tile, p8, True, False, is_cuda)
 
         # [rows]
         row_sum = torch.where(known_length, l_i.sum(0).sum(0), float("nan"))

@@ -260,11 +260,11 @@ def fp8_attn_fwd_large_d(
             s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
             p8, alpha, m_i, l_i = online_softmax_step(
                 s, 0.0, s_scale_log2, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, False, p_offset_log2,
-                softmax_row_descales, has_left or has_right, is_cuda,
+                softmax_row_descales, has_left or has_right, False, is_cuda,
             )  # fmt: skip
-            acc = accumulate(acc, alpha, p8, keys_first(v_block_wide), two_level, is_cuda)
+            acc = accumulate(acc, alpha, p8, keys_first(v_block_wide), two_level, False, is_cuda)
             if has_narrow_v:
-                acc_narrow = accumulate(acc_narrow, alpha, p8, keys_first(v_block_narrow), two_level, is_cuda)
+                acc_narrow = accumulate(acc_narrow, alpha, p8, keys_first(v_block_narrow), two_level, False, is_cuda)
 
         # [bm]
         row_sum = l_i.sum(1)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from helion_attn.kernels.helion_compat import hl
-from helion_attn.kernels.inline_asm import dot_fp32, fma, fma_up, maximum, tanh
-from helion_attn.numerics import E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2
+from helion_attn.kernels.inline_asm import computed_once, dot_fp32, fma, fma_up, maximum, tanh
+from helion_attn.numerics import E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2, MAX_ROW_SUM
 
 
 def int32(n: int) -> torch.Tensor:
@@ -112,16 +112,23 @@ def online_softmax_step(
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
     empty_rows: hl.constexpr,
+    keeps_reference: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores still to be scaled, `bias` too large if `biased`, -inf where masked, into `(p8, alpha, m_i, l_i)`."""
-    # The scale is positive, so the maximum commutes with it: a multiply per row, and exp2's argument is an FMA.
-    largest = torch.amax(s, 1)
-    if biased:
-        largest = largest - bias
-    # Rounded up, so that P never passes 2**p_offset_log2.
-    top = fma_up(largest, qk_scale_log2, hl.full([], -p_offset_log2, dtype=torch.float32), is_cuda)
-    m_new = maximum(m_i, top, is_cuda)
+    """Scores still to be scaled, `bias` too large if `biased`, -inf where masked, into `(p8, alpha, m_i, l_i)`.
+
+    With `keeps_reference` m_i is not the running maximum, and stays what it is.
+    """
+    if keeps_reference:
+        m_new = m_i
+    else:
+        # The scale is positive, so the maximum commutes with it: a multiply per row, and exp2's argument is an FMA.
+        largest = torch.amax(s, 1)
+        if biased:
+            largest = largest - bias
+        # Rounded up, so that P never passes 2**p_offset_log2.
+        top = fma_up(largest, qk_scale_log2, hl.full([], -p_offset_log2, dtype=torch.float32), is_cuda)
+        m_new = maximum(m_i, top, is_cuda)
     m_ref = m_new
     if empty_rows:
         # A row that has seen no key keeps m_i = -inf; its p must be 0, not 2**(-inf + inf).
@@ -130,6 +137,8 @@ def online_softmax_step(
     if biased:
         shift = shift + bias * qk_scale_log2
     p = torch.exp2(scaled(s, qk_scale_log2, q_row_descales) - shift.unsqueeze(1))
+    if keeps_reference:
+        p = computed_once(p, is_cuda)
     alpha = torch.exp2(m_i - m_ref)
     # Unrounded p.
     l_i = l_i * alpha.unsqueeze(1) + p.reshape(bm, bn // l_lanes, l_lanes).sum(1)
@@ -145,14 +154,25 @@ def accumulate(
     p8: torch.Tensor,  # [bm, bn]
     v_tile: torch.Tensor,  # [bn, D_v_pad]
     two_level: hl.constexpr,
+    keeps_reference: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> torch.Tensor:
-    """`acc * alpha + p8 @ v_tile`: with the sum in fp32, or inside the tensor core."""
+    """`acc * alpha + p8 @ v_tile`: with the sum in fp32, or inside the tensor core.
+
+    With `keeps_reference` alpha is 1.
+    """
+    if keeps_reference and is_cuda:
+        return hl.dot(p8, v_tile, acc=acc)
     if two_level:
         return fma(acc, alpha, hl.dot(p8, v_tile), is_cuda)
     if p8.dtype.itemsize == 2 and not is_cuda:
         return acc * alpha + dot_fp32(p8, v_tile, is_cuda)
     return hl.dot(p8, v_tile, acc=acc * alpha)
+
+
+def sum_passed(row_sum: torch.Tensor) -> torch.Tensor:
+    """1 if a sum of a row's P, [bm], is more than `MAX_ROW_SUM`, else 0; of NaN, which another reference leaves, 0."""
+    return torch.amax((row_sum > MAX_ROW_SUM).to(torch.int32), 0)
 
 
 def add_sink(

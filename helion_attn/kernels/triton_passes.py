@@ -19,7 +19,7 @@ import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from helion_attn.kernels import early_loads, late_v, ttgir, warpgroup_turns
+from helion_attn.kernels import computed_once, early_loads, late_v, ttgir, warpgroup_turns
 
 #: Whose IR this is, and whose way to launch `launches` repeats. Neither is an interface of Triton's: others compile and
 #: launch as they do.
@@ -42,7 +42,14 @@ def _parsed(text: str, context: Any) -> Any:
 @functools.cache
 def digest() -> str:
     """Of the passes."""
-    sources = (__file__, early_loads.__file__, late_v.__file__, ttgir.__file__, warpgroup_turns.__file__)
+    sources = (
+        __file__,
+        computed_once.__file__,
+        early_loads.__file__,
+        late_v.__file__,
+        ttgir.__file__,
+        warpgroup_turns.__file__,
+    )
     return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()
 
 
@@ -88,7 +95,7 @@ def _add_passes(stages: dict[str, Callable[..., Any]], turns: bool) -> None:
 
     def with_passes(module: Any, metadata: dict[str, Any]) -> Any:
         module = make_ttgir(module, metadata)
-        text = early_loads.rescheduled(str(module))
+        text = early_loads.rescheduled(computed_once.with_one(str(module)))
         if text is None:
             return module
         in_turns = warpgroup_turns.with_turns(text) if turns else None

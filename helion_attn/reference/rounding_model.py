@@ -11,15 +11,17 @@ from typing import Literal, NamedTuple, overload
 
 import torch
 
-from helion_attn.configs import packing, row_width
+from helion_attn.configs import packing, padded_head_dim, row_width
 from helion_attn.numerics import (
     DESCALE_MIN,
     FORMAT_MAX,
     LN2,
     LOG2E,
     MAX_HADAMARD_BLOCK,
+    MAX_ROW_SUM,
     RECENTRED_KEYS,
     REFLECTED_GROUP,
+    keeps_reference,
 )
 from helion_attn.reference.hadamard import hadamard, hadamard_block
 from helion_attn.reference.reflect import reflect
@@ -278,9 +280,10 @@ def fp8_attention(
     """FP8 attention as the kernel rounds it, on any device: the error that this design has, before any bug.
 
     The rounding points are those of `quantize`, the cast of P * 2**p_offset_log2 to `recipe.pv_dtype` against the
-    running maximum of its key block, and the output's cast. Sums are fp32, and those of int8 products exact. On a GPU
-    the kernel has an FMA for `score * scale - maximum`, unless the scale is large: from scores of 1e5 on, where fp32
-    moves in steps of 2**-7, P differs by that.
+    running maximum of its key block, and the output's cast. Where `numerics.keeps_reference` has it, P is cast against
+    the maximum of the first block that its row sees, if its sum does not pass `MAX_ROW_SUM`. Sums are fp32, and those
+    of int8 products exact. On a GPU the kernel has an FMA for `score * scale - maximum`, unless the scale is large:
+    from scores of 1e5 on, where fp32 moves in steps of 2**-7, P differs by that.
     `recipe.promote_every`, which says where the kernel sums P V, therefore changes nothing here.
 
     Args:
@@ -315,25 +318,35 @@ def fp8_attention(
     # [B, H, M, 1]
     q_scale_log2 = (r.q_descale * (scale * LOG2E)).unsqueeze(3)
 
-    m_i = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
-    l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
-    acc = q.new_zeros((B, H, M, v.size(3)), dtype=torch.float32)
-    for j in range(0, N, block_n):
-        # [B, H, M, block_n]
-        s = r.q8 @ k8[:, :, j : j + block_n].mT
-        s = s * (q_scale_log2 * k_descale[:, :, None, j : j + block_n])
-        if softcap is not None:
-            # tanh is not linear: it must see what smooth-K took from a row's scores.
-            s = s * LN2 + scale * r.lse_shift.unsqueeze(3)
-            s = softcap * LOG2E * torch.tanh(s / softcap)
-        s = hide_keys(s, 0, j, M, N, causal, window)
-        m_new = torch.maximum(m_i, below(s.amax(3, keepdim=True), recipe.p_offset))
-        m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
-        p = torch.exp2(s - m_ref)
-        alpha = torch.exp2(m_i - m_ref)
-        l_i = l_i * alpha + p.sum(3, keepdim=True)
-        acc = acc * alpha + p.to(recipe.pv_dtype).float() @ v8[:, :, j : j + block_n]
-        m_i = m_new
+    def walk(keeps: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`(m_i, l_i, acc)` of all keys, against the running maximum, or that of a row's first block."""
+        m_i = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
+        l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
+        acc = q.new_zeros((B, H, M, v.size(3)), dtype=torch.float32)
+        for j in range(0, N, block_n):
+            # [B, H, M, block_n]
+            s = r.q8 @ k8[:, :, j : j + block_n].mT
+            s = s * (q_scale_log2 * k_descale[:, :, None, j : j + block_n])
+            if softcap is not None:
+                # tanh is not linear: it must see what smooth-K took from a row's scores.
+                s = s * LN2 + scale * r.lse_shift.unsqueeze(3)
+                s = softcap * LOG2E * torch.tanh(s / softcap)
+            s = hide_keys(s, 0, j, M, N, causal, window)
+            top = below(s.amax(3, keepdim=True), recipe.p_offset)
+            m_new = torch.where(m_i == float("-inf"), top, m_i) if keeps else torch.maximum(m_i, top)
+            m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
+            p = torch.exp2(s - m_ref)
+            alpha = torch.exp2(m_i - m_ref)
+            l_i = l_i * alpha + p.sum(3, keepdim=True)
+            acc = acc * alpha + p.to(recipe.pv_dtype).float() @ v8[:, :, j : j + block_n]
+            m_i = m_new
+        return m_i, l_i, acc
+
+    keeps = keeps_reference(recipe.qk_dtype, recipe.pv_dtype, padded_head_dim(max(D, v.size(3))))
+    m_i, l_i, acc = walk(keeps)
+    if keeps:
+        again = l_i > MAX_ROW_SUM
+        m_i, l_i, acc = (torch.where(again, x, kept) for x, kept in zip(walk(False), (m_i, l_i, acc), strict=True))
     # [B, H, M, 1]. The lse of the keys alone, then with the sink; keys hold `key_share` of the probability.
     lse = (m_i + torch.log2(l_i)) * LN2
     if softcap is None:

@@ -1,0 +1,32 @@
+"""P is computed once: a pass over Triton's IR of an attention kernel.
+
+Both the row sums and the second product read P, in layouts that differ in name and not in what a thread holds. Triton
+would rather compute P twice, with all of its exponentials, than convert one into the other, wherever nothing between it
+and the scores keeps it from that; the reduction of a block's maximum does, and is not there where a row keeps its
+reference.
+"""
+
+from __future__ import annotations
+
+import re
+
+from helion_attn.kernels.ttgir import VALUE, indentation
+
+#: What `inline_asm.computed_once` becomes: a name, and a type.
+_MARKED = re.compile(rf'\s*({VALUE}) = tt\.elementwise_inline_asm "[^"]*// computed once" .* -> (tensor<.*>)( loc.*)?$')
+
+
+def with_one(text: str) -> str:
+    """`text`, in which of two marked lines the one whose result a product reads converts that of the other."""
+    lines = text.split("\n")
+    marked = [(i, *found.group(1, 2)) for i, line in enumerate(lines) if (found := _MARKED.match(line))]
+    for_product = [x for x in marked if "dot_op" in x[2]]
+    others = [x for x in marked if "dot_op" not in x[2]]
+    if len(for_product) != 1 or len(others) != 1:
+        return text
+    ((at, name, to),), ((other, value, of),) = for_product, others
+    conversion = f"{indentation(lines[at])}{name} = ttg.convert_layout {value} : {of} -> {to}"
+    lines[max(at, other)] = "\n".join([*([lines[other]] if other > at else []), conversion])
+    if at < other:
+        del lines[at]
+    return "\n".join(lines)

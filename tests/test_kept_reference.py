@@ -1,0 +1,98 @@
+"""P against the maximum of a row's first block, where P is bf16 and scores have 8 bits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from cases import Case, make_case
+
+import helion_attn as ha
+from helion_attn import numerics
+from helion_attn.kernels import computed_once, fp8_attn_fwd, steps
+from helion_attn.testing import make_qkv
+
+#: Q and K in int8 and in e4m3, whose P is bf16.
+RECIPES = {
+    "int8": ha.HYBRID,
+    "e4m3": ha.Recipe(pv_dtype=torch.bfloat16, v_scales="none", center_v=False),
+}
+
+#: By how much, in base 2, the scores of later blocks lie above those of the first: P stays small, it does not, the sum
+#: passes `MAX_ROW_SUM`, P is infinite.
+RISES = {"little": 10.0, "much": 50.0, "too_much": 90.0, "infinite": 300.0}
+
+
+def rising(rise: float, D: int, causal: bool, recipe: ha.Recipe, device: str) -> Case:
+    """Scores that lie about `rise` higher from key 200 on for every other query, and as much lower for the rest."""
+    q, k, v = make_qkv("randn", 2, 4, 2, 300, 500, D, torch.bfloat16, device)
+    sign = torch.tensor([1.0, -1.0], device=device).repeat(150)[:, None]
+    q[..., 0] = (sign * 8.0)[:, 0]
+    k[..., 0] = 0.0
+    k[:, :, 200:, 0] = rise * numerics.LN2 * D**0.5 / 8.0
+    return make_case((q, k, v), causal, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("rise", "D"), [*itertools.product(RISES, (64, 128))])
+def test_scores_that_rise(rise: str, D: int, causal: bool, recipe: ha.Recipe, device: str) -> None:
+    case = rising(RISES[rise], D, causal, recipe, device)
+    out, lse = case.run(torch.float32)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
+def test_such_scores_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the second walk the test above would fail."""
+    case = rising(RISES["infinite"], 64, causal=False, recipe=ha.HYBRID, device="cpu")
+    monkeypatch.setattr(steps, "MAX_ROW_SUM", float("inf"))
+    out, _ = case.run(torch.float32)
+    assert not out.isfinite().all()
+
+
+@pytest.mark.parametrize("rise", RISES)
+def test_is_the_running_maximum_past_the_limit(rise: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, in tiles that have such a row; and not in the others."""
+    case = rising(RISES[rise], 64, causal=False, recipe=ha.HYBRID, device="cpu")
+    out, lse = case.run(torch.float32)
+    monkeypatch.setattr(fp8_attn_fwd, "keeps_reference", lambda *of: False)
+    exact, exact_lse = case.run(torch.float32)
+    again = RISES[rise] > 64
+    assert torch.equal(out, exact) == again
+    assert torch.equal(lse, exact_lse) == again
+
+
+@pytest.mark.parametrize(
+    ("recipe", "D", "kept"),
+    [
+        (ha.HYBRID, 64, True),
+        (ha.HYBRID, 128, True),
+        (ha.HYBRID, 256, False),
+        (ha.Recipe(pv_dtype=torch.float16, v_scales="none"), 64, False),
+        (ha.BF16, 64, False),
+        (ha.BALANCED, 64, False),
+    ],
+)
+def test_which_keep_it(recipe: ha.Recipe, D: int, kept: bool) -> None:
+    assert numerics.keeps_reference(recipe.qk_dtype, recipe.pv_dtype, D) == kept
+
+
+ASM = '%{} = tt.elementwise_inline_asm "mov.b32 $0, $1; // computed once" {{pure = true}} %{} : {} -> {}'
+MMA, DOT = "tensor<64x128xf32, #mma>", "tensor<64x128xf32, #ttg.dot_op<{opIdx = 0, parent = #mma, kWidth = 2}>>"
+
+
+@pytest.mark.parametrize("product_first", [False, True])
+def test_one_is_converted(product_first: bool) -> None:
+    of_sums, of_product = ASM.format("a", "x", MMA, MMA), ASM.format("b", "y", DOT, DOT)
+    before = [of_product, of_sums] if product_first else [of_sums, of_product]
+    converted = f"  %b = ttg.convert_layout %a : {MMA} -> {DOT}"
+    text = "\n".join(["  first", *(f"  {line}" for line in before), "  last"])
+    assert computed_once.with_one(text).split("\n") == ["  first", f"  {of_sums}", converted, "  last"]
+
+
+@pytest.mark.parametrize("types", [[], [MMA], [MMA, DOT, DOT], [MMA, MMA]])
+def test_other_texts_stay(types: list[str]) -> None:
+    text = "\n".join(f"  {ASM.format(i, 'x', MMA, to)}" for i, to in enumerate(types))
+    assert computed_once.with_one(text) == text
