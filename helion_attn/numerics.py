@@ -73,14 +73,14 @@ MAX_V_DESCALE_LOG2 = 60
 #: The largest sum of a row's P, where its reference is the maximum of its first block, not the running one.
 MAX_ROW_SUM = 2.0**64
 
-#: Up to this padded head dim of V a row keeps its reference; at 256 the products, not the softmax, are what takes long.
+#: Up to this head dim a row keeps its reference; at 256 the products, not the softmax, are what takes long.
 MAX_REFERENCE_D = 128
 
 
-def keeps_reference(qk_dtype: torch.dtype, pv_dtype: torch.dtype, d_pad: int) -> bool:
-    """Whether P's reference is the maximum of the first block that a row sees, for padded head dims of `d_pad`.
+def keeps_reference(qk_dtype: torch.dtype, pv_dtype: torch.dtype, d: int) -> bool:
+    """Whether P's reference is the maximum of the first block that a row sees; `d` the larger head dim, padded or not.
 
     bf16 has the range for it. It rounds the largest P of a later block, which against that block's own maximum it would
     not; that is little beside 8-bit scores, but the largest part of the error where no input has 8 bits.
     """
-    return qk_dtype.itemsize == 1 and pv_dtype == torch.bfloat16 and d_pad <= MAX_REFERENCE_D
+    return qk_dtype.itemsize == 1 and pv_dtype == torch.bfloat16 and d <= MAX_REFERENCE_D

@@ -54,6 +54,7 @@ RECIPES = LADDER | {
     "hadamard_smooth_k": ha.Recipe(hadamard=True, smooth_k=True),
     "int8_token": ha.Recipe(qk_dtype=torch.int8, q_scales="token", k_scales="block"),
     "int8_smooth_k": ha.Recipe(qk_dtype=torch.int8, k_scales="block", smooth_k=True),
+    "hybrid_e4m3": ha.Recipe(pv_dtype=torch.bfloat16, v_scales="none"),
     "hybrid_e4m3_fp16": ha.Recipe(pv_dtype=torch.float16, v_scales="none"),
 }
 

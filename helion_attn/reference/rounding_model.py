@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, overload
 
 import torch
 
-from helion_attn.configs import packing, padded_head_dim, row_width
+from helion_attn.configs import packing, row_width
 from helion_attn.numerics import (
     DESCALE_MIN,
     FORMAT_MAX,
@@ -342,7 +342,7 @@ def fp8_attention(
             m_i = m_new
         return m_i, l_i, acc
 
-    keeps = keeps_reference(recipe.qk_dtype, recipe.pv_dtype, padded_head_dim(max(D, v.size(3))))
+    keeps = keeps_reference(recipe.qk_dtype, recipe.pv_dtype, max(D, v.size(3)))
     m_i, l_i, acc = walk(keeps)
     if keeps:
         again = l_i > MAX_ROW_SUM
