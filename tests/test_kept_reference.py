@@ -13,9 +13,6 @@ from helion_attn import numerics
 from helion_attn.kernels import computed_once, fp8_attn_fwd, steps
 from helion_attn.testing import make_qkv
 
-#: Q and K in int8 and in e4m3, whose P is bf16.
-KEPT = {name: RECIPES[name] for name in ("hybrid", "hybrid_e4m3")}
-
 #: By how much, in base 2, the scores of later blocks lie above those of the first: P stays small, it does not, the sum
 #: passes `MAX_ROW_SUM`, P is infinite.
 RISES = {"little": 10.0, "much": 50.0, "too_much": 90.0, "infinite": 300.0}
@@ -31,11 +28,15 @@ def rising(rise: float, D: int, causal: bool, recipe: ha.Recipe, device: str) ->
     return make_case((q, k, v), causal, recipe=recipe)
 
 
-@pytest.mark.parametrize("recipe", KEPT.values(), ids=KEPT)
+# The tensor core's sums of e4m3 products have too few bits for larger scores, whatever the reference.
+RISING = [*itertools.product(["hybrid"], RISES), ("hybrid_e4m3", "little")]
+
+
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("rise", "D"), [*itertools.product(RISES, (64, 128))])
-def test_scores_that_rise(rise: str, D: int, causal: bool, recipe: ha.Recipe, device: str) -> None:
-    case = rising(RISES[rise], D, causal, recipe, device)
+@pytest.mark.parametrize(("name", "rise"), RISING)
+def test_scores_that_rise(name: str, rise: str, causal: bool, D: int, device: str) -> None:
+    case = rising(RISES[rise], D, causal, RECIPES[name], device)
     out, lse = case.run(torch.float32)
     case.assert_within_budget(out)
     case.assert_lse_within_budget(lse)

@@ -19,14 +19,16 @@ _MARKED = re.compile(rf'\s*({VALUE}) = tt\.elementwise_inline_asm "[^"]*// compu
 def with_one(text: str) -> str:
     """`text`, in which of two marked lines the one whose result a product reads converts that of the other."""
     lines = text.split("\n")
-    marked = [(i, *found.group(1, 2)) for i, line in enumerate(lines) if (found := _MARKED.match(line))]
-    for_product = [x for x in marked if "dot_op" in x[2]]
-    others = [x for x in marked if "dot_op" not in x[2]]
-    if len(for_product) != 1 or len(others) != 1:
+    marked = [(i, found) for i, line in enumerate(lines) if (found := _MARKED.match(line))]
+    for_product = [x for x in marked if "dot_op" in x[1].group(2)]
+    for_sums = [x for x in marked if "dot_op" not in x[1].group(2)]
+    if len(for_product) != 1 or len(for_sums) != 1:
         return text
-    ((at, name, to),), ((other, value, of),) = for_product, others
-    conversion = f"{indentation(lines[at])}{name} = ttg.convert_layout {value} : {of} -> {to}"
-    lines[max(at, other)] = "\n".join([*([lines[other]] if other > at else []), conversion])
-    if at < other:
-        del lines[at]
-    return "\n".join(lines)
+    ((at, product),), ((kept_at, kept),) = for_product, for_sums
+    conversion = (
+        f"{indentation(lines[at])}{product.group(1)} = ttg.convert_layout {kept.group(1)}"
+        f" : {kept.group(2)} -> {product.group(2)}"
+    )
+    rest = [line for i, line in enumerate(lines) if i != at]
+    behind = rest.index(lines[kept_at]) + 1
+    return "\n".join([*rest[:behind], conversion, *rest[behind:]])
