@@ -70,7 +70,8 @@ MAX_SEED = 2**63 - 1
 #: the ratio of any two.
 MAX_V_DESCALE_LOG2 = 60
 
-#: The largest sum of a row's P, where its reference is the maximum of its first block, not the running one.
+#: The largest sum of a row's P, where its reference is the maximum of its first block, not the running one. A larger
+#: limit is passed more rarely, and leaves V less room before P V overflows, here 2**63.
 MAX_ROW_SUM = 2.0**64
 
 #: Up to this head dim a row keeps its reference; at 256 the products, not the softmax, are what takes long.

@@ -21,6 +21,7 @@ from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.numerics import keeps_reference
 from helion_attn.preprocess import hadamard
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
+from helion_attn.tune import candidates, trial
 from helion_attn.varlen import attend_varlen, quantize_varlen
 
 Varlen = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -273,6 +274,18 @@ def fake_varlen(
         q, k, v = (torch.empty(S, dtype=dtype, device="cuda:0") for S in ((tokens, heads, D), (*kv, D), (*kv, D_v)))
         cu_q, cu_k = (torch.empty(B + 1, dtype=torch.int32, device="cuda:0") for _ in range(2))
     return q, k, v, cu_q, cu_k
+
+
+def compile_tile(tile: TileConfig) -> Sm90Kernel:
+    """The attention kernel with a config that need not be shipped, as the tuner launches it."""
+    w = candidates.workloads(tile)[-1]
+
+    def launch() -> None:
+        with launching():
+            trial._launch(tile, w, [fake_cuda(*shape, dtype=dtype) for shape, dtype in trial._packed(tile, w)])
+
+    (kernel,) = compile_for_sm90(launch)
+    return kernel
 
 
 def compile_varlen(

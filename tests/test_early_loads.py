@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections import Counter
@@ -10,10 +11,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from offline import compile_attention, compile_decode, compile_shape, compile_varlen
+from offline import compile_attention, compile_decode, compile_shape, compile_tile, compile_varlen
 from passes import operation, recorded, split_at_loop
 
 import helion_attn as ha
+from helion_attn.configs import tile_config
 from helion_attn.kernels import early_loads
 from helion_attn.kernels.ttgir import COPY, EXPECT, VALUE
 
@@ -27,7 +29,10 @@ KERNELS: dict[str, tuple[Callable[[], Any], str]] = {
     "one_level_3_stages": (lambda: compile_attention(256, False, recipe=ha.BALANCED), "WIBECCBFI"),
     "hybrid_2_stages": (lambda: compile_attention(256, False, recipe=ha.HYBRID), "WIBECECBFWI"),
     "bf16_2_stages": (lambda: compile_attention(64, True, recipe=ha.BF16), "WIBECECBFWI"),
-    "hybrid_3_stages": (lambda: compile_attention(128, False, recipe=ha.HYBRID), "WIBECCBFI"),
+    "hybrid_3_stages": (
+        lambda: compile_tile(dataclasses.replace(tile_config(128, False, ha.HYBRID.bits), num_stages=3)),
+        "WIBECCBFI",
+    ),
     "sequences": (lambda: compile_varlen(256, True), "WIBECCBFI"),
     "many_keys_2_stages": (
         lambda: compile_shape(1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BF16),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from helion_attn import numerics
 from helion_attn.kernels import computed_once, fp8_attn_fwd, steps
 from helion_attn.testing import make_qkv
 
-#: By how much, in base 2, the scores of later blocks lie above those of the first: P stays small, it does not, the sum
-#: passes `MAX_ROW_SUM`, P is infinite.
+#: By how much, in base 2, the scores of later blocks lie above those of the first. "much" is within `MAX_ROW_SUM`; with
+#: "too_much" the sum passes it, and "infinite" is more than fp32 has exponents.
 RISES = {"little": 10.0, "much": 50.0, "too_much": 90.0, "infinite": 300.0}
 
 
@@ -42,6 +43,30 @@ def test_scores_that_rise(name: str, rise: str, causal: bool, D: int, device: st
     case.assert_lse_within_budget(lse)
 
 
+WINDOWS = [(70, 30), (0, 0), (300, -1), (-1, 5), (129, 128)]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("rise", ["much", "infinite"])
+def test_every_row_has_a_reference(rise: str, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as it has a score, and so no row is walked again for want of one."""
+    q, k, v = rising(RISES[rise], 64, causal=False, recipe=ha.HYBRID, device="cpu").qkv
+    case = make_case((q, k, v), recipe=ha.HYBRID, window=window)
+    step, without = steps.online_softmax_step, []
+
+    def watched(s: torch.Tensor, bias: Any, scale: Any, m_i: torch.Tensor, *rest: Any) -> Any:
+        *_, keeps, _is_cuda = rest
+        without.append(keeps and bool(((m_i == float("-inf")) & (s > float("-inf")).any(1)).any()))
+        return step(s, bias, scale, m_i, *rest)
+
+    monkeypatch.setattr(fp8_attn_fwd, "online_softmax_step", watched)
+    out, lse = case.run(torch.float32)
+    assert without
+    assert not any(without)
+    case.assert_within_budget(out)
+    case.assert_lse_within_budget(lse)
+
+
 def test_such_scores_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the second walk the test above would fail."""
     case = rising(RISES["infinite"], 64, causal=False, recipe=ha.HYBRID, device="cpu")
@@ -52,7 +77,7 @@ def test_such_scores_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rise", RISES)
 def test_is_the_running_maximum_past_the_limit(rise: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, in tiles that have such a row; and not in the others."""
+    """Bit for bit; and not where no row's sum passes it."""
     case = rising(RISES[rise], 64, causal=False, recipe=ha.HYBRID, device="cpu")
     out, lse = case.run(torch.float32)
     monkeypatch.setattr(fp8_attn_fwd, "keeps_reference", lambda *of: False)

@@ -78,6 +78,8 @@ def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     assert products_in_flight(kernel), "ptxas waits for each product"
     assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
     assert kernel.opcodes["SHFL"] <= row_reduction_shuffles(tile, recipe), "P moves between lanes"
+    # A row's rescale, of two rows, and P, once.
+    assert loop_of(kernel).count("MUFU") <= 2 + tile.bm * tile.bn // (32 * tile.num_warps), "P is computed twice"
     # One packs a flag where there are no registers left.
     assert loop_of(kernel).count("PRMT") <= 1, "P moves between the halves of registers"
     assert kernel.num_warps == tile.num_warps

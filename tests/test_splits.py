@@ -78,9 +78,10 @@ def problem(name: str, device: str, recipe: ha.Recipe = ha.BALANCED, kind: str =
     return make_case(qkv, recipe=recipe, **masks | {"sinks": sinks})
 
 
+@pytest.mark.parametrize("recipe", [ha.BALANCED, ha.HYBRID], ids=["balanced", "hybrid"])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_problems(name: str, device: str, force: Force, poisoned: Poisoned) -> None:
-    assert_split_is_as_good(problem(name, device), 3, force, poisoned)
+def test_problems(name: str, recipe: ha.Recipe, device: str, force: Force, poisoned: Poisoned) -> None:
+    assert_split_is_as_good(problem(name, device, recipe), 3, force, poisoned)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

@@ -7,15 +7,16 @@ import random
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import pytest
-from offline import BATCH, compile_attention, compile_shape, compile_varlen
+from offline import compile_attention, compile_shape, compile_tile, compile_varlen
 from passes import operation, recorded, split_at_loop
 
 import helion_attn as ha
+from helion_attn.configs import tile_config
 from helion_attn.kernels import warpgroup_turns
 from helion_attn.testing import Sm90Kernel
 
@@ -23,7 +24,7 @@ from helion_attn.testing import Sm90Kernel
 LOOPS: dict[str, Callable[[], Any]] = {
     "three_stages": lambda: compile_attention(256, True, recipe=ha.BALANCED),
     "late_v": lambda: compile_attention(256, False, recipe=ha.BF16),
-    "hybrid_d128": lambda: compile_attention(128, True, recipe=ha.HYBRID, B=BATCH),
+    "hybrid_d128": lambda: compile_tile(replace(tile_config(128, True, ha.HYBRID.bits), num_stages=3)),
     "hybrid_d256": lambda: compile_attention(256, True, recipe=ha.HYBRID),
 }
 STAGES = {"three_stages": 3, "late_v": 2, "hybrid_d128": 3, "hybrid_d256": 2}
@@ -34,6 +35,7 @@ TAKE_TURNS: dict[str, Callable[[], Any]] = {
     "softcap": lambda: compile_attention(200, True, softcap=30.0),
     "window": lambda: compile_attention(256, True, recipe=ha.BALANCED, window=(1000, 0), sinks=True),
     "bf16_d128": lambda: compile_attention(128, False, recipe=ha.BF16),
+    "hybrid_two_stages": lambda: compile_attention(128, True, recipe=ha.HYBRID),
     "sequences": lambda: compile_varlen(256, True),
     "split": lambda: compile_shape(1, 64, 100000, 256, False, recipe=ha.BALANCED),
     "many_keys": lambda: compile_shape(1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED),

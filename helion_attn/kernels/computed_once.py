@@ -25,6 +25,9 @@ def with_one(text: str) -> str:
     if len(for_product) != 1 or len(for_sums) != 1:
         return text
     ((at, product),), ((kept_at, kept),) = for_product, for_sums
+    # One behind the other, nothing in between can need what is moved.
+    if abs(at - kept_at) != 1:
+        return text
     conversion = (
         f"{indentation(lines[at])}{product.group(1)} = ttg.convert_layout {kept.group(1)}"
         f" : {kept.group(2)} -> {product.group(2)}"

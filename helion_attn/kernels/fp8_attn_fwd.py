@@ -298,11 +298,14 @@ def fp8_attn_fwd(
         # [bm, D_v_pad]
         acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
 
-        # References come from the blocks before it: up to the first that all rows see.
-        if varlen or split:
-            n_referred = torch.maximum(int32(n_left), int32(run_begin)) + 1
+        # Blocks before it are special: those of the left edge, and those that references come from, up to the first
+        # that all rows see.
+        if not keeps_reference:
+            n_special = n_left
+        elif varlen or split:
+            n_special = torch.maximum(int32(n_left), int32(run_begin)) + 1
         else:
-            n_referred = n_left + 1
+            n_special = n_left + 1
         for j in hl.grid(run_begin, run_end):
             s_scale_log2 = q_scale_log2 * k_scale
             # Not "large", since a NaN is not within.
@@ -322,12 +325,13 @@ def fp8_attn_fwd(
             s, s_scale_log2 = softmax_input(
                 s, s_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
             )
-            # Blocks at an edge of what is visible, and those of a large scale. One branch for both: two cost 5 to 24%.
-            if varlen:
-                edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_full)
+            # Blocks at an edge of what is visible, those that references come from, and those of a large scale. One
+            # branch for all: two cost 5 to 24%.
+            if varlen or (split and keeps_reference):
+                edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
                 special = 1 - within + torch.clamp_min(edge, 0)
             else:
-                special = 1 - within + max(n_left - j, j + 1 - n_full, 0)
+                special = 1 - within + max(n_special - j, j + 1 - n_full, 0)
             if special > 0:
                 # Exact, then rounded: the largest P is 2**p_offset_log2 while fp32 tells m_i from the maximum.
                 s = scaled(s - softmax_bias, s_scale_log2, softmax_row_descales)
@@ -336,14 +340,10 @@ def fp8_attn_fwd(
                 on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, group_log2, pack_gqa)
                 visible = visible_keys(keys, on_diagonal, key_end, left, right, has_left, has_right)
                 s = torch.where(visible, s, float("-inf"))
+                if keeps_reference:
+                    m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
             bias = torch.where(special > 0, 0.0, softmax_bias)
             s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
-            if keeps_reference:
-                blocks_left = n_referred - j
-                if blocks_left > 0:
-                    first = (torch.amax(s, 1) - bias) * s_scale_log2
-                    unset = m_i == float("-inf")
-                    m_i = torch.where(unset, first, m_i)
             p8, alpha, m_i, l_i = online_softmax_step(
                 s,
                 bias,

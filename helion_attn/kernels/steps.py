@@ -159,7 +159,7 @@ def accumulate(
 ) -> torch.Tensor:
     """`acc * alpha + p8 @ v_tile`: with the sum in fp32, or inside the tensor core.
 
-    With `keeps_reference` alpha is 1.
+    With `keeps_reference` alpha is 1, or acc 0 or NaN.
     """
     if keeps_reference and is_cuda:
         return hl.dot(p8, v_tile, acc=acc)
@@ -171,7 +171,7 @@ def accumulate(
 
 
 def sum_passed(row_sum: torch.Tensor) -> torch.Tensor:
-    """1 if a sum of a row's P, [bm], is more than `MAX_ROW_SUM`, else 0; of NaN, which another reference leaves, 0."""
+    """1 if a sum of a row's P, [bm], is more than `MAX_ROW_SUM`, else 0, also of NaN: no reference mends it."""
     return torch.amax((row_sum > MAX_ROW_SUM).to(torch.int32), 0)
 
 
@@ -237,7 +237,7 @@ def store_out(
     acc: torch.Tensor,  # [bm, d_tile]
     mean: torch.Tensor,  # [d_tile]
     descale: torch.Tensor,  # [d_tile] if v_channel_descales, else []
-    m_keys: torch.Tensor,  # [bm], the running maximum of the keys
+    m_keys: torch.Tensor,  # [bm], the reference of the keys: their running maximum, or that of a first block
     row_sum: torch.Tensor,  # [bm], of the keys
     alpha: torch.Tensor,  # [bm], the rescale of acc and row_sum that the sink asks for, if has_sinks
     total: torch.Tensor,  # [bm], row_sum * alpha, and the sink's part

@@ -95,9 +95,11 @@ def _add_passes(stages: dict[str, Callable[..., Any]], turns: bool) -> None:
 
     def with_passes(module: Any, metadata: dict[str, Any]) -> Any:
         module = make_ttgir(module, metadata)
-        text = early_loads.rescheduled(computed_once.with_one(str(module)))
+        original = str(module)
+        once = computed_once.with_one(original)
+        text = early_loads.rescheduled(once)
         if text is None:
-            return module
+            return module if once == original else _parsed(once, module.context)
         in_turns = warpgroup_turns.with_turns(text) if turns else None
         with contextlib.suppress(RuntimeError):  # what does not verify stays as it was
             return _parsed(in_turns or text, module.context)

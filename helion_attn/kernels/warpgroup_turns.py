@@ -207,7 +207,9 @@ def _behind_part_of_p(ptx: str) -> str:
     (turn,) = marked
     # In front of its fence, all of P has been packed.
     fence = next((i for i in range(turn, len(lines)) if lines[i].lstrip().startswith("wgmma.fence")), turn)
-    products = "\n".join(line for line in lines if "wgmma.mma_async" in line)
+    # Not those of a second loop behind it.
+    end = next((i for i, line in enumerate(lines) if "behind_turns: " in line), len(lines))
+    products = "\n".join(line for line in lines[:end] if "wgmma.mma_async" in line)
     p = list(dict.fromkeys(re.findall(VALUE, " ".join(re.findall(r"\}, \{([^}]*)\}, ", products)))))
     # Past other blocks, or what has an order of its own, it is not moved.
     ordered = r"^\$|\b(bra|bar|barrier|mbarrier|wgmma|cp)\b"
