@@ -71,7 +71,7 @@ MAX_SEED = 2**63 - 1
 MAX_V_DESCALE_LOG2 = 60
 
 #: The largest sum of a row's P, where its reference is the maximum of its first block, not the running one. A larger
-#: limit is passed more rarely, and leaves V less room before P V overflows, here 2**63.
+#: limit is passed more rarely, and leaves V less room before P V overflows: here its entries below 2**63 are safe.
 MAX_ROW_SUM = 2.0**64
 
 #: Up to this head dim a row keeps its reference; at 256 the products, not the softmax, are what takes long.

@@ -281,9 +281,10 @@ def fp8_attention(
 
     The rounding points are those of `quantize`, the cast of P * 2**p_offset_log2 to `recipe.pv_dtype` against the
     running maximum of its key block, and the output's cast. Where `numerics.keeps_reference` has it, P is cast against
-    the maximum of the first block that its row sees, if its sum does not pass `MAX_ROW_SUM`. Sums are fp32, and those
-    of int8 products exact. On a GPU the kernel has an FMA for `score * scale - maximum`, unless the scale is large:
-    from scores of 1e5 on, where fp32 moves in steps of 2**-7, P differs by that.
+    the maximum of the first block that its row sees, if its sum does not pass `MAX_ROW_SUM`. (In the kernel no sum of a
+    program's rows may, and each run of split keys has its own first block: P differs by a rounding.) Sums are fp32, and
+    those of int8 products exact. On a GPU the kernel has an FMA for `score * scale - maximum`, unless the scale is
+    large: from scores of 1e5 on, where fp32 moves in steps of 2**-7, P differs by that.
     `recipe.promote_every`, which says where the kernel sums P V, therefore changes nothing here.
 
     Args:
