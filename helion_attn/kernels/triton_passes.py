@@ -97,12 +97,12 @@ def _add_passes(stages: dict[str, Callable[..., Any]], turns: bool) -> None:
         module = make_ttgir(module, metadata)
         original = str(module)
         once = computed_once.with_one(original)
-        text = early_loads.rescheduled(once)
-        if text is None:
-            return module if once == original else _parsed(once, module.context)
-        in_turns = warpgroup_turns.with_turns(text) if turns else None
-        with contextlib.suppress(RuntimeError):  # what does not verify stays as it was
-            return _parsed(in_turns or text, module.context)
+        moved = early_loads.rescheduled(once)
+        in_turns = warpgroup_turns.with_turns(moved) if moved and turns else None
+        text = in_turns or moved or once
+        if text != original:
+            with contextlib.suppress(RuntimeError):  # what does not verify stays as it was
+                return _parsed(text, module.context)
         return module
 
     def with_turns(module: Any, metadata: dict[str, Any]) -> str:
