@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import helion
 import torch
 from command import console, progress
 from harness import Results, Row
@@ -34,7 +35,7 @@ import helion_attn as ha
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels import fp8_attn_fwd, steps, triton_passes
 from helion_attn.kernels.arguments import Inputs, Numerics, Problem
-from helion_attn.kernels.helion_compat import hl
+from helion_attn.kernels.helion_compat import helion_config, hl
 from helion_attn.preprocess.v_layout import position_of_key
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
@@ -115,6 +116,11 @@ def of_class(kernel_class: type[JITFunction[Any]]) -> tuple[types.ModuleType, st
     return triton_passes, "with_passes", functools.partial(of_another_class, kernel_class)
 
 
+def heads_fastest(tile: TileConfig) -> helion.Config:
+    """In place of `helion_config`: programs of one query block side by side, not of one head."""
+    return helion.Config.from_dict({**helion_config(tile).config, "loop_orders": [[0, 1]]})
+
+
 @dataclass(frozen=True)
 class Variant:
     """What differs from the shipped kernel.
@@ -170,7 +176,7 @@ def variants(D: int) -> dict[str, Variant]:
         ),
         "loads where Triton has them": Variant(step=of_class(JITFunction)),
         **({"warpgroups in step": Variant(step=of_class(InStep))} if shipped_tile(D).num_warps == 8 else {}),
-        "heads fastest": Variant(tile={"query_blocks_fastest": False}),
+        "heads fastest": Variant(step=(fp8_attn_fwd, "helion_config", heads_fastest)),
         **{name: Variant(tile=tile) for name, tile in TILES[D].items()},
     }
 

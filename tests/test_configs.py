@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from dataclasses import asdict, replace
@@ -21,6 +22,8 @@ from helion_attn.configs import (
     LargeTileConfig,
     TileConfig,
     attention_tile_config,
+    group_programs,
+    head_group,
     large_tile_config,
     packing,
     padded_head_dim,
@@ -80,7 +83,7 @@ def test_config_fits_the_hardware(tile: TileConfig | LargeTileConfig) -> None:
 def test_rows_have_timings_and_round_trip(tile: TileConfig | LargeTileConfig, row: dict[str, Any]) -> None:
     not_in_config = {"max_query_blocks_per_sm", "measured_on"}
     assert {name: value for name, value in asdict(tile).items() if name not in not_in_config} == row["config"]
-    flags = ("causal", "query_blocks_fastest", "two_level")
+    flags = ("causal", "two_level")
     assert {name: type(value) for name, value in row["config"].items()} == {
         name: bool if name in flags else int for name in row["config"]
     }
@@ -124,7 +127,7 @@ def test_unknown_config_raises() -> None:
 
 
 def small(tile: Any, limit: float) -> Any:
-    return replace(tile, max_query_blocks_per_sm=limit, query_blocks_fastest=not tile.query_blocks_fastest)
+    return replace(tile, max_query_blocks_per_sm=limit, num_stages=tile.num_stages + 1)
 
 
 def test_a_launch_takes_the_first_row_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +154,52 @@ def test_size_of_a_launch_counts_multiprocessors() -> None:
     H200, H100_PCIE = 132, 114
     assert query_blocks_per_sm(32, 132, H200) == 32.0
     assert query_blocks_per_sm(32, 132, H100_PCIE) > 32.0
+
+
+@pytest.mark.parametrize(
+    ("heads", "programs", "ctas_per_sm", "group"),
+    [
+        (64, 64, 3, 16),  # D 128, B 4, S 4096
+        (16, 256, 3, 4),
+        (128, 64, 4, 32),  # D 64
+        (32, 32, 1, 4),  # D 256
+        (8, 128, 1, 1),
+        (48, 64, 3, 16),
+        (40, 64, 3, 10),
+        (13, 64, 3, 13),
+        (23, 64, 3, 1),
+        (4, 1, 3, 4),  # all of them
+        (4, 5000, 3, 1),  # more programs than a group has
+    ],
+)
+def test_heads_at_once(heads: int, programs: int, ctas_per_sm: int, group: int) -> None:
+    assert head_group(heads, programs, 132, ctas_per_sm) == group
+    assert heads % group == 0
+    assert group == 1 or group * programs <= group_programs(132, ctas_per_sm)
+
+
+def begin_to_end(order: list[int], places: int) -> float:
+    """How long programs of these lengths take, of which `places` run at once, over that of places always busy."""
+    busy = [0] * places
+    for length in order:
+        heapq.heapreplace(busy, busy[0] + length)
+    return max(busy) * places / sum(order)
+
+
+@pytest.mark.parametrize(("S", "bm", "ctas_per_sm"), [(4096, 64, 3), (4096, 64, 4), (4096, 128, 1), (16384, 64, 3)])
+def test_groups_keep_the_gpu_busy(S: int, bm: int, ctas_per_sm: int) -> None:
+    """A model of causal launches, in which programs of an SM do not slow each other: one head after the other leaves
+    the last one's longest rows to run alone.
+    """
+    heads, blocks = 4 * 16 * 4096 // S, S // bm
+    group = head_group(heads, blocks, 132, ctas_per_sm)
+
+    def in_groups(size: int) -> float:
+        order = [rows for _ in range(heads // size) for rows in range(blocks, 0, -1) for _ in range(size)]
+        return begin_to_end(order, 132 * ctas_per_sm)
+
+    assert in_groups(group) < 1.06
+    assert in_groups(1) > in_groups(group) + 0.03
 
 
 def test_selection_reads_no_files() -> None:

@@ -15,9 +15,9 @@ from offline import compile_attention, compile_decode, compile_shape, compile_ti
 from passes import operation, recorded, split_at_loop
 
 import helion_attn as ha
-from helion_attn.configs import tile_config
-from helion_attn.kernels import early_loads
-from helion_attn.kernels.ttgir import COPY, EXPECT, VALUE
+from helion_attn.configs import large_tile_config, tile_config
+from helion_attn.kernels import early_loads, one_k
+from helion_attn.kernels.ttgir import COPY, EXPECT, VALUE, WAIT_FOR_PRODUCT
 
 ONE_LEVEL = ha.Recipe(promote_every=0)
 
@@ -40,7 +40,12 @@ KERNELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "many_keys": (lambda: compile_shape(1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED), "WIBECCBFI"),
     "split": (lambda: compile_shape(1, 64, 100000, 256, False, recipe=ha.BALANCED), "WIBECCBFI"),
-    "pieces_two_level": (lambda: compile_attention(192, True, D_v=128), "WIBECCCBFIFIF"),
+    "one_k": (lambda: compile_attention(192, True, D_v=128), "WIIFBECCCBIF"),
+    "one_k_int8": (lambda: compile_attention(192, False, D_v=128, recipe=ha.BALANCED), "WIIFBECCCBIF"),
+    "pieces_3_stages": (
+        lambda: compile_tile(dataclasses.replace(large_tile_config(192, 128, True), bn=64, num_stages=3)),
+        "WIBECCCBFIFIF",
+    ),
     "pieces_2_stages": (lambda: compile_attention(1024, False), "WIFIFIFIBECCCCCCBFII"),
     "more_pieces_of_v": (lambda: compile_attention(640, True, recipe=ha.BALANCED), "WIFIFIBECCCCCBFII"),
 }
@@ -87,6 +92,9 @@ def test_nothing_else_changes(name: str) -> None:
         )
         # V of the first block comes in the loop.
         gone = Counter({"ttng.async_tma_copy_global_to_local": 1})
+    if KERNELS[name][1] == "WIIFBECCCBIF":
+        new += Counter({"arith.constant": 1})
+        gone = Counter({"ttng.warp_group_dot_wait": 1})
     assert (after - before, before - after) == (new, gone)
 
 
@@ -255,7 +263,7 @@ def test_the_wait_for_q_comes_last(name: str) -> None:
         assert ops[-3:-1] == ["ttng.wait_barrier", "ttng.inval_barrier"]
         assert ops.count("ttng.wait_barrier") == 1
     else:
-        assert name in ("split", "pieces_two_level", "pieces_2_stages", "more_pieces_of_v")
+        assert name in ("split", "one_k", "one_k_int8", "pieces_3_stages", "pieces_2_stages", "more_pieces_of_v")
 
 
 def changed(text: str, pattern: str, replacement: str, which: int = 0) -> str:
@@ -278,6 +286,9 @@ COPY_OF_V = rf"(copy_global_to_local %v\w*\[{VALUE}, )({VALUE})"
         ("two_level_2_stages", COPY_OF_V, r"\1%c1_i32", -1),
         ("two_level_2_stages", rf".*{COPY_OF_V}.*\n", "", -1),  # none
         ("pieces_2_stages", COPY_OF_V, r"\1%c0_i32", -1),
+        ("one_k", r" +gpu\.barrier.*\n", "", 1),
+        ("one_k", r".*warp_group_dot_wait.*\n", "", 0),  # Q K^T still reads K
+        ("one_k", COPY_OF_V, r"\1%c0_i32", -1),
         ("hybrid_2_stages", COPY_OF_V, r"\1%c0_i32", -1),
         ("hybrid_2_stages", r" +gpu\.barrier.*\n", "", 1),
         ("bf16_2_stages", r".*wait_barrier %late_v_mine.*\n", "", 0),
@@ -301,6 +312,28 @@ def test_an_iteration_too_early() -> None:
     assert too_early is not None
     with pytest.raises(AssertionError, match="written while it is read"):
         run(too_early, 0, 6)
+
+
+@pytest.mark.parametrize("name", ["one_k", "one_k_int8"])
+def test_k_has_one_buffer(name: str) -> None:
+    """Each of its two pieces has, which makes room for a third program; V and the barriers have two."""
+    kernel = KERNELS[name][0]()
+    assert kernel.ctas_per_sm == 3
+    arrays = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d)x", texts(name)[1])
+    assert sorted(arrays) == ["1", "1", "2", "2"]
+
+
+def test_other_waits_stay() -> None:
+    """Between products whose sum is read before the last, or that are not added."""
+    before, _ = texts("one_k")
+    body = split_at_loop(before)[2]
+    waits = [i for i, line in enumerate(body) if WAIT_FOR_PRODUCT in line]
+    assert len(one_k.with_one_wait(body)) == len(body) - 1
+    (result,) = re.findall(rf"({VALUE}):", body[waits[0]])
+    read = [*body[: waits[0] + 1], f"%read = arith.negf {result}#0 : f32", *body[waits[0] + 1 :]]
+    assert one_k.with_one_wait(read) == read
+    not_added = [line.replace(f"{result}#0", "%other") for line in body]
+    assert one_k.with_one_wait(not_added) == not_added
 
 
 def test_other_loops_stay() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import dataclass
@@ -34,7 +35,6 @@ class TileConfig:
         bn: keys of a block; likewise.
         num_warps: warps of a program.
         num_stages: K/V blocks in flight.
-        query_blocks_fastest: neighbouring programs share a head (K and V stay in L2), not a query block.
         two_level: P V is summed in fp32, a fresh product per key block; otherwise inside the tensor core.
         ctas_per_sm: the occupancy that the timing had, which registers and shared memory must allow.
         max_registers: a thread's, which ptxas is told.
@@ -51,7 +51,6 @@ class TileConfig:
     bn: int
     num_warps: int
     num_stages: int
-    query_blocks_fastest: bool
     two_level: bool
     ctas_per_sm: int
     max_registers: int
@@ -81,7 +80,6 @@ class LargeTileConfig:
     bn: int
     num_warps: int
     num_stages: int
-    query_blocks_fastest: bool
     two_level: bool
     ctas_per_sm: int
     max_registers: int
@@ -128,13 +126,27 @@ for _tile in sorted(TILE_CONFIGS, key=lambda tile: tile.max_query_blocks_per_sm)
 
 
 def query_blocks_per_sm(heads: int, query_blocks: int, multiprocessors: int) -> float:
-    """How large a launch is: the query blocks of all B * H heads, over what runs them.
-
-    It decides in which order the blocks of causal attention are best launched. A large launch does one head after the
-    other, whose K and V stay in L2. A small one has few programs for each SM, and those with the longest rows of all
-    heads must be the first: otherwise the last head's start when the SMs run dry.
-    """
+    """How large a launch is: the query blocks of all B * H heads, over what runs them."""
     return heads * query_blocks / multiprocessors
+
+
+def group_programs(multiprocessors: int, ctas_per_sm: int) -> int:
+    """Programs of the heads that come at once where rows differ in the number of their keys, as causal ones do.
+
+    Programs begin in the order of the grid, and those of a head share its K and V in L2. One head after the other, the
+    last one's longest rows begin when the GPU runs dry: 4 to 13% of a launch of 16384 tokens are waiting for them. The
+    longest rows of all heads first, L2 holds no head. So some heads come at once, the longest rows of all of them
+    first. With one program an SM the best groups filled the GPU once or twice, with three or four 3 to 8 times;
+    docs/performance.md, Tuning, has the timings. FlashAttention-3 has groups for the same reason, that L2 holds.
+    """
+    return multiprocessors * ctas_per_sm**2
+
+
+@functools.cache
+def head_group(heads: int, programs: int, multiprocessors: int, ctas_per_sm: int) -> int:
+    """How many of `heads`, each with as many `programs`, come at once: a divisor, with up to `group_programs`."""
+    most = group_programs(multiprocessors, ctas_per_sm) // programs
+    return max((n for n in range(1, min(most, heads) + 1) if heads % n == 0), default=1)
 
 
 def gqa_query_blocks(queries: int, group: int, bm: int) -> int:

@@ -77,6 +77,11 @@ class Problem(NamedTuple):
         return self.m_len, self.n_len, H, H // H_kv, *steps, *edges
 
     @property
+    def rows_differ(self) -> bool:
+        """Whether the mask leaves some rows many more keys than others, as that of causal attention does."""
+        return self.right >= 0 and self.left < 0
+
+    @property
     def masks(self) -> tuple[bool, bool, bool]:
         """`has_left, has_right, has_softcap`."""
         return self.left >= 0, self.right >= 0, self.softcap is not None

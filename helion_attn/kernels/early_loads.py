@@ -17,7 +17,8 @@ The buffer that they write must be read no more: it is that of block j - 1. Two-
 P V by then. One-level has not, before it has waited for a first product of Q K^T. Of three stages, the copies come an
 iteration later there, of block j + stages - 2 into the buffer of block j - 2. Of two, `late_v` has V come a block
 behind K. Where it does not, as with Q or V in pieces, the copies follow that wait or, with those of Q, the last of
-their products. Loops of pieces of Q and three stages are left as they are.
+their products. One-level loops of pieces of Q and three stages are left as they are; two-level ones of two have K in
+one buffer (`one_k`).
 
 The wait for Q, which Triton has where Q is loaded, moves behind the first copies of K and V.
 
@@ -31,6 +32,7 @@ import contextlib
 import re
 
 from helion_attn.kernels.late_v import with_late_v
+from helion_attn.kernels.one_k import with_one_k, with_one_wait
 from helion_attn.kernels.ttgir import (
     BARRIER,
     COPY,
@@ -122,6 +124,11 @@ def _rescheduled(text: str) -> str | None:
             # 0.95 to 1.05 of the time, and a register that spills.
             continue
         behind = of_q[0]
+        in_one_buffer = not in_flight and len(of_q) > 1 and stages == 2
+        if in_one_buffer:
+            body = with_one_wait(body)
+            expected, copies = find(body, EXPECT), find(body, COPY)
+            behind = find(body, WAIT_FOR_PRODUCT)[0]
         group, rest = taken_out(body, [*expected, *copies], behind)
         if later:
             group = _an_iteration_later(lines[at], group, stages)
@@ -145,6 +152,8 @@ def _rescheduled(text: str) -> str | None:
         barrier = f"{indent}  {BARRIER}"
         body = [*rest[: behind + 1], barrier, *group, barrier, *rest[behind + 1 :]]
         before = _with_last_wait_behind(before, indent)
+        if in_one_buffer:
+            before, body, after = with_one_k(before, body, after)
         end_of_loop, *after = after
         return "\n".join([*before, indent + BARRIER, lines[at], *body, end_of_loop, indent + BARRIER, *after])
     return None

@@ -45,12 +45,12 @@ by their lse. V's mean is in every part that has a key, and so once in the avera
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
 import torch
 
+from helion_attn import configs
 from helion_attn.configs import TileConfig
 from helion_attn.kernels.arguments import Inputs, Numerics, Problem
 from helion_attn.kernels.helion_compat import (
@@ -60,6 +60,7 @@ from helion_attn.kernels.helion_compat import (
     helion_config,
     hl,
     interpreted,
+    multiprocessors,
 )
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.kernels.programs import (
@@ -111,6 +112,7 @@ def fp8_attn_fwd(
     left: int,
     right: int,
     splits: int,
+    head_group: int,
     qk_scale: float,
     softcap_log2: float,
     s_bias: hl.constexpr,
@@ -127,7 +129,6 @@ def fp8_attn_fwd(
     keeps_reference: hl.constexpr,
     two_level: hl.constexpr,
     varlen: hl.constexpr,
-    heads_fastest: hl.constexpr,
     split: hl.constexpr,
     pack_gqa: hl.constexpr,
     group_log2: hl.constexpr,
@@ -138,10 +139,14 @@ def fp8_attn_fwd(
 
     Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
 
+    If `has_right`, `head_group` heads, which divide those of the grid, come at once: the longest rows of all of them
+    first. `configs.head_group` says why.
+
     With `varlen` the sequences of a batch lie one after the other, as `preprocess.sequences` has it, and `q_blocks`
-    says where; `heads_fastest` is the order of programs within a sequence. The tensors have no B in their sizes then,
-    but for v_mean, m_len is the number of all queries, and v_descale has D_v_pad channels for every key block. A
-    sequence's keys are counted from the first packed block of all: it is the bounds that differ, not the loop.
+    says where; as many heads of a sequence come at once as have `head_group` programs, or one. The tensors have no B in
+    their sizes then, but for v_mean, m_len is the number of all queries, and v_descale has D_v_pad channels for every
+    key block. A sequence's keys are counted from the first packed block of all: it is the bounds that differ, not the
+    loop.
 
     With `split` there are `splits` times as many heads in the grid, a run after the other, and in `out`, fp32, and
     `lse`: both [splits, B, H, M, ...], whatever the steps say.
@@ -178,12 +183,15 @@ def fp8_attn_fwd(
     else:
         head_size, blocks = bh_size, m_blocks
     grid_heads = splits * head_size if split else head_size
-    for grid_head, grid_block in hl.grid([grid_heads, blocks]):
+    heads_at_once = head_group if has_right and not varlen else 1
+    for grid_group, program in hl.grid([grid_heads // heads_at_once, blocks * heads_at_once]):
+        grid_head = grid_group * heads_at_once + program % heads_at_once
+        grid_block = program // heads_at_once
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment. Blocks n_left .. n_full
         # are seen whole; those from n_begin and those up to n_end in part.
         if varlen:
             bh, m_block, block, sequence, first_token, rows_of_sequence, first_key_block, keys_of_sequence = (
-                program_of_sequence(q_blocks, grid_head * m_blocks + grid_block, bh_size, heads_fastest)
+                program_of_sequence(q_blocks, grid_head * m_blocks + grid_block, bh_size, head_group, has_right)
             )
             kv = quotient(bh, int32(group))
             row_begin = first_token + block * bm
@@ -509,10 +517,14 @@ def launch(
     parts = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if in_parts else out
     part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
     part_sinks = None if in_parts else sinks
-    heads_fastest = q_blocks is not None and not tile.query_blocks_fastest
-    if heads_fastest:
-        # The kernel itself sees to the order, in each sequence.
-        tile = dataclasses.replace(tile, query_blocks_fastest=True)
+    head_group = 1
+    if problem.rows_differ:
+        places = multiprocessors(q8.device), tile.ctas_per_sm
+        if q_blocks is not None:
+            head_group = configs.group_programs(*places)
+        else:
+            grid_heads = k8.size(0) if pack_gqa else q8.size(0)
+            head_group = configs.head_group(grid_heads, -(-(problem.m_len << group_log2) // tile.bm), *places)
     specialisations = (
         INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
         MAX_FUSED_SCALE_LOG2[q8.dtype],
@@ -527,7 +539,6 @@ def launch(
         keeps_reference(q8.dtype, v8.dtype, tile.D_pad),
         numerics.is_two_level(tile.two_level),
         q_blocks is not None,
-        heads_fastest,
         in_parts,
         pack_gqa,
         group_log2,
@@ -553,6 +564,7 @@ def launch(
         part_lse.view(-1),
         *problem.sizes(H, H_kv),
         splits,
+        head_group,
         *problem.scales,
         *specialisations,
     )

@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 import torch
 
+from helion_attn import configs
 from helion_attn.configs import LargeTileConfig, largest_power_of_two
 from helion_attn.kernels.arguments import Inputs, Numerics, Problem
 from helion_attn.kernels.helion_compat import (
@@ -32,6 +33,7 @@ from helion_attn.kernels.helion_compat import (
     helion_config,
     hl,
     interpreted,
+    multiprocessors,
 )
 from helion_attn.kernels.steps import (
     accumulate,
@@ -138,6 +140,7 @@ def fp8_attn_fwd_large_d(
     out_row_step: int,
     left: int,
     right: int,
+    head_group: int,
     qk_scale: float,
     softcap_log2: float,
     max_fused_scale: hl.constexpr,
@@ -175,7 +178,10 @@ def fp8_attn_fwd_large_d(
     # Known strides keep the stores, and the loads of Q, 16 bytes wide.
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0), q_flat.stride(0)))
 
-    for bh, grid_block in hl.grid([bh_size, m_blocks * v_parts]):
+    heads_at_once = head_group if has_right else 1
+    for grid_group, program in hl.grid([bh_size // heads_at_once, m_blocks * v_parts * heads_at_once]):
+        bh = grid_group * heads_at_once + program % heads_at_once
+        grid_block = program // heads_at_once
         # The parts of one query block are neighbours: they read the same K.
         part = grid_block % v_parts
         if has_right:
@@ -354,6 +360,9 @@ def launch(
         numerics.is_two_level(tile.two_level),
         q8.is_cuda,
     )
+    head_group = 1
+    if problem.rows_differ:
+        head_group = configs.head_group(q8.size(0), q8.size(1) * v_parts, multiprocessors(q8.device), tile.ctas_per_sm)
     kernel = compiled_kernel(tile) if q8.is_cuda else interpreted_kernel
     q_descale = q_descale.view(-1)
     kernel(
@@ -372,6 +381,7 @@ def launch(
         out.view(-1, out.size(-1)),
         lse.view(-1),
         *problem.sizes(H, H_kv),
+        head_group,
         *problem.scales,
         *specialisations,
     )

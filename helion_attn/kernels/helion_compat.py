@@ -102,8 +102,8 @@ def helion_config(tile: TileConfig | LargeTileConfig) -> helion.Config:
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         range_num_stages=[0, tile.num_stages],
-        # (heads, query blocks), fastest first
-        loop_orders=[[1, 0] if tile.query_blocks_fastest else [0, 1]],
+        # (groups of heads, their programs), fastest first
+        loop_orders=[[1, 0]],
         indexing="tensor_descriptor",
         host_tensor_descriptors=True,
         **{MAX_REGISTERS: tile.max_registers},

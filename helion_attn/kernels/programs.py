@@ -62,7 +62,8 @@ def program_of_sequence(
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS]
     program: int,
     heads: int,
-    heads_fastest: hl.constexpr,
+    group_programs: int,
+    has_right: hl.constexpr,
 ) -> tuple[Any, ...]:
     """What a program does, of all sequences of a packed batch: they come in the order of `q_blocks`.
 
@@ -78,9 +79,14 @@ def program_of_sequence(
     first_block = hl.load(q_blocks, [entry, 5])
     blocks = hl.load(q_blocks, [entry, 6])
     of_sequence = int32(program) - first_block * int32(heads)
-    if heads_fastest:
-        rank = quotient(of_sequence, int32(heads))
-        head = of_sequence - rank * int32(heads)
+    if has_right:
+        # As many heads at once as have so many programs; the last group may have fewer.
+        at_once = torch.minimum(torch.clamp_min(quotient(int32(group_programs), blocks), 1), int32(heads))
+        first = quotient(of_sequence, at_once * blocks) * at_once
+        of_group = of_sequence - first * blocks
+        members = torch.minimum(at_once, int32(heads) - first)
+        rank = quotient(of_group, members)
+        head = first + of_group - rank * members
     else:
         head = quotient(of_sequence, blocks)
         rank = of_sequence - head * blocks

@@ -19,7 +19,7 @@ import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from helion_attn.kernels import computed_once, early_loads, late_v, ttgir, warpgroup_turns
+from helion_attn.kernels import computed_once, early_loads, late_v, one_k, ttgir, warpgroup_turns
 
 #: Whose IR this is, and whose way to launch `launches` repeats. Neither is an interface of Triton's: others compile and
 #: launch as they do.
@@ -47,6 +47,7 @@ def digest() -> str:
         computed_once.__file__,
         early_loads.__file__,
         late_v.__file__,
+        one_k.__file__,
         ttgir.__file__,
         warpgroup_turns.__file__,
     )

@@ -133,7 +133,7 @@ def progress() -> Progress:
 def show(compiled: dict[Tile, Compiled]) -> None:
     """What the compiler says of every candidate."""
     listed = Table(title="candidates")
-    for column in ("bits", "D", "V tile", "mask", "bm", "bn", "warps", "stages", "fastest", "max regs", "regs"):
+    for column in ("bits", "D", "V tile", "mask", "bm", "bn", "warps", "stages", "max regs", "regs"):
         listed.add_column(column)
     for column in ("spills", "CTAs/SM", "error"):
         listed.add_column(column)
@@ -143,7 +143,6 @@ def show(compiled: dict[Tile, Compiled]) -> None:
             "/".join(map(str, bits_of(tile))),
             *(str(x) for x in (tile.D_pad, v_tile, "causal" if tile.causal else "full", tile.bm, tile.bn)),
             *(str(x) for x in (tile.num_warps, tile.num_stages)),
-            "rows" if tile.query_blocks_fastest else "heads",
             *(str(x) for x in (tile.max_registers, report.registers, report.spills, report.ctas_per_sm)),
             report.error or "",
         )
