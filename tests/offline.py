@@ -276,7 +276,7 @@ def fake_varlen(
     return q, k, v, cu_q, cu_k
 
 
-def compile_tile(tile: TileConfig) -> Sm90Kernel:
+def compile_tile(tile: TileConfig | LargeTileConfig) -> Sm90Kernel:
     """The attention kernel with a config that need not be shipped, as the tuner launches it."""
     w = candidates.workloads(tile)[-1]
 

@@ -139,8 +139,9 @@ def fp8_attn_fwd(
 
     Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
 
-    If `has_right`, `head_group` heads, which divide those of the grid, come at once: the longest rows of all of them
-    first. `configs.head_group` says why.
+    If rows may see any number of keys (`has_right` alone), `head_group` heads, which divide those of the grid, come at
+    once: the longest rows of all of them first. `configs.group_programs` says why. Few queries whose keys are split see
+    almost as many.
 
     With `varlen` the sequences of a batch lie one after the other, as `preprocess.sequences` has it, and `q_blocks`
     says where; as many heads of a sequence come at once as have `head_group` programs, or one. The tensors have no B in
@@ -183,7 +184,7 @@ def fp8_attn_fwd(
     else:
         head_size, blocks = bh_size, m_blocks
     grid_heads = splits * head_size if split else head_size
-    heads_at_once = head_group if has_right and not varlen else 1
+    heads_at_once = head_group if has_right and not (has_left or varlen or split) else 1
     for grid_group, program in hl.grid([grid_heads // heads_at_once, blocks * heads_at_once]):
         grid_head = grid_group * heads_at_once + program % heads_at_once
         grid_block = program // heads_at_once

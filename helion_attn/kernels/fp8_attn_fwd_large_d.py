@@ -178,16 +178,15 @@ def fp8_attn_fwd_large_d(
     # Known strides keep the stores, and the loads of Q, 16 bytes wide.
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0), q_flat.stride(0)))
 
-    heads_at_once = head_group if has_right else 1
-    for grid_group, program in hl.grid([bh_size // heads_at_once, m_blocks * v_parts * heads_at_once]):
-        bh = grid_group * heads_at_once + program % heads_at_once
-        grid_block = program // heads_at_once
+    heads_at_once = head_group if has_right and not has_left else 1
+    for grid_group, m_rank, of_group in hl.grid([bh_size // heads_at_once, m_blocks, v_parts * heads_at_once]):
+        bh = grid_group * heads_at_once + of_group // v_parts
         # The parts of one query block are neighbours: they read the same K.
-        part = grid_block % v_parts
+        part = of_group % v_parts
         if has_right:
-            m_block = m_blocks - 1 - grid_block // v_parts  # long rows first
+            m_block = m_blocks - 1 - m_rank  # long rows first
         else:
-            m_block = grid_block // v_parts
+            m_block = m_rank
         kv = bh // group
         row_begin = m_block * bm
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
@@ -311,7 +310,7 @@ def fp8_attn_fwd_large_d(
 @functools.cache
 def compiled_kernel(tile: LargeTileConfig) -> Callable[..., None]:
     """The kernel for sm_90 with a config."""
-    return compiled(fp8_attn_fwd_large_d, helion_config(tile))
+    return compiled(fp8_attn_fwd_large_d, helion_config(tile, grid_dims=3))
 
 
 interpreted_kernel = interpreted(fp8_attn_fwd_large_d)

@@ -96,14 +96,13 @@ class Compiled:
         self._found[key] = self._launches.launch_first(run, args)
 
 
-def helion_config(tile: TileConfig | LargeTileConfig) -> helion.Config:
-    """The Helion config of an attention kernel, from a row of its tuned table."""
+def helion_config(tile: TileConfig | LargeTileConfig, grid_dims: int = 2) -> helion.Config:
+    """The Helion config of an attention kernel, from a row of its tuned table; the last grid dimension is fastest."""
     return helion.Config(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         range_num_stages=[0, tile.num_stages],
-        # (groups of heads, their programs), fastest first
-        loop_orders=[[1, 0]],
+        loop_orders=[[*reversed(range(grid_dims))]],
         indexing="tensor_descriptor",
         host_tensor_descriptors=True,
         **{MAX_REGISTERS: tile.max_registers},

@@ -141,7 +141,11 @@ def online_softmax_step(
         p = computed_once(p, is_cuda)
     alpha = torch.exp2(m_i - m_ref)
     # Unrounded p.
-    l_i = l_i * alpha.unsqueeze(1) + p.reshape(bm, bn // l_lanes, l_lanes).sum(1)
+    block_sum = p.reshape(bm, bn // l_lanes, l_lanes).sum(1)
+    if keeps_reference:
+        l_i = l_i + block_sum
+    else:
+        l_i = l_i * alpha.unsqueeze(1) + block_sum
     p8 = p.to(pv_dtype)
     if pv_dtype.itemsize == 1:
         p8 = interleave_keys(p8, bm, bn)
