@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import helion
 import torch
 from command import console, progress
 from harness import Results, Row
@@ -35,7 +34,7 @@ import helion_attn as ha
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels import fp8_attn_fwd, steps, triton_passes
 from helion_attn.kernels.arguments import Inputs, Numerics, Problem
-from helion_attn.kernels.helion_compat import helion_config, hl
+from helion_attn.kernels.helion_compat import helion, helion_config, hl
 from helion_attn.preprocess.v_layout import position_of_key
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload

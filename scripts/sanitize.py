@@ -211,6 +211,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "large_d320": Attend(320, 320, options={"causal": True}),
     "large_d512_masked": Attend(512, 512, ha.ACCURATE, options=MASKED, has_sinks=True),
     "d192_128": Attend(192, 128),
+    "d192_128_causal": Attend(192, 128, options={"causal": True}),
     **{f"kv_cache_d{D}_{splits}_splits": Decode(D, splits) for D in (64, 128) for splits in (1, 3)},
     "stages": stages,
 }

@@ -134,17 +134,20 @@ def group_programs(multiprocessors: int, ctas_per_sm: int) -> int:
     """Programs of the heads that come at once where rows differ in the number of their keys, as causal ones do.
 
     Programs begin in the order of the grid, and those of a head share its K and V in L2. One head after the other, the
-    last one's longest rows begin when the GPU runs dry: 4 to 13% of a launch of 16384 tokens are waiting for them. The
-    longest rows of all heads first, L2 holds no head. So some heads come at once, the longest rows of all of them
-    first. With one program an SM the best groups filled the GPU once or twice, with three or four 3 to 8 times;
-    docs/performance.md, Tuning, has the timings. FlashAttention-3 has groups for the same reason, that L2 holds.
+    last one's longest rows begin when the GPU runs dry, which makes a launch of 16384 tokens 8 to 14% longer. With the
+    longest rows of all heads first, L2 does not hold their K and V. So some heads come at once, the longest rows of all
+    of them first, as in FlashAttention-3, which takes as many as L2 holds. With one program an SM the best groups fill
+    the GPU once or twice, with three or four 3 to 8 times: docs/performance.md, The order of programs.
     """
     return multiprocessors * ctas_per_sm**2
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def head_group(heads: int, programs: int, multiprocessors: int, ctas_per_sm: int) -> int:
-    """How many of `heads`, each with as many `programs`, come at once: a divisor, with up to `group_programs`."""
+    """How many of `heads`, each with as many `programs`, come at once: a divisor, with up to `group_programs`.
+
+    Of a number of heads that is prime, 1 or all.
+    """
     most = group_programs(multiprocessors, ctas_per_sm) // programs
     return max((n for n in range(1, min(most, heads) + 1) if heads % n == 0), default=1)
 

@@ -128,7 +128,8 @@ def _rescheduled(text: str) -> str | None:
         if in_one_buffer:
             body = with_one_wait(body)
             expected, copies = find(body, EXPECT), find(body, COPY)
-            behind = find(body, WAIT_FOR_PRODUCT)[0]
+            # All products of Q have read K by then.
+            behind, _of_p_v = find(body, WAIT_FOR_PRODUCT)
         group, rest = taken_out(body, [*expected, *copies], behind)
         if later:
             group = _an_iteration_later(lines[at], group, stages)

@@ -519,7 +519,7 @@ def launch(
     part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
     part_sinks = None if in_parts else sinks
     head_group = 1
-    if problem.rows_differ:
+    if problem.rows_differ and not in_parts:
         places = multiprocessors(q8.device), tile.ctas_per_sm
         if q_blocks is not None:
             head_group = configs.group_programs(*places)

@@ -171,8 +171,9 @@ def time_all(tiles: list[Tile], journal: Journal, jobs: int, now: dict[str, Any]
     with progress() as bars:
         for tile, w in bars.track(pending, description="timing"):
             report = compiled[tile]
-            ms = measure(tile, w)
-            timing = Timing(with_occupancy(tile, report), w, report.registers, ms, now | run)
+            # The occupancy has a say in the order of programs.
+            ms = measure(tile := with_occupancy(tile, report), w)
+            timing = Timing(tile, w, report.registers, ms, now | run)
             journal.append(timing)
             timings.append(timing)
     return timings

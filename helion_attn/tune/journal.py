@@ -34,9 +34,10 @@ class Timing:
 
 
 def source_hash() -> str:
-    """Of the kernels, and of what times them."""
+    """Of the kernels, of what orders their programs, and of what times them."""
     package = Path(helion_attn.__file__).parent
-    files = [*sorted((package / "kernels").glob("*.py")), package / "numerics.py", package / "tune" / "trial.py"]
+    others = ("configs/__init__.py", "numerics.py", "tune/trial.py")
+    files = [*sorted((package / "kernels").glob("*.py")), *(package / name for name in others)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
