@@ -36,7 +36,8 @@ class TileConfig:
         num_warps: warps of a program.
         num_stages: K/V blocks in flight.
         two_level: P V is summed in fp32, a fresh product per key block; otherwise inside the tensor core.
-        ctas_per_sm: the occupancy that the timing had, which registers and shared memory must allow.
+        ctas_per_sm: the occupancy that the timing had, which registers and shared memory must allow; `head_group` goes
+            by it.
         max_registers: a thread's, which ptxas is told.
         max_query_blocks_per_sm: the largest launch that this is for, as `query_blocks_per_sm` has it. A larger one
             takes the next config; all that differ in this alone have the same block sizes.
@@ -134,10 +135,10 @@ def group_programs(multiprocessors: int, ctas_per_sm: int) -> int:
     """Programs of the heads that come at once where rows differ in the number of their keys, as causal ones do.
 
     Programs begin in the order of the grid, and those of a head share its K and V in L2. One head after the other, the
-    last one's longest rows begin when the GPU runs dry, which makes a launch of 16384 tokens 8 to 14% longer. With the
-    longest rows of all heads first, L2 does not hold their K and V. So some heads come at once, the longest rows of all
-    of them first, as in FlashAttention-3, which takes as many as L2 holds. With one program an SM the best groups fill
-    the GPU once or twice, with three or four 3 to 8 times: docs/performance.md, The order of programs.
+    last one's longest rows begin when the GPU runs dry: up to 11% of the time of 16384 tokens. With the longest rows of
+    all heads first, L2 does not hold their K and V. So some heads come at once, the longest rows of all of them first,
+    as in FlashAttention-3, which takes as many as L2 holds. With one program an SM the best groups fill the GPU once or
+    twice, with three or four 2 to 8 times: docs/performance.md, The order of programs.
     """
     return multiprocessors * ctas_per_sm**2
 

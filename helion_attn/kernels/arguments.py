@@ -78,7 +78,10 @@ class Problem(NamedTuple):
 
     @property
     def rows_differ(self) -> bool:
-        """Whether the mask leaves some rows many more keys than others, as that of causal attention does."""
+        """Whether the mask leaves some rows many more keys than others, as that of causal attention does.
+
+        A window to the left is taken to leave most rows as many.
+        """
         return self.right >= 0 and self.left < 0
 
     @property

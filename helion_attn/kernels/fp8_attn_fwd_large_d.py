@@ -10,7 +10,8 @@ The mathematics and the rounding points are those of `fp8_attn_fwd`. What differ
   and a TMA box has at most 256 elements a side. The scores are products of pieces into one accumulator, and a program
   has an accumulator for each of its two pieces of V; the second may be empty. Pieces are views of the packed tensors.
 
-Q stays in shared memory, all D of it; blocks of K and of a part of V pass through in `num_stages` stages.
+Q stays in shared memory, all D of it; blocks of K and of a part of V pass through in `num_stages` stages, but for K of
+D 192, which has one buffer (`one_k`).
 
 P V is summed in two levels while the fresh product has registers beside the accumulator, up to 128 channels; above, it
 stays in the tensor core, where centring V keeps a biased V right.
