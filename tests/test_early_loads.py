@@ -332,6 +332,9 @@ def test_other_waits_stay() -> None:
     (result,) = re.findall(rf"({VALUE}):", body[waits[0]])
     read = [*body[: waits[0] + 1], f"%read = arith.negf {result}#0 : f32", *body[waits[0] + 1 :]]
     assert one_k.with_one_wait(read) == read
+    # With a wait between the products, K is still to be read when the first is done: no copies behind that.
+    line = body[waits[0]]
+    assert early_loads.rescheduled(before.replace(line, read[waits[0]] + "\n" + read[waits[0] + 1])) is None
     not_added = [line.replace(f"{result}#0", "%other") for line in body]
     assert one_k.with_one_wait(not_added) == not_added
 
