@@ -18,8 +18,8 @@ from problem import Contender, Options, make_problem, measure
 from recipes import DEFAULT, RECIPES
 from torch import Tensor
 
-from helion_attn import configs
-from helion_attn.configs import key_splits
+from helion_attn.configs import scheduling
+from helion_attn.configs.scheduling import key_splits
 from helion_attn.workloads import Workload
 
 #: Query rows that are checked against the oracle: the last, which see most.
@@ -30,7 +30,7 @@ ERROR_BUDGET = 0.028
 
 LENGTHS, QUERIES, HEADS, KV_HEADS = (16384, 131072), (16, 128, 512, 2048), (8, 32), 8
 
-#: From what a launch is to the number of its splits, as `configs.key_splits` has it.
+#: From what a launch is to the number of its splits, as `scheduling.key_splits` has it.
 Chooser = Callable[[int, int, int, int], int]
 
 
@@ -55,13 +55,13 @@ def visible_flops(w: Workload) -> float:
 
 
 def choosing(choose: Chooser) -> Prepare:
-    """This package's kernel, with `choose` in place of `configs.key_splits`."""
+    """This package's kernel, with `choose` in place of `scheduling.key_splits`."""
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
         prepared = helion_attn_with(RECIPES[DEFAULT])(q, k, v, causal, sm_scale)
 
         def run() -> Tensor:
-            with mock.patch.object(configs, "key_splits", choose):
+            with mock.patch.object(scheduling, "key_splits", choose):
                 return prepared.run()
 
         return dataclasses.replace(prepared, run=run)

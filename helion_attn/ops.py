@@ -13,18 +13,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from helion_attn import configs
 from helion_attn.configs import (
     Q_FIELDS,
     Packing,
     attention_tile_config,
     blocks_for,
     large_tile_config,
-    query_blocks_per_sm,
     row_width,
+    scheduling,
     tile_config,
     uses_large_d,
 )
+from helion_attn.configs.scheduling import query_blocks_per_sm
 from helion_attn.kernels.arguments import Inputs, Numerics, Problem
 
 DEVICES = ("CPU", "CUDA")
@@ -298,7 +298,7 @@ def _fp8_attn_fwd(
     else:
         tile = attention_tile_config(d, d_v, right >= 0, bits, load)
         heads, blocks = (q8.size(0), k8.size(0)), (q8.size(1), k8.size(1))
-        pack_gqa, splits = configs.schedule(tile, heads, blocks, m_len, left, right, sm_count)
+        pack_gqa, splits = scheduling.schedule(tile, heads, blocks, m_len, left, right, sm_count)
         fp8_attn_fwd.launch(tile, *args, splits=splits, pack_gqa=pack_gqa)
     return out, lse
 

@@ -6,7 +6,7 @@ import torch
 
 from helion_attn.configs import MAX_TWO_LEVEL_D, SUPPORTED_D
 from helion_attn.types import Recipe
-from helion_attn.validate import IN_DTYPES, MIN_D, check_count, check_recipe, check_table, check_tensors
+from helion_attn.validate import MIN_D, check_count, check_recipe, check_table, check_tensors
 
 #: The largest head dim of sequences of variable length, and their tokens: packed, these have room in 32 bits.
 MAX_VARLEN_D = SUPPORTED_D[-1]
@@ -26,10 +26,9 @@ def check_varlen(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...] = IN_DTYPES,
 ) -> None:
     """Q, K and V [tokens, heads, head dim], and all of `cu_seqlens` but their values."""
-    check_tensors({"q": q, "k": k, "v": v}, "[tokens, heads, head dim]", dtypes, may_be_empty=True)
+    check_tensors({"q": q, "k": k, "v": v}, "[tokens, heads, head dim]", may_be_empty=True)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not MIN_D <= x.size(2) <= MAX_VARLEN_D:
             raise NotImplementedError(

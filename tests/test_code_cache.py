@@ -23,7 +23,8 @@ from offline import compilations, fake_cache, fake_qkv, fake_varlen
 
 import helion_attn as ha
 from helion_attn.kernels import code_cache, launches
-from helion_attn.kernels.helion_compat import Compiled, compiled, helion, hl
+from helion_attn.kernels.helion_compat import helion, hl
+from helion_attn.kernels.run import Compiled, compiled
 from helion_attn.testing import fake_cuda
 from helion_attn.varlen import attend_varlen, quantize_varlen
 

@@ -22,15 +22,13 @@ from helion_attn.configs import (
     LargeTileConfig,
     TileConfig,
     attention_tile_config,
-    group_programs,
-    head_group,
     large_tile_config,
     packing,
     padded_head_dim,
-    query_blocks_per_sm,
     read_table,
     tile_config,
 )
+from helion_attn.configs.scheduling import group_programs, head_group, query_blocks_per_sm
 from helion_attn.validate import MIN_D
 
 BITS = [(8, 8), (8, 16), (16, 16)]

@@ -15,7 +15,7 @@ from passes import recorded, split_at_loop
 from test_early_loads import Machine
 from test_varlen import assert_right, make_varlen_case, packed_qkv, tables
 
-from helion_attn import configs
+from helion_attn.configs import scheduling
 from helion_attn.testing import make_qkv
 
 #: Programs of a group: fewer than a head has, some heads' (with one left over, of five), and all heads'.
@@ -24,11 +24,11 @@ GROUPS = [1, 7, 1000]
 
 @pytest.fixture(params=GROUPS)
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """`configs.group_programs`, whatever the GPU."""
-    monkeypatch.setattr(configs, "group_programs", lambda *_: request.param)
-    configs.head_group.cache_clear()
+    """`scheduling.group_programs`, whatever the GPU."""
+    monkeypatch.setattr(scheduling, "group_programs", lambda *_: request.param)
+    scheduling.head_group.cache_clear()
     yield request.param
-    configs.head_group.cache_clear()
+    scheduling.head_group.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,12 @@ import pytest
 import torch
 from cases import PRESETS, make_case
 from offline import (
+    HEADS,
     assert_sound,
     batch_for,
     compile_attention,
     compile_quantize,
+    compile_shape,
     fake_qkv,
     products_in_flight,
     row_reduction_shuffles,
@@ -199,6 +201,15 @@ def test_shipped_config(tile: LargeTileConfig, recipe: str) -> None:
     assert kernel.shared_bytes <= SHARED_BYTES_PER_SM - 1024
     assert kernel.registers <= tile.max_registers
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
+
+
+def test_more_than_32_bits_of_elements() -> None:
+    """The index type is another, and K and V still come by TMA: by pointers, 604 registers spilled."""
+    (kernel,) = compile_shape(40, 32768, 32768, 576, True, recipe=ha.BALANCED, D_v=512)
+    assert 40 * HEADS * 32768 * 576 > 2**31
+    assert_sound(kernel)
+    assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
+    assert kernel.ctas_per_sm >= large_tile_config(576, 512, True).ctas_per_sm
 
 
 @pytest.mark.parametrize(("D", "D_v"), [(64, 128), (128, 64)])

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
-from helion_attn import configs
+from helion_attn.configs import scheduling
 from helion_attn.testing import make_qkv
 
 Call = tuple[Any, tuple[Any, ...]]
@@ -113,7 +113,7 @@ def test_opcheck_of_masks_and_sinks(recipe: ha.Recipe, device: str) -> None:
 
 
 def test_opcheck_of_split_keys(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "key_splits", lambda *_: 2)
+    monkeypatch.setattr(scheduling, "key_splits", lambda *_: 2)
     with Recorder() as recorder:
         ha.attention(*qkv_on(device), causal=True, sinks=torch.zeros(4, device=device))
     op, arguments = recorder.calls["helion_attn::fp8_attn_fwd"]
@@ -322,7 +322,7 @@ def test_torch_compile_with_inductor(mode: str) -> None:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_cuda_graph(splits: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "key_splits", lambda *_: splits)
+    monkeypatch.setattr(scheduling, "key_splits", lambda *_: splits)
     qkv, others = qkv_on("cuda"), make_qkv("biased_v", 1, 4, 2, 70, 140, 48, device="cuda", seed=1)
     ha.attention(*qkv, causal=causal)
     torch.cuda.synchronize()

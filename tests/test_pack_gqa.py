@@ -11,8 +11,7 @@ import torch
 from cases import LADDER, RECIPES, Case, make_case
 
 import helion_attn as ha
-from helion_attn import configs
-from helion_attn.configs import attention_tile_config, packing
+from helion_attn.configs import attention_tile_config, packing, scheduling
 from helion_attn.kernels import fp8_attn_fwd
 from helion_attn.kernels.programs import rows_of_group
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
@@ -24,7 +23,7 @@ Poisoned = Callable[[], AbstractContextManager[None]]
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Afterwards no heads share tiles."""
-    return lambda: monkeypatch.setattr(configs, "gqa_query_blocks", lambda *_: 10**9)
+    return lambda: monkeypatch.setattr(scheduling, "gqa_query_blocks", lambda *_: 10**9)
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def problem(name: str, device: str, recipe: ha.Recipe = ha.BALANCED) -> Case:
 def test_problems(
     name: str, splits: int, device: str, asked: list[bool], poisoned: Poisoned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(configs, "key_splits", lambda *_: splits)
+    monkeypatch.setattr(scheduling, "key_splits", lambda *_: splits)
     case = problem(name, device)
     with poisoned():
         out, lse = case.run(torch.float32)
@@ -169,7 +168,7 @@ def test_who_shares(
 def test_rows_beyond_32_bits_are_not_shared(kv_heads: int, shares: bool) -> None:
     tile = attention_tile_config(64, 64, causal=True)
     assert 2 * 2**18 * tile.bm * tile.D_pad == 2**31
-    pack_gqa, _splits = configs.schedule(tile, (2 * kv_heads, kv_heads), (1, 8), 1, -1, 0, 132)
+    pack_gqa, _splits = scheduling.schedule(tile, (2 * kv_heads, kv_heads), (1, 8), 1, -1, 0, 132)
     assert pack_gqa == shares
 
 

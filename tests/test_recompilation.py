@@ -12,7 +12,7 @@ import torch
 from offline import Compilations, compilations, fake_cache, fake_qkv
 
 import helion_attn as ha
-from helion_attn import configs
+from helion_attn.configs import scheduling
 from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.testing import fake_cuda
 
@@ -68,7 +68,7 @@ def test_query_and_key_lengths_differ() -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_heads_of_groups(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With keys split and not, two specialisations each: heads that share tiles, and heads that do not."""
-    monkeypatch.setattr(configs, "key_splits", lambda *_: splits)
+    monkeypatch.setattr(scheduling, "key_splits", lambda *_: splits)
     lengths = [1, 16, 65, *random_lengths(6, 47)]
     seen = run_lengths([(S, S) for S in lengths], 64, True, H_kv=2)
     assert_few(seen, 2)

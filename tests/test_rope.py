@@ -155,7 +155,7 @@ def test_strides(layout: str, recipe: ha.Recipe, device: str) -> None:
     assert torch.equal(out.transpose(1, 2), ha.attention_quantized(expected))
 
 
-@pytest.mark.parametrize("position", [-1, 200, 2**31 - 1])
+@pytest.mark.parametrize("position", [-1, 200, 2**31 - 1, 2**32 + 7, -(2**32)])
 @ANY_BITS
 def test_position_outside_the_table(recipe: ha.Recipe, position: int, device: str) -> None:
     """NaN are a query's row, with what shares its descale, and no other; of a key, the head's output."""

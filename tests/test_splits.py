@@ -12,8 +12,7 @@ import torch
 from cases import LADDER, PLAIN, RECIPES, Case, make_case
 
 import helion_attn as ha
-from helion_attn import configs
-from helion_attn.configs import packing
+from helion_attn.configs import packing, scheduling
 from helion_attn.kernels.merge_splits import FEW_RUNS, MANY_RUNS, merge_splits
 from helion_attn.testing import make_qkv, relative_error
 
@@ -26,7 +25,7 @@ FP32_EPS = torch.finfo(torch.float32).eps
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Force:
     """Fixes the number of splits."""
-    return lambda splits: monkeypatch.setattr(configs, "key_splits", lambda *_: splits)
+    return lambda splits: monkeypatch.setattr(scheduling, "key_splits", lambda *_: splits)
 
 
 def sinks_of(values: list[float], device: str) -> torch.Tensor:
@@ -220,7 +219,7 @@ def test_a_run_left_out_exceeds_the_budget(device: str, force: Force, monkeypatc
     ],
 )
 def test_key_splits(programs: int, key_blocks: int, ctas_per_sm: int, splits: int) -> None:
-    assert configs.key_splits(programs, key_blocks, 132, ctas_per_sm) == splits
+    assert scheduling.key_splits(programs, key_blocks, 132, ctas_per_sm) == splits
 
 
 @pytest.mark.parametrize(
@@ -237,7 +236,7 @@ def test_key_splits(programs: int, key_blocks: int, ctas_per_sm: int, splits: in
     ],
 )
 def test_mean_key_blocks(queries: int, right: int, mean: int) -> None:
-    assert configs.mean_key_blocks(64, queries, right, 128) == mean
+    assert scheduling.mean_key_blocks(64, queries, right, 128) == mean
 
 
 def test_parts_fill_a_gpu_twice_at_most() -> None:
@@ -245,14 +244,14 @@ def test_parts_fill_a_gpu_twice_at_most() -> None:
     for programs in range(1, 600):
         for key_blocks in (1, 31, 32, 100, 1000, 10**6):
             for ctas_per_sm in (1, 2, 3, 4):
-                splits = configs.key_splits(programs, key_blocks, 132, ctas_per_sm)
+                splits = scheduling.key_splits(programs, key_blocks, 132, ctas_per_sm)
                 assert splits == 1 or programs * splits <= 2 * 132 * ctas_per_sm
-                assert splits == 1 or key_blocks // splits >= configs.MIN_RUN_BLOCKS
+                assert splits == 1 or key_blocks // splits >= scheduling.MIN_RUN_BLOCKS
 
 
 def test_more_multiprocessors_ask_for_more_splits() -> None:
     H200, H100_PCIE = 132, 114
-    assert configs.key_splits(8, 2048, H200, 3) > configs.key_splits(8, 2048, H100_PCIE, 3)
+    assert scheduling.key_splits(8, 2048, H200, 3) > scheduling.key_splits(8, 2048, H100_PCIE, 3)
 
 
 @pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (500, -1), (0, 0), (500, 0), (500, 70), (10**12, 0)])
@@ -264,7 +263,7 @@ def test_visible_key_blocks(left: int, right: int) -> None:
         first = max(0, diagonal - left) // bn if left >= 0 else 0
         end = min(key_blocks, (diagonal + right + bm - 1) // bn + 1) if right >= 0 else key_blocks
         most = max(most, end - first)
-    assert most <= configs.visible_key_blocks(key_blocks, left, right, bm, bn) <= most + 1
+    assert most <= scheduling.visible_key_blocks(key_blocks, left, right, bm, bn) <= most + 1
 
 
 def test_who_is_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +274,7 @@ def test_who_is_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(args)
         return 1
 
-    monkeypatch.setattr(configs, "key_splits", record)
+    monkeypatch.setattr(scheduling, "key_splits", record)
     q, k, v = make_qkv("randn", 2, 4, 2, 70, 2000, 64, device=device)
     tile = packing(64, 64)
     for window in (None, (100, 0)):

@@ -54,7 +54,7 @@ def test_the_hook_is_this_compilations() -> None:
 
     with installed(theirs):
         with mock.patch.object(triton, "compile", compile_), pytest.raises(RuntimeError, match="a kernel"):
-            triton_passes.compiled("a kernel")
+            triton_passes.compile_with_passes("a kernel")
         assert knobs.runtime.add_stages_inspection_hook is theirs
     assert [len(args) for args in calls] == [0, 5, 5]
 

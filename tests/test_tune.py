@@ -18,7 +18,15 @@ import torch
 from offline import forget
 
 from helion_attn import configs
-from helion_attn.configs import LARGE_D_TABLE, LARGE_TILE_CONFIGS, TABLE, TILE_CONFIGS, TileConfig, read_table
+from helion_attn.configs import (
+    LARGE_D_TABLE,
+    LARGE_TILE_CONFIGS,
+    TABLE,
+    TILE_CONFIGS,
+    TileConfig,
+    read_table,
+    scheduling,
+)
 from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
 from helion_attn.testing import fake_cuda
@@ -213,7 +221,7 @@ def test_written_rows_are_found_by_size(
     full, causal, small = (configs.load_rows(TileConfig, [row])[0] for row in rows_of(tmp_path) if is_tuned(row))
     monkeypatch.setattr(configs, "_BY_KIND", {((8, 8), 128, False): [full], ((8, 8), 128, True): [small, causal]})
     for w in workloads(causal):
-        load = configs.query_blocks_per_sm(w.B * w.H, w.M // 64, 132)
+        load = scheduling.query_blocks_per_sm(w.B * w.H, w.M // 64, 132)
         assert configs.tile_config(128, True, load=load) == (small if w.B <= 2 else causal)
         assert configs.tile_config(128, False, load=load) == full
     assert small.measured_on == "GPU of a test"

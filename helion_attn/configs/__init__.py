@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from dataclasses import dataclass
@@ -126,122 +125,6 @@ for _tile in sorted(TILE_CONFIGS, key=lambda tile: tile.max_query_blocks_per_sm)
     _BY_KIND.setdefault((_tile.bits, _tile.D_pad, _tile.causal), []).append(_tile)
 
 
-def query_blocks_per_sm(heads: int, query_blocks: int, multiprocessors: int) -> float:
-    """How large a launch is: the query blocks of all B * H heads, over what runs them."""
-    return heads * query_blocks / multiprocessors
-
-
-def group_programs(multiprocessors: int, ctas_per_sm: int) -> int:
-    """Programs of the heads that come at once where rows differ in the number of their keys, as causal ones do.
-
-    Programs begin in the order of the grid, and those of a head share its K and V in L2. One head after the other, the
-    last one's longest rows begin when the GPU runs dry: up to 11% of the time of 16384 tokens. With the longest rows of
-    all heads first, L2 does not hold their K and V. So some heads come at once, the longest rows of all of them first,
-    as in FlashAttention-3, which takes as many as L2 holds. With one program an SM the best groups fill the GPU once or
-    twice, with three or four 2 to 8 times: docs/performance.md, The order of programs.
-    """
-    return multiprocessors * ctas_per_sm**2
-
-
-@functools.lru_cache(4096)
-def head_group(heads: int, programs: int, multiprocessors: int, ctas_per_sm: int) -> int:
-    """How many of `heads`, each with as many `programs`, come at once: a divisor, with up to `group_programs`.
-
-    Of a number of heads that is prime, 1 or all.
-    """
-    most = group_programs(multiprocessors, ctas_per_sm) // programs
-    return max((n for n in range(1, min(most, heads) + 1) if heads % n == 0), default=1)
-
-
-def gqa_query_blocks(queries: int, group: int, bm: int) -> int:
-    """Query blocks of a KV head whose `group` query heads share them: with few queries, fewer than each has alone.
-
-    A query has a power of two rows in them, one for each head, and what is left over.
-    """
-    rows = queries << (group - 1).bit_length()
-    return -(-rows // bm)
-
-
-#: The fewest key blocks of a run, and of a program worth splitting: what a run costs besides its blocks, to begin, to
-#: write its part and to have it merged, is the time of several.
-MIN_RUN_BLOCKS, MIN_SPLIT_BLOCKS = 8, 32
-
-#: How many times busier runs must make the GPU to be worth their parts. Promised 1.5 times, three runs in place of one
-#: gained 1.14 to 1.24 (256 programs, D 128).
-SPLIT_GAIN = 1.4
-
-
-def visible_key_blocks(key_blocks: int, left: int, right: int, bm: int, bn: int) -> int:
-    """Of `key_blocks`, those that a block of `bm` query rows sees at most: a window's, or all."""
-    if left < 0 or right < 0:
-        return key_blocks
-    return min(key_blocks, (left + right + bm - 2) // bn + 2)
-
-
-def mean_key_blocks(key_blocks: int, queries: int, right: int, bn: int) -> int:
-    """Of `key_blocks`, those that a row sees on average, if it sees no keys beyond `right` after its own."""
-    if right < 0:
-        return key_blocks
-    return max(1, min(key_blocks, key_blocks - (queries // 2 - right) // bn))
-
-
-def key_splits(programs: int, key_blocks: int, multiprocessors: int, ctas_per_sm: int) -> int:
-    """Into how many runs to split the key blocks of each of `programs`, which see `key_blocks`.
-
-    As many as fill the GPU once or twice over, where that keeps it busier: programs that fill it one and a half times
-    take as long as those that fill it twice (the idea of `num_splits_heuristic` in flash-attention). But no runs of
-    fewer than `MIN_RUN_BLOCKS`. So their parts are at most twice as many rows as the GPU holds.
-    """
-    places = multiprocessors * ctas_per_sm
-
-    def busy(splits: int) -> float:
-        filled = programs * splits / places
-        return filled / math.ceil(filled)
-
-    chosen = 1
-    if key_blocks >= MIN_SPLIT_BLOCKS:
-        for rounds in (1, 2):
-            splits = min(rounds * places // programs, key_blocks // MIN_RUN_BLOCKS)
-            if splits > 1 and busy(splits) >= SPLIT_GAIN * busy(chosen):
-                chosen = splits
-    return chosen
-
-
-def schedule(
-    tile: TileConfig,
-    heads: tuple[int, int],
-    blocks: tuple[int, int],
-    queries: int,
-    left: int,
-    right: int,
-    multiprocessors: int,
-) -> tuple[bool, int]:
-    """`(pack_gqa, splits)`: whether a group's heads share tiles, and into how many runs key blocks are split.
-
-    Args:
-        tile: the launch's config.
-        heads: B * H and B * H_kv.
-        blocks: of a head's queries, and of its keys.
-        queries: M.
-        left: of `kernels.arguments.Problem`, and so right.
-        right: likewise.
-        multiprocessors: of the GPU.
-    """
-    (q_heads, kv_heads), (query_blocks, key_blocks) = heads, blocks
-    apart = q_heads * query_blocks
-    together = kv_heads * gqa_query_blocks(queries, q_heads // kv_heads, tile.bm)
-    # An eighth fewer tiles gained 10%. Rows of a shared tile, here as wide as any, are addressed with 32 bits.
-    pack_gqa = 8 * together <= 7 * apart and apart * tile.bm * tile.D_pad < 2**31
-    seen = visible_key_blocks(key_blocks, left, right, tile.bm, tile.bn)
-    seen = min(seen, mean_key_blocks(key_blocks, queries, right, tile.bn))
-    return pack_gqa, key_splits(together if pack_gqa else apart, seen, multiprocessors, tile.ctas_per_sm)
-
-
-def tile_configs(bits: tuple[int, int] = ALL_8_BIT) -> tuple[TileConfig, ...]:
-    """Every config for `bits`."""
-    return tuple(tile for tile in TILE_CONFIGS if tile.bits == bits)
-
-
 def tile_config(D_pad: int, causal: bool, bits: tuple[int, int] = ALL_8_BIT, load: float = math.inf) -> TileConfig:
     """The config for (bits, D_pad, causal), and a launch of `load` query blocks an SM."""
     if (bits, D_pad, causal) not in _BY_KIND:
@@ -319,7 +202,8 @@ def varlen_packing(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> Packi
 
 
 #: Of a block of Q: the sequence; its first token, and how many it has; its first packed block of K and
-#: V; how many keys it has, -1 for tokens of no sequence; its first packed block of Q, and how many it has.
+#: V; how many keys it has, -1 for tokens of no sequence; its first packed block of Q, and how many it has. The eighth,
+#: which nothing writes or reads, makes a row 32 bytes.
 Q_FIELDS = 8
 
 

@@ -1,7 +1,8 @@
 """FP8 attention of a few queries on a paged KV cache, split over keys: out = softmax(q k^T * sm_scale) v.
 
-One program owns up to `ROWS` query rows that share a KV head (the whole query group's, times the new tokens), and one
-of `splits` runs of a sequence's pages; `merge_splits` puts the runs together. A page is a packed block of `bn` keys.
+One program owns up to `MAX_ROWS` query rows that share a KV head (the whole query group's, times the new tokens), and
+one of `splits` runs of a sequence's pages; `merge_splits` puts the runs together. A page is a packed block of `bn`
+keys.
 
     q8, q_descale = e4m3 of a row, amax / 448                                   rounding point 1
     s = q8 k8^T * q_descale_i * k_descale_j * sm_scale * log2(e)                fp32; or a softcap's tanh of it
@@ -33,15 +34,16 @@ from collections.abc import Callable
 
 import torch
 
-from helion_attn.configs import MAX_TWO_LEVEL_D, visible_key_blocks
+from helion_attn.configs import MAX_TWO_LEVEL_D
+from helion_attn.configs.scheduling import visible_key_blocks
 from helion_attn.kernels.arguments import score_scales
-from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted, multiprocessors
+from helion_attn.kernels.helion_compat import helion, hl, multiprocessors
 from helion_attn.kernels.inline_asm import fma_up, maximum, tanh
 from helion_attn.kernels.merge_splits import merge_splits
-from helion_attn.kernels.steps import accumulate, add_sink, interleave_keys, visible_keys
+from helion_attn.kernels.run import compiled, interpreted
+from helion_attn.kernels.steps import accumulate, add_sink, interleave_keys, to_descale, visible_keys
+from helion_attn.kernels.strided import common_unit, strided_rows
 from helion_attn.numerics import E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2
-from helion_attn.preprocess.row_layout import to_descale
-from helion_attn.preprocess.strided import common_unit, strided_rows
 
 #: Query rows of a program, at most. They are the N of its products, of which the least is 16.
 MAX_ROWS, MIN_ROWS = 32, 16
@@ -351,7 +353,7 @@ def launch(
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
     head_step, row_step = (1, H) if bshd and not in_parts else (M, 1)
     specialisations = (
-        rows, num_warps, flat_q.d_step, unit, D, float(MAX_P_OFFSET_LOG2[k8.dtype]), E4M3_MAX, left >= 0, right >= 0,
+        rows, num_warps, flat_q.d_step, unit, D, float(MAX_P_OFFSET_LOG2[v8.dtype]), E4M3_MAX, left >= 0, right >= 0,
         softcap is not None, sinks is not None, q.is_cuda,
     )  # fmt: skip
     kernel(q.is_cuda, num_warps)(

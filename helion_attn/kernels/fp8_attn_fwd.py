@@ -50,18 +50,9 @@ from collections.abc import Callable
 
 import torch
 
-from helion_attn import configs
-from helion_attn.configs import TileConfig
+from helion_attn.configs import TileConfig, scheduling
 from helion_attn.kernels.arguments import Inputs, Numerics, Problem
-from helion_attn.kernels.helion_compat import (
-    MAX_REGISTERS,
-    IntegerFragment,
-    compiled,
-    helion_config,
-    hl,
-    interpreted,
-    multiprocessors,
-)
+from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, helion_config, hl, multiprocessors
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.kernels.programs import (
     key_blocks_of_sequence,
@@ -70,6 +61,7 @@ from helion_attn.kernels.programs import (
     rows_on_diagonal,
     run_of_key_blocks,
 )
+from helion_attn.kernels.run import compiled, interpreted
 from helion_attn.kernels.steps import (
     accumulate,
     add_sink,
@@ -140,8 +132,8 @@ def fp8_attn_fwd(
     Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
 
     If rows may see any number of keys (`has_right` alone), `head_group` heads, which divide those of the grid, come at
-    once: the longest rows of all of them first. `configs.group_programs` says why. Few queries whose keys are split see
-    almost as many.
+    once: the longest rows of all of them first. `scheduling.group_programs` says why. Few queries whose keys are split
+    see almost as many.
 
     With `varlen` the sequences of a batch lie one after the other, as `preprocess.sequences` has it, and `q_blocks`
     says where; as many heads of a sequence come at once as have `head_group` programs, or one. The tensors have no B in
@@ -506,7 +498,7 @@ def launch(
         problem: lengths, masks, scales, the output's layout.
         numerics: how the inputs were quantised, and P is.
         q_blocks: of `PackedVarlen`, or None.
-        splits: runs of a program's key blocks, as `configs.key_splits` has it; 1 with `q_blocks`.
+        splits: runs of a program's key blocks, as `scheduling.key_splits` has it; 1 with `q_blocks`.
         pack_gqa: the heads of a group share tiles; not with `q_blocks`.
     """
     q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks = inputs
@@ -522,10 +514,10 @@ def launch(
     if problem.rows_differ and not in_parts:
         places = multiprocessors(q8.device), tile.ctas_per_sm
         if q_blocks is not None:
-            head_group = configs.group_programs(*places)
+            head_group = scheduling.group_programs(*places)
         else:
             grid_heads = k8.size(0) if pack_gqa else q8.size(0)
-            head_group = configs.head_group(grid_heads, -(-(problem.m_len << group_log2) // tile.bm), *places)
+            head_group = scheduling.head_group(grid_heads, -(-(problem.m_len << group_log2) // tile.bm), *places)
     specialisations = (
         INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
         MAX_FUSED_SCALE_LOG2[q8.dtype],

@@ -24,18 +24,10 @@ from collections.abc import Callable
 
 import torch
 
-from helion_attn import configs
-from helion_attn.configs import LargeTileConfig, largest_power_of_two
+from helion_attn.configs import LargeTileConfig, largest_power_of_two, scheduling
 from helion_attn.kernels.arguments import Inputs, Numerics, Problem
-from helion_attn.kernels.helion_compat import (
-    MAX_REGISTERS,
-    IntegerFragment,
-    compiled,
-    helion_config,
-    hl,
-    interpreted,
-    multiprocessors,
-)
+from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, helion_config, hl, multiprocessors
+from helion_attn.kernels.run import compiled, interpreted
 from helion_attn.kernels.steps import (
     accumulate,
     add_sink,
@@ -43,11 +35,15 @@ from helion_attn.kernels.steps import (
     online_softmax_step,
     scaled,
     softmax_input,
+    store_lse,
     store_out,
     v_rows,
     visible_keys,
 )
-from helion_attn.numerics import LN2, LOG2E, MAX_FUSED_SCALE_LOG2
+from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
+
+#: A TMA box has at most 256 elements a dimension.
+MAX_PIECE = 256
 
 
 def split_head_dim(d: int) -> list[tuple[int, int]]:
@@ -55,10 +51,6 @@ def split_head_dim(d: int) -> list[tuple[int, int]]:
     wide = min(largest_power_of_two(d), MAX_PIECE)
     starts = range(0, d, wide)
     return [(start, min(wide, d - start)) for start in starts]
-
-
-#: A TMA box has at most 256 elements a dimension.
-MAX_PIECE = 256
 
 
 def row_pieces(
@@ -70,10 +62,10 @@ def row_pieces(
     has_narrow: hl.constexpr,
 ) -> list[torch.Tensor]:
     """One block of rows: its wide pieces, `count` times [rows, d_wide], then its narrow one, [rows, d_narrow]."""
-    rows = slice(None)
-    found = [hl.load(wide, [head, block, rows, i, rows]) for i in range(count)]
+    whole = slice(None)
+    found = [hl.load(wide, [head, block, whole, i, whole]) for i in range(count)]
     if has_narrow:
-        found.append(hl.load(narrow, [head, block, rows, rows]))
+        found.append(hl.load(narrow, [head, block, whole, whole]))
     return found
 
 
@@ -98,8 +90,6 @@ def query_pieces(
 def scores_of_pieces(
     q_pieces: list[torch.Tensor],  # [bm, d] each
     k_pieces: list[torch.Tensor],  # [bn, d] each
-    bm: int,
-    bn: int,
     is_cuda: hl.constexpr,
 ) -> torch.Tensor:
     """Scores of all D channels, fp32 [bm, bn].
@@ -163,6 +153,15 @@ def fp8_attn_fwd_large_d(
     """The kernel; see the module's docstring, and `fp8_attn_fwd` for what is not said here."""
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
+    # Without these, more than 2**31 elements are read by pointers: see `fp8_attn_fwd`.
+    torch._check(k_wide.size(0) <= 2**24)
+    torch._check(k_wide.size(1) <= 2**25)
+    torch._check(k_narrow.size(0) <= 2**24)
+    torch._check(k_narrow.size(1) <= 2**25)
+    torch._check(v_wide.size(0) <= 2**24)
+    torch._check(v_wide.size(1) <= 2**30)
+    torch._check(v_narrow.size(0) <= 2**24)
+    torch._check(v_narrow.size(1) <= 2**30)
     bh_size, m_blocks, n_blocks = q8.size(0), q8.size(1), k_wide.size(1)
     bm = hl.specialize(q8.size(2))
     bn = hl.specialize(k_wide.size(2))
@@ -212,8 +211,8 @@ def fp8_attn_fwd_large_d(
         # [bm], or a scalar for one a block
         if q_row_descales:
             q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * qk_scale
-            # A row that is NaN must not change its neighbours.
-            known_scale_log2 = torch.where(q_scale_log2 == q_scale_log2, q_scale_log2, 0.0)
+            # A row that is NaN or infinite must not change its neighbours.
+            known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
             max_fused_k_scale = max_fused_scale / torch.amax(known_scale_log2, 0)
         else:
             q_scale_log2 = q_descale[packed_rows] * qk_scale
@@ -251,7 +250,7 @@ def fp8_attn_fwd_large_d(
             if has_narrow_v:
                 v_block_narrow = v_narrow[kv, j * v_parts + part, :, :]
             # [bm, bn]
-            s = scores_of_pieces(q_tiles, k_tiles, bm, bn, is_cuda)
+            s = scores_of_pieces(q_tiles, k_tiles, is_cuda)
             s, s_scale_log2 = softmax_input(
                 s, s_scale_log2, softcap_log2, shift, 0.0, q_row_descales, shift_lse, has_softcap, is_cuda
             )
@@ -287,11 +286,9 @@ def fp8_attn_fwd_large_d(
             if shift_lse and not has_softcap:
                 sink_log2 = sink_log2 - shift
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
-        lse_log2 = m_i + torch.log2(total)
-        if shift_lse and not has_softcap:
-            lse_log2 = lse_log2 + shift
         # Every part has the same; the first stores it. Before the output: see `fp8_attn_fwd`.
-        hl.store(lse, [bh * m_len + rows], lse_log2 * LN2, extra_mask=rows < m_len * (1 - part))
+        first_part_rows = rows < m_len * (1 - part)
+        store_lse(lse, m_i, total, shift, bh * m_len + rows, first_part_rows, shift_lse and not has_softcap)
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
         first = part * v_tile
         # The narrow piece goes first: while the wide one is stored, its registers are free (otherwise 8 spills).
@@ -362,7 +359,8 @@ def launch(
     )
     head_group = 1
     if problem.rows_differ:
-        head_group = configs.head_group(q8.size(0), q8.size(1) * v_parts, multiprocessors(q8.device), tile.ctas_per_sm)
+        places = multiprocessors(q8.device), tile.ctas_per_sm
+        head_group = scheduling.head_group(q8.size(0), q8.size(1) * v_parts, *places)
     kernel = compiled_kernel(tile) if q8.is_cuda else interpreted_kernel
     q_descale = q_descale.view(-1)
     kernel(

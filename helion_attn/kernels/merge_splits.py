@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 import torch
 
-from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.kernels.helion_compat import helion, hl
 from helion_attn.kernels.inline_asm import maximum
+from helion_attn.kernels.run import compiled, interpreted
 from helion_attn.kernels.steps import to_out_dtype
 from helion_attn.numerics import LN2, LOG2E
 

@@ -9,7 +9,7 @@ import torch
 
 from helion_attn.kernels.helion_compat import hl
 from helion_attn.kernels.inline_asm import computed_once, dot_fp32, fma, fma_up, maximum, tanh
-from helion_attn.numerics import E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2, MAX_ROW_SUM
+from helion_attn.numerics import DESCALE_MIN, E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2, MAX_ROW_SUM
 
 
 def int32(n: int) -> torch.Tensor:
@@ -20,6 +20,14 @@ def int32(n: int) -> torch.Tensor:
 def quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Of scalars that are not negative."""
     return torch.div(a, b, rounding_mode="trunc")
+
+
+def to_descale(amax: torch.Tensor, largest: float) -> torch.Tensor:
+    """The multiplier that dequantises: `amax / largest`, large enough to have a finite reciprocal.
+
+    NaN of infinity: infinite scores would be finite behind a softcap.
+    """
+    return torch.clamp_min(amax * (1.0 / largest) + (amax - amax), DESCALE_MIN)
 
 
 def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:

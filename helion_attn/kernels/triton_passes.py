@@ -94,7 +94,7 @@ class _Hook:
 def _add_passes(stages: dict[str, Callable[..., Any]], turns: bool) -> None:
     make_ttgir, make_ptx = stages["ttgir"], stages["ptx"]
 
-    def with_passes(module: Any, metadata: dict[str, Any]) -> Any:
+    def passed_ttgir(module: Any, metadata: dict[str, Any]) -> Any:
         module = make_ttgir(module, metadata)
         original = str(module)
         once = computed_once.with_one(original)
@@ -106,22 +106,22 @@ def _add_passes(stages: dict[str, Callable[..., Any]], turns: bool) -> None:
                 return _parsed(text, module.context)
         return module
 
-    def with_turns(module: Any, metadata: dict[str, Any]) -> str:
+    def passed_ptx(module: Any, metadata: dict[str, Any]) -> str:
         ptx = make_ptx(module, metadata)
         return warpgroup_turns.in_turns(ptx) if warpgroup_turns.has_turns(ptx) else ptx
 
-    stages.update(ttgir=with_passes, ptx=with_turns)
+    stages.update(ttgir=passed_ttgir, ptx=passed_ptx)
 
 
-def compiled(source: Any, turns: bool = True, **options: Any) -> Any:
+def compile_with_passes(source: Any, turns: bool = True, **options: Any) -> Any:
     """`triton.compile`, with the passes; without that of turns where Triton has put a barrier into the loop."""
     try:
-        return _compiled(source, turns, **options)
+        return _compile(source, turns, **options)
     except warpgroup_turns.BarrierInLoop:
-        return _compiled(source, turns=False, **options)
+        return _compile(source, turns=False, **options)
 
 
-def _compiled(source: Any, turns: bool, *, _env_vars: dict[str, str] | None = None, **options: Any) -> Any:
+def _compile(source: Any, turns: bool, *, _env_vars: dict[str, str] | None = None, **options: Any) -> Any:
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     variables = get_cache_invalidating_env_vars() if _env_vars is None else _env_vars
@@ -146,7 +146,7 @@ class WithPasses(JITFunction[Any]):
     @property
     def compile(self) -> Callable[..., Any]:
         """What Triton compiles it with."""
-        return functools.partial(compiled, turns=self.turns)
+        return functools.partial(compile_with_passes, turns=self.turns)
 
     @compile.setter
     def compile(self, triton_compile: Callable[..., Any]) -> None:

@@ -34,7 +34,12 @@ def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     Returns:
         fp32 q [B, H, M, D], k [B, H_kv, N, D] and v [B, H_kv, N, D_v]: a rotation or reflection undone, means added
         back; RoPE stays. Always BHSD.
+
+    Raises:
+        TypeError: `qkv` is no QuantizedQKV.
     """
+    if not isinstance(qkv, QuantizedQKV):
+        raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
     v8 = qkv.v8.float()
     if qkv.v8.itemsize == 1:
         bh, blocks, d_pad, bn = v8.shape

@@ -13,21 +13,23 @@ import functools
 import torch
 
 from helion_attn.numerics import MAX_HADAMARD_BLOCK
+from helion_attn.validate import check_even, check_seed
 
 
 def hadamard_block(D: int) -> int:
-    """The largest power of two, up to 128, that divides D: how many channels are mixed. 1, none, for an odd D."""
+    """The largest power of two, up to 128, that divides D: how many channels are mixed."""
     return min(D & -D, MAX_HADAMARD_BLOCK)
 
 
 def _signs(D: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randint(0, 2, (D,), generator=generator) * 2 - 1).float()
+    """fp32 [D]; made on the CPU, whatever PyTorch's default device and dtype are."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(0, 2, (D,), generator=generator, device="cpu").float() * 2 - 1
 
 
 def _sylvester(side: int) -> torch.Tensor:
     """The unnormalised Hadamard matrix, entry (i, j) = (-1)**popcount(i & j)."""
-    h = torch.ones(1, 1)
+    h = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while h.size(0) < side:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)), 0)
     return h
@@ -37,26 +39,31 @@ def hadamard_matrix(D: int, seed: int = 0) -> torch.Tensor:
     """The rotation as a matrix: `x @ hadamard_matrix(D)` is what `Recipe(hadamard=True)` makes of Q's and K's rows.
 
     Args:
-        D: head dim.
-        seed: of the signs.
+        D: head dim, even.
+        seed: of the signs; 0..2**63 - 1.
 
     Returns:
-        fp32 [D, D], orthogonal.
+        fp32 [D, D] on the CPU, orthogonal.
+
+    Raises:
+        ValueError: D or `seed` is not accepted.
     """
+    check_even("D is", D)
+    check_seed(seed)
     block = hadamard_block(D)
-    blocks = torch.block_diag(*[_sylvester(block)] * (D // block))
-    return _signs(D, seed).unsqueeze(1) * blocks * block**-0.5
+    matrix = torch.block_diag(*[_sylvester(block)] * (D // block))
+    return _signs(D, seed).unsqueeze(1) * matrix * block**-0.5
 
 
 @functools.cache
 def rotation(D: int, D_pad: int, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """What `rotate.rotate_rows` needs: signs fp32 [D_pad], bf16 matrix of +-1 and 0 [side, side], and 1 / sqrt(b).
+    """What `rotate.rotate_rows` needs: signs fp32 [D_row], bf16 matrix of +-1 and 0 [side, side], and 1 / sqrt(b).
 
     A matrix as wide as a row has the signs in it: to flip a product's factor or the other is the same.
     """
     block, side = hadamard_block(D), min(D_pad, MAX_HADAMARD_BLOCK)
-    blocks = torch.block_diag(*[_sylvester(block)] * (side // block))
+    matrix = torch.block_diag(*[_sylvester(block)] * (side // block))
     signs = torch.nn.functional.pad(_signs(D, seed), (0, D_pad - D))
     if side == D_pad:
-        blocks = signs.unsqueeze(1) * blocks
-    return signs.to(device), blocks.to(device, torch.bfloat16), block**-0.5
+        matrix = signs.unsqueeze(1) * matrix
+    return signs.to(device), matrix.to(device, torch.bfloat16), block**-0.5

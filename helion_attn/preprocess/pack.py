@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
-from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, compiled, helion, hl, interpreted
+from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, helion, hl
 from helion_attn.kernels.inline_asm import maximum
+from helion_attn.kernels.run import compiled, interpreted
+from helion_attn.kernels.strided import WIDEST_LOAD, StridedQKV, row_channels
 from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK
 from helion_attn.preprocess.choices import Choices
 from helion_attn.preprocess.hadamard import rotation
@@ -30,7 +32,6 @@ from helion_attn.preprocess.rotate import rotate_mean
 from helion_attn.preprocess.row_layout import row_tile, rows_descale, to_dtype
 from helion_attn.preprocess.sequences import Sequences, key_source, query_source
 from helion_attn.preprocess.statistics import Statistics
-from helion_attn.preprocess.strided import WIDEST_LOAD, StridedQKV, row_channels
 from helion_attn.preprocess.v_layout import v_block
 
 #: Elements of Q or K that a program packs: 64 a thread. Packed blocks lie one after the other, so that a program may
@@ -85,7 +86,7 @@ def pack(
     q_positions: torch.Tensor,  # [M]
     k_positions: torch.Tensor,  # [N]
     signs: torch.Tensor,  # [D_row]
-    blocks: torch.Tensor,  # [side, side]
+    rotation_matrix: torch.Tensor,  # [side, side]
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
     k_blocks: torch.Tensor,  # [N_blocks, K_FIELDS] if varlen
     q8: torch.Tensor,  # [B * H * m_tiles, q_tile, D_pad], written
@@ -164,7 +165,7 @@ def pack(
     q_tile = hl.specialize(q8.size(1))
     k_tile = hl.specialize(k8.size(1))
     d_pad = hl.specialize(q8.size(2))
-    side = hl.specialize(blocks.size(0))
+    side = hl.specialize(rotation_matrix.size(0))
     max_parts = hl.specialize(q_amax.size(1))
     d_tiles = hl.specialize(v_descale.size(1)) // d_tile
     hl.specialize((q.stride(0), k.stride(0), v.stride(0), v_mean.stride(1), k_mean.stride(1), k8.size(2)))
@@ -172,7 +173,7 @@ def pack(
     # Known strides keep the stores 16 bytes wide.
     hl.specialize((q8.stride(0), q8.stride(1), q8.stride(2), k8.stride(0), k8.stride(1), k8.stride(2)))
     hl.specialize((cos.stride(0), sin.stride(0), signs.stride(0)))
-    hl.specialize((v8.size(1), v8.size(2), blocks.stride(0), blocks.stride(1)))
+    hl.specialize((v8.size(1), v8.size(2), rotation_matrix.stride(0), rotation_matrix.stride(1)))
     hl.specialize((v8.stride(0), v8.stride(1), v8.stride(2)))
     n_blocks = (N + bn - 1) // bn
     group = H // H_kv
@@ -204,7 +205,7 @@ def pack(
             k_blocks, kv, H_kv, N, k_b_step, k_h_step, k_s_step, unit, varlen, wide, is_cuda
         )
         row_step = k_s_step * unit
-        matrix = hl.load(blocks, [hl.arange(side), hl.arange(side)])
+        matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
         # [D_row], loaded once: in the loops it would take registers for addresses, or barriers, for every tile.
         mean = hl.zeros([d_row], dtype=torch.float32)
         if smooth_k:
@@ -256,7 +257,7 @@ def pack(
             q_blocks, q_bh, H, group, M, q_b_step, q_h_step, q_s_step, unit, q_tile * m_tiles, varlen, wide, is_cuda
         )
         row_step = q_s_step * unit
-        matrix = hl.load(blocks, [hl.arange(side), hl.arange(side)])
+        matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
         mean = hl.zeros([d_row], dtype=torch.float32)
         if smooth_k:
             mean = hl.load(k_mean, [q_kv, hl.arange(d_row)])
@@ -379,9 +380,9 @@ def launch(
     k_descale = empty(kv_heads, n_blocks if k_scales == "block" else 1)
     lse_shift = empty(heads, m_blocks * bm) if smooth_k else empty(1, 1)
 
-    signs, blocks, norm = empty(1), empty(1, 1), 1.0
+    signs, matrix, norm = empty(1), empty(1, 1), 1.0
     if hadamard_seed is not None:
-        signs, blocks, norm = rotation(D, D_row, hadamard_seed, like.device)
+        signs, matrix, norm = rotation(D, D_row, hadamard_seed, like.device)
     # A program packs a block of several tiles, if that has a descale, or a few tiles that share the rotation's matrix.
     few = 1 if hadamard_seed is None else ROTATED_TILES
     # A block of one tile has its amax at hand; one of several is read twice.
@@ -397,7 +398,7 @@ def launch(
     cap_registers = hadamard_seed is not None and D_row <= 2 * MAX_HADAMARD_BLOCK and not spills
     narrow = rotate_first and D_row < MAX_HADAMARD_BLOCK
     max_registers = (NARROW_REGISTERS if narrow else ROTATED_REGISTERS) if cap_registers else None
-    tables = (rope.cos, rope.sin, rope.q_positions, rope.k_positions, signs, blocks, q_blocks, k_blocks)
+    tables = (rope.cos, rope.sin, rope.q_positions, rope.k_positions, signs, matrix, q_blocks, k_blocks)
     outputs = (q8, k8, v8, q_descale, k_descale, v_descale, lse_shift)
     specialisations: tuple[Any, ...] = (
         *source.d_steps, source.unit, D, source.D_v, D_row, d_tile, bn, q_run, k_run, rope.rotary, rope.pairing,

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.kernels.helion_compat import helion, hl
+from helion_attn.kernels.run import compiled, interpreted
 from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.preprocess.choices import Choices
 from helion_attn.preprocess.sequences import Sequences

@@ -18,9 +18,9 @@ def reflected_channels(D: int) -> int:
 
 
 def reflect_rows(
-    x: torch.Tensor,  # [n, D_pad]
+    x: torch.Tensor,  # [n, D_row]
     n: int,
-    d_pad: int,
+    d_row: int,
     channels: hl.constexpr,
 ) -> torch.Tensor:
     """Rows of fp32, of whose first `channels` each four consecutive have half of their sum subtracted.
@@ -28,9 +28,9 @@ def reflect_rows(
     Where channels are next to each other, a thread holds whole groups, of a 16-byte load: seven instructions for four
     elements, no shuffle. A strided last dimension is loaded an element at a time, and shuffled. Inlined into kernels.
     """
-    groups = d_pad // REFLECTED_GROUP
+    groups = d_row // REFLECTED_GROUP
     # [n, groups]
     half = x.reshape(n, groups, 2, 2).sum(3).sum(2) * 0.5
-    if channels < d_pad:
+    if channels < d_row:
         half = torch.where((hl.arange(groups) < channels // REFLECTED_GROUP).unsqueeze(0), half, 0.0)
-    return (x.reshape(n, groups, REFLECTED_GROUP) - half.unsqueeze(2)).reshape(n, d_pad)
+    return (x.reshape(n, groups, REFLECTED_GROUP) - half.unsqueeze(2)).reshape(n, d_row)

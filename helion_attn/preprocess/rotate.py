@@ -10,41 +10,41 @@ from helion_attn.kernels.inline_asm import dot_fp32
 
 def multiply_rows(
     x: torch.Tensor,  # [n, side]
-    blocks: torch.Tensor,  # [side, side]
+    matrix: torch.Tensor,  # [side, side]
     two_terms: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> torch.Tensor:
-    """`x @ blocks` in fp32, of x rounded to the matrix's dtype, or as two terms of it."""
-    high = x.to(blocks.dtype)
-    y = dot_fp32(high, blocks, is_cuda)
+    """`x @ matrix` in fp32, of x rounded to the matrix's dtype, or as two terms of it."""
+    high = x.to(matrix.dtype)
+    y = dot_fp32(high, matrix, is_cuda)
     if two_terms:
-        y = y + dot_fp32((x - high.to(torch.float32)).to(blocks.dtype), blocks, is_cuda)
+        y = y + dot_fp32((x - high.to(torch.float32)).to(matrix.dtype), matrix, is_cuda)
     return y
 
 
 def rotate_rows(
-    x: torch.Tensor,  # [n, D_pad]
-    signs: torch.Tensor,  # [D_pad]
+    x: torch.Tensor,  # [n, D_row]
+    signs: torch.Tensor,  # [D_row]
     matrix: torch.Tensor,  # [side, side], loaded
     norm: float,
     n: int,
-    d_pad: int,
+    d_row: int,
     side: int,
     two_terms: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> torch.Tensor:
-    """Rows of fp32 rotated, fp32 [n, D_pad]. Inlined into kernels.
+    """Rows of fp32 rotated, fp32 [n, D_row]. Inlined into kernels.
 
     Args:
         signs: in memory; where a row is one row of the matrix, they are in the matrix already.
         two_terms: x is rounded to two terms of the matrix's dtype, not one: for tensors that are not bf16.
     """
     # A row of 256 channels is two rows of 128.
-    chunks = d_pad // side
+    chunks = d_row // side
     if chunks > 1:
-        x = x * hl.load(signs, [hl.arange(d_pad)]).unsqueeze(0)
+        x = x * hl.load(signs, [hl.arange(d_row)]).unsqueeze(0)
     y = multiply_rows(x.reshape(n * chunks, side), matrix, two_terms, is_cuda)
-    return y.reshape(n, d_pad) * norm
+    return y.reshape(n, d_row) * norm
 
 
 def rotate_mean(

@@ -6,19 +6,11 @@ import torch
 
 from helion_attn.kernels.helion_compat import hl
 from helion_attn.kernels.inline_asm import to_int8
-from helion_attn.numerics import DESCALE_MIN
+from helion_attn.kernels.steps import to_descale
+from helion_attn.kernels.strided import load_rows
 from helion_attn.preprocess.reflect import reflect_rows
 from helion_attn.preprocess.rope import rope_rows
 from helion_attn.preprocess.rotate import rotate_rows
-from helion_attn.preprocess.strided import load_rows
-
-
-def to_descale(amax: torch.Tensor, largest: float) -> torch.Tensor:
-    """The multiplier that dequantises: `amax / largest`, large enough to have a finite reciprocal.
-
-    NaN of infinity: infinite scores would be finite behind a softcap.
-    """
-    return torch.clamp_min(amax * (1.0 / largest) + (amax - amax), DESCALE_MIN)
 
 
 def to_dtype(x: torch.Tensor, dtype: torch.dtype, is_cuda: hl.constexpr) -> torch.Tensor:
@@ -33,8 +25,8 @@ def row_tile(
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
-    mean: torch.Tensor,  # [D_pad], loaded; rotated if rotate_first
-    signs: torch.Tensor,  # [D_pad]
+    mean: torch.Tensor,  # [D_row], loaded; rotated if rotate_first
+    signs: torch.Tensor,  # [D_row]
     matrix: torch.Tensor,  # [side, side]
     head_offset: int,
     rows: torch.Tensor,  # [n]
@@ -46,7 +38,7 @@ def row_tile(
     table_rows: int,
     norm: float,
     n: int,
-    d_pad: int,
+    d_row: int,
     rotary: int,
     side: int,
     pairing: hl.constexpr,
@@ -59,7 +51,7 @@ def row_tile(
     reflected: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a head, transformed but not scaled, fp32 [n, D_pad], and their products with the mean [n].
+    """Rows of a head, transformed but not scaled, fp32 [n, D_row], and their products with the mean [n].
 
     With `rotate_first` the rotated mean is subtracted from rotated rows. The rotation is linear, and so rows of bf16 go
     to the tensor core as they are, which is exact. `reflected`: the number of channels to reflect, or 0.
@@ -67,35 +59,35 @@ def row_tile(
     if pairing:
         x = rope_rows(
             flat, cos, sin, positions, head_offset, rows, row_step, d_step, size, d, first_position, table_rows, n,
-            d_pad, rotary, pairing, explicit_positions,
+            d_row, rotary, pairing, explicit_positions,
         )  # fmt: skip
     else:
-        x = load_rows(flat, head_offset, rows, hl.arange(d_pad), row_step, d_step, size, d)
+        x = load_rows(flat, head_offset, rows, hl.arange(d_row), row_step, d_step, size, d)
     if dot_mean:
         product = (x * mean.unsqueeze(0)).sum(1)
     else:
         product = hl.zeros([n], dtype=torch.float32)
     if rotate_first:
-        x = rotate_rows(x, signs, matrix, norm, n, d_pad, side, two_terms, is_cuda)
+        x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
     if subtract_mean:
         x = torch.where((rows < size).unsqueeze(1), x - mean.unsqueeze(0), 0.0)
     if hadamard and not rotate_first:
-        x = rotate_rows(x, signs, matrix, norm, n, d_pad, side, two_terms, is_cuda)
+        x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
     if reflected:
-        x = reflect_rows(x, n, d_pad, reflected)
+        x = reflect_rows(x, n, d_row, reflected)
     return x, product
 
 
 def rows_descale(
-    x: torch.Tensor,  # [n, D_pad]
+    x: torch.Tensor,  # [n, D_row]
     peak: torch.Tensor,  # [n]
     head_amax: torch.Tensor,  # [B * H, max_parts]
-    mean: torch.Tensor,  # [B * H_kv, D_pad]
+    mean: torch.Tensor,  # [B * H_kv, D_row]
     bh: int,
     parts: int,
     max_parts: int,
     n: int,
-    d_pad: int,
+    d_row: int,
     factor: float,
     largest: float,
     unscaled: hl.constexpr,
@@ -120,6 +112,6 @@ def rows_descale(
         part = hl.arange(max_parts)
         head = torch.amax(hl.load(head_amax, [bh, part], extra_mask=part < parts), 0)
         if mean_subtracted:
-            head = head + torch.amax(torch.abs(hl.load(mean, [bh, hl.arange(d_pad)])), 0)
+            head = head + torch.amax(torch.abs(hl.load(mean, [bh, hl.arange(d_row)])), 0)
         amax = head * factor + hl.zeros([n], dtype=torch.float32)
     return to_descale(amax, largest)

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.configs import Q_FIELDS, blocks_for
-from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.kernels.helion_compat import helion, hl
+from helion_attn.kernels.run import compiled, interpreted
 
-#: Of a block of K and V: the sequence; the block's first token; how many follow in the sequence.
+#: Of a block of K and V: the sequence; the block's first token; how many follow in the sequence. The fourth, which
+#: nothing writes or reads, makes a row 16 bytes.
 K_FIELDS = 4
 
 #: Of a sequence: its first packed block of K and V; how many keys it has.

@@ -12,13 +12,14 @@ from collections.abc import Callable
 import torch
 
 from helion_attn.configs import packing, row_width
-from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.kernels.helion_compat import helion, hl
+from helion_attn.kernels.run import compiled, interpreted
+from helion_attn.kernels.strided import common_unit, strided_rows
 from helion_attn.preprocess.hadamard import rotation
 from helion_attn.preprocess.pack import PACK_ELEMENTS, ROTATED_TILES
 from helion_attn.preprocess.reflect import reflected_channels
 from helion_attn.preprocess.rope import rope_tables
 from helion_attn.preprocess.row_layout import row_tile
-from helion_attn.preprocess.strided import common_unit, strided_rows
 
 
 def transform(
@@ -27,7 +28,7 @@ def transform(
     sin: torch.Tensor,  # [table_rows * rotary / 2]
     positions: torch.Tensor,  # [S]
     signs: torch.Tensor,  # [D_row]
-    blocks: torch.Tensor,  # [side, side]
+    rotation_matrix: torch.Tensor,  # [side, side]
     out: torch.Tensor,  # [B * H * S, D], written
     heads: int,
     tiles: int,
@@ -56,13 +57,13 @@ def transform(
 ) -> None:
     """See the module's docstring; the steps are those of `StridedRows`, and those of `out` count rows."""
     d = hl.specialize(out.size(1))
-    side = hl.specialize(blocks.size(0))
+    side = hl.specialize(rotation_matrix.size(0))
     hl.specialize((x.stride(0), cos.stride(0), sin.stride(0), signs.stride(0)))
-    hl.specialize((out.stride(0), out.stride(1), blocks.stride(0), blocks.stride(1)))
+    hl.specialize((out.stride(0), out.stride(1), rotation_matrix.stride(0), rotation_matrix.stride(1)))
     for bh, part in hl.grid([heads, (tiles + run - 1) // run]):
         offset = ((bh // H) * b_step + (bh % H) * h_step) * unit
         out_offset = (bh // H) * out_b_rows + (bh % H) * out_h_rows
-        matrix = hl.load(blocks, [hl.arange(side), hl.arange(side)])
+        matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
         for tile in hl.grid(part * run, min(tiles, (part + 1) * run)):
             rows = tile * n + hl.arange(n)
             # [n, D_row]
@@ -115,9 +116,9 @@ def transform_rows(
     source = strided_rows(x, unit)
     unused = x.new_empty(1, dtype=torch.float32)
     rope = rope_tables(cos, sin, positions, None, interleaved, D_row, unused)
-    signs, blocks, norm = unused, unused.view(1, 1), 1.0
+    signs, matrix, norm = unused, unused.view(1, 1), 1.0
     if hadamard_seed is not None:
-        signs, blocks, norm = rotation(D, D_row, hadamard_seed, x.device)
+        signs, matrix, norm = rotation(D, D_row, hadamard_seed, x.device)
     run = 1 if hadamard_seed is None else ROTATED_TILES
     two_terms = hadamard_seed is not None and x.dtype != torch.bfloat16
     out = x.new_empty((B, S, H, D) if bshd else (B, H, S, D))
@@ -127,7 +128,7 @@ def transform_rows(
         two_terms, reflected_channels(D) if reflect else 0, x.is_cuda,
     )  # fmt: skip
     kernel(x.is_cuda)(
-        source.flat, rope.cos, rope.sin, rope.q_positions, signs, blocks, out.view(-1, D), B * H, tiles, H, S,
+        source.flat, rope.cos, rope.sin, rope.q_positions, signs, matrix, out.view(-1, D), B * H, tiles, H, S,
         source.b_step, source.h_step, source.s_step, *out_rows, rope.table_rows, norm, *specialisations,
     )  # fmt: skip
     return out

@@ -20,12 +20,13 @@ from typing import NamedTuple
 
 import torch
 
-from helion_attn.kernels.helion_compat import compiled, helion, hl, interpreted
+from helion_attn.kernels.helion_compat import helion, hl
 from helion_attn.kernels.inline_asm import maximum, minimum
+from helion_attn.kernels.run import compiled, interpreted
+from helion_attn.kernels.strided import StridedQKV, load_rows
 from helion_attn.preprocess.choices import Choices
 from helion_attn.preprocess.rope import NO_ROPE, RopeTables, rope_rows
 from helion_attn.preprocess.sequences import Sequences, key_source
-from helion_attn.preprocess.strided import StridedQKV, load_rows
 
 #: Elements that one step of the first pass reads: four 16-byte loads of bf16 a thread.
 STEP_ELEMENTS = 4096

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from helion_attn.kernels.helion_compat import hl
-from helion_attn.preprocess.row_layout import to_descale
-from helion_attn.preprocess.strided import load_rows
+from helion_attn.kernels.steps import to_descale
+from helion_attn.kernels.strided import load_rows
 
 
 def key_stored_at(position: torch.Tensor) -> torch.Tensor:
@@ -23,12 +23,12 @@ def position_of_key(key: torch.Tensor) -> torch.Tensor:
 
 def v_block(
     flat: torch.Tensor,
-    mean: torch.Tensor,  # [B * H_kv, D_pad]
-    amax: torch.Tensor,  # [B * H_kv, D_pad]
+    mean: torch.Tensor,  # [B * H_kv, D_v_pad]
+    amax: torch.Tensor,  # [B * H_kv, D_row]
     bh: int,
     i: int,
     d_index: int,
-    d_pad: int,
+    d_row: int,
     head_offset: int,
     row_step: int,
     d_step: int,
@@ -54,7 +54,7 @@ def v_block(
     elif channel_scales:
         descale = to_descale(hl.load(amax, [bh, cols]), largest)
     else:
-        descale = to_descale(torch.amax(hl.load(amax, [bh, hl.arange(d_pad)]), 0), largest) + hl.zeros([d_tile])
+        descale = to_descale(torch.amax(hl.load(amax, [bh, hl.arange(d_row)]), 0), largest) + hl.zeros([d_tile])
     centred = x - hl.load(mean, [bh, cols]).unsqueeze(0)
     scaled = torch.where((keys < size).unsqueeze(1), centred * (1.0 / descale).unsqueeze(0), 0.0)
     return scaled.to(dtype), descale

@@ -37,6 +37,6 @@ def hide_keys(
     return s
 
 
-def hide_future_keys(s: torch.Tensor, first_row: int, first_key: int, M: int, N: int) -> torch.Tensor:
-    """`hide_keys` of a causal mask: row i sees keys j <= i + N - M."""
-    return hide_keys(s, first_row, first_key, M, N, True, None)
+def hide_future_keys(s: torch.Tensor) -> torch.Tensor:
+    """`hide_keys` of a causal mask, for all scores [..., M, N]: row i sees keys j <= i + N - M."""
+    return hide_keys(s, 0, 0, s.size(-2), s.size(-1), True, None)

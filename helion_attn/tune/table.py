@@ -8,7 +8,8 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from helion_attn.configs import TABLE, LargeTileConfig, TileConfig, query_blocks_per_sm, read_table
+from helion_attn.configs import TABLE, LargeTileConfig, TileConfig, read_table
+from helion_attn.configs.scheduling import query_blocks_per_sm
 from helion_attn.tune.candidates import Tile, bits_of, head_dim_v
 from helion_attn.tune.journal import Timing, workload_fields
 from helion_attn.tune.trial import launch_parameters, tflops
