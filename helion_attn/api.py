@@ -12,6 +12,7 @@ from helion_attn.types import BALANCED, QuantizedQKV, Recipe, Rope
 from helion_attn.validate import (
     check_descale,
     check_dtype,
+    check_even,
     check_head_dim,
     check_options,
     check_qkv,
@@ -178,13 +179,13 @@ def apply_rope(
 def hadamard(x: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
     """Rotate the last dimension by random signs and a Hadamard matrix (QuIP, arXiv:2307.13304), as `quantize` does it.
 
-    `x @ hadamard_matrix(D, seed)`: as many channels are mixed as the largest power of two up to 128 that divides D; of
-    an odd D only the signs change. Sums are fp32, on the tensor core; x is one term of bf16 there or, if it is fp16 or
-    fp32, two, which leaves an error of up to 2**-18 of a row's norm. `helion_attn.reference.hadamard` is it in fp64.
+    `x @ hadamard_matrix(D, seed)`: as many channels are mixed as the largest power of two up to 128 that divides D.
+    Sums are fp32, on the tensor core; x is one term of bf16 there or, if it is fp16 or fp32, two, which leaves an error
+    of up to 2**-18 of a row's norm. `helion_attn.reference.hadamard` is it in fp64.
 
     Args:
-        x: [B, H, S, D] or [B, S, H, D], bf16, fp16 or fp32; D in 16..1024. Any strides, but those of fp32 tensors must
-            be 1 for the last dimension and multiples of 4 for the others.
+        x: [B, H, S, D] or [B, S, H, D], bf16, fp16 or fp32; D even, in 16..1024. Any strides, but those of fp32 tensors
+            must be 1 for the last dimension and multiples of 4 for the others.
         seed: of the signs; 0..2**63 - 1.
 
     Returns:
@@ -195,6 +196,7 @@ def hadamard(x: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `apply_rope`.
     """
     check_x(x, "bhsd")
+    check_even("x has head dim", x.size(3))
     check_seed(seed)
     return torch.ops.helion_attn.transform_rows(x, None, None, None, False, seed, False, False)
 

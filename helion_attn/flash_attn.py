@@ -24,39 +24,39 @@ from helion_attn.varlen import attention_varlen
 
 #: Arguments of flash-attn 3 that change the result, or promise something, and that are not supported.
 RULES = (
-    Rule("qv", is_none, "None", torch.zeros(1)),
-    Rule("attention_chunk", lambda chunk: chunk == 0, "0", 128),
+    Rule("qv", is_none, "None"),
+    Rule("attention_chunk", lambda chunk: chunk == 0, "0"),
     # A bool passes for an int, and is what `pack_gqa` or `deterministic` takes: arguments that slipped by one place.
-    Rule("num_splits", lambda splits: type(splits) is int and splits in (0, 1), "0 or 1: the package chooses", 2),
-    Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM", 8),
+    Rule("num_splits", lambda splits: type(splits) is int and splits in (0, 1), "0 or 1: the package chooses"),
+    Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM"),
 )
 
 #: Likewise of `flash_attn_varlen_func`.
 VARLEN_RULES = (
-    Rule("seqused_q", is_none, "None: cu_seqlens_q says where sequences end", torch.zeros(1)),
-    Rule("seqused_k", is_none, "None", torch.zeros(1)),
+    Rule("seqused_q", is_none, "None: cu_seqlens_q says where sequences end"),
+    Rule("seqused_k", is_none, "None"),
     *(rule for rule in RULES if rule.argument == "qv"),
-    Rule("q_descale", is_none, "None: q, k and v are bf16, fp16 or fp32", torch.zeros(1)),
-    Rule("k_descale", is_none, "None", torch.zeros(1)),
-    Rule("v_descale", is_none, "None", torch.zeros(1)),
+    Rule("q_descale", is_none, "None: q, k and v are bf16, fp16 or fp32"),
+    Rule("k_descale", is_none, "None"),
+    Rule("v_descale", is_none, "None"),
     *(rule for rule in RULES if rule.argument != "qv"),
 )
 
 #: Likewise of `flash_attn_with_kvcache`.
 KVCACHE_RULES = (
-    Rule("qv", is_none, "None", torch.zeros(1)),
-    Rule("rotary_cos", is_none, "None: rotate Q, and append K with `append_kvcache(rope=...)`", torch.zeros(1)),
-    Rule("rotary_sin", is_none, "None", torch.zeros(1)),
-    Rule("cache_batch_idx", is_none, "None: choose rows of page_table", torch.zeros(1)),
-    Rule("cache_leftpad", is_none, "None", torch.zeros(1)),
-    Rule("cu_seqlens_q", is_none, "None: q is [B, M, H, D]", torch.zeros(1)),
-    Rule("cu_seqlens_k_new", is_none, "None: k is [B, L, H_kv, D]", torch.zeros(1)),
-    Rule("max_seqlen_q", is_none, "None", 1),
-    Rule("rotary_seqlens", is_none, "None", torch.zeros(1)),
-    Rule("q_descale", is_none, "None: q is bf16, fp16 or fp32", torch.zeros(1)),
-    Rule("attention_chunk", lambda chunk: chunk == 0, "0", 128),
-    Rule("scheduler_metadata", is_none, "None", torch.zeros(1)),
-    Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM", 8),
+    Rule("qv", is_none, "None"),
+    Rule("rotary_cos", is_none, "None: rotate Q, and append K with `append_kvcache(rope=...)`"),
+    Rule("rotary_sin", is_none, "None"),
+    Rule("cache_batch_idx", is_none, "None: choose rows of page_table"),
+    Rule("cache_leftpad", is_none, "None"),
+    Rule("cu_seqlens_q", is_none, "None: q is [B, M, H, D]"),
+    Rule("cu_seqlens_k_new", is_none, "None: k is [B, L, H_kv, D]"),
+    Rule("max_seqlen_q", is_none, "None"),
+    Rule("rotary_seqlens", is_none, "None"),
+    Rule("q_descale", is_none, "None: q is bf16, fp16 or fp32"),
+    Rule("attention_chunk", lambda chunk: chunk == 0, "0"),
+    Rule("scheduler_metadata", is_none, "None"),
+    Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM"),
 )
 
 #: What `flash_attn_with_kvcache` calls the fields of a `PagedKVCache` and its block table.
@@ -82,6 +82,11 @@ def _options(
     """Flash-attn's options, checked under its names, as this package's."""
     if softmax_scale is not None:
         check_sm_scale(softmax_scale, "softmax_scale")
+        if softmax_scale == 0:
+            raise ValueError(
+                f"softmax_scale is {softmax_scale}; it must be None or positive: flash-attn 2 has dropout_p in this "
+                f"place, and a scale of 0 gives every key the same weight"
+            )
     check_window(window_size, "window_size")
     check_softcap(softcap, no_cap=0.0)
     check_flag(return_lse, return_name)
@@ -124,7 +129,7 @@ def flash_attn_func(
         q: [B, M, H, D]; bf16, fp16, fp32 or float8_e4m3fn; D in 16..1024.
         k: [B, N, H_kv, D], of q's dtype; H is a multiple of H_kv.
         v: [B, N, H_kv, D_v], of q's dtype; D_v in 16..1024.
-        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
+        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive.
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
         qv: not supported.
         q_descale: fp32 [B, H_kv], multiplies e4m3 q; 1 by default. Its values are not read on the host: one that is
@@ -210,7 +215,7 @@ def flash_attn_varlen_func(
         max_seqlen_q: the longest sequence in flash-attn; not looked at, since nothing depends on it here.
         max_seqlen_k: likewise.
         seqused_q: not supported; and so the other arguments that docs/integrations.md lists.
-        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
+        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive.
         causal: row i of a sequence sees keys j <= i + N - M of it (bottom-right aligned).
         window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
             `causal`, right is 0 whatever it says.
@@ -248,7 +253,7 @@ def flash_attn_varlen_func(
 
 def _descale(name: str, descale: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
     if descale is None:
-        return torch.ones(shape, device=device)
+        return torch.ones(shape, dtype=torch.float32, device=device)
     check_descale_form(name, descale, (shape,), device)
     # Reading the values, as `pack` does, would stall the stream, and fail in CUDA graphs and torch.compile. The kernel
     # relies on positive ones: the others must not give an answer.
@@ -304,7 +309,7 @@ def flash_attn_with_kvcache(
         page_table: int32 [B, pages of a sequence], contiguous.
         k_descale: fp32 [num_pages, H_kv, page_size], written where k is.
         v_descale: fp32 [num_pages, H_kv, page_size], written where v is.
-        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
+        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive.
         causal: row i sees keys j <= i + N - M (bottom-right aligned), N with the new keys.
         window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
             `causal`, right is 0 whatever it says.
@@ -349,8 +354,12 @@ def flash_attn_with_kvcache(
         missing = next(name for name, value in needed.items() if value is None)
         raise ValueError(f"{missing} is None; a cache of packed pages, helion_attn.PagedKVCache, needs it")
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(x, torch.Tensor) or x.dim() != 4:
-            raise ValueError(f"{name} must be k8 or v8 of a helion_attn.PagedKVCache, a tensor of 4 dimensions")
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be k8 or v8 of a helion_attn.PagedKVCache")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; it must be k8 or v8 of a helion_attn.PagedKVCache, of 4 dimensions"
+            )
     if q.size(3) != k_cache.size(3):
         raise ValueError(
             f"q has head dim {q.size(3)} and k_cache {k_cache.size(3)}; they must be equal (helion_attn."

@@ -12,6 +12,7 @@ from helion_attn.api import attention
 from helion_attn.autocast import autocast_inputs
 from helion_attn.support import Rule, check_supported
 from helion_attn.types import BALANCED, Recipe
+from helion_attn.validate import check_sm_scale
 
 
 def _is_causal_bias(mask: Any) -> bool:
@@ -27,9 +28,8 @@ RULES = (
         lambda mask: mask is None or _is_causal_bias(mask),
         "None, or made by torch.nn.attention.bias.causal_lower_right or causal_upper_left: the values of other masks "
         "would have to be read",
-        torch.ones(4, 4, dtype=torch.bool),
     ),
-    Rule("dropout_p", lambda p: p == 0, "0", 0.1),
+    Rule("dropout_p", lambda p: p == 0, "0"),
 )
 
 #: Functions of torch that call `scaled_dot_product_attention`, or compute attention, where the mode does not see it.
@@ -108,7 +108,9 @@ def _attention(
     recipe: Recipe,
 ) -> torch.Tensor:
     check_supported("helion_attn.sdpa", RULES, {"attn_mask": attn_mask, "dropout_p": dropout_p})
-    for name, x in (("query", query), ("key", key)):
+    if scale is not None:
+        check_sm_scale(scale, "scale")
+    for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; helion_attn.sdpa needs 4 dimensions")
     M, N = query.size(2), key.size(2)

@@ -17,13 +17,11 @@ class Rule:
         argument: its name.
         accepts: whether a value will do.
         accepted: what `accepts` says, in words, to follow "it must be".
-        refused: a value that is not accepted, for the tests.
     """
 
     argument: str
     accepts: Callable[[Any], bool]
     accepted: str
-    refused: Any
 
 
 def is_none(value: Any) -> bool:

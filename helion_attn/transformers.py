@@ -14,6 +14,7 @@ from helion_attn.api import attention
 from helion_attn.autocast import autocast_inputs
 from helion_attn.support import Rule, check_supported, is_none
 from helion_attn.types import BALANCED, Recipe
+from helion_attn.validate import check_sinks, check_sm_scale
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,13 @@ RULES = (
         lambda mask: mask is None or isinstance(mask, VisibleKeys),
         "None, or, as the model's forward takes it, [batch, keys] with padding at the start or the end; nothing with 4 "
         "dimensions",
-        torch.ones(1, 1, 4, 4, dtype=torch.bool),
     ),
-    Rule("dropout", lambda p: p == 0, "0", 0.1),
-    Rule("output_attentions", lambda wanted: not wanted, "False: there are no attention weights", True),
-    Rule("position_bias", is_none, "None", torch.zeros(1)),
-    Rule("cache", is_none, "None: no continuous batching with a paged cache", "a paged cache"),
-    Rule("cu_seq_lens_q", is_none, "None: no packed sequences", torch.zeros(2, dtype=torch.int32)),
-    Rule("cu_seq_lens_k", is_none, "None: no packed sequences", torch.zeros(2, dtype=torch.int32)),
+    Rule("dropout", lambda p: p == 0, "0"),
+    Rule("output_attentions", lambda wanted: not wanted, "False: there are no attention weights"),
+    Rule("position_bias", is_none, "None"),
+    Rule("cache", is_none, "None: no continuous batching with a paged cache"),
+    Rule("cu_seq_lens_q", is_none, "None: no packed sequences"),
+    Rule("cu_seq_lens_k", is_none, "None: no packed sequences"),
 )
 
 #: Further arguments that models pass through to attention and that cannot change its result.
@@ -137,9 +137,7 @@ def visible_keys(
     elif mask_function is bidirectional_mask_function:
         causal = False
     elif local_size is not None and _same(mask_function, sliding_window_causal_mask_function(local_size)):
-        causal, left = True, local_size - 1  # a window counts the query's own key
-        if left >= kv_length - 1:
-            left = None
+        causal, left = True, _earlier_keys(local_size, kv_length)
     else:
         raise NotImplementedError(
             f"helion_attn has no attention with the mask {getattr(mask_function, '__qualname__', mask_function)}; it "
@@ -157,6 +155,13 @@ def visible_keys(
         kept = torch.nn.functional.pad(kept, (0, kv_length - kept.size(1)))  # as transformers' own: short is hidden
         spans = _spans(kept)
     return VisibleKeys(spans, q_length, kv_length, causal, left)
+
+
+def _earlier_keys(window: int | None, N: int) -> int | None:
+    """How many earlier keys a query sees in a window, which counts the query's own; None for all of N."""
+    if window is not None and window < 1:
+        raise ValueError(f"sliding_window is {window}; it must be None, for no window, or at least 1")
+    return None if window is None or window >= N else window - 1
 
 
 def _spans(kept: torch.Tensor) -> tuple[tuple[int, int], ...]:
@@ -215,10 +220,12 @@ def attention_forward(
         if extra is not None and name not in IGNORED and not any(rule.argument == name for rule in RULES):
             raise NotImplementedError(f"helion_attn: {name} is given, of which this attention knows nothing")
 
+    if scaling is not None:
+        check_sm_scale(scaling, "scaling")
     query, key, value = autocast_inputs(query, key, value)
     (B, H, M, _D), N = query.shape, key.size(2)
-    # As everywhere in transformers: the window counts the query's own key.
-    left = None if sliding_window is None or sliding_window >= N else sliding_window - 1
+    check_sinks(s_aux, H, query.device, "s_aux")
+    left = _earlier_keys(sliding_window, N)
     if attention_mask is None:
         # The model made no mask at all, so that its module's word is all there is.
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -239,9 +246,8 @@ def attention_forward(
             )
         # A model may leave the window to its mask, but the two must not contradict each other.
         if left is not None and left != mask.left:
-            raise ValueError(
-                f"sliding_window is {sliding_window} and the mask's is {mask.left and mask.left + 1}; they must agree"
-            )
+            of_mask = None if mask.left is None else mask.left + 1
+            raise ValueError(f"sliding_window is {sliding_window} and the mask's is {of_mask}; they must agree")
         causal, left, spans = mask.causal, mask.left, mask.spans
 
     options: dict[str, Any] = {

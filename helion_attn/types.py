@@ -40,8 +40,8 @@ class Recipe:
         v_scales: all of V ("tensor"), a head, or a channel of a head over all keys.
         hadamard: rotate Q and K over the head dim, by random signs and a Hadamard matrix (QuIP, arXiv:2307.13304;
             FlashAttention-3, arXiv:2407.08608, section 3.3). Q K^T is the same, and an outlier is spread over all
-            channels of a block: as many as the largest power of two up to 128 that divides the head dim. An odd
-            head dim only has its signs changed.
+            channels of a block: as many as the largest power of two up to 128 that divides the head dim, which
+            must be even.
         hadamard_seed: of the signs; 0..2**63 - 1.
         reflect: from every four consecutive channels of Q and K subtract half of their sum. I - J/2, J all ones, is a
             Householder reflection, and for four channels a Hadamard transform: Q K^T is the same, an outlier is spread
@@ -160,7 +160,7 @@ BF16 = Recipe(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
 class Rope:
     """Rotary position embedding (RoFormer, arXiv:2104.09864), applied to Q and K while they are quantised.
 
@@ -184,7 +184,7 @@ class Rope:
     k_positions: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
 class QuantizedQKV:
     """Q, K and V in the packed format that the attention kernel reads. Made by `helion_attn.quantize`.
 
@@ -234,7 +234,7 @@ class QuantizedQKV:
     recipe: Recipe
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
 class PagedKVCache:
     """Keys and values in pages of `page_size`, packed as the attention kernel reads them. Made by `paged_kv_cache`.
 

@@ -5,8 +5,6 @@ Those of one function alone are in `validate_kv_cache` and `validate_varlen`.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from helion_attn.configs import (
@@ -29,8 +27,14 @@ MIN_D, MAX_D = 16, 1024
 #: Of pages, heads and splits: their products have room in 32 bits.
 MAX_COUNT = 2**24
 
+#: Of a window's edges: what an op takes.
+MAX_EDGE = 2**63 - 1
+
 #: Of a softcap: 1 / softcap, times any reasonable scale, has room in fp32; and scores have digits after the point.
 MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-40, 2.0**23
+
+#: Of what multiplies scores: it has room in fp32, also over a softcap and times log2(e).
+MAX_SM_SCALE = 2.0**64
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -79,6 +83,8 @@ def check_recipe(recipe: Recipe, D: int, D_v: int) -> None:
             f"recipe has {recipe.pv_dtype} P and V and the head dim is {max(D, D_v)}; above {SUPPORTED_D[-1]} it must "
             f"have 8-bit dtypes"
         )
+    if recipe.hadamard:
+        check_even("recipe has hadamard=True and the head dim is", D)
     # The large-D kernel's programs have D_v, at most 128, where they have registers for both sums.
     summed = D_v if uses_large_d(D, D_v, recipe.bits) and D <= MAX_LARGE_TWO_LEVEL_D else max(D, D_v)
     if recipe.promote_every == 1 and summed > MAX_TWO_LEVEL_D:
@@ -86,6 +92,12 @@ def check_recipe(recipe: Recipe, D: int, D_v: int) -> None:
             f"recipe has promote_every=1 and the head dim is {summed}; above {MAX_TWO_LEVEL_D} the fp32 sum has no "
             f"registers beside the product, and promote_every must be 0 or None"
         )
+
+
+def check_even(what: str, D: int) -> None:
+    """A head dim whose channels a Hadamard matrix can mix; `what` has it."""
+    if D < 1 or D % 2:
+        raise ValueError(f"{what} {D}; it must be even: of an odd one a Hadamard rotation mixes no channels")
 
 
 def check_rope_tables(rope: Rope, D: int, device: torch.device) -> None:
@@ -187,7 +199,7 @@ def check_descale(
 ) -> torch.Tensor:
     """A descale as an fp32 tensor of one of the shapes: finite and positive, which is read from the device."""
     if isinstance(descale, (int, float)):
-        descale = torch.tensor(float(descale), device=device)
+        descale = torch.tensor(float(descale), dtype=torch.float32, device=device)
     elif not isinstance(descale, torch.Tensor):
         raise TypeError(f"{name} is a {type(descale).__name__}; it must be a number or a float32 tensor")
     check_descale_form(name, descale, shapes, device)
@@ -310,11 +322,11 @@ def check_table(name: str, x: torch.Tensor, device: torch.device) -> None:
 
 
 def check_sm_scale(sm_scale: float, name: str = "sm_scale") -> None:
-    """A finite number, not negative: the online softmax takes the maximum before it scales."""
+    """Not negative: the online softmax takes the maximum before it scales."""
     if not isinstance(sm_scale, (int, float)) or isinstance(sm_scale, bool):
         raise TypeError(f"{name} is a {type(sm_scale).__name__}; it must be a float")
-    if not 0 <= sm_scale < math.inf:  # which torch.compile can trace of a scale made from a size
-        raise ValueError(f"{name} is {sm_scale}; it must be finite and not negative")
+    if not 0 <= sm_scale <= MAX_SM_SCALE:  # which torch.compile can trace of a scale made from a size
+        raise ValueError(f"{name} is {sm_scale}; it must lie in 0..2**64")
 
 
 def check_flag(flag: bool, name: str) -> None:
@@ -332,8 +344,8 @@ def check_window(window: tuple[int, int] | None, name: str = "window") -> None:
     for edge in window:
         if not isinstance(edge, (int, torch.SymInt)):
             raise TypeError(f"{name} is {window!r}; it must be None or (left, right), two ints")
-        if edge < -1:
-            raise ValueError(f"{name} is {window!r}; left and right must be -1, for unlimited, or more")
+        if not -1 <= edge <= MAX_EDGE:
+            raise ValueError(f"{name} is {window!r}; left and right must be -1, for unlimited, or in 0..2**63 - 1")
 
 
 def check_softcap(softcap: float | None, no_cap: float | None = None) -> None:
@@ -347,21 +359,21 @@ def check_softcap(softcap: float | None, no_cap: float | None = None) -> None:
         raise ValueError(f"softcap is {softcap}; it must be {no_cap}, for no cap, or lie in 2**-40..2**23")
 
 
-def check_sinks(sinks: torch.Tensor | None, H: int, device: torch.device) -> None:
+def check_sinks(sinks: torch.Tensor | None, H: int, device: torch.device, name: str = "sinks") -> None:
     """None, or one logit a query head."""
     if sinks is None:
         return
     if not isinstance(sinks, torch.Tensor):
-        raise TypeError(f"sinks is a {type(sinks).__name__}; it must be None or a torch.Tensor")
+        raise TypeError(f"{name} is a {type(sinks).__name__}; it must be None or a torch.Tensor")
     if sinks.dtype not in IN_DTYPES:
-        raise TypeError(f"sinks has dtype {sinks.dtype}; it must be one of {_names(IN_DTYPES)}")
+        raise TypeError(f"{name} has dtype {sinks.dtype}; it must be one of {_names(IN_DTYPES)}")
     if tuple(sinks.shape) != (H,):
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; it must be ({H},), one logit a query head")
+        raise ValueError(f"{name} has shape {tuple(sinks.shape)}; it must be ({H},), one logit a query head")
     if sinks.device != device:
-        raise ValueError(f"sinks is on {sinks.device} and q on {device}; they must be on the same device")
+        raise ValueError(f"{name} is on {sinks.device} and q on {device}; they must be on the same device")
     if sinks.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
-            "sinks requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach sinks"
+            f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
         )
 
 
@@ -447,7 +459,7 @@ def check_count(name: str, count: int, largest: int = MAX_COUNT) -> None:
         raise ValueError(f"{name} is {count}; it must lie in 1..{largest}")
 
 
-def check_head_dim(name: str, D: int) -> None:
-    """16..1024."""
+def check_head_dim(what: str, D: int) -> None:
+    """16..1024; `what` has one, as in "q has head dim"."""
     if not MIN_D <= D <= MAX_D:
-        raise ValueError(f"{name} {D}; it must lie in {MIN_D}..{MAX_D}")
+        raise ValueError(f"{what} {D}; it must lie in {MIN_D}..{MAX_D}")

@@ -43,9 +43,12 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
     check_page_head_dim(names["D"], cache.D)
     check_page_head_dim(names["D_v"], cache.D_v)
     tile = page_packing(cache.D, cache.D_v)
-    if not isinstance(cache.k8, torch.Tensor) or cache.k8.dim() != 4 or cache.k8.numel() == 0:
+    if not isinstance(cache.k8, torch.Tensor):
+        raise TypeError(f"{names['k8']} is a {type(cache.k8).__name__}; it must be a torch.Tensor")
+    if cache.k8.dim() != 4 or cache.k8.numel() == 0:
         raise ValueError(
-            f"{names['k8']} must be [num_pages, H_kv, page_size, D_pad], as helion_attn.paged_kv_cache makes it"
+            f"{names['k8']} has shape {tuple(cache.k8.shape)}; it must be [num_pages, H_kv, page_size, D_pad], as "
+            f"helion_attn.paged_kv_cache makes it"
         )
     check_device(names["k8"], cache.k8)
     pages = cache.k8.shape[:2]

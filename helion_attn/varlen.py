@@ -15,7 +15,7 @@ from helion_attn.validate import check_options
 from helion_attn.validate_varlen import check_varlen, check_varlen_recipe
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
 class PackedVarlen:
     """A quantised batch of sequences, in the packed format of `QuantizedQKV` with these differences.
 

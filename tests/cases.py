@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 import helion_attn as ha
-from helion_attn.configs import packing
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import TANH_ERROR, error_budget, make_qkv, relative_error
 from helion_attn.workloads import WORKLOADS
@@ -154,7 +153,6 @@ def make_case(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> Case:
-    block_n = packing(qkv[0].size(3), qkv[2].size(3), recipe.bits).bn
     q, k, v = qkv
     rotated = (q, k) if rope is None else apply_rope_qk(q, k, rope)
     oracle = ha.reference.attention(
@@ -178,7 +176,6 @@ def make_case(
         sinks=sinks,
         return_lse=True,
         out_dtype=torch.float32,
-        block_n=block_n,
     )
     return Case(qkv, causal, sm_scale, recipe, *oracle, *pair(model), rope, window, softcap, sinks)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from refused import refused
 
 import helion_attn as ha
 from helion_attn.flash_attn import RULES
@@ -122,7 +123,7 @@ def test_bad_descale_values_make_nan_of_their_heads(name: str, bad: float, devic
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.argument)
 def test_unsupported_arguments_raise(rule: Any, device: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{rule.argument} is .*; it must be"):
-        flash_attn_func(*bshd(device), **{rule.argument: rule.refused})
+        flash_attn_func(*bshd(device), **{rule.argument: refused(rule.argument)})
 
 
 def test_hints_change_nothing(device: str) -> None:
@@ -145,6 +146,7 @@ def test_hints_change_nothing(device: str) -> None:
         ({"num_splits": True}, NotImplementedError, "num_splits is True; it must be 0 or 1"),
         ({"num_splits": 1.0}, NotImplementedError, "num_splits is 1.0; it must be 0 or 1"),
         ({"softmax_scale": -1.0}, ValueError, "softmax_scale is -1"),
+        ({"softmax_scale": 0.0}, ValueError, "softmax_scale is 0.0; it must be None or positive: flash-attn 2"),
         ({"recipe": "fast"}, TypeError, "recipe is 'fast'"),
         ({"dropout_p": 0.0}, TypeError, "dropout_p"),
     ],
@@ -223,5 +225,5 @@ def test_rules_name_arguments() -> None:
     for rule in RULES:
         default = inspect.signature(ha.flash_attn_func).parameters[rule.argument].default
         assert rule.accepts(default)
-        assert not rule.accepts(rule.refused)
+        assert not rule.accepts(refused(rule.argument))
         assert dataclasses.is_dataclass(rule)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from no_ops import Launched, NoOps
+from refused import refused
 from test_kv_cache import append_all, make_cache
 from test_validation import assert_raises
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -252,7 +253,7 @@ def test_rules_name_arguments() -> None:
     for rule in KVCACHE_RULES:
         default = inspect.signature(ha.flash_attn_with_kvcache).parameters[rule.argument].default
         assert rule.accepts(default)
-        assert not rule.accepts(rule.refused)
+        assert not rule.accepts(refused(rule.argument))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -326,7 +327,7 @@ def test_one_length_for_all(device: str) -> None:
 def test_unsupported_arguments_raise(rule: Any) -> None:
     q = zeros(1, 1, 2, 64)
     with pytest.raises(NotImplementedError, match=f"flash_attn_with_kvcache: {rule.argument} is"):
-        flash_attn_with_kvcache(q, q, q, **{rule.argument: rule.refused})
+        flash_attn_with_kvcache(q, q, q, **{rule.argument: refused(rule.argument)})
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from refused import refused
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as bound_before
 
@@ -86,7 +87,7 @@ def test_means_what_it_means_to_pytorch(case: str, device: str) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.argument)
 def test_unsupported_arguments_raise(rule: Any, device: str) -> None:
     with ha.sdpa(), pytest.raises(NotImplementedError, match=f"{rule.argument} is .*; it must be"):
-        F.scaled_dot_product_attention(*qkv_on(device), **{rule.argument: rule.refused})
+        F.scaled_dot_product_attention(*qkv_on(device), **{rule.argument: refused(rule.argument)})
 
 
 def test_top_left_causal_of_other_lengths_raises(device: str) -> None:
@@ -102,6 +103,8 @@ BAD: dict[str, tuple[Callable[[Qkv], tuple[Any, ...]], dict[str, Any], type[Exce
     "mask_of_other_lengths": (tuple, {"attn_mask": causal_lower_right(24, 25)}, ValueError, "24 and 25"),
     "two_masks": (tuple, {"attn_mask": causal_lower_right(24, 24), "is_causal": True}, ValueError, "is_causal"),
     "float64": (lambda qkv: tuple(x.double() for x in qkv), {}, TypeError, "float64"),
+    "scale": (tuple, {"scale": -1.0}, ValueError, "scale is -1.0"),
+    "value_of_rank_3": (lambda qkv: (*qkv[:2], qkv[2][0]), {}, ValueError, "value has shape"),
     "rank_3": (lambda qkv: tuple(x[0] for x in qkv), {}, ValueError, "4 dimensions"),
     "heads": (lambda qkv: (qkv[0], qkv[1][:, :1], qkv[2][:, :1]), {}, ValueError, "enable_gqa"),
     "head_dim": (lambda qkv: tuple(x[..., :8] for x in qkv), {}, ValueError, "head dim"),

@@ -110,14 +110,6 @@ def test_channels_of_no_group_are_not_reflected(D: int, device: str) -> None:
     assert not torch.any(out[..., : D // 4 * 4] == x[..., : D // 4 * 4])
 
 
-def test_odd_head_dim_changes_signs_only(device: str) -> None:
-    x = make_qkv("randn", 1, 2, 1, 5, 1, 81, device=device)[0]
-    out = ha.hadamard(x, seed=1)
-    assert torch.equal(out.abs(), x.abs())
-    assert torch.equal(out.double(), ha.reference.hadamard(x, 1))
-    assert not torch.equal(out, x)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides(layout: str, dtype: torch.dtype, device: str) -> None:
@@ -314,6 +306,18 @@ def test_bad_hadamard_and_reflect(what: str) -> None:
 def test_bad_seed(seed: Any) -> None:
     with pytest.raises(ValueError, match=rf"seed is {re.escape(repr(seed))}; it must be an int in 0\.\.2\*\*63 - 1"):
         ha.hadamard(GOOD["x"], seed=seed)
+    with pytest.raises(ValueError, match=rf"seed is {re.escape(repr(seed))}; it must be an int in 0\.\.2\*\*63 - 1"):
+        ha.hadamard_matrix(32, seed)
+
+
+@NO_LAUNCH
+@pytest.mark.parametrize("D", [17, 81, 1023])
+def test_hadamard_of_odd_head_dim(D: int) -> None:
+    """Whose largest power of two is 1: nothing would be mixed."""
+    with pytest.raises(ValueError, match=rf"x has head dim {D}; it must be even"):
+        ha.hadamard(table(1, 2, 5, D).bfloat16())
+    with pytest.raises(ValueError, match=rf"D is {D}; it must be even"):
+        ha.hadamard_matrix(D)
 
 
 def compile_stage(D: int, dtype: torch.dtype, stage: Callable[[torch.Tensor], object]) -> Sm90Kernel:

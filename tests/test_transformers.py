@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from refused import refused
 
 import helion_attn as ha
 from helion_attn.testing import make_qkv, relative_error
@@ -307,13 +308,25 @@ def forward(M: int = 4, N: int = 4, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("rule", ours.RULES, ids=lambda rule: rule.argument)
 def test_unsupported_arguments_raise(rule: Any) -> None:
     with pytest.raises(NotImplementedError, match=f"{rule.argument} is .*; it must be"):
-        forward(**{rule.argument: rule.refused})
+        forward(**{rule.argument: refused(rule.argument)})
 
 
 def test_other_arguments() -> None:
     forward(**dict.fromkeys(ours.IGNORED, 1), something_new=None)
     with pytest.raises(NotImplementedError, match="something_new is given"):
         forward(something_new=1)
+
+
+def test_bad_values_have_the_names_of_transformers() -> None:
+    with pytest.raises(ValueError, match="sliding_window is 0; it must be None, for no window, or at least 1"):
+        forward(sliding_window=0)
+    with pytest.raises(ValueError, match=r"scaling is -1\.0"):
+        forward(scaling=-1.0)
+    with pytest.raises(ValueError, match=r"s_aux has shape \(3,\)"):
+        forward(s_aux=torch.zeros(3))
+    window_of_one = ours.VisibleKeys(((0, 4),), 4, 4, True, 0)
+    with pytest.raises(ValueError, match="sliding_window is 2 and the mask's is 1"):
+        forward(attention_mask=window_of_one, sliding_window=2)
 
 
 def test_ambiguous_masks_raise() -> None:

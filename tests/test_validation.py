@@ -118,6 +118,11 @@ TENSORS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
     "layout_none": ({"layout": None}, ValueError, ["layout is None", "('bhsd', 'bshd')"]),
     "recipe_string": ({"recipe": "balanced"}, TypeError, ["recipe is 'balanced'", "helion_attn.Recipe"]),
     "recipe_class": ({"recipe": ha.Recipe}, TypeError, ["recipe is <class", "helion_attn.Recipe"]),
+    "hadamard_of_odd_head_dim": (
+        {name: zeros(1, 2, 3, 81) for name in "qkv"} | {"recipe": ha.ACCURATE},
+        ValueError,
+        ["hadamard=True and the head dim is 81", "even"],
+    ),
     "promote_every_1_at_192": (
         {name: zeros(1, 1, 3, 192) for name in "qkv"} | {"recipe": ha.Recipe(promote_every=1)},
         ValueError,
@@ -137,9 +142,10 @@ TENSORS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
 
 #: Likewise, for what both `attention` and `attention_quantized` take.
 OPTIONS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
-    "sm_scale_inf": ({"sm_scale": float("inf")}, ValueError, ["sm_scale is inf", "finite and not negative"]),
-    "sm_scale_nan": ({"sm_scale": float("nan")}, ValueError, ["sm_scale is nan", "finite and not negative"]),
-    "sm_scale_negative": ({"sm_scale": -0.125}, ValueError, ["sm_scale is -0.125", "finite and not negative"]),
+    "sm_scale_inf": ({"sm_scale": float("inf")}, ValueError, ["sm_scale is inf", "0..2**64"]),
+    "sm_scale_nan": ({"sm_scale": float("nan")}, ValueError, ["sm_scale is nan", "0..2**64"]),
+    "sm_scale_large": ({"sm_scale": 1e39}, ValueError, ["sm_scale is 1e+39", "0..2**64"]),
+    "sm_scale_negative": ({"sm_scale": -0.125}, ValueError, ["sm_scale is -0.125", "0..2**64"]),
     "causal_string": ({"causal": "no"}, TypeError, ["causal is 'no'", "a bool"]),
     "causal_none": ({"causal": None}, TypeError, ["causal is None", "a bool"]),
     "return_lse_string": ({"return_lse": "no"}, TypeError, ["return_lse is 'no'", "a bool"]),
@@ -151,8 +157,9 @@ OPTIONS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
     "window_of_floats": ({"window": (5.0, 1)}, TypeError, ["window is (5.0, 1)", "two ints"]),
     "window_of_bools": ({"window": (True, 1)}, TypeError, ["window is (True, 1)", "two ints"]),
     "window_none_left": ({"window": (None, 0)}, TypeError, ["window is (None, 0)", "two ints"]),
-    "window_left": ({"window": (-2, 0)}, ValueError, ["window is (-2, 0)", "-1, for unlimited, or more"]),
-    "window_right": ({"window": (0, -2)}, ValueError, ["window is (0, -2)", "-1, for unlimited, or more"]),
+    "window_left": ({"window": (-2, 0)}, ValueError, ["window is (-2, 0)", "-1, for unlimited, or in 0..2**63 - 1"]),
+    "window_of_65_bits": ({"window": (2**63, 0)}, ValueError, ["window is (9223372036854775808, 0)", "2**63 - 1"]),
+    "window_right": ({"window": (0, -2)}, ValueError, ["window is (0, -2)", "-1, for unlimited, or in"]),
     "window_right_causal": ({"window": (0, -2), "causal": True}, ValueError, ["window is (0, -2)"]),
     "softcap_zero": ({"softcap": 0.0}, ValueError, ["softcap is 0.0", "None, for no cap", "2**-40..2**23"]),
     "softcap_negative": ({"softcap": -50.0}, ValueError, ["softcap is -50.0", "2**-40..2**23"]),
@@ -349,6 +356,16 @@ def test_quantized_with_another_recipe(recipe: ha.Recipe, named: str | None) -> 
 def test_not_quantized(value: Any) -> None:
     with pytest.raises(TypeError, match=r"qkv is a \w+; it must be a helion_attn.QuantizedQKV"):
         ha.attention_quantized(value)
+    with pytest.raises(TypeError, match=r"qkv is a \w+; it must be a helion_attn.QuantizedQKV"):
+        ha.dequantize(value)
+
+
+def test_types_of_tensors_compare_by_identity() -> None:
+    """Fields are tensors, and the truth of an equation between two of those is ambiguous."""
+    rope = ha.Rope(torch.ones(2, 8), torch.zeros(2, 8))
+    assert rope == rope
+    assert rope != dataclasses.replace(rope)
+    assert packed() != packed()
 
 
 def test_types_are_frozen() -> None:

@@ -14,6 +14,7 @@ import torch
 from cases import PRESETS, RECIPES, Case, Tensors
 from conftest import nan_filled_memory
 from offline import compilations
+from refused import refused
 
 import helion_attn as ha
 from helion_attn.configs import Q_FIELDS, varlen_packing
@@ -566,7 +567,7 @@ def test_unsupported_arguments_raise(rule: Any, device: str) -> None:
     assert rule.accepts(inspect.signature(ha.flash_attn_varlen_func).parameters[rule.argument].default)
     with pytest.raises(NotImplementedError, match=f"{rule.argument} is .*; it must be"):
         flash_attn_varlen_func(
-            *packed_qkv(batch, device), *tables(batch, device), 100, 150, **{rule.argument: rule.refused}
+            *packed_qkv(batch, device), *tables(batch, device), 100, 150, **{rule.argument: refused(rule.argument)}
         )
 
 

@@ -222,7 +222,7 @@ def fp8_attention(
     sinks: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     out_dtype: torch.dtype | None = None,
-    block_n: int = 128,
+    block_n: int | None = None,
 ) -> torch.Tensor: ...
 @overload
 def fp8_attention(
@@ -240,7 +240,7 @@ def fp8_attention(
     sinks: torch.Tensor | None = None,
     return_lse: Literal[True],
     out_dtype: torch.dtype | None = None,
-    block_n: int = 128,
+    block_n: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def fp8_attention(
@@ -258,7 +258,7 @@ def fp8_attention(
     sinks: torch.Tensor | None = None,
     return_lse: bool,
     out_dtype: torch.dtype | None = None,
-    block_n: int = 128,
+    block_n: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def fp8_attention(
     q: torch.Tensor,
@@ -275,7 +275,7 @@ def fp8_attention(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
-    block_n: int = 128,
+    block_n: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention as the kernel rounds it, on any device: the error that this design has, before any bug.
 
@@ -303,7 +303,7 @@ def fp8_attention(
             0 still, and lse its sink.
         return_lse: also return the fp32 lse [B, H, M], natural log.
         out_dtype: the output's; q's by default.
-        block_n: keys of a block, `bn` of the kernel's config.
+        block_n: keys of a block; `bn` of the kernel's config by default.
 
     Raises:
         ValueError: layout is another; or as `quantize`.
@@ -312,6 +312,7 @@ def fp8_attention(
     B, H, M, D = q.shape
     H_kv, N = k.shape[1], k.shape[2]
     scale = default_sm_scale(sm_scale, D)
+    bn = packing(D, v.size(3), recipe.bits).bn if block_n is None else block_n
     r = quantize(q, k, v, recipe, rope)
     k8, v8, k_descale, v_descale, v_mean = (
         x.repeat_interleave(H // H_kv, 1) for x in (r.k8, r.v8, r.k_descale, r.v_descale, r.v_mean)
@@ -324,10 +325,10 @@ def fp8_attention(
         m_i = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
         l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
         acc = q.new_zeros((B, H, M, v.size(3)), dtype=torch.float32)
-        for j in range(0, N, block_n):
-            # [B, H, M, block_n]
-            s = r.q8 @ k8[:, :, j : j + block_n].mT
-            s = s * (q_scale_log2 * k_descale[:, :, None, j : j + block_n])
+        for j in range(0, N, bn):
+            # [B, H, M, bn]
+            s = r.q8 @ k8[:, :, j : j + bn].mT
+            s = s * (q_scale_log2 * k_descale[:, :, None, j : j + bn])
             if softcap is not None:
                 # tanh is not linear: it must see what smooth-K took from a row's scores.
                 s = s * LN2 + scale * r.lse_shift.unsqueeze(3)
@@ -339,7 +340,7 @@ def fp8_attention(
             p = torch.exp2(s - m_ref)
             alpha = torch.exp2(m_i - m_ref)
             l_i = l_i * alpha + p.sum(3, keepdim=True)
-            acc = acc * alpha + p.to(recipe.pv_dtype).float() @ v8[:, :, j : j + block_n]
+            acc = acc * alpha + p.to(recipe.pv_dtype).float() @ v8[:, :, j : j + bn]
             m_i = m_new
         return m_i, l_i, acc
 

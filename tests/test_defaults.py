@@ -1,0 +1,47 @@
+"""PyTorch's default dtype and device, as a program may set them, change no answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.testing import make_qkv
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_default_dtype_changes_nothing(dtype: torch.dtype, device: str) -> None:
+    """As inference servers set it, to a model's."""
+    q, k, v = make_qkv("randn", 1, 2, 1, 20, 30, 32, device=device)
+    q8, k8, v8 = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+
+    def answers() -> list[torch.Tensor]:
+        packed8 = ha.pack(q8, k8, v8, q_descale=0.5, k_descale=2.0, v_descale=1.0)
+        quantized = ha.quantize(q, k, v, recipe=ha.ACCURATE)
+        found = [ha.hadamard_matrix(32), *ha.dequantize(packed8), *ha.dequantize(quantized)]
+        if (
+            device == "cuda"
+        ):  # Helion's interpreter gives torch._scaled_mm scales of the default dtype, which it refuses
+            fp8 = ha.flash_attn_func(q8.transpose(1, 2), k8.transpose(1, 2), v8.transpose(1, 2))
+            assert isinstance(fp8, torch.Tensor)
+            found += [ha.attention_quantized(packed8), ha.attention(q, k, v), fp8]
+        else:
+            found += [ha.attention(q, k, v, recipe=ha.BF16)]
+        return found
+
+    expected = answers()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = answers()
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def test_rotation_is_made_on_the_cpu() -> None:
+    expected = ha.hadamard_matrix(32, 7)
+    with torch.device("meta"):
+        assert torch.equal(ha.hadamard_matrix(32, 7), expected)
