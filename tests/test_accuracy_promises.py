@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -29,6 +31,35 @@ def test_randn(D: int, causal: bool, device: str) -> None:
 def test_positive_v_does_not_drift(keys: int, device: str) -> None:
     H, M = (8, 64) if device == "cuda" else (1, 4)
     assert kernel_error(*make_qkv("biased_v", 1, H, H, M, keys, 128, device=device)) <= 0.003
+
+
+@pytest.mark.parametrize(
+    ("D", "D_v", "recipe"),
+    [
+        pytest.param(64, 64, ha.HYBRID, id="hybrid-64"),
+        pytest.param(128, 128, ha.HYBRID, id="hybrid-128"),
+        pytest.param(256, 256, ha.HYBRID, id="hybrid-256"),
+        pytest.param(128, 128, ha.BF16, id="bf16-128"),
+        pytest.param(192, 128, ha.BALANCED, id="balanced-192-128"),
+        pytest.param(512, 512, ha.BALANCED, id="balanced-512"),
+        pytest.param(1024, 1024, ha.BALANCED, id="balanced-1024", marks=pytest.mark.gpu),
+    ],
+)
+def test_positive_v_does_not_drift_in_any_kernel(D: int, D_v: int, recipe: ha.Recipe, device: str) -> None:
+    """The packed blocks of 4096 keys, 32 times: the answer is that of 4096."""
+    times = 32
+    H, M = (8, 64) if device == "cuda" else (1, 4)
+    packed = ha.quantize(*make_qkv("biased_v", 1, H, H, M, KEYS, D, D_v=D_v, device=device), recipe=recipe)
+    per_block = packed.k_descale.size(2) > 1
+    many = dataclasses.replace(
+        packed,
+        k8=packed.k8.repeat(1, times, 1, 1),
+        v8=packed.v8.repeat(1, times, 1, 1),
+        k_descale=packed.k_descale.repeat(1, 1, times) if per_block else packed.k_descale,
+        N=times * KEYS,
+    )
+    out = ha.attention_quantized(many, out_dtype=torch.float32)
+    assert relative_error(out, ha.reference.attention(*ha.dequantize(packed))) <= 0.003
 
 
 @pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED, ha.ACCURATE], ids=["fast", "balanced", "accurate"])
