@@ -20,6 +20,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -36,10 +37,9 @@ from unittest import mock
 import torch
 
 import helion_attn as ha
-from helion_attn import configs
-from helion_attn.configs import packing
+from helion_attn.configs import packing, scheduling
 from helion_attn.kernels.triton_passes import WithPasses
-from helion_attn.numerics import RECENTRED_KEYS
+from helion_attn.numerics import LN2, RECENTRED_KEYS
 from helion_attn.testing import error_budget, make_qkv, relative_error
 
 TOOLS = ("memcheck", "racecheck")
@@ -78,6 +78,8 @@ class Attend:
         odd_strides: rows an odd number of elements apart: no wide loads.
         rope: rotate, by tables of random angles.
         keys: N.
+        rise: by how much, in base 2, scores of the last keys lie above those of the first block for every other query,
+            and below for the rest.
     """
 
     D: int
@@ -90,10 +92,15 @@ class Attend:
     odd_strides: bool = False
     rope: bool = False
     keys: int = N
+    rise: float = 0.0
 
     def __call__(self, device: str) -> None:
         """The call, and its check."""
         q, k, v = make_qkv("biased_v", B, H, H_KV, M, self.keys, self.D, self.dtype, device, D_v=self.D_v)
+        if self.rise:
+            q[..., 0], k[..., 0] = 8.0, 0.0
+            q[:, :, 1::2, 0] = -8.0
+            k[:, :, 200:, 0] = self.rise * LN2 * self.D**0.5 / 8.0
         if self.odd_strides:
             q, k, v = (torch.nn.functional.pad(x, (0, 1 - x.size(3) % 2))[..., : x.size(3)] for x in (q, k, v))
         angles = torch.linspace(0, 50, self.keys * self.D // 2, device=device).view(self.keys, -1)
@@ -103,7 +110,7 @@ class Attend:
             "sinks": torch.linspace(-1, 1, H, device=device) if self.has_sinks else None,
         }
         given = [x.transpose(1, 2) for x in (q, k, v)] if options.get("layout") == "bshd" else [q, k, v]
-        with mock.patch.object(configs, "key_splits", return_value=self.splits):
+        with mock.patch.object(scheduling, "key_splits", return_value=self.splits):
             out = ha.attention(*given, **options)
         if not self.rope:
             exact = {name: value for name, value in options.items() if name not in ("recipe", "rope")}
@@ -116,26 +123,50 @@ class Attend:
 
 @dataclass(frozen=True)
 class Decode:
-    """Append to a paged cache, and attend to it; the keys in `splits` runs."""
+    """Append to a paged cache, and attend to it; the keys in `splits` runs.
+
+    Attributes:
+        D: head dim.
+        splits: of `helion_attn.attention_kvcache`.
+        options: what else it takes, and the references do.
+        has_sinks: likewise.
+        rope: rotate keys as they come, those of the queries in an append of their own.
+        keys: of the longest sequence.
+    """
 
     D: int
     splits: int
+    options: dict[str, Any] = field(default_factory=dict)
+    has_sinks: bool = False
+    rope: bool = False
+    keys: int = N
 
     def __call__(self, device: str) -> None:
         """The calls, and their check."""
-        lengths, queries = (N, 0, N - 123), 3
-        q, k, v = make_qkv("biased_v", len(lengths), H, H_KV, queries, N, self.D, device=device)
-        cache = ha.paged_kv_cache(len(lengths) * N, H_KV, self.D, device=device)
-        pages = -(-N // cache.page_size)
+        lengths, queries = (self.keys, 0, self.keys - 123), 3
+        q, k, v = make_qkv("biased_v", len(lengths), H, H_KV, queries, self.keys, self.D, device=device)
+        options = {"causal": True} | self.options
+        if self.has_sinks:
+            options["sinks"] = torch.linspace(-1, 1, H, device=device)
+        cache = ha.paged_kv_cache(len(lengths) * self.keys, H_KV, self.D, device=device)
+        pages = -(-self.keys // cache.page_size)
         table = torch.arange(len(lengths) * pages, dtype=torch.int32, device=device).flip(0).view(-1, pages)
         seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        ha.append_kvcache(cache, k, v, table, torch.zeros_like(seqlens))
-        out = ha.attention_kvcache(q, cache, table, seqlens, causal=True, num_splits=self.splits)
+        nothing = torch.zeros_like(seqlens)
+        if self.rope:
+            angles = torch.linspace(0, 50, self.keys * self.D // 2, device=device).view(self.keys, -1)
+            rope, old = ha.Rope(angles.cos(), angles.sin()), self.keys - queries
+            ha.append_kvcache(cache, k[:, :, :old], v[:, :, :old], table, nothing, rope=rope)
+            ha.append_kvcache(cache, k[:, :, old:], v[:, :, old:], table, nothing + old, rope=rope)
+            k = ha.reference.apply_rope(k, rope.cos, rope.sin).float()
+        else:
+            ha.append_kvcache(cache, k, v, table, nothing)
+        out = ha.attention_kvcache(q, cache, table, seqlens, num_splits=self.splits, **options)
         for b, length in enumerate(lengths):
             one = (q[b : b + 1], k[b : b + 1, :, :length], v[b : b + 1, :, :length])
             if length:
-                model, _ = ha.reference.fp8_attention_kvcache(*one, causal=True)
-                check(out[b : b + 1], model, ha.reference.attention(*one, causal=True))
+                model, _ = ha.reference.fp8_attention_kvcache(*one, **options)
+                check(out[b : b + 1], model, ha.reference.attention(*one, **options), options.get("softcap"))
             elif out[b].any():
                 raise ValueError("a sequence without keys does not give 0")
 
@@ -171,6 +202,23 @@ class Packed:
             raise ValueError("a token of no sequence does not give NaN")
 
 
+def pack(device: str) -> None:
+    """e4m3 tensors with a descale a row of Q, a head of K and a channel of V."""
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in make_qkv("biased_v", B, H, H_KV, M, N, 72, device=device))
+    numbers = torch.linspace(0.5, 1.5, B * H * M, device=device)
+    q_descale, k_descale, v_descale = (
+        numbers[: math.prod(x)].view(x) for x in (q.shape[:3], k.shape[:2], (B, H_KV, 72))
+    )
+    packed = ha.pack(q, k, v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    out = ha.attention_quantized(packed, causal=True)
+    scales = (q_descale.unsqueeze(3), k_descale[:, :, None, None], v_descale.unsqueeze(2))
+    exact = [x.double() * scale for x, scale in zip((q, k, v), scales, strict=True)]
+    error = relative_error(out, ha.reference.attention(*exact, causal=True))
+    # P alone is rounded, by at most 2**-4 of each, and averaged over keys.
+    if not error <= 2.0**-5:
+        raise ValueError(f"error {error:.4g}")
+
+
 def stages(device: str) -> None:
     """The stage functions."""
     x = make_qkv("randn", B, H, H, M, M, 64, device=device)[0]
@@ -201,18 +249,25 @@ CASES: dict[str, Callable[[str], None]] = {
     "rope": Attend(64, 64, rope=True),
     "hybrid": Attend(128, 128, ha.HYBRID),
     "hybrid_d256": Attend(256, 256, ha.HYBRID),
+    # A row whose sum passes MAX_ROW_SUM is walked again.
+    "hybrid_walked_again": Attend(128, 128, ha.HYBRID, rise=300.0),
     "bf16_d256": Attend(256, 256, ha.BF16, options={"causal": True}),
     "bf16_masked": Attend(40, 40, ha.BF16, options=MASKED, has_sinks=True),
     "many_keys": Attend(32, 32, keys=RECENTRED_KEYS + 70),
     "packed": Packed(128, options={"causal": True}),
     "packed_masked": Packed(64, ha.ACCURATE, options=MASKED),
     "packed_fast": Packed(256, ha.FAST),
+    "packed_hybrid": Packed(128, ha.HYBRID),
     "packed_many_keys": Packed(32, keys=RECENTRED_KEYS + 70),
     "large_d320": Attend(320, 320, options={"causal": True}),
     "large_d512_masked": Attend(512, 512, ha.ACCURATE, options=MASKED, has_sinks=True),
     "d192_128": Attend(192, 128),
     "d192_128_causal": Attend(192, 128, options={"causal": True}),
     **{f"kv_cache_d{D}_{splits}_splits": Decode(D, splits) for D in (64, 128) for splits in (1, 3)},
+    "kv_cache_d256": Decode(256, 2, keys=140),
+    "kv_cache_masked": Decode(128, 3, {"window": (140, -1), "softcap": 5.0}, has_sinks=True),
+    "kv_cache_rope": Decode(80, 1, rope=True),
+    "pack": pack,
     "stages": stages,
 }
 

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from helion_attn.kernels import steps
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "sanitize.py"
 
 
@@ -29,6 +31,13 @@ script = load()
 @pytest.mark.parametrize("name", script.CASES)
 def test_case(name: str, device: str) -> None:
     script.CASES[name](device)
+
+
+def test_a_case_walks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that its result would not be finite."""
+    monkeypatch.setattr(steps, "MAX_ROW_SUM", float("inf"))
+    with pytest.raises(ValueError, match="error nan, budget"):
+        script.CASES["hybrid_walked_again"]("cpu")
 
 
 # The form of the logs is that of the compute-sanitizer manual's examples.
