@@ -25,17 +25,20 @@ TABLES = {
 }
 
 
+def with_blocks(page: str, blocks: dict[str, str]) -> str:
+    """The page with what stands between `<!-- NAME -->` and `<!-- /NAME -->` replaced, by name."""
+    for name, block in blocks.items():
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+        new = f"{begin}\n{block}\n{end}"
+        page, found = re.subn(re.escape(begin) + ".*?" + re.escape(end), lambda _, new=new: new, page, flags=re.DOTALL)
+        if found != 1:
+            raise ValueError(f"the page has {found} blocks {name}; it must have 1")
+    return page
+
+
 def with_tables(page: str) -> str:
     """The page with its tables as the code has them."""
-    for name, rules in TABLES.items():
-        begin, end = f"<!-- unsupported:{name} -->\n", f"\n<!-- /unsupported:{name} -->"
-        block = f"{begin}\n{support.table(rules)}\n{end}"
-        page, found = re.subn(
-            re.escape(begin) + ".*?" + re.escape(end), lambda _, new=block: new, page, flags=re.DOTALL
-        )
-        if found != 1:
-            raise ValueError(f"{PAGE.name} has {found} blocks {name}; it must have 1")
-    return page
+    return with_blocks(page, {f"unsupported:{name}": support.table(rules) for name, rules in TABLES.items()})
 
 
 if __name__ == "__main__":

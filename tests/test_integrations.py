@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+import helion_attn as ha
+from helion_attn import tritonbench
 
 PAGE = Path(__file__).parents[1] / "docs" / "integrations.md"
 
@@ -22,7 +27,9 @@ def run_example(title: str) -> dict[str, Any]:
 
 
 def test_every_section_has_an_example() -> None:
-    assert len(EXAMPLES) == PAGE.read_text().count("\n## ") == 5
+    sections = re.findall(r"^## (.*)$", PAGE.read_text(), flags=re.MULTILINE)
+    assert [*dict(EXAMPLES), "tritonbench"] == sections
+    assert len(sections) == 8
 
 
 def test_flash_attn() -> None:
@@ -68,11 +75,56 @@ def test_transformers() -> None:
     assert names["generated"].shape == (2, 9)
 
 
+def test_torch_compile() -> None:
+    torch._dynamo.reset()
+    names = run_example("torch.compile")
+    for out, qkv in zip(names["outs"], names["inputs"], strict=True):
+        assert torch.equal(out, names["attend"](qkv))
+    assert names["outs"][1].shape == (1, 100, 128)
+
+
+def test_pack_has_no_graph(device: str) -> None:
+    """As the page says."""
+    torch._dynamo.reset()
+    x = torch.ones(1, 1, 10, 32, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones(1, 1, device=device)
+
+    def pack() -> ha.QuantizedQKV:
+        return ha.pack(x, x, x, q_descale=one, k_descale=one, v_descale=one)
+
+    assert pack().M == 10
+    with pytest.raises(RuntimeError, match="data-dependent"):
+        torch.compile(pack, fullgraph=True, backend="aot_eager")()
+
+
+def test_cuda_graphs() -> None:
+    names = run_example("CUDA graphs")
+    assert torch.equal(names["out"], ha.attention(names["q"], names["k"], names["v"], causal=True))
+
+
+def test_tritonbench_commands() -> None:
+    section = PAGE.read_text().split("\n## tritonbench\n")[1]
+    commands = [shlex.split(line) for block in section.split("```")[1::2] for line in block.strip().splitlines()]
+    assert len(commands) == 4
+    for command in commands:
+        given = dict(itertools.pairwise(command))
+        assert given["--op"] == tritonbench.OPERATOR
+        assert given.get("-m", tritonbench.__name__) == tritonbench.__name__
+        assert given.get("--only", tritonbench.BACKEND) == tritonbench.BACKEND
+        if "--plugin" in given:
+            module, _, function = given["--plugin"].rpartition(".")
+            assert getattr(importlib.import_module(module), function) is tritonbench.register
+        if "--d-head" in given:
+            assert int(given["--d-head"]) * int(given["--n-heads"]) == 3072
+        assert ("-m" in given) != ("--plugin" in given)
+    assert tritonbench.METRIC in commands[0][-1].split(",")
+
+
 def test_tables_are_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PAGE.parents[1] / "scripts"))
     with_tables = importlib.import_module("integrations").with_tables
     page = PAGE.read_text()
     assert page == with_tables(page), "run scripts/integrations.py"
     assert with_tables(page.replace("`sm_margin`", "`sm`")) == page
-    with pytest.raises(ValueError, match="0 blocks sdpa"):
+    with pytest.raises(ValueError, match="0 blocks unsupported:sdpa"):
         with_tables(page.replace("unsupported:sdpa", "unsupported"))
