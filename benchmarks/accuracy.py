@@ -29,9 +29,9 @@ import real_qkv
 import torch
 from command import Suite, console, progress, run_command
 from harness import Results, Row, attention_flops, time_interleaved
-from peers import FP16_IMPLS, fp8_tensor
-from problem import Contender, Options, check, make_problem, others, ours, problem_of, workload
-from recipes import PRESETS, RECIPES, described
+from peers import fp8_tensor
+from problem import Contender, Options, check, in_fp16, make_problem, others, ours, problem_of, workload
+from recipes import PRESETS, RECIPES, RUNGS, described
 from torch import Tensor
 
 import helion_attn as ha
@@ -59,8 +59,7 @@ CHECKED_ROWS = 64
 
 def rmse(options: Options, D: int) -> Iterator[Row]:
     """Outliers, full attention."""
-    contenders = [Contender(key, run) for key, (needs, run) in FP16_IMPLS.items() if needs in options.impls]
-    contenders += others(options, ["fa3_bf16"])
+    contenders = in_fp16(options) + others(options, ["fa3_bf16"])
     contenders += [Contender("fp8_tensor", fp8_tensor), *others(options, FP8_PEERS), *ours(options, list(RECIPES))]
     for S in (128,) if options.device.type == "cpu" else (1024, 4096):
         problem = make_problem(workload(1, _heads(options), S, S, D), "outlier", options)
@@ -86,7 +85,7 @@ def long(options: Options, D: int) -> Iterator[Row]:
     for w in found[:1] if options.quick else found:
         for kind in INPUT_KINDS:
             problem = make_problem(w, kind, options)
-            for contender in (*ours(options, list(PRESETS)), *others(options)):
+            for contender in (*ours(options, [*PRESETS, *RUNGS]), *others(options)):
                 yield check(contender, problem, part="long")[0]
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import matplotlib.pyplot as plt
-from accuracy_tables import KINDS, SHOWN, labels, mask, pareto
+from accuracy_tables import SHOWN, labels, mask, pareto
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
-from plots import COLOURS, MARKERS, bars, legend, length, line, log_axis
+from plots import COLOURS, MARKERS, bars, horizontal, legend, length, line, log_axis
 from recipes import PRESETS
 from tables import LABELS, Loaded, Row, by_series, rows_of, series, series_in, values_of
+
+from helion_attn.testing import INPUT_KINDS
 
 
 def _grid(lines: int, columns: int, width: float = 4.1, height: float = 3.0) -> tuple[Figure, list[list[Axes]]]:
@@ -29,14 +31,18 @@ def accuracy(loaded: Loaded) -> Figure | None:
     rows = rows_of(loaded, "accuracy", part="inputs", causal=False)
     if not rows:
         return None
-    dims = [D for (D,) in values_of(rows, "D")]
+    dims, kinds = [D for (D,) in values_of(rows, "D")], kinds_in(rows)
     figure, axes = _grid(2, len(dims))
     errors = (("error_kernel", "kernel error"), ("error_total", "total error"))
     for (error, text), panels in zip(errors, axes, strict=True):
         for D, ax in zip(dims, panels, strict=True):
             panel = [row for row in rows if row["D"] == D]
-            by_kind = [by_series((row for row in panel if row["input"] == kind), error) for kind in KINDS]
-            bars(ax, list(KINDS), {name: [found.get(name) for found in by_kind] for name in series_in(panel, SHOWN)})
+            by_kind = [by_series((row for row in panel if row["input"] == kind), error) for kind in kinds]
+            bars(
+                ax,
+                [kind.replace("_", "\n") for kind in kinds],
+                {name: [found.get(name) for found in by_kind] for name in series_in(panel, SHOWN)},
+            )
             log_axis(ax)
             ax.set_title(f"D = {D}, {text}")
         panels[0].set_ylabel("relative error")
@@ -44,12 +50,18 @@ def accuracy(loaded: Loaded) -> Figure | None:
     return figure
 
 
-def _by_keys(loaded: Loaded, kinds: tuple[str, ...], error: str) -> Figure | None:
+def kinds_in(rows: list[Row]) -> list[str]:
+    """The kinds of input that occur in `rows`."""
+    present = {row["input"] for row in rows}
+    return [kind for kind in INPUT_KINDS if kind in present]
+
+
+def _by_keys(loaded: Loaded, wanted: tuple[str, ...], error: str) -> Figure | None:
     """An error by number of keys, both axes logarithmic: a row per kind of input, a column per head dim."""
-    rows = [row for row in rows_of(loaded, "accuracy", part="long") if row["input"] in kinds]
+    rows = [row for row in rows_of(loaded, "accuracy", part="long") if row["input"] in wanted]
     if not rows:
         return None
-    dims = [D for (D,) in values_of(rows, "D")]
+    dims, kinds = [D for (D,) in values_of(rows, "D")], kinds_in(rows)
     figure, axes = _grid(len(kinds), len(dims))
     for kind, panels in zip(kinds, axes, strict=True):
         for D, ax in zip(dims, panels, strict=True):
@@ -171,22 +183,16 @@ def real(loaded: Loaded) -> Figure | None:
     return figure
 
 
-def _by_recipe(rows: list[Row], value: Callable[[list[Row], str], float | None], reference: float) -> Figure:
+def _by_recipe(
+    rows: list[Row], value: Callable[[list[Row], str], float | None], x_label: str, reference: float
+) -> Figure | None:
     """Horizontal bars of a figure by recipe, a panel per head dim, and a line at `reference`."""
-    dims = [D for (D,) in values_of(rows, "D")]
-    names = list(dict.fromkeys(map(series, rows)))[::-1]
-    figure, axes = _grid(1, len(dims), height=0.27 * len(names) + 0.4)
-    for D, ax in zip(dims, axes[0], strict=True):
+    names = list(dict.fromkeys(map(series, rows)))
+    panels = {}
+    for (D,) in values_of(rows, "D"):
         panel = [row for row in rows if row["D"] == D]
-        figures = [value(panel, name) or 0.0 for name in names]
-        ax.barh(labels(names), figures, color=[COLOURS.get(name, "#c9b6b9") for name in names], height=0.75)
-        for y, x in enumerate(figures):
-            ax.annotate(f"{x:.2f}" if x else "", (x, y), (3, 0), textcoords="offset points", va="center", fontsize=8)
-        ax.axvline(reference, color="#666666", linestyle="--", linewidth=1.2)
-        ax.margins(x=0.12)
-        ax.grid(axis="y", visible=False)
-        ax.set_title(f"D = {D}")
-    return figure
+        panels[f"D = {D}"] = {LABELS.get(name, name): {name: value(panel, name)} for name in names}
+    return horizontal(panels, x_label, reference)
 
 
 def cost(loaded: Loaded) -> Figure | None:
@@ -200,9 +206,8 @@ def cost(loaded: Loaded) -> Figure | None:
         ms = by_series(panel, "ms")
         return ms[name] / ms["fast"] if name in ms and "fast" in ms else None
 
-    figure = _by_recipe([row for row in rows if row["N"] == S], times_fast, 1.0)
-    figure.supxlabel(f"end-to-end time / FAST's, S = {length(S)}", fontsize=10)
-    return figure
+    rows = [row for row in rows if row["N"] == S]
+    return _by_recipe(rows, times_fast, f"end-to-end time / FAST's, S = {length(S)}", 1.0)
 
 
 def preprocess_recipes(loaded: Loaded) -> Figure | None:
@@ -215,9 +220,7 @@ def preprocess_recipes(loaded: Loaded) -> Figure | None:
     def least(panel: list[Row], name: str) -> float | None:
         return min((row["copy_fraction"] for row in panel if series(row) == name), default=None)
 
-    figure = _by_recipe(named, least, 0.75)
-    figure.supxlabel("bytes read and written in a second / those of a copy", fontsize=10)
-    return figure
+    return _by_recipe(named, least, "bandwidth / a copy's", 0.75)
 
 
 def stages(loaded: Loaded) -> Figure | None:
@@ -230,16 +233,14 @@ def stages(loaded: Loaded) -> Figure | None:
     def least(panel: list[Row], name: str) -> float | None:
         return min((row["copy_fraction"] for row in panel if series(row) == name), default=None)
 
-    figure = _by_recipe(named, least, 0.75)
-    figure.supxlabel("bytes read and written in a second / those of a copy", fontsize=10)
-    return figure
+    return _by_recipe(named, least, "bandwidth / a copy's", 0.75)
 
 
 PLOTS: dict[str, Callable[[Loaded], Figure | None]] = {
     "accuracy": accuracy,
     "long_context": lambda loaded: _by_keys(loaded, ("biased_v",), "error_kernel"),
-    "long_kernel": lambda loaded: _by_keys(loaded, KINDS, "error_kernel"),
-    "long_total": lambda loaded: _by_keys(loaded, KINDS, "error_total"),
+    "long_kernel": lambda loaded: _by_keys(loaded, INPUT_KINDS, "error_kernel"),
+    "long_total": lambda loaded: _by_keys(loaded, INPUT_KINDS, "error_total"),
     "rmse": rmse,
     "pareto": pareto_plot,
     "criterion": criterion,

@@ -23,9 +23,10 @@ from tables import (
     values_of,
 )
 
-#: The columns of most tables: the other bf16 kernels are as accurate as FA3's.
-SHOWN = (*PRESETS, "fa3_fp8", "cudnn_fp8", "fa3_bf16")
-KINDS = ("randn", "outlier", "sink", "biased_v")
+from helion_attn.testing import INPUT_KINDS
+
+#: The columns of most tables, where they were measured: the other bf16 kernels are as accurate as FA3's.
+SHOWN = (*PRESETS, *RUNGS, "fa3_fp8", "cudnn_fp8", "fa3_bf16")
 
 
 def mask(causal: bool) -> str:
@@ -89,7 +90,7 @@ def input_tables(loaded: Loaded) -> list[Table]:
     """Kernel and total error on each kind of input."""
     rows = rows_of(loaded, "accuracy", part="inputs")
     names = series_in(rows, SHOWN)
-    order = sorted(values_of(rows, "D", "causal", "input"), key=lambda cell: (*cell[:2], KINDS.index(cell[2])))
+    order = sorted(values_of(rows, "D", "causal", "input"), key=lambda cell: (*cell[:2], INPUT_KINDS.index(cell[2])))
     body = []
     for D, causal, kind in order:
         cell = [row for row in rows if (row["D"], row["causal"], row["input"]) == (D, causal, kind)]
@@ -115,7 +116,7 @@ def biased_v_tables(loaded: Loaded) -> list[Table]:
 def long_tables(loaded: Loaded) -> list[Table]:
     """Kernel and total error by number of keys, one table per kind of input."""
     tables = []
-    for kind in KINDS:
+    for kind in INPUT_KINDS:
         rows = rows_of(loaded, "accuracy", part="long", input=kind)
         names = series_in(rows, SHOWN)
         body = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import random
 import shlex
 import statistics
 import subprocess
@@ -46,9 +47,11 @@ def time_interleaved(
 ) -> dict[Key, float]:
     """Median milliseconds of each function.
 
-    All warm up; then, `repeats` times, each runs once, in an order that rotates. Clocks and temperature drift
-    on a shared machine, and so they drift for all alike. On a GPU the host is given a head start before each
-    call, twice what the call took it before, so that a launch does not wait for Python; L2 is not flushed.
+    All warm up; then, `repeats` times, each runs once, in a shuffled order, the same in every run. Clocks and
+    temperature drift on a shared machine, and so they drift for all alike. Nor does one always follow the same other: a
+    GPU at its power cap clocks higher for about a tenth of a second after a kernel that drew less. On a GPU the
+    host is given a head start before each call, twice what the call took it before, so that a launch does not wait for
+    Python; L2 is not flushed.
 
     Args:
         functions: what to time, by any key.
@@ -63,7 +66,8 @@ def time_interleaved(
         for key in keys:
             functions[key]()
     synchronize(device)
-    orders = [keys[i % len(keys) :] + keys[: i % len(keys)] for i in range(repeats)]
+    generator = random.Random(0)
+    orders = [generator.sample(keys, len(keys)) for _ in range(repeats)]
 
     if device.type != "cuda":
         times: dict[Key, list[float]] = {key: [] for key in keys}

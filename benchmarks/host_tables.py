@@ -15,13 +15,17 @@ CALLS = {
 LENGTHS = ("same", "by_turns", "new")
 
 
+def call_name(impl: str, stage: str) -> str:
+    """What was called."""
+    return CALLS.get((impl, stage), LABELS.get(impl, impl))
+
+
 def host_tables(loaded: Loaded) -> list[Table]:
     """Microseconds a call, by what was called and by whether its lengths were seen before."""
     rows = rows_of(loaded, "host")
     body = []
     for impl, stage in values_of(rows, "impl", "stage"):
         us = {row["lengths"]: row["host_us"] for row in rows if (row["impl"], row["stage"]) == (impl, stage)}
-        name = CALLS.get((impl, stage), LABELS.get(impl, impl))
-        body.append([name, *(number(us.get(lengths), ".0f") for lengths in LENGTHS)])
+        body.append([call_name(impl, stage), *(number(us.get(lengths), ".0f") for lengths in LENGTHS)])
     headers = ["call", "same lengths", "two by turns", "new"]
     return [Table("Host time of a call, microseconds", headers, body)] if body else []

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import matplotlib.pyplot as plt
 from ladder_tables import of_large_d
 from matplotlib.figure import Figure
-from plots import bars, legend, length, line
+from plots import bars, legend, length, line, log_axis
 from tables import Loaded, by_impl, impls_in, rows_of, series, series_in, values_of
 
 
-def ladder(loaded: Loaded) -> Figure | None:
-    """TFLOP/s by length, a panel for each head dim."""
-    rows = [row for row in rows_of(loaded, "ladder", stage="kernel") if row["tflops"] is not None]
+def _by_length(loaded: Loaded, value: str, y_label: str) -> Figure | None:
+    """One field by length, a panel for each head dim; logarithmic, unless it is TFLOP/s."""
+    rows = [row for row in rows_of(loaded, "ladder", stage="kernel") if row.get(value) is not None]
     if not rows:
         return None
     dims, lengths = values_of(rows, "D"), [S for (S,) in values_of(rows, "N")]
@@ -23,12 +23,15 @@ def ladder(loaded: Loaded) -> Figure | None:
     for (D,), ax in zip(dims, panels[0], strict=True):
         panel = [row for row in rows if row["D"] == D]
         for name in series_in(panel):
-            line(ax, name, {row["N"]: row["tflops"] for row in panel if series(row) == name}, lengths.index)
+            line(ax, name, {row["N"]: row[value] for row in panel if series(row) == name}, lengths.index)
         ax.set_title(f"D = {D}, full")
         ax.set_xticks(range(len(lengths)), [length(S) for S in lengths])
-        ax.set_ylim(bottom=0)
+        if value == "tflops":
+            ax.set_ylim(bottom=0)
+        else:
+            log_axis(ax)
         ax.set_xlabel("sequence length")
-    panels[0][0].set_ylabel("TFLOP/s")
+    panels[0][0].set_ylabel(y_label)
     legend(figure, panels[0])
     return figure
 
@@ -54,4 +57,8 @@ def large_d(loaded: Loaded) -> Figure | None:
     return figure
 
 
-PLOTS: dict[str, Callable[[Loaded], Figure | None]] = {"ladder": ladder, "large_d": large_d}
+PLOTS: dict[str, Callable[[Loaded], Figure | None]] = {
+    "ladder": lambda loaded: _by_length(loaded, "tflops", "TFLOP/s"),
+    "ladder_rmse": lambda loaded: _by_length(loaded, "rmse", "RMSE"),
+    "large_d": large_d,
+}

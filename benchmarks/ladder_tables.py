@@ -46,16 +46,32 @@ def ladder_tables(loaded: Loaded) -> list[Table]:
     return [Table("Kernel, full attention, from 8 bits to 16, TFLOP/s", headers, body)] if body else []
 
 
+def ladder_rmse_tables(loaded: Loaded) -> list[Table]:
+    """RMSE of every rung, as Colfax Research's table has it."""
+    rows = rows_of(loaded, "ladder", stage="kernel")
+    names = series_in(rows)
+    body = []
+    for D, S in values_of(rows, "D", "N"):
+        rmse = by_series((row for row in rows if (row["D"], row["N"]) == (D, S)), "rmse")
+        body.append([str(D), str(S), *(number(rmse.get(name), ".2e") for name in names)])
+    headers = ["D", "S", *(LABELS[name] for name in names)]
+    return [Table("RMSE, N(0, 1), full attention, from 8 bits to 16", headers, body)] if body else []
+
+
 def of_large_d(loaded: Loaded, square: bool) -> list[Row]:
-    """FFPA's cells, with D = D_v, or DeepSeek's."""
+    """FFPA's cells, with D = D_v, or those of other pairs."""
     return [row for row in rows_of(loaded, "large_d") if (row["D"] == row["D_v"]) == square]
 
 
 def large_d_tables(loaded: Loaded) -> list[Table]:
-    """Time and TFLOP/s beside every backend of SDPA, and of DeepSeek's prefill beside FlashAttention-3."""
+    """Time and TFLOP/s of FFPA's cells, and a table for each pair of D and D_v."""
+    parts: dict[str, list[Row]] = {}
+    for row in [*of_large_d(loaded, True), *of_large_d(loaded, False)]:
+        heads = row["H"] if row["H"] == row["H_kv"] else f"{row['H']}:{row['H_kv']}"
+        pair = "" if row["D"] == row["D_v"] else f"D {row['D']}, D_v {row['D_v']}, "
+        parts.setdefault(f"{pair}B {row['B']}, H {heads}, N {row['N']}", []).append(row)
     tables = []
-    for square, title in ((True, "B 1, H 48, N 8192"), (False, "D 192, D_v 128, B 1, H 16, N 16384")):
-        rows = of_large_d(loaded, square)
+    for title, rows in parts.items():
         impls = [impl for impl in impls_in(rows) if any(row["impl"] == impl and row["ms"] for row in rows)]
         body = []
         for D, causal in values_of(rows, "D", "causal"):
@@ -72,6 +88,5 @@ def large_d_tables(loaded: Loaded) -> list[Table]:
                 ]
             )
         headers = ["D", "mask", *(LABELS[impl] for impl in impls), "best peer / ours", "our kernel error"]
-        if body:
-            tables.append(Table(f"Kernel, {title}, ms (TFLOP/s)", headers, body))
+        tables.append(Table(f"Kernel, {title}, ms (TFLOP/s)", headers, body))
     return tables

@@ -1,12 +1,13 @@
 """Benchmarks head dims that other FP8 attention kernels do not have.
 
-    python benchmarks/large_d.py                          # FFPA's comparison and DeepSeek's prefill, on the GPU
-    python benchmarks/large_d.py --dims 512 --quick       # one head dim of the former, and the latter
+    python benchmarks/large_d.py                          # FFPA's comparison and pairs of D and D_v, on the GPU
+    python benchmarks/large_d.py --dims 512 --quick       # one head dim of the former, and the pairs
     python benchmarks/large_d.py --device cpu --quick     # a dry run in the interpreter, this package only
 
 FFPA's comparison (https://github.com/xlite-dev/ffpa-attn): B 1, H 48, N 8192, D 320..1024, against every backend of
-PyTorch's SDPA that runs in bf16. DeepSeek's prefill: D 192, D_v 128, causal, B 1, H 16, N 16384, against
-FlashAttention-3. Writes `<out>/large_d.json`.
+PyTorch's SDPA that runs in bf16. Then pairs of D and D_v: DeepSeek's prefill, 192/128, and 64/128, B 1, H 16, N 16384,
+against FlashAttention-3; and absorbed MLA, 576/512, 16 heads on one KV head, N 8192, against SDPA. Writes
+`<out>/large_d.json`.
 """
 
 from __future__ import annotations
@@ -46,10 +47,14 @@ def cells(options: Options) -> list[tuple[Workload, dict[str, Prepare]]]:
         return [
             (workload(1, 1, 32, 80, 320, True), {}),
             (replace(workload(1, 1, 32, 80, 192, True), D_v=128), {}),
+            (replace(workload(1, 1, 32, 80, 64, True), D_v=128), {}),
+            (replace(workload(1, 2, 32, 80, 576, True), D_v=512, H_kv=1), {}),
         ]
     found = [(workload(1, 48, 8192, 8192, D, causal), SDPA) for D in options.dims for causal in (False, True)]
-    prefill = [replace(workload(1, 16, 16384, 16384, 192, causal), D_v=128) for causal in (False, True)]
-    return [*found, *((w, PREFILL) for w in prefill)]
+    for causal in (False, True):
+        found += [(replace(workload(1, 16, 16384, 16384, D, causal), D_v=128), PREFILL) for D in (192, 64)]
+        found.append((replace(workload(1, 16, 8192, 8192, 576, causal), D_v=512, H_kv=1), SDPA))
+    return found
 
 
 def run(options: Options, results: Results) -> None:

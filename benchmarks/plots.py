@@ -46,6 +46,14 @@ COLOURS = {
     "flash_bf16": "#a9a9a9",
     "quantize": "#d1495b",
     "copy of the same bytes": "#a9a9a9",
+    "one run": "#a9a9a9",
+    "cold": "#8fbfe6",
+    "warm": "#d1495b",
+    "fa3_fp16": "#8fbfe6",
+    "flash_fp16": "#c9c9c9",
+    "PASS": "#2a9d76",
+    "FAIL": "#d1495b",
+    "not all measured": "#a9a9a9",
 }
 MARKERS = {
     "helion_attn": "o",
@@ -59,6 +67,8 @@ MARKERS = {
     "fa3_bf16": "s",
     "cudnn_bf16": "^",
     "flash_bf16": "D",
+    "fa3_fp16": "p",
+    "flash_fp16": "d",
 }
 STYLE: Any = {
     "font.size": 10,
@@ -109,6 +119,67 @@ def bars(ax: Axes, groups: list[str], heights: dict[str, list[float | None]]) ->
         )
     ax.set_xticks(range(len(groups)), groups)
     ax.grid(axis="x", visible=False)
+
+
+def horizontal(
+    panels: dict[str, dict[str, dict[str, float | None]]],
+    x_label: str,
+    reference: float | None = None,
+    columns: int = 3,
+    width: float = 4.1,
+) -> Figure | None:
+    """Horizontal bars with their figures, and a line at `reference`. None if nothing was measured.
+
+    Args:
+        panels: panel -> group -> series -> figure, each by its title; the series has the colour.
+        x_label: below each panel.
+        reference: what they are compared to.
+        columns: panels side by side.
+        width: of a panel, in inches.
+    """
+    figures = [x for groups in panels.values() for of in groups.values() for x in of.values()]
+    if all(x is None for x in figures):
+        return None
+    columns = min(columns, len(panels))
+    lines = -(-len(panels) // columns)
+    # Bars of a group lie side by side.
+    most = max(len(of) for groups in panels.values() for of in groups.values())
+    tallest = max(sum(len(of) + 0.5 for of in groups.values()) for groups in panels.values())
+    same_groups = len({tuple(groups) for groups in panels.values()}) == 1
+    figure, axes = plt.subplots(
+        lines,
+        columns,
+        figsize=(width * columns + 0.3, (0.19 * tallest + 0.4) * lines + 0.6),
+        squeeze=False,
+        layout="constrained",
+        sharey="row" if same_groups else False,
+    )
+    for ax in axes.flat[len(panels) :]:
+        ax.set_visible(False)
+    for (title, groups), ax in zip(panels.items(), axes.flat, strict=False):
+        thickness = 0.82 / most
+        for y, of in enumerate(groups.values()):
+            for i, (name, x) in enumerate(of.items()):
+                if x is None:
+                    continue
+                at = y + (i - (len(of) - 1) / 2) * thickness
+                colour = COLOURS.get(name, "#c9b6b9")
+                ax.barh(at, x, thickness * 0.92, color=colour, label=LABELS.get(name, name))
+                figure_text = f"{x:.2f}" if x < 10 else f"{x:.0f}"
+                text = ax.annotate(figure_text, (x, at), (3, 0), textcoords="offset points", va="center", fontsize=8)
+                # Legible where it lies on the line.
+                text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5})
+        if reference is not None:
+            ax.axvline(reference, color="#666666", linestyle="--", linewidth=1.2)
+        ax.set_yticks(range(len(groups)), list(groups))
+        ax.set_ylim(len(groups) - 0.5, -0.5)
+        ax.margins(x=0.14)
+        ax.grid(axis="y", visible=False)
+        ax.set_title(title)
+        ax.set_xlabel(x_label)
+    if most > 1:
+        legend(figure, axes.flat)
+    return figure
 
 
 def log_axis(ax: Axes, subs: tuple[float, ...] = (1.0,)) -> None:

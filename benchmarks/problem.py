@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from harness import Row, attention_flops, result_row, time_interleaved
-from peers import IMPLS, Prepare, Prepared, helion_attn_e2e, helion_attn_with
+from peers import FP16_IMPLS, IMPLS, Prepare, Prepared, helion_attn_e2e, helion_attn_with
 from recipes import RECIPES
 from torch import Tensor
 
@@ -72,6 +72,11 @@ def others(options: Options, impls: list[str] | None = None) -> list[Contender]:
     """The peers, or those named, as far as they were asked for."""
     names = [name for name in options.impls if name != "helion_attn" and (impls is None or name in impls)]
     return [Contender(name, IMPLS[name]) for name in names]
+
+
+def in_fp16(options: Options) -> list[Contender]:
+    """The peers on the same values in fp16, as far as they were asked for."""
+    return [Contender(name, run) for name, (needs, run) in FP16_IMPLS.items() if needs in options.impls]
 
 
 def workload(B: int, H: int, M: int, N: int, D: int, causal: bool = False) -> Workload:

@@ -31,10 +31,10 @@ from accuracy_tables import (
     stage_tables,
 )
 from cells_tables import ablation_tables, cells_tables, roofline_tables
-from checks import all_checks, recipe_check_tables, rung_check_tables, speed_check_tables
+from checks import CHECKED_SUITES, all_checks, other_check_tables, promise_tables, recipe_check_tables
 from decode_tables import decode_tables
 from host_tables import host_tables
-from ladder_tables import ladder_tables, large_d_tables
+from ladder_tables import ladder_rmse_tables, ladder_tables, large_d_tables
 from mask_tables import mask_tables
 from rich.console import Console
 from split_tables import split_tables
@@ -71,18 +71,24 @@ BLOCKS = {
     "long_context": Block("accuracy", {"long_context": "Relative error by number of keys"}, biased_v_tables),
     "roofline": Block("attention", {"roofline": "Speed over a GEMM's, by sequence length"}, roofline_tables, 0),
     "cells": Block("cells", {"cells": "Speed over a GEMM's, by cell"}, cells_tables),
-    "ablation": Block("ablation", {}, ablation_tables),
-    "startup": Block("startup", {}, startup_tables),
-    "host": Block("host", {}, host_tables),
+    "ablation": Block("ablation", {"ablation": "Speed with one step undone / the shipped kernel's"}, ablation_tables),
+    "startup": Block("startup", {"startup": "Seconds of a first call"}, startup_tables),
+    "host": Block("host", {"host": "Host time of a call"}, host_tables),
     "preprocess": Block("preprocess", {"preprocess": "Time of quantize and of a copy"}, preprocess_tables),
-    "masks": Block("masks", {}, mask_tables),
-    "split": Block("split", {}, split_tables),
+    "masks": Block("masks", {"masks": "Milliseconds by mask and score"}, mask_tables),
+    "split": Block("split", {"split": "Speed with keys split and in one run / FA3 FP8's"}, split_tables),
     "ladder": Block("ladder", {"ladder": "TFLOP/s by sequence length, from 8 bits to 16"}, ladder_tables),
+    "ladder_rmse": Block("ladder", {"ladder_rmse": "RMSE by sequence length, from 8 bits to 16"}, ladder_rmse_tables),
     "large_d": Block("large_d", {"large_d": "TFLOP/s by head dim"}, large_d_tables),
-    "decode": Block("decode", {}, decode_tables),
-    "varlen": Block("varlen", {}, varlen_tables),
-    "checks": Block("attention", {}, speed_check_tables, beside=("accuracy", "preprocess")),
-    "rung_checks": Block("ladder", {}, rung_check_tables, beside=("large_d",)),
+    "decode": Block("decode", {"decode": "Bandwidth of decoding / a copy's"}, decode_tables),
+    "varlen": Block("varlen", {"varlen": "Speed on packed sequences / FA3 FP8's"}, varlen_tables),
+    "checks": Block(
+        CHECKED_SUITES[0],
+        {"checks": "The worst cell of each figure that must hold / its bound"},
+        promise_tables,
+        beside=CHECKED_SUITES[1:],
+    ),
+    "other_checks": Block(CHECKED_SUITES[0], {}, other_check_tables, 0, beside=CHECKED_SUITES[1:]),
     "recipes": Block("accuracy", {}, recipe_tables),
     "pareto": Block("accuracy", {"pareto": "RMSE on outliers against end-to-end time, by recipe"}, pareto_tables),
     "cost": Block("accuracy", {"cost": "End-to-end time by recipe, as a multiple of FAST's"}, cost_tables),
@@ -104,7 +110,7 @@ BLOCKS = {
         "preprocess", {"preprocess_recipes": "Bandwidth of quantize / a copy's"}, preprocess_recipe_tables, 0
     ),
     "stages": Block("stages", {"stages": "Bandwidth of each stage / a copy's"}, stage_tables, 0),
-    "recipe_checks": Block("accuracy", {}, recipe_check_tables, beside=("preprocess", "stages")),
+    "recipe_checks": Block("accuracy", {}, recipe_check_tables, beside=("attention", "preprocess", "stages")),
 }
 
 
@@ -180,7 +186,7 @@ def rewrite(document: Path, loaded: Loaded, folder: Path) -> list[str]:
 def print_tables(loaded: Loaded, console: Console, failing_only: bool = False) -> None:
     """Every table that has rows, every failure, and what holds (`failing_only`: what does not)."""
     for name, block in BLOCKS.items():
-        if name not in ("checks", "rung_checks", "recipe_checks") and block.suite in loaded:
+        if name not in ("checks", "other_checks", "recipe_checks") and block.suite in loaded:
             for table in block.tables(loaded)[: block.shown]:
                 console.print(table.rich())
     rows = [row for content in loaded.values() for row in content["rows"]]
@@ -208,13 +214,14 @@ def draw_plots(loaded: Loaded, folder: Path) -> None:
     try:
         import accuracy_plots
         import cells_plots
+        import feature_plots
         import ladder_plots
         import plots
     except ModuleNotFoundError as error:
         print(f"no plots: package {error.name} is not installed")
         return
-    drawn = plots.PLOTS | cells_plots.PLOTS | accuracy_plots.PLOTS | ladder_plots.PLOTS
-    plots.draw_all(drawn, loaded, folder)
+    for module in (plots, cells_plots, accuracy_plots, ladder_plots, feature_plots):
+        plots.draw_all(module.PLOTS, loaded, folder)
 
 
 def main() -> None:

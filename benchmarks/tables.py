@@ -38,7 +38,6 @@ LABELS = {
 #: This package in the tables of speed: the default recipe, and FAST.
 OURS = ("helion_attn", "fast")
 FP8_PEERS = ("fa3_fp8", "cudnn_fp8")
-KINDS = ("randn", "outlier", "sink", "biased_v")
 BF16_PEERS = ("fa3_bf16", "cudnn_bf16", "flash_bf16")
 
 
@@ -99,6 +98,11 @@ def impls_in(rows: Sequence[Row]) -> list[str]:
     """The known implementations that occur in `rows`, in the order of `LABELS`."""
     present = {row["impl"] for row in rows}
     return [impl for impl in LABELS if impl in present]
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """Their quotient, None where one was not measured."""
+    return None if numerator is None or denominator is None else numerator / denominator
 
 
 def fastest(times: dict[str, float], impls: Iterable[str]) -> float | None:

@@ -22,7 +22,10 @@ SHARED_BYTES_PER_SM = 228 * 1024
 #: What the driver keeps of each resident program's shared memory.
 RESERVED_SHARED_BYTES = 1024
 
-INPUT_KINDS = ("randn", "outlier", "sink", "biased_v")
+INPUT_KINDS = ("randn", "outlier", "sink", "biased_v", "outlier_channel")
+
+#: Channels of Q, and as many others of K, that are large in "outlier_channel".
+OUTLIER_CHANNELS = 2
 
 
 def make_qkv(
@@ -43,6 +46,9 @@ def make_qkv(
     Args:
         kind: "randn": N(0, 1). "outlier": N(0, 1) + N(0, 100) * Bernoulli(0.001), FlashAttention-3's distribution.
             "sink": the first key draws most of the probability. "biased_v": V is |N(0, 1)| + 0.5.
+            "outlier_channel": the standard deviation of `OUTLIER_CHANNELS` channels of K is 10 to 30 (trained models
+            have a few such, the same for all keys: KIVI, arXiv:2402.02750), and so is that of others of Q. Were they
+            the same channels, one key would take nearly all of the probability.
         B: batch size; and H, H_kv, M, N, D as everywhere.
         dtype: of the tensors.
         device: where they are made (the values depend on it).
@@ -70,6 +76,11 @@ def make_qkv(
         v[:, :, 0] *= 0.05  # as in trained models, the sink's value is small
     elif kind == "biased_v":
         v = v.abs() + 0.5
+    elif kind == "outlier_channel":
+        channels = torch.randperm(D, device=device, generator=generator)[: 2 * OUTLIER_CHANNELS]
+        deviations = 10 + 20 * torch.rand(len(channels), device=device, generator=generator)
+        for x, mine in ((q, slice(None, OUTLIER_CHANNELS)), (k, slice(OUTLIER_CHANNELS, None))):
+            x[..., channels[mine]] *= deviations[mine]
     elif kind != "randn":
         raise ValueError(f"kind is {kind!r}; it must be one of {INPUT_KINDS}")
     return q.to(dtype), k.to(dtype), v.to(dtype)

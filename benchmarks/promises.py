@@ -1,0 +1,101 @@
+"""What a promise is: a figure, its bound, and what was measured of it in each cell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tables import Loaded, Row, series
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise in one cell, and what was measured of it there (None: nothing)."""
+
+    promise: str
+    cell: str
+    value: float | None
+    bound: float
+    at_least: bool = False
+
+    @property
+    def name(self) -> str:
+        """The promise and the cell."""
+        return f"{self.promise}, {self.cell}" if self.cell else self.promise
+
+    @property
+    def relation(self) -> str:
+        """The bound as text."""
+        return f"{'>=' if self.at_least else '<='} {self.bound:.4g}"
+
+    @property
+    def verdict(self) -> str:
+        """PASS, FAIL, or that there is nothing to judge."""
+        if self.value is None:
+            return "not measured"
+        # Comparisons with NaN are false, hence a NaN fails.
+        return "PASS" if (self.value >= self.bound if self.at_least else self.value <= self.bound) else "FAIL"
+
+    @property
+    def margin(self) -> float | None:
+        """How many times better than the bound it is; 0 for NaN."""
+        if self.value is None:
+            return None
+        better = self.value / self.bound if self.at_least else self.bound / self.value if self.value else math.inf
+        return better if better == better else 0.0
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One promise in all its cells, which have the same bound.
+
+    Attributes:
+        checks: one a cell.
+    """
+
+    checks: list[Check]
+
+    @property
+    def worst(self) -> Check:
+        """That with the least margin, of those that were measured."""
+        return min(self.checks, key=lambda check: math.inf if check.margin is None else check.margin)
+
+    @property
+    def verdict(self) -> str:
+        """PASS if all cells were measured and hold, FAIL if one does not."""
+        verdicts = {check.verdict for check in self.checks}
+        if "FAIL" in verdicts:
+            return "FAIL"
+        return "PASS" if verdicts == {"PASS"} else "not all measured"
+
+
+def by_promise(found: list[Check]) -> list[Promise]:
+    """`found` by promise, as they come first."""
+    cells: dict[str, list[Check]] = {}
+    for check in found:
+        cells.setdefault(check.promise, []).append(check)
+    return [Promise(checks) for checks in cells.values()]
+
+
+# --- what was measured ---------------------------------------------------------------------------
+
+
+def on_gpu(loaded: Loaded) -> Loaded:
+    """A run on the CPU shows none of these figures."""
+    return {suite: content for suite, content in loaded.items() if content["meta"].get("gpu")}
+
+
+def figure(rows: list[Row], name: str, value: str) -> float | None:
+    """One figure of a series: NaN, which fails, where it ran and raised or was wrong."""
+    mine = [row for row in rows if series(row) == name]
+    if not mine:
+        return None
+    measured: float | None = mine[0].get(value)
+    return float("nan") if measured is None else measured
+
+
+def worst_of(values: Iterable[float | None]) -> float | None:
+    """The largest, NaN if there is one; None if nothing was measured."""
+    measured = [value for value in values if value is not None]
+    return next((value for value in measured if value != value), max(measured, default=None))
