@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fuzz-cases",
         dest=FUZZ_CASES,
         type=int,
-        help="how many random cases test_fuzz.py runs, at least; by default a few a test, the same every time",
+        help="how many random cases each of test_fuzz*.py runs, at least; by default a few a test, the same every time",
     )
 
 
