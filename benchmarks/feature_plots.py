@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from accuracy_tables import mask
-from checks import measured_promises
+from checks import all_checks
 from host_tables import call_name
 from matplotlib.figure import Figure
 from plots import horizontal
+from promises import by_promise
 from recipes import DEFAULT
 from tables import Loaded, Row, by_impl, by_series, impls_in, ratio, rows_of, values_of
 
@@ -97,10 +98,11 @@ def startup(loaded: Loaded) -> Figure | None:
 def checks(loaded: Loaded) -> Figure | None:
     """How many times better than its bound the worst cell of each promise is."""
     groups: dict[str, dict[str, float | None]] = {
-        f"{promise.worst.promise} {promise.worst.relation}": {promise.verdict: promise.worst.margin}
-        for promise in measured_promises(loaded)
+        f"{promise.worst.promise} ({promise.worst.relation})": {promise.verdict: promise.worst.margin}
+        for promise in by_promise(all_checks(loaded))
     }
-    return horizontal({"What must hold": groups}, "worst cell / bound: 1 and more holds", 1.0, width=9.5)
+    x_label = "how many times better than its bound the worst cell is; below 1 it misses"
+    return horizontal({"What must hold": groups}, x_label, 1.0, width=9.5)
 
 
 PLOTS: dict[str, Callable[[Loaded], Figure | None]] = {

@@ -165,7 +165,8 @@ def horizontal(
                 at = y + (i - (len(of) - 1) / 2) * thickness
                 colour = COLOURS.get(name, "#c9b6b9")
                 ax.barh(at, x, thickness * 0.92, color=colour, label=LABELS.get(name, name))
-                figure_text = f"{x:.2f}" if x < 10 else f"{x:.0f}"
+                # Not 1.00 for what is less.
+                figure_text = f"{x:.3f}" if 0.995 <= x < 1 else f"{x:.2f}" if x < 10 else f"{x:.0f}"
                 text = ax.annotate(figure_text, (x, at), (3, 0), textcoords="offset points", va="center", fontsize=8)
                 # Legible where it lies on the line.
                 text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5})

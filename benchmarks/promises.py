@@ -62,11 +62,18 @@ class Promise:
         return min(self.checks, key=lambda check: math.inf if check.margin is None else check.margin)
 
     @property
+    def measured(self) -> bool:
+        """Whether any cell was."""
+        return any(check.value is not None for check in self.checks)
+
+    @property
     def verdict(self) -> str:
         """PASS if all cells were measured and hold, FAIL if one does not."""
         verdicts = {check.verdict for check in self.checks}
         if "FAIL" in verdicts:
             return "FAIL"
+        if not self.measured:
+            return "not measured"
         return "PASS" if verdicts == {"PASS"} else "not all measured"
 
 

@@ -1,11 +1,19 @@
 """FP8 attention for NVIDIA Hopper, written in Helion: fast, and accurate on long contexts."""
 
 from helion_attn import reference
-from helion_attn.api import apply_rope, attention, attention_quantized, hadamard, pack, quantize, reflect
+from helion_attn.api import (
+    apply_rope,
+    attention,
+    attention_quantized,
+    hadamard,
+    hadamard_matrix,
+    pack,
+    quantize,
+    reflect,
+)
 from helion_attn.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
-from helion_attn.preprocess.hadamard import hadamard_matrix
 from helion_attn.sdpa import sdpa
 from helion_attn.transformers import register_transformers
 from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, Rope

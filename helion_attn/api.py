@@ -8,6 +8,7 @@ import torch
 
 from helion_attn import ops  # noqa: F401 - registers them
 from helion_attn.configs import packing
+from helion_attn.preprocess import hadamard as preprocess_hadamard
 from helion_attn.types import BALANCED, QuantizedQKV, Recipe, Rope
 from helion_attn.validate import (
     check_descale,
@@ -201,6 +202,24 @@ def hadamard(x: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
     return torch.ops.helion_attn.transform_rows(x, None, None, None, False, seed, False, False)
 
 
+def hadamard_matrix(D: int, seed: int = 0) -> torch.Tensor:
+    """The rotation as a matrix: `x @ hadamard_matrix(D)` is what `Recipe(hadamard=True)` makes of Q's and K's rows.
+
+    Args:
+        D: head dim, even.
+        seed: of the signs; 0..2**63 - 1.
+
+    Returns:
+        fp32 [D, D] on the CPU, orthogonal.
+
+    Raises:
+        ValueError: D or `seed` is not accepted.
+    """
+    check_even("D is", D)
+    check_seed(seed)
+    return preprocess_hadamard.hadamard_matrix(D, seed)
+
+
 def reflect(x: torch.Tensor) -> torch.Tensor:
     """Subtract half of the sum of every four consecutive channels from each, as `quantize` does it.
 
@@ -286,7 +305,7 @@ def attention_quantized(
     Args:
         qkv: from `quantize`.
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
-        sm_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
+        sm_scale: multiplies q k^T; 1 / sqrt(D) by default; in 0..2**64.
         window: as `attention` has it.
         softcap: as `attention` has it.
         sinks: as `attention` has it.
@@ -411,7 +430,7 @@ def attention(
         k: [B, H_kv, N, D]; H is a multiple of H_kv.
         v: [B, H_kv, N, D_v]; D_v in 16..1024.
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
-        sm_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
+        sm_scale: multiplies q k^T; 1 / sqrt(D) by default; in 0..2**64.
         layout: "bhsd" or "bshd", of the inputs and the output.
         recipe: how the tensors become 8- or 16-bit numbers.
         rope: rotate Q and K by position first.

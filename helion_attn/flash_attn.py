@@ -129,7 +129,7 @@ def flash_attn_func(
         q: [B, M, H, D]; bf16, fp16, fp32 or float8_e4m3fn; D in 16..1024.
         k: [B, N, H_kv, D], of q's dtype; H is a multiple of H_kv.
         v: [B, N, H_kv, D_v], of q's dtype; D_v in 16..1024.
-        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive.
+        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive, at most 2**64.
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
         qv: not supported.
         q_descale: fp32 [B, H_kv], multiplies e4m3 q; 1 by default. Its values are not read on the host: one that is
@@ -215,7 +215,7 @@ def flash_attn_varlen_func(
         max_seqlen_q: the longest sequence in flash-attn; not looked at, since nothing depends on it here.
         max_seqlen_k: likewise.
         seqused_q: not supported; and so the other arguments that docs/integrations.md lists.
-        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive.
+        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive, at most 2**64.
         causal: row i of a sequence sees keys j <= i + N - M of it (bottom-right aligned).
         window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
             `causal`, right is 0 whatever it says.
@@ -309,7 +309,7 @@ def flash_attn_with_kvcache(
         page_table: int32 [B, pages of a sequence], contiguous.
         k_descale: fp32 [num_pages, H_kv, page_size], written where k is.
         v_descale: fp32 [num_pages, H_kv, page_size], written where v is.
-        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive.
+        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive, at most 2**64.
         causal: row i sees keys j <= i + N - M (bottom-right aligned), N with the new keys.
         window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
             `causal`, right is 0 whatever it says.

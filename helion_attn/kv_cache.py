@@ -183,7 +183,7 @@ def attention_kvcache(
             host. A length that is negative or exceeds the block table makes NaN of the sequence's output, and a page
             outside of the pool of the rows that see it.
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
-        sm_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
+        sm_scale: multiplies q k^T; 1 / sqrt(D) by default; in 0..2**64.
         layout: "bhsd" or "bshd", of q and the output.
         window: (left, right), as `attention` has it. Pages outside of it are not read.
         softcap: as `attention` has it.

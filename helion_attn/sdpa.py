@@ -78,7 +78,7 @@ def sdpa(*, recipe: Recipe = BALANCED) -> TorchFunctionMode:
     - `is_causal=True`: PyTorch aligns the mask to the top left, and helion_attn to the bottom right. They agree for
       M = N; other lengths raise. `attn_mask=torch.nn.attention.bias.causal_lower_right(M, N)` is right for any
       lengths; rows that see no key give 0.
-    - `attn_mask`: no other mask; `dropout_p`: 0; `scale`: not negative.
+    - `attn_mask`: no other mask; `dropout_p`: 0; `scale`: in 0..2**64.
 
     Args:
         recipe: how the tensors become 8-bit numbers.

@@ -158,9 +158,10 @@ def visible_keys(
 
 
 def _earlier_keys(window: int | None, N: int) -> int | None:
-    """How many earlier keys a query sees in a window, which counts the query's own; None for all of N."""
-    if window is not None and window < 1:
-        raise ValueError(f"sliding_window is {window}; it must be None, for no window, or at least 1")
+    """How many earlier keys a query sees in a window, which counts the query's own; None for all of N.
+
+    Below 0 for a window of 0, of which some models make a mask that no layer is given.
+    """
     return None if window is None or window >= N else window - 1
 
 
@@ -249,6 +250,8 @@ def attention_forward(
             of_mask = None if mask.left is None else mask.left + 1
             raise ValueError(f"sliding_window is {sliding_window} and the mask's is {of_mask}; they must agree")
         causal, left, spans = mask.causal, mask.left, mask.spans
+    if left is not None and left < 0:
+        raise ValueError(f"sliding_window is {left + 1}; it must be None, for no window, or at least 1")
 
     options: dict[str, Any] = {
         "causal": causal,

@@ -185,7 +185,7 @@ def attention_varlen(
             more than there are tokens.
         cu_seqlens_k: int32 [B + 1], of K and V. Their tokens that are of no sequence are not read.
         causal: row i sees keys j <= i + N - M (bottom-right aligned).
-        sm_scale: multiplies q k^T; 1 / sqrt(D) by default; not negative.
+        sm_scale: multiplies q k^T; 1 / sqrt(D) by default; in 0..2**64.
         recipe: as in `attention`; without q_scales "head" and "tensor", and k_scales and v_scales "tensor".
         window: as `attention` has it.
         softcap: as `attention` has it.

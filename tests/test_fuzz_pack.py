@@ -188,7 +188,7 @@ MUTATIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "q_descale_of_the_next_row": lambda o: o | {"q_descale": o["q_descale"].roll(1, 2)},
     "k_descale_of_another_head": lambda o: o | {"k_descale": o["k_descale"].roll(1, 1)},
     "v_descale_of_the_next_channel": lambda o: o | {"v_descale": o["v_descale"].roll(1, 2)},
-    "v_descale_a_hundredth_more": lambda o: o | {"v_descale": o["v_descale"] * 1.01},
+    "v_descale_three_hundredths_more": lambda o: o | {"v_descale": o["v_descale"] * 1.03},
 }
 
 

@@ -39,6 +39,16 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 7}),
     "gemma2": (
@@ -320,6 +330,9 @@ def test_other_arguments() -> None:
 def test_bad_values_have_the_names_of_transformers() -> None:
     with pytest.raises(ValueError, match="sliding_window is 0; it must be None, for no window, or at least 1"):
         forward(sliding_window=0)
+    of_size_0 = ours.VisibleKeys(((0, 4),), 4, 4, True, -1)
+    with pytest.raises(ValueError, match="sliding_window is 0; it must be None"):
+        forward(attention_mask=of_size_0)
     with pytest.raises(ValueError, match=r"scaling is -1\.0"):
         forward(scaling=-1.0)
     with pytest.raises(ValueError, match=r"s_aux has shape \(3,\)"):

@@ -13,7 +13,6 @@ import functools
 import torch
 
 from helion_attn.numerics import MAX_HADAMARD_BLOCK
-from helion_attn.validate import check_even, check_seed
 
 
 def hadamard_block(D: int) -> int:
@@ -35,21 +34,8 @@ def _sylvester(side: int) -> torch.Tensor:
     return h
 
 
-def hadamard_matrix(D: int, seed: int = 0) -> torch.Tensor:
-    """The rotation as a matrix: `x @ hadamard_matrix(D)` is what `Recipe(hadamard=True)` makes of Q's and K's rows.
-
-    Args:
-        D: head dim, even.
-        seed: of the signs; 0..2**63 - 1.
-
-    Returns:
-        fp32 [D, D] on the CPU, orthogonal.
-
-    Raises:
-        ValueError: D or `seed` is not accepted.
-    """
-    check_even("D is", D)
-    check_seed(seed)
+def hadamard_matrix(D: int, seed: int) -> torch.Tensor:
+    """The rotation as a matrix, fp32 [D, D] on the CPU."""
     block = hadamard_block(D)
     matrix = torch.block_diag(*[_sylvester(block)] * (D // block))
     return _signs(D, seed).unsqueeze(1) * matrix * block**-0.5

@@ -8,7 +8,10 @@ from helion_attn.numerics import MAX_HADAMARD_BLOCK
 
 
 def hadamard_block(D: int) -> int:
-    """How many channels are mixed: the largest power of two that divides D, at most 128; 1, none, for an odd D."""
+    """How many channels are mixed: the largest power of two that divides D, at most 128.
+
+    1, none, for an odd D, to which `quantize` gives no rotation but an error.
+    """
     return min(D & -D, MAX_HADAMARD_BLOCK)
 
 
@@ -24,10 +27,10 @@ def hadamard_matrix(D: int, seed: int = 0) -> torch.Tensor:
     """
     block = hadamard_block(D)
     # [block, block]; entry (i, j) is -1 where i and j share an odd number of bits.
-    H = torch.ones(1, 1, dtype=torch.float64)
+    H = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while H.size(0) < block:
         H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)], 0)
-    signs = torch.randint(0, 2, (D,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    signs = torch.randint(0, 2, (D,), generator=torch.Generator("cpu").manual_seed(seed), device="cpu") * 2 - 1
     return signs.unsqueeze(1) * torch.block_diag(*[H] * (D // block)) * block**-0.5
 
 
