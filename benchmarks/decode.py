@@ -1,26 +1,21 @@
 """Benchmarks decoding from a paged FP8 KV cache, against the bandwidth of a copy.
 
-    python benchmarks/decode.py                          # B 64, GQA 8, D 128, N 8k, 16k and 64k, on the GPU
-    python benchmarks/decode.py --quick                  # N 8k, fewer repeats
-    python benchmarks/decode.py --device cpu --quick     # a dry run in the interpreter, this package only
-
-One new query a sequence. Beside it: a device copy that moves as many bytes, timed in the same rounds;
-FlashAttention-3's `flash_attn_with_kvcache` in bf16 and FP8, on contiguous caches; and appending one key a sequence.
-All sequences have the same keys, in pages of their own. Errors of peers are shown, and do not decide. Writes
-`<out>/decode.json`.
+B 64, GQA 8, D 128, N 8k, 16k and 64k (8k when quick), one new query a sequence. Beside it: a device copy that moves
+as many bytes, timed in the same rounds; FlashAttention-3's `flash_attn_with_kvcache` in bf16 and FP8, on contiguous
+caches; and appending one key a sequence. All sequences have the same keys, in pages of their own. Errors of peers are
+shown, and do not decide.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from harness import Results, Row, copier, describe_run, gigabytes_per_second, nbytes, result_row, time_interleaved
+from command import progress
+from harness import Results, Row, copier, gigabytes_per_second, nbytes, result_row, time_interleaved
 from peers import available, fa3_kvcache_16bit, fa3_kvcache_fp8
-from problem import first_line
+from problem import Options, first_line
 from torch import Tensor
 
 import helion_attn as ha
@@ -115,27 +110,9 @@ def measure(w: Workload, device: torch.device, repeats: int) -> list[Row]:
     return list(rows.values())
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse `argv`, measure, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the result file")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="the shortest length, fewer repeats")
-    parser.add_argument("--commit", help="commit to record, where there is no git to ask")
-    args = parser.parse_args(argv)
-    device = torch.device(args.device)
-    repeats = 1 if device.type == "cpu" else 5 if args.quick else 20
-    results = Results(args.out / "decode.json", describe_run(device, args.commit))
-    for w in cells(device, args.quick):
-        rows = measure(w, device, repeats)
-        results.add(*rows)
-        for row in rows:
-            names = ("impl", "stage", "N", "ms", "gb_per_s", "of_copy", "error_total", "note", "error_message")
-            print(*(f"{name} {row[name]}" for name in names if row.get(name) is not None), sep="  ", flush=True)
-        if device.type == "cuda":
+def run_decode(options: Options, results: Results) -> None:
+    """Every length, one after the other."""
+    for w in progress(cells(options.device, options.quick), "decode"):
+        results.add(*measure(w, options.device, options.repeats))
+        if options.device.type == "cuda":
             torch.cuda.empty_cache()
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,8 +1,5 @@
 """Benchmarks what a call costs the host: tiny calls back to back, none waited for.
 
-    python benchmarks/host.py                    # on the GPU
-    python benchmarks/host.py --device cpu       # a dry run in the interpreter, whose times mean nothing
-
 [1, 2, S, 64], causal. `host_us` is a call's share of `CALLS`, the least of `ROUNDS`: the host is shared. Lengths are
 
     same       S 130 in every call
@@ -10,21 +7,19 @@
     new        S that nothing was called with before; one round
 
 `attention` and `attention_quantized` with the default recipe, and FlashAttention-3 in bf16, on e4m3 tensors, and from
-bf16 to e4m3 and on, by the PyTorch operations with which these benchmarks quantise for it. Writes `<out>/host.json`.
+bf16 to e4m3 and on, by the PyTorch operations with which these benchmarks quantise for it.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from command import progress
-from harness import Results, Row, describe_run, result_row, synchronize
+from harness import Results, Row, result_row, synchronize
 from peers import available, fa3_16bit, fa3_fp8
-from problem import workload
+from problem import Options, workload
 from recipes import DEFAULT
 from torch import Tensor
 
@@ -103,24 +98,10 @@ def measure(device: torch.device, called: dict[tuple[str, str], Prepare], count:
             yield result_row(impl, shape(SAME), stage, "randn", recipe=recipe, lengths=name, host_us=us)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse `argv`, measure, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the result file")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", help="commit to record, where there is no git to ask")
-    args = parser.parse_args(argv)
-    device = torch.device(args.device)
-    names, _why_not = available(device)
+def run_host(options: Options, results: Results) -> None:
+    """Every call, with the same lengths, by turns and with new ones."""
+    names, _why_not = available(options.device)
     called = {key: prepare for key, prepare in CALLED.items() if key[0] in names}
-    count = CALLS if device.type == "cuda" else 2
-    results = Results(args.out / "host.json", describe_run(device, args.commit))
-    for row in progress(measure(device, called, count), "host", total=3 * len(called)):
+    count = CALLS if options.device.type == "cuda" else 2
+    for row in progress(measure(options.device, called, count), "host", total=3 * len(called)):
         results.add(row)
-    for row in results.rows:
-        print(f"{row['impl']:12} {row['stage']:11} {row['lengths']:9} {row['host_us']:9.1f} us", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,29 +1,24 @@
 """Benchmarks sequences of different lengths in one call, against FlashAttention-3's `flash_attn_varlen_func`.
 
-    python benchmarks/varlen.py                          # every batch, D 64, 128 and 256, on the GPU
-    python benchmarks/varlen.py --dims 128 --quick       # one head dim, fewer repeats
-    python benchmarks/varlen.py --device cpu --quick     # a dry run in the interpreter, this package only
-
 Batches of 16k to 32k tokens, H = 2048 / D, self-attention, full and causal: of equal lengths, of one long sequence
 among short ones, and of lengths as in a log-normal distribution. Stages: "kernel", inputs quantised before, and "e2e",
 from bf16 to bf16, which for bf16 attention are the same. Of equal lengths, `helion_attn_fixed` is the kernel without
 variable lengths, on the same tokens. FLOPs are 4 m n D H summed over sequences, halved for causal. Errors are those of
-the last rows of every sequence, to fp64; those of peers are shown, and do not decide. Writes `<out>/varlen.json`.
+the last rows of every sequence, to fp64; those of peers are shown, and do not decide.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Results, Row, describe_run, result_row, time_interleaved
+from command import progress
+from harness import Results, Row, result_row, time_interleaved
 from peers import available, fa3_varlen_16bit, fa3_varlen_fp8
-from problem import first_line
+from problem import Options, first_line
 from recipes import PRESETS
 from torch import Tensor
 
@@ -31,8 +26,6 @@ import helion_attn as ha
 from helion_attn.testing import error_budget, make_qkv, relative_error
 from helion_attn.varlen import attend_varlen, quantize_varlen
 from helion_attn.workloads import Workload
-
-DIMS = (64, 128, 256)
 
 #: Rows of a sequence that are checked against the oracle, the last ones.
 CHECKED_ROWS = 16
@@ -153,36 +146,13 @@ def measure(
     return list(rows.values())
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse `argv`, measure, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the result file")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dims", type=int, nargs="+", default=list(DIMS), help="head dims")
-    parser.add_argument("--batches", nargs="+", choices=BATCHES, default=list(BATCHES))
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--commit", help="commit to record, where there is no git to ask")
-    args = parser.parse_args(argv)
-    device = torch.device(args.device)
-    repeats = 1 if device.type == "cpu" else 5 if args.quick else 20
-    cells = [(name, BATCHES[name], 2048 // D, D) for D in args.dims for name in args.batches]
-    if device.type == "cpu":
+def run_varlen(options: Options, results: Results) -> None:
+    """Every batch at every head dim."""
+    cells = [(name, lengths, 2048 // D, D) for D in options.dims for name, lengths in BATCHES.items()]
+    if options.device.type == "cpu":
         cells = [("uniform", [9, 9], 1, 32), ("skewed", [5, 40], 1, 32)]
-    results = Results(args.out / "varlen.json", describe_run(device, args.commit))
-    for name, lengths, H, D in cells:
+    for name, lengths, H, D in progress(cells, "varlen"):
         for causal in (False, True):
-            rows = measure(name, lengths, H, D, causal, device, repeats)
-            results.add(*rows)
-            for row in rows:
-                names = (
-                    "batch", "D", "causal", "impl", "recipe", "stage", "ms", "tflops", "error_total", "note",
-                    "error_message",
-                )  # fmt: skip
-                print(*(f"{field} {row[field]}" for field in names if row.get(field) is not None), sep="  ", flush=True)
-            if device.type == "cuda":
+            results.add(*measure(name, lengths, H, D, causal, options.device, options.repeats))
+            if options.device.type == "cuda":
                 torch.cuda.empty_cache()
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

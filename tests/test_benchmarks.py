@@ -21,6 +21,12 @@ from helion_attn.kernels.helion_compat import helion_config
 from helion_attn.testing import INPUT_KINDS, OUTLIER_CHANNELS, make_qkv
 
 
+def dry_run(suite: str, out: Path) -> None:
+    attention, command = importlib.import_module("attention"), importlib.import_module("command")
+    options = ["--suite", suite, "--device", "cpu", "--quick", "--out", str(out), "--no-plots"]
+    assert command.run_command(None, attention.SUITES, options) == 0
+
+
 @pytest.fixture(autouse=True)
 def restore_num_threads() -> Iterator[None]:
     threads = torch.get_num_threads()  # on the CPU, the benchmarks set it
@@ -50,8 +56,7 @@ def test_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_large_d(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    large_d = importlib.import_module("large_d")
-    assert large_d.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    dry_run("large_d", tmp_path)
     rows = json.loads((tmp_path / "large_d.json").read_text())["rows"]
     assert [(row["D"], row["D_v"]) for row in rows] == [(320, 320), (192, 128), (64, 128), (576, 512)]
     assert all(row["ms"] > 0 for row in rows)
@@ -96,8 +101,7 @@ def test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    decode = importlib.import_module("decode")
-    assert decode.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    dry_run("decode", tmp_path)
     rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
     assert [(row["impl"], row["stage"]) for row in rows] == [
         ("helion_attn", "kernel"),
@@ -110,8 +114,8 @@ def test_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_varlen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    varlen, tables = importlib.import_module("varlen"), importlib.import_module("tables")
-    assert varlen.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    tables = importlib.import_module("tables")
+    dry_run("varlen", tmp_path)
     loaded = tables.load(tmp_path)
     rows = loaded["varlen"]["rows"]
     assert {(row["batch"], row["impl"]) for row in rows} == {
@@ -232,8 +236,8 @@ def test_ablation_compiles_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    startup, tables, checks = (importlib.import_module(name) for name in ("startup", "tables", "checks"))
-    assert startup.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    tables, checks = importlib.import_module("tables"), importlib.import_module("checks")
+    dry_run("startup", tmp_path)
     loaded = tables.load(tmp_path)
     rows = loaded["startup"]["rows"]
     assert [row["cache"] for row in rows] == ["cold", "warm"]
@@ -254,7 +258,7 @@ def test_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host, tables, checks = (importlib.import_module(name) for name in ("host", "tables", "checks"))
     for name, value in (("SAME", 5), ("TURNS", 6), ("FIRST_NEW", 7), ("ROUNDS", 1)):
         monkeypatch.setattr(host, name, value)
-    assert host.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    dry_run("host", tmp_path)
     lengths = [S for i in range(len(host.CALLED)) for S in host.new_lengths(i, 3)]
     assert len(set(lengths) - {host.SAME, host.TURNS}) == 3 * len(host.CALLED)
     loaded = tables.load(tmp_path)

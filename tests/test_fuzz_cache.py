@@ -19,7 +19,7 @@ import pytest
 import torch
 from cases import Case, Tensors
 from conftest import nan_filled_memory
-from test_fuzz import (
+from fuzzing import (
     EDGES,
     LAYOUTS,
     MADE_FROM_RANDN,

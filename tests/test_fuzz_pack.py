@@ -18,7 +18,7 @@ import pytest
 import torch
 from cases import Case, Tensors, pair
 from conftest import nan_filled_memory
-from test_fuzz import (
+from fuzzing import (
     LAYOUTS,
     Data,
     Specialisation,
