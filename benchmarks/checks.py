@@ -279,9 +279,24 @@ def feature_checks(loaded: Loaded) -> list[Check]:
     loaded = on_gpu(loaded)
     return [
         *_mask_checks(loaded),
-        *_varlen_checks(rows_of(loaded, "varlen", stage="kernel")),
-        *_gqa_checks(rows_of(loaded, "cells", part="GQA", stage="kernel")),
-        *_split_checks(rows_of(loaded, "split")),
+        *_checks_over_fa3(
+            "packed sequences",
+            rows_of(loaded, "varlen", stage="kernel"),
+            ("D", "causal", "batch"),
+            lambda row: f"{row['batch']}, D {row['D']}, {mask(row['causal'])}",
+        ),
+        *_checks_over_fa3(
+            "grouped queries",
+            rows_of(loaded, "cells", part="GQA", stage="kernel"),
+            ("causal", "N"),
+            lambda row: f"S {row['N']}, D 128, {mask(row['causal'])}",
+        ),
+        *_checks_over_fa3(
+            "few queries on many keys",
+            rows_of(loaded, "split"),
+            ("D", "H", "N", "M"),
+            lambda row: f"{row['M']} queries, {row['N']} keys, D {row['D']}, {row['H']} heads",
+        ),
         *_decode_checks(rows_of(loaded, "decode", impl="helion_attn", stage="kernel")),
     ]
 
@@ -300,33 +315,13 @@ def _mask_checks(loaded: Loaded) -> list[Check]:
     return windows + softcaps
 
 
-def _varlen_checks(rows: list[Row]) -> list[Check]:
+def _checks_over_fa3(promise: str, rows: list[Row], keys: tuple[str, ...], where: Callable[[Row], str]) -> list[Check]:
+    """Our speed over FlashAttention-3's in FP8, for each cell of `rows`, which has the same `keys`."""
     found = []
-    for D, causal, batch in values_of(rows, "D", "causal", "batch"):
-        cell = [row for row in rows if (row["D"], row["causal"], row["batch"]) == (D, causal, batch)]
+    for values in values_of(rows, *keys):
+        cell = [row for row in rows if tuple(row[key] for key in keys) == values]
         faster = ratio(by_series(cell, "ms").get("fa3_fp8"), figure(cell, DEFAULT, "ms"))
-        where = f"{batch}, D {D}, {mask(causal)}"
-        found.append(Check("packed sequences, speed / FA3 FP8's", where, faster, FEATURE_BOUND, at_least=True))
-    return found
-
-
-def _gqa_checks(rows: list[Row]) -> list[Check]:
-    found = []
-    for causal, S in values_of(rows, "causal", "N"):
-        cell = [row for row in rows if (row["causal"], row["N"]) == (causal, S)]
-        faster = ratio(by_series(cell, "ms").get("fa3_fp8"), figure(cell, DEFAULT, "ms"))
-        where = f"S {S}, D 128, {mask(causal)}"
-        found.append(Check("grouped queries, speed / FA3 FP8's", where, faster, FEATURE_BOUND, at_least=True))
-    return found
-
-
-def _split_checks(rows: list[Row]) -> list[Check]:
-    found = []
-    for D, H, N, M in values_of(rows, "D", "H", "N", "M"):
-        cell = [row for row in rows if (row["D"], row["H"], row["N"], row["M"]) == (D, H, N, M)]
-        faster = ratio(by_series(cell, "ms").get("fa3_fp8"), figure(cell, DEFAULT, "ms"))
-        where = f"{M} queries, {N} keys, D {D}, {H} heads"
-        found.append(Check("few queries on many keys, speed / FA3 FP8's", where, faster, FEATURE_BOUND, at_least=True))
+        found.append(Check(f"{promise}, speed / FA3 FP8's", where(cell[0]), faster, FEATURE_BOUND, at_least=True))
     return found
 
 
