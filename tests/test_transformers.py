@@ -204,7 +204,7 @@ def test_logits_with_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert error < 0.5 * zeros
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_in_bf16(name: str) -> None:
     """Prefill, then a step from the cache: the error of FP8 attention, on top of bf16's own."""
     tokens = tokens_of(1, 19)
