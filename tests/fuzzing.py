@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -300,6 +301,11 @@ def assert_out_within_budget(case: Case, out: torch.Tensor, splits: int = 1) -> 
         case.assert_within_budget(out, splits)
     else:
         assert torch.all(out.float() == 0)
+
+
+def goes_over_budget_unless(right: bool) -> AbstractContextManager[object]:
+    """What is checked inside fails by its budget, if it is not `right`."""
+    return nullcontext() if right else pytest.raises(AssertionError, match="budget")
 
 
 def run_cases(
