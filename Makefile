@@ -1,17 +1,32 @@
+# Variables to override:
+#   CONSTRAINTS  the constraints file of the environment; by default hopper.txt where a GPU has compute capability 9.0,
+#                otherwise no_gpu.txt. Empty: the newest that pyproject.toml admits.
+#   VENV         the environment. One that is there already is used as it is, and keeps a torch that fits CONSTRAINTS.
+#   VENV_FLAGS   how a new one is made: --system-site-packages takes the machine's torch.
+#   PYTHON       what makes it.
 PYTHON ?= python3
 VENV ?= .venv
+VENV_FLAGS ?=
+HOPPER := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -qxF 9.0 && echo yes)
+CONSTRAINTS ?= constraints/$(if $(HOPPER),hopper,no_gpu).txt
 BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet
+
+# The compile tests are written for the Triton that was measured. torch 2.13.0's ordinary wheel requires another, so no
+# constraints file can name both.
+COMPILER := $(if $(filter constraints/no_gpu.txt,$(CONSTRAINTS)),triton==3.6.0)
 
 comma := ,
 
 # One stamp per set of extras, so that `make test` does not install what only `make bench` needs.
 define install
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(1)]'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(PIP) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[$(1)]'
+	$(if $(COMPILER),$(PIP) --no-deps $(COMPILER))
 	touch $@
 endef
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-newest lint bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/fp8_attention.py
@@ -19,6 +34,10 @@ demo: $(VENV)/.examples
 
 test: lint
 	$(BIN)/python -m pytest -n auto
+
+# Before a release, and when versions move: the newest torch and Triton that pip takes, several GB.
+test-newest:
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -28,14 +47,14 @@ lint: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/attention.py
 
-$(VENV)/.examples: pyproject.toml constraints.txt
+$(VENV)/.examples: pyproject.toml $(CONSTRAINTS)
 	$(call install,examples)
 
-$(VENV)/.test: pyproject.toml constraints.txt
+$(VENV)/.test: pyproject.toml $(CONSTRAINTS)
 	$(call install,test$(comma)bench$(comma)examples)
 
-$(VENV)/.bench: pyproject.toml constraints.txt
+$(VENV)/.bench: pyproject.toml $(CONSTRAINTS)
 	$(call install,bench$(comma)bench-peers)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-newest
