@@ -31,11 +31,13 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 import helion_attn as ha
+from helion_attn.compiler import triton_hook
+from helion_attn.compiler.helion_adapter import helion, helion_config, hl
 from helion_attn.configs import TileConfig, tile_config
-from helion_attn.kernels import fp8_attn_fwd, steps, triton_passes
-from helion_attn.kernels.arguments import Inputs, Numerics, Problem
-from helion_attn.kernels.helion_compat import helion, helion_config, hl
-from helion_attn.preprocess.v_layout import position_of_key
+from helion_attn.kernels import attention
+from helion_attn.kernels.lib import steps
+from helion_attn.kernels.lib.arguments import Inputs, Numerics, Problem
+from helion_attn.preprocess.lib.v_layout import position_of_key
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 
@@ -92,7 +94,7 @@ def row_sums_every_block(
     return p8, alpha, m_new, l_i * alpha + (block.sum(1) * (1.0 / l_lanes)).unsqueeze(1)
 
 
-class InStep(triton_passes.WithPasses):
+class InStep(triton_hook.WithPasses):
     """A kernel whose warpgroups take no turns."""
 
     turns = False
@@ -112,7 +114,7 @@ def of_another_class(kernel_class: type[JITFunction[Any]], run: Callable[..., An
 
 def of_class(kernel_class: type[JITFunction[Any]]) -> tuple[types.ModuleType, str, Callable[..., Any]]:
     """The step that makes kernels of a class."""
-    return triton_passes, "with_passes", functools.partial(of_another_class, kernel_class)
+    return triton_hook, "with_passes", functools.partial(of_another_class, kernel_class)
 
 
 def heads_fastest(tile: TileConfig) -> helion.Config:
@@ -170,12 +172,10 @@ def variants(D: int) -> dict[str, Variant]:
         "V's keys in order": Variant(step=(steps, "interleave_keys", keys_in_order), interleaved=False),
         "one-level P V" if two_level else "two-level P V": Variant(recipe={"promote_every": int(not two_level)}),
         "P not scaled": Variant(recipe={"p_offset_log2": 0}),
-        "row sums across lanes in every block": Variant(
-            step=(fp8_attn_fwd, "online_softmax_step", row_sums_every_block)
-        ),
+        "row sums across lanes in every block": Variant(step=(attention, "online_softmax_step", row_sums_every_block)),
         "loads where Triton has them": Variant(step=of_class(JITFunction)),
         **({"warpgroups in step": Variant(step=of_class(InStep))} if shipped_tile(D).num_warps == 8 else {}),
-        "heads fastest": Variant(step=(fp8_attn_fwd, "helion_config", heads_fastest)),
+        "heads fastest": Variant(step=(attention, "helion_config", heads_fastest)),
         **{name: Variant(tile=tile) for name, tile in TILES[D].items()},
     }
 
@@ -186,13 +186,13 @@ def in_place(variant: Variant, kernels: Callable[..., Callable[..., None]]) -> I
     with contextlib.ExitStack() as stack:
         if variant.step is not None:
             stack.enter_context(mock.patch.object(*variant.step))
-        stack.enter_context(mock.patch.object(fp8_attn_fwd, "compiled_kernel", kernels))
+        stack.enter_context(mock.patch.object(attention, "compiled_kernel", kernels))
         yield
 
 
 def own_kernels() -> Callable[..., Callable[..., None]]:
     """`fp8_attn_fwd.compiled_kernel` with an empty cache."""
-    return functools.cache(fp8_attn_fwd.compiled_kernel.__wrapped__)
+    return functools.cache(attention.compiled_kernel.__wrapped__)
 
 
 # --- a launch -------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def launch(
     inputs = Inputs(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None)
     M = out.size(2)
     problem = Problem(M, M, -1, -1, sm_scale, None, bshd=False)
-    fp8_attn_fwd.launch(tile, inputs, out, lse, problem, Numerics(*recipe.kernel_options))
+    attention.launch(tile, inputs, out, lse, problem, Numerics(*recipe.kernel_options))
 
 
 def prepare(variant: Variant, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:

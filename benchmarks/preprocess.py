@@ -16,12 +16,12 @@ from torch import Tensor
 
 import helion_attn as ha
 from helion_attn import configs
-from helion_attn.kernels.strided import strided_qkv
 from helion_attn.preprocess import pack, statistics
-from helion_attn.preprocess.choices import Choices
-from helion_attn.preprocess.rope import rope_tables as kernel_tables
+from helion_attn.preprocess.lib.choices import Choices
+from helion_attn.preprocess.lib.rope import rope_tables as kernel_tables
+from helion_attn.preprocess.lib.strided import strided_qkv
 from helion_attn.testing import make_qkv
-from helion_attn.validate import MIN_D
+from helion_attn.validate.dense import MIN_D
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 
 #: The head dim at which the presets are also timed with RoPE.

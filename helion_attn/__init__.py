@@ -11,11 +11,11 @@ from helion_attn.api import (
     quantize,
     reflect,
 )
-from helion_attn.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from helion_attn.integrations.sdpa import sdpa
+from helion_attn.integrations.transformers import register_transformers
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
-from helion_attn.sdpa import sdpa
-from helion_attn.transformers import register_transformers
 from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, Rope
 from helion_attn.varlen import attention_varlen
 

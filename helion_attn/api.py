@@ -8,9 +8,9 @@ import torch
 
 from helion_attn import ops  # noqa: F401 - registers them
 from helion_attn.configs import packing
-from helion_attn.preprocess import hadamard as preprocess_hadamard
+from helion_attn.preprocess.lib import hadamard as preprocess_hadamard
 from helion_attn.types import BALANCED, QuantizedQKV, Recipe, Rope
-from helion_attn.validate import (
+from helion_attn.validate.dense import (
     check_descale,
     check_dtype,
     check_even,

@@ -15,8 +15,8 @@ from helion_attn import ops  # noqa: F401 - registers them
 from helion_attn.api import mask_arguments
 from helion_attn.configs import page_packing
 from helion_attn.types import PagedKVCache, Rope
-from helion_attn.validate import check_count
-from helion_attn.validate_kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
+from helion_attn.validate.dense import check_count
+from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
 
 
 def paged_kv_cache(

@@ -25,7 +25,7 @@ from helion_attn.configs import (
     uses_large_d,
 )
 from helion_attn.configs.scheduling import query_blocks_per_sm
-from helion_attn.kernels.arguments import Inputs, Numerics, Problem
+from helion_attn.kernels.lib.arguments import Inputs, Numerics, Problem
 
 DEVICES = ("CPU", "CUDA")
 
@@ -131,7 +131,7 @@ def _quantize_qkv(
     smooth_k: bool,
     center_v: bool,
 ) -> tuple[torch.Tensor, ...]:
-    from helion_attn.preprocess.choices import Choices
+    from helion_attn.preprocess.lib.choices import Choices
     from helion_attn.preprocess.quantize import quantize_qkv
 
     rope = (cos, sin, q_positions, k_positions, interleaved)
@@ -226,7 +226,7 @@ def _transform_rows(
     reflect: bool,
     bshd: bool,
 ) -> torch.Tensor:
-    from helion_attn.preprocess.stages import transform_rows
+    from helion_attn.preprocess.transform_rows import transform_rows
 
     return transform_rows(x, cos, sin, positions, interleaved, hadamard_seed, reflect, bshd)
 
@@ -282,8 +282,8 @@ def _fp8_attn_fwd(
     k_block_descales: bool,
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
-    from helion_attn.kernels.helion_compat import multiprocessors
+    from helion_attn.compiler.helion_adapter import multiprocessors
+    from helion_attn.kernels import attention, attention_large_d
 
     out, lse = _empty_outputs(q_descale, m_len, d_v, bshd, out_dtype)
     inputs = Inputs(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks)
@@ -294,12 +294,12 @@ def _fp8_attn_fwd(
     sm_count = multiprocessors(q8.device)
     load = query_blocks_per_sm(q8.size(0), q8.size(1), sm_count)
     if uses_large_d(d, d_v, bits):
-        fp8_attn_fwd_large_d.launch(large_tile_config(d, d_v, right >= 0, load), *args)
+        attention_large_d.launch(large_tile_config(d, d_v, right >= 0, load), *args)
     else:
         tile = attention_tile_config(d, d_v, right >= 0, bits, load)
         heads, blocks = (q8.size(0), k8.size(0)), (q8.size(1), k8.size(1))
         pack_gqa, splits = scheduling.schedule(tile, heads, blocks, m_len, left, right, sm_count)
-        fp8_attn_fwd.launch(tile, *args, splits=splits, pack_gqa=pack_gqa)
+        attention.launch(tile, *args, splits=splits, pack_gqa=pack_gqa)
     return out, lse
 
 
@@ -355,7 +355,7 @@ def _quantize_varlen(
     smooth_k: bool,
     center_v: bool,
 ) -> tuple[torch.Tensor, ...]:
-    from helion_attn.preprocess.choices import Choices
+    from helion_attn.preprocess.lib.choices import Choices
     from helion_attn.preprocess.quantize import quantize_varlen
 
     choices = Choices(qk_dtype, pv_dtype, q_scales, k_scales, v_scales, hadamard_seed, reflect, smooth_k, center_v)
@@ -438,8 +438,8 @@ def _fp8_attn_varlen(
     k_block_descales: bool,
     v_channel_descales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from helion_attn.kernels import fp8_attn_fwd
-    from helion_attn.kernels.helion_compat import multiprocessors
+    from helion_attn.compiler.helion_adapter import multiprocessors
+    from helion_attn.kernels import attention
 
     out, lse = _empty_varlen(q_descale, m_len, d_v, out_dtype)
     if m_len:
@@ -450,7 +450,7 @@ def _fp8_attn_varlen(
         d_pad = max(q8.size(3), v8.size(2) if v8.itemsize == 1 else v8.size(3))
         load = query_blocks_per_sm(q8.size(0), q8.size(1), multiprocessors(q8.device))
         tile = tile_config(d_pad, right >= 0, bits, load)
-        fp8_attn_fwd.launch(tile, inputs, out, lse, problem, numerics, q_blocks)
+        attention.launch(tile, inputs, out, lse, problem, numerics, q_blocks)
     return out, lse
 
 
@@ -499,7 +499,7 @@ def _append_kv(
     interleaved: bool,
 ) -> None:
     from helion_attn.preprocess import append
-    from helion_attn.preprocess.rope import rope_tables
+    from helion_attn.preprocess.lib.rope import rope_tables
 
     rope = rope_tables(cos, sin, None, None, interleaved, k8.size(3), k.new_empty(1, dtype=torch.float32))
     append.launch(k, v, k8, v8, k_descale, v_descale, block_table, cache_seqlens, rope)
@@ -548,11 +548,11 @@ def _fp8_attn_decode(
     bshd: bool,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from helion_attn.kernels import fp8_attn_decode
+    from helion_attn.kernels import decode
 
     out, lse = _empty_decoded(q, d_v, bshd, out_dtype)
     cache = (k8, v8, k_descale, v_descale, block_table, cache_seqlens)
-    fp8_attn_decode.launch(q, *cache, sinks, out, lse, splits, left, right, sm_scale, softcap, bshd)
+    decode.launch(q, *cache, sinks, out, lse, splits, left, right, sm_scale, softcap, bshd)
     return out, lse
 
 

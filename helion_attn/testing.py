@@ -233,9 +233,9 @@ def _offline_hopper() -> Iterator[list[Any]]:
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
     from triton.runtime.jit import JITFunction, MockTensor
 
-    from helion_attn import validate
-    from helion_attn.kernels import code_cache, launches
-    from helion_attn.kernels.helion_compat import helion_environment
+    from helion_attn.compiler import code_cache, launch_plans
+    from helion_attn.compiler.helion_adapter import helion_environment
+    from helion_attn.validate import dense
 
     CompileEnvironment = helion_environment.CompileEnvironment
     compiled: list[Any] = []
@@ -284,9 +284,9 @@ def _offline_hopper() -> Iterator[list[Any]]:
         # What is generated here is not for tensors that have addresses.
         patch(code_cache, "read", lambda key: [])
         patch(code_cache, "write", lambda key, entries: None)
-        patch(launches, "launch_first", lambda run, args: (run(*args), run)[1])
+        patch(launch_plans, "launch_first", lambda run, args: (run(*args), run)[1])
         patch(driver, "_active", _OfflineDriver())
-        patch(validate, "_CAPABLE", set())
+        patch(dense, "_CAPABLE", set())
         yield compiled
 
 

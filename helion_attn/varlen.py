@@ -11,8 +11,8 @@ from helion_attn import ops  # noqa: F401 - registers them
 from helion_attn.api import mask_arguments
 from helion_attn.configs import varlen_packing
 from helion_attn.types import BALANCED, Recipe
-from helion_attn.validate import check_options
-from helion_attn.validate_varlen import check_varlen, check_varlen_recipe
+from helion_attn.validate.dense import check_options
+from helion_attn.validate.varlen import check_varlen, check_varlen_recipe
 
 
 @dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous

@@ -37,8 +37,8 @@ from unittest import mock
 import torch
 
 import helion_attn as ha
+from helion_attn.compiler.triton_hook import WithPasses
 from helion_attn.configs import scheduling
-from helion_attn.kernels.triton_passes import WithPasses
 from helion_attn.numerics import LN2, RECENTRED_KEYS
 from helion_attn.testing import error_budget, make_qkv, relative_error
 

@@ -32,7 +32,7 @@ from helion_attn.configs import (
     uses_large_d,
 )
 from helion_attn.types import RECIPE_CHOICES
-from helion_attn.validate import MAX_D
+from helion_attn.validate.dense import MAX_D
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
@@ -149,7 +149,7 @@ def refusal(function: str, call: Call) -> Exception | None:
         stack.enter_context(torch.set_grad_enabled(call.grad_mode))
         if call.capability is not None:
             stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=call.capability))
-            stack.enter_context(mock.patch("helion_attn.validate._CAPABLE", set()))
+            stack.enter_context(mock.patch("helion_attn.validate.dense._CAPABLE", set()))
             # Fake tensors, which need no GPU, have no values; `pack` reads those of descales.
             stack.enter_context(mock.patch("helion_attn.api.check_descale"))
             stack.enter_context(FakeTensorMode())

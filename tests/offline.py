@@ -19,7 +19,7 @@ import helion_attn as ha
 from helion_attn import testing
 from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.numerics import keeps_reference
-from helion_attn.preprocess import hadamard
+from helion_attn.preprocess.lib import hadamard
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.tune import candidates, trial
 from helion_attn.varlen import attend_varlen, quantize_varlen
@@ -56,14 +56,14 @@ def fake_rotation(D: int, D_pad: int, seed: int, device: torch.device) -> tuple[
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
     """Inside, the public functions run their launchers also on fake tensors. Kernels are bound anew."""
-    from helion_attn.preprocess import pack, stages
+    from helion_attn.preprocess import pack, transform_rows
 
     forget()
     try:
         with (
             mock.patch.object(torch.ops, "helion_attn", CudaKernels()),
             mock.patch.object(pack, "rotation", fake_rotation),
-            mock.patch.object(stages, "rotation", fake_rotation),
+            mock.patch.object(transform_rows, "rotation", fake_rotation),
         ):
             yield
     finally:
@@ -90,7 +90,7 @@ class Compilations:
 @contextlib.contextmanager
 def compilations() -> Iterator[Compilations]:
     """`launching`, and a record of what is compiled."""
-    from helion_attn.kernels import helion_compat  # noqa: F401 - before Helion's own modules
+    from helion_attn.compiler import helion_adapter  # noqa: F401 - before Helion's own modules
 
     bound_kernel = sys.modules["helion.runtime.kernel"].BoundKernel
     init = bound_kernel.__init__

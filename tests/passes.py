@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 from unittest import mock
 
-from helion_attn.kernels import early_loads, triton_passes
-from helion_attn.kernels.ttgir import VALUE
+from helion_attn.compiler import triton_hook
+from helion_attn.compiler.passes import early_copies
+from helion_attn.compiler.passes.ttgir import VALUE
 
 
 @contextlib.contextmanager
@@ -21,11 +22,11 @@ def recorded() -> Iterator[list[tuple[str, str | None]]]:
         seen.append((text, rescheduled(text)))
         return seen[-1][1]
 
-    rescheduled = early_loads.rescheduled
+    rescheduled = early_copies.rescheduled
     with (
-        mock.patch.object(early_loads, "rescheduled", recording),
+        mock.patch.object(early_copies, "rescheduled", recording),
         # What is found in Triton's cache is not compiled.
-        mock.patch.object(triton_passes, "digest", return_value=f"{time.time_ns()}"),
+        mock.patch.object(triton_hook, "digest", return_value=f"{time.time_ns()}"),
     ):
         yield seen
 

@@ -17,7 +17,7 @@ import torch
 from offline import launching
 
 import helion_attn as ha
-from helion_attn.kernels.helion_compat import helion_config
+from helion_attn.compiler.helion_adapter import helion_config
 from helion_attn.testing import INPUT_KINDS, OUTLIER_CHANNELS, make_qkv
 
 

@@ -22,9 +22,9 @@ import torch
 from offline import compilations, fake_cache, fake_qkv, fake_varlen
 
 import helion_attn as ha
-from helion_attn.kernels import code_cache, launches
-from helion_attn.kernels.helion_compat import helion, hl
-from helion_attn.kernels.run import Compiled, compiled
+from helion_attn.compiler import code_cache
+from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.kernels import Compiled, compiled
 from helion_attn.testing import fake_cuda
 from helion_attn.varlen import attend_varlen, quantize_varlen
 
@@ -351,7 +351,9 @@ def test_options_that_change_between_calls(disk: Path) -> None:
 
 
 def test_what_cannot_be_described_is_not_kept(disk: Path) -> None:
-    recorded = launches.recorded
+    from helion_attn.compiler import launch_plans
+
+    recorded = launch_plans.recorded
     with mock.patch.object(code_cache, "recorded", lambda *args: recorded(*args) * 2):
         assert traces()
     assert not list(disk.glob(f"*/{code_cache.FILE}"))
@@ -361,12 +363,12 @@ def test_what_cannot_be_described_is_not_kept(disk: Path) -> None:
 
 def shipped_fingerprints() -> list[str]:
     """Of this package's kernels, in short."""
-    from helion_attn.kernels import fp8_attn_decode, fp8_attn_fwd, fp8_attn_fwd_large_d, merge_splits
-    from helion_attn.preprocess import append, pack, recentre, sequences, stages, statistics
+    from helion_attn.kernels import attention, attention_large_d, decode, merge_splits
+    from helion_attn.preprocess import append, pack, recentre, sequences, statistics, transform_rows
 
     kernels: list[Callable[..., Any]] = [
-        *(fp8_attn_fwd.fp8_attn_fwd, fp8_attn_fwd_large_d.fp8_attn_fwd_large_d, fp8_attn_decode.fp8_attn_decode),
-        *(merge_splits.merge_splits_kernel, pack.pack, append.append_kv, stages.transform),
+        *(attention.fp8_attn_fwd, attention_large_d.fp8_attn_fwd_large_d, decode.fp8_attn_decode),
+        *(merge_splits.merge_splits_kernel, pack.pack, append.append_kv, transform_rows.transform),
         *(statistics.first_pass, statistics.means, statistics.sequence_means, sequences.describe, recentre.recentre),
     ]
     prints = [code_cache.fingerprint(compiled(fn, helion.Config())._generated._kernel) for fn in kernels]

@@ -29,7 +29,7 @@ from helion_attn.configs import (
     tile_config,
 )
 from helion_attn.configs.scheduling import group_programs, head_group, query_blocks_per_sm
-from helion_attn.validate import MIN_D
+from helion_attn.validate.dense import MIN_D
 
 BITS = [(8, 8), (8, 16), (16, 16)]
 

@@ -15,9 +15,9 @@ from offline import compile_attention, compile_decode, compile_shape, compile_ti
 from passes import operation, recorded, split_at_loop
 
 import helion_attn as ha
+from helion_attn.compiler.passes import early_copies, single_k_buffer
+from helion_attn.compiler.passes.ttgir import COPY, EXPECT, VALUE, WAIT_FOR_PRODUCT
 from helion_attn.configs import large_tile_config, tile_config
-from helion_attn.kernels import early_loads, one_k
-from helion_attn.kernels.ttgir import COPY, EXPECT, VALUE, WAIT_FOR_PRODUCT
 
 ONE_LEVEL = ha.Recipe(promote_every=0)
 
@@ -307,8 +307,8 @@ def test_the_machine_can_fail(name: str, pattern: str, replacement: str, which: 
 
 def test_an_iteration_too_early() -> None:
     """In one-level accumulation, P V still reads the buffer of the block before."""
-    with mock.patch.object(early_loads, "_an_iteration_later", lambda loop, copies, stages: copies):
-        too_early = early_loads.rescheduled(texts("one_level_3_stages")[0])
+    with mock.patch.object(early_copies, "_an_iteration_later", lambda loop, copies, stages: copies):
+        too_early = early_copies.rescheduled(texts("one_level_3_stages")[0])
     assert too_early is not None
     with pytest.raises(AssertionError, match="written while it is read"):
         run(too_early, 0, 6)
@@ -328,15 +328,15 @@ def test_other_waits_stay() -> None:
     before, _ = texts("one_k")
     body = split_at_loop(before)[2]
     waits = [i for i, line in enumerate(body) if WAIT_FOR_PRODUCT in line]
-    assert len(one_k.with_one_wait(body)) == len(body) - 1
+    assert len(single_k_buffer.with_one_wait(body)) == len(body) - 1
     (result,) = re.findall(rf"({VALUE}):", body[waits[0]])
     read = [*body[: waits[0] + 1], f"%read = arith.negf {result}#0 : f32", *body[waits[0] + 1 :]]
-    assert one_k.with_one_wait(read) == read
+    assert single_k_buffer.with_one_wait(read) == read
     # With a wait between the products, K is still to be read when the first is done: no copies behind that.
     line = body[waits[0]]
-    assert early_loads.rescheduled(before.replace(line, read[waits[0]] + "\n" + read[waits[0] + 1])) is None
+    assert early_copies.rescheduled(before.replace(line, read[waits[0]] + "\n" + read[waits[0] + 1])) is None
     not_added = [line.replace(f"{result}#0", "%other") for line in body]
-    assert one_k.with_one_wait(not_added) == not_added
+    assert single_k_buffer.with_one_wait(not_added) == not_added
 
 
 def test_other_loops_stay() -> None:
@@ -351,7 +351,7 @@ def test_other_loops_stay() -> None:
         re.sub(r"(arith\.addi %\w+, )%c1_i32", r"\1%c7_i32", before),  # another distance
         "\n".join(line for line in before.split("\n") if COPY not in line),
     ):
-        assert early_loads.rescheduled(text) is None
+        assert early_copies.rescheduled(text) is None
 
 
 @pytest.mark.parametrize(

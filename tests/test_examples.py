@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn import transformers
+from helion_attn.integrations import transformers
 
 
 def import_example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

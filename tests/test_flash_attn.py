@@ -12,7 +12,7 @@ import torch
 from refused import refused
 
 import helion_attn as ha
-from helion_attn.flash_attn import RULES
+from helion_attn.integrations.flash_attn import RULES
 from helion_attn.testing import make_qkv, relative_error
 
 #: Its result is a tensor or a pair, by a bool.

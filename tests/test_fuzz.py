@@ -50,8 +50,8 @@ from fuzzing import (
 
 import helion_attn as ha
 from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, scheduling
-from helion_attn.validate import IN_DTYPES, MAX_D, OUT_DTYPES
-from helion_attn.validate_varlen import VARLEN_SCALES
+from helion_attn.validate.dense import IN_DTYPES, MAX_D, OUT_DTYPES
+from helion_attn.validate.varlen import VARLEN_SCALES
 
 #: Cases a test without --fuzz-cases, here and of packed sequences: less than a minute of two cores.
 CASES_IN_CI, VARLEN_CASES_IN_CI = 3, 1

@@ -45,7 +45,7 @@ from test_kv_cache import make_cache
 import helion_attn as ha
 from helion_attn.reference.kv_cache import value_descale
 from helion_attn.testing import INPUT_KINDS
-from helion_attn.validate import IN_DTYPES
+from helion_attn.validate.dense import IN_DTYPES
 
 #: Cases a test without --fuzz-cases.
 CASES_IN_CI = 1

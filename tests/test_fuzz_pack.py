@@ -39,7 +39,7 @@ from fuzzing import (
 import helion_attn as ha
 from helion_attn.configs import scheduling
 from helion_attn.reference import rounding_model
-from helion_attn.validate import MAX_D, OUT_DTYPES
+from helion_attn.validate.dense import MAX_D, OUT_DTYPES
 
 E4M3 = torch.float8_e4m3fn
 

@@ -11,7 +11,9 @@ from cases import RECIPES, Case, make_case
 
 import helion_attn as ha
 from helion_attn import numerics
-from helion_attn.kernels import computed_once, fp8_attn_fwd, steps
+from helion_attn.compiler.passes import computed_once
+from helion_attn.kernels import attention
+from helion_attn.kernels.lib import steps
 from helion_attn.testing import make_qkv
 
 #: By how much, in base 2, the scores of later blocks lie above those of the first. "much" is within `MAX_ROW_SUM`; with
@@ -59,7 +61,7 @@ def test_every_row_has_a_reference(window: tuple[int, int], monkeypatch: pytest.
         without.append(keeps and bool(((m_i == float("-inf")) & (s > float("-inf")).any(1)).any()))
         return step(s, bias, scale, m_i, *rest)
 
-    monkeypatch.setattr(fp8_attn_fwd, "online_softmax_step", watched)
+    monkeypatch.setattr(attention, "online_softmax_step", watched)
     out, lse = case.run(torch.float32)
     assert without
     assert not any(without)
@@ -80,7 +82,7 @@ def test_is_the_running_maximum_past_the_limit(rise: str, monkeypatch: pytest.Mo
     """Bit for bit; and not where no row's sum passes it."""
     case = rising(RISES[rise], 64, causal=False, recipe=ha.HYBRID, device="cpu")
     out, lse = case.run(torch.float32)
-    monkeypatch.setattr(fp8_attn_fwd, "keeps_reference", lambda *of: False)
+    monkeypatch.setattr(attention, "keeps_reference", lambda *of: False)
     exact, exact_lse = case.run(torch.float32)
     again = RISES[rise] > 64
     assert torch.equal(out, exact) == again

@@ -474,7 +474,7 @@ def test_two_runs_are_equal(device: str) -> None:
 
 def test_the_number_of_splits() -> None:
     """Enough to fill the GPU, never so many that a run is a few pages, and one where programs abound."""
-    from helion_attn.kernels.fp8_attn_decode import MIN_PAGES, PROGRAMS_PER_SM, choose_splits
+    from helion_attn.kernels.decode import MIN_PAGES, PROGRAMS_PER_SM, choose_splits
 
     for programs in (1, 8, 64, 512, 4096):
         for max_pages in (1, 7, 64, 512):

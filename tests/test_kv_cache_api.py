@@ -16,7 +16,7 @@ from test_validation import assert_raises
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
-from helion_attn.flash_attn import KVCACHE_RULES
+from helion_attn.integrations.flash_attn import KVCACHE_RULES
 from helion_attn.testing import make_qkv
 
 

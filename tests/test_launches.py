@@ -29,11 +29,11 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helion_attn import testing
-from helion_attn.kernels import launches
-from helion_attn.kernels.launches import Launch, Plan
+from helion_attn.compiler import launch_plans
+from helion_attn.compiler.launch_plans import Launch, Plan
 from helion_attn.testing import fake_cuda
 
-LAUNCH_FIRST = launches.launch_first
+LAUNCH_FIRST = launch_plans.launch_first
 
 
 def encoding(box: TensorDescriptor) -> dict[str, Any]:
@@ -112,8 +112,8 @@ def planning(stream: Callable[[int], int] = lambda device: 7) -> Iterator[list[t
     with (
         testing._offline_hopper(),
         launching(),
-        mock.patch.object(launches, "launch_first", launch_first),
-        mock.patch.object(launches, "default_launcher", launch),
+        mock.patch.object(launch_plans, "launch_first", launch_first),
+        mock.patch.object(launch_plans, "default_launcher", launch),
         mock.patch.object(FakeTensor, "data_ptr", lambda self: 512 * (id(self) % 2**40)),
         mock.patch.object(testing._OfflineDriver, "get_current_stream", lambda self, device: stream(device)),
         mock.patch.object(testing._OfflineDriver, "utils", SimpleNamespace(**{ENCODE: encode}), create=True),
@@ -144,7 +144,7 @@ def test_what_is_launched(call: Callable[[], None]) -> None:
             assert isinstance(plan, Plan), run
             others = elsewhere(args)
             plan(*others)
-            (launch,) = launches.recorded(run, others)
+            (launch,) = launch_plans.recorded(run, others)
             grid = (*launch.grid, 1, 1)[:3]
             plan._compiled.run(*grid, 7, "function", "packed", None, None, None, *launch.args)
             by_plan, by_triton = plan._compiled.launched
@@ -164,9 +164,9 @@ def test_descriptors_are_encoded_once_an_address() -> None:
             plan(*given)
             assert len(ENCODED) == encoded
         assert plan._compiled.launched[0] == plan._compiled.launched[3] != plan._compiled.launched[2]
-        for _ in range(launches.MAX_ENCODED + 3):
+        for _ in range(launch_plans.MAX_ENCODED + 3):
             plan(*elsewhere(args))
-        assert all(len(box.known) <= launches.MAX_ENCODED for box in plan._boxes)
+        assert all(len(box.known) <= launch_plans.MAX_ENCODED for box in plan._boxes)
 
 
 def small_launch(*kernel_args: Any, **options: Any) -> tuple[Any, FakeKernel]:
@@ -205,7 +205,7 @@ def test_what_has_no_plan() -> None:
     def run(x: torch.Tensor, *, _launcher: Callable[..., Any]) -> None:
         _launcher(launch.kernel, (1,), x.clone(), 5)
 
-    with mock.patch.object(launches, "default_launcher", return_value=compiled):
+    with mock.patch.object(launch_plans, "default_launcher", return_value=compiled):
         assert LAUNCH_FIRST(run, [x]) is run
     with mock.patch.object(triton, "__version__", "3.10.0"), pytest.raises(ValueError, match=r"3\.10\.0"):
         Plan(launch, compiled, [x])
@@ -218,7 +218,7 @@ def test_both_ways_to_launch() -> None:
     of_each = SimpleNamespace(**common, launch=lambda *args: launched.append(args))
     of_all = SimpleNamespace(**vars(of_each), arg_annotations="annotations", kernel_signature=b"signature")
     for launcher in (of_each, of_all):
-        launch, encodings = launches.to_c(launcher, 0)
+        launch, encodings = launch_plans.to_c(launcher, 0)
         launch((3, 2, 1), 7, "function", ("packed", "metadata", "enter", "leave"), [11, 12])
         assert encodings == []
     begin = (3, 2, 1, 7, "function", False, True)
@@ -228,7 +228,7 @@ def test_both_ways_to_launch() -> None:
         (*begin, *hooks, None, None, "annotations", b"signature", [11, 12]),
     ]
     with pytest.raises(ValueError, match="instrumented"):
-        launches.to_c(SimpleNamespace(**vars(of_all), gsan_enabled=True), 0)
+        launch_plans.to_c(SimpleNamespace(**vars(of_all), gsan_enabled=True), 0)
 
 
 def test_hooks_and_streams_are_those_of_the_call() -> None:

@@ -12,8 +12,8 @@ from cases import LADDER, RECIPES, Case, make_case
 
 import helion_attn as ha
 from helion_attn.configs import attention_tile_config, packing, scheduling
-from helion_attn.kernels import fp8_attn_fwd
-from helion_attn.kernels.programs import rows_of_group
+from helion_attn.kernels import attention
+from helion_attn.kernels.lib.programs import rows_of_group
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
 from helion_attn.testing import make_qkv
 
@@ -30,13 +30,13 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every launch, whether heads share tiles."""
     seen: list[bool] = []
-    launch = fp8_attn_fwd.launch
+    launch = attention.launch
 
     def record(*args: Any, **options: Any) -> None:
         seen.append(options["pack_gqa"])
         launch(*args, **options)
 
-    monkeypatch.setattr(fp8_attn_fwd, "launch", record)
+    monkeypatch.setattr(attention, "launch", record)
     return seen
 
 
@@ -158,7 +158,7 @@ def test_who_shares(
 ) -> None:
     """Heads share tiles where they need fewer."""
     assert packing(64, 64).bm == 64
-    monkeypatch.setattr(fp8_attn_fwd, "interpreted_kernel", lambda *args: None)
+    monkeypatch.setattr(attention, "interpreted_kernel", lambda *args: None)
     qkv = ha.quantize(*make_qkv("randn", 1, H, H_kv, M, 40, 64))
     ha.attention_quantized(qkv)
     assert asked == [shares]
@@ -183,6 +183,6 @@ def test_another_order_of_rows_exceeds_the_budget(device: str, monkeypatch: pyte
     case = problem("two_tiles", device)
     launches = iter([rows_of_group, heads_in_turn])
     case.assert_within_budget(case.run(torch.float32)[0])
-    monkeypatch.setattr(fp8_attn_fwd, "rows_of_group", lambda *args: next(launches, heads_in_turn)(*args))
+    monkeypatch.setattr(attention, "rows_of_group", lambda *args: next(launches, heads_in_turn)(*args))
     with pytest.raises(AssertionError, match="budget"):
         case.assert_within_budget(case.run(torch.float32)[0])

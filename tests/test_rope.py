@@ -13,7 +13,7 @@ from test_quantize import assert_same_values
 
 import helion_attn as ha
 from helion_attn.configs import tile_config
-from helion_attn.preprocess.hadamard import hadamard_block
+from helion_attn.preprocess.lib.hadamard import hadamard_block
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import make_qkv, relative_error
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from helion_attn.kernels import steps
+from helion_attn.kernels.lib import steps
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "sanitize.py"
 

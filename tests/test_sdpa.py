@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as bound_before
 
 import helion_attn as ha
-from helion_attn.sdpa import HIDDEN, RULES
+from helion_attn.integrations.sdpa import HIDDEN, RULES
 from helion_attn.testing import make_qkv, relative_error
 
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -26,7 +26,7 @@ from offline import (
 import helion_attn as ha
 from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, TILE_CONFIGS, TileConfig, attention_tile_config, tile_config
 from helion_attn.configs.scheduling import query_blocks_per_sm
-from helion_attn.kernels import steps
+from helion_attn.kernels.lib import steps
 from helion_attn.testing import Sm90Kernel, compile_for_sm90
 from helion_attn.varlen import attend_varlen, quantize_varlen
 

@@ -190,7 +190,7 @@ def test_a_run_left_out_exceeds_the_budget(device: str, force: Force, monkeypatc
     case = problem("few_queries", device, kind="randn")
     force(3)
     case.assert_within_budget(case.run(torch.float32)[0])
-    monkeypatch.setattr("helion_attn.kernels.fp8_attn_fwd.merge_splits", without_the_last)
+    monkeypatch.setattr("helion_attn.kernels.attention.merge_splits", without_the_last)
     with pytest.raises(AssertionError, match="budget"):
         case.assert_within_budget(case.run(torch.float32)[0])
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn import configs, types, validate, validate_kv_cache, validate_varlen
+from helion_attn import configs, types
+from helion_attn.validate import dense, kv_cache, varlen
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
@@ -36,8 +37,8 @@ def line(table: str, beginning: str) -> str:
 
 def test_tables_follow_the_checks(matrix: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     functions, refusals, choices = matrix.functions_table(), matrix.refusals_table(), matrix.choices_table()
-    monkeypatch.setattr(validate, "MAX_D", 512)
-    monkeypatch.setattr(validate, "LAYOUTS", ("bhsd",))
+    monkeypatch.setattr(dense, "MAX_D", 512)
+    monkeypatch.setattr(dense, "LAYOUTS", ("bhsd",))
     changed = matrix.functions_table()
     assert line(functions, "| head dim D |") == "| head dim D | 16..1024 | 16..1024 | 16..256 | 16..256 | 16..256 |"
     assert line(changed, "| head dim D |") == "| head dim D | 16..512 | 16..512 | 16..256 | 16..256 | 16..256 |"
@@ -46,7 +47,7 @@ def test_tables_follow_the_checks(matrix: ModuleType, monkeypatch: pytest.Monkey
     assert "in 16..512`" in matrix.refusals_table()
     assert "in 16..512`" not in refusals
     monkeypatch.setitem(types.RECIPE_CHOICES, "smooth_k", (False,))
-    monkeypatch.setitem(validate_varlen.VARLEN_SCALES, "v_scales", ("channel", "none"))
+    monkeypatch.setitem(varlen.VARLEN_SCALES, "v_scales", ("channel", "none"))
     changed = matrix.choices_table()
     assert "| `smooth_k` True |" in choices
     assert "| `smooth_k` True |" not in changed
@@ -58,10 +59,10 @@ def test_sizes_are_where_anything_changes(matrix: ModuleType) -> None:
     widths = {tile.D_pad for tile in configs.TILE_CONFIGS}
     widths |= {width for tile in configs.LARGE_TILE_CONFIGS for width in (tile.D_pad, tile.v_tile)}
     bounds = {
-        validate.MIN_D,
-        validate.MAX_D,
-        validate_kv_cache.MAX_PAGE_D,
-        validate_varlen.MAX_VARLEN_D,
+        dense.MIN_D,
+        dense.MAX_D,
+        kv_cache.MAX_PAGE_D,
+        varlen.MAX_VARLEN_D,
         configs.MAX_TWO_LEVEL_D,
         configs.MAX_LARGE_TWO_LEVEL_D,
     }

@@ -18,7 +18,7 @@ import helion_attn as ha
 from helion_attn.testing import make_qkv, relative_error
 
 transformers = pytest.importorskip("transformers")
-from helion_attn import transformers as ours  # noqa: E402
+from helion_attn.integrations import transformers as ours  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

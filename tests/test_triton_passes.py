@@ -15,7 +15,8 @@ import triton
 from offline import compile_attention
 from triton import knobs
 
-from helion_attn.kernels import early_loads, triton_passes
+from helion_attn.compiler import triton_hook
+from helion_attn.compiler.passes import early_copies
 
 
 @contextlib.contextmanager
@@ -54,7 +55,7 @@ def test_the_hook_is_this_compilations() -> None:
 
     with installed(theirs):
         with mock.patch.object(triton, "compile", compile_), pytest.raises(RuntimeError, match="a kernel"):
-            triton_passes.compile_with_passes("a kernel")
+            triton_hook.compile_with_passes("a kernel")
         assert knobs.runtime.add_stages_inspection_hook is theirs
     assert [len(args) for args in calls] == [0, 5, 5]
 
@@ -71,19 +72,19 @@ def test_unknown_tritons_compile_as_they_do(version: str, known: bool) -> None:
     interpreted = types.FunctionType((lambda: None).__code__, {"_helion_host": (other := Other())}, "host")
     with (
         mock.patch.object(triton, "__version__", version),
-        mock.patch.object(triton_passes, "JITFunction", Kernel),
-        mock.patch.object(triton_passes, "WithPasses", replaced),
+        mock.patch.object(triton_hook, "JITFunction", Kernel),
+        mock.patch.object(triton_hook, "WithPasses", replaced),
     ):
-        assert triton_passes.with_passes(host) is host
-        triton_passes.with_passes(interpreted)
+        assert triton_hook.with_passes(host) is host
+        triton_hook.with_passes(interpreted)
     assert isinstance(kernel, replaced) is known
     assert type(other) is Other
 
 
 def test_what_does_not_verify_stays() -> None:
     with (
-        mock.patch.object(early_loads, "rescheduled", return_value="module {"),
-        mock.patch.object(triton_passes, "digest", return_value=f"{time.time_ns()}"),
+        mock.patch.object(early_copies, "rescheduled", return_value="module {"),
+        mock.patch.object(triton_hook, "digest", return_value=f"{time.time_ns()}"),
     ):
         kernel = compile_attention(64, False)
     assert kernel.opcodes["QGMMA"] > 0

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn import tritonbench as plugin
+from helion_attn.integrations import tritonbench as plugin
 from helion_attn.testing import relative_error
 
 SM_SCALE = 0.3

@@ -12,7 +12,7 @@ from cases import PRESETS, Tensors, make_case
 from offline import compilations
 
 import helion_attn as ha
-from helion_attn.kernels.strided import common_unit
+from helion_attn.preprocess.lib.strided import common_unit
 from helion_attn.testing import fake_cuda, make_qkv
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -27,7 +27,7 @@ from helion_attn.configs import (
     read_table,
     scheduling,
 )
-from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
+from helion_attn.kernels import attention, attention_large_d
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
 from helion_attn.testing import fake_cuda
 from helion_attn.workloads import Workload
@@ -120,7 +120,7 @@ def test_candidates_have_workloads_small_and_large() -> None:
 @pytest.mark.parametrize("tile", [*TILE_CONFIGS, *LARGE_TILE_CONFIGS], ids=lambda t: f"d{t.D_pad}-{t.causal}")
 def test_8_bit_scores_take_the_path_of_real_ones(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     scales = []
-    module = fp8_attn_fwd if isinstance(tile, TileConfig) else fp8_attn_fwd_large_d
+    module = attention if isinstance(tile, TileConfig) else attention_large_d
     monkeypatch.setattr(
         module, "launch", lambda tile, inputs, out, lse, problem, numerics: scales.append(problem.sm_scale)
     )

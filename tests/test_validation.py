@@ -12,8 +12,8 @@ import torch
 from no_ops import Launched
 
 import helion_attn as ha
-from helion_attn import validate
 from helion_attn.testing import fake_cuda
+from helion_attn.validate import dense
 
 pytestmark = pytest.mark.usefixtures("no_launch")
 
@@ -221,7 +221,7 @@ def test_misspelt_option(function: Callable[..., object]) -> None:
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
 def test_other_gpus(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(validate, "_CAPABLE", set())
+    monkeypatch.setattr(dense, "_CAPABLE", set())
     arguments = {name: fake_cuda(*x.shape, dtype=x.dtype) for name, x in good().items()}
     parts = ["q is on cuda:0", f"{capability[0]}.{capability[1]}", "9.0 (H100, H200)"]
     for _ in range(2):
@@ -236,10 +236,10 @@ def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return 9, 0
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    monkeypatch.setattr(validate, "_CAPABLE", set())
+    monkeypatch.setattr(dense, "_CAPABLE", set())
     x = fake_cuda(1)
     for _ in range(3):
-        validate.check_device("x", x)
+        dense.check_device("x", x)
     assert asked == [x.device]
 
 

@@ -18,7 +18,7 @@ from refused import refused
 
 import helion_attn as ha
 from helion_attn.configs import Q_FIELDS, varlen_packing
-from helion_attn.flash_attn import VARLEN_RULES
+from helion_attn.integrations.flash_attn import VARLEN_RULES
 from helion_attn.numerics import E4M3_MAX, RECENTRED_KEYS
 from helion_attn.testing import fake_cuda, make_qkv, relative_error
 from helion_attn.varlen import attend_varlen, quantize_varlen

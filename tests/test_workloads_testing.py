@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helion_attn.testing import INPUT_KINDS, Sm90Kernel, error_budget, make_qkv, relative_error
-from helion_attn.validate import MAX_D, MIN_D
+from helion_attn.validate.dense import MAX_D, MIN_D
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, WORKLOADS, Workload, tagged
 
 #: B, H, H_kv, M, N, D

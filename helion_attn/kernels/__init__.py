@@ -1,1 +1,1 @@
-"""Helion kernels, one algorithm a file."""
+"""The attention kernels, one algorithm a file; `lib` holds what is inlined into them."""

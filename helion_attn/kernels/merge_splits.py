@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-from helion_attn.kernels.helion_compat import helion, hl
-from helion_attn.kernels.inline_asm import maximum
-from helion_attn.kernels.run import compiled, interpreted
-from helion_attn.kernels.steps import to_out_dtype
+from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.kernels.lib.inline_asm import maximum
+from helion_attn.kernels.lib.steps import to_out_dtype
 from helion_attn.numerics import LN2, LOG2E
 
 #: Runs that a program, which merges one row, reads at once, and its warps. Of few runs there may be many rows, and then

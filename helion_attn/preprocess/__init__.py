@@ -1,1 +1,1 @@
-"""From the user's tensors to the packed format, and back."""
+"""The kernels that run before attention, one a file; `lib` holds what is inlined into them."""

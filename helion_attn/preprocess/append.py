@@ -19,13 +19,13 @@ from collections.abc import Callable
 
 import torch
 
-from helion_attn.kernels.helion_compat import helion, hl
-from helion_attn.kernels.run import compiled, interpreted
-from helion_attn.kernels.steps import to_descale
-from helion_attn.kernels.strided import common_unit, load_rows, strided_rows
+from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.numerics import E4M3_MAX, MAX_V_DESCALE_LOG2
-from helion_attn.preprocess.rope import RopeTables, rope_rows
-from helion_attn.preprocess.v_layout import key_stored_at, position_of_key
+from helion_attn.preprocess.lib.rope import RopeTables, rope_rows
+from helion_attn.preprocess.lib.strided import common_unit, load_rows, strided_rows
+from helion_attn.preprocess.lib.v_layout import key_stored_at, position_of_key
 
 #: New keys of a program.
 APPENDED_KEYS = 16

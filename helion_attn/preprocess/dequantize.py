@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from helion_attn.numerics import REFLECTED_GROUP
-from helion_attn.preprocess.hadamard import hadamard_matrix
+from helion_attn.preprocess.lib.hadamard import hadamard_matrix
 from helion_attn.types import QuantizedQKV
 
 

@@ -19,20 +19,20 @@ from typing import Any
 
 import torch
 
-from helion_attn.kernels.helion_compat import MAX_REGISTERS, IntegerFragment, helion, hl
-from helion_attn.kernels.inline_asm import maximum
-from helion_attn.kernels.run import compiled, interpreted
-from helion_attn.kernels.strided import WIDEST_LOAD, StridedQKV, row_channels
+from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion, hl
+from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK
-from helion_attn.preprocess.choices import Choices
-from helion_attn.preprocess.hadamard import rotation
-from helion_attn.preprocess.reflect import reflected_channels
-from helion_attn.preprocess.rope import RopeTables
-from helion_attn.preprocess.rotate import rotate_mean
-from helion_attn.preprocess.row_layout import row_tile, rows_descale, to_dtype
+from helion_attn.preprocess.lib.choices import Choices
+from helion_attn.preprocess.lib.hadamard import rotation
+from helion_attn.preprocess.lib.reflect import reflected_channels
+from helion_attn.preprocess.lib.rope import RopeTables
+from helion_attn.preprocess.lib.rotate import rotate_mean
+from helion_attn.preprocess.lib.row_layout import row_tile, rows_descale, to_dtype
+from helion_attn.preprocess.lib.strided import WIDEST_LOAD, StridedQKV, row_channels
+from helion_attn.preprocess.lib.v_layout import v_block
 from helion_attn.preprocess.sequences import Sequences, key_source, query_source
 from helion_attn.preprocess.statistics import Statistics
-from helion_attn.preprocess.v_layout import v_block
 
 #: Elements of Q or K that a program packs: 64 a thread. Packed blocks lie one after the other, so that a program may
 #: take a part of one.

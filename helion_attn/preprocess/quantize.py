@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from helion_attn.configs import Packing
-from helion_attn.kernels.strided import strided_qkv
 from helion_attn.numerics import FORMAT_MAX
 from helion_attn.preprocess import pack, recentre, sequences, statistics
-from helion_attn.preprocess.choices import Choices
-from helion_attn.preprocess.rope import rope_tables
+from helion_attn.preprocess.lib.choices import Choices
+from helion_attn.preprocess.lib.rope import rope_tables
+from helion_attn.preprocess.lib.strided import strided_qkv
 
 
 def quantize_qkv(

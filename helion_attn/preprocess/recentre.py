@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from helion_attn.kernels.helion_compat import helion, hl
-from helion_attn.kernels.run import compiled, interpreted
+from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.kernels import compiled, interpreted
 from helion_attn.numerics import RECENTRED_KEYS
-from helion_attn.preprocess.choices import Choices
+from helion_attn.preprocess.lib.choices import Choices
 from helion_attn.preprocess.sequences import Sequences
 
 #: Channels of a program: with blocks of 128 keys, 1 KB that lie one after the other. One head of 64 channels has eight

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.kernels import compiled, interpreted
 from helion_attn.configs import Q_FIELDS, blocks_for
-from helion_attn.kernels.helion_compat import helion, hl
-from helion_attn.kernels.run import compiled, interpreted
 
 #: Of a block of K and V: the sequence; the block's first token; how many follow in the sequence. The fourth, which
 #: nothing writes or reads, makes a row 16 bytes.

@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 import torch
 
-from helion_attn.kernels.helion_compat import helion, hl
-from helion_attn.kernels.inline_asm import maximum, minimum
-from helion_attn.kernels.run import compiled, interpreted
-from helion_attn.kernels.strided import StridedQKV, load_rows
-from helion_attn.preprocess.choices import Choices
-from helion_attn.preprocess.rope import NO_ROPE, RopeTables, rope_rows
+from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.kernels.lib.inline_asm import maximum, minimum
+from helion_attn.preprocess.lib.choices import Choices
+from helion_attn.preprocess.lib.rope import NO_ROPE, RopeTables, rope_rows
+from helion_attn.preprocess.lib.strided import StridedQKV, load_rows
 from helion_attn.preprocess.sequences import Sequences, key_source
 
 #: Elements that one step of the first pass reads: four 16-byte loads of bf16 a thread.

@@ -59,8 +59,8 @@ def _packed(tile: Tile, w: Workload) -> list[tuple[tuple[int, ...], torch.dtype]
 
 def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
     """The kernel alone."""
-    from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
-    from helion_attn.kernels.arguments import Inputs, Numerics, Problem
+    from helion_attn.kernels import attention, attention_large_d
+    from helion_attn.kernels.lib.arguments import Inputs, Numerics, Problem
 
     recipe = recipe_of(tile)
     # Scores of standard deviation about 1, as with N(0, 1) inputs. The spread belongs to the numbers, not to the
@@ -73,17 +73,17 @@ def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
     problem = Problem(w.M, w.N, -1, 0 if w.causal else -1, sm_scale, None, bshd=False)
     numerics = Numerics(*recipe.kernel_options)
     if isinstance(tile, TileConfig):
-        fp8_attn_fwd.launch(tile, inputs, out, lse, problem, numerics)
+        attention.launch(tile, inputs, out, lse, problem, numerics)
     else:
-        fp8_attn_fwd_large_d.launch(tile, inputs, out, lse, problem, numerics)
+        attention_large_d.launch(tile, inputs, out, lse, problem, numerics)
 
 
 def precompile(tile: Tile) -> Compiled:
     """Compile into Triton's disk cache, without touching a GPU."""
-    from helion_attn.kernels import fp8_attn_fwd, fp8_attn_fwd_large_d
+    from helion_attn.kernels import attention, attention_large_d
 
     w = workloads(tile)[-1]
-    for module in (fp8_attn_fwd, fp8_attn_fwd_large_d):
+    for module in (attention, attention_large_d):
         module.compiled_kernel.cache_clear()
     try:
         (kernel,) = compile_for_sm90(

@@ -1,0 +1,1 @@
+"""Edits of Triton's IR and PTX, one a file."""

@@ -1,0 +1,132 @@
+"""V a block behind K: part of the pass that `early_loads` is, for one-level loops of two stages.
+
+P V of the block before is in flight when Q K^T is issued, and reads V's buffer, while K's is free. With V under
+barriers of its own, both can come as early:
+
+    for j:
+        wait for K of j
+        s = Q K^T, issued
+        barrier, copy K of j + 1 and V of j, barrier
+        wait for s, and for P V of j - 1
+        softmax
+        wait for V of j
+        acc = P V, issued
+
+V of j comes into the buffer of j - 2. K of the first block is all that the loop begins with.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+
+from helion_attn.compiler.passes.ttgir import (
+    COPY,
+    EXPECT,
+    PRODUCT,
+    VALUE,
+    WAIT_FOR_COPIES,
+    defined,
+    find,
+    indentation,
+    matched,
+    renamed,
+)
+
+#: Bytes of the elements that K and V have.
+ELEMENT_BYTES = {"f8E4M3FN": 1, "f8E5M2": 1, "i8": 1, "f16": 2, "bf16": 2}
+
+Parts = tuple[list[str], list[str], list[str], list[str]]
+
+
+def with_late_v(
+    before: list[str], j: str, ahead: set[str], copies: list[str], body: list[str], after: list[str]
+) -> Parts:
+    """`before`, `copies`, `body` and `after` with V a block behind.
+
+    Args:
+        before: the lines in front of the loop.
+        j: the block of an iteration.
+        ahead: names of the block that it copies, j + 1.
+        copies: of K and of V, and what they need.
+        body: the rest of the loop.
+        after: the lines behind its body.
+
+    Raises:
+        ValueError: the loop is another.
+    """
+    definitions = {name: line for line in (*before, *body, *copies) if (name := defined(line))}
+
+    def buffer(operand: str) -> str:
+        """What an operand of a product is in its array."""
+        while "memdesc_index" not in definitions[operand]:
+            (operand,) = matched(definitions[operand], rf" = ttg\.memdesc_\w+ ({VALUE})")
+        return operand
+
+    def array(name: str) -> tuple[str, str]:
+        """Of which array a buffer is, and which one there."""
+        array, which = matched(definitions[name], rf"memdesc_index ({VALUE})\[({VALUE})\]")
+        return array, which
+
+    def destination(copy: str) -> tuple[str, ...]:
+        """A copy's buffer, its barrier, and whether it is made."""
+        return matched(copy, rf"\] ({VALUE}), ({VALUE}), ({VALUE}) ")
+
+    def size(name: str) -> int:
+        shape, element = matched(definitions[name], r"-> !ttg\.memdesc<([\dx]+)x(\w+),")
+        return functools.reduce(operator.mul, map(int, shape.split("x"))) * ELEMENT_BYTES[element]
+
+    _, p_v = find(body, PRODUCT)
+    (wait,) = find(body, WAIT_FOR_COPIES)
+    barrier, phase = matched(body[wait], rf"{WAIT_FOR_COPIES}({VALUE}), ({VALUE})")
+    v = buffer(matched(body[p_v], rf"{PRODUCT}{VALUE}, ({VALUE}),")[0])
+    (of_v,) = [line for line in copies if COPY in line and array(destination(line)[0])[0] == array(v)[0]]
+    (of_k,) = [line for line in copies if COPY in line and line != of_v]
+    (expected,) = [line for line in copies if EXPECT in line]
+    blocks = ahead.intersection(re.findall(VALUE, of_v))
+    if not blocks or array(v)[1] != array(barrier)[1]:
+        raise ValueError("V is not copied by its block")
+
+    def expecting(line: str, copied: str) -> str:
+        return re.sub(rf"({EXPECT}{VALUE}), \d+,", rf"\1, {size(destination(copied)[0])},", line)
+
+    barriers, one = matched(definitions[barrier], r" : (.*) -> (![^>]*>)")
+    indent, outer = indentation(body[0]), indentation(before[-1])
+    each = ("%late_v_0", "%late_v_1")
+    ready = [
+        f"%late_v = ttg.local_alloc : () -> {barriers}",
+        "%late_v_true = arith.constant true",
+        *(f"%late_v_c{i} = arith.constant {i} : i32" for i in range(2)),
+        *(f"{name} = ttg.memdesc_index %late_v[%late_v_c{i}] : {barriers} -> {one}" for i, name in enumerate(each)),
+        *(f"ttng.init_barrier {name}, 1 : {one}" for name in each),
+    ]
+    *_, last_init = find(before, "ttng.init_barrier ")
+    (first,) = [i for i in find(before, EXPECT) if i > last_init]
+    (first_of_v,) = [i for i in find(before, COPY) if i > first and array(destination(before[i])[0])[0] == array(v)[0]]
+    before = [
+        *before[: last_init + 1],
+        *(outer + line for line in ready),
+        *before[last_init + 1 : first],
+        expecting(before[first], of_k),
+        *before[first + 1 : first_of_v],
+        *before[first_of_v + 1 :],
+    ]
+
+    v_destination, v_barrier, v_valid = destination(of_v)
+    names = {
+        v_destination: v,
+        v_barrier: "%late_v_mine",
+        v_valid: "%late_v_true",
+        **dict.fromkeys(blocks, j),
+    }
+    copies = [
+        *(expecting(line, of_k) if line == expected else line for line in copies if line != of_v),
+        f"{indent}%late_v_mine = ttg.memdesc_index %late_v[{array(v)[1]}] : {barriers} -> {one}",
+        renamed(expecting(expected, of_v), names),
+        renamed(of_v, names),
+    ]
+    body = [*body[:p_v], f"{indent}{WAIT_FOR_COPIES}%late_v_mine, {phase} : {one}", *body[p_v:]]
+    ended, *_ = find(after, "ttng.inval_barrier ")
+    after = [*after[:ended], *(f"{outer}ttng.inval_barrier {name} : {one}" for name in each), *after[ended:]]
+    return before, copies, body, after

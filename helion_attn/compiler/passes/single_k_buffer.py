@@ -1,0 +1,84 @@
+"""K in one buffer: part of the pass that `early_loads` is, for two-level loops of two stages that have Q in pieces.
+
+At D 192 and D_v 128, registers leave room for three programs of 64 x 128 on an SM, and two buffers each for K and V
+for two. Nothing reads K once Q K^T is done, so that it needs but one: K of the next block is copied behind the wait
+for Q K^T, and has the softmax and P V to arrive.
+
+    for j:
+        wait for block j
+        s = Q K^T, issued piece by piece
+        wait for s
+        barrier, copy block j + 1, barrier
+        softmax
+        acc = P V, issued
+
+Triton waits for the product of each piece before it issues the next. The tensor core adds products of one shape into
+the same registers without (PTX ISA, `wgmma.fence`), so that there is one wait. Elsewhere that costs up to 12%.
+
+What it gains: docs/performance.md, Large head dims.
+"""
+
+from __future__ import annotations
+
+import re
+
+from helion_attn.compiler.passes.ttgir import (
+    PRODUCT,
+    VALUE,
+    WAIT_FOR_PRODUCT,
+    defined,
+    find,
+    indentation,
+    matched,
+    renamed,
+)
+
+#: The index of the one buffer.
+_ONLY = "%one_k"
+
+
+def with_one_wait(body: list[str]) -> list[str]:
+    """A loop's body without the waits for products that are only added to.
+
+    Raises:
+        ValueError: the body is another.
+    """
+    body = list(body)
+    for wait in find(body, WAIT_FOR_PRODUCT):
+        result, product = matched(body[wait], rf"({VALUE}):\d+ = {WAIT_FOR_PRODUCT}({VALUE}),")
+        uses = [i for i, line in enumerate(body) if i != wait and result in re.findall(VALUE, line)]
+        if len(uses) == 1 and re.search(rf"{PRODUCT}{VALUE}, {VALUE}, {re.escape(result)}#0 ", body[uses[0]]):
+            body[uses[0]] = renamed(body[uses[0]].replace(f"{result}#0", result), {result: product})
+            body[wait] = ""
+    return [line for line in body if line]
+
+
+def with_one_k(before: list[str], body: list[str], after: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """The lines in front of a loop, its body, and those behind it, with one buffer for each array that K comes into.
+
+    Raises:
+        KeyError, ValueError: the loop is another.
+    """
+    definitions = {name: line for line in body if (name := defined(line))}
+
+    def array(operand: str) -> str:
+        """Of which array an operand of a product is a buffer."""
+        while "memdesc_index" not in definitions[operand]:
+            (operand,) = matched(definitions[operand], rf" = ttg\.memdesc_\w+ ({VALUE})")
+        return matched(definitions[operand], rf"memdesc_index ({VALUE})\[")[0]
+
+    # P is in registers, Q in shared memory.
+    of_q = [body[i] for i in find(body, PRODUCT) if " : !ttg.memdesc" in body[i]]
+    of_k = {array(matched(line, rf"{PRODUCT}{VALUE}, ({VALUE}),")[0]) for line in of_q}
+
+    def in_one_buffer(line: str) -> str:
+        if of_k.isdisjoint(re.findall(VALUE, line)):
+            return line
+        line = re.sub(rf"(memdesc_index {VALUE})\[{VALUE}\]", rf"\1[{_ONLY}]", line)
+        return re.sub(r"!ttg\.memdesc<\d+x", "!ttg.memdesc<1x", line, count=1)
+
+    begin = min(i for i, line in enumerate(before) if defined(line) in of_k)
+    constant = f"{indentation(before[begin])}{_ONLY} = arith.constant 0 : i32"
+    before = [*before[:begin], constant, *before[begin:]]
+    before, body, after = ([in_one_buffer(line) for line in part] for part in (before, body, after))
+    return before, body, after

@@ -1,0 +1,224 @@
+"""Two warpgroups take turns at the tensor core: a pass over Triton's IR of an attention kernel, and one over its PTX.
+
+A program of eight warps is two warpgroups, each with half of the query rows. Triton keeps them in step, by barriers of
+all warps in every key block: both compute their softmax, and the tensor core is idle; then both wait for it. In turns,
+the products of one run under the softmax of the other (FlashAttention-3, arXiv:2407.08608, section 3.1, pingpong):
+
+    first:   Q K^T | softmax       | P V, Q K^T | softmax        | P V, Q K^T
+    second:        | Q K^T         | softmax    | P V, Q K^T     | softmax
+
+A turn is P V of a block and Q K^T of the next. Whoever has issued both passes the turn on. The loop that `early_loads`
+leaves, as each of them runs it:
+
+    for j:                                      first               second
+        wait for block j
+        s = Q K^T, issued
+        copy                                    waits for READ
+        turn to the other                       arrives at SECOND   arrives at FIRST
+        wait for s, and for P V of j - 1                            arrives at READ
+        softmax
+        turn to me                              waits for FIRST     waits for SECOND
+        acc = P V, issued
+
+What is copied comes into buffers of block j - 2 or, with `late_v`, of K of block j - 1. READ says that Q K^T of j - 1
+and P V of j - 2 are done in the second warpgroup. All of the first waits for it: a copy of rows that are wider than 128
+bytes is several, by as many of its warps. They are done in the first when it has the turn for P V of j - 1, for all its
+warps have waited for them. Before the loop, the second says READ for a block that there is not, and waits for its first
+turn; behind it, the first passes the turn on once more, and waits for READ. So at each barrier as many arrive as wait,
+with no blocks too; nobody arrives twice before the other has waited, for in between it needs a turn.
+
+These barriers, named ones of PTX, take the place of Triton's in the loop. Those have to go: a warpgroup that waited
+there for the other would wait for what has not got the turn. Without them a copy may be issued, and its bytes come,
+before the first thread says how many to expect; the barrier of memory waits for both.
+
+ptxas moves a barrier up as far as its operand allows: the turn for P V came before 46 to 66 of a block's 66
+exponentials, and lasted as long as they do. So the number of its barrier takes in registers of P, and a part of P is
+made before. The rest runs under the end of the other's products. A loop of `late_v` needs none of that: no barrier
+moves up across V's wait, which is a branch.
+
+In front of the loop the first copies, of Q, K and V, come before all loads that they do not need. ptxas otherwise puts
+Q's behind the loads of the descales, whose maximum across lanes it takes as early as it can, and no other program runs
+on the SM meanwhile: 1 to 3% at D 256, S 1024.
+
+No sum changes. What it gains: docs/performance.md, Turns.
+"""
+
+from __future__ import annotations
+
+import re
+
+from helion_attn.compiler.passes.ttgir import (
+    BARRIER,
+    COPY,
+    EXPECT,
+    PRODUCT,
+    VALUE,
+    WAIT_FOR_COPIES,
+    WAIT_FOR_PRODUCT,
+    find,
+    indentation,
+    loops,
+    taken_out,
+)
+
+#: Named barriers of a program; 0 is that of all its warps. Of the first two, the one is the other from 3.
+FIRST, SECOND, READ = 1, 2, 3
+
+#: Threads of a warpgroup, of a program.
+WARPGROUP, PROGRAM = 128, 256
+
+_MINE = "shr.u32 turn, $1, 7; add.u32 turn, turn, 1; "
+_THE_OTHERS = "shr.u32 turn, $1, 7; sub.u32 turn, 2, turn; "
+_IF_SECOND = f"setp.ge.u32 mine, $1, {WARPGROUP}; @mine "
+_IF_FIRST = f"setp.lt.u32 mine, $1, {WARPGROUP}; @mine "
+
+# What each thread does, $1 its number. The labels are for `in_turns`.
+_BEFORE_LOOP = f"before_turns: {_IF_SECOND}bar.arrive {READ}, {PROGRAM}; @mine bar.sync {SECOND}, {PROGRAM};"
+_BEFORE_COPIES = f"before_copies: {_IF_FIRST}bar.sync {READ}, {PROGRAM};"
+_BEHIND_COPIES = f"{_THE_OTHERS}bar.arrive turn, {PROGRAM};"
+_BEHIND_WAIT = f"behind_wait: {_IF_SECOND}bar.arrive {READ}, {PROGRAM};"
+_BEFORE_P_V = f"{_MINE}bar.sync turn, {PROGRAM};"
+_BEHIND_PART_OF_P = f"behind_part_of_p: {_BEFORE_P_V}"
+_BEHIND_LOOP = f"behind_turns: {_IF_FIRST}bar.arrive {SECOND}, {PROGRAM}; @mine bar.sync {READ}, {PROGRAM};"
+
+#: The loop's operations, by their letters: wait for copies; issue Q K^T; barrier, copies, barrier; wait for products;
+#: with `late_v`, wait for its copy; issue P V, in pieces.
+LETTERS = {
+    WAIT_FOR_COPIES: "W",
+    PRODUCT: "I",
+    WAIT_FOR_PRODUCT: "F",
+    BARRIER: "B",
+    EXPECT: "E",
+    COPY: "C",
+}
+FORM = r"WIB(EC+)+BFW?I+"
+
+
+def with_turns(text: str) -> str | None:
+    """`text`, as `early_loads` has left it, with turns in its loop; None if it has no loop of that form."""
+    lines = text.split("\n")
+    # Each warpgroup has half of the rows.
+    layouts = [line for line in lines if "#ttg.nvidia_mma<" in line]
+    if '"ttg.num-warps" = 8 : i32' not in text or any("warpsPerCTA = [8, 1]" not in line for line in layouts):
+        return None
+    for at, end in loops(lines):
+        body = lines[at + 1 : end]
+        places = sorted((i, letter) for operation, letter in LETTERS.items() for i in find(body, operation))
+        if not re.fullmatch(FORM, "".join(letter for _, letter in places)):
+            continue
+        (before_copies, behind_copies), (wait,) = find(body, BARRIER), find(body, WAIT_FOR_PRODUCT)
+        p_v = find(body, PRODUCT)[1]
+        late_v = len(find(body, WAIT_FOR_COPIES)) > 1
+        outer, inner = indentation(lines[at]), indentation(lines[at]) + "  "
+        thread = [
+            f"{outer}%turns_zero = arith.constant 0 : i32",
+            _asm(outer, "%turns_thread", "mov.u32 $0, %tid.x;", "%turns_zero", pure=True),
+        ]
+        return "\n".join(
+            [
+                *_with_copies_ahead(lines[:at]),
+                *thread,
+                _turn(outer, "before_loop", _BEFORE_LOOP),
+                lines[at],
+                *body[:before_copies],
+                _turn(inner, "before_copies", _BEFORE_COPIES),
+                *body[before_copies : behind_copies + 1],
+                _turn(inner, "behind_copies", _BEHIND_COPIES),
+                *body[behind_copies + 1 : wait + 1],
+                _turn(inner, "behind_wait", _BEHIND_WAIT),
+                *body[wait + 1 : p_v],
+                _turn(inner, "before_p_v", _BEFORE_P_V if late_v else _BEHIND_PART_OF_P),
+                *body[p_v:],
+                lines[end],
+                _turn(outer, "behind_loop", _BEHIND_LOOP),
+                *lines[end + 1 :],
+            ]
+        )
+    return None
+
+
+def _with_copies_ahead(before: list[str]) -> list[str]:
+    """The lines in front of a loop, the first copies, and what they need, ahead of the rest."""
+    copies = [i for operation in ("ttng.init_barrier ", EXPECT, COPY) for i in find(before, operation)]
+    begin = find(before, "tt.func ")[-1] + 1
+    needed, rest = taken_out(before, copies, begin)
+    # An operation of several lines is not taken apart, and nothing that waits is moved.
+    indent = indentation(before[-1])
+    if any(indentation(line) != indent or line.endswith("{") or "local_load" in line for line in needed):
+        return before
+    return [*rest[:begin], *needed, *rest[begin:]]
+
+
+def _asm(indent: str, name: str, code: str, operand: str, pure: bool) -> str:
+    """Inline assembly, of each thread, from an i32 to an i32."""
+    options = f'{{constraints = "=r,r", packed_element = 1 : i32, pure = {str(pure).lower()}}}'
+    return f'{indent}{name} = tt.elementwise_inline_asm "{code}" {options} {operand} : i32 -> i32'
+
+
+def _turn(indent: str, name: str, code: str) -> str:
+    code = f"{{ .reg .b32 turn; .reg .pred mine; {code} mov.b32 $0, 0; }}"
+    return _asm(indent, f"%turns_{name}", code, "%turns_thread", pure=False)
+
+
+class BarrierInLoop(Exception):
+    """A barrier of all warps, where a warpgroup would wait forever, may be in the loop."""
+
+
+def has_turns(ptx: str) -> bool:
+    """Whether it is that of a kernel with turns."""
+    return "before_turns: " in ptx
+
+
+def in_turns(ptx: str) -> str:
+    """`ptx` of a kernel with turns: without the barriers of all warps in its loop, and its turn behind a part of P.
+
+    Raises:
+        BarrierInLoop: there is a barrier of all warps that is not between the loop's copies and the wait for Q K^T, or
+            the marks of turns are not in their order.
+    """
+    return _behind_part_of_p(_without_block_barriers(ptx))
+
+
+def _without_block_barriers(ptx: str) -> str:
+    lines = ptx.split("\n")
+
+    labels = ("before_turns: ", "before_copies: ", "behind_wait: ", "behind_turns: ")
+    places = [i for label in labels for i, line in enumerate(lines) if label in line]
+    if len(places) != len(labels) or places != sorted(places):
+        raise BarrierInLoop
+    before_loop, *with_copies, behind_loop = places
+    copies_and_wait = range(*with_copies)
+    of_all = r"\s*(bar|barrier)(\.\w+)*\s+0[,;]"
+    barriers = [i for i in range(before_loop, behind_loop) if re.match(of_all, lines[i])]
+    if any(i not in copies_and_wait for i in barriers):
+        raise BarrierInLoop
+    return "\n".join(line for i, line in enumerate(lines) if i not in barriers)
+
+
+def _behind_part_of_p(ptx: str) -> str:
+    """`ptx` with a turn for P V that needs every second register of P; of int8 scores and an 8-bit P every fourth.
+
+    Which part is best was measured (docs/performance.md, Where a turn begins). PTX of another form stays as it is.
+    """
+    lines = ptx.split("\n")
+    marked = [i for i, line in enumerate(lines) if "behind_part_of_p: " in line]
+    if len(marked) != 1:
+        return ptx
+    (turn,) = marked
+    # In front of its fence, all of P has been packed.
+    fence = next((i for i in range(turn, len(lines)) if lines[i].lstrip().startswith("wgmma.fence")), turn)
+    # Not those of a second loop behind it.
+    end = next((i for i, line in enumerate(lines) if "behind_turns: " in line), len(lines))
+    products = "\n".join(line for line in lines[:end] if "wgmma.mma_async" in line)
+    p = list(dict.fromkeys(re.findall(VALUE, " ".join(re.findall(r"\}, \{([^}]*)\}, ", products)))))
+    # Past other blocks, or what has an order of its own, it is not moved.
+    ordered = r"^\$|\b(bra|bar|barrier|mbarrier|wgmma|cp)\b"
+    if fence == turn or not p or any(re.search(ordered, line) for line in lines[turn + 1 : fence]):
+        return ptx
+    part = p[3::4] if ".s8.s8 " in products and re.search(r"\.e[45]m[32] ", products) else p[1::2]
+    # A grid has fewer than 2**16 planes, which ptxas does not count on: what is added to the barrier's number is 0.
+    needs = "mov.u32 nothing, %nctaid.z; shr.u32 nothing, nothing, 16; mov.b32 p, 0; "
+    needs += "".join(f"or.b32 p, p, {register}; " for register in part)
+    needs += "and.b32 p, p, nothing; add.u32 turn, turn, p; bar.sync "
+    taken = lines[turn].replace("behind_part_of_p: ", ".reg .b32 p, nothing; ").replace("bar.sync ", needs)
+    return "\n".join([*lines[:turn], *lines[turn + 1 : fence], taken, *lines[fence:]])

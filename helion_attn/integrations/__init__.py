@@ -1,0 +1,1 @@
+"""The same attention under others' names, one library a file, and what these share."""

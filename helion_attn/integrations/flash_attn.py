@@ -1,0 +1,392 @@
+"""flash-attn's functions under their own names and arguments, so that replacing the import replaces the attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from helion_attn.api import attention, attention_quantized, pack_unread
+from helion_attn.integrations.rules import Rule, check_supported, is_none
+from helion_attn.kv_cache import append_kvcache, attention_kvcache
+from helion_attn.types import BALANCED, PagedKVCache, Recipe
+from helion_attn.validate.dense import (
+    check_descale_form,
+    check_flag,
+    check_inputs,
+    check_qkv,
+    check_sm_scale,
+    check_softcap,
+    check_window,
+)
+from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention
+from helion_attn.varlen import attention_varlen
+
+#: Arguments of flash-attn 3 that change the result, or promise something, and that are not supported.
+RULES = (
+    Rule("qv", is_none, "None"),
+    Rule("attention_chunk", lambda chunk: chunk == 0, "0"),
+    # A bool passes for an int, and is what `pack_gqa` or `deterministic` takes: arguments that slipped by one place.
+    Rule("num_splits", lambda splits: type(splits) is int and splits in (0, 1), "0 or 1: the package chooses"),
+    Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM"),
+)
+
+#: Likewise of `flash_attn_varlen_func`.
+VARLEN_RULES = (
+    Rule("seqused_q", is_none, "None: cu_seqlens_q says where sequences end"),
+    Rule("seqused_k", is_none, "None"),
+    *(rule for rule in RULES if rule.argument == "qv"),
+    Rule("q_descale", is_none, "None: q, k and v are bf16, fp16 or fp32"),
+    Rule("k_descale", is_none, "None"),
+    Rule("v_descale", is_none, "None"),
+    *(rule for rule in RULES if rule.argument != "qv"),
+)
+
+#: Likewise of `flash_attn_with_kvcache`.
+KVCACHE_RULES = (
+    Rule("qv", is_none, "None"),
+    Rule("rotary_cos", is_none, "None: rotate Q, and append K with `append_kvcache(rope=...)`"),
+    Rule("rotary_sin", is_none, "None"),
+    Rule("cache_batch_idx", is_none, "None: choose rows of page_table"),
+    Rule("cache_leftpad", is_none, "None"),
+    Rule("cu_seqlens_q", is_none, "None: q is [B, M, H, D]"),
+    Rule("cu_seqlens_k_new", is_none, "None: k is [B, L, H_kv, D]"),
+    Rule("max_seqlen_q", is_none, "None"),
+    Rule("rotary_seqlens", is_none, "None"),
+    Rule("q_descale", is_none, "None: q is bf16, fp16 or fp32"),
+    Rule("attention_chunk", lambda chunk: chunk == 0, "0"),
+    Rule("scheduler_metadata", is_none, "None"),
+    Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM"),
+)
+
+#: What `flash_attn_with_kvcache` calls the fields of a `PagedKVCache` and its block table.
+KVCACHE_NAMES = {
+    "k8": "k_cache",
+    "v8": "v_cache",
+    "k_descale": "k_descale",
+    "v_descale": "v_descale",
+    "D": "q.size(3)",
+    "D_v": "v_cache.size(2)",
+    "block_table": "page_table",
+}
+
+
+def _options(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int] | None,
+    softcap: float,
+    return_lse: bool,
+    return_name: str,
+) -> dict[str, Any]:
+    """Flash-attn's options, checked under its names, as this package's."""
+    if softmax_scale is not None:
+        check_sm_scale(softmax_scale, "softmax_scale")
+        if softmax_scale == 0:
+            raise ValueError(
+                f"softmax_scale is {softmax_scale}; it must be None or positive: flash-attn 2 has dropout_p in this "
+                f"place, and a scale of 0 gives every key the same weight"
+            )
+    check_window(window_size, "window_size")
+    check_softcap(softcap, no_cap=0.0)
+    check_flag(return_lse, return_name)
+    return {
+        "causal": causal,
+        "sm_scale": softmax_scale,
+        "window": None if window_size is None or tuple(window_size) == (-1, -1) else window_size,
+        "softcap": None if softcap == 0.0 else softcap,
+        "return_lse": return_lse,
+    }
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    recipe: Recipe = BALANCED,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """FP8 attention with the names, the order and the meaning of flash-attn 3's arguments.
+
+    bf16, fp16 and fp32 tensors are quantised by `recipe`, as in `helion_attn.attention`. e4m3 tensors are taken as
+    they are, with descales; `recipe` does not matter to them. Nothing is cast under `torch.autocast`, as in flash-attn.
+
+    Args:
+        q: [B, M, H, D]; bf16, fp16, fp32 or float8_e4m3fn; D in 16..1024.
+        k: [B, N, H_kv, D], of q's dtype; H is a multiple of H_kv.
+        v: [B, N, H_kv, D_v], of q's dtype; D_v in 16..1024.
+        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive, at most 2**64.
+        causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
+        qv: not supported.
+        q_descale: fp32 [B, H_kv], multiplies e4m3 q; 1 by default. Its values are not read on the host: one that is
+            not finite and positive makes NaN of its heads. Likewise k's and v's.
+        k_descale: fp32 [B, H_kv].
+        v_descale: fp32 [B, H_kv].
+        window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
+            `causal`, right is 0 whatever it says.
+        attention_chunk: 0.
+        softcap: scaled scores s become `softcap * tanh(s / softcap)`; 0 for no cap.
+        num_splits: 0 or 1.
+        pack_gqa: for flash-attn's scheduling; it changes no result and is not looked at.
+        deterministic: not looked at; the forward pass always is.
+        sm_margin: 0.
+        return_attn_probs: also return lse, as flash-attn 3 does.
+        recipe: how bf16, fp16 and fp32 tensors become 8-bit numbers; flash-attn has no such argument.
+
+    Returns:
+        out [B, M, H, D_v], of q's dtype, or bf16 for e4m3 tensors; and fp32 lse [B, H, M], natural log, if asked for.
+
+    Raises:
+        NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        RuntimeError: an input requires grad, in grad mode.
+    """
+    values = {"qv": qv, "attention_chunk": attention_chunk, "num_splits": num_splits, "sm_margin": sm_margin}
+    check_supported("flash_attn_func", RULES, values)
+    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, "return_attn_probs")
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
+        for name, descale in descales.items():
+            if descale is not None:
+                raise ValueError(
+                    f"{name} is given and q is not float8_e4m3fn; only tensors of that dtype have descales"
+                )
+        return attention(q, k, v, layout="bshd", recipe=recipe, **options)
+
+    check_qkv(q, k, v, "bshd", dtypes=(torch.float8_e4m3fn,))
+    shape = (q.size(0), k.size(2))
+    q_scale, k_scale, v_scale = (_descale(name, descale, shape, q.device) for name, descale in descales.items())
+    qkv = pack_unread(q, k, v, q_scale, k_scale, v_scale, "bshd", torch.bfloat16)
+    return attention_quantized(qkv, **options)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    recipe: Recipe = BALANCED,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """FP8 attention of packed sequences, with the names, the order and the meaning of flash-attn 3's arguments.
+
+    Tensors are quantised by `recipe`, as in `helion_attn.attention_varlen`, every sequence by itself.
+
+    Args:
+        q: [tokens, H, D], bf16, fp16 or fp32; D in 16..256. e4m3, which flash-attn takes, is not supported.
+        k: [tokens, H_kv, D], of q's dtype; H is a multiple of H_kv.
+        v: [tokens, H_kv, D_v], of q's dtype; D_v in 16..256.
+        cu_seqlens_q: int32 [B + 1], contiguous: sequence b has tokens `cu_seqlens_q[b]` up to `cu_seqlens_q[b + 1]`.
+            Not read on the host. Tokens of no sequence, which flash-attn leaves unwritten, get NaN.
+        cu_seqlens_k: int32 [B + 1], of K and V.
+        max_seqlen_q: the longest sequence in flash-attn; not looked at, since nothing depends on it here.
+        max_seqlen_k: likewise.
+        seqused_q: not supported; and so the other arguments that docs/integrations.md lists.
+        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive, at most 2**64.
+        causal: row i of a sequence sees keys j <= i + N - M of it (bottom-right aligned).
+        window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
+            `causal`, right is 0 whatever it says.
+        softcap: scaled scores s become `softcap * tanh(s / softcap)`; 0 for no cap.
+        num_splits: 0 or 1.
+        pack_gqa: for flash-attn's scheduling; it changes no result and is not looked at.
+        deterministic: not looked at; the forward pass always is.
+        return_attn_probs: also return lse, as flash-attn 3 does.
+        recipe: how the tensors become 8-bit numbers; flash-attn has no such argument.
+
+    Returns:
+        out [tokens, H, D_v], of q's dtype; and fp32 lse [H, tokens], natural log, if asked for. A row without a key
+        has 0, and lse -inf.
+
+    Raises:
+        NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        RuntimeError: an input requires grad, in grad mode.
+    """
+    values = {
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "qv": qv,
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+        "attention_chunk": attention_chunk,
+        "num_splits": num_splits,
+        "sm_margin": sm_margin,
+    }
+    check_supported("flash_attn_varlen_func", VARLEN_RULES, values)
+    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, "return_attn_probs")
+    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe=recipe, **options)
+
+
+def _descale(name: str, descale: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    if descale is None:
+        return torch.ones(shape, dtype=torch.float32, device=device)
+    check_descale_form(name, descale, (shape,), device)
+    # Reading the values, as `pack` does, would stall the stream, and fail in CUDA graphs and torch.compile. The kernel
+    # relies on positive ones: the others must not give an answer.
+    return torch.where(descale.isfinite() & (descale > 0), descale, float("nan"))
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over a paged FP8 cache, with the names, the order and the meaning of flash-attn 3's arguments.
+
+    The cache is in this package's packed format: `k_cache`, `v_cache`, `k_descale` and `v_descale` are the fields
+    `k8`, `v8`, `k_descale` and `v_descale` of a `PagedKVCache`. A cache in flash-attn's own format raises.
+
+    Args:
+        q: [B, M, H, D], bf16, fp16 or fp32; D is 32, 64, 128 or 256, so that the cache pads nothing.
+        k_cache: float8_e4m3fn [num_pages, H_kv, page_size, D].
+        v_cache: float8_e4m3fn [num_pages, H_kv, D_v, page_size], transposed and interleaved; D_v is 64, 128 or 256.
+        k: [B, L, H_kv, D], new keys, or None: quantised and stored at cache_seqlens and up, before the attention.
+        v: [B, L, H_kv, D_v], likewise; given if k is.
+        qv: not supported; and so the other arguments that docs/integrations.md lists.
+        cache_seqlens: int32 [B], or an int for all: keys in the cache, without the new ones, which attention sees too.
+            flash-attn's None, for a full cache, is not supported.
+        page_table: int32 [B, pages of a sequence], contiguous.
+        k_descale: fp32 [num_pages, H_kv, page_size], written where k is.
+        v_descale: fp32 [num_pages, H_kv, page_size], written where v is.
+        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive, at most 2**64.
+        causal: row i sees keys j <= i + N - M (bottom-right aligned), N with the new keys.
+        window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
+            `causal`, right is 0 whatever it says.
+        softcap: scaled scores s become `softcap * tanh(s / softcap)`; 0 for no cap.
+        rotary_interleaved: not looked at without rotary_cos.
+        num_splits: runs into which a sequence's pages are split; 0 to choose.
+        pack_gqa: not looked at; heads that share a KV head always share a tile.
+        return_softmax_lse: also return lse.
+
+    Returns:
+        out [B, M, H, D_v], of q's dtype; and fp32 lse [B, H, M], natural log, if asked for.
+
+    Raises:
+        NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        RuntimeError: an input requires grad, in grad mode.
+    """
+    values = {
+        "qv": qv,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k_new": cu_seqlens_k_new,
+        "max_seqlen_q": max_seqlen_q,
+        "rotary_seqlens": rotary_seqlens,
+        "q_descale": q_descale,
+        "attention_chunk": attention_chunk,
+        "scheduler_metadata": scheduler_metadata,
+        "sm_margin": sm_margin,
+    }
+    check_supported("flash_attn_with_kvcache", KVCACHE_RULES, values)
+    check_inputs({"q": q}, "bshd")
+    if cache_seqlens is None or page_table is None or k_descale is None or v_descale is None:
+        needed = {
+            "cache_seqlens": cache_seqlens,
+            "page_table": page_table,
+            "k_descale": k_descale,
+            "v_descale": v_descale,
+        }
+        missing = next(name for name, value in needed.items() if value is None)
+        raise ValueError(f"{missing} is None; a cache of packed pages, helion_attn.PagedKVCache, needs it")
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be k8 or v8 of a helion_attn.PagedKVCache")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; it must be k8 or v8 of a helion_attn.PagedKVCache, of 4 dimensions"
+            )
+    if q.size(3) != k_cache.size(3):
+        raise ValueError(
+            f"q has head dim {q.size(3)} and k_cache {k_cache.size(3)}; they must be equal (helion_attn."
+            f"attention_kvcache takes caches that pad theirs)"
+        )
+    cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, q.size(3), v_cache.size(2))
+    if isinstance(cache_seqlens, int):
+        new = k.size(1) if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
+        pages = page_table.size(1) if isinstance(page_table, torch.Tensor) and page_table.dim() == 2 else 0
+        room = pages * k_cache.size(2) - new
+        if isinstance(cache_seqlens, bool) or not 0 <= cache_seqlens <= room:
+            raise ValueError(
+                f"cache_seqlens is {cache_seqlens!r}; it must be an int in 0..{room}, what page_table holds"
+            )
+        cache_seqlens = torch.full((q.size(0),), cache_seqlens, dtype=torch.int32, device=q.device)
+    options = _options(softmax_scale, causal, window_size, softcap, return_softmax_lse, "return_softmax_lse")
+    splits = None if num_splits == 0 else num_splits
+    # Everything is checked before the cache is written.
+    check_kvcache_attention(
+        q, cache, page_table, cache_seqlens, "bshd", causal, softmax_scale, options["window"], options["softcap"], None,
+        return_softmax_lse, splits, None, KVCACHE_NAMES,
+    )  # fmt: skip
+    if (k is None) != (v is None):
+        missing, other = ("k", "v") if k is None else ("v", "k")
+        raise ValueError(f"{missing} is None and {other} is not; new keys and values come together")
+    if k is not None and v is not None:
+        check_kvcache_append(cache, k, v, page_table, cache_seqlens, "bshd", None, KVCACHE_NAMES)
+        append_kvcache(cache, k, v, page_table, cache_seqlens, layout="bshd")
+        cache_seqlens = cache_seqlens + k.size(1)
+    return attention_kvcache(q, cache, page_table, cache_seqlens, layout="bshd", num_splits=splits, **options)

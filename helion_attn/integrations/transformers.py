@@ -1,0 +1,275 @@
+"""Attention for transformers: an attention function and the mask function that goes with it, under a name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from helion_attn.api import attention
+from helion_attn.integrations.autocast import autocast_inputs
+from helion_attn.integrations.rules import Rule, check_supported, is_none
+from helion_attn.types import BALANCED, Recipe
+from helion_attn.validate.dense import check_sinks, check_sm_scale
+
+
+@dataclass(frozen=True)
+class VisibleKeys:
+    """What the mask function tells the attention function: a mask, described instead of stored.
+
+    Computed once a forward pass, so that layers need not read a mask from the device.
+
+    Attributes:
+        spans: (start, stop) for every sequence of the batch: the keys that are not padding.
+        M: number of queries; the last stands at key N - 1.
+        N: number of keys.
+        causal: a query sees no later key.
+        left: a query sees this many earlier keys; None for all.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    M: int
+    N: int
+    causal: bool
+    left: int | None
+
+
+#: What the attention function accepts of what models pass.
+RULES = (
+    Rule(
+        "attention_mask",
+        lambda mask: mask is None or isinstance(mask, VisibleKeys),
+        "None, or, as the model's forward takes it, [batch, keys] with padding at the start or the end; nothing with 4 "
+        "dimensions",
+    ),
+    Rule("dropout", lambda p: p == 0, "0"),
+    Rule("output_attentions", lambda wanted: not wanted, "False: there are no attention weights"),
+    Rule("position_bias", is_none, "None"),
+    Rule("cache", is_none, "None: no continuous batching with a paged cache"),
+    Rule("cu_seq_lens_q", is_none, "None: no packed sequences"),
+    Rule("cu_seq_lens_k", is_none, "None: no packed sequences"),
+)
+
+#: Further arguments that models pass through to attention and that cannot change its result.
+IGNORED = {
+    "position_ids": "the model has applied them",
+    "cache_position": "the model has applied them",
+    "use_cache": "the model has updated its cache",
+    "output_hidden_states": "for the model's output",
+    "output_router_logits": "for the model's output",
+    "return_dict": "for the model's output",
+    "num_items_in_batch": "for the loss",
+    "deterministic": "the forward pass always is",
+}
+
+
+def register_transformers(name: str = "helion_fp8", *, recipe: Recipe = BALANCED) -> None:
+    """Make `attn_implementation=name` FP8 attention in transformers (5.x), for inference.
+
+    For decoders, with GQA, sliding windows, softcaps and sinks, and a cache that grows (transformers' default), in
+    prefill and decode; and for encoders. Queries, keys and values are quantised on every call, the cached ones too: the
+    cache itself stays as it is.
+
+    Padding at the start or the end of sequences is exact: one call for each sequence, on what is not padding. Rows of
+    padding give 0. Unpadded batches are one call.
+
+    Under `torch.autocast` inputs are cast as `scaled_dot_product_attention` does it.
+
+    Args:
+        name: what models are given as `attn_implementation`. Registering a name again replaces it.
+        recipe: how the tensors become 8-bit numbers.
+
+    Raises:
+        ImportError: transformers is not installed.
+        TypeError, ValueError: `recipe` is no Recipe; `name` is not a name, or one of transformers' own.
+
+    The models' forward passes raise what `helion_attn.attention` does, and NotImplementedError for what
+    docs/integrations.md lists as not supported, such as static caches and chunked attention.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe, such as helion_attn.BALANCED")
+    if not isinstance(name, str):
+        raise TypeError(f"name is a {type(name).__name__}; it must be a str")
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    taken = AttentionInterface().get(name)
+    if name == "eager" or (taken is not None and getattr(taken, "func", None) is not attention_forward):
+        raise ValueError(f"name is {name!r}, which transformers uses for another attention; it must be another")
+    AttentionInterface.register(name, functools.partial(attention_forward, recipe=recipe))
+    # Without a mask function of the same name, transformers passes no mask: padding would be ignored.
+    AttentionMaskInterface.register(name, visible_keys)
+
+
+def visible_keys(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    **_: Any,  # what else transformers tells every mask function: devices, dtypes, what may be skipped, the config
+) -> VisibleKeys:
+    """The mask function: a description of the mask, causality included.
+
+    Never None: that would leave causality to the module's `is_causal`, which may say otherwise.
+
+    `mask_function(batch, head, q, k)` says whether the query at position q sees the key at k. It is recognised by being
+    what transformers itself makes for the masks that the kernel has; any other raises.
+
+    Raises:
+        NotImplementedError: for another mask, a static cache, or padding between keys that are seen.
+    """
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        sliding_window_causal_mask_function,
+    )
+
+    left = None
+    if mask_function is None or mask_function is causal_mask_function:
+        causal = True
+    elif mask_function is bidirectional_mask_function:
+        causal = False
+    elif local_size is not None and _same(mask_function, sliding_window_causal_mask_function(local_size)):
+        causal, left = True, _earlier_keys(local_size, kv_length)
+    else:
+        raise NotImplementedError(
+            f"helion_attn has no attention with the mask {getattr(mask_function, '__qualname__', mask_function)}; it "
+            f"has full, causal and causal sliding-window masks (not chunked, packed, blockwise or custom ones)"
+        )
+    if causal and (isinstance(q_offset, torch.Tensor) or kv_length - q_length != q_offset - kv_offset):
+        raise NotImplementedError(
+            f"helion_attn needs the last query at the last key; here {q_length} queries start at {q_offset} and "
+            f"{kv_length} keys at {kv_offset}: use a cache that grows (DynamicCache), not a static one"
+        )
+
+    spans = ((0, kv_length),) * batch_size
+    if attention_mask is not None:
+        kept = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        kept = torch.nn.functional.pad(kept, (0, kv_length - kept.size(1)))  # as transformers' own: short is hidden
+        spans = _spans(kept)
+    return VisibleKeys(spans, q_length, kv_length, causal, left)
+
+
+def _earlier_keys(window: int | None, N: int) -> int | None:
+    """How many earlier keys a query sees in a window, which counts the query's own; None for all of N.
+
+    Below 0 for a window of 0, of which some models make a mask that no layer is given.
+    """
+    return None if window is None or window >= N else window - 1
+
+
+def _spans(kept: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Of [B, N] booleans, where each row's True begin and end; they must be in one piece."""
+    N = kept.size(1)
+    at = torch.arange(N, device=kept.device)
+    starts = torch.where(kept, at, N).amin(1)
+    stops = torch.where(kept, at + 1, 0).amax(1)
+    spans = []
+    for start, stop, count in torch.stack([starts, stops, kept.sum(1)], 1).tolist():  # the one read from the device
+        if count == 0:
+            start = stop = 0
+        if stop - start != count:
+            raise NotImplementedError(
+                "attention_mask hides keys between keys that are seen; helion_attn has padding at the start or the end "
+                "of a sequence only (to generate from a padded batch, pad on the left)"
+            )
+        spans.append((start, stop))
+    return tuple(spans)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two functions have the same code and the same values in their closures."""
+    if isinstance(a, FunctionType) and isinstance(b, FunctionType):
+        cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
+        return a is b or (a.__code__ is b.__code__ and _same(tuple(cells[0]), tuple(cells[1])))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and isinstance(a, int) and a == b
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: VisibleKeys | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    *,
+    recipe: Recipe = BALANCED,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function: q [B, H, M, D], k and v [B, H_kv, N, D] give ([B, M, H, D], None).
+
+    transformers hands it, in `kwargs`, whatever a model's forward was called with: see `RULES` and `IGNORED`; anything
+    else that is not None raises.
+    """
+    given = {"attention_mask": attention_mask, "dropout": dropout, **kwargs}
+    check_supported("helion_attn", RULES, {rule.argument: given.get(rule.argument) for rule in RULES})
+    for name, extra in kwargs.items():
+        if extra is not None and name not in IGNORED and not any(rule.argument == name for rule in RULES):
+            raise NotImplementedError(f"helion_attn: {name} is given, of which this attention knows nothing")
+
+    if scaling is not None:
+        check_sm_scale(scaling, "scaling")
+    query, key, value = autocast_inputs(query, key, value)
+    (B, H, M, _D), N = query.shape, key.size(2)
+    check_sinks(s_aux, H, query.device, "s_aux")
+    left = _earlier_keys(sliding_window, N)
+    if attention_mask is None:
+        # The model made no mask at all, so that its module's word is all there is.
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if causal and M not in (1, N):
+            # transformers' SDPA aligns such a mask to the top left, flash-attn to the bottom right.
+            raise NotImplementedError(f"helion_attn: causal attention of {M} queries and {N} keys came without a mask")
+        if left is not None and not causal:
+            raise NotImplementedError(
+                f"helion_attn: sliding_window is {sliding_window} and the attention is not causal"
+            )
+        spans: tuple[tuple[int, int], ...] = ((0, N),) * B
+    else:
+        mask = attention_mask
+        if (len(mask.spans), mask.M, mask.N) != (B, M, N):
+            raise ValueError(
+                f"attention_mask is for {len(mask.spans)} sequences of {mask.M} queries and {mask.N} keys; q has "
+                f"{(B, M)} and k {N}"
+            )
+        # A model may leave the window to its mask, but the two must not contradict each other.
+        if left is not None and left != mask.left:
+            of_mask = None if mask.left is None else mask.left + 1
+            raise ValueError(f"sliding_window is {sliding_window} and the mask's is {of_mask}; they must agree")
+        causal, left, spans = mask.causal, mask.left, mask.spans
+    if left is not None and left < 0:
+        raise ValueError(f"sliding_window is {left + 1}; it must be None, for no window, or at least 1")
+
+    options: dict[str, Any] = {
+        "causal": causal,
+        "sm_scale": scaling,
+        "window": None if left is None else (left, 0),
+        "softcap": softcap,
+        "sinks": s_aux,
+        "recipe": recipe,
+        "layout": "bshd",
+    }
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if all(span == (0, N) for span in spans):
+        return attention(q, k, v, **options), None
+    out = q.new_zeros(B, M, H, v.size(-1))
+    for b, (start, stop) in enumerate(spans):
+        # Of causal attention, query i stands at key N - M + i, and rows of padding go with the keys of padding.
+        rows = slice(max(start - (N - M), 0), stop - (N - M)) if causal else slice(0, M)
+        if start < stop and rows.start < rows.stop:
+            one = slice(b, b + 1)
+            out[one, rows] = attention(q[one, rows], k[one, start:stop], v[one, start:stop], **options)
+    return out, None

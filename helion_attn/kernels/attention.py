@@ -1,0 +1,565 @@
+"""Attention, forward: out = softmax(q k^T * sm_scale) v, on the packed tensors of `QuantizedQKV`, most often FP8.
+
+One program owns one block of `bm` query rows of one head and walks the key blocks of its KV head:
+
+    s = q8 k8^T                          e4m3 or 16-bit, fp32 accumulate; or int8, int32
+    m_i, p = running max, 2**(s * qk_scale_log2 - m_i)      fp32; m_i lies p_offset_log2 below the true maximum
+    l_i += p                             fp32, unrounded p
+    p8 = cast(p)                         e4m3, e5m2 or 16-bit: rounding point 1
+    acc = acc * alpha + (p8 v8)          two-level: a fresh FP8 product per block, added in fp32
+    out = acc / l_i * v_descale + v_mean                    fp32, cast once: rounding point 2
+
+Two-level accumulation is what keeps long contexts right: Hopper's FP8 tensor core keeps about 14 bits when it
+accumulates in place, and small addends vanish beside a grown sum (DeepSeek-V3, arXiv:2412.19437, section 3.3.2, does
+the same for its GEMMs). At D_pad = 256 the fresh product has no registers beside the accumulator, and the sum stays in
+the tensor core: there it is centring V that keeps a biased V right. The online softmax is that of Milakov and
+Gimelshein (arXiv:1805.02867) and FlashAttention-2 (arXiv:2307.08691).
+
+V arrives transposed, because FP8 WGMMA takes B only K-major, with its keys permuted inside every 16 so that P's fp32
+accumulator registers are, in place, the A operand of the second product: `interleave_keys` is no instruction. 16-bit V
+needs neither, since WGMMA takes 16-bit B either way and P's registers are in order; nor the two levels, since the
+tensor core sums 16-bit products in fp32.
+
+One loop walks the key blocks that some row sees; the others are never loaded. Blocks at an edge of what is visible
+(diagonal, ragged end, a window's two sides) are masked behind a branch: in a loop of their own, without pipelined
+loads, they cost causal attention 3 to 11% (S 1024, D 64 to 256).
+
+Where scores have 8 bits and P is bf16, whose range is that of fp32, there is no running maximum up to D 128
+(`numerics.keeps_reference`): the first block that a row sees gives the reference of all its P, and the accumulator is
+not rescaled. That takes 4 to 12% less time, causal 1 to 14% (S 1024 to 16384). Where a row's sum passes
+`MAX_ROW_SUM`, the program walks all blocks again, with a running maximum.
+
+Three specialisations more, which cost nothing where they are not asked for. A window (Longformer, arXiv:2004.05150;
+Mistral 7B, arXiv:2310.06825) moves the two edges; causality is a right edge of 0. A softcap (Gemma 2, arXiv:2408.00118)
+makes `softcap * tanh(s / softcap)` of a scaled score. A sink (StreamingLLM, arXiv:2309.17453; gpt-oss), one more logit
+of each head, joins the sum in the epilogue.
+
+Of few queries, each head of a group would fill a tile in part. So the group's heads, which have their keys in common,
+may share tiles (PackGQA in the code of FlashAttention-3, arXiv:2407.08608). Their rows stay where `quantize` put them:
+a program gathers its own.
+
+Few query blocks on many keys leave SMs idle. So the key blocks of each program are then split into runs, a program for
+each (FlashDecoding), which write fp32 parts: as above, each with the sum of its own keys. `merge_splits` averages them
+by their lse. V's mean is in every part that has a key, and so once in the average; sinks are left to the merge.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion_config, hl, multiprocessors
+from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.configs import TileConfig, scheduling
+from helion_attn.kernels.lib.arguments import Inputs, Numerics, Problem
+from helion_attn.kernels.lib.programs import (
+    key_blocks_of_sequence,
+    program_of_sequence,
+    rows_of_group,
+    rows_on_diagonal,
+    run_of_key_blocks,
+)
+from helion_attn.kernels.lib.steps import (
+    accumulate,
+    add_sink,
+    int32,
+    keys_first,
+    online_softmax_step,
+    quotient,
+    scaled,
+    scores,
+    softmax_input,
+    store_lse,
+    store_out,
+    sum_passed,
+    v_rows,
+    visible_keys,
+)
+from helion_attn.kernels.merge_splits import merge_splits
+from helion_attn.numerics import INT8_SCORE_BIAS, LOG2E, MAX_FUSED_SCALE_LOG2, keeps_reference
+
+
+def fp8_attn_fwd(
+    q8: torch.Tensor,  # [B * H, M_blocks, bm, D_pad]
+    k8: torch.Tensor,  # [B * H_kv, N_blocks, bn, D_pad]
+    v8: torch.Tensor,  # [B * H_kv, N_blocks, D_v_pad, bn], or of 16 bits [B * H_kv, N_blocks, bn, D_v_pad]
+    q_descale: torch.Tensor,  # [B * H * M_blocks * bm]
+    k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
+    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]; of a head all the same, unless v_channel_descales
+    v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
+    lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
+    sinks: torch.Tensor,  # [H] if has_sinks
+    q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
+    q_rows: torch.Tensor,  # q8 as [B * H * M_blocks * bm, D_pad] if pack_gqa
+    out: torch.Tensor,  # [B * H * M, D_v], or [splits * B * H * M, D_v] if split, written
+    lse: torch.Tensor,  # [B * H * M], or [splits * B * H * M], written
+    m_len: int,
+    n_len: int,
+    heads: int,
+    group: int,
+    out_head_step: int,
+    out_row_step: int,
+    left: int,
+    right: int,
+    splits: int,
+    head_group: int,
+    qk_scale: float,
+    softcap_log2: float,
+    s_bias: hl.constexpr,
+    max_fused_scale: hl.constexpr,
+    p_offset_log2: hl.constexpr,
+    q_row_descales: hl.constexpr,
+    k_block_descales: hl.constexpr,
+    v_channel_descales: hl.constexpr,
+    shift_lse: hl.constexpr,
+    has_left: hl.constexpr,
+    has_right: hl.constexpr,
+    has_softcap: hl.constexpr,
+    has_sinks: hl.constexpr,
+    keeps_reference: hl.constexpr,
+    two_level: hl.constexpr,
+    varlen: hl.constexpr,
+    split: hl.constexpr,
+    pack_gqa: hl.constexpr,
+    group_log2: hl.constexpr,
+    bn_log2: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> None:
+    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
+
+    Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
+
+    If rows may see any number of keys (`has_right` alone), `head_group` heads, which divide those of the grid, come at
+    once: the longest rows of all of them first. `scheduling.group_programs` says why. Few queries whose keys are split
+    see almost as many.
+
+    With `varlen` the sequences of a batch lie one after the other, as `preprocess.sequences` has it, and `q_blocks`
+    says where; as many heads of a sequence come at once as have `head_group` programs, or one. The tensors have no B in
+    their sizes then, but for v_mean, m_len is the number of all queries, and v_descale has D_v_pad channels for every
+    key block. A sequence's keys are counted from the first packed block of all: it is the bounds that differ, not the
+    loop.
+
+    With `split` there are `splits` times as many heads in the grid, a run after the other, and in `out`, fp32, and
+    `lse`: both [splits, B, H, M, ...], whatever the steps say.
+
+    With `pack_gqa` the grid has KV heads in place of heads, and the heads of a group, `group` of them but no more than
+    two to `group_log2`, share tiles: the group's row r is query `r >> group_log2` of its head `r % 2**group_log2`.
+    Then there are `q_row_descales`, and no `varlen`.
+    """
+    # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
+    hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
+    # More than 2**31 elements are read by descriptors only if the dimensions are known to fit 32 bits; and by
+    # pointers, scalar tensors cannot be indices.
+    torch._check(q8.size(0) <= 2**24)
+    torch._check(q8.size(1) <= 2**25)
+    torch._check(k8.size(0) <= 2**24)
+    torch._check(k8.size(1) <= 2**25)
+    torch._check(v8.size(0) <= 2**24)
+    torch._check(v8.size(1) <= 2**25)
+    bh_size, m_blocks, n_blocks = q8.size(0), q8.size(1), k8.size(1)
+    bm = hl.specialize(q8.size(2))
+    bn = hl.specialize(k8.size(2))
+    hl.specialize((q8.size(3), k8.size(3), v8.size(2), v8.size(3)))
+    d_v_pad = v8.size(2) if v8.dtype.itemsize == 1 else v8.size(3)
+    d_out = hl.specialize(out.size(1))
+    # Row sums are carried this wide and reduced across lanes once, after the loops.
+    l_lanes = 8
+    # Known strides keep the stores 16 bytes wide.
+    hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0)))
+
+    if pack_gqa:
+        head_size, blocks = k8.size(0), ((m_len << group_log2) + bm - 1) // bm
+        # Known strides keep the loads 16 bytes wide.
+        hl.specialize((q_rows.stride(0), q_rows.stride(1)))
+    else:
+        head_size, blocks = bh_size, m_blocks
+    grid_heads = splits * head_size if split else head_size
+    heads_at_once = head_group if has_right and not (has_left or varlen or split) else 1
+    for grid_group, program in hl.grid([grid_heads // heads_at_once, blocks * heads_at_once]):
+        grid_head = grid_group * heads_at_once + program % heads_at_once
+        grid_block = program // heads_at_once
+        # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment. Blocks n_left .. n_full
+        # are seen whole; those from n_begin and those up to n_end in part.
+        if varlen:
+            bh, m_block, block, sequence, first_token, rows_of_sequence, first_key_block, keys_of_sequence = (
+                program_of_sequence(q_blocks, grid_head * m_blocks + grid_block, bh_size, head_group, has_right)
+            )
+            kv = quotient(bh, int32(group))
+            row_begin = first_token + block * bm
+            row_end = first_token + rows_of_sequence
+            mean_row = sequence * int32(k8.size(0)) + kv
+            descale_row = kv * int32(n_blocks) + first_key_block
+            # As if the keys of all sequences were one row of blocks.
+            key_end = first_key_block * bn + keys_of_sequence
+            diagonal = block * bm + key_end - rows_of_sequence
+            n_begin, n_left, n_full, n_end = key_blocks_of_sequence(
+                diagonal, first_key_block, key_end, left, right, bm, bn, bn_log2, has_left, has_right
+            )
+        else:
+            if split:
+                # Heads that share K and V come one after the other, in the same run.
+                bh = grid_head % head_size
+            else:
+                bh = grid_head
+            if has_right:
+                m_block = blocks - 1 - grid_block  # long rows first
+            else:
+                m_block = grid_block
+            # Of a tile's queries, the first, and how many there are at most.
+            if pack_gqa:
+                kv = bh
+                row_begin = m_block * bm
+                first_query = row_begin >> group_log2
+                queries = max(1, bm >> group_log2)
+            else:
+                kv = bh // group
+                row_begin = m_block * bm
+                first_query = row_begin
+                queries = bm
+            row_end = m_len
+            mean_row = kv
+            descale_row = kv
+            key_end = n_len
+            diagonal = first_query + n_len - m_len
+            if has_right:
+                n_first_row = min(n_len, diagonal + right + 1)
+                n_last_row = min(n_len, diagonal + right + queries)
+            else:
+                n_first_row = n_len
+                n_last_row = n_len
+            # Helion substitutes these expressions into each other, and a min or max writes each argument three times:
+            # they are kept flat, and not limited to 0 where a loop that ends before it begins does the same.
+            n_full = n_first_row // bn
+            n_end = (n_last_row + bn - 1) // bn
+            if has_left:
+                n_begin = max(0, diagonal - left) // bn
+                n_left = (max(0, diagonal - left + queries - 1) + bn - 1) // bn
+            else:
+                n_begin = 0
+                n_left = 0
+        if split:
+            run_begin, run_end = run_of_key_blocks(int32(n_begin), int32(n_end), grid_head // head_size, splits)
+        else:
+            run_begin, run_end = n_begin, n_end
+        # [bm]
+        if pack_gqa:
+            query, member = rows_of_group(row_begin, group_log2, bm)
+            # Rows of no query, or of no head, take another's.
+            known_head = kv * group + torch.clamp_max(member, group - 1)
+            packed_rows = known_head * (m_blocks * bm) + torch.clamp_max(query, m_len - 1)
+        elif varlen:
+            packed_rows = (bh * int32(m_blocks) + m_block) * bm + hl.arange(bm)
+        else:
+            packed_rows = (bh * m_blocks + m_block) * bm + hl.arange(bm)
+        # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own, 0.7
+        # microseconds a program.
+        # [bm], or a scalar for one a block. Loads before that of Q, which is waited for behind them, are under way
+        # meanwhile: 3 to 4% at D 64. Where warpgroups take turns a pass has Q come first.
+        if q_row_descales:
+            q_scale = hl.load(q_descale, [packed_rows])
+        elif varlen:
+            q_scale = q_descale[(bh * int32(m_blocks) + m_block) * bm]
+        else:
+            q_scale = q_descale[(bh * m_blocks + m_block) * bm]
+        # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
+        # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
+        if k_block_descales:
+            if varlen or split:
+                k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_begin, int32(n_blocks - 1))])
+            else:
+                k_scale = k_descale[kv * n_blocks + min(run_begin, n_blocks - 1)]
+        else:
+            k_scale = k_descale[descale_row]
+        # [bm, D_pad]
+        if pack_gqa:
+            q_tile = hl.load(q_rows, [packed_rows, hl.arange(q8.size(3))])
+        else:
+            q_tile = q8[bh, m_block, :, :]
+        q_scale_log2 = q_scale * qk_scale
+        if q_row_descales:
+            # A row that is NaN or infinite must not change its neighbours.
+            known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
+            max_fused_k_scale = max_fused_scale / torch.amax(known_scale_log2, 0)
+        else:
+            max_fused_k_scale = max_fused_scale / q_scale_log2
+        # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
+        shift = hl.zeros([bm], dtype=torch.float32)
+        if has_softcap:
+            # tanh leaves no bias and no descale.
+            softmax_bias = 0.0
+            softmax_row_descales = False
+            if shift_lse:
+                shift = hl.load(lse_shift, [packed_rows]) * qk_scale
+        else:
+            softmax_bias = s_bias
+            softmax_row_descales = q_row_descales
+        m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
+        l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
+        # [bm, D_v_pad]
+        acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
+
+        # Blocks before it are special: those of the left edge, and those that references come from, up to the first
+        # that all rows see.
+        if not keeps_reference:
+            n_special = n_left
+        elif varlen or split:
+            n_special = torch.maximum(int32(n_left), int32(run_begin)) + 1
+        else:
+            n_special = n_left + 1
+        for j in hl.grid(run_begin, run_end):
+            s_scale_log2 = q_scale_log2 * k_scale
+            # Not "large", since a NaN is not within.
+            within = (k_scale <= max_fused_k_scale).to(torch.int32)
+            if k_block_descales:
+                if varlen or split:
+                    k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_end - 1, int32(j + 1))])
+                else:
+                    k_scale = k_descale[kv * n_blocks + min(j + 1, run_end - 1)]
+            # [bn, D_pad] and [D_v_pad, bn], or of 16 bits [bn, D_v_pad]. With nothing between the two loads, not even a
+            # transposition, Triton gives them one barrier, and the warps are not held up between Q K^T and the softmax:
+            # D 256 gains 9%, D 64 up to 4%.
+            k_block = k8[kv, j, :, :]
+            v_block = v8[kv, j, :, :]
+            # [bm, bn]
+            s = scores(q_tile, k_block.transpose(0, 1), bm, bn, is_cuda)
+            s, s_scale_log2 = softmax_input(
+                s, s_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
+            )
+            # Blocks at an edge of what is visible, those that references come from, and those of a large scale. One
+            # branch for all: two cost 5 to 24%.
+            if varlen or (split and keeps_reference):
+                edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
+                special = 1 - within + torch.clamp_min(edge, 0)
+            else:
+                special = 1 - within + max(n_special - j, j + 1 - n_full, 0)
+            if special > 0:
+                # Exact, then rounded: against a running maximum the largest P is 2**p_offset_log2 while fp32 tells m_i
+                # from it.
+                s = scaled(s - softmax_bias, s_scale_log2, softmax_row_descales)
+                # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
+                keys = j * bn + hl.arange(bn)
+                on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, group_log2, pack_gqa)
+                visible = visible_keys(keys, on_diagonal, key_end, left, right, has_left, has_right)
+                s = torch.where(visible, s, float("-inf"))
+                if keeps_reference:
+                    m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
+            bias = torch.where(special > 0, 0.0, softmax_bias)
+            s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
+            p8, alpha, m_i, l_i = online_softmax_step(
+                s,
+                bias,
+                s_scale_log2,
+                m_i,
+                l_i,
+                bm,
+                bn,
+                l_lanes,
+                v8.dtype,
+                softmax_bias != 0.0,
+                p_offset_log2,
+                softmax_row_descales,
+                has_left or has_right or keeps_reference,
+                keeps_reference,
+                is_cuda,
+            )
+            acc = accumulate(acc, alpha, p8, keys_first(v_block), two_level, keeps_reference, is_cuda)
+
+        # These come while the rows are summed, where no other program runs meanwhile. At D 64 ptxas would wait for each
+        # single product of 16 bits.
+        sums_cover_loads = d_v_pad == 256
+        if sums_cover_loads:
+            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_pad, d_v_pad, v_channel_descales)
+        # [bm]
+        row_sum = l_i.sum(1)
+        if keeps_reference:
+            # A sum that bf16 or fp32 may not hold: all again, against the running maximum.
+            again = sum_passed(row_sum)
+            if again > 0:
+                m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
+                l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
+                acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
+                for i in hl.grid(run_begin, run_end):
+                    if k_block_descales:
+                        if varlen or split:
+                            k_scale = hl.load(k_descale, [kv * int32(n_blocks) + int32(i)])
+                        else:
+                            k_scale = k_descale[kv * n_blocks + i]
+                    # [bm, bn]
+                    s = scores(q_tile, k8[kv, i, :, :].transpose(0, 1), bm, bn, is_cuda)
+                    s, s_scale_log2 = softmax_input(
+                        s, q_scale_log2 * k_scale, softcap_log2, shift,
+                        s_bias, q_row_descales, shift_lse, has_softcap, is_cuda,
+                    )  # fmt: skip
+                    s = scaled(s - softmax_bias, s_scale_log2, softmax_row_descales)
+                    keys = i * bn + hl.arange(bn)
+                    on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, group_log2, pack_gqa)
+                    visible = visible_keys(keys, on_diagonal, key_end, left, right, has_left, has_right)
+                    s = torch.where(visible, s, float("-inf"))
+                    p8, alpha, m_i, l_i = online_softmax_step(
+                        s, 0.0, hl.full([], 1.0, dtype=torch.float32), m_i, l_i, bm, bn, l_lanes, v8.dtype, False,
+                        p_offset_log2, False, has_left or has_right, False, is_cuda,
+                    )  # fmt: skip
+                    acc = accumulate(acc, alpha, p8, v8[kv, i, :, :], two_level, False, is_cuda)
+                row_sum = l_i.sum(1)
+        if varlen:
+            # Rows of no sequence must not pass for rows without a key.
+            row_sum = torch.where(keys_of_sequence < 0, float("nan"), row_sum)
+        total = row_sum
+        rescale = row_sum
+        m_keys = m_i
+        # [bm], of each row its query, and its head: in the output, and in the parts
+        if pack_gqa:
+            rows, member = rows_of_group(row_begin, group_log2, bm)
+            head = kv * group + member
+            part_head = grid_head * group + member
+            row_in_range = (rows < row_end) & (member < group)
+        else:
+            rows = row_begin + hl.arange(bm)
+            head = bh
+            part_head = grid_head
+            row_in_range = rows < row_end
+        if shift_lse and not has_softcap:
+            shift = hl.load(lse_shift, [packed_rows]) * qk_scale
+        if has_sinks:
+            if pack_gqa:
+                sink = hl.load(sinks, [head % heads])
+            else:
+                sink = sinks[bh % heads]
+            # [bm], as far below the whole scores' as these scores are. Added to 0 the product is rounded here; left
+            # alone, the subtractions below take it in as FMAs, and a large one differs from itself.
+            sink_log2 = hl.zeros([bm], dtype=torch.float32) + sink * LOG2E
+            if shift_lse and not has_softcap:
+                sink_log2 = sink_log2 - shift
+            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
+        # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
+        lse_rows = (part_head if split else head) * m_len + rows
+        store_lse(lse, m_i, total, shift, lse_rows, row_in_range, shift_lse and not has_softcap)
+        if varlen:
+            out_rows = bh + rows * int32(out_row_step)
+        elif split:
+            out_rows = part_head * m_len + rows
+        else:
+            out_rows = (head // heads) * heads * m_len + (head % heads) * out_head_step + rows * out_row_step
+        if not sums_cover_loads:
+            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_pad, d_v_pad, v_channel_descales)
+        store_out(
+            out,
+            acc,
+            mean,
+            descale,
+            m_keys,
+            row_sum,
+            rescale,
+            total,
+            out_rows,
+            row_in_range,
+            0,
+            d_v_pad,
+            d_v_pad,
+            d_out,
+            max_fused_scale == float("inf"),
+            v_channel_descales,
+            has_right or varlen or split,  # without these, every row sees all keys
+            has_sinks or varlen,  # a sink that is NaN stays one
+            has_sinks,
+        )
+
+
+@functools.cache
+def compiled_kernel(tile: TileConfig) -> Callable[..., None]:
+    """The kernel for sm_90 with a config."""
+    return compiled(fp8_attn_fwd, helion_config(tile))
+
+
+interpreted_kernel = interpreted(fp8_attn_fwd)
+
+
+def launch(
+    tile: TileConfig,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    problem: Problem,
+    numerics: Numerics,
+    q_blocks: torch.Tensor | None = None,
+    splits: int = 1,
+    pack_gqa: bool = False,
+) -> None:
+    """Write `out` and `lse`.
+
+    Args:
+        tile: the config; q8 and v8 are packed in its block sizes.
+        inputs: packed tensors.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `problem.bshd`; bf16, fp16, fp32 or e4m3. With `q_blocks`
+            [M, H, D_v], and `bshd`.
+        lse: fp32 [B, H, M], natural log; with `q_blocks` [H, M].
+        problem: lengths, masks, scales, the output's layout.
+        numerics: how the inputs were quantised, and P is.
+        q_blocks: of `PackedVarlen`, or None.
+        splits: runs of a program's key blocks, as `scheduling.key_splits` has it; 1 with `q_blocks`.
+        pack_gqa: the heads of a group share tiles; not with `q_blocks`.
+    """
+    q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks = inputs
+    H, H_kv = q_descale.size(1), k_descale.size(1)
+    in_parts = splits > 1
+    # Two to it are the rows of a query.
+    group_log2 = (H // H_kv - 1).bit_length() if pack_gqa else 0
+    # Parts are BHSD, and without sinks.
+    parts = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if in_parts else out
+    part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
+    part_sinks = None if in_parts else sinks
+    head_group = 1
+    if problem.rows_differ and not in_parts:
+        places = multiprocessors(q8.device), tile.ctas_per_sm
+        if q_blocks is not None:
+            head_group = scheduling.group_programs(*places)
+        else:
+            grid_heads = k8.size(0) if pack_gqa else q8.size(0)
+            head_group = scheduling.head_group(grid_heads, -(-(problem.m_len << group_log2) // tile.bm), *places)
+    specialisations = (
+        INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
+        MAX_FUSED_SCALE_LOG2[q8.dtype],
+        float(numerics.p_offset_log2),
+        # Heads that share tiles have descales of their own.
+        numerics.q_row_descales or pack_gqa,
+        numerics.k_block_descales,
+        numerics.v_channel_descales,
+        lse_shift is not None,
+        *problem.masks,
+        part_sinks is not None,
+        keeps_reference(q8.dtype, v8.dtype, tile.D_pad),
+        numerics.is_two_level(tile.two_level),
+        q_blocks is not None,
+        in_parts,
+        pack_gqa,
+        group_log2,
+        k8.size(2).bit_length() - 1,
+        q8.is_cuda,
+    )
+    kernel = compiled_kernel(tile) if q8.is_cuda else interpreted_kernel
+    q_descale = q_descale.view(-1)
+    kernel(
+        q8,
+        k8,
+        v8,
+        q_descale,
+        k_descale.view(-1),
+        v_descale.view(-1),
+        v_mean.view(-1),
+        # What there is not is not read. A view less is a microsecond of the host's.
+        q_descale if lse_shift is None else lse_shift.view(-1),
+        q_descale if part_sinks is None else part_sinks,
+        q_descale if q_blocks is None else q_blocks,
+        q8.view(-1, q8.size(3)) if pack_gqa else q_descale,
+        parts.view(-1, out.size(-1)),
+        part_lse.view(-1),
+        *problem.sizes(H, H_kv),
+        splits,
+        head_group,
+        *problem.scales,
+        *specialisations,
+    )
+    if in_parts:
+        merge_splits(parts, part_lse, out, lse, problem.bshd, sinks)

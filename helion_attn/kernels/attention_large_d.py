@@ -1,0 +1,385 @@
+"""FP8 attention, forward, for the head dims of `configs.uses_large_d`: above 256, where one program cannot hold them,
+D and D_v up to 1024; and D 129 to 192 with D_v up to 128, for which `fp8_attn_fwd` would pad too much.
+
+The mathematics and the rounding points are those of `fp8_attn_fwd`. What differs is who computes what:
+
+- **Channels of V are split over programs.** A [128, D_v] fp32 accumulator fills the register file at D_v = 512. So a
+  program owns `bm` query rows and one part of `v_tile` channels, and computes the scores of its rows itself: with n
+  parts, Q K^T and the softmax are done n times, and each part of V is read once. `v_tile` is what registers allow.
+- **A head dim is cut in pieces of 256 and a rest**, a power of two each (320 = 256 + 64), for so are Triton's tiles,
+  and a TMA box has at most 256 elements a side. The scores are products of pieces into one accumulator, and a program
+  has an accumulator for each of its two pieces of V; the second may be empty. Pieces are views of the packed tensors.
+
+Q stays in shared memory, all D of it; blocks of K and of a part of V pass through in `num_stages` stages, but for K of
+D 192, which has one buffer (`one_k`).
+
+P V is summed in two levels while the fresh product has registers beside the accumulator, up to 128 channels; above, it
+stays in the tensor core, where centring V keeps a biased V right.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion_config, hl, multiprocessors
+from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.configs import LargeTileConfig, largest_power_of_two, scheduling
+from helion_attn.kernels.lib.arguments import Inputs, Numerics, Problem
+from helion_attn.kernels.lib.steps import (
+    accumulate,
+    add_sink,
+    keys_first,
+    online_softmax_step,
+    scaled,
+    softmax_input,
+    store_lse,
+    store_out,
+    v_rows,
+    visible_keys,
+)
+from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
+
+#: A TMA box has at most 256 elements a dimension.
+MAX_PIECE = 256
+
+
+def split_head_dim(d: int) -> list[tuple[int, int]]:
+    """Where the pieces of a head dim start, and their sizes."""
+    wide = min(largest_power_of_two(d), MAX_PIECE)
+    starts = range(0, d, wide)
+    return [(start, min(wide, d - start)) for start in starts]
+
+
+def row_pieces(
+    wide: torch.Tensor,  # [heads, blocks, rows, count, d_wide]
+    narrow: torch.Tensor,  # [heads, blocks, rows, d_narrow]
+    head: int,
+    block: int,
+    count: int,
+    has_narrow: hl.constexpr,
+) -> list[torch.Tensor]:
+    """One block of rows: its wide pieces, `count` times [rows, d_wide], then its narrow one, [rows, d_narrow]."""
+    whole = slice(None)
+    found = [hl.load(wide, [head, block, whole, i, whole]) for i in range(count)]
+    if has_narrow:
+        found.append(hl.load(narrow, [head, block, whole, whole]))
+    return found
+
+
+def query_pieces(
+    q8: torch.Tensor,  # flat
+    first: int,
+    bm: int,
+    d_pad: int,
+) -> list[torch.Tensor]:
+    """`bm` rows of Q in pieces, [bm, d] each.
+
+    Not by descriptor: Triton keeps what a reshaped TMA box gives in registers, where D = 512 takes 64 a thread, and
+    what a plain load gives in shared memory.
+    """
+    found = []
+    for start, size in split_head_dim(d_pad):
+        offsets = first + hl.arange(bm).unsqueeze(1) * d_pad + (start + hl.arange(size)).unsqueeze(0)
+        found.append(hl.load(q8, [offsets]))
+    return found
+
+
+def scores_of_pieces(
+    q_pieces: list[torch.Tensor],  # [bm, d] each
+    k_pieces: list[torch.Tensor],  # [bn, d] each
+    is_cuda: hl.constexpr,
+) -> torch.Tensor:
+    """Scores of all D channels, fp32 [bm, bn].
+
+    Sums of int8 products are converted one by one, exactly, for 127**2 * 1024 is below 2**24. Those of more than 260
+    channels may pass 2**22, and cannot be read as floats as in `steps.scores`.
+    """
+    pairs = [(q, k.transpose(0, 1)) for q, k in zip(q_pieces, k_pieces, strict=True)]
+    if q_pieces[0].dtype == torch.int8 and not is_cuda:
+        # PyTorch has no int8 product.
+        products = [q.to(torch.float32) @ k.to(torch.float32) for q, k in pairs]
+        return torch.stack(products).sum(0)
+    s = hl.dot(*pairs[0])
+    for q, k in pairs[1:]:
+        s = hl.dot(q, k, acc=s)
+    return s.to(torch.float32)
+
+
+def fp8_attn_fwd_large_d(
+    q8: torch.Tensor,  # [B * H, M_blocks, bm, D_pad]
+    q_flat: torch.Tensor,  # q8 as [B * H * M_blocks * bm * D_pad]
+    k_wide: torch.Tensor,  # [B * H_kv, N_blocks, bn, d_count, d_wide]
+    k_narrow: torch.Tensor,  # [B * H_kv, N_blocks, bn, d_narrow]
+    v_wide: torch.Tensor,  # [B * H_kv, N_blocks * v_parts, v_wide, bn]
+    v_narrow: torch.Tensor,  # [B * H_kv, N_blocks * v_parts, v_narrow, bn]
+    q_descale: torch.Tensor,  # [B * H * M_blocks * bm]
+    k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
+    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]; of a head all the same, unless v_channel_descales
+    v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
+    lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
+    sinks: torch.Tensor,  # [H] if has_sinks
+    out: torch.Tensor,  # [B * H * M, D_v], written
+    lse: torch.Tensor,  # [B * H * M], written
+    m_len: int,
+    n_len: int,
+    heads: int,
+    group: int,
+    out_head_step: int,
+    out_row_step: int,
+    left: int,
+    right: int,
+    head_group: int,
+    qk_scale: float,
+    softcap_log2: float,
+    max_fused_scale: hl.constexpr,
+    v_parts: hl.constexpr,
+    has_narrow_d: hl.constexpr,
+    has_narrow_v: hl.constexpr,
+    p_offset_log2: hl.constexpr,
+    q_row_descales: hl.constexpr,
+    k_block_descales: hl.constexpr,
+    v_channel_descales: hl.constexpr,
+    shift_lse: hl.constexpr,
+    has_left: hl.constexpr,
+    has_right: hl.constexpr,
+    has_softcap: hl.constexpr,
+    has_sinks: hl.constexpr,
+    two_level: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> None:
+    """The kernel; see the module's docstring, and `fp8_attn_fwd` for what is not said here."""
+    # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
+    hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
+    # Without these, more than 2**31 elements are read by pointers: see `fp8_attn_fwd`.
+    torch._check(k_wide.size(0) <= 2**24)
+    torch._check(k_wide.size(1) <= 2**25)
+    torch._check(k_narrow.size(0) <= 2**24)
+    torch._check(k_narrow.size(1) <= 2**25)
+    torch._check(v_wide.size(0) <= 2**24)
+    torch._check(v_wide.size(1) <= 2**30)
+    torch._check(v_narrow.size(0) <= 2**24)
+    torch._check(v_narrow.size(1) <= 2**30)
+    bh_size, m_blocks, n_blocks = q8.size(0), q8.size(1), k_wide.size(1)
+    bm = hl.specialize(q8.size(2))
+    bn = hl.specialize(k_wide.size(2))
+    d_pad = hl.specialize(q8.size(3))
+    d_count = hl.specialize(k_wide.size(3))
+    hl.specialize((k_wide.size(4), k_narrow.size(3)))
+    wide = hl.specialize(v_wide.size(2))
+    narrow = hl.specialize(v_narrow.size(2))
+    v_tile = wide + narrow * has_narrow_v
+    d_v_pad = v_tile * v_parts
+    d_out = hl.specialize(out.size(1))
+    # Row sums are carried this wide and reduced across lanes once, after the loop.
+    l_lanes = 8
+    # Known strides keep the stores, and the loads of Q, 16 bytes wide.
+    hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0), q_flat.stride(0)))
+
+    heads_at_once = head_group if has_right and not has_left else 1
+    for grid_group, m_rank, of_group in hl.grid([bh_size // heads_at_once, m_blocks, v_parts * heads_at_once]):
+        bh = grid_group * heads_at_once + of_group // v_parts
+        # The parts of one query block are neighbours: they read the same K.
+        part = of_group % v_parts
+        if has_right:
+            m_block = m_blocks - 1 - m_rank  # long rows first
+        else:
+            m_block = m_rank
+        kv = bh // group
+        row_begin = m_block * bm
+        # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
+        diagonal = row_begin + n_len - m_len
+        if has_right:
+            n_first_row = min(n_len, diagonal + right + 1)
+            n_last_row = min(n_len, diagonal + right + bm)
+        else:
+            n_first_row = n_len
+            n_last_row = n_len
+        n_full = n_first_row // bn
+        n_end = (n_last_row + bn - 1) // bn
+        if has_left:
+            n_begin = max(0, diagonal - left) // bn
+            n_left = (max(0, diagonal - left + bm - 1) + bn - 1) // bn
+        else:
+            n_begin = 0
+            n_left = 0
+        packed_rows = (bh * m_blocks + m_block) * bm
+        # [bm, d_wide] each, [bm, d_narrow]
+        q_tiles = query_pieces(q_flat, packed_rows * d_pad, bm, d_pad)
+        # [bm], or a scalar for one a block
+        if q_row_descales:
+            q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * qk_scale
+            # A row that is NaN or infinite must not change its neighbours.
+            known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
+            max_fused_k_scale = max_fused_scale / torch.amax(known_scale_log2, 0)
+        else:
+            q_scale_log2 = q_descale[packed_rows] * qk_scale
+            max_fused_k_scale = max_fused_scale / q_scale_log2
+        # The descale of the block at hand; with one a block, the next is loaded a block ahead.
+        if k_block_descales:
+            k_scale = k_descale[kv * n_blocks + min(n_begin, n_blocks - 1)]
+        else:
+            k_scale = k_descale[kv]
+        # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
+        shift = hl.zeros([bm], dtype=torch.float32)
+        if has_softcap:
+            # tanh leaves no descale.
+            softmax_row_descales = False
+            if shift_lse:
+                shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
+        else:
+            softmax_row_descales = q_row_descales
+        m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
+        l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
+        # [bm, v_wide], [bm, v_narrow]
+        acc = hl.zeros([bm, wide], dtype=torch.float32)
+        acc_narrow = hl.zeros([bm, narrow], dtype=torch.float32)
+
+        for j in hl.grid(n_begin, n_end):
+            s_scale_log2 = q_scale_log2 * k_scale
+            # Not "large", since a NaN is not within.
+            within = (k_scale <= max_fused_k_scale).to(torch.int32)
+            if k_block_descales:
+                k_scale = k_descale[kv * n_blocks + min(j + 1, n_blocks - 1)]
+            # [bn, d_wide] each, [bn, d_narrow]
+            k_tiles = row_pieces(k_wide, k_narrow, kv, j, d_count, has_narrow_d)
+            # [v_wide, bn], [v_narrow, bn]. All loads side by side, at one barrier: see `fp8_attn_fwd`.
+            v_block_wide = v_wide[kv, j * v_parts + part, :, :]
+            if has_narrow_v:
+                v_block_narrow = v_narrow[kv, j * v_parts + part, :, :]
+            # [bm, bn]
+            s = scores_of_pieces(q_tiles, k_tiles, is_cuda)
+            s, s_scale_log2 = softmax_input(
+                s, s_scale_log2, softcap_log2, shift, 0.0, q_row_descales, shift_lse, has_softcap, is_cuda
+            )
+            # Blocks at an edge of what is visible, and those of a large scale, in one branch: see `fp8_attn_fwd`.
+            special = 1 - within + max(n_left - j, j + 1 - n_full, 0)
+            if special > 0:
+                s = scaled(s, s_scale_log2, softmax_row_descales)
+                # The key index is made inside the loop; kept outside, it takes registers throughout.
+                keys = j * bn + hl.arange(bn)
+                visible = visible_keys(keys, diagonal + hl.arange(bm), n_len, left, right, has_left, has_right)
+                s = torch.where(visible, s, float("-inf"))
+            s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
+            p8, alpha, m_i, l_i = online_softmax_step(
+                s, 0.0, s_scale_log2, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, False, p_offset_log2,
+                softmax_row_descales, has_left or has_right, False, is_cuda,
+            )  # fmt: skip
+            acc = accumulate(acc, alpha, p8, keys_first(v_block_wide), two_level, False, is_cuda)
+            if has_narrow_v:
+                acc_narrow = accumulate(acc_narrow, alpha, p8, keys_first(v_block_narrow), two_level, False, is_cuda)
+
+        # [bm]
+        row_sum = l_i.sum(1)
+        total = row_sum
+        rescale = row_sum
+        m_keys = m_i
+        rows = row_begin + hl.arange(bm)
+        row_in_range = rows < m_len
+        if shift_lse and not has_softcap:
+            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
+        if has_sinks:
+            # [bm], as far below the whole scores' as these scores are.
+            sink_log2 = hl.zeros([bm], dtype=torch.float32) + sinks[bh % heads] * LOG2E
+            if shift_lse and not has_softcap:
+                sink_log2 = sink_log2 - shift
+            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
+        # Every part has the same; the first stores it. Before the output: see `fp8_attn_fwd`.
+        first_part_rows = rows < m_len * (1 - part)
+        store_lse(lse, m_i, total, shift, bh * m_len + rows, first_part_rows, shift_lse and not has_softcap)
+        out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
+        first = part * v_tile
+        # The narrow piece goes first: while the wide one is stored, its registers are free (otherwise 8 spills).
+        if has_narrow_v:
+            mean, descale = v_rows(v_mean, v_descale, kv, kv, first + wide, narrow, d_v_pad, v_channel_descales)
+            store_out(
+                out, acc_narrow, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, first + wide,
+                narrow, d_v_pad, d_out, False, v_channel_descales, has_right, has_sinks, has_sinks,
+            )  # fmt: skip
+        mean, descale = v_rows(v_mean, v_descale, kv, kv, first, wide, d_v_pad, v_channel_descales)
+        store_out(
+            out, acc, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, first, wide, d_v_pad,
+            d_out, False, v_channel_descales, has_right, has_sinks, has_sinks,
+        )  # fmt: skip
+
+
+@functools.cache
+def compiled_kernel(tile: LargeTileConfig) -> Callable[..., None]:
+    """The kernel for sm_90 with a config."""
+    return compiled(fp8_attn_fwd_large_d, helion_config(tile, grid_dims=3))
+
+
+interpreted_kernel = interpreted(fp8_attn_fwd_large_d)
+
+
+def pieces(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Views of `x`: dimension `dim` as [count, wide], what is left of it, and whether there is such a rest.
+
+    Where there is none, `x` stands for it.
+    """
+    size = x.size(dim)
+    wide = min(largest_power_of_two(size), MAX_PIECE)
+    whole = size // wide * wide
+    split = x.narrow(dim, 0, whole).unflatten(dim, (-1, wide))
+    return (split, x.narrow(dim, whole, size - whole), True) if whole < size else (split, x, False)
+
+
+def launch(
+    tile: LargeTileConfig, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, problem: Problem, numerics: Numerics
+) -> None:
+    """Write `out` and `lse`.
+
+    Args:
+        tile: the config; q8 and k8 are `tile.D_pad` wide, v8 a multiple of `tile.v_tile`.
+        inputs: and the rest, as in `fp8_attn_fwd.launch`.
+    """
+    q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks = inputs
+    H, H_kv = q_descale.size(1), k_descale.size(1)
+    kv_heads, n_blocks, d_v_pad, bn = v8.shape
+    v_parts = d_v_pad // tile.v_tile
+    k_wide, k_narrow, has_narrow_d = pieces(k8, 3)
+    v_wide, v_narrow, has_narrow_v = pieces(v8.view(kv_heads, n_blocks * v_parts, tile.v_tile, bn), 2)
+    specialisations = (
+        # int8 scores have no bias here, and are smaller than those of e4m3.
+        MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
+        v_parts,
+        has_narrow_d,
+        has_narrow_v,
+        float(numerics.p_offset_log2),
+        numerics.q_row_descales,
+        numerics.k_block_descales,
+        numerics.v_channel_descales,
+        lse_shift is not None,
+        *problem.masks,
+        sinks is not None,
+        numerics.is_two_level(tile.two_level),
+        q8.is_cuda,
+    )
+    head_group = 1
+    if problem.rows_differ:
+        places = multiprocessors(q8.device), tile.ctas_per_sm
+        head_group = scheduling.head_group(q8.size(0), q8.size(1) * v_parts, *places)
+    kernel = compiled_kernel(tile) if q8.is_cuda else interpreted_kernel
+    q_descale = q_descale.view(-1)
+    kernel(
+        q8,
+        q8.view(-1),
+        k_wide,
+        k_narrow,
+        v_wide.squeeze(2),
+        v_narrow,
+        q_descale,
+        k_descale.view(-1),
+        v_descale.view(-1),
+        v_mean.view(-1),
+        q_descale if lse_shift is None else lse_shift.view(-1),
+        q_descale if sinks is None else sinks,
+        out.view(-1, out.size(-1)),
+        lse.view(-1),
+        *problem.sizes(H, H_kv),
+        head_group,
+        *problem.scales,
+        *specialisations,
+    )

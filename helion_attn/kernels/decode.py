@@ -1,0 +1,367 @@
+"""FP8 attention of a few queries on a paged KV cache, split over keys: out = softmax(q k^T * sm_scale) v.
+
+One program owns up to `MAX_ROWS` query rows that share a KV head (the whole query group's, times the new tokens), and
+one of `splits` runs of a sequence's pages; `merge_splits` puts the runs together. A page is a packed block of `bn`
+keys.
+
+    q8, q_descale = e4m3 of a row, amax / 448                                   rounding point 1
+    s = q8 k8^T * q_descale_i * k_descale_j * sm_scale * log2(e)                fp32; or a softcap's tanh of it
+    t = s + log2(v_descale_j)                                                   fp32
+    m_i = running max of t, less 8;  p = 2**(t - m_i)                           fp32
+    l_i += p / v_descale_j                                                      fp32, unrounded p
+    acc = acc * alpha + (cast(p) v8)             e4m3, two levels as in `fp8_attn_fwd`: rounding point 2
+    out = acc / l_i                                                             fp32, cast once: rounding point 3
+
+V's descales, one a key, ride on the exponent: what e4m3 holds is a key's whole weight, probability times magnitude of
+its value, next to the largest such weight of the row. Folded into P after the softmax instead, a key that has little
+probability and a large V would push the others below e4m3's range. They are powers of two, so that their logarithm and
+their inverse are integer steps on the bits, and `l_i` is as exact as without them.
+
+Products are taken transposed, with keys or V's channels as the M of a WGMMA, of which 64 is the least, and query rows
+as its N, of which 16 is enough. So a tile of 16 rows costs a thread 16 scores a page, and what belongs to a key, its
+two descales, is 4 numbers a thread.
+
+A window moves the first page that is read and masks at its edges, and a sink joins the sum of the first run.
+
+What a page holds past the end of a sequence enters no result. Scores are masked. V is multiplied by p = 0 there, and
+`append` has cleared it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from helion_attn.compiler.helion_adapter import helion, hl, multiprocessors
+from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.configs import MAX_TWO_LEVEL_D
+from helion_attn.configs.scheduling import visible_key_blocks
+from helion_attn.kernels.lib.arguments import score_scales
+from helion_attn.kernels.lib.inline_asm import fma_up, maximum, tanh
+from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale, visible_keys
+from helion_attn.kernels.merge_splits import merge_splits
+from helion_attn.numerics import E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2
+from helion_attn.preprocess.lib.strided import common_unit, strided_rows
+
+#: Query rows of a program, at most. They are the N of its products, of which the least is 16.
+MAX_ROWS, MIN_ROWS = 32, 16
+
+#: Pages in flight.
+NUM_STAGES = 3
+
+#: Programs that an SM holds at D = 128, and how many times as many there should be.
+PROGRAMS_PER_SM, WAVES = 3, 4
+
+#: The fewest pages of a run: writing and merging its partial result costs about as much as a quarter of a page.
+MIN_PAGES = 4
+
+
+def log2_of_power(x: torch.Tensor) -> torch.Tensor:
+    """log2 of fp32 powers of two, exactly."""
+    return ((x.view(torch.int32) >> 23) - 127).to(torch.float32)
+
+
+def inverse_of_power(x: torch.Tensor) -> torch.Tensor:
+    """1 / x of fp32 powers of two, exactly: the biased exponent e becomes 254 - e."""
+    return (0x7F000000 - x.view(torch.int32)).view(torch.float32)
+
+
+def page_scores(
+    k_tile: torch.Tensor,  # [bn, D_pad]
+    q_tile: torch.Tensor,  # [D_pad, rows]
+    q_scale_log2: torch.Tensor,  # [rows]
+    k_scale: torch.Tensor,  # [bn]
+    v_scale: torch.Tensor,  # [bn]
+    softcap_log2: float,
+    has_softcap: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> torch.Tensor:
+    """`t` of the module's docstring, [bn, rows]."""
+    s = hl.dot(k_tile, q_tile) * k_scale.unsqueeze(1)
+    if has_softcap:
+        s = tanh(s * q_scale_log2.unsqueeze(0), is_cuda)
+        return s * softcap_log2 + log2_of_power(v_scale).unsqueeze(1)
+    return s * q_scale_log2.unsqueeze(0) + log2_of_power(v_scale).unsqueeze(1)
+
+
+def softmax_step(
+    t: torch.Tensor,  # [bn, rows]
+    v_inverse: torch.Tensor,  # [bn]
+    m_i: torch.Tensor,  # [rows]
+    l_i: torch.Tensor,  # [warps, 8, rows]
+    bn: int,
+    rows: int,
+    warps: int,
+    p_offset_log2: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`t`, -inf where masked, into `(p8, alpha, m_i, l_i)`."""
+    one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], p_offset_log2, dtype=torch.float32)
+    m_new = maximum(m_i, fma_up(torch.amax(t, 0), one, -offset, is_cuda), is_cuda)
+    # A row that has seen no key keeps m_i = -inf; its p must be 0, not 2**(-inf + inf).
+    m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
+    # [bn, rows]
+    p = torch.exp2(t - m_ref.unsqueeze(0))
+    alpha = torch.exp2(m_i - m_ref).unsqueeze(0)
+    # Unrounded p, added up within each thread alone: WGMMA's accumulator has key 64 i + 16 w + 8 j + g in warp w, at
+    # the g-th four of its lanes.
+    by_thread = (p * v_inverse.unsqueeze(1)).reshape(bn // (16 * warps), warps, 2, 8, rows).sum(2).sum(0)
+    l_i = l_i * alpha.unsqueeze(0) + by_thread
+    p8 = interleave_keys(p.to(torch.float8_e4m3fn).transpose(0, 1), rows, bn).transpose(0, 1)
+    return p8, alpha, m_new, l_i
+
+
+def fp8_attn_decode(
+    q: torch.Tensor,  # flat
+    k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad]
+    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn]
+    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    block_table: torch.Tensor,  # [B * max_pages]
+    cache_seqlens: torch.Tensor,  # [B]
+    sinks: torch.Tensor,  # [H] if has_sinks
+    out: torch.Tensor,  # [splits * B * H * M, D_v], written
+    lse: torch.Tensor,  # [splits * B * H * M], written
+    splits: int,
+    m_tiles: int,
+    max_pages: int,
+    group: int,
+    m_len: int,
+    q_b_step: int,
+    q_h_step: int,
+    q_s_step: int,
+    out_head_step: int,
+    out_row_step: int,
+    left: int,
+    right: int,
+    qk_scale: float,
+    softcap_log2: float,
+    rows: hl.constexpr,
+    warps: hl.constexpr,
+    q_d_step: hl.constexpr,
+    unit: hl.constexpr,
+    d: hl.constexpr,
+    p_offset_log2: hl.constexpr,
+    q_largest: hl.constexpr,
+    has_left: hl.constexpr,
+    has_right: hl.constexpr,
+    has_softcap: hl.constexpr,
+    has_sinks: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> None:
+    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
+
+    Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
+    """
+    # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
+    torch._check(k8.size(0) <= 2**24)
+    torch._check(k8.size(1) <= 2**24)
+    torch._check(v8.size(0) <= 2**24)
+    torch._check(v8.size(1) <= 2**24)
+    num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
+    bn = hl.specialize(k8.size(2))
+    d_pad = hl.specialize(k8.size(3))
+    d_v_pad = hl.specialize(v8.size(2))
+    d_out = hl.specialize(out.size(1))
+    # Known strides keep loads and stores 16 bytes wide.
+    hl.specialize((q.stride(0), out.stride(0), out.stride(1), k_descale.stride(0), v_descale.stride(0)))
+    hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0)))
+    total_rows = B * kv_heads * group * m_len
+
+    for tile_index, split in hl.grid([B * kv_heads * m_tiles, splits]):
+        bh = tile_index // m_tiles
+        b = bh // kv_heads
+        h = bh % kv_heads
+        # [rows], of the group's heads times M; row r is query r % M of the group's head r // M
+        r = (tile_index % m_tiles) * rows + hl.arange(rows)
+        in_range = r < group * m_len
+        head = h * group + r // m_len
+        i = r % m_len
+        # [rows, D_pad]
+        cols = hl.arange(d_pad)
+        row_offset = (b * q_b_step + head * q_h_step + i * q_s_step) * unit
+        keep = in_range.unsqueeze(1) & (cols < d).unsqueeze(0)
+        x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * q_d_step], extra_mask=keep).to(torch.float32)
+        # [rows]
+        q_descale = to_descale(torch.amax(torch.abs(x), 1), q_largest)
+        # [D_pad, rows]
+        q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype).transpose(0, 1)
+        q_scale_log2 = q_descale * qk_scale
+
+        n_given = hl.load(cache_seqlens, [b])
+        # A length that the block table cannot have must not pass for another.
+        known_length = (n_given >= 0) & (n_given <= max_pages * bn)
+        n_len = torch.where(known_length, n_given, 0)
+        n_pages = (n_len + bn - 1) // bn
+        # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
+        diagonal = n_len - m_len
+        # Pages n_left .. n_whole are seen whole by all rows, those before n_first by none.
+        if has_left:
+            n_first = torch.clamp(diagonal - left, min=0) // bn
+            n_left = (torch.clamp(diagonal - left + m_len - 1, min=0) + bn - 1) // bn
+        else:
+            n_first = 0
+            n_left = 0
+        if has_right:
+            n_whole = torch.minimum(n_len, diagonal + right + 1) // bn
+        else:
+            n_whole = n_len // bn
+        run = (n_pages - n_first + splits - 1) // splits
+        n_begin = n_first + split * run
+        n_end = torch.minimum(n_begin + run, n_pages)
+
+        m_i = hl.full([rows], float("-inf"), dtype=torch.float32)
+        l_i = hl.zeros([warps, 8, rows], dtype=torch.float32)
+        # [D_v_pad, rows]
+        acc = hl.zeros([d_v_pad, rows], dtype=torch.float32)
+
+        for j in hl.grid(n_begin, n_end):
+            listed = hl.load(block_table, [b * max_pages + j])
+            # A page that is not in the pool must not pass for another.
+            known_page = (listed >= 0) & (listed < num_pages)
+            page = torch.where(known_page, listed, 0)
+            keys = (page * kv_heads + h) * bn + hl.arange(bn)
+            # [bn]
+            k_scale = torch.where(known_page, hl.load(k_descale, [keys]), float("nan"))
+            v_scale = hl.load(v_descale, [keys])
+            # [bn, rows]
+            t = page_scores(
+                k8[page, h, :, :], q_tile, q_scale_log2, k_scale, v_scale, softcap_log2, has_softcap, is_cuda
+            )
+            # [D_v_pad, bn]
+            v_tile = v8[page, h, :, :]
+            edge = j + 1 - n_whole
+            if has_left:
+                edge = torch.maximum(edge, n_left - j)
+            if edge > 0:
+                key = j * bn + hl.arange(bn)
+                visible = visible_keys(key, diagonal + i, n_len, left, right, has_left, has_right)
+                t = torch.where(visible.transpose(0, 1), t, float("-inf"))
+            p8, alpha, m_i, l_i = softmax_step(
+                t, inverse_of_power(v_scale), m_i, l_i, bn, rows, warps, p_offset_log2, is_cuda
+            )
+            acc = accumulate(acc, alpha, v_tile, p8, True, False, is_cuda)
+
+        # [rows]
+        row_sum = torch.where(known_length, l_i.sum(0).sum(0), float("nan"))
+        normaliser = 1.0 / row_sum
+        total = row_sum
+        if has_sinks:
+            # [rows], in one run of them all
+            sink_log2 = hl.load(sinks, [head], extra_mask=in_range) * LOG2E
+            sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
+            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
+            normaliser = rescale / total
+        # [rows, D_v_pad]
+        o = acc.transpose(0, 1) * normaliser.unsqueeze(1)
+        no_key = row_sum == 0.0
+        if has_sinks:
+            no_key = no_key & (total == total)  # a sink that is NaN stays one
+        o = torch.where(no_key.unsqueeze(1), 0.0, o)
+        out_cols = hl.arange(d_v_pad)
+        out_rows = split * total_rows + b * kv_heads * group * m_len + head * out_head_step + i * out_row_step
+        stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
+        hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
+        lse_rows = split * total_rows + bh * group * m_len + r
+        hl.store(lse, [lse_rows], (m_i + torch.log2(total)) * LN2, extra_mask=in_range)
+
+
+@functools.cache
+def kernel(is_cuda: bool, num_warps: int) -> Callable[..., None]:
+    """The kernel for the device."""
+    if not is_cuda:
+        return interpreted(fp8_attn_decode)
+    config = helion.Config(
+        num_warps=num_warps,
+        num_stages=NUM_STAGES,
+        range_num_stages=[0, NUM_STAGES],
+        # Tiles that read the same pages are neighbours.
+        loop_orders=[[0, 1]],
+        indexing="tensor_descriptor",
+        host_tensor_descriptors=True,
+    )
+    return compiled(fp8_attn_decode, config)
+
+
+def choose_splits(programs: int, max_pages: int, sm_count: int) -> int:
+    """Into how many runs to split sequences of up to `max_pages` pages, when `programs` would read them whole.
+
+    As many as give every SM several times what it holds at once, so that the last, partly filled wave is a small part
+    of the whole; but no run of fewer than `MIN_PAGES` of the longest possible sequence.
+    """
+    wanted = -(-WAVES * PROGRAMS_PER_SM * sm_count // programs)
+    return max(1, min(wanted, max_pages // MIN_PAGES))
+
+
+def launch(
+    q: torch.Tensor,
+    k8: torch.Tensor,
+    v8: torch.Tensor,
+    k_descale: torch.Tensor,
+    v_descale: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    splits: int | None,
+    left: int,
+    right: int,
+    sm_scale: float,
+    softcap: float | None,
+    bshd: bool,
+) -> None:
+    """Write `out` and `lse`.
+
+    Args:
+        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
+        k8: and the three that follow: the fields of `PagedKVCache`.
+        block_table: int32 [B, max_pages].
+        cache_seqlens: int32 [B].
+        sinks: fp32 [H], or None.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16 or fp32.
+        lse: fp32 [B, H, M], natural log.
+        splits: runs of a sequence's pages; None for `choose_splits`.
+        left: row i sees keys j >= i + N - M - left; all of them if it is negative.
+        right: row i sees keys j <= i + N - M + right; likewise. Causal: 0.
+        sm_scale: multiplies q k^T.
+        softcap: scores become `softcap * tanh(score / softcap)`, unless it is None.
+        bshd: the layout of `out`.
+    """
+    B, H, M, D = q.shape
+    H_kv, group = k8.size(1), H // k8.size(1)
+    unit = common_unit(q)
+    flat_q = strided_rows(q, unit)
+    rows = min(MAX_ROWS, max(MIN_ROWS, 1 << (group * M - 1).bit_length()))
+    # Eight share what four have no registers for: 256 channels of 32 rows, twice.
+    num_warps = 4 if max(k8.size(3), v8.size(2)) <= MAX_TWO_LEVEL_D else 8
+    tiles = -(-group * M // rows)
+    if splits is None:
+        # The last query sees no keys after its own.
+        pages = visible_key_blocks(block_table.size(1), left, 0, M, k8.size(2))
+        splits = choose_splits(B * H_kv * tiles, pages, multiprocessors(q.device))
+    # More runs than pages would all be empty.
+    splits = min(splits, block_table.size(1))
+    in_parts = splits > 1
+    # An edge further away hides nothing, and might not fit 32 bits.
+    most_keys = block_table.size(1) * k8.size(2)
+    D_v = out.size(3)
+    # Parts are always BHSD.
+    parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
+    part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
+    head_step, row_step = (1, H) if bshd and not in_parts else (M, 1)
+    specialisations = (
+        rows, num_warps, flat_q.d_step, unit, D, float(MAX_P_OFFSET_LOG2[v8.dtype]), E4M3_MAX, left >= 0, right >= 0,
+        softcap is not None, sinks is not None, q.is_cuda,
+    )  # fmt: skip
+    kernel(q.is_cuda, num_warps)(
+        flat_q.flat, k8, v8, k_descale.view(-1), v_descale.view(-1), block_table.view(-1), cache_seqlens,
+        part_lse if sinks is None else sinks, parts, part_lse,
+        splits, tiles, block_table.size(1), group, M, flat_q.b_step, flat_q.h_step, flat_q.s_step,
+        head_step, row_step, min(left, most_keys), min(right, M),
+        *score_scales(sm_scale, softcap), *specialisations,
+    )  # fmt: skip
+    if in_parts:
+        merge_splits(parts, part_lse.view(splits, -1), out, lse, bshd)

@@ -1,0 +1,108 @@
+"""Elementwise steps that are one instruction when spelt in PTX and several when spelt in PyTorch.
+
+Kernels take `is_cuda: hl.constexpr` and pass it on: Helion's interpreter has no inline assembly and runs the PyTorch
+expression, which gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from helion_attn.compiler.helion_adapter import hl
+
+
+def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`a * b + c`. In the attention kernel, 160 registers at D = 128 instead of 217: three programs an SM, not two."""
+    if is_cuda:
+        return hl.inline_asm_elementwise(
+            "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=torch.float32, is_pure=True, pack=1
+        )
+    return a * b + c
+
+
+def fma_up(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`a * b + c`, rounded up, which takes nothing more. Without a GPU `c` is not positive, and few are rounded up."""
+    if is_cuda:
+        return hl.inline_asm_elementwise(
+            "fma.rp.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=torch.float32, is_pure=True, pack=1
+        )
+    product = a * b
+    rounded = product + c
+    return torch.where(rounded - product < c, product, rounded)
+
+
+def maximum(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`max(a, b)`, NaN if either is. PyTorch's spelling compiles to two comparisons and a select."""
+    if is_cuda:
+        return hl.inline_asm_elementwise(
+            "max.NaN.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=torch.float32, is_pure=True, pack=1
+        )
+    return torch.maximum(a, b)
+
+
+def minimum(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`min(a, b)`, NaN if either is."""
+    if is_cuda:
+        return hl.inline_asm_elementwise(
+            "min.NaN.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=torch.float32, is_pure=True, pack=1
+        )
+    return torch.minimum(a, b)
+
+
+def to_int8(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`x`, of magnitude 127 or less, to the nearest int8, to even of two; of NaN anything.
+
+    1.5 * 2**23 + x has the integer in its lowest byte: an addition, and three instructions pack four bytes. PyTorch's
+    spelling is four conversions, at a quarter of an addition's rate, and twelve instructions.
+    """
+    if is_cuda:
+        return hl.inline_asm_elementwise(
+            """
+            {
+            .reg .f32 sum<4>;
+            .reg .b32 bits<4>, low, high;
+            add.rn.f32 sum0, $1, 0f4B400000;
+            add.rn.f32 sum1, $2, 0f4B400000;
+            add.rn.f32 sum2, $3, 0f4B400000;
+            add.rn.f32 sum3, $4, 0f4B400000;
+            mov.b32 bits0, sum0;
+            mov.b32 bits1, sum1;
+            mov.b32 bits2, sum2;
+            mov.b32 bits3, sum3;
+            prmt.b32 low, bits0, bits1, 0x0040;
+            prmt.b32 high, bits2, bits3, 0x0040;
+            prmt.b32 $0, low, high, 0x5410;
+            }
+            """,
+            "=r,f,f,f,f",
+            [x],
+            dtype=torch.int8,
+            is_pure=True,
+            pack=4,
+        )
+    return torch.round(x).to(torch.int8)
+
+
+def tanh(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`tanh(x)`, on the GPU with a relative error of up to 2**-11 (PTX ISA, `tanh.approx.f32`): one MUFU."""
+    if is_cuda:
+        return hl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=torch.float32, is_pure=True, pack=1
+        )
+    return torch.tanh(x)
+
+
+def computed_once(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`x`, which is not computed again in another layout: see the pass of that name."""
+    if is_cuda:
+        return hl.inline_asm_elementwise(
+            "mov.b32 $0, $1; // computed once", "=f,f", [x], dtype=torch.float32, is_pure=True, pack=1
+        )
+    return x
+
+
+def dot_fp32(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`a @ b` of 16-bit tensors with an fp32 result. On the CPU, PyTorch rounds such a product to 16 bits."""
+    if is_cuda:
+        return hl.dot(a, b, out_dtype=torch.float32)
+    return a.to(torch.float32) @ b.to(torch.float32)

@@ -1,0 +1,299 @@
+"""The steps of the attention kernels, inlined into them: scores, masks, the online softmax, P V, the epilogue.
+
+`fp8_attn_fwd` says what they are for; `fp8_attn_fwd_large_d` and `fp8_attn_decode` take them as well.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from helion_attn.compiler.helion_adapter import hl
+from helion_attn.kernels.lib.inline_asm import computed_once, dot_fp32, fma, fma_up, maximum, tanh
+from helion_attn.numerics import DESCALE_MIN, E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2, MAX_ROW_SUM
+
+
+def int32(n: int) -> torch.Tensor:
+    """A run-time int as a scalar tensor; as it is, it would make 64 bits of those that it is added to."""
+    return hl.full([], n, dtype=torch.int32)
+
+
+def quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of scalars that are not negative."""
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+def to_descale(amax: torch.Tensor, largest: float) -> torch.Tensor:
+    """The multiplier that dequantises: `amax / largest`, large enough to have a finite reciprocal.
+
+    NaN of infinity: infinite scores would be finite behind a softcap.
+    """
+    return torch.clamp_min(amax * (1.0 / largest) + (amax - amax), DESCALE_MIN)
+
+
+def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
+    """Give P's columns the order in which V's keys are stored: key (a, t, b) of each 16 moves to (t, a, b)."""
+    return p8.reshape(bm, bn // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(bm, bn)
+
+
+def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`q_tile @ k_tile` as fp32 [bm, bn]; of int8 on the GPU, `INT8_SCORE_BIAS` too large.
+
+    The float 1.5 * 2**23 + n has n in its low bits, for |n| < 2**22, and int8 products stay below 127**2 * 256. So an
+    int32 sum that starts at the bits of 1.5 * 2**23 is that float: the conversion costs no instruction of its own.
+    """
+    if q_tile.dtype == torch.int8:
+        if is_cuda:
+            bias = hl.full([bm, bn], 0x4B400000, dtype=torch.int32)
+            return hl.dot(q_tile, k_tile, acc=bias).view(torch.float32)
+        return q_tile.to(torch.float32) @ k_tile.to(torch.float32)
+    if q_tile.dtype.itemsize == 2:
+        return dot_fp32(q_tile, k_tile, is_cuda)
+    return hl.dot(q_tile, k_tile)
+
+
+def keys_first(v_block: torch.Tensor) -> torch.Tensor:
+    """A packed block of V as [bn, D_v_pad]."""
+    return v_block.transpose(0, 1) if v_block.dtype.itemsize == 1 else v_block
+
+
+def scaled(s: torch.Tensor, qk_scale_log2: torch.Tensor, q_row_descales: hl.constexpr) -> torch.Tensor:
+    """Scores [bm, bn] times a scale, a row's [bm] or the block's []."""
+    if q_row_descales:
+        return s * qk_scale_log2.unsqueeze(1)
+    return s * qk_scale_log2
+
+
+def softmax_input(
+    s: torch.Tensor,  # [bm, bn]
+    qk_scale: torch.Tensor,  # [bm] or []
+    softcap_log2: float,
+    shift: torch.Tensor,  # [bm]
+    s_bias: hl.constexpr,
+    q_row_descales: hl.constexpr,
+    add_shift: hl.constexpr,
+    has_softcap: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores, and what they are still to be multiplied by: as they are, or with a softcap their tanh."""
+    if not has_softcap:
+        return s, qk_scale
+    if s_bias:
+        s = s - s_bias
+    s = scaled(s, qk_scale, q_row_descales)
+    if add_shift:
+        s = s + shift.unsqueeze(1)
+    return tanh(s, is_cuda), hl.full([], softcap_log2, dtype=torch.float32)
+
+
+def visible_keys(
+    keys: torch.Tensor,  # [bn]
+    on_diagonal: torch.Tensor,  # [bm]: with as many queries as keys, the row's own
+    n_len: int | torch.Tensor,  # []
+    left: int,
+    right: int,
+    has_left: hl.constexpr,
+    has_right: hl.constexpr,
+) -> torch.Tensor:
+    """[bm, bn], or [1, bn] without a window: what a row sees of a key block."""
+    keys = keys.unsqueeze(0)
+    if has_right:
+        last = on_diagonal + right
+        visible = keys <= torch.where(last < n_len, last, n_len - 1).unsqueeze(1)
+    else:
+        visible = keys < n_len
+    if has_left:
+        visible = visible & (keys >= (on_diagonal - left).unsqueeze(1))
+    return visible
+
+
+def online_softmax_step(
+    s: torch.Tensor,  # [bm, bn]
+    bias: torch.Tensor | float,  # []
+    qk_scale_log2: torch.Tensor,  # [bm] or []
+    m_i: torch.Tensor,  # [bm]
+    l_i: torch.Tensor,  # [bm, l_lanes]
+    bm: int,
+    bn: int,
+    l_lanes: int,
+    pv_dtype: torch.dtype,
+    biased: hl.constexpr,
+    p_offset_log2: hl.constexpr,
+    q_row_descales: hl.constexpr,
+    empty_rows: hl.constexpr,
+    keeps_reference: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores still to be scaled, `bias` too large if `biased`, -inf where masked, into `(p8, alpha, m_i, l_i)`.
+
+    With `keeps_reference` m_i is not the running maximum, and stays what it is.
+    """
+    if keeps_reference:
+        m_new = m_i
+    else:
+        # The scale is positive, so the maximum commutes with it: a multiply per row, and exp2's argument is an FMA.
+        largest = torch.amax(s, 1)
+        if biased:
+            largest = largest - bias
+        # Rounded up, so that P never passes 2**p_offset_log2.
+        top = fma_up(largest, qk_scale_log2, hl.full([], -p_offset_log2, dtype=torch.float32), is_cuda)
+        m_new = maximum(m_i, top, is_cuda)
+    m_ref = m_new
+    if empty_rows:
+        # A row that has seen no key keeps m_i = -inf; its p must be 0, not 2**(-inf + inf).
+        m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
+    shift = m_ref
+    if biased:
+        shift = shift + bias * qk_scale_log2
+    p = torch.exp2(scaled(s, qk_scale_log2, q_row_descales) - shift.unsqueeze(1))
+    if keeps_reference:
+        p = computed_once(p, is_cuda)
+    alpha = torch.exp2(m_i - m_ref)
+    # Unrounded p.
+    block_sum = p.reshape(bm, bn // l_lanes, l_lanes).sum(1)
+    if keeps_reference:
+        l_i = l_i + block_sum
+    else:
+        l_i = l_i * alpha.unsqueeze(1) + block_sum
+    p8 = p.to(pv_dtype)
+    if pv_dtype.itemsize == 1:
+        p8 = interleave_keys(p8, bm, bn)
+    return p8, alpha.unsqueeze(1), m_new, l_i
+
+
+def accumulate(
+    acc: torch.Tensor,  # [bm, D_v_pad]
+    alpha: torch.Tensor,  # [bm, 1]
+    p8: torch.Tensor,  # [bm, bn]
+    v_tile: torch.Tensor,  # [bn, D_v_pad]
+    two_level: hl.constexpr,
+    keeps_reference: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> torch.Tensor:
+    """`acc * alpha + p8 @ v_tile`: with the sum in fp32, or inside the tensor core.
+
+    With `keeps_reference` alpha is 1, or acc 0 or NaN.
+    """
+    if keeps_reference and is_cuda:
+        return hl.dot(p8, v_tile, acc=acc)
+    if two_level:
+        return fma(acc, alpha, hl.dot(p8, v_tile), is_cuda)
+    if p8.dtype.itemsize == 2 and not is_cuda:
+        return acc * alpha + dot_fp32(p8, v_tile, is_cuda)
+    return hl.dot(p8, v_tile, acc=acc * alpha)
+
+
+def sum_passed(row_sum: torch.Tensor) -> torch.Tensor:
+    """1 if a sum of a row's P, [bm], is more than `MAX_ROW_SUM`, else 0, also of NaN: no reference mends it."""
+    return torch.amax((row_sum > MAX_ROW_SUM).to(torch.int32), 0)
+
+
+def add_sink(
+    m_i: torch.Tensor,  # [bm]
+    row_sum: torch.Tensor,  # [bm]
+    sink_log2: torch.Tensor,  # [bm]
+    p_offset_log2: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`(alpha, m_i, row_sum)` with one more logit in the sum. A key block would do the same to `acc`."""
+    m_new = maximum(m_i, sink_log2 - p_offset_log2, is_cuda)
+    m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = torch.exp2(m_i - m_ref)
+    return alpha, m_ref, row_sum * alpha + torch.exp2(sink_log2 - m_ref)
+
+
+def store_lse(
+    lse: torch.Tensor,  # [B * H * M]
+    m_i: torch.Tensor,  # [bm]
+    total: torch.Tensor,  # [bm]
+    shift: torch.Tensor,  # [bm]
+    lse_rows: torch.Tensor,  # [bm]
+    keep: torch.Tensor,  # [bm]
+    add_shift: hl.constexpr,
+) -> None:
+    """The log of the sum of `total` times two to `m_i`, and to `shift` if `add_shift`: what smooth-K took."""
+    lse_log2 = m_i + torch.log2(total)
+    if add_shift:
+        lse_log2 = lse_log2 + shift
+    hl.store(lse, [lse_rows], lse_log2 * LN2, extra_mask=keep)
+
+
+def v_rows(
+    v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
+    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]
+    mean_row: int | torch.Tensor,  # []
+    descale_row: int | torch.Tensor,  # []
+    first: int,
+    d_tile: int,
+    d_pad: int,
+    v_channel_descales: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """V's mean and descale for `store_out`: of `d_tile` channels of `d_pad`, from `first`; or a head's descale."""
+    d = first + hl.arange(d_tile)
+    if v_channel_descales:
+        descale = hl.load(v_descale, [descale_row * d_pad + d])
+    else:
+        descale = hl.load(v_descale, [descale_row * d_pad])
+    return hl.load(v_mean, [mean_row * d_pad + d]), descale
+
+
+def to_out_dtype(o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`o`, cast; what overflows e4m3 is NaN."""
+    if dtype == torch.float8_e4m3fn:
+        # The instruction saturates; an overflow must not pass for a finite number.
+        o = torch.where(torch.abs(o) > E4M3_OVERFLOW, float("nan"), o)
+    return o.to(dtype)
+
+
+def store_out(
+    out: torch.Tensor,  # [B * H * M, D_v]
+    acc: torch.Tensor,  # [bm, d_tile]
+    mean: torch.Tensor,  # [d_tile]
+    descale: torch.Tensor,  # [d_tile] if v_channel_descales, else []
+    m_keys: torch.Tensor,  # [bm], the reference of the keys: their running maximum, or that of a first block
+    row_sum: torch.Tensor,  # [bm], of the keys
+    alpha: torch.Tensor,  # [bm], the rescale of acc and row_sum that the sink asks for, if has_sinks
+    total: torch.Tensor,  # [bm], row_sum * alpha, and the sink's part
+    out_rows: torch.Tensor,  # [bm]
+    row_in_range: torch.Tensor,  # [bm]
+    first: int,
+    d_tile: int,
+    d_pad: int,
+    d_out: int,
+    all_fused: hl.constexpr,
+    v_channel_descales: hl.constexpr,
+    empty_rows: hl.constexpr,
+    nan_rows: hl.constexpr,
+    has_sinks: hl.constexpr,
+) -> None:
+    """Normalise, put V's mean back, cast, store: `d_tile` channels of `d_pad`, from `first`.
+
+    `all_fused`: no score was scaled before the maximum was subtracted. `empty_rows`: some may have seen no key;
+    `nan_rows`: of these, `total` may be NaN.
+    """
+    d = first + hl.arange(d_tile)
+    # [bm]
+    normaliser = 1.0 / row_sum
+    if has_sinks:
+        normaliser = alpha / total
+    if v_channel_descales:
+        o = acc * normaliser.unsqueeze(1) * descale.unsqueeze(0)
+    else:
+        o = acc * (normaliser * descale).unsqueeze(1)
+    # [1, d_tile]
+    mean = mean.unsqueeze(0)
+    if has_sinks:
+        # The mean is that of real keys, and comes back times the probability that they hold.
+        mean = (row_sum * normaliser).unsqueeze(1) * mean
+    # [bm, d_tile]
+    o = o + mean
+    if all_fused:
+        o = torch.where((torch.abs(m_keys) > MAX_FUSED_SCORE_LOG2).unsqueeze(1), float("nan"), o)
+    if empty_rows:
+        no_key = m_keys == float("-inf")
+        if nan_rows:
+            no_key = no_key & (total == total)
+        o = torch.where(no_key.unsqueeze(1), 0.0, o)
+    keep = row_in_range.unsqueeze(1)
+    if d_out < d_pad:
+        keep = keep & (d < d_out).unsqueeze(0)
+    hl.store(out, [out_rows, d], to_out_dtype(o, out.dtype), extra_mask=keep)

@@ -1,0 +1,1 @@
+"""Helpers that are inlined into the preprocessing kernels."""

@@ -1,0 +1,117 @@
+"""How a tile of rows of Q or K becomes 8- or 16-bit numbers. Inlined into the kernels of `pack`."""
+
+from __future__ import annotations
+
+import torch
+
+from helion_attn.compiler.helion_adapter import hl
+from helion_attn.kernels.lib.inline_asm import to_int8
+from helion_attn.kernels.lib.steps import to_descale
+from helion_attn.preprocess.lib.reflect import reflect_rows
+from helion_attn.preprocess.lib.rope import rope_rows
+from helion_attn.preprocess.lib.rotate import rotate_rows
+from helion_attn.preprocess.lib.strided import load_rows
+
+
+def to_dtype(x: torch.Tensor, dtype: torch.dtype, is_cuda: hl.constexpr) -> torch.Tensor:
+    """The cast, to nearest even. What becomes int8 is of magnitude 127 or less."""
+    if dtype == torch.int8:
+        return to_int8(x, is_cuda)
+    return x.to(dtype)
+
+
+def row_tile(
+    flat: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    mean: torch.Tensor,  # [D_row], loaded; rotated if rotate_first
+    signs: torch.Tensor,  # [D_row]
+    matrix: torch.Tensor,  # [side, side]
+    head_offset: int,
+    rows: torch.Tensor,  # [n]
+    row_step: int,
+    d_step: int,
+    size: int,
+    d: int,
+    first_position: int,
+    table_rows: int,
+    norm: float,
+    n: int,
+    d_row: int,
+    rotary: int,
+    side: int,
+    pairing: hl.constexpr,
+    explicit_positions: hl.constexpr,
+    subtract_mean: hl.constexpr,
+    dot_mean: hl.constexpr,
+    hadamard: hl.constexpr,
+    rotate_first: hl.constexpr,
+    two_terms: hl.constexpr,
+    reflected: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a head, transformed but not scaled, fp32 [n, D_row], and their products with the mean [n].
+
+    With `rotate_first` the rotated mean is subtracted from rotated rows. The rotation is linear, and so rows of bf16 go
+    to the tensor core as they are, which is exact. `reflected`: the number of channels to reflect, or 0.
+    """
+    if pairing:
+        x = rope_rows(
+            flat, cos, sin, positions, head_offset, rows, row_step, d_step, size, d, first_position, table_rows, n,
+            d_row, rotary, pairing, explicit_positions,
+        )  # fmt: skip
+    else:
+        x = load_rows(flat, head_offset, rows, hl.arange(d_row), row_step, d_step, size, d)
+    if dot_mean:
+        product = (x * mean.unsqueeze(0)).sum(1)
+    else:
+        product = hl.zeros([n], dtype=torch.float32)
+    if rotate_first:
+        x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
+    if subtract_mean:
+        x = torch.where((rows < size).unsqueeze(1), x - mean.unsqueeze(0), 0.0)
+    if hadamard and not rotate_first:
+        x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
+    if reflected:
+        x = reflect_rows(x, n, d_row, reflected)
+    return x, product
+
+
+def rows_descale(
+    x: torch.Tensor,  # [n, D_row]
+    peak: torch.Tensor,  # [n]
+    head_amax: torch.Tensor,  # [B * H, max_parts]
+    mean: torch.Tensor,  # [B * H_kv, D_row]
+    bh: int,
+    parts: int,
+    max_parts: int,
+    n: int,
+    d_row: int,
+    factor: float,
+    largest: float,
+    unscaled: hl.constexpr,
+    per_row: hl.constexpr,
+    per_tile: hl.constexpr,
+    per_block: hl.constexpr,
+    mean_subtracted: hl.constexpr,
+) -> torch.Tensor:
+    """Descales of n rows, [n]: ones, or of each row, of the tile, of the block or of the head.
+
+    A block's amax is that of `peak`. Of a head, `factor` times the amax bounds the rows; the mean's is added first.
+    """
+    if unscaled:
+        amax = hl.full([n], 1.0, dtype=torch.float32)
+    elif per_row:
+        amax = torch.amax(torch.abs(x), 1)
+    elif per_tile:
+        amax = torch.amax(torch.amax(torch.abs(x), 1), 0) + hl.zeros([n], dtype=torch.float32)
+    elif per_block:
+        amax = torch.amax(peak, 0) + hl.zeros([n], dtype=torch.float32)
+    else:
+        part = hl.arange(max_parts)
+        head = torch.amax(hl.load(head_amax, [bh, part], extra_mask=part < parts), 0)
+        if mean_subtracted:
+            head = head + torch.amax(torch.abs(hl.load(mean, [bh, hl.arange(d_row)])), 0)
+        amax = head * factor + hl.zeros([n], dtype=torch.float32)
+    return to_descale(amax, largest)

@@ -1,0 +1,1 @@
+"""Every check of arguments, and nothing else."""

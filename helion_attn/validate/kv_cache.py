@@ -1,0 +1,164 @@
+"""Checks of the arguments of `kv_cache`: a cache, its page tables, and what is appended or attends to it."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from helion_attn.configs import SUPPORTED_D, page_packing
+from helion_attn.types import PagedKVCache, Rope
+from helion_attn.validate.dense import (
+    IN_DTYPES,
+    MAX_COUNT,
+    MIN_D,
+    check_count,
+    check_device,
+    check_inputs,
+    check_options,
+    check_rope_tables,
+    check_rotatable,
+    check_table,
+)
+
+#: The largest head dim of a KV cache.
+MAX_PAGE_D = SUPPORTED_D[-1]
+
+#: What messages call the fields of a cache and its block table.
+CACHE_NAMES = {name: f"cache.{name}" for name in ("k8", "v8", "k_descale", "v_descale", "D", "D_v")}
+CACHE_NAMES["block_table"] = "block_table"
+
+
+def check_page_head_dim(name: str, D: int) -> None:
+    """16..256."""
+    if type(D) is not int:
+        raise TypeError(f"{name} is a {type(D).__name__}; it must be an int")
+    if not MIN_D <= D <= MAX_PAGE_D:
+        raise ValueError(f"{name} is {D}; in a KV cache it must lie in {MIN_D}..{MAX_PAGE_D}")
+
+
+def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> None:
+    """The fields of a `PagedKVCache`."""
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"cache is a {type(cache).__name__}; it must be a helion_attn.PagedKVCache")
+    check_page_head_dim(names["D"], cache.D)
+    check_page_head_dim(names["D_v"], cache.D_v)
+    tile = page_packing(cache.D, cache.D_v)
+    if not isinstance(cache.k8, torch.Tensor):
+        raise TypeError(f"{names['k8']} is a {type(cache.k8).__name__}; it must be a torch.Tensor")
+    if cache.k8.dim() != 4 or cache.k8.numel() == 0:
+        raise ValueError(
+            f"{names['k8']} has shape {tuple(cache.k8.shape)}; it must be [num_pages, H_kv, page_size, D_pad], as "
+            f"helion_attn.paged_kv_cache makes it"
+        )
+    check_device(names["k8"], cache.k8)
+    pages = cache.k8.shape[:2]
+    fp8, fp32 = torch.float8_e4m3fn, torch.float32
+    expected = {
+        "k8": ((*pages, tile.page_size, tile.D_pad), fp8),
+        "v8": ((*pages, tile.D_v_pad, tile.page_size), fp8),
+        "k_descale": ((*pages, tile.page_size), fp32),
+        "v_descale": ((*pages, tile.page_size), fp32),
+    }
+    for name, (shape, dtype) in expected.items():
+        x = getattr(cache, name)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{names[name]} is a {type(x).__name__}; it must be a torch.Tensor")
+        if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != cache.k8.device:
+            raise ValueError(
+                f"{names[name]} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
+                f"be contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
+            )
+        # What a tensor descriptor needs. A fake tensor has no address, and torch.compile cannot trace one.
+        if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+            continue
+        if past := x.data_ptr() % 16:
+            raise ValueError(
+                f"{names[name]} is at an address {past} bytes past a multiple of 16; it must be at a multiple, as "
+                f"helion_attn.paged_kv_cache makes it"
+            )
+
+
+def check_page_tables(
+    block_table: torch.Tensor, cache_seqlens: torch.Tensor, B: int, device: torch.device, table_name: str
+) -> None:
+    """All of a block table and of lengths but their values."""
+    for name, x, ndim in ((table_name, block_table, 2), ("cache_seqlens", cache_seqlens, 1)):
+        check_table(name, x, device)
+        if x.dim() != ndim or x.size(0) != B or x.numel() == 0:
+            shape = f"({B}, pages of a sequence)" if ndim == 2 else f"({B},)"
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}")
+    # Positions are 32-bit in the kernels, and a page has 128.
+    check_count(f"the width of {table_name}", block_table.size(1), MAX_COUNT - 1)
+
+
+def check_heads_of_cache(name: str, cache: PagedKVCache, x: torch.Tensor, D: int) -> None:
+    """The device and head dim of a tensor that goes with a cache."""
+    if x.device != cache.k8.device:
+        raise ValueError(f"{name} is on {x.device} and the cache on {cache.k8.device}; they must be on the same device")
+    if x.size(3) != D:
+        raise ValueError(f"{name} has head dim {x.size(3)}; the cache's is {D}")
+
+
+def check_kvcache_append(
+    cache: PagedKVCache,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    layout: str,
+    rope: Rope | None,
+    names: dict[str, str] = CACHE_NAMES,
+) -> None:
+    """The arguments of `append_kvcache`."""
+    check_kv_cache(cache, names)
+    check_inputs({"k": k, "v": v}, layout)
+    check_heads_of_cache("k", cache, k, cache.D)
+    check_heads_of_cache("v", cache, v, cache.D_v)
+    if layout == "bshd":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    B, H_kv, L = k.shape[:3]
+    if tuple(v.shape[:3]) != (B, H_kv, L):
+        raise ValueError(f"v has batch, heads and length {tuple(v.shape[:3])} and k {(B, H_kv, L)}; they must be equal")
+    if cache.k8.size(1) != H_kv:
+        raise ValueError(f"k has {H_kv} heads; the cache has {cache.k8.size(1)}")
+    check_page_tables(block_table, cache_seqlens, B, k.device, names["block_table"])
+    pages, page_size = block_table.size(1), cache.page_size
+    if pages * page_size < L:
+        raise ValueError(
+            f"k has {L} keys; {pages} pages of {page_size}, the width of {names['block_table']}, cannot hold them"
+        )
+    if rope is not None:
+        check_rope_tables(rope, cache.D, k.device)
+        for name in ("q_positions", "k_positions"):
+            if getattr(rope, name) is not None:
+                raise ValueError(f"rope.{name} is given; it must be None: cache_seqlens says where keys are")
+        check_rotatable("k", k)
+
+
+def check_kvcache_attention(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    layout: str,
+    causal: bool,
+    sm_scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    return_lse: bool,
+    num_splits: int | None,
+    out_dtype: torch.dtype | None,
+    names: dict[str, str] = CACHE_NAMES,
+) -> None:
+    """The arguments of `attention_kvcache`."""
+    check_kv_cache(cache, names)
+    check_inputs({"q": q}, layout)
+    check_heads_of_cache("q", cache, q, cache.D)
+    H, H_kv = q.size(1 if layout == "bhsd" else 2), cache.k8.size(1)
+    if H % H_kv:
+        raise ValueError(f"q has {H} heads and the cache {H_kv}; q's must be a multiple of the cache's")
+    check_page_tables(block_table, cache_seqlens, q.size(0), q.device, names["block_table"])
+    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device, IN_DTYPES)
+    if num_splits is not None:
+        check_count("num_splits", num_splits)

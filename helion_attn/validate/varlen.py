@@ -1,0 +1,73 @@
+"""Checks of the arguments of `varlen`: packed sequences, where they lie, and recipes that they can have."""
+
+from __future__ import annotations
+
+import torch
+
+from helion_attn.configs import MAX_TWO_LEVEL_D, SUPPORTED_D
+from helion_attn.types import Recipe
+from helion_attn.validate.dense import MIN_D, check_count, check_recipe, check_table, check_tensors
+
+#: The largest head dim of sequences of variable length, and their tokens: packed, these have room in 32 bits.
+MAX_VARLEN_D = SUPPORTED_D[-1]
+MAX_TOKENS = 2**30
+
+#: Of a `Recipe`, for sequences of variable length: what does not depend on the other sequences, and is read once.
+VARLEN_SCALES = {
+    "q_scales": ("block", "token", "none"),
+    "k_scales": ("head", "block", "none"),
+    "v_scales": ("head", "channel", "none"),
+}
+
+
+def check_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+) -> None:
+    """Q, K and V [tokens, heads, head dim], and all of `cu_seqlens` but their values."""
+    check_tensors({"q": q, "k": k, "v": v}, "[tokens, heads, head dim]", may_be_empty=True)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not MIN_D <= x.size(2) <= MAX_VARLEN_D:
+            raise NotImplementedError(
+                f"{name} has head dim {x.size(2)}; sequences of variable length must have one in "
+                f"{MIN_D}..{MAX_VARLEN_D}"
+            )
+        if x.size(0) > MAX_TOKENS:
+            raise ValueError(f"{name} has {x.size(0)} tokens; it must have at most {MAX_TOKENS}")
+    H, H_kv = q.size(1), k.size(1)
+    if k.size(2) != q.size(2):
+        raise ValueError(f"k has head dim {k.size(2)} and q has {q.size(2)}; they must be equal (v's may differ)")
+    if v.size(1) != H_kv:
+        raise ValueError(f"v has {v.size(1)} heads and k has {H_kv}; they must be equal")
+    if v.size(0) != k.size(0):
+        raise ValueError(f"v has {v.size(0)} tokens and k has {k.size(0)}; they must be equal")
+    if H % H_kv:
+        raise ValueError(f"q has {H} heads and k has {H_kv}; q's must be a multiple of k's")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_table(name, x, q.device)
+        if x.dim() != 1 or x.size(0) < 2:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [B + 1], of at least one sequence")
+        if x.size(0) != cu_seqlens_q.size(0):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and cu_seqlens_q {tuple(cu_seqlens_q.shape)}; they must be equal"
+            )
+    check_count("the number of sequences", cu_seqlens_q.size(0) - 1)
+
+
+def check_varlen_recipe(recipe: Recipe, D: int, D_v: int) -> None:
+    """A recipe that sequences of a batch can have, each by itself."""
+    check_recipe(recipe, D, D_v)
+    for name, accepted in VARLEN_SCALES.items():
+        if getattr(recipe, name) not in accepted:
+            raise NotImplementedError(
+                f"recipe has {name}={getattr(recipe, name)!r}; with sequences of variable length it must be one of "
+                f"{accepted}"
+            )
+    if recipe.promote_every == 1 and max(D, D_v) > MAX_TWO_LEVEL_D:
+        raise ValueError(
+            f"recipe has promote_every=1 and the head dim is {max(D, D_v)}; above {MAX_TWO_LEVEL_D}, of sequences of "
+            f"variable length, it must be 0 or None"
+        )
