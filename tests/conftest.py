@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from no_ops import NoOps
+
+pytest.register_assert_rewrite("helpers")
+
+from helpers.fuzzing import FUZZ_CASES  # noqa: E402
+from helpers.memory import nan_filled_memory  # noqa: E402
+from helpers.no_ops import NoOps  # noqa: E402
 
 ON_SM_90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-#: The option, and the property in which a test reports how many it ran.
-FUZZ_CASES = "fuzz_cases"
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores already
@@ -52,19 +53,6 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 def device() -> str:
     """Where the tests run: the GPU if there is one, else the CPU, on which Helion interprets the kernels."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@contextlib.contextmanager
-def nan_filled_memory() -> Iterator[None]:
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import LADDER, PLAIN, PRESETS, SIXTEEN_BIT, Tensors, make_case
 
 import helion_attn as ha
 from helion_attn.testing import make_qkv, relative_error
+from helpers.cases import LADDER, PLAIN, PRESETS, SIXTEEN_BIT, Tensors, make_case
 
 
 def e4m3_integers(*shape: int, device: str) -> torch.Tensor:

@@ -6,11 +6,11 @@ import functools
 
 import pytest
 import torch
-from cases import Case, make_case, workload_case
 
 import helion_attn as ha
 from helion_attn.testing import INPUT_KINDS, error_budget, make_qkv, relative_error
 from helion_attn.workloads import tagged
+from helpers.cases import Case, make_case, workload_case
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from offline import launching
 
 import helion_attn as ha
 from helion_attn.compiler.helion_adapter import helion_config
 from helion_attn.testing import INPUT_KINDS, OUTLIER_CHANNELS, make_qkv
+from helpers.offline import launching
 
 
 def dry_run(suite: str, out: Path) -> None:

@@ -19,14 +19,21 @@ from unittest import mock
 
 import pytest
 import torch
-from offline import compilations, fake_cache, fake_qkv, fake_varlen
 
 import helion_attn as ha
 from helion_attn.compiler import code_cache
 from helion_attn.compiler.helion_adapter import helion, hl
 from helion_attn.compiler.kernels import Compiled, compiled
 from helion_attn.testing import fake_cuda
-from helion_attn.varlen import attend_varlen, quantize_varlen
+from helpers.calls import (
+    attend,
+    attend_in_parts,
+    attend_to_a_cache,
+    attend_to_sequences,
+    attend_with_large_heads,
+    preprocess,
+)
+from helpers.offline import compilations
 
 # `compilations` leaves the disk alone.
 READ, WRITE = code_cache.read, code_cache.write
@@ -69,21 +76,6 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def attend(
-    M: int = 100,
-    N: int = 200,
-    D: int = 64,
-    causal: bool = True,
-    recipe: ha.Recipe = ha.FAST,
-    layout: str = "bhsd",
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> None:
-    """The attention kernel alone."""
-    with mock.patch.object(torch.ops, "helion_attn", torch.ops.helion_attn.ops):  # their fakes
-        packed = ha.quantize(*fake_qkv(1, 4, 4, M, N, D, layout=layout), recipe=recipe, layout=layout)
-    ha.attention_quantized(packed, causal=causal, out_dtype=out_dtype)
-
-
 def test_other_lengths_are_found_and_have_this_code() -> None:
     with process() as first:
         attend()
@@ -99,35 +91,6 @@ def test_other_lengths_are_found_and_have_this_code() -> None:
         ran.append(then.ran)
     assert ran[0] == ran[1]
     assert len(then.traced) > 1
-
-
-def rope() -> ha.Rope:
-    return ha.Rope(fake_cuda(4096, 32), fake_cuda(4096, 32))
-
-
-def preprocess() -> None:
-    ha.quantize(*fake_qkv(1, 4, 2, 100, 200, 64), recipe=ha.ACCURATE, rope=rope())
-    ha.apply_rope(fake_qkv(1, 4, 2, 100, 200, 64)[0], rope())
-
-
-def attend_to_a_cache() -> None:
-    table, seqlens = fake_cuda(64, 32, dtype=torch.int32), fake_cuda(64, dtype=torch.int32)
-    q, k, v = fake_qkv(64, 64, 8, 1, 1, 128)
-    cache = fake_cache(2048, 8, 128, 128)
-    ha.append_kvcache(cache, k, v, table, seqlens)
-    ha.attention_kvcache(q, cache, table, seqlens, num_splits=2)
-
-
-def attend_to_sequences() -> None:
-    attend_varlen(quantize_varlen(*fake_varlen(64, 64), ha.BALANCED), True)
-
-
-def attend_with_large_heads() -> None:
-    ha.attention(*fake_qkv(4, 4, 2, 1000, 3000, 512), causal=True, recipe=ha.FAST)
-
-
-def attend_in_parts() -> None:
-    ha.attention(*fake_qkv(1, 4, 2, 130, 30_000, 64), causal=True)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from offline import BATCH, HEADS, QUERIES
 
 from helion_attn import configs
 from helion_attn.configs import (
@@ -30,6 +29,7 @@ from helion_attn.configs import (
 )
 from helion_attn.configs.scheduling import group_programs, head_group, query_blocks_per_sm
 from helion_attn.validate.dense import MIN_D
+from helpers.offline import BATCH, HEADS, QUERIES
 
 BITS = [(8, 8), (8, 16), (16, 16)]
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from offline import compile_shape, forget
 
 import helion_attn as ha
 from helion_attn.testing import Sm90Kernel, make_qkv
+from helpers.offline import compile_shape, forget
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 

@@ -11,13 +11,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from offline import compile_attention, compile_decode, compile_shape, compile_tile, compile_varlen
-from passes import operation, recorded, split_at_loop
 
 import helion_attn as ha
 from helion_attn.compiler.passes import early_copies, single_k_buffer
 from helion_attn.compiler.passes.ttgir import COPY, EXPECT, VALUE, WAIT_FOR_PRODUCT
 from helion_attn.configs import large_tile_config, tile_config
+from helpers.ir_machine import Machine
+from helpers.offline import compile_attention, compile_decode, compile_shape, compile_tile, compile_varlen
+from helpers.passes import operation, recorded, split_at_loop
 
 ONE_LEVEL = ha.Recipe(promote_every=0)
 
@@ -96,118 +97,6 @@ def test_nothing_else_changes(name: str) -> None:
         new += Counter({"arith.constant": 1})
         gone = Counter({"ttng.warp_group_dot_wait": 1})
     assert (after - before, before - after) == (new, gone)
-
-
-class Machine:
-    """A warp that runs the integers of a kernel: what its buffers hold, and which are read, or free."""
-
-    def __init__(self, values: dict[str, int]) -> None:
-        self.values: dict[str, Any] = dict(values)
-        #: The block of now, and of each buffer's name the coordinate that a product found in it, by block.
-        self.block = -1
-        self.found: dict[str, dict[int, int]] = {}
-        #: Of a buffer, the coordinate that was copied, and under which barrier. Those that have arrived.
-        self.content: dict[Any, tuple[int, Any]] = {}
-        self.arrived: set[Any] = set()
-        #: Of a barrier, how often something was expected, and waited for.
-        self.expected: dict[Any, int] = {}
-        self.waited: dict[Any, int] = {}
-        #: Buffers that products of now read, that this warp has read, and that others may.
-        self.in_flight: set[Any] = set()
-        self.done: set[Any] = set()
-        self.busy: set[Any] = set()
-
-    def value(self, name: str) -> Any:
-        constant = re.fullmatch(r"%(true|c(-?\d+)_i\d+(_\d+)?)", name)
-        if constant is None:
-            return self.values.get(name)
-        return 1 if constant[1] == "true" else int(constant[2])
-
-    def run(self, lines: list[str]) -> None:
-        for line in lines:
-            defined, op, rest = operation(line)
-            names = re.findall(VALUE, rest)
-            result = self.step(op, rest, names, [self.value(name) for name in names])
-            if defined is not None:
-                self.values[defined] = result
-
-    def step(self, op: str, rest: str, names: list[str], given: list[Any]) -> Any:
-        match op.removeprefix("ttng.").removeprefix("ttg."):
-            case "gpu.barrier":
-                # What all warps have read is free.
-                self.busy -= self.done
-                self.done = set()
-            case "memdesc_index":
-                return (names[0], given[1])
-            case "memdesc_trans" | "memdesc_reshape":
-                return given[0]
-            case "barrier_expect" if isinstance(given[0], tuple):
-                assert given[1] is not None
-                self.expected[given[0]] = self.expected.get(given[0], 0) + given[1]
-            case "async_tma_copy_global_to_local" if isinstance(given[-2], tuple):
-                *coordinates, buffer, barrier, valid = given[1:]
-                assert valid is not None
-                if valid:
-                    assert self.expected[barrier] == self.waited.get(barrier, 0) + 1
-                    assert buffer not in self.busy | self.in_flight, "written while it is read"
-                    # After the head: the block, or the part of V in it.
-                    assert coordinates[1] is not None
-                    self.content[buffer] = (coordinates[1], barrier)
-                    self.arrived.discard(buffer)
-                    self.busy.add(buffer)
-            case "wait_barrier" if isinstance(given[0], tuple):
-                times = self.waited.get(given[0], 0)
-                assert self.expected.get(given[0], 0) == times + 1, "nothing is on its way"
-                assert given[1] == times % 2, "another phase"
-                self.waited[given[0]] = times + 1
-                self.arrived |= {buffer for buffer, (_, barrier) in self.content.items() if barrier == given[0]}
-            case "warp_group_dot":
-                for buffer in given:
-                    if isinstance(buffer, tuple):
-                        assert buffer in self.arrived, "read before it has come"
-                        self.in_flight.add(buffer)
-                        self.found.setdefault(buffer[0], {})[self.block] = self.content[buffer][0]
-            case "warp_group_dot_wait":
-                assert "pendings = 0 " in rest
-                self.done |= self.in_flight
-                self.in_flight = set()
-            case "arith.constant":
-                if rest.startswith(" true"):
-                    return 1
-                return int(found[1]) if (found := re.match(r" (-?\d+) : i", rest)) else None
-            case "arith.extsi" | "arith.extui" | "arith.trunci":
-                return given[0]
-            case "tt.get_program_id":
-                return 0
-        if op.startswith("arith.") and all(isinstance(x, int) for x in given):
-            return self.arithmetic(op, rest, given)
-        return None
-
-    @staticmethod
-    def arithmetic(op: str, rest: str, given: list[int]) -> int | None:
-        match op:
-            case "arith.addi":
-                return given[0] + given[1]
-            case "arith.subi":
-                return given[0] - given[1]
-            case "arith.muli":
-                return given[0] * given[1]
-            case "arith.divsi" | "arith.floordivsi":
-                return given[0] // given[1]
-            case "arith.remsi":
-                return given[0] % given[1]
-            case "arith.andi":
-                return given[0] & given[1]
-            case "arith.xori":
-                return given[0] ^ given[1]
-            case "arith.select":
-                return given[1] if given[0] else given[2]
-            case "arith.cmpi":
-                (compare,) = re.findall(r"^ (\w+),", rest)
-                a, b = given
-                signs = {"slt": a < b, "sgt": a > b, "sge": a >= b, "sle": a <= b, "eq": a == b, "ne": a != b}
-                return int(signs[compare]) if compare in signs else None
-        return None
 
 
 def run(text: str, first: int, end: int) -> Machine:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from refused import refused
 
 import helion_attn as ha
 from helion_attn.integrations.flash_attn import RULES
 from helion_attn.testing import make_qkv, relative_error
+from helpers.refused import refused
 
 #: Its result is a tensor or a pair, by a bool.
 flash_attn_func: Any = ha.flash_attn_func

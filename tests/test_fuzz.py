@@ -22,9 +22,13 @@ from unittest import mock
 import hypothesis.strategies as st
 import pytest
 import torch
-from cases import PRESETS, RECIPES, Case, make_case
-from conftest import nan_filled_memory
-from fuzzing import (
+
+import helion_attn as ha
+from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, scheduling
+from helion_attn.validate.dense import IN_DTYPES, MAX_D, OUT_DTYPES
+from helion_attn.validate.varlen import VARLEN_SCALES
+from helpers.cases import PRESETS, RECIPES, Case, make_case
+from helpers.fuzzing import (
     LAYOUTS,
     ROWS_ON_GPU,
     Data,
@@ -47,11 +51,7 @@ from fuzzing import (
     slice_of_bs3hd,
     slice_of_bshd3,
 )
-
-import helion_attn as ha
-from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, scheduling
-from helion_attn.validate.dense import IN_DTYPES, MAX_D, OUT_DTYPES
-from helion_attn.validate.varlen import VARLEN_SCALES
+from helpers.memory import nan_filled_memory
 
 #: Cases a test without --fuzz-cases, here and of packed sequences: less than a minute of two cores.
 CASES_IN_CI, VARLEN_CASES_IN_CI = 3, 1

@@ -17,9 +17,13 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from cases import Case, Tensors
-from conftest import nan_filled_memory
-from fuzzing import (
+
+import helion_attn as ha
+from helion_attn.reference.kv_cache import value_descale
+from helion_attn.testing import INPUT_KINDS
+from helion_attn.validate.dense import IN_DTYPES
+from helpers.cases import Case, Tensors
+from helpers.fuzzing import (
     EDGES,
     LAYOUTS,
     MADE_FROM_RANDN,
@@ -40,12 +44,8 @@ from fuzzing import (
     run_cases,
     slice_of_bs3hd,
 )
-from test_kv_cache import make_cache
-
-import helion_attn as ha
-from helion_attn.reference.kv_cache import value_descale
-from helion_attn.testing import INPUT_KINDS
-from helion_attn.validate.dense import IN_DTYPES
+from helpers.memory import nan_filled_memory
+from helpers.paged import make_cache
 
 #: Cases a test without --fuzz-cases.
 CASES_IN_CI = 1

@@ -16,9 +16,13 @@ from unittest import mock
 import hypothesis.strategies as st
 import pytest
 import torch
-from cases import Case, Tensors, pair
-from conftest import nan_filled_memory
-from fuzzing import (
+
+import helion_attn as ha
+from helion_attn.configs import scheduling
+from helion_attn.reference import rounding_model
+from helion_attn.validate.dense import MAX_D, OUT_DTYPES
+from helpers.cases import Case, Tensors, pair
+from helpers.fuzzing import (
     LAYOUTS,
     Data,
     Specialisation,
@@ -35,11 +39,7 @@ from fuzzing import (
     score_noise,
     slice_of_bs3hd,
 )
-
-import helion_attn as ha
-from helion_attn.configs import scheduling
-from helion_attn.reference import rounding_model
-from helion_attn.validate.dense import MAX_D, OUT_DTYPES
+from helpers.memory import nan_filled_memory
 
 E4M3 = torch.float8_e4m3fn
 

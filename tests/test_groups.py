@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import make_case
-from offline import compile_attention
-from passes import recorded, split_at_loop
-from test_early_loads import Machine
-from test_varlen import assert_right, make_varlen_case, packed_qkv, tables
 
 from helion_attn.configs import scheduling
 from helion_attn.testing import make_qkv
+from helpers.cases import make_case
+from helpers.ir_machine import Machine
+from helpers.offline import compile_attention
+from helpers.passes import recorded, split_at_loop
+from helpers.sequences import assert_right, make_varlen_case, packed_qkv, tables
 
 #: Programs of a group: fewer than a head has, some heads' (with one left over, of five), and all heads'.
 GROUPS = [1, 7, 1000]

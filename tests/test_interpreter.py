@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import make_case, workload_case
 
 import helion_attn as ha
 from helion_attn.testing import make_qkv, relative_error
-
-
-def row_errors(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """||out - expected|| / ||expected|| of every row; 0 where both are 0."""
-    norm = expected.double().norm(dim=-1)
-    return (out.double() - expected.double()).norm(dim=-1) / norm.clamp_min(torch.finfo(torch.float32).tiny)
+from helpers.cases import make_case, row_errors, workload_case
 
 
 @pytest.mark.parametrize("kind", ["randn", "outlier"])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import RECIPES, Case, make_case
 
 import helion_attn as ha
 from helion_attn import numerics
@@ -15,6 +14,7 @@ from helion_attn.compiler.passes import computed_once
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib import steps
 from helion_attn.testing import make_qkv
+from helpers.cases import RECIPES, Case, make_case
 
 #: By how much, in base 2, the scores of later blocks lie above those of the first. "much" is within `MAX_ROW_SUM`; with
 #: "too_much" the sum passes it, and "infinite" is more than fp32 has exponents.

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from no_ops import Launched, NoOps
-from refused import refused
-from test_kv_cache import append_all, make_cache
-from test_validation import assert_raises
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
 from helion_attn.integrations.flash_attn import KVCACHE_RULES
 from helion_attn.testing import make_qkv
+from helpers.no_ops import Launched, NoOps
+from helpers.paged import append_all, make_cache
+from helpers.refused import assert_raises, refused
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

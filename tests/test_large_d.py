@@ -7,19 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PRESETS, make_case
-from offline import (
-    HEADS,
-    assert_sound,
-    batch_for,
-    compile_attention,
-    compile_quantize,
-    compile_shape,
-    fake_qkv,
-    products_in_flight,
-    row_reduction_shuffles,
-    widths,
-)
 
 import helion_attn as ha
 from helion_attn.configs import (
@@ -31,6 +18,19 @@ from helion_attn.configs import (
     uses_large_d,
 )
 from helion_attn.testing import SHARED_BYTES_PER_SM, make_qkv, relative_error
+from helpers.cases import PRESETS, make_case
+from helpers.offline import (
+    HEADS,
+    assert_sound,
+    batch_for,
+    compile_attention,
+    compile_quantize,
+    compile_shape,
+    fake_qkv,
+    products_in_flight,
+    row_reduction_shuffles,
+    widths,
+)
 
 #: (D, D_v, H_kv, M, N, causal): padded and whole, one part of V and several, both kernels.
 SHAPES = [

@@ -13,15 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from offline import launching
-from test_code_cache import (
-    attend,
-    attend_in_parts,
-    attend_to_a_cache,
-    attend_to_sequences,
-    attend_with_large_heads,
-    preprocess,
-)
 from torch._subclasses.fake_tensor import FakeTensor
 from triton import knobs
 from triton.backends.nvidia import driver
@@ -32,6 +23,15 @@ from helion_attn import testing
 from helion_attn.compiler import launch_plans
 from helion_attn.compiler.launch_plans import Launch, Plan
 from helion_attn.testing import fake_cuda
+from helpers.calls import (
+    attend,
+    attend_in_parts,
+    attend_to_a_cache,
+    attend_to_sequences,
+    attend_with_large_heads,
+    preprocess,
+)
+from helpers.offline import launching
 
 LAUNCH_FIRST = launch_plans.launch_first
 

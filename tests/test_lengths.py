@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from cases import make_case
 
 import helion_attn as ha
 from helion_attn.configs import padded_head_dim, tile_config
 from helion_attn.testing import make_qkv
+from helpers.cases import make_case
 
 LENGTHS = (1, 17, 63, 64, 65, 111, 127, 128, 129, 200, 1000)
 #: Each length once as M and once as N per row: equal, nearly equal, and far apart.

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LADDER, PLAIN, RECIPES, Case, make_case
 
 import helion_attn as ha
 from helion_attn.testing import make_qkv, relative_error
+from helpers.cases import LADDER, PLAIN, RECIPES, Case, make_case
 
 Window = tuple[int, int]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from offline import compilations, fake_qkv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
 from helion_attn.testing import fake_cuda, make_qkv
+from helpers.offline import compilations, fake_qkv
 
 
 class Allocations(TorchDispatchMode):

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import SIXTEEN_BIT, Case, make_case
-from packing import stored_at
 
 import helion_attn as ha
 from helion_attn.testing import error_budget, make_qkv, relative_error
+from helpers.cases import SIXTEEN_BIT, Case, make_case
+from helpers.packing import stored_at
 
 Mutation = Callable[[ha.QuantizedQKV], ha.QuantizedQKV]
 

@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from cases import LADDER, make_case
 
 import helion_attn as ha
 from helion_attn.testing import make_qkv
+from helpers.cases import LADDER, make_case
 
 B, H, H_KV, M, N, D = 1, 4, 2, 70, 200, 32
 VALUES = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf")}

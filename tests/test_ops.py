@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LADDER, RECIPES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
 from helion_attn.configs import scheduling
 from helion_attn.testing import make_qkv
+from helpers.cases import LADDER, RECIPES
 
 Call = tuple[Any, tuple[Any, ...]]
 

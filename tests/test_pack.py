@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Tensors
-from packing import unpack_descales, unpack_values
 
 import helion_attn as ha
 from helion_attn.reference.shapes import hide_future_keys
 from helion_attn.testing import relative_error
+from helpers.cases import Tensors
+from helpers.packing import unpack_descales, unpack_values
 
 E4M3 = torch.float8_e4m3fn
 B, H, H_KV = 2, 4, 2

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LADDER, RECIPES, Case, make_case
 
 import helion_attn as ha
 from helion_attn.configs import attention_tile_config, packing, scheduling
@@ -16,6 +15,7 @@ from helion_attn.kernels import attention
 from helion_attn.kernels.lib.programs import rows_of_group
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
 from helion_attn.testing import make_qkv
+from helpers.cases import LADDER, RECIPES, Case, make_case
 
 Poisoned = Callable[[], AbstractContextManager[None]]
 

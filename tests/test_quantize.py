@@ -10,51 +10,20 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-from cases import PLAIN, PRESETS, RECIPES
-from packing import stored_at, unpack_descales, unpack_values
 
 import helion_attn as ha
 from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, RECENTRED_KEYS
 from helion_attn.reference import rounding_model
 from helion_attn.testing import make_qkv, relative_error
 from helion_attn.workloads import WORKLOADS, Workload, tagged
+from helpers.cases import PLAIN, PRESETS, RECIPES
+from helpers.packing import SPACING, assert_same_values, stored_at, unpack_descales, unpack_values
 
 FP32_EPS = torch.finfo(torch.float32).eps
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
-#: Neighbours are at most this part of themselves apart, or this among the smallest.
-SPACING = {
-    torch.float8_e4m3fn: (2.0**-3, 2.0**-9),
-    torch.float8_e5m2: (2.0**-2, 2.0**-16),
-    torch.int8: (0.0, 1.0),
-    torch.bfloat16: (2.0**-7, 2.0**-126),
-    torch.float16: (2.0**-10, 2.0**-24),
-}
-
-#: The share of values that an error in the last bits of fp32 may take over a rounding boundary: those lie closer with
-#: every bit.
-SHARE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-3}
 
 Poisoned = Callable[[], AbstractContextManager[None]]
-
-
-def assert_same_values(
-    actual: torch.Tensor,
-    expected: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    exact: bool,
-    apart: torch.Tensor | float = 0.0,
-) -> None:
-    """Equal; or, where a divisor, a mean or a sum may differ in its last bit, all but a few: of 8 bits, one in 1000.
-
-    Those are neighbours, or no more than `apart` from each other.
-    """
-    assert actual.shape == expected.shape
-    differ = actual != expected
-    assert not (differ.any() if exact else differ.sum() > max(1, int(differ.numel() * SHARE.get(dtype, 1e-3))))
-    relative, absolute = SPACING[dtype]
-    assert torch.all((actual - expected).abs() <= (expected.abs() * relative).clamp_min(absolute) + apart)
 
 
 def assert_fp32_close(actual: torch.Tensor, expected: torch.Tensor, ulps: int = 4) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PRESETS, RECIPES, Tensors, make_case
 
 import helion_attn as ha
 from helion_attn.testing import INPUT_KINDS, make_qkv, relative_error
+from helpers.cases import PRESETS, RECIPES, Tensors, make_case
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 PRESET = pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)

@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-from offline import Compilations, compilations, fake_cache, fake_qkv
 
 import helion_attn as ha
 from helion_attn.configs import scheduling
 from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.testing import fake_cuda
+from helpers.offline import Compilations, compilations, fake_cache, fake_qkv
 
 MOST = 2
 

@@ -7,35 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LADDER, PRESETS, RECIPES, SIXTEEN_BIT, make_case
-from packing import unpack_descales, unpack_values
-from test_quantize import assert_same_values
 
 import helion_attn as ha
 from helion_attn.configs import tile_config
 from helion_attn.preprocess.lib.hadamard import hadamard_block
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import make_qkv, relative_error
+from helpers.cases import LADDER, PRESETS, RECIPES, SIXTEEN_BIT, make_case
+from helpers.packing import assert_same_values, unpack_descales, unpack_values
+from helpers.rotations import PAIRING, tables
 
 PRESET = pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 ANY_BITS = pytest.mark.parametrize("recipe", LADDER.values(), ids=LADDER)
-PAIRING = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-
-
-def tables(
-    positions: int,
-    rotary: int,
-    *,
-    norm: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-    interleaved: bool = False,
-    device: str,
-) -> ha.Rope:
-    """The usual angles, base 10000, for the first `rotary` channels; cos**2 + sin**2 = norm**2, as YaRN has it."""
-    frequencies = 10000.0 ** -(torch.arange(0, rotary, 2, device=device).double() / rotary)
-    angles = torch.arange(positions, device=device).double().unsqueeze(1) * frequencies
-    return ha.Rope((norm * angles.cos()).to(dtype), (norm * angles.sin()).to(dtype), interleaved)
 
 
 @PAIRING

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Tensors
 
 from helion_attn import reference
 from helion_attn.configs import padded_head_dim, tile_config
@@ -14,6 +13,7 @@ from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX
 from helion_attn.reference import RoundedQKV, rounding_model
 from helion_attn.testing import INPUT_KINDS, error_budget, make_qkv, relative_error
 from helion_attn.types import ACCURATE, BALANCED, FAST, Recipe, Rope
+from helpers.cases import Tensors
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 FP32_EPS = torch.finfo(torch.float32).eps

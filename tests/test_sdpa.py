@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from refused import refused
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as bound_before
 
 import helion_attn as ha
 from helion_attn.integrations.sdpa import HIDDEN, RULES
 from helion_attn.testing import make_qkv, relative_error
+from helpers.refused import refused
 
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

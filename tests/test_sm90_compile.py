@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PRESETS
-from offline import (
+
+import helion_attn as ha
+from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, TILE_CONFIGS, TileConfig, attention_tile_config, tile_config
+from helion_attn.configs.scheduling import query_blocks_per_sm
+from helion_attn.kernels.lib import steps
+from helion_attn.testing import Sm90Kernel, compile_for_sm90
+from helion_attn.varlen import attend_varlen, quantize_varlen
+from helpers.cases import PRESETS
+from helpers.offline import (
     assert_sound,
     batch_for,
     compile_attention,
@@ -22,13 +29,6 @@ from offline import (
     row_reduction_shuffles,
     widths,
 )
-
-import helion_attn as ha
-from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, TILE_CONFIGS, TileConfig, attention_tile_config, tile_config
-from helion_attn.configs.scheduling import query_blocks_per_sm
-from helion_attn.kernels.lib import steps
-from helion_attn.testing import Sm90Kernel, compile_for_sm90
-from helion_attn.varlen import attend_varlen, quantize_varlen
 
 
 def assert_8_bit_attention(kernel: Sm90Kernel, tile: TileConfig, recipe: ha.Recipe = ha.FAST) -> None:

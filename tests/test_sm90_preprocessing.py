@@ -6,8 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import PRESETS
-from offline import (
+
+import helion_attn as ha
+from helion_attn.configs import SUPPORTED_D
+from helion_attn.numerics import RECENTRED_KEYS
+from helion_attn.preprocess import pack
+from helion_attn.preprocess.recentre import STEP_ELEMENTS
+from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
+from helion_attn.varlen import quantize_varlen
+from helpers.cases import PRESETS
+from helpers.offline import (
     assert_sound,
     compile_append,
     compile_quantize,
@@ -18,14 +26,6 @@ from offline import (
     undefined_pairs,
     widths,
 )
-
-import helion_attn as ha
-from helion_attn.configs import SUPPORTED_D
-from helion_attn.numerics import RECENTRED_KEYS
-from helion_attn.preprocess import pack
-from helion_attn.preprocess.recentre import STEP_ELEMENTS
-from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
-from helion_attn.varlen import quantize_varlen
 
 
 def assert_preprocessing(kernels: list[Sm90Kernel], D: int, recipe: ha.Recipe = ha.BALANCED) -> None:

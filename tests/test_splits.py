@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LADDER, PLAIN, RECIPES, Case, make_case
 
 import helion_attn as ha
 from helion_attn.configs import packing, scheduling
 from helion_attn.kernels.merge_splits import FEW_RUNS, MANY_RUNS, merge_splits
 from helion_attn.testing import make_qkv, relative_error
+from helpers.cases import LADDER, PLAIN, RECIPES, Case, make_case
 
 Force = Callable[[int], None]
 Poisoned = Callable[[], AbstractContextManager[None]]

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from no_ops import Launched
-from offline import assert_sound, launching, widths
-from test_rope import PAIRING, tables
-from test_strides import LAYOUTS, make_x
-from test_validation import assert_raises
 
 import helion_attn as ha
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda, make_qkv
+from helpers.layouts import LAYOUTS, make_x
+from helpers.no_ops import Launched
+from helpers.offline import assert_sound, launching, widths
+from helpers.refused import assert_raises
+from helpers.rotations import PAIRING, tables
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 SHAPES = pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from refused import refused
 
 import helion_attn as ha
 from helion_attn.testing import make_qkv, relative_error
+from helpers.refused import refused
 
 transformers = pytest.importorskip("transformers")
 from helion_attn.integrations import transformers as ours  # noqa: E402

@@ -12,11 +12,11 @@ from unittest import mock
 
 import pytest
 import triton
-from offline import compile_attention
 from triton import knobs
 
 from helion_attn.compiler import triton_hook
 from helion_attn.compiler.passes import early_copies
+from helpers.offline import compile_attention
 
 
 @contextlib.contextmanager

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import PRESETS, Tensors, make_case
-from offline import compilations
 
 import helion_attn as ha
 from helion_attn.preprocess.lib.strided import common_unit
 from helion_attn.testing import fake_cuda, make_qkv
+from helpers.cases import PRESETS, Tensors, make_case
+from helpers.offline import compilations
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

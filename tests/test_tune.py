@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from offline import forget
 
 from helion_attn import configs
 from helion_attn.configs import (
@@ -31,6 +30,7 @@ from helion_attn.kernels import attention, attention_large_d
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
 from helion_attn.testing import fake_cuda
 from helion_attn.workloads import Workload
+from helpers.offline import forget
 
 pytest.importorskip("rich")
 

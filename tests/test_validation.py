@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from no_ops import Launched
 
 import helion_attn as ha
 from helion_attn.testing import fake_cuda
 from helion_attn.validate import dense
+from helpers.no_ops import Launched
+from helpers.refused import assert_raises
 
 pytestmark = pytest.mark.usefixtures("no_launch")
 
@@ -188,14 +189,6 @@ OPTIONS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
     ),
     "out_dtype_string": ({"out_dtype": "bfloat16"}, TypeError, ["out_dtype is bfloat16", "one of bfloat16"]),
 }
-
-
-def assert_raises(call: Callable[..., object], arguments: Bad, error: type[Exception], parts: list[str]) -> None:
-    with pytest.raises(error) as raised:
-        call(**arguments)
-    assert type(raised.value) is error
-    for part in parts:
-        assert part in str(raised.value)
 
 
 @pytest.mark.parametrize("what", TENSORS)

@@ -11,22 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PRESETS, RECIPES, Case, Tensors
-from conftest import nan_filled_memory
-from offline import compilations
-from refused import refused
 
 import helion_attn as ha
 from helion_attn.configs import Q_FIELDS, varlen_packing
 from helion_attn.integrations.flash_attn import VARLEN_RULES
 from helion_attn.numerics import E4M3_MAX, RECENTRED_KEYS
-from helion_attn.testing import fake_cuda, make_qkv, relative_error
+from helion_attn.testing import fake_cuda, relative_error
 from helion_attn.varlen import attend_varlen, quantize_varlen
+from helpers.cases import PRESETS, RECIPES, Tensors
+from helpers.memory import nan_filled_memory
+from helpers.offline import compilations
+from helpers.refused import refused
+from helpers.sequences import assert_right, attention_varlen, make_varlen_case, packed_qkv, run, tables
 
 FP32_EPS = torch.finfo(torch.float32).eps
 
-#: Of lists of tensors; and its result is a tensor or a pair, by a bool.
-attention_varlen: Any = ha.attention_varlen
 flash_attn_varlen_func: Any = ha.flash_attn_varlen_func
 
 #: Of flash-attn 3's flash_attn_varlen_func (hopper/flash_attn_interface.py), in order.
@@ -48,70 +47,6 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
     "whole_blocks": [(64, 128), (128, 256), (64, 128)],
     "more_queries": [(150, 20), (64, 1), (129, 128)],
 }
-
-
-def cu_seqlens(sizes: list[int], device: str) -> torch.Tensor:
-    return torch.tensor([0, *sizes], device=device).cumsum(0).to(torch.int32)
-
-
-def tables(batch: list[tuple[int, int]], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return cu_seqlens([m for m, _ in batch], device), cu_seqlens([n for _, n in batch], device)
-
-
-def packed_qkv(
-    batch: list[tuple[int, int]],
-    device: str,
-    D: int = 32,
-    D_v: int | None = None,
-    H: int = 4,
-    H_kv: int = 2,
-    dtype: torch.dtype = torch.bfloat16,
-    kind: str = "biased_v",
-) -> Tensors:
-    """[tokens, heads, head dim]; sequences of different magnitudes, so that a neighbour's descale shows."""
-    M, N = (sum(sizes) for sizes in zip(*batch, strict=True))
-    q, k, v = make_qkv(kind, 1, H, H_kv, M, N, D, torch.float32, device, D_v=D_v)
-    cu = tables(batch, device)
-    scale_q, scale_k = (
-        torch.linspace(0.5, 2, len(batch), device=device).repeat_interleave(x.diff()).view(1, 1, -1, 1) for x in cu
-    )
-    return tuple((x[0].transpose(0, 1)).to(dtype) for x in (q * scale_q, k * scale_k, v * scale_k**3))  # type: ignore[return-value]
-
-
-def make_varlen_case(
-    qkv: Tensors, cu: tuple[torch.Tensor, torch.Tensor], recipe: ha.Recipe = ha.BALANCED, **options: Any
-) -> Case:
-    causal, sm_scale = options.pop("causal", False), options.pop("sm_scale", None)
-    oracle = ha.reference.attention_varlen(*qkv, *cu, causal=causal, sm_scale=sm_scale, **options)
-    model = ha.reference.fp8_attention_varlen(*qkv, *cu, causal=causal, sm_scale=sm_scale, recipe=recipe, **options)
-    return Case(qkv, causal, sm_scale, recipe, *oracle, *model, **options)
-
-
-def run(
-    case: Case, cu: tuple[torch.Tensor, torch.Tensor], out_dtype: torch.dtype | None = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return attention_varlen(
-        *case.qkv,
-        *cu,
-        causal=case.causal,
-        sm_scale=case.sm_scale,
-        recipe=case.recipe,
-        window=case.window,
-        softcap=case.softcap,
-        sinks=case.sinks,
-        return_lse=True,
-        out_dtype=out_dtype,
-    )
-
-
-def assert_right(case: Case, cu: tuple[torch.Tensor, torch.Tensor]) -> None:
-    out, lse = run(case, cu)
-    assert out.shape == case.oracle.shape
-    assert lse.shape == case.oracle_lse.shape
-    no_key = case.model_lse == float("-inf")
-    assert torch.all(out.transpose(0, 1)[no_key] == 0)
-    case.assert_within_budget(out)
-    case.assert_lse_within_budget(lse)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

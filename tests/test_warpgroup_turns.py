@@ -12,13 +12,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from offline import compile_attention, compile_shape, compile_tile, compile_varlen
-from passes import operation, recorded, split_at_loop
 
 import helion_attn as ha
 from helion_attn.compiler.passes import warpgroup_turns
 from helion_attn.configs import tile_config
 from helion_attn.testing import Sm90Kernel
+from helpers.offline import compile_attention, compile_shape, compile_tile, compile_varlen
+from helpers.passes import operation, recorded, split_at_loop
 
 #: Kernels whose loops the machine below runs: copies of K are issued by 2, 4, 1, 2 warps, of V by 1, 4, 2, 4.
 LOOPS: dict[str, Callable[[], Any]] = {

@@ -14,15 +14,17 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-from cases import Case, Tensors
-from conftest import FUZZ_CASES
-from test_rope import tables
 
 import helion_attn as ha
 from helion_attn.numerics import LOG2E
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import INPUT_KINDS, TANH_ERROR, TENSOR_CORE_ERROR, error_budget, make_qkv
 from helion_attn.validate.dense import IN_DTYPES, MIN_D
+from helpers.cases import Case, Tensors
+from helpers.rotations import tables
+
+#: The option, and the property in which a test reports how many cases it ran.
+FUZZ_CASES = "fuzz_cases"
 
 #: The budget is a statistical one. On a GPU, where a score is off by the tensor core's rounding, some P in a thousand
 #: round the other way: of fewer rows than this, one of them would show.

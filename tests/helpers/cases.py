@@ -185,3 +185,9 @@ def workload_case(name: str, kind: str, device: str, dtype: torch.dtype = torch.
     """A row of `workloads`, filled with one kind of input."""
     w = next(w for w in WORKLOADS if w.name == name)
     return make_case(make_qkv(kind, w.B, w.H, w.H_kv, w.M, w.N, w.D, dtype, device), w.causal)
+
+
+def row_errors(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """||out - expected|| / ||expected|| of every row; 0 where both are 0."""
+    norm = expected.double().norm(dim=-1)
+    return (out.double() - expected.double()).norm(dim=-1) / norm.clamp_min(torch.finfo(torch.float32).tiny)

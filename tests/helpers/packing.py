@@ -46,3 +46,37 @@ def unpack_descales(packed: ha.QuantizedQKV) -> dict[str, torch.Tensor]:
         "k_descale": per_key.repeat_interleave(bn, 2)[:, :, : packed.N],
         "v_descale": packed.v_descale[:, :, : packed.D],
     }
+
+
+#: Neighbours are at most this part of themselves apart, or this among the smallest.
+SPACING = {
+    torch.float8_e4m3fn: (2.0**-3, 2.0**-9),
+    torch.float8_e5m2: (2.0**-2, 2.0**-16),
+    torch.int8: (0.0, 1.0),
+    torch.bfloat16: (2.0**-7, 2.0**-126),
+    torch.float16: (2.0**-10, 2.0**-24),
+}
+
+
+#: The share of values that an error in the last bits of fp32 may take over a rounding boundary: those lie closer with
+#: every bit.
+SHARE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-3}
+
+
+def assert_same_values(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    exact: bool,
+    apart: torch.Tensor | float = 0.0,
+) -> None:
+    """Equal; or, where a divisor, a mean or a sum may differ in its last bit, all but a few: of 8 bits, one in 1000.
+
+    Those are neighbours, or no more than `apart` from each other.
+    """
+    assert actual.shape == expected.shape
+    differ = actual != expected
+    assert not (differ.any() if exact else differ.sum() > max(1, int(differ.numel() * SHARE.get(dtype, 1e-3))))
+    relative, absolute = SPACING[dtype]
+    assert torch.all((actual - expected).abs() <= (expected.abs() * relative).clamp_min(absolute) + apart)

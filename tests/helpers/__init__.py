@@ -1,0 +1,1 @@
+"""What the tests share: problems and their right answers, compilers without a GPU, and stand-ins."""
