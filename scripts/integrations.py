@@ -11,6 +11,7 @@ from pathlib import Path
 from helion_attn.integrations.flash_attn import KVCACHE_RULES as KVCACHE
 from helion_attn.integrations.flash_attn import RULES as FLASH_ATTN
 from helion_attn.integrations.flash_attn import VARLEN_RULES as VARLEN
+from helion_attn.integrations.rules import table
 from helion_attn.integrations.sdpa import RULES as SDPA
 from helion_attn.integrations.transformers import RULES as TRANSFORMERS
 
@@ -37,7 +38,7 @@ def with_blocks(page: str, blocks: dict[str, str]) -> str:
 
 def with_tables(page: str) -> str:
     """The page with its tables as the code has them."""
-    return with_blocks(page, {f"unsupported:{name}": rules.table(rules) for name, rules in TABLES.items()})
+    return with_blocks(page, {f"unsupported:{name}": table(rules) for name, rules in TABLES.items()})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,168 @@
+"""What pip would install resolves on an ordinary Linux machine, and the Makefile chooses the environment that fits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from helion_attn import __main__ as report
+from helion_attn.compiler import versions
+
+ROOT = Path(__file__).parent.parent
+CONSTRAINTS = sorted((ROOT / "constraints").glob("*.txt"))
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+
+#: What the resolver says where no index answers.
+NO_INDEX = ("Failed to fetch", "error sending request", "dns error", "Request failed")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (built,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path_factory.mktemp("wheel")), versions=["standard"])
+    return Path(built)
+
+
+def extras(wheel: Path) -> list[str]:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+    return HeaderParser().parsestr(archive.read(metadata).decode()).get_all("Provides-Extra", [])
+
+
+def resolve(requirement: str, python: str, constraints: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """What ordinary Linux would install, from the public index alone: no configuration or wheels of this machine."""
+    command = [
+        *(sys.executable, "-m", "uv", "pip", "compile", "-", "--no-config", "--quiet", "--no-header", "--no-annotate"),
+        *("--python", sys.executable, "--only-binary", ":all:"),
+        *("--python-version", python, "--python-platform", "x86_64-manylinux_2_28"),
+        *(("--constraints", str(constraints)) if constraints else ()),
+    ]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
+    done = subprocess.run(command, input=requirement, capture_output=True, text=True, env=plain, cwd=ROOT.anchor)
+    if any(sign in done.stderr for sign in NO_INDEX) and "CI" not in os.environ:
+        pytest.skip(f"no index answers: {done.stderr.strip().splitlines()[-1]}")
+    return done
+
+
+def versions_of(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    assert done.returncode == 0, done.stderr
+    pinned = (line.split(" ")[0].partition("==") for line in done.stdout.splitlines())
+    return {name: version for name, _, version in pinned}
+
+
+def resolve_all(requirement: str, constraints: Path | None = None) -> list[dict[str, str]]:
+    """What each Python gets. They are resolved at once, since an index answers slowly."""
+    with ThreadPoolExecutor(len(PYTHONS)) as pool:
+        return [
+            versions_of(done) for done in pool.map(lambda python: resolve(requirement, python, constraints), PYTHONS)
+        ]
+
+
+def test_the_package_alone_takes_a_known_triton(wheel: Path) -> None:
+    for found in resolve_all(f"helion_attn @ {wheel.as_uri()}"):
+        known = versions.known_triton(found["triton"])
+        assert known is not None
+        assert versions.series(found["torch"]) in known.torch.split(", ")
+
+
+@pytest.mark.parametrize("constraints", [None, *CONSTRAINTS], ids=lambda path: path.stem if path else "newest")
+def test_all_extras(constraints: Path | None, wheel: Path) -> None:
+    """Each resolves alone if all do together."""
+    for found in resolve_all(f"helion_attn[{','.join(extras(wheel))}] @ {wheel.as_uri()}", constraints):
+        for line in constraints.read_text().splitlines() if constraints else ():
+            name, equals, version = line.partition("==")
+            assert not equals or found[name] == version
+
+
+def test_a_triton_that_torch_refuses_does_not_resolve(wheel: Path, tmp_path: Path) -> None:
+    """So the test above can fail."""
+    constraints = tmp_path / "constraints.txt"
+    constraints.write_text((ROOT / "constraints" / "no_gpu.txt").read_text().replace("triton==3.7.1", "triton==3.6.0"))
+    done = resolve(f"helion_attn @ {wheel.as_uri()}", "3.12", constraints)
+    assert done.returncode != 0
+    assert "torch==2.13.0 depends on triton" in done.stderr
+
+
+def make(target: str, folder: Path, nvidia_smi: str | None, *variables: str) -> list[str]:
+    """The lines that `make` would run with this in place of nvidia-smi."""
+    if nvidia_smi is not None:
+        stand_in = folder / "nvidia-smi"
+        stand_in.write_text(f"#!/bin/sh\n{nvidia_smi}\n")
+        stand_in.chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    command = ["make", "-n", target, f"VENV={folder / 'venv'}", *variables]
+    plain = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=plain | {"PATH": path})
+    return done.stdout.splitlines()
+
+
+#: What nvidia-smi does, and whether that is a Hopper GPU.
+MACHINES = {
+    "h100": ("echo 9.0", True),
+    "two_gpus": ("echo 8.0; echo 9.0", True),
+    "a100": ("echo 8.0", False),
+    "b200": ("echo 10.0", False),
+    "driver_alone": ("echo 'No devices were found'; exit 6", False),
+    "broken_driver": ("echo 'NVIDIA-SMI has failed'; exit 9", False),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("target", ["test", "demo"])
+def test_make_installs_what_fits_the_machine(target: str, machine: str, tmp_path: Path) -> None:
+    nvidia_smi, hopper = MACHINES[machine]
+    lines = make(target, tmp_path, nvidia_smi)
+    (install,) = (line for line in lines if "--editable" in line)
+    assert f"--constraint constraints/{'hopper' if hopper else 'no_gpu'}.txt" in install
+    assert [line.split()[-1] for line in lines if "--no-deps" in line] == ([] if hopper else ["triton==3.6.0"])
+
+
+def test_make_takes_other_constraints(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.txt"
+    mine.touch()
+    lines = make("test", tmp_path, "echo 8.0", f"CONSTRAINTS={mine}")
+    assert any(f"--constraint {mine} " in line for line in lines)
+    assert not any("--no-deps" in line for line in lines)
+
+
+def test_make_takes_the_newest(tmp_path: Path) -> None:
+    lines = make("test", tmp_path, "echo 8.0", "CONSTRAINTS=")
+    assert any("--editable" in line for line in lines)
+    assert not any("--constraint" in line or "--no-deps" in line for line in lines)
+
+
+def test_make_leaves_an_environment_that_is_there(tmp_path: Path) -> None:
+    lines = make("test", tmp_path, "echo 9.0", "VENV_FLAGS=--system-site-packages")
+    assert any(
+        line.startswith("test -x ") and line.endswith(f"-m venv --system-site-packages {tmp_path}/venv")
+        for line in lines
+    )
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "verified"),
+    [
+        ("2.11.0+cu130", "3.6.0", "yes: "),
+        ("2.13.0+cpu", "3.6.0", "no, but with torch 2.11: "),
+        ("2.15.0", "3.9.0", "no, but with torch 2.11: "),
+        ("2.16.0", "3.10.0", "no: no GPU has run this Triton"),
+    ],
+)
+def test_the_report_says_what_is_verified(
+    torch: str, triton: str, verified: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.__version__", torch)
+    monkeypatch.setattr("triton.__version__", triton)
+    report.main()
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["torch"] == torch
+    assert lines["Triton"].startswith(triton)
+    assert lines["verified"].startswith(verified)
+    assert ("passes" in lines["lost"]) == (triton == "3.10.0")
