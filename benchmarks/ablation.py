@@ -9,9 +9,7 @@ stands beside its time.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
 import dataclasses
 import functools
 import multiprocessing
@@ -23,14 +21,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from command import console, progress
-from harness import Results, Row
-from peers import Prepared
-from problem import Contender, Options, make_problem, measure, workload
+from matplotlib.figure import Figure
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 import helion_attn as ha
+from benchmarks.lib.harness import Loaded, Results, Row
+from benchmarks.lib.peers import Prepared
+from benchmarks.lib.plots import horizontal
+from benchmarks.lib.problem import CHECKED_ROWS, Contender, grid_workload, make_problem, measure, workload
+from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
+from benchmarks.lib.tables import Table, error_text, number, ratio, rows_of, values_of
 from helion_attn.compiler import triton_hook
 from helion_attn.compiler.helion_adapter import helion, helion_config, hl
 from helion_attn.configs import TileConfig, tile_config
@@ -39,13 +40,11 @@ from helion_attn.kernels.lib import steps
 from helion_attn.kernels.lib.arguments import Inputs, Numerics, Problem
 from helion_attn.preprocess.lib.v_layout import position_of_key
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
-from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
-
-#: Query rows that are checked against the oracle, in every head of the first and the last batch.
-CHECKED_ROWS = 64
+from helion_attn.workloads import Workload
 
 #: Kernel error above which a variant is wrong. What an undone step costs in error is a result, so this is wide.
 ERROR_BUDGET = 0.05
+
 
 # --- variants -------------------------------------------------------------------------------------
 
@@ -100,21 +99,18 @@ class InStep(triton_hook.WithPasses):
     turns = False
 
 
-def of_another_class(kernel_class: type[JITFunction[Any]], run: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of `triton_passes.with_passes`: `run` with a kernel of its own."""
-    name = f"_helion_{run.__name__}"
-    kernel = copy.copy(run.__globals__[name])
-    kernel.__class__ = kernel_class
-    # What was compiled so far has all passes.
-    kernel.device_caches = collections.defaultdict(kernel.create_binder)
-    own = types.FunctionType(run.__code__, {**run.__globals__, name: kernel}, run.__name__, run.__defaults__)
-    own.__kwdefaults__ = run.__kwdefaults__
-    return own
+@functools.cache
+def in_step(kernel: JITFunction[Any], expected: tuple[str, ...]) -> JITFunction[Any]:
+    """In place of `triton_hook.with_passes`: no turns."""
+    return InStep.of(kernel)
 
 
-def of_class(kernel_class: type[JITFunction[Any]]) -> tuple[types.ModuleType, str, Callable[..., Any]]:
-    """The step that makes kernels of a class."""
-    return triton_hook, "with_passes", functools.partial(of_another_class, kernel_class)
+IN_STEP = (triton_hook, "with_passes", in_step)
+
+
+def without_passes(kernel: JITFunction[Any], expected: tuple[str, ...]) -> JITFunction[Any]:
+    """In place of `triton_hook.with_passes`: the kernel as Helion has it."""
+    return kernel
 
 
 def heads_fastest(tile: TileConfig) -> helion.Config:
@@ -173,8 +169,12 @@ def variants(D: int) -> dict[str, Variant]:
         "one-level P V" if two_level else "two-level P V": Variant(recipe={"promote_every": int(not two_level)}),
         "P not scaled": Variant(recipe={"p_offset_log2": 0}),
         "row sums across lanes in every block": Variant(step=(attention, "online_softmax_step", row_sums_every_block)),
-        "loads where Triton has them": Variant(step=of_class(JITFunction)),
-        **({"warpgroups in step": Variant(step=of_class(InStep))} if shipped_tile(D).num_warps == 8 else {}),
+        "loads where Triton has them": Variant(step=(triton_hook, "with_passes", without_passes)),
+        **(
+            {"warpgroups in step": Variant(step=(triton_hook, "with_passes", in_step))}
+            if shipped_tile(D).num_warps == 8
+            else {}
+        ),
         "heads fastest": Variant(step=(attention, "helion_config", heads_fastest)),
         **{name: Variant(tile=tile) for name, tile in TILES[D].items()},
     }
@@ -182,7 +182,7 @@ def variants(D: int) -> dict[str, Variant]:
 
 @contextlib.contextmanager
 def in_place(variant: Variant, kernels: Callable[..., Callable[..., None]]) -> Iterator[None]:
-    """Inside, `fp8_attn_fwd.launch` runs `variant`'s steps, on kernels of its own."""
+    """Inside, `attention.launch` runs `variant`'s steps, on kernels of its own."""
     with contextlib.ExitStack() as stack:
         if variant.step is not None:
             stack.enter_context(mock.patch.object(*variant.step))
@@ -191,7 +191,7 @@ def in_place(variant: Variant, kernels: Callable[..., Callable[..., None]]) -> I
 
 
 def own_kernels() -> Callable[..., Callable[..., None]]:
-    """`fp8_attn_fwd.compiled_kernel` with an empty cache."""
+    """`attention.compiled_kernel` with an empty cache."""
     return functools.cache(attention.compiled_kernel.__wrapped__)
 
 
@@ -254,8 +254,8 @@ def prepare(variant: Variant, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_
 
 
 def workload_of(D: int) -> Workload:
-    """16k tokens x hidden 2048."""
-    return workload(BENCH_TOKENS // 4096, BENCH_HIDDEN // D, 4096, 4096, D)
+    """Of the grid."""
+    return grid_workload(4096, D)
 
 
 def compile_variant(D: int, name: str) -> Sm90Kernel:
@@ -295,7 +295,7 @@ def figures(D: int, name: str) -> Row:
 # --- the suite ------------------------------------------------------------------------------------
 
 
-def run_ablation(options: Options, results: Results) -> None:
+def run(options: Options, results: Results) -> None:
     """Every variant at every head dim, the compiler's figures first."""
     dims = [D for D in options.dims if D in TILES]
     compiled: dict[tuple[int, str], Row] = {}
@@ -317,3 +317,48 @@ def run_ablation(options: Options, results: Results) -> None:
         for name, row in zip(variants(D), rows, strict=True):
             row |= {"variant": name} | compiled.get((D, name), {})
         results.add(*rows)
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """TFLOP/s of the kernel with one step undone, and what the compiler says of it."""
+    rows = rows_of(loaded, "ablation")
+    shipped = {row["D"]: row["ms"] for row in rows if row["variant"] == "shipped"}
+    body = []
+    for row in rows:
+        base = shipped.get(row["D"])
+        body.append(
+            [
+                str(row["D"]),
+                row["variant"],
+                number(row["tflops"], ".0f"),
+                number(base / row["ms"] if base and row["ms"] else None, ".2f"),
+                error_text(row["error_kernel"]),
+                *(number(row.get(name), "d") for name in ("registers", "spills", "shuffles", "ctas_per_sm")),
+            ]
+        )
+    headers = ["D", "kernel", "TFLOP/s", "/ shipped", "kernel error", "registers", "spills", "shuffles"]
+    headers.append("programs an SM")
+    return [Table("FAST with one thing changed, kernel, full attention", headers, body)] if body else []
+
+
+def plot(loaded: Loaded) -> Figure | None:
+    """Speed with one step undone over the shipped kernel's, a panel per head dim."""
+    panels = {}
+    for (D,) in values_of(rows_of(loaded, "ablation"), "D"):
+        ms = {row["variant"]: row["ms"] for row in rows_of(loaded, "ablation", D=D)}
+        groups: dict[str, dict[str, float | None]] = {
+            name: {"fast": ratio(ms.get("shipped"), mine)} for name, mine in ms.items()
+        }
+        panels[f"D = {D}"] = groups
+    return horizontal(panels, "speed / the shipped kernel's", 1.0, width=5.2)
+
+
+SUITE = Suite(
+    "ablation",
+    run,
+    {
+        "ablation": Block(
+            "ablation", tables, (Plot("ablation", "Speed with one step undone / the shipped kernel's", plot),)
+        )
+    },
+)

@@ -18,27 +18,63 @@ measure errors, a head dim each, while this one compiles what it then times alon
 
 from __future__ import annotations
 
+import itertools
+import math
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import fa3_criterion
-import preprocess
-import real_qkv
-import torch
-from command import Suite, console, progress, run_command
-from harness import Results, Row, attention_flops, time_interleaved
-from peers import fp8_tensor
-from problem import Contender, Options, check, in_fp16, make_problem, others, ours, problem_of, workload
-from recipes import PRESETS, RECIPES, RUNGS, described
+if __name__ == "__main__":  # a script's own folder is on the path; the package is found in the one above it
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 import helion_attn as ha
+from benchmarks import fa3_criterion, preprocess, real_qkv
+from benchmarks.lib.checks import Check, figure, worst_of
+from benchmarks.lib.harness import Loaded, Results, Row, attention_flops, time_interleaved
+from benchmarks.lib.peers import fp8_tensor
+from benchmarks.lib.plots import COLOURS, MARKERS, bars, by_recipe, grid, legend, length, line, log_axis
+from benchmarks.lib.problem import (
+    CHECKED_ROWS,
+    ERROR_BUDGET,
+    Contender,
+    check,
+    dry_workload,
+    in_fp16,
+    make_problem,
+    others,
+    ours,
+    workload,
+)
+from benchmarks.lib.recipes import DEFAULT, PRESETS, RECIPES, RUNGS, described
+from benchmarks.lib.suite import DIMS, Block, Options, Plot, Suite, console, progress
+from benchmarks.lib.tables import (
+    FP8_PEERS,
+    LABELS,
+    SHOWN,
+    Table,
+    by_error,
+    by_series,
+    error_text,
+    labels,
+    mask,
+    number,
+    ratio,
+    rows_of,
+    series,
+    series_in,
+    values_of,
+)
 from helion_attn.testing import INPUT_KINDS, error_budget, relative_error
-from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload, tagged
-
-FP8_PEERS = ["fa3_fp8", "cudnn_fp8"]
+from helion_attn.workloads import Workload, tagged
 
 #: FlashAttention-3's own figures, by what stands for each here. Its FP8 there has block scales and a Hadamard
 #: rotation, which were not released.
@@ -47,11 +83,9 @@ PAPER = {
     "rmse": {"flash_fp16": 3.2e-4, "fa3_fp16": 1.9e-4, "fp8_tensor": 2.4e-2, "fa3_fp8": 9.1e-3},
 }
 
+
 #: Head dims that only the pass criterion adds.
 CRITERION_DIMS = (96, 192)
-
-#: Query rows that are checked before a recipe is timed.
-CHECKED_ROWS = 64
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -60,21 +94,22 @@ CHECKED_ROWS = 64
 def rmse(options: Options, D: int) -> Iterator[Row]:
     """Outliers, full attention."""
     contenders = in_fp16(options) + others(options, ["fa3_bf16"])
-    contenders += [Contender("fp8_tensor", fp8_tensor), *others(options, FP8_PEERS), *ours(options, list(RECIPES))]
-    for S in (128,) if options.device.type == "cpu" else (1024, 4096):
-        problem = make_problem(workload(1, _heads(options), S, S, D), "outlier", options)
+    contenders += [Contender("fp8_tensor", fp8_tensor), *others(options, [*FP8_PEERS]), *ours(options, list(RECIPES))]
+    on_cpu = options.device.type == "cpu"
+    for w in [dry_workload(D)] if on_cpu else [workload(1, 8, S, S, D) for S in (1024, 4096)]:
+        problem = make_problem(w, "outlier", options)
         for contender in contenders:
-            yield check(contender, problem, part="rmse")[0]
+            yield check(contender, problem)[0] | {"part": "rmse"}
 
 
 def inputs(options: Options, D: int) -> Iterator[Row]:
     """Every kind of input, full and causal."""
-    S = 128 if options.device.type == "cpu" else 4096
     for causal in (False, True):
+        w = dry_workload(D, causal) if options.device.type == "cpu" else workload(1, 8, 4096, 4096, D, causal)
         for kind in INPUT_KINDS:
-            problem = make_problem(workload(1, _heads(options), S, S, D, causal), kind, options)
+            problem = make_problem(w, kind, options)
             for contender in (*ours(options, list(PRESETS)), *others(options)):
-                yield check(contender, problem, part="inputs")[0]
+                yield check(contender, problem)[0] | {"part": "inputs"}
 
 
 def long(options: Options, D: int) -> Iterator[Row]:
@@ -86,36 +121,7 @@ def long(options: Options, D: int) -> Iterator[Row]:
         for kind in INPUT_KINDS:
             problem = make_problem(w, kind, options)
             for contender in (*ours(options, [*PRESETS, *RUNGS]), *others(options)):
-                yield check(contender, problem, part="long")[0]
-
-
-def criterion(options: Options, D: int) -> Iterator[Row]:
-    """See `fa3_criterion`."""
-    for seed, w in enumerate(fa3_criterion.workloads(options, D)):
-        yield from fa3_criterion.measure(options, w, seed)
-
-
-def real(options: Options, D: int) -> Iterator[Row]:
-    """Every layer of a trained model."""
-    try:
-        if options.qkv is None:
-            layers = real_qkv.capture(128 if options.device.type == "cpu" else real_qkv.LENGTH, options.device)
-        else:
-            layers = torch.load(options.qkv, map_location=options.device)
-    except ModuleNotFoundError as error:
-        console.print(f"[yellow]skipped the trained model: package {error.name} is not installed")
-        return
-    for layer, (q, k, v) in enumerate(layers):
-        if options.device.type == "cpu":
-            q, k, v = (x[:1, :2] for x in (q, k, v))
-        B, H, S, _ = q.shape
-        problem = problem_of(workload(B, H, S, S, D), "real", q, k, v)
-        for contender in (*ours(options, list(PRESETS)), *others(options)):
-            yield check(contender, problem, part="real", layer=layer)[0]
-
-
-def _heads(options: Options) -> int:
-    return 2 if options.device.type == "cpu" else 8
+                yield check(contender, problem)[0] | {"part": "long"}
 
 
 Part = Callable[[Options, int], Iterator[Row]]
@@ -124,11 +130,11 @@ Part = Callable[[Options, int], Iterator[Row]]
 def parts_of(options: Options) -> dict[int, tuple[Part, ...]]:
     """What is measured at each head dim: the larger first, since they take longer."""
     parts: dict[int, tuple[Part, ...]] = {
-        D: (rmse, inputs, long, criterion) for D in sorted(options.dims, reverse=True)
+        D: (rmse, inputs, long, fa3_criterion.rows) for D in sorted(options.dims, reverse=True)
     }
     if not options.quick:
-        parts |= {D: (criterion,) for D in CRITERION_DIMS if D not in parts}
-    parts[real_qkv.DIM] = (*parts.get(real_qkv.DIM, ()), real)
+        parts |= {D: (fa3_criterion.rows,) for D in CRITERION_DIMS if D not in parts}
+    parts[real_qkv.DIM] = (*parts.get(real_qkv.DIM, ()), real_qkv.rows)
     return parts
 
 
@@ -138,14 +144,6 @@ def measure_errors(options: Options, D: int) -> list[Row]:
 
 
 # --- cost -----------------------------------------------------------------------------------------
-
-
-def cost_workloads(options: Options) -> list[Workload]:
-    """16k tokens x hidden 2048."""
-    if options.device.type == "cpu":
-        return [workload(1, 2, 128, 128, D) for D in options.dims]
-    lengths = (4096,) if options.quick else (4096, 16384)
-    return [workload(BENCH_TOKENS // S, BENCH_HIDDEN // D, S, S, D) for D in options.dims for S in lengths]
 
 
 @dataclass(frozen=True)
@@ -162,18 +160,28 @@ def prepare_cost(options: Options, w: Workload) -> Cost:
     cost = Cost(w, [], {})
     problem = make_problem(w, "randn", options, CHECKED_ROWS)
     q, k, v = problem.q[problem.batches, :, problem.rows], problem.k[problem.batches], problem.v[problem.batches]
-    for name, recipe in RECIPES.items() if "helion_attn" in options.impls else ():
+    recipes = RECIPES if options.device.type == "cuda" else PRESETS  # a dry run has every recipe in part `rmse`
+    for name, recipe in recipes.items() if "helion_attn" in options.impls else ():
         model = ha.reference.fp8_attention(q, k, v, recipe=recipe)
         assert isinstance(model, Tensor)
         model_error = relative_error(model, problem.expected)
         for contender in (*ours(options, [name]), *ours(options, [name], "e2e")):
-            row, run = check(contender, problem, part="cost")
+            row, run = check(contender, problem)
+            row["part"] = "cost"
             if run is not None and row["error_total"] <= error_budget(model_error, q.dtype, device=options.device):
                 cost.runs[len(cost.rows)] = run
             elif run is not None:  # also where the error is NaN
                 row["note"] = f"not timed: total error {row['error_total']:.3g}, rounding model {model_error:.3g}"
             cost.rows.append(row)
     return cost
+
+
+def prepare_costs(options: Options) -> list[Cost]:
+    """Every shape."""
+    return [prepare_cost(options, w) for w in progress(preprocess.workloads(options), "compiling")]
+
+
+# --- the suite ------------------------------------------------------------------------------------
 
 
 def run(options: Options, results: Results) -> None:
@@ -184,7 +192,7 @@ def run(options: Options, results: Results) -> None:
         # Each process needs a CUDA context of its own, hence no fork.
         with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
             futures = {pool.submit(measure_errors, options, D): D for D in dims}
-            costs = _prepare_costs(options)
+            costs = prepare_costs(options)
             for future in progress(as_completed(futures), "errors", len(futures)):
                 if (error := future.exception()) is None:
                     results.add(*future.result())
@@ -192,7 +200,7 @@ def run(options: Options, results: Results) -> None:
                 else:
                     console.print(f"[red]a process failed, measuring D {futures[future]} in this one: {error!r}")
     else:
-        costs = _prepare_costs(options)
+        costs = prepare_costs(options)
     for D in progress(dims, "errors"):
         results.add(*measure_errors(options, D))
     # Nothing else runs on the GPU from here on.
@@ -202,20 +210,417 @@ def run(options: Options, results: Results) -> None:
         results.add(*cost.rows)
 
 
-def _prepare_costs(options: Options) -> list[Cost]:
-    return [prepare_cost(options, w) for w in progress(cost_workloads(options), "compiling")]
+# --- tables ---------------------------------------------------------------------------------------
 
 
-SUITES: dict[str, tuple[str, Suite]] = {
-    "accuracy": ("accuracy", run),
-    "preprocess": ("preprocess", preprocess.run),
-    "stages": ("stages", preprocess.run_stages),
-}
+def recipe_tables(loaded: Loaded) -> list[Table]:
+    """What the presets choose."""
+    recipes = loaded.get("accuracy", {}).get("meta", {}).get("recipes", {})
+    presets = [name for name in (*PRESETS, *RUNGS) if name in recipes]
+    if not presets:
+        return []
+    fields = [[f"`{field}`", *(recipes[name][field] for name in presets)] for field in recipes[presets[0]]]
+    return [Table("The presets", ["field", *labels(presets)], fields)]
+
+
+def rmse_tables(loaded: Loaded) -> list[Table]:
+    """RMSE on outlier inputs beside FlashAttention-3's own figures: peers and presets, and one choice at a time."""
+    rows = rows_of(loaded, "accuracy", part="rmse")
+    paper = loaded["accuracy"]["meta"].get("paper", {}).get("rmse", {}) if rows else {}
+    cells = values_of(rows, "D", "N")
+    headers = [f"D {D}, S {S}" for D, S in cells]
+    main = series_in(rows)
+    ablation = ["fast", *dict.fromkeys(series(row) for row in rows if series(row) not in LABELS)]
+    tables = []
+    for title, names, with_paper in (
+        ("RMSE, N(0, 1) + N(0, 100) Bernoulli(0.001)", main, True),
+        ("RMSE, one choice of FAST changed", ablation, False),
+    ):
+        body = []
+        for name in names:
+            mine = {(row["D"], row["N"]): row.get("rmse") for row in rows if series(row) == name}
+            figures = [number(mine.get(cell), ".2e") for cell in cells]
+            body.append([*labels([name]), *figures, *([number(paper.get(name), ".1e")] if with_paper else [])])
+        if with_paper:
+            body.append(["P and V of BALANCED", *(number(x, ".2e") for x in pv_shares(rows, cells)), "-"])
+        if body and rows:
+            tables.append(Table(title, ["", *headers, *(["FA3's paper"] if with_paper else [])], body))
+    return tables
+
+
+def pv_shares(rows: list[Row], cells: list[tuple[Any, ...]]) -> list[float | None]:
+    """Of BALANCED's RMSE what is not HYBRID's, which has the same Q and K: rounding errors that are independent add in
+    squares.
+    """
+    rmse = {(series(row), row["D"], row["N"]): row.get("rmse") for row in rows}
+    shares = []
+    for D, N in cells:
+        both, of_scores = rmse.get(("balanced", D, N)), rmse.get(("hybrid", D, N))
+        shares.append(math.sqrt(both**2 - of_scores**2) if both and of_scores and both > of_scores else None)
+    return shares
+
+
+def input_tables(loaded: Loaded) -> list[Table]:
+    """Kernel and total error on each kind of input."""
+    rows = rows_of(loaded, "accuracy", part="inputs")
+    names = series_in(rows, SHOWN)
+    order = sorted(values_of(rows, "D", "causal", "input"), key=lambda cell: (*cell[:2], INPUT_KINDS.index(cell[2])))
+    body = []
+    for D, causal, kind in order:
+        cell = [row for row in rows if (row["D"], row["causal"], row["input"]) == (D, causal, kind)]
+        body.append([str(D), mask(causal), kind, *by_error(cell, names)])
+    headers = ["D", "mask", "input", *labels(names)]
+    return [Table(f"Relative error, kernel / total, {rows[0]['N']} tokens", headers, body)] if body else []
+
+
+def biased_v_tables(loaded: Loaded) -> list[Table]:
+    """Kernel error by number of keys, V biased."""
+    rows = rows_of(loaded, "accuracy", part="long", input="biased_v")
+    names = series_in(rows, SHOWN)
+    body = []
+    for D, N in values_of(rows, "D", "N"):
+        cell = [row for row in rows if (row["D"], row["N"]) == (D, N)]
+        kernel, total = by_series(cell, "error_kernel"), by_series(cell, "error_total")
+        body.append([str(D), str(N), *(error_text(kernel.get(name)) for name in names)])
+        body[-1].append(error_text(total.get("balanced")))
+    headers = ["D", "keys", *labels(names), "BALANCED, total error"]
+    return [Table("Relative kernel error, V = |N(0, 1)| + 0.5", headers, body)] if body else []
+
+
+def long_tables(loaded: Loaded) -> list[Table]:
+    """Kernel and total error by number of keys, one table per kind of input."""
+    tables = []
+    for kind in INPUT_KINDS:
+        rows = rows_of(loaded, "accuracy", part="long", input=kind)
+        names = series_in(rows, SHOWN)
+        body = []
+        for D, N in values_of(rows, "D", "N"):
+            cell = [row for row in rows if (row["D"], row["N"]) == (D, N)]
+            body.append([str(D), str(N), *by_error(cell, names)])
+        if body:
+            title = f"Relative error, kernel / total, {rows[0]['M']} queries, {kind}"
+            tables.append(Table(title, ["D", "keys", *labels(names)], body))
+    return tables
+
+
+def cost_tables(loaded: Loaded) -> list[Table]:
+    """Milliseconds by recipe, and how many times those of FAST."""
+    tables = []
+    for stage, title in (("e2e", "End to end from bf16 to bf16"), ("kernel", "Kernel alone")):
+        rows = rows_of(loaded, "accuracy", part="cost", stage=stage)
+        cells = values_of(rows, "D", "N")
+        body = []
+        for name in dict.fromkeys(map(series, rows)):
+            line = labels([name])
+            for cell in cells:
+                ms = by_series((row for row in rows if (row["D"], row["N"]) == cell), "ms")
+                mine, fast = ms.get(name), ms.get("fast")
+                line.append("-" if mine is None else f"{mine:.3f}" + (f" ({mine / fast:.2f})" if fast else ""))
+            body.append(line)
+        if body:
+            headers = ["", *(f"D {D}, S {S}" for D, S in cells)]
+            tables.append(Table(f"{title}, full attention, ms (times FAST's)", headers, body))
+    return tables
+
+
+@dataclass(frozen=True)
+class Pareto:
+    """What a recipe gains and costs.
+
+    Attributes:
+        D, S: where.
+        points: (end-to-end ms, RMSE on outliers) by recipe.
+        fa3_rmse: of FlashAttention-3 in FP8, if it was measured.
+    """
+
+    D: int
+    S: int
+    points: dict[str, tuple[float, float]]
+    fa3_rmse: float | None
+
+
+def pareto(loaded: Loaded) -> Pareto | None:
+    """At head dim 128 and the length that both parts have, or the nearest to that."""
+    errors, times = rows_of(loaded, "accuracy", part="rmse"), rows_of(loaded, "accuracy", part="cost", stage="e2e")
+    both = sorted(
+        set(values_of(errors, "D", "N")) & set(values_of(times, "D", "N")), key=lambda c: (abs(c[0] - 128), c)
+    )
+    if not both:
+        return None
+    D, S = min(both, key=lambda cell: (abs(cell[0] - 128), cell))
+    rmse, ms = (
+        by_series((row for row in rows if (row["D"], row["N"]) == (D, S)), value)
+        for rows, value in ((errors, "rmse"), (times, "ms"))
+    )
+    return Pareto(D, S, {name: (ms[name], rmse[name]) for name in ms if name in rmse}, rmse.get("fa3_fp8"))
+
+
+def pareto_tables(loaded: Loaded) -> list[Table]:
+    """Error and time by recipe, the most accurate first."""
+    found = pareto(loaded)
+    if found is None or not found.points:
+        return []
+    body = [
+        [*labels([name]), f"{rmse:.2e}", f"{ms:.3f}"]
+        for name, (ms, rmse) in sorted(found.points.items(), key=lambda item: item[1][1])
+    ]
+    title = f"RMSE on outliers and end-to-end time, D {found.D}, S {found.S}"
+    return [Table(title, ["recipe", "RMSE", "ms"], body)]
+
+
+# --- plots ----------------------------------------------------------------------------------------
+
+
+def input_plot(loaded: Loaded) -> Figure | None:
+    """Kernel and total error by kind of input, one column per head dim."""
+    rows = rows_of(loaded, "accuracy", part="inputs", causal=False)
+    if not rows:
+        return None
+    dims, kinds = [D for (D,) in values_of(rows, "D")], kinds_in(rows)
+    figure, axes = grid(2, len(dims))
+    errors = (("error_kernel", "kernel error"), ("error_total", "total error"))
+    for (error, text), panels in zip(errors, axes, strict=True):
+        for D, ax in zip(dims, panels, strict=True):
+            panel = [row for row in rows if row["D"] == D]
+            by_kind = [by_series((row for row in panel if row["input"] == kind), error) for kind in kinds]
+            bars(
+                ax,
+                [kind.replace("_", "\n") for kind in kinds],
+                {name: [found.get(name) for found in by_kind] for name in series_in(panel, SHOWN)},
+            )
+            log_axis(ax)
+            ax.set_title(f"D = {D}, {text}")
+        panels[0].set_ylabel("relative error")
+    legend(figure, itertools.chain(*axes))
+    return figure
+
+
+def kinds_in(rows: list[Row]) -> list[str]:
+    """The kinds of input that occur in `rows`."""
+    present = {row["input"] for row in rows}
+    return [kind for kind in INPUT_KINDS if kind in present]
+
+
+def plot_by_keys(loaded: Loaded, wanted: tuple[str, ...], error: str) -> Figure | None:
+    """An error by number of keys, both axes logarithmic: a row per kind of input, a column per head dim."""
+    rows = [row for row in rows_of(loaded, "accuracy", part="long") if row["input"] in wanted]
+    if not rows:
+        return None
+    dims, kinds = [D for (D,) in values_of(rows, "D")], kinds_in(rows)
+    figure, axes = grid(len(kinds), len(dims))
+    for kind, panels in zip(kinds, axes, strict=True):
+        for D, ax in zip(dims, panels, strict=True):
+            panel = [row for row in rows if (row["D"], row["input"]) == (D, kind)]
+            for name in series_in(panel, SHOWN):
+                mine = [row for row in panel if series(row) == name and row[error] is not None]
+                line(ax, name, {row["N"]: row[error] for row in mine}, float)
+            lengths = [N for (N,) in values_of(panel, "N")]
+            ax.set_xscale("log", base=2)
+            log_axis(ax)
+            ax.set_xticks(lengths, [length(N) for N in lengths])
+            ax.xaxis.set_minor_locator(NullLocator())
+            ax.margins(x=0.08)
+            ax.set_title(f"D = {D}, {kind}")
+        panels[0].set_ylabel(f"relative {error.removeprefix('error_')} error")
+    for ax in axes[-1]:
+        ax.set_xlabel("keys")
+    legend(figure, itertools.chain(*axes))
+    return figure
+
+
+def rmse_plot(loaded: Loaded) -> Figure | None:
+    """RMSE of every series at the longest length, a panel per head dim; dotted, FlashAttention-3's own figures."""
+    rows = rows_of(loaded, "accuracy", part="rmse")
+    if not rows:
+        return None
+    S = max(row["N"] for row in rows)
+    rows = [row for row in rows if row["N"] == S]
+    dims = [D for (D,) in values_of(rows, "D")]
+    paper = loaded["accuracy"]["meta"].get("paper", {}).get("rmse", {})
+    names = [*series_in(rows), *dict.fromkeys(series(row) for row in rows if series(row) not in LABELS)][::-1]
+    figure, axes = grid(1, len(dims), height=0.27 * len(names) + 0.5)
+    for D, ax in zip(dims, axes[0], strict=True):
+        found = by_series((row for row in rows if row["D"] == D), "rmse")
+        colours = [COLOURS.get(name, "#c9b6b9" if name.startswith("fast, ") else "#a9a9a9") for name in names]
+        ax.barh(labels(names), [found.get(name, 0.0) for name in names], color=colours, height=0.75)
+        ax.set_xscale("log")
+        for name, value in paper.items():
+            if name in names:
+                y = names.index(name)
+                ax.plot(
+                    [value, value], [y - 0.5, y + 0.5], color="black", linewidth=2, label="FlashAttention-3's paper"
+                )
+        ax.grid(axis="y", visible=False)
+        ax.set_title(f"D = {D}, S = {length(S)}")
+        ax.set_xlabel("RMSE")
+    legend(figure, axes[0])
+    return figure
+
+
+def pareto_plot(loaded: Loaded) -> Figure | None:
+    """RMSE on outlier inputs against end-to-end time, a point per recipe."""
+    found = pareto(loaded)
+    if found is None or not found.points:
+        return None
+    figure, ax = plt.subplots(figsize=(7.4, 4.6), layout="constrained")
+    # Labels of points at nearly the same height would cover each other: they take turns above and below.
+    for i, (name, (ms, error)) in enumerate(sorted(found.points.items(), key=lambda item: item[1])):
+        preset = name in PRESETS
+        ax.plot(ms, error, MARKERS.get(name, "."), color=COLOURS.get(name, "#888888"), markersize=9 if preset else 7)
+        ax.annotate(
+            LABELS.get(name, name.removeprefix("fast, ")),
+            (ms, error),
+            (6, 5 if i % 2 else -11),
+            textcoords="offset points",
+            fontsize=9 if preset else 8,
+            fontweight="bold" if preset else "normal",
+        )
+    if found.fa3_rmse is not None:
+        ax.axhline(found.fa3_rmse, color=COLOURS["fa3_fp8"], linestyle="--", linewidth=1.2, label="FA3 FP8, error only")
+        ax.legend(loc="upper right")
+    log_axis(ax, (1.0, 2.0, 5.0))
+    ax.margins(x=0.18, y=0.15)
+    ax.set_title(f"Lower left is better: D = {found.D}, S = {length(found.S)}")
+    ax.set_xlabel("ms, from bf16 to bf16")
+    ax.set_ylabel("RMSE, N(0, 1) + N(0, 100) Bernoulli(0.001)")
+    return figure
+
+
+def cost_plot(loaded: Loaded) -> Figure | None:
+    """End-to-end time as a multiple of FAST's, by recipe, at the shortest length."""
+    rows = rows_of(loaded, "accuracy", part="cost", stage="e2e")
+    if not rows:
+        return None
+    S = min(row["N"] for row in rows)
+
+    def times_fast(panel: list[Row], name: str) -> float | None:
+        ms = by_series(panel, "ms")
+        return ms[name] / ms["fast"] if name in ms and "fast" in ms else None
+
+    rows = [row for row in rows if row["N"] == S]
+    return by_recipe(rows, times_fast, f"end-to-end time / FAST's, S = {length(S)}", 1.0)
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+
+
+def error_checks(loaded: Loaded) -> list[Check]:
+    """The default's error on N(0, 1)."""
+    found = []
+    for D in DIMS:
+        for causal in (False, True):
+            rows = rows_of(loaded, "accuracy", part="inputs", D=D, causal=causal, input="randn")
+            error = figure(rows, DEFAULT, "error_kernel")
+            found.append(Check("kernel error, N(0, 1)", f"S 4096, D {D}, {mask(causal)}", error, ERROR_BUDGET))
+    return found
+
+
+def rmse_checks(loaded: Loaded) -> list[Check]:
+    """RMSE on outliers, and beside FlashAttention-3's."""
+    found, rows = [], rows_of(loaded, "accuracy", part="rmse")
+    for D, S in values_of(rows, "D", "N"):
+        cell = [row for row in rows if (row["D"], row["N"]) == (D, S)]
+        balanced, accurate = figure(cell, "balanced", "rmse"), figure(cell, "accurate", "rmse")
+        fa3 = by_series(cell, "rmse").get("fa3_fp8")
+        where = f"S {S}, D {D}"
+        found += [
+            Check("RMSE, outliers, BALANCED", where, balanced, 9.1e-3),
+            Check("RMSE, outliers, BALANCED / FA3 FP8", where, ratio(balanced, fa3), 1.0),
+            Check("RMSE, outliers, ACCURATE", where, accurate, 7e-3),
+        ]
+    return found
+
+
+def long_checks(loaded: Loaded) -> list[Check]:
+    """The error with many keys and a biased V."""
+    found, rows = [], rows_of(loaded, "accuracy", part="long", input="biased_v", N=131072)
+    for (D,) in values_of(rows, "D"):
+        cell = [row for row in rows if row["D"] == D]
+        for preset in PRESETS | RUNGS:
+            worst = worst_of(figure(cell, preset, name) for name in ("error_kernel", "error_total"))
+            of = "8-bit" if preset in PRESETS else "16-bit"
+            name = f"kernel and total error, biased V, 131072 keys, {of} presets"
+            found.append(Check(name, f"{LABELS[preset]}, D {D}", worst, 0.003))
+    return found
+
+
+def cost_checks(loaded: Loaded) -> list[Check]:
+    """What the default costs beside FAST: from suite `speed`, and from `cost` where that has no such cell."""
+    both = rows_of(loaded, "attention", stage="e2e"), rows_of(loaded, "accuracy", part="cost", stage="e2e")
+    cells: dict[tuple[int, bool, int], list[Row]] = {}
+    for rows in both:
+        for D, causal, S in values_of(rows, "D", "causal", "N"):
+            cell = [row for row in rows if (row["D"], row["causal"], row["N"]) == (D, causal, S)]
+            if S >= 4096 and {DEFAULT, "fast"} <= {series(row) for row in cell}:
+                cells.setdefault((D, causal, S), cell)
+    return [
+        Check(
+            "end to end, time of BALANCED / FAST, from S 4096 on",
+            f"S {S}, D {D}, {mask(causal)}",
+            ratio(figure(cell, DEFAULT, "ms"), figure(cell, "fast", "ms")),
+            1.05,
+        )
+        for (D, causal, S), cell in sorted(cells.items())
+    ]
+
+
+SUITE = Suite(
+    "accuracy",
+    run,
+    {
+        "accuracy": Block("accuracy", input_tables, (Plot("accuracy", "Relative error by kind of input", input_plot),)),
+        "long_context": Block(
+            "accuracy",
+            biased_v_tables,
+            (
+                Plot(
+                    "long_context",
+                    "Relative error by number of keys",
+                    lambda loaded: plot_by_keys(loaded, ("biased_v",), "error_kernel"),
+                ),
+            ),
+        ),
+        "recipes": Block("accuracy", recipe_tables),
+        "pareto": Block(
+            "accuracy",
+            pareto_tables,
+            (Plot("pareto", "RMSE on outliers against end-to-end time, by recipe", pareto_plot),),
+        ),
+        "cost": Block(
+            "accuracy", cost_tables, (Plot("cost", "End-to-end time by recipe, as a multiple of FAST's", cost_plot),)
+        ),
+        "rmse": Block(
+            "accuracy", rmse_tables, (Plot("rmse", "RMSE on outliers, by implementation and recipe", rmse_plot),)
+        ),
+        "long": Block(
+            "accuracy",
+            long_tables,
+            (
+                Plot(
+                    "long_total",
+                    "Total error by number of keys and kind of input",
+                    lambda loaded: plot_by_keys(loaded, INPUT_KINDS, "error_total"),
+                ),
+                Plot(
+                    "long_kernel",
+                    "Kernel error by number of keys and kind of input",
+                    lambda loaded: plot_by_keys(loaded, INPUT_KINDS, "error_kernel"),
+                ),
+            ),
+            shown=0,
+        ),
+        "criterion": fa3_criterion.BLOCK,
+        "real": real_qkv.BLOCK,
+    },
+)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
-    return run_command(__doc__, SUITES, argv)
+    """The command: `attention.py` with this suite and those of preprocessing."""
+    from benchmarks import attention, report  # they import this file
+
+    names = ("accuracy", "preprocess", "stages")
+    return attention.main(__doc__, {name: report.SUITES[name] for name in names}, argv)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,47 @@ import dataclasses
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
+import matplotlib.pyplot as plt
 import torch
-from command import console, progress
-from harness import Results, synchronize
-from peers import helion_attn_e2e
-from problem import ERROR_BUDGET, Options, make_problem, measure, workload
-from recipes import DEFAULT, RECIPES
-from roofline import gemm_tflops
-from speed import CHECKED_ROWS, contenders_of
+from matplotlib.figure import Figure
 
+from benchmarks.lib.checks import Check, checks_over_fa3, figure
+from benchmarks.lib.harness import Loaded, Results, Row, synchronize
+from benchmarks.lib.peers import helion_attn_e2e
+from benchmarks.lib.plots import bars, legend
+from benchmarks.lib.problem import CHECKED_ROWS, ERROR_BUDGET, make_problem, measure, workload
+from benchmarks.lib.recipes import DEFAULT, RECIPES
+from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
+from benchmarks.lib.tables import (
+    BF16_PEERS,
+    FP8_PEERS,
+    Table,
+    by_impl,
+    error_text,
+    impls_in,
+    mask,
+    rows_of,
+    series,
+)
+from benchmarks.speed import (
+    contenders_of,
+    e2e_figures,
+    e2e_headers,
+    gemm_fractions,
+    gemm_tflops,
+    kernel_figures,
+    kernel_headers,
+    roofline_table,
+)
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 
 #: A long context, of one sequence.
 LONG = 131072
 
+
 #: Timed rounds of a long context, at most: one takes a second.
 LONG_REPEATS = 5
+
 
 #: Its error: that of rounding grows a little with the keys, to 0.0262 here, and FlashAttention-3's to 0.0285.
 LONG_ERROR_BUDGET = 0.03
@@ -59,8 +84,8 @@ def compile_ahead(w: Workload, recipe: str, device: torch.device) -> None:
     synchronize(device)
 
 
-def run_cells(options: Options, results: Results) -> None:
-    """As `run_speed`."""
+def run(options: Options, results: Results) -> None:
+    """As `speed.run`."""
     found = [(part, w) for part, ws in workloads(options).items() for w in ws]
     if options.workers:
         # Each process needs a CUDA context of its own, hence no fork.
@@ -79,3 +104,79 @@ def run_cells(options: Options, results: Results) -> None:
             repeats, budget = min(repeats, LONG_REPEATS), LONG_ERROR_BUDGET
         rows = measure(problem, contenders_of(options), dataclasses.replace(options, repeats=repeats), budget)
         results.add(*(row | {"part": part} for row in rows))
+
+
+#: What makes a cell of its own.
+CELL = ("part", "D", "B", "H", "H_kv", "N", "causal")
+
+
+CELL_HEADERS = ["cell", "D", "B", "heads", "S", "mask"]
+
+
+def cells_of(rows: list[Row]) -> list[tuple[tuple[str, ...], list[Row]]]:
+    """Rows by cell, in the order of the run: what names it, and its rows."""
+    cells: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        part, D, B, H, H_kv, S, causal = (row[name] for name in CELL)
+        heads = str(H) if H_kv == H else f"{H}:{H_kv}"
+        cells.setdefault((part, str(D), str(B), heads, str(S), mask(causal)), []).append(row)
+    return list(cells.items())
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """TFLOP/s of the kernels, and milliseconds from bf16 to bf16."""
+    rows = rows_of(loaded, "cells")
+    impls = impls_in([row for row in rows if row["stage"] == "kernel"])
+    peers = [impl for impl in impls if impl in BF16_PEERS]
+    kernel, e2e = [], []
+    for name, cell in cells_of(rows):
+        launched = [row for row in cell if row["stage"] == "kernel"]
+        errors = by_impl(launched, "error_kernel")
+        of_peers = " / ".join(error_text(errors.get(impl)) for impl in FP8_PEERS)
+        kernel.append([*name, *kernel_figures(launched, impls), of_peers])
+        e2e.append([*name, *e2e_figures(cell, peers)])
+    if not rows:
+        return []
+    return [
+        Table("Kernel, TFLOP/s", [*CELL_HEADERS, *kernel_headers(impls), "FA3 FP8's / cuDNN FP8's"], kernel),
+        Table("End to end from bf16 to bf16, preprocessing included, ms", [*CELL_HEADERS, *e2e_headers(peers)], e2e),
+        *roofline_table(loaded, "cells", CELL_HEADERS, cells_of(rows)),
+    ]
+
+
+def plot(loaded: Loaded) -> Figure | None:
+    """Each kernel's TFLOP/s over those of the GEMM of its dtype, as bars."""
+    rows = rows_of(loaded, "cells", stage="kernel")
+    if not rows or "gemm_tflops" not in loaded["cells"]["meta"]:
+        return None
+    found = cells_of(rows)
+    fractions = [gemm_fractions(loaded, "cells", cell) for _, cell in found]
+    groups = [f"{part}\nD {D}, {masked}\nS {S}" for (part, D, _, _, S, masked), _ in found]
+    figure, ax = plt.subplots(figsize=(1.4 * len(found) + 1.5, 3.9), layout="constrained")
+    bars(ax, groups, {impl: [of.get(impl) for of in fractions] for impl in impls_in(rows)})
+    ax.set_ylim(bottom=0)
+    ax.set_ylabel("of the GEMM of its dtype")
+    legend(figure, [ax])
+    return figure
+
+
+def colfax_checks(loaded: Loaded) -> list[Check]:
+    """The speed in Colfax Research's cells."""
+    return [
+        Check("TFLOP/s, Colfax's cells, D 256", f"S {row['N']}", figure([row], DEFAULT, "tflops"), 1100, at_least=True)
+        for row in rows_of(loaded, "cells", part="Colfax", stage="kernel")
+        if series(row) == DEFAULT
+    ]
+
+
+def grouped_checks(loaded: Loaded) -> list[Check]:
+    """Grouped queries beside FlashAttention-3's."""
+    return checks_over_fa3(
+        "grouped queries",
+        rows_of(loaded, "cells", part="GQA", stage="kernel"),
+        ("causal", "N"),
+        lambda row: f"S {row['N']}, D 128, {mask(row['causal'])}",
+    )
+
+
+SUITE = Suite("cells", run, {"cells": Block("cells", tables, (Plot("cells", "Speed over a GEMM's, by cell", plot),))})

@@ -12,13 +12,26 @@ import functools
 from collections.abc import Callable
 
 import torch
-from command import progress
-from harness import Results, Row, copier, gigabytes_per_second, nbytes, result_row, time_interleaved
-from peers import available, fa3_kvcache_16bit, fa3_kvcache_fp8
-from problem import Options, first_line
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import helion_attn as ha
+from benchmarks.lib.checks import Check
+from benchmarks.lib.harness import (
+    Loaded,
+    Results,
+    Row,
+    copier,
+    gigabytes_per_second,
+    nbytes,
+    result_row,
+    time_interleaved,
+)
+from benchmarks.lib.peers import available, fa3_kvcache_16bit, fa3_kvcache_fp8
+from benchmarks.lib.plots import horizontal
+from benchmarks.lib.problem import first_line
+from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
+from benchmarks.lib.tables import LABELS, Table, by_impl, error_text, impls_in, number, rows_of, values_of
 from helion_attn.testing import error_budget, make_qkv, relative_error
 from helion_attn.workloads import Workload
 
@@ -110,9 +123,51 @@ def measure(w: Workload, device: torch.device, repeats: int) -> list[Row]:
     return list(rows.values())
 
 
-def run_decode(options: Options, results: Results) -> None:
+def run(options: Options, results: Results) -> None:
     """Every length, one after the other."""
     for w in progress(cells(options.device, options.quick), "decode"):
         results.add(*measure(w, options.device, options.repeats))
         if options.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """Milliseconds, and bandwidth as a share of a device copy's."""
+    rows = rows_of(loaded, "decode", stage="kernel")
+    impls = impls_in(rows)
+    body = []
+    for (N,) in values_of(rows, "N"):
+        cell = [row for row in rows if row["N"] == N]
+        ms, share, error = (by_impl(cell, name) for name in ("ms", "of_copy", "error_total"))
+        append = by_impl(rows_of(loaded, "decode", stage="append", N=N), "ms").get("helion_attn")
+        times = (f"{number(ms.get(impl), '.3f')} ({number(share.get(impl), '.2f')})" for impl in impls)
+        errors = " / ".join(error_text(error.get(impl)) for impl in impls)
+        body.append([str(N), *times, number(append, ".3f"), errors])
+    headers = ["keys", *(LABELS[impl] for impl in impls), "append, ms", "total error, in this order"]
+    title = "One new token, B 64, H 64, H_kv 8, D 128, ms (bandwidth / a copy's)"
+    return [Table(title, headers, body)] if body else []
+
+
+def plot(loaded: Loaded) -> Figure | None:
+    """Bandwidth of decoding over a copy's, by number of keys."""
+    rows = rows_of(loaded, "decode", stage="kernel")
+    groups: dict[str, dict[str, float | None]] = {}
+    for (N,) in values_of(rows, "N"):
+        share = by_impl(rows_of(loaded, "decode", stage="kernel", N=N), "of_copy")
+        groups[f"{N} keys"] = {impl: share.get(impl) for impl in impls_in(rows)}
+    return horizontal({"One new token": groups}, "bandwidth / a copy's", 1.0, width=6.6)
+
+
+def checks(loaded: Loaded) -> list[Check]:
+    """Bandwidth beside a copy's."""
+    return [
+        Check(
+            "decoding, bandwidth / a copy's", f"{row['N']} keys", row.get("of_copy", float("nan")), 0.75, at_least=True
+        )
+        for row in rows_of(loaded, "decode", impl="helion_attn", stage="kernel")
+    ]
+
+
+SUITE = Suite(
+    "decode", run, {"decode": Block("decode", tables, (Plot("decode", "Bandwidth of decoding / a copy's", plot),))}
+)

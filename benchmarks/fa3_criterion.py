@@ -10,13 +10,21 @@ bf16 PyTorch operations, P rounded to e4m3 besides; and atol twice what adding 0
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import matplotlib.pyplot as plt
 import torch
-from harness import Row, result_row
-from peers import fa3_on_fp8
-from problem import Options, first_line, oracle
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import helion_attn as ha
+from benchmarks.lib.checks import Check, worst_of
+from benchmarks.lib.harness import Loaded, Row, result_row
+from benchmarks.lib.peers import fa3_on_fp8
+from benchmarks.lib.plots import COLOURS, MARKERS, legend
+from benchmarks.lib.problem import first_line, oracle
+from benchmarks.lib.suite import Block, Options, Plot
+from benchmarks.lib.tables import LABELS, Table, by_impl, mask, number, rows_of, values_of
 from helion_attn.reference.shapes import hide_future_keys
 from helion_attn.workloads import Workload
 
@@ -73,12 +81,12 @@ def measure(options: Options, w: Workload, seed: int) -> list[Row]:
     out_pt = rounded_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), w.causal)
     pytorch = _max_difference(out_pt, ref)
 
-    rows = []
+    measured = []
     for impl in ("helion_attn", "fa3_fp8"):
         if impl not in options.impls:
             continue
         recipe = "fast" if impl == "helion_attn" else None
-        row = result_row(impl, w, "kernel", INPUT, recipe=recipe, part="criterion")
+        row = result_row(impl, w, "kernel", INPUT, recipe=recipe) | {"part": "criterion"}
         try:
             if impl == "helion_attn":
                 qkv = ha.pack(q8, k8, v8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
@@ -86,13 +94,84 @@ def measure(options: Options, w: Workload, seed: int) -> list[Row]:
             else:
                 out = fa3_on_fp8(q8, k8, v8, q_descale, k_descale, v_descale, w.causal)
         except Exception as error:
-            rows.append(row | {"error_message": first_line(error)})
+            measured.append(row | {"error_message": first_line(error)})
             continue
         worst = _max_difference(out, ref)
         errors = {"max_error": worst, "max_error_pytorch": pytorch, "atol": atol}
-        rows.append(row | errors | {"ratio": worst / (2 * pytorch + atol)})
-    return rows
+        measured.append(row | errors | {"ratio": worst / (2 * pytorch + atol)})
+    return measured
 
 
 def _max_difference(out: Tensor, ref: Tensor) -> float:
     return (out.float() - ref.float()).abs().max().item()
+
+
+def rows(options: Options, D: int) -> Iterator[Row]:
+    """Part `criterion` of the accuracy suite: every case at a head dim."""
+    for seed, w in enumerate(workloads(options, D)):
+        yield from measure(options, w, seed)
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """The worst of FlashAttention-3's test cases by head dim and mask, and every case."""
+    cases = rows_of(loaded, "accuracy", part="criterion")
+    impls = [impl for impl in ("helion_attn", "fa3_fp8") if any(row["impl"] == impl for row in cases)]
+    names = [LABELS[impl] for impl in impls]
+    worst, every = [], []
+    for D, causal in values_of(cases, "D", "causal"):
+        cell = [row for row in cases if (row["D"], row["causal"]) == (D, causal)]
+        figures = []
+        for impl in impls:
+            ratios = [row.get("ratio") for row in cell if row["impl"] == impl]
+            measured = [ratio for ratio in ratios if ratio is not None]
+            passed = sum(ratio <= 1 for ratio in measured)
+            figures += [number(max(measured, default=None), ".2f"), f"{passed} of {len(ratios)}"]
+        worst.append([str(D), mask(causal), *figures])
+    for case in values_of(cases, "D", "causal", "M", "N", "H_kv"):
+        cell = [row for row in cases if tuple(row[name] for name in ("D", "causal", "M", "N", "H_kv")) == case]
+        by = by_impl(cell, "ratio")
+        D, causal, *rest = case
+        every.append([str(D), mask(causal), *map(str, rest), *(number(by.get(impl), ".2f") for impl in impls)])
+    if not cases:
+        return []
+    headers = [text for name in names for text in (f"{name}, worst ratio", "passed")]
+    return [
+        Table("FlashAttention-3's FP8 test: error / what is allowed", ["D", "mask", *headers], worst),
+        Table("Every case of it, 6 heads", ["D", "mask", "M", "N", "KV heads", *names], every),
+    ]
+
+
+def plot(loaded: Loaded) -> Figure | None:
+    """Every case of FlashAttention-3's FP8 test: its error over what is allowed."""
+    cases = [row for row in rows_of(loaded, "accuracy", part="criterion") if row.get("ratio") is not None]
+    if not cases:
+        return None
+    cells = values_of(cases, "D", "causal")
+    figure, ax = plt.subplots(figsize=(7.4, 3.3), layout="constrained")
+    for offset, impl in ((-0.12, "helion_attn"), (0.12, "fa3_fp8")):
+        points = [
+            (cells.index((row["D"], row["causal"])) + offset, row["ratio"]) for row in cases if row["impl"] == impl
+        ]
+        if points:
+            x, y = zip(*points, strict=True)
+            ax.plot(x, y, MARKERS[impl], color=COLOURS[impl], markersize=4.5, alpha=0.7, label=LABELS[impl])
+    ax.axhline(1, color="#666666", linestyle="--", linewidth=1.2, label="passes below")
+    ax.set_xticks(range(len(cells)), [f"D {D}\n{mask(causal)}" for D, causal in cells])
+    ax.set_ylim(bottom=0)
+    ax.set_ylabel("error / what is allowed")
+    legend(figure, [ax])
+    return figure
+
+
+def checks(loaded: Loaded) -> list[Check]:
+    """The worst case of each head dim."""
+    found, cases = [], rows_of(loaded, "accuracy", part="criterion", impl="helion_attn")
+    for (D,) in values_of(cases, "D"):
+        # A case that raised has no ratio and must not pass.
+        ratios = [row.get("ratio", float("nan")) for row in cases if row["D"] == D]
+        name = "FA3's FP8 test, error / what is allowed"
+        found.append(Check(name, f"D {D}, worst of {len(ratios)} cases", worst_of(ratios), 1.0))
+    return found
+
+
+BLOCK = Block("accuracy", tables, (Plot("criterion", "Error over what FA3's test allows, by head dim", plot),), shown=1)

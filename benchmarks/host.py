@@ -16,14 +16,18 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from command import progress
-from harness import Results, Row, result_row, synchronize
-from peers import available, fa3_16bit, fa3_fp8
-from problem import Options, workload
-from recipes import DEFAULT
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import helion_attn as ha
+from benchmarks.lib.checks import Check
+from benchmarks.lib.harness import Loaded, Results, Row, result_row, synchronize
+from benchmarks.lib.peers import available, fa3_16bit, fa3_fp8
+from benchmarks.lib.plots import horizontal
+from benchmarks.lib.problem import workload
+from benchmarks.lib.recipes import DEFAULT
+from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
+from benchmarks.lib.tables import LABELS, Table, number, ratio, rows_of, values_of
 from helion_attn.testing import make_qkv
 from helion_attn.workloads import Workload
 
@@ -95,13 +99,68 @@ def measure(device: torch.device, called: dict[tuple[str, str], Prepare], count:
             "by_turns": host_us([same, turns] * (count // 2), ROUNDS, device),
         }
         for name, us in lengths.items():
-            yield result_row(impl, shape(SAME), stage, "randn", recipe=recipe, lengths=name, host_us=us)
+            yield result_row(impl, shape(SAME), stage, "randn", recipe=recipe) | {"lengths": name, "host_us": us}
 
 
-def run_host(options: Options, results: Results) -> None:
+def run(options: Options, results: Results) -> None:
     """Every call, with the same lengths, by turns and with new ones."""
     names, _why_not = available(options.device)
     called = {key: prepare for key, prepare in CALLED.items() if key[0] in names}
     count = CALLS if options.device.type == "cuda" else 2
     for row in progress(measure(options.device, called, count), "host", total=3 * len(called)):
         results.add(row)
+
+
+#: What was called, by (implementation, stage).
+CALL_NAMES = {
+    ("helion_attn", "kernel"): "`attention_quantized`",
+    ("helion_attn", "preprocess"): "`quantize`",
+    ("helion_attn", "e2e"): "`attention`",
+    ("fa3_fp8", "e2e"): "FA3 FP8, from bf16",
+}
+
+
+LENGTHS = ("same", "by_turns", "new")
+
+
+def call_name(impl: str, stage: str) -> str:
+    """What was called."""
+    return CALL_NAMES.get((impl, stage), LABELS.get(impl, impl))
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """Microseconds a call, by what was called and by whether its lengths were seen before."""
+    rows = rows_of(loaded, "host")
+    body = []
+    for impl, stage in values_of(rows, "impl", "stage"):
+        us = {row["lengths"]: row["host_us"] for row in rows if (row["impl"], row["stage"]) == (impl, stage)}
+        body.append([call_name(impl, stage), *(number(us.get(lengths), ".0f") for lengths in LENGTHS)])
+    headers = ["call", "same lengths", "two by turns", "new"]
+    return [Table("Host time of a call, microseconds", headers, body)] if body else []
+
+
+def plot(loaded: Loaded) -> Figure | None:
+    """Microseconds of a call, of the same lengths as the one before."""
+    groups: dict[str, dict[str, float | None]] = {
+        call_name(row["impl"], row["stage"]).strip("`"): {row["impl"]: row["host_us"]}
+        for row in rows_of(loaded, "host", lengths="same")
+    }
+    return horizontal({"Calls of the same lengths": groups}, "host time of a call, microseconds", width=6.6)
+
+
+def checks(loaded: Loaded) -> list[Check]:
+    """What a call costs the host, beside FlashAttention-3's: of quantised tensors, and from bf16."""
+    us = {(row["impl"], row["stage"]): row["host_us"] for row in rows_of(loaded, "host", lengths="same")}
+    if not us:
+        return []
+    return [
+        Check("host time of a call / FA3's", where, ratio(us.get(("helion_attn", stage)), us.get(peer)), 1.0)
+        for where, stage, peer in (
+            ("quantised tensors, fastest of four runs", "kernel", ("fa3_fp8", "kernel")),
+            ("from bf16, FA3 in FP8", "e2e", ("fa3_fp8", "e2e")),
+            ("from bf16, FA3 in bf16", "e2e", ("fa3_bf16", "kernel")),
+        )
+    ]
+
+
+SUITE = Suite("host", run, {"host": Block("host", tables, (Plot("host", "Host time of a call", plot),))})

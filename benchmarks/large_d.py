@@ -10,13 +10,30 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from command import progress
-from harness import Results
-from peers import PACKAGES, Prepare, available, cudnn_bf16, fa3_16bit, fa3_fp8, flash_16bit, sdpa
-from problem import Contender, Options, make_problem, measure, ours, workload
-from recipes import DEFAULT
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from torch.nn.attention import SDPBackend
 
+from benchmarks.lib.checks import Check, figure
+from benchmarks.lib.harness import Loaded, Results, Row
+from benchmarks.lib.peers import PACKAGES, Prepare, available, cudnn_bf16, fa3_16bit, fa3_fp8, flash_16bit, sdpa
+from benchmarks.lib.plots import bars, legend
+from benchmarks.lib.problem import ERROR_BUDGET, Contender, make_problem, measure, ours, workload
+from benchmarks.lib.recipes import DEFAULT
+from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
+from benchmarks.lib.tables import (
+    LABELS,
+    Table,
+    by_impl,
+    error_text,
+    fastest,
+    impls_in,
+    mask,
+    number,
+    ratio,
+    rows_of,
+    values_of,
+)
 from helion_attn.configs import SUPPORTED_D
 from helion_attn.workloads import Workload
 
@@ -52,7 +69,7 @@ def cells(options: Options) -> list[tuple[Workload, dict[str, Prepare]]]:
     return found
 
 
-def run_large_d(options: Options, results: Results) -> None:
+def run(options: Options, results: Results) -> None:
     """Kernel times; every row with its error, and no time for a wrong answer of ours."""
     runnable, _ = available(options.device)
     for w, peers in progress(cells(options), "large_d"):
@@ -60,3 +77,90 @@ def run_large_d(options: Options, results: Results) -> None:
         wanted = [name for name in peers if name in runnable or name not in PACKAGES]
         contenders = [*ours(options, [DEFAULT]), *(Contender(name, peers[name]) for name in wanted)]
         results.add(*measure(problem, contenders, options))
+
+
+def rows_by_pair(loaded: Loaded, square: bool) -> list[Row]:
+    """FFPA's cells, with D = D_v, or those of other pairs."""
+    return [row for row in rows_of(loaded, "large_d") if (row["D"] == row["D_v"]) == square]
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """Time and TFLOP/s of FFPA's cells, and a table for each pair of D and D_v."""
+    parts: dict[str, list[Row]] = {}
+    for row in [*rows_by_pair(loaded, True), *rows_by_pair(loaded, False)]:
+        heads = row["H"] if row["H"] == row["H_kv"] else f"{row['H']}:{row['H_kv']}"
+        pair = "" if row["D"] == row["D_v"] else f"D {row['D']}, D_v {row['D_v']}, "
+        parts.setdefault(f"{pair}B {row['B']}, H {heads}, N {row['N']}", []).append(row)
+    tables = []
+    for title, rows in parts.items():
+        impls = [impl for impl in impls_in(rows) if any(row["impl"] == impl and row["ms"] for row in rows)]
+        body = []
+        for D, causal in values_of(rows, "D", "causal"):
+            cell = [row for row in rows if (row["D"], row["causal"]) == (D, causal)]
+            ms, tflops = by_impl(cell, "ms"), by_impl(cell, "tflops")
+            best, mine = fastest(ms, [impl for impl in impls if impl != "helion_attn"]), ms.get("helion_attn")
+            body.append(
+                [
+                    str(D),
+                    mask(causal),
+                    *(f"{number(ms.get(impl), '.2f')} ({number(tflops.get(impl), '.0f')})" for impl in impls),
+                    number(best / mine if best and mine else None, ".2f"),
+                    error_text(by_impl(cell, "error_kernel").get("helion_attn")),
+                ]
+            )
+        headers = ["D", "mask", *(LABELS[impl] for impl in impls), "best peer / ours", "our kernel error"]
+        tables.append(Table(f"Kernel, {title}, ms (TFLOP/s)", headers, body))
+    return tables
+
+
+def plot(loaded: Loaded) -> Figure | None:
+    """TFLOP/s by head dim, a panel for each mask."""
+    rows = [row for row in rows_by_pair(loaded, square=True) if row["tflops"] is not None]
+    if not rows:
+        return None
+    masks, dims = values_of(rows, "causal"), [D for (D,) in values_of(rows, "D")]
+    figure, panels = plt.subplots(1, len(masks), figsize=(10.5, 3.7), squeeze=False, layout="constrained", sharey=True)
+    for (causal,), ax in zip(masks, panels[0], strict=True):
+        panel = [row for row in rows if row["causal"] == causal]
+        heights = {
+            impl: [by_impl((row for row in panel if row["D"] == D), "tflops").get(impl) for D in dims]
+            for impl in impls_in(panel)
+        }
+        bars(ax, [str(D) for D in dims], heights)
+        ax.set_title(mask(causal))
+        ax.set_xlabel("head dim")
+    panels[0][0].set_ylabel("TFLOP/s")
+    legend(figure, panels[0])
+    return figure
+
+
+def checks(loaded: Loaded) -> list[Check]:
+    """Head dims above 256 beside SDPA, 192/128 beside FA3."""
+    found = []
+    square = rows_by_pair(loaded, square=True)
+    for D, causal in values_of(square, "D", "causal"):
+        cell = [row for row in square if (row["D"], row["causal"]) == (D, causal)]
+        ms, where = by_impl(cell, "ms"), f"D {D}, {mask(causal)}"
+        ms.pop("helion_attn", None)
+        mine, error = figure(cell, DEFAULT, "ms"), figure(cell, DEFAULT, "error_kernel")
+        found += [
+            Check("kernel error, D > 256", where, error, ERROR_BUDGET),
+            Check(
+                "speed / SDPA efficient's, D > 256", where, ratio(ms.get("efficient_bf16"), mine), 3.0, at_least=True
+            ),
+            Check("speed / fastest SDPA's, D > 256", where, ratio(fastest(ms, ms), mine), 1.0, at_least=True),
+        ]
+        if D == 512 and not causal:
+            tflops = figure(cell, DEFAULT, "tflops")
+            found.append(Check("TFLOP/s, D 512, full", "", tflops, 600, at_least=True))
+    prefill = [row for row in rows_by_pair(loaded, square=False) if (row["D"], row["D_v"]) == (192, 128)]
+    for (causal,) in values_of(prefill, "causal"):
+        cell = [row for row in prefill if row["causal"] == causal]
+        found.append(Check("kernel error, 192/128", mask(causal), figure(cell, DEFAULT, "error_kernel"), ERROR_BUDGET))
+        if causal:
+            faster = ratio(by_impl(cell, "ms").get("fa3_fp8"), figure(cell, DEFAULT, "ms"))
+            found.append(Check("speed / FA3 FP8's, 192/128, causal", "", faster, 0.9, at_least=True))
+    return found
+
+
+SUITE = Suite("large_d", run, {"large_d": Block("large_d", tables, (Plot("large_d", "TFLOP/s by head dim", plot),))})

@@ -13,20 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from command import progress
-from harness import Results, Row, attention_flops, result_row, time_interleaved
-from peers import Prepared, fa3_fp8_with
-from problem import Options, first_line, workload
-from recipes import DEFAULT, RECIPES
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import helion_attn as ha
+from benchmarks.lib.checks import FEATURE_BOUND, Check, figure
+from benchmarks.lib.harness import Loaded, Results, Row, attention_flops, result_row, time_interleaved
+from benchmarks.lib.peers import Prepared, fa3_fp8_with
+from benchmarks.lib.plots import horizontal
+from benchmarks.lib.problem import CHECKED_ROWS, first_line, workload
+from benchmarks.lib.recipes import DEFAULT, RECIPES
+from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
+from benchmarks.lib.tables import Table, by_impl, error_text, number, ratio, rows_of, values_of
 from helion_attn.configs import packing
 from helion_attn.testing import make_qkv, relative_error
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
-
-#: Query rows that are checked against the oracle: the last, which see most.
-CHECKED_ROWS = 64
 
 #: Keys that a row sees on its left.
 WINDOW = 1023
@@ -85,7 +86,8 @@ def measure(w: Workload, name: str, options: Options) -> list[Row]:
     visible = 1.0 if scores.window is None else visible_share(w)
     last = slice(max(0, w.M - CHECKED_ROWS), None)
     for impl, prepare in prepared.items():
-        common: dict[str, Any] = {"recipe": impl if impl in RECIPES else None, "mask": name, "visible": visible}
+        row = result_row(impl, w, "kernel", "randn", recipe=impl if impl in RECIPES else None)
+        row |= {"mask": name, "visible": visible}
         try:
             ready = prepare()
             assert ready.dequantized is not None
@@ -94,19 +96,69 @@ def measure(w: Workload, name: str, options: Options) -> list[Row]:
             assert isinstance(expected, Tensor)
             error = relative_error(ready.output(ready.run())[:, :, last], expected)
         except Exception as problem:  # one implementation's failure is a result, not the end of the run
-            rows.append(result_row(impl, w, "kernel", "randn", error_message=first_line(problem), **common))
+            rows.append(row | {"error_message": first_line(problem)})
             continue
         runs[len(rows)] = ready.run
-        rows.append(result_row(impl, w, "kernel", "randn", error_kernel=error, **common))
+        rows.append(row | {"error_kernel": error})
     for i, ms in time_interleaved(runs, options.device, options.repeats).items():
         rows[i] |= {"ms": ms, "tflops": attention_flops(w) / ms / 1e9}
     return rows
 
 
-def run_masks(options: Options, results: Results) -> None:
+def run(options: Options, results: Results) -> None:
     """Every case at every head dim."""
     S = 256 if options.device.type == "cpu" else BENCH_TOKENS
     for D in progress(options.dims, "masks"):
         H = 2 if options.device.type == "cpu" else BENCH_HIDDEN // D
         for name in CASES:
             results.add(*measure(workload(1, H, S, S, D, causal=True), name, options))
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """Milliseconds, and how they compare to plain causal attention and to FlashAttention-3."""
+    rows = rows_of(loaded, "masks")
+    names = list(dict.fromkeys(row["mask"] for row in rows))
+    body = []
+    for (D,) in values_of(rows, "D"):
+        plain = by_impl([row for row in rows if (row["D"], row["mask"]) == (D, "causal")], "ms").get(DEFAULT)
+        for name in names:
+            cell = [row for row in rows if (row["D"], row["mask"]) == (D, name)]
+            ms, error = by_impl(cell, "ms"), by_impl(cell, "error_kernel")
+            mine, fast, peer = (ms.get(impl) for impl in (DEFAULT, "fast", "fa3_fp8"))
+            line = [str(D), name, *(number(t, ".3f") for t in (mine, fast, peer))]
+            line.append(number(mine / (plain * cell[0]["visible"]) if mine and plain else None, ".2f"))
+            line.append(number(peer / mine if mine and peer else None, ".2f"))
+            body.append([*line, error_text(error.get(DEFAULT))])
+    headers = ["D", "scores", "BALANCED, ms", "FAST, ms", "FA3 FP8, ms", "over causal x visible blocks' share"]
+    headers += ["FA3 / BALANCED", "our kernel error"]
+    return [Table("Kernel, masks and scores on causal attention", headers, body)] if body else []
+
+
+def plot(loaded: Loaded) -> Figure | None:
+    """Milliseconds by what is done to causal scores, a panel per head dim."""
+    rows = rows_of(loaded, "masks")
+    panels = {}
+    for (D,) in values_of(rows, "D"):
+        groups: dict[str, dict[str, float | None]] = {}
+        for name in dict.fromkeys(row["mask"] for row in rows):
+            ms = by_impl(rows_of(loaded, "masks", D=D, mask=name), "ms")
+            groups[name] = {impl: ms.get(impl) for impl in (DEFAULT, "fast", "fa3_fp8")}
+        panels[f"D = {D}"] = groups
+    return horizontal(panels, "ms")
+
+
+def checks(loaded: Loaded) -> list[Check]:
+    """A window's time over what its blocks' share of causal attention takes; and softcap's, beside FA3's."""
+    windows, softcaps = [], []
+    for (D,) in values_of(rows_of(loaded, "masks"), "D"):
+        causal, window, softcap = (rows_of(loaded, "masks", D=D, mask=name) for name in ("causal", "window", "softcap"))
+        share = ratio(figure(window, DEFAULT, "ms"), by_impl(causal, "ms").get(DEFAULT))
+        over = ratio(share, figure(window, DEFAULT, "visible"))
+        name = "a window's time / its blocks' share of causal attention's"
+        windows.append(Check(name, f"D {D}", over, 1.3))
+        faster = ratio(by_impl(softcap, "ms").get("fa3_fp8"), figure(softcap, DEFAULT, "ms"))
+        softcaps.append(Check("softcap, speed / FA3 FP8's", f"D {D}", faster, FEATURE_BOUND, at_least=True))
+    return windows + softcaps
+
+
+SUITE = Suite("masks", run, {"masks": Block("masks", tables, (Plot("masks", "Milliseconds by mask and score", plot),))})

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import matplotlib.pyplot as plt
 import torch
-from command import progress
-from harness import Results, Row, copier, copy_bandwidth, gigabytes_per_second, nbytes, result_row, time_interleaved
-from peers import helion_attn_e2e
-from problem import Options, workload
-from recipes import DEFAULT, PRESETS, RECIPES
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import helion_attn as ha
+from benchmarks.lib.checks import Check
+from benchmarks.lib.harness import (
+    Loaded,
+    Results,
+    Row,
+    copier,
+    copy_bandwidth,
+    gigabytes_per_second,
+    nbytes,
+    result_row,
+    time_interleaved,
+)
+from benchmarks.lib.peers import helion_attn_e2e
+from benchmarks.lib.plots import bars, by_recipe, label, legend, length
+from benchmarks.lib.problem import dry_workload, grid_workload
+from benchmarks.lib.recipes import DEFAULT, PRESETS, RECIPES
+from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
+from benchmarks.lib.tables import LABELS, Table, by_impl, labels, number, rows_of, series, values_of
 from helion_attn import configs
 from helion_attn.preprocess import pack, statistics
 from helion_attn.preprocess.lib.choices import Choices
@@ -22,18 +37,23 @@ from helion_attn.preprocess.lib.rope import rope_tables as kernel_tables
 from helion_attn.preprocess.lib.strided import strided_qkv
 from helion_attn.testing import make_qkv
 from helion_attn.validate.dense import MIN_D
-from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
+from helion_attn.workloads import Workload
 
 #: The head dim at which the presets are also timed with RoPE.
 ROPE_DIM = 128
+
+#: The share of a copy's bandwidth that `quantize` and its stages are to reach.
+COPY_FRACTION = 0.75
+
+#: That of V packed alone.
+COPY_FRACTION_OF_V = 0.65
 
 
 def workloads(options: Options) -> list[Workload]:
     """16k tokens x hidden 2048 in long and in short sequences."""
     if options.device.type == "cpu":
-        return [workload(1, 2, 128, 128, D) for D in options.dims]
-    lengths = (4096,) if options.quick else (4096, 16384)
-    return [workload(BENCH_TOKENS // S, BENCH_HIDDEN // D, S, S, D) for D in options.dims for S in lengths]
+        return [dry_workload(D) for D in options.dims]
+    return [grid_workload(S, D) for D in options.dims for S in ((4096,) if options.quick else (4096, 16384))]
 
 
 def rope_tables(S: int, D: int, device: torch.device) -> ha.Rope:
@@ -86,27 +106,20 @@ def _quantize_rows(w: Workload, q: Tensor, k: Tensor, v: Tensor, options: Option
     ms = time_interleaved({**runs, ("copy", False): copier(q, k, v)}, options.device, options.repeats)
     size, copy_ms = nbytes(q, k, v), ms.pop(("copy", False))
     copy_gbs = gigabytes_per_second(2 * size, copy_ms)
-    rows = [result_row("copy", w, "preprocess", "randn", ms=copy_ms, gbs=copy_gbs)]
+    rows = [result_row("copy", w, "preprocess", "randn", ms=copy_ms) | {"gbs": copy_gbs}]
     for (name, roped), given in cases.items():
         written = bytes_written(q, k, v, RECIPES[name])
         moved = bytes_read(q, k, v, RECIPES[name], given) + written
         gbs = gigabytes_per_second(moved, ms[name, roped])
-        rows.append(
-            result_row(
-                "helion_attn",
-                w,
-                "preprocess",
-                "randn",
-                recipe=name,
-                ms=ms[name, roped],
-                rope=roped or None,
-                copy_ratio=ms[name, roped] / copy_ms,
-                gbs=gigabytes_per_second(size + written, ms[name, roped]),
-                moved_bytes=moved,
-                moved_gbs=gbs,
-                copy_fraction=gbs / copy_gbs,
-            )
-        )
+        row = result_row("helion_attn", w, "preprocess", "randn", recipe=name, ms=ms[name, roped])
+        row |= {
+            "copy_ratio": ms[name, roped] / copy_ms,
+            "gbs": gigabytes_per_second(size + written, ms[name, roped]),
+            "moved_bytes": moved,
+            "moved_gbs": gbs,
+            "copy_fraction": gbs / copy_gbs,
+        }
+        rows.append(row | {"rope": True} if roped else row)
     return rows
 
 
@@ -120,7 +133,10 @@ def _memory_row(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> Row:
     torch.cuda.synchronize()
     extra = torch.cuda.max_memory_allocated() - before - nbytes(out)
     packed = bytes_written(q, k, v, ha.BALANCED)
-    return result_row("helion_attn", w, "e2e", "randn", recipe=DEFAULT, peak_extra_bytes=extra, packed_bytes=packed)
+    return result_row("helion_attn", w, "e2e", "randn", recipe=DEFAULT) | {
+        "peak_extra_bytes": extra,
+        "packed_bytes": packed,
+    }
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -213,22 +229,217 @@ def run_stages(options: Options, results: Results) -> None:
         ms = time_interleaved({**runs, ("copy", None): copier(q, k, v)}, options.device, options.repeats)
         copy_ms = ms.pop(("copy", None))
         copy_gbs = gigabytes_per_second(2 * nbytes(q, k, v), copy_ms)
-        rows = [result_row("copy", w, "preprocess", "randn", ms=copy_ms, gbs=copy_gbs)]
+        rows = [result_row("copy", w, "preprocess", "randn", ms=copy_ms) | {"gbs": copy_gbs}]
         for key, stage in timed.items():
             moved = stage.moved()
             gbs = gigabytes_per_second(moved, ms[key])
-            rows.append(
-                result_row(
-                    "helion_attn",
-                    w,
-                    "preprocess",
-                    "randn",
-                    recipe=stage.recipe,
-                    ms=ms[key],
-                    part=stage.part,
-                    moved_bytes=moved,
-                    moved_gbs=gbs,
-                    copy_fraction=gbs / copy_gbs,
-                )
-            )
+            row = result_row("helion_attn", w, "preprocess", "randn", recipe=stage.recipe, ms=ms[key])
+            row |= {"part": stage.part, "moved_bytes": moved, "moved_gbs": gbs, "copy_fraction": gbs / copy_gbs}
+            rows.append(row)
         results.add(*rows)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def unroped_default(rows: Iterable[Row]) -> list[Row]:
+    """Preprocessing with the default recipe and without RoPE, and the rows without a recipe."""
+    return [row for row in rows if row["recipe"] in (None, DEFAULT) and not row.get("rope")]
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """Time of `quantize` and memory of `attention`."""
+    rows = unroped_default(rows_of(loaded, "preprocess"))
+    body = []
+    for D, S in values_of(rows, "D", "N"):
+        cell = [row for row in rows if (row["D"], row["N"]) == (D, S)]
+        ms, gbs = (by_impl((row for row in cell if row["stage"] == "preprocess"), name) for name in ("ms", "gbs"))
+        ratio = by_impl(cell, "copy_ratio").get("helion_attn")
+        extra, packed = (by_impl(cell, name).get("helion_attn") for name in ("peak_extra_bytes", "packed_bytes"))
+        body.append(
+            [
+                str(D),
+                str(S),
+                number(ms.get("helion_attn"), ".3f"),
+                number(ms.get("copy"), ".3f"),
+                number(ratio, ".2f"),
+            ]
+            + [number(gbs.get(impl), ".0f") for impl in ("helion_attn", "copy")]
+            + [number(None if x is None else x / 2**20, ".1f") for x in (extra, packed)]
+        )
+    headers = ["D", "S", "quantize, ms", "copy, ms", "ratio", "quantize, GB/s", "copy, GB/s"]
+    headers += ["attention's extra memory, MiB", "packed Q, K, V, MiB"]
+    return [Table("Preprocessing Q, K and V", headers, body)] if body else []
+
+
+def recipe_tables(loaded: Loaded) -> list[Table]:
+    """`quantize` by recipe against a copy."""
+    rows = rows_of(loaded, "preprocess", impl="helion_attn", stage="preprocess")
+    rows = [row for row in rows if "copy_fraction" in row]
+    body = [
+        [
+            *labels([row["recipe"]]),
+            "yes" if row.get("rope") else "",
+            str(row["D"]),
+            str(row["N"]),
+            f"{row['ms']:.3f}",
+            f"{row['moved_bytes'] / 2**20:.0f}",
+            f"{row['moved_gbs']:.0f}",
+            f"{row['copy_fraction']:.2f}",
+            f"{row['copy_ratio']:.2f}",
+        ]
+        for row in sorted(rows, key=_preprocess_order)
+    ]
+    headers = ["recipe", "RoPE", "D", "S", "ms", "MiB moved", "GB/s", "GB/s / a copy's", "ms / a copy's"]
+    return [Table("`quantize`, 16k tokens x 2048", headers, body)] if body else []
+
+
+def _preprocess_order(row: Row) -> tuple[int, int, bool]:
+    return row["D"], row["N"], bool(row.get("rope"))
+
+
+def stage_tables(loaded: Loaded) -> list[Table]:
+    """Each stage of preprocessing, and all in one launch, against a copy."""
+    rows = rows_of(loaded, "stages", impl="helion_attn")
+    body = [
+        [
+            row["part"],
+            *(labels([row["recipe"]]) if row["recipe"] else ["any"]),
+            str(row["D"]),
+            str(row["N"]),
+            f"{row['ms']:.3f}",
+            f"{row['moved_bytes'] / 2**20:.0f}",
+            f"{row['moved_gbs']:.0f}",
+            f"{row['copy_fraction']:.2f}",
+        ]
+        for row in sorted(rows, key=lambda row: (row["D"], row["N"]))
+    ]
+    headers = ["launch", "recipe", "D", "S", "ms", "MiB moved", "GB/s", "GB/s / a copy's"]
+    return [Table("Stages of preprocessing, 16k tokens x 2048", headers, body)] if body else []
+
+
+# --- plots ----------------------------------------------------------------------------------------
+
+
+def plot(loaded: Loaded) -> Figure | None:
+    """Time of `quantize` beside that of a copy."""
+    rows = unroped_default(rows_of(loaded, "preprocess", stage="preprocess"))
+    if not rows:
+        return None
+    cells = values_of(rows, "D", "N")
+    figure, ax = plt.subplots(figsize=(6.6, 3.3), layout="constrained")
+
+    def times(impl: str) -> list[float | None]:
+        return [by_impl((row for row in rows if (row["D"], row["N"]) == cell), "ms").get(impl) for cell in cells]
+
+    ours = times("helion_attn")
+    bars(
+        ax,
+        [f"D {D}\n{length(S)}" for D, S in cells],
+        {"quantize": ours, "copy of the same bytes": times("copy")},
+    )
+    for i, (cell, ms) in enumerate(zip(cells, ours, strict=True)):
+        ratio = by_impl((row for row in rows if (row["D"], row["N"]) == cell), "copy_ratio").get("helion_attn")
+        if ratio is not None and ms is not None:
+            label(ax, i - 0.205, ms, f"{ratio:.2f}x")
+    ax.margins(y=0.1)
+    ax.set_title("Q, K and V of 16k tokens x 2048")
+    ax.set_xlabel("head dim and sequence length")
+    ax.set_ylabel("ms")
+    legend(figure, [ax])
+    return figure
+
+
+def recipe_plot(loaded: Loaded) -> Figure | None:
+    """Bandwidth of `quantize` over a copy's, by recipe, the lower of both lengths."""
+    rows = [row for row in rows_of(loaded, "preprocess", impl="helion_attn") if "copy_fraction" in row]
+    if not rows:
+        return None
+    named = [row | {"recipe": f"{LABELS[row['recipe']]}, RoPE"} if row.get("rope") else row for row in rows]
+
+    def least(panel: list[Row], name: str) -> float | None:
+        return min((row["copy_fraction"] for row in panel if series(row) == name), default=None)
+
+    return by_recipe(named, least, "bandwidth / a copy's", COPY_FRACTION)
+
+
+def stage_plot(loaded: Loaded) -> Figure | None:
+    """Bandwidth of each stage of preprocessing over a copy's, the lower of both lengths."""
+    rows = rows_of(loaded, "stages", impl="helion_attn")
+    if not rows:
+        return None
+    named = [row | {"recipe": ", ".join((row["part"], *labels([row["recipe"] or "any recipe"])))} for row in rows]
+
+    def least(panel: list[Row], name: str) -> float | None:
+        return min((row["copy_fraction"] for row in panel if series(row) == name), default=None)
+
+    return by_recipe(named, least, "bandwidth / a copy's", COPY_FRACTION)
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+
+
+def default_checks(loaded: Loaded) -> list[Check]:
+    """Time and memory with the default recipe."""
+    found = []
+    for row in unroped_default(rows_of(loaded, "preprocess", impl="helion_attn")):
+        where = f"S {row['N']}, D {row['D']}"
+        if row["stage"] == "preprocess":
+            found.append(Check("preprocessing, time / a copy's", where, row["copy_ratio"], 2.5))
+        else:
+            extra = row["peak_extra_bytes"] / row["packed_bytes"]
+            # 5%: partial sums of the preprocessing, and the allocator's rounding.
+            found.append(Check("peak extra memory / packed copies", where, extra, 1.05))
+    return found
+
+
+def bandwidth_checks(loaded: Loaded) -> list[Check]:
+    """Bandwidth of `quantize` beside a copy's."""
+    found, rows = [], rows_of(loaded, "preprocess", impl="helion_attn", stage="preprocess")
+    for preset in PRESETS:
+        for rope in (None, True):
+            for row in rows:
+                if row["recipe"] == preset and row.get("rope") == rope and "copy_fraction" in row:
+                    where = f"{LABELS[preset]}{', RoPE' if rope else ''}, S {row['N']}, D {row['D']}"
+                    name = "quantize, bandwidth / a copy's"
+                    found.append(Check(name, where, row["copy_fraction"], COPY_FRACTION, at_least=True))
+    return found
+
+
+def stage_checks(loaded: Loaded) -> list[Check]:
+    """Bandwidth of each stage beside a copy's."""
+    found = []
+    for row in rows_of(loaded, "stages", impl="helion_attn"):
+        alone = row["part"] == "pack V"
+        name = f"{'V packed alone' if alone else 'a stage'}, bandwidth / a copy's"
+        preset = f", {LABELS[row['recipe']]}" if row["recipe"] else ""
+        where = f"{row['part']}{preset}, S {row['N']}, D {row['D']}"
+        found.append(
+            Check(name, where, row["copy_fraction"], COPY_FRACTION_OF_V if alone else COPY_FRACTION, at_least=True)
+        )
+    return found
+
+
+SUITE = Suite(
+    "preprocess",
+    run,
+    {
+        "preprocess": Block("preprocess", tables, (Plot("preprocess", "Time of quantize and of a copy", plot),)),
+        "preprocess_recipes": Block(
+            "preprocess",
+            recipe_tables,
+            (Plot("preprocess_recipes", "Bandwidth of quantize / a copy's", recipe_plot),),
+            shown=0,
+        ),
+    },
+)
+
+STAGES = Suite(
+    "stages",
+    run_stages,
+    {
+        "stages": Block(
+            "stages", stage_tables, (Plot("stages", "Bandwidth of each stage / a copy's", stage_plot),), shown=0
+        )
+    },
+)

@@ -14,116 +14,150 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from accuracy_tables import (
-    biased_v_tables,
-    cost_tables,
-    criterion_tables,
-    input_tables,
-    long_tables,
-    pareto_tables,
-    preprocess_recipe_tables,
-    real_tables,
-    recipe_tables,
-    rmse_tables,
-    stage_tables,
+if __name__ == "__main__":  # a script's own folder is on the path; the package is found in the one above it
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import (
+    ablation,
+    accuracy,
+    cells,
+    decode,
+    fa3_criterion,
+    host,
+    ladder,
+    large_d,
+    masks,
+    preprocess,
+    speed,
+    splits,
+    startup,
+    varlen,
 )
-from cells_tables import ablation_tables, cells_tables, roofline_tables
-from checks import CHECKED_SUITES, all_checks, other_check_tables, promise_tables, recipe_check_tables
-from decode_tables import decode_tables
-from host_tables import host_tables
-from ladder_tables import ladder_rmse_tables, ladder_tables, large_d_tables
-from mask_tables import mask_tables
-from rich.console import Console
-from split_tables import split_tables
-from startup_tables import startup_tables
-from tables import Loaded, Row, Table, e2e_tables, load, preprocess_tables, speed_tables
-from varlen_tables import varlen_tables
+from benchmarks.lib.checks import Check, every_table, margins, on_gpu, worst_table
+from benchmarks.lib.harness import RESULTS, Loaded, Row, load
+from benchmarks.lib.plots import draw_all
+from benchmarks.lib.suite import Block, Plot, Suite, console
+from benchmarks.lib.tables import Table, mask
+
+#: By the name that --suite takes, in the order of a run of all.
+SUITES: dict[str, Suite] = {
+    "speed": speed.SUITE,
+    "cells": cells.SUITE,
+    "ablation": ablation.SUITE,
+    "masks": masks.SUITE,
+    "ladder": ladder.SUITE,
+    "split": splits.SUITE,
+    "varlen": varlen.SUITE,
+    "decode": decode.SUITE,
+    "large_d": large_d.SUITE,
+    "startup": startup.SUITE,
+    "host": host.SUITE,
+    "accuracy": accuracy.SUITE,
+    "preprocess": preprocess.SUITE,
+    "stages": preprocess.STAGES,
+}
+
+
+# --- what must hold -------------------------------------------------------------------------------
+
+#: Accuracy of the recipes, and what they cost: a subject of `CHECKS` with a block of its own.
+RECIPES = "The recipes"
+
+#: What says which figures must hold, by subject, in the order of the documents.
+CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
+    "Speed, error and memory of the default": (
+        accuracy.error_checks,
+        speed.kernel_checks,
+        speed.e2e_checks,
+        cells.colfax_checks,
+        preprocess.default_checks,
+    ),
+    RECIPES: (
+        accuracy.rmse_checks,
+        accuracy.long_checks,
+        fa3_criterion.checks,
+        accuracy.cost_checks,
+        preprocess.bandwidth_checks,
+        preprocess.stage_checks,
+    ),
+    "16 bits, and large head dims": (ladder.checks, large_d.checks),
+    "Masks, packed sequences, grouped queries, split keys, decoding": (
+        masks.checks,
+        varlen.checks,
+        cells.grouped_checks,
+        splits.checks,
+        decode.checks,
+    ),
+    "Start-up and host time": (startup.checks, host.checks),
+}
+
+#: The result files that these figures are of.
+CHECKED_FILES = (
+    *("attention", "cells", "accuracy", "preprocess", "stages", "ladder", "large_d", "masks", "varlen", "split"),
+    *("decode", "startup", "host"),
+)
+
+
+def checks_of(subject: str, loaded: Loaded) -> list[Check]:
+    """The figures of one subject; a run on the CPU shows none of them."""
+    return [check for checks in CHECKS[subject] for check in checks(on_gpu(loaded))]
+
+
+def all_checks(loaded: Loaded) -> list[Check]:
+    """Every figure."""
+    return [check for subject in CHECKS for check in checks_of(subject, loaded)]
+
+
+def promise_tables(loaded: Loaded) -> list[Table]:
+    """A row for each promise."""
+    return worst_table("What must hold", all_checks(loaded))
+
+
+def recipe_check_tables(loaded: Loaded) -> list[Table]:
+    """Every cell of the figures of the recipes."""
+    return every_table("What must hold of the recipes", checks_of(RECIPES, loaded))
+
+
+def other_check_tables(loaded: Loaded) -> list[Table]:
+    """Every cell of all the others, a table for each subject."""
+    return [table for name in CHECKS if name != RECIPES for table in every_table(name, checks_of(name, loaded))]
+
+
+CHECK_BLOCKS = {
+    "checks": Block(
+        CHECKED_FILES[0],
+        promise_tables,
+        (
+            Plot(
+                "checks",
+                "The worst cell of each figure that must hold / its bound",
+                lambda loaded: margins("What must hold", all_checks(loaded)),
+            ),
+        ),
+        beside=CHECKED_FILES[1:],
+    ),
+    "other_checks": Block(CHECKED_FILES[0], other_check_tables, shown=0, beside=CHECKED_FILES[1:]),
+    "recipe_checks": Block("accuracy", recipe_check_tables, beside=("attention", "preprocess", "stages")),
+}
+
 
 # --- documents ------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Block:
-    """What one results block shows.
-
-    Attributes:
-        suite: the result file.
-        plots: file name and alternative text of each.
-        tables: made from the results.
-        shown: tables that are not folded away; None for all.
-        beside: other suites whose figures are in them.
-    """
-
-    suite: str
-    plots: dict[str, str]
-    tables: Callable[[Loaded], list[Table]]
-    shown: int | None = None
-    beside: tuple[str, ...] = ()
-
-
-BLOCKS = {
-    "speed": Block("attention", {"speed": "TFLOP/s by sequence length"}, speed_tables),
-    "e2e": Block("attention", {"e2e": "Milliseconds from bf16 to bf16"}, e2e_tables),
-    "accuracy": Block("accuracy", {"accuracy": "Relative error by kind of input"}, input_tables),
-    "long_context": Block("accuracy", {"long_context": "Relative error by number of keys"}, biased_v_tables),
-    "roofline": Block("attention", {"roofline": "Speed over a GEMM's, by sequence length"}, roofline_tables, 0),
-    "cells": Block("cells", {"cells": "Speed over a GEMM's, by cell"}, cells_tables),
-    "ablation": Block("ablation", {"ablation": "Speed with one step undone / the shipped kernel's"}, ablation_tables),
-    "startup": Block("startup", {"startup": "Seconds of a first call"}, startup_tables),
-    "host": Block("host", {"host": "Host time of a call"}, host_tables),
-    "preprocess": Block("preprocess", {"preprocess": "Time of quantize and of a copy"}, preprocess_tables),
-    "masks": Block("masks", {"masks": "Milliseconds by mask and score"}, mask_tables),
-    "split": Block("split", {"split": "Speed with keys split and in one run / FA3 FP8's"}, split_tables),
-    "ladder": Block("ladder", {"ladder": "TFLOP/s by sequence length, from 8 bits to 16"}, ladder_tables),
-    "ladder_rmse": Block("ladder", {"ladder_rmse": "RMSE by sequence length, from 8 bits to 16"}, ladder_rmse_tables),
-    "large_d": Block("large_d", {"large_d": "TFLOP/s by head dim"}, large_d_tables),
-    "decode": Block("decode", {"decode": "Bandwidth of decoding / a copy's"}, decode_tables),
-    "varlen": Block("varlen", {"varlen": "Speed on packed sequences / FA3 FP8's"}, varlen_tables),
-    "checks": Block(
-        CHECKED_SUITES[0],
-        {"checks": "The worst cell of each figure that must hold / its bound"},
-        promise_tables,
-        beside=CHECKED_SUITES[1:],
-    ),
-    "other_checks": Block(CHECKED_SUITES[0], {}, other_check_tables, 0, beside=CHECKED_SUITES[1:]),
-    "recipes": Block("accuracy", {}, recipe_tables),
-    "pareto": Block("accuracy", {"pareto": "RMSE on outliers against end-to-end time, by recipe"}, pareto_tables),
-    "cost": Block("accuracy", {"cost": "End-to-end time by recipe, as a multiple of FAST's"}, cost_tables),
-    "rmse": Block("accuracy", {"rmse": "RMSE on outliers, by implementation and recipe"}, rmse_tables),
-    "long": Block(
-        "accuracy",
-        {
-            "long_total": "Total error by number of keys and kind of input",
-            "long_kernel": "Kernel error by number of keys and kind of input",
-        },
-        long_tables,
-        0,
-    ),
-    "criterion": Block(
-        "accuracy", {"criterion": "Error over what FA3's test allows, by head dim"}, criterion_tables, 1
-    ),
-    "real": Block("accuracy", {"real": "Relative error by layer of a trained model"}, real_tables),
-    "preprocess_recipes": Block(
-        "preprocess", {"preprocess_recipes": "Bandwidth of quantize / a copy's"}, preprocess_recipe_tables, 0
-    ),
-    "stages": Block("stages", {"stages": "Bandwidth of each stage / a copy's"}, stage_tables, 0),
-    "recipe_checks": Block("accuracy", {}, recipe_check_tables, beside=("attention", "preprocess", "stages")),
-}
+#: By the name in a document's marks.
+BLOCKS = {name: block for suite in SUITES.values() for name, block in suite.blocks.items()} | CHECK_BLOCKS
 
 
 def older_rows(rows: list[Row]) -> str:
     """The cells that are of another commit than the run, such as those that it did not reach."""
-    cells: dict[tuple[str, int, str], set[int]] = {}
+    found: dict[tuple[str, int, str], set[int]] = {}
     for row in rows:
         if "commit" in row:
-            mask = "causal" if row["causal"] else "full"
-            cells.setdefault((row["commit"], row["D"], mask), set()).add(row["N"])
+            found.setdefault((row["commit"], row["D"], mask(row["causal"])), set()).add(row["N"])
     return "".join(
-        f"; of commit {commit}: D {D} {mask}, S {', '.join(map(str, sorted(lengths)))}"
-        for (commit, D, mask), lengths in sorted(cells.items())
+        f"; of commit {commit}: D {D} {masked}, S {', '.join(map(str, sorted(lengths)))}"
+        for (commit, D, masked), lengths in sorted(found.items())
     )
 
 
@@ -137,21 +171,21 @@ def run_of(suite: Row) -> str:
 
 def caption(block: Block, loaded: Loaded) -> str:
     """Where the figures come from, in a line."""
-    meta = loaded[block.suite]["meta"]
+    meta = loaded[block.file]["meta"]
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "helion": "Helion"}
     names |= {"cudnn": "cuDNN", "fa3": "fa3-fwd"}
     versions = ", ".join(f"{label} {meta[name]}" for name, label in names.items() if meta.get(name))
-    runs = [run_of(loaded[suite]) for suite in (block.suite, *block.beside) if suite in loaded]
+    runs = [run_of(loaded[suite]) for suite in (block.file, *block.beside) if suite in loaded]
     return f"{meta.get('gpu') or 'CPU'}, {versions}; {'; and '.join(runs)}"
 
 
 def block_markdown(name: str, loaded: Loaded, image_folder: str) -> str | None:
     """The content of one block, or None where nothing was measured."""
     block = BLOCKS[name]
-    tables = block.tables(loaded) if block.suite in loaded else []
+    tables = block.tables(loaded) if block.file in loaded else []
     if not tables:
         return None
-    parts = [f"![{alt}]({image_folder}/{plot}.png)" for plot, alt in block.plots.items()]
+    parts = [f"![{plot.alt}]({image_folder}/{plot.name}.png)" for plot in block.plots]
     shown = len(tables) if block.shown is None else block.shown
     parts += [table.markdown() for table in tables[:shown]]
     for table in tables[shown:]:
@@ -183,10 +217,10 @@ def rewrite(document: Path, loaded: Loaded, folder: Path) -> list[str]:
 # --- command line ---------------------------------------------------------------------------------
 
 
-def print_tables(loaded: Loaded, console: Console, failing_only: bool = False) -> None:
+def print_tables(loaded: Loaded, failing_only: bool = False) -> None:
     """Every table that has rows, every failure, and what holds (`failing_only`: what does not)."""
     for name, block in BLOCKS.items():
-        if name not in ("checks", "other_checks", "recipe_checks") and block.suite in loaded:
+        if name not in CHECK_BLOCKS and block.file in loaded:
             for table in block.tables(loaded)[: block.shown]:
                 console.print(table.rich())
     rows = [row for content in loaded.values() for row in content["rows"]]
@@ -210,24 +244,14 @@ def print_tables(loaded: Loaded, console: Console, failing_only: bool = False) -
 
 
 def draw_plots(loaded: Loaded, folder: Path) -> None:
-    """The plots, where matplotlib is installed."""
-    try:
-        import accuracy_plots
-        import cells_plots
-        import feature_plots
-        import ladder_plots
-        import plots
-    except ModuleNotFoundError as error:
-        print(f"no plots: package {error.name} is not installed")
-        return
-    for module in (plots, cells_plots, accuracy_plots, ladder_plots, feature_plots):
-        plots.draw_all(module.PLOTS, loaded, folder)
+    """Every plot that has data, as a file in `folder`."""
+    draw_all((plot for block in BLOCKS.values() for plot in block.plots), loaded, folder)
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of the result files")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument(
         "--documents",
         type=Path,
@@ -238,11 +262,10 @@ def main() -> None:
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a measured figure fails its bound")
     args = parser.parse_args()
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
     loaded = load(args.results)
     if not loaded:
         parser.error(f"no result files in {args.results}")
-    print_tables(loaded, console)
+    print_tables(loaded)
     draw_plots(loaded, args.results)
     for document in args.documents:
         if not document.exists():

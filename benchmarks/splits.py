@@ -11,13 +11,17 @@ import dataclasses
 from collections.abc import Callable
 from unittest import mock
 
-from command import progress
-from harness import Results, Row
-from peers import Prepare, Prepared, fa3_fp8_with, helion_attn_with
-from problem import Contender, Options, make_problem, measure
-from recipes import DEFAULT, RECIPES
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from benchmarks.lib.checks import Check, checks_over_fa3
+from benchmarks.lib.harness import Loaded, Results, Row
+from benchmarks.lib.peers import Prepare, Prepared, fa3_fp8_with, helion_attn_with
+from benchmarks.lib.plots import horizontal
+from benchmarks.lib.problem import Contender, make_problem, measure
+from benchmarks.lib.recipes import DEFAULT, RECIPES
+from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
+from benchmarks.lib.tables import Table, by_impl, error_text, number, ratio, rows_of, values_of
 from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
 from helion_attn.workloads import Workload
@@ -94,7 +98,61 @@ def measure_cell(w: Workload, options: Options) -> list[Row]:
     return rows
 
 
-def run_split(options: Options, results: Results) -> None:
+def run(options: Options, results: Results) -> None:
     """Every cell."""
     for w in progress(workloads(options), "split"):
         results.add(*measure_cell(w, options))
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """Milliseconds with keys split, in one run, and FlashAttention-3's."""
+    rows = rows_of(loaded, "split")
+    body = []
+    for cell_of in values_of(rows, "D", "H", "N", "M"):
+        cell = [row for row in rows if (row["D"], row["H"], row["N"], row["M"]) == cell_of]
+        ms, error, splits = (by_impl(cell, name) for name in ("ms", "error_total", "splits"))
+        times = [ms.get(impl) for impl in ("helion_attn", "one_run", "fa3_fp8")]
+        mine = times[0]
+        body.append(
+            [
+                *map(str, cell_of),
+                number(splits.get("helion_attn"), "d"),
+                *(number(t, ".3f") for t in times),
+                *(number(t / mine if t and mine else None, ".2f") for t in times[1:]),
+                " / ".join(error_text(error.get(impl)) for impl in ("helion_attn", "one_run", "fa3_fp8")),
+            ]
+        )
+    headers = ["D", "H", "keys", "queries", "splits", "ours, ms", "one run, ms", "FA3 FP8, ms"]
+    headers += ["one run / ours", "FA3 / ours", "total error: ours / one run / FA3"]
+    return [Table("Kernel, few causal queries on many keys, B 1, H_kv 8, BALANCED", headers, body)] if body else []
+
+
+def plot(loaded: Loaded) -> Figure | None:
+    """Speed over FlashAttention-3's, with keys split and in one run, a panel per head dim and heads."""
+    rows = rows_of(loaded, "split")
+    panels = {}
+    for D, H in values_of(rows, "D", "H"):
+        groups: dict[str, dict[str, float | None]] = {}
+        for N, M in values_of(rows, "N", "M"):
+            ms = by_impl(rows_of(loaded, "split", D=D, H=H, N=N, M=M), "ms")
+            speeds = (ratio(ms.get("fa3_fp8"), ms.get(impl)) for impl in ("helion_attn", "one_run"))
+            groups[f"{M} x {N}"] = dict(zip(("helion_attn", "one run"), speeds, strict=True))
+        panels[f"D = {D}, {H} heads, queries x keys"] = groups
+    return horizontal(panels, "speed / FA3 FP8's", 1.0, columns=2, width=5.0)
+
+
+def checks(loaded: Loaded) -> list[Check]:
+    """Few queries on many keys beside FlashAttention-3's."""
+    return checks_over_fa3(
+        "few queries on many keys",
+        rows_of(loaded, "split"),
+        ("D", "H", "N", "M"),
+        lambda row: f"{row['M']} queries, {row['N']} keys, D {row['D']}, {row['H']} heads",
+    )
+
+
+SUITE = Suite(
+    "split",
+    run,
+    {"split": Block("split", tables, (Plot("split", "Speed with keys split and in one run / FA3 FP8's", plot),))},
+)

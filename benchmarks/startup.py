@@ -26,14 +26,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command import progress
-from harness import Results, Row, result_row
-from problem import Options, workload
-from recipes import DEFAULT
+from matplotlib.figure import Figure
 
+from benchmarks.lib.checks import Check, figure
+from benchmarks.lib.harness import Loaded, Results, Row, result_row
+from benchmarks.lib.plots import horizontal
+from benchmarks.lib.problem import workload
+from benchmarks.lib.recipes import DEFAULT
+from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
+from benchmarks.lib.tables import Table, mask, number, rows_of, values_of
 from helion_attn.workloads import BENCH_HIDDEN, Workload
 
 S = 1024
+
+#: Where the process finds this package, and this checkout's kernels.
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_process(w: Workload, device: torch.device, caches: Path) -> dict[str, Any]:
@@ -41,10 +48,10 @@ def run_process(w: Workload, device: torch.device, caches: Path) -> dict[str, An
     # Without its own variable, Triton's cache lies in Helion's, and that in PyTorch's.
     folders = {"TRITON_CACHE_DIR": caches / "triton", "TORCHINDUCTOR_CACHE_DIR": caches / "inductor"}
     shape = [str(x) for x in (w.H, w.N, w.D)]
-    command = [sys.executable, str(Path(__file__).with_name("startup_process.py")), *shape]
-    command += ["causal" if w.causal else "full", device.type]
+    command = [sys.executable, "-m", "benchmarks.startup_process", *shape]
+    command += [mask(w.causal), device.type]
     environment = os.environ | {name: str(folder) for name, folder in folders.items()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         return {"error_message": (done.stderr.strip().splitlines() or ["no message"])[-1][:200]}
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -56,14 +63,14 @@ def measure(cases: list[Workload], device: torch.device, caches: Path) -> Iterat
 
     def row(w: Workload, cache: str) -> Row:
         said = run_process(w, device, caches / w.name)
-        return result_row("helion_attn", w, "e2e", "randn", recipe=DEFAULT, cache=cache, **said)
+        return result_row("helion_attn", w, "e2e", "randn", recipe=DEFAULT) | {"cache": cache} | said
 
     with ThreadPoolExecutor(len(cases)) as threads:
         yield from threads.map(row, cases, itertools.repeat("cold"))
     yield from (row(w, "warm") for w in cases)
 
 
-def run_startup(options: Options, results: Results) -> None:
+def run(options: Options, results: Results) -> None:
     """A cold and a warm process for each head dim and mask."""
     cases = [workload(1, BENCH_HIDDEN // D, S, S, D, causal) for D in options.dims for causal in (False, True)]
     if options.device.type == "cpu":
@@ -71,3 +78,54 @@ def run_startup(options: Options, results: Results) -> None:
     with tempfile.TemporaryDirectory() as caches:
         for row in progress(measure(cases, options.device, Path(caches)), "startup", total=2 * len(cases)):
             results.add(row)
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """Seconds of a process's first call, with nothing compiled and with all compiled, and what comes before it."""
+    rows = rows_of(loaded, "startup")
+    body = []
+    for D, causal in values_of(rows, "D", "causal"):
+        by_cache: dict[str, Row] = {row["cache"]: row for row in rows if (row["D"], row["causal"]) == (D, causal)}
+        cold, warm = by_cache.get("cold", {}), by_cache.get("warm", {})
+        figures = [cold.get("first_s"), warm.get("first_s"), warm.get("triton_s")]
+        before = [warm.get(name) for name in ("import_torch_s", "import_s", "context_s")]
+        body.append(
+            [
+                str(D),
+                mask(causal),
+                *(number(figure, ".2f") for figure in figures),
+                f"{number(cold.get('compiled'), 'd')} / {number(warm.get('compiled'), 'd')}",
+                number(warm.get("later_ms"), ".2f"),
+                *(number(figure, ".2f") for figure in before),
+            ]
+        )
+    headers = ["D", "mask", "cold, s", "warm, s", "of it Triton, s", "kernels compiled: cold / warm", "later, ms"]
+    headers += ["import PyTorch, s", "import Helion and the kernels, s", "CUDA context, s"]
+    return (
+        [Table("First call of a process, bf16 [1, 2048 / D, 1024, D], default recipe", headers, body)] if body else []
+    )
+
+
+def plot(loaded: Loaded) -> Figure | None:
+    """Seconds of a process's first call, with nothing compiled and with all compiled."""
+    rows = rows_of(loaded, "startup")
+    groups: dict[str, dict[str, float | None]] = {}
+    for D, causal in values_of(rows, "D", "causal"):
+        by_cache: dict[str, Row] = {row["cache"]: row for row in rows_of(loaded, "startup", D=D, causal=causal)}
+        groups[f"D {D}, {mask(causal)}"] = {cache: by_cache.get(cache, {}).get("first_s") for cache in ("cold", "warm")}
+    return horizontal({"First call of a process": groups}, "s", 1.0, width=6.6)
+
+
+def checks(loaded: Loaded) -> list[Check]:
+    """The first call of a process that finds its kernels compiled, imports left out."""
+    found = []
+    for D, causal in values_of(rows_of(loaded, "startup"), "D", "causal"):
+        rows = rows_of(loaded, "startup", D=D, causal=causal, cache="warm")
+        name = "first call from a warm cache, without imports, s"
+        found.append(Check(name, f"D {D}, {mask(causal)}", figure(rows, DEFAULT, "first_s"), 1.0))
+    return found
+
+
+SUITE = Suite(
+    "startup", run, {"startup": Block("startup", tables, (Plot("startup", "Seconds of a first call", plot),))}
+)

@@ -12,20 +12,23 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from command import progress
-from harness import Results, Row, result_row, time_interleaved
-from peers import available, fa3_varlen_16bit, fa3_varlen_fp8
-from problem import Options, first_line
-from recipes import PRESETS
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import helion_attn as ha
+from benchmarks.lib.checks import Check, checks_over_fa3
+from benchmarks.lib.harness import Loaded, Results, Row, result_row, time_interleaved
+from benchmarks.lib.peers import available, fa3_varlen_16bit, fa3_varlen_fp8
+from benchmarks.lib.plots import horizontal
+from benchmarks.lib.problem import first_line
+from benchmarks.lib.recipes import DEFAULT, PRESETS
+from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
+from benchmarks.lib.tables import LABELS, Table, by_series, error_text, mask, number, ratio, rows_of, values_of
 from helion_attn.testing import error_budget, make_qkv, relative_error
 from helion_attn.varlen import attend_varlen, quantize_varlen
-from helion_attn.workloads import Workload
+from helion_attn.workloads import BENCH_HIDDEN, Workload
 
 #: Rows of a sequence that are checked against the oracle, the last ones.
 CHECKED_ROWS = 16
@@ -110,7 +113,7 @@ def measure(
     )
     qkv = (q, k, v)
     cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-    described: dict[str, Any] = {"batch": batch, "tokens": sum(lengths)}
+    described: Row = {"batch": batch, "tokens": sum(lengths)}
     rows: dict[tuple[str, str, str], Row] = {}
     runs: dict[tuple[str, str, str], Callable[[], object]] = {}
 
@@ -119,7 +122,7 @@ def measure(
         impl, recipe, stage = key
         oracle, model = answers[recipe]
         error = relative_error(last_rows(run(), lengths), oracle)
-        rows[key] = result_row(impl, w, stage, "randn", recipe=recipe, error_total=error, **described)
+        rows[key] = result_row(impl, w, stage, "randn", recipe=recipe, error_total=error) | described
         budget = error_budget(relative_error(model.to(q.dtype), oracle), q.dtype, device=device)
         # "not <=": a NaN is over budget too.
         if not error <= budget:
@@ -132,7 +135,7 @@ def measure(
         if impl not in runnable:
             continue
         key = (impl, "", "kernel")
-        rows[key] = result_row(impl, w, "kernel", "randn", **described)
+        rows[key] = result_row(impl, w, "kernel", "randn") | described
         try:
             peer = prepare(*qkv, cu_seqlens, lengths, causal)
             rows[key]["error_total"] = relative_error(last_rows(peer(), lengths), next(iter(answers.values()))[0])
@@ -146,9 +149,9 @@ def measure(
     return list(rows.values())
 
 
-def run_varlen(options: Options, results: Results) -> None:
+def run(options: Options, results: Results) -> None:
     """Every batch at every head dim."""
-    cells = [(name, lengths, 2048 // D, D) for D in options.dims for name, lengths in BATCHES.items()]
+    cells = [(name, lengths, BENCH_HIDDEN // D, D) for D in options.dims for name, lengths in BATCHES.items()]
     if options.device.type == "cpu":
         cells = [("uniform", [9, 9], 1, 32), ("skewed", [5, 40], 1, 32)]
     for name, lengths, H, D in progress(cells, "varlen"):
@@ -156,3 +159,76 @@ def run_varlen(options: Options, results: Results) -> None:
             results.add(*measure(name, lengths, H, D, causal, options.device, options.repeats))
             if options.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+
+#: (impl, recipe, stage) of each column.
+COLUMNS = (
+    ("helion_attn", "balanced", "kernel"),
+    ("helion_attn", "fast", "kernel"),
+    ("helion_attn_fixed", "balanced", "kernel"),
+    ("helion_attn", "balanced", "e2e"),
+    ("fa3_fp8", None, "kernel"),
+    ("fa3_bf16", None, "kernel"),
+)
+
+
+def _title(impl: str, recipe: str | None, stage: str) -> str:
+    name = LABELS.get(recipe or impl, impl)
+    fixed = ", equal lengths" if impl == "helion_attn_fixed" else ""
+    return f"{name}{fixed}{', e2e' if stage == 'e2e' else ''}"
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """TFLOP/s and errors by batch."""
+    tables = []
+    for causal in (False, True):
+        rows = rows_of(loaded, "varlen", causal=causal)
+        body = []
+        for D, batch in values_of(rows, "D", "batch"):
+            cell: dict[tuple[str, str | None, str], Row] = {
+                (row["impl"], row["recipe"], row["stage"]): row
+                for row in rows
+                if (row["D"], row["batch"]) == (D, batch)
+            }
+            speeds = (number(cell.get(column, {}).get("tflops"), ".0f") for column in COLUMNS)
+            errors = (error_text(cell.get(column, {}).get("error_total")) for column in (COLUMNS[0], *COLUMNS[-2:]))
+            body.append([str(D), batch, *speeds, " / ".join(errors)])
+        if body:
+            headers = [
+                "D",
+                "batch",
+                *(_title(*column) for column in COLUMNS),
+                "total error: BALANCED / FA3 FP8 / FA3 bf16",
+            ]
+            tables.append(Table(f"Packed sequences, {mask(causal)}, TFLOP/s", headers, body))
+    return tables
+
+
+def plot(loaded: Loaded) -> Figure | None:
+    """Speed on packed sequences over FlashAttention-3's, a panel per head dim and mask."""
+    rows = rows_of(loaded, "varlen", stage="kernel")
+    panels = {}
+    for causal, D in values_of(rows, "causal", "D"):
+        groups: dict[str, dict[str, float | None]] = {}
+        for (batch,) in values_of(rows, "batch"):
+            ms = by_series(rows_of(loaded, "varlen", stage="kernel", causal=causal, D=D, batch=batch), "ms")
+            groups[batch] = {name: ratio(ms.get("fa3_fp8"), ms.get(name)) for name in (DEFAULT, "fast")}
+        panels[f"D = {D}, {mask(causal)}"] = groups
+    return horizontal(panels, "speed / FA3 FP8's", 1.0)
+
+
+def checks(loaded: Loaded) -> list[Check]:
+    """Packed sequences beside FlashAttention-3's."""
+    return checks_over_fa3(
+        "packed sequences",
+        rows_of(loaded, "varlen", stage="kernel"),
+        ("D", "causal", "batch"),
+        lambda row: f"{row['batch']}, D {row['D']}, {mask(row['causal'])}",
+    )
+
+
+SUITE = Suite(
+    "varlen",
+    run,
+    {"varlen": Block("varlen", tables, (Plot("varlen", "Speed on packed sequences / FA3 FP8's", plot),))},
+)

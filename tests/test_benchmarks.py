@@ -4,27 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import itertools
-import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as pyplot
 import pytest
 import torch
 
 import helion_attn as ha
+from benchmarks import (
+    ablation,
+    accuracy,
+    attention,
+    cells,
+    host,
+    ladder,
+    large_d,
+    report,
+    speed,
+    splits,
+    startup,
+    varlen,
+)
+from benchmarks.lib.checks import by_promise
+from benchmarks.lib.harness import RESULTS, Loaded, load, time_interleaved
+from benchmarks.lib.problem import workload
+from benchmarks.lib.suite import Options
 from helion_attn.compiler.helion_adapter import helion_config
+from helion_attn.kernels import attention as attention_kernel
 from helion_attn.testing import INPUT_KINDS, OUTLIER_CHANNELS, make_qkv
 from helpers.offline import launching
 
+START = "Start-up and host time"
 
-def dry_run(suite: str, out: Path) -> None:
-    attention, command = importlib.import_module("attention"), importlib.import_module("command")
+
+def dry_run(suite: str, out: Path) -> Loaded:
+    """What a dry run writes."""
     options = ["--suite", suite, "--device", "cpu", "--quick", "--out", str(out), "--no-plots"]
-    assert command.run_command(None, attention.SUITES, options) == 0
+    assert attention.main(None, report.SUITES, options) == 0
+    return load(out)
 
 
 @pytest.fixture(autouse=True)
@@ -34,42 +56,33 @@ def restore_num_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for needed in ("rich", "pandas", "tabulate", "matplotlib"):
-        pytest.importorskip(needed)
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    accuracy = importlib.import_module("accuracy")
+def test_accuracy(tmp_path: Path) -> None:
     assert accuracy.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--no-plots"]) == 0
-    written = list(tmp_path.rglob("*.json"))
-    assert "accuracy.json" in [path.name for path in written]
-    for path in written:
-        assert json.loads(path.read_text())
-    rows = json.loads((tmp_path / "accuracy.json").read_text())["rows"]
+    loaded = load(tmp_path)
+    assert set(loaded) == {"accuracy", "preprocess", "stages"}
+    rows = loaded["accuracy"]["rows"]
+    assert not [row["error_message"] for row in rows if "error_message" in row]
+    parts = {"rmse", "inputs", "long", "criterion", "cost"}
+    assert {row["part"] for row in rows} - {"real"} == parts
     long = [(row["input"], row["recipe"]) for row in rows if row["part"] == "long"]
     presets = ("fast", "balanced", "accurate", "hybrid", "bf16")
     assert long == [(kind, preset) for kind in INPUT_KINDS for preset in presets]
-    stages = json.loads((tmp_path / "stages.json").read_text())["rows"]
+    stages = loaded["stages"]["rows"]
     timed = {(row["part"], row["recipe"]) for row in stages if row["impl"] == "helion_attn"}
     assert {("RoPE of Q", None), ("Hadamard of Q", None), ("RoPE, Hadamard, pack", "balanced")} <= timed
     assert all(row["ms"] > 0 and row.get("copy_fraction", 1.0) > 0 for row in stages)
 
 
-def test_large_d(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    dry_run("large_d", tmp_path)
-    rows = json.loads((tmp_path / "large_d.json").read_text())["rows"]
+def test_large_d(tmp_path: Path) -> None:
+    rows = dry_run("large_d", tmp_path)["large_d"]["rows"]
     assert [(row["D"], row["D_v"]) for row in rows] == [(320, 320), (192, 128), (64, 128), (576, 512)]
     assert all(row["ms"] > 0 for row in rows)
-    tables = importlib.import_module("ladder_tables").large_d_tables({"large_d": {"rows": rows}})
+    tables = large_d.tables({"large_d": {"rows": rows}})
     assert [table.title.split(",")[1].strip() for table in tables] == ["B 1", "D 192", "D 64", "D 576"]
 
 
-def test_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    attention, plots, tables = (importlib.import_module(name) for name in ("attention", "ladder_plots", "tables"))
-    argv = ["--suite", "ladder", "--device", "cpu", "--quick", "--no-plots", "--out", str(tmp_path)]
-    assert attention.run_command("", attention.SUITES, argv) == 0
-    loaded = tables.load(tmp_path)
+def test_ladder(tmp_path: Path) -> None:
+    loaded = dry_run("ladder", tmp_path)
     rows = loaded["ladder"]["rows"]
     assert [(row["recipe"], row["stage"]) for row in rows] == [
         *((recipe, "kernel") for recipe in ("balanced", "hybrid", "bf16")),
@@ -77,32 +90,25 @@ def test_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert all(row["ms"] > 0 for row in rows)
     assert rows[0]["error_pv"] > 3 * rows[1]["error_pv"] > 0
-    ladder_tables = importlib.import_module("ladder_tables")
-    (table,) = ladder_tables.ladder_tables(loaded)
+    (table,) = ladder.speed_tables(loaded)
     assert len(table.body) == 1
-    (table,) = ladder_tables.ladder_rmse_tables(loaded)
-    assert table.body == [["64", "128", *(f"{row['rmse']:.2e}" for row in rows[:3])]]
-    assert all(plots.PLOTS[name](loaded) is not None for name in ("ladder", "ladder_rmse"))
+    (table,) = ladder.rmse_tables(loaded)
+    assert table.body == [["64", "64", *(f"{row['rmse']:.2e}" for row in rows[:3])]]
+    assert all(plot.draw(loaded) is not None for block in ladder.SUITE.blocks.values() for plot in block.plots)
 
 
-def test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    attention, tables = importlib.import_module("attention"), importlib.import_module("tables")
-    argv = ["--suite", "split", "--device", "cpu", "--quick", "--no-plots", "--out", str(tmp_path)]
-    assert attention.run_command("", attention.SUITES, argv) == 0
-    loaded = tables.load(tmp_path)
+def test_split(tmp_path: Path) -> None:
+    loaded = dry_run("split", tmp_path)
     rows = loaded["split"]["rows"]
     assert [(row["impl"], row.get("splits")) for row in rows] == [("helion_attn", 2), ("one_run", None)]
     assert all(row["ms"] > 0 for row in rows)
     assert rows[0]["error_kernel"] != rows[1]["error_kernel"]
-    (table,) = importlib.import_module("split_tables").split_tables(loaded)
+    (table,) = splits.tables(loaded)
     assert len(table.body) == 1
 
 
-def test_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    dry_run("decode", tmp_path)
-    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
+def test_decode(tmp_path: Path) -> None:
+    rows = dry_run("decode", tmp_path)["decode"]["rows"]
     assert [(row["impl"], row["stage"]) for row in rows] == [
         ("helion_attn", "kernel"),
         ("helion_attn", "append"),
@@ -112,11 +118,8 @@ def test_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0]["of_copy"] == pytest.approx(rows[0]["gb_per_s"] / rows[2]["gb_per_s"], rel=1e-4)
 
 
-def test_varlen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    tables = importlib.import_module("tables")
-    dry_run("varlen", tmp_path)
-    loaded = tables.load(tmp_path)
+def test_varlen(tmp_path: Path) -> None:
+    loaded = dry_run("varlen", tmp_path)
     rows = loaded["varlen"]["rows"]
     assert {(row["batch"], row["impl"]) for row in rows} == {
         ("uniform", "helion_attn"),
@@ -124,37 +127,29 @@ def test_varlen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("skewed", "helion_attn"),
     }
     assert all(row["ms"] > 0 and row["tflops"] > 0 for row in rows)
-    full, causal = importlib.import_module("varlen_tables").varlen_tables(loaded)
+    full, causal = varlen.tables(loaded)
     assert len(full.body) == len(causal.body) == 2
 
 
-def test_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    attention, tables, cells_tables = (
-        importlib.import_module(name) for name in ("attention", "tables", "cells_tables")
-    )
-    argv = ["--suite", "cells", "--device", "cpu", "--quick", "--no-plots", "--out", str(tmp_path)]
-    assert attention.run_command("", attention.SUITES, argv) == 0
-    loaded = tables.load(tmp_path)
+def test_cells(tmp_path: Path) -> None:
+    loaded = dry_run("cells", tmp_path)
     rows = loaded["cells"]["rows"]
     assert [(row["impl"], row["stage"]) for row in rows] == [
         *((impl, stage) for stage in ("kernel", "e2e") for impl in ("helion_attn", "fast"))
     ]
     assert all(row["ms"] > 0 and (row["part"], row["H"], row["H_kv"]) == ("GQA", 4, 1) for row in rows)
-    kernel, e2e, roofline = cells_tables.cells_tables(loaded)
+    kernel, e2e, roofline = cells.tables(loaded)
     assert [line[:6] for table in (kernel, e2e, roofline) for line in table.body] == [
         ["GQA", "64", "1", "4:1", "128", "causal"]
     ] * 3
     peak = loaded["cells"]["meta"]["gemm_tflops"]["e4m3"]
-    fractions = cells_tables.gemm_fractions(loaded, "cells", rows)
+    fractions = speed.gemm_fractions(loaded, "cells", rows)
     assert fractions["fast"] == pytest.approx(rows[1]["tflops"] / peak)
-    assert importlib.import_module("cells_plots").cells(loaded) is not None
+    assert cells.plot(loaded) is not None
 
 
-def test_cells_are_those_of_the_issue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    cells, problem = importlib.import_module("cells"), importlib.import_module("problem")
-    options = problem.Options(torch.device("cuda"), False, 20, [], (64, 128, 256), 0)
+def test_cells_are_those_of_the_issue() -> None:
+    options = Options(torch.device("cuda"), False, 20, [], (64, 128, 256), 0)
     found = {
         part: [(w.B, w.H, w.H_kv, w.N, w.D, w.causal) for w in workloads]
         for part, workloads in cells.workloads(options).items()
@@ -166,9 +161,7 @@ def test_cells_are_those_of_the_issue(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_roofline_is_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    cells_tables, cells_plots = importlib.import_module("cells_tables"), importlib.import_module("cells_plots")
+def test_roofline_is_of_the_run() -> None:
     cell = {"stage": "kernel", "D": 64, "N": 512, "causal": False}
     rows = [
         {"impl": "helion_attn", "recipe": "balanced", "tflops": 500.0, **cell},
@@ -176,24 +169,20 @@ def test_roofline_is_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         {"impl": "flash_bf16", "recipe": None, "tflops": 100.0, **cell},
     ]
     loaded = {"attention": {"meta": {"gemm_tflops": {"e4m3": 1000.0, "bf16": 600.0}}, "rows": rows}}
-    (table,) = cells_tables.roofline_tables(loaded)
+    (table,) = speed.roofline_tables(loaded)
     assert table.body == [["full", "64", "512", "0.50", "-", "-", "-", "0.50"]]
-    assert cells_plots.roofline(loaded) is not None
+    assert speed.roofline_plot(loaded) is not None
     # A run without its own GEMMs has none, whatever another measured.
     loaded = {"attention": {"meta": {}, "rows": rows}, "cells": loaded["attention"] | {"rows": []}}
-    assert cells_tables.roofline_tables(loaded) == []
-    assert cells_plots.roofline(loaded) is None
+    assert speed.roofline_tables(loaded) == []
+    assert speed.roofline_plot(loaded) is None
 
 
 def test_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    attention, tables, ablation = (importlib.import_module(name) for name in ("attention", "tables", "ablation"))
     # V in order for a kernel that takes it interleaved: what the error is there to show.
     wrong = ablation.variants(64) | {"wrong": ablation.Variant(interleaved=False)}
     monkeypatch.setattr(ablation, "variants", lambda D: wrong)
-    argv = ["--suite", "ablation", "--device", "cpu", "--quick", "--no-plots", "--out", str(tmp_path)]
-    assert attention.run_command("", attention.SUITES, argv) == 0
-    loaded = tables.load(tmp_path)
+    loaded = dry_run("ablation", tmp_path)
     rows = {row["variant"]: row for row in loaded["ablation"]["rows"]}
     assert list(rows) == list(wrong)
     mistaken = rows.pop("wrong")
@@ -203,14 +192,12 @@ def test_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     same = {name: row["error_kernel"] for name, row in rows.items() if name != "P not scaled"}
     assert same == pytest.approx(dict.fromkeys(same, rows["shipped"]["error_kernel"]), rel=0.01)
     assert rows["P not scaled"]["error_kernel"] > rows["shipped"]["error_kernel"]
-    (table,) = importlib.import_module("cells_tables").ablation_tables(loaded)
+    (table,) = ablation.tables(loaded)
     assert [line[1:4:2] for line in table.body[:1] + table.body[-1:]] == [["shipped", "1.00"], ["wrong", "-"]]
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_ablation_changes_something(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    ablation = importlib.import_module("ablation")
+def test_ablation_changes_something(D: int) -> None:
     shipped = ablation.shipped_tile(D)
     for name, variant in ablation.variants(D).items():
         tile, recipe = dataclasses.replace(shipped, **variant.tile), dataclasses.replace(ha.FAST, **variant.recipe)
@@ -221,75 +208,68 @@ def test_ablation_changes_something(D: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert ablation.heads_fastest(shipped).loop_orders != helion_config(shipped).loop_orders
 
 
-def test_ablation_compiles_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    ablation = importlib.import_module("ablation")
+def test_ablation_compiles_other_code() -> None:
     names = ("shipped", "V's keys in order", "row sums across lanes in every block", "3 programs an SM")
+    steps = [variant.step[:2] for variant in ablation.variants(64).values() if variant.step is not None]
+    before = [getattr(module, name) for module, name in (*steps, (attention_kernel, "compiled_kernel"))]
     with launching():
-        shipped, in_order, summed, fewer, again = (ablation.figures(64, name) for name in (*names, "shipped"))
+        shipped, in_order, summed, fewer = (ablation.figures(64, name) for name in names)
     assert shipped["shuffles"] < summed["shuffles"] < in_order["shuffles"]
     assert shipped["ctas_per_sm"] == 4
     assert fewer["ctas_per_sm"] == 3
     assert shipped["spills"] == 0
-    assert again == shipped, "the steps are put back"
+    after = [getattr(module, name) for module, name in (*steps, (attention_kernel, "compiled_kernel"))]
+    assert after == before, "the steps are put back"
 
 
 def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    tables, checks = importlib.import_module("tables"), importlib.import_module("checks")
-    dry_run("startup", tmp_path)
-    loaded = tables.load(tmp_path)
+    # On the CPU nothing is compiled, and a warm process is a cold one.
+    monkeypatch.setattr(startup, "run_process", functools.cache(startup.run_process))
+    loaded = dry_run("startup", tmp_path)
     rows = loaded["startup"]["rows"]
     assert [row["cache"] for row in rows] == ["cold", "warm"]
     assert all(row[name] > 0 for row in rows for name in ("import_torch_s", "import_s", "first_s", "later_ms"))
-    (table,) = importlib.import_module("startup_tables").startup_tables(loaded)
+    (table,) = startup.tables(loaded)
     assert table.body[0][:2] == ["64", "causal"]
-    assert checks.startup_checks(loaded) == [], "a run on the CPU shows nothing"
+    assert report.checks_of(START, loaded) == [], "a run on the CPU shows nothing"
     loaded["startup"]["meta"]["gpu"] = "a GPU"
     rows[0]["first_s"] = 5.0
     for seconds, verdict in ((0.9, "PASS"), (1.1, "FAIL"), (None, "FAIL")):
         rows[1]["first_s"] = seconds
-        (check,) = checks.startup_checks(loaded)
+        (check,) = report.checks_of(START, loaded)
         assert check.verdict == verdict
 
 
 def test_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    host, tables, checks = (importlib.import_module(name) for name in ("host", "tables", "checks"))
     for name, value in (("SAME", 5), ("TURNS", 6), ("FIRST_NEW", 7), ("ROUNDS", 1)):
         monkeypatch.setattr(host, name, value)
-    dry_run("host", tmp_path)
+    loaded = dry_run("host", tmp_path)
     lengths = [S for i in range(len(host.CALLED)) for S in host.new_lengths(i, 3)]
     assert len(set(lengths) - {host.SAME, host.TURNS}) == 3 * len(host.CALLED)
-    loaded = tables.load(tmp_path)
     rows = loaded["host"]["rows"]
     assert all(row["host_us"] > 0 for row in rows)
-    (table,) = importlib.import_module("host_tables").host_tables(loaded)
+    (table,) = host.tables(loaded)
     assert [line[0] for line in table.body] == ["`attention`", "`attention_quantized`", "`quantize`"]
-    assert checks.host_checks(loaded) == [], "a run on the CPU shows nothing"
+    assert report.checks_of(START, loaded) == [], "a run on the CPU shows nothing"
     loaded["host"]["meta"]["gpu"] = "a GPU"
     ours = next(row for row in rows if (row["stage"], row["lengths"]) == ("kernel", "same"))
     rows.append(ours | {"impl": "fa3_fp8", "host_us": 2 * ours["host_us"]})
-    assert [check.verdict for check in checks.host_checks(loaded)] == ["PASS", "not measured", "not measured"]
+    assert [check.verdict for check in report.checks_of(START, loaded)] == ["PASS", "not measured", "not measured"]
     rows.append(ours | {"impl": "fa3_bf16", "host_us": 0.01})
-    assert [check.verdict for check in checks.host_checks(loaded)] == ["PASS", "not measured", "FAIL"]
+    assert [check.verdict for check in report.checks_of(START, loaded)] == ["PASS", "not measured", "FAIL"]
 
 
 def test_a_process_that_fails_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    startup, problem = importlib.import_module("startup"), importlib.import_module("problem")
-    monkeypatch.setattr(startup.sys, "executable", "false")
-    cold, warm = startup.measure([problem.workload(1, 1, 64, 64, 64)], torch.device("cpu"), tmp_path)
+    monkeypatch.setattr(sys, "executable", "false")
+    cold, warm = startup.measure([workload(1, 1, 64, 64, 64)], torch.device("cpu"), tmp_path)
     assert cold["error_message"] == warm["error_message"] == "no message"
 
 
-def test_rounds_are_shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_shuffled() -> None:
     """What runs before a call decides at what clock it runs."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    harness = importlib.import_module("harness")
     called: list[int] = []
     functions = {i: functools.partial(called.append, i) for i in range(9)}
-    harness.time_interleaved(functions, torch.device("cpu"), repeats=5, warmup=0)
+    time_interleaved(functions, torch.device("cpu"), repeats=5, warmup=0)
     assert [sorted(called[i : i + 9]) for i in range(0, 45, 9)] == [list(range(9))] * 5
     followed = Counter(itertools.pairwise(called))
     assert max(followed.values()) <= 3, "in most rounds one runs behind another"
@@ -318,15 +298,13 @@ def grid_of_speed(faster: dict[tuple[int, bool, int], float | None]) -> dict[str
     return {"attention": {"meta": {"gpu": "a GPU"}, "rows": rows}}
 
 
-def test_promises_name_their_worst_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    checks, feature_plots = importlib.import_module("checks"), importlib.import_module("feature_plots")
+def test_promises_name_their_worst_cell() -> None:
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
     cells: dict[tuple[int, bool, int], float | None]
     cells = {(D, causal, S): 1.2 for D in (64, 128, 256) for causal in (False, True) for S in lengths}
 
     def lines() -> dict[str, list[str]]:
-        (table,) = checks.promise_tables(grid_of_speed(cells))
+        (table,) = report.promise_tables(grid_of_speed(cells))
         return {line[0]: line[1:] for line in table.body}
 
     every = "kernel speed / faster FP8 peer's, S 1024 to 16384"
@@ -344,55 +322,44 @@ def test_promises_name_their_worst_cell(monkeypatch: pytest.MonkeyPatch) -> None
     del cells[128, True, 2048]
     assert lines()[every][3:] == ["29 of 30, 1 not measured", "not all measured"]
     assert lines()[mean] == [">= 1.1", "-", "-", "0 of 1, 1 not measured", "not measured"]
-    assert feature_plots.checks(grid_of_speed(cells)) is not None
+    assert report.CHECK_BLOCKS["checks"].plots[0].draw(grid_of_speed(cells)) is not None
 
 
-def test_every_promise_has_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_promise_has_one_bound() -> None:
     root = Path(__file__).parents[1]
-    monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    checks, report = importlib.import_module("checks"), importlib.import_module("report")
-    loaded = report.load(root / "benchmarks" / "results")
-    assert set(checks.CHECKED_SUITES) <= set(loaded)
-    found = importlib.import_module("promises").by_promise(checks.all_checks(loaded))
+    loaded = load(root / RESULTS)
+    assert set(report.CHECKED_FILES) <= set(loaded)
+    found = by_promise(report.all_checks(loaded))
     assert all(len({check.relation for check in promise.checks}) == 1 for promise in found)
     names = [check.name for promise in found for check in promise.checks]
     assert len(names) == len(set(names))
 
 
-def test_a_preset_without_a_figure_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    accuracy_tables = importlib.import_module("accuracy_tables")
+def test_a_preset_without_a_figure_is_a_dash() -> None:
     row = {"impl": "helion_attn", "part": "long", "input": "randn", "D": 64, "M": 128}
     row |= {"error_kernel": 0.02, "error_total": 0.03}
     rows = [row | {"recipe": "fast", "N": N} for N in (4096, 32768)] + [row | {"recipe": "hybrid", "N": 32768}]
-    (table,) = accuracy_tables.long_tables({"accuracy": {"rows": rows}})
+    (table,) = accuracy.long_tables({"accuracy": {"rows": rows}})
     both = "0.0200 / 0.0300"
     assert table.headers == ["D", "keys", "FAST", "HYBRID"]
     assert table.body == [["64", "4096", both, "- / -"], ["64", "32768", both, both]]
 
 
-def test_every_plot_of_the_documents_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_plot_of_the_documents_is_drawn() -> None:
     root = Path(__file__).parents[1]
-    monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    report = importlib.import_module("report")
-    loaded = report.load(root / "benchmarks" / "results")
-    modules = ("plots", "cells_plots", "accuracy_plots", "ladder_plots", "feature_plots")
-    draws = {name: draw for module in modules for name, draw in importlib.import_module(module).PLOTS.items()}
-    assert set(draws) == {name for block in report.BLOCKS.values() for name in block.plots}
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    for name, draw in draws.items():
-        assert draw(loaded) is not None, name
-        assert (root / "benchmarks" / "results" / f"{name}.png").exists()
+    loaded = load(root / RESULTS)
+    plots = [plot for block in report.BLOCKS.values() for plot in block.plots]
+    assert {plot.name for plot in plots} == {path.stem for path in (root / RESULTS).glob("*.png")}
+    for plot in plots:
+        assert plot.draw(loaded) is not None, plot.name
         pyplot.close("all")
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/accuracy.md", "docs/performance.md", "docs/kv_cache.md"])
-def test_documents_show_the_results(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_show_the_results(document: str) -> None:
     """Whoever changes a result or a table runs report.py."""
     root = Path(__file__).parents[1]
-    monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    report = importlib.import_module("report")
-    text, loaded = (root / document).read_text(), report.load(root / "benchmarks" / "results")
+    text, loaded = (root / document).read_text(), load(root / RESULTS)
     images = "../benchmarks/results" if "/" in document else "benchmarks/results"
     shown = [name for name in report.BLOCKS if f"<!-- results:{name} -->" in text]
     assert shown
@@ -401,9 +368,7 @@ def test_documents_show_the_results(document: str, monkeypatch: pytest.MonkeyPat
         assert content is None or content in text, f"{document}, {name}: run python benchmarks/report.py"
 
 
-def test_every_block_is_in_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_is_in_a_document() -> None:
     root = Path(__file__).parents[1]
-    monkeypatch.syspath_prepend(str(root / "benchmarks"))
     texts = [path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md"))]
-    blocks = importlib.import_module("report").BLOCKS
-    assert [name for name in blocks if not any(f"<!-- results:{name} -->" in text for text in texts)] == []
+    assert [name for name in report.BLOCKS if not any(f"<!-- results:{name} -->" in text for text in texts)] == []

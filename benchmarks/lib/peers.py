@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from recipes import PER_TENSOR
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import helion_attn as ha
+from benchmarks.lib.recipes import PER_TENSOR
 from helion_attn.numerics import DESCALE_MIN, E4M3_MAX
 
 E4M3 = torch.float8_e4m3fn

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tables import Loaded, Row, series
+from matplotlib.figure import Figure
+
+from benchmarks.lib.harness import Loaded, Row
+from benchmarks.lib.plots import horizontal
+from benchmarks.lib.recipes import DEFAULT
+from benchmarks.lib.tables import BF16_PEERS, Table, by_series, fastest, number, ratio, series, values_of
+
+#: Of the speed over FlashAttention-3's in FP8, where it has the feature.
+FEATURE_BOUND = 0.95
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ def by_promise(found: list[Check]) -> list[Promise]:
     return [Promise(checks) for checks in cells.values()]
 
 
-# --- what was measured ---------------------------------------------------------------------------
+# --- what was measured ----------------------------------------------------------------------------
 
 
 def on_gpu(loaded: Loaded) -> Loaded:
@@ -106,3 +114,53 @@ def worst_of(values: Iterable[float | None]) -> float | None:
     """The largest, NaN if there is one; None if nothing was measured."""
     measured = [value for value in values if value is not None]
     return next((value for value in measured if value != value), max(measured, default=None))
+
+
+def fastest_bf16(ms: dict[str, float]) -> float | None:
+    """With FlashAttention-3 or cuDNN missing there is nothing to judge."""
+    return fastest(ms, BF16_PEERS) if {"fa3_bf16", "cudnn_bf16"} <= set(ms) else None
+
+
+def checks_over_fa3(promise: str, rows: list[Row], keys: tuple[str, ...], where: Callable[[Row], str]) -> list[Check]:
+    """Our speed over FlashAttention-3's in FP8, for each cell of `rows`, which has the same `keys`."""
+    found = []
+    for values in values_of(rows, *keys):
+        cell = [row for row in rows if tuple(row[key] for key in keys) == values]
+        faster = ratio(by_series(cell, "ms").get("fa3_fp8"), figure(cell, DEFAULT, "ms"))
+        found.append(Check(f"{promise}, speed / FA3 FP8's", where(cell[0]), faster, FEATURE_BOUND, at_least=True))
+    return found
+
+
+# --- as tables and as a plot ----------------------------------------------------------------------
+
+
+def worst_table(title: str, found: list[Check]) -> list[Table]:
+    """A row for each promise: its worst cell, and how many cells hold. Empty if nothing was measured at all."""
+    body = []
+    promises = by_promise(found)
+    for promise in promises if any(promise.measured for promise in promises) else []:
+        worst, verdicts = promise.worst, [check.verdict for check in promise.checks]
+        hold = f"{verdicts.count('PASS')} of {len(verdicts)}"
+        if missing := verdicts.count("not measured"):
+            hold += f", {missing} not measured"
+        figures = [number(worst.value, ".4g"), worst.cell if promise.measured and worst.cell else "-", hold]
+        body.append([worst.promise, worst.relation, *figures, promise.verdict])
+    headers = ["figure", "bound", "worst", "where", "cells that hold", "verdict"]
+    return [Table(title, headers, body)] if body else []
+
+
+def every_table(title: str, found: list[Check]) -> list[Table]:
+    """A row for each cell, promise by promise."""
+    checks = [check for promise in by_promise(found) for check in promise.checks]
+    body = [[c.name, number(c.value, ".4g"), c.relation, c.verdict] for c in checks]
+    return [Table(title, ["figure", "measured", "bound", "verdict"], body)] if body else []
+
+
+def margins(title: str, found: list[Check]) -> Figure | None:
+    """How many times better than its bound the worst cell of each promise is."""
+    groups: dict[str, dict[str, float | None]] = {
+        f"{promise.worst.promise} ({promise.worst.relation})": {promise.verdict: promise.worst.margin}
+        for promise in by_promise(found)
+    }
+    x_label = "how many times better than its bound the worst cell is; below 1 it misses"
+    return horizontal({title: groups}, x_label, 1.0, width=9.5)

@@ -4,44 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from harness import Row, attention_flops, result_row, time_interleaved
-from peers import FP16_IMPLS, IMPLS, Prepare, Prepared, helion_attn_e2e, helion_attn_with
-from recipes import RECIPES
 from torch import Tensor
 
 import helion_attn as ha
+from benchmarks.lib.harness import Row, attention_flops, result_row, time_interleaved
+from benchmarks.lib.peers import FP16_IMPLS, IMPLS, Prepare, Prepared, helion_attn_e2e, helion_attn_with
+from benchmarks.lib.recipes import RECIPES
+from benchmarks.lib.suite import Options
+from benchmarks.lib.tables import mask
 from helion_attn.testing import make_qkv, relative_error
-from helion_attn.workloads import Workload
+from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 
 #: Kernel error (randn) above which a run of ours is wrong, and its time not worth reporting.
 ERROR_BUDGET = 0.026
 
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line chose.
-
-    Attributes:
-        device: that is measured.
-        quick: a few cells only.
-        repeats: timed rounds per cell.
-        impls: of `peers.IMPLS`, those that can run and were asked for.
-        dims: head dims.
-        workers: processes beside this one that measure errors, or compile ahead; 0 for none.
-        qkv: where `real_qkv.py` saved Q, K and V of a trained model, if not to run the model here.
-    """
-
-    device: torch.device
-    quick: bool
-    repeats: int
-    impls: list[str]
-    dims: tuple[int, ...]
-    workers: int
-    qkv: Path | None = None
+#: Query rows that most suites check against the oracle, in every head of the first and the last batch.
+CHECKED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -81,8 +61,17 @@ def in_fp16(options: Options) -> list[Contender]:
 
 def workload(B: int, H: int, M: int, N: int, D: int, causal: bool = False) -> Workload:
     """An untagged one, as many KV heads as heads."""
-    mask = "causal" if causal else "full"
-    return Workload(f"b{B}_h{H}_m{M}_n{N}_d{D}_{mask}", B, H, H, M, N, D, causal, frozenset())
+    return Workload(f"b{B}_h{H}_m{M}_n{N}_d{D}_{mask(causal)}", B, H, H, M, N, D, causal, frozenset())
+
+
+def grid_workload(S: int, D: int, causal: bool = False) -> Workload:
+    """16k tokens x hidden 2048, in sequences of S."""
+    return workload(BENCH_TOKENS // S, BENCH_HIDDEN // D, S, S, D, causal)
+
+
+def dry_workload(D: int, causal: bool = False) -> Workload:
+    """What stands for the grid in a dry run on the CPU."""
+    return workload(1, 2, 64, 64, D, causal)
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -151,21 +140,15 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0][:200]}"
 
 
-def check(contender: Contender, problem: Problem, **extra: Any) -> tuple[Row, Callable[[], Tensor] | None]:
-    """Runs one contender once: its row, not timed yet, and what to time (None if it failed).
-
-    Args:
-        contender: what runs.
-        problem: on what.
-        **extra: further fields of the row.
-    """
-    w, kind, c = problem.workload, problem.kind, contender
+def check(contender: Contender, problem: Problem) -> tuple[Row, Callable[[], Tensor] | None]:
+    """Runs one contender once: its row, not timed yet, and what to time (None if it failed)."""
+    w, c = problem.workload, contender
+    row = result_row(c.impl, w, c.stage, problem.kind, recipe=c.recipe)
     try:
         prepared = c.prepare(problem.q, problem.k, problem.v, w.causal, w.D**-0.5)
-        extra |= problem.errors(prepared, prepared.run())
+        return row | problem.errors(prepared, prepared.run()), prepared.run
     except Exception as error:  # one implementation's failure is a result, not the end of the run
-        return result_row(c.impl, w, c.stage, kind, recipe=c.recipe, error_message=first_line(error), **extra), None
-    return result_row(c.impl, w, c.stage, kind, recipe=c.recipe, **extra), prepared.run
+        return row | {"error_message": first_line(error)}, None
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""The plots of the result files: one function each, from rows to a figure."""
+"""Parts of plots: axes, lines, bars and legends that look alike in all of them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,11 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
-from recipes import PRESETS, RUNGS
-from tables import (
-    BF16_PEERS,
-    LABELS,
-    OURS,
-    Loaded,
-    Row,
-    by_impl,
-    fastest,
-    impls_in,
-    rows_of,
-    unroped_default,
-    values_of,
-)
+
+from benchmarks.lib.harness import Loaded, Row
+from benchmarks.lib.recipes import PRESETS, RUNGS
+from benchmarks.lib.suite import Plot
+from benchmarks.lib.tables import BF16_PEERS, LABELS, mask, series, values_of
 
 # Colours that stay distinct without red-green vision; bf16 lighter, dashed and hatched.
 COLOURS = {
@@ -55,6 +46,8 @@ COLOURS = {
     "FAIL": "#d1495b",
     "not all measured": "#a9a9a9",
 }
+
+
 MARKERS = {
     "helion_attn": "o",
     "fast": "v",
@@ -70,6 +63,8 @@ MARKERS = {
     "fa3_fp16": "p",
     "flash_fp16": "d",
 }
+
+
 STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -183,6 +178,25 @@ def horizontal(
     return figure
 
 
+def by_recipe(
+    rows: list[Row], value: Callable[[list[Row], str], float | None], x_label: str, reference: float
+) -> Figure | None:
+    """Horizontal bars of a figure by recipe, a panel per head dim, and a line at `reference`."""
+    names = list(dict.fromkeys(map(series, rows)))
+    panels = {}
+    for (D,) in values_of(rows, "D"):
+        panel = [row for row in rows if row["D"] == D]
+        panels[f"D = {D}"] = {LABELS.get(name, name): {name: value(panel, name)} for name in names}
+    return horizontal(panels, x_label, reference)
+
+
+def grid(lines: int, columns: int, width: float = 4.1, height: float = 3.0) -> tuple[Figure, list[list[Axes]]]:
+    """Panels that share y in each line."""
+    size = (width * columns + 0.3, height * lines + 0.5)
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained", sharey="row")
+    return figure, axes.tolist()
+
+
 def log_axis(ax: Axes, subs: tuple[float, ...] = (1.0,)) -> None:
     """Logarithmic y, ticks at `subs` times the powers of ten."""
     ax.set_yscale("log")
@@ -230,7 +244,7 @@ def panels_by_length(
             panel = [row for row in rows if (row["causal"], row["D"]) == (causal, D)]
             for impl, points in points_of(panel).items():
                 line(ax, impl, points, lengths.index)
-            ax.set_title(f"D = {D}, {'causal' if causal else 'full'}")
+            ax.set_title(f"D = {D}, {mask(causal)}")
             ax.set_xticks(range(len(lengths)), [length(S) for S in lengths])
             ax.set_ylim(bottom=0)
         panels[0].set_ylabel(y_label)
@@ -240,96 +254,11 @@ def panels_by_length(
     return figure
 
 
-def speed(loaded: Loaded) -> Figure | None:
-    """TFLOP/s by length."""
-
-    def points_of(panel: list[Row]) -> dict[str, dict[int, float]]:
-        return {
-            impl: {row["N"]: row["tflops"] for row in panel if row["impl"] == impl and row["tflops"] is not None}
-            for impl in impls_in(panel)
-        }
-
-    return panels_by_length(rows_of(loaded, "attention", stage="kernel"), points_of, "TFLOP/s", share_y=False)
-
-
-def e2e(loaded: Loaded) -> Figure | None:
-    """Milliseconds from bf16 to bf16, by length, and the speed-up over the fastest bf16 kernel."""
-    rows = [
-        row
-        for row in rows_of(loaded, "attention")
-        if row["ms"] is not None and ((row["stage"] == "e2e") if row["impl"] in OURS else row["impl"] in BF16_PEERS)
-    ]
-    if not rows:
-        return None
-    dims, masks = values_of(rows, "D"), values_of(rows, "causal")
-    size = (4.3 * len(dims) + 0.3, 2.8 * len(masks) + 0.7)
-    figure, axes = plt.subplots(len(masks), len(dims), figsize=size, squeeze=False, layout="constrained", sharey="row")
-    for (causal,), panels in zip(masks, axes, strict=True):
-        for (D,), ax in zip(dims, panels, strict=True):
-            panel = [row for row in rows if (row["causal"], row["D"]) == (causal, D)]
-            lengths = [S for (S,) in values_of(panel, "N")]
-            heights: dict[str, list[float | None]] = {
-                impl: [by_impl((r for r in panel if r["N"] == S), "ms").get(impl) for S in lengths]
-                for impl in impls_in(panel)
-            }
-            bars(ax, [length(S) for S in lengths], heights)
-            for i in range(len(lengths)):
-                column = {impl: ms for impl, values in heights.items() if (ms := values[i]) is not None}
-                ours, best = column.get("helion_attn"), fastest(column, BF16_PEERS)
-                if ours is not None and best is not None:
-                    label(ax, i, max(column.values()), f"{best / ours:.2f}x")
-            log_axis(ax, (1.0, 2.0, 5.0))
-            ax.margins(y=0.08)
-            ax.set_title(f"D = {D}, {'causal' if causal else 'full'}")
-        panels[0].set_ylabel("ms")
-    for ax in axes[-1]:
-        ax.set_xlabel("sequence length")
-    figure.suptitle("From bf16 to bf16, preprocessing included; the numbers are speed-ups over the fastest bf16 kernel")
-    legend(figure, axes.flat)
-    return figure
-
-
-def preprocess(loaded: Loaded) -> Figure | None:
-    """Time of `quantize` beside that of a copy."""
-    rows = unroped_default(rows_of(loaded, "preprocess", stage="preprocess"))
-    if not rows:
-        return None
-    cells = values_of(rows, "D", "N")
-    figure, ax = plt.subplots(figsize=(6.6, 3.3), layout="constrained")
-
-    def times(impl: str) -> list[float | None]:
-        return [by_impl((row for row in rows if (row["D"], row["N"]) == cell), "ms").get(impl) for cell in cells]
-
-    ours = times("helion_attn")
-    bars(
-        ax,
-        [f"D {D}\n{length(S)}" for D, S in cells],
-        {"quantize": ours, "copy of the same bytes": times("copy")},
-    )
-    for i, (cell, ms) in enumerate(zip(cells, ours, strict=True)):
-        ratio = by_impl((row for row in rows if (row["D"], row["N"]) == cell), "copy_ratio").get("helion_attn")
-        if ratio is not None and ms is not None:
-            label(ax, i - 0.205, ms, f"{ratio:.2f}x")
-    ax.margins(y=0.1)
-    ax.set_title("Q, K and V of 16k tokens x 2048")
-    ax.set_xlabel("head dim and sequence length")
-    ax.set_ylabel("ms")
-    legend(figure, [ax])
-    return figure
-
-
-PLOTS: dict[str, Callable[[Loaded], Figure | None]] = {
-    "speed": speed,
-    "e2e": e2e,
-    "preprocess": preprocess,
-}
-
-
-def draw_all(draws: dict[str, Callable[[Loaded], Figure | None]], loaded: Loaded, folder: Path) -> None:
+def draw_all(plots: Iterable[Plot], loaded: Loaded, folder: Path) -> None:
     """Writes `<folder>/<name>.png` for every plot that has data."""
-    for name, draw in draws.items():
+    for plot in plots:
         with plt.rc_context(STYLE):
-            figure = draw(loaded)
+            figure = plot.draw(loaded)
             if figure is not None:
-                figure.savefig(folder / f"{name}.png")
+                figure.savefig(folder / f"{plot.name}.png")
                 plt.close(figure)

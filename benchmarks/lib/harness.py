@@ -1,4 +1,4 @@
-"""Timing, metadata and result files: what every benchmark here shares."""
+"""Timing, and result files with the metadata of their run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ from torch import Tensor
 from helion_attn.workloads import Workload
 
 Row = dict[str, Any]
+
+#: By name, the result files: {"meta": {...}, "rows": [...]} each.
+Loaded = dict[str, Row]
+
 Key = TypeVar("Key", bound=Hashable)
+
+#: The folder of the result files, from the root of the repository.
+RESULTS = Path("benchmarks/results")
 
 #: `torch.cuda._sleep` counts SM cycles, and no Hopper SM clocks higher than this.
 MAX_SM_HZ = 2.0e9
@@ -55,14 +62,14 @@ def time_interleaved(
 
     Args:
         functions: what to time, by any key.
-        device: where they run. On the CPU each call is timed with the host's clock.
+        device: where they run. On the CPU, a dry run, nothing warms up, and each call is timed with the host's clock.
         repeats: rounds.
         warmup: calls of each before the first round.
     """
     keys = list(functions)
     if not keys:
         return {}
-    for _ in range(warmup):
+    for _ in range(warmup if device.type == "cuda" else 0):
         for key in keys:
             functions[key]()
     synchronize(device)
@@ -143,9 +150,8 @@ def result_row(
     ms: float | None = None,
     error_kernel: float | None = None,
     error_total: float | None = None,
-    **extra: Any,
 ) -> Row:
-    """One row of a result file.
+    """The fields that every row of a result file has; a suite adds its own, such as `note` or `error_message`.
 
     Args:
         impl: a key of `peers.IMPLS`.
@@ -156,11 +162,10 @@ def result_row(
         ms: median time, None when it was not taken or must not be reported.
         error_kernel: relative error against the fp64 oracle on what the kernel was given.
         error_total: the same on the unquantised inputs.
-        **extra: further fields, such as `note` or `error_message`; those that are None are left out.
     """
     w = workload
     timed = ms is not None and stage != "preprocess"
-    row: Row = {
+    return {
         "impl": impl,
         "recipe": recipe,
         **{name: getattr(w, name) for name in ("B", "H", "H_kv", "M", "N", "D")},
@@ -173,7 +178,6 @@ def result_row(
         "error_kernel": error_kernel,
         "error_total": error_total,
     }
-    return row | {name: value for name, value in extra.items() if value is not None}
 
 
 def _json_value(value: Any) -> Any:
@@ -200,6 +204,19 @@ class Results:
         lines = ",\n  ".join(json.dumps(row, allow_nan=False) for row in clean)
         meta = json.dumps(self.meta, indent=1).replace("\n", "\n ")
         self.path.write_text(f'{{\n "meta": {meta},\n "rows": [\n  {lines}\n ]\n}}\n')
+
+
+def load(folder: Path) -> Loaded:
+    """The result files in `folder`, by name."""
+    loaded: Loaded = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        for row in content["rows"]:
+            for name in ("error_kernel", "error_total", "rmse", "max_error", "ratio"):
+                if isinstance(row.get(name), str):  # "nan" and "inf", which JSON cannot hold as numbers
+                    row[name] = float(row[name])
+        loaded[path.stem] = content
+    return loaded
 
 
 def _version(package: str) -> str | None:

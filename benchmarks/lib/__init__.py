@@ -1,0 +1,1 @@
+"""What several suites share, and nothing that only one of them needs."""
