@@ -246,6 +246,11 @@ def _offline_hopper() -> Iterator[list[Any]]:
         compiled.append(jit_run(self, *stand_ins, warmup=True, **options))
         return compiled[-1]
 
+    def launch_first(run: Any, args: Any, expected: tuple[str, ...]) -> Any:
+        through_triton = launch_plans.through_triton(run, expected)
+        through_triton(*args)
+        return through_triton
+
     to_fake_tensor = CompileEnvironment._to_fake_tensor
 
     def with_symbolic_sizes(self: Any, tensor: torch.Tensor, source: Any) -> torch.Tensor:
@@ -284,7 +289,7 @@ def _offline_hopper() -> Iterator[list[Any]]:
         # What is generated here is not for tensors that have addresses.
         patch(code_cache, "read", lambda key: [])
         patch(code_cache, "write", lambda key, entries: None)
-        patch(launch_plans, "launch_first", lambda run, args: (run(*args), run)[1])
+        patch(launch_plans, "launch_first", launch_first)
         patch(driver, "_active", _OfflineDriver())
         patch(dense, "_CAPABLE", set())
         yield compiled

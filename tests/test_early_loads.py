@@ -198,9 +198,9 @@ def test_an_iteration_too_early() -> None:
     """In one-level accumulation, P V still reads the buffer of the block before."""
     with mock.patch.object(early_copies, "_an_iteration_later", lambda loop, copies, stages: copies):
         too_early = early_copies.rescheduled(texts("one_level_3_stages")[0])
-    assert too_early is not None
+    assert too_early.applied
     with pytest.raises(AssertionError, match="written while it is read"):
-        run(too_early, 0, 6)
+        run(too_early.text, 0, 6)
 
 
 @pytest.mark.parametrize("name", ["one_k", "one_k_int8"])
@@ -223,24 +223,28 @@ def test_other_waits_stay() -> None:
     assert single_k_buffer.with_one_wait(read) == read
     # With a wait between the products, K is still to be read when the first is done: no copies behind that.
     line = body[waits[0]]
-    assert early_copies.rescheduled(before.replace(line, read[waits[0]] + "\n" + read[waits[0] + 1])) is None
+    with_both = before.replace(line, read[waits[0]] + "\n" + read[waits[0] + 1])
+    assert "waits 3 times" in early_copies.rescheduled(with_both).reason
     not_added = [line.replace(f"{result}#0", "%other") for line in body]
     assert single_k_buffer.with_one_wait(not_added) == not_added
 
 
 def test_other_loops_stay() -> None:
     before, after = texts("two_level_2_stages")
-    for text in (
-        "module {\n}",
-        after,  # the copies are not at the end
-        before.replace("pendings = 0", "pendings = 1"),
-        before.replace(EXPECT, "ttng.something_else "),
-        before.replace("tt.num_stages", "tt.something_else"),
-        before.replace("tt.num_stages = 2", "tt.num_stages = 3"),  # than there are buffers
-        re.sub(r"(arith\.addi %\w+, )%c1_i32", r"\1%c7_i32", before),  # another distance
-        "\n".join(line for line in before.split("\n") if COPY not in line),
+    for text, reason in (
+        ("module {\n}", "there is no loop"),
+        (after, "its copies do not come behind its products"),
+        (before.replace("pendings = 0", "pendings = 1"), "it waits for some of its products only"),
+        (before.replace(EXPECT, "ttng.something_else "), "there are 0 of its barriers of copies"),
+        (before.replace("tt.num_stages", "tt.something_else"), "num_stages"),
+        (before.replace("tt.num_stages = 2", "tt.num_stages = 3"), "other numbers of buffers than its 3 stages"),
+        (re.sub(r"(arith\.addi %\w+, )%c1_i32", r"\1%c7_i32", before), "does not copy the block that is 1 ahead"),
+        ("\n".join(line for line in before.split("\n") if COPY not in line), "TMA copies nothing"),
     ):
-        assert early_copies.rescheduled(text) is None
+        outcome = early_copies.rescheduled(text)
+        assert not outcome.applied
+        assert outcome.text == text
+        assert reason in outcome.reason
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helion_attn import testing
 from helion_attn.compiler import launch_plans
-from helion_attn.compiler.launch_plans import Launch, Plan
+from helion_attn.compiler.launch_plans import Launch, NoPlan, Plan
+from helion_attn.compiler.slower import SlowerWarning, warn_slower
 from helion_attn.testing import fake_cuda
 from helpers.calls import (
     attend,
@@ -58,11 +60,12 @@ class FakeKernel:
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.launched: list[tuple[Any, ...]] = []
-        boxes = [x for x in args if isinstance(x, TensorDescriptor)]
+        boxes = [encoding(x) for x in args if isinstance(x, TensorDescriptor)]
+        self.metadata = SimpleNamespace(tensordesc_meta=boxes)
         signature = {i: "tensordesc" if isinstance(x, TensorDescriptor) else "other" for i, x in enumerate(args)}
         # What stands between `run` and C is Triton's own.
         self.run = object.__new__(driver.CudaLauncher)
-        self.run.launch = driver.wrap_handle_tensordesc(self.in_c, signature, list(map(encoding, boxes)))
+        self.run.launch = driver.wrap_handle_tensordesc(self.in_c, signature, boxes)
         self.run.launch_cooperative_grid, self.run.launch_pdl = False, True
         self.run.num_ctas = 1
         self.run.global_scratch_size = self.run.profile_scratch_size = 0
@@ -102,8 +105,8 @@ def planning(stream: Callable[[int], int] = lambda device: 7) -> Iterator[list[t
     """Host functions that were called for the first time, their arguments, and what came of it."""
     made = []
 
-    def launch_first(run: Any, args: tuple[Any, ...]) -> Any:
-        made.append((run, args, LAUNCH_FIRST(run, args)))
+    def launch_first(run: Any, args: tuple[Any, ...], expected: tuple[str, ...]) -> Any:
+        made.append((run, args, LAUNCH_FIRST(run, args, expected)))
         return made[-1][2]
 
     def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> FakeKernel:
@@ -117,6 +120,7 @@ def planning(stream: Callable[[int], int] = lambda device: 7) -> Iterator[list[t
         mock.patch.object(FakeTensor, "data_ptr", lambda self: 512 * (id(self) % 2**40)),
         mock.patch.object(testing._OfflineDriver, "get_current_stream", lambda self, device: stream(device)),
         mock.patch.object(testing._OfflineDriver, "utils", SimpleNamespace(**{ENCODE: encode}), create=True),
+        mock.patch.object(launch_plans, "in_c", lambda kernel: kernel.in_c),
     ):
         ENCODED.clear()
         yield made
@@ -174,41 +178,69 @@ def small_launch(*kernel_args: Any, **options: Any) -> tuple[Any, FakeKernel]:
     return Launch(kernel, (3,), kernel_args, options), FakeKernel(kernel_args)
 
 
+def planned(launch: Launch, kernel: Any, args: list[torch.Tensor]) -> Plan:
+    """A plan that launches what the kernel says."""
+    with mock.patch.object(launch_plans, "in_c", lambda kernel: kernel.in_c):
+        return Plan(launch, kernel, args)
+
+
 def test_what_has_no_plan() -> None:
     x = torch.zeros(4, 32)
     launch, compiled = small_launch(x, 5, num_warps=4)
-    Plan(launch, compiled, [x])
+    planned(launch, compiled, [x])
     box = TensorDescriptor.from_tensor(x, [1, 32])
     not_tma, allocates, told = (small_launch(box), small_launch(x), small_launch(x))
-    not_tma[1].run.launch = driver.wrap_handle_tensordesc(print, {0: "tensordesc"}, None)
+    not_tma[1].metadata.tensordesc_meta = None
     allocates[1].run.global_scratch_size = 8
     told[0].kernel.launch_metadata = print
-    Plan(*small_launch(box), [x])
-    of_view, wrapped = small_launch(TensorDescriptor.from_tensor(x.view(2, 64), [1, 32])), small_launch(box)
-    inner = wrapped[1].run.launch
-    wrapped[1].run.launch = lambda *args: inner(*args)
+    planned(*small_launch(box), [x])
+    of_view = small_launch(TensorDescriptor.from_tensor(x.view(2, 64), [1, 32]))
     for made, given, why in (
-        (not_tma, not_tma[1], "not TMA's|0 descriptors are encoded, of 1"),
+        (not_tma, not_tma[1], "not TMA's"),
         (allocates, allocates[1], "allocates"),
         (told, told[1], "hooks are given"),
-        (of_view, of_view[1], "is not in list"),
-        (wrapped, wrapped[1], "0 descriptors are encoded, of 1"),
-        (small_launch(x.view(-1)), compiled, "is not in list"),
-        (small_launch(x, torch.zeros(3)), compiled, "is not in list"),
-        (small_launch(x, "text"), compiled, "what is 'text'"),
+        (of_view, of_view[1], "makes a tensor"),
+        (small_launch(x.view(-1)), compiled, "makes a tensor"),
+        (small_launch(x, torch.zeros(3)), compiled, "makes a tensor"),
+        (small_launch(x, "text"), compiled, "'text' is neither"),
         (small_launch(x, _remote_copy_signal_slots_per_program=1), compiled, "adds arguments"),
         (small_launch(x), None, "kept it from launching"),
     ):
-        with pytest.raises(ValueError, match=why):
-            Plan(made[0], given, [x])
+        with pytest.raises(NoPlan, match=why):
+            planned(made[0], given, [x])
+    with mock.patch.object(triton, "__version__", "3.10.0"), pytest.raises(NoPlan, match=r"3\.10\.0"):
+        Plan(launch, compiled, [x])
+
+
+@pytest.mark.parametrize(("version", "says"), [(triton.__version__, True), ("3.10.0", False)])
+def test_a_launch_without_a_plan_goes_through_triton_and_says_so(version: str, says: bool) -> None:
+    """Of an unknown Triton its compilation has warned."""
+    x = torch.zeros(4, 32)
+    launch, compiled = small_launch(x, 5)
+    launched: list[Any] = []
+
+    def launcher(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+        launched.append((kernel, grid, args, options))
+        return compiled
 
     def run(x: torch.Tensor, *, _launcher: Callable[..., Any]) -> None:
-        _launcher(launch.kernel, (1,), x.clone(), 5)
+        _launcher(launch.kernel, (1,), x.clone(), 5, num_warps=4)
 
-    with mock.patch.object(launch_plans, "default_launcher", return_value=compiled):
-        assert LAUNCH_FIRST(run, [x]) is run
-    with mock.patch.object(triton, "__version__", "3.10.0"), pytest.raises(ValueError, match=r"3\.10\.0"):
-        Plan(launch, compiled, [x])
+    warn_slower.cache_clear()
+    with (
+        mock.patch.object(triton, "__version__", version),
+        mock.patch.object(launch_plans, "default_launcher", launcher),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            again = LAUNCH_FIRST(run, [x])
+        again(x)
+    assert [x[1:] for x in launched] == [((1,), (mock.ANY, 5), {"num_warps": 4})] * 3
+    assert [x.category for x in said] == [SlowerWarning] * says
+    for warning in said:
+        for part in (f"Triton {version}", "the host function makes a tensor"):
+            assert part in str(warning.message)
 
 
 def test_both_ways_to_launch() -> None:
@@ -217,24 +249,53 @@ def test_both_ways_to_launch() -> None:
     common = {"global_scratch_size": 0, "profile_scratch_size": 0, "launch_cooperative_grid": False, "launch_pdl": True}
     of_each = SimpleNamespace(**common, launch=lambda *args: launched.append(args))
     of_all = SimpleNamespace(**vars(of_each), arg_annotations="annotations", kernel_signature=b"signature")
+    metadata = SimpleNamespace(tensordesc_meta=None)
     for launcher in (of_each, of_all):
-        launch, encodings = launch_plans.to_c(launcher, 0)
+        launch = launch_plans.to_c(SimpleNamespace(run=launcher, metadata=metadata))
         launch((3, 2, 1), 7, "function", ("packed", "metadata", "enter", "leave"), [11, 12])
-        assert encodings == []
     begin = (3, 2, 1, 7, "function", False, True)
     hooks = ("packed", "metadata", "enter", "leave")
     assert launched == [
         (*begin, None, None, *hooks, 11, 12),
         (*begin, *hooks, None, None, "annotations", b"signature", [11, 12]),
     ]
-    with pytest.raises(ValueError, match="instrumented"):
-        launch_plans.to_c(SimpleNamespace(**vars(of_all), gsan_enabled=True), 0)
+    with pytest.raises(NoPlan, match="instrumented"):
+        launch_plans.to_c(SimpleNamespace(run=SimpleNamespace(**vars(of_all), gsan_enabled=True), metadata=metadata))
+
+
+def test_the_function_in_c_of_a_kernel_with_descriptors() -> None:
+    """From 3.7 on the driver's; under 3.6 that of the source which the launcher was made from."""
+    kernel: Any = SimpleNamespace(
+        metadata=SimpleNamespace(tensordesc_meta=[encoding(TensorDescriptor.from_tensor(torch.zeros(4, 32), [1, 32]))]),
+        src=SimpleNamespace(signature={"x": "tensordesc<fp32[1, 32]>", "n": "i32"}),
+    )
+    active = SimpleNamespace(utils=SimpleNamespace(launch="of all"))
+    with mock.patch.object(triton.runtime.driver, "_active", active):
+        assert launch_plans.in_c(kernel) == "of all"
+        if ONE_FOR_ALL:
+            return
+        del active.utils.launch
+        made = SimpleNamespace(launch="its own")
+        with (
+            mock.patch.object(driver, "library_dirs", return_value=["a folder"]),
+            mock.patch.object(driver, "compile_module_from_src", return_value=made) as make,
+        ):
+            assert launch_plans.in_c(kernel) == "its own"
+            given = make.call_args.kwargs
+            # What Triton's launcher asks of its cache, to the letter.
+            none = ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align")
+            metadata = SimpleNamespace(
+                tensordesc_meta=kernel.metadata.tensordesc_meta,
+                **dict.fromkeys((*none, "launch_cooperative_grid", "launch_pdl"), 0),
+            )
+            driver.CudaLauncher(SimpleNamespace(constants={(1,): 5}, signature=kernel.src.signature), metadata)
+            assert make.call_args.kwargs == given
 
 
 def test_hooks_and_streams_are_those_of_the_call() -> None:
     x = torch.zeros(4, 32)
     launch, compiled = small_launch(x, 5)
-    plan = Plan(launch, compiled, [x])
+    plan = planned(launch, compiled, [x])
     streams = [11, 12, 13, 14]
     hook = lambda metadata: None  # noqa: E731
     active = SimpleNamespace(get_current_stream=lambda device: streams.pop(0))

@@ -1,22 +1,34 @@
-"""The passes are in the compilation of this package's kernels, and in no other."""
+"""The passes are in the compilation of this package's kernels, and in no other; what they did is known, and said."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
+import re
 import threading
 import time
-import types
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import triton
 from triton import knobs
+from triton.runtime.jit import JITFunction
 
-from helion_attn.compiler import triton_hook
-from helion_attn.compiler.passes import early_copies
-from helpers.offline import compile_attention
+import helion_attn as ha
+from helion_attn.compiler import slower, triton_hook
+from helion_attn.compiler.passes import computed_once, early_copies, warpgroup_turns
+from helion_attn.compiler.passes.expected import COSTS, expected_passes, missing
+from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, only
+from helion_attn.compiler.passes.ttgir import matched
+from helion_attn.compiler.slower import SlowerWarning
+from helion_attn.configs import LARGE_TILE_CONFIGS, TILE_CONFIGS, large_tile_config, tile_config
+from helion_attn.testing import _offline_hopper
+from helpers.offline import compile_attention, compile_decode
 
 
 @contextlib.contextmanager
@@ -27,6 +39,31 @@ def installed(hook: Any) -> Iterator[None]:
         yield
     finally:
         knobs.runtime.add_stages_inspection_hook = None
+
+
+@contextlib.contextmanager
+def anew() -> Iterator[None]:
+    """What is found in Triton's cache is not compiled, and what was compiled in this process is compiled again."""
+    with (
+        mock.patch.object(triton_hook, "digest", return_value=f"{time.time_ns()}"),
+        mock.patch.object(triton_hook, "_MADE", {}),
+    ):
+        slower.warn_slower.cache_clear()
+        yield
+
+
+@contextlib.contextmanager
+def compiled() -> Iterator[list[Any]]:
+    """What Triton compiled of this package's kernels."""
+    seen: list[Any] = []
+    compile_and_check = triton_hook.WithPasses.compile_and_check
+
+    def recording(self: Any, source: Any, **options: Any) -> Any:
+        seen.append(compile_and_check(self, source, **options))
+        return seen[-1]
+
+    with mock.patch.object(triton_hook.WithPasses, "compile_and_check", recording):
+        yield seen
 
 
 def test_the_hook_is_this_compilations() -> None:
@@ -60,31 +97,211 @@ def test_the_hook_is_this_compilations() -> None:
     assert [len(args) for args in calls] == [0, 5, 5]
 
 
+# --- kernels of a class of this package's ---------------------------------------------------------
+
+
+@triton.jit
+def doubled(x):  # type: ignore[no-untyped-def]
+    return x + x
+
+
+def test_a_kernel_is_the_same_one_of_another_class() -> None:
+    made = triton_hook.with_passes(doubled, ("a pass",))
+    assert isinstance(made, triton_hook.WithPasses)
+    assert made is triton_hook.with_passes(doubled, ("a pass",))
+    assert made is not triton_hook.with_passes(doubled)
+    assert (made.expected, triton_hook.with_passes(doubled).expected) == (("a pass",), ())
+    assert type(doubled) is JITFunction
+    assert made.fn is doubled.fn
+    assert made.cache_key == doubled.cache_key
+
+
+def test_all_that_a_kernel_is_made_with_is_handed_on() -> None:
+    """Triton's own parameters, each of which is an attribute."""
+    given = dict.fromkeys(inspect.signature(JITFunction.__init__).parameters)
+    del given["self"], given["fn"]
+    options: dict[str, Any] = {
+        "version": 3,
+        "do_not_specialize": ["x"],
+        "do_not_specialize_on_alignment": [0],
+        "debug": True,
+        "noinline": True,
+        "repr": lambda _: "name",
+        "launch_metadata": print,
+    }
+    assert given.keys() == options.keys()
+    kernel: Any = JITFunction(doubled.fn, **options)
+    made: Any = triton_hook.WithPasses.of(kernel)
+    for name, value in options.items():
+        assert getattr(made, "_repr" if name == "repr" else name) == value, name
+    assert [vars(x) for x in made.params] == [vars(x) for x in kernel.params]
+
+
+def test_triton_s_interpreter_is_left_alone() -> None:
+    other = object()
+    assert triton_hook.with_passes(other) is other
+
+
+def test_fmas_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: asked.append(options))
+    made = triton_hook.WithPasses.of(doubled)
+    made.run(1, grid=(1,), warmup=False)
+    made.run(1, grid=(1,), warmup=True, enable_fp_fusion=False)
+    assert [options["enable_fp_fusion"] for options in asked] == [True, False]
+
+
+def test_compile_is_this_class_s_on_every_device() -> None:
+    made: Any = triton_hook.WithPasses.of(doubled)
+    with _offline_hopper():
+        for device in (0, 1):
+            _ = made.device_caches[device]
+            assert made.compile == made.compile_and_check
+
+
 @pytest.mark.parametrize(("version", "known"), [("3.6.0", True), ("3.9.1", True), ("3.10.0", False), ("4.0.0", False)])
-def test_unknown_tritons_compile_as_they_do(version: str, known: bool) -> None:
-    class Kernel: ...
-
-    class Other: ...
-
-    kernel = Kernel()
-    host = types.FunctionType((lambda: None).__code__, {"_helion_host": kernel}, "host")
-    replaced = type("Replaced", (Kernel,), {})
-    interpreted = types.FunctionType((lambda: None).__code__, {"_helion_host": (other := Other())}, "host")
+def test_unknown_tritons_compile_as_they_do_and_say_so(version: str, known: bool) -> None:
+    kernel = SimpleNamespace(metadata=SimpleNamespace(num_warps=8, num_stages=3))
+    slower.warn_slower.cache_clear()
     with (
         mock.patch.object(triton, "__version__", version),
-        mock.patch.object(triton_hook, "JITFunction", Kernel),
-        mock.patch.object(triton_hook, "WithPasses", replaced),
+        mock.patch.object(triton, "compile", return_value=kernel),
+        warnings.catch_warnings(record=True) as said,
     ):
-        assert triton_hook.with_passes(host) is host
-        triton_hook.with_passes(interpreted)
-    assert isinstance(kernel, replaced) is known
-    assert type(other) is Other
+        warnings.simplefilter("always")
+        made = triton_hook.WithPasses.of(doubled)
+        for _ in range(2):
+            with mock.patch.object(triton_hook, "compile_with_passes", return_value="with passes"):
+                found = made.compile_and_check("source") if not known else "with passes"
+        assert found == ("with passes" if known else kernel)
+        outcomes = triton_hook.outcomes(kernel)
+    assert [x.applied for x in outcomes] == [False] * len(triton_hook.PASSES)
+    assert f"Triton {version} is not known" in outcomes[0].reason
+    assert [str(x.message) for x in said if version in str(x.message)] == [str(x.message) for x in said]
+    assert len(said) == (0 if known else 1)
+    assert all(x.category is SlowerWarning and "3.6, 3.7, 3.8, 3.9" in str(x.message) for x in said)
 
 
-def test_what_does_not_verify_stays() -> None:
+# --- what the passes say --------------------------------------------------------------------------
+
+
+def test_what_is_not_as_a_pass_expects_is_said() -> None:
+    for refuse, reason in (
+        (lambda: only([], "its loops"), "there are 0 of its loops, in place of one"),
+        (lambda: definition({"%a": "line"}, "%b"), "%b is defined elsewhere"),
+        (lambda: matched("a line", "(word)"), "'(word)' is not in 'a line'"),
+    ):
+        with pytest.raises(Refused) as refused:
+            refuse()
+        assert str(refused.value) == reason
+    assert str(Outcome("name", True, "so", "text")) == "name: applied, so"
+    assert str(Outcome("name", False, "so")) == "name: refused, so"
+
+
+def test_outcomes_are_kept_with_the_kernel() -> None:
+    """Also where another process compiled it."""
+    with anew(), compiled() as first:
+        compile_attention(256, True, recipe=ha.BALANCED)
+        with (
+            mock.patch.object(triton_hook, "_MADE", {}),
+            compiled() as second,
+            mock.patch.object(early_copies, "rescheduled", side_effect=AssertionError("it is compiled again")),
+        ):
+            compile_attention(256, True, recipe=ha.BALANCED)
+    outcomes = triton_hook.outcomes(first[0])
+    assert triton_hook.outcomes(second[0]) == outcomes
+    assert [(x.name, x.applied) for x in outcomes] == [
+        (computed_once.NAME, False),
+        (early_copies.NAME, True),
+        (warpgroup_turns.NAME, True),
+        (warpgroup_turns.PART_OF_P, True),
+    ]
+    assert outcomes[0].reason == computed_once.UNMARKED
+    assert re.fullmatch(r"the turn for P V waits for \d+ of \d+ registers of P", outcomes[3].reason)
+
+
+def outcomes_of(compile_: Callable[[], Any]) -> dict[str, Outcome]:
+    """By pass."""
+    with anew(), compiled() as kernels:
+        compile_()
+    return {x.name: x for x in triton_hook.outcomes(kernels[0])}
+
+
+def test_what_does_not_verify_stays_and_is_said() -> None:
+    wrong = Outcome(early_copies.NAME, True, "moved", "module {")
+    with mock.patch.object(early_copies, "rescheduled", return_value=wrong):
+        found = outcomes_of(lambda: compile_attention(64, False))
+    assert not found[early_copies.NAME].applied
+    assert "does not verify" in found[early_copies.NAME].reason
+    assert found[computed_once.NAME].reason == computed_once.UNMARKED
+
+
+@pytest.mark.parametrize("lost", ["before_turns: ", "behind_turns: "])
+def test_ptx_that_lacks_the_marks_of_turns_is_not_run(lost: str) -> None:
+    """Named barriers beside those of all warps are a deadlock: it is compiled again, without turns."""
+    in_turns = warpgroup_turns.in_turns
+    with mock.patch.object(warpgroup_turns, "in_turns", lambda ptx: in_turns(ptx.replace(lost, ""))), anew():
+        found = compile_attention(256, True)
+        with compiled() as kernels, mock.patch.object(triton_hook, "_MADE", {}):
+            compile_attention(256, True)
+    assert "bar.arrive" not in found.ptx
+    (refused,) = [x for x in triton_hook.outcomes(kernels[0]) if x.name == warpgroup_turns.NAME]
+    assert not refused.applied
+    assert "marks of turns are not in the PTX" in refused.reason
+
+
+def test_a_kernel_that_is_asked_for_no_turns(recwarn: pytest.WarningsRecorder) -> None:
+    with mock.patch.object(triton_hook.WithPasses, "turns", False):
+        found = outcomes_of(lambda: compile_attention(256, True))
+    assert found[warpgroup_turns.NAME].reason == triton_hook.SWITCHED_OFF
+    assert not [x for x in recwarn if x.category is SlowerWarning]
+
+
+def test_other_loops_say_why() -> None:
+    found = outcomes_of(lambda: compile_decode(64, 64, 32, 1, 2))
+    assert not any(x.applied for x in found.values())
+    assert found[early_copies.NAME].reason
+    assert found[warpgroup_turns.NAME].reason == "the copies of its loop were not moved"
+
+
+# --- shipped configs ------------------------------------------------------------------------------
+
+
+def test_which_passes_a_config_is_expected_to_have() -> None:
+    names = {computed_once.NAME, early_copies.NAME, warpgroup_turns.NAME, warpgroup_turns.PART_OF_P}
+    assert COSTS.keys() == names == {*triton_hook.PASSES}
+    assert expected_passes(tile_config(128, True)) == (early_copies.NAME,)
+    hybrid = expected_passes(tile_config(128, True, ha.HYBRID.bits))
+    assert {*hybrid} == {early_copies.NAME, computed_once.NAME, warpgroup_turns.NAME}
+    assert {*expected_passes(tile_config(256, True))} == names - {computed_once.NAME}
+    assert expected_passes(large_tile_config(192, 128, True)) == (early_copies.NAME,)
+    assert expected_passes(large_tile_config(512, 512, True)) == ()
+    for tile in (*TILE_CONFIGS, *LARGE_TILE_CONFIGS):
+        assert names.issuperset(expected_passes(tile))
+        assert expected_passes(dataclasses.replace(tile, max_registers=17)) == ()
+
+
+def test_missing_is_what_was_expected_and_did_not_apply() -> None:
+    applied, refused = Outcome("a", True, "so"), Outcome("b", False, "so")
+    assert missing([applied, refused], ("a", "b")) == [refused]
+    assert missing([applied, refused], ("a",)) == []
+    assert missing([Outcome(computed_once.NAME, False, computed_once.UNMARKED)], (computed_once.NAME,)) == []
+
+
+def test_a_shipped_config_without_its_passes_is_said_once() -> None:
+    kernel = SimpleNamespace(metadata=SimpleNamespace(num_warps=8, num_stages=3))
+    outcomes = (Outcome(early_copies.NAME, False, "there is no loop"), Outcome(warpgroup_turns.NAME, False, "so"))
+    slower.warn_slower.cache_clear()
+    made = triton_hook.WithPasses.of(doubled, (early_copies.NAME,))
     with (
-        mock.patch.object(early_copies, "rescheduled", return_value="module {"),
-        mock.patch.object(triton_hook, "digest", return_value=f"{time.time_ns()}"),
+        mock.patch.object(triton_hook, "compile_with_passes", return_value=kernel),
+        mock.patch.object(triton_hook, "outcomes", return_value=outcomes),
+        warnings.catch_warnings(record=True) as said,
     ):
-        kernel = compile_attention(64, False)
-    assert kernel.opcodes["QGMMA"] > 0
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert made.compile_and_check("source") is kernel
+    (warning,) = said
+    assert warning.category is SlowerWarning
+    for part in ("doubled (8 warps, 3 stages)", early_copies.NAME, "there is no loop", COSTS[early_copies.NAME]):
+        assert part in str(warning.message)

@@ -15,6 +15,7 @@ import pytest
 
 import helion_attn as ha
 from helion_attn.compiler.passes import warpgroup_turns
+from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import tile_config
 from helion_attn.testing import Sm90Kernel
 from helpers.offline import compile_attention, compile_shape, compile_tile, compile_varlen
@@ -61,8 +62,13 @@ def text(name: str) -> str:
     without = seen[0][1]
     assert without is not None
     found = warpgroup_turns.with_turns(without)
-    assert found is not None
-    return found
+    assert found.applied
+    return found.text
+
+
+def left_alone(code: str) -> Outcome:
+    """In place of a pass."""
+    return Outcome("a pass", False, "it is left out", code)
 
 
 def named_barriers(ptx: str) -> list[str]:
@@ -98,7 +104,7 @@ def test_a_barrier_that_stays() -> None:
 
 def test_with_a_barrier_that_stays_none_take_turns() -> None:
     def with_barrier(ptx: str) -> str:
-        raise warpgroup_turns.BarrierInLoop
+        raise warpgroup_turns.BarrierInLoop("it is there")
 
     with mock.patch.object(warpgroup_turns, "in_turns", with_barrier), recorded():
         found = LOOPS["late_v"]()
@@ -150,16 +156,16 @@ def test_p_does_not_change_the_number_of_a_turn(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["three_stages", "fast", "hybrid_d128"])
 def test_ptxas_moves_a_turn_up(name: str) -> None:
-    with mock.patch.object(warpgroup_turns, "_behind_part_of_p", lambda ptx: ptx), recorded():
+    with mock.patch.object(warpgroup_turns, "_behind_part_of_p", left_alone), recorded():
         found = (LOOPS | TAKE_TURNS)[name]()
     assert exponentials_before_turn(found.sass) < BEHIND_P[name]
 
 
 def test_a_turn_is_not_moved_past_another_block() -> None:
     """Nor one of two, nor without registers of P."""
-    with mock.patch.object(warpgroup_turns, "_behind_part_of_p", lambda ptx: ptx), recorded():
+    with mock.patch.object(warpgroup_turns, "_behind_part_of_p", left_alone), recorded():
         ptx = LOOPS["three_stages"]().ptx
-    assert warpgroup_turns._behind_part_of_p(ptx) != ptx
+    assert warpgroup_turns._behind_part_of_p(ptx).applied
     (turn,) = re.findall(r".*behind_part_of_p: .*\n", ptx)
     for other in (
         ptx.replace(turn, turn + "$L__other:\n"),
@@ -169,7 +175,7 @@ def test_a_turn_is_not_moved_past_another_block() -> None:
         ptx.replace("wgmma.fence", "wgmma.something_else"),
         ptx.replace("wgmma.mma_async", "wgmma.something_else"),
     ):
-        assert warpgroup_turns._behind_part_of_p(other) == other
+        assert warpgroup_turns._behind_part_of_p(other).text == other
 
 
 @pytest.mark.parametrize("name", ["late_v", "hybrid_d256"])
@@ -193,7 +199,7 @@ def test_behind_the_loop_nothing_changes(name: str) -> None:
         ended = ptx[ptx.index("mbarrier.inval", last.end()) :]
         return re.findall(r"bar\.sync|st\.shared[.\w]*|ld\.shared[.\w]*|\w*matrix[.\w]*", ended)
 
-    with mock.patch.object(warpgroup_turns, "with_turns", return_value=None), recorded():
+    with mock.patch.object(warpgroup_turns, "with_turns", left_alone), recorded():
         found = LOOPS[name]()
     in_turns = behind_the_loop(kernel(name).ptx)
     assert in_turns == behind_the_loop(found.ptx)
@@ -237,10 +243,17 @@ def test_other_loops_stay() -> None:
         LOOPS["three_stages"]()
     before, without = seen[0]
     assert without is not None
-    assert warpgroup_turns.with_turns(before) is None
-    assert warpgroup_turns.with_turns(text("three_stages")) is not None  # the form of its loop is the same
-    assert warpgroup_turns.with_turns(without.replace('"ttg.num-warps" = 8', '"ttg.num-warps" = 4')) is None
-    assert warpgroup_turns.with_turns(without.replace("gpu.barrier", "gpu.something_else")) is None
+    assert warpgroup_turns.with_turns(text("three_stages")).applied  # the form of its loop is the same
+    for other, reason in (
+        (before, "its operations are"),
+        (without.replace('"ttg.num-warps" = 8', '"ttg.num-warps" = 4'), "not two warpgroups"),
+        (without.replace("warpsPerCTA = [8, 1]", "warpsPerCTA = [4, 2]"), "does not have half of the rows"),
+        (without.replace("gpu.barrier", "gpu.something_else"), "its operations are"),
+    ):
+        outcome = warpgroup_turns.with_turns(other)
+        assert not outcome.applied
+        assert outcome.text == other
+        assert reason in outcome.reason
 
 
 # The machine: eight warps that run one after the other, an operation at a time, in any order.

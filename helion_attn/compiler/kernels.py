@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
 
-from helion_attn.compiler import code_cache, launch_plans, triton_hook
+from helion_attn.compiler import code_cache, launch_plans
 from helion_attn.compiler.helion_adapter import helion
 
 #: Of a tensor's address, in bytes: what TMA and the widest loads ask for.
@@ -17,16 +19,37 @@ ALIGNMENT = 16
 MAX_REMEMBERED = 4096
 
 
-class Compiled:
+class Runner:
+    """A kernel function that can be run, by the names of its arguments or by their places."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._names = tuple(inspect.signature(fn).parameters)
+        self._in_order = itemgetter(*self._names) if len(self._names) > 1 else lambda of: (of[self._names[0]],)
+
+    def run(self, arguments: Mapping[str, Any]) -> None:
+        """Run it with arguments by name, as many as it has."""
+        if len(arguments) != len(self._names):
+            unknown, missing = set(arguments) - {*self._names}, {*self._names} - set(arguments)
+            raise TypeError(f"arguments that are unknown: {sorted(unknown)}, and missing: {sorted(missing)}")
+        self(*self._in_order(arguments))
+
+    def __call__(self, *args: Any) -> None:
+        """Run it with arguments by place."""
+        raise NotImplementedError
+
+
+class Compiled(Runner):
     """A kernel function compiled through Triton with one config: once a specialisation, for all lengths and strides.
 
     Helion finds the code for a call in 15 us if all sizes are those of the last call, and in 2500 otherwise, most of
     which prepare for the next call of these sizes; a process that is new takes seconds. `code_cache` finds it instead,
-    and this remembers the launch (`launches`) that it led to, for every set of sizes and specialisations.
+    and this remembers the launch (`launch_plans`) that it led to, for every set of sizes and specialisations.
     """
 
-    def __init__(self, kernel: helion.Kernel[Any]) -> None:
+    def __init__(self, kernel: helion.Kernel[Any], expected: tuple[str, ...] = ()) -> None:
+        super().__init__(kernel.fn)
         self._generated = code_cache.Generated(kernel)
+        self._expected = expected
         self._positions: tuple[list[int], list[int]] | None = None
         self._found: dict[Hashable, Callable[..., Any]] = {}
 
@@ -51,22 +74,38 @@ class Compiled:
             return
         if len(self._found) >= MAX_REMEMBERED:
             self._found.clear()
-        run = triton_hook.with_passes(self._generated.find(args))
-        self._found[key] = launch_plans.launch_first(run, args)
+        self._found[key] = launch_plans.launch_first(self._generated.find(args), args, self._expected)
 
 
-def compiled(fn: Callable[..., Any], config: helion.Config) -> Compiled:
+class Interpreted(Runner):
+    """A kernel function run step by step with PyTorch operations: for CPU tensors."""
+
+    def __init__(self, kernel: helion.Kernel[Any]) -> None:
+        super().__init__(kernel.fn)
+        self._kernel = kernel
+
+    def __call__(self, *args: Any) -> None:
+        """Run it."""
+        self._kernel(*args)
+
+
+def compiled(fn: Callable[..., Any], config: helion.Config, expected: tuple[str, ...] = ()) -> Compiled:
     """`fn` compiled through Triton with `config`, once for all lengths and strides.
 
     `triton_do_not_specialize` keeps Triton from compiling anew when a length becomes a multiple of 16. A `key` keeps
     Helion from preparing for the next call of these sizes.
+
+    Args:
+        fn: the kernel function.
+        config: Helion's, with the tunables of `fn`.
+        expected: names of the passes without which a warning is given (`passes.expected`).
     """
     kernel = helion.kernel(
         fn, config=config, static_shapes=False, triton_do_not_specialize=True, key=lambda *args: None
     )
-    return Compiled(kernel)
+    return Compiled(kernel, expected)
 
 
-def interpreted(fn: Callable[..., Any]) -> helion.Kernel[Any]:
+def interpreted(fn: Callable[..., Any]) -> Interpreted:
     """The same source, run step by step with PyTorch operations: for CPU tensors."""
-    return helion.kernel(fn, config=helion.Config(), static_shapes=False, ref_mode=helion.RefMode.EAGER)
+    return Interpreted(helion.kernel(fn, config=helion.Config(), static_shapes=False, ref_mode=helion.RefMode.EAGER))

@@ -4,6 +4,9 @@ A host function asks tensors for sizes and strides, builds descriptors, and hand
 finds their types, then the kernel for them, encodes the descriptors and only then launches. For arguments with the
 shapes, strides, alignments and values of an earlier call, all of that comes out the same but for tensors' addresses
 (what a call costs so: docs/performance.md, Host time).
+
+Triton offers no way to launch a kernel of which only addresses change. `in_c`, `to_c` and `Plan.__call__` are all that
+knows how its launcher does it; where that is not known, launches go through Triton, and a warning says so.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from triton import knobs
 from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from helion_attn.compiler import triton_hook
 from helion_attn.compiler.helion_adapter import default_launcher
-from helion_attn.compiler.triton_hook import KNOWN_TRITONS
+from helion_attn.compiler.slower import warn_slower
+from helion_attn.compiler.versions import triton_is_known
 
 
 @dataclass(frozen=True)
@@ -97,37 +102,58 @@ def _no_arguments() -> tuple[tuple[()], ...]:
 NO_SCRATCH = None, None
 
 
-def to_c(launcher: Any, boxes: int) -> tuple[Callable[..., None], list[dict[str, Any] | None]]:
-    """What Triton's launcher calls in C, and how its `boxes` are to be encoded; ValueError if that is not clear.
+class NoPlan(Exception):
+    """A launch cannot be repeated with other addresses; the message says why."""
+
+
+def in_c(kernel: Any) -> Callable[..., None]:
+    """The C function that Triton's launcher of a kernel calls.
+
+    The launcher has it as it is where no descriptors are encoded first. From 3.7 on it is one for all kernels, an
+    attribute of the driver's. 3.6 compiles one for each list of types; its own functions find it again, in its cache.
+    """
+    if not kernel.metadata.tensordesc_meta:
+        return kernel.run.launch
+    if (of_all := getattr(triton.runtime.driver.active.utils, "launch", None)) is not None:
+        return of_all
+    source = driver.make_launcher({}, kernel.src.signature, kernel.metadata.tensordesc_meta)
+    module = driver.compile_module_from_src(
+        src=source,
+        name="__triton_launcher",
+        library_dirs=driver.library_dirs(),
+        include_dirs=driver.include_dirs,
+        libraries=driver.libraries,
+    )
+    return module.launch
+
+
+def to_c(kernel: Any) -> Callable[..., None]:
+    """What launches a kernel in C; `NoPlan` if that is not all that a launch takes.
 
     Returns:
         A function of the grid, the stream, the CUDA function, a tuple of its packed metadata, metadata for hooks and
-        two hooks, and the kernel's arguments; and the encodings.
+        two hooks, and the kernel's arguments.
     """
+    launcher = kernel.run
     if launcher.global_scratch_size or launcher.profile_scratch_size:
-        raise ValueError("it allocates")
+        raise NoPlan("a launch allocates scratch memory")
     if getattr(launcher, "gsan_enabled", False):
-        raise ValueError("it is instrumented")
-    around = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
-    # With descriptors it is wrapped in what encodes them.
-    encodings = around.get("tensordesc_meta") or []
-    if len(encodings) != boxes:
-        raise ValueError(f"{len(encodings)} descriptors are encoded, of {boxes}")
-    in_c = around.get("launcher", launcher.launch)
+        raise NoPlan("it is instrumented")
+    launch_in_c = in_c(kernel)
     options = launcher.launch_cooperative_grid, launcher.launch_pdl
     if hasattr(launcher, "kernel_signature"):
-        # From 3.7 on one C function launches all kernels, and is told the types of their arguments.
+        # From 3.7 on the C function is told the types of the arguments.
         types = launcher.arg_annotations, launcher.kernel_signature
 
         def launch(grid: Any, stream: int, function: Any, metadata: tuple[Any, ...], values: list[Any]) -> None:
-            in_c(*grid, stream, function, *options, *metadata, *NO_SCRATCH, *types, values)
+            launch_in_c(*grid, stream, function, *options, *metadata, *NO_SCRATCH, *types, values)
 
     else:
 
         def launch(grid: Any, stream: int, function: Any, metadata: tuple[Any, ...], values: list[Any]) -> None:
-            in_c(*grid, stream, function, *options, *NO_SCRATCH, *metadata, *values)
+            launch_in_c(*grid, stream, function, *options, *NO_SCRATCH, *metadata, *values)
 
-    return launch, encodings
+    return launch
 
 
 class Plan:
@@ -137,18 +163,18 @@ class Plan:
     """
 
     def __init__(self, launch: Launch, compiled: Any, args: Sequence[Any]) -> None:
-        """Of `launch`, which `args` led to and for which Triton ran `compiled`; ValueError if it is not known how."""
-        if not triton.__version__.startswith(KNOWN_TRITONS):
-            raise ValueError(f"how does Triton {triton.__version__} launch?")
+        """Of `launch`, which `args` led to and for which Triton ran `compiled`; `NoPlan` if it is not known how."""
+        if not triton_is_known():
+            raise NoPlan(f"how Triton {triton.__version__} launches is not known")
         if len(launch.args) != len(launch.kernel.params) or any(name.startswith("_") for name in launch.options):
-            raise ValueError("the launcher adds arguments")
+            raise NoPlan("Helion's launcher adds arguments")
         if launch.kernel.launch_metadata is not None:
-            raise ValueError("hooks are given arguments")
+            raise NoPlan("hooks are given arguments")
         if compiled is None:
-            raise ValueError("a hook of Triton's kept it from launching")
-        objects = [id(arg) for arg in args]
-        boxes = sum(isinstance(x, TensorDescriptor) for x in launch.args)
-        self._launch, encodings = to_c(compiled.run, boxes)
+            raise NoPlan("a hook of Triton's kept it from launching")
+        objects = {id(arg): i for i, arg in enumerate(args)}
+        # As Triton's compiler says; none where descriptors are not TMA's.
+        encodings = iter(compiled.metadata.tensordesc_meta or ())
         self._compiled = compiled
         self._grid = (*launch.grid, 1, 1)[:3]
         # Of `_values`, the C function's arguments, and of `args`.
@@ -159,19 +185,20 @@ class Plan:
             # By identity: a tensor that the host function made, be it a view, is not in `objects`. Nor does a plan keep
             # the first call's tensors alive.
             if isinstance(x, torch.Tensor):
-                self._tensors.append((len(self._values), objects.index(id(x))))
+                self._tensors.append((len(self._values), _place(objects, x)))
                 self._values.append(None)
             elif isinstance(x, TensorDescriptor):
-                encoding = encodings[len(self._boxes)]
+                encoding = next(encodings, None)
                 if encoding is None:
-                    raise ValueError("a descriptor that is not TMA's")
+                    raise NoPlan("a descriptor is not TMA's")
                 rest = {name: field for name, field in vars(x).items() if name != "base"}
-                self._boxes.append(Box(len(self._values), objects.index(id(x.base)), rest, encoding, {}))
+                self._boxes.append(Box(len(self._values), _place(objects, x.base), rest, encoding, {}))
                 self._values += [None, *x.shape, *x.strides]
             elif isinstance(x, int | float):
                 self._values.append(x)
             else:
-                raise ValueError(f"what is {x!r}?")
+                raise NoPlan(f"{x!r} is neither a tensor nor a number")
+        self._launch = to_c(compiled)
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
         self._device = device.index
 
@@ -195,17 +222,46 @@ class Plan:
         self._launch(self._grid, stream, compiled.function, hooks, values)
 
 
-def launch_first(run: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+def _place(objects: dict[int, int], x: torch.Tensor) -> int:
+    """Which of the host function's arguments a tensor is."""
+    if id(x) not in objects:
+        raise NoPlan("the host function makes a tensor")
+    return objects[id(x)]
+
+
+def through_triton(run: Callable[..., Any], expected: tuple[str, ...]) -> Callable[..., Any]:
+    """`run`, a host function of Helion's, which launches through Triton a kernel that is compiled with the passes.
+
+    Args:
+        run: the host function.
+        expected: names of the passes without which a warning is given.
+    """
+
+    def launcher(kernel: Any, grid: tuple[int, ...], *kernel_args: Any, **options: Any) -> Any:
+        return default_launcher(triton_hook.with_passes(kernel, expected), grid, *kernel_args, **options)
+
+    return functools.partial(run, _launcher=launcher)
+
+
+def launch_first(run: Callable[..., Any], args: Sequence[Any], expected: tuple[str, ...] = ()) -> Callable[..., Any]:
     """Call `run(*args)`, and return what does the same for arguments that differ in addresses alone."""
     launches: list[tuple[Launch, Any]] = []
 
     def launcher(kernel: Any, grid: tuple[int, ...], *kernel_args: Any, **options: Any) -> None:
-        compiled = default_launcher(kernel, grid, *kernel_args, **options)
+        compiled = default_launcher(triton_hook.with_passes(kernel, expected), grid, *kernel_args, **options)
         launches.append((Launch(kernel, grid, kernel_args, options), compiled))
 
     run(*args, _launcher=launcher)
     try:
+        if len(launches) != 1:
+            raise NoPlan(f"the host function launches {len(launches)} kernels")
         ((launch, compiled),) = launches
         return Plan(launch, compiled, args)
-    except ValueError:
-        return run
+    except NoPlan as reason:
+        # Of an unknown Triton the compilation has warned.
+        if triton_is_known():
+            warn_slower(
+                f"{run.__name__} is launched through Triton {triton.__version__} in every call, which costs the host "
+                f"some microseconds more than a launch that is repeated: {reason}."
+            )
+        return through_triton(run, expected)

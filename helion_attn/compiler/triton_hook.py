@@ -1,17 +1,18 @@
 """This package's passes over Triton's IR, in the compilation of its kernels and of no others.
 
 Triton has no way to say in a kernel what they do, but a hook for compilers of one's own
-(`knobs.runtime.add_stages_inspection_hook`), which is set while a kernel of this package's is compiled.
+(`knobs.runtime.add_stages_inspection_hook`), which is set while a kernel of this package's is compiled. What each pass
+did, or why it did not apply, is kept in the kernel's metadata, and so on the disk beside its code.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,25 @@ import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from helion_attn.compiler.passes import computed_once, delayed_v, early_copies, single_k_buffer, ttgir, warpgroup_turns
+from helion_attn.compiler import passes
+from helion_attn.compiler.passes import computed_once, early_copies, warpgroup_turns
+from helion_attn.compiler.passes.expected import COSTS, missing
+from helion_attn.compiler.passes.outcome import Outcome
+from helion_attn.compiler.slower import warn_slower
+from helion_attn.compiler.versions import KNOWN_TRITONS, MEASURED_SERIES, triton_is_known
 
-#: Whose IR this is, and whose way to launch `launches` repeats. Neither is an interface of Triton's: others compile and
-#: launch as they do.
-KNOWN_TRITONS = ("3.6.", "3.7.", "3.8.", "3.9.")
+#: Of a kernel's metadata: a list of name, whether it was applied, and reason, for each pass.
+OUTCOMES = "helion_attn_outcomes"
+
+#: In the order in which they run.
+PASSES = (computed_once.NAME, early_copies.NAME, warpgroup_turns.NAME, warpgroup_turns.PART_OF_P)
+
+#: Why a kernel takes no turns that was asked for none.
+SWITCHED_OFF = "switched off"
 
 
 def _parsed(text: str, context: Any) -> Any:
-    """The module that `text` is."""
+    """The module that `text` is; RuntimeError if it does not verify."""
     from triton._C.libtriton import ir
 
     with tempfile.TemporaryDirectory() as folder:
@@ -42,16 +53,8 @@ def _parsed(text: str, context: Any) -> Any:
 @functools.cache
 def digest() -> str:
     """Of the passes."""
-    sources = (
-        __file__,
-        computed_once.__file__,
-        early_copies.__file__,
-        delayed_v.__file__,
-        single_k_buffer.__file__,
-        ttgir.__file__,
-        warpgroup_turns.__file__,
-    )
-    return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()
+    sources = [Path(__file__), *sorted(Path(passes.__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 #: Held while the hook, of which a process has one, is one of this module's.
@@ -64,8 +67,8 @@ class _Hook:
     Other threads' compilations meanwhile are what they would be, though from Triton 3.7 on not found in its caches.
     """
 
-    def __init__(self, turns: bool) -> None:
-        self._turns = turns
+    def __init__(self, no_turns: str | None) -> None:
+        self._no_turns = no_turns
         self._thread = threading.get_ident()
         _HOOKED.acquire()
         self._held = True
@@ -86,77 +89,166 @@ class _Hook:
         if self._earlier is not None:
             self._earlier(*args)
         if threading.get_ident() == self._thread:
-            _add_passes(args[1], self._turns)
+            _add_passes(args[1], self._no_turns)
             self.remove()
         return None
 
 
-def _add_passes(stages: dict[str, Callable[..., Any]], turns: bool) -> None:
+def passed(text: str, no_turns: str | None = None) -> list[Outcome]:
+    """What the passes over Triton's GPU IR make of a module, in their order; `no_turns` is why there are to be none."""
+    once = computed_once.with_one(text)
+    copies = early_copies.rescheduled(once.text)
+    if no_turns is None and not copies.applied:
+        no_turns = "the copies of its loop were not moved"
+    if no_turns is not None:
+        return [once, copies, Outcome(warpgroup_turns.NAME, False, no_turns, copies.text)]
+    return [once, copies, warpgroup_turns.with_turns(copies.text)]
+
+
+def _add_passes(stages: dict[str, Callable[..., Any]], no_turns: str | None) -> None:
     make_ttgir, make_ptx = stages["ttgir"], stages["ptx"]
 
     def passed_ttgir(module: Any, metadata: dict[str, Any]) -> Any:
         module = make_ttgir(module, metadata)
         original = str(module)
-        once = computed_once.with_one(original)
-        moved = early_copies.rescheduled(once)
-        in_turns = warpgroup_turns.with_turns(moved) if moved and turns else None
-        text = in_turns or moved or once
+        outcomes = passed(original, no_turns)
+        text = outcomes[-1].text
         if text != original:
-            with contextlib.suppress(RuntimeError):  # what does not verify stays as it was
-                return _parsed(text, module.context)
+            try:
+                module = _parsed(text, module.context)
+            except RuntimeError as error:
+                reason = f"the IR with the passes does not verify: {error}"
+                outcomes = [replace(x, applied=False, reason=reason) if x.applied else x for x in outcomes]
+        metadata[OUTCOMES] = [[x.name, x.applied, x.reason] for x in outcomes]
         return module
 
     def passed_ptx(module: Any, metadata: dict[str, Any]) -> str:
-        ptx = make_ptx(module, metadata)
-        return warpgroup_turns.in_turns(ptx) if warpgroup_turns.has_turns(ptx) else ptx
+        ptx: str = make_ptx(module, metadata)
+        # Said by the stage before: PTX of a kernel with turns that does not show them must not be run.
+        if any(name == warpgroup_turns.NAME and applied for name, applied, _ in metadata[OUTCOMES]):
+            outcome = warpgroup_turns.in_turns(ptx)
+        else:
+            outcome = Outcome(warpgroup_turns.PART_OF_P, False, "there are no turns", ptx)
+        metadata[OUTCOMES].append([outcome.name, outcome.applied, outcome.reason])
+        return outcome.text
 
     stages.update(ttgir=passed_ttgir, ptx=passed_ptx)
 
 
-def compile_with_passes(source: Any, turns: bool = True, **options: Any) -> Any:
-    """`triton.compile`, with the passes; without that of turns where Triton has put a barrier into the loop."""
+def compile_with_passes(source: Any, no_turns: str | None = None, **options: Any) -> Any:
+    """`triton.compile`, with the passes; without that of turns where it would have warps wait forever.
+
+    Args:
+        source: of the kernel, as Triton has it.
+        no_turns: why warpgroups are to take no turns, or None if they are to.
+        options: of `triton.compile`.
+    """
     try:
-        return _compile(source, turns, **options)
-    except warpgroup_turns.BarrierInLoop:
-        return _compile(source, turns=False, **options)
+        return _compile(source, no_turns, **options)
+    except warpgroup_turns.BarrierInLoop as barrier:
+        return _compile(source, str(barrier), **options)
 
 
-def _compile(source: Any, turns: bool, *, _env_vars: dict[str, str] | None = None, **options: Any) -> Any:
+def _compile(source: Any, no_turns: str | None, *, _env_vars: dict[str, str] | None = None, **options: Any) -> Any:
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     variables = get_cache_invalidating_env_vars() if _env_vars is None else _env_vars
     # Triton's cache must not take a kernel without the passes for this one.
-    variables = {**variables, "helion_attn_passes": f"{digest()} {turns}"}
-    hook = _Hook(turns)
+    variables = {**variables, "helion_attn_passes": f"{digest()} {no_turns}"}
+    hook = _Hook(no_turns)
     try:
         return triton.compile(source, _env_vars=variables, **options)
     finally:
         hook.remove()
 
 
+def outcomes(kernel: Any) -> tuple[Outcome, ...]:
+    """What each pass did in the compilation of a kernel, as Triton has it compiled, now or by an earlier process."""
+    found = getattr(kernel.metadata, OUTCOMES, None)
+    if found is None:
+        reason = f"it was compiled without: Triton {triton.__version__} is not known"
+        return tuple(Outcome(name, False, reason) for name in PASSES)
+    return tuple(Outcome(name, applied, reason) for name, applied, reason in found)
+
+
 class WithPasses(JITFunction[Any]):
-    """A kernel that is compiled with the passes, on whatever device: Triton sets `compile` anew for each.
+    """A kernel that is compiled with the passes, if Triton is known.
 
     Attributes:
         turns: whether warpgroups may take them.
+        expected: names of the passes without which it is slower than this package's figures.
     """
 
     turns = True
+    expected: tuple[str, ...] = ()
 
-    @property
-    def compile(self) -> Callable[..., Any]:
-        """What Triton compiles it with."""
-        return functools.partial(compile_with_passes, turns=self.turns)
+    @classmethod
+    def of(cls, kernel: JITFunction[Any], expected: tuple[str, ...] = ()) -> WithPasses:
+        """The same kernel, of this class."""
+        made = cls(
+            kernel.fn,
+            version=kernel.version,
+            do_not_specialize=kernel.do_not_specialize,
+            do_not_specialize_on_alignment=kernel.do_not_specialize_on_alignment,
+            debug=kernel.debug,
+            noinline=kernel.noinline,
+            repr=kernel._repr,
+            launch_metadata=kernel.launch_metadata,
+        )
+        made.expected = expected
+        return made
 
-    @compile.setter
-    def compile(self, triton_compile: Callable[..., Any]) -> None:
-        pass
+    def create_binder(self) -> Any:
+        """What Triton makes for each device; it sets `compile` to its own then."""
+        made = super().create_binder()
+        self.compile = self.compile_and_check
+        return made
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        """Launch it. These kernels count on FMAs, which Triton 3.9 warns of where nobody asks for them."""
+        options.setdefault("enable_fp_fusion", True)
+        return super().run(*args, grid=grid, warmup=warmup, **options)
+
+    def compile_and_check(self, source: Any, **options: Any) -> Any:
+        """Compile it for a specialisation, in place of `triton.compile`; say what is missing."""
+        if not triton_is_known():
+            warn_slower(
+                f"Triton {triton.__version__} is not one that was run on a GPU with this package: its kernels are "
+                "compiled without the passes over Triton's IR, which costs 3 to 23% of their time, and are launched "
+                f"through Triton, which costs the host some microseconds each. Install Triton {known_series()}."
+            )
+            return triton.compile(source, **options)
+        kernel = compile_with_passes(source, None if self.turns else SWITCHED_OFF, **options)
+        for outcome in missing(outcomes(kernel), self.expected):
+            if outcome.reason != SWITCHED_OFF:
+                warn_slower(
+                    f"{kernel_name(self)} ({kernel.metadata.num_warps} warps, {kernel.metadata.num_stages} stages) was "
+                    f"compiled without the pass {outcome.name}: {outcome.reason}. It costs {COSTS[outcome.name]}. "
+                    f"Report it, with Triton's version: it is {triton.__version__}, and the figures are of "
+                    f"{MEASURED_SERIES}."
+                )
+        return kernel
 
 
-def with_passes(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, a host function of Helion's, whose kernel is compiled with the passes from now on, if Triton is known."""
-    kernel = run.__globals__[f"_helion_{run.__name__}"]
-    # Triton's interpreter has kernels of another class.
-    if triton.__version__.startswith(KNOWN_TRITONS) and isinstance(kernel, JITFunction):
-        kernel.__class__ = WithPasses
-    return run
+def kernel_name(kernel: JITFunction[Any]) -> str:
+    """The name of the function in this package that Helion made a kernel of."""
+    return str(kernel.fn.__name__).removeprefix("_helion_")
+
+
+def known_series() -> str:
+    """The Tritons that take the passes, for a message."""
+    return ", ".join(known.series for known in KNOWN_TRITONS)
+
+
+#: Made so far, by function: a `JITFunction` hashes its source.
+_MADE: dict[tuple[Any, tuple[str, ...]], WithPasses] = {}
+
+
+def with_passes(kernel: Any, expected: tuple[str, ...] = ()) -> Any:
+    """A kernel of Helion's that is compiled with the passes; Triton's interpreter has kernels of another class."""
+    if not isinstance(kernel, JITFunction):
+        return kernel
+    made = _MADE.get((kernel.fn, expected))
+    if made is None:
+        made = _MADE.setdefault((kernel.fn, expected), WithPasses.of(kernel, expected))
+    return made

@@ -10,17 +10,19 @@ from unittest import mock
 
 from helion_attn.compiler import triton_hook
 from helion_attn.compiler.passes import early_copies
+from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.passes.ttgir import VALUE
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[tuple[str, str | None]]]:
-    """What the pass is given, and what it returns."""
-    seen = []
+    """What the pass over loads is given, and what it makes of that; None if it does not apply."""
+    seen: list[tuple[str, str | None]] = []
 
-    def recording(text: str) -> str | None:
-        seen.append((text, rescheduled(text)))
-        return seen[-1][1]
+    def recording(text: str) -> Outcome:
+        outcome = rescheduled(text)
+        seen.append((text, outcome.text if outcome.applied else None))
+        return outcome
 
     rescheduled = early_copies.rescheduled
     with (

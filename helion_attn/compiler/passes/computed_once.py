@@ -10,28 +10,39 @@ from __future__ import annotations
 
 import re
 
+from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.passes.ttgir import VALUE, indentation
+
+NAME = "computed_once"
+
+#: Why it does not apply to kernels that do not ask for it.
+UNMARKED = "nothing is marked"
 
 #: What `inline_asm.computed_once` becomes: a name, and a type.
 _MARKED = re.compile(rf'\s*({VALUE}) = tt\.elementwise_inline_asm "[^"]*// computed once" .* -> (tensor<.*>)( loc.*)?$')
 
 
-def with_one(text: str) -> str:
-    """`text`, in which of two marked lines the one whose result a product reads converts that of the other."""
+def with_one(text: str) -> Outcome:
+    """Have one of two marked lines, that whose result a product reads, convert the result of the other."""
     lines = text.split("\n")
     marked = [(i, found) for i, line in enumerate(lines) if (found := _MARKED.match(line))]
+    if not marked:
+        return Outcome(NAME, False, UNMARKED, text)
     for_product = [x for x in marked if "dot_op" in x[1].group(2)]
     for_sums = [x for x in marked if "dot_op" not in x[1].group(2)]
     if len(for_product) != 1 or len(for_sums) != 1:
-        return text
+        reason = f"{len(for_product)} marked lines are for a product and {len(for_sums)} for sums, in place of one each"
+        return Outcome(NAME, False, reason, text)
     ((at, product),), ((kept_at, kept),) = for_product, for_sums
     # One behind the other, nothing in between can need what is moved.
     if abs(at - kept_at) != 1:
-        return text
+        return Outcome(NAME, False, "something stands between the marked lines", text)
     conversion = (
         f"{indentation(lines[at])}{product.group(1)} = ttg.convert_layout {kept.group(1)}"
         f" : {kept.group(2)} -> {product.group(2)}"
     )
     rest = [line for i, line in enumerate(lines) if i != at]
     behind = rest.index(lines[kept_at]) + 1
-    return "\n".join([*rest[:behind], conversion, *rest[behind:]])
+    return Outcome(
+        NAME, True, "P V reads the P of the row sums", "\n".join([*rest[:behind], conversion, *rest[behind:]])
+    )

@@ -1,4 +1,4 @@
-"""V a block behind K: part of the pass that `early_loads` is, for one-level loops of two stages.
+"""V a block behind K: part of the pass that `early_copies` is, for one-level loops of two stages.
 
 P V of the block before is in flight when Q K^T is issued, and reads V's buffer, while K's is free. With V under
 barriers of its own, both can come as early:
@@ -21,6 +21,7 @@ import functools
 import operator
 import re
 
+from helion_attn.compiler.passes.outcome import Refused, definition, only
 from helion_attn.compiler.passes.ttgir import (
     COPY,
     EXPECT,
@@ -54,19 +55,19 @@ def with_late_v(
         after: the lines behind its body.
 
     Raises:
-        ValueError: the loop is another.
+        Refused: the loop is another.
     """
     definitions = {name: line for line in (*before, *body, *copies) if (name := defined(line))}
 
     def buffer(operand: str) -> str:
         """What an operand of a product is in its array."""
-        while "memdesc_index" not in definitions[operand]:
-            (operand,) = matched(definitions[operand], rf" = ttg\.memdesc_\w+ ({VALUE})")
+        while "memdesc_index" not in (line := definition(definitions, operand)):
+            (operand,) = matched(line, rf" = ttg\.memdesc_\w+ ({VALUE})")
         return operand
 
     def array(name: str) -> tuple[str, str]:
         """Of which array a buffer is, and which one there."""
-        array, which = matched(definitions[name], rf"memdesc_index ({VALUE})\[({VALUE})\]")
+        array, which = matched(definition(definitions, name), rf"memdesc_index ({VALUE})\[({VALUE})\]")
         return array, which
 
     def destination(copy: str) -> tuple[str, ...]:
@@ -74,24 +75,28 @@ def with_late_v(
         return matched(copy, rf"\] ({VALUE}), ({VALUE}), ({VALUE}) ")
 
     def size(name: str) -> int:
-        shape, element = matched(definitions[name], r"-> !ttg\.memdesc<([\dx]+)x(\w+),")
+        shape, element = matched(definition(definitions, name), r"-> !ttg\.memdesc<([\dx]+)x(\w+),")
+        if element not in ELEMENT_BYTES:
+            raise Refused(f"its elements are {element}")
         return functools.reduce(operator.mul, map(int, shape.split("x"))) * ELEMENT_BYTES[element]
 
+    if len(find(body, PRODUCT)) != 2:
+        raise Refused(f"it has {len(find(body, PRODUCT))} products, in place of two")
     _, p_v = find(body, PRODUCT)
-    (wait,) = find(body, WAIT_FOR_COPIES)
+    wait = only(find(body, WAIT_FOR_COPIES), "its waits for copies")
     barrier, phase = matched(body[wait], rf"{WAIT_FOR_COPIES}({VALUE}), ({VALUE})")
     v = buffer(matched(body[p_v], rf"{PRODUCT}{VALUE}, ({VALUE}),")[0])
-    (of_v,) = [line for line in copies if COPY in line and array(destination(line)[0])[0] == array(v)[0]]
-    (of_k,) = [line for line in copies if COPY in line and line != of_v]
-    (expected,) = [line for line in copies if EXPECT in line]
+    of_v = only([x for x in copies if COPY in x and array(destination(x)[0])[0] == array(v)[0]], "its copies of V")
+    of_k = only([line for line in copies if COPY in line and line != of_v], "its copies of K")
+    expected = only([line for line in copies if EXPECT in line], "its barriers of copies")
     blocks = ahead.intersection(re.findall(VALUE, of_v))
     if not blocks or array(v)[1] != array(barrier)[1]:
-        raise ValueError("V is not copied by its block")
+        raise Refused("V is not copied by its block")
 
     def expecting(line: str, copied: str) -> str:
         return re.sub(rf"({EXPECT}{VALUE}), \d+,", rf"\1, {size(destination(copied)[0])},", line)
 
-    barriers, one = matched(definitions[barrier], r" : (.*) -> (![^>]*>)")
+    barriers, one = matched(definition(definitions, barrier), r" : (.*) -> (![^>]*>)")
     indent, outer = indentation(body[0]), indentation(before[-1])
     each = ("%late_v_0", "%late_v_1")
     ready = [
@@ -101,9 +106,10 @@ def with_late_v(
         *(f"{name} = ttg.memdesc_index %late_v[%late_v_c{i}] : {barriers} -> {one}" for i, name in enumerate(each)),
         *(f"ttng.init_barrier {name}, 1 : {one}" for name in each),
     ]
-    *_, last_init = find(before, "ttng.init_barrier ")
-    (first,) = [i for i in find(before, EXPECT) if i > last_init]
-    (first_of_v,) = [i for i in find(before, COPY) if i > first and array(destination(before[i])[0])[0] == array(v)[0]]
+    last_init = max(find(before, "ttng.init_barrier "), default=len(before))
+    first = only([i for i in find(before, EXPECT) if i > last_init], "the barriers of copies in front of it")
+    of_first = [i for i in find(before, COPY) if i > first and array(destination(before[i])[0])[0] == array(v)[0]]
+    first_of_v = only(of_first, "the copies of V in front of it")
     before = [
         *before[: last_init + 1],
         *(outer + line for line in ready),
@@ -127,6 +133,8 @@ def with_late_v(
         renamed(of_v, names),
     ]
     body = [*body[:p_v], f"{indent}{WAIT_FOR_COPIES}%late_v_mine, {phase} : {one}", *body[p_v:]]
-    ended, *_ = find(after, "ttng.inval_barrier ")
+    ended = min(find(after, "ttng.inval_barrier "), default=None)
+    if ended is None:
+        raise Refused("no barrier ends behind it")
     after = [*after[:ended], *(f"{outer}ttng.inval_barrier {name} : {one}" for name in each), *after[ended:]]
     return before, copies, body, after

@@ -15,23 +15,23 @@ issue and the wait for it they have an iteration, and the barriers stand where w
 
 The buffer that they write must be read no more: it is that of block j - 1. Two-level accumulation has waited for its
 P V by then. One-level has not, before it has waited for a first product of Q K^T. Of three stages, the copies come an
-iteration later there, of block j + stages - 2 into the buffer of block j - 2. Of two, `late_v` has V come a block
+iteration later there, of block j + stages - 2 into the buffer of block j - 2. Of two, `delayed_v` has V come a block
 behind K. Where it does not, as with Q or V in pieces, the copies follow that wait or, with those of Q, the last of
 their products. One-level loops of pieces of Q and three stages are left as they are; two-level ones of two have K in
-one buffer (`one_k`).
+one buffer (`single_k_buffer`).
 
 The wait for Q, which Triton has where Q is loaded, moves behind the first copies of K and V.
 
-No sum changes. A loop that does not look like the above stays as it is. `warpgroup_turns` goes on from here. What it
-gains: docs/performance.md, Loads.
+No sum changes. A loop that does not look like the above stays as it is, and the outcome says what is other.
+`warpgroup_turns` goes on from here. What it gains: docs/performance.md, Loads.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 
 from helion_attn.compiler.passes.delayed_v import with_late_v
+from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, in_any, only
 from helion_attn.compiler.passes.single_k_buffer import with_one_k, with_one_wait
 from helion_attn.compiler.passes.ttgir import (
     BARRIER,
@@ -50,6 +50,8 @@ from helion_attn.compiler.passes.ttgir import (
     taken_out,
 )
 
+NAME = "early_copies"
+
 
 def _ahead(loop: str, stages: int) -> str:
     """What computes the index of the block that a loop's iteration loads: a pattern."""
@@ -63,15 +65,17 @@ def _an_iteration_later(loop: str, copies: list[str], stages: int) -> list[str]:
     The counter of buffers stays as it was, one ahead: before it is raised, it is that of the block before.
     """
     j, first, end = matched(loop, rf"scf\.for ({VALUE}) = ({VALUE}) to ({VALUE}) step")
-    (expected,) = find(copies, EXPECT)
+    expected = only(find(copies, EXPECT), "its barriers of copies")
     barrier, valid = matched(copies[expected], rf"({VALUE}), \d+, ({VALUE})")
     defining = {name: line for line in copies if (name := defined(line))}
-    (buffer,) = matched(defining[barrier], rf"memdesc_index {VALUE}\[({VALUE})\]")
-    (raised,) = matched(defining[buffer], rf"arith\.select {VALUE}, {VALUE}, ({VALUE}) :")
-    (before,) = matched(defining[raised], rf"arith\.addi ({VALUE}), ")
+    (buffer,) = matched(definition(defining, barrier), rf"memdesc_index {VALUE}\[({VALUE})\]")
+    (raised,) = matched(definition(defining, buffer), rf"arith\.select {VALUE}, {VALUE}, ({VALUE}) :")
+    (before,) = matched(definition(defining, raised), rf"arith\.addi ({VALUE}), ")
     # The block's index, from j: its first computation.
-    (ahead,) = [i for i, line in enumerate(copies) if re.search(_ahead(loop, stages), line)]
-    (block,) = [defined(copies[ahead])]
+    ahead = only(
+        [i for i, line in enumerate(copies) if re.search(_ahead(loop, stages), line)], "the indices of the block ahead"
+    )
+    block = defined(copies[ahead])
     of_counter = [line for line in copies if defined(line) in (buffer, raised) or f" {raised}, " in line]
     of_block = [line for i, line in enumerate(copies) if line not in of_counter and i != ahead]
     # Something else may need what is no longer needed here.
@@ -92,72 +96,99 @@ def _an_iteration_later(loop: str, copies: list[str], stages: int) -> list[str]:
     return [*of_counter, *(indent + line for line in checks), *(renamed(line, names) for line in of_block)]
 
 
-def rescheduled(text: str) -> str | None:
-    """`text`, a module of Triton's GPU IR, with the loads of its loop moved; None if it has no loop of that form."""
-    with contextlib.suppress(ValueError, KeyError):
-        return _rescheduled(text)
-    return None
-
-
-def _rescheduled(text: str) -> str | None:
+def rescheduled(text: str) -> Outcome:
+    """Move the loads of the first loop that has the form, in a module of Triton's GPU IR."""
     lines = text.split("\n")
+    reasons = []
     for at, end in loops(lines):
-        indent, body = indentation(lines[at]), lines[at + 1 : end]
+        try:
+            moved, how = _rescheduled(lines, at, end)
+        except Refused as refused:
+            reasons.append(str(refused))
+        else:
+            return Outcome(NAME, True, how, "\n".join(moved))
+    return Outcome(NAME, False, in_any(reasons), text)
+
+
+def _check_form(loop: str, body: list[str], end: str) -> int:
+    """The stages of a loop that looks as Triton's pipeliner leaves it; `Refused` if it does not."""
+    expected, copies = find(body, EXPECT), find(body, COPY)
+    products, waits = find(body, PRODUCT), find(body, WAIT_FOR_PRODUCT)
+    if find(body, "scf.for "):
+        raise Refused("it holds another loop")
+    if not copies:
+        raise Refused("TMA copies nothing in it")
+    only(expected, "its barriers of copies")
+    if not any(" : !ttg.memdesc" in body[i] for i in products) or not waits:
+        raise Refused("it has no product of two operands in shared memory, or no wait for one")
+    if expected[0] < products[-1]:
+        raise Refused("its copies do not come behind its products")
+    if any("pendings = 0 " not in body[i] for i in waits):
+        raise Refused("it waits for some of its products only")
+    (found,) = matched(end, r"tt\.num_stages = (\d+)")
+    stages = int(found)
+    if any(f" : !ttg.memdesc<{stages}x" not in body[i] for i in find(body, "ttg.memdesc_index ")):
+        raise Refused(f"it has other numbers of buffers than its {stages} stages")
+    if not any(re.search(_ahead(loop, stages), line) for line in body):
+        raise Refused(f"it does not copy the block that is {stages - 1} ahead")
+    return stages
+
+
+def _rescheduled(lines: list[str], at: int, end: int) -> tuple[list[str], str]:
+    """All lines with the loads of the loop from `at` to `end` moved, and how; `Refused` if it has another form."""
+    indent, body = indentation(lines[at]), lines[at + 1 : end]
+    stages = _check_form(lines[at], body, lines[end])
+    before, after = lines[:at], lines[end:]
+    expected, copies = find(body, EXPECT), find(body, COPY)
+    products, waits = find(body, PRODUCT), find(body, WAIT_FOR_PRODUCT)
+    # P is in registers, Q in shared memory.
+    of_q = [i for i in products if " : !ttg.memdesc" in body[i]]
+    in_flight = products[-1] > waits[-1]
+    later = in_flight and stages > 2
+    if later and len(of_q) > 1:
+        # 0.95 to 1.05 of the time, and a register that spills.
+        raise Refused("it has Q in pieces, three stages and P V in flight: moving them gained nothing")
+    behind = of_q[0]
+    in_one_buffer = not in_flight and len(of_q) > 1 and stages == 2
+    if in_one_buffer:
+        body = with_one_wait(body)
         expected, copies = find(body, EXPECT), find(body, COPY)
-        products, waits = find(body, PRODUCT), find(body, WAIT_FOR_PRODUCT)
-        # P is in registers, Q in shared memory.
-        of_q = [i for i in products if " : !ttg.memdesc" in body[i]]
-        if len(expected) != 1 or not copies or not of_q or not waits or find(body, "scf.for "):
-            continue
-        if expected[0] < products[-1] or any("pendings = 0 " not in body[i] for i in waits):
-            continue
-        (stages,) = map(int, matched(lines[end], r"tt\.num_stages = (\d+)"))
-        buffers = [body[i] for i in find(body, "ttg.memdesc_index ")]
-        if any(f" : !ttg.memdesc<{stages}x" not in line for line in buffers):
-            continue
-        if not any(re.search(_ahead(lines[at], stages), line) for line in body):
-            continue
-        before, after = lines[:at], lines[end:]
-        in_flight = products[-1] > waits[-1]
-        later = in_flight and stages > 2
-        if later and len(of_q) > 1:
-            # 0.95 to 1.05 of the time, and a register that spills.
-            continue
-        behind = of_q[0]
-        in_one_buffer = not in_flight and len(of_q) > 1 and stages == 2
-        if in_one_buffer:
-            body = with_one_wait(body)
-            expected, copies = find(body, EXPECT), find(body, COPY)
-            # All products of Q have read K by then.
-            behind, _of_p_v = find(body, WAIT_FOR_PRODUCT)
-        group, rest = taken_out(body, [*expected, *copies], behind)
-        if later:
-            group = _an_iteration_later(lines[at], group, stages)
-        elif in_flight:
-            parts = None
-            if len(of_q) == 1 and len(copies) == 2:
-                (j,) = matched(lines[at], rf"scf\.for ({VALUE}) =")
-                pattern = _ahead(lines[at], stages)
-                ahead = {name for line in body if re.search(pattern, line) and (name := defined(line))}
-                with contextlib.suppress(ValueError):
-                    parts = with_late_v(before, j, ahead, group, rest, after)
-            if parts is not None:
-                before, group, rest, after = parts
-            else:
-                # The buffer is free behind the first wait; and the tensor core is busy behind the last product.
-                behind = max(of_q[-1], waits[0])
-                group, rest = taken_out(body, [*expected, *copies], behind)
-        # The first: all warps have read what is overwritten. The second, and the one in front of the loop: Triton wants
-        # one between a copy and what reads its buffers next, and would have it between the softmax and P V. The one
-        # behind the loop: what is stored there may come into K's buffers, whose reading Triton takes for done.
-        barrier = f"{indent}  {BARRIER}"
-        body = [*rest[: behind + 1], barrier, *group, barrier, *rest[behind + 1 :]]
-        before = _with_last_wait_behind(before, indent)
-        if in_one_buffer:
-            before, body, after = with_one_k(before, body, after)
-        end_of_loop, *after = after
-        return "\n".join([*before, indent + BARRIER, lines[at], *body, end_of_loop, indent + BARRIER, *after])
-    return None
+        waits = find(body, WAIT_FOR_PRODUCT)
+        if len(waits) != 2:
+            raise Refused(f"it waits {len(waits)} times for products, in place of once for Q K^T and once for P V")
+        # All products of Q have read K by then.
+        behind, _of_p_v = waits
+    group, rest = taken_out(body, [*expected, *copies], behind)
+    how = f"block j + {stages - 1} is copied behind the issue of Q K^T"
+    if in_one_buffer:
+        how = "block j + 1 is copied behind the wait for Q K^T; K has one buffer"
+    elif later:
+        group = _an_iteration_later(lines[at], group, stages)
+        how = f"block j + {stages - 2} is copied behind the issue of Q K^T, an iteration later than before"
+    elif in_flight:
+        try:
+            if len(of_q) > 1 or len(copies) != 2:
+                raise Refused("Q or V comes in pieces")
+            (j,) = matched(lines[at], rf"scf\.for ({VALUE}) =")
+            pattern = _ahead(lines[at], stages)
+            ahead = {name for line in body if re.search(pattern, line) and (name := defined(line))}
+            before, group, rest, after = with_late_v(before, j, ahead, group, rest, after)
+            how = "K of block j + 1 and V of block j are copied behind the issue of Q K^T"
+        except Refused as refused:
+            # The buffer is free behind the first wait; and the tensor core is busy behind the last product.
+            behind = max(of_q[-1], waits[0])
+            group, rest = taken_out(body, [*expected, *copies], behind)
+            how = f"block j + 1 is copied behind a wait; V does not come a block behind K: {refused}"
+    # The first: all warps have read what is overwritten. The second, and the one in front of the loop: Triton wants one
+    # between a copy and what reads its buffers next, and would have it between the softmax and P V. The one behind the
+    # loop: what is stored there may come into K's buffers, whose reading Triton takes for done.
+    barrier = f"{indent}  {BARRIER}"
+    body = [*rest[: behind + 1], barrier, *group, barrier, *rest[behind + 1 :]]
+    before = _with_last_wait_behind(before, indent)
+    if in_one_buffer:
+        before, body, after = with_one_k(before, body, after)
+    end_of_loop, *after = after
+    return [*before, indent + BARRIER, lines[at], *body, end_of_loop, indent + BARRIER, *after], how
 
 
 def _with_last_wait_behind(before: list[str], indent: str) -> list[str]:
@@ -167,7 +198,8 @@ def _with_last_wait_behind(before: list[str], indent: str) -> list[str]:
         return before
     (barrier,) = matched(before[waits[0]], rf"{WAIT_FOR_COPIES}({VALUE})")
     under_it = rf"\] ({VALUE}), {re.escape(barrier)}, "
-    (buffer,) = [found[1] for i in find(before, COPY) if (found := re.search(under_it, before[i]))]
+    found = [match[1] for i in find(before, COPY) if (match := re.search(under_it, before[i]))]
+    buffer = only(found, "the copies that the wait in front of it is for")
     if any(buffer in re.findall(VALUE, line) for line in before[waits[0] :]):
         return before
     of_wait = [*waits, *find(before, f"ttng.inval_barrier {barrier} ")]

@@ -1,4 +1,4 @@
-"""K in one buffer: part of the pass that `early_loads` is, for two-level loops of two stages that have Q in pieces.
+"""K in one buffer: part of the pass that `early_copies` is, for two-level loops of two stages that have Q in pieces.
 
 At D 192 and D_v 128, registers leave room for three programs of 64 x 128 on an SM, and two buffers each for K and V
 for two. Nothing reads K once Q K^T is done, so that it needs but one: K of the next block is copied behind the wait
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 
+from helion_attn.compiler.passes.outcome import Refused, definition
 from helion_attn.compiler.passes.ttgir import (
     PRODUCT,
     VALUE,
@@ -41,7 +42,7 @@ def with_one_wait(body: list[str]) -> list[str]:
     """A loop's body without the waits for products that are only added to.
 
     Raises:
-        ValueError: the body is another.
+        Refused: the body is another.
     """
     body = list(body)
     for wait in find(body, WAIT_FOR_PRODUCT):
@@ -57,15 +58,15 @@ def with_one_k(before: list[str], body: list[str], after: list[str]) -> tuple[li
     """The lines in front of a loop, its body, and those behind it, with one buffer for each array that K comes into.
 
     Raises:
-        KeyError, ValueError: the loop is another.
+        Refused: the loop is another.
     """
     definitions = {name: line for line in body if (name := defined(line))}
 
     def array(operand: str) -> str:
         """Of which array an operand of a product is a buffer."""
-        while "memdesc_index" not in definitions[operand]:
-            (operand,) = matched(definitions[operand], rf" = ttg\.memdesc_\w+ ({VALUE})")
-        return matched(definitions[operand], rf"memdesc_index ({VALUE})\[")[0]
+        while "memdesc_index" not in (line := definition(definitions, operand)):
+            (operand,) = matched(line, rf" = ttg\.memdesc_\w+ ({VALUE})")
+        return matched(line, rf"memdesc_index ({VALUE})\[")[0]
 
     # P is in registers, Q in shared memory.
     of_q = [body[i] for i in find(body, PRODUCT) if " : !ttg.memdesc" in body[i]]
@@ -77,7 +78,9 @@ def with_one_k(before: list[str], body: list[str], after: list[str]) -> tuple[li
         line = re.sub(rf"(memdesc_index {VALUE})\[{VALUE}\]", rf"\1[{_ONLY}]", line)
         return re.sub(r"!ttg\.memdesc<\d+x", "!ttg.memdesc<1x", line, count=1)
 
-    begin = min(i for i, line in enumerate(before) if defined(line) in of_k)
+    begin = min((i for i, line in enumerate(before) if defined(line) in of_k), default=None)
+    if begin is None:
+        raise Refused("the arrays of K are not made in front of it")
     constant = f"{indentation(before[begin])}{_ONLY} = arith.constant 0 : i32"
     before = [*before[:begin], constant, *before[begin:]]
     before, body, after = ([in_one_buffer(line) for line in part] for part in (before, body, after))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from helion_attn.compiler.passes.outcome import Refused
+
 #: Operations of Triton's GPU dialects, as lines of its IR begin them.
 EXPECT = "ttng.barrier_expect "
 COPY = "ttng.async_tma_copy_global_to_local "
@@ -46,10 +48,10 @@ def taken_out(body: list[str], wanted: list[int], begin: int) -> tuple[list[str]
 
 
 def matched(text: str, pattern: str) -> tuple[str, ...]:
-    """The groups of a pattern's first match; ValueError without one."""
+    """The groups of a pattern's first match; `Refused` without one."""
     found = re.search(pattern, text)
     if found is None:
-        raise ValueError(f"no {pattern} in {text}")
+        raise Refused(f"{pattern!r} is not in {text.strip()!r}")
     return found.groups()
 
 

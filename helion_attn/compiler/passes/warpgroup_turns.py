@@ -7,7 +7,7 @@ the products of one run under the softmax of the other (FlashAttention-3, arXiv:
     first:   Q K^T | softmax       | P V, Q K^T | softmax        | P V, Q K^T
     second:        | Q K^T         | softmax    | P V, Q K^T     | softmax
 
-A turn is P V of a block and Q K^T of the next. Whoever has issued both passes the turn on. The loop that `early_loads`
+A turn is P V of a block and Q K^T of the next. Whoever has issued both passes the turn on. The loop that `early_copies`
 leaves, as each of them runs it:
 
     for j:                                      first               second
@@ -20,12 +20,12 @@ leaves, as each of them runs it:
         turn to me                              waits for FIRST     waits for SECOND
         acc = P V, issued
 
-What is copied comes into buffers of block j - 2 or, with `late_v`, of K of block j - 1. READ says that Q K^T of j - 1
-and P V of j - 2 are done in the second warpgroup. All of the first waits for it: a copy of rows that are wider than 128
-bytes is several, by as many of its warps. They are done in the first when it has the turn for P V of j - 1, for all its
-warps have waited for them. Before the loop, the second says READ for a block that there is not, and waits for its first
-turn; behind it, the first passes the turn on once more, and waits for READ. So at each barrier as many arrive as wait,
-with no blocks too; nobody arrives twice before the other has waited, for in between it needs a turn.
+What is copied comes into buffers of block j - 2 or, with `delayed_v`, of K of block j - 1. READ says that Q K^T of
+j - 1 and P V of j - 2 are done in the second warpgroup. All of the first waits for it: a copy of rows that are wider
+than 128 bytes is several, by as many of its warps. They are done in the first when it has the turn for P V of j - 1,
+for all its warps have waited for them. Before the loop, the second says READ for a block that there is not, and waits
+for its first turn; behind it, the first passes the turn on once more, and waits for READ. So at each barrier as many
+arrive as wait, with no blocks too; nobody arrives twice before the other has waited, for in between it needs a turn.
 
 These barriers, named ones of PTX, take the place of Triton's in the loop. Those have to go: a warpgroup that waited
 there for the other would wait for what has not got the turn. Without them a copy may be issued, and its bytes come,
@@ -33,7 +33,7 @@ before the first thread says how many to expect; the barrier of memory waits for
 
 ptxas moves a barrier up as far as its operand allows: the turn for P V came before 46 to 66 of a block's 66
 exponentials, and lasted as long as they do. So the number of its barrier takes in registers of P, and a part of P is
-made before. The rest runs under the end of the other's products. A loop of `late_v` needs none of that: no barrier
+made before. The rest runs under the end of the other's products. A loop of `delayed_v` needs none of that: no barrier
 moves up across V's wait, which is a branch.
 
 In front of the loop the first copies, of Q, K and V, come before all loads that they do not need. ptxas otherwise puts
@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import re
 
+from helion_attn.compiler.passes.outcome import Outcome, Refused, in_any
 from helion_attn.compiler.passes.ttgir import (
     BARRIER,
     COPY,
@@ -61,6 +62,8 @@ from helion_attn.compiler.passes.ttgir import (
     taken_out,
 )
 
+NAME, PART_OF_P = "warpgroup_turns", "turn_behind_part_of_p"
+
 #: Named barriers of a program; 0 is that of all its warps. Of the first two, the one is the other from 3.
 FIRST, SECOND, READ = 1, 2, 3
 
@@ -72,7 +75,7 @@ _THE_OTHERS = "shr.u32 turn, $1, 7; sub.u32 turn, 2, turn; "
 _IF_SECOND = f"setp.ge.u32 mine, $1, {WARPGROUP}; @mine "
 _IF_FIRST = f"setp.lt.u32 mine, $1, {WARPGROUP}; @mine "
 
-# What each thread does, $1 its number. The labels are for `in_turns`.
+# What each thread does, $1 its number. The labels are marks for `in_turns`.
 _BEFORE_LOOP = f"before_turns: {_IF_SECOND}bar.arrive {READ}, {PROGRAM}; @mine bar.sync {SECOND}, {PROGRAM};"
 _BEFORE_COPIES = f"before_copies: {_IF_FIRST}bar.sync {READ}, {PROGRAM};"
 _BEHIND_COPIES = f"{_THE_OTHERS}bar.arrive turn, {PROGRAM};"
@@ -82,7 +85,7 @@ _BEHIND_PART_OF_P = f"behind_part_of_p: {_BEFORE_P_V}"
 _BEHIND_LOOP = f"behind_turns: {_IF_FIRST}bar.arrive {SECOND}, {PROGRAM}; @mine bar.sync {READ}, {PROGRAM};"
 
 #: The loop's operations, by their letters: wait for copies; issue Q K^T; barrier, copies, barrier; wait for products;
-#: with `late_v`, wait for its copy; issue P V, in pieces.
+#: with `delayed_v`, wait for its copy; issue P V, in pieces.
 LETTERS = {
     WAIT_FOR_COPIES: "W",
     PRODUCT: "I",
@@ -94,47 +97,58 @@ LETTERS = {
 FORM = r"WIB(EC+)+BFW?I+"
 
 
-def with_turns(text: str) -> str | None:
-    """`text`, as `early_loads` has left it, with turns in its loop; None if it has no loop of that form."""
+def with_turns(text: str) -> Outcome:
+    """Put turns into the first loop that has the form in which `early_copies` leaves it."""
     lines = text.split("\n")
-    # Each warpgroup has half of the rows.
+    if '"ttg.num-warps" = 8 : i32' not in text:
+        return Outcome(NAME, False, "a program is not two warpgroups", text)
     layouts = [line for line in lines if "#ttg.nvidia_mma<" in line]
-    if '"ttg.num-warps" = 8 : i32' not in text or any("warpsPerCTA = [8, 1]" not in line for line in layouts):
-        return None
+    if any("warpsPerCTA = [8, 1]" not in line for line in layouts):
+        return Outcome(NAME, False, "a warpgroup does not have half of the rows", text)
+    reasons = []
     for at, end in loops(lines):
-        body = lines[at + 1 : end]
-        places = sorted((i, letter) for operation, letter in LETTERS.items() for i in find(body, operation))
-        if not re.fullmatch(FORM, "".join(letter for _, letter in places)):
-            continue
-        (before_copies, behind_copies), (wait,) = find(body, BARRIER), find(body, WAIT_FOR_PRODUCT)
-        p_v = find(body, PRODUCT)[1]
-        late_v = len(find(body, WAIT_FOR_COPIES)) > 1
-        outer, inner = indentation(lines[at]), indentation(lines[at]) + "  "
-        thread = [
-            f"{outer}%turns_zero = arith.constant 0 : i32",
-            _asm(outer, "%turns_thread", "mov.u32 $0, %tid.x;", "%turns_zero", pure=True),
+        try:
+            return Outcome(NAME, True, "two warpgroups take turns at the tensor core", _in_turns(lines, at, end))
+        except Refused as refused:
+            reasons.append(str(refused))
+    return Outcome(NAME, False, in_any(reasons), text)
+
+
+def _in_turns(lines: list[str], at: int, end: int) -> str:
+    """The code with turns in the loop from `at` to `end`; `Refused` if it has another form."""
+    body = lines[at + 1 : end]
+    places = sorted((i, letter) for operation, letter in LETTERS.items() for i in find(body, operation))
+    form = "".join(letter for _, letter in places)
+    if not re.fullmatch(FORM, form):
+        raise Refused(f"its operations are {form or 'others'}, which is not {FORM}")
+    (before_copies, behind_copies), (wait,) = find(body, BARRIER), find(body, WAIT_FOR_PRODUCT)
+    p_v = find(body, PRODUCT)[1]
+    has_delayed_v = len(find(body, WAIT_FOR_COPIES)) > 1
+    outer, inner = indentation(lines[at]), indentation(lines[at]) + "  "
+    thread = [
+        f"{outer}%turns_zero = arith.constant 0 : i32",
+        _asm(outer, "%turns_thread", "mov.u32 $0, %tid.x;", "%turns_zero", pure=True),
+    ]
+    return "\n".join(
+        [
+            *_with_copies_ahead(lines[:at]),
+            *thread,
+            _turn(outer, "before_loop", _BEFORE_LOOP),
+            lines[at],
+            *body[:before_copies],
+            _turn(inner, "before_copies", _BEFORE_COPIES),
+            *body[before_copies : behind_copies + 1],
+            _turn(inner, "behind_copies", _BEHIND_COPIES),
+            *body[behind_copies + 1 : wait + 1],
+            _turn(inner, "behind_wait", _BEHIND_WAIT),
+            *body[wait + 1 : p_v],
+            _turn(inner, "before_p_v", _BEFORE_P_V if has_delayed_v else _BEHIND_PART_OF_P),
+            *body[p_v:],
+            lines[end],
+            _turn(outer, "behind_loop", _BEHIND_LOOP),
+            *lines[end + 1 :],
         ]
-        return "\n".join(
-            [
-                *_with_copies_ahead(lines[:at]),
-                *thread,
-                _turn(outer, "before_loop", _BEFORE_LOOP),
-                lines[at],
-                *body[:before_copies],
-                _turn(inner, "before_copies", _BEFORE_COPIES),
-                *body[before_copies : behind_copies + 1],
-                _turn(inner, "behind_copies", _BEHIND_COPIES),
-                *body[behind_copies + 1 : wait + 1],
-                _turn(inner, "behind_wait", _BEHIND_WAIT),
-                *body[wait + 1 : p_v],
-                _turn(inner, "before_p_v", _BEFORE_P_V if late_v else _BEHIND_PART_OF_P),
-                *body[p_v:],
-                lines[end],
-                _turn(outer, "behind_loop", _BEHIND_LOOP),
-                *lines[end + 1 :],
-            ]
-        )
-    return None
+    )
 
 
 def _with_copies_ahead(before: list[str]) -> list[str]:
@@ -161,20 +175,17 @@ def _turn(indent: str, name: str, code: str) -> str:
 
 
 class BarrierInLoop(Exception):
-    """A barrier of all warps, where a warpgroup would wait forever, may be in the loop."""
+    """A barrier of all warps, where a warpgroup would wait forever, may be in the loop; the message says why."""
 
 
-def has_turns(ptx: str) -> bool:
-    """Whether it is that of a kernel with turns."""
-    return "before_turns: " in ptx
+def in_turns(ptx: str) -> Outcome:
+    """Take the barriers of all warps out of a loop of turns, and put its turn for P V behind a part of P.
 
-
-def in_turns(ptx: str) -> str:
-    """`ptx` of a kernel with turns: without the barriers of all warps in its loop, and its turn behind a part of P.
+    The outcome is that of the turn for P V. The caller knows that the kernel has turns: its marks must be there.
 
     Raises:
         BarrierInLoop: there is a barrier of all warps that is not between the loop's copies and the wait for Q K^T, or
-            the marks of turns are not in their order.
+            the marks of turns are not there, or not in their order.
     """
     return _behind_part_of_p(_without_block_barriers(ptx))
 
@@ -185,40 +196,47 @@ def _without_block_barriers(ptx: str) -> str:
     labels = ("before_turns: ", "before_copies: ", "behind_wait: ", "behind_turns: ")
     places = [i for label in labels for i, line in enumerate(lines) if label in line]
     if len(places) != len(labels) or places != sorted(places):
-        raise BarrierInLoop
+        raise BarrierInLoop("the marks of turns are not in the PTX, once each and in their order")
     before_loop, *with_copies, behind_loop = places
     copies_and_wait = range(*with_copies)
     of_all = r"\s*(bar|barrier)(\.\w+)*\s+0[,;]"
     barriers = [i for i in range(before_loop, behind_loop) if re.match(of_all, lines[i])]
     if any(i not in copies_and_wait for i in barriers):
-        raise BarrierInLoop
+        raise BarrierInLoop("Triton has put a barrier of all warps into the loop")
     return "\n".join(line for i, line in enumerate(lines) if i not in barriers)
 
 
-def _behind_part_of_p(ptx: str) -> str:
-    """`ptx` with a turn for P V that needs every second register of P; of int8 scores and an 8-bit P every fourth.
+def _behind_part_of_p(ptx: str) -> Outcome:
+    """Have the turn for P V need every second register of P; of int8 scores and an 8-bit P every fourth.
 
     Which part is best was measured (docs/performance.md, Where a turn begins). PTX of another form stays as it is.
     """
     lines = ptx.split("\n")
     marked = [i for i, line in enumerate(lines) if "behind_part_of_p: " in line]
+    if not marked:
+        return Outcome(PART_OF_P, False, "the turn for P V stands behind the wait for V", ptx)
     if len(marked) != 1:
-        return ptx
+        return Outcome(PART_OF_P, False, f"{len(marked)} turns are marked, in place of one", ptx)
     (turn,) = marked
     # In front of its fence, all of P has been packed.
     fence = next((i for i in range(turn, len(lines)) if lines[i].lstrip().startswith("wgmma.fence")), turn)
+    if fence == turn:
+        return Outcome(PART_OF_P, False, "no fence of products comes behind the turn", ptx)
     # Not those of a second loop behind it.
     end = next((i for i, line in enumerate(lines) if "behind_turns: " in line), len(lines))
     products = "\n".join(line for line in lines[:end] if "wgmma.mma_async" in line)
     p = list(dict.fromkeys(re.findall(VALUE, " ".join(re.findall(r"\}, \{([^}]*)\}, ", products)))))
+    if not p:
+        return Outcome(PART_OF_P, False, "no product takes P from registers", ptx)
     # Past other blocks, or what has an order of its own, it is not moved.
     ordered = r"^\$|\b(bra|bar|barrier|mbarrier|wgmma|cp)\b"
-    if fence == turn or not p or any(re.search(ordered, line) for line in lines[turn + 1 : fence]):
-        return ptx
+    if between := [line.strip() for line in lines[turn + 1 : fence] if re.search(ordered, line)]:
+        return Outcome(PART_OF_P, False, f"{between[0]!r} stands between the turn and the fence of P V", ptx)
     part = p[3::4] if ".s8.s8 " in products and re.search(r"\.e[45]m[32] ", products) else p[1::2]
     # A grid has fewer than 2**16 planes, which ptxas does not count on: what is added to the barrier's number is 0.
     needs = "mov.u32 nothing, %nctaid.z; shr.u32 nothing, nothing, 16; mov.b32 p, 0; "
     needs += "".join(f"or.b32 p, p, {register}; " for register in part)
     needs += "and.b32 p, p, nothing; add.u32 turn, turn, p; bar.sync "
     taken = lines[turn].replace("behind_part_of_p: ", ".reg .b32 p, nothing; ").replace("bar.sync ", needs)
-    return "\n".join([*lines[:turn], *lines[turn + 1 : fence], taken, *lines[fence:]])
+    moved = "\n".join([*lines[:turn], *lines[turn + 1 : fence], taken, *lines[fence:]])
+    return Outcome(PART_OF_P, True, f"the turn for P V waits for {len(part)} of {len(p)} registers of P", moved)

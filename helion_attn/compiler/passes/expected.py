@@ -1,0 +1,48 @@
+"""Which passes a shipped config was timed with: without one of them its kernel is slower than the tables say.
+
+Found by compiling every shipped config under the Triton that the figures are of; `tests/test_triton_passes.py` does so
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from helion_attn.compiler.passes import computed_once, early_copies, warpgroup_turns
+from helion_attn.compiler.passes.outcome import Outcome
+from helion_attn.configs import LARGE_TILE_CONFIGS, TILE_CONFIGS, LargeTileConfig, TileConfig
+from helion_attn.numerics import MAX_REFERENCE_D
+
+#: What a kernel loses without a pass (docs/performance.md, Loads, Turns, 16 bits).
+COSTS = {
+    computed_once.NAME: "every exponential of a block twice",
+    early_copies.NAME: "up to 17% more time, and 30% at head dims beyond 256",
+    warpgroup_turns.NAME: "7 to 23% more time",
+    warpgroup_turns.PART_OF_P: "3 to 8% more time",
+}
+
+
+def expected_passes(tile: TileConfig | LargeTileConfig) -> tuple[str, ...]:
+    """Names of the passes that must apply to the kernel of a config; none of a config that is not shipped."""
+    if tile not in TILE_CONFIGS and tile not in LARGE_TILE_CONFIGS:
+        return ()
+    if isinstance(tile, LargeTileConfig):
+        # Q comes in pieces: three stages of them are left as they are.
+        return (early_copies.NAME,) if tile.num_stages == 2 else ()
+    names = [early_copies.NAME]
+    if tile.bits == (8, 16) and tile.D_pad <= MAX_REFERENCE_D:
+        names.append(computed_once.NAME)
+    # Two warpgroups, each with half of the rows.
+    if tile.num_warps == 8:
+        names.append(warpgroup_turns.NAME)
+        # With two stages V's wait holds the turn where it belongs.
+        if tile.num_stages > 2:
+            names.append(warpgroup_turns.PART_OF_P)
+    return tuple(names)
+
+
+def missing(outcomes: Iterable[Outcome], expected: Iterable[str]) -> list[Outcome]:
+    """The expected passes that did not apply."""
+    wanted = set(expected)
+    # A V of fp16 takes the config of bf16, and its P has no mark.
+    return [x for x in outcomes if x.name in wanted and not x.applied and x.reason != computed_once.UNMARKED]
