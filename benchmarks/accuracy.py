@@ -83,10 +83,8 @@ PAPER = {
     "rmse": {"flash_fp16": 3.2e-4, "fa3_fp16": 1.9e-4, "fp8_tensor": 2.4e-2, "fa3_fp8": 9.1e-3},
 }
 
-
 #: Head dims that only the pass criterion adds.
 CRITERION_DIMS = (96, 192)
-
 
 # --- errors ---------------------------------------------------------------------------------------
 
@@ -249,8 +247,9 @@ def rmse_tables(loaded: Loaded) -> list[Table]:
 
 
 def pv_shares(rows: list[Row], cells: list[tuple[Any, ...]]) -> list[float | None]:
-    """Of BALANCED's RMSE what is not HYBRID's, which has the same Q and K: rounding errors that are independent add in
-    squares.
+    """The part of BALANCED's RMSE that P and V have.
+
+    HYBRID has the same Q and K, and independent errors add in squares.
     """
     rmse = {(series(row), row["D"], row["N"]): row.get("rmse") for row in rows}
     shares = []

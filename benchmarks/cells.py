@@ -48,10 +48,8 @@ from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 #: A long context, of one sequence.
 LONG = 131072
 
-
 #: Timed rounds of a long context, at most: one takes a second.
 LONG_REPEATS = 5
-
 
 #: Its error: that of rounding grows a little with the keys, to 0.0262 here, and FlashAttention-3's to 0.0285.
 LONG_ERROR_BUDGET = 0.03
@@ -108,7 +106,6 @@ def run(options: Options, results: Results) -> None:
 
 #: What makes a cell of its own.
 CELL = ("part", "D", "B", "H", "H_kv", "N", "causal")
-
 
 CELL_HEADERS = ["cell", "D", "B", "heads", "S", "mask"]
 

@@ -119,7 +119,6 @@ CALL_NAMES = {
     ("fa3_fp8", "e2e"): "FA3 FP8, from bf16",
 }
 
-
 LENGTHS = ("same", "by_turns", "new")
 
 

@@ -28,7 +28,6 @@ from benchmarks.lib.tables import SHOWN, Table, by_error, labels, rows_of, serie
 #: Its head dim.
 DIM = 32
 
-
 #: Its longest text, in tokens.
 LENGTH = 512
 

@@ -59,7 +59,6 @@ SUITES: dict[str, Suite] = {
     "stages": preprocess.STAGES,
 }
 
-
 # --- what must hold -------------------------------------------------------------------------------
 
 #: Accuracy of the recipes, and what they cost: a subject of `CHECKS` with a block of its own.
@@ -141,7 +140,6 @@ CHECK_BLOCKS = {
     "other_checks": Block(CHECKED_FILES[0], other_check_tables, shown=0, beside=CHECKED_FILES[1:]),
     "recipe_checks": Block("accuracy", recipe_check_tables, beside=("attention", "preprocess", "stages")),
 }
-
 
 # --- documents ------------------------------------------------------------------------------------
 

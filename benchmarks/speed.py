@@ -47,16 +47,14 @@ from benchmarks.lib.tables import (
 )
 from helion_attn.workloads import Workload, tagged
 
-#: Of the grid.
+#: Sequence lengths of the grid.
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
-#: Of the kernel's speed over the faster FP8 peer's, at S 4096 and full also 16384: a first goal. Then it is to lead.
+#: Bounds on the kernel's speed over the faster FP8 peer's, at S 4096 and full also 16384: a first goal. Then it leads.
 SPEED_BOUNDS = {64: 1.0, 128: 0.93, 256: 0.80}
 
-
-#: Of the speed from bf16 to bf16 over the fastest bf16 kernel's, from S 4096 on.
+#: Bounds on the speed from bf16 to bf16 over the fastest bf16 kernel's, from S 4096 on.
 E2E_BOUNDS = {128: 1.25, 256: 1.4}
-
 
 # --- measurement ----------------------------------------------------------------------------------
 
@@ -111,7 +109,7 @@ def run(options: Options, results: Results) -> None:
 
 
 def kernel_headers(impls: list[str]) -> list[str]:
-    """Of `kernel_figures`."""
+    """Headers of `kernel_figures`."""
     labels = [LABELS[impl] for impl in impls]
     return [*labels, "ours / best FP8 peer", "FAST / best FP8 peer", "our kernel error"]
 
@@ -145,7 +143,7 @@ def speed_tables(loaded: Loaded) -> list[Table]:
 
 
 def e2e_headers(peers: list[str]) -> list[str]:
-    """Of `e2e_figures`."""
+    """Headers of `e2e_figures`."""
     labels = [LABELS[impl] for impl in (*OURS, *peers)]
     return [*labels, "speed-up", "FAST's speed-up", "our total error"]
 
@@ -178,7 +176,7 @@ def e2e_tables(loaded: Loaded) -> list[Table]:
 
 
 def gemm_fractions(loaded: Loaded, suite: str, rows: list[Row]) -> dict[str, float]:
-    """Of each implementation in a cell: its kernel's TFLOP/s over those of the GEMM of its dtype, in the same run.
+    """Each implementation's TFLOP/s in a cell, kernel only, over those of the GEMM of its dtype in the same run.
 
     Rows with a commit of their own are of another run, whose GEMMs are not known.
     """

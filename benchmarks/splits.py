@@ -29,7 +29,7 @@ from helion_attn.workloads import Workload
 #: Query rows that are checked against the oracle: the last, which see most.
 CHECKED_ROWS = 16
 
-#: Kernel error (randn) above which a run of ours is wrong, and its time not worth reporting. Of few rows it varies.
+#: Kernel error (randn) above which a run of ours is wrong, and its time not worth reporting. It varies with few rows.
 ERROR_BUDGET = 0.028
 
 LENGTHS, QUERIES, HEADS, KV_HEADS = (16384, 131072), (16, 128, 512, 2048), (8, 32), 8
@@ -93,7 +93,7 @@ def measure_cell(w: Workload, options: Options) -> list[Row]:
     rows[0] |= {"splits": chosen[-1]} if chosen else {}
     for row in rows:
         if row["ms"] is not None:
-            # Of what is seen: with few queries that is nearly all, not half.
+            # FLOPs of the keys that are seen: with few queries nearly all, not half.
             row["tflops"] = visible_flops(w) / row["ms"] / 1e9
     return rows
 

@@ -2,7 +2,7 @@
 
 Batches of 16k to 32k tokens, H = 2048 / D, self-attention, full and causal: of equal lengths, of one long sequence
 among short ones, and of lengths as in a log-normal distribution. Stages: "kernel", inputs quantised before, and "e2e",
-from bf16 to bf16, which for bf16 attention are the same. Of equal lengths, `helion_attn_fixed` is the kernel without
+from bf16 to bf16, which for bf16 attention are the same. With equal lengths, `helion_attn_fixed` is the kernel without
 variable lengths, on the same tokens. FLOPs are 4 m n D H summed over sequences, halved for causal. Errors are those of
 the last rows of every sequence, to fp64; those of peers are shown, and do not decide.
 """
@@ -33,7 +33,7 @@ from helion_attn.workloads import BENCH_HIDDEN, Workload
 #: Rows of a sequence that are checked against the oracle, the last ones.
 CHECKED_ROWS = 16
 
-#: Of ours: (recipe, stage).
+#: What runs of this package: (recipe, stage).
 OURS = (("balanced", "kernel"), ("fast", "kernel"), ("balanced", "e2e"), ("fast", "e2e"))
 
 PEERS = {"fa3_fp8": fa3_varlen_fp8, "fa3_bf16": fa3_varlen_16bit}
@@ -67,7 +67,7 @@ def last_rows(x: Tensor, lengths: list[int]) -> Tensor:
 def expected(
     qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor, lengths: list[int], causal: bool, recipe: ha.Recipe
 ) -> tuple[Tensor, Tensor]:
-    """Of the last rows: the oracle's output, and the rounding model's. Aligned bottom-right, they need no others."""
+    """The oracle's output on the last rows, and the rounding model's. Aligned bottom-right, they need no others."""
     q, k, v = qkv
     rows = torch.tensor([0, *(min(n, CHECKED_ROWS) for n in lengths)], device=q.device).cumsum(0).to(torch.int32)
     given = (last_rows(q, lengths), k, v, rows, cu_seqlens)

@@ -13,7 +13,7 @@ from benchmarks.lib.plots import horizontal
 from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.tables import BF16_PEERS, Table, by_series, fastest, number, ratio, series, values_of
 
-#: Of the speed over FlashAttention-3's in FP8, where it has the feature.
+#: Bound on the speed over FlashAttention-3's in FP8, where it has the feature.
 FEATURE_BOUND = 0.95
 
 

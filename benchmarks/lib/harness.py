@@ -39,7 +39,6 @@ MAX_SM_HZ = 2.0e9
 #: Longest head start of the host before a call, in seconds.
 MAX_HEAD_START = 0.02
 
-
 # --- timing ---------------------------------------------------------------------------------------
 
 

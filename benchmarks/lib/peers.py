@@ -114,7 +114,7 @@ def fp8_tensor(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -
 def fa3_fp8_with(window: tuple[int, int] = (-1, -1), softcap: float = 0.0, num_splits: int = 1) -> Prepare:
     """FlashAttention-3, e4m3 in and bf16 out, one descale per (batch, KV head) for each of Q, K and V.
 
-    Of 0 splits of the keys it chooses their number.
+    With 0 splits it chooses their number.
     """
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
@@ -219,7 +219,7 @@ def fa3_varlen_16bit(
 def fa3_varlen_fp8(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: list[int], causal: bool
 ) -> Callable[[], Tensor]:
-    """Likewise of e4m3, with one descale per (sequence, head); as many KV heads as heads."""
+    """`fa3_varlen_16bit` on e4m3, with one descale per (sequence, head); as many KV heads as heads."""
     quantised, descales = [], {}
     for name, x in (("q", q), ("k", k), ("v", v)):
         # [B, heads]

@@ -47,7 +47,6 @@ COLOURS = {
     "not all measured": "#a9a9a9",
 }
 
-
 MARKERS = {
     "helion_attn": "o",
     "fast": "v",
@@ -63,7 +62,6 @@ MARKERS = {
     "fa3_fp16": "p",
     "flash_fp16": "d",
 }
-
 
 STYLE: Any = {
     "font.size": 10,

@@ -32,7 +32,6 @@ LABELS = {
     "flash_fp16": "FA2 fp16",
 }
 
-
 #: This package in the tables of speed: the default recipe, and FAST.
 OURS = ("helion_attn", "fast")
 FP8_PEERS = ("fa3_fp8", "cudnn_fp8")
@@ -40,7 +39,6 @@ BF16_PEERS = ("fa3_bf16", "cudnn_bf16", "flash_bf16")
 
 #: The columns of most tables of errors, where they were measured: the other bf16 kernels are as accurate as FA3's.
 SHOWN = (*PRESETS, *RUNGS, "fa3_fp8", "cudnn_fp8", "fa3_bf16")
-
 
 # --- rows -----------------------------------------------------------------------------------------
 
