@@ -276,7 +276,8 @@ def test_which_passes_a_config_is_expected_to_have() -> None:
     assert {*expected_passes(tile_config(256, True))} == names - {computed_once.NAME}
     assert expected_passes(large_tile_config(192, 128, True)) == (early_copies.NAME,)
     assert expected_passes(large_tile_config(512, 512, True)) == ()
-    for tile in (*TILE_CONFIGS, *LARGE_TILE_CONFIGS):
+    tiles: list[Any] = [*TILE_CONFIGS, *LARGE_TILE_CONFIGS]
+    for tile in tiles:
         assert names.issuperset(expected_passes(tile))
         assert expected_passes(dataclasses.replace(tile, max_registers=17)) == ()
 

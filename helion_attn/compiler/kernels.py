@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextvars import ContextVar
 from operator import itemgetter
 from typing import Any
 
@@ -77,6 +79,21 @@ class Compiled(Runner):
         self._found[key] = launch_plans.launch_first(self._generated.find(args), args, self._expected)
 
 
+#: Where kernels of CPU tensors are named in place of being run, or None.
+_NAMED: ContextVar[list[str] | None] = ContextVar("named", default=None)
+
+
+@contextlib.contextmanager
+def named() -> Iterator[list[str]]:
+    """The names of the kernels that CPU tensors would have run inside. What they would write is left as it was."""
+    names: list[str] = []
+    token = _NAMED.set(names)
+    try:
+        yield names
+    finally:
+        _NAMED.reset(token)
+
+
 class Interpreted(Runner):
     """A kernel function run step by step with PyTorch operations: for CPU tensors."""
 
@@ -86,7 +103,11 @@ class Interpreted(Runner):
 
     def __call__(self, *args: Any) -> None:
         """Run it."""
-        self._kernel(*args)
+        names = _NAMED.get()
+        if names is None:
+            self._kernel(*args)
+        else:
+            names.append(self._kernel.fn.__name__)
 
 
 def compiled(fn: Callable[..., Any], config: helion.Config, expected: tuple[str, ...] = ()) -> Compiled:

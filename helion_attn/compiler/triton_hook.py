@@ -7,11 +7,12 @@ did, or why it did not apply, is kept in the kernel's metadata, and so on the di
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,28 @@ def outcomes(kernel: Any) -> tuple[Outcome, ...]:
     return tuple(Outcome(name, applied, reason) for name, applied, reason in found)
 
 
+#: What Triton has compiled for this package, or found compiled, in this process.
+_COMPILED: list[Any] = []
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[list[Any]]:
+    """This package's kernels, as Triton has them compiled, that this thread launches inside, in their order."""
+    kernels: list[Any] = []
+    thread = threading.get_ident()
+
+    def enter(metadata: Any) -> None:
+        if threading.get_ident() == thread:
+            function = metadata.get()["function"]
+            kernels.extend(kernel for kernel in _COMPILED if kernel.function == function)
+
+    knobs.runtime.launch_enter_hook.add(enter)
+    try:
+        yield kernels
+    finally:
+        knobs.runtime.launch_enter_hook.remove(enter)
+
+
 class WithPasses(JITFunction[Any]):
     """A kernel that is compiled with the passes, if Triton is known.
 
@@ -217,22 +240,26 @@ class WithPasses(JITFunction[Any]):
                 "compiled without the passes over Triton's IR, which costs 3 to 23% of their time, and are launched "
                 f"through Triton, which costs the host some microseconds each. Install Triton {known_series()}."
             )
-            return triton.compile(source, **options)
+            kernel = triton.compile(source, **options)
+            _COMPILED.append(kernel)
+            return kernel
         kernel = compile_with_passes(source, None if self.turns else SWITCHED_OFF, **options)
+        _COMPILED.append(kernel)
         for outcome in missing(outcomes(kernel), self.expected):
             if outcome.reason != SWITCHED_OFF:
+                name, of = kernel_name(self.fn.__name__), kernel.metadata
                 warn_slower(
-                    f"{kernel_name(self)} ({kernel.metadata.num_warps} warps, {kernel.metadata.num_stages} stages) was "
-                    f"compiled without the pass {outcome.name}: {outcome.reason}. It costs {COSTS[outcome.name]}. "
+                    f"{name} ({of.num_warps} warps, {of.num_stages} stages) was compiled without the pass "
+                    f"{outcome.name}: {outcome.reason}. It costs {COSTS[outcome.name]}. "
                     f"Report it, with Triton's version: it is {triton.__version__}, and the figures are of "
                     f"{MEASURED_SERIES}."
                 )
         return kernel
 
 
-def kernel_name(kernel: JITFunction[Any]) -> str:
-    """The name of the function in this package that Helion made a kernel of."""
-    return str(kernel.fn.__name__).removeprefix("_helion_")
+def kernel_name(name: str) -> str:
+    """The name of the function in this package of which Helion made a kernel of that name."""
+    return name.removeprefix("_helion_")
 
 
 def known_series() -> str:
