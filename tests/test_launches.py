@@ -87,6 +87,11 @@ class FakeKernel:
         return "metadata"
 
 
+def in_c_of(kernel: FakeKernel) -> Any:
+    """In place of `launch_plans.in_c`, which asks a driver for what all kernels share."""
+    return kernel.in_c
+
+
 def encode(*args: Any) -> tuple[Any, ...]:
     """In place of the driver's, which makes an opaque object."""
     ENCODED.append(args)
@@ -120,7 +125,7 @@ def planning(stream: Callable[[int], int] = lambda device: 7) -> Iterator[list[t
         mock.patch.object(FakeTensor, "data_ptr", lambda self: 512 * (id(self) % 2**40)),
         mock.patch.object(testing._OfflineDriver, "get_current_stream", lambda self, device: stream(device)),
         mock.patch.object(testing._OfflineDriver, "utils", SimpleNamespace(**{ENCODE: encode}), create=True),
-        mock.patch.object(launch_plans, "in_c", lambda kernel: kernel.in_c),
+        mock.patch.object(launch_plans, "in_c", in_c_of),
     ):
         ENCODED.clear()
         yield made
@@ -180,7 +185,7 @@ def small_launch(*kernel_args: Any, **options: Any) -> tuple[Any, FakeKernel]:
 
 def planned(launch: Launch, kernel: Any, args: list[torch.Tensor]) -> Plan:
     """A plan that launches what the kernel says."""
-    with mock.patch.object(launch_plans, "in_c", lambda kernel: kernel.in_c):
+    with mock.patch.object(launch_plans, "in_c", in_c_of):
         return Plan(launch, kernel, args)
 
 
@@ -264,32 +269,20 @@ def test_both_ways_to_launch() -> None:
 
 
 def test_the_function_in_c_of_a_kernel_with_descriptors() -> None:
-    """From 3.7 on the driver's; under 3.6 that of the source which the launcher was made from."""
-    kernel: Any = SimpleNamespace(
-        metadata=SimpleNamespace(tensordesc_meta=[encoding(TensorDescriptor.from_tensor(torch.zeros(4, 32), [1, 32]))]),
-        src=SimpleNamespace(signature={"x": "tensordesc<fp32[1, 32]>", "n": "i32"}),
-    )
+    """From 3.7 on the driver's; under 3.6 what its launcher wraps."""
+    kernel = FakeKernel((TensorDescriptor.from_tensor(torch.zeros(4, 32), [1, 32]), 5))
     active = SimpleNamespace(utils=SimpleNamespace(launch="of all"))
     with mock.patch.object(triton.runtime.driver, "_active", active):
         assert launch_plans.in_c(kernel) == "of all"
         if ONE_FOR_ALL:
             return
         del active.utils.launch
-        made = SimpleNamespace(launch="its own")
-        with (
-            mock.patch.object(driver, "library_dirs", return_value=["a folder"]),
-            mock.patch.object(driver, "compile_module_from_src", return_value=made) as make,
-        ):
-            assert launch_plans.in_c(kernel) == "its own"
-            given = make.call_args.kwargs
-            # What Triton's launcher asks of its cache, to the letter.
-            none = ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align")
-            metadata = SimpleNamespace(
-                tensordesc_meta=kernel.metadata.tensordesc_meta,
-                **dict.fromkeys((*none, "launch_cooperative_grid", "launch_pdl"), 0),
-            )
-            driver.CudaLauncher(SimpleNamespace(constants={(1,): 5}, signature=kernel.src.signature), metadata)
-            assert make.call_args.kwargs == given
+        assert launch_plans.in_c(kernel) == kernel.in_c
+        wrapped = kernel.run.launch
+        for other in (lambda *args: wrapped(*args), print):
+            kernel.run.launch = other
+            with pytest.raises(NoPlan, match=r"not where Triton 3\.6 has it"):
+                launch_plans.in_c(kernel)
 
 
 def test_hooks_and_streams_are_those_of_the_call() -> None:

@@ -107,24 +107,22 @@ class NoPlan(Exception):
 
 
 def in_c(kernel: Any) -> Callable[..., None]:
-    """The C function that Triton's launcher of a kernel calls.
+    """The C function that Triton's launcher of a kernel calls; `NoPlan` if it is not to be found.
 
-    The launcher has it as it is where no descriptors are encoded first. From 3.7 on it is one for all kernels, an
-    attribute of the driver's. 3.6 compiles one for each list of types; its own functions find it again, in its cache.
+    The launcher has it as an attribute where no descriptors are encoded first. From 3.7 on it is one for all kernels,
+    and the driver has it. 3.6 compiles one for each list of types, and keeps it in the closure that encodes
+    descriptors. Loaded from the disk again it could be another: Python has one module of its name for all of them,
+    which other threads write to.
     """
+    launch = kernel.run.launch
     if not kernel.metadata.tensordesc_meta:
-        return kernel.run.launch
+        return launch
     if (of_all := getattr(triton.runtime.driver.active.utils, "launch", None)) is not None:
         return of_all
-    source = driver.make_launcher({}, kernel.src.signature, kernel.metadata.tensordesc_meta)
-    module = driver.compile_module_from_src(
-        src=source,
-        name="__triton_launcher",
-        library_dirs=driver.library_dirs(),
-        include_dirs=driver.include_dirs,
-        libraries=driver.libraries,
-    )
-    return module.launch
+    wrapped = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
+    if "launcher" not in wrapped:
+        raise NoPlan("the C function of a kernel with descriptors is not where Triton 3.6 has it")
+    return wrapped["launcher"]
 
 
 def to_c(kernel: Any) -> Callable[..., None]:
