@@ -1,4 +1,4 @@
-"""What every test file shares: the device, no ops, memory that starts as NaN, and the fuzz's option and count."""
+"""What every test file shares: the device, no ops, memory that starts as NaN, kernels, the fuzz's option and count."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 pytest.register_assert_rewrite("helpers")
 
+from helpers import shared  # noqa: E402
 from helpers.fuzzing import FUZZ_CASES  # noqa: E402
 from helpers.memory import nan_filled_memory  # noqa: E402
 from helpers.no_ops import NoOps  # noqa: E402
@@ -41,6 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords and not ON_SM_90:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA sm_90 device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A new folder for what this run compiles."""
+    base = tmp_path_factory.getbasetemp()
+    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    shared.FOLDER = run / "shared_kernels"
+    shared.FOLDER.mkdir(exist_ok=True)
 
 
 @pytest.fixture

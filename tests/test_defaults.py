@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import Sm90Kernel, make_qkv
-from helpers.offline import compile_shape, forget
+from helion_attn.testing import make_qkv
+from helpers.offline import compile_attention, forget
+from helpers.shared import shared
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 
@@ -54,13 +55,9 @@ def test_default_dtype_changes_nothing(dtype: torch.dtype, device: str) -> None:
 
 
 def test_default_dtype_changes_no_kernel() -> None:
-    def compiled() -> Sm90Kernel:
-        (kernel,) = compile_shape(256, 1000, 3000, 64, True, recipe=ha.BALANCED)
-        return kernel
-
-    expected = compiled()
+    expected = shared(compile_attention, 64, True, recipe=ha.BALANCED)
     with default_dtype(torch.bfloat16):
-        assert compiled().sass == expected.sass
+        assert compile_attention(64, True, recipe=ha.BALANCED).sass == expected.sass
 
 
 def test_rotation_is_made_on_the_cpu() -> None:

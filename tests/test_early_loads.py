@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,37 +17,47 @@ from helion_attn.compiler.passes.ttgir import COPY, EXPECT, VALUE, WAIT_FOR_PROD
 from helion_attn.configs import large_tile_config, tile_config
 from helpers.ir_machine import Machine
 from helpers.offline import compile_attention, compile_decode, compile_shape, compile_tile, compile_varlen
-from helpers.passes import operation, recorded, split_at_loop
+from helpers.passes import operation, split_at_loop
+from helpers.shared import shared_ir
 
 ONE_LEVEL = ha.Recipe(promote_every=0)
 
 #: Kernels, and how their loops are to look, by letters of `LETTERS`.
-KERNELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "two_level_2_stages": (lambda: compile_attention(128, False), "WIBECCBFIF"),
-    "two_level_3_stages": (lambda: compile_attention(64, True, recipe=ha.BALANCED), "WIBECCBFIF"),
-    "one_level_2_stages": (lambda: compile_attention(128, True, recipe=ONE_LEVEL), "WIBECECBFWI"),
-    "one_level_3_stages": (lambda: compile_attention(256, False, recipe=ha.BALANCED), "WIBECCBFI"),
-    "hybrid_2_stages": (lambda: compile_attention(256, False, recipe=ha.HYBRID), "WIBECECBFWI"),
-    "bf16_2_stages": (lambda: compile_attention(64, True, recipe=ha.BF16), "WIBECECBFWI"),
+KERNELS: dict[str, tuple[functools.partial[Any], str]] = {
+    "two_level_2_stages": (functools.partial(compile_attention, 128, False), "WIBECCBFIF"),
+    "two_level_3_stages": (functools.partial(compile_attention, 64, True, recipe=ha.BALANCED), "WIBECCBFIF"),
+    "one_level_2_stages": (functools.partial(compile_attention, 128, True, recipe=ONE_LEVEL), "WIBECECBFWI"),
+    "one_level_3_stages": (functools.partial(compile_attention, 256, False, recipe=ha.BALANCED), "WIBECCBFI"),
+    "hybrid_2_stages": (functools.partial(compile_attention, 256, False, recipe=ha.HYBRID), "WIBECECBFWI"),
+    "bf16_2_stages": (functools.partial(compile_attention, 64, True, recipe=ha.BF16), "WIBECECBFWI"),
     "hybrid_3_stages": (
-        lambda: compile_tile(dataclasses.replace(tile_config(128, False, ha.HYBRID.bits), num_stages=3)),
+        functools.partial(compile_tile, dataclasses.replace(tile_config(128, True, ha.HYBRID.bits), num_stages=3)),
         "WIBECCBFI",
     ),
-    "sequences": (lambda: compile_varlen(256, True), "WIBECCBFI"),
+    "sequences": (functools.partial(compile_varlen, 256, True), "WIBECCBFI"),
     "many_keys_2_stages": (
-        lambda: compile_shape(1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BF16),
+        functools.partial(compile_shape, 1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BF16),
         "WIFBECCBI",
     ),
-    "many_keys": (lambda: compile_shape(1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED), "WIBECCBFI"),
-    "split": (lambda: compile_shape(1, 64, 100000, 256, False, recipe=ha.BALANCED), "WIBECCBFI"),
-    "one_k": (lambda: compile_attention(192, True, D_v=128), "WIIFBECCCBIF"),
-    "one_k_int8": (lambda: compile_attention(192, False, D_v=128, recipe=ha.BALANCED), "WIIFBECCCBIF"),
+    "many_keys": (
+        functools.partial(compile_shape, 1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED),
+        "WIBECCBFI",
+    ),
+    "split": (functools.partial(compile_shape, 1, 64, 100000, 256, False, recipe=ha.BALANCED), "WIBECCBFI"),
+    "one_k": (functools.partial(compile_attention, 192, False, D_v=128), "WIIFBECCCBIF"),
+    "one_k_int8": (functools.partial(compile_attention, 192, True, D_v=128, recipe=ha.BALANCED), "WIIFBECCCBIF"),
     "pieces_3_stages": (
-        lambda: compile_tile(dataclasses.replace(large_tile_config(192, 128, True), bn=64, num_stages=3)),
+        functools.partial(compile_tile, dataclasses.replace(large_tile_config(192, 128, True), bn=64, num_stages=3)),
         "WIBECCCBFIFIF",
     ),
-    "pieces_2_stages": (lambda: compile_attention(1024, False), "WIFIFIFIBECCCCCCBFII"),
-    "more_pieces_of_v": (lambda: compile_attention(640, True, recipe=ha.BALANCED), "WIFIFIBECCCCCBFII"),
+    "pieces_2_stages": (
+        functools.partial(compile_attention, 1024, False, D_v=1024, recipe=ha.BALANCED),
+        "WIFIFIFIBECCCCCCBFII",
+    ),
+    "more_pieces_of_v": (
+        functools.partial(compile_attention, 640, True, D_v=640, recipe=ha.BALANCED),
+        "WIFIFIBECCCCCBFII",
+    ),
 }
 
 LETTERS = {
@@ -64,9 +73,7 @@ LETTERS = {
 @functools.cache
 def texts(name: str) -> tuple[str, str]:
     """Triton's IR of a kernel, and what the pass makes of it."""
-    with recorded() as seen:
-        KERNELS[name][0]()
-    before, after = seen[0]
+    before, after = shared_ir(KERNELS[name][0])[0]
     assert after is not None
     return before, after
 
@@ -248,10 +255,14 @@ def test_other_loops_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    "compile_", [lambda: compile_decode(64, 64, 32, 1, 2), lambda: compile_attention(512, True)], ids=["decode", "d512"]
+    "compile_",
+    [
+        functools.partial(compile_decode, 64, 64, 64, 1, num_splits=2),
+        functools.partial(compile_attention, 512, True, D_v=512, recipe=ha.BALANCED),
+    ],
+    ids=["decode", "d512"],
 )
-def test_these_kernels_stay(compile_: Callable[[], Any]) -> None:
+def test_these_kernels_stay(compile_: functools.partial[Any]) -> None:
     """Decoding, whose copies of K and V have barriers of their own; pieces of Q in three stages."""
-    with recorded() as seen:
-        compile_()
+    seen = shared_ir(compile_)
     assert [after for _, after in seen] == [None] * len(seen) != []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -15,8 +16,9 @@ from helion_attn.testing import make_qkv
 from helpers.cases import make_case
 from helpers.ir_machine import Machine
 from helpers.offline import compile_attention
-from helpers.passes import recorded, split_at_loop
+from helpers.passes import split_at_loop
 from helpers.sequences import assert_right, make_varlen_case, packed_qkv, tables
+from helpers.shared import shared_ir
 
 #: Programs of a group: fewer than a head has, some heads' (with one left over, of five), and all heads'.
 GROUPS = [1, 7, 1000]
@@ -100,9 +102,8 @@ def order_of_programs(text: str, heads: int, blocks: int, head_group: int) -> li
 
 @pytest.mark.parametrize("head_group", [1, 2, 6])
 def test_order(head_group: int) -> None:
-    with recorded() as seen:
-        compile_attention(64, True)
-    order = order_of_programs(seen[0][0], 6, 4, head_group)
+    text, _ = shared_ir(functools.partial(compile_attention, 64, True))[0]
+    order = order_of_programs(text, 6, 4, head_group)
     assert order == [
         (first + member, block)
         for first in range(0, 6, head_group)
@@ -112,6 +113,5 @@ def test_order(head_group: int) -> None:
 
 
 def test_no_order_but_the_grids_without_a_mask() -> None:
-    with recorded() as seen:
-        compile_attention(64, False)
-    assert "head_group" not in seen[0][0]
+    text, _ = shared_ir(functools.partial(compile_attention, 64, False))[0]
+    assert "head_group" not in text

@@ -31,6 +31,7 @@ from helpers.offline import (
     row_reduction_shuffles,
     widths,
 )
+from helpers.shared import shared
 
 #: (D, D_v, H_kv, M, N, causal): padded and whole, one part of V and several, both kernels.
 SHAPES = [
@@ -185,7 +186,7 @@ def tile_id(tile: LargeTileConfig) -> str:
 def test_shipped_config(tile: LargeTileConfig, recipe: str) -> None:
     D_v = D_V.get((tile.D_pad, tile.v_tile), tile.D_pad)
     assert large_tile_config(tile.D_pad, D_v, tile.causal, tile.max_query_blocks_per_sm) == tile
-    kernel = compile_attention(tile.D_pad, tile.causal, D_v=D_v, recipe=PRESETS[recipe], B=batch_for(tile))
+    kernel = shared(compile_attention, tile.D_pad, tile.causal, D_v=D_v, recipe=PRESETS[recipe], B=batch_for(tile))
     assert_sound(kernel)
     assert kernel.opcodes["QGMMA"] > 0
     # int8 sums are converted one by one: the scores of a thread, and a few lengths.
@@ -205,7 +206,7 @@ def test_shipped_config(tile: LargeTileConfig, recipe: str) -> None:
 
 def test_more_than_32_bits_of_elements() -> None:
     """The index type is another, and K and V still come by TMA: by pointers, 604 registers spilled."""
-    (kernel,) = compile_shape(40, 32768, 32768, 576, True, recipe=ha.BALANCED, D_v=512)
+    (kernel,) = shared(compile_shape, 40, 32768, 32768, 576, True, recipe=ha.BALANCED, D_v=512)
     assert 40 * HEADS * 32768 * 576 > 2**31
     assert_sound(kernel)
     assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
@@ -214,7 +215,7 @@ def test_more_than_32_bits_of_elements() -> None:
 
 @pytest.mark.parametrize(("D", "D_v"), [(64, 128), (128, 64)])
 def test_pairs_of_the_other_kernel_compile(D: int, D_v: int) -> None:
-    kernel = compile_attention(D, True, D_v=D_v)
+    kernel = shared(compile_attention, D, True, D_v=D_v)
     assert_sound(kernel)
     assert kernel.opcodes["QGMMA"] > 0
     assert kernel.ctas_per_sm >= attention_tile_config(D, D_v, True).ctas_per_sm
@@ -229,5 +230,5 @@ def test_preprocessing_compiles(recipe: ha.Recipe, D: int, D_v: int) -> None:
 
 def test_masks_compile() -> None:
     options: dict[str, Any] = {"window": (100, 20), "softcap": 30.0, "sinks": True}
-    kernel = compile_attention(640, False, recipe=ha.BALANCED, **options)
+    kernel = shared(compile_attention, 640, False, recipe=ha.BALANCED, **options)
     assert_sound(kernel)

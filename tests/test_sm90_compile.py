@@ -29,6 +29,7 @@ from helpers.offline import (
     row_reduction_shuffles,
     widths,
 )
+from helpers.shared import shared
 
 
 def assert_8_bit_attention(kernel: Sm90Kernel, tile: TileConfig, recipe: ha.Recipe = ha.FAST) -> None:
@@ -51,7 +52,7 @@ def tile_id(tile: TileConfig) -> str:
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("tile", tiles_of(ALL_8_BIT), ids=tile_id)
 def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
-    kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
+    kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
     assert_8_bit_attention(kernel, tile, recipe)
     assert products_in_flight(kernel), "ptxas waits for each product"
     assert "PRMT" not in loop_of(kernel), "P moves between the bytes of registers"
@@ -68,7 +69,7 @@ def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     ],
 )
 def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
-    kernel = compile_attention(tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
+    kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
     assert_sound(kernel)
     assert kernel.opcodes["HGMMA"] > 0, "no 16-bit WGMMA"
     assert (kernel.opcodes["IGMMA"] > 0) == (recipe.qk_dtype == torch.int8)
@@ -89,7 +90,7 @@ def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
 @pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=["fast", "balanced"])
 def test_keys_of_more_than_2_to_the_31_elements(recipe: ha.Recipe, causal: bool) -> None:
     """Helion's index type is another there, and K and V came by pointers, with 233 spills."""
-    (kernel,) = compile_shape(1, 10000, 2**23 + 2**20, 128, causal, recipe=recipe)
+    (kernel,) = shared(compile_shape, 1, 10000, 2**23 + 2**20, 128, causal, recipe=recipe)
     assert_8_bit_attention(kernel, tile_config(128, causal), recipe)
 
 
@@ -103,7 +104,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_single_choices(choice: str) -> None:
-    assert_8_bit_attention(compile_attention(64, True, recipe=CHOICES[choice]), tile_config(64, True))
+    assert_8_bit_attention(shared(compile_attention, 64, True, recipe=CHOICES[choice]), tile_config(64, True))
 
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -124,7 +125,7 @@ def test_masks_and_sinks(name: str, D: int) -> None:
     options = dict((MASKS | AT_64)[name])
     recipe = options.pop("recipe")
     tile = tile_config(D, "window" in options)
-    kernel = compile_attention(D, options.pop("causal", False), recipe=recipe, **options)
+    kernel = shared(compile_attention, D, options.pop("causal", False), recipe=recipe, **options)
     assert_8_bit_attention(kernel, tile, recipe)
     assert products_in_flight(kernel), "ptxas waits for each product"
     assert kernel.registers <= tile.max_registers
@@ -135,7 +136,7 @@ def test_masks_and_sinks(name: str, D: int) -> None:
 @pytest.mark.parametrize("recipe", [ha.HYBRID, ha.BF16], ids=["hybrid", "bf16"])
 def test_everything_in_16_bits(recipe: ha.Recipe, D: int) -> None:
     smoothed = dataclasses.replace(recipe, smooth_k=True)
-    kernel = compile_attention(D, True, recipe=smoothed, window=(100, -1), softcap=50.0, sinks=True)
+    kernel = shared(compile_attention, D, True, recipe=smoothed, window=(100, -1), softcap=50.0, sinks=True)
     assert_sound(kernel)
     assert kernel.opcodes["HGMMA"] > 0
     assert kernel.ctas_per_sm >= tile_config(D, True, recipe.bits).ctas_per_sm
@@ -147,13 +148,13 @@ def test_everything_in_16_bits(recipe: ha.Recipe, D: int) -> None:
     ids=str,
 )
 def test_out_dtype(out_dtype: torch.dtype, layout: str) -> None:
-    kernel = compile_attention(64, False, out_dtype, layout)
+    kernel = shared(compile_attention, 64, False, out_dtype, layout)
     assert_8_bit_attention(kernel, tile_config(64, False))
 
 
 @pytest.mark.parametrize("D", [16, 80, 200])
 def test_padded_head_dim(D: int) -> None:
-    assert_sound(compile_attention(D, True))
+    assert_sound(shared(compile_attention, D, True))
 
 
 def keep_order(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
@@ -195,7 +196,7 @@ def assert_decoding(kernel: Sm90Kernel, ctas_per_sm: int) -> None:
 @pytest.mark.parametrize("name", DECODED)
 def test_decoding(name: str) -> None:
     D, D_v, H, M, ctas_per_sm = DECODED[name]
-    decode, merge = compile_decode(D, D_v, H, M, num_splits=2)
+    decode, merge = shared(compile_decode, D, D_v, H, M, num_splits=2)
     assert_decoding(decode, ctas_per_sm)
     assert_sound(merge)
 
@@ -203,18 +204,18 @@ def test_decoding(name: str) -> None:
 @pytest.mark.parametrize("name", ["d64", "d128", "d128_128_rows", "d256"])
 def test_decoding_with_masks(name: str) -> None:
     D, D_v, H, M, ctas_per_sm = DECODED[name]
-    decode, _ = compile_decode(D, D_v, H, M, num_splits=2, masked=True)
+    decode, _ = shared(compile_decode, D, D_v, H, M, num_splits=2, masked=True)
     assert_decoding(decode, ctas_per_sm)
 
 
 def test_decoding_without_splits() -> None:
-    (decode,) = compile_decode(128, 128, 64, 1, num_splits=1)
+    (decode,) = shared(compile_decode, 128, 128, 64, 1, num_splits=1)
     assert_decoding(decode, 3)
 
 
 def test_decoding_from_a_large_pool() -> None:
     """More than 2**31 bytes, where Helion's index type is another."""
-    decode, _ = compile_decode(128, 128, 64, 1, num_splits=2, num_pages=2**16)
+    decode, _ = shared(compile_decode, 128, 128, 64, 1, num_splits=2, num_pages=2**16)
     assert_decoding(decode, 3)
 
 
@@ -253,7 +254,7 @@ def test_variable_lengths(name: str) -> None:
     # What `fake_varlen` launches is small: four heads of 10000 tokens.
     load = query_blocks_per_sm(4, 10000 // 64, 132)
     tile = attention_tile_config(D, D, causal or "window" in options, load=load)
-    kernel = compile_varlen(D, causal, recipe, **options)
+    kernel = shared(compile_varlen, D, causal, recipe, **options)
     assert_8_bit_attention(kernel, tile, recipe)
     assert products_in_flight(kernel), "ptxas waits for each product"
     assert kernel.registers <= tile.max_registers
@@ -263,7 +264,7 @@ def test_variable_lengths(name: str) -> None:
 
 @pytest.mark.parametrize("recipe", [ha.HYBRID, ha.BF16], ids=["hybrid", "bf16"])
 def test_variable_lengths_in_16_bits(recipe: ha.Recipe) -> None:
-    kernel = compile_varlen(128, True, recipe)
+    kernel = shared(compile_varlen, 128, True, recipe)
     assert_sound(kernel)
     assert kernel.opcodes["HGMMA"] > 0
     assert kernel.opcodes["UTMALDG"] > 0
@@ -272,7 +273,7 @@ def test_variable_lengths_in_16_bits(recipe: ha.Recipe) -> None:
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_the_loop_is_as_long_as_without_sequences(D: int) -> None:
-    fixed, varlen = (loop_of(f(D, True, recipe=ha.BALANCED)) for f in (compile_attention, compile_varlen))
+    fixed, varlen = (loop_of(shared(f, D, True, recipe=ha.BALANCED)) for f in (compile_attention, compile_varlen))
     assert len(varlen) <= 1.01 * len(fixed)
 
 
@@ -300,7 +301,7 @@ def small_tile(D: int, causal: bool, recipe: ha.Recipe) -> TileConfig:
 def test_split_keys(name: str) -> None:
     D, causal, recipe, options = SPLIT[name]
     tile = small_tile(D, causal or "window" in options, recipe)
-    kernel, merge = compile_shape(1, 100, 16384, D, causal, recipe=recipe, **options)
+    kernel, merge = shared(compile_shape, 1, 100, 16384, D, causal, recipe=recipe, **options)
     assert_8_bit_attention(kernel, tile, recipe)
     assert "PRMT" not in loop_of(kernel), "P moves between the bytes of registers"
     assert kernel.num_warps == tile.num_warps
@@ -313,7 +314,7 @@ def test_split_keys(name: str) -> None:
 @pytest.mark.parametrize("D", [64, 256])
 @pytest.mark.parametrize("recipe", [ha.HYBRID, ha.BF16], ids=["hybrid", "bf16"])
 def test_split_keys_of_16_bits(recipe: ha.Recipe, D: int) -> None:
-    kernel, merge = compile_shape(1, 100, 16384, D, True, recipe=recipe, sinks=True)
+    kernel, merge = shared(compile_shape, 1, 100, 16384, D, True, recipe=recipe, sinks=True)
     assert_sound(kernel)
     assert_sound(merge)
     assert kernel.opcodes["HGMMA"] > 0
@@ -325,7 +326,7 @@ def test_split_keys_of_16_bits(recipe: ha.Recipe, D: int) -> None:
 )
 def test_heads_that_share_tiles(D: int, recipe: ha.Recipe) -> None:
     """As many programs an SM, and their rows come in wide loads."""
-    kernel, _merge = compile_shape(1, 16, 8192, D, True, recipe=recipe)
+    kernel, _merge = shared(compile_shape, 1, 16, 8192, D, True, recipe=recipe)
     tile = small_tile(D, True, recipe)
     assert_8_bit_attention(kernel, tile, recipe)
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
@@ -335,14 +336,14 @@ def test_heads_that_share_tiles(D: int, recipe: ha.Recipe) -> None:
 
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_the_loop_is_as_long_as_without_splits(D: int) -> None:
-    split, _ = compile_shape(1, 100, 16384, D, True, recipe=ha.BALANCED)
-    (one,) = compile_shape(1, 100, 3000, D, True, recipe=ha.BALANCED)
+    split, _ = shared(compile_shape, 1, 100, 16384, D, True, recipe=ha.BALANCED)
+    (one,) = shared(compile_shape, 1, 100, 3000, D, True, recipe=ha.BALANCED)
     assert len(loop_of(split)) <= 1.01 * len(loop_of(one))
 
 
 def test_split_keys_of_more_than_32_bits() -> None:
     """The index type is another, and K and V still come by TMA."""
-    kernel, merge = compile_shape(1, 100, 12_000_000, 128, True, recipe=ha.BALANCED)
+    kernel, merge = shared(compile_shape, 1, 100, 12_000_000, 128, True, recipe=ha.BALANCED)
     tile = small_tile(128, True, ha.BALANCED)
     assert_8_bit_attention(kernel, tile, ha.BALANCED)
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
@@ -351,7 +352,7 @@ def test_split_keys_of_more_than_32_bits() -> None:
 
 @pytest.mark.parametrize(("M", "N"), [(100, 3000), (16384, 16384)], ids=["few_keys", "many_queries"])
 def test_keys_that_are_not_split(M: int, N: int) -> None:
-    (kernel,) = compile_shape(1, M, N, 128, True)
+    (kernel,) = shared(compile_shape, 1, M, N, 128, True, recipe=ha.BALANCED)
     assert "fp8_attn_fwd" in kernel.name
 
 

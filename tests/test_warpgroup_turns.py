@@ -20,46 +20,45 @@ from helion_attn.configs import tile_config
 from helion_attn.testing import Sm90Kernel
 from helpers.offline import compile_attention, compile_shape, compile_tile, compile_varlen
 from helpers.passes import operation, recorded, split_at_loop
+from helpers.shared import shared_call, shared_ir
 
 #: Kernels whose loops the machine below runs: copies of K are issued by 2, 4, 1, 2 warps, of V by 1, 4, 2, 4.
-LOOPS: dict[str, Callable[[], Any]] = {
-    "three_stages": lambda: compile_attention(256, True, recipe=ha.BALANCED),
-    "late_v": lambda: compile_attention(256, False, recipe=ha.BF16),
-    "hybrid_d128": lambda: compile_tile(replace(tile_config(128, True, ha.HYBRID.bits), num_stages=3)),
-    "hybrid_d256": lambda: compile_attention(256, True, recipe=ha.HYBRID),
+LOOPS: dict[str, functools.partial[Any]] = {
+    "three_stages": functools.partial(compile_attention, 256, True, recipe=ha.BALANCED),
+    "late_v": functools.partial(compile_attention, 256, False, recipe=ha.BF16),
+    "hybrid_d128": functools.partial(compile_tile, replace(tile_config(128, True, ha.HYBRID.bits), num_stages=3)),
+    "hybrid_d256": functools.partial(compile_attention, 256, True, recipe=ha.HYBRID),
 }
 STAGES = {"three_stages": 3, "late_v": 2, "hybrid_d128": 3, "hybrid_d256": 2}
 #: All others that are to take turns.
-TAKE_TURNS: dict[str, Callable[[], Any]] = {
-    "fast": lambda: compile_attention(256, False),
-    "accurate": lambda: compile_attention(256, True, recipe=ha.ACCURATE),
-    "softcap": lambda: compile_attention(200, True, softcap=30.0),
-    "window": lambda: compile_attention(256, True, recipe=ha.BALANCED, window=(1000, 0), sinks=True),
-    "bf16_d128": lambda: compile_attention(128, False, recipe=ha.BF16),
-    "hybrid_two_stages": lambda: compile_attention(128, True, recipe=ha.HYBRID),
-    "sequences": lambda: compile_varlen(256, True),
-    "split": lambda: compile_shape(1, 64, 100000, 256, False, recipe=ha.BALANCED),
-    "many_keys": lambda: compile_shape(1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED),
+TAKE_TURNS: dict[str, functools.partial[Any]] = {
+    "fast": functools.partial(compile_attention, 256, False),
+    "accurate": functools.partial(compile_attention, 256, True, recipe=ha.ACCURATE),
+    "softcap": functools.partial(compile_attention, 256, False, softcap=50.0),
+    "window": functools.partial(compile_attention, 256, True, recipe=ha.BALANCED, window=(1000, 0), sinks=True),
+    "bf16_d128": functools.partial(compile_attention, 128, False, recipe=ha.BF16),
+    "hybrid_two_stages": functools.partial(compile_attention, 128, True, recipe=ha.HYBRID),
+    "sequences": functools.partial(compile_varlen, 256, True),
+    "split": functools.partial(compile_shape, 1, 64, 100000, 256, False, recipe=ha.BALANCED),
+    "many_keys": functools.partial(compile_shape, 1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED),
 }
-TAKE_NONE: dict[str, Callable[[], Any]] = {
-    "one_warpgroup": lambda: compile_attention(128, False),
-    "pieces_of_v": lambda: compile_attention(320, True),
-    "pieces_of_q": lambda: compile_attention(640, True, recipe=ha.BALANCED),
+TAKE_NONE: dict[str, functools.partial[Any]] = {
+    "one_warpgroup": functools.partial(compile_attention, 128, False),
+    "pieces_of_v": functools.partial(compile_attention, 384, True, D_v=384, recipe=ha.BALANCED),
+    "pieces_of_q": functools.partial(compile_attention, 640, True, D_v=640, recipe=ha.BALANCED),
 }
 
 
 @functools.cache
 def kernel(name: str) -> Sm90Kernel:
-    found = (LOOPS | TAKE_TURNS)[name]()
+    found = shared_call((LOOPS | TAKE_TURNS)[name])
     return found if isinstance(found, Sm90Kernel) else found[0]
 
 
 @functools.cache
 def text(name: str) -> str:
     """Of the IR, with turns."""
-    with recorded() as seen:
-        LOOPS[name]()
-    without = seen[0][1]
+    without = shared_ir(LOOPS[name])[0][1]
     assert without is not None
     found = warpgroup_turns.with_turns(without)
     assert found.applied
@@ -89,7 +88,7 @@ def test_who_takes_turns(name: str) -> None:
 
 @pytest.mark.parametrize("name", TAKE_NONE)
 def test_who_takes_none(name: str) -> None:
-    found = TAKE_NONE[name]()
+    found = shared_call(TAKE_NONE[name])
     assert named_barriers(found.ptx) == []
 
 
@@ -154,17 +153,22 @@ def test_p_does_not_change_the_number_of_a_turn(name: str) -> None:
         assert [i for i, barrier in barriers.items() if barrier.came] == [1 + warp // 4]
 
 
+@functools.cache
+def not_held_back(name: str) -> Sm90Kernel:
+    """With turns that do not wait for part of P."""
+    with mock.patch.object(warpgroup_turns, "_behind_part_of_p", left_alone), recorded():
+        found: Sm90Kernel = (LOOPS | TAKE_TURNS)[name]()
+    return found
+
+
 @pytest.mark.parametrize("name", ["three_stages", "fast", "hybrid_d128"])
 def test_ptxas_moves_a_turn_up(name: str) -> None:
-    with mock.patch.object(warpgroup_turns, "_behind_part_of_p", left_alone), recorded():
-        found = (LOOPS | TAKE_TURNS)[name]()
-    assert exponentials_before_turn(found.sass) < BEHIND_P[name]
+    assert exponentials_before_turn(not_held_back(name).sass) < BEHIND_P[name]
 
 
 def test_a_turn_is_not_moved_past_another_block() -> None:
     """Nor one of two, nor without registers of P."""
-    with mock.patch.object(warpgroup_turns, "_behind_part_of_p", left_alone), recorded():
-        ptx = LOOPS["three_stages"]().ptx
+    ptx = not_held_back("three_stages").ptx
     assert warpgroup_turns._behind_part_of_p(ptx).applied
     (turn,) = re.findall(r".*behind_part_of_p: .*\n", ptx)
     for other in (
@@ -214,9 +218,8 @@ def loads_and_copies(lines: list[str]) -> str:
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_first_copies_come_before_loads(name: str) -> None:
-    with recorded() as seen:
-        LOOPS[name]()
-    assert re.fullmatch("l+c+", loads_and_copies(split_at_loop(str(seen[0][1]))[0]))
+    without = shared_ir(LOOPS[name])[0][1]
+    assert re.fullmatch("l+c+", loads_and_copies(split_at_loop(str(without))[0]))
     assert re.fullmatch("c+l+", loads_and_copies(split_at_loop(text(name))[0]))
 
 
@@ -239,9 +242,7 @@ def test_copies_come_behind_what_they_need() -> None:
 
 
 def test_other_loops_stay() -> None:
-    with recorded() as seen:
-        LOOPS["three_stages"]()
-    before, without = seen[0]
+    before, without = shared_ir(LOOPS["three_stages"])[0]
     assert without is not None
     assert warpgroup_turns.with_turns(text("three_stages")).applied  # the form of its loop is the same
     for other, reason in (
