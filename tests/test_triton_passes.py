@@ -286,7 +286,9 @@ def test_missing_is_what_was_expected_and_did_not_apply() -> None:
     applied, refused = Outcome("a", True, "so"), Outcome("b", False, "so")
     assert missing([applied, refused], ("a", "b")) == [refused]
     assert missing([applied, refused], ("a",)) == []
-    assert missing([Outcome(computed_once.NAME, False, computed_once.UNMARKED)], (computed_once.NAME,)) == []
+    for reason, is_missing in ((computed_once.UNMARKED, False), (computed_once.ONCE, False), ("another", True)):
+        outcome = Outcome(computed_once.NAME, False, reason)
+        assert missing([outcome], (computed_once.NAME,)) == [outcome] * is_missing
 
 
 def test_a_shipped_config_without_its_passes_is_said_once() -> None:

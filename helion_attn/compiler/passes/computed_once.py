@@ -15,8 +15,10 @@ from helion_attn.compiler.passes.ttgir import VALUE, indentation
 
 NAME = "computed_once"
 
-#: Why it does not apply to kernels that do not ask for it.
-UNMARKED = "nothing is marked"
+#: Why it does not apply to kernels that do not ask for it, and where Triton computes P once by itself, as 3.9 does.
+UNMARKED, ONCE = "nothing is marked", "what is marked is there once"
+
+NOT_NEEDED = (UNMARKED, ONCE)
 
 #: What `inline_asm.computed_once` becomes: a name, and a type.
 _MARKED = re.compile(rf'\s*({VALUE}) = tt\.elementwise_inline_asm "[^"]*// computed once" .* -> (tensor<.*>)( loc.*)?$')
@@ -28,6 +30,8 @@ def with_one(text: str) -> Outcome:
     marked = [(i, found) for i, line in enumerate(lines) if (found := _MARKED.match(line))]
     if not marked:
         return Outcome(NAME, False, UNMARKED, text)
+    if len(marked) == 1:
+        return Outcome(NAME, False, ONCE, text)
     for_product = [x for x in marked if "dot_op" in x[1].group(2)]
     for_sums = [x for x in marked if "dot_op" not in x[1].group(2)]
     if len(for_product) != 1 or len(for_sums) != 1:

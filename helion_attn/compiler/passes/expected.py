@@ -45,4 +45,4 @@ def missing(outcomes: Iterable[Outcome], expected: Iterable[str]) -> list[Outcom
     """The expected passes that did not apply."""
     wanted = set(expected)
     # A V of fp16 takes the config of bf16, and its P has no mark.
-    return [x for x in outcomes if x.name in wanted and not x.applied and x.reason != computed_once.UNMARKED]
+    return [x for x in outcomes if x.name in wanted and not x.applied and x.reason not in computed_once.NOT_NEEDED]
