@@ -57,7 +57,7 @@ def test_fp8_attention_fails_on_zeros(fp8_attention: ModuleType, monkeypatch: py
 
 def test_real_model(real_model: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert real_model.main(["--device", "cpu", "--sentences", "3"]) == 0
-    assert "3 sentences" in capsys.readouterr().out
+    assert "3 of 50 sentences" in capsys.readouterr().out
 
 
 def test_real_model_fails_on_zeros(real_model: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
