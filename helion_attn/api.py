@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
 
-from helion_attn import ops  # noqa: F401 - registers them
+from helion_attn import ops
 from helion_attn.configs import packing
+from helion_attn.kernels.lib.arguments import AttentionArguments
 from helion_attn.preprocess.lib import hadamard as preprocess_hadamard
-from helion_attn.types import BALANCED, QuantizedQKV, Recipe, Rope
+from helion_attn.preprocess.lib.arguments import (
+    NO_ROPE_ARGUMENTS,
+    PackArguments,
+    QuantizeArguments,
+    RopeArguments,
+    TransformArguments,
+    rope_arguments,
+)
+from helion_attn.types import BALANCED, PACKED_FIELDS, QuantizedQKV, Recipe, Rope
 from helion_attn.validate.dense import (
     check_descale,
     check_dtype,
@@ -68,19 +78,18 @@ def quantize_checked(
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     M, N, D, D_v = q.size(2), k.size(2), q.size(3), v.size(3)
-    tile = packing(D, D_v, recipe.bits)
-    tables = (
-        (None, None, None, None, False)
-        if rope is None
-        else (rope.cos, rope.sin, rope.q_positions, rope.k_positions, rope.interleaved)
+    arguments = QuantizeArguments(
+        q=q, k=k, v=v, rope=rope_arguments(rope), packing=packing(D, D_v, recipe.bits), recipe=recipe
     )
-    q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean, lse_shift = torch.ops.helion_attn.quantize_qkv(
-        q, k, v, *tables, tile.bm, tile.bn, tile.D_pad, tile.D_v_pad, *recipe.quantize_options
-    )
-    if not recipe.smooth_k:
-        k_mean = lse_shift = None
-    descales = (q_descale, k_descale, v_descale, v_mean, k_mean, lse_shift)
-    return QuantizedQKV(q8, k8, v8, *descales, M, N, D, D_v, q.dtype, layout, recipe)
+    fields = packed_fields(ops.quantize_qkv(arguments), recipe)
+    return QuantizedQKV(**fields, M=M, N=N, D=D, D_v=D_v, dtype=q.dtype, layout=layout, recipe=recipe)
+
+
+def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe) -> dict[str, Any]:
+    """The fields of `PackedTensors` by name, from what the quantising ops return."""
+    fields: dict[str, Any] = dict(zip(PACKED_FIELDS, tensors, strict=True))
+    # An op cannot return None, and returns empty tensors instead.
+    return fields if recipe.smooth_k else {**fields, "k_mean": None, "lse_shift": None}
 
 
 def pack(
@@ -134,7 +143,7 @@ def pack_unread(
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     (B, H, M, D), (H_kv, N), D_v = q.shape, k.shape[1:3], v.size(3)
     tile = packing(D, D_v)
-    q8, k8, v8 = torch.ops.helion_attn.pack_qkv(q, k, v, tile.bm, tile.bn, tile.D_pad, tile.D_v_pad)
+    q8, k8, v8 = ops.pack_qkv(PackArguments(q=q, k=k, v=v, packing=tile))
 
     rows = q_scale.new_ones(B, H, q8.size(1) * tile.bm)
     if q_scale.dim() == 2 and q_scale.size(1) != H:
@@ -143,9 +152,24 @@ def pack_unread(
     channels = v_scale.new_ones(B, H_kv, tile.D_v_pad)
     channels[:, :, :D_v] = v_scale.unsqueeze(2) if v_scale.dim() == 2 else v_scale
     heads = k_scale.expand(B, H_kv).unsqueeze(2).contiguous()
-    descales = (rows.view(B, H, -1, tile.bm), heads, channels, torch.zeros_like(channels), None, None)
-    recipe = Recipe(center_v=False, v_scales="channel" if v_scale.dim() == 3 else "head")
-    return QuantizedQKV(q8, k8, v8, *descales, M, N, D, D_v, dtype, layout, recipe)
+    return QuantizedQKV(
+        q8=q8,
+        k8=k8,
+        v8=v8,
+        q_descale=rows.view(B, H, -1, tile.bm),
+        k_descale=heads,
+        v_descale=channels,
+        v_mean=torch.zeros_like(channels),
+        k_mean=None,
+        lse_shift=None,
+        M=M,
+        N=N,
+        D=D,
+        D_v=D_v,
+        dtype=dtype,
+        layout=layout,
+        recipe=Recipe(center_v=False, v_scales="channel" if v_scale.dim() == 3 else "head"),
+    )
 
 
 def apply_rope(
@@ -173,8 +197,21 @@ def apply_rope(
     check_x(x, layout)
     rows = x.transpose(1, 2) if layout == "bshd" else x
     check_rope_of(rows, rope, positions)
-    tables = (rope.cos, rope.sin, positions, rope.interleaved)
-    return torch.ops.helion_attn.transform_rows(rows, *tables, None, False, layout == "bshd")
+    turned = rope_arguments(rope)._replace(q_positions=positions)
+    return _transform(rows, rope=turned, bshd=layout == "bshd")
+
+
+def _transform(
+    x: torch.Tensor,
+    *,
+    rope: RopeArguments = NO_ROPE_ARGUMENTS,
+    hadamard_seed: int | None = None,
+    reflect: bool = False,
+    bshd: bool = False,
+) -> torch.Tensor:
+    arguments = TransformArguments(x=x, rope=rope, hadamard_seed=hadamard_seed, reflect=reflect, bshd=bshd)
+    out: torch.Tensor = ops.transform_rows(arguments)
+    return out
 
 
 def hadamard(x: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
@@ -199,7 +236,7 @@ def hadamard(x: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
     check_x(x, "bhsd")
     check_even("x has head dim", x.size(3))
     check_seed(seed)
-    return torch.ops.helion_attn.transform_rows(x, None, None, None, False, seed, False, False)
+    return _transform(x, hadamard_seed=seed)
 
 
 def hadamard_matrix(D: int, seed: int = 0) -> torch.Tensor:
@@ -237,7 +274,7 @@ def reflect(x: torch.Tensor) -> torch.Tensor:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `apply_rope`.
     """
     check_x(x, "bhsd")
-    return torch.ops.helion_attn.transform_rows(x, None, None, None, False, None, True, False)
+    return _transform(x, reflect=True)
 
 
 def mask_arguments(
@@ -342,14 +379,23 @@ def attend_checked(
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` of `attention_quantized`, of checked arguments."""
-    scale = qkv.D**-0.5 if sm_scale is None else sm_scale
     left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
-    dtype = qkv.dtype if out_dtype is None else out_dtype
-    packed = (qkv.q8, qkv.k8, qkv.v8, qkv.q_descale, qkv.k_descale, qkv.v_descale, qkv.v_mean, qkv.lse_shift, sinks)
-    out, lse = torch.ops.helion_attn.fp8_attn_fwd(
-        *packed, qkv.M, qkv.N, qkv.D, qkv.D_v, left, right, float(scale), softcap, qkv.layout == "bshd", dtype,
-        *qkv.recipe.kernel_options,
-    )  # fmt: skip
+    arguments = AttentionArguments(
+        packed=qkv,
+        sinks=sinks,
+        m_len=qkv.M,
+        n_len=qkv.N,
+        d=qkv.D,
+        d_v=qkv.D_v,
+        left=left,
+        right=right,
+        sm_scale=float(qkv.D**-0.5 if sm_scale is None else sm_scale),
+        softcap=softcap,
+        bshd=qkv.layout == "bshd",
+        out_dtype=qkv.dtype if out_dtype is None else out_dtype,
+        recipe=qkv.recipe,
+    )
+    out, lse = ops.attention(arguments)
     return out, lse
 
 

@@ -11,9 +11,11 @@ from typing import Literal, overload
 
 import torch
 
-from helion_attn import ops  # noqa: F401 - registers them
+from helion_attn import ops
 from helion_attn.api import mask_arguments
 from helion_attn.configs import page_packing
+from helion_attn.kernels.lib.arguments import DecodeArguments
+from helion_attn.preprocess.lib.arguments import AppendArguments, rope_arguments
 from helion_attn.types import PagedKVCache, Rope
 from helion_attn.validate.dense import check_count
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
@@ -93,9 +95,15 @@ def append_kvcache(
     check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope)
     if layout == "bshd":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    tables = (None, None, False) if rope is None else (rope.cos, rope.sin, rope.interleaved)
-    torch.ops.helion_attn.append_kv(
-        k, v, cache.k8, cache.v8, cache.k_descale, cache.v_descale, block_table, cache_seqlens, *tables
+    ops.append_kv(
+        AppendArguments(
+            k=k,
+            v=v,
+            cache=cache,
+            block_table=block_table,
+            cache_seqlens=cache_seqlens,
+            rope=rope_arguments(rope),
+        )
     )
 
 
@@ -208,10 +216,20 @@ def attention_kvcache(
     left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
     if layout == "bshd":
         q = q.transpose(1, 2)
-    scale = cache.D**-0.5 if sm_scale is None else sm_scale
-    dtype = q.dtype if out_dtype is None else out_dtype
-    out, lse = torch.ops.helion_attn.fp8_attn_decode(
-        q, cache.k8, cache.v8, cache.k_descale, cache.v_descale, block_table, cache_seqlens, sinks, cache.D_v,
-        num_splits, left, right, float(scale), softcap, layout == "bshd", dtype,
-    )  # fmt: skip
+    out, lse = ops.decode(
+        DecodeArguments(
+            q=q,
+            cache=cache,
+            block_table=block_table,
+            cache_seqlens=cache_seqlens,
+            sinks=sinks,
+            splits=num_splits,
+            left=left,
+            right=right,
+            sm_scale=float(cache.D**-0.5 if sm_scale is None else sm_scale),
+            softcap=softcap,
+            bshd=layout == "bshd",
+            out_dtype=q.dtype if out_dtype is None else out_dtype,
+        )
+    )
     return (out, lse) if return_lse else out

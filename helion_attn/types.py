@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -121,19 +123,6 @@ class Recipe:
         """`p_offset_log2`, or what None stands for."""
         return self.p_offset_log2 if self.p_offset_log2 is not None else MAX_P_OFFSET_LOG2[self.pv_dtype]
 
-    @property
-    def quantize_options(self) -> tuple[torch.dtype, torch.dtype, str, str, str, int | None, bool, bool, bool]:
-        """The fields from `qk_dtype` to `center_v`, as the quantising ops take them; no seed is no rotation."""
-        seed = self.hadamard_seed if self.hadamard else None
-        scales = (self.q_scales, self.k_scales, self.v_scales)
-        return self.qk_dtype, self.pv_dtype, *scales, seed, self.reflect, self.smooth_k, self.center_v
-
-    @property
-    def kernel_options(self) -> tuple[int, int | None, bool, bool, bool]:
-        """`p_offset_log2, promote_every, q_row_descales, k_block_descales, v_channel_descales` of the attention ops."""
-        by_row, by_block, by_channel = self.q_scales == "token", self.k_scales == "block", self.v_scales == "channel"
-        return self.p_offset, self.promote_every, by_row, by_block, by_channel
-
 
 #: The least time: e4m3 throughout, channels mixed by fours.
 FAST = Recipe(reflect=True)
@@ -185,35 +174,25 @@ class Rope:
 
 
 @dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
-class QuantizedQKV:
-    """Q, K and V in the packed format that the attention kernel reads. Made by `helion_attn.quantize`.
+class PackedTensors:
+    """The tensors that the attention kernel reads, of dense tensors or of packed sequences.
 
-    Sequences are zero-padded to whole blocks, and head dims to supported ones, `D_pad` and `D_v_pad`; `M`, `N`, `D` and
-    `D_v` are the true sizes. `*_descale` are the multipliers that dequantise: `v ~ v8.float() * v_descale + v_mean`. Q
-    and K likewise, but as the recipe has transformed them. `dequantize` undoes all of it.
+    `QuantizedQKV` and `PackedVarlen` say how they are shaped. `*_descale` are the multipliers that dequantise:
+    `v ~ v8.float() * v_descale + v_mean`. Q and K likewise, but as the recipe has transformed them.
 
     Attributes:
-        q8: `recipe.qk_dtype` [B * H, M_blocks, bm, D_pad].
-        k8: `recipe.qk_dtype` [B * H_kv, N_blocks, bn, D_pad].
-        v8: `recipe.pv_dtype` [B * H_kv, N_blocks, D_v_pad, bn], transposed, its keys interleaved inside every 16: key
-            `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3). Of 16 bits, neither: [B * H_kv,
-            N_blocks, bn, D_v_pad].
-        q_descale: fp32 [B, H, M_blocks, bm], one a row whatever `recipe.q_scales`; ones for "none".
-        k_descale: fp32 [B, H_kv, N_blocks] for k_scales="block", otherwise [B, H_kv, 1].
-        v_descale: fp32 [B, H_kv, D_v_pad].
-        v_mean: fp32 [B, H_kv, D_v_pad], what is added to the dequantised V; zeros when it was not centred. It is the
-            mean that was subtracted before the cast; with 8 bits and 8192 keys or more, less `v_descale` times the mean
-            of `v8`, so that the dequantised V has V's mean.
-        k_mean: fp32 [B, H_kv, D_row], what was subtracted from K, or None; D_row is the power of two that holds D_pad
-            and D_v_pad.
-        lse_shift: fp32 [B, H, M_blocks, bm], every query's product with `k_mean`, or None.
-        M: query length.
-        N: key length.
-        D: head dim of the unpadded Q and K.
-        D_v: head dim of the unpadded V, and of the output.
-        dtype: dtype of the unquantised tensors, the default output dtype.
-        layout: "bhsd" or "bshd", the layout of the unquantised tensors and of the output.
-        recipe: the one that it was made with.
+        q8: blocks of queries, of `recipe.qk_dtype`.
+        k8: blocks of keys, likewise.
+        v8: blocks of values, of `recipe.pv_dtype`: transposed, its keys interleaved inside every 16: key
+            `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3). With 16 bits, neither.
+        q_descale: fp32, one a row whatever `recipe.q_scales`; ones for "none".
+        k_descale: fp32, one a key block for k_scales="block", otherwise one a head.
+        v_descale: fp32, one a channel.
+        v_mean: fp32, what is added to the dequantised V; zeros when it was not centred. It is the mean that was
+            subtracted before the cast; with 8 bits and 8192 keys or more, less `v_descale` times the mean of `v8`, so
+            that the dequantised V has V's mean.
+        k_mean: fp32, what was subtracted from K, or None.
+        lse_shift: fp32, every query's product with `k_mean`, or None.
     """
 
     q8: torch.Tensor
@@ -225,6 +204,42 @@ class QuantizedQKV:
     v_mean: torch.Tensor
     k_mean: torch.Tensor | None
     lse_shift: torch.Tensor | None
+
+    def tensors(self) -> tuple[Any, ...]:
+        """These fields, in the order of `PACKED_FIELDS`."""
+        return tuple(getattr(self, name) for name in PACKED_FIELDS)
+
+
+#: Names of the fields of `PackedTensors`.
+PACKED_FIELDS = tuple(field.name for field in dataclasses.fields(PackedTensors))
+
+
+@dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
+class QuantizedQKV(PackedTensors):
+    """Q, K and V in the packed format that the attention kernel reads. Made by `helion_attn.quantize`.
+
+    Sequences are zero-padded to whole blocks, and head dims to supported ones, `D_pad` and `D_v_pad`; `M`, `N`, `D` and
+    `D_v` are the true sizes. `PackedTensors` says what the tensors mean, `dequantize` undoes the quantisation.
+
+    Attributes:
+        q8: [B * H, M_blocks, bm, D_pad].
+        k8: [B * H_kv, N_blocks, bn, D_pad].
+        v8: [B * H_kv, N_blocks, D_v_pad, bn], or of 16 bits [B * H_kv, N_blocks, bn, D_v_pad].
+        q_descale: [B, H, M_blocks, bm].
+        k_descale: [B, H_kv, N_blocks] for k_scales="block", otherwise [B, H_kv, 1].
+        v_descale: [B, H_kv, D_v_pad].
+        v_mean: [B, H_kv, D_v_pad].
+        k_mean: [B, H_kv, D_row] or None; D_row is the power of two that holds D_pad and D_v_pad.
+        lse_shift: [B, H, M_blocks, bm] or None.
+        M: query length.
+        N: key length.
+        D: head dim of the unpadded Q and K.
+        D_v: head dim of the unpadded V, and of the output.
+        dtype: dtype of the unquantised tensors, the default output dtype.
+        layout: "bhsd" or "bshd", the layout of the unquantised tensors and of the output.
+        recipe: the one that it was made with.
+    """
+
     M: int
     N: int
     D: int

@@ -7,16 +7,18 @@ from typing import Literal, overload
 
 import torch
 
-from helion_attn import ops  # noqa: F401 - registers them
-from helion_attn.api import mask_arguments
+from helion_attn import ops
+from helion_attn.api import mask_arguments, packed_fields
 from helion_attn.configs import varlen_packing
-from helion_attn.types import BALANCED, Recipe
+from helion_attn.kernels.lib.arguments import AttentionArguments, VarlenArguments
+from helion_attn.preprocess.lib.arguments import QuantizeVarlenArguments
+from helion_attn.types import BALANCED, PackedTensors, Recipe
 from helion_attn.validate.dense import check_options
 from helion_attn.validate.varlen import check_varlen, check_varlen_recipe
 
 
 @dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
-class PackedVarlen:
+class PackedVarlen(PackedTensors):
     """A quantised batch of sequences, in the packed format of `QuantizedQKV` with these differences.
 
     Every sequence begins with a block of its own. `M_blocks` and `N_blocks` are enough for any sequences of as many
@@ -24,15 +26,15 @@ class PackedVarlen:
     of its sequence, or its own.
 
     Attributes:
-        q8: `recipe.qk_dtype` [H, M_blocks, bm, D_pad].
-        k8: `recipe.qk_dtype` [H_kv, N_blocks, bn, D_pad].
-        v8: `recipe.pv_dtype` [H_kv, N_blocks, D_v_pad, bn], or of 16 bits [H_kv, N_blocks, bn, D_v_pad].
-        q_descale: fp32 [1, H, M_blocks, bm].
-        k_descale: fp32 [1, H_kv, N_blocks].
-        v_descale: fp32 [1, H_kv, N_blocks * D_v_pad].
-        v_mean: fp32 [B, H_kv, D_v_pad], one of each sequence, corrected as that of `QuantizedQKV` is.
-        k_mean: fp32 [B, H_kv, D_row], or None.
-        lse_shift: fp32 [1, H, M_blocks, bm], or None.
+        q8: [H, M_blocks, bm, D_pad].
+        k8: [H_kv, N_blocks, bn, D_pad].
+        v8: [H_kv, N_blocks, D_v_pad, bn], or of 16 bits [H_kv, N_blocks, bn, D_v_pad].
+        q_descale: [1, H, M_blocks, bm].
+        k_descale: [1, H_kv, N_blocks].
+        v_descale: [1, H_kv, N_blocks * D_v_pad].
+        v_mean: [B, H_kv, D_v_pad], one of each sequence.
+        k_mean: [B, H_kv, D_row], or None.
+        lse_shift: [1, H, M_blocks, bm], or None.
         q_blocks: int32 [M_blocks, Q_FIELDS]: what every block of Q holds; see `configs.Q_FIELDS`.
         M: tokens of Q.
         N: tokens of K and V.
@@ -42,15 +44,6 @@ class PackedVarlen:
         recipe: the one that it was made with.
     """
 
-    q8: torch.Tensor
-    k8: torch.Tensor
-    v8: torch.Tensor
-    q_descale: torch.Tensor
-    k_descale: torch.Tensor
-    v_descale: torch.Tensor
-    v_mean: torch.Tensor
-    k_mean: torch.Tensor | None
-    lse_shift: torch.Tensor | None
     q_blocks: torch.Tensor
     M: int
     N: int
@@ -70,16 +63,26 @@ def quantize_varlen(
 ) -> PackedVarlen:
     """The first half of `attention_varlen`, of checked arguments."""
     D, D_v = q.size(2), v.size(2)
-    tile = varlen_packing(D, D_v, recipe.bits)
-    blocks = (tile.bm, tile.bn, tile.D_pad, tile.D_v_pad)
-    tensors = torch.ops.helion_attn.quantize_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *blocks, *recipe.quantize_options
+    arguments = QuantizeVarlenArguments(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        packing=varlen_packing(D, D_v, recipe.bits),
+        recipe=recipe,
     )
-    q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean, lse_shift, q_blocks = tensors
-    if not recipe.smooth_k:
-        k_mean = lse_shift = None
-    descales = (q_descale, k_descale, v_descale, v_mean, k_mean, lse_shift)
-    return PackedVarlen(q8, k8, v8, *descales, q_blocks, q.size(0), k.size(0), D, D_v, q.dtype, recipe)
+    *tensors, q_blocks = ops.quantize_varlen(arguments)
+    return PackedVarlen(
+        **packed_fields(tensors, recipe),
+        q_blocks=q_blocks,
+        M=q.size(0),
+        N=k.size(0),
+        D=D,
+        D_v=D_v,
+        dtype=q.dtype,
+        recipe=recipe,
+    )
 
 
 def attend_varlen(
@@ -93,12 +96,23 @@ def attend_varlen(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The second half of `attention_varlen`, of checked arguments: `(out, lse)`."""
     left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
-    p = packed
-    return torch.ops.helion_attn.fp8_attn_varlen(
-        p.q8, p.k8, p.v8, p.q_descale, p.k_descale, p.v_descale, p.v_mean, p.lse_shift, sinks, p.q_blocks, p.M, p.N,
-        p.D_v, left, right, float(p.D**-0.5 if sm_scale is None else sm_scale), softcap,
-        p.dtype if out_dtype is None else out_dtype, *p.recipe.kernel_options,
-    )  # fmt: skip
+    attention = AttentionArguments(
+        packed=packed,
+        sinks=sinks,
+        m_len=packed.M,
+        n_len=packed.N,
+        d=packed.D,
+        d_v=packed.D_v,
+        left=left,
+        right=right,
+        sm_scale=float(packed.D**-0.5 if sm_scale is None else sm_scale),
+        softcap=softcap,
+        bshd=True,
+        out_dtype=packed.dtype if out_dtype is None else out_dtype,
+        recipe=packed.recipe,
+    )
+    out, lse = ops.attention_varlen(VarlenArguments(attention=attention, q_blocks=packed.q_blocks))
+    return out, lse
 
 
 @overload

@@ -46,14 +46,13 @@ by their lse. V's mean is in every part that has a key, and so once in the avera
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion_config, hl, multiprocessors
-from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.configs import TileConfig, scheduling
-from helion_attn.kernels.lib.arguments import Inputs, Numerics, Problem
+from helion_attn.kernels.lib.arguments import AttentionArguments, score_scales
 from helion_attn.kernels.lib.programs import (
     key_blocks_of_sequence,
     program_of_sequence,
@@ -468,7 +467,7 @@ def fp8_attn_fwd(
 
 
 @functools.cache
-def compiled_kernel(tile: TileConfig) -> Callable[..., None]:
+def compiled_kernel(tile: TileConfig) -> Compiled:
     """The kernel for sm_90 with a config."""
     return compiled(fp8_attn_fwd, helion_config(tile))
 
@@ -478,11 +477,9 @@ interpreted_kernel = interpreted(fp8_attn_fwd)
 
 def launch(
     tile: TileConfig,
-    inputs: Inputs,
+    a: AttentionArguments,
     out: torch.Tensor,
     lse: torch.Tensor,
-    problem: Problem,
-    numerics: Numerics,
     q_blocks: torch.Tensor | None = None,
     splits: int = 1,
     pack_gqa: bool = False,
@@ -491,75 +488,69 @@ def launch(
 
     Args:
         tile: the config; q8 and v8 are packed in its block sizes.
-        inputs: packed tensors.
-        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `problem.bshd`; bf16, fp16, fp32 or e4m3. With `q_blocks`
+        a: the operation's arguments.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `a.bshd`; bf16, fp16, fp32 or e4m3. With `q_blocks`
             [M, H, D_v], and `bshd`.
         lse: fp32 [B, H, M], natural log; with `q_blocks` [H, M].
-        problem: lengths, masks, scales, the output's layout.
-        numerics: how the inputs were quantised, and P is.
         q_blocks: of `PackedVarlen`, or None.
         splits: runs of a program's key blocks, as `scheduling.key_splits` has it; 1 with `q_blocks`.
         pack_gqa: the heads of a group share tiles; not with `q_blocks`.
     """
-    q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks = inputs
-    H, H_kv = q_descale.size(1), k_descale.size(1)
+    q8, k8, v8, lse_shift = a.packed.q8, a.packed.k8, a.packed.v8, a.packed.lse_shift
+    q_descale = a.packed.q_descale.view(-1)
+    sizes, choices = a.sizes(), a.choices()
     in_parts = splits > 1
     # Two to it are the rows of a query.
-    group_log2 = (H // H_kv - 1).bit_length() if pack_gqa else 0
+    group_log2 = (sizes["group"] - 1).bit_length() if pack_gqa else 0
     # Parts are BHSD, and without sinks.
     parts = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if in_parts else out
     part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
-    part_sinks = None if in_parts else sinks
+    part_sinks = None if in_parts else a.sinks
     head_group = 1
-    if problem.rows_differ and not in_parts:
+    if a.rows_differ and not in_parts:
         places = multiprocessors(q8.device), tile.ctas_per_sm
         if q_blocks is not None:
             head_group = scheduling.group_programs(*places)
         else:
             grid_heads = k8.size(0) if pack_gqa else q8.size(0)
-            head_group = scheduling.head_group(grid_heads, -(-(problem.m_len << group_log2) // tile.bm), *places)
-    specialisations = (
-        INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
-        MAX_FUSED_SCALE_LOG2[q8.dtype],
-        float(numerics.p_offset_log2),
-        # Heads that share tiles have descales of their own.
-        numerics.q_row_descales or pack_gqa,
-        numerics.k_block_descales,
-        numerics.v_channel_descales,
-        lse_shift is not None,
-        *problem.masks,
-        part_sinks is not None,
-        keeps_reference(q8.dtype, v8.dtype, tile.D_pad),
-        numerics.is_two_level(tile.two_level),
-        q_blocks is not None,
-        in_parts,
-        pack_gqa,
-        group_log2,
-        k8.size(2).bit_length() - 1,
-        q8.is_cuda,
-    )
+            head_group = scheduling.head_group(grid_heads, -(-(a.m_len << group_log2) // tile.bm), *places)
+    # Heads that share tiles have descales of their own.
+    choices["q_row_descales"] = choices["q_row_descales"] or pack_gqa
     kernel = compiled_kernel(tile) if q8.is_cuda else interpreted_kernel
-    q_descale = q_descale.view(-1)
-    kernel(
-        q8,
-        k8,
-        v8,
-        q_descale,
-        k_descale.view(-1),
-        v_descale.view(-1),
-        v_mean.view(-1),
-        # What there is not is not read. A view less is a microsecond of the host's.
-        q_descale if lse_shift is None else lse_shift.view(-1),
-        q_descale if part_sinks is None else part_sinks,
-        q_descale if q_blocks is None else q_blocks,
-        q8.view(-1, q8.size(3)) if pack_gqa else q_descale,
-        parts.view(-1, out.size(-1)),
-        part_lse.view(-1),
-        *problem.sizes(H, H_kv),
-        splits,
-        head_group,
-        *problem.scales,
-        *specialisations,
+    kernel.run(
+        {
+            "q8": q8,
+            "k8": k8,
+            "v8": v8,
+            "q_descale": q_descale,
+            "k_descale": a.packed.k_descale.view(-1),
+            "v_descale": a.packed.v_descale.view(-1),
+            "v_mean": a.packed.v_mean.view(-1),
+            # A tensor that is not read is another, whose view is there already.
+            "lse_shift": q_descale if lse_shift is None else lse_shift.view(-1),
+            "sinks": q_descale if part_sinks is None else part_sinks,
+            "q_blocks": q_descale if q_blocks is None else q_blocks,
+            "q_rows": q8.view(-1, q8.size(3)) if pack_gqa else q_descale,
+            "out": parts.view(-1, out.size(-1)),
+            "lse": part_lse.view(-1),
+            **sizes,
+            "splits": splits,
+            "head_group": head_group,
+            **score_scales(a.sm_scale, a.softcap),
+            "s_bias": INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
+            "max_fused_scale": MAX_FUSED_SCALE_LOG2[q8.dtype],
+            "p_offset_log2": float(a.recipe.p_offset),
+            **choices,
+            "has_sinks": part_sinks is not None,
+            "keeps_reference": keeps_reference(q8.dtype, v8.dtype, tile.D_pad),
+            "two_level": a.is_two_level(tile.two_level),
+            "varlen": q_blocks is not None,
+            "split": in_parts,
+            "pack_gqa": pack_gqa,
+            "group_log2": group_log2,
+            "bn_log2": k8.size(2).bit_length() - 1,
+            "is_cuda": q8.is_cuda,
+        }
     )
     if in_parts:
-        merge_splits(parts, part_lse, out, lse, problem.bshd, sinks)
+        merge_splits(parts, part_lse, out, lse, a.bshd, a.sinks)

@@ -20,14 +20,13 @@ stays in the tensor core, where centring V keeps a biased V right.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion_config, hl, multiprocessors
-from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.configs import LargeTileConfig, largest_power_of_two, scheduling
-from helion_attn.kernels.lib.arguments import Inputs, Numerics, Problem
+from helion_attn.kernels.lib.arguments import AttentionArguments, score_scales
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
@@ -306,7 +305,7 @@ def fp8_attn_fwd_large_d(
 
 
 @functools.cache
-def compiled_kernel(tile: LargeTileConfig) -> Callable[..., None]:
+def compiled_kernel(tile: LargeTileConfig) -> Compiled:
     """The kernel for sm_90 with a config."""
     return compiled(fp8_attn_fwd_large_d, helion_config(tile, grid_dims=3))
 
@@ -326,60 +325,52 @@ def pieces(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, bool]
     return (split, x.narrow(dim, whole, size - whole), True) if whole < size else (split, x, False)
 
 
-def launch(
-    tile: LargeTileConfig, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, problem: Problem, numerics: Numerics
-) -> None:
+def launch(tile: LargeTileConfig, a: AttentionArguments, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`.
 
     Args:
         tile: the config; q8 and k8 are `tile.D_pad` wide, v8 a multiple of `tile.v_tile`.
-        inputs: and the rest, as in `fp8_attn_fwd.launch`.
+        a: and the rest, as in `attention.launch`.
     """
-    q8, k8, v8, q_descale, k_descale, v_descale, v_mean, lse_shift, sinks = inputs
-    H, H_kv = q_descale.size(1), k_descale.size(1)
+    q8, k8, v8, lse_shift = a.packed.q8, a.packed.k8, a.packed.v8, a.packed.lse_shift
     kv_heads, n_blocks, d_v_pad, bn = v8.shape
     v_parts = d_v_pad // tile.v_tile
     k_wide, k_narrow, has_narrow_d = pieces(k8, 3)
     v_wide, v_narrow, has_narrow_v = pieces(v8.view(kv_heads, n_blocks * v_parts, tile.v_tile, bn), 2)
-    specialisations = (
-        # int8 scores have no bias here, and are smaller than those of e4m3.
-        MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
-        v_parts,
-        has_narrow_d,
-        has_narrow_v,
-        float(numerics.p_offset_log2),
-        numerics.q_row_descales,
-        numerics.k_block_descales,
-        numerics.v_channel_descales,
-        lse_shift is not None,
-        *problem.masks,
-        sinks is not None,
-        numerics.is_two_level(tile.two_level),
-        q8.is_cuda,
-    )
     head_group = 1
-    if problem.rows_differ:
+    if a.rows_differ:
         places = multiprocessors(q8.device), tile.ctas_per_sm
         head_group = scheduling.head_group(q8.size(0), q8.size(1) * v_parts, *places)
     kernel = compiled_kernel(tile) if q8.is_cuda else interpreted_kernel
-    q_descale = q_descale.view(-1)
-    kernel(
-        q8,
-        q8.view(-1),
-        k_wide,
-        k_narrow,
-        v_wide.squeeze(2),
-        v_narrow,
-        q_descale,
-        k_descale.view(-1),
-        v_descale.view(-1),
-        v_mean.view(-1),
-        q_descale if lse_shift is None else lse_shift.view(-1),
-        q_descale if sinks is None else sinks,
-        out.view(-1, out.size(-1)),
-        lse.view(-1),
-        *problem.sizes(H, H_kv),
-        head_group,
-        *problem.scales,
-        *specialisations,
+    q_descale = a.packed.q_descale.view(-1)
+    kernel.run(
+        {
+            "q8": q8,
+            "q_flat": q8.view(-1),
+            "k_wide": k_wide,
+            "k_narrow": k_narrow,
+            "v_wide": v_wide.squeeze(2),
+            "v_narrow": v_narrow,
+            "q_descale": q_descale,
+            "k_descale": a.packed.k_descale.view(-1),
+            "v_descale": a.packed.v_descale.view(-1),
+            "v_mean": a.packed.v_mean.view(-1),
+            "lse_shift": q_descale if lse_shift is None else lse_shift.view(-1),
+            "sinks": q_descale if a.sinks is None else a.sinks,
+            "out": out.view(-1, out.size(-1)),
+            "lse": lse.view(-1),
+            **a.sizes(),
+            "head_group": head_group,
+            **score_scales(a.sm_scale, a.softcap),
+            # int8 scores have no bias here, and are smaller than those of e4m3.
+            "max_fused_scale": MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
+            "v_parts": v_parts,
+            "has_narrow_d": has_narrow_d,
+            "has_narrow_v": has_narrow_v,
+            "p_offset_log2": float(a.recipe.p_offset),
+            **a.choices(),
+            "has_sinks": a.sinks is not None,
+            "two_level": a.is_two_level(tile.two_level),
+            "is_cuda": q8.is_cuda,
+        }
     )

@@ -30,15 +30,14 @@ What a page holds past the end of a sequence enters no result. Scores are masked
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from helion_attn.compiler.helion_adapter import helion, hl, multiprocessors
-from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_TWO_LEVEL_D
 from helion_attn.configs.scheduling import visible_key_blocks
-from helion_attn.kernels.lib.arguments import score_scales
+from helion_attn.kernels.lib.arguments import DecodeArguments, score_scales
 from helion_attn.kernels.lib.inline_asm import fma_up, maximum, tanh
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale, visible_keys
 from helion_attn.kernels.merge_splits import merge_splits
@@ -269,7 +268,7 @@ def fp8_attn_decode(
 
 
 @functools.cache
-def kernel(is_cuda: bool, num_warps: int) -> Callable[..., None]:
+def kernel(is_cuda: bool, num_warps: int) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(fp8_attn_decode)
@@ -295,73 +294,75 @@ def choose_splits(programs: int, max_pages: int, sm_count: int) -> int:
     return max(1, min(wanted, max_pages // MIN_PAGES))
 
 
-def launch(
-    q: torch.Tensor,
-    k8: torch.Tensor,
-    v8: torch.Tensor,
-    k_descale: torch.Tensor,
-    v_descale: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    splits: int | None,
-    left: int,
-    right: int,
-    sm_scale: float,
-    softcap: float | None,
-    bshd: bool,
-) -> None:
+def launch(a: DecodeArguments, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`.
 
     Args:
-        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
-        k8: and the three that follow: the fields of `PagedKVCache`.
-        block_table: int32 [B, max_pages].
-        cache_seqlens: int32 [B].
-        sinks: fp32 [H], or None.
-        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16 or fp32.
+        a: the operation's arguments.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `a.bshd`; bf16, fp16 or fp32.
         lse: fp32 [B, H, M], natural log.
-        splits: runs of a sequence's pages; None for `choose_splits`.
-        left: row i sees keys j >= i + N - M - left; all of them if it is negative.
-        right: row i sees keys j <= i + N - M + right; likewise. Causal: 0.
-        sm_scale: multiplies q k^T.
-        softcap: scores become `softcap * tanh(score / softcap)`, unless it is None.
-        bshd: the layout of `out`.
     """
-    B, H, M, D = q.shape
-    H_kv, group = k8.size(1), H // k8.size(1)
-    unit = common_unit(q)
-    flat_q = strided_rows(q, unit)
+    k8, v8 = a.cache.k8, a.cache.v8
+    (B, H, M, D), (H_kv, page_size), max_pages = a.q.shape, k8.shape[1:3], a.block_table.size(1)
+    group = H // H_kv
+    unit = common_unit(a.q)
+    q = strided_rows(a.q, unit)
     rows = min(MAX_ROWS, max(MIN_ROWS, 1 << (group * M - 1).bit_length()))
     # Eight share what four have no registers for: 256 channels of 32 rows, twice.
     num_warps = 4 if max(k8.size(3), v8.size(2)) <= MAX_TWO_LEVEL_D else 8
     tiles = -(-group * M // rows)
+    splits = a.splits
     if splits is None:
         # The last query sees no keys after its own.
-        pages = visible_key_blocks(block_table.size(1), left, 0, M, k8.size(2))
-        splits = choose_splits(B * H_kv * tiles, pages, multiprocessors(q.device))
+        pages = visible_key_blocks(max_pages, a.left, 0, M, page_size)
+        splits = choose_splits(B * H_kv * tiles, pages, multiprocessors(a.q.device))
     # More runs than pages would all be empty.
-    splits = min(splits, block_table.size(1))
+    splits = min(splits, max_pages)
     in_parts = splits > 1
-    # An edge further away hides nothing, and might not fit 32 bits.
-    most_keys = block_table.size(1) * k8.size(2)
     D_v = out.size(3)
     # Parts are always BHSD.
     parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
-    head_step, row_step = (1, H) if bshd and not in_parts else (M, 1)
-    specialisations = (
-        rows, num_warps, flat_q.d_step, unit, D, float(MAX_P_OFFSET_LOG2[v8.dtype]), E4M3_MAX, left >= 0, right >= 0,
-        softcap is not None, sinks is not None, q.is_cuda,
-    )  # fmt: skip
-    kernel(q.is_cuda, num_warps)(
-        flat_q.flat, k8, v8, k_descale.view(-1), v_descale.view(-1), block_table.view(-1), cache_seqlens,
-        part_lse if sinks is None else sinks, parts, part_lse,
-        splits, tiles, block_table.size(1), group, M, flat_q.b_step, flat_q.h_step, flat_q.s_step,
-        head_step, row_step, min(left, most_keys), min(right, M),
-        *score_scales(sm_scale, softcap), *specialisations,
-    )  # fmt: skip
+    swapped = a.bshd and not in_parts
+    kernel(a.q.is_cuda, num_warps).run(
+        {
+            "q": q.flat,
+            "k8": k8,
+            "v8": v8,
+            "k_descale": a.cache.k_descale.view(-1),
+            "v_descale": a.cache.v_descale.view(-1),
+            "block_table": a.block_table.view(-1),
+            "cache_seqlens": a.cache_seqlens,
+            "sinks": part_lse if a.sinks is None else a.sinks,
+            "out": parts,
+            "lse": part_lse,
+            "splits": splits,
+            "m_tiles": tiles,
+            "max_pages": max_pages,
+            "group": group,
+            "m_len": M,
+            "q_b_step": q.b_step,
+            "q_h_step": q.h_step,
+            "q_s_step": q.s_step,
+            "out_head_step": 1 if swapped else M,
+            "out_row_step": H if swapped else 1,
+            # An edge further away hides nothing, and might not fit 32 bits.
+            "left": min(a.left, max_pages * page_size),
+            "right": min(a.right, M),
+            **score_scales(a.sm_scale, a.softcap),
+            "rows": rows,
+            "warps": num_warps,
+            "q_d_step": q.d_step,
+            "unit": unit,
+            "d": D,
+            "p_offset_log2": float(MAX_P_OFFSET_LOG2[v8.dtype]),
+            "q_largest": E4M3_MAX,
+            "has_left": a.left >= 0,
+            "has_right": a.right >= 0,
+            "has_softcap": a.softcap is not None,
+            "has_sinks": a.sinks is not None,
+            "is_cuda": a.q.is_cuda,
+        }
+    )
     if in_parts:
-        merge_splits(parts, part_lse.view(splits, -1), out, lse, bshd)
+        merge_splits(parts, part_lse.view(splits, -1), out, lse, a.bshd)

@@ -9,12 +9,11 @@ without a key has lse -inf and weighs nothing; a row without a key in any run gi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from helion_attn.compiler.helion_adapter import helion, hl
-from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.steps import to_out_dtype
 from helion_attn.numerics import LN2, LOG2E
@@ -89,7 +88,7 @@ def merge_splits_kernel(
 
 
 @functools.cache
-def kernel(is_cuda: bool, num_warps: int) -> Callable[..., None]:
+def kernel(is_cuda: bool, num_warps: int) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(merge_splits_kernel)
@@ -119,7 +118,20 @@ def merge_splits(
     flat_lse = lse.view(-1)
     d_row = 1 << (parts.size(1) - 1).bit_length()
     at_once, num_warps = (FEW_RUNS, FEW_WARPS) if part_lse.size(0) <= FEW_RUNS else (MANY_RUNS, MANY_WARPS)
-    kernel(out.is_cuda, num_warps)(
-        parts, part_lse, flat_lse if sinks is None else sinks, out.view(-1, out.size(-1)), flat_lse, H, M,
-        1 if bshd else M, H if bshd else 1, at_once, d_row, sinks is not None, out.is_cuda,
-    )  # fmt: skip
+    kernel(out.is_cuda, num_warps).run(
+        {
+            "parts": parts,
+            "part_lse": part_lse,
+            "sinks": flat_lse if sinks is None else sinks,
+            "out": out.view(-1, out.size(-1)),
+            "lse": flat_lse,
+            "heads": H,
+            "m_len": M,
+            "out_head_step": 1 if bshd else M,
+            "out_row_step": H if bshd else 1,
+            "at_once": at_once,
+            "d_row": d_row,
+            "has_sinks": sinks is not None,
+            "is_cuda": out.is_cuda,
+        }
+    )

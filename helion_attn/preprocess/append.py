@@ -15,15 +15,15 @@ keys a call, not for whole prompts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from helion_attn.compiler.helion_adapter import helion, hl
-from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.numerics import E4M3_MAX, MAX_V_DESCALE_LOG2
-from helion_attn.preprocess.lib.rope import RopeTables, rope_rows
+from helion_attn.preprocess.lib.arguments import AppendArguments
+from helion_attn.preprocess.lib.rope import rope_rows, rope_tables
 from helion_attn.preprocess.lib.strided import common_unit, load_rows, strided_rows
 from helion_attn.preprocess.lib.v_layout import key_stored_at, position_of_key
 
@@ -147,45 +147,57 @@ def append_kv(
 
 
 @functools.cache
-def kernel(is_cuda: bool) -> Callable[..., None]:
+def kernel(is_cuda: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(append_kv)
     return compiled(append_kv, helion.Config(num_warps=4, indexing="pointer"))
 
 
-def launch(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k8: torch.Tensor,
-    v8: torch.Tensor,
-    k_descale: torch.Tensor,
-    v_descale: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    rope: RopeTables,
-) -> None:
-    """Store keys and values at positions `cache_seqlens[b]` and up.
-
-    Args:
-        k: [B, H_kv, L, D], bf16, fp16 or fp32, any strides.
-        v: [B, H_kv, L, D_v], likewise.
-        k8: and the three that follow: the fields of `PagedKVCache`, written.
-        block_table: int32 [B, max_pages].
-        cache_seqlens: int32 [B].
-        rope: rotates K.
-    """
-    H_kv, L, D = k.shape[1:]
-    num_pages, _, bn, D_pad = k8.shape
+def launch(a: AppendArguments) -> None:
+    """Store keys and values at positions `cache_seqlens[b]` and up."""
+    (H_kv, L, D), cache = a.k.shape[1:], a.cache
+    num_pages, _, bn, D_pad = cache.k8.shape
     assert bn >= APPENDED_KEYS, "two pages would begin in a tile"
-    unit = common_unit(k, v)
-    flat_k, flat_v = strided_rows(k, unit), strided_rows(v, unit)
-    specialisations = (
-        APPENDED_KEYS, flat_k.d_step, flat_v.d_step, unit, bn, D, v.size(3), D_pad, v8.size(2), rope.rotary,
-        rope.pairing, E4M3_MAX, MAX_V_DESCALE_LOG2,
-    )  # fmt: skip
-    kernel(k.is_cuda)(
-        flat_k.flat, flat_v.flat, k8.view(-1), v8.view(-1), k_descale.view(-1), v_descale.view(-1),
-        block_table.view(-1), cache_seqlens, rope.cos, rope.sin, num_pages, block_table.size(1), H_kv,
-        -(-L // APPENDED_KEYS), L, *flat_k[1:4], *flat_v[1:4], rope.table_rows, *specialisations,
-    )  # fmt: skip
+    unit = common_unit(a.k, a.v)
+    k, v = strided_rows(a.k, unit), strided_rows(a.v, unit)
+    rope = rope_tables(a.rope, D_pad, a.k.new_empty(1, dtype=torch.float32))
+    kernel(a.k.is_cuda).run(
+        {
+            "k": k.flat,
+            "v": v.flat,
+            "k8": cache.k8.view(-1),
+            "v8": cache.v8.view(-1),
+            "k_descale": cache.k_descale.view(-1),
+            "v_descale": cache.v_descale.view(-1),
+            "block_table": a.block_table.view(-1),
+            "cache_seqlens": a.cache_seqlens,
+            "cos": rope.cos,
+            "sin": rope.sin,
+            "num_pages": num_pages,
+            "max_pages": a.block_table.size(1),
+            "kv_heads": H_kv,
+            "tiles": -(-L // APPENDED_KEYS),
+            "length": L,
+            "k_b_step": k.b_step,
+            "k_h_step": k.h_step,
+            "k_s_step": k.s_step,
+            "v_b_step": v.b_step,
+            "v_h_step": v.h_step,
+            "v_s_step": v.s_step,
+            "table_rows": rope.table_rows,
+            "keys": APPENDED_KEYS,
+            "k_d_step": k.d_step,
+            "v_d_step": v.d_step,
+            "unit": unit,
+            "bn": bn,
+            "d": D,
+            "d_v": a.v.size(3),
+            "d_pad": D_pad,
+            "d_v_pad": cache.v8.size(2),
+            "rotary": rope.rotary,
+            "pairing": rope.pairing,
+            "largest": E4M3_MAX,
+            "v_limit_log2": MAX_V_DESCALE_LOG2,
+        }
+    )

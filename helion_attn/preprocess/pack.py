@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion, hl
-from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
-from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK
-from helion_attn.preprocess.lib.choices import Choices
-from helion_attn.preprocess.lib.hadamard import rotation
+from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK, REFLECTED_GROUP
+from helion_attn.preprocess.lib.hadamard import hadamard_block, rotation
 from helion_attn.preprocess.lib.reflect import reflected_channels
 from helion_attn.preprocess.lib.rope import RopeTables
 from helion_attn.preprocess.lib.rotate import rotate_mean
@@ -33,6 +31,7 @@ from helion_attn.preprocess.lib.strided import WIDEST_LOAD, StridedQKV, row_chan
 from helion_attn.preprocess.lib.v_layout import v_block
 from helion_attn.preprocess.sequences import Sequences, key_source, query_source
 from helion_attn.preprocess.statistics import Statistics
+from helion_attn.types import PackedTensors, Recipe
 
 #: Elements of Q or K that a program packs: 64 a thread. Packed blocks lie one after the other, so that a program may
 #: take a part of one.
@@ -305,7 +304,7 @@ def kernel(
     q_in_flight: int,
     q_per_block: bool,
     k_per_block: bool,
-) -> Callable[..., None]:
+) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(pack)
@@ -317,15 +316,103 @@ def kernel(
     return compiled(pack, config)
 
 
+def largest_factor(recipe: Recipe, D: int) -> float:
+    """A head's largest magnitude times this bounds what the rotation or reflection makes of its rows."""
+    if recipe.reflect:
+        return math.sqrt(REFLECTED_GROUP)
+    return math.sqrt(hadamard_block(D)) if recipe.hadamard else 1.0
+
+
+class Tiling(NamedTuple):
+    """How the kernel cuts its work.
+
+    Attributes:
+        q_tile: rows of Q that are one tile; of `q_run` tiles a program.
+        k_tile: keys of K; of `k_run` tiles a program.
+        d_tile: channels of V that a program packs.
+        q_per_block: a program packs a block of several tiles, which has a descale, and reads it twice.
+        k_per_block: likewise.
+        rotate_first: K's mean is rotated and then subtracted, not the other way round.
+        two_terms: rows are two terms of bf16 in the rotation.
+        num_warps: of a program.
+        max_registers: of a thread, or None for ptxas' choice.
+        k_in_flight: tiles of K that are loaded at once.
+        q_in_flight: likewise.
+    """
+
+    q_tile: int
+    k_tile: int
+    d_tile: int
+    q_run: int
+    k_run: int
+    q_per_block: bool
+    k_per_block: bool
+    rotate_first: bool
+    two_terms: bool
+    num_warps: int
+    max_registers: int | None
+    k_in_flight: int
+    q_in_flight: int
+
+
+def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recipe) -> Tiling:
+    """What the shapes, the dtype and the recipe lead to."""
+    D_row, dtype, hadamard = source.D_row, source.flat[0].dtype, recipe.hadamard
+    # Where the rotated mean is at hand for few instructions, and rows are one term; what cancels leaves an error that
+    # 16 bits would show.
+    rotate_first = (
+        hadamard
+        and recipe.smooth_k
+        and recipe.qk_dtype.itemsize == 1
+        and dtype == torch.bfloat16
+        and not rope.pairing
+        and D_row <= MAX_HADAMARD_BLOCK
+    )
+    elements = ROTATED_ELEMENTS if rotate_first else PACK_ELEMENTS
+    q_tile, k_tile = (min(block, elements // D_row) for block in (bm, bn))
+    # A program packs a block of several tiles, if that has a descale, or a few tiles that share the rotation's matrix.
+    few = ROTATED_TILES if hadamard else 1
+    # A block of one tile has its amax at hand; one of several is read twice.
+    q_per_block, k_per_block = recipe.q_scales == "block" and q_tile < bm, recipe.k_scales == "block" and k_tile < bn
+    two_terms = hadamard and dtype != torch.bfloat16
+    # Angles and what is rotated do not fit the registers of four warps.
+    num_warps = 8 if rope.pairing or hadamard else 4
+    # A second term, angles in 16 bits, angles beside the signs of rows of two chunks, or more chunks would spill.
+    narrow_angles = rope.cos.dtype.itemsize == 2
+    spills = two_terms or (rope.pairing and (narrow_angles or D_row > MAX_HADAMARD_BLOCK))
+    cap_registers = hadamard and D_row <= 2 * MAX_HADAMARD_BLOCK and not spills
+    narrow = rotate_first and D_row < MAX_HADAMARD_BLOCK
+    # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
+    wide_loads = source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
+    pipelined = wide_loads and (num_warps == 4 or rotate_first)
+    return Tiling(
+        q_tile=q_tile,
+        k_tile=k_tile,
+        d_tile=math.gcd(source.D_v_pad, PACK_CHANNELS),
+        q_run=bm // q_tile if q_per_block else few,
+        k_run=bn // k_tile if k_per_block else few,
+        q_per_block=q_per_block,
+        k_per_block=k_per_block,
+        rotate_first=rotate_first,
+        two_terms=two_terms,
+        num_warps=num_warps,
+        max_registers=(NARROW_REGISTERS if narrow else ROTATED_REGISTERS) if cap_registers else None,
+        # Of two stages the next load is issued when a tile is done, of three when the one before is. For blocks of K
+        # with 128 channels that is 147456 bytes of shared memory, not 114688: one program an SM, not two.
+        k_in_flight=(3 if narrow else 2) if pipelined else 1,
+        q_in_flight=(3 if rotate_first else 2) if pipelined else 1,
+    )
+
+
 def launch(
     source: StridedQKV,
     rope: RopeTables,
     stats: Statistics,
     bm: int,
     bn: int,
-    choices: Choices,
+    recipe: Recipe,
     sequences: Sequences | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> PackedTensors:
     """Run the kernel.
 
     Args:
@@ -333,35 +420,21 @@ def launch(
         rope: and `stats`: what is done to them, and what is known of them.
         bm: rows of a block of Q.
         bn: keys of a block of K and V.
-        choices: of a recipe.
+        recipe: how they become 8- or 16-bit numbers.
         sequences: where those of a packed batch lie, or None. Then Q, K and V are [1, heads, tokens, head dim], and
             `stats` has every sequence's.
 
     Returns:
-        q8, k8, v8, q_descale, k_descale, v_descale, v_mean, k_mean and lse_shift, shaped as in `QuantizedQKV`, or as in
-        `PackedVarlen`; the last two empty without smooth_k.
+        What is shaped as in `QuantizedQKV`, or as in `PackedVarlen`; k_mean and lse_shift empty without smooth_k.
     """
-    qk_dtype, pv_dtype, q_scales, k_scales, v_scales, hadamard_seed, reflect, smooth_k, _center_v = choices
     B, H, H_kv, D = source.B, source.H, source.H_kv, source.D
     D_pad, D_v_pad, D_row = source.D_pad, source.D_v_pad, source.D_row
-    like, dtype = stats.v_mean, source.flat[0].dtype
+    like, smooth_k = stats.v_mean, recipe.smooth_k
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return like.new_empty(shape, dtype=dtype)
 
-    # Where the rotated mean is at hand for few instructions, and rows are one term; what cancels leaves an error that
-    # 16 bits would show.
-    rotate_first = (
-        hadamard_seed is not None
-        and smooth_k
-        and qk_dtype.itemsize == 1
-        and dtype == torch.bfloat16
-        and not rope.pairing
-        and D_row <= MAX_HADAMARD_BLOCK
-    )
-    elements = ROTATED_ELEMENTS if rotate_first else PACK_ELEMENTS
-    q_tile, k_tile = (min(block, elements // D_row) for block in (bm, bn))
-    d_tile = math.gcd(D_v_pad, PACK_CHANNELS)
+    t = tiling(source, rope, bm, bn, recipe)
     m_blocks, n_blocks = -(-source.M // bm), -(-source.N // bn)
     heads, kv_heads, M, N = B * H, B * H_kv, source.M, source.N
     unused = like.new_empty((1, 1), dtype=torch.int32)
@@ -370,66 +443,89 @@ def launch(
         q_blocks, k_blocks = sequences.q_blocks, sequences.k_blocks
         heads, kv_heads = H * q_blocks.size(0), H_kv * k_blocks.size(0)
         m_blocks, n_blocks, M, N = 1, 1, bm, bn
-    m_tiles, n_tiles = m_blocks * bm // q_tile, n_blocks * bn // k_tile
-    q8 = empty(heads * m_tiles, q_tile, D_pad, dtype=qk_dtype)
-    k8 = empty(kv_heads * n_tiles, k_tile, D_pad, dtype=qk_dtype)
-    transposed = pv_dtype.itemsize == 1
-    v_blocks = (n_blocks * (D_v_pad // d_tile), d_tile, bn) if transposed else (n_blocks, bn, D_v_pad)
-    v8 = empty(kv_heads * v_blocks[0], *v_blocks[1:], dtype=pv_dtype)
+    m_tiles, n_tiles = m_blocks * bm // t.q_tile, n_blocks * bn // t.k_tile
+    q8 = empty(heads * m_tiles, t.q_tile, D_pad, dtype=recipe.qk_dtype)
+    k8 = empty(kv_heads * n_tiles, t.k_tile, D_pad, dtype=recipe.qk_dtype)
+    transposed = recipe.pv_dtype.itemsize == 1
+    v_blocks = (n_blocks * (D_v_pad // t.d_tile), t.d_tile, bn) if transposed else (n_blocks, bn, D_v_pad)
+    v8 = empty(kv_heads * v_blocks[0], *v_blocks[1:], dtype=recipe.pv_dtype)
     q_descale, v_descale = empty(heads, m_blocks * bm), empty(kv_heads, D_v_pad)
-    k_descale = empty(kv_heads, n_blocks if k_scales == "block" else 1)
+    k_descale = empty(kv_heads, n_blocks if recipe.k_scales == "block" else 1)
     lse_shift = empty(heads, m_blocks * bm) if smooth_k else empty(1, 1)
-
     signs, matrix, norm = empty(1), empty(1, 1), 1.0
-    if hadamard_seed is not None:
-        signs, matrix, norm = rotation(D, D_row, hadamard_seed, like.device)
-    # A program packs a block of several tiles, if that has a descale, or a few tiles that share the rotation's matrix.
-    few = 1 if hadamard_seed is None else ROTATED_TILES
-    # A block of one tile has its amax at hand; one of several is read twice.
-    q_per_block, k_per_block = q_scales == "block" and q_tile < bm, k_scales == "block" and k_tile < bn
-    q_run = bm // q_tile if q_per_block else few
-    k_run = bn // k_tile if k_per_block else few
-    two_terms = hadamard_seed is not None and dtype != torch.bfloat16
-    # Angles and what is rotated do not fit the registers of four warps.
-    num_warps = 8 if rope.pairing or hadamard_seed is not None else 4
-    # A second term, angles in 16 bits, angles beside the signs of rows of two chunks, or more chunks would spill.
-    narrow_angles = rope.cos.dtype.itemsize == 2
-    spills = two_terms or (rope.pairing and (narrow_angles or D_row > MAX_HADAMARD_BLOCK))
-    cap_registers = hadamard_seed is not None and D_row <= 2 * MAX_HADAMARD_BLOCK and not spills
-    narrow = rotate_first and D_row < MAX_HADAMARD_BLOCK
-    max_registers = (NARROW_REGISTERS if narrow else ROTATED_REGISTERS) if cap_registers else None
-    tables = (rope.cos, rope.sin, rope.q_positions, rope.k_positions, signs, matrix, q_blocks, k_blocks)
-    outputs = (q8, k8, v8, q_descale, k_descale, v_descale, lse_shift)
-    specialisations: tuple[Any, ...] = (
-        *source.d_steps, source.unit, D, source.D_v, D_row, d_tile, bn, q_run, k_run, rope.rotary, rope.pairing,
-        *rope.explicit, q_scales == "none", q_scales == "token", q_scales == "block" and not q_per_block, q_per_block,
-        k_scales == "block" and not k_per_block, k_per_block, v_scales == "none", v_scales == "channel",
-        smooth_k, hadamard_seed is not None, rotate_first, two_terms, reflected_channels(D) if reflect else 0,
-        FORMAT_MAX.get(qk_dtype, 1.0), FORMAT_MAX.get(pv_dtype, 1.0), cap_registers,
-        sequences is not None, sequences is not None and source.wide, like.is_cuda,
-    )  # fmt: skip
-    # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
-    wide_loads = source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
-    pipelined = wide_loads and (num_warps == 4 or rotate_first)
-    # Of two stages the next load is issued when a tile is done, of three when the one before is. For blocks of K with
-    # 128 channels that is 147456 bytes of shared memory, not 114688: one program an SM, not two.
-    k_in_flight = (3 if narrow else 2) if pipelined else 1
-    q_in_flight = (3 if rotate_first else 2) if pipelined else 1
-    kernel(like.is_cuda, num_warps, max_registers, k_in_flight, q_in_flight, q_per_block, k_per_block)(
-        *source.flat, stats.q_amax, stats.k_amax, stats.v_amax, stats.k_mean, stats.v_mean, *tables, *outputs,
-        m_tiles, n_tiles, stats.q_parts, stats.k_parts, H, H_kv, M, N, *source.steps,
-        rope.table_rows, D, source.D_v, choices.bound(D), norm, *specialisations,
-    )  # fmt: skip
+    if recipe.hadamard:
+        signs, matrix, norm = rotation(D, D_row, recipe.hadamard_seed, like.device)
+    run = kernel(like.is_cuda, t.num_warps, t.max_registers, t.k_in_flight, t.q_in_flight, t.q_per_block, t.k_per_block)
+    run.run(
+        {
+            **source.arguments(),
+            **rope.arguments(),
+            "q_amax": stats.q_amax,
+            "k_amax": stats.k_amax,
+            "v_amax": stats.v_amax,
+            "k_mean": stats.k_mean,
+            "v_mean": stats.v_mean,
+            "signs": signs,
+            "rotation_matrix": matrix,
+            "q_blocks": q_blocks,
+            "k_blocks": k_blocks,
+            "q8": q8,
+            "k8": k8,
+            "v8": v8,
+            "q_descale": q_descale,
+            "k_descale": k_descale,
+            "v_descale": v_descale,
+            "lse_shift": lse_shift,
+            "m_tiles": m_tiles,
+            "n_tiles": n_tiles,
+            "q_parts": stats.q_parts,
+            "k_parts": stats.k_parts,
+            "H": H,
+            "H_kv": H_kv,
+            "M": M,
+            "N": N,
+            "d_at_run_time": D,
+            "d_v_at_run_time": source.D_v,
+            "factor": largest_factor(recipe, D),
+            "norm": norm,
+            "d": D,
+            "d_v": source.D_v,
+            "d_row": D_row,
+            "d_tile": t.d_tile,
+            "bn": bn,
+            "q_run": t.q_run,
+            "k_run": t.k_run,
+            "qk_unscaled": recipe.q_scales == "none",
+            "q_per_row": recipe.q_scales == "token",
+            "q_per_tile": recipe.q_scales == "block" and not t.q_per_block,
+            "q_per_block": t.q_per_block,
+            "k_per_tile": recipe.k_scales == "block" and not t.k_per_block,
+            "k_per_block": t.k_per_block,
+            "v_unscaled": recipe.v_scales == "none",
+            "v_per_channel": recipe.v_scales == "channel",
+            "smooth_k": smooth_k,
+            "hadamard": recipe.hadamard,
+            "rotate_first": t.rotate_first,
+            "two_terms": t.two_terms,
+            "reflected": reflected_channels(D) if recipe.reflect else 0,
+            "qk_largest": FORMAT_MAX.get(recipe.qk_dtype, 1.0),
+            "v_largest": FORMAT_MAX.get(recipe.pv_dtype, 1.0),
+            "cap_registers": t.max_registers is not None,
+            "varlen": sequences is not None,
+            "wide": sequences is not None and source.wide,
+            "is_cuda": like.is_cuda,
+        }
+    )
     if sequences is not None:
         m_blocks, n_blocks = q_blocks.size(0), k_blocks.size(0)
-    return (
-        q8.view(B * H, m_blocks, bm, D_pad),
-        k8.view(B * H_kv, n_blocks, bn, D_pad),
-        v8.view(B * H_kv, n_blocks, *((D_v_pad, bn) if transposed else (bn, D_v_pad))),
-        q_descale.view(B, H, m_blocks, bm),
-        k_descale.view(B, H_kv, -1),
-        v_descale.view(B, H_kv, -1),
-        stats.v_mean.view(-1, H_kv, D_v_pad),
-        stats.k_mean.view(-1, H_kv, D_row) if smooth_k else empty(0),
-        lse_shift.view(B, H, m_blocks, bm) if smooth_k else empty(0),
+    return PackedTensors(
+        q8=q8.view(B * H, m_blocks, bm, D_pad),
+        k8=k8.view(B * H_kv, n_blocks, bn, D_pad),
+        v8=v8.view(B * H_kv, n_blocks, *((D_v_pad, bn) if transposed else (bn, D_v_pad))),
+        q_descale=q_descale.view(B, H, m_blocks, bm),
+        k_descale=k_descale.view(B, H_kv, -1),
+        v_descale=v_descale.view(B, H_kv, -1),
+        v_mean=stats.v_mean.view(-1, H_kv, D_v_pad),
+        k_mean=stats.k_mean.view(-1, H_kv, D_row) if smooth_k else empty(0),
+        lse_shift=lse_shift.view(B, H, m_blocks, bm) if smooth_k else empty(0),
     )

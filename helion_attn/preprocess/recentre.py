@@ -15,16 +15,15 @@ Methods in Financial Engineering, 2004, section 4.1).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from helion_attn.compiler.helion_adapter import helion, hl
-from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.numerics import RECENTRED_KEYS
-from helion_attn.preprocess.lib.choices import Choices
 from helion_attn.preprocess.sequences import Sequences
+from helion_attn.types import Recipe
 
 #: Channels of a program: with blocks of 128 keys, 1 KB that lie one after the other. One head of 64 channels has eight
 #: programs then.
@@ -87,33 +86,48 @@ def recentre(
 
 
 @functools.cache
-def kernel(is_cuda: bool) -> Callable[..., None]:
+def kernel(is_cuda: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(recentre)
     return compiled(recentre, helion.Config(num_warps=8, indexing="pointer", range_num_stages=[0, 3]))
 
 
-def launch(packed: tuple[torch.Tensor, ...], N: int, choices: Choices, sequences: Sequences | None = None) -> None:
-    """Run the kernel on the `v_mean` of what was packed, if V was centred and has 8 bits, and there are keys enough.
+def launch(
+    v8: torch.Tensor,
+    v_descale: torch.Tensor,
+    v_mean: torch.Tensor,
+    N: int,
+    recipe: Recipe,
+    sequences: Sequences | None = None,
+) -> None:
+    """Run the kernel, if V was centred and has 8 bits, and there are keys enough.
 
     Args:
-        packed: what `pack.launch` returned.
+        v8: [B * H_kv, N_blocks, D_v_pad, bn]; with `sequences` without B.
+        v_descale: a row of D_v_pad a head; with `sequences` a row a block.
+        v_mean: written.
         N: keys. With `sequences`, those of all together: below `RECENTRED_KEYS` none can be long, and otherwise the
             kernel checks each.
-        choices: of a recipe.
+        recipe: how V was packed.
         sequences: where those of a packed batch lie, or None.
     """
-    # [B * H_kv, N_blocks, D_v_pad, bn], and a row of D_v_pad a head; with `sequences` without B, and a row a block
-    v8, v_descale, v_mean = packed[2], packed[5], packed[6]
     # 16 bits round far less.
-    if not choices.center_v or v8.itemsize == 2 or N < RECENTRED_KEYS:
+    if not recipe.center_v or v8.itemsize == 2 or N < RECENTRED_KEYS:
         return
     _, n_blocks, D_v_pad, bn = v8.shape
-    H_kv = v_mean.size(1)
-    table = v_mean if sequences is None else sequences.sequences
-    chunk = STEP_ELEMENTS // (CHANNELS * bn)
-    kernel(v8.is_cuda)(
-        v8.view(-1, D_v_pad, bn), v_descale.view(-1, D_v_pad), table, v_mean.view(-1, D_v_pad), n_blocks, H_kv, N,
-        RECENTRED_KEYS, CHANNELS, chunk, sequences is not None,
-    )  # fmt: skip
+    kernel(v8.is_cuda).run(
+        {
+            "v8": v8.view(-1, D_v_pad, bn),
+            "v_descale": v_descale.view(-1, D_v_pad),
+            "sequences": v_mean if sequences is None else sequences.sequences,
+            "v_mean": v_mean.view(-1, D_v_pad),
+            "n_blocks": n_blocks,
+            "H_kv": v_mean.size(1),
+            "N": N,
+            "least": RECENTRED_KEYS,
+            "d_tile": CHANNELS,
+            "chunk": STEP_ELEMENTS // (CHANNELS * bn),
+            "varlen": sequences is not None,
+        }
+    )

@@ -13,13 +13,12 @@ the range of tokens, no token is of any sequence.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import helion, hl
-from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import Q_FIELDS, blocks_for
 
 #: Of a block of K and V: the sequence; the block's first token; how many follow in the sequence. The fourth, which
@@ -202,7 +201,7 @@ def query_source(
 
 
 @functools.cache
-def kernel(is_cuda: bool) -> Callable[..., None]:
+def kernel(is_cuda: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(describe)
@@ -239,8 +238,21 @@ def launch(cu_q: torch.Tensor, cu_k: torch.Tensor, m_tokens: int, n_tokens: int,
     tables = Sequences(
         cu_q.new_empty(m_blocks, Q_FIELDS), cu_q.new_empty(n_blocks, K_FIELDS), cu_q.new_empty(B, SEQUENCE_FIELDS)
     )
-    chunks = -(-(B + 2) // CHUNK)
-    kernel(cu_q.is_cuda)(
-        cu_q, cu_k, *tables, m_blocks, n_blocks, m_tokens, n_tokens, chunks, bm, bn, CHUNK,
-    )  # fmt: skip
+    kernel(cu_q.is_cuda).run(
+        {
+            "cu_q": cu_q,
+            "cu_k": cu_k,
+            "q_blocks": tables.q_blocks,
+            "k_blocks": tables.k_blocks,
+            "sequences": tables.sequences,
+            "m_blocks": m_blocks,
+            "n_blocks": n_blocks,
+            "m_tokens": m_tokens,
+            "n_tokens": n_tokens,
+            "chunks": -(-(B + 2) // CHUNK),
+            "bm": bm,
+            "bn": bn,
+            "chunk": CHUNK,
+        }
+    )
     return tables

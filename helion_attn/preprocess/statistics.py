@@ -15,18 +15,17 @@ The three tensors are top-level loops of one kernel, which Helion makes one laun
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import helion, hl
-from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum, minimum
-from helion_attn.preprocess.lib.choices import Choices
 from helion_attn.preprocess.lib.rope import NO_ROPE, RopeTables, rope_rows
 from helion_attn.preprocess.lib.strided import StridedQKV, load_rows
 from helion_attn.preprocess.sequences import Sequences, key_source
+from helion_attn.types import Recipe
 
 #: Elements that one step of the first pass reads: four 16-byte loads of bf16 a thread.
 STEP_ELEMENTS = 4096
@@ -277,7 +276,7 @@ def sequence_means(
 
 
 @functools.cache
-def kernels(is_cuda: bool, pipelined: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+def kernels(is_cuda: bool, pipelined: bool) -> tuple[Runner, Runner]:
     """`(first_pass, means)` for the device."""
     if not is_cuda:
         return interpreted(first_pass), interpreted(means)
@@ -329,50 +328,89 @@ def _parts(heads: int, size: int, step: int) -> int:
     return max(1, min(MAX_PARTS, FIRST_PASS_PROGRAMS // heads, -(-size // step)))
 
 
-def launch(source: StridedQKV, rope: RopeTables, choices: Choices) -> Statistics:
-    """Run both kernels, for what the choices of a recipe must know."""
-    q_scales, k_scales, v_scales = choices.q_scales, choices.k_scales, choices.v_scales
-    smooth_k, center_v = choices.smooth_k, choices.center_v
+def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe) -> Statistics:
+    """Run both kernels, for what a recipe must know."""
+    smooth_k, center_v = recipe.smooth_k, recipe.center_v
     like = source.flat[0].new_empty(0, dtype=torch.float32)
     heads, kv_heads, D_row = source.B * source.H, source.B * source.H_kv, source.D_row
     step = STEP_ELEMENTS // D_row
     kv_parts = _parts(kv_heads, source.N, step)
-    q_parts = 0 if q_scales in ("block", "token", "none") else _parts(heads, source.M, step)
-    k_parts = 0 if k_scales in ("block", "none") and not smooth_k else kv_parts
-    v_parts = 0 if v_scales == "none" and not center_v else kv_parts
+    q_parts = 0 if recipe.q_scales in ("block", "token", "none") else _parts(heads, source.M, step)
+    k_parts = 0 if recipe.k_scales in ("block", "none") and not smooth_k else kv_parts
+    v_parts = 0 if recipe.v_scales == "none" and not center_v else kv_parts
     if not q_parts + k_parts + v_parts:
         return constant(source, None)
     tiles = [-(-size // step) for size in (source.M, source.N, source.N)]
-    runs = [-(-n // max(parts, 1)) for n, parts in zip(tiles, (q_parts, k_parts, v_parts), strict=True)]
+    q_run, k_run, v_run = (-(-n // max(parts, 1)) for n, parts in zip(tiles, (q_parts, k_parts, v_parts), strict=True))
     q_amax, k_amax = like.new_empty(heads, MAX_PARTS), like.new_empty(kv_heads, MAX_PARTS)
     v_stats = like.new_empty(kv_heads, 3, MAX_PARTS, D_row)
     k_sum = like.new_empty((kv_heads, MAX_PARTS, D_row) if smooth_k else (1, 1, 1))
     v_mean, v_amax = like.new_empty(kv_heads, source.D_v_pad), like.new_empty(kv_heads, D_row)
     k_mean = like.new_empty((kv_heads, D_row) if smooth_k else (1, 1))
     is_cuda = v_mean.is_cuda
-    specialisations = (
-        *source.d_steps, source.unit, source.D, source.D_v, step, smooth_k, rope.rotary,
-        rope.pairing if q_parts else NO_ROPE, rope.pairing if k_parts else NO_ROPE, *rope.explicit, False, False,
-        is_cuda,
-    )  # fmt: skip
     run_first_pass, run_means = kernels(is_cuda, rope.pairing == NO_ROPE)
-    run_first_pass(
-        *source.flat, q_amax, k_amax, k_sum, v_stats, rope.cos, rope.sin, rope.q_positions, rope.k_positions,
-        k_amax, q_parts, k_parts, v_parts, *runs, source.H, source.H_kv, source.M, source.N, *source.steps,
-        rope.table_rows, *specialisations,
-    )  # fmt: skip
-    run_means(k_sum, v_stats, k_mean, v_mean, v_amax, k_parts, v_parts, source.N, MEAN_CHANNELS, smooth_k, center_v)
-    if q_scales == "tensor":
+    run_first_pass.run(
+        {
+            **source.arguments(),
+            **_rope_arguments(rope),
+            "q_amax": q_amax,
+            "k_amax": k_amax,
+            "k_sum": k_sum,
+            "v_stats": v_stats,
+            # There are no packed sequences to read of.
+            "k_blocks": k_amax,
+            "q_parts": q_parts,
+            "k_parts": k_parts,
+            "v_parts": v_parts,
+            "q_run": q_run,
+            "k_run": k_run,
+            "v_run": v_run,
+            "H": source.H,
+            "H_kv": source.H_kv,
+            "M": source.M,
+            "N": source.N,
+            "d": source.D,
+            "d_v": source.D_v,
+            "step": step,
+            "smooth_k": smooth_k,
+            "q_pairing": rope.pairing if q_parts else NO_ROPE,
+            "k_pairing": rope.pairing if k_parts else NO_ROPE,
+            "varlen": False,
+            "wide": False,
+            "is_cuda": is_cuda,
+        }
+    )
+    run_means.run(
+        {
+            "k_sum": k_sum,
+            "v_stats": v_stats,
+            "k_mean": k_mean,
+            "v_mean": v_mean,
+            "v_amax": v_amax,
+            "k_parts": k_parts,
+            "v_parts": v_parts,
+            "N": source.N,
+            "d_tile": MEAN_CHANNELS,
+            "smooth_k": smooth_k,
+            "center_v": center_v,
+        }
+    )
+    if recipe.q_scales == "tensor":
         q_amax.fill_(q_amax[:, :q_parts].amax())
-    if k_scales == "tensor":
+    if recipe.k_scales == "tensor":
         k_amax.fill_(k_amax[:, :k_parts].amax())
-    if v_scales == "tensor":
+    if recipe.v_scales == "tensor":
         v_amax.fill_(v_amax.amax())
     return Statistics(q_amax, k_amax, v_amax, k_mean, v_mean, q_parts, k_parts)
 
 
+def _rope_arguments(rope: RopeTables) -> dict[str, Any]:
+    """Those of `first_pass`, which rotates Q and K each or not."""
+    return {name: value for name, value in rope.arguments().items() if name != "pairing"}
+
+
 @functools.cache
-def sequence_kernels(is_cuda: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+def sequence_kernels(is_cuda: bool) -> tuple[Runner, Runner]:
     """`(first_pass, sequence_means)` for the device, as in `kernels`."""
     if not is_cuda:
         return interpreted(first_pass), interpreted(sequence_means)
@@ -385,7 +423,7 @@ def launch_of_sequences(
     rope: RopeTables,
     sequences: Sequences,
     bn: int,
-    choices: Choices,
+    recipe: Recipe,
 ) -> Statistics:
     """Run `first_pass` on every block of K and V, and `sequence_means`; Q has descales of rows or blocks, or none.
 
@@ -394,14 +432,14 @@ def launch_of_sequences(
         rope: none.
         sequences: where they lie.
         bn: keys of a block.
-        choices: of a recipe.
+        recipe: what is to be known of them.
     """
-    smooth_k, center_v = choices.smooth_k, choices.center_v
+    smooth_k, center_v = recipe.smooth_k, recipe.center_v
     like = source.flat[0].new_empty(0, dtype=torch.float32)
     B, n_blocks, H_kv, D_row = sequences.sequences.size(0), sequences.k_blocks.size(0), source.H_kv, source.D_row
     heads, parts = B * H_kv, H_kv * n_blocks
-    has_k = choices.k_scales == "head" or smooth_k
-    has_v = choices.v_scales != "none" or center_v
+    has_k = recipe.k_scales == "head" or smooth_k
+    has_v = recipe.v_scales != "none" or center_v
     k_amax, k_mean = like.new_empty(heads, MAX_PARTS), like.new_empty((heads, D_row) if smooth_k else (1, 1))
     if not has_k and not has_v:
         v_amax, v_mean = like.new_ones(heads, D_row), like.new_zeros(heads, source.D_v_pad)
@@ -413,18 +451,56 @@ def launch_of_sequences(
     step = min(bn, STEP_ELEMENTS // D_row)
     run = -(-bn // step)
     is_cuda = v_mean.is_cuda
-    specialisations = (
-        *source.d_steps, source.unit, source.D, source.D_v, step, smooth_k, 0, NO_ROPE, NO_ROPE, False, False, True,
-        source.wide, is_cuda,
-    )  # fmt: skip
     run_first_pass, run_means = sequence_kernels(is_cuda)
-    run_first_pass(
-        *source.flat, k_part_amax, k_part_amax, k_sum, v_stats, rope.cos, rope.sin, rope.q_positions, rope.k_positions,
-        sequences.k_blocks, 0, int(has_k), int(has_v), 0, run, run, source.H, H_kv, 0, bn, *source.steps, 0,
-        *specialisations,
-    )  # fmt: skip
-    run_means(
-        k_part_amax, k_sum, v_stats, sequences.sequences, k_amax, k_mean, v_mean, v_amax, n_blocks, H_kv, bn, MAX_PARTS,
-        MEAN_CHANNELS, has_k, has_v, smooth_k, center_v,
-    )  # fmt: skip
+    run_first_pass.run(
+        {
+            **source.arguments(),
+            **_rope_arguments(rope),
+            "q_amax": k_part_amax,
+            "k_amax": k_part_amax,
+            "k_sum": k_sum,
+            "v_stats": v_stats,
+            "k_blocks": sequences.k_blocks,
+            "q_parts": 0,
+            "k_parts": int(has_k),
+            "v_parts": int(has_v),
+            "q_run": 0,
+            "k_run": run,
+            "v_run": run,
+            "H": source.H,
+            "H_kv": H_kv,
+            "M": 0,
+            "N": bn,
+            "d": source.D,
+            "d_v": source.D_v,
+            "step": step,
+            "smooth_k": smooth_k,
+            "q_pairing": NO_ROPE,
+            "k_pairing": NO_ROPE,
+            "varlen": True,
+            "wide": source.wide,
+            "is_cuda": is_cuda,
+        }
+    )
+    run_means.run(
+        {
+            "k_part_amax": k_part_amax,
+            "k_sum": k_sum,
+            "v_stats": v_stats,
+            "sequences": sequences.sequences,
+            "k_amax": k_amax,
+            "k_mean": k_mean,
+            "v_mean": v_mean,
+            "v_amax": v_amax,
+            "n_blocks": n_blocks,
+            "H_kv": H_kv,
+            "bn": bn,
+            "chunk": MAX_PARTS,
+            "d_tile": MEAN_CHANNELS,
+            "has_k": has_k,
+            "has_v": has_v,
+            "smooth_k": smooth_k,
+            "center_v": center_v,
+        }
+    )
     return Statistics(k_amax, k_amax, v_amax, k_mean, v_mean, 0, int(has_k))

@@ -7,13 +7,13 @@ The row helpers are those of `pack`, so what this returns is what `quantize` cas
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from helion_attn.compiler.helion_adapter import helion, hl
-from helion_attn.compiler.kernels import compiled, interpreted
+from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import packing, row_width
+from helion_attn.preprocess.lib.arguments import TransformArguments
 from helion_attn.preprocess.lib.hadamard import rotation
 from helion_attn.preprocess.lib.reflect import reflected_channels
 from helion_attn.preprocess.lib.rope import rope_tables
@@ -78,57 +78,60 @@ def transform(
 
 
 @functools.cache
-def kernel(is_cuda: bool) -> Callable[..., None]:
+def kernel(is_cuda: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(transform)
     return compiled(transform, helion.Config(num_warps=8, indexing="pointer"))
 
 
-def transform_rows(
-    x: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    interleaved: bool,
-    hadamard_seed: int | None,
-    reflect: bool,
-    bshd: bool,
-) -> torch.Tensor:
-    """Run the kernel.
-
-    Args:
-        x: [B, H, S, D], bf16, fp16 or fp32, any strides.
-        cos: and the three that follow: of a `Rope`, with the positions of x, or None.
-        hadamard_seed: of the rotation's signs, or None for no rotation.
-        reflect: whether channels are reflected.
-        bshd: layout of the result.
-
-    Returns:
-        Contiguous [B, H, S, D], or with `bshd` [B, S, H, D], in x's dtype.
-    """
+def launch(a: TransformArguments, out: torch.Tensor) -> None:
+    """Write `out`, contiguous, in x's dtype and the layout that `a` asks for."""
+    x, hadamard = a.x, a.hadamard_seed is not None
     B, H, S, D = x.shape
     padded = packing(D, D)
     D_row = row_width(padded.D_pad, padded.D_v_pad)
     n = PACK_ELEMENTS // D_row
-    tiles = -(-S // n)
     unit = common_unit(x)
     source = strided_rows(x, unit)
     unused = x.new_empty(1, dtype=torch.float32)
-    rope = rope_tables(cos, sin, positions, None, interleaved, D_row, unused)
+    rope = rope_tables(a.rope, D_row, unused)
     signs, matrix, norm = unused, unused.view(1, 1), 1.0
-    if hadamard_seed is not None:
-        signs, matrix, norm = rotation(D, D_row, hadamard_seed, x.device)
-    run = 1 if hadamard_seed is None else ROTATED_TILES
-    two_terms = hadamard_seed is not None and x.dtype != torch.bfloat16
-    out = x.new_empty((B, S, H, D) if bshd else (B, H, S, D))
-    out_rows = (S * H, 1, H) if bshd else (H * S, S, 1)
-    specialisations = (
-        source.d_step, unit, n, D_row, run, rope.rotary, rope.pairing, rope.explicit[0], hadamard_seed is not None,
-        two_terms, reflected_channels(D) if reflect else 0, x.is_cuda,
-    )  # fmt: skip
-    kernel(x.is_cuda)(
-        source.flat, rope.cos, rope.sin, rope.q_positions, signs, matrix, out.view(-1, D), B * H, tiles, H, S,
-        source.b_step, source.h_step, source.s_step, *out_rows, rope.table_rows, norm, *specialisations,
-    )  # fmt: skip
-    return out
+    if a.hadamard_seed is not None:
+        signs, matrix, norm = rotation(D, D_row, a.hadamard_seed, x.device)
+    out_b_rows, out_h_rows, out_s_rows = (S * H, 1, H) if a.bshd else (H * S, S, 1)
+    kernel(x.is_cuda).run(
+        {
+            "x": source.flat,
+            "cos": rope.cos,
+            "sin": rope.sin,
+            "positions": rope.q_positions,
+            "signs": signs,
+            "rotation_matrix": matrix,
+            "out": out.view(-1, D),
+            "heads": B * H,
+            "tiles": -(-S // n),
+            "H": H,
+            "S": S,
+            "b_step": source.b_step,
+            "h_step": source.h_step,
+            "s_step": source.s_step,
+            "out_b_rows": out_b_rows,
+            "out_h_rows": out_h_rows,
+            "out_s_rows": out_s_rows,
+            "table_rows": rope.table_rows,
+            "norm": norm,
+            "d_step": source.d_step,
+            "unit": unit,
+            "n": n,
+            "d_row": D_row,
+            "run": ROTATED_TILES if hadamard else 1,
+            "rotary": rope.rotary,
+            "pairing": rope.pairing,
+            "explicit_positions": rope.explicit[0],
+            "hadamard": hadamard,
+            "two_terms": hadamard and x.dtype != torch.bfloat16,
+            "reflected": reflected_channels(D) if a.reflect else 0,
+            "is_cuda": x.is_cuda,
+        }
+    )

@@ -10,6 +10,7 @@ import torch
 from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.testing import compile_for_sm90, fake_cuda
 from helion_attn.tune.candidates import Tile, recipe_of, workloads
+from helion_attn.types import PackedTensors
 from helion_attn.workloads import Workload
 
 #: Standard deviation of 8-bit Q and K. Real ones have about that: their largest magnitude is the format's.
@@ -60,7 +61,7 @@ def _packed(tile: Tile, w: Workload) -> list[tuple[tuple[int, ...], torch.dtype]
 def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
     """The kernel alone."""
     from helion_attn.kernels import attention, attention_large_d
-    from helion_attn.kernels.lib.arguments import Inputs, Numerics, Problem
+    from helion_attn.kernels.lib.arguments import AttentionArguments
 
     recipe = recipe_of(tile)
     # Scores of standard deviation about 1, as with N(0, 1) inputs. The spread belongs to the numbers, not to the
@@ -69,13 +70,25 @@ def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
     spread = SPREAD if recipe.qk_dtype.itemsize == 1 else 1.0
     sm_scale = tile.D_pad**-0.5 / spread**2
     q8, k8, v8, q_descale, k_descale, v_descale, v_mean, out, lse = tensors
-    inputs = Inputs(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None)
-    problem = Problem(w.M, w.N, -1, 0 if w.causal else -1, sm_scale, None, bshd=False)
-    numerics = Numerics(*recipe.kernel_options)
+    arguments = AttentionArguments(
+        packed=PackedTensors(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None),
+        sinks=None,
+        m_len=w.M,
+        n_len=w.N,
+        d=w.D,
+        d_v=w.D_v or w.D,
+        left=-1,
+        right=0 if w.causal else -1,
+        sm_scale=sm_scale,
+        softcap=None,
+        bshd=False,
+        out_dtype=out.dtype,
+        recipe=recipe,
+    )
     if isinstance(tile, TileConfig):
-        attention.launch(tile, inputs, out, lse, problem, numerics)
+        attention.launch(tile, arguments, out, lse)
     else:
-        attention_large_d.launch(tile, inputs, out, lse, problem, numerics)
+        attention_large_d.launch(tile, arguments, out, lse)
 
 
 def precompile(tile: Tile) -> Compiled:

@@ -1,7 +1,4 @@
-"""What the launchers of `fp8_attn_fwd` and `fp8_attn_fwd_large_d` take, and what they make of it for their kernels.
-
-`fp8_attn_decode`, whose tensors are others, takes `score_scales` alone.
-"""
+"""The arguments of the attention operations, and what the launchers of their kernels make of them."""
 
 from __future__ import annotations
 
@@ -10,71 +7,68 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.numerics import LOG2E
+from helion_attn.types import PackedTensors, PagedKVCache, Recipe
 
 
-class Inputs(NamedTuple):
-    """The fields of `QuantizedQKV`, or of `PackedVarlen`; and fp32 [H], or None."""
-
-    q8: torch.Tensor
-    k8: torch.Tensor
-    v8: torch.Tensor
-    q_descale: torch.Tensor
-    k_descale: torch.Tensor
-    v_descale: torch.Tensor
-    v_mean: torch.Tensor
-    lse_shift: torch.Tensor | None
-    sinks: torch.Tensor | None
-
-
-class Numerics(NamedTuple):
-    """`Recipe.kernel_options`.
+class AttentionArguments(NamedTuple):
+    """Attention over packed tensors: which scores there are, how they are scaled, and where their output goes.
 
     Attributes:
-        p_offset_log2: P is stored times two to this.
-        promote_every: 1, 0, or None for the config's choice.
-        q_row_descales: rows of a block have descales of their own.
-        k_block_descales: `k_descale` has one for each key block.
-        v_channel_descales: `v_descale` differs between the channels of a head.
-    """
-
-    p_offset_log2: int
-    promote_every: int | None
-    q_row_descales: bool
-    k_block_descales: bool
-    v_channel_descales: bool
-
-    def is_two_level(self, by_config: bool) -> bool:
-        """Whether P V is summed in two levels, where the config has `by_config`."""
-        return by_config if self.promote_every is None else self.promote_every == 1
-
-
-class Problem(NamedTuple):
-    """Which scores there are, how they are scaled, and where their output goes.
-
-    Attributes:
+        packed: Q, K and V.
+        sinks: fp32 [H], or None.
         m_len: M, the true query length; of packed sequences, of all.
         n_len: N, the true key length; likewise.
+        d: head dim of the unpadded Q and K.
+        d_v: head dim of the unpadded V, and of the output.
         left: row i sees keys j >= i + N - M - left; all of them if it is negative.
         right: row i sees keys j <= i + N - M + right; likewise. Causal: 0.
         sm_scale: multiplies q k^T; not negative.
         softcap: scores become `softcap * tanh(score / softcap)`, unless it is None.
         bshd: the layout of the output.
+        out_dtype: of the output.
+        recipe: how the tensors were quantised, and P is.
     """
 
+    packed: PackedTensors
+    sinks: torch.Tensor | None
     m_len: int
     n_len: int
+    d: int
+    d_v: int
     left: int
     right: int
     sm_scale: float
     softcap: float | None
     bshd: bool
+    out_dtype: torch.dtype
+    recipe: Recipe
 
-    def sizes(self, H: int, H_kv: int) -> tuple[int, ...]:
-        """`m_len, n_len, heads, group, out_head_step, out_row_step, left, right`."""
-        steps = (1, H) if self.bshd else (self.m_len, 1)
-        # An edge further away hides nothing, and might not fit 32 bits.
-        edges = (min(self.left, self.n_len), min(self.right, self.m_len))
-        return self.m_len, self.n_len, H, H // H_kv, *steps, *edges
+    def sizes(self) -> dict[str, int]:
+        """Lengths, heads, and how the rows of the output lie, as the kernels take them."""
+        H, H_kv = self.packed.q_descale.size(1), self.packed.k_descale.size(1)
+        return {
+            "m_len": self.m_len,
+            "n_len": self.n_len,
+            "heads": H,
+            "group": H // H_kv,
+            "out_head_step": 1 if self.bshd else self.m_len,
+            "out_row_step": H if self.bshd else 1,
+            # An edge further away hides nothing, and might not fit 32 bits.
+            "left": min(self.left, self.n_len),
+            "right": min(self.right, self.m_len),
+        }
+
+    def choices(self) -> dict[str, bool]:
+        """Which specialisation of the mask, the softcap and the descales it takes."""
+        return {
+            "q_row_descales": self.recipe.q_scales == "token",
+            "k_block_descales": self.recipe.k_scales == "block",
+            "v_channel_descales": self.recipe.v_scales == "channel",
+            "shift_lse": self.packed.lse_shift is not None,
+            "has_left": self.left >= 0,
+            "has_right": self.right >= 0,
+            "has_softcap": self.softcap is not None,
+        }
 
     @property
     def rows_differ(self) -> bool:
@@ -84,19 +78,55 @@ class Problem(NamedTuple):
         """
         return self.right >= 0 and self.left < 0
 
-    @property
-    def masks(self) -> tuple[bool, bool, bool]:
-        """`has_left, has_right, has_softcap`."""
-        return self.left >= 0, self.right >= 0, self.softcap is not None
-
-    @property
-    def scales(self) -> tuple[float, float]:
-        """`qk_scale, softcap_log2`."""
-        return score_scales(self.sm_scale, self.softcap)
+    def is_two_level(self, by_config: bool) -> bool:
+        """Whether P V is summed in two levels, where the config has `by_config`."""
+        return by_config if self.recipe.promote_every is None else self.recipe.promote_every == 1
 
 
-def score_scales(sm_scale: float, softcap: float | None) -> tuple[float, float]:
-    """`qk_scale, softcap_log2`: dequantised scores times the one are in base 2; or tanh of them, times the other."""
+class VarlenArguments(NamedTuple):
+    """Attention over packed sequences of different lengths; the output is [tokens, H, D_v].
+
+    Attributes:
+        attention: of all sequences; `m_len` and `n_len` count their tokens.
+        q_blocks: int32 [M_blocks, Q_FIELDS], of `PackedVarlen`.
+    """
+
+    attention: AttentionArguments
+    q_blocks: torch.Tensor
+
+
+class DecodeArguments(NamedTuple):
+    """Attention over a paged cache.
+
+    Attributes:
+        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
+        cache: keys and values.
+        block_table: int32 [B, max_pages].
+        cache_seqlens: int32 [B].
+        sinks: fp32 [H], or None.
+        splits: runs of a sequence's pages; None for the choice by shapes and GPU.
+        left: and the rest, as in `AttentionArguments`.
+    """
+
+    q: torch.Tensor
+    cache: PagedKVCache
+    block_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    sinks: torch.Tensor | None
+    splits: int | None
+    left: int
+    right: int
+    sm_scale: float
+    softcap: float | None
+    bshd: bool
+    out_dtype: torch.dtype
+
+
+def score_scales(sm_scale: float, softcap: float | None) -> dict[str, float]:
+    """What scores are multiplied by: dequantised, times `qk_scale`, they are in base 2.
+
+    With a softcap, `tanh` of them times `softcap_log2` is.
+    """
     if softcap is None:
-        return sm_scale * LOG2E, 1.0
-    return sm_scale / softcap, softcap * LOG2E
+        return {"qk_scale": sm_scale * LOG2E, "softcap_log2": 1.0}
+    return {"qk_scale": sm_scale / softcap, "softcap_log2": softcap * LOG2E}

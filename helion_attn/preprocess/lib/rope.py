@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
+from helion_attn.preprocess.lib.arguments import RopeArguments
 from helion_attn.preprocess.lib.strided import load_rows
 
 #: How channels are paired, as the kernels are told: (i, i + R / 2), where the R rotated channels fill a tile's row;
@@ -38,17 +39,24 @@ class RopeTables(NamedTuple):
     rotary: int
     table_rows: int
 
+    def arguments(self) -> dict[str, Any]:
+        """All of it, as the kernels name it."""
+        return {
+            "cos": self.cos,
+            "sin": self.sin,
+            "q_positions": self.q_positions,
+            "k_positions": self.k_positions,
+            "explicit_q_positions": self.explicit[0],
+            "explicit_k_positions": self.explicit[1],
+            "pairing": self.pairing,
+            "rotary": self.rotary,
+            "table_rows": self.table_rows,
+        }
 
-def rope_tables(
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    q_positions: torch.Tensor | None,
-    k_positions: torch.Tensor | None,
-    interleaved: bool,
-    D_row: int,
-    unused: torch.Tensor,
-) -> RopeTables:
-    """The fields of a `Rope`, or None for each, for kernels whose tiles are `D_row` wide; `unused` is no tensor."""
+
+def rope_tables(rope: RopeArguments, D_row: int, unused: torch.Tensor) -> RopeTables:
+    """`rope` for kernels whose tiles are `D_row` wide; `unused` stands for tensors that are not read."""
+    cos, sin, q_positions, k_positions, interleaved = rope
     explicit = (q_positions is not None, k_positions is not None)
     q_at = unused if q_positions is None else q_positions
     k_at = unused if k_positions is None else k_positions

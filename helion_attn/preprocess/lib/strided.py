@@ -7,7 +7,7 @@ strides arrive divided by a constant `unit` and are multiplied back inside the k
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,6 +76,16 @@ class StridedQKV(NamedTuple):
     D_v: int
     D_pad: int
     D_v_pad: int
+
+    def arguments(self) -> dict[str, Any]:
+        """The tensors and their steps, as the kernels name them."""
+        names = [f"{x}_{step}_step" for x in "qkv" for step in "bhs"]
+        return {
+            **dict(zip("qkv", self.flat, strict=True)),
+            **dict(zip(names, self.steps, strict=True)),
+            **dict(zip(("q_d_step", "k_d_step", "v_d_step"), self.d_steps, strict=True)),
+            "unit": self.unit,
+        }
 
     @property
     def D_row(self) -> int:

@@ -1,0 +1,98 @@
+"""`fp8_attn_fwd` and `fp8_attn_varlen`: attention over packed tensors, and which kernel, tile and split it takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from helion_attn.configs import (
+    LargeTileConfig,
+    TileConfig,
+    attention_tile_config,
+    large_tile_config,
+    scheduling,
+    tile_config,
+    uses_large_d,
+)
+from helion_attn.kernels.lib.arguments import AttentionArguments, VarlenArguments
+from helion_attn.ops.declare import Operation
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+
+
+class Choice(NamedTuple):
+    """Which kernel a call takes, and how its work is cut.
+
+    Attributes:
+        tile: a `LargeTileConfig` runs `attention_large_d`, another `attention`.
+        splits: runs of a program's key blocks; their parts are merged if there are several.
+        pack_gqa: the heads of a group share tiles.
+    """
+
+    tile: TileConfig | LargeTileConfig
+    splits: int
+    pack_gqa: bool
+
+
+def choose(a: AttentionArguments, sm_count: int) -> Choice:
+    """The kernel, tile and split of a call on a GPU of `sm_count` SMs; the interpreter counts as one."""
+    p = a.packed
+    load = scheduling.query_blocks_per_sm(p.q8.size(0), p.q8.size(1), sm_count)
+    causal = a.right >= 0
+    if uses_large_d(a.d, a.d_v, a.recipe.bits):
+        return Choice(large_tile_config(a.d, a.d_v, causal, load), splits=1, pack_gqa=False)
+    tile = attention_tile_config(a.d, a.d_v, causal, a.recipe.bits, load)
+    heads, blocks = (p.q8.size(0), p.k8.size(0)), (p.q8.size(1), p.k8.size(1))
+    pack_gqa, splits = scheduling.schedule(tile, heads, blocks, a.m_len, a.left, a.right, sm_count)
+    return Choice(tile, splits, pack_gqa)
+
+
+def choose_varlen(a: AttentionArguments, sm_count: int) -> TileConfig:
+    """The tile of packed sequences, which are never split, and whose heads never share tiles."""
+    p = a.packed
+    load = scheduling.query_blocks_per_sm(p.q8.size(0), p.q8.size(1), sm_count)
+    d_v_pad = p.v8.size(2) if p.v8.itemsize == 1 else p.v8.size(3)
+    return tile_config(max(p.q8.size(3), d_v_pad), a.right >= 0, a.recipe.bits, load)
+
+
+def empty_outputs(a: AttentionArguments) -> Outputs:
+    """`out` and `lse`."""
+    B, H = a.packed.q_descale.shape[:2]
+    shape = (B, a.m_len, H, a.d_v) if a.bshd else (B, H, a.m_len, a.d_v)
+    return a.packed.q_descale.new_empty(shape, dtype=a.out_dtype), a.packed.q_descale.new_empty((B, H, a.m_len))
+
+
+def _launch(a: AttentionArguments) -> Outputs:
+    from helion_attn.compiler.helion_adapter import multiprocessors
+    from helion_attn.kernels import attention, attention_large_d
+
+    out, lse = empty_outputs(a)
+    tile, splits, pack_gqa = choose(a, multiprocessors(a.packed.q8.device))
+    if isinstance(tile, LargeTileConfig):
+        attention_large_d.launch(tile, a, out, lse)
+    else:
+        attention.launch(tile, a, out, lse, splits=splits, pack_gqa=pack_gqa)
+    return out, lse
+
+
+def empty_varlen_outputs(a: VarlenArguments) -> Outputs:
+    """`out` and `lse` of packed sequences: neither has a batch."""
+    like, m_len = a.attention.packed.q_descale, a.attention.m_len
+    H = like.size(1)
+    return like.new_empty((m_len, H, a.attention.d_v), dtype=a.attention.out_dtype), like.new_empty((H, m_len))
+
+
+def _launch_varlen(a: VarlenArguments) -> Outputs:
+    from helion_attn.compiler.helion_adapter import multiprocessors
+    from helion_attn.kernels import attention
+
+    out, lse = empty_varlen_outputs(a)
+    if a.attention.m_len:
+        tile = choose_varlen(a.attention, multiprocessors(a.q_blocks.device))
+        attention.launch(tile, a.attention, out, lse, q_blocks=a.q_blocks)
+    return out, lse
+
+
+attention = Operation("fp8_attn_fwd", AttentionArguments, 2, _launch, empty_outputs)
+attention_varlen = Operation("fp8_attn_varlen", VarlenArguments, 2, _launch_varlen, empty_varlen_outputs)

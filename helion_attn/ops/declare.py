@@ -1,0 +1,130 @@
+"""An operation of `torch.library`, declared once: its schema, its fake and its call come from one NamedTuple.
+
+A field that is a tensor, a number, a string or a dtype is an argument of the schema. A field that is a NamedTuple or a
+dataclass itself, such as a `Recipe`, stands for its own fields. Ints are SymInts, but for those of something that has
+no tensor: these are constants of the code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
+
+DEVICES = ("CPU", "CUDA")
+
+#: What the schema calls the types of fields.
+SCHEMA_TYPES: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    int: "SymInt",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
+
+
+class Structure:
+    """The fields of a NamedTuple or a dataclass, and of those inside it.
+
+    Attributes:
+        paths: where each argument lies: names of fields, from the outermost.
+        types: what the schema calls it.
+    """
+
+    def __init__(self, of: type) -> None:
+        hints = typing.get_type_hints(of)
+        names = of._fields if hasattr(of, "_fields") else [field.name for field in dataclasses.fields(of)]
+        self._build: Callable[..., Any] = of
+        self._fields = [(name, None if hints[name] in SCHEMA_TYPES else Structure(hints[name])) for name in names]
+        self.paths: list[tuple[str, ...]] = []
+        self.types: list[str] = []
+        for name, inner in self._fields:
+            self.paths += [(name,)] if inner is None else [(name, *path) for path in inner.paths]
+            self.types += [SCHEMA_TYPES[hints[name]]] if inner is None else inner.types
+        if not any(kind.startswith("Tensor") for kind in self.types):
+            self.types = [kind.replace("SymInt", "int") for kind in self.types]
+            # The same few choices come with every call.
+            self._build = functools.lru_cache(256)(lambda **fields: of(**fields))
+
+    def build(self, values: Iterator[Any]) -> Any:
+        """What `values`, in the order of `paths`, are the fields of."""
+        return self._build(**{name: next(values) if x is None else x.build(values) for name, x in self._fields})
+
+    def flat(self, arguments: Any) -> list[Any]:
+        """The values of the fields, in the order of `paths`."""
+        values: list[Any] = []
+        for name, inner in self._fields:
+            value = getattr(arguments, name)
+            if inner is None:
+                values.append(value)
+            else:
+                values.extend(inner.flat(value))
+        return values
+
+
+class Operation(Generic[Arguments]):
+    """An operation that CPU and CUDA tensors have, and fake ones.
+
+    Kernels are launched on the current device, which must be that of the tensors; and without autocast. The kernels
+    say what is cast; autocast would also cast the fp32 products of the interpreter.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: type[Arguments],
+        results: int,
+        launch: Callable[[Arguments], Any],
+        fake: Callable[[Arguments], Any],
+        mutates: tuple[str, ...] = (),
+    ) -> None:
+        """Register it.
+
+        Args:
+            name: in `torch.ops.helion_attn`.
+            arguments: the NamedTuple that it takes; its first field is a tensor, or begins with one.
+            results: how many tensors it returns; one is returned alone.
+            launch: runs it.
+            fake: allocates what `launch` would return.
+            mutates: paths of the tensors that it writes, such as "cache.k8".
+        """
+        self._name, self._structure = name, Structure(arguments)
+        written = [tuple(path.split(".")) for path in mutates]
+        declared = []
+        for path, kind in zip(self._structure.paths, self._structure.types, strict=True):
+            alias = f"({chr(ord('a') + written.index(path))}!)" if path in written else ""
+            declared.append(f"{kind}{alias} {'_'.join(path)}")
+        returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+        torch.library.define(f"helion_attn::{name}", f"({', '.join(declared)}) -> {returned}")
+
+        def on_its_device(*values: Any) -> Any:
+            x: torch.Tensor = values[0]
+            elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+            autocast = torch.is_autocast_enabled(x.device.type)
+            built: Arguments = self._structure.build(iter(values))
+            if not (elsewhere or autocast):
+                return launch(built)
+            with contextlib.ExitStack() as stack:
+                if elsewhere:
+                    stack.enter_context(torch.cuda.device(x.device))
+                if autocast:
+                    stack.enter_context(torch.autocast(x.device.type, enabled=False))
+                return launch(built)
+
+        torch.library.impl(f"helion_attn::{name}", DEVICES)(on_its_device)
+        torch.library.register_fake(f"helion_attn::{name}")(lambda *values: fake(self._structure.build(iter(values))))
+
+    def __call__(self, arguments: Arguments) -> Any:
+        """Run it through PyTorch's dispatcher."""
+        return getattr(torch.ops.helion_attn, self._name)(*self._structure.flat(arguments))

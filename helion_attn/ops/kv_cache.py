@@ -1,0 +1,41 @@
+"""`append_kv` and `fp8_attn_decode`: writing a paged cache, and attention over it."""
+
+from __future__ import annotations
+
+import torch
+
+from helion_attn.kernels.lib.arguments import DecodeArguments
+from helion_attn.ops.declare import Operation
+from helion_attn.preprocess.lib.arguments import AppendArguments
+
+
+def _launch_append(a: AppendArguments) -> None:
+    from helion_attn.preprocess import append
+
+    append.launch(a)
+
+
+def empty_outputs(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out` and `lse`."""
+    B, H, M, _D = a.q.shape
+    shape = (B, M, H, a.cache.D_v) if a.bshd else (B, H, M, a.cache.D_v)
+    return a.q.new_empty(shape, dtype=a.out_dtype), a.q.new_empty((B, H, M), dtype=torch.float32)
+
+
+def _launch_decode(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    from helion_attn.kernels import decode
+
+    out, lse = empty_outputs(a)
+    decode.launch(a, out, lse)
+    return out, lse
+
+
+append_kv = Operation(
+    "append_kv",
+    AppendArguments,
+    0,
+    _launch_append,
+    lambda a: None,
+    mutates=("cache.k8", "cache.v8", "cache.k_descale", "cache.v_descale"),
+)
+decode = Operation("fp8_attn_decode", DecodeArguments, 2, _launch_decode, empty_outputs)

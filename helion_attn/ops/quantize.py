@@ -1,0 +1,95 @@
+"""`quantize_qkv`, `quantize_varlen` and `pack_qkv`: tensors to the packed format."""
+
+from __future__ import annotations
+
+import torch
+
+from helion_attn.configs import Q_FIELDS, Packing, blocks_for, row_width
+from helion_attn.ops.declare import Operation
+from helion_attn.preprocess.lib.arguments import PackArguments, QuantizeArguments, QuantizeVarlenArguments
+from helion_attn.types import Recipe
+
+
+def empty_packed(
+    like: torch.Tensor,
+    q_heads: int,
+    kv_heads: int,
+    m_blocks: int,
+    n_blocks: int,
+    packing: Packing,
+    qk_dtype: torch.dtype,
+    pv_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q8, k8 and v8 for so many blocks of so many heads."""
+    p = packing
+    v_block = (p.D_v_pad, p.bn) if pv_dtype.itemsize == 1 else (p.bn, p.D_v_pad)
+    return (
+        like.new_empty((q_heads, m_blocks, p.bm, p.D_pad), dtype=qk_dtype),
+        like.new_empty((kv_heads, n_blocks, p.bn, p.D_pad), dtype=qk_dtype),
+        like.new_empty((kv_heads, n_blocks, *v_block), dtype=pv_dtype),
+    )
+
+
+def empty_descales(
+    like: torch.Tensor,
+    rows: tuple[int, ...],
+    keys: tuple[int, ...],
+    channels: tuple[int, ...],
+    means: tuple[int, int],
+    packing: Packing,
+    recipe: Recipe,
+) -> tuple[torch.Tensor, ...]:
+    """q_descale, k_descale, v_descale, v_mean, k_mean and lse_shift; the last two empty without smooth_k."""
+    k_mean = (*means, row_width(packing.D_pad, packing.D_v_pad)) if recipe.smooth_k else (0,)
+    shapes = (rows, keys, channels, (*means, packing.D_v_pad), k_mean, rows if recipe.smooth_k else (0,))
+    return tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+def _launch_quantize(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
+    from helion_attn.preprocess.quantize import quantize_qkv
+
+    return quantize_qkv(a)
+
+
+def _fake_quantize(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
+    (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
+    m_blocks, n_blocks = (M + p.bm - 1) // p.bm, (N + p.bn - 1) // p.bn
+    keys = (B, H_kv, n_blocks if a.recipe.k_scales == "block" else 1)
+    return (
+        *empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
+        *empty_descales(a.q, (B, H, m_blocks, p.bm), keys, (B, H_kv, p.D_v_pad), (B, H_kv), p, a.recipe),
+    )
+
+
+def _launch_varlen(a: QuantizeVarlenArguments) -> tuple[torch.Tensor, ...]:
+    from helion_attn.preprocess.quantize import quantize_varlen
+
+    return quantize_varlen(a)
+
+
+def _fake_varlen(a: QuantizeVarlenArguments) -> tuple[torch.Tensor, ...]:
+    (M, H, _D), (N, H_kv), p, B = a.q.shape, a.k.shape[:2], a.packing, a.cu_seqlens_q.size(0) - 1
+    m_blocks, n_blocks = blocks_for(M, p.bm, B), blocks_for(N, p.bn, B)
+    channels = (1, H_kv, n_blocks * p.D_v_pad)
+    return (
+        *empty_packed(a.q, H, H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
+        *empty_descales(a.q, (1, H, m_blocks, p.bm), (1, H_kv, n_blocks), channels, (B, H_kv), p, a.recipe),
+        a.cu_seqlens_q.new_empty((m_blocks, Q_FIELDS)),
+    )
+
+
+def _launch_pack(a: PackArguments) -> tuple[torch.Tensor, ...]:
+    from helion_attn.preprocess.quantize import pack_qkv
+
+    return pack_qkv(a)
+
+
+def _fake_pack(a: PackArguments) -> tuple[torch.Tensor, ...]:
+    (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
+    m_blocks, n_blocks = (M + p.bm - 1) // p.bm, (N + p.bn - 1) // p.bn
+    return empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.q.dtype, a.v.dtype)
+
+
+quantize_qkv = Operation("quantize_qkv", QuantizeArguments, 9, _launch_quantize, _fake_quantize)
+quantize_varlen = Operation("quantize_varlen", QuantizeVarlenArguments, 10, _launch_varlen, _fake_varlen)
+pack_qkv = Operation("pack_qkv", PackArguments, 3, _launch_pack, _fake_pack)

@@ -1,0 +1,131 @@
+"""The arguments of the operations that prepare tensors for attention."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from helion_attn.configs import Packing
+from helion_attn.types import PagedKVCache, Recipe, Rope
+
+
+class RopeArguments(NamedTuple):
+    """The fields of a `Rope`, or its absence, as operations take it."""
+
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    q_positions: torch.Tensor | None
+    k_positions: torch.Tensor | None
+    interleaved: bool
+
+
+NO_ROPE_ARGUMENTS = RopeArguments(cos=None, sin=None, q_positions=None, k_positions=None, interleaved=False)
+
+
+def rope_arguments(rope: Rope | None) -> RopeArguments:
+    """`rope` as operations take it."""
+    if rope is None:
+        return NO_ROPE_ARGUMENTS
+    return RopeArguments(
+        cos=rope.cos,
+        sin=rope.sin,
+        q_positions=rope.q_positions,
+        k_positions=rope.k_positions,
+        interleaved=rope.interleaved,
+    )
+
+
+class QuantizeArguments(NamedTuple):
+    """Q, K and V to the packed format.
+
+    Attributes:
+        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
+        k: [B, H_kv, N, D], same dtype.
+        v: [B, H_kv, N, D_v], same dtype.
+        rope: rotates Q and K first.
+        packing: block sizes and padding.
+        recipe: how they become 8- or 16-bit numbers.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    rope: RopeArguments
+    packing: Packing
+    recipe: Recipe
+
+
+class QuantizeVarlenArguments(NamedTuple):
+    """The sequences of a batch to the packed format, each by itself.
+
+    Attributes:
+        q: [M, H, D], bf16, fp16 or fp32, any strides; M tokens of all sequences.
+        k: [N, H_kv, D], same dtype.
+        v: [N, H_kv, D_v], same dtype.
+        cu_seqlens_q: int32 [B + 1].
+        cu_seqlens_k: int32 [B + 1].
+        packing: and `recipe`: as in `QuantizeArguments`.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    packing: Packing
+    recipe: Recipe
+
+
+class PackArguments(NamedTuple):
+    """Tensors that are e4m3 already to the packed format.
+
+    Attributes:
+        q: [B, H, M, D], float8_e4m3fn, any strides.
+        k: [B, H_kv, N, D], likewise.
+        v: [B, H_kv, N, D_v], likewise.
+        packing: block sizes and padding.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    packing: Packing
+
+
+class TransformArguments(NamedTuple):
+    """Rows, rotated by position or by a Hadamard matrix, or reflected.
+
+    Attributes:
+        x: [B, H, S, D], bf16, fp16 or fp32, any strides.
+        rope: rotates by position; the positions of x are its `q_positions`.
+        hadamard_seed: of the rotation's signs, or None for no rotation.
+        reflect: whether channels are reflected.
+        bshd: layout of the result.
+    """
+
+    x: torch.Tensor
+    rope: RopeArguments
+    hadamard_seed: int | None
+    reflect: bool
+    bshd: bool
+
+
+class AppendArguments(NamedTuple):
+    """New keys and values into a paged cache, at positions `cache_seqlens[b]` and up.
+
+    Attributes:
+        k: [B, H_kv, L, D], bf16, fp16 or fp32, any strides.
+        v: [B, H_kv, L, D_v], likewise.
+        cache: written.
+        block_table: int32 [B, max_pages].
+        cache_seqlens: int32 [B].
+        rope: rotates K.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    cache: PagedKVCache
+    block_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    rope: RopeArguments
