@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
+from typing_extensions import Unpack
 
 from helion_attn import ops
 from helion_attn.configs import packing
@@ -19,7 +20,7 @@ from helion_attn.preprocess.lib.arguments import (
     TransformArguments,
     rope_arguments,
 )
-from helion_attn.types import BALANCED, PACKED_FIELDS, QuantizedQKV, Recipe, Rope
+from helion_attn.types import BALANCED, PACKED_FIELDS, AttentionOptions, DenseOptions, QuantizedQKV, Recipe, Rope
 from helion_attn.validate.dense import (
     check_descale,
     check_dtype,
@@ -292,39 +293,15 @@ def mask_arguments(
 
 @overload
 def attention_quantized(
-    qkv: QuantizedQKV,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-    out_dtype: torch.dtype | None = None,
+    qkv: QuantizedQKV, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
 ) -> torch.Tensor: ...
 @overload
 def attention_quantized(
-    qkv: QuantizedQKV,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: Literal[True],
-    out_dtype: torch.dtype | None = None,
+    qkv: QuantizedQKV, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def attention_quantized(
-    qkv: QuantizedQKV,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool,
-    out_dtype: torch.dtype | None = None,
+    qkv: QuantizedQKV, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention_quantized(
     qkv: QuantizedQKV,
@@ -405,50 +382,16 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    layout: str = "bhsd",
-    recipe: Recipe = BALANCED,
-    rope: Rope | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
-    out_dtype: torch.dtype | None = None,
+    **options: Unpack[DenseOptions],
 ) -> torch.Tensor: ...
 @overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    layout: str = "bhsd",
-    recipe: Recipe = BALANCED,
-    rope: Rope | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: Literal[True],
-    out_dtype: torch.dtype | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[DenseOptions]
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    layout: str = "bhsd",
-    recipe: Recipe = BALANCED,
-    rope: Rope | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool,
-    out_dtype: torch.dtype | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[DenseOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import Literal, overload
 
 import torch
+from typing_extensions import Unpack
 
 from helion_attn import ops
 from helion_attn.api import mask_arguments
 from helion_attn.configs import page_packing
 from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.preprocess.lib.arguments import AppendArguments, rope_arguments
-from helion_attn.types import PagedKVCache, Rope
+from helion_attn.types import CacheOptions, PagedKVCache, Rope
 from helion_attn.validate.dense import check_count
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
 
@@ -114,15 +115,8 @@ def attention_kvcache(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     *,
-    causal: bool = True,
-    sm_scale: float | None = None,
-    layout: str = "bhsd",
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    num_splits: int | None = None,
     return_lse: Literal[False] = False,
-    out_dtype: torch.dtype | None = None,
+    **options: Unpack[CacheOptions],
 ) -> torch.Tensor: ...
 @overload
 def attention_kvcache(
@@ -131,15 +125,8 @@ def attention_kvcache(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     *,
-    causal: bool = True,
-    sm_scale: float | None = None,
-    layout: str = "bhsd",
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    num_splits: int | None = None,
     return_lse: Literal[True],
-    out_dtype: torch.dtype | None = None,
+    **options: Unpack[CacheOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def attention_kvcache(
@@ -148,15 +135,8 @@ def attention_kvcache(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     *,
-    causal: bool = True,
-    sm_scale: float | None = None,
-    layout: str = "bhsd",
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    num_splits: int | None = None,
     return_lse: bool,
-    out_dtype: torch.dtype | None = None,
+    **options: Unpack[CacheOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention_kvcache(
     q: torch.Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -278,3 +278,35 @@ class PagedKVCache:
     def page_size(self) -> int:
         """Keys of a page."""
         return self.k8.size(2)
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Options that every attention function has, for its overloads; `helion_attn.attention` says what they mean."""
+
+    causal: bool
+    sm_scale: float | None
+    window: tuple[int, int] | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    out_dtype: torch.dtype | None
+
+
+class DenseOptions(AttentionOptions, total=False):
+    """Those of `helion_attn.attention`."""
+
+    layout: str
+    recipe: Recipe
+    rope: Rope | None
+
+
+class VarlenOptions(AttentionOptions, total=False):
+    """Those of `helion_attn.attention_varlen`."""
+
+    recipe: Recipe
+
+
+class CacheOptions(AttentionOptions, total=False):
+    """Those of `helion_attn.attention_kvcache`."""
+
+    layout: str
+    num_splits: int | None

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
+from typing_extensions import Unpack
 
 from helion_attn import ops
 from helion_attn.api import mask_arguments, packed_fields
 from helion_attn.configs import varlen_packing
 from helion_attn.kernels.lib.arguments import AttentionArguments, VarlenArguments
 from helion_attn.preprocess.lib.arguments import QuantizeVarlenArguments
-from helion_attn.types import BALANCED, PackedTensors, Recipe
+from helion_attn.types import BALANCED, PackedTensors, Recipe, VarlenOptions
 from helion_attn.validate.dense import check_options
 from helion_attn.validate.varlen import check_varlen, check_varlen_recipe
 
@@ -123,14 +124,8 @@ def attention_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    recipe: Recipe = BALANCED,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
-    out_dtype: torch.dtype | None = None,
+    **options: Unpack[VarlenOptions],
 ) -> torch.Tensor: ...
 @overload
 def attention_varlen(
@@ -140,14 +135,8 @@ def attention_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    recipe: Recipe = BALANCED,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: Literal[True],
-    out_dtype: torch.dtype | None = None,
+    **options: Unpack[VarlenOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def attention_varlen(
@@ -157,14 +146,8 @@ def attention_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    recipe: Recipe = BALANCED,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: bool,
-    out_dtype: torch.dtype | None = None,
+    **options: Unpack[VarlenOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention_varlen(
     q: torch.Tensor,
