@@ -37,14 +37,14 @@ from helion_attn.compiler.helion_adapter import helion, helion_config, hl
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib import steps
-from helion_attn.kernels.lib.arguments import Inputs, Numerics, Problem
+from helion_attn.kernels.lib.arguments import AttentionArguments
 from helion_attn.preprocess.lib.v_layout import position_of_key
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
+from helion_attn.types import PackedTensors
 from helion_attn.workloads import Workload
 
 #: Kernel error above which a variant is wrong. What an undone step costs in error is a result, so this is wide.
 ERROR_BUDGET = 0.05
-
 
 # --- variants -------------------------------------------------------------------------------------
 
@@ -198,36 +198,47 @@ def own_kernels() -> Callable[..., Callable[..., None]]:
 # --- a launch -------------------------------------------------------------------------------------
 
 
-def repacked(qkv: ha.QuantizedQKV, tile: TileConfig, interleaved: bool) -> tuple[Tensor, ...]:
-    """What `ha.quantize` packed, of as many KV heads as heads and of whole blocks, in the blocks of `tile`:
-
-    q8, k8, v8, q_descale, k_descale, v_descale, v_mean.
-    """
+def repacked(qkv: ha.QuantizedQKV, tile: TileConfig, interleaved: bool) -> PackedTensors:
+    """What `ha.quantize` packed, of as many KV heads as heads and of whole blocks, in the blocks of `tile`."""
     heads, _, D, bn = qkv.v8.shape
     v8 = qkv.v8.view(torch.uint8)
     if not interleaved:
         v8 = v8[..., position_of_key(torch.arange(bn, device=v8.device))]
     keys = v8.transpose(2, 3).reshape(heads, -1, tile.bn, D)
-    return (
-        qkv.q8.view(heads, -1, tile.bm, D),
-        qkv.k8.view(heads, -1, tile.bn, D),
-        keys.transpose(2, 3).contiguous().view(qkv.v8.dtype),
-        qkv.q_descale.view(*qkv.q_descale.shape[:2], -1, tile.bm),
-        qkv.k_descale,
-        qkv.v_descale,
-        qkv.v_mean,
+    return PackedTensors(
+        q8=qkv.q8.view(heads, -1, tile.bm, D),
+        k8=qkv.k8.view(heads, -1, tile.bn, D),
+        v8=keys.transpose(2, 3).contiguous().view(qkv.v8.dtype),
+        q_descale=qkv.q_descale.view(*qkv.q_descale.shape[:2], -1, tile.bm),
+        k_descale=qkv.k_descale,
+        v_descale=qkv.v_descale,
+        v_mean=qkv.v_mean,
+        k_mean=None,
+        lse_shift=None,
     )
 
 
 def launch(
-    tile: TileConfig, packed: tuple[Tensor, ...], out: Tensor, lse: Tensor, sm_scale: float, recipe: ha.Recipe
+    tile: TileConfig, packed: PackedTensors, out: Tensor, lse: Tensor, sm_scale: float, recipe: ha.Recipe
 ) -> None:
-    """The kernel on [B, H, M, D], as many keys as queries; `packed` as `repacked` returns it."""
-    q8, k8, v8, q_descale, k_descale, v_descale, v_mean = packed
-    inputs = Inputs(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None)
-    M = out.size(2)
-    problem = Problem(M, M, -1, -1, sm_scale, None, bshd=False)
-    attention.launch(tile, inputs, out, lse, problem, Numerics(*recipe.kernel_options))
+    """The kernel on [B, H, M, D], as many keys as queries."""
+    M, D = out.shape[2:]
+    arguments = AttentionArguments(
+        packed=packed,
+        sinks=None,
+        m_len=M,
+        n_len=M,
+        d=D,
+        d_v=D,
+        left=-1,
+        right=-1,
+        sm_scale=sm_scale,
+        softcap=None,
+        bshd=False,
+        out_dtype=out.dtype,
+        recipe=recipe,
+    )
+    attention.launch(tile, arguments, out, lse)
 
 
 def prepare(variant: Variant, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
@@ -254,7 +265,7 @@ def prepare(variant: Variant, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_
 
 
 def workload_of(D: int) -> Workload:
-    """Of the grid."""
+    """The cell of the grid in which variants run."""
     return grid_workload(4096, D)
 
 
@@ -266,12 +277,16 @@ def compile_variant(D: int, name: str) -> Sm90Kernel:
 
     def run() -> None:
         heads, e4m3 = w.B * w.H, torch.float8_e4m3fn
-        packed = (
-            fake_cuda(heads, w.M // tile.bm, tile.bm, D, dtype=e4m3),
-            fake_cuda(heads, w.N // tile.bn, tile.bn, D, dtype=e4m3),
-            fake_cuda(heads, w.N // tile.bn, D, tile.bn, dtype=e4m3),
-            fake_cuda(w.B, w.H, w.M // tile.bm, tile.bm),
-            *(fake_cuda(w.B, w.H, n) for n in (1, D, D)),
+        packed = PackedTensors(
+            q8=fake_cuda(heads, w.M // tile.bm, tile.bm, D, dtype=e4m3),
+            k8=fake_cuda(heads, w.N // tile.bn, tile.bn, D, dtype=e4m3),
+            v8=fake_cuda(heads, w.N // tile.bn, D, tile.bn, dtype=e4m3),
+            q_descale=fake_cuda(w.B, w.H, w.M // tile.bm, tile.bm),
+            k_descale=fake_cuda(w.B, w.H, 1),
+            v_descale=fake_cuda(w.B, w.H, D),
+            v_mean=fake_cuda(w.B, w.H, D),
+            k_mean=None,
+            lse_shift=None,
         )
         out = fake_cuda(w.B, w.H, w.M, D, dtype=torch.bfloat16)
         with in_place(variant, own_kernels()):

@@ -32,7 +32,7 @@ from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, by_impl, labels, number, rows_of, series, values_of
 from helion_attn import configs
 from helion_attn.preprocess import pack, statistics
-from helion_attn.preprocess.lib.choices import Choices
+from helion_attn.preprocess.lib.arguments import rope_arguments
 from helion_attn.preprocess.lib.rope import rope_tables as kernel_tables
 from helion_attn.preprocess.lib.strided import strided_qkv
 from helion_attn.testing import make_qkv
@@ -170,12 +170,9 @@ def pack_launch(
     """The last launch of `quantize` alone: transform, scale, cast and pack. What it needs to know is computed here."""
     tile = configs.packing(q.size(3), v.size(3), recipe.bits)
     source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
-    cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
-    unused = q.new_empty(1, dtype=torch.float32)
-    tables = kernel_tables(cos, sin, None, None, False, source.D_row, unused)
-    choices = Choices(*recipe.quantize_options)
-    stats = statistics.launch(source, tables, choices)
-    return functools.partial(pack.launch, source, tables, stats, tile.bm, tile.bn, choices)
+    tables = kernel_tables(rope_arguments(rope), source.D_row, q.new_empty(1, dtype=torch.float32))
+    stats = statistics.launch(source, tables, recipe)
+    return lambda: pack.launch(source, tables, stats, tile.bm, tile.bn, recipe).tensors()
 
 
 def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:
