@@ -16,6 +16,8 @@ from unittest import mock
 
 import torch
 
+from helion_attn.compiler.passes.outcome import Outcome
+
 #: Registers and shared memory of one Hopper SM (CUDA programming guide, compute capability 9.0).
 REGISTERS_PER_SM = 65536
 SHARED_BYTES_PER_SM = 228 * 1024
@@ -178,6 +180,7 @@ class Sm90Kernel:
         opcodes: how often each SASS opcode occurs, without its modifiers.
         ptx: the PTX text.
         sass: the disassembly.
+        passes: what this package's passes did to it, each applied or refused and why.
     """
 
     name: str
@@ -187,6 +190,7 @@ class Sm90Kernel:
     opcodes: Counter[str]
     ptx: str
     sass: str
+    passes: tuple[Outcome, ...] = ()
 
     @property
     def ctas_per_sm(self) -> int:
@@ -198,6 +202,8 @@ class Sm90Kernel:
 
 def _disassemble(compiled: Any) -> Sm90Kernel:
     import triton
+
+    from helion_attn.compiler.triton_hook import outcomes
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -221,6 +227,7 @@ def _disassemble(compiled: Any) -> Sm90Kernel:
         opcodes=Counter(opcodes),
         ptx=compiled.asm["ptx"],
         sass=sass,
+        passes=outcomes(compiled),
     )
 
 

@@ -26,9 +26,17 @@ from helion_attn.compiler.passes.expected import COSTS, expected_passes, missing
 from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, only
 from helion_attn.compiler.passes.ttgir import matched
 from helion_attn.compiler.slower import SlowerWarning
-from helion_attn.configs import LARGE_TILE_CONFIGS, TILE_CONFIGS, large_tile_config, tile_config
+from helion_attn.configs import (
+    LARGE_TILE_CONFIGS,
+    TILE_CONFIGS,
+    LargeTileConfig,
+    TileConfig,
+    large_tile_config,
+    tile_config,
+)
 from helion_attn.testing import _offline_hopper
-from helpers.offline import compile_attention, compile_decode
+from helpers.offline import batch_for, compile_attention, compile_decode
+from helpers.shared import shared
 
 
 @contextlib.contextmanager
@@ -280,6 +288,27 @@ def test_which_passes_a_config_is_expected_to_have() -> None:
     for tile in tiles:
         assert names.issuperset(expected_passes(tile))
         assert expected_passes(dataclasses.replace(tile, max_registers=17)) == ()
+
+
+#: Head dims of V that configs are for, where they are not D.
+D_V = {(192, 128): 128, (576, 256): 512}
+
+RECIPES = {(8, 8): ha.BALANCED, (8, 16): ha.HYBRID, (16, 16): ha.BF16}
+
+
+@pytest.mark.parametrize("tile", TILE_CONFIGS, ids=lambda t: f"{t.bits}-d{t.D_pad}-{t.causal}-{t.num_stages}")
+def test_shipped_configs_have_their_passes(tile: TileConfig) -> None:
+    kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=RECIPES[tile.bits], B=batch_for(tile))
+    assert missing(kernel.passes, expected_passes(tile)) == []
+    assert [x.name for x in kernel.passes if x.applied] == [x for x in triton_hook.PASSES if x in expected_passes(tile)]
+
+
+@pytest.mark.parametrize("tile", LARGE_TILE_CONFIGS, ids=lambda t: f"d{t.D_pad}-{t.v_tile}-{t.causal}")
+def test_shipped_configs_of_large_head_dims_have_their_passes(tile: LargeTileConfig) -> None:
+    D_v = D_V.get((tile.D_pad, tile.v_tile), tile.D_pad)
+    kernel = shared(compile_attention, tile.D_pad, tile.causal, D_v=D_v, recipe=ha.BALANCED, B=batch_for(tile))
+    assert missing(kernel.passes, expected_passes(tile)) == []
+    assert [x.name for x in kernel.passes if x.applied] == [*expected_passes(tile)]
 
 
 def test_missing_is_what_was_expected_and_did_not_apply() -> None:
