@@ -11,6 +11,7 @@ from helion_attn.api import (
     quantize,
     reflect,
 )
+from helion_attn.explain import explain
 from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from helion_attn.integrations.sdpa import sdpa
 from helion_attn.integrations.transformers import register_transformers
@@ -36,6 +37,7 @@ __all__ = [
     "attention_quantized",
     "attention_varlen",
     "dequantize",
+    "explain",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",

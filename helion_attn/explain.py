@@ -1,0 +1,256 @@
+"""`explain`: which kernels a call of `attention` takes, and why no others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from helion_attn.api import attention, mask_arguments
+from helion_attn.compiler.passes.expected import expected_passes
+from helion_attn.compiler.passes.outcome import Outcome
+from helion_attn.configs import LargeTileConfig, TileConfig, packing, scheduling
+from helion_attn.kernels.lib.arguments import AttentionArguments
+from helion_attn.ops.attention import Choice, choose
+from helion_attn.ops.quantize import empty_packed
+from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope
+
+#: SMs of an H200 and of an H100 SXM: what is said of CPU tensors is said of these.
+HOPPER_MULTIPROCESSORS = 132
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call of `attention` takes; printed, it is a text.
+
+    Attributes:
+        device: what runs it.
+        launches: kernels of this package, in their order: preprocessing, attention, the merging of runs.
+        kernel: the one of attention.
+        tile: its config. Of CPU tensors, whose interpreter has no use for warps and stages, what an H200 would take.
+        passes: over Triton's IR and PTX, each applied or refused and why; none where nothing was compiled.
+        expected: names of the passes that the config was timed with.
+        registers: of a thread, as the GPU has loaded the kernel; None where nothing was compiled.
+        spills: registers that did not fit, likewise.
+        splits: runs of keys, one program each, whose results are merged.
+        shares_tiles: whether the query heads of a KV head share tiles.
+        heads_at_once: heads whose longest rows begin together, so that the GPU does not run dry at the end.
+        reasons: why not others, a sentence each.
+    """
+
+    device: str
+    launches: tuple[str, ...]
+    kernel: str
+    tile: TileConfig | LargeTileConfig
+    passes: tuple[Outcome, ...]
+    expected: tuple[str, ...]
+    registers: int | None
+    spills: int | None
+    splits: int
+    shares_tiles: bool
+    heads_at_once: int
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        tile = self.tile
+        registers = f"at most {tile.max_registers} registers a thread"
+        if self.registers is not None:
+            registers += f", of which {self.registers} are used and {self.spills} spill"
+        before = self.launches[: self.launches.index(self.kernel)]
+        lines = [
+            f"{self.kernel} on {self.device}",
+            f"  tile: {tile.bm} query rows by {tile.bn} keys, {tile.num_warps} warps, {tile.num_stages} stages, "
+            f"{registers}, {tile.ctas_per_sm} programs an SM",
+            f"  keys: {f'{self.splits} runs, merged' if self.splits > 1 else 'not split'}",
+            f"  heads: {'those of a KV head share tiles' if self.shares_tiles else 'none share tiles'}; "
+            f"{self.heads_at_once} at once",
+            f"  launches before attention: {', '.join(before) or 'none'}",
+        ]
+        if self.passes:
+            lines += [f"  pass {outcome}" for outcome in self.passes]
+        else:
+            lines.append(f"  passes: nothing was compiled here; the config has {', '.join(self.expected) or 'none'}")
+        return "\n".join([*lines, *(f"  why: {reason}" for reason in self.reasons)])
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    layout: str = "bhsd",
+    recipe: Recipe = BALANCED,
+    rope: Rope | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Explanation:
+    """Say which kernel, tile, passes and splits `attention` takes for these arguments, and why not others.
+
+    On a GPU it makes the call once, and reads what the kernels say of themselves. Of CPU tensors nothing is computed:
+    it names what the interpreter would run, and the tile, splits and groups that an H200 would take.
+
+    Args:
+        q: and all others as in `attention`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
+    """
+
+    # With Helion and Triton, which a process needs from its first call on.
+    from helion_attn.compiler import kernels, triton_hook
+
+    def call() -> None:
+        attention(
+            q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=recipe, rope=rope, window=window,
+            softcap=softcap, sinks=sinks, return_lse=return_lse, out_dtype=out_dtype,
+        )  # fmt: skip
+
+    compiled = []
+    # The arguments are checked by the call.
+    if isinstance(q, torch.Tensor) and q.is_cuda:
+        with triton_hook.launched() as compiled:
+            call()
+        names = [triton_hook.kernel_name(kernel.metadata.name) for kernel in compiled]
+        properties = torch.cuda.get_device_properties(q.device)
+        device, sm_count = properties.name, properties.multi_processor_count
+    else:
+        with kernels.named() as names:
+            call()
+        device, sm_count = "the CPU, in Helion's interpreter; the rest is of an H200", HOPPER_MULTIPROCESSORS
+    arguments = _arguments(q, k, v, layout, recipe, causal, window)
+    choice = choose(arguments, sm_count)
+    name = "fp8_attn_fwd_large_d" if isinstance(choice.tile, LargeTileConfig) else "fp8_attn_fwd"
+    kernel = next((x for x, its in zip(compiled, names, strict=False) if its == name), None)
+    return Explanation(
+        device=device,
+        launches=tuple(names),
+        kernel=name,
+        tile=choice.tile,
+        passes=() if kernel is None else triton_hook.outcomes(kernel),
+        expected=expected_passes(choice.tile),
+        registers=getattr(kernel, "n_regs", None),
+        spills=getattr(kernel, "n_spills", None),
+        splits=choice.splits,
+        shares_tiles=choice.pack_gqa,
+        heads_at_once=_heads_at_once(arguments, choice, sm_count),
+        reasons=_reasons(arguments, choice, sm_count, device),
+    )
+
+
+def _arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: str,
+    recipe: Recipe,
+    causal: bool,
+    window: tuple[int, int] | None,
+) -> AttentionArguments:
+    """What the choice of a kernel looks at, of tensors without storage; what it does not look at is left empty."""
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    (B, H, M, D), (H_kv, N), D_v = q.shape, k.shape[1:3], v.size(3)
+    tile = packing(D, D_v, recipe.bits)
+    nothing = torch.empty(0, device="meta")
+    blocks = -(-M // tile.bm), -(-N // tile.bn)
+    q8, k8, v8 = empty_packed(nothing, B * H, B * H_kv, *blocks, tile, recipe.qk_dtype, recipe.pv_dtype)
+    left, right, _softcap, _sinks = mask_arguments(causal, window, None, None)
+    return AttentionArguments(
+        packed=PackedTensors(q8, k8, v8, nothing, nothing, nothing, nothing, None, None),
+        sinks=None,
+        m_len=M,
+        n_len=N,
+        d=D,
+        d_v=D_v,
+        left=left,
+        right=right,
+        sm_scale=1.0,
+        softcap=None,
+        bshd=layout == "bshd",
+        out_dtype=q.dtype,
+        recipe=recipe,
+    )
+
+
+def _heads(a: AttentionArguments) -> tuple[int, int]:
+    """B * H and B * H_kv."""
+    return a.packed.q8.size(0), a.packed.k8.size(0)
+
+
+def _programs(a: AttentionArguments, choice: Choice) -> tuple[int, int]:
+    """Heads of a launch's grid, and programs of each, before keys are split."""
+    q_heads, kv_heads = _heads(a)
+    if choice.pack_gqa:
+        return kv_heads, scheduling.gqa_query_blocks(a.m_len, q_heads // kv_heads, choice.tile.bm)
+    if isinstance(choice.tile, LargeTileConfig):
+        return q_heads, a.packed.q8.size(1) * -(-a.d_v // choice.tile.v_tile)
+    return q_heads, a.packed.q8.size(1)
+
+
+def _heads_at_once(a: AttentionArguments, choice: Choice, sm_count: int) -> int:
+    if not a.rows_differ or choice.splits > 1:
+        return 1
+    return scheduling.head_group(*_programs(a, choice), sm_count, choice.tile.ctas_per_sm)
+
+
+def _reasons(a: AttentionArguments, choice: Choice, sm_count: int, device: str) -> tuple[str, ...]:
+    """A sentence each: on the kernel, the tile, the splits and the groups."""
+    return (
+        _why_kernel(a, choice),
+        _why_tile(choice, device),
+        _why_splits(a, choice, sm_count),
+        _why_groups(a, choice),
+    )
+
+
+def _why_kernel(a: AttentionArguments, choice: Choice) -> str:
+    of = f"D {a.d}, D_v {a.d_v}"
+    if isinstance(choice.tile, LargeTileConfig):
+        return f"fp8_attn_fwd is not taken: {of} would be padded beyond what it has registers for, or to more work"
+    if a.recipe.bits != (8, 8):
+        return "fp8_attn_fwd_large_d is not taken: it has 8-bit numbers only"
+    return f"fp8_attn_fwd_large_d is not taken: {of} fits fp8_attn_fwd"
+
+
+def _why_tile(choice: Choice, device: str) -> str:
+    tile = choice.tile
+    load = tile.max_query_blocks_per_sm
+    size = "of any size" if load == float("inf") else f"of up to {load} query blocks an SM"
+    text = f"the tile is the one that was fastest on {tile.measured_on} for launches {size}"
+    if tile.measured_on not in (None, device) and "CPU" not in device:
+        text += f", and was not timed on {device}"
+    return text
+
+
+def _why_splits(a: AttentionArguments, choice: Choice, sm_count: int) -> str:
+    tile = choice.tile
+    if isinstance(tile, LargeTileConfig):
+        return "keys are not split: fp8_attn_fwd_large_d has no runs of keys"
+    heads, of_each = _programs(a, choice)
+    programs, places = heads * of_each, sm_count * tile.ctas_per_sm
+    of_all = f"{programs} programs for the {places} that the GPU holds at once"
+    if choice.splits > 1:
+        return f"keys are split: {of_all} leave a part of it idle"
+    seen = scheduling.visible_key_blocks(a.packed.k8.size(1), a.left, a.right, tile.bm, tile.bn)
+    seen = min(seen, scheduling.mean_key_blocks(a.packed.k8.size(1), a.m_len, a.right, tile.bn))
+    if seen < scheduling.MIN_SPLIT_BLOCKS:
+        fewest = scheduling.MIN_SPLIT_BLOCKS
+        return f"keys are not split: a program sees {seen} blocks of them, and merging pays from {fewest} on"
+    return f"keys are not split: there are {of_all}, and runs would not keep it {scheduling.SPLIT_GAIN} times as busy"
+
+
+def _why_groups(a: AttentionArguments, choice: Choice) -> str:
+    q_heads, kv_heads = _heads(a)
+    group = q_heads // kv_heads
+    if choice.pack_gqa:
+        return f"heads share tiles: {a.m_len} queries of {group} heads fill fewer tiles together"
+    if group == 1:
+        return "heads do not share tiles: every query head has a KV head of its own"
+    if isinstance(choice.tile, LargeTileConfig):
+        return "heads do not share tiles: fp8_attn_fwd_large_d has a tile for each"
+    return f"heads do not share tiles: {a.m_len} queries of {group} heads would not fill an eighth fewer tiles together"

@@ -1,0 +1,160 @@
+"""`explain` says what `attention` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from triton import knobs
+
+import helion_attn as ha
+from helion_attn.compiler import kernels, triton_hook
+from helion_attn.compiler.helion_adapter import helion
+from helion_attn.compiler.passes import early_copies, warpgroup_turns
+from helion_attn.configs import large_tile_config, tile_config
+from helion_attn.testing import _offline_hopper, make_qkv
+from helpers.offline import fake_qkv, launching
+
+
+def explained(shape: tuple[int, int, int, int, int, int], **options: Any) -> Any:
+    """Of CPU tensors: B, H, H_kv, M, N, D."""
+    return ha.explain(*make_qkv("randn", *shape), **options)
+
+
+def test_it_takes_what_attention_takes() -> None:
+    assert [*inspect.signature(ha.explain).parameters.values()] == [
+        *inspect.signature(ha.attention).parameters.values()
+    ]
+
+
+def test_cpu_tensors_are_named_and_not_computed() -> None:
+    with mock.patch.object(helion.Kernel, "__call__", side_effect=AssertionError("it is run")):
+        found = explained((1, 4, 2, 100, 200, 64), causal=True)
+    assert found.launches == ("first_pass", "means", "pack", "fp8_attn_fwd")
+    assert found.tile == tile_config(64, True)
+    assert (found.passes, found.registers, found.spills) == ((), None, None)
+    assert found.expected == (early_copies.NAME,)
+    text = str(found)
+    for part in (
+        "fp8_attn_fwd on the CPU, in Helion's interpreter",
+        "64 query rows by 128 keys, 4 warps, 2 stages",
+        "launches before attention: first_pass, means, pack",
+        "nothing was compiled here; the config has early_copies",
+        "keys are not split: a program sees 2 blocks",
+    ):
+        assert part in text
+
+
+def test_the_interpreter_runs_what_is_named() -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 70, 130, 64)
+    run = []
+    call = kernels.Interpreted.__call__
+
+    def recording(self: Any, *args: Any) -> None:
+        run.append(self._kernel.fn.__name__)
+        call(self, *args)
+
+    with mock.patch.object(kernels.Interpreted, "__call__", recording):
+        out = ha.attention(q, k, v)
+        assert out.isfinite().all()
+    assert ha.explain(q, k, v).launches == tuple(run)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "splits", "shares", "reason"),
+    [
+        ((1, 2, 2, 64, 20_000, 64), {}, 19, False, "leave a part of it idle"),
+        ((1, 8, 2, 16, 20_000, 64), {}, 19, True, "16 queries of 4 heads fill fewer tiles together"),
+        ((64, 8, 8, 64, 6000, 64), {}, 1, False, "would not keep it 1.4 times as busy"),
+        ((1, 2, 2, 64, 20_000, 64), {"window": (100, 100)}, 1, False, "a program sees 4 blocks"),
+        ((1, 2, 1, 64, 6000, 512), {"recipe": ha.FAST}, 1, False, "fp8_attn_fwd_large_d has no runs"),
+        ((1, 2, 2, 64, 200, 64), {"recipe": ha.BF16}, 1, False, "it has 8-bit numbers only"),
+        ((1, 4, 2, 640, 200, 64), {}, 1, False, "would not fill an eighth fewer tiles"),
+    ],
+)
+def test_splits_and_groups(
+    shape: tuple[int, ...], options: dict[str, Any], splits: int, shares: bool, reason: str
+) -> None:
+    B, H, H_kv, M, N, D = shape
+    # Nothing is read.
+    q, k, v = (torch.empty(D, dtype=torch.bfloat16).expand(B, h, s, D) for h, s in ((H, M), (H_kv, N), (H_kv, N)))
+    found = ha.explain(q, k, v, **options)
+    assert (found.splits > 1, found.shares_tiles) == (splits > 1, shares)
+    assert reason in str(found)
+
+
+def test_a_large_head_dim() -> None:
+    found = explained((1, 1, 1, 20, 30, 320), recipe=ha.FAST, causal=True)
+    assert found.kernel == "fp8_attn_fwd_large_d"
+    assert found.tile == large_tile_config(320, 320, True)
+    assert found.launches[-1] == found.kernel
+
+
+def test_wrong_arguments_are_those_of_attention() -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 10, 10, 64)
+    mistakes: tuple[dict[str, Any], ...] = (
+        {"layout": "sbhd"},
+        {"softcap": -1.0},
+        {"window": (1, 2, 3)},
+        {"out_dtype": torch.int8},
+    )
+    for wrong in mistakes:
+        with pytest.raises((TypeError, ValueError)) as by_attention:
+            ha.attention(q, k, v, **wrong)
+        with pytest.raises((TypeError, ValueError)) as by_explain:
+            ha.explain(q, k, v, **wrong)
+        assert str(by_explain.value) == str(by_attention.value)
+    with pytest.raises(TypeError):
+        ha.explain("q", k, v)  # type: ignore[arg-type]
+
+
+def test_it_cannot_be_changed() -> None:
+    found = explained((1, 1, 1, 5, 5, 64))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.splits = 3
+
+
+def test_a_gpu_s_kernels_say_what_was_done_to_them() -> None:
+    """Compiled for sm_90, and not launched."""
+
+    @contextmanager
+    def launched() -> Iterator[list[Any]]:
+        yield compiled
+
+    with _offline_hopper() as compiled, launching(), mock.patch.object(triton_hook, "launched", launched):
+        found = ha.explain(*fake_qkv(2, 4, 2, 1000, 3000, 256), causal=True)
+    assert found.device == "NVIDIA H200"
+    assert found.launches == ("first_pass", "means", "pack", "fp8_attn_fwd")
+    assert found.tile == tile_config(256, True)
+    assert [x.name for x in found.passes if x.applied] == [*found.expected]
+    assert f"pass {warpgroup_turns.NAME}: applied" in str(found)
+
+
+def test_launches_are_those_of_this_thread_and_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = SimpleNamespace(function=7)
+    monkeypatch.setattr(triton_hook, "_COMPILED", [mine, SimpleNamespace(function=8)])
+    with triton_hook.launched() as seen:
+        (hook,) = knobs.runtime.launch_enter_hook.calls
+        for function in (7, 9, 7):
+            hook(SimpleNamespace(get=lambda function=function: {"function": function}))
+    assert seen == [mine, mine]
+    assert knobs.runtime.launch_enter_hook.calls == []
+
+
+@pytest.mark.gpu
+def test_what_a_gpu_launched() -> None:
+    q, k, v = make_qkv("randn", 1, 4, 2, 300, 3000, 256, device="cuda")
+    for _ in range(2):  # launched through Triton, and again
+        found = ha.explain(q, k, v, causal=True)
+        assert found.launches == ("first_pass", "means", "pack", "fp8_attn_fwd")
+        assert [x.name for x in found.passes if x.applied] == [*found.expected]
+        assert found.registers is not None
+        assert found.registers <= found.tile.max_registers
+        assert found.spills == 0
