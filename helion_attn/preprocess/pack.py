@@ -14,45 +14,25 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
-from helion_attn.numerics import FORMAT_MAX, MAX_HADAMARD_BLOCK, REFLECTED_GROUP
+from helion_attn.numerics import FORMAT_MAX, REFLECTED_GROUP
 from helion_attn.preprocess.lib.hadamard import hadamard_block, rotation
 from helion_attn.preprocess.lib.reflect import reflected_channels
 from helion_attn.preprocess.lib.rope import RopeTables
 from helion_attn.preprocess.lib.rotate import rotate_mean
 from helion_attn.preprocess.lib.row_layout import row_tile, rows_descale, to_dtype
-from helion_attn.preprocess.lib.strided import WIDEST_LOAD, StridedQKV, row_channels
+from helion_attn.preprocess.lib.strided import StridedQKV, row_channels
+from helion_attn.preprocess.lib.tiling import tiling
 from helion_attn.preprocess.lib.v_layout import v_block
 from helion_attn.preprocess.sequences import Sequences, key_source, query_source
 from helion_attn.preprocess.statistics import Statistics
 from helion_attn.types import PackedTensors, Recipe
-
-#: Elements of Q or K that a program packs: 64 a thread. Packed blocks lie one after the other, so that a program may
-#: take a part of one.
-PACK_ELEMENTS = 8192
-
-#: Likewise where K's mean is subtracted after the rotation, with eight warps: a block of K is one tile, rotated once.
-#: Of 64 channels it has half as many, and three programs fit an SM.
-ROTATED_ELEMENTS = 16384
-
-#: Channels of V that a program packs.
-PACK_CHANNELS = 64
-
-#: Tiles that a program rotates, at most: they share 32 KB of matrix, which are as much as one or two of them.
-ROTATED_TILES = 4
-
-#: A thread's where rows of bf16 are rotated, so that two programs of eight warps fit an SM. Left alone, ptxas takes 178
-#: for ACCURATE with RoPE where channels are 128.
-ROTATED_REGISTERS = 128
-
-#: Likewise, of three programs, where K's mean is subtracted after the rotation and channels are 64 or fewer.
-NARROW_REGISTERS = 80
 
 
 def store_tile(
@@ -321,87 +301,6 @@ def largest_factor(recipe: Recipe, D: int) -> float:
     if recipe.reflect:
         return math.sqrt(REFLECTED_GROUP)
     return math.sqrt(hadamard_block(D)) if recipe.hadamard else 1.0
-
-
-class Tiling(NamedTuple):
-    """How the kernel cuts its work.
-
-    Attributes:
-        q_tile: rows of Q that are one tile; of `q_run` tiles a program.
-        k_tile: keys of K; of `k_run` tiles a program.
-        d_tile: channels of V that a program packs.
-        q_per_block: a program packs a block of several tiles, which has a descale, and reads it twice.
-        k_per_block: likewise.
-        rotate_first: K's mean is rotated and then subtracted, not the other way round.
-        two_terms: rows are two terms of bf16 in the rotation.
-        num_warps: of a program.
-        max_registers: of a thread, or None for ptxas' choice.
-        k_in_flight: tiles of K that are loaded at once.
-        q_in_flight: likewise.
-    """
-
-    q_tile: int
-    k_tile: int
-    d_tile: int
-    q_run: int
-    k_run: int
-    q_per_block: bool
-    k_per_block: bool
-    rotate_first: bool
-    two_terms: bool
-    num_warps: int
-    max_registers: int | None
-    k_in_flight: int
-    q_in_flight: int
-
-
-def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recipe) -> Tiling:
-    """What the shapes, the dtype and the recipe lead to."""
-    D_row, dtype, hadamard = source.D_row, source.flat[0].dtype, recipe.hadamard
-    # Where the rotated mean is at hand for few instructions, and rows are one term; what cancels leaves an error that
-    # 16 bits would show.
-    rotate_first = (
-        hadamard
-        and recipe.smooth_k
-        and recipe.qk_dtype.itemsize == 1
-        and dtype == torch.bfloat16
-        and not rope.pairing
-        and D_row <= MAX_HADAMARD_BLOCK
-    )
-    elements = ROTATED_ELEMENTS if rotate_first else PACK_ELEMENTS
-    q_tile, k_tile = (min(block, elements // D_row) for block in (bm, bn))
-    # A program packs a block of several tiles, if that has a descale, or a few tiles that share the rotation's matrix.
-    few = ROTATED_TILES if hadamard else 1
-    # A block of one tile has its amax at hand; one of several is read twice.
-    q_per_block, k_per_block = recipe.q_scales == "block" and q_tile < bm, recipe.k_scales == "block" and k_tile < bn
-    two_terms = hadamard and dtype != torch.bfloat16
-    # Angles and what is rotated do not fit the registers of four warps.
-    num_warps = 8 if rope.pairing or hadamard else 4
-    # A second term, angles in 16 bits, angles beside the signs of rows of two chunks, or more chunks would spill.
-    narrow_angles = rope.cos.dtype.itemsize == 2
-    spills = two_terms or (rope.pairing and (narrow_angles or D_row > MAX_HADAMARD_BLOCK))
-    cap_registers = hadamard and D_row <= 2 * MAX_HADAMARD_BLOCK and not spills
-    narrow = rotate_first and D_row < MAX_HADAMARD_BLOCK
-    # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
-    wide_loads = source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
-    pipelined = wide_loads and (num_warps == 4 or rotate_first)
-    return Tiling(
-        q_tile=q_tile,
-        k_tile=k_tile,
-        d_tile=math.gcd(source.D_v_pad, PACK_CHANNELS),
-        q_run=bm // q_tile if q_per_block else few,
-        k_run=bn // k_tile if k_per_block else few,
-        q_per_block=q_per_block,
-        k_per_block=k_per_block,
-        rotate_first=rotate_first,
-        two_terms=two_terms,
-        num_warps=num_warps,
-        max_registers=(NARROW_REGISTERS if narrow else ROTATED_REGISTERS) if cap_registers else None,
-        # Of two stages the next load is issued when a tile is done, of three when the one before is. For blocks of K
-        # with 128 channels that is 147456 bytes of shared memory, not 114688: one program an SM, not two.
-        k_in_flight=(3 if narrow else 2) if pipelined else 1,
-        q_in_flight=(3 if rotate_first else 2) if pipelined else 1,
-    )
 
 
 def launch(

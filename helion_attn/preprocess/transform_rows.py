@@ -19,7 +19,7 @@ from helion_attn.preprocess.lib.reflect import reflected_channels
 from helion_attn.preprocess.lib.rope import rope_tables
 from helion_attn.preprocess.lib.row_layout import row_tile
 from helion_attn.preprocess.lib.strided import common_unit, strided_rows
-from helion_attn.preprocess.pack import PACK_ELEMENTS, ROTATED_TILES
+from helion_attn.preprocess.lib.tiling import PACK_ELEMENTS, ROTATED_TILES
 
 
 def transform(

@@ -12,12 +12,10 @@ from helion_attn.configs import (
     MAX_LARGE_TWO_LEVEL_D,
     MAX_TWO_LEVEL_D,
     SUPPORTED_D,
-    Packing,
-    row_width,
     uses_large_d,
 )
 from helion_attn.numerics import MAX_SEED
-from helion_attn.types import QuantizedQKV, Recipe, Rope
+from helion_attn.types import Recipe, Rope
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUT_DTYPES = (*IN_DTYPES, torch.float8_e4m3fn)
@@ -399,56 +397,6 @@ def check_options(
     check_sinks(sinks, H, device)
     if out_dtype is not None and out_dtype not in out_dtypes:
         raise TypeError(f"out_dtype is {out_dtype}; it must be one of {_names(out_dtypes)}")
-
-
-def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
-    """The fields of a `QuantizedQKV`, against the block sizes and padding of its head dims."""
-    bm, bn, D_pad, D_v_pad = packing.bm, packing.bn, packing.D_pad, packing.D_v_pad
-    check_layout(qkv.layout)
-    for name, size in (("M", qkv.M), ("N", qkv.N)):
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1")
-    check_dtype(qkv.dtype)
-    packed: tuple[str, ...] = ("q8", "k8", "v8", "q_descale", "k_descale", "v_descale", "v_mean")
-    if qkv.recipe.smooth_k:
-        packed += ("k_mean", "lse_shift")
-    for name in packed:
-        x = getattr(qkv, name)
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(
-                f"{name} is a {type(x).__name__}; it must be a torch.Tensor, as helion_attn.quantize makes it"
-            )
-    # All others follow from what these two say.
-    for name, x, ndim in (("q_descale", qkv.q_descale, 4), ("k_descale", qkv.k_descale, 3)):
-        if x.dim() != ndim:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {ndim} dimensions")
-    check_device("q8", qkv.q8)
-    (B, H), H_kv = qkv.q_descale.shape[:2], qkv.k_descale.size(1)
-    if H_kv == 0 or H % H_kv:
-        raise ValueError(f"q_descale has {H} heads and k_descale {H_kv}; q's must be a multiple of k's")
-    m_blocks, n_blocks = -(-qkv.M // bm), -(-qkv.N // bn)
-    rows, channels = (B, H, m_blocks, bm), (B, H_kv, D_v_pad)
-    v_block = (D_v_pad, bn) if qkv.recipe.pv_dtype.itemsize == 1 else (bn, D_v_pad)
-    expected = {
-        "q8": ((B * H, m_blocks, bm, D_pad), qkv.recipe.qk_dtype),
-        "k8": ((B * H_kv, n_blocks, bn, D_pad), qkv.recipe.qk_dtype),
-        "v8": ((B * H_kv, n_blocks, *v_block), qkv.recipe.pv_dtype),
-        "q_descale": (rows, torch.float32),
-        "k_descale": ((B, H_kv, n_blocks if qkv.recipe.k_scales == "block" else 1), torch.float32),
-        "v_descale": (channels, torch.float32),
-        "v_mean": (channels, torch.float32),
-        "k_mean": ((B, H_kv, row_width(D_pad, D_v_pad)), torch.float32),
-        "lse_shift": (rows, torch.float32),
-    }
-    for name in packed:
-        x = getattr(qkv, name)
-        shape, dtype = expected[name]
-        if x.shape != shape or x.dtype != dtype or not x.is_contiguous() or x.device != qkv.q8.device:
-            raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; for M={qkv.M}, N={qkv.N}, D={qkv.D}, "
-                f"D_v={qkv.D_v} it must be contiguous {dtype} {shape} on {qkv.q8.device}, as "
-                f"helion_attn.quantize makes it"
-            )
 
 
 def check_count(name: str, count: int, largest: int = MAX_COUNT) -> None:
