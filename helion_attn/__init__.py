@@ -2,14 +2,10 @@
 
 from helion_attn import reference
 from helion_attn.api import (
-    apply_rope,
     attention,
     attention_quantized,
-    hadamard,
-    hadamard_matrix,
     pack,
     quantize,
-    reflect,
 )
 from helion_attn.explain import explain
 from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -17,6 +13,7 @@ from helion_attn.integrations.sdpa import sdpa
 from helion_attn.integrations.transformers import register_transformers
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
+from helion_attn.transforms import apply_rope, hadamard, hadamard_matrix, reflect
 from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, Rope
 from helion_attn.varlen import attention_varlen
 
