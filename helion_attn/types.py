@@ -280,7 +280,7 @@ class PagedKVCache:
         return self.k8.size(2)
 
 
-class AttentionOptions(TypedDict, total=False):
+class ScoreOptions(TypedDict, total=False):
     """Options that every attention function has, for its overloads; `helion_attn.attention` says what they mean."""
 
     causal: bool
@@ -288,6 +288,17 @@ class AttentionOptions(TypedDict, total=False):
     window: tuple[int, int] | None
     softcap: float | None
     sinks: torch.Tensor | None
+
+
+class OracleOptions(ScoreOptions, total=False):
+    """Those of `reference.attention`."""
+
+    layout: str
+
+
+class AttentionOptions(ScoreOptions, total=False):
+    """Those of `helion_attn.attention_quantized`."""
+
     out_dtype: torch.dtype | None
 
 
@@ -297,6 +308,12 @@ class DenseOptions(AttentionOptions, total=False):
     layout: str
     recipe: Recipe
     rope: Rope | None
+
+
+class ModelOptions(DenseOptions, total=False):
+    """Those of `reference.fp8_attention`."""
+
+    block_n: int | None
 
 
 class VarlenOptions(AttentionOptions, total=False):

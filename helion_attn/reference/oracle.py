@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Literal, overload
 
 import torch
+from typing_extensions import Unpack
 
 from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd
+from helion_attn.types import OracleOptions
 
 #: Scores held at once, in elements: bounds the memory at any length.
 _SCORES_AT_ONCE = 2**26
@@ -18,41 +20,16 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    layout: str = "bhsd",
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
+    **options: Unpack[OracleOptions],
 ) -> torch.Tensor: ...
 @overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    layout: str = "bhsd",
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: Literal[True],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[OracleOptions]
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    layout: str = "bhsd",
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[OracleOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,

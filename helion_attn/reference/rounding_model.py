@@ -10,6 +10,7 @@ import math
 from typing import Literal, NamedTuple, overload
 
 import torch
+from typing_extensions import Unpack
 
 from helion_attn.configs import packing, row_width
 from helion_attn.numerics import (
@@ -27,7 +28,7 @@ from helion_attn.reference.hadamard import hadamard, hadamard_block
 from helion_attn.reference.reflect import reflect
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd
-from helion_attn.types import BALANCED, Recipe, Rope
+from helion_attn.types import BALANCED, ModelOptions, Recipe, Rope
 
 
 class RoundedQKV(NamedTuple):
@@ -212,53 +213,16 @@ def fp8_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    layout: str = "bhsd",
-    recipe: Recipe = BALANCED,
-    rope: Rope | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
-    out_dtype: torch.dtype | None = None,
-    block_n: int | None = None,
+    **options: Unpack[ModelOptions],
 ) -> torch.Tensor: ...
 @overload
 def fp8_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    layout: str = "bhsd",
-    recipe: Recipe = BALANCED,
-    rope: Rope | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: Literal[True],
-    out_dtype: torch.dtype | None = None,
-    block_n: int | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[ModelOptions]
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def fp8_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    layout: str = "bhsd",
-    recipe: Recipe = BALANCED,
-    rope: Rope | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool,
-    out_dtype: torch.dtype | None = None,
-    block_n: int | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[ModelOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def fp8_attention(
     q: torch.Tensor,
