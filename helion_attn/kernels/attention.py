@@ -51,6 +51,7 @@ import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion_config, hl, multiprocessors
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
+from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import TileConfig, scheduling
 from helion_attn.kernels.lib.arguments import AttentionArguments, score_scales
 from helion_attn.kernels.lib.programs import (
@@ -469,7 +470,7 @@ def fp8_attn_fwd(
 @functools.cache
 def compiled_kernel(tile: TileConfig) -> Compiled:
     """The kernel for sm_90 with a config."""
-    return compiled(fp8_attn_fwd, helion_config(tile))
+    return compiled(fp8_attn_fwd, helion_config(tile), expected_passes(tile))
 
 
 interpreted_kernel = interpreted(fp8_attn_fwd)

@@ -25,6 +25,7 @@ import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion_config, hl, multiprocessors
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
+from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import LargeTileConfig, largest_power_of_two, scheduling
 from helion_attn.kernels.lib.arguments import AttentionArguments, score_scales
 from helion_attn.kernels.lib.steps import (
@@ -307,7 +308,7 @@ def fp8_attn_fwd_large_d(
 @functools.cache
 def compiled_kernel(tile: LargeTileConfig) -> Compiled:
     """The kernel for sm_90 with a config."""
-    return compiled(fp8_attn_fwd_large_d, helion_config(tile, grid_dims=3))
+    return compiled(fp8_attn_fwd_large_d, helion_config(tile, grid_dims=3), expected_passes(tile))
 
 
 interpreted_kernel = interpreted(fp8_attn_fwd_large_d)
