@@ -102,7 +102,8 @@ def main(argv: list[str] | None = None) -> int:
     mean = sum(cosines) / len(cosines)
     ok = mean >= MIN_MEAN_COSINE
     console.print(
-        f"{len(sentences)} of {len(written)} sentences, of {min(lengths)} to {max(lengths)} tokens ({args.device}, {dtype}): "
+        f"{len(sentences)} of {len(written)} sentences, of {min(lengths)} to {max(lengths)} tokens "
+        f"({args.device}, {dtype}): "
         f"cosine of the embeddings to stock attention's: mean {mean:.5f}, min {min(cosines):.5f}; "
         f"needed: mean >= {MIN_MEAN_COSINE} {'[green]ok' if ok else '[red]FAILED'}"
     )

@@ -27,7 +27,7 @@ def test_randn(D: int, causal: bool, device: str) -> None:
     assert kernel_error(*make_qkv("randn", 1, H, H, M, KEYS, D, device=device), causal=causal) <= 0.026
 
 
-@pytest.mark.parametrize("keys", [4096, 131072])
+@pytest.mark.parametrize("keys", [4096, pytest.param(131072, marks=pytest.mark.gpu)])
 def test_positive_v_does_not_drift(keys: int, device: str) -> None:
     H, M = (8, 64) if device == "cuda" else (1, 4)
     assert kernel_error(*make_qkv("biased_v", 1, H, H, M, keys, 128, device=device)) <= 0.003
@@ -40,14 +40,18 @@ def test_positive_v_does_not_drift(keys: int, device: str) -> None:
         pytest.param(128, 128, ha.HYBRID, id="hybrid-128"),
         pytest.param(256, 256, ha.HYBRID, id="hybrid-256"),
         pytest.param(128, 128, ha.BF16, id="bf16-128"),
+        pytest.param(128, 128, ha.BALANCED, id="balanced-128"),
         pytest.param(192, 128, ha.BALANCED, id="balanced-192-128"),
         pytest.param(512, 512, ha.BALANCED, id="balanced-512"),
         pytest.param(1024, 1024, ha.BALANCED, id="balanced-1024", marks=pytest.mark.gpu),
     ],
 )
 def test_positive_v_does_not_drift_in_any_kernel(D: int, D_v: int, recipe: ha.Recipe, device: str) -> None:
-    """The packed blocks of 4096 keys, 32 times: the answer is that of 4096."""
-    times = 32
+    """The packed blocks of 4096 keys, 32 times: the answer is that of 4096.
+
+    In the interpreter, which takes long for large heads, 8 times: its sums in fp32 are those of the other head dims.
+    """
+    times = 32 if device == "cuda" or D_v <= 256 else 8
     H, M = (8, 64) if device == "cuda" else (1, 4)
     packed = ha.quantize(*make_qkv("biased_v", 1, H, H, M, KEYS, D, D_v=D_v, device=device), recipe=recipe)
     per_block = packed.k_descale.size(2) > 1
@@ -62,7 +66,15 @@ def test_positive_v_does_not_drift_in_any_kernel(D: int, D_v: int, recipe: ha.Re
     assert relative_error(out, ha.reference.attention(*ha.dequantize(packed))) <= 0.003
 
 
-@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED, ha.ACCURATE], ids=["fast", "balanced", "accurate"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        # Its V is packed as that of BALANCED.
+        pytest.param(ha.FAST, id="fast", marks=pytest.mark.gpu),
+        pytest.param(ha.BALANCED, id="balanced"),
+        pytest.param(ha.ACCURATE, id="accurate"),
+    ],
+)
 def test_total_error_does_not_grow_with_the_keys(recipe: ha.Recipe, device: str) -> None:
     """Of V in bf16, N(0, 1), whose mean comes to lie below the steps between its numbers."""
     H, M = (8, 64) if device == "cuda" else (1, 64)

@@ -197,19 +197,25 @@ class Data:
     splits: int
 
 
+def lengths_up_to(longest: int) -> st.SearchStrategy[int]:
+    """Around block sizes as often as not."""
+    around_blocks = [n for n in (1, 2, 63, 64, 65, 127, 128, 129, 257) if n <= longest]
+    return st.sampled_from([*around_blocks * (longest // 20), *range(1, longest + 1)])
+
+
 def data_of(spec: Specialisation) -> st.SearchStrategy[Data]:
     view = st.sampled_from(LAYOUTS[spec.layouts])
     # Of large head dims the interpreter takes seconds for what a GPU does at once.
     longest, most_heads = (260, 2) if max(spec.D, spec.D_v) <= 256 else (70, 1)
-    around_blocks = [n for n in (1, 2, 63, 64, 65, 127, 128, 129, 257) if n <= longest]
-    lengths = st.sampled_from([*around_blocks * (longest // 20), *range(1, longest + 1)])
+    # So it does of many rows whose runs of keys are merged.
+    most_queries = min(longest, 130) if spec.has_splits else longest
     return st.builds(
         Data,
         B=st.integers(1, 2),
         H_kv=st.integers(1, most_heads),
         group=st.integers(1, 3),
-        M=lengths,
-        N=lengths,
+        M=lengths_up_to(most_queries),
+        N=lengths_up_to(longest),
         kind=st.sampled_from([*INPUT_KINDS, *MADE_FROM_RANDN]),
         seed=st.integers(0, 2**31),
         views=st.tuples(view, view, view),
