@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -35,15 +36,21 @@ class Choice(NamedTuple):
     pack_gqa: bool
 
 
+@functools.lru_cache(4096)
+def _tile(d: int, d_v: int, causal: bool, bits: tuple[int, int], load: float) -> TileConfig | LargeTileConfig:
+    if uses_large_d(d, d_v, bits):
+        return large_tile_config(d, d_v, causal, load)
+    return attention_tile_config(d, d_v, causal, bits, load)
+
+
 def choose(a: AttentionArguments, sm_count: int) -> Choice:
     """The kernel, tile and split of a call on a GPU of `sm_count` SMs; the interpreter counts as one."""
     p = a.packed
-    load = scheduling.query_blocks_per_sm(p.q8.size(0), p.q8.size(1), sm_count)
-    causal = a.right >= 0
-    if uses_large_d(a.d, a.d_v, a.recipe.bits):
-        return Choice(large_tile_config(a.d, a.d_v, causal, load), splits=1, pack_gqa=False)
-    tile = attention_tile_config(a.d, a.d_v, causal, a.recipe.bits, load)
     heads, blocks = (p.q8.size(0), p.k8.size(0)), (p.q8.size(1), p.k8.size(1))
+    load = scheduling.query_blocks_per_sm(heads[0], blocks[0], sm_count)
+    tile = _tile(a.d, a.d_v, a.right >= 0, a.recipe.bits, load)
+    if isinstance(tile, LargeTileConfig):
+        return Choice(tile, splits=1, pack_gqa=False)
     pack_gqa, splits = scheduling.schedule(tile, heads, blocks, a.m_len, a.left, a.right, sm_count)
     return Choice(tile, splits, pack_gqa)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -38,38 +39,40 @@ class Structure:
     """The fields of a NamedTuple or a dataclass, and of those inside it.
 
     Attributes:
-        paths: where each argument lies: names of fields, from the outermost.
+        paths: where each argument lies: names of fields, from the outermost, with dots.
         types: what the schema calls it.
     """
 
     def __init__(self, of: type) -> None:
         hints = typing.get_type_hints(of)
         names = of._fields if hasattr(of, "_fields") else [field.name for field in dataclasses.fields(of)]
-        self._build: Callable[..., Any] = of
-        self._fields = [(name, None if hints[name] in SCHEMA_TYPES else Structure(hints[name])) for name in names]
-        self.paths: list[tuple[str, ...]] = []
+        self.paths: list[str] = []
         self.types: list[str] = []
-        for name, inner in self._fields:
-            self.paths += [(name,)] if inner is None else [(name, *path) for path in inner.paths]
+        #: Where each field's values begin and end among all, and what is made of several.
+        self._parts: list[tuple[int, int, Structure | None]] = []
+        for name in names:
+            inner = None if hints[name] in SCHEMA_TYPES else Structure(hints[name])
+            begin = len(self.paths)
+            self.paths += [name] if inner is None else [f"{name}.{path}" for path in inner.paths]
             self.types += [SCHEMA_TYPES[hints[name]]] if inner is None else inner.types
+            self._parts.append((begin, len(self.paths), inner))
+        self._of: Callable[..., Any] = of
         if not any(kind.startswith("Tensor") for kind in self.types):
             self.types = [kind.replace("SymInt", "int") for kind in self.types]
             # The same few choices come with every call.
-            self._build = functools.lru_cache(256)(lambda **fields: of(**fields))
+            self._of = functools.lru_cache(256)(lambda *values: of(**dict(zip(names, values, strict=True))))
+        self._flat = operator.attrgetter(*self.paths)
 
-    def build(self, values: Iterator[Any]) -> Any:
+    def build(self, values: Sequence[Any]) -> Any:
         """What `values`, in the order of `paths`, are the fields of."""
-        return self._build(**{name: next(values) if x is None else x.build(values) for name, x in self._fields})
+        return self._of(*[values[begin] if x is None else x.build(values[begin:end]) for begin, end, x in self._parts])
 
-    def flat(self, arguments: Any) -> list[Any]:
+    def flat(self, arguments: Any) -> tuple[Any, ...]:
         """The values of the fields, in the order of `paths`."""
-        values: list[Any] = []
-        for name, inner in self._fields:
-            value = getattr(arguments, name)
-            if inner is None:
-                values.append(value)
-            else:
-                values.extend(inner.flat(value))
+        if torch.compiler.is_compiling():
+            # Dynamo does not trace attrgetter.
+            return tuple(functools.reduce(getattr, path.split("."), arguments) for path in self.paths)
+        values: tuple[Any, ...] = self._flat(arguments)
         return values
 
 
@@ -100,11 +103,10 @@ class Operation(Generic[Arguments]):
             mutates: paths of the tensors that it writes, such as "cache.k8".
         """
         self._name, self._structure = name, Structure(arguments)
-        written = [tuple(path.split(".")) for path in mutates]
         declared = []
         for path, kind in zip(self._structure.paths, self._structure.types, strict=True):
-            alias = f"({chr(ord('a') + written.index(path))}!)" if path in written else ""
-            declared.append(f"{kind}{alias} {'_'.join(path)}")
+            alias = f"({chr(ord('a') + mutates.index(path))}!)" if path in mutates else ""
+            declared.append(f"{kind}{alias} {path.replace('.', '_')}")
         returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
         torch.library.define(f"helion_attn::{name}", f"({', '.join(declared)}) -> {returned}")
 
@@ -112,7 +114,7 @@ class Operation(Generic[Arguments]):
             x: torch.Tensor = values[0]
             elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
             autocast = torch.is_autocast_enabled(x.device.type)
-            built: Arguments = self._structure.build(iter(values))
+            built: Arguments = self._structure.build(values)
             if not (elsewhere or autocast):
                 return launch(built)
             with contextlib.ExitStack() as stack:
@@ -123,7 +125,7 @@ class Operation(Generic[Arguments]):
                 return launch(built)
 
         torch.library.impl(f"helion_attn::{name}", DEVICES)(on_its_device)
-        torch.library.register_fake(f"helion_attn::{name}")(lambda *values: fake(self._structure.build(iter(values))))
+        torch.library.register_fake(f"helion_attn::{name}")(lambda *values: fake(self._structure.build(values)))
 
     def __call__(self, arguments: Arguments) -> Any:
         """Run it through PyTorch's dispatcher."""
