@@ -221,8 +221,11 @@ def test_pairs_of_the_other_kernel_compile(D: int, D_v: int) -> None:
     assert kernel.ctas_per_sm >= attention_tile_config(D, D_v, True).ctas_per_sm
 
 
-@pytest.mark.parametrize(("D", "D_v"), [(576, 512), (1024, 1024)])
-@pytest.mark.parametrize("recipe", [PRESETS["balanced"], PRESETS["accurate"]], ids=["balanced", "accurate"])
+@pytest.mark.parametrize(
+    ("recipe", "D", "D_v"),
+    [(PRESETS["balanced"], 576, 512), (PRESETS["accurate"], 1024, 1024)],
+    ids=["balanced-576", "accurate-1024"],
+)
 def test_preprocessing_compiles(recipe: ha.Recipe, D: int, D_v: int) -> None:
     for kernel in compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D, D_v=D_v), recipe=recipe):
         assert_sound(kernel)

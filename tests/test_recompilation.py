@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import helion_attn as ha
 from helion_attn.configs import scheduling
 from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.testing import fake_cuda
+from helpers.calls import attend_alone
 from helpers.offline import Compilations, compilations, fake_cache, fake_qkv
 
 MOST = 2
@@ -23,19 +23,25 @@ MOST = 2
 MOST_TRACES = 3
 
 
-def run_lengths(
-    lengths: list[tuple[int, int]], D: int, causal: bool, layout: str = "bhsd", H_kv: int = 4
-) -> Compilations:
+def run_lengths(lengths: list[tuple[int, int]], D: int, causal: bool, layout: str = "bhsd") -> Compilations:
     """`attention` of 4 heads on every (M, N)."""
     with compilations() as seen:
         for M, N in lengths:
-            ha.attention(*fake_qkv(1, 4, H_kv, M, N, D, layout=layout), causal=causal, layout=layout)
+            ha.attention(*fake_qkv(1, 4, 4, M, N, D, layout=layout), causal=causal, layout=layout)
     names = [kernel.metadata.name for kernel in seen.compiled]
     # The others run in every call.
     assert sum("recentre" in name for name in names) == sum(N >= RECENTRED_KEYS for _, N in lengths)
     every_call = [name for name in names if "merge_splits" not in name and "recentre" not in name]
     assert len(every_call) % len(lengths) == 0
     assert len(seen.by_kernel()) > 1
+    return seen
+
+
+def attend_to_lengths(lengths: list[tuple[int, int]], H_kv: int = 4) -> Compilations:
+    """Likewise at D 64 and with a causal mask, without the kernels in front of attention."""
+    with compilations() as seen:
+        for M, N in lengths:
+            attend_alone(fake_qkv(1, 4, H_kv, M, N, 64), options={"causal": True})
     return seen
 
 
@@ -49,10 +55,11 @@ def assert_few(seen: Compilations, specialisations: int = 1) -> None:
     assert max(Counter(seen.traced).values()) <= specialisations * MOST_TRACES, Counter(seen.traced)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_fifty_lengths(causal: bool) -> None:
+def test_fifty_lengths() -> None:
     # With keys split and not: two specialisations.
-    assert_few(run_lengths([(S, S) for S in random_lengths(0, 50)], 64, causal), 2)
+    lengths = [(S, S) for S in random_lengths(0, 50)]
+    assert_few(run_lengths(lengths, 64, causal=False), 2)
+    assert_few(attend_to_lengths(lengths), 2)
 
 
 @pytest.mark.parametrize("D", [128, 256])
@@ -70,14 +77,14 @@ def test_heads_of_groups(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With keys split and not, two specialisations each: heads that share tiles, and heads that do not."""
     monkeypatch.setattr(scheduling, "key_splits", lambda *_: splits)
     lengths = [1, 16, 65, *random_lengths(6, 47)]
-    seen = run_lengths([(S, S) for S in lengths], 64, True, H_kv=2)
+    seen = attend_to_lengths([(S, S) for S in lengths], H_kv=2)
     assert_few(seen, 2)
     assert 2 in seen.by_kernel().values()
 
 
 def test_numbers_of_splits_are_data() -> None:
     """Up to 8 runs are merged by one kernel, and more by another."""
-    seen = run_lengths([(1, 4500), (60, 20000), (130, 9000), (500, 100_000), (1500, 70_000), (64, 3_000_000)], 64, True)
+    seen = attend_to_lengths([(1, 4500), (60, 20000), (130, 9000), (500, 100_000), (1500, 70_000), (64, 3_000_000)])
     assert_few(seen)
     attention = [kernel for kernel in seen.compiled if "fp8_attn_fwd" in kernel.metadata.name]
     assert len({id(kernel) for kernel in attention}) == 1
@@ -88,7 +95,7 @@ def test_windows_and_softcaps_are_data() -> None:
     edges, lengths = random_lengths(4, 6), random_lengths(5, 6)
     with compilations() as seen:
         for left, S in zip([0, 1, *edges], [128, 200, *lengths], strict=True):
-            ha.attention(*fake_qkv(1, 4, 4, S, S, 64), window=(left, left // 2), softcap=1.0 + left)
+            attend_alone(fake_qkv(1, 4, 4, S, S, 64), options={"window": (left, left // 2), "softcap": 1.0 + left})
     assert_few(seen)
 
 
@@ -108,9 +115,8 @@ def test_batches_pages_and_pools_are_data() -> None:
 def test_specialisations_in_turn() -> None:
     """A kernel object serves all that share its config, each with its own code, which it keeps."""
     calls: list[dict[str, Any]] = [
-        {"softcap": 20.0},
+        {"softcap": 20.0, "sinks": True},
         {"causal": True},
-        {"sinks": True},
         {"causal": True, "layout": "bshd", "out_dtype": torch.float16},
         {"recipe": ha.ACCURATE},
         {"causal": True, "M": 1},
@@ -119,9 +125,8 @@ def test_specialisations_in_turn() -> None:
     def attend(
         M: int = 100, recipe: ha.Recipe = ha.FAST, layout: str = "bhsd", sinks: bool = False, **options: Any
     ) -> None:
-        with mock.patch.object(torch.ops, "helion_attn", torch.ops.helion_attn.ops):  # their fakes
-            qkv = ha.quantize(*fake_qkv(1, 4, 2, M, 200, 64, layout=layout), recipe=recipe, layout=layout)
-        ha.attention_quantized(qkv, sinks=fake_cuda(4) if sinks else None, **options)
+        qkv = fake_qkv(1, 4, 2, M, 200, 64, layout=layout)
+        attend_alone(qkv, recipe, layout, options | {"sinks": fake_cuda(4) if sinks else None})
 
     alone = []
     for call in calls:
@@ -140,6 +145,6 @@ def test_a_change_of_head_dim_is_counted() -> None:
     """So the counts can exceed one."""
     with compilations() as seen:
         for D in (64, 128):
-            ha.attention(*fake_qkv(1, 4, 2, 100, 200, D))
+            attend_alone(fake_qkv(1, 4, 2, 100, 200, D))
     assert seen.traced.count("fp8_attn_fwd") == 2
     assert [count for name, count in seen.by_kernel().items() if "fp8_attn_fwd" in name] == [2]

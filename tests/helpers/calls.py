@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import torch
@@ -10,6 +11,18 @@ import helion_attn as ha
 from helion_attn.testing import fake_cuda
 from helion_attn.varlen import attend_varlen, quantize_varlen
 from helpers.offline import fake_cache, fake_qkv, fake_varlen
+
+
+def attend_alone(
+    qkv: tuple[torch.Tensor, ...],
+    recipe: ha.Recipe = ha.BALANCED,
+    layout: str = "bhsd",
+    options: dict[str, Any] | None = None,
+) -> None:
+    """`attention`, of which only what comes behind preprocessing is launched; with options of `attention_quantized`."""
+    with mock.patch.object(torch.ops, "helion_attn", torch.ops.helion_attn.ops):  # their fakes
+        packed = ha.quantize(*qkv, recipe=recipe, layout=layout)
+    ha.attention_quantized(packed, **(options or {}))
 
 
 def attend(
@@ -22,9 +35,9 @@ def attend(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """The attention kernel alone."""
-    with mock.patch.object(torch.ops, "helion_attn", torch.ops.helion_attn.ops):  # their fakes
-        packed = ha.quantize(*fake_qkv(1, 4, 4, M, N, D, layout=layout), recipe=recipe, layout=layout)
-    ha.attention_quantized(packed, causal=causal, out_dtype=out_dtype)
+    attend_alone(
+        fake_qkv(1, 4, 4, M, N, D, layout=layout), recipe, layout, options={"causal": causal, "out_dtype": out_dtype}
+    )
 
 
 def rope() -> ha.Rope:
@@ -49,8 +62,8 @@ def attend_to_sequences() -> None:
 
 
 def attend_with_large_heads() -> None:
-    ha.attention(*fake_qkv(4, 4, 2, 1000, 3000, 512), causal=True, recipe=ha.FAST)
+    attend_alone(fake_qkv(4, 4, 2, 1000, 3000, 512), ha.FAST, options={"causal": True})
 
 
 def attend_in_parts() -> None:
-    ha.attention(*fake_qkv(1, 4, 2, 130, 30_000, 64), causal=True)
+    attend_alone(fake_qkv(1, 4, 2, 130, 30_000, 64), options={"causal": True})
