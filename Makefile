@@ -1,8 +1,9 @@
 # Variables to override:
 #   CONSTRAINTS  the constraints file of the environment; by default hopper.txt where a GPU has compute capability 9.0,
 #                otherwise no_gpu.txt. Empty: the newest that pyproject.toml admits.
-#   VENV         the environment. One that is there already is used as it is, and keeps a torch that fits CONSTRAINTS.
-#   VENV_FLAGS   how a new one is made: --system-site-packages takes the machine's torch.
+#   VENV         the environment. One that is there already is installed into: its torch stays if it fits CONSTRAINTS,
+#                and with CONSTRAINTS= if pyproject.toml admits it.
+#   VENV_FLAGS   how a new one is made: --system-site-packages takes the machine's torch, if it fits.
 #   PYTHON       what makes it.
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,11 +15,13 @@ PIP = $(BIN)/python -m pip install --quiet
 
 # The compile tests are written for the Triton that was measured. torch 2.13.0's ordinary wheel requires another, so no
 # constraints file can name both.
-COMPILER := $(if $(filter constraints/no_gpu.txt,$(CONSTRAINTS)),triton==3.6.0)
+COMPILER := $(if $(filter no_gpu.txt,$(notdir $(CONSTRAINTS))),triton==3.6.0)
 
 comma := ,
 
-# One stamp per set of extras, so that `make test` does not install what only `make bench` needs.
+# One stamp per set of extras, so that `make test` does not install what only `make bench` needs; and per constraints.
+STAMP := $(VENV)/.$(or $(basename $(notdir $(CONSTRAINTS))),newest)
+
 define install
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	$(PIP) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[$(1)]'
@@ -28,7 +31,7 @@ endef
 
 .PHONY: demo test test-newest lint bench clean
 
-demo: $(VENV)/.examples
+demo: $(STAMP).examples
 	$(BIN)/python examples/fp8_attention.py
 	$(BIN)/python examples/real_model.py
 
@@ -39,22 +42,22 @@ test: lint
 test-newest:
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
 
-lint: $(VENV)/.test
+lint: $(STAMP).test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.bench
+bench: $(STAMP).bench
 	$(BIN)/python benchmarks/attention.py
 
-$(VENV)/.examples: pyproject.toml $(CONSTRAINTS)
+$(STAMP).examples: pyproject.toml $(CONSTRAINTS)
 	$(call install,examples)
 
-$(VENV)/.test: pyproject.toml $(CONSTRAINTS)
+$(STAMP).test: pyproject.toml $(CONSTRAINTS)
 	$(call install,test$(comma)bench$(comma)examples)
 
-$(VENV)/.bench: pyproject.toml $(CONSTRAINTS)
+$(STAMP).bench: pyproject.toml $(CONSTRAINTS)
 	$(call install,bench$(comma)bench-peers)
 
 clean:
-	rm -rf $(VENV) .venv-newest
+	rm -rf .venv .venv-newest

@@ -25,7 +25,7 @@ def report() -> list[tuple[str, str]]:
     known = known_triton()
     if known is None:
         verified = "no: no GPU has run this Triton"
-        lost = "the passes, 3 to 12% of the kernel's speed, and repeated launches, which cost the host less"
+        lost = "the passes, which costs 3 to 23% more time, and repeated launches, which cost the host less"
     else:
         combined = series(torch.__version__) == VERIFIED_TORCH
         verified = f"{'yes' if combined else f'no, but with torch {VERIFIED_TORCH}'}: {known.verified}"

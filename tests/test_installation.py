@@ -98,7 +98,9 @@ def make(target: str, folder: Path, nvidia_smi: str | None, *variables: str) -> 
         stand_in.chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     command = ["make", "-n", target, f"VENV={folder / 'venv'}", *variables]
-    plain = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    # An outer make hands down its own flags and variables.
+    inherited = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "CONSTRAINTS", "VENV", "VENV_FLAGS", "PYTHON")
+    plain = {name: value for name, value in os.environ.items() if name not in inherited}
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=plain | {"PATH": path})
     return done.stdout.splitlines()
 
@@ -130,6 +132,12 @@ def test_make_takes_other_constraints(tmp_path: Path) -> None:
     lines = make("test", tmp_path, "echo 8.0", f"CONSTRAINTS={mine}")
     assert any(f"--constraint {mine} " in line for line in lines)
     assert not any("--no-deps" in line for line in lines)
+
+
+def test_other_constraints_are_installed_anew(tmp_path: Path) -> None:
+    first, second = (make("test", tmp_path, "echo 8.0", f"CONSTRAINTS={x}") for x in ("", ROOT / CONSTRAINTS[0]))
+    stamps = [line for line in (*first, *second) if line.startswith("touch ")]
+    assert len(set(stamps)) == 2
 
 
 def test_make_takes_the_newest(tmp_path: Path) -> None:

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
 from helion_attn.configs import scheduling
 from helion_attn.testing import make_qkv
 from helpers.cases import LADDER, RECIPES
-
-Call = tuple[Any, tuple[Any, ...]]
+from helpers.recorder import Recorder
 
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -62,19 +60,6 @@ def decode(
 def fields(packed: ha.QuantizedQKV) -> list[torch.Tensor]:
     """The tensors of a `QuantizedQKV`."""
     return [value for value in vars(packed).values() if isinstance(value, torch.Tensor)]
-
-
-class Recorder(TorchDispatchMode):
-    """The calls of this package's ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[str, Call] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "helion_attn":
-            self.calls[func.name()] = (func, args)
-        return func(*args, **(kwargs or {}))
 
 
 def test_every_op_is_recorded(device: str) -> None:

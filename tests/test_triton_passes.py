@@ -235,6 +235,7 @@ def outcomes_of(compile_: Callable[[], Any]) -> dict[str, Outcome]:
     return {x.name: x for x in triton_hook.outcomes(kernels[0])}
 
 
+@pytest.mark.filterwarnings("ignore::helion_attn.compiler.slower.SlowerWarning")
 def test_what_does_not_verify_stays_and_is_said() -> None:
     wrong = Outcome(early_copies.NAME, True, "moved", "module {")
     with mock.patch.object(early_copies, "rescheduled", return_value=wrong):
@@ -244,6 +245,7 @@ def test_what_does_not_verify_stays_and_is_said() -> None:
     assert found[computed_once.NAME].reason == computed_once.UNMARKED
 
 
+@pytest.mark.filterwarnings("ignore::helion_attn.compiler.slower.SlowerWarning")
 @pytest.mark.parametrize("lost", ["before_turns: ", "behind_turns: "])
 def test_ptx_that_lacks_the_marks_of_turns_is_not_run(lost: str) -> None:
     """Named barriers beside those of all warps are a deadlock: it is compiled again, without turns."""

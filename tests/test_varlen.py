@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.configs import Q_FIELDS, varlen_packing
+from helion_attn.configs import Q_FIELDS
 from helion_attn.integrations.flash_attn import VARLEN_RULES
 from helion_attn.numerics import E4M3_MAX, RECENTRED_KEYS
 from helion_attn.testing import fake_cuda, relative_error
@@ -21,6 +21,7 @@ from helion_attn.varlen import attend_varlen, quantize_varlen
 from helpers.cases import PRESETS, RECIPES, Tensors
 from helpers.memory import nan_filled_memory
 from helpers.offline import compilations
+from helpers.recorder import Recorder
 from helpers.refused import refused
 from helpers.sequences import assert_right, attention_varlen, make_varlen_case, packed_qkv, run, tables
 
@@ -530,25 +531,13 @@ def test_bad_flash_attn_arguments_raise(options: dict[str, Any], error: type[Exc
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 def test_opcheck(recipe: ha.Recipe, device: str, poisoned: Callable[[], AbstractContextManager[None]]) -> None:
     qkv, cu = packed_qkv(BATCHES["ragged"], device, D=48), tables(BATCHES["ragged"], device)
-    tile = varlen_packing(48, 48, recipe.bits)
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    scales = (recipe.q_scales, recipe.k_scales, recipe.v_scales)
+    with Recorder() as recorder:
+        ha.attention_varlen(*qkv, *cu, recipe=recipe, causal=True, out_dtype=torch.float16)
     # Blocks of no sequence are not written; filled, they are the same in both of opcheck's runs.
     with poisoned():
-        torch.library.opcheck(
-            torch.ops.helion_attn.quantize_varlen.default,
-            (*qkv, *cu, tile.bm, tile.bn, tile.D_pad, tile.D_v_pad, recipe.qk_dtype, recipe.pv_dtype, *scales,
-             0 if recipe.hadamard else None, recipe.reflect, recipe.smooth_k, recipe.center_v),
-            test_utils=checks,
-        )  # fmt: skip
-    p = quantize_varlen(*qkv, *cu, recipe)
-    packed = (p.q8, p.k8, p.v8, p.q_descale, p.k_descale, p.v_descale, p.v_mean, p.lse_shift, None, p.q_blocks)
-    numerics = (recipe.p_offset, None, recipe.q_scales == "token", recipe.k_scales == "block", False)
-    torch.library.opcheck(
-        torch.ops.helion_attn.fp8_attn_varlen.default,
-        (*packed, p.M, p.N, p.D_v, -1, 0, 0.1, None, torch.float16, *numerics),
-        test_utils=checks,
-    )
+        torch.library.opcheck(*recorder.calls["helion_attn::quantize_varlen"], test_utils=checks)
+    torch.library.opcheck(*recorder.calls["helion_attn::fp8_attn_varlen"], test_utils=checks)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -101,6 +101,7 @@ def test_a_barrier_that_stays() -> None:
     assert warpgroup_turns._without_block_barriers(ptx) == ptx
 
 
+@pytest.mark.filterwarnings("ignore::helion_attn.compiler.slower.SlowerWarning")
 def test_with_a_barrier_that_stays_none_take_turns() -> None:
     def with_barrier(ptx: str) -> str:
         raise warpgroup_turns.BarrierInLoop("it is there")
@@ -193,6 +194,7 @@ def test_a_turn_behind_a_wait_stays(name: str) -> None:
     assert "or.b32 p, p, " not in kernel(name).ptx
 
 
+@pytest.mark.filterwarnings("ignore::helion_attn.compiler.slower.SlowerWarning")
 @pytest.mark.parametrize("name", LOOPS)
 def test_behind_the_loop_nothing_changes(name: str) -> None:
     """Shared memory is written, read, and its barriers wait for all warps, as in the kernel without turns."""

@@ -11,7 +11,7 @@ The mathematics and the rounding points are those of `fp8_attn_fwd`. What differ
   has an accumulator for each of its two pieces of V; the second may be empty. Pieces are views of the packed tensors.
 
 Q stays in shared memory, all D of it; blocks of K and of a part of V pass through in `num_stages` stages, but for K of
-D 192, which has one buffer (`one_k`).
+D 192, which has one buffer (`compiler/passes/single_k_buffer.py`).
 
 P V is summed in two levels while the fresh product has registers beside the accumulator, up to 128 channels; above, it
 stays in the tensor core, where centring V keeps a biased V right.

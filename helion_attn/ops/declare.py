@@ -103,6 +103,8 @@ class Operation(Generic[Arguments]):
             mutates: paths of the tensors that it writes, such as "cache.k8".
         """
         self._name, self._structure = name, Structure(arguments)
+        if unknown := {*mutates} - {*self._structure.paths}:
+            raise ValueError(f"{name} mutates {sorted(unknown)}; its arguments are {self._structure.paths}")
         declared = []
         for path, kind in zip(self._structure.paths, self._structure.types, strict=True):
             alias = f"({chr(ord('a') + mutates.index(path))}!)" if path in mutates else ""

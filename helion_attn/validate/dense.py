@@ -1,6 +1,6 @@
 """Checks of the public functions' arguments: each raises before any launch and says what is accepted.
 
-Those of one function alone are in `validate_kv_cache` and `validate_varlen`.
+Those of packed sequences, the cache and quantised tensors alone are in files of their own.
 """
 
 from __future__ import annotations

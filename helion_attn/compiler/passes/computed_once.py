@@ -29,7 +29,9 @@ def with_one(text: str) -> Outcome:
     lines = text.split("\n")
     marked = [(i, found) for i, line in enumerate(lines) if (found := _MARKED.match(line))]
     if not marked:
-        return Outcome(NAME, False, UNMARKED, text)
+        # A P of bf16 has the mark. One of fp16 takes the same config, and has none.
+        reason = "P of bf16 is not marked" if "xbf16, #ttg.dot_op" in text else UNMARKED
+        return Outcome(NAME, False, reason, text)
     if len(marked) == 1:
         return Outcome(NAME, False, ONCE, text)
     for_product = [x for x in marked if "dot_op" in x[1].group(2)]
