@@ -54,7 +54,7 @@ from helpers.fuzzing import (
 from helpers.memory import nan_filled_memory
 
 #: Cases a test without --fuzz-cases, here and of packed sequences: less than a minute of two cores.
-CASES_IN_CI, VARLEN_CASES_IN_CI = 3, 1
+CASES_IN_CI, VARLEN_CASES_IN_CI = 2, 1
 
 
 def specialisations(count: int) -> list[Specialisation]:

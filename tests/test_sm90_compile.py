@@ -280,8 +280,10 @@ def test_the_loop_is_as_long_as_without_sequences(D: int) -> None:
 SPLIT: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
     **{
         f"d{D}-{'causal' if causal else 'full'}-{name}": (D, causal, PRESETS[name], {})
-        for D in SUPPORTED_D
-        for causal, name in ((False, "fast"), (True, "balanced"))
+        for D, causal, name in (
+            *((32, False, "fast"), (128, False, "fast")),
+            *((64, True, "balanced"), (128, True, "balanced"), (256, True, "balanced")),
+        )
     },
     "softcap": (64, False, ha.BALANCED, {"softcap": 50.0}),
     "everything": (64, True, ha.ACCURATE, {"window": (9000, -1), "softcap": 50.0, "sinks": True}),

@@ -72,11 +72,11 @@ def test_mean_of_many_keys(D_v: int) -> None:
 BF16, FP32 = torch.bfloat16, torch.float32
 
 #: (D, recipe, interleaved, dtype of the tables): where tiles are the largest, of the first three every two together;
-#: and ACCURATE with fp32 tables, which has a limit of registers up to 128 channels.
+#: and ACCURATE with fp32 tables, which has a limit of registers there.
 ROTATED = [
     *((128, "fast", False, BF16), (128, "balanced", True, BF16), (128, "accurate", False, BF16)),
     *((256, "fast", True, BF16), (256, "balanced", False, BF16), (256, "accurate", True, BF16)),
-    *((64, "accurate", True, FP32), (128, "accurate", False, FP32)),
+    (128, "accurate", False, FP32),
 ]
 
 
@@ -177,7 +177,7 @@ def test_packing() -> None:
     assert 16 in widths(kernel, "STG")
 
 
-@pytest.mark.parametrize(("D", "name"), [(64, "fast"), (256, "balanced"), (256, "accurate")])
+@pytest.mark.parametrize(("D", "name"), [(64, "balanced"), (256, "accurate")])
 def test_preprocessing_of_variable_lengths(D: int, name: str) -> None:
     recipe = PRESETS[name]
     describe, *kernels = compile_quantize_varlen(D, recipe)

@@ -22,6 +22,9 @@ from helpers.offline import compile_attention, compile_shape, compile_tile, comp
 from helpers.passes import operation, recorded, split_at_loop
 from helpers.shared import shared_call, shared_ir
 
+# Kernels without a pass, which these tests leave out or which needs none, are no failure here.
+pytestmark = pytest.mark.filterwarnings("ignore::helion_attn.compiler.slower.SlowerWarning")
+
 #: Kernels whose loops the machine below runs: copies of K are issued by 2, 4, 1, 2 warps, of V by 1, 4, 2, 4.
 LOOPS: dict[str, functools.partial[Any]] = {
     "three_stages": functools.partial(compile_attention, 256, True, recipe=ha.BALANCED),

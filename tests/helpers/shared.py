@@ -7,10 +7,13 @@ import functools
 import hashlib
 import inspect
 import pickle
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
+from helion_attn.compiler.slower import SlowerWarning, warn_slower
 from helpers.passes import recorded
 
 P = ParamSpec("P")
@@ -20,8 +23,31 @@ R = TypeVar("R")
 FOLDER: Path | None = None
 
 
-def _once(call: functools.partial[R]) -> tuple[R, list[tuple[str, str | None]]]:
-    """What the call returns, and what `recorded` has of it."""
+@dataclass(frozen=True)
+class Entry(Generic[R]):
+    """One call of a function of `helpers.offline`.
+
+    Attributes:
+        result: what it returned.
+        seen: what `recorded` has of it.
+        said: what it warned of, of kernels without their passes.
+    """
+
+    result: R
+    seen: list[tuple[str, str | None]]
+    said: list[str]
+
+
+def _called(call: functools.partial[R]) -> Entry[R]:
+    warn_slower.cache_clear()  # what was said in this process is said again
+    with recorded() as seen, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SlowerWarning)
+        result = call()
+    return Entry(result, seen, [str(x.message) for x in caught if x.category is SlowerWarning])
+
+
+def _once(call: functools.partial[R]) -> Entry[R]:
+    """The call, which warns in every test that finds it."""
     given = inspect.signature(call.func).bind(*call.args, **call.keywords)
     given.apply_defaults()
     key = hashlib.sha256(repr((call.func.__name__, given.arguments)).encode()).hexdigest()
@@ -31,12 +57,12 @@ def _once(call: functools.partial[R]) -> tuple[R, list[tuple[str, str | None]]]:
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            with recorded() as seen:
-                result = call()
             written = path.with_suffix(".new")
-            written.write_bytes(pickle.dumps((result, seen)))
+            written.write_bytes(pickle.dumps(_called(call)))
             written.rename(path)
-    found: tuple[R, list[tuple[str, str | None]]] = pickle.loads(path.read_bytes())
+    found: Entry[R] = pickle.loads(path.read_bytes())
+    for message in found.said:
+        warnings.warn(message, SlowerWarning, stacklevel=3)
     return found
 
 
@@ -50,9 +76,9 @@ def shared(compile_: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
 
 def shared_call(call: functools.partial[R]) -> R:
     """`shared` of a call whose arguments are bound already."""
-    return _once(call)[0]
+    return _once(call).result
 
 
 def shared_ir(call: functools.partial[Any]) -> list[tuple[str, str | None]]:
     """What `recorded` has of a call that is shared."""
-    return _once(call)[1]
+    return _once(call).seen
