@@ -50,8 +50,8 @@ KERNELS: dict[str, tuple[functools.partial[Any], str]] = {
         "WIBECCBFI",
     ),
     "split": (functools.partial(compile_shape, 1, 64, 100000, 256, False, recipe=ha.BALANCED), "WIBECCBFI"),
-    "one_k": (functools.partial(compile_attention, 192, False, D_v=128), "WIIFBECCCBIF"),
-    "one_k_int8": (functools.partial(compile_attention, 192, True, D_v=128, recipe=ha.BALANCED), "WIIFBECCCBIF"),
+    "single_k": (functools.partial(compile_attention, 192, False, D_v=128), "WIIFBECCCBIF"),
+    "single_k_int8": (functools.partial(compile_attention, 192, True, D_v=128, recipe=ha.BALANCED), "WIIFBECCCBIF"),
     "pieces_3_stages": (
         functools.partial(compile_tile, dataclasses.replace(large_tile_config(192, 128, True), bn=64, num_stages=3)),
         "WIBECCCBFIFIF",
@@ -165,7 +165,7 @@ def test_the_wait_for_q_comes_last(name: str) -> None:
         assert ops[-3:-1] == ["ttng.wait_barrier", "ttng.inval_barrier"]
         assert ops.count("ttng.wait_barrier") == 1
     else:
-        assert name in ("split", "one_k", "one_k_int8", "pieces_3_stages", "pieces_2_stages", "more_pieces_of_v")
+        assert name in ("split", "single_k", "single_k_int8", "pieces_3_stages", "pieces_2_stages", "more_pieces_of_v")
 
 
 def changed(text: str, pattern: str, replacement: str, which: int = 0) -> str:
@@ -188,14 +188,14 @@ COPY_OF_V = rf"(copy_global_to_local %v\w*\[{VALUE}, )({VALUE})"
         ("two_level_2_stages", COPY_OF_V, r"\1%c1_i32", -1),
         ("two_level_2_stages", rf".*{COPY_OF_V}.*\n", "", -1),  # none
         ("pieces_2_stages", COPY_OF_V, r"\1%c0_i32", -1),
-        ("one_k", r" +gpu\.barrier.*\n", "", 1),
-        ("one_k", r".*warp_group_dot_wait.*\n", "", 0),  # Q K^T still reads K
-        ("one_k", COPY_OF_V, r"\1%c0_i32", -1),
+        ("single_k", r" +gpu\.barrier.*\n", "", 1),
+        ("single_k", r".*warp_group_dot_wait.*\n", "", 0),  # Q K^T still reads K
+        ("single_k", COPY_OF_V, r"\1%c0_i32", -1),
         ("hybrid_2_stages", COPY_OF_V, r"\1%c0_i32", -1),
         ("hybrid_2_stages", r" +gpu\.barrier.*\n", "", 1),
-        ("bf16_2_stages", r".*wait_barrier %late_v_mine.*\n", "", 0),
-        ("bf16_2_stages", r"wait_barrier %late_v_mine, %\w+", "wait_barrier %late_v_mine, %c0_i32", 0),
-        ("one_level_2_stages", r"(%late_v_mine = ttg.memdesc_index %late_v\[)%\w+", r"\1%c0_i32", 0),
+        ("bf16_2_stages", r".*wait_barrier %delayed_v_mine.*\n", "", 0),
+        ("bf16_2_stages", r"wait_barrier %delayed_v_mine, %\w+", "wait_barrier %delayed_v_mine, %c0_i32", 0),
+        ("one_level_2_stages", r"(%delayed_v_mine = ttg.memdesc_index %delayed_v\[)%\w+", r"\1%c0_i32", 0),
         ("one_level_3_stages", rf"(%k_block\w* = ttg.memdesc_index %k_block\[){VALUE}", r"\1%c0_i32", -1),
         ("one_level_3_stages", r"%early_stages = arith.constant 1", "%early_stages = arith.constant 2", 0),
         ("one_level_3_stages", r"%early_one = arith.constant 1", "%early_one = arith.constant 0", 0),
@@ -216,7 +216,7 @@ def test_an_iteration_too_early() -> None:
         run(too_early.text, 0, 6)
 
 
-@pytest.mark.parametrize("name", ["one_k", "one_k_int8"])
+@pytest.mark.parametrize("name", ["single_k", "single_k_int8"])
 def test_k_has_one_buffer(name: str) -> None:
     """Each of its two pieces has, which makes room for a third program; V and the barriers have two."""
     kernel = KERNELS[name][0]()
@@ -227,7 +227,7 @@ def test_k_has_one_buffer(name: str) -> None:
 
 def test_other_waits_stay() -> None:
     """Between products whose sum is read before the last, or that are not added."""
-    before, _ = texts("one_k")
+    before, _ = texts("single_k")
     body = split_at_loop(before)[2]
     waits = [i for i, line in enumerate(body) if WAIT_FOR_PRODUCT in line]
     assert len(single_k_buffer.with_one_wait(body)) == len(body) - 1

@@ -440,16 +440,16 @@ def test_two_runs_are_equal(device: str) -> None:
 
 def test_the_number_of_splits() -> None:
     """Enough to fill the GPU, never so many that a run is a few pages, and one where programs abound."""
-    from helion_attn.kernels.decode import MIN_PAGES, PROGRAMS_PER_SM, choose_splits
+    from helion_attn.configs.scheduling import DECODE_PROGRAMS_PER_SM, MIN_PAGES, page_splits
 
     for programs in (1, 8, 64, 512, 4096):
         for max_pages in (1, 7, 64, 512):
-            splits = choose_splits(programs, max_pages, 132)
+            splits = page_splits(programs, max_pages, 132)
             assert 1 <= splits <= max(1, max_pages // MIN_PAGES)
             # One more would not help: there are enough programs, or the runs are as short as they may be.
-            enough = programs * splits >= PROGRAMS_PER_SM * 132
+            enough = programs * splits >= DECODE_PROGRAMS_PER_SM * 132
             assert enough or splits == max(1, max_pages // MIN_PAGES)
-    assert choose_splits(10**6, 512, 132) == 1
+    assert page_splits(10**6, 512, 132) == 1
 
 
 def replacing(**fields: Callable[[Decoding], torch.Tensor]) -> Callable[[Decoding], Decoding]:

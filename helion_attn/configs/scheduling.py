@@ -117,3 +117,28 @@ def schedule(
     seen = visible_key_blocks(key_blocks, left, right, tile.bm, tile.bn)
     seen = min(seen, mean_key_blocks(key_blocks, queries, right, tile.bn))
     return pack_gqa, key_splits(together if pack_gqa else apart, seen, multiprocessors, tile.ctas_per_sm)
+
+
+#: Query rows of a program that decodes, at most. They are the N of its products, of which the least is 16.
+MAX_ROWS, MIN_ROWS = 32, 16
+
+#: Programs that decode which an SM holds at D = 128, and how many times as many there should be.
+DECODE_PROGRAMS_PER_SM, DECODE_WAVES = 3, 4
+
+#: The fewest pages of a run: writing and merging its partial result costs about as much as a quarter of a page.
+MIN_PAGES = 4
+
+
+def decode_rows(queries: int) -> int:
+    """Query rows of a program, if so many share a KV head."""
+    return min(MAX_ROWS, max(MIN_ROWS, 1 << (queries - 1).bit_length()))
+
+
+def page_splits(programs: int, max_pages: int, multiprocessors: int) -> int:
+    """Into how many runs to split sequences of up to `max_pages` pages, when `programs` would read them whole.
+
+    As many as give every SM several times what it holds at once, so that the last, partly filled wave is a small part
+    of the whole; but no run of fewer than `MIN_PAGES` of the longest possible sequence.
+    """
+    wanted = -(-DECODE_WAVES * DECODE_PROGRAMS_PER_SM * multiprocessors // programs)
+    return max(1, min(wanted, max_pages // MIN_PAGES))

@@ -33,10 +33,9 @@ import functools
 
 import torch
 
-from helion_attn.compiler.helion_adapter import helion, hl, multiprocessors
+from helion_attn.compiler.helion_adapter import helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_TWO_LEVEL_D
-from helion_attn.configs.scheduling import visible_key_blocks
 from helion_attn.kernels.lib.arguments import DecodeArguments, score_scales
 from helion_attn.kernels.lib.inline_asm import fma_up, maximum, tanh
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale, visible_keys
@@ -44,17 +43,8 @@ from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2
 from helion_attn.preprocess.lib.strided import common_unit, strided_rows
 
-#: Query rows of a program, at most. They are the N of its products, of which the least is 16.
-MAX_ROWS, MIN_ROWS = 32, 16
-
 #: Pages in flight.
 NUM_STAGES = 3
-
-#: Programs that an SM holds at D = 128, and how many times as many there should be.
-PROGRAMS_PER_SM, WAVES = 3, 4
-
-#: The fewest pages of a run: writing and merging its partial result costs about as much as a quarter of a page.
-MIN_PAGES = 4
 
 
 def log2_of_power(x: torch.Tensor) -> torch.Tensor:
@@ -284,21 +274,13 @@ def kernel(is_cuda: bool, num_warps: int) -> Runner:
     return compiled(fp8_attn_decode, config)
 
 
-def choose_splits(programs: int, max_pages: int, sm_count: int) -> int:
-    """Into how many runs to split sequences of up to `max_pages` pages, when `programs` would read them whole.
-
-    As many as give every SM several times what it holds at once, so that the last, partly filled wave is a small part
-    of the whole; but no run of fewer than `MIN_PAGES` of the longest possible sequence.
-    """
-    wanted = -(-WAVES * PROGRAMS_PER_SM * sm_count // programs)
-    return max(1, min(wanted, max_pages // MIN_PAGES))
-
-
-def launch(a: DecodeArguments, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch(a: DecodeArguments, rows: int, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`.
 
     Args:
         a: the operation's arguments.
+        rows: of a program's tile.
+        splits: runs of a sequence's pages.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `a.bshd`; bf16, fp16 or fp32.
         lse: fp32 [B, H, M], natural log.
     """
@@ -307,17 +289,9 @@ def launch(a: DecodeArguments, out: torch.Tensor, lse: torch.Tensor) -> None:
     group = H // H_kv
     unit = common_unit(a.q)
     q = strided_rows(a.q, unit)
-    rows = min(MAX_ROWS, max(MIN_ROWS, 1 << (group * M - 1).bit_length()))
     # Eight share what four have no registers for: 256 channels of 32 rows, twice.
     num_warps = 4 if max(k8.size(3), v8.size(2)) <= MAX_TWO_LEVEL_D else 8
     tiles = -(-group * M // rows)
-    splits = a.splits
-    if splits is None:
-        # The last query sees no keys after its own.
-        pages = visible_key_blocks(max_pages, a.left, 0, M, page_size)
-        splits = choose_splits(B * H_kv * tiles, pages, multiprocessors(a.q.device))
-    # More runs than pages would all be empty.
-    splits = min(splits, max_pages)
     in_parts = splits > 1
     D_v = out.size(3)
     # Parts are always BHSD.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from helion_attn.configs import scheduling
 from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.ops.declare import Operation
 from helion_attn.preprocess.lib.arguments import AppendArguments
@@ -23,10 +24,19 @@ def empty_outputs(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _launch_decode(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    from helion_attn.compiler.helion_adapter import multiprocessors
     from helion_attn.kernels import decode
 
     out, lse = empty_outputs(a)
-    decode.launch(a, out, lse)
+    (B, H, M, _D), H_kv, max_pages = a.q.shape, a.cache.k8.size(1), a.block_table.size(1)
+    queries = H // H_kv * M
+    rows, splits = scheduling.decode_rows(queries), a.splits
+    if splits is None:
+        # The last query sees no keys after its own.
+        pages = scheduling.visible_key_blocks(max_pages, a.left, 0, M, a.cache.page_size)
+        splits = scheduling.page_splits(B * H_kv * -(-queries // rows), pages, multiprocessors(a.q.device))
+    # More runs than pages would all be empty.
+    decode.launch(a, rows, min(splits, max_pages), out, lse)
     return out, lse
 
 

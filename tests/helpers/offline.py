@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
 from helion_attn import testing
+from helion_attn.compiler import versions
 from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.numerics import keeps_reference
 from helion_attn.preprocess.lib import hadamard
@@ -209,9 +210,21 @@ def widths(kernel: Sm90Kernel, opcode: str) -> set[int]:
     return {next((sizes[part] for part in modifiers.split(".") if part in sizes), 4) for modifiers in found}
 
 
+#: Instructions for spilled registers that a kernel may have, by its name, with a Triton that configs were not tuned
+#: with: 4 CTAs an SM leave D 64 128 registers, and HYBRID's second loop is rarely run (docs/trust.md, Other Tritons).
+SPILLED = {"_helion_fp8_attn_fwd": 90, "_helion_fp8_attn_fwd_large_d": 4, "_helion_pack": 26}
+
+#: Likewise in the loop over key blocks, whose length is some 700 at D 64; and how much longer one loop may be than
+#: another that does as much.
+SPILLED_IN_LOOP, LONGER_LOOP = 12, 1.02
+
+MEASURED = versions.series() == versions.MEASURED_SERIES
+
+
 def assert_sound(kernel: Sm90Kernel) -> None:
     """What every kernel must be."""
-    assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] == 0, f"{kernel.name} spills"
+    most = 0 if MEASURED else SPILLED.get(kernel.name, 0)
+    assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] <= most, f"{kernel.name} spills"
     assert not undefined_pairs(kernel.sass), f"{kernel.name} packs what nobody wrote"
 
 

@@ -41,7 +41,7 @@ ELEMENT_BYTES = {"f8E4M3FN": 1, "f8E5M2": 1, "i8": 1, "f16": 2, "bf16": 2}
 Parts = tuple[list[str], list[str], list[str], list[str]]
 
 
-def with_late_v(
+def with_delayed_v(
     before: list[str], j: str, ahead: set[str], copies: list[str], body: list[str], after: list[str]
 ) -> Parts:
     """`before`, `copies`, `body` and `after` with V a block behind.
@@ -98,12 +98,15 @@ def with_late_v(
 
     barriers, one = matched(definition(definitions, barrier), r" : (.*) -> (![^>]*>)")
     indent, outer = indentation(body[0]), indentation(before[-1])
-    each = ("%late_v_0", "%late_v_1")
+    each = ("%delayed_v_0", "%delayed_v_1")
     ready = [
-        f"%late_v = ttg.local_alloc : () -> {barriers}",
-        "%late_v_true = arith.constant true",
-        *(f"%late_v_c{i} = arith.constant {i} : i32" for i in range(2)),
-        *(f"{name} = ttg.memdesc_index %late_v[%late_v_c{i}] : {barriers} -> {one}" for i, name in enumerate(each)),
+        f"%delayed_v = ttg.local_alloc : () -> {barriers}",
+        "%delayed_v_true = arith.constant true",
+        *(f"%delayed_v_c{i} = arith.constant {i} : i32" for i in range(2)),
+        *(
+            f"{name} = ttg.memdesc_index %delayed_v[%delayed_v_c{i}] : {barriers} -> {one}"
+            for i, name in enumerate(each)
+        ),
         *(f"ttng.init_barrier {name}, 1 : {one}" for name in each),
     ]
     last_init = max(find(before, "ttng.init_barrier "), default=len(before))
@@ -122,17 +125,17 @@ def with_late_v(
     v_destination, v_barrier, v_valid = destination(of_v)
     names = {
         v_destination: v,
-        v_barrier: "%late_v_mine",
-        v_valid: "%late_v_true",
+        v_barrier: "%delayed_v_mine",
+        v_valid: "%delayed_v_true",
         **dict.fromkeys(blocks, j),
     }
     copies = [
         *(expecting(line, of_k) if line == expected else line for line in copies if line != of_v),
-        f"{indent}%late_v_mine = ttg.memdesc_index %late_v[{array(v)[1]}] : {barriers} -> {one}",
+        f"{indent}%delayed_v_mine = ttg.memdesc_index %delayed_v[{array(v)[1]}] : {barriers} -> {one}",
         renamed(expecting(expected, of_v), names),
         renamed(of_v, names),
     ]
-    body = [*body[:p_v], f"{indent}{WAIT_FOR_COPIES}%late_v_mine, {phase} : {one}", *body[p_v:]]
+    body = [*body[:p_v], f"{indent}{WAIT_FOR_COPIES}%delayed_v_mine, {phase} : {one}", *body[p_v:]]
     ended = min(find(after, "ttng.inval_barrier "), default=None)
     if ended is None:
         raise Refused("no barrier ends behind it")

@@ -30,9 +30,9 @@ from __future__ import annotations
 
 import re
 
-from helion_attn.compiler.passes.delayed_v import with_late_v
+from helion_attn.compiler.passes.delayed_v import with_delayed_v
 from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, in_any, only
-from helion_attn.compiler.passes.single_k_buffer import with_one_k, with_one_wait
+from helion_attn.compiler.passes.single_k_buffer import with_one_wait, with_single_k_buffer
 from helion_attn.compiler.passes.ttgir import (
     BARRIER,
     COPY,
@@ -172,7 +172,7 @@ def _rescheduled(lines: list[str], at: int, end: int) -> tuple[list[str], str]:
             (j,) = matched(lines[at], rf"scf\.for ({VALUE}) =")
             pattern = _ahead(lines[at], stages)
             ahead = {name for line in body if re.search(pattern, line) and (name := defined(line))}
-            before, group, rest, after = with_late_v(before, j, ahead, group, rest, after)
+            before, group, rest, after = with_delayed_v(before, j, ahead, group, rest, after)
             how = "K of block j + 1 and V of block j are copied behind the issue of Q K^T"
         except Refused as refused:
             # The buffer is free behind the first wait; and the tensor core is busy behind the last product.
@@ -186,7 +186,7 @@ def _rescheduled(lines: list[str], at: int, end: int) -> tuple[list[str], str]:
     body = [*rest[: behind + 1], barrier, *group, barrier, *rest[behind + 1 :]]
     before = _with_last_wait_behind(before, indent)
     if in_one_buffer:
-        before, body, after = with_one_k(before, body, after)
+        before, body, after = with_single_k_buffer(before, body, after)
     end_of_loop, *after = after
     return [*before, indent + BARRIER, lines[at], *body, end_of_loop, indent + BARRIER, *after], how
 

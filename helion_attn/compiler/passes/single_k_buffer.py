@@ -35,7 +35,7 @@ from helion_attn.compiler.passes.ttgir import (
 )
 
 #: The index of the one buffer.
-_ONLY = "%one_k"
+_ONLY = "%single_k"
 
 
 def with_one_wait(body: list[str]) -> list[str]:
@@ -54,7 +54,9 @@ def with_one_wait(body: list[str]) -> list[str]:
     return [line for line in body if line]
 
 
-def with_one_k(before: list[str], body: list[str], after: list[str]) -> tuple[list[str], list[str], list[str]]:
+def with_single_k_buffer(
+    before: list[str], body: list[str], after: list[str]
+) -> tuple[list[str], list[str], list[str]]:
     """The lines in front of a loop, its body, and those behind it, with one buffer for each array that K comes into.
 
     Raises:
