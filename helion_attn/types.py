@@ -115,7 +115,7 @@ class Recipe:
 
     @property
     def bits(self) -> tuple[int, int]:
-        """Of Q and K, and of P and V."""
+        """Bits of Q and K, and of P and V."""
         return 8 * self.qk_dtype.itemsize, 8 * self.pv_dtype.itemsize
 
     @property

@@ -35,7 +35,7 @@ from triton.runtime.cache import get_cache_manager
 from helion_attn.compiler.helion_adapter import helion, helion_backends, helion_environment, helion_kernel
 from helion_attn.compiler.launch_plans import recorded
 
-#: Of an entry in Triton's cache.
+#: File name of an entry in Triton's cache.
 FILE = "generated.json"
 
 #: Held while a kernel is looked for on the disk, and traced: `torch.fx`, with which Helion traces, patches what all
@@ -71,7 +71,7 @@ FACTS: dict[str, Callable[..., Any]] = {
 
 
 def value(fact: Fact, args: Sequence[Any]) -> Any:
-    """Of `fact`, for these arguments."""
+    """The value of `fact` for these arguments."""
     name, *parameters = fact
     return FACTS[name](args, *parameters)
 
@@ -99,7 +99,7 @@ def _fact(extractor: Any, args: Sequence[Any]) -> list[Any]:
     name = getattr(extractor, "__name__", "")
     holds = {p.name: p.default for p in inspect.signature(extractor).parameters.values()}
     if name != "local_extractor":
-        # Of a tensor, which must be an argument by itself.
+        # A tensor must be an argument by itself.
         tensor: Any = holds.get("_inner") or holds.get("_extract_tensor")
         if getattr(tensor, "__name__", "") != "local_extractor":
             raise UnknownFact(extractor)
@@ -140,7 +140,7 @@ def _is_foreign(module: str | None) -> bool:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Of globals and attributes."""
+    """Names of globals and attributes."""
     inner = [_names(x) for x in code.co_consts if isinstance(x, types.CodeType)]
     return set(code.co_names).union(*inner)
 

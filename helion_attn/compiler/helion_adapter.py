@@ -57,5 +57,5 @@ def helion_config(tile: TileConfig | LargeTileConfig, grid_dims: int = 2) -> hel
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; the interpreter runs one program at a time."""
+    """SMs of a GPU; the interpreter runs one program at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -14,7 +14,7 @@ import torch
 from helion_attn.compiler import code_cache, launch_plans
 from helion_attn.compiler.helion_adapter import helion
 
-#: Of a tensor's address, in bytes: what TMA and the widest loads ask for.
+#: Alignment of a tensor's address that TMA and the widest loads ask for, in bytes.
 ALIGNMENT = 16
 
 #: Argument lists that a kernel remembers.

@@ -28,7 +28,7 @@ from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.slower import warn_slower
 from helion_attn.compiler.versions import KNOWN_TRITONS, MEASURED_SERIES, triton_is_known
 
-#: Of a kernel's metadata: a list of name, whether it was applied, and reason, for each pass.
+#: Key in a kernel's metadata: a list of name, whether it was applied, and reason, for each pass.
 OUTCOMES = "helion_attn_outcomes"
 
 #: In the order in which they run.

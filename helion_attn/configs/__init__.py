@@ -153,7 +153,7 @@ def uses_large_d(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> bool:
 def large_tile_config(D: int, D_v: int, causal: bool, load: float = math.inf) -> LargeTileConfig:
     """The config that does the least work for (D, D_v): every program multiplies D_pad and `v_tile` channels.
 
-    Of those with as much, the one for a launch of `load` query blocks an SM.
+    Among those with as much, the one for a launch of `load` query blocks an SM.
     """
 
     def order(tile: LargeTileConfig) -> tuple[float, ...]:
@@ -201,7 +201,7 @@ def varlen_packing(D: int, D_v: int, bits: tuple[int, int] = ALL_8_BIT) -> Packi
     return Packing(tile.bm, tile.bn, padded_head_dim(D), padded_head_dim(D_v))
 
 
-#: Of a block of Q: the sequence; its first token, and how many it has; its first packed block of K and
+#: Fields of a block of Q: the sequence; its first token, and how many it has; its first packed block of K and
 #: V; how many keys it has, -1 for tokens of no sequence; its first packed block of Q, and how many it has. The eighth,
 #: which nothing writes or reads, makes a row 32 bytes.
 Q_FIELDS = 8

@@ -29,7 +29,7 @@ def group_programs(multiprocessors: int, ctas_per_sm: int) -> int:
 def head_group(heads: int, programs: int, multiprocessors: int, ctas_per_sm: int) -> int:
     """How many of `heads`, each with as many `programs`, come at once: a divisor, with up to `group_programs`.
 
-    Of a number of heads that is prime, 1 or all.
+    A number of heads that is prime gives 1 or all.
     """
     most = group_programs(multiprocessors, ctas_per_sm) // programs
     return max((n for n in range(1, min(most, heads) + 1) if heads % n == 0), default=1)
@@ -54,14 +54,14 @@ SPLIT_GAIN = 1.4
 
 
 def visible_key_blocks(key_blocks: int, left: int, right: int, bm: int, bn: int) -> int:
-    """Of `key_blocks`, those that a block of `bm` query rows sees at most: a window's, or all."""
+    """How many of `key_blocks` a block of `bm` query rows sees at most: a window's, or all."""
     if left < 0 or right < 0:
         return key_blocks
     return min(key_blocks, (left + right + bm - 2) // bn + 2)
 
 
 def mean_key_blocks(key_blocks: int, queries: int, right: int, bn: int) -> int:
-    """Of `key_blocks`, those that a row sees on average, if it sees no keys beyond `right` after its own."""
+    """How many of `key_blocks` a row sees on average, if it sees no keys beyond `right` after its own."""
     if right < 0:
         return key_blocks
     return max(1, min(key_blocks, key_blocks - (queries // 2 - right) // bn))

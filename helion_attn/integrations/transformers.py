@@ -166,7 +166,7 @@ def _earlier_keys(window: int | None, N: int) -> int | None:
 
 
 def _spans(kept: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Of [B, N] booleans, where each row's True begin and end; they must be in one piece."""
+    """Where, in [B, N] booleans, each row's True begin and end; they must be in one piece."""
     N = kept.size(1)
     at = torch.arange(N, device=kept.device)
     starts = torch.where(kept, at, N).amin(1)
@@ -267,7 +267,7 @@ def attention_forward(
         return attention(q, k, v, **options), None
     out = q.new_zeros(B, M, H, v.size(-1))
     for b, (start, stop) in enumerate(spans):
-        # Of causal attention, query i stands at key N - M + i, and rows of padding go with the keys of padding.
+        # In causal attention, query i stands at key N - M + i, and rows of padding go with the keys of padding.
         rows = slice(max(start - (N - M), 0), stop - (N - M)) if causal else slice(0, M)
         if start < stop and rows.start < rows.stop:
             one = slice(b, b + 1)

@@ -9,7 +9,7 @@ or, with a clone too old to know `--plugin`, and from anywhere,
 
     python -m helion_attn.tritonbench --op fp8_attention ...
 
-Of use: `--metrics latency,tflops,helion_attn_error`, `--only helion_attn`, `--causal`, `--seq-len 4096`,
+Useful options: `--metrics latency,tflops,helion_attn_error`, `--only helion_attn`, `--causal`, `--seq-len 4096`,
 `--d-head 128 --n-heads 24` (their product must be `--embedding-dim`, 3072 by default). On a machine without a GPU,
 `--device cpu --metrics helion_attn_error` runs in the interpreter, but not in newer clones: their operator asks Triton
 for a GPU when it is imported. `--isolate` runs `run.py` anew, which needs `--plugin`.

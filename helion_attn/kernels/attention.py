@@ -34,7 +34,7 @@ Mistral 7B, arXiv:2310.06825) moves the two edges; causality is a right edge of 
 makes `softcap * tanh(s / softcap)` of a scaled score. A sink (StreamingLLM, arXiv:2309.17453; gpt-oss), one more logit
 of each head, joins the sum in the epilogue.
 
-Of few queries, each head of a group would fill a tile in part. So the group's heads, which have their keys in common,
+With few queries, each head of a group would fill a tile in part. So the group's heads, which have their keys in common,
 may share tiles (PackGQA in the code of FlashAttention-3, arXiv:2407.08608). Their rows stay where `quantize` put them:
 a program gathers its own.
 
@@ -207,7 +207,7 @@ def fp8_attn_fwd(
                 m_block = blocks - 1 - grid_block  # long rows first
             else:
                 m_block = grid_block
-            # Of a tile's queries, the first, and how many there are at most.
+            # The first of a tile's queries, and how many there are at most.
             if pack_gqa:
                 kv = bh
                 row_begin = m_block * bm

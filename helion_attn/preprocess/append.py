@@ -95,7 +95,7 @@ def append_kv(
         first = hl.load(cache_seqlens, [b])
         # [keys]
         rows = tile * keys + hl.arange(keys)
-        # Of a length near 2**31 it is negative.
+        # It is negative for a length near 2**31.
         position = first + rows
         listed = (rows < length) & (first >= 0) & (position >= 0) & (position < max_pages * bn)
         page = hl.load(block_table, [b * max_pages + position // bn], extra_mask=listed)

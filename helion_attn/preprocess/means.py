@@ -100,7 +100,7 @@ def sequence_means(
                 k_max = torch.maximum(k_max, hl.load(k_part_amax, [part, 0], extra_mask=inside))
             if smooth_k:
                 k_total = k_total + hl.load(k_sum, [part, 0, cols], extra_mask=own)
-        # Of no keys the means are 0: rows without a key give that, and lse -inf.
+        # The means of no keys are 0: rows without a key give that, and lse -inf.
         divisor = torch.clamp_min(keys, 1)
         # [d_tile]
         if center_v:

@@ -16,7 +16,7 @@ from helion_attn.preprocess.lib.rope import rope_tables
 from helion_attn.preprocess.lib.strided import strided_qkv
 from helion_attn.types import Recipe
 
-#: Of tensors that are e4m3 already: with a head's amax given, descales are what they are made.
+#: The recipe of tensors that are e4m3 already: a given amax makes their descales 1.
 AS_IT_IS = Recipe(q_scales="head", center_v=False)
 
 

@@ -21,11 +21,11 @@ from helion_attn.compiler.helion_adapter import helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import Q_FIELDS, blocks_for
 
-#: Of a block of K and V: the sequence; the block's first token; how many follow in the sequence. The fourth, which
-#: nothing writes or reads, makes a row 16 bytes.
+#: Fields of a block of K and V: the sequence; the block's first token; how many follow in the sequence. The fourth,
+#: which nothing writes or reads, makes a row 16 bytes.
 K_FIELDS = 4
 
-#: Of a sequence: its first packed block of K and V; how many keys it has.
+#: Fields of a sequence: its first packed block of K and V; how many keys it has.
 SEQUENCE_FIELDS = 2
 
 #: Sequences that a program reads at once, and blocks that it describes.
@@ -162,7 +162,7 @@ def key_source(
     wide: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[Any, Any, Any]:
-    """Of which row of the statistics head `head` of K or V is, its keys, and where they begin in memory.
+    """The row of head `head` of K or V in the statistics, its keys, and where they begin in memory.
 
     With `varlen` it is a block of a head, and so are its keys. Inlined into kernels.
     """

@@ -34,7 +34,7 @@ class Timing:
 
 
 def source_hash() -> str:
-    """Of the kernels, of what orders their programs, and of what times them."""
+    """A digest of the kernels, of what orders their programs, and of what times them."""
     package = Path(helion_attn.__file__).parent
     others = ("configs/__init__.py", "configs/scheduling.py", "numerics.py", "tune/trial.py")
     files = [*sorted((package / "kernels").glob("*.py")), *(package / name for name in others)]

@@ -123,7 +123,7 @@ def measure(tile: Tile, w: Workload) -> float:
 
 
 def tflops(w: Workload, ms: float) -> float:
-    """Of a launch that took `ms`."""
+    """Speed of a launch that took `ms`."""
     assert w.D_v is not None
     return 2 * w.M * w.N * (w.D + w.D_v) * w.H * w.B / (2 if w.causal else 1) / ms / 1e9
 

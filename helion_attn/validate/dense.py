@@ -22,16 +22,16 @@ OUT_DTYPES = (*IN_DTYPES, torch.float8_e4m3fn)
 LAYOUTS = ("bhsd", "bshd")
 MIN_D, MAX_D = 16, 1024
 
-#: Of pages, heads and splits: their products have room in 32 bits.
+#: Most pages, heads and splits: their products have room in 32 bits.
 MAX_COUNT = 2**24
 
-#: Of a window's edges: what an op takes.
+#: Largest edge of a window that an op takes.
 MAX_EDGE = 2**63 - 1
 
-#: Of a softcap: 1 / softcap, times any reasonable scale, has room in fp32; and scores have digits after the point.
+#: Range of a softcap: 1 / softcap times any reasonable scale stays finite in fp32, and scores keep their fractions.
 MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-40, 2.0**23
 
-#: Of what multiplies scores: it has room in fp32, also over a softcap and times log2(e).
+#: Largest sm_scale that stays finite in fp32, also over a softcap and times log2(e).
 MAX_SM_SCALE = 2.0**64
 
 
@@ -169,7 +169,7 @@ def check_rope_of(x: torch.Tensor, rope: Rope, positions: torch.Tensor | None) -
 
 
 def check_seed(seed: int) -> None:
-    """Of a rotation's signs."""
+    """Check the seed of a rotation's signs."""
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed is {seed!r}; it must be an int in 0..2**63 - 1")
 

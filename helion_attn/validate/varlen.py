@@ -12,7 +12,7 @@ from helion_attn.validate.dense import MIN_D, check_count, check_recipe, check_t
 MAX_VARLEN_D = SUPPORTED_D[-1]
 MAX_TOKENS = 2**30
 
-#: Of a `Recipe`, for sequences of variable length: what does not depend on the other sequences, and is read once.
+#: Scales of a `Recipe` for sequences of variable length: what does not depend on the other sequences, and is read once.
 VARLEN_SCALES = {
     "q_scales": ("block", "token", "none"),
     "k_scales": ("head", "block", "none"),

@@ -66,7 +66,7 @@ def with_delayed_v(
         return operand
 
     def array(name: str) -> tuple[str, str]:
-        """Of which array a buffer is, and which one there."""
+        """The array that a buffer belongs to, and its place there."""
         array, which = matched(definition(definitions, name), rf"memdesc_index ({VALUE})\[({VALUE})\]")
         return array, which
 

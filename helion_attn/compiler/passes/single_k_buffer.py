@@ -65,7 +65,7 @@ def with_single_k_buffer(
     definitions = {name: line for line in body if (name := defined(line))}
 
     def array(operand: str) -> str:
-        """Of which array an operand of a product is a buffer."""
+        """The array that an operand of a product is a buffer of."""
         while "memdesc_index" not in (line := definition(definitions, operand)):
             (operand,) = matched(line, rf" = ttg\.memdesc_\w+ ({VALUE})")
         return matched(line, rf"memdesc_index ({VALUE})\[")[0]

@@ -44,7 +44,7 @@ def run_of_key_blocks(
     run: int,
     splits: int,
 ) -> tuple[Any, Any]:
-    """Of the key blocks from `n_begin` up to `n_end`, those of a run: as many as of any other, or one less."""
+    """The key blocks of a run, from `n_begin` up to `n_end`: as many as any other run has, or one less."""
     # Where no row sees a key, n_end may lie before n_begin.
     key_blocks = torch.clamp_min(n_end - n_begin, 0)
     begin = n_begin + quotient(key_blocks * int32(run), int32(splits))
@@ -53,7 +53,7 @@ def run_of_key_blocks(
 
 
 def rows_of_group(row_begin: int, group_log2: hl.constexpr, bm: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the rows of a tile that a group's heads share, the query [bm] and the head within the group [bm]."""
+    """The query [bm] of each row of a tile that a group's heads share, and its head within the group [bm]."""
     rows = row_begin + hl.arange(bm)
     return rows >> group_log2, rows & ((1 << group_log2) - 1)
 

@@ -18,7 +18,7 @@ def int32(n: int) -> torch.Tensor:
 
 
 def quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Of scalars that are not negative."""
+    """The quotient of scalars that are not negative."""
     return torch.div(a, b, rounding_mode="trunc")
 
 

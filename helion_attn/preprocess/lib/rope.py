@@ -156,7 +156,7 @@ def rope_rows(
             even, odd = hl.split(x.reshape(n, d_row // 2, 2))
             partner = hl.join(odd, even).reshape(n, d_row)
             if rotary < d_row:
-                # Of channels that are not rotated the sine is 0, and 0 times a neighbour's NaN is one.
+                # Channels that are not rotated have a sine of 0, and 0 times a neighbour's NaN is NaN.
                 partner = torch.where((hl.arange(d_row) < rotary).unsqueeze(0), partner, 0.0)
         else:
             # The partner of channel d is d + half or d - half: two loads, of which one gives 0, both from L1.

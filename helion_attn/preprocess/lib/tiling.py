@@ -17,7 +17,7 @@ from helion_attn.types import Recipe
 PACK_ELEMENTS = 8192
 
 #: Likewise where K's mean is subtracted after the rotation, with eight warps: a block of K is one tile, rotated once.
-#: Of 64 channels it has half as many, and three programs fit an SM.
+#: A block of 64 channels has half as many, and three programs fit an SM.
 ROTATED_ELEMENTS = 16384
 
 #: Channels of V that a program packs.
@@ -108,7 +108,7 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
         two_terms=two_terms,
         num_warps=num_warps,
         max_registers=(NARROW_REGISTERS if narrow else ROTATED_REGISTERS) if cap_registers else None,
-        # Of two stages the next load is issued when a tile is done, of three when the one before is. For blocks of K
+        # With two stages the next load is issued when a tile is done, with three a tile earlier. For blocks of K
         # with 128 channels that is 147456 bytes of shared memory, not 114688: one program an SM, not two.
         k_in_flight=(3 if narrow else 2) if pipelined else 1,
         q_in_flight=(3 if rotate_first else 2) if pipelined else 1,
