@@ -128,7 +128,7 @@ AT_64: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "D"), [*((m, D) for m in MASKS for D in SUPPORTED_D), *((m, 64) for m in AT_64)])
+@pytest.mark.parametrize(("name", "D"), [*((m, D) for m in MASKS for D in SUPPORTED_D[1:]), *((m, 64) for m in AT_64)])
 def test_masks_and_sinks(name: str, D: int) -> None:
     options = dict((MASKS | AT_64)[name])
     recipe = options.pop("recipe")
@@ -159,7 +159,7 @@ def test_out_dtype(out_dtype: torch.dtype, layout: str) -> None:
     assert_8_bit_attention(kernel, tile_config(64, False))
 
 
-@pytest.mark.parametrize("D", [16, 80, 200])
+@pytest.mark.parametrize("D", [16, 200])
 def test_padded_head_dim(D: int) -> None:
     assert_sound(shared(compile_attention, D, True))
 
@@ -208,7 +208,7 @@ def test_decoding(name: str) -> None:
     assert_sound(merge)
 
 
-@pytest.mark.parametrize("name", ["d64", "d128", "d128_128_rows", "d256"])
+@pytest.mark.parametrize("name", ["d64", "d128_128_rows", "d256"])
 def test_decoding_with_masks(name: str) -> None:
     D, D_v, H, M, ctas_per_sm = DECODED[name]
     decode, _ = shared(compile_decode, D, D_v, H, M, num_splits=2, masked=True)
