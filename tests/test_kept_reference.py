@@ -123,3 +123,4 @@ def test_other_texts_stay(types: list[str]) -> None:
     outcome = computed_once.with_one(text)
     assert not outcome.applied
     assert outcome.text == text
+    assert (outcome.reason == computed_once.ALIKE) == (types == [MMA, MMA])

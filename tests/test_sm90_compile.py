@@ -99,7 +99,12 @@ def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
 def test_keys_of_more_than_2_to_the_31_elements(recipe: ha.Recipe, causal: bool) -> None:
     """Helion's index type is another there, and K and V came by pointers, with 233 spills."""
     (kernel,) = shared(compile_shape, 1, 10000, 2**23 + 2**20, 128, causal, recipe=recipe)
-    assert_8_bit_attention(kernel, tile_config(128, causal), recipe)
+    if MEASURED:
+        assert_8_bit_attention(kernel, tile_config(128, causal), recipe)
+    else:
+        # Of its loop's registers 62 spill under Triton 3.9 (docs/trust.md, Other Tritons).
+        assert_sound(kernel)
+        assert kernel.opcodes["UTMALDG"] > 0
 
 
 CHOICES = {

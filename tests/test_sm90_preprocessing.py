@@ -16,6 +16,7 @@ from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.varlen import quantize_varlen
 from helpers.cases import PRESETS
 from helpers.offline import (
+    MEASURED,
     assert_sound,
     compile_append,
     compile_quantize,
@@ -160,6 +161,7 @@ def test_preprocessing_of_strided_padded_channels_of_variable_lengths() -> None:
         assert_sound(kernel)
 
 
+@pytest.mark.skipif(not MEASURED, reason="the ptxas of another Triton makes none")
 def test_constant_padding_makes_undefined_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the check can fail, and the number at run time is still needed: where nothing stands before the cast."""
     monkeypatch.setattr(pack, "row_channels", lambda d, d_at_run_time, d_step: d)

@@ -212,11 +212,11 @@ def widths(kernel: Sm90Kernel, opcode: str) -> set[int]:
 
 #: Instructions for spilled registers that a kernel may have, by its name, with a Triton that configs were not tuned
 #: with: 4 CTAs an SM leave D 64 128 registers, and HYBRID's second loop is rarely run (docs/trust.md, Other Tritons).
-SPILLED = {"_helion_fp8_attn_fwd": 90, "_helion_fp8_attn_fwd_large_d": 4, "_helion_pack": 26}
+SPILLED = {"_helion_fp8_attn_fwd": 120, "_helion_fp8_attn_fwd_large_d": 8, "_helion_pack": 26}
 
 #: Likewise in the loop over key blocks, whose length is some 700 at D 64; and how much longer one loop may be than
 #: another that does as much.
-SPILLED_IN_LOOP, LONGER_LOOP = 12, 1.02
+SPILLED_IN_LOOP, LONGER_LOOP = 12, 1.03
 
 MEASURED = versions.series() == versions.MEASURED_SERIES
 

@@ -15,10 +15,11 @@ from helion_attn.compiler.passes.ttgir import VALUE, indentation
 
 NAME = "computed_once"
 
-#: Why it does not apply to kernels that do not ask for it, and where Triton computes P once by itself, as 3.9 does.
-UNMARKED, ONCE = "nothing is marked", "what is marked is there once"
+#: Why it does not apply to kernels that do not ask for it, and where P is computed once without it, as by Triton 3.9:
+#: it is there once, or twice in one layout, which LLVM makes one of.
+UNMARKED, ONCE, ALIKE = "nothing is marked", "what is marked is there once", "what is marked has one layout"
 
-NOT_NEEDED = (UNMARKED, ONCE)
+NOT_NEEDED = (UNMARKED, ONCE, ALIKE)
 
 #: What `inline_asm.computed_once` becomes: a name, and a type.
 _MARKED = re.compile(rf'\s*({VALUE}) = tt\.elementwise_inline_asm "[^"]*// computed once" .* -> (tensor<.*>)( loc.*)?$')
@@ -34,6 +35,8 @@ def with_one(text: str) -> Outcome:
         return Outcome(NAME, False, reason, text)
     if len(marked) == 1:
         return Outcome(NAME, False, ONCE, text)
+    if len({found.group(2) for _, found in marked}) == 1 and "dot_op" not in marked[0][1].group(2):
+        return Outcome(NAME, False, ALIKE, text)
     for_product = [x for x in marked if "dot_op" in x[1].group(2)]
     for_sums = [x for x in marked if "dot_op" not in x[1].group(2)]
     if len(for_product) != 1 or len(for_sums) != 1:
