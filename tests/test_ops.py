@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
 from helion_attn.configs import scheduling
+from helion_attn.kernels import attention_large_d
 from helion_attn.testing import make_qkv
 from helpers.cases import LADDER, RECIPES
 from helpers.recorder import Recorder
@@ -134,6 +135,19 @@ def test_opcheck_of_kv_cache(with_rope: bool, device: str) -> None:
         ha.attention_kvcache(q, cache, table, seqlens + 30)
     for op, arguments in recorder.calls.values():
         torch.library.opcheck(op, arguments, test_utils=CHECKS)
+
+
+def test_kernels_take_views_that_do_not_know_their_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helion refuses a tensor together with a view of it, as packed tensors would be that somebody has copied."""
+    packed = ha.quantize(*make_qkv("randn", 1, 1, 1, 3, 5, 512))
+    copied = dataclasses.replace(packed, q8=packed.q8.clone(), k8=packed.k8.clone(), v8=packed.v8.clone())
+    assert copied.k8.view(-1)._is_view()
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(attention_large_d.interpreted_kernel, "run", given.update)
+    ha.attention_quantized(copied)
+    tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
+    assert len(tensors) > 10
+    assert not any(x._is_view() for x in tensors)
 
 
 def test_torch_compile_of_kv_cache(device: str) -> None:

@@ -63,8 +63,6 @@ def test_sizes_are_where_anything_changes(matrix: ModuleType) -> None:
         dense.MAX_D,
         kv_cache.MAX_PAGE_D,
         varlen.MAX_VARLEN_D,
-        configs.MAX_TWO_LEVEL_D,
-        configs.MAX_LARGE_TWO_LEVEL_D,
     }
     for size in widths | bounds:
         assert size % 16 == 0

@@ -124,11 +124,6 @@ TENSORS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
         ValueError,
         ["hadamard=True and the head dim is 81", "even"],
     ),
-    "promote_every_1_at_192": (
-        {name: zeros(1, 1, 3, 192) for name in "qkv"} | {"recipe": ha.Recipe(promote_every=1)},
-        ValueError,
-        ["promote_every=1 and the head dim is 192", "above 128", "0 or None"],
-    ),
     "q_requires_grad": (
         {"q": zeros(2, 4, 5, 32).requires_grad_()},
         RuntimeError,

@@ -423,12 +423,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"recipe has q_scales='head'; .* must be one of \('block', 'token', 'none'\)",
     ),
     "v_scales": ({"recipe": ha.Recipe(v_scales="tensor")}, NotImplementedError, "recipe has v_scales='tensor'"),
-    "promote_every": (
-        {"recipe": ha.Recipe(promote_every=1)}
-        | {name: zeros(5, 2, D) for name, D in (("q", 192), ("k", 192), ("v", 128))},
-        ValueError,
-        "recipe has promote_every=1",
-    ),
     "causal": ({"causal": 1}, TypeError, "causal is 1"),
     "return_lse": ({"return_lse": None}, TypeError, "return_lse is None"),
     "sm_scale": ({"sm_scale": -1.0}, ValueError, "sm_scale is -1"),

@@ -28,14 +28,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::helion_attn.compiler.slower.Slo
 # Tests that leave a pass out compile shipped configs without it.
 pytestmark = pytest.mark.filterwarnings("ignore::helion_attn.compiler.slower.SlowerWarning")
 
-#: Kernels whose loops the machine below runs: copies of K are issued by 2, 4, 1, 2 warps, of V by 1, 4, 2, 4.
+#: Kernels whose loops the machine below runs: copies are issued by one to four warps.
 LOOPS: dict[str, functools.partial[Any]] = {
-    "three_stages": functools.partial(compile_attention, 256, True, recipe=ha.BALANCED),
+    "three_stages": functools.partial(compile_attention, 256, True, recipe=replace(ha.BALANCED, promote_every=0)),
+    "halves": functools.partial(compile_attention, 256, True, recipe=ha.BALANCED),
+    "halves_two_stages": functools.partial(compile_tile, replace(tile_config(256, True), num_stages=2)),
+    "pieces": functools.partial(compile_attention, 512, True, D_v=512, recipe=ha.BALANCED),
     "delayed_v": functools.partial(compile_attention, 256, False, recipe=ha.BF16),
     "hybrid_d128": functools.partial(compile_tile, replace(tile_config(128, True, ha.HYBRID.bits), num_stages=3)),
     "hybrid_d256": functools.partial(compile_attention, 256, True, recipe=ha.HYBRID),
 }
-STAGES = {"three_stages": 3, "delayed_v": 2, "hybrid_d128": 3, "hybrid_d256": 2}
+STAGES = dict.fromkeys(("three_stages", "halves", "pieces", "hybrid_d128"), 3)
+STAGES |= dict.fromkeys(("halves_two_stages", "delayed_v", "hybrid_d256"), 2)
 #: All others that are to take turns.
 TAKE_TURNS: dict[str, functools.partial[Any]] = {
     "fast": functools.partial(compile_attention, 256, False),
@@ -300,9 +304,9 @@ def is_copy(line: str) -> bool:
 
 
 def row_bytes(copy: str) -> int:
-    """In units of 128."""
+    """In units of 128, at least one."""
     elements, element = re.findall(r"tensordesc<(?:tensor<)?[\dx]*x(\d+)x(\w+)[,>]", copy)[0]
-    return int(elements) * {"f8E4M3FN": 1, "si8": 1, "bf16": 2}[element] // 128
+    return max(1, int(elements) * {"f8E4M3FN": 1, "si8": 1, "bf16": 2}[element] // 128)
 
 
 def execute(
@@ -351,10 +355,13 @@ class Program:
     def __init__(self, lines: dict[str, list[str]], stages: int, blocks: int) -> None:
         self.lines, self.stages, self.blocks = lines, stages, blocks
         self.barriers = {i: NamedBarrier() for i in range(4)}
+        copies = list(filter(is_copy, lines["loop"]))
+        #: The pieces of K and of V, each a tensor, in the order of their copies and of their products.
+        self.k, self.v = ([f"{x}{i}" for i in range(sum(f"%{x}" in line for line in copies))] for x in "kv")
         #: Of a tensor, how many warps copy a block: each 128 bytes of its rows.
-        self.parts = dict(zip("kv", map(row_bytes, filter(is_copy, lines["loop"])), strict=True))
+        self.parts = dict(zip([*self.k, *self.v], map(row_bytes, copies), strict=True))
         #: Of a tensor and block, the warps whose parts are there, and those that have read it.
-        first = {"k": 1, "v": 0} if stages == 2 else {"k": 2, "v": 2}
+        first = dict.fromkeys(self.k, stages - 1) | dict.fromkeys(self.v, 0 if stages == 2 else 2)
         self.arrived = {(x, i): set(range(self.parts[x])) for x, n in first.items() for i in range(min(n, blocks))}
         self.read: dict[tuple[str, int], set[int]] = {}
 
@@ -379,12 +386,13 @@ class Program:
         for block in range(self.blocks):
             yield from self.run(warp, "loop", block, reads)
         yield from self.run(warp, "after", self.blocks, reads)
-        assert not self.blocks or self.is_read("k", self.blocks - 1), "what is stored next may be in its place"
+        assert not self.blocks or self.is_read("k0", self.blocks - 1), "what is stored next may be in its place"
 
     def run(self, warp: int, part: str, block: int, reads: deque[tuple[str, int]]) -> Iterator[Callable[[], bool]]:
-        copies = iter([("k", block + 1), ("v", block + (1 if self.stages == 3 else 0))])
-        products = iter("kv")
-        waits = iter("k" if self.stages == 3 else "kv")
+        copied_v = block + (1 if self.stages == 3 else 0)
+        copies = iter([*((x, block + 1) for x in self.k), *((x, copied_v) for x in self.v)])
+        products = iter([*self.k, *self.v])
+        waits = iter([[*self.k, *self.v]] if self.stages == 3 else [self.k, self.v])
         for line in self.lines[part]:
             op = operation(line)[1]
             if op.startswith(("ttng.", "tt.elementwise_inline_asm", "gpu.barrier")):
@@ -394,8 +402,8 @@ class Program:
                     code = re.findall('"([^"]*)"', line)[0]
                     yield from execute(code, {"$1": 32 * warp}, self.barriers, warp)
                 case "ttng.wait_barrier" if part == "loop":
-                    tensor = next(waits)
-                    yield functools.partial(self.is_there, tensor, block)
+                    for tensor in next(waits):
+                        yield functools.partial(self.is_there, tensor, block)
                 case "ttng.warp_group_dot" if part == "loop":
                     tensor = next(products)
                     assert self.is_there(tensor, block), "read before it has come"
@@ -436,7 +444,7 @@ def run(text_: str, stages: int, blocks: int, seed: int) -> None:
         except StopIteration:
             del running[warp]
     assert not any(barrier.came for barrier in program.barriers.values()), "somebody came and nobody waited"
-    assert len(program.read) == 2 * blocks
+    assert len(program.read) == len(program.parts) * blocks
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -486,7 +494,7 @@ def test_copies_are_of_the_first_warpgroup(name: str) -> None:
         return [int(parts[1])] if len(parts) == 2 and parts[1].isdigit() else []
 
     found = [threads(predicate) for predicate in re.findall(r"@(%p\d+) cp\.async\.bulk\.tensor", loop)]
-    copies = [x for x in text(name).split("\n") if is_copy(x)][-2:]
+    copies = [x for x in split_at_loop(text(name))[2] if is_copy(x)]
     assert found == [[32 * row_bytes(x)] for x in copies]
     assert max(max(found)) <= warpgroup_turns.WARPGROUP
 

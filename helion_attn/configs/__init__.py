@@ -14,11 +14,8 @@ SUPPORTED_D = (32, 64, 128, 256)
 #: Bits of Q and K, and of P and V: 8-bit numbers.
 ALL_8_BIT = (8, 8)
 
-#: Up to this padded head dim the fp32 sum of P V has registers beside the fresh product.
-MAX_TWO_LEVEL_D = 128
-
-#: Up to this head dim of Q and K `fp8_attn_fwd_large_d` sums 128 channels of V in two levels.
-MAX_LARGE_TWO_LEVEL_D = 192
+#: Channels of a fresh product of P and V for which registers have room beside the sum of 256.
+MAX_FRESH_D = 128
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ One program owns one block of `bm` query rows of one head and walks the key bloc
 
 Two-level accumulation is what keeps long contexts right: Hopper's FP8 tensor core keeps about 14 bits when it
 accumulates in place, and small addends vanish beside a grown sum (DeepSeek-V3, arXiv:2412.19437, section 3.3.2, does
-the same for its GEMMs). At D_pad = 256 the fresh product has no registers beside the accumulator, and the sum stays in
-the tensor core: there it is centring V that keeps a biased V right. The online softmax is that of Milakov and
-Gimelshein (arXiv:1805.02867) and FlashAttention-2 (arXiv:2307.08691).
+the same for its GEMMs). At D_v_pad = 256 registers hold a fresh product of half of the channels beside the accumulator,
+so P V is two products, one after the other. The online softmax is that of Milakov and Gimelshein (arXiv:1805.02867)
+and FlashAttention-2 (arXiv:2307.08691).
 
 V arrives transposed, because FP8 WGMMA takes B only K-major, with its keys permuted inside every 16 so that P's fp32
 accumulator registers are, in place, the A operand of the second product: `interleave_keys` is no instruction. 16-bit V
@@ -52,7 +52,7 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion_config, hl, multiprocessors
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
-from helion_attn.configs import TileConfig, scheduling
+from helion_attn.configs import MAX_FRESH_D, TileConfig, scheduling
 from helion_attn.kernels.lib.arguments import AttentionArguments, score_scales
 from helion_attn.kernels.lib.programs import (
     key_blocks_of_sequence,
@@ -84,7 +84,8 @@ from helion_attn.numerics import INT8_SCORE_BIAS, LOG2E, MAX_FUSED_SCALE_LOG2, k
 def fp8_attn_fwd(
     q8: torch.Tensor,  # [B * H, M_blocks, bm, D_pad]
     k8: torch.Tensor,  # [B * H_kv, N_blocks, bn, D_pad]
-    v8: torch.Tensor,  # [B * H_kv, N_blocks, D_v_pad, bn], or of 16 bits [B * H_kv, N_blocks, bn, D_v_pad]
+    v8: torch.Tensor,  # [B * H_kv, N_blocks, D_v_pad, bn], with `in_halves` [B * H_kv, N_blocks * 2, D_v_pad / 2, bn],
+    # or of 16 bits [B * H_kv, N_blocks, bn, D_v_pad]
     q_descale: torch.Tensor,  # [B * H * M_blocks * bm]
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
     v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]; of a head all the same, unless v_channel_descales
@@ -120,6 +121,7 @@ def fp8_attn_fwd(
     has_sinks: hl.constexpr,
     keeps_reference: hl.constexpr,
     two_level: hl.constexpr,
+    in_halves: hl.constexpr,
     varlen: hl.constexpr,
     split: hl.constexpr,
     pack_gqa: hl.constexpr,
@@ -147,6 +149,8 @@ def fp8_attn_fwd(
     With `pack_gqa` the grid has KV heads in place of heads, and the heads of a group, `group` of them but no more than
     two to `group_log2`, share tiles: the group's row r is query `r >> group_log2` of its head `r % 2**group_log2`.
     Then there are `q_row_descales`, and no `varlen`.
+
+    With `in_halves` P V is two products, of half of V's channels each.
     """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
@@ -162,7 +166,8 @@ def fp8_attn_fwd(
     bm = hl.specialize(q8.size(2))
     bn = hl.specialize(k8.size(2))
     hl.specialize((q8.size(3), k8.size(3), v8.size(2), v8.size(3)))
-    d_v_pad = v8.size(2) if v8.dtype.itemsize == 1 else v8.size(3)
+    d_v_tile = v8.size(2) if v8.dtype.itemsize == 1 else v8.size(3)
+    d_v_pad = d_v_tile * 2 if in_halves else d_v_tile
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loops.
     l_lanes = 8
@@ -297,8 +302,10 @@ def fp8_attn_fwd(
             softmax_row_descales = q_row_descales
         m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
-        # [bm, D_v_pad]
-        acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
+        # [bm, D_v_pad], or each half of it
+        acc = hl.zeros([bm, d_v_tile], dtype=torch.float32)
+        if in_halves:
+            acc_high = hl.zeros([bm, d_v_tile], dtype=torch.float32)
 
         # Blocks before it are special: those of the left edge, and those that references come from, up to the first
         # that all rows see.
@@ -317,11 +324,15 @@ def fp8_attn_fwd(
                     k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_end - 1, int32(j + 1))])
                 else:
                     k_scale = k_descale[kv * n_blocks + min(j + 1, run_end - 1)]
-            # [bn, D_pad] and [D_v_pad, bn], or of 16 bits [bn, D_v_pad]. With nothing between the two loads, not even a
+            # [bn, D_pad] and [d_v_tile, bn], or of 16 bits [bn, D_v_pad]. With nothing between the loads, not even a
             # transposition, Triton gives them one barrier, and the warps are not held up between Q K^T and the softmax:
             # D 256 gains 9%, D 64 up to 4%.
             k_block = k8[kv, j, :, :]
-            v_block = v8[kv, j, :, :]
+            if in_halves:
+                v_block = v8[kv, j * 2, :, :]
+                v_high = v8[kv, j * 2 + 1, :, :]
+            else:
+                v_block = v8[kv, j, :, :]
             # [bm, bn]
             s = scores(q_tile, k_block.transpose(0, 1), bm, bn, is_cuda)
             s, s_scale_log2 = softmax_input(
@@ -365,12 +376,14 @@ def fp8_attn_fwd(
                 is_cuda,
             )
             acc = accumulate(acc, alpha, p8, keys_first(v_block), two_level, keeps_reference, is_cuda)
+            if in_halves:
+                acc_high = accumulate(acc_high, alpha, p8, keys_first(v_high), two_level, keeps_reference, is_cuda)
 
         # These come while the rows are summed, where no other program runs meanwhile. At D 64 ptxas would wait for each
         # single product of 16 bits.
-        sums_cover_loads = d_v_pad == 256
+        sums_cover_loads = d_v_tile == 256
         if sums_cover_loads:
-            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_pad, d_v_pad, v_channel_descales)
+            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, v_channel_descales)
         # [bm]
         row_sum = l_i.sum(1)
         if keeps_reference:
@@ -442,8 +455,17 @@ def fp8_attn_fwd(
             out_rows = part_head * m_len + rows
         else:
             out_rows = (head // heads) * heads * m_len + (head % heads) * out_head_step + rows * out_row_step
+        if in_halves:
+            mean, descale = v_rows(
+                v_mean, v_descale, mean_row, descale_row, d_v_tile, d_v_tile, d_v_pad, v_channel_descales
+            )
+            store_out(
+                out, acc_high, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, d_v_tile,
+                d_v_tile, d_v_pad, d_out, max_fused_scale == float("inf"), v_channel_descales,
+                has_right or varlen or split, has_sinks or varlen, has_sinks,
+            )  # fmt: skip
         if not sums_cover_loads:
-            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_pad, d_v_pad, v_channel_descales)
+            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, v_channel_descales)
         store_out(
             out,
             acc,
@@ -456,7 +478,7 @@ def fp8_attn_fwd(
             out_rows,
             row_in_range,
             0,
-            d_v_pad,
+            d_v_tile,
             d_v_pad,
             d_out,
             max_fused_scale == float("inf"),
@@ -507,6 +529,8 @@ def launch(
     parts = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if in_parts else out
     part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
     part_sinks = None if in_parts else a.sinks
+    two_level = a.is_two_level(tile.two_level)
+    in_halves = two_level and v8.size(2) > MAX_FRESH_D
     head_group = 1
     if a.rows_differ and not in_parts:
         places = multiprocessors(q8.device), tile.ctas_per_sm
@@ -522,7 +546,7 @@ def launch(
         {
             "q8": q8,
             "k8": k8,
-            "v8": v8,
+            "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if in_halves else v8,
             "q_descale": q_descale,
             "k_descale": a.packed.k_descale.view(-1),
             "v_descale": a.packed.v_descale.view(-1),
@@ -544,7 +568,8 @@ def launch(
             **choices,
             "has_sinks": part_sinks is not None,
             "keeps_reference": keeps_reference(q8.dtype, v8.dtype, tile.D_pad),
-            "two_level": a.is_two_level(tile.two_level),
+            "two_level": two_level,
+            "in_halves": in_halves,
             "varlen": q_blocks is not None,
             "split": in_parts,
             "pack_gqa": pack_gqa,

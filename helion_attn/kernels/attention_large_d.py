@@ -8,13 +8,13 @@ The mathematics and the rounding points are those of `fp8_attn_fwd`. What differ
   parts, Q K^T and the softmax are done n times, and each part of V is read once. `v_tile` is what registers allow.
 - **A head dim is cut in pieces of 256 and a rest**, a power of two each (320 = 256 + 64), for so are Triton's tiles,
   and a TMA box has at most 256 elements a side. The scores are products of pieces into one accumulator, and a program
-  has an accumulator for each of its two pieces of V; the second may be empty. Pieces are views of the packed tensors.
+  has an accumulator for each piece of V. Pieces are views of the packed tensors.
 
 Q stays in shared memory, all D of it; blocks of K and of a part of V pass through in `num_stages` stages, but for K of
 D 192, which has one buffer (`compiler/passes/single_k_buffer.py`).
 
-P V is summed in two levels while the fresh product has registers beside the accumulator, up to 128 channels; above, it
-stays in the tensor core, where centring V keeps a biased V right.
+P V is summed in two levels: pieces of V are as small as the fresh product must be to have registers beside all sums
+(`fresh_channels`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion_config, hl, multiprocessors
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
-from helion_attn.configs import LargeTileConfig, largest_power_of_two, scheduling
+from helion_attn.configs import MAX_FRESH_D, LargeTileConfig, largest_power_of_two, scheduling
 from helion_attn.kernels.lib.arguments import AttentionArguments, score_scales
 from helion_attn.kernels.lib.steps import (
     accumulate,
@@ -44,6 +44,9 @@ from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
 
 #: A TMA box has at most 256 elements a dimension.
 MAX_PIECE = 256
+
+#: Pieces of V that a program has at most.
+MAX_V_PIECES = 6
 
 
 def split_head_dim(d: int) -> list[tuple[int, int]]:
@@ -108,12 +111,81 @@ def scores_of_pieces(
     return s.to(torch.float32)
 
 
+def channel_pieces(
+    wide: torch.Tensor,  # [heads, blocks, count, d_wide, bn], without count if it is 1
+    narrow: torch.Tensor,  # [heads, blocks, d_narrow, bn]
+    head: int,
+    block: int,
+    count: int,
+    has_narrow: hl.constexpr,
+) -> list[torch.Tensor]:
+    """One block of V: its wide pieces, `count` times [d_wide, bn], then its narrow one, [d_narrow, bn]."""
+    whole = slice(None)
+    if count == 1:
+        found = [hl.load(wide, [head, block, whole, whole])]
+    else:
+        found = [hl.load(wide, [head, block, i, whole, whole]) for i in range(count)]
+    if has_narrow:
+        found.append(hl.load(narrow, [head, block, whole, whole]))
+    return found
+
+
+def sum_of_piece(i: int, bm: int, v_sizes: list[int]) -> torch.Tensor:
+    """Zeros [bm, d] for the sum of piece `i` of V; of no piece, the smallest tile, which costs nothing."""
+    return hl.zeros([bm, v_sizes[i] if i < len(v_sizes) else 16], dtype=torch.float32)
+
+
+def accumulate_piece(
+    i: int,
+    acc: torch.Tensor,  # [bm, d]
+    alpha: torch.Tensor,  # [bm, 1]
+    p8: torch.Tensor,  # [bm, bn]
+    v_tiles: list[torch.Tensor],  # [d, bn] each
+    two_level: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> torch.Tensor:
+    """`accumulate` for piece `i` of V; the sum of no piece as it is."""
+    if i < len(v_tiles):
+        return accumulate(acc, alpha, p8, keys_first(v_tiles[i]), two_level, False, is_cuda)
+    return acc
+
+
+def store_pieces(
+    out: torch.Tensor,  # [B * H * M, D_v]
+    accs: list[torch.Tensor],  # [bm, d] each
+    v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
+    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]
+    m_keys: torch.Tensor,  # [bm]
+    row_sum: torch.Tensor,  # [bm]
+    alpha: torch.Tensor,  # [bm]
+    total: torch.Tensor,  # [bm]
+    out_rows: torch.Tensor,  # [bm]
+    row_in_range: torch.Tensor,  # [bm]
+    kv: int,
+    first: int,
+    v_sizes: list[int],
+    d_v_pad: int,
+    d_out: int,
+    v_channel_descales: hl.constexpr,
+    empty_rows: hl.constexpr,
+    has_sinks: hl.constexpr,
+) -> None:
+    """`store_out` for each piece of V, from channel `first`; the last goes first, which has the smallest sum."""
+    for i in reversed(range(len(v_sizes))):
+        begin = first + sum(v_sizes[:i])
+        mean, descale = v_rows(v_mean, v_descale, kv, kv, begin, v_sizes[i], d_v_pad, v_channel_descales)
+        store_out(
+            out, accs[i], mean, descale, m_keys, row_sum, alpha, total, out_rows, row_in_range, begin, v_sizes[i],
+            d_v_pad, d_out, False, v_channel_descales, empty_rows, has_sinks, has_sinks,
+        )  # fmt: skip
+
+
 def fp8_attn_fwd_large_d(
     q8: torch.Tensor,  # [B * H, M_blocks, bm, D_pad]
     q_flat: torch.Tensor,  # q8 as [B * H * M_blocks * bm * D_pad]
     k_wide: torch.Tensor,  # [B * H_kv, N_blocks, bn, d_count, d_wide]
     k_narrow: torch.Tensor,  # [B * H_kv, N_blocks, bn, d_narrow]
-    v_wide: torch.Tensor,  # [B * H_kv, N_blocks * v_parts, v_wide, bn]
+    v_wide: torch.Tensor,  # [B * H_kv, N_blocks * v_parts, v_count, v_wide, bn], without v_count if it is 1
     v_narrow: torch.Tensor,  # [B * H_kv, N_blocks * v_parts, v_narrow, bn]
     q_descale: torch.Tensor,  # [B * H * M_blocks * bm]
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
@@ -136,6 +208,7 @@ def fp8_attn_fwd_large_d(
     softcap_log2: float,
     max_fused_scale: hl.constexpr,
     v_parts: hl.constexpr,
+    v_count: hl.constexpr,
     has_narrow_d: hl.constexpr,
     has_narrow_v: hl.constexpr,
     p_offset_log2: hl.constexpr,
@@ -168,9 +241,11 @@ def fp8_attn_fwd_large_d(
     d_pad = hl.specialize(q8.size(3))
     d_count = hl.specialize(k_wide.size(3))
     hl.specialize((k_wide.size(4), k_narrow.size(3)))
-    wide = hl.specialize(v_wide.size(2))
+    wide = hl.specialize(v_wide.size(-2))
     narrow = hl.specialize(v_narrow.size(2))
-    v_tile = wide + narrow * has_narrow_v
+    # Of a program's pieces of V.
+    v_sizes = [wide] * v_count + [narrow] * has_narrow_v
+    v_tile = sum(v_sizes)
     d_v_pad = v_tile * v_parts
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loop.
@@ -233,9 +308,13 @@ def fp8_attn_fwd_large_d(
             softmax_row_descales = q_row_descales
         m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
-        # [bm, v_wide], [bm, v_narrow]
-        acc = hl.zeros([bm, wide], dtype=torch.float32)
-        acc_narrow = hl.zeros([bm, narrow], dtype=torch.float32)
+        # [bm, d] each. A loop carries tensors, not lists.
+        acc_0 = sum_of_piece(0, bm, v_sizes)
+        acc_1 = sum_of_piece(1, bm, v_sizes)
+        acc_2 = sum_of_piece(2, bm, v_sizes)
+        acc_3 = sum_of_piece(3, bm, v_sizes)
+        acc_4 = sum_of_piece(4, bm, v_sizes)
+        acc_5 = sum_of_piece(5, bm, v_sizes)
 
         for j in hl.grid(n_begin, n_end):
             s_scale_log2 = q_scale_log2 * k_scale
@@ -245,10 +324,8 @@ def fp8_attn_fwd_large_d(
                 k_scale = k_descale[kv * n_blocks + min(j + 1, n_blocks - 1)]
             # [bn, d_wide] each, [bn, d_narrow]
             k_tiles = row_pieces(k_wide, k_narrow, kv, j, d_count, has_narrow_d)
-            # [v_wide, bn], [v_narrow, bn]. All loads side by side, at one barrier: see `fp8_attn_fwd`.
-            v_block_wide = v_wide[kv, j * v_parts + part, :, :]
-            if has_narrow_v:
-                v_block_narrow = v_narrow[kv, j * v_parts + part, :, :]
+            # [d, bn] each. All loads side by side, at one barrier: see `fp8_attn_fwd`.
+            v_tiles = channel_pieces(v_wide, v_narrow, kv, j * v_parts + part, v_count, has_narrow_v)
             # [bm, bn]
             s = scores_of_pieces(q_tiles, k_tiles, is_cuda)
             s, s_scale_log2 = softmax_input(
@@ -267,9 +344,12 @@ def fp8_attn_fwd_large_d(
                 s, 0.0, s_scale_log2, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, False, p_offset_log2,
                 softmax_row_descales, has_left or has_right, False, is_cuda,
             )  # fmt: skip
-            acc = accumulate(acc, alpha, p8, keys_first(v_block_wide), two_level, False, is_cuda)
-            if has_narrow_v:
-                acc_narrow = accumulate(acc_narrow, alpha, p8, keys_first(v_block_narrow), two_level, False, is_cuda)
+            acc_0 = accumulate_piece(0, acc_0, alpha, p8, v_tiles, two_level, is_cuda)
+            acc_1 = accumulate_piece(1, acc_1, alpha, p8, v_tiles, two_level, is_cuda)
+            acc_2 = accumulate_piece(2, acc_2, alpha, p8, v_tiles, two_level, is_cuda)
+            acc_3 = accumulate_piece(3, acc_3, alpha, p8, v_tiles, two_level, is_cuda)
+            acc_4 = accumulate_piece(4, acc_4, alpha, p8, v_tiles, two_level, is_cuda)
+            acc_5 = accumulate_piece(5, acc_5, alpha, p8, v_tiles, two_level, is_cuda)
 
         # [bm]
         row_sum = l_i.sum(1)
@@ -291,17 +371,9 @@ def fp8_attn_fwd_large_d(
         store_lse(lse, m_i, total, shift, bh * m_len + rows, first_part_rows, shift_lse and not has_softcap)
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
         first = part * v_tile
-        # The narrow piece goes first: while the wide one is stored, its registers are free (otherwise 8 spills).
-        if has_narrow_v:
-            mean, descale = v_rows(v_mean, v_descale, kv, kv, first + wide, narrow, d_v_pad, v_channel_descales)
-            store_out(
-                out, acc_narrow, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, first + wide,
-                narrow, d_v_pad, d_out, False, v_channel_descales, has_right, has_sinks, has_sinks,
-            )  # fmt: skip
-        mean, descale = v_rows(v_mean, v_descale, kv, kv, first, wide, d_v_pad, v_channel_descales)
-        store_out(
-            out, acc, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, first, wide, d_v_pad,
-            d_out, False, v_channel_descales, has_right, has_sinks, has_sinks,
+        store_pieces(
+            out, [acc_0, acc_1, acc_2, acc_3, acc_4, acc_5], v_mean, v_descale, m_keys, row_sum, rescale, total,
+            out_rows, row_in_range, kv, first, v_sizes, d_v_pad, d_out, v_channel_descales, has_right, has_sinks,
         )  # fmt: skip
 
 
@@ -314,13 +386,18 @@ def compiled_kernel(tile: LargeTileConfig) -> Compiled:
 interpreted_kernel = interpreted(fp8_attn_fwd_large_d)
 
 
-def pieces(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+def fresh_channels(v_tile: int) -> int:
+    """Channels of a fresh product for which registers have room beside the sums of `v_tile` channels."""
+    return MAX_FRESH_D if v_tile <= 320 else MAX_FRESH_D // 2
+
+
+def pieces(x: torch.Tensor, dim: int, widest: int = MAX_PIECE) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Views of `x`: dimension `dim` as [count, wide], what is left of it, and whether there is such a rest.
 
     Where there is none, `x` stands for it.
     """
     size = x.size(dim)
-    wide = min(largest_power_of_two(size), MAX_PIECE)
+    wide = min(largest_power_of_two(size), widest)
     whole = size // wide * wide
     split = x.narrow(dim, 0, whole).unflatten(dim, (-1, wide))
     return (split, x.narrow(dim, whole, size - whole), True) if whole < size else (split, x, False)
@@ -337,7 +414,12 @@ def launch(tile: LargeTileConfig, a: AttentionArguments, out: torch.Tensor, lse:
     kv_heads, n_blocks, d_v_pad, bn = v8.shape
     v_parts = d_v_pad // tile.v_tile
     k_wide, k_narrow, has_narrow_d = pieces(k8, 3)
-    v_wide, v_narrow, has_narrow_v = pieces(v8.view(kv_heads, n_blocks * v_parts, tile.v_tile, bn), 2)
+    two_level = a.is_two_level(tile.two_level)
+    v_wide, v_narrow, has_narrow_v = pieces(
+        v8.view(kv_heads, n_blocks * v_parts, tile.v_tile, bn),
+        dim=2,
+        widest=fresh_channels(tile.v_tile) if two_level else MAX_PIECE,
+    )
     head_group = 1
     if a.rows_differ:
         places = multiprocessors(q8.device), tile.ctas_per_sm
@@ -366,12 +448,13 @@ def launch(tile: LargeTileConfig, a: AttentionArguments, out: torch.Tensor, lse:
             # int8 scores have no bias here, and are smaller than those of e4m3.
             "max_fused_scale": MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
             "v_parts": v_parts,
+            "v_count": v_wide.size(2),
             "has_narrow_d": has_narrow_d,
             "has_narrow_v": has_narrow_v,
             "p_offset_log2": float(a.recipe.p_offset),
             **a.choices(),
             "has_sinks": a.sinks is not None,
-            "two_level": a.is_two_level(tile.two_level),
+            "two_level": two_level,
             "is_cuda": q8.is_cuda,
         }
     )

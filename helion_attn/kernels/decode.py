@@ -35,7 +35,7 @@ import torch
 
 from helion_attn.compiler.helion_adapter import helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
-from helion_attn.configs import MAX_TWO_LEVEL_D
+from helion_attn.configs import MAX_FRESH_D
 from helion_attn.kernels.lib.arguments import DecodeArguments, score_scales
 from helion_attn.kernels.lib.inline_asm import fma_up, maximum, tanh
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale, visible_keys
@@ -290,7 +290,7 @@ def launch(a: DecodeArguments, rows: int, splits: int, out: torch.Tensor, lse: t
     unit = common_unit(a.q)
     q = strided_rows(a.q, unit)
     # Eight share what four have no registers for: 256 channels of 32 rows, twice.
-    num_warps = 4 if max(k8.size(3), v8.size(2)) <= MAX_TWO_LEVEL_D else 8
+    num_warps = 4 if max(k8.size(3), v8.size(2)) <= MAX_FRESH_D else 8
     tiles = -(-group * M // rows)
     in_parts = splits > 1
     D_v = out.size(3)

@@ -117,14 +117,16 @@ class Operation(Generic[Arguments]):
             elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
             autocast = torch.is_autocast_enabled(x.device.type)
             built: Arguments = self._structure.build(values)
-            if not (elsewhere or autocast):
-                return launch(built)
-            with contextlib.ExitStack() as stack:
-                if elsewhere:
-                    stack.enter_context(torch.cuda.device(x.device))
-                if autocast:
-                    stack.enter_context(torch.autocast(x.device.type, enabled=False))
-                return launch(built)
+            # Helion does not take a tensor together with a view of it; below this key a view does not know its base.
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                if not (elsewhere or autocast):
+                    return launch(built)
+                with contextlib.ExitStack() as stack:
+                    if elsewhere:
+                        stack.enter_context(torch.cuda.device(x.device))
+                    if autocast:
+                        stack.enter_context(torch.autocast(x.device.type, enabled=False))
+                    return launch(built)
 
         torch.library.impl(f"helion_attn::{name}", DEVICES)(on_its_device)
         torch.library.register_fake(f"helion_attn::{name}")(lambda *values: fake(self._structure.build(values)))

@@ -8,7 +8,6 @@ from dataclasses import replace
 from helion_attn.configs import (
     ALL_8_BIT,
     LARGE_D_TABLE,
-    MAX_TWO_LEVEL_D,
     SUPPORTED_D,
     TABLE,
     LargeTileConfig,
@@ -51,7 +50,7 @@ LARGE_TILES = {
     320: [(320, 128, 64, 8, 3, 255, False)],
     # 64 keys of int8 scores spill 4 to 10 registers; of e4m3, which is what is timed, none.
     384: [(384, 128, 32, 8, 3, 255, False), (384, 128, 32, 8, 4, 255, False)],
-    512: [(256, 128, 64, 8, 3, 255, False)],
+    512: [(256, 128, 64, 8, 3, 255, True)],
     576: [(256, 128, 64, 8, 2, 255, False), (288, 128, 64, 8, 2, 255, False)],
     640: [(320, 128, 64, 8, 2, 255, False)],
     768: [(384, 128, 32, 8, 3, 255, False)],
@@ -98,7 +97,7 @@ def candidates() -> list[Tile]:
             bn,
             num_warps,
             num_stages,
-            two_level=bits == ALL_8_BIT and D_pad <= MAX_TWO_LEVEL_D,
+            two_level=bits == ALL_8_BIT,
             ctas_per_sm=0,
             max_registers=max_registers,
         )

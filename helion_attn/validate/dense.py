@@ -9,10 +9,7 @@ import torch
 
 from helion_attn.configs import (
     ALL_8_BIT,
-    MAX_LARGE_TWO_LEVEL_D,
-    MAX_TWO_LEVEL_D,
     SUPPORTED_D,
-    uses_large_d,
 )
 from helion_attn.numerics import MAX_SEED
 from helion_attn.types import Recipe, Rope
@@ -83,13 +80,6 @@ def check_recipe(recipe: Recipe, D: int, D_v: int) -> None:
         )
     if recipe.hadamard:
         check_even("recipe has hadamard=True and the head dim is", D)
-    # The large-D kernel's programs have D_v, at most 128, where they have registers for both sums.
-    summed = D_v if uses_large_d(D, D_v, recipe.bits) and D <= MAX_LARGE_TWO_LEVEL_D else max(D, D_v)
-    if recipe.promote_every == 1 and summed > MAX_TWO_LEVEL_D:
-        raise ValueError(
-            f"recipe has promote_every=1 and the head dim is {summed}; above {MAX_TWO_LEVEL_D} the fp32 sum has no "
-            f"registers beside the product, and promote_every must be 0 or None"
-        )
 
 
 def check_even(what: str, D: int) -> None:

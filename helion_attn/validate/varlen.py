@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from helion_attn.configs import MAX_TWO_LEVEL_D, SUPPORTED_D
+from helion_attn.configs import SUPPORTED_D
 from helion_attn.types import Recipe
 from helion_attn.validate.dense import MIN_D, check_count, check_recipe, check_table, check_tensors
 
@@ -66,8 +66,3 @@ def check_varlen_recipe(recipe: Recipe, D: int, D_v: int) -> None:
                 f"recipe has {name}={getattr(recipe, name)!r}; with sequences of variable length it must be one of "
                 f"{accepted}"
             )
-    if recipe.promote_every == 1 and max(D, D_v) > MAX_TWO_LEVEL_D:
-        raise ValueError(
-            f"recipe has promote_every=1 and the head dim is {max(D, D_v)}; above {MAX_TWO_LEVEL_D}, of sequences of "
-            f"variable length, it must be 0 or None"
-        )

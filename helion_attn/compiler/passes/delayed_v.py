@@ -1,7 +1,7 @@
-"""V a block behind K: part of the pass that `early_copies` is, for one-level loops of two stages.
+"""V a block behind K: part of the pass that `early_copies` is, for loops of two stages, one-level or of two warpgroups.
 
-P V of the block before is in flight when Q K^T is issued, and reads V's buffer, while K's is free. With V under
-barriers of its own, both can come as early:
+P V of the block before is in flight when Q K^T is issued, or yet to be issued by the other warpgroup, and reads V's
+buffer, while K's is free. With V under barriers of its own, both can come as early:
 
     for j:
         wait for K of j
@@ -37,6 +37,9 @@ from helion_attn.compiler.passes.ttgir import (
 
 #: Bytes of the elements that K and V have.
 ELEMENT_BYTES = {"f8E4M3FN": 1, "f8E5M2": 1, "i8": 1, "f16": 2, "bf16": 2}
+
+#: That of the block at hand, in the loop.
+DELAYED_BARRIER = "%delayed_v_mine"
 
 Parts = tuple[list[str], list[str], list[str], list[str]]
 
@@ -80,21 +83,33 @@ def with_delayed_v(
             raise Refused(f"its elements are {element}")
         return functools.reduce(operator.mul, map(int, shape.split("x"))) * ELEMENT_BYTES[element]
 
-    if len(find(body, PRODUCT)) != 2:
-        raise Refused(f"it has {len(find(body, PRODUCT))} products, in place of two")
-    _, p_v = find(body, PRODUCT)
+    # P is in registers, Q in shared memory.
+    p_v = [i for i in find(body, PRODUCT) if " : !ttg.memdesc" not in body[i]]
+    if not p_v:
+        raise Refused("it has no product of P in registers")
     wait = only(find(body, WAIT_FOR_COPIES), "its waits for copies")
     barrier, phase = matched(body[wait], rf"{WAIT_FOR_COPIES}({VALUE}), ({VALUE})")
-    v = buffer(matched(body[p_v], rf"{PRODUCT}{VALUE}, ({VALUE}),")[0])
-    of_v = only([x for x in copies if COPY in x and array(destination(x)[0])[0] == array(v)[0]], "its copies of V")
-    of_k = only([line for line in copies if COPY in line and line != of_v], "its copies of K")
+    # The buffers of V, by their arrays.
+    v = {array(name)[0]: name for i in p_v for name in [buffer(matched(body[i], rf"{PRODUCT}{VALUE}, ({VALUE}),")[0])]}
+    of_v = [line for line in copies if COPY in line and array(destination(line)[0])[0] in v]
+    of_k = [line for line in copies if COPY in line and line not in of_v]
+    if len(of_v) != len(v) or not of_k:
+        raise Refused(f"it has {len(of_v)} copies of V and {len(of_k)} of K")
     expected = only([line for line in copies if EXPECT in line], "its barriers of copies")
-    blocks = ahead.intersection(re.findall(VALUE, of_v))
-    if not blocks or array(v)[1] != array(barrier)[1]:
+    place = array(barrier)[1]
+    if any(array(name)[1] != place for name in v.values()):
+        raise Refused("V is not read where its barrier is")
+    # What says where V is copied from, of the block at hand: names, and lines that compute them.
+    names, of_block = dict.fromkeys(ahead, j), []
+    for line in copies:
+        if (name := defined(line)) and name not in ahead and names.keys() & set(re.findall(VALUE, line)):
+            names[name] = f"{name}_delayed"
+            of_block.append(renamed(line, names))
+    if any(names.keys().isdisjoint(re.findall(VALUE, line)) for line in of_v):
         raise Refused("V is not copied by its block")
 
-    def expecting(line: str, copied: str) -> str:
-        return re.sub(rf"({EXPECT}{VALUE}), \d+,", rf"\1, {size(destination(copied)[0])},", line)
+    def expecting(line: str, copied: list[str]) -> str:
+        return re.sub(rf"({EXPECT}{VALUE}), \d+,", rf"\1, {sum(size(destination(x)[0]) for x in copied)},", line)
 
     barriers, one = matched(definition(definitions, barrier), r" : (.*) -> (![^>]*>)")
     indent, outer = indentation(body[0]), indentation(before[-1])
@@ -111,31 +126,28 @@ def with_delayed_v(
     ]
     last_init = max(find(before, "ttng.init_barrier "), default=len(before))
     first = only([i for i in find(before, EXPECT) if i > last_init], "the barriers of copies in front of it")
-    of_first = [i for i in find(before, COPY) if i > first and array(destination(before[i])[0])[0] == array(v)[0]]
-    first_of_v = only(of_first, "the copies of V in front of it")
+    of_first = [i for i in find(before, COPY) if i > first and array(destination(before[i])[0])[0] in v]
+    if len(of_first) != len(v):
+        raise Refused(f"{len(of_first)} copies of V stand in front of it")
     before = [
         *before[: last_init + 1],
         *(outer + line for line in ready),
         *before[last_init + 1 : first],
         expecting(before[first], of_k),
-        *before[first + 1 : first_of_v],
-        *before[first_of_v + 1 :],
+        *(line for i, line in enumerate(before[first + 1 :], first + 1) if i not in of_first),
     ]
 
-    v_destination, v_barrier, v_valid = destination(of_v)
-    names = {
-        v_destination: v,
-        v_barrier: "%delayed_v_mine",
-        v_valid: "%delayed_v_true",
-        **dict.fromkeys(blocks, j),
-    }
+    _, v_barrier, v_valid = destination(of_v[0])
+    names |= {v_barrier: DELAYED_BARRIER, v_valid: "%delayed_v_true"}
+    names |= {destination(line)[0]: v[array(destination(line)[0])[0]] for line in of_v}
     copies = [
-        *(expecting(line, of_k) if line == expected else line for line in copies if line != of_v),
-        f"{indent}%delayed_v_mine = ttg.memdesc_index %delayed_v[{array(v)[1]}] : {barriers} -> {one}",
+        *(expecting(line, of_k) if line == expected else line for line in copies if line not in of_v),
+        f"{indent}{DELAYED_BARRIER} = ttg.memdesc_index %delayed_v[{place}] : {barriers} -> {one}",
+        *of_block,
         renamed(expecting(expected, of_v), names),
-        renamed(of_v, names),
+        *(renamed(line, names) for line in of_v),
     ]
-    body = [*body[:p_v], f"{indent}{WAIT_FOR_COPIES}%delayed_v_mine, {phase} : {one}", *body[p_v:]]
+    body = [*body[: p_v[0]], f"{indent}{WAIT_FOR_COPIES}{DELAYED_BARRIER}, {phase} : {one}", *body[p_v[0] :]]
     ended = min(find(after, "ttng.inval_barrier "), default=None)
     if ended is None:
         raise Refused("no barrier ends behind it")

@@ -14,11 +14,12 @@ issue and the wait for it they have an iteration, and the barriers stand where w
         copy block j + stages - 1               acc = P V, issued
 
 The buffer that they write must be read no more: it is that of block j - 1. Two-level accumulation has waited for its
-P V by then. One-level has not, before it has waited for a first product of Q K^T. Of three stages, the copies come an
-iteration later there, of block j + stages - 2 into the buffer of block j - 2. Of two, `delayed_v` has V come a block
-behind K. Where it does not, as with Q or V in pieces, the copies follow that wait or, with those of Q, the last of
-their products. One-level loops of pieces of Q and three stages are left as they are; two-level ones of two have K in
-one buffer (`single_k_buffer`).
+P V by then. One-level has not, before it has waited for a first product of Q K^T; and of two warpgroups that take turns
+the other one has not. Of three stages, the copies come an iteration later there, of block j + stages - 2 into the
+buffer of block j - 2. Of two, `delayed_v` has V come a block behind K. Where it does not, as in one-level loops with Q
+or V in pieces, the copies follow that wait or, with those of Q, the last of their products. One-level loops of pieces
+of Q and three stages are left as they are; two-level ones of one warpgroup and two stages have K in one buffer
+(`single_k_buffer`).
 
 The wait for Q, which Triton has where Q is loaded, moves behind the first copies of K and V.
 
@@ -38,6 +39,7 @@ from helion_attn.compiler.passes.ttgir import (
     COPY,
     EXPECT,
     PRODUCT,
+    TWO_WARPGROUPS,
     VALUE,
     WAIT_FOR_COPIES,
     WAIT_FOR_PRODUCT,
@@ -51,6 +53,9 @@ from helion_attn.compiler.passes.ttgir import (
 )
 
 NAME = "early_copies"
+
+#: The block that comes into the buffer of the block before the last.
+EARLY_BLOCK = "%early_block"
 
 
 def _ahead(loop: str, stages: int) -> str:
@@ -86,13 +91,13 @@ def _an_iteration_later(loop: str, copies: list[str], stages: int) -> list[str]:
     checks = [
         f"%early_stages = arith.constant {stages - 2} : {integer}",
         f"%early_one = arith.constant 1 : {integer}",
-        f"%early_block = arith.addi {j}, %early_stages : {integer}",
+        f"{EARLY_BLOCK} = arith.addi {j}, %early_stages : {integer}",
         f"%early_first = arith.addi {first}, %early_one : {integer}",
-        f"%early_in_loop = arith.cmpi slt, %early_block, {end} : {integer}",
+        f"%early_in_loop = arith.cmpi slt, {EARLY_BLOCK}, {end} : {integer}",
         f"%early_not_first = arith.cmpi sge, {j}, %early_first : {integer}",
         "%early_valid = arith.andi %early_in_loop, %early_not_first : i1",
     ]
-    names = {buffer: before, valid: "%early_valid", str(block): "%early_block"}
+    names = {buffer: before, valid: "%early_valid", str(block): EARLY_BLOCK}
     return [*of_counter, *(indent + line for line in checks), *(renamed(line, names) for line in of_block)]
 
 
@@ -144,16 +149,20 @@ def _rescheduled(lines: list[str], at: int, end: int) -> tuple[list[str], str]:
     # P is in registers, Q in shared memory.
     of_q = [i for i in products if " : !ttg.memdesc" in body[i]]
     in_flight = products[-1] > waits[-1]
-    later = in_flight and stages > 2
-    if later and len(of_q) > 1:
+    # The other warpgroup's P V of the block before is yet to come.
+    in_turns = not in_flight and any(TWO_WARPGROUPS in line for line in before)
+    later = (in_flight or in_turns) and stages > 2
+    if later and in_flight and len(of_q) > 1:
         # 0.95 to 1.05 of the time, and a register that spills.
         raise Refused("it has Q in pieces, three stages and P V in flight: moving them gained nothing")
-    behind = of_q[0]
-    in_one_buffer = not in_flight and len(of_q) > 1 and stages == 2
-    if in_one_buffer:
+    in_one_buffer = not in_flight and not in_turns and len(of_q) > 1 and stages == 2
+    if len(of_q) > 1 and (in_one_buffer or in_turns):
         body = with_one_wait(body)
         expected, copies = find(body, EXPECT), find(body, COPY)
         waits = find(body, WAIT_FOR_PRODUCT)
+        of_q = [i for i in find(body, PRODUCT) if " : !ttg.memdesc" in body[i]]
+    behind = of_q[-1] if in_turns else of_q[0]
+    if in_one_buffer:
         if len(waits) != 2:
             raise Refused(f"it waits {len(waits)} times for products, in place of once for Q K^T and once for P V")
         # All products of Q have read K by then.
@@ -165,9 +174,9 @@ def _rescheduled(lines: list[str], at: int, end: int) -> tuple[list[str], str]:
     elif later:
         group = _an_iteration_later(lines[at], group, stages)
         how = f"block j + {stages - 2} is copied behind the issue of Q K^T, an iteration later than before"
-    elif in_flight:
+    elif in_flight or in_turns:
         try:
-            if len(of_q) > 1 or len(copies) != 2:
+            if in_flight and (len(of_q) > 1 or len(copies) != 2):
                 raise Refused("Q or V comes in pieces")
             (j,) = matched(lines[at], rf"scf\.for ({VALUE}) =")
             pattern = _ahead(lines[at], stages)
@@ -175,6 +184,8 @@ def _rescheduled(lines: list[str], at: int, end: int) -> tuple[list[str], str]:
             before, group, rest, after = with_delayed_v(before, j, ahead, group, rest, after)
             how = "K of block j + 1 and V of block j are copied behind the issue of Q K^T"
         except Refused as refused:
+            if in_turns:
+                raise
             # The buffer is free behind the first wait; and the tensor core is busy behind the last product.
             behind = max(of_q[-1], waits[0])
             group, rest = taken_out(body, [*expected, *copies], behind)

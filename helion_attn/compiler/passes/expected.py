@@ -26,11 +26,11 @@ def expected_passes(tile: TileConfig | LargeTileConfig) -> tuple[str, ...]:
     """Names of the passes that must apply to the kernel of a config; none of a config that is not shipped."""
     if tile not in TILE_CONFIGS and tile not in LARGE_TILE_CONFIGS:
         return ()
-    if isinstance(tile, LargeTileConfig):
+    if isinstance(tile, LargeTileConfig) and not tile.two_level:
         # Q comes in pieces: three stages of them are left as they are.
         return (early_copies.NAME,) if tile.num_stages == 2 else ()
     names = [early_copies.NAME]
-    if tile.bits == (8, 16) and tile.D_pad <= MAX_REFERENCE_D:
+    if isinstance(tile, TileConfig) and tile.bits == (8, 16) and tile.D_pad <= MAX_REFERENCE_D:
         names.append(computed_once.NAME)
     # Two warpgroups, each with half of the rows.
     if tile.num_warps == 8:

@@ -15,6 +15,9 @@ PRODUCT = "ttng.warp_group_dot "
 WAIT_FOR_PRODUCT = "ttng.warp_group_dot_wait "
 BARRIER = "gpu.barrier"
 
+#: What a module of programs of eight warps says.
+TWO_WARPGROUPS = '"ttg.num-warps" = 8 : i32'
+
 #: A value's name.
 VALUE = r"%[\w.$-]+"
 

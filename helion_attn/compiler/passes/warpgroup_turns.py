@@ -47,12 +47,15 @@ from __future__ import annotations
 
 import re
 
+from helion_attn.compiler.passes.delayed_v import DELAYED_BARRIER
+from helion_attn.compiler.passes.early_copies import EARLY_BLOCK
 from helion_attn.compiler.passes.outcome import Outcome, Refused, in_any
 from helion_attn.compiler.passes.ttgir import (
     BARRIER,
     COPY,
     EXPECT,
     PRODUCT,
+    TWO_WARPGROUPS,
     VALUE,
     WAIT_FOR_COPIES,
     WAIT_FOR_PRODUCT,
@@ -85,7 +88,7 @@ _BEHIND_PART_OF_P = f"behind_part_of_p: {_BEFORE_P_V}"
 _BEHIND_LOOP = f"behind_turns: {_IF_FIRST}bar.arrive {SECOND}, {PROGRAM}; @mine bar.sync {READ}, {PROGRAM};"
 
 #: The loop's operations, by their letters: wait for copies; issue Q K^T; barrier, copies, barrier; wait for products;
-#: with `delayed_v`, wait for its copy; issue P V, in pieces.
+#: with `delayed_v`, wait for its copy; issue P V, in pieces, which two-level accumulation waits for one by one.
 LETTERS = {
     WAIT_FOR_COPIES: "W",
     PRODUCT: "I",
@@ -94,13 +97,13 @@ LETTERS = {
     EXPECT: "E",
     COPY: "C",
 }
-FORM = r"WIB(EC+)+BFW?I+"
+FORM = r"WI+B(EC+)+BFW?(I+|(IF)+)"
 
 
 def with_turns(text: str) -> Outcome:
     """Put turns into the first loop that has the form in which `early_copies` leaves it."""
     lines = text.split("\n")
-    if '"ttg.num-warps" = 8 : i32' not in text:
+    if TWO_WARPGROUPS not in text:
         return Outcome(NAME, False, "a program is not two warpgroups", text)
     layouts = [line for line in lines if "#ttg.nvidia_mma<" in line]
     if any("warpsPerCTA = [8, 1]" not in line for line in layouts):
@@ -121,8 +124,12 @@ def _in_turns(lines: list[str], at: int, end: int) -> str:
     form = "".join(letter for _, letter in places)
     if not re.fullmatch(FORM, form):
         raise Refused(f"its operations are {form or 'others'}, which is not {FORM}")
-    (before_copies, behind_copies), (wait,) = find(body, BARRIER), find(body, WAIT_FOR_PRODUCT)
-    p_v = find(body, PRODUCT)[1]
+    # P V of the block before, which the other warpgroup is yet to issue, reads its buffer.
+    if not any(name in line for name in (EARLY_BLOCK, DELAYED_BARRIER) for line in body):
+        raise Refused("it copies into buffers of the block before")
+    (before_copies, behind_copies), (wait, *_) = find(body, BARRIER), find(body, WAIT_FOR_PRODUCT)
+    # P is in registers, Q in shared memory.
+    p_v = next(i for i in find(body, PRODUCT) if " : !ttg.memdesc" not in body[i])
     has_delayed_v = len(find(body, WAIT_FOR_COPIES)) > 1
     outer, inner = indentation(lines[at]), indentation(lines[at]) + "  "
     thread = [
