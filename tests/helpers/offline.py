@@ -221,9 +221,9 @@ SPILLED_IN_LOOP, LONGER_LOOP = 12, 1.03
 MEASURED = versions.series() == versions.MEASURED_SERIES
 
 
-def assert_sound(kernel: Sm90Kernel) -> None:
-    """What every kernel must be."""
-    most = 0 if MEASURED else SPILLED.get(kernel.name, 0)
+def assert_sound(kernel: Sm90Kernel, spilled: int = 0) -> None:
+    """What every kernel must be. `spilled`: instructions for spilled registers with the measured Triton."""
+    most = spilled if MEASURED else max(spilled, SPILLED.get(kernel.name, 0))
     assert kernel.opcodes["LDL"] + kernel.opcodes["STL"] <= most, f"{kernel.name} spills"
     assert not undefined_pairs(kernel.sass), f"{kernel.name} packs what nobody wrote"
 
