@@ -21,13 +21,12 @@ needs neither, since WGMMA takes 16-bit B either way and P's registers are in or
 tensor core sums 16-bit products in fp32.
 
 One loop walks the key blocks that some row sees; the others are never loaded. Blocks at an edge of what is visible
-(diagonal, ragged end, a window's two sides) are masked behind a branch: in a loop of their own, without pipelined
-loads, they cost causal attention 3 to 11% (S 1024, D 64 to 256).
+(diagonal, ragged end, a window's two sides) are masked behind a branch: a loop of their own would have no pipelined
+loads (docs/performance.md, In the attention kernel, has what this and other choices gain).
 
 Where scores have 8 bits and P is bf16, whose range is that of fp32, there is no running maximum up to D 128
 (`numerics.keeps_reference`): the first block that a row sees gives the reference of all its P, and the accumulator is
-not rescaled. That takes 4 to 12% less time, causal 1 to 14% (S 1024 to 16384). Where a row's sum passes
-`MAX_ROW_SUM`, the program walks all blocks again, with a running maximum.
+not rescaled. Where a row's sum passes `MAX_ROW_SUM`, the program walks all blocks again, with a running maximum.
 
 Three specialisations more, which cost nothing where they are not asked for. A window (Longformer, arXiv:2004.05150;
 Mistral 7B, arXiv:2310.06825) moves the two edges; causality is a right edge of 0. A softcap (Gemma 2, arXiv:2408.00118)
@@ -258,10 +257,9 @@ def fp8_attn_fwd(
             packed_rows = (bh * int32(m_blocks) + m_block) * bm + hl.arange(bm)
         else:
             packed_rows = (bh * m_blocks + m_block) * bm + hl.arange(bm)
-        # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own, 0.7
-        # microseconds a program.
+        # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own.
         # [bm], or a scalar for one a block. Loads before that of Q, which is waited for behind them, are under way
-        # meanwhile: 3 to 4% at D 64. Where warpgroups take turns a pass has Q come first.
+        # meanwhile. Where warpgroups take turns a pass has Q come first.
         if q_row_descales:
             q_scale = hl.load(q_descale, [packed_rows])
         elif varlen:
@@ -325,8 +323,7 @@ def fp8_attn_fwd(
                 else:
                     k_scale = k_descale[kv * n_blocks + min(j + 1, run_end - 1)]
             # [bn, D_pad] and [d_v_tile, bn], or of 16 bits [bn, D_v_pad]. With nothing between the loads, not even a
-            # transposition, Triton gives them one barrier, and the warps are not held up between Q K^T and the softmax:
-            # D 256 gains 9%, D 64 up to 4%.
+            # transposition, Triton gives them one barrier, and the warps are not held up between Q K^T and the softmax.
             k_block = k8[kv, j, :, :]
             if in_halves:
                 v_block = v8[kv, j * 2, :, :]
@@ -338,8 +335,8 @@ def fp8_attn_fwd(
             s, s_scale_log2 = softmax_input(
                 s, s_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
             )
-            # Blocks at an edge of what is visible, those that references come from, and those of a large scale. One
-            # branch for all: two cost 5 to 24%.
+            # Blocks at an edge of what is visible, those that references come from, and those of a large scale: one
+            # branch for all.
             if varlen or (split and keeps_reference):
                 edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
                 special = 1 - within + torch.clamp_min(edge, 0)

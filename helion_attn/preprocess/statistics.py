@@ -8,8 +8,8 @@
 
 All statistics are `D_row` channels wide, a power of two; the channels past a head dim are those of zeros.
 
-The three tensors are top-level loops of one kernel, which Helion makes one launch: a launch of 64 MB costs 4 of its
-22 us to start and drain. A NaN or infinity makes the statistics of its head NaN or infinity.
+The three tensors are top-level loops of one kernel, which Helion makes one launch, so that it starts and drains once
+(docs/performance.md, Preprocessing). A NaN or infinity makes the statistics of its head NaN or infinity.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def kernels(is_cuda: bool, pipelined: bool) -> tuple[Runner, Runner]:
     """`(first_pass, means)` for the device."""
     if not is_cuda:
         return interpreted(first_pass), interpreted(means)
-    # Three steps in flight in each of the three loops; unpipelined, 22 us of loads take 28. With RoPE the same would
-    # take 180 KB of shared memory.
+    # Three steps in flight in each of the three loops. With RoPE they would take 180 KB of shared memory.
     in_flight = 3 if pipelined else 1
     stages = [0, in_flight, 0, in_flight, 0, 3]
     config = helion.Config(num_warps=4 if pipelined else 8, indexing="pointer", range_num_stages=stages)
