@@ -23,7 +23,7 @@ from benchmarks.lib.problem import CHECKED_ROWS, ERROR_BUDGET, make_problem, mea
 from benchmarks.lib.recipes import DEFAULT, RECIPES
 from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
 from benchmarks.lib.tables import (
-    BF16_PEERS,
+    E2E_PEERS,
     FP8_PEERS,
     Table,
     by_impl,
@@ -124,7 +124,7 @@ def tables(loaded: Loaded) -> list[Table]:
     """TFLOP/s of the kernels, and milliseconds from bf16 to bf16."""
     rows = rows_of(loaded, "cells")
     impls = impls_in([row for row in rows if row["stage"] == "kernel"])
-    peers = [impl for impl in impls if impl in BF16_PEERS]
+    peers = [impl for impl in impls if impl in E2E_PEERS]
     kernel, e2e = [], []
     for name, cell in cells_of(rows):
         launched = [row for row in cell if row["stage"] == "kernel"]

@@ -31,6 +31,7 @@ from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
 from benchmarks.lib.tables import (
     BF16_PEERS,
+    E2E_PEERS,
     FP8_PEERS,
     LABELS,
     OURS,
@@ -74,9 +75,9 @@ def in_a_column(options: Options, stage: str) -> list[Contender]:
 
 
 def contenders_of(options: Options) -> list[Contender]:
-    """Our kernels, the peers, and ours from bf16 to bf16."""
+    """Our kernels, the peers, and what of both quantises, from bf16 to bf16."""
     kernels, whole = ([*ours(options, [DEFAULT], stage), *in_a_column(options, stage)] for stage in ("kernel", "e2e"))
-    return [*kernels, *others(options), *whole]
+    return [*kernels, *others(options), *whole, *others(options, stage="e2e")]
 
 
 def gemm_tflops(options: Options) -> dict[str, float]:
@@ -149,15 +150,15 @@ def e2e_headers(peers: list[str]) -> list[str]:
 
 
 def e2e_figures(cell: list[Row], peers: list[str]) -> list[str]:
-    """Milliseconds from bf16 to bf16, our speed-ups over the fastest of `peers`, and our error."""
+    """Milliseconds from bf16 to bf16, our speed-ups over the fastest bf16 kernel, and our error."""
     kernel = by_impl((row for row in cell if row["stage"] == "kernel"), "ms")
     e2e = [row for row in cell if row["stage"] == "e2e"]
     ms, error = by_impl(e2e, "ms"), by_impl(e2e, "error_total").get("helion_attn")
-    best = fastest(kernel, peers)
+    best = fastest(kernel, BF16_PEERS)
     speedups = [best / ms[impl] if best is not None and impl in ms else None for impl in OURS]
     return [
         *(number(ms.get(impl), ".3f") for impl in OURS),
-        *(number(kernel.get(impl), ".3f") for impl in peers),
+        *(number((kernel if impl in BF16_PEERS else ms).get(impl), ".3f") for impl in peers),
         *(number(speedup, ".2f") for speedup in speedups),
         error_text(error),
     ]
@@ -166,7 +167,7 @@ def e2e_figures(cell: list[Row], peers: list[str]) -> list[str]:
 def e2e_tables(loaded: Loaded) -> list[Table]:
     """Milliseconds from bf16 to bf16. A bf16 kernel is its own end to end."""
     rows = rows_of(loaded, "attention")
-    peers = [impl for impl in impls_in(rows) if impl in BF16_PEERS]
+    peers = [impl for impl in impls_in(rows) if impl in E2E_PEERS]
     body = []
     for causal, D, S in values_of(rows, "causal", "D", "N"):
         cell = [row for row in rows if (row["causal"], row["D"], row["N"]) == (causal, D, S)]

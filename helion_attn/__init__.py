@@ -7,6 +7,7 @@ from helion_attn.api import (
     pack,
     quantize,
 )
+from helion_attn.check import check
 from helion_attn.explain import explain
 from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from helion_attn.integrations.sdpa import sdpa
@@ -33,6 +34,7 @@ __all__ = [
     "attention_kvcache",
     "attention_quantized",
     "attention_varlen",
+    "check",
     "dequantize",
     "explain",
     "flash_attn_func",

@@ -122,7 +122,7 @@ def explain(
         with kernels.named() as names:
             call()
         device, sm_count = "the CPU, in Helion's interpreter; the rest is of an H200", HOPPER_MULTIPROCESSORS
-    arguments = _arguments(q, k, v, layout, recipe, causal, window)
+    arguments = arguments_without_storage(q, k, v, layout, recipe, causal, window)
     choice = choose(arguments, sm_count)
     name = "fp8_attn_fwd_large_d" if isinstance(choice.tile, LargeTileConfig) else "fp8_attn_fwd"
     kernel = next((x for x, its in zip(compiled, names, strict=False) if its == name), None)
@@ -142,7 +142,7 @@ def explain(
     )
 
 
-def _arguments(
+def arguments_without_storage(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -25,6 +26,12 @@ SHARED_BYTES_PER_SM = 228 * 1024
 RESERVED_SHARED_BYTES = 1024
 
 INPUT_KINDS = ("randn", "outlier", "sink", "biased_v", "outlier_channel")
+
+#: Inputs that only the accuracy benchmark has: what trained models do to K, and what a sum in the tensor core loses.
+HARD_KINDS = ("k_channels", "qk_channels", "v_drifts", "v_drifts_16k", "v_drifts_2k", "wide")
+
+#: Keys of a period of V's mean; the length itself where there is none.
+DRIFT_PERIODS = {"v_drifts": None, "v_drifts_16k": 16384, "v_drifts_2k": 2048}
 
 #: Channels of Q, and as many others of K, that are large in "outlier_channel".
 OUTLIER_CHANNELS = 2
@@ -51,6 +58,10 @@ def make_qkv(
             "outlier_channel": the standard deviation of `OUTLIER_CHANNELS` channels of K is 10 to 30 (trained models
             have a few such, the same for all keys: KIVI, arXiv:2402.02750), and so is that of others of Q. Were they
             the same channels, one key would take nearly all of the probability.
+            "k_channels": 3% of K's channels in a head have a mean of +-20, and all of Q's one of N(0, 0.25).
+            "qk_channels": those of Q are three times as large besides. "v_drifts": V's mean is 3 in the first half of
+            the keys and -3 in the second; "v_drifts_16k" and "v_drifts_2k": with periods of so many keys. "wide": Q and
+            K times 3, so that scores are nine times as wide.
         B: batch size; and H, H_kv, M, N, D as everywhere.
         dtype: of the tensors.
         device: where they are made (the values depend on it).
@@ -83,9 +94,25 @@ def make_qkv(
         deviations = 10 + 20 * torch.rand(len(channels), device=device, generator=generator)
         for x, mine in ((q, slice(None, OUTLIER_CHANNELS)), (k, slice(OUTLIER_CHANNELS, None))):
             x[..., channels[mine]] *= deviations[mine]
+    elif kind in ("k_channels", "qk_channels"):
+        hit = torch.rand(B, H_kv, 1, D, device=device, generator=generator) < 0.03
+        k = k + 20 * randn(B, H_kv, 1, D).sign() * hit
+        q = q + 0.5 * randn(B, H, 1, D)
+        if kind == "qk_channels":
+            q = q * torch.where(hit.repeat_interleave(H // H_kv, 1), 3, 1)
+    elif kind in DRIFT_PERIODS:
+        v = v + drift(N, DRIFT_PERIODS[kind] or N, device=device)[:, None]
+    elif kind == "wide":
+        q, k = 3 * q, 3 * k
     elif kind != "randn":
-        raise ValueError(f"kind is {kind!r}; it must be one of {INPUT_KINDS}")
+        raise ValueError(f"kind is {kind!r}; it must be one of {(*INPUT_KINDS, *HARD_KINDS)}")
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def drift(N: int, period: int, phase: float = 0.0, device: str | torch.device = "cpu") -> torch.Tensor:
+    """A mean of V that changes along the keys, fp32 [N]: 3 sign(sin(2 pi (i / period + phase)))."""
+    turns = torch.arange(N, device=device, dtype=torch.float64) / period + phase
+    return torch.where(turns % 1 < 0.5, 3.0, -3.0)
 
 
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
@@ -210,12 +237,13 @@ def _disassemble(compiled: Any) -> Sm90Kernel:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
 
-        def run(tool: str, flag: str) -> str:
-            command = [str(tools / tool), flag, cubin.name]
+        def run(tool: str, *flags: str) -> str:
+            command = [str(tools / tool), *flags, cubin.name]
             return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
         usage = run("cuobjdump", "-res-usage")
-        sass = run("nvdisasm", "-c")
+        # Without an analysis of data flow, which changes nothing in this text.
+        sass = run("nvdisasm", "-c", "-ndf")
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None, usage
     opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)", sass)
@@ -232,8 +260,12 @@ def _disassemble(compiled: Any) -> Sm90Kernel:
 
 
 @contextlib.contextmanager
-def _offline_hopper() -> Iterator[list[Any]]:
-    """Pretend that cuda:0 is an H200, and collect what Triton compiles instead of launching it."""
+def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
+    """Pretend that cuda:0 is an H200, and collect what Triton compiles instead of launching it.
+
+    Args:
+        keep_generated: find the code that Helion generated before for such tensors, and keep what it generates.
+    """
     import triton
     from torch._dynamo.device_interface import CudaInterface
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -247,6 +279,11 @@ def _offline_hopper() -> Iterator[list[Any]]:
     CompileEnvironment = helion_environment.CompileEnvironment
     compiled: list[Any] = []
     jit_run = JITFunction.run
+    read, write = code_cache.read, code_cache.write
+
+    def offline(key: str) -> str:
+        # What is generated here is not for tensors that have addresses.
+        return hashlib.sha256(f"without storage {key}".encode()).hexdigest()
 
     def run(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
         stand_ins = [MockTensor(a.dtype, list(a.shape)) if isinstance(a, torch.Tensor) else a for a in args]
@@ -293,9 +330,8 @@ def _offline_hopper() -> Iterator[list[Any]]:
         patch(CompileEnvironment, "tensor_descriptor_base_is_aligned", lambda *_: True)
         patch(CompileEnvironment, "_to_fake_tensor", with_symbolic_sizes)
         patch(JITFunction, "run", run)
-        # What is generated here is not for tensors that have addresses.
-        patch(code_cache, "read", lambda key: [])
-        patch(code_cache, "write", lambda key, entries: None)
+        patch(code_cache, "read", lambda key: read(offline(key)) if keep_generated else [])
+        patch(code_cache, "write", lambda key, entries: write(offline(key), entries) if keep_generated else None)
         patch(launch_plans, "launch_first", launch_first)
         patch(driver, "_active", _OfflineDriver())
         patch(dense, "_CAPABLE", set())
@@ -319,6 +355,6 @@ def compile_for_sm90(launch: Callable[[], object]) -> list[Sm90Kernel]:
     Returns:
         The kernels in launch order; one that is launched twice is there twice.
     """
-    with _offline_hopper() as compiled:
+    with _offline_hopper(keep_generated=True) as compiled:
         launch()
     return [_disassemble(kernel) for kernel in compiled]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from benchmarks import (
     accuracy,
     attention,
     cells,
+    drift,
     host,
     ladder,
     large_d,
@@ -30,13 +32,14 @@ from benchmarks import (
     startup,
     varlen,
 )
+from benchmarks.lib import peers
 from benchmarks.lib.checks import by_promise
 from benchmarks.lib.harness import RESULTS, Loaded, load, time_interleaved
 from benchmarks.lib.problem import workload
 from benchmarks.lib.suite import Options
 from helion_attn.compiler.helion_adapter import helion_config
 from helion_attn.kernels import attention as attention_kernel
-from helion_attn.testing import INPUT_KINDS, OUTLIER_CHANNELS, make_qkv
+from helion_attn.testing import HARD_KINDS, INPUT_KINDS, OUTLIER_CHANNELS, make_qkv, relative_error
 from helpers.offline import MEASURED, SPILLED, launching
 
 START = "Start-up and host time"
@@ -62,15 +65,96 @@ def test_accuracy(tmp_path: Path) -> None:
     assert set(loaded) == {"accuracy", "preprocess", "stages"}
     rows = loaded["accuracy"]["rows"]
     assert not [row["error_message"] for row in rows if "error_message" in row]
-    parts = {"rmse", "inputs", "long", "criterion", "cost"}
+    parts = {"rmse", "inputs", "long", "hard", "drifts", "criterion", "cost"}
     assert {row["part"] for row in rows} - {"real"} == parts
     long = [(row["input"], row["recipe"]) for row in rows if row["part"] == "long"]
     presets = ("fast", "balanced", "accurate", "hybrid", "bf16")
     assert long == [(kind, preset) for kind in INPUT_KINDS for preset in presets]
+    (hard,), (drifts,) = accuracy.hard_tables(loaded), drift.tables(loaded)
+    assert [line[0] for line in hard.body] == [*HARD_KINDS]
+    assert all(0 < float(x) < 0.5 for line in hard.body for x in line[3:])
+    assert [line[1:4] for line in drifts.body] == [
+        [kind, "flat", "64"] for kind in sorted([*drift.PERIODS, drift.DECAY])
+    ]
+    assert all(0 < float(x) < 0.1 for line in drifts.body for x in line[4:])
+    assert drift.plot(loaded) is not None
+    pyplot.close("all")
     stages = loaded["stages"]["rows"]
     timed = {(row["part"], row["recipe"]) for row in stages if row["impl"] == "helion_attn"}
     assert {("RoPE of Q", None), ("Hadamard of Q", None), ("RoPE, Hadamard, pack", "balanced")} <= timed
     assert all(row["ms"] > 0 and row.get("copy_fraction", 1.0) > 0 for row in stages)
+
+
+@pytest.mark.parametrize(("attention", "share"), [("flat", 1 / 32), ("peaked", 0.1), ("stretch", 0.98)])
+def test_drifting_inputs(attention: str, share: float) -> None:
+    """Where the probability lies, and that V and its mean are those of every head dim."""
+    device, made = torch.device("cpu"), {}
+    for D in (64, 256):
+        generator = torch.Generator().manual_seed(3)
+        mean = drift.mean_of("v_drifts", 3200, 0.25, device)
+        made[D] = drift.inputs(D, 3200, 50, mean, attention, generator)
+    assert torch.equal(made[64][2], made[256][2][..., 64:128])
+    q, k, v = (x.double() for x in made[256])
+    p = torch.softmax(q @ k.mT / 16, 3)[0, 0]
+    stretch = p[:, 3200 // 3 : 3200 // 3 + 100].sum(1).mean()
+    assert stretch == pytest.approx(share, rel=0.5 if attention != "stretch" else 0.05) or attention == "peaked"
+    top = p.sort(1, descending=True).values[:, :400].sum(1).mean()
+    assert top > {"flat": 0.2, "peaked": 0.7, "stretch": 0.98}[attention]
+    signs = v[0, 0].mean(1).sign()
+    assert (signs[:800] > 0).all()
+    assert (signs[800:2400] < 0).all()
+
+
+def test_a_drift_that_decays() -> None:
+    mean = drift.mean_of(drift.DECAY, 800, 0.0, torch.device("cpu"))
+    assert mean[0] == 3
+    assert mean[100].item() == pytest.approx(3 / math.e)
+
+
+def test_the_worst_phase_counts_and_a_nan_is_worse() -> None:
+    rows = [{"impl": "helion_attn", "recipe": "fast", "error_total": x} for x in (0.1, 0.3, 0.2)]
+    assert drift.worst(rows) == {"fast": 0.3}
+    rows[0]["error_total"] = math.nan
+    assert math.isnan(drift.worst(rows)["fast"])
+
+
+def test_vllm_fa3_is_given_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its op, as its extension declares it, stood in for by the oracle on what it is given."""
+    optional = "k_new v_new q_v out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k"
+    more = "page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary q_descale k_descale v_descale"
+    schema = (
+        f"fwd(Tensor q, Tensor k, Tensor v, {', '.join(f'Tensor? {name}' for name in optional.split())}, "
+        f"int? max_seqlen_q, int? max_seqlen_k, {', '.join(f'Tensor? {name}' for name in more.split())}, "
+        "float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap, "
+        "bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin, "
+        "Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]"
+    )
+
+    def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+        given = dict(zip([argument.name for argument in op._schema.arguments[3:]], rest, strict=True))
+        ends, B = given["cu_seqlens_q"], given["q_descale"].size(0)
+        assert ends.tolist() == [i * given["max_seqlen_q"] for i in range(B + 1)]
+        heads = [x.unflatten(0, (B, -1)).transpose(1, 2).float() for x in (q, k, v)]
+        descales = [given[f"{name}_descale"][:, :, None, None] for name in "qkv"]
+        descales[0] = descales[0].repeat_interleave(q.size(1) // k.size(1), 1)
+        q, k, v = (x * descale for x, descale in zip(heads, descales, strict=True))
+        out = ha.reference.attention(q, k, v, causal=given["is_causal"], sm_scale=given["softmax_scale"])
+        assert isinstance(out, torch.Tensor)
+        return [out.transpose(1, 2).flatten(0, 1).bfloat16()]
+
+    library = torch.library.Library("_vllm_fa3_stub", "DEF")
+    library.define(schema)
+    library.impl("fwd", fwd, "CPU")
+    op = torch.ops._vllm_fa3_stub.fwd.default
+    monkeypatch.setattr(peers, "_vllm_fa3", lambda: op)
+    q, k, v = make_qkv("randn", 2, 4, 2, 30, 30, 64)
+    prepared = peers.vllm_fa3(q, k, v, True, 0.125)
+    out = prepared.output(prepared.run())
+    assert prepared.dequantized is not None
+    expected = ha.reference.attention(*prepared.dequantized(), causal=True)
+    assert isinstance(expected, torch.Tensor)
+    assert relative_error(out, expected) < 2**-8
+    library._destroy()
 
 
 def test_large_d(tmp_path: Path) -> None:

@@ -8,7 +8,15 @@ from collections import Counter
 import pytest
 import torch
 
-from helion_attn.testing import INPUT_KINDS, Sm90Kernel, error_budget, make_qkv, relative_error
+from helion_attn.testing import (
+    HARD_KINDS,
+    INPUT_KINDS,
+    Sm90Kernel,
+    drift,
+    error_budget,
+    make_qkv,
+    relative_error,
+)
 from helion_attn.validate.dense import MAX_D, MIN_D
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, WORKLOADS, Workload, tagged
 
@@ -59,7 +67,7 @@ def test_ci_covers_what_can_go_wrong() -> None:
     assert any(w.N == 1 for w in ci)
 
 
-@pytest.mark.parametrize("kind", INPUT_KINDS)
+@pytest.mark.parametrize("kind", [*INPUT_KINDS, *HARD_KINDS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_make_qkv(dtype: torch.dtype, kind: str, device: str) -> None:
     q, k, v = make_qkv(kind, *SHAPE, dtype, device)
@@ -87,6 +95,31 @@ def test_kinds_are_what_they_say() -> None:
     q, k, _ = make_qkv("sink", *shape, torch.float32)
     s = q @ k.repeat_interleave(2, 1).mT / 32**0.5
     assert torch.softmax(s, 3)[..., 0].median() > 0.5
+
+
+def test_hard_kinds_are_what_they_say() -> None:
+    shape = (2, 4, 2, 1000, 1000, 128)
+    q, k, v = make_qkv("k_channels", *shape, torch.float32)
+    biased = k.mean(2).abs() > 15
+    assert 0.01 < biased.double().mean() < 0.06
+    assert torch.allclose(k.std(2), torch.ones(()), atol=0.2)
+    wide_q, same_k, same_v = make_qkv("qk_channels", *shape, torch.float32)
+    assert torch.equal(same_k, k)
+    assert torch.equal(same_v, v)
+    assert torch.equal(wide_q, torch.where(biased.repeat_interleave(2, 1).unsqueeze(2), 3 * q, q))
+    plain = make_qkv("randn", *shape, torch.float32)
+    wide = make_qkv("wide", *shape, torch.float32)
+    assert [torch.equal(x, n * y) for x, y, n in zip(wide, plain, (3, 3, 1), strict=True)] == [True] * 3
+    v = make_qkv("v_drifts", *shape, torch.float32)[2] - plain[2]
+    assert torch.allclose(v[:, :, :500], torch.tensor(3.0), atol=1e-5)
+    assert torch.allclose(v[:, :, 500:], torch.tensor(-3.0), atol=1e-5)
+
+
+def test_drift() -> None:
+    assert drift(8, 4).tolist() == [3, 3, -3, -3, 3, 3, -3, -3]
+    assert drift(8, 4, phase=0.25).tolist() == [3, -3, -3, 3, 3, -3, -3, 3]
+    mean = make_qkv("v_drifts_2k", 1, 1, 1, 1, 4096, 16, torch.float32)[2].mean(3).flatten()
+    assert torch.equal(mean.sign(), drift(4096, 2048).sign())
 
 
 def test_make_qkv_leaves_the_global_generator_alone() -> None:

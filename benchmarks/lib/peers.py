@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -111,6 +112,44 @@ def fp8_tensor(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -
 # --- FlashAttention-3 -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Fa3Operands:
+    """What FlashAttention-3 takes in FP8.
+
+    Attributes:
+        quantised: e4m3 q, k and v, [B, S, heads, D].
+        descales: of q, k and v, [B, H_kv]; its API has no finer one.
+        dequantized: fp32 q, k and v, BHSD.
+    """
+
+    quantised: tuple[Tensor, Tensor, Tensor]
+    descales: tuple[Tensor, Tensor, Tensor]
+    dequantized: Callable[[], tuple[Tensor, Tensor, Tensor]]
+
+
+def fa3_operands(q: Tensor, k: Tensor, v: Tensor) -> Fa3Operands:
+    """Quantised from BHSD, one descale per (batch, KV head) for each of Q, K and V."""
+    G = q.shape[1] // k.shape[1]
+    q, k, v = (_swap_heads(x).contiguous() for x in (q, k, v))  # [B, S, heads, D]
+    # [B, 1, H_kv, 1], and of every head of Q [B, 1, H, 1]
+    q_descale = _descale(q.unflatten(2, (-1, G)), (1, 3, 4)).squeeze(4)
+    k_descale, v_descale = _descale(k, (1, 3)), _descale(v, (1, 3))
+    q_descale_per_head = q_descale.repeat_interleave(G, dim=2)
+    q8, k8, v8 = (
+        (x.float() / descale).to(E4M3) for x, descale in ((q, q_descale_per_head), (k, k_descale), (v, v_descale))
+    )
+
+    def dequantized() -> tuple[Tensor, Tensor, Tensor]:
+        return (
+            _swap_heads(q8.float() * q_descale_per_head),
+            _swap_heads(k8.float() * k_descale),
+            _swap_heads(v8.float() * v_descale),
+        )
+
+    descales = q_descale[:, 0, :, 0], k_descale[:, 0, :, 0], v_descale[:, 0, :, 0]
+    return Fa3Operands((q8, k8, v8), descales, dequantized)
+
+
 def fa3_fp8_with(window: tuple[int, int] = (-1, -1), softcap: float = 0.0, num_splits: int = 1) -> Prepare:
     """FlashAttention-3, e4m3 in and bf16 out, one descale per (batch, KV head) for each of Q, K and V.
 
@@ -119,37 +158,21 @@ def fa3_fp8_with(window: tuple[int, int] = (-1, -1), softcap: float = 0.0, num_s
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
         fa3 = importlib.import_module("fa3_fwd_interface")
-        G = q.shape[1] // k.shape[1]
-        q, k, v = (_swap_heads(x).contiguous() for x in (q, k, v))  # [B, S, heads, D]
-        k_descale, v_descale = _descale(k, (1, 3)), _descale(v, (1, 3))  # [B, 1, H_kv, 1]
-        q_descale = _descale(q.unflatten(2, (-1, G)), (1, 3, 4)).squeeze(4)  # [B, 1, H_kv, 1]: its API has no finer one
-        q_descale_per_head = q_descale.repeat_interleave(G, dim=2)  # [B, 1, H, 1]
-        q8, k8, v8 = (
-            (x.float() / descale).to(E4M3) for x, descale in ((q, q_descale_per_head), (k, k_descale), (v, v_descale))
-        )
+        given = fa3_operands(q, k, v)
+        q_descale, k_descale, v_descale = given.descales
         run = functools.partial(
             fa3.flash_attn_func,
-            q8,
-            k8,
-            v8,
+            *given.quantised,
             softmax_scale=sm_scale,
             causal=causal,
             window_size=window,
             softcap=softcap,
             num_splits=num_splits,
-            q_descale=q_descale[:, 0, :, 0],
-            k_descale=k_descale[:, 0, :, 0],
-            v_descale=v_descale[:, 0, :, 0],
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
         )
-
-        def dequantized() -> tuple[Tensor, Tensor, Tensor]:
-            return (
-                _swap_heads(q8.float() * q_descale_per_head),
-                _swap_heads(k8.float() * k_descale),
-                _swap_heads(v8.float() * v_descale),
-            )
-
-        return Prepared(run, _swap_heads, dequantized)
+        return Prepared(run, _swap_heads, given.dequantized)
 
     return prepare
 
@@ -229,6 +252,94 @@ def fa3_varlen_fp8(
         descales[f"{name}_descale"] = descale
     q8, k8, v8 = quantised
     return functools.partial(fa3_varlen_16bit(q8, k8, v8, cu_seqlens, lengths, causal), **descales)
+
+
+# --- the peers that sum P V in two levels ---------------------------------------------------------
+
+
+def sage2(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """SageAttention 2's kernel for sm_90, as its own function calls it: INT8 scores, K smoothed, e4m3 P and V.
+
+    Its errors are all total ones: what it made of Q, K and V lies in its own order.
+    """
+    core = importlib.import_module("sageattention.core")
+    (M, D), N = q.shape[2:], k.shape[2]
+    _require_square(causal, M, N, "sage2")
+    if D not in (64, 128):
+        raise ValueError(f"sage2 has head dims 64 and 128; D is {D}")
+    padded = torch.nn.functional.pad(v, (0, 0, 0, -N % 128))
+    q8, q_scale, k8, k_scale = core.per_thread_int8_triton(
+        q.contiguous(), k.contiguous(), k.mean(2, keepdim=True), tensor_layout="HND", BLKQ=64, WARPQ=16, BLKK=128,
+        WARPK=128,
+    )  # fmt: skip
+    v8, v_scale, _mean = core.per_channel_fp8(padded.contiguous(), tensor_layout="HND", smooth_v=False)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    layout, by_thread, without_lse = 1, 3, 0  # [B, H, S, D]; descales of Q and K by thread
+    kernel = core.sm90_compile.qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf
+
+    def run() -> Tensor:
+        kernel(
+            q8, k8, v8, out, q_scale, k_scale, v_scale, layout, int(causal), by_thread, sm_scale, without_lse
+        )  # fmt: skip
+        return out
+
+    return Prepared(run, _identity, None)
+
+
+def sage2_e2e(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """SageAttention 2 from bf16 to bf16."""
+    function = importlib.import_module("sageattention").sageattn_qk_int8_pv_fp8_cuda_sm90
+    _require_square(causal, q.shape[2], k.shape[2], "sage2")
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    return Prepared(functools.partial(function, q, k, v, is_causal=causal, sm_scale=sm_scale), _identity, None)
+
+
+@functools.cache
+def _vllm_fa3() -> torch._ops.OpOverload[..., Any]:
+    """The op of the extension in vLLM's wheel, without importing vLLM."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    (library,) = Path(spec.submodule_search_locations[0]).glob("vllm_flash_attn/_vllm_fa3_C*.so")
+    torch.ops.load_library(str(library))
+    return cast(Any, torch.ops._vllm_fa3_C.fwd.default)
+
+
+def vllm_fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """vLLM's FlashAttention-3 in FP8, which sums P V in two levels: e4m3 in, bf16 out, descales as `fa3_fp8`."""
+    (B, _, M, _), N = q.shape, k.shape[2]
+    packed = fa3_operands(q, k, v)
+    # It takes packed sequences only: [tokens, heads, D].
+    q8, k8, v8 = (x.flatten(0, 1) for x in packed.quantised)
+    ends_q, ends_k = (torch.arange(B + 1, dtype=torch.int32, device=q.device) * S for S in (M, N))
+    given: dict[str, Any] = {
+        "cu_seqlens_q": ends_q,
+        "cu_seqlens_k": ends_k,
+        "max_seqlen_q": M,
+        "max_seqlen_k": N,
+        "q_descale": packed.descales[0],
+        "k_descale": packed.descales[1],
+        "v_descale": packed.descales[2],
+        "softmax_scale": sm_scale,
+        "is_causal": causal,
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": 0.0,
+        "is_rotary_interleaved": True,
+        "num_splits": 1,
+        "sm_margin": 0,
+        "cp_world_size": 1,
+        "cp_rank": 0,
+    }
+    op = _vllm_fa3()
+    # No argument has a default there.
+    options = {argument.name: given.get(argument.name) for argument in op._schema.arguments[3:]}
+
+    def run() -> Tensor:
+        out: Tensor = op(q8, k8, v8, **options)[0]
+        return out
+
+    return Prepared(run, lambda out: _swap_heads(out.unflatten(0, (B, M))), packed.dequantized)
 
 
 # --- cuDNN ----------------------------------------------------------------------------------------
@@ -340,6 +451,10 @@ def in_fp16(prepare: Prepare) -> Prepare:
     return lambda q, k, v, causal, sm_scale: prepare(q.half(), k.half(), v.half(), causal, sm_scale)
 
 
+#: How the optional peers are installed. PyPI has SageAttention 1 only; of vLLM nothing but the extension is loaded.
+SAGE2 = "sageattention 2.2 (pip install --no-build-isolation git+https://github.com/thu-ml/SageAttention)"
+VLLM = "vllm (pip install --no-deps, of the release for this torch)"
+
 # --- the table ------------------------------------------------------------------------------------
 
 IMPLS: dict[str, Prepare] = {
@@ -349,7 +464,12 @@ IMPLS: dict[str, Prepare] = {
     "fa3_bf16": fa3_16bit,
     "cudnn_bf16": cudnn_bf16,
     "flash_bf16": flash_16bit,
+    "sage2": sage2,
+    "vllm_fa3": vllm_fa3,
 }
+
+#: From bf16 to bf16, where a peer quantises itself. A bf16 kernel is its own end to end.
+E2E_IMPLS: dict[str, Prepare] = {"sage2": sage2_e2e}
 
 #: The 16-bit baselines of FlashAttention-3's accuracy table: key -> (the impl that must be there, what runs).
 FP16_IMPLS: dict[str, tuple[str, Prepare]] = {
@@ -357,11 +477,13 @@ FP16_IMPLS: dict[str, tuple[str, Prepare]] = {
     "fa3_fp16": ("fa3_bf16", in_fp16(fa3_16bit)),
 }
 
-#: impl -> (module that it imports, package that brings it).
+#: impl -> (module that it imports, what brings it).
 PACKAGES = {
     "fa3_fp8": ("fa3_fwd_interface", "fa3-fwd"),
     "fa3_bf16": ("fa3_fwd_interface", "fa3-fwd"),
     "cudnn_fp8": ("cudnn", "nvidia-cudnn-frontend"),
+    "sage2": ("sageattention", SAGE2),
+    "vllm_fa3": ("vllm", VLLM),
 }
 
 
@@ -374,7 +496,7 @@ def available(device: torch.device) -> tuple[list[str], dict[str, str]]:
         if name != "helion_attn" and device.type != "cuda":
             skipped[name] = f"it has no {device.type} implementation"
         elif module is not None and importlib.util.find_spec(module) is None:
-            skipped[name] = f"package {package} is not installed"
+            skipped[name] = f"{package} is not installed"
         else:
             names.append(name)
     return names, skipped

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import helion_attn as ha
 from benchmarks.lib.harness import Row, attention_flops, result_row, time_interleaved
-from benchmarks.lib.peers import FP16_IMPLS, IMPLS, Prepare, Prepared, helion_attn_e2e, helion_attn_with
+from benchmarks.lib.peers import E2E_IMPLS, FP16_IMPLS, IMPLS, Prepare, Prepared, helion_attn_e2e, helion_attn_with
 from benchmarks.lib.recipes import RECIPES
 from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import mask
@@ -48,10 +48,11 @@ def ours(options: Options, recipes: list[str], stage: str = "kernel") -> list[Co
     return [Contender("helion_attn", make(RECIPES[name]), name, stage) for name in names]
 
 
-def others(options: Options, impls: list[str] | None = None) -> list[Contender]:
-    """The peers, or those named, as far as they were asked for."""
-    names = [name for name in options.impls if name != "helion_attn" and (impls is None or name in impls)]
-    return [Contender(name, IMPLS[name]) for name in names]
+def others(options: Options, impls: list[str] | None = None, stage: str = "kernel") -> list[Contender]:
+    """The peers, or those named, as far as they were asked for; with stage "e2e" those that quantise themselves."""
+    table = IMPLS if stage == "kernel" else E2E_IMPLS
+    names = [name for name in options.impls if name != "helion_attn" and name in (table if impls is None else impls)]
+    return [Contender(name, table[name], stage=stage) for name in names]
 
 
 def in_fp16(options: Options) -> list[Contender]:

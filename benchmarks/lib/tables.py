@@ -26,6 +26,8 @@ LABELS = {
     "fa3_bf16": "FA3 bf16",
     "cudnn_bf16": "cuDNN bf16",
     "flash_bf16": "FA2 bf16",
+    "sage2": "SageAttention 2",
+    "vllm_fa3": "vLLM's FA3",
     "efficient_bf16": "SDPA efficient bf16",
     "math_bf16": "SDPA math bf16",
     "fa3_fp16": "FA3 fp16",
@@ -35,10 +37,16 @@ LABELS = {
 #: This package in the tables of speed: the default recipe, and FAST.
 OURS = ("helion_attn", "fast")
 FP8_PEERS = ("fa3_fp8", "cudnn_fp8")
+
+#: The peers that hold their accuracy, since they sum P V in two levels. Shown where they are installed.
+ACCURATE_PEERS = ("sage2", "vllm_fa3")
 BF16_PEERS = ("fa3_bf16", "cudnn_bf16", "flash_bf16")
 
+#: The peers that someone who holds bf16 tensors can call.
+E2E_PEERS = (*BF16_PEERS, "sage2")
+
 #: The columns of most tables of errors, where they were measured: the other bf16 kernels are as accurate as FA3's.
-SHOWN = (*PRESETS, *RUNGS, "fa3_fp8", "cudnn_fp8", "fa3_bf16")
+SHOWN = (*PRESETS, *RUNGS, *FP8_PEERS, *ACCURATE_PEERS, "fa3_bf16")
 
 # --- rows -----------------------------------------------------------------------------------------
 

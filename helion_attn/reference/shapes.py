@@ -25,11 +25,18 @@ def hide_keys(
     Row i sees keys i + N - M - left .. i + N - M + right (bottom-right aligned), -1 is unlimited, and causal is a right
     of 0.
     """
+    rows = torch.arange(first_row, first_row + s.size(-2), device=s.device)
+    return hide_keys_of_rows(s, rows, first_key, M, N, causal, window)
+
+
+def hide_keys_of_rows(
+    s: torch.Tensor, rows: torch.Tensor, first_key: int, M: int, N: int, causal: bool, window: tuple[int, int] | None
+) -> torch.Tensor:
+    """`hide_keys` of any rows, int [rows]."""
     left, right = window or (-1, -1)
     right = 0 if causal else right
-    row = torch.arange(first_row, first_row + s.size(-2), device=s.device).unsqueeze(1)
     key = torch.arange(first_key, first_key + s.size(-1), device=s.device).unsqueeze(0)
-    from_diagonal = key - (row + N - M)
+    from_diagonal = key - (rows.unsqueeze(1) + N - M)
     if right >= 0:
         s = s.masked_fill(from_diagonal > right, float("-inf"))
     if left >= 0:

@@ -1,0 +1,305 @@
+"""`check`: what quantising costs a call of `attention` on the tensors at hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from helion_attn.api import attention
+from helion_attn.configs import SUPPORTED_D
+from helion_attn.explain import HOPPER_MULTIPROCESSORS, arguments_without_storage
+from helion_attn.ops.attention import choose
+from helion_attn.reference.rope import apply_rope
+from helion_attn.reference.shapes import default_sm_scale, hide_keys_of_rows, to_bhsd
+from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, Recipe, Rope
+from helion_attn.validate.dense import check_options, check_quantize
+
+#: The recipes beside the one that was asked for, the fastest first.
+PRESETS = {"FAST": FAST, "BALANCED": BALANCED, "ACCURATE": ACCURATE, "HYBRID": HYBRID}
+
+#: Heads that are looked at, and rows of each.
+HEADS, ROWS = 8, 64
+
+#: Keys whose scores are held at once: bounds the memory at any length.
+KEYS_AT_ONCE = 16384
+
+#: Keys that findings are drawn from.
+SAMPLED_KEYS = 8192
+
+#: Runs of keys whose means tell whether V drifts, and the fewest keys of each: noise must not look like drift.
+RUNS, MIN_RUN = 32, 32
+
+#: From here on a finding is said. K's largest mean of a channel over its spread; an entry over the root mean square of
+#: its head; the spread of V's means by runs over V's. Normal numbers stay below the second at any length in use.
+BIASED, OUTLYING, DRIFTING = 2.0, 12.0, 0.5
+
+#: Another recipe is recommended where its error is at most this much of that of the one asked for.
+BETTER = 0.8
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far an output is from fp64's on the same unquantised tensors.
+
+    Attributes:
+        total: ||out - ref|| / ||ref|| over all sampled rows.
+        worst_row: the largest of one row.
+    """
+
+    total: float
+    worst_row: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `check` found; printed, it is a table.
+
+    Attributes:
+        asked: the name in `errors` of the recipe that was asked for: a preset's, or "yours".
+        errors: by recipe.
+        sixteen_bits: of attention whose inputs, P and output have 16 bits and whose sums fp32.
+        rows: how many were looked at.
+        findings: what makes the tensors hard for 8 bits, and which recipe helps, a sentence each.
+    """
+
+    asked: str
+    errors: dict[str, Error]
+    sixteen_bits: Error
+    rows: int
+    findings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"error against fp64, {self.rows} rows", f"{'':12}{'total':>10}{'worst row':>12}"]
+        for name, error in (*self.errors.items(), ("16 bits", self.sixteen_bits)):
+            mark = "  <- asked for" if name == self.asked else ""
+            lines.append(f"{name:12}{error.total:10.2g}{error.worst_row:12.2g}{mark}")
+        return "\n".join([*lines, *self.findings])
+
+
+def check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    layout: str = "bhsd",
+    recipe: Recipe = BALANCED,
+    rope: Rope | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> Check:
+    """Measure what `attention` loses on these tensors, with `recipe` and with the presets, beside 16-bit attention.
+
+    Every recipe is run in full. Errors are those of `ROWS` random rows, the same every time, of up to `HEADS` heads,
+    against fp64 on the unquantised tensors, in memory that does not grow with the length. The findings look at the
+    same heads: channels of K with a bias, outliers of Q and K, and a V whose mean changes along the keys.
+
+    Args:
+        q: and all others as in `attention`. The output has q's dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
+    """
+    check_quantize(q, k, v, recipe, layout, rope)
+    H = q.size(1 if layout == "bhsd" else 2)
+    check_options(causal, sm_scale, window, softcap, sinks, False, None, H, q.device)
+    sample = _Sample(q, k, v, layout, causal, sm_scale, rope, window, softcap, sinks)
+    reference, rounded = sample.attention()
+    asked = next((name for name, preset in {**PRESETS, "BF16": BF16}.items() if preset == recipe), "yours")
+    recipes = {name: preset for name, preset in PRESETS.items() if preset.bits[1] == 8 or sample.has_16_bits}
+    errors = {}
+    for name, each in {asked: recipe, **recipes}.items():
+        out = attention(
+            q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=each, rope=rope, window=window,
+            softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        errors[name] = _error(sample.rows_of(to_bhsd(out, layout)), reference)
+    arguments = arguments_without_storage(q, k, v, layout, recipe, causal, window)
+    sums_in_fp32 = arguments.is_two_level(choose(arguments, HOPPER_MULTIPROCESSORS).tile.two_level)
+    findings = (*_findings(sample, recipe, sums_in_fp32), *_better(asked, errors))
+    return Check(asked, errors, _error(rounded, reference), reference.size(0) * reference.size(1), findings)
+
+
+class _Sample:
+    """Some rows of some heads, and the keys that they see."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: str,
+        causal: bool,
+        sm_scale: float | None,
+        rope: Rope | None,
+        window: tuple[int, int] | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        self.q, self.k, self.v = (to_bhsd(x, layout) for x in (q, k, v))
+        self.causal, self.window, self.softcap, self.sinks, self.rope = causal, window, softcap, sinks, rope
+        (B, H, self.M, self.D), self.N = self.q.shape, self.k.size(2)
+        self.sm_scale = default_sm_scale(sm_scale, self.D)
+        every = max(1, B * H // HEADS)
+        # (batch, query head, KV head)
+        self.heads = [(i // H, i % H, i % H // (H // self.k.size(1))) for i in range(0, B * H, every)][:HEADS]
+        # Random, since a stride would meet the same row of every block.
+        rows = torch.randperm(self.M, generator=torch.Generator().manual_seed(0))[:ROWS].sort().values
+        self.rows = rows.to(q.device)
+        #: Whether the presets with 16-bit P and V have a kernel.
+        self.has_16_bits = max(self.D, self.v.size(3)) <= SUPPORTED_D[-1]
+
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """The sampled rows of a tensor with query heads: [heads, rows, ...]."""
+        return torch.stack([x[b, h, self.rows] for b, h, _kv in self.heads])
+
+    def queries(self) -> torch.Tensor:
+        """fp64 [heads, rows, D], rotated."""
+        given = None if self.rope is None else self.rope.q_positions
+        return self._rotated(self.rows_of(self.q), self.rows + self.N - self.M if given is None else given[self.rows])
+
+    def _rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """fp64 [..., positions, D]."""
+        if self.rope is None:
+            return x.double()
+        return apply_rope(x, self.rope.cos, self.rope.sin, self.rope.interleaved, positions)
+
+    def _key_positions(self, keys: torch.Tensor) -> torch.Tensor:
+        given = None if self.rope is None else self.rope.k_positions
+        return keys if given is None else given[keys]
+
+    def query_heads(self) -> list[torch.Tensor]:
+        """The sampled heads of Q, whole: [M, D]."""
+        return [self.q[b, h] for b, h, _kv in self.heads]
+
+    def key_heads(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The KV heads of K or V that they attend to, whole, each once: [N, D]."""
+        return [x[b, kv] for b, kv in dict.fromkeys((b, kv) for b, _h, kv in self.heads)]
+
+    def keys_of(self, x: torch.Tensor, rotated: bool) -> Iterator[torch.Tensor]:
+        """Every so many keys of each, fp64."""
+        keys = torch.arange(0, self.N, -(-self.N // SAMPLED_KEYS), device=x.device)
+        for head in self.key_heads(x):
+            yield self._rotated(head[keys], self._key_positions(keys)) if rotated else head[keys].double()
+
+    def key_blocks(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """`(first key, K, V)`, fp64 [heads, keys, D] and [heads, keys, D_v], K rotated."""
+        for first in range(0, self.N, KEYS_AT_ONCE):
+            keys = torch.arange(first, min(first + KEYS_AT_ONCE, self.N), device=self.k.device)
+            k, v = (
+                torch.stack([x[b, kv, first : first + KEYS_AT_ONCE] for b, _h, kv in self.heads])
+                for x in (self.k, self.v)
+            )
+            yield first, self._rotated(k, self._key_positions(keys)), v.double()
+
+    def attention(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp64 [heads, rows, D_v]: the output, and as 16-bit attention rounds it: Q, K, V, P and the output."""
+        dtype = torch.bfloat16 if self.q.dtype == torch.float32 else self.q.dtype
+        exact, rounded = (_OnlineSoftmax(self, rounding) for rounding in (torch.float64, dtype))
+        for first, k, v in self.key_blocks():
+            exact.attend(first, k, v)
+            rounded.attend(first, k, v)
+        return exact.output(), rounded.output().to(dtype).double()
+
+
+class _OnlineSoftmax:
+    """softmax(q k^T) v over blocks of keys (arXiv:1805.02867), in fp64 but for Q, K, V and P, rounded to `dtype`."""
+
+    def __init__(self, sample: _Sample, dtype: torch.dtype) -> None:
+        self.sample, self.dtype = sample, dtype
+        # [heads, rows, D]
+        self.q = self._rounded(sample.queries())
+        heads, rows = self.q.shape[:2]
+        # [heads, rows, 1]. A sink is one more score, which has no value.
+        self.m = self.q.new_full((heads, rows, 1), float("-inf"))
+        if sample.sinks is not None:
+            self.m = self.m.copy_(torch.stack([sample.sinks[h] for _b, h, _kv in sample.heads])[:, None, None])
+        self.l = (self.m > float("-inf")).double()
+        # [heads, rows, D_v]
+        self.acc = self.q.new_zeros(heads, rows, sample.v.size(3))
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype).double()
+
+    def attend(self, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Attend to the keys from `first` on, too: [heads, keys, D] and [heads, keys, D_v]."""
+        of = self.sample
+        # [heads, rows, keys]
+        s = self.q @ self._rounded(k).mT * of.sm_scale
+        if of.softcap is not None:
+            s = of.softcap * torch.tanh(s / of.softcap)
+        s = hide_keys_of_rows(s, of.rows, first, of.M, of.N, of.causal, of.window)
+        m = torch.maximum(self.m, s.amax(2, keepdim=True))
+        shift = torch.where(m == float("-inf"), 0.0, m)
+        p, alpha = torch.exp(s - shift), torch.exp(self.m - shift)
+        self.l = self.l * alpha + p.sum(2, keepdim=True)
+        self.acc = self.acc * alpha + self._rounded(p) @ self._rounded(v)
+        self.m = m
+
+    def output(self) -> torch.Tensor:
+        """[heads, rows, D_v]; a row that saw no key is 0."""
+        return self.acc / torch.where(self.l == 0, 1.0, self.l)
+
+
+def _error(out: torch.Tensor, reference: torch.Tensor) -> Error:
+    """Of [heads, rows, D_v]. A row whose reference is 0 counts in `total` alone."""
+    off, size = ((x.double()).norm(dim=2) for x in (out - reference, reference))
+    some = size > 0
+    worst = (off[some] / size[some]).amax().item() if some.any() else 0.0
+    return Error((off.norm() / size.norm()).item(), worst)
+
+
+def _findings(sample: _Sample, recipe: Recipe, sums_in_fp32: bool) -> Iterator[str]:
+    """What makes Q, K or V hard for 8 bits, and what helps."""
+    if recipe.bits[0] == 8:
+        bias = max(_largest_bias(k) for k in sample.keys_of(sample.k, rotated=True))
+        if bias > BIASED:
+            helps = "it is subtracted first" if recipe.smooth_k else "smooth_k=True subtracts it first"
+            yield f"K has a channel whose mean is {bias:.1f} times its spread: {helps}."
+        for name, heads in (("Q", sample.query_heads()), ("K", sample.key_heads(sample.k))):
+            largest = max(_largest_entry(x) for x in heads)
+            if largest > OUTLYING:
+                helps = "hadamard spreads it" if recipe.hadamard else "hadamard=True spreads it"
+                yield f"{name} has an entry of {largest:.0f} times the root mean square of its head: {helps}."
+    if recipe.bits[1] == 8 and sample.N >= RUNS * MIN_RUN:
+        drift = max(_largest_drift(v) for v in sample.keys_of(sample.v, rotated=False))
+        if drift > DRIFTING:
+            helps = "P V is summed in fp32, which keeps it" if sums_in_fp32 else "promote_every=1 sums P V in fp32"
+            yield f"V has a channel whose mean moves along the keys by {drift:.1f} of its spread: {helps}."
+
+
+def _largest_bias(k: torch.Tensor) -> float:
+    """The largest mean of a channel over the root mean square of the channel without it: [keys, D]."""
+    return (k.mean(0).abs() / k.std(0, unbiased=False).clamp_min(torch.finfo(k.dtype).tiny)).amax().item()
+
+
+def _largest_entry(x: torch.Tensor) -> float:
+    """Over the root mean square of all: [rows, D]. Without a copy of x."""
+    largest = torch.maximum(x.amax(), -x.amin()).double()
+    return (largest / (torch.linalg.vector_norm(x, dtype=torch.float32) / math.sqrt(x.numel()))).item()
+
+
+def _largest_drift(v: torch.Tensor) -> float:
+    """The largest standard deviation of a channel's means by runs over its own: [keys, D_v]."""
+    # [runs, keys of a run, D_v]
+    runs = v[: v.size(0) // RUNS * RUNS].unflatten(0, (RUNS, -1))
+    return (runs.mean(1).std(0) / v.std(0).clamp_min(torch.finfo(v.dtype).tiny)).amax().item()
+
+
+def _better(asked: str, errors: dict[str, Error]) -> Iterator[str]:
+    """The presets that are clearly more accurate, the fastest first, or that none is."""
+    mine = errors[asked].total
+    better = [
+        f"{name} {errors[name].total / mine:.2f}"
+        for name in PRESETS
+        if name in errors and errors[name].total <= BETTER * mine
+    ]
+    if better:
+        yield f"Error as a part of that of {asked}, the fastest recipe first: {', '.join(better)}."
+    else:
+        yield f"No preset has less than {BETTER} of the error of {asked}."

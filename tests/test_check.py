@@ -1,0 +1,156 @@
+"""`check` measures the errors that the whole outputs have, and names what makes tensors hard."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.reference.rope import apply_rope_qk
+from helion_attn.testing import make_qkv, relative_error
+
+module: Any = inspect.getmodule(ha.check)
+
+#: What `attention` has and `check` does not: neither changes the error of interest.
+LEFT_OUT = ("return_lse", "out_dtype")
+
+
+def test_it_takes_what_attention_takes() -> None:
+    of_attention = inspect.signature(ha.attention).parameters
+    assert {**inspect.signature(ha.check).parameters} == {
+        name: parameter for name, parameter in of_attention.items() if name not in LEFT_OUT
+    }
+
+
+angles = torch.arange(110)[:, None] * 100.0 ** -(torch.arange(16) / 16)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal_bshd": {"causal": True, "layout": "bshd"},
+    "window_softcap": {"window": (20, 3), "softcap": 5.0, "sm_scale": 0.3},
+    "rope": {"rope": True, "recipe": ha.FAST},
+    "sinks": {"sinks": torch.tensor([1.0, -2.0, float("-inf"), 3.0]), "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_errors_are_those_of_the_whole_output(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows fit the sample; keys come in blocks of which the last is ragged."""
+    monkeypatch.setattr(module, "KEYS_AT_ONCE", 48)
+    monkeypatch.setattr(module, "PRESETS", {"BALANCED": ha.BALANCED})
+    options = dict(OPTIONS[name])
+    q, k, v = make_qkv("outlier", 1, 4, 2, 40, 110, 32)
+    rotated = q, k
+    if options.get("rope"):
+        options["rope"] = ha.Rope(angles.cos(), angles.sin())
+        rotated = apply_rope_qk(q, k, options["rope"])
+    if options.get("layout") == "bshd":
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        rotated = q, k
+    of_oracle = {name: x for name, x in options.items() if name not in ("rope", "recipe")}
+    expected = ha.reference.attention(*rotated, v, **of_oracle)
+    assert isinstance(expected, torch.Tensor)
+    found = ha.check(q, k, v, **options)
+    assert found.rows == 4 * 40
+    for asked, recipe in ((found.asked, options.get("recipe", ha.BALANCED)), ("BALANCED", ha.BALANCED)):
+        out = ha.attention(q, k, v, **{**options, "recipe": recipe})
+        assert found.errors[asked].total == pytest.approx(relative_error(out, expected), rel=1e-6)
+        off, size = (out.double() - expected).norm(dim=-1), expected.norm(dim=-1)
+        assert found.errors[asked].worst_row == pytest.approx((off / size)[size > 0].max().item(), rel=1e-6)
+
+
+def test_rows_and_heads_are_sampled() -> None:
+    q, k, v = make_qkv("randn", 2, 16, 4, 100, 130, 32)
+    found = ha.check(q, k, v, causal=True)
+    assert found.rows == module.HEADS * module.ROWS
+    out, expected = ha.attention(q, k, v, causal=True), ha.reference.attention(q, k, v, causal=True)
+    assert isinstance(expected, torch.Tensor)
+    # 512 rows of 32 channels have the error of all 3200 within three standard deviations, taken from the rows' own.
+    off, size = (out.double() - expected).norm(dim=-1), expected.norm(dim=-1)
+    assert found.errors["BALANCED"].total == pytest.approx((off.norm() / size.norm()).item(), rel=0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_beside(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model of one pass has it: P, at most 1, and the output are rounded."""
+    monkeypatch.setattr(module, "PRESETS", {})
+    q, k, v = make_qkv("randn", 1, 2, 2, 60, 90, 64, dtype)
+    found = ha.check(q, k, v, recipe=ha.FAST)
+    s = q.double() @ k.double().mT / math.sqrt(64)
+    p = torch.exp(s - s.amax(3, keepdim=True))
+    out = (p.to(dtype).double() @ v.double() / p.sum(3, keepdim=True)).to(dtype)
+    expected = ha.reference.attention(q, k, v)
+    assert isinstance(expected, torch.Tensor)
+    assert found.sixteen_bits.total == pytest.approx(relative_error(out, expected), rel=1e-6)
+    assert found.sixteen_bits.total < 0.2 * found.errors[found.asked].total
+
+
+def hard(name: str, N: int = 1024, D: int = 32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = make_qkv("outlier_channel" if name == "outliers" else "randn", 1, 1, 1, 16, N, D)
+    if name == "outliers":
+        q[..., 3, 5] = 90
+    if name == "k_bias":
+        k[..., 7] += 20
+    if name == "drift":
+        v += 3 * torch.sign(torch.sin(2 * math.pi * torch.arange(N) / N))[:, None]
+    return q, k, v
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "said"),
+    [
+        ("k_bias", ha.FAST, "smooth_k=True subtracts it first"),
+        ("k_bias", ha.ACCURATE, "it is subtracted first"),
+        ("outliers", ha.BALANCED, "hadamard=True spreads it"),
+        ("outliers", ha.ACCURATE, "hadamard spreads it"),
+        ("drift", ha.Recipe(promote_every=0), "promote_every=1 sums P V in fp32"),
+        ("drift", ha.FAST, "P V is summed in fp32, which keeps it"),
+    ],
+)
+def test_findings(name: str, recipe: ha.Recipe, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PRESETS", {})
+    findings = ha.check(*hard(name), recipe=recipe).findings
+    assert len(findings) == (3 if name == "outliers" else 2), findings
+    assert all(said in finding for finding in findings[:-1])
+    assert findings[-1].startswith("No preset")
+
+
+def test_nothing_is_found_in_normal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PRESETS", {})
+    assert len(ha.check(*hard("none")).findings) == 1
+
+
+def test_what_is_more_accurate_is_named() -> None:
+    found = ha.check(*hard("k_bias", 200), recipe=ha.FAST)
+    assert found.asked == "FAST"
+    assert [*found.errors] == ["FAST", "BALANCED", "ACCURATE", "HYBRID"]
+    assert found.errors["HYBRID"].total < 0.8 * found.errors["FAST"].total
+    assert "HYBRID 0." in found.findings[-1]
+    text = str(found)
+    assert "<- asked for" in text.splitlines()[2]
+    assert text.splitlines()[6].startswith("16 bits")
+
+
+def test_16_bit_presets_are_left_out_where_they_have_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PRESETS", {"FAST": ha.FAST, "HYBRID": ha.HYBRID})
+    assert [*ha.check(*make_qkv("randn", 1, 1, 1, 8, 40, 264)).errors] == ["yours", "FAST"]
+
+
+def test_nan_shows() -> None:
+    q, k, v = make_qkv("randn", 1, 1, 1, 8, 40, 32)
+    v[..., 3, 3] = float("nan")
+    found = ha.check(q, k, v)
+    assert math.isnan(found.errors["BALANCED"].total)
+    assert math.isnan(found.sixteen_bits.total)
+
+
+def test_bad_input_raises_before_anything_runs() -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 8, 40, 32)
+    with pytest.raises(ValueError, match="window"):
+        ha.check(q, k, v, window=(-2, 0))
+    with pytest.raises(ValueError, match="layout"):
+        ha.check(q, k, v, layout="sbhd")
