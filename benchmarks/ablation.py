@@ -237,6 +237,7 @@ def launch(
         bshd=False,
         out_dtype=out.dtype,
         recipe=recipe,
+        num_splits=None,
     )
     attention.launch(tile, arguments, out, lse)
 

@@ -16,7 +16,7 @@ from helion_attn.preprocess.lib.arguments import (
     QuantizeArguments,
     rope_arguments,
 )
-from helion_attn.types import BALANCED, PACKED_FIELDS, AttentionOptions, DenseOptions, QuantizedQKV, Recipe, Rope
+from helion_attn.types import BALANCED, PACKED_FIELDS, CallOptions, QuantizedOptions, QuantizedQKV, Recipe, Rope
 from helion_attn.validate.dense import (
     check_descale,
     check_dtype,
@@ -25,6 +25,7 @@ from helion_attn.validate.dense import (
     check_qkv,
     check_quantize,
     check_recipe,
+    check_splits,
 )
 from helion_attn.validate.packed import check_quantized
 
@@ -180,15 +181,15 @@ def mask_arguments(
 
 @overload
 def attention_quantized(
-    qkv: QuantizedQKV, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+    qkv: QuantizedQKV, *, return_lse: Literal[False] = False, **options: Unpack[QuantizedOptions]
 ) -> torch.Tensor: ...
 @overload
 def attention_quantized(
-    qkv: QuantizedQKV, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+    qkv: QuantizedQKV, *, return_lse: Literal[True], **options: Unpack[QuantizedOptions]
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def attention_quantized(
-    qkv: QuantizedQKV, *, return_lse: bool, **options: Unpack[AttentionOptions]
+    qkv: QuantizedQKV, *, return_lse: bool, **options: Unpack[QuantizedOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention_quantized(
     qkv: QuantizedQKV,
@@ -200,6 +201,7 @@ def attention_quantized(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
+    num_splits: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * sm_scale) v on quantised tensors: both products on operands of the recipe's dtypes.
 
@@ -212,6 +214,7 @@ def attention_quantized(
         sinks: as `attention` has it.
         return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included.
         out_dtype: bf16, fp16, fp32 or float8_e4m3fn (cast without a scale); by default that of the unquantised tensors.
+        num_splits: as `attention` has it.
 
     Returns:
         out, D_v wide, in the layout of the unquantised tensors, and fp32 lse [B, H, M], natural log, if asked for. A
@@ -229,7 +232,8 @@ def attention_quantized(
     check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
     H, device = qkv.q_descale.size(1), qkv.q8.device
     check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, device)
-    out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype)
+    check_splits(num_splits, qkv.N, qkv.D, qkv.D_v, qkv.recipe)
+    out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype, num_splits)
     return (out, lse) if return_lse else out
 
 
@@ -241,6 +245,7 @@ def attend_checked(
     softcap: float | None,
     sinks: torch.Tensor | None,
     out_dtype: torch.dtype | None,
+    num_splits: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` of `attention_quantized`, of checked arguments."""
     left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
@@ -258,6 +263,7 @@ def attend_checked(
         bshd=qkv.layout == "bshd",
         out_dtype=qkv.dtype if out_dtype is None else out_dtype,
         recipe=qkv.recipe,
+        num_splits=num_splits,
     )
     out, lse = ops.attention(arguments)
     return out, lse
@@ -270,15 +276,15 @@ def attention(
     v: torch.Tensor,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[DenseOptions],
+    **options: Unpack[CallOptions],
 ) -> torch.Tensor: ...
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[DenseOptions]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[CallOptions]
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[DenseOptions]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[CallOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
@@ -295,6 +301,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
+    num_splits: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * sm_scale) v in FP8, from unquantised tensors: `quantize`, then `attention_quantized`.
 
@@ -323,6 +330,10 @@ def attention(
         return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included, fp32 [B, H, M],
             natural log.
         out_dtype: bf16, fp16, fp32 or float8_e4m3fn; q's by default.
+        num_splits: runs into which a program's keys are split, a program each, whose fp32 results are merged
+            (FlashDecoding). By default chosen from the shapes and the GPU, so that few queries on many keys fill it;
+            the batch size then decides on the last bits of an output. With a number they are those that the sequence
+            has alone. At most one run a block of keys; 1 with head dims that `fp8_attn_fwd_large_d` takes.
 
     Returns:
         out, shaped as q with D_v for D, and lse if asked for.
@@ -335,6 +346,7 @@ def attention(
     check_quantize(q, k, v, recipe, layout, rope)
     H = q.size(1 if layout == "bhsd" else 2)
     check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
+    check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
     qkv = quantize_checked(q, k, v, recipe, layout, rope)
-    out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype)
+    out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype, num_splits)
     return (out, lse) if return_lse else out

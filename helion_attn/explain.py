@@ -88,6 +88,7 @@ def explain(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
+    num_splits: int | None = None,
 ) -> Explanation:
     """Say which kernel, tile, passes and splits `attention` takes for these arguments, and why not others.
 
@@ -107,7 +108,7 @@ def explain(
     def call() -> None:
         attention(
             q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=recipe, rope=rope, window=window,
-            softcap=softcap, sinks=sinks, return_lse=return_lse, out_dtype=out_dtype,
+            softcap=softcap, sinks=sinks, return_lse=return_lse, out_dtype=out_dtype, num_splits=num_splits,
         )  # fmt: skip
 
     compiled = []
@@ -122,7 +123,7 @@ def explain(
         with kernels.named() as names:
             call()
         device, sm_count = "the CPU, in Helion's interpreter; the rest is of an H200", HOPPER_MULTIPROCESSORS
-    arguments = arguments_without_storage(q, k, v, layout, recipe, causal, window)
+    arguments = arguments_without_storage(q, k, v, layout, recipe, causal, window)._replace(num_splits=num_splits)
     choice = choose(arguments, sm_count)
     name = "fp8_attn_fwd_large_d" if isinstance(choice.tile, LargeTileConfig) else "fp8_attn_fwd"
     kernel = next((x for x, its in zip(compiled, names, strict=False) if its == name), None)
@@ -174,6 +175,7 @@ def arguments_without_storage(
         bshd=layout == "bshd",
         out_dtype=q.dtype,
         recipe=recipe,
+        num_splits=None,
     )
 
 
@@ -231,6 +233,8 @@ def _why_splits(a: AttentionArguments, choice: Choice, sm_count: int) -> str:
     tile = choice.tile
     if isinstance(tile, LargeTileConfig):
         return "keys are not split: fp8_attn_fwd_large_d has no runs of keys"
+    if a.num_splits is not None:
+        return f"keys are {'split' if choice.splits > 1 else 'not split'}: num_splits says so"
     heads, of_each = _programs(a, choice)
     programs, places = heads * of_each, sm_count * tile.ctas_per_sm
     of_all = f"{programs} programs for the {places} that the GPU holds at once"

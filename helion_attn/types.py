@@ -297,17 +297,31 @@ class OracleOptions(ScoreOptions, total=False):
 
 
 class AttentionOptions(ScoreOptions, total=False):
-    """Those of `helion_attn.attention_quantized`."""
+    """Those of whatever has an output dtype."""
 
     out_dtype: torch.dtype | None
 
 
+class SplitOptions(TypedDict, total=False):
+    """Those of attention whose keys may be split among programs."""
+
+    num_splits: int | None
+
+
+class QuantizedOptions(AttentionOptions, SplitOptions, total=False):
+    """Those of `helion_attn.attention_quantized`."""
+
+
 class DenseOptions(AttentionOptions, total=False):
-    """Those of `helion_attn.attention`."""
+    """Those of `helion_attn.attention`, whatever computes it."""
 
     layout: str
     recipe: Recipe
     rope: Rope | None
+
+
+class CallOptions(DenseOptions, SplitOptions, total=False):
+    """Those of `helion_attn.attention`."""
 
 
 class ModelOptions(DenseOptions, total=False):

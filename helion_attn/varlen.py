@@ -111,6 +111,7 @@ def attend_varlen(
         bshd=True,
         out_dtype=packed.dtype if out_dtype is None else out_dtype,
         recipe=packed.recipe,
+        num_splits=None,
     )
     out, lse = ops.attention_varlen(VarlenArguments(attention=attention, q_blocks=packed.q_blocks))
     return out, lse

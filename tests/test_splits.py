@@ -12,6 +12,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.configs import packing, scheduling
+from helion_attn.kernels import attention
 from helion_attn.kernels.merge_splits import FEW_RUNS, MANY_RUNS, merge_splits
 from helion_attn.testing import make_qkv, relative_error
 from helpers.cases import LADDER, PLAIN, RECIPES, Case, make_case
@@ -297,3 +298,48 @@ def test_variable_lengths_do_not_split(device: str, force: Force) -> None:
     one = ha.attention_varlen(q, k, v, *cu)
     force(3)
     assert torch.equal(ha.attention_varlen(q, k, v, *cu), one)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_num_splits_is_taken(splits: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is given it, with quantised tensors and from 16 bits."""
+    q, k, v = make_qkv("biased_v", 1, 2, 1, 5, 600, 64, device=device)
+    given = []
+    launch = attention.launch
+
+    def recording(*args: Any, **options: Any) -> None:
+        given.append(options["splits"])
+        launch(*args, **options)
+
+    monkeypatch.setattr(attention, "launch", recording)
+    out = ha.attention(q, k, v, causal=True, num_splits=splits)
+    again = ha.attention_quantized(ha.quantize(q, k, v), causal=True, num_splits=splits)
+    assert given == [splits, splits]
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.ACCURATE, ha.HYBRID], ids=["fast", "accurate", "hybrid"])
+def test_a_sequence_does_not_depend_on_the_batch(recipe: ha.Recipe, splits: int, device: str) -> None:
+    """Nor on what is beside it, whatever else the batch would have the keys split into: bit for bit."""
+    # A GPU would split the keys of one such sequence, and not those of all.
+    batch = make_qkv("outlier", 3 if device == "cpu" else 300, 2, 1, 5, 520, 64, device=device)
+    options: dict[str, Any] = {"causal": True, "recipe": recipe, "num_splits": splits, "return_lse": True}
+    out, lse = ha.attention(*batch, **options)
+    for b in (0, 2):
+        alone, its_lse = ha.attention(*(x[b : b + 1] for x in batch), **options)
+        assert torch.equal(out[b], alone[0])
+        assert torch.equal(lse[b], its_lse[0])
+
+
+def test_num_splits_that_raise() -> None:
+    q, k, v = make_qkv("randn", 1, 2, 1, 5, 600, 64)
+    for wrong in (0, 6, -1):
+        with pytest.raises(ValueError, match=rf"num_splits is {wrong}; it must lie in 1\.\.5"):
+            ha.attention(q, k, v, num_splits=wrong)
+    with pytest.raises(TypeError, match="num_splits is a float"):
+        ha.attention_quantized(ha.quantize(q, k, v), num_splits=2.0)  # type: ignore[call-overload]
+    large = make_qkv("randn", 1, 1, 1, 5, 70, 320)
+    with pytest.raises(ValueError, match="num_splits is 2; with D 320 and D_v 320 it must be 1 or None"):
+        ha.attention(*large, num_splits=2)
+    assert ha.attention(*large, num_splits=1).shape == (1, 1, 5, 320)

@@ -52,7 +52,7 @@ def choose(a: AttentionArguments, sm_count: int) -> Choice:
     if isinstance(tile, LargeTileConfig):
         return Choice(tile, splits=1, pack_gqa=False)
     pack_gqa, splits = scheduling.schedule(tile, heads, blocks, a.m_len, a.left, a.right, sm_count)
-    return Choice(tile, splits, pack_gqa)
+    return Choice(tile, splits if a.num_splits is None else a.num_splits, pack_gqa)
 
 
 def choose_varlen(a: AttentionArguments, sm_count: int) -> TileConfig:

@@ -84,6 +84,7 @@ def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
         bshd=False,
         out_dtype=out.dtype,
         recipe=recipe,
+        num_splits=None,
     )
     if isinstance(tile, TileConfig):
         attention.launch(tile, arguments, out, lse)

@@ -10,6 +10,8 @@ import torch
 from helion_attn.configs import (
     ALL_8_BIT,
     SUPPORTED_D,
+    packing,
+    uses_large_d,
 )
 from helion_attn.numerics import MAX_SEED
 from helion_attn.types import Recipe, Rope
@@ -387,6 +389,18 @@ def check_options(
     check_sinks(sinks, H, device)
     if out_dtype is not None and out_dtype not in out_dtypes:
         raise TypeError(f"out_dtype is {out_dtype}; it must be one of {_names(out_dtypes)}")
+
+
+def check_splits(num_splits: int | None, N: int, D: int, D_v: int, recipe: Recipe) -> None:
+    """None, or an int in 1..blocks of N keys; 1 where the kernel does not split them."""
+    if num_splits is None:
+        return
+    if uses_large_d(D, D_v, recipe.bits):
+        check_count("num_splits", num_splits)
+        if num_splits > 1:
+            raise ValueError(f"num_splits is {num_splits}; with D {D} and D_v {D_v} it must be 1 or None")
+    else:
+        check_count("num_splits", num_splits, -(-N // packing(D, D_v, recipe.bits).bn))
 
 
 def check_count(name: str, count: int, largest: int = MAX_COUNT) -> None:

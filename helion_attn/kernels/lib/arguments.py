@@ -27,6 +27,7 @@ class AttentionArguments(NamedTuple):
         bshd: the layout of the output.
         out_dtype: of the output.
         recipe: how the tensors were quantised, and P is.
+        num_splits: runs of the keys, a program each, whose results are merged; None to choose.
     """
 
     packed: PackedTensors
@@ -42,6 +43,7 @@ class AttentionArguments(NamedTuple):
     bshd: bool
     out_dtype: torch.dtype
     recipe: Recipe
+    num_splits: int | None
 
     def sizes(self) -> dict[str, int]:
         """Lengths, heads, and how the rows of the output lie, as the kernels take them."""
