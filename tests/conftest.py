@@ -13,7 +13,7 @@ import torch
 
 pytest.register_assert_rewrite("helpers")
 
-from helpers import shared  # noqa: E402
+from helpers import interpreter, shared  # noqa: E402
 from helpers.fuzzing import FUZZ_CASES  # noqa: E402
 from helpers.memory import nan_filled_memory  # noqa: E402
 from helpers.no_ops import NoOps  # noqa: E402
@@ -22,6 +22,8 @@ ON_SM_90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores already
+
+interpreter.install()
 
 # At Python's own threshold, of 700 objects, the collector took an eighth of a compile test's time.
 gc.set_threshold(50_000)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn.compiler.helion_adapter import helion, hl
 from helion_attn.testing import make_qkv, relative_error
+from helpers import interpreter
 from helpers.cases import make_case, row_errors, workload_case
 
 
@@ -55,3 +57,24 @@ def test_agrees_with_the_compiled_kernel(name: str) -> None:
     assert row_errors(out.cpu(), expected).median() < 2.0**-6
     sees_a_key = expected_lse > float("-inf")
     assert relative_error(lse.cpu()[sees_a_key], expected_lse[sees_a_key]) < 2.0**-10
+
+
+@pytest.mark.parametrize(
+    "rows", [[[3, -1, 5], [3, -1, 5], [-2, 7, 0], [3, -2, 9]], [[0, 0]] * 3, [[2**40, 1], [0, 2**40]]]
+)
+def test_rows_are_unique_as_pytorch_has_them(rows: list[list[int]]) -> None:
+    """What stands in for it in tests, where the interpreter looks for places that are stored twice."""
+    x = torch.tensor(rows)
+    assert torch.equal(interpreter.unique_rows(x, dim=0), torch.unique(x, dim=0))
+    assert torch.equal(interpreter.unique_rows(x), torch.unique(x))
+    assert torch.equal(interpreter.unique_rows(x[:0], dim=0), x[:0])
+
+
+def test_stores_to_one_place_are_found() -> None:
+    @helion.kernel(ref_mode=helion.RefMode.EAGER)
+    def store_twice(out: torch.Tensor) -> None:
+        for _ in hl.grid(1):
+            hl.store(out, [hl.arange(4) // 2], torch.ones(4), extra_mask=hl.arange(4) < 4)
+
+    with pytest.raises(helion.exc.DuplicateStoreIndicesError):
+        store_twice(torch.zeros(4))
