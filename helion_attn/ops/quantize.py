@@ -55,9 +55,10 @@ def _fake_quantize(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
     (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
     m_blocks, n_blocks = (M + p.bm - 1) // p.bm, (N + p.bn - 1) // p.bn
     keys = (B, H_kv, n_blocks if a.recipe.k_scales == "block" else 1)
+    channels = (B, H_kv, n_blocks if a.recipe.v_scales == "block" else p.D_v_pad)
     return (
         *empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
-        *empty_descales(a.q, (B, H, m_blocks, p.bm), keys, (B, H_kv, p.D_v_pad), (B, H_kv), p, a.recipe),
+        *empty_descales(a.q, (B, H, m_blocks, p.bm), keys, channels, (B, H_kv), p, a.recipe),
     )
 
 

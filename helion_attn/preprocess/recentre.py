@@ -2,6 +2,8 @@
 
     v_mean -= v_descale * mean of v8 over the keys
 
+Where V's blocks have descales, `pack` has summed what rounding took from each, and `add_lost` adds that up instead.
+
 What was cast had a mean of 0; its rounded values do not. And if V's mean is small, subtracting it moves all keys that
 share one 16-bit value to the same side of an 8-bit rounding boundary, so that their errors add up. Few keys do not need
 it: see `RECENTRED_KEYS`.
@@ -28,6 +30,9 @@ from helion_attn.types import Recipe
 #: Channels of a program: with blocks of 128 keys, 1 KB that lie one after the other. One head of 64 channels has eight
 #: programs then.
 CHANNELS = 8
+
+#: Channels and blocks of a step of `add_lost`.
+LOST_CHANNELS, LOST_BLOCKS = 32, 32
 
 #: Elements that one step reads: 64 bytes a thread.
 STEP_ELEMENTS = 16384
@@ -112,8 +117,8 @@ def launch(
         recipe: how V was packed.
         sequences: where those of a packed batch lie, or None.
     """
-    # 16 bits round far less.
-    if not recipe.center_v or v8.itemsize == 2 or N < RECENTRED_KEYS:
+    # 16 bits round far less. Of blocks with descales `pack` has summed what they lost.
+    if not recipe.center_v or v8.itemsize == 2 or N < RECENTRED_KEYS or recipe.v_scales == "block":
         return
     _, n_blocks, D_v_pad, bn = v8.shape
     kernel(v8.is_cuda).run(
@@ -129,5 +134,54 @@ def launch(
             "d_tile": CHANNELS,
             "chunk": STEP_ELEMENTS // (CHANNELS * bn),
             "varlen": sequences is not None,
+        }
+    )
+
+
+def add_lost(
+    v_lost: torch.Tensor,  # [B * H_kv, N_blocks, D_v_pad]
+    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], read and written
+    N: int,
+    d_tile: hl.constexpr,
+    chunk: hl.constexpr,
+) -> None:
+    """Add to V's mean what rounding took from V, over its keys: what was cast need not have had a mean of 0."""
+    n_blocks = v_lost.size(1)
+    d_v_pad = hl.specialize(v_lost.size(2))
+    hl.specialize((v_lost.stride(1), v_lost.stride(2), v_mean.stride(0), v_mean.stride(1)))
+    for head, d_index in hl.grid([v_mean.size(0), d_v_pad // d_tile]):
+        cols = d_index * d_tile + hl.arange(d_tile)
+        # [chunk, d_tile]
+        total = hl.zeros([chunk, d_tile], dtype=torch.float32)
+        for step in hl.grid((n_blocks + chunk - 1) // chunk):
+            block = step * chunk + hl.arange(chunk)
+            total = total + hl.load(v_lost, [head, block, cols], extra_mask=(block < n_blocks).unsqueeze(1))
+        hl.store(v_mean, [head, cols], hl.load(v_mean, [head, cols]) + total.sum(0) / N)
+
+
+@functools.cache
+def kernel_of_lost(is_cuda: bool) -> Runner:
+    """`add_lost` for the device."""
+    if not is_cuda:
+        return interpreted(add_lost)
+    return compiled(add_lost, helion.Config(num_warps=4, indexing="pointer", range_num_stages=[0, 3]))
+
+
+def launch_of_lost(v_lost: torch.Tensor, v_mean: torch.Tensor, N: int) -> None:
+    """Run `add_lost`.
+
+    Args:
+        v_lost: [B * H_kv * N_blocks, D_v_pad], of `pack`.
+        v_mean: [B * H_kv, D_v_pad], written.
+        N: keys.
+    """
+    heads, D_v_pad = v_mean.shape
+    kernel_of_lost(v_mean.is_cuda).run(
+        {
+            "v_lost": v_lost.view(heads, -1, D_v_pad),
+            "v_mean": v_mean,
+            "N": N,
+            "d_tile": LOST_CHANNELS,
+            "chunk": LOST_BLOCKS,
         }
     )
