@@ -128,6 +128,11 @@ class Recipe:
         return 8 * self.qk_dtype.itemsize, 8 * self.pv_dtype.itemsize
 
     @property
+    def reads_once(self) -> bool:
+        """Whether K and V are read once: nothing need be known of a whole head but the mean of a sample."""
+        return self.v_scales == "block"
+
+    @property
     def p_offset(self) -> int:
         """`p_offset_log2`, or what None stands for."""
         return self.p_offset_log2 if self.p_offset_log2 is not None else MAX_P_OFFSET_LOG2[self.pv_dtype]

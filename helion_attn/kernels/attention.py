@@ -280,7 +280,7 @@ def fp8_attn_fwd(
         # V's likewise; the sum has the units of the block that was added last.
         v_scale = hl.full([], 1.0, dtype=torch.float32)
         if v_block_descales:
-            if split:
+            if varlen or split:
                 v_scale = hl.load(v_descale, [kv * int32(n_blocks) + torch.minimum(run_begin, int32(n_blocks - 1))])
             else:
                 v_scale = v_descale[kv * n_blocks + min(run_begin, n_blocks - 1)]
@@ -336,7 +336,7 @@ def fp8_attn_fwd(
                 # Of powers of two: exact.
                 to_units = acc_scale * inverse_of_power(v_scale)
                 acc_scale = v_scale
-                if split:
+                if varlen or split:
                     v_scale = hl.load(v_descale, [kv * int32(n_blocks) + torch.minimum(run_end - 1, int32(j + 1))])
                 else:
                     v_scale = v_descale[kv * n_blocks + min(j + 1, run_end - 1)]

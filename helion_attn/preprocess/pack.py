@@ -475,10 +475,10 @@ def launch(
             "is_cuda": like.is_cuda,
         }
     )
-    if sum_lost:
-        recentre.launch_of_lost(v_lost, stats.v_mean, N)
     if sequences is not None:
         m_blocks, n_blocks = q_blocks.size(0), k_blocks.size(0)
+    if sum_lost:
+        recentre.launch_of_lost(v_lost, stats.v_mean, n_blocks, H_kv, N, bn, sequences)
     return PackedTensors(
         q8=q8.view(B * H, m_blocks, bm, D_pad),
         k8=k8.view(B * H_kv, n_blocks, bn, D_pad),

@@ -139,24 +139,40 @@ def launch(
 
 
 def add_lost(
-    v_lost: torch.Tensor,  # [B * H_kv, N_blocks, D_v_pad]
+    v_lost: torch.Tensor,  # [B * H_kv * N_blocks, D_v_pad], or [H_kv * N_blocks, D_v_pad] if varlen
+    sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS] if varlen
     v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], read and written
+    n_blocks: int,
+    H_kv: int,
     N: int,
+    bn: hl.constexpr,
     d_tile: hl.constexpr,
     chunk: hl.constexpr,
+    varlen: hl.constexpr,
 ) -> None:
     """Add to V's mean what rounding took from V, over its keys: what was cast need not have had a mean of 0."""
-    n_blocks = v_lost.size(1)
-    d_v_pad = hl.specialize(v_lost.size(2))
-    hl.specialize((v_lost.stride(1), v_lost.stride(2), v_mean.stride(0), v_mean.stride(1)))
+    d_v_pad = hl.specialize(v_lost.size(1))
+    hl.specialize((v_lost.stride(0), v_lost.stride(1), v_mean.stride(0), v_mean.stride(1)))
+    # Tensors with `varlen`, ints without.
+    count: Any
+    divisor: Any
     for head, d_index in hl.grid([v_mean.size(0), d_v_pad // d_tile]):
+        if varlen:
+            first = hl.load(sequences, [head // H_kv, 0]) + (head % H_kv) * n_blocks
+            keys = hl.load(sequences, [head // H_kv, 1])
+            count = (keys + bn - 1) // bn
+            divisor = torch.clamp_min(keys, 1)
+        else:
+            first = head * n_blocks
+            count = n_blocks
+            divisor = N
         cols = d_index * d_tile + hl.arange(d_tile)
         # [chunk, d_tile]
         total = hl.zeros([chunk, d_tile], dtype=torch.float32)
-        for step in hl.grid((n_blocks + chunk - 1) // chunk):
+        for step in hl.grid((count + chunk - 1) // chunk):
             block = step * chunk + hl.arange(chunk)
-            total = total + hl.load(v_lost, [head, block, cols], extra_mask=(block < n_blocks).unsqueeze(1))
-        hl.store(v_mean, [head, cols], hl.load(v_mean, [head, cols]) + total.sum(0) / N)
+            total = total + hl.load(v_lost, [first + block, cols], extra_mask=(block < count).unsqueeze(1))
+        hl.store(v_mean, [head, cols], hl.load(v_mean, [head, cols]) + total.sum(0) / divisor)
 
 
 @functools.cache
@@ -167,21 +183,31 @@ def kernel_of_lost(is_cuda: bool) -> Runner:
     return compiled(add_lost, helion.Config(num_warps=4, indexing="pointer", range_num_stages=[0, 3]))
 
 
-def launch_of_lost(v_lost: torch.Tensor, v_mean: torch.Tensor, N: int) -> None:
+def launch_of_lost(
+    v_lost: torch.Tensor, v_mean: torch.Tensor, n_blocks: int, H_kv: int, N: int, bn: int, sequences: Sequences | None
+) -> None:
     """Run `add_lost`.
 
     Args:
-        v_lost: [B * H_kv * N_blocks, D_v_pad], of `pack`.
+        v_lost: [B * H_kv * N_blocks, D_v_pad], of `pack`; with `sequences` without B.
         v_mean: [B * H_kv, D_v_pad], written.
+        n_blocks: of a head; with `sequences`, of all of them.
+        H_kv: KV heads.
         N: keys.
+        bn: keys of a block.
+        sequences: where those of a packed batch lie, or None.
     """
-    heads, D_v_pad = v_mean.shape
     kernel_of_lost(v_mean.is_cuda).run(
         {
-            "v_lost": v_lost.view(heads, -1, D_v_pad),
+            "v_lost": v_lost,
+            "sequences": v_mean if sequences is None else sequences.sequences,
             "v_mean": v_mean,
+            "n_blocks": n_blocks,
+            "H_kv": H_kv,
             "N": N,
+            "bn": bn,
             "d_tile": LOST_CHANNELS,
             "chunk": LOST_BLOCKS,
+            "varlen": sequences is not None,
         }
     )

@@ -6,9 +6,6 @@
    that centring needs no pass of its own.
 2. `means`: the means, and the amax of V's channels without them. Small.
 
-Where V's blocks have descales, both look at a sample of the keys: its means are as good to subtract, and the descales
-lie about that of its amax.
-
 All statistics are `D_row` channels wide, a power of two; the channels past a head dim are those of zeros.
 
 The three tensors are top-level loops of one kernel, which Helion makes one launch, so that it starts and drains once
@@ -24,7 +21,6 @@ import torch
 
 from helion_attn.compiler.helion_adapter import helion
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
-from helion_attn.numerics import SAMPLED_KEYS
 from helion_attn.preprocess.first_pass import first_pass
 from helion_attn.preprocess.lib.rope import NO_ROPE, RopeTables
 from helion_attn.preprocess.lib.strided import StridedQKV
@@ -97,24 +93,9 @@ def _parts(heads: int, size: int, step: int) -> int:
     return max(1, min(MAX_PARTS, FIRST_PASS_PROGRAMS // heads, -(-size // step)))
 
 
-def sampled(source: StridedQKV, rope: RopeTables) -> tuple[StridedQKV, RopeTables]:
-    """Every so many keys of K and V, `SAMPLED_KEYS` at most, as tensors of their own."""
-    samples = min(source.N, SAMPLED_KEYS)
-    step = source.N // samples
-    steps = list(source.steps)
-    # The steps between keys, of K and of V.
-    steps[5], steps[8] = step * steps[5], step * steps[8]
-    if rope.pairing != NO_ROPE and step > 1:
-        positions = rope.k_positions if rope.explicit[1] else torch.arange(source.N, device=rope.cos.device)
-        rope = rope._replace(k_positions=positions[::step][:samples].contiguous(), explicit=(rope.explicit[0], True))
-    return source._replace(steps=tuple(steps), N=samples), rope
-
-
 def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe) -> Statistics:
-    """Run both kernels, for what a recipe must know; of a sample of the keys where V's blocks have descales."""
+    """Run both kernels, for what a recipe must know."""
     smooth_k, center_v = recipe.smooth_k, recipe.center_v
-    if recipe.v_scales == "block":
-        source, rope = sampled(source, rope)
     like = source.flat[0].new_empty(0, dtype=torch.float32)
     heads, kv_heads, D_row = source.B * source.H, source.B * source.H_kv, source.D_row
     step = STEP_ELEMENTS // D_row
