@@ -191,8 +191,8 @@ def in_turns(ptx: str) -> Outcome:
     The outcome is that of the turn for P V. The caller knows that the kernel has turns: its marks must be there.
 
     Raises:
-        BarrierInLoop: there is a barrier of all warps that is not between the loop's copies and the wait for Q K^T, or
-            the marks of turns are not there, or not in their order.
+        BarrierInLoop: there is a barrier of all warps that is neither between the loop's copies and the wait for Q K^T
+            nor right behind another wait for products, or the marks of turns are not there, or not in their order.
     """
     return _behind_part_of_p(_without_block_barriers(ptx))
 
@@ -208,9 +208,18 @@ def _without_block_barriers(ptx: str) -> str:
     copies_and_wait = range(*with_copies)
     of_all = r"\s*(bar|barrier)(\.\w+)*\s+0[,;]"
     barriers = [i for i in range(before_loop, behind_loop) if re.match(of_all, lines[i])]
-    if any(i not in copies_and_wait for i in barriers):
+    # From Triton 3.9 on every wait for products ends with one, for the buffers that these have read. Copies into these
+    # come behind a wait of the turns' own.
+    if any(i not in copies_and_wait and not _ends_a_wait(lines, i) for i in barriers):
         raise BarrierInLoop("Triton has put a barrier of all warps into the loop")
     return "\n".join(line for i, line in enumerate(lines) if i not in barriers)
+
+
+def _ends_a_wait(lines: list[str], barrier: int) -> bool:
+    """Whether nothing but notes stands between a barrier and a wait for products before it."""
+    before = (line.strip() for line in reversed(lines[:barrier]))
+    instruction = next(line for line in before if line and not line.startswith(("//", ".loc", "$L__tmp")))
+    return instruction.startswith("wgmma.wait_group")
 
 
 def _behind_part_of_p(ptx: str) -> Outcome:
