@@ -42,11 +42,11 @@ def quantize(
     """Quantise Q, K and V to 8 bits, or cast them to 16, and pack them for `attention_quantized`.
 
     Reads the tensors as they are, whatever their strides (a transposed view, a slice of a packed BS3HD tensor), and
-    writes the packed copies once. Every tensor is read once for that. With v_scales "block" that is all. Otherwise V is
-    read once before, for its statistics, unless it is neither scaled nor centred; so is K, unless `recipe` has a
-    descale for each block of it, or none, and no `smooth_k`, and Q, if `recipe` has one descale a head or a tensor; and
-    from 8192 keys on the 8 bits of a V that was centred are read again. What `rope` rotates, and fp32 tensors, must
-    have a last-dimension stride of 1, and fp32 tensors other strides that are multiples of 4.
+    writes the packed copies once. Every tensor is read once for that. V is read once before, for its statistics, unless
+    it is neither scaled nor centred. So is K, unless `recipe` has a descale for each block of it, or none, and no
+    `smooth_k`, and Q, if `recipe` has one descale a head or a tensor. From 8192 keys on the 8 bits of a V that was
+    centred are read again. What `rope` rotates, and fp32 tensors, must have
+    a last-dimension stride of 1, and fp32 tensors other strides that are multiples of 4.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32; D in 16..1024; with layout="bshd", H and M swapped; k and v likewise.

@@ -70,13 +70,6 @@ MAX_SEED = 2**63 - 1
 #: the ratio of any two.
 MAX_V_DESCALE_LOG2 = 60
 
-#: V's descales of blocks lie within two to this of the sampled one, either way: the kernel's sum has the units of one
-#: block after the other, and fp32 holds it times the ratio of any two.
-V_BLOCK_RANGE_LOG2 = 40
-
-#: Keys whose mean is subtracted from K and V where these are read once, at most: every so many of them.
-SAMPLED_KEYS = 256
-
 #: The largest sum of a row's P, where its reference is the maximum of its first block, not the running one. A larger
 #: limit is passed more rarely, and leaves V less room before P V overflows: here its entries below 2**63 are safe.
 MAX_ROW_SUM = 2.0**64

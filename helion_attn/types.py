@@ -16,7 +16,7 @@ RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
     "pv_dtype": (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16),
     "q_scales": ("tensor", "head", "block", "token", "none"),
     "k_scales": ("tensor", "head", "block", "none"),
-    "v_scales": ("tensor", "head", "block", "channel", "none"),
+    "v_scales": ("tensor", "head", "channel", "none"),
     "hadamard": (False, True),
     "reflect": (False, True),
     "smooth_k": (False, True),
@@ -39,10 +39,7 @@ class Recipe:
         q_scales: what shares a descale: all of Q ("tensor"), a head, a packed block of `bm` rows, or a row ("token").
             Here and below, "none" is for 16-bit numbers, which are cast as they are, and only for them.
         k_scales: all of K ("tensor"), a head, or a packed block of `bn` keys.
-        v_scales: all of V ("tensor"), a head, a packed block of `bn` keys, or a channel of a head over all keys. Those
-            of blocks are powers of two, within 2**40 of what 256 of the keys would have; smaller entries vanish, larger
-            ones become NaN. With them K and V are read once: `smooth_k` and `center_v` subtract the mean of these keys.
-            They need the same of K, and q_scales "block" or "token".
+        v_scales: all of V ("tensor"), a head, or a channel of a head over all keys.
         hadamard: rotate Q and K over the head dim, by random signs and a Hadamard matrix (QuIP, arXiv:2307.13304;
             FlashAttention-3, arXiv:2407.08608, section 3.3). Q K^T is the same, and an outlier is spread over all
             channels of a block: as many as the largest power of two up to 128 that divides the head dim, which
@@ -57,7 +54,7 @@ class Recipe:
         center_v: subtract V's mean over keys, per (batch, KV head, channel), before quantising, and add it back in
             the epilogue. Rows of softmax sum to 1, so the result is the same, and 8 bits go to what varies. From 8192
             keys on (in a packed batch: of one sequence), with 8-bit V, the mean that is added back is corrected for
-            what rounding did to it; with v_scales "block" always.
+            what rounding did to it.
         promote_every: P V is summed in fp32 after every so many key blocks: 1, or 0 for never, inside the tensor core.
             None: 1 where a config was tuned with it, which is all but D 257..384 and D above 512; and 0 for 16-bit P
             and V, which the tensor core sums in fp32.
@@ -105,12 +102,6 @@ class Recipe:
                 raise ValueError(
                     f"{name} is {scales!r}; with {dtype} it must be 'none' if that is a 16-bit dtype, and not otherwise"
                 )
-        if self.v_scales == "block":
-            for name, accepted in (("q_scales", ("block", "token")), ("k_scales", ("block",))):
-                if getattr(self, name) not in accepted:
-                    raise ValueError(
-                        f"{name} is {getattr(self, name)!r}; with v_scales 'block' it must be one of {accepted}"
-                    )
         if self.bits == (16, 8):
             raise ValueError(
                 f"pv_dtype is {self.pv_dtype}; with qk_dtype {self.qk_dtype} it must be bfloat16 or float16"
@@ -126,11 +117,6 @@ class Recipe:
     def bits(self) -> tuple[int, int]:
         """Bits of Q and K, and of P and V."""
         return 8 * self.qk_dtype.itemsize, 8 * self.pv_dtype.itemsize
-
-    @property
-    def reads_once(self) -> bool:
-        """Whether K and V are read once: nothing need be known of a whole head but the mean of a sample."""
-        return self.v_scales == "block"
 
     @property
     def p_offset(self) -> int:
@@ -201,10 +187,10 @@ class PackedTensors:
             `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3). With 16 bits, neither.
         q_descale: fp32, one a row whatever `recipe.q_scales`; ones for "none".
         k_descale: fp32, one a key block for k_scales="block", otherwise one a head.
-        v_descale: fp32, one a block for v_scales="block", otherwise one a channel.
+        v_descale: fp32, one a channel.
         v_mean: fp32, what is added to the dequantised V; zeros when it was not centred. It is the mean that was
-            subtracted before the cast; with 8 bits, and descales of blocks or 8192 keys or more, corrected so that the
-            dequantised V has V's mean.
+            subtracted before the cast; with 8 bits and 8192 keys or more, less `v_descale` times the mean of `v8`, so
+            that the dequantised V has V's mean.
         k_mean: fp32, what was subtracted from K, or None.
         lse_shift: fp32, every query's product with `k_mean`, or None.
     """
@@ -241,7 +227,7 @@ class QuantizedQKV(PackedTensors):
         v8: [B * H_kv, N_blocks, D_v_pad, bn], or of 16 bits [B * H_kv, N_blocks, bn, D_v_pad].
         q_descale: [B, H, M_blocks, bm].
         k_descale: [B, H_kv, N_blocks] for k_scales="block", otherwise [B, H_kv, 1].
-        v_descale: [B, H_kv, D_v_pad], or with v_scales "block" [B, H_kv, N_blocks].
+        v_descale: [B, H_kv, D_v_pad].
         v_mean: [B, H_kv, D_v_pad].
         k_mean: [B, H_kv, D_row] or None; D_row is the power of two that holds D_pad and D_v_pad.
         lse_shift: [B, H, M_blocks, bm] or None.

@@ -32,7 +32,7 @@ class PackedVarlen(PackedTensors):
         v8: [H_kv, N_blocks, D_v_pad, bn], or of 16 bits [H_kv, N_blocks, bn, D_v_pad].
         q_descale: [1, H, M_blocks, bm].
         k_descale: [1, H_kv, N_blocks].
-        v_descale: [1, H_kv, N_blocks * D_v_pad], or with v_scales "block" [1, H_kv, N_blocks].
+        v_descale: [1, H_kv, N_blocks * D_v_pad].
         v_mean: [B, H_kv, D_v_pad], one of each sequence.
         k_mean: [B, H_kv, D_row], or None.
         lse_shift: [1, H, M_blocks, bm], or None.

@@ -28,6 +28,7 @@ from helion_attn.configs import (
     tile_config,
 )
 from helion_attn.configs.scheduling import group_programs, head_group, query_blocks_per_sm
+from helion_attn.tune.trial import MAX_SPILLS
 from helion_attn.validate.dense import MIN_D
 from helpers.offline import BATCH, HEADS, QUERIES
 
@@ -94,7 +95,7 @@ def test_rows_have_timings_and_round_trip(tile: TileConfig | LargeTileConfig, ro
     assert row["ms"] > 0
     assert row["tflops"] > 0
     assert 0 < row["registers"] <= 255
-    assert row["spills"] == 0
+    assert row["spills"] <= MAX_SPILLS
     assert json.loads(json.dumps(row)) == row
 
 

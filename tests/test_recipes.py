@@ -113,12 +113,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "pv_dtype": ({"pv_dtype": torch.int8}, ["pv_dtype is torch.int8", "torch.float8_e5m2"]),
     "q_scales": ({"q_scales": "channel"}, ["q_scales is 'channel'", "'token'"]),
     "k_scales": ({"k_scales": "token"}, ["k_scales is 'token'", "'block'"]),
-    "v_scales": ({"v_scales": "token"}, ["v_scales is 'token'", "'channel'"]),
-    "v_block_beside_a_head_of_k": ({"v_scales": "block"}, ["k_scales is 'head'", "v_scales 'block'", "'block'"]),
-    "v_block_beside_a_head_of_q": (
-        {"v_scales": "block", "k_scales": "block", "q_scales": "head"},
-        ["q_scales is 'head'", "v_scales 'block'", "'token'"],
-    ),
+    "v_scales": ({"v_scales": "block"}, ["v_scales is 'block'", "'channel'"]),
     "hadamard_is_1": ({"hadamard": 1}, ["hadamard is 1", "True"]),
     "reflect_is_1": ({"reflect": 1}, ["reflect is 1", "True"]),
     "reflect_and_hadamard": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -27,7 +28,6 @@ from helpers.offline import (
     compile_varlen,
     fake_varlen,
     launching,
-    loop_of,
     products_in_flight,
     row_reduction_shuffles,
     widths,
@@ -245,6 +245,22 @@ VARLEN: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
     "everything_d256": (256, False, ha.ACCURATE, {"window": (100, 5), "softcap": 50.0, "sinks": True}),
     "d192_v128": (192, True, ha.BALANCED, {"D_v": 128}),
 }
+
+
+def loop_of(kernel: Sm90Kernel) -> list[str]:
+    """Opcodes of the first loop that holds a product."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in kernel.sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)(.*)", line):
+            code.append(found[1])
+            back = re.search(r"\.L_x_\d+", found[2]) if found[1] == "BRA" else None
+            if back and back[0] in labels:
+                loops.append(code[labels[back[0]] :])
+    return next(loop for loop in loops if {"QGMMA", "HGMMA"} & set(loop))
 
 
 @pytest.mark.parametrize("name", VARLEN)

@@ -38,7 +38,7 @@ from helion_attn.tune import __main__ as command
 from helion_attn.tune import journal, table, trial
 from helion_attn.tune.candidates import Tile, candidates, recipe_of, workloads
 from helion_attn.tune.journal import Journal, Timing
-from helion_attn.tune.trial import Compiled
+from helion_attn.tune.trial import MAX_SPILLS, Compiled
 
 NOW = {"gpu": "GPU of a test", "sm_count": 132, "torch": "1", "triton": "2", "helion": "3", "source": "4"}
 
@@ -269,7 +269,7 @@ def test_a_damaged_journal_is_not_guessed_at(tmp_path: Path) -> None:
 
 def test_what_spills_is_not_timed(run: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     def two_stages_spill(tiles: list[Tile], jobs: int, advance: Callable[[], None]) -> dict[Tile, Compiled]:
-        return {tile: Compiled(168, 2 if tile.num_stages == 2 else 0, 3) for tile in tiles}
+        return {tile: Compiled(168, MAX_SPILLS + 1 if tile.num_stages == 2 else 0, 3) for tile in tiles}
 
     monkeypatch.setattr(command, "compile_all", two_stages_spill)
     measured = Measured(made_up)
@@ -278,7 +278,7 @@ def test_what_spills_is_not_timed(run: Callable[..., int], monkeypatch: pytest.M
 
 
 def timings(timer: Timer, tiles: list[Tile]) -> list[Timing]:
-    return [Timing(tile, w, 128, timer(tile, w), NOW) for tile in tiles for w in workloads(tile)]
+    return [Timing(tile, w, 128, 0, timer(tile, w), NOW) for tile in tiles for w in workloads(tile)]
 
 
 def tiles_for(D_pad: int, bits: tuple[int, int]) -> list[Tile]:

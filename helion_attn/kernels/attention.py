@@ -64,7 +64,6 @@ from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
     int32,
-    inverse_of_power,
     keys_first,
     online_softmax_step,
     quotient,
@@ -88,7 +87,7 @@ def fp8_attn_fwd(
     # or of 16 bits [B * H_kv, N_blocks, bn, D_v_pad]
     q_descale: torch.Tensor,  # [B * H * M_blocks * bm]
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
-    v_descale: torch.Tensor,  # [B * H_kv * N_blocks] if v_block_descales, else [B * H_kv * D_v_pad]
+    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]; of a head all the same, unless v_channel_descales
     v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
     lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
     sinks: torch.Tensor,  # [H] if has_sinks
@@ -113,7 +112,6 @@ def fp8_attn_fwd(
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
     k_block_descales: hl.constexpr,
-    v_block_descales: hl.constexpr,
     v_channel_descales: hl.constexpr,
     shift_lse: hl.constexpr,
     has_left: hl.constexpr,
@@ -277,14 +275,6 @@ def fp8_attn_fwd(
                 k_scale = k_descale[kv * n_blocks + min(run_begin, n_blocks - 1)]
         else:
             k_scale = k_descale[descale_row]
-        # V's likewise; the sum has the units of the block that was added last.
-        v_scale = hl.full([], 1.0, dtype=torch.float32)
-        if v_block_descales:
-            if varlen or split:
-                v_scale = hl.load(v_descale, [kv * int32(n_blocks) + torch.minimum(run_begin, int32(n_blocks - 1))])
-            else:
-                v_scale = v_descale[kv * n_blocks + min(run_begin, n_blocks - 1)]
-        acc_scale = v_scale
         # [bm, D_pad]
         if pack_gqa:
             q_tile = hl.load(q_rows, [packed_rows, hl.arange(q8.size(3))])
@@ -332,14 +322,6 @@ def fp8_attn_fwd(
                     k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_end - 1, int32(j + 1))])
                 else:
                     k_scale = k_descale[kv * n_blocks + min(j + 1, run_end - 1)]
-            if v_block_descales:
-                # Of powers of two: exact.
-                to_units = acc_scale * inverse_of_power(v_scale)
-                acc_scale = v_scale
-                if varlen or split:
-                    v_scale = hl.load(v_descale, [kv * int32(n_blocks) + torch.minimum(run_end - 1, int32(j + 1))])
-                else:
-                    v_scale = v_descale[kv * n_blocks + min(j + 1, run_end - 1)]
             # [bn, D_pad] and [d_v_tile, bn], or of 16 bits [bn, D_v_pad]. With nothing between the loads, not even a
             # transposition, Triton gives them one barrier, and the warps are not held up between Q K^T and the softmax.
             k_block = k8[kv, j, :, :]
@@ -390,8 +372,6 @@ def fp8_attn_fwd(
                 keeps_reference,
                 is_cuda,
             )
-            if v_block_descales:
-                alpha = alpha * to_units
             acc = accumulate(acc, alpha, p8, keys_first(v_block), two_level, keeps_reference, is_cuda)
             if in_halves:
                 acc_high = accumulate(acc_high, alpha, p8, keys_first(v_high), two_level, keeps_reference, is_cuda)
@@ -400,10 +380,7 @@ def fp8_attn_fwd(
         # single product of 16 bits.
         sums_cover_loads = d_v_tile == 256
         if sums_cover_loads:
-            mean, descale = v_rows(
-                v_mean, v_descale, mean_row, descale_row, acc_scale, 0, d_v_tile, d_v_pad, v_channel_descales,
-                v_block_descales,
-            )  # fmt: skip
+            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, v_channel_descales)
         # [bm]
         row_sum = l_i.sum(1)
         if keeps_reference:
@@ -477,19 +454,15 @@ def fp8_attn_fwd(
             out_rows = (head // heads) * heads * m_len + (head % heads) * out_head_step + rows * out_row_step
         if in_halves:
             mean, descale = v_rows(
-                v_mean, v_descale, mean_row, descale_row, acc_scale, d_v_tile, d_v_tile, d_v_pad, v_channel_descales,
-                v_block_descales,
-            )  # fmt: skip
+                v_mean, v_descale, mean_row, descale_row, d_v_tile, d_v_tile, d_v_pad, v_channel_descales
+            )
             store_out(
                 out, acc_high, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, d_v_tile,
                 d_v_tile, d_v_pad, d_out, max_fused_scale == float("inf"), v_channel_descales,
                 has_right or varlen or split, has_sinks or varlen, has_sinks,
             )  # fmt: skip
         if not sums_cover_loads:
-            mean, descale = v_rows(
-                v_mean, v_descale, mean_row, descale_row, acc_scale, 0, d_v_tile, d_v_pad, v_channel_descales,
-                v_block_descales,
-            )  # fmt: skip
+            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, v_channel_descales)
         store_out(
             out,
             acc,

@@ -31,7 +31,6 @@ from helion_attn.kernels.lib.arguments import AttentionArguments, score_scales
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
-    inverse_of_power,
     keys_first,
     online_softmax_step,
     scaled,
@@ -155,8 +154,7 @@ def store_pieces(
     out: torch.Tensor,  # [B * H * M, D_v]
     accs: list[torch.Tensor],  # [bm, d] each
     v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
-    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad], unless v_block_descales
-    acc_scale: torch.Tensor,  # [], of the last block, if v_block_descales
+    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]
     m_keys: torch.Tensor,  # [bm]
     row_sum: torch.Tensor,  # [bm]
     alpha: torch.Tensor,  # [bm]
@@ -169,16 +167,13 @@ def store_pieces(
     d_v_pad: int,
     d_out: int,
     v_channel_descales: hl.constexpr,
-    v_block_descales: hl.constexpr,
     empty_rows: hl.constexpr,
     has_sinks: hl.constexpr,
 ) -> None:
     """`store_out` for each piece of V, from channel `first`; the last goes first, which has the smallest sum."""
     for i in reversed(range(len(v_sizes))):
         begin = first + sum(v_sizes[:i])
-        mean, descale = v_rows(
-            v_mean, v_descale, kv, kv, acc_scale, begin, v_sizes[i], d_v_pad, v_channel_descales, v_block_descales
-        )
+        mean, descale = v_rows(v_mean, v_descale, kv, kv, begin, v_sizes[i], d_v_pad, v_channel_descales)
         store_out(
             out, accs[i], mean, descale, m_keys, row_sum, alpha, total, out_rows, row_in_range, begin, v_sizes[i],
             d_v_pad, d_out, False, v_channel_descales, empty_rows, has_sinks, has_sinks,
@@ -194,7 +189,7 @@ def fp8_attn_fwd_large_d(
     v_narrow: torch.Tensor,  # [B * H_kv, N_blocks * v_parts, v_narrow, bn]
     q_descale: torch.Tensor,  # [B * H * M_blocks * bm]
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
-    v_descale: torch.Tensor,  # [B * H_kv * N_blocks] if v_block_descales, else [B * H_kv * D_v_pad]
+    v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]; of a head all the same, unless v_channel_descales
     v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
     lse_shift: torch.Tensor,  # [B * H * M_blocks * bm] if shift_lse
     sinks: torch.Tensor,  # [H] if has_sinks
@@ -219,7 +214,6 @@ def fp8_attn_fwd_large_d(
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
     k_block_descales: hl.constexpr,
-    v_block_descales: hl.constexpr,
     v_channel_descales: hl.constexpr,
     shift_lse: hl.constexpr,
     has_left: hl.constexpr,
@@ -303,10 +297,6 @@ def fp8_attn_fwd_large_d(
             k_scale = k_descale[kv * n_blocks + min(n_begin, n_blocks - 1)]
         else:
             k_scale = k_descale[kv]
-        v_scale = hl.full([], 1.0, dtype=torch.float32)
-        if v_block_descales:
-            v_scale = v_descale[kv * n_blocks + min(n_begin, n_blocks - 1)]
-        acc_scale = v_scale
         # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
         shift = hl.zeros([bm], dtype=torch.float32)
         if has_softcap:
@@ -332,10 +322,6 @@ def fp8_attn_fwd_large_d(
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
             if k_block_descales:
                 k_scale = k_descale[kv * n_blocks + min(j + 1, n_blocks - 1)]
-            if v_block_descales:
-                to_units = acc_scale * inverse_of_power(v_scale)
-                acc_scale = v_scale
-                v_scale = v_descale[kv * n_blocks + min(j + 1, n_blocks - 1)]
             # [bn, d_wide] each, [bn, d_narrow]
             k_tiles = row_pieces(k_wide, k_narrow, kv, j, d_count, has_narrow_d)
             # [d, bn] each. All loads side by side, at one barrier: see `fp8_attn_fwd`.
@@ -358,8 +344,6 @@ def fp8_attn_fwd_large_d(
                 s, 0.0, s_scale_log2, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, False, p_offset_log2,
                 softmax_row_descales, has_left or has_right, False, is_cuda,
             )  # fmt: skip
-            if v_block_descales:
-                alpha = alpha * to_units
             acc_0 = accumulate_piece(0, acc_0, alpha, p8, v_tiles, two_level, is_cuda)
             acc_1 = accumulate_piece(1, acc_1, alpha, p8, v_tiles, two_level, is_cuda)
             acc_2 = accumulate_piece(2, acc_2, alpha, p8, v_tiles, two_level, is_cuda)
@@ -388,9 +372,8 @@ def fp8_attn_fwd_large_d(
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
         first = part * v_tile
         store_pieces(
-            out, [acc_0, acc_1, acc_2, acc_3, acc_4, acc_5], v_mean, v_descale, acc_scale, m_keys, row_sum, rescale,
-            total, out_rows, row_in_range, kv, first, v_sizes, d_v_pad, d_out, v_channel_descales, v_block_descales,
-            has_right, has_sinks,
+            out, [acc_0, acc_1, acc_2, acc_3, acc_4, acc_5], v_mean, v_descale, m_keys, row_sum, rescale, total,
+            out_rows, row_in_range, kv, first, v_sizes, d_v_pad, d_out, v_channel_descales, has_right, has_sinks,
         )  # fmt: skip
 
 

@@ -38,14 +38,7 @@ from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
 from helion_attn.kernels.lib.arguments import DecodeArguments, score_scales
 from helion_attn.kernels.lib.inline_asm import fma_up, maximum, tanh
-from helion_attn.kernels.lib.steps import (
-    accumulate,
-    add_sink,
-    interleave_keys,
-    inverse_of_power,
-    to_descale,
-    visible_keys,
-)
+from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale, visible_keys
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2
 from helion_attn.preprocess.lib.strided import common_unit, strided_rows
@@ -57,6 +50,11 @@ NUM_STAGES = 3
 def log2_of_power(x: torch.Tensor) -> torch.Tensor:
     """log2 of fp32 powers of two, exactly."""
     return ((x.view(torch.int32) >> 23) - 127).to(torch.float32)
+
+
+def inverse_of_power(x: torch.Tensor) -> torch.Tensor:
+    """1 / x of fp32 powers of two, exactly: the biased exponent e becomes 254 - e."""
+    return (0x7F000000 - x.view(torch.int32)).view(torch.float32)
 
 
 def page_scores(

@@ -55,10 +55,9 @@ def _fake_quantize(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
     (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
     m_blocks, n_blocks = (M + p.bm - 1) // p.bm, (N + p.bn - 1) // p.bn
     keys = (B, H_kv, n_blocks if a.recipe.k_scales == "block" else 1)
-    channels = (B, H_kv, n_blocks if a.recipe.v_scales == "block" else p.D_v_pad)
     return (
         *empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
-        *empty_descales(a.q, (B, H, m_blocks, p.bm), keys, channels, (B, H_kv), p, a.recipe),
+        *empty_descales(a.q, (B, H, m_blocks, p.bm), keys, (B, H_kv, p.D_v_pad), (B, H_kv), p, a.recipe),
     )
 
 
@@ -71,7 +70,7 @@ def _launch_varlen(a: QuantizeVarlenArguments) -> tuple[torch.Tensor, ...]:
 def _fake_varlen(a: QuantizeVarlenArguments) -> tuple[torch.Tensor, ...]:
     (M, H, _D), (N, H_kv), p, B = a.q.shape, a.k.shape[:2], a.packing, a.cu_seqlens_q.size(0) - 1
     m_blocks, n_blocks = blocks_for(M, p.bm, B), blocks_for(N, p.bn, B)
-    channels = (1, H_kv, n_blocks if a.recipe.v_scales == "block" else n_blocks * p.D_v_pad)
+    channels = (1, H_kv, n_blocks * p.D_v_pad)
     return (
         *empty_packed(a.q, H, H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
         *empty_descales(a.q, (1, H, m_blocks, p.bm), (1, H_kv, n_blocks), channels, (B, H_kv), p, a.recipe),

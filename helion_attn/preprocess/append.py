@@ -23,13 +23,27 @@ from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.numerics import E4M3_MAX, MAX_V_DESCALE_LOG2
 from helion_attn.preprocess.lib.arguments import AppendArguments
-from helion_attn.preprocess.lib.powers import power_of_two_descale
 from helion_attn.preprocess.lib.rope import rope_rows, rope_tables
 from helion_attn.preprocess.lib.strided import common_unit, load_rows, strided_rows
 from helion_attn.preprocess.lib.v_layout import key_stored_at, position_of_key
 
 #: New keys of a program.
 APPENDED_KEYS = 16
+
+
+def power_of_two_descale(
+    amax: torch.Tensor, largest: float, limit_log2: hl.constexpr
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`amax / largest` rounded up to a power of two, at least 2**-limit_log2; and where it is NaN or too large.
+
+    Too large is more than 2**limit_log2. There it is 1. On the bits, so that it is exact: adding all ones below the
+    exponent carries unless they are zeros.
+    """
+    least = amax * (1.0 / largest)
+    exponent = (least.view(torch.int32) + 0x7FFFFF) >> 23
+    invalid = (exponent > 127 + limit_log2) | (least != least)
+    exponent = torch.where(invalid, 127, torch.clamp_min(exponent, 127 - limit_log2))
+    return (exponent << 23).view(torch.float32), invalid
 
 
 def append_kv(

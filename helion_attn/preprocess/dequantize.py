@@ -46,12 +46,8 @@ def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         # [..., bn / 16, t, a, b] back to [..., bn / 16, a, t, b]
         interleaved = v8.view(bh, blocks, d_pad, bn // 16, 4, 2, 2)
         v8 = interleaved.transpose(4, 5).reshape(bh, blocks, d_pad, bn).mT.contiguous()
-    v_means = qkv.v_mean[:, :, None, : qkv.D_v]
-    if qkv.recipe.v_scales == "block":
-        v = _unpack_rows(v8, qkv.v_descale.unsqueeze(3), qkv.N, qkv.D_v) + v_means
-    else:
-        v_descale = qkv.v_descale[:, :, None, : qkv.D_v]
-        v = _unpack_rows(v8, torch.ones_like(qkv.k_descale[:, :, :1, None]), qkv.N, qkv.D_v) * v_descale + v_means
+    v_means, v_descale = (x[:, :, None, : qkv.D_v] for x in (qkv.v_mean, qkv.v_descale))
+    v = _unpack_rows(v8, torch.ones_like(qkv.k_descale[:, :, :1, None]), qkv.N, qkv.D_v) * v_descale + v_means
     q = _unpack_rows(qkv.q8, qkv.q_descale, qkv.M, qkv.D)
     k = _unpack_rows(qkv.k8, qkv.k_descale.unsqueeze(3), qkv.N, qkv.D)
     if qkv.recipe.hadamard:

@@ -3,7 +3,7 @@
     Q, K:  x = rope(x); K: x -= k_mean; x = hadamard(x) or reflect(x);  x8 = cast(x / descale)
            bf16 K to 8 bits, no RoPE, head dims up to 128: x = hadamard(x) - hadamard(k_mean), which is rounded less
     V:     v8 = cast((v - v_mean) / descale)
-    descale = max(amax / largest, 2**-126), of blocks of V rounded up to a power of two (`lib.powers.block_descale`)
+    descale = max(amax / largest, 2**-126)
 
 Tensors that are 8-bit already are moved, not scaled, and what becomes 16-bit has a descale of 1. A NaN or infinity in
 what shares a descale makes that NaN, and so every score, or every output, that depends on it NaN: nothing
@@ -21,22 +21,15 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
-from helion_attn.kernels.lib.steps import inverse_of_power
-from helion_attn.numerics import (
-    FORMAT_MAX,
-    REFLECTED_GROUP,
-    V_BLOCK_RANGE_LOG2,
-)
-from helion_attn.preprocess import recentre
+from helion_attn.numerics import FORMAT_MAX, REFLECTED_GROUP
 from helion_attn.preprocess.lib.hadamard import hadamard_block, rotation
-from helion_attn.preprocess.lib.powers import block_descale
 from helion_attn.preprocess.lib.reflect import reflected_channels
 from helion_attn.preprocess.lib.rope import RopeTables
 from helion_attn.preprocess.lib.rotate import rotate_mean
 from helion_attn.preprocess.lib.row_layout import row_tile, rows_descale, to_dtype
 from helion_attn.preprocess.lib.strided import StridedQKV, row_channels
 from helion_attn.preprocess.lib.tiling import tiling
-from helion_attn.preprocess.lib.v_layout import centred_keys, v_block
+from helion_attn.preprocess.lib.v_layout import v_block
 from helion_attn.preprocess.sequences import Sequences, key_source, query_source
 from helion_attn.preprocess.statistics import Statistics
 from helion_attn.types import PackedTensors, Recipe
@@ -80,8 +73,7 @@ def pack(
     v8: torch.Tensor,  # [B * H_kv * N_blocks * d_tiles, d_tile, bn], or [B * H_kv * N_blocks, bn, D_v_pad], written
     q_descale: torch.Tensor,  # [B * H, m_tiles * q_tile], written
     k_descale: torch.Tensor,  # [B * H_kv, n_tiles or 1], written
-    v_descale: torch.Tensor,  # [B * H_kv, D_v_pad], or [B * H_kv, N_blocks] if v_per_block, written
-    v_lost: torch.Tensor,  # [B * H_kv * N_blocks, D_v_pad], written if sum_lost
+    v_descale: torch.Tensor,  # [B * H_kv, D_v_pad], written
     lse_shift: torch.Tensor,  # [B * H, m_tiles * q_tile], written if smooth_k
     m_tiles: int,
     n_tiles: int,
@@ -127,9 +119,7 @@ def pack(
     k_per_tile: hl.constexpr,
     k_per_block: hl.constexpr,
     v_unscaled: hl.constexpr,
-    v_per_block: hl.constexpr,
     v_per_channel: hl.constexpr,
-    sum_lost: hl.constexpr,
     smooth_k: hl.constexpr,
     hadamard: hl.constexpr,
     rotate_first: hl.constexpr,
@@ -137,7 +127,6 @@ def pack(
     reflected: hl.constexpr,
     qk_largest: hl.constexpr,
     v_largest: hl.constexpr,
-    v_range_log2: hl.constexpr,
     cap_registers: hl.constexpr,
     varlen: hl.constexpr,
     wide: hl.constexpr,
@@ -157,12 +146,7 @@ def pack(
     d_pad = hl.specialize(q8.size(2))
     side = hl.specialize(rotation_matrix.size(0))
     max_parts = hl.specialize(q_amax.size(1))
-    d_tiles = hl.specialize(v_mean.size(1)) // d_tile
-    if v_per_block:
-        v_programs = 1
-    else:
-        v_programs = d_tiles
-        hl.specialize(v_descale.size(1))
+    d_tiles = hl.specialize(v_descale.size(1)) // d_tile
     hl.specialize((q.stride(0), k.stride(0), v.stride(0), v_mean.stride(1), k_mean.stride(1), k8.size(2)))
     hl.specialize((q_amax.stride(0), q_amax.stride(1), k_amax.stride(0), k_amax.stride(1), k_amax.size(1)))
     # Known strides keep the stores 16 bytes wide.
@@ -175,49 +159,23 @@ def pack(
     q_channels = row_channels(d, d_at_run_time, q_d_step)
     k_channels = row_channels(d, d_at_run_time, k_d_step)
     v_channels = row_channels(d_v, d_v_at_run_time, v_d_step)
-    for bh, from_end in hl.grid([v_descale.size(0), n_blocks * v_programs]):
-        v_index = n_blocks * v_programs - 1 - from_end
+    for bh, from_end in hl.grid([v_descale.size(0), n_blocks * d_tiles]):
+        v_index = n_blocks * d_tiles - 1 - from_end
+        i = v_index // d_tiles
+        d_index = v_index % d_tiles
         v_head, v_keys, offset = key_source(
             k_blocks, bh, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen, wide, is_cuda
         )
-        if v_per_block:
-            # [bn], what the block's descale must hold
-            v_peak = hl.zeros([bn], dtype=torch.float32)
-            for peak_index in hl.grid(d_tiles):
-                x = centred_keys(
-                    v, v_mean, v_head, v_index, peak_index, offset, v_s_step * unit, v_d_step, v_keys, v_channels, bn,
-                    d_tile,
-                )  # fmt: skip
-                v_peak = maximum(v_peak, torch.amax(torch.abs(x), 1), is_cuda)
-            sampled = torch.amax(hl.load(v_amax, [v_head, hl.arange(d_row)]), 0)
-            v_scale, invalid = block_descale(torch.amax(v_peak, 0), sampled, v_largest, v_range_log2)
-            # NaN is in the numbers: a NaN here would reach rows that do not see the block.
-            factor_v = torch.where(invalid, float("nan"), inverse_of_power(v_scale))
-            for tile_index in hl.grid(d_tiles):
-                x = centred_keys(
-                    v, v_mean, v_head, v_index, tile_index, offset, v_s_step * unit, v_d_step, v_keys, v_channels, bn,
-                    d_tile,
-                )  # fmt: skip
-                rounded = (x * factor_v).to(v8.dtype)
-                v8[(bh * n_blocks + v_index) * d_tiles + tile_index, :, :] = rounded.transpose(0, 1)
-                if sum_lost:
-                    # [d_tile], what rounding took from the block's channels
-                    lost = (x - rounded.to(torch.float32) * v_scale).sum(0)
-                    hl.store(v_lost, [bh * n_blocks + v_index, tile_index * d_tile + hl.arange(d_tile)], lost)
-            v_descale[bh, v_index] = v_scale
+        tile, channel_descale = v_block(
+            v, v_mean, v_amax, v_head, i, d_index, d_row, offset, v_s_step * unit, v_d_step, v_keys, v_channels, bn,
+            d_tile, v8.dtype, v_largest, v_unscaled, v_per_channel,
+        )  # fmt: skip
+        if v8.dtype.itemsize == 1:
+            v8[bh * n_blocks * d_tiles + v_index, :, :] = tile.transpose(0, 1)
         else:
-            i = v_index // d_tiles
-            d_index = v_index % d_tiles
-            tile, channel_descale = v_block(
-                v, v_mean, v_amax, v_head, i, d_index, d_row, offset, v_s_step * unit, v_d_step, v_keys, v_channels, bn,
-                d_tile, v8.dtype, v_largest, v_unscaled, v_per_channel,
-            )  # fmt: skip
-            if v8.dtype.itemsize == 1:
-                v8[bh * n_blocks * d_tiles + v_index, :, :] = tile.transpose(0, 1)
-            else:
-                hl.store(v8, [bh * n_blocks + i, hl.arange(bn), d_index * d_tile + hl.arange(d_tile)], tile)
-            if i == 0:
-                hl.store(v_descale, [bh, d_index * d_tile + hl.arange(d_tile)], channel_descale)
+            hl.store(v8, [bh * n_blocks + i, hl.arange(bn), d_index * d_tile + hl.arange(d_tile)], tile)
+        if i == 0:
+            hl.store(v_descale, [bh, d_index * d_tile + hl.arange(d_tile)], channel_descale)
 
     for kv, from_end in hl.grid([k_descale.size(0), (n_tiles + k_run - 1) // k_run]):
         k_index = (n_tiles + k_run - 1) // k_run - 1 - from_end
@@ -326,15 +284,13 @@ def kernel(
     q_in_flight: int,
     q_per_block: bool,
     k_per_block: bool,
-    v_per_block: bool,
 ) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(pack)
     k_loops = [k_in_flight] * (2 if k_per_block else 1)
     q_loops = [q_in_flight] * (2 if q_per_block else 1)
-    v_loops = [1, 1] if v_per_block else []
-    stages = [0, *v_loops, 0, *k_loops, 0, *q_loops]
+    stages = [0, 0, *k_loops, 0, *q_loops]
     registers: dict[str, Any] = {} if max_registers is None else {MAX_REGISTERS: max_registers}
     config = helion.Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages, **registers)
     return compiled(pack, config)
@@ -392,25 +348,13 @@ def launch(
     transposed = recipe.pv_dtype.itemsize == 1
     v_blocks = (n_blocks * (D_v_pad // t.d_tile), t.d_tile, bn) if transposed else (n_blocks, bn, D_v_pad)
     v8 = empty(kv_heads * v_blocks[0], *v_blocks[1:], dtype=recipe.pv_dtype)
-    v_per_block = recipe.v_scales == "block"
-    q_descale, v_descale = empty(heads, m_blocks * bm), empty(kv_heads, n_blocks if v_per_block else D_v_pad)
-    sum_lost = v_per_block and recipe.center_v
-    v_lost = empty(kv_heads * n_blocks, D_v_pad) if sum_lost else empty(1, 1)
+    q_descale, v_descale = empty(heads, m_blocks * bm), empty(kv_heads, D_v_pad)
     k_descale = empty(kv_heads, n_blocks if recipe.k_scales == "block" else 1)
     lse_shift = empty(heads, m_blocks * bm) if smooth_k else empty(1, 1)
     signs, matrix, norm = empty(1), empty(1, 1), 1.0
     if recipe.hadamard:
         signs, matrix, norm = rotation(D, D_row, recipe.hadamard_seed, like.device)
-    run = kernel(
-        like.is_cuda,
-        t.num_warps,
-        t.max_registers,
-        t.k_in_flight,
-        t.q_in_flight,
-        t.q_per_block,
-        t.k_per_block,
-        v_per_block,
-    )
+    run = kernel(like.is_cuda, t.num_warps, t.max_registers, t.k_in_flight, t.q_in_flight, t.q_per_block, t.k_per_block)
     run.run(
         {
             **source.arguments(),
@@ -430,7 +374,6 @@ def launch(
             "q_descale": q_descale,
             "k_descale": k_descale,
             "v_descale": v_descale,
-            "v_lost": v_lost,
             "lse_shift": lse_shift,
             "m_tiles": m_tiles,
             "n_tiles": n_tiles,
@@ -458,9 +401,7 @@ def launch(
             "k_per_tile": recipe.k_scales == "block" and not t.k_per_block,
             "k_per_block": t.k_per_block,
             "v_unscaled": recipe.v_scales == "none",
-            "v_per_block": v_per_block,
             "v_per_channel": recipe.v_scales == "channel",
-            "sum_lost": sum_lost,
             "smooth_k": smooth_k,
             "hadamard": recipe.hadamard,
             "rotate_first": t.rotate_first,
@@ -468,7 +409,6 @@ def launch(
             "reflected": reflected_channels(D) if recipe.reflect else 0,
             "qk_largest": FORMAT_MAX.get(recipe.qk_dtype, 1.0),
             "v_largest": FORMAT_MAX.get(recipe.pv_dtype, 1.0),
-            "v_range_log2": V_BLOCK_RANGE_LOG2,
             "cap_registers": t.max_registers is not None,
             "varlen": sequences is not None,
             "wide": sequences is not None and source.wide,
@@ -477,8 +417,6 @@ def launch(
     )
     if sequences is not None:
         m_blocks, n_blocks = q_blocks.size(0), k_blocks.size(0)
-    if sum_lost:
-        recentre.launch_of_lost(v_lost, stats.v_mean, n_blocks, H_kv, N, bn, sequences)
     return PackedTensors(
         q8=q8.view(B * H, m_blocks, bm, D_pad),
         k8=k8.view(B * H_kv, n_blocks, bn, D_pad),

@@ -1,13 +1,11 @@
-"""Q, K and V to the packed format, straight from the user's strided tensors: `statistics` or `sample`, then `pack` and
-`recentre`.
-"""
+"""Q, K and V to the packed format, straight from the user's strided tensors: `statistics`, `pack`, `recentre`."""
 
 from __future__ import annotations
 
 import torch
 
 from helion_attn.numerics import FORMAT_MAX
-from helion_attn.preprocess import pack, recentre, sample, sequences, statistics
+from helion_attn.preprocess import pack, recentre, sequences, statistics
 from helion_attn.preprocess.lib.arguments import (
     NO_ROPE_ARGUMENTS,
     PackArguments,
@@ -30,7 +28,7 @@ def quantize_qkv(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
     """
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
     rope = rope_tables(a.rope, source.D_row, a.q.new_empty(1, dtype=torch.float32))
-    stats = (sample if a.recipe.reads_once else statistics).launch(source, rope, a.recipe)
+    stats = statistics.launch(source, rope, a.recipe)
     packed = pack.launch(source, rope, stats, a.packing.bm, a.packing.bn, a.recipe)
     recentre.launch(packed.v8, packed.v_descale, packed.v_mean, source.N, a.recipe)
     return packed.tensors()
@@ -48,10 +46,7 @@ def quantize_varlen(a: QuantizeVarlenArguments) -> tuple[torch.Tensor, ...]:
     q, k, v = ((x if x.size(0) else x.new_zeros(1, *x.shape[1:])).transpose(0, 1).unsqueeze(0) for x in (a.q, a.k, a.v))
     source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
     rope = rope_tables(NO_ROPE_ARGUMENTS, source.D_row, q.new_empty(1, dtype=torch.float32))
-    if a.recipe.reads_once:
-        stats = sample.launch(source, rope, a.recipe, tables)
-    else:
-        stats = statistics.launch_of_sequences(source, rope, tables, tile.bn, a.recipe)
+    stats = statistics.launch_of_sequences(source, rope, tables, tile.bn, a.recipe)
     packed = pack.launch(source, rope, stats, tile.bm, tile.bn, a.recipe, tables)
     recentre.launch(packed.v8, packed.v_descale, packed.v_mean, source.N, a.recipe, tables)
     return (*packed.tensors(), tables.q_blocks)

@@ -2,8 +2,6 @@
 
     v_mean -= v_descale * mean of v8 over the keys
 
-Where V's blocks have descales, `pack` has summed what rounding took from each, and `add_lost` adds that up instead.
-
 What was cast had a mean of 0; its rounded values do not. And if V's mean is small, subtracting it moves all keys that
 share one 16-bit value to the same side of an 8-bit rounding boundary, so that their errors add up. Few keys do not need
 it: see `RECENTRED_KEYS`.
@@ -30,9 +28,6 @@ from helion_attn.types import Recipe
 #: Channels of a program: with blocks of 128 keys, 1 KB that lie one after the other. One head of 64 channels has eight
 #: programs then.
 CHANNELS = 8
-
-#: Channels and blocks of a step of `add_lost`.
-LOST_CHANNELS, LOST_BLOCKS = 32, 32
 
 #: Elements that one step reads: 64 bytes a thread.
 STEP_ELEMENTS = 16384
@@ -117,8 +112,8 @@ def launch(
         recipe: how V was packed.
         sequences: where those of a packed batch lie, or None.
     """
-    # 16 bits round far less. Of blocks with descales `pack` has summed what they lost.
-    if not recipe.center_v or v8.itemsize == 2 or N < RECENTRED_KEYS or recipe.v_scales == "block":
+    # 16 bits round far less.
+    if not recipe.center_v or v8.itemsize == 2 or N < RECENTRED_KEYS:
         return
     _, n_blocks, D_v_pad, bn = v8.shape
     kernel(v8.is_cuda).run(
@@ -133,81 +128,6 @@ def launch(
             "least": RECENTRED_KEYS,
             "d_tile": CHANNELS,
             "chunk": STEP_ELEMENTS // (CHANNELS * bn),
-            "varlen": sequences is not None,
-        }
-    )
-
-
-def add_lost(
-    v_lost: torch.Tensor,  # [B * H_kv * N_blocks, D_v_pad], or [H_kv * N_blocks, D_v_pad] if varlen
-    sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS] if varlen
-    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], read and written
-    n_blocks: int,
-    H_kv: int,
-    N: int,
-    bn: hl.constexpr,
-    d_tile: hl.constexpr,
-    chunk: hl.constexpr,
-    varlen: hl.constexpr,
-) -> None:
-    """Add to V's mean what rounding took from V, over its keys: what was cast need not have had a mean of 0."""
-    d_v_pad = hl.specialize(v_lost.size(1))
-    hl.specialize((v_lost.stride(0), v_lost.stride(1), v_mean.stride(0), v_mean.stride(1)))
-    # Tensors with `varlen`, ints without.
-    count: Any
-    divisor: Any
-    for head, d_index in hl.grid([v_mean.size(0), d_v_pad // d_tile]):
-        if varlen:
-            first = hl.load(sequences, [head // H_kv, 0]) + (head % H_kv) * n_blocks
-            keys = hl.load(sequences, [head // H_kv, 1])
-            count = (keys + bn - 1) // bn
-            divisor = torch.clamp_min(keys, 1)
-        else:
-            first = head * n_blocks
-            count = n_blocks
-            divisor = N
-        cols = d_index * d_tile + hl.arange(d_tile)
-        # [chunk, d_tile]
-        total = hl.zeros([chunk, d_tile], dtype=torch.float32)
-        for step in hl.grid((count + chunk - 1) // chunk):
-            block = step * chunk + hl.arange(chunk)
-            total = total + hl.load(v_lost, [first + block, cols], extra_mask=(block < count).unsqueeze(1))
-        hl.store(v_mean, [head, cols], hl.load(v_mean, [head, cols]) + total.sum(0) / divisor)
-
-
-@functools.cache
-def kernel_of_lost(is_cuda: bool) -> Runner:
-    """`add_lost` for the device."""
-    if not is_cuda:
-        return interpreted(add_lost)
-    return compiled(add_lost, helion.Config(num_warps=4, indexing="pointer", range_num_stages=[0, 3]))
-
-
-def launch_of_lost(
-    v_lost: torch.Tensor, v_mean: torch.Tensor, n_blocks: int, H_kv: int, N: int, bn: int, sequences: Sequences | None
-) -> None:
-    """Run `add_lost`.
-
-    Args:
-        v_lost: [B * H_kv * N_blocks, D_v_pad], of `pack`; with `sequences` without B.
-        v_mean: [B * H_kv, D_v_pad], written.
-        n_blocks: of a head; with `sequences`, of all of them.
-        H_kv: KV heads.
-        N: keys.
-        bn: keys of a block.
-        sequences: where those of a packed batch lie, or None.
-    """
-    kernel_of_lost(v_mean.is_cuda).run(
-        {
-            "v_lost": v_lost,
-            "sequences": v_mean if sequences is None else sequences.sequences,
-            "v_mean": v_mean,
-            "n_blocks": n_blocks,
-            "H_kv": H_kv,
-            "N": N,
-            "bn": bn,
-            "d_tile": LOST_CHANNELS,
-            "chunk": LOST_BLOCKS,
             "varlen": sequences is not None,
         }
     )

@@ -22,8 +22,6 @@ from helion_attn.numerics import (
     MAX_ROW_SUM,
     RECENTRED_KEYS,
     REFLECTED_GROUP,
-    SAMPLED_KEYS,
-    V_BLOCK_RANGE_LOG2,
     keeps_reference,
 )
 from helion_attn.reference.hadamard import hadamard, hadamard_block
@@ -43,7 +41,7 @@ class RoundedQKV(NamedTuple):
         v8: [B, H_kv, N, D_v], values of `recipe.pv_dtype` held in fp32.
         q_descale: [B, H, M], one a row whatever `recipe.q_scales`.
         k_descale: [B, H_kv, N], one a key whatever `recipe.k_scales`.
-        v_descale: [B, H_kv, D_v], one a channel; with v_scales "block" [B, H_kv, N, 1], one a key.
+        v_descale: [B, H_kv, D_v], one a channel whatever `recipe.v_scales`.
         v_mean: [B, H_kv, D_v], what is to be added to the dequantised V; zeros if V was not centred.
         k_mean: [B, H_kv, D], not rotated; zeros if K was not smoothed.
         lse_shift: [B, H, M], each query's product with `k_mean`, which no score holds; zeros if K was not smoothed.
@@ -118,33 +116,6 @@ def _mean_over_keys(x: torch.Tensor, subtract: bool) -> torch.Tensor:
     return x.mean(2) if subtract else torch.zeros_like(x[:, :, 0])
 
 
-def _sample(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """The keys of x [B, H, S, D] that means are taken of."""
-    if recipe.v_scales != "block":
-        return x
-    samples = min(x.size(2), SAMPLED_KEYS)
-    return x[:, :, :: x.size(2) // samples][:, :, :samples]
-
-
-def _power_above(x: torch.Tensor) -> torch.Tensor:
-    """log2 of the least power of two that is not below x; -inf of 0, and NaN of NaN and infinity."""
-    return torch.log2(x.double() + (x - x)).ceil()
-
-
-def _block_descales(x: torch.Tensor, sampled: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """The descale of every key of V, [B, H, S, 1], powers of two; x [B, H, S, D] and its sample have been centred."""
-    about = _power_above(sampled.abs().amax((2, 3), keepdim=True) / FORMAT_MAX[dtype])
-    about = torch.where(about.isfinite(), about, 0.0)
-    floor = (about - V_BLOCK_RANGE_LOG2).clamp_min(-126)
-    found = []
-    for keys in x.split(block, 2):
-        power = _power_above(keys.abs().amax((2, 3), keepdim=True) / FORMAT_MAX[dtype])
-        too_large = power > (about + V_BLOCK_RANGE_LOG2).clamp_max(126)
-        power = torch.where(too_large, float("nan"), torch.maximum(power, floor))
-        found.append(torch.exp2(power).float().expand(-1, -1, keys.size(2), 1))
-    return torch.cat(found, 2)
-
-
 def below(top: torch.Tensor, p_offset: int) -> torch.Tensor:
     """The running maximum's candidate: `p_offset` below the true one, so that the largest p is 2**p_offset.
 
@@ -169,8 +140,8 @@ def quantize(
     the largest magnitude after RoPE, plus the mean's with `recipe.smooth_k`, times the root of how many channels are
     mixed. A NaN in any of these makes the descale NaN.
 
-    With `recipe.center_v`, and 8 bits with v_scales "block" or `RECENTRED_KEYS` keys or more, `v_mean` is what was
-    subtracted, and the mean of what rounding took, so that `v8 * v_descale + v_mean` has V's mean.
+    With `recipe.center_v`, 8 bits and `RECENTRED_KEYS` keys or more, `v_mean` is the mean that was subtracted less that
+    of the rounded keys, so that `v8 * v_descale + v_mean` has V's mean.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any device.
@@ -186,7 +157,7 @@ def quantize(
     tile = packing(q.size(3), v.size(3), recipe.bits)
     # [B, H, M, D] and [B, H_kv, N, D], fp32
     q_rope, k_rope = (q.float(), k.float()) if rope is None else (x.float() for x in apply_rope_qk(q, k, rope))
-    k_mean = _mean_over_keys(_sample(k_rope, recipe), recipe.smooth_k)
+    k_mean = _mean_over_keys(k_rope, recipe.smooth_k)
     q_rotated, k_rotated = q_rope, k_rope - k_mean.unsqueeze(2)
     if recipe.hadamard:
         q_rotated = hadamard(_to_16_bits(q_rotated, q.dtype), recipe.hadamard_seed).float()
@@ -211,20 +182,13 @@ def quantize(
     q_descale = _row_descales(q_rotated, q_bound, recipe.q_scales, tile.bm, recipe.qk_dtype)
     k_descale = _row_descales(k_rotated, k_bound, recipe.k_scales, tile.bn, recipe.qk_dtype)
 
-    v_mean = _mean_over_keys(_sample(v.float(), recipe), recipe.center_v)
+    v_mean = _mean_over_keys(v.float(), recipe.center_v)
     v_centred = v.float() - v_mean.unsqueeze(2)
-    if recipe.v_scales == "block":
-        v_descale = _block_descales(v_centred, _sample(v_centred, recipe), tile.bn, recipe.pv_dtype)
-        v8 = _cast(v_centred, v_descale, recipe.pv_dtype)
-        # What is NaN is so in the numbers.
-        v_descale = torch.where(v_descale.isnan(), 1.0, v_descale)
-    else:
-        v_descale = _channel_descales(v_centred, recipe.v_scales, recipe.pv_dtype)
-        v8 = _cast(v_centred, v_descale.unsqueeze(2), recipe.pv_dtype)
-    recentred = recipe.v_scales == "block" or v.size(2) >= RECENTRED_KEYS
-    if recipe.center_v and recipe.bits[1] == 8 and recentred:
-        by_key = v_descale if recipe.v_scales == "block" else v_descale.unsqueeze(2)
-        v_mean = v_mean + (v_centred - by_key * v8).mean(2)
+    v_descale = _channel_descales(v_centred, recipe.v_scales, recipe.pv_dtype)
+
+    v8 = _cast(v_centred, v_descale.unsqueeze(2), recipe.pv_dtype)
+    if recipe.center_v and recipe.bits[1] == 8 and v.size(2) >= RECENTRED_KEYS:
+        v_mean = v_mean - v_descale * v8.mean(2)
 
     lse_shift = torch.zeros_like(q_descale)
     if recipe.smooth_k:
@@ -319,10 +283,6 @@ def fp8_attention(
     )
     # [B, H, M, 1]
     q_scale_log2 = (r.q_descale * (scale * LOG2E)).unsqueeze(3)
-    channel_descale = v_descale.unsqueeze(2)
-    if recipe.v_scales == "block":
-        # Powers of two: the kernel's changes of units are exact.
-        v8, channel_descale = v8 * v_descale, torch.ones(())
 
     def walk(keeps: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`(m_i, l_i, acc)` of all keys, against the running maximum, or that of a row's first block."""
@@ -362,7 +322,7 @@ def fp8_attention(
         key_lse = lse
         lse = torch.logaddexp(lse, sinks.float().view(1, H, 1, 1))
         key_share = torch.exp(key_lse - lse)
-    out = (acc / l_i * channel_descale + v_mean.unsqueeze(2)) * key_share
+    out = (acc / l_i * v_descale.unsqueeze(2) + v_mean.unsqueeze(2)) * key_share
     out = torch.where(l_i == 0, 0.0, out).to(out_dtype or q.dtype)
     lse = lse.squeeze(3)
     out = to_bhsd(out, layout)

@@ -173,7 +173,7 @@ def time_all(tiles: list[Tile], journal: Journal, jobs: int, now: dict[str, Any]
             report = compiled[tile]
             # The occupancy has a say in the order of programs.
             ms = measure(tile := with_occupancy(tile, report), w)
-            timing = Timing(tile, w, report.registers, ms, now | run)
+            timing = Timing(tile, w, report.registers, report.spills, ms, now | run)
             journal.append(timing)
             timings.append(timing)
     return timings

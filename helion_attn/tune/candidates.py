@@ -42,19 +42,18 @@ TILES = {
     ((16, 16), 256): [(128, 64, 8, 2, 255)],
 }
 
-#: (v_tile, bm, bn, num_warps, num_stages, max_registers, two_level) worth trying, by D_pad. Several `v_tile` of one
+#: (v_tile, bm, bn, num_warps, num_stages, max_registers) worth trying, by D_pad, in two levels. Several `v_tile` of one
 #: D_pad compete: the table keeps one for each `head_dim_v`, the fastest. What has been seen to lose by 10% or to spill
-#: is left out.
+#: in the loop is left out.
 LARGE_TILES = {
-    192: [(128, 64, 64, 4, 3, 168, True), (128, 64, 128, 4, 2, 168, True)],
-    320: [(320, 128, 64, 8, 3, 255, False)],
-    # 64 keys of int8 scores spill 4 to 10 registers; of e4m3, which is what is timed, none.
-    384: [(384, 128, 32, 8, 3, 255, False), (384, 128, 32, 8, 4, 255, False)],
-    512: [(256, 128, 64, 8, 3, 255, True)],
-    576: [(256, 128, 64, 8, 2, 255, False), (288, 128, 64, 8, 2, 255, False)],
-    640: [(320, 128, 64, 8, 2, 255, False)],
-    768: [(384, 128, 32, 8, 3, 255, False)],
-    1024: [(256, 128, 32, 8, 2, 255, False), (384, 128, 32, 8, 2, 255, False), (256, 64, 64, 4, 2, 255, False)],
+    192: [(128, 64, 64, 4, 3, 168), (128, 64, 128, 4, 2, 168)],
+    320: [(320, 128, 64, 8, 2, 255), (320, 128, 64, 8, 3, 255)],
+    384: [(192, 128, 64, 8, 2, 255), (192, 128, 64, 8, 3, 255)],
+    512: [(256, 128, 64, 8, 3, 255)],
+    576: [(256, 128, 64, 8, 2, 255), (192, 128, 64, 8, 2, 255), (288, 128, 64, 8, 2, 255)],
+    640: [(320, 128, 64, 8, 2, 255)],
+    768: [(256, 128, 64, 8, 2, 255)],
+    1024: [(256, 128, 32, 8, 2, 255), (256, 64, 64, 4, 2, 255)],
 }
 
 #: What --d takes: the head dims of the one kernel, then of the other.
@@ -105,9 +104,9 @@ def candidates() -> list[Tile]:
         for bm, bn, num_warps, num_stages, max_registers in tiles
     ]
     large = [
-        LargeTileConfig(D_pad, v_tile, causal, bm, bn, num_warps, num_stages, two_level, 0, registers)
+        LargeTileConfig(D_pad, v_tile, causal, bm, bn, num_warps, num_stages, True, 0, registers)
         for (D_pad, tiles), causal in itertools.product(LARGE_TILES.items(), (False, True))
-        for v_tile, bm, bn, num_warps, num_stages, registers, two_level in tiles
+        for v_tile, bm, bn, num_warps, num_stages, registers in tiles
     ]
     return [*main, *large]
 

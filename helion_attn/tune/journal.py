@@ -29,6 +29,7 @@ class Timing:
     tile: Tile
     workload: Workload
     registers: int
+    spills: int
     ms: float
     provenance: dict[str, Any]
 
@@ -101,7 +102,7 @@ class Journal:
         entry = self._found.get(_key(launch_parameters(tile), workload_fields(w), now))
         if entry is None:
             return None
-        return Timing(type(tile)(**entry["config"]), w, entry["registers"], entry["ms"], entry["provenance"])
+        return Timing(type(tile)(**entry["config"]), w, entry["registers"], entry["spills"], entry["ms"], entry["provenance"])
 
     def append(self, timing: Timing) -> None:
         """Write it to the file."""
@@ -109,6 +110,7 @@ class Journal:
             "config": launch_parameters(timing.tile),
             "workload": workload_fields(timing.workload),
             "registers": timing.registers,
+            "spills": timing.spills,
             "ms": timing.ms,
             "provenance": timing.provenance,
         }

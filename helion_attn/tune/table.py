@@ -65,7 +65,7 @@ def _row(winner: Timing, others: Iterable[Timing], limit: float) -> dict[str, An
         **({} if limit == math.inf else {"max_query_blocks_per_sm": math.ceil(limit * 100) / 100}),
         "workload": workload_fields(winner.workload),
         "registers": winner.registers,
-        "spills": 0,
+        "spills": winner.spills,
         "ms": round(winner.ms, 4),
         "tflops": round(tflops(winner.workload, winner.ms), 1),
         "runners_up": [

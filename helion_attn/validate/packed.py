@@ -43,7 +43,7 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
         "v8": ((B * H_kv, n_blocks, *v_block), qkv.recipe.pv_dtype),
         "q_descale": (rows, torch.float32),
         "k_descale": ((B, H_kv, n_blocks if qkv.recipe.k_scales == "block" else 1), torch.float32),
-        "v_descale": ((B, H_kv, n_blocks) if qkv.recipe.v_scales == "block" else channels, torch.float32),
+        "v_descale": (channels, torch.float32),
         "v_mean": (channels, torch.float32),
         "k_mean": ((B, H_kv, row_width(D_pad, D_v_pad)), torch.float32),
         "lse_shift": (rows, torch.float32),

@@ -16,7 +16,7 @@ MAX_TOKENS = 2**30
 VARLEN_SCALES = {
     "q_scales": ("block", "token", "none"),
     "k_scales": ("head", "block", "none"),
-    "v_scales": ("head", "block", "channel", "none"),
+    "v_scales": ("head", "channel", "none"),
 }
 
 

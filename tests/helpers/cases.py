@@ -39,8 +39,6 @@ RECIPES = LADDER | {
     "not_reflected": ha.Recipe(),
     "k_block": ha.Recipe(k_scales="block"),
     "v_channel": ha.Recipe(v_scales="channel"),
-    "v_block": ha.Recipe(k_scales="block", v_scales="block"),
-    "v_block_int8": ha.Recipe(qk_dtype=torch.int8, k_scales="block", v_scales="block", reflect=True, smooth_k=True),
     "int8": ha.Recipe(qk_dtype=torch.int8, k_scales="block"),
     "e5m2": ha.Recipe(pv_dtype=torch.float8_e5m2),
     "smooth_k": ha.Recipe(smooth_k=True),

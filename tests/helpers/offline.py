@@ -222,22 +222,6 @@ SPILLED_IN_LOOP, LONGER_LOOP = 24, 1.03
 MEASURED = versions.series() == versions.MEASURED_SERIES
 
 
-def loop_of(kernel: Sm90Kernel) -> list[str]:
-    """Opcodes of the first loop that holds a product."""
-    code: list[str] = []
-    labels: dict[str, int] = {}
-    loops = []
-    for line in kernel.sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)(.*)", line):
-            code.append(found[1])
-            back = re.search(r"\.L_x_\d+", found[2]) if found[1] == "BRA" else None
-            if back and back[0] in labels:
-                loops.append(code[labels[back[0]] :])
-    return next(loop for loop in loops if {"QGMMA", "HGMMA"} & set(loop))
-
-
 def assert_sound(kernel: Sm90Kernel, spilled: int = 0) -> None:
     """What every kernel must be. `spilled`: instructions for spilled registers with the measured Triton."""
     most = spilled if MEASURED else max(spilled, SPILLED.get(kernel.name, 0))

@@ -65,7 +65,6 @@ class AttentionArguments(NamedTuple):
         return {
             "q_row_descales": self.recipe.q_scales == "token",
             "k_block_descales": self.recipe.k_scales == "block",
-            "v_block_descales": self.recipe.v_scales == "block",
             "v_channel_descales": self.recipe.v_scales == "channel",
             "shift_lse": self.packed.lse_shift is not None,
             "has_left": self.left >= 0,

@@ -30,11 +30,6 @@ def to_descale(amax: torch.Tensor, largest: float) -> torch.Tensor:
     return torch.clamp_min(amax * (1.0 / largest) + (amax - amax), DESCALE_MIN)
 
 
-def inverse_of_power(x: torch.Tensor) -> torch.Tensor:
-    """1 / x of fp32 powers of two, exactly: the biased exponent e becomes 254 - e."""
-    return (0x7F000000 - x.view(torch.int32)).view(torch.float32)
-
-
 def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
     """Give P's columns the order in which V's keys are stored: key (a, t, b) of each 16 moves to (t, a, b)."""
     return p8.reshape(bm, bn // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(bm, bn)
@@ -227,21 +222,15 @@ def v_rows(
     v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]
     mean_row: int | torch.Tensor,  # []
     descale_row: int | torch.Tensor,  # []
-    last_descale: torch.Tensor,  # [], of the last block, if v_block_descales
     first: int,
     d_tile: int,
     d_pad: int,
     v_channel_descales: hl.constexpr,
-    v_block_descales: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """V's mean and descale for `store_out`: of `d_tile` channels of `d_pad`, from `first`; or the descale of a head, or
-    of the last block, whose units the sum has.
-    """
+    """V's mean and descale for `store_out`: of `d_tile` channels of `d_pad`, from `first`; or a head's descale."""
     d = first + hl.arange(d_tile)
     if v_channel_descales:
         descale = hl.load(v_descale, [descale_row * d_pad + d])
-    elif v_block_descales:
-        descale = last_descale
     else:
         descale = hl.load(v_descale, [descale_row * d_pad])
     return hl.load(v_mean, [mean_row * d_pad + d]), descale

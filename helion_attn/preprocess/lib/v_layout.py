@@ -21,27 +21,6 @@ def position_of_key(key: torch.Tensor) -> torch.Tensor:
     return key - in_group + (in_group % 8 // 2) * 4 + (in_group // 8) * 2 + in_group % 2
 
 
-def centred_keys(
-    flat: torch.Tensor,
-    mean: torch.Tensor,  # [B * H_kv, D_v_pad]
-    bh: int,
-    i: int,
-    d_index: int,
-    head_offset: int,
-    row_step: int,
-    d_step: int,
-    size: int,
-    d: int,
-    bn: int,
-    d_tile: int,
-) -> torch.Tensor:
-    """Block `i` of a head's keys as they will be stored, `d_tile` channels of it, fp32 [bn, d_tile]; 0 past the end."""
-    cols = d_index * d_tile + hl.arange(d_tile)
-    keys = i * bn + key_stored_at(hl.arange(bn))
-    x = load_rows(flat, head_offset, keys, cols, row_step, d_step, size, d)
-    return torch.where((keys < size).unsqueeze(1), x - hl.load(mean, [bh, cols]).unsqueeze(0), 0.0)
-
-
 def v_block(
     flat: torch.Tensor,
     mean: torch.Tensor,  # [B * H_kv, D_v_pad]
