@@ -102,7 +102,8 @@ class Journal:
         entry = self._found.get(_key(launch_parameters(tile), workload_fields(w), now))
         if entry is None:
             return None
-        return Timing(type(tile)(**entry["config"]), w, entry["registers"], entry["spills"], entry["ms"], entry["provenance"])
+        known = {name: entry[name] for name in ("registers", "spills", "ms", "provenance")}
+        return Timing(type(tile)(**entry["config"]), w, **known)
 
     def append(self, timing: Timing) -> None:
         """Write it to the file."""
