@@ -5,15 +5,13 @@
     python benchmarks/accuracy.py --dims 64 256            # some head dims
     python benchmarks/accuracy.py --device cpu --quick     # a dry run in the interpreter, this package only
 
-Writes `<out>/{accuracy,preprocess,stages}.json`. Most of the time is compilation, so `--workers` processes
+Writes `<out>/{accuracy,hard,preprocess,stages}.json`. Most of the time is compilation, so `--workers` processes
 measure errors, a head dim each, while this one compiles what it then times alone. Parts, in each row's `part`:
 
     rmse       FlashAttention-3's outlier distribution and error measure, also with one choice of FAST changed
     inputs     every kind of input, full and causal
     long       ever more keys
     criterion  FlashAttention-3's own pass criterion, on tensors quantised elsewhere
-    hard       biased channels of K, a V that drifts, wide scores, up to 131072 keys
-    drifts     a V that drifts, in every period, phase and form of attention (drift.py)
     real       Q, K and V of a trained model
     cost       end to end and kernel time of every recipe
 """
@@ -39,7 +37,7 @@ from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 import helion_attn as ha
-from benchmarks import drift, fa3_criterion, preprocess, real_qkv
+from benchmarks import fa3_criterion, preprocess, real_qkv
 from benchmarks.lib.checks import Check, figure, worst_of
 from benchmarks.lib.harness import Loaded, Results, Row, attention_flops, time_interleaved
 from benchmarks.lib.peers import fp8_tensor
@@ -75,8 +73,7 @@ from benchmarks.lib.tables import (
     series_in,
     values_of,
 )
-from helion_attn.configs import SUPPORTED_D
-from helion_attn.testing import HARD_KINDS, INPUT_KINDS, error_budget, relative_error
+from helion_attn.testing import INPUT_KINDS, error_budget, relative_error
 from helion_attn.workloads import Workload, tagged
 
 #: FlashAttention-3's own figures, by what stands for each here. Its FP8 there has block scales and a Hadamard
@@ -88,9 +85,6 @@ PAPER = {
 
 #: Head dims that only the pass criterion adds.
 CRITERION_DIMS = (96, 192)
-
-#: Head dims of the hard inputs, and their numbers of keys.
-HARD_DIMS, HARD_LENGTHS = (64, 128, 256, 512), (4096, 32768, 131072)
 
 # --- errors ---------------------------------------------------------------------------------------
 
@@ -128,16 +122,6 @@ def long(options: Options, D: int) -> Iterator[Row]:
                 yield check(contender, problem)[0] | {"part": "long"}
 
 
-def hard(options: Options, D: int) -> Iterator[Row]:
-    """The inputs that lose most: as many queries as fit, the last ones of a long context."""
-    lengths = (64,) if options.device.type == "cpu" else HARD_LENGTHS[:1] if options.quick else HARD_LENGTHS
-    for N, kind in itertools.product(lengths, HARD_KINDS):
-        problem = make_problem(workload(1, 2, min(N, 1024), N, D), kind, options)
-        recipes = [*PRESETS, *RUNGS] if SUPPORTED_D[-1] >= D else list(PRESETS)
-        for contender in (*ours(options, recipes), *others(options)):
-            yield check(contender, problem)[0] | {"part": "hard"}
-
-
 Part = Callable[[Options, int], Iterator[Row]]
 
 
@@ -146,9 +130,7 @@ def parts_of(options: Options) -> dict[int, tuple[Part, ...]]:
     parts: dict[int, tuple[Part, ...]] = {
         D: (rmse, inputs, long, fa3_criterion.rows) for D in sorted(options.dims, reverse=True)
     }
-    more = [*((D, hard) for D in HARD_DIMS), *((D, drift.rows) for D in drift.DIMS)]
-    more += [(D, fa3_criterion.rows) for D in CRITERION_DIMS]
-    for D, part in more:
+    for D, part in ((D, fa3_criterion.rows) for D in CRITERION_DIMS):
         if part not in parts.get(D, ()) and (D in parts or not options.quick):
             parts[D] = (*parts.get(D, ()), part)
     parts[real_qkv.DIM] = (*parts.get(real_qkv.DIM, ()), real_qkv.rows)
@@ -289,18 +271,6 @@ def input_tables(loaded: Loaded) -> list[Table]:
         body.append([str(D), mask(causal), kind, *by_error(cell, names)])
     headers = ["D", "mask", "input", *labels(names)]
     return [Table(f"Relative error, kernel / total, {rows[0]['N']} tokens", headers, body)] if body else []
-
-
-def hard_tables(loaded: Loaded) -> list[Table]:
-    """Total error on the hard inputs."""
-    rows = rows_of(loaded, "accuracy", part="hard")
-    names = series_in(rows, SHOWN)
-    order = sorted(values_of(rows, "D", "N", "input"), key=lambda cell: (HARD_KINDS.index(cell[2]), *cell[:2]))
-    body = []
-    for D, N, kind in order:
-        cell = by_series((row for row in rows if (row["D"], row["N"], row["input"]) == (D, N, kind)), "error_total")
-        body.append([kind, str(D), str(N), *(error_text(cell.get(name)) for name in names)])
-    return [Table("Total error on hard inputs", ["input", "D", "keys", *labels(names)], body)] if body else []
 
 
 def biased_v_tables(loaded: Loaded) -> list[Table]:
@@ -649,7 +619,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command: `attention.py` with this suite and those of preprocessing."""
     from benchmarks import attention, report  # they import this file
 
-    names = ("accuracy", "preprocess", "stages")
+    names = ("accuracy", "hard", "preprocess", "stages")
     return attention.main(__doc__, {name: report.SUITES[name] for name in names}, argv)
 
 

@@ -1,4 +1,4 @@
-"""Part `drifts` of the accuracy suite: a V whose mean changes along the keys, which a sum in the tensor core loses.
+"""Part `drifts` of suite `hard`: a V whose mean changes along the keys, which a sum in the tensor core loses.
 
 Every head dim is measured on the same V and phases as head dim 128, whose two-level kernel is the yardstick: a drift of
 every period and of random phases, one that decays, and three forms of attention. What counts is the worst phase.
@@ -109,7 +109,7 @@ def worst(found: list[Row]) -> dict[str, float]:
 
 def tables(loaded: Loaded) -> list[Table]:
     """The worst phase of every form, by head dim."""
-    cases = rows_of(loaded, "accuracy", part="drifts")
+    cases = rows_of(loaded, "hard", part="drifts")
     names = series_in(cases)
     body = []
     for N, kind, attention in values_of(cases, "N", "input", "attention"):
@@ -123,7 +123,7 @@ def tables(loaded: Loaded) -> list[Table]:
 
 def plot(loaded: Loaded) -> Figure | None:
     """The worst total error of every form by head dim, a panel for each length."""
-    cases = rows_of(loaded, "accuracy", part="drifts")
+    cases = rows_of(loaded, "hard", part="drifts")
     if not cases:
         return None
     lengths = [N for (N,) in values_of(cases, "N")]

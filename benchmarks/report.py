@@ -25,6 +25,7 @@ from benchmarks import (
     cells,
     decode,
     fa3_criterion,
+    hard,
     host,
     ladder,
     large_d,
@@ -55,6 +56,7 @@ SUITES: dict[str, Suite] = {
     "startup": startup.SUITE,
     "host": host.SUITE,
     "accuracy": accuracy.SUITE,
+    "hard": hard.SUITE,
     "preprocess": preprocess.SUITE,
     "stages": preprocess.STAGES,
 }

@@ -133,7 +133,7 @@ def explain(
         kernel=name,
         tile=choice.tile,
         passes=() if kernel is None else triton_hook.outcomes(kernel),
-        expected=expected_passes(choice.tile),
+        expected=expected_passes(choice.tile, arguments.is_two_level(choice.tile.two_level)),
         registers=getattr(kernel, "n_regs", None),
         spills=getattr(kernel, "n_spills", None),
         splits=choice.splits,

@@ -56,8 +56,7 @@ class Recipe:
             keys on (in a packed batch: of one sequence), with 8-bit V, the mean that is added back is corrected for
             what rounding did to it.
         promote_every: P V is summed in fp32 after every so many key blocks: 1, or 0 for never, inside the tensor core.
-            None: 1 where a config was tuned with it, which is all but D 257..384 and D above 512; and 0 for 16-bit P
-            and V, which the tensor core sums in fp32.
+            None: 1, and 0 for 16-bit P and V, which the tensor core sums in fp32.
         p_offset_log2: P, at most 1, is stored times two to this. None: 8 for e4m3, 15 for e5m2 and fp16, 0 for bf16,
             which are the largest.
 

@@ -23,6 +23,7 @@ from benchmarks import (
     attention,
     cells,
     drift,
+    hard,
     host,
     ladder,
     large_d,
@@ -62,17 +63,18 @@ def restore_num_threads() -> Iterator[None]:
 def test_accuracy(tmp_path: Path) -> None:
     assert accuracy.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--no-plots"]) == 0
     loaded = load(tmp_path)
-    assert set(loaded) == {"accuracy", "preprocess", "stages"}
+    assert set(loaded) == {"accuracy", "hard", "preprocess", "stages"}
     rows = loaded["accuracy"]["rows"]
     assert not [row["error_message"] for row in rows if "error_message" in row]
-    parts = {"rmse", "inputs", "long", "hard", "drifts", "criterion", "cost"}
+    parts = {"rmse", "inputs", "long", "criterion", "cost"}
     assert {row["part"] for row in rows} - {"real"} == parts
     long = [(row["input"], row["recipe"]) for row in rows if row["part"] == "long"]
     presets = ("fast", "balanced", "accurate", "hybrid", "bf16")
     assert long == [(kind, preset) for kind in INPUT_KINDS for preset in presets]
-    (hard,), (drifts,) = accuracy.hard_tables(loaded), drift.tables(loaded)
-    assert [line[0] for line in hard.body] == [*HARD_KINDS]
-    assert all(0 < float(x) < 0.5 for line in hard.body for x in line[3:])
+    assert not [row["error_message"] for row in loaded["hard"]["rows"] if "error_message" in row]
+    (inputs,), (drifts,) = hard.tables(loaded), drift.tables(loaded)
+    assert [line[0] for line in inputs.body] == [*HARD_KINDS]
+    assert all(0 < float(x) < 0.5 for line in inputs.body for x in line[3:])
     assert [line[1:4] for line in drifts.body] == [
         [kind, "flat", "64"] for kind in sorted([*drift.PERIODS, drift.DECAY])
     ]

@@ -171,6 +171,9 @@ def test_both_masks_have_a_config() -> None:
 #: Head dims of V that configs are for, where they are not D.
 D_V = {(192, 128): 128, (576, 256): 512}
 
+#: Instructions for spilled registers by V tile: 320 channels of sums leave the least room.
+MAX_SPILLED = {320: 20}
+
 #: The default recipe on every config, the other product on some full ones, and all options where there are the fewest
 #: registers to spare. (At D 1024 they spill up to three.)
 COMPILED = [
@@ -192,7 +195,7 @@ def test_shipped_config(tile: LargeTileConfig, recipe: str) -> None:
     D_v = D_V.get((tile.D_pad, tile.v_tile), tile.D_pad)
     assert large_tile_config(tile.D_pad, D_v, tile.causal, tile.max_query_blocks_per_sm) == tile
     kernel = shared(compile_attention, tile.D_pad, tile.causal, D_v=D_v, recipe=PRESETS[recipe], B=batch_for(tile))
-    assert_sound(kernel)
+    assert_sound(kernel, MAX_SPILLED.get(tile.v_tile, 0))
     assert kernel.opcodes["QGMMA"] > 0
     # int8 sums are converted one by one: the scores of a thread, and a few lengths.
     conversions = sum(count for name, count in kernel.opcodes.items() if name.startswith("I2F"))
@@ -239,4 +242,4 @@ def test_preprocessing_compiles(recipe: ha.Recipe, D: int, D_v: int) -> None:
 def test_masks_compile() -> None:
     options: dict[str, Any] = {"window": (100, 20), "softcap": 30.0, "sinks": True}
     kernel = shared(compile_attention, 640, False, recipe=ha.BALANCED, **options)
-    assert_sound(kernel)
+    assert_sound(kernel, MAX_SPILLED[320])

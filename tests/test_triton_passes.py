@@ -280,17 +280,17 @@ def test_other_loops_say_why() -> None:
 def test_which_passes_a_config_is_expected_to_have() -> None:
     names = {computed_once.NAME, early_copies.NAME, warpgroup_turns.NAME, warpgroup_turns.PART_OF_P}
     assert COSTS.keys() == names == {*triton_hook.PASSES}
-    assert expected_passes(tile_config(128, True)) == (early_copies.NAME,)
-    hybrid = expected_passes(tile_config(128, True, ha.HYBRID.bits))
+    assert expected_passes(tile_config(128, True), True) == (early_copies.NAME,)
+    hybrid = expected_passes(tile_config(128, True, ha.HYBRID.bits), False)
     assert {*hybrid} == {early_copies.NAME, computed_once.NAME, warpgroup_turns.NAME}
-    assert {*expected_passes(tile_config(256, True))} == names - {computed_once.NAME}
-    assert expected_passes(large_tile_config(192, 128, True)) == (early_copies.NAME,)
-    assert {*expected_passes(large_tile_config(512, 512, True))} == names - {computed_once.NAME}
-    assert expected_passes(large_tile_config(384, 384, True)) == ()
+    assert {*expected_passes(tile_config(256, True), True)} == names - {computed_once.NAME}
+    assert expected_passes(large_tile_config(192, 128, True), True) == (early_copies.NAME,)
+    assert {*expected_passes(large_tile_config(512, 512, True), True)} == names - {computed_once.NAME}
+    assert expected_passes(large_tile_config(384, 384, True), False) == ()
     tiles: list[Any] = [*TILE_CONFIGS, *LARGE_TILE_CONFIGS]
     for tile in tiles:
-        assert names.issuperset(expected_passes(tile))
-        assert expected_passes(dataclasses.replace(tile, max_registers=17)) == ()
+        assert names.issuperset(expected_passes(tile, tile.two_level))
+        assert expected_passes(dataclasses.replace(tile, max_registers=17), tile.two_level) == ()
 
 
 #: Head dims of V that configs are for, where they are not D.
@@ -302,17 +302,17 @@ RECIPES = {(8, 8): ha.BALANCED, (8, 16): ha.HYBRID, (16, 16): ha.BF16}
 @pytest.mark.parametrize("tile", TILE_CONFIGS, ids=lambda t: f"{t.bits}-d{t.D_pad}-{t.causal}-{t.num_stages}")
 def test_shipped_configs_have_their_passes(tile: TileConfig) -> None:
     kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=RECIPES[tile.bits], B=batch_for(tile))
-    assert missing(kernel.passes, expected_passes(tile)) == []
+    assert missing(kernel.passes, expected_passes(tile, tile.two_level)) == []
     needed = [x.name for x in kernel.passes if x.applied or (not MEASURED and x.reason in computed_once.NOT_NEEDED[1:])]
-    assert needed == [x for x in triton_hook.PASSES if x in expected_passes(tile)]
+    assert needed == [x for x in triton_hook.PASSES if x in expected_passes(tile, tile.two_level)]
 
 
 @pytest.mark.parametrize("tile", LARGE_TILE_CONFIGS, ids=lambda t: f"d{t.D_pad}-{t.v_tile}-{t.causal}")
 def test_shipped_configs_of_large_head_dims_have_their_passes(tile: LargeTileConfig) -> None:
     D_v = D_V.get((tile.D_pad, tile.v_tile), tile.D_pad)
     kernel = shared(compile_attention, tile.D_pad, tile.causal, D_v=D_v, recipe=ha.BALANCED, B=batch_for(tile))
-    assert missing(kernel.passes, expected_passes(tile)) == []
-    assert [x.name for x in kernel.passes if x.applied] == [*expected_passes(tile)]
+    assert missing(kernel.passes, expected_passes(tile, tile.two_level)) == []
+    assert [x.name for x in kernel.passes if x.applied] == [*expected_passes(tile, tile.two_level)]
 
 
 def test_missing_is_what_was_expected_and_did_not_apply() -> None:

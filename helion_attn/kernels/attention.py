@@ -487,9 +487,9 @@ def fp8_attn_fwd(
 
 
 @functools.cache
-def compiled_kernel(tile: TileConfig) -> Compiled:
+def compiled_kernel(tile: TileConfig, two_level: bool) -> Compiled:
     """The kernel for sm_90 with a config."""
-    return compiled(fp8_attn_fwd, helion_config(tile), expected_passes(tile))
+    return compiled(fp8_attn_fwd, helion_config(tile), expected_passes(tile, two_level))
 
 
 interpreted_kernel = interpreted(fp8_attn_fwd)
@@ -538,7 +538,7 @@ def launch(
             head_group = scheduling.head_group(grid_heads, -(-(a.m_len << group_log2) // tile.bm), *places)
     # Heads that share tiles have descales of their own.
     choices["q_row_descales"] = choices["q_row_descales"] or pack_gqa
-    kernel = compiled_kernel(tile) if q8.is_cuda else interpreted_kernel
+    kernel = compiled_kernel(tile, two_level) if q8.is_cuda else interpreted_kernel
     kernel.run(
         {
             "q8": q8,

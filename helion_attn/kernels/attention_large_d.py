@@ -233,6 +233,7 @@ def fp8_attn_fwd_large_d(
     torch._check(k_narrow.size(1) <= 2**25)
     torch._check(v_wide.size(0) <= 2**24)
     torch._check(v_wide.size(1) <= 2**30)
+    torch._check(v_wide.size(2) <= 2**10)
     torch._check(v_narrow.size(0) <= 2**24)
     torch._check(v_narrow.size(1) <= 2**30)
     bh_size, m_blocks, n_blocks = q8.size(0), q8.size(1), k_wide.size(1)
@@ -378,9 +379,9 @@ def fp8_attn_fwd_large_d(
 
 
 @functools.cache
-def compiled_kernel(tile: LargeTileConfig) -> Compiled:
+def compiled_kernel(tile: LargeTileConfig, two_level: bool) -> Compiled:
     """The kernel for sm_90 with a config."""
-    return compiled(fp8_attn_fwd_large_d, helion_config(tile, grid_dims=3), expected_passes(tile))
+    return compiled(fp8_attn_fwd_large_d, helion_config(tile, grid_dims=3), expected_passes(tile, two_level))
 
 
 interpreted_kernel = interpreted(fp8_attn_fwd_large_d)
@@ -424,7 +425,7 @@ def launch(tile: LargeTileConfig, a: AttentionArguments, out: torch.Tensor, lse:
     if a.rows_differ:
         places = multiprocessors(q8.device), tile.ctas_per_sm
         head_group = scheduling.head_group(q8.size(0), q8.size(1) * v_parts, *places)
-    kernel = compiled_kernel(tile) if q8.is_cuda else interpreted_kernel
+    kernel = compiled_kernel(tile, two_level) if q8.is_cuda else interpreted_kernel
     q_descale = a.packed.q_descale.view(-1)
     kernel.run(
         {

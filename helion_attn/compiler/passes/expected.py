@@ -22,13 +22,13 @@ COSTS = {
 }
 
 
-def expected_passes(tile: TileConfig | LargeTileConfig) -> tuple[str, ...]:
-    """Names of the passes that must apply to the kernel of a config; none of a config that is not shipped."""
-    if tile not in TILE_CONFIGS and tile not in LARGE_TILE_CONFIGS:
+def expected_passes(tile: TileConfig | LargeTileConfig, two_level: bool) -> tuple[str, ...]:
+    """Names of the passes that must apply to the kernel of a config.
+
+    None of a config that is not shipped, or where the recipe asks for other sums of P V than the config was timed with.
+    """
+    if (tile not in TILE_CONFIGS and tile not in LARGE_TILE_CONFIGS) or two_level != tile.two_level:
         return ()
-    if isinstance(tile, LargeTileConfig) and not tile.two_level:
-        # Q comes in pieces: three stages of them are left as they are.
-        return (early_copies.NAME,) if tile.num_stages == 2 else ()
     names = [early_copies.NAME]
     if isinstance(tile, TileConfig) and tile.bits == (8, 16) and tile.D_pad <= MAX_REFERENCE_D:
         names.append(computed_once.NAME)

@@ -1,0 +1,91 @@
+"""Suite `hard`: total errors on the inputs that cost 8-bit attention most.
+
+    python benchmarks/accuracy.py --suite hard
+
+Parts, in each row's `part`: `hard`, biased channels of K, also with the same channels large in Q, a V that drifts, and
+wide scores; `drifts`, a V that drifts in every period, phase and form of attention (drift.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+from benchmarks import drift
+from benchmarks.lib.harness import Loaded, Results, Row
+from benchmarks.lib.problem import check, make_problem, others, ours, workload
+from benchmarks.lib.recipes import PRESETS, RUNGS
+from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
+from benchmarks.lib.tables import SHOWN, Table, by_series, error_text, labels, rows_of, series_in, values_of
+from helion_attn.configs import SUPPORTED_D
+from helion_attn.testing import HARD_KINDS
+
+#: Head dims, and numbers of keys.
+DIMS, LENGTHS = (64, 128, 256, 512), (4096, 32768, 131072)
+
+Part = Callable[[Options, int], Iterator[Row]]
+
+
+def rows(options: Options, D: int) -> Iterator[Row]:
+    """Every hard input at a head dim: as many queries as fit, the last ones of a long context."""
+    lengths = (64,) if options.device.type == "cpu" else LENGTHS[:1] if options.quick else LENGTHS
+    for N, kind in itertools.product(lengths, HARD_KINDS):
+        problem = make_problem(workload(1, 2, min(N, 1024), N, D), kind, options)
+        recipes = [*PRESETS, *RUNGS] if SUPPORTED_D[-1] >= D else list(PRESETS)
+        for contender in (*ours(options, recipes), *others(options)):
+            yield check(contender, problem)[0] | {"part": "hard"}
+
+
+def jobs(options: Options) -> list[tuple[Part, int]]:
+    """Parts and head dims, those that take longest first."""
+    if options.quick or options.device.type == "cpu":
+        return [(part, D) for part in (rows, drift.rows) for D in options.dims]
+    return [*((drift.rows, D) for D in sorted(drift.DIMS, reverse=True)), *((rows, D) for D in DIMS[::-1])]
+
+
+def measured(part: Part, options: Options, D: int) -> list[Row]:
+    """What a process measures."""
+    return list(part(options, D))
+
+
+def run(options: Options, results: Results) -> None:
+    """The suite."""
+    pending = jobs(options)
+    if options.workers:
+        # Each process needs a CUDA context of its own, hence no fork.
+        with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
+            futures = {pool.submit(measured, part, options, D): (part, D) for part, D in pending}
+            for future in progress(as_completed(futures), "hard", len(futures)):
+                if (error := future.exception()) is None:
+                    results.add(*future.result())
+                    pending.remove(futures[future])
+                else:
+                    console.print(f"[red]a process failed, measuring D {futures[future][1]} in this one: {error!r}")
+    for part, D in progress(pending, "hard"):
+        results.add(*measured(part, options, D))
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """Total error on the hard inputs."""
+    found = rows_of(loaded, "hard", part="hard")
+    names = series_in(found, SHOWN)
+    order = sorted(values_of(found, "D", "N", "input"), key=lambda cell: (HARD_KINDS.index(cell[2]), *cell[:2]))
+    body = []
+    for D, N, kind in order:
+        cell = by_series((row for row in found if (row["D"], row["N"], row["input"]) == (D, N, kind)), "error_total")
+        body.append([kind, str(D), str(N), *(error_text(cell.get(name)) for name in names)])
+    return [Table("Total error on hard inputs", ["input", "D", "keys", *labels(names)], body)] if body else []
+
+
+SUITE = Suite(
+    "hard",
+    run,
+    {
+        "hard": Block("hard", tables),
+        "drifts": Block(
+            "hard", drift.tables, (Plot("drifts", "Total error where V drifts, by head dim", drift.plot),), shown=0
+        ),
+    },
+)
