@@ -31,7 +31,7 @@ from benchmarks.lib.recipes import DEFAULT, PRESETS, RECIPES
 from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, by_impl, labels, number, rows_of, series, values_of
 from helion_attn import configs
-from helion_attn.preprocess import pack, statistics
+from helion_attn.preprocess import pack, sample, statistics
 from helion_attn.preprocess.lib.arguments import rope_arguments
 from helion_attn.preprocess.lib.rope import rope_tables as kernel_tables
 from helion_attn.preprocess.lib.strided import strided_qkv
@@ -171,8 +171,8 @@ def pack_launch(
     tile = configs.packing(q.size(3), v.size(3), recipe.bits)
     source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
     tables = kernel_tables(rope_arguments(rope), source.D_row, q.new_empty(1, dtype=torch.float32))
-    stats = statistics.launch(source, tables, recipe)
-    return lambda: pack.launch(source, tables, stats, tile.bm, tile.bn, recipe).tensors()
+    stats = (sample if recipe.reads_once else statistics).launch(source, tables, recipe)
+    return lambda: pack.launch(source, tables, stats, tile.bm, tile.bn, recipe, shift_lse=False).tensors()
 
 
 def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:

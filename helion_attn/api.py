@@ -62,28 +62,49 @@ def quantize(
         RuntimeError: an input requires grad, in grad mode.
     """
     check_quantize(q, k, v, recipe, layout, rope)
-    return quantize_checked(q, k, v, recipe, layout, rope)
+    return quantize_checked(q, k, v, recipe, layout, rope, shift_lse=True)
 
 
 def quantize_checked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, layout: str, rope: Rope | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: Recipe,
+    layout: str,
+    rope: Rope | None,
+    shift_lse: bool,
 ) -> QuantizedQKV:
-    """`quantize` of checked arguments."""
+    """`quantize` of checked arguments; `shift_lse`: somebody sees what `smooth_k` takes from the scores."""
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     M, N, D, D_v = q.size(2), k.size(2), q.size(3), v.size(3)
     arguments = QuantizeArguments(
-        q=q, k=k, v=v, rope=rope_arguments(rope), packing=packing(D, D_v, recipe.bits), recipe=recipe
+        q=q,
+        k=k,
+        v=v,
+        rope=rope_arguments(rope),
+        packing=packing(D, D_v, recipe.bits),
+        recipe=recipe,
+        shift_lse=shift_lse,
     )
-    fields = packed_fields(ops.quantize_qkv(arguments), recipe)
+    fields = packed_fields(ops.quantize_qkv(arguments), recipe, shift_lse)
     return QuantizedQKV(**fields, M=M, N=N, D=D, D_v=D_v, dtype=q.dtype, layout=layout, recipe=recipe)
 
 
-def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe) -> dict[str, Any]:
+def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe, shift_lse: bool) -> dict[str, Any]:
     """The fields of `PackedTensors` by name, from what the quantising ops return."""
     fields: dict[str, Any] = dict(zip(PACKED_FIELDS, tensors, strict=True))
     # An op cannot return None, and returns empty tensors instead.
-    return fields if recipe.smooth_k else {**fields, "k_mean": None, "lse_shift": None}
+    if not recipe.smooth_k:
+        fields["k_mean"] = None
+    if not (recipe.smooth_k and shift_lse):
+        fields["lse_shift"] = None
+    return fields
+
+
+def sees_shift(softcap: float | None, sinks: torch.Tensor | None, return_lse: bool) -> bool:
+    """Whether a call sees what `smooth_k` takes from all scores of a row: the softmax of the keys alone does not."""
+    return return_lse or softcap is not None or sinks is not None
 
 
 def pack(
@@ -347,6 +368,6 @@ def attention(
     H = q.size(1 if layout == "bhsd" else 2)
     check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
     check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
-    qkv = quantize_checked(q, k, v, recipe, layout, rope)
+    qkv = quantize_checked(q, k, v, recipe, layout, rope, sees_shift(softcap, sinks, return_lse))
     out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype, num_splits)
     return (out, lse) if return_lse else out

@@ -52,10 +52,25 @@ MAX_P_OFFSET_LOG2 = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15, torch.bfloat
 #: A descale is at least this, so that its reciprocal stays finite when a head is all zeros (or all subnormal).
 DESCALE_MIN = FP32_TINY
 
+#: Keys of a head, at most, that are known before K and V are read (`preprocess.sample`).
+SAMPLED_KEYS = 256
+
+#: A descale of a head of V fits entries of so many times what the sample has. e4m3 has 15 octaves of full resolution:
+#: three of them to spare cost none.
+SAMPLED_HEADROOM = 8.0
+
+#: The mean of a sampled channel of K or V is subtracted if it is more than this times the sample's range over the root
+#: of its size: of 256 from N(0, 1), four standard errors. What stands out less is noise, or an outlier's, and would
+#: only add to small entries, such as those of V at an attention sink.
+SIGNIFICANT_MEAN = 0.7
+
 #: From so many keys of a sequence on, the mean of an 8-bit V is corrected for its rounding (`preprocess.recentre`). At
-#: 4096 keys that would save 5 to 12% of the total error of N(0, 1), for 1 to 3% of the time from bf16 to bf16; at
-#: 131072 it saves 19 to 57%, for 0.1%.
+#: 4096 keys that would save 5 to 12% of the total error of N(0, 1), for 3% of the time from bf16 to bf16; at 131072 it
+#: saves 19 to 57%, for 0.1%.
 RECENTRED_KEYS = 8192
+
+#: What is this much larger than a format's largest number still rounds to it.
+ROUNDS_TO_LARGEST = 1.03
 
 #: The largest block of a Hadamard rotation: its matrix takes 32 KB of a kernel's shared memory, the next one 128.
 MAX_HADAMARD_BLOCK = 128

@@ -118,23 +118,40 @@ class Recipe:
         return 8 * self.qk_dtype.itemsize, 8 * self.pv_dtype.itemsize
 
     @property
+    def reads_once(self) -> bool:
+        """Whether nothing must be known of a whole head before it is rounded, so that K and V are read once."""
+        q_alone, k_alone = self.q_scales in ("block", "token", "none"), self.k_scales in ("block", "none")
+        return q_alone and k_alone and self.v_scales in ("head", "none")
+
+    @property
+    def samples_v(self) -> bool:
+        """Whether V's descale comes from a sample of its keys."""
+        return self.reads_once and self.v_scales == "head"
+
+    @property
     def p_offset(self) -> int:
         """`p_offset_log2`, or what None stands for."""
         return self.p_offset_log2 if self.p_offset_log2 is not None else MAX_P_OFFSET_LOG2[self.pv_dtype]
 
 
 #: The least time: e4m3 throughout, channels mixed by fours.
-FAST = Recipe(reflect=True)
+FAST = Recipe(k_scales="block", reflect=True, smooth_k=True)
 
 #: The default: the scores in int8, whose descales per block also save the first pass over K; channels mixed by fours.
-BALANCED = Recipe(qk_dtype=torch.int8, k_scales="block", reflect=True)
+BALANCED = Recipe(qk_dtype=torch.int8, k_scales="block", reflect=True, smooth_k=True)
 
 #: The least error on outliers that P and V in 8 bits leave.
 ACCURATE = Recipe(qk_dtype=torch.int8, k_scales="block", v_scales="channel", hadamard=True, smooth_k=True)
 
 #: Scores as in BALANCED, P and V in bf16: between 8 bits and 16, in time and in error.
 HYBRID = Recipe(
-    qk_dtype=torch.int8, pv_dtype=torch.bfloat16, k_scales="block", v_scales="none", reflect=True, center_v=False
+    qk_dtype=torch.int8,
+    pv_dtype=torch.bfloat16,
+    k_scales="block",
+    v_scales="none",
+    reflect=True,
+    smooth_k=True,
+    center_v=False,
 )
 
 #: No 8-bit numbers: the yardstick of the others, and what to fall back to.

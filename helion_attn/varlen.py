@@ -9,7 +9,7 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops
-from helion_attn.api import mask_arguments, packed_fields
+from helion_attn.api import mask_arguments, packed_fields, sees_shift
 from helion_attn.configs import varlen_packing
 from helion_attn.kernels.lib.arguments import AttentionArguments, VarlenArguments
 from helion_attn.preprocess.lib.arguments import QuantizeVarlenArguments
@@ -61,6 +61,7 @@ def quantize_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     recipe: Recipe = BALANCED,
+    shift_lse: bool = True,
 ) -> PackedVarlen:
     """The first half of `attention_varlen`, of checked arguments."""
     D, D_v = q.size(2), v.size(2)
@@ -72,10 +73,11 @@ def quantize_varlen(
         cu_seqlens_k=cu_seqlens_k,
         packing=varlen_packing(D, D_v, recipe.bits),
         recipe=recipe,
+        shift_lse=shift_lse,
     )
     *tensors, q_blocks = ops.quantize_varlen(arguments)
     return PackedVarlen(
-        **packed_fields(tensors, recipe),
+        **packed_fields(tensors, recipe, shift_lse),
         q_blocks=q_blocks,
         M=q.size(0),
         N=k.size(0),
@@ -203,6 +205,7 @@ def attention_varlen(
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_varlen_recipe(recipe, q.size(2), v.size(2))
     check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
-    packed = quantize_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe)
+    shift_lse = sees_shift(softcap, sinks, return_lse)
+    packed = quantize_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe, shift_lse)
     out, lse = attend_varlen(packed, causal, sm_scale, window, softcap, sinks, out_dtype)
     return (out, lse) if return_lse else out

@@ -11,7 +11,6 @@ import torch
 
 import helion_attn as ha
 from helion_attn.configs import scheduling
-from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.testing import fake_cuda
 from helpers.calls import attend_alone
 from helpers.offline import Compilations, compilations, fake_cache, fake_qkv
@@ -30,7 +29,7 @@ def run_lengths(lengths: list[tuple[int, int]], D: int, causal: bool, layout: st
             ha.attention(*fake_qkv(1, 4, 4, M, N, D, layout=layout), causal=causal, layout=layout)
     names = [kernel.metadata.name for kernel in seen.compiled]
     # The others run in every call.
-    assert sum("recentre" in name for name in names) == sum(N >= RECENTRED_KEYS for _, N in lengths)
+    assert sum("recentre" in name for name in names) == len(lengths)
     every_call = [name for name in names if "merge_splits" not in name and "recentre" not in name]
     assert len(every_call) % len(lengths) == 0
     assert len(seen.by_kernel()) > 1

@@ -11,7 +11,6 @@ import helion_attn as ha
 from helion_attn.configs import SUPPORTED_D
 from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.preprocess import pack
-from helion_attn.preprocess.recentre import STEP_ELEMENTS
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.varlen import quantize_varlen
 from helpers.cases import PRESETS
@@ -64,12 +63,10 @@ def test_preprocessing(D: int, name: str) -> None:
 
 @pytest.mark.parametrize("D_v", [32, 576])
 def test_mean_of_many_keys(D_v: int) -> None:
-    """V8 comes in wide loads, three steps of which are under way."""
+    """The sums of blocks are few; the slow path, for a head beyond its sample's room, costs the others no registers."""
     kernel = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, RECENTRED_KEYS, 64, D_v=D_v))[-1]
     assert "recentre" in kernel.name
     assert_sound(kernel)
-    assert widths(kernel, "LDGSTS") == {16}
-    assert kernel.shared_bytes >= 2 * STEP_ELEMENTS
     assert kernel.ctas_per_sm >= 2
 
 

@@ -38,10 +38,11 @@ def empty_descales(
     means: tuple[int, int],
     packing: Packing,
     recipe: Recipe,
+    shift_lse: bool,
 ) -> tuple[torch.Tensor, ...]:
     """q_descale, k_descale, v_descale, v_mean, k_mean and lse_shift; the last two empty without smooth_k."""
     k_mean = (*means, row_width(packing.D_pad, packing.D_v_pad)) if recipe.smooth_k else (0,)
-    shapes = (rows, keys, channels, (*means, packing.D_v_pad), k_mean, rows if recipe.smooth_k else (0,))
+    shapes = (rows, keys, channels, (*means, packing.D_v_pad), k_mean, rows if recipe.smooth_k and shift_lse else (0,))
     return tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
@@ -57,7 +58,7 @@ def _fake_quantize(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
     keys = (B, H_kv, n_blocks if a.recipe.k_scales == "block" else 1)
     return (
         *empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
-        *empty_descales(a.q, (B, H, m_blocks, p.bm), keys, (B, H_kv, p.D_v_pad), (B, H_kv), p, a.recipe),
+        *empty_descales(a.q, (B, H, m_blocks, p.bm), keys, (B, H_kv, p.D_v_pad), (B, H_kv), p, a.recipe, a.shift_lse),
     )
 
 
@@ -73,7 +74,9 @@ def _fake_varlen(a: QuantizeVarlenArguments) -> tuple[torch.Tensor, ...]:
     channels = (1, H_kv, n_blocks * p.D_v_pad)
     return (
         *empty_packed(a.q, H, H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
-        *empty_descales(a.q, (1, H, m_blocks, p.bm), (1, H_kv, n_blocks), channels, (B, H_kv), p, a.recipe),
+        *empty_descales(
+            a.q, (1, H, m_blocks, p.bm), (1, H_kv, n_blocks), channels, (B, H_kv), p, a.recipe, a.shift_lse
+        ),
         a.cu_seqlens_q.new_empty((m_blocks, Q_FIELDS)),
     )
 

@@ -21,7 +21,8 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
-from helion_attn.numerics import FORMAT_MAX, REFLECTED_GROUP
+from helion_attn.numerics import FORMAT_MAX, RECENTRED_KEYS, REFLECTED_GROUP
+from helion_attn.preprocess import recentre
 from helion_attn.preprocess.lib.hadamard import hadamard_block, rotation
 from helion_attn.preprocess.lib.reflect import reflected_channels
 from helion_attn.preprocess.lib.rope import RopeTables
@@ -29,7 +30,7 @@ from helion_attn.preprocess.lib.rotate import rotate_mean
 from helion_attn.preprocess.lib.row_layout import row_tile, rows_descale, to_dtype
 from helion_attn.preprocess.lib.strided import StridedQKV, row_channels
 from helion_attn.preprocess.lib.tiling import tiling
-from helion_attn.preprocess.lib.v_layout import v_block
+from helion_attn.preprocess.lib.v_layout import lost_in_rounding, v_block, v_descales
 from helion_attn.preprocess.sequences import Sequences, key_source, query_source
 from helion_attn.preprocess.statistics import Statistics
 from helion_attn.types import PackedTensors, Recipe
@@ -74,7 +75,9 @@ def pack(
     q_descale: torch.Tensor,  # [B * H, m_tiles * q_tile], written
     k_descale: torch.Tensor,  # [B * H_kv, n_tiles or 1], written
     v_descale: torch.Tensor,  # [B * H_kv, D_v_pad], written
-    lse_shift: torch.Tensor,  # [B * H, m_tiles * q_tile], written if smooth_k
+    v_lost: torch.Tensor,  # [B * H_kv * N_blocks, D_v_pad], written if sum_lost
+    v_peak: torch.Tensor,  # [B * H_kv * N_blocks, d_tiles], written if note_peak
+    lse_shift: torch.Tensor,  # [B * H, m_tiles * q_tile], written if shift_lse
     m_tiles: int,
     n_tiles: int,
     q_parts: int,
@@ -120,7 +123,10 @@ def pack(
     k_per_block: hl.constexpr,
     v_unscaled: hl.constexpr,
     v_per_channel: hl.constexpr,
+    sum_lost: hl.constexpr,
+    note_peak: hl.constexpr,
     smooth_k: hl.constexpr,
+    shift_lse: hl.constexpr,
     hadamard: hl.constexpr,
     rotate_first: hl.constexpr,
     two_terms: hl.constexpr,
@@ -166,14 +172,20 @@ def pack(
         v_head, v_keys, offset = key_source(
             k_blocks, bh, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen, wide, is_cuda
         )
-        tile, channel_descale = v_block(
-            v, v_mean, v_amax, v_head, i, d_index, d_row, offset, v_s_step * unit, v_d_step, v_keys, v_channels, bn,
-            d_tile, v8.dtype, v_largest, v_unscaled, v_per_channel,
+        channel_descale = v_descales(v_amax, v_head, d_index, d_row, d_tile, v_largest, v_unscaled, v_per_channel)
+        scaled, tile = v_block(
+            v, v_mean, channel_descale, v_head, i, d_index, offset, v_s_step * unit, v_d_step, v_keys, v_channels, bn,
+            d_tile, v8.dtype,
         )  # fmt: skip
         if v8.dtype.itemsize == 1:
             v8[bh * n_blocks * d_tiles + v_index, :, :] = tile.transpose(0, 1)
         else:
             hl.store(v8, [bh * n_blocks + i, hl.arange(bn), d_index * d_tile + hl.arange(d_tile)], tile)
+        if sum_lost:
+            lost = lost_in_rounding(scaled, tile, channel_descale)
+            hl.store(v_lost, [bh * n_blocks + i, d_index * d_tile + hl.arange(d_tile)], lost)
+        if note_peak:
+            v_peak[bh * n_blocks + i, d_index] = torch.amax(torch.amax(torch.abs(scaled), 1), 0)
         if i == 0:
             hl.store(v_descale, [bh, d_index * d_tile + hl.arange(d_tile)], channel_descale)
 
@@ -238,7 +250,7 @@ def pack(
         row_step = q_s_step * unit
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
         mean = hl.zeros([d_row], dtype=torch.float32)
-        if smooth_k:
+        if shift_lse:
             mean = hl.load(k_mean, [q_kv, hl.arange(d_row)])
         # [q_tile], what the block's descale must hold
         peak = hl.zeros([q_tile], dtype=torch.float32)
@@ -248,7 +260,7 @@ def pack(
                 x, _ = row_tile(
                     q, cos, sin, q_positions, mean, signs, matrix, offset, rows, row_step, q_d_step,
                     queries, q_channels, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing,
-                    explicit_q_positions, False, smooth_k, hadamard, False, two_terms, reflected, is_cuda,
+                    explicit_q_positions, False, shift_lse, hadamard, False, two_terms, reflected, is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
         for q_tile_index in hl.grid(q_index * q_run, q_end):
@@ -256,7 +268,7 @@ def pack(
             x, product = row_tile(
                 q, cos, sin, q_positions, mean, signs, matrix, offset, rows, row_step, q_d_step,
                 queries, q_channels, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing,
-                explicit_q_positions, False, smooth_k, hadamard, False, two_terms, reflected, is_cuda,
+                explicit_q_positions, False, shift_lse, hadamard, False, two_terms, reflected, is_cuda,
             )  # fmt: skip
             descale = rows_descale(
                 x, peak, q_amax, k_mean, q_bh, q_parts, max_parts, q_tile, d_row, factor, qk_largest, qk_unscaled,
@@ -271,7 +283,7 @@ def pack(
                 d_row,
             )
             hl.store(q_descale, [q_bh, rows], descale)
-            if smooth_k:
+            if shift_lse:
                 hl.store(lse_shift, [q_bh, rows], product)
 
 
@@ -310,6 +322,7 @@ def launch(
     bm: int,
     bn: int,
     recipe: Recipe,
+    shift_lse: bool,
     sequences: Sequences | None = None,
 ) -> PackedTensors:
     """Run the kernel.
@@ -320,11 +333,13 @@ def launch(
         bm: rows of a block of Q.
         bn: keys of a block of K and V.
         recipe: how they become 8- or 16-bit numbers.
+        shift_lse: whether somebody sees what smooth_k takes from the scores.
         sequences: where those of a packed batch lie, or None. Then Q, K and V are [1, heads, tokens, head dim], and
             `stats` has every sequence's.
 
     Returns:
-        What is shaped as in `QuantizedQKV`, or as in `PackedVarlen`; k_mean and lse_shift empty without smooth_k.
+        What is shaped as in `QuantizedQKV`, or as in `PackedVarlen`; k_mean and lse_shift empty without smooth_k,
+        lse_shift also without shift_lse.
     """
     B, H, H_kv, D = source.B, source.H, source.H_kv, source.D
     D_pad, D_v_pad, D_row = source.D_pad, source.D_v_pad, source.D_row
@@ -350,11 +365,25 @@ def launch(
     v8 = empty(kv_heads * v_blocks[0], *v_blocks[1:], dtype=recipe.pv_dtype)
     q_descale, v_descale = empty(heads, m_blocks * bm), empty(kv_heads, D_v_pad)
     k_descale = empty(kv_heads, n_blocks if recipe.k_scales == "block" else 1)
-    lse_shift = empty(heads, m_blocks * bm) if smooth_k else empty(1, 1)
+    # Few keys lose less by their rounding than the sum of it costs.
+    sum_lost = recipe.center_v and recipe.pv_dtype.itemsize == 1 and source.N >= RECENTRED_KEYS
+    note_peak = recipe.samples_v
+    v_lost = empty(kv_heads * n_blocks if sum_lost else 1, D_v_pad)
+    v_peak = empty(kv_heads * n_blocks if note_peak else 1, D_v_pad // t.d_tile)
+    shift_lse = shift_lse and smooth_k
+    lse_shift = empty(heads, m_blocks * bm) if shift_lse else empty(1, 1)
     signs, matrix, norm = empty(1), empty(1, 1), 1.0
     if recipe.hadamard:
         signs, matrix, norm = rotation(D, D_row, recipe.hadamard_seed, like.device)
-    run = kernel(like.is_cuda, t.num_warps, t.max_registers, t.k_in_flight, t.q_in_flight, t.q_per_block, t.k_per_block)
+    run = kernel(
+        like.is_cuda,
+        t.num_warps,
+        t.max_registers,
+        t.k_in_flight,
+        t.q_in_flight,
+        t.q_per_block,
+        t.k_per_block,
+    )
     run.run(
         {
             **source.arguments(),
@@ -374,6 +403,8 @@ def launch(
             "q_descale": q_descale,
             "k_descale": k_descale,
             "v_descale": v_descale,
+            "v_lost": v_lost,
+            "v_peak": v_peak,
             "lse_shift": lse_shift,
             "m_tiles": m_tiles,
             "n_tiles": n_tiles,
@@ -401,8 +432,12 @@ def launch(
             "k_per_tile": recipe.k_scales == "block" and not t.k_per_block,
             "k_per_block": t.k_per_block,
             "v_unscaled": recipe.v_scales == "none",
-            "v_per_channel": recipe.v_scales == "channel",
+            # Of a sample every channel is told the head's.
+            "v_per_channel": recipe.v_scales == "channel" or recipe.samples_v,
+            "sum_lost": sum_lost,
+            "note_peak": note_peak,
             "smooth_k": smooth_k,
+            "shift_lse": shift_lse,
             "hadamard": recipe.hadamard,
             "rotate_first": t.rotate_first,
             "two_terms": t.two_terms,
@@ -415,6 +450,8 @@ def launch(
             "is_cuda": like.is_cuda,
         }
     )
+    if sum_lost or note_peak:
+        recentre.launch(source, v_lost, v_peak, v8, v_descale, stats.v_mean, recipe, sum_lost, sequences)
     if sequences is not None:
         m_blocks, n_blocks = q_blocks.size(0), k_blocks.size(0)
     return PackedTensors(
@@ -426,5 +463,5 @@ def launch(
         v_descale=v_descale.view(B, H_kv, -1),
         v_mean=stats.v_mean.view(-1, H_kv, D_v_pad),
         k_mean=stats.k_mean.view(-1, H_kv, D_row) if smooth_k else empty(0),
-        lse_shift=lse_shift.view(B, H, m_blocks, bm) if smooth_k else empty(0),
+        lse_shift=lse_shift.view(B, H, m_blocks, bm) if shift_lse else empty(0),
     )

@@ -1,11 +1,13 @@
-"""Q, K and V to the packed format, straight from the user's strided tensors: `statistics`, `pack`, `recentre`."""
+"""Q, K and V to the packed format, straight from the user's strided tensors: `sample`, or `statistics` where a recipe
+must know whole heads; then `pack`, which ends with `recentre`.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from helion_attn.numerics import FORMAT_MAX
-from helion_attn.preprocess import pack, recentre, sequences, statistics
+from helion_attn.preprocess import pack, sample, sequences, statistics
 from helion_attn.preprocess.lib.arguments import (
     NO_ROPE_ARGUMENTS,
     PackArguments,
@@ -17,28 +19,30 @@ from helion_attn.preprocess.lib.strided import strided_qkv
 from helion_attn.types import Recipe
 
 #: The recipe of tensors that are e4m3 already: a given amax makes their descales 1.
-AS_IT_IS = Recipe(q_scales="head", center_v=False)
+AS_IT_IS = Recipe(
+    qk_dtype=torch.float8_e4m3fn, q_scales="head", k_scales="head", reflect=False, smooth_k=False, center_v=False
+)
 
 
 def quantize_qkv(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
     """Quantise and pack.
 
     Returns:
-        The tensors of `PackedTensors`, as `QuantizedQKV` has them; k_mean and lse_shift are empty without smooth_k.
+        The tensors of `PackedTensors`, as `QuantizedQKV` has them; k_mean and lse_shift are empty without smooth_k,
+        lse_shift also without shift_lse.
     """
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
     rope = rope_tables(a.rope, source.D_row, a.q.new_empty(1, dtype=torch.float32))
-    stats = statistics.launch(source, rope, a.recipe)
-    packed = pack.launch(source, rope, stats, a.packing.bm, a.packing.bn, a.recipe)
-    recentre.launch(packed.v8, packed.v_descale, packed.v_mean, source.N, a.recipe)
-    return packed.tensors()
+    stats = (sample if a.recipe.reads_once else statistics).launch(source, rope, a.recipe)
+    return pack.launch(source, rope, stats, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse).tensors()
 
 
 def quantize_varlen(a: QuantizeVarlenArguments) -> tuple[torch.Tensor, ...]:
     """Quantise and pack the sequences of a batch, each by itself.
 
     Returns:
-        The tensors of `PackedVarlen`; k_mean and lse_shift are empty without smooth_k.
+        The tensors of `PackedVarlen`; k_mean and lse_shift are empty without smooth_k,
+        lse_shift also without shift_lse.
     """
     tile = a.packing
     tables = sequences.launch(a.cu_seqlens_q, a.cu_seqlens_k, a.q.size(0), a.k.size(0), tile.bm, tile.bn)
@@ -46,9 +50,11 @@ def quantize_varlen(a: QuantizeVarlenArguments) -> tuple[torch.Tensor, ...]:
     q, k, v = ((x if x.size(0) else x.new_zeros(1, *x.shape[1:])).transpose(0, 1).unsqueeze(0) for x in (a.q, a.k, a.v))
     source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
     rope = rope_tables(NO_ROPE_ARGUMENTS, source.D_row, q.new_empty(1, dtype=torch.float32))
-    stats = statistics.launch_of_sequences(source, rope, tables, tile.bn, a.recipe)
-    packed = pack.launch(source, rope, stats, tile.bm, tile.bn, a.recipe, tables)
-    recentre.launch(packed.v8, packed.v_descale, packed.v_mean, source.N, a.recipe, tables)
+    if a.recipe.reads_once:
+        stats = sample.launch(source, rope, a.recipe, tables)
+    else:
+        stats = statistics.launch_of_sequences(source, rope, tables, tile.bn, a.recipe)
+    packed = pack.launch(source, rope, stats, tile.bm, tile.bn, a.recipe, a.shift_lse, tables)
     return (*packed.tensors(), tables.q_blocks)
 
 
@@ -62,5 +68,5 @@ def pack_qkv(a: PackArguments) -> tuple[torch.Tensor, ...]:
     # With the format's largest value as amax, descales are 1, and the cast gives every value back.
     stats = statistics.constant(source, FORMAT_MAX[a.q.dtype])
     rope = rope_tables(NO_ROPE_ARGUMENTS, source.D_row, a.q.new_empty(1, dtype=torch.float32))
-    packed = pack.launch(source, rope, stats, a.packing.bm, a.packing.bn, AS_IT_IS)
+    packed = pack.launch(source, rope, stats, a.packing.bm, a.packing.bn, AS_IT_IS, shift_lse=False)
     return packed.q8, packed.k8, packed.v8

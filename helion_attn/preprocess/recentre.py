@@ -1,12 +1,13 @@
-"""Take out of V's mean what rounding has put into V: afterwards the dequantised V has the mean that V had.
+"""What `pack` could not know of V before it had read it: one small kernel, from what it noted of every block.
 
-    v_mean -= v_descale * mean of v8 over the keys
+1. *V's mean.* `v_mean += what rounding took from V / keys`. What was cast need not have had a mean of 0, and its
+   rounded values do not. And if V's mean is small, subtracting it moves all keys that share one 16-bit value to the
+   same side of an 8-bit rounding boundary, so that their errors add up. Few keys do not need it: `RECENTRED_KEYS`.
+2. *V's largest entry*, where the descale of a head comes from a sample (`sample`). A head with an entry beyond the
+   sample's room is packed again, with the descale of its true amax. One program does so for 64 channels of a head: it
+   is slow, and hardly ever needed.
 
-What was cast had a mean of 0; its rounded values do not. And if V's mean is small, subtracting it moves all keys that
-share one 16-bit value to the same side of an 8-bit rounding boundary, so that their errors add up. Few keys do not need
-it: see `RECENTRED_KEYS`.
-
-Every row of P is the uniform row, 1 / N, plus a rest, and this makes the uniform row's product exact. If V's rounding
+Every row of P is the uniform row, 1 / N, plus a rest, and 1 makes the uniform row's product exact. If V's rounding
 errors have a variance of e**2, a row of P that sums to 1 has an error of variance e**2 * sum(p**2); without their mean,
 e**2 * (sum(p**2) - 1 / N). Statisticians call the uniform row's error a control variate (Glasserman, Monte Carlo
 Methods in Financial Engineering, 2004, section 4.1).
@@ -21,68 +22,128 @@ import torch
 
 from helion_attn.compiler.helion_adapter import helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
-from helion_attn.numerics import RECENTRED_KEYS
-from helion_attn.preprocess.sequences import Sequences
+from helion_attn.kernels.lib.inline_asm import maximum
+from helion_attn.kernels.lib.steps import to_descale
+from helion_attn.numerics import FORMAT_MAX, RECENTRED_KEYS, ROUNDS_TO_LARGEST
+from helion_attn.preprocess.lib.strided import StridedQKV, row_channels
+from helion_attn.preprocess.lib.v_layout import lost_in_rounding, v_block
+from helion_attn.preprocess.sequences import Sequences, fields_of, key_source
 from helion_attn.types import Recipe
 
-#: Channels of a program: with blocks of 128 keys, 1 KB that lie one after the other. One head of 64 channels has eight
-#: programs then.
-CHANNELS = 8
-
-#: Elements that one step reads: 64 bytes a thread.
-STEP_ELEMENTS = 16384
+#: Blocks that one step reads.
+STEP_BLOCKS = 64
 
 
 def recentre(
-    v8: torch.Tensor,  # [B * H_kv * N_blocks, D_v_pad, bn], or [H_kv * N_blocks, D_v_pad, bn] if varlen
-    v_descale: torch.Tensor,  # [B * H_kv, D_v_pad], or [H_kv * N_blocks, D_v_pad] if varlen
+    v: torch.Tensor,  # flat
+    v_lost: torch.Tensor,  # [B * H_kv * N_blocks, D_v_pad], or [H_kv * N_blocks, D_v_pad] if varlen; if center
+    v_peak: torch.Tensor,  # likewise, [.., d_tiles]; if sampled
     sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS] if varlen
+    k_blocks: torch.Tensor,  # [N_blocks, K_FIELDS] if varlen
+    v8: torch.Tensor,  # [B * H_kv * N_blocks * d_tiles, d_tile, bn], written where a sample had too little room
+    v_descale: torch.Tensor,  # [B * H_kv, D_v_pad], or [H_kv * N_blocks, D_v_pad] if varlen; likewise
     v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], read and written
     n_blocks: int,
     H_kv: int,
     N: int,
-    least: hl.constexpr,
-    d_tile: hl.constexpr,
+    v_b_step: int,
+    v_h_step: int,
+    v_s_step: int,
+    d_v_at_run_time: int,
+    v_d_step: hl.constexpr,
+    unit: hl.constexpr,
+    d_v: hl.constexpr,
+    max_tiles: hl.constexpr,
     chunk: hl.constexpr,
+    largest: hl.constexpr,
+    room: hl.constexpr,
+    sampled: hl.constexpr,
+    center: hl.constexpr,
+    least: hl.constexpr,
     varlen: hl.constexpr,
+    wide: hl.constexpr,
+    is_cuda: hl.constexpr,
 ) -> None:
     """See the module's docstring. `n_blocks` are those of a head; with `varlen`, those of all sequences.
 
-    With `varlen` sequences of fewer than `least` keys stay as they are.
+    With `varlen` sequences of fewer than `least` keys keep the mean that was subtracted. `room` is what still rounds to
+    the format's largest number.
     """
-    d_v_pad, bn = hl.specialize((v8.size(1), v8.size(2)))
-    hl.specialize((v8.stride(0), v8.stride(1), v8.stride(2)))
-    hl.specialize((v_mean.stride(0), v_mean.stride(1), v_descale.stride(0), v_descale.stride(1)))
+    d_tile, bn = hl.specialize((v8.size(1), v8.size(2)))
+    d_tiles = hl.specialize(v_peak.size(1))
+    hl.specialize((v.stride(0), v8.stride(0), v8.stride(1), v8.stride(2)))
+    hl.specialize((v_lost.stride(0), v_lost.stride(1), v_mean.stride(0), v_mean.stride(1)))
+    hl.specialize((v_descale.stride(0), v_descale.stride(1)))
+    v_channels = row_channels(d_v, d_v_at_run_time, v_d_step)
     # Tensors with `varlen`, ints without.
     count: Any
-    descale_row: Any
     divisor: Any
-    for head, d_index in hl.grid([v_mean.size(0), d_v_pad // d_tile]):
+    for head, d_index in hl.grid([v_mean.size(0), d_tiles]):
         if varlen:
-            first = hl.load(sequences, [head // H_kv, 0]) + (head % H_kv) * n_blocks
-            keys = hl.load(sequences, [head // H_kv, 1])
-            count = torch.where(keys >= least, (keys + bn - 1) // bn, 0)
-            # A short sequence may be without a block; and what it reads in place of it may be NaN.
-            descale_row = torch.where(keys >= least, first, 0)
-            divisor = torch.clamp_min(keys, 1)
+            fields = fields_of(sequences, head // H_kv, (0, 1), is_cuda)
+            first = fields[0] + (head % H_kv) * n_blocks
+            keys = fields[1]
+            count = (keys + bn - 1) // bn
+            divisor = torch.clamp_min(keys + hl.zeros([], dtype=torch.int32), 1)
         else:
             first = head * n_blocks
             count = n_blocks
-            descale_row = head
             divisor = N
         cols = d_index * d_tile + hl.arange(d_tile)
-        # [chunk, d_tile, bn]
-        total = hl.zeros([chunk, d_tile, bn], dtype=torch.float32)
+        # [chunk, d_tile], [chunk, max_tiles]
+        total = hl.zeros([chunk, d_tile], dtype=torch.float32)
+        noted = hl.zeros([chunk, max_tiles], dtype=torch.float32)
         for step in hl.grid((count + chunk - 1) // chunk):
             block = step * chunk + hl.arange(chunk)
-            inside = (block < count).unsqueeze(1).unsqueeze(2)
-            # Padding is 0.
-            total = total + hl.load(v8, [first + block, cols, hl.arange(bn)], extra_mask=inside).to(torch.float32)
+            inside = (block < count).unsqueeze(1)
+            if center:
+                total = total + hl.load(v_lost, [first + block, cols], extra_mask=inside)
+            if sampled:
+                own = inside & (hl.arange(max_tiles) < d_tiles).unsqueeze(0)
+                noted = maximum(noted, hl.load(v_peak, [first + block, hl.arange(max_tiles)], extra_mask=own), is_cuda)
         # [d_tile]
-        moved = total.sum(2).sum(0) / divisor * hl.load(v_descale, [descale_row, cols])
-        if varlen:
-            moved = torch.where(keys >= least, moved, 0.0)
-        hl.store(v_mean, [head, cols], hl.load(v_mean, [head, cols]) - moved)
+        lost = total.sum(0)
+        if sampled:
+            # Not "beyond", since a NaN is not within.
+            fits = (torch.amax(torch.amax(noted, 1), 0) <= room).to(torch.int32)
+            if fits < 1:
+                peaks = hl.zeros([bn], dtype=torch.float32)
+                ones = hl.full([d_tile], 1.0, dtype=torch.float32)
+                for i in hl.grid(count):
+                    v_head, size, offset = key_source(
+                        k_blocks, first + i if varlen else head, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen,
+                        wide, is_cuda,
+                    )  # fmt: skip
+                    for any_index in hl.grid(d_tiles):
+                        centred, _ = v_block(
+                            v, v_mean, ones, v_head, 0 if varlen else i, any_index, offset, v_s_step * unit, v_d_step,
+                            size, v_channels, bn, d_tile, v8.dtype,
+                        )  # fmt: skip
+                        peaks = maximum(peaks, torch.amax(torch.abs(centred), 1), is_cuda)
+                descale = to_descale(torch.amax(peaks, 0), largest) + hl.zeros([d_tile], dtype=torch.float32)
+                again = hl.zeros([d_tile], dtype=torch.float32)
+                for i in hl.grid(count):
+                    v_head, size, offset = key_source(
+                        k_blocks, first + i if varlen else head, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen,
+                        wide, is_cuda,
+                    )  # fmt: skip
+                    scaled, tile = v_block(
+                        v, v_mean, descale, v_head, 0 if varlen else i, d_index, offset, v_s_step * unit, v_d_step,
+                        size, v_channels, bn, d_tile, v8.dtype,
+                    )  # fmt: skip
+                    v8[(first + i) * d_tiles + d_index, :, :] = tile.transpose(0, 1)
+                    again = again + lost_in_rounding(scaled, tile, descale)
+                    if varlen:
+                        hl.store(v_descale, [first + i, cols], descale)
+                if not varlen:
+                    hl.store(v_descale, [head, cols], descale)
+                lost = again
+        if center:
+            mean = hl.load(v_mean, [head, cols])
+            if varlen:
+                hl.store(v_mean, [head, cols], torch.where(divisor >= least, mean + lost / divisor, mean))
+            else:
+                hl.store(v_mean, [head, cols], mean + lost / divisor)
 
 
 @functools.cache
@@ -90,44 +151,59 @@ def kernel(is_cuda: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(recentre)
-    return compiled(recentre, helion.Config(num_warps=8, indexing="pointer", range_num_stages=[0, 3]))
+    return compiled(recentre, helion.Config(num_warps=4, indexing="pointer"))
 
 
 def launch(
+    source: StridedQKV,
+    v_lost: torch.Tensor,
+    v_peak: torch.Tensor,
     v8: torch.Tensor,
     v_descale: torch.Tensor,
     v_mean: torch.Tensor,
-    N: int,
     recipe: Recipe,
+    center: bool,
     sequences: Sequences | None = None,
 ) -> None:
-    """Run the kernel, if V was centred and has 8 bits, and there are keys enough.
+    """Run the kernel.
 
     Args:
-        v8: [B * H_kv, N_blocks, D_v_pad, bn]; with `sequences` without B.
-        v_descale: a row of D_v_pad a head; with `sequences` a row a block.
-        v_mean: written.
-        N: keys. With `sequences`, those of all together: below `RECENTRED_KEYS` none can be long, and otherwise the
-            kernel checks each.
+        source: of V.
+        v_lost: what rounding took from every block, of `pack`, from `RECENTRED_KEYS` keys on.
+        v_peak: the largest magnitudes of tiles, in units of their descales, if these are of a sample.
+        v8: and `v_descale`, `v_mean`: flat, as `pack` has them; written.
         recipe: how V was packed.
+        center: whether `v_lost` was written.
         sequences: where those of a packed batch lie, or None.
     """
-    # 16 bits round far less.
-    if not recipe.center_v or v8.itemsize == 2 or N < RECENTRED_KEYS:
-        return
-    _, n_blocks, D_v_pad, bn = v8.shape
-    kernel(v8.is_cuda).run(
+    unused = v_mean
+    bn = v8.size(2)
+    names = ("v_b_step", "v_h_step", "v_s_step", "v_d_step", "unit")
+    steps = {name: x for name, x in source.arguments().items() if name == "v" or name in names}
+    kernel(v_mean.is_cuda).run(
         {
-            "v8": v8.view(-1, D_v_pad, bn),
-            "v_descale": v_descale.view(-1, D_v_pad),
-            "sequences": v_mean if sequences is None else sequences.sequences,
-            "v_mean": v_mean.view(-1, D_v_pad),
-            "n_blocks": n_blocks,
-            "H_kv": v_mean.size(1),
-            "N": N,
+            **steps,
+            "v_lost": v_lost,
+            "v_peak": v_peak,
+            "sequences": unused if sequences is None else sequences.sequences,
+            "k_blocks": unused if sequences is None else sequences.k_blocks,
+            "v8": v8,
+            "v_descale": v_descale,
+            "v_mean": v_mean,
+            "n_blocks": -(-source.N // bn) if sequences is None else sequences.k_blocks.size(0),
+            "H_kv": source.H_kv,
+            "N": source.N,
+            "d_v_at_run_time": source.D_v,
+            "d_v": source.D_v,
+            "max_tiles": 1 << (v_peak.size(1) - 1).bit_length(),
+            "chunk": STEP_BLOCKS,
+            "largest": FORMAT_MAX[recipe.pv_dtype],
+            "room": FORMAT_MAX[recipe.pv_dtype] * ROUNDS_TO_LARGEST,
+            "sampled": recipe.samples_v,
+            "center": center,
             "least": RECENTRED_KEYS,
-            "d_tile": CHANNELS,
-            "chunk": STEP_ELEMENTS // (CHANNELS * bn),
             "varlen": sequences is not None,
+            "wide": sequences is not None and source.wide,
+            "is_cuda": v_mean.is_cuda,
         }
     )

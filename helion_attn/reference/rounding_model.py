@@ -22,6 +22,10 @@ from helion_attn.numerics import (
     MAX_ROW_SUM,
     RECENTRED_KEYS,
     REFLECTED_GROUP,
+    ROUNDS_TO_LARGEST,
+    SAMPLED_HEADROOM,
+    SAMPLED_KEYS,
+    SIGNIFICANT_MEAN,
     keeps_reference,
 )
 from helion_attn.reference.hadamard import hadamard, hadamard_block
@@ -111,9 +115,34 @@ def _channel_descales(x: torch.Tensor, scales: str, dtype: torch.dtype) -> torch
     return _to_descale(stat, dtype)
 
 
+def _sample(x: torch.Tensor) -> torch.Tensor:
+    """The keys of x [B, H, S, D] that are known before all are read: at most `SAMPLED_KEYS`, evenly spaced."""
+    count = min(x.size(2), SAMPLED_KEYS)
+    return x[:, :, torch.arange(count, device=x.device) * (x.size(2) // count)]
+
+
 def _mean_over_keys(x: torch.Tensor, subtract: bool) -> torch.Tensor:
     """[B, H, S, D] to [B, H, D]; zeros if it is not to be subtracted."""
     return x.mean(2) if subtract else torch.zeros_like(x[:, :, 0])
+
+
+def _sampled_mean(x: torch.Tensor, subtract: bool) -> torch.Tensor:
+    """The means of the channels of x [B, H, S, D] that stand out of the noise of a sample; 0 for the others."""
+    sample = _sample(x)
+    mean = _mean_over_keys(sample, subtract)
+    least = (sample.amax(2) - sample.amin(2)) * (SIGNIFICANT_MEAN / math.sqrt(sample.size(2)))
+    return torch.where(mean.abs() <= least, 0.0, mean)
+
+
+def _sampled_head_descales(
+    x: torch.Tensor,  # [B, H, S, D]
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """V's descale by head, [B, H, D]: with room above the sample's amax, or, where that is too little, of V's amax."""
+    room = _to_descale(_sample(x).abs().amax((2, 3)) * SAMPLED_HEADROOM, dtype)
+    true = x.abs().amax((2, 3))
+    fits = true <= room * (FORMAT_MAX[dtype] * ROUNDS_TO_LARGEST)
+    return torch.where(fits, room, _to_descale(true, dtype)).unsqueeze(2).expand(-1, -1, x.size(3))
 
 
 def below(top: torch.Tensor, p_offset: int) -> torch.Tensor:
@@ -140,8 +169,12 @@ def quantize(
     the largest magnitude after RoPE, plus the mean's with `recipe.smooth_k`, times the root of how many channels are
     mixed. A NaN in any of these makes the descale NaN.
 
-    With `recipe.center_v`, 8 bits and `RECENTRED_KEYS` keys or more, `v_mean` is the mean that was subtracted less that
-    of the rounded keys, so that `v8 * v_descale + v_mean` has V's mean.
+    With `recipe.center_v`, 8 bits and `RECENTRED_KEYS` keys or more, `v_mean` is the mean that was subtracted and that
+    of what rounding took, so that `v8 * v_descale + v_mean` has V's mean.
+
+    With `recipe.reads_once`, the means are those of a sample of at most `SAMPLED_KEYS` keys, where they are
+    significant (`SIGNIFICANT_MEAN`), and V's descale of a head holds `SAMPLED_HEADROOM` times the largest
+    entry of the centred sample, or, if V has larger ones, V's largest.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any device.
@@ -157,7 +190,8 @@ def quantize(
     tile = packing(q.size(3), v.size(3), recipe.bits)
     # [B, H, M, D] and [B, H_kv, N, D], fp32
     q_rope, k_rope = (q.float(), k.float()) if rope is None else (x.float() for x in apply_rope_qk(q, k, rope))
-    k_mean = _mean_over_keys(k_rope, recipe.smooth_k)
+    known_mean = _sampled_mean if recipe.reads_once else _mean_over_keys
+    k_mean = known_mean(k_rope, recipe.smooth_k)
     q_rotated, k_rotated = q_rope, k_rope - k_mean.unsqueeze(2)
     if recipe.hadamard:
         q_rotated = hadamard(_to_16_bits(q_rotated, q.dtype), recipe.hadamard_seed).float()
@@ -182,13 +216,16 @@ def quantize(
     q_descale = _row_descales(q_rotated, q_bound, recipe.q_scales, tile.bm, recipe.qk_dtype)
     k_descale = _row_descales(k_rotated, k_bound, recipe.k_scales, tile.bn, recipe.qk_dtype)
 
-    v_mean = _mean_over_keys(v.float(), recipe.center_v)
+    v_mean = known_mean(v.float(), recipe.center_v)
     v_centred = v.float() - v_mean.unsqueeze(2)
-    v_descale = _channel_descales(v_centred, recipe.v_scales, recipe.pv_dtype)
+    if recipe.samples_v:
+        v_descale = _sampled_head_descales(v_centred, recipe.pv_dtype)
+    else:
+        v_descale = _channel_descales(v_centred, recipe.v_scales, recipe.pv_dtype)
 
     v8 = _cast(v_centred, v_descale.unsqueeze(2), recipe.pv_dtype)
     if recipe.center_v and recipe.bits[1] == 8 and v.size(2) >= RECENTRED_KEYS:
-        v_mean = v_mean - v_descale * v8.mean(2)
+        v_mean = v_mean + (v_centred - v8 * v_descale.unsqueeze(2)).mean(2)
 
     lse_shift = torch.zeros_like(q_descale)
     if recipe.smooth_k:

@@ -46,6 +46,7 @@ class QuantizeArguments(NamedTuple):
         rope: rotates Q and K first.
         packing: block sizes and padding.
         recipe: how they become 8- or 16-bit numbers.
+        shift_lse: whether somebody sees what smooth_k takes from the scores.
     """
 
     q: torch.Tensor
@@ -54,6 +55,7 @@ class QuantizeArguments(NamedTuple):
     rope: RopeArguments
     packing: Packing
     recipe: Recipe
+    shift_lse: bool
 
 
 class QuantizeVarlenArguments(NamedTuple):
@@ -65,7 +67,7 @@ class QuantizeVarlenArguments(NamedTuple):
         v: [N, H_kv, D_v], same dtype.
         cu_seqlens_q: int32 [B + 1].
         cu_seqlens_k: int32 [B + 1].
-        packing: and `recipe`: as in `QuantizeArguments`.
+        packing: and the rest, as in `QuantizeArguments`.
     """
 
     q: torch.Tensor
@@ -75,6 +77,7 @@ class QuantizeVarlenArguments(NamedTuple):
     cu_seqlens_k: torch.Tensor
     packing: Packing
     recipe: Recipe
+    shift_lse: bool
 
 
 class PackArguments(NamedTuple):

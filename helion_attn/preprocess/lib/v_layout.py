@@ -21,14 +21,31 @@ def position_of_key(key: torch.Tensor) -> torch.Tensor:
     return key - in_group + (in_group % 8 // 2) * 4 + (in_group // 8) * 2 + in_group % 2
 
 
+def v_descales(
+    amax: torch.Tensor,  # [B * H_kv, D_row]
+    bh: int,
+    d_index: int,
+    d_row: int,
+    d_tile: int,
+    largest: float,
+    unscaled: hl.constexpr,
+    channel_scales: hl.constexpr,
+) -> torch.Tensor:
+    """Descales of `d_tile` channels, [d_tile]: ones, or each channel's, or the head's."""
+    if unscaled:
+        return hl.full([d_tile], 1.0, dtype=torch.float32)
+    if channel_scales:
+        return to_descale(hl.load(amax, [bh, d_index * d_tile + hl.arange(d_tile)]), largest)
+    return to_descale(torch.amax(hl.load(amax, [bh, hl.arange(d_row)]), 0), largest) + hl.zeros([d_tile])
+
+
 def v_block(
     flat: torch.Tensor,
     mean: torch.Tensor,  # [B * H_kv, D_v_pad]
-    amax: torch.Tensor,  # [B * H_kv, D_row]
+    descale: torch.Tensor,  # [d_tile]
     bh: int,
     i: int,
     d_index: int,
-    d_row: int,
     head_offset: int,
     row_step: int,
     d_step: int,
@@ -37,11 +54,8 @@ def v_block(
     bn: int,
     d_tile: int,
     dtype: torch.dtype,
-    largest: float,
-    unscaled: hl.constexpr,
-    channel_scales: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block `i` of a head's keys, `d_tile` channels of it, [bn, d_tile], and these channels' descales [d_tile]."""
+    """Block `i` of a head's keys, `d_tile` channels of it: scaled, and cast, [bn, d_tile] each. 0 past the end."""
     cols = d_index * d_tile + hl.arange(d_tile)
     keys = i * bn + hl.arange(bn)
     if dtype.itemsize == 1:
@@ -49,12 +63,16 @@ def v_block(
         keys = i * bn + key_stored_at(hl.arange(bn))
     # [bn, d_tile]
     x = load_rows(flat, head_offset, keys, cols, row_step, d_step, size, d)
-    if unscaled:
-        descale = hl.full([d_tile], 1.0, dtype=torch.float32)
-    elif channel_scales:
-        descale = to_descale(hl.load(amax, [bh, cols]), largest)
-    else:
-        descale = to_descale(torch.amax(hl.load(amax, [bh, hl.arange(d_row)]), 0), largest) + hl.zeros([d_tile])
-    centred = x - hl.load(mean, [bh, cols]).unsqueeze(0)
-    scaled = torch.where((keys < size).unsqueeze(1), centred * (1.0 / descale).unsqueeze(0), 0.0)
-    return scaled.to(dtype), descale
+    inside = (keys < size).unsqueeze(1)
+    scaled = (x - hl.load(mean, [bh, cols]).unsqueeze(0)) * (1.0 / descale).unsqueeze(0)
+    scaled = torch.where(inside, scaled, 0.0)
+    return scaled, scaled.to(dtype)
+
+
+def lost_in_rounding(
+    scaled: torch.Tensor,  # [bn, d_tile]
+    tile: torch.Tensor,  # [bn, d_tile]
+    descale: torch.Tensor,  # [d_tile]
+) -> torch.Tensor:
+    """The sum over keys of what the cast took from a block, [d_tile]."""
+    return (scaled - tile.to(torch.float32)).sum(0) * descale

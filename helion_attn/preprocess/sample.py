@@ -1,0 +1,267 @@
+"""In place of `statistics`, where K and V are read once: means of a sample of the keys of every head, one small kernel.
+
+    key i * (keys // n) for i < n, n = min(keys, `SAMPLED_KEYS`)
+
+softmax(q (k - c)) is the same for any constant c, and so is P (v - c) + c for rows of P that sum to 1: the mean of a
+sample leaves as little to round as the whole mean (SageAttention, arXiv:2410.02367, subtracts that from K). Means that
+do not stand out of the sample's noise are 0: subtracting them would add to small entries, such as V's at an attention
+sink. V's descale of a head fits entries of `SAMPLED_HEADROOM` times the sample's amax; `recentre` sees to a head that
+has larger ones. A NaN or infinity in the sample makes the means of its channels NaN or infinity, and so everything that
+they are subtracted from.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.kernels.lib.inline_asm import maximum, minimum
+from helion_attn.numerics import SAMPLED_HEADROOM, SAMPLED_KEYS, SIGNIFICANT_MEAN
+from helion_attn.preprocess.lib.rope import NO_ROPE, RopeTables, rope_rows
+from helion_attn.preprocess.lib.strided import StridedQKV, load_rows
+from helion_attn.preprocess.sequences import Sequences, fields_of, key_source
+from helion_attn.preprocess.statistics import Statistics
+from helion_attn.types import Recipe
+
+#: Elements of a step: 16 a thread.
+STEP_ELEMENTS = 4096
+
+
+def sampled_head(
+    sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS] if varlen
+    k_blocks: torch.Tensor,  # [N_blocks, K_FIELDS] if varlen
+    head: int,
+    heads: int,
+    size: int,
+    count: int,
+    every: int,
+    b_step: int,
+    h_step: int,
+    s_step: int,
+    samples: hl.constexpr,
+    unit: hl.constexpr,
+    varlen: hl.constexpr,
+    wide: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[Any, Any, Any, Any]:
+    """Keys of a head, where they begin in memory, how many are sampled, and the step between these."""
+    if not varlen:
+        _, keys, offset = key_source(k_blocks, head, heads, size, b_step, h_step, s_step, unit, varlen, wide, is_cuda)
+        return keys, offset, count, every
+    first, keys = fields_of(sequences, head // heads, (0, 1), is_cuda)
+    n_blocks = k_blocks.size(0)
+    known: Any
+    if is_cuda:
+        # A sequence without a key may be without a block.
+        known = torch.clamp_max(first, n_blocks - 1)
+        own_count = torch.clamp_max(keys, samples)
+        own_every = torch.div(keys, torch.clamp_min(own_count, 1), rounding_mode="trunc")
+    else:
+        known, own_count = min(first, n_blocks - 1), min(keys, samples)
+        own_every = keys // max(own_count, 1)
+    block = (head % heads) * n_blocks + known
+    _, _, offset = key_source(k_blocks, block, heads, size, b_step, h_step, s_step, unit, varlen, wide, is_cuda)
+    return keys, offset, own_count, own_every
+
+
+def at_least_1(count: Any, varlen: hl.constexpr, is_cuda: hl.constexpr) -> Any:
+    """`count`, or 1 in place of 0, which only a sequence of a packed batch has."""
+    if not varlen:
+        return count
+    return torch.clamp_min(count, 1) if is_cuda else max(count, 1)
+
+
+def significant_mean(
+    total: torch.Tensor,  # [d]
+    least: torch.Tensor,  # [d]
+    most: torch.Tensor,  # [d]
+    count: Any,
+    threshold: float,
+    varlen: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> torch.Tensor:
+    """The means of channels, from the sum and the range of `count` entries; 0 where noise has as large ones."""
+    known = at_least_1(count, varlen, is_cuda) + hl.zeros([], dtype=torch.float32)
+    mean = total / known
+    # Not "more than noise", since a NaN is neither.
+    return torch.where(torch.abs(mean) <= (most - least) * (threshold / torch.sqrt(known)), 0.0, mean)
+
+
+def sample(
+    k: torch.Tensor,  # flat
+    v: torch.Tensor,  # flat
+    k_mean: torch.Tensor,  # [B * H_kv, D_row], written; of no head without smooth_k
+    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], written
+    v_amax: torch.Tensor,  # [B * H_kv, D_row], written: what the head's descale is to hold, for every channel
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_positions: torch.Tensor,
+    sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS] if varlen
+    k_blocks: torch.Tensor,  # [N_blocks, K_FIELDS] if varlen
+    k_heads: int,
+    v_heads: int,
+    H_kv: int,
+    N: int,
+    count: int,
+    every: int,
+    k_b_step: int,
+    k_h_step: int,
+    k_s_step: int,
+    v_b_step: int,
+    v_h_step: int,
+    v_s_step: int,
+    table_rows: int,
+    k_d_step: hl.constexpr,
+    v_d_step: hl.constexpr,
+    unit: hl.constexpr,
+    d: hl.constexpr,
+    d_v: hl.constexpr,
+    step: hl.constexpr,
+    samples: hl.constexpr,
+    headroom: hl.constexpr,
+    threshold: hl.constexpr,
+    center_v: hl.constexpr,
+    rotary: hl.constexpr,
+    pairing: hl.constexpr,
+    explicit_k_positions: hl.constexpr,
+    varlen: hl.constexpr,
+    wide: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> None:
+    """See the module's docstring; the steps are those of `StridedRows`, the RoPE arguments those of `rope_rows`."""
+    d_row = hl.specialize(v_amax.size(1))
+    d_v_pad = hl.specialize(v_mean.size(1))
+    hl.specialize((k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)))
+    hl.specialize((k_mean.stride(1), v_mean.stride(1), v_amax.stride(1)))
+    for kv in hl.grid(k_heads):
+        keys, offset, k_count, k_every = sampled_head(
+            sequences, k_blocks, kv, H_kv, N, count, every, k_b_step, k_h_step, k_s_step, samples, unit, varlen, wide,
+            is_cuda,
+        )  # fmt: skip
+        # [step, D_row]
+        k_total = hl.zeros([step, d_row], dtype=torch.float32)
+        k_min = hl.full([step, d_row], float("inf"), dtype=torch.float32)
+        k_max = hl.full([step, d_row], float("-inf"), dtype=torch.float32)
+        for k_tile in hl.grid(samples // step):
+            i = k_tile * step + hl.arange(step)
+            # Past the sample a row is past the end, and 0.
+            rows = torch.where(i < k_count, i * k_every, keys)
+            if pairing:
+                x = rope_rows(
+                    k, cos, sin, k_positions, offset, rows, k_s_step * unit, k_d_step, keys, d, 0, table_rows, step,
+                    d_row, rotary, pairing, explicit_k_positions,
+                )  # fmt: skip
+            else:
+                x = load_rows(k, offset, rows, hl.arange(d_row), k_s_step * unit, k_d_step, keys, d)
+            k_total = k_total + x
+            inside = (i < k_count).unsqueeze(1)
+            k_min = minimum(k_min, torch.where(inside, x, float("inf")), is_cuda)
+            k_max = maximum(k_max, torch.where(inside, x, float("-inf")), is_cuda)
+        # The means of no keys are 0.
+        of_k = significant_mean(
+            k_total.sum(0), torch.amin(k_min, 0), torch.amax(k_max, 0), k_count, threshold, varlen, is_cuda
+        )
+        hl.store(k_mean, [kv, hl.arange(d_row)], of_k)
+
+    for head in hl.grid(v_heads):
+        v_keys, offset, v_count, v_every = sampled_head(
+            sequences, k_blocks, head, H_kv, N, count, every, v_b_step, v_h_step, v_s_step, samples, unit, varlen, wide,
+            is_cuda,
+        )  # fmt: skip
+        v_sum = hl.zeros([step, d_row], dtype=torch.float32)
+        v_min = hl.full([step, d_row], float("inf"), dtype=torch.float32)
+        v_max = hl.full([step, d_row], float("-inf"), dtype=torch.float32)
+        for v_tile in hl.grid(samples // step):
+            i = v_tile * step + hl.arange(step)
+            inside = (i < v_count).unsqueeze(1)
+            rows = torch.where(i < v_count, i * v_every, v_keys)
+            x = load_rows(v, offset, rows, hl.arange(d_row), v_s_step * unit, v_d_step, v_keys, d_v)
+            v_sum = v_sum + x
+            v_min = minimum(v_min, torch.where(inside, x, float("inf")), is_cuda)
+            v_max = maximum(v_max, torch.where(inside, x, float("-inf")), is_cuda)
+        cols = hl.arange(d_row)
+        # [D_row]
+        if center_v:
+            mean = significant_mean(
+                v_sum.sum(0), torch.amin(v_min, 0), torch.amax(v_max, 0), v_count, threshold, varlen, is_cuda
+            )
+        else:
+            mean = hl.zeros([d_row], dtype=torch.float32)
+        if d_v_pad < d_row:
+            hl.store(v_mean, [head, cols], mean, extra_mask=cols < d_v_pad)
+        else:
+            hl.store(v_mean, [head, cols], mean)
+        amax = torch.maximum(torch.amax(v_max, 0) - mean, mean - torch.amin(v_min, 0))
+        hl.store(v_amax, [head, cols], torch.amax(amax, 0) * headroom + hl.zeros([d_row], dtype=torch.float32))
+
+
+@functools.cache
+def kernel(is_cuda: bool, pipelined: bool) -> Runner:
+    """The kernel for the device."""
+    if not is_cuda:
+        return interpreted(sample)
+    in_flight = 3 if pipelined else 1
+    config = helion.Config(num_warps=8, indexing="pointer", range_num_stages=[0, in_flight, 0, 3])
+    return compiled(sample, config)
+
+
+def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequences | None = None) -> Statistics:
+    """Run the kernel, if anything of K or V must be known.
+
+    Args:
+        source: Q, K and V.
+        rope: what is done to K first.
+        recipe: what is to be subtracted.
+        sequences: where those of a packed batch lie, or None. Then K and V are [1, heads, tokens, head dim], and there
+            are means of every sequence.
+    """
+    like = source.flat[0].new_empty(0, dtype=torch.float32)
+    heads = (source.B if sequences is None else sequences.sequences.size(0)) * source.H_kv
+    of_v = recipe.samples_v or recipe.center_v
+    k_mean = like.new_empty((heads, source.D_row) if recipe.smooth_k else (1, 1))
+    v_amax = like.new_empty(heads, source.D_row)
+    v_mean = like.new_empty(heads, source.D_v_pad) if of_v else like.new_zeros(heads, source.D_v_pad)
+    unused = like.new_empty(1, 1)
+    found = Statistics(unused, unused, v_amax, k_mean, v_mean, 0, 0)
+    if not recipe.smooth_k and not of_v:
+        return found
+    count = min(source.N, SAMPLED_KEYS)
+    steps = {name: x for name, x in source.arguments().items() if not name.startswith("q")}
+    kernel(like.is_cuda, rope.pairing == NO_ROPE).run(
+        {
+            **steps,
+            "k_mean": k_mean,
+            "v_mean": v_mean,
+            "v_amax": v_amax,
+            "cos": rope.cos,
+            "sin": rope.sin,
+            "k_positions": rope.k_positions,
+            "sequences": unused if sequences is None else sequences.sequences,
+            "k_blocks": unused if sequences is None else sequences.k_blocks,
+            "k_heads": heads if recipe.smooth_k else 0,
+            "v_heads": heads if of_v else 0,
+            "H_kv": source.H_kv,
+            "N": source.N,
+            "count": count,
+            "every": source.N // count,
+            "table_rows": rope.table_rows,
+            "d": source.D,
+            "d_v": source.D_v,
+            "step": STEP_ELEMENTS // source.D_row,
+            "samples": SAMPLED_KEYS,
+            "headroom": SAMPLED_HEADROOM,
+            "threshold": SIGNIFICANT_MEAN,
+            "center_v": recipe.center_v,
+            "rotary": rope.rotary,
+            "pairing": rope.pairing,
+            "explicit_k_positions": rope.explicit[1],
+            "varlen": sequences is not None,
+            "wide": sequences is not None and source.wide,
+            "is_cuda": like.is_cuda,
+        }
+    )
+    return found
