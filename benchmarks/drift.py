@@ -81,12 +81,23 @@ def inputs(
     return q.bfloat16(), k.bfloat16(), v.bfloat16()
 
 
+def largest(found: list[Row]) -> Row:
+    """The row with the largest total error; a NaN, or an error that kept it from running, is larger."""
+
+    def key(row: Row) -> float:
+        error = row.get("error_total")
+        return math.inf if error is None or math.isnan(error) else error
+
+    return max(found, key=key)
+
+
 def rows(options: Options, D: int) -> Iterator[Row]:
-    """Every form at a head dim."""
+    """Every form at a head dim: of each the phase with the largest error."""
     small = options.device.type == "cpu" or options.quick
     lengths, queries = ((256,), 16) if options.device.type == "cpu" else (LENGTHS, QUERIES)
     phases = [i / PHASES + 1 / 17 for i in range(1 if small else PHASES)]
     for N, name, attention in itertools.product(lengths, (*PERIODS, DECAY), ATTENTIONS[:1] if small else ATTENTIONS):
+        found: dict[tuple[str, str | None], list[Row]] = {}
         for seed, phase in enumerate(phases if name in PERIODS else phases[:1]):
             generator = torch.Generator(options.device).manual_seed(seed)
             mean = mean_of(name, N, phase, options.device)
@@ -94,7 +105,10 @@ def rows(options: Options, D: int) -> Iterator[Row]:
                 workload(1, 1, queries, N, D), name, *inputs(D, N, queries, mean, attention, generator)
             )
             for contender in (*ours(options, list(RECIPES)), *others(options, list(PEERS))):
-                yield check(contender, problem)[0] | {"part": "drifts", "attention": attention, "phase": phase}
+                row = check(contender, problem)[0] | {"part": "drifts", "attention": attention, "phase": phase}
+                found.setdefault((row["impl"], row["recipe"]), []).append(row)
+        for of_contender in found.values():
+            yield largest(of_contender)
 
 
 def worst(found: list[Row]) -> dict[str, float]:

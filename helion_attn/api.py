@@ -42,10 +42,9 @@ def quantize(
     """Quantise Q, K and V to 8 bits, or cast them to 16, and pack them for `attention_quantized`.
 
     Reads the tensors as they are, whatever their strides (a transposed view, a slice of a packed BS3HD tensor), and
-    writes the packed copies once. Every tensor is read once for that. V is read once before, for its statistics, unless
-    it is neither scaled nor centred. So is K, unless `recipe` has a descale for each block of it, or none, and no
-    `smooth_k`, and Q, if `recipe` has one descale a head or a tensor. From 8192 keys on the 8 bits of a V that was
-    centred are read again. What `rope` rotates, and fp32 tensors, must have
+    writes the packed copies once. Every tensor is read once for that, if the recipe has `reads_once`, as all presets
+    but ACCURATE: of K and V a sample of 256 keys is read before. Other recipes read what has one descale a head or a
+    channel once more. What `rope` rotates, and fp32 tensors, must have
     a last-dimension stride of 1, and fp32 tensors other strides that are multiples of 4.
 
     Args:

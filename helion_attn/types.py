@@ -50,11 +50,13 @@ class Recipe:
             over four channels, and what four have in common keeps its size. A few additions, so nearly free; not
             beside `hadamard`, which mixes more. The last D % 4 channels stay. Four whose sum is beyond fp32 become NaN.
         smooth_k: subtract K's mean over keys, per (batch, KV head, channel), before quantising (SageAttention,
-            arXiv:2410.02367). It moves all scores of a row alike; `lse` is corrected.
-        center_v: subtract V's mean over keys, per (batch, KV head, channel), before quantising, and add it back in
-            the epilogue. Rows of softmax sum to 1, so the result is the same, and 8 bits go to what varies. From 8192
-            keys on (in a packed batch: of one sequence), with 8-bit V, the mean that is added back is corrected for
-            what rounding did to it.
+            arXiv:2410.02367). It moves all scores of a row alike; `lse` is corrected. With `reads_once` it is the mean
+            of at most 256 keys, evenly spaced, and 0 where it does not stand out of their noise: any constant would be
+            exact.
+        center_v: subtract V's mean over keys, per (batch, KV head, channel), or that of such a sample, before
+            quantising, and add it back in the epilogue. Rows of softmax sum to 1, so the result is the same, and 8 bits
+            go to what varies. From 8192 keys on (in a packed batch: of one sequence), with 8-bit V, the mean that is
+            added back is corrected for what rounding did to it.
         promote_every: P V is summed in fp32 after every so many key blocks: 1, or 0 for never, inside the tensor core.
             None: 1, and 0 for 16-bit P and V, which the tensor core sums in fp32.
         p_offset_log2: P, at most 1, is stored times two to this. None: 8 for e4m3, 15 for e5m2 and fp16, 0 for bf16,
@@ -205,7 +207,7 @@ class PackedTensors:
         k_descale: fp32, one a key block for k_scales="block", otherwise one a head.
         v_descale: fp32, one a channel.
         v_mean: fp32, what is added to the dequantised V; zeros when it was not centred. It is the mean that was
-            subtracted before the cast; with 8 bits and 8192 keys or more, less `v_descale` times the mean of `v8`, so
+            subtracted before the cast; with 8 bits and 8192 keys or more, corrected, so
             that the dequantised V has V's mean.
         k_mean: fp32, what was subtracted from K, or None.
         lse_shift: fp32, every query's product with `k_mean`, or None.

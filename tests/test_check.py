@@ -103,7 +103,7 @@ def hard(name: str, N: int = 1024, D: int = 32) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize(
     ("name", "recipe", "said"),
     [
-        ("k_bias", ha.FAST, "smooth_k=True subtracts it first"),
+        ("k_bias", ha.Recipe(), "smooth_k=True subtracts it first"),
         ("k_bias", ha.ACCURATE, "it is subtracted first"),
         ("outliers", ha.BALANCED, "hadamard=True spreads it"),
         ("outliers", ha.ACCURATE, "hadamard spreads it"),

@@ -64,11 +64,11 @@ KERNELS: dict[str, tuple[functools.partial[Any], str]] = {
     ),
     "pieces_2_stages": (
         functools.partial(compile_attention, 1024, False, D_v=1024, recipe=ha.BALANCED),
-        "WIFIFIFIBECCCCCCBFII",
+        "WIIIIBECCCCECCBFWIFIF",
     ),
     "more_pieces_of_v": (
         functools.partial(compile_attention, 640, True, D_v=640, recipe=ha.BALANCED),
-        "WIFIFIBECCCCCBFII",
+        "WIIIBECCCECCCBFWIFIFIF",
     ),
 }
 
@@ -106,13 +106,13 @@ def test_nothing_else_changes(name: str) -> None:
     form = KERNELS[name][1]
     if form in ("WIBECCBFI", "WIBECCCBFIFIF", "WIIBECCCCBFIFIF") and name != "pieces_3_stages":
         new += Counter({"arith.constant": 2, "arith.addi": 2, "arith.cmpi": 2, "arith.andi": 1})
-    if form in ("WIBECECBFWI", "WIBECECCBFWIFIF"):
+    if "WI" in form[1:]:  # V comes a block behind K
         new += Counter({"ttg.local_alloc": 1, "arith.constant": 3, "ttg.memdesc_index": 3})
         new += Counter(
             {"ttng.init_barrier": 2, "ttng.inval_barrier": 2, "ttng.barrier_expect": 1, "ttng.wait_barrier": 1}
         )
         # Where V is copied from.
-        new += {"halves_2_stages": Counter({"arith.muli": 1, "arith.addi": 1})}.get(name, Counter())
+        new += Counter({"arith.muli": 1, "arith.addi": 1} if form.count("C") > 2 else {})
         new += {"many_keys_2_stages": Counter({"arith.trunci": 1})}.get(name, Counter())
         # V of the first block comes in the loop.
         gone = Counter({"ttng.async_tma_copy_global_to_local": form.count("C") - 1})
@@ -281,7 +281,7 @@ def test_other_loops_stay() -> None:
     "compile_",
     [
         functools.partial(compile_decode, 64, 64, 64, 1, num_splits=2),
-        functools.partial(compile_attention, 384, True, D_v=384, recipe=ha.BALANCED),
+        functools.partial(compile_attention, 384, True, D_v=384, recipe=ONE_LEVEL),
     ],
     ids=["decode", "d384"],
 )

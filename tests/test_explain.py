@@ -37,7 +37,7 @@ def test_it_takes_what_attention_takes() -> None:
 def test_cpu_tensors_are_named_and_not_computed() -> None:
     with mock.patch.object(helion.Kernel, "__call__", side_effect=AssertionError("it is run")):
         found = explained((1, 4, 2, 100, 200, 64), causal=True)
-    assert found.launches == ("first_pass", "means", "pack", "fp8_attn_fwd")
+    assert found.launches == ("sample", "pack", "recentre", "fp8_attn_fwd")
     assert found.tile == tile_config(64, True)
     assert (found.passes, found.registers, found.spills) == ((), None, None)
     assert found.expected == (early_copies.NAME,)
@@ -45,7 +45,7 @@ def test_cpu_tensors_are_named_and_not_computed() -> None:
     for part in (
         "fp8_attn_fwd on the CPU, in Helion's interpreter",
         "64 query rows by 128 keys, 4 warps, 2 stages",
-        "launches before attention: first_pass, means, pack",
+        "launches before attention: sample, pack, recentre",
         "nothing was compiled here; the config has early_copies",
         "keys are not split: a program sees 2 blocks",
     ):
@@ -131,7 +131,7 @@ def test_a_gpu_s_kernels_say_what_was_done_to_them() -> None:
     with _offline_hopper() as compiled, launching(), mock.patch.object(triton_hook, "launched", launched):
         found = ha.explain(*fake_qkv(2, 4, 2, 1000, 3000, 256), causal=True)
     assert found.device == "NVIDIA H200"
-    assert found.launches == ("first_pass", "means", "pack", "fp8_attn_fwd")
+    assert found.launches == ("sample", "pack", "recentre", "fp8_attn_fwd")
     assert found.tile == tile_config(256, True)
     assert [x.name for x in found.passes if x.applied] == [*found.expected]
     assert f"pass {warpgroup_turns.NAME}: applied" in str(found)
@@ -153,7 +153,7 @@ def test_what_a_gpu_launched() -> None:
     q, k, v = make_qkv("randn", 1, 4, 2, 300, 3000, 256, device="cuda")
     for _ in range(2):  # launched through Triton, and again
         found = ha.explain(q, k, v, causal=True)
-        assert found.launches == ("first_pass", "means", "pack", "fp8_attn_fwd")
+        assert found.launches == ("sample", "pack", "recentre", "fp8_attn_fwd")
         assert [x.name for x in found.passes if x.applied] == [*found.expected]
         assert found.registers is not None
         assert found.registers <= found.tile.max_registers

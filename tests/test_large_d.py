@@ -172,7 +172,7 @@ def test_both_masks_have_a_config() -> None:
 D_V = {(192, 128): 128, (576, 256): 512}
 
 #: Instructions for spilled registers by V tile: 320 channels of sums leave the least room.
-MAX_SPILLED = {320: 20}
+MAX_SPILLED = {320: 24}
 
 #: The default recipe on every config, the other product on some full ones, and all options where there are the fewest
 #: registers to spare. (At D 1024 they spill up to three.)

@@ -360,7 +360,7 @@ def test_the_loop_is_as_long_as_without_splits(D: int) -> None:
     split, _ = shared(compile_shape, 1, 100, 16384, D, True, recipe=ha.BALANCED)
     (one,) = shared(compile_shape, 1, 100, 3000, D, True, recipe=ha.BALANCED)
     # At D 256 the loop of a split moves indices from registers to uniform ones.
-    assert len(loop_of(split)) <= max(AS_LONG, 1.02 if D == 256 else 0) * len(loop_of(one))
+    assert len(loop_of(split)) <= max(AS_LONG, 1.03 if D == 256 else 0) * len(loop_of(one))
 
 
 def test_split_keys_of_more_than_32_bits() -> None:

@@ -52,10 +52,13 @@ TAKE_TURNS: dict[str, functools.partial[Any]] = {
     "split": functools.partial(compile_shape, 1, 64, 100000, 256, False, recipe=ha.BALANCED),
     "many_keys": functools.partial(compile_shape, 1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED),
 }
+#: In the tensor core: pieces of the product are not waited for one by one.
+ONE_LEVEL = ha.Recipe(promote_every=0)
+
 TAKE_NONE: dict[str, functools.partial[Any]] = {
     "one_warpgroup": functools.partial(compile_attention, 128, False),
-    "pieces_of_v": functools.partial(compile_attention, 384, True, D_v=384, recipe=ha.BALANCED),
-    "pieces_of_q": functools.partial(compile_attention, 640, True, D_v=640, recipe=ha.BALANCED),
+    "pieces_of_v": functools.partial(compile_attention, 384, True, D_v=384, recipe=ONE_LEVEL),
+    "pieces_of_q": functools.partial(compile_attention, 640, True, D_v=640, recipe=ONE_LEVEL),
 }
 
 

@@ -313,7 +313,7 @@ def compile_varlen(
     """The attention kernel of `attention_varlen` alone."""
 
     def launch() -> None:
-        packed = quantize_varlen(*fake_varlen(D, D_v or D), recipe)
+        packed = quantize_varlen(*fake_varlen(D, D_v or D), recipe, shift_lse=sinks)
         with launching():
             attend_varlen(packed, causal, sinks=fake_cuda(4) if sinks else None, **options)
 

@@ -104,7 +104,7 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
     wide_loads = source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
     pipelined = wide_loads and (num_warps == 4 or rotate_first)
     max_registers = (NARROW_REGISTERS if narrow else ROTATED_REGISTERS) if cap_registers else None
-    if recipe.samples_v and pipelined and num_warps == 4:
+    if recipe.samples_v and pipelined and num_warps == 4 and D_row <= 2 * MAX_HADAMARD_BLOCK:
         max_registers = NOTING_REGISTERS
     return Tiling(
         q_tile=q_tile,
