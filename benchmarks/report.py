@@ -31,6 +31,7 @@ from benchmarks import (
     large_d,
     masks,
     preprocess,
+    same_token,
     speed,
     splits,
     startup,
@@ -57,6 +58,7 @@ SUITES: dict[str, Suite] = {
     "host": host.SUITE,
     "accuracy": accuracy.SUITE,
     "hard": hard.SUITE,
+    "same_token": same_token.SUITE,
     "preprocess": preprocess.SUITE,
     "stages": preprocess.STAGES,
 }

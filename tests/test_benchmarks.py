@@ -28,6 +28,7 @@ from benchmarks import (
     ladder,
     large_d,
     report,
+    same_token,
     speed,
     splits,
     startup,
@@ -85,6 +86,19 @@ def test_accuracy(tmp_path: Path) -> None:
     timed = {(row["part"], row["recipe"]) for row in stages if row["impl"] == "helion_attn"}
     assert {("RoPE of Q", None), ("Hadamard of Q", None), ("RoPE, Hadamard, pack", "balanced")} <= timed
     assert all(row["ms"] > 0 and row.get("copy_fraction", 1.0) > 0 for row in stages)
+
+
+def test_same_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits that must be the same are, and what a KV cache or later keys change is of the size of the error."""
+    monkeypatch.setattr(same_token, "CPU_KEYS", 96)
+    found = same_token.rows(Options(torch.device("cpu"), True, 1, ["helion_attn"], (128,), 0), "balanced")
+    by_part = {row["part"]: row for row in found}
+    assert {*by_part} == {*same_token.PARTS}
+    for part in ("decode", "batch", "batch, num_splits=1"):
+        assert by_part[part]["same_bits"]
+    assert 0.3 < by_part["cache"]["ratio"] < 5
+    (table,) = same_token.tables({"same_token": {"rows": found}})
+    assert [line[0] for line in table.body] == [*same_token.PARTS]
 
 
 @pytest.mark.parametrize(("attention", "share"), [("flat", 1 / 32), ("peaked", 0.1), ("stretch", 0.98)])
