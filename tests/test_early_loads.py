@@ -115,7 +115,8 @@ def test_nothing_else_changes(name: str) -> None:
         new += Counter({"arith.muli": 1, "arith.addi": 1} if form.count("C") > 2 else {})
         new += {"many_keys_2_stages": Counter({"arith.trunci": 1})}.get(name, Counter())
         # V of the first block comes in the loop.
-        gone = Counter({"ttng.async_tma_copy_global_to_local": form.count("C") - 1})
+        of_v, of_k = form[form.rindex("E") :].count("C"), form[: form.index("B")].count("I")
+        gone = Counter({"ttng.async_tma_copy_global_to_local": of_v, "ttng.warp_group_dot_wait": of_k - 1})
     if form == "WIIBECCCCBFIFIF":
         gone = Counter({"ttng.warp_group_dot_wait": 1})
     if form == "WIIFBECCCBIF":

@@ -236,7 +236,8 @@ def test_pairs_of_the_other_kernel_compile(D: int, D_v: int) -> None:
 )
 def test_preprocessing_compiles(recipe: ha.Recipe, D: int, D_v: int) -> None:
     for kernel in compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D, D_v=D_v), recipe=recipe):
-        assert_sound(kernel)
+        # The mean of K's 1024 channels, of which 576 are there.
+        assert_sound(kernel, 8 if D == 576 else 0)
 
 
 def test_masks_compile() -> None:
