@@ -12,7 +12,7 @@ from helion_attn.compiler.versions import MEASURED_SERIES, VERIFIED_TORCH, known
 
 
 def device() -> str:
-    """What runs the kernels here."""
+    """The GPU that runs the kernels here, or the reason why none does."""
     if not torch.cuda.is_available():
         return "none: CPU tensors run in Helion's interpreter"
     major, minor = torch.cuda.get_device_capability()

@@ -255,7 +255,7 @@ def _error(out: torch.Tensor, reference: torch.Tensor) -> Error:
 
 
 def _findings(sample: _Sample, recipe: Recipe, sums_in_fp32: bool) -> Iterator[str]:
-    """What makes Q, K or V hard for 8 bits, and what helps."""
+    """Sentences on each property of Q, K or V that costs 8 bits accuracy, and on the remedy."""
     if recipe.bits[0] == 8:
         bias = max(_largest_bias(k) for k in sample.keys_of(sample.k, rotated=True))
         if bias > BIASED:

@@ -73,16 +73,17 @@ def test_positive_v_does_not_drift_in_any_kernel(D: int, D_v: int, recipe: ha.Re
 def test_a_v_that_drifts(period: int, recipe: ha.Recipe, D: int) -> None:
     """No kernel loses more of a V whose mean changes along the keys than the two-level one of D 128 does.
 
-    The interpreter sums in fp32: it cannot show what a tensor core loses. On the same V the ratio is at most 1.25
-    (suite `hard`); here V is drawn for each, and one level would be at 5 and more.
+    The interpreter sums in fp32: it cannot show what a tensor core loses.
     """
     errors = []
+    same_v = make_qkv("randn", 1, 1, 1, 1, 131072, 128, device="cuda")[2]
+    same_v = same_v + drift(131072, period, 1 / 17, "cuda")[:, None].bfloat16()
     for d in (128, D):
-        q, k, v = make_qkv("randn", 1, 1, 1, 256, 131072, d, D_v=min(d, 128), device="cuda")
-        v = (v + drift(131072, period, 1 / 17, "cuda")[:, None].bfloat16()).repeat(1, 1, 1, -(-d // 128))[..., :d]
+        q, k, _ = make_qkv("randn", 1, 1, 1, 256, 131072, d, D_v=16, device="cuda")
+        v = same_v.repeat(1, 1, 1, -(-d // 128))[..., :d]
         out = ha.attention(q, k, v, recipe=recipe)
         errors.append(relative_error(out, ha.reference.attention(q, k, v)))
-    assert errors[1] <= 1.4 * errors[0], errors
+    assert errors[1] <= 1.25 * errors[0], errors
 
 
 @pytest.mark.parametrize(

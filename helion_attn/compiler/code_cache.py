@@ -146,7 +146,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _described(constant: Any) -> str:
-    """What a constant of a function is, the same in every process and wherever the package is installed."""
+    """Text that identifies a constant of a function in every process, wherever the package is installed."""
     if isinstance(constant, frozenset):
         return repr(sorted(map(repr, constant)))
     if not isinstance(constant, types.CodeType):
@@ -179,7 +179,7 @@ def _functions(fn: types.FunctionType) -> Iterator[str]:
 
 @functools.cache
 def versions() -> str:
-    """What every kernel's code depends on: a digest of this package's sources, and the compilers' versions."""
+    """Digest that every kernel's code depends on: of this package's sources, and the compilers' versions."""
     root = Path(__file__).parent.parent
     sources = [(str(path.relative_to(root)), path.read_bytes()) for path in sorted(root.rglob("*.py"))]
     digest = hashlib.sha256(repr(sources).encode()).hexdigest()
@@ -197,7 +197,7 @@ def fingerprint(kernel: helion.Kernel[Any]) -> str:
 
 
 def options() -> str:
-    """What a process may change between two calls, and the generated code depends on."""
+    """Settings that change the generated code, and that a process may change between two calls."""
     return repr((torch.get_default_dtype(), inductor_config.save_config_portable()))
 
 

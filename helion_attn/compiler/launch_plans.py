@@ -126,7 +126,7 @@ def in_c(kernel: Any) -> Callable[..., None]:
 
 
 def to_c(kernel: Any) -> Callable[..., None]:
-    """What launches a kernel in C; `NoPlan` if that is not all that a launch takes.
+    """Function that launches a kernel in C; raises `NoPlan` if that is not all that a launch takes.
 
     Returns:
         A function of the grid, the stream, the CUDA function, a tuple of its packed metadata, metadata for hooks and
