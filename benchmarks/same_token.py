@@ -4,7 +4,7 @@
 
 `decode`: a row of a causal prefill beside the same row alone, on the keys that it sees. `cache`: that row read from an
 8-bit KV cache, whose keys have a descale each. `later keys`: a causal row beside itself where as many keys
-follow. `batch`: a sequence alone and beside two others, with `num_splits` chosen and fixed.
+follow. `batch`: a sequence alone and beside two others. `decode` and `batch` have `num_splits` chosen and fixed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from helion_attn.testing import make_qkv, relative_error
 #: Keys on a GPU and in the interpreter, head dim, heads; and rows that are compared.
 GPU_KEYS, CPU_KEYS, D, H, ROWS = 4096, 512, 128, 4, 8
 
-PARTS = ("decode", "cache", "later keys", "batch", "batch, num_splits=1")
+PARTS = ("decode", "decode, num_splits=1", "cache", "later keys", "batch", "batch, num_splits=1")
 
 
 def row(part: str, recipe: str, keys: int, a: Tensor, b: Tensor, error: float) -> Row:
@@ -54,9 +54,12 @@ def rows(options: Options, name: str) -> list[Row]:
     seen = [x[one, :, :keys] for x in (q, k, v)]
     prefill = ha.attention(*seen, causal=True, recipe=recipe)[:, :, rows_of_one]
     error = relative_error(prefill, ha.reference.attention(seen[0][:, :, rows_of_one], *seen[1:], causal=True))
-    last, alone = prefill[:, :, -1:], ha.attention(seen[0][:, :, -1:], *seen[1:], causal=True, recipe=recipe)
+    last, query = prefill[:, :, -1:], seen[0][:, :, -1:]
     later = ha.attention(q[one], k[one], v[one], causal=True, recipe=recipe)[:, :, rows_of_one]
-    found = [row("decode", name, keys, last, alone, error), row("later keys", name, keys, prefill, later, error)]
+    found = [row("later keys", name, keys, prefill, later, error)]
+    for part, splits in (("decode", None), ("decode, num_splits=1", 1)):
+        alone = ha.attention(query, *seen[1:], causal=True, recipe=recipe, num_splits=splits)
+        found.append(row(part, name, keys, last, alone, error))
     if name in PRESETS:
         found.append(row("cache", name, keys, prefill, cached(seen[0][:, :, rows_of_one], *seen[1:]), error))
     for part, splits in (("batch", None), ("batch, num_splits=1", 1)):
