@@ -9,6 +9,7 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops
+from helion_attn.compiler import call_plans
 from helion_attn.configs import packing
 from helion_attn.kernels.lib.arguments import AttentionArguments
 from helion_attn.preprocess.lib.arguments import (
@@ -60,8 +61,13 @@ def quantize(
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: an input requires grad, in grad mode.
     """
-    check_quantize(q, k, v, recipe, layout, rope)
-    return quantize_checked(q, k, v, recipe, layout, rope, shift_lse=True)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        check_quantize(q, k, v, recipe, layout, rope)
+        return quantized_tensors(q, k, v, recipe, layout, rope, shift_lse=True)
+
+    tensors = call_plans.planned("quantize", (q, k, v, *rope_tensors(rope)), (recipe, layout, interleaved(rope)), run)
+    return quantized(tensors, q, k, v, recipe, layout, shift_lse=True)
 
 
 def quantize_checked(
@@ -74,20 +80,56 @@ def quantize_checked(
     shift_lse: bool,
 ) -> QuantizedQKV:
     """`quantize` of checked arguments; `shift_lse`: somebody sees what `smooth_k` takes from the scores."""
+    tensors = quantized_tensors(q, k, v, recipe, layout, rope, shift_lse)
+    return quantized(tensors, q, k, v, recipe, layout, shift_lse)
+
+
+def quantized_tensors(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: Recipe,
+    layout: str,
+    rope: Rope | None,
+    shift_lse: bool,
+) -> tuple[torch.Tensor, ...]:
+    """The tensors of `quantize_checked`, in the order of `PACKED_FIELDS`; empty where there is none."""
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    M, N, D, D_v = q.size(2), k.size(2), q.size(3), v.size(3)
     arguments = QuantizeArguments(
         q=q,
         k=k,
         v=v,
         rope=rope_arguments(rope),
-        packing=packing(D, D_v, recipe.bits),
+        packing=packing(q.size(3), v.size(3), recipe.bits),
         recipe=recipe,
         shift_lse=shift_lse,
     )
-    fields = packed_fields(ops.quantize_qkv(arguments), recipe, shift_lse)
-    return QuantizedQKV(**fields, M=M, N=N, D=D, D_v=D_v, dtype=q.dtype, layout=layout, recipe=recipe)
+    tensors: tuple[torch.Tensor, ...] = ops.quantize_qkv(arguments)
+    return tensors
+
+
+def quantized(
+    tensors: Sequence[torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: Recipe,
+    layout: str,
+    shift_lse: bool,
+) -> QuantizedQKV:
+    """What `quantized_tensors` made of q, k and v, with their sizes."""
+    length = 2 if layout == "bhsd" else 1
+    return QuantizedQKV(
+        **packed_fields(tensors, recipe, shift_lse),
+        M=q.size(length),
+        N=k.size(length),
+        D=q.size(3),
+        D_v=v.size(3),
+        dtype=q.dtype,
+        layout=layout,
+        recipe=recipe,
+    )
 
 
 def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe, shift_lse: bool) -> dict[str, Any]:
@@ -99,6 +141,16 @@ def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe, shift_lse: bo
     if not (recipe.smooth_k and shift_lse):
         fields["lse_shift"] = None
     return fields
+
+
+def rope_tensors(rope: Rope | None) -> tuple[Any, ...]:
+    """The tensors of `rope`; what is no `Rope` is checked later."""
+    return (rope.cos, rope.sin, rope.q_positions, rope.k_positions) if isinstance(rope, Rope) else (rope,)
+
+
+def interleaved(rope: Rope | None) -> bool | None:
+    """What `rope` has besides tensors."""
+    return rope.interleaved if isinstance(rope, Rope) else None
 
 
 def sees_shift(softcap: float | None, sinks: torch.Tensor | None, return_lse: bool) -> bool:
@@ -246,15 +298,22 @@ def attention_quantized(
     """
     if not isinstance(qkv, QuantizedQKV):
         raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
-    check_head_dim("D is", qkv.D)
-    check_head_dim("D_v is", qkv.D_v)
-    check_recipe(qkv.recipe, qkv.D, qkv.D_v)
-    check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
-    H, device = qkv.q_descale.size(1), qkv.q8.device
-    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, device)
-    check_splits(num_splits, qkv.N, qkv.D, qkv.D_v, qkv.recipe)
-    out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype, num_splits)
-    return (out, lse) if return_lse else out
+
+    def run() -> tuple[torch.Tensor, ...]:
+        check_head_dim("D is", qkv.D)
+        check_head_dim("D_v is", qkv.D_v)
+        check_recipe(qkv.recipe, qkv.D, qkv.D_v)
+        check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
+        H, device = qkv.q_descale.size(1), qkv.q8.device
+        check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, device)
+        check_splits(num_splits, qkv.N, qkv.D, qkv.D_v, qkv.recipe)
+        out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype, num_splits)
+        return (out, lse) if return_lse else (out,)
+
+    sizes = qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.dtype, qkv.layout, qkv.recipe
+    options = *sizes, causal, sm_scale, window, softcap, return_lse, out_dtype, num_splits
+    returned = call_plans.planned("attention_quantized", (*qkv.tensors(), sinks), options, run)
+    return (returned[0], returned[1]) if return_lse else returned[0]
 
 
 def attend_checked(
@@ -363,10 +422,17 @@ def attention(
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: an input requires grad, in grad mode.
     """
-    check_quantize(q, k, v, recipe, layout, rope)
-    H = q.size(1 if layout == "bhsd" else 2)
-    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
-    check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
-    qkv = quantize_checked(q, k, v, recipe, layout, rope, sees_shift(softcap, sinks, return_lse))
-    out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype, num_splits)
-    return (out, lse) if return_lse else out
+
+    def run() -> tuple[torch.Tensor, ...]:
+        check_quantize(q, k, v, recipe, layout, rope)
+        H = q.size(1 if layout == "bhsd" else 2)
+        check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
+        check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
+        qkv = quantize_checked(q, k, v, recipe, layout, rope, sees_shift(softcap, sinks, return_lse))
+        out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype, num_splits)
+        return (out, lse) if return_lse else (out,)
+
+    tensors = q, k, v, sinks, *rope_tensors(rope)
+    options = causal, sm_scale, layout, recipe, window, softcap, return_lse, out_dtype, num_splits, interleaved(rope)
+    returned = call_plans.planned("attention", tensors, options, run)
+    return (returned[0], returned[1]) if return_lse else returned[0]

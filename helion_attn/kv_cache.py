@@ -7,13 +7,14 @@ later, larger one, and a descale fixed by the user would have to be found first;
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops
-from helion_attn.api import mask_arguments
+from helion_attn.api import interleaved, mask_arguments, rope_tensors
+from helion_attn.compiler import call_plans
 from helion_attn.configs import page_packing
 from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.preprocess.lib.arguments import AppendArguments, rope_arguments
@@ -57,6 +58,16 @@ def paged_kv_cache(
     )
 
 
+def cache_tensors(cache: PagedKVCache) -> tuple[Any, ...]:
+    """The tensors of a cache; what is none is checked later."""
+    return (cache.k8, cache.v8, cache.k_descale, cache.v_descale) if isinstance(cache, PagedKVCache) else (cache,)
+
+
+def cache_sizes(cache: PagedKVCache) -> tuple[int, ...]:
+    """What a cache has besides tensors."""
+    return (cache.D, cache.D_v) if isinstance(cache, PagedKVCache) else ()
+
+
 def append_kvcache(
     cache: PagedKVCache,
     k: torch.Tensor,
@@ -93,19 +104,25 @@ def append_kvcache(
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: an input requires grad, in grad mode.
     """
-    check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope)
-    if layout == "bshd":
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-    ops.append_kv(
-        AppendArguments(
-            k=k,
-            v=v,
-            cache=cache,
-            block_table=block_table,
-            cache_seqlens=cache_seqlens,
-            rope=rope_arguments(rope),
+
+    def run() -> tuple[()]:
+        check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope)
+        swapped = layout == "bshd"
+        ops.append_kv(
+            AppendArguments(
+                k=k.transpose(1, 2) if swapped else k,
+                v=v.transpose(1, 2) if swapped else v,
+                cache=cache,
+                block_table=block_table,
+                cache_seqlens=cache_seqlens,
+                rope=rope_arguments(rope),
+            )
         )
-    )
+        return ()
+
+    written = cache_tensors(cache)
+    tensors = k, v, *written, block_table, cache_seqlens, *rope_tensors(rope)
+    call_plans.planned("append_kvcache", tensors, (layout, *cache_sizes(cache), interleaved(rope)), run, written)
 
 
 @overload
@@ -189,27 +206,32 @@ def attention_kvcache(
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: q requires grad, in grad mode.
     """
-    check_kvcache_attention(
-        q, cache, block_table, cache_seqlens, layout, causal, sm_scale, window, softcap, sinks, return_lse, num_splits,
-        out_dtype,
-    )  # fmt: skip
-    left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
-    if layout == "bshd":
-        q = q.transpose(1, 2)
-    out, lse = ops.decode(
-        DecodeArguments(
-            q=q,
-            cache=cache,
-            block_table=block_table,
-            cache_seqlens=cache_seqlens,
-            sinks=sinks,
-            splits=num_splits,
-            left=left,
-            right=right,
-            sm_scale=float(cache.D**-0.5 if sm_scale is None else sm_scale),
-            softcap=softcap,
-            bshd=layout == "bshd",
-            out_dtype=q.dtype if out_dtype is None else out_dtype,
+
+    def run() -> tuple[torch.Tensor, ...]:
+        check_kvcache_attention(
+            q, cache, block_table, cache_seqlens, layout, causal, sm_scale, window, softcap, sinks, return_lse,
+            num_splits, out_dtype,
+        )  # fmt: skip
+        left, right, cap, logits = mask_arguments(causal, window, softcap, sinks)
+        out, lse = ops.decode(
+            DecodeArguments(
+                q=q.transpose(1, 2) if layout == "bshd" else q,
+                cache=cache,
+                block_table=block_table,
+                cache_seqlens=cache_seqlens,
+                sinks=logits,
+                splits=num_splits,
+                left=left,
+                right=right,
+                sm_scale=float(cache.D**-0.5 if sm_scale is None else sm_scale),
+                softcap=cap,
+                bshd=layout == "bshd",
+                out_dtype=q.dtype if out_dtype is None else out_dtype,
+            )
         )
-    )
-    return (out, lse) if return_lse else out
+        return (out, lse) if return_lse else (out,)
+
+    tensors = q, *cache_tensors(cache), block_table, cache_seqlens, sinks
+    options = *cache_sizes(cache), causal, sm_scale, layout, window, softcap, num_splits, return_lse, out_dtype
+    returned = call_plans.planned("attention_kvcache", tensors, options, run)
+    return (returned[0], returned[1]) if return_lse else returned[0]

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from helion_attn import ops
 from helion_attn.api import mask_arguments, packed_fields, sees_shift
+from helion_attn.compiler import call_plans
 from helion_attn.configs import varlen_packing
 from helion_attn.kernels.lib.arguments import AttentionArguments, VarlenArguments
 from helion_attn.preprocess.lib.arguments import QuantizeVarlenArguments
@@ -202,10 +203,17 @@ def attention_varlen(
             capability 9.0 nor the CPU.
         RuntimeError: an input requires grad, in grad mode.
     """
-    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    check_varlen_recipe(recipe, q.size(2), v.size(2))
-    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
-    shift_lse = sees_shift(softcap, sinks, return_lse)
-    packed = quantize_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe, shift_lse)
-    out, lse = attend_varlen(packed, causal, sm_scale, window, softcap, sinks, out_dtype)
-    return (out, lse) if return_lse else out
+
+    def run() -> tuple[torch.Tensor, ...]:
+        check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        check_varlen_recipe(recipe, q.size(2), v.size(2))
+        check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
+        shift_lse = sees_shift(softcap, sinks, return_lse)
+        packed = quantize_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe, shift_lse)
+        out, lse = attend_varlen(packed, causal, sm_scale, window, softcap, sinks, out_dtype)
+        return (out, lse) if return_lse else (out,)
+
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
+    options = causal, sm_scale, recipe, window, softcap, return_lse, out_dtype
+    returned = call_plans.planned("attention_varlen", tensors, options, run)
+    return (returned[0], returned[1]) if return_lse else returned[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from helion_attn.compiler import code_cache, launch_plans
+from helion_attn.compiler import call_plans, code_cache, launch_plans
 from helion_attn.compiler.helion_adapter import helion
 
 #: Alignment of a tensor's address that TMA and the widest loads ask for, in bytes.
@@ -73,10 +73,13 @@ class Compiled(Runner):
         found = self._found.get(key)
         if found is not None:
             found(*args)
-            return
-        if len(self._found) >= MAX_REMEMBERED:
-            self._found.clear()
-        self._found[key] = launch_plans.launch_first(self._generated.find(args), args, self._expected)
+        else:
+            if len(self._found) >= MAX_REMEMBERED:
+                self._found.clear()
+            with call_plans.not_recorded():
+                found = launch_plans.launch_first(self._generated.find(args), args, self._expected)
+            self._found[key] = found
+        call_plans.note(found, args)
 
 
 #: Where kernels of CPU tensors are named in place of being run, or None.

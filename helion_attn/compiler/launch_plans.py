@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,6 +57,16 @@ def recorded(run: Callable[..., Any], args: Sequence[Any]) -> list[Launch]:
     return launches
 
 
+class Address(NamedTuple):
+    """What an encoded descriptor needs of its tensor."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        """As a tensor has it."""
+        return self.address
+
+
 #: Encoded descriptors that a box remembers: an allocator gives out the same few addresses again.
 MAX_ENCODED = 8
 
@@ -78,16 +88,15 @@ class Box(NamedTuple):
     encoding: dict[str, Any]
     known: dict[int, Any]
 
-    def encoded(self, base: torch.Tensor) -> Any:
-        """Of `base`, as the driver has it."""
-        address = base.data_ptr()
+    def encoded(self, address: int) -> Any:
+        """Of a tensor at `address`, as the driver has it."""
         found = self.known.get(address)
         if found is None:
             if len(self.known) >= MAX_ENCODED:
                 self.known.clear()
             # Without the checks.
             descriptor = object.__new__(TensorDescriptor)
-            descriptor.__dict__.update(self.rest, base=base)
+            descriptor.__dict__.update(self.rest, base=Address(address))
             found = self.known[address] = driver.make_tensordesc_arg(descriptor, self.encoding, *_no_arguments())[0]
         return found
 
@@ -199,14 +208,24 @@ class Plan:
         self._launch = to_c(compiled)
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
         self._device = device.index
+        #: Which of the host function's arguments it takes addresses of.
+        self.reads = sorted({*(arg for _, arg in self._tensors), *(box.arg for box in self._boxes)})
 
     def __call__(self, *args: Any) -> None:
-        """Launch it on the current stream, as `JITFunction.run` does from where it has found the kernel."""
+        """Launch it on the current stream, with the addresses of the host function's arguments."""
+        self.at({i: args[i].data_ptr() for i in self.reads})
+
+    def at(self, addresses: Mapping[int, int]) -> None:
+        """Launch it on the current stream, as `JITFunction.run` does from where it has found the kernel.
+
+        Args:
+            addresses: of the arguments in `reads`.
+        """
         values = self._values.copy()
         for i, arg in self._tensors:
-            values[i] = args[arg].data_ptr()
+            values[i] = addresses[arg]
         for box in self._boxes:
-            values[box.at] = box.encoded(args[box.arg])
+            values[box.at] = box.encoded(addresses[box.arg])
         stream = triton.runtime.driver.active.get_current_stream(self._device)
         # A chain of no hooks is not worth a call into Python.
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook

@@ -17,6 +17,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from helion_attn.compiler import call_plans
+
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 
 DEVICES = ("CPU", "CUDA")
@@ -62,6 +64,8 @@ class Structure:
             # The same few choices come with every call.
             self._of = functools.lru_cache(256)(lambda *values: of(**dict(zip(names, values, strict=True))))
         self._flat = operator.attrgetter(*self.paths)
+        #: The tensor that all structures of an operation begin with.
+        self.first_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter(self.paths[0])
 
     def build(self, values: Sequence[Any]) -> Any:
         """What `values`, in the order of `paths`, are the fields of."""
@@ -112,25 +116,29 @@ class Operation(Generic[Arguments]):
         returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
         torch.library.define(f"helion_attn::{name}", f"({', '.join(declared)}) -> {returned}")
 
-        def on_its_device(*values: Any) -> Any:
-            x: torch.Tensor = values[0]
-            elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
-            autocast = torch.is_autocast_enabled(x.device.type)
-            built: Arguments = self._structure.build(values)
-            # Helion does not take a tensor together with a view of it; below this key a view does not know its base.
-            with torch._C._AutoDispatchBelowADInplaceOrView():
-                if not (elsewhere or autocast):
-                    return launch(built)
-                with contextlib.ExitStack() as stack:
-                    if elsewhere:
-                        stack.enter_context(torch.cuda.device(x.device))
-                    if autocast:
-                        stack.enter_context(torch.autocast(x.device.type, enabled=False))
-                    return launch(built)
+        self._launch = launch
 
-        torch.library.impl(f"helion_attn::{name}", DEVICES)(on_its_device)
+        torch.library.impl(f"helion_attn::{name}", DEVICES)(lambda *values: self._run(self._structure.build(values)))
         torch.library.register_fake(f"helion_attn::{name}")(lambda *values: fake(self._structure.build(values)))
 
+    def _run(self, arguments: Arguments) -> Any:
+        """Launch it, on the device of the tensors and without autocast."""
+        x = self._structure.first_tensor(arguments)
+        elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+        autocast = torch.is_autocast_enabled(x.device.type)
+        # Helion does not take a tensor together with a view of it; below this key a view does not know its base.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            if not (elsewhere or autocast):
+                return self._launch(arguments)
+            with contextlib.ExitStack() as stack:
+                if elsewhere:
+                    stack.enter_context(torch.cuda.device(x.device))
+                if autocast:
+                    stack.enter_context(torch.autocast(x.device.type, enabled=False))
+                return self._launch(arguments)
+
     def __call__(self, arguments: Arguments) -> Any:
-        """Run it through PyTorch's dispatcher."""
+        """Run it through PyTorch's dispatcher; a recorded call is planned without it."""
+        if not torch.compiler.is_compiling() and call_plans.recording():
+            return self._run(arguments)
         return getattr(torch.ops.helion_attn, self._name)(*self._structure.flat(arguments))

@@ -1,0 +1,373 @@
+"""A planned call launches what the call itself launches, and serves no other call."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import helion_attn as ha
+from helion_attn.compiler import call_plans
+from helion_attn.compiler.call_plans import CallPlan
+from helion_attn.testing import fake_cuda
+from helpers.offline import fake_cache
+from helpers.planning import LAUNCHED, planning
+
+Call = Callable[[], tuple[list[Tensor], Callable[[], object]]]
+
+#: What is larger than any size, and so an address.
+LEAST_ADDRESS = 2**36
+
+
+def made(
+    *,
+    B: int = 2,
+    H: int = 4,
+    H_kv: int = 4,
+    M: int = 300,
+    N: int = 300,
+    D: int = 64,
+    D_v: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "bhsd",
+) -> list[Tensor]:
+    """q, k and v."""
+    shapes = (B, H, M, D), (B, H_kv, N, D), (B, H_kv, N, D_v)
+    if layout == "bshd":
+        return [fake_cuda(b, s, h, d, dtype=dtype) for b, h, s, d in shapes]
+    return [fake_cuda(*shape, dtype=dtype) for shape in shapes]
+
+
+def dense(changes: Callable[[list[Tensor]], list[Tensor]] = list, sizes: Any = None, **options: Any) -> Call:
+    """`attention` of new tensors in every call."""
+
+    def call() -> tuple[list[Tensor], Callable[[], object]]:
+        qkv = changes(made(**(sizes or {})))
+        return qkv, lambda: ha.attention(*qkv, **options)
+
+    return call
+
+
+def with_sinks(dtype: torch.dtype = torch.float32) -> Call:
+    def call() -> tuple[list[Tensor], Callable[[], object]]:
+        q, k, v, sinks = *made(), fake_cuda(4, dtype=dtype)
+        return [q, k, v, sinks], lambda: ha.attention(q, k, v, sinks=sinks)
+
+    return call
+
+
+def with_rope(positions: bool = False, interleaved: bool = False) -> Call:
+    def call() -> tuple[list[Tensor], Callable[[], object]]:
+        q, k, v, cos, sin = *made(), fake_cuda(512, 32), fake_cuda(512, 32)
+        at = [fake_cuda(300, dtype=torch.int32) for _ in range(2)] if positions else []
+        rope = ha.Rope(cos, sin, interleaved, *at)
+        return [q, k, v, cos, sin, *at], lambda: ha.attention(q, k, v, rope=rope)
+
+    return call
+
+
+def quantized(recipe: ha.Recipe, **options: Any) -> Call:
+    def call() -> tuple[list[Tensor], Callable[[], object]]:
+        with mock.patch.object(call_plans, "key_of", return_value=None):
+            packed = ha.quantize(*made(), recipe=recipe)
+        tensors = [x for x in packed.tensors() if x is not None]
+        return tensors, lambda: ha.attention_quantized(packed, **options)
+
+    return call
+
+
+def quantize(recipe: ha.Recipe, layout: str = "bhsd") -> Call:
+    def call() -> tuple[list[Tensor], Callable[[], object]]:
+        qkv = made(layout=layout)
+        return qkv, lambda: ha.quantize(*qkv, recipe=recipe, layout=layout).tensors()
+
+    return call
+
+
+def sequences(**options: Any) -> Call:
+    def call() -> tuple[list[Tensor], Callable[[], object]]:
+        qkv = [fake_cuda(500, 4, 64, dtype=torch.bfloat16) for _ in range(3)]
+        ends = [fake_cuda(4, dtype=torch.int32) for _ in range(2)]
+        return [*qkv, *ends], lambda: ha.attention_varlen(*qkv, *ends, **options)
+
+    return call
+
+
+def cache(appends: bool, **options: Any) -> Call:
+    def call() -> tuple[list[Tensor], Callable[[], object]]:
+        pages = fake_cache(8, 4, 64, 64)
+        q, k, v = made(M=1, N=1)
+        table, lengths = fake_cuda(2, 4, dtype=torch.int32), fake_cuda(2, dtype=torch.int32)
+        tensors = [pages.k8, pages.v8, pages.k_descale, pages.v_descale, table, lengths]
+        if appends:
+            return [*tensors, k, v], lambda: ha.append_kvcache(pages, k, v, table, lengths)
+        return [*tensors, q], lambda: ha.attention_kvcache(q, pages, table, lengths, **options)
+
+    return call
+
+
+#: Each differs from one before in one property.
+CALLS: dict[str, Call] = {
+    "base": dense(),
+    "causal": dense(causal=True),
+    "sm_scale": dense(sm_scale=0.5),
+    "layout": dense(sizes={"layout": "bshd"}, layout="bshd"),
+    "as many rows as heads": dense(sizes={"M": 4, "N": 4}),
+    "as many rows as heads, layout": dense(sizes={"M": 4, "N": 4}, layout="bshd"),
+    "fast": dense(recipe=ha.FAST),
+    "accurate": dense(recipe=ha.ACCURATE),
+    "hybrid": dense(recipe=ha.HYBRID),
+    "bf16": dense(recipe=ha.BF16),
+    "a recipe of one's own": dense(recipe=dataclasses.replace(ha.BALANCED, center_v=False)),
+    "hadamard": dense(recipe=dataclasses.replace(ha.FAST, reflect=False, hadamard=True)),
+    "hadamard_seed": dense(recipe=dataclasses.replace(ha.FAST, reflect=False, hadamard=True, hadamard_seed=1)),
+    "window": dense(window=(20, 3)),
+    "window, other": dense(window=(20, 4)),
+    "softcap": dense(softcap=30.0),
+    "return_lse": dense(return_lse=True),
+    "out_dtype": dense(out_dtype=torch.float32),
+    "num_splits": dense(num_splits=2),
+    "dtype": dense(sizes={"dtype": torch.float16}),
+    "length": dense(sizes={"M": 299, "N": 299}),
+    "batch": dense(sizes={"B": 3}),
+    "heads of keys": dense(sizes={"H_kv": 2}),
+    "head dim of v": dense(sizes={"D_v": 32}),
+    "head dim": dense(sizes={"D": 320, "D_v": 320}),
+    "few queries": dense(sizes={"M": 1, "N": 4096}),
+    "strides": dense(lambda qkv: [x.new_empty(2, 300, 4, 64).transpose(1, 2) for x in qkv]),
+    "stride of q": dense(lambda qkv: [qkv[0].new_empty(2, 4, 300, 128).narrow(3, 0, 64), *qkv[1:]]),
+    "alignment": dense(lambda qkv: [x.new_empty(x.numel() + 4).narrow(0, 4, x.numel()).view_as(x) for x in qkv]),
+    "k is v": dense(lambda qkv: [qkv[0], qkv[1], qkv[1]]),
+    "q is k": dense(lambda qkv: [qkv[0], qkv[0], qkv[2]]),
+    "all the same": dense(lambda qkv: [qkv[0]] * 3),
+    "slices of one": dense(lambda qkv: [*qkv[0].new_empty(3, 2, 4, 300, 64).unbind()]),
+    "sinks": with_sinks(),
+    "rope": with_rope(),
+    "rope, interleaved": with_rope(interleaved=True),
+    "rope, positions": with_rope(positions=True),
+    "quantized": quantized(ha.BALANCED),
+    "quantized, causal": quantized(ha.BALANCED, causal=True),
+    "quantized, accurate": quantized(ha.ACCURATE, return_lse=True),
+    "quantize": quantize(ha.BALANCED),
+    "quantize, bshd": quantize(ha.BALANCED, "bshd"),
+    "quantize, hybrid": quantize(ha.HYBRID),
+    "sequences": sequences(),
+    "sequences, causal": sequences(causal=True, recipe=ha.FAST),
+    "append": cache(appends=True),
+    "decode": cache(appends=False),
+    "decode, splits": cache(appends=False, num_splits=2, return_lse=True),
+}
+
+
+@contextlib.contextmanager
+def plannable() -> Iterator[None]:
+    """Fake tensors, of which a mode of the dispatcher is part, can be planned."""
+    call_plans.forget()
+    with (
+        planning(),
+        mock.patch.object(call_plans, "is_plain", lambda x: isinstance(x, Tensor)),
+        mock.patch.object(call_plans, "nothing_listens", return_value=True),
+    ):
+        yield
+    call_plans.forget()
+
+
+def seen(tensors: list[Tensor], launches: list[tuple[Any, ...]]) -> list[object]:
+    """What was launched, with what was given by name, and what was made in the order in which it is met."""
+    spans = [(x.data_ptr(), x) for x in tensors]
+    names: dict[int, str] = {}
+
+    def named(value: Any) -> object:
+        if isinstance(value, tuple):
+            return tuple(map(named, value))
+        if type(value) is not int or value < LEAST_ADDRESS:
+            return value
+        for i, (begin, _) in enumerate(spans):
+            if value == begin:
+                return f"tensor {i}"
+        return names.setdefault(value, f"made {len(names)}")
+
+    return [named(values) for values in launches]
+
+
+def launched(tensors: list[Tensor], run: Callable[[], object]) -> tuple[list[object], object]:
+    """What a call launches, and what it returns."""
+    LAUNCHED.clear()
+    returned = run()
+    return seen(tensors, LAUNCHED), returned
+
+
+def layouts(returned: Any) -> list[object]:
+    """Of what a call returned."""
+    tensors = returned if isinstance(returned, tuple) else (returned,)
+    return [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, tuple[Any, Any, bool]]:
+    """By call: what it launches and returns, planned and not, all plans being there; and whether it was planned."""
+    found = {}
+    with plannable():
+        for call in CALLS.values():
+            for _ in range(2 + call_plans.MAX_ATTEMPTS):
+                call()[1]()
+        for name, call in CALLS.items():
+            tensors, run = call()
+            with mock.patch.object(
+                call_plans.CallPlan, "__call__", autospec=True, side_effect=CallPlan.__call__
+            ) as used:
+                by_plan = launched(tensors, run)
+            with mock.patch.object(call_plans, "key_of", return_value=None):
+                itself = launched(tensors, run)
+            found[name] = by_plan, itself, used.call_count == 1
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_plan_launches_what_its_call_launches(name: str, plans: dict[str, tuple[Any, Any, bool]]) -> None:
+    (by_plan, planned_result), (itself, result), was_planned = plans[name]
+    assert was_planned
+    assert by_plan == itself
+    assert len(by_plan) >= 1
+    assert layouts(planned_result) == layouts(result)
+
+
+def test_outputs_are_tensors_of_their_own() -> None:
+    with plannable():
+        qkv = made()
+        for _ in range(3):
+            packed = [x for x in ha.quantize(*qkv).tensors() if x is not None and x.numel()]
+            storages = [x.untyped_storage() for x in packed]
+            assert len({x._cdata for x in storages}) == len(packed)
+            assert [x.nbytes() for x in storages] == [x.numel() * x.element_size() for x in packed]
+
+
+def test_a_call_that_comes_once_has_no_plan_and_the_third_has() -> None:
+    with plannable():
+        for i in range(3):
+            ha.attention(*made())
+            (known,) = call_plans._PLANS.values()
+            assert isinstance(known, CallPlan) == (i >= 1)
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception]]] = [
+    ({"causal": 1}, TypeError),
+    ({"sm_scale": "0.125"}, TypeError),
+    ({"window": (20, True)}, TypeError),
+    ({"num_splits": True}, TypeError),
+    ({"return_lse": 0}, TypeError),
+    ({"layout": "hbsd"}, ValueError),
+    ({"recipe": "balanced"}, TypeError),
+    ({"rope": 5}, TypeError),
+    ({"sinks": [0.0] * 4}, TypeError),
+]
+
+
+def test_a_plan_accepts_what_checks_accept() -> None:
+    with plannable():
+        qkv = made()
+        accepted: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (20, 1)}, {"num_splits": 1}]
+        for options in accepted:
+            for _ in range(3):
+                ha.attention(*qkv, **options)
+        for options, error in REFUSED:
+            with pytest.raises(error):
+                ha.attention(*qkv, **options)
+        for x in (qkv[0].select(0, 0), qkv[0].to(torch.float64), None, "q"):
+            with pytest.raises((TypeError, ValueError)):
+                ha.attention(x, *qkv[1:])  # type: ignore[call-overload]
+        learned = qkv[0].detach().requires_grad_()
+        with pytest.raises(RuntimeError, match="requires grad"):
+            ha.attention(learned, *qkv[1:])
+        with torch.no_grad():
+            ha.attention(learned, *qkv[1:])
+
+
+class Dispatching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Calling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_planned_where_others_listen() -> None:
+    assert call_plans.nothing_listens()
+    for mode in (Dispatching(), Calling()):
+        with mode:
+            assert not call_plans.nothing_listens()
+    heard = []
+
+    def note(x: Tensor) -> Tensor:
+        heard.append(call_plans.nothing_listens())
+        return x * 1
+
+    torch.vmap(note)(torch.ones(2))
+    torch.jit.trace(note, torch.ones(2), check_trace=False)
+    assert heard == [False, False]
+
+
+def test_other_tensors_are_not_planned() -> None:
+    x = torch.ones(2)
+    assert not call_plans.is_plain(x)  # on the CPU
+    for other in (None, 3, "x", torch._neg_view(x), x.as_subclass(type("Other", (Tensor,), {}))):
+        assert not call_plans.is_plain(other)
+
+
+def test_what_runs_more_than_kernels_is_not_planned() -> None:
+    with plannable():
+        tensors = made()
+
+        def run() -> tuple[Tensor, ...]:
+            return (ha.attention(*tensors) + 1,)
+
+        for _ in range(3 + call_plans.MAX_ATTEMPTS):
+            call_plans.planned("more", tensors, (), run)
+        known = [plan for key, plan in call_plans._PLANS.items() if key[0] == "more"]
+        assert known == [1 + call_plans.MAX_ATTEMPTS]
+
+
+def test_plans_are_bounded() -> None:
+    with plannable(), mock.patch.object(call_plans, "MAX_PLANS", 3):
+        for length in range(300, 308):
+            ha.attention(*made(M=length, N=length))
+            assert len(call_plans._PLANS) <= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED, ha.ACCURATE, ha.HYBRID, ha.BF16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "return_lse": True}, {"window": (100, 0)}], ids=str)
+def test_a_plan_returns_what_its_call_returns(recipe: ha.Recipe, options: dict[str, Any]) -> None:
+    """The same bits, of the kernels that a GPU runs: also on another stream and in a CUDA graph."""
+    call_plans.forget()
+    for _ in range(4):
+        qkv = [torch.randn(2, 8, 700, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        planned = ha.attention(*qkv, recipe=recipe, **options)
+        with mock.patch.object(call_plans, "key_of", return_value=None):
+            itself = ha.attention(*qkv, recipe=recipe, **options)
+        for a, b in zip(*[x if isinstance(x, tuple) else (x,) for x in (planned, itself)], strict=True):
+            assert torch.equal(a, b)
+    assert any(isinstance(plan, CallPlan) for plan in call_plans._PLANS.values())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        elsewhere = ha.attention(*qkv, recipe=recipe, **options)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ha.attention(*qkv, recipe=recipe, **options)
+    graph.replay()
+    torch.cuda.synchronize()
+    for again in (elsewhere, captured):
+        for a, b in zip(*[x if isinstance(x, tuple) else (x,) for x in (again, itself)], strict=True):
+            assert torch.equal(a, b)
