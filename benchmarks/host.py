@@ -1,13 +1,13 @@
 """Benchmarks what a call costs the host: tiny calls back to back, none waited for.
 
-[1, 2, S, 64], causal. `host_us` is a call's share of `CALLS`, the least of `ROUNDS`: the host is shared. Lengths are
+[1, 16, S, 128], causal. `host_us` is a call's share of `CALLS`, the least of `ROUNDS`: the host is shared. Lengths are
 
-    same       S 130 in every call
-    by_turns   S 130 and 190
+    same       S 512 in every call
+    by_turns   S 512 and 384
     new        S that nothing was called with before; one round
 
-`attention` and `attention_quantized` with the default recipe, and FlashAttention-3 in bf16, on e4m3 tensors, and from
-bf16 to e4m3 and on, by the PyTorch operations with which these benchmarks quantise for it.
+`attention` and `attention_quantized` with the default recipe; FlashAttention-3 in bf16, on e4m3 tensors, and from bf16
+to e4m3 and on, by the PyTorch operations with which these benchmarks quantise for it; PyTorch's SDPA; SageAttention 2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 import helion_attn as ha
 from benchmarks.lib.checks import Check
 from benchmarks.lib.harness import Loaded, Results, Row, result_row, synchronize
-from benchmarks.lib.peers import available, fa3_16bit, fa3_fp8
+from benchmarks.lib.peers import available, fa3_16bit, fa3_fp8, flash_16bit, sage2_e2e
 from benchmarks.lib.plots import horizontal
 from benchmarks.lib.problem import workload
 from benchmarks.lib.recipes import DEFAULT
@@ -31,9 +31,9 @@ from benchmarks.lib.tables import LABELS, Table, number, ratio, rows_of, values_
 from helion_attn.testing import make_qkv
 from helion_attn.workloads import Workload
 
-H, D, CALLS, ROUNDS = 2, 64, 300, 7
+H, D, CALLS, ROUNDS = 16, 128, 300, 7
 
-SAME, TURNS, FIRST_NEW = 130, 190, 200
+SAME, TURNS, FIRST_NEW = 512, 384, 520
 
 #: From inputs to what is timed on them.
 Prepare = Callable[[Tensor, Tensor, Tensor], Callable[[], object]]
@@ -58,6 +58,8 @@ CALLED: dict[tuple[str, str], Prepare] = {
     ("fa3_bf16", "kernel"): lambda q, k, v: fa3_16bit(q, k, v, True, D**-0.5).run,
     ("fa3_fp8", "kernel"): lambda q, k, v: fa3_fp8(q, k, v, True, D**-0.5).run,
     ("fa3_fp8", "e2e"): fa3_e2e,
+    ("flash_bf16", "kernel"): lambda q, k, v: flash_16bit(q, k, v, True, D**-0.5).run,
+    ("sage2", "e2e"): lambda q, k, v: sage2_e2e(q, k, v, True, D**-0.5).run,
 }
 
 

@@ -30,6 +30,7 @@ from benchmarks import (
     ladder,
     large_d,
     masks,
+    models,
     preprocess,
     same_token,
     speed,
@@ -47,6 +48,7 @@ from benchmarks.lib.tables import Table, mask
 SUITES: dict[str, Suite] = {
     "speed": speed.SUITE,
     "cells": cells.SUITE,
+    "models": models.SUITE,
     "ablation": ablation.SUITE,
     "masks": masks.SUITE,
     "ladder": ladder.SUITE,
@@ -74,6 +76,7 @@ CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
         accuracy.error_checks,
         speed.kernel_checks,
         speed.e2e_checks,
+        models.checks,
         cells.colfax_checks,
         preprocess.default_checks,
     ),
@@ -98,7 +101,19 @@ CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
 
 #: The result files that these figures are of.
 CHECKED_FILES = (
-    *("attention", "cells", "accuracy", "preprocess", "stages", "ladder", "large_d", "masks", "varlen", "split"),
+    *(
+        "attention",
+        "cells",
+        "models",
+        "accuracy",
+        "preprocess",
+        "stages",
+        "ladder",
+        "large_d",
+        "masks",
+        "varlen",
+        "split",
+    ),
     *("decode", "startup", "host"),
 )
 
