@@ -22,6 +22,7 @@ from benchmarks.lib.problem import Contender, make_problem, measure
 from benchmarks.lib.recipes import DEFAULT, RECIPES
 from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
 from benchmarks.lib.tables import Table, by_impl, error_text, number, ratio, rows_of, values_of
+from helion_attn.compiler import call_plans
 from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
 from helion_attn.workloads import Workload
@@ -65,7 +66,11 @@ def choosing(choose: Chooser) -> Prepare:
         prepared = helion_attn_with(RECIPES[DEFAULT])(q, k, v, causal, sm_scale)
 
         def run() -> Tensor:
-            with mock.patch.object(scheduling, "key_splits", choose):
+            # A plan would keep another's choice.
+            with (
+                mock.patch.object(scheduling, "key_splits", choose),
+                mock.patch.object(call_plans, "key_of", return_value=None),
+            ):
                 return prepared.run()
 
         return dataclasses.replace(prepared, run=run)

@@ -234,7 +234,14 @@ def pack_unread(
         D_v=D_v,
         dtype=dtype,
         layout=layout,
-        recipe=Recipe(center_v=False, v_scales="channel" if v_scale.dim() == 3 else "head"),
+        recipe=Recipe(
+            qk_dtype=torch.float8_e4m3fn,
+            k_scales="head",
+            v_scales="channel" if v_scale.dim() == 3 else "head",
+            reflect=False,
+            smooth_k=False,
+            center_v=False,
+        ),
     )
 
 

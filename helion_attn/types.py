@@ -29,6 +29,8 @@ RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
 class Recipe:
     """How Q, K, V and P become 8- or 16-bit numbers. A choice does not depend on the others, unless it says so.
 
+    Without arguments it is `BALANCED`.
+
     Attributes:
         qk_dtype: of Q and K. float8_e4m3fn, or int8: a finer grid and exact sums of products. int8 needs descales of
             rows or blocks. bfloat16 and float16 need a 16-bit `pv_dtype`.
@@ -66,15 +68,15 @@ class Recipe:
         ValueError: a field has a value that it does not accept, or two fields contradict each other.
     """
 
-    qk_dtype: torch.dtype = torch.float8_e4m3fn
+    qk_dtype: torch.dtype = torch.int8
     pv_dtype: torch.dtype = torch.float8_e4m3fn
     q_scales: str = "token"
-    k_scales: str = "head"
+    k_scales: str = "block"
     v_scales: str = "head"
     hadamard: bool = False
     hadamard_seed: int = 0
-    reflect: bool = False
-    smooth_k: bool = False
+    reflect: bool = True
+    smooth_k: bool = True
     center_v: bool = True
     promote_every: int | None = None
     p_offset_log2: int | None = None
@@ -137,24 +139,16 @@ class Recipe:
 
 
 #: The least time: e4m3 throughout, channels mixed by fours.
-FAST = Recipe(k_scales="block", reflect=True, smooth_k=True)
+FAST = Recipe(qk_dtype=torch.float8_e4m3fn)
 
 #: The default: the scores in int8, whose descales per block also save the first pass over K; channels mixed by fours.
-BALANCED = Recipe(qk_dtype=torch.int8, k_scales="block", reflect=True, smooth_k=True)
+BALANCED = Recipe()
 
 #: The least error on outliers that P and V in 8 bits leave.
-ACCURATE = Recipe(qk_dtype=torch.int8, k_scales="block", v_scales="channel", hadamard=True, smooth_k=True)
+ACCURATE = Recipe(v_scales="channel", hadamard=True, reflect=False)
 
 #: Scores as in BALANCED, P and V in bf16: between 8 bits and 16, in time and in error.
-HYBRID = Recipe(
-    qk_dtype=torch.int8,
-    pv_dtype=torch.bfloat16,
-    k_scales="block",
-    v_scales="none",
-    reflect=True,
-    smooth_k=True,
-    center_v=False,
-)
+HYBRID = Recipe(pv_dtype=torch.bfloat16, v_scales="none", center_v=False)
 
 #: No 8-bit numbers: the yardstick of the others, and what to fall back to.
 BF16 = Recipe(
@@ -163,6 +157,8 @@ BF16 = Recipe(
     q_scales="none",
     k_scales="none",
     v_scales="none",
+    reflect=False,
+    smooth_k=False,
     center_v=False,
 )
 

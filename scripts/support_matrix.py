@@ -410,7 +410,6 @@ def kernels_table() -> str:
 
 def recipes_table() -> str:
     """The head dims of every preset."""
-    recipes = PRESETS | {"Recipe(promote_every=1)": ha.Recipe(promote_every=1)}
 
     def taken(function: str, recipe: ha.Recipe, D_v: int | None = None) -> str:
         calls = {D: Call(D=D, D_v=D_v or D, options={"recipe": recipe}) for D in SIZES}
@@ -425,7 +424,7 @@ def recipes_table() -> str:
             taken("attention", recipe, D_v=128),
             taken("attention_varlen", recipe),
         )
-        for name, recipe in recipes.items()
+        for name, recipe in PRESETS.items()
     )
     return markdown(
         ("recipe", "Q and K", "P and V", "`attention`, D = D_v", "`attention`, D_v 128", "`attention_varlen`, D = D_v"),

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from helion_attn.compiler import call_plans
+
 pytest.register_assert_rewrite("helpers")
 
 from helpers import interpreter, shared  # noqa: E402
@@ -66,6 +68,14 @@ def shared_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
     run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     shared.FOLDER = run / "shared_kernels"
     shared.FOLDER.mkdir(exist_ok=True)
+
+
+@pytest.fixture(autouse=True)
+def no_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are not planned but in tests marked plans: a plan would keep what a test has changed for one call."""
+    call_plans.forget()
+    if request.node.get_closest_marker("plans") is None:
+        monkeypatch.setattr(call_plans, "key_of", lambda *_: None)
 
 
 @pytest.fixture

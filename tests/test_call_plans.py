@@ -21,6 +21,8 @@ from helion_attn.testing import fake_cuda
 from helpers.offline import fake_cache
 from helpers.planning import LAUNCHED, planning
 
+pytestmark = pytest.mark.plans
+
 Call = Callable[[], tuple[list[Tensor], Callable[[], object]]]
 
 #: What is larger than any size, and so an address.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import helion_attn as ha
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import make_qkv, relative_error
+from helpers.cases import IN_E4M3
 
 module: Any = inspect.getmodule(ha.check)
 
@@ -103,11 +105,11 @@ def hard(name: str, N: int = 1024, D: int = 32) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize(
     ("name", "recipe", "said"),
     [
-        ("k_bias", ha.Recipe(), "smooth_k=True subtracts it first"),
+        ("k_bias", IN_E4M3, "smooth_k=True subtracts it first"),
         ("k_bias", ha.ACCURATE, "it is subtracted first"),
         ("outliers", ha.BALANCED, "hadamard=True spreads it"),
         ("outliers", ha.ACCURATE, "hadamard spreads it"),
-        ("drift", ha.Recipe(promote_every=0), "promote_every=1 sums P V in fp32"),
+        ("drift", replace(IN_E4M3, promote_every=0), "promote_every=1 sums P V in fp32"),
         ("drift", ha.FAST, "P V is summed in fp32, which keeps it"),
     ],
 )

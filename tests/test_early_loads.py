@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import helion_attn as ha
 from helion_attn.compiler.passes import early_copies, single_k_buffer
 from helion_attn.compiler.passes.ttgir import COPY, EXPECT, VALUE, WAIT_FOR_PRODUCT
 from helion_attn.configs import large_tile_config, tile_config
+from helpers.cases import IN_E4M3
 from helpers.ir_machine import Machine
 from helpers.offline import compile_attention, compile_decode, compile_shape, compile_tile, compile_varlen
 from helpers.passes import operation, split_at_loop
@@ -23,7 +25,7 @@ from helpers.shared import shared_ir
 # Kernels without a pass, which these tests leave out or which needs none, are no failure here.
 pytestmark = pytest.mark.filterwarnings("ignore::helion_attn.compiler.slower.SlowerWarning")
 
-ONE_LEVEL = ha.Recipe(promote_every=0)
+ONE_LEVEL = replace(IN_E4M3, promote_every=0)
 
 #: Kernels, and how their loops are to look, by letters of `LETTERS`.
 KERNELS: dict[str, tuple[functools.partial[Any], str]] = {

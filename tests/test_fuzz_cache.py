@@ -22,7 +22,7 @@ import helion_attn as ha
 from helion_attn.reference.kv_cache import value_descale
 from helion_attn.testing import INPUT_KINDS
 from helion_attn.validate.dense import IN_DTYPES
-from helpers.cases import Case, Tensors
+from helpers.cases import IN_E4M3, Case, Tensors
 from helpers.fuzzing import (
     EDGES,
     LAYOUTS,
@@ -192,7 +192,7 @@ def make_case(
         model[at], model_lse[at] = ha.reference.fp8_attention_kvcache(q[at], keys[0].float(), keys[1], **masks)
     answers = (oracle, oracle_lse, model.to(out_dtype).float(), model_lse)
     causal, sm_scale, window, softcap, sinks = masks.values()
-    return Case((q, rotated, v), causal, sm_scale, ha.Recipe(), *answers, None, window, softcap, sinks)
+    return Case((q, rotated, v), causal, sm_scale, IN_E4M3, *answers, None, window, softcap, sinks)
 
 
 def sequence_weights(oracle: torch.Tensor) -> torch.Tensor:

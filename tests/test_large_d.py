@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from helion_attn.configs import (
     uses_large_d,
 )
 from helion_attn.testing import SHARED_BYTES_PER_SM, error_budget, make_qkv, relative_error
-from helpers.cases import PRESETS, make_case
+from helpers.cases import IN_E4M3, PRESETS, make_case
 from helpers.offline import (
     HEADS,
     assert_sound,
@@ -73,7 +74,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "window": {"window": (40, 9)},
     "window_causal": {"window": (70, -1), "causal": True},
     "softcap": {"softcap": 2.0, "recipe": ha.ACCURATE},
-    "sinks": {"sinks": [1.0, float("-inf")], "causal": True, "recipe": ha.Recipe(smooth_k=True)},
+    "sinks": {"sinks": [1.0, float("-inf")], "causal": True, "recipe": replace(IN_E4M3, smooth_k=True)},
     "everything": {"window": (50, 5), "softcap": 3.0, "sinks": [0.5, 4.0], "recipe": ha.ACCURATE},
 }
 
@@ -100,7 +101,7 @@ def test_largest_int8_sums(D: int, D_v: int, device: str) -> None:
         k[0, 0, j, : 100 * j] = -1
     k[0, 0, 1:, -1] = 0
     v = torch.arange(9.0, device=device).view(1, 1, 9, 1).repeat(1, 1, 1, D_v)
-    recipe = ha.Recipe(qk_dtype=torch.int8, k_scales="block", center_v=False)
+    recipe = replace(IN_E4M3, qk_dtype=torch.int8, k_scales="block", center_v=False)
     packed = ha.quantize(q, k, v, recipe=recipe)
     assert packed.q8.amax() == packed.k8.amax() == 127
     assert packed.k8.amin() == -127
@@ -141,7 +142,7 @@ def test_sums_of_every_head_dim_can_be_of_either_kind(D: int, D_v: int, device: 
     qkv = make_qkv("randn", 1, 2, 1, 37, 150, D, D_v=D_v, device=device)
     oracle = ha.reference.attention(*qkv)
     for promote_every in (0, 1):
-        recipe = ha.Recipe(promote_every=promote_every)
+        recipe = replace(IN_E4M3, promote_every=promote_every)
         model = relative_error(ha.reference.fp8_attention(*qkv, recipe=recipe), oracle)
         budget = error_budget(model, torch.bfloat16, device=device)
         assert relative_error(ha.attention(*qkv, recipe=recipe), oracle) <= budget

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import hypothesis
 import hypothesis.strategies as st
@@ -16,7 +17,7 @@ from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, RECENTRED_KEYS, SAMPLED_
 from helion_attn.reference import rounding_model
 from helion_attn.testing import make_qkv, relative_error
 from helion_attn.workloads import WORKLOADS, Workload, tagged
-from helpers.cases import PLAIN, PRESETS, RECIPES
+from helpers.cases import IN_E4M3, PLAIN, PRESETS, RECIPES
 from helpers.packing import SPACING, assert_same_values, stored_at, unpack_descales, unpack_values
 
 FP32_EPS = torch.finfo(torch.float32).eps
@@ -124,8 +125,8 @@ def test_centred_v(w: Workload, device: str, poisoned: Poisoned) -> None:
 LONG_V = {
     "head": PLAIN,
     "channel": ha.ACCURATE,
-    "tensor": ha.Recipe(v_scales="tensor"),
-    "e5m2": ha.Recipe(pv_dtype=torch.float8_e5m2),
+    "tensor": replace(IN_E4M3, v_scales="tensor"),
+    "e5m2": replace(IN_E4M3, pv_dtype=torch.float8_e5m2),
 }
 
 
@@ -286,7 +287,7 @@ def test_rounding_is_to_nearest(
 ) -> None:
     q, k, v = make_qkv("outlier", B, H, H, S, S, D, dtype, device, seed)
     given = [x.transpose(1, 2).contiguous() if bshd else x for x in (q, k, v)]
-    packed = ha.quantize(*given, layout="bshd" if bshd else "bhsd", recipe=ha.Recipe(center_v=center))
+    packed = ha.quantize(*given, layout="bshd" if bshd else "bhsd", recipe=replace(IN_E4M3, center_v=center))
     restored, descales = ha.dequantize(packed), unpack_descales(packed)
     for name, x, x_restored in zip("qkv", (q, k, v), restored, strict=True):
         descale = descales[f"{name}_descale"].double().unsqueeze(2 if name == "v" else 3)

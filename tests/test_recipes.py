@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.testing import INPUT_KINDS, make_qkv, relative_error
-from helpers.cases import PRESETS, RECIPES, Tensors, make_case
+from helpers.cases import IN_E4M3, PRESETS, RECIPES, Tensors, make_case
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 PRESET = pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
@@ -81,7 +82,7 @@ def test_rotation_reflection_and_int8_are_worth_it(device: str) -> None:
 
 def test_the_seed_is_used(device: str) -> None:
     qkv = make_qkv("randn", 1, 1, 1, 20, 30, 32, device=device)
-    recipe = ha.Recipe(hadamard=True)
+    recipe = replace(IN_E4M3, hadamard=True)
     first, again, other = (
         ha.quantize(*qkv, recipe=dataclasses.replace(recipe, hadamard_seed=seed)).q8.float()
         for seed in (0, 0, 2**63 - 1)
@@ -92,7 +93,7 @@ def test_the_seed_is_used(device: str) -> None:
 
 def test_lse_of_smoothed_k_is_of_the_original_scores(device: str) -> None:
     q, k, v = make_qkv("randn", 1, 2, 1, 70, 200, 64, torch.float32, device)
-    recipe = ha.Recipe(smooth_k=True)
+    recipe = replace(IN_E4M3, smooth_k=True)
     # A common part of all keys moves all scores of row i by the same amount, and out not at all.
     common = 3.0
     out, lse = ha.attention(q, k, v, recipe=recipe, return_lse=True)
@@ -170,7 +171,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_contradictions(what: str) -> None:
     fields, parts = CONTRADICTIONS[what]
     with pytest.raises(ValueError) as raised:
-        ha.Recipe(**fields)
+        replace(IN_E4M3, **fields)
     for part in parts:
         assert part in str(raised.value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from helion_attn.configs import tile_config
 from helion_attn.preprocess.lib.hadamard import hadamard_block
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import make_qkv, relative_error
-from helpers.cases import LADDER, PRESETS, RECIPES, SIXTEEN_BIT, make_case
+from helpers.cases import IN_E4M3, LADDER, PRESETS, RECIPES, SIXTEEN_BIT, make_case
 from helpers.packing import assert_same_values, unpack_descales, unpack_values
 from helpers.rotations import PAIRING, tables
 
@@ -168,7 +169,7 @@ def test_stages(hadamard: bool, D: int, S: int, interleaved: bool, device: str) 
     """What is cast, before it is: int8 rows hold 127 levels of their own largest value."""
     rope = tables(S, D, interleaved=interleaved, device=device)
     q, k, v = make_qkv("randn", 1, 2, 2, S, S, D, device=device)
-    recipe = ha.Recipe(qk_dtype=torch.int8, q_scales="token", k_scales="block", hadamard=hadamard)
+    recipe = replace(IN_E4M3, qk_dtype=torch.int8, q_scales="token", k_scales="block", hadamard=hadamard)
     packed = ha.quantize(q, k, v, recipe=recipe, rope=rope)
     q64, _ = apply_rope_qk(q, k, rope)
     if hadamard:

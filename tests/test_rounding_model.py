@@ -13,7 +13,7 @@ from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX
 from helion_attn.reference import RoundedQKV, rounding_model
 from helion_attn.testing import INPUT_KINDS, error_budget, make_qkv, relative_error
 from helion_attn.types import ACCURATE, BALANCED, FAST, Recipe, Rope
-from helpers.cases import Tensors
+from helpers.cases import IN_E4M3, Tensors
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 FP32_EPS = torch.finfo(torch.float32).eps
@@ -23,28 +23,28 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROUNDOFF = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 
 #: A descale a head, nothing subtracted, nothing rotated: what the other recipes are compared to.
-PLAIN = Recipe(q_scales="head", center_v=False)
+PLAIN = replace(IN_E4M3, q_scales="head", center_v=False)
 
-INT8_BLOCKS = Recipe(qk_dtype=INT8, k_scales="block", center_v=False)
+INT8_BLOCKS = replace(IN_E4M3, qk_dtype=INT8, k_scales="block", center_v=False)
 
 RECIPES = {
     "plain": PLAIN,
     "fast": FAST,
     "balanced": BALANCED,
     "accurate": ACCURATE,
-    "tensor": Recipe(q_scales="tensor", k_scales="tensor", v_scales="tensor"),
-    "int8": Recipe(qk_dtype=INT8, q_scales="block", k_scales="block"),
-    "int8_token_smooth": Recipe(qk_dtype=INT8, q_scales="token", k_scales="block", smooth_k=True),
-    "rotated_smooth": Recipe(q_scales="head", hadamard=True, hadamard_seed=3, smooth_k=True),
-    "reflected_smooth": Recipe(q_scales="head", reflect=True, smooth_k=True),
-    "e5m2": Recipe(pv_dtype=E5M2, v_scales="channel"),
-    "smooth": Recipe(smooth_k=True),
-    "p_offset_4": Recipe(p_offset_log2=4),
+    "tensor": replace(IN_E4M3, q_scales="tensor", k_scales="tensor", v_scales="tensor"),
+    "int8": replace(IN_E4M3, qk_dtype=INT8, q_scales="block", k_scales="block"),
+    "int8_token_smooth": replace(IN_E4M3, qk_dtype=INT8, q_scales="token", k_scales="block", smooth_k=True),
+    "rotated_smooth": replace(IN_E4M3, q_scales="head", hadamard=True, hadamard_seed=3, smooth_k=True),
+    "reflected_smooth": replace(IN_E4M3, q_scales="head", reflect=True, smooth_k=True),
+    "e5m2": replace(IN_E4M3, pv_dtype=E5M2, v_scales="channel"),
+    "smooth": replace(IN_E4M3, smooth_k=True),
+    "p_offset_4": replace(IN_E4M3, p_offset_log2=4),
 }
 
 
 #: What mixes channels of Q and K.
-MIXING = {"none": Recipe(), "hadamard": Recipe(hadamard=True), "reflect": Recipe(reflect=True)}
+MIXING = {"none": IN_E4M3, "hadamard": replace(IN_E4M3, hadamard=True), "reflect": replace(IN_E4M3, reflect=True)}
 
 
 def dequantized(r: RoundedQKV, recipe: Recipe) -> Tensors:
@@ -134,7 +134,7 @@ def test_block_size_changes_only_noise(block_n: int) -> None:
 
 def test_promotion_does_not_change_the_model() -> None:
     qkv = make_qkv("randn", 1, 2, 2, 64, 300, 64)
-    outs = [reference.fp8_attention(*qkv, recipe=Recipe(promote_every=n)) for n in (None, 0, 1)]
+    outs = [reference.fp8_attention(*qkv, recipe=replace(IN_E4M3, promote_every=n)) for n in (None, 0, 1)]
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 
@@ -168,7 +168,7 @@ def test_fields_of_another_head_are_detected(field: str, monkeypatch: pytest.Mon
     q, k, v = make_qkv("biased_v", 1, 2, 2, 64, 100, 64)
     magnitude = torch.tensor([0.5, 2.0])[:, None, None]
     q, k, v = ((x * magnitude).to(q.dtype) for x in (q, k + 1, v))
-    recipe = Recipe(smooth_k=True)
+    recipe = replace(IN_E4M3, smooth_k=True)
     ref, ref_lse = reference.attention(q, k, v, return_lse=True)
     healthy, healthy_lse = reference.fp8_attention(q, k, v, recipe=recipe, return_lse=True)
     r = rounding_model.quantize(q, k, v, recipe)
@@ -186,30 +186,30 @@ def test_fields_of_another_head_are_detected(field: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("seed", [0, 1])
 def test_order_of_the_recipes_with_outliers(seed: int) -> None:
     qkv = make_qkv("outlier", 1, 2, 2, 256, 512, 128, seed=seed)
-    plain, rotated = total_error(qkv, Recipe()), total_error(qkv, Recipe(hadamard=True))
-    int8_rotated = total_error(qkv, Recipe(qk_dtype=INT8, k_scales="block", hadamard=True))
+    plain, rotated = total_error(qkv, IN_E4M3), total_error(qkv, replace(IN_E4M3, hadamard=True))
+    int8_rotated = total_error(qkv, replace(IN_E4M3, qk_dtype=INT8, k_scales="block", hadamard=True))
     assert rotated < 0.85 * plain
     assert int8_rotated < 0.75 * rotated
     # A head's bound under a rotation is loose, which e4m3 does not notice.
-    assert total_error(qkv, Recipe(q_scales="head", hadamard=True)) < 1.1 * rotated
-    assert total_error(qkv, Recipe(k_scales="block", hadamard=True)) > 0.9 * rotated
+    assert total_error(qkv, replace(IN_E4M3, q_scales="head", hadamard=True)) < 1.1 * rotated
+    assert total_error(qkv, replace(IN_E4M3, k_scales="block", hadamard=True)) > 0.9 * rotated
 
 
 def test_e5m2_is_worse_than_e4m3() -> None:
     qkv = make_qkv("randn", 1, 2, 2, 64, 300, 64)
-    assert total_error(qkv, Recipe(pv_dtype=E5M2)) > 1.3 * total_error(qkv, Recipe())
+    assert total_error(qkv, replace(IN_E4M3, pv_dtype=E5M2)) > 1.3 * total_error(qkv, IN_E4M3)
 
 
 def test_centring_helps_a_biased_v() -> None:
     qkv = make_qkv("biased_v", 1, 2, 2, 64, 1000, 64)
-    assert total_error(qkv, Recipe(center_v=True)) < 0.6 * total_error(qkv, Recipe(center_v=False))
+    assert total_error(qkv, replace(IN_E4M3, center_v=True)) < 0.6 * total_error(qkv, replace(IN_E4M3, center_v=False))
 
 
 @pytest.mark.parametrize("qk_dtype", [E4M3, INT8], ids=["e4m3", "int8"])
 def test_smoothing_helps_a_biased_k(qk_dtype: torch.dtype) -> None:
     q, k, v = make_qkv("randn", 1, 2, 2, 64, 300, 64)
     k = (k.float() + 16 * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(1))).to(k.dtype)
-    recipe = Recipe(qk_dtype=qk_dtype, k_scales="block")
+    recipe = replace(IN_E4M3, qk_dtype=qk_dtype, k_scales="block")
     assert total_error((q, k, v), replace(recipe, smooth_k=True)) < total_error((q, k, v), recipe) / 2
 
 
@@ -223,8 +223,12 @@ def test_a_descale_a_head_keeps_a_quiet_head() -> None:
         out = reference.fp8_attention(q * quiet, k * quiet, v * quiet, sm_scale=2.0**33, recipe=recipe)
         return relative_error(out[:, 1] * 2.0**18, expected)
 
-    assert error(Recipe()) < 0.06
-    for coarse in (Recipe(q_scales="tensor"), Recipe(k_scales="tensor"), Recipe(v_scales="tensor")):
+    assert error(IN_E4M3) < 0.06
+    for coarse in (
+        replace(IN_E4M3, q_scales="tensor"),
+        replace(IN_E4M3, k_scales="tensor"),
+        replace(IN_E4M3, v_scales="tensor"),
+    ):
         assert error(coarse) > 0.3
 
 
@@ -236,8 +240,8 @@ def test_a_descale_a_channel_keeps_a_quiet_channel() -> None:
     def error(recipe: Recipe) -> float:
         return relative_error(reference.fp8_attention(q, k, v, recipe=recipe)[..., 7], ref)
 
-    assert error(Recipe(v_scales="channel")) < 0.07
-    assert error(Recipe(v_scales="head")) > 0.3
+    assert error(replace(IN_E4M3, v_scales="channel")) < 0.07
+    assert error(replace(IN_E4M3, v_scales="head")) > 0.3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,7 +286,7 @@ def assert_descale(actual: torch.Tensor, stat: torch.Tensor, dtype: torch.dtype)
 def test_descales_of_q_and_k(scales: str, qk_dtype: torch.dtype, D: int) -> None:
     q, k, v = make_qkv("randn", 2, 4, 2, 150, 300, D, torch.float32)
     tile = tile_config(padded_head_dim(D), causal=False)
-    recipe = Recipe(qk_dtype=qk_dtype, q_scales=scales, k_scales="block" if scales == "token" else scales)
+    recipe = replace(IN_E4M3, qk_dtype=qk_dtype, q_scales=scales, k_scales="block" if scales == "token" else scales)
     r = reference.quantize(q, k, v, recipe)
     assert_descale(r.q_descale, amax_by(q, scales, tile.bm)[..., 0], qk_dtype)
     assert_descale(r.k_descale, amax_by(k, recipe.k_scales, tile.bn)[..., 0], qk_dtype)
@@ -296,7 +300,7 @@ def test_descales_of_q_and_k(scales: str, qk_dtype: torch.dtype, D: int) -> None
 def test_exact_descales_are_of_what_is_cast(scales: str) -> None:
     q, k, v = make_qkv("randn", 2, 4, 2, 150, 300, 64, torch.float32)
     k = k + 2
-    recipe = Recipe(q_scales=scales, k_scales="block", v_scales="channel", hadamard=True, smooth_k=True)
+    recipe = replace(IN_E4M3, q_scales=scales, k_scales="block", v_scales="channel", hadamard=True, smooth_k=True)
     r = reference.quantize(q, k, v, recipe)
     q_rotated = reference.hadamard(q)
     k_rotated = reference.hadamard(k - k.mean(2, keepdim=True))
@@ -339,14 +343,14 @@ def test_the_bound_under_a_rotation_is_reached(dtype: torch.dtype) -> None:
     """A row along column 5 of the rotation has all of its length in channel 5 afterwards."""
     row = reference.hadamard_matrix(64)[:, 5].sign() * 3
     q = row.expand(1, 1, 4, 64).to(dtype)
-    r = reference.quantize(q, q, q, Recipe(q_scales="head", hadamard=True))
+    r = reference.quantize(q, q, q, replace(IN_E4M3, q_scales="head", hadamard=True))
     for x8 in (r.q8, r.k8):
         assert torch.equal(x8, FORMAT_MAX[E4M3] * torch.eye(64)[5].expand_as(x8))
 
 
 def test_the_bound_under_a_reflection_is_reached() -> None:
     q = torch.tensor([3.0, 3, 3, -3]).repeat(16).expand(1, 1, 4, 64)
-    r = reference.quantize(q, q, q, Recipe(q_scales="head", reflect=True))
+    r = reference.quantize(q, q, q, replace(IN_E4M3, q_scales="head", reflect=True))
     for x8 in (r.q8, r.k8):
         assert torch.equal(x8, FORMAT_MAX[E4M3] * torch.tensor([0.0, 0, 0, -1]).repeat(16).expand_as(x8))
 
@@ -356,7 +360,7 @@ def test_the_bound_under_a_reflection_is_reached() -> None:
 @pytest.mark.parametrize("scales", ["tensor", "head", "channel"])
 def test_descales_of_v(scales: str, center_v: bool, pv_dtype: torch.dtype) -> None:
     q, k, v = make_qkv("biased_v", 2, 4, 2, 50, 300, 64, torch.float32)
-    r = reference.quantize(q, k, v, Recipe(pv_dtype=pv_dtype, v_scales=scales, center_v=center_v))
+    r = reference.quantize(q, k, v, replace(IN_E4M3, pv_dtype=pv_dtype, v_scales=scales, center_v=center_v))
     mean = v.mean(2) if center_v else torch.zeros(2, 2, 64)
     torch.testing.assert_close(r.v_mean, mean, rtol=4 * FP32_EPS, atol=0)
     assert_descale(r.v_descale, amax_by(v - r.v_mean.unsqueeze(2), scales, 0)[:, :, 0], pv_dtype)
@@ -401,7 +405,8 @@ def test_nonfinite_stays_in_its_group(name: str, transform: str, value: float) -
     }
     accepted = {"q": ("tensor", "head", "block", "token"), "k": ("tensor", "head", "block")}
     for scales in accepted.get(name, ("tensor", "head", "channel")):
-        recipe = Recipe(
+        recipe = replace(
+            IN_E4M3,
             q_scales=scales if name == "q" else "token",
             k_scales=scales if name == "k" else "head",
             v_scales=scales if name == "v" else "head",
@@ -458,7 +463,7 @@ def test_int8_products_are_exact() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_rotation_reads_16_bits(dtype: torch.dtype) -> None:
     q, k, v = make_qkv("randn", 1, 2, 2, 50, 60, 64, dtype)
-    recipe = Recipe(qk_dtype=INT8, k_scales="block", hadamard=True, hadamard_seed=2, smooth_k=True)
+    recipe = replace(IN_E4M3, qk_dtype=INT8, k_scales="block", hadamard=True, hadamard_seed=2, smooth_k=True)
     r = reference.quantize(q, k, v, recipe)
     centred = k.float() - r.k_mean.unsqueeze(2)
     read = centred.double()  # of bf16 tensors K itself is read, and its mean subtracted after
@@ -520,7 +525,7 @@ def test_a_constant_added_to_keys_only_shifts_lse(transform: str) -> None:
 @pytest.mark.parametrize("D", [17, 40, 100])
 def test_every_head_dim_can_be_rotated(D: int) -> None:
     qkv = make_qkv("outlier", 1, 2, 2, 30, 70, D)
-    r = reference.quantize(*qkv, Recipe(hadamard=True))
+    r = reference.quantize(*qkv, replace(IN_E4M3, hadamard=True))
     assert relative_error(r.q8 * r.q_descale.unsqueeze(3), reference.hadamard(qkv[0])) < 0.04
     assert relative_error(r.q8 * r.q_descale.unsqueeze(3), qkv[0]) > 1
 
@@ -537,10 +542,10 @@ def make_rope(positions: int, R: int, interleaved: bool = False) -> Rope:
 
 #: Whose descales are exact, so that it does not matter whether RoPE has been applied already.
 EXACT_RECIPES = {
-    "plain": Recipe(k_scales="block"),
-    "rotated": Recipe(k_scales="block", hadamard=True),
-    "reflected": Recipe(k_scales="block", reflect=True),
-    "int8_rotated_smooth": Recipe(qk_dtype=INT8, k_scales="block", hadamard=True, smooth_k=True),
+    "plain": replace(IN_E4M3, k_scales="block"),
+    "rotated": replace(IN_E4M3, k_scales="block", hadamard=True),
+    "reflected": replace(IN_E4M3, k_scales="block", reflect=True),
+    "int8_rotated_smooth": replace(IN_E4M3, qk_dtype=INT8, k_scales="block", hadamard=True, smooth_k=True),
 }
 
 

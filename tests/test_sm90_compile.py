@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from helion_attn.configs.scheduling import query_blocks_per_sm
 from helion_attn.kernels.lib import steps
 from helion_attn.testing import Sm90Kernel, compile_for_sm90
 from helion_attn.varlen import attend_varlen, quantize_varlen
-from helpers.cases import PRESETS
+from helpers.cases import IN_E4M3, PRESETS
 from helpers.offline import (
     LONGER_LOOP,
     MEASURED,
@@ -110,10 +111,10 @@ def test_keys_of_more_than_2_to_the_31_elements(recipe: ha.Recipe, causal: bool)
 
 
 CHOICES = {
-    "e5m2": ha.Recipe(pv_dtype=torch.float8_e5m2),
-    "sum_in_tensor_core": ha.Recipe(promote_every=0),
-    "k_block": ha.Recipe(k_scales="block"),
-    "smooth_k": ha.Recipe(smooth_k=True),
+    "e5m2": replace(IN_E4M3, pv_dtype=torch.float8_e5m2),
+    "sum_in_tensor_core": replace(IN_E4M3, promote_every=0),
+    "k_block": replace(IN_E4M3, k_scales="block"),
+    "smooth_k": replace(IN_E4M3, smooth_k=True),
 }
 
 
@@ -130,7 +131,7 @@ AT_64: dict[str, dict[str, Any]] = {
     "window": {"window": (100, 100), "recipe": ha.FAST},
     "sinks": {"sinks": True, "recipe": ha.FAST},
     "softcap_fp32": {"softcap": 50.0, "recipe": ha.ACCURATE, "out_dtype": torch.float32, "layout": "bshd"},
-    "softcap_causal_blocks": {"softcap": 50.0, "causal": True, "recipe": ha.Recipe(k_scales="block")},
+    "softcap_causal_blocks": {"softcap": 50.0, "causal": True, "recipe": replace(IN_E4M3, k_scales="block")},
     "everything": {"window": (100, -1), "causal": True, "softcap": 50.0, "sinks": True, "recipe": ha.ACCURATE},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.preprocess import pack
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.varlen import quantize_varlen
-from helpers.cases import PRESETS
+from helpers.cases import IN_E4M3, PRESETS
 from helpers.offline import (
     MEASURED,
     assert_sound,
@@ -98,7 +99,7 @@ def test_preprocessing_with_rope(D: int, name: str, interleaved: bool, dtype: to
 
 @pytest.mark.parametrize("D", [64, 256])
 def test_preprocessing_that_only_rotates(D: int) -> None:
-    recipe = ha.Recipe(hadamard=True)
+    recipe = replace(IN_E4M3, hadamard=True)
     kernels = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D), recipe=recipe)
     assert_preprocessing(kernels, D, recipe)
     assert kernels[-1].ctas_per_sm >= 2
@@ -121,7 +122,7 @@ def every_third(*shape: int) -> torch.Tensor:
 
 
 #: e4m3 and int8, as they are and reflected.
-PADDED = {"not_reflected": ha.Recipe(), "fast": ha.FAST, "balanced": ha.BALANCED}
+PADDED = {"not_reflected": IN_E4M3, "fast": ha.FAST, "balanced": ha.BALANCED}
 
 
 def strided_in_d(D: int) -> tuple[torch.Tensor, ...]:

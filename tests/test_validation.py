@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import helion_attn as ha
 from helion_attn.testing import fake_cuda
 from helion_attn.validate import dense
+from helpers.cases import IN_E4M3
 from helpers.no_ops import Launched
 from helpers.refused import assert_raises
 
@@ -259,7 +261,7 @@ def packed() -> ha.QuantizedQKV:
         D_v=32,
         dtype=torch.bfloat16,
         layout="bhsd",
-        recipe=ha.Recipe(smooth_k=True),
+        recipe=replace(IN_E4M3, smooth_k=True),
     )
 
 
@@ -327,10 +329,10 @@ def test_quantized_with_heads_not_a_multiple() -> None:
 @pytest.mark.parametrize(
     ("recipe", "named"),
     [
-        (ha.Recipe(qk_dtype=torch.int8, k_scales="block", smooth_k=True), "q8"),
-        (ha.Recipe(pv_dtype=torch.float8_e5m2, smooth_k=True), "v8"),
-        (ha.Recipe(promote_every=1, hadamard=True, smooth_k=True), None),
-        (ha.Recipe(), None),
+        (replace(IN_E4M3, qk_dtype=torch.int8, k_scales="block", smooth_k=True), "q8"),
+        (replace(IN_E4M3, pv_dtype=torch.float8_e5m2, smooth_k=True), "v8"),
+        (replace(IN_E4M3, promote_every=1, hadamard=True, smooth_k=True), None),
+        (IN_E4M3, None),
     ],
     ids=["int8", "e5m2", "rotated", "not_smoothed"],
 )

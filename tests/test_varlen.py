@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from helion_attn.integrations.flash_attn import VARLEN_RULES
 from helion_attn.numerics import E4M3_MAX, RECENTRED_KEYS
 from helion_attn.testing import fake_cuda, relative_error
 from helion_attn.varlen import attend_varlen, quantize_varlen
-from helpers.cases import PRESETS, RECIPES, Tensors
+from helpers.cases import IN_E4M3, PRESETS, RECIPES, Tensors
 from helpers.memory import nan_filled_memory
 from helpers.offline import compilations
 from helpers.recorder import Recorder
@@ -98,7 +99,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "bf16",
         )
     },
-    "recipe_q_block": {"recipe": ha.Recipe(qk_dtype=torch.int8, q_scales="block", k_scales="block"), "D": 128},
+    "recipe_q_block": {"recipe": replace(IN_E4M3, qk_dtype=torch.int8, q_scales="block", k_scales="block"), "D": 128},
     "recipe_fp16": {"recipe": RECIPES["fp16_hadamard_smooth_k"], "D": 128},
 }
 
@@ -418,11 +419,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "recipe": ({"recipe": "fast"}, TypeError, "recipe is 'fast'"),
     "q_scales": (
-        {"recipe": ha.Recipe(q_scales="head")},
+        {"recipe": replace(IN_E4M3, q_scales="head")},
         NotImplementedError,
         r"recipe has q_scales='head'; .* must be one of \('block', 'token', 'none'\)",
     ),
-    "v_scales": ({"recipe": ha.Recipe(v_scales="tensor")}, NotImplementedError, "recipe has v_scales='tensor'"),
+    "v_scales": ({"recipe": replace(IN_E4M3, v_scales="tensor")}, NotImplementedError, "recipe has v_scales='tensor'"),
     "causal": ({"causal": 1}, TypeError, "causal is 1"),
     "return_lse": ({"return_lse": None}, TypeError, "return_lse is None"),
     "sm_scale": ({"sm_scale": -1.0}, ValueError, "sm_scale is -1"),

@@ -18,6 +18,7 @@ from helion_attn.compiler.passes import warpgroup_turns
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import tile_config
 from helion_attn.testing import Sm90Kernel
+from helpers.cases import IN_E4M3
 from helpers.offline import MEASURED, assert_sound, compile_attention, compile_shape, compile_tile, compile_varlen
 from helpers.passes import operation, recorded, split_at_loop
 from helpers.shared import shared_call, shared_ir
@@ -53,7 +54,7 @@ TAKE_TURNS: dict[str, functools.partial[Any]] = {
     "many_keys": functools.partial(compile_shape, 1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED),
 }
 #: In the tensor core: pieces of the product are not waited for one by one.
-ONE_LEVEL = ha.Recipe(promote_every=0)
+ONE_LEVEL = replace(IN_E4M3, promote_every=0)
 
 TAKE_NONE: dict[str, functools.partial[Any]] = {
     "one_warpgroup": functools.partial(compile_attention, 128, False),

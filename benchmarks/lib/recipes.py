@@ -18,7 +18,15 @@ RUNGS = {"hybrid": ha.HYBRID, "bf16": ha.BF16}
 DEFAULT = "balanced"
 
 #: FlashAttention-3's paper calls this the FP8 baseline. Only the rounding model runs it here.
-PER_TENSOR = ha.Recipe(q_scales="tensor", k_scales="tensor", v_scales="tensor", center_v=False)
+PER_TENSOR = ha.Recipe(
+    qk_dtype=torch.float8_e4m3fn,
+    q_scales="tensor",
+    k_scales="tensor",
+    v_scales="tensor",
+    reflect=False,
+    smooth_k=False,
+    center_v=False,
+)
 
 _CHANGES: dict[str, dict[str, Any]] = {
     "no_reflect": {"reflect": False},

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import helion_attn as ha
 from helion_attn.configs import TILE_CONFIGS
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helpers import offline
+from helpers.cases import IN_E4M3
 
 HASHES = Path(__file__).parents[1] / "ptx_hashes.json"
 
@@ -69,12 +71,12 @@ def cases() -> dict[str, Compile]:
                 tile.D_pad, tile.causal, recipe=RECIPES[name], B=offline.batch_for(tile)
             )
     for D in (64, 256):
-        plain = ha.Recipe(q_scales="head", smooth_k=True)
+        plain = replace(IN_E4M3, q_scales="head", smooth_k=True)
         found[f"everything D{D}"] = attention(D, True, recipe=ha.ACCURATE, **EVERYTHING)
         found[f"fp32 bshd D{D}"] = attention(D, False, torch.float32, "bshd")
         found[f"k_head plain D{D}"] = attention(D, True, recipe=plain)
     for D in (64, 128, 256):
-        in_16_bits = ha.Recipe(q_scales="head", smooth_k=True, hadamard=True)
+        in_16_bits = replace(IN_E4M3, q_scales="head", smooth_k=True, hadamard=True)
         found |= {
             f"varlen D{D}": partial(offline.compile_varlen, D, True, ha.BALANCED),
             f"varlen all D{D}": partial(offline.compile_varlen, D, True, ha.ACCURATE, **EVERYTHING),
