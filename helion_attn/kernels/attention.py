@@ -304,13 +304,11 @@ def fp8_attn_fwd(
             )  # fmt: skip
             q_scale = to_descale(torch.amax(torch.abs(x), 1), q_largest)
             q_tile = to_dtype(x * (1.0 / q_scale).unsqueeze(1), k8.dtype, is_cuda)
-            # Read back, they have the layout of scores; kept, they are converted in every key block, behind barriers.
-            hl.store(q_descale, [packed_rows], q_scale)
             if shift_lse:
+                # Read again behind the loop, which has no registers for it.
                 hl.store(lse_shift, [packed_rows], shift_of_keys)
-            if is_cuda:
-                hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
-            q_scale = hl.load(q_descale, [packed_rows])
+                if is_cuda:
+                    hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
         elif q_row_descales:
             q_scale = hl.load(q_descale, [packed_rows])
         elif varlen:
@@ -600,10 +598,11 @@ def launch(
     if q is not None:
         unit = common_unit(q)
         rows = strided_rows(q, unit)
-        # What a program computes of its rows it writes here, and reads again.
-        q_descale = out.new_empty(q8.size(0) * -(-a.m_len // tile.bm) * tile.bm, dtype=torch.float32)
         if lse_shift is not None:
-            lse_shift, k_mean = torch.empty_like(q_descale), a.packed.k_mean.view(-1)
+            # Where a program keeps the shifts of its rows.
+            rows_of_programs = q8.size(0) * -(-a.m_len // tile.bm) * tile.bm
+            lse_shift = out.new_empty(rows_of_programs, dtype=torch.float32)
+            k_mean = a.packed.k_mean.view(-1)
     # Heads that share tiles have descales of their own.
     choices["q_row_descales"] = choices["q_row_descales"] or pack_gqa
     kernel = compiled_kernel(tile, two_level) if q8.is_cuda else interpreted_kernel

@@ -129,7 +129,7 @@ def pack_kv(
             k_blocks, bh, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen, wide, is_cuda
         )
         channel_descale = v_descales(v_amax, v_head, d_index, d_row, d_tile, v_largest, v_unscaled, v_per_channel)
-        scaled, tile = v_block(
+        centred, scaled, tile = v_block(
             v, v_mean, channel_descale, v_head, i, d_index, offset, v_s_step * unit, v_d_step, v_keys, v_channels, bn,
             d_tile, v8.dtype,
         )  # fmt: skip
@@ -141,7 +141,8 @@ def pack_kv(
             lost = lost_in_rounding(scaled, tile, channel_descale)
             hl.store(v_lost, [bh * n_blocks + i, d_index * d_tile + hl.arange(d_tile)], lost)
         if note_peak:
-            v_peak[bh * n_blocks + i, d_index] = torch.amax(torch.amax(torch.abs(scaled), 1), 0)
+            largest = torch.amax(torch.amax(torch.abs(centred), 1), 0)
+            v_peak[bh * n_blocks + i, d_index] = largest / torch.amax(channel_descale, 0)
         if i == 0:
             hl.store(v_descale, [bh, d_index * d_tile + hl.arange(d_tile)], channel_descale)
 

@@ -115,7 +115,7 @@ def recentre(
                         wide, is_cuda,
                     )  # fmt: skip
                     for any_index in hl.grid(d_tiles):
-                        centred, _ = v_block(
+                        _, centred, _ = v_block(
                             v, v_mean, ones, v_head, 0 if varlen else i, any_index, offset, v_s_step * unit, v_d_step,
                             size, v_channels, bn, d_tile, v8.dtype,
                         )  # fmt: skip
@@ -127,7 +127,7 @@ def recentre(
                         k_blocks, first + i if varlen else head, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen,
                         wide, is_cuda,
                     )  # fmt: skip
-                    scaled, tile = v_block(
+                    _, scaled, tile = v_block(
                         v, v_mean, descale, v_head, 0 if varlen else i, d_index, offset, v_s_step * unit, v_d_step,
                         size, v_channels, bn, d_tile, v8.dtype,
                     )  # fmt: skip

@@ -38,6 +38,7 @@ from helion_attn.compiler.passes.ttgir import (
     BARRIER,
     COPY,
     EXPECT,
+    FENCE,
     PRODUCT,
     TWO_WARPGROUPS,
     VALUE,
@@ -50,6 +51,7 @@ from helion_attn.compiler.passes.ttgir import (
     matched,
     renamed,
     taken_out,
+    with_copies_ahead,
 )
 
 NAME = "early_copies"
@@ -195,6 +197,9 @@ def _rescheduled(lines: list[str], at: int, end: int) -> tuple[list[str], str]:
     # loop: what is stored there may come into K's buffers, whose reading Triton takes for done.
     barrier = f"{indent}  {BARRIER}"
     body = [*rest[: behind + 1], barrier, *group, barrier, *rest[behind + 1 :]]
+    if find(before, FENCE):
+        # Q is computed, not copied, and K and V are on their way meanwhile.
+        before = with_copies_ahead(before)
     before = _with_last_wait_behind(before, indent)
     if in_one_buffer:
         before, body, after = with_single_k_buffer(before, body, after)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 
 from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, only
-from helion_attn.compiler.passes.ttgir import PRODUCT, VALUE, defined, find, indentation, matched
+from helion_attn.compiler.passes.ttgir import FENCE, PRODUCT, VALUE, defined, find, indentation, matched
 
 NAME = "shared_q"
 
@@ -52,15 +52,11 @@ def with_shared_q(text: str) -> Outcome:
         layout = only(sorted(layouts), "the layouts of K")
     except Refused as refused:
         return Outcome(NAME, False, str(refused), text)
+    lines = [line for i, line in enumerate(lines) if i not in loads]
     new_type = re.sub(r", #\w+, #smem", f", {layout}, #smem", old_type)
     at = stored[tile]
     lines = [line.replace(old_type, new_type) if tile in re.findall(VALUE, line) else line for line in lines]
-    fence = f"{indentation(lines[at])}ttng.fence_async_shared {{bCluster = false}}"
-    lines = [*lines[: at + 1], fence, *lines[at + 1 :]]
-    removed = {i + 1 for i in loads}
+    fence = f"{indentation(lines[at])}{FENCE}{{bCluster = false}}"
     return Outcome(
-        NAME,
-        True,
-        "products read Q from shared memory",
-        "\n".join(line for i, line in enumerate(lines) if i not in removed),
+        NAME, True, "products read Q from shared memory", "\n".join([*lines[: at + 1], fence, *lines[at + 1 :]])
     )

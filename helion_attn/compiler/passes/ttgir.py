@@ -14,6 +14,7 @@ WAIT_FOR_COPIES = "ttng.wait_barrier "
 PRODUCT = "ttng.warp_group_dot "
 WAIT_FOR_PRODUCT = "ttng.warp_group_dot_wait "
 BARRIER = "gpu.barrier"
+FENCE = "ttng.fence_async_shared "
 
 #: What a module of programs of eight warps says.
 TWO_WARPGROUPS = '"ttg.num-warps" = 8 : i32'
@@ -68,3 +69,15 @@ def loops(lines: list[str]) -> Iterator[tuple[int, int]]:
 def indentation(line: str) -> str:
     """What comes before the operation."""
     return line[: len(line) - len(line.lstrip())]
+
+
+def with_copies_ahead(before: list[str]) -> list[str]:
+    """The lines in front of a loop, the first copies, and what they need, ahead of the rest."""
+    copies = [i for operation in ("ttng.init_barrier ", EXPECT, COPY) for i in find(before, operation)]
+    begin = find(before, "tt.func ")[-1] + 1
+    needed, rest = taken_out(before, copies, begin)
+    # An operation of several lines is not taken apart, and nothing that waits is moved.
+    indent = indentation(before[-1])
+    if any(indentation(line) != indent or line.endswith("{") or "local_load" in line for line in needed):
+        return before
+    return [*rest[:begin], *needed, *rest[begin:]]

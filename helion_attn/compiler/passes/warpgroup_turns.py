@@ -62,7 +62,7 @@ from helion_attn.compiler.passes.ttgir import (
     find,
     indentation,
     loops,
-    taken_out,
+    with_copies_ahead,
 )
 
 NAME, PART_OF_P = "warpgroup_turns", "turn_behind_part_of_p"
@@ -138,7 +138,7 @@ def _in_turns(lines: list[str], at: int, end: int) -> str:
     ]
     return "\n".join(
         [
-            *_with_copies_ahead(lines[:at]),
+            *with_copies_ahead(lines[:at]),
             *thread,
             _turn(outer, "before_loop", _BEFORE_LOOP),
             lines[at],
@@ -156,18 +156,6 @@ def _in_turns(lines: list[str], at: int, end: int) -> str:
             *lines[end + 1 :],
         ]
     )
-
-
-def _with_copies_ahead(before: list[str]) -> list[str]:
-    """The lines in front of a loop, the first copies, and what they need, ahead of the rest."""
-    copies = [i for operation in ("ttng.init_barrier ", EXPECT, COPY) for i in find(before, operation)]
-    begin = find(before, "tt.func ")[-1] + 1
-    needed, rest = taken_out(before, copies, begin)
-    # An operation of several lines is not taken apart, and nothing that waits is moved.
-    indent = indentation(before[-1])
-    if any(indentation(line) != indent or line.endswith("{") or "local_load" in line for line in needed):
-        return before
-    return [*rest[:begin], *needed, *rest[begin:]]
 
 
 def _asm(indent: str, name: str, code: str, operand: str, pure: bool) -> str:

@@ -1,0 +1,77 @@
+"""What a loop knows of its rows is converted in front of it: a pass over Triton's IR of an attention kernel.
+
+A kernel that quantises Q has the descales of Q's rows from a reduction, in the layout of Q's tile. The loop multiplies
+them by K's descale, and Triton converts the product to the layout of scores: in every key block, through shared memory
+and behind barriers of all warps. The factors are converted in front of the loop, and the loop multiplies them in the
+layout of scores.
+"""
+
+from __future__ import annotations
+
+import re
+
+from helion_attn.compiler.passes.outcome import Outcome
+from helion_attn.compiler.passes.ttgir import VALUE, defined, find, indentation, loops, renamed
+
+NAME = "rows_ahead"
+
+#: Operations that take as much in one layout as in another.
+_ELEMENTWISE = ("arith.mulf ", "arith.select ", "tt.splat ", "tt.expand_dims ")
+
+#: A tensor's type; the group is its layout, or that which its layout is a slice of.
+_TENSOR = r"tensor<[\dx]+\w+, (?:#ttg\.slice<\{dim = \d+, parent = )?(#\w+)(?:\}>)?>"
+
+_CONVERSION = re.compile(rf"\s*({VALUE}) = ttg\.convert_layout ({VALUE}) : {_TENSOR} -> {_TENSOR}(?: loc.*)?$")
+
+
+def with_rows_ahead(text: str) -> Outcome:
+    """Convert in front of the first loop what its conversions come from."""
+    lines = text.split("\n")
+    for begin, end in [*loops(lines)][:1]:
+        moved = _moved(lines, begin, end)
+        if moved != lines:
+            return Outcome(NAME, True, "rows are converted in front of the loop", "\n".join(moved))
+    return Outcome(NAME, False, "no loop converts what comes from in front of it", text)
+
+
+def _moved(lines: list[str], begin: int, end: int) -> list[str]:
+    places = {name: i for i, line in enumerate(lines) if (name := defined(line))}
+    ahead: dict[str, str] = {}
+    clones: dict[int, list[str]] = {}
+    names: dict[str, str] = {}
+    dropped = set()
+    for at in find(lines[:end], "ttg.convert_layout "):
+        found = _CONVERSION.match(lines[at])
+        if at < begin or found is None:
+            continue
+        result, value, old, new = found.groups()
+        inside, outside, wanted = [], [], [value]
+        while wanted:
+            name = wanted.pop()
+            if name not in places or not re.search(_TENSOR, lines[places[name]]):
+                continue  # a scalar has no layout
+            if not begin < places[name] < end:
+                outside.append(name)
+            elif places[name] not in inside:
+                inside.append(places[name])
+                wanted += re.findall(VALUE, lines[places[name]])[1:]
+        if not inside or not all(any(f" = {op}" in lines[i] for op in _ELEMENTWISE) for i in inside):
+            continue
+        suffix = f"_in_{new[1:]}"
+        own = {str(defined(lines[i])): f"{defined(lines[i])}{suffix}" for i in inside}
+        for name in outside:
+            *_, its_type = re.finditer(_TENSOR, lines[places[name]])
+            if its_type.group(1) == old:
+                own[name], kind = f"{name}{suffix}", its_type.group()
+                conversion = f"ttg.convert_layout {name} : {kind} -> {kind.replace(old, new)}"
+                ahead[own[name]] = f"{indentation(lines[begin])}{own[name]} = {conversion}"
+        for i in inside:
+            clone = re.sub(rf"{old}\b", new, renamed(lines[i], own))
+            clones[i] = [*(x for x in clones.get(i, []) if x != clone), clone]
+        names[result] = own[value]
+        dropped.add(at)
+    moved = [*lines[:begin], *ahead.values(), lines[begin]]
+    for i, line in enumerate(lines[begin + 1 :], begin + 1):
+        moved += [] if i in dropped else [renamed(line, names)]
+        moved += clones.get(i, [])
+    return moved
