@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion, hl
+from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.numerics import FORMAT_MAX, RECENTRED_KEYS, REFLECTED_GROUP
@@ -146,7 +146,7 @@ def pack(
     if cap_registers:
         # Only then: told of any maximum, be it 255, ptxas takes half as many registers again for the other kernels. The
         # name is for Helion, whose code for this branch would be empty.
-        _max_registers = hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
+        _max_registers = hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     q_tile = hl.specialize(q8.size(1))
     k_tile = hl.specialize(k8.size(1))
     d_pad = hl.specialize(q8.size(2))
@@ -304,7 +304,7 @@ def kernel(
     q_loops = [q_in_flight] * (2 if q_per_block else 1)
     stages = [0, 0, *k_loops, 0, *q_loops]
     registers: dict[str, Any] = {} if max_registers is None else {MAX_REGISTERS: max_registers}
-    config = helion.Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages, **registers)
+    config = Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages, **registers)
     return compiled(pack, config)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum, minimum
 from helion_attn.numerics import SAMPLED_HEADROOM, SAMPLED_KEYS, SIGNIFICANT_MEAN
@@ -205,7 +205,7 @@ def kernel(is_cuda: bool, pipelined: bool) -> Runner:
     if not is_cuda:
         return interpreted(sample)
     in_flight = 3 if pipelined else 1
-    config = helion.Config(num_warps=8, indexing="pointer", range_num_stages=[0, in_flight, 0, 3])
+    config = Config(num_warps=8, indexing="pointer", range_num_stages=[0, in_flight, 0, 3])
     return compiled(sample, config)
 
 
