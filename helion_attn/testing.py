@@ -286,7 +286,7 @@ def _offline_tracing() -> Iterator[None]:
 
     with (
         mock.patch.object(CudaInterface, "get_device_properties", staticmethod(lambda *_: _H200)),
-        mock.patch.object(CompileEnvironment, "tensor_descriptor_base_is_aligned", lambda *_: True),
+        mock.patch.object(CompileEnvironment, "tensor_descriptor_base_is_aligned", return_value=True),
         mock.patch.object(CompileEnvironment, "_to_fake_tensor", with_symbolic_sizes),
     ):
         yield
@@ -303,12 +303,12 @@ def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
     from torch._subclasses.fake_tensor import FakeTensor
     from triton.runtime.jit import JITFunction, MockTensor
 
-    from helion_attn.compiler import code_cache, launch_plans
+    from helion_attn.compiler import code_cache, launch_plans, stored_code
     from helion_attn.validate import dense
 
     compiled: list[Any] = []
     jit_run = JITFunction.run
-    read, write, trace = code_cache.read, code_cache.write, code_cache.Generated._trace
+    read, write, trace = stored_code.read, stored_code.write, code_cache.Generated._trace
 
     def offline(key: str) -> str:
         # What is generated here is not for tensors that have addresses.
@@ -345,8 +345,8 @@ def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
         # A fake tensor has no address; the real ones come from the caching allocator, aligned to 512 bytes.
         patch(FakeTensor, "data_ptr", lambda _: 0)
         patch(JITFunction, "run", run)
-        patch(code_cache, "read", lambda key: read(offline(key)) if keep_generated else [])
-        patch(code_cache, "write", lambda key, entries: write(offline(key), entries) if keep_generated else None)
+        patch(stored_code, "read", lambda key: read(offline(key)) if keep_generated else [])
+        patch(stored_code, "write", lambda key, entries: write(offline(key), entries) if keep_generated else None)
         patch(code_cache.Generated, "_trace", trace_offline)
         patch(launch_plans, "launch_first", launch_first)
         patch(driver, "_active", _OfflineDriver())

@@ -28,10 +28,11 @@ from typing import Any
 import torch
 import triton
 
+from helion_attn.compiler import stored_code
 from helion_attn.compiler.facts import UnknownFact, facts_of, value
 from helion_attn.compiler.generated_code import Run, linked, load
 from helion_attn.compiler.helion_adapter import Config, kernel_to_compile
-from helion_attn.compiler.stored_code import Entry, read, write
+from helion_attn.compiler.stored_code import Entry
 
 #: Held while a kernel is looked for on the disk, and traced: `torch.fx`, with which Helion traces, patches what all
 #: threads see.
@@ -100,8 +101,8 @@ def versions() -> str:
 def fingerprint(fn: Callable[..., Any], config: Config) -> str:
     """What the code of `fn` depends on, whatever its arguments and the process's options.
 
-    The sources on the disk need not be what this process runs: the functions that it has are looked at as well. Helion's
-    settings are in these sources (`helion_adapter.kernel_to_compile`) and in the environment.
+    The sources on the disk need not be what this process runs: the functions that it has are looked at as well.
+    Helion's settings are in these sources (`helion_adapter.kernel_to_compile`) and in the environment.
     """
     assert isinstance(fn, types.FunctionType)
     return repr((versions(), list(_functions(fn)), sorted(config.items())))
@@ -191,7 +192,7 @@ class Generated:
         set_cache_folder(device.index or 0)
         key = self._key(base)
         # Another process may have written meanwhile.
-        self._entries[base] = read(key) or self._entries.get(base, [])
+        self._entries[base] = stored_code.read(key) or self._entries.get(base, [])
         return self._known(base, args) or self._trace(base, key, args)
 
     def _known(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> Run | None:
@@ -216,7 +217,7 @@ class Generated:
             self._entries[base] = [*self._entries[base], entry]
             # What is lost when two processes write at once is traced again. Other entries of this process may have been
             # traced with other options.
-            write(key, [*read(key), entry])
+            stored_code.write(key, [*stored_code.read(key), entry])
         return run
 
 

@@ -1,8 +1,8 @@
 """The files in which generated code is kept, beside what Triton makes of it in its cache folder.
 
 What is read here is executed. So a file is taken only if it and its folder belong to this user or root, and nobody else
-may write to either; if it is whole; and if it was written under the key that it is read under. Any other is passed over,
-as if it were not there. What is written can be written to by nobody else, whatever the process's umask.
+may write to either; if it is whole; and if it was written under the key that it is read under. Any other is passed
+over, as if it were not there. What is written can be written to by nobody else, whatever the process's umask.
 """
 
 from __future__ import annotations
@@ -43,19 +43,21 @@ def _is_ours(descriptor: int) -> bool:
 
 def _text(path: Path) -> str | None:
     """What a file holds; None if others can have written it. The file that is looked at is the one that is read."""
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with contextlib.ExitStack() as opened:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        opened.callback(os.close, folder)
         # Nothing but a file of this folder: a link is refused, and a pipe is not waited for.
         descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-        with os.fdopen(descriptor, encoding="utf-8") as file:
-            if _is_ours(folder) and _is_ours(descriptor) and stat.S_ISREG(os.fstat(descriptor).st_mode):
+        opened.callback(os.close, descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        if _is_ours(folder) and _is_ours(descriptor):
+            with open(descriptor, encoding="utf-8", closefd=False) as file:
                 return file.read()
-    finally:
-        os.close(folder)
     warn_slower(
-        f"Generated code in {path.parent.parent} is not used, and kernels are traced anew in every process, which takes "
-        f"seconds: a folder there, or {FILE} in it, does not belong to this user or root, or others may write to it. "
-        "What is read there is executed. Change its owner and permissions, or set TRITON_CACHE_DIR to another folder."
+        f"Generated code in {path.parent.parent} is not used, and kernels are traced anew in every process, which "
+        f"takes seconds: a folder there, or {FILE} in it, does not belong to this user or root, or others may write to "
+        "it, and what is read there is executed. Change owner and permissions, or set TRITON_CACHE_DIR."
     )
     return None
 

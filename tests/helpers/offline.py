@@ -93,9 +93,9 @@ class Compilations:
 @contextlib.contextmanager
 def compilations() -> Iterator[Compilations]:
     """`launching`, and a record of what is compiled."""
-    from helion_attn.compiler import helion_adapter  # noqa: F401 - before Helion's own modules
+    from helion_attn.compiler.helion_adapter import helion_kernel
 
-    bound_kernel = sys.modules["helion.runtime.kernel"].BoundKernel
+    bound_kernel = helion_kernel.BoundKernel
     init = bound_kernel.__init__
 
     def recording(self: Any, kernel: Any, *args: Any, **kwargs: Any) -> None:
