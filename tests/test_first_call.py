@@ -27,14 +27,13 @@ def test_a_first_call_says_nothing(device: str) -> None:
 
 
 IMPORTS = """
-import importlib, pkgutil, sys
+import importlib, pathlib, sys
 import helion_attn
-OURS = ("ops", "kernels", "preprocess", "compiler", "configs", "tune")
-for module in pkgutil.walk_packages(helion_attn.__path__, "helion_attn."):
-    package, _, name = module.name.removeprefix("helion_attn.").rpartition(".")
-    # Others' modules, under this package's name, are imported below.
-    if package.split(".")[0] in OURS and not package.endswith("_runtime") and name != "__main__":
-        importlib.import_module(module.name)
+root = pathlib.Path(helion_attn.__file__).parent
+for folder in ("ops", "kernels", "preprocess", "compiler", "configs", "tune"):
+    for path in root.joinpath(folder).rglob("*.py"):
+        if path.stem != "__main__":
+            importlib.import_module(".".join(["helion_attn", *path.relative_to(root).with_suffix("").parts]))
 from helion_attn.compiler.helion_runtime import helpers, launcher
 from helion_attn.compiler.inductor_runtime import cache_dir_utils, triton_compat, triton_helpers
 assert triton_helpers.div_floor_integer and triton_helpers.math and triton_compat.libdevice
