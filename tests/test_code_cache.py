@@ -26,7 +26,7 @@ from torch._inductor.codecache import PyCodeCache
 
 import helion_attn as ha
 from helion_attn.compiler import code_cache, facts, generated_code, stored_code
-from helion_attn.compiler.helion_adapter import Config, helion_environment, helion_kernel, hl, kernel_to_compile
+from helion_attn.compiler.helion_adapter import Config, helion, helion_environment, helion_kernel, hl, kernel_to_compile
 from helion_attn.compiler.kernels import Compiled, compiled
 from helion_attn.compiler.slower import SlowerWarning, warn_slower
 from helion_attn.testing import fake_cuda
@@ -477,6 +477,22 @@ def test_variables_that_helion_reads_are_in_the_key(monkeypatch: pytest.MonkeyPa
             patch.setenv(name, "another")
             assert code_cache.options() != before, name
     assert code_cache.options() == before
+
+
+@pytest.mark.parametrize(
+    "folders", [{}, {"TORCHINDUCTOR_CACHE_DIR": "inductor"}, {"HELION_CACHE_DIR": "helion"}], ids=str
+)
+def test_the_cache_folder_is_helions(folders: dict[str, str], disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HELION_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, folder in folders.items():
+        monkeypatch.setenv(name, str(disk / folder))
+    expected = helion.autotuner.local_cache.helion_triton_cache_dir(3)
+    code_cache.set_cache_folder(3)
+    assert os.environ["TRITON_CACHE_DIR"] == expected
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(disk))
+    code_cache.set_cache_folder(3)
+    assert os.environ["TRITON_CACHE_DIR"] == str(disk)
 
 
 def test_inductors_options_are_told_as_they_are_whether_it_is_imported_or_not() -> None:
