@@ -82,8 +82,8 @@ def run(options: Options, results: Results) -> None:
 
 def start_seconds(row: Row) -> float | None:
     """Of a first call with all imports but PyTorch's; None if it failed."""
-    parts = [row.get(name) for name in ("import_s", "first_s")]
-    return None if None in parts else sum(parts)
+    imports, first = row.get("import_s"), row.get("first_s")
+    return None if imports is None or first is None else imports + first
 
 
 def tables(loaded: Loaded) -> list[Table]:
