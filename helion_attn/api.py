@@ -12,12 +12,13 @@ from helion_attn import ops
 from helion_attn.compiler import call_plans
 from helion_attn.configs import packing
 from helion_attn.kernels.lib.arguments import AttentionArguments
+from helion_attn.ops.dense import DenseArguments, packed_fields
 from helion_attn.preprocess.lib.arguments import (
     PackArguments,
     QuantizeArguments,
     rope_arguments,
 )
-from helion_attn.types import BALANCED, PACKED_FIELDS, CallOptions, QuantizedOptions, QuantizedQKV, Recipe, Rope
+from helion_attn.types import BALANCED, CallOptions, QuantizedOptions, QuantizedQKV, Recipe, Rope
 from helion_attn.validate.dense import (
     check_descale,
     check_dtype,
@@ -70,20 +71,6 @@ def quantize(
     return quantized(tensors, q, k, v, recipe, layout, shift_lse=True)
 
 
-def quantize_checked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    recipe: Recipe,
-    layout: str,
-    rope: Rope | None,
-    shift_lse: bool,
-) -> QuantizedQKV:
-    """`quantize` of checked arguments; `shift_lse`: somebody sees what `smooth_k` takes from the scores."""
-    tensors = quantized_tensors(q, k, v, recipe, layout, rope, shift_lse)
-    return quantized(tensors, q, k, v, recipe, layout, shift_lse)
-
-
 def quantized_tensors(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -93,7 +80,7 @@ def quantized_tensors(
     rope: Rope | None,
     shift_lse: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors of `quantize_checked`, in the order of `PACKED_FIELDS`; empty where there is none."""
+    """The tensors of `quantize`, of checked arguments, in the order of `PACKED_FIELDS`; empty where there is none."""
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     arguments = QuantizeArguments(
@@ -104,6 +91,7 @@ def quantized_tensors(
         packing=packing(q.size(3), v.size(3), recipe.bits),
         recipe=recipe,
         shift_lse=shift_lse,
+        packs_q=True,
     )
     tensors: tuple[torch.Tensor, ...] = ops.quantize_qkv(arguments)
     return tensors
@@ -130,17 +118,6 @@ def quantized(
         layout=layout,
         recipe=recipe,
     )
-
-
-def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe, shift_lse: bool) -> dict[str, Any]:
-    """The fields of `PackedTensors` by name, from what the quantising ops return."""
-    fields: dict[str, Any] = dict(zip(PACKED_FIELDS, tensors, strict=True))
-    # An op cannot return None, and returns empty tensors instead.
-    if not recipe.smooth_k:
-        fields["k_mean"] = None
-    if not (recipe.smooth_k and shift_lse):
-        fields["lse_shift"] = None
-    return fields
 
 
 def rope_tensors(rope: Rope | None) -> tuple[Any, ...]:
@@ -355,6 +332,48 @@ def attend_checked(
     return out, lse
 
 
+def dense_checked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    sm_scale: float | None,
+    layout: str,
+    recipe: Recipe,
+    rope: Rope | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    return_lse: bool,
+    out_dtype: torch.dtype | None,
+    num_splits: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out, lse)` of `attention`, of checked arguments."""
+    shift_lse = sees_shift(softcap, sinks, return_lse)
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
+    arguments = DenseArguments(
+        q=q,
+        k=k,
+        v=v,
+        rope=rope_arguments(rope),
+        packing=packing(q.size(3), v.size(3), recipe.bits),
+        sinks=sinks,
+        left=left,
+        right=right,
+        sm_scale=float(q.size(3) ** -0.5 if sm_scale is None else sm_scale),
+        softcap=softcap,
+        bshd=layout == "bshd",
+        out_dtype=q.dtype if out_dtype is None else out_dtype,
+        recipe=recipe,
+        num_splits=num_splits,
+        shift_lse=shift_lse,
+    )
+    out, lse = ops.attention_dense(arguments)
+    return out, lse
+
+
 @overload
 def attention(
     q: torch.Tensor,
@@ -435,8 +454,9 @@ def attention(
         H = q.size(1 if layout == "bhsd" else 2)
         check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
         check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
-        qkv = quantize_checked(q, k, v, recipe, layout, rope, sees_shift(softcap, sinks, return_lse))
-        out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype, num_splits)
+        out, lse = dense_checked(
+            q, k, v, causal, sm_scale, layout, recipe, rope, window, softcap, sinks, return_lse, out_dtype, num_splits
+        )
         return (out, lse) if return_lse else (out,)
 
     tensors = q, k, v, sinks, *rope_tensors(rope)

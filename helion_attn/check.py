@@ -11,7 +11,7 @@ import torch
 from helion_attn.api import attention
 from helion_attn.configs import SUPPORTED_D
 from helion_attn.explain import HOPPER_MULTIPROCESSORS, arguments_without_storage
-from helion_attn.ops.attention import choose
+from helion_attn.ops.attention import choose, shape_of
 from helion_attn.reference.rope import apply_rope
 from helion_attn.reference.shapes import default_sm_scale, hide_keys_of_rows, to_bhsd
 from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, Recipe, Rope
@@ -120,7 +120,7 @@ def check(
         )  # fmt: skip
         errors[name] = _error(sample.rows_of(to_bhsd(out, layout)), reference)
     arguments = arguments_without_storage(q, k, v, layout, recipe, causal, window)
-    sums_in_fp32 = arguments.is_two_level(choose(arguments, HOPPER_MULTIPROCESSORS).tile.two_level)
+    sums_in_fp32 = arguments.is_two_level(choose(shape_of(arguments), HOPPER_MULTIPROCESSORS).tile.two_level)
     findings = (*_findings(sample, recipe, sums_in_fp32), *_better(asked, errors))
     return Check(asked, errors, _error(rounded, reference), reference.size(0) * reference.size(1), findings)
 

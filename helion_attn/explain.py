@@ -11,7 +11,7 @@ from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LargeTileConfig, TileConfig, packing, scheduling
 from helion_attn.kernels.lib.arguments import AttentionArguments
-from helion_attn.ops.attention import Choice, choose
+from helion_attn.ops.attention import Choice, choose, shape_of
 from helion_attn.ops.quantize import empty_packed
 from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope
 
@@ -124,7 +124,7 @@ def explain(
             call()
         device, sm_count = "the CPU, in Helion's interpreter; the rest is of an H200", HOPPER_MULTIPROCESSORS
     arguments = arguments_without_storage(q, k, v, layout, recipe, causal, window)._replace(num_splits=num_splits)
-    choice = choose(arguments, sm_count)
+    choice = choose(shape_of(arguments), sm_count)
     name = "fp8_attn_fwd_large_d" if isinstance(choice.tile, LargeTileConfig) else "fp8_attn_fwd"
     kernel = next((x for x, its in zip(compiled, names, strict=False) if its == name), None)
     return Explanation(

@@ -9,10 +9,11 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops
-from helion_attn.api import mask_arguments, packed_fields, sees_shift
+from helion_attn.api import mask_arguments, sees_shift
 from helion_attn.compiler import call_plans
 from helion_attn.configs import varlen_packing
 from helion_attn.kernels.lib.arguments import AttentionArguments, VarlenArguments
+from helion_attn.ops.dense import packed_fields
 from helion_attn.preprocess.lib.arguments import QuantizeVarlenArguments
 from helion_attn.types import BALANCED, PackedTensors, Recipe, VarlenOptions
 from helion_attn.validate.dense import check_options

@@ -22,7 +22,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from helion_attn.compiler import passes
-from helion_attn.compiler.passes import computed_once, early_copies, warpgroup_turns
+from helion_attn.compiler.passes import computed_once, early_copies, shared_q, warpgroup_turns
 from helion_attn.compiler.passes.expected import COSTS, missing
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.slower import warn_slower
@@ -32,7 +32,7 @@ from helion_attn.compiler.versions import KNOWN_TRITONS, MEASURED_SERIES, triton
 OUTCOMES = "helion_attn_outcomes"
 
 #: In the order in which they run.
-PASSES = (computed_once.NAME, early_copies.NAME, warpgroup_turns.NAME, warpgroup_turns.PART_OF_P)
+PASSES = (computed_once.NAME, shared_q.NAME, early_copies.NAME, warpgroup_turns.NAME, warpgroup_turns.PART_OF_P)
 
 #: Why a kernel takes no turns that was asked for none.
 SWITCHED_OFF = "switched off"
@@ -98,12 +98,13 @@ class _Hook:
 def passed(text: str, no_turns: str | None = None) -> list[Outcome]:
     """What the passes over Triton's GPU IR make of a module, in their order; `no_turns` is why there are to be none."""
     once = computed_once.with_one(text)
-    copies = early_copies.rescheduled(once.text)
+    shared = shared_q.with_shared_q(once.text)
+    copies = early_copies.rescheduled(shared.text)
     if no_turns is None and not copies.applied:
         no_turns = "the copies of its loop were not moved"
     if no_turns is not None:
-        return [once, copies, Outcome(warpgroup_turns.NAME, False, no_turns, copies.text)]
-    return [once, copies, warpgroup_turns.with_turns(copies.text)]
+        return [once, shared, copies, Outcome(warpgroup_turns.NAME, False, no_turns, copies.text)]
+    return [once, shared, copies, warpgroup_turns.with_turns(copies.text)]
 
 
 def _add_passes(stages: dict[str, Callable[..., Any]], no_turns: str | None) -> None:

@@ -51,7 +51,7 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl, multiprocessors
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
-from helion_attn.configs import MAX_FRESH_D, TileConfig, scheduling
+from helion_attn.configs import MAX_FRESH_D, TileConfig, row_width, scheduling
 from helion_attn.kernels.lib.arguments import AttentionArguments, score_scales
 from helion_attn.kernels.lib.programs import (
     key_blocks_of_sequence,
@@ -73,11 +73,17 @@ from helion_attn.kernels.lib.steps import (
     store_lse,
     store_out,
     sum_passed,
+    to_descale,
     v_rows,
     visible_keys,
 )
 from helion_attn.kernels.merge_splits import merge_splits
-from helion_attn.numerics import INT8_SCORE_BIAS, LOG2E, MAX_FUSED_SCALE_LOG2, keeps_reference
+from helion_attn.numerics import FORMAT_MAX, INT8_SCORE_BIAS, LOG2E, MAX_FUSED_SCALE_LOG2, keeps_reference
+from helion_attn.preprocess.lib.arguments import NO_ROPE_ARGUMENTS, RopeArguments
+from helion_attn.preprocess.lib.reflect import reflected_channels
+from helion_attn.preprocess.lib.rope import rope_tables
+from helion_attn.preprocess.lib.row_layout import row_tile, to_dtype
+from helion_attn.preprocess.lib.strided import StridedRows, common_unit, strided_rows
 
 
 def fp8_attn_fwd(
@@ -93,11 +99,20 @@ def fp8_attn_fwd(
     sinks: torch.Tensor,  # [H] if has_sinks
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
     q_rows: torch.Tensor,  # q8 as [B * H * M_blocks * bm, D_pad] if pack_gqa
+    q: torch.Tensor,  # flat, as the user has it, if quantises_q
+    k_mean: torch.Tensor,  # [B * H_kv * D_row] if quantises_q and shift_lse
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_positions: torch.Tensor,
     out: torch.Tensor,  # [B * H * M, D_v], or [splits * B * H * M, D_v] if split, written
     lse: torch.Tensor,  # [B * H * M], or [splits * B * H * M], written
     m_len: int,
     n_len: int,
     heads: int,
+    q_b_step: int,
+    q_h_step: int,
+    q_s_step: int,
+    table_rows: int,
     group: int,
     out_head_step: int,
     out_row_step: int,
@@ -126,6 +141,16 @@ def fp8_attn_fwd(
     pack_gqa: hl.constexpr,
     group_log2: hl.constexpr,
     bn_log2: hl.constexpr,
+    quantises_q: hl.constexpr,
+    d_row: hl.constexpr,
+    d: hl.constexpr,
+    q_d_step: hl.constexpr,
+    unit: hl.constexpr,
+    reflected: hl.constexpr,
+    rotary: hl.constexpr,
+    pairing: hl.constexpr,
+    explicit_q_positions: hl.constexpr,
+    q_largest: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
@@ -161,10 +186,16 @@ def fp8_attn_fwd(
     torch._check(k8.size(1) <= 2**25)
     torch._check(v8.size(0) <= 2**24)
     torch._check(v8.size(1) <= 2**25)
-    bh_size, m_blocks, n_blocks = q8.size(0), q8.size(1), k8.size(1)
+    bh_size, n_blocks = q8.size(0), k8.size(1)
     bm = hl.specialize(q8.size(2))
     bn = hl.specialize(k8.size(2))
-    hl.specialize((q8.size(3), k8.size(3), v8.size(2), v8.size(3)))
+    d_pad = hl.specialize(k8.size(3))
+    hl.specialize((q8.size(3), v8.size(2), v8.size(3)))
+    if quantises_q:
+        m_blocks = (m_len + bm - 1) // bm
+        hl.specialize((q.stride(0), cos.stride(0), sin.stride(0), k_mean.stride(0)))
+    else:
+        m_blocks = q8.size(1)
     d_v_tile = v8.size(2) if v8.dtype.itemsize == 1 else v8.size(3)
     d_v_pad = d_v_tile * 2 if in_halves else d_v_tile
     d_out = hl.specialize(out.size(1))
@@ -260,7 +291,27 @@ def fp8_attn_fwd(
         # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own.
         # [bm], or a scalar for one a block. Loads before that of Q, which is waited for behind them, are under way
         # meanwhile. Where warpgroups take turns a pass has Q come first.
-        if q_row_descales:
+        if quantises_q:
+            # [bm, D_pad], [bm]
+            mean = hl.zeros([d_pad], dtype=torch.float32)
+            if shift_lse:
+                mean = hl.load(k_mean, [kv * d_row + hl.arange(d_pad)])
+            x, shift_of_keys = row_tile(
+                q, cos, sin, q_positions, mean, q, q,
+                ((bh // heads) * q_b_step + (bh % heads) * q_h_step) * unit, row_begin + hl.arange(bm), q_s_step * unit,
+                q_d_step, m_len, d, n_len - m_len, table_rows, 1.0, bm, d_pad, rotary, 1, pairing, explicit_q_positions,
+                False, shift_lse, False, False, False, reflected, is_cuda,
+            )  # fmt: skip
+            q_scale = to_descale(torch.amax(torch.abs(x), 1), q_largest)
+            q_tile = to_dtype(x * (1.0 / q_scale).unsqueeze(1), k8.dtype, is_cuda)
+            # Read back, they have the layout of scores; kept, they are converted in every key block, behind barriers.
+            hl.store(q_descale, [packed_rows], q_scale)
+            if shift_lse:
+                hl.store(lse_shift, [packed_rows], shift_of_keys)
+            if is_cuda:
+                hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
+            q_scale = hl.load(q_descale, [packed_rows])
+        elif q_row_descales:
             q_scale = hl.load(q_descale, [packed_rows])
         elif varlen:
             q_scale = q_descale[(bh * int32(m_blocks) + m_block) * bm]
@@ -278,7 +329,7 @@ def fp8_attn_fwd(
         # [bm, D_pad]
         if pack_gqa:
             q_tile = hl.load(q_rows, [packed_rows, hl.arange(q8.size(3))])
-        else:
+        elif not quantises_q:
             q_tile = q8[bh, m_block, :, :]
         q_scale_log2 = q_scale * qk_scale
         if q_row_descales:
@@ -503,6 +554,8 @@ def launch(
     q_blocks: torch.Tensor | None = None,
     splits: int = 1,
     pack_gqa: bool = False,
+    q: torch.Tensor | None = None,
+    rope: RopeArguments = NO_ROPE_ARGUMENTS,
 ) -> None:
     """Write `out` and `lse`.
 
@@ -515,6 +568,9 @@ def launch(
         q_blocks: of `PackedVarlen`, or None.
         splits: runs of a program's key blocks, as `scheduling.key_splits` has it; 1 with `q_blocks`.
         pack_gqa: the heads of a group share tiles; not with `q_blocks`.
+        q: [B, H, M, D], which the kernel quantises, where no block of Q is packed; `ops.attention.quantises_q` says
+            when.
+        rope: rotates it first.
     """
     q8, k8, v8, lse_shift = a.packed.q8, a.packed.k8, a.packed.v8, a.packed.lse_shift
     q_descale = a.packed.q_descale.view(-1)
@@ -536,6 +592,18 @@ def launch(
         else:
             grid_heads = k8.size(0) if pack_gqa else q8.size(0)
             head_group = scheduling.head_group(grid_heads, -(-(a.m_len << group_log2) // tile.bm), *places)
+    unused = a.packed.v_mean.view(-1)
+    lse_shift = None if lse_shift is None else lse_shift.view(-1)
+    rows, unit = StridedRows(unused, 0, 0, 0, 1), 1
+    tables = rope_tables(rope, k8.size(3), unused)
+    k_mean = unused
+    if q is not None:
+        unit = common_unit(q)
+        rows = strided_rows(q, unit)
+        # What a program computes of its rows it writes here, and reads again.
+        q_descale = out.new_empty(q8.size(0) * -(-a.m_len // tile.bm) * tile.bm, dtype=torch.float32)
+        if lse_shift is not None:
+            lse_shift, k_mean = torch.empty_like(q_descale), a.packed.k_mean.view(-1)
     # Heads that share tiles have descales of their own.
     choices["q_row_descales"] = choices["q_row_descales"] or pack_gqa
     kernel = compiled_kernel(tile, two_level) if q8.is_cuda else interpreted_kernel
@@ -549,10 +617,25 @@ def launch(
             "v_descale": a.packed.v_descale.view(-1),
             "v_mean": a.packed.v_mean.view(-1),
             # A tensor that is not read is another, whose view is there already.
-            "lse_shift": q_descale if lse_shift is None else lse_shift.view(-1),
+            "lse_shift": q_descale if lse_shift is None else lse_shift,
             "sinks": q_descale if part_sinks is None else part_sinks,
             "q_blocks": q_descale if q_blocks is None else q_blocks,
             "q_rows": q8.view(-1, q8.size(3)) if pack_gqa else q_descale,
+            "q": rows.flat,
+            "q_b_step": rows.b_step,
+            "q_h_step": rows.h_step,
+            "q_s_step": rows.s_step,
+            "q_d_step": rows.d_step,
+            "unit": unit,
+            "k_mean": k_mean,
+            "cos": tables.cos,
+            "sin": tables.sin,
+            "q_positions": tables.q_positions,
+            "explicit_q_positions": tables.explicit[0],
+            "rotary": tables.rotary,
+            "pairing": tables.pairing,
+            "table_rows": tables.table_rows,
+            "reflected": reflected_channels(a.d) if a.recipe.reflect else 0,
             "out": parts.view(-1, out.size(-1)),
             "lse": part_lse.view(-1),
             **sizes,
@@ -572,6 +655,10 @@ def launch(
             "pack_gqa": pack_gqa,
             "group_log2": group_log2,
             "bn_log2": k8.size(2).bit_length() - 1,
+            "quantises_q": q is not None,
+            "d_row": row_width(k8.size(3), a.packed.v_mean.size(-1)),
+            "d": a.d,
+            "q_largest": FORMAT_MAX.get(q8.dtype, 1.0),
             "is_cuda": q8.is_cuda,
         }
     )

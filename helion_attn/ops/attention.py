@@ -18,6 +18,7 @@ from helion_attn.configs import (
 )
 from helion_attn.kernels.lib.arguments import AttentionArguments, VarlenArguments
 from helion_attn.ops.declare import Operation
+from helion_attn.types import Recipe
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
@@ -43,16 +44,52 @@ def _tile(d: int, d_v: int, causal: bool, bits: tuple[int, int], load: float) ->
     return attention_tile_config(d, d_v, causal, bits, load)
 
 
-def choose(a: AttentionArguments, sm_count: int) -> Choice:
+class Shape(NamedTuple):
+    """What the choice looks at.
+
+    Attributes:
+        heads: B * H and B * H_kv.
+        blocks: packed blocks of a head's queries, and of its keys.
+        m_len: and the rest, as in `AttentionArguments`.
+    """
+
+    heads: tuple[int, int]
+    blocks: tuple[int, int]
+    m_len: int
+    d: int
+    d_v: int
+    left: int
+    right: int
+    recipe: Recipe
+    num_splits: int | None
+
+
+def shape_of(a: AttentionArguments) -> Shape:
+    """That of packed tensors."""
+    q8, k8 = a.packed.q8, a.packed.k8
+    return Shape(
+        heads=(q8.size(0), k8.size(0)),
+        blocks=(q8.size(1), k8.size(1)),
+        m_len=a.m_len,
+        d=a.d,
+        d_v=a.d_v,
+        left=a.left,
+        right=a.right,
+        recipe=a.recipe,
+        num_splits=a.num_splits,
+    )
+
+
+def choose(shape: Shape, sm_count: int) -> Choice:
     """The kernel, tile and split of a call on a GPU of `sm_count` SMs; the interpreter counts as one."""
-    p = a.packed
-    heads, blocks = (p.q8.size(0), p.k8.size(0)), (p.q8.size(1), p.k8.size(1))
-    load = scheduling.query_blocks_per_sm(heads[0], blocks[0], sm_count)
-    tile = _tile(a.d, a.d_v, a.right >= 0, a.recipe.bits, load)
+    load = scheduling.query_blocks_per_sm(shape.heads[0], shape.blocks[0], sm_count)
+    tile = _tile(shape.d, shape.d_v, shape.right >= 0, shape.recipe.bits, load)
     if isinstance(tile, LargeTileConfig):
         return Choice(tile, splits=1, pack_gqa=False)
-    pack_gqa, splits = scheduling.schedule(tile, heads, blocks, a.m_len, a.left, a.right, sm_count)
-    return Choice(tile, splits if a.num_splits is None else a.num_splits, pack_gqa)
+    pack_gqa, splits = scheduling.schedule(
+        tile, shape.heads, shape.blocks, shape.m_len, shape.left, shape.right, sm_count
+    )
+    return Choice(tile, splits if shape.num_splits is None else shape.num_splits, pack_gqa)
 
 
 def choose_varlen(a: AttentionArguments, sm_count: int) -> TileConfig:
@@ -72,14 +109,19 @@ def empty_outputs(a: AttentionArguments) -> Outputs:
 
 def _launch(a: AttentionArguments) -> Outputs:
     from helion_attn.compiler.helion_adapter import multiprocessors
+
+    return launch_choice(a, choose(shape_of(a), multiprocessors(a.packed.q8.device)))
+
+
+def launch_choice(a: AttentionArguments, choice: Choice) -> Outputs:
+    """`out` and `lse` of packed tensors."""
     from helion_attn.kernels import attention, attention_large_d
 
     out, lse = empty_outputs(a)
-    tile, splits, pack_gqa = choose(a, multiprocessors(a.packed.q8.device))
-    if isinstance(tile, LargeTileConfig):
-        attention_large_d.launch(tile, a, out, lse)
+    if isinstance(choice.tile, LargeTileConfig):
+        attention_large_d.launch(choice.tile, a, out, lse)
     else:
-        attention.launch(tile, a, out, lse, splits=splits, pack_gqa=pack_gqa)
+        attention.launch(choice.tile, a, out, lse, splits=choice.splits, pack_gqa=choice.pack_gqa)
     return out, lse
 
 

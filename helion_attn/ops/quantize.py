@@ -54,7 +54,7 @@ def _launch_quantize(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
 
 def _fake_quantize(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
     (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
-    m_blocks, n_blocks = (M + p.bm - 1) // p.bm, (N + p.bn - 1) // p.bn
+    m_blocks, n_blocks = (M + p.bm - 1) // p.bm if a.packs_q else 0, (N + p.bn - 1) // p.bn
     keys = (B, H_kv, n_blocks if a.recipe.k_scales == "block" else 1)
     return (
         *empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),

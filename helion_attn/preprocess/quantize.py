@@ -34,7 +34,7 @@ def quantize_qkv(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
     rope = rope_tables(a.rope, source.D_row, a.q.new_empty(1, dtype=torch.float32))
     stats = (sample if a.recipe.reads_once else statistics).launch(source, rope, a.recipe)
-    return pack.launch(source, rope, stats, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse).tensors()
+    return pack.launch(source, rope, stats, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse, a.packs_q).tensors()
 
 
 def quantize_varlen(a: QuantizeVarlenArguments) -> tuple[torch.Tensor, ...]:
@@ -54,7 +54,7 @@ def quantize_varlen(a: QuantizeVarlenArguments) -> tuple[torch.Tensor, ...]:
         stats = sample.launch(source, rope, a.recipe, tables)
     else:
         stats = statistics.launch_of_sequences(source, rope, tables, tile.bn, a.recipe)
-    packed = pack.launch(source, rope, stats, tile.bm, tile.bn, a.recipe, a.shift_lse, tables)
+    packed = pack.launch(source, rope, stats, tile.bm, tile.bn, a.recipe, a.shift_lse, sequences=tables)
     return (*packed.tensors(), tables.q_blocks)
 
 

@@ -27,8 +27,11 @@ from helion_attn.preprocess.sequences import Sequences, fields_of, key_source
 from helion_attn.preprocess.statistics import Statistics
 from helion_attn.types import Recipe
 
-#: Elements of a step: 16 a thread.
-STEP_ELEMENTS = 4096
+#: Channels of a program, and elements of a step: all that it samples, 64 a thread, on their way at once.
+CHANNELS, STEP_ELEMENTS = 64, 16384
+
+#: With RoPE, whose partners are any channels of a row: 16 elements a thread.
+ROPE_STEP_ELEMENTS = 4096
 
 
 def sampled_head(
@@ -96,7 +99,7 @@ def sample(
     v: torch.Tensor,  # flat
     k_mean: torch.Tensor,  # [B * H_kv, D_row], written; of no head without smooth_k
     v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], written
-    v_amax: torch.Tensor,  # [B * H_kv, D_row], written: what the head's descale is to hold, for every channel
+    v_amax: torch.Tensor,  # [B * H_kv, D_row], written: what a descale is to hold of a channel
     cos: torch.Tensor,
     sin: torch.Tensor,
     k_positions: torch.Tensor,
@@ -120,6 +123,7 @@ def sample(
     unit: hl.constexpr,
     d: hl.constexpr,
     d_v: hl.constexpr,
+    d_tile: hl.constexpr,
     step: hl.constexpr,
     samples: hl.constexpr,
     headroom: hl.constexpr,
@@ -137,15 +141,17 @@ def sample(
     d_v_pad = hl.specialize(v_mean.size(1))
     hl.specialize((k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)))
     hl.specialize((k_mean.stride(1), v_mean.stride(1), v_amax.stride(1)))
-    for kv in hl.grid(k_heads):
+    d_tiles = d_row // d_tile
+    for kv, k_part in hl.grid([k_heads, d_tiles]):
         keys, offset, k_count, k_every = sampled_head(
             sequences, k_blocks, kv, H_kv, N, count, every, k_b_step, k_h_step, k_s_step, samples, unit, varlen, wide,
             is_cuda,
         )  # fmt: skip
-        # [step, D_row]
-        k_total = hl.zeros([step, d_row], dtype=torch.float32)
-        k_min = hl.full([step, d_row], float("inf"), dtype=torch.float32)
-        k_max = hl.full([step, d_row], float("-inf"), dtype=torch.float32)
+        # [d_tile], [step, d_tile]
+        k_cols = k_part * d_tile + hl.arange(d_tile)
+        k_total = hl.zeros([step, d_tile], dtype=torch.float32)
+        k_min = hl.full([step, d_tile], float("inf"), dtype=torch.float32)
+        k_max = hl.full([step, d_tile], float("-inf"), dtype=torch.float32)
         for k_tile in hl.grid(samples // step):
             i = k_tile * step + hl.arange(step)
             # Past the sample a row is past the end, and 0.
@@ -156,7 +162,7 @@ def sample(
                     d_row, rotary, pairing, explicit_k_positions,
                 )  # fmt: skip
             else:
-                x = load_rows(k, offset, rows, hl.arange(d_row), k_s_step * unit, k_d_step, keys, d)
+                x = load_rows(k, offset, rows, k_cols, k_s_step * unit, k_d_step, keys, d)
             k_total = k_total + x
             inside = (i < k_count).unsqueeze(1)
             k_min = minimum(k_min, torch.where(inside, x, float("inf")), is_cuda)
@@ -165,47 +171,46 @@ def sample(
         of_k = significant_mean(
             k_total.sum(0), torch.amin(k_min, 0), torch.amax(k_max, 0), k_count, threshold, varlen, is_cuda
         )
-        hl.store(k_mean, [kv, hl.arange(d_row)], of_k)
+        hl.store(k_mean, [kv, k_cols], of_k)
 
-    for head in hl.grid(v_heads):
+    for head, v_part in hl.grid([v_heads, d_tiles]):
         v_keys, offset, v_count, v_every = sampled_head(
             sequences, k_blocks, head, H_kv, N, count, every, v_b_step, v_h_step, v_s_step, samples, unit, varlen, wide,
             is_cuda,
         )  # fmt: skip
-        v_sum = hl.zeros([step, d_row], dtype=torch.float32)
-        v_min = hl.full([step, d_row], float("inf"), dtype=torch.float32)
-        v_max = hl.full([step, d_row], float("-inf"), dtype=torch.float32)
+        # [d_tile], [step, d_tile]
+        cols = v_part * d_tile + hl.arange(d_tile)
+        v_sum = hl.zeros([step, d_tile], dtype=torch.float32)
+        v_min = hl.full([step, d_tile], float("inf"), dtype=torch.float32)
+        v_max = hl.full([step, d_tile], float("-inf"), dtype=torch.float32)
         for v_tile in hl.grid(samples // step):
             i = v_tile * step + hl.arange(step)
             inside = (i < v_count).unsqueeze(1)
             rows = torch.where(i < v_count, i * v_every, v_keys)
-            x = load_rows(v, offset, rows, hl.arange(d_row), v_s_step * unit, v_d_step, v_keys, d_v)
+            x = load_rows(v, offset, rows, cols, v_s_step * unit, v_d_step, v_keys, d_v)
             v_sum = v_sum + x
             v_min = minimum(v_min, torch.where(inside, x, float("inf")), is_cuda)
             v_max = maximum(v_max, torch.where(inside, x, float("-inf")), is_cuda)
-        cols = hl.arange(d_row)
-        # [D_row]
         if center_v:
             mean = significant_mean(
                 v_sum.sum(0), torch.amin(v_min, 0), torch.amax(v_max, 0), v_count, threshold, varlen, is_cuda
             )
         else:
-            mean = hl.zeros([d_row], dtype=torch.float32)
+            mean = hl.zeros([d_tile], dtype=torch.float32)
         if d_v_pad < d_row:
             hl.store(v_mean, [head, cols], mean, extra_mask=cols < d_v_pad)
         else:
             hl.store(v_mean, [head, cols], mean)
         amax = torch.maximum(torch.amax(v_max, 0) - mean, mean - torch.amin(v_min, 0))
-        hl.store(v_amax, [head, cols], torch.amax(amax, 0) * headroom + hl.zeros([d_row], dtype=torch.float32))
+        hl.store(v_amax, [head, cols], amax * headroom)
 
 
 @functools.cache
-def kernel(is_cuda: bool, pipelined: bool) -> Runner:
+def kernel(is_cuda: bool, rotates: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(sample)
-    in_flight = 3 if pipelined else 1
-    config = Config(num_warps=8, indexing="pointer", range_num_stages=[0, in_flight, 0, 3])
+    config = Config(num_warps=8, indexing="pointer", range_num_stages=[0, 1, 0, 3 if rotates else 1])
     return compiled(sample, config)
 
 
@@ -230,10 +235,12 @@ def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequ
     if not recipe.smooth_k and not of_v:
         return found
     count = min(source.N, SAMPLED_KEYS)
-    steps = {name: x for name, x in source.arguments().items() if not name.startswith("q")}
-    kernel(like.is_cuda, rope.pairing == NO_ROPE).run(
+    rotates = rope.pairing != NO_ROPE
+    d_tile = source.D_row if rotates else min(source.D_row, CHANNELS)
+    elements = ROPE_STEP_ELEMENTS if rotates else STEP_ELEMENTS
+    kernel(like.is_cuda, rotates).run(
         {
-            **steps,
+            **source.arguments("kv"),
             "k_mean": k_mean,
             "v_mean": v_mean,
             "v_amax": v_amax,
@@ -251,7 +258,8 @@ def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequ
             "table_rows": rope.table_rows,
             "d": source.D,
             "d_v": source.D_v,
-            "step": STEP_ELEMENTS // source.D_row,
+            "d_tile": d_tile,
+            "step": min(SAMPLED_KEYS, elements // d_tile),
             "samples": SAMPLED_KEYS,
             "headroom": SAMPLED_HEADROOM,
             "threshold": SIGNIFICANT_MEAN,

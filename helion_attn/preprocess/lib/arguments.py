@@ -47,6 +47,7 @@ class QuantizeArguments(NamedTuple):
         packing: block sizes and padding.
         recipe: how they become 8- or 16-bit numbers.
         shift_lse: whether somebody sees what smooth_k takes from the scores.
+        packs_q: otherwise no block of Q is packed: attention quantises it.
     """
 
     q: torch.Tensor
@@ -56,6 +57,7 @@ class QuantizeArguments(NamedTuple):
     packing: Packing
     recipe: Recipe
     shift_lse: bool
+    packs_q: bool
 
 
 class QuantizeVarlenArguments(NamedTuple):

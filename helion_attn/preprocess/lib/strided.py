@@ -77,15 +77,14 @@ class StridedQKV(NamedTuple):
     D_pad: int
     D_v_pad: int
 
-    def arguments(self) -> dict[str, Any]:
-        """The tensors and their steps, as the kernels name them."""
-        names = [f"{x}_{step}_step" for x in "qkv" for step in "bhs"]
-        return {
-            **dict(zip("qkv", self.flat, strict=True)),
-            **dict(zip(names, self.steps, strict=True)),
-            **dict(zip(("q_d_step", "k_d_step", "v_d_step"), self.d_steps, strict=True)),
-            "unit": self.unit,
-        }
+    def arguments(self, of: str = "qkv") -> dict[str, Any]:
+        """The tensors `of` and their steps, as the kernels name them."""
+        found: dict[str, Any] = {"unit": self.unit}
+        for i, x in enumerate("qkv"):
+            if x in of:
+                found |= {x: self.flat[i], f"{x}_d_step": self.d_steps[i]}
+                found |= dict(zip([f"{x}_{step}_step" for step in "bhs"], self.steps[3 * i : 3 * i + 3], strict=True))
+        return found
 
     @property
     def D_row(self) -> int:

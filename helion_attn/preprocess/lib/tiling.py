@@ -16,6 +16,12 @@ from helion_attn.types import Recipe
 #: take a part of one.
 PACK_ELEMENTS = 8192
 
+#: Elements of K or V a warp, where a program packs a block of either: 64 a thread.
+WARP_ELEMENTS = 2048
+
+#: Warps of such a program, at most.
+MAX_WARPS = 16
+
 #: Likewise where K's mean is subtracted after the rotation, with eight warps: a block of K is one tile, rotated once.
 #: A block of 64 channels has half as many, and three programs fit an SM.
 ROTATED_ELEMENTS = 16384
@@ -34,10 +40,6 @@ ROTATED_REGISTERS = 128
 NARROW_REGISTERS = 80
 
 
-#: Of four programs of four warps, where V's largest entries are noted: left alone, ptxas takes 140.
-NOTING_REGISTERS = 128
-
-
 class Tiling(NamedTuple):
     """How the kernel cuts its work.
 
@@ -49,10 +51,12 @@ class Tiling(NamedTuple):
         k_per_block: likewise.
         rotate_first: K's mean is rotated and then subtracted, not the other way round.
         two_terms: rows are two terms of bf16 in the rotation.
-        num_warps: of a program.
-        max_registers: of a thread, or None for ptxas' choice.
-        k_in_flight: tiles of K that are loaded at once.
-        q_in_flight: likewise.
+        q_warps: of a program that packs Q.
+        kv_warps: of one that packs K or V.
+        q_registers: of its thread, or None for ptxas' choice.
+        kv_registers: likewise.
+        q_in_flight: tiles of Q that are loaded at once.
+        k_in_flight: likewise.
     """
 
     q_tile: int
@@ -64,10 +68,12 @@ class Tiling(NamedTuple):
     k_per_block: bool
     rotate_first: bool
     two_terms: bool
-    num_warps: int
-    max_registers: int | None
-    k_in_flight: int
+    q_warps: int
+    kv_warps: int
+    q_registers: int | None
+    kv_registers: int | None
     q_in_flight: int
+    k_in_flight: int
 
 
 def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recipe) -> Tiling:
@@ -83,43 +89,50 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
         and not rope.pairing
         and D_row <= MAX_HADAMARD_BLOCK
     )
+    # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
+    wide_loads = source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
+    plain = wide_loads and dtype.itemsize == 2 and not rope.pairing and not hadamard
     elements = ROTATED_ELEMENTS if rotate_first else PACK_ELEMENTS
-    if recipe.smooth_k and source.d_steps[1] != 1:
+    kv_elements = elements
+    # Angles and what is rotated do not fit the registers of four warps.
+    warps = kv_warps = 8 if rope.pairing or hadamard else 4
+    if plain:
+        kv_warps = min(MAX_WARPS, max(warps, bn * D_row // WARP_ELEMENTS))
+        kv_elements = kv_warps * WARP_ELEMENTS
+    elif recipe.smooth_k and source.d_steps[1] != 1:
         # Addresses of single elements take the registers that the mean wants.
-        elements //= 2
-    q_tile, k_tile = (min(block, elements // D_row) for block in (bm, bn))
+        kv_elements //= 2
+    q_tile, k_tile = min(bm, elements // D_row), min(bn, kv_elements // D_row)
     # A program packs a block of several tiles, if that has a descale, or a few tiles that share the rotation's matrix.
     few = ROTATED_TILES if hadamard else 1
     # A block of one tile has its amax at hand; one of several is read twice.
     q_per_block, k_per_block = recipe.q_scales == "block" and q_tile < bm, recipe.k_scales == "block" and k_tile < bn
     two_terms = hadamard and dtype != torch.bfloat16
-    # Angles and what is rotated do not fit the registers of four warps.
-    num_warps = 8 if rope.pairing or hadamard else 4
     # A second term, angles in 16 bits, angles beside the signs of rows of two chunks, or more chunks would spill.
     narrow_angles = rope.cos.dtype.itemsize == 2
     spills = two_terms or (rope.pairing and (narrow_angles or D_row > MAX_HADAMARD_BLOCK))
     cap_registers = hadamard and D_row <= 2 * MAX_HADAMARD_BLOCK and not spills
     narrow = rotate_first and D_row < MAX_HADAMARD_BLOCK
-    # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
-    wide_loads = source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
-    pipelined = wide_loads and (num_warps == 4 or rotate_first)
-    max_registers = (NARROW_REGISTERS if narrow else ROTATED_REGISTERS) if cap_registers else None
-    if recipe.samples_v and pipelined and num_warps == 4 and D_row <= 2 * MAX_HADAMARD_BLOCK:
-        max_registers = NOTING_REGISTERS
+    pipelined = wide_loads and (warps == 4 or rotate_first)
+    registers = (NARROW_REGISTERS if narrow else ROTATED_REGISTERS) if cap_registers else None
+    # With two stages the next load is issued when a tile is done, with three a tile earlier. For blocks of K with 128
+    # channels that is 147456 bytes of shared memory, not 114688: one program an SM, not two.
+    in_flight = (3 if narrow else 2) if pipelined else 1
     return Tiling(
         q_tile=q_tile,
         k_tile=k_tile,
-        d_tile=math.gcd(source.D_v_pad, PACK_CHANNELS),
+        d_tile=math.gcd(source.D_v_pad, kv_elements // bn if plain else PACK_CHANNELS),
         q_run=bm // q_tile if q_per_block else few,
         k_run=bn // k_tile if k_per_block else few,
         q_per_block=q_per_block,
         k_per_block=k_per_block,
         rotate_first=rotate_first,
         two_terms=two_terms,
-        num_warps=num_warps,
-        max_registers=max_registers,
-        # With two stages the next load is issued when a tile is done, with three a tile earlier. For blocks of K
-        # with 128 channels that is 147456 bytes of shared memory, not 114688: one program an SM, not two.
-        k_in_flight=(3 if narrow else 2) if pipelined else 1,
+        q_warps=warps,
+        kv_warps=kv_warps,
+        q_registers=registers,
+        kv_registers=registers,
         q_in_flight=(3 if rotate_first else 2) if pipelined else 1,
+        # What a program of one tile loads goes to registers.
+        k_in_flight=1 if plain and not k_per_block else in_flight,
     )

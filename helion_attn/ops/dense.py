@@ -1,0 +1,135 @@
+"""`fp8_attn_dense`: attention from unquantised tensors to the output, and where Q is quantised."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from helion_attn.configs import LargeTileConfig, Packing
+from helion_attn.kernels.lib.arguments import AttentionArguments
+from helion_attn.ops.attention import Choice, Outputs, Shape, choose, empty_outputs, launch_choice
+from helion_attn.ops.declare import Operation
+from helion_attn.preprocess.lib.arguments import QuantizeArguments, RopeArguments
+from helion_attn.preprocess.lib.strided import WIDEST_LOAD
+from helion_attn.types import PACKED_FIELDS, PackedTensors, Recipe
+
+
+class DenseArguments(NamedTuple):
+    """Attention from unquantised tensors.
+
+    Attributes:
+        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
+        k: [B, H_kv, N, D], same dtype.
+        v: [B, H_kv, N, D_v], same dtype.
+        rope: rotates Q and K first.
+        packing: block sizes and padding.
+        sinks: and the rest, as in `AttentionArguments`.
+        shift_lse: whether somebody sees what smooth_k takes from the scores.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    rope: RopeArguments
+    packing: Packing
+    sinks: torch.Tensor | None
+    left: int
+    right: int
+    sm_scale: float
+    softcap: float | None
+    bshd: bool
+    out_dtype: torch.dtype
+    recipe: Recipe
+    num_splits: int | None
+    shift_lse: bool
+
+    def shape(self) -> Shape:
+        """What the choice of a kernel looks at."""
+        (B, H, M, D), (H_kv, N) = self.q.shape, self.k.shape[1:3]
+        return Shape(
+            heads=(B * H, B * H_kv),
+            blocks=(-(-M // self.packing.bm), -(-N // self.packing.bn)),
+            m_len=M,
+            d=D,
+            d_v=self.v.size(3),
+            left=self.left,
+            right=self.right,
+            recipe=self.recipe,
+            num_splits=self.num_splits,
+        )
+
+    def quantizing(self, packs_q: bool) -> QuantizeArguments:
+        """The arguments that pack it."""
+        return QuantizeArguments(
+            self.q, self.k, self.v, self.rope, self.packing, self.recipe, shift_lse=self.shift_lse, packs_q=packs_q
+        )
+
+    def attending(self, tensors: tuple[torch.Tensor, ...]) -> AttentionArguments:
+        """The arguments that attend to packed tensors."""
+        return AttentionArguments(
+            packed=PackedTensors(**packed_fields(tensors, self.recipe, self.shift_lse)),
+            sinks=self.sinks,
+            m_len=self.q.size(2),
+            n_len=self.k.size(2),
+            d=self.q.size(3),
+            d_v=self.v.size(3),
+            left=self.left,
+            right=self.right,
+            sm_scale=self.sm_scale,
+            softcap=self.softcap,
+            bshd=self.bshd,
+            out_dtype=self.out_dtype,
+            recipe=self.recipe,
+            num_splits=self.num_splits,
+        )
+
+
+def packed_fields(tensors: tuple[torch.Tensor, ...], recipe: Recipe, shift_lse: bool) -> dict[str, torch.Tensor | None]:
+    """The fields of `PackedTensors` by name, from what the quantising ops return."""
+    fields: dict[str, torch.Tensor | None] = dict(zip(PACKED_FIELDS, tensors, strict=True))
+    # An op cannot return None, and returns empty tensors instead.
+    if not recipe.smooth_k:
+        fields["k_mean"] = None
+    if not (recipe.smooth_k and shift_lse):
+        fields["lse_shift"] = None
+    return fields
+
+
+def quantises_q(q: torch.Tensor, recipe: Recipe, choice: Choice) -> bool:
+    """Whether the attention kernel quantises Q, a tile in each program, so that Q is read once and never written.
+
+    Not where several programs share a tile (splits of the keys, or V in pieces: `fp8_attn_fwd_large_d`), or a tile has
+    rows of several heads; nor a rotation, whose matrix takes 32 KB of shared memory; nor descales of more than a row.
+    Nor where loads are not 16 bytes wide, or addresses need 64 bits: the kernel has no registers to spare.
+    """
+    if isinstance(choice.tile, LargeTileConfig) or choice.splits > 1 or choice.pack_gqa:
+        return False
+    if recipe.q_scales != "token" or recipe.hadamard:
+        return False
+    wide = q.stride(3) == 1 and not any(stride * q.itemsize % WIDEST_LOAD for stride in q.stride()[:3])
+    last = sum((size - 1) * stride for size, stride in zip(q.shape, q.stride(), strict=True))
+    return wide and last < 2**31
+
+
+def _launch(a: DenseArguments) -> Outputs:
+    from helion_attn.compiler.helion_adapter import multiprocessors
+    from helion_attn.kernels import attention
+    from helion_attn.preprocess.quantize import quantize_qkv
+
+    choice = choose(a.shape(), multiprocessors(a.q.device))
+    if not quantises_q(a.q, a.recipe, choice):
+        return launch_choice(a.attending(quantize_qkv(a.quantizing(packs_q=True))), choice)
+    packed = a.attending(quantize_qkv(a.quantizing(packs_q=False)))
+    out, lse = empty_outputs(packed)
+    attention.launch(choice.tile, packed, out, lse, q=a.q, rope=a.rope)
+    return out, lse
+
+
+def _fake(a: DenseArguments) -> Outputs:
+    (B, H, M), D_v = a.q.shape[:3], a.v.size(3)
+    shape = (B, M, H, D_v) if a.bshd else (B, H, M, D_v)
+    return a.q.new_empty(shape, dtype=a.out_dtype), a.q.new_empty((B, H, M), dtype=torch.float32)
+
+
+attention_dense = Operation("fp8_attn_dense", DenseArguments, 2, _launch, _fake)
