@@ -33,7 +33,7 @@ from benchmarks.lib.problem import CHECKED_ROWS, Contender, grid_workload, make_
 from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
 from benchmarks.lib.tables import Table, error_text, number, ratio, rows_of, values_of
 from helion_attn.compiler import triton_hook
-from helion_attn.compiler.helion_adapter import helion, helion_config, hl
+from helion_attn.compiler.helion_adapter import Config, helion_config, hl
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib import steps
@@ -113,9 +113,9 @@ def without_passes(kernel: JITFunction[Any], expected: tuple[str, ...]) -> JITFu
     return kernel
 
 
-def heads_fastest(tile: TileConfig) -> helion.Config:
+def heads_fastest(tile: TileConfig) -> Config:
     """In place of `helion_config`: programs of one query block side by side, not of one head."""
-    return helion.Config.from_dict({**helion_config(tile).config, "loop_orders": [[0, 1]]})
+    return helion_config(tile) | {"loop_orders": [[0, 1]]}
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ Every (head dim, mask) has caches of its own, in a temporary folder that is empt
 the other: the first compiles (cold), the second finds what it compiled (warm). The cold ones of all cases run side by
 side, the warm ones alone. Default recipe, one sequence of 1024 tokens x hidden 2048. A row has
 
-    import_torch_s, import_s   importing PyTorch, then this package with its kernels, hence Helion and Triton
+    import_torch_s, import_s   importing PyTorch, then this package with its kernels, hence Triton
     context_s                  the first use of the GPU, and the inputs
-    first_s                    the first call, until its output is there
-    triton_s                   Triton's compiler and its cache in it; the rest is mostly Helion
+    first_s                    the first call, until its output is there; a cold one imports Helion
+    triton_s                   Triton's compiler and its cache in it; the rest of a cold call is mostly Helion
     compiled, reused           kernels that Triton compiled in it, and that it found on the disk
     later_ms                   a call after that, the median
 """
@@ -80,6 +80,12 @@ def run(options: Options, results: Results) -> None:
             results.add(row)
 
 
+def start_seconds(row: Row) -> float | None:
+    """Of a first call with all imports but PyTorch's; None if it failed."""
+    imports, first = row.get("import_s"), row.get("first_s")
+    return None if imports is None or first is None else imports + first
+
+
 def tables(loaded: Loaded) -> list[Table]:
     """Seconds of a process's first call, with nothing compiled and with all compiled, and what comes before it."""
     rows = rows_of(loaded, "startup")
@@ -87,8 +93,8 @@ def tables(loaded: Loaded) -> list[Table]:
     for D, causal in values_of(rows, "D", "causal"):
         by_cache: dict[str, Row] = {row["cache"]: row for row in rows if (row["D"], row["causal"]) == (D, causal)}
         cold, warm = by_cache.get("cold", {}), by_cache.get("warm", {})
-        figures = [cold.get("first_s"), warm.get("first_s"), warm.get("triton_s")]
-        before = [warm.get(name) for name in ("import_torch_s", "import_s", "context_s")]
+        figures = [start_seconds(cold), start_seconds(warm), warm.get("import_s"), warm.get("triton_s")]
+        before = [warm.get(name) for name in ("import_torch_s", "context_s")]
         body.append(
             [
                 str(D),
@@ -99,11 +105,10 @@ def tables(loaded: Loaded) -> list[Table]:
                 *(number(figure, ".2f") for figure in before),
             ]
         )
-    headers = ["D", "mask", "cold, s", "warm, s", "of it Triton, s", "kernels compiled: cold / warm", "later, ms"]
-    headers += ["import PyTorch, s", "import Helion and the kernels, s", "CUDA context, s"]
-    return (
-        [Table("First call of a process, bf16 [1, 2048 / D, 1024, D], default recipe", headers, body)] if body else []
-    )
+    headers = ["D", "mask", "cold, s", "warm, s", "of it imports, s", "of it Triton, s"]
+    headers += ["kernels compiled: cold / warm", "later, ms", "import PyTorch, s", "CUDA context, s"]
+    title = "First call of a process, imports but PyTorch's included, bf16 [1, 2048 / D, 1024, D], default recipe"
+    return [Table(title, headers, body)] if body else []
 
 
 def plot(loaded: Loaded) -> Figure | None:
@@ -112,17 +117,18 @@ def plot(loaded: Loaded) -> Figure | None:
     groups: dict[str, dict[str, float | None]] = {}
     for D, causal in values_of(rows, "D", "causal"):
         by_cache: dict[str, Row] = {row["cache"]: row for row in rows_of(loaded, "startup", D=D, causal=causal)}
-        groups[f"D {D}, {mask(causal)}"] = {cache: by_cache.get(cache, {}).get("first_s") for cache in ("cold", "warm")}
-    return horizontal({"First call of a process": groups}, "s", 1.0, width=6.6)
+        groups[f"D {D}, {mask(causal)}"] = {cache: start_seconds(by_cache.get(cache, {})) for cache in ("cold", "warm")}
+    return horizontal({"First call of a process, imports but PyTorch's included": groups}, "s", 1.0, width=6.6)
 
 
 def checks(loaded: Loaded) -> list[Check]:
-    """The first call of a process that finds its kernels compiled, imports left out."""
+    """The first call of a process that finds its kernels compiled, imports but PyTorch's included."""
     found = []
     for D, causal in values_of(rows_of(loaded, "startup"), "D", "causal"):
         rows = rows_of(loaded, "startup", D=D, causal=causal, cache="warm")
-        name = "first call from a warm cache, without imports, s"
-        found.append(Check(name, f"D {D}, {mask(causal)}", figure(rows, DEFAULT, "first_s"), 1.0))
+        started = [row | {"start_s": start_seconds(row)} for row in rows]
+        name = "first call from a warm cache, imports but PyTorch's included, s"
+        found.append(Check(name, f"D {D}, {mask(causal)}", figure(started, DEFAULT, "start_s"), 2.0))
     return found
 
 

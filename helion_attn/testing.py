@@ -260,41 +260,15 @@ def _disassemble(compiled: Any) -> Sm90Kernel:
 
 
 @contextlib.contextmanager
-def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
-    """Pretend that cuda:0 is an H200, and collect what Triton compiles instead of launching it.
-
-    Args:
-        keep_generated: find the code that Helion generated before for such tensors, and keep what it generates.
-    """
-    import triton
+def _offline_tracing() -> Iterator[None]:
+    """Inside, Helion traces for tensors without storage as for an H200's."""
     from torch._dynamo.device_interface import CudaInterface
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-    from triton.runtime.jit import JITFunction, MockTensor
 
-    from helion_attn.compiler import code_cache, launch_plans
     from helion_attn.compiler.helion_adapter import helion_environment
-    from helion_attn.validate import dense
 
     CompileEnvironment = helion_environment.CompileEnvironment
-    compiled: list[Any] = []
-    jit_run = JITFunction.run
-    read, write = code_cache.read, code_cache.write
-
-    def offline(key: str) -> str:
-        # What is generated here is not for tensors that have addresses.
-        return hashlib.sha256(f"without storage {key}".encode()).hexdigest()
-
-    def run(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
-        stand_ins = [MockTensor(a.dtype, list(a.shape)) if isinstance(a, torch.Tensor) else a for a in args]
-        compiled.append(jit_run(self, *stand_ins, warmup=True, **options))
-        return compiled[-1]
-
-    def launch_first(run: Any, args: Any, expected: tuple[str, ...]) -> Any:
-        through_triton = launch_plans.through_triton(run, expected)
-        through_triton(*args)
-        return through_triton
-
     to_fake_tensor = CompileEnvironment._to_fake_tensor
 
     def with_symbolic_sizes(self: Any, tensor: torch.Tensor, source: Any) -> torch.Tensor:
@@ -310,6 +284,50 @@ def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
             symbolic = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
         return to_fake_tensor(self, symbolic, source)
 
+    with (
+        mock.patch.object(CudaInterface, "get_device_properties", staticmethod(lambda *_: _H200)),
+        mock.patch.object(CompileEnvironment, "tensor_descriptor_base_is_aligned", return_value=True),
+        mock.patch.object(CompileEnvironment, "_to_fake_tensor", with_symbolic_sizes),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
+    """Pretend that cuda:0 is an H200, and collect what Triton compiles instead of launching it.
+
+    Args:
+        keep_generated: find the code that Helion generated before for such tensors, and keep what it generates.
+    """
+    import triton
+    from torch._subclasses.fake_tensor import FakeTensor
+    from triton.runtime.jit import JITFunction, MockTensor
+
+    from helion_attn.compiler import code_cache, launch_plans, stored_code
+    from helion_attn.validate import dense
+
+    compiled: list[Any] = []
+    jit_run = JITFunction.run
+    read, write, trace = stored_code.read, stored_code.write, code_cache.Generated._trace
+
+    def offline(key: str) -> str:
+        # What is generated here is not for tensors that have addresses.
+        return hashlib.sha256(f"without storage {key}".encode()).hexdigest()
+
+    def run(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        stand_ins = [MockTensor(a.dtype, list(a.shape)) if isinstance(a, torch.Tensor) else a for a in args]
+        compiled.append(jit_run(self, *stand_ins, warmup=True, **options))
+        return compiled[-1]
+
+    def launch_first(run: Any, args: Any, expected: tuple[str, ...]) -> Any:
+        through_triton = launch_plans.through_triton(run, expected)
+        through_triton(*args)
+        return through_triton
+
+    def trace_offline(self: Any, *args: Any) -> Any:
+        with _offline_tracing():
+            return trace(self, *args)
+
     answers = {
         "is_available": True,
         "current_device": 0,
@@ -323,15 +341,13 @@ def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer: answer))
         patch: Callable[..., Any] = lambda *a: stack.enter_context(mock.patch.object(*a))  # noqa: E731
-        patch(CudaInterface, "get_device_properties", staticmethod(lambda *_: _H200))
         patch(torch.version, "cuda", "13.0")
         # A fake tensor has no address; the real ones come from the caching allocator, aligned to 512 bytes.
         patch(FakeTensor, "data_ptr", lambda _: 0)
-        patch(CompileEnvironment, "tensor_descriptor_base_is_aligned", lambda *_: True)
-        patch(CompileEnvironment, "_to_fake_tensor", with_symbolic_sizes)
         patch(JITFunction, "run", run)
-        patch(code_cache, "read", lambda key: read(offline(key)) if keep_generated else [])
-        patch(code_cache, "write", lambda key, entries: write(offline(key), entries) if keep_generated else None)
+        patch(stored_code, "read", lambda key: read(offline(key)) if keep_generated else [])
+        patch(stored_code, "write", lambda key, entries: write(offline(key), entries) if keep_generated else None)
+        patch(code_cache.Generated, "_trace", trace_offline)
         patch(launch_plans, "launch_first", launch_first)
         patch(driver, "_active", _OfflineDriver())
         patch(dense, "_CAPABLE", set())

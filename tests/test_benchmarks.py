@@ -305,7 +305,7 @@ def test_ablation_changes_something(D: int) -> None:
         summed = recipe.promote_every is not None and bool(recipe.promote_every) != shipped.two_level
         changed = (tile != shipped, summed, recipe.p_offset != ha.FAST.p_offset, variant.step is not None)
         assert sum(changed) == (name != "shipped")
-    assert ablation.heads_fastest(shipped).loop_orders != helion_config(shipped).loop_orders
+    assert ablation.heads_fastest(shipped)["loop_orders"] != helion_config(shipped)["loop_orders"]
 
 
 def test_ablation_compiles_other_code() -> None:
@@ -331,9 +331,11 @@ def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row[name] > 0 for row in rows for name in ("import_torch_s", "import_s", "first_s", "later_ms"))
     (table,) = startup.tables(loaded)
     assert table.body[0][:2] == ["64", "causal"]
+    assert table.body[0][3] == f"{rows[1]['import_s'] + rows[1]['first_s']:.2f}"
     assert report.checks_of(START, loaded) == [], "a run on the CPU shows nothing"
     loaded["startup"]["meta"]["gpu"] = "a GPU"
     rows[0]["first_s"] = 5.0
+    rows[1]["import_s"] = 1.0
     for seconds, verdict in ((0.9, "PASS"), (1.1, "FAIL"), (None, "FAIL")):
         rows[1]["first_s"] = seconds
         (check,) = report.checks_of(START, loaded)

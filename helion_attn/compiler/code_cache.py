@@ -1,14 +1,12 @@
-"""Keeps the code that Helion generates on the disk, beside what Triton makes of it.
+"""Finds the code that Helion generates for a kernel: of this process, of the disk, or new.
 
-Helion keeps nothing: every process traces each kernel and generates its Triton code anew. Where Triton finds all it
-needs on the disk, that was 6 of the 6.5 s of a first call of `attention`. With the code found here too, a first call
-takes 0.5 to 0.8 s (an H200's host; docs/performance.md, Start-up).
+Helion keeps nothing: every process would import it, trace each kernel and generate its Triton code anew, which takes
+some 15 s before a first call (an H200's host; docs/performance.md, Start-up). With the code found on the disk, none of
+that is needed.
 
-Code is stored through Triton's own cache manager, so one folder holds both. A file is named by a digest of all that is
-known before tracing (`Generated._key`), and lists what was generated under it: each piece of code with the facts about
-the arguments that it depends on beyond, as JSON. Helion names those when it has traced: sizes and strides that the
-kernel asked for, and what a tensor must be for TMA to read it. A fact that is not known here, or a file that is not
-whole, is not used; the kernel is traced as ever.
+A file there (`stored_code`) is named by a digest of all that is known before tracing (`Generated._key`), and lists what
+was generated under it: each piece of code with the facts about the arguments that it depends on beyond (`facts`).
+Nothing of either asks Helion. Where no entry holds, the kernel is traced as ever.
 """
 
 from __future__ import annotations
@@ -16,122 +14,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import inspect
-import json
+import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from torch._inductor import config as inductor_config
-from torch._inductor.codecache import PyCodeCache
-from triton.runtime.cache import get_cache_manager
 
-from helion_attn.compiler.helion_adapter import helion, helion_backends, helion_environment, helion_kernel
-from helion_attn.compiler.launch_plans import recorded
-
-#: File name of an entry in Triton's cache.
-FILE = "generated.json"
+from helion_attn.compiler import stored_code
+from helion_attn.compiler.facts import UnknownFact, facts_of, value
+from helion_attn.compiler.generated_code import Run, linked, load
+from helion_attn.compiler.helion_adapter import Config, kernel_to_compile
+from helion_attn.compiler.stored_code import Entry
 
 #: Held while a kernel is looked for on the disk, and traced: `torch.fx`, with which Helion traces, patches what all
 #: threads see.
 TRACING = threading.Lock()
 
-#: A host function that launches one Triton kernel.
-Run = Callable[..., Any]
+#: Elements from which on Helion computes indices of a tensor in 64 bits.
+INT32_ELEMENTS = 2**31
 
-#: A name of `FACTS`, and its arguments.
-Fact = list[Any]
-
-
-def _descriptor(x: torch.Tensor, most: list[int]) -> list[Any]:
-    """What TMA asks of a tensor that is read in boxes: strides, extents up to `most`, and 32-bit coordinates."""
-    strides = helion_environment.tensor_descriptor_layout_signature_from_strides(x.stride(), x.element_size())
-    contiguous, aligned = strides
-    extents = [helion_kernel._tensor_descriptor_extent_class(size, n) for size, n in zip(x.shape, most, strict=True)]
-    return [contiguous, list(aligned), extents, max(x.shape) < 2**31]
-
-
-#: What code can depend on, by name: functions of the arguments, whose values are JSON.
-FACTS: dict[str, Callable[..., Any]] = {
-    "size": lambda args, i, dim: args[i].size(dim),
-    "stride": lambda args, i, dim: args[i].stride(dim),
-    "number": lambda args, i: args[i],
-    "has_size": lambda args, i, dim, size: args[i].size(dim) == size,
-    "has_stride": lambda args, i, dim, stride: args[i].stride(dim) == stride,
-    "descriptor": lambda args, i, most: _descriptor(args[i], most),
-    "aligned": lambda args, i: helion_environment._concrete_tensor_satisfies_alignment_guard(args[i], False),
-    "multiprocessors": lambda args, i: torch.cuda.get_device_properties(args[i].device).multi_processor_count,
-}
-
-
-def value(fact: Fact, args: Sequence[Any]) -> Any:
-    """The value of `fact` for these arguments."""
-    name, *parameters = fact
-    return FACTS[name](args, *parameters)
-
-
-class UnknownFact(Exception):
-    """Helion's code depends on something that `FACTS` cannot say."""
-
-
-def _fact(extractor: Any, args: Sequence[Any]) -> list[Any]:
-    """One of Helion's extractors, which are closures whose defaults hold what they look at."""
-    if isinstance(extractor, helion_kernel._PreparedMetadataSpecializationExtractor):
-        extractor = extractor.extractor
-    if isinstance(extractor, helion_kernel._CompilerSeedSpecializationExtractor):
-        if extractor.fact != "device_num_sm":
-            raise UnknownFact(extractor)
-        return ["multiprocessors", next(i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor))]
-    if isinstance(extractor, helion_kernel._GuardedInputFact):
-        if len(extractor.sources) != 1 or extractor.block or not extractor.rhs.is_Integer:
-            raise UnknownFact(extractor)
-        ((symbol, source),) = extractor.sources
-        name = {"SIZE": "has_size", "STRIDE": "has_stride"}.get(source.prop.name)
-        if extractor.lhs != symbol or name is None:
-            raise UnknownFact(extractor)
-        return [name, extractor.param_names.index(source.base.local_name), source.idx, int(extractor.rhs)]
-    name = getattr(extractor, "__name__", "")
-    holds = {p.name: p.default for p in inspect.signature(extractor).parameters.values()}
-    if name != "local_extractor":
-        # A tensor must be an argument by itself.
-        tensor: Any = holds.get("_inner") or holds.get("_extract_tensor")
-        if getattr(tensor, "__name__", "") != "local_extractor":
-            raise UnknownFact(extractor)
-        i = inspect.signature(tensor).parameters["_index"].default
-    match name:
-        case "local_extractor" if isinstance(args[holds["_index"]], int | float):
-            return ["number", holds["_index"]]
-        case "size_extractor":
-            return ["size", i, holds["_index"]]
-        case "stride_extractor":
-            return ["stride", i, holds["_index"]]
-        case "td_layout_extractor":
-            return ["descriptor", i, [holds["_extent_cap"]] * holds["_ndim"]]
-        case "td_alignment_extractor" if not holds["_requires_zero_storage_offset"]:
-            return ["aligned", i]
-    raise UnknownFact(extractor)
-
-
-def _facts(bound: Any, args: Sequence[Any], run: Run) -> list[Fact]:
-    """All that the code of `bound` depends on beyond the base key."""
-    extractors = [*bound._specialize_extra(), *bound._guarded_input_facts()]
-    facts = [_fact(x, args) for x in (*extractors, *bound._compiler_seed_specialization_extractors)]
-    (launch,) = recorded(run, args)
-    for fact in facts:
-        # Where all of a tensor's accesses became descriptors, a dimension's extent matters up to that of the box, which
-        # is 1 for batches and blocks. Helion asks for the largest box of the kernel in every dimension.
-        if fact[0] == "descriptor":
-            tensor = args[fact[1]]
-            boxes = [x.block_shape for x in launch.args if getattr(x, "base", None) is tensor]
-            if boxes and not any(x is tensor for x in launch.args):
-                fact[2] = [max(extents) for extents in zip(*boxes, strict=True)]
-    return facts
+#: Beginnings of the names of variables that Helion and Inductor read, and of those among them that change no code.
+VARIABLES = ("HELION_", "TORCHINDUCTOR_", "TRITON_F32_DEFAULT", "TRITON_INTERPRET", "ENABLE_TILE")
+CHANGE_NO_CODE = ("HELION_AUTOTUNE", "HELION_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def _is_foreign(module: str | None) -> bool:
@@ -186,93 +98,132 @@ def versions() -> str:
     return repr((digest, importlib.metadata.version("helion"), triton.__version__, torch.__version__, sys.version))
 
 
-def fingerprint(kernel: helion.Kernel[Any]) -> str:
-    """What `kernel`'s code depends on, whatever its arguments and the process's options.
+def fingerprint(fn: Callable[..., Any], config: Config) -> str:
+    """What the code of `fn` depends on, whatever its arguments and the process's options.
 
     The sources on the disk need not be what this process runs: the functions that it has are looked at as well.
+    Helion's settings are in these sources (`helion_adapter.kernel_to_compile`) and in the environment.
     """
-    settings = {name: repr(x) for name, x in kernel.settings.to_dict().items() if not name.startswith("autotune")}
-    (config,) = kernel.configs
-    return repr((versions(), list(_functions(kernel.fn)), repr(config), settings))
+    assert isinstance(fn, types.FunctionType)
+    return repr((versions(), list(_functions(fn)), sorted(config.items())))
+
+
+def _environment() -> list[tuple[str, str]]:
+    """The variables of which Helion and Inductor make their settings."""
+    return sorted(
+        (name, text)
+        for name, text in os.environ.items()
+        if name.startswith(VARIABLES) and not name.startswith(CHANGE_NO_CODE)
+    )
+
+
+def _inductor_options() -> list[tuple[str, Any]]:
+    """Inductor's options that are not as its sources and the environment have them."""
+    name = "torch._inductor.config"
+    # A process that has not imported it, which takes a second, has changed none. Some variables count as a change.
+    if name not in sys.modules and not any(x.startswith("TORCHINDUCTOR_") for x, _ in _environment()):
+        return []
+    config: Any = importlib.import_module(name)
+    return sorted((x, now) for x, now in config.save_config_portable().items() if now != config._config[x].default)
 
 
 def options() -> str:
     """Settings that change the generated code, and that a process may change between two calls."""
-    return repr((torch.get_default_dtype(), inductor_config.save_config_portable()))
+    return repr((torch.get_default_dtype(), _inductor_options(), _environment()))
 
 
-def read(key: str) -> list[dict[str, Any]]:
-    """The entries under `key`, of "facts" and "source"; none if the file is not there or not whole."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        if (path := get_cache_manager(key).get_file(FILE)) is not None:
-            stored = json.loads(Path(path).read_text())
-            if stored["sha256"] == _checksum(stored["entries"]):
-                return list(stored["entries"])
-    return []
+def _is_symmetric(args: Sequence[Any]) -> bool:
+    """Whether Helion compiles for memory that several GPUs share, as `helion._dist_utils.kernel_uses_symm_mem`."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    shared_memory = importlib.import_module("torch.distributed._symmetric_memory")
+    is_symmetric = getattr(shared_memory, "is_symm_mem_tensor", None)
+    return is_symmetric is None or any(is_symmetric(x) for x in args if isinstance(x, torch.Tensor))
 
 
-def write(key: str, entries: list[dict[str, Any]]) -> None:
-    """Store `entries` under `key`, in place of what is there; in a folder that can only be read, do not."""
-    with contextlib.suppress(OSError):
-        get_cache_manager(key).put(json.dumps({"sha256": _checksum(entries), "entries": entries}), FILE)
-
-
-def _checksum(entries: list[dict[str, Any]]) -> str:
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+def _layout(x: torch.Tensor) -> Hashable:
+    static = tuple(sorted(getattr(x, "_dynamo_static_indices", ())))
+    # A class of tensors may have no addresses.
+    return type(x), x.dtype, x.dim(), x.numel() >= INT32_ELEMENTS, static
 
 
 class Generated:
-    """The code that Helion generates for a kernel with one config: of this process, of the disk, or new."""
+    """The code that Helion generates for a kernel function with one config."""
 
-    def __init__(self, kernel: helion.Kernel[Any]) -> None:
-        self._kernel = kernel
-        self._entries: dict[Any, list[dict[str, Any]]] = {}
+    def __init__(self, fn: Callable[..., Any], config: Config) -> None:
+        self._fn = fn
+        self._config = config
+        annotations = [str(x.annotation) for x in inspect.signature(fn).parameters.values()]
+        self._is_constant = ["constexpr" in annotation for annotation in annotations]
+        self._entries: dict[Hashable, list[Entry]] = {}
+        #: Helion's kernels, by the environment that their settings are of.
+        self._kernels: dict[str, Any] = {}
 
     @functools.cached_property
     def _fingerprint(self) -> str:
-        return fingerprint(self._kernel)
+        return fingerprint(self._fn, self._config)
 
-    def _key(self, base: tuple[Any, ...]) -> str:
-        """The name of a file: hexadecimal, as Triton asks for it."""
+    def _base(self, args: Sequence[Any]) -> tuple[Hashable, ...]:
+        """What the code depends on of any arguments: all of Helion's base key that an argument can change."""
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        places = list({id(x): None for x in tensors})
+        device = tensors[0].device
+        described = (
+            _layout(x) if isinstance(x, torch.Tensor) else (type(x), x if is_constant else None)
+            for x, is_constant in zip(args, self._is_constant, strict=True)
+        )
+        same = tuple(places.index(id(x)) for x in tensors)
+        return (*described, same, device.type, torch.cuda.get_device_capability(device), _is_symmetric(args))
+
+    def _key(self, base: tuple[Hashable, ...]) -> str:
+        """The name of a file: hexadecimal, as Triton's are."""
         return hashlib.sha256(repr((self._fingerprint, options(), base)).encode()).hexdigest()
 
     def find(self, args: tuple[Any, ...]) -> Run:
         """The host function for `args`, which are tensors and numbers. Threads that have to trace take turns."""
-        base = self._kernel._base_specialization_key(args)
+        base = self._base(args)
         if (run := self._known(base, args)) is not None:
             return run
         with TRACING:
             return self._known(base, args) or self._read_or_trace(base, args)
 
-    def _read_or_trace(self, base: tuple[Any, ...], args: tuple[Any, ...]) -> Run:
-        # Helion does this before it compiles, and Triton's folder may be another afterwards.
+    def _read_or_trace(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> Run:
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
-        helion_backends.get_backend_class(self._kernel.settings.backend)().setup_compile_cache_dir(device.index or 0)
-        # A class of tensors may have no addresses.
-        key = self._key((base, *map(type, args)))
+        set_cache_folder(device.index or 0)
+        key = self._key(base)
         # Another process may have written meanwhile.
-        self._entries[base] = read(key) or self._entries.get(base, [])
-        if (run := self._known(base, args)) is not None:
-            return run
-        return self._trace(base, key, args)
+        self._entries[base] = stored_code.read(key) or self._entries.get(base, [])
+        return self._known(base, args) or self._trace(base, key, args)
 
-    def _known(self, base: tuple[Any, ...], args: tuple[Any, ...]) -> Run | None:
+    def _known(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> Run | None:
         for entry in self._entries.get(base, []):
             if all(value(fact, args) == expected for fact, expected in entry["facts"]):
-                # As Helion loads it, once a process: a file, of which Triton reads the source.
-                run: Run = getattr(PyCodeCache.load(entry["source"]), self._kernel.name)
-                return run
+                # What cannot be loaded is made anew.
+                with contextlib.suppress(Exception):
+                    return load(entry["source"], self._fn.__name__)
         return None
 
-    def _trace(self, base: tuple[Any, ...], key: str, args: tuple[Any, ...]) -> Run:
-        bound = self._kernel.bind(args)
-        run: Run = bound.compile_config()
+    def _trace(self, base: tuple[Hashable, ...], key: str, args: tuple[Any, ...]) -> Run:
+        environment = repr(_environment())
+        if environment not in self._kernels:
+            self._kernels[environment] = kernel_to_compile(self._fn, self._config)
+        bound = self._kernels[environment].bind(args)
+        source = linked(Path(bound.compile_config().__code__.co_filename).read_text())
+        run = load(source, self._fn.__name__)
         # Code whose facts have a form that is not known here serves this call, and is not kept.
         with contextlib.suppress(UnknownFact, AttributeError, LookupError, StopIteration, TypeError, ValueError):
-            facts = [[fact, value(fact, args)] for fact in _facts(bound, args, run)]
-            entry = {"facts": facts, "source": Path(run.__code__.co_filename).read_text()}
+            facts = [[fact, value(fact, args)] for fact in facts_of(bound, args, run)]
+            entry = {"facts": facts, "source": source}
             self._entries[base] = [*self._entries[base], entry]
             # What is lost when two processes write at once is traced again. Other entries of this process may have been
             # traced with other options.
-            write(key, [*read(key), entry])
+            stored_code.write(key, [*stored_code.read(key), entry])
         return run
+
+
+def set_cache_folder(device_index: int) -> None:
+    """Set Triton's cache folder, if nobody has, to the one that Helion sets it to when it compiles."""
+    if "TRITON_CACHE_DIR" not in os.environ:
+        folders = importlib.import_module("helion_attn.compiler.inductor_runtime.cache_dir_utils")
+        root = os.environ.get("HELION_CACHE_DIR") or os.path.join(folders.cache_dir(), "helion")
+        os.environ["TRITON_CACHE_DIR"] = os.path.join(root, "triton", str(device_index))

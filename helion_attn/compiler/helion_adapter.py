@@ -1,57 +1,112 @@
-"""The one place that imports Helion, and what its kernels are told of configs and devices."""
+"""The one place that imports Helion, when it is first needed, and what its kernels are told of configs and devices.
+
+Importing Helion takes some seconds, and a process that finds its kernels' code on the disk needs nothing of it.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._inductor.runtime.triton_compat as triton_compat
-
-if not hasattr(triton_compat, "IntelGPUError"):
-    # helion 1.5.1 imports this name, which torch 2.11 does not have yet.
-    triton_compat.IntelGPUError = type("IntelGPUError", (Exception,), {})
-
-import helion
-import helion._compiler.backend_registry as helion_backends
-import helion._compiler.compile_environment as helion_environment
-import helion.language as hl
-from helion.autotuner.config_fragment import IntegerFragment
-from helion.runtime import default_launcher
 
 from helion_attn.configs import LargeTileConfig, TileConfig
 
 __all__ = [
     "MAX_REGISTERS",
-    "IntegerFragment",
-    "default_launcher",
+    "Config",
     "helion",
-    "helion_backends",
     "helion_config",
     "helion_environment",
     "helion_kernel",
     "hl",
+    "kernel_to_compile",
+    "kernel_to_interpret",
     "multiprocessors",
 ]
 
-#: A module that is hidden by a function of its name.
-helion_kernel = importlib.import_module("helion.runtime.kernel")
+
+class Later(types.ModuleType):
+    """Stands for a module of Helion's, which is imported when something of it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked of any module, by those that look for something else
+            raise AttributeError(name)
+        return getattr(imported(self), name)
+
+
+def imported(module: types.ModuleType) -> types.ModuleType:
+    """The module that `module` stands for."""
+    if not isinstance(module, Later):
+        return module
+    triton_compat: Any = importlib.import_module("torch._inductor.runtime.triton_compat")
+    if not hasattr(triton_compat, "IntelGPUError"):
+        # helion 1.5.1 imports this name, which torch 2.11 does not have yet.
+        triton_compat.IntelGPUError = type("IntelGPUError", (Exception,), {})
+    return importlib.import_module(module.__name__)
+
+
+if TYPE_CHECKING:
+    import helion
+    import helion._compiler.compile_environment as helion_environment
+    import helion.language as hl
+    import helion.runtime.kernel as helion_kernel
+else:
+    helion = Later("helion")
+    helion_environment = Later("helion._compiler.compile_environment")
+    helion_kernel = Later("helion.runtime.kernel")
+    hl = Later("helion.language")
+
+#: Keyword arguments of Helion's `Config`.
+Config = dict[str, Any]
 
 #: A tunable of this name, registered in a kernel, reaches Triton as its option `maxnreg`. Helion's own key for it is
 #: refused for grids that are not persistent.
 MAX_REGISTERS = "_triton_config_maxnreg"
 
 
-def helion_config(tile: TileConfig | LargeTileConfig, grid_dims: int = 2) -> helion.Config:
+def helion_config(tile: TileConfig | LargeTileConfig, grid_dims: int = 2) -> Config:
     """The Helion config of an attention kernel, from a row of its tuned table; the last grid dimension is fastest."""
-    return helion.Config(
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        range_num_stages=[0, tile.num_stages],
-        loop_orders=[[*reversed(range(grid_dims))]],
-        indexing="tensor_descriptor",
-        host_tensor_descriptors=True,
-        **{MAX_REGISTERS: tile.max_registers},
+    return {
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "range_num_stages": [0, tile.num_stages],
+        "loop_orders": [[*reversed(range(grid_dims))]],
+        "indexing": "tensor_descriptor",
+        "host_tensor_descriptors": True,
+        MAX_REGISTERS: tile.max_registers,
+    }
+
+
+def _seen_by_helion(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, in whose module stand-ins have given way to Helion's modules: Helion compares what it finds by name."""
+    scope = fn.__globals__
+    scope.update({name: imported(x) for name, x in scope.items() if isinstance(x, Later)})
+    return fn
+
+
+def kernel_to_compile(fn: Callable[..., Any], config: Config) -> helion.Kernel[Any]:
+    """Helion's kernel that compiles `fn` with `config`, once for all lengths and strides.
+
+    `triton_do_not_specialize` keeps Triton from compiling anew when a length becomes a multiple of 16. A `key` keeps
+    Helion from preparing for the next call of these sizes.
+    """
+    return helion.kernel(
+        _seen_by_helion(fn),
+        config=helion.Config(**config),
+        static_shapes=False,
+        triton_do_not_specialize=True,
+        key=lambda *args: None,
+    )
+
+
+def kernel_to_interpret(fn: Callable[..., Any]) -> helion.Kernel[Any]:
+    """Helion's kernel that runs `fn` step by step with PyTorch operations."""
+    return helion.kernel(
+        _seen_by_helion(fn), config=helion.Config(), static_shapes=False, ref_mode=helion.RefMode.EAGER
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from helion_attn.compiler import call_plans, code_cache, launch_plans
-from helion_attn.compiler.helion_adapter import helion
+from helion_attn.compiler.helion_adapter import Config, kernel_to_interpret
 
 #: Alignment of a tensor's address that TMA and the widest loads ask for, in bytes.
 ALIGNMENT = 16
@@ -48,9 +49,9 @@ class Compiled(Runner):
     it led to, for every set of sizes and specialisations.
     """
 
-    def __init__(self, kernel: helion.Kernel[Any], expected: tuple[str, ...] = ()) -> None:
-        super().__init__(kernel.fn)
-        self._generated = code_cache.Generated(kernel)
+    def __init__(self, fn: Callable[..., Any], config: Config, expected: tuple[str, ...] = ()) -> None:
+        super().__init__(fn)
+        self._generated = code_cache.Generated(fn, config)
         self._expected = expected
         self._positions: tuple[list[int], list[int]] | None = None
         self._found: dict[Hashable, Callable[..., Any]] = {}
@@ -100,9 +101,13 @@ def named() -> Iterator[list[str]]:
 class Interpreted(Runner):
     """A kernel function run step by step with PyTorch operations: for CPU tensors."""
 
-    def __init__(self, kernel: helion.Kernel[Any]) -> None:
-        super().__init__(kernel.fn)
-        self._kernel = kernel
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__(fn)
+        self._fn = fn
+
+    @functools.cached_property
+    def _kernel(self) -> Any:
+        return kernel_to_interpret(self._fn)
 
     def __call__(self, *args: Any) -> None:
         """Run it."""
@@ -110,26 +115,20 @@ class Interpreted(Runner):
         if names is None:
             self._kernel(*args)
         else:
-            names.append(self._kernel.fn.__name__)
+            names.append(self._fn.__name__)
 
 
-def compiled(fn: Callable[..., Any], config: helion.Config, expected: tuple[str, ...] = ()) -> Compiled:
+def compiled(fn: Callable[..., Any], config: Config, expected: tuple[str, ...] = ()) -> Compiled:
     """`fn` compiled through Triton with `config`, once for all lengths and strides.
-
-    `triton_do_not_specialize` keeps Triton from compiling anew when a length becomes a multiple of 16. A `key` keeps
-    Helion from preparing for the next call of these sizes.
 
     Args:
         fn: the kernel function.
         config: Helion's, with the tunables of `fn`.
         expected: names of the passes without which a warning is given (`passes.expected`).
     """
-    kernel = helion.kernel(
-        fn, config=config, static_shapes=False, triton_do_not_specialize=True, key=lambda *args: None
-    )
-    return Compiled(kernel, expected)
+    return Compiled(fn, config, expected)
 
 
 def interpreted(fn: Callable[..., Any]) -> Interpreted:
     """The same source, run step by step with PyTorch operations: for CPU tensors."""
-    return Interpreted(helion.kernel(fn, config=helion.Config(), static_shapes=False, ref_mode=helion.RefMode.EAGER))
+    return Interpreted(fn)

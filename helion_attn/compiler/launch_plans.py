@@ -24,7 +24,7 @@ from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helion_attn.compiler import triton_hook
-from helion_attn.compiler.helion_adapter import default_launcher
+from helion_attn.compiler.helion_runtime.launcher import default_launcher
 from helion_attn.compiler.slower import warn_slower
 from helion_attn.compiler.versions import triton_is_known
 

@@ -48,7 +48,7 @@ import functools
 
 import torch
 
-from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion_config, hl, multiprocessors
+from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl, multiprocessors
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, TileConfig, row_width, scheduling
@@ -177,7 +177,7 @@ def fp8_attn_fwd(
     With `in_halves` P V is two products, of half of V's channels each.
     """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
-    hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
+    hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     # More than 2**31 elements are read by descriptors only if the dimensions are known to fit 32 bits; and by
     # pointers, scalar tensors cannot be indices.
     torch._check(q8.size(0) <= 2**24)

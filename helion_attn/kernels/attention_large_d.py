@@ -23,7 +23,7 @@ import functools
 
 import torch
 
-from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion_config, hl, multiprocessors
+from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl, multiprocessors
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, LargeTileConfig, largest_power_of_two, scheduling
@@ -225,7 +225,7 @@ def fp8_attn_fwd_large_d(
 ) -> None:
     """The kernel; see the module's docstring, and `fp8_attn_fwd` for what is not said here."""
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
-    hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
+    hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     # Without these, more than 2**31 elements are read by pointers: see `fp8_attn_fwd`.
     torch._check(k_wide.size(0) <= 2**24)
     torch._check(k_wide.size(1) <= 2**25)

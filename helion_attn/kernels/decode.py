@@ -33,7 +33,7 @@ import functools
 
 import torch
 
-from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
 from helion_attn.kernels.lib.arguments import DecodeArguments, score_scales
@@ -262,7 +262,7 @@ def kernel(is_cuda: bool, num_warps: int) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(fp8_attn_decode)
-    config = helion.Config(
+    config = Config(
         num_warps=num_warps,
         num_stages=NUM_STAGES,
         range_num_stages=[0, NUM_STAGES],

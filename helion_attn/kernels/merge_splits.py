@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.steps import to_out_dtype
@@ -92,7 +92,7 @@ def kernel(is_cuda: bool, num_warps: int) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(merge_splits_kernel)
-    config = helion.Config(num_warps=num_warps, indexing="pointer", range_num_stages=[0, 1, 1])
+    config = Config(num_warps=num_warps, indexing="pointer", range_num_stages=[0, 1, 1])
     return compiled(merge_splits_kernel, config)
 
 

@@ -18,7 +18,7 @@ import functools
 
 import torch
 
-from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.numerics import E4M3_MAX, MAX_V_DESCALE_LOG2
@@ -151,7 +151,7 @@ def kernel(is_cuda: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(append_kv)
-    return compiled(append_kv, helion.Config(num_warps=4, indexing="pointer"))
+    return compiled(append_kv, Config(num_warps=4, indexing="pointer"))
 
 
 def launch(a: AppendArguments) -> None:

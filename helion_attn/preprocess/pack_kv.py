@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion, hl
+from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.preprocess.lib.rotate import rotate_mean
@@ -103,7 +103,7 @@ def pack_kv(
     if cap_registers:
         # Only then: told of any maximum, be it 255, ptxas takes half as many registers again for the other kernels. The
         # name is for Helion, whose code for this branch would be empty.
-        _max_registers = hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
+        _max_registers = hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     k_tile = hl.specialize(k8.size(1))
     d_pad = hl.specialize(k8.size(2))
     side = hl.specialize(rotation_matrix.size(0))
@@ -206,6 +206,4 @@ def kernel(is_cuda: bool, num_warps: int, max_registers: int | None, in_flight: 
         return interpreted(pack_kv)
     stages = [0, 0, *[in_flight] * (2 if k_per_block else 1)]
     registers: dict[str, Any] = {} if max_registers is None else {MAX_REGISTERS: max_registers}
-    return compiled(
-        pack_kv, helion.Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages, **registers)
-    )
+    return compiled(pack_kv, Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages, **registers))

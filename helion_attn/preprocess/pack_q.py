@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from helion_attn.compiler.helion_adapter import MAX_REGISTERS, IntegerFragment, helion, hl
+from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.preprocess.lib.row_layout import row_tile, rows_descale, store_tile, to_dtype
@@ -75,7 +75,7 @@ def pack_q(
     """
     if cap_registers:
         # As in `pack_kv`.
-        _max_registers = hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
+        _max_registers = hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     q_tile = hl.specialize(q8.size(1))
     d_pad = hl.specialize(q8.size(2))
     side = hl.specialize(rotation_matrix.size(0))
@@ -140,6 +140,4 @@ def kernel(is_cuda: bool, num_warps: int, max_registers: int | None, in_flight: 
         return interpreted(pack_q)
     stages = [0, *[in_flight] * (2 if q_per_block else 1)]
     registers: dict[str, Any] = {} if max_registers is None else {MAX_REGISTERS: max_registers}
-    return compiled(
-        pack_q, helion.Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages, **registers)
-    )
+    return compiled(pack_q, Config(num_warps=num_warps, indexing="pointer", range_num_stages=stages, **registers))

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.steps import to_descale
@@ -151,7 +151,7 @@ def kernel(is_cuda: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(recentre)
-    return compiled(recentre, helion.Config(num_warps=4, indexing="pointer"))
+    return compiled(recentre, Config(num_warps=4, indexing="pointer"))
 
 
 def launch(

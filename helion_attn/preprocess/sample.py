@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum, minimum
 from helion_attn.numerics import SAMPLED_HEADROOM, SAMPLED_KEYS, SIGNIFICANT_MEAN
@@ -210,7 +210,7 @@ def kernel(is_cuda: bool, rotates: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(sample)
-    config = helion.Config(num_warps=8, indexing="pointer", range_num_stages=[0, 1, 0, 3 if rotates else 1])
+    config = Config(num_warps=8, indexing="pointer", range_num_stages=[0, 1, 0, 3 if rotates else 1])
     return compiled(sample, config)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import Q_FIELDS, blocks_for
 
@@ -205,7 +205,7 @@ def kernel(is_cuda: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(describe)
-    return compiled(describe, helion.Config(num_warps=4, indexing="pointer"))
+    return compiled(describe, Config(num_warps=4, indexing="pointer"))
 
 
 class Sequences(NamedTuple):

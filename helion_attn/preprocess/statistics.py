@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from helion_attn.compiler.helion_adapter import helion
+from helion_attn.compiler.helion_adapter import Config
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.preprocess.first_pass import first_pass
 from helion_attn.preprocess.lib.rope import NO_ROPE, RopeTables
@@ -49,8 +49,8 @@ def kernels(is_cuda: bool, pipelined: bool) -> tuple[Runner, Runner]:
     # Three steps in flight in each of the three loops. With RoPE they would take 180 KB of shared memory.
     in_flight = 3 if pipelined else 1
     stages = [0, in_flight, 0, in_flight, 0, 3]
-    config = helion.Config(num_warps=4 if pipelined else 8, indexing="pointer", range_num_stages=stages)
-    return compiled(first_pass, config), compiled(means, helion.Config(num_warps=4, indexing="pointer"))
+    config = Config(num_warps=4 if pipelined else 8, indexing="pointer", range_num_stages=stages)
+    return compiled(first_pass, config), compiled(means, Config(num_warps=4, indexing="pointer"))
 
 
 class Statistics(NamedTuple):
@@ -179,8 +179,8 @@ def sequence_kernels(is_cuda: bool) -> tuple[Runner, Runner]:
     """`(first_pass, sequence_means)` for the device, as in `kernels`."""
     if not is_cuda:
         return interpreted(first_pass), interpreted(sequence_means)
-    config = helion.Config(num_warps=4, indexing="pointer", range_num_stages=[0, 1, 0, 3, 0, 3])
-    return compiled(first_pass, config), compiled(sequence_means, helion.Config(num_warps=4, indexing="pointer"))
+    config = Config(num_warps=4, indexing="pointer", range_num_stages=[0, 1, 0, 3, 0, 3])
+    return compiled(first_pass, config), compiled(sequence_means, Config(num_warps=4, indexing="pointer"))
 
 
 def launch_of_sequences(

@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from helion_attn.compiler.helion_adapter import helion, hl
+from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import packing, row_width
 from helion_attn.preprocess.lib.arguments import TransformArguments
@@ -82,7 +82,7 @@ def kernel(is_cuda: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(transform)
-    return compiled(transform, helion.Config(num_warps=8, indexing="pointer"))
+    return compiled(transform, Config(num_warps=8, indexing="pointer"))
 
 
 def launch(a: TransformArguments, out: torch.Tensor) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from helion_attn.compiler.helion_adapter import helion  # noqa: F401 - before Helion's own modules
+from helion_attn.compiler.helion_adapter import helion
 
-from helion.runtime.ref_mode import RefModeContext  # isort: skip
-
+RefModeContext = helion.runtime.ref_mode.RefModeContext
 _unique, _init = torch.Tensor.unique, RefModeContext.__init__
 
 
