@@ -82,7 +82,7 @@ from helion_attn.numerics import FORMAT_MAX, INT8_SCORE_BIAS, LOG2E, MAX_FUSED_S
 from helion_attn.preprocess.lib.arguments import NO_ROPE_ARGUMENTS, RopeArguments
 from helion_attn.preprocess.lib.reflect import reflected_channels
 from helion_attn.preprocess.lib.rope import rope_tables
-from helion_attn.preprocess.lib.row_layout import row_tile, to_dtype
+from helion_attn.preprocess.lib.row_layout import row_tile, rows_to_dtype
 from helion_attn.preprocess.lib.strided import StridedRows, common_unit, strided_rows
 
 
@@ -303,7 +303,7 @@ def fp8_attn_fwd(
                 False, shift_lse, False, False, False, reflected, is_cuda,
             )  # fmt: skip
             q_scale = to_descale(torch.amax(torch.abs(x), 1), q_largest)
-            q_tile = to_dtype(x * (1.0 / q_scale).unsqueeze(1), k8.dtype, is_cuda)
+            q_tile = rows_to_dtype(x, 1.0 / q_scale, k8.dtype, is_cuda)
             if shift_lse:
                 # Read again behind the loop, which has no registers for it.
                 hl.store(lse_shift, [packed_rows], shift_of_keys)

@@ -24,7 +24,7 @@ from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, h
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.preprocess.lib.rotate import rotate_mean
-from helion_attn.preprocess.lib.row_layout import row_tile, rows_descale, store_tile, to_dtype
+from helion_attn.preprocess.lib.row_layout import row_tile, rows_descale, rows_to_dtype, store_tile
 from helion_attn.preprocess.lib.strided import row_channels
 from helion_attn.preprocess.lib.v_layout import lost_in_rounding, v_block, v_descales
 from helion_attn.preprocess.sequences import key_source
@@ -185,7 +185,7 @@ def pack_kv(
             store_tile(
                 k8,
                 kv * n_tiles + k_tile_index,
-                to_dtype(x * (1.0 / descale).unsqueeze(1), k8.dtype, is_cuda),
+                rows_to_dtype(x, 1.0 / descale, k8.dtype, is_cuda),
                 k_tile,
                 d_pad,
                 d_row,

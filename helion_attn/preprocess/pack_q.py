@@ -15,7 +15,7 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
-from helion_attn.preprocess.lib.row_layout import row_tile, rows_descale, store_tile, to_dtype
+from helion_attn.preprocess.lib.row_layout import row_tile, rows_descale, rows_to_dtype, store_tile
 from helion_attn.preprocess.lib.strided import row_channels
 from helion_attn.preprocess.sequences import query_source
 
@@ -123,7 +123,7 @@ def pack_q(
             store_tile(
                 q8,
                 q_bh * m_tiles + q_tile_index,
-                to_dtype(x * (1.0 / descale).unsqueeze(1), q8.dtype, is_cuda),
+                rows_to_dtype(x, 1.0 / descale, q8.dtype, is_cuda),
                 q_tile,
                 d_pad,
                 d_row,

@@ -49,11 +49,11 @@ def minimum(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Te
     return torch.minimum(a, b)
 
 
-def to_int8(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
-    """`x`, of magnitude 127 or less, to the nearest int8, to even of two; of NaN anything.
+def to_int8(x: torch.Tensor, scale: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`x * scale`, of magnitude 127 or less, to the nearest int8, to even of two; of NaN anything.
 
-    1.5 * 2**23 + x has the integer in its lowest byte: an addition, and three instructions pack four bytes. PyTorch's
-    spelling is four conversions, at a quarter of an addition's rate, and twelve instructions.
+    1.5 * 2**23 + x * scale has the integer in its lowest byte: an FMA, and three instructions pack four. PyTorch's
+    spelling is a product, four conversions, at a quarter of an addition's rate, and twelve instructions.
     """
     if is_cuda:
         return hl.inline_asm_elementwise(
@@ -61,10 +61,10 @@ def to_int8(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
             {
             .reg .f32 sum<4>;
             .reg .b32 bits<4>, low, high;
-            add.rn.f32 sum0, $1, 0f4B400000;
-            add.rn.f32 sum1, $2, 0f4B400000;
-            add.rn.f32 sum2, $3, 0f4B400000;
-            add.rn.f32 sum3, $4, 0f4B400000;
+            fma.rn.f32 sum0, $1, $5, 0f4B400000;
+            fma.rn.f32 sum1, $2, $6, 0f4B400000;
+            fma.rn.f32 sum2, $3, $7, 0f4B400000;
+            fma.rn.f32 sum3, $4, $8, 0f4B400000;
             mov.b32 bits0, sum0;
             mov.b32 bits1, sum1;
             mov.b32 bits2, sum2;
@@ -74,13 +74,13 @@ def to_int8(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
             prmt.b32 $0, low, high, 0x5410;
             }
             """,
-            "=r,f,f,f,f",
-            [x],
+            "=r,f,f,f,f,f,f,f,f",
+            [x, scale],
             dtype=torch.int8,
             is_pure=True,
             pack=4,
         )
-    return torch.round(x).to(torch.int8)
+    return torch.round(x * scale).to(torch.int8)
 
 
 def tanh(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:

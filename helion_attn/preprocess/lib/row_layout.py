@@ -29,11 +29,16 @@ def store_tile(
         hl.store(x8, [tile, hl.arange(n), cols], x)
 
 
-def to_dtype(x: torch.Tensor, dtype: torch.dtype, is_cuda: hl.constexpr) -> torch.Tensor:
-    """The cast, to nearest even. What becomes int8 is of magnitude 127 or less."""
+def rows_to_dtype(
+    x: torch.Tensor,  # [n, D_row]
+    scale: torch.Tensor,  # [n]
+    dtype: torch.dtype,
+    is_cuda: hl.constexpr,
+) -> torch.Tensor:
+    """Rows times their scales, to nearest even. What becomes int8 is of magnitude 127 or less."""
     if dtype == torch.int8:
-        return to_int8(x, is_cuda)
-    return x.to(dtype)
+        return to_int8(x, scale.unsqueeze(1), is_cuda)
+    return (x * scale.unsqueeze(1)).to(dtype)
 
 
 def row_tile(

@@ -20,7 +20,7 @@ PACK_ELEMENTS = 8192
 WARP_ELEMENTS = 2048
 
 #: Warps of such a program, at most.
-MAX_WARPS = 16
+MAX_WARPS = 8
 
 #: Likewise where K's mean is subtracted after the rotation, with eight warps: a block of K is one tile, rotated once.
 #: A block of 64 channels has half as many, and three programs fit an SM.
@@ -96,8 +96,9 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
     kv_elements = elements
     # Angles and what is rotated do not fit the registers of four warps.
     warps = kv_warps = 8 if rope.pairing or hadamard else 4
-    if plain:
-        kv_warps = min(MAX_WARPS, max(warps, bn * D_row // WARP_ELEMENTS))
+    # A whole block of 256 channels would take 16 warps, and leave room for one program an SM.
+    if plain and bn * D_row <= MAX_WARPS * WARP_ELEMENTS:
+        kv_warps = max(warps, bn * D_row // WARP_ELEMENTS)
         kv_elements = kv_warps * WARP_ELEMENTS
     elif recipe.smooth_k and source.d_steps[1] != 1:
         # Addresses of single elements take the registers that the mean wants.
@@ -133,6 +134,6 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
         q_registers=registers,
         kv_registers=registers,
         q_in_flight=(3 if rotate_first else 2) if pipelined else 1,
-        # What a program of one tile loads goes to registers.
-        k_in_flight=1 if plain and not k_per_block else in_flight,
+        # What a program of plain rows loads goes to registers.
+        k_in_flight=1 if plain else in_flight,
     )
