@@ -12,6 +12,7 @@ from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LargeTileConfig, TileConfig, packing, scheduling
 from helion_attn.kernels.lib.arguments import AttentionArguments
 from helion_attn.ops.attention import Choice, choose, shape_of
+from helion_attn.ops.dense import quantises_q
 from helion_attn.ops.quantize import empty_packed
 from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope
 
@@ -33,6 +34,7 @@ class Explanation:
         registers: of a thread, as the GPU has loaded the kernel; None where nothing was compiled.
         spills: registers that did not fit, likewise.
         splits: runs of keys, one program each, whose results are merged.
+        quantises_q: whether the attention kernel quantises Q, which is not packed then.
         shares_tiles: whether the query heads of a KV head share tiles.
         heads_at_once: heads whose longest rows begin together, so that the GPU does not run dry at the end.
         reasons: why not others, a sentence each.
@@ -47,6 +49,7 @@ class Explanation:
     registers: int | None
     spills: int | None
     splits: int
+    quantises_q: bool
     shares_tiles: bool
     heads_at_once: int
     reasons: tuple[str, ...]
@@ -64,6 +67,7 @@ class Explanation:
             f"  keys: {f'{self.splits} runs, merged' if self.splits > 1 else 'not split'}",
             f"  heads: {'those of a KV head share tiles' if self.shares_tiles else 'none share tiles'}; "
             f"{self.heads_at_once} at once",
+            f"  queries: {'quantised by the kernel' if self.quantises_q else 'packed before'}",
             f"  launches before attention: {', '.join(before) or 'none'}",
         ]
         if self.passes:
@@ -127,16 +131,18 @@ def explain(
     choice = choose(shape_of(arguments), sm_count)
     name = "fp8_attn_fwd_large_d" if isinstance(choice.tile, LargeTileConfig) else "fp8_attn_fwd"
     kernel = next((x for x, its in zip(compiled, names, strict=False) if its == name), None)
+    in_kernel = quantises_q(q.transpose(1, 2) if layout == "bshd" else q, recipe, choice)
     return Explanation(
         device=device,
         launches=tuple(names),
         kernel=name,
         tile=choice.tile,
         passes=() if kernel is None else triton_hook.outcomes(kernel),
-        expected=expected_passes(choice.tile, arguments.is_two_level(choice.tile.two_level)),
+        expected=expected_passes(choice.tile, arguments.is_two_level(choice.tile.two_level), in_kernel),
         registers=getattr(kernel, "n_regs", None),
         spills=getattr(kernel, "n_spills", None),
         splits=choice.splits,
+        quantises_q=in_kernel,
         shares_tiles=choice.pack_gqa,
         heads_at_once=_heads_at_once(arguments, choice, sm_count),
         reasons=_reasons(arguments, choice, sm_count, device),

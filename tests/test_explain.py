@@ -17,7 +17,7 @@ from triton import knobs
 import helion_attn as ha
 from helion_attn.compiler import kernels, triton_hook
 from helion_attn.compiler.helion_adapter import helion
-from helion_attn.compiler.passes import early_copies, warpgroup_turns
+from helion_attn.compiler.passes import early_copies, rows_ahead, shared_q, warpgroup_turns
 from helion_attn.configs import large_tile_config, tile_config
 from helion_attn.testing import _offline_hopper, make_qkv
 from helpers.offline import fake_qkv, launching
@@ -37,16 +37,18 @@ def test_it_takes_what_attention_takes() -> None:
 def test_cpu_tensors_are_named_and_not_computed() -> None:
     with mock.patch.object(helion.Kernel, "__call__", side_effect=AssertionError("it is run")):
         found = explained((1, 4, 2, 100, 200, 64), causal=True)
-    assert found.launches == ("sample", "pack", "recentre", "fp8_attn_fwd")
+    assert found.launches == ("sample", "pack_kv", "recentre", "fp8_attn_fwd")
+    assert found.quantises_q
     assert found.tile == tile_config(64, True)
     assert (found.passes, found.registers, found.spills) == ((), None, None)
-    assert found.expected == (early_copies.NAME,)
+    assert found.expected == (shared_q.NAME, rows_ahead.NAME, early_copies.NAME)
     text = str(found)
     for part in (
         "fp8_attn_fwd on the CPU, in Helion's interpreter",
         "64 query rows by 128 keys, 4 warps, 2 stages",
-        "launches before attention: sample, pack, recentre",
-        "nothing was compiled here; the config has early_copies",
+        "queries: quantised by the kernel",
+        "launches before attention: sample, pack_kv, recentre",
+        "nothing was compiled here; the config has shared_q, rows_ahead, early_copies",
         "keys are not split: a program sees 2 blocks",
     ):
         assert part in text
@@ -131,7 +133,8 @@ def test_a_gpu_s_kernels_say_what_was_done_to_them() -> None:
     with _offline_hopper() as compiled, launching(), mock.patch.object(triton_hook, "launched", launched):
         found = ha.explain(*fake_qkv(2, 4, 2, 1000, 3000, 256), causal=True)
     assert found.device == "NVIDIA H200"
-    assert found.launches == ("sample", "pack", "recentre", "fp8_attn_fwd")
+    assert found.launches == ("sample", "pack_kv", "recentre", "fp8_attn_fwd")
+    assert found.quantises_q
     assert found.tile == tile_config(256, True)
     assert [x.name for x in found.passes if x.applied] == [*found.expected]
     assert f"pass {warpgroup_turns.NAME}: applied" in str(found)
@@ -149,11 +152,14 @@ def test_launches_are_those_of_this_thread_and_package(monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
-def test_what_a_gpu_launched() -> None:
-    q, k, v = make_qkv("randn", 1, 4, 2, 300, 3000, 256, device="cuda")
+@pytest.mark.parametrize("D", [64, 256])
+def test_what_a_gpu_launched(D: int) -> None:
+    q, k, v = make_qkv("randn", 1, 64, 32, 300, 3000, D, device="cuda")
     for _ in range(2):  # launched through Triton, and again
         found = ha.explain(q, k, v, causal=True)
-        assert found.launches == ("sample", "pack", "recentre", "fp8_attn_fwd")
+        pack_q = () if D == 64 else ("pack_q",)
+        assert found.launches == ("sample", "pack_kv", *pack_q, "recentre", "fp8_attn_fwd")
+        assert found.quantises_q == (D == 64)
         assert [x.name for x in found.passes if x.applied] == [*found.expected]
         assert found.registers is not None
         assert found.registers <= found.tile.max_registers

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 import helion_attn as ha
 from helion_attn.compiler import slower, triton_hook
-from helion_attn.compiler.passes import computed_once, early_copies, warpgroup_turns
+from helion_attn.compiler.passes import computed_once, early_copies, rows_ahead, shared_q, warpgroup_turns
 from helion_attn.compiler.passes.expected import COSTS, expected_passes, missing
 from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, only
 from helion_attn.compiler.passes.ttgir import matched
@@ -279,7 +279,9 @@ def test_other_loops_say_why() -> None:
 
 def test_which_passes_a_config_is_expected_to_have() -> None:
     names = {computed_once.NAME, early_copies.NAME, warpgroup_turns.NAME, warpgroup_turns.PART_OF_P}
-    assert COSTS.keys() == names == {*triton_hook.PASSES}
+    of_q = {shared_q.NAME, rows_ahead.NAME}
+    assert COSTS.keys() == names | of_q == {*triton_hook.PASSES}
+    assert {*expected_passes(tile_config(64, True), True, quantises_q=True)} == {early_copies.NAME, *of_q}
     assert expected_passes(tile_config(128, True), True) == (early_copies.NAME,)
     hybrid = expected_passes(tile_config(128, True, ha.HYBRID.bits), False)
     assert {*hybrid} == {early_copies.NAME, computed_once.NAME, warpgroup_turns.NAME}

@@ -244,5 +244,5 @@ def test_strides_are_not_multiplied_in_32_bits(far: int, unit: int) -> None:
     assert common_unit(view(far).narrow(1, 0, 1), view(64), view(64)) == 8
     with compilations() as seen:
         ha.quantize(view(far), view(6400), view(6400))
-    (pack,) = {id(kernel): kernel for kernel in seen.compiled if kernel.metadata.name == "_helion_pack"}.values()
-    assert ("%q_h_step: i64" in pack.asm["ttir"]) == (far >= 2**31)
+    (pack_q,) = {id(kernel): kernel for kernel in seen.compiled if kernel.metadata.name == "_helion_pack_q"}.values()
+    assert ("%q_h_step: i64" in pack_q.asm["ttir"]) == (far >= 2**31)

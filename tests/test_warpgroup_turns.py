@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 import helion_attn as ha
-from helion_attn.compiler.passes import warpgroup_turns
+from helion_attn.compiler.passes import ttgir, warpgroup_turns
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import tile_config
 from helion_attn.testing import Sm90Kernel
@@ -267,13 +267,13 @@ def test_copies_come_behind_what_they_need() -> None:
         "    ttng.async_tma_copy_global_to_local %d[%i] %buffer, %barrier, %true : f32",
         "    gpu.barrier",
     )
-    moved = warpgroup_turns._with_copies_ahead([function, load, index, copy, last])
+    moved = ttgir.with_copies_ahead([function, load, index, copy, last])
     assert moved == [function, index, copy, load, last]
     branch = ["    %i = scf.if %b -> (i32) {", "      scf.yield %c : i32", "    }"]
     waiting = ["    %i = ttg.local_load %x : i32"]
     for needed in (branch, waiting):
         lines = [function, load, *needed, copy, last]
-        assert warpgroup_turns._with_copies_ahead(lines) == lines
+        assert ttgir.with_copies_ahead(lines) == lines
 
 
 def test_other_loops_stay() -> None:

@@ -536,9 +536,9 @@ def fp8_attn_fwd(
 
 
 @functools.cache
-def compiled_kernel(tile: TileConfig, two_level: bool) -> Compiled:
+def compiled_kernel(tile: TileConfig, two_level: bool, quantises_q: bool) -> Compiled:
     """The kernel for sm_90 with a config."""
-    return compiled(fp8_attn_fwd, helion_config(tile), expected_passes(tile, two_level))
+    return compiled(fp8_attn_fwd, helion_config(tile), expected_passes(tile, two_level, quantises_q))
 
 
 interpreted_kernel = interpreted(fp8_attn_fwd)
@@ -598,14 +598,14 @@ def launch(
     if q is not None:
         unit = common_unit(q)
         rows = strided_rows(q, unit)
-        if lse_shift is not None:
+        if lse_shift is not None and a.packed.k_mean is not None:
             # Where a program keeps the shifts of its rows.
             rows_of_programs = q8.size(0) * -(-a.m_len // tile.bm) * tile.bm
             lse_shift = out.new_empty(rows_of_programs, dtype=torch.float32)
             k_mean = a.packed.k_mean.view(-1)
     # Heads that share tiles have descales of their own.
     choices["q_row_descales"] = choices["q_row_descales"] or pack_gqa
-    kernel = compiled_kernel(tile, two_level) if q8.is_cuda else interpreted_kernel
+    kernel = compiled_kernel(tile, two_level, q is not None) if q8.is_cuda else interpreted_kernel
     kernel.run(
         {
             "q8": q8,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,9 +86,9 @@ class DenseArguments(NamedTuple):
         )
 
 
-def packed_fields(tensors: tuple[torch.Tensor, ...], recipe: Recipe, shift_lse: bool) -> dict[str, torch.Tensor | None]:
+def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe, shift_lse: bool) -> dict[str, Any]:
     """The fields of `PackedTensors` by name, from what the quantising ops return."""
-    fields: dict[str, torch.Tensor | None] = dict(zip(PACKED_FIELDS, tensors, strict=True))
+    fields: dict[str, Any] = dict(zip(PACKED_FIELDS, tensors, strict=True))
     # An op cannot return None, and returns empty tensors instead.
     if not recipe.smooth_k:
         fields["k_mean"] = None
@@ -96,16 +97,23 @@ def packed_fields(tensors: tuple[torch.Tensor, ...], recipe: Recipe, shift_lse: 
     return fields
 
 
+#: The largest padded head dim whose attention kernel quantises Q. Its instructions come on top of those that bind the
+#: kernel: at 64 that takes less than packing Q, at 128 the same or 2% of a call more, at 256 up to 3%.
+MAX_QUANTISED_D = 64
+
+
 def quantises_q(q: torch.Tensor, recipe: Recipe, choice: Choice) -> bool:
     """Whether the attention kernel quantises Q, a tile in each program, so that Q is read once and never written.
 
     Not where several programs share a tile (splits of the keys, or V in pieces: `fp8_attn_fwd_large_d`), or a tile has
     rows of several heads; nor a rotation, whose matrix takes 32 KB of shared memory; nor descales of more than a row.
-    Nor where loads are not 16 bytes wide, or addresses need 64 bits: the kernel has no registers to spare.
+    A 16-bit P is scaled in a layout of its own, to which every key block would convert the descales. Loads must be 16
+    bytes wide, and addresses fit 32 bits: the kernel has no registers to spare.
     """
-    if isinstance(choice.tile, LargeTileConfig) or choice.splits > 1 or choice.pack_gqa:
+    tile = choice.tile
+    if isinstance(tile, LargeTileConfig) or tile.D_pad > MAX_QUANTISED_D or choice.splits > 1 or choice.pack_gqa:
         return False
-    if recipe.q_scales != "token" or recipe.hadamard:
+    if recipe.q_scales != "token" or recipe.hadamard or recipe.pv_dtype.itemsize != 1:
         return False
     wide = q.stride(3) == 1 and not any(stride * q.itemsize % WIDEST_LOAD for stride in q.stride()[:3])
     last = sum((size - 1) * stride for size, stride in zip(q.shape, q.stride(), strict=True))
@@ -118,7 +126,7 @@ def _launch(a: DenseArguments) -> Outputs:
     from helion_attn.preprocess.quantize import quantize_qkv
 
     choice = choose(a.shape(), multiprocessors(a.q.device))
-    if not quantises_q(a.q, a.recipe, choice):
+    if isinstance(choice.tile, LargeTileConfig) or not quantises_q(a.q, a.recipe, choice):
         return launch_choice(a.attending(quantize_qkv(a.quantizing(packs_q=True))), choice)
     packed = a.attending(quantize_qkv(a.quantizing(packs_q=False)))
     out, lse = empty_outputs(packed)

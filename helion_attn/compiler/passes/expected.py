@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from helion_attn.compiler.passes import computed_once, early_copies, warpgroup_turns
+from helion_attn.compiler.passes import computed_once, early_copies, rows_ahead, shared_q, warpgroup_turns
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LARGE_TILE_CONFIGS, TILE_CONFIGS, LargeTileConfig, TileConfig
 from helion_attn.numerics import MAX_REFERENCE_D
@@ -16,20 +16,24 @@ from helion_attn.numerics import MAX_REFERENCE_D
 #: What a kernel loses without a pass (docs/performance.md, Loads, Turns, 16 bits).
 COSTS = {
     computed_once.NAME: "every exponential of a block twice",
+    shared_q.NAME: "loads of Q in every key block, and spilled registers",
+    rows_ahead.NAME: "two barriers in every key block",
     early_copies.NAME: "up to 17% more time, and 30% at head dims beyond 256",
     warpgroup_turns.NAME: "7 to 23% more time",
     warpgroup_turns.PART_OF_P: "3 to 8% more time",
 }
 
 
-def expected_passes(tile: TileConfig | LargeTileConfig, two_level: bool) -> tuple[str, ...]:
+def expected_passes(tile: TileConfig | LargeTileConfig, two_level: bool, quantises_q: bool = False) -> tuple[str, ...]:
     """Names of the passes that must apply to the kernel of a config.
 
     None of a config that is not shipped, or where the recipe asks for other sums of P V than the config was timed with.
+    `quantises_q`: the kernel quantises Q.
     """
     if (tile not in TILE_CONFIGS and tile not in LARGE_TILE_CONFIGS) or two_level != tile.two_level:
         return ()
-    names = [early_copies.NAME]
+    names = [shared_q.NAME, rows_ahead.NAME] if quantises_q else []
+    names.append(early_copies.NAME)
     if isinstance(tile, TileConfig) and tile.bits == (8, 16) and tile.D_pad <= MAX_REFERENCE_D:
         names.append(computed_once.NAME)
     # Two warpgroups, each with half of the rows.
