@@ -133,8 +133,8 @@ def test_a_gpu_s_kernels_say_what_was_done_to_them() -> None:
     with _offline_hopper() as compiled, launching(), mock.patch.object(triton_hook, "launched", launched):
         found = ha.explain(*fake_qkv(2, 4, 2, 1000, 3000, 256), causal=True)
     assert found.device == "NVIDIA H200"
-    assert found.launches == ("sample", "pack_kv", "recentre", "fp8_attn_fwd")
-    assert found.quantises_q
+    assert found.launches == ("sample", "pack_kv", "pack_q", "recentre", "fp8_attn_fwd")
+    assert not found.quantises_q
     assert found.tile == tile_config(256, True)
     assert [x.name for x in found.passes if x.applied] == [*found.expected]
     assert f"pass {warpgroup_turns.NAME}: applied" in str(found)

@@ -66,6 +66,7 @@ def fields(packed: ha.QuantizedQKV) -> list[torch.Tensor]:
 def test_every_op_is_recorded(device: str) -> None:
     with Recorder() as recorder:
         ha.attention(*qkv_on(device))
+        ha.attention_quantized(ha.quantize(*qkv_on(device)))
         ha.pack(**e4m3_on(device))
         ha.hadamard(qkv_on(device)[0])
         decode(*kv_on(device))
@@ -86,23 +87,27 @@ def test_opcheck(recipe: ha.Recipe, with_rope: bool, strided: bool, device: str)
     layout = "bshd" if strided else "bhsd"
     with Recorder() as recorder:
         ha.attention(q, k, v, causal=strided, recipe=recipe, rope=rope, layout=layout)
+        ha.attention_quantized(ha.quantize(q, k, v, recipe=recipe, rope=rope, layout=layout), causal=strided)
     for op, arguments in recorder.calls.values():
         torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("recipe", LADDER.values(), ids=LADDER)
 def test_opcheck_of_masks_and_sinks(recipe: ha.Recipe, device: str) -> None:
+    options: Any = {"window": (9, 3), "softcap": 2.0, "sinks": torch.zeros(4, device=device)}
+    packed = ha.quantize(*qkv_on(device), recipe=recipe)
     with Recorder() as recorder:
-        ha.attention(*qkv_on(device), window=(9, 3), softcap=2.0, sinks=torch.zeros(4, device=device), recipe=recipe)
-    op, arguments = recorder.calls["helion_attn::fp8_attn_fwd"]
-    torch.library.opcheck(op, arguments, test_utils=CHECKS)
+        ha.attention(*qkv_on(device), recipe=recipe, **options)
+        ha.attention_quantized(packed, **options)
+    for op, arguments in recorder.calls.values():
+        torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 
 def test_opcheck_of_split_keys(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduling, "key_splits", lambda *_: 2)
     with Recorder() as recorder:
         ha.attention(*qkv_on(device), causal=True, sinks=torch.zeros(4, device=device))
-    op, arguments = recorder.calls["helion_attn::fp8_attn_fwd"]
+    ((op, arguments),) = recorder.calls.values()
     torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 

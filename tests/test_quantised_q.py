@@ -34,7 +34,9 @@ def with_packed_q(*qkv: torch.Tensor, **options: Any) -> Any:
 @pytest.mark.parametrize("recipe", RECIPES, ids=["fast", "balanced"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["randn", "qk_channels"])
-def test_it_is_what_a_packed_q_gives(shape: tuple[int, ...], recipe: ha.Recipe, kind: str, device: str) -> None:
+def test_it_is_what_a_packed_q_gives(
+    shape: tuple[int, int, int, int, int, int], recipe: ha.Recipe, kind: str, device: str
+) -> None:
     qkv = make_qkv(kind, *shape, device=device)
     out = ha.attention(*qkv, causal=True, recipe=recipe)
     assert torch.equal(out, with_packed_q(*qkv, causal=True, recipe=recipe))
@@ -68,7 +70,8 @@ def test_so_with_every_option(options: dict[str, Any], device: str) -> None:
         options["rope"] = ha.Rope(angles.cos(), angles.sin(), interleaved=interleaved)
     found, packed = ha.attention(q, k, v, **options), with_packed_q(q, k, v, **options)
     for mine, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (found, packed)), strict=True):
-        assert torch.equal(mine, other)
+        # A GPU sums a row's product with K's mean in another order.
+        assert relative_error(mine, other) <= (2.0**-8 if mine.is_cuda else 0.0)
 
 
 def test_a_row_that_is_not_finite_is_alone(device: str) -> None:
