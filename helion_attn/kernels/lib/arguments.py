@@ -47,7 +47,7 @@ class AttentionArguments(NamedTuple):
 
     def sizes(self) -> dict[str, int]:
         """Lengths, heads, and how the rows of the output lie, as the kernels take them."""
-        H, H_kv = self.packed.q_descale.size(1), self.packed.k_descale.size(1)
+        H, H_kv = self.packed.q_descale.size(1), self.packed.v_mean.size(1)
         return {
             "m_len": self.m_len,
             "n_len": self.n_len,
@@ -95,6 +95,59 @@ class VarlenArguments(NamedTuple):
 
     attention: AttentionArguments
     q_blocks: torch.Tensor
+
+
+class GatheredParts(NamedTuple):
+    """Where keys and rows lie whose parts come from several ranks, as `kernels.lib.gathered` has it.
+
+    Attributes:
+        row_part_blocks: query blocks of a part of the rows.
+        row_part_len: its rows.
+        row_first: the first row's position.
+        row_step: from the first row of a part to that of the next, in positions.
+        key_parts: parts of the keys.
+        key_part_blocks: key blocks of a part.
+        key_part_len: its keys.
+        key_step: from the first key of a part to that of the next, in positions.
+        ranks: whose keys there are.
+        head_blocks: blocks of a head on a rank.
+        k_rank_step: from a rank's blocks of K to those of the next, in blocks; and so `v_rank_step`.
+        v_rank_step: likewise of V.
+        descale_rank_step: likewise of K's descales, in floats.
+        mirrored: a rank has part r and part `2 * ranks - 1 - r`, in place of part r alone.
+    """
+
+    row_part_blocks: int
+    row_part_len: int
+    row_first: int
+    row_step: int
+    key_parts: int
+    key_part_blocks: int
+    key_part_len: int
+    key_step: int
+    ranks: int
+    head_blocks: int
+    k_rank_step: int
+    v_rank_step: int
+    descale_rank_step: int
+    mirrored: bool
+
+    def arguments(self) -> dict[str, int | bool]:
+        """What the kernel takes."""
+        return {**self._asdict(), "key_magic": magic(self.key_part_blocks)}
+
+
+#: Of a launch that has no parts.
+NO_PARTS = GatheredParts(1, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0, 0, False)
+
+
+def magic(divisor: int) -> int:
+    """The int32 that `part_of_block` multiplies by, in place of a division (Robison, ARITH 2005).
+
+    The quotient is right as long as it times the divisor's square is at most 2**32.
+    """
+    factor = (2**32 - 1) // divisor
+    return factor - 2**32 if factor >= 2**31 else factor
 
 
 class DecodeArguments(NamedTuple):
