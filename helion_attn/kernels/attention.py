@@ -227,7 +227,7 @@ def fp8_attn_fwd(
             mean_row = kv
             descale_row = kv
             head_first = int32(kv) * int32(head_blocks)
-            key_end = int32(n_len)
+            key_end = n_len
             n_begin, n_left, n_full, n_end = key_blocks_of_parts(
                 diagonal, n_len, left, right, key_parts, key_part_blocks, key_step, bm, bn, bn_log2, has_left, has_right
             )
@@ -427,7 +427,7 @@ def fp8_attn_fwd(
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
                 if gathered:
                     first_key, keys_end = keys_of_block(
-                        int32(j), part, key_end, key_part_blocks, key_part_len, key_step, bn
+                        int32(j), part, int32(key_end), key_part_blocks, key_part_len, key_step, bn
                     )
                 else:
                     first_key, keys_end = j * bn, key_end
@@ -477,11 +477,15 @@ def fp8_attn_fwd(
                 for i in hl.grid(run_begin, run_end):
                     if gathered:
                         part_again = part_of_block(int32(i), key_part_blocks, key_magic, is_cuda)
-                        k_again = placed(int32(i), part_again, head_first, key_part_blocks, k_rank_step, ranks, mirrored)
-                        v_again = placed(int32(i), part_again, head_first, key_part_blocks, v_rank_step, ranks, mirrored)
+                        k_again = placed(
+                            int32(i), part_again, head_first, key_part_blocks, k_rank_step, ranks, mirrored
+                        )
+                        v_again = placed(
+                            int32(i), part_again, head_first, key_part_blocks, v_rank_step, ranks, mirrored
+                        )
                         k_block_again, v_block_again = k8[0, k_again, :, :], v8[0, v_again, :, :]
                         first_again, end_again = keys_of_block(
-                            int32(i), part_again, key_end, key_part_blocks, key_part_len, key_step, bn
+                            int32(i), part_again, int32(key_end), key_part_blocks, key_part_len, key_step, bn
                         )
                     else:
                         k_block_again, v_block_again = k8[kv, i, :, :], v8[kv, i, :, :]

@@ -1,6 +1,7 @@
 """The custom ops, one kind a file: what each takes, allocates and chooses. Kernels are imported on the first call."""
 
 from helion_attn.ops.attention import attention, attention_varlen
+from helion_attn.ops.gathered import attention_gathered, describe_part, merge_parts, quantize_part
 from helion_attn.ops.kv_cache import append_kv, decode
 from helion_attn.ops.quantize import pack_qkv, quantize_qkv, quantize_varlen
 from helion_attn.ops.transform_rows import transform_rows
@@ -8,9 +9,13 @@ from helion_attn.ops.transform_rows import transform_rows
 __all__ = [
     "append_kv",
     "attention",
+    "attention_gathered",
     "attention_varlen",
     "decode",
+    "describe_part",
+    "merge_parts",
     "pack_qkv",
+    "quantize_part",
     "quantize_qkv",
     "quantize_varlen",
     "transform_rows",

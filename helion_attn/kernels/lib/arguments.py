@@ -150,6 +150,69 @@ def magic(divisor: int) -> int:
     return factor - 2**32 if factor >= 2**31 else factor
 
 
+class GatheredArguments(NamedTuple):
+    """Attention over keys of several ranks, into tensors that are there.
+
+    Attributes:
+        q8: [B * H, M_blocks, bm, D_pad], and so q_descale and lse_shift, of `QuantizedQKV`.
+        q_descale: [B, H, M_blocks, bm].
+        lse_shift: [B, H, M_blocks, bm], or None.
+        gathered: uint8 [ranks, bytes], a rank's packed K, V and K's descales each, as `distributed.buffer` lays them.
+        v_descale: [B, H_kv, D_v_pad], of all ranks.
+        v_mean: [B, H_kv, D_v_pad], likewise.
+        sinks: fp32 [H], or None.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written; M the rows of all parts.
+        lse: fp32 [B, H, M], written.
+        parts: where keys and rows lie.
+        v_offset: bytes of a rank's row before V.
+        descale_offset: bytes before K's descales.
+        n_len: the position where keys end.
+        d: and the rest, as in `AttentionArguments`.
+    """
+
+    q8: torch.Tensor
+    q_descale: torch.Tensor
+    lse_shift: torch.Tensor | None
+    gathered: torch.Tensor
+    v_descale: torch.Tensor
+    v_mean: torch.Tensor
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+    parts: GatheredParts
+    v_offset: int
+    descale_offset: int
+    n_len: int
+    d: int
+    d_v: int
+    left: int
+    right: int
+    sm_scale: float
+    softcap: float | None
+    bshd: bool
+    recipe: Recipe
+
+
+class MergeArguments(NamedTuple):
+    """Two results over different keys, into one.
+
+    Attributes:
+        parts: fp32 [2, B, H, M, D_v].
+        part_lse: fp32 [2, B, H, M].
+        sinks: fp32 [H], or None.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written.
+        lse: fp32 [B, H, M], written.
+        bshd: the layout of `out`.
+    """
+
+    parts: torch.Tensor
+    part_lse: torch.Tensor
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+    bshd: bool
+
+
 class DecodeArguments(NamedTuple):
     """Attention over a paged cache.
 

@@ -10,8 +10,8 @@ a rank has two parts, one behind the other: part c of `2 * ranks` is the first o
 `2 * ranks - 1 - c`. Consecutive ranks lie `k_rank_step` blocks of K, `v_rank_step` of V, and `descale_rank_step`
 descales apart. So a block is found by a multiplication or two: a loaded index would add barriers to the loop.
 
-Rows come in parts of `row_part_blocks` blocks that hold `row_part_len` rows. With as many queries as keys, row i of part
-p is that of position `row_first + p * row_step + i`.
+Rows come in parts of `row_part_blocks` blocks that hold `row_part_len` rows. Row i of part p has its diagonal, the key
+that a causal mask shows it last, at position `row_first + p * row_step + i`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rows_of_part(
     row_first: int,
     row_step: int,
 ) -> tuple[Any, Any, Any]:
-    """Scalars of a query block: its first row in the output, where its part's rows end, and its first row's position."""
+    """Scalars of a query block: its first row in the output, where its part's rows end, the first row's diagonal."""
     part = quotient(int32(m_block), int32(row_part_blocks))
     in_part = (int32(m_block) - part * int32(row_part_blocks)) * int32(bm)
     part_begin = part * int32(row_part_len)
@@ -71,7 +71,7 @@ def key_blocks_of_parts(
     has_left: hl.constexpr,
     has_right: hl.constexpr,
 ) -> tuple[Any, Any, Any, Any]:
-    """`(n_begin, n_left, n_full, n_end)` of the kernel."""
+    """`(n_begin, n_left, n_full, n_end)` of the kernel. Typed as its ints are, which these stand for."""
     first_row_end, last_row_end = int32(n_len), int32(n_len)
     if has_right:
         first_row_end = torch.minimum(first_row_end, diagonal + int32(right + 1))
