@@ -10,8 +10,8 @@ rows of K, rotated, and of V, in the dtype that they came in. Put together these
 would have taken. It also tells the largest magnitude of its V, for one more read of V: a sample's headroom that is too
 little, which a single process mends in `recentre`, could only be mended by all ranks together.
 
-For other recipes a rank tells its `statistics`. K's and V's mean are then those of all keys, and V's descale holds its
-largest entry of any rank, plus how far the rank's mean lies from that of all.
+For other recipes a rank tells its `statistics`, and each channel's least and largest entry of V. K's and V's mean are
+then those of all keys, and descales those of a single process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def told_shape(a: DescribePartArguments) -> tuple[int, ...]:
     if a.recipe.reads_once:
         return a.rows, B, H_kv, _columns(D, D_v)[2]
     D_row = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad).D_row
-    return B * H_kv, 2 + 2 * D_row + a.packing.D_v_pad
+    return B * H_kv, 2 + 3 * D_row + a.packing.D_v_pad
 
 
 def shares(recipe: Recipe) -> bool:
@@ -104,10 +104,12 @@ def describe(a: DescribePartArguments) -> tuple[torch.Tensor, torch.Tensor]:
     told[:, 0] = source.N
     if own.k_parts:
         told[:, 1] = own.k_amax[:, : own.k_parts].amax(1)
-    told[:, 2 : 2 + D_row] = own.v_amax
+    least, largest = torch.aminmax(a.v, dim=2)
+    told[:, 2 : 2 + source.D_v] = least.flatten(0, 1)
+    told[:, 2 + D_row : 2 + D_row + source.D_v] = largest.flatten(0, 1)
     if a.recipe.smooth_k:
-        told[:, 2 + D_row : 2 + 2 * D_row] = own.k_mean
-    told[:, 2 + 2 * D_row :] = own.v_mean
+        told[:, 2 + 2 * D_row : 2 + 3 * D_row] = own.k_mean
+    told[:, 2 + 3 * D_row :] = own.v_mean
     return told, q_amax
 
 
@@ -133,11 +135,12 @@ def of_samples(
 
 def of_statistics(told: torch.Tensor, q_amax: torch.Tensor, D_row: int, recipe: Recipe) -> Statistics:
     """What all ranks know of K and V that are read twice; told [ranks, B * H_kv, columns]."""
-    keys, k_amax, v_amax, k_means, v_means = told.split([1, 1, D_row, D_row, told.size(2) - 2 - 2 * D_row], 2)
+    D_v_pad = told.size(2) - 2 - 3 * D_row
+    keys, k_amax, least, largest, k_means, v_means = told.split([1, 1, D_row, D_row, D_row, D_v_pad], 2)
     weights = keys / keys.sum(0)
     k_mean, v_mean = (weights * k_means).sum(0), (weights * v_means).sum(0)
-    off = (v_means - v_mean).abs()
-    v_amax = (v_amax + torch.nn.functional.pad(off, (0, D_row))[..., :D_row]).amax(0)
+    mean = torch.nn.functional.pad(v_mean, (0, D_row - D_v_pad))
+    v_amax = torch.maximum(largest.amax(0) - mean, mean - least.amin(0))
     k_amax = k_amax.amax(0).repeat(1, MAX_PARTS)
     if recipe.q_scales == "tensor":
         q_amax = q_amax.amax().expand_as(q_amax).contiguous()
@@ -145,7 +148,7 @@ def of_statistics(told: torch.Tensor, q_amax: torch.Tensor, D_row: int, recipe: 
         k_amax.fill_(k_amax.amax())
     if recipe.v_scales == "tensor":
         v_amax.fill_(v_amax.amax())
-    return Statistics(q_amax, k_amax, v_amax.contiguous(), k_mean.contiguous(), v_mean.contiguous(), 1, 1)
+    return Statistics(q_amax, k_amax, v_amax, k_mean.contiguous(), v_mean.contiguous(), 1, 1)
 
 
 def quantize(a: QuantizePartArguments) -> tuple[torch.Tensor, ...]:
