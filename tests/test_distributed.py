@@ -74,6 +74,8 @@ PROBLEMS: dict[str, tuple[Problem, tuple[str, ...]]] = {
     "four, zigzag": (replace(ZIGZAG, q_lengths=(250, 256, 256, 256), k_lengths=(250, 256, 256, 256)), ("allgather",)),
 }
 
+PACKED_RECIPES = {"8": ha.BALANCED, "hybrid": ha.HYBRID}
+
 #: K and V of 8-bit presets, without padding: no more than this of bf16's bytes.
 MOST_BYTES = 0.55
 COUNTED = Problem((64, 64), (1024, 1024), H=2, H_kv=2, D=64, D_v=64)
@@ -134,6 +136,35 @@ def in_groups(rank: int, group: dist.ProcessGroup) -> Any:
     return found
 
 
+def packed_batch() -> tuple[torch.Tensor, ...]:
+    """Q, K and V of sequences that are cut anywhere, [tokens, heads, D]; tokens of no sequence at the end."""
+    problem = Problem((130, 90), (130, 126), H=4, H_kv=2)
+    q, k, v = (x[0].transpose(0, 1) for x in problem.tensors())
+    cu_q = torch.tensor([0, 3, 3, 100, 140, 215], dtype=torch.int32)
+    cu_k = torch.tensor([0, 30, 40, 180, 180, 250], dtype=torch.int32)
+    return q, k, v, cu_q, cu_k
+
+
+def attend_packed(causal: bool, recipe: ha.Recipe, rank: int, group: dist.ProcessGroup) -> Any:
+    q, k, v, cu_q, cu_k = packed_batch()
+    rows, keys = (slice(0, 130), slice(130, None))[rank], (slice(0, 130), slice(130, None))[rank]
+    return ha.distributed.attention_varlen(
+        q[rows], k[keys], v[keys], cu_q, cu_k, group=group, causal=causal, recipe=recipe, return_lse=True
+    )
+
+
+def compiled(rank: int, group: dist.ProcessGroup) -> list[bool]:
+    q, k, v = (torch.randn(1, 2, n, 32).bfloat16() for n in (40, 128, 128))
+    found = []
+    for strategy, backend in (("allgather", "aot_eager"), ("ulysses", "eager")):
+        call = functools.partial(ha.distributed.attention, group=group, strategy=strategy, causal=True, check=False)
+        found.append(torch.equal(torch.compile(call, fullgraph=True, backend=backend)(q, k, v), call(q, k, v)))
+    ring = functools.partial(ha.distributed.attention, group=group, strategy="ring", check=False)
+    with pytest.raises(Exception, match="torch.compile traces 'allgather' and 'ulysses'"):
+        torch.compile(ring, fullgraph=True, backend="eager")(q, k, v)
+    return found
+
+
 #: What ranks disagree on, and what all of them must say.
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "strategy": ({"strategy": "ring"}, 'strategy is "allgather" on rank 0 and "ring" on rank 1'),
@@ -164,6 +195,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "twice": twice,
         "without check": without_check,
         "cut and whole": cut_and_whole,
+        **{
+            f"packed {causal} {bits}": functools.partial(attend_packed, causal, recipe)
+            for causal in (False, True)
+            for bits, recipe in PACKED_RECIPES.items()
+        },
+        "compiled": compiled,
     }
     works = {
         **solved(PROBLEMS),
@@ -290,6 +327,32 @@ def test_a_rank_that_dies_makes_others_raise(found: dict[str, list[Any]]) -> Non
     for kind, _, seconds, _ in (first, *others):
         assert kind in ("RuntimeError", "DistBackendError")
         assert seconds < ranks.TIMEOUT + 5
+
+
+@pytest.mark.parametrize("bits", list(PACKED_RECIPES))
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences(found: dict[str, list[Any]], causal: bool, bits: str) -> None:
+    q, k, v, cu_q, cu_k = packed_batch()
+    (first, first_lse), (second, second_lse) = found[f"packed {causal} {bits}"]
+    out, lse = torch.cat([first, second]), torch.cat([first_lse, second_lse], 1)
+    one, one_lse = ha.attention_varlen(q, k, v, cu_q, cu_k, causal=causal, recipe=PACKED_RECIPES[bits], return_lse=True)
+    oracle, oracle_lse = ha.reference.attention_varlen(q, k, v, cu_q, cu_k, causal=causal)
+    known = slice(0, int(cu_q[-1]))
+    assert torch.equal(out.isnan(), one.isnan())
+    assert torch.equal(lse.isnan(), one_lse.isnan())
+    # Sequence 3 has no key.
+    assert torch.equal(lse.isneginf(), one_lse.isneginf())
+    assert lse.isneginf().sum() >= 4 * 40
+    # Constants are those of all tokens, and those of one process of each sequence, which these biases tell apart.
+    error = relative_error(out[known], oracle[known])
+    print("RATIO", causal, bits, error / relative_error(one[known], oracle[known]))
+    assert error <= 1.5 * relative_error(one[known], oracle[known])
+    finite = one_lse.isfinite()
+    assert relative_error(lse[finite], oracle_lse[finite]) <= 1e-3
+
+
+def test_compiles(found: dict[str, list[Any]]) -> None:
+    assert found["compiled"] == [[True, True]] * 2
 
 
 def test_shard_and_unshard(found: dict[str, list[Any]]) -> None:

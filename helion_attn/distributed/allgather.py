@@ -15,9 +15,11 @@ from helion_attn.kernels.lib.arguments import GatheredParts
 from helion_attn.types import PackedTensors
 
 
-def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(out, lse)` of this rank's queries."""
-    b = buffer_for(call.B * call.H_kv, call.blocks, call.k_cut.total, call.packing, call.recipe)
+def run(
+    call: Call, packed: PackedTensors, bounds: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out, lse)` of this rank's queries, each of which sees the keys within its `bounds`, if there are any."""
+    b = buffer_for(call.B * call.H_kv, call.blocks, call.all_keys, call.packing, call.recipe)
     own = packed.k8.new_empty((1, b.size), dtype=torch.uint8)
     write_keys(own, b, packed)
     rows = collectives.gather(own[0], call.group)
@@ -27,6 +29,7 @@ def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:
         GatheredParts(**call.own_rows(), **call.keys_of_all(b)),  # type: ignore[arg-type]
         call.k_cut.total,
         mean_of_all(rows, b, call.k_cut, packed.v_mean),
+        bounds,
     )
     out, lse = empty_outputs(call, packed.q_descale, call.H, call.M, call.bshd)
     attend(call, packed, part, out, lse, call.bshd, call.sinks)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from helion_attn import ops
-from helion_attn.api import mask_arguments, packed_fields, sees_shift
+from helion_attn.api import mask_arguments, sees_shift
 from helion_attn.configs import varlen_packing
-from helion_attn.distributed import allgather, collectives, header, ring, ulysses
+from helion_attn.distributed import allgather, collectives, ring, ulysses
 from helion_attn.distributed.call import Call
 from helion_attn.distributed.collectives import Group
 from helion_attn.distributed.cut import Cut, cut_of
-from helion_attn.numerics import SAMPLED_KEYS
-from helion_attn.preprocess import shared
-from helion_attn.preprocess.lib.arguments import DescribePartArguments, QuantizePartArguments, rope_arguments
+from helion_attn.distributed.packed import bounds_of_rows
+from helion_attn.distributed.prepare import all_lengths, quantized_part, recipe_text
 from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope
-from helion_attn.validate.dense import check_options
+from helion_attn.validate.dense import check_options, check_recipe
 from helion_attn.validate.distributed import check_balance, check_part, check_strategy
+from helion_attn.validate.varlen import check_varlen
 
 #: What computes `(out, lse)` of a rank's packed part, by the name of the strategy.
 STRATEGIES: dict[str, Callable[[Call, PackedTensors], tuple[torch.Tensor, torch.Tensor]]] = {
@@ -238,105 +234,119 @@ def attention(
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         return_lse=return_lse,
+        all_keys=k_cut.total,
     )
     packed = quantized_part(call, q, k, v, rope, sees_shift(softcap, sinks, return_lse))
     out, lse = STRATEGIES[strategy](call, packed)
     return (out, lse) if return_lse else out
 
 
-def recipe_text(recipe: Recipe) -> str:
-    """The fields of a recipe that are not those of `Recipe()`."""
-    default = Recipe()
-    fields = [f.name for f in dataclasses.fields(recipe)]
-    return ", ".join(
-        f"{name}={getattr(recipe, name)}" for name in fields if getattr(recipe, name) != getattr(default, name)
-    )
-
-
-def all_lengths(
+def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
-    length: int,
-    pg: dist.ProcessGroup,
-    check: bool,
-    check_own: Callable[[], None],
-    agreed: Callable[[], dict[str, Any]],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Query and key lengths of all ranks, which have told each other that they accept and agree, if `check`.
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    group: Group = None,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    recipe: Recipe = BALANCED,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    check: bool = True,
+) -> Any:
+    """`helion_attn.attention_varlen` over a batch whose tokens several ranks hold, by all-gather.
+
+    The tokens of all sequences, one after the other, are cut as `shard` cuts them, wherever sequences begin. What is
+    subtracted from K and V before they are quantised is the same for all tokens of the batch, in place of a sequence.
 
     Args:
-        q: and k: with their lengths in dimension `length`.
-        k: likewise.
-        length: the dimension.
-        pg: the group.
-        check: whether they tell each other anything.
-        check_own: raises if this rank does not accept its arguments.
-        agreed: what must be the same on all ranks.
+        q: [tokens of this rank, H, D], bf16, fp16 or fp32; D and D_v in 16..256.
+        k: [tokens of this rank, H_kv, D].
+        v: [tokens of this rank, H_kv, D_v].
+        cu_seqlens_q: int32 [B + 1], of the whole batch, the same on all ranks: sequence b has tokens `cu_seqlens_q[b]`
+            up to `cu_seqlens_q[b + 1]`. It is not read on the host. The results of tokens of no sequence are NaN, and
+            so are all if either table descends, or holds a number that is negative or more than there are tokens.
+        cu_seqlens_k: int32 [B + 1], of K and V.
+        group: and the rest, as in `attention`.
+        causal: row i of a sequence sees keys j <= i + N - M of it.
+        sm_scale: multiplies q k^T; 1 / sqrt(D) by default.
+        recipe: as in `attention`.
+        softcap: as in `attention`.
+        sinks: [H], the same on all ranks.
+        return_lse: also return the fp32 lse of this rank's rows.
+        out_dtype: of the output.
+        check: as in `attention`.
+
+    Returns:
+        out [tokens of this rank, H, D_v], and lse [H, tokens of this rank] if asked for.
+
+    Raises:
+        What `attention` raises.
     """
-    if not check:
-        check_own()
-        return (q.size(length),) * pg.size(), (k.size(length),) * pg.size()
-    if torch.compiler.is_compiling():
-        raise ValueError("check is True; under torch.compile it must be False: the host reads what the ranks say")
-    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
-    try:
-        check_own()
-        own = header.Header(q.size(length), k.size(length), False, json.dumps(agreed()))
-    except Exception as refusal:
-        header.exchange(header.Header(0, 0, True, f"{type(refusal).__name__}: {refusal}"), device, pg)
-        raise
-    headers = header.exchange(own, device, pg)
-    return tuple(h.M for h in headers), tuple(h.N for h in headers)
+    pg = collectives.resolve(group)
 
+    def check_own() -> None:
+        check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        if not q.size(0) or not k.size(0):
+            raise ValueError(f"q has {q.size(0)} tokens and k {k.size(0)}; every rank must have at least 1")
+        check_recipe(recipe, q.size(2), v.size(2))
+        check_options(causal, sm_scale, None, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
 
-def with_positions(call: Call, rope: Rope | None, device: torch.device) -> Rope | None:
-    """`rope` with the positions of this rank's tokens, where it has none."""
-    if rope is None:
-        return None
+    def agreed() -> dict[str, Any]:
+        return {
+            "strategy": "allgather, packed sequences",
+            "sequences": cu_seqlens_q.size(0) - 1,
+            "causal": causal,
+            "sm_scale": sm_scale,
+            "softcap": softcap,
+            "recipe": recipe_text(recipe),
+            "sinks": sinks is not None,
+            "return_lse": return_lse,
+            "out_dtype": str(out_dtype),
+            "dtype": str(q.dtype),
+            "H": q.size(1),
+            "H_kv": k.size(1),
+            "D": q.size(2),
+            "D_v": v.size(2),
+        }
 
-    def known(given: torch.Tensor | None, cut: Cut, first: int) -> torch.Tensor:
-        if given is not None:
-            return given
-        runs = [(first + run.begin, first + run.begin + run.size) for run in cut.runs(call.rank)]
-        return torch.cat([torch.arange(*run, device=device) for run in runs])
-
-    return dataclasses.replace(
-        rope,
-        q_positions=known(rope.q_positions, call.q_cut, call.more_keys),
-        k_positions=known(rope.k_positions, call.k_cut, 0),
+    m_lengths, n_lengths = all_lengths(q, k, 0, pg, check, check_own, agreed)
+    q_cut, k_cut = Cut(m_lengths, False), Cut(n_lengths, False)
+    q_cut.check("tokens", equal=False)
+    k_cut.check("tokens", equal=True)
+    (_, H, D), H_kv, D_v = q.shape, k.size(1), v.size(2)
+    _, _, softcap, sinks = mask_arguments(False, None, softcap, sinks)
+    call = Call(
+        group=pg,
+        q_cut=q_cut,
+        k_cut=k_cut,
+        B=1,
+        H=H,
+        H_kv=H_kv,
+        D=D,
+        D_v=D_v,
+        packing=varlen_packing(D, D_v, recipe.bits),
+        recipe=recipe,
+        left=-1,
+        right=-1,
+        sm_scale=float(D**-0.5 if sm_scale is None else sm_scale),
+        softcap=softcap,
+        sinks=sinks,
+        bshd=True,
+        out_dtype=q.dtype if out_dtype is None else out_dtype,
+        return_lse=return_lse,
+        all_keys=0,
     )
-
-
-def quantized_part(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, shift_lse: bool
-) -> PackedTensors:
-    """This rank's part in the packed format, BHSD, with the constants of all ranks."""
-    rotation = rope_arguments(with_positions(call, rope, q.device))
-    samples = [call.k_cut.sample(rank, SAMPLED_KEYS) for rank in range(call.k_cut.ranks)]
-    # A rank without one tells its largest entry in a row of its own.
-    most = max(sample.size for sample in samples)
-    told, q_amax = ops.describe_part(
-        DescribePartArguments(q, k, v, rotation, call.packing, call.recipe, most, *samples[call.rank])
-    )
-    largest = told
-    if told.numel():
-        told = collectives.gather(told, call.group)
-        if call.recipe.reads_once:
-            largest = shared.v_largest(told, call.D, call.D_v)
-            told = torch.cat([told[rank, : sample.size] for rank, sample in enumerate(samples)])
-    tensors = ops.quantize_part(
-        QuantizePartArguments(
-            q=q,
-            k=k,
-            v=v,
-            told=told,
-            v_largest=largest,
-            q_amax=q_amax,
-            rope=rotation,
-            packing=call.packing,
-            recipe=call.recipe,
-            shift_lse=shift_lse,
-            all_keys=call.k_cut.total,
-        )
-    )
-    return PackedTensors(**packed_fields(tensors, call.recipe, shift_lse))
+    row_bounds, block_bounds, known = bounds_of_rows(call, cu_seqlens_q, cu_seqlens_k, causal)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    packed = quantized_part(call, q, k, v, None, sees_shift(softcap, sinks, return_lse))
+    out, lse = allgather.run(call, packed, (row_bounds, block_bounds))
+    nan = float("nan")
+    out = torch.where(known[:, None, None], out[0], torch.full_like(out[0], nan))
+    if not return_lse:
+        return out
+    return out, torch.where(known, lse[0], nan)

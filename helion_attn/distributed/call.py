@@ -28,6 +28,7 @@ class Call:
         packing: block sizes and padding.
         recipe: and the rest, as in `AttentionArguments`.
         return_lse: whether somebody sees `lse`.
+        all_keys: that V's mean is corrected for, if they are many: of all ranks; 0 if rows do not see the same.
     """
 
     group: dist.ProcessGroup
@@ -48,6 +49,7 @@ class Call:
     bshd: bool
     out_dtype: torch.dtype
     return_lse: bool
+    all_keys: int
 
     @property
     def rank(self) -> int:
@@ -113,6 +115,7 @@ class Part(NamedTuple):
         parts: where keys and rows lie.
         n_len: the position where keys end.
         v_mean: [B, H_kv, D_v_pad], what V's dequantised entries are added to.
+        bounds: of rows and of blocks, as `GatheredArguments` has them, or None.
     """
 
     rows: torch.Tensor
@@ -120,6 +123,7 @@ class Part(NamedTuple):
     parts: GatheredParts
     n_len: int
     v_mean: torch.Tensor
+    bounds: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def attend(
@@ -143,6 +147,8 @@ def attend(
             sinks=sinks,
             out=out,
             lse=lse,
+            row_bounds=None if part.bounds is None else part.bounds[0],
+            block_bounds=None if part.bounds is None else part.bounds[1],
             parts=part.parts,
             v_offset=part.buffer.v_offset,
             descale_offset=part.buffer.descale_offset,

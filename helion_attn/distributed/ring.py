@@ -57,7 +57,7 @@ def part_of(call: Call, source: int, rows: torch.Tensor, own_mean: torch.Tensor)
 
 def buffer_of(call: Call) -> Buffer:
     """The layout of a rank's buffer."""
-    return buffer_for(call.B * call.H_kv, call.blocks, call.k_cut.total, call.packing, call.recipe)
+    return buffer_for(call.B * call.H_kv, call.blocks, call.all_keys, call.packing, call.recipe)
 
 
 def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:

@@ -66,9 +66,7 @@ class Sections:
         for name, shape in self.shapes.items():
             self.offsets[name] = end
             end = aligned(end + torch.Size(shape).numel())
-        self.buffer: Buffer = buffer_for(
-            call.B * self.kv_heads, call.blocks, call.k_cut.total, p, call.recipe, rest=end
-        )
+        self.buffer: Buffer = buffer_for(call.B * self.kv_heads, call.blocks, call.all_keys, p, call.recipe, rest=end)
 
     def of(self, rows: torch.Tensor, name: str) -> torch.Tensor:
         """A field's part of uint8 [ranks, size]."""

@@ -60,6 +60,7 @@ from helion_attn.kernels.lib.gathered import (
     part_of_block,
     placed,
     rows_of_part,
+    within_bounds,
 )
 from helion_attn.kernels.lib.programs import (
     key_blocks_of_sequence,
@@ -101,6 +102,8 @@ def fp8_attn_fwd(
     sinks: torch.Tensor,  # [H] if has_sinks
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
     q_rows: torch.Tensor,  # q8 as [B * H * M_blocks * bm, D_pad] if pack_gqa
+    row_bounds: torch.Tensor,  # [2, M_blocks * bm] if bounded
+    block_bounds: torch.Tensor,  # [M_blocks, 4] if bounded
     out: torch.Tensor,  # [B * H * M, D_v], or [splits * B * H * M, D_v] if split, written
     lse: torch.Tensor,  # [B * H * M], or [splits * B * H * M], written
     m_len: int,
@@ -150,6 +153,7 @@ def fp8_attn_fwd(
     bn_log2: hl.constexpr,
     gathered: hl.constexpr,
     mirrored: hl.constexpr,
+    bounded: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
@@ -177,7 +181,9 @@ def fp8_attn_fwd(
 
     With `gathered` K and V are in parts, of several ranks, and so may the rows be: `kernels.lib.gathered` says where
     each lies, and what the arguments from `row_part_blocks` on are. k8 and v8 have one head then, of all blocks, and
-    out and lse have the rows of all parts. There is no `varlen`, `split` or `pack_gqa`.
+    out and lse have the rows of all parts. There is no `varlen`, `split` or `pack_gqa`. With `bounded` besides, a row
+    sees the keys from one position up to another: `row_bounds` has these of every row, `block_bounds` what follows of a
+    block's key blocks; and there are no edges.
     """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, IntegerFragment(24, 255, 255))
@@ -229,8 +235,9 @@ def fp8_attn_fwd(
             head_first = int32(kv) * int32(head_blocks)
             key_end = n_len
             n_begin, n_left, n_full, n_end = key_blocks_of_parts(
-                diagonal, n_len, left, right, key_parts, key_part_blocks, key_step, bm, bn, bn_log2, has_left, has_right
-            )
+                block_bounds, m_block, diagonal, n_len, left, right, key_parts, key_part_blocks, key_step, bm, bn,
+                bn_log2, has_left, has_right, bounded,
+            )  # fmt: skip
         elif varlen:
             bh, m_block, block, sequence, first_token, rows_of_sequence, first_key_block, keys_of_sequence = (
                 program_of_sequence(q_blocks, grid_head * m_blocks + grid_block, bh_size, head_group, has_right)
@@ -434,6 +441,8 @@ def fp8_attn_fwd(
                 keys = first_key + hl.arange(bn)
                 on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, group_log2, pack_gqa)
                 visible = visible_keys(keys, on_diagonal, keys_end, left, right, has_left, has_right)
+                if bounded:
+                    visible = within_bounds(visible, keys, row_bounds, m_block, m_blocks, bm)
                 s = torch.where(visible, s, float("-inf"))
                 if keeps_reference:
                     m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
@@ -452,7 +461,7 @@ def fp8_attn_fwd(
                 softmax_bias != 0.0,
                 p_offset_log2,
                 softmax_row_descales,
-                has_left or has_right or keeps_reference,
+                has_left or has_right or keeps_reference or bounded,
                 keeps_reference,
                 is_cuda,
             )
@@ -515,10 +524,12 @@ def fp8_attn_fwd(
                     keys = first_again + hl.arange(bn)
                     on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, group_log2, pack_gqa)
                     visible = visible_keys(keys, on_diagonal, end_again, left, right, has_left, has_right)
+                    if bounded:
+                        visible = within_bounds(visible, keys, row_bounds, m_block, m_blocks, bm)
                     s = torch.where(visible, s, float("-inf"))
                     p8, alpha, m_i, l_i = online_softmax_step(
                         s, 0.0, hl.full([], 1.0, dtype=torch.float32), m_i, l_i, bm, bn, l_lanes, v8.dtype, False,
-                        p_offset_log2, False, has_left or has_right, False, is_cuda,
+                        p_offset_log2, False, has_left or has_right or bounded, False, is_cuda,
                     )  # fmt: skip
                     acc = accumulate(acc, alpha, p8, v_block_again, two_level, False, is_cuda)
                 row_sum = l_i.sum(1)
@@ -570,7 +581,7 @@ def fp8_attn_fwd(
             store_out(
                 out, acc_high, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, d_v_tile,
                 d_v_tile, d_v_pad, d_out, max_fused_scale == float("inf"), v_channel_descales,
-                has_right or varlen or split or (gathered and has_left), has_sinks or varlen, has_sinks,
+                has_right or varlen or split or (gathered and has_left) or bounded, has_sinks or varlen, has_sinks,
             )  # fmt: skip
         if not sums_cover_loads:
             mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, v_channel_descales)
@@ -591,7 +602,11 @@ def fp8_attn_fwd(
             d_out,
             max_fused_scale == float("inf"),
             v_channel_descales,
-            has_right or varlen or split or (gathered and has_left),  # without these, every row sees all keys
+            has_right
+            or varlen
+            or split
+            or (gathered and has_left)
+            or bounded,  # without these, every row sees all keys
             has_sinks or varlen,  # a sink that is NaN stays one
             has_sinks,
         )
@@ -619,6 +634,7 @@ def launch(
     splits: int = 1,
     pack_gqa: bool = False,
     parts_of_ranks: GatheredParts | None = None,
+    bounds: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Write `out` and `lse`.
 
@@ -633,6 +649,7 @@ def launch(
         pack_gqa: the heads of a group share tiles; not with `q_blocks`.
         parts_of_ranks: where keys of several ranks lie, and the rows that attend to them, or None. Then `a.n_len` is
             where their positions end; and no `q_blocks`, `splits` or `pack_gqa`.
+        bounds: of rows and of blocks, as `GatheredArguments` has them, or None; with `parts_of_ranks` alone.
     """
     q8, k8, v8, lse_shift = a.packed.q8, a.packed.k8, a.packed.v8, a.packed.lse_shift
     q_descale = a.packed.q_descale.view(-1)
@@ -674,6 +691,8 @@ def launch(
             "sinks": q_descale if part_sinks is None else part_sinks,
             "q_blocks": q_descale if q_blocks is None else q_blocks,
             "q_rows": q8.view(-1, q8.size(3)) if pack_gqa else q_descale,
+            "row_bounds": q_descale if bounds is None else bounds[0],
+            "block_bounds": q_descale if bounds is None else bounds[1],
             "out": parts.view(-1, out.size(-1)),
             "lse": part_lse.view(-1),
             **sizes,
@@ -695,6 +714,7 @@ def launch(
             "group_log2": group_log2,
             "bn_log2": k8.size(2).bit_length() - 1,
             "gathered": parts_of_ranks is not None,
+            "bounded": bounds is not None,
             "is_cuda": q8.is_cuda,
         }
     )

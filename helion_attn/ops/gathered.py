@@ -84,7 +84,10 @@ def _launch_gathered(a: GatheredArguments) -> None:
         recipe=a.recipe,
         num_splits=1,
     )
-    attention.launch(tile, arguments, a.out, a.lse, parts_of_ranks=a.parts)
+    bounds = None
+    if a.row_bounds is not None and a.block_bounds is not None:
+        bounds = a.row_bounds, a.block_bounds
+    attention.launch(tile, arguments, a.out, a.lse, parts_of_ranks=a.parts, bounds=bounds)
 
 
 def _launch_merge(a: MergeArguments) -> None:

@@ -130,7 +130,8 @@ def attend(problem: Problem, strategy: str, rank: int, group: Any, **more: Any) 
         parts = [x.transpose(1, 2) for x in parts]
     balance = "zigzag" if problem.zigzag else None
     options = {**problem.options(), "strategy": strategy, "balance": balance, "layout": problem.layout, "group": group}
-    found = ha.distributed.attention(*parts, **options, **more)
+    q, k, v = parts
+    found = ha.distributed.attention(q, k, v, **options, **more)
     out, lse = found if problem.return_lse else (found, None)
     return out.transpose(1, 2) if problem.layout == "bshd" else out, lse
 

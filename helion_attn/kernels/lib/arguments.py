@@ -163,6 +163,9 @@ class GatheredArguments(NamedTuple):
         sinks: fp32 [H], or None.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written; M the rows of all parts.
         lse: fp32 [B, H, M], written.
+        row_bounds: int32 [2, M_blocks * bm], from and up to which position each row sees keys, or None.
+        block_bounds: int32 [M_blocks, 4], with `row_bounds`: of each query block, from which key block on any row sees
+            a key, from which on and up to which all rows see all keys, and up to which any row sees one.
         parts: where keys and rows lie.
         v_offset: bytes of a rank's row before V.
         descale_offset: bytes before K's descales.
@@ -179,6 +182,8 @@ class GatheredArguments(NamedTuple):
     sinks: torch.Tensor | None
     out: torch.Tensor
     lse: torch.Tensor
+    row_bounds: torch.Tensor | None
+    block_bounds: torch.Tensor | None
     parts: GatheredParts
     v_offset: int
     descale_offset: int

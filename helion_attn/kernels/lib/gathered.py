@@ -58,6 +58,8 @@ def blocks_before(
 
 
 def key_blocks_of_parts(
+    block_bounds: torch.Tensor,  # [M_blocks, 4] if bounded
+    m_block: int,
     diagonal: torch.Tensor,  # []
     n_len: int,
     left: int,
@@ -70,8 +72,16 @@ def key_blocks_of_parts(
     bn_log2: hl.constexpr,
     has_left: hl.constexpr,
     has_right: hl.constexpr,
+    bounded: hl.constexpr,
 ) -> tuple[Any, Any, Any, Any]:
     """`(n_begin, n_left, n_full, n_end)` of the kernel. Typed as its ints are, which these stand for."""
+    if bounded:
+        return (
+            hl.load(block_bounds, [m_block, 0]),
+            hl.load(block_bounds, [m_block, 1]),
+            hl.load(block_bounds, [m_block, 2]),
+            hl.load(block_bounds, [m_block, 3]),
+        )
     first_row_end, last_row_end = int32(n_len), int32(n_len)
     if has_right:
         first_row_end = torch.minimum(first_row_end, diagonal + int32(right + 1))
@@ -84,6 +94,21 @@ def key_blocks_of_parts(
     n_full = blocks_before(first_row_end, key_parts, key_part_blocks, key_step, 0, bn_log2)
     n_end = blocks_before(last_row_end, key_parts, key_part_blocks, key_step, bn - 1, bn_log2)
     return n_begin, n_left, n_full, n_end
+
+
+def within_bounds(
+    visible: torch.Tensor,  # [1, bn]
+    keys: torch.Tensor,  # [bn]
+    row_bounds: torch.Tensor,  # [2, M_blocks * bm]
+    m_block: int,
+    m_blocks: int,
+    bm: int,
+) -> torch.Tensor:
+    """[bm, bn]: what is visible of a key block to rows that see the keys from one position up to another."""
+    rows = m_block * bm + hl.arange(bm)
+    begin = hl.load(row_bounds, [0, rows]).unsqueeze(1)
+    end = hl.load(row_bounds, [1, rows]).unsqueeze(1)
+    return visible & (keys.unsqueeze(0) >= begin) & (keys.unsqueeze(0) < end)
 
 
 def part_of_block(
