@@ -160,7 +160,7 @@ def compiled(rank: int, group: dist.ProcessGroup) -> list[bool]:
         call = functools.partial(ha.distributed.attention, group=group, strategy=strategy, causal=True, check=False)
         found.append(torch.equal(torch.compile(call, fullgraph=True, backend=backend)(q, k, v), call(q, k, v)))
     ring = functools.partial(ha.distributed.attention, group=group, strategy="ring", check=False)
-    with pytest.raises(Exception, match="torch.compile traces 'allgather' and 'ulysses'"):
+    with pytest.raises(Exception, match=r"torch\.compile traces 'allgather' and 'ulysses'"):
         torch.compile(ring, fullgraph=True, backend="eager")(q, k, v)
     return found
 
