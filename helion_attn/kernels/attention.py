@@ -54,6 +54,7 @@ from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, TileConfig, scheduling
 from helion_attn.kernels.lib.arguments import NO_PARTS, AttentionArguments, GatheredParts, score_scales
 from helion_attn.kernels.lib.gathered import (
+    bounds_of_rows,
     edge_of_part,
     key_blocks_of_parts,
     keys_of_block,
@@ -364,6 +365,9 @@ def fp8_attn_fwd(
         if in_halves:
             acc_high = hl.zeros([bm, d_v_tile], dtype=torch.float32)
 
+        # [bm], loaded here, since in the loop they would go through shared memory
+        keys_from, keys_up_to = bounds_of_rows(row_bounds, m_block, bm, bounded)
+
         # Blocks before it are special: those of the left edge, and those that references come from, up to the first
         # that all rows see.
         if not keeps_reference:
@@ -441,8 +445,7 @@ def fp8_attn_fwd(
                 keys = first_key + hl.arange(bn)
                 on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, group_log2, pack_gqa)
                 visible = visible_keys(keys, on_diagonal, keys_end, left, right, has_left, has_right)
-                if bounded:
-                    visible = within_bounds(visible, keys, row_bounds, m_block, m_blocks, bm)
+                visible = within_bounds(visible, keys, keys_from, keys_up_to, bounded)
                 s = torch.where(visible, s, float("-inf"))
                 if keeps_reference:
                     m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
@@ -524,8 +527,7 @@ def fp8_attn_fwd(
                     keys = first_again + hl.arange(bn)
                     on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, group_log2, pack_gqa)
                     visible = visible_keys(keys, on_diagonal, end_again, left, right, has_left, has_right)
-                    if bounded:
-                        visible = within_bounds(visible, keys, row_bounds, m_block, m_blocks, bm)
+                    visible = within_bounds(visible, keys, keys_from, keys_up_to, bounded)
                     s = torch.where(visible, s, float("-inf"))
                     p8, alpha, m_i, l_i = online_softmax_step(
                         s, 0.0, hl.full([], 1.0, dtype=torch.float32), m_i, l_i, bm, bn, l_lanes, v8.dtype, False,

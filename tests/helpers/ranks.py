@@ -30,7 +30,8 @@ TIMEOUT = 20
 class Problem:
     """Attention over a whole sequence, and how it is cut: tokens of each rank, or as `shard` does for zigzag.
 
-    Biases of K and means of V are other for the keys of each rank, of which N(0, 1) would know nothing.
+    Biases of K and means of V are other for the keys of each rank, of which N(0, 1) would know nothing; with `alike`
+    those of rank 0 are those of all.
     """
 
     q_lengths: tuple[int, ...]
@@ -49,6 +50,7 @@ class Problem:
     return_lse: bool = False
     has_rope: bool = False
     layout: str = "bhsd"
+    alike: bool = False
 
     def chunks(self, lengths: tuple[int, ...]) -> list[list[tuple[int, int]]]:
         """Begin and end of the runs of each rank."""
@@ -70,8 +72,9 @@ class Problem:
         q = 0.5 * randn(self.B, self.H, M, self.D)
         k, v = randn(self.B, self.H_kv, N, self.D), randn(self.B, self.H_kv, N, self.D_v)
         hit = torch.rand(self.B, self.H_kv, 1, self.D, generator=g) < 0.1
-        for runs in self.chunks(self.k_lengths):
-            k_bias, v_mean = randn(self.B, self.H_kv, 1, self.D), randn(self.B, self.H_kv, 1, self.D_v)
+        for rank, runs in enumerate(self.chunks(self.k_lengths)):
+            if not (rank and self.alike):
+                k_bias, v_mean = randn(self.B, self.H_kv, 1, self.D), randn(self.B, self.H_kv, 1, self.D_v)
             for begin, end in runs:
                 k[:, :, begin:end] += hit * (10 + 5 * k_bias)
                 v[:, :, begin:end] += 2 * v_mean
