@@ -76,7 +76,10 @@ PROBLEMS: dict[str, tuple[Problem, tuple[str, ...]]] = {
 }
 
 #: V in 8 bits wants biases that are alike: its mean is that of all tokens, and of one process that of a sequence.
-PACKED_RECIPES = {"8": ha.BALANCED, "hybrid": ha.HYBRID}
+PACKED = {"full": (False, ha.BALANCED), "causal": (True, ha.BALANCED), "hybrid": (True, ha.HYBRID)}
+
+#: How many times the error of one process packed sequences may have: their blocks are cut elsewhere, and hold others'.
+PACKED_AS_ONE = 1.05
 
 #: K and V of 8-bit presets, without padding: no more than this of bf16's bytes.
 MOST_BYTES = 0.55
@@ -140,7 +143,7 @@ def in_groups(rank: int, group: dist.ProcessGroup) -> Any:
 
 def packed_batch() -> tuple[torch.Tensor, ...]:
     """Q, K and V of sequences that are cut anywhere, [tokens, heads, D]; tokens of no sequence at the end."""
-    problem = Problem((130, 90), (130, 126), H=8, H_kv=4, D_v=64, alike=True)
+    problem = Problem((130, 90), (130, 126), H=4, H_kv=2, alike=True)
     q, k, v = (x[0].transpose(0, 1) for x in problem.tensors())
     cu_q = torch.tensor([0, 3, 3, 100, 140, 215], dtype=torch.int32)
     cu_k = torch.tensor([0, 30, 40, 180, 180, 250], dtype=torch.int32)
@@ -197,11 +200,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "twice": twice,
         "without check": without_check,
         "cut and whole": cut_and_whole,
-        **{
-            f"packed {causal} {bits}": functools.partial(attend_packed, causal, recipe)
-            for causal in (False, True)
-            for bits, recipe in PACKED_RECIPES.items()
-        },
+        **{f"packed {name}": functools.partial(attend_packed, *options) for name, options in PACKED.items()},
         "compiled": compiled,
     }
     works = {
@@ -331,21 +330,21 @@ def test_a_rank_that_dies_makes_others_raise(found: dict[str, list[Any]]) -> Non
         assert seconds < ranks.TIMEOUT + 5
 
 
-@pytest.mark.parametrize("bits", list(PACKED_RECIPES))
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences(found: dict[str, list[Any]], causal: bool, bits: str) -> None:
+@pytest.mark.parametrize("name", list(PACKED))
+def test_packed_sequences(found: dict[str, list[Any]], name: str) -> None:
+    causal, recipe = PACKED[name]
     q, k, v, cu_q, cu_k = packed_batch()
-    (first, first_lse), (second, second_lse) = found[f"packed {causal} {bits}"]
+    (first, first_lse), (second, second_lse) = found[f"packed {name}"]
     out, lse = torch.cat([first, second]), torch.cat([first_lse, second_lse], 1)
-    one, one_lse = ha.attention_varlen(q, k, v, cu_q, cu_k, causal=causal, recipe=PACKED_RECIPES[bits], return_lse=True)
+    one, one_lse = ha.attention_varlen(q, k, v, cu_q, cu_k, causal=causal, recipe=recipe, return_lse=True)
     oracle, oracle_lse = ha.reference.attention_varlen(q, k, v, cu_q, cu_k, causal=causal)
     known = slice(0, int(cu_q[-1]))
     assert torch.equal(out.isnan(), one.isnan())
     assert torch.equal(lse.isnan(), one_lse.isnan())
     # Sequence 3 has no key.
     assert torch.equal(lse.isneginf(), one_lse.isneginf())
-    assert lse.isneginf().sum() >= 8 * 40
-    assert relative_error(out[known], oracle[known]) <= AS_ONE * relative_error(one[known], oracle[known])
+    assert lse.isneginf().sum() >= 4 * 40
+    assert relative_error(out[known], oracle[known]) <= PACKED_AS_ONE * relative_error(one[known], oracle[known])
     finite = one_lse.isfinite()
     assert relative_error(lse[finite], oracle_lse[finite]) <= 1e-3
 
