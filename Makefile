@@ -34,6 +34,7 @@ endef
 demo: $(STAMP).examples
 	$(BIN)/python examples/fp8_attention.py
 	$(BIN)/python examples/real_model.py
+	$(BIN)/python examples/long_context.py --nproc 2 --device cpu
 
 test: lint
 	$(BIN)/python -m pytest -n auto

@@ -24,6 +24,7 @@ from benchmarks import (
     accuracy,
     cells,
     decode,
+    distributed,
     fa3_criterion,
     hard,
     host,
@@ -55,6 +56,7 @@ SUITES: dict[str, Suite] = {
     "split": splits.SUITE,
     "varlen": varlen.SUITE,
     "decode": decode.SUITE,
+    "distributed": distributed.SUITE,
     "large_d": large_d.SUITE,
     "startup": startup.SUITE,
     "host": host.SUITE,
@@ -96,6 +98,7 @@ CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
         splits.checks,
         decode.checks,
     ),
+    "Several GPUs": (distributed.checks,),
     "Start-up and host time": (startup.checks, host.checks),
 }
 

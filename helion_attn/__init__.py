@@ -1,5 +1,7 @@
 """FP8 attention for NVIDIA Hopper, written in Helion: fast, and accurate on long contexts."""
 
+from typing import TYPE_CHECKING, Any
+
 from helion_attn import reference
 from helion_attn.api import (
     attention,
@@ -17,6 +19,9 @@ from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.transforms import apply_rope, hadamard, hadamard_matrix, reflect
 from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, Rope
 from helion_attn.varlen import attention_varlen
+
+if TYPE_CHECKING:
+    from helion_attn import distributed
 
 __all__ = [
     "ACCURATE",
@@ -36,6 +41,7 @@ __all__ = [
     "attention_varlen",
     "check",
     "dequantize",
+    "distributed",
     "explain",
     "flash_attn_func",
     "flash_attn_varlen_func",
@@ -50,3 +56,12 @@ __all__ = [
     "register_transformers",
     "sdpa",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`distributed`, which is imported on first use: it needs `torch.distributed`."""
+    if name == "distributed":
+        import importlib
+
+        return importlib.import_module("helion_attn.distributed")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

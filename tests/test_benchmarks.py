@@ -22,6 +22,7 @@ from benchmarks import (
     accuracy,
     attention,
     cells,
+    distributed,
     drift,
     hard,
     host,
@@ -205,6 +206,30 @@ def test_split(tmp_path: Path) -> None:
     assert rows[0]["error_kernel"] != rows[1]["error_kernel"]
     (table,) = splits.tables(loaded)
     assert len(table.body) == 1
+
+
+def test_distributed(tmp_path: Path) -> None:
+    loaded = dry_run("distributed", tmp_path)
+    rows = loaded["distributed"]["rows"]
+    assert all(row["ms"] > 0 for row in rows)
+    assert [(row["parts"], row["zigzag"]) for row in rows if row["scaling"] == "gathered"] == [
+        (1, False), (2, False), (2, True),
+    ] * 2  # fmt: skip
+    stages = [(r["strategy"], r["stage"]) for r in rows if r["scaling"] == "strong" and r["H"] == 2]
+    assert stages == [
+        *((strategy, stage) for strategy in ("allgather", "ulysses") for stage in ("checked", "e2e", "collective")),
+        *(("ring", stage) for stage in ("checked", "e2e", "compute", "collective")),
+        ("allgather", "e2e"),
+    ]
+    # One head is not for two ranks.
+    assert "ulysses" not in [row["strategy"] for row in rows if row["H"] == 1]
+    gathered, parts = distributed.tables(loaded)
+    assert len(gathered.body) == 6
+    assert len(parts.body) == 5
+    assert all(plot.draw(loaded) is not None for block in distributed.SUITE.blocks.values() for plot in block.plots)
+    found = distributed.checks(loaded)
+    assert [check.bound for check in found] == [1.03] * 4 + [1.05] * 2
+    assert all(check.value is not None for check in found)
 
 
 def test_decode(tmp_path: Path) -> None:

@@ -55,6 +55,20 @@ def test_fp8_attention_fails_on_zeros(fp8_attention: ModuleType, monkeypatch: py
     assert fp8_attention.main(["--device", "cpu", "--shape", "1,2,64,32"]) == 1
 
 
+def test_long_context(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    long_context = import_example("long_context", monkeypatch)
+    assert long_context.main(["--device", "cpu", "--nproc", "2"]) == 0
+    assert capfd.readouterr().out.count(" ok,") == 3
+    with pytest.raises(SystemExit):
+        long_context.main(["--device", "cpu", "--nproc", "2", "--tokens", "500"])
+
+
+def test_long_context_fails_on_zeros(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long_context = import_example("long_context", monkeypatch)
+    monkeypatch.setattr(ha.distributed, "attention", zeros)
+    assert not long_context.attend_as_rank(0, 1, 0, f"file://{tmp_path}/rank", "cpu", 256)
+
+
 def test_real_model(real_model: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert real_model.main(["--device", "cpu", "--sentences", "3"]) == 0
     assert "3 of 50 sentences" in capsys.readouterr().out

@@ -44,6 +44,10 @@ COLOURS = {
     "warm": "#d1495b",
     "fa3_fp16": "#8fbfe6",
     "flash_fp16": "#c9c9c9",
+    "sdpa_bf16": "#c9c9c9",
+    "allgather": "#d1495b",
+    "ulysses": "#2a9d76",
+    "ring": "#e08e45",
     "PASS": "#2a9d76",
     "FAIL": "#d1495b",
     "not all measured": "#a9a9a9",
@@ -65,6 +69,10 @@ MARKERS = {
     "flash_bf16": "D",
     "fa3_fp16": "p",
     "flash_fp16": "d",
+    "sdpa_bf16": "d",
+    "allgather": "o",
+    "ulysses": "^",
+    "ring": "v",
 }
 
 STYLE: Any = {

@@ -32,6 +32,10 @@ LABELS = {
     "math_bf16": "SDPA math bf16",
     "fa3_fp16": "FA3 fp16",
     "flash_fp16": "FA2 fp16",
+    "sdpa_bf16": "SDPA bf16",
+    "allgather": "all-gather",
+    "ulysses": "Ulysses",
+    "ring": "ring",
 }
 
 #: This package in the tables of speed: the default recipe, and FAST.

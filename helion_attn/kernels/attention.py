@@ -52,7 +52,17 @@ from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_co
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, TileConfig, row_width, scheduling
-from helion_attn.kernels.lib.arguments import AttentionArguments, score_scales
+from helion_attn.kernels.lib.arguments import NO_PARTS, AttentionArguments, GatheredParts, score_scales
+from helion_attn.kernels.lib.gathered import (
+    bounds_of_rows,
+    edge_of_part,
+    key_blocks_of_parts,
+    keys_of_block,
+    part_of_block,
+    placed,
+    rows_of_part,
+    within_bounds,
+)
 from helion_attn.kernels.lib.programs import (
     key_blocks_of_sequence,
     program_of_sequence,
@@ -104,6 +114,8 @@ def fp8_attn_fwd(
     cos: torch.Tensor,
     sin: torch.Tensor,
     q_positions: torch.Tensor,
+    row_bounds: torch.Tensor,  # [2, M_blocks * bm] if bounded
+    block_bounds: torch.Tensor,  # [M_blocks, 4] if bounded
     out: torch.Tensor,  # [B * H * M, D_v], or [splits * B * H * M, D_v] if split, written
     lse: torch.Tensor,  # [B * H * M], or [splits * B * H * M], written
     m_len: int,
@@ -120,6 +132,20 @@ def fp8_attn_fwd(
     right: int,
     splits: int,
     head_group: int,
+    row_part_blocks: int,
+    row_part_len: int,
+    row_first: int,
+    row_step: int,
+    key_parts: int,
+    key_part_blocks: int,
+    key_part_len: int,
+    key_step: int,
+    key_magic: int,
+    ranks: int,
+    head_blocks: int,
+    k_rank_step: int,
+    v_rank_step: int,
+    descale_rank_step: int,
     qk_scale: float,
     softcap_log2: float,
     s_bias: hl.constexpr,
@@ -151,6 +177,9 @@ def fp8_attn_fwd(
     pairing: hl.constexpr,
     explicit_q_positions: hl.constexpr,
     q_largest: hl.constexpr,
+    gathered: hl.constexpr,
+    mirrored: hl.constexpr,
+    bounded: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
@@ -175,6 +204,12 @@ def fp8_attn_fwd(
     Then there are `q_row_descales`, and no `varlen`.
 
     With `in_halves` P V is two products, of half of V's channels each.
+
+    With `gathered` K and V are in parts, of several ranks, and so may the rows be: `kernels.lib.gathered` says where
+    each lies, and what the arguments from `row_part_blocks` on are. k8 and v8 have one head then, of all blocks, and
+    out and lse have the rows of all parts. There is no `varlen`, `split` or `pack_gqa`. With `bounded` besides, a row
+    sees the keys from one position up to another: `row_bounds` has these of every row, `block_bounds` what follows of a
+    block's key blocks; and there are no edges.
     """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
@@ -217,7 +252,25 @@ def fp8_attn_fwd(
         grid_block = program // heads_at_once
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment. Blocks n_left .. n_full
         # are seen whole; those from n_begin and those up to n_end in part.
-        if varlen:
+        if gathered:
+            bh = grid_head
+            kv = bh // group
+            if has_right:
+                m_block = blocks - 1 - grid_block  # long rows first
+            else:
+                m_block = grid_block
+            row_begin, row_end, diagonal = rows_of_part(
+                m_block, bm, m_len, row_part_blocks, row_part_len, row_first, row_step
+            )
+            mean_row = kv
+            descale_row = kv
+            head_first = int32(kv) * int32(head_blocks)
+            key_end = n_len
+            n_begin, n_left, n_full, n_end = key_blocks_of_parts(
+                block_bounds, m_block, diagonal, n_len, left, right, key_parts, key_part_blocks, key_step, bm, bn,
+                bn_log2, has_left, has_right, bounded,
+            )  # fmt: skip
+        elif varlen:
             bh, m_block, block, sequence, first_token, rows_of_sequence, first_key_block, keys_of_sequence = (
                 program_of_sequence(q_blocks, grid_head * m_blocks + grid_block, bh_size, head_group, has_right)
             )
@@ -318,7 +371,14 @@ def fp8_attn_fwd(
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if k_block_descales:
-            if varlen or split:
+            if gathered:
+                first_block = torch.minimum(run_begin, int32(key_parts * key_part_blocks - 1))
+                first_part = part_of_block(first_block, key_part_blocks, key_magic, is_cuda)
+                k_scale = hl.load(
+                    k_descale,
+                    [placed(first_block, first_part, head_first, key_part_blocks, descale_rank_step, ranks, mirrored)],
+                )
+            elif varlen or split:
                 k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_begin, int32(n_blocks - 1))])
             else:
                 k_scale = k_descale[kv * n_blocks + min(run_begin, n_blocks - 1)]
@@ -354,11 +414,14 @@ def fp8_attn_fwd(
         if in_halves:
             acc_high = hl.zeros([bm, d_v_tile], dtype=torch.float32)
 
+        # [bm], loaded here, since in the loop they would go through shared memory
+        keys_from, keys_up_to = bounds_of_rows(row_bounds, m_block, bm, bounded)
+
         # Blocks before it are special: those of the left edge, and those that references come from, up to the first
         # that all rows see.
         if not keeps_reference:
             n_special = n_left
-        elif varlen or split:
+        elif varlen or split or gathered:
             n_special = torch.maximum(int32(n_left), int32(run_begin)) + 1
         else:
             n_special = n_left + 1
@@ -367,14 +430,36 @@ def fp8_attn_fwd(
             # Not "large", since a NaN is not within.
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
             if k_block_descales:
-                if varlen or split:
+                if gathered:
+                    next_block = torch.minimum(run_end - int32(1), int32(j + 1))
+                    next_part = part_of_block(next_block, key_part_blocks, key_magic, is_cuda)
+                    k_scale = hl.load(
+                        k_descale,
+                        [
+                            placed(
+                                next_block, next_part, head_first, key_part_blocks, descale_rank_step, ranks, mirrored
+                            )
+                        ],
+                    )
+                elif varlen or split:
                     k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_end - 1, int32(j + 1))])
                 else:
                     k_scale = k_descale[kv * n_blocks + min(j + 1, run_end - 1)]
             # [bn, D_pad] and [d_v_tile, bn], or of 16 bits [bn, D_v_pad]. With nothing between the loads, not even a
             # transposition, Triton gives them one barrier, and the warps are not held up between Q K^T and the softmax.
-            k_block = k8[kv, j, :, :]
-            if in_halves:
+            if gathered:
+                part = part_of_block(int32(j), key_part_blocks, key_magic, is_cuda)
+                k_at = placed(int32(j), part, head_first, key_part_blocks, k_rank_step, ranks, mirrored)
+                v_at = placed(int32(j), part, head_first, key_part_blocks, v_rank_step, ranks, mirrored)
+                k_block = k8[0, k_at, :, :]
+            else:
+                k_block = k8[kv, j, :, :]
+            if gathered and in_halves:
+                v_block = v8[0, v_at * 2, :, :]
+                v_high = v8[0, v_at * 2 + 1, :, :]
+            elif gathered:
+                v_block = v8[0, v_at, :, :]
+            elif in_halves:
                 v_block = v8[kv, j * 2, :, :]
                 v_high = v8[kv, j * 2 + 1, :, :]
             else:
@@ -386,7 +471,11 @@ def fp8_attn_fwd(
             )
             # Blocks at an edge of what is visible, those that references come from, and those of a large scale: one
             # branch for all.
-            if varlen or (split and keeps_reference):
+            if gathered:
+                edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
+                ragged = edge_of_part(int32(j), part, key_part_blocks, key_part_len, bn_log2)
+                special = 1 - within + torch.clamp_min(torch.maximum(edge, ragged), 0)
+            elif varlen or (split and keeps_reference):
                 edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
                 special = 1 - within + torch.clamp_min(edge, 0)
             else:
@@ -396,9 +485,16 @@ def fp8_attn_fwd(
                 # from it.
                 s = scaled(s - softmax_bias, s_scale_log2, softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
-                keys = j * bn + hl.arange(bn)
+                if gathered:
+                    first_key, keys_end = keys_of_block(
+                        int32(j), part, int32(key_end), key_part_blocks, key_part_len, key_step, bn
+                    )
+                else:
+                    first_key, keys_end = j * bn, key_end
+                keys = first_key + hl.arange(bn)
                 on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, group_log2, pack_gqa)
-                visible = visible_keys(keys, on_diagonal, key_end, left, right, has_left, has_right)
+                visible = visible_keys(keys, on_diagonal, keys_end, left, right, has_left, has_right)
+                visible = within_bounds(visible, keys, keys_from, keys_up_to, bounded)
                 s = torch.where(visible, s, float("-inf"))
                 if keeps_reference:
                     m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
@@ -417,7 +513,7 @@ def fp8_attn_fwd(
                 softmax_bias != 0.0,
                 p_offset_log2,
                 softmax_row_descales,
-                has_left or has_right or keeps_reference,
+                has_left or has_right or keeps_reference or bounded,
                 keeps_reference,
                 is_cuda,
             )
@@ -440,27 +536,53 @@ def fp8_attn_fwd(
                 l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
                 acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
                 for i in hl.grid(run_begin, run_end):
+                    if gathered:
+                        part_again = part_of_block(int32(i), key_part_blocks, key_magic, is_cuda)
+                        k_again = placed(
+                            int32(i), part_again, head_first, key_part_blocks, k_rank_step, ranks, mirrored
+                        )
+                        v_again = placed(
+                            int32(i), part_again, head_first, key_part_blocks, v_rank_step, ranks, mirrored
+                        )
+                        k_block_again, v_block_again = k8[0, k_again, :, :], v8[0, v_again, :, :]
+                        first_again, end_again = keys_of_block(
+                            int32(i), part_again, int32(key_end), key_part_blocks, key_part_len, key_step, bn
+                        )
+                    else:
+                        k_block_again, v_block_again = k8[kv, i, :, :], v8[kv, i, :, :]
+                        first_again, end_again = i * bn, key_end
                     if k_block_descales:
-                        if varlen or split:
+                        if gathered:
+                            k_scale = hl.load(
+                                k_descale,
+                                [
+                                    placed(
+                                        int32(i), part_again, head_first, key_part_blocks, descale_rank_step, ranks,
+                                        mirrored,
+                                    )
+                                ],
+                            )  # fmt: skip
+                        elif varlen or split:
                             k_scale = hl.load(k_descale, [kv * int32(n_blocks) + int32(i)])
                         else:
                             k_scale = k_descale[kv * n_blocks + i]
                     # [bm, bn]
-                    s = scores(q_tile, k8[kv, i, :, :].transpose(0, 1), bm, bn, is_cuda)
+                    s = scores(q_tile, k_block_again.transpose(0, 1), bm, bn, is_cuda)
                     s, s_scale_log2 = softmax_input(
                         s, q_scale_log2 * k_scale, softcap_log2, shift,
                         s_bias, q_row_descales, shift_lse, has_softcap, is_cuda,
                     )  # fmt: skip
                     s = scaled(s - softmax_bias, s_scale_log2, softmax_row_descales)
-                    keys = i * bn + hl.arange(bn)
+                    keys = first_again + hl.arange(bn)
                     on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, group_log2, pack_gqa)
-                    visible = visible_keys(keys, on_diagonal, key_end, left, right, has_left, has_right)
+                    visible = visible_keys(keys, on_diagonal, end_again, left, right, has_left, has_right)
+                    visible = within_bounds(visible, keys, keys_from, keys_up_to, bounded)
                     s = torch.where(visible, s, float("-inf"))
                     p8, alpha, m_i, l_i = online_softmax_step(
                         s, 0.0, hl.full([], 1.0, dtype=torch.float32), m_i, l_i, bm, bn, l_lanes, v8.dtype, False,
-                        p_offset_log2, False, has_left or has_right, False, is_cuda,
+                        p_offset_log2, False, has_left or has_right or bounded, False, is_cuda,
                     )  # fmt: skip
-                    acc = accumulate(acc, alpha, p8, v8[kv, i, :, :], two_level, False, is_cuda)
+                    acc = accumulate(acc, alpha, p8, v_block_again, two_level, False, is_cuda)
                 row_sum = l_i.sum(1)
         if varlen:
             # Rows of no sequence must not pass for rows without a key.
@@ -497,6 +619,8 @@ def fp8_attn_fwd(
         store_lse(lse, m_i, total, shift, lse_rows, row_in_range, shift_lse and not has_softcap)
         if varlen:
             out_rows = bh + rows * int32(out_row_step)
+        elif gathered:
+            out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * int32(out_row_step)
         elif split:
             out_rows = part_head * m_len + rows
         else:
@@ -508,7 +632,7 @@ def fp8_attn_fwd(
             store_out(
                 out, acc_high, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, d_v_tile,
                 d_v_tile, d_v_pad, d_out, max_fused_scale == float("inf"), v_channel_descales,
-                has_right or varlen or split, has_sinks or varlen, has_sinks,
+                has_right or varlen or split or (gathered and has_left) or bounded, has_sinks or varlen, has_sinks,
             )  # fmt: skip
         if not sums_cover_loads:
             mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, v_channel_descales)
@@ -529,10 +653,18 @@ def fp8_attn_fwd(
             d_out,
             max_fused_scale == float("inf"),
             v_channel_descales,
-            has_right or varlen or split,  # without these, every row sees all keys
+            has_right
+            or varlen
+            or split
+            or (gathered and has_left)
+            or bounded,  # without these, every row sees all keys
             has_sinks or varlen,  # a sink that is NaN stays one
             has_sinks,
         )
+
+
+#: Of keys and rows of several ranks: sums of two fit 32 bits.
+MAX_POSITION = 2**29
 
 
 @functools.cache
@@ -554,6 +686,8 @@ def launch(
     pack_gqa: bool = False,
     q: torch.Tensor | None = None,
     rope: RopeArguments = NO_ROPE_ARGUMENTS,
+    parts_of_ranks: GatheredParts | None = None,
+    bounds: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Write `out` and `lse`.
 
@@ -569,10 +703,16 @@ def launch(
         q: [B, H, M, D], which the kernel quantises, where no block of Q is packed; `ops.attention.quantises_q` says
             when.
         rope: rotates it first.
+        parts_of_ranks: where keys of several ranks lie, and the rows that attend to them, or None. Then `a.n_len` is
+            where their positions end; and no `q_blocks`, `splits` or `pack_gqa`.
+        bounds: of rows and of blocks, as `GatheredArguments` has them, or None; with `parts_of_ranks` alone.
     """
     q8, k8, v8, lse_shift = a.packed.q8, a.packed.k8, a.packed.v8, a.packed.lse_shift
     q_descale = a.packed.q_descale.view(-1)
     sizes, choices = a.sizes(), a.choices()
+    if parts_of_ranks is not None:
+        # Positions, and not rows, are what edges are measured in.
+        sizes |= {"left": min(a.left, MAX_POSITION), "right": min(a.right, MAX_POSITION)}
     in_parts = splits > 1
     # Two to it are the rows of a query.
     group_log2 = (sizes["group"] - 1).bit_length() if pack_gqa else 0
@@ -635,11 +775,14 @@ def launch(
             "pairing": tables.pairing,
             "table_rows": tables.table_rows,
             "reflected": reflected_channels(a.d) if a.recipe.reflect else 0,
+            "row_bounds": q_descale if bounds is None else bounds[0],
+            "block_bounds": q_descale if bounds is None else bounds[1],
             "out": parts.view(-1, out.size(-1)),
             "lse": part_lse.view(-1),
             **sizes,
             "splits": splits,
             "head_group": head_group,
+            **(NO_PARTS if parts_of_ranks is None else parts_of_ranks).arguments(),
             **score_scales(a.sm_scale, a.softcap),
             "s_bias": INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
             "max_fused_scale": MAX_FUSED_SCALE_LOG2[q8.dtype],
@@ -658,6 +801,8 @@ def launch(
             "d_row": row_width(k8.size(3), a.packed.v_mean.size(-1)),
             "d": a.d,
             "q_largest": FORMAT_MAX.get(q8.dtype, 1.0),
+            "gathered": parts_of_ranks is not None,
+            "bounded": bounds is not None,
             "is_cuda": q8.is_cuda,
         }
     )

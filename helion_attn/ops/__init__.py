@@ -2,6 +2,7 @@
 
 from helion_attn.ops.attention import attention, attention_varlen
 from helion_attn.ops.dense import attention_dense
+from helion_attn.ops.gathered import attention_gathered, describe_part, merge_parts, quantize_part
 from helion_attn.ops.kv_cache import append_kv, decode
 from helion_attn.ops.quantize import pack_qkv, quantize_qkv, quantize_varlen
 from helion_attn.ops.transform_rows import transform_rows
@@ -10,9 +11,13 @@ __all__ = [
     "append_kv",
     "attention",
     "attention_dense",
+    "attention_gathered",
     "attention_varlen",
     "decode",
+    "describe_part",
+    "merge_parts",
     "pack_qkv",
+    "quantize_part",
     "quantize_qkv",
     "quantize_varlen",
     "transform_rows",

@@ -25,6 +25,11 @@ def largest_factor(recipe: Recipe, D: int) -> float:
     return math.sqrt(hadamard_block(D)) if recipe.hadamard else 1.0
 
 
+def recentres(recipe: Recipe, keys: int) -> bool:
+    """Whether the mean that is added to V of so many keys is corrected for its rounding."""
+    return recipe.center_v and recipe.pv_dtype.itemsize == 1 and keys >= RECENTRED_KEYS
+
+
 def launch(
     source: StridedQKV,
     rope: RopeTables,
@@ -35,6 +40,7 @@ def launch(
     shift_lse: bool,
     packs_q: bool = True,
     sequences: Sequences | None = None,
+    all_keys: int | None = None,
 ) -> PackedTensors:
     """Run the kernels.
 
@@ -48,6 +54,7 @@ def launch(
         packs_q: otherwise no block of Q is packed: attention quantises it.
         sequences: where those of a packed batch lie, or None. Then Q, K and V are [1, heads, tokens, head dim], and
             `stats` has every sequence's.
+        all_keys: how many keys attention has of which these are a part, or None if they are all.
 
     Returns:
         What is shaped as in `QuantizedQKV`, or as in `PackedVarlen`; k_mean and lse_shift empty without smooth_k,
@@ -80,7 +87,7 @@ def launch(
     q_descale, v_descale = empty(heads, m_blocks * bm), empty(kv_heads, D_v_pad)
     k_descale = empty(kv_heads, n_blocks if recipe.k_scales == "block" else 1)
     # Few keys lose less by their rounding than the sum of it costs.
-    sum_lost = recipe.center_v and recipe.pv_dtype.itemsize == 1 and source.N >= RECENTRED_KEYS
+    sum_lost = recentres(recipe, source.N if all_keys is None else all_keys)
     note_peak = recipe.samples_v
     v_lost = empty(kv_heads * n_blocks if sum_lost else 1, D_v_pad)
     v_peak = empty(kv_heads * n_blocks if note_peak else 1, D_v_pad // t.d_tile)

@@ -121,7 +121,7 @@ def check_rotatable(name: str, x: torch.Tensor) -> None:
         raise ValueError(f"{name} has a last-dimension stride of {x.stride(3)}; with rope it must be 1")
 
 
-def _check_positions(name: str, at: torch.Tensor, size: int, device: torch.device) -> None:
+def check_positions(name: str, at: torch.Tensor, size: int, device: torch.device) -> None:
     """A position for each row."""
     if not isinstance(at, torch.Tensor) or at.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} is {at!r}; it must be an int32 or int64 tensor")
@@ -137,7 +137,7 @@ def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
     M, N, rows = q.size(2), k.size(2), rope.cos.size(0)
     for name, at, size in (("q_positions", rope.q_positions, M), ("k_positions", rope.k_positions, N)):
         if at is not None:
-            _check_positions(f"rope.{name}", at, size, q.device)
+            check_positions(f"rope.{name}", at, size, q.device)
         elif rows < N:
             raise ValueError(f"rope.cos has {rows} positions; without rope.{name} it must have at least N = {N}")
     if rope.q_positions is None and M > N:
@@ -155,7 +155,7 @@ def check_rope_of(x: torch.Tensor, rope: Rope, positions: torch.Tensor | None) -
         if getattr(rope, name) is not None:
             raise ValueError(f"rope.{name} is a tensor; it must be None: the positions of x are an argument")
     if positions is not None:
-        _check_positions("positions", positions, S, x.device)
+        check_positions("positions", positions, S, x.device)
     elif rows < S:
         raise ValueError(f"rope.cos has {rows} positions; without positions it must have at least S = {S}")
 

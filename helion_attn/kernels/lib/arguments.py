@@ -47,7 +47,7 @@ class AttentionArguments(NamedTuple):
 
     def sizes(self) -> dict[str, int]:
         """Lengths, heads, and how the rows of the output lie, as the kernels take them."""
-        H, H_kv = self.packed.q_descale.size(1), self.packed.k_descale.size(1)
+        H, H_kv = self.packed.q_descale.size(1), self.packed.v_mean.size(1)
         return {
             "m_len": self.m_len,
             "n_len": self.n_len,
@@ -95,6 +95,127 @@ class VarlenArguments(NamedTuple):
 
     attention: AttentionArguments
     q_blocks: torch.Tensor
+
+
+class GatheredParts(NamedTuple):
+    """Where keys and rows lie whose parts come from several ranks, as `kernels.lib.gathered` has it.
+
+    Attributes:
+        row_part_blocks: query blocks of a part of the rows.
+        row_part_len: its rows.
+        row_first: the first row's position.
+        row_step: from the first row of a part to that of the next, in positions.
+        key_parts: parts of the keys.
+        key_part_blocks: key blocks of a part.
+        key_part_len: its keys.
+        key_step: from the first key of a part to that of the next, in positions.
+        ranks: whose keys there are.
+        head_blocks: blocks of a head on a rank.
+        k_rank_step: from a rank's blocks of K to those of the next, in blocks; and so `v_rank_step`.
+        v_rank_step: likewise of V.
+        descale_rank_step: likewise of K's descales, in floats.
+        mirrored: a rank has part r and part `2 * ranks - 1 - r`, in place of part r alone.
+    """
+
+    row_part_blocks: int
+    row_part_len: int
+    row_first: int
+    row_step: int
+    key_parts: int
+    key_part_blocks: int
+    key_part_len: int
+    key_step: int
+    ranks: int
+    head_blocks: int
+    k_rank_step: int
+    v_rank_step: int
+    descale_rank_step: int
+    mirrored: bool
+
+    def arguments(self) -> dict[str, int | bool]:
+        """What the kernel takes."""
+        return {**self._asdict(), "key_magic": magic(self.key_part_blocks)}
+
+
+#: Of a launch that has no parts.
+NO_PARTS = GatheredParts(1, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0, 0, False)
+
+
+def magic(divisor: int) -> int:
+    """The int32 that `part_of_block` multiplies by, in place of a division (Robison, ARITH 2005).
+
+    The quotient is right as long as it times the divisor's square is at most 2**32.
+    """
+    factor = (2**32 - 1) // divisor
+    return factor - 2**32 if factor >= 2**31 else factor
+
+
+class GatheredArguments(NamedTuple):
+    """Attention over keys of several ranks, into tensors that are there.
+
+    Attributes:
+        q8: [B * H, M_blocks, bm, D_pad], and so q_descale and lse_shift, of `QuantizedQKV`.
+        q_descale: [B, H, M_blocks, bm].
+        lse_shift: [B, H, M_blocks, bm], or None.
+        gathered: uint8 [ranks, bytes], a rank's packed K, V and K's descales each, as `distributed.buffer` lays them.
+        v_descale: [B, H_kv, D_v_pad], of all ranks.
+        v_mean: [B, H_kv, D_v_pad], likewise.
+        sinks: fp32 [H], or None.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written; M the rows of all parts.
+        lse: fp32 [B, H, M], written.
+        row_bounds: int32 [2, M_blocks * bm], from and up to which position each row sees keys, or None.
+        block_bounds: int32 [M_blocks, 4], with `row_bounds`: of each query block, from which key block on any row sees
+            a key, from which on and up to which all rows see all keys, and up to which any row sees one.
+        parts: where keys and rows lie.
+        v_offset: bytes of a rank's row before V.
+        descale_offset: bytes before K's descales.
+        n_len: the position where keys end.
+        d: and the rest, as in `AttentionArguments`.
+    """
+
+    q8: torch.Tensor
+    q_descale: torch.Tensor
+    lse_shift: torch.Tensor | None
+    gathered: torch.Tensor
+    v_descale: torch.Tensor
+    v_mean: torch.Tensor
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+    row_bounds: torch.Tensor | None
+    block_bounds: torch.Tensor | None
+    parts: GatheredParts
+    v_offset: int
+    descale_offset: int
+    n_len: int
+    d: int
+    d_v: int
+    left: int
+    right: int
+    sm_scale: float
+    softcap: float | None
+    bshd: bool
+    recipe: Recipe
+
+
+class MergeArguments(NamedTuple):
+    """Two results over different keys, into one.
+
+    Attributes:
+        parts: fp32 [2, B, H, M, D_v].
+        part_lse: fp32 [2, B, H, M].
+        sinks: fp32 [H], or None.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written.
+        lse: fp32 [B, H, M], written.
+        bshd: the layout of `out`.
+    """
+
+    parts: torch.Tensor
+    part_lse: torch.Tensor
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+    bshd: bool
 
 
 class DecodeArguments(NamedTuple):

@@ -49,6 +49,13 @@ def minimum(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Te
     return torch.minimum(a, b)
 
 
+def high_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The high 32 bits of the product of int32 scalars, both taken as unsigned; on the GPU alone."""
+    return hl.inline_asm_elementwise(
+        "mul.hi.u32 $0, $1, $2;", "=r,r,r", [a, b], dtype=torch.int32, is_pure=True, pack=1
+    )
+
+
 def to_int8(x: torch.Tensor, scale: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`x * scale`, of magnitude 127 or less, to the nearest int8, to even of two; of NaN anything.
 

@@ -82,6 +82,58 @@ class QuantizeVarlenArguments(NamedTuple):
     shift_lse: bool
 
 
+class DescribePartArguments(NamedTuple):
+    """A rank's part of a sequence, to what it tells the others of it.
+
+    Attributes:
+        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
+        k: [B, H_kv, N, D], same dtype.
+        v: [B, H_kv, N, D_v], same dtype.
+        rope: rotates K first; with positions.
+        packing: block sizes and padding.
+        recipe: how they become 8- or 16-bit numbers.
+        rows: sampled keys that a rank tells of, at most.
+        every: and the rest: which these are, as `distributed.cut.Sample` has it.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    rope: RopeArguments
+    packing: Packing
+    recipe: Recipe
+    rows: int
+    every: int
+    first: int
+    first_count: int
+    second: int
+    second_count: int
+
+
+class QuantizePartArguments(NamedTuple):
+    """A rank's part of a sequence to the packed format.
+
+    Attributes:
+        q: and the rest, as in `QuantizeArguments`.
+        told: what all ranks told: statistics [ranks, B * H_kv, columns], or sampled rows [rows, B, H_kv, columns].
+        v_largest: [B, H_kv], the largest magnitude of V of all ranks, if a head's descale holds that.
+        q_amax: fp32 [B * H, MAX_PARTS], of the rank's own Q.
+        all_keys: of all ranks.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    told: torch.Tensor
+    v_largest: torch.Tensor
+    q_amax: torch.Tensor
+    rope: RopeArguments
+    packing: Packing
+    recipe: Recipe
+    shift_lse: bool
+    all_keys: int
+
+
 class PackArguments(NamedTuple):
     """Tensors that are e4m3 already to the packed format.
 

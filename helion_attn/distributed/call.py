@@ -1,0 +1,173 @@
+"""What the strategies are handed: a call, checked, with what all ranks have said of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from helion_attn import ops
+from helion_attn.configs import Packing
+from helion_attn.distributed.buffer import Buffer
+from helion_attn.distributed.cut import Cut
+from helion_attn.kernels.lib.arguments import GatheredArguments, GatheredParts
+from helion_attn.types import PackedTensors, Recipe
+
+
+@dataclass(frozen=True, eq=False)  # of tensors
+class Call:
+    """A call on one rank.
+
+    Attributes:
+        group: of the ranks.
+        q_cut: which queries they hold.
+        k_cut: which keys.
+        B: and H, H_kv, D, D_v: sizes.
+        packing: block sizes and padding.
+        recipe: and the rest, as in `AttentionArguments`.
+        return_lse: whether somebody sees `lse`.
+        all_keys: that V's mean is corrected for, if they are many: of all ranks; 0 if rows do not see the same.
+    """
+
+    group: dist.ProcessGroup
+    q_cut: Cut
+    k_cut: Cut
+    B: int
+    H: int
+    H_kv: int
+    D: int
+    D_v: int
+    packing: Packing
+    recipe: Recipe
+    left: int
+    right: int
+    sm_scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+    bshd: bool
+    out_dtype: torch.dtype
+    return_lse: bool
+    all_keys: int
+
+    @property
+    def rank(self) -> int:
+        """This rank's."""
+        return self.group.rank()
+
+    @property
+    def M(self) -> int:
+        """Queries of this rank."""
+        return self.q_cut.lengths[self.rank]
+
+    @property
+    def more_keys(self) -> int:
+        """How much later a query's own position is among the keys than among the queries: bottom-right alignment."""
+        return self.k_cut.total - self.q_cut.total
+
+    @property
+    def blocks(self) -> int:
+        """Key blocks of a head on the rank that has most."""
+        return -(-max(self.k_cut.lengths) // self.packing.bn)
+
+    def own_rows(self) -> dict[str, int]:
+        """Where this rank's rows lie, as `GatheredParts` has it."""
+        runs = self.q_cut.runs(self.rank)
+        n = runs[0].size
+        return {
+            "row_part_blocks": -(-n // self.packing.bm),
+            "row_part_len": n,
+            "row_first": runs[0].begin + self.more_keys,
+            "row_step": runs[-1].begin - runs[0].begin,
+        }
+
+    def keys_of_all(self, b: Buffer) -> dict[str, int | bool]:
+        """Where the keys of all ranks lie in a buffer that was gathered."""
+        n, ranks, zigzag = self.k_cut.chunk, self.k_cut.ranks, self.k_cut.zigzag
+        return {
+            "key_parts": 2 * ranks if zigzag else ranks,
+            "key_part_blocks": -(-n // self.packing.bn),
+            "key_part_len": n,
+            "key_step": n,
+            "ranks": ranks,
+            "mirrored": zigzag,
+            **rank_steps(b),
+        }
+
+
+def rank_steps(b: Buffer) -> dict[str, int]:
+    """How far apart consecutive ranks lie."""
+    return {
+        "head_blocks": b.blocks,
+        "k_rank_step": b.size // b.k_block,
+        "v_rank_step": b.size // b.v_block,
+        "descale_rank_step": b.size // 4,
+    }
+
+
+class Part(NamedTuple):
+    """Keys that one launch attends to, and the rows that do.
+
+    Attributes:
+        rows: uint8 [ranks, size], a buffer of each rank.
+        buffer: what lies where.
+        parts: where keys and rows lie.
+        n_len: the position where keys end.
+        v_mean: [B, H_kv, D_v_pad], what V's dequantised entries are added to.
+        bounds: of rows and of blocks, as `GatheredArguments` has them, or None.
+    """
+
+    rows: torch.Tensor
+    buffer: Buffer
+    parts: GatheredParts
+    n_len: int
+    v_mean: torch.Tensor
+    bounds: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def attend(
+    call: Call,
+    packed: PackedTensors,
+    part: Part,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    bshd: bool,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Write what the rows of `packed` get of a part's keys into `out` and `lse`, as `GatheredArguments` has them."""
+    ops.attention_gathered(
+        GatheredArguments(
+            q8=packed.q8,
+            q_descale=packed.q_descale,
+            lse_shift=packed.lse_shift,
+            gathered=part.rows,
+            v_descale=packed.v_descale,
+            v_mean=part.v_mean,
+            sinks=sinks,
+            out=out,
+            lse=lse,
+            row_bounds=None if part.bounds is None else part.bounds[0],
+            block_bounds=None if part.bounds is None else part.bounds[1],
+            parts=part.parts,
+            v_offset=part.buffer.v_offset,
+            descale_offset=part.buffer.descale_offset,
+            n_len=part.n_len,
+            d=call.D,
+            d_v=call.D_v,
+            left=call.left,
+            right=call.right,
+            sm_scale=call.sm_scale,
+            softcap=call.softcap,
+            bshd=bshd,
+            recipe=call.recipe,
+        )
+    )
+
+
+def empty_outputs(
+    call: Call, like: torch.Tensor, heads: int, rows: int, bshd: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out`, in the call's dtype, and `lse` for so many heads and rows."""
+    shape = (call.B, rows, heads, call.D_v) if bshd else (call.B, heads, rows, call.D_v)
+    return like.new_empty(shape, dtype=call.out_dtype), like.new_empty((call.B, heads, rows), dtype=torch.float32)

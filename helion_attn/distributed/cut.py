@@ -1,0 +1,126 @@
+"""How a sequence is cut into the parts of the ranks: one run of tokens each, or for zigzag two."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+#: Tokens of which a part has a multiple, where there are enough: every key block and query block divides it.
+UNIT = 128
+
+#: Tokens, at most: sums of two positions fit 32 bits.
+MAX_TOKENS = 2**28
+
+
+class Sample(NamedTuple):
+    """Which of a rank's tokens are of an evenly spaced sample of the whole sequence: every `every`th of two runs.
+
+    Attributes:
+        every: the step.
+        first: the first of the rank's first run, counted from the rank's first token.
+        first_count: how many of that run.
+        second: the first of its second run, likewise.
+        second_count: how many.
+    """
+
+    every: int
+    first: int
+    first_count: int
+    second: int
+    second_count: int
+
+    @property
+    def size(self) -> int:
+        """How many of both."""
+        return self.first_count + self.second_count
+
+
+class Run(NamedTuple):
+    """Tokens `begin` up to `begin + size` of the whole sequence."""
+
+    begin: int
+    size: int
+
+
+class Cut(NamedTuple):
+    """Which tokens each rank holds.
+
+    Attributes:
+        lengths: tokens of each rank.
+        zigzag: rank r has chunk r of `2 * ranks`, and behind it chunk `2 * ranks - 1 - r`; otherwise ranks follow one
+            another.
+    """
+
+    lengths: tuple[int, ...]
+    zigzag: bool
+
+    @property
+    def total(self) -> int:
+        """Tokens of all ranks."""
+        return sum(self.lengths)
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.lengths)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a run; the sequence's last run may have fewer."""
+        return self.lengths[-1] // 2 if self.zigzag else self.lengths[0]
+
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        """What a rank holds, in its order."""
+        if not self.zigzag:
+            return (Run(sum(self.lengths[:rank]), self.lengths[rank]),)
+        n = self.chunk
+        return Run(rank * n, n), Run((2 * self.ranks - 1 - rank) * n, self.lengths[rank] - n)
+
+    def sample(self, rank: int, most: int) -> Sample:
+        """Those of rank `rank` that are of the sample i * (total // n), i < n, n = min(total, most)."""
+        n = min(self.total, most)
+        every = self.total // n
+        found, offset = [], 0
+        for begin, size in self.runs(rank):
+            i, end = -(-begin // every), min(n, -(-(begin + size) // every))
+            found += [offset + i * every - begin, max(0, end - i)]
+            offset += size
+        return Sample(every, *found, *([0, 0] if len(found) == 2 else []))
+
+    def check(self, name: str, equal: bool) -> None:
+        """Raise ValueError unless it is one of those that `shard` makes, or with `equal` False of any lengths.
+
+        Args:
+            name: of the length, "M" or "N".
+            equal: the ranks' keys are found by arithmetic.
+        """
+        n, all_lengths = self.chunk, f"the ranks' {name} are {[*self.lengths]}"
+        if self.total > MAX_TOKENS:
+            raise ValueError(f"{all_lengths}; together they must be at most {MAX_TOKENS}")
+        if self.zigzag:
+            whole = n > 0 and n % UNIT == 0 and all(length == 2 * n for length in self.lengths[1:])
+            if not whole or not n < self.lengths[0] <= 2 * n:
+                raise ValueError(
+                    f"{all_lengths}; with balance='zigzag' all must have two chunks of one multiple of {UNIT}, but for "
+                    f"rank 0's second, the sequence's last, which may be shorter: as helion_attn.distributed.shard cuts"
+                )
+        elif equal and not (all(length == n for length in self.lengths[:-1]) and self.lengths[-1] <= n):
+            raise ValueError(
+                f"{all_lengths}; with this strategy all must be equal, but for the last, which may be shorter: as "
+                f"helion_attn.distributed.shard cuts; strategy='ring' takes any"
+            )
+
+
+def cut_of(total: int, ranks: int, zigzag: bool) -> Cut:
+    """How `shard` cuts `total` tokens: runs of one multiple of `UNIT`, if that leaves every rank some."""
+    runs = 2 * ranks if zigzag else ranks
+    n = -(-total // runs)
+    units = -(-n // UNIT) * UNIT
+    if zigzag or (runs - 1) * units < total:
+        n = units
+    last = total - (runs - 1) * n
+    if last <= 0:
+        kind = f"{runs} chunks of a multiple of {UNIT} tokens" if zigzag else f"{runs} parts"
+        raise ValueError(f"the length is {total}; {ranks} ranks need {kind}, none of them empty")
+    if not zigzag:
+        return Cut((n,) * (ranks - 1) + (last,), zigzag)
+    return Cut((n + last,) + (2 * n,) * (ranks - 1), zigzag)

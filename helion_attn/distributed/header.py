@@ -1,0 +1,91 @@
+"""What ranks tell each other of a call before anything else: so that they raise together, and do not wait for ever.
+
+Every rank sends `HEADER_BYTES`, whatever its arguments are, also where it refuses them. So no rank can disagree on
+whether there is a header, and one that raises tells the others why.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from helion_attn.distributed import collectives
+
+HEADER_BYTES = 1024
+
+#: Query length, key length, whether the rank refuses the call, bytes of text.
+_NUMBERS = struct.Struct("<qqqq")
+
+_TEXT_BYTES = HEADER_BYTES - _NUMBERS.size
+
+
+class Header(NamedTuple):
+    """A rank's call.
+
+    Attributes:
+        M: its query length.
+        N: its key length.
+        refused: it raises.
+        text: why, or what ranks must agree on, as JSON.
+    """
+
+    M: int
+    N: int
+    refused: bool
+    text: str
+
+    def encode(self) -> bytearray:
+        """`HEADER_BYTES`."""
+        text = self.text.encode()
+        if self.refused:
+            text = text[:_TEXT_BYTES]
+        elif len(text) > _TEXT_BYTES:
+            raise ValueError(f"a header has {len(text)} bytes of text; there is room for {_TEXT_BYTES}")
+        return bytearray(_NUMBERS.pack(self.M, self.N, self.refused, len(text)) + text.ljust(_TEXT_BYTES, b"\0"))
+
+
+def decode(data: bytes) -> Header:
+    """What `Header.encode` made."""
+    M, N, refused, size = _NUMBERS.unpack_from(data)
+    text = data[_NUMBERS.size : _NUMBERS.size + size].decode(errors="replace")
+    return Header(M, N, bool(refused), text)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _disagreements(agreed: list[dict[str, Any]]) -> list[str]:
+    """A line for each thing that ranks have different values of."""
+    lines = []
+    for name in agreed[0]:
+        values: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(agreed):
+            values.setdefault(json.dumps(of_rank.get(name)), []).append(rank)
+        if len(values) > 1:
+            lines.append(f"{name} is " + " and ".join(f"{value} on {_ranks(on)}" for value, on in values.items()))
+    return lines
+
+
+def exchange(own: Header, device: torch.device, group: dist.ProcessGroup) -> list[Header]:
+    """The headers of all ranks.
+
+    Raises:
+        ValueError: on all ranks, if one refuses its call, or if two disagree: naming them. But for the one that
+            refuses, which raises what it has to.
+    """
+    sent = torch.frombuffer(own.encode(), dtype=torch.uint8).to(device)
+    received = bytes(collectives.gather(sent, group).cpu().view(-1).tolist())
+    headers = [decode(received[i : i + HEADER_BYTES]) for i in range(0, len(received), HEADER_BYTES)]
+    if own.refused:
+        return headers
+    if refusals := [f"rank {rank}: {h.text}" for rank, h in enumerate(headers) if h.refused]:
+        raise ValueError(f"other ranks refuse their arguments: {'; '.join(refusals)}")
+    if any(h.text != own.text for h in headers):
+        lines = _disagreements([json.loads(h.text) for h in headers])
+        raise ValueError(f"the ranks disagree: {'; '.join(lines)}")
+    return headers

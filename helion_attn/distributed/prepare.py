@@ -1,0 +1,119 @@
+"""What every strategy begins with: ranks tell each other of their calls and keys, and quantise their parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from helion_attn import ops
+from helion_attn.distributed import collectives, header
+from helion_attn.distributed.call import Call
+from helion_attn.distributed.cut import Cut
+from helion_attn.numerics import SAMPLED_KEYS
+from helion_attn.ops.dense import packed_fields
+from helion_attn.preprocess import shared
+from helion_attn.preprocess.lib.arguments import DescribePartArguments, QuantizePartArguments, rope_arguments
+from helion_attn.types import PackedTensors, Recipe, Rope
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The fields of a recipe that are not those of `Recipe()`."""
+    default = Recipe()
+    fields = [f.name for f in dataclasses.fields(recipe)]
+    return ", ".join(
+        f"{name}={getattr(recipe, name)}" for name in fields if getattr(recipe, name) != getattr(default, name)
+    )
+
+
+def all_lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    length: int,
+    pg: dist.ProcessGroup,
+    check: bool,
+    check_own: Callable[[], None],
+    agreed: Callable[[], dict[str, Any]],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query and key lengths of all ranks, which have told each other that they accept and agree, if `check`.
+
+    Args:
+        q: and k: with their lengths in dimension `length`.
+        k: likewise.
+        length: the dimension.
+        pg: the group.
+        check: whether they tell each other anything.
+        check_own: raises if this rank does not accept its arguments.
+        agreed: what must be the same on all ranks.
+    """
+    if not check:
+        check_own()
+        return (q.size(length),) * pg.size(), (k.size(length),) * pg.size()
+    if torch.compiler.is_compiling():
+        raise ValueError("check is True; under torch.compile it must be False: the host reads what the ranks say")
+    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
+    try:
+        check_own()
+        own = header.Header(q.size(length), k.size(length), False, json.dumps(agreed()))
+    except Exception as refusal:
+        header.exchange(header.Header(0, 0, True, f"{type(refusal).__name__}: {refusal}"), device, pg)
+        raise
+    headers = header.exchange(own, device, pg)
+    return tuple(h.M for h in headers), tuple(h.N for h in headers)
+
+
+def with_positions(call: Call, rope: Rope | None, device: torch.device) -> Rope | None:
+    """`rope` with the positions of this rank's tokens, where it has none."""
+    if rope is None:
+        return None
+
+    def known(given: torch.Tensor | None, cut: Cut, first: int) -> torch.Tensor:
+        if given is not None:
+            return given
+        runs = [(first + run.begin, first + run.begin + run.size) for run in cut.runs(call.rank)]
+        return torch.cat([torch.arange(*run, device=device) for run in runs])
+
+    return dataclasses.replace(
+        rope,
+        q_positions=known(rope.q_positions, call.q_cut, call.more_keys),
+        k_positions=known(rope.k_positions, call.k_cut, 0),
+    )
+
+
+def quantized_part(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, shift_lse: bool
+) -> PackedTensors:
+    """This rank's part in the packed format, BHSD, with the constants of all ranks."""
+    rotation = rope_arguments(with_positions(call, rope, q.device))
+    samples = [call.k_cut.sample(rank, SAMPLED_KEYS) for rank in range(call.k_cut.ranks)]
+    # A rank without one tells its largest entry in a row of its own.
+    most = max(sample.size for sample in samples)
+    told, q_amax = ops.describe_part(
+        DescribePartArguments(q, k, v, rotation, call.packing, call.recipe, most, *samples[call.rank])
+    )
+    largest = told
+    if told.numel():
+        told = collectives.gather(told, call.group)
+        if call.recipe.reads_once:
+            largest = shared.v_largest(told, call.D, call.D_v)
+            told = torch.cat([told[rank, : sample.size] for rank, sample in enumerate(samples)])
+    tensors = ops.quantize_part(
+        QuantizePartArguments(
+            q=q,
+            k=k,
+            v=v,
+            told=told,
+            v_largest=largest,
+            q_amax=q_amax,
+            rope=rotation,
+            packing=call.packing,
+            recipe=call.recipe,
+            shift_lse=shift_lse,
+            all_keys=call.all_keys,
+        )
+    )
+    return PackedTensors(**packed_fields(tensors, call.recipe, shift_lse))

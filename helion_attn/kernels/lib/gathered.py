@@ -1,0 +1,180 @@
+"""Where keys and rows lie whose parts come from several ranks, inlined into `fp8_attn_fwd`.
+
+A position is a key's index in the whole sequence, counted from the first key of the call. Keys come in `key_parts`
+parts of `key_part_len`; the last may be shorter. Part c begins at position `c * key_step` and has `key_part_blocks`
+blocks, of which the last may hold fewer keys than others. The kernel's loop counts the blocks of all parts in the order
+of their positions.
+
+In memory every rank has one run of blocks, `head_blocks` a head. Part c is that of rank c. With `mirrored`, zigzag,
+a rank has two parts, one behind the other: part c of `2 * ranks` is the first of rank c, or the second of rank
+`2 * ranks - 1 - c`. Consecutive ranks lie `k_rank_step` blocks of K, `v_rank_step` of V, and `descale_rank_step`
+descales apart. So a block is found by a multiplication or two: a loaded index would add barriers to the loop.
+
+Rows come in parts of `row_part_blocks` blocks that hold `row_part_len` rows. Row i of part p has its diagonal, the key
+that a causal mask shows it last, at position `row_first + p * row_step + i`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from helion_attn.compiler.helion_adapter import hl
+from helion_attn.kernels.lib.inline_asm import high_product
+from helion_attn.kernels.lib.steps import int32, quotient
+
+
+def rows_of_part(
+    m_block: int,
+    bm: int,
+    m_len: int,
+    row_part_blocks: int,
+    row_part_len: int,
+    row_first: int,
+    row_step: int,
+) -> tuple[Any, Any, Any]:
+    """Scalars of a query block: its first row in the output, where its part's rows end, the first row's diagonal."""
+    part = quotient(int32(m_block), int32(row_part_blocks))
+    in_part = (int32(m_block) - part * int32(row_part_blocks)) * int32(bm)
+    part_begin = part * int32(row_part_len)
+    row_end = torch.minimum(part_begin + int32(row_part_len), int32(m_len))
+    return part_begin + in_part, row_end, part * int32(row_step) + in_part + int32(row_first)
+
+
+def blocks_before(
+    position: torch.Tensor,  # []
+    key_parts: int,
+    key_part_blocks: int,
+    key_step: int,
+    round_up: int,
+    bn_log2: hl.constexpr,
+) -> torch.Tensor:
+    """Blocks whose keys all lie before a position; with a `round_up` of bn - 1, those of which any does."""
+    known = torch.clamp_min(position, 0)
+    part = torch.minimum(quotient(known, int32(key_step)), int32(key_parts - 1))
+    inside = (known - part * int32(key_step) + int32(round_up)) >> bn_log2
+    return part * int32(key_part_blocks) + torch.minimum(inside, int32(key_part_blocks))
+
+
+def key_blocks_of_parts(
+    block_bounds: torch.Tensor,  # [M_blocks, 4] if bounded
+    m_block: int,
+    diagonal: torch.Tensor,  # []
+    n_len: int,
+    left: int,
+    right: int,
+    key_parts: int,
+    key_part_blocks: int,
+    key_step: int,
+    bm: int,
+    bn: int,
+    bn_log2: hl.constexpr,
+    has_left: hl.constexpr,
+    has_right: hl.constexpr,
+    bounded: hl.constexpr,
+) -> tuple[Any, Any, Any, Any]:
+    """`(n_begin, n_left, n_full, n_end)` of the kernel. Typed as its ints are, which these stand for."""
+    if bounded:
+        return (
+            hl.load(block_bounds, [m_block, 0]),
+            hl.load(block_bounds, [m_block, 1]),
+            hl.load(block_bounds, [m_block, 2]),
+            hl.load(block_bounds, [m_block, 3]),
+        )
+    first_row_end, last_row_end = int32(n_len), int32(n_len)
+    if has_right:
+        first_row_end = torch.minimum(first_row_end, diagonal + int32(right + 1))
+        last_row_end = torch.minimum(last_row_end, diagonal + int32(right + bm))
+    n_begin, n_left = int32(0), int32(0)
+    if has_left:
+        n_begin = blocks_before(diagonal - int32(left), key_parts, key_part_blocks, key_step, 0, bn_log2)
+        last_row_begin = diagonal + int32(bm - 1 - left)
+        n_left = blocks_before(last_row_begin, key_parts, key_part_blocks, key_step, bn - 1, bn_log2)
+    n_full = blocks_before(first_row_end, key_parts, key_part_blocks, key_step, 0, bn_log2)
+    n_end = blocks_before(last_row_end, key_parts, key_part_blocks, key_step, bn - 1, bn_log2)
+    return n_begin, n_left, n_full, n_end
+
+
+def bounds_of_rows(
+    row_bounds: torch.Tensor,  # [2, M_blocks * bm] if bounded
+    m_block: int,
+    bm: int,
+    bounded: hl.constexpr,
+) -> tuple[Any, Any]:
+    """From and up to which position each row of a block sees keys, [bm] both; 0 unless `bounded`."""
+    if not bounded:
+        return 0, 0
+    rows = m_block * bm + hl.arange(bm)
+    return hl.load(row_bounds, [0, rows]), hl.load(row_bounds, [1, rows])
+
+
+def within_bounds(
+    visible: torch.Tensor,  # [bm, bn] or [1, bn]
+    keys: torch.Tensor,  # [bn]
+    keys_from: torch.Tensor,  # [bm] if bounded
+    keys_up_to: torch.Tensor,  # [bm] if bounded
+    bounded: hl.constexpr,
+) -> torch.Tensor:
+    """[bm, bn]: what is visible of a key block, if `bounded` to rows that see keys from one position up to another."""
+    if not bounded:
+        return visible
+    at = keys.unsqueeze(0)
+    return visible & (at >= keys_from.unsqueeze(1)) & (at < keys_up_to.unsqueeze(1))
+
+
+def part_of_block(
+    j: torch.Tensor,  # []
+    key_part_blocks: int,
+    key_magic: int,
+    is_cuda: hl.constexpr,
+) -> torch.Tensor:
+    """`j // key_part_blocks`, by `key_magic` = (2**32 - 1) // key_part_blocks: `magic` says up to where."""
+    if is_cuda:
+        return high_product(j + int32(1), int32(key_magic))
+    return quotient(j, int32(key_part_blocks))
+
+
+def placed(
+    j: torch.Tensor,  # []
+    part: torch.Tensor,  # []
+    head_first: torch.Tensor,  # []
+    key_part_blocks: int,
+    rank_step: int,
+    ranks: int,
+    mirrored: hl.constexpr,
+) -> torch.Tensor:
+    """Where block j, of `part`, lies among the blocks of all ranks, of a head that begins at `head_first`."""
+    if mirrored:
+        # Parts from the middle on are those of descending ranks, each behind the rank's first part.
+        back = part >= ranks
+        turned = int32((2 * ranks - 1) * rank_step + key_part_blocks)
+        step = torch.where(back, int32(0 - rank_step - key_part_blocks), int32(rank_step - key_part_blocks))
+        return head_first + torch.where(back, turned, 0) + part * step + j
+    return head_first + part * int32(rank_step - key_part_blocks) + j
+
+
+def edge_of_part(
+    j: torch.Tensor,  # []
+    part: torch.Tensor,  # []
+    key_part_blocks: int,
+    key_part_len: int,
+    bn_log2: hl.constexpr,
+) -> torch.Tensor:
+    """Positive for a part's last block if that is not full."""
+    return j - part * int32(key_part_blocks) - int32((key_part_len >> bn_log2) - 1)
+
+
+def keys_of_block(
+    j: torch.Tensor,  # []
+    part: torch.Tensor,  # []
+    key_end: torch.Tensor,  # []
+    key_part_blocks: int,
+    key_part_len: int,
+    key_step: int,
+    bn: int,
+) -> tuple[Any, Any]:
+    """The position of a block's first key, and where its part's keys end."""
+    part_begin = part * int32(key_step)
+    first = part_begin + (j - part * int32(key_part_blocks)) * int32(bn)
+    return first, torch.minimum(key_end, part_begin + int32(key_part_len))

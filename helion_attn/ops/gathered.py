@@ -1,0 +1,104 @@
+"""The ops of a sequence that several ranks hold: what each tells, packs and attends to."""
+
+from __future__ import annotations
+
+import torch
+
+from helion_attn.configs import attention_tile_config, scheduling, varlen_packing
+from helion_attn.kernels.lib.arguments import AttentionArguments, GatheredArguments, MergeArguments
+from helion_attn.ops.declare import Operation
+from helion_attn.ops.quantize import empty_descales, empty_packed
+from helion_attn.preprocess.lib.arguments import DescribePartArguments, QuantizePartArguments
+from helion_attn.types import PackedTensors
+
+
+def _launch_describe(a: DescribePartArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    from helion_attn.preprocess import shared
+
+    return shared.describe(a)
+
+
+def _fake_describe(a: DescribePartArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    from helion_attn.preprocess import shared, statistics
+
+    dtype = a.q.dtype if a.recipe.reads_once else torch.float32
+    q_amax = a.q.new_empty((a.q.size(0) * a.q.size(1), statistics.MAX_PARTS), dtype=torch.float32)
+    return a.q.new_empty(shared.told_shape(a), dtype=dtype), q_amax
+
+
+def _launch_quantize(a: QuantizePartArguments) -> tuple[torch.Tensor, ...]:
+    from helion_attn.preprocess import shared
+
+    return shared.quantize(a)
+
+
+def _fake_quantize(a: QuantizePartArguments) -> tuple[torch.Tensor, ...]:
+    (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
+    m_blocks, n_blocks = (M + p.bm - 1) // p.bm, (N + p.bn - 1) // p.bn
+    keys = (B, H_kv, n_blocks if a.recipe.k_scales == "block" else 1)
+    return (
+        *empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
+        *empty_descales(a.q, (B, H, m_blocks, p.bm), keys, (B, H_kv, p.D_v_pad), (B, H_kv), p, a.recipe, a.shift_lse),
+    )
+
+
+def blocks_of(gathered: torch.Tensor, offset: int, dtype: torch.dtype, block: tuple[int, int]) -> torch.Tensor:
+    """The blocks of all ranks from `offset` bytes of the first rank's row on, [1, blocks, *block]; a view."""
+    size = block[0] * block[1] * dtype.itemsize
+    flat = gathered.view(-1)[offset:]
+    return flat[: flat.numel() // size * size].view(dtype).view(1, -1, *block)
+
+
+def _launch_gathered(a: GatheredArguments) -> None:
+    from helion_attn.compiler.helion_adapter import multiprocessors
+    from helion_attn.kernels import attention
+
+    p = varlen_packing(a.d, a.d_v, a.recipe.bits)
+    v_block = (p.D_v_pad, p.bn) if a.recipe.pv_dtype.itemsize == 1 else (p.bn, p.D_v_pad)
+    packed = PackedTensors(
+        q8=a.q8,
+        k8=blocks_of(a.gathered, 0, a.recipe.qk_dtype, (p.bn, p.D_pad)),
+        v8=blocks_of(a.gathered, a.v_offset, a.recipe.pv_dtype, v_block),
+        q_descale=a.q_descale,
+        k_descale=a.gathered.view(-1)[a.descale_offset :].view(torch.float32),
+        v_descale=a.v_descale,
+        v_mean=a.v_mean,
+        k_mean=None,
+        lse_shift=a.lse_shift,
+    )
+    load = scheduling.query_blocks_per_sm(a.q8.size(0), a.q8.size(1), multiprocessors(a.q8.device))
+    tile = attention_tile_config(a.d, a.d_v, a.right >= 0, a.recipe.bits, load)
+    arguments = AttentionArguments(
+        packed=packed,
+        sinks=a.sinks,
+        m_len=a.out.size(1 if a.bshd else 2),
+        n_len=a.n_len,
+        d=a.d,
+        d_v=a.d_v,
+        left=a.left,
+        right=a.right,
+        sm_scale=a.sm_scale,
+        softcap=a.softcap,
+        bshd=a.bshd,
+        out_dtype=a.out.dtype,
+        recipe=a.recipe,
+        num_splits=1,
+    )
+    bounds = None
+    if a.row_bounds is not None and a.block_bounds is not None:
+        bounds = a.row_bounds, a.block_bounds
+    attention.launch(tile, arguments, a.out, a.lse, parts_of_ranks=a.parts, bounds=bounds)
+
+
+def _launch_merge(a: MergeArguments) -> None:
+    from helion_attn.kernels.merge_splits import merge_splits
+
+    merge_splits(a.parts.view(-1, a.parts.size(-1)), a.part_lse.view(2, -1), a.out, a.lse, a.bshd, a.sinks)
+
+
+describe_part = Operation("describe_part", DescribePartArguments, 2, _launch_describe, _fake_describe)
+quantize_part = Operation("quantize_part", QuantizePartArguments, 9, _launch_quantize, _fake_quantize)
+attention_gathered = Operation(
+    "fp8_attn_gathered", GatheredArguments, 0, _launch_gathered, lambda a: None, mutates=("out", "lse")
+)
+merge_parts = Operation("merge_parts", MergeArguments, 0, _launch_merge, lambda a: None, mutates=("out", "lse"))

@@ -1,0 +1,52 @@
+"""Checks of the arguments of `distributed`, each rank's own; what ranks must agree on is in `distributed.header`."""
+
+from __future__ import annotations
+
+import torch
+
+from helion_attn.types import Recipe, Rope
+from helion_attn.validate.dense import (
+    MIN_D,
+    check_positions,
+    check_qkv,
+    check_recipe,
+    check_rope_tables,
+    check_rotatable,
+)
+from helion_attn.validate.varlen import MAX_VARLEN_D
+
+STRATEGIES = ("allgather", "ulysses", "ring")
+BALANCES = (None, "zigzag")
+
+
+def check_strategy(strategy: str) -> None:
+    """Accept those that there are."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}; it must be one of {STRATEGIES}")
+
+
+def check_balance(balance: str | None) -> None:
+    """Accept None and "zigzag"."""
+    if balance not in BALANCES:
+        raise ValueError(f"balance is {balance!r}; it must be one of {BALANCES}")
+
+
+def check_part(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, layout: str, rope: Rope | None
+) -> None:
+    """A rank's tensors, as `quantize` has them; head dims as packed sequences have them."""
+    check_qkv(q, k, v, layout)
+    for name, x in (("q", q), ("v", v)):
+        if x.size(3) > MAX_VARLEN_D:
+            raise NotImplementedError(
+                f"{name} has head dim {x.size(3)}; over several ranks it must lie in {MIN_D}..{MAX_VARLEN_D}"
+            )
+    check_recipe(recipe, q.size(3), v.size(3))
+    if rope is None:
+        return
+    check_rope_tables(rope, q.size(3), q.device)
+    length = 2 if layout == "bhsd" else 1
+    for name, x, at in (("q", q, rope.q_positions), ("k", k, rope.k_positions)):
+        check_rotatable(name, x)
+        if at is not None:
+            check_positions(f"rope.{name}_positions", at, x.size(length), q.device)

@@ -1,0 +1,433 @@
+"""Attention over several ranks is that of one process: gloo, the interpreter, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import helion_attn as ha
+from helion_attn.distributed.cut import Cut, cut_of
+from helion_attn.distributed.header import HEADER_BYTES, Header, decode
+from helion_attn.testing import relative_error
+from helpers import ranks
+from helpers.ranks import Problem
+
+#: How many times the error of one process several may have.
+AS_ONE = 1.02
+
+STRATEGIES = ("allgather", "ulysses", "ring")
+
+#: Scales of heads and tensors, of which all ranks must have the same.
+OF_HEADS = ha.Recipe(
+    qk_dtype=torch.float8_e4m3fn, q_scales="head", k_scales="head", v_scales="channel", smooth_k=True, reflect=True
+)
+OF_TENSORS = replace(OF_HEADS, q_scales="tensor", k_scales="tensor", v_scales="tensor")
+
+RAGGED = Problem((260, 256), (260, 256), D=64, D_v=64, H=2)
+CUT_ANYHOW = Problem((100, 33), (40, 216), causal=True, return_lse=True)
+ZIGZAG = Problem((256, 256), (256, 256), H=1, causal=True, zigzag=True)
+SHORT_ZIGZAG = Problem((220, 256), (220, 256), causal=True, zigzag=True, return_lse=True, has_rope=True)
+EVEN = Problem((40, 40), (128, 128), causal=True)
+FEW_ROWS = Problem((40, 40), (130, 126), H=2, causal=True)
+
+#: By name: a problem, and the strategies that solve it.
+PROBLEMS: dict[str, tuple[Problem, tuple[str, ...]]] = {
+    "full": (RAGGED, ("allgather", "ulysses")),
+    "causal": (replace(RAGGED, causal=True, recipe=ha.FAST), ("allgather", "ulysses")),
+    "fewer queries": (replace(FEW_ROWS, return_lse=True), STRATEGIES),
+    "any lengths": (CUT_ANYHOW, ("ring",)),
+    "zigzag": (ZIGZAG, ("allgather", "ring")),
+    "short zigzag, RoPE": (SHORT_ZIGZAG, ("allgather", "ulysses")),
+    "window, sinks": (
+        replace(FEW_ROWS, D_v=64, window=(70, 20), causal=False, has_sinks=True, return_lse=True),
+        STRATEGIES,
+    ),
+    "zigzag window": (replace(ZIGZAG, H=2, window=(150, 0)), ("allgather",)),
+    "softcap": (replace(FEW_ROWS, softcap=5.0, H=4, H_kv=2), STRATEGIES),
+    "batch, BSHD, RoPE": (replace(FEW_ROWS, B=2, H=4, H_kv=2, layout="bshd", has_rope=True), STRATEGIES),
+    "8192 keys": (Problem((3, 3), (4096, 4096)), ("allgather", "ulysses")),
+    **{
+        f"recipe {name}": (replace(FEW_ROWS, q_lengths=(64, 64), H=4, H_kv=2, recipe=recipe), STRATEGIES)
+        for name, recipe in {
+            "fast": ha.FAST,
+            "accurate": ha.ACCURATE,
+            "hybrid": ha.HYBRID,
+            "bf16": ha.BF16,
+            "heads": OF_HEADS,
+            "tensors": OF_TENSORS,
+        }.items()
+    },
+    "four, ragged": (
+        Problem((20, 20, 20, 8), (132, 132, 132, 120), H=4, H_kv=2, causal=True, return_lse=True),
+        STRATEGIES,
+    ),
+    "four, zigzag": (replace(ZIGZAG, q_lengths=(250, 256, 256, 256), k_lengths=(250, 256, 256, 256)), ("allgather",)),
+}
+
+#: V in 8 bits wants biases that are alike: its mean is that of all tokens, and of one process that of a sequence.
+PACKED = {"full": (False, ha.BALANCED), "causal": (True, ha.BALANCED), "hybrid": (True, ha.HYBRID)}
+
+#: How many times the error of one process packed sequences may have: their blocks are cut elsewhere, and hold others'.
+PACKED_AS_ONE = 1.05
+
+#: K and V of 8-bit presets, without padding: no more than this of bf16's bytes.
+MOST_BYTES = 0.55
+COUNTED = Problem((64, 64), (1024, 1024), H=2, H_kv=2, D=64, D_v=64)
+
+
+def bytes_sent(strategy: str, rank: int, group: dist.ProcessGroup) -> list[tuple[str, int]]:
+    with ranks.Sent() as sent:
+        ranks.attend(COUNTED, strategy, rank, group)
+    return sent.found
+
+
+def twice(rank: int, group: dist.ProcessGroup) -> bool:
+    first, again = (ranks.attend(FEW_ROWS, "ring", rank, group)[0] for _ in range(2))
+    return torch.equal(first, again)
+
+
+def with_other(changed: dict[str, Any], rank: int, group: dist.ProcessGroup) -> Any:
+    """Rank 1 has another problem, or another strategy."""
+    strategy = changed.get("strategy", "allgather") if rank == 1 else "allgather"
+    others = {name: value for name, value in changed.items() if name != "strategy"}
+    return ranks.attend(ranks.with_changes(FEW_ROWS, rank, others), strategy, rank, group)
+
+
+def with_other_dtype(rank: int, group: dist.ProcessGroup) -> Any:
+    q = torch.zeros(1, 2, 8, 32, dtype=torch.float16 if rank else torch.bfloat16)
+    return ha.distributed.attention(q, q, q, group=group)
+
+
+def with_a_bad_argument(rank: int, group: dist.ProcessGroup) -> Any:
+    q = torch.zeros(1, 2, 8, 32, dtype=torch.bfloat16)
+    return ha.distributed.attention(q, q, q.int() if rank else q, group=group)
+
+
+def without_check(rank: int, group: dist.ProcessGroup) -> tuple[Any, Any]:
+    with ranks.Sent() as sent:
+        out, _ = ranks.attend(EVEN, "allgather", rank, group, check=False)
+    return out, sent.found
+
+
+def cut_and_whole(rank: int, group: dist.ProcessGroup) -> list[bool]:
+    found = []
+    for length, balance in ((2, None), (257, None), (700, None), (512, "zigzag"), (500, "zigzag")):
+        x = torch.arange(2.0 * length).view(2, length)
+        part = ha.distributed.shard(x, 1, group, balance=balance)
+        at = ha.distributed.positions(length, group, balance=balance)
+        whole = ha.distributed.unshard(part, 1, group, balance=balance)
+        found += [torch.equal(part, x[:, at]), torch.equal(whole, x)]
+    return found
+
+
+def in_groups(rank: int, group: dist.ProcessGroup) -> Any:
+    """Two groups of two, of a mesh of four; each has a problem of its own. Then the mesh itself, which raises."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    problem = replace(FEW_ROWS, H=2 * (1 + rank // 2))
+    found = ranks.attend(problem, "allgather", rank % 2, mesh["cp"])
+    with pytest.raises(ValueError, match=r"group is a mesh of dimensions \('dp', 'cp'\)"):
+        ranks.attend(problem, "allgather", rank % 2, mesh)
+    return found
+
+
+def packed_batch() -> tuple[torch.Tensor, ...]:
+    """Q, K and V of sequences that are cut anywhere, [tokens, heads, D]; tokens of no sequence at the end."""
+    problem = Problem((130, 90), (130, 126), H=4, H_kv=2, alike=True)
+    q, k, v = (x[0].transpose(0, 1) for x in problem.tensors())
+    cu_q = torch.tensor([0, 3, 3, 100, 140, 215], dtype=torch.int32)
+    cu_k = torch.tensor([0, 30, 40, 180, 180, 250], dtype=torch.int32)
+    return q, k, v, cu_q, cu_k
+
+
+def attend_packed(causal: bool, recipe: ha.Recipe, rank: int, group: dist.ProcessGroup) -> Any:
+    q, k, v, cu_q, cu_k = packed_batch()
+    rows, keys = (slice(0, 130), slice(130, None))[rank], (slice(0, 130), slice(130, None))[rank]
+    return ha.distributed.attention_varlen(
+        q[rows], k[keys], v[keys], cu_q, cu_k, group=group, causal=causal, recipe=recipe, return_lse=True
+    )
+
+
+def compiled(rank: int, group: dist.ProcessGroup) -> list[bool]:
+    q, k, v = (torch.randn(1, 2, n, 32).bfloat16() for n in (40, 128, 128))
+    found = []
+    for strategy, backend in (("allgather", "aot_eager"), ("ulysses", "eager")):
+        call = functools.partial(ha.distributed.attention, group=group, strategy=strategy, causal=True, check=False)
+        found.append(torch.equal(torch.compile(call, fullgraph=True, backend=backend)(q, k, v), call(q, k, v)))
+    ring = functools.partial(ha.distributed.attention, group=group, strategy="ring", check=False)
+    with pytest.raises(Exception, match=r"torch\.compile traces 'allgather' and 'ulysses'"):
+        torch.compile(ring, fullgraph=True, backend="eager")(q, k, v)
+    return found
+
+
+#: What ranks disagree on, and what all of them must say.
+DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "strategy": ({"strategy": "ring"}, 'strategy is "allgather" on rank 0 and "ring" on rank 1'),
+    "recipe": ({"recipe": ha.FAST}, "recipe is"),
+    "shape": ({"D_v": 64}, "D_v is 32 on rank 0 and 64 on rank 1"),
+    "causal": ({"causal": False}, "causal is true on rank 0 and false on rank 1"),
+}
+
+
+def solved(problems: dict[str, tuple[Problem, tuple[str, ...]]]) -> dict[str, ranks.Work]:
+    return {
+        f"{name} {strategy}": ranks.Work(len(problem.q_lengths), functools.partial(ranks.attend, problem, strategy))
+        for name, (problem, strategies) in problems.items()
+        for strategy in strategies
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What ranks got, by the name of their work."""
+    of_two: dict[str, Callable[[int, dist.ProcessGroup], Any]] = {
+        **{f"bytes {strategy}": functools.partial(bytes_sent, strategy) for strategy in STRATEGIES},
+        **{f"other {name}": functools.partial(with_other, changed) for name, (changed, _) in DISAGREEMENTS.items()},
+        "other dtype": with_other_dtype,
+        "bad argument": with_a_bad_argument,
+        "bad lengths": functools.partial(ranks.attend, CUT_ANYHOW, "allgather"),
+        "bad heads": functools.partial(ranks.attend, replace(FEW_ROWS, H=3), "ulysses"),
+        "twice": twice,
+        "without check": without_check,
+        "cut and whole": cut_and_whole,
+        **{f"packed {name}": functools.partial(attend_packed, *options) for name, options in PACKED.items()},
+        "compiled": compiled,
+    }
+    works = {
+        **solved(PROBLEMS),
+        **{name: ranks.Work(2, do) for name, do in of_two.items()},
+        "in groups": ranks.Work(4, in_groups),
+        "die": ranks.Work(4, ranks.die),
+    }
+    return ranks.run(tmp_path_factory.mktemp("ranks"), works)
+
+
+@dataclass(frozen=True)
+class One:
+    """What one process gets."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    oracle: torch.Tensor
+    oracle_lse: torch.Tensor
+
+
+@functools.cache
+def one_process(problem: Problem) -> One:
+    q, k, v = problem.tensors()
+    options = problem.options()
+    found = ha.attention(q, k, v, **options)
+    out, lse = found if problem.return_lse else (found, None)
+    rope = options.pop("rope")
+    del options["recipe"], options["return_lse"]
+    if rope is not None:
+        q = ha.reference.apply_rope(q, rope.cos, rope.sin, positions=torch.arange(q.size(2)) + k.size(2) - q.size(2))
+        k = ha.reference.apply_rope(k, rope.cos, rope.sin)
+    oracle, oracle_lse = ha.reference.attention(q, k, v, return_lse=True, **options)
+    return One(out, lse, oracle, oracle_lse)
+
+
+def assert_as_one(problem: Problem, found: list[Any]) -> None:
+    for of_rank in found:
+        assert len(of_rank) == 2, of_rank
+    one = one_process(problem)
+    out = problem.whole([out for out, _ in found])
+    assert out.dtype == one.out.dtype
+    assert relative_error(out, one.oracle) <= AS_ONE * relative_error(one.out, one.oracle)
+    if one.lse is not None:
+        lse = problem.whole([lse for _, lse in found])
+        assert relative_error(lse, one.oracle_lse) <= AS_ONE * relative_error(one.lse, one.oracle_lse) + 1e-6
+
+
+@pytest.mark.parametrize("name", list(solved(PROBLEMS)))
+def test_is_as_one_process(found: dict[str, list[Any]], name: str) -> None:
+    assert_as_one(PROBLEMS[name.rpartition(" ")[0]][0], found[name])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes_sent(found: dict[str, list[Any]], strategy: str) -> None:
+    p = COUNTED
+    for sent in found[f"bytes {strategy}"]:
+        operations = ["all_gather_into_tensor", "all_gather_into_tensor"]
+        operations += {
+            "allgather": ["all_gather_into_tensor"],
+            "ulysses": ["all_to_all_single", "all_to_all_single"],
+            "ring": ["send"],
+        }[strategy]
+        assert [name.split(".")[1] for name, _ in sent] == operations
+        header, told, large, *output = [size for _, size in sent]
+        assert header == HEADER_BYTES
+        bf16 = 2 * p.k_lengths[0] * p.H_kv * (p.D + p.D_v)
+        if strategy == "ulysses":
+            bf16 += 2 * p.q_lengths[0] * p.H * p.D
+            assert output == [2 * p.q_lengths[0] * p.H * p.D_v]
+        assert large <= MOST_BYTES * bf16
+        # 128 sampled keys of the rank's 1024, in 16 bits.
+        assert told <= 0.15 * bf16
+
+
+def test_a_ring_is_bitwise_equal_run_to_run(found: dict[str, list[Any]]) -> None:
+    assert found["twice"] == [True, True]
+
+
+@pytest.mark.parametrize("name", list(DISAGREEMENTS))
+def test_ranks_that_disagree_all_raise(found: dict[str, list[Any]], name: str) -> None:
+    for kind, message, *_ in found[f"other {name}"]:
+        assert kind == "ValueError"
+        assert "the ranks disagree" in message
+        assert DISAGREEMENTS[name][1] in message
+
+
+def test_another_dtype_raises(found: dict[str, list[Any]]) -> None:
+    for kind, message, *_ in found["other dtype"]:
+        assert kind == "ValueError"
+        assert 'dtype is "torch.bfloat16" on rank 0 and "torch.float16" on rank 1' in message
+
+
+def test_a_rank_that_refuses_makes_others_raise(found: dict[str, list[Any]]) -> None:
+    (others_kind, others_message, *_), (kind, message, *_) = found["bad argument"]
+    assert (others_kind, kind) == ("ValueError", "TypeError")
+    assert "v has dtype torch.int32" in message
+    assert "other ranks refuse" in others_message
+    assert f"rank 1: TypeError: {message}" in others_message
+
+
+def test_lengths_that_are_not_found_by_arithmetic_raise(found: dict[str, list[Any]]) -> None:
+    for kind, message, *_ in found["bad lengths"]:
+        assert kind == "ValueError"
+        assert "N are [40, 216]" in message
+        assert "strategy='ring' takes any" in message
+
+
+def test_heads_that_cannot_be_shared_out_raise(found: dict[str, list[Any]]) -> None:
+    for kind, message, *_ in found["bad heads"]:
+        assert kind == "ValueError"
+        assert "q has 3 heads" in message
+
+
+def test_without_check_there_is_no_header(found: dict[str, list[Any]]) -> None:
+    assert_as_one(EVEN, [(out, None) for out, _ in found["without check"]])
+    for _, sent in found["without check"]:
+        assert HEADER_BYTES not in [size for _, size in sent]
+        assert len(sent) == 2
+
+
+def test_a_rank_that_dies_makes_others_raise(found: dict[str, list[Any]]) -> None:
+    first, dead, *others = found["die"]
+    assert dead is None
+    for kind, _, seconds, _ in (first, *others):
+        assert kind in ("RuntimeError", "DistBackendError")
+        assert seconds < ranks.TIMEOUT + 5
+
+
+@pytest.mark.parametrize("name", list(PACKED))
+def test_packed_sequences(found: dict[str, list[Any]], name: str) -> None:
+    causal, recipe = PACKED[name]
+    q, k, v, cu_q, cu_k = packed_batch()
+    (first, first_lse), (second, second_lse) = found[f"packed {name}"]
+    out, lse = torch.cat([first, second]), torch.cat([first_lse, second_lse], 1)
+    one, one_lse = ha.attention_varlen(q, k, v, cu_q, cu_k, causal=causal, recipe=recipe, return_lse=True)
+    oracle, oracle_lse = ha.reference.attention_varlen(q, k, v, cu_q, cu_k, causal=causal)
+    known = slice(0, int(cu_q[-1]))
+    assert torch.equal(out.isnan(), one.isnan())
+    assert torch.equal(lse.isnan(), one_lse.isnan())
+    # Sequence 3 has no key.
+    assert torch.equal(lse.isneginf(), one_lse.isneginf())
+    assert lse.isneginf().sum() >= 4 * 40
+    assert relative_error(out[known], oracle[known]) <= PACKED_AS_ONE * relative_error(one[known], oracle[known])
+    finite = one_lse.isfinite()
+    assert relative_error(lse[finite], oracle_lse[finite]) <= 1e-3
+
+
+def test_compiles(found: dict[str, list[Any]]) -> None:
+    assert found["compiled"] == [[True, True]] * 2
+
+
+def test_shard_and_unshard(found: dict[str, list[Any]]) -> None:
+    assert found["cut and whole"] == [[True] * 10] * 2
+
+
+def test_groups_of_a_mesh(found: dict[str, list[Any]]) -> None:
+    of_ranks = found["in groups"]
+    assert_as_one(FEW_ROWS, of_ranks[:2])
+    assert_as_one(replace(FEW_ROWS, H=4), of_ranks[2:])
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "zigzag", "lengths"),
+    [
+        (1000, 4, False, (256, 256, 256, 232)),
+        (9, 4, False, (3, 3, 3, 0)),
+        (10, 4, False, (3, 3, 3, 1)),
+        (1000, 4, True, (128 + 104, 256, 256, 256)),
+        (512, 2, True, (256, 256)),
+        (75600, 8, False, (9472,) * 7 + (9296,)),
+    ],
+)
+def test_cuts(total: int, count: int, zigzag: bool, lengths: tuple[int, ...]) -> None:
+    if 0 in lengths:
+        with pytest.raises(ValueError, match="the length is 9; 4 ranks need 4 parts, none of them empty"):
+            cut_of(total, count, zigzag)
+        return
+    cut = cut_of(total, count, zigzag)
+    assert cut.lengths == lengths
+    cut.check("N", equal=True)
+    held = sorted(x for rank in range(count) for run in cut.runs(rank) for x in range(run.begin, run.begin + run.size))
+    assert held == list(range(total))
+    # As one process samples them.
+    n = min(total, 256)
+    assert sum(cut.sample(rank, 256).size for rank in range(count)) == n
+
+
+@pytest.mark.parametrize(
+    ("lengths", "zigzag"), [((128, 100, 128), False), ((256, 200), True), ((128, 256), True), ((200, 200), True)]
+)
+def test_lengths_that_raise(lengths: tuple[int, ...], zigzag: bool) -> None:
+    with pytest.raises(ValueError, match=r"the ranks' N are \["):
+        Cut(lengths, zigzag).check("N", equal=True)
+
+
+def test_a_header_is_what_it_was() -> None:
+    header = Header(3, 5, False, '{"a": 1}')
+    assert len(header.encode()) == HEADER_BYTES
+    assert decode(bytes(header.encode())) == header
+    assert len(Header(0, 0, True, "x" * 2 * HEADER_BYTES).encode()) == HEADER_BYTES
+    with pytest.raises(ValueError, match="bytes of text"):
+        Header(0, 0, False, "x" * HEADER_BYTES).encode()
+
+
+def test_the_model_on_paper_is_in_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(str(root / "scripts"))
+    model = importlib.import_module("distributed_model")
+    page = (root / "docs" / "distributed.md").read_text()
+    assert page == model.with_tables(page), "run scripts/distributed_model.py"
+
+
+def test_import_does_not_import_it() -> None:
+    code = (
+        "import sys, helion_attn as ha; assert 'helion_attn.distributed' not in sys.modules; "
+        "assert 'distributed' in ha.__all__"
+    )
+    root = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+    for path in (root / "helion_attn").rglob("*.py"):
+        if path.parent.name != "distributed":
+            imports = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Import | ast.ImportFrom)]
+            assert not any("torch.distributed" in ast.unparse(x) for x in imports), path
+
+
+def test_it_asks_for_torch_distributed() -> None:
+    q = torch.zeros(1, 1, 8, 32, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialised"):
+        ha.distributed.attention(q, q, q)

@@ -1,0 +1,117 @@
+"""The attention kernel over gathered parts, compiled for sm_90: as sound, and nearly as short, as over one piece."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.configs import attention_tile_config, varlen_packing
+from helion_attn.kernels import attention
+from helion_attn.kernels.lib.arguments import AttentionArguments, GatheredParts
+from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
+from helion_attn.types import PackedTensors
+from helpers import offline
+
+#: How much longer the loop's way past its masks may be than over one piece.
+LONGER = 1.065
+
+H, H_KV, M_BLOCKS, N_BLOCKS, RANKS = 32, 8, 64, 256, 8
+
+
+def compile_parts(
+    D: int, causal: bool, recipe: ha.Recipe, zigzag: bool | None, left: int = -1, packed: bool = False
+) -> Sm90Kernel:
+    """Over the parts of `RANKS` ranks; over one piece if `zigzag` is None."""
+
+    def launch() -> None:
+        p = varlen_packing(D, D, recipe.bits)
+        blocks = (H_KV, N_BLOCKS) if zigzag is None else (1, H_KV * N_BLOCKS)
+        v_block = (p.D_v_pad, p.bn) if recipe.pv_dtype.itemsize == 1 else (p.bn, p.D_v_pad)
+        descales = N_BLOCKS if recipe.k_scales == "block" else 1
+        tensors = PackedTensors(
+            q8=fake_cuda(H, M_BLOCKS, p.bm, p.D_pad, dtype=recipe.qk_dtype),
+            k8=fake_cuda(*blocks, p.bn, p.D_pad, dtype=recipe.qk_dtype),
+            v8=fake_cuda(*blocks, *v_block, dtype=recipe.pv_dtype),
+            q_descale=fake_cuda(1, H, M_BLOCKS, p.bm),
+            k_descale=fake_cuda(1, H_KV, descales) if zigzag is None else fake_cuda(H_KV * N_BLOCKS),
+            v_descale=fake_cuda(1, H_KV, p.D_v_pad),
+            v_mean=fake_cuda(1, H_KV, p.D_v_pad),
+            k_mean=None,
+            lse_shift=None,
+        )
+        M, N = M_BLOCKS * p.bm, N_BLOCKS * p.bn
+        right = 0 if causal else -1
+        a = AttentionArguments(
+            tensors, None, M, N, D, D, left, right, D**-0.5, None, False, torch.bfloat16, recipe, None
+        )
+        part = N_BLOCKS // RANKS
+        step = H_KV * part + 1
+        parts = GatheredParts(
+            M_BLOCKS, M, N - M, 0, RANKS, part, part * p.bn, part * p.bn, RANKS, part, step, step, step, bool(zigzag)
+        )
+        bounds = None
+        if packed:
+            bounds = fake_cuda(2, M, dtype=torch.int32), fake_cuda(M_BLOCKS, 4, dtype=torch.int32)
+        with offline.launching():
+            attention.launch(
+                attention_tile_config(D, D, causal, recipe.bits),
+                a,
+                fake_cuda(1, H, M, D, dtype=torch.bfloat16),
+                fake_cuda(1, H, M),
+                parts_of_ranks=None if zigzag is None else parts,
+                bounds=bounds,
+            )
+
+    (kernel,) = compile_for_sm90(launch)
+    return kernel
+
+
+def main_path(kernel: Sm90Kernel) -> int:
+    """Instructions of the loop over key blocks, without those that only blocks at an edge run."""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    for line in kernel.sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            instructions.append(instruction[1])
+    jumps = [
+        (i, labels[target[1]])
+        for i, text in enumerate(instructions)
+        if "BRA" in text and (target := re.search(r"`\((\.L_x_\d+)\)", text))
+    ]
+    loops = [(to, i) for i, to in jumps if to <= i and any("GMMA" in x for x in instructions[to:i])]
+    begin, end = min(loops, key=lambda loop: loop[1] - loop[0])
+    skipped = max(to - i for i, to in jumps if begin < i < to < end)
+    return end - begin - skipped
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_gathered_parts(D: int, causal: bool) -> None:
+    one = compile_parts(D, causal, ha.BALANCED, None)
+    for zigzag in (False, True):
+        kernel = compile_parts(D, causal, ha.BALANCED, zigzag)
+        offline.assert_sound(kernel)
+        assert kernel.ctas_per_sm == one.ctas_per_sm
+        assert [(x.name, x.applied) for x in kernel.passes] == [(x.name, x.applied) for x in one.passes]
+        # A block's place is some multiplications, and no barrier.
+        assert kernel.opcodes["BAR"] <= one.opcodes["BAR"]
+        assert main_path(kernel) <= LONGER * main_path(one)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(lambda: compile_parts(128, False, ha.BALANCED, False, packed=True), id="packed sequences"),
+        pytest.param(lambda: compile_parts(128, True, ha.HYBRID, True), id="hybrid"),
+        pytest.param(lambda: compile_parts(128, True, ha.ACCURATE, True, left=1000), id="window"),
+        pytest.param(lambda: compile_parts(128, False, ha.BF16, False), id="bf16"),
+    ],
+)
+def test_other_gathered_parts(kernel: Callable[[], Sm90Kernel]) -> None:
+    offline.assert_sound(kernel())
