@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
@@ -63,7 +64,7 @@ def decode(
 
 def over_ranks(device: str, recipe: ha.Recipe = ha.BALANCED) -> None:
     """Over a group of one rank, and what merges the results of two."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         rope = rope_on(device)
         ha.distributed.attention(*qkv_on(device), causal=True, recipe=recipe, rope=rope, return_lse=True)
