@@ -475,7 +475,7 @@ def test_a_preset_without_a_figure_is_a_dash() -> None:
 def test_every_plot_of_the_documents_is_drawn() -> None:
     root = Path(__file__).parents[1]
     loaded = load(root / RESULTS)
-    plots = [plot for block in report.BLOCKS.values() for plot in block.plots]
+    plots = [plot for block in report.BLOCKS.values() if block.file in loaded for plot in block.plots]
     assert {plot.name for plot in plots} == {path.stem for path in (root / RESULTS).glob("*.png")}
     for plot in plots:
         assert plot.draw(loaded) is not None, plot.name

@@ -56,7 +56,7 @@ PROBLEMS: dict[str, tuple[Problem, tuple[str, ...]]] = {
     "zigzag window": (replace(ZIGZAG, H=2, window=(150, 0)), ("allgather",)),
     "softcap": (replace(FEW_ROWS, softcap=5.0, H=4, H_kv=2), STRATEGIES),
     "batch, BSHD, RoPE": (replace(FEW_ROWS, B=2, H=4, H_kv=2, layout="bshd", has_rope=True), STRATEGIES),
-    "8192 keys": (Problem((3, 3), (4096, 4096)), ("allgather", "ulysses")),
+    "8192 keys": (Problem((3, 3), (4224, 3968)), ("allgather", "ulysses")),
     **{
         f"recipe {name}": (replace(FEW_ROWS, q_lengths=(64, 64), H=4, H_kv=2, recipe=recipe), STRATEGIES)
         for name, recipe in {

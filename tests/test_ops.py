@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
+from helion_attn import ops
 from helion_attn.configs import scheduling
 from helion_attn.kernels import attention_large_d
+from helion_attn.kernels.lib.arguments import MergeArguments
 from helion_attn.testing import make_qkv
 from helpers.cases import LADDER, RECIPES
 from helpers.recorder import Recorder
@@ -58,6 +62,19 @@ def decode(
     return ha.attention_kvcache(q, cache, table, seqlens + k.size(2), num_splits=2, return_lse=True)
 
 
+def over_ranks(device: str, recipe: ha.Recipe = ha.BALANCED) -> None:
+    """Over a group of one rank, and what merges the results of two."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        rope = rope_on(device)
+        ha.distributed.attention(*qkv_on(device), causal=True, recipe=recipe, rope=rope, return_lse=True)
+    finally:
+        dist.destroy_process_group()
+    parts, lse = torch.randn(2, 1, 4, 9, 48, device=device), torch.randn(2, 1, 4, 9, device=device)
+    out, merged = torch.empty_like(parts[0]), torch.empty_like(lse[0])
+    ops.merge_parts(MergeArguments(parts, lse, torch.zeros(4, device=device), out, merged, bshd=False))
+
+
 def fields(packed: ha.QuantizedQKV) -> list[torch.Tensor]:
     """The tensors of a `QuantizedQKV`."""
     return [value for value in vars(packed).values() if isinstance(value, torch.Tensor)]
@@ -71,6 +88,7 @@ def test_every_op_is_recorded(device: str) -> None:
         ha.hadamard(qkv_on(device)[0])
         decode(*kv_on(device))
         ha.attention_varlen(*varlen_on(device))
+        over_ranks(device)
     registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("helion_attn::")]
     assert sorted(recorder.calls) == sorted(registered)
 
@@ -125,6 +143,15 @@ def test_opcheck_of_pack(device: str) -> None:
         ha.pack(**e4m3_on(device))
     ((op, arguments),) = recorder.calls.values()
     torch.library.opcheck(op, arguments, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("recipe", [ha.BALANCED, ha.ACCURATE, ha.BF16], ids=["balanced", "accurate", "bf16"])
+def test_opcheck_over_ranks(recipe: ha.Recipe, device: str) -> None:
+    with Recorder() as recorder:
+        over_ranks(device, recipe)
+    assert len(recorder.calls) == 4
+    for op, arguments in recorder.calls.values():
+        torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("with_rope", [False, True], ids=["no_rope", "rope"])

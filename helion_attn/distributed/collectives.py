@@ -35,6 +35,13 @@ def resolve(group: Group) -> dist.ProcessGroup:
     return group
 
 
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where its collectives are sure to be possible, the same on all ranks, whatever tensors they hold."""
+    if "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`x` of all ranks, [ranks, *x.shape]: of one shape and dtype on all."""
     if group.size() == 1:

@@ -71,14 +71,14 @@ def _disagreements(agreed: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def exchange(own: Header, device: torch.device, group: dist.ProcessGroup) -> list[Header]:
+def exchange(own: Header, group: dist.ProcessGroup) -> list[Header]:
     """The headers of all ranks.
 
     Raises:
         ValueError: on all ranks, if one refuses its call, or if two disagree: naming them. But for the one that
             refuses, which raises what it has to.
     """
-    sent = torch.frombuffer(own.encode(), dtype=torch.uint8).to(device)
+    sent = torch.frombuffer(own.encode(), dtype=torch.uint8).to(collectives.device_of(group))
     received = bytes(collectives.gather(sent, group).cpu().view(-1).tolist())
     headers = [decode(received[i : i + HEADER_BYTES]) for i in range(0, len(received), HEADER_BYTES)]
     if own.refused:

@@ -55,14 +55,13 @@ def all_lengths(
         return (q.size(length),) * pg.size(), (k.size(length),) * pg.size()
     if torch.compiler.is_compiling():
         raise ValueError("check is True; under torch.compile it must be False: the host reads what the ranks say")
-    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
     try:
         check_own()
         own = header.Header(q.size(length), k.size(length), False, json.dumps(agreed()))
     except Exception as refusal:
-        header.exchange(header.Header(0, 0, True, f"{type(refusal).__name__}: {refusal}"), device, pg)
+        header.exchange(header.Header(0, 0, True, f"{type(refusal).__name__}: {refusal}"), pg)
         raise
-    headers = header.exchange(own, device, pg)
+    headers = header.exchange(own, pg)
     return tuple(h.M for h in headers), tuple(h.N for h in headers)
 
 
