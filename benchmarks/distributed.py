@@ -243,7 +243,7 @@ def attend_bf16(impl: str, q: Tensor, k: Tensor, v: Tensor, cut: Cut, causal: bo
         rows = q[:, :, at : at + size]
         end = begin + size if causal else k.size(2)
         if impl == "fa3_bf16":
-            from fa3_fwd import flash_attn_func
+            from fa3_fwd_interface import flash_attn_func
 
             bshd = (x.transpose(1, 2) for x in (rows, k[:, :, :end], v[:, :, :end]))
             found = flash_attn_func(*bshd, causal=causal)

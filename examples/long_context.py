@@ -65,7 +65,7 @@ def attend_bf16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
     for i, chunk in enumerate((rank, 2 * ranks - 1 - rank)):
         rows, end = q[:, :, i * n : i * n + n], (chunk + 1) * n
         try:
-            from fa3_fwd import flash_attn_func
+            from fa3_fwd_interface import flash_attn_func
         except ImportError:
             outs.append(
                 torch.nn.functional.scaled_dot_product_attention(
