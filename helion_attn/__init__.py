@@ -10,13 +10,23 @@ from helion_attn.api import (
 from helion_attn.check import check
 from helion_attn.explain import explain
 from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from helion_attn.integrations.flash_attn_2 import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from helion_attn.integrations.sdpa import sdpa
 from helion_attn.integrations.transformers import register_transformers
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
+from helion_attn.support import is_supported
 from helion_attn.transforms import apply_rope, hadamard, hadamard_matrix, reflect
 from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, Rope
+from helion_attn.validate.values import debug
 from helion_attn.varlen import attention_varlen
+
+__version__ = "0.1.0"
 
 __all__ = [
     "ACCURATE",
@@ -28,6 +38,7 @@ __all__ = [
     "QuantizedQKV",
     "Recipe",
     "Rope",
+    "__version__",
     "append_kvcache",
     "apply_rope",
     "attention",
@@ -35,13 +46,19 @@ __all__ = [
     "attention_quantized",
     "attention_varlen",
     "check",
+    "debug",
     "dequantize",
     "explain",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "hadamard",
     "hadamard_matrix",
+    "is_supported",
     "pack",
     "paged_kv_cache",
     "quantize",

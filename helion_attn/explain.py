@@ -13,7 +13,8 @@ from helion_attn.configs import LargeTileConfig, TileConfig, packing, scheduling
 from helion_attn.kernels.lib.arguments import AttentionArguments
 from helion_attn.ops.attention import Choice, choose
 from helion_attn.ops.quantize import empty_packed
-from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope
+from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope, as_recipe
+from helion_attn.validate.names import named
 
 #: SMs of an H200 and of an H100 SXM: what is said of CPU tensors is said of these.
 HOPPER_MULTIPROCESSORS = 132
@@ -73,6 +74,7 @@ class Explanation:
         return "\n".join([*lines, *(f"  why: {reason}" for reason in self.reasons)])
 
 
+@named
 def explain(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -81,7 +83,7 @@ def explain(
     causal: bool = False,
     sm_scale: float | None = None,
     layout: str = "bhsd",
-    recipe: Recipe = BALANCED,
+    recipe: Recipe | str = BALANCED,
     rope: Rope | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
@@ -102,12 +104,14 @@ def explain(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
     """
 
+    chosen = as_recipe(recipe)
+
     # With Helion and Triton, which a process needs from its first call on.
     from helion_attn.compiler import kernels, triton_hook
 
     def call() -> None:
         attention(
-            q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=recipe, rope=rope, window=window,
+            q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=chosen, rope=rope, window=window,
             softcap=softcap, sinks=sinks, return_lse=return_lse, out_dtype=out_dtype, num_splits=num_splits,
         )  # fmt: skip
 
@@ -123,7 +127,7 @@ def explain(
         with kernels.named() as names:
             call()
         device, sm_count = "the CPU, in Helion's interpreter; the rest is of an H200", HOPPER_MULTIPROCESSORS
-    arguments = arguments_without_storage(q, k, v, layout, recipe, causal, window)._replace(num_splits=num_splits)
+    arguments = arguments_without_storage(q, k, v, layout, chosen, causal, window)._replace(num_splits=num_splits)
     choice = choose(arguments, sm_count)
     name = "fp8_attn_fwd_large_d" if isinstance(choice.tile, LargeTileConfig) else "fp8_attn_fwd"
     kernel = next((x for x, its in zip(compiled, names, strict=False) if its == name), None)

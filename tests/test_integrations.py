@@ -29,7 +29,7 @@ def run_example(title: str) -> dict[str, Any]:
 def test_every_section_has_an_example() -> None:
     sections = re.findall(r"^## (.*)$", PAGE.read_text(), flags=re.MULTILINE)
     assert [*dict(EXAMPLES), "tritonbench"] == sections
-    assert len(sections) == 8
+    assert len(sections) == 9
 
 
 def test_flash_attn() -> None:
@@ -100,6 +100,11 @@ def test_pack_has_no_graph(device: str) -> None:
 def test_cuda_graphs() -> None:
     names = run_example("CUDA graphs")
     assert torch.equal(names["out"], ha.attention(names["q"], names["k"], names["v"], causal=True))
+
+
+def test_finding_mistakes() -> None:
+    names = run_example("Finding mistakes")
+    assert "lengths" in names["message"]
 
 
 def test_tritonbench_commands() -> None:

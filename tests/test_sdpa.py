@@ -59,8 +59,8 @@ def test_only_the_thread_that_entered(device: str) -> None:
 
 
 def test_recipe_is_checked() -> None:
-    with pytest.raises(TypeError, match="recipe is 'fast'"):
-        ha.sdpa(recipe="fast")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="recipe is 8"):
+        ha.sdpa(recipe=8)  # type: ignore[arg-type]
 
 
 CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = {

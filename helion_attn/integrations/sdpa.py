@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.rules import Rule, check_supported
-from helion_attn.types import BALANCED, Recipe
+from helion_attn.types import BALANCED, Recipe, as_recipe
 from helion_attn.validate.dense import check_sm_scale
 
 
@@ -63,7 +63,7 @@ class _SdpaMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def sdpa(*, recipe: Recipe = BALANCED) -> TorchFunctionMode:
+def sdpa(*, recipe: Recipe | str = BALANCED) -> TorchFunctionMode:
     """`with helion_attn.sdpa():` runs `torch.nn.functional.scaled_dot_product_attention` in FP8.
 
     It holds for calls from the thread that entered the context, until it is left, however that happens. Contexts nest;
@@ -90,9 +90,7 @@ def sdpa(*, recipe: Recipe = BALANCED) -> TorchFunctionMode:
     docs/integrations.md lists as not supported, torch.nn.MultiheadAttention among it. Nothing falls back to the stock
     attention.
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe, such as helion_attn.BALANCED")
-    return _SdpaMode(recipe)
+    return _SdpaMode(as_recipe(recipe))
 
 
 def _attention(

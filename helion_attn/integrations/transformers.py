@@ -13,7 +13,7 @@ import torch
 from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.rules import Rule, check_supported, is_none
-from helion_attn.types import BALANCED, Recipe
+from helion_attn.types import BALANCED, Recipe, as_recipe
 from helion_attn.validate.dense import check_sinks, check_sm_scale
 
 
@@ -67,7 +67,7 @@ IGNORED = {
 }
 
 
-def register_transformers(name: str = "helion_fp8", *, recipe: Recipe = BALANCED) -> None:
+def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | str = BALANCED) -> None:
     """Make `attn_implementation=name` FP8 attention in transformers (5.x), for inference.
 
     For decoders, with GQA, sliding windows, softcaps and sinks, and a cache that grows (transformers' default), in
@@ -90,8 +90,7 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe = BALANCED
     The models' forward passes raise what `helion_attn.attention` does, and NotImplementedError for what
     docs/integrations.md lists as not supported, such as static caches and chunked attention.
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe, such as helion_attn.BALANCED")
+    recipe = as_recipe(recipe)
     if not isinstance(name, str):
         raise TypeError(f"name is a {type(name).__name__}; it must be a str")
     from transformers import AttentionInterface, AttentionMaskInterface
