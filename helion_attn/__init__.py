@@ -16,7 +16,8 @@ from helion_attn.integrations.flash_attn_2 import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from helion_attn.integrations.sdpa import sdpa
+from helion_attn.integrations.sdpa import scaled_dot_product_attention, sdpa
+from helion_attn.integrations.torch_flash import register_flash_attention
 from helion_attn.integrations.transformers import register_transformers
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
@@ -64,6 +65,8 @@ __all__ = [
     "quantize",
     "reference",
     "reflect",
+    "register_flash_attention",
     "register_transformers",
+    "scaled_dot_product_attention",
     "sdpa",
 ]
