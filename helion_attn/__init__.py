@@ -9,6 +9,7 @@ from helion_attn.api import (
 )
 from helion_attn.check import check
 from helion_attn.explain import explain
+from helion_attn.integrations.diffusers import register_diffusers
 from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from helion_attn.integrations.flash_attn_2 import (
     flash_attn_kvpacked_func,
@@ -65,6 +66,7 @@ __all__ = [
     "quantize",
     "reference",
     "reflect",
+    "register_diffusers",
     "register_flash_attention",
     "register_transformers",
     "scaled_dot_product_attention",

@@ -29,7 +29,7 @@ def run_example(title: str) -> dict[str, Any]:
 def test_every_section_has_an_example() -> None:
     sections = re.findall(r"^## (.*)$", PAGE.read_text(), flags=re.MULTILINE)
     assert [*dict(EXAMPLES), "tritonbench"] == sections
-    assert len(sections) == 9
+    assert len(sections) == 10
 
 
 def test_flash_attn() -> None:
@@ -73,6 +73,13 @@ def test_transformers() -> None:
     pytest.importorskip("transformers")
     names = run_example("transformers")
     assert names["generated"].shape == (2, 9)
+
+
+def test_diffusers() -> None:
+    pytest.importorskip("diffusers")
+    names = run_example("diffusers")
+    assert names["out"].shape == (1, 30, 16)
+    assert not names["out"].isnan().any()
 
 
 def test_torch_compile() -> None:

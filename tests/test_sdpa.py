@@ -146,6 +146,11 @@ MASKS: dict[str, torch.Tensor] = {
     "padding_right": padding((0, 40), (0, 11)),
     "padding_left": padding((29, 40), (0, 40)),
     "padding_both": padding((3, 30), (9, 40)),
+    "padding_between": padding((0, 40), (0, 33)) & (torch.arange(40) % 13 < 8),
+    "two_runs": torch.cat(
+        [padding((0, 9), (0, 31)).expand(2, 1, 11, 40), padding((0, 1), (0, 31)).expand(2, 1, 13, 40)], 2
+    ),
+    "one_row": padding((0, 9), (2, 31))[:, :, :1],
     "nothing_is_left": padding((0, 0), (0, 40)),
     "padding_and_causal": padding((5, 40), (20, 33)) & tril(24, 40, 16),
     "padding_right_and_causal": padding((0, 18), (0, 40)) & tril(24, 40, 16),
@@ -174,7 +179,7 @@ def test_masks_of_tensors(name: str, added: bool, device: str) -> None:
         assert relative_error(row, expected) < 0.25
 
 
-@pytest.mark.parametrize("name", ["causal", "padding_both", "padding_and_causal", "padding_right_and_causal"])
+@pytest.mark.parametrize("name", ["causal", "padding_both", "padding_between", "two_runs", "padding_right_and_causal"])
 def test_another_mask_would_be_seen(name: str, device: str) -> None:
     """Every mask above but by a key: the same bounds see it."""
     moved = MASKS[name].expand(2, 1, 24, 40).roll(1, 3).to(device)
@@ -198,7 +203,8 @@ def test_more_queries_than_keys(device: str) -> None:
 OTHER_MASKS: dict[str, torch.Tensor] = {
     "holes": torch.eye(24, 40, dtype=torch.bool),
     "window": tril(24, 40, 16) & ~tril(24, 40, 8),
-    "hole_in_padding": padding((0, 40), (0, 40)) & (torch.arange(40) != 7),
+    "hole_in_causal": tril(24, 40, 16) & (torch.arange(40) != 7),
+    "three_runs": (torch.arange(24).unsqueeze(1) // 8) * 8 < torch.arange(40),
     "by_head": torch.stack([tril(24, 40, 16), tril(24, 40, 0)]),
     "bias": torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), -1.0),
     "nan": torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), float("nan")),

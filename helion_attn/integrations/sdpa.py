@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
-from helion_attn.integrations.masks import Visible, attend_to_spans, read_mask
+from helion_attn.integrations.masks import Visible, attend_to_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.types import BALANCED, Recipe, as_recipe
 from helion_attn.validate.dense import check_qkv, check_recipe, check_sm_scale
@@ -43,7 +43,7 @@ RULES = (
         "attn_mask",
         lambda mask: mask is None or isinstance(mask, torch.Tensor),
         "None, made by torch.nn.attention.bias.causal_lower_right or causal_upper_left, or a tensor, alike for all "
-        "heads, that hides nothing, keys after the diagonal, or padding at the start or the end of sequences",
+        "heads, that hides nothing, keys after the diagonal, or padding",
     ),
     Rule("dropout_p", lambda p: p == 0, "0"),
 )
@@ -160,8 +160,8 @@ def sdpa(*, recipe: Recipe | str = BALANCED, fallback: str = "raise") -> _SdpaMo
       M = N; other lengths raise. `attn_mask=torch.nn.attention.bias.causal_lower_right(M, N)` is right for any
       lengths; rows that see no key give 0.
     - `attn_mask`, a tensor: its values are read on the host, on every call. It may hide nothing, the keys after the
-      diagonal of the first or the last key, padding at the start or the end of sequences, or both, alike for all heads;
-      a row that sees no key gives 0. Padding needs D and D_v up to 256. `dropout_p`: 0; `scale`: in 0..2**64.
+      diagonal of the first or the last key, padding, or both, alike for all heads; a row that sees no key gives 0.
+      Padding needs D and D_v up to 256. `dropout_p`: 0; `scale`: in 0..2**64.
 
     Args:
         recipe: how the tensors become 8-bit numbers, or a preset's name.
@@ -259,7 +259,7 @@ def _attention(
     if call.visible is None:
         return attention(q, k, v, causal=call.causal, sm_scale=scale, recipe=recipe)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, _ = attend_to_spans(q, k, v, call.visible, scale, recipe)
+    out, _ = attend_to_visible(q, k, v, call.visible, scale, recipe)
     return out.transpose(1, 2)
 
 
@@ -299,8 +299,8 @@ def _understood(
         top_left, causal = attn_mask.variant == CausalVariant.UPPER_LEFT, True
     elif attn_mask is not None:
         visible = read_mask(attn_mask, query.size(0), M, N)
-        if all(span == (0, N) for span in visible.spans) and visible.offset in (None, N - M):
-            causal, visible = visible.offset is not None, None
+        if visible.whole:
+            causal, visible = visible.causal, None
         elif max(query.size(3), value.size(3)) > MAX_VARLEN_D:
             raise NotImplementedError(
                 f"helion_attn.sdpa: attn_mask hides padding and the head dim is {max(query.size(3), value.size(3))}; "
