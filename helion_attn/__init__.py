@@ -19,7 +19,7 @@ from helion_attn.integrations.flash_attn_2 import (
 )
 from helion_attn.integrations.sdpa import scaled_dot_product_attention, sdpa
 from helion_attn.integrations.torch_flash import register_flash_attention
-from helion_attn.integrations.transformers import register_transformers
+from helion_attn.integrations.transformers import register_transformers, transformers_cache
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.support import is_supported
@@ -71,4 +71,5 @@ __all__ = [
     "register_transformers",
     "scaled_dot_product_attention",
     "sdpa",
+    "transformers_cache",
 ]

@@ -103,6 +103,31 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | str = BA
     AttentionMaskInterface.register(name, visible_keys)
 
 
+def transformers_cache() -> Any:
+    """A cache in 8 bits for `model.generate(..., past_key_values=...)`, a `transformers.Cache`.
+
+    Keys and values are quantised once, when they arrive, and stay in the pages of a `PagedKVCache`: about half the
+    memory of a cache in bf16. A prompt is attended to as without it; later tokens by `attention_kvcache`. K is not
+    smoothed and V not centred, whatever the recipe: their means are of keys that are still to come. Each key has a
+    descale of its own instead.
+
+    It is for models whose `attn_implementation` is one that `register_transformers` made, with causal attention, GQA,
+    sliding windows, softcaps, sinks, and padding at the start of sequences, which is not stored. Beam search works:
+    beams get pages of their own. It grows as it is needed; torch.compile of the model is not supported. Make one for
+    each batch.
+
+    Raises:
+        ImportError: transformers is not installed.
+
+    The model's forward passes raise NotImplementedError for padding at the end of sequences, TypeError for another
+    attention, and what `helion_attn.append_kvcache` and `helion_attn.attention_kvcache` raise, such as for head dims
+    beyond 16..256.
+    """
+    from helion_attn.integrations.transformers_cache import PagedCache
+
+    return PagedCache()
+
+
 def visible_keys(
     batch_size: int,
     q_length: int,
@@ -222,8 +247,12 @@ def attention_forward(
 
     if scaling is not None:
         check_sm_scale(scaling, "scaling")
+    layer: Any = None
+    if getattr(type(key), "is_of_paged_layer", False):
+        new: tuple[Any, Any] = key, value
+        layer, key, value = new[0].layer, new[0].states, new[1].states
     query, key, value = autocast_inputs(query, key, value)
-    (B, H, M, _D), N = query.shape, key.size(2)
+    (B, H, M, _D), N = query.shape, key.size(2) + (0 if layer is None else layer.tokens)
     check_sinks(s_aux, H, query.device, "s_aux")
     left = _earlier_keys(sliding_window, N)
     if attention_mask is None:
@@ -251,6 +280,17 @@ def attention_forward(
         causal, left, spans = mask.causal, mask.left, mask.spans
     if left is not None and left < 0:
         raise ValueError(f"sliding_window is {left + 1}; it must be None, for no window, or at least 1")
+
+    if layer is not None:
+        if not causal or any(stop != N for _, stop in spans):
+            raise NotImplementedError(
+                f"helion_attn: with a cache in 8 bits attention must be causal, with padding at the start of sequences "
+                f"alone; here causal is {causal}, and sequences of {N} keys begin and end at {list(spans)}"
+            )
+        is_prompt = layer.tokens == 0
+        layer.append(key, value, [start for start, _ in spans])
+        if not is_prompt:
+            return layer.attend(query, left, scaling, softcap, s_aux), None
 
     options: dict[str, Any] = {
         "causal": causal,
