@@ -58,6 +58,7 @@ def reads(options: Options, results: Results, example: Any, model: Any, tokens: 
                 example.score(model, tokens[:context], context, attend)
             scores = example.score(model, tokens[:count], context, attend)
             base = base or scores
+            difference, error = scores.difference(base)
             results.add(
                 {
                     "impl": impl,
@@ -66,7 +67,8 @@ def reads(options: Options, results: Results, example: Any, model: Any, tokens: 
                     "context": context,
                     "tokens": len(scores.losses),
                     "perplexity": scores.perplexity,
-                    "difference": scores.perplexity / base.perplexity - 1,
+                    "difference": difference,
+                    "standard_error": error,
                     "agreement": scores.agreement(base),
                     "tokens_per_second": len(scores.losses) / scores.seconds,
                 }
@@ -165,7 +167,7 @@ def tables(loaded: Loaded) -> list[Table]:
             [
                 name_of(row),
                 f"{row['perplexity']:.4f}",
-                f"{100 * row['difference']:+.3f}%",
+                f"{100 * row['difference']:+.3f} ± {100 * row['standard_error']:.3f}%",
                 f"{100 * row['agreement']:.2f}%",
                 f"{row['tokens_per_second']:.0f}",
             ]

@@ -43,6 +43,11 @@ INTRODUCTION = """# Public functions and types
 """
 
 
+def shown(default: object) -> str:
+    """A default as the code has it."""
+    return f'"{default}"' if isinstance(default, str) else repr(default)
+
+
 def signature(name: str, function: Any) -> str:
     """One parameter a line where one line is too long, alike under every Python."""
     parts, starred = [], False
@@ -50,7 +55,7 @@ def signature(name: str, function: Any) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             parts.append("*")
             starred = True
-        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        default = "" if parameter.default is parameter.empty else f" = {shown(parameter.default)}"
         parts.append(f"{parameter.name}: {parameter.annotation}{default}")
     returned = inspect.signature(function).return_annotation
     line = f"{name}({', '.join(parts)}) -> {returned}"
@@ -87,11 +92,11 @@ def section(name: str, value: Any, prefix: str = "ha") -> str:
     title = f"### {prefix}.{name}"
     if isinstance(value, ha.Recipe):
         changed = [f for f in dataclasses.fields(value) if getattr(value, f.name) != f.default]
-        fields = ", ".join(f"{f.name}={getattr(value, f.name)!r}" for f in changed)
+        fields = ", ".join(f"{f.name}={shown(getattr(value, f.name))}" for f in changed)
         return f"{title}\n\n`Recipe({fields})`\n"
     body = "\n".join(paragraphs(value.__doc__))
     if inspect.isclass(value):
-        defaults = {f.name: "" if _no_default(f) else f" = {f.default!r}" for f in dataclasses.fields(value)}
+        defaults = {f.name: "" if _no_default(f) else f" = {shown(f.default)}" for f in dataclasses.fields(value)}
         lines = [f"{f.name}: {f.type}{defaults[f.name]}" for f in dataclasses.fields(value)]
         return f"{title}\n\n```python\n{chr(10).join(lines)}\n```\n\n{body}\n"
     return f"{title}\n\n```python\n{signature(name, value)}\n```\n\n{body}\n"

@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_metadata(wheel: Path) -> None:
-    """What an index would check; and that the package alone needs four others, and typing_extensions, which torch has."""
+    """What an index would check; and that the package alone needs four others, and typing_extensions as torch does."""
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
     metadata = Metadata.from_email(archive.read(name), validate=True)
