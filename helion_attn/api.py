@@ -18,7 +18,15 @@ from helion_attn.preprocess.lib.arguments import (
     QuantizeArguments,
     rope_arguments,
 )
-from helion_attn.types import BALANCED, CallOptions, QuantizedOptions, QuantizedQKV, Recipe, Rope
+from helion_attn.types import (
+    BALANCED,
+    CallOptions,
+    QuantizedOptions,
+    QuantizedQKV,
+    Recipe,
+    Rope,
+    as_recipe,
+)
 from helion_attn.validate.dense import (
     check_descale,
     check_dtype,
@@ -29,15 +37,17 @@ from helion_attn.validate.dense import (
     check_recipe,
     check_splits,
 )
+from helion_attn.validate.names import named
 from helion_attn.validate.packed import check_quantized
 
 
+@named
 def quantize(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    recipe: Recipe = BALANCED,
+    recipe: Recipe | str = BALANCED,
     layout: str = "bhsd",
     rope: Rope | None = None,
 ) -> QuantizedQKV:
@@ -53,7 +63,7 @@ def quantize(
         q: [B, H, M, D], bf16, fp16 or fp32; D in 16..1024; with layout="bshd", H and M swapped; k and v likewise.
         k: [B, H_kv, N, D]; H is a multiple of H_kv.
         v: [B, H_kv, N, D_v]; D_v in 16..1024.
-        recipe: how the tensors become 8- or 16-bit numbers.
+        recipe: how the tensors become 8- or 16-bit numbers; or a preset's name, such as "balanced".
         layout: "bhsd" or "bshd".
         rope: rotate Q and K by position first.
 
@@ -63,12 +73,14 @@ def quantize(
         RuntimeError: an input requires grad, in grad mode.
     """
 
-    def run() -> tuple[torch.Tensor, ...]:
-        check_quantize(q, k, v, recipe, layout, rope)
-        return quantized_tensors(q, k, v, recipe, layout, rope, shift_lse=True)
+    chosen = as_recipe(recipe)
 
-    tensors = call_plans.planned("quantize", (q, k, v, *rope_tensors(rope)), (recipe, layout, interleaved(rope)), run)
-    return quantized(tensors, q, k, v, recipe, layout, shift_lse=True)
+    def run() -> tuple[torch.Tensor, ...]:
+        check_quantize(q, k, v, chosen, layout, rope)
+        return quantized_tensors(q, k, v, chosen, layout, rope, shift_lse=True)
+
+    tensors = call_plans.planned("quantize", (q, k, v, *rope_tensors(rope)), (chosen, layout, interleaved(rope)), run)
+    return quantized(tensors, q, k, v, chosen, layout, shift_lse=True)
 
 
 def quantized_tensors(
@@ -135,6 +147,7 @@ def sees_shift(softcap: float | None, sinks: torch.Tensor | None, return_lse: bo
     return return_lse or softcap is not None or sinks is not None
 
 
+@named
 def pack(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -247,6 +260,7 @@ def attention_quantized(
 def attention_quantized(
     qkv: QuantizedQKV, *, return_lse: bool, **options: Unpack[QuantizedOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@named
 def attention_quantized(
     qkv: QuantizedQKV,
     *,
@@ -391,6 +405,7 @@ def attention(
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[CallOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@named
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -399,7 +414,7 @@ def attention(
     causal: bool = False,
     sm_scale: float | None = None,
     layout: str = "bhsd",
-    recipe: Recipe = BALANCED,
+    recipe: Recipe | str = BALANCED,
     rope: Rope | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
@@ -420,7 +435,7 @@ def attention(
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default; in 0..2**64.
         layout: "bhsd" or "bshd", of the inputs and the output.
-        recipe: how the tensors become 8- or 16-bit numbers.
+        recipe: how the tensors become 8- or 16-bit numbers; or a preset's name, such as "balanced".
         rope: rotate Q and K by position first.
         window: (left, right), as in flash-attn: row i sees keys i + N - M - left .. i + N - M + right, and -1 is
             unlimited (Longformer, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825). With `causal`, right is 0 whatever
@@ -449,17 +464,19 @@ def attention(
         RuntimeError: an input requires grad, in grad mode.
     """
 
+    chosen = as_recipe(recipe)
+
     def run() -> tuple[torch.Tensor, ...]:
-        check_quantize(q, k, v, recipe, layout, rope)
+        check_quantize(q, k, v, chosen, layout, rope)
         H = q.size(1 if layout == "bhsd" else 2)
         check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
-        check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
+        check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), chosen)
         out, lse = dense_checked(
-            q, k, v, causal, sm_scale, layout, recipe, rope, window, softcap, sinks, return_lse, out_dtype, num_splits
+            q, k, v, causal, sm_scale, layout, chosen, rope, window, softcap, sinks, return_lse, out_dtype, num_splits
         )
         return (out, lse) if return_lse else (out,)
 
     tensors = q, k, v, sinks, *rope_tensors(rope)
-    options = causal, sm_scale, layout, recipe, window, softcap, return_lse, out_dtype, num_splits, interleaved(rope)
+    options = causal, sm_scale, layout, chosen, window, softcap, return_lse, out_dtype, num_splits, interleaved(rope)
     returned = call_plans.planned("attention", tensors, options, run)
     return (returned[0], returned[1]) if return_lse else returned[0]

@@ -14,11 +14,12 @@ from helion_attn.explain import HOPPER_MULTIPROCESSORS, arguments_without_storag
 from helion_attn.ops.attention import choose, shape_of
 from helion_attn.reference.rope import apply_rope
 from helion_attn.reference.shapes import default_sm_scale, hide_keys_of_rows, to_bhsd
-from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, Recipe, Rope
+from helion_attn.types import BALANCED, BF16, PRESETS, Recipe, Rope, as_recipe, preset_name
 from helion_attn.validate.dense import check_options, check_quantize
+from helion_attn.validate.names import named
 
-#: The recipes beside the one that was asked for, the fastest first.
-PRESETS = {"FAST": FAST, "BALANCED": BALANCED, "ACCURATE": ACCURATE, "HYBRID": HYBRID}
+#: The recipes beside the one that was asked for, the fastest first: all presets with 8-bit numbers.
+COMPARED = {name: preset for name, preset in PRESETS.items() if preset is not BF16}
 
 #: Heads that are looked at, and rows of each.
 HEADS, ROWS = 8, 64
@@ -79,6 +80,7 @@ class Check:
         return "\n".join([*lines, *self.findings])
 
 
+@named
 def check(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -87,7 +89,7 @@ def check(
     causal: bool = False,
     sm_scale: float | None = None,
     layout: str = "bhsd",
-    recipe: Recipe = BALANCED,
+    recipe: Recipe | str = BALANCED,
     rope: Rope | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
@@ -105,13 +107,14 @@ def check(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
     """
+    recipe = as_recipe(recipe)
     check_quantize(q, k, v, recipe, layout, rope)
     H = q.size(1 if layout == "bhsd" else 2)
     check_options(causal, sm_scale, window, softcap, sinks, False, None, H, q.device)
     sample = _Sample(q, k, v, layout, causal, sm_scale, rope, window, softcap, sinks)
     reference, rounded = sample.attention()
-    asked = next((name for name, preset in {**PRESETS, "BF16": BF16}.items() if preset == recipe), "yours")
-    recipes = {name: preset for name, preset in PRESETS.items() if preset.bits[1] == 8 or sample.has_16_bits}
+    asked = preset_name(recipe) or "yours"
+    recipes = {name: preset for name, preset in COMPARED.items() if preset.bits[1] == 8 or sample.has_16_bits}
     errors = {}
     for name, each in {asked: recipe, **recipes}.items():
         out = attention(
@@ -296,7 +299,7 @@ def _better(asked: str, errors: dict[str, Error]) -> Iterator[str]:
     mine = errors[asked].total
     better = [
         f"{name} {errors[name].total / mine:.2f}"
-        for name in PRESETS
+        for name in COMPARED
         if name in errors and errors[name].total <= BETTER * mine
     ]
     if better:

@@ -14,7 +14,8 @@ from helion_attn.kernels.lib.arguments import AttentionArguments
 from helion_attn.ops.attention import Choice, choose, shape_of
 from helion_attn.ops.dense import quantises_q
 from helion_attn.ops.quantize import empty_packed
-from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope
+from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope, as_recipe
+from helion_attn.validate.names import named
 
 #: SMs of an H200 and of an H100 SXM: what is said of CPU tensors is said of these.
 HOPPER_MULTIPROCESSORS = 132
@@ -77,6 +78,7 @@ class Explanation:
         return "\n".join([*lines, *(f"  why: {reason}" for reason in self.reasons)])
 
 
+@named
 def explain(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -85,7 +87,7 @@ def explain(
     causal: bool = False,
     sm_scale: float | None = None,
     layout: str = "bhsd",
-    recipe: Recipe = BALANCED,
+    recipe: Recipe | str = BALANCED,
     rope: Rope | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
@@ -106,12 +108,14 @@ def explain(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
     """
 
+    chosen = as_recipe(recipe)
+
     # With Helion and Triton, which a process needs from its first call on.
     from helion_attn.compiler import kernels, triton_hook
 
     def call() -> None:
         attention(
-            q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=recipe, rope=rope, window=window,
+            q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=chosen, rope=rope, window=window,
             softcap=softcap, sinks=sinks, return_lse=return_lse, out_dtype=out_dtype, num_splits=num_splits,
         )  # fmt: skip
 
@@ -127,11 +131,11 @@ def explain(
         with kernels.named() as names:
             call()
         device, sm_count = "the CPU, in Helion's interpreter; the rest is of an H200", HOPPER_MULTIPROCESSORS
-    arguments = arguments_without_storage(q, k, v, layout, recipe, causal, window)._replace(num_splits=num_splits)
+    arguments = arguments_without_storage(q, k, v, layout, chosen, causal, window)._replace(num_splits=num_splits)
     choice = choose(shape_of(arguments), sm_count)
     name = "fp8_attn_fwd_large_d" if isinstance(choice.tile, LargeTileConfig) else "fp8_attn_fwd"
     kernel = next((x for x, its in zip(compiled, names, strict=False) if its == name), None)
-    in_kernel = quantises_q(q.transpose(1, 2) if layout == "bshd" else q, recipe, choice)
+    in_kernel = quantises_q(q.transpose(1, 2) if layout == "bshd" else q, chosen, choice)
     return Explanation(
         device=device,
         launches=tuple(names),

@@ -21,8 +21,10 @@ from helion_attn.preprocess.lib.arguments import AppendArguments, rope_arguments
 from helion_attn.types import CacheOptions, PagedKVCache, Rope
 from helion_attn.validate.dense import check_count
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
+from helion_attn.validate.names import named
 
 
+@named
 def paged_kv_cache(
     num_pages: int, H_kv: int, D: int, *, D_v: int | None = None, device: torch.device | str | None = None
 ) -> PagedKVCache:
@@ -68,6 +70,7 @@ def cache_sizes(cache: PagedKVCache) -> tuple[int, ...]:
     return (cache.D, cache.D_v) if isinstance(cache, PagedKVCache) else ()
 
 
+@named
 def append_kvcache(
     cache: PagedKVCache,
     k: torch.Tensor,
@@ -155,6 +158,7 @@ def attention_kvcache(
     return_lse: bool,
     **options: Unpack[CacheOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@named
 def attention_kvcache(
     q: torch.Tensor,
     cache: PagedKVCache,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from helion_attn.numerics import MAX_P_OFFSET_LOG2, MAX_SEED
 
@@ -25,11 +26,11 @@ RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe:
     """How Q, K, V and P become 8- or 16-bit numbers. A choice does not depend on the others, unless it says so.
 
-    Without arguments it is `BALANCED`.
+    Without arguments it is `BALANCED`. Printed, a preset is its name, and another recipe what differs from `BALANCED`.
 
     Attributes:
         qk_dtype: of Q and K. float8_e4m3fn, or int8: a finer grid and exact sums of products. int8 needs descales of
@@ -116,6 +117,12 @@ class Recipe:
         if offset is not None and (type(offset) is not int or not 0 <= offset <= largest):
             raise ValueError(f"p_offset_log2 is {offset!r}; for {self.pv_dtype} it must be an int in 0..{largest}")
 
+    def __repr__(self) -> str:
+        if (name := preset_name(self)) is not None:
+            return name
+        changed = (field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default)
+        return f"Recipe({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in changed)})"
+
     @property
     def bits(self) -> tuple[int, int]:
         """Bits of Q and K, and of P and V."""
@@ -162,9 +169,56 @@ BF16 = Recipe(
     center_v=False,
 )
 
+#: The presets by name, the fastest first; `recipe="balanced"` is `recipe=BALANCED`.
+PRESETS: dict[str, Recipe] = {
+    "FAST": FAST,
+    "BALANCED": BALANCED,
+    "ACCURATE": ACCURATE,
+    "HYBRID": HYBRID,
+    "BF16": BF16,
+}
 
-@dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
-class Rope:
+
+def preset_name(recipe: Recipe) -> str | None:
+    """The name in `PRESETS` of an equal recipe, or None."""
+    return next((name for name, preset in PRESETS.items() if preset == recipe), None)
+
+
+def as_recipe(recipe: Recipe | str) -> Recipe:
+    """A recipe, or the preset of that name, in capitals or not.
+
+    Raises:
+        TypeError: neither a Recipe nor a name.
+        ValueError: a name that no preset has.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    names = ", ".join(repr(name.lower()) for name in PRESETS)
+    if not isinstance(recipe, str):
+        raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe or one of {names}")
+    if recipe.upper() not in PRESETS:
+        raise ValueError(f"recipe is {recipe!r}; it must be one of {names}, or a helion_attn.Recipe")
+    return PRESETS[recipe.upper()]
+
+
+def _shape_of(value: object) -> str:
+    """A tensor's dtype, shape and device; anything else as it prints."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    device = "" if value.device.type == "cpu" else f" on {value.device}"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{device}"
+
+
+class _PrintsShapes:
+    """Prints its tensors' shapes in the place of their values."""
+
+    def __repr__(self) -> str:
+        fields = (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={_shape_of(getattr(self, name))}' for name in fields)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
+class Rope(_PrintsShapes):
     """Rotary position embedding (RoFormer, arXiv:2104.09864), applied to Q and K while they are quantised.
 
     Channel pair (a, b) of a row at position t, with i the pair's index, becomes
@@ -178,6 +232,11 @@ class Rope:
         q_positions: int32 or int64 [M]; by default query i is at N - M + i, which needs M <= N.
         k_positions: int32 or int64 [N]; by default key j is at j. A position outside the table makes NaN of
             its row, and of those that share its descale.
+
+    Raises:
+        ValueError: a table has every column twice, as those of transformers do: with partial rotation it would pass for
+            one of twice the rotated channels. To see that, the last row is read on the host, but not in torch.compile
+            and not while a CUDA graph is captured.
     """
 
     cos: torch.Tensor
@@ -186,9 +245,41 @@ class Rope:
     q_positions: torch.Tensor | None = None
     k_positions: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if not torch.compiler.is_compiling():
+            for name in ("cos", "sin"):
+                check_columns_differ(f"rope.{name}", getattr(self, name))
 
-@dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
-class PackedTensors:
+
+def check_columns_differ(name: str, table: torch.Tensor) -> None:
+    """Refuse a table of `Rope` that has every column twice; what else may be wrong with it is checked where it is used.
+
+    A table of one value throughout, such as one of position 0 alone, has no columns to tell apart.
+    """
+    if not isinstance(table, torch.Tensor) or isinstance(table, FakeTensor) or table.dim() < 2 or table.size(-1) < 4:
+        return
+    if table.device.type == "meta" or table.numel() == 0 or table.size(-1) % 2:
+        return
+    if table.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    row = table.detach().reshape(-1, table.size(-1))[-1].tolist()
+    half = len(row) // 2
+    if len(set(row)) == 1:
+        return
+    if row[:half] == row[half:]:
+        which, kept = "the second half of its columns is the first again", f"[..., :{half}]"
+    elif row[::2] == row[1::2]:
+        which, kept = "every column comes twice in a row", "[..., ::2]"
+    else:
+        return
+    raise ValueError(
+        f"{name} has shape {tuple(table.shape)}, and {which}, as in the tables of transformers; it must be "
+        f"[positions, R / 2] for R rotated channels: pass {name.removeprefix('rope.')}{kept}"
+    )
+
+
+@dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
+class PackedTensors(_PrintsShapes):
     """The tensors that the attention kernel reads, of dense tensors or of packed sequences.
 
     `QuantizedQKV` and `PackedVarlen` say how they are shaped. `*_descale` are the multipliers that dequantise:
@@ -228,7 +319,7 @@ class PackedTensors:
 PACKED_FIELDS = tuple(field.name for field in dataclasses.fields(PackedTensors))
 
 
-@dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
+@dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
 class QuantizedQKV(PackedTensors):
     """Q, K and V in the packed format that the attention kernel reads. Made by `helion_attn.quantize`.
 
@@ -263,8 +354,8 @@ class QuantizedQKV(PackedTensors):
     recipe: Recipe
 
 
-@dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
-class PagedKVCache:
+@dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
+class PagedKVCache(_PrintsShapes):
     """Keys and values in pages of `page_size`, packed as the attention kernel reads them. Made by `paged_kv_cache`.
 
     A page is a block of the packed format of `QuantizedQKV`, and has a descale for every key: a new key changes nothing
@@ -330,7 +421,7 @@ class DenseOptions(AttentionOptions, total=False):
     """Those of `helion_attn.attention`, whatever computes it."""
 
     layout: str
-    recipe: Recipe
+    recipe: Recipe | str
     rope: Rope | None
 
 
@@ -347,7 +438,7 @@ class ModelOptions(DenseOptions, total=False):
 class VarlenOptions(AttentionOptions, total=False):
     """Those of `helion_attn.attention_varlen`."""
 
-    recipe: Recipe
+    recipe: Recipe | str
 
 
 class CacheOptions(AttentionOptions, total=False):

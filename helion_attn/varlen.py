@@ -15,12 +15,13 @@ from helion_attn.configs import varlen_packing
 from helion_attn.kernels.lib.arguments import AttentionArguments, VarlenArguments
 from helion_attn.ops.dense import packed_fields
 from helion_attn.preprocess.lib.arguments import QuantizeVarlenArguments
-from helion_attn.types import BALANCED, PackedTensors, Recipe, VarlenOptions
+from helion_attn.types import BALANCED, PackedTensors, Recipe, VarlenOptions, as_recipe
 from helion_attn.validate.dense import check_options
+from helion_attn.validate.names import named
 from helion_attn.validate.varlen import check_varlen, check_varlen_recipe
 
 
-@dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
+@dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
 class PackedVarlen(PackedTensors):
     """A quantised batch of sequences, in the packed format of `QuantizedQKV` with these differences.
 
@@ -154,6 +155,7 @@ def attention_varlen(
     return_lse: bool,
     **options: Unpack[VarlenOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@named
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -163,7 +165,7 @@ def attention_varlen(
     *,
     causal: bool = False,
     sm_scale: float | None = None,
-    recipe: Recipe = BALANCED,
+    recipe: Recipe | str = BALANCED,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -205,16 +207,18 @@ def attention_varlen(
         RuntimeError: an input requires grad, in grad mode.
     """
 
+    chosen = as_recipe(recipe)
+
     def run() -> tuple[torch.Tensor, ...]:
         check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
-        check_varlen_recipe(recipe, q.size(2), v.size(2))
+        check_varlen_recipe(chosen, q.size(2), v.size(2))
         check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
         shift_lse = sees_shift(softcap, sinks, return_lse)
-        packed = quantize_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe, shift_lse)
+        packed = quantize_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, chosen, shift_lse)
         out, lse = attend_varlen(packed, causal, sm_scale, window, softcap, sinks, out_dtype)
         return (out, lse) if return_lse else (out,)
 
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
-    options = causal, sm_scale, recipe, window, softcap, return_lse, out_dtype
+    options = causal, sm_scale, chosen, window, softcap, return_lse, out_dtype
     returned = call_plans.planned("attention_varlen", tensors, options, run)
     return (returned[0], returned[1]) if return_lse else returned[0]

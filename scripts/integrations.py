@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from helion_attn.integrations.diffusers import RULES as DIFFUSERS
 from helion_attn.integrations.flash_attn import KVCACHE_RULES as KVCACHE
 from helion_attn.integrations.flash_attn import RULES as FLASH_ATTN
 from helion_attn.integrations.flash_attn import VARLEN_RULES as VARLEN
@@ -22,6 +23,7 @@ TABLES = {
     "flash_attn_kvcache": KVCACHE,
     "sdpa": SDPA,
     "transformers": TRANSFORMERS,
+    "diffusers": DIFFUSERS,
 }
 
 

@@ -261,13 +261,13 @@ def test_a_call_that_comes_once_has_no_plan_and_the_third_has() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception]]] = [
-    ({"causal": 1}, TypeError),
+    ({"causal": 2}, TypeError),
     ({"sm_scale": "0.125"}, TypeError),
     ({"window": (20, True)}, TypeError),
     ({"num_splits": True}, TypeError),
-    ({"return_lse": 0}, TypeError),
+    ({"return_lse": 2}, TypeError),
     ({"layout": "hbsd"}, ValueError),
-    ({"recipe": "balanced"}, TypeError),
+    ({"recipe": "best"}, ValueError),
     ({"rope": 5}, TypeError),
     ({"sinks": [0.0] * 4}, TypeError),
 ]

@@ -39,7 +39,8 @@ def test_signature() -> None:
     parameters = inspect.signature(ha.flash_attn_func).parameters
     positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == FLASH_ATTN_3
-    assert [name for name in parameters if name not in positional] == ["recipe"]
+    keywords = ["dropout_p", "alibi_slopes", "return_softmax_lse", "recipe"]
+    assert [name for name in parameters if name not in positional] == keywords
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -146,9 +147,12 @@ def test_hints_change_nothing(device: str) -> None:
         ({"num_splits": True}, NotImplementedError, "num_splits is True; it must be 0 or 1"),
         ({"num_splits": 1.0}, NotImplementedError, "num_splits is 1.0; it must be 0 or 1"),
         ({"softmax_scale": -1.0}, ValueError, "softmax_scale is -1"),
-        ({"softmax_scale": 0.0}, ValueError, "softmax_scale is 0.0; it must be None or positive: flash-attn 2"),
-        ({"recipe": "fast"}, TypeError, "recipe is 'fast'"),
-        ({"dropout_p": 0.0}, TypeError, "dropout_p"),
+        ({"softmax_scale": 0.0}, ValueError, "softmax_scale is 0.0; it must be None or positive"),
+        ({"recipe": "best"}, ValueError, "recipe is 'best'"),
+        ({"dropout_p": 0.1}, NotImplementedError, r"dropout_p is 0\.1; it must be 0\.0.*flash-attn 2"),
+        ({"alibi_slopes": torch.ones(4)}, NotImplementedError, r"alibi_slopes is a Tensor .*flash-attn 2"),
+        ({"return_softmax_lse": "no"}, TypeError, "return_softmax_lse is 'no'; it must be a bool"),
+        ({"window_size": (None, -2)}, ValueError, r"window_size is \(-1, -2\)"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

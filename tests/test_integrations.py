@@ -29,7 +29,7 @@ def run_example(title: str) -> dict[str, Any]:
 def test_every_section_has_an_example() -> None:
     sections = re.findall(r"^## (.*)$", PAGE.read_text(), flags=re.MULTILINE)
     assert [*dict(EXAMPLES), "tritonbench"] == sections
-    assert len(sections) == 8
+    assert len(sections) == 10
 
 
 def test_flash_attn() -> None:
@@ -75,6 +75,13 @@ def test_transformers() -> None:
     assert names["generated"].shape == (2, 9)
 
 
+def test_diffusers() -> None:
+    pytest.importorskip("diffusers")
+    names = run_example("diffusers")
+    assert names["out"].shape == (1, 30, 16)
+    assert not names["out"].isnan().any()
+
+
 def test_torch_compile() -> None:
     torch._dynamo.reset()
     names = run_example("torch.compile")
@@ -100,6 +107,11 @@ def test_pack_has_no_graph(device: str) -> None:
 def test_cuda_graphs() -> None:
     names = run_example("CUDA graphs")
     assert torch.equal(names["out"], ha.attention(names["q"], names["k"], names["v"], causal=True))
+
+
+def test_finding_mistakes() -> None:
+    names = run_example("Finding mistakes")
+    assert "lengths" in names["message"]
 
 
 def test_tritonbench_commands() -> None:

@@ -149,7 +149,7 @@ ATTENTION: dict[str, tuple[Bad, type[Exception], list[str]]] = TABLES | {
     "q_head_dim": ({"q": zeros(2, 4, 1, 64)}, ValueError, ["q has head dim 64", "32"]),
     "q_heads": ({"q": zeros(2, 3, 1, 32)}, ValueError, ["q has 3 heads", "2"]),
     "causal": ({"causal": "yes"}, TypeError, ["causal is 'yes'"]),
-    "return_lse": ({"return_lse": 1}, TypeError, ["return_lse is 1"]),
+    "return_lse": ({"return_lse": 2}, TypeError, ["return_lse is 2"]),
     "sm_scale": ({"sm_scale": -1.0}, ValueError, ["sm_scale is -1.0"]),
     "num_splits": ({"num_splits": 0}, ValueError, ["num_splits is 0"]),
     "out_dtype": ({"out_dtype": torch.float8_e4m3fn}, TypeError, ["out_dtype is torch.float8_e4m3fn", "bfloat16"]),
@@ -245,7 +245,8 @@ flash_attn_with_kvcache: Any = ha.flash_attn_with_kvcache
 
 
 def test_signature() -> None:
-    assert list(inspect.signature(ha.flash_attn_with_kvcache).parameters) == FLASH_ATTN_3
+    parameters = list(inspect.signature(ha.flash_attn_with_kvcache).parameters)
+    assert parameters == [*FLASH_ATTN_3, "block_table", "alibi_slopes"]
 
 
 def test_rules_name_arguments() -> None:
@@ -337,10 +338,15 @@ def test_unsupported_arguments_raise(rule: Any) -> None:
         ({"page_table": None}, ValueError, "page_table is None"),
         ({"k_descale": None}, ValueError, "k_descale is None"),
         ({"v_descale": torch.ones(1, 2)}, ValueError, "^v_descale is"),
-        ({"k_cache": zeros(5, 128, 2, 64)}, ValueError, "^k_cache is"),
-        ({"v_cache": zeros(3, 2, 64, 128)}, ValueError, "^v_cache is"),
-        ({"v_cache": zeros(5, 128, 2, 64)}, ValueError, "^v_cache.size.2. is 2"),
+        ({"k_cache": zeros(5, 128, 2, 64)}, TypeError, "^k_cache is .*bfloat16.*paged_kv_cache.*append_kvcache"),
+        ({"v_cache": zeros(3, 2, 64, 128)}, TypeError, "^v_cache is .*bfloat16.*paged_kv_cache.*append_kvcache"),
+        ({"k_cache": zeros(5, 2, 99, 64, dtype=torch.float8_e4m3fn)}, ValueError, "^k_cache is"),
+        ({"v_cache": zeros(3, 2, 64, 128, dtype=torch.float8_e4m3fn)}, ValueError, "^v_cache is"),
+        ({"v_cache": zeros(5, 128, 2, 64, dtype=torch.float8_e4m3fn)}, ValueError, "^v_cache.size.2. is 2"),
         ({"k_descale": [1.0]}, TypeError, "^k_descale is a list"),
+        ({"page_table": zeros(2, 2, dtype=torch.int64)}, TypeError, r"page_table\.to\(torch\.int32\)"),
+        ({"block_table": zeros(2, 2)}, ValueError, "block_table and page_table are both given"),
+        ({"alibi_slopes": zeros(4)}, NotImplementedError, "alibi_slopes is a Tensor"),
         ({"page_table": zeros(2, 2)}, TypeError, "^page_table has dtype torch.bfloat16"),
         ({"page_table": zeros(3, 2, dtype=torch.int32)}, ValueError, "^page_table has shape"),
         ({"cache_seqlens": zeros(3, dtype=torch.int32)}, ValueError, "^cache_seqlens has shape"),
@@ -348,7 +354,7 @@ def test_unsupported_arguments_raise(rule: Any) -> None:
         ({"q": zeros(2, 3, 4, 48)}, ValueError, "q has head dim 48"),
         ({"k": zeros(2, 3, 2, 64)}, ValueError, "v is None and k is not"),
         ({"k": zeros(2, 3, 2, 64), "v": zeros(2, 3, 2, 32)}, ValueError, "v has head dim 32"),
-        ({"k": zeros(2, 3, 2, 64), "v": zeros(2, 3, 2, 64), "causal": 1}, TypeError, "causal is 1"),
+        ({"k": zeros(2, 3, 2, 64), "v": zeros(2, 3, 2, 64), "causal": 2}, TypeError, "causal is 2"),
         ({"softmax_scale": -1.0}, ValueError, "softmax_scale is -1"),
         ({"num_splits": -1}, ValueError, "num_splits is -1"),
         ({"dropout_p": 0.0}, TypeError, "dropout_p"),

@@ -249,3 +249,58 @@ def test_strided_channels_are_refused() -> None:
     q, k, v = make_qkv("randn", 1, 2, 2, 20, 30, 32)
     with pytest.raises(ValueError, match=r"k has a last-dimension stride of 30; with rope it must be 1"):
         ha.quantize(q, k.mT.contiguous().mT, v, rope=tables(30, 32, device="cpu"))
+
+
+#: How transformers' tables repeat the columns of this package's.
+REPEATED = {"halves": lambda x: torch.cat([x, x], -1), "pairs": lambda x: x.repeat_interleave(2, -1)}
+
+
+@pytest.mark.parametrize("how", REPEATED)
+@pytest.mark.parametrize("rotary", [64, 32, 16])
+def test_tables_with_every_column_twice_are_refused(rotary: int, how: str, device: str) -> None:
+    """Of a partial rotation they would pass for tables of twice the channels, and give a wrong result."""
+    rope = tables(30, rotary, device=device)
+    twice = {name: REPEATED[how](getattr(rope, name)) for name in ("cos", "sin")}
+    kept = f"..., :{rotary // 2}" if how == "halves" else "..., ::2"
+    with pytest.raises(ValueError, match=rf"rope\.cos has shape \(30, {rotary}\).*transformers.*cos\[{kept}\]"):
+        ha.Rope(**twice)
+    with pytest.raises(ValueError, match=r"rope\.sin has shape"):
+        dataclasses.replace(rope, sin=twice["sin"])
+    # What the message says to pass is right.
+    columns = slice(0, rotary // 2) if how == "halves" else slice(None, None, 2)
+    halves = ha.Rope(**{name: x[:, columns].contiguous() for name, x in twice.items()})
+    qkv = make_qkv("randn", 1, 2, 2, 20, 30, 64, device=device)
+    assert torch.equal(ha.attention(*qkv, rope=halves), ha.attention(*qkv, rope=rope))
+
+
+def test_transformers_own_tables_are_refused() -> None:
+    """Full and partial rotation, as its models make the tables, [B, S, R]."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+
+    sizes: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2}
+    positions = torch.arange(9).unsqueeze(0)
+    for config, embedding in (
+        (transformers.LlamaConfig(**sizes), LlamaRotaryEmbedding),
+        (transformers.PhiConfig(**sizes, partial_rotary_factor=0.5), PhiRotaryEmbedding),
+    ):
+        cos, sin = embedding(config)(torch.zeros(1, 9, 128), positions)
+        with pytest.raises(ValueError, match="as in the tables of transformers"):
+            ha.Rope(cos[0], sin[0])
+
+
+def test_tables_of_one_value_are_taken() -> None:
+    """Position 0 alone: nothing is rotated, whichever columns there are."""
+    ha.Rope(torch.ones(1, 16), torch.zeros(1, 16))
+
+
+def test_tables_are_not_read_in_a_graph(device: str) -> None:
+    def attend(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return ha.attention(q, q, q, rope=ha.Rope(cos, sin))
+
+    torch._dynamo.reset()
+    rope = tables(20, 32, device=device)
+    q = make_qkv("randn", 1, 2, 2, 20, 20, 64, device=device)[0]
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, rope.cos, rope.sin), attend(q, rope.cos, rope.sin))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as bound_before
 
 import helion_attn as ha
-from helion_attn.integrations.sdpa import HIDDEN, RULES
+from helion_attn.integrations import masks
+from helion_attn.integrations.sdpa import RULES, FallbackWarning
 from helion_attn.testing import make_qkv, relative_error
 from helpers.refused import refused
 
@@ -59,8 +62,8 @@ def test_only_the_thread_that_entered(device: str) -> None:
 
 
 def test_recipe_is_checked() -> None:
-    with pytest.raises(TypeError, match="recipe is 'fast'"):
-        ha.sdpa(recipe="fast")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="recipe is 8"):
+        ha.sdpa(recipe=8)  # type: ignore[arg-type]
 
 
 CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = {
@@ -106,6 +109,9 @@ BAD: dict[str, tuple[Callable[[Qkv], tuple[Any, ...]], dict[str, Any], type[Exce
     "scale": (tuple, {"scale": -1.0}, ValueError, "scale is -1.0"),
     "value_of_rank_3": (lambda qkv: (*qkv[:2], qkv[2][0]), {}, ValueError, "value has shape"),
     "rank_3": (lambda qkv: tuple(x[0] for x in qkv), {}, ValueError, "4 dimensions"),
+    "mask_of_5_dimensions": (tuple, {"attn_mask": torch.ones(1, 1, 1, 24, 24)}, ValueError, "must broadcast to"),
+    "mask_of_other_keys": (tuple, {"attn_mask": torch.ones(24, 23)}, ValueError, "must broadcast to .* N = 24"),
+    "mask_of_ints": (tuple, {"attn_mask": torch.ones(24, 24).int()}, NotImplementedError, "must be bool or of a"),
     "heads": (lambda qkv: (qkv[0], qkv[1][:, :1], qkv[2][:, :1]), {}, ValueError, "enable_gqa"),
     "head_dim": (lambda qkv: tuple(x[..., :8] for x in qkv), {}, ValueError, "head dim"),
     "meta": (lambda qkv: tuple(x.to("meta") for x in qkv), {}, NotImplementedError, "meta"),
@@ -121,16 +127,278 @@ def test_bad_calls_raise(case: str, device: str) -> None:
         F.scaled_dot_product_attention(*change(qkv_on(device)), **options)
 
 
-def test_multihead_attention_raises(device: str) -> None:
-    """Its call of scaled_dot_product_attention is not seen; it must not run in bf16 as if nothing was said."""
-    x = torch.randn(1, 8, 32, device=device)
-    attend = torch.nn.MultiheadAttention(32, 2, batch_first=True, device=device)
-    for layer in (attend, torch.nn.TransformerEncoderLayer(32, 2, batch_first=True, device=device)):
-        arguments = (x, x, x) if layer is attend else (x,)
-        for module in (layer.train(), layer.eval()):
-            with torch.no_grad(), ha.sdpa(), pytest.raises(NotImplementedError, match="MultiheadAttention"):
-                module(*arguments)
-    assert F.multi_head_attention_forward in HIDDEN
+def tril(M: int, N: int, offset: int) -> torch.Tensor:
+    return torch.ones(M, N, dtype=torch.bool).tril(offset)
+
+
+def padding(*spans: tuple[int, int], N: int = 40) -> torch.Tensor:
+    at = torch.arange(N)
+    return torch.stack([(at >= start) & (at < stop) for start, stop in spans])[:, None, None]
+
+
+#: Masks that are understood, for B = 2, H = 2, M = 24 and N = 40; boolean.
+MASKS: dict[str, torch.Tensor] = {
+    "all_true": torch.ones(24, 40, dtype=torch.bool),
+    "all_true_of_one": torch.ones(1, 1, 1, 1, dtype=torch.bool),
+    "causal": tril(24, 40, 16),
+    "causal_of_all": tril(24, 40, 16).expand(2, 2, 24, 40),
+    "causal_top_left": tril(24, 40, 0),
+    "padding_right": padding((0, 40), (0, 11)),
+    "padding_left": padding((29, 40), (0, 40)),
+    "padding_both": padding((3, 30), (9, 40)),
+    "padding_between": padding((0, 40), (0, 33)) & (torch.arange(40) % 13 < 8),
+    "two_runs": torch.cat(
+        [padding((0, 9), (0, 31)).expand(2, 1, 11, 40), padding((0, 1), (0, 31)).expand(2, 1, 13, 40)], 2
+    ),
+    "one_row": padding((0, 9), (2, 31))[:, :, :1],
+    "nothing_is_left": padding((0, 0), (0, 40)),
+    "padding_and_causal": padding((5, 40), (20, 33)) & tril(24, 40, 16),
+    "padding_right_and_causal": padding((0, 18), (0, 40)) & tril(24, 40, 16),
+    "padding_left_and_causal": padding((39, 40), (17, 40)) & tril(24, 40, 16),
+    "padding_and_causal_top_left": padding((5, 40), (0, 9)) & tril(24, 40, 0),
+}
+
+
+def as_bias(mask: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, float("-inf"))
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["bool", "added"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_tensors(name: str, added: bool, device: str) -> None:
+    """As PyTorch has them, rows that see nothing included."""
+    mask = (as_bias(MASKS[name]) if added else MASKS[name]).to(device)
+    qkv = make_qkv("randn", 2, 2, 2, 24, 40, 32, device=device)
+    q, k, v = (x.float() for x in qkv)
+    stock = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.float() if added else mask)
+    out = ha.scaled_dot_product_attention(*qkv, attn_mask=mask)
+    hidden = ~MASKS[name].expand(2, 2, 24, 40).any(3).to(device)
+    assert (out[hidden] == 0).all()
+    assert 1e-4 < relative_error(out, stock) < 0.07
+    for row, expected in zip(out[~hidden], stock[~hidden], strict=True):
+        assert relative_error(row, expected) < 0.25
+
+
+@pytest.mark.parametrize("name", ["causal", "padding_both", "padding_between", "two_runs", "padding_right_and_causal"])
+def test_another_mask_would_be_seen(name: str, device: str) -> None:
+    """Every mask above but by a key: the same bounds see it."""
+    moved = MASKS[name].expand(2, 1, 24, 40).roll(1, 3).to(device)
+    qkv = make_qkv("randn", 2, 2, 2, 24, 40, 32, device=device)
+    q, k, v = (x.float() for x in qkv)
+    stock = F.scaled_dot_product_attention(q, k, v, attn_mask=moved)
+    assert relative_error(ha.scaled_dot_product_attention(*qkv, attn_mask=MASKS[name].to(device)), stock) > 0.1
+
+
+def test_more_queries_than_keys(device: str) -> None:
+    qkv = make_qkv("randn", 1, 2, 2, 40, 24, 32, device=device)
+    q, k, v = (x.float() for x in qkv)
+    for offset in (-16, 0):
+        mask = tril(40, 24, offset).to(device)
+        stock = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out = ha.scaled_dot_product_attention(*qkv, attn_mask=mask)
+        assert 1e-4 < relative_error(out, stock) < 0.07
+
+
+#: Masks that are not.
+OTHER_MASKS: dict[str, torch.Tensor] = {
+    "holes": torch.eye(24, 40, dtype=torch.bool),
+    "window": tril(24, 40, 16) & ~tril(24, 40, 8),
+    "hole_in_causal": tril(24, 40, 16) & (torch.arange(40) != 7),
+    "three_runs": (torch.arange(24).unsqueeze(1) // 8) * 8 < torch.arange(40),
+    "by_head": torch.stack([tril(24, 40, 16), tril(24, 40, 0)]),
+    "bias": torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), -1.0),
+    "nan": torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), float("nan")),
+    "lowest_for_all_keys": torch.full((24, 40), torch.finfo(torch.float32).min),
+    "off_by_one": tril(24, 40, 15),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MASKS)
+def test_other_masks_fall_back_if_asked_to(name: str, device: str) -> None:
+    mask = OTHER_MASKS[name].to(device)
+    q, k, v = (x.float() for x in make_qkv("randn", 2, 2, 2, 24, 40, 32, device=device))
+    stock = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with pytest.raises(NotImplementedError, match=r"attn_mask is a Tensor .*; it must be one that hides nothing"):
+        ha.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with pytest.warns(FallbackWarning, match="PyTorch's attention runs, as attn_mask is a Tensor"):
+        warned = ha.scaled_dot_product_attention(q, k, v, attn_mask=mask, fallback="warn")
+    with warnings.catch_warnings(), ha.sdpa(fallback="silent"):
+        warnings.simplefilter("error")
+        silent = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    for out in (warned, silent):
+        assert torch.equal(out.nan_to_num(9), stock.nan_to_num(9))
+
+
+def test_lowest_numbers_hide_as_infinity_does(device: str) -> None:
+    """As transformers fills its masks."""
+    mask = torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), torch.finfo(torch.float32).min).to(device)
+    qkv = make_qkv("randn", 2, 2, 2, 24, 40, 32, device=device)
+    assert torch.equal(ha.scaled_dot_product_attention(*qkv, attn_mask=mask), ha.attention(*qkv, causal=True))
+
+
+@pytest.mark.parametrize("case", [case for case in BAD if case not in ("rank_3", "value_of_rank_3", "typo", "meta")])
+def test_what_pytorch_can_run_falls_back(case: str, device: str) -> None:
+    """And what it cannot raises what it raises."""
+    change, options, _, _ = BAD[case]
+    qkv = change(qkv_on(device))
+    outs: list[Any] = []
+    for run in (F.scaled_dot_product_attention, ha.scaled_dot_product_attention):
+        given = options if run is F.scaled_dot_product_attention else {**options, "fallback": "silent"}
+        try:
+            outs.append(run(*qkv, **given).detach())
+        except Exception as error:
+            outs.append(str(error))
+    assert torch.equal(*outs) if isinstance(outs[0], torch.Tensor) else outs[0] == outs[1]
+
+
+def test_gradients_go_to_pytorch(device: str) -> None:
+    q, k, v = (x.float().requires_grad_() for x in qkv_on(device))
+    ha.scaled_dot_product_attention(q, k, v, fallback="silent").sum().backward()
+    assert v.grad is not None
+    with torch.no_grad():
+        out = ha.scaled_dot_product_attention(q, k, v, fallback="silent")
+        assert torch.equal(out, ha.attention(q, k, v))
+
+
+def test_what_goes_wrong_later_does_not_fall_back(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr("helion_attn.integrations.sdpa.attention", broken)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        ha.scaled_dot_product_attention(*qkv_on(device), fallback="silent")
+
+
+def test_fallback_is_checked(device: str) -> None:
+    for call in (
+        lambda: ha.sdpa(fallback="no"),
+        lambda: ha.scaled_dot_product_attention(*qkv_on(device), fallback="no"),
+    ):
+        with pytest.raises(ValueError, match=r"fallback is 'no'; it must be one of \('raise', 'warn', 'silent'\)"):
+            call()
+
+
+def test_function(device: str) -> None:
+    """The one-line replacement has PyTorch's arguments, by position too."""
+    qkv = qkv_on(device)
+    ours = list(inspect.signature(ha.scaled_dot_product_attention).parameters.values())
+    names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
+    assert [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD] == names
+    out = ha.scaled_dot_product_attention(*qkv, None, 0.0, True, 0.3)
+    assert torch.equal(out, ha.attention(*qkv, causal=True, sm_scale=0.3))
+    out = ha.scaled_dot_product_attention(*qkv, recipe="fast")
+    assert torch.equal(out, ha.attention(*qkv, recipe=ha.FAST))
+
+
+def test_decorator(device: str) -> None:
+    qkv = qkv_on(device)
+
+    @ha.sdpa(recipe="fast")
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, depth: int = 0) -> torch.Tensor:
+        """Its own."""
+        return attend(q, k, v, depth - 1) if depth else F.scaled_dot_product_attention(q, k, v)
+
+    assert attend.__doc__ == "Its own."
+    for depth in (0, 2):
+        assert torch.equal(attend(*qkv, depth), ha.attention(*qkv, recipe=ha.FAST))
+    assert is_stock(F.scaled_dot_product_attention(*qkv), qkv)
+
+    def later() -> Any:
+        yield F.scaled_dot_product_attention(*qkv)
+
+    async def coroutine() -> None:
+        pass
+
+    for function in (later, coroutine):
+        with pytest.raises(TypeError, match="must be an ordinary function"):
+            ha.sdpa()(function)
+
+
+X = torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(0))
+
+#: What `torch.nn.MultiheadAttention` is called with, besides its inputs.
+MHA_CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "key_padding": {"key_padding_mask": torch.arange(24) >= torch.tensor([[24], [9]])},
+    "causal": {"attn_mask": ~tril(24, 24, 0), "is_causal": True},
+    "causal_mask": {"attn_mask": ~tril(24, 24, 0)},
+    "both": {"attn_mask": ~tril(24, 24, 0), "key_padding_mask": torch.arange(24) >= torch.tensor([[24], [9]])},
+}
+
+
+@pytest.mark.parametrize("case", MHA_CALLS)
+def test_multihead_attention(case: str, device: str) -> None:
+    """What its attention would be with the exact oracle is what it is without; with the kernel it is near."""
+    x = X.to(device)
+    options = {name: y.to(device) if isinstance(y, torch.Tensor) else y for name, y in MHA_CALLS[case].items()}
+    module = torch.nn.MultiheadAttention(64, 2, batch_first=True, device=device).eval()
+    with torch.no_grad():
+        stock, _ = module(x, x, x, need_weights=False, **options)
+        with ha.sdpa():
+            out, _ = module(x, x, x, need_weights=False, **options)
+        with ha.sdpa(recipe=ha.BF16):
+            near, _ = module(x, x, x, need_weights=False, **options)
+    assert 1e-4 < relative_error(out, stock) < 0.07
+    assert 0 < relative_error(near, stock) < 0.01
+
+
+def test_encoder_layers(device: str) -> None:
+    """In training mode without dropout too; alone and stacked, with padding."""
+    x = X.to(device)
+    padded = torch.arange(24, device=device) >= torch.tensor([[24], [9]], device=device)
+    layer = torch.nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0, batch_first=True, device=device)
+    stack = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    for module, mode in ((layer, True), (layer, False), (stack, False)):
+        module.train(mode)
+        with torch.no_grad():
+            stock = module(x, src_key_padding_mask=padded)
+            with ha.sdpa():
+                out = module(x, src_key_padding_mask=padded)
+        assert 1e-4 < relative_error(out[~padded], stock[~padded]) < 0.05
+
+
+def test_multihead_attention_with_weights_raises(device: str) -> None:
+    x = X.to(device)
+    module = torch.nn.MultiheadAttention(64, 2, batch_first=True, device=device).eval()
+    with torch.no_grad():
+        stock, weights = module(x, x, x)
+        with ha.sdpa(), pytest.raises(NotImplementedError, match="need_weights is True; it must be False"):
+            module(x, x, x)
+        with ha.sdpa(fallback="silent"):
+            out, its_weights = module(x, x, x)
+    assert torch.allclose(out, stock, atol=1e-5)
+    assert torch.allclose(its_weights, weights, atol=1e-5)
+
+
+def test_fused_encoders_raise(device: str) -> None:
+    """PyTorch takes them where no mode is active; whoever calls them inside must not get bf16 attention unasked."""
+    x = X.to(device)
+    with ha.sdpa(), pytest.raises(NotImplementedError, match="_native_multi_head_attention is not supported"):
+        torch._native_multi_head_attention(x, x, x, 64, 2, x, x, x, x)
+
+
+def test_masks_are_not_read_in_a_graph(device: str) -> None:
+    torch._dynamo.reset()
+    qkv, mask = qkv_on(device), torch.ones(24, 24, dtype=torch.bool, device=device)
+
+    def attend(fallback: str) -> torch.Tensor:
+        return ha.scaled_dot_product_attention(*qkv, attn_mask=mask, fallback=fallback)
+
+    with pytest.raises(Exception, match=r"in torch\.compile it must be None"):
+        torch.compile(attend, fullgraph=True, backend="eager")("raise")
+
+
+def test_a_mask_is_read_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    tolist = torch.Tensor.tolist
+
+    def counted(x: torch.Tensor) -> Any:
+        reads.append(x.shape)
+        return tolist(x)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    masks.read_mask(MASKS["padding_and_causal"].to(device), 2, 24, 40)
+    assert len(reads) == 1
 
 
 def test_autocast_is_as_in_pytorch(device: str) -> None:

@@ -298,7 +298,7 @@ def test_registration_is_checked() -> None:
         with pytest.raises(ValueError, match=f"name is '{name}'"):
             ha.register_transformers(name)
     with pytest.raises(TypeError, match="recipe is"):
-        ha.register_transformers(recipe="fast")  # type: ignore[arg-type]
+        ha.register_transformers(recipe=8)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="name is"):
         ha.register_transformers(None)  # type: ignore[arg-type]
 

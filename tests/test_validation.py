@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -56,7 +57,7 @@ TENSORS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
     "k_e4m3": (
         {"k": zeros(2, 2, 7, 32).to(torch.float8_e4m3fn)},
         TypeError,
-        ["k has dtype torch.float8_e4m3fn", "one of bfloat16, float16, float32"],
+        ["k has dtype torch.float8_e4m3fn", "one of bfloat16, float16, float32", "helion_attn.pack"],
     ),
     "mixed_dtypes": (
         {"v": zeros(2, 2, 7, 32, dtype=torch.float16)},
@@ -119,7 +120,7 @@ TENSORS: dict[str, tuple[Bad, type[Exception], list[str]]] = {
     ),
     "layout": ({"layout": "sbhd"}, ValueError, ["layout is 'sbhd'", "('bhsd', 'bshd')"]),
     "layout_none": ({"layout": None}, ValueError, ["layout is None", "('bhsd', 'bshd')"]),
-    "recipe_string": ({"recipe": "balanced"}, TypeError, ["recipe is 'balanced'", "helion_attn.Recipe"]),
+    "recipe_string": ({"recipe": "best"}, ValueError, ["recipe is 'best'", "helion_attn.Recipe"]),
     "recipe_class": ({"recipe": ha.Recipe}, TypeError, ["recipe is <class", "helion_attn.Recipe"]),
     "hadamard_of_odd_head_dim": (
         {name: zeros(1, 2, 3, 81) for name in "qkv"} | {"recipe": ha.ACCURATE},
@@ -206,6 +207,34 @@ def test_bad_options(what: str) -> None:
 def test_misspelt_option(function: Callable[..., object]) -> None:
     with pytest.raises(TypeError, match="is_causal"):
         function(**good(), is_causal=True)
+
+
+#: Shapes of q and k, and the layout that they are given with; whether heads and lengths look exchanged.
+SWAPPED = {
+    "bshd_as_bhsd": ((1, 100, 4, 32), (1, 100, 4, 32), "bhsd", True),
+    "bshd_as_bhsd_gqa": ((1, 100, 8, 32), (1, 50, 2, 32), "bhsd", True),
+    "bhsd_as_bshd": ((1, 4, 100, 32), (1, 4, 100, 32), "bshd", True),
+    "bhsd": ((1, 4, 100, 32), (1, 4, 100, 32), "bhsd", False),
+    "bshd": ((1, 100, 4, 32), (1, 100, 4, 32), "bshd", False),
+    "first_steps_of_decoding": ((1, 32, 1, 32), (1, 8, 3, 32), "bhsd", False),
+    "short_prompt_of_few_kv_heads": ((1, 32, 9, 32), (1, 8, 9, 32), "bhsd", False),
+}
+
+
+@pytest.mark.parametrize("what", SWAPPED)
+def test_more_heads_than_tokens_warn_once(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, layout, swapped = SWAPPED[what]
+    monkeypatch.setattr(dense, "_SAID", set())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with pytest.raises(Launched):
+                ha.attention(zeros(*q), zeros(*k), zeros(*k), layout=layout)
+    assert len(said) == swapped
+    other = "bshd" if layout == "bhsd" else "bhsd"
+    for warning in said:
+        assert warning.category is dense.SwappedLayoutWarning
+        assert f"pass layout='{other}'" in str(warning.message)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
+import pytest
 from hatchling.builders.wheel import WheelBuilder
+from packaging.metadata import Metadata
+
+import helion_attn as ha
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,3 +26,56 @@ def test_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
     }
     assert {Path("helion_attn/py.typed"), Path("helion_attn/configs/fp8_attn_fwd_sm90.json")} <= package
     assert {name for name in names if not name.parts[0].endswith(".dist-info")} == package
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (built,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path_factory.mktemp("wheel")), versions=["standard"])
+    return Path(built)
+
+
+def test_metadata(wheel: Path) -> None:
+    """What an index would check; and that the package alone needs four others, and typing_extensions as torch does."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+    metadata = Metadata.from_email(archive.read(name), validate=True)
+    assert metadata.name == "helion_attn"
+    assert str(metadata.version) == ha.__version__
+    assert metadata.summary
+    assert metadata.description
+    assert metadata.description_content_type == "text/markdown"
+    assert metadata.license_expression == "BSD-3-Clause"
+    assert metadata.license_files == ["LICENSE"]
+    assert any(member.endswith("licenses/LICENSE") for member in archive.namelist())
+    assert str(metadata.requires_python) == ">=3.10"
+    needed = {requirement.name for requirement in metadata.requires_dist or [] if requirement.marker is None}
+    assert needed == {"torch", "triton", "helion", "packaging", "typing-extensions"}
+    assert {"test", "bench", "examples", "language-model"} <= set(metadata.provides_extra or [])
+
+
+def test_changelog_and_citation_have_this_version() -> None:
+    assert f"## {ha.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {ha.__version__}\n" in citation
+    for field in ("cff-version: 1.2.0", "message:", "title: helion_attn", "authors:", "license: BSD-3-Clause"):
+        assert field in citation
+
+
+def test_installed_into_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    """The wheel, beside the dependencies of this environment, which are not installed again, passes its self-check."""
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    (packages,) = environment.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)  # what pip does with a wheel of Python files
+    # Of this environment the folder alone: its own .pth files, such as that of an editable install, are not read.
+    (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": plain}
+    where = subprocess.run([python, "-c", "import helion_attn; print(helion_attn.__file__)"], check=True, **options)  # type: ignore[call-overload]
+    assert Path(where.stdout.strip()).is_relative_to(packages)
+    done = subprocess.run([python, "-m", "helion_attn"], **options)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"helion_attn  {ha.__version__}" in done.stdout
+    assert "self-check   passed" in done.stdout

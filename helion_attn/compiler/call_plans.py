@@ -210,6 +210,18 @@ def place_of(x: torch.Tensor) -> tuple[int, int]:
 
 _TAPE: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
+_PAUSED: ContextVar[bool] = ContextVar("paused", default=False)
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Inside, every call is checked and run as if it was the first."""
+    token = _PAUSED.set(True)
+    try:
+        yield
+    finally:
+        _PAUSED.reset(token)
+
 
 def recording() -> bool:
     """Whether this call is recorded."""
@@ -264,7 +276,7 @@ def key_of(name: str, tensors: Sequence[Any], options: Sequence[Any]) -> Hashabl
         tensors: all that it is given.
         options: all else; a tuple among them has its entries for options.
     """
-    if torch.compiler.is_compiling() or not all(map(is_plain, tensors)) or not nothing_listens():
+    if torch.compiler.is_compiling() or _PAUSED.get() or not all(map(is_plain, tensors)) or not nothing_listens():
         return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return None

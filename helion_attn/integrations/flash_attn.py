@@ -1,16 +1,24 @@
-"""flash-attn's functions under their own names and arguments, so that replacing the import replaces the attention."""
+"""flash-attn's functions under their own names and arguments, so that replacing the import replaces the attention.
+
+Arguments are flash-attn 3's. Calls in the order of flash-attn 2, which has `dropout_p` in the place of an argument of
+flash-attn 3, are recognised by it (`takes_flash_attn_2`).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+from typing_extensions import ParamSpec
 
 from helion_attn.api import attention, attention_quantized, pack_unread
 from helion_attn.integrations.rules import Rule, check_supported, is_none
 from helion_attn.kv_cache import append_kvcache, attention_kvcache
 from helion_attn.types import BALANCED, PagedKVCache, Recipe
 from helion_attn.validate.dense import (
+    check_descale,
     check_descale_form,
     check_flag,
     check_inputs,
@@ -18,9 +26,39 @@ from helion_attn.validate.dense import (
     check_sm_scale,
     check_softcap,
     check_window,
+    described,
 )
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention
+from helion_attn.validate.names import in_lines
+from helion_attn.validate.values import debugging
 from helion_attn.varlen import attention_varlen
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Arguments of flash-attn 2 that have no place in flash-attn 3.
+FLASH_ATTN_2_RULES = (
+    Rule("dropout_p", lambda p: p == 0, "0.0, as in inference (an argument of flash-attn 2)"),
+    Rule("alibi_slopes", is_none, "None (an argument of flash-attn 2)"),
+)
+
+#: Likewise, where K and V could lie in pages.
+FLASH_ATTN_2_VARLEN_RULES = (
+    *FLASH_ATTN_2_RULES,
+    Rule(
+        "block_table", is_none, "None: K and V in pages are for `flash_attn_with_kvcache` (an argument of flash-attn 2)"
+    ),
+)
+
+#: Where flash-attn 2's calls have other arguments than flash-attn 3's, in order.
+FLASH_ATTN_2_DENSE = (
+    *("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"),
+    "return_attn_probs",
+)
+FLASH_ATTN_2_KVCACHE = (
+    *("rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "softmax_scale"),
+    *("causal", "window_size", "softcap", "rotary_interleaved", "alibi_slopes", "num_splits", "return_softmax_lse"),
+)
 
 #: Arguments of flash-attn 3 that change the result, or promise something, and that are not supported.
 RULES = (
@@ -74,7 +112,7 @@ KVCACHE_NAMES = {
 def _options(
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int, int] | None,
+    window_size: tuple[int | None, int | None] | None,
     softcap: float,
     return_lse: bool,
     return_name: str,
@@ -84,21 +122,70 @@ def _options(
         check_sm_scale(softmax_scale, "softmax_scale")
         if softmax_scale == 0:
             raise ValueError(
-                f"softmax_scale is {softmax_scale}; it must be None or positive: flash-attn 2 has dropout_p in this "
-                f"place, and a scale of 0 gives every key the same weight"
+                f"softmax_scale is {softmax_scale}; it must be None or positive: a scale of 0 gives every key the same "
+                f"weight"
             )
-    check_window(window_size, "window_size")
+    window: Any = window_size
+    if isinstance(window_size, (tuple, list)):
+        window = tuple(-1 if edge is None else edge for edge in window_size)
+    check_window(window, "window_size")
     check_softcap(softcap, no_cap=0.0)
     check_flag(return_lse, return_name)
     return {
         "causal": causal,
         "sm_scale": softmax_scale,
-        "window": None if window_size is None or tuple(window_size) == (-1, -1) else window_size,
+        "window": None if window is None or window == (-1, -1) else window,
         "softcap": None if softcap == 0.0 else softcap,
         "return_lse": return_lse,
     }
 
 
+def takes_flash_attn_2(
+    first: int, is_it: Callable[[tuple[Any, ...], dict[str, Any]], bool], names: tuple[str, ...]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Of a function with flash-attn 3's arguments, one that also takes flash-attn 2's order.
+
+    Args:
+        first: the place from which the two differ.
+        is_it: whether a call, of more positional arguments than that, is flash-attn 2's.
+        names: of flash-attn 2's arguments, from there on.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            given: dict[str, Any] = kwargs
+            positional: tuple[Any, ...] = args
+            if len(positional) > first and is_it(positional, given):
+                rest = positional[first:]
+                twice = [name for name in names[: len(rest)] if name in given]
+                if twice or len(rest) > len(names):
+                    what = f"{twice[0]} comes twice" if twice else f"there are {len(rest) - len(names)} too many"
+                    raise TypeError(
+                        f"{function.__name__}: in the order of flash-attn 2, which {names[0]}={rest[0]!r} at place "
+                        f"{first} means, {what}"
+                    )
+                positional, given = positional[:first], {**dict(zip(names, rest, strict=False)), **given}
+            return function(*positional, **given)
+
+        return in_lines(call)
+
+    return decorate
+
+
+def is_number(value: object) -> bool:
+    """An int or a float, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _has_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the fourth argument is `dropout_p`: it is 0, or a scale follows, by name or in the place of `causal`."""
+    if not is_number(args[3]):
+        return False
+    return args[3] == 0 or "softmax_scale" in kwargs or (len(args) > 4 and not isinstance(args[4], bool))
+
+
+@takes_flash_attn_2(3, _has_dropout, FLASH_ATTN_2_DENSE)
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -118,9 +205,15 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
-    recipe: Recipe = BALANCED,
+    dropout_p: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    recipe: Recipe | str = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention with the names, the order and the meaning of flash-attn 3's arguments.
+
+    It takes flash-attn 2's calls too: with a number in fourth place that can only be its `dropout_p` (0, or followed by
+    a scale), all that follow are in its order.
 
     bf16, fp16 and fp32 tensors are quantised by `recipe`, as in `helion_attn.attention`. e4m3 tensors are taken as
     they are, with descales; `recipe` does not matter to them. Nothing is cast under `torch.autocast`, as in flash-attn.
@@ -144,7 +237,10 @@ def flash_attn_func(
         pack_gqa: for flash-attn's scheduling; it changes no result and is not looked at.
         deterministic: not looked at; the forward pass always is.
         sm_margin: 0.
-        return_attn_probs: also return lse, as flash-attn 3 does.
+        return_attn_probs: also return lse, as flash-attn 3 does; flash-attn 2 returns a third value.
+        dropout_p: 0.
+        alibi_slopes: None.
+        return_softmax_lse: as `return_attn_probs`.
         recipe: how bf16, fp16 and fp32 tensors become 8-bit numbers; flash-attn has no such argument.
 
     Returns:
@@ -155,9 +251,12 @@ def flash_attn_func(
         TypeError, ValueError: naming the argument, its value and what is accepted.
         RuntimeError: an input requires grad, in grad mode.
     """
-    values = {"qv": qv, "attention_chunk": attention_chunk, "num_splits": num_splits, "sm_margin": sm_margin}
-    check_supported("flash_attn_func", RULES, values)
-    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, "return_attn_probs")
+    values: dict[str, Any] = {"qv": qv, "attention_chunk": attention_chunk, "num_splits": num_splits}
+    values |= {"sm_margin": sm_margin, "dropout_p": dropout_p, "alibi_slopes": alibi_slopes}
+    check_supported("flash_attn_func", (*RULES, *FLASH_ATTN_2_RULES), values)
+    check_flag(return_softmax_lse, "return_softmax_lse")
+    return_lse = return_attn_probs or return_softmax_lse
+    options = _options(softmax_scale, causal, window_size, softcap, return_lse, "return_attn_probs")
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
         for name, descale in descales.items():
@@ -174,6 +273,7 @@ def flash_attn_func(
     return attention_quantized(qkv, **options)
 
 
+@takes_flash_attn_2(7, lambda args, _: is_number(args[7]), (*FLASH_ATTN_2_DENSE, "block_table"))
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -199,9 +299,15 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
-    recipe: Recipe = BALANCED,
+    dropout_p: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    recipe: Recipe | str = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention of packed sequences, with the names, the order and the meaning of flash-attn 3's arguments.
+
+    With a number in eighth place, which is flash-attn 2's `dropout_p`, all that follow are in its order.
 
     Tensors are quantised by `recipe`, as in `helion_attn.attention_varlen`, every sequence by itself.
 
@@ -223,7 +329,11 @@ def flash_attn_varlen_func(
         num_splits: 0 or 1.
         pack_gqa: for flash-attn's scheduling; it changes no result and is not looked at.
         deterministic: not looked at; the forward pass always is.
-        return_attn_probs: also return lse, as flash-attn 3 does.
+        return_attn_probs: also return lse, as flash-attn 3 does; flash-attn 2 returns a third value.
+        dropout_p: 0.
+        alibi_slopes: None.
+        block_table: None.
+        return_softmax_lse: as `return_attn_probs`.
         recipe: how the tensors become 8-bit numbers; flash-attn has no such argument.
 
     Returns:
@@ -245,9 +355,14 @@ def flash_attn_varlen_func(
         "attention_chunk": attention_chunk,
         "num_splits": num_splits,
         "sm_margin": sm_margin,
+        "dropout_p": dropout_p,
+        "alibi_slopes": alibi_slopes,
+        "block_table": block_table,
     }
-    check_supported("flash_attn_varlen_func", VARLEN_RULES, values)
-    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, "return_attn_probs")
+    check_supported("flash_attn_varlen_func", (*VARLEN_RULES, *FLASH_ATTN_2_VARLEN_RULES), values)
+    check_flag(return_softmax_lse, "return_softmax_lse")
+    return_lse = return_attn_probs or return_softmax_lse
+    options = _options(softmax_scale, causal, window_size, softcap, return_lse, "return_attn_probs")
     return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe=recipe, **options)
 
 
@@ -255,11 +370,20 @@ def _descale(name: str, descale: torch.Tensor | None, shape: tuple[int, int], de
     if descale is None:
         return torch.ones(shape, dtype=torch.float32, device=device)
     check_descale_form(name, descale, (shape,), device)
+    if debugging():
+        check_descale(name, descale, (shape,), device)
     # Reading the values, as `pack` does, would stall the stream, and fail in CUDA graphs and torch.compile. The kernel
     # relies on positive ones: the others must not give an answer.
     return torch.where(descale.isfinite() & (descale > 0), descale, float("nan"))
 
 
+def _has_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the eighth argument is `cache_seqlens`, where flash-attn 3 has a table of sines."""
+    lengths = args[7] if len(args) > 7 else None
+    return is_number(lengths) or (isinstance(lengths, torch.Tensor) and not lengths.is_floating_point())
+
+
+@takes_flash_attn_2(5, _has_lengths, FLASH_ATTN_2_KVCACHE)
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -291,6 +415,9 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    block_table: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over a paged FP8 cache, with the names, the order and the meaning of flash-attn 3's arguments.
 
@@ -318,6 +445,8 @@ def flash_attn_with_kvcache(
         num_splits: runs into which a sequence's pages are split; 0 to choose.
         pack_gqa: not looked at; heads that share a KV head always share a tile.
         return_softmax_lse: also return lse.
+        block_table: flash-attn 2's name of `page_table`.
+        alibi_slopes: None.
 
     Returns:
         out [B, M, H, D_v], of q's dtype; and fp32 lse [B, H, M], natural log, if asked for.
@@ -341,9 +470,20 @@ def flash_attn_with_kvcache(
         "attention_chunk": attention_chunk,
         "scheduler_metadata": scheduler_metadata,
         "sm_margin": sm_margin,
+        "alibi_slopes": alibi_slopes,
     }
-    check_supported("flash_attn_with_kvcache", KVCACHE_RULES, values)
+    check_supported("flash_attn_with_kvcache", (*KVCACHE_RULES, FLASH_ATTN_2_RULES[1]), values)
     check_inputs({"q": q}, "bshd")
+    if block_table is not None:
+        if page_table is not None:
+            raise ValueError("block_table and page_table are both given; one of them must be None: they are the same")
+        page_table = block_table
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.float8_e4m3fn:
+            raise TypeError(
+                f"{name} is {described(x)}; it must be {'k8' if name == 'k_cache' else 'v8'} of a "
+                f"helion_attn.PagedKVCache, made by paged_kv_cache and filled by append_kvcache: e4m3 in pages"
+            )
     if cache_seqlens is None or page_table is None or k_descale is None or v_descale is None:
         needed = {
             "cache_seqlens": cache_seqlens,
@@ -354,8 +494,6 @@ def flash_attn_with_kvcache(
         missing = next(name for name, value in needed.items() if value is None)
         raise ValueError(f"{missing} is None; a cache of packed pages, helion_attn.PagedKVCache, needs it")
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be k8 or v8 of a helion_attn.PagedKVCache")
         if x.dim() != 4:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; it must be k8 or v8 of a helion_attn.PagedKVCache, of 4 dimensions"

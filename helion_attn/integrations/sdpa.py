@@ -1,8 +1,13 @@
-"""A context in which `torch.nn.functional.scaled_dot_product_attention` is FP8 attention."""
+"""`torch.nn.functional.scaled_dot_product_attention` in FP8: as a context, a decorator, and a function."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +15,20 @@ from torch.overrides import TorchFunctionMode
 
 from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
+from helion_attn.integrations.masks import Visible, attend_to_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
-from helion_attn.types import BALANCED, Recipe
-from helion_attn.validate.dense import check_sm_scale
+from helion_attn.types import BALANCED, Recipe, as_recipe
+from helion_attn.validate.dense import check_qkv, check_recipe, check_sm_scale
+from helion_attn.validate.varlen import MAX_VARLEN_D, check_varlen_recipe
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: What `fallback` may be.
+FALLBACKS = ("raise", "warn", "silent")
+
+
+class FallbackWarning(UserWarning):
+    """PyTorch's attention ran in the place of this package's, as `fallback="warn"` asked for."""
 
 
 def _is_causal_bias(mask: Any) -> bool:
@@ -21,19 +37,19 @@ def _is_causal_bias(mask: Any) -> bool:
     return isinstance(mask, CausalBias)
 
 
-#: What the context accepts of the arguments of `scaled_dot_product_attention`.
+#: What is accepted of the arguments of `scaled_dot_product_attention`; the values of a mask are looked at later.
 RULES = (
     Rule(
         "attn_mask",
-        lambda mask: mask is None or _is_causal_bias(mask),
-        "None, or made by torch.nn.attention.bias.causal_lower_right or causal_upper_left: the values of other masks "
-        "would have to be read",
+        lambda mask: mask is None or isinstance(mask, torch.Tensor),
+        "None, made by torch.nn.attention.bias.causal_lower_right or causal_upper_left, or a tensor, alike for all "
+        "heads, that hides nothing, keys after the diagonal, or padding",
     ),
     Rule("dropout_p", lambda p: p == 0, "0"),
 )
 
-#: Functions of torch that call `scaled_dot_product_attention`, or compute attention, where the mode does not see it.
-HIDDEN = (F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
+#: Functions of torch that compute attention where the mode does not see it.
+FUSED = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
 
 
 class _SdpaMode(TorchFunctionMode):
@@ -44,31 +60,96 @@ class _SdpaMode(TorchFunctionMode):
     nests and is popped on exceptions, and torch.compile guards on it, so that what was compiled outside is compiled
     again inside, and the other way round. It costs about 1 us for every call of a torch function inside.
 
-    While a mode runs a function it is off. A function written in Python that torch hands to it as a whole would call
-    the stock attention: `HIDDEN` lists them, and they raise.
+    While a mode runs a function it is off. `F.multi_head_attention_forward`, which torch hands to it as a whole, would
+    call the stock attention: a copy of it that calls this one runs in its place. `FUSED` functions, of which there is
+    no copy, raise.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, fallback: str) -> None:
         super().__init__()
         self.recipe = recipe
+        self.fallback = fallback
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}), recipe=self.recipe)
-        if func in HIDDEN:
-            raise NotImplementedError(
-                f"helion_attn.sdpa: {func.__name__} (torch.nn.MultiheadAttention) is not supported; call "
-                f"scaled_dot_product_attention on the projected tensors"
+            return _attention(*args, **(kwargs or {}), recipe=self.recipe, fallback=self.fallback)
+        if func is F.multi_head_attention_forward:
+            return self._multi_head_attention(*args, **(kwargs or {}))
+        if func in FUSED:
+            refusal = NotImplementedError(
+                f"helion_attn.sdpa: {func.__name__} is not supported; call scaled_dot_product_attention on the "
+                f"projected tensors"
             )
+            return _fall_back(self.fallback, refusal, func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
+    def _multi_head_attention(self, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+        refusal = None
+        if given.get("need_weights", True):
+            refusal = "need_weights is True; it must be False: there are no attention weights"
+        elif torch.compiler.is_compiling():
+            refusal = "it is compiled by torch.compile; it must run eagerly, with what is around it compiled"
+        if refusal is not None:
+            error = NotImplementedError(f"helion_attn.sdpa: in torch.nn.MultiheadAttention {refusal}")
+            return _fall_back(self.fallback, error, F.multi_head_attention_forward, *args, **kwargs)
+        attend = functools.partial(_attention, recipe=self.recipe, fallback=self.fallback)
+        return _multi_head_attention_with(attend)(*args, **kwargs)
 
-def sdpa(*, recipe: Recipe = BALANCED) -> TorchFunctionMode:
+    def __call__(self, function: Function) -> Function:
+        """The function, with the context around each of its calls.
+
+        Raises:
+            TypeError: it is a generator or a coroutine, whose body runs after the call.
+        """
+        for is_later in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
+            if is_later(function):
+                raise TypeError(
+                    f"{function} is a generator or a coroutine; it must be an ordinary function: write `with "
+                    f"helion_attn.sdpa():` in its body"
+                )
+
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with _SdpaMode(self.recipe, self.fallback):
+                return function(*args, **kwargs)
+
+        return cast(Function, inside)
+
+
+def _multi_head_attention_with(attend: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """PyTorch's own `multi_head_attention_forward`, with another attention in it."""
+    original = F.multi_head_attention_forward
+    names = {**vars(F), "scaled_dot_product_attention": attend, "has_torch_function": lambda _: False}
+    copy = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    return copy
+
+
+def _check_fallback(fallback: str) -> None:
+    if fallback not in FALLBACKS:
+        raise ValueError(f"fallback is {fallback!r}; it must be one of {FALLBACKS}")
+
+
+def _fall_back(fallback: str, refusal: Exception, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's function in the place of what was refused, or the refusal."""
+    if fallback == "raise":
+        raise refusal
+    if fallback == "warn":
+        warnings.warn(f"PyTorch's attention runs, as {refusal}", FallbackWarning, stacklevel=4)
+    return function(*args, **kwargs)
+
+
+def sdpa(*, recipe: Recipe | str = BALANCED, fallback: str = "raise") -> _SdpaMode:
     """`with helion_attn.sdpa():` runs `torch.nn.functional.scaled_dot_product_attention` in FP8.
 
     It holds for calls from the thread that entered the context, until it is left, however that happens. Contexts nest;
     the innermost one counts. It works around and inside functions compiled by torch.compile. Calls of
     `torch.ops.aten.scaled_dot_product_attention` and its backends, and other attention functions, are left alone.
+    `@helion_attn.sdpa()` puts the context around every call of a function.
+
+    `torch.nn.MultiheadAttention` (with `need_weights=False`), `torch.nn.TransformerEncoderLayer` and what is built on
+    them run in FP8 too, but not where torch.compile traces them.
 
     The arguments mean what they mean to PyTorch:
 
@@ -78,21 +159,77 @@ def sdpa(*, recipe: Recipe = BALANCED) -> TorchFunctionMode:
     - `is_causal=True`: PyTorch aligns the mask to the top left, and helion_attn to the bottom right. They agree for
       M = N; other lengths raise. `attn_mask=torch.nn.attention.bias.causal_lower_right(M, N)` is right for any
       lengths; rows that see no key give 0.
-    - `attn_mask`: no other mask; `dropout_p`: 0; `scale`: in 0..2**64.
+    - `attn_mask`, a tensor: its values are read on the host, on every call. It may hide nothing, the keys after the
+      diagonal of the first or the last key, padding, or both, alike for all heads; a row that sees no key gives 0.
+      Padding needs D and D_v up to 256. `dropout_p`: 0; `scale`: in 0..2**64.
 
     Args:
-        recipe: how the tensors become 8-bit numbers.
+        recipe: how the tensors become 8-bit numbers, or a preset's name.
+        fallback: what becomes of a call that cannot run here: "raise"; "warn", which warns (`FallbackWarning`) and has
+            PyTorch's attention run; or "silent", which has it run.
 
     Raises:
-        TypeError: `recipe` is no Recipe.
+        TypeError, ValueError: `recipe` is no Recipe, `fallback` another word.
 
-    Calls inside the context raise what `helion_attn.attention` does, and NotImplementedError for what
-    docs/integrations.md lists as not supported, torch.nn.MultiheadAttention among it. Nothing falls back to the stock
-    attention.
+    With fallback="raise", calls inside the context raise what `helion_attn.attention` does, and NotImplementedError for
+    what docs/integrations.md lists as not supported.
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe, such as helion_attn.BALANCED")
-    return _SdpaMode(recipe)
+    _check_fallback(fallback)
+    return _SdpaMode(as_recipe(recipe), fallback)
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    recipe: Recipe | str = BALANCED,
+    fallback: str = "raise",
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` in FP8, with its arguments and their meaning.
+
+    Args:
+        query: [B, H, M, D]; this and all others as `helion_attn.sdpa` says.
+        key: [B, H_kv, N, D].
+        value: [B, H_kv, N, D_v].
+        attn_mask: None, or what hides nothing, later keys or padding.
+        dropout_p: 0.
+        is_causal: only with M = N.
+        scale: 1 / sqrt(D) by default.
+        enable_gqa: H_kv may be less than H.
+        recipe: how the tensors become 8-bit numbers, or a preset's name.
+        fallback: "raise", "warn" or "silent", as `helion_attn.sdpa` says.
+
+    Returns:
+        [B, H, M, D_v], of the query's dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `helion_attn.sdpa` says.
+    """
+    _check_fallback(fallback)
+    return _attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+        recipe=as_recipe(recipe), fallback=fallback,
+    )  # fmt: skip
+
+
+class _Call(NamedTuple):
+    """What a call means here.
+
+    Attributes:
+        qkv: Q, K and V, as autocast has them.
+        causal: with the last query at the last key.
+        visible: what a mask leaves of that, if it hides more.
+    """
+
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    causal: bool
+    visible: Visible | None
 
 
 def _attention(
@@ -106,7 +243,38 @@ def _attention(
     enable_gqa: bool = False,
     *,
     recipe: Recipe,
+    fallback: str,
 ) -> torch.Tensor:
+    try:
+        call = _understood(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe)
+        if fallback != "raise":  # `attention` checks what it is given, but what it then does must not fall back
+            check_qkv(*call.qkv, "bhsd")
+            check_recipe(recipe, call.qkv[0].size(3), call.qkv[2].size(3))
+    except (NotImplementedError, TypeError, ValueError, RuntimeError) as refusal:
+        return _fall_back(
+            fallback, refusal, F.scaled_dot_product_attention,
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+    q, k, v = call.qkv
+    if call.visible is None:
+        return attention(q, k, v, causal=call.causal, sm_scale=scale, recipe=recipe)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, _ = attend_to_visible(q, k, v, call.visible, scale, recipe)
+    return out.transpose(1, 2)
+
+
+def _understood(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    recipe: Recipe,
+) -> _Call:
+    """What a call means; raises what it cannot mean."""
     check_supported("helion_attn.sdpa", RULES, {"attn_mask": attn_mask, "dropout_p": dropout_p})
     if scale is not None:
         check_sm_scale(scale, "scale")
@@ -114,27 +282,36 @@ def _attention(
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; helion_attn.sdpa needs 4 dimensions")
     M, N = query.size(2), key.size(2)
-    if attn_mask is not None:
+    if attn_mask is not None and is_causal:
+        raise ValueError("is_causal is True and attn_mask is given; it must be one of them")
+    if query.size(1) != key.size(1) and not enable_gqa:
+        raise ValueError(
+            f"query has {query.size(1)} heads and key has {key.size(1)}; they must be equal without enable_gqa=True"
+        )
+    top_left, causal, visible = is_causal, is_causal, None
+    if attn_mask is not None and _is_causal_bias(attn_mask):
         from torch.nn.attention.bias import CausalVariant
 
-        if is_causal:
-            raise ValueError("is_causal is True and attn_mask is given; it must be one of them")
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (M, N):
             raise ValueError(
                 f"attn_mask is for lengths {attn_mask.seq_len_q} and {attn_mask.seq_len_kv}; it must be for {M} and {N}"
             )
-        top_left = attn_mask.variant == CausalVariant.UPPER_LEFT
-    else:
-        top_left = is_causal
+        top_left, causal = attn_mask.variant == CausalVariant.UPPER_LEFT, True
+    elif attn_mask is not None:
+        visible = read_mask(attn_mask, query.size(0), M, N)
+        if visible.whole:
+            causal, visible = visible.causal, None
+        elif max(query.size(3), value.size(3)) > MAX_VARLEN_D:
+            raise NotImplementedError(
+                f"helion_attn.sdpa: attn_mask hides padding and the head dim is {max(query.size(3), value.size(3))}; "
+                f"with padding it must be at most {MAX_VARLEN_D}"
+            )
+        else:
+            check_varlen_recipe(recipe, query.size(3), value.size(3))
     if top_left and M != N:
         raise NotImplementedError(
             f"helion_attn.sdpa: the causal mask is aligned top-left with M = {M} and N = {N}; helion_attn has only "
             f"bottom-right: pass attn_mask=torch.nn.attention.bias.causal_lower_right(M, N) if that is meant"
         )
-    if query.size(1) != key.size(1) and not enable_gqa:
-        raise ValueError(
-            f"query has {query.size(1)} heads and key has {key.size(1)}; they must be equal without enable_gqa=True"
-        )
-    causal = is_causal or attn_mask is not None
-    query, key, value = autocast_inputs(query, key, value)
-    return attention(query, key, value, causal=causal, sm_scale=scale, recipe=recipe)
+    q, k, v = autocast_inputs(query, key, value)
+    return _Call((q, k, v), causal, visible)

@@ -13,7 +13,7 @@ import torch
 from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.rules import Rule, check_supported, is_none
-from helion_attn.types import BALANCED, Recipe
+from helion_attn.types import BALANCED, Recipe, as_recipe
 from helion_attn.validate.dense import check_sinks, check_sm_scale
 
 
@@ -67,7 +67,7 @@ IGNORED = {
 }
 
 
-def register_transformers(name: str = "helion_fp8", *, recipe: Recipe = BALANCED) -> None:
+def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | str = BALANCED) -> None:
     """Make `attn_implementation=name` FP8 attention in transformers (5.x), for inference.
 
     For decoders, with GQA, sliding windows, softcaps and sinks, and a cache that grows (transformers' default), in
@@ -90,8 +90,7 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe = BALANCED
     The models' forward passes raise what `helion_attn.attention` does, and NotImplementedError for what
     docs/integrations.md lists as not supported, such as static caches and chunked attention.
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe, such as helion_attn.BALANCED")
+    recipe = as_recipe(recipe)
     if not isinstance(name, str):
         raise TypeError(f"name is a {type(name).__name__}; it must be a str")
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -102,6 +101,31 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe = BALANCED
     AttentionInterface.register(name, functools.partial(attention_forward, recipe=recipe))
     # Without a mask function of the same name, transformers passes no mask: padding would be ignored.
     AttentionMaskInterface.register(name, visible_keys)
+
+
+def transformers_cache() -> Any:
+    """A cache in 8 bits for `model.generate(..., past_key_values=...)`, a `transformers.Cache`.
+
+    Keys and values are quantised once, when they arrive, and stay in the pages of a `PagedKVCache`: about half the
+    memory of a cache in bf16. A prompt is attended to as without it; later tokens by `attention_kvcache`. K is not
+    smoothed and V not centred, whatever the recipe: their means are of keys that are still to come. Each key has a
+    descale of its own instead.
+
+    It is for models whose `attn_implementation` is one that `register_transformers` made, with causal attention, GQA,
+    sliding windows, softcaps, sinks, and padding at the start of sequences, which is not stored. Beam search works:
+    beams get pages of their own. It grows as it is needed; torch.compile of the model is not supported. Make one for
+    each batch.
+
+    Raises:
+        ImportError: transformers is not installed.
+
+    The model's forward passes raise NotImplementedError for padding at the end of sequences, TypeError for another
+    attention, and what `helion_attn.append_kvcache` and `helion_attn.attention_kvcache` raise, such as for head dims
+    beyond 16..256.
+    """
+    from helion_attn.integrations.transformers_cache import PagedCache
+
+    return PagedCache()
 
 
 def visible_keys(
@@ -223,8 +247,12 @@ def attention_forward(
 
     if scaling is not None:
         check_sm_scale(scaling, "scaling")
+    layer: Any = None
+    if getattr(type(key), "is_of_paged_layer", False):
+        new: tuple[Any, Any] = key, value
+        layer, key, value = new[0].layer, new[0].states, new[1].states
     query, key, value = autocast_inputs(query, key, value)
-    (B, H, M, _D), N = query.shape, key.size(2)
+    (B, H, M, _D), N = query.shape, key.size(2) + (0 if layer is None else layer.tokens)
     check_sinks(s_aux, H, query.device, "s_aux")
     left = _earlier_keys(sliding_window, N)
     if attention_mask is None:
@@ -252,6 +280,17 @@ def attention_forward(
         causal, left, spans = mask.causal, mask.left, mask.spans
     if left is not None and left < 0:
         raise ValueError(f"sliding_window is {left + 1}; it must be None, for no window, or at least 1")
+
+    if layer is not None:
+        if not causal or any(stop != N for _, stop in spans):
+            raise NotImplementedError(
+                f"helion_attn: with a cache in 8 bits attention must be causal, with padding at the start of sequences "
+                f"alone; here causal is {causal}, and sequences of {N} keys begin and end at {list(spans)}"
+            )
+        is_prompt = layer.tokens == 0
+        layer.append(key, value, [start for start, _ in spans])
+        if not is_prompt:
+            return layer.attend(query, left, scaling, softcap, s_aux), None
 
     options: dict[str, Any] = {
         "causal": causal,

@@ -32,7 +32,7 @@ from helion_attn.reference.hadamard import hadamard, hadamard_block
 from helion_attn.reference.reflect import reflect
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd
-from helion_attn.types import BALANCED, ModelOptions, Recipe, Rope
+from helion_attn.types import BALANCED, ModelOptions, Recipe, Rope, as_recipe
 
 
 class RoundedQKV(NamedTuple):
@@ -155,7 +155,7 @@ def below(top: torch.Tensor, p_offset: int) -> torch.Tensor:
 
 
 def quantize(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe = BALANCED, rope: Rope | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe | str = BALANCED, rope: Rope | None = None
 ) -> RoundedQKV:
     """What `helion_attn.quantize` computes, without packing.
 
@@ -187,6 +187,7 @@ def quantize(
         ValueError: the table of `rope` is too small, or it has no
             `q_positions` and M is more than N.
     """
+    recipe = as_recipe(recipe)
     tile = packing(q.size(3), v.size(3), recipe.bits)
     # [B, H, M, D] and [B, H_kv, N, D], fp32
     q_rope, k_rope = (q.float(), k.float()) if rope is None else (x.float() for x in apply_rope_qk(q, k, rope))
@@ -269,7 +270,7 @@ def fp8_attention(
     causal: bool = False,
     sm_scale: float | None = None,
     layout: str = "bhsd",
-    recipe: Recipe = BALANCED,
+    recipe: Recipe | str = BALANCED,
     rope: Rope | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
@@ -309,12 +310,13 @@ def fp8_attention(
     Raises:
         ValueError: layout is another; or as `quantize`.
     """
+    chosen = as_recipe(recipe)
     q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
     B, H, M, D = q.shape
     H_kv, N = k.shape[1], k.shape[2]
     scale = default_sm_scale(sm_scale, D)
-    bn = packing(D, v.size(3), recipe.bits).bn if block_n is None else block_n
-    r = quantize(q, k, v, recipe, rope)
+    bn = packing(D, v.size(3), chosen.bits).bn if block_n is None else block_n
+    r = quantize(q, k, v, chosen, rope)
     k8, v8, k_descale, v_descale, v_mean = (
         x.repeat_interleave(H // H_kv, 1) for x in (r.k8, r.v8, r.k_descale, r.v_descale, r.v_mean)
     )
@@ -335,17 +337,17 @@ def fp8_attention(
                 s = s * LN2 + scale * r.lse_shift.unsqueeze(3)
                 s = softcap * LOG2E * torch.tanh(s / softcap)
             s = hide_keys(s, 0, j, M, N, causal, window)
-            top = below(s.amax(3, keepdim=True), recipe.p_offset)
+            top = below(s.amax(3, keepdim=True), chosen.p_offset)
             m_new = torch.where(m_i == float("-inf"), top, m_i) if keeps else torch.maximum(m_i, top)
             m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
             p = torch.exp2(s - m_ref)
             alpha = torch.exp2(m_i - m_ref)
             l_i = l_i * alpha + p.sum(3, keepdim=True)
-            acc = acc * alpha + p.to(recipe.pv_dtype).float() @ v8[:, :, j : j + bn]
+            acc = acc * alpha + p.to(chosen.pv_dtype).float() @ v8[:, :, j : j + bn]
             m_i = m_new
         return m_i, l_i, acc
 
-    keeps = keeps_reference(recipe.qk_dtype, recipe.pv_dtype, max(D, v.size(3)))
+    keeps = keeps_reference(chosen.qk_dtype, chosen.pv_dtype, max(D, v.size(3)))
     m_i, l_i, acc = walk(keeps)
     if keeps:
         again = l_i > MAX_ROW_SUM

@@ -10,7 +10,7 @@ import torch
 from helion_attn.configs import varlen_packing
 from helion_attn.reference.oracle import attention
 from helion_attn.reference.rounding_model import fp8_attention
-from helion_attn.types import BALANCED, Recipe
+from helion_attn.types import BALANCED, Recipe, as_recipe
 
 Attention = Callable[..., Any]
 
@@ -84,13 +84,14 @@ def fp8_attention_varlen(
     *,
     causal: bool = False,
     sm_scale: float | None = None,
-    recipe: Recipe = BALANCED,
+    recipe: Recipe | str = BALANCED,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.fp8_attention` of every sequence, with arguments as `attention_varlen`; fp32 out and lse."""
     options: dict[str, Any] = {"causal": causal, "sm_scale": sm_scale, "window": window, "softcap": softcap}
+    recipe = as_recipe(recipe)
     block_n = varlen_packing(q.size(2), v.size(2), recipe.bits).bn
     options |= {"recipe": recipe, "out_dtype": torch.float32, "block_n": block_n}
     return _each_sequence(fp8_attention, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, torch.float32, **options)

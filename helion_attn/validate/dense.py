@@ -5,6 +5,8 @@ Those of packed sequences, the cache and quantised tensors alone are in files of
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from helion_attn.configs import (
@@ -14,11 +16,15 @@ from helion_attn.configs import (
     uses_large_d,
 )
 from helion_attn.numerics import MAX_SEED
-from helion_attn.types import Recipe, Rope
+from helion_attn.types import Recipe, Rope, as_recipe
+from helion_attn.validate.values import check_position_values, check_rope_positions, debugging
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUT_DTYPES = (*IN_DTYPES, torch.float8_e4m3fn)
 LAYOUTS = ("bhsd", "bshd")
+
+#: What FlashInfer and SageAttention, and TransformerEngine, call these.
+OTHER_LAYOUTS = {"HND": "bhsd", "NHD": "bshd", "BHND": "bhsd", "BNHD": "bshd"}
 MIN_D, MAX_D = 16, 1024
 
 #: Most pages, heads and splits: their products have room in 32 bits.
@@ -32,6 +38,13 @@ MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-40, 2.0**23
 
 #: Largest sm_scale that stays finite in fp32, also over a softcap and times log2(e).
 MAX_SM_SCALE = 2.0**64
+
+
+def described(value: object) -> str:
+    """What somebody passed: a tensor by its dtype and shape, all else by its type."""
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of {value.dtype} {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -67,14 +80,16 @@ def check_device(name: str, x: torch.Tensor) -> None:
 
 def check_layout(layout: str) -> None:
     """Accept "bhsd" and "bshd"."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it must be one of {LAYOUTS}")
+    if layout in LAYOUTS:
+        return
+    same = OTHER_LAYOUTS.get(layout.upper()) if isinstance(layout, str) else None
+    here = f": {same!r} is what others call {layout!r}" if same else ""
+    raise ValueError(f"layout is {layout!r}; it must be one of {LAYOUTS}{here}")
 
 
 def check_recipe(recipe: Recipe, D: int, D_v: int) -> None:
     """Accept a `Recipe` that heads of sizes D and D_v can have."""
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe, such as helion_attn.BALANCED")
+    recipe = as_recipe(recipe)
     if recipe.bits != ALL_8_BIT and max(D, D_v) > SUPPORTED_D[-1]:
         raise ValueError(
             f"recipe has {recipe.pv_dtype} P and V and the head dim is {max(D, D_v)}; above {SUPPORTED_D[-1]} it must "
@@ -140,6 +155,8 @@ def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
             check_positions(f"rope.{name}", at, size, q.device)
         elif rows < N:
             raise ValueError(f"rope.cos has {rows} positions; without rope.{name} it must have at least N = {N}")
+    if debugging():
+        check_rope_positions(rope)
     if rope.q_positions is None and M > N:
         raise ValueError(
             f"rope.q_positions is None with {M} queries and {N} keys; more queries than keys need positions"
@@ -156,6 +173,8 @@ def check_rope_of(x: torch.Tensor, rope: Rope, positions: torch.Tensor | None) -
             raise ValueError(f"rope.{name} is a tensor; it must be None: the positions of x are an argument")
     if positions is not None:
         check_positions("positions", positions, S, x.device)
+        if debugging():
+            check_position_values("positions", positions, rows)
     elif rows < S:
         raise ValueError(f"rope.cos has {rows} positions; without positions it must have at least S = {S}")
 
@@ -224,7 +243,9 @@ def check_tensors(
         if x.dim() != ndim:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {ndim} dimensions, {axes}")
         if x.dtype not in dtypes:
-            raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {_names(dtypes)}")
+            packed = x.dtype == torch.float8_e4m3fn and dtypes == IN_DTYPES
+            remedy = " (what is quantised already goes through helion_attn.pack)" if packed else ""
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {_names(dtypes)}{remedy}")
         if x.numel() == 0 and not may_be_empty:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; every dimension must be at least 1")
         if may_be_empty and 0 in x.shape[1:]:
@@ -287,6 +308,31 @@ def check_qkv(
         raise ValueError(f"v has length {v.size(length)} and k has {k.size(length)}; they must be equal")
     if H % H_kv:
         raise ValueError(f"q has {H} heads and k has {H_kv}; q's must be a multiple of k's")
+    # Comparisons of sizes would be guards of a compiled graph.
+    if not torch.compiler.is_compiling() and H_kv > k.size(length) and H > q.size(length) >= k.size(length):
+        warn_of_swapped_layout(tuple(q.shape), tuple(k.shape), layout)
+
+
+class SwappedLayoutWarning(UserWarning):
+    """Tensors look as if their layout was the other one."""
+
+
+#: Said already; a process says it once.
+_SAID: set[type[Warning]] = set()
+
+
+def warn_of_swapped_layout(q: tuple[int, ...], k: tuple[int, ...], layout: str) -> None:
+    """Say, once a process, that heads and lengths look exchanged."""
+    if SwappedLayoutWarning in _SAID:
+        return
+    _SAID.add(SwappedLayoutWarning)
+    other = LAYOUTS[1 - LAYOUTS.index(layout)]
+    warnings.warn(
+        f"q has shape {q} and k {k}; with layout={layout!r} these have more heads than tokens: if they are {other!r}, "
+        f"pass layout={other!r}",
+        SwappedLayoutWarning,
+        stacklevel=2,
+    )
 
 
 def check_quantize(
@@ -306,7 +352,8 @@ def check_table(name: str, x: torch.Tensor, device: torch.device) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be an int32 tensor")
     if x.dtype != torch.int32:
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be int32")
+        remedy = f": pass {name}.to(torch.int32)" if x.dtype == torch.int64 else ""
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be int32{remedy}")
     if not x.is_contiguous() or x.device != device:
         raise ValueError(f"{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {device}")
 
@@ -320,8 +367,8 @@ def check_sm_scale(sm_scale: float, name: str = "sm_scale") -> None:
 
 
 def check_flag(flag: bool, name: str) -> None:
-    """A bool: the string "no" is true."""
-    if not isinstance(flag, bool):
+    """A bool, 0 or 1: the string "no" is true."""
+    if not isinstance(flag, bool) and not (type(flag) is int and flag in (0, 1)):
         raise TypeError(f"{name} is {flag!r}; it must be a bool")
 
 

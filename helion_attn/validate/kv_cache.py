@@ -18,7 +18,9 @@ from helion_attn.validate.dense import (
     check_rope_tables,
     check_rotatable,
     check_table,
+    described,
 )
+from helion_attn.validate.values import check_cache_values, debugging
 
 #: The largest head dim of a KV cache.
 MAX_PAGE_D = SUPPORTED_D[-1]
@@ -39,7 +41,10 @@ def check_page_head_dim(name: str, D: int) -> None:
 def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> None:
     """The fields of a `PagedKVCache`."""
     if not isinstance(cache, PagedKVCache):
-        raise TypeError(f"cache is a {type(cache).__name__}; it must be a helion_attn.PagedKVCache")
+        raise TypeError(
+            f"cache is {described(cache)}; it must be a helion_attn.PagedKVCache, made by paged_kv_cache and filled by "
+            f"append_kvcache"
+        )
     check_page_head_dim(names["D"], cache.D)
     check_page_head_dim(names["D_v"], cache.D_v)
     tile = page_packing(cache.D, cache.D_v)
@@ -133,6 +138,8 @@ def check_kvcache_append(
             if getattr(rope, name) is not None:
                 raise ValueError(f"rope.{name} is given; it must be None: cache_seqlens says where keys are")
         check_rotatable("k", k)
+    if debugging():
+        check_cache_values(cache, block_table, cache_seqlens, names["block_table"], L)
 
 
 def check_kvcache_attention(
@@ -162,3 +169,5 @@ def check_kvcache_attention(
     check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device, IN_DTYPES)
     if num_splits is not None:
         check_count("num_splits", num_splits)
+    if debugging():
+        check_cache_values(cache, block_table, cache_seqlens, names["block_table"])

@@ -7,6 +7,7 @@ import torch
 from helion_attn.configs import SUPPORTED_D
 from helion_attn.types import Recipe
 from helion_attn.validate.dense import MIN_D, check_count, check_recipe, check_table, check_tensors
+from helion_attn.validate.values import check_cu_seqlens, debugging
 
 #: The largest head dim of sequences of variable length, and their tokens: packed, these have room in 32 bits.
 MAX_VARLEN_D = SUPPORTED_D[-1]
@@ -55,6 +56,9 @@ def check_varlen(
                 f"{name} has shape {tuple(x.shape)} and cu_seqlens_q {tuple(cu_seqlens_q.shape)}; they must be equal"
             )
     check_count("the number of sequences", cu_seqlens_q.size(0) - 1)
+    if debugging():
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.size(0))
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.size(0))
 
 
 def check_varlen_recipe(recipe: Recipe, D: int, D_v: int) -> None:

@@ -12,7 +12,7 @@ import torch
 REFUSED: dict[str, Any] = {
     "attention_chunk": 128,
     "attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool),
-    "attn_mask": torch.ones(4, 4, dtype=torch.bool),
+    "attn_mask": torch.eye(24, dtype=torch.bool),
     "cache": "a paged cache",
     "dropout": 0.1,
     "dropout_p": 0.1,

@@ -1,0 +1,196 @@
+"""Suite `language_model`: what 8-bit attention does to a trained language model, and to the speed of its generation.
+
+    python benchmarks/attention.py --suite language_model
+    python benchmarks/attention.py --suite language_model --device cpu
+
+SmolLM2-135M reads 49152 tokens of Python's reference manual in parts of 2048 and 8192 (`examples/language_model.py`
+says where both come from), with every preset, FlashAttention-3 in FP8 where it is installed, and recipes that are
+broken on purpose: perplexity, how often the same next token is likeliest as with bf16 attention, and tokens a second.
+Then it generates, from prompts of 1k to 32k tokens, with bf16 attention and transformers' cache, and with this
+package's and its cache in 8 bits. On a CPU attention is the rounding model, and nothing is generated.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+import torch
+
+import helion_attn as ha
+from benchmarks.lib.harness import Loaded, Results, Row
+from benchmarks.lib.peers import fa3_fp8
+from benchmarks.lib.suite import Block, Options, Suite, console, progress
+from benchmarks.lib.tables import LABELS, Table, rows_of, values_of
+
+#: Tokens that are read, and in parts of how many.
+GPU_TOKENS, GPU_CONTEXTS = 49152, (2048, 8192)
+CPU_TOKENS, CPU_CONTEXTS = 2048, (512,)
+
+#: Prompts that are continued by so many tokens.
+PROMPTS, STEPS = (1024, 4096, 8192, 32768), 32
+
+#: What bf16 attention is called here: PyTorch's own choice among its backends.
+BASE = "sdpa_bf16"
+
+
+def reads(options: Options, results: Results, example: Any, model: Any, tokens: torch.Tensor) -> None:
+    """Perplexity and agreement, by context and attention."""
+    on_gpu = options.device.type == "cuda"
+    count, contexts = (GPU_TOKENS, GPU_CONTEXTS) if on_gpu else (CPU_TOKENS, CPU_CONTEXTS)
+    if options.quick:
+        count, contexts = count // 4, contexts[:1]
+    cases: list[tuple[str, str | None, Any]] = [(BASE, None, example.stock)]
+    cases += [("helion_attn", name, example.fp8(name)) for name in example.BOUNDS]
+    cases += [("broken", name, attend) for name, attend in example.BROKEN.items()]
+    if "fa3_fp8" in options.impls:
+
+        def fa3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
+            prepared = fa3_fp8(q, k, v, True, sm_scale)
+            return prepared.output(prepared.run())
+
+        cases.append(("fa3_fp8", None, fa3))
+    for context in contexts:
+        base = None
+        for impl, recipe, attend in progress(cases, f"{context} tokens"):
+            if on_gpu:  # what is compiled first is not timed
+                example.score(model, tokens[:context], context, attend)
+            scores = example.score(model, tokens[:count], context, attend)
+            base = base or scores
+            difference, error = scores.difference(base)
+            results.add(
+                {
+                    "impl": impl,
+                    "recipe": recipe,
+                    "stage": "prefill",
+                    "context": context,
+                    "tokens": len(scores.losses),
+                    "perplexity": scores.perplexity,
+                    "difference": difference,
+                    "standard_error": error,
+                    "agreement": scores.agreement(base),
+                    "tokens_per_second": len(scores.losses) / scores.seconds,
+                }
+            )
+
+
+def continued(model: Any, prompt: torch.Tensor, cached: bool) -> tuple[float, float, float]:
+    """Seconds to the first token, tokens a second after it, and the cache's bytes."""
+
+    def run(steps: int) -> tuple[float, Any]:
+        cache = ha.transformers_cache() if cached else None
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        out = model.generate(
+            prompt[None], attention_mask=torch.ones_like(prompt[None]), past_key_values=cache, max_new_tokens=steps,
+            min_new_tokens=steps, do_sample=False, return_dict_in_generate=True,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        return time.perf_counter() - started, out.past_key_values
+
+    run(2)
+    first, _ = run(1)
+    both, cache = run(1 + STEPS)
+    stored = 0
+    for layer in cache.layers:
+        paged = layer.cache if cached else None
+        of_layer: tuple[torch.Tensor, ...] = (layer.keys, layer.values)
+        if paged is not None:
+            of_layer = (paged.k8, paged.v8, paged.k_descale, paged.v_descale)
+        stored += sum(x.numel() * x.element_size() for x in of_layer)
+    return first, STEPS / (both - first), stored
+
+
+def generates(options: Options, results: Results, model: Any, tokens: torch.Tensor) -> None:
+    """Tokens a second and the cache's bytes, by prompt."""
+    ha.register_transformers()
+    cases = (
+        (BASE, "sdpa", False),
+        ("helion_attn", "helion_fp8", False),
+        ("helion_attn, 8-bit cache", "helion_fp8", True),
+    )
+    for length in PROMPTS[: 2 if options.quick else None]:
+        prompt = tokens[:length]
+        for impl, implementation, cached in progress(cases, f"from {length}"):
+            model.set_attn_implementation(implementation)
+            first, speed, stored = continued(model, prompt, cached)
+            results.add(
+                {
+                    "impl": impl,
+                    "recipe": "balanced" if impl != BASE else None,
+                    "stage": "generate",
+                    "context": length,
+                    "first_token_ms": 1e3 * first,
+                    "tokens_per_second": speed,
+                    "cache_bytes": stored,
+                }
+            )
+
+
+def run(options: Options, results: Results) -> None:
+    """The suite; nothing where the model or what reads it is not installed."""
+    try:
+        example: Any = importlib.import_module("examples.language_model")
+        model, tokens = example.load(options.device.type)
+    except ImportError as missing:
+        console.print(f"[yellow]skipped language_model: {missing} (make language-model installs what it needs)")
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(threads, 2))  # no kernel is interpreted here
+    try:
+        reads(options, results, example, model, tokens)
+        if options.device.type == "cuda":
+            generates(options, results, model, tokens)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def name_of(row: Row) -> str:
+    """What a line of the table stands for."""
+    if row["impl"] == BASE:
+        return "SDPA bf16"
+    if row["impl"] == "broken":
+        return f"broken: {row['recipe']}"
+    name: str = row["recipe"] or row["impl"]
+    return LABELS.get(name, name)
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """Perplexities by context, and generation by prompt."""
+    found = []
+    read = rows_of(loaded, "language_model", stage="prefill")
+    headers = ["attention", "perplexity", "beside bf16's", "same next token", "tokens/s"]
+    for (context,) in values_of(read, "context"):
+        rows = [row for row in read if row["context"] == context]
+        body = [
+            [
+                name_of(row),
+                f"{row['perplexity']:.4f}",
+                f"{100 * row['difference']:+.3f} ± {100 * row['standard_error']:.3f}%",
+                f"{100 * row['agreement']:.2f}%",
+                f"{row['tokens_per_second']:.0f}",
+            ]
+            for row in rows
+        ]
+        title = f"SmolLM2-135M, {rows[0]['tokens']} tokens of Python's reference manual, {context} at a time"
+        found.append(Table(title, headers, body))
+    made = rows_of(loaded, "language_model", stage="generate")
+    if made:
+        names: dict[str, str] = {BASE: "SDPA bf16"}
+        body = [
+            [
+                str(row["context"]),
+                names.get(row["impl"], str(row["impl"])),
+                f"{row['first_token_ms']:.1f}",
+                f"{row['tokens_per_second']:.1f}",
+                f"{row['cache_bytes'] / 2**20:.1f}",
+            ]
+            for row in made
+        ]
+        headers = ["prompt", "attention", "first token, ms", "tokens/s", "cache, MiB"]
+        found.append(Table("SmolLM2-135M, generate", headers, body))
+    return found
+
+
+SUITE = Suite("language_model", run, {"language_model": Block("language_model", tables)})

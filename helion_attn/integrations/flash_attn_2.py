@@ -1,0 +1,240 @@
+"""flash-attn 2's functions for packed Q, K and V, with its arguments, on those of flash-attn 3."""
+
+from __future__ import annotations
+
+import torch
+
+from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, is_number
+from helion_attn.types import BALANCED, Recipe
+from helion_attn.validate.names import in_lines
+
+
+@in_lines
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    recipe: Recipe | str = BALANCED,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+    """`flash_attn_func` of packed Q, K and V, with flash-attn 2's arguments.
+
+    Args:
+        qkv: [B, S, 3, H, D], bf16, fp16 or fp32.
+        dropout_p: 0.
+        softmax_scale: and all others as in `flash_attn_func`.
+
+    Returns:
+        out [B, S, H, D]; with `return_attn_probs` (out, lse, None), where flash-attn 2 has its dropout mask last.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_func`.
+    """
+    q, k, v = _unpacked("qkv", qkv, 3, 5)
+    _check_dropout("flash_attn_qkvpacked_func", dropout_p)
+    return _as_flash_attn_2(
+        flash_attn_func(
+            q,
+            k,
+            v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            deterministic=deterministic,
+            return_attn_probs=return_attn_probs,
+            recipe=recipe,
+        )
+    )
+
+
+@in_lines
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    recipe: Recipe | str = BALANCED,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+    """`flash_attn_func` of packed K and V, with flash-attn 2's arguments.
+
+    Args:
+        q: [B, M, H, D], bf16, fp16 or fp32.
+        kv: [B, N, 2, H_kv, D].
+        dropout_p: 0.
+        softmax_scale: and all others as in `flash_attn_func`.
+
+    Returns:
+        out [B, M, H, D]; with `return_attn_probs` (out, lse, None), where flash-attn 2 has its dropout mask last.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_func`.
+    """
+    k, v = _unpacked("kv", kv, 2, 5)
+    _check_dropout("flash_attn_kvpacked_func", dropout_p)
+    return _as_flash_attn_2(
+        flash_attn_func(
+            q,
+            k,
+            v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            deterministic=deterministic,
+            return_attn_probs=return_attn_probs,
+            recipe=recipe,
+        )
+    )
+
+
+@in_lines
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    recipe: Recipe | str = BALANCED,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+    """`flash_attn_varlen_func` of packed Q, K and V, with flash-attn 2's arguments.
+
+    Args:
+        qkv: [tokens, 3, H, D], bf16, fp16 or fp32.
+        cu_seqlens: int32 [B + 1], as `flash_attn_varlen_func` has it of Q.
+        max_seqlen: not looked at.
+        dropout_p: 0.
+        softmax_scale: and all others as in `flash_attn_varlen_func`.
+
+    Returns:
+        out [tokens, H, D]; with `return_attn_probs` (out, lse, None), where flash-attn 2 has its dropout mask last.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_varlen_func`.
+    """
+    q, k, v = _unpacked("qkv", qkv, 3, 4)
+    _check_dropout("flash_attn_varlen_qkvpacked_func", dropout_p)
+    return _as_flash_attn_2(
+        flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            deterministic=deterministic,
+            return_attn_probs=return_attn_probs,
+            recipe=recipe,
+        )
+    )
+
+
+@in_lines
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    recipe: Recipe | str = BALANCED,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+    """`flash_attn_varlen_func` of packed K and V, with flash-attn 2's arguments.
+
+    Args:
+        q: [tokens, H, D], bf16, fp16 or fp32.
+        kv: [tokens, 2, H_kv, D].
+        cu_seqlens_q: int32 [B + 1], as `flash_attn_varlen_func` has it; likewise cu_seqlens_k.
+        max_seqlen_q: not looked at; nor max_seqlen_k.
+        dropout_p: 0.
+        softmax_scale: and all others as in `flash_attn_varlen_func`.
+
+    Returns:
+        out [tokens, H, D]; with `return_attn_probs` (out, lse, None), where flash-attn 2 has its dropout mask last.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_varlen_func`.
+    """
+    k, v = _unpacked("kv", kv, 2, 4)
+    _check_dropout("flash_attn_varlen_kvpacked_func", dropout_p)
+    return _as_flash_attn_2(
+        flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            deterministic=deterministic,
+            return_attn_probs=return_attn_probs,
+            recipe=recipe,
+        )
+    )
+
+
+def _unpacked(name: str, packed: torch.Tensor, count: int, ndim: int) -> tuple[torch.Tensor, ...]:
+    """The tensors that lie side by side in the third dimension from the last."""
+    axes = f"[{'B, S' if ndim == 5 else 'tokens'}, {count}, heads, head dim]"
+    if not isinstance(packed, torch.Tensor):
+        raise TypeError(f"{name} is a {type(packed).__name__}; it must be a torch.Tensor {axes}")
+    if packed.dim() != ndim or packed.size(-3) != count:
+        raise ValueError(f"{name} has shape {tuple(packed.shape)}; it must be {axes}")
+    return packed.unbind(-3)
+
+
+def _check_dropout(function: str, dropout_p: float) -> None:
+    if not is_number(dropout_p) or dropout_p != 0:
+        raise NotImplementedError(
+            f"{function}: dropout_p is {dropout_p!r}; it must be 0.0, as in inference. Arguments are in the order of "
+            f"flash-attn 2, with dropout_p before softmax_scale: pass softmax_scale by name"
+        )
+
+
+def _as_flash_attn_2(
+    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+    """What flash-attn 3 returns, with what flash-attn 2 has third."""
+    return (*out, None) if isinstance(out, tuple) else out

@@ -1,0 +1,216 @@
+"""Masks that are given as tensors: what they leave to be seen, read from the device, and attention to that.
+
+Padding becomes packed sequences (`attention_varlen`): what a mask hides lies between them, and is not read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from helion_attn.types import Recipe
+from helion_attn.varlen import attention_varlen
+
+
+class Part(NamedTuple):
+    """Rows of a sequence, and the keys that they see.
+
+    Attributes:
+        rows: (first, last), last exclusive.
+        keys: (start, stop), likewise; of those that `Visible.kept` keeps, if it does.
+    """
+
+    rows: tuple[int, int]
+    keys: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Visible:
+    """What a mask leaves to be seen. Rows that are of no part see nothing.
+
+    Attributes:
+        whole: nothing is hidden but, if `causal`, keys behind a diagonal that ends at the last row and key.
+        causal: the first parts are causal, with their last row at their last key.
+        first: a part of each sequence of the batch.
+        second: another part of each, below the first; empty if none has one.
+        kept: bool [B, N], keys that are left where they do not lie together; None where they do.
+    """
+
+    whole: bool
+    causal: bool
+    first: tuple[Part, ...]
+    second: tuple[Part, ...] = ()
+    kept: torch.Tensor | None = None
+
+
+def read_mask(mask: torch.Tensor, B: int, M: int, N: int) -> Visible:
+    """Read a mask of `scaled_dot_product_attention` on the host, once.
+
+    Args:
+        mask: broadcasts to [B, H, M, N]: bool, True where a key is seen, or added to the scores, 0 where it is and -inf
+            where not (or the lowest finite number, in a row that sees some key).
+        B: sequences.
+        M: queries.
+        N: keys.
+
+    Raises:
+        NotImplementedError: what it hides is none of: any keys, alike for all rows; keys behind the diagonal of the
+            first or the last key, and padding at both ends; all keys but one run for the first rows of a sequence, and
+            but another for the others. Or it differs among heads, changes scores, or cannot be read.
+        ValueError: it does not broadcast.
+    """
+    what = f"attn_mask is a {type(mask).__name__} {tuple(mask.shape)} of {mask.dtype}"
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(f"{what}; in torch.compile it must be None: its values cannot be read")
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(f"{what}; in a CUDA graph it must be None: its values cannot be read")
+    sizes = zip(mask.shape[::-1], (N, M, None, B), strict=False)
+    if not 2 <= mask.dim() <= 4 or any(size not in (1, wanted) for size, wanted in sizes if wanted is not None):
+        raise ValueError(f"{what}; it must broadcast to [B, H, M, N] with B = {B}, M = {M} and N = {N}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise NotImplementedError(f"{what}; it must be bool or of a floating-point dtype")
+    # [B or 1, H or 1, M or 1, N or 1]
+    mask = mask[(None,) * (4 - mask.dim())]
+    seen, is_plain = _seen(mask)
+    # [B, M or 1, N]
+    kept = seen.expand(B, -1, N)
+    # [B, M]: of each row's keys, how many there are, the first, and the one behind the last.
+    count = kept.sum(2)
+    start = kept.byte().argmax(2) * (count > 0)
+    stop = (N - kept.flip(2).byte().argmax(2)) * (count > 0)
+    alike = (kept == kept[:, :1]).all()
+    together = (stop - start == count).all()
+    start, stop, count = (x.expand(B, M) for x in (start, stop, count))
+    changes = (start.diff(dim=1) != 0) | (stop.diff(dim=1) != 0)
+    changes = torch.nn.functional.pad(changes, (0, 1))  # of one row there is none
+    offsets = (N - M, 0)
+    facts = [
+        start[:, 0],
+        stop[:, 0],
+        start[:, -1],
+        stop[:, -1],
+        changes.sum(1),
+        changes.byte().argmax(1) + 1,
+        count[:, 0],
+    ]
+    facts += [torch.where(count > 0, start, N).amin(1), stop.amax(1)]
+    facts += [_is_causal(start, stop, count, offset) for offset in offsets]
+    flags = torch.stack([is_plain, alike, together]).long()
+    read = torch.cat([flags, torch.stack(facts, 1).long().flatten()]).tolist()
+    plain, alike_for_rows, in_one_piece = read[:3]
+    by_sequence = [read[i : i + len(facts)] for i in range(3, len(read), len(facts))]
+
+    if plain and alike_for_rows and not in_one_piece:
+        return Visible(False, False, tuple(Part((0, M), (0, one[6])) for one in by_sequence), kept=kept[:, 0])
+    if plain and alike_for_rows:
+        spans = [(one[0], one[1]) for one in by_sequence]
+        return Visible(all(span == (0, N) for span in spans), False, tuple(Part((0, M), span) for span in spans))
+    for i, offset in enumerate(offsets):
+        if plain and in_one_piece and all(one[9 + i] for one in by_sequence):
+            return _causal([(one[7], one[8]) for one in by_sequence], offset, M, N)
+    if plain and in_one_piece and all(one[4] <= 1 for one in by_sequence):
+        edges = [one[5] if one[4] else M for one in by_sequence]
+        first = tuple(Part((0, edge), (one[0], one[1])) for edge, one in zip(edges, by_sequence, strict=True))
+        second = tuple(Part((edge, M), (one[2], one[3])) for edge, one in zip(edges, by_sequence, strict=True))
+        return Visible(False, False, first, second)
+    raise NotImplementedError(
+        f"{what}; it must be one that hides nothing, keys after the diagonal, padding, or the last two, alike for all "
+        f"heads (of a floating-point dtype: 0 and -inf)"
+    )
+
+
+def _seen(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the first head sees, bool [B or 1, M or 1, N or 1]; and whether that is all the mask says, of all heads."""
+    head = mask[:, :1]
+    alike = (mask == head).all()
+    if mask.dtype == torch.bool:
+        return head[:, 0], alike
+    seen, hidden = head == 0, head == float("-inf")
+    # A row that has the lowest finite number for all keys is the mean of V, and one that has -inf is 0.
+    lowest = (head == torch.finfo(mask.dtype).min) & seen.any(3, keepdim=True)
+    return seen[:, 0], alike & (seen | hidden | lowest).all()
+
+
+def _is_causal(start: torch.Tensor, stop: torch.Tensor, count: torch.Tensor, offset: int) -> torch.Tensor:
+    """Whether row i sees its sequence's keys up to i + offset: bool [B] of int64 [B, M]."""
+    ends = torch.arange(1 + offset, 1 + offset + start.size(1), device=start.device)
+    first = torch.where(count > 0, start, torch.iinfo(start.dtype).max).amin(1, keepdim=True)
+    ends = torch.minimum(ends, stop.amax(1, keepdim=True))
+    return torch.where(ends > first, (start == first) & (stop == ends), count == 0).all(1)
+
+
+def _causal(spans: list[tuple[int, int]], offset: int, M: int, N: int) -> Visible:
+    """Row i sees the keys of its sequence's span up to i + offset; rows behind the last of these see all."""
+    first, second = [], []
+    for start, stop in spans:
+        rows = (min(max(start - offset, 0), M), min(max(stop - offset, 0), M)) if start < stop else (M, M)
+        first.append(Part(rows, (start, stop) if start < stop else (0, 0)))
+        second.append(Part((rows[1], M), first[-1].keys))
+    whole = offset == N - M and all(span == (0, N) for span in spans)
+    has_second = any(part.rows[0] < M for part in second)
+    return Visible(whole, True, tuple(first), tuple(second) if has_second else ())
+
+
+def attend_to_visible(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, sm_scale: float | None, recipe: Recipe
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every row to what a mask leaves it: a call of packed sequences, or two where there are second parts.
+
+    Args:
+        q: [B, M, H, D]; D and D_v in 16..256.
+        k: [B, N, H_kv, D]. Keys that do not lie together are copied, and their values.
+        v: [B, N, H_kv, D_v].
+        visible: what is seen.
+        sm_scale: as `attention` has it.
+        recipe: as `attention_varlen` has it.
+
+    Returns:
+        out [B, M, H, D_v] and lse [B, H, M]; 0 and -inf of rows that see no key.
+    """
+    (B, M), N = q.shape[:2], k.size(1)
+    keys = [N] * B
+    if visible.kept is None:
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    else:
+        k, v = k[visible.kept], v[visible.kept]
+        keys = [part.keys[1] for part in visible.first]
+    q = q.flatten(0, 1)
+    out, lse = _packed(q, k, v, visible.first, M, keys, visible.causal, sm_scale, recipe)
+    if visible.second:
+        of_second = _packed(q, k, v, visible.second, M, keys, False, sm_scale, recipe)
+        first = torch.tensor([part.rows[0] for part in visible.second], device=q.device)
+        is_second = torch.arange(M, device=q.device) >= first.unsqueeze(1)
+        out = torch.where(is_second[:, :, None, None], of_second[0], out)
+        lse = torch.where(is_second.unsqueeze(1), of_second[1], lse)
+    return out, lse
+
+
+def _packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    parts: tuple[Part, ...],
+    M: int,
+    keys: list[int],
+    causal: bool,
+    sm_scale: float | None,
+    recipe: Recipe,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each sequence's part. What lies between parts are sequences without rows, or without keys.
+
+    q is [B M, H, D]; k and v have `keys[b]` tokens of sequence b.
+    """
+    ends: list[tuple[int, int]] = [(0, 0)]
+    for b, (((first, last), (start, stop)), before) in enumerate(
+        zip(parts, itertools.accumulate(keys, initial=0), strict=False)
+    ):
+        for row, key in ((first, 0), (first, start), (last, stop), (last, keys[b]), (M, keys[b])):
+            if (end := (b * M + row, before + key)) != ends[-1]:
+                ends.append(end)
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32).T.contiguous().to(q.device)
+    options: dict[str, Any] = {"causal": causal, "sm_scale": sm_scale, "recipe": recipe}
+    out, lse = attention_varlen(q, k, v, cu_seqlens[0], cu_seqlens[1], return_lse=True, **options)
+    return out.unflatten(0, (-1, M)), lse.unflatten(1, (-1, M)).transpose(0, 1)

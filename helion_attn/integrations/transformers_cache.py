@@ -1,0 +1,219 @@
+"""transformers' cache in 8 bits: keys and values are quantised once, when they arrive, and stay in pages.
+
+What a layer's `update` returns is no tensor: models hand it to attention as keys and values, and this package's
+attention function knows what to do with it. Any other raises, since it would not find the keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
+from helion_attn.types import PagedKVCache
+
+#: A pool without room grows to so many times its pages.
+GROWTH = 1.5
+
+
+class NewKeys:
+    """What `update` returns in the place of keys, and of values: new ones, and the layer that has those before.
+
+    Attributes:
+        states: [B, H_kv, M, D], bf16, fp16 or fp32.
+        layer: that they belong to.
+    """
+
+    #: How attention knows it, without an import of transformers.
+    is_of_paged_layer = True
+
+    def __init__(self, states: torch.Tensor, layer: PagedLayer) -> None:
+        self.states = states
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise TypeError(
+            f"a helion_attn cache was given to another attention, which asked its keys for {name}; the model's "
+            f"attn_implementation must be one that helion_attn.register_transformers made"
+        )
+
+
+class PagedLayer(CacheLayerMixin):
+    """A layer's keys and values in the pages of a `PagedKVCache`, without the padding at the start of sequences.
+
+    Page i of sequence b is page `i B + b` of the pool, so that the pool grows, and its sequences are reordered, without
+    a change of the block table. Windows are attention's affair: a layer with one keeps all keys, and reads those in it.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: PagedKVCache | None = None
+        #: Tokens so far, padding included, of every sequence.
+        self.tokens = 0
+        #: Padding at the start of each sequence.
+        self.padding: torch.Tensor | None = None
+        self.starts: list[int] = []
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the first `attend` makes the pool."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Hand the new keys and values on to `attend`, which knows what is padding."""
+        return NewKeys(key_states, self), NewKeys(value_states, self)
+
+    def get_seq_length(self) -> int:
+        """Tokens so far."""
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys with the new ones, and where they begin."""
+        return self.tokens + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, starts: list[int]) -> None:
+        """Quantise and store new keys and values.
+
+        Args:
+            k: [B, H_kv, L, D].
+            v: [B, H_kv, L, D_v].
+            starts: where in the whole sequence, padding included, each one's keys begin.
+
+        Raises:
+            NotImplementedError: padding elsewhere than at the start of the first keys.
+        """
+        B, H_kv, L, D = k.shape
+        if self.cache is None:
+            self.cache = paged_kv_cache(B, H_kv, D, D_v=v.size(3), device=k.device)
+            self.padding = torch.tensor(starts, dtype=torch.int32).to(k.device)
+            self.starts = starts
+            if any(starts):
+                # Keys behind a sequence's last are padding, which the next ones are written over.
+                at = torch.arange(L, device=k.device) + self.padding.unsqueeze(1)
+                at = at.clamp_max(L - 1)[:, None, :, None]
+                k, v = (x.gather(2, at.expand(-1, H_kv, -1, x.size(3))) for x in (k, v))
+        elif starts != self.starts:
+            raise NotImplementedError(
+                f"helion_attn: attention_mask has padding up to {starts}, and had up to {self.starts} before; with a "
+                f"cache it must stay as it was"
+            )
+        if (needed := -(-(self.tokens + L) // self.cache.page_size)) > self.pages:
+            self.grow(max(needed, int(GROWTH * self.pages)))
+        append_kvcache(self.cache, k, v, self.block_table(), self.lengths())
+        self.tokens += L
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return 0 if self.padding is None else self.padding.size(0)
+
+    @property
+    def pages(self) -> int:
+        """Of each sequence."""
+        return 0 if self.cache is None else self.cache.k8.size(0) // self.batch
+
+    def block_table(self) -> torch.Tensor:
+        """int32 [B, pages of a sequence]."""
+        assert self.cache is not None
+        table = torch.arange(self.cache.k8.size(0), dtype=torch.int32, device=self.cache.k8.device)
+        return table.view(self.pages, self.batch).T.contiguous()
+
+    def lengths(self) -> torch.Tensor:
+        """int32 [B]: keys of each sequence, without padding."""
+        assert self.padding is not None
+        return (self.tokens - self.padding).clamp_min(0)
+
+    def grow(self, pages: int) -> None:
+        """Give each sequence so many pages."""
+        assert self.cache is not None
+        more = paged_kv_cache(
+            (pages - self.pages) * self.batch, self.cache.k8.size(1), self.cache.D, D_v=self.cache.D_v,
+            device=self.cache.k8.device,
+        )  # fmt: skip
+        self._replace(lambda name: torch.cat([_bytes(getattr(self.cache, name)), _bytes(getattr(more, name))]))
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Keep these sequences, in this order, some of them more than once: each gets pages of its own."""
+        if self.cache is None or self.padding is None:
+            return
+        pages, batch = self.pages, self.batch
+        indices = indices.to(self.padding.device)
+
+        def selected(name: str) -> torch.Tensor:
+            x = _bytes(getattr(self.cache, name))
+            return x.view(pages, batch, *x.shape[1:]).index_select(1, indices).flatten(0, 1)
+
+        self._replace(selected)
+        self.padding = self.padding.index_select(0, indices)
+        self.starts = self.padding.tolist()
+
+    def _replace(self, made: Any) -> None:
+        assert self.cache is not None
+        old = self.cache
+        fields = {name: made(name).view(getattr(old, name).dtype) for name in ("k8", "v8", "k_descale", "v_descale")}
+        self.cache = PagedKVCache(**fields, D=old.D, D_v=old.D_v)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Of beam search."""
+        self.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence so many times."""
+        self.select(torch.arange(self.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Of contrastive search."""
+        self.select(torch.arange(self.batch)[indices.cpu()])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove is {tokens_to_remove}; it must be negative, as in transformers, or 0")
+        self.tokens = max(self.tokens + tokens_to_remove, 0)
+        if self.tokens == 0:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.cache = self.padding = None
+        self.tokens = 0
+
+    def offload(self) -> NoReturn:
+        """Not supported."""
+        raise NotImplementedError("helion_attn: a cache in 8 bits is not offloaded")
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        left: int | None,
+        sm_scale: float | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Causal attention of the last tokens' queries [B, H, M, D] to all keys: [B, M, H, D_v]."""
+        assert self.cache is not None
+        return attention_kvcache(
+            q.transpose(1, 2), self.cache, self.block_table(), self.lengths(), sm_scale=sm_scale, layout="bshd",
+            window=None if left is None else (left, 0), softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Pages by their bytes, which every device can copy."""
+    return x.view(torch.uint8)
+
+
+class PagedCache(Cache):
+    """transformers' cache of layers as above."""
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=PagedLayer)

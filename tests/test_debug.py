@@ -1,0 +1,143 @@
+"""`ha.debug()`: what lies on the device is checked on the host, inside and only there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.compiler import call_plans
+from helion_attn.testing import fake_cuda, make_qkv
+from helion_attn.validate import values
+
+
+def ints(*numbers: int, device: str) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def varlen(device: str, *cu_seqlens: int) -> torch.Tensor:
+    q, k, v = (x[0].transpose(0, 1) for x in make_qkv("randn", 1, 2, 2, 30, 30, 32, device=device))
+    table = ints(*cu_seqlens, device=device)
+    return ha.attention_varlen(q, k, v, table, table)
+
+
+class Cached:
+    """A cache of 3 pages, and what appends to it and attends to it."""
+
+    def __init__(self, device: str) -> None:
+        self.cache = ha.paged_kv_cache(3, 2, 32, device=device)
+        self.q, self.k, self.v = make_qkv("randn", 2, 2, 2, 1, 1, 32, device=device)
+        self.device = device
+
+    def append(self, table: list[list[int]], lengths: list[int]) -> None:
+        block_table = torch.tensor(table, dtype=torch.int32, device=self.device)
+        ha.append_kvcache(self.cache, self.k, self.v, block_table, ints(*lengths, device=self.device))
+
+    def attend(self, table: list[list[int]], lengths: list[int]) -> torch.Tensor:
+        self.append([[0], [2]], [0, 0])  # so that their pages hold numbers
+        block_table = torch.tensor(table, dtype=torch.int32, device=self.device)
+        return ha.attention_kvcache(self.q, self.cache, block_table, ints(*lengths, device=self.device))
+
+
+def rotated(device: str, positions: list[int]) -> torch.Tensor:
+    angles = torch.arange(5.0, device=device)[:, None] * torch.arange(1, 17, device=device) / 16
+    q, k, v = make_qkv("randn", 1, 2, 2, 3, 3, 32, device=device)
+    at = ints(*positions, device=device)
+    return ha.attention(q, k, v, rope=ha.Rope(angles.cos(), angles.sin(), False, at, at))
+
+
+def descaled(device: str, value: float) -> Any:
+    q, k, v = (x.transpose(1, 2).to(torch.float8_e4m3fn) for x in make_qkv("randn", 1, 2, 2, 3, 3, 32, device=device))
+    flash_attn_func: Any = ha.flash_attn_func
+    return flash_attn_func(q, k, v, k_descale=torch.full((1, 2), value, device=device))
+
+
+#: What is wrong -> a call, and what the message says.
+BAD: dict[str, tuple[Callable[[str], object], str]] = {
+    "lengths": (lambda device: varlen(device, 12, 18), r"cu_seqlens_q is \[12, 18\], which add up to the 30 tokens"),
+    "descends": (lambda device: varlen(device, 0, 20, 12), "cu_seqlens_q has 20 and 12 at 1 and 2; it must ascend"),
+    "negative": (lambda device: varlen(device, -1, 12), "cu_seqlens_q has -1 and 12 at 0 and 1"),
+    "past_the_end": (lambda device: varlen(device, 0, 31), r"cu_seqlens_q has 0 and 31 .* in 0\.\.30"),
+    "page": (
+        lambda device: Cached(device).attend([[0], [3]], [1, 1]),
+        r"block_table\[1, 0\] is 3; .* in 0\.\.2",
+    ),
+    "length": (lambda device: Cached(device).attend([[0], [1]], [1, 129]), r"cache_seqlens\[1\] is 129; .* 0\.\.128"),
+    "full": (lambda device: Cached(device).append([[0], [1]], [128, 0]), r"cache_seqlens\[0\] is 128; .* 0\.\.127"),
+    "shared": (
+        lambda device: Cached(device).append([[2], [2]], [3, 0]),
+        "has page 2 for sequences 0 and 1",
+    ),
+    "position": (lambda device: rotated(device, [0, 5, 1]), r"rope\.q_positions\[1\] is 5; it must lie in 0\.\.4"),
+    "descale": (lambda device: descaled(device, -1.0), r"k_descale holds -1\.0"),
+}
+
+GOOD: dict[str, Callable[[str], object]] = {
+    "varlen": lambda device: varlen(device, 0, 12, 12, 30),
+    "tokens_of_no_sequence": lambda device: varlen(device, 3, 12),
+    "attend": lambda device: Cached(device).attend([[0, 9], [2, 9]], [128, 1]),  # entries past the end are not read
+    "append": lambda device: Cached(device).append([[0], [2]], [127, 0]),
+    "shared_prefix": lambda device: Cached(device).append([[0, 1], [0, 2]], [128, 128]),
+    "positions": lambda device: rotated(device, [0, 4, 1]),
+    "descale": lambda device: descaled(device, 2.0),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_values_raise_inside(what: str, device: str) -> None:
+    call, message = BAD[what]
+    call(device)  # NaN, or nothing stored
+    with ha.debug(), pytest.raises(ValueError, match=message):
+        call(device)
+    call(device)
+
+
+@pytest.mark.parametrize("what", GOOD)
+def test_good_values_pass(what: str, device: str) -> None:
+    outside = GOOD[what](device)
+    with ha.debug():
+        inside = GOOD[what](device)
+    if isinstance(outside, torch.Tensor):
+        torch.testing.assert_close(inside, outside, rtol=0, atol=0, equal_nan=True)
+
+
+def test_it_is_left_on_exceptions() -> None:
+    with ha.debug():
+        assert values.debugging()
+    with pytest.raises(ZeroDivisionError), ha.debug():
+        _ = 1 / 0
+    assert not values.debugging()
+
+
+@pytest.mark.plans
+def test_calls_are_not_planned_inside() -> None:
+    """A planned call is not checked."""
+    with ha.debug():
+        assert call_plans._PAUSED.get()
+        assert call_plans.key_of("attention", [fake_cuda(1)], ()) is None
+    assert not call_plans._PAUSED.get()
+
+
+def test_compiled_code_is_not_checked(device: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(ha.attention_varlen, fullgraph=True, backend="eager")
+    x, table = torch.zeros(30, 2, 32, dtype=torch.bfloat16, device=device), ints(0, 20, 12, device=device)
+    with ha.debug():
+        assert compiled(x, x, x, table, table).isnan().all()
+
+
+def test_fake_tensors_are_not_read() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), ha.debug():
+        varlen("cpu", 0, 12)
+
+
+def test_fields_of_a_rope_are_named() -> None:
+    rope = ha.Rope(torch.rand(5, 16), torch.rand(5, 16), k_positions=torch.tensor([7]))
+    with pytest.raises(ValueError, match=r"rope\.k_positions\[0\] is 7"):
+        values.check_rope_positions(dataclasses.replace(rope))

@@ -1,0 +1,322 @@
+"""diffusers' backend: transformers of four pipelines, tiny and random, beside its native backend."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.testing import make_qkv, relative_error
+from helpers.refused import refused
+
+diffusers = pytest.importorskip("diffusers")
+from diffusers.models import attention_dispatch as dispatch  # noqa: E402
+
+from helion_attn.integrations import diffusers as ours  # noqa: E402
+
+NAME = "helion_fp8"
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    ha.register_diffusers()
+    active = dispatch._AttentionBackendRegistry._active_backend
+    yield
+    dispatch._AttentionBackendRegistry.set_active_backend(active)
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def flux() -> tuple[Any, dict[str, Any]]:
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=32, num_attention_heads=2,
+        joint_attention_dim=24, pooled_projection_dim=12, axes_dims_rope=(8, 12, 12),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": rand(2, 30, 16),
+        "encoder_hidden_states": rand(2, 9, 24, seed=1),
+        "pooled_projections": rand(2, 12, seed=2),
+        "timestep": torch.tensor([0.3, 0.7]),
+        "img_ids": torch.cartesian_prod(torch.zeros(1), torch.arange(5.0), torch.arange(6.0)),
+        "txt_ids": torch.zeros(9, 3),
+    }
+    return model, inputs
+
+
+def wan() -> tuple[Any, dict[str, Any]]:
+    """Cross attention has other lengths."""
+    model = diffusers.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, text_dim=24, freq_dim=16,
+        ffn_dim=64, num_layers=2, rope_max_seq_len=32,
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": rand(2, 4, 2, 8, 10),
+        "timestep": torch.tensor([3, 500]),
+        "encoder_hidden_states": rand(2, 11, 24, seed=1),
+    }
+    return model, inputs
+
+
+def hunyuan_video() -> tuple[Any, dict[str, Any]]:
+    """With padding masks: of its own sequence, and in the refiner, whose rows of padding see the first token alone."""
+    model = diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, patch_size=2, text_embed_dim=24, pooled_projection_dim=12,
+        rope_axes_dim=(8, 12, 12),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": rand(2, 4, 2, 8, 8),
+        "timestep": torch.tensor([3, 500]),
+        "encoder_hidden_states": rand(2, 11, 24, seed=1),
+        "encoder_attention_mask": (torch.arange(11) < torch.tensor([[11], [4]])).long(),
+        "pooled_projections": rand(2, 12, seed=2),
+        "guidance": torch.tensor([6.0, 6.0]),
+    }
+    return model, inputs
+
+
+def qwen_image() -> tuple[Any, dict[str, Any]]:
+    """Its padding lies between the text and the image."""
+    model = diffusers.QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=32, num_attention_heads=2,
+        joint_attention_dim=24, axes_dims_rope=(8, 12, 12),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": rand(2, 30, 16),
+        "encoder_hidden_states": rand(2, 9, 24, seed=1),
+        "encoder_hidden_states_mask": (torch.arange(9) < torch.tensor([[9], [4]])).long(),
+        "timestep": torch.tensor([0.3, 0.7]),
+        "img_shapes": [[(1, 5, 6)], [(1, 5, 6)]],
+    }
+    return model, inputs
+
+
+MODELS = {"flux": flux, "wan": wan, "hunyuan_video": hunyuan_video, "qwen_image": qwen_image}
+
+
+@functools.cache
+def made(name: str) -> tuple[Any, dict[str, Any]]:
+    """With weights of one size, so that attention looks somewhere and outputs differ."""
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 1.5 * parameter[0].numel() ** -0.5)
+            elif "norm" in parameter_name and parameter_name.endswith("weight"):
+                parameter.normal_(1.0, 0.2)
+    return model.eval(), inputs
+
+
+def run(name: str, backend: str) -> torch.Tensor:
+    model, inputs = made(name)
+    model.set_attention_backend(backend)
+    with torch.no_grad():
+        return model(**inputs, return_dict=False)[0]
+
+
+def exact(*changes: str) -> Any:
+    """The fp64 oracle in the place of the kernels, dense or packed; with "mask" it sees what is hidden as well."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        kept = {x: options[x] for x in ("causal", "sm_scale", "layout")}
+        return ha.reference.attention(q, k, v, **kept).to(q.dtype)
+
+    def attention_varlen(*tensors: torch.Tensor, return_lse: bool, recipe: Any, **options: Any) -> Any:
+        q, k, v, cu_seqlens_q, cu_seqlens_k = tensors
+        if "mask" in changes:
+            cu_seqlens_q, cu_seqlens_k = cu_seqlens_q[[0, -1]], cu_seqlens_k[[0, -1]]
+        out, lse = ha.reference.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+        return out.to(q.dtype), lse.float()
+
+    return attention, attention_varlen
+
+
+def with_oracle(monkeypatch: pytest.MonkeyPatch, *changes: str) -> None:
+    attention, attention_varlen = exact(*changes)
+    monkeypatch.setattr(ours, "attention", attention)
+    monkeypatch.setattr("helion_attn.integrations.masks.attention_varlen", attention_varlen)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exact_attention_is_native(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks, scales and layouts are right: nothing but attention's rounding is left."""
+    native = run(name, "native")
+    with_oracle(monkeypatch)
+    assert relative_error(run(name, NAME), native) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["hunyuan_video", "qwen_image"])
+def test_a_mask_that_is_left_out_would_be_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = run(name, "native")
+    with_oracle(monkeypatch, "mask")
+    assert relative_error(run(name, NAME), native) > 1e-2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As near as the rounding model's, and nearer with 16 bits."""
+    native = run(name, "native")
+    errors = {}
+    for recipe in ("balanced", "bf16"):
+        ha.register_diffusers(recipe=recipe)
+        errors[recipe] = relative_error(run(name, NAME), native)
+    assert 0 < errors["bf16"] < 0.5 * errors["balanced"]
+
+    def modelled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        return ha.reference.fp8_attention(q, k, v, **options)
+
+    def modelled_varlen(*tensors: torch.Tensor, return_lse: bool, **options: Any) -> Any:
+        return ha.reference.fp8_attention_varlen(*tensors, **options)
+
+    ha.register_diffusers(recipe="balanced")
+    monkeypatch.setattr(ours, "attention", modelled)
+    monkeypatch.setattr("helion_attn.integrations.masks.attention_varlen", modelled_varlen)
+    # The kernel's sums have another order, which may flip roundings.
+    assert errors["balanced"] < 1.5 * relative_error(run(name, NAME), native) + 1e-3
+
+
+def test_the_context(device: str) -> None:
+    """`attention_backend` holds where no backend was set, and only inside."""
+    qkv = [x.transpose(1, 2) for x in make_qkv("randn", 1, 2, 2, 30, 30, 32, device=device)]
+    native = dispatch.dispatch_attention_fn(*qkv)
+    with diffusers.attention_backend(NAME):
+        out = dispatch.dispatch_attention_fn(*qkv)
+    assert torch.equal(out, ha.attention(*qkv, layout="bshd"))
+    assert torch.equal(dispatch.dispatch_attention_fn(*qkv), native)
+    assert 1e-4 < relative_error(out, native) < 0.07
+
+
+def test_arguments_and_lse(device: str) -> None:
+    q, k, v = (x.transpose(1, 2) for x in make_qkv("randn", 2, 4, 2, 30, 30, 32, device=device))
+    options = {"backend": NAME, "scale": 0.3, "enable_gqa": True, "attention_kwargs": {"return_lse": True}}
+    out, lse = dispatch.dispatch_attention_fn(q, k, v, is_causal=True, **options)
+    expected, expected_lse = ha.attention(q, k, v, causal=True, sm_scale=0.3, layout="bshd", return_lse=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse.transpose(1, 2))
+    mask = torch.arange(30, device=device) < torch.tensor([[30], [11]], device=device)
+    for given in (mask, mask[:, None, None]):
+        out, lse = dispatch.dispatch_attention_fn(q, k, v, attn_mask=given, **options)
+        short, short_lse = ha.attention(
+            q[1:], k[1:, :11], v[1:, :11], sm_scale=0.3, layout="bshd", return_lse=True
+        )  # fmt: skip
+        assert torch.equal(out[1:], short)
+        assert torch.equal(lse[1:], short_lse.transpose(1, 2))
+        assert lse.shape == (2, 30, 4)
+
+
+@pytest.mark.parametrize("rule", ours.RULES, ids=lambda rule: rule.argument)
+def test_unsupported_arguments_raise(rule: Any) -> None:
+    q = torch.zeros(1, 24, 2, 32)
+    with pytest.raises(NotImplementedError, match=f"{rule.argument} is .*; it must be"):
+        dispatch.dispatch_attention_fn(q, q, q, backend=NAME, **{rule.argument: refused(rule.argument)})
+
+
+def test_bad_calls_raise() -> None:
+    q, k = torch.zeros(1, 24, 2, 32), torch.zeros(1, 30, 2, 32)
+    with pytest.raises(NotImplementedError, match="is_causal is True with M = 24, N = 30"):
+        dispatch.dispatch_attention_fn(q, k, k, backend=NAME, is_causal=True)
+    with pytest.raises(ValueError, match=r"query has 2 heads and key 1; .*enable_gqa=True"):
+        dispatch.dispatch_attention_fn(q, k[:, :, :1], k[:, :, :1], backend=NAME)
+    with pytest.raises(ValueError, match=r"scale is -1\.0"):
+        dispatch.dispatch_attention_fn(q, k, k, backend=NAME, scale=-1.0)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        dispatch.dispatch_attention_fn(q.requires_grad_(), k, k, backend=NAME)
+
+
+def test_registration() -> None:
+    ha.register_diffusers("helion_accurate", recipe="accurate")
+    assert dispatch.AttentionBackendName("helion_accurate") is dispatch.AttentionBackendName.HELION_ACCURATE
+    assert "helion_accurate" in dispatch._AttentionBackendRegistry.list_backends()
+    assert "helion_accurate" in dispatch._AttentionBackendRegistry._supports_context_parallel
+    ha.register_diffusers("helion_accurate", recipe="fast")
+    member = dispatch.AttentionBackendName("helion_accurate")
+    assert dispatch._AttentionBackendRegistry._backends[member].recipe is ha.FAST
+    assert [x.value for x in dispatch.AttentionBackendName].count("helion_accurate") == 1
+    with pytest.raises(ValueError, match="name is 'native', which diffusers uses"):
+        ha.register_diffusers("native")
+    for bad in ("Helion", "no name"):
+        with pytest.raises(ValueError, match="identifier in lower case"):
+            ha.register_diffusers(bad)
+    with pytest.raises(TypeError, match="name is a NoneType"):
+        ha.register_diffusers(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="recipe is 'best'"):
+        ha.register_diffusers(recipe="best")
+
+
+def test_another_registry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dispatch._AttentionBackendRegistry, "_constraints")
+    with pytest.raises(NotImplementedError, match=r"registry of backends has no _constraints; it must be 0\.42"):
+        ha.register_diffusers("another")
+
+
+def test_torch_compile(device: str) -> None:
+    qkv = [x.transpose(1, 2) for x in make_qkv("randn", 1, 2, 2, 30, 30, 32, device=device)]
+    backend = dispatch.AttentionBackendName(NAME)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return dispatch.dispatch_attention_fn(q * 2, k, v, backend=backend)
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(attend, fullgraph=True, backend="aot_eager")(*qkv), attend(*qkv))
+
+
+#: One of two processes, each with half of a sequence, over gloo.
+PARALLEL = """
+import sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import helion_attn as ha
+from diffusers import ContextParallelConfig
+from diffusers.models._modeling_parallel import ParallelConfig
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+torch.set_num_threads(1)
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+ha.register_diffusers(recipe="bf16")
+q, k, v = torch.randn(3, 1, 60, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+expected = ha.reference.attention(q, k, v, layout="bshd").chunk(2, 1)[rank]
+for kind, shape in (("ring", (2, 1)), ("ulysses", (1, 2))):
+    config = ContextParallelConfig(**{f"{kind}_degree": 2})
+    config.setup(rank, 2, torch.device("cpu"), init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses")))
+    with torch.no_grad():
+        mine = [x.chunk(2, 1)[rank] for x in (q, k, v)]
+        parallel = ParallelConfig(context_parallel_config=config)
+        out = dispatch_attention_fn(*mine, backend="helion_fp8", parallel_config=parallel)
+    print(kind, ((out.double() - expected).norm() / expected.norm()).item(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_context_parallelism(tmp_path: Path) -> None:
+    """Ring and Ulysses. Halves that were not merged would be off by 1."""
+    script = tmp_path / "parallel.py"
+    script.write_text(PARALLEL)
+    root = str(Path(__file__).parents[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": root},
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        out, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-3000:]
+        measured = dict(line.split() for line in out.splitlines() if line.startswith(("ring", "ulysses")))
+        assert set(measured) == {"ring", "ulysses"}
+        assert all(1e-4 < float(error) < 0.01 for error in measured.values()), measured

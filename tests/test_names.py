@@ -1,0 +1,144 @@
+"""Names of arguments and presets, how things print, and that `help` fits a screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import pydoc
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.testing import make_qkv
+from helion_attn.validate.names import OTHER_NAMES
+from helpers.refused import assert_raises
+
+QKV = make_qkv("randn", 1, 2, 2, 4, 4, 32, device="cpu")
+
+FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(ha.attention, ha.attention_quantized, ha.attention_varlen, ha.attention_kvcache, ha.append_kvcache),
+    *(ha.quantize, ha.pack, ha.check, ha.explain),
+)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_names_of_others_are_answered_with_the_right_one(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    answered = {other: ours for other, ours in OTHER_NAMES.items() if ours in parameters and other not in parameters}
+    assert answered
+    for other, ours in answered.items():
+        parts = [f"{function.__name__}()", f"no argument {other}", f"pass {ours}=0.5"]
+        assert_raises(function, {other: 0.5}, TypeError, parts)
+    with pytest.raises(TypeError, match="something_else"):
+        function(something_else=1)
+
+
+def test_every_other_name_is_of_an_argument() -> None:
+    known = {name for function in FUNCTIONS for name in inspect.signature(function).parameters}
+    assert set(OTHER_NAMES.values()) <= known
+    assert not set(OTHER_NAMES) & known
+
+
+def test_causal_may_be_0_or_1(device: str) -> None:
+    qkv = [x.to(device) for x in QKV]
+    attention: Any = ha.attention
+    for causal in (0, 1):
+        assert torch.equal(attention(*qkv, causal=causal), attention(*qkv, causal=bool(causal)))
+    for bad in (2, -1, 1.0, "1", None, torch.tensor(True)):
+        with pytest.raises(TypeError, match=r"causal is .*; it must be a bool"):
+            attention(*qkv, causal=bad)
+
+
+@pytest.mark.parametrize("name", ["FAST", "BALANCED", "ACCURATE", "HYBRID", "BF16"])
+def test_presets_by_name(name: str, device: str) -> None:
+    """In whatever takes a recipe, in capitals or not."""
+    q, k, v = (x.to(device) for x in QKV)
+    preset = getattr(ha, name)
+    bshd = [x.transpose(1, 2) for x in (q, k, v)]
+    packed = [x[0] for x in bshd]
+    cu_seqlens = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    for given in (name, name.lower()):
+        assert torch.equal(ha.attention(q, k, v, recipe=given), ha.attention(q, k, v, recipe=preset))
+    assert ha.quantize(q, k, v, recipe=name).recipe is preset
+    flash_attn_func: Any = ha.flash_attn_func
+    assert torch.equal(flash_attn_func(*bshd, recipe=name), flash_attn_func(*bshd, recipe=preset))
+    model = ha.reference.fp8_attention(q, k, v, recipe=preset)
+    assert torch.equal(ha.reference.fp8_attention(q, k, v, recipe=name), model)
+    attention_varlen: Any = ha.attention_varlen
+    outs = [attention_varlen(*packed, cu_seqlens, cu_seqlens, recipe=given) for given in (name, preset)]
+    assert torch.equal(*outs)
+    with ha.sdpa(recipe=name):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(out, ha.attention(q, k, v, recipe=preset))
+    assert ha.check(q, k, v, recipe=name).asked == name
+    assert ha.explain(q, k, v, recipe=name).kernel == ha.explain(q, k, v, recipe=preset).kernel
+
+
+def test_an_unknown_name_lists_all_presets() -> None:
+    names = [f"'{name}'" for name in ("fast", "balanced", "accurate", "hybrid", "bf16")]
+    for function in (ha.attention, ha.quantize, ha.check, ha.explain, ha.reference.fp8_attention):
+        arguments = dict(zip("qkv", QKV, strict=True))
+        assert_raises(function, {**arguments, "recipe": "best"}, ValueError, ["recipe is 'best'", *names])
+        assert_raises(function, {**arguments, "recipe": 8}, TypeError, ["recipe is 8", *names])
+    assert_raises(ha.sdpa, {"recipe": "best"}, ValueError, ["recipe is 'best'", *names])
+
+
+def test_layouts_of_others_are_answered() -> None:
+    for other, ours in (("HND", "bhsd"), ("NHD", "bshd"), ("nhd", "bshd")):
+        with pytest.raises(ValueError, match=f"layout is '{other}'; it must be .*: '{ours}' is what others call"):
+            ha.attention(*QKV, layout=other)
+    with pytest.raises(ValueError, match=r"layout is 'sbhd'; it must be one of \('bhsd', 'bshd'\)$"):
+        ha.attention(*QKV, layout="sbhd")
+
+
+def test_recipes_print_short() -> None:
+    assert [repr(x) for x in (ha.FAST, ha.BALANCED, ha.Recipe())] == ["FAST", "BALANCED", "BALANCED"]
+    mixed = dataclasses.replace(ha.ACCURATE, pv_dtype=torch.float8_e5m2)
+    assert repr(mixed).startswith("Recipe(pv_dtype=torch.float8_e5m2, v_scales='channel', hadamard=True")
+    names = {"Recipe": ha.Recipe, "torch": torch}
+    for recipe in (mixed, ha.Recipe(hadamard_seed=3, hadamard=True, reflect=False)):
+        assert eval(repr(recipe), names) == recipe
+
+
+def test_tensors_print_as_shapes(device: str) -> None:
+    q, k, v = (x.to(device) for x in QKV)
+    where = "" if device == "cpu" else " on cuda:0"
+    text = repr(ha.quantize(q, k, v))
+    assert text.startswith(f"QuantizedQKV(q8=int8[2, 1, 64, 32]{where}, k8=")
+    assert text.endswith("M=4, N=4, D=32, D_v=32, dtype=torch.bfloat16, layout='bhsd', recipe=BALANCED)")
+    assert "k_mean=None" in repr(ha.quantize(q, k, v, recipe=ha.BF16))
+    cache = repr(ha.paged_kv_cache(2, 1, 64, device=device))
+    assert cache.startswith(f"PagedKVCache(k8=float8_e4m3fn[2, 1, 128, 64]{where}, v8=")
+    assert repr(ha.Rope(torch.zeros(5, 8), torch.zeros(5, 8))) == (
+        "Rope(cos=float32[5, 8], sin=float32[5, 8], interleaved=False, q_positions=None, k_positions=None)"
+    )
+    for shown in (text, cache):
+        assert "tensor(" not in shown
+        assert len(shown) < 700
+
+
+@pytest.mark.parametrize("name", [name for name in ha.__all__ if callable(getattr(ha, name))])
+def test_help_fits_a_screen(name: str) -> None:
+    """120 columns, as the code has."""
+    text = io.StringIO()
+    with redirect_stdout(text):
+        pydoc.Helper(output=text).help(getattr(ha, name))
+    lines = text.getvalue().splitlines()
+    signature = next(line for line in lines if line.startswith(name) or f"{name}(" in line)
+    assert len(signature) <= 120, signature
+    if inspect.isfunction(getattr(ha, name)):
+        assert max(map(len, lines)) <= 120
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    code = "import helion_attn, importlib.metadata as m; print(helion_attn.__version__, m.version('helion_attn'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ours, installed = done.stdout.split()
+    assert ours == installed

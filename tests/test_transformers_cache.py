@@ -1,0 +1,237 @@
+"""`ha.transformers_cache`: keys and values that are quantised once, against eager attention and its own cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.testing import relative_error
+
+transformers = pytest.importorskip("transformers")
+from helion_attn.integrations import transformers_cache as module  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", {}),
+    "Mistral": ("MistralForCausalLM", {"sliding_window": 7}),
+    "Gemma2": ("Gemma2ForCausalLM", {"sliding_window": 7, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}),
+    "GptOss": ("GptOssForCausalLM", {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 2}),
+}
+
+
+def make_model(name: str) -> Any:
+    model_class, options = MODELS[name]
+    if name in ("Gemma2", "GptOss"):
+        options = options | {"layer_types": ["sliding_attention", "full_attention"]}
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, f"{name}Config")(**SIZES | options)).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("sinks"):
+                parameter.normal_(1.0, 1.0)
+    return model
+
+
+def tokens_of(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    ha.register_transformers()
+
+
+def forced(model: Any, tokens: torch.Tensor, mask: torch.Tensor, parts: list[int], cache: Any) -> torch.Tensor:
+    """Logits, the tokens given in parts."""
+    logits, end = [], 0
+    with torch.no_grad():
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        for part in tokens.split(parts, 1):
+            begin, end = end, end + part.size(1)
+            logits.append(
+                model(
+                    part, attention_mask=mask[:, :end], position_ids=positions[:, begin:end], past_key_values=cache
+                ).logits
+            )
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, a part of several tokens, and single ones, past the window; as near eager as without the cache."""
+    model, tokens = make_model(name), tokens_of(2, 15)
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    parts = [11, 2, 1, 1]
+    model.set_attn_implementation("eager")
+    eager = forced(model, tokens, mask, parts, transformers.DynamicCache(config=model.config))[mask.bool()]
+    model.set_attn_implementation("helion_fp8")
+    with monkeypatch.context() as patch:
+        patch.setattr("helion_attn.integrations.transformers.attention", ha.reference.fp8_attention)
+        modelled = forced(model, tokens, mask, parts, transformers.DynamicCache(config=model.config))[mask.bool()]
+    error = relative_error(forced(model, tokens, mask, parts, ha.transformers_cache())[mask.bool()], eager)
+    assert 0 < error < 2 * relative_error(modelled, eager) + 0.02
+    if name == "Llama":  # one key less would be seen
+        lengths = module.PagedLayer.lengths
+        monkeypatch.setattr(module.PagedLayer, "lengths", lambda self: (lengths(self) - 1).clamp_min(0))
+        wrong = forced(model, tokens, mask, parts, ha.transformers_cache())[mask.bool()]
+        assert relative_error(wrong, eager) > 2 * error
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_decoding_is_attention_of_what_the_cache_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With exact attention on the keys and values as they came, logits are eager's: nothing but roundings is lost."""
+    model, tokens = make_model(name), tokens_of(2, 16)
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    parts = [10, 3, 1, 1, 1]
+    model.set_attn_implementation("eager")
+    eager = forced(model, tokens, mask, parts, transformers.DynamicCache(config=model.config))[mask.bool()]
+    kept: dict[int, list[Any]] = {}
+
+    def append(cache: Any, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Keys and values of each sequence, at their places, in fp32."""
+        held = kept.setdefault(id(cache.k8), [torch.zeros(2, 2, 64, 16), torch.zeros(2, 2, 64, 16)])
+        for x, new in zip(held, (k, v), strict=True):
+            for b, at in enumerate(lengths.tolist()):
+                x[b, :, at : at + new.size(2)] = new[b]
+
+    def attend(q: Any, cache: Any, table: Any, lengths: Any, *, layout: str, **options: Any) -> torch.Tensor:
+        held = kept[id(cache.k8)]
+        rows = []
+        for b, n in enumerate(lengths.tolist()):
+            k, v = (x[b : b + 1, :, :n].transpose(1, 2) for x in held)
+            rows.append(ha.reference.attention(q[b : b + 1], k, v, causal=True, layout=layout, **options))
+        return torch.cat(rows).to(q.dtype)
+
+    def dense(q: Any, k: Any, v: Any, *, recipe: Any, **options: Any) -> torch.Tensor:
+        return ha.reference.attention(q, k, v, **options).to(q.dtype)
+
+    monkeypatch.setattr(module, "append_kvcache", append)
+    monkeypatch.setattr(module, "attention_kvcache", attend)
+    monkeypatch.setattr("helion_attn.integrations.transformers.attention", dense)
+    model.set_attn_implementation("helion_fp8")
+    exact = forced(model, tokens, mask, parts, ha.transformers_cache())[mask.bool()]
+    assert relative_error(exact, eager) < 1e-5
+
+
+def test_generate_grows_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past two pages, with left padding; every layer quantises a token once."""
+    model = make_model("Llama")
+    tokens = tokens_of(2, 254)
+    mask = torch.ones_like(tokens)
+    mask[0, :7] = 0
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": mask, "output_logits": True}
+    options["return_dict_in_generate"] = True
+    model.set_attn_implementation("eager")
+    eager = model.generate(tokens, **options)
+    appended: list[int] = []
+    append = ha.append_kvcache
+
+    def counted(cache: Any, k: torch.Tensor, *rest: Any) -> None:
+        appended.append(k.size(2))
+        append(cache, k, *rest)
+
+    monkeypatch.setattr(module, "append_kvcache", counted)
+    monkeypatch.setattr("helion_attn.integrations.transformers.attention", ha.reference.fp8_attention)
+    model.set_attn_implementation("helion_fp8")
+    cache = ha.transformers_cache()
+    out = model.generate(tokens, past_key_values=cache, **options)
+    assert appended == [254] * 2 + [1] * 6
+    assert cache.get_seq_length() == 257
+    assert cache.layers[0].pages >= 3
+    assert cache.layers[0].lengths().tolist() == [250, 257]
+    together = int((out.sequences == eager.sequences).all(0)[254:].long().cumprod(0).sum())
+    for ours, theirs in zip(out.logits[: together + 1], eager.logits, strict=False):
+        assert 0 < relative_error(ours, theirs) < 0.15
+
+
+def test_beam_search() -> None:
+    """A beam is what a sequence by itself is, however beams were exchanged."""
+    model = make_model("Llama")
+    model.set_attn_implementation("helion_fp8")
+    tokens = tokens_of(1, 9)
+    cache = ha.transformers_cache()
+    options = {"max_new_tokens": 3, "do_sample": False, "num_beams": 2, "return_dict_in_generate": True}
+    out = model.generate(tokens, past_key_values=cache, output_scores=True, num_return_sequences=2, **options)
+    for beam, score in zip(out.sequences, out.sequences_scores, strict=True):
+        given = beam[None, :-1]
+        logits = forced(model, given, torch.ones_like(given), [9, 1, 1], ha.transformers_cache())
+        likelihood = logits[0, 8:].log_softmax(1).gather(1, beam[9:, None]).sum()
+        # Beams attend together and alone with other roundings; another beam's keys would be off by more than 1.
+        assert abs(likelihood.item() - score.item() * 3) < 0.3
+
+
+def test_sequences_are_selected() -> None:
+    layer = module.PagedLayer()
+    k, v = torch.randn(2, 3, 2, 150, 32, generator=torch.Generator().manual_seed(0))
+    layer.append(k, v, [0, 4, 0])
+    q = torch.randn(3, 2, 1, 32)
+    out = layer.attend(q, None, None, None, None)
+    layer.select(torch.tensor([2, 1, 1, 0]))
+    assert layer.lengths().tolist() == [150, 146, 146, 150]
+    moved = layer.attend(q[[2, 1, 1, 0]], None, None, None, None)
+    assert torch.equal(moved, out[[2, 1, 1, 0]])
+    new = torch.randn(2, 4, 2, 1, 32)
+    layer.append(new[0], new[1], [0, 4, 4, 0])  # of the two that were one, each has its own
+    after = layer.attend(q[[2, 1, 1, 0]], None, None, None, None)
+    assert not torch.equal(after[1], after[2])
+    layer.batch_repeat_interleave(2)
+    assert layer.lengths().tolist() == [151, 151, 147, 147, 147, 147, 151, 151]
+    layer.batch_select_indices(torch.tensor([0]))
+    layer.crop(-1)
+    assert layer.lengths().tolist() == [150]
+    assert torch.equal(layer.attend(q[2:], None, None, None, None), out[2:])
+    with pytest.raises(ValueError, match="tokens_to_remove is 3; it must be negative"):
+        layer.crop(3)
+    layer.reset()
+    assert layer.get_seq_length() == 0
+
+
+def test_memory() -> None:
+    """Against bf16, at whole pages: half, and a descale a key and KV head of K and of V."""
+    layer = module.PagedLayer()
+    k = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16)
+    layer.append(k, k, [0])
+    assert layer.cache is not None
+    fields = [layer.cache.k8, layer.cache.v8, layer.cache.k_descale, layer.cache.v_descale]
+    used = sum(x.numel() * x.element_size() for x in fields)
+    assert used == 2 * 256 * 2 * (64 + 4)
+    assert used < 0.54 * 2 * k.numel() * 2
+
+
+def test_what_it_refuses() -> None:
+    model, tokens = make_model("Llama"), tokens_of(2, 8)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad(), pytest.raises(TypeError, match="attn_implementation must be one that helion_attn"):
+        model(tokens, past_key_values=ha.transformers_cache())
+    model.set_attn_implementation("helion_fp8")
+    right = torch.ones_like(tokens)
+    right[1, 5:] = 0
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="padding at the start of sequences alone"):
+        model(tokens, attention_mask=right, past_key_values=ha.transformers_cache())
+    left, cache = right.flip(1), ha.transformers_cache()
+    with torch.no_grad():
+        model(tokens, attention_mask=left, past_key_values=cache)
+        more = torch.ones(2, 9, dtype=torch.long)
+        with pytest.raises(NotImplementedError, match=r"padding up to \[0, 0\], and had up to \[0, 3\] before"):
+            model(tokens[:, :1], attention_mask=more, past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="not offloaded"):
+        module.PagedLayer().offload()
