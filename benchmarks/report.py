@@ -119,7 +119,7 @@ CHECKED_FILES = (
         "varlen",
         "split",
     ),
-    *("decode", "startup", "host"),
+    *("decode", "startup", "host", "distributed"),
 )
 
 
@@ -247,7 +247,7 @@ def print_tables(loaded: Loaded, failing_only: bool = False) -> None:
                 console.print(table.rich())
     rows = [row for content in loaded.values() for row in content["rows"]]
     remarks = Counter(
-        (row["impl"], row["stage"], row["D"], row.get("error_message") or row.get("note")) for row in rows
+        (row["impl"], row["stage"], row.get("D"), row.get("error_message") or row.get("note")) for row in rows
     )
     for (impl, stage, D, remark), count in remarks.items():
         if remark is not None:
