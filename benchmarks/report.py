@@ -278,8 +278,11 @@ def main() -> None:
         "--documents",
         type=Path,
         nargs="*",
-        default=[Path("README.md"), *(Path(f"docs/{name}.md") for name in ("accuracy", "performance", "kv_cache"))],
-        help="files whose results blocks are rewritten (default README.md and docs/{accuracy,performance,kv_cache}.md)",
+        default=[
+            Path("README.md"),
+            *(Path(f"docs/{name}.md") for name in ("accuracy", "performance", "kv_cache", "distributed")),
+        ],
+        help="files whose results blocks are rewritten (default README.md and those of docs/ that have any)",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a measured figure fails its bound")
     args = parser.parse_args()
