@@ -423,7 +423,10 @@ def attention(
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T * sm_scale) v in FP8, from unquantised tensors: `quantize`, then `attention_quantized`.
+    """softmax(q k^T * sm_scale) v in FP8, from unquantised tensors, as one operation.
+
+    It has the error of `quantize` and `attention_quantized`, which are for tensors that are attended to again. Up to
+    head dim 64 the attention kernel quantises Q itself (`ops.dense.quantises_q`).
 
     On CUDA tensors (compute capability 9.0) it runs compiled kernels; on CPU tensors the same kernels in Helion's
     interpreter, slowly.
