@@ -14,6 +14,7 @@ from helion_attn.kernels.lib.arguments import AttentionArguments
 from helion_attn.ops.attention import Choice, choose, shape_of
 from helion_attn.ops.dense import quantises_q
 from helion_attn.ops.quantize import empty_packed
+from helion_attn.preprocess.lib.arguments import rope_arguments
 from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope, as_recipe
 from helion_attn.validate.names import named
 
@@ -135,7 +136,7 @@ def explain(
     choice = choose(shape_of(arguments), sm_count)
     name = "fp8_attn_fwd_large_d" if isinstance(choice.tile, LargeTileConfig) else "fp8_attn_fwd"
     kernel = next((x for x, its in zip(compiled, names, strict=False) if its == name), None)
-    in_kernel = quantises_q(q.transpose(1, 2) if layout == "bshd" else q, chosen, choice)
+    in_kernel = quantises_q(q.transpose(1, 2) if layout == "bshd" else q, rope_arguments(rope), chosen, choice)
     return Explanation(
         device=device,
         launches=tuple(names),

@@ -15,7 +15,8 @@ from helion_attn.compiler.passes.ttgir import FENCE
 from helion_attn.configs import tile_config
 from helion_attn.ops import dense
 from helion_attn.ops.attention import Choice
-from helion_attn.testing import Sm90Kernel, compile_for_sm90, error_budget, make_qkv, relative_error
+from helion_attn.preprocess.lib.arguments import NO_ROPE_ARGUMENTS, rope_arguments
+from helion_attn.testing import Sm90Kernel, compile_for_sm90, error_budget, fake_cuda, make_qkv, relative_error
 from helpers.offline import assert_sound, fake_qkv, launching
 from helpers.shared import shared
 
@@ -86,33 +87,54 @@ def test_a_row_that_is_not_finite_is_alone(device: str) -> None:
 def test_where_it_is_not_done() -> None:
     q = torch.empty(1, 2, 100, 64, dtype=torch.bfloat16)
     choice = Choice(tile_config(64, True), splits=1, pack_gqa=False)
-    assert dense.quantises_q(q, ha.BALANCED, choice)
-    assert not dense.quantises_q(q, ha.ACCURATE, choice)
-    assert not dense.quantises_q(q, ha.BF16, choice)
-    assert not dense.quantises_q(q, ha.HYBRID, choice)
-    assert not dense.quantises_q(q, ha.Recipe(qk_dtype=torch.float8_e4m3fn, q_scales="block"), choice)
-    assert not dense.quantises_q(q, ha.BALANCED, choice._replace(splits=2))
-    assert not dense.quantises_q(q, ha.BALANCED, choice._replace(pack_gqa=True))
-    assert not dense.quantises_q(q, ha.BALANCED, choice._replace(tile=tile_config(128, True)))
+    assert dense.quantises_q(q, NO_ROPE_ARGUMENTS, ha.BALANCED, choice)
+    assert not dense.quantises_q(q, NO_ROPE_ARGUMENTS, ha.ACCURATE, choice)
+    assert not dense.quantises_q(q, NO_ROPE_ARGUMENTS, ha.BF16, choice)
+    assert not dense.quantises_q(q, NO_ROPE_ARGUMENTS, ha.HYBRID, choice)
+    assert not dense.quantises_q(
+        q, NO_ROPE_ARGUMENTS, ha.Recipe(qk_dtype=torch.float8_e4m3fn, q_scales="block"), choice
+    )
+    assert not dense.quantises_q(q, NO_ROPE_ARGUMENTS, ha.BALANCED, choice._replace(splits=2))
+    assert not dense.quantises_q(q, NO_ROPE_ARGUMENTS, ha.BALANCED, choice._replace(pack_gqa=True))
+    assert not dense.quantises_q(q, NO_ROPE_ARGUMENTS, ha.BALANCED, choice._replace(tile=tile_config(128, True)))
     # Rows that are no multiple of 16 bytes apart, and single elements.
-    assert not dense.quantises_q(torch.empty(1, 2, 100, 65, dtype=q.dtype)[..., :64], ha.BALANCED, choice)
-    assert not dense.quantises_q(q.transpose(2, 3).contiguous().transpose(2, 3), ha.BALANCED, choice)
+    assert not dense.quantises_q(
+        torch.empty(1, 2, 100, 65, dtype=q.dtype)[..., :64], NO_ROPE_ARGUMENTS, ha.BALANCED, choice
+    )
+    assert not dense.quantises_q(q.transpose(2, 3).contiguous().transpose(2, 3), NO_ROPE_ARGUMENTS, ha.BALANCED, choice)
+    shifted = torch.empty(12801, dtype=q.dtype)[1:].view(1, 2, 100, 64)
+    assert not dense.quantises_q(shifted, NO_ROPE_ARGUMENTS, ha.BALANCED, choice)
+    of_all, of_half = (rope_arguments(ha.Rope(torch.ones(9, n), torch.ones(9, n))) for n in (32, 16))
+    assert dense.quantises_q(q, of_all, ha.BALANCED, choice)
+    assert not dense.quantises_q(q.float(), of_all, ha.BALANCED, choice)
+    assert not dense.quantises_q(q, of_half, ha.BALANCED, choice)
 
 
-def compiled(recipe: ha.Recipe, causal: bool) -> Sm90Kernel:
+def compiled(recipe: ha.Recipe, causal: bool, dtype: torch.dtype, rotates: bool, return_lse: bool) -> Sm90Kernel:
     """The attention kernel of a call with head dim 64."""
 
     def launch() -> None:
         with launching():
-            ha.attention(*fake_qkv(4, 32, 32, 4096, 4096, 64), causal=causal, recipe=recipe)
+            q, k, v = fake_qkv(4, 32, 32, 4096, 4096, 64, dtype)
+            rope = ha.Rope(fake_cuda(4096, 32), fake_cuda(4096, 32)) if rotates else None
+            ha.attention(q, k, v, causal=causal, recipe=recipe, rope=rope, return_lse=return_lse)
 
     return compile_for_sm90(launch)[-1]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("recipe", RECIPES, ids=["fast", "balanced"])
-def test_its_code(recipe: ha.Recipe, causal: bool) -> None:
-    kernel = shared(compiled, recipe, causal)
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "rotates", "return_lse"),
+    [
+        (ha.FAST, torch.bfloat16, False, False),
+        (ha.BALANCED, torch.bfloat16, False, False),
+        (ha.BALANCED, torch.bfloat16, True, True),
+        (ha.BALANCED, torch.float32, False, True),
+    ],
+    ids=["fast", "balanced", "rope-lse", "fp32-lse"],
+)
+def test_its_code(recipe: ha.Recipe, dtype: torch.dtype, rotates: bool, return_lse: bool, causal: bool) -> None:
+    kernel = shared(compiled, recipe, causal, dtype, rotates, return_lse)
     assert_sound(kernel)
     tile = tile_config(64, causal, recipe.bits)
     assert kernel.ctas_per_sm >= tile.ctas_per_sm

@@ -192,7 +192,8 @@ class Generated:
         set_cache_folder(device.index or 0)
         key = self._key(base)
         # Another process may have written meanwhile.
-        self._entries[base] = stored_code.read(key) or self._entries.get(base, [])
+        stored = stored_code.read(key)
+        self._entries[base] = [*stored, *(x for x in self._entries.get(base, []) if x not in stored)]
         return self._known(base, args) or self._trace(base, key, args)
 
     def _known(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> Run | None:

@@ -15,9 +15,10 @@ from helion_attn.distributed.collectives import Group
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.packed import bounds_of_rows
 from helion_attn.distributed.prepare import all_lengths, quantized_part, recipe_text
-from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope
+from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope, as_recipe
 from helion_attn.validate.dense import check_options, check_recipe
-from helion_attn.validate.distributed import check_balance, check_part, check_strategy
+from helion_attn.validate.distributed import check_balance, check_part, check_rope_lengths, check_strategy
+from helion_attn.validate.names import named
 from helion_attn.validate.varlen import check_varlen
 
 #: What computes `(out, lse)` of a rank's packed part, by the name of the strategy.
@@ -101,6 +102,7 @@ def _cut_of(length: int, ranks: int, balance: str | None) -> Cut:
     return cut_of(length, ranks, balance == "zigzag" and ranks > 1)
 
 
+@named
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -112,7 +114,7 @@ def attention(
     causal: bool = False,
     sm_scale: float | None = None,
     layout: str = "bhsd",
-    recipe: Recipe = BALANCED,
+    recipe: Recipe | str = BALANCED,
     rope: Rope | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
@@ -188,7 +190,7 @@ def attention(
             "sm_scale": sm_scale,
             "softcap": softcap,
             "layout": layout,
-            "recipe": recipe_text(recipe),
+            "recipe": recipe_text(as_recipe(recipe)),
             "rope": rope is not None,
             "sinks": sinks is not None,
             "return_lse": return_lse,
@@ -208,6 +210,8 @@ def attention(
     q_cut, k_cut = Cut(m_lengths, zigzag), Cut(n_lengths, zigzag)
     q_cut.check("M", equal=strategy == "ulysses")
     k_cut.check("N", equal=strategy != "ring")
+    check_rope_lengths(rope, q_cut.total, k_cut.total)
+    chosen = as_recipe(recipe)
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     (B, H, _, D), H_kv, D_v = q.shape, k.size(1), v.size(3)
@@ -225,8 +229,8 @@ def attention(
         H_kv=H_kv,
         D=D,
         D_v=D_v,
-        packing=varlen_packing(D, D_v, recipe.bits),
-        recipe=recipe,
+        packing=varlen_packing(D, D_v, chosen.bits),
+        recipe=chosen,
         left=left,
         right=right,
         sm_scale=float(D**-0.5 if sm_scale is None else sm_scale),
@@ -242,6 +246,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@named
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -252,7 +257,7 @@ def attention_varlen(
     group: Group = None,
     causal: bool = False,
     sm_scale: float | None = None,
-    recipe: Recipe = BALANCED,
+    recipe: Recipe | str = BALANCED,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -304,7 +309,7 @@ def attention_varlen(
             "causal": causal,
             "sm_scale": sm_scale,
             "softcap": softcap,
-            "recipe": recipe_text(recipe),
+            "recipe": recipe_text(as_recipe(recipe)),
             "sinks": sinks is not None,
             "return_lse": return_lse,
             "out_dtype": str(out_dtype),
@@ -322,6 +327,7 @@ def attention_varlen(
     k_cut.check("tokens", equal=True)
     (_, H, D), H_kv, D_v = q.shape, k.size(1), v.size(2)
     _, _, softcap, sinks = mask_arguments(False, None, softcap, sinks)
+    chosen = as_recipe(recipe)
     call = Call(
         group=pg,
         q_cut=q_cut,
@@ -331,8 +337,8 @@ def attention_varlen(
         H_kv=H_kv,
         D=D,
         D_v=D_v,
-        packing=varlen_packing(D, D_v, recipe.bits),
-        recipe=recipe,
+        packing=varlen_packing(D, D_v, chosen.bits),
+        recipe=chosen,
         left=-1,
         right=-1,
         sm_scale=float(D**-0.5 if sm_scale is None else sm_scale),

@@ -23,6 +23,9 @@ from helion_attn.validate.varlen import MAX_VARLEN_D, check_varlen_recipe
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+#: PyTorch's own, also where somebody has put another function in its place.
+STOCK = F.scaled_dot_product_attention
+
 #: What `fallback` may be.
 FALLBACKS = ("raise", "warn", "silent")
 
@@ -71,7 +74,7 @@ class _SdpaMode(TorchFunctionMode):
         self.fallback = fallback
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is STOCK:
             return _attention(*args, **(kwargs or {}), recipe=self.recipe, fallback=self.fallback)
         if func is F.multi_head_attention_forward:
             return self._multi_head_attention(*args, **(kwargs or {}))
@@ -252,7 +255,7 @@ def _attention(
             check_recipe(recipe, call.qkv[0].size(3), call.qkv[2].size(3))
     except (NotImplementedError, TypeError, ValueError, RuntimeError) as refusal:
         return _fall_back(
-            fallback, refusal, F.scaled_dot_product_attention,
+            fallback, refusal, STOCK,
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
     q, k, v = call.qkv

@@ -14,7 +14,7 @@ from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.rules import Rule, check_supported, is_none
 from helion_attn.types import BALANCED, Recipe, as_recipe
-from helion_attn.validate.dense import check_sinks, check_sm_scale
+from helion_attn.validate.dense import check_options, check_sinks, check_sm_scale
 
 
 @dataclass(frozen=True)
@@ -288,6 +288,8 @@ def attention_forward(
                 f"alone; here causal is {causal}, and sequences of {N} keys begin and end at {list(spans)}"
             )
         is_prompt = layer.tokens == 0
+        # What raises must do so before the cache has the keys.
+        check_options(causal, scaling, None, softcap, s_aux, False, None, H, query.device)
         layer.append(key, value, [start for start, _ in spans])
         if not is_prompt:
             return layer.attend(query, left, scaling, softcap, s_aux), None

@@ -102,7 +102,7 @@ def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe, shift_lse: bo
 MAX_QUANTISED_D = 64
 
 
-def quantises_q(q: torch.Tensor, recipe: Recipe, choice: Choice) -> bool:
+def quantises_q(q: torch.Tensor, rope: RopeArguments, recipe: Recipe, choice: Choice) -> bool:
     """Whether the attention kernel quantises Q, a tile in each program, so that Q is read once and never written.
 
     Not where several programs share a tile (splits of the keys, or V in pieces: `fp8_attn_fwd_large_d`), or a tile has
@@ -115,7 +115,11 @@ def quantises_q(q: torch.Tensor, recipe: Recipe, choice: Choice) -> bool:
         return False
     if recipe.q_scales != "token" or recipe.hadamard or recipe.pv_dtype.itemsize != 1:
         return False
-    wide = q.stride(3) == 1 and not any(stride * q.itemsize % WIDEST_LOAD for stride in q.stride()[:3])
+    # Angles beside channels that are not rotated, or beside fp32 rows, would spill.
+    if rope.cos is not None and (2 * rope.cos.size(1) != tile.D_pad or q.itemsize == 4):
+        return False
+    aligned = q.data_ptr() % WIDEST_LOAD == 0
+    wide = aligned and q.stride(3) == 1 and not any(stride * q.itemsize % WIDEST_LOAD for stride in q.stride()[:3])
     last = sum((size - 1) * stride for size, stride in zip(q.shape, q.stride(), strict=True))
     return wide and last < 2**31
 
@@ -126,7 +130,7 @@ def _launch(a: DenseArguments) -> Outputs:
     from helion_attn.preprocess.quantize import quantize_qkv
 
     choice = choose(a.shape(), multiprocessors(a.q.device))
-    if isinstance(choice.tile, LargeTileConfig) or not quantises_q(a.q, a.recipe, choice):
+    if isinstance(choice.tile, LargeTileConfig) or not quantises_q(a.q, a.rope, a.recipe, choice):
         return launch_choice(a.attending(quantize_qkv(a.quantizing(packs_q=True))), choice)
     packed = a.attending(quantize_qkv(a.quantizing(packs_q=False)))
     out, lse = empty_outputs(packed)

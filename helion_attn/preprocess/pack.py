@@ -182,8 +182,9 @@ def launch(
                 "cap_registers": t.q_registers is not None,
             }
         )
+    v_mean = stats.v_mean
     if sum_lost or note_peak:
-        recentre.launch(source, v_lost, v_peak, v8, v_descale, stats.v_mean, recipe, sum_lost, sequences)
+        v_mean = recentre.launch(source, v_lost, v_peak, v8, v_descale, stats.v_mean, recipe, sum_lost, sequences)
     if sequences is not None:
         m_blocks, n_blocks = q_blocks.size(0), k_blocks.size(0)
     return PackedTensors(
@@ -193,7 +194,7 @@ def launch(
         q_descale=q_descale.view(B, H, m_blocks, bm),
         k_descale=k_descale.view(B, H_kv, -1),
         v_descale=v_descale.view(B, H_kv, -1),
-        v_mean=stats.v_mean.view(-1, H_kv, D_v_pad),
+        v_mean=v_mean.view(-1, H_kv, D_v_pad),
         k_mean=stats.k_mean.view(-1, H_kv, D_row) if smooth_k else empty(0),
         lse_shift=lse_shift.view(B, H, m_blocks, bm) if shift_lse else empty(0),
     )

@@ -42,7 +42,8 @@ def recentre(
     k_blocks: torch.Tensor,  # [N_blocks, K_FIELDS] if varlen
     v8: torch.Tensor,  # [B * H_kv * N_blocks * d_tiles, d_tile, bn], written where a sample had too little room
     v_descale: torch.Tensor,  # [B * H_kv, D_v_pad], or [H_kv * N_blocks, D_v_pad] if varlen; likewise
-    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], read and written
+    v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], what was subtracted
+    corrected: torch.Tensor,  # [B * H_kv, D_v_pad], what is added back; written if center
     n_blocks: int,
     H_kv: int,
     N: int,
@@ -73,7 +74,7 @@ def recentre(
     d_tiles = hl.specialize(v_peak.size(1))
     hl.specialize((v.stride(0), v8.stride(0), v8.stride(1), v8.stride(2)))
     hl.specialize((v_lost.stride(0), v_lost.stride(1), v_mean.stride(0), v_mean.stride(1)))
-    hl.specialize((v_descale.stride(0), v_descale.stride(1)))
+    hl.specialize((v_descale.stride(0), v_descale.stride(1), corrected.stride(0), corrected.stride(1)))
     v_channels = row_channels(d_v, d_v_at_run_time, v_d_step)
     # Tensors with `varlen`, ints without.
     count: Any
@@ -141,9 +142,9 @@ def recentre(
         if center:
             mean = hl.load(v_mean, [head, cols])
             if varlen:
-                hl.store(v_mean, [head, cols], torch.where(divisor >= least, mean + lost / divisor, mean))
+                hl.store(corrected, [head, cols], torch.where(divisor >= least, mean + lost / divisor, mean))
             else:
-                hl.store(v_mean, [head, cols], mean + lost / divisor)
+                hl.store(corrected, [head, cols], mean + lost / divisor)
 
 
 @functools.cache
@@ -164,19 +165,21 @@ def launch(
     recipe: Recipe,
     center: bool,
     sequences: Sequences | None = None,
-) -> None:
-    """Run the kernel.
+) -> torch.Tensor:
+    """Run the kernel; returns what V's dequantised entries are added to, shaped as `v_mean`.
 
     Args:
         source: of V.
         v_lost: what rounding took from every block, of `pack`, from `RECENTRED_KEYS` keys on.
         v_peak: the largest magnitudes of tiles, in units of their descales, if these are of a sample.
-        v8: and `v_descale`, `v_mean`: flat, as `pack` has them; written.
+        v8: and `v_descale`: flat, as `pack` has them; written.
+        v_mean: what was subtracted from V. Programs of a head read all of it, so that it is not written.
         recipe: how V was packed.
         center: whether `v_lost` was written.
         sequences: where those of a packed batch lie, or None.
     """
     unused = v_mean
+    corrected = torch.empty_like(v_mean) if center else v_mean
     bn = v8.size(2)
     names = ("v_b_step", "v_h_step", "v_s_step", "v_d_step", "unit")
     steps = {name: x for name, x in source.arguments().items() if name == "v" or name in names}
@@ -190,6 +193,7 @@ def launch(
             "v8": v8,
             "v_descale": v_descale,
             "v_mean": v_mean,
+            "corrected": corrected,
             "n_blocks": -(-source.N // bn) if sequences is None else sequences.k_blocks.size(0),
             "H_kv": source.H_kv,
             "N": source.N,
@@ -207,3 +211,4 @@ def launch(
             "is_cuda": v_mean.is_cuda,
         }
     )
+    return corrected

@@ -32,7 +32,7 @@ def check_balance(balance: str | None) -> None:
 
 
 def check_part(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, layout: str, rope: Rope | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe | str, layout: str, rope: Rope | None
 ) -> None:
     """A rank's tensors, as `quantize` has them; head dims as packed sequences have them."""
     check_qkv(q, k, v, layout)
@@ -50,3 +50,18 @@ def check_part(
         check_rotatable(name, x)
         if at is not None:
             check_positions(f"rope.{name}_positions", at, x.size(length), q.device)
+
+
+def check_rope_lengths(rope: Rope | None, M: int, N: int) -> None:
+    """Positions that a rope does not give are those of the whole sequence, of M queries and N keys."""
+    if rope is None:
+        return
+    if rope.k_positions is None and rope.cos.size(0) < N:
+        raise ValueError(
+            f"rope.cos has {rope.cos.size(0)} positions; without rope.k_positions it must have at least N = {N}"
+        )
+    if rope.q_positions is None and (M > N or rope.cos.size(0) < N):
+        raise ValueError(
+            f"M is {M}, N is {N} and rope.cos has {rope.cos.size(0)} positions; without rope.q_positions M must be at "
+            f"most N, and N at most the number of positions"
+        )
