@@ -299,7 +299,7 @@ def attention_varlen(
         check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
         if not q.size(0) or not k.size(0):
             raise ValueError(f"q has {q.size(0)} tokens and k {k.size(0)}; every rank must have at least 1")
-        check_recipe(recipe, q.size(2), v.size(2))
+        check_recipe(as_recipe(recipe), q.size(2), v.size(2))
         check_options(causal, sm_scale, None, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
 
     def agreed() -> dict[str, Any]:

@@ -171,8 +171,8 @@ class Backend:
             of_keys = attn_mask.dim() == 2 and tuple(attn_mask.shape) == (B, N)
             if of_keys and B == M:
                 raise NotImplementedError(
-                    f"helion_attn: attn_mask has shape {tuple(attn_mask.shape)}, which is [B, N] and [M, N] alike; pass "
-                    "attn_mask[:, None, None] for padding, or attn_mask[None, None]"
+                    f"helion_attn: attn_mask has shape {tuple(attn_mask.shape)}, which is [B, N] and [M, N] alike; "
+                    "pass attn_mask[:, None, None] for padding, or attn_mask[None, None]"
                 )
             visible = read_mask(attn_mask[:, None, None] if of_keys else attn_mask, B, M, N)
             if not visible.whole:

@@ -6,8 +6,8 @@ softmax(q (k - c)) is the same for any constant c, and so is P (v - c) + c for r
 sample leaves as little to round as the whole mean (SageAttention, arXiv:2410.02367, subtracts that from K). Means that
 do not stand out of the sample's noise are 0: subtracting them would add to small entries, such as V's at an attention
 sink. V's descale of a head fits entries of `SAMPLED_HEADROOM` times the sample's amax; `recentre` sees to a head that
-has larger ones. A NaN in the sample makes the mean of its channel NaN, and so everything that it is subtracted from. One
-infinity does not stand out of its own range; it makes the descale NaN.
+has larger ones. A NaN in the sample makes the mean of its channel NaN, and so everything that it is subtracted from.
+One infinity does not stand out of its own range; it makes the descale NaN.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from helion_attn.types import Recipe, Rope
+from helion_attn.types import Recipe, Rope, as_recipe
 from helion_attn.validate.dense import (
     MIN_D,
     check_positions,
@@ -41,7 +41,7 @@ def check_part(
             raise NotImplementedError(
                 f"{name} has head dim {x.size(3)}; over several ranks it must lie in {MIN_D}..{MAX_VARLEN_D}"
             )
-    check_recipe(recipe, q.size(3), v.size(3))
+    check_recipe(as_recipe(recipe), q.size(3), v.size(3))
     if rope is None:
         return
     check_rope_tables(rope, q.size(3), q.device)
