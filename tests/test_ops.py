@@ -219,8 +219,9 @@ def test_ops_neither_write_nor_return_their_inputs(recipe: ha.Recipe, device: st
     """What opcheck's schema test would say; it has no arithmetic for e4m3."""
     with Recorder() as recorder:
         ha.attention(*qkv_on(device), recipe=recipe, rope=rope_on(device))
+        ha.attention_quantized(ha.quantize(*qkv_on(device), recipe=recipe, rope=rope_on(device)))
         ha.pack(**e4m3_on(device))
-    assert len(recorder.calls) == 3
+    assert len(recorder.calls) == 4
     for op, arguments in recorder.calls.values():
         inputs = [x for x in arguments if isinstance(x, torch.Tensor)]
         before = [x.float().clone() for x in inputs]

@@ -33,7 +33,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     launch = attention.launch
 
     def record(*args: Any, **options: Any) -> None:
-        seen.append(options["pack_gqa"])
+        seen.append(options.get("pack_gqa", False))
         launch(*args, **options)
 
     monkeypatch.setattr(attention, "launch", record)

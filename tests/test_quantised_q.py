@@ -106,7 +106,7 @@ def test_where_it_is_not_done() -> None:
     assert not dense.quantises_q(shifted, no_rope, ha.BALANCED, choice)
     of_all, of_half = (rope_arguments(ha.Rope(torch.ones(9, n), torch.ones(9, n))) for n in (32, 16))
     assert dense.quantises_q(q, of_all, ha.BALANCED, choice)
-    assert not dense.quantises_q(q.float(), of_all, ha.BALANCED, choice)
+    assert not dense.quantises_q(q.float(), no_rope, ha.BALANCED, choice)
     assert not dense.quantises_q(q, of_half, ha.BALANCED, choice)
 
 
@@ -128,9 +128,9 @@ def compiled(recipe: ha.Recipe, causal: bool, dtype: torch.dtype, rotates: bool,
         (ha.FAST, True, torch.bfloat16, False, False),
         (ha.BALANCED, False, torch.bfloat16, False, False),
         (ha.BALANCED, True, torch.bfloat16, True, True),
-        (ha.BALANCED, True, torch.float32, False, True),
+        (ha.BALANCED, True, torch.float16, False, True),
     ],
-    ids=["fast-causal", "balanced-full", "balanced-causal-rope-lse", "balanced-causal-fp32-lse"],
+    ids=["fast-causal", "balanced-full", "balanced-causal-rope-lse", "balanced-causal-fp16-lse"],
 )
 def test_its_code(recipe: ha.Recipe, causal: bool, dtype: torch.dtype, rotates: bool, return_lse: bool) -> None:
     kernel = shared(compiled, recipe, causal, dtype, rotates, return_lse)

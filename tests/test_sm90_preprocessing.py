@@ -31,10 +31,10 @@ from helpers.offline import (
 
 def assert_preprocessing(kernels: list[Sm90Kernel], D: int, recipe: ha.Recipe = ha.BALANCED) -> None:
     for kernel in kernels:
-        assert_sound(kernel)
-        # 4 bytes: descales and partial results. 8: the rotation's 256 signs, two a thread.
-        signs = {8} if recipe.hadamard and D == 256 else set()
-        assert widths(kernel, "LDG|LDGSTS") <= {4, 16} | signs, f"{kernel.name} reads narrowly"
+        # Angles of 256 channels leave K's mean no registers for a value or two.
+        assert_sound(kernel, 2 if recipe.smooth_k and D == 256 else 0)
+        # 4 and 8 bytes: fp32 means, descales and partial results, and the rotation's 256 signs.
+        assert widths(kernel, "LDG|LDGSTS") <= {4, 8, 16}, f"{kernel.name} reads narrowly"
     assert sum(16 in widths(kernel, "LDG|LDGSTS") for kernel in kernels) >= 2, "there are two passes over the inputs"
     assert any(16 in widths(kernel, "STG") for kernel in kernels)
     assert any(kernel.opcodes["HGMMA"] > 0 for kernel in kernels) == recipe.hadamard, "who rotates?"
@@ -143,8 +143,9 @@ def test_preprocessing_of_padded_channels(D: int, name: str, strided: bool) -> N
         return strided_in_d(D) if strided else fake_qkv(2, 4, 2, 1000, 3000, D, torch.float16)
 
     for kernel in compile_quantize(make_qkv, recipe=PADDED[name]):
-        # Where every element has an address of its own, these take the registers of V's largest entries.
-        assert_sound(kernel, 48 if strided else 0)
+        # Where every element has an address of its own, these take the registers of V's largest entries. `recentre`
+        # packs again what is hardly ever there.
+        assert_sound(kernel, 48 if strided else 10 if "recentre" in kernel.name else 0)
 
 
 def test_preprocessing_of_strided_padded_channels_of_variable_lengths() -> None:

@@ -220,12 +220,14 @@ def test_outcomes_are_kept_with_the_kernel() -> None:
     assert triton_hook.outcomes(second[0]) == outcomes
     assert [(x.name, x.applied) for x in outcomes] == [
         (computed_once.NAME, False),
+        (shared_q.NAME, False),
+        (rows_ahead.NAME, False),
         (early_copies.NAME, True),
         (warpgroup_turns.NAME, True),
         (warpgroup_turns.PART_OF_P, True),
     ]
     assert outcomes[0].reason == computed_once.UNMARKED
-    assert re.fullmatch(r"the turn for P V waits for \d+ of \d+ registers of P", outcomes[3].reason)
+    assert re.fullmatch(r"the turn for P V waits for \d+ of \d+ registers of P", outcomes[5].reason)
 
 
 def outcomes_of(compile_: Callable[[], Any]) -> dict[str, Outcome]:

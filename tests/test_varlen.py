@@ -368,7 +368,7 @@ def test_lengths_and_batches_are_data() -> None:
             q, k, v = (fake_cuda(S, H, 64, dtype=torch.bfloat16) for S, H in ((M, 4), (N, 2), (N, 2)))
             cu = (fake_cuda(B + 1, dtype=torch.int32) for _ in range(2))
             attention_varlen(q, k, v, *cu, causal=True)
-    assert len(seen.by_kernel()) == 5
+    assert len(seen.by_kernel()) == 6
     assert max(seen.by_kernel().values()) <= 2, seen.by_kernel()
 
 
@@ -417,14 +417,14 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"cu_seqlens_k has strides \(2,\)",
     ),
-    "recipe": ({"recipe": "fast"}, TypeError, "recipe is 'fast'"),
+    "recipe": ({"recipe": "quick"}, ValueError, "recipe is 'quick'"),
     "q_scales": (
         {"recipe": replace(IN_E4M3, q_scales="head")},
         NotImplementedError,
         r"recipe has q_scales='head'; .* must be one of \('block', 'token', 'none'\)",
     ),
     "v_scales": ({"recipe": replace(IN_E4M3, v_scales="tensor")}, NotImplementedError, "recipe has v_scales='tensor'"),
-    "causal": ({"causal": 1}, TypeError, "causal is 1"),
+    "causal": ({"causal": 2}, TypeError, "causal is 2"),
     "return_lse": ({"return_lse": None}, TypeError, "return_lse is None"),
     "sm_scale": ({"sm_scale": -1.0}, ValueError, "sm_scale is -1"),
     "window": ({"window": (-2, 0)}, ValueError, "window is"),
@@ -456,7 +456,8 @@ def test_signature() -> None:
     parameters = inspect.signature(ha.flash_attn_varlen_func).parameters
     positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == FLASH_ATTN_3
-    assert [name for name in parameters if name not in positional] == ["recipe"]
+    of_flash_attn_2 = ["dropout_p", "alibi_slopes", "block_table", "return_softmax_lse"]
+    assert [name for name in parameters if name not in positional] == [*of_flash_attn_2, "recipe"]
 
 
 FLASH_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -509,7 +510,7 @@ def test_unsupported_arguments_raise(rule: Any, device: str) -> None:
         ({"softcap": -1.0}, ValueError, "softcap is -1.0; it must be 0.0, for no cap"),
         ({"softmax_scale": -1.0}, ValueError, "softmax_scale is -1"),
         ({"num_splits": True}, NotImplementedError, "num_splits is True; it must be 0 or 1"),
-        ({"dropout_p": 0.0}, TypeError, "dropout_p"),
+        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p is 0.1; it must be 0.0"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

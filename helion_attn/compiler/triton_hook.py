@@ -111,7 +111,7 @@ def passed(text: str, no_turns: str | None = None) -> list[Outcome]:
         if shared.applied
         else Outcome(rows_ahead.NAME, False, shared_q.COPIED, shared.text)
     )
-    copies = early_copies.rescheduled(rows.text)
+    copies = early_copies.rescheduled(rows.text, computes_q=shared.applied)
     if no_turns is None and not copies.applied:
         no_turns = "the copies of its loop were not moved"
     if no_turns is not None:

@@ -19,6 +19,7 @@ from helion_attn.integrations.masks import Visible, attend_to_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.types import BALANCED, Recipe, as_recipe
 from helion_attn.validate.dense import check_qkv, check_recipe, check_sm_scale
+from helion_attn.validate.names import in_lines
 from helion_attn.validate.varlen import MAX_VARLEN_D, check_varlen_recipe
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -181,6 +182,7 @@ def sdpa(*, recipe: Recipe | str = BALANCED, fallback: str = "raise") -> _SdpaMo
     return _SdpaMode(as_recipe(recipe), fallback)
 
 
+@in_lines
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
