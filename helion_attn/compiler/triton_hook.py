@@ -111,7 +111,9 @@ def passed(text: str, no_turns: str | None = None) -> list[Outcome]:
         if shared.applied
         else Outcome(rows_ahead.NAME, False, shared_q.COPIED, shared.text)
     )
-    copies = early_copies.rescheduled(rows.text, computes_q=shared.applied)
+    copies = early_copies.rescheduled(rows.text)
+    if shared.applied and copies.applied:
+        copies = replace(copies, text=shared_q.with_keys_on_their_way(copies.text))
     if no_turns is None and not copies.applied:
         no_turns = "the copies of its loop were not moved"
     if no_turns is not None:

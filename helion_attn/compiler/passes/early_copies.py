@@ -50,7 +50,6 @@ from helion_attn.compiler.passes.ttgir import (
     matched,
     renamed,
     taken_out,
-    with_copies_ahead,
 )
 
 NAME = "early_copies"
@@ -102,18 +101,13 @@ def _an_iteration_later(loop: str, copies: list[str], stages: int) -> list[str]:
     return [*of_counter, *(indent + line for line in checks), *(renamed(line, names) for line in of_block)]
 
 
-def rescheduled(text: str, computes_q: bool = False) -> Outcome:
-    """Move the loads of the first loop that has the form, in a module of Triton's GPU IR.
-
-    Args:
-        text: of the module.
-        computes_q: Q is computed, not copied, and the first copies of K and V are to be on their way meanwhile.
-    """
+def rescheduled(text: str) -> Outcome:
+    """Move the loads of the first loop that has the form, in a module of Triton's GPU IR."""
     lines = text.split("\n")
     reasons = []
     for at, end in loops(lines):
         try:
-            moved, how = _rescheduled(lines, at, end, computes_q)
+            moved, how = _rescheduled(lines, at, end)
         except Refused as refused:
             reasons.append(str(refused))
         else:
@@ -145,7 +139,7 @@ def _check_form(loop: str, body: list[str], end: str) -> int:
     return stages
 
 
-def _rescheduled(lines: list[str], at: int, end: int, computes_q: bool) -> tuple[list[str], str]:
+def _rescheduled(lines: list[str], at: int, end: int) -> tuple[list[str], str]:
     """All lines with the loads of the loop from `at` to `end` moved, and how; `Refused` if it has another form."""
     indent, body = indentation(lines[at]), lines[at + 1 : end]
     stages = _check_form(lines[at], body, lines[end])
@@ -201,8 +195,6 @@ def _rescheduled(lines: list[str], at: int, end: int, computes_q: bool) -> tuple
     # loop: what is stored there may come into K's buffers, whose reading Triton takes for done.
     barrier = f"{indent}  {BARRIER}"
     body = [*rest[: behind + 1], barrier, *group, barrier, *rest[behind + 1 :]]
-    if computes_q:
-        before = with_copies_ahead(before)
     before = _with_last_wait_behind(before, indent)
     if in_one_buffer:
         before, body, after = with_single_k_buffer(before, body, after)

@@ -14,7 +14,17 @@ from __future__ import annotations
 import re
 
 from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, only
-from helion_attn.compiler.passes.ttgir import FENCE, PRODUCT, VALUE, defined, find, indentation, matched
+from helion_attn.compiler.passes.ttgir import (
+    FENCE,
+    PRODUCT,
+    VALUE,
+    defined,
+    find,
+    indentation,
+    loops,
+    matched,
+    with_copies_ahead,
+)
 
 NAME = "shared_q"
 
@@ -60,3 +70,10 @@ def with_shared_q(text: str) -> Outcome:
     return Outcome(
         NAME, True, "products read Q from shared memory", "\n".join([*lines[: at + 1], fence, *lines[at + 1 :]])
     )
+
+
+def with_keys_on_their_way(text: str) -> str:
+    """The first copies of K and V, in front of the first loop, ahead of what computes Q."""
+    lines = text.split("\n")
+    at = next((at for at, _ in loops(lines)), None)
+    return text if at is None else "\n".join([*with_copies_ahead(lines[:at]), *lines[at:]])
