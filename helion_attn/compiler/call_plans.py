@@ -144,7 +144,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def plan(self, tensors: Sequence[torch.Tensor], returned: Sequence[torch.Tensor]) -> CallPlan | None:
-        """What repeats the call, or None if that would leave something out.
+        """The plan that repeats the call, or None if a plan would leave something out.
 
         Args:
             tensors: what the call was given.

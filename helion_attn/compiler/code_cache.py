@@ -99,7 +99,7 @@ def versions() -> str:
 
 
 def fingerprint(fn: Callable[..., Any], config: Config) -> str:
-    """What the code of `fn` depends on, whatever its arguments and the process's options.
+    """Identify the code of `fn`, apart from its arguments and the process's options.
 
     The sources on the disk need not be what this process runs: the functions that it has are looked at as well.
     Helion's settings are in these sources (`helion_adapter.kernel_to_compile`) and in the environment.
@@ -164,7 +164,7 @@ class Generated:
         return fingerprint(self._fn, self._config)
 
     def _base(self, args: Sequence[Any]) -> tuple[Hashable, ...]:
-        """What the code depends on of any arguments: all of Helion's base key that an argument can change."""
+        """All of Helion's base key that an argument can change."""
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         places = list({id(x): None for x in tensors})
         device = tensors[0].device

@@ -1,4 +1,4 @@
-"""What generated code depends on beyond the key of its entry: facts about the arguments, by name, as JSON.
+"""Facts about the arguments, by name, as JSON: generated code depends on them beyond the key of its entry.
 
 Helion names them when it has traced: sizes and strides that the kernel asked for, and what a tensor must be for TMA to
 read it. Their values are found without Helion, and are those that Helion's own functions give.

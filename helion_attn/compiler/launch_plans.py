@@ -58,12 +58,12 @@ def recorded(run: Callable[..., Any], args: Sequence[Any]) -> list[Launch]:
 
 
 class Address(NamedTuple):
-    """What an encoded descriptor needs of its tensor."""
+    """The parts of a tensor that an encoded descriptor needs."""
 
     address: int
 
     def data_ptr(self) -> int:
-        """As a tensor has it."""
+        """Read the layout of a tensor."""
         return self.address
 
 
