@@ -63,7 +63,7 @@ class Address(NamedTuple):
     address: int
 
     def data_ptr(self) -> int:
-        """Read the layout of a tensor."""
+        """The address, as a tensor gives it."""
         return self.address
 
 
