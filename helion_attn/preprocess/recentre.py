@@ -152,7 +152,7 @@ def kernel(is_cuda: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(recentre)
-    return compiled(recentre, Config(num_warps=4, indexing="pointer"))
+    return compiled(recentre, Config(num_warps=8, indexing="pointer"))
 
 
 def launch(
