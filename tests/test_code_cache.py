@@ -22,6 +22,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch._inductor.codecache import PyCodeCache
 
 import helion_attn as ha
@@ -131,6 +132,24 @@ def test_other_specialisations_are_as_if_nothing_were_there() -> None:
         with process(reads=False) as traced:
             attend(**changed)
         assert found.ran == traced.ran, changed
+
+
+def test_a_process_group_changes_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where PyTorch cannot say which tensors are symmetric memory, either: up to 2.11."""
+    with process(reads=False) as alone:
+        attend()
+    monkeypatch.delattr(symmetric_memory, "is_symm_mem_tensor", raising=False)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        with process(reads=False) as in_a_group, mock.patch.object(stored_code, "write"):
+            attend()
+        assert in_a_group.traced == alone.traced
+        assert in_a_group.ran == alone.ran
+        with process() as then:
+            attend()
+        assert not then.traced
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # --- a small kernel -------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ import triton
 from helion_attn.compiler import stored_code
 from helion_attn.compiler.facts import UnknownFact, facts_of, value
 from helion_attn.compiler.generated_code import Run, linked, load
-from helion_attn.compiler.helion_adapter import Config, kernel_to_compile
+from helion_attn.compiler.helion_adapter import Config, bind, kernel_to_compile
 from helion_attn.compiler.stored_code import Entry
 
 #: Held while a kernel is looked for on the disk, and traced: `torch.fx`, with which Helion traces, patches what all
@@ -132,15 +132,6 @@ def options() -> str:
     return repr((torch.get_default_dtype(), _inductor_options(), _environment()))
 
 
-def _is_symmetric(args: Sequence[Any]) -> bool:
-    """Whether Helion compiles for memory that several GPUs share, as `helion._dist_utils.kernel_uses_symm_mem`."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return False
-    shared_memory = importlib.import_module("torch.distributed._symmetric_memory")
-    is_symmetric = getattr(shared_memory, "is_symm_mem_tensor", None)
-    return is_symmetric is None or any(is_symmetric(x) for x in args if isinstance(x, torch.Tensor))
-
-
 def _layout(x: torch.Tensor) -> Hashable:
     static = tuple(sorted(getattr(x, "_dynamo_static_indices", ())))
     # A class of tensors may have no addresses.
@@ -173,7 +164,7 @@ class Generated:
             for x, is_constant in zip(args, self._is_constant, strict=True)
         )
         same = tuple(places.index(id(x)) for x in tensors)
-        return (*described, same, device.type, torch.cuda.get_device_capability(device), _is_symmetric(args))
+        return (*described, same, device.type, torch.cuda.get_device_capability(device))
 
     def _key(self, base: tuple[Hashable, ...]) -> str:
         """The name of a file: hexadecimal, as Triton's are."""
@@ -208,7 +199,7 @@ class Generated:
         environment = repr(_environment())
         if environment not in self._kernels:
             self._kernels[environment] = kernel_to_compile(self._fn, self._config)
-        bound = self._kernels[environment].bind(args)
+        bound = bind(self._kernels[environment], args)
         source = linked(Path(bound.compile_config().__code__.co_filename).read_text())
         run = load(source, self._fn.__name__)
         # Code whose facts have a form that is not known here serves this call, and is not kept.

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
@@ -18,6 +20,7 @@ from helion_attn.configs import LargeTileConfig, TileConfig
 __all__ = [
     "MAX_REGISTERS",
     "Config",
+    "bind",
     "helion",
     "helion_config",
     "helion_environment",
@@ -52,11 +55,13 @@ def imported(module: types.ModuleType) -> types.ModuleType:
 if TYPE_CHECKING:
     import helion
     import helion._compiler.compile_environment as helion_environment
+    import helion._dist_utils as helion_distributed
     import helion.language as hl
     import helion.runtime.kernel as helion_kernel
 else:
     helion = Later("helion")
     helion_environment = Later("helion._compiler.compile_environment")
+    helion_distributed = Later("helion._dist_utils")
     helion_kernel = Later("helion.runtime.kernel")
     hl = Later("helion.language")
 
@@ -101,6 +106,27 @@ def kernel_to_compile(fn: Callable[..., Any], config: Config) -> helion.Kernel[A
         triton_do_not_specialize=True,
         key=lambda *args: None,
     )
+
+
+def bind(kernel: helion.Kernel[Any], args: tuple[Any, ...]) -> Any:
+    """`kernel.bind(args)`, for one GPU, also where `torch.distributed` is initialised.
+
+    Helion makes grids persistent for symmetric memory. PyTorch 2.11 cannot say which tensors are of it, and Helion then
+    takes all for such; attention is some 3 times slower with a persistent grid.
+    """
+    here = threading.get_ident()
+
+    def elsewhere(real: Callable[..., bool]) -> Callable[..., bool]:
+        return lambda *args, **options: threading.get_ident() != here and real(*args, **options)
+
+    in_arguments = mock.patch.object(
+        imported(helion_kernel), "kernel_uses_symm_mem", elsewhere(helion_kernel.kernel_uses_symm_mem)
+    )
+    in_environment = mock.patch.object(
+        imported(helion_distributed), "is_symm_mem_tensor", elsewhere(helion_distributed.is_symm_mem_tensor)
+    )
+    with in_arguments, in_environment:
+        return kernel.bind(args)
 
 
 def kernel_to_interpret(fn: Callable[..., Any]) -> helion.Kernel[Any]:
