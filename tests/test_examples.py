@@ -55,6 +55,25 @@ def test_fp8_attention_fails_on_zeros(fp8_attention: ModuleType, monkeypatch: py
     assert fp8_attention.main(["--device", "cpu", "--shape", "1,2,64,32"]) == 1
 
 
+def test_tour(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for needed in ("rich", "matplotlib"):
+        pytest.importorskip(needed)
+    tour = import_example("tour", monkeypatch)
+    assert tour.main(["--device", "cpu", "--length", "70", "--plot", str(tmp_path / "errors.png")]) == 0
+    printed = capsys.readouterr().out
+    assert [step for step in "12345" if f"{step}. " in printed] == list("12345")
+    assert "K has a channel whose mean is" in printed
+    assert (tmp_path / "errors.png").stat().st_size > 5000
+
+
+def test_tour_fails_on_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    tour = import_example("tour", monkeypatch)
+    monkeypatch.setattr(ha, "attention", zeros)
+    monkeypatch.setattr(tour, "explain_and_check", lambda *_: None)
+    assert tour.main(["--device", "cpu", "--length", "20"]) == 1
+
+
 def test_long_context(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     long_context = import_example("long_context", monkeypatch)
     assert long_context.main(["--device", "cpu", "--nproc", "2"]) == 0
