@@ -21,17 +21,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 import helion_attn as ha
 from benchmarks.lib.harness import Loaded, Results, Row
 from benchmarks.lib.peers import Prepared
-from benchmarks.lib.plots import horizontal
 from benchmarks.lib.problem import CHECKED_ROWS, Contender, grid_workload, make_problem, measure, workload
-from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
-from benchmarks.lib.tables import Table, error_text, number, ratio, rows_of, values_of
+from benchmarks.lib.suite import Block, Options, Suite, console, progress
+from benchmarks.lib.tables import Table, error_text, number, rows_of
 from helion_attn.compiler import triton_hook
 from helion_attn.compiler.helion_adapter import Config, helion_config, hl
 from helion_attn.configs import TileConfig, tile_config
@@ -357,24 +355,4 @@ def tables(loaded: Loaded) -> list[Table]:
     return [Table("FAST with one thing changed, kernel, full attention", headers, body)] if body else []
 
 
-def plot(loaded: Loaded) -> Figure | None:
-    """Speed with one step undone over the shipped kernel's, a panel per head dim."""
-    panels = {}
-    for (D,) in values_of(rows_of(loaded, "ablation"), "D"):
-        ms = {row["variant"]: row["ms"] for row in rows_of(loaded, "ablation", D=D)}
-        groups: dict[str, dict[str, float | None]] = {
-            name: {"fast": ratio(ms.get("shipped"), mine)} for name, mine in ms.items()
-        }
-        panels[f"D = {D}"] = groups
-    return horizontal(panels, "speed / the shipped kernel's", 1.0, width=5.2)
-
-
-SUITE = Suite(
-    "ablation",
-    run,
-    {
-        "ablation": Block(
-            "ablation", tables, (Plot("ablation", "Speed with one step undone / the shipped kernel's", plot),)
-        )
-    },
-)
+SUITE = Suite("ablation", run, {"ablation": Block("ablation", tables)})

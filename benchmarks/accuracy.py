@@ -33,7 +33,6 @@ if __name__ == "__main__":  # a script's own folder is on the path; the package 
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 import helion_attn as ha
@@ -41,7 +40,7 @@ from benchmarks import fa3_criterion, preprocess, real_qkv
 from benchmarks.lib.checks import Check, figure, worst_of
 from benchmarks.lib.harness import Loaded, Results, Row, attention_flops, time_interleaved
 from benchmarks.lib.peers import fp8_tensor
-from benchmarks.lib.plots import COLOURS, MARKERS, bars, by_recipe, grid, legend, length, line, log_axis
+from benchmarks.lib.plots import COLOURS, MARKERS, PAGE_WIDTH, bars, grid, legend, length, log_axis
 from benchmarks.lib.problem import (
     CHECKED_ROWS,
     ERROR_BUDGET,
@@ -63,7 +62,6 @@ from benchmarks.lib.tables import (
     Table,
     by_error,
     by_series,
-    error_text,
     labels,
     mask,
     number,
@@ -273,20 +271,6 @@ def input_tables(loaded: Loaded) -> list[Table]:
     return [Table(f"Relative error, kernel / total, {rows[0]['N']} tokens", headers, body)] if body else []
 
 
-def biased_v_tables(loaded: Loaded) -> list[Table]:
-    """Kernel error by number of keys, V biased."""
-    rows = rows_of(loaded, "accuracy", part="long", input="biased_v")
-    names = series_in(rows, SHOWN)
-    body = []
-    for D, N in values_of(rows, "D", "N"):
-        cell = [row for row in rows if (row["D"], row["N"]) == (D, N)]
-        kernel, total = by_series(cell, "error_kernel"), by_series(cell, "error_total")
-        body.append([str(D), str(N), *(error_text(kernel.get(name)) for name in names)])
-        body[-1].append(error_text(total.get("balanced")))
-    headers = ["D", "keys", *labels(names), "BALANCED, total error"]
-    return [Table("Relative kernel error, V = |N(0, 1)| + 0.5", headers, body)] if body else []
-
-
 def long_tables(loaded: Loaded) -> list[Table]:
     """Kernel and total error by number of keys, one table per kind of input."""
     tables = []
@@ -401,80 +385,17 @@ def kinds_in(rows: list[Row]) -> list[str]:
     return [kind for kind in INPUT_KINDS if kind in present]
 
 
-def plot_by_keys(loaded: Loaded, wanted: tuple[str, ...], error: str) -> Figure | None:
-    """An error by number of keys, both axes logarithmic: a row per kind of input, a column per head dim."""
-    rows = [row for row in rows_of(loaded, "accuracy", part="long") if row["input"] in wanted]
-    if not rows:
-        return None
-    dims, kinds = [D for (D,) in values_of(rows, "D")], kinds_in(rows)
-    figure, axes = grid(len(kinds), len(dims))
-    for kind, panels in zip(kinds, axes, strict=True):
-        for D, ax in zip(dims, panels, strict=True):
-            panel = [row for row in rows if (row["D"], row["input"]) == (D, kind)]
-            for name in series_in(panel, SHOWN):
-                mine = [row for row in panel if series(row) == name and row[error] is not None]
-                line(ax, name, {row["N"]: row[error] for row in mine}, float)
-            lengths = [N for (N,) in values_of(panel, "N")]
-            ax.set_xscale("log", base=2)
-            log_axis(ax)
-            ax.set_xticks(lengths, [length(N) for N in lengths])
-            ax.xaxis.set_minor_locator(NullLocator())
-            ax.margins(x=0.08)
-            ax.set_title(f"D = {D}, {kind}")
-        panels[0].set_ylabel(f"relative {error.removeprefix('error_')} error")
-    for ax in axes[-1]:
-        ax.set_xlabel("keys")
-    legend(figure, itertools.chain(*axes))
-    return figure
-
-
-def rmse_plot(loaded: Loaded) -> Figure | None:
-    """RMSE of every series at the longest length, a panel per head dim; dotted, FlashAttention-3's own figures."""
-    rows = rows_of(loaded, "accuracy", part="rmse")
-    if not rows:
-        return None
-    S = max(row["N"] for row in rows)
-    rows = [row for row in rows if row["N"] == S]
-    dims = [D for (D,) in values_of(rows, "D")]
-    paper = loaded["accuracy"]["meta"].get("paper", {}).get("rmse", {})
-    names = [*series_in(rows), *dict.fromkeys(series(row) for row in rows if series(row) not in LABELS)][::-1]
-    figure, axes = grid(1, len(dims), height=0.27 * len(names) + 0.5)
-    for D, ax in zip(dims, axes[0], strict=True):
-        found = by_series((row for row in rows if row["D"] == D), "rmse")
-        colours = [COLOURS.get(name, "#c9b6b9" if name.startswith("fast, ") else "#a9a9a9") for name in names]
-        ax.barh(labels(names), [found.get(name, 0.0) for name in names], color=colours, height=0.75)
-        ax.set_xscale("log")
-        for name, value in paper.items():
-            if name in names:
-                y = names.index(name)
-                ax.plot(
-                    [value, value], [y - 0.5, y + 0.5], color="black", linewidth=2, label="FlashAttention-3's paper"
-                )
-        ax.grid(axis="y", visible=False)
-        ax.set_title(f"D = {D}, S = {length(S)}")
-        ax.set_xlabel("RMSE")
-    legend(figure, axes[0])
-    return figure
-
-
 def pareto_plot(loaded: Loaded) -> Figure | None:
-    """RMSE on outlier inputs against end-to-end time, a point per recipe."""
+    """RMSE on outlier inputs against end-to-end time, a point per preset."""
     found = pareto(loaded)
     if found is None or not found.points:
         return None
-    figure, ax = plt.subplots(figsize=(7.4, 4.6), layout="constrained")
-    # Labels of points at nearly the same height would cover each other: they take turns above and below.
-    for i, (name, (ms, error)) in enumerate(sorted(found.points.items(), key=lambda item: item[1])):
-        preset = name in PRESETS
-        ax.plot(ms, error, MARKERS.get(name, "."), color=COLOURS.get(name, "#888888"), markersize=9 if preset else 7)
-        ax.annotate(
-            LABELS.get(name, name.removeprefix("fast, ")),
-            (ms, error),
-            (6, 5 if i % 2 else -11),
-            textcoords="offset points",
-            fontsize=9 if preset else 8,
-            fontweight="bold" if preset else "normal",
-        )
+    figure, ax = plt.subplots(figsize=(PAGE_WIDTH, 3.4), layout="constrained")
+    for name in (*PRESETS, *RUNGS):
+        if name in found.points:
+            ms, error = found.points[name]
+            ax.plot(ms, error, MARKERS[name], color=COLOURS[name], markersize=9)
+            ax.annotate(LABELS[name], (ms, error), (7, 5), textcoords="offset points")
     if found.fa3_rmse is not None:
         ax.axhline(found.fa3_rmse, color=COLOURS["fa3_fp8"], linestyle="--", linewidth=1.2, label="FA3 FP8, error only")
         ax.legend(loc="upper right")
@@ -482,23 +403,8 @@ def pareto_plot(loaded: Loaded) -> Figure | None:
     ax.margins(x=0.18, y=0.15)
     ax.set_title(f"Lower left is better: D = {found.D}, S = {length(found.S)}")
     ax.set_xlabel("ms, from bf16 to bf16")
-    ax.set_ylabel("RMSE, N(0, 1) + N(0, 100) Bernoulli(0.001)")
+    ax.set_ylabel("RMSE on outliers")
     return figure
-
-
-def cost_plot(loaded: Loaded) -> Figure | None:
-    """End-to-end time as a multiple of FAST's, by recipe, at the shortest length."""
-    rows = rows_of(loaded, "accuracy", part="cost", stage="e2e")
-    if not rows:
-        return None
-    S = min(row["N"] for row in rows)
-
-    def times_fast(panel: list[Row], name: str) -> float | None:
-        ms = by_series(panel, "ms")
-        return ms[name] / ms["fast"] if name in ms and "fast" in ms else None
-
-    rows = [row for row in rows if row["N"] == S]
-    return by_recipe(rows, times_fast, f"end-to-end time / FAST's, S = {length(S)}", 1.0)
 
 
 # --- bounds ---------------------------------------------------------------------------------------
@@ -569,46 +475,15 @@ SUITE = Suite(
     run,
     {
         "accuracy": Block("accuracy", input_tables, (Plot("accuracy", "Relative error by kind of input", input_plot),)),
-        "long_context": Block(
-            "accuracy",
-            biased_v_tables,
-            (
-                Plot(
-                    "long_context",
-                    "Relative error by number of keys",
-                    lambda loaded: plot_by_keys(loaded, ("biased_v",), "error_kernel"),
-                ),
-            ),
-        ),
         "recipes": Block("accuracy", recipe_tables),
         "pareto": Block(
             "accuracy",
             pareto_tables,
-            (Plot("pareto", "RMSE on outliers against end-to-end time, by recipe", pareto_plot),),
+            (Plot("pareto", "RMSE on outliers against end-to-end time, by preset", pareto_plot),),
         ),
-        "cost": Block(
-            "accuracy", cost_tables, (Plot("cost", "End-to-end time by recipe, as a multiple of FAST's", cost_plot),)
-        ),
-        "rmse": Block(
-            "accuracy", rmse_tables, (Plot("rmse", "RMSE on outliers, by implementation and recipe", rmse_plot),)
-        ),
-        "long": Block(
-            "accuracy",
-            long_tables,
-            (
-                Plot(
-                    "long_total",
-                    "Total error by number of keys and kind of input",
-                    lambda loaded: plot_by_keys(loaded, INPUT_KINDS, "error_total"),
-                ),
-                Plot(
-                    "long_kernel",
-                    "Kernel error by number of keys and kind of input",
-                    lambda loaded: plot_by_keys(loaded, INPUT_KINDS, "error_kernel"),
-                ),
-            ),
-            shown=0,
-        ),
+        "cost": Block("accuracy", cost_tables, shown=1),
+        "rmse": Block("accuracy", rmse_tables, shown=1),
+        "long": Block("accuracy", long_tables, shown=0),
         "criterion": fa3_criterion.BLOCK,
         "real": real_qkv.BLOCK,
     },

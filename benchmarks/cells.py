@@ -11,17 +11,14 @@ import dataclasses
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.figure import Figure
 
 from benchmarks.lib.checks import Check, checks_over_fa3, figure
 from benchmarks.lib.harness import Loaded, Results, Row, synchronize
 from benchmarks.lib.peers import helion_attn_e2e
-from benchmarks.lib.plots import bars, legend
 from benchmarks.lib.problem import CHECKED_ROWS, ERROR_BUDGET, make_problem, measure, workload
 from benchmarks.lib.recipes import DEFAULT, RECIPES
-from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
+from benchmarks.lib.suite import Block, Options, Suite, console, progress
 from benchmarks.lib.tables import (
     E2E_PEERS,
     FP8_PEERS,
@@ -37,7 +34,6 @@ from benchmarks.speed import (
     contenders_of,
     e2e_figures,
     e2e_headers,
-    gemm_fractions,
     gemm_tflops,
     kernel_figures,
     kernel_headers,
@@ -141,22 +137,6 @@ def tables(loaded: Loaded) -> list[Table]:
     ]
 
 
-def plot(loaded: Loaded) -> Figure | None:
-    """Each kernel's TFLOP/s over those of the GEMM of its dtype, as bars."""
-    rows = rows_of(loaded, "cells", stage="kernel")
-    if not rows or "gemm_tflops" not in loaded["cells"]["meta"]:
-        return None
-    found = cells_of(rows)
-    fractions = [gemm_fractions(loaded, "cells", cell) for _, cell in found]
-    groups = [f"{part}\nD {D}, {masked}\nS {S}" for (part, D, _, _, S, masked), _ in found]
-    figure, ax = plt.subplots(figsize=(1.4 * len(found) + 1.5, 3.9), layout="constrained")
-    bars(ax, groups, {impl: [of.get(impl) for of in fractions] for impl in impls_in(rows)})
-    ax.set_ylim(bottom=0)
-    ax.set_ylabel("of the GEMM of its dtype")
-    legend(figure, [ax])
-    return figure
-
-
 def colfax_checks(loaded: Loaded) -> list[Check]:
     """The speed in Colfax Research's cells."""
     return [
@@ -176,4 +156,4 @@ def grouped_checks(loaded: Loaded) -> list[Check]:
     )
 
 
-SUITE = Suite("cells", run, {"cells": Block("cells", tables, (Plot("cells", "Speed over a GEMM's, by cell", plot),))})
+SUITE = Suite("cells", run, {"cells": Block("cells", tables)})

@@ -37,9 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import helion_attn as ha
 from benchmarks.lib.checks import Check
 from benchmarks.lib.harness import Loaded, Results, Row, result_row, time_interleaved
-from benchmarks.lib.plots import grid, legend, line
+from benchmarks.lib.plots import grid, legend, line, powers_axis
 from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
-from benchmarks.lib.tables import Table, error_text, number, ratio, rows_of, values_of
+from benchmarks.lib.tables import Table, error_text, mask, number, ratio, rows_of, values_of
 from helion_attn import ops
 from helion_attn.api import quantize
 from helion_attn.configs import varlen_packing
@@ -448,15 +448,17 @@ def plot(loaded: Loaded) -> Figure | None:
         return None
     figure, axes = grid(1, len(problems))
     for ax, (N, H, causal) in zip(axes[0], problems, strict=True):
-        ax.set_title(f"{N} tokens, {H} heads, {'causal' if causal else 'full'}", fontsize=9)
+        ax.set_title(f"{N} tokens, {H} heads, {mask(causal)}")
         ax.set_xlabel("GPUs")
-        ax.set_ylabel("TFLOP/s a GPU")
         cell = [r for r in rows if (r["N"], r["H"], r["causal"], r["scaling"]) == (N, H, causal, "strong")]
         for impl, strategy in values_of(cell, "impl", "strategy"):
             points = {
                 r["world"]: r["tflops"] for r in cell if (r["impl"], r["strategy"]) == (impl, strategy) and r["tflops"]
             }
             line(ax, strategy if impl == "helion_attn" else impl, points, float)
+        powers_axis(ax, [world for (world,) in values_of(cell, "world")], str)
+    axes[0][0].set_ylabel("TFLOP/s a GPU")
+    axes[0][0].set_ylim(bottom=0)
     legend(figure, axes[0])
     return figure
 

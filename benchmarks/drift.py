@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.lib.harness import Loaded, Row
-from benchmarks.lib.plots import grid, legend, line, log_axis
+from benchmarks.lib.plots import grid, legend, line, log_axis, powers_axis
 from benchmarks.lib.problem import check, others, ours, problem_of, workload
 from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import Table, error_text, labels, rows_of, series, series_in, values_of
@@ -149,10 +149,9 @@ def plot(loaded: Loaded) -> Figure | None:
         for name in series_in(panel):
             line(ax, name, {D: by_dim[D][name] for D in dims if name in by_dim[D]}, float)
         log_axis(ax)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(dims, [str(D) for D in dims])
+        powers_axis(ax, dims, lambda D: "" if D & (D - 1) else str(D))
         ax.set_title(f"{N} keys")
         ax.set_xlabel("head dim")
-    axes[0][0].set_ylabel("total error, worst phase and form")
+    axes[0][0].set_ylabel("total error, worst case")
     legend(figure, axes[0])
     return figure

@@ -13,12 +13,27 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
+from matplotlib.figure import Figure
+
 from benchmarks import drift
 from benchmarks.lib.harness import Loaded, Results, Row
+from benchmarks.lib.plots import grid, legend, length, line, log_axis, powers_axis
 from benchmarks.lib.problem import check, make_problem, others, ours, workload
 from benchmarks.lib.recipes import PRESETS, RUNGS
 from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
-from benchmarks.lib.tables import SHOWN, Table, by_series, error_text, labels, rows_of, series_in, values_of
+from benchmarks.lib.tables import (
+    ACCURATE_PEERS,
+    FP8_PEERS,
+    SHOWN,
+    Table,
+    by_series,
+    error_text,
+    labels,
+    rows_of,
+    series,
+    series_in,
+    values_of,
+)
 from helion_attn.configs import SUPPORTED_D
 from helion_attn.testing import HARD_KINDS
 
@@ -79,11 +94,36 @@ def tables(loaded: Loaded) -> list[Table]:
     return [Table("Total error on hard inputs", ["input", "D", "keys", *labels(names)], body)] if body else []
 
 
+#: What the plot shows of them.
+PLOTTED_D, PLOTTED = 128, {"k_channels": "K has biased channels", "v_drifts": "V drifts", "wide": "wide scores"}
+
+
+def plot(loaded: Loaded) -> Figure | None:
+    """Total error by number of keys on some of the inputs."""
+    found = rows_of(loaded, "hard", part="hard", D=PLOTTED_D)
+    if not found:
+        return None
+    figure, (panels,) = grid(1, len(PLOTTED), height=3.0)
+    for (kind, title), ax in zip(PLOTTED.items(), panels, strict=True):
+        panel = [row for row in found if row["input"] == kind and row["error_total"] is not None]
+        for name in series_in(panel, (*PRESETS, *FP8_PEERS, *ACCURATE_PEERS, "fa3_bf16")):
+            line(ax, name, {row["N"]: row["error_total"] for row in panel if series(row) == name}, float)
+        log_axis(ax)
+        powers_axis(ax, [N for (N,) in values_of(panel, "N")], length)
+        ax.set_title(f"{title}, D = {PLOTTED_D}")
+        ax.set_xlabel("keys")
+    panels[0].set_ylabel("total error")
+    legend(figure, panels, columns=5)
+    return figure
+
+
+PLOT = Plot("keys", "Total error by number of keys", plot)
+
 SUITE = Suite(
     "hard",
     run,
     {
-        "hard": Block("hard", tables),
+        "hard": Block("hard", tables, (PLOT,), shown=0),
         "drifts": Block(
             "hard", drift.tables, (Plot("drifts", "Total error where V drifts, by head dim", drift.plot),), shown=0
         ),

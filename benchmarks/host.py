@@ -16,17 +16,15 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 import helion_attn as ha
 from benchmarks.lib.checks import Check
 from benchmarks.lib.harness import Loaded, Results, Row, result_row, synchronize
 from benchmarks.lib.peers import available, fa3_16bit, fa3_fp8, flash_16bit, sage2_e2e
-from benchmarks.lib.plots import horizontal
 from benchmarks.lib.problem import workload
 from benchmarks.lib.recipes import DEFAULT
-from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
+from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, number, ratio, rows_of, values_of
 from helion_attn.testing import make_qkv
 from helion_attn.workloads import Workload
@@ -140,15 +138,6 @@ def tables(loaded: Loaded) -> list[Table]:
     return [Table("Host time of a call, microseconds", headers, body)] if body else []
 
 
-def plot(loaded: Loaded) -> Figure | None:
-    """Microseconds of a call, of the same lengths as the one before."""
-    groups: dict[str, dict[str, float | None]] = {
-        call_name(row["impl"], row["stage"]).strip("`"): {row["impl"]: row["host_us"]}
-        for row in rows_of(loaded, "host", lengths="same")
-    }
-    return horizontal({"Calls of the same lengths": groups}, "host time of a call, microseconds", width=6.6)
-
-
 def checks(loaded: Loaded) -> list[Check]:
     """What a call costs the host, beside FlashAttention-3's: of quantised tensors, and from bf16."""
     us = {(row["impl"], row["stage"]): row["host_us"] for row in rows_of(loaded, "host", lengths="same")}
@@ -164,4 +153,4 @@ def checks(loaded: Loaded) -> list[Check]:
     ]
 
 
-SUITE = Suite("host", run, {"host": Block("host", tables, (Plot("host", "Host time of a call", plot),))})
+SUITE = Suite("host", run, {"host": Block("host", tables)})

@@ -8,12 +8,11 @@ hidden 2048, kernel only, and the hybrid from bf16 to bf16 as well. Their table 
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from benchmarks.lib.checks import Check, fastest_bf16, figure
-from benchmarks.lib.harness import Loaded, Results
-from benchmarks.lib.plots import legend, length, line, log_axis
+from benchmarks.lib.harness import Loaded, Results, Row
+from benchmarks.lib.plots import panels_by_length
 from benchmarks.lib.problem import (
     CHECKED_ROWS,
     Contender,
@@ -117,29 +116,16 @@ def rmse_tables(loaded: Loaded) -> list[Table]:
     return [Table("RMSE, N(0, 1), full attention, from 8 bits to 16", headers, body)] if body else []
 
 
-def plot(loaded: Loaded, value: str, y_label: str) -> Figure | None:
-    """One field by length, a panel for each head dim; logarithmic, unless it is TFLOP/s."""
-    rows = [row for row in rows_of(loaded, "ladder", stage="kernel") if row.get(value) is not None]
-    if not rows:
-        return None
-    dims, lengths = values_of(rows, "D"), [S for (S,) in values_of(rows, "N")]
-    figure, panels = plt.subplots(
-        1, len(dims), figsize=(3.9 * len(dims) + 0.3, 3.7), squeeze=False, layout="constrained"
-    )
-    for (D,), ax in zip(dims, panels[0], strict=True):
-        panel = [row for row in rows if row["D"] == D]
-        for name in series_in(panel):
-            line(ax, name, {row["N"]: row[value] for row in panel if series(row) == name}, lengths.index)
-        ax.set_title(f"D = {D}, full")
-        ax.set_xticks(range(len(lengths)), [length(S) for S in lengths])
-        if value == "tflops":
-            ax.set_ylim(bottom=0)
-        else:
-            log_axis(ax)
-        ax.set_xlabel("sequence length")
-    panels[0][0].set_ylabel(y_label)
-    legend(figure, panels[0])
-    return figure
+def plot(loaded: Loaded) -> Figure | None:
+    """TFLOP/s by length, a panel for each head dim."""
+
+    def points_of(panel: list[Row]) -> dict[str, dict[int, float]]:
+        return {
+            name: {row["N"]: row["tflops"] for row in panel if series(row) == name and row["tflops"] is not None}
+            for name in series_in(panel)
+        }
+
+    return panels_by_length(rows_of(loaded, "ladder", stage="kernel"), points_of, "TFLOP/s")
 
 
 def checks(loaded: Loaded) -> list[Check]:
@@ -165,26 +151,8 @@ SUITE = Suite(
     run,
     {
         "ladder": Block(
-            "ladder",
-            speed_tables,
-            (
-                Plot(
-                    "ladder",
-                    "TFLOP/s by sequence length, from 8 bits to 16",
-                    lambda loaded: plot(loaded, "tflops", "TFLOP/s"),
-                ),
-            ),
+            "ladder", speed_tables, (Plot("ladder", "TFLOP/s by sequence length, from 8 bits to 16", plot),)
         ),
-        "ladder_rmse": Block(
-            "ladder",
-            rmse_tables,
-            (
-                Plot(
-                    "ladder_rmse",
-                    "RMSE by sequence length, from 8 bits to 16",
-                    lambda loaded: plot(loaded, "rmse", "RMSE"),
-                ),
-            ),
-        ),
+        "ladder_rmse": Block("ladder", rmse_tables),
     },
 )

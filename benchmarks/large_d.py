@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from benchmarks.lib.checks import Check, figure
 from benchmarks.lib.harness import Loaded, Results, Row
 from benchmarks.lib.peers import PACKAGES, Prepare, available, cudnn_bf16, fa3_16bit, fa3_fp8, flash_16bit, sdpa
-from benchmarks.lib.plots import bars, legend
+from benchmarks.lib.plots import PAGE_WIDTH, bars, legend
 from benchmarks.lib.problem import ERROR_BUDGET, Contender, make_problem, measure, ours, workload
 from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
@@ -119,7 +119,9 @@ def plot(loaded: Loaded) -> Figure | None:
     if not rows:
         return None
     masks, dims = values_of(rows, "causal"), [D for (D,) in values_of(rows, "D")]
-    figure, panels = plt.subplots(1, len(masks), figsize=(10.5, 3.7), squeeze=False, layout="constrained", sharey=True)
+    figure, panels = plt.subplots(
+        1, len(masks), figsize=(PAGE_WIDTH, 3.1), squeeze=False, layout="constrained", sharey=True
+    )
     for (causal,), ax in zip(masks, panels[0], strict=True):
         panel = [row for row in rows if row["causal"] == causal]
         heights = {

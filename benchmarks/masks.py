@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 import helion_attn as ha
 from benchmarks.lib.checks import FEATURE_BOUND, Check, figure
 from benchmarks.lib.harness import Loaded, Results, Row, attention_flops, result_row, time_interleaved
 from benchmarks.lib.peers import Prepared, fa3_fp8_with
-from benchmarks.lib.plots import horizontal
 from benchmarks.lib.problem import CHECKED_ROWS, first_line, workload
 from benchmarks.lib.recipes import DEFAULT, RECIPES
-from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
+from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import Table, by_impl, error_text, number, ratio, rows_of, values_of
 from helion_attn.configs import packing
 from helion_attn.testing import make_qkv, relative_error
@@ -134,19 +132,6 @@ def tables(loaded: Loaded) -> list[Table]:
     return [Table("Kernel, masks and scores on causal attention", headers, body)] if body else []
 
 
-def plot(loaded: Loaded) -> Figure | None:
-    """Milliseconds by what is done to causal scores, a panel per head dim."""
-    rows = rows_of(loaded, "masks")
-    panels = {}
-    for (D,) in values_of(rows, "D"):
-        groups: dict[str, dict[str, float | None]] = {}
-        for name in dict.fromkeys(row["mask"] for row in rows):
-            ms = by_impl(rows_of(loaded, "masks", D=D, mask=name), "ms")
-            groups[name] = {impl: ms.get(impl) for impl in (DEFAULT, "fast", "fa3_fp8")}
-        panels[f"D = {D}"] = groups
-    return horizontal(panels, "ms")
-
-
 def checks(loaded: Loaded) -> list[Check]:
     """A window's time over what its blocks' share of causal attention takes; and softcap's, beside FA3's."""
     windows, softcaps = [], []
@@ -161,4 +146,4 @@ def checks(loaded: Loaded) -> list[Check]:
     return windows + softcaps
 
 
-SUITE = Suite("masks", run, {"masks": Block("masks", tables, (Plot("masks", "Milliseconds by mask and score", plot),))})
+SUITE = Suite("masks", run, {"masks": Block("masks", tables)})

@@ -26,16 +26,12 @@ from benchmarks.lib.tables import (
     BF16_PEERS,
     E2E_PEERS,
     LABELS,
-    OURS,
     Table,
-    by_impl,
-    fastest,
     impls_in,
     mask,
     rows_of,
-    values_of,
 )
-from benchmarks.speed import e2e_figures, e2e_headers, in_a_column
+from benchmarks.speed import e2e_figures, e2e_headers, in_a_column, speedups
 from helion_attn.workloads import Workload
 
 #: Least speed over the fastest bf16 kernel: of the geometric mean, and of each, which at D 64 may be lower.
@@ -105,16 +101,10 @@ def run(options: Options, results: Results) -> None:
         results.add(*(row | {"model": name} for row in rows))
 
 
-def speedups(cell: list[Row]) -> dict[str, float | None]:
-    """Of one model: ours and SageAttention 2, end to end, over the fastest bf16 kernel."""
-    best = fastest(by_impl((row for row in cell if row["stage"] == "kernel"), "ms"), BF16_PEERS)
-    ms = by_impl((row for row in cell if row["stage"] == "e2e"), "ms")
-    return {impl: best / ms[impl] for impl in (*OURS, "sage2") if best is not None and impl in ms}
-
-
 def cells_of(loaded: Loaded) -> dict[str, list[Row]]:
     """Rows by model."""
-    return {name: rows_of(loaded, "models", model=name) for (name,) in values_of(rows_of(loaded, "models"), "model")}
+    names = dict.fromkeys(row["model"] for row in rows_of(loaded, "models"))
+    return {name: rows_of(loaded, "models", model=name) for name in names}
 
 
 def tables(loaded: Loaded) -> list[Table]:
@@ -133,8 +123,10 @@ def tables(loaded: Loaded) -> list[Table]:
 
 def plot(loaded: Loaded) -> Figure | None:
     """Speed over the fastest bf16 kernel."""
-    groups = {name: speedups(cell) for name, cell in cells_of(loaded).items()}
-    return horizontal({"From bf16 to bf16": groups}, "speed / fastest bf16 kernel's", reference=1.0, width=6.6)
+    groups = {}
+    for name, cell in cells_of(loaded).items():
+        groups[f"{name}\nD {cell[0]['D']}, S {cell[0]['N']}, {mask(cell[0]['causal'])}"] = speedups(cell)
+    return horizontal(groups, "speed / fastest bf16 kernel's, from bf16 to bf16, quantising included", 1.0)
 
 
 def checks(loaded: Loaded) -> list[Check]:
@@ -156,6 +148,5 @@ def checks(loaded: Loaded) -> list[Check]:
     return checked
 
 
-SUITE = Suite(
-    "models", run, {"models": Block("models", tables, (Plot("models", "Speed over bf16's, by model", plot),))}
-)
+PLOT = Plot("models", "Speed over bf16's, by model", plot)
+SUITE = Suite("models", run, {"models": Block("models", tables, (PLOT,))})

@@ -6,9 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 import helion_attn as ha
@@ -25,11 +23,10 @@ from benchmarks.lib.harness import (
     time_interleaved,
 )
 from benchmarks.lib.peers import helion_attn_e2e
-from benchmarks.lib.plots import bars, by_recipe, label, legend, length
 from benchmarks.lib.problem import dry_workload, grid_workload
 from benchmarks.lib.recipes import DEFAULT, PRESETS, RECIPES
-from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
-from benchmarks.lib.tables import LABELS, Table, by_impl, labels, number, rows_of, series, values_of
+from benchmarks.lib.suite import Block, Options, Suite, progress
+from benchmarks.lib.tables import LABELS, Table, by_impl, labels, number, rows_of, values_of
 from helion_attn import configs
 from helion_attn.preprocess import pack, sample, statistics
 from helion_attn.preprocess.lib.arguments import rope_arguments
@@ -315,64 +312,6 @@ def stage_tables(loaded: Loaded) -> list[Table]:
     return [Table("Stages of preprocessing, 16k tokens x 2048", headers, body)] if body else []
 
 
-# --- plots ----------------------------------------------------------------------------------------
-
-
-def plot(loaded: Loaded) -> Figure | None:
-    """Time of `quantize` beside that of a copy."""
-    rows = unroped_default(rows_of(loaded, "preprocess", stage="preprocess"))
-    if not rows:
-        return None
-    cells = values_of(rows, "D", "N")
-    figure, ax = plt.subplots(figsize=(6.6, 3.3), layout="constrained")
-
-    def times(impl: str) -> list[float | None]:
-        return [by_impl((row for row in rows if (row["D"], row["N"]) == cell), "ms").get(impl) for cell in cells]
-
-    ours = times("helion_attn")
-    bars(
-        ax,
-        [f"D {D}\n{length(S)}" for D, S in cells],
-        {"quantize": ours, "copy of the same bytes": times("copy")},
-    )
-    for i, (cell, ms) in enumerate(zip(cells, ours, strict=True)):
-        ratio = by_impl((row for row in rows if (row["D"], row["N"]) == cell), "copy_ratio").get("helion_attn")
-        if ratio is not None and ms is not None:
-            label(ax, i - 0.205, ms, f"{ratio:.2f}x")
-    ax.margins(y=0.1)
-    ax.set_title("Q, K and V of 16k tokens x 2048")
-    ax.set_xlabel("head dim and sequence length")
-    ax.set_ylabel("ms")
-    legend(figure, [ax])
-    return figure
-
-
-def recipe_plot(loaded: Loaded) -> Figure | None:
-    """Bandwidth of `quantize` over a copy's, by recipe, the lower of both lengths."""
-    rows = [row for row in rows_of(loaded, "preprocess", impl="helion_attn") if "copy_fraction" in row]
-    if not rows:
-        return None
-    named = [row | {"recipe": f"{LABELS[row['recipe']]}, RoPE"} if row.get("rope") else row for row in rows]
-
-    def least(panel: list[Row], name: str) -> float | None:
-        return min((row["copy_fraction"] for row in panel if series(row) == name), default=None)
-
-    return by_recipe(named, least, "bandwidth / a copy's", COPY_FRACTION)
-
-
-def stage_plot(loaded: Loaded) -> Figure | None:
-    """Bandwidth of each stage of preprocessing over a copy's, the lower of both lengths."""
-    rows = rows_of(loaded, "stages", impl="helion_attn")
-    if not rows:
-        return None
-    named = [row | {"recipe": ", ".join((row["part"], *labels([row["recipe"] or "any recipe"])))} for row in rows]
-
-    def least(panel: list[Row], name: str) -> float | None:
-        return min((row["copy_fraction"] for row in panel if series(row) == name), default=None)
-
-    return by_recipe(named, least, "bandwidth / a copy's", COPY_FRACTION)
-
-
 # --- bounds ---------------------------------------------------------------------------------------
 
 
@@ -421,22 +360,9 @@ SUITE = Suite(
     "preprocess",
     run,
     {
-        "preprocess": Block("preprocess", tables, (Plot("preprocess", "Time of quantize and of a copy", plot),)),
-        "preprocess_recipes": Block(
-            "preprocess",
-            recipe_tables,
-            (Plot("preprocess_recipes", "Bandwidth of quantize / a copy's", recipe_plot),),
-            shown=0,
-        ),
+        "preprocess": Block("preprocess", tables),
+        "preprocess_recipes": Block("preprocess", recipe_tables, shown=0),
     },
 )
 
-STAGES = Suite(
-    "stages",
-    run_stages,
-    {
-        "stages": Block(
-            "stages", stage_tables, (Plot("stages", "Bandwidth of each stage / a copy's", stage_plot),), shown=0
-        )
-    },
-)
+STAGES = Suite("stages", run_stages, {"stages": Block("stages", stage_tables, shown=0)})

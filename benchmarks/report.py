@@ -2,6 +2,7 @@
 
     python benchmarks/report.py                     # tables, plots, documents, and what holds
     python benchmarks/report.py --documents         # leave the documents alone
+    python benchmarks/report.py --strict            # write nothing, exit with 1 if a document or a plot is old
 
 A block is what stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->`, NAME a key of `BLOCKS`.
 """
@@ -9,11 +10,13 @@ A block is what stands between `<!-- results:NAME -->` and `<!-- /results:NAME -
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":  # a script's own folder is on the path; the package is found in the one above it
@@ -26,6 +29,7 @@ from benchmarks import (
     decode,
     distributed,
     fa3_criterion,
+    front,
     hard,
     host,
     ladder,
@@ -40,11 +44,11 @@ from benchmarks import (
     startup,
     varlen,
 )
-from benchmarks.lib.checks import Check, every_table, margins, on_gpu, worst_table
+from benchmarks.lib.checks import Check, goal_tables, on_gpu
 from benchmarks.lib.harness import RESULTS, Loaded, Row, load
 from benchmarks.lib.plots import draw_all
-from benchmarks.lib.suite import Block, Plot, Suite, console
-from benchmarks.lib.tables import Table, mask
+from benchmarks.lib.suite import Block, Suite, console
+from benchmarks.lib.tables import mask
 
 #: By the name that --suite takes, in the order of a run of all.
 SUITES: dict[str, Suite] = {
@@ -71,9 +75,6 @@ SUITES: dict[str, Suite] = {
 
 # --- what must hold -------------------------------------------------------------------------------
 
-#: Accuracy of the recipes, and what they cost: a subject of `CHECKS` with a block of its own.
-RECIPES = "The recipes"
-
 #: What says which figures must hold, by subject, in the order of the documents.
 CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
     "Speed, error and memory of the default": (
@@ -84,7 +85,7 @@ CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
         cells.colfax_checks,
         preprocess.default_checks,
     ),
-    RECIPES: (
+    "The recipes": (
         accuracy.rmse_checks,
         accuracy.long_checks,
         fa3_criterion.checks,
@@ -133,42 +134,19 @@ def all_checks(loaded: Loaded) -> list[Check]:
     return [check for subject in CHECKS for check in checks_of(subject, loaded)]
 
 
-def promise_tables(loaded: Loaded) -> list[Table]:
-    """A row for each promise."""
-    return worst_table("What must hold", all_checks(loaded))
-
-
-def recipe_check_tables(loaded: Loaded) -> list[Table]:
-    """Every cell of the figures of the recipes."""
-    return every_table("What must hold of the recipes", checks_of(RECIPES, loaded))
-
-
-def other_check_tables(loaded: Loaded) -> list[Table]:
-    """Every cell of all the others, a table for each subject."""
-    return [table for name in CHECKS if name != RECIPES for table in every_table(name, checks_of(name, loaded))]
-
-
 CHECK_BLOCKS = {
-    "checks": Block(
-        CHECKED_FILES[0],
-        promise_tables,
-        (
-            Plot(
-                "checks",
-                "The worst cell of each figure that must hold / its bound",
-                lambda loaded: margins("What must hold", all_checks(loaded)),
-            ),
-        ),
-        beside=CHECKED_FILES[1:],
-    ),
-    "other_checks": Block(CHECKED_FILES[0], other_check_tables, shown=0, beside=CHECKED_FILES[1:]),
-    "recipe_checks": Block("accuracy", recipe_check_tables, beside=("attention", "preprocess", "stages")),
+    "checks": Block(CHECKED_FILES[0], lambda loaded: goal_tables(all_checks(loaded)), beside=CHECKED_FILES[1:])
 }
 
 # --- documents ------------------------------------------------------------------------------------
 
 #: By the name in a document's marks.
-BLOCKS = {name: block for suite in SUITES.values() for name, block in suite.blocks.items()} | CHECK_BLOCKS
+BLOCKS = (
+    front.BLOCKS | {name: block for suite in SUITES.values() for name, block in suite.blocks.items()} | CHECK_BLOCKS
+)
+
+#: What has blocks.
+DOCUMENTS = (Path("README.md"), *(Path(f"docs/{name}.md") for name in ("accuracy", "benchmarks")))
 
 
 def older_rows(rows: list[Row]) -> str:
@@ -194,6 +172,10 @@ def run_of(suite: Row) -> str:
 def caption(block: Block, loaded: Loaded) -> str:
     """Where the figures come from, in a line."""
     meta = loaded[block.file]["meta"]
+    if block.brief:
+        metas = [loaded[file]["meta"] for file in (block.file, *block.beside) if file in loaded]
+        dated = dict.fromkeys(f"{str(m.get('date', ''))[:10]}, {str(m.get('commit'))[:7]}" for m in metas)
+        return f"{meta.get('gpu') or 'CPU'}; {'; '.join(dated)}"
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "helion": "Helion"}
     names |= {"cudnn": "cuDNN", "fa3": "fa3-fwd"}
     versions = ", ".join(f"{label} {meta[name]}" for name, label in names.items() if meta.get(name))
@@ -204,8 +186,10 @@ def caption(block: Block, loaded: Loaded) -> str:
 def block_markdown(name: str, loaded: Loaded, image_folder: str) -> str | None:
     """The content of one block, or None where nothing was measured."""
     block = BLOCKS[name]
-    tables = block.tables(loaded) if block.file in loaded else []
-    if not tables:
+    if block.file not in loaded:
+        return None
+    tables = block.tables(loaded)
+    if not tables and not block.plots:
         return None
     parts = [f"![{plot.alt}]({image_folder}/{plot.name}.png)" for plot in block.plots]
     shown = len(tables) if block.shown is None else block.shown
@@ -216,9 +200,25 @@ def block_markdown(name: str, loaded: Loaded, image_folder: str) -> str | None:
     return "\n\n".join(parts)
 
 
-def rewrite(document: Path, loaded: Loaded, folder: Path) -> list[str]:
-    """Fills the blocks of a document; returns what was done with each."""
-    text, done = document.read_text(), []
+@dataclass(frozen=True)
+class Filled:
+    """A document with its blocks filled.
+
+    Attributes:
+        text: what it should be.
+        written: blocks that were filled.
+        unmeasured: blocks without results, left as they were.
+    """
+
+    text: str
+    written: list[str]
+    unmeasured: list[str]
+
+
+def filled(document: Path, loaded: Loaded, folder: Path) -> Filled:
+    """What a document should be."""
+    text = document.read_text()
+    found = Filled(text, [], [])
     images = Path(os.path.relpath(folder.resolve(), document.resolve().parent)).as_posix()
     for name in BLOCKS:
         opening, closing = f"<!-- results:{name} -->", f"<!-- /results:{name} -->"
@@ -226,14 +226,28 @@ def rewrite(document: Path, loaded: Loaded, folder: Path) -> list[str]:
             continue
         content = block_markdown(name, loaded, images)
         if content is None:
-            done.append(f"{document}, {name}: nothing measured, left as it was")
-        else:
-            pattern = re.escape(opening) + r".*?" + re.escape(closing)
-            replacement = f"{opening}\n\n{content}\n\n{closing}"
-            text = re.sub(pattern, lambda _, new=replacement: new, text, flags=re.DOTALL)  # type: ignore[misc]
-            done.append(f"{document}, {name}: written")
-    document.write_text(text)
-    return done
+            found.unmeasured.append(name)
+            continue
+        replacement = f"{opening}\n\n{content}\n\n{closing}"
+        pattern = re.escape(opening) + r".*?" + re.escape(closing)
+        text = re.sub(pattern, lambda _, new=replacement: new, text, flags=re.DOTALL)  # type: ignore[misc]
+        found.written.append(name)
+    return dataclasses.replace(found, text=text)
+
+
+def stale(documents: Iterable[Path], loaded: Loaded, folder: Path) -> list[str]:
+    """Documents whose blocks are not those of the results, and plots that no document shows or that are missing."""
+    found = []
+    shown: set[str] = set()
+    for document in documents:
+        what = filled(document, loaded, folder)
+        if what.text != document.read_text():
+            found.append(f"{document} is old")
+        shown |= {plot.name for name in what.written for plot in BLOCKS[name].plots}
+    drawn = {path.stem for path in folder.glob("*.png")}
+    found += [f"no plot {name}.png" for name in sorted(shown - drawn)]
+    found += [f"{name}.png is in no document" for name in sorted(drawn - shown)]
+    return found
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -267,7 +281,7 @@ def print_tables(loaded: Loaded, failing_only: bool = False) -> None:
 
 def draw_plots(loaded: Loaded, folder: Path) -> None:
     """Every plot that has data, as a file in `folder`."""
-    draw_all((plot for block in BLOCKS.values() for plot in block.plots), loaded, folder)
+    draw_all({plot.name: plot for block in BLOCKS.values() for plot in block.plots}.values(), loaded, folder)
 
 
 def main() -> None:
@@ -278,28 +292,28 @@ def main() -> None:
         "--documents",
         type=Path,
         nargs="*",
-        default=[
-            Path("README.md"),
-            *(Path(f"docs/{name}.md") for name in ("accuracy", "performance", "kv_cache", "distributed")),
-        ],
+        default=list(DOCUMENTS),
         help="files whose results blocks are rewritten (default README.md and those of docs/ that have any)",
     )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if a measured figure fails its bound")
+    parser.add_argument("--strict", action="store_true", help="write nothing; exit with 1 if anything is old")
     args = parser.parse_args()
 
     loaded = load(args.results)
     if not loaded:
         parser.error(f"no result files in {args.results}")
+    documents = [document for document in args.documents if document.exists()]
+    if args.strict:
+        old = stale(documents, loaded, args.results)
+        for line in old:
+            console.print(f"{line}: run python benchmarks/report.py", highlight=False)
+        raise SystemExit(bool(old))
     print_tables(loaded)
     draw_plots(loaded, args.results)
-    for document in args.documents:
-        if not document.exists():
-            console.print(f"no {document} to rewrite")
-            continue
-        for line in rewrite(document, loaded, args.results):
-            console.print(line, highlight=False)
-    if args.strict and any(check.verdict == "FAIL" for check in all_checks(loaded)):
-        raise SystemExit(1)
+    for document in documents:
+        what = filled(document, loaded, args.results)
+        document.write_text(what.text)
+        for name in what.unmeasured:
+            console.print(f"{document}, {name}: nothing measured, left as it was", highlight=False)
 
 
 if __name__ == "__main__":

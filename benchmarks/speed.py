@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 
 from benchmarks.lib.checks import Check, fastest_bf16, figure
 from benchmarks.lib.harness import Loaded, Results, Row, time_interleaved
-from benchmarks.lib.plots import bars, label, legend, length, log_axis, panels_by_length
+from benchmarks.lib.plots import panels_by_length
 from benchmarks.lib.problem import (
     CHECKED_ROWS,
     ERROR_BUDGET,
@@ -112,7 +111,7 @@ def run(options: Options, results: Results) -> None:
 def kernel_headers(impls: list[str]) -> list[str]:
     """Headers of `kernel_figures`."""
     labels = [LABELS[impl] for impl in impls]
-    return [*labels, "ours / best FP8 peer", "FAST / best FP8 peer", "our kernel error"]
+    return [*labels, "BALANCED / best FP8 peer", "FAST / best FP8 peer", "BALANCED's kernel error"]
 
 
 def kernel_figures(cell: list[Row], impls: list[str]) -> list[str]:
@@ -143,10 +142,17 @@ def speed_tables(loaded: Loaded) -> list[Table]:
     return tables
 
 
+def speedups(cell: list[Row]) -> dict[str, float]:
+    """From bf16 to bf16 over the fastest bf16 kernel, of what quantises."""
+    best = fastest(by_impl((row for row in cell if row["stage"] == "kernel"), "ms"), BF16_PEERS)
+    ms = by_impl((row for row in cell if row["stage"] == "e2e"), "ms")
+    return {impl: best / ms[impl] for impl in (*OURS, "sage2") if best is not None and impl in ms}
+
+
 def e2e_headers(peers: list[str]) -> list[str]:
     """Headers of `e2e_figures`."""
     labels = [LABELS[impl] for impl in (*OURS, *peers)]
-    return [*labels, "speed-up", "FAST's speed-up", "our total error"]
+    return [*labels, "BALANCED's speed-up", "FAST's", "BALANCED's total error"]
 
 
 def e2e_figures(cell: list[Row], peers: list[str]) -> list[str]:
@@ -154,12 +160,11 @@ def e2e_figures(cell: list[Row], peers: list[str]) -> list[str]:
     kernel = by_impl((row for row in cell if row["stage"] == "kernel"), "ms")
     e2e = [row for row in cell if row["stage"] == "e2e"]
     ms, error = by_impl(e2e, "ms"), by_impl(e2e, "error_total").get("helion_attn")
-    best = fastest(kernel, BF16_PEERS)
-    speedups = [best / ms[impl] if best is not None and impl in ms else None for impl in OURS]
+    faster = speedups(cell)
     return [
         *(number(ms.get(impl), ".3f") for impl in OURS),
         *(number((kernel if impl in BF16_PEERS else ms).get(impl), ".3f") for impl in peers),
-        *(number(speedup, ".2f") for speedup in speedups),
+        *(number(faster.get(impl), ".2f") for impl in OURS),
         error_text(error),
     ]
 
@@ -228,44 +233,20 @@ def speed_plot(loaded: Loaded) -> Figure | None:
             for impl in impls_in(panel)
         }
 
-    return panels_by_length(rows_of(loaded, "attention", stage="kernel"), points_of, "TFLOP/s", share_y=False)
+    return panels_by_length(rows_of(loaded, "attention", stage="kernel"), points_of, "TFLOP/s")
 
 
 def e2e_plot(loaded: Loaded) -> Figure | None:
-    """Milliseconds from bf16 to bf16, by length, and the speed-up over the fastest bf16 kernel."""
-    rows = [
-        row
-        for row in rows_of(loaded, "attention")
-        if row["ms"] is not None and ((row["stage"] == "e2e") if row["impl"] in OURS else row["impl"] in BF16_PEERS)
-    ]
-    if not rows:
-        return None
-    dims, masks = values_of(rows, "D"), values_of(rows, "causal")
-    size = (4.3 * len(dims) + 0.3, 2.8 * len(masks) + 0.7)
-    figure, axes = plt.subplots(len(masks), len(dims), figsize=size, squeeze=False, layout="constrained", sharey="row")
-    for (causal,), panels in zip(masks, axes, strict=True):
-        for (D,), ax in zip(dims, panels, strict=True):
-            panel = [row for row in rows if (row["causal"], row["D"]) == (causal, D)]
-            lengths = [S for (S,) in values_of(panel, "N")]
-            heights: dict[str, list[float | None]] = {
-                impl: [by_impl((r for r in panel if r["N"] == S), "ms").get(impl) for S in lengths]
-                for impl in impls_in(panel)
-            }
-            bars(ax, [length(S) for S in lengths], heights)
-            for i in range(len(lengths)):
-                column = {impl: ms for impl, values in heights.items() if (ms := values[i]) is not None}
-                ours, best = column.get("helion_attn"), fastest(column, BF16_PEERS)
-                if ours is not None and best is not None:
-                    label(ax, i, max(column.values()), f"{best / ours:.2f}x")
-            log_axis(ax, (1.0, 2.0, 5.0))
-            ax.margins(y=0.08)
-            ax.set_title(f"D = {D}, {mask(causal)}")
-        panels[0].set_ylabel("ms")
-    for ax in axes[-1]:
-        ax.set_xlabel("sequence length")
-    figure.suptitle("From bf16 to bf16, preprocessing included; the numbers are speed-ups over the fastest bf16 kernel")
-    legend(figure, axes.flat)
-    return figure
+    """Speed-up over the fastest bf16 kernel from bf16 to bf16, by length."""
+
+    def points_of(panel: list[Row]) -> dict[str, dict[int, float]]:
+        found: dict[str, dict[int, float]] = {}
+        for (S,) in values_of(panel, "N"):
+            for impl, faster in speedups([row for row in panel if row["N"] == S]).items():
+                found.setdefault(impl, {})[S] = faster
+        return found
+
+    return panels_by_length(rows_of(loaded, "attention"), points_of, "speed / fastest bf16's", True, 1.0)
 
 
 def roofline_plot(loaded: Loaded) -> Figure | None:
@@ -336,7 +317,7 @@ SUITE = Suite(
     run,
     {
         "speed": Block("attention", speed_tables, (Plot("speed", "TFLOP/s by sequence length", speed_plot),)),
-        "e2e": Block("attention", e2e_tables, (Plot("e2e", "Milliseconds from bf16 to bf16", e2e_plot),)),
+        "e2e": Block("attention", e2e_tables, (Plot("e2e", "Speed over bf16's, by sequence length", e2e_plot),)),
         "roofline": Block(
             "attention",
             roofline_tables,

@@ -11,17 +11,15 @@ import dataclasses
 from collections.abc import Callable
 from unittest import mock
 
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.lib.checks import Check, checks_over_fa3
 from benchmarks.lib.harness import Loaded, Results, Row
 from benchmarks.lib.peers import Prepare, Prepared, fa3_fp8_with, helion_attn_with
-from benchmarks.lib.plots import horizontal
 from benchmarks.lib.problem import Contender, make_problem, measure
 from benchmarks.lib.recipes import DEFAULT, RECIPES
-from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
-from benchmarks.lib.tables import Table, by_impl, error_text, number, ratio, rows_of, values_of
+from benchmarks.lib.suite import Block, Options, Suite, progress
+from benchmarks.lib.tables import Table, by_impl, error_text, number, rows_of, values_of
 from helion_attn.compiler import call_plans
 from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
@@ -132,20 +130,6 @@ def tables(loaded: Loaded) -> list[Table]:
     return [Table("Kernel, few causal queries on many keys, B 1, H_kv 8, BALANCED", headers, body)] if body else []
 
 
-def plot(loaded: Loaded) -> Figure | None:
-    """Speed over FlashAttention-3's, with keys split and in one run, a panel per head dim and heads."""
-    rows = rows_of(loaded, "split")
-    panels = {}
-    for D, H in values_of(rows, "D", "H"):
-        groups: dict[str, dict[str, float | None]] = {}
-        for N, M in values_of(rows, "N", "M"):
-            ms = by_impl(rows_of(loaded, "split", D=D, H=H, N=N, M=M), "ms")
-            speeds = (ratio(ms.get("fa3_fp8"), ms.get(impl)) for impl in ("helion_attn", "one_run"))
-            groups[f"{M} x {N}"] = dict(zip(("helion_attn", "one run"), speeds, strict=True))
-        panels[f"D = {D}, {H} heads, queries x keys"] = groups
-    return horizontal(panels, "speed / FA3 FP8's", 1.0, columns=2, width=5.0)
-
-
 def checks(loaded: Loaded) -> list[Check]:
     """Few queries on many keys beside FlashAttention-3's."""
     return checks_over_fa3(
@@ -159,5 +143,5 @@ def checks(loaded: Loaded) -> list[Check]:
 SUITE = Suite(
     "split",
     run,
-    {"split": Block("split", tables, (Plot("split", "Speed with keys split and in one run / FA3 FP8's", plot),))},
+    {"split": Block("split", tables)},
 )

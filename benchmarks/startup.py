@@ -26,14 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 from benchmarks.lib.checks import Check, figure
 from benchmarks.lib.harness import Loaded, Results, Row, result_row
-from benchmarks.lib.plots import horizontal
 from benchmarks.lib.problem import workload
 from benchmarks.lib.recipes import DEFAULT
-from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
+from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import Table, mask, number, rows_of, values_of
 from helion_attn.workloads import BENCH_HIDDEN, Workload
 
@@ -111,16 +109,6 @@ def tables(loaded: Loaded) -> list[Table]:
     return [Table(title, headers, body)] if body else []
 
 
-def plot(loaded: Loaded) -> Figure | None:
-    """Seconds of a process's first call, with nothing compiled and with all compiled."""
-    rows = rows_of(loaded, "startup")
-    groups: dict[str, dict[str, float | None]] = {}
-    for D, causal in values_of(rows, "D", "causal"):
-        by_cache: dict[str, Row] = {row["cache"]: row for row in rows_of(loaded, "startup", D=D, causal=causal)}
-        groups[f"D {D}, {mask(causal)}"] = {cache: start_seconds(by_cache.get(cache, {})) for cache in ("cold", "warm")}
-    return horizontal({"First call of a process, imports but PyTorch's included": groups}, "s", 1.0, width=6.6)
-
-
 def checks(loaded: Loaded) -> list[Check]:
     """The first call of a process that finds its kernels compiled, imports but PyTorch's included."""
     found = []
@@ -132,6 +120,4 @@ def checks(loaded: Loaded) -> list[Check]:
     return found
 
 
-SUITE = Suite(
-    "startup", run, {"startup": Block("startup", tables, (Plot("startup", "Seconds of a first call", plot),))}
-)
+SUITE = Suite("startup", run, {"startup": Block("startup", tables)})

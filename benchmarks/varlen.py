@@ -14,18 +14,16 @@ import random
 from collections.abc import Callable
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 import helion_attn as ha
 from benchmarks.lib.checks import Check, checks_over_fa3
 from benchmarks.lib.harness import Loaded, Results, Row, result_row, time_interleaved
 from benchmarks.lib.peers import available, fa3_varlen_16bit, fa3_varlen_fp8
-from benchmarks.lib.plots import horizontal
 from benchmarks.lib.problem import first_line
-from benchmarks.lib.recipes import DEFAULT, PRESETS
-from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
-from benchmarks.lib.tables import LABELS, Table, by_series, error_text, mask, number, ratio, rows_of, values_of
+from benchmarks.lib.recipes import PRESETS
+from benchmarks.lib.suite import Block, Options, Suite, progress
+from benchmarks.lib.tables import LABELS, Table, error_text, mask, number, rows_of, values_of
 from helion_attn.testing import error_budget, make_qkv, relative_error
 from helion_attn.varlen import attend_varlen, quantize_varlen
 from helion_attn.workloads import BENCH_HIDDEN, Workload
@@ -204,19 +202,6 @@ def tables(loaded: Loaded) -> list[Table]:
     return tables
 
 
-def plot(loaded: Loaded) -> Figure | None:
-    """Speed on packed sequences over FlashAttention-3's, a panel per head dim and mask."""
-    rows = rows_of(loaded, "varlen", stage="kernel")
-    panels = {}
-    for causal, D in values_of(rows, "causal", "D"):
-        groups: dict[str, dict[str, float | None]] = {}
-        for (batch,) in values_of(rows, "batch"):
-            ms = by_series(rows_of(loaded, "varlen", stage="kernel", causal=causal, D=D, batch=batch), "ms")
-            groups[batch] = {name: ratio(ms.get("fa3_fp8"), ms.get(name)) for name in (DEFAULT, "fast")}
-        panels[f"D = {D}, {mask(causal)}"] = groups
-    return horizontal(panels, "speed / FA3 FP8's", 1.0)
-
-
 def checks(loaded: Loaded) -> list[Check]:
     """Packed sequences beside FlashAttention-3's."""
     return checks_over_fa3(
@@ -230,5 +215,5 @@ def checks(loaded: Loaded) -> list[Check]:
 SUITE = Suite(
     "varlen",
     run,
-    {"varlen": Block("varlen", tables, (Plot("varlen", "Speed on packed sequences / FA3 FP8's", plot),))},
+    {"varlen": Block("varlen", tables)},
 )

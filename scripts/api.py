@@ -38,9 +38,21 @@ REFERENCE = "Reference"
 
 INTRODUCTION = """# Public functions and types
 
-`import helion_attn as ha`. From the docstrings, by `scripts/api.py`. What each function takes and refuses, in tables:
-[support.md](support.md). How to use it from other libraries, with examples: [integrations.md](integrations.md).
+What does each function compute, take and raise? The docstrings of `import helion_attn as ha` follow, written here by
+`scripts/api.py`.
 """
+
+
+def contents() -> str:
+    """Links to every name, a line a group."""
+    lines = []
+    for title, names in [*GROUPS.items(), (REFERENCE, ())]:
+        links = (f"[`{name}`](#ha{name.lower()})" for name in names)
+        lines.append(
+            f"- [{title}](#{re.sub('[^a-z -]', '', title.lower()).replace(' ', '-')}){': ' if names else ''}"
+            + ", ".join(links)
+        )
+    return "\n".join(lines) + "\n"
 
 
 def shown(default: object) -> str:
@@ -116,7 +128,7 @@ def page() -> str:
     public = {name for name in ha.__all__ if not isinstance(getattr(ha, name), ModuleType) and name != "__version__"}
     if wrong := public ^ set(listed) or {name for name in listed if listed.count(name) > 1}:
         raise ValueError(f"GROUPS has other names than helion_attn.__all__: {sorted(wrong)}")
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION, contents()]
     for title, names in GROUPS.items():
         parts += [f"## {title}\n", *(section(name, getattr(ha, name)) for name in names)]
     functions = {name: getattr(ha.reference, name) for name in ha.reference.__all__}

@@ -108,7 +108,7 @@ def test_rows_say_what_made_them(tile: TileConfig | LargeTileConfig, row: dict[s
 
 
 def test_h100_is_not_measured() -> None:
-    """It takes the same rows, by its number of SMs. Change README.md's Requirements with this."""
+    """It takes the same rows, by its number of SMs. Change docs/support.md's versions with this."""
     assert {tile.measured_on for tile in ALL_TILES} == {"NVIDIA H200"}
 
 

@@ -29,7 +29,7 @@ def run_example(title: str) -> dict[str, Any]:
 def test_every_section_has_an_example() -> None:
     sections = re.findall(r"^## (.*)$", PAGE.read_text(), flags=re.MULTILINE)
     assert [*dict(EXAMPLES), "tritonbench"] == sections
-    assert len(sections) == 10
+    assert len(sections) == 11
 
 
 def test_flash_attn() -> None:
@@ -112,6 +112,12 @@ def test_cuda_graphs() -> None:
 def test_finding_mistakes() -> None:
     names = run_example("Finding mistakes")
     assert "lengths" in names["message"]
+
+
+def test_shipping_compiled_kernels() -> None:
+    names = run_example("Shipping compiled kernels")
+    assert names["out"].shape == (1, names["M"], 32, 128)
+    assert not names["out"].isnan().any()
 
 
 def test_tritonbench_commands() -> None:

@@ -6,12 +6,17 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from matplotlib.figure import Figure
-
 from benchmarks.lib.harness import Loaded, Row
-from benchmarks.lib.plots import horizontal
 from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.tables import BF16_PEERS, Table, by_series, fastest, number, ratio, series, values_of
+
+#: Titles of the tables of goals, by verdict.
+GOALS = {
+    "FAIL": "These goals do not hold",
+    "PASS": "These goals hold",
+    "not all measured": "These goals hold where they were measured",
+    "not measured": "These goals were not measured",
+}
 
 #: Bound on the speed over FlashAttention-3's in FP8, where it has the feature.
 FEATURE_BOUND = 0.95
@@ -131,36 +136,19 @@ def checks_over_fa3(promise: str, rows: list[Row], keys: tuple[str, ...], where:
     return found
 
 
-# --- as tables and as a plot ----------------------------------------------------------------------
+# --- as tables ------------------------------------------------------------------------------------
 
 
-def worst_table(title: str, found: list[Check]) -> list[Table]:
-    """A row for each promise: its worst cell, and how many cells hold. Empty if nothing was measured at all."""
-    body = []
+def goal_tables(found: list[Check]) -> list[Table]:
+    """What does not hold, what does and what was not measured: a row for each promise, with its worst cell."""
+    bodies: dict[str, list[list[str]]] = {title: [] for title in GOALS.values()}
     promises = by_promise(found)
     for promise in promises if any(promise.measured for promise in promises) else []:
         worst, verdicts = promise.worst, [check.verdict for check in promise.checks]
         hold = f"{verdicts.count('PASS')} of {len(verdicts)}"
         if missing := verdicts.count("not measured"):
             hold += f", {missing} not measured"
-        figures = [number(worst.value, ".4g"), worst.cell if promise.measured and worst.cell else "-", hold]
-        body.append([worst.promise, worst.relation, *figures, promise.verdict])
-    headers = ["figure", "bound", "worst", "where", "cells that hold", "verdict"]
-    return [Table(title, headers, body)] if body else []
-
-
-def every_table(title: str, found: list[Check]) -> list[Table]:
-    """A row for each cell, promise by promise."""
-    checks = [check for promise in by_promise(found) for check in promise.checks]
-    body = [[c.name, number(c.value, ".4g"), c.relation, c.verdict] for c in checks]
-    return [Table(title, ["figure", "measured", "bound", "verdict"], body)] if body else []
-
-
-def margins(title: str, found: list[Check]) -> Figure | None:
-    """How many times better than its bound the worst cell of each promise is."""
-    groups: dict[str, dict[str, float | None]] = {
-        f"{promise.worst.promise} ({promise.worst.relation})": {promise.verdict: promise.worst.margin}
-        for promise in by_promise(found)
-    }
-    x_label = "how many times better than its bound the worst cell is; below 1 it misses"
-    return horizontal({title: groups}, x_label, 1.0, width=9.5)
+        where = worst.cell if promise.measured and worst.cell else "-"
+        bodies[GOALS[promise.verdict]].append([worst.promise, worst.relation, number(worst.value, ".4g"), where, hold])
+    headers = ["goal", "bound", "worst", "where", "cells that hold"]
+    return [Table(title, headers, body) for title, body in bodies.items() if body]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
+from PIL import Image
 
 from benchmarks.lib.harness import Loaded, Row
 from benchmarks.lib.recipes import PRESETS, RUNGS
 from benchmarks.lib.suite import Plot
-from benchmarks.lib.tables import BF16_PEERS, LABELS, mask, series, values_of
+from benchmarks.lib.tables import BF16_PEERS, LABELS, mask, values_of
 
 # Colours that stay distinct without red-green vision; bf16 lighter, dashed and hatched.
 COLOURS = {
@@ -37,20 +40,13 @@ COLOURS = {
     "fa3_bf16": "#8fbfe6",
     "cudnn_bf16": "#97d3bb",
     "flash_bf16": "#a9a9a9",
-    "quantize": "#d1495b",
-    "copy of the same bytes": "#a9a9a9",
-    "one run": "#a9a9a9",
-    "cold": "#8fbfe6",
-    "warm": "#d1495b",
+    "copy": "#a9a9a9",
     "fa3_fp16": "#8fbfe6",
     "flash_fp16": "#c9c9c9",
     "sdpa_bf16": "#c9c9c9",
     "allgather": "#d1495b",
     "ulysses": "#2a9d76",
     "ring": "#e08e45",
-    "PASS": "#2a9d76",
-    "FAIL": "#d1495b",
-    "not all measured": "#a9a9a9",
 }
 
 MARKERS = {
@@ -87,17 +83,23 @@ STYLE: Any = {
     "axes.titlesize": 10.5,
     "figure.titlesize": 10.5,
     "legend.frameon": False,
-    "figure.dpi": 130,
+    "figure.dpi": 150,
 }
 
+#: Inches. A page shows it in about 840 pixels, so that letters of 10 points are as large as its text.
+PAGE_WIDTH = 8.8
 
-def line(ax: Axes, impl: str, points: dict[Any, float], at: Callable[[Any], float]) -> None:
+#: Lines, text and their edges.
+COLOUR_COUNT = 96
+
+
+def line(ax: Axes, impl: str, points: dict[Any, float], at: Callable[[Any], float], name: str | None = None) -> None:
     """One implementation, or one of our presets."""
     ours, bf16 = impl == "helion_attn" or impl in PRESETS | RUNGS, impl in BF16_PEERS
     ax.plot(
         [at(x) for x in sorted(points)],
         [points[x] for x in sorted(points)],
-        label=LABELS[impl],
+        label=name or LABELS[impl],
         color=COLOURS[impl],
         marker=MARKERS[impl],
         markersize=5.5 if ours else 4.5,
@@ -126,84 +128,41 @@ def bars(ax: Axes, groups: list[str], heights: dict[str, list[float | None]]) ->
     ax.grid(axis="x", visible=False)
 
 
-def horizontal(
-    panels: dict[str, dict[str, dict[str, float | None]]],
-    x_label: str,
-    reference: float | None = None,
-    columns: int = 3,
-    width: float = 4.1,
-) -> Figure | None:
+def horizontal(groups: dict[str, dict[str, float]], x_label: str, reference: float) -> Figure | None:
     """Horizontal bars with their figures, and a line at `reference`. None if nothing was measured.
 
     Args:
-        panels: panel -> group -> series -> figure, each by its title; the series has the colour.
-        x_label: below each panel.
+        groups: group -> series -> figure, each by its title; the series has the colour.
+        x_label: below.
         reference: what they are compared to.
-        columns: panels side by side.
-        width: of a panel, in inches.
     """
-    figures = [x for groups in panels.values() for of in groups.values() for x in of.values()]
-    if all(x is None for x in figures):
+    if not any(groups.values()):
         return None
-    columns = min(columns, len(panels))
-    lines = -(-len(panels) // columns)
-    # Bars of a group lie side by side.
-    most = max(len(of) for groups in panels.values() for of in groups.values())
-    tallest = max(sum(len(of) + 0.5 for of in groups.values()) for groups in panels.values())
-    same_groups = len({tuple(groups) for groups in panels.values()}) == 1
-    figure, axes = plt.subplots(
-        lines,
-        columns,
-        figsize=(width * columns + 0.3, (0.19 * tallest + 0.4) * lines + 0.6),
-        squeeze=False,
-        layout="constrained",
-        sharey="row" if same_groups else False,
-    )
-    for ax in axes.flat[len(panels) :]:
-        ax.set_visible(False)
-    for (title, groups), ax in zip(panels.items(), axes.flat, strict=False):
-        thickness = 0.82 / most
-        for y, of in enumerate(groups.values()):
-            for i, (name, x) in enumerate(of.items()):
-                if x is None:
-                    continue
-                at = y + (i - (len(of) - 1) / 2) * thickness
-                colour = COLOURS.get(name, "#c9b6b9")
-                ax.barh(at, x, thickness * 0.92, color=colour, label=LABELS.get(name, name))
-                # Not 1.00 for what is less.
-                figure_text = f"{x:.3f}" if 0.995 <= x < 1 else f"{x:.2f}" if x < 10 else f"{x:.0f}"
-                text = ax.annotate(figure_text, (x, at), (3, 0), textcoords="offset points", va="center", fontsize=8)
-                # Legible where it lies on the line.
-                text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5})
-        if reference is not None:
-            ax.axvline(reference, color="#666666", linestyle="--", linewidth=1.2)
-        ax.set_yticks(range(len(groups)), list(groups))
-        ax.set_ylim(len(groups) - 0.5, -0.5)
-        ax.margins(x=0.14)
-        ax.grid(axis="y", visible=False)
-        ax.set_title(title)
-        ax.set_xlabel(x_label)
-    if most > 1:
-        legend(figure, axes.flat)
+    most = max(map(len, groups.values()))
+    figure, ax = plt.subplots(figsize=(PAGE_WIDTH, (0.17 * most + 0.11) * len(groups) + 0.9), layout="constrained")
+    thickness = 0.82 / most
+    for y, of in enumerate(groups.values()):
+        for i, (name, x) in enumerate(of.items()):
+            at = y + (i - (len(of) - 1) / 2) * thickness
+            ax.barh(at, x, thickness * 0.92, color=COLOURS[name], label=LABELS[name])
+            # Not 1.00 for what is less.
+            text = f"{x:.3f}" if 0.995 <= x < 1 else f"{x:.2f}"
+            ax.annotate(text, (x, at), (3, 0), textcoords="offset points", va="center", fontsize=8)
+    ax.axvline(reference, color="#666666", linestyle="--", linewidth=1.2)
+    ax.set_yticks(range(len(groups)), list(groups))
+    ax.set_ylim(len(groups) - 0.5, -0.5)
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel(x_label)
+    legend(figure, [ax])
     return figure
 
 
-def by_recipe(
-    rows: list[Row], value: Callable[[list[Row], str], float | None], x_label: str, reference: float
-) -> Figure | None:
-    """Horizontal bars of a figure by recipe, a panel per head dim, and a line at `reference`."""
-    names = list(dict.fromkeys(map(series, rows)))
-    panels = {}
-    for (D,) in values_of(rows, "D"):
-        panel = [row for row in rows if row["D"] == D]
-        panels[f"D = {D}"] = {LABELS.get(name, name): {name: value(panel, name)} for name in names}
-    return horizontal(panels, x_label, reference)
-
-
-def grid(lines: int, columns: int, width: float = 4.1, height: float = 3.0) -> tuple[Figure, list[list[Axes]]]:
-    """Panels that share y in each line."""
-    size = (width * columns + 0.3, height * lines + 0.5)
-    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained", sharey="row")
+def grid(lines: int, columns: int, share_y: bool = True, height: float = 2.4) -> tuple[Figure, list[list[Axes]]]:
+    """Panels as wide as a page together; with `share_y` those of a line have the same y."""
+    size = (PAGE_WIDTH, height * lines + 0.5)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=size, squeeze=False, layout="constrained", sharey="row" if share_y else False
+    )
     return figure, axes.tolist()
 
 
@@ -215,9 +174,12 @@ def log_axis(ax: Axes, subs: tuple[float, ...] = (1.0,)) -> None:
     ax.yaxis.set_minor_locator(NullLocator())
 
 
-def label(ax: Axes, x: float, y: float, text: str) -> None:
-    """Text just above a bar."""
-    ax.annotate(text, (x, y), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+def powers_axis(ax: Axes, ticks: list[int], of: Callable[[int], str]) -> None:
+    """Logarithmic x with a tick at each of these."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, [of(x) for x in ticks])
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.margins(x=0.08)
 
 
 def length(S: int) -> str:
@@ -231,37 +193,53 @@ def legend(figure: Figure, axes: Iterable[Axes], columns: int = 6) -> None:
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    order = [label for label in LABELS.values() if label in entries]
+    order = [label for label in dict.fromkeys(LABELS.values()) if label in entries]
     order += [label for label in entries if label not in order]
     handles = [entries[label] for label in order]
     figure.legend(handles, order, loc="outside lower center", ncols=min(columns, len(order)))
 
 
 def panels_by_length(
-    rows: list[Row], points_of: Callable[[list[Row]], dict[str, dict[int, float]]], y_label: str, share_y: bool
+    rows: list[Row],
+    points_of: Callable[[list[Row]], dict[str, dict[int, float]]],
+    y_label: str,
+    share_y: bool = False,
+    reference: float | None = None,
 ) -> Figure | None:
     """A row of panels per mask, a column per head dim: what `points_of` a panel's rows gives each implementation."""
     if not rows:
         return None
     dims, masks = values_of(rows, "D"), values_of(rows, "causal")
     lengths = [S for (S,) in values_of(rows, "N")]
-    size = (3.9 * len(dims) + 0.3, 3.0 * len(masks) + 0.7)
-    figure, axes = plt.subplots(
-        len(masks), len(dims), figsize=size, squeeze=False, layout="constrained", sharex=True, sharey=share_y
-    )
+    figure, axes = grid(len(masks), len(dims), share_y)
     for (causal,), panels in zip(masks, axes, strict=True):
         for (D,), ax in zip(dims, panels, strict=True):
             panel = [row for row in rows if (row["causal"], row["D"]) == (causal, D)]
             for impl, points in points_of(panel).items():
                 line(ax, impl, points, lengths.index)
+            if reference is not None:
+                ax.axhline(reference, color="#666666", linestyle="--", linewidth=1.2)
             ax.set_title(f"D = {D}, {mask(causal)}")
             ax.set_xticks(range(len(lengths)), [length(S) for S in lengths])
-            ax.set_ylim(bottom=0)
         panels[0].set_ylabel(y_label)
     for ax in axes[-1]:
         ax.set_xlabel("sequence length")
-    legend(figure, axes.flat)
+    # After every line is drawn: the limit at the bottom stops the one at the top from following them.
+    for ax in itertools.chain(*axes):
+        ax.margins(y=0.1)
+        ax.set_ylim(bottom=0)
+    legend(figure, itertools.chain(*axes))
     return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """A PNG in a few colours, which takes a third of the bytes."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    image = (
+        Image.open(drawn).convert("RGB").quantize(COLOUR_COUNT, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    )
+    image.save(path, optimize=True)
 
 
 def draw_all(plots: Iterable[Plot], loaded: Loaded, folder: Path) -> None:
@@ -270,5 +248,5 @@ def draw_all(plots: Iterable[Plot], loaded: Loaded, folder: Path) -> None:
         with plt.rc_context(STYLE):
             figure = plot.draw(loaded)
             if figure is not None:
-                figure.savefig(folder / f"{plot.name}.png")
+                save(figure, folder / f"{plot.name}.png")
                 plt.close(figure)

@@ -70,6 +70,7 @@ class Block:
         plots: above them.
         shown: tables that are not folded away; None for all.
         beside: other result files whose figures are in them.
+        brief: GPU, dates and commits alone say where the figures come from.
     """
 
     file: str
@@ -77,6 +78,7 @@ class Block:
     plots: tuple[Plot, ...] = ()
     shown: int | None = None
     beside: tuple[str, ...] = ()
+    brief: bool = False
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Compiled(Runner):
     """A kernel function compiled through Triton with one config: once a specialisation, for all lengths and strides.
 
     Helion is slow to find the code for sizes that are not those of the last call, and slower in a new process
-    (docs/performance.md, Host time). `code_cache` finds it instead, and this remembers the launch (`launch_plans`) that
+    (docs/notes/host_time.md). `code_cache` finds it instead, and this remembers the launch (`launch_plans`) that
     it led to, for every set of sizes and specialisations.
     """
 

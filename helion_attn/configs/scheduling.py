@@ -20,7 +20,7 @@ def group_programs(multiprocessors: int, ctas_per_sm: int) -> int:
     last one's longest rows begin when the GPU runs dry: up to 11% of the time of 16384 tokens. With the longest rows of
     all heads first, L2 does not hold their K and V. So some heads come at once, the longest rows of all of them first,
     as in FlashAttention-3, which takes as many as L2 holds. With one program an SM the best groups fill the GPU once or
-    twice, with three or four 2 to 8 times: docs/performance.md, The order of programs.
+    twice, with three or four 2 to 8 times: docs/notes/order_of_programs.md.
     """
     return multiprocessors * ctas_per_sm**2
 

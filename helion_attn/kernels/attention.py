@@ -22,7 +22,7 @@ tensor core sums 16-bit products in fp32.
 
 One loop walks the key blocks that some row sees; the others are never loaded. Blocks at an edge of what is visible
 (diagonal, ragged end, a window's two sides) are masked behind a branch: a loop of their own would have no pipelined
-loads (docs/performance.md, In the attention kernel, has what this and other choices gain).
+loads (docs/notes/attention_kernel.md has what this and other choices gain).
 
 Where scores have 8 bits and P is bf16, whose range is that of fp32, there is no running maximum up to D 128
 (`numerics.keeps_reference`): the first block that a row sees gives the reference of all its P, and the accumulator is

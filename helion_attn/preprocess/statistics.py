@@ -9,7 +9,7 @@
 All statistics are `D_row` channels wide, a power of two; the channels past a head dim are those of zeros.
 
 The three tensors are top-level loops of one kernel, which Helion makes one launch, so that it starts and drains once
-(docs/performance.md, Preprocessing). A NaN or infinity makes the statistics of its head NaN or infinity.
+(docs/notes/preprocessing.md). A NaN or infinity makes the statistics of its head NaN or infinity.
 """
 
 from __future__ import annotations

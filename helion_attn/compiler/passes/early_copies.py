@@ -24,7 +24,7 @@ of Q and three stages are left as they are; two-level ones of one warpgroup and 
 The wait for Q, which Triton has where Q is loaded, moves behind the first copies of K and V.
 
 No sum changes. A loop that does not look like the above stays as it is, and the outcome says what is other.
-`warpgroup_turns` goes on from here. What it gains: docs/performance.md, Loads.
+`warpgroup_turns` goes on from here. What it gains: docs/notes/loads_and_turns.md.
 """
 
 from __future__ import annotations

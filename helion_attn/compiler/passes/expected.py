@@ -13,7 +13,7 @@ from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LARGE_TILE_CONFIGS, TILE_CONFIGS, LargeTileConfig, TileConfig
 from helion_attn.numerics import MAX_REFERENCE_D
 
-#: What a kernel loses without a pass (docs/performance.md, Loads, Turns, 16 bits).
+#: What a kernel loses without a pass (docs/notes/loads_and_turns.md, sixteen_bits.md).
 COSTS = {
     computed_once.NAME: "every exponential of a block twice",
     shared_q.NAME: "loads of Q in every key block, and spilled registers",

@@ -40,7 +40,7 @@ In front of the loop the first copies, of Q, K and V, come before all loads that
 Q's behind the loads of the descales, whose maximum across lanes it takes as early as it can, and no other program runs
 on the SM meanwhile: 1 to 3% at D 256, S 1024.
 
-No sum changes. What it gains: docs/performance.md, Turns.
+No sum changes. What it gains: docs/notes/loads_and_turns.md.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _ends_a_wait(lines: list[str], barrier: int) -> bool:
 def _behind_part_of_p(ptx: str) -> Outcome:
     """Have the turn for P V need every second register of P; of int8 scores and an 8-bit P every fourth.
 
-    Which part is best was measured (docs/performance.md, Where a turn begins). PTX of another form stays as it is.
+    Which part is best was measured (docs/notes/loads_and_turns.md). PTX of another form stays as it is.
     """
     lines = ptx.split("\n")
     marked = [i for i, line in enumerate(lines) if "behind_part_of_p: " in line]

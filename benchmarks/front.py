@@ -1,0 +1,173 @@
+"""What README.md shows: small tables and two plots, each from the results of another suite."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks import hard, models
+from benchmarks.lib.harness import Loaded
+from benchmarks.lib.suite import Block
+from benchmarks.lib.tables import (
+    ACCURATE_PEERS,
+    BF16_PEERS,
+    FP8_PEERS,
+    LABELS,
+    Table,
+    by_impl,
+    by_series,
+    error_text,
+    fastest,
+    mask,
+    number,
+    ratio,
+    rows_of,
+    values_of,
+)
+from benchmarks.speed import speedups
+
+#: The cell of every figure that is of one: head dim, length, full attention.
+D, S = 128, 4096
+
+#: The number of keys of every error on a hard input.
+LONG = 131072
+
+#: preset -> (what has 8 bits, when to take it).
+CHOICES = {
+    "fast": ("Q, K, P, V in e4m3", "speed first"),
+    "balanced": ("Q, K in int8; P, V in e4m3", "the default"),
+    "accurate": ("as BALANCED, Q and K rotated", "outlier channels"),
+    "hybrid": ("Q, K in int8", "V needs 16 bits"),
+    "bf16": ("nothing", "the yardstick"),
+}
+
+
+def when_tables(loaded: Loaded) -> list[Table]:
+    """The default's speed over bf16's by head dim, mask and length."""
+    rows = rows_of(loaded, "attention")
+    lengths = [N for (N,) in values_of(rows, "N")]
+    body = []
+    for head_dim, causal in values_of(rows, "D", "causal"):
+        cells = ([r for r in rows if (r["D"], r["causal"], r["N"]) == (head_dim, causal, N)] for N in lengths)
+        body.append([f"D {head_dim}, {mask(causal)}", *(number(speedups(c).get("helion_attn"), ".2f") for c in cells)])
+    return [Table("", ["speed-up by length", *map(str, lengths)], body)] if body else []
+
+
+def preset_tables(loaded: Loaded) -> list[Table]:
+    """What each preset has in 8 bits, its error and its speed."""
+    # The rungs of 16 bits are in a suite of their own.
+    rungs = rows_of(loaded, "ladder", stage="kernel", D=D, N=S)
+    inputs = rows_of(loaded, "accuracy", part="inputs", D=D, causal=False, input="randn")
+    errors = by_series(rungs, "error_total") | by_series(inputs, "error_total")
+    hard_errors = by_series(rows_of(loaded, "hard", part="hard", input="k_channels", D=D, N=LONG), "error_total")
+    kernel = by_impl(rows_of(loaded, "attention", stage="kernel", D=D, N=16384, causal=False), "ms")
+    best = fastest(kernel, BF16_PEERS)
+    ms = by_series(rows_of(loaded, "accuracy", part="cost", stage="e2e", D=D, N=16384), "ms")
+    body = [
+        [
+            f"`ha.{LABELS[name]}`",
+            bits,
+            error_text(errors.get(name)),
+            error_text(hard_errors.get(name)),
+            number(ratio(best, ms.get(name)), ".2f"),
+            when,
+        ]
+        for name, (bits, when) in CHOICES.items()
+    ]
+    headers = ["preset", "8 bits", "error, N(0, 1)", "error, K biased", "speed-up", "when"]
+    return [Table("", headers, body)] if errors else []
+
+
+def mean_speedup(loaded: Loaded, impl: str) -> str:
+    """The geometric mean over the fastest bf16 kernel, from bf16 to bf16, and of how many models."""
+    found = [speedups(cell).get(impl) for cell in models.cells_of(loaded).values()]
+    measured = [x for x in found if x is not None]
+    return f"{statistics.geometric_mean(measured):.2f} ({len(measured)})" if measured else "-"
+
+
+def peer_tables(loaded: Loaded) -> list[Table]:
+    """This package beside the FP8 peers: speed of the kernel and from bf16, and errors on hard inputs."""
+    names = ("balanced", "fast", *ACCURATE_PEERS, *FP8_PEERS)
+    impl_of = {"balanced": "helion_attn"}
+    tflops = by_impl(rows_of(loaded, "attention", stage="kernel", D=D, N=S, causal=False), "tflops")
+    errors = {
+        kind: by_series(rows_of(loaded, "hard", part="hard", input=kind, D=D, N=LONG), "error_total")
+        for kind in hard.PLOTTED
+    }
+    body = []
+    for name in names:
+        impl = impl_of.get(name, name)
+        speed = number(tflops.get(impl), ".0f"), mean_speedup(loaded, impl)
+        body.append([LABELS[name], *speed, *(error_text(of.get(name)) for of in errors.values())])
+    headers = [
+        "",
+        "kernel, TFLOP/s",
+        "speed-up from bf16 (models)",
+        *(f"error, {title}" for title in hard.PLOTTED.values()),
+    ]
+    return [Table("", headers, body)] if tflops else []
+
+
+def decode_tables(loaded: Loaded) -> list[Table]:
+    """Milliseconds a token."""
+    rows = rows_of(loaded, "decode", stage="kernel")
+    body = []
+    for (N,) in values_of(rows, "N"):
+        ms = by_impl((row for row in rows if row["N"] == N), "ms")
+        times = [ms.get(impl) for impl in ("helion_attn", "fa3_fp8", "fa3_bf16")]
+        body.append([str(N), *(number(x, ".2f") for x in times), number(ratio(times[2], times[0]), ".2f")])
+    headers = ["keys", "FP8 cache, ms a token", "FA3 FP8", "FA3 bf16", "speed-up from bf16"]
+    return [Table("", headers, body)] if body else []
+
+
+def gpu_tables(loaded: Loaded) -> list[Table]:
+    """All-gather beside bf16 on as many GPUs, the same problem on more and more."""
+    rows = rows_of(loaded, "distributed", scaling="strong", strategy="allgather")
+    body = []
+    for N, H, causal in values_of(rows, "N", "H", "causal"):
+        for (world,) in values_of([r for r in rows if (r["N"], r["H"], r["causal"]) == (N, H, causal)], "world"):
+            cell = [r for r in rows if (r["N"], r["H"], r["causal"], r["world"]) == (N, H, causal, world)]
+            ours: dict[str, Any] = {r["stage"]: r["ms"] for r in cell if r["impl"] == "helion_attn"}
+            mine = ours.get("e2e") or ours.get("checked")
+            bf16 = next((r["ms"] for r in cell if r["impl"] != "helion_attn"), None)
+            times = number(mine, ".1f"), number(bf16, ".1f"), number(ratio(bf16, mine), ".2f")
+            body.append([f"{N} tokens, {H} heads, {mask(causal)}", str(world), *times])
+    return [Table("", ["problem", "GPUs", "ms", "bf16, ms", "speed-up"], body)] if body else []
+
+
+def cost_tables(loaded: Loaded) -> list[Table]:
+    """What a call costs besides attention."""
+    quantise = rows_of(loaded, "preprocess", stage="preprocess", D=D, N=S, recipe="balanced")
+    copy_ratio = next((row["copy_ratio"] for row in quantise if "copy_ratio" in row and not row.get("rope")), None)
+    host = {(r["impl"], r["stage"]): r["host_us"] for r in rows_of(loaded, "host", lengths="same")}
+    starts = [row for row in rows_of(loaded, "startup") if row.get("first_s") is not None]
+
+    def seconds(cache: str) -> float | None:
+        return max((row["import_s"] + row["first_s"] for row in starts if row["cache"] == cache), default=None)
+
+    body = [
+        ["quantising Q, K and V", f"{number(copy_ratio, '.2f')} times a copy of them"],
+        ["host time of a call", f"{number(host.get(('helion_attn', 'e2e')), '.0f')} us"],
+        ["host time of FA3 in bf16", f"{number(host.get(('fa3_bf16', 'kernel')), '.0f')} us"],
+        ["a process's first call, nothing compiled", f"{number(seconds('cold'), '.0f')} s"],
+        ["the same, compiled before", f"{number(seconds('warm'), '.1f')} s"],
+    ]
+    return [Table("", ["cost", "at most"], body)] if host else []
+
+
+def no_tables(loaded: Loaded) -> list[Table]:
+    """A block of a plot alone."""
+    return []
+
+
+#: By the name in README's marks.
+BLOCKS = {
+    "when": Block("attention", when_tables, brief=True),
+    "presets": Block("accuracy", preset_tables, beside=("ladder", "hard", "attention"), brief=True),
+    "front_models": Block("models", no_tables, (models.PLOT,), brief=True),
+    "front_errors": Block("hard", no_tables, (hard.PLOT,), brief=True),
+    "peers": Block("attention", peer_tables, beside=("models", "hard"), brief=True),
+    "front_decode": Block("decode", decode_tables, brief=True),
+    "front_gpus": Block("distributed", gpu_tables, brief=True),
+    "costs": Block("host", cost_tables, beside=("preprocess", "startup"), brief=True),
+}
