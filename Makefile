@@ -51,7 +51,9 @@ test-newest:
 lint: $(STAMP).test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
+	$(BIN)/python benchmarks/report.py --strict
 
 # What documents take from the code.
 docs: $(STAMP).test
