@@ -6,13 +6,14 @@ import statistics
 from typing import Any
 
 from benchmarks import hard, models
-from benchmarks.lib.harness import Loaded
+from benchmarks.lib.harness import Loaded, Row
 from benchmarks.lib.suite import Block
 from benchmarks.lib.tables import (
     ACCURATE_PEERS,
     BF16_PEERS,
     FP8_PEERS,
     LABELS,
+    OURS,
     Table,
     by_impl,
     by_series,
@@ -53,6 +54,11 @@ def when_tables(loaded: Loaded) -> list[Table]:
     return [Table("", ["speed-up by length", *map(str, lengths)], body)] if body else []
 
 
+def perplexity(row: Row) -> str:
+    """What a language model loses, with the standard error."""
+    return f"{100 * row['difference']:+.2f} ± {100 * row['standard_error']:.2f}%"
+
+
 def preset_tables(loaded: Loaded) -> list[Table]:
     """What each preset has in 8 bits, its error and its speed."""
     # The rungs of 16 bits are in a suite of their own.
@@ -63,18 +69,22 @@ def preset_tables(loaded: Loaded) -> list[Table]:
     kernel = by_impl(rows_of(loaded, "attention", stage="kernel", D=D, N=16384, causal=False), "ms")
     best = fastest(kernel, BF16_PEERS)
     ms = by_series(rows_of(loaded, "accuracy", part="cost", stage="e2e", D=D, N=16384), "ms")
+    read = rows_of(loaded, "language_model", stage="prefill", impl="helion_attn")
+    longest = max((row["context"] for row in read), default=None)
+    lost = {row["recipe"]: perplexity(row) for row in read if row["context"] == longest}
     body = [
         [
             f"`ha.{LABELS[name]}`",
             bits,
             error_text(errors.get(name)),
             error_text(hard_errors.get(name)),
+            lost.get(name, "-"),
             number(ratio(best, ms.get(name)), ".2f"),
             when,
         ]
         for name, (bits, when) in CHOICES.items()
     ]
-    headers = ["preset", "8 bits", "error, N(0, 1)", "error, K biased", "speed-up", "when"]
+    headers = ["preset", "8 bits", "error, N(0, 1)", "error, K biased", "perplexity", "speed-up", "when"]
     return [Table("", headers, body)] if errors else []
 
 
@@ -155,6 +165,17 @@ def cost_tables(loaded: Loaded) -> list[Table]:
     return [Table("", ["cost", "at most"], body)] if host else []
 
 
+def model_tables(loaded: Loaded) -> list[Table]:
+    """Speed-ups of the plot as numbers."""
+    body = []
+    for name, cell in models.cells_of(loaded).items():
+        row, faster = cell[0], speedups(cell)
+        shape = f"{row['B']} x {row['N']}, {mask(row['causal'])}, D {row['D']}"
+        body.append([name, shape, *(number(faster.get(impl), ".2f") for impl in (*OURS, "sage2"))])
+    headers = ["attention of a layer", "batch x length", *(LABELS[impl] for impl in (*OURS, "sage2"))]
+    return [Table("", headers, body)] if body else []
+
+
 def no_tables(loaded: Loaded) -> list[Table]:
     """A block of a plot alone."""
     return []
@@ -163,8 +184,8 @@ def no_tables(loaded: Loaded) -> list[Table]:
 #: By the name in README's marks.
 BLOCKS = {
     "when": Block("attention", when_tables, brief=True),
-    "presets": Block("accuracy", preset_tables, beside=("ladder", "hard", "attention"), brief=True),
-    "front_models": Block("models", no_tables, (models.PLOT,), brief=True),
+    "presets": Block("accuracy", preset_tables, beside=("ladder", "hard", "language_model", "attention"), brief=True),
+    "front_models": Block("models", model_tables, (models.PLOT,), brief=True),
     "front_errors": Block("hard", no_tables, (hard.PLOT,), brief=True),
     "peers": Block("attention", peer_tables, beside=("models", "hard"), brief=True),
     "front_decode": Block("decode", decode_tables, brief=True),

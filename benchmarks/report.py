@@ -173,9 +173,13 @@ def caption(block: Block, loaded: Loaded) -> str:
     """Where the figures come from, in a line."""
     meta = loaded[block.file]["meta"]
     if block.brief:
-        metas = [loaded[file]["meta"] for file in (block.file, *block.beside) if file in loaded]
-        dated = dict.fromkeys(f"{str(m.get('date', ''))[:10]}, {str(m.get('commit'))[:7]}" for m in metas)
-        return f"{meta.get('gpu') or 'CPU'}; {'; '.join(dated)}"
+        by_gpu: dict[str, dict[str, None]] = {}
+        for file in (block.file, *block.beside):
+            if file in loaded:
+                found = loaded[file]["meta"]
+                run = f"{str(found.get('date', ''))[:10]} at {str(found.get('commit'))[:7]}"
+                by_gpu.setdefault(found.get("gpu") or "CPU", {})[run] = None
+        return "; ".join(f"{gpu}, {', '.join(runs)}" for gpu, runs in by_gpu.items())
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "helion": "Helion"}
     names |= {"cudnn": "cuDNN", "fa3": "fa3-fwd"}
     versions = ", ".join(f"{label} {meta[name]}" for name, label in names.items() if meta.get(name))
