@@ -23,6 +23,7 @@ from benchmarks.lib.tables import (
     number,
     ratio,
     rows_of,
+    speed_text,
     values_of,
 )
 from benchmarks.speed import speedups
@@ -50,7 +51,7 @@ def when_tables(loaded: Loaded) -> list[Table]:
     body = []
     for head_dim, causal in values_of(rows, "D", "causal"):
         cells = ([r for r in rows if (r["D"], r["causal"], r["N"]) == (head_dim, causal, N)] for N in lengths)
-        body.append([f"D {head_dim}, {mask(causal)}", *(number(speedups(c).get("helion_attn"), ".2f") for c in cells)])
+        body.append([f"D {head_dim}, {mask(causal)}", *(speed_text(speedups(c).get("helion_attn")) for c in cells)])
     return [Table("", ["speed-up by length", *map(str, lengths)], body)] if body else []
 
 
@@ -79,7 +80,7 @@ def preset_tables(loaded: Loaded) -> list[Table]:
             error_text(errors.get(name)),
             error_text(hard_errors.get(name)),
             lost.get(name, "-"),
-            number(ratio(best, ms.get(name)), ".2f"),
+            speed_text(ratio(best, ms.get(name))),
             when,
         ]
         for name, (bits, when) in CHOICES.items()
@@ -125,7 +126,7 @@ def decode_tables(loaded: Loaded) -> list[Table]:
     for (N,) in values_of(rows, "N"):
         ms = by_impl((row for row in rows if row["N"] == N), "ms")
         times = [ms.get(impl) for impl in ("helion_attn", "fa3_fp8", "fa3_bf16")]
-        body.append([str(N), *(number(x, ".2f") for x in times), number(ratio(times[2], times[0]), ".2f")])
+        body.append([str(N), *(number(x, ".2f") for x in times), speed_text(ratio(times[2], times[0]))])
     headers = ["keys", "FP8 cache, ms a token", "FA3 FP8", "FA3 bf16", "speed-up from bf16"]
     return [Table("", headers, body)] if body else []
 
@@ -140,7 +141,7 @@ def gpu_tables(loaded: Loaded) -> list[Table]:
             ours: dict[str, Any] = {r["stage"]: r["ms"] for r in cell if r["impl"] == "helion_attn"}
             mine = ours.get("e2e") or ours.get("checked")
             bf16 = next((r["ms"] for r in cell if r["impl"] != "helion_attn"), None)
-            times = number(mine, ".1f"), number(bf16, ".1f"), number(ratio(bf16, mine), ".2f")
+            times = number(mine, ".1f"), number(bf16, ".1f"), speed_text(ratio(bf16, mine))
             body.append([f"{N} tokens, {H} heads, {mask(causal)}", str(world), *times])
     return [Table("", ["problem", "GPUs", "ms", "bf16, ms", "speed-up"], body)] if body else []
 
@@ -171,7 +172,7 @@ def model_tables(loaded: Loaded) -> list[Table]:
     for name, cell in models.cells_of(loaded).items():
         row, faster = cell[0], speedups(cell)
         shape = f"{row['B']} x {row['N']}, {mask(row['causal'])}, D {row['D']}"
-        body.append([name, shape, *(number(faster.get(impl), ".2f") for impl in (*OURS, "sage2"))])
+        body.append([name, shape, *(speed_text(faster.get(impl)) for impl in (*OURS, "sage2"))])
     headers = ["attention of a layer", "batch x length", *(LABELS[impl] for impl in (*OURS, "sage2"))]
     return [Table("", headers, body)] if body else []
 

@@ -21,7 +21,7 @@ from PIL import Image
 from benchmarks.lib.harness import Loaded, Row
 from benchmarks.lib.recipes import PRESETS, RUNGS
 from benchmarks.lib.suite import Plot
-from benchmarks.lib.tables import BF16_PEERS, LABELS, mask, values_of
+from benchmarks.lib.tables import BF16_PEERS, LABELS, mask, speed_text, values_of
 
 # Colours that stay distinct without red-green vision; bf16 lighter, dashed and hatched.
 COLOURS = {
@@ -145,9 +145,7 @@ def horizontal(groups: dict[str, dict[str, float]], x_label: str, reference: flo
         for i, (name, x) in enumerate(of.items()):
             at = y + (i - (len(of) - 1) / 2) * thickness
             ax.barh(at, x, thickness * 0.92, color=COLOURS[name], label=LABELS[name])
-            # Not 1.00 for what is less.
-            text = f"{x:.3f}" if 0.995 <= x < 1 else f"{x:.2f}"
-            ax.annotate(text, (x, at), (3, 0), textcoords="offset points", va="center", fontsize=8)
+            ax.annotate(speed_text(x), (x, at), (3, 0), textcoords="offset points", va="center", fontsize=8)
     ax.axvline(reference, color="#666666", linestyle="--", linewidth=1.2)
     ax.set_yticks(range(len(groups)), list(groups))
     ax.set_ylim(len(groups) - 0.5, -0.5)

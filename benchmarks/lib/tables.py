@@ -146,6 +146,11 @@ def number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
+def speed_text(value: float | None) -> str:
+    """A speed over another: not 1.00 for what is less; a dash where it was not measured."""
+    return number(value, ".3f" if value is not None and 0.995 <= value < 1 else ".2f")
+
+
 def error_text(value: float | None) -> str:
     """An error in as many digits as mean something, or a dash."""
     if value is None:
