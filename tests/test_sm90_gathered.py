@@ -16,8 +16,8 @@ from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import PackedTensors
 from helpers import offline
 
-#: How much longer the loop's way past its masks may be than over one piece.
-LONGER = 1.065
+#: How much longer the loop's way past its masks may be than over one piece, by head dim. D 256 lacks uniform registers.
+LONGER = {64: 1.03, 128: 1.03, 256: 1.04}
 
 H, H_KV, M_BLOCKS, N_BLOCKS, RANKS = 32, 8, 64, 256, 8
 
@@ -51,7 +51,7 @@ def compile_parts(
         part = N_BLOCKS // RANKS
         step = H_KV * part + 1
         parts = GatheredParts(
-            M_BLOCKS, M, N - M, 0, RANKS, part, part * p.bn, part * p.bn, RANKS, part, step, step, step, bool(zigzag)
+            M_BLOCKS, M, N - M, 0, RANKS, part, part * p.bn, part * p.bn, RANKS, part, step, step, bool(zigzag)
         )
         bounds = None
         if packed:
@@ -101,7 +101,7 @@ def test_gathered_parts(D: int, causal: bool, zigzag: bool) -> None:
     assert [(x.name, x.applied) for x in kernel.passes] == [(x.name, x.applied) for x in one.passes]
     # A block's place is some multiplications, and no barrier.
     assert kernel.opcodes["BAR"] <= one.opcodes["BAR"]
-    assert main_path(kernel) <= LONGER * main_path(one)
+    assert main_path(kernel) <= LONGER[D] * main_path(one)
 
 
 @pytest.mark.parametrize(
