@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
+from helion_attn.distributed.collectives import Group
 from helion_attn.testing import relative_error
 from helion_attn.types import Recipe
 
@@ -131,9 +132,7 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def attend(
-    problem: Problem, strategy: str, rank: int, group: dist.ProcessGroup, *, device: str = "cpu", check: bool = True
-) -> Any:
+def attend(problem: Problem, strategy: str, rank: int, group: Group, *, device: str = "cpu", check: bool = True) -> Any:
     """What a rank gets, BHSD."""
     q, k, v = problem.tensors(device)
     parts = [problem.part(q, problem.q_lengths, rank)] + [problem.part(x, problem.k_lengths, rank) for x in (k, v)]
