@@ -81,8 +81,8 @@ def fake(*shape: int) -> torch.Tensor:
     return fake_cuda(*shape, dtype=torch.bfloat16)
 
 
-#: [B, S, H, D] = [2, 1024, 4, 128], and how many tiles of a block's V make a note of their largest entry, 4 bytes: those
-#: of 64 channels where loads of V are narrow, and otherwise one of all.
+#: [B, S, H, D] = [2, 1024, 4, 128], and how many tiles of a block's V make a note of their largest entry, 4 bytes: one
+#: of all channels, and where loads are narrow those of 64.
 VIEWS: dict[str, tuple[Callable[[], tuple[torch.Tensor, ...]], int]] = {
     "slice_of_packed_bs3hd": (lambda: fake(2, 1024, 3, 4, 128).unbind(2), 1),
     "transposed_d": (lambda: (fake(2, 128, 4, 1024).transpose(1, 3),) * 3, 128 // PACK_CHANNELS),
