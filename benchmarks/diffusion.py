@@ -171,8 +171,9 @@ def measure_model(
             console.print(f"[yellow]skipped {backend}, {s.model}: {str(refusal).splitlines()[0][:120]}")
             continue
         runs[backend] = partial(forward, backend)
-        row: Row = {"impl": backend, "recipe": "balanced" if backend == OURS else None, "stage": "e2e", "model": s.model}
-        row |= {"N": tokens(s), "H": s.heads, "D": s.D, "error_total": relative_error(out, base.double())}
+        recipe = "balanced" if backend == OURS else None
+        row: Row = {"impl": backend, "recipe": recipe, "stage": "e2e", "model": s.model, "N": tokens(s)}
+        row |= {"H": s.heads, "D": s.D, "error_total": relative_error(out, base.double())}
         rows.append(row)
     times = time_interleaved(runs, device, repeats)
     return [row | {"ms": times[row["impl"]]} for row in rows]
