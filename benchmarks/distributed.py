@@ -130,8 +130,6 @@ def gathered_call(
         k8, v8 = (x.view(torch.uint8)[:, own].flatten(2) for x in (qkv.k8, qkv.v8))
         section(row, 0, heads, blocks, b.k_block)[0] = k8
         section(row, b.v_offset, heads, blocks, b.v_block)[0] = v8
-        descales = qkv.k_descale.view(heads, -1)[:, own].contiguous().view(torch.uint8)
-        section(row, b.descale_offset, heads, 4 * blocks)[0] = descales
     n = cut.chunk
     parts = GatheredParts(
         row_part_blocks=qkv.q8.size(1),
@@ -151,6 +149,7 @@ def gathered_call(
         q_descale=qkv.q_descale,
         lse_shift=qkv.lse_shift,
         gathered=rows,
+        k_descale=qkv.k_descale.view(-1),
         v_descale=qkv.v_descale,
         v_mean=qkv.v_mean,
         sinks=None,
@@ -160,7 +159,6 @@ def gathered_call(
         block_bounds=None,
         parts=parts,
         v_offset=b.v_offset,
-        descale_offset=b.descale_offset,
         n_len=qkv.N,
         d=qkv.D,
         d_v=qkv.D_v,

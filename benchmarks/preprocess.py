@@ -63,12 +63,15 @@ def rope_tables(S: int, D: int, device: torch.device) -> ha.Rope:
 def bytes_read(q: Tensor, k: Tensor, v: Tensor, recipe: ha.Recipe, rope: ha.Rope | None) -> int:
     """Bytes of each tensor times the passes over it that the recipe needs.
 
-    A scale that more than a block shares, or a mean, is known only after a pass over all of it; the cast is another.
+    A scale that more than a block shares, or a mean, is known only after a pass over all of it; the cast is another. Of
+    recipes that read once, what a sample of some keys reads is left out.
     """
     q_passes = 1 if recipe.q_scales in ("token", "block", "none") else 2
-    k_passes = 1 if recipe.k_scales in ("block", "none") and not recipe.smooth_k else 2
-    # V's scales are a channel's or more.
-    v_passes = 1 if recipe.v_scales == "none" and not recipe.center_v else 2
+    k_passes = v_passes = 1
+    if not recipe.reads_once:
+        k_passes = 1 if recipe.k_scales in ("block", "none") and not recipe.smooth_k else 2
+        # V's scales are a channel's or more.
+        v_passes = 1 if recipe.v_scales == "none" and not recipe.center_v else 2
     tables = 0 if rope is None else nbytes(rope.cos, rope.sin)
     return q_passes * nbytes(q) + k_passes * nbytes(k) + v_passes * nbytes(v) + tables
 

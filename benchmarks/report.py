@@ -27,6 +27,7 @@ from benchmarks import (
     accuracy,
     cells,
     decode,
+    diffusion,
     distributed,
     fa3_criterion,
     front,
@@ -69,6 +70,7 @@ SUITES: dict[str, Suite] = {
     "hard": hard.SUITE,
     "same_token": same_token.SUITE,
     "language_model": language_model.SUITE,
+    "diffusion": diffusion.SUITE,
     "preprocess": preprocess.SUITE,
     "stages": preprocess.STAGES,
 }

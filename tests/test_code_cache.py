@@ -9,6 +9,7 @@ import json
 import linecache
 import os
 import re
+import stat
 import subprocess
 import sys
 import threading
@@ -277,20 +278,30 @@ def stored(disk: Path) -> Path:
     return file
 
 
+@contextlib.contextmanager
+def owned_by(path: Path, user: int) -> Iterator[None]:
+    """An open file or folder is told to be this user's, which root alone could make it."""
+    fstat, inode = os.fstat, path.stat().st_ino
+
+    def told(descriptor: int) -> os.stat_result:
+        status = fstat(descriptor)
+        fields = list(status)
+        if status.st_ino == inode:
+            fields[stat.ST_UID] = user
+        return os.stat_result(fields)
+
+    with mock.patch.object(os, "fstat", told):
+        yield
+
+
 @pytest.mark.parametrize("of", ["file", "folder"])
 @pytest.mark.parametrize("how", ["foreign", "group", "others"])
 def test_what_others_could_have_written_is_not_executed(disk: Path, of: str, how: str) -> None:
     assert traces()
     path = stored(disk) if of == "file" else stored(disk).parent
     mode = path.stat().st_mode
-    with contextlib.ExitStack() as stack:
-        if how != "foreign":
-            path.chmod(mode | (0o020 if how == "group" else 0o002))
-        elif os.geteuid() == 0:
-            os.chown(path, 12345, -1)
-            stack.callback(os.chown, path, 0, -1)
-        else:
-            stack.enter_context(mock.patch.object(os, "geteuid", return_value=12345))
+    path.chmod(mode | {"foreign": 0, "group": 0o020, "others": 0o002}[how])
+    with owned_by(path, 12345 if how == "foreign" else os.geteuid()):
         warn_slower.cache_clear()
         with pytest.warns(SlowerWarning, match=re.escape(f"Generated code in {disk} is not used")):
             assert traces()
@@ -298,12 +309,32 @@ def test_what_others_could_have_written_is_not_executed(disk: Path, of: str, how
     assert not traces()
 
 
+@pytest.mark.parametrize("how", ["foreign", "group", "others"])
+def test_a_folder_that_others_may_write_to_is_left_alone(disk: Path, how: str) -> None:
+    """Also one without a file, of which reading says nothing."""
+    assert traces()
+    file = stored(disk)
+    file.unlink()
+    folder, mode = file.parent, 0o755 | {"foreign": 0, "group": 0o020, "others": 0o002}[how]
+    folder.chmod(mode)
+    warn_slower.cache_clear()
+    with (
+        owned_by(folder, 12345 if how == "foreign" else os.geteuid()),
+        pytest.warns(SlowerWarning, match=re.escape(f"Generated code in {disk} is not used")),
+    ):
+        assert traces()
+    assert not list(folder.iterdir())
+    assert stat.S_IMODE(folder.stat().st_mode) == mode
+    folder.chmod(0o755)
+    assert traces()
+    assert not traces()
+
+
 def test_roots_files_are_taken(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("root can make them")
     assert traces()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert not traces()
+    with owned_by(stored(disk), 0), owned_by(stored(disk).parent, 0):
+        assert not traces()
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])

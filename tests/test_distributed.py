@@ -8,7 +8,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,7 @@ from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.header import HEADER_BYTES, Header, decode
 from helion_attn.testing import relative_error
 from helpers import ranks
-from helpers.ranks import Problem
-
-#: How many times the error of one process several may have.
-AS_ONE = 1.02
+from helpers.ranks import Problem, assert_as_one
 
 STRATEGIES = ("allgather", "ulysses", "ring")
 
@@ -210,43 +207,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "die": ranks.Work(4, ranks.die),
     }
     return ranks.run(tmp_path_factory.mktemp("ranks"), works)
-
-
-@dataclass(frozen=True)
-class One:
-    """What one process gets."""
-
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    oracle: torch.Tensor
-    oracle_lse: torch.Tensor
-
-
-@functools.cache
-def one_process(problem: Problem) -> One:
-    q, k, v = problem.tensors()
-    options = problem.options()
-    found = ha.attention(q, k, v, **options)
-    out, lse = found if problem.return_lse else (found, None)
-    rope = options.pop("rope")
-    del options["recipe"], options["return_lse"]
-    if rope is not None:
-        q = ha.reference.apply_rope(q, rope.cos, rope.sin, positions=torch.arange(q.size(2)) + k.size(2) - q.size(2))
-        k = ha.reference.apply_rope(k, rope.cos, rope.sin)
-    oracle, oracle_lse = ha.reference.attention(q, k, v, return_lse=True, **options)
-    return One(out, lse, oracle, oracle_lse)
-
-
-def assert_as_one(problem: Problem, found: list[Any]) -> None:
-    for of_rank in found:
-        assert len(of_rank) == 2, of_rank
-    one = one_process(problem)
-    out = problem.whole([out for out, _ in found])
-    assert out.dtype == one.out.dtype
-    assert relative_error(out, one.oracle) <= AS_ONE * relative_error(one.out, one.oracle)
-    if one.lse is not None:
-        lse = problem.whole([lse for _, lse in found])
-        assert relative_error(lse, one.oracle_lse) <= AS_ONE * relative_error(one.lse, one.oracle_lse) + 1e-6
 
 
 @pytest.mark.parametrize("name", list(solved(PROBLEMS)))

@@ -17,7 +17,7 @@ from helion_attn.compiler.passes import early_copies, single_k_buffer
 from helion_attn.compiler.passes.ttgir import COPY, EXPECT, VALUE, WAIT_FOR_PRODUCT
 from helion_attn.configs import large_tile_config, tile_config
 from helpers.cases import IN_E4M3
-from helpers.ir_machine import Machine
+from helpers.ir_machine import Machine, run
 from helpers.offline import compile_attention, compile_decode, compile_shape, compile_tile, compile_varlen
 from helpers.passes import operation, split_at_loop
 from helpers.shared import shared_ir
@@ -125,27 +125,6 @@ def test_nothing_else_changes(name: str) -> None:
         new += Counter({"arith.constant": 1})
         gone = Counter({"ttng.warp_group_dot_wait": 1})
     assert (after - before, before - after) == (new, gone)
-
-
-def run(text: str, first: int, end: int) -> Machine:
-    """The loads of a program with key blocks `first` to `end`."""
-    before, loop, body = split_at_loop(text)
-    bounds = re.search(rf"scf\.for ({VALUE}) = ({VALUE}) to ({VALUE}) ", loop)
-    assert bounds is not None
-    j, first_name, end_name = bounds.groups()
-    # Of the first program; numbers of blocks and heads that the loop does not depend on are 1.
-    (function,) = [line for line in before if "tt.func " in line]
-    arguments = dict.fromkeys(re.findall(rf"({VALUE}): i(?:32|64)", function), 1)
-    machine = Machine(arguments | {first_name: first, end_name: end})
-    machine.run([line for line in before if operation(line)[0] not in (first_name, end_name)])
-    carried = re.findall(rf"({VALUE}) = ({VALUE})", loop.split("iter_args(")[1])
-    machine.values |= {name: machine.value(start) for name, start in carried}
-    for i in range(first, end):
-        machine.values[j] = machine.block = i
-        machine.run(body)
-        yielded = re.findall(VALUE, operation(body[-1])[2])
-        machine.values |= {name: machine.value(x) for (name, _), x in zip(carried, yielded, strict=True)}
-    return machine
 
 
 def assert_all_blocks(machine: Machine, first: int, end: int, tensors: int) -> None:

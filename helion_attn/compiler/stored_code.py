@@ -2,7 +2,8 @@
 
 What is read here is executed. So a file is taken only if it and its folder belong to this user or root, and nobody else
 may write to either; if it is whole; and if it was written under the key that it is read under. Any other is passed
-over, as if it were not there. What is written can be written to by nobody else, whatever the process's umask.
+over, as if it were not there. What is written can be written to by nobody else, whatever the process's umask; a folder
+that others may write to is not written to, and stays as it is.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ def _is_ours(descriptor: int) -> bool:
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & OTHERS_WRITE
 
 
+def _warn_not_used(path: Path) -> None:
+    warn_slower(
+        f"Generated code in {path.parent.parent} is not used, and kernels are traced anew in every process, which "
+        f"takes seconds: a folder there, or {FILE} in it, does not belong to this user or root, or others may write to "
+        "it, and what is read there is executed. Change owner and permissions, or set TRITON_CACHE_DIR."
+    )
+
+
 def _text(path: Path) -> str | None:
     """What a file holds; None if others can have written it. The file that is looked at is the one that is read."""
     with contextlib.ExitStack() as opened:
@@ -54,11 +63,7 @@ def _text(path: Path) -> str | None:
         if _is_ours(folder) and _is_ours(descriptor):
             with open(descriptor, encoding="utf-8", closefd=False) as file:
                 return file.read()
-    warn_slower(
-        f"Generated code in {path.parent.parent} is not used, and kernels are traced anew in every process, which "
-        f"takes seconds: a folder there, or {FILE} in it, does not belong to this user or root, or others may write to "
-        "it, and what is read there is executed. Change owner and permissions, or set TRITON_CACHE_DIR."
-    )
+    _warn_not_used(path)
     return None
 
 
@@ -80,13 +85,20 @@ def read(key: str) -> list[Entry]:
 
 
 def write(key: str, entries: list[Entry]) -> None:
-    """Store `entries` under `key`, in place of what is there; in a folder that cannot be written to, do not."""
+    """Store `entries` under `key`, in place of what is there.
+
+    A folder that cannot be written to is left out, and so is one that others may write to, with a warning.
+    """
     path = _path(key)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        mode = stat.S_IMODE(path.parent.stat().st_mode)
-        if mode & OTHERS_WRITE:
-            path.parent.chmod(mode & ~OTHERS_WRITE)
+    with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.parent.mkdir(mode=0o777 & ~OTHERS_WRITE)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        opened.callback(os.close, folder)
+        if not _is_ours(folder):
+            _warn_not_used(path)
+            return
         # Whoever reads has all of the file or none of it.
         descriptor, written = tempfile.mkstemp(dir=path.parent)
         try:

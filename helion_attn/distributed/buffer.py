@@ -16,6 +16,7 @@ import torch
 
 from helion_attn.configs import Packing
 from helion_attn.distributed.cut import Cut
+from helion_attn.kernels.lib.arguments import GatheredParts
 from helion_attn.preprocess.pack import recentres
 from helion_attn.types import PackedTensors, Recipe
 
@@ -104,6 +105,18 @@ def write_keys(rows: torch.Tensor, b: Buffer, packed: PackedTensors) -> None:
     if b.mean_channels:
         mean = as_bytes(packed.v_mean).view(b.heads, -1)
         section(rows, b.mean_offset, b.heads, 4 * b.mean_channels)[0] = mean
+
+
+def descales_in_order(rows: torch.Tensor, b: Buffer, parts: GatheredParts, recipe: Recipe) -> torch.Tensor:
+    """K's descales of all ranks: one a block, fp32 [heads * key blocks] in the order of the parts, or [heads]."""
+    # [ranks, heads, descales]
+    found = section(rows.view(torch.float32), b.descale_offset // 4, b.heads, b.descales)
+    if recipe.k_scales != "block":
+        return found[0].reshape(-1)
+    n = parts.key_part_blocks
+    if parts.mirrored:
+        found = torch.cat([found[..., :n], found[..., n : 2 * n].flip(0)])
+    return found[..., :n].transpose(0, 1).reshape(-1)
 
 
 def mean_of_all(rows: torch.Tensor, b: Buffer, cut: Cut, own: torch.Tensor) -> torch.Tensor:

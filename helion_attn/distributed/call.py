@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from helion_attn import ops
 from helion_attn.configs import Packing
-from helion_attn.distributed.buffer import Buffer
+from helion_attn.distributed.buffer import Buffer, descales_in_order
 from helion_attn.distributed.cut import Cut
 from helion_attn.kernels.lib.arguments import GatheredArguments, GatheredParts
 from helion_attn.types import PackedTensors, Recipe
@@ -102,7 +102,6 @@ def rank_steps(b: Buffer) -> dict[str, int]:
         "head_blocks": b.blocks,
         "k_rank_step": b.size // b.k_block,
         "v_rank_step": b.size // b.v_block,
-        "descale_rank_step": b.size // 4,
     }
 
 
@@ -142,6 +141,7 @@ def attend(
             q_descale=packed.q_descale,
             lse_shift=packed.lse_shift,
             gathered=part.rows,
+            k_descale=descales_in_order(part.rows, part.buffer, part.parts, call.recipe),
             v_descale=packed.v_descale,
             v_mean=part.v_mean,
             sinks=sinks,
@@ -151,7 +151,6 @@ def attend(
             block_bounds=None if part.bounds is None else part.bounds[1],
             parts=part.parts,
             v_offset=part.buffer.v_offset,
-            descale_offset=part.buffer.descale_offset,
             n_len=part.n_len,
             d=call.D,
             d_v=call.D_v,

@@ -145,7 +145,6 @@ def fp8_attn_fwd(
     head_blocks: int,
     k_rank_step: int,
     v_rank_step: int,
-    descale_rank_step: int,
     qk_scale: float,
     softcap_log2: float,
     s_bias: hl.constexpr,
@@ -179,6 +178,7 @@ def fp8_attn_fwd(
     q_largest: hl.constexpr,
     gathered: hl.constexpr,
     mirrored: hl.constexpr,
+    same_places: hl.constexpr,
     bounded: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
@@ -265,6 +265,7 @@ def fp8_attn_fwd(
             mean_row = kv
             descale_row = kv
             head_first = int32(kv) * int32(head_blocks)
+            first_descale = int32(kv) * int32(key_parts * key_part_blocks)
             key_end = n_len
             n_begin, n_left, n_full, n_end = key_blocks_of_parts(
                 block_bounds, m_block, diagonal, n_len, left, right, key_parts, key_part_blocks, key_step, bm, bn,
@@ -372,12 +373,8 @@ def fp8_attn_fwd(
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if k_block_descales:
             if gathered:
-                first_block = torch.minimum(run_begin, int32(key_parts * key_part_blocks - 1))
-                first_part = part_of_block(first_block, key_part_blocks, key_magic, is_cuda)
-                k_scale = hl.load(
-                    k_descale,
-                    [placed(first_block, first_part, head_first, key_part_blocks, descale_rank_step, ranks, mirrored)],
-                )
+                last_block = int32(key_parts * key_part_blocks - 1)
+                k_scale = hl.load(k_descale, [first_descale + torch.minimum(run_begin, last_block)])
             elif varlen or split:
                 k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_begin, int32(n_blocks - 1))])
             else:
@@ -431,16 +428,7 @@ def fp8_attn_fwd(
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
             if k_block_descales:
                 if gathered:
-                    next_block = torch.minimum(run_end - int32(1), int32(j + 1))
-                    next_part = part_of_block(next_block, key_part_blocks, key_magic, is_cuda)
-                    k_scale = hl.load(
-                        k_descale,
-                        [
-                            placed(
-                                next_block, next_part, head_first, key_part_blocks, descale_rank_step, ranks, mirrored
-                            )
-                        ],
-                    )
+                    k_scale = hl.load(k_descale, [first_descale + torch.minimum(run_end - 1, int32(j + 1))])
                 elif varlen or split:
                     k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_end - 1, int32(j + 1))])
                 else:
@@ -450,7 +438,9 @@ def fp8_attn_fwd(
             if gathered:
                 part = part_of_block(int32(j), key_part_blocks, key_magic, is_cuda)
                 k_at = placed(int32(j), part, head_first, key_part_blocks, k_rank_step, ranks, mirrored)
-                v_at = placed(int32(j), part, head_first, key_part_blocks, v_rank_step, ranks, mirrored)
+                v_at = k_at
+                if not same_places:
+                    v_at = placed(int32(j), part, head_first, key_part_blocks, v_rank_step, ranks, mirrored)
                 k_block = k8[0, k_at, :, :]
             else:
                 k_block = k8[kv, j, :, :]
@@ -473,8 +463,10 @@ def fp8_attn_fwd(
             # branch for all.
             if gathered:
                 edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
-                ragged = edge_of_part(int32(j), part, key_part_blocks, key_part_len, bn_log2)
-                special = 1 - within + torch.clamp_min(torch.maximum(edge, ragged), 0)
+                # Zigzag's parts are whole blocks.
+                if not mirrored:
+                    edge = torch.maximum(edge, edge_of_part(int32(j), part, key_part_blocks, key_part_len, bn_log2))
+                special = 1 - within + torch.clamp_min(edge, 0)
             elif varlen or (split and keeps_reference):
                 edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
                 special = 1 - within + torch.clamp_min(edge, 0)
@@ -541,9 +533,11 @@ def fp8_attn_fwd(
                         k_again = placed(
                             int32(i), part_again, head_first, key_part_blocks, k_rank_step, ranks, mirrored
                         )
-                        v_again = placed(
-                            int32(i), part_again, head_first, key_part_blocks, v_rank_step, ranks, mirrored
-                        )
+                        v_again = k_again
+                        if not same_places:
+                            v_again = placed(
+                                int32(i), part_again, head_first, key_part_blocks, v_rank_step, ranks, mirrored
+                            )
                         k_block_again, v_block_again = k8[0, k_again, :, :], v8[0, v_again, :, :]
                         first_again, end_again = keys_of_block(
                             int32(i), part_again, int32(key_end), key_part_blocks, key_part_len, key_step, bn
@@ -553,15 +547,7 @@ def fp8_attn_fwd(
                         first_again, end_again = i * bn, key_end
                     if k_block_descales:
                         if gathered:
-                            k_scale = hl.load(
-                                k_descale,
-                                [
-                                    placed(
-                                        int32(i), part_again, head_first, key_part_blocks, descale_rank_step, ranks,
-                                        mirrored,
-                                    )
-                                ],
-                            )  # fmt: skip
+                            k_scale = hl.load(k_descale, [first_descale + int32(i)])
                         elif varlen or split:
                             k_scale = hl.load(k_descale, [kv * int32(n_blocks) + int32(i)])
                         else:

@@ -115,8 +115,8 @@ def quantises_q(q: torch.Tensor, rope: RopeArguments, recipe: Recipe, choice: Ch
         return False
     if recipe.q_scales != "token" or recipe.hadamard or recipe.pv_dtype.itemsize != 1:
         return False
-    # fp32 rows, and angles beside channels that are not rotated, would spill. Triton keeps shorter rows that are rotated
-    # in registers, where every key block loads them anew.
+    # fp32 rows, and angles beside channels that are not rotated, would spill. Triton keeps shorter rotated rows in
+    # registers, and loads them in every key block.
     if q.itemsize != 2 or (rope.cos is not None and not 2 * rope.cos.size(1) == tile.D_pad == MAX_QUANTISED_D):
         return False
     aligned = q.data_ptr() % WIDEST_LOAD == 0

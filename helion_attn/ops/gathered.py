@@ -60,7 +60,7 @@ def _launch_gathered(a: GatheredArguments) -> None:
         k8=blocks_of(a.gathered, 0, a.recipe.qk_dtype, (p.bn, p.D_pad)),
         v8=blocks_of(a.gathered, a.v_offset, a.recipe.pv_dtype, v_block),
         q_descale=a.q_descale,
-        k_descale=a.gathered.view(-1)[a.descale_offset :].view(torch.float32),
+        k_descale=a.k_descale,
         v_descale=a.v_descale,
         v_mean=a.v_mean,
         k_mean=None,

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from helion_attn.compiler.passes.ttgir import VALUE
-from helpers.passes import operation
+from helpers.passes import operation, split_at_loop
 
 
 class Machine:
@@ -90,6 +90,8 @@ class Machine:
                 return given[0]
             case "tt.get_program_id":
                 return 0
+            case "tt.elementwise_inline_asm" if "mul.hi.u32" in rest and None not in given:
+                return given[0] * given[1] >> 32
         if op.startswith("arith.") and all(isinstance(x, int) for x in given):
             return self.arithmetic(op, rest, given)
         return None
@@ -119,3 +121,24 @@ class Machine:
                 signs = {"slt": a < b, "sgt": a > b, "sge": a >= b, "sle": a <= b, "eq": a == b, "ne": a != b}
                 return int(signs[compare]) if compare in signs else None
         return None
+
+
+def run(text: str, first: int, end: int, arguments: dict[str, int] | None = None) -> Machine:
+    """The loads of a program with key blocks `first` to `end`; arguments that are not given are 1."""
+    before, loop, body = split_at_loop(text)
+    bounds = re.search(rf"scf\.for ({VALUE}) = ({VALUE}) to ({VALUE}) ", loop)
+    assert bounds is not None
+    j, first_name, end_name = bounds.groups()
+    # Of the first program.
+    (function,) = [line for line in before if "tt.func " in line]
+    ones = dict.fromkeys(re.findall(rf"({VALUE}): i(?:32|64)", function), 1)
+    machine = Machine(ones | (arguments or {}) | {first_name: first, end_name: end})
+    machine.run([line for line in before if operation(line)[0] not in (first_name, end_name)])
+    carried = re.findall(rf"({VALUE}) = ({VALUE})", loop.split("iter_args(")[1])
+    machine.values |= {name: machine.value(start) for name, start in carried}
+    for i in range(first, end):
+        machine.values[j] = machine.block = i
+        machine.run(body)
+        yielded = re.findall(VALUE, operation(body[-1])[2])
+        machine.values |= {name: machine.value(x) for (name, _), x in zip(carried, yielded, strict=True)}
+    return machine

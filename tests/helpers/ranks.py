@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pickle
 import signal
@@ -20,7 +21,12 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
+from helion_attn.distributed.collectives import Group
+from helion_attn.testing import relative_error
 from helion_attn.types import Recipe
+
+#: How many times the error of one process several may have.
+AS_ONE = 1.02
 
 #: Seconds until a collective gives up.
 TIMEOUT = 20
@@ -61,7 +67,7 @@ class Problem:
         n, total = lengths[-1] // 2, ends[-1]
         return [[(r * n, r * n + n), ((2 * P - 1 - r) * n, min(total, (2 * P - r) * n))] for r in range(P)]
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def tensors(self, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Q, K and V of the whole sequence, BHSD."""
         g = torch.Generator().manual_seed(1)
         M, N = sum(self.q_lengths), sum(self.k_lengths)
@@ -78,9 +84,10 @@ class Problem:
             for begin, end in runs:
                 k[:, :, begin:end] += hit * (10 + 5 * k_bias)
                 v[:, :, begin:end] += 2 * v_mean
-        return q.bfloat16(), k.bfloat16(), v.bfloat16()
+        q, k, v = (x.bfloat16().to(device) for x in (q, k, v))
+        return q, k, v
 
-    def options(self) -> dict[str, Any]:
+    def options(self, device: str = "cpu") -> dict[str, Any]:
         """Those of `attention`, of one process or of several."""
         angles = torch.outer(torch.arange(sum(self.k_lengths)), 100.0 ** -torch.arange(0, 1, 2 / self.D))
         return {
@@ -88,8 +95,8 @@ class Problem:
             "causal": self.causal,
             "window": self.window,
             "softcap": self.softcap,
-            "sinks": torch.linspace(-1, 2, self.H) if self.has_sinks else None,
-            "rope": ha.Rope(angles.cos(), angles.sin()) if self.has_rope else None,
+            "sinks": torch.linspace(-1, 2, self.H, device=device) if self.has_sinks else None,
+            "rope": ha.Rope(angles.cos().to(device), angles.sin().to(device)) if self.has_rope else None,
             "return_lse": self.return_lse,
         }
 
@@ -125,16 +132,18 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def attend(problem: Problem, strategy: str, rank: int, group: Any, **more: Any) -> Any:
+def attend(problem: Problem, strategy: str, rank: int, group: Group, *, device: str = "cpu", check: bool = True) -> Any:
     """What a rank gets, BHSD."""
-    q, k, v = problem.tensors()
+    q, k, v = problem.tensors(device)
     parts = [problem.part(q, problem.q_lengths, rank)] + [problem.part(x, problem.k_lengths, rank) for x in (k, v)]
     if problem.layout == "bshd":
         parts = [x.transpose(1, 2) for x in parts]
     balance = "zigzag" if problem.zigzag else None
-    options = {**problem.options(), "strategy": strategy, "balance": balance, "layout": problem.layout, "group": group}
+    options = problem.options(device)
     q, k, v = parts
-    found = ha.distributed.attention(q, k, v, **options, **more)
+    found = ha.distributed.attention(
+        q, k, v, strategy=strategy, balance=balance, layout=problem.layout, group=group, check=check, **options
+    )
     out, lse = found if problem.return_lse else (found, None)
     return out.transpose(1, 2) if problem.layout == "bshd" else out, lse
 
@@ -204,3 +213,43 @@ def die(rank: int, group: dist.ProcessGroup) -> Any:
 def with_changes(problem: Problem, rank: int, changed: dict[str, Any]) -> Problem:
     """`problem`, on rank 1 with other values."""
     return dataclasses.replace(problem, **changed) if rank == 1 else problem
+
+
+@dataclass(frozen=True)
+class One:
+    """What one process gets of a problem, and the oracle."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    oracle: torch.Tensor
+    oracle_lse: torch.Tensor
+
+
+@functools.cache
+def one_process(problem: Problem, device: str = "cpu") -> One:
+    """Its result, of the whole sequence."""
+    q, k, v = problem.tensors(device)
+    options = problem.options(device)
+    found = ha.attention(q, k, v, **options)
+    out, lse = found if problem.return_lse else (found, None)
+    rope = options.pop("rope")
+    del options["recipe"], options["return_lse"]
+    if rope is not None:
+        positions = torch.arange(q.size(2), device=device) + k.size(2) - q.size(2)
+        q = ha.reference.apply_rope(q, rope.cos, rope.sin, positions=positions)
+        k = ha.reference.apply_rope(k, rope.cos, rope.sin)
+    oracle, oracle_lse = ha.reference.attention(q, k, v, return_lse=True, **options)
+    return One(out, lse, oracle, oracle_lse)
+
+
+def assert_as_one(problem: Problem, found: list[Any], device: str = "cpu") -> None:
+    """The error of several ranks is at most `AS_ONE` times that of one process."""
+    for of_rank in found:
+        assert len(of_rank) == 2, of_rank
+    one = one_process(problem, device)
+    out = problem.whole([out for out, _ in found])
+    assert out.dtype == one.out.dtype
+    assert relative_error(out, one.oracle) <= AS_ONE * relative_error(one.out, one.oracle)
+    if one.lse is not None:
+        lse = problem.whole([lse for _, lse in found])
+        assert relative_error(lse, one.oracle_lse) <= AS_ONE * relative_error(one.lse, one.oracle_lse) + 1e-6

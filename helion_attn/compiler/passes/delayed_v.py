@@ -41,6 +41,9 @@ ELEMENT_BYTES = {"f8E4M3FN": 1, "f8E5M2": 1, "i8": 1, "f16": 2, "bf16": 2}
 #: That of the block at hand, in the loop.
 DELAYED_BARRIER = "%delayed_v_mine"
 
+#: The block before the one at hand.
+BLOCK_BEFORE = "%delayed_v_before"
+
 Parts = tuple[list[str], list[str], list[str], list[str]]
 
 
@@ -99,14 +102,25 @@ def with_delayed_v(
     place = array(barrier)[1]
     if any(array(name)[1] != place for name in v.values()):
         raise Refused("V is not read where its barrier is")
-    # What says where V is copied from, of the block at hand: names, and lines that compute them.
-    names, of_block = dict.fromkeys(ahead, j), []
+    # What says where V is copied from, of the block at hand: names, and lines that compute them. What is not computed
+    # from the block ahead is from j, as j + 2 where a block's place needs j + 1.
+    names, of_block = {**dict.fromkeys(ahead, j), j: BLOCK_BEFORE}, []
     for line in copies:
         if (name := defined(line)) and name not in ahead and names.keys() & set(re.findall(VALUE, line)):
             names[name] = f"{name}_delayed"
             of_block.append(renamed(line, names))
     if any(names.keys().isdisjoint(re.findall(VALUE, line)) for line in of_v):
         raise Refused("V is not copied by its block")
+    if any(BLOCK_BEFORE in line for line in of_block):
+        (one_block, integer) = matched(
+            only([line for line in copies if defined(line) in ahead], "the indices of the block ahead"),
+            rf"arith\.addi {re.escape(j)}, ({VALUE}) : (i32|i64)",
+        )
+        of_block.insert(0, f"{indentation(body[0])}{BLOCK_BEFORE} = arith.subi {j}, {one_block} : {integer}")
+    places = [renamed(matched(line, r"\[(.*?)\]")[0], names) for line in of_v]
+    varying = {name for line in body if (name := defined(line))}
+    if any(varying & set(re.findall(VALUE, line)) for line in (*of_block, *places)):
+        raise Refused("where V is copied from is computed apart from its copies")
 
     def expecting(line: str, copied: list[str]) -> str:
         return re.sub(rf"({EXPECT}{VALUE}), \d+,", rf"\1, {sum(size(destination(x)[0]) for x in copied)},", line)

@@ -97,8 +97,11 @@ def _an_iteration_later(loop: str, copies: list[str], stages: int) -> list[str]:
         f"%early_not_first = arith.cmpi sge, {j}, %early_first : {integer}",
         "%early_valid = arith.andi %early_in_loop, %early_not_first : i1",
     ]
-    names = {buffer: before, valid: "%early_valid", str(block): EARLY_BLOCK}
-    return [*of_counter, *(indent + line for line in checks), *(renamed(line, names) for line in of_block)]
+    names = {buffer: before, valid: "%early_valid", str(block): EARLY_BLOCK, j: "%early_before"}
+    found = [renamed(line, names) for line in of_block]
+    if any(names[j] in line for line in found):
+        checks.append(f"{names[j]} = arith.subi {j}, %early_one : {integer}")
+    return [*of_counter, *(indent + line for line in checks), *found]
 
 
 def rescheduled(text: str) -> Outcome:

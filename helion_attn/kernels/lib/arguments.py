@@ -113,7 +113,6 @@ class GatheredParts(NamedTuple):
         head_blocks: blocks of a head on a rank.
         k_rank_step: from a rank's blocks of K to those of the next, in blocks; and so `v_rank_step`.
         v_rank_step: likewise of V.
-        descale_rank_step: likewise of K's descales, in floats.
         mirrored: a rank has part r and part `2 * ranks - 1 - r`, in place of part r alone.
     """
 
@@ -129,16 +128,16 @@ class GatheredParts(NamedTuple):
     head_blocks: int
     k_rank_step: int
     v_rank_step: int
-    descale_rank_step: int
     mirrored: bool
 
     def arguments(self) -> dict[str, int | bool]:
         """What the kernel takes."""
-        return {**self._asdict(), "key_magic": magic(self.key_part_blocks)}
+        same_places = self.k_rank_step == self.v_rank_step
+        return {**self._asdict(), "key_magic": magic(self.key_part_blocks), "same_places": same_places}
 
 
 #: Of a launch that has no parts.
-NO_PARTS = GatheredParts(1, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0, 0, False)
+NO_PARTS = GatheredParts(1, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0, False)
 
 
 def magic(divisor: int) -> int:
@@ -157,7 +156,8 @@ class GatheredArguments(NamedTuple):
         q8: [B * H, M_blocks, bm, D_pad], and so q_descale and lse_shift, of `QuantizedQKV`.
         q_descale: [B, H, M_blocks, bm].
         lse_shift: [B, H, M_blocks, bm], or None.
-        gathered: uint8 [ranks, bytes], a rank's packed K, V and K's descales each, as `distributed.buffer` lays them.
+        gathered: uint8 [ranks, bytes], a rank's packed K and V each, as `distributed.buffer` lays them.
+        k_descale: fp32 [B * H_kv * key blocks] in the order of the parts, or [B * H_kv], of all ranks.
         v_descale: [B, H_kv, D_v_pad], of all ranks.
         v_mean: [B, H_kv, D_v_pad], likewise.
         sinks: fp32 [H], or None.
@@ -168,7 +168,6 @@ class GatheredArguments(NamedTuple):
             a key, from which on and up to which all rows see all keys, and up to which any row sees one.
         parts: where keys and rows lie.
         v_offset: bytes of a rank's row before V.
-        descale_offset: bytes before K's descales.
         n_len: the position where keys end.
         d: and the rest, as in `AttentionArguments`.
     """
@@ -177,6 +176,7 @@ class GatheredArguments(NamedTuple):
     q_descale: torch.Tensor
     lse_shift: torch.Tensor | None
     gathered: torch.Tensor
+    k_descale: torch.Tensor
     v_descale: torch.Tensor
     v_mean: torch.Tensor
     sinks: torch.Tensor | None
@@ -186,7 +186,6 @@ class GatheredArguments(NamedTuple):
     block_bounds: torch.Tensor | None
     parts: GatheredParts
     v_offset: int
-    descale_offset: int
     n_len: int
     d: int
     d_v: int

@@ -7,8 +7,9 @@ of their positions.
 
 In memory every rank has one run of blocks, `head_blocks` a head. Part c is that of rank c. With `mirrored`, zigzag,
 a rank has two parts, one behind the other: part c of `2 * ranks` is the first of rank c, or the second of rank
-`2 * ranks - 1 - c`. Consecutive ranks lie `k_rank_step` blocks of K, `v_rank_step` of V, and `descale_rank_step`
-descales apart. So a block is found by a multiplication or two: a loaded index would add barriers to the loop.
+`2 * ranks - 1 - c`. Consecutive ranks lie `k_rank_step` blocks of K and `v_rank_step` of V apart, which are the same
+number with `same_places`. So a block is found by a multiplication or two: a loaded index would add barriers to the
+loop. K's descales lie in the order of the parts, `key_parts * key_part_blocks` a head.
 
 Rows come in parts of `row_part_blocks` blocks that hold `row_part_len` rows. Row i of part p has its diagonal, the key
 that a causal mask shows it last, at position `row_first + p * row_step + i`.
@@ -148,9 +149,9 @@ def placed(
     if mirrored:
         # Parts from the middle on are those of descending ranks, each behind the rank's first part.
         back = part >= ranks
-        turned = int32((2 * ranks - 1) * rank_step + key_part_blocks)
-        step = torch.where(back, int32(0 - rank_step - key_part_blocks), int32(rank_step - key_part_blocks))
-        return head_first + torch.where(back, turned, 0) + part * step + j
+        rank = torch.where(back, int32(2 * ranks - 1) - part, part)
+        behind = torch.where(back, int32(key_part_blocks), 0)
+        return head_first + rank * int32(rank_step) + behind - part * int32(key_part_blocks) + j
     return head_first + part * int32(rank_step - key_part_blocks) + j
 
 

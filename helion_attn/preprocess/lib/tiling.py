@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.numerics import MAX_HADAMARD_BLOCK
-from helion_attn.preprocess.lib.rope import RopeTables
+from helion_attn.preprocess.lib.rope import INTERLEAVED, RopeTables
 from helion_attn.preprocess.lib.strided import WIDEST_LOAD, StridedQKV
 from helion_attn.types import Recipe
 
@@ -36,7 +36,9 @@ ROTATED_TILES = 4
 #: for ACCURATE with RoPE where channels are 128.
 ROTATED_REGISTERS = 128
 
-#: Likewise, of three programs, where K's mean is subtracted after the rotation and channels are 64 or fewer.
+#: Likewise, of three programs: where K's mean is subtracted after the rotation and channels are 64 or fewer; and where
+#: it is subtracted after interleaved angles in 16 bits and channels are more than 128, for which ptxas, left alone,
+#: takes as many and spills a value.
 NARROW_REGISTERS = 80
 
 
@@ -116,6 +118,8 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
     narrow = rotate_first and D_row < MAX_HADAMARD_BLOCK
     pipelined = wide_loads and (warps == 4 or rotate_first)
     registers = (NARROW_REGISTERS if narrow else ROTATED_REGISTERS) if cap_registers else None
+    interleaved = rope.pairing == INTERLEAVED and narrow_angles
+    cap_k = interleaved and recipe.smooth_k and not hadamard and D_row > MAX_HADAMARD_BLOCK
     # With two stages the next load is issued when a tile is done, with three a tile earlier. For blocks of K with 128
     # channels that is 147456 bytes of shared memory, not 114688: one program an SM, not two.
     in_flight = (3 if narrow else 2) if pipelined else 1
@@ -132,7 +136,7 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
         q_warps=warps,
         kv_warps=kv_warps,
         q_registers=registers,
-        kv_registers=registers,
+        kv_registers=NARROW_REGISTERS if cap_k else registers,
         q_in_flight=(3 if rotate_first else 2) if pipelined else 1,
         # What a program of plain rows loads goes to registers.
         k_in_flight=1 if plain else in_flight,
