@@ -132,18 +132,21 @@ def decode_tables(loaded: Loaded) -> list[Table]:
 
 
 def gpu_tables(loaded: Loaded) -> list[Table]:
-    """All-gather beside bf16 on as many GPUs, the same problem on more and more."""
+    """All-gather next to bf16 on as many GPUs, the same problem on more and more."""
     rows = rows_of(loaded, "distributed", scaling="strong", strategy="allgather")
+    worlds = [world for (world,) in values_of(rows, "world")]
     body = []
     for N, H, causal in values_of(rows, "N", "H", "causal"):
-        for (world,) in values_of([r for r in rows if (r["N"], r["H"], r["causal"]) == (N, H, causal)], "world"):
+        texts = []
+        for world in worlds:
             cell = [r for r in rows if (r["N"], r["H"], r["causal"], r["world"]) == (N, H, causal, world)]
             ours: dict[str, Any] = {r["stage"]: r["ms"] for r in cell if r["impl"] == "helion_attn"}
             mine = ours.get("e2e") or ours.get("checked")
             bf16 = next((r["ms"] for r in cell if r["impl"] != "helion_attn"), None)
-            times = number(mine, ".1f"), number(bf16, ".1f"), speed_text(ratio(bf16, mine))
-            body.append([f"{N} tokens, {H} heads, {mask(causal)}", str(world), *times])
-    return [Table("", ["problem", "GPUs", "ms", "bf16, ms", "speed-up"], body)] if body else []
+            texts.append(f"{number(mine, '.1f')} ({speed_text(ratio(bf16, mine))})" if mine else "-")
+        body.append([f"{N} tokens, {H} heads, {mask(causal)}", *texts])
+    headers = ["ms (speed-up)", *(f"{world} GPU{'s' if world > 1 else ''}" for world in worlds)]
+    return [Table("", headers, body)] if body else []
 
 
 def cost_tables(loaded: Loaded) -> list[Table]:
