@@ -400,9 +400,7 @@ def tables(loaded: Loaded) -> list[Table]:
         one = next(r["ms"] for r in cell if r["parts"] == 1)
         (row,) = (r for r in cell if (r["parts"], r["zigzag"]) == (parts, zigzag))
         kind = "one piece" if parts == 1 else f"{parts} ranks{', zigzag' if zigzag else ''}"
-        body.append(
-            ["causal" if causal else "full", kind, number(row["ms"], ".3f"), number(ratio(row["ms"], one), ".3f")]
-        )
+        body.append([mask(causal), kind, number(row["ms"], ".3f"), number(ratio(row["ms"], one), ".3f")])
     found = [Table("Kernel over gathered parts, one GPU", ["mask", "keys", "ms", "/ one piece"], body)] if body else []
     body = []
     keys = ("scaling", "N", "H", "H_kv", "causal", "world")
@@ -416,7 +414,9 @@ def tables(loaded: Loaded) -> list[Table]:
                 mine = ms.get("e2e") or ms["checked"]
                 body.append(
                     [
-                        *map(str, values),
+                        *map(str, values[:4]),
+                        mask(values[4]),
+                        str(values[5]),
                         strategy,
                         *(number(ms.get(stage), ".3f") for stage in ("e2e", "checked", "compute", "collective")),
                         number(cell_flops(values) / mine / 1e9 if mine else None, ".0f"),
@@ -425,7 +425,7 @@ def tables(loaded: Loaded) -> list[Table]:
                         error_text(stages["checked"]["error_total"]),
                     ]
                 )
-    headers = ["scaling", "tokens", "H", "H_kv", "causal", "GPUs", "strategy", "ms", "checked", "compute", "collective"]
+    headers = ["scaling", "tokens", "H", "H_kv", "mask", "GPUs", "strategy", "ms", "checked", "compute", "collective"]
     headers += ["TFLOP/s a GPU", "speed / bf16's", "MB sent a rank", "error"]
     return [*found, Table("From bf16 to bf16, D 128, BALANCED", headers, body)] if body else found
 
@@ -446,7 +446,7 @@ def plot(loaded: Loaded) -> Figure | None:
         return None
     figure, axes = grid(1, len(problems))
     for ax, (N, H, causal) in zip(axes[0], problems, strict=True):
-        ax.set_title(f"{N} tokens, {H} heads, {mask(causal)}")
+        ax.set_title(f"{N} tokens\n{H} heads, {mask(causal)}")
         ax.set_xlabel("GPUs")
         cell = [r for r in rows if (r["N"], r["H"], r["causal"], r["scaling"]) == (N, H, causal, "strong")]
         for impl, strategy in values_of(cell, "impl", "strategy"):
@@ -456,6 +456,7 @@ def plot(loaded: Loaded) -> Figure | None:
             line(ax, strategy if impl == "helion_attn" else impl, points, float)
         powers_axis(ax, [world for (world,) in values_of(cell, "world")], str)
     axes[0][0].set_ylabel("TFLOP/s a GPU")
+    axes[0][0].margins(y=0.1)
     axes[0][0].set_ylim(bottom=0)
     legend(figure, axes[0])
     return figure

@@ -39,9 +39,11 @@ from benchmarks import (
 from benchmarks.lib import peers
 from benchmarks.lib.checks import GOALS, by_promise, goal_tables
 from benchmarks.lib.harness import RESULTS, Loaded, load, time_interleaved
+from benchmarks.lib.plots import COLOURS
 from benchmarks.lib.problem import workload
 from benchmarks.lib.recipes import PRESETS, RUNGS
 from benchmarks.lib.suite import Options
+from benchmarks.lib.tables import LABELS
 from helion_attn.compiler.helion_adapter import helion_config
 from helion_attn.kernels import attention as attention_kernel
 from helion_attn.testing import HARD_KINDS, INPUT_KINDS, OUTLIER_CHANNELS, make_qkv, relative_error
@@ -518,8 +520,15 @@ def test_every_plot_is_drawn_and_small(results: Loaded) -> None:
         assert (RESULTS / f"{name}.png").stat().st_size < 60_000, name
 
 
+def test_a_colour_stands_for_one_thing() -> None:
+    named: dict[str, set[str]] = {}
+    for name, colour in COLOURS.items():
+        named.setdefault(colour, set()).add(LABELS[name])
+    assert [names for names in named.values() if len(names) > 1] == []
+
+
 def test_axes_hold_their_lines(results: Loaded) -> None:
-    for name in ("speed", "e2e", "roofline", "ladder"):
+    for name in ("speed", "e2e", "roofline", "ladder", "distributed", "decode"):
         (plot,) = {p.name: p for block in report.BLOCKS.values() for p in block.plots if p.name == name}.values()
         figure = plot.draw(results)
         assert figure is not None
