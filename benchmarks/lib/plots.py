@@ -82,7 +82,7 @@ STYLE: Any = {
     "axes.titlesize": 10.5,
     "figure.titlesize": 10.5,
     "legend.frameon": False,
-    "figure.dpi": 150,
+    "figure.dpi": 130,
 }
 
 #: Inches. A page shows it in about 840 pixels, so that letters of 10 points are as large as its text.
