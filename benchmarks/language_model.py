@@ -22,7 +22,7 @@ import helion_attn as ha
 from benchmarks.lib.harness import Loaded, Results, Row
 from benchmarks.lib.peers import fa3_fp8
 from benchmarks.lib.suite import Block, Options, Suite, console, progress
-from benchmarks.lib.tables import LABELS, Table, rows_of, values_of
+from benchmarks.lib.tables import LABELS, Table, number, rows_of, values_of
 
 #: Tokens that are read, and in parts of how many.
 GPU_TOKENS, GPU_CONTEXTS = 49152, (2048, 8192)
@@ -169,7 +169,7 @@ def tables(loaded: Loaded) -> list[Table]:
                 f"{row['perplexity']:.4f}",
                 f"{100 * row['difference']:+.3f} ± {100 * row['standard_error']:.3f}%",
                 f"{100 * row['agreement']:.2f}%",
-                f"{row['tokens_per_second']:.0f}",
+                number(row["tokens_per_second"], ".0f"),
             ]
             for row in rows
         ]
@@ -182,8 +182,8 @@ def tables(loaded: Loaded) -> list[Table]:
             [
                 str(row["context"]),
                 names.get(row["impl"], str(row["impl"])),
-                f"{row['first_token_ms']:.1f}",
-                f"{row['tokens_per_second']:.1f}",
+                number(row["first_token_ms"], ".1f"),
+                number(row["tokens_per_second"], ".1f"),
                 f"{row['cache_bytes'] / 2**20:.1f}",
             ]
             for row in made

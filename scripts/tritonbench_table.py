@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import os
 import re
 import subprocess
@@ -26,20 +27,26 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.lib.harness import RESULTS, Results, Row, describe_run  # noqa: E402
-from helion_attn.integrations.tritonbench import METRIC, OPERATOR  # noqa: E402
+from helion_attn.integrations.tritonbench import BACKEND, METRIC, OPERATOR  # noqa: E402
 
 DIMS = (64, 128)
+
+#: Those of its backends that this machine can have, each in a run of its own: one that cannot be compiled ends a run.
+BACKENDS = ("triton_flash_v2", "triton_flash_v2_tma", BACKEND)
+
+#: The least of tritonbench's lengths, each twice the one before.
+LEAST = 128
 
 #: `--embedding-dim`, heads times head dim.
 EMBEDDING = 3072
 
 
-def measured(clone: Path, D: int) -> list[dict[str, str]]:
-    """What tritonbench writes, a line a length: names of columns to text."""
+def measured(clone: Path, D: int, backend: str) -> list[dict[str, str]]:
+    """What tritonbench writes of a backend, a line a length: names of columns to text."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output.csv")
         options = ["--op", OPERATOR, "--metrics", f"latency,tflops,{METRIC}", "--output", str(output)]
-        options += ["--d-head", str(D), "--n-heads", str(EMBEDDING // D), "--fwd-no-grad"]
+        options += ["--only", backend, "--d-head", str(D), "--n-heads", str(EMBEDDING // D), "--fwd-no-grad"]
         path = os.pathsep.join([str(clone), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         subprocess.run(
             [sys.executable, "-m", "helion_attn.tritonbench", *options],
@@ -51,28 +58,19 @@ def measured(clone: Path, D: int) -> list[dict[str, str]]:
             return list(csv.DictReader(file, delimiter=";"))
 
 
-def rows_of(lines: list[dict[str, str]], D: int) -> list[Row]:
-    """A row for each backend and length."""
+def rows_of(lines: list[dict[str, str]], D: int, backend: str) -> list[Row]:
+    """A row for each length."""
     rows: list[Row] = []
     for line in lines:
-        first, *columns = line
-        # A length, or (batch, heads, length, head dim).
-        sizes = [int(x) for x in re.findall(r"\d+", line[first])]
-        if not sizes:  # the average
+        # A count of lengths, a length, or (batch, heads, length, head dim); and the average.
+        sizes = [int(x) for x in re.findall(r"\d+", next(iter(line.values())))]
+        values = [line.get(f"{backend}-{metric}") for metric in ("latency", "tflops", METRIC)]
+        if not sizes or not all(values):
             continue
-        for backend in dict.fromkeys(column.removesuffix("-latency") for column in columns if "-latency" in column):
-            ms, tflops, error = (line.get(f"{backend}-{metric}") for metric in ("latency", "tflops", METRIC))
-            rows.append(
-                {
-                    "impl": backend,
-                    "D": D,
-                    "H": EMBEDDING // D,
-                    "N": sizes[2] if len(sizes) == 4 else sizes[0],
-                    "ms": float(ms.split()[0]) if ms else None,
-                    "tflops": float(tflops) if tflops else None,
-                    "error_total": float(error) if error else None,
-                }
-            )
+        first = sizes[2] if len(sizes) == 4 else sizes[0]
+        ms, tflops, error = (float(str(x).split()[0]) for x in values)
+        row: Row = {"impl": backend, "D": D, "H": EMBEDDING // D, "N": first if first >= LEAST else LEAST << first}
+        rows.append(row | {"ms": ms, "tflops": tflops, "error_total": error})
     return rows
 
 
@@ -83,8 +81,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     results = Results(args.out / "tritonbench.json", describe_run(torch.device("cuda")))
-    for D in track(DIMS, description="head dims"):
-        results.add(*rows_of(measured(args.clone.resolve(), D), D))
+    for D, backend in track([*itertools.product(DIMS, BACKENDS)], description="tritonbench"):
+        rows = rows_of(measured(args.clone.resolve(), D, backend), D, backend)
+        if not rows:
+            print(f"{backend} at head dim {D}: nothing was measured")
+        results.add(*rows)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ class Cached:
 
     def __init__(self, device: str) -> None:
         self.cache = ha.paged_kv_cache(3, 2, 32, device=device)
+        for x in (self.cache.k8, self.cache.v8, self.cache.k_descale, self.cache.v_descale):
+            x.view(torch.uint8).zero_()
         self.q, self.k, self.v = make_qkv("randn", 2, 2, 2, 1, 1, 32, device=device)
         self.device = device
 
