@@ -15,7 +15,7 @@ from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cac
 from helion_attn.types import PagedKVCache
 
 #: A pool without room grows to so many times its pages.
-GROWTH = 1.5
+GROWTH = 1.125
 
 
 class NewKeys:
