@@ -180,7 +180,7 @@ def check_distributed(names: dict[str, Any], printed: str) -> None:
 
 #: What holds of the names that a snippet leaves, and of what it prints.
 CHECKED: dict[tuple[str, str], Callable[[dict[str, Any], str], None]] = {
-    ("README.md", "Ten lines"): check_ten_lines,
+    ("README.md", "A first call"): check_ten_lines,
     ("README.md", "Your own tensors"): check_own_tensors,
     ("docs/accuracy.md", "Check your tensors"): check_which_recipe,
     ("docs/distributed.md", "Example"): check_distributed,
