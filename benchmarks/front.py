@@ -36,8 +36,8 @@ CHOICES = {
     "fast": ("Q, K, P, V in e4m3", "speed first"),
     "balanced": ("Q, K in int8; P, V in e4m3", "the default"),
     "accurate": ("as BALANCED, Q and K rotated", "outlier channels"),
-    "hybrid": ("Q, K in int8", "V needs 16 bits"),
-    "bf16": ("nothing", "the yardstick"),
+    "hybrid": ("Q, K in int8", "accuracy first"),
+    "bf16": ("nothing", "to compare with"),
 }
 
 
@@ -141,10 +141,16 @@ def cost_tables(loaded: Loaded) -> list[Table]:
     def seconds(cache: str) -> float | None:
         return max((row["import_s"] + row["first_s"] for row in starts if row["cache"] == cache), default=None)
 
+    calls = rows_of(loaded, "preprocess", stage="e2e", D=D, N=S)
+    used = next((row for row in calls if "peak_extra_bytes" in row), None)
+    # Of bf16.
+    inputs = None if used is None else 2 * D * (used["H"] + 2 * used["H_kv"]) * used["N"] * used["B"]
+    memory = ratio(used and used["peak_extra_bytes"], inputs)
+    ours = number(host.get(("helion_attn", "e2e")), ".0f")
     body = [
+        ["memory during a call", f"{number(memory, '.2f')} of Q, K and V"],
         ["quantising Q, K and V", f"{number(copy_ratio, '.2f')} of the time of a copy of them"],
-        ["host time of a call", f"{number(host.get(('helion_attn', 'e2e')), '.0f')} us"],
-        ["host time of FA3 in bf16", f"{number(host.get(('fa3_bf16', 'kernel')), '.0f')} us"],
+        ["host time of a call", f"{ours} us (FA3 in bf16: {number(host.get(('fa3_bf16', 'kernel')), '.0f')})"],
         ["a process's first call, nothing compiled", f"{number(seconds('cold'), '.0f')} s"],
         ["the same, compiled before", f"{number(seconds('warm'), '.1f')} s"],
     ]
