@@ -145,7 +145,7 @@ def cost_tables(loaded: Loaded) -> list[Table]:
     used = next((row for row in calls if "peak_extra_bytes" in row), None)
     # Of bf16.
     inputs = None if used is None else 2 * D * (used["H"] + 2 * used["H_kv"]) * used["N"] * used["B"]
-    memory = ratio(used and used["peak_extra_bytes"], inputs)
+    memory = None if used is None or inputs is None else used["peak_extra_bytes"] / inputs
     ours = number(host.get(("helion_attn", "e2e")), ".0f")
     body = [
         ["memory during a call", f"{number(memory, '.2f')} of Q, K and V"],
