@@ -156,6 +156,10 @@ WORLD = 4
 PAIRS = ([0, 1], [2, 3])
 
 
+#: Modules that the server of processes imports.
+PRELOADED = ["torch.distributed", "helion.language", "helion.runtime.ref_mode", "helion_attn.distributed.api"]
+
+
 def _run(rank: int, folder: str, works: dict[str, Work]) -> None:
     from helpers import interpreter
 
@@ -182,7 +186,9 @@ def _run(rank: int, folder: str, works: dict[str, Work]) -> None:
 
 def run(folder: Path, works: dict[str, Work]) -> dict[str, list[Any]]:
     """What each rank got of each work, in order; a tuple of four for what it raised. A rank may die in the last."""
-    context = mp.get_context("spawn")
+    # The server imports once what ranks would each take seconds for, and forks before it has started a thread.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     processes = [context.Process(target=_run, args=(rank, str(folder), works)) for rank in range(WORLD)]
     for process in processes:
         process.start()
