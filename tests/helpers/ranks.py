@@ -156,8 +156,19 @@ WORLD = 4
 PAIRS = ([0, 1], [2, 3])
 
 
-#: Modules that the server of processes imports.
-PRELOADED = ["torch.distributed", "helion.language", "helion.runtime.ref_mode", "helion_attn.distributed.api"]
+def server() -> Any:
+    """Processes from a server that imports once what each would take seconds for, and forks without other threads."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch.distributed", "helion.language", "helion.runtime.ref_mode", "helion_attn.distributed.api"]
+    )
+    return context
+
+
+def spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int) -> None:
+    """`torch.multiprocessing.spawn`, with processes of `server`."""
+    server()
+    mp.start_processes(fn, args, nprocs, start_method="forkserver")
 
 
 def _run(rank: int, folder: str, works: dict[str, Work]) -> None:
@@ -186,9 +197,7 @@ def _run(rank: int, folder: str, works: dict[str, Work]) -> None:
 
 def run(folder: Path, works: dict[str, Work]) -> dict[str, list[Any]]:
     """What each rank got of each work, in order; a tuple of four for what it raised. A rank may die in the last."""
-    # The server imports once what ranks would each take seconds for, and forks before it has started a thread.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = server()
     processes = [context.Process(target=_run, args=(rank, str(folder), works)) for rank in range(WORLD)]
     for process in processes:
         process.start()
