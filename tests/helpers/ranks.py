@@ -165,10 +165,18 @@ def server() -> Any:
     return context
 
 
-def spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int) -> None:
-    """`torch.multiprocessing.spawn`, with processes of `server`."""
+def spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, said: Path | None = None) -> None:
+    """`torch.multiprocessing.spawn`, with processes of `server`; what they print goes to the file `said`, if given."""
     server()
-    mp.start_processes(fn, args, nprocs, start_method="forkserver")
+    mp.start_processes(_saying, (said, fn, args), nprocs, start_method="forkserver")
+
+
+def _saying(rank: int, said: Path | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if said is not None:
+        with said.open("a") as file:
+            os.dup2(file.fileno(), 1)
+    torch.set_num_threads(1)
+    fn(rank, *args)
 
 
 def _run(rank: int, folder: str, works: dict[str, Work]) -> None:
