@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
@@ -168,7 +169,7 @@ def server() -> Any:
 def spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, said: Path | None = None) -> None:
     """`torch.multiprocessing.spawn`, with processes of `server`; what they print goes to the file `said`, if given."""
     server()
-    mp.start_processes(_saying, (said, fn, args), nprocs, start_method="forkserver")
+    start_processes(_saying, (said, fn, args), nprocs, start_method="forkserver")
 
 
 def _saying(rank: int, said: Path | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
