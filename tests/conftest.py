@@ -28,7 +28,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 interpreter.install()
 
 # At Python's own threshold, of 700 objects, the collector took an eighth of a compile test's time.
-gc.set_threshold(50_000)
+gc.set_threshold(200_000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -47,6 +47,7 @@ from benchmarks.lib.tables import LABELS
 from helion_attn.compiler.helion_adapter import helion_config
 from helion_attn.kernels import attention as attention_kernel
 from helion_attn.testing import HARD_KINDS, INPUT_KINDS, OUTLIER_CHANNELS, make_qkv, relative_error
+from helpers import ranks
 from helpers.offline import MEASURED, SPILLED, launching
 
 START = "Start-up and host time"
@@ -212,7 +213,8 @@ def test_split(tmp_path: Path) -> None:
     assert len(table.body) == 1
 
 
-def test_distributed(tmp_path: Path) -> None:
+def test_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "spawn", ranks.spawn)
     loaded = dry_run("distributed", tmp_path)
     rows = loaded["distributed"]["rows"]
     assert all(row["ms"] > 0 for row in rows)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import helion_attn as ha
 from helion_attn.testing import make_qkv, relative_error
+from helpers import ranks
 from helpers.refused import refused
 
 diffusers = pytest.importorskip("diffusers")
@@ -271,52 +271,33 @@ def test_torch_compile(device: str) -> None:
     assert torch.equal(torch.compile(attend, fullgraph=True, backend="aot_eager")(*qkv), attend(*qkv))
 
 
-#: One of two processes, each with half of a sequence, over gloo.
-PARALLEL = """
-import sys
-import torch, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-import helion_attn as ha
-from diffusers import ContextParallelConfig
-from diffusers.models._modeling_parallel import ParallelConfig
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+def parallel(rank: int, folder: str) -> None:
+    """One of two processes, each with half of a sequence, over gloo; its errors are written to a file."""
+    from diffusers.models._modeling_parallel import ParallelConfig
 
-torch.set_num_threads(1)
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-ha.register_diffusers(recipe="bf16")
-q, k, v = torch.randn(3, 1, 60, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-expected = ha.reference.attention(q, k, v, layout="bshd").chunk(2, 1)[rank]
-for kind, shape in (("ring", (2, 1)), ("ulysses", (1, 2))):
-    config = ContextParallelConfig(**{f"{kind}_degree": 2})
-    config.setup(rank, 2, torch.device("cpu"), init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses")))
-    with torch.no_grad():
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    ha.register_diffusers(recipe="bf16")
+    q, k, v = torch.randn(3, 1, 60, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = ha.reference.attention(q, k, v, layout="bshd").chunk(2, 1)[rank]
+    errors = {}
+    for kind, shape in (("ring", (2, 1)), ("ulysses", (1, 2))):
+        config = diffusers.ContextParallelConfig(**{f"{kind}_degree": 2})
+        mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+        config.setup(rank, 2, torch.device("cpu"), mesh)
         mine = [x.chunk(2, 1)[rank] for x in (q, k, v)]
-        parallel = ParallelConfig(context_parallel_config=config)
-        out = dispatch_attention_fn(*mine, backend="helion_fp8", parallel_config=parallel)
-    print(kind, ((out.double() - expected).norm() / expected.norm()).item(), flush=True)
-dist.destroy_process_group()
-"""
+        with torch.no_grad():
+            out = dispatch.dispatch_attention_fn(
+                *mine, backend=NAME, parallel_config=ParallelConfig(context_parallel_config=config)
+            )
+        errors[kind] = relative_error(out, expected)
+    Path(folder, f"errors_{rank}").write_text(json.dumps(errors))
+    dist.destroy_process_group()
 
 
 def test_context_parallelism(tmp_path: Path) -> None:
     """Ring and Ulysses. Halves that were not merged would be off by 1."""
-    script = tmp_path / "parallel.py"
-    script.write_text(PARALLEL)
-    root = str(Path(__file__).parents[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        out, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors[-3000:]
-        measured = dict(line.split() for line in out.splitlines() if line.startswith(("ring", "ulysses")))
-        assert set(measured) == {"ring", "ulysses"}
-        assert all(1e-4 < float(error) < 0.01 for error in measured.values()), measured
+    ranks.spawn(parallel, (str(tmp_path),), 2)
+    for rank in range(2):
+        errors = json.loads((tmp_path / f"errors_{rank}").read_text())
+        assert set(errors) == {"ring", "ulysses"}
+        assert all(1e-4 < error < 0.01 for error in errors.values()), errors

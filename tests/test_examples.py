@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.integrations import transformers
+from helpers import ranks
 
 
 def import_example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -74,10 +76,12 @@ def test_tour_fails_on_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tour.main(["--device", "cpu", "--length", "20"]) == 1
 
 
-def test_long_context(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_long_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     long_context = import_example("long_context", monkeypatch)
+    said = tmp_path / "said"
+    monkeypatch.setattr(long_context, "spawn", functools.partial(ranks.spawn, said=said))
     assert long_context.main(["--device", "cpu", "--nproc", "2"]) == 0
-    assert capfd.readouterr().out.count(" ok,") == 3
+    assert said.read_text().count(" ok,") == 3
     with pytest.raises(SystemExit):
         long_context.main(["--device", "cpu", "--nproc", "2", "--tokens", "500"])
 

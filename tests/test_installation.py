@@ -64,17 +64,26 @@ def versions_of(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
     return {name: version for name, _, version in pinned}
 
 
-def resolve_all(requirement: str, constraints: Path | None = None) -> list[dict[str, str]]:
-    """What each Python gets. They are resolved at once, since an index answers slowly."""
-    with ThreadPoolExecutor(len(PYTHONS)) as pool:
-        return [
-            versions_of(done) for done in pool.map(lambda python: resolve(requirement, python, constraints), PYTHONS)
-        ]
+#: By whether there are extras, and by constraints: the versions that each of `PYTHONS` gets.
+Resolved = dict[tuple[bool, Path | None], list[dict[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def resolved(wheel: Path) -> Resolved:
+    """The package alone and with all extras, resolved at once, since an index answers slowly."""
+    alone, whole = f"helion_attn @ {wheel.as_uri()}", f"helion_attn[{','.join(extras(wheel))}] @ {wheel.as_uri()}"
+    wanted = {(False, None): alone, **{(True, constraints): whole for constraints in (None, *CONSTRAINTS)}}
+    with ThreadPoolExecutor(len(wanted) * len(PYTHONS)) as pool:
+        done = {
+            key: [pool.submit(resolve, requirement, python, key[1]) for python in PYTHONS]
+            for key, requirement in wanted.items()
+        }
+        return {key: [versions_of(one.result()) for one in of_pythons] for key, of_pythons in done.items()}
 
 
 @needs_index
-def test_the_package_alone_takes_a_known_triton(wheel: Path) -> None:
-    for found in resolve_all(f"helion_attn @ {wheel.as_uri()}"):
+def test_the_package_alone_takes_a_known_triton(resolved: Resolved) -> None:
+    for found in resolved[False, None]:
         known = versions.known_triton(found["triton"])
         assert known is not None
         assert versions.series(found["torch"]) in known.torch.split(", ")
@@ -82,9 +91,9 @@ def test_the_package_alone_takes_a_known_triton(wheel: Path) -> None:
 
 @needs_index
 @pytest.mark.parametrize("constraints", [None, *CONSTRAINTS], ids=lambda path: path.stem if path else "newest")
-def test_all_extras(constraints: Path | None, wheel: Path) -> None:
+def test_all_extras(constraints: Path | None, resolved: Resolved) -> None:
     """Each resolves alone if all do together."""
-    for found in resolve_all(f"helion_attn[{','.join(extras(wheel))}] @ {wheel.as_uri()}", constraints):
+    for found in resolved[True, constraints]:
         for line in constraints.read_text().splitlines() if constraints else ():
             name, equals, version = line.partition("==")
             assert not equals or found[name] == version

@@ -13,6 +13,7 @@ import helion_attn as ha
 from helion_attn.configs import attention_tile_config, varlen_packing
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib.arguments import AttentionArguments, GatheredParts, magic
+from helion_attn.kernels.lib.masks import Bounds
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import PackedTensors
 from helpers import offline
@@ -58,7 +59,7 @@ def compile_parts(
         )
         bounds = None
         if packed:
-            bounds = fake_cuda(2, M, dtype=torch.int32), fake_cuda(M_BLOCKS, 4, dtype=torch.int32)
+            bounds = Bounds(fake_cuda(2, M, dtype=torch.int32), fake_cuda(M_BLOCKS, 4, dtype=torch.int32))
         with offline.launching():
             attention.launch(
                 attention_tile_config(D, D, causal, recipe.bits),

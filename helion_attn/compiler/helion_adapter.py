@@ -97,7 +97,8 @@ def kernel_to_compile(fn: Callable[..., Any], config: Config) -> helion.Kernel[A
     """Helion's kernel that compiles `fn` with `config`, once for all lengths and strides.
 
     `triton_do_not_specialize` keeps Triton from compiling anew when a length becomes a multiple of 16. A `key` keeps
-    Helion from preparing for the next call of these sizes.
+    Helion from preparing for the next call of these sizes. Its heuristics are for a config that is still to be found,
+    and take a tenth of the time of tracing.
     """
     return helion.kernel(
         _seen_by_helion(fn),
@@ -105,6 +106,7 @@ def kernel_to_compile(fn: Callable[..., Any], config: Config) -> helion.Kernel[A
         static_shapes=False,
         triton_do_not_specialize=True,
         key=lambda *args: None,
+        disable_autotuner_heuristics=True,
     )
 
 

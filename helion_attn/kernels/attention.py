@@ -51,25 +51,24 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl, multiprocessors
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
-from helion_attn.configs import MAX_FRESH_D, TileConfig, row_width, scheduling
+from helion_attn.configs import MAX_FRESH_D, TileConfig, scheduling
 from helion_attn.kernels.lib.arguments import NO_PARTS, AttentionArguments, GatheredParts, score_scales
 from helion_attn.kernels.lib.gathered import (
-    bounds_of_rows,
     edge_of_part,
     key_blocks_of_parts,
     keys_of_block,
     part_of_block,
     placed,
     rows_of_part,
-    within_bounds,
 )
+from helion_attn.kernels.lib.masks import Bounds, bounds_of_rows, rows_on_diagonal, visible_keys, within_bounds
 from helion_attn.kernels.lib.programs import (
     key_blocks_of_sequence,
     program_of_sequence,
     rows_of_group,
-    rows_on_diagonal,
     run_of_key_blocks,
 )
+from helion_attn.kernels.lib.query import Query, quantised_rows, query_arguments
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
@@ -83,17 +82,10 @@ from helion_attn.kernels.lib.steps import (
     store_lse,
     store_out,
     sum_passed,
-    to_descale,
     v_rows,
-    visible_keys,
 )
 from helion_attn.kernels.merge_splits import merge_splits
-from helion_attn.numerics import FORMAT_MAX, INT8_SCORE_BIAS, LOG2E, MAX_FUSED_SCALE_LOG2, keeps_reference
-from helion_attn.preprocess.lib.arguments import NO_ROPE_ARGUMENTS, RopeArguments
-from helion_attn.preprocess.lib.reflect import reflected_channels
-from helion_attn.preprocess.lib.rope import rope_tables
-from helion_attn.preprocess.lib.row_layout import row_tile, rows_to_dtype
-from helion_attn.preprocess.lib.strided import StridedRows, common_unit, strided_rows
+from helion_attn.numerics import INT8_SCORE_BIAS, LOG2E, MAX_FUSED_SCALE_LOG2, keeps_reference
 
 
 def fp8_attn_fwd(
@@ -346,18 +338,15 @@ def fp8_attn_fwd(
         # [bm], or a scalar for one a block. Loads before that of Q, which is waited for behind them, are under way
         # meanwhile. Where warpgroups take turns a pass has Q come first.
         if quantises_q:
-            # [bm, D_pad], [bm]
             mean = hl.zeros([d_pad], dtype=torch.float32)
             if shift_lse:
                 mean = hl.load(k_mean, [kv * d_row + hl.arange(d_pad)])
-            x, shift_of_keys = row_tile(
-                q, cos, sin, q_positions, mean, q, q,
-                ((bh // heads) * q_b_step + (bh % heads) * q_h_step) * unit, row_begin + hl.arange(bm), q_s_step * unit,
-                q_d_step, m_len, d, n_len - m_len, table_rows, 1.0, bm, d_pad, rotary, 1, pairing, explicit_q_positions,
-                False, shift_lse, False, False, False, reflected, is_cuda,
+            # [bm, D_pad], [bm], [bm]
+            q_tile, q_scale, shift_of_keys = quantised_rows(
+                q, cos, sin, q_positions, mean, ((bh // heads) * q_b_step + (bh % heads) * q_h_step) * unit,
+                row_begin + hl.arange(bm), q_s_step * unit, q_d_step, m_len, d, n_len - m_len, table_rows, bm, d_pad,
+                rotary, q_largest, k8.dtype, pairing, explicit_q_positions, shift_lse, reflected, is_cuda,
             )  # fmt: skip
-            q_scale = to_descale(torch.amax(torch.abs(x), 1), q_largest)
-            q_tile = rows_to_dtype(x, 1.0 / q_scale, k8.dtype, is_cuda)
             if shift_lse:
                 # Read again behind the loop, which has no registers for it.
                 hl.store(lse_shift, [packed_rows], shift_of_keys)
@@ -493,22 +482,9 @@ def fp8_attn_fwd(
             bias = torch.where(special > 0, 0.0, softmax_bias)
             s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
             p8, alpha, m_i, l_i = online_softmax_step(
-                s,
-                bias,
-                s_scale_log2,
-                m_i,
-                l_i,
-                bm,
-                bn,
-                l_lanes,
-                v8.dtype,
-                softmax_bias != 0.0,
-                p_offset_log2,
-                softmax_row_descales,
-                has_left or has_right or keeps_reference or bounded,
-                keeps_reference,
-                is_cuda,
-            )
+                s, bias, s_scale_log2, m_i, l_i, bm, bn, l_lanes, v8.dtype, softmax_bias != 0.0, p_offset_log2,
+                softmax_row_descales, has_left or has_right or keeps_reference or bounded, keeps_reference, is_cuda,
+            )  # fmt: skip
             acc = accumulate(acc, alpha, p8, keys_first(v_block), two_level, keeps_reference, is_cuda)
             if in_halves:
                 acc_high = accumulate(acc_high, alpha, p8, keys_first(v_high), two_level, keeps_reference, is_cuda)
@@ -622,31 +598,12 @@ def fp8_attn_fwd(
             )  # fmt: skip
         if not sums_cover_loads:
             mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, v_channel_descales)
+        # Without a mask every row sees all keys; a sink that is NaN stays one.
         store_out(
-            out,
-            acc,
-            mean,
-            descale,
-            m_keys,
-            row_sum,
-            rescale,
-            total,
-            out_rows,
-            row_in_range,
-            0,
-            d_v_tile,
-            d_v_pad,
-            d_out,
-            max_fused_scale == float("inf"),
-            v_channel_descales,
-            has_right
-            or varlen
-            or split
-            or (gathered and has_left)
-            or bounded,  # without these, every row sees all keys
-            has_sinks or varlen,  # a sink that is NaN stays one
-            has_sinks,
-        )
+            out, acc, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, 0,
+            d_v_tile, d_v_pad, d_out, max_fused_scale == float("inf"), v_channel_descales,
+            has_right or varlen or split or (gathered and has_left) or bounded, has_sinks or varlen, has_sinks,
+        )  # fmt: skip
 
 
 #: Of keys and rows of several ranks: sums of two fit 32 bits.
@@ -670,10 +627,9 @@ def launch(
     q_blocks: torch.Tensor | None = None,
     splits: int = 1,
     pack_gqa: bool = False,
-    q: torch.Tensor | None = None,
-    rope: RopeArguments = NO_ROPE_ARGUMENTS,
+    query: Query | None = None,
     parts_of_ranks: GatheredParts | None = None,
-    bounds: tuple[torch.Tensor, torch.Tensor] | None = None,
+    bounds: Bounds | None = None,
 ) -> None:
     """Write `out` and `lse`.
 
@@ -686,14 +642,13 @@ def launch(
         q_blocks: of `PackedVarlen`, or None.
         splits: runs of a program's key blocks, as `scheduling.key_splits` has it; 1 with `q_blocks`.
         pack_gqa: the heads of a group share tiles; not with `q_blocks`.
-        q: [B, H, M, D], which the kernel quantises, where no block of Q is packed; `ops.attention.quantises_q` says
-            when.
-        rope: rotates it first.
+        query: Q that the kernel quantises, where no block of Q is packed; `ops.dense.quantises_q` says when.
         parts_of_ranks: where keys of several ranks lie, and the rows that attend to them, or None. Then `a.n_len` is
             where their positions end; and no `q_blocks`, `splits` or `pack_gqa`.
-        bounds: of rows and of blocks, as `GatheredArguments` has them, or None; with `parts_of_ranks` alone.
+        bounds: which keys rows see, or None; with `parts_of_ranks` alone.
     """
-    q8, k8, v8, lse_shift = a.packed.q8, a.packed.k8, a.packed.v8, a.packed.lse_shift
+    q8, k8, v8 = a.packed.q8, a.packed.k8, a.packed.v8
+    # Also stands for tensors that are not read: its view is there already.
     q_descale = a.packed.q_descale.view(-1)
     sizes, choices = a.sizes(), a.choices()
     if parts_of_ranks is not None:
@@ -716,22 +671,9 @@ def launch(
         else:
             grid_heads = k8.size(0) if pack_gqa else q8.size(0)
             head_group = scheduling.head_group(grid_heads, -(-(a.m_len << group_log2) // tile.bm), *places)
-    unused = a.packed.v_mean.view(-1)
-    lse_shift = None if lse_shift is None else lse_shift.view(-1)
-    rows, unit = StridedRows(unused, 0, 0, 0, 1), 1
-    tables = rope_tables(rope, k8.size(3), unused)
-    k_mean = unused
-    if q is not None:
-        unit = common_unit(q)
-        rows = strided_rows(q, unit)
-        if lse_shift is not None and a.packed.k_mean is not None:
-            # Where a program keeps the shifts of its rows.
-            rows_of_programs = q8.size(0) * -(-a.m_len // tile.bm) * tile.bm
-            lse_shift = out.new_empty(rows_of_programs, dtype=torch.float32)
-            k_mean = a.packed.k_mean.view(-1)
     # Heads that share tiles have descales of their own.
     choices["q_row_descales"] = choices["q_row_descales"] or pack_gqa
-    kernel = compiled_kernel(tile, two_level, q is not None) if q8.is_cuda else interpreted_kernel
+    kernel = compiled_kernel(tile, two_level, query is not None) if q8.is_cuda else interpreted_kernel
     kernel.run(
         {
             "q8": q8,
@@ -741,28 +683,12 @@ def launch(
             "k_descale": a.packed.k_descale.view(-1),
             "v_descale": a.packed.v_descale.view(-1),
             "v_mean": a.packed.v_mean.view(-1),
-            # A tensor that is not read is another, whose view is there already.
-            "lse_shift": q_descale if lse_shift is None else lse_shift,
             "sinks": q_descale if part_sinks is None else part_sinks,
             "q_blocks": q_descale if q_blocks is None else q_blocks,
             "q_rows": q8.view(-1, q8.size(3)) if pack_gqa else q_descale,
-            "q": rows.flat,
-            "q_b_step": rows.b_step,
-            "q_h_step": rows.h_step,
-            "q_s_step": rows.s_step,
-            "q_d_step": rows.d_step,
-            "unit": unit,
-            "k_mean": k_mean,
-            "cos": tables.cos,
-            "sin": tables.sin,
-            "q_positions": tables.q_positions,
-            "explicit_q_positions": tables.explicit[0],
-            "rotary": tables.rotary,
-            "pairing": tables.pairing,
-            "table_rows": tables.table_rows,
-            "reflected": reflected_channels(a.d) if a.recipe.reflect else 0,
-            "row_bounds": q_descale if bounds is None else bounds[0],
-            "block_bounds": q_descale if bounds is None else bounds[1],
+            **query_arguments(query, a, tile.bm),
+            "row_bounds": q_descale if bounds is None else bounds.rows,
+            "block_bounds": q_descale if bounds is None else bounds.blocks,
             "out": parts.view(-1, out.size(-1)),
             "lse": part_lse.view(-1),
             **sizes,
@@ -783,10 +709,6 @@ def launch(
             "pack_gqa": pack_gqa,
             "group_log2": group_log2,
             "bn_log2": k8.size(2).bit_length() - 1,
-            "quantises_q": q is not None,
-            "d_row": row_width(k8.size(3), a.packed.v_mean.size(-1)),
-            "d": a.d,
-            "q_largest": FORMAT_MAX.get(q8.dtype, 1.0),
             "gathered": parts_of_ranks is not None,
             "bounded": bounds is not None,
             "is_cuda": q8.is_cuda,

@@ -28,6 +28,7 @@ from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, LargeTileConfig, largest_power_of_two, scheduling
 from helion_attn.kernels.lib.arguments import AttentionArguments, score_scales
+from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
@@ -38,7 +39,6 @@ from helion_attn.kernels.lib.steps import (
     store_lse,
     store_out,
     v_rows,
-    visible_keys,
 )
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
 

@@ -38,7 +38,8 @@ from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
 from helion_attn.kernels.lib.arguments import DecodeArguments, score_scales
 from helion_attn.kernels.lib.inline_asm import fma_up, maximum, tanh
-from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale, visible_keys
+from helion_attn.kernels.lib.masks import visible_keys
+from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2
 from helion_attn.preprocess.lib.strided import common_unit, strided_rows

@@ -128,6 +128,7 @@ def quantises_q(q: torch.Tensor, rope: RopeArguments, recipe: Recipe, choice: Ch
 def _launch(a: DenseArguments) -> Outputs:
     from helion_attn.compiler.helion_adapter import multiprocessors
     from helion_attn.kernels import attention
+    from helion_attn.kernels.lib.query import Query
     from helion_attn.preprocess.quantize import quantize_qkv
 
     choice = choose(a.shape(), multiprocessors(a.q.device))
@@ -135,7 +136,7 @@ def _launch(a: DenseArguments) -> Outputs:
         return launch_choice(a.attending(quantize_qkv(a.quantizing(packs_q=True))), choice)
     packed = a.attending(quantize_qkv(a.quantizing(packs_q=False)))
     out, lse = empty_outputs(packed)
-    attention.launch(choice.tile, packed, out, lse, q=a.q, rope=a.rope)
+    attention.launch(choice.tile, packed, out, lse, query=Query(a.q, a.rope))
     return out, lse
 
 

@@ -52,6 +52,7 @@ def blocks_of(gathered: torch.Tensor, offset: int, dtype: torch.dtype, block: tu
 def _launch_gathered(a: GatheredArguments) -> None:
     from helion_attn.compiler.helion_adapter import multiprocessors
     from helion_attn.kernels import attention
+    from helion_attn.kernels.lib.masks import Bounds
 
     p = varlen_packing(a.d, a.d_v, a.recipe.bits)
     v_block = (p.D_v_pad, p.bn) if a.recipe.pv_dtype.itemsize == 1 else (p.bn, p.D_v_pad)
@@ -86,7 +87,7 @@ def _launch_gathered(a: GatheredArguments) -> None:
     )
     bounds = None
     if a.row_bounds is not None and a.block_bounds is not None:
-        bounds = a.row_bounds, a.block_bounds
+        bounds = Bounds(a.row_bounds, a.block_bounds)
     attention.launch(tile, arguments, a.out, a.lse, parts_of_ranks=a.parts, bounds=bounds)
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
@@ -165,6 +166,29 @@ WORLD = 4
 PAIRS = ([0, 1], [2, 3])
 
 
+def server() -> Any:
+    """Processes from a server that imports once what each would take seconds for, and forks without other threads."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch.distributed", "helion.language", "helion.runtime.ref_mode", "helion_attn.distributed.api"]
+    )
+    return context
+
+
+def spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, said: Path | None = None) -> None:
+    """`torch.multiprocessing.spawn`, with processes of `server`; what they print goes to the file `said`, if given."""
+    server()
+    start_processes(_saying, (said, fn, args), nprocs, start_method="forkserver")
+
+
+def _saying(rank: int, said: Path | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if said is not None:
+        with said.open("a") as file:
+            os.dup2(file.fileno(), 1)
+    torch.set_num_threads(1)
+    fn(rank, *args)
+
+
 def _run(rank: int, folder: str, works: dict[str, Work]) -> None:
     from helpers import interpreter
 
@@ -191,7 +215,7 @@ def _run(rank: int, folder: str, works: dict[str, Work]) -> None:
 
 def run(folder: Path, works: dict[str, Work]) -> dict[str, list[Any]]:
     """What each rank got of each work, in order; a tuple of four for what it raised. A rank may die in the last."""
-    context = mp.get_context("spawn")
+    context = server()
     processes = [context.Process(target=_run, args=(rank, str(folder), works)) for rank in range(WORLD)]
     for process in processes:
         process.start()

@@ -97,33 +97,6 @@ def key_blocks_of_parts(
     return n_begin, n_left, n_full, n_end
 
 
-def bounds_of_rows(
-    row_bounds: torch.Tensor,  # [2, M_blocks * bm] if bounded
-    m_block: int,
-    bm: int,
-    bounded: hl.constexpr,
-) -> tuple[Any, Any]:
-    """From and up to which position each row of a block sees keys, [bm] both; 0 unless `bounded`."""
-    if not bounded:
-        return 0, 0
-    rows = m_block * bm + hl.arange(bm)
-    return hl.load(row_bounds, [0, rows]), hl.load(row_bounds, [1, rows])
-
-
-def within_bounds(
-    visible: torch.Tensor,  # [bm, bn] or [1, bn]
-    keys: torch.Tensor,  # [bn]
-    keys_from: torch.Tensor,  # [bm] if bounded
-    keys_up_to: torch.Tensor,  # [bm] if bounded
-    bounded: hl.constexpr,
-) -> torch.Tensor:
-    """[bm, bn]: what is visible of a key block, if `bounded` to rows that see keys from one position up to another."""
-    if not bounded:
-        return visible
-    at = keys.unsqueeze(0)
-    return visible & (at >= keys_from.unsqueeze(1)) & (at < keys_up_to.unsqueeze(1))
-
-
 def part_of_block(
     j: torch.Tensor,  # []
     key_part_blocks: int,

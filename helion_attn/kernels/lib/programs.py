@@ -92,18 +92,3 @@ def program_of_sequence(
         rank = of_sequence - head * blocks
     block = blocks - 1 - rank  # long rows first
     return head, first_block + block, block, sequence, first_token, rows, first_key_block, keys
-
-
-def rows_on_diagonal(
-    row_begin: int,
-    diagonal: int | torch.Tensor,  # []
-    more_keys: int,
-    bm: int,
-    group_log2: hl.constexpr,
-    pack_gqa: hl.constexpr,
-) -> torch.Tensor:
-    """[bm]: of each row of a tile, the key that a causal mask shows it last."""
-    if pack_gqa:
-        query, _member = rows_of_group(row_begin, group_log2, bm)
-        return query + more_keys
-    return diagonal + hl.arange(bm)

@@ -85,27 +85,6 @@ def softmax_input(
     return tanh(s, is_cuda), hl.full([], softcap_log2, dtype=torch.float32)
 
 
-def visible_keys(
-    keys: torch.Tensor,  # [bn]
-    on_diagonal: torch.Tensor,  # [bm]: with as many queries as keys, the row's own
-    n_len: int | torch.Tensor,  # []
-    left: int,
-    right: int,
-    has_left: hl.constexpr,
-    has_right: hl.constexpr,
-) -> torch.Tensor:
-    """[bm, bn], or [1, bn] without a window: what a row sees of a key block."""
-    keys = keys.unsqueeze(0)
-    if has_right:
-        last = on_diagonal + right
-        visible = keys <= torch.where(last < n_len, last, n_len - 1).unsqueeze(1)
-    else:
-        visible = keys < n_len
-    if has_left:
-        visible = visible & (keys >= (on_diagonal - left).unsqueeze(1))
-    return visible
-
-
 def online_softmax_step(
     s: torch.Tensor,  # [bm, bn]
     bias: torch.Tensor | float,  # []

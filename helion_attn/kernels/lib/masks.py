@@ -1,0 +1,85 @@
+"""Which keys a row sees, inlined into the attention kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from helion_attn.compiler.helion_adapter import hl
+from helion_attn.kernels.lib.programs import rows_of_group
+
+
+class Bounds(NamedTuple):
+    """From and up to which position each row sees keys, as `GatheredArguments` has it.
+
+    Attributes:
+        rows: int32 [2, M_blocks * bm].
+        blocks: int32 [M_blocks, 4].
+    """
+
+    rows: torch.Tensor
+    blocks: torch.Tensor
+
+
+def visible_keys(
+    keys: torch.Tensor,  # [bn]
+    on_diagonal: torch.Tensor,  # [bm]: with as many queries as keys, the row's own
+    n_len: int | torch.Tensor,  # []
+    left: int,
+    right: int,
+    has_left: hl.constexpr,
+    has_right: hl.constexpr,
+) -> torch.Tensor:
+    """[bm, bn], or [1, bn] without a window: what a row sees of a key block."""
+    keys = keys.unsqueeze(0)
+    if has_right:
+        last = on_diagonal + right
+        visible = keys <= torch.where(last < n_len, last, n_len - 1).unsqueeze(1)
+    else:
+        visible = keys < n_len
+    if has_left:
+        visible = visible & (keys >= (on_diagonal - left).unsqueeze(1))
+    return visible
+
+
+def rows_on_diagonal(
+    row_begin: int,
+    diagonal: int | torch.Tensor,  # []
+    more_keys: int,
+    bm: int,
+    group_log2: hl.constexpr,
+    pack_gqa: hl.constexpr,
+) -> torch.Tensor:
+    """[bm]: of each row of a tile, the key that a causal mask shows it last."""
+    if pack_gqa:
+        query, _member = rows_of_group(row_begin, group_log2, bm)
+        return query + more_keys
+    return diagonal + hl.arange(bm)
+
+
+def bounds_of_rows(
+    row_bounds: torch.Tensor,  # [2, M_blocks * bm] if bounded
+    m_block: int,
+    bm: int,
+    bounded: hl.constexpr,
+) -> tuple[Any, Any]:
+    """From and up to which position each row of a block sees keys, [bm] both; 0 unless `bounded`."""
+    if not bounded:
+        return 0, 0
+    rows = m_block * bm + hl.arange(bm)
+    return hl.load(row_bounds, [0, rows]), hl.load(row_bounds, [1, rows])
+
+
+def within_bounds(
+    visible: torch.Tensor,  # [bm, bn] or [1, bn]
+    keys: torch.Tensor,  # [bn]
+    keys_from: torch.Tensor,  # [bm] if bounded
+    keys_up_to: torch.Tensor,  # [bm] if bounded
+    bounded: hl.constexpr,
+) -> torch.Tensor:
+    """[bm, bn]: what is visible of a key block, if `bounded` to rows that see keys from one position up to another."""
+    if not bounded:
+        return visible
+    at = keys.unsqueeze(0)
+    return visible & (at >= keys_from.unsqueeze(1)) & (at < keys_up_to.unsqueeze(1))
