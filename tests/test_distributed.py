@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,9 @@ import torch.distributed as dist
 import helion_attn as ha
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.header import HEADER_BYTES, Header, decode
+from helion_attn.kernels.lib.arguments import magic, parts_are_told_apart
 from helion_attn.testing import relative_error
+from helion_attn.validate.distributed import check_places
 from helpers import ranks
 from helpers.ranks import Problem, assert_as_one
 
@@ -104,6 +107,31 @@ def with_other(changed: dict[str, Any], rank: int, group: dist.ProcessGroup) -> 
 def with_other_dtype(rank: int, group: dist.ProcessGroup) -> Any:
     q = torch.zeros(1, 2, 8, 32, dtype=torch.float16 if rank else torch.bfloat16)
     return ha.distributed.attention(q, q, q, group=group)
+
+
+def with_other_rope(rank: int, group: dist.ProcessGroup) -> list[Any]:
+    """Rank 1 has fewer rows of angles, then another pairing, then positions."""
+    q = torch.ones(1, 2, 8, 32, dtype=torch.bfloat16)
+    angles, at = torch.ones(40, 16), torch.arange(8, dtype=torch.int32)
+    ropes = [ha.Rope(angles[:20], angles[:20]), ha.Rope(angles, angles, True), ha.Rope(angles, angles, False, at, at)]
+    said = []
+    for other in ropes:
+        rope = other if rank else ha.Rope(angles, angles)
+        with pytest.raises(ValueError, match=r"the ranks disagree: rope is ") as raised:
+            ha.distributed.attention(q, q, q, group=group, rope=rope)
+        said.append(str(raised.value))
+    return said
+
+
+def in_debug(rank: int, group: dist.ProcessGroup) -> list[Any]:
+    """Sequences of the whole batch; then positions beyond the tables."""
+    q = torch.ones(1, 2, 8, 32, dtype=torch.bfloat16)
+    angles, at = torch.ones(40, 16), torch.full((8,), 40, dtype=torch.int32)
+    with ha.debug():
+        out, _ = attend_packed(False, ha.BALANCED, rank, group)
+        with pytest.raises(ValueError, match=r"rope\.q_positions\[0\] is 40; it must lie in 0\.\.39"):
+            ha.distributed.attention(q, q, q, group=group, rope=ha.Rope(angles, angles, False, at, at))
+    return [torch.equal(out.nan_to_num(9), attend_packed(False, ha.BALANCED, rank, group)[0].nan_to_num(9))]
 
 
 def with_a_bad_argument(rank: int, group: dist.ProcessGroup) -> Any:
@@ -191,6 +219,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         **{f"bytes {strategy}": functools.partial(bytes_sent, strategy) for strategy in STRATEGIES},
         **{f"other {name}": functools.partial(with_other, changed) for name, (changed, _) in DISAGREEMENTS.items()},
         "other dtype": with_other_dtype,
+        "other rope": with_other_rope,
+        "in debug": in_debug,
         "bad argument": with_a_bad_argument,
         "bad lengths": functools.partial(ranks.attend, CUT_ANYHOW, "allgather"),
         "bad heads": functools.partial(ranks.attend, replace(FEW_ROWS, H=3), "ulysses"),
@@ -307,6 +337,37 @@ def test_packed_sequences(found: dict[str, list[Any]], name: str) -> None:
     assert relative_error(out[known], oracle[known]) <= PACKED_AS_ONE * relative_error(one[known], oracle[known])
     finite = one_lse.isfinite()
     assert relative_error(lse[finite], oracle_lse[finite]) <= 1e-3
+
+
+def test_ropes_that_differ(found: dict[str, list[Any]]) -> None:
+    first, second = found["other rope"]
+    assert first == second
+    assert (
+        '"40 x 16, halves, with no positions" on rank 0 and "20 x 16, halves, with no positions" on rank 1' in first[0]
+    )
+    assert '"40 x 16, interleaved, with no positions" on rank 1' in first[1]
+    assert '"40 x 16, halves, with q_positions and k_positions" on rank 1' in first[2]
+
+
+def test_debug(found: dict[str, list[Any]]) -> None:
+    assert found["in debug"] == [[True]] * 2
+
+
+@pytest.mark.parametrize("parts", [2, 3, 16, 1024])
+def test_parts_are_told_apart(parts: int) -> None:
+    """The multiplication in place of a division is right as far as it says, and no further for a power of two."""
+
+    def right(blocks: int) -> bool:
+        factor = magic(blocks) % 2**32
+        firsts = [part * blocks for part in range(parts)]
+        return all((j + 1) * factor >> 32 == j // blocks for first in firsts for j in (first, first + blocks - 1))
+
+    most = max(n for n in range(2**16 + 1) if parts_are_told_apart(parts, n))
+    assert all(right(n) for n in (1, 2, 3, 127, most // 2, most - 1, most))
+    power = 2 ** math.ceil(math.log2(most + 1))
+    assert not right(power)
+    with pytest.raises(ValueError, match=rf"{power} key blocks in each of {parts} parts; .* take more ranks"):
+        check_places(parts, power, (power,) * parts)
 
 
 def test_compiles(found: dict[str, list[Any]]) -> None:

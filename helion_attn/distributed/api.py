@@ -17,9 +17,9 @@ from helion_attn.distributed.packed import bounds_of_rows
 from helion_attn.distributed.prepare import all_lengths, quantized_part, recipe_text
 from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope, as_recipe
 from helion_attn.validate.dense import check_options, check_recipe
-from helion_attn.validate.distributed import check_balance, check_part, check_rope_lengths, check_strategy
+from helion_attn.validate.distributed import check_balance, check_part, check_rope_lengths, check_strategy, rope_text
 from helion_attn.validate.names import named
-from helion_attn.validate.varlen import check_varlen
+from helion_attn.validate.varlen import check_sequence_values, check_varlen
 
 #: What computes `(out, lse)` of a rank's packed part, by the name of the strategy.
 STRATEGIES: dict[str, Callable[[Call, PackedTensors], tuple[torch.Tensor, torch.Tensor]]] = {
@@ -191,7 +191,7 @@ def attention(
             "softcap": softcap,
             "layout": layout,
             "recipe": recipe_text(as_recipe(recipe)),
-            "rope": rope is not None,
+            "rope": rope_text(rope),
             "sinks": sinks is not None,
             "return_lse": return_lse,
             "out_dtype": str(out_dtype),
@@ -241,6 +241,7 @@ def attention(
         return_lse=return_lse,
         all_keys=k_cut.total,
     )
+    call.check_places(1 if strategy == "ring" else pg.size())
     packed = quantized_part(call, q, k, v, rope, sees_shift(softcap, sinks, return_lse))
     out, lse = STRATEGIES[strategy](call, packed)
     return (out, lse) if return_lse else out
@@ -296,7 +297,7 @@ def attention_varlen(
     pg = collectives.resolve(group)
 
     def check_own() -> None:
-        check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, is_part=True)
         if not q.size(0) or not k.size(0):
             raise ValueError(f"q has {q.size(0)} tokens and k {k.size(0)}; every rank must have at least 1")
         check_recipe(as_recipe(recipe), q.size(2), v.size(2))
@@ -325,6 +326,7 @@ def attention_varlen(
     q_cut, k_cut = Cut(m_lengths, False), Cut(n_lengths, False)
     q_cut.check("tokens", equal=False)
     k_cut.check("tokens", equal=True)
+    check_sequence_values(cu_seqlens_q, cu_seqlens_k, q_cut.total, k_cut.total)
     (_, H, D), H_kv, D_v = q.shape, k.size(1), v.size(2)
     _, _, softcap, sinks = mask_arguments(False, None, softcap, sinks)
     chosen = as_recipe(recipe)
@@ -349,6 +351,7 @@ def attention_varlen(
         return_lse=return_lse,
         all_keys=0,
     )
+    call.check_places(pg.size())
     row_bounds, block_bounds, known = bounds_of_rows(call, cu_seqlens_q, cu_seqlens_k, causal)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     packed = quantized_part(call, q, k, v, None, sees_shift(softcap, sinks, return_lse))

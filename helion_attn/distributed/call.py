@@ -14,6 +14,7 @@ from helion_attn.distributed.buffer import Buffer, descales_in_order
 from helion_attn.distributed.cut import Cut
 from helion_attn.kernels.lib.arguments import GatheredArguments, GatheredParts
 from helion_attn.types import PackedTensors, Recipe
+from helion_attn.validate.distributed import check_places
 
 
 @dataclass(frozen=True, eq=False)  # of tensors
@@ -70,6 +71,11 @@ class Call:
     def blocks(self) -> int:
         """Key blocks of a head on the rank that has most."""
         return -(-max(self.k_cut.lengths) // self.packing.bn)
+
+    def check_places(self, ranks: int) -> None:
+        """Raise ValueError if a launch over the keys of so many ranks could not find them."""
+        blocks = -(-self.k_cut.chunk // self.packing.bn)
+        check_places(ranks * (2 if self.k_cut.zigzag else 1), blocks, self.k_cut.lengths)
 
     def own_rows(self) -> dict[str, int]:
         """Where this rank's rows lie, as `GatheredParts` has it."""

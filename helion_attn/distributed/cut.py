@@ -104,9 +104,11 @@ class Cut(NamedTuple):
                     f"rank 0's second, the sequence's last, which may be shorter: as helion_attn.distributed.shard cuts"
                 )
         elif equal and not (all(length == n for length in self.lengths[:-1]) and self.lengths[-1] <= n):
+            # Packed sequences have one strategy.
+            remedy = "" if name == "tokens" else "; strategy='ring' takes any"
             raise ValueError(
                 f"{all_lengths}; with this strategy all must be equal, but for the last, which may be shorter: as "
-                f"helion_attn.distributed.shard cuts; strategy='ring' takes any"
+                f"helion_attn.distributed.shard cuts{remedy}"
             )
 
 

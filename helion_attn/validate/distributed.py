@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from helion_attn.kernels.lib.arguments import parts_are_told_apart
 from helion_attn.types import Recipe, Rope, as_recipe
 from helion_attn.validate.dense import (
     MIN_D,
@@ -13,6 +14,7 @@ from helion_attn.validate.dense import (
     check_rope_tables,
     check_rotatable,
 )
+from helion_attn.validate.values import check_rope_positions, debugging
 from helion_attn.validate.varlen import MAX_VARLEN_D
 
 STRATEGIES = ("allgather", "ulysses", "ring")
@@ -50,6 +52,26 @@ def check_part(
         check_rotatable(name, x)
         if at is not None:
             check_positions(f"rope.{name}_positions", at, x.size(length), q.device)
+    if debugging():
+        check_rope_positions(rope)
+
+
+def rope_text(rope: Rope | None) -> str | None:
+    """What ranks must agree on of a rope: tables of as many positions and channels, pairing, which positions."""
+    if rope is None:
+        return None
+    given = [name for name in ("q_positions", "k_positions") if getattr(rope, name) is not None]
+    tables = " x ".join(map(str, rope.cos.shape))
+    return f"{tables}, {'interleaved' if rope.interleaved else 'halves'}, with {' and '.join(given) or 'no positions'}"
+
+
+def check_places(key_parts: int, blocks: int, lengths: tuple[int, ...]) -> None:
+    """Blocks of `key_parts` parts of so many, which the kernel finds by arithmetic in 32 bits."""
+    if not parts_are_told_apart(key_parts, blocks):
+        raise ValueError(
+            f"the ranks' N are {[*lengths]}, {blocks} key blocks in each of {key_parts} parts; (parts - 1) * blocks ** "
+            f"2 + blocks must be at most 2 ** 32: take more ranks"
+        )
 
 
 def check_rope_lengths(rope: Rope | None, M: int, N: int) -> None:

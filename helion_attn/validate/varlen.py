@@ -27,8 +27,12 @@ def check_varlen(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
+    is_part: bool = False,
 ) -> None:
-    """Q, K and V [tokens, heads, head dim], and all of `cu_seqlens` but their values."""
+    """Q, K and V [tokens, heads, head dim], and all of `cu_seqlens` but their values.
+
+    Inside `debug` also these, unless `is_part`: `cu_seqlens` are of more tokens than these.
+    """
     check_tensors({"q": q, "k": k, "v": v}, "[tokens, heads, head dim]", may_be_empty=True)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not MIN_D <= x.size(2) <= MAX_VARLEN_D:
@@ -56,9 +60,15 @@ def check_varlen(
                 f"{name} has shape {tuple(x.shape)} and cu_seqlens_q {tuple(cu_seqlens_q.shape)}; they must be equal"
             )
     check_count("the number of sequences", cu_seqlens_q.size(0) - 1)
+    if not is_part:
+        check_sequence_values(cu_seqlens_q, cu_seqlens_k, q.size(0), k.size(0))
+
+
+def check_sequence_values(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, q_tokens: int, k_tokens: int) -> None:
+    """Inside `debug`, the values of `cu_seqlens` of so many tokens."""
     if debugging():
-        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.size(0))
-        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.size(0))
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q_tokens)
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k_tokens)
 
 
 def check_varlen_recipe(recipe: Recipe, D: int, D_v: int) -> None:

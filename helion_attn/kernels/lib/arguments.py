@@ -143,10 +143,18 @@ NO_PARTS = GatheredParts(1, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0, False)
 def magic(divisor: int) -> int:
     """The int32 that `part_of_block` multiplies by, in place of a division (Robison, ARITH 2005).
 
-    The quotient is right as long as it times the divisor's square is at most 2**32.
+    The quotient is right up to where `parts_are_told_apart` says.
     """
     factor = (2**32 - 1) // divisor
     return factor - 2**32 if factor >= 2**31 else factor
+
+
+def parts_are_told_apart(parts: int, blocks: int) -> bool:
+    """Whether every block of `parts` parts of `blocks` blocks is found in its own part, by `magic`.
+
+    Least where it is tightest, at the first block of a part q: (q n + 1) ((2**32 - 1) // n) >= 2**32 q, for n blocks.
+    """
+    return (parts - 1) * blocks**2 + blocks <= 2**32
 
 
 class GatheredArguments(NamedTuple):
