@@ -230,7 +230,9 @@ def test_bad_calls_raise() -> None:
         dispatch.dispatch_attention_fn(q, k[:, :, :1], k[:, :, :1], backend=NAME)
     with pytest.raises(ValueError, match=r"scale is -1\.0"):
         dispatch.dispatch_attention_fn(q, k, k, backend=NAME, scale=-1.0)
-    with pytest.raises(RuntimeError, match="requires grad"):
+    with pytest.raises(RuntimeError, match="attn_mask requires grad"):
+        dispatch.dispatch_attention_fn(q, k, k, attn_mask=torch.zeros(24, 30, requires_grad=True), backend=NAME)
+    with pytest.raises(RuntimeError, match="query requires grad"):
         dispatch.dispatch_attention_fn(q.requires_grad_(), k, k, backend=NAME)
 
 

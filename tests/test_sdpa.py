@@ -267,25 +267,28 @@ def test_more_queries_than_keys(device: str) -> None:
 
 
 #: Masks that are not.
-OTHER_MASKS: dict[str, torch.Tensor] = {
-    "holes": torch.eye(24, 40, dtype=torch.bool),
-    "window": tril(24, 40, 16) & ~tril(24, 40, 8),
-    "hole_in_causal": tril(24, 40, 16) & (torch.arange(40) != 7),
-    "three_runs": (torch.arange(24).unsqueeze(1) // 8) * 8 < torch.arange(40),
-    "by_head": torch.stack([tril(24, 40, 16), tril(24, 40, 0)]),
-    "bias": torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), -1.0),
-    "nan": torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), float("nan")),
-    "lowest_for_all_keys": torch.full((24, 40), torch.finfo(torch.float32).min),
-    "off_by_one": tril(24, 40, 15),
+OTHER_MASKS: dict[str, tuple[torch.Tensor, str]] = {
+    "holes": (torch.eye(24, 40, dtype=torch.bool), "rows change more than once"),
+    "window": (tril(24, 40, 16) & ~tril(24, 40, 8), "rows change more than once"),
+    "hole_in_causal": (tril(24, 40, 16) & (torch.arange(40) != 7), "rows differ, with keys hidden between them"),
+    "three_runs": ((torch.arange(24).unsqueeze(1) // 8) * 8 < torch.arange(40), "rows change more than once"),
+    "by_head": (torch.stack([tril(24, 40, 16), tril(24, 40, 0)]), "not alike for all heads"),
+    "bias": (torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), -1.0), "other values than 0 and -inf"),
+    "bias_by_head": (torch.zeros(2, 24, 40) + torch.arange(2)[:, None, None], "not alike for all heads"),
+    "nan": (torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), float("nan")), "other values than 0 and -inf"),
+    "lowest_for_all_keys": (torch.full((24, 40), torch.finfo(torch.float32).min), "other values than 0 and -inf"),
+    "off_by_one": (tril(24, 40, 15), "rows change more than once"),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_MASKS)
 def test_other_masks_fall_back_if_asked_to(name: str, device: str) -> None:
-    mask = OTHER_MASKS[name].to(device)
+    mask, why = OTHER_MASKS[name][0].to(device), OTHER_MASKS[name][1]
     q, k, v = (x.float() for x in make_qkv("randn", 2, 2, 2, 24, 40, 32, device=device))
     stock = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    with pytest.raises(NotImplementedError, match=r"attn_mask is a Tensor .*; it must be one that hides nothing"):
+    with pytest.raises(
+        NotImplementedError, match=rf"attn_mask is a Tensor .*{why}.*; it must be one that hides nothing"
+    ):
         ha.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     with pytest.warns(FallbackWarning, match="PyTorch's attention runs, as attn_mask is a Tensor"):
         warned = ha.scaled_dot_product_attention(q, k, v, attn_mask=mask, fallback="warn")
@@ -351,6 +354,19 @@ def test_gradients_go_to_pytorch(device: str) -> None:
     with torch.no_grad():
         out = ha.scaled_dot_product_attention(q, k, v, fallback="silent")
         assert torch.equal(out, ha.attention(q, k, v))
+
+
+def test_masks_that_learn(device: str) -> None:
+    """A bias that requires grad would have no gradient."""
+    q, k, v = (x.float() for x in qkv_on(device))
+    bias = torch.zeros(24, 24, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"attn_mask requires grad; .* or detach attn_mask; or pass fallback"):
+        ha.scaled_dot_product_attention(q, k, v, bias)
+    ha.scaled_dot_product_attention(q, k, v, bias, fallback="silent").sum().backward()
+    assert bias.grad is not None
+    with torch.no_grad():
+        assert torch.equal(ha.scaled_dot_product_attention(q, k, v, bias), ha.attention(q, k, v))
+    assert torch.equal(ha.scaled_dot_product_attention(q, k, v, bias.detach()), ha.attention(q, k, v))
 
 
 def test_what_goes_wrong_later_does_not_fall_back(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
