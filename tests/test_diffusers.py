@@ -230,8 +230,53 @@ def test_bad_calls_raise() -> None:
         dispatch.dispatch_attention_fn(q, k[:, :, :1], k[:, :, :1], backend=NAME)
     with pytest.raises(ValueError, match=r"scale is -1\.0"):
         dispatch.dispatch_attention_fn(q, k, k, backend=NAME, scale=-1.0)
-    with pytest.raises(RuntimeError, match="requires grad"):
+    with pytest.raises(RuntimeError, match="attn_mask requires grad"):
+        dispatch.dispatch_attention_fn(q, k, k, attn_mask=torch.zeros(24, 30, requires_grad=True), backend=NAME)
+    with pytest.raises(RuntimeError, match="query requires grad"):
         dispatch.dispatch_attention_fn(q.requires_grad_(), k, k, backend=NAME)
+
+
+def test_other_batches_raise() -> None:
+    """With padding, which becomes packed sequences, and without."""
+    q, k, v = torch.zeros(2, 24, 2, 32), torch.zeros(4, 24, 2, 32), torch.zeros(4, 12, 2, 32)
+    holes = (torch.arange(24) % 7 > 2).expand(2, 24)
+    padding = torch.arange(24) < torch.tensor([[24], [9]])
+    for mask in (None, padding, holes):
+        with pytest.raises(ValueError, match="key has batch size 4 and query has 2; they must be equal"):
+            dispatch.dispatch_attention_fn(q, k, k, attn_mask=mask, backend=NAME)
+        with pytest.raises(
+            ValueError, match=r"key has batch size 1 and query has 2; .* pass key\.expand\(2, -1, -1, -1"
+        ):
+            dispatch.dispatch_attention_fn(q, k[:1], k[:1], attn_mask=mask, backend=NAME)
+        with pytest.raises(ValueError, match="value has batch size 4 and query has 2; they must be equal"):
+            dispatch.dispatch_attention_fn(q, k[:2], v, attn_mask=mask, backend=NAME)
+
+
+def test_the_callers_names() -> None:
+    q = torch.zeros(1, 24, 2, 32)
+    attend: Any = ours.Backend(ha.BALANCED)
+    for i, name in enumerate(("query", "key", "value")):
+        given: list[Any] = [*[q] * i, [1.0], *[q] * (2 - i)]
+        with pytest.raises(TypeError, match=rf"{name} is a list; it must be a torch\.Tensor"):
+            attend(*given)
+        given[i] = torch.zeros(1, 24, 2, 8)
+        with pytest.raises(ValueError, match=f"{name} has head dim 8"):
+            attend(*given)
+    for name in ("is_causal", "enable_gqa", "return_lse"):
+        with pytest.raises(TypeError, match=f"{name} is 2; it must be a bool"):
+            attend(q, q, q, **{name: 2})
+
+
+def test_a_mask_of_one_query() -> None:
+    """[B, N] and [M, N] mean the same with B = M = 1."""
+    q, k, v = torch.randn(3, 1, 30, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    mask = (torch.arange(30) < 11)[None]
+    out = dispatch.dispatch_attention_fn(q[:, :1], k, v, attn_mask=mask, backend=NAME)
+    assert torch.equal(out, ha.attention(q[:, :1], k[:, :11], v[:, :11], layout="bshd"))
+    with pytest.raises(NotImplementedError, match=r"which is \[B, N\] and \[M, N\] alike"):
+        dispatch.dispatch_attention_fn(
+            *(x.expand(2, -1, -1, -1) for x in (q[:, :2], k, v)), attn_mask=mask.expand(2, 30), backend=NAME
+        )
 
 
 def test_registration() -> None:

@@ -157,6 +157,16 @@ def test_packed(packed: str, device: str) -> None:
     assert_raises(function, arguments, NotImplementedError, parts)
 
 
+@pytest.mark.parametrize("function", TENSORS, ids=lambda f: f.__name__)
+def test_slopes_are_refused_by_the_function_called(function: Callable[..., Any]) -> None:
+    count = 3 if "qkv" in TENSORS[function] else 2
+    tokens = (4,) if "varlen" in function.__name__ else (1, 4)
+    packed = torch.zeros(*tokens, count, 2, 32)
+    arguments: dict[str, Any] = {**dict.fromkeys(TENSORS[function]), "qkv" if count == 3 else "kv": packed}
+    parts = [f"{function.__name__}: alibi_slopes is a Tensor (2,)", "it must be None"]
+    assert_raises(function, {**arguments, "alibi_slopes": torch.zeros(2)}, NotImplementedError, parts)
+
+
 @pytest.mark.parametrize("packed", ["qkv", "kv"])
 def test_packed_sequences(packed: str, device: str) -> None:
     q, k, v = (x[0] for x in bshd(device, H_kv=4 if packed == "qkv" else 2))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import make_qkv
+from helion_attn.testing import make_qkv, relative_error
 from helion_attn.validate.names import OTHER_NAMES
 from helpers.refused import assert_raises
 
@@ -34,10 +34,26 @@ def test_names_of_others_are_answered_with_the_right_one(function: Callable[...,
     answered = {other: ours for other, ours in OTHER_NAMES.items() if ours in parameters and other not in parameters}
     assert answered
     for other, ours in answered.items():
-        parts = [f"{function.__name__}()", f"no argument {other}", f"pass {ours}=0.5"]
+        parts = [f"{function.__name__}()", f"no argument {other}"]
+        if other != "sliding_window":
+            parts.append(f"pass {ours}=0.5")
         assert_raises(function, {other: 0.5}, TypeError, parts)
     with pytest.raises(TypeError, match="something_else"):
         function(something_else=1)
+
+
+def test_a_sliding_window_counts_the_querys_own_key(device: str) -> None:
+    """What the message says can be passed, and means what transformers means."""
+    q, k, v = (x.to(device) for x in QKV)
+    attention: Any = ha.attention
+    with pytest.raises(
+        TypeError, match=r"no argument sliding_window, .* pass window=\(1, 0\): a sliding_window counts"
+    ):
+        attention(q, k, v, sliding_window=2)
+    sees = torch.ones(4, 4, dtype=torch.bool).tril() & ~torch.ones(4, 4, dtype=torch.bool).tril(-2)
+    expected = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), sees.to(device))
+    assert relative_error(attention(q, k, v, window=(1, 0)), expected) < 0.07
+    assert relative_error(attention(q, k, v, window=(2, 0)), expected) > 0.1
 
 
 def test_every_other_name_is_of_an_argument() -> None:

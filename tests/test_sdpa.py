@@ -102,6 +102,8 @@ def test_top_left_causal_of_other_lengths_raises(device: str) -> None:
                 F.scaled_dot_product_attention(*qkv, **options)
 
 
+BROADCAST = r"key has batch size 2 and query has 1; they must be equal: pass query\.expand\(2, -1, -1, -1\); or pass"
+
 BAD: dict[str, tuple[Callable[[Qkv], tuple[Any, ...]], dict[str, Any], type[Exception], str]] = {
     "mask_of_other_lengths": (tuple, {"attn_mask": causal_lower_right(24, 25)}, ValueError, "24 and 25"),
     "two_masks": (tuple, {"attn_mask": causal_lower_right(24, 24), "is_causal": True}, ValueError, "is_causal"),
@@ -115,7 +117,14 @@ BAD: dict[str, tuple[Callable[[Qkv], tuple[Any, ...]], dict[str, Any], type[Exce
     "heads": (lambda qkv: (qkv[0], qkv[1][:, :1], qkv[2][:, :1]), {}, ValueError, "enable_gqa"),
     "head_dim": (lambda qkv: tuple(x[..., :8] for x in qkv), {}, ValueError, "head dim"),
     "meta": (lambda qkv: tuple(x.to("meta") for x in qkv), {}, NotImplementedError, "meta"),
-    "grad": (lambda qkv: (qkv[0].clone().requires_grad_(), *qkv[1:]), {}, RuntimeError, "requires grad"),
+    "grad": (lambda qkv: (qkv[0].clone().requires_grad_(), *qkv[1:]), {}, RuntimeError, "query requires grad"),
+    "keys_of_other_batch": (
+        lambda qkv: (qkv[0], *(x.expand(2, -1, -1, -1) for x in qkv[1:])),
+        {},
+        ValueError,
+        BROADCAST,
+    ),
+    "values_of_other_length": (lambda qkv: (*qkv[:2], qkv[2][:, :, :9]), {}, ValueError, "value has length 9 and key"),
     "typo": (tuple, {"dropout": 0.0}, TypeError, "dropout"),
 }
 
@@ -125,6 +134,34 @@ def test_bad_calls_raise(case: str, device: str) -> None:
     change, options, error, message = BAD[case]
     with ha.sdpa(), pytest.raises(error, match=message):
         F.scaled_dot_product_attention(*change(qkv_on(device)), **options)
+
+
+def test_what_is_no_tensor_raises(device: str) -> None:
+    """With a fallback too: there is nothing that PyTorch could do with it."""
+    qkv = qkv_on(device)
+    for i, name in enumerate(("query", "key", "value")):
+        call: list[Any] = [*qkv[:i], [1.0], *qkv[i + 1 :]]
+        for fallback in ("raise", "silent"):
+            with pytest.raises(TypeError, match=rf"{name} is a list; it must be a torch\.Tensor"):
+                ha.scaled_dot_product_attention(*call, fallback=fallback)
+
+
+def test_flags_are_checked(device: str) -> None:
+    for name in ("is_causal", "enable_gqa"):
+        flag: dict[str, Any] = {name: "no"}
+        with pytest.raises(TypeError, match=f"{name} is 'no'; it must be a bool"):
+            ha.scaled_dot_product_attention(*qkv_on(device), **flag)
+
+
+def test_refusals_name_the_fallback(device: str) -> None:
+    q, k, v = qkv_on(device)
+    for call in (
+        lambda: ha.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
+        lambda: ha.scaled_dot_product_attention(q[..., :8], k[..., :8], v[..., :8]),
+        lambda: ha.scaled_dot_product_attention(q.clone().requires_grad_(), k, v),
+    ):
+        with pytest.raises((NotImplementedError, ValueError, RuntimeError), match='or pass fallback="warn", which'):
+            call()
 
 
 def tril(M: int, N: int, offset: int) -> torch.Tensor:
@@ -181,6 +218,34 @@ def test_masks_of_tensors(name: str, added: bool, device: str) -> None:
         assert relative_error(row, expected) < 0.25
 
 
+#: K and V beside Q [2, 2, 24, 32] and a mask of 24 keys, and what is refused.
+OTHER_BATCHES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
+    "more": ((4, 24), (4, 24), "key has batch size 4 and query has 2; they must be equal"),
+    "one": ((1, 24), (1, 24), r"key has batch size 1 and query has 2; .*: pass key\.expand\(2, -1, -1, -1\)"),
+    "values_of_one": ((2, 24), (1, 24), r"value has batch size 1 and query has 2; .* pass value\.expand"),
+    "as_many_values": ((2, 24), (4, 12), "value has batch size 4 and query has 2; they must be equal"),
+    "as_many_keys": ((1, 48), (1, 48), "key has batch size 1 and query has 2"),
+    "values_of_other_length": ((2, 24), (2, 12), "value has length 12 and key has 24; they must be equal"),
+}
+
+
+@pytest.mark.parametrize("name", ["padding_both", "padding_between"])
+@pytest.mark.parametrize("case", OTHER_BATCHES)
+def test_padding_of_other_batches_raises(case: str, name: str, device: str) -> None:
+    """Packed, they have as many tokens, or give numbers all the same; what PyTorch can do, it does if asked to."""
+    of_k, of_v, message = OTHER_BATCHES[case]
+    mask = MASKS[name][..., :24].to(device)
+    q = make_qkv("randn", 2, 2, 2, 24, 24, 32, device=device)[0]
+    k, v = (torch.randn(B, 2, N, 32, dtype=q.dtype, device=device) for B, N in (of_k, of_v))
+    with pytest.raises(ValueError, match=message):
+        ha.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with ha.sdpa(), pytest.raises(ValueError, match=message):
+        F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    if case in ("one", "values_of_one"):
+        out = ha.scaled_dot_product_attention(q, k, v, attn_mask=mask, fallback="silent")
+        assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
 @pytest.mark.parametrize("name", ["causal", "padding_both", "padding_between", "two_runs", "padding_right_and_causal"])
 def test_another_mask_would_be_seen(name: str, device: str) -> None:
     """Every mask above but by a key: the same bounds see it."""
@@ -202,25 +267,28 @@ def test_more_queries_than_keys(device: str) -> None:
 
 
 #: Masks that are not.
-OTHER_MASKS: dict[str, torch.Tensor] = {
-    "holes": torch.eye(24, 40, dtype=torch.bool),
-    "window": tril(24, 40, 16) & ~tril(24, 40, 8),
-    "hole_in_causal": tril(24, 40, 16) & (torch.arange(40) != 7),
-    "three_runs": (torch.arange(24).unsqueeze(1) // 8) * 8 < torch.arange(40),
-    "by_head": torch.stack([tril(24, 40, 16), tril(24, 40, 0)]),
-    "bias": torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), -1.0),
-    "nan": torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), float("nan")),
-    "lowest_for_all_keys": torch.full((24, 40), torch.finfo(torch.float32).min),
-    "off_by_one": tril(24, 40, 15),
+OTHER_MASKS: dict[str, tuple[torch.Tensor, str]] = {
+    "holes": (torch.eye(24, 40, dtype=torch.bool), "rows change more than once"),
+    "window": (tril(24, 40, 16) & ~tril(24, 40, 8), "rows change more than once"),
+    "hole_in_causal": (tril(24, 40, 16) & (torch.arange(40) != 7), "rows differ, with keys hidden between them"),
+    "three_runs": ((torch.arange(24).unsqueeze(1) // 8) * 8 < torch.arange(40), "rows change more than once"),
+    "by_head": (torch.stack([tril(24, 40, 16), tril(24, 40, 0)]), "not alike for all heads"),
+    "bias": (torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), -1.0), "other values than 0 and -inf"),
+    "bias_by_head": (torch.zeros(2, 24, 40) + torch.arange(2)[:, None, None], "not alike for all heads"),
+    "nan": (torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), float("nan")), "other values than 0 and -inf"),
+    "lowest_for_all_keys": (torch.full((24, 40), torch.finfo(torch.float32).min), "other values than 0 and -inf"),
+    "off_by_one": (tril(24, 40, 15), "rows change more than once"),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_MASKS)
 def test_other_masks_fall_back_if_asked_to(name: str, device: str) -> None:
-    mask = OTHER_MASKS[name].to(device)
+    mask, why = OTHER_MASKS[name][0].to(device), OTHER_MASKS[name][1]
     q, k, v = (x.float() for x in make_qkv("randn", 2, 2, 2, 24, 40, 32, device=device))
     stock = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    with pytest.raises(NotImplementedError, match=r"attn_mask is a Tensor .*; it must be one that hides nothing"):
+    with pytest.raises(
+        NotImplementedError, match=rf"attn_mask is a Tensor .*{why}.*; it must be one that hides nothing"
+    ):
         ha.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     with pytest.warns(FallbackWarning, match="PyTorch's attention runs, as attn_mask is a Tensor"):
         warned = ha.scaled_dot_product_attention(q, k, v, attn_mask=mask, fallback="warn")
@@ -286,6 +354,19 @@ def test_gradients_go_to_pytorch(device: str) -> None:
     with torch.no_grad():
         out = ha.scaled_dot_product_attention(q, k, v, fallback="silent")
         assert torch.equal(out, ha.attention(q, k, v))
+
+
+def test_masks_that_learn(device: str) -> None:
+    """A bias that requires grad would have no gradient."""
+    q, k, v = (x.float() for x in qkv_on(device))
+    bias = torch.zeros(24, 24, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"attn_mask requires grad; .* or detach attn_mask; or pass fallback"):
+        ha.scaled_dot_product_attention(q, k, v, bias)
+    ha.scaled_dot_product_attention(q, k, v, bias, fallback="silent").sum().backward()
+    assert bias.grad is not None
+    with torch.no_grad():
+        assert torch.equal(ha.scaled_dot_product_attention(q, k, v, bias), ha.attention(q, k, v))
+    assert torch.equal(ha.scaled_dot_product_attention(q, k, v, bias.detach()), ha.attention(q, k, v))
 
 
 def test_what_goes_wrong_later_does_not_fall_back(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

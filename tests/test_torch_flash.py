@@ -60,6 +60,12 @@ def test_what_it_refuses(device: str) -> None:
     q, k, v = make_qkv("randn", 1, 2, 2, 24, 40, 32, device=device)
     with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1; it must be 0"):
         operator(q, k, v, 0.1)
+    with pytest.raises(ValueError, match=r"query has head dim 8; it must lie in 16\.\.1024"):
+        operator(*(x[..., :8] for x in (q, k, v)))
+    with pytest.raises(ValueError, match="key has batch size 1 and query has 2"):
+        operator(q.expand(2, -1, -1, -1), k, v)
+    with pytest.raises(ValueError, match=r"scale is -1\.0; it must lie in"):
+        operator(q, k, v, scale=-1.0)
     with pytest.raises(NotImplementedError, match="return_debug_mask is True"):
         operator(q, k, v, 0.0, False, True)
     with pytest.raises(NotImplementedError, match="is_causal is True with 24 queries and 40 keys"):

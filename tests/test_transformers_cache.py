@@ -205,6 +205,61 @@ def test_sequences_are_selected() -> None:
     assert layer.get_seq_length() == 0
 
 
+def test_crop_to_where_padding_ends() -> None:
+    """Tokens go on from there as at first."""
+    model, tokens = make_model("Llama"), tokens_of(2, 7)
+    model.set_attn_implementation("helion_fp8")
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    cache = ha.transformers_cache()
+    whole = forced(model, tokens, mask, [7], cache)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 4
+    with torch.no_grad():
+        positions = (mask.cumsum(1) - 1)[:, 4:]
+        again = model(tokens[:, 4:], attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+    # V in the cache is not centred, and each key has a descale of its own.
+    assert 0 < relative_error(again, whole[:, 4:]) < 0.1
+
+
+def test_crop_amid_padding_raises() -> None:
+    """Padding that came again would be stored as keys."""
+    layer = module.PagedLayer()
+    k = torch.randn(3, 2, 9, 32, generator=torch.Generator().manual_seed(0))
+    layer.append(k, k, [0, 4, 1])
+    for kept in (3, 1):
+        with pytest.raises(
+            NotImplementedError, match=rf"leave {kept} tokens, .* up to \[0, 4, 1\]; .* at least 4, or 0"
+        ):
+            layer.crop(kept - 9)
+        assert layer.get_seq_length() == 9
+    layer.batch_select_indices(torch.tensor([2]))
+    layer.crop(1 - 9)
+    assert layer.lengths().tolist() == [0]
+    layer.crop(-9)
+    assert layer.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("argument", ["is_encoder_decoder", "add_cross_attention"])
+def test_encoder_decoders_raise(argument: str) -> None:
+    """Their cross attention would append to the cache as well."""
+    model: Any
+    if argument == "is_encoder_decoder":
+        sizes: dict[str, Any] = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        config = transformers.BartConfig(vocab_size=97, d_model=32, max_position_embeddings=64, **sizes, **heads)
+        model = transformers.BartForConditionalGeneration(config).eval()
+        inputs = {"input_ids": tokens_of(3, 9), "decoder_input_ids": tokens_of(3, 1)}
+    else:
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.BertConfig(vocab_size=97, is_decoder=True, add_cross_attention=True, **sizes)
+        model = transformers.BertLMHeadModel(config).eval()
+        inputs = {"input_ids": tokens_of(3, 2), "encoder_hidden_states": torch.randn(3, 9, 32)}
+    model.set_attn_implementation("helion_fp8")
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=f"config has {argument}=True; .* it must be False"):
+        model(**inputs, past_key_values=ha.transformers_cache())
+
+
 def test_memory() -> None:
     """Against bf16, at whole pages: half, and a descale a key and KV head of K and of V."""
     layer = module.PagedLayer()

@@ -15,7 +15,7 @@ from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.masks import attend_to_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.types import BALANCED, Recipe, as_recipe
-from helion_attn.validate.dense import check_sm_scale
+from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_sm_scale
 from helion_attn.validate.varlen import MAX_VARLEN_D
 
 #: What the backend accepts of what diffusers passes; the values of a mask are looked at later.
@@ -151,9 +151,13 @@ class Backend:
         check_supported("helion_attn", RULES, {"attn_mask": attn_mask, "dropout_p": dropout_p})
         if scale is not None:
             check_sm_scale(scale, "scale")
+        for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa), ("return_lse", return_lse)):
+            check_flag(flag, name)
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.dim() != 4:
-                raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions, [B, S, H, D]")
+            check_is_tensor(name, x)
+        # Packed sequences would not know batches of different sizes from one another.
+        query, key, value = autocast_inputs(query, key, value)
+        check_qkv(query, key, value, "bshd", names=("query", "key", "value"))
         B, M, N = query.size(0), query.size(1), key.size(1)
         if query.size(2) != key.size(2) and not enable_gqa:
             raise ValueError(
@@ -164,12 +168,11 @@ class Backend:
                 f"helion_attn: is_causal is True with M = {M}, N = {N} and attn_mask "
                 f"{'None' if attn_mask is None else 'given'}; it must be without a mask, on as many queries as keys"
             )
-        query, key, value = autocast_inputs(query, key, value)
         causal = is_causal
         if attn_mask is not None:
             # diffusers has padding masks [B, N] as well.
             of_keys = attn_mask.dim() == 2 and tuple(attn_mask.shape) == (B, N)
-            if of_keys and B == M:
+            if of_keys and B == M > 1:
                 raise NotImplementedError(
                     f"helion_attn: attn_mask has shape {tuple(attn_mask.shape)}, which is [B, N] and [M, N] alike; "
                     "pass attn_mask[:, None, None] for padding, or attn_mask[None, None]"

@@ -36,10 +36,12 @@ from helion_attn.varlen import attention_varlen
 P = ParamSpec("P")
 R = TypeVar("R")
 
+ALIBI = Rule("alibi_slopes", is_none, "None (an argument of flash-attn 2)")
+
 #: Arguments of flash-attn 2 that have no place in flash-attn 3.
 FLASH_ATTN_2_RULES = (
     Rule("dropout_p", lambda p: p == 0, "0.0, as in inference (an argument of flash-attn 2)"),
-    Rule("alibi_slopes", is_none, "None (an argument of flash-attn 2)"),
+    ALIBI,
 )
 
 #: Likewise, where K and V could lie in pages.
@@ -472,7 +474,7 @@ def flash_attn_with_kvcache(
         "sm_margin": sm_margin,
         "alibi_slopes": alibi_slopes,
     }
-    check_supported("flash_attn_with_kvcache", (*KVCACHE_RULES, FLASH_ATTN_2_RULES[1]), values)
+    check_supported("flash_attn_with_kvcache", (*KVCACHE_RULES, ALIBI), values)
     check_inputs({"q": q}, "bshd")
     if block_table is not None:
         if page_table is not None:

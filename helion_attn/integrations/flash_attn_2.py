@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, is_number
+from helion_attn.integrations.flash_attn import ALIBI, flash_attn_func, flash_attn_varlen_func, is_number
+from helion_attn.integrations.rules import check_supported
 from helion_attn.types import BALANCED, Recipe
 from helion_attn.validate.names import in_lines
 
@@ -37,7 +38,7 @@ def flash_attn_qkvpacked_func(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_func`.
     """
     q, k, v = _unpacked("qkv", qkv, 3, 5)
-    _check_dropout("flash_attn_qkvpacked_func", dropout_p)
+    _check_arguments("flash_attn_qkvpacked_func", dropout_p, alibi_slopes)
     return _as_flash_attn_2(
         flash_attn_func(
             q,
@@ -47,7 +48,6 @@ def flash_attn_qkvpacked_func(
             causal=causal,
             window_size=window_size,
             softcap=softcap,
-            alibi_slopes=alibi_slopes,
             deterministic=deterministic,
             return_attn_probs=return_attn_probs,
             recipe=recipe,
@@ -85,7 +85,7 @@ def flash_attn_kvpacked_func(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_func`.
     """
     k, v = _unpacked("kv", kv, 2, 5)
-    _check_dropout("flash_attn_kvpacked_func", dropout_p)
+    _check_arguments("flash_attn_kvpacked_func", dropout_p, alibi_slopes)
     return _as_flash_attn_2(
         flash_attn_func(
             q,
@@ -95,7 +95,6 @@ def flash_attn_kvpacked_func(
             causal=causal,
             window_size=window_size,
             softcap=softcap,
-            alibi_slopes=alibi_slopes,
             deterministic=deterministic,
             return_attn_probs=return_attn_probs,
             recipe=recipe,
@@ -135,7 +134,7 @@ def flash_attn_varlen_qkvpacked_func(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_varlen_func`.
     """
     q, k, v = _unpacked("qkv", qkv, 3, 4)
-    _check_dropout("flash_attn_varlen_qkvpacked_func", dropout_p)
+    _check_arguments("flash_attn_varlen_qkvpacked_func", dropout_p, alibi_slopes)
     return _as_flash_attn_2(
         flash_attn_varlen_func(
             q,
@@ -149,7 +148,6 @@ def flash_attn_varlen_qkvpacked_func(
             causal=causal,
             window_size=window_size,
             softcap=softcap,
-            alibi_slopes=alibi_slopes,
             deterministic=deterministic,
             return_attn_probs=return_attn_probs,
             recipe=recipe,
@@ -193,7 +191,7 @@ def flash_attn_varlen_kvpacked_func(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_varlen_func`.
     """
     k, v = _unpacked("kv", kv, 2, 4)
-    _check_dropout("flash_attn_varlen_kvpacked_func", dropout_p)
+    _check_arguments("flash_attn_varlen_kvpacked_func", dropout_p, alibi_slopes)
     return _as_flash_attn_2(
         flash_attn_varlen_func(
             q,
@@ -207,7 +205,6 @@ def flash_attn_varlen_kvpacked_func(
             causal=causal,
             window_size=window_size,
             softcap=softcap,
-            alibi_slopes=alibi_slopes,
             deterministic=deterministic,
             return_attn_probs=return_attn_probs,
             recipe=recipe,
@@ -225,12 +222,14 @@ def _unpacked(name: str, packed: torch.Tensor, count: int, ndim: int) -> tuple[t
     return packed.unbind(-3)
 
 
-def _check_dropout(function: str, dropout_p: float) -> None:
+def _check_arguments(function: str, dropout_p: float, alibi_slopes: torch.Tensor | None) -> None:
+    """What flash-attn 3 has no place for, under the name of the function that was called."""
     if not is_number(dropout_p) or dropout_p != 0:
         raise NotImplementedError(
             f"{function}: dropout_p is {dropout_p!r}; it must be 0.0, as in inference. Arguments are in the order of "
             f"flash-attn 2, with dropout_p before softmax_scale: pass softmax_scale by name"
         )
+    check_supported(function, (ALIBI,), {"alibi_slopes": alibi_slopes})
 
 
 def _as_flash_attn_2(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.types import Recipe
+from helion_attn.validate.dense import check_no_grad
 from helion_attn.varlen import attention_varlen
 
 
@@ -61,7 +62,9 @@ def read_mask(mask: torch.Tensor, B: int, M: int, N: int) -> Visible:
             first or the last key, and padding at both ends; all keys but one run for the first rows of a sequence, and
             but another for the others. Or it differs among heads, changes scores, or cannot be read.
         ValueError: it does not broadcast.
+        RuntimeError: it requires grad, in grad mode.
     """
+    check_no_grad("attn_mask", mask)
     what = f"attn_mask is a {type(mask).__name__} {tuple(mask.shape)} of {mask.dtype}"
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{what}; in torch.compile it must be None: its values cannot be read")
@@ -74,7 +77,7 @@ def read_mask(mask: torch.Tensor, B: int, M: int, N: int) -> Visible:
         raise NotImplementedError(f"{what}; it must be bool or of a floating-point dtype")
     # [B or 1, H or 1, M or 1, N or 1]
     mask = mask[(None,) * (4 - mask.dim())]
-    seen, is_plain = _seen(mask)
+    seen, is_plain, for_all_heads = _seen(mask)
     # [B, M or 1, N]
     kept = seen.expand(B, -1, N)
     # [B, M]: of each row's keys, how many there are, the first, and the one behind the last.
@@ -98,40 +101,45 @@ def read_mask(mask: torch.Tensor, B: int, M: int, N: int) -> Visible:
     ]
     facts += [torch.where(count > 0, start, N).amin(1), stop.amax(1)]
     facts += [_is_causal(start, stop, count, offset) for offset in offsets]
-    flags = torch.stack([is_plain, alike, together]).long()
+    flags = torch.stack([is_plain, for_all_heads, alike, together]).long()
     read = torch.cat([flags, torch.stack(facts, 1).long().flatten()]).tolist()
-    plain, alike_for_rows, in_one_piece = read[:3]
-    by_sequence = [read[i : i + len(facts)] for i in range(3, len(read), len(facts))]
+    plain, alike_for_heads, alike_for_rows, in_one_piece = read[: len(flags)]
+    by_sequence = [read[i : i + len(facts)] for i in range(len(flags), len(read), len(facts))]
 
-    if plain and alike_for_rows and not in_one_piece:
+    accepted = (
+        "it must be one that hides nothing, keys after the diagonal, padding, or the last two, alike for all heads"
+    )
+    if not plain:
+        raise NotImplementedError(f"{what}, with other values than 0 and -inf; {accepted}, of 0 and -inf")
+    if not alike_for_heads:
+        raise NotImplementedError(f"{what}, not alike for all heads; {accepted}")
+    if alike_for_rows and not in_one_piece:
         return Visible(False, False, tuple(Part((0, M), (0, one[6])) for one in by_sequence), kept=kept[:, 0])
-    if plain and alike_for_rows:
+    if alike_for_rows:
         spans = [(one[0], one[1]) for one in by_sequence]
         return Visible(all(span == (0, N) for span in spans), False, tuple(Part((0, M), span) for span in spans))
     for i, offset in enumerate(offsets):
-        if plain and in_one_piece and all(one[9 + i] for one in by_sequence):
+        if in_one_piece and all(one[9 + i] for one in by_sequence):
             return _causal([(one[7], one[8]) for one in by_sequence], offset, M, N)
-    if plain and in_one_piece and all(one[4] <= 1 for one in by_sequence):
+    if in_one_piece and all(one[4] <= 1 for one in by_sequence):
         edges = [one[5] if one[4] else M for one in by_sequence]
         first = tuple(Part((0, edge), (one[0], one[1])) for edge, one in zip(edges, by_sequence, strict=True))
         second = tuple(Part((edge, M), (one[2], one[3])) for edge, one in zip(edges, by_sequence, strict=True))
         return Visible(False, False, first, second)
-    raise NotImplementedError(
-        f"{what}; it must be one that hides nothing, keys after the diagonal, padding, or the last two, alike for all "
-        f"heads (of a floating-point dtype: 0 and -inf)"
-    )
+    rows = "change more than once, not along the diagonal" if in_one_piece else "differ, with keys hidden between them"
+    raise NotImplementedError(f"{what}, in which the keys of a sequence's rows {rows}; {accepted}")
 
 
-def _seen(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the first head sees, bool [B or 1, M or 1, N or 1]; and whether that is all the mask says, of all heads."""
+def _seen(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the first head sees, bool [B or 1, M or 1, N or 1]; whether it is told no more; whether all are told so."""
     head = mask[:, :1]
     alike = (mask == head).all()
     if mask.dtype == torch.bool:
-        return head[:, 0], alike
+        return head[:, 0], torch.ones_like(alike), alike
     seen, hidden = head == 0, head == float("-inf")
     # A row that has the lowest finite number for all keys is the mean of V, and one that has -inf is 0.
     lowest = (head == torch.finfo(mask.dtype).min) & seen.any(3, keepdim=True)
-    return seen[:, 0], alike & (seen | hidden | lowest).all()
+    return seen[:, 0], (seen | hidden | lowest).all(), alike
 
 
 def _is_causal(start: torch.Tensor, stop: torch.Tensor, count: torch.Tensor, offset: int) -> torch.Tensor:

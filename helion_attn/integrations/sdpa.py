@@ -18,7 +18,7 @@ from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.masks import Visible, attend_to_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.types import BALANCED, Recipe, as_recipe
-from helion_attn.validate.dense import check_qkv, check_recipe, check_sm_scale
+from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_recipe, check_sm_scale
 from helion_attn.validate.names import in_lines
 from helion_attn.validate.varlen import MAX_VARLEN_D, check_varlen_recipe
 
@@ -136,9 +136,9 @@ def _check_fallback(fallback: str) -> None:
 
 
 def _fall_back(fallback: str, refusal: Exception, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """PyTorch's function in the place of what was refused, or the refusal."""
+    """PyTorch's function in the place of what was refused, or the refusal, which says how to have that."""
     if fallback == "raise":
-        raise refusal
+        raise type(refusal)(f'{refusal}; or pass fallback="warn", which hands such calls to PyTorch') from None
     if fallback == "warn":
         warnings.warn(f"PyTorch's attention runs, as {refusal}", FallbackWarning, stacklevel=4)
     return function(*args, **kwargs)
@@ -250,11 +250,10 @@ def _attention(
     recipe: Recipe,
     fallback: str,
 ) -> torch.Tensor:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_is_tensor(name, x)
     try:
         call = _understood(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe)
-        if fallback != "raise":  # `attention` checks what it is given, but what it then does must not fall back
-            check_qkv(*call.qkv, "bhsd")
-            check_recipe(recipe, call.qkv[0].size(3), call.qkv[2].size(3))
     except (NotImplementedError, TypeError, ValueError, RuntimeError) as refusal:
         return _fall_back(
             fallback, refusal, STOCK,
@@ -283,9 +282,12 @@ def _understood(
     check_supported("helion_attn.sdpa", RULES, {"attn_mask": attn_mask, "dropout_p": dropout_p})
     if scale is not None:
         check_sm_scale(scale, "scale")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; helion_attn.sdpa needs 4 dimensions")
+    check_flag(is_causal, "is_causal")
+    check_flag(enable_gqa, "enable_gqa")
+    # Packed sequences would not know batches of different sizes from one another.
+    q, k, v = autocast_inputs(query, key, value)
+    check_qkv(q, k, v, "bhsd", names=("query", "key", "value"))
+    check_recipe(recipe, q.size(3), v.size(3))
     M, N = query.size(2), key.size(2)
     if attn_mask is not None and is_causal:
         raise ValueError("is_causal is True and attn_mask is given; it must be one of them")
@@ -318,5 +320,4 @@ def _understood(
             f"helion_attn.sdpa: the causal mask is aligned top-left with M = {M} and N = {N}; helion_attn has only "
             f"bottom-right: pass attn_mask=torch.nn.attention.bias.causal_lower_right(M, N) if that is meant"
         )
-    q, k, v = autocast_inputs(query, key, value)
     return _Call((q, k, v), causal, visible)

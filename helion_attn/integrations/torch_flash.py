@@ -13,6 +13,7 @@ import torch
 
 from helion_attn.api import attention
 from helion_attn.types import BALANCED, Recipe, as_recipe
+from helion_attn.validate.dense import check_qkv, check_sm_scale
 
 #: The operator whose kernel is replaced.
 OPERATOR = "_scaled_dot_product_flash_attention"
@@ -77,6 +78,9 @@ def flash_attention(
     Raises:
         NotImplementedError: a dropout, a debug mask, or a causal mask of other lengths.
     """
+    check_qkv(query, key, value, "bhsd", names=("query", "key", "value"))
+    if scale is not None:
+        check_sm_scale(scale, "scale")
     M, N = query.size(2), key.size(2)
     if dropout_p != 0:
         raise NotImplementedError(f"helion_attn: dropout_p is {dropout_p}; it must be 0")

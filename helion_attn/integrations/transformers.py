@@ -75,7 +75,8 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | str = BA
     cache itself stays as it is.
 
     Padding at the start or the end of sequences is exact: one call for each sequence, on what is not padding. Rows of
-    padding give 0. Unpadded batches are one call.
+    padding give 0 in causal attention; in encoders they see the keys that are not padding, as other rows do. Unpadded
+    batches are one call.
 
     Under `torch.autocast` inputs are cast as `scaled_dot_product_attention` does it.
 
@@ -113,15 +114,15 @@ def transformers_cache() -> Any:
 
     It is for models whose `attn_implementation` is one that `register_transformers` made, with causal attention, GQA,
     sliding windows, softcaps, sinks, and padding at the start of sequences, which is not stored. Beam search works:
-    beams get pages of their own. It grows as it is needed; torch.compile of the model is not supported. Make one for
-    each batch.
+    beams get pages of their own. It grows as it is needed; torch.compile of the model is not supported, nor are
+    encoder-decoder models. Make one for each batch.
 
     Raises:
         ImportError: transformers is not installed.
 
-    The model's forward passes raise NotImplementedError for padding at the end of sequences, TypeError for another
-    attention, and what `helion_attn.append_kvcache` and `helion_attn.attention_kvcache` raise, such as for head dims
-    beyond 16..256.
+    The model's forward passes raise NotImplementedError for padding at the end of sequences and for encoder-decoder
+    models, TypeError for another attention, and what `helion_attn.append_kvcache` and `helion_attn.attention_kvcache`
+    raise, such as for head dims beyond 16..256.
     """
     from helion_attn.integrations.transformers_cache import PagedCache
 
@@ -249,6 +250,13 @@ def attention_forward(
         check_sm_scale(scaling, "scaling")
     layer: Any = None
     if getattr(type(key), "is_of_paged_layer", False):
+        config = getattr(module, "config", None)
+        for name in ("is_encoder_decoder", "add_cross_attention"):
+            if getattr(config, name, False):
+                raise NotImplementedError(
+                    f"helion_attn: the model's config has {name}=True; with a cache in 8 bits it must be False: pass "
+                    f"encoder-decoder models no transformers_cache()"
+                )
         new: tuple[Any, Any] = key, value
         layer, key, value = new[0].layer, new[0].states, new[1].states
     query, key, value = autocast_inputs(query, key, value)

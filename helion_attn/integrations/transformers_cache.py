@@ -175,16 +175,29 @@ class PagedLayer(CacheLayerMixin):
         self.select(torch.arange(self.batch)[indices.cpu()])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens."""
+        """Forget the last `-tokens_to_remove` tokens.
+
+        Raises:
+            NotImplementedError: some padding would go, but not every token.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}; it must be negative, as in transformers, or 0")
-        self.tokens = max(self.tokens + tokens_to_remove, 0)
-        if self.tokens == 0:
+        tokens = max(self.tokens + tokens_to_remove, 0)
+        if tokens == 0:
             self.reset()
+            return
+        # Padding that comes again would be stored as keys.
+        if tokens < (padding := max(self.starts, default=0)):
+            raise NotImplementedError(
+                f"helion_attn: crop would leave {tokens} tokens, and attention_mask had padding up to {self.starts}; "
+                f"with a cache in 8 bits it must leave at least {padding}, or 0: begin with a new cache"
+            )
+        self.tokens = tokens
 
     def reset(self) -> None:
         """Forget everything."""
         self.cache = self.padding = None
+        self.starts = []
         self.tokens = 0
 
     def offload(self) -> NoReturn:

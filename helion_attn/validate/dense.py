@@ -197,10 +197,7 @@ def check_descale_form(
         raise ValueError(f"{name} is on {descale.device}; it must be on {device}")
     if tuple(descale.shape) not in shapes:
         raise ValueError(f"{name} has shape {tuple(descale.shape)}; it must be one of {shapes}")
-    if descale.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
-        )
+    check_no_grad(name, descale)
 
 
 def check_descale(
@@ -224,6 +221,20 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"dtype is {dtype}; it must be one of {_names(IN_DTYPES)}")
 
 
+def check_is_tensor(name: str, x: object) -> None:
+    """No list, array or None."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+
+
+def check_no_grad(name: str, x: torch.Tensor) -> None:
+    """Nobody waits for a gradient of it."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
+        )
+
+
 def check_tensors(
     tensors: dict[str, torch.Tensor], axes: str, dtypes: tuple[torch.dtype, ...] = IN_DTYPES, may_be_empty: bool = False
 ) -> None:
@@ -238,8 +249,7 @@ def check_tensors(
     ndim = axes.count(",") + 1
     first_name, first = next(iter(tensors.items()))
     for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        check_is_tensor(name, x)
         if x.dim() != ndim:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {ndim} dimensions, {axes}")
         if x.dtype not in dtypes:
@@ -265,10 +275,7 @@ def check_tensors(
                 f"{name} is float32 with strides {x.stride()}; the last must be 1 and the others multiples of 4 "
                 f"(bfloat16 and float16 tensors may have any)"
             )
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
-            )
+        check_no_grad(name, x)
     check_device(first_name, first)
 
 
@@ -290,27 +297,33 @@ def check_qkv(
     v: torch.Tensor,
     layout: str,
     dtypes: tuple[torch.dtype, ...] = IN_DTYPES,
+    names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> None:
-    """Types, ranks, dtypes, devices and sizes of Q, K, V in `layout`."""
-    check_inputs({"q": q, "k": k, "v": v}, layout, dtypes)
+    """Types, ranks, dtypes, devices and sizes of Q, K, V in `layout`; `names` are what the caller calls them."""
+    q_name, k_name, v_name = names
+    check_inputs({q_name: q, k_name: k, v_name: v}, layout, dtypes)
     heads, length = (1, 2) if layout == "bhsd" else (2, 1)
-    D, H, H_kv = q.size(3), q.size(heads), k.size(heads)
-    check_head_dim("q has head dim", D)
-    check_head_dim("v has head dim", v.size(3))
+    B, D, H, H_kv = q.size(0), q.size(3), q.size(heads), k.size(heads)
+    check_head_dim(f"{q_name} has head dim", D)
+    check_head_dim(f"{v_name} has head dim", v.size(3))
     if k.size(3) != D:
-        raise ValueError(f"k has head dim {k.size(3)} and q has {D}; they must be equal (v's may differ)")
-    for name, x in (("k", k), ("v", v)):
-        if x.size(0) != q.size(0):
-            raise ValueError(f"{name} has batch size {x.size(0)} and q has {q.size(0)}; they must be equal")
+        raise ValueError(
+            f"{k_name} has head dim {k.size(3)} and {q_name} has {D}; they must be equal ({v_name}'s may differ)"
+        )
+    for name, x in ((k_name, k), (v_name, v)):
+        if x.size(0) != B:
+            one = next((few for few, size in ((name, x.size(0)), (q_name, B)) if size == 1), None)
+            remedy = f": pass {one}.expand({max(B, x.size(0))}, -1, -1, -1)" if one else ""
+            raise ValueError(f"{name} has batch size {x.size(0)} and {q_name} has {B}; they must be equal{remedy}")
     if v.size(heads) != H_kv:
-        raise ValueError(f"v has {v.size(heads)} heads and k has {H_kv}; they must be equal")
+        raise ValueError(f"{v_name} has {v.size(heads)} heads and {k_name} has {H_kv}; they must be equal")
     if v.size(length) != k.size(length):
-        raise ValueError(f"v has length {v.size(length)} and k has {k.size(length)}; they must be equal")
+        raise ValueError(f"{v_name} has length {v.size(length)} and {k_name} has {k.size(length)}; they must be equal")
     if H % H_kv:
-        raise ValueError(f"q has {H} heads and k has {H_kv}; q's must be a multiple of k's")
+        raise ValueError(f"{q_name} has {H} heads and {k_name} has {H_kv}; {q_name}'s must be a multiple of {k_name}'s")
     # Comparisons of sizes would be guards of a compiled graph.
     if not torch.compiler.is_compiling() and H_kv > k.size(length) and H > q.size(length) >= k.size(length):
-        warn_of_swapped_layout(tuple(q.shape), tuple(k.shape), layout)
+        warn_of_swapped_layout(tuple(q.shape), tuple(k.shape), layout, names)
 
 
 class SwappedLayoutWarning(UserWarning):
@@ -321,15 +334,17 @@ class SwappedLayoutWarning(UserWarning):
 _SAID: set[type[Warning]] = set()
 
 
-def warn_of_swapped_layout(q: tuple[int, ...], k: tuple[int, ...], layout: str) -> None:
+def warn_of_swapped_layout(
+    q: tuple[int, ...], k: tuple[int, ...], layout: str, names: tuple[str, str, str] = ("q", "k", "v")
+) -> None:
     """Say, once a process, that heads and lengths look exchanged."""
     if SwappedLayoutWarning in _SAID:
         return
     _SAID.add(SwappedLayoutWarning)
     other = LAYOUTS[1 - LAYOUTS.index(layout)]
     warnings.warn(
-        f"q has shape {q} and k {k}; with layout={layout!r} these have more heads than tokens: if they are {other!r}, "
-        f"pass layout={other!r}",
+        f"{names[0]} has shape {q} and {names[1]} {k}; with layout={layout!r} these have more heads than tokens: if "
+        f"they are {other!r}, pass layout={other!r}, or transpose(1, 2) of them",
         SwappedLayoutWarning,
         stacklevel=2,
     )
@@ -408,10 +423,7 @@ def check_sinks(sinks: torch.Tensor | None, H: int, device: torch.device, name: 
         raise ValueError(f"{name} has shape {tuple(sinks.shape)}; it must be ({H},), one logit a query head")
     if sinks.device != device:
         raise ValueError(f"{name} is on {sinks.device} and q on {device}; they must be on the same device")
-    if sinks.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
-        )
+    check_no_grad(name, sinks)
 
 
 def check_options(

@@ -78,12 +78,16 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
             if given not in known and OTHER_NAMES.get(given) in known:
                 raise TypeError(
                     f"{name}() has no argument {given}, which is {OTHER_NAMES[given]} here: pass "
-                    f"{OTHER_NAMES[given]}={_shown(kwargs[given])}"
+                    f"{OTHER_NAMES[given]}={_shown(given, kwargs[given])}"
                 )
         return function(*args, **kwargs)
 
     return in_lines(call)
 
 
-def _shown(value: object) -> str:
+def _shown(given: str, value: object) -> str:
+    """A value for the argument here, of one that was given under another name."""
+    if given == "sliding_window" and value is not None:
+        left = value - 1 if type(value) is int and value > 0 else "sliding_window - 1"
+        return f"({left}, 0): a sliding_window counts the query's own key"
     return repr(value) if isinstance(value, (bool, int, float, str, tuple)) else "..."
