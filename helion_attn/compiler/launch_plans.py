@@ -89,7 +89,7 @@ class Box(NamedTuple):
     known: dict[int, Any]
 
     def encoded(self, address: int) -> Any:
-        """Of a tensor at `address`, as the driver has it."""
+        """Encode the descriptor of a tensor at `address` for the driver."""
         found = self.known.get(address)
         if found is None:
             if len(self.known) >= MAX_ENCODED:

@@ -66,7 +66,7 @@ def with_delayed_v(
     definitions = {name: line for line in (*before, *body, *copies) if (name := defined(line))}
 
     def buffer(operand: str) -> str:
-        """What an operand of a product is in its array."""
+        """Name the buffer that an operand of a product is a view of."""
         while "memdesc_index" not in (line := definition(definitions, operand)):
             (operand,) = matched(line, rf" = ttg\.memdesc_\w+ ({VALUE})")
         return operand

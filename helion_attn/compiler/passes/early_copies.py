@@ -59,7 +59,7 @@ EARLY_BLOCK = "%early_block"
 
 
 def _ahead(loop: str, stages: int) -> str:
-    """What computes the index of the block that a loop's iteration loads: a pattern."""
+    """Pattern of the line that computes the index of the block which an iteration loads."""
     (j,) = matched(loop, rf"scf\.for ({VALUE}) =")
     return rf"arith\.addi {re.escape(j)}, %c{stages - 1}_i(32|64)(_\d+)? :"
 

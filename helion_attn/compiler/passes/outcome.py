@@ -1,4 +1,4 @@
-"""What a pass says of the code that it was given."""
+"""The report of a pass on the code that it was given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a pass did, or why it did nothing.
+    """The change that a pass made, or why it made none.
 
     Attributes:
         name: of the pass.

@@ -1,4 +1,4 @@
-"""What a loop knows of its rows is converted in front of it: a pass over Triton's IR of an attention kernel.
+"""Converts the descales of rows in front of the loop: a pass over Triton's IR of an attention kernel.
 
 A kernel that quantises Q has the descales of Q's rows from a reduction, in the layout of Q's tile. The loop multiplies
 them by K's descale, and Triton converts the product to the layout of scores: in every key block, through shared memory
