@@ -17,6 +17,8 @@ class Machine:
         #: The block of now, and of each buffer's name the coordinate that a product found in it, by block.
         self.block = -1
         self.found: dict[str, dict[int, int]] = {}
+        #: The integers of the loop, by block.
+        self.history: dict[int, dict[str, int]] = {}
         #: Of a buffer, the coordinate that was copied, and under which barrier. Those that have arrived.
         self.content: dict[Any, tuple[int, Any]] = {}
         self.arrived: set[Any] = set()
@@ -139,6 +141,7 @@ def run(text: str, first: int, end: int, arguments: dict[str, int] | None = None
     for i in range(first, end):
         machine.values[j] = machine.block = i
         machine.run(body)
+        machine.history[i] = {name: x for name, x in machine.values.items() if isinstance(x, int)}
         yielded = re.findall(VALUE, operation(body[-1])[2])
         machine.values |= {name: machine.value(x) for (name, _), x in zip(carried, yielded, strict=True)}
     return machine

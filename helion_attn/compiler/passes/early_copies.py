@@ -64,10 +64,18 @@ def _ahead(loop: str, stages: int) -> str:
     return rf"arith\.addi {re.escape(j)}, %c{stages - 1}_i(32|64)(_\d+)? :"
 
 
-def _an_iteration_later(loop: str, copies: list[str], stages: int) -> list[str]:
+def _an_iteration_later(loop: str, copies: list[str], rest: list[str], stages: int) -> list[str]:
     """`copies`, of the block before, where one comes after the first that the loop's first iteration waits for.
 
-    The counter of buffers stays as it was, one ahead: before it is raised, it is that of the block before.
+    The counter of buffers stays as it was, one ahead: before it is raised, it is that of the block before. What the
+    block's index leads to has a name of its own here: the loop carries some of it, such as the block's part, to the
+    iteration of that block.
+
+    Args:
+        loop: its first line.
+        copies: the operations to be moved.
+        rest: the loop's others.
+        stages: buffers.
     """
     j, first, end = matched(loop, rf"scf\.for ({VALUE}) = ({VALUE}) to ({VALUE}) step")
     expected = only(find(copies, EXPECT), "its barriers of copies")
@@ -98,9 +106,17 @@ def _an_iteration_later(loop: str, copies: list[str], stages: int) -> list[str]:
         "%early_valid = arith.andi %early_in_loop, %early_not_first : i1",
     ]
     names = {buffer: before, valid: "%early_valid", str(block): EARLY_BLOCK, j: "%early_before"}
-    found = [renamed(line, names) for line in of_block]
+    own, found = {}, []
+    for line in of_block:
+        name = defined(line)
+        if name and renamed(line, names) != line:
+            own[name] = names[name] = f"%early_{name[1:]}"
+        found.append(renamed(line, names))
     if any(names[j] in line for line in found):
         checks.append(f"{names[j]} = arith.subi {j}, %early_one : {integer}")
+    needed = {name for line in rest for name in re.findall(VALUE, line)}
+    carried, _ = taken_out(of_block, [i for i, line in enumerate(of_block) if defined(line) in needed & own.keys()], 0)
+    of_counter += [line for line in carried if defined(line) in own]
     return [*of_counter, *(indent + line for line in checks), *found]
 
 
@@ -175,7 +191,7 @@ def _rescheduled(lines: list[str], at: int, end: int) -> tuple[list[str], str]:
     if in_one_buffer:
         how = "block j + 1 is copied behind the wait for Q K^T; K has one buffer"
     elif later:
-        group = _an_iteration_later(lines[at], group, stages)
+        group = _an_iteration_later(lines[at], group, rest, stages)
         how = f"block j + {stages - 2} is copied behind the issue of Q K^T, an iteration later than before"
     elif in_flight or in_turns:
         try:
