@@ -208,7 +208,7 @@ def test_the_machine_can_fail(name: str, pattern: str, replacement: str, which: 
 
 def test_an_iteration_too_early() -> None:
     """In one-level accumulation, P V still reads the buffer of the block before."""
-    with mock.patch.object(early_copies, "_an_iteration_later", lambda loop, copies, stages: copies):
+    with mock.patch.object(early_copies, "_an_iteration_later", lambda loop, copies, rest, stages: copies):
         too_early = early_copies.rescheduled(texts("one_level_3_stages")[0])
     assert too_early.applied
     with pytest.raises(AssertionError, match="written while it is read"):
