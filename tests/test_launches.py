@@ -50,6 +50,8 @@ def elsewhere(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def test_what_is_launched(call: Callable[[], None]) -> None:
     with planning() as made:
         call()
+        assert not made  # a launch that comes once is not worth a plan
+        call()
         assert made
         for run, args, plan in made:
             assert isinstance(plan, Plan), run
@@ -65,7 +67,8 @@ def test_what_is_launched(call: Callable[[], None]) -> None:
 
 def test_descriptors_are_encoded_once_an_address() -> None:
     with planning() as made:
-        attend()
+        for _ in range(2):
+            attend()
         _, args, plan = made[-1]
         boxes = len(plan._boxes)
         assert boxes > 1

@@ -45,8 +45,8 @@ class Compiled(Runner):
     """A kernel function compiled through Triton with one config: once a specialisation, for all lengths and strides.
 
     Helion is slow to find the code for sizes that are not those of the last call, and slower in a new process
-    (docs/notes/host_time.md). `code_cache` finds it instead, and this remembers the launch (`launch_plans`) that
-    it led to, for every set of sizes and specialisations.
+    (docs/notes/host_time.md). `code_cache` finds it instead, and from a second launch on this remembers what it led to
+    (`launch_plans`), for every set of sizes and specialisations: many lengths come once.
     """
 
     def __init__(self, fn: Callable[..., Any], config: Config, expected: tuple[str, ...] = ()) -> None:
@@ -54,7 +54,8 @@ class Compiled(Runner):
         self._generated = code_cache.Generated(fn, config)
         self._expected = expected
         self._positions: tuple[list[int], list[int]] | None = None
-        self._found: dict[Hashable, Callable[..., Any]] = {}
+        #: What launches it again, by all that it depends on; None of what was launched once.
+        self._found: dict[Hashable, Callable[..., Any] | None] = {}
 
     def __call__(self, *args: Any) -> None:
         """Run it. An argument is a tensor in every call, or in none."""
@@ -78,8 +79,13 @@ class Compiled(Runner):
             if len(self._found) >= MAX_REMEMBERED:
                 self._found.clear()
             with call_plans.not_recorded():
-                found = launch_plans.launch_first(self._generated.find(args), args, self._expected)
-            self._found[key] = found
+                run = self._generated.find(args)
+                if key in self._found or call_plans.recording():
+                    self._found[key] = found = launch_plans.launch_first(run, args, self._expected)
+                else:
+                    self._found[key] = None
+                    found = launch_plans.through_triton(run, self._expected)
+                    found(*args)
         call_plans.note(found, args)
 
 

@@ -92,8 +92,13 @@ ENCODE = "fill_tma_descriptor_tiled" if ONE_FOR_ALL else "fill_tma_descriptor"
 ENCODED: list[tuple[Any, ...]] = []
 
 
+#: Storages whose addresses were asked for: kept, so that no other has the same.
+KEPT: list[torch.UntypedStorage] = []
+
+
 def address(x: FakeTensor) -> int:
     """A stand-in for the address of a tensor that has none."""
+    KEPT.append(x.untyped_storage())
     return 512 * (x.untyped_storage()._cdata % 2**40) + int(x.storage_offset()) * x.element_size()
 
 
@@ -121,4 +126,5 @@ def planning(stream: Callable[[int], int] = lambda device: 7) -> Iterator[list[t
     ):
         ENCODED.clear()
         LAUNCHED.clear()
+        KEPT.clear()
         yield made
