@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.numerics import MAX_HADAMARD_BLOCK
-from helion_attn.preprocess.lib.rope import INTERLEAVED, RopeTables
+from helion_attn.preprocess.lib.rope import INTERLEAVED, PART_SPLIT, RopeTables
 from helion_attn.preprocess.lib.strided import WIDEST_LOAD, StridedQKV
 from helion_attn.types import Recipe
 
@@ -93,13 +93,15 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
     )
     # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
     wide_loads = source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
-    plain = wide_loads and dtype.itemsize == 2 and not rope.pairing and not hadamard
+    # Rows of which some channels are rotated, or padded, take registers for masks.
+    as_they_come = wide_loads and dtype.itemsize == 2 and not hadamard and rope.pairing != PART_SPLIT
     elements = ROTATED_ELEMENTS if rotate_first else PACK_ELEMENTS
     kv_elements = elements
     # Angles and what is rotated do not fit the registers of four warps.
     warps = kv_warps = 8 if rope.pairing or hadamard else 4
     # A whole block of 256 channels would take 16 warps, and leave room for one program an SM.
-    if plain and bn * D_row <= MAX_WARPS * WARP_ELEMENTS:
+    whole_blocks = as_they_come and bn * D_row <= MAX_WARPS * WARP_ELEMENTS
+    if whole_blocks:
         kv_warps = max(warps, bn * D_row // WARP_ELEMENTS)
         kv_elements = kv_warps * WARP_ELEMENTS
     elif recipe.smooth_k and source.d_steps[1] != 1:
@@ -120,13 +122,17 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
     registers = (NARROW_REGISTERS if narrow else ROTATED_REGISTERS) if cap_registers else None
     interleaved = rope.pairing == INTERLEAVED and narrow_angles
     cap_k = interleaved and recipe.smooth_k and not hadamard and D_row > MAX_HADAMARD_BLOCK
+    kv_registers = NARROW_REGISTERS if cap_k else registers
+    if whole_blocks and rope.pairing and D_row == MAX_HADAMARD_BLOCK:
+        # A block and its angles: left alone, ptxas takes 190 for fp32 angles, and one program fits an SM.
+        kv_registers = ROTATED_REGISTERS
     # With two stages the next load is issued when a tile is done, with three a tile earlier. For blocks of K with 128
     # channels that is 147456 bytes of shared memory, not 114688: one program an SM, not two.
     in_flight = (3 if narrow else 2) if pipelined else 1
     return Tiling(
         q_tile=q_tile,
         k_tile=k_tile,
-        d_tile=math.gcd(source.D_v_pad, kv_elements // bn if plain else PACK_CHANNELS),
+        d_tile=math.gcd(source.D_v_pad, kv_elements // bn if as_they_come else PACK_CHANNELS),
         q_run=bm // q_tile if q_per_block else few,
         k_run=bn // k_tile if k_per_block else few,
         q_per_block=q_per_block,
@@ -136,8 +142,8 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
         q_warps=warps,
         kv_warps=kv_warps,
         q_registers=registers,
-        kv_registers=NARROW_REGISTERS if cap_k else registers,
+        kv_registers=kv_registers,
         q_in_flight=(3 if rotate_first else 2) if pipelined else 1,
         # What a program of plain rows loads goes to registers.
-        k_in_flight=1 if plain else in_flight,
+        k_in_flight=1 if as_they_come else in_flight,
     )
