@@ -43,6 +43,7 @@ from benchmarks import (
     speed,
     splits,
     startup,
+    tritonbench,
     varlen,
 )
 from benchmarks.lib.checks import Check, goal_tables, on_gpu
@@ -144,11 +145,14 @@ CHECK_BLOCKS = {
 
 #: By the name in a document's marks.
 BLOCKS = (
-    front.BLOCKS | {name: block for suite in SUITES.values() for name, block in suite.blocks.items()} | CHECK_BLOCKS
+    front.BLOCKS
+    | {name: block for suite in SUITES.values() for name, block in suite.blocks.items()}
+    | CHECK_BLOCKS
+    | {"tritonbench": tritonbench.BLOCK}
 )
 
 #: What has blocks.
-DOCUMENTS = (Path("README.md"), *(Path(f"docs/{name}.md") for name in ("accuracy", "benchmarks")))
+DOCUMENTS = (Path("README.md"), *(Path(f"docs/{name}.md") for name in ("accuracy", "benchmarks", "integrations")))
 
 
 def older_rows(rows: list[Row]) -> str:

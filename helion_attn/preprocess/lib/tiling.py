@@ -123,7 +123,7 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
     interleaved = rope.pairing == INTERLEAVED and narrow_angles
     cap_k = interleaved and recipe.smooth_k and not hadamard and D_row > MAX_HADAMARD_BLOCK
     kv_registers = NARROW_REGISTERS if cap_k else registers
-    if whole_blocks and rope.pairing and D_row == MAX_HADAMARD_BLOCK:
+    if whole_blocks and rope.pairing and bn * D_row > PACK_ELEMENTS:
         # A block and its angles: left alone, ptxas takes 190 for fp32 angles, and one program fits an SM.
         kv_registers = ROTATED_REGISTERS
     # With two stages the next load is issued when a tile is done, with three a tile earlier. For blocks of K with 128
