@@ -175,10 +175,10 @@ D_V = {(192, 128): 128, (576, 256): 512}
 #: Instructions for spilled registers by V tile: 320 channels of sums leave the least room.
 MAX_SPILLED = {320: 24}
 
-#: The default recipe on every config, the other product on some full ones, and all options where there are the fewest
-#: registers to spare. (At D 1024 they spill up to three.)
+#: The default recipe with the causal mask, the other product on some full ones, and all options where there are the
+#: fewest registers to spare. (At D 1024 they spill up to three.)
 COMPILED = [
-    *((tile, "balanced") for tile in LARGE_TILE_CONFIGS),
+    *((tile, "balanced") for tile in LARGE_TILE_CONFIGS if tile.causal),
     *((tile, "fast") for tile in LARGE_TILE_CONFIGS if not tile.causal and tile.D_pad in (192, 640)),
     *((tile, "accurate") for tile in LARGE_TILE_CONFIGS if tile.causal and tile.D_pad in (384, 768)),
 ]
@@ -230,11 +230,7 @@ def test_pairs_of_the_other_kernel_compile(D: int, D_v: int) -> None:
     assert kernel.ctas_per_sm >= attention_tile_config(D, D_v, True).ctas_per_sm
 
 
-@pytest.mark.parametrize(
-    ("recipe", "D", "D_v"),
-    [(PRESETS["balanced"], 576, 512), (PRESETS["accurate"], 1024, 1024)],
-    ids=["balanced-576", "accurate-1024"],
-)
+@pytest.mark.parametrize(("recipe", "D", "D_v"), [(PRESETS["accurate"], 1024, 1024)], ids=["accurate-1024"])
 def test_preprocessing_compiles(recipe: ha.Recipe, D: int, D_v: int) -> None:
     for kernel in compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D, D_v=D_v), recipe=recipe):
         # The mean of K's 1024 channels, of which 576 are there.

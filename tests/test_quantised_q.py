@@ -125,12 +125,11 @@ def compiled(recipe: ha.Recipe, causal: bool, dtype: torch.dtype, rotates: bool,
 @pytest.mark.parametrize(
     ("recipe", "causal", "dtype", "rotates", "return_lse"),
     [
-        (ha.FAST, True, torch.bfloat16, False, False),
-        (ha.BALANCED, False, torch.bfloat16, False, False),
+        (ha.FAST, False, torch.bfloat16, False, False),
         (ha.BALANCED, True, torch.bfloat16, True, True),
         (ha.BALANCED, True, torch.float16, False, True),
     ],
-    ids=["fast-causal", "balanced-full", "balanced-causal-rope-lse", "balanced-causal-fp16-lse"],
+    ids=["fast-full", "balanced-causal-rope-lse", "balanced-causal-fp16-lse"],
 )
 def test_its_code(recipe: ha.Recipe, causal: bool, dtype: torch.dtype, rotates: bool, return_lse: bool) -> None:
     kernel = shared(compiled, recipe, causal, dtype, rotates, return_lse)

@@ -1,4 +1,4 @@
-"""Lengths are data: 50 of them take at most two compilations of any kernel; with GQA two each, keys split or not."""
+"""Lengths are data: dozens take at most two compilations of any kernel; with GQA two each, keys split or not."""
 
 from __future__ import annotations
 
@@ -55,20 +55,19 @@ def assert_few(seen: Compilations, specialisations: int = 1) -> None:
     assert max(Counter(seen.traced).values()) <= specialisations * MOST_TRACES, Counter(seen.traced)
 
 
-def test_fifty_lengths() -> None:
+def test_many_lengths() -> None:
     # With keys split, and so Q packed, and not: two specialisations.
-    lengths = [(S, S) for S in random_lengths(0, 50)]
+    lengths = [(S, S) for S in random_lengths(0, 30)]
     assert_few(run_lengths(lengths, 64, causal=False), 2)
     assert_few(attend_to_lengths(lengths), 2)
 
 
-@pytest.mark.parametrize("D", [128, 256])
-def test_other_head_dims(D: int) -> None:
-    assert_few(run_lengths([(S, S) for S in random_lengths(1, 6)], D, True))
+def test_another_head_dim() -> None:
+    assert_few(run_lengths([(S, S) for S in random_lengths(1, 6)], 128, True))
 
 
 def test_query_and_key_lengths_differ() -> None:
-    lengths = list(zip(random_lengths(2, 20), random_lengths(3, 20), strict=True))
+    lengths = list(zip(random_lengths(2, 10), random_lengths(3, 10), strict=True))
     assert_few(run_lengths(lengths, 64, False, "bshd"), 2)
 
 
@@ -76,7 +75,7 @@ def test_query_and_key_lengths_differ() -> None:
 def test_heads_of_groups(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With keys split and not, two specialisations each: heads that share tiles, and heads that do not."""
     monkeypatch.setattr(scheduling, "key_splits", lambda *_: splits)
-    lengths = [1, 16, 65, *random_lengths(6, 47)]
+    lengths = [1, 16, 65, *random_lengths(6, 20)]
     seen = attend_to_lengths([(S, S) for S in lengths], H_kv=2)
     assert_few(seen, 2)
     assert 2 in seen.by_kernel().values()

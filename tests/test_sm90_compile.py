@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -61,8 +62,13 @@ def tile_id(tile: TileConfig) -> str:
     return f"d{tile.D_pad}-{'causal' if tile.causal else 'full'}-up-to-{tile.max_query_blocks_per_sm}"
 
 
-@pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
-@pytest.mark.parametrize("tile", tiles_of(ALL_8_BIT), ids=tile_id)
+#: Every config with one preset, in turn: `scripts/ptx_hashes.py` compiles all with all.
+SHIPPED = [*zip(tiles_of(ALL_8_BIT), itertools.cycle(PRESETS.items()))]
+
+
+@pytest.mark.parametrize(
+    ("tile", "recipe"), [pytest.param(tile, recipe, id=f"{tile_id(tile)}-{name}") for tile, (name, recipe) in SHIPPED]
+)
 def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
     assert_8_bit_attention(kernel, tile, recipe)
@@ -76,8 +82,8 @@ def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
 @pytest.mark.parametrize(
     ("tile", "recipe"),
     [
-        *(pytest.param(tile, ha.HYBRID, id=f"hybrid-{tile_id(tile)}") for tile in tiles_of((8, 16))),
-        *(pytest.param(tile, ha.BF16, id=f"bf16-{tile_id(tile)}") for tile in tiles_of((16, 16))),
+        *(pytest.param(t, ha.HYBRID, id=f"hybrid-{tile_id(t)}") for t in tiles_of((8, 16)) if t.causal),
+        *(pytest.param(t, ha.BF16, id=f"bf16-{tile_id(t)}") for t in tiles_of((16, 16)) if not t.causal),
     ],
 )
 def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
@@ -190,7 +196,6 @@ def test_without_interleaved_keys_p_is_shuffled(monkeypatch: pytest.MonkeyPatch)
 
 #: (D, D_v, H, M), and the programs that an SM must hold.
 DECODED = {
-    "d32": (32, 32, 64, 1, 3),
     "d64": (64, 64, 64, 1, 4),
     "d128": (128, 128, 64, 1, 3),
     "d128_128_rows": (128, 128, 64, 16, 2),
@@ -216,7 +221,7 @@ def test_decoding(name: str) -> None:
     assert_sound(merge)
 
 
-@pytest.mark.parametrize("name", ["d64", "d128_128_rows", "d256"])
+@pytest.mark.parametrize("name", ["d128_128_rows", "d256"])
 def test_decoding_with_masks(name: str) -> None:
     D, D_v, H, M, ctas_per_sm = DECODED[name]
     decode, _ = shared(compile_decode, D, D_v, H, M, num_splits=2, masked=True)
@@ -238,10 +243,7 @@ def test_decoding_from_a_large_pool() -> None:
 VARLEN: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
     **{f"d{D}-True": (D, True, ha.BALANCED, {}) for D in SUPPORTED_D},
     "d128-False": (128, False, ha.BALANCED, {}),
-    "fast": (128, True, ha.FAST, {}),
     "accurate_d256": (256, True, ha.ACCURATE, {}),
-    "window": (128, True, ha.BALANCED, {"window": (100, -1)}),
-    "softcap": (64, False, ha.BALANCED, {"softcap": 50.0}),
     "everything": (64, True, ha.ACCURATE, {"window": (100, -1), "softcap": 50.0, "sinks": True}),
     "everything_d256": (256, False, ha.ACCURATE, {"window": (100, 5), "softcap": 50.0, "sinks": True}),
     "d192_v128": (192, True, ha.BALANCED, {"D_v": 128}),
@@ -298,11 +300,9 @@ SPLIT: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
     **{
         f"d{D}-{'causal' if causal else 'full'}-{name}": (D, causal, PRESETS[name], {})
         for D, causal, name in (
-            *((32, False, "fast"), (128, False, "fast")),
-            *((64, True, "balanced"), (128, True, "balanced"), (256, True, "balanced")),
+            *((32, False, "fast"), (64, True, "balanced"), (128, True, "balanced"), (256, True, "balanced")),
         )
     },
-    "softcap": (64, False, ha.BALANCED, {"softcap": 50.0}),
     "everything": (64, True, ha.ACCURATE, {"window": (9000, -1), "softcap": 50.0, "sinks": True}),
     "everything_d128": (128, True, ha.ACCURATE, {"window": (9000, -1), "softcap": 50.0, "sinks": True}),
     "everything_d256": (256, False, ha.ACCURATE, {"window": (9000, 5), "softcap": 50.0, "sinks": True}),

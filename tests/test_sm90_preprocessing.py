@@ -52,11 +52,8 @@ LAYOUTS: dict[str, tuple[str, Callable[[], tuple[torch.Tensor, ...]]]] = {
 }
 
 
-#: (D, recipe): every D, every recipe, and two of them where tiles are the largest. `ROTATED` has all there.
-PREPROCESSED = [
-    *((32, "balanced"), (64, "accurate")),
-    *((128, "fast"), (128, "balanced"), (256, "balanced"), (256, "accurate")),
-]
+#: (D, recipe): two recipes, and both where tiles are the largest. `ROTATED` has others there.
+PREPROCESSED = [(64, "accurate"), (128, "balanced"), (256, "balanced"), (256, "accurate")]
 
 
 @pytest.mark.parametrize(("D", "name"), PREPROCESSED)
@@ -83,10 +80,10 @@ def test_mean_of_many_keys(D_v: int) -> None:
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
-#: (D, recipe, interleaved, dtype of the tables): where tiles are the largest, of the first three every two together;
-#: and fp32 tables with ACCURATE at 128 channels, where it has a limit of registers.
+#: (D, recipe, interleaved, dtype of the tables): where tiles are the largest; with fp32 tables at 128 channels, where
+#: there is a limit of registers.
 ROTATED = [
-    *((128, "fast", False, BF16), (128, "balanced", True, BF16), (128, "accurate", False, FP32)),
+    *((128, "balanced", False, FP32), (128, "accurate", False, FP32)),
     *((256, "fast", True, BF16), (256, "balanced", False, BF16), (256, "accurate", True, BF16)),
 ]
 
@@ -101,16 +98,15 @@ def test_preprocessing_with_rope(D: int, name: str, interleaved: bool, dtype: to
 
     kernels = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D), recipe=recipe, make_rope=make_rope)
     assert_preprocessing(kernels, recipe)
-    if not recipe.hadamard:
+    if not recipe.hadamard and dtype == BF16:
         assert kernels[-1].ctas_per_sm >= 3
-    elif dtype == FP32:
-        assert kernels[-1].ctas_per_sm >= 2
+    if dtype == FP32:
+        assert all(kernel.ctas_per_sm >= 2 for kernel in kernels)
 
 
-@pytest.mark.parametrize("D", [64, 256])
-def test_preprocessing_that_only_rotates(D: int) -> None:
+def test_preprocessing_that_only_rotates() -> None:
     recipe = replace(IN_E4M3, hadamard=True)
-    kernels = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D), recipe=recipe)
+    kernels = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 256), recipe=recipe)
     assert_preprocessing(kernels, recipe)
     assert kernels[-1].ctas_per_sm >= 2
 
@@ -140,11 +136,8 @@ def strided_in_d(D: int) -> tuple[torch.Tensor, ...]:
     return every_third(2, 4, 1000, D), every_third(2, 2, 3000, D), every_third(2, 2, 3000, D)
 
 
-#: (D, recipe, whether the last dimension is strided): of each every two together.
-PADDED_CHANNELS = [
-    *((147, "not_reflected", True), (147, "fast", False), (147, "balanced", True)),
-    *((40, "not_reflected", False), (40, "fast", True), (40, "balanced", False)),
-]
+#: (D, recipe, whether the last dimension is strided).
+PADDED_CHANNELS = [(147, "not_reflected", True), (147, "fast", False), (147, "balanced", True), (40, "fast", True)]
 
 
 @pytest.mark.parametrize(("D", "name", "strided"), PADDED_CHANNELS)
