@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from helion_attn.types import Recipe
 from helion_attn.validate.dense import check_no_grad
@@ -48,29 +47,8 @@ class Visible:
     kept: torch.Tensor | None = None
 
 
-class Read(NamedTuple):
-    """What was read of a mask.
-
-    Attributes:
-        version: of the values, which a tensor counts.
-        how: the view of the tensor that was read, and for which B, M and N.
-        visible: what it leaves.
-    """
-
-    version: int
-    how: tuple[object, ...]
-    visible: Visible
-
-
-#: By mask, or the tensor that it is a view of: the layers of a model are given the same, and reading it keeps the host
-#: waiting for the GPU.
-_READ = WeakTensorKeyDictionary()
-
-
 def read_mask(mask: torch.Tensor, B: int, M: int, N: int) -> Visible:
-    """Read a mask of `scaled_dot_product_attention` on the host, once for its values.
-
-    Those of a tensor made in inference mode, which does not count changes, are read in every call.
+    """Read a mask of `scaled_dot_product_attention` on the host: whether it hides anything, and if so what.
 
     Args:
         mask: broadcasts to [B, H, M, N]: bool, True where a key is seen, or added to the scores, 0 where it is and -inf
@@ -97,18 +75,6 @@ def read_mask(mask: torch.Tensor, B: int, M: int, N: int) -> Visible:
         raise ValueError(f"{what}; it must broadcast to [B, H, M, N] with B = {B}, M = {M} and N = {N}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise NotImplementedError(f"{what}; it must be bool or of a floating-point dtype")
-    if mask.is_inference():
-        return _visible(mask, what, B, M, N)
-    base = mask if mask._base is None else mask._base
-    now = mask._version, (mask.shape, mask.stride(), mask.storage_offset(), B, M, N)
-    known = _READ.get(base)
-    if known is None or known[:2] != now:
-        known = _READ[base] = Read(*now, _visible(mask, what, B, M, N))
-    return known.visible
-
-
-def _visible(mask: torch.Tensor, what: str, B: int, M: int, N: int) -> Visible:
-    """What a mask of sound shape and dtype leaves to be seen; `what` names it in errors."""
     if (mask if mask.dtype == torch.bool else mask == 0).all():
         return Visible(True, False, (Part((0, M), (0, N)),) * B)
     # [B or 1, H or 1, M or 1, N or 1]

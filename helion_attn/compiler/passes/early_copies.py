@@ -110,14 +110,14 @@ def _an_iteration_later(loop: str, copies: list[str], rest: list[str], stages: i
     for line in of_block:
         name = defined(line)
         if name and renamed(line, names) != line:
-            own[name] = names[name] = f"%early_{name[1:]}"
+            own[name] = names[name] = f"%moved_{name[1:]}"
         found.append(renamed(line, names))
     if any(names[j] in line for line in found):
         checks.append(f"{names[j]} = arith.subi {j}, %early_one : {integer}")
     needed = {name for line in rest for name in re.findall(VALUE, line)}
     carried, _ = taken_out(of_block, [i for i, line in enumerate(of_block) if defined(line) in needed & own.keys()], 0)
-    of_counter += [line for line in carried if defined(line) in own]
-    return [*of_counter, *(indent + line for line in checks), *found]
+    of_counter += carried
+    return [*of_counter, *(indent + line for line in checks), *(line for line in found if line not in carried)]
 
 
 def rescheduled(text: str) -> Outcome:

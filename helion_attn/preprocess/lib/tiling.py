@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.numerics import MAX_HADAMARD_BLOCK
-from helion_attn.preprocess.lib.rope import INTERLEAVED, PART_SPLIT, RopeTables
+from helion_attn.preprocess.lib.rope import INTERLEAVED, RopeTables
 from helion_attn.preprocess.lib.strided import WIDEST_LOAD, StridedQKV
 from helion_attn.types import Recipe
 
@@ -94,7 +94,8 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
     # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.
     wide_loads = source.unit * dtype.itemsize == WIDEST_LOAD and set(source.d_steps) == {1}
     # Rows of which some channels are rotated, or padded, take registers for masks.
-    as_they_come = wide_loads and dtype.itemsize == 2 and not hadamard and rope.pairing != PART_SPLIT
+    all_rotated = rope.rotary == D_row == source.D
+    as_they_come = wide_loads and dtype.itemsize == 2 and not hadamard and (not rope.pairing or all_rotated)
     elements = ROTATED_ELEMENTS if rotate_first else PACK_ELEMENTS
     kv_elements = elements
     # Angles and what is rotated do not fit the registers of four warps.
@@ -123,7 +124,7 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
     interleaved = rope.pairing == INTERLEAVED and narrow_angles
     cap_k = interleaved and recipe.smooth_k and not hadamard and D_row > MAX_HADAMARD_BLOCK
     kv_registers = NARROW_REGISTERS if cap_k else registers
-    if whole_blocks and rope.pairing and bn * D_row > PACK_ELEMENTS:
+    if whole_blocks and rope.pairing and bn * D_row > PACK_ELEMENTS and D_row <= MAX_HADAMARD_BLOCK:
         # A block and its angles: left alone, ptxas takes 190 for fp32 angles, and one program fits an SM.
         kv_registers = ROTATED_REGISTERS
     # With two stages the next load is issued when a tile is done, with three a tile earlier. For blocks of K with 128
