@@ -230,11 +230,10 @@ def test_pairs_of_the_other_kernel_compile(D: int, D_v: int) -> None:
     assert kernel.ctas_per_sm >= attention_tile_config(D, D_v, True).ctas_per_sm
 
 
-@pytest.mark.parametrize(("recipe", "D", "D_v"), [(PRESETS["accurate"], 1024, 1024)], ids=["accurate-1024"])
-def test_preprocessing_compiles(recipe: ha.Recipe, D: int, D_v: int) -> None:
-    for kernel in compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D, D_v=D_v), recipe=recipe):
-        # The mean of K's 1024 channels, of which 576 are there.
-        assert_sound(kernel, 8 if D == 576 else 0)
+def test_preprocessing_compiles() -> None:
+    D = 1024
+    for kernel in compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D, D_v=D), recipe=PRESETS["accurate"]):
+        assert_sound(kernel)
 
 
 def test_masks_compile() -> None:

@@ -104,12 +104,11 @@ def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
 
 
-@pytest.mark.parametrize(("recipe", "causal"), [(ha.FAST, True), (ha.BALANCED, False)], ids=["fast", "balanced"])
-def test_keys_of_more_than_2_to_the_31_elements(recipe: ha.Recipe, causal: bool) -> None:
+def test_keys_of_more_than_2_to_the_31_elements() -> None:
     """Helion's index type is another there, and K and V came by pointers, with 233 spills."""
-    (kernel,) = shared(compile_shape, 1, 10000, 2**23 + 2**20, 128, causal, recipe=recipe)
+    (kernel,) = shared(compile_shape, 1, 10000, 2**23 + 2**20, 128, True, recipe=ha.FAST)
     if MEASURED:
-        assert_8_bit_attention(kernel, tile_config(128, causal), recipe)
+        assert_8_bit_attention(kernel, tile_config(128, True))
     else:
         # Of its loop's registers 62 spill under Triton 3.9 (docs/trust.md, Other Tritons).
         assert_sound(kernel)
@@ -134,8 +133,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 50.0, "recipe": ha.FAST},
 }
 AT_64: dict[str, dict[str, Any]] = {
-    "window": {"window": (100, 100), "recipe": ha.FAST},
-    "sinks": {"sinks": True, "recipe": ha.FAST},
     "softcap_fp32": {"softcap": 50.0, "recipe": ha.ACCURATE, "out_dtype": torch.float32, "layout": "bshd"},
     "softcap_causal_blocks": {"softcap": 50.0, "causal": True, "recipe": replace(IN_E4M3, k_scales="block")},
     "everything": {"window": (100, -1), "causal": True, "softcap": 50.0, "sinks": True, "recipe": ha.ACCURATE},
@@ -165,7 +162,7 @@ def test_everything_in_16_bits(recipe: ha.Recipe, D: int) -> None:
 
 @pytest.mark.parametrize(
     ("out_dtype", "layout"),
-    [(torch.float16, "bhsd"), (torch.bfloat16, "bshd"), (torch.float32, "bshd"), (torch.float8_e4m3fn, "bhsd")],
+    [(torch.bfloat16, "bshd"), (torch.float8_e4m3fn, "bhsd")],
     ids=str,
 )
 def test_out_dtype(out_dtype: torch.dtype, layout: str) -> None:

@@ -117,9 +117,8 @@ def test_preprocessing_of_views(name: str) -> None:
     assert_preprocessing(compile_quantize(make_qkv, layout=layout))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_preprocessing_of_dtypes(dtype: torch.dtype) -> None:
-    assert_preprocessing(compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 64, dtype)))
+def test_preprocessing_of_fp32() -> None:
+    assert_preprocessing(compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 64, torch.float32)))
 
 
 def every_third(*shape: int) -> torch.Tensor:
@@ -137,7 +136,7 @@ def strided_in_d(D: int) -> tuple[torch.Tensor, ...]:
 
 
 #: (D, recipe, whether the last dimension is strided).
-PADDED_CHANNELS = [(147, "not_reflected", True), (147, "fast", False), (147, "balanced", True), (40, "fast", True)]
+PADDED_CHANNELS = [(147, "not_reflected", True), (147, "balanced", False), (40, "fast", True)]
 
 
 @pytest.mark.parametrize(("D", "name", "strided"), PADDED_CHANNELS)
