@@ -83,7 +83,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 #: (D, recipe, interleaved, dtype of the tables): where tiles are the largest; with fp32 tables at 128 channels, where
 #: there is a limit of registers.
 ROTATED = [
-    *((128, "balanced", False, FP32), (128, "accurate", False, FP32)),
+    *((128, "balanced", False, FP32), (128, "balanced", True, BF16), (128, "accurate", False, FP32)),
     *((256, "fast", True, BF16), (256, "balanced", False, BF16), (256, "accurate", True, BF16)),
 ]
 
