@@ -463,6 +463,8 @@ def test_every_promise_has_one_bound() -> None:
     root = Path(__file__).parents[1]
     loaded = load(root / RESULTS)
     assert set(report.CHECKED_FILES) <= {block.file for block in report.BLOCKS.values()}
+    # The kernels of today have not been timed stage by stage.
+    assert set(report.CHECKED_FILES) - set(loaded) == {"stages"}
     found = by_promise(report.all_checks(loaded))
     assert all(len({check.relation for check in promise.checks}) == 1 for promise in found)
     names = [check.name for promise in found for check in promise.checks]

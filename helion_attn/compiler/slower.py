@@ -7,7 +7,7 @@ import warnings
 
 
 class SlowerWarning(RuntimeWarning):
-    """What is computed is right; it takes longer than this package's figures say."""
+    """Warning that a call takes longer than this package's figures say. Its result is right."""
 
 
 @functools.cache

@@ -51,7 +51,10 @@ def _warn_not_used(path: Path) -> None:
 
 
 def _text(path: Path) -> str | None:
-    """What a file holds; None if others can have written it. The file that is looked at is the one that is read."""
+    """Read a file; None if others can have written it.
+
+    Permissions are those of the open file, so that no other file can take its place in between.
+    """
     with contextlib.ExitStack() as opened:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         opened.callback(os.close, folder)

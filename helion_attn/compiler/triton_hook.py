@@ -60,7 +60,7 @@ def _parsed(text: str, context: Any) -> Any:
 
 @functools.cache
 def digest() -> str:
-    """Of the passes."""
+    """Hash of the passes' sources."""
     sources = [Path(__file__), *sorted(Path(passes.__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
@@ -103,7 +103,10 @@ class _Hook:
 
 
 def passed(text: str, no_turns: str | None = None) -> list[Outcome]:
-    """What the passes over Triton's GPU IR make of a module, in their order; `no_turns` is why there are to be none."""
+    """Run the passes over Triton's GPU IR of a module, in their order.
+
+    `no_turns` says why warpgroups are to take no turns.
+    """
     once = computed_once.with_one(text)
     shared = shared_q.with_shared_q(once.text)
     rows = (
@@ -179,7 +182,7 @@ def _compile(source: Any, no_turns: str | None, *, _env_vars: dict[str, str] | N
 
 
 def outcomes(kernel: Any) -> tuple[Outcome, ...]:
-    """What each pass did in the compilation of a kernel, as Triton has it compiled, now or by an earlier process."""
+    """Outcomes of the passes for a compiled kernel, also of one that an earlier process compiled."""
     found = getattr(kernel.metadata, OUTCOMES, None)
     if found is None:
         reason = f"it was compiled without: Triton {triton.__version__} is not known"

@@ -67,7 +67,7 @@ def loops(lines: list[str]) -> Iterator[tuple[int, int]]:
 
 
 def indentation(line: str) -> str:
-    """What comes before the operation."""
+    """Return the spaces at the beginning of a line."""
     return line[: len(line) - len(line.lstrip())]
 
 
