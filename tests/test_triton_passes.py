@@ -21,7 +21,14 @@ from triton.runtime.jit import JITFunction
 
 import helion_attn as ha
 from helion_attn.compiler import slower, triton_hook
-from helion_attn.compiler.passes import computed_once, early_copies, rows_ahead, shared_q, warpgroup_turns
+from helion_attn.compiler.passes import (
+    computed_once,
+    early_copies,
+    rows_ahead,
+    separate_ends,
+    shared_q,
+    warpgroup_turns,
+)
 from helion_attn.compiler.passes.expected import COSTS, expected_passes, missing
 from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, only
 from helion_attn.compiler.passes.ttgir import matched
@@ -224,10 +231,11 @@ def test_outcomes_are_kept_with_the_kernel() -> None:
         (rows_ahead.NAME, False),
         (early_copies.NAME, True),
         (warpgroup_turns.NAME, True),
+        (separate_ends.NAME, True),
         (warpgroup_turns.PART_OF_P, True),
     ]
     assert outcomes[0].reason == computed_once.UNMARKED
-    assert re.fullmatch(r"the turn for P V waits for \d+ of \d+ registers of P", outcomes[5].reason)
+    assert re.fullmatch(r"the turn for P V waits for \d+ of \d+ registers of P", outcomes[-1].reason)
 
 
 def outcomes_of(compile_: Callable[[], Any]) -> dict[str, Outcome]:
@@ -280,7 +288,9 @@ def test_other_loops_say_why() -> None:
 
 
 def test_which_passes_a_config_is_expected_to_have() -> None:
-    names = {computed_once.NAME, early_copies.NAME, warpgroup_turns.NAME, warpgroup_turns.PART_OF_P}
+    names = {
+        computed_once.NAME, early_copies.NAME, warpgroup_turns.NAME, separate_ends.NAME, warpgroup_turns.PART_OF_P
+    }  # fmt: skip
     of_q = {shared_q.NAME, rows_ahead.NAME}
     assert COSTS.keys() == names | of_q == {*triton_hook.PASSES}
     assert {*expected_passes(tile_config(64, True), True, quantises_q=True)} == {early_copies.NAME, *of_q}

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 import helion_attn as ha
-from helion_attn.compiler.passes import ttgir, warpgroup_turns
+from helion_attn.compiler.passes import separate_ends, ttgir, warpgroup_turns
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.versions import MEASURED_SERIES
 from helion_attn.configs import tile_config
@@ -241,42 +241,58 @@ def test_behind_the_loop_nothing_changes(name: str) -> None:
         ended = ptx[ptx.index("mbarrier.inval", last.end()) :]
         return re.findall(r"bar\.sync|st\.shared[.\w]*|ld\.shared[.\w]*|\w*matrix[.\w]*", ended)
 
-    with mock.patch.object(warpgroup_turns, "with_turns", left_alone), recorded():
-        found = LOOPS[name]()
-    in_turns = behind_the_loop(kernel(name).ptx)
+    with mock.patch.object(separate_ends, "with_separate_ends", left_alone), recorded():
+        alone = LOOPS[name]()
+        with mock.patch.object(warpgroup_turns, "with_turns", left_alone):
+            found = LOOPS[name]()
+    in_turns = behind_the_loop(alone.ptx)
     assert in_turns == behind_the_loop(found.ptx)
     assert any(x.startswith("st.shared") for x in in_turns)
 
 
-def loads_and_copies(lines: list[str]) -> str:
-    """In front of a loop, in their order: l and c."""
-    letters = {"tt.load": "l", "ttng.async_tma_copy_global_to_local": "c"}
+def in_front(lines: list[str]) -> str:
+    """In front of a loop, in their order: loads l, copies c, waits for them w, and maxima across lanes m."""
+    letters = {
+        "tt.load": "l",
+        "ttng.async_tma_copy_global_to_local": "c",
+        "ttng.wait_barrier": "w",
+        "tt.reduce": "m",
+    }
     return "".join(letters.get(operation(line)[1], "") for line in lines)
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_first_copies_come_before_loads(name: str) -> None:
+def test_loads_come_first_and_are_used_last(name: str) -> None:
     without = shared_ir(LOOPS[name])[0][1]
-    assert re.fullmatch("l+c+", loads_and_copies(split_at_loop(str(without))[0]))
-    assert re.fullmatch("c+l+", loads_and_copies(split_at_loop(text(name))[0]))
+    before = in_front(split_at_loop(str(without))[0])
+    after = in_front(split_at_loop(text(name))[0])
+    assert re.fullmatch("l+c+w?m?", before) is None or "m" not in before
+    assert re.fullmatch("l+c+w?m?", after)
+    assert sorted(before) == sorted(after)
 
 
-def test_copies_come_behind_what_they_need() -> None:
+def test_what_comes_first_comes_with_what_it_needs() -> None:
     """As a whole or not at all."""
-    function, load, index, copy, last = (
+    function, load, use, address, index, copy, wait, last = (
         "  tt.func public @f(%p: !tt.ptr<f32>, %d: !tt.tensordesc<f32>) {",
-        "    %a = tt.load %p : !tt.ptr<f32>",
+        "    %a = tt.load %q : !tt.ptr<f32>",
+        "    %u = arith.addf %a, %a : f32",
+        "    %q = tt.addptr %p, %c : !tt.ptr<f32>",
         "    %i = arith.addi %c, %c : i32",
         "    ttng.async_tma_copy_global_to_local %d[%i] %buffer, %barrier, %true : f32",
+        "    ttng.wait_barrier %barrier, %c : i32",
         "    gpu.barrier",
     )
-    moved = ttgir.with_copies_ahead([function, load, index, copy, last])
-    assert moved == [function, index, copy, load, last]
+    moved = ttgir.with_copies_ahead([function, index, address, load, use, copy, wait, last])
+    assert moved == [function, address, load, index, copy, wait, use, last]
     branch = ["    %i = scf.if %b -> (i32) {", "      scf.yield %c : i32", "    }"]
     waiting = ["    %i = ttg.local_load %x : i32"]
     for needed in (branch, waiting):
-        lines = [function, load, *needed, copy, last]
+        lines = [function, address, load, *needed, copy, wait, last]
         assert ttgir.with_copies_ahead(lines) == lines
+    inside = "      %b = tt.load %p : !tt.ptr<f32>"
+    lines = [function, "    scf.if %x {", inside, "    }", copy, last]
+    assert ttgir.with_copies_ahead(lines) == [function, copy, *lines[1:4], last]
 
 
 def test_other_loops_stay() -> None:
@@ -410,7 +426,8 @@ class Program:
         for block in range(self.blocks):
             yield from self.run(warp, "loop", block, reads)
         yield from self.run(warp, "after", self.blocks, reads)
-        assert not self.blocks or self.is_read("k0", self.blocks - 1), "what is stored next may be in its place"
+        last = self.blocks - 1
+        assert last < 0 or all(self.is_read(k, last) for k in self.k), "what is stored next may be in its place"
 
     def run(self, warp: int, part: str, block: int, reads: deque[tuple[str, int]]) -> Iterator[Callable[[], bool]]:
         copied_v = block + (1 if self.stages == 3 else 0)
@@ -451,7 +468,7 @@ class Program:
 def run(text_: str, stages: int, blocks: int, seed: int) -> None:
     """A program, its warps in an order of this seed."""
     before, _, body = split_at_loop(text_)
-    # Behind the loop: its end, what turns have there, a barrier of all, and the wait for the last product.
+    # Behind the loop: its end, what turns have there, a barrier of all or none, and the wait for the last product.
     after = text_.split("\n")[len(before) + 1 + len(body) :][:4]
     program = Program({"before": before, "loop": body, "after": after}, stages, blocks)
     schedule = random.Random(seed)
@@ -476,6 +493,25 @@ def run(text_: str, stages: int, blocks: int, seed: int) -> None:
 def test_no_schedule_fails(name: str, blocks: int) -> None:
     for seed in range(8):
         run(text(name), STAGES[name], blocks, seed)
+
+
+@pytest.mark.parametrize("name", [name for name in LOOPS if name != "hybrid_d128"])
+@pytest.mark.parametrize("blocks", [0, 1, 2, 3, 9])
+def test_no_schedule_fails_where_warpgroups_end_alone(name: str, blocks: int) -> None:
+    """Their rows come into buffers of K: also the other warpgroup has read those."""
+    ends = separate_ends.with_separate_ends(text(name))
+    assert ends.applied, ends.reason
+    for seed in range(8):
+        run(ends.text, STAGES[name], blocks, seed)
+
+
+@pytest.mark.parametrize("name", ["halves", "three_stages"])
+def test_the_machine_sees_an_end_that_comes_too_early(name: str) -> None:
+    ends = separate_ends.with_separate_ends(text(name)).text
+    (at,) = re.findall(r".*%turns_behind_loop = .*\n", ends)
+    with pytest.raises(AssertionError):  # noqa: PT012
+        for seed in range(8):
+            run(ends.replace(at, ""), STAGES[name], 6, seed)
 
 
 @pytest.mark.parametrize("name", LOOPS)

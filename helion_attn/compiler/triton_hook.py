@@ -15,14 +15,21 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from helion_attn.compiler import passes
-from helion_attn.compiler.passes import computed_once, early_copies, rows_ahead, shared_q, warpgroup_turns
+from helion_attn.compiler.passes import (
+    computed_once,
+    early_copies,
+    rows_ahead,
+    separate_ends,
+    shared_q,
+    warpgroup_turns,
+)
 from helion_attn.compiler.passes.expected import COSTS, missing
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.slower import warn_slower
@@ -38,11 +45,22 @@ PASSES = (
     rows_ahead.NAME,
     early_copies.NAME,
     warpgroup_turns.NAME,
+    separate_ends.NAME,
     warpgroup_turns.PART_OF_P,
 )
 
 #: Why a kernel takes no turns that was asked for none.
 SWITCHED_OFF = "switched off"
+
+#: Why a pass does not apply that is for kernels with turns.
+NO_TURNS = "there are no turns"
+
+
+class Refusals(NamedTuple):
+    """Why warpgroups are to take no turns, and why not to end each by itself; None if they are to."""
+
+    turns: str | None = None
+    ends: str | None = None
 
 
 def _parsed(text: str, context: Any) -> Any:
@@ -75,8 +93,8 @@ class _Hook:
     Other threads' compilations meanwhile are what they would be, though from Triton 3.7 on not found in its caches.
     """
 
-    def __init__(self, no_turns: str | None) -> None:
-        self._no_turns = no_turns
+    def __init__(self, refusals: Refusals) -> None:
+        self._refusals = refusals
         self._thread = threading.get_ident()
         _HOOKED.acquire()
         self._held = True
@@ -97,16 +115,13 @@ class _Hook:
         if self._earlier is not None:
             self._earlier(*args)
         if threading.get_ident() == self._thread:
-            _add_passes(args[1], self._no_turns)
+            _add_passes(args[1], self._refusals)
             self.remove()
         return None
 
 
-def passed(text: str, no_turns: str | None = None) -> list[Outcome]:
-    """Run the passes over Triton's GPU IR of a module, in their order.
-
-    `no_turns` says why warpgroups are to take no turns.
-    """
+def passed(text: str, refusals: Refusals = Refusals()) -> list[Outcome]:  # noqa: B008
+    """Run the passes over Triton's GPU IR of a module, in their order."""
     once = computed_once.with_one(text)
     shared = shared_q.with_shared_q(once.text)
     rows = (
@@ -117,20 +132,27 @@ def passed(text: str, no_turns: str | None = None) -> list[Outcome]:
     copies = early_copies.rescheduled(rows.text)
     if shared.applied and copies.applied:
         copies = replace(copies, text=shared_q.with_keys_on_their_way(copies.text))
+    no_turns = refusals.turns
     if no_turns is None and not copies.applied:
         no_turns = "the copies of its loop were not moved"
     if no_turns is not None:
-        return [once, shared, rows, copies, Outcome(warpgroup_turns.NAME, False, no_turns, copies.text)]
-    return [once, shared, rows, copies, warpgroup_turns.with_turns(copies.text)]
+        turns = Outcome(warpgroup_turns.NAME, False, no_turns, copies.text)
+    else:
+        turns = warpgroup_turns.with_turns(copies.text)
+    if not turns.applied or refusals.ends is not None:
+        ends = Outcome(separate_ends.NAME, False, refusals.ends or NO_TURNS, turns.text)
+    else:
+        ends = separate_ends.with_separate_ends(turns.text)
+    return [once, shared, rows, copies, turns, ends]
 
 
-def _add_passes(stages: dict[str, Callable[..., Any]], no_turns: str | None) -> None:
+def _add_passes(stages: dict[str, Callable[..., Any]], refusals: Refusals) -> None:
     make_ttgir, make_ptx = stages["ttgir"], stages["ptx"]
 
     def passed_ttgir(module: Any, metadata: dict[str, Any]) -> Any:
         module = make_ttgir(module, metadata)
         original = str(module)
-        outcomes = passed(original, no_turns)
+        outcomes = passed(original, refusals)
         text = outcomes[-1].text
         if text != original:
             try:
@@ -144,10 +166,13 @@ def _add_passes(stages: dict[str, Callable[..., Any]], no_turns: str | None) -> 
     def passed_ptx(module: Any, metadata: dict[str, Any]) -> str:
         ptx: str = make_ptx(module, metadata)
         # Said by the stage before: PTX of a kernel with turns that does not show them must not be run.
-        if any(name == warpgroup_turns.NAME and applied for name, applied, _ in metadata[OUTCOMES]):
+        applied = {name for name, applied, _ in metadata[OUTCOMES] if applied}
+        if warpgroup_turns.NAME in applied:
             outcome = warpgroup_turns.in_turns(ptx)
         else:
-            outcome = Outcome(warpgroup_turns.PART_OF_P, False, "there are no turns", ptx)
+            outcome = Outcome(warpgroup_turns.PART_OF_P, False, NO_TURNS, ptx)
+        if separate_ends.NAME in applied:
+            outcome = replace(outcome, text=separate_ends.separated(outcome.text))
         metadata[OUTCOMES].append([outcome.name, outcome.applied, outcome.reason])
         return outcome.text
 
@@ -155,26 +180,30 @@ def _add_passes(stages: dict[str, Callable[..., Any]], no_turns: str | None) -> 
 
 
 def compile_with_passes(source: Any, no_turns: str | None = None, **options: Any) -> Any:
-    """`triton.compile`, with the passes; without that of turns where it would have warps wait forever.
+    """`triton.compile`, with the passes; without those whose barriers would have warps wait forever, or for nobody.
 
     Args:
         source: of the kernel, as Triton has it.
         no_turns: why warpgroups are to take no turns, or None if they are to.
         options: of `triton.compile`.
     """
-    try:
-        return _compile(source, no_turns, **options)
-    except warpgroup_turns.BarrierInLoop as barrier:
-        return _compile(source, str(barrier), **options)
+    refusals = Refusals(no_turns)
+    while True:
+        try:
+            return _compile(source, refusals, **options)
+        except warpgroup_turns.BarrierInLoop as barrier:
+            refusals = refusals._replace(turns=str(barrier))
+        except separate_ends.BarrierBehindLoop as barrier:
+            refusals = refusals._replace(ends=str(barrier))
 
 
-def _compile(source: Any, no_turns: str | None, *, _env_vars: dict[str, str] | None = None, **options: Any) -> Any:
+def _compile(source: Any, refusals: Refusals, *, _env_vars: dict[str, str] | None = None, **options: Any) -> Any:
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     variables = get_cache_invalidating_env_vars() if _env_vars is None else _env_vars
     # Triton's cache must not take a kernel without the passes for this one.
-    variables = {**variables, "helion_attn_passes": f"{digest()} {no_turns}"}
-    hook = _Hook(no_turns)
+    variables = {**variables, "helion_attn_passes": f"{digest()} {refusals}"}
+    hook = _Hook(refusals)
     try:
         return triton.compile(source, _env_vars=variables, **options)
     finally:

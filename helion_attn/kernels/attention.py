@@ -491,9 +491,15 @@ def fp8_attn_fwd(
 
         # These come while the rows are summed, where no other program runs meanwhile. At D 64 ptxas would wait for each
         # single product of 16 bits.
-        sums_cover_loads = d_v_tile == 256
+        sums_cover_loads = d_v_tile == 256 or (in_halves and not varlen)
         if sums_cover_loads:
             mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, v_channel_descales)
+        # By channel, descales of both halves are more than registers hold.
+        both_covered = in_halves and sums_cover_loads and not v_channel_descales
+        if both_covered:
+            mean_high, descale_high = v_rows(
+                v_mean, v_descale, mean_row, descale_row, d_v_tile, d_v_tile, d_v_pad, v_channel_descales
+            )
         # [bm]
         row_sum = l_i.sum(1)
         if keeps_reference:
@@ -587,13 +593,14 @@ def fp8_attn_fwd(
             out_rows = part_head * m_len + rows
         else:
             out_rows = (head // heads) * heads * m_len + (head % heads) * out_head_step + rows * out_row_step
-        if in_halves:
-            mean, descale = v_rows(
+        if in_halves and not both_covered:
+            mean_high, descale_high = v_rows(
                 v_mean, v_descale, mean_row, descale_row, d_v_tile, d_v_tile, d_v_pad, v_channel_descales
             )
+        if in_halves:
             store_out(
-                out, acc_high, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, d_v_tile,
-                d_v_tile, d_v_pad, d_out, max_fused_scale == float("inf"), v_channel_descales,
+                out, acc_high, mean_high, descale_high, m_keys, row_sum, rescale, total, out_rows, row_in_range,
+                d_v_tile, d_v_tile, d_v_pad, d_out, max_fused_scale == float("inf"), v_channel_descales,
                 has_right or varlen or split or (gathered and has_left) or bounded, has_sinks or varlen, has_sinks,
             )  # fmt: skip
         if not sums_cover_loads:

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from helion_attn.compiler.passes import computed_once, early_copies, rows_ahead, shared_q, warpgroup_turns
+from helion_attn.compiler.passes import (
+    computed_once,
+    early_copies,
+    rows_ahead,
+    separate_ends,
+    shared_q,
+    warpgroup_turns,
+)
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LARGE_TILE_CONFIGS, TILE_CONFIGS, LargeTileConfig, TileConfig
 from helion_attn.numerics import MAX_REFERENCE_D
@@ -20,6 +27,7 @@ COSTS = {
     rows_ahead.NAME: "two barriers in every key block",
     early_copies.NAME: "up to 17% more time, and 30% at head dims beyond 256",
     warpgroup_turns.NAME: "7 to 23% more time",
+    separate_ends.NAME: "1 to 5% more time up to 4096 keys",
     warpgroup_turns.PART_OF_P: "3 to 8% more time",
 }
 
@@ -39,10 +47,23 @@ def expected_passes(tile: TileConfig | LargeTileConfig, two_level: bool, quantis
     # Two warpgroups, each with half of the rows.
     if tile.num_warps == 8:
         names.append(warpgroup_turns.NAME)
+        if _ends_are_separate(tile):
+            names.append(separate_ends.NAME)
         # With two stages V's wait holds the turn where it belongs.
         if tile.num_stages > 2:
             names.append(warpgroup_turns.PART_OF_P)
     return tuple(names)
+
+
+def _ends_are_separate(tile: TileConfig | LargeTileConfig) -> bool:
+    """Whether no warp needs what another has behind the loop."""
+    if isinstance(tile, LargeTileConfig):
+        # A piece of V is one tensor, whose exchanges have the same places as another's.
+        return tile.v_tile & (tile.v_tile - 1) == 0
+    if tile.bits == (8, 16):
+        # Up to D 128 there is a second loop; beyond, warps exchange V's mean.
+        return False
+    return tile.bits == (8, 8) or tile.D_pad <= 128
 
 
 def missing(outcomes: Iterable[Outcome], expected: Iterable[str]) -> list[Outcome]:
@@ -50,6 +71,7 @@ def missing(outcomes: Iterable[Outcome], expected: Iterable[str]) -> list[Outcom
     by_name = {x.name: x for x in outcomes}
     found = [by_name.get(name, Outcome(name, False, "it was not tried", "")) for name in expected]
     lost = [x for x in found if not x.applied and x.reason not in computed_once.NOT_NEEDED]
-    # Without turns there is none to move, and that there are none is said already.
+    # Without turns these have nothing to change, and that there are none is said already.
     turns_lost = any(x.name == warpgroup_turns.NAME for x in lost)
-    return [x for x in lost if not (turns_lost and x.name == warpgroup_turns.PART_OF_P)]
+    of_turns = (separate_ends.NAME, warpgroup_turns.PART_OF_P)
+    return [x for x in lost if not (turns_lost and x.name in of_turns)]

@@ -72,12 +72,21 @@ def indentation(line: str) -> str:
 
 
 def with_copies_ahead(before: list[str]) -> list[str]:
-    """The lines in front of a loop, the first copies, and what they need, ahead of the rest."""
-    copies = [i for operation in ("ttng.init_barrier ", EXPECT, COPY) for i in find(before, operation)]
+    """The lines in front of a loop: loads from memory, the first copies, the wait for them, and behind it the rest.
+
+    Loads and copies come with what they need. What is loaded is used behind the wait, and is under way meanwhile.
+    """
     begin = find(before, "tt.func ")[-1] + 1
-    needed, rest = taken_out(before, copies, begin)
-    # An operation of several lines is not taken apart, and nothing that waits is moved.
     indent = indentation(before[-1])
+    loads, rest = taken_out(before, [i for i in find(before, "tt.load ") if indentation(before[i]) == indent], begin)
+    copies, rest = taken_out(
+        rest, [i for operation in ("ttng.init_barrier ", EXPECT, COPY) for i in find(rest, operation)], begin
+    )
+    waits = [i for operation in (WAIT_FOR_COPIES, "ttng.inval_barrier ") for i in find(rest, operation)]
+    # An operation of several lines is not taken apart, and nothing that waits is moved ahead of copies.
+    needed = [*loads, *copies, *(rest[i] for i in waits)]
     if any(indentation(line) != indent or line.endswith("{") or "local_load" in line for line in needed):
         return before
-    return [*rest[:begin], *needed, *rest[begin:]]
+    of_waits = [rest[i] for i in sorted(waits)]
+    others = [line for i, line in enumerate(rest[begin:], begin) if i not in waits]
+    return [*rest[:begin], *loads, *copies, *of_waits, *others]

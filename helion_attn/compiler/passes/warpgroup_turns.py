@@ -36,9 +36,9 @@ exponentials, and lasted as long as they do. So the number of its barrier takes 
 made before. The rest runs under the end of the other's products. A loop of `delayed_v` needs none of that: no barrier
 moves up across V's wait, which is a branch.
 
-In front of the loop the first copies, of Q, K and V, come before all loads that they do not need. ptxas otherwise puts
-Q's behind the loads of the descales, whose maximum across lanes it takes as early as it can, and no other program runs
-on the SM meanwhile: 1 to 3% at D 256, S 1024.
+In front of the loop no other program runs on the SM, so what comes from memory comes at once. All loads are issued
+first, then the first copies of Q, K and V. What was loaded is used behind the wait for Q. Left alone, ptxas has a
+maximum of Q's descales across lanes in between, which waits for them.
 
 No sum changes. What it gains: docs/notes/loads_and_turns.md.
 """

@@ -1,0 +1,157 @@
+"""Each warpgroup stores its rows when it is done: a pass over Triton's IR of a kernel with turns, and one over its PTX.
+
+Behind the loop Triton keeps all warps in step: it has barriers there, and exchanges the output between warps to store
+it. The warpgroup that is first done with its last P V waits for the other, half a block behind it, and no other program
+runs on the SM meanwhile. Here no warp needs another's rows:
+
+- The layouts that the output and the lse are stored in have a warp's rows where the accumulator has them, 16 in a row.
+  Stores stay as wide.
+- The barriers behind the loop go. The mbarriers are not invalidated, since nothing takes their place.
+- V's buffers and the mbarriers count as in use up to the end. What is exchanged between the lanes of a warp then comes
+  into buffers of Q or K. Both warpgroups are done with these: the turns end with a wait for the other's last Q K^T.
+- In PTX, the barrier of all warps between two exchanges of lanes becomes one of a warp.
+
+No sum changes. What it gains: docs/notes/loads_and_turns.md.
+"""
+
+from __future__ import annotations
+
+import re
+
+from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, only
+from helion_attn.compiler.passes.ttgir import BARRIER, PRODUCT, VALUE, defined, find, indentation, loops, matched
+
+NAME = "separate_ends"
+
+#: Rows of a warp's accumulator.
+_ROWS = 16
+
+_STORED = re.compile(
+    r"(#\w+) = #ttg\.blocked<\{sizePerThread = \[1, (\d+)\], threadsPerWarp = \[(\d+), (\d+)\], "
+    r"warpsPerCTA = \[8, 1\], order = \[1, 0\]\}>"
+)
+_SINGLE_ROWS = re.compile(r"(#\w+) = #ttg\.blocked<\{sizePerThread = \[1\], .*, order = \[0\]\}>")
+
+#: Operations that may not stand behind the loop.
+_NOT_BEHIND = ("scf.", "ttng.wait_barrier ", "ttng.async_tma_copy", PRODUCT)
+
+
+class BarrierBehindLoop(Exception):
+    """Warps need each other's rows behind the loop; the message says where."""
+
+
+def with_separate_ends(text: str) -> Outcome:
+    """Let the warpgroups of the first loop with turns end by themselves."""
+    lines = text.split("\n")
+    ends = [i for i, line in enumerate(lines) if "behind_turns: " in line]
+    try:
+        turn = only(ends, "the marks of its turns' end")
+        at, end = next((at, end) for at, end in loops(lines) if at < turn)
+        return Outcome(NAME, True, "each warpgroup stores its rows when it is done", _separated(lines, at, end, turn))
+    except Refused as refused:
+        return Outcome(NAME, False, str(refused), text)
+
+
+def _separated(lines: list[str], at: int, end: int, turn: int) -> str:
+    behind = lines[turn + 1 :]
+    for operation in _NOT_BEHIND:
+        if any(f" {operation}" in line for line in behind):
+            raise Refused(f"{operation.strip()} stands behind it")
+    in_use = _allocations_of_v(lines[at:end]) | _mbarriers(lines[:at])
+    freed = [i for i, line in enumerate(behind) if matched_dealloc(line) in in_use]
+    dropped = {*find(behind, BARRIER), *find(behind, "ttng.inval_barrier "), *freed}
+    returns = only(find(behind, "tt.return"), "its returns")
+    kept = [line for i, line in enumerate(behind[:returns]) if i not in dropped]
+    moved = [*lines[: turn + 1], *kept, *(behind[i] for i in freed), *behind[returns:]]
+    return _with_rows_of_warps("\n".join(moved))
+
+
+def matched_dealloc(line: str) -> str | None:
+    """The buffers that an operation frees."""
+    found = re.match(rf"\s*ttg\.local_dealloc ({VALUE}) :", line)
+    return found and found.group(1)
+
+
+def _allocations_of_v(loop: list[str]) -> set[str]:
+    """The buffers that products with P, which is in registers, read."""
+    defining = {name: line for line in loop if (name := defined(line))}
+    found = set()
+    for i in find(loop, PRODUCT):
+        if " : !ttg.memdesc" not in loop[i]:
+            _, operand = matched(loop[i], rf"{PRODUCT}({VALUE}), ({VALUE}),")
+            line = definition(defining, operand)
+            while "ttg.memdesc_index " not in line:
+                (operand,) = matched(line, rf" = ttg\.memdesc_\w+ ({VALUE})")
+                line = definition(defining, operand)
+            found |= set(matched(line, rf"ttg\.memdesc_index ({VALUE})\["))
+    return found
+
+
+def _mbarriers(before: list[str]) -> set[str]:
+    return {
+        str(defined(before[i]))
+        for i in find(before, "ttg.local_alloc ")
+        if re.search(r"memdesc<[\dx]+xi64,", before[i])
+    }
+
+
+def _with_rows_of_warps(text: str) -> str:
+    for found in _STORED.finditer(text):
+        name, width, rows, _ = found.groups()
+        # Rows may be loaded in such a layout, too.
+        if _ROWS % int(rows) == 0 and re.search(
+            rf"\btt\.store .*, {name}> loc|\btt\.store .*, {name}>$", text, re.MULTILINE
+        ):
+            text = text.replace(
+                found.group(), found.group().replace(f"[1, {width}]", f"[{_ROWS // int(rows)}, {width}]")
+            )
+    # A layout that names another comes behind it.
+    mma, *_ = matched(text, r"(#\w+) = #ttg\.nvidia_mma<")
+    single = [*_SINGLE_ROWS.finditer(text)]
+    for found in single:
+        text = text.replace(found.group() + "\n", "")
+    places = "\n".join(f"{found.group(1)} = #ttg.slice<{{dim = 1, parent = {mma}}}>" for found in single)
+    line = next(line for line in text.split("\n") if line.startswith(f"{mma} = "))
+    return text.replace(line, f"{line}\n{places}" if places else line, 1)
+
+
+#: What the PTX behind the loop does with shared memory, by letters, and the form that it must have.
+_LETTERS = (
+    (r"\s*(@%p\d+ )?st(\.\w+)*\.shared", "S"),
+    (r"\s*(@%p\d+ )?(ld(\.\w+)*\.shared|ldmatrix)", "L"),
+    (r"\s*(@%p\d+ )?stmatrix", "S"),
+    (r"\s*bar\.warp\.sync", "W"),
+    (r"\s*(bar|barrier)(\.\w+)*\s+0[,;]", "B"),
+)
+_FORM = r"W*(S+W+L+[WB]*)*"
+
+
+def separated(ptx: str) -> str:
+    """Have no barrier of all warps behind the turns.
+
+    Raises:
+        BarrierBehindLoop: warps exchange rows with others there, or two exchanges have other places in shared memory.
+    """
+    lines = ptx.split("\n")
+    turn = next((i for i, line in enumerate(lines) if "behind_turns: " in line), None)
+    if turn is None:
+        raise BarrierBehindLoop("the mark of its turns' end is not in the PTX")
+    found = [
+        (i, letter) for i in range(turn + 1, len(lines)) for pattern, letter in _LETTERS if re.match(pattern, lines[i])
+    ]
+    form = "".join(letter for _, letter in found)
+    if not re.fullmatch(_FORM, form):
+        raise BarrierBehindLoop(f"its use of shared memory behind the loop is {form}, which is not {_FORM}")
+    # A warp that is ahead must not come into the places of one that is behind.
+    exchanges: list[dict[str, set[str]]] = []
+    for i, letter in found:
+        if letter == "S" and (not exchanges or exchanges[-1]["L"]):
+            exchanges.append({"S": set(), "L": set()})
+        if letter in "SL":
+            exchanges[-1][letter] |= set(re.findall(r"\[([^\]]*)\]", lines[i]))
+    if any(exchange != exchanges[0] for exchange in exchanges):
+        raise BarrierBehindLoop("exchanges between lanes have different places in shared memory")
+    for i, letter in found:
+        if letter == "B":
+            lines[i] = f"{indentation(lines[i])}bar.warp.sync \t-1;"
+    return "\n".join(lines)

@@ -1,0 +1,185 @@
+"""Warpgroups that end each by itself: no warp needs another's rows, and none writes what is still read."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import helion_attn as ha
+from helion_attn.compiler import triton_hook
+from helion_attn.compiler.passes import separate_ends
+from helion_attn.compiler.passes.outcome import Outcome
+from helion_attn.compiler.passes.ttgir import VALUE, defined
+from helion_attn.testing import Sm90Kernel
+from helpers.offline import assert_sound, compile_attention, compile_shape, compile_varlen
+from helpers.passes import recorded
+from helpers.shared import shared_call
+
+pytestmark = pytest.mark.filterwarnings("ignore::helion_attn.compiler.slower.SlowerWarning")
+
+#: Kernels whose warpgroups end by themselves.
+ENDS: dict[str, functools.partial[Any]] = {
+    "fast": functools.partial(compile_attention, 256, False),
+    "balanced": functools.partial(compile_attention, 256, True, recipe=ha.BALANCED),
+    "accurate": functools.partial(compile_attention, 256, True, recipe=ha.ACCURATE),
+    "window": functools.partial(compile_attention, 256, True, recipe=ha.BALANCED, window=(1000, 0), sinks=True),
+    "sequences": functools.partial(compile_varlen, 256, True),
+    "split": functools.partial(compile_shape, 1, 64, 100000, 256, False, recipe=ha.BALANCED),
+    "pieces": functools.partial(compile_attention, 512, True, D_v=512, recipe=ha.BALANCED),
+    "bf16_d128": functools.partial(compile_attention, 128, False, recipe=ha.BF16),
+}
+
+#: Kernels whose warps need each other behind the loop, and what that shows in.
+IN_STEP: dict[str, tuple[functools.partial[Any], str]] = {
+    "second_loop": (functools.partial(compile_attention, 128, True, recipe=ha.HYBRID), "scf. stands behind it"),
+    "mean_of_v": (functools.partial(compile_attention, 256, True, recipe=ha.HYBRID), "its use of shared memory behind"),
+    "one_level": (
+        functools.partial(compile_attention, 256, True, recipe=replace(ha.BALANCED, promote_every=0)),
+        "its use of shared memory behind",
+    ),
+    "widths": (
+        functools.partial(compile_attention, 320, False, D_v=320, recipe=ha.BALANCED),
+        "exchanges between lanes have different places",
+    ),
+}
+
+
+@functools.cache
+def kernel(name: str) -> Sm90Kernel:
+    found = shared_call(ENDS[name])
+    return found if isinstance(found, Sm90Kernel) else found[0]
+
+
+def outcome(found: Sm90Kernel) -> Outcome:
+    (of_ends,) = [x for x in found.passes if x.name == separate_ends.NAME]
+    return of_ends
+
+
+def behind_turns(ptx: str) -> str:
+    return ptx[ptx.index("behind_turns: ") :]
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_no_barrier_of_all_warps_behind_the_turns(name: str) -> None:
+    found = kernel(name)
+    assert outcome(found).applied
+    assert_sound(found)
+    end = behind_turns(found.ptx)
+    assert re.search(r"\b(bar|barrier)(\.\w+)*\s+0[,;]|mbarrier", end) is None
+    assert re.search(r"st\.shared.*(\n.*)*bar\.warp\.sync", end)
+    # Stores are as wide as Triton has them.
+    assert "st.global.v4" in end
+    assert "bar.sync" in found.ptx.split("before_turns: ")[0]
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+def test_warps_that_need_each_other_stay_in_step(name: str) -> None:
+    compile_, reason = IN_STEP[name]
+    found = shared_call(compile_)
+    assert not outcome(found).applied
+    assert outcome(found).reason.startswith(reason)
+    assert "mbarrier.inval" in behind_turns(found.ptx)
+
+
+def of_shared_memory(text: str) -> list[str]:
+    """The operations that have places in it, in their order."""
+    return [line for line in text.split("\n") if re.search(r" = ttg\.(local_alloc|convert_layout) ", line)]
+
+
+def places(text: str) -> list[tuple[int, int] | None]:
+    """Where each of these begins and ends, as Triton allocates; None where it needs none."""
+    from triton._C.libtriton import ir, nvidia
+
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ttgir"
+        path.write_text(text)
+        module = ir.parse_mlir_module(str(path), context)
+    manager = ir.pass_manager(context)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, 90, 80)
+    manager.run(module, "allocated")
+    found: list[tuple[int, int] | None] = []
+    for line in of_shared_memory(str(module)):
+        at = re.search(r"allocation\.offset = (\d+) : i32", line)
+        found.append((int(at[1]), int(at[1]) + size(line)) if at else None)
+    return found
+
+
+def size(line: str) -> int:
+    """Bytes of a buffer, or what a conversion exchanges at most."""
+    shape, element = re.findall(r"(?:memdesc|tensor)<((?:\d+x)+)(\w+)", line)[-1]
+    bits = {"f8E4M3FN": 8, "i8": 8, "bf16": 16, "f32": 32, "i64": 64}[element]
+    return math.prod(int(n) for n in shape.split("x")[:-1]) * bits // 8
+
+
+@pytest.mark.parametrize("name", ["fast", "balanced", "pieces", "bf16_d128"])
+def test_what_is_exchanged_comes_into_no_buffer_that_is_read(name: str) -> None:
+    """V's, and the mbarriers, which the other warpgroup may still wait for."""
+    texts: list[str] = []
+    passed = triton_hook.passed
+
+    def seen(*args: Any) -> list[Outcome]:
+        outcomes = passed(*args)
+        texts.append(outcomes[-1].text)
+        return outcomes
+
+    with mock.patch.object(triton_hook, "passed", seen), recorded():
+        ENDS[name]()
+    text = next(x for x in texts if "behind_turns: " in x)
+    before, _, behind = text.partition("behind_turns: ")
+    freed_at_the_end = re.findall(rf"ttg\.local_dealloc ({VALUE}) :", behind[behind.rindex("tt.store") :])
+    found = dict(zip(of_shared_memory(text), places(text), strict=True))
+    kept = [place for line, place in found.items() if defined(line) in freed_at_the_end]
+    exchanged = [place for line, place in found.items() if line in behind and place]
+    assert {*separate_ends._allocations_of_v(before[before.index("scf.for") :].split("\n"))} < {*freed_at_the_end}
+    assert len(kept) == len(freed_at_the_end)
+    assert exchanged
+    assert all(a is not None and (a[1] <= b[0] or b[1] <= a[0]) for a in kept for b in exchanged)
+
+
+def test_ptx_in_which_warps_exchange_rows_is_refused() -> None:
+    turn, store, load = "behind_turns: x;", "\tst.shared.v4.b32 \t[%r1], {%r2};", "\tld.shared.b32 \t%r3, [%r4];"
+    of_warp, of_all = "\tbar.warp.sync \t-1;", "\tbar.sync \t0;"
+    exchange = [store, of_warp, load]
+    found = separate_ends.separated("\n".join([of_all, turn, *exchange, of_all, *exchange, of_all]))
+    assert found == "\n".join([of_all, turn, *exchange, of_warp, *exchange, of_warp])
+    elsewhere = [store.replace("r1", "r5"), of_warp, load]
+    for wrong in (
+        [turn, store, of_all, load],  # another warp's
+        [turn, store, load],
+        [turn, load, of_all, store],
+        [turn, *exchange, *elsewhere],
+        [turn, *exchange, of_all, *elsewhere],
+        exchange,
+    ):
+        with pytest.raises(separate_ends.BarrierBehindLoop):
+            separate_ends.separated("\n".join(wrong))
+
+
+def test_what_cannot_end_alone_is_compiled_in_step() -> None:
+    def refusing(ptx: str) -> str:
+        raise separate_ends.BarrierBehindLoop("they need each other")
+
+    with mock.patch.object(separate_ends, "separated", refusing), recorded():
+        found = ENDS["balanced"]()
+    assert outcome(found) == Outcome(separate_ends.NAME, False, "they need each other")
+    assert "behind_turns: " in found.ptx
+    assert "mbarrier.inval" in behind_turns(found.ptx)
+
+
+def test_other_code_stays() -> None:
+    text = "module {\n}"
+    found = separate_ends.with_separate_ends(text)
+    assert not found.applied
+    assert found.text == text
+    assert found.reason == "there are 0 of the marks of its turns' end, in place of one"
