@@ -1,4 +1,4 @@
-"""Benchmarks shapes beside the grid of suite `speed`: grouped queries, 128k keys, and Colfax Research's cells.
+"""Benchmarks shapes beside the grid of suite `speed`: grouped queries, odd lengths, 128k keys, Colfax Research's cells.
 
     python benchmarks/attention.py --suite cells
 
@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from benchmarks.lib.checks import Check, checks_over_fa3, figure
+from benchmarks.lib.checks import Check, figure
 from benchmarks.lib.harness import Loaded, Results, Row, synchronize
 from benchmarks.lib.peers import helion_attn_e2e
 from benchmarks.lib.problem import CHECKED_ROWS, ERROR_BUDGET, make_problem, measure, workload
@@ -22,13 +22,18 @@ from benchmarks.lib.suite import Block, Options, Suite, console, progress
 from benchmarks.lib.tables import (
     E2E_PEERS,
     FP8_PEERS,
+    LABELS,
     Table,
     by_impl,
+    by_series,
     error_text,
+    fastest,
     impls_in,
     mask,
+    ratio,
     rows_of,
     series,
+    values_of,
 )
 from benchmarks.speed import (
     contenders_of,
@@ -44,8 +49,14 @@ from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 #: A long context, of one sequence.
 LONG = 131072
 
+#: Lengths that are multiples of a block, and neighbours that are not; the last is Wan 2.1's at 480p.
+ODD_LENGTHS = ((4096, 4097), (8192, 8191), (75648, 75600))
+
 #: Timed rounds of a long context, at most: one takes a second.
 LONG_REPEATS = 5
+
+#: Bounds on the speed of grouped queries over the faster FP8 peer's.
+GROUPED_BOUNDS = {"fast": 1.0, DEFAULT: 0.97}
 
 #: Its error: that of rounding grows a little with the keys, to 0.0262 here, and FlashAttention-3's to 0.0285.
 LONG_ERROR_BUDGET = 0.03
@@ -56,12 +67,14 @@ def workloads(options: Options) -> dict[str, list[Workload]]:
     if options.device.type == "cpu":
         return {"GQA": [dataclasses.replace(workload(1, 4, 128, 128, 64, True), H_kv=1)]}
     found = {
-        # The heads of Llama 3 8B.
+        # The heads of Llama 3 8B and 70B.
         "GQA": [
-            dataclasses.replace(workload(BENCH_TOKENS // S, 32, S, S, 128, causal), H_kv=8)
+            dataclasses.replace(workload(1, H, S, S, 128, causal), H_kv=8)
             for causal in (False, True)
-            for S in (4096, 16384)
+            for H in (32, 64)
+            for S in (8192, 32768)
         ],
+        "lengths": [workload(1, 16, S, S, 128) for pair in ODD_LENGTHS for S in pair],
         "128k": [workload(1, BENCH_HIDDEN // D, LONG, LONG, D, True) for D in (128, 256)],
         # The cells of their FP8 FlashAttention-2 with the most TFLOP/s.
         "Colfax": [workload(B, 8, S, S, 256) for B, S in ((4, 8448), (2, 16896))],
@@ -94,7 +107,7 @@ def run(options: Options, results: Results) -> None:
     for part, w in progress(found, "cells"):
         problem = make_problem(w, "randn", options, CHECKED_ROWS)
         repeats, budget = options.repeats, ERROR_BUDGET
-        if w.N >= LONG:
+        if w.N > BENCH_TOKENS:
             repeats, budget = min(repeats, LONG_REPEATS), LONG_ERROR_BUDGET
         rows = measure(problem, contenders_of(options), dataclasses.replace(options, repeats=repeats), budget)
         results.add(*(row | {"part": part} for row in rows))
@@ -147,13 +160,28 @@ def colfax_checks(loaded: Loaded) -> list[Check]:
 
 
 def grouped_checks(loaded: Loaded) -> list[Check]:
-    """Grouped queries beside FlashAttention-3's."""
-    return checks_over_fa3(
-        "grouped queries",
-        rows_of(loaded, "cells", part="GQA", stage="kernel"),
-        ("causal", "N"),
-        lambda row: f"S {row['N']}, D 128, {mask(row['causal'])}",
-    )
+    """Grouped queries beside the faster FP8 peer, by preset."""
+    found = []
+    rows = rows_of(loaded, "cells", part="GQA", stage="kernel")
+    for H, S, causal in values_of(rows, "H", "N", "causal"):
+        cell = [row for row in rows if (row["H"], row["N"], row["causal"]) == (H, S, causal)]
+        ms = by_series(cell, "ms")
+        for name, bound in GROUPED_BOUNDS.items():
+            faster = ratio(fastest(ms, FP8_PEERS), figure(cell, name, "ms"))
+            promise = f"grouped queries, D 128, {LABELS[name]}, speed / faster FP8 peer's"
+            found.append(Check(promise, f"{H} heads, S {S}, {mask(causal)}", faster, bound, at_least=True))
+    return found
+
+
+def length_checks(loaded: Loaded) -> list[Check]:
+    """An odd length's TFLOP/s over its neighbour's."""
+    rows = rows_of(loaded, "cells", part="lengths", stage="kernel")
+    tflops = {S: figure([row for row in rows if row["N"] == S], DEFAULT, "tflops") for (S,) in values_of(rows, "N")}
+    return [
+        Check("odd length, speed / its neighbour's", f"S {odd}", ratio(tflops.get(odd), tflops.get(even)), 0.98, True)
+        for even, odd in ODD_LENGTHS
+        if odd in tflops
+    ]
 
 
 SUITE = Suite("cells", run, {"cells": Block("cells", tables)})

@@ -31,7 +31,7 @@ CHECKED_ROWS = 16
 #: Kernel error (randn) above which a run of ours is wrong, and its time not worth reporting. It varies with few rows.
 ERROR_BUDGET = 0.028
 
-LENGTHS, QUERIES, HEADS, KV_HEADS = (16384, 131072), (16, 128, 512, 2048), (8, 32), 8
+LENGTHS, QUERIES, HEADS, KV_HEADS = (16384, 131072), (16, 128, 512, 2048), (32, 64), 8
 
 #: From what a launch is to the number of its splits, as `scheduling.key_splits` has it.
 Chooser = Callable[[int, int, int, int], int]

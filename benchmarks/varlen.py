@@ -1,10 +1,10 @@
 """Benchmarks sequences of different lengths in one call, against FlashAttention-3's `flash_attn_varlen_func`.
 
-Batches of 16k to 32k tokens, H = 2048 / D, self-attention, full and causal: of equal lengths, of one long sequence
-among short ones, and of lengths as in a log-normal distribution. Stages: "kernel", inputs quantised before, and "e2e",
-from bf16 to bf16, which for bf16 attention are the same. With equal lengths, `helion_attn_fixed` is the kernel without
-variable lengths, on the same tokens. FLOPs are 4 m n D H summed over sequences, halved for causal. Errors are those of
-the last rows of every sequence, to fp64; those of peers are shown, and do not decide.
+Batches of 16k to 33k tokens, H = 2048 / D, self-attention, full and causal: of equal lengths, of one long sequence
+among short ones, of lengths as in a log-normal distribution, and of three clips of video. Stages: "kernel", inputs
+quantised before, and "e2e", from bf16 to bf16, which for bf16 attention are the same. With equal lengths,
+`helion_attn_fixed` is the kernel without variable lengths, on the same tokens. FLOPs are 4 m n D H summed over
+sequences, halved for causal. Errors are those of the last rows of every sequence, to fp64; those of peers do not decide.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ BATCHES = {
     "uniform_4k": [4096] * 4,
     "skewed": [1024] * 8 + [16384] + [1024] * 7,
     "lognormal": lognormal(32, 600, 1.0),
+    # Clips of 49, 25 and 13 frames in CogVideoX: 13, 7 and 4 latent frames of 1350 tokens, and 226 of text.
+    "video": [17776, 9676, 5626],
 }
 
 

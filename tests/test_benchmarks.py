@@ -285,7 +285,8 @@ def test_cells_are_those_of_the_issue() -> None:
         for part, workloads in cells.workloads(options).items()
     }
     assert found == {
-        "GQA": [(B, 32, 8, S, 128, causal) for causal in (False, True) for B, S in ((4, 4096), (1, 16384))],
+        "GQA": [(1, H, 8, S, 128, causal) for causal in (False, True) for H in (32, 64) for S in (8192, 32768)],
+        "lengths": [(1, 16, 16, S, 128, False) for S in (4096, 4097, 8192, 8191, 75648, 75600)],
         "128k": [(1, 16, 16, 131072, 128, True), (1, 8, 8, 131072, 256, True)],
         "Colfax": [(4, 8, 8, 8448, 256, False), (2, 8, 8, 16896, 256, False)],
     }
