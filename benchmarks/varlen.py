@@ -4,7 +4,7 @@ Batches of 16k to 33k tokens, H = 2048 / D, self-attention, full and causal: of 
 among short ones, of lengths as in a log-normal distribution, and of three clips of video. Stages: "kernel", inputs
 quantised before, and "e2e", from bf16 to bf16, which for bf16 attention are the same. With equal lengths,
 `helion_attn_fixed` is the kernel without variable lengths, on the same tokens. FLOPs are 4 m n D H summed over
-sequences, halved for causal. Errors are those of the last rows of every sequence, to fp64; those of peers do not decide.
+sequences, halved for causal. Errors are those of every sequence's last rows, to fp64; those of peers do not decide.
 """
 
 from __future__ import annotations

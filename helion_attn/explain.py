@@ -256,7 +256,7 @@ def _why_splits(a: AttentionArguments, choice: Choice, sm_count: int) -> str:
     if seen < scheduling.MIN_SPLIT_BLOCKS:
         fewest = scheduling.MIN_SPLIT_BLOCKS
         return f"keys are not split: a program sees {seen} blocks of them, and merging pays from {fewest} on"
-    return f"keys are not split: there are {of_all}, and runs would not keep it {scheduling.SPLIT_GAIN} times as busy"
+    return f"keys are not split: there are {of_all}, and runs would not be {scheduling.SPLIT_GAIN} times as fast"
 
 
 def _why_groups(a: AttentionArguments, choice: Choice) -> str:

@@ -205,17 +205,17 @@ def test_a_run_left_out_exceeds_the_budget(device: str, force: Force, monkeypatc
         (8, 1024, 3, 49),  # as many as fill the GPU
         (8, 128, 3, 16),  # but runs of 8 key blocks
         (198, 1024, 3, 2),
-        (199, 1024, 3, 3),  # half of it, which is twice in turn with three
-        (256, 1024, 3, 3),
-        (150, 1024, 3, 2),  # 5 would keep it busier, but not by so much
-        (330, 1024, 3, 1),  # 2 would not fill it twice
-        (397, 1024, 3, 1),
+        (256, 1024, 3, 3),  # twice
+        (256, 128, 3, 1),  # of runs so short the parts cost more
+        (512, 1024, 3, 3),  # four times, where one and a third take as long as one and a half
+        (512, 256, 3, 1),
+        (1024, 1024, 3, 1),
         (66, 1024, 1, 2),
-        (100, 1024, 1, 1),
+        (100, 1024, 1, 5),
         (1, 32, 3, 4),
         (1, 31, 3, 1),  # too short
         (1, 10**6, 1, 132),
-        (45, 10**6, 1, 2),
+        (45, 10**6, 1, 11),
         (10**6, 10**6, 4, 1),
     ],
 )
@@ -240,14 +240,23 @@ def test_mean_key_blocks(queries: int, right: int, mean: int) -> None:
     assert scheduling.mean_key_blocks(64, queries, right, 128) == mean
 
 
-def test_parts_fill_a_gpu_twice_at_most() -> None:
-    """So their memory is bounded, whatever the lengths."""
+def test_parts_fill_a_gpu_some_times_at_most() -> None:
+    """So their memory is bounded, whatever the lengths; and they are no slower, as the model has it."""
     for programs in range(1, 600):
         for key_blocks in (1, 31, 32, 100, 1000, 10**6):
             for ctas_per_sm in (1, 2, 3, 4):
                 splits = scheduling.key_splits(programs, key_blocks, 132, ctas_per_sm)
-                assert splits == 1 or programs * splits <= 2 * 132 * ctas_per_sm
+                assert splits == 1 or programs * splits <= scheduling.SPLIT_ROUNDS * 132 * ctas_per_sm
                 assert splits == 1 or key_blocks // splits >= scheduling.MIN_RUN_BLOCKS
+                launch = programs, key_blocks, 132, ctas_per_sm
+                assert scheduling.split_time(splits, *launch) <= scheduling.split_time(1, *launch)
+
+
+def test_a_round_that_is_not_full_is_faster() -> None:
+    """Three programs an SM: one and a third rounds take one and a half, and two rounds two."""
+    whole, third, twice = (scheduling.split_time(1, n, 10**6, 132, 3) for n in (396, 528, 792))
+    assert third / whole == pytest.approx((4.44 + 2.44) / 4.44)
+    assert twice / whole == pytest.approx(2)
 
 
 def test_more_multiprocessors_ask_for_more_splits() -> None:

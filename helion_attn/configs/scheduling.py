@@ -44,13 +44,17 @@ def gqa_query_blocks(queries: int, group: int, bm: int) -> int:
     return -(-rows // bm)
 
 
-#: The fewest key blocks of a run, and of a program worth splitting: what a run costs besides its blocks, to begin, to
-#: write its part and to have it merged, is the time of several.
+#: The fewest key blocks of a run, and of a program worth splitting.
 MIN_RUN_BLOCKS, MIN_SPLIT_BLOCKS = 8, 32
 
-#: How many times busier runs must make the GPU to be worth their parts. Promised 1.5 times, three runs in place of one
-#: gained 1.14 to 1.24 (256 programs, D 128).
-SPLIT_GAIN = 1.4
+#: What a launch of `split` runs costs, fitted to 64 launches on an H100 within 5% for most (docs/notes/few_queries.md). A
+#: key block takes `FIRST_PROGRAM` + n where n programs share an SM. In blocks: what a program takes to begin and to end,
+#: what a run takes besides to write its part and to have it merged, and the merge's launch.
+FIRST_PROGRAM = 1.44
+PROGRAM_BLOCKS, PART_BLOCKS, MERGE_BLOCKS = 5, 6, 6
+
+#: Runs fill the GPU so many times at most, and must be so many times faster to be worth their parts.
+SPLIT_ROUNDS, SPLIT_GAIN = 4, 1.04
 
 
 def visible_key_blocks(key_blocks: int, left: int, right: int, bm: int, bn: int) -> int:
@@ -67,26 +71,29 @@ def mean_key_blocks(key_blocks: int, queries: int, right: int, bn: int) -> int:
     return max(1, min(key_blocks, key_blocks - (queries // 2 - right) // bn))
 
 
+def split_time(splits: int, programs: int, key_blocks: int, multiprocessors: int, ctas_per_sm: int) -> float:
+    """The time of `programs` whose `key_blocks` each are split, in key blocks of an SM that is full."""
+    rounds, left_over = divmod(programs * splits, multiprocessors * ctas_per_sm)
+    blocks = -(-key_blocks // splits) + PROGRAM_BLOCKS + (PART_BLOCKS if splits > 1 else 0)
+    # Programs of a last round that is not full share an SM with fewer, and are faster.
+    last = (FIRST_PROGRAM + -(-left_over // multiprocessors)) / (FIRST_PROGRAM + ctas_per_sm) if left_over else 0.0
+    return blocks * (rounds + last) + (MERGE_BLOCKS if splits > 1 else 0)
+
+
 def key_splits(programs: int, key_blocks: int, multiprocessors: int, ctas_per_sm: int) -> int:
     """Into how many runs to split the key blocks of each of `programs`, which see `key_blocks`.
 
-    As many as fill the GPU once or twice over, where that keeps it busier: programs that fill it one and a half times
-    take as long as those that fill it twice (the idea of `num_splits_heuristic` in flash-attention). But no runs of
-    fewer than `MIN_RUN_BLOCKS`. So their parts are at most twice as many rows as the GPU holds.
+    The fastest by `split_time` of those that fill the GPU once, twice and so on (the idea of `num_splits_heuristic` in
+    flash-attention). But no runs of fewer than `MIN_RUN_BLOCKS`, and no more than fill the GPU `SPLIT_ROUNDS` times, so
+    that their parts are at most as many rows.
     """
-    places = multiprocessors * ctas_per_sm
-
-    def busy(splits: int) -> float:
-        filled = programs * splits / places
-        return filled / math.ceil(filled)
-
-    chosen = 1
-    if key_blocks >= MIN_SPLIT_BLOCKS:
-        for rounds in (1, 2):
-            splits = min(rounds * places // programs, key_blocks // MIN_RUN_BLOCKS)
-            if splits > 1 and busy(splits) >= SPLIT_GAIN * busy(chosen):
-                chosen = splits
-    return chosen
+    if key_blocks < MIN_SPLIT_BLOCKS:
+        return 1
+    places, most = multiprocessors * ctas_per_sm, key_blocks // MIN_RUN_BLOCKS
+    filling = {max(1, min(rounds * places // programs, most)) for rounds in range(1, SPLIT_ROUNDS + 1)}
+    time = {splits: split_time(splits, programs, key_blocks, multiprocessors, ctas_per_sm) for splits in filling | {1}}
+    fastest = min(time, key=lambda splits: (time[splits], splits))
+    return fastest if time[fastest] * SPLIT_GAIN < time[1] else 1
 
 
 def schedule(
