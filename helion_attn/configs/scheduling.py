@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 from helion_attn.configs import TileConfig
 
@@ -47,9 +46,9 @@ def gqa_query_blocks(queries: int, group: int, bm: int) -> int:
 #: The fewest key blocks of a run, and of a program worth splitting.
 MIN_RUN_BLOCKS, MIN_SPLIT_BLOCKS = 8, 32
 
-#: What a launch of `split` runs costs, fitted to 64 launches on an H100 within 5% for most (docs/notes/few_queries.md). A
-#: key block takes `FIRST_PROGRAM` + n where n programs share an SM. In blocks: what a program takes to begin and to end,
-#: what a run takes besides to write its part and to have it merged, and the merge's launch.
+#: What a launch of `split` runs costs, fitted to 64 launches on an H100 (docs/notes/few_queries.md). A key block takes
+#: `FIRST_PROGRAM` + n where n programs share an SM. In blocks: what a program takes to begin and to end, what a run takes
+#: besides to write its part and to have it merged, and the merge's launch.
 FIRST_PROGRAM = 1.44
 PROGRAM_BLOCKS, PART_BLOCKS, MERGE_BLOCKS = 5, 6, 6
 
