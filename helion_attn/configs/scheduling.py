@@ -47,7 +47,7 @@ def gqa_query_blocks(queries: int, group: int, bm: int) -> int:
 MIN_RUN_BLOCKS, MIN_SPLIT_BLOCKS = 8, 32
 
 #: What a launch of `split` runs costs, fitted to 64 launches on an H100 (docs/notes/few_queries.md). A key block takes
-#: `FIRST_PROGRAM` + n where n programs share an SM. In blocks: what a program takes to begin and to end, what a run takes
+#: `FIRST_PROGRAM` + n where n programs share an SM. In blocks: what a program takes to begin and end, what a run takes
 #: besides to write its part and to have it merged, and the merge's launch.
 FIRST_PROGRAM = 1.44
 PROGRAM_BLOCKS, PART_BLOCKS, MERGE_BLOCKS = 5, 6, 6
