@@ -6,7 +6,6 @@ import functools
 import math
 import re
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,13 +14,12 @@ import pytest
 
 import helion_attn as ha
 from helion_attn.compiler import triton_hook
-from helion_attn.compiler.passes import separate_ends
+from helion_attn.compiler.passes import separate_ends, warpgroup_turns
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.passes.ttgir import VALUE, defined
 from helion_attn.testing import Sm90Kernel
 from helpers.offline import assert_sound, compile_attention, compile_shape, compile_varlen
-from helpers.passes import recorded
-from helpers.shared import shared_call
+from helpers.shared import shared_call, shared_ir
 
 pytestmark = pytest.mark.filterwarnings("ignore::helion_attn.compiler.slower.SlowerWarning")
 
@@ -35,20 +33,6 @@ ENDS: dict[str, functools.partial[Any]] = {
     "split": functools.partial(compile_shape, 1, 64, 100000, 256, False, recipe=ha.BALANCED),
     "pieces": functools.partial(compile_attention, 512, True, D_v=512, recipe=ha.BALANCED),
     "bf16_d128": functools.partial(compile_attention, 128, False, recipe=ha.BF16),
-}
-
-#: Kernels whose warps need each other behind the loop, and what that shows in.
-IN_STEP: dict[str, tuple[functools.partial[Any], str]] = {
-    "second_loop": (functools.partial(compile_attention, 128, True, recipe=ha.HYBRID), "scf. stands behind it"),
-    "mean_of_v": (functools.partial(compile_attention, 256, True, recipe=ha.HYBRID), "its use of shared memory behind"),
-    "one_level": (
-        functools.partial(compile_attention, 256, True, recipe=replace(ha.BALANCED, promote_every=0)),
-        "its use of shared memory behind",
-    ),
-    "widths": (
-        functools.partial(compile_attention, 320, False, D_v=320, recipe=ha.BALANCED),
-        "exchanges between lanes have different places",
-    ),
 }
 
 
@@ -78,15 +62,6 @@ def test_no_barrier_of_all_warps_behind_the_turns(name: str) -> None:
     # Stores are as wide as Triton has them.
     assert "st.global.v4" in end
     assert "bar.sync" in found.ptx.split("before_turns: ")[0]
-
-
-@pytest.mark.parametrize("name", IN_STEP)
-def test_warps_that_need_each_other_stay_in_step(name: str) -> None:
-    compile_, reason = IN_STEP[name]
-    found = shared_call(compile_)
-    assert not outcome(found).applied
-    assert outcome(found).reason.startswith(reason)
-    assert "mbarrier.inval" in behind_turns(found.ptx)
 
 
 def of_shared_memory(text: str) -> list[str]:
@@ -125,17 +100,8 @@ def size(line: str) -> int:
 @pytest.mark.parametrize("name", ["fast", "balanced", "pieces", "bf16_d128"])
 def test_what_is_exchanged_comes_into_no_buffer_that_is_read(name: str) -> None:
     """V's, and the mbarriers, which the other warpgroup may still wait for."""
-    texts: list[str] = []
-    passed = triton_hook.passed
-
-    def seen(*args: Any) -> list[Outcome]:
-        outcomes = passed(*args)
-        texts.append(outcomes[-1].text)
-        return outcomes
-
-    with mock.patch.object(triton_hook, "passed", seen), recorded():
-        ENDS[name]()
-    text = next(x for x in texts if "behind_turns: " in x)
+    without = shared_ir(ENDS[name])[0][1]
+    text = separate_ends.with_separate_ends(warpgroup_turns.with_turns(str(without)).text).text
     before, _, behind = text.partition("behind_turns: ")
     freed_at_the_end = re.findall(rf"ttg\.local_dealloc ({VALUE}) :", behind[behind.rindex("tt.store") :])
     found = dict(zip(of_shared_memory(text), places(text), strict=True))
@@ -167,14 +133,33 @@ def test_ptx_in_which_warps_exchange_rows_is_refused() -> None:
 
 
 def test_what_cannot_end_alone_is_compiled_in_step() -> None:
-    def refusing(ptx: str) -> str:
-        raise separate_ends.BarrierBehindLoop("they need each other")
+    """Again, and with the reason."""
+    asked: list[triton_hook.Refusals] = []
 
-    with mock.patch.object(separate_ends, "separated", refusing), recorded():
-        found = ENDS["balanced"]()
-    assert outcome(found) == Outcome(separate_ends.NAME, False, "they need each other")
-    assert "behind_turns: " in found.ptx
-    assert "mbarrier.inval" in behind_turns(found.ptx)
+    def compiling(source: str, refusals: triton_hook.Refusals) -> str:
+        asked.append(refusals)
+        if refusals.ends is None:
+            raise separate_ends.BarrierBehindLoop("they need each other")
+        return source
+
+    with mock.patch.object(triton_hook, "_compile", compiling):
+        assert triton_hook.compile_with_passes("source") == "source"
+    assert asked == [triton_hook.Refusals(), triton_hook.Refusals(ends="they need each other")]
+    # The kernel is that of turns.
+    before = shared_ir(ENDS["balanced"])[0][0]
+    turns, ends = triton_hook.passed(before, asked[1])[-2:]
+    assert turns.applied
+    assert ends == Outcome(separate_ends.NAME, False, "they need each other", turns.text)
+
+
+def test_a_second_loop_keeps_warps_in_step() -> None:
+    text = warpgroup_turns.with_turns(str(shared_ir(ENDS["balanced"])[0][1])).text
+    stored = next(line for line in reversed(text.split("\n")) if "tt.store" in line)
+    second = text.replace(stored, f"    scf.for %i = %c0_i32 to %c1_i32 step %c1_i32  : i32 {{\n    }}\n{stored}")
+    found = separate_ends.with_separate_ends(second)
+    assert not found.applied
+    assert found.reason == "scf. stands behind it"
+    assert found.text == second
 
 
 def test_other_code_stays() -> None:

@@ -27,7 +27,7 @@ COSTS = {
     rows_ahead.NAME: "two barriers in every key block",
     early_copies.NAME: "up to 17% more time, and 30% at head dims beyond 256",
     warpgroup_turns.NAME: "7 to 23% more time",
-    separate_ends.NAME: "1 to 5% more time up to 4096 keys",
+    separate_ends.NAME: "up to 6% more time on short sequences",
     warpgroup_turns.PART_OF_P: "3 to 8% more time",
 }
 
