@@ -43,7 +43,6 @@ KERNELS: dict[str, tuple[functools.partial[Any], str]] = {
         "WIIBECCCCBFIFIF",
     ),
     "hybrid_2_stages": (functools.partial(compile_attention, 256, False, recipe=ha.HYBRID), "WIBECECBFWI"),
-    "bf16_2_stages": (functools.partial(compile_attention, 64, True, recipe=ha.BF16), "WIBECECBFWI"),
     "hybrid_3_stages": (
         functools.partial(compile_tile, dataclasses.replace(tile_config(128, True, ha.HYBRID.bits), num_stages=3)),
         "WIBECCBFI",
@@ -52,10 +51,6 @@ KERNELS: dict[str, tuple[functools.partial[Any], str]] = {
     "many_keys_2_stages": (
         functools.partial(compile_shape, 1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BF16),
         "WIBECECBFWI",
-    ),
-    "many_keys": (
-        functools.partial(compile_shape, 1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BALANCED),
-        "WIBECCCBFIFIF",
     ),
     "split": (functools.partial(compile_shape, 1, 64, 100000, 256, False, recipe=ha.BALANCED), "WIBECCCBFIFIF"),
     "single_k": (functools.partial(compile_attention, 192, False, D_v=128), "WIIFBECCCBIF"),
@@ -192,8 +187,8 @@ COPY_OF_V = rf"(copy_global_to_local %v\w*\[{VALUE}, )({VALUE})"
         ("single_k", COPY_OF_V, r"\1%c0_i32", -1),
         ("hybrid_2_stages", COPY_OF_V, r"\1%c0_i32", -1),
         ("hybrid_2_stages", r" +gpu\.barrier.*\n", "", 1),
-        ("bf16_2_stages", r".*wait_barrier %delayed_v_mine.*\n", "", 0),
-        ("bf16_2_stages", r"wait_barrier %delayed_v_mine, %\w+", "wait_barrier %delayed_v_mine, %c0_i32", 0),
+        ("hybrid_2_stages", r".*wait_barrier %delayed_v_mine.*\n", "", 0),
+        ("hybrid_2_stages", r"wait_barrier %delayed_v_mine, %\w+", "wait_barrier %delayed_v_mine, %c0_i32", 0),
         ("one_level_2_stages", r"(%delayed_v_mine = ttg.memdesc_index %delayed_v\[)%\w+", r"\1%c0_i32", 0),
         ("one_level_3_stages", rf"(%k_block\w* = ttg.memdesc_index %k_block\[){VALUE}", r"\1%c0_i32", -1),
         ("one_level_3_stages", r"%early_stages = arith.constant 1", "%early_stages = arith.constant 2", 0),

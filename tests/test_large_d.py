@@ -19,7 +19,7 @@ from helion_attn.configs import (
     uses_large_d,
 )
 from helion_attn.testing import SHARED_BYTES_PER_SM, error_budget, make_qkv, relative_error
-from helpers.cases import IN_E4M3, PRESETS, make_case
+from helpers.cases import IN_E4M3, LARGE_SHIPPED, PRESETS, make_case, shipped_id
 from helpers.offline import (
     HEADS,
     assert_sound,
@@ -175,22 +175,9 @@ D_V = {(192, 128): 128, (576, 256): 512}
 #: Instructions for spilled registers by V tile: 320 channels of sums leave the least room.
 MAX_SPILLED = {320: 24}
 
-#: The default recipe with the causal mask, the other product on some full ones, and all options where there are the
-#: fewest registers to spare. (At D 1024 they spill up to three.)
-COMPILED = [
-    *((tile, "balanced") for tile in LARGE_TILE_CONFIGS if tile.causal),
-    *((tile, "fast") for tile in LARGE_TILE_CONFIGS if not tile.causal and tile.D_pad in (192, 640)),
-    *((tile, "accurate") for tile in LARGE_TILE_CONFIGS if tile.causal and tile.D_pad in (384, 768)),
-]
-
-
-def tile_id(tile: LargeTileConfig) -> str:
-    mask = "causal" if tile.causal else "full"
-    return f"d{tile.D_pad}-{tile.v_tile}-{mask}-up-to-{tile.max_query_blocks_per_sm}"
-
 
 @pytest.mark.parametrize(
-    ("tile", "recipe"), [pytest.param(tile, name, id=f"{tile_id(tile)}-{name}") for tile, name in COMPILED]
+    ("tile", "recipe"), [pytest.param(tile, name, id=f"{shipped_id(tile)}-{name}") for tile, name in LARGE_SHIPPED]
 )
 def test_shipped_config(tile: LargeTileConfig, recipe: str) -> None:
     D_v = D_V.get((tile.D_pad, tile.v_tile), tile.D_pad)

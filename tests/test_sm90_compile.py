@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -12,12 +11,12 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, TILE_CONFIGS, TileConfig, attention_tile_config, tile_config
+from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, TileConfig, attention_tile_config, tile_config
 from helion_attn.configs.scheduling import query_blocks_per_sm
 from helion_attn.kernels.lib import steps
 from helion_attn.testing import Sm90Kernel, compile_for_sm90
 from helion_attn.varlen import attend_varlen, quantize_varlen
-from helpers.cases import IN_E4M3, PRESETS
+from helpers.cases import IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
 from helpers.offline import (
     LONGER_LOOP,
     MEASURED,
@@ -54,21 +53,15 @@ def assert_8_bit_attention(
 AS_LONG = 1.01 if MEASURED else LONGER_LOOP
 
 
-def tiles_of(bits: tuple[int, int]) -> list[TileConfig]:
-    return [tile for tile in TILE_CONFIGS if tile.bits == bits]
+def shipped(eight_bits: bool) -> list[Any]:
+    return [
+        pytest.param(tile, LADDER[name], id=f"{shipped_id(tile)}-{name}")
+        for tile, name in SHIPPED
+        if (tile.bits == ALL_8_BIT) == eight_bits
+    ]
 
 
-def tile_id(tile: TileConfig) -> str:
-    return f"d{tile.D_pad}-{'causal' if tile.causal else 'full'}-up-to-{tile.max_query_blocks_per_sm}"
-
-
-#: Every config with one preset, in turn: `scripts/ptx_hashes.py` compiles all with all.
-SHIPPED = [*zip(tiles_of(ALL_8_BIT), itertools.cycle(PRESETS.items()))]
-
-
-@pytest.mark.parametrize(
-    ("tile", "recipe"), [pytest.param(tile, recipe, id=f"{tile_id(tile)}-{name}") for tile, (name, recipe) in SHIPPED]
-)
+@pytest.mark.parametrize(("tile", "recipe"), shipped(eight_bits=True))
 def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
     assert_8_bit_attention(kernel, tile, recipe)
@@ -79,13 +72,7 @@ def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
 
 
-@pytest.mark.parametrize(
-    ("tile", "recipe"),
-    [
-        *(pytest.param(t, ha.HYBRID, id=f"hybrid-{tile_id(t)}") for t in tiles_of((8, 16)) if t.causal),
-        *(pytest.param(t, ha.BF16, id=f"bf16-{tile_id(t)}") for t in tiles_of((16, 16)) if not t.causal),
-    ],
-)
+@pytest.mark.parametrize(("tile", "recipe"), shipped(eight_bits=False))
 def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
     assert_sound(kernel)
@@ -133,7 +120,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 50.0, "recipe": ha.FAST},
 }
 AT_64: dict[str, dict[str, Any]] = {
-    "softcap_fp32": {"softcap": 50.0, "recipe": ha.ACCURATE, "out_dtype": torch.float32, "layout": "bshd"},
     "softcap_causal_blocks": {"softcap": 50.0, "causal": True, "recipe": replace(IN_E4M3, k_scales="block")},
     "everything": {"window": (100, -1), "causal": True, "softcap": 50.0, "sinks": True, "recipe": ha.ACCURATE},
 }
@@ -238,8 +224,7 @@ def test_decoding_from_a_large_pool() -> None:
 
 #: (D, causal, recipe, options) of sequences of variable length.
 VARLEN: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
-    **{f"d{D}-True": (D, True, ha.BALANCED, {}) for D in SUPPORTED_D},
-    "d128-False": (128, False, ha.BALANCED, {}),
+    **{f"d{D}-True": (D, True, ha.BALANCED, {}) for D in SUPPORTED_D[1:]},
     "accurate_d256": (256, True, ha.ACCURATE, {}),
     "everything": (64, True, ha.ACCURATE, {"window": (100, -1), "softcap": 50.0, "sinks": True}),
     "everything_d256": (256, False, ha.ACCURATE, {"window": (100, 5), "softcap": 50.0, "sinks": True}),
@@ -296,14 +281,11 @@ def test_the_loop_is_as_long_as_without_sequences(D: int) -> None:
 SPLIT: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
     **{
         f"d{D}-{'causal' if causal else 'full'}-{name}": (D, causal, PRESETS[name], {})
-        for D, causal, name in (
-            *((32, False, "fast"), (64, True, "balanced"), (128, True, "balanced"), (256, True, "balanced")),
-        )
+        for D, causal, name in (*((64, True, "balanced"), (128, True, "balanced"), (256, True, "balanced")),)
     },
     "everything": (64, True, ha.ACCURATE, {"window": (9000, -1), "softcap": 50.0, "sinks": True}),
     "everything_d128": (128, True, ha.ACCURATE, {"window": (9000, -1), "softcap": 50.0, "sinks": True}),
     "everything_d256": (256, False, ha.ACCURATE, {"window": (9000, 5), "softcap": 50.0, "sinks": True}),
-    "e4m3_bshd": (128, True, ha.BALANCED, {"out_dtype": torch.float8_e4m3fn, "layout": "bshd", "sinks": True}),
 }
 
 

@@ -42,6 +42,7 @@ from helion_attn.configs import (
     tile_config,
 )
 from helion_attn.testing import _offline_hopper
+from helpers.cases import LADDER, LARGE_SHIPPED, SHIPPED, shipped_id
 from helpers.offline import MEASURED, batch_for, compile_attention, compile_decode
 from helpers.shared import shared
 
@@ -260,10 +261,12 @@ def test_what_does_not_verify_stays_and_is_said() -> None:
 def test_ptx_that_lacks_the_marks_of_turns_is_not_run(lost: str) -> None:
     """Named barriers beside those of all warps are a deadlock: it is compiled again, without turns."""
     in_turns = warpgroup_turns.in_turns
-    with mock.patch.object(warpgroup_turns, "in_turns", lambda ptx: in_turns(ptx.replace(lost, ""))), anew():
+    with (
+        mock.patch.object(warpgroup_turns, "in_turns", lambda ptx: in_turns(ptx.replace(lost, ""))),
+        anew(),
+        compiled() as kernels,
+    ):
         found = compile_attention(256, True)
-        with compiled() as kernels, mock.patch.object(triton_hook, "_MADE", {}):
-            compile_attention(256, True)
     assert "bar.arrive" not in found.ptx
     (refused,) = [x for x in triton_hook.outcomes(kernels[0]) if x.name == warpgroup_turns.NAME]
     assert not refused.applied
@@ -310,21 +313,23 @@ def test_which_passes_a_config_is_expected_to_have() -> None:
 #: Head dims of V that configs are for, where they are not D.
 D_V = {(192, 128): 128, (576, 256): 512}
 
-RECIPES = {(8, 8): ha.BALANCED, (8, 16): ha.HYBRID, (16, 16): ha.BF16}
 
-
-@pytest.mark.parametrize("tile", TILE_CONFIGS, ids=lambda t: f"{t.bits}-d{t.D_pad}-{t.causal}-{t.num_stages}")
-def test_shipped_configs_have_their_passes(tile: TileConfig) -> None:
-    kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=RECIPES[tile.bits], B=batch_for(tile))
+@pytest.mark.parametrize(
+    ("tile", "recipe"), [pytest.param(tile, name, id=f"{shipped_id(tile)}-{name}") for tile, name in SHIPPED]
+)
+def test_shipped_configs_have_their_passes(tile: TileConfig, recipe: str) -> None:
+    kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=LADDER[recipe], B=batch_for(tile))
     assert missing(kernel.passes, expected_passes(tile, tile.two_level)) == []
     needed = [x.name for x in kernel.passes if x.applied or (not MEASURED and x.reason in computed_once.NOT_NEEDED[1:])]
     assert needed == [x for x in triton_hook.PASSES if x in expected_passes(tile, tile.two_level)]
 
 
-@pytest.mark.parametrize("tile", LARGE_TILE_CONFIGS, ids=lambda t: f"d{t.D_pad}-{t.v_tile}-{t.causal}")
-def test_shipped_configs_of_large_head_dims_have_their_passes(tile: LargeTileConfig) -> None:
+@pytest.mark.parametrize(
+    ("tile", "recipe"), [pytest.param(tile, name, id=f"{shipped_id(tile)}-{name}") for tile, name in LARGE_SHIPPED]
+)
+def test_shipped_configs_of_large_head_dims_have_their_passes(tile: LargeTileConfig, recipe: str) -> None:
     D_v = D_V.get((tile.D_pad, tile.v_tile), tile.D_pad)
-    kernel = shared(compile_attention, tile.D_pad, tile.causal, D_v=D_v, recipe=ha.BALANCED, B=batch_for(tile))
+    kernel = shared(compile_attention, tile.D_pad, tile.causal, D_v=D_v, recipe=LADDER[recipe], B=batch_for(tile))
     assert missing(kernel.passes, expected_passes(tile, tile.two_level)) == []
     assert [x.name for x in kernel.passes if x.applied] == [*expected_passes(tile, tile.two_level)]
 

@@ -199,14 +199,14 @@ HYBRID_D128 = pytest.param(
 )
 
 
-@pytest.mark.parametrize("name", ["three_stages", "fast", HYBRID_D128])
+@pytest.mark.parametrize("name", ["fast", HYBRID_D128])
 def test_ptxas_moves_a_turn_up(name: str) -> None:
     assert exponentials_before_turn(not_held_back(name).sass) < BEHIND_P[name]
 
 
 def test_a_turn_is_not_moved_past_another_block() -> None:
     """Nor one of two, nor without registers of P."""
-    ptx = not_held_back("three_stages").ptx
+    ptx = not_held_back("fast").ptx
     assert warpgroup_turns._behind_part_of_p(ptx).applied
     (turn,) = re.findall(r".*behind_part_of_p: .*\n", ptx)
     for other in (

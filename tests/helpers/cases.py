@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
 
 import helion_attn as ha
+from helion_attn.configs import ALL_8_BIT, LARGE_TILE_CONFIGS, TILE_CONFIGS, LargeTileConfig, TileConfig
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import TANH_ERROR, error_budget, make_qkv, relative_error
 from helion_attn.workloads import WORKLOADS
@@ -27,6 +29,29 @@ SIXTEEN_BIT = {
 }
 
 LADDER = PRESETS | SIXTEEN_BIT
+
+#: Shipped configs that tests compile, each with one recipe: those of 8 bits with the presets in turn, those of 16 bits
+#: with one mask. `scripts/ptx_hashes.py` compiles all with all.
+SHIPPED: list[tuple[TileConfig, str]] = [
+    *zip((t for t in TILE_CONFIGS if t.bits == ALL_8_BIT), itertools.cycle(PRESETS)),
+    *((t, "hybrid") for t in TILE_CONFIGS if t.bits == (8, 16) and t.causal),
+    *((t, "bf16") for t in TILE_CONFIGS if t.bits == (16, 16) and not t.causal),
+]
+
+#: Those of large head dims: the default recipe with the causal mask, the other product on some full ones, and all
+#: options where there are the fewest registers to spare. (At D 1024 they spill up to three.)
+LARGE_SHIPPED: list[tuple[LargeTileConfig, str]] = [
+    *((t, "balanced") for t in LARGE_TILE_CONFIGS if t.causal),
+    *((t, "fast") for t in LARGE_TILE_CONFIGS if not t.causal and t.D_pad in (192, 640)),
+    *((t, "accurate") for t in LARGE_TILE_CONFIGS if t.causal and t.D_pad == 768),
+]
+
+
+def shipped_id(tile: TileConfig | LargeTileConfig) -> str:
+    """The name of a config in tests."""
+    v_tile = f"-{tile.v_tile}" if isinstance(tile, LargeTileConfig) else ""
+    return f"d{tile.D_pad}{v_tile}-{'causal' if tile.causal else 'full'}-up-to-{tile.max_query_blocks_per_sm}"
+
 
 #: One descale a head for Q, K and V, and nothing subtracted or rotated: integers stay exact.
 #: e4m3 throughout, a descale a row of Q and a head of K and V; nothing is mixed or smoothed.
