@@ -135,16 +135,21 @@ def with_moved_copies(D: int, causal: bool, recipe: ha.Recipe, zigzag: bool) -> 
     return before, after, parts, {f"%{x}": n for x, n in (sizes | {"k_rank_step": STEP, "v_rank_step": STEP}).items()}
 
 
-moved_copies = pytest.mark.parametrize(
-    ("D", "causal", "recipe"),
-    [(128, True, ha.HYBRID), (256, True, ha.BALANCED), (256, False, ha.BALANCED)],
-    ids=["V a block behind", "halves, an iteration later", "halves, V a block behind"],
+#: One order for the 16-bit V.
+orders_and_copies = pytest.mark.parametrize(
+    ("D", "causal", "recipe", "zigzag"),
+    [
+        (128, True, ha.HYBRID, True),
+        *((256, causal, ha.BALANCED, zigzag) for causal in (True, False) for zigzag in (False, True)),
+    ],
+    ids=[
+        "V a block behind, zigzag",
+        *(f"halves, {how}, {order}" for how in ("later", "V a block behind") for order in ("contiguous", "zigzag")),
+    ],
 )
-both_orders = pytest.mark.parametrize("zigzag", [False, True], ids=["contiguous", "zigzag"])
 
 
-@both_orders
-@moved_copies
+@orders_and_copies
 def test_copies_are_of_their_blocks(D: int, causal: bool, recipe: ha.Recipe, zigzag: bool) -> None:
     """K's and V's, wherever the passes move them: also those of a part's first and last block."""
     _, text, parts, arguments = with_moved_copies(D, causal, recipe, zigzag)
@@ -163,8 +168,7 @@ def without_copies(text: str) -> str:
     return "\n".join(line for line in text.split("\n") if not operation(line)[1].startswith("ttng."))
 
 
-@both_orders
-@moved_copies
+@orders_and_copies
 def test_moving_copies_changes_no_other_index(D: int, causal: bool, recipe: ha.Recipe, zigzag: bool) -> None:
     """Those of K's descales and of masks, some of which the loop carries from where copies are made."""
     before, after, parts, arguments = with_moved_copies(D, causal, recipe, zigzag)
