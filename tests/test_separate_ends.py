@@ -126,6 +126,9 @@ def test_ptx_in_which_warps_exchange_rows_is_refused() -> None:
         [turn, load, of_all, store],
         [turn, *exchange, *elsewhere],
         [turn, *exchange, of_all, *elsewhere],
+        [turn, *exchange, "\tred.shared.add.u32 \t[%r1], 1;"],
+        [turn, "\t@!%p1 st.shared.b32 \t[%r1], %r2;", of_all, load],
+        [turn, *exchange, "\tbar.red.popc.u32 \t%r1, 0, %p1;"],
         exchange,
     ):
         with pytest.raises(separate_ends.BarrierBehindLoop):

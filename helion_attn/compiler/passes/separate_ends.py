@@ -115,15 +115,20 @@ def _with_rows_of_warps(text: str) -> str:
     return text.replace(line, f"{line}\n{places}" if places else line, 1)
 
 
-#: What the PTX behind the loop does with shared memory, by letters, and the form that it must have.
+#: What the PTX behind the loop does with shared memory and barriers, by letters, and the form that it must have.
 _LETTERS = (
-    (r"\s*(@%p\d+ )?st(\.\w+)*\.shared", "S"),
-    (r"\s*(@%p\d+ )?(ld(\.\w+)*\.shared|ldmatrix)", "L"),
-    (r"\s*(@%p\d+ )?stmatrix", "S"),
-    (r"\s*bar\.warp\.sync", "W"),
-    (r"\s*(bar|barrier)(\.\w+)*\s+0[,;]", "B"),
+    (r"(st(\.\w+)*\.shared|stmatrix)\b", "S"),
+    (r"(ld(\.\w+)*\.shared|ldmatrix)\b", "L"),
+    (r"bar\.warp\.sync\b", "W"),
+    (r"(bar|barrier)(\.\w+)*\s+0[,;]", "B"),
+    (r".*\.shared\b|(bar|barrier|mbarrier)\b", "X"),
 )
 _FORM = r"W*(S+W+L+[WB]*)*"
+
+
+def _letter(line: str) -> str:
+    instruction = re.sub(r"^\s*(@!?%p\d+\s+)?", "", line)
+    return next((letter for pattern, letter in _LETTERS if re.match(pattern, instruction)), "")
 
 
 def separated(ptx: str) -> str:
@@ -136,9 +141,7 @@ def separated(ptx: str) -> str:
     turn = next((i for i, line in enumerate(lines) if "behind_turns: " in line), None)
     if turn is None:
         raise BarrierBehindLoop("the mark of its turns' end is not in the PTX")
-    found = [
-        (i, letter) for i in range(turn + 1, len(lines)) for pattern, letter in _LETTERS if re.match(pattern, lines[i])
-    ]
+    found = [(i, letter) for i in range(turn + 1, len(lines)) if (letter := _letter(lines[i]))]
     form = "".join(letter for _, letter in found)
     if not re.fullmatch(_FORM, form):
         raise BarrierBehindLoop(f"its use of shared memory behind the loop is {form}, which is not {_FORM}")
