@@ -284,16 +284,20 @@ def test_what_comes_first_comes_with_what_it_needs() -> None:
         "    ttng.wait_barrier %barrier, %c : i32",
         "    gpu.barrier",
     )
-    moved = ttgir.with_copies_ahead([function, index, address, load, use, copy, wait, last])
+    moved = ttgir.with_loads_and_copies_ahead([function, index, address, load, use, copy, wait, last])
     assert moved == [function, address, load, index, copy, wait, use, last]
     branch = ["    %i = scf.if %b -> (i32) {", "      scf.yield %c : i32", "    }"]
     waiting = ["    %i = ttg.local_load %x : i32"]
     for needed in (branch, waiting):
         lines = [function, address, load, *needed, copy, wait, last]
-        assert ttgir.with_copies_ahead(lines) == lines
+        assert ttgir.with_loads_and_copies_ahead(lines) == lines
+    # What is loaded behind something that writes may be what that wrote.
+    store = "    tt.store %p, %u : !tt.ptr<f32>"
+    lines = [function, index, store, address, load, use, copy, wait, last]
+    assert ttgir.with_loads_and_copies_ahead(lines) == [function, index, copy, store, address, load, use, wait, last]
     inside = "      %b = tt.load %p : !tt.ptr<f32>"
     lines = [function, "    scf.if %x {", inside, "    }", copy, last]
-    assert ttgir.with_copies_ahead(lines) == [function, copy, *lines[1:4], last]
+    assert ttgir.with_loads_and_copies_ahead(lines) == [function, copy, *lines[1:4], last]
 
 
 def test_other_loops_stay() -> None:

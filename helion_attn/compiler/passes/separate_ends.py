@@ -46,7 +46,7 @@ def with_separate_ends(text: str) -> Outcome:
     ends = [i for i, line in enumerate(lines) if "behind_turns: " in line]
     try:
         turn = only(ends, "the marks of its turns' end")
-        at, end = next((at, end) for at, end in loops(lines) if at < turn)
+        *_, (at, end) = [(at, end) for at, end in loops(lines) if end < turn]
         return Outcome(NAME, True, "each warpgroup stores its rows when it is done", _separated(lines, at, end, turn))
     except Refused as refused:
         return Outcome(NAME, False, str(refused), text)
@@ -57,12 +57,18 @@ def _separated(lines: list[str], at: int, end: int, turn: int) -> str:
     for operation in _NOT_BEHIND:
         if any(f" {operation}" in line for line in behind):
             raise Refused(f"{operation.strip()} stands behind it")
-    in_use = _allocations_of_v(lines[at:end]) | _mbarriers(lines[:at])
-    freed = [i for i, line in enumerate(behind) if matched_dealloc(line) in in_use]
-    dropped = {*find(behind, BARRIER), *find(behind, "ttng.inval_barrier "), *freed}
+    in_use = _allocations_of_v(lines[at:end]) | _mbarriers(lines[:at], lines[at:end])
+    freed = {name: line for line in behind if (name := matched_dealloc(line)) in in_use}
+    # Those that nothing frees count as in use up to their last use.
+    for line in lines[:at]:
+        if (name := defined(line)) in in_use and name not in freed:
+            freed[name] = (
+                f"{indentation(lines[at])}ttg.local_dealloc {name} : {matched(line, r'-> (.*?)(?: loc|$)')[0]}"
+            )
+    dropped = {*find(behind, BARRIER), *find(behind, "ttng.inval_barrier ")}
     returns = only(find(behind, "tt.return"), "its returns")
-    kept = [line for i, line in enumerate(behind[:returns]) if i not in dropped]
-    moved = [*lines[: turn + 1], *kept, *(behind[i] for i in freed), *behind[returns:]]
+    kept = [line for i, line in enumerate(behind[:returns]) if i not in dropped and line not in freed.values()]
+    moved = [*lines[: turn + 1], *kept, *freed.values(), *behind[returns:]]
     return _with_rows_of_warps("\n".join(moved))
 
 
@@ -87,12 +93,16 @@ def _allocations_of_v(loop: list[str]) -> set[str]:
     return found
 
 
-def _mbarriers(before: list[str]) -> set[str]:
-    return {
-        str(defined(before[i]))
-        for i in find(before, "ttg.local_alloc ")
-        if re.search(r"memdesc<[\dx]+xi64,", before[i])
-    }
+def _mbarriers(before: list[str], loop: list[str]) -> set[str]:
+    """The allocations of the mbarriers that a loop uses, itself or by an index."""
+    used = set(re.findall(VALUE, "\n".join(loop)))
+    found = set()
+    for i in find(before, "ttg.local_alloc "):
+        if (name := defined(before[i])) and re.search(r"memdesc<[\dx]+xi64,", before[i]):
+            indexed = rf"({VALUE}) = ttg\.memdesc_index {re.escape(name)}\["
+            if used & {name, *re.findall(indexed, "\n".join(before))}:
+                found.add(name)
+    return found
 
 
 def _with_rows_of_warps(text: str) -> str:

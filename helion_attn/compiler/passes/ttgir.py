@@ -72,21 +72,34 @@ def indentation(line: str) -> str:
 
 
 def with_copies_ahead(before: list[str]) -> list[str]:
+    """The lines in front of a loop, the first copies, and what they need, ahead of the rest."""
+    return _ahead(before, [])
+
+
+def with_loads_and_copies_ahead(before: list[str]) -> list[str]:
     """The lines in front of a loop: loads from memory, the first copies, the wait for them, and behind it the rest.
 
-    Loads and copies come with what they need. What is loaded is used behind the wait, and is under way meanwhile.
+    Loads and copies come with what they need. What is loaded is used behind the wait, and is under way meanwhile. Loads
+    behind something that writes stay where they are.
     """
-    begin = find(before, "tt.func ")[-1] + 1
     indent = indentation(before[-1])
-    loads, rest = taken_out(before, [i for i in find(before, "tt.load ") if indentation(before[i]) == indent], begin)
-    copies, rest = taken_out(
-        rest, [i for operation in ("ttng.init_barrier ", EXPECT, COPY) for i in find(rest, operation)], begin
+    written = [i for operation in ("tt.store ", "tt.atomic", BARRIER) for i in find(before, operation)]
+    end = min(written, default=len(before))
+    return _ahead(before, [i for i in find(before[:end], "tt.load ") if indentation(before[i]) == indent])
+
+
+def _ahead(before: list[str], loads: list[int]) -> list[str]:
+    begin = find(before, "tt.func ")[-1] + 1
+    of_loads, rest = taken_out(before, list(loads), begin)
+    copies = [i for operation in ("ttng.init_barrier ", EXPECT, COPY) for i in find(rest, operation)]
+    of_copies, rest = taken_out(rest, copies, begin)
+    waits = (
+        [i for operation in (WAIT_FOR_COPIES, "ttng.inval_barrier ") for i in find(rest, operation)] if loads else []
     )
-    waits = [i for operation in (WAIT_FOR_COPIES, "ttng.inval_barrier ") for i in find(rest, operation)]
+    ahead = [*of_loads, *of_copies, *(rest[i] for i in sorted(waits))]
     # An operation of several lines is not taken apart, and nothing that waits is moved ahead of copies.
-    needed = [*loads, *copies, *(rest[i] for i in waits)]
-    if any(indentation(line) != indent or line.endswith("{") or "local_load" in line for line in needed):
+    indent = indentation(before[-1])
+    if any(indentation(line) != indent or line.endswith("{") or "local_load" in line for line in ahead):
         return before
-    of_waits = [rest[i] for i in sorted(waits)]
     others = [line for i, line in enumerate(rest[begin:], begin) if i not in waits]
-    return [*rest[:begin], *loads, *copies, *of_waits, *others]
+    return [*rest[:begin], *ahead, *others]

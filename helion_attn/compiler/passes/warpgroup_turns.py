@@ -62,7 +62,7 @@ from helion_attn.compiler.passes.ttgir import (
     find,
     indentation,
     loops,
-    with_copies_ahead,
+    with_loads_and_copies_ahead,
 )
 
 NAME, PART_OF_P = "warpgroup_turns", "turn_behind_part_of_p"
@@ -138,7 +138,7 @@ def _in_turns(lines: list[str], at: int, end: int) -> str:
     ]
     return "\n".join(
         [
-            *with_copies_ahead(lines[:at]),
+            *with_loads_and_copies_ahead(lines[:at]),
             *thread,
             _turn(outer, "before_loop", _BEFORE_LOOP),
             lines[at],
