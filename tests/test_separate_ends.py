@@ -139,28 +139,44 @@ def test_ptx_in_which_warps_exchange_rows_is_refused() -> None:
         [turn, *exchange, "\tbar.red.popc.u32 \t%r1, 0, %p1;"],
         exchange,
     ):
-        with pytest.raises(separate_ends.BarrierBehindLoop):
+        with pytest.raises(separate_ends.CannotSeparate):
             separate_ends.separated("\n".join(wrong))
 
 
 def test_what_cannot_end_alone_is_compiled_in_step() -> None:
     """Again, and with the reason."""
     asked: list[triton_hook.Refusals] = []
+    keys: set[str] = set()
 
-    def compiling(source: str, refusals: triton_hook.Refusals) -> str:
+    def compiling(source: str, key: str, refusals: triton_hook.Refusals) -> str:
         asked.append(refusals)
+        keys.add(key)
         if refusals.ends is None:
-            raise separate_ends.BarrierBehindLoop("they need each other")
+            raise separate_ends.CannotSeparate("they need each other")
         return source
 
     with mock.patch.object(triton_hook, "_compile", compiling):
         assert triton_hook.compile_with_passes("source") == "source"
     assert asked == [triton_hook.Refusals(), triton_hook.Refusals(ends="they need each other")]
+    assert len(keys) == 1
     # The kernel is that of turns.
     before = shared_ir(ENDS["balanced"])[0][0]
     turns, ends = triton_hook.passed(before, asked[1])[-2:]
     assert turns.applied
     assert ends == Outcome(separate_ends.NAME, False, "they need each other", turns.text)
+
+
+def test_ir_that_does_not_verify_with_separate_ends_keeps_the_other_passes() -> None:
+    """The compilation is asked for again, without this pass alone."""
+    stages = {"ttgir": lambda module, metadata: module, "ptx": lambda module, metadata: ""}
+    outcomes = [Outcome("turns", True, "so", "taken"), Outcome(separate_ends.NAME, True, "so", "wrong")]
+    triton_hook._add_passes(stages, triton_hook.Refusals())
+    with (
+        mock.patch.object(triton_hook, "passed", return_value=outcomes),
+        mock.patch.object(triton_hook, "_parsed", side_effect=RuntimeError("a type is another")),
+        pytest.raises(separate_ends.CannotSeparate, match="does not verify: a type is another"),
+    ):
+        stages["ttgir"](mock.Mock(), {})
 
 
 def test_a_second_loop_keeps_warps_in_step() -> None:

@@ -267,6 +267,12 @@ def test_ptx_that_lacks_the_marks_of_turns_is_not_run(lost: str) -> None:
         compiled() as kernels,
     ):
         found = compile_attention(256, True)
+        # Another process finds it, and does not try again.
+        with (
+            mock.patch.object(triton_hook, "_MADE", {}),
+            mock.patch.object(early_copies, "rescheduled", side_effect=AssertionError("it is compiled again")),
+        ):
+            assert compile_attention(256, True).ptx == found.ptx
     assert "bar.arrive" not in found.ptx
     (refused,) = [x for x in triton_hook.outcomes(kernels[0]) if x.name == warpgroup_turns.NAME]
     assert not refused.applied

@@ -158,6 +158,8 @@ def _add_passes(stages: dict[str, Callable[..., Any]], refusals: Refusals) -> No
             try:
                 module = _parsed(text, module.context)
             except RuntimeError as error:
+                if outcomes[-1].applied:
+                    raise separate_ends.CannotSeparate(f"the IR does not verify: {error}") from error
                 reason = f"the IR with the passes does not verify: {error}"
                 outcomes = [replace(x, applied=False, reason=reason) if x.applied else x for x in outcomes]
         metadata[OUTCOMES] = [[x.name, x.applied, x.reason] for x in outcomes]
@@ -188,21 +190,25 @@ def compile_with_passes(source: Any, no_turns: str | None = None, **options: Any
         options: of `triton.compile`.
     """
     refusals = Refusals(no_turns)
+    # What was refused follows from these: the kernel is found again under them, and not refused in every process.
+    asked = f"{digest()} {no_turns}"
     while True:
         try:
-            return _compile(source, refusals, **options)
+            return _compile(source, asked, refusals, **options)
         except warpgroup_turns.BarrierInLoop as barrier:
             refusals = refusals._replace(turns=str(barrier))
-        except separate_ends.BarrierBehindLoop as barrier:
+        except separate_ends.CannotSeparate as barrier:
             refusals = refusals._replace(ends=str(barrier))
 
 
-def _compile(source: Any, refusals: Refusals, *, _env_vars: dict[str, str] | None = None, **options: Any) -> Any:
+def _compile(
+    source: Any, asked: str, refusals: Refusals, *, _env_vars: dict[str, str] | None = None, **options: Any
+) -> Any:
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     variables = get_cache_invalidating_env_vars() if _env_vars is None else _env_vars
     # Triton's cache must not take a kernel without the passes for this one.
-    variables = {**variables, "helion_attn_passes": f"{digest()} {refusals}"}
+    variables = {**variables, "helion_attn_passes": asked}
     hook = _Hook(refusals)
     try:
         return triton.compile(source, _env_vars=variables, **options)

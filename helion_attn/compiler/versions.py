@@ -64,7 +64,7 @@ def series(version: str = triton.__version__) -> str:
 
 
 def known_triton(version: str | None = None) -> KnownTriton | None:
-    """What is known of a Triton, by default the one that is installed; None if no GPU has run it."""
+    """Return the record of a Triton, by default the installed one; None if it has run on no GPU."""
     wanted = series(triton.__version__ if version is None else version)
     return next((known for known in KNOWN_TRITONS if known.series == wanted), None)
 

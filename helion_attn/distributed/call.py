@@ -1,4 +1,4 @@
-"""What the strategies are handed: a call, checked, with what all ranks have said of it."""
+"""A checked call over several ranks, as the strategies take it."""
 
 from __future__ import annotations
 

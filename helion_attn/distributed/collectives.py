@@ -1,4 +1,4 @@
-"""What ranks send each other: bytes, through functional collectives, which torch.compile traces; and point to point."""
+"""Collectives of bytes between ranks: functional ones, which torch.compile traces, and a ring's sends and receives."""
 
 from __future__ import annotations
 

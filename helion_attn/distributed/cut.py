@@ -69,14 +69,14 @@ class Cut(NamedTuple):
         return self.lengths[-1] // 2 if self.zigzag else self.lengths[0]
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """What a rank holds, in its order."""
+        """Return the runs of tokens that a rank holds, in its order."""
         if not self.zigzag:
             return (Run(sum(self.lengths[:rank]), self.lengths[rank]),)
         n = self.chunk
         return Run(rank * n, n), Run((2 * self.ranks - 1 - rank) * n, self.lengths[rank] - n)
 
     def sample(self, rank: int, most: int) -> Sample:
-        """Those of rank `rank` that are of the sample i * (total // n), i < n, n = min(total, most)."""
+        """Return which tokens of a rank are in the sample i * (total // n), for i < n and n = min(total, most)."""
         n = min(self.total, most)
         every = self.total // n
         found, offset = [], 0

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a call before anything else: so that they raise together, and do not wait for ever.
+"""The header that ranks exchange before a call, so that they raise together and none waits forever.
 
 Every rank sends `HEADER_BYTES`, whatever its arguments are, also where it refuses them. So no rank can disagree on
 whether there is a header, and one that raises tells the others why.

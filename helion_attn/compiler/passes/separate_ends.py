@@ -36,17 +36,17 @@ _SINGLE_ROWS = re.compile(r"(#\w+) = #ttg\.blocked<\{sizePerThread = \[1\], .*, 
 _NOT_BEHIND = ("scf.", "ttng.wait_barrier ", "ttng.async_tma_copy", PRODUCT)
 
 
-class BarrierBehindLoop(Exception):
-    """Warps need each other's rows behind the loop; the message says where."""
+class CannotSeparate(Exception):
+    """The warpgroups of a kernel cannot end each by itself; the message says why."""
 
 
 def with_separate_ends(text: str) -> Outcome:
-    """Let the warpgroups of the first loop with turns end by themselves."""
+    """Let the warpgroups of the loop with turns end each by itself."""
     lines = text.split("\n")
     ends = [i for i, line in enumerate(lines) if "behind_turns: " in line]
     try:
         turn = only(ends, "the marks of its turns' end")
-        *_, (at, end) = [(at, end) for at, end in loops(lines) if end < turn]
+        at, end = only([x for x in loops(lines) if x[1] < turn][-1:], "the loops in front of it")
         return Outcome(NAME, True, "each warpgroup stores its rows when it is done", _separated(lines, at, end, turn))
     except Refused as refused:
         return Outcome(NAME, False, str(refused), text)
@@ -58,7 +58,7 @@ def _separated(lines: list[str], at: int, end: int, turn: int) -> str:
         if any(f" {operation}" in line for line in behind):
             raise Refused(f"{operation.strip()} stands behind it")
     in_use = _allocations_of_v(lines[at:end]) | _mbarriers(lines[:at], lines[at:end])
-    freed = {name: line for line in behind if (name := matched_dealloc(line)) in in_use}
+    freed = {name: line for line in behind if (name := _freed(line)) in in_use}
     # Those that nothing frees count as in use up to their last use.
     for line in lines[:at]:
         if (name := defined(line)) in in_use and name not in freed:
@@ -72,8 +72,8 @@ def _separated(lines: list[str], at: int, end: int, turn: int) -> str:
     return _with_rows_of_warps("\n".join(moved))
 
 
-def matched_dealloc(line: str) -> str | None:
-    """The buffers that an operation frees."""
+def _freed(line: str) -> str | None:
+    """Return the buffers that an operation frees."""
     found = re.match(rf"\s*ttg\.local_dealloc ({VALUE}) :", line)
     return found and found.group(1)
 
@@ -145,16 +145,16 @@ def separated(ptx: str) -> str:
     """Have no barrier of all warps behind the turns.
 
     Raises:
-        BarrierBehindLoop: warps exchange rows with others there, or two exchanges have other places in shared memory.
+        CannotSeparate: warps exchange rows with others there, or two exchanges have other places in shared memory.
     """
     lines = ptx.split("\n")
     turn = next((i for i, line in enumerate(lines) if "behind_turns: " in line), None)
     if turn is None:
-        raise BarrierBehindLoop("the mark of its turns' end is not in the PTX")
+        raise CannotSeparate("the mark of its turns' end is not in the PTX")
     found = [(i, letter) for i in range(turn + 1, len(lines)) if (letter := _letter(lines[i]))]
     form = "".join(letter for _, letter in found)
     if not re.fullmatch(_FORM, form):
-        raise BarrierBehindLoop(f"its use of shared memory behind the loop is {form}, which is not {_FORM}")
+        raise CannotSeparate(f"its use of shared memory behind the loop is {form}, which is not {_FORM}")
     # A warp that is ahead must not come into the places of one that is behind.
     exchanges: list[dict[str, set[str]]] = []
     for i, letter in found:
@@ -163,7 +163,7 @@ def separated(ptx: str) -> str:
         if letter in "SL":
             exchanges[-1][letter] |= set(re.findall(r"\[([^\]]*)\]", lines[i]))
     if any(exchange != exchanges[0] for exchange in exchanges):
-        raise BarrierBehindLoop("exchanges between lanes have different places in shared memory")
+        raise CannotSeparate("exchanges between lanes have different places in shared memory")
     for i, letter in found:
         if letter == "B":
             lines[i] = f"{indentation(lines[i])}bar.warp.sync \t-1;"
