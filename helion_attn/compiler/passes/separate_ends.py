@@ -109,12 +109,9 @@ def _with_rows_of_warps(text: str) -> str:
     for found in _STORED.finditer(text):
         name, width, rows, _ = found.groups()
         # Rows may be loaded in such a layout, too.
-        if _ROWS % int(rows) == 0 and re.search(
-            rf"\btt\.store .*, {name}> loc|\btt\.store .*, {name}>$", text, re.MULTILINE
-        ):
-            text = text.replace(
-                found.group(), found.group().replace(f"[1, {width}]", f"[{_ROWS // int(rows)}, {width}]")
-            )
+        if _ROWS % int(rows) == 0 and re.search(rf"\btt\.store .*, {name}>( loc|$)", text, re.MULTILINE):
+            own_rows = found.group().replace(f"[1, {width}]", f"[{_ROWS // int(rows)}, {width}]")
+            text = text.replace(found.group(), own_rows)
     # A layout that names another comes behind it.
     mma, *_ = matched(text, r"(#\w+) = #ttg\.nvidia_mma<")
     single = [*_SINGLE_ROWS.finditer(text)]
