@@ -52,18 +52,18 @@ def cells(device: torch.device, quick: bool) -> list[Workload]:
     return [Workload(f"decode_n{N}", 64, 64, 8, 1, N, 128, False, frozenset()) for N in lengths]
 
 
-def filled_cache(w: Workload, k: Tensor, v: Tensor) -> tuple[ha.PagedKVCache, Tensor, Tensor]:
-    """A cache with k and v [1, H_kv, N, D] for each sequence, its block table in random order, and the lengths.
+def filled_cache(k: Tensor, v: Tensor, B: int = 1) -> tuple[ha.PagedKVCache, Tensor, Tensor]:
+    """A cache with k and v [1, H_kv, N, D] for each of B sequences, its block table in random order, and the lengths.
 
     There is a page more for each sequence, for a new key.
     """
-    page_size = ha.paged_kv_cache(1, w.H_kv, w.D).page_size
-    pages = w.N // page_size + 1
-    cache = ha.paged_kv_cache(w.B * pages, w.H_kv, w.D, device=k.device)
-    table = torch.randperm(w.B * pages, device=k.device).to(torch.int32).view(w.B, pages)
-    k, v = (x.expand(w.B, -1, -1, -1) for x in (k, v))
-    ha.append_kvcache(cache, k, v, table, torch.zeros(w.B, dtype=torch.int32, device=k.device))
-    return cache, table, torch.full((w.B,), w.N, dtype=torch.int32, device=k.device)
+    _, H_kv, N, D = k.shape
+    pages = N // ha.paged_kv_cache(1, H_kv, D).page_size + 1
+    cache = ha.paged_kv_cache(B * pages, H_kv, D, device=k.device)
+    table = torch.randperm(B * pages, device=k.device).to(torch.int32).view(B, pages)
+    k, v = (x.expand(B, -1, -1, -1) for x in (k, v))
+    ha.append_kvcache(cache, k, v, table, torch.zeros(B, dtype=torch.int32, device=k.device))
+    return cache, table, torch.full((B,), N, dtype=torch.int32, device=k.device)
 
 
 def measure(w: Workload, device: torch.device, repeats: int) -> list[Row]:
@@ -72,7 +72,7 @@ def measure(w: Workload, device: torch.device, repeats: int) -> list[Row]:
     q = q.transpose(0, 2).contiguous()  # [B, H, 1, D]
     last = slice(w.B - 1, None)
     expected = ha.reference.attention(q[last], k, v)
-    cache, table, seqlens = filled_cache(w, k, v)
+    cache, table, seqlens = filled_cache(k, v, w.B)
     runs: dict[str, Callable[[], object]] = {}
     rows: dict[str, Row] = {}
     moved: dict[str, int] = {}

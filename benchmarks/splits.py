@@ -1,28 +1,34 @@
-"""Benchmarks few queries on many keys, whose keys are split over programs: beside one run, and FlashAttention-3 FP8.
+"""Benchmarks few queries on many keys, as a prompt in chunks has them: beside one run of the keys, and FA3 FP8.
 
     python benchmarks/attention.py --suite split
 
-Kernel only, merge included, one causal sequence, BALANCED. FlashAttention-3 chooses its own number of splits.
+Kernel only, merge included, one causal sequence, BALANCED, and the same keys on a paged cache, Q quantised on the way.
+FlashAttention-3 chooses its own number of splits.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from unittest import mock
 
+import torch
 from torch import Tensor
 
+import helion_attn as ha
+from benchmarks.decode import filled_cache
 from benchmarks.lib.checks import Check, checks_over_fa3
 from benchmarks.lib.harness import Loaded, Results, Row
 from benchmarks.lib.peers import Prepare, Prepared, fa3_fp8_with, helion_attn_with
 from benchmarks.lib.problem import Contender, make_problem, measure
 from benchmarks.lib.recipes import DEFAULT, RECIPES
 from benchmarks.lib.suite import Block, Options, Suite, progress
-from benchmarks.lib.tables import Table, by_impl, error_text, number, rows_of, values_of
+from benchmarks.lib.tables import Table, by_impl, error_text, number, ratio, rows_of, values_of
 from helion_attn.compiler import call_plans
 from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
+from helion_attn.reference.kv_cache import row_descale, value_descale
 from helion_attn.workloads import Workload
 
 #: Query rows that are checked against the oracle: the last, which see most.
@@ -30,6 +36,9 @@ CHECKED_ROWS = 16
 
 #: Kernel error (randn) above which a run of ours is wrong, and its time not worth reporting. It varies with few rows.
 ERROR_BUDGET = 0.028
+
+#: How rows of a paged cache are named.
+PAGED = "paged"
 
 LENGTHS, QUERIES, HEADS, KV_HEADS = (16384, 131072), (16, 128, 512, 2048), (32, 64), 8
 
@@ -50,6 +59,19 @@ def workloads(options: Options) -> list[Workload]:
         for D, H, N, M in cells
         if D in dims
     ]
+
+
+def paged(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """The same keys in a paged cache, which has no recipe."""
+    cache, table, seqlens = filled_cache(k, v)
+
+    def dequantized() -> tuple[Tensor, Tensor, Tensor]:
+        scaled = (q, row_descale(q)), (k, row_descale(k)), (v, value_descale(v))
+        dq, dk, dv = ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale for x, scale in scaled)
+        return dq, dk, dv
+
+    run = functools.partial(ha.attention_kvcache, q, cache, table, seqlens, causal=causal, sm_scale=sm_scale)
+    return Prepared(run, lambda out: out, dequantized)
 
 
 def visible_flops(w: Workload) -> float:
@@ -89,6 +111,7 @@ def measure_cell(w: Workload, options: Options) -> list[Row]:
     contenders = [
         Contender("helion_attn", choosing(noted), DEFAULT),
         Contender("one_run", choosing(lambda *_: 1), DEFAULT),
+        Contender(PAGED, paged, PAGED),
     ]
     if "fa3_fp8" in options.impls:
         contenders.append(Contender("fa3_fp8", fa3_fp8_with(num_splits=0)))
@@ -114,30 +137,35 @@ def tables(loaded: Loaded) -> list[Table]:
     for cell_of in values_of(rows, "D", "H", "N", "M"):
         cell = [row for row in rows if (row["D"], row["H"], row["N"], row["M"]) == cell_of]
         ms, error, splits = (by_impl(cell, name) for name in ("ms", "error_total", "splits"))
-        times = [ms.get(impl) for impl in ("helion_attn", "one_run", "fa3_fp8")]
-        mine = times[0]
+        times = [ms.get(impl) for impl in ("helion_attn", "one_run", PAGED, "fa3_fp8")]
+        mine, _, of_pages, fa3 = times
         body.append(
             [
                 *map(str, cell_of),
                 number(splits.get("helion_attn"), "d"),
                 *(number(t, ".3f") for t in times),
-                *(number(t / mine if t and mine else None, ".2f") for t in times[1:]),
-                " / ".join(error_text(error.get(impl)) for impl in ("helion_attn", "one_run", "fa3_fp8")),
+                *(number(ratio(fa3, t), ".2f") for t in (mine, of_pages)),
+                " / ".join(error_text(error.get(impl)) for impl in ("helion_attn", PAGED, "fa3_fp8")),
             ]
         )
-    headers = ["D", "H", "keys", "queries", "splits", "ours, ms", "one run, ms", "FA3 FP8, ms"]
-    headers += ["one run / ours", "FA3 / ours", "total error: ours / one run / FA3"]
+    headers = ["D", "H", "keys", "queries", "splits", "ours, ms", "one run, ms", "paged, ms", "FA3 FP8, ms"]
+    headers += ["FA3 / ours", "FA3 / paged", "total error: ours / paged / FA3"]
     return [Table("Kernel, few causal queries on many keys, B 1, H_kv 8, BALANCED", headers, body)] if body else []
 
 
 def checks(loaded: Loaded) -> list[Check]:
-    """Few queries on many keys beside FlashAttention-3's."""
-    return checks_over_fa3(
-        "few queries on many keys",
-        rows_of(loaded, "split"),
-        ("D", "H", "N", "M"),
-        lambda row: f"{row['M']} queries, {row['N']} keys, D {row['D']}, {row['H']} heads",
-    )
+    """Few queries on many keys beside FlashAttention-3's, contiguous and on a paged cache."""
+    return [
+        check
+        for promise, mine in (("few queries on many keys", DEFAULT), ("few queries on a paged cache", PAGED))
+        for check in checks_over_fa3(
+            promise,
+            rows_of(loaded, "split"),
+            ("D", "H", "N", "M"),
+            lambda row: f"{row['M']} queries, {row['N']} keys, D {row['D']}, {row['H']} heads",
+            mine,
+        )
+    ]
 
 
 SUITE = Suite(

@@ -1,4 +1,4 @@
-"""Decoding: a paged KV cache in FP8, what appends to it, and attention over it.
+"""A paged KV cache in FP8, what appends to it, and attention over it: decoding, and prompts in chunks.
 
 Every key has a descale of its own, of K and of V. A page's descale, fixed when its first key arrives, would not hold a
 later, larger one, and a descale fixed by the user would have to be found first; both would clamp outliers. The price is
@@ -177,10 +177,11 @@ def attention_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * sm_scale) v over the first `cache_seqlens[b]` keys of each sequence, in FP8.
 
-    Made for few queries: the rows of all heads that share a KV head, times M, form tiles of up to 32 rows, and a
-    sequence's pages are split over programs. Every tile reads the cache, mostly from L2. Q is quantised on the way, one
-    descale a row. A NaN or infinity in a key makes NaN of the rows that see it, and in V of all rows. With N for
-    cache_seqlens[b], masks and results are those of `attention`.
+    The rows of all heads that share a KV head, times M, form tiles: of up to 32 rows (`fp8_attn_decode`), or from 64
+    rows on of 64 or 128 (`fp8_attn_prefill`, for a prompt in chunks, or drafts of several tokens). A sequence's pages
+    are split over programs where tiles are few. Q is quantised on the way, one descale a row. A NaN or infinity makes
+    NaN of the rows that see its key, and in V of others whose tile reads its page. With N for cache_seqlens[b], masks
+    and results are those of `attention`.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any strides; with layout="bshd", H and M swapped. H is a multiple of the

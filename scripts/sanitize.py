@@ -133,6 +133,7 @@ class Decode:
         has_sinks: likewise.
         rope: rotate keys as they come, those of the queries in an append of their own.
         keys: of the longest sequence.
+        queries: of each; with many the kernel for prompts runs.
     """
 
     D: int
@@ -141,10 +142,11 @@ class Decode:
     has_sinks: bool = False
     rope: bool = False
     keys: int = N
+    queries: int = 3
 
     def __call__(self, device: str) -> None:
         """The calls, and their check."""
-        lengths, queries = (self.keys, 0, self.keys - 123), 3
+        lengths, queries = (self.keys, 0, self.keys - 123), self.queries
         q, k, v = make_qkv("biased_v", len(lengths), H, H_KV, queries, self.keys, self.D, device=device)
         options = {"causal": True} | self.options
         if self.has_sinks:
@@ -271,6 +273,9 @@ CASES: dict[str, Callable[[str], None]] = {
     "kv_cache_d256": Decode(256, 2, keys=140),
     "kv_cache_masked": Decode(128, 3, {"window": (140, -1), "softcap": 5.0}, has_sinks=True),
     "kv_cache_rope": Decode(80, 1, rope=True),
+    "kv_cache_prefill_d64": Decode(64, 1, queries=40),
+    "kv_cache_prefill_masked": Decode(128, 2, {"window": (140, -1), "softcap": 5.0}, has_sinks=True, queries=40),
+    "kv_cache_prefill_d256": Decode(256, 1, queries=70),
     "pack": pack,
     "stages": stages,
 }

@@ -480,7 +480,7 @@ def pages_table() -> str:
         if refusal("attention_kvcache", Call(D=D, D_v=D)) is None:
             tile = page_packing(D, D)
             found.setdefault((f"{tile.D_pad}, {tile.D_v_pad}", str(tile.page_size)), []).append(D)
-    rows = ((sizes(of), "D", "`fp8_attn_decode`", *how) for how, of in found.items())
+    rows = ((sizes(of), "D", "`fp8_attn_decode`, `fp8_attn_prefill`", *how) for how, of in found.items())
     return markdown(("D", "D_v", "kernel", "padded to", "keys of a page"), rows)
 
 

@@ -103,10 +103,10 @@ def sequences(**options: Any) -> Call:
     return call
 
 
-def cache(appends: bool, **options: Any) -> Call:
+def cache(appends: bool, M: int = 1, **options: Any) -> Call:
     def call() -> tuple[list[Tensor], Callable[[], object]]:
         pages = fake_cache(8, 4, 64, 64)
-        q, k, v = made(M=1, N=1)
+        q, k, v = made(M=M, N=M)
         table, lengths = fake_cuda(2, 4, dtype=torch.int32), fake_cuda(2, dtype=torch.int32)
         tensors = [pages.k8, pages.v8, pages.k_descale, pages.v_descale, table, lengths]
         if appends:
@@ -166,6 +166,7 @@ CALLS: dict[str, Call] = {
     "append": cache(appends=True),
     "decode": cache(appends=False),
     "decode, splits": cache(appends=False, num_splits=2, return_lse=True),
+    "prefill": cache(appends=False, M=64),
 }
 
 

@@ -1,8 +1,8 @@
 """Random KV caches against the fp64 oracle: appended to in parts, with RoPE or not, and attended to by few queries.
 
 A test owns a specialisation, and hypothesis varies the data, as in `test_fuzz`: lengths, pages, where appends begin,
-how many queries there are and how many of their heads share one of keys. (A tile has 16 or 32 rows: two kernels a
-test.)
+how many queries there are and how many of their heads share one of keys. (A tile has 16, 32 or 64
+rows: three kernels a test.)
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -181,15 +182,23 @@ def test_without_interleaved_keys_p_is_shuffled(monkeypatch: pytest.MonkeyPatch)
 DECODED = {
     "d64": (64, 64, 64, 1, 4),
     "d128": (128, 128, 64, 1, 3),
-    "d128_128_rows": (128, 128, 64, 16, 2),
+    "d128_32_rows": (128, 128, 64, 4, 2),
     "d192_128": (192, 128, 64, 1, 1),
     "d256": (256, 256, 64, 1, 1),
-    "d256_128_rows": (256, 256, 64, 16, 1),
+    "d256_32_rows": (256, 256, 64, 4, 1),
+}
+
+#: Likewise with so many queries that `fp8_attn_prefill` is taken, and the instructions for spilled registers, all and
+#: in the loop: without those, programs have fewer rows or an SM fewer programs, and are slower.
+PREFILLED = {
+    "d64": (64, 64, 64, 16, 3, (33, 20)),
+    "d128": (128, 128, 64, 16, 2, (0, 0)),
+    "d256": (256, 256, 64, 16, 1, (217, 60)),
 }
 
 
-def assert_decoding(kernel: Sm90Kernel, ctas_per_sm: int) -> None:
-    assert_sound(kernel)
+def assert_decoding(kernel: Sm90Kernel, ctas_per_sm: int, spilled: int = 0) -> None:
+    assert_sound(kernel, spilled)
     assert kernel.opcodes["QGMMA"] > 0, "no FP8 WGMMA"
     assert kernel.opcodes["HGMMA"] + kernel.opcodes["HMMA"] == 0, "a product is not in FP8"
     assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
@@ -204,7 +213,19 @@ def test_decoding(name: str) -> None:
     assert_sound(merge)
 
 
-@pytest.mark.parametrize("name", ["d128_128_rows", "d256"])
+@pytest.mark.parametrize("name", PREFILLED)
+def test_prefill(name: str) -> None:
+    D, D_v, H, M, ctas_per_sm, (spilled, in_loop) = PREFILLED[name]
+    kernel, _merge = shared(compile_decode, D, D_v, H, M, num_splits=2, masked=name == "d128")
+    assert "prefill" in kernel.name
+    assert_decoding(kernel, ctas_per_sm, spilled)
+    opcodes = Counter(loop_of(kernel))
+    assert opcodes["LDL"] + opcodes["STL"] <= (in_loop if MEASURED else SPILLED_IN_LOOP)
+    assert opcodes["SHFL"] == 4, "a row's maximum alone crosses lanes"
+    assert opcodes["LDS"] <= 33, "a page's descales alone come from shared memory"
+
+
+@pytest.mark.parametrize("name", ["d128_32_rows", "d256"])
 def test_decoding_with_masks(name: str) -> None:
     D, D_v, H, M, ctas_per_sm = DECODED[name]
     decode, _ = shared(compile_decode, D, D_v, H, M, num_splits=2, masked=True)

@@ -126,12 +126,14 @@ def fastest_bf16(ms: dict[str, float]) -> float | None:
     return fastest(ms, BF16_PEERS) if {"fa3_bf16", "cudnn_bf16"} <= set(ms) else None
 
 
-def checks_over_fa3(promise: str, rows: list[Row], keys: tuple[str, ...], where: Callable[[Row], str]) -> list[Check]:
-    """Our speed over FlashAttention-3's in FP8, for each cell of `rows`, which has the same `keys`."""
+def checks_over_fa3(
+    promise: str, rows: list[Row], keys: tuple[str, ...], where: Callable[[Row], str], mine: str = DEFAULT
+) -> list[Check]:
+    """The speed of series `mine` over FA3's in FP8, for each cell of `rows`, which has the same `keys`."""
     found = []
     for values in values_of(rows, *keys):
         cell = [row for row in rows if tuple(row[key] for key in keys) == values]
-        faster = ratio(by_series(cell, "ms").get("fa3_fp8"), figure(cell, DEFAULT, "ms"))
+        faster = ratio(by_series(cell, "ms").get("fa3_fp8"), figure(cell, mine, "ms"))
         found.append(Check(f"{promise}, speed / FA3 FP8's", where(cell[0]), faster, FEATURE_BOUND, at_least=True))
     return found
 

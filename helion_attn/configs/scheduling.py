@@ -128,6 +128,9 @@ def schedule(
 #: Query rows of a program that decodes, at most. They are the N of its products, of which the least is 16.
 MAX_ROWS, MIN_ROWS = 32, 16
 
+#: Query rows that share a KV head from which on they are the M of products, in `kernels.prefill`.
+MIN_PREFILL_ROWS = 64
+
 #: Programs that decode which an SM holds at D = 128, and how many times as many there should be.
 DECODE_PROGRAMS_PER_SM, DECODE_WAVES = 3, 4
 

@@ -25,16 +25,22 @@ def empty_outputs(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _launch_decode(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.compiler.helion_adapter import multiprocessors
-    from helion_attn.kernels import decode
+    from helion_attn.kernels import decode, prefill
 
     out, lse = empty_outputs(a)
     (B, H, M, _D), H_kv, max_pages = a.q.shape, a.cache.k8.size(1), a.block_table.size(1)
-    queries = H // H_kv * M
-    rows, splits = scheduling.decode_rows(queries), a.splits
+    queries, splits, sm_count = H // H_kv * M, a.splits, multiprocessors(a.q.device)
+    # The last query sees no keys after its own.
+    pages = scheduling.visible_key_blocks(max_pages, a.left, 0, M, a.cache.page_size)
+    if queries >= scheduling.MIN_PREFILL_ROWS:
+        tile = prefill.prefill_tile(a.cache.k8.size(3), a.cache.v8.size(2))
+        if splits is None:
+            splits = scheduling.key_splits(B * H_kv * -(-queries // tile.bm), pages, sm_count, tile.ctas_per_sm)
+        prefill.launch(a, min(splits, max_pages), out, lse)
+        return out, lse
+    rows = scheduling.decode_rows(queries)
     if splits is None:
-        # The last query sees no keys after its own.
-        pages = scheduling.visible_key_blocks(max_pages, a.left, 0, M, a.cache.page_size)
-        splits = scheduling.page_splits(B * H_kv * -(-queries // rows), pages, multiprocessors(a.q.device))
+        splits = scheduling.page_splits(B * H_kv * -(-queries // rows), pages, sm_count)
     # More runs than pages would all be empty.
     decode.launch(a, rows, min(splits, max_pages), out, lse)
     return out, lse

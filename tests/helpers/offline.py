@@ -215,7 +215,13 @@ def widths(kernel: Sm90Kernel, opcode: str) -> set[int]:
 #: Instructions for spilled registers that a kernel may have, by its name, with a Triton that configs were not tuned
 #: with: 4 CTAs an SM leave D 64 128 registers, two sums D 256 none, and HYBRID's second loop is rarely run
 #: (docs/trust.md, Other Tritons).
-SPILLED = {"_helion_fp8_attn_fwd": 120, "_helion_fp8_attn_fwd_large_d": 24, "_helion_pack_kv": 26, "_helion_pack_q": 26}
+SPILLED = {
+    "_helion_fp8_attn_fwd": 120,
+    "_helion_fp8_attn_fwd_large_d": 24,
+    "_helion_fp8_attn_prefill": 240,
+    "_helion_pack_kv": 26,
+    "_helion_pack_q": 26,
+}
 
 #: Likewise in the loop over key blocks, whose length is some 700 at D 64 and 1000 at D 256; and how much longer one
 #: loop may be than another that does as much.

@@ -84,6 +84,7 @@ def cases() -> dict[str, Compile]:
             f"gqa D{D}": partial(offline.compile_shape, 1, 16, 8192, D, True, recipe=ha.BALANCED),
             f"decode D{D}": partial(offline.compile_decode, D, D, 64, 1, 2),
             f"decode masked D{D}": partial(offline.compile_decode, D, D, 64, 4, 2, masked=True),
+            f"prefill D{D}": partial(offline.compile_decode, D, D, 64, 16, 1),
             f"append D{D}": partial(offline.compile_append, D, torch.bfloat16, interleaved=True),
             f"quantize rope D{D}": quantize(D, ha.ACCURATE, rope=True),
             f"quantize head D{D}": quantize(D, in_16_bits, torch.float16),

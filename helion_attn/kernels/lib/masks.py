@@ -25,9 +25,9 @@ class Bounds(NamedTuple):
 def visible_keys(
     keys: torch.Tensor,  # [bn]
     on_diagonal: torch.Tensor,  # [bm]: with as many queries as keys, the row's own
-    n_len: int | torch.Tensor,  # []
-    left: int,
-    right: int,
+    n_len: int | torch.Tensor,  # [], like the next two
+    left: int | torch.Tensor,
+    right: int | torch.Tensor,
     has_left: hl.constexpr,
     has_right: hl.constexpr,
 ) -> torch.Tensor:

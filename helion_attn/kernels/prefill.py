@@ -1,0 +1,336 @@
+"""FP8 attention of many queries on a paged KV cache, such as a chunk of a prompt: out = softmax(q k^T * sm_scale) v.
+
+It computes what `fp8_attn_decode` does, to the same rounding points, but has query rows as the M of its products and P
+in registers, as `fp8_attn_fwd` has: a tile of 64 rows or more is full, and no page's scores pass through shared memory.
+
+One program owns one of `m_tiles` tiles of `bm` query rows that share a KV head, and one of `splits` runs of the pages
+that some of them sees. Row r is query r // group of the group's head r % group: a tile's queries follow each other, so
+with a causal mask the pages behind its last query are not read.
+
+    t = (q8 k8^T) * q_descale_i * k_descale_j * sm_scale * log2(e) + log2(v_descale_j)       fp32
+    m_i = running max of t, less 8;  p = 2**(t - m_i);  l_i += p / v_descale_j               fp32, unrounded p
+    acc = acc * alpha + (cast(p) v8)                                             e4m3, two levels
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
+from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.configs import MAX_FRESH_D
+from helion_attn.kernels.decode import inverse_of_power, log2_of_power
+from helion_attn.kernels.lib.arguments import DecodeArguments, score_scales
+from helion_attn.kernels.lib.inline_asm import fma_up, maximum, tanh
+from helion_attn.kernels.lib.masks import visible_keys
+from helion_attn.kernels.lib.programs import run_of_key_blocks
+from helion_attn.kernels.lib.steps import accumulate, add_sink, int32, interleave_keys, quotient, to_descale
+from helion_attn.kernels.merge_splits import merge_splits
+from helion_attn.numerics import E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2
+from helion_attn.preprocess.lib.strided import common_unit, strided_rows
+
+
+class PrefillTile(NamedTuple):
+    """How a program is made.
+
+    Attributes:
+        bm: query rows.
+        num_warps: of a program, each with 16 rows.
+        num_stages: pages in flight.
+        ctas_per_sm: programs that an SM holds.
+        max_registers: a thread's.
+    """
+
+    bm: int
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int
+    max_registers: int
+
+
+#: By the largest padded head dim that they are for, fastest on an H100 (docs/notes/few_queries.md).
+TILES = {
+    64: PrefillTile(bm=64, num_warps=4, num_stages=3, ctas_per_sm=3, max_registers=168),
+    128: PrefillTile(bm=64, num_warps=4, num_stages=3, ctas_per_sm=2, max_registers=255),
+    256: PrefillTile(bm=128, num_warps=8, num_stages=2, ctas_per_sm=1, max_registers=255),
+}
+
+
+def prefill_tile(D_pad: int, D_v_pad: int) -> PrefillTile:
+    """For padded head dims: that of the larger, which has the registers for both."""
+    return next(tile for most, tile in TILES.items() if max(D_pad, D_v_pad) <= most)
+
+
+def fp8_attn_prefill(
+    q: torch.Tensor,  # flat
+    k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad]
+    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
+    k_descale: torch.Tensor,  # [num_pages, H_kv, bn]
+    v_descale: torch.Tensor,  # [num_pages, H_kv, bn]
+    block_table: torch.Tensor,  # [B * max_pages]
+    cache_seqlens: torch.Tensor,  # [B]
+    sinks: torch.Tensor,  # [H] if has_sinks
+    out: torch.Tensor,  # [splits * B * H * M, D_v], written
+    lse: torch.Tensor,  # [splits * B * H * M], written
+    splits: int,
+    m_tiles: int,
+    max_pages: int,
+    group: int,
+    m_len: int,
+    q_b_step: int,
+    q_h_step: int,
+    q_s_step: int,
+    out_head_step: int,
+    out_row_step: int,
+    left: int,
+    right: int,
+    qk_scale: float,
+    softcap_log2: float,
+    bm: hl.constexpr,
+    bn_log2: hl.constexpr,
+    q_d_step: hl.constexpr,
+    unit: hl.constexpr,
+    d: hl.constexpr,
+    p_offset_log2: hl.constexpr,
+    q_largest: hl.constexpr,
+    in_halves: hl.constexpr,
+    has_left: hl.constexpr,
+    has_right: hl.constexpr,
+    has_softcap: hl.constexpr,
+    has_sinks: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> None:
+    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
+
+    Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
+    """
+    hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
+    # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
+    torch._check(k8.size(0) <= 2**24)
+    torch._check(k8.size(1) <= 2**24)
+    torch._check(v8.size(0) <= 2**24)
+    torch._check(v8.size(1) <= 2**24)
+    torch._check(k_descale.size(0) <= 2**24)
+    torch._check(k_descale.size(1) <= 2**24)
+    torch._check(v_descale.size(0) <= 2**24)
+    torch._check(v_descale.size(1) <= 2**24)
+    num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
+    bn = hl.specialize(k8.size(2))
+    d_pad = hl.specialize(k8.size(3))
+    d_v_tile = hl.specialize(v8.size(2))
+    d_out = hl.specialize(out.size(1))
+    # Known strides keep loads and stores 16 bytes wide.
+    hl.specialize((q.stride(0), out.stride(0), out.stride(1)))
+    hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0)))
+    rows_of_group = group * m_len
+    total_rows = B * kv_heads * rows_of_group
+    # Row sums are carried this wide and reduced across lanes once, after the loop.
+    l_lanes = 8
+
+    # Tiles that read the same pages are neighbours, those of the last queries first.
+    for split, bh, from_end in hl.grid([splits, B * kv_heads, m_tiles]):
+        b = bh // kv_heads
+        h = bh % kv_heads
+        first_row = (m_tiles - 1 - from_end) * bm
+        # [bm]
+        r = first_row + hl.arange(bm)
+        in_range = r < rows_of_group
+        query = quotient(r, int32(group))
+        head = h * group + r - query * int32(group)
+        # [bm, D_pad]
+        cols = hl.arange(d_pad)
+        row_offset = (b * q_b_step + head * q_h_step + query * q_s_step) * unit
+        keep = in_range.unsqueeze(1) & (cols < d).unsqueeze(0)
+        x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * q_d_step], extra_mask=keep).to(torch.float32)
+        # [bm]
+        q_descale = to_descale(torch.amax(torch.abs(x), 1), q_largest)
+        q_scale_log2 = q_descale * qk_scale
+        # [bm, D_pad]
+        q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype)
+
+        n_given = hl.load(cache_seqlens, [b])
+        # A length that the block table cannot have must not pass for another.
+        known_length = (n_given >= 0) & (n_given <= int32(max_pages * bn))
+        n_len = torch.where(known_length, n_given, int32(0))
+        # Query i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
+        diagonal = n_len - int32(m_len)
+        on_diagonal = diagonal + query
+        first_on_diagonal = diagonal + quotient(int32(first_row), int32(group))
+        last_row = torch.minimum(int32(first_row + bm), int32(rows_of_group)) - 1
+        last_on_diagonal = diagonal + quotient(last_row, int32(group))
+        # Pages n_left .. n_whole are seen whole by all rows of the tile, those before n_begin and from n_end by none.
+        keys_of_first, keys_of_last = n_len, n_len
+        if has_right:
+            keys_of_first = torch.clamp_min(torch.minimum(n_len, first_on_diagonal + int32(right) + 1), 0)
+            keys_of_last = torch.clamp_min(torch.minimum(n_len, last_on_diagonal + int32(right) + 1), 0)
+        n_whole, n_end = keys_of_first >> bn_log2, (keys_of_last + bn - 1) >> bn_log2
+        n_begin, n_left = int32(0), int32(0)
+        if has_left:
+            n_begin = torch.clamp_min(first_on_diagonal - int32(left), 0) >> bn_log2
+            n_left = (torch.clamp_min(last_on_diagonal - int32(left), 0) + bn - 1) >> bn_log2
+        run_begin, run_end = run_of_key_blocks(n_begin, n_end, split, splits)
+
+        m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
+        l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
+        # [bm, D_v_pad], or each half of it
+        acc = hl.zeros([bm, d_v_tile], dtype=torch.float32)
+        if in_halves:
+            acc_high = hl.zeros([bm, d_v_tile], dtype=torch.float32)
+
+        for j in hl.grid(run_begin, run_end):
+            listed = hl.load(block_table, [int32(b * max_pages) + int32(j)])
+            # A page that is not in the pool must not pass for another.
+            known_page = (listed >= 0) & (listed < int32(num_pages))
+            page = torch.where(known_page, listed, int32(0))
+            # [bn, D_pad], [bn] and [d_v_tile, bn]. Nothing stands between the loads, so they have one barrier.
+            k_page = k8[page, h, :, :]
+            k_scale = k_descale[page, h, :]
+            v_scale = v_descale[page, h, :]
+            if in_halves:
+                v_page = v8[page, h * 2, :, :]
+                v_high = v8[page, h * 2 + 1, :, :]
+            else:
+                v_page = v8[page, h, :, :]
+            row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
+            # [bm, bn]
+            t = hl.dot(q_tile, k_page.transpose(0, 1)) * k_scale.unsqueeze(0)
+            if has_softcap:
+                t = tanh(t * row_scale_log2.unsqueeze(1), is_cuda) * softcap_log2 + log2_of_power(v_scale).unsqueeze(0)
+            else:
+                t = t * row_scale_log2.unsqueeze(1) + log2_of_power(v_scale).unsqueeze(0)
+            edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
+            if edge > 0:
+                key = int32(j * bn) + hl.arange(bn)
+                visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), has_left, has_right)
+                t = torch.where(visible, t, float("-inf"))
+            # [bm]
+            one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], -p_offset_log2, dtype=torch.float32)
+            m_new = maximum(m_i, fma_up(torch.amax(t, 1), one, offset, is_cuda), is_cuda)
+            # A row that has seen no key keeps m_i = -inf; its p must be 0, not 2**(-inf + inf).
+            m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
+            alpha = torch.exp2(m_i - m_ref)
+            m_i = m_new
+            # [bm, bn]
+            p = torch.exp2(t - m_ref.unsqueeze(1))
+            by_lane = (p * inverse_of_power(v_scale).unsqueeze(0)).reshape(bm, bn // l_lanes, l_lanes).sum(1)
+            l_i = l_i * alpha.unsqueeze(1) + by_lane
+            p8 = interleave_keys(p.to(torch.float8_e4m3fn), bm, bn)
+            acc = accumulate(acc, alpha.unsqueeze(1), p8, v_page.transpose(0, 1), True, False, is_cuda)
+            if in_halves:
+                acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_high.transpose(0, 1), True, False, is_cuda)
+
+        # [bm]
+        row_sum = torch.where(known_length, l_i.sum(1), float("nan"))
+        normaliser = 1.0 / row_sum
+        total = row_sum
+        if has_sinks:
+            # [bm], in one run of them all
+            sink_log2 = hl.load(sinks, [head], extra_mask=in_range) * LOG2E
+            sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
+            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
+            normaliser = rescale / total
+        no_key = row_sum == 0.0
+        if has_sinks:
+            no_key = no_key & (total == total)  # a sink that is NaN stays one
+        first_of_split = split * total_rows + b * kv_heads * rows_of_group
+        lse_rows = first_of_split + head * m_len + query
+        hl.store(lse, [lse_rows], (m_i + torch.log2(total)) * LN2, extra_mask=in_range)
+        out_rows = first_of_split + head * out_head_step + query * out_row_step
+        # [bm, d_v_tile]
+        channels = hl.arange(d_v_tile)
+        o = torch.where(no_key.unsqueeze(1), 0.0, acc * normaliser.unsqueeze(1))
+        stored = in_range.unsqueeze(1) & (channels < d_out).unsqueeze(0)
+        hl.store(out, [out_rows, channels], o.to(out.dtype), extra_mask=stored)
+        if in_halves:
+            o = torch.where(no_key.unsqueeze(1), 0.0, acc_high * normaliser.unsqueeze(1))
+            channels = d_v_tile + channels
+            stored = in_range.unsqueeze(1) & (channels < d_out).unsqueeze(0)
+            hl.store(out, [out_rows, channels], o.to(out.dtype), extra_mask=stored)
+
+
+@functools.cache
+def kernel(is_cuda: bool, tile: PrefillTile) -> Runner:
+    """The kernel for the device."""
+    if not is_cuda:
+        return interpreted(fp8_attn_prefill)
+    config = Config(
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        range_num_stages=[0, tile.num_stages],
+        # The last grid dimension is fastest.
+        loop_orders=[[2, 1, 0]],
+        indexing="tensor_descriptor",
+        host_tensor_descriptors=True,
+        **{MAX_REGISTERS: tile.max_registers},
+    )
+    return compiled(fp8_attn_prefill, config)
+
+
+def launch(a: DecodeArguments, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Write `out` and `lse`.
+
+    Args:
+        a: the operation's arguments.
+        splits: runs of a tile's pages.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `a.bshd`; bf16, fp16 or fp32.
+        lse: fp32 [B, H, M], natural log.
+    """
+    k8, v8 = a.cache.k8, a.cache.v8
+    (B, H, M, D), (H_kv, page_size), max_pages = a.q.shape, k8.shape[1:3], a.block_table.size(1)
+    group = H // H_kv
+    unit = common_unit(a.q)
+    q = strided_rows(a.q, unit)
+    tile = prefill_tile(k8.size(3), v8.size(2))
+    in_halves = v8.size(2) > MAX_FRESH_D
+    in_parts = splits > 1
+    D_v = out.size(3)
+    # Parts are always BHSD.
+    parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
+    part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
+    swapped = a.bshd and not in_parts
+    kernel(a.q.is_cuda, tile).run(
+        {
+            "q": q.flat,
+            "k8": k8,
+            "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if in_halves else v8,
+            "k_descale": a.cache.k_descale,
+            "v_descale": a.cache.v_descale,
+            "block_table": a.block_table.view(-1),
+            "cache_seqlens": a.cache_seqlens,
+            "sinks": part_lse if a.sinks is None else a.sinks,
+            "out": parts,
+            "lse": part_lse,
+            "splits": splits,
+            "m_tiles": -(-group * M // tile.bm),
+            "max_pages": max_pages,
+            "group": group,
+            "m_len": M,
+            "q_b_step": q.b_step,
+            "q_h_step": q.h_step,
+            "q_s_step": q.s_step,
+            "out_head_step": 1 if swapped else M,
+            "out_row_step": H if swapped else 1,
+            # An edge further away hides nothing, and might not fit 32 bits.
+            "left": min(a.left, max_pages * page_size),
+            "right": min(a.right, M),
+            **score_scales(a.sm_scale, a.softcap),
+            "bm": tile.bm,
+            "bn_log2": page_size.bit_length() - 1,
+            "q_d_step": q.d_step,
+            "unit": unit,
+            "d": D,
+            "p_offset_log2": float(MAX_P_OFFSET_LOG2[v8.dtype]),
+            "q_largest": E4M3_MAX,
+            "in_halves": in_halves,
+            "has_left": a.left >= 0,
+            "has_right": a.right >= 0,
+            "has_softcap": a.softcap is not None,
+            "has_sinks": a.sinks is not None,
+            "is_cuda": a.q.is_cuda,
+        }
+    )
+    if in_parts:
+        merge_splits(parts, part_lse.view(splits, -1), out, lse, a.bshd)
