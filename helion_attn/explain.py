@@ -253,8 +253,7 @@ def _why_splits(a: AttentionArguments, choice: Choice, sm_count: int) -> str:
         return f"keys are split: {of_all} leave a part of it idle"
     seen = scheduling.visible_key_blocks(a.packed.k8.size(1), a.left, a.right, tile.bm, tile.bn)
     seen = min(seen, scheduling.mean_key_blocks(a.packed.k8.size(1), a.m_len, a.right, tile.bn))
-    if seen < scheduling.MIN_SPLIT_BLOCKS:
-        fewest = scheduling.MIN_SPLIT_BLOCKS
+    if seen < (fewest := scheduling.MIN_RUNS * scheduling.MIN_RUN_BLOCKS):
         return f"keys are not split: a program sees {seen} blocks of them, and merging pays from {fewest} on"
     return f"keys are not split: there are {of_all}, and runs would not be {scheduling.SPLIT_GAIN} times as fast"
 

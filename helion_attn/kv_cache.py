@@ -177,11 +177,11 @@ def attention_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * sm_scale) v over the first `cache_seqlens[b]` keys of each sequence, in FP8.
 
-    The rows of all heads that share a KV head, times M, form tiles: of up to 32 rows (`fp8_attn_decode`), or from 64
-    rows on of 64 or 128 (`fp8_attn_prefill`, for a prompt in chunks, or drafts of several tokens). A sequence's pages
-    are split over programs where tiles are few. Q is quantised on the way, one descale a row. A NaN or infinity makes
-    NaN of the rows that see its key, and in V of others whose tile reads its page. With N for cache_seqlens[b], masks
-    and results are those of `attention`.
+    The heads that share a KV head, times M, are the rows of tiles. Below 64 rows, `fp8_attn_decode` has tiles of up to
+    32. From 64 on, `fp8_attn_prefill` has tiles of 64 or 128: for a prompt in chunks, or drafts of several tokens. A
+    tile's pages are split over programs where tiles are few. Q is quantised on the way, one descale a row. A NaN or
+    infinity makes NaN of the rows that see its key, and in V also of others whose tile reads its page. With N for
+    cache_seqlens[b], masks and results are those of `attention`.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any strides; with layout="bshd", H and M swapped. H is a multiple of the
@@ -191,7 +191,7 @@ def attention_kvcache(
             end are not read.
         cache_seqlens: int32 [B], the keys of each sequence, those of the queries included. Neither table is read on the
             host. A length that is negative or exceeds the block table makes NaN of the sequence's output, and a page
-            outside of the pool of the rows that see it.
+            outside of the pool of the rows that see it, at least.
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default; in 0..2**64.
         layout: "bhsd" or "bshd", of q and the output.

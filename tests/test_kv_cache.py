@@ -124,7 +124,7 @@ def test_more_splits_than_are_merged_at_once(device: str) -> None:
 @pytest.mark.parametrize(("group", "M"), [(1, 1), (8, 1), (3, 2), (5, 4), (2, 16), (8, 16), (3, 47)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_groups_and_queries(group: int, M: int, causal: bool, device: str) -> None:
-    """From one row in a tile of 16 to 128 rows in two tiles of 64; the last queries straddle two pages."""
+    """From one row in a tile of 16 to 141 rows in three tiles of 64; the last queries straddle two pages."""
     case = make_decoding("randn", [133, 200, 9], 2 * group, 2, M, 64, device, causal=causal)
     case.check(*case.run(num_splits=2))
 
@@ -203,9 +203,9 @@ def test_scores_of_any_size(scale: float, device: str) -> None:
     case.check(*case.run(num_splits=2))
 
 
-@pytest.mark.parametrize("kind", ["randn", "outlier", "biased_v"])
-def test_matches_the_rounding_model(kind: str) -> None:
-    case = make_decoding(kind, [300], 4, 2, 3, 64, "cpu")
+@pytest.mark.parametrize(("kind", "M"), [("randn", 3), ("outlier", 3), ("biased_v", 3), ("outlier", PREFILLED)])
+def test_matches_the_rounding_model(kind: str, M: int) -> None:
+    case = make_decoding(kind, [300], 4, 2, M, 64, "cpu")
     out, lse = case.run(num_splits=1)
     model, model_lse = ha.reference.fp8_attention_kvcache(*case.sequence(0))
     # A score that differs in its last bit may take a P over a rounding boundary: that is one row in many.
@@ -326,6 +326,17 @@ def test_rope(interleaved: bool, device: str) -> None:
     assert relative_error(out, ha.reference.attention(q, k, v, causal=True)) > 0.1
 
 
+def test_pages_behind_a_tile_are_not_read(device: str) -> None:
+    """Queries 0..31 are a tile of 64 rows, and see keys 0..171."""
+    case = make_decoding("randn", [260], 4, 2, 120, 64, device)
+    expected, _ = case.run(num_splits=1)
+    table = case.table.clone()
+    table[0, 2] = NO_PAGE
+    out, _ = dataclasses.replace(case, table=table).run(num_splits=1)
+    assert torch.equal(out[:, :, :32], expected[:, :, :32])
+    assert out[:, :, -1].isnan().all()
+
+
 def test_pages_may_lie_anywhere(device: str) -> None:
     case = make_decoding("randn", [300, 129], 4, 2, 1, 64, device)
     out, lse = case.run()
@@ -402,6 +413,9 @@ def test_what_is_not_finite_stays_within_its_sequence(where: str, bad: float, H:
     out, lse = case.run(num_splits=2)
     finite = bad == 2.0**70 and where != "v"
     assert out[0].isnan().any() == (not finite)
+    # Rows that do not see it are as they were.
+    assert where != "q" or torch.equal(out[0, :, 1:], expected[0, :, 1:])
+    assert where != "k" or torch.equal(out[0, :, :-1], expected[0, :, :-1])
     assert where != "v" or out[0, :, -1].isnan().all()
     # V's descale rides on the exponent, and rounds it differently.
     assert where != "v" or torch.allclose(lse, expected_lse, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
@@ -452,8 +466,9 @@ def test_keys_past_the_table_are_not_stored(device: str) -> None:
         assert torch.equal(x.view(torch.uint8), old.view(torch.uint8))
 
 
-def test_two_runs_are_equal(device: str) -> None:
-    case = make_decoding("randn", RAGGED, 4, 2, 2, 64, device)
+@pytest.mark.parametrize("M", [2, PREFILLED])
+def test_two_runs_are_equal(M: int, device: str) -> None:
+    case = make_decoding("randn", RAGGED, 4, 2, M, 64, device)
     for x, y in zip(case.run(num_splits=3), case.run(num_splits=3), strict=True):
         assert torch.equal(x, y)
 

@@ -43,8 +43,8 @@ def gqa_query_blocks(queries: int, group: int, bm: int) -> int:
     return -(-rows // bm)
 
 
-#: The fewest key blocks of a run, and of a program worth splitting.
-MIN_RUN_BLOCKS, MIN_SPLIT_BLOCKS = 8, 32
+#: The fewest key blocks of a run, and the fewest such runs that a program worth splitting has.
+MIN_RUN_BLOCKS, MIN_RUNS = 8, 4
 
 #: What a launch of `split` runs costs, fitted to 64 launches on an H100 (docs/notes/few_queries.md). A key block takes
 #: `FIRST_PROGRAM` + n where n programs share an SM. In blocks: what a program takes to begin and end, what a run takes
@@ -79,16 +79,18 @@ def split_time(splits: int, programs: int, key_blocks: int, multiprocessors: int
     return blocks * (rounds + last) + (MERGE_BLOCKS if splits > 1 else 0)
 
 
-def key_splits(programs: int, key_blocks: int, multiprocessors: int, ctas_per_sm: int) -> int:
+def key_splits(
+    programs: int, key_blocks: int, multiprocessors: int, ctas_per_sm: int, least_run: int = MIN_RUN_BLOCKS
+) -> int:
     """Into how many runs to split the key blocks of each of `programs`, which see `key_blocks`.
 
     The fastest by `split_time` of those that fill the GPU once, twice and so on (the idea of `num_splits_heuristic` in
-    flash-attention). But no runs of fewer than `MIN_RUN_BLOCKS`, and no more than fill the GPU `SPLIT_ROUNDS` times, so
-    that their parts are at most as many rows.
+    flash-attention). But no runs of fewer than `least_run` blocks, no programs with fewer than `MIN_RUNS` of these, and
+    no more runs than fill the GPU `SPLIT_ROUNDS` times, so that their parts are at most as many rows.
     """
-    if key_blocks < MIN_SPLIT_BLOCKS:
+    if key_blocks < MIN_RUNS * least_run:
         return 1
-    places, most = multiprocessors * ctas_per_sm, key_blocks // MIN_RUN_BLOCKS
+    places, most = multiprocessors * ctas_per_sm, key_blocks // least_run
     filling = {max(1, min(rounds * places // programs, most)) for rounds in range(1, SPLIT_ROUNDS + 1)}
     time = {splits: split_time(splits, programs, key_blocks, multiprocessors, ctas_per_sm) for splits in filling | {1}}
     fastest = min(time, key=lambda splits: (time[splits], splits))
@@ -128,7 +130,7 @@ def schedule(
 #: Query rows of a program that decodes, at most. They are the N of its products, of which the least is 16.
 MAX_ROWS, MIN_ROWS = 32, 16
 
-#: Query rows that share a KV head from which on they are the M of products, in `kernels.prefill`.
+#: From so many query rows of a KV head on, they are the M of products (`kernels.prefill`).
 MIN_PREFILL_ROWS = 64
 
 #: Programs that decode which an SM holds at D = 128, and how many times as many there should be.

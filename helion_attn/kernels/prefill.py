@@ -1,10 +1,10 @@
 """FP8 attention of many queries on a paged KV cache, such as a chunk of a prompt: out = softmax(q k^T * sm_scale) v.
 
-It computes what `fp8_attn_decode` does, to the same rounding points, but has query rows as the M of its products and P
-in registers, as `fp8_attn_fwd` has: a tile of 64 rows or more is full, and no page's scores pass through shared memory.
+It computes what `fp8_attn_decode` does, to the same rounding points. Query rows are the M of its products. P stays in
+registers, as in `fp8_attn_fwd`, so no page's scores pass through shared memory.
 
 One program owns one of `m_tiles` tiles of `bm` query rows that share a KV head, and one of `splits` runs of the pages
-that some of them sees. Row r is query r // group of the group's head r % group: a tile's queries follow each other, so
+that some of them see. Row r is query r // group of the group's head r % group. A tile's queries follow each other, so
 with a causal mask the pages behind its last query are not read.
 
     t = (q8 k8^T) * q_descale_i * k_descale_j * sm_scale * log2(e) + log2(v_descale_j)       fp32
@@ -51,7 +51,7 @@ class PrefillTile(NamedTuple):
     max_registers: int
 
 
-#: By the largest padded head dim that they are for, fastest on an H100 (docs/notes/few_queries.md).
+#: The fastest on an H100, by the largest padded head dim that each is for (docs/notes/few_queries.md).
 TILES = {
     64: PrefillTile(bm=64, num_warps=4, num_stages=3, ctas_per_sm=3, max_registers=168),
     128: PrefillTile(bm=64, num_warps=4, num_stages=3, ctas_per_sm=2, max_registers=255),
@@ -60,7 +60,7 @@ TILES = {
 
 
 def prefill_tile(D_pad: int, D_v_pad: int) -> PrefillTile:
-    """For padded head dims: that of the larger, which has the registers for both."""
+    """The tile for padded head dims: that of the larger, which has the registers for both."""
     return next(tile for most, tile in TILES.items() if max(D_pad, D_v_pad) <= most)
 
 
@@ -136,7 +136,7 @@ def fp8_attn_prefill(
         h = bh % kv_heads
         first_row = (m_tiles - 1 - from_end) * bm
         # [bm]
-        r = first_row + hl.arange(bm)
+        r = int32(first_row) + hl.arange(bm, dtype=torch.int32)
         in_range = r < rows_of_group
         query = quotient(r, int32(group))
         head = h * group + r - query * int32(group)
@@ -203,7 +203,7 @@ def fp8_attn_prefill(
                 t = t * row_scale_log2.unsqueeze(1) + log2_of_power(v_scale).unsqueeze(0)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
-                key = int32(j * bn) + hl.arange(bn)
+                key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
                 visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), has_left, has_right)
                 t = torch.where(visible, t, float("-inf"))
             # [bm]

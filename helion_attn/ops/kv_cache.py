@@ -1,4 +1,4 @@
-"""`append_kv` and `fp8_attn_decode`: writing a paged cache, and attention over it."""
+"""`append_kv` and `fp8_attn_decode`: writing a paged cache, and attention over it, by one of two kernels."""
 
 from __future__ import annotations
 
@@ -30,19 +30,22 @@ def _launch_decode(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = empty_outputs(a)
     (B, H, M, _D), H_kv, max_pages = a.q.shape, a.cache.k8.size(1), a.block_table.size(1)
     queries, splits, sm_count = H // H_kv * M, a.splits, multiprocessors(a.q.device)
-    # The last query sees no keys after its own.
-    pages = scheduling.visible_key_blocks(max_pages, a.left, 0, M, a.cache.page_size)
+    # More runs than pages would all be empty. A run's index times the pages fits 32 bits.
+    most = min(max_pages, (2**31 - 1) // max(1, max_pages))
     if queries >= scheduling.MIN_PREFILL_ROWS:
         tile = prefill.prefill_tile(a.cache.k8.size(3), a.cache.v8.size(2))
         if splits is None:
-            splits = scheduling.key_splits(B * H_kv * -(-queries // tile.bm), pages, sm_count, tile.ctas_per_sm)
-        prefill.launch(a, min(splits, max_pages), out, lse)
+            tiles, queries_of_tile = B * H_kv * -(-queries // tile.bm), -(-tile.bm * H_kv // H) + 1
+            pages = scheduling.visible_key_blocks(max_pages, a.left, 0, queries_of_tile, a.cache.page_size)
+            splits = scheduling.key_splits(tiles, pages, sm_count, tile.ctas_per_sm, scheduling.MIN_PAGES)
+        prefill.launch(a, min(splits, most), out, lse)
         return out, lse
     rows = scheduling.decode_rows(queries)
     if splits is None:
+        # The last query sees no keys after its own.
+        pages = scheduling.visible_key_blocks(max_pages, a.left, 0, M, a.cache.page_size)
         splits = scheduling.page_splits(B * H_kv * -(-queries // rows), pages, sm_count)
-    # More runs than pages would all be empty.
-    decode.launch(a, rows, min(splits, max_pages), out, lse)
+    decode.launch(a, rows, min(splits, most), out, lse)
     return out, lse
 
 

@@ -1,4 +1,4 @@
-"""Which query rows and key blocks a program of `fp8_attn_fwd` has, inlined into it.
+"""Which query rows and key blocks a program of an attention kernel has, inlined into it.
 
 That is of packed sequences, of heads that share tiles, and of keys that are split; otherwise the grid says it.
 """

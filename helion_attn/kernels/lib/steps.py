@@ -1,6 +1,6 @@
 """The steps of the attention kernels, inlined into them: scores, masks, the online softmax, P V, the epilogue.
 
-`fp8_attn_fwd` says what they are for; `fp8_attn_fwd_large_d` and `fp8_attn_decode` take them as well.
+`fp8_attn_fwd` says what they are for; the other attention kernels take them as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def int32(n: int) -> torch.Tensor:
 
 
 def quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The quotient of scalars that are not negative."""
+    """The quotient, elementwise, of integers that are not negative."""
     return torch.div(a, b, rounding_mode="trunc")
 
 
