@@ -37,7 +37,7 @@ CHOICES = {
     "balanced": ("Q, K in int8; P, V in e4m3", "the default"),
     "accurate": ("as BALANCED, Q and K rotated", "outlier channels"),
     "hybrid": ("Q, K in int8", "accuracy first"),
-    "bf16": ("nothing", "to compare with"),
+    "bf16": ("none", "to compare with"),
 }
 
 
@@ -149,7 +149,7 @@ def cost_tables(loaded: Loaded) -> list[Table]:
     ours = number(host.get(("helion_attn", "e2e")), ".0f")
     body = [
         ["memory during a call", f"{number(memory, '.2f')} of Q, K and V"],
-        ["quantising Q, K and V", f"{number(copy_ratio, '.2f')} of the time of a copy of them"],
+        ["quantising Q, K and V", f"{number(copy_ratio, '.2f')} of the time to copy them"],
         ["host time of a call", f"{ours} us (FA3 in bf16: {number(host.get(('fa3_bf16', 'kernel')), '.0f')})"],
         ["a process's first call, nothing compiled", f"{number(seconds('cold'), '.0f')} s"],
         ["the same, compiled before", f"{number(seconds('warm'), '.1f')} s"],

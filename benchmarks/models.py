@@ -126,7 +126,7 @@ def plot(loaded: Loaded) -> Figure | None:
     groups = {}
     for name, cell in cells_of(loaded).items():
         groups[f"{name}\nD {cell[0]['D']}, S {cell[0]['N']}, {mask(cell[0]['causal'])}"] = speedups(cell)
-    return horizontal(groups, "speed / fastest bf16 kernel's, from bf16 to bf16, quantising included", 1.0)
+    return horizontal(groups, "speed-up over the fastest bf16 attention, quantising included", 1.0)
 
 
 def checks(loaded: Loaded) -> list[Check]:
