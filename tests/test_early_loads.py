@@ -43,10 +43,6 @@ KERNELS: dict[str, tuple[functools.partial[Any], str]] = {
         "WIIBECCCCBFIFIF",
     ),
     "hybrid_2_stages": (functools.partial(compile_attention, 256, False, recipe=ha.HYBRID), "WIBECECBFWI"),
-    "hybrid_3_stages": (
-        functools.partial(compile_tile, dataclasses.replace(tile_config(128, True, ha.HYBRID.bits), num_stages=3)),
-        "WIBECCBFI",
-    ),
     "sequences": (functools.partial(compile_varlen, 256, True), "WIBECCCBFIFIF"),
     "many_keys_2_stages": (
         functools.partial(compile_shape, 1, 10000, 2**23 + 2**20, 256, True, recipe=ha.BF16),

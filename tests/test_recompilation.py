@@ -62,10 +62,6 @@ def test_many_lengths() -> None:
     assert_few(attend_to_lengths(lengths), 2)
 
 
-def test_another_head_dim() -> None:
-    assert_few(run_lengths([(S, S) for S in random_lengths(1, 6)], 128, True))
-
-
 def test_query_and_key_lengths_differ() -> None:
     lengths = list(zip(random_lengths(2, 10), random_lengths(3, 10), strict=True))
     assert_few(run_lengths(lengths, 64, False, "bshd"), 2)

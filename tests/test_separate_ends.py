@@ -28,7 +28,6 @@ ENDS: dict[str, functools.partial[Any]] = {
     "fast": functools.partial(compile_attention, 256, False),
     "balanced": functools.partial(compile_attention, 256, True, recipe=ha.BALANCED),
     "accurate": functools.partial(compile_attention, 256, True, recipe=ha.ACCURATE),
-    "window": functools.partial(compile_attention, 256, True, recipe=ha.BALANCED, window=(1000, 0), sinks=True),
     "sequences": functools.partial(compile_varlen, 256, True),
     "split": functools.partial(compile_shape, 1, 64, 100000, 256, False, recipe=ha.BALANCED),
     "pieces": functools.partial(compile_attention, 512, True, D_v=512, recipe=ha.BALANCED),

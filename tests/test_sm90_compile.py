@@ -126,7 +126,9 @@ AT_64: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "D"), [*((m, D) for m in MASKS for D in SUPPORTED_D[1:]), *((m, 64) for m in AT_64)])
+@pytest.mark.parametrize(
+    ("name", "D"), [("window_causal", 128), ("window_causal", 256), ("softcap", 64), *((m, 64) for m in AT_64)]
+)
 def test_masks_and_sinks(name: str, D: int) -> None:
     options = dict((MASKS | AT_64)[name])
     recipe = options.pop("recipe")
@@ -184,18 +186,15 @@ DECODED = {
     "d128": (128, 128, 64, 1, 3),
     "d128_32_rows": (128, 128, 64, 4, 2),
     "d192_128": (192, 128, 64, 1, 1),
-    "d256": (256, 256, 64, 1, 1),
     "d256_32_rows": (256, 256, 64, 4, 1),
 }
 
 #: Likewise with so many queries that `fp8_attn_prefill` is taken, and the instructions for spilled registers, all and
 #: in the loop: without those, programs have fewer rows or an SM fewer programs, and are slower.
 PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
-    "d64": (64, 64, {}, 3, (65, 18)),
     "d64_masked_large_pool": (64, 64, {"masked": True, "num_pages": 2**16}, 3, (79, 22)),
     "d128": (128, 128, {}, 2, (22, 0)),
     "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 2, (0, 0)),
-    "d192_128": (192, 128, {}, 1, (0, 0)),
     "d256": (256, 256, {}, 1, (79, 30)),
 }
 
@@ -229,9 +228,8 @@ def test_prefill(name: str) -> None:
     assert opcodes["LDS"] <= 33, "a page's descales alone come from shared memory"
 
 
-@pytest.mark.parametrize("name", ["d128_32_rows", "d256"])
-def test_decoding_with_masks(name: str) -> None:
-    D, D_v, H, M, ctas_per_sm = DECODED[name]
+def test_decoding_with_masks() -> None:
+    D, D_v, H, M, ctas_per_sm = DECODED["d128_32_rows"]
     decode, _ = shared(compile_decode, D, D_v, H, M, num_splits=2, masked=True)
     assert_decoding(decode, ctas_per_sm)
 
@@ -250,7 +248,6 @@ def test_decoding_from_a_large_pool() -> None:
 #: (D, causal, recipe, options) of sequences of variable length.
 VARLEN: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
     **{f"d{D}-True": (D, True, ha.BALANCED, {}) for D in SUPPORTED_D[1:]},
-    "accurate_d256": (256, True, ha.ACCURATE, {}),
     "everything": (64, True, ha.ACCURATE, {"window": (100, -1), "softcap": 50.0, "sinks": True}),
     "everything_d256": (256, False, ha.ACCURATE, {"window": (100, 5), "softcap": 50.0, "sinks": True}),
     "d192_v128": (192, True, ha.BALANCED, {"D_v": 128}),
@@ -308,7 +305,6 @@ SPLIT: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
         f"d{D}-{'causal' if causal else 'full'}-{name}": (D, causal, PRESETS[name], {})
         for D, causal, name in (*((64, True, "balanced"), (128, True, "balanced"), (256, True, "balanced")),)
     },
-    "everything": (64, True, ha.ACCURATE, {"window": (9000, -1), "softcap": 50.0, "sinks": True}),
     "everything_d128": (128, True, ha.ACCURATE, {"window": (9000, -1), "softcap": 50.0, "sinks": True}),
     "everything_d256": (256, False, ha.ACCURATE, {"window": (9000, 5), "softcap": 50.0, "sinks": True}),
 }
@@ -346,9 +342,7 @@ def test_split_keys_of_16_bits(recipe: ha.Recipe, D: int) -> None:
     assert kernel.ctas_per_sm >= small_tile(D, True, recipe).ctas_per_sm
 
 
-@pytest.mark.parametrize(
-    ("D", "recipe"), [(64, ha.BALANCED), (128, ha.ACCURATE), (256, ha.ACCURATE)], ids=["d64", "d128", "d256"]
-)
+@pytest.mark.parametrize(("D", "recipe"), [(64, ha.BALANCED), (256, ha.ACCURATE)], ids=["d64", "d256"])
 def test_heads_that_share_tiles(D: int, recipe: ha.Recipe) -> None:
     """As many programs an SM, and their rows come in wide loads."""
     kernel, _merge = shared(compile_shape, 1, 16, 8192, D, True, recipe=recipe)

@@ -22,15 +22,13 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
-from helion_attn.kernels.decode import inverse_of_power, log2_of_power
-from helion_attn.kernels.lib.arguments import DecodeArguments, score_scales
+from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.kernels.lib.inline_asm import fma_up, maximum, tanh
 from helion_attn.kernels.lib.masks import visible_keys
+from helion_attn.kernels.lib.paged import inverse_of_power, launch_paged, log2_of_power
 from helion_attn.kernels.lib.programs import run_of_key_blocks
 from helion_attn.kernels.lib.steps import accumulate, add_sink, int32, interleave_keys, quotient, to_descale
-from helion_attn.kernels.merge_splits import merge_splits
-from helion_attn.numerics import E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2
-from helion_attn.preprocess.lib.strided import common_unit, strided_rows
+from helion_attn.numerics import LN2, LOG2E
 
 
 class PrefillTile(NamedTuple):
@@ -270,67 +268,16 @@ def kernel(is_cuda: bool, tile: PrefillTile) -> Runner:
 
 
 def launch(a: DecodeArguments, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Write `out` and `lse`.
-
-    Args:
-        a: the operation's arguments.
-        splits: runs of a tile's pages.
-        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `a.bshd`; bf16, fp16 or fp32.
-        lse: fp32 [B, H, M], natural log.
-    """
-    k8, v8 = a.cache.k8, a.cache.v8
-    (B, H, M, D), (H_kv, page_size), max_pages = a.q.shape, k8.shape[1:3], a.block_table.size(1)
-    group = H // H_kv
-    unit = common_unit(a.q)
-    q = strided_rows(a.q, unit)
-    tile = prefill_tile(k8.size(3), v8.size(2))
+    """Write `out` and `lse`; the arguments are those of `launch_paged`."""
+    v8 = a.cache.v8
+    tile = prefill_tile(a.cache.k8.size(3), v8.size(2))
     in_halves = v8.size(2) > MAX_FRESH_D
-    in_parts = splits > 1
-    D_v = out.size(3)
-    # Parts are always BHSD.
-    parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
-    part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
-    swapped = a.bshd and not in_parts
-    kernel(a.q.is_cuda, tile).run(
-        {
-            "q": q.flat,
-            "k8": k8,
-            "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if in_halves else v8,
-            "k_descale": a.cache.k_descale,
-            "v_descale": a.cache.v_descale,
-            "block_table": a.block_table.view(-1),
-            "cache_seqlens": a.cache_seqlens,
-            "sinks": part_lse if a.sinks is None else a.sinks,
-            "out": parts,
-            "lse": part_lse,
-            "splits": splits,
-            "m_tiles": -(-group * M // tile.bm),
-            "max_pages": max_pages,
-            "group": group,
-            "m_len": M,
-            "q_b_step": q.b_step,
-            "q_h_step": q.h_step,
-            "q_s_step": q.s_step,
-            "out_head_step": 1 if swapped else M,
-            "out_row_step": H if swapped else 1,
-            # An edge further away hides nothing, and might not fit 32 bits.
-            "left": min(a.left, max_pages * page_size),
-            "right": min(a.right, M),
-            **score_scales(a.sm_scale, a.softcap),
-            "bm": tile.bm,
-            "bn_log2": page_size.bit_length() - 1,
-            "q_d_step": q.d_step,
-            "unit": unit,
-            "d": D,
-            "p_offset_log2": float(MAX_P_OFFSET_LOG2[v8.dtype]),
-            "q_largest": E4M3_MAX,
-            "in_halves": in_halves,
-            "has_left": a.left >= 0,
-            "has_right": a.right >= 0,
-            "has_softcap": a.softcap is not None,
-            "has_sinks": a.sinks is not None,
-            "is_cuda": a.q.is_cuda,
-        }
-    )
-    if in_parts:
-        merge_splits(parts, part_lse.view(splits, -1), out, lse, a.bshd)
+    own = {
+        "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if in_halves else v8,
+        "k_descale": a.cache.k_descale,
+        "v_descale": a.cache.v_descale,
+        "bm": tile.bm,
+        "bn_log2": a.cache.page_size.bit_length() - 1,
+        "in_halves": in_halves,
+    }
+    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, splits, out, lse, own)

@@ -1,0 +1,92 @@
+"""What the two kernels of a paged cache share: arithmetic on descales that are powers of two, and their launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from helion_attn.compiler.kernels import Runner
+from helion_attn.kernels.lib.arguments import DecodeArguments, score_scales
+from helion_attn.kernels.merge_splits import merge_splits
+from helion_attn.numerics import E4M3_MAX, MAX_P_OFFSET_LOG2
+from helion_attn.preprocess.lib.strided import common_unit, strided_rows
+
+
+def log2_of_power(x: torch.Tensor) -> torch.Tensor:
+    """log2 of fp32 powers of two, exactly."""
+    return ((x.view(torch.int32) >> 23) - 127).to(torch.float32)
+
+
+def inverse_of_power(x: torch.Tensor) -> torch.Tensor:
+    """1 / x of fp32 powers of two, exactly: the biased exponent e becomes 254 - e."""
+    return (0x7F000000 - x.view(torch.int32)).view(torch.float32)
+
+
+def launch_paged(
+    kernel: Runner,
+    a: DecodeArguments,
+    tile_rows: int,
+    splits: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    own: dict[str, Any],
+) -> None:
+    """Write `out` and `lse`, in parts that are merged if there are several runs of pages.
+
+    Args:
+        kernel: `fp8_attn_decode` or `fp8_attn_prefill`.
+        a: the operation's arguments.
+        tile_rows: query rows of a tile.
+        splits: runs of pages, a program each.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `a.bshd`; bf16, fp16 or fp32.
+        lse: fp32 [B, H, M], natural log.
+        own: the arguments that this kernel alone has, or has in a form of its own.
+    """
+    (B, H, M, D), (H_kv, page_size), max_pages = a.q.shape, a.cache.k8.shape[1:3], a.block_table.size(1)
+    unit = common_unit(a.q)
+    q = strided_rows(a.q, unit)
+    in_parts = splits > 1
+    D_v = out.size(3)
+    # Parts are always BHSD.
+    parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
+    part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
+    swapped = a.bshd and not in_parts
+    kernel.run(
+        {
+            "q": q.flat,
+            "k8": a.cache.k8,
+            "block_table": a.block_table.view(-1),
+            "cache_seqlens": a.cache_seqlens,
+            "sinks": part_lse if a.sinks is None else a.sinks,
+            "out": parts,
+            "lse": part_lse,
+            "splits": splits,
+            "m_tiles": -(-H // H_kv * M // tile_rows),
+            "max_pages": max_pages,
+            "group": H // H_kv,
+            "m_len": M,
+            "q_b_step": q.b_step,
+            "q_h_step": q.h_step,
+            "q_s_step": q.s_step,
+            "out_head_step": 1 if swapped else M,
+            "out_row_step": H if swapped else 1,
+            # An edge further away hides nothing, and might not fit 32 bits.
+            "left": min(a.left, max_pages * page_size),
+            "right": min(a.right, M),
+            **score_scales(a.sm_scale, a.softcap),
+            "q_d_step": q.d_step,
+            "unit": unit,
+            "d": D,
+            "p_offset_log2": float(MAX_P_OFFSET_LOG2[a.cache.v8.dtype]),
+            "q_largest": E4M3_MAX,
+            "has_left": a.left >= 0,
+            "has_right": a.right >= 0,
+            "has_softcap": a.softcap is not None,
+            "has_sinks": a.sinks is not None,
+            "is_cuda": a.q.is_cuda,
+            **own,
+        }
+    )
+    if in_parts:
+        merge_splits(parts, part_lse.view(splits, -1), out, lse, a.bshd)
