@@ -125,7 +125,6 @@ CALLS: dict[str, Call] = {
     "as many rows as heads": dense(sizes={"M": 4, "N": 4}),
     "as many rows as heads, layout": dense(sizes={"M": 4, "N": 4}, layout="bshd"),
     "fast": dense(recipe=ha.FAST),
-    "accurate": dense(recipe=ha.ACCURATE),
     "bf16": dense(recipe=ha.BF16),
     "a recipe of one's own": dense(recipe=dataclasses.replace(ha.BALANCED, center_v=False)),
     "hadamard": dense(recipe=dataclasses.replace(ha.FAST, reflect=False, hadamard=True)),

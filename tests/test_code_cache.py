@@ -36,7 +36,6 @@ from helpers.calls import (
     attend,
     attend_in_parts,
     attend_to_a_cache,
-    attend_to_sequences,
     attend_with_large_heads,
     preprocess,
 )
@@ -100,9 +99,7 @@ def test_other_lengths_are_found_and_have_this_code() -> None:
     assert len(then.traced) > 1
 
 
-@pytest.mark.parametrize(
-    "call", [preprocess, attend_to_a_cache, attend_to_sequences, attend_with_large_heads, attend_in_parts]
-)
+@pytest.mark.parametrize("call", [preprocess, attend_to_a_cache, attend_with_large_heads, attend_in_parts])
 def test_every_kernel_is_found(call: Callable[[], None], disk: Path) -> None:
     with process() as first:
         call()

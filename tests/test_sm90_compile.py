@@ -284,13 +284,12 @@ def test_variable_lengths(name: str) -> None:
     assert "PRMT" not in loop_of(kernel), "P moves between the bytes of registers"
 
 
-@pytest.mark.parametrize("recipe", [ha.HYBRID, ha.BF16], ids=["hybrid", "bf16"])
-def test_variable_lengths_in_16_bits(recipe: ha.Recipe) -> None:
-    kernel = shared(compile_varlen, 128, True, recipe)
+def test_variable_lengths_in_16_bits() -> None:
+    kernel = shared(compile_varlen, 128, True, ha.HYBRID)
     assert_sound(kernel)
     assert kernel.opcodes["HGMMA"] > 0
     assert kernel.opcodes["UTMALDG"] > 0
-    assert kernel.ctas_per_sm >= tile_config(128, True, recipe.bits).ctas_per_sm
+    assert kernel.ctas_per_sm >= tile_config(128, True, ha.HYBRID.bits).ctas_per_sm
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -333,13 +332,12 @@ def test_split_keys(name: str) -> None:
     assert 16 in widths(merge, "LDG")
 
 
-@pytest.mark.parametrize(("recipe", "D"), [(ha.HYBRID, 256), (ha.BF16, 64)], ids=["hybrid-256", "bf16-64"])
-def test_split_keys_of_16_bits(recipe: ha.Recipe, D: int) -> None:
-    kernel, merge = shared(compile_shape, 1, 100, 16384, D, True, recipe=recipe, sinks=True)
+def test_split_keys_of_16_bits() -> None:
+    kernel, merge = shared(compile_shape, 1, 100, 16384, 256, True, recipe=ha.HYBRID, sinks=True)
     assert_sound(kernel)
     assert_sound(merge)
     assert kernel.opcodes["HGMMA"] > 0
-    assert kernel.ctas_per_sm >= small_tile(D, True, recipe).ctas_per_sm
+    assert kernel.ctas_per_sm >= small_tile(256, True, ha.HYBRID).ctas_per_sm
 
 
 @pytest.mark.parametrize(("D", "recipe"), [(64, ha.BALANCED), (256, ha.ACCURATE)], ids=["d64", "d256"])
@@ -371,9 +369,8 @@ def test_split_keys_of_more_than_32_bits() -> None:
     assert_sound(merge)
 
 
-@pytest.mark.parametrize(("M", "N"), [(100, 3000), (16384, 16384)], ids=["few_keys", "many_queries"])
-def test_keys_that_are_not_split(M: int, N: int) -> None:
-    (kernel,) = shared(compile_shape, 1, M, N, 128, True, recipe=ha.BALANCED)
+def test_few_keys_are_not_split() -> None:
+    (kernel,) = shared(compile_shape, 1, 100, 3000, 128, True, recipe=ha.BALANCED)
     assert "fp8_attn_fwd" in kernel.name
 
 

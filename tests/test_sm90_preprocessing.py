@@ -125,27 +125,15 @@ def every_third(*shape: int) -> torch.Tensor:
     return fake_cuda(*shape, 3, dtype=torch.float16).unbind(-1)[0]
 
 
-#: e4m3 and int8, as they are and reflected.
-PADDED = {"not_reflected": IN_E4M3, "fast": ha.FAST, "balanced": ha.BALANCED}
-
-
 def strided_in_d(D: int) -> tuple[torch.Tensor, ...]:
     """Q, K and V."""
     return every_third(2, 4, 1000, D), every_third(2, 2, 3000, D), every_third(2, 2, 3000, D)
 
 
-#: (D, recipe, whether the last dimension is strided).
-PADDED_CHANNELS = [(147, "balanced", False), (40, "fast", True)]
-
-
-@pytest.mark.parametrize(("D", "name", "strided"), PADDED_CHANNELS)
-def test_preprocessing_of_padded_channels(D: int, name: str, strided: bool) -> None:
-    def make_qkv() -> tuple[torch.Tensor, ...]:
-        return strided_in_d(D) if strided else fake_qkv(2, 4, 2, 1000, 3000, D, torch.float16)
-
-    for kernel in compile_quantize(make_qkv, recipe=PADDED[name]):
+def test_preprocessing_of_strided_padded_channels() -> None:
+    for kernel in compile_quantize(lambda: strided_in_d(40), recipe=ha.FAST):
         # Where every element has an address of its own, these take the registers of V's largest entries.
-        assert_sound(kernel, 48 if strided else 0)
+        assert_sound(kernel, 48)
 
 
 def test_preprocessing_of_strided_padded_channels_of_variable_lengths() -> None:
@@ -155,7 +143,7 @@ def test_preprocessing_of_strided_padded_channels_of_variable_lengths() -> None:
         with launching():
             *_, cu_q, cu_k = fake_varlen(147, 147)
             q, k, v = (every_third(S, heads, 147) for S, heads in ((10000, 4), (20000, 2), (20000, 2)))
-            quantize_varlen(q, k, v, cu_q, cu_k, PADDED["not_reflected"])
+            quantize_varlen(q, k, v, cu_q, cu_k, IN_E4M3)
 
     for kernel in compile_for_sm90(launch):
         assert_sound(kernel)
@@ -166,7 +154,7 @@ def test_constant_padding_makes_undefined_pairs(monkeypatch: pytest.MonkeyPatch)
     """So the check can fail, and the number at run time is still needed: where nothing stands before the cast."""
     for module in (pack_kv, pack_q):
         monkeypatch.setattr(module, "row_channels", lambda d, d_at_run_time, d_step: d)
-    packed = compile_quantize(lambda: strided_in_d(147), recipe=PADDED["not_reflected"])
+    packed = compile_quantize(lambda: strided_in_d(147), recipe=IN_E4M3)
     assert any(undefined_pairs(kernel.sass) for kernel in packed)
 
 
