@@ -230,6 +230,8 @@ def test_bad_calls_raise() -> None:
         dispatch.dispatch_attention_fn(q, k[:, :, :1], k[:, :, :1], backend=NAME)
     with pytest.raises(ValueError, match=r"scale is -1\.0"):
         dispatch.dispatch_attention_fn(q, k, k, backend=NAME, scale=-1.0)
+    with pytest.raises(ValueError, match=r"must broadcast to \[B, H, M, N\] with B = 1, H = 2, M = 24 and N = 30"):
+        dispatch.dispatch_attention_fn(q, k, k, attn_mask=torch.ones(1, 3, 24, 30).bool(), backend=NAME)
     with pytest.raises(RuntimeError, match="attn_mask requires grad"):
         dispatch.dispatch_attention_fn(q, k, k, attn_mask=torch.zeros(24, 30, requires_grad=True), backend=NAME)
     with pytest.raises(RuntimeError, match="query requires grad"):

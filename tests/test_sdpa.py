@@ -113,6 +113,13 @@ BAD: dict[str, tuple[Callable[[Qkv], tuple[Any, ...]], dict[str, Any], type[Exce
     "rank_3": (lambda qkv: tuple(x[0] for x in qkv), {}, ValueError, "4 dimensions"),
     "mask_of_5_dimensions": (tuple, {"attn_mask": torch.ones(1, 1, 1, 24, 24)}, ValueError, "must broadcast to"),
     "mask_of_other_keys": (tuple, {"attn_mask": torch.ones(24, 23)}, ValueError, "must broadcast to .* N = 24"),
+    "mask_of_other_heads": (tuple, {"attn_mask": torch.ones(3, 24, 24)}, ValueError, "must broadcast to .* H = 2"),
+    "mask_of_other_heads_that_hides": (
+        tuple,
+        {"attn_mask": torch.ones(1, 3, 24, 24).tril() > 0},
+        ValueError,
+        "must broadcast to .* H = 2",
+    ),
     "mask_of_ints": (tuple, {"attn_mask": torch.ones(24, 24).int()}, NotImplementedError, "must be bool or of a"),
     "heads": (lambda qkv: (qkv[0], qkv[1][:, :1], qkv[2][:, :1]), {}, ValueError, "enable_gqa"),
     "head_dim": (lambda qkv: tuple(x[..., :8] for x in qkv), {}, ValueError, "head dim"),
@@ -503,7 +510,7 @@ def test_a_mask_is_read_in_every_call(device: str) -> None:
     version = mask._version
     for hidden in (0, 3):
         mask.data[1, ..., 40 - hidden :] = False
-        assert [part.keys for part in masks.read_mask(mask, 2, 24, 40).first] == [(0, 40), (0, 40 - hidden)]
+        assert [part.keys for part in masks.read_mask(mask, 2, 2, 24, 40).first] == [(0, 40), (0, 40 - hidden)]
     assert mask._version == version
 
 
@@ -516,7 +523,7 @@ def test_a_mask_is_read_once(device: str, monkeypatch: pytest.MonkeyPatch) -> No
         return tolist(x)
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    masks.read_mask(MASKS["padding_and_causal"].to(device), 2, 24, 40)
+    masks.read_mask(MASKS["padding_and_causal"].to(device), 2, 2, 24, 40)
     assert len(reads) == 1
 
 

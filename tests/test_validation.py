@@ -322,6 +322,14 @@ def test_broken_quantized(field: str, how: str) -> None:
     assert re.match(rf"({named}) (is|has) ", str(raised.value)), raised.value
 
 
+@pytest.mark.parametrize("field", [field for field in FIELDS if getattr(packed(), field).dtype == torch.float32])
+def test_quantized_that_requires_grad(field: str) -> None:
+    good = packed()
+    learned: dict[str, Any] = {field: getattr(good, field).requires_grad_()}
+    with pytest.raises(RuntimeError, match=f"{field} requires grad"):
+        ha.attention_quantized(dataclasses.replace(good, **learned))
+
+
 @pytest.mark.parametrize(
     ("field", "value", "parts"),
     [

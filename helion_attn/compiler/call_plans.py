@@ -4,9 +4,9 @@ A call is checked, chooses kernels, configs, grids and sizes, and allocates some
 layouts and for the same options all of that comes out the same. So the second such call is recorded (`Tape`), and from
 the third on `CallPlan` allocates the outputs and a workspace and launches.
 
-A call is not planned where that could leave something out: under torch.compile, tracing, functorch or a mode of
-PyTorch's dispatcher, with a tensor of another class, and where it runs more than this package's kernels. It then takes
-the way through PyTorch's dispatcher, with the same result.
+A call is not planned where that could leave something out: under torch.compile, tracing, functorch, forward-mode
+differentiation or a mode of PyTorch's dispatcher, with a tensor of another class, and where it runs more than this
+package's kernels. It then takes the way through PyTorch's dispatcher, with the same result.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from helion_attn.validate.tangents import is_forward_mode
 
 if TYPE_CHECKING:
     from helion_attn.compiler.launch_plans import Plan
@@ -265,6 +267,7 @@ def nothing_listens() -> bool:
         and torch._C._len_torch_function_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
+        and not is_forward_mode()
     )
 
 

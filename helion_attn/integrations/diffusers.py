@@ -158,7 +158,7 @@ class Backend:
         # Packed sequences would not know batches of different sizes from one another.
         query, key, value = autocast_inputs(query, key, value)
         check_qkv(query, key, value, "bshd", names=("query", "key", "value"))
-        B, M, N = query.size(0), query.size(1), key.size(1)
+        B, M, H, N = *query.shape[:3], key.size(1)
         if query.size(2) != key.size(2) and not enable_gqa:
             raise ValueError(
                 f"query has {query.size(2)} heads and key {key.size(2)}; they must be equal without enable_gqa=True"
@@ -177,7 +177,7 @@ class Backend:
                     f"helion_attn: attn_mask has shape {tuple(attn_mask.shape)}, which is [B, N] and [M, N] alike; "
                     "pass attn_mask[:, None, None] for padding, or attn_mask[None, None]"
                 )
-            visible = read_mask(attn_mask[:, None, None] if of_keys else attn_mask, B, M, N)
+            visible = read_mask(attn_mask[:, None, None] if of_keys else attn_mask, B, H, M, N)
             if not visible.whole:
                 if (D := max(query.size(3), value.size(3))) > MAX_VARLEN_D:
                     raise NotImplementedError(

@@ -184,7 +184,16 @@ def _has_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the fourth argument is `dropout_p`: it is 0, or a scale follows, by name or in the place of `causal`."""
     if not is_number(args[3]):
         return False
-    return args[3] == 0 or "softmax_scale" in kwargs or (len(args) > 4 and not isinstance(args[4], bool))
+    if args[3] == 0 or "softmax_scale" in kwargs:
+        return True
+    if len(args) > 4:
+        return not isinstance(args[4], bool)
+    if 0 < args[3] < 1 and "dropout_p" not in kwargs:
+        raise TypeError(
+            f"flash_attn_func: the fourth argument is {args[3]!r}, which is dropout_p to flash-attn 2 and softmax_scale "
+            f"to flash-attn 3; pass softmax_scale={args[3]!r} or dropout_p={args[3]!r} by name"
+        )
+    return False
 
 
 @takes_flash_attn_2(3, _has_dropout, FLASH_ATTN_2_DENSE)

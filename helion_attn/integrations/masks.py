@@ -47,13 +47,14 @@ class Visible:
     kept: torch.Tensor | None = None
 
 
-def read_mask(mask: torch.Tensor, B: int, M: int, N: int) -> Visible:
+def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int) -> Visible:
     """Read a mask of `scaled_dot_product_attention` on the host: whether it hides anything, and if so what.
 
     Args:
         mask: broadcasts to [B, H, M, N]: bool, True where a key is seen, or added to the scores, 0 where it is and -inf
             where not (or the lowest finite number, in a row that sees some key).
         B: sequences.
+        H: query heads.
         M: queries.
         N: keys.
 
@@ -70,9 +71,9 @@ def read_mask(mask: torch.Tensor, B: int, M: int, N: int) -> Visible:
         raise NotImplementedError(f"{what}; in torch.compile it must be None: its values cannot be read")
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(f"{what}; in a CUDA graph it must be None: its values cannot be read")
-    by_dim = zip(mask.shape[::-1], (N, M, None, B), strict=False)
-    if not 2 <= mask.dim() <= 4 or any(size not in (1, wanted) for size, wanted in by_dim if wanted is not None):
-        raise ValueError(f"{what}; it must broadcast to [B, H, M, N] with B = {B}, M = {M} and N = {N}")
+    by_dim = zip(mask.shape[::-1], (N, M, H, B), strict=False)
+    if not 2 <= mask.dim() <= 4 or any(size not in (1, wanted) for size, wanted in by_dim):
+        raise ValueError(f"{what}; it must broadcast to [B, H, M, N] with B = {B}, H = {H}, M = {M} and N = {N}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise NotImplementedError(f"{what}; it must be bool or of a floating-point dtype")
     if (mask if mask.dtype == torch.bool else mask == 0).all():

@@ -305,7 +305,7 @@ def _understood(
             )
         top_left, causal = attn_mask.variant == CausalVariant.UPPER_LEFT, True
     elif attn_mask is not None:
-        visible = read_mask(attn_mask, query.size(0), M, N)
+        visible = read_mask(attn_mask, query.size(0), query.size(1), M, N)
         if visible.whole:
             causal, visible = visible.causal, None
         elif max(query.size(3), value.size(3)) > MAX_VARLEN_D:

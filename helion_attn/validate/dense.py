@@ -17,6 +17,7 @@ from helion_attn.configs import (
 )
 from helion_attn.numerics import MAX_SEED
 from helion_attn.types import Recipe, Rope, as_recipe
+from helion_attn.validate.tangents import has_tangent
 from helion_attn.validate.values import check_position_values, check_rope_positions, debugging
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -123,10 +124,7 @@ def check_rope_tables(rope: Rope, D: int, device: torch.device) -> None:
             )
         if not x.is_contiguous() or x.device != device:
             raise ValueError(f"rope.{name} has strides {x.stride()} on {x.device}; it must be contiguous, on {device}")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"rope.{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach it"
-            )
+        check_no_grad(f"rope.{name}", x)
 
 
 def check_rotatable(name: str, x: torch.Tensor) -> None:
@@ -228,10 +226,15 @@ def check_is_tensor(name: str, x: object) -> None:
 
 
 def check_no_grad(name: str, x: torch.Tensor) -> None:
-    """Nobody waits for a gradient of it."""
+    """Nobody waits for a gradient of it, in either mode."""
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
+        )
+    if has_tangent(x):
+        raise RuntimeError(
+            f"{name} has a tangent, of torch.func.jvp, torch.func.jacfwd or torch.autograd.forward_ad; helion_attn has "
+            f"no derivative: detach {name}"
         )
 
 

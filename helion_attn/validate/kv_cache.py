@@ -14,6 +14,7 @@ from helion_attn.validate.dense import (
     check_count,
     check_device,
     check_inputs,
+    check_no_grad,
     check_options,
     check_rope_tables,
     check_rotatable,
@@ -73,6 +74,7 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
                 f"{names[name]} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
                 f"be contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
             )
+        check_no_grad(names[name], x)
         # What a tensor descriptor needs. A fake tensor has no address, and torch.compile cannot trace one.
         if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
             continue

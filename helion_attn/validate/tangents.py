@@ -1,0 +1,27 @@
+"""Whether forward-mode differentiation goes through a tensor: PyTorch would take the derivative of a kernel for 0."""
+
+from __future__ import annotations
+
+import torch
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.autograd import forward_ad
+
+
+def is_forward_mode() -> bool:
+    """Whether tensors may have tangents: inside `torch.func.jvp`, `jacfwd`, and levels of `forward_ad`."""
+    return forward_ad._current_level >= 0  # PyTorch's own count, which costs nothing to read
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether a tensor has a tangent, at any of the levels that `torch.func` wrapped it for."""
+    if not is_forward_mode():
+        return False
+    level = _functorch.peek_interpreter_stack()
+    if level is None:
+        return forward_ad.unpack_dual(x).tangent is not None
+    is_of_level = _functorch.maybe_get_level(x) == level.level()
+    if is_of_level and not _functorch.is_batchedtensor(x) and forward_ad.unpack_dual(x).tangent is not None:
+        return True
+    with temporarily_pop_interpreter_stack():
+        return has_tangent(_functorch.get_unwrapped(x) if is_of_level else x)

@@ -1,0 +1,142 @@
+"""Every public function refuses tensors of which somebody waits for a derivative, in reverse or forward mode."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+import helion_attn as ha
+from helion_attn.compiler import call_plans
+from helion_attn.testing import fake_cuda
+from helion_attn.validate.tangents import has_tangent
+from helpers.no_ops import Launched
+
+pytestmark = pytest.mark.usefixtures("no_launch")
+
+Call = Callable[[torch.Tensor], object]
+
+#: [B, H, S, D]; also read as [B, S, H, D].
+X = torch.ones(1, 2, 2, 64, dtype=torch.bfloat16)
+TOKENS = X[0]
+E4M3 = X.to(torch.float8_e4m3fn)
+ENDS = torch.tensor([0, 2], dtype=torch.int32)
+TABLE, LENGTHS = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+CACHE = ha.paged_kv_cache(1, 2, 64)
+PAGES: tuple[Any, ...] = CACHE.k8, CACHE.v8
+DESCALES: dict[str, Any] = {"k_descale": CACHE.k_descale, "v_descale": CACHE.v_descale}
+ROTATION = ha.Rope(torch.ones(2, 32), torch.ones(2, 32))
+
+
+def sdpa_inside(x: torch.Tensor) -> object:
+    with ha.sdpa():
+        return F.scaled_dot_product_attention(x, X, X)
+
+
+#: Public function -> a call of it with one tensor that may have a derivative, shaped as `X`.
+CALLS: dict[str, Call] = {
+    "append_kvcache": lambda x: ha.append_kvcache(CACHE, X, x, TABLE, LENGTHS),
+    "apply_rope": lambda x: ha.apply_rope(x, ROTATION),
+    "attention": lambda x: ha.attention(X, x, X),
+    "attention_kvcache": lambda x: ha.attention_kvcache(x, CACHE, TABLE, LENGTHS),
+    "attention_varlen": lambda x: ha.attention_varlen(TOKENS, x[0], TOKENS, ENDS, ENDS),
+    "check": lambda x: ha.check(X, x, X),
+    "flash_attn_func": lambda x: ha.flash_attn_func(X, X, x),
+    "flash_attn_kvpacked_func": lambda x: ha.flash_attn_kvpacked_func(X, torch.stack([x, X], 2)),
+    "flash_attn_qkvpacked_func": lambda x: ha.flash_attn_qkvpacked_func(torch.stack([x, X, X], 2)),
+    "flash_attn_varlen_func": lambda x: ha.flash_attn_varlen_func(x[0], TOKENS, TOKENS, ENDS, ENDS, 2, 2),
+    "flash_attn_varlen_kvpacked_func": lambda x: ha.flash_attn_varlen_kvpacked_func(
+        TOKENS, torch.stack([x[0], TOKENS], 1), ENDS, ENDS, 2, 2
+    ),
+    "flash_attn_varlen_qkvpacked_func": lambda x: ha.flash_attn_varlen_qkvpacked_func(
+        torch.stack([x[0], TOKENS, TOKENS], 1), ENDS, 2
+    ),
+    "flash_attn_with_kvcache": lambda x: ha.flash_attn_with_kvcache(
+        x, *PAGES, cache_seqlens=LENGTHS, page_table=TABLE, **DESCALES
+    ),
+    "hadamard": lambda x: ha.hadamard(x),
+    "pack": lambda x: ha.pack(E4M3, E4M3, E4M3, q_descale=x.float()[..., 0, 0], k_descale=1.0, v_descale=1.0),
+    "quantize": lambda x: ha.quantize(X, X, x),
+    "reflect": lambda x: ha.reflect(x),
+    "scaled_dot_product_attention": lambda x: ha.scaled_dot_product_attention(x, X, X),
+    "sdpa": sdpa_inside,
+}
+
+#: Those that compute nothing of such tensors; what quantising made of them is tried in test_validation.py.
+OTHERS = {
+    "attention_quantized", "debug", "dequantize", "explain", "hadamard_matrix", "is_supported", "paged_kv_cache",
+    "register_diffusers", "register_flash_attention", "register_transformers", "transformers_cache",
+}  # fmt: skip
+
+
+def test_every_function_is_tried() -> None:
+    public = {name for name in ha.__all__ if inspect.isfunction(getattr(ha, name))}
+    assert public == {*CALLS} | OTHERS
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tangent_raises(name: str) -> None:
+    """Whose derivative would otherwise be 0, in all ways that PyTorch has; under no_grad too."""
+    call = CALLS[name]
+
+    def in_dual_level(x: torch.Tensor) -> None:
+        with forward_ad.dual_level(), torch.no_grad():
+            call(forward_ad.make_dual(x, x))
+
+    ways: list[Call] = [in_dual_level, lambda x: torch.func.jvp(call, (x,), (x,)), torch.func.jacfwd(call)]
+    for differentiated in ways:
+        with pytest.raises(
+            RuntimeError, match=r"has a tangent, of torch\.func\.jvp, .*; helion_attn has no derivative"
+        ):
+            differentiated(X)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("sdpa", "check")])
+def test_a_gradient_raises(name: str) -> None:
+    with pytest.raises(RuntimeError, match="requires grad; helion_attn has no backward pass"):
+        CALLS[name](X.clone().requires_grad_())
+
+
+def test_detached_tensors_are_taken() -> None:
+    def call(x: torch.Tensor) -> object:
+        with pytest.raises(Launched):
+            ha.attention(x.detach(), X, X)
+        return x
+
+    torch.func.jvp(call, (X,), (X,))
+    torch.func.jacfwd(call)(X)
+
+
+def test_tangents_of_every_level_are_found() -> None:
+    """What a level of `torch.func` wrapped may have its tangent in a level around it."""
+    found: list[bool] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        found.append(has_tangent(x))
+        return x * 2
+
+    def jvp(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        torch.func.jvp(call, (x,), (x,))
+
+    x = torch.ones(3, 4)
+    jvp(lambda y: torch.func.jvp(lambda z: note(y) + z, (x,), (x,))[0])
+    jvp(lambda y: torch.vmap(note)(y))
+    jvp(torch.func.grad(lambda y: note(y).sum()))
+    torch.func.jacfwd(note)(x)
+    assert found == [True] * 4
+    jvp(lambda y: torch.vmap(note)(x) + y)
+    torch.func.jacfwd(lambda y, z: y + note(z))(x, x)
+    note(x)
+    assert found[4:] == [False] * 3
+
+
+def test_tangents_are_not_planned() -> None:
+    """A plan takes addresses, and would not see them."""
+    assert call_plans.nothing_listens()
+    with forward_ad.dual_level():
+        assert call_plans.key_of("attention", [fake_cuda(1)], ()) is None
