@@ -189,6 +189,46 @@ def test_chunked_prefill_with_exact_attention_is_eager(monkeypatch: pytest.Monke
         assert relative_error(torch.cat(chunks, 1), eager) < EXACT
 
 
+#: By name: tokens of the chunks, and what is 0 of the mask that comes with the last one, or is left out of it.
+STALE: dict[str, tuple[list[int], int, bool]] = {
+    "one_token": ([15, 1], 1, True),
+    "one_token_zero": ([15, 1], 1, False),
+    "two_hidden": ([15, 1], 2, True),
+    "a_chunk": ([9, 7], 3, True),
+    "a_chunk_all_hidden": ([12, 4], 4, False),
+}
+
+
+@pytest.mark.parametrize("case", STALE)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_a_mask_that_ends_before_the_tokens_is_eager(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new tokens attend to the keys that the mask leaves, padded sequences among them."""
+    chunks, hidden, is_short = STALE[case]
+    model, tokens = make_model(name), tokens_of(2, 16)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    last = mask[:, :-hidden] if is_short else mask.index_fill(1, torch.arange(16 - hidden, 16), 0)
+
+    def logits(implementation: str) -> torch.Tensor:
+        model.set_attn_implementation(implementation)
+        cache = transformers.DynamicCache()
+        with torch.no_grad():
+            for x, m in zip(tokens.split(chunks, 1), (mask[:, : chunks[0]], last), strict=True):
+                out = model(x, attention_mask=m, past_key_values=cache).logits
+        return out
+
+    eager = logits("eager")
+    with_oracle(monkeypatch)
+    assert relative_error(logits("helion_fp8"), eager) < EXACT
+
+
+def test_a_window_that_a_mask_hides_raises() -> None:
+    mask = ours.visible_keys(1, 1, 9, 8, attention_mask=torch.ones(1, 6), mask_function=None)
+    mask = ours.VisibleKeys(mask.spans, 1, 9, True, 2)
+    with pytest.raises(NotImplementedError, match=r"hides the last 3 keys, .* sliding_window of 3; extend attention_m"):
+        forward(1, 9, attention_mask=mask)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_with_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = make_model(name), tokens_of(1, 19)

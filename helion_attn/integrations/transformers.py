@@ -76,7 +76,8 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | str = BA
 
     Padding at the start or the end of sequences is exact: one call for each sequence, on what is not padding. Rows of
     padding give 0 in causal attention; in encoders they see the keys that are not padding, as other rows do. Unpadded
-    batches are one call.
+    batches are one call. A mask that ends before the new tokens of a cache, or in zeros, hides keys alone: the tokens
+    attend to those that it leaves.
 
     Under `torch.autocast` inputs are cast as `scaled_dot_product_attention` does it.
 
@@ -316,9 +317,21 @@ def attention_forward(
         return attention(q, k, v, **options), None
     out = q.new_zeros(B, M, H, v.size(-1))
     for b, (start, stop) in enumerate(spans):
-        # In causal attention, query i stands at key N - M + i, and rows of padding go with the keys of padding.
-        rows = slice(max(start - (N - M), 0), stop - (N - M)) if causal else slice(0, M)
+        # In causal attention query i stands at key N - M + i. Rows that stand at hidden keys are padding in a prompt;
+        # later they are tokens, which attend to the keys that are left.
+        rows = slice(max(start - (N - M), 0), stop if M == N else M) if causal else slice(0, M)
         if start < stop and rows.start < rows.stop:
-            one = slice(b, b + 1)
-            out[one, rows] = attention(q[one, rows], k[one, start:stop], v[one, start:stop], **options)
+            one, hidden = slice(b, b + 1), N - stop if causal and M < N else 0
+            seen = options | _behind(left, hidden) if hidden else options
+            out[one, rows] = attention(q[one, rows], k[one, start:stop], v[one, start:stop], **seen)
     return out, None
+
+
+def _behind(left: int | None, hidden: int) -> dict[str, Any]:
+    """The options of causal attention whose last query stands `hidden` keys behind the last one that it may see."""
+    if left is not None and left < hidden:
+        raise NotImplementedError(
+            f"helion_attn: attention_mask hides the last {hidden} keys, and the last query sees no other in its "
+            f"sliding_window of {left + 1}; extend attention_mask with the tokens"
+        )
+    return {"causal": False, "window": (-1 if left is None else left - hidden, hidden)}
