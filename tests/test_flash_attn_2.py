@@ -104,7 +104,7 @@ def test_order_with_a_cache(device: str) -> None:
 BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "dropout": ((0.1,), {"softmax_scale": 0.3}, NotImplementedError, r"dropout_p is 0\.1.*flash-attn 2"),
     "dropout_and_scale": ((0.1, 0.3), {}, NotImplementedError, r"dropout_p is 0\.1.*flash-attn 2"),
-    "dropout_or_scale": ((0.1,), {"causal": True}, TypeError, r"0\.1, which is dropout_p to .* softmax_scale=0\.1 or"),
+    "dropout_or_scale": ((0.1,), {"causal": True}, TypeError, r"0\.1, dropout_p to .* softmax_scale=0\.1 or"),
     "alibi": ((0.0, None, True, (-1, -1), 0.0, torch.ones(4)), {}, NotImplementedError, "alibi_slopes.*flash-attn 2"),
     "twice": ((0.0, 0.3), {"softmax_scale": 0.3}, TypeError, "in the order of flash-attn 2.*softmax_scale comes twice"),
     "too_many": ((0.0,) * 9, {}, TypeError, "in the order of flash-attn 2.*there are 1 too many"),

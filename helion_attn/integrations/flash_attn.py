@@ -190,8 +190,8 @@ def _has_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return not isinstance(args[4], bool)
     if 0 < args[3] < 1 and "dropout_p" not in kwargs:
         raise TypeError(
-            f"flash_attn_func: the fourth argument is {args[3]!r}, which is dropout_p to flash-attn 2 and softmax_scale "
-            f"to flash-attn 3; pass softmax_scale={args[3]!r} or dropout_p={args[3]!r} by name"
+            f"flash_attn_func: the fourth argument is {args[3]!r}, dropout_p to flash-attn 2 and softmax_scale to "
+            f"flash-attn 3; pass softmax_scale={args[3]!r} or dropout_p={args[3]!r} by name"
         )
     return False
 

@@ -6,7 +6,7 @@ import torch
 
 from helion_attn.configs import Packing, row_width
 from helion_attn.types import QuantizedQKV
-from helion_attn.validate.dense import check_device, check_dtype, check_layout, check_no_grad, check_no_grad
+from helion_attn.validate.dense import check_device, check_dtype, check_layout, check_no_grad
 
 
 def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
