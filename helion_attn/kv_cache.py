@@ -22,6 +22,7 @@ from helion_attn.types import CacheOptions, PagedKVCache, Rope
 from helion_attn.validate.dense import check_count
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
 from helion_attn.validate.names import named
+from helion_attn.validate.values import check_appended, debugging
 
 
 @named
@@ -217,6 +218,8 @@ def attention_kvcache(
             q, cache, block_table, cache_seqlens, layout, causal, sm_scale, window, softcap, sinks, return_lse,
             num_splits, out_dtype,
         )  # fmt: skip
+        if debugging():  # not in a check that flash-attn's function makes before it appends
+            check_appended(q, cache, block_table, cache_seqlens, layout)
         left, right, cap, logits = mask_arguments(causal, window, softcap, sinks)
         out, lse = ops.decode(
             DecodeArguments(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -44,6 +44,34 @@ class Cached:
         block_table = torch.tensor(table, dtype=torch.int32, device=self.device)
         return ha.attention_kvcache(self.q, self.cache, block_table, ints(*lengths, device=self.device))
 
+    def append_then_attend(self, lengths: list[int], counted: list[int], q: torch.Tensor | None = None) -> torch.Tensor:
+        """Through pages 0 and 1, and 2."""
+        table = [[0, 1], [2, 2]]
+        self.append(table, lengths)
+        block_table = torch.tensor(table, dtype=torch.int32, device=self.device)
+        q = self.q if q is None else q
+        return ha.attention_kvcache(q, self.cache, block_table, ints(*counted, device=self.device))
+
+
+def swapped(device: str, M: int, H: int, keys: int = 4) -> torch.Tensor:
+    """q [B, M, H, D] in the place of [B, H, M, D], after `keys` keys were appended."""
+    cached = Cached(device)
+    cached.k, cached.v = (x.expand(-1, -1, keys, -1) for x in (cached.k, cached.v))
+    return cached.append_then_attend([0, 3], [keys, 3 + keys], torch.ones(2, M, H, 32, device=device).bfloat16())
+
+
+def flash_attn_twice(device: str) -> torch.Tensor:
+    """Which looks at its arguments before it appends."""
+    cache = ha.paged_kv_cache(2, 2, 64, device=device)
+    q, k, v = (x.transpose(1, 2) for x in make_qkv("randn", 1, 2, 2, 1, 1, 64, device=device))
+    table, flash_attn_with_kvcache = ints(0, device=device).view(1, 1), cast(Any, ha.flash_attn_with_kvcache)
+    for _ in range(2):
+        out: torch.Tensor = flash_attn_with_kvcache(
+            q, cache.k8, cache.v8, k, v, cache_seqlens=ints(0, device=device), page_table=table,
+            k_descale=cache.k_descale, v_descale=cache.v_descale, causal=True,
+        )  # fmt: skip
+    return out
+
 
 def rotated(device: str, positions: list[int]) -> torch.Tensor:
     angles = torch.arange(5.0, device=device)[:, None] * torch.arange(1, 17, device=device) / 16
@@ -74,6 +102,18 @@ BAD: dict[str, tuple[Callable[[str], object], str]] = {
         lambda device: Cached(device).append([[2], [2]], [3, 0]),
         "has page 2 for sequences 0 and 1",
     ),
+    "not_raised_at_first": (
+        lambda device: Cached(device).append_then_attend([0, 0], [0, 0]),
+        r"cache_seqlens\[0\] is 0, and 1 keys were appended behind those, which it must count: add 1 to it",
+    ),
+    "not_raised": (
+        lambda device: Cached(device).append_then_attend([128, 4], [129, 4]),
+        r"cache_seqlens\[1\] is 4, and 1 keys were appended",
+    ),
+    "swapped_q": (
+        lambda device: swapped(device, 4, 8),
+        r"q has shape \(2, 4, 8, 32\), 4 heads and 8 tokens with .* 4 keys .* pass q\.transpose\(1, 2\)",
+    ),
     "position": (lambda device: rotated(device, [0, 5, 1]), r"rope\.q_positions\[1\] is 5; it must lie in 0\.\.4"),
     "descale": (lambda device: descaled(device, -1.0), r"k_descale holds -1\.0"),
 }
@@ -83,6 +123,11 @@ GOOD: dict[str, Callable[[str], object]] = {
     "tokens_of_no_sequence": lambda device: varlen(device, 3, 12),
     "attend": lambda device: Cached(device).attend([[0, 9], [2, 9]], [128, 1]),  # entries past the end are not read
     "append": lambda device: Cached(device).append([[0], [2]], [127, 0]),
+    "raised": lambda device: Cached(device).append_then_attend([127, 4], [128, 5]),
+    "as_many_tokens_as_keys": lambda device: swapped(device, 8, 4),
+    "as_many_heads_as_tokens": lambda device: swapped(device, 4, 4),
+    "one_token": lambda device: swapped(device, 4, 1),
+    "flash_attn": flash_attn_twice,
     "shared_prefix": lambda device: Cached(device).append([[0, 1], [0, 2]], [128, 128]),
     "positions": lambda device: rotated(device, [0, 4, 1]),
     "descale": lambda device: descaled(device, 2.0),

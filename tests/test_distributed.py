@@ -8,6 +8,7 @@ import importlib
 import math
 import subprocess
 import sys
+import unittest.mock
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -156,6 +157,63 @@ def cut_and_whole(rank: int, group: dist.ProcessGroup) -> list[bool]:
     return found
 
 
+def said_once(rank: int, group: dist.ProcessGroup) -> list[bool]:
+    """A `Sharding` is the functions with its group and balance."""
+    s = ha.distributed.sharding(group, balance="zigzag")
+    x = torch.randn(1, 2, 512, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    part = s.shard(x, 2)
+    shared: dict[str, Any] = {"group": group, "balance": "zigzag"}
+    found = [
+        torch.equal(part, ha.distributed.shard(x, 2, **shared)),
+        torch.equal(s.unshard(part, 2), x),
+        torch.equal(s.positions(512), ha.distributed.positions(512, **shared)),
+    ]
+    for other in ({"balance": None}, {"group": None}):
+        with pytest.raises(TypeError, match="multiple values for keyword argument"):
+            s.attention(part, part, part, **other)  # type: ignore[call-arg]
+    with unittest.mock.patch("helion_attn.distributed.api.attention") as attention:
+        s.attention(part, part, part, causal=True)
+    return [*found, attention.call_args.kwargs == {**shared, "causal": True}]
+
+
+def with_another_balance(rank: int, group: dist.ProcessGroup) -> list[str]:
+    """What each function says of parts that were cut for zigzag and are given to it without."""
+    x = torch.zeros(1, 1, 512, 32, dtype=torch.bfloat16)
+    s, ends = ha.distributed.sharding(group, balance="zigzag"), torch.tensor([0, 512], dtype=torch.int32)
+    calls: list[Callable[[torch.Tensor], object]] = [
+        lambda x: ha.distributed.attention(x, x, x, group=group),
+        lambda x: ha.distributed.attention_varlen(
+            x[0, 0, :, None], x[0, 0, :, None], x[0, 0, :, None], ends, ends, group=group
+        ),
+        lambda x: ha.distributed.unshard(x, 2, group),
+    ]
+    said = []
+    for call in calls:
+        with ha.debug(), pytest.raises(ValueError) as raised:
+            call(s.shard(x, 2))
+        said.append(str(raised.value))
+    with ha.debug():
+        ha.distributed.unshard(ha.distributed.shard(x, 2, group), 2, group)
+        s.unshard(s.shard(x, 2), 2)
+    return said
+
+
+def with_derivatives(rank: int, group: dist.ProcessGroup) -> None:
+    """Rank 1 waits for a derivative, and all raise."""
+    x = torch.ones(1, 2, 8, 32, dtype=torch.bfloat16)
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda y: ha.distributed.attention(x, y, x, group=group),
+        lambda y: ha.distributed.unshard(y, 2, group),
+    ]
+    for call in calls[:1] if rank == 0 else calls:
+        if rank == 0:
+            with pytest.raises(ValueError, match="rank 1: RuntimeError: k has a tangent"):
+                call(x)
+        else:
+            with pytest.raises(RuntimeError, match="has a tangent"):
+                torch.func.jvp(call, (x,), (x,))
+
+
 def in_groups(rank: int, group: dist.ProcessGroup) -> Any:
     """Two groups of two, of a mesh of four; each has a problem of its own. Then the mesh itself, which raises."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -225,6 +283,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "bad lengths": functools.partial(ranks.attend, CUT_ANYHOW, "allgather"),
         "bad heads": functools.partial(ranks.attend, replace(FEW_ROWS, H=3), "ulysses"),
         "twice": twice,
+        "said once": said_once,
+        "another balance": with_another_balance,
+        "derivatives": with_derivatives,
         "without check": without_check,
         "cut and whole": cut_and_whole,
         **{f"packed {name}": functools.partial(attend_packed, *options) for name, options in PACKED.items()},
@@ -264,6 +325,21 @@ def test_bytes_sent(found: dict[str, list[Any]], strategy: str) -> None:
         assert large <= MOST_BYTES * bf16
         # 128 sampled keys of the rank's 1024, in 16 bits.
         assert told <= 0.15 * bf16
+
+
+def test_a_sharding_says_group_and_balance_once(found: dict[str, list[Any]]) -> None:
+    assert found["said once"] == [[True] * 4] * 2
+
+
+def test_debug_finds_another_balance(found: dict[str, list[Any]]) -> None:
+    for said in found["another balance"]:
+        assert len(said) == 3, said
+        for message in said:
+            assert "balance is None, and this rank's part of 256 tokens was cut with balance='zigzag'" in message
+
+
+def test_derivatives_raise(found: dict[str, list[Any]]) -> None:
+    assert found["derivatives"] == [None, None]
 
 
 def test_a_ring_is_bitwise_equal_run_to_run(found: dict[str, list[Any]]) -> None:

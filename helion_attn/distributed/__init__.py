@@ -5,6 +5,14 @@ and `buffer` what of K and V. A strategy is a file: `allgather`,
 `ulysses`, `ring`; `packed` is what packed sequences add to the first.
 """
 
-from helion_attn.distributed.api import attention, attention_varlen, positions, shard, unshard
+from helion_attn.distributed.api import (
+    Sharding,
+    attention,
+    attention_varlen,
+    positions,
+    shard,
+    sharding,
+    unshard,
+)
 
-__all__ = ["attention", "attention_varlen", "positions", "shard", "unshard"]
+__all__ = ["Sharding", "attention", "attention_varlen", "positions", "shard", "sharding", "unshard"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from typing_extensions import Unpack
 
 from helion_attn.api import mask_arguments, sees_shift
 from helion_attn.configs import varlen_packing
@@ -15,10 +18,11 @@ from helion_attn.distributed.collectives import Group
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.packed import bounds_of_rows
 from helion_attn.distributed.prepare import all_lengths, quantized_part, recipe_text
-from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope, as_recipe
-from helion_attn.validate.dense import check_options, check_recipe
+from helion_attn.types import BALANCED, DenseOptions, PackedTensors, Recipe, Rope, as_recipe
+from helion_attn.validate.dense import check_no_grad, check_options, check_recipe
 from helion_attn.validate.distributed import check_balance, check_part, check_rope_lengths, check_strategy, rope_text
 from helion_attn.validate.names import named
+from helion_attn.validate.values import check_balance_of_parts, debugging, note_balance
 from helion_attn.validate.varlen import check_sequence_values, check_varlen
 
 #: What computes `(out, lse)` of a rank's packed part, by the name of the strategy.
@@ -56,6 +60,8 @@ def shard(x: torch.Tensor, dim: int, group: Group = None, *, balance: str | None
     pg = collectives.resolve(group)
     check_balance(balance)
     cut = _cut_of(x.size(dim), pg.size(), balance)
+    if debugging() and pg.size() > 1:
+        note_balance(pg.group_name, cut.lengths[pg.rank()], balance)
     return torch.cat([x.narrow(dim, begin, size) for begin, size in cut.runs(pg.rank())], dim)
 
 
@@ -77,10 +83,13 @@ def unshard(x: torch.Tensor, dim: int, group: Group = None, *, balance: str | No
 
     Raises:
         ValueError: the ranks' lengths are none that `shard` makes; or another `balance`.
-        RuntimeError: `torch.distributed` is not initialised.
+        RuntimeError: `torch.distributed` is not initialised; or `x` requires grad, in grad mode.
     """
     pg = collectives.resolve(group)
     check_balance(balance)
+    check_no_grad("x", x)
+    if debugging():
+        check_balance_of_parts(pg.group_name, (x.size(dim),), balance)
     own = torch.tensor([x.size(dim)], device=x.device)
     lengths = tuple(collectives.gather(own, pg).view(-1).tolist())
     cut = Cut(lengths, balance == "zigzag" and pg.size() > 1)
@@ -177,8 +186,10 @@ def attention(
         check_strategy(strategy)
         check_balance(balance)
         check_part(q, k, v, recipe, layout, rope)
-        H = q.size(1 if layout == "bhsd" else 2)
-        check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
+        heads, length = (1, 2) if layout == "bhsd" else (2, 1)
+        check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(heads), q.device)
+        if debugging():
+            check_balance_of_parts(pg.group_name, (q.size(length), k.size(length)), balance)
 
     def agreed() -> dict[str, Any]:
         heads = 1 if layout == "bhsd" else 2
@@ -302,6 +313,8 @@ def attention_varlen(
             raise ValueError(f"q has {q.size(0)} tokens and k {k.size(0)}; every rank must have at least 1")
         check_recipe(as_recipe(recipe), q.size(2), v.size(2))
         check_options(causal, sm_scale, None, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
+        if debugging():
+            check_balance_of_parts(pg.group_name, (q.size(0), k.size(0)), None)
 
     def agreed() -> dict[str, Any]:
         return {
@@ -361,3 +374,61 @@ def attention_varlen(
     if not return_lse:
         return out
     return out, torch.where(known, lse[0], nan)
+
+
+class ShardedOptions(DenseOptions, total=False):
+    """Those of `attention`, but for what a `Sharding` says."""
+
+    strategy: str
+    return_lse: bool
+    check: bool
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the ranks of a group hold a sequence, said once for all that depends on it. Made by `sharding`.
+
+    Attributes:
+        group: of the ranks.
+        balance: None or "zigzag", as `shard` has it.
+    """
+
+    group: dist.ProcessGroup
+    balance: str | None
+
+    def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part of a tensor that every rank has whole."""
+        return shard(x, dim, self.group, balance=self.balance)
+
+    def unshard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """What `shard` cut, whole again on every rank."""
+        return unshard(x, dim, self.group, balance=self.balance)
+
+    def positions(self, length: int, *, device: torch.device | str | None = None) -> torch.Tensor:
+        """The positions of this rank's tokens in a sequence of `length`."""
+        return positions(length, self.group, balance=self.balance, device=device)
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[ShardedOptions]) -> Any:
+        """`attention` of parts that `shard` cut, with its other options."""
+        return attention(q, k, v, group=self.group, balance=self.balance, **options)
+
+
+def sharding(group: Group = None, *, balance: str | None = None) -> Sharding:
+    """Say once how ranks hold a sequence; the functions of the same names need `group` and `balance` each time.
+
+    ```python
+    s = ha.distributed.sharding(group, balance="zigzag")
+    q, k, v = (s.shard(x, 2) for x in (q, k, v))
+    out = s.unshard(s.attention(q, k, v, causal=True), 2)
+    ```
+
+    Args:
+        group: a process group, or a mesh of one dimension; by default all ranks.
+        balance: None or "zigzag", as in `shard`.
+
+    Raises:
+        ValueError: another `balance`.
+        RuntimeError: `torch.distributed` is not initialised.
+    """
+    check_balance(balance)
+    return Sharding(collectives.resolve(group), balance)

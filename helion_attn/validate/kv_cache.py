@@ -21,7 +21,7 @@ from helion_attn.validate.dense import (
     check_table,
     described,
 )
-from helion_attn.validate.values import check_cache_values, debugging
+from helion_attn.validate.values import check_cache_values, debugging, note_append
 
 #: The largest head dim of a KV cache.
 MAX_PAGE_D = SUPPORTED_D[-1]
@@ -142,6 +142,7 @@ def check_kvcache_append(
         check_rotatable("k", k)
     if debugging():
         check_cache_values(cache, block_table, cache_seqlens, names["block_table"], L)
+        note_append(cache, block_table, cache_seqlens, L)
 
 
 def check_kvcache_attention(

@@ -1,24 +1,48 @@
-"""Checks of values that lie on the device, which `debug` asks for: they are read on the host."""
+"""Checks that `debug` asks for: of values that lie on the device, and of calls against those before them."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from helion_attn.compiler import call_plans
 from helion_attn.types import PagedKVCache, Rope
 
-_DEBUGGING: ContextVar[bool] = ContextVar("debugging", default=False)
+
+class Append(NamedTuple):
+    """The last keys that were appended to a page: to positions `first` up to `first + keys` of its sequence."""
+
+    first: int
+    keys: int
+
+
+@dataclass
+class Seen:
+    """What calls inside `debug` did, to which later ones are held.
+
+    Attributes:
+        appends: by `k8` of a cache, and by page.
+        balances: of parts that `distributed.shard` cut, by group and tokens of the part.
+    """
+
+    appends: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    balances: dict[tuple[str, int], set[str | None]] = field(default_factory=dict)
+
+
+_SEEN: ContextVar[Seen | None] = ContextVar("seen", default=None)
 
 
 @contextlib.contextmanager
 def debug() -> Iterator[None]:
-    """Inside, calls also check what lies on the device, and raise where they would otherwise give NaN.
+    """Inside, calls also check what lies on the device, and raise where they would otherwise give NaN, 0 or nonsense.
 
     Checked are `cu_seqlens` (ascending, within the tokens, no lengths in their place), `cache_seqlens` (within what the
     block table holds), `block_table` (pages of the pool; of an append, none that is written twice), positions
@@ -26,23 +50,27 @@ def debug() -> Iterator[None]:
     the context where speed counts. It holds for the thread that entered it. Code that torch.compile compiled is not
     checked.
 
+    Calls are also held to those before them in the same context: `attention_kvcache` to the last `append_kvcache`
+    (`cache_seqlens` that do not count its keys, a q whose heads are as many as its keys), and
+    `helion_attn.distributed`'s attention and `unshard` to the `balance` of `shard` and `positions`.
+
     Raises:
         RuntimeError: a call inside is captured in a CUDA graph, where nothing can be read.
 
     The calls inside raise ValueError, naming the argument, its value and what is accepted.
     """
-    token = _DEBUGGING.set(True)
+    token = _SEEN.set(Seen())
     try:
         with call_plans.paused():
             yield
     finally:
-        _DEBUGGING.reset(token)
+        _SEEN.reset(token)
 
 
 def debugging() -> bool:
     """Whether values are checked."""
     # torch.compile traces no ContextVar.
-    return not torch.compiler.is_compiling() and _DEBUGGING.get()
+    return not torch.compiler.is_compiling() and _SEEN.get() is not None
 
 
 def _read(x: torch.Tensor) -> list[int] | None:
@@ -97,6 +125,63 @@ def check_cache_values(
                         f"to must be of one sequence"
                     )
                 written[page] = b
+
+
+def note_append(cache: PagedKVCache, block_table: torch.Tensor, cache_seqlens: torch.Tensor, new_keys: int) -> None:
+    """Remember where `new_keys` of each sequence go, for `check_appended`, inside `debug`."""
+    seen, lengths = _SEEN.get(), _read(cache_seqlens)
+    if seen is None or lengths is None:
+        return
+    appends = seen.appends.setdefault(cache.k8, {})
+    for length, pages in zip(lengths, block_table.tolist(), strict=True):
+        for page in pages[length // cache.page_size : (length + new_keys - 1) // cache.page_size + 1]:
+            appends[page] = Append(length, new_keys)
+
+
+def check_appended(
+    q: torch.Tensor, cache: PagedKVCache, block_table: torch.Tensor, cache_seqlens: torch.Tensor, layout: str
+) -> None:
+    """Lengths that count the keys which were appended last, and a q in its layout.
+
+    As far as can be told it is in the other one where its heads, not its tokens, are as many as those keys.
+    """
+    seen, lengths = _SEEN.get(), _read(cache_seqlens)
+    if seen is None or lengths is None:
+        return
+    appends, page_size = seen.appends.get(cache.k8, {}), cache.page_size
+    H, M = (q.size(1), q.size(2)) if layout == "bhsd" else (q.size(2), q.size(1))
+    for b, (length, pages) in enumerate(zip(lengths, block_table.tolist(), strict=True)):
+        of_next = appends.get(pages[length // page_size]) if length < len(pages) * page_size else None
+        if of_next is not None and of_next.first == length:
+            raise ValueError(
+                f"cache_seqlens[{b}] is {length}, and {of_next.keys} keys were appended behind those, which it must "
+                f"count: add {of_next.keys} to it once they are appended"
+            )
+        last = appends.get(pages[(length - 1) // page_size]) if length else None
+        if last is not None and sum(last) == length and last.keys == H != M > 1 and M % cache.k8.size(1) == 0:
+            raise ValueError(
+                f"q has shape {tuple(q.shape)}, {H} heads and {M} tokens with layout={layout!r}, and {last.keys} keys "
+                f"of each sequence were appended last; if these are as many as q's tokens, pass q.transpose(1, 2)"
+            )
+
+
+def note_balance(group: str, tokens: int, balance: str | None) -> None:
+    """Remember how a part of so many tokens was cut, for `check_balance_of_parts`, inside `debug`."""
+    if (seen := _SEEN.get()) is not None:
+        seen.balances.setdefault((group, tokens), set()).add(balance)
+
+
+def check_balance_of_parts(group: str, lengths: Iterable[int], balance: str | None) -> None:
+    """Parts of these lengths, if any was cut inside `debug`, were cut for this balance."""
+    seen = _SEEN.get()
+    for length in lengths:
+        cut = seen.balances.get((group, length)) if seen is not None else None
+        if cut and balance not in cut:
+            (other,) = cut
+            raise ValueError(
+                f"balance is {balance!r}, and this rank's part of {length} tokens was cut with balance={other!r}; they "
+                f"must be the same: helion_attn.distributed.sharding(group, balance={other!r}) says it once"
+            )
 
 
 def check_rope_positions(rope: Rope) -> None:
