@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from helion_attn.integrations.diffusers import OWN_CALLS
 from helion_attn.integrations.diffusers import RULES as DIFFUSERS
 from helion_attn.integrations.flash_attn import KVCACHE_RULES as KVCACHE
 from helion_attn.integrations.flash_attn import RULES as FLASH_ATTN
@@ -40,7 +41,10 @@ def with_blocks(page: str, blocks: dict[str, str]) -> str:
 
 def with_tables(page: str) -> str:
     """The page with its tables as the code has them."""
-    return with_blocks(page, {f"unsupported:{name}": table(rules) for name, rules in TABLES.items()})
+    blocks = {f"unsupported:{name}": table(rules) for name, rules in TABLES.items()}
+    models = [f"| {models} | {', '.join(f'`{name}`' for name in names)} |" for models, names in OWN_CALLS.items()]
+    blocks["own_calls:diffusers"] = "\n".join(["| run inside `ha.sdpa()` | what calls it |", "|---|---|", *models])
+    return with_blocks(page, blocks)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 from collections.abc import Iterator
@@ -279,6 +280,48 @@ def test_a_mask_of_one_query() -> None:
         dispatch.dispatch_attention_fn(
             *(x.expand(2, -1, -1, -1) for x in (q[:, :2], k, v)), attn_mask=mask.expand(2, 30), backend=NAME
         )
+
+
+def calls_pytorch(source: ast.Module) -> Iterator[str]:
+    """Names of the classes and functions of a file that call PyTorch's attention."""
+    for defined in source.body:
+        if isinstance(defined, ast.ClassDef | ast.FunctionDef):
+            called = [node.func for node in ast.walk(defined) if isinstance(node, ast.Call)]
+            if any(isinstance(f, ast.Attribute) and f.attr == "scaled_dot_product_attention" for f in called):
+                yield defined.name
+
+
+def test_models_that_no_backend_reaches_are_listed() -> None:
+    """A new processor of diffusers that calls PyTorch's attention itself belongs into `OWN_CALLS`."""
+    folder = Path(diffusers.__file__).parent / "models"
+    sources = [path for path in folder.rglob("*.py") if path.name != "attention_dispatch.py"]
+    found = [name for path in sources for name in calls_pytorch(ast.parse(path.read_text()))]
+    listed = [name for names in ours.OWN_CALLS.values() for name in names]
+    assert sorted(found) == sorted(listed)
+    said = " ".join((ha.register_diffusers.__doc__ or "").split())
+    for models in ours.OWN_CALLS:
+        assert f" {models}" in said
+
+
+def test_a_model_that_no_backend_reaches(device: str) -> None:
+    """It runs under `ha.sdpa`, and as ever without, whatever backend is set."""
+    torch.manual_seed(0)
+    model = diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=8,
+        num_layers=1, sample_width=4, sample_height=4, sample_frames=1, patch_size=2, temporal_compression_ratio=4,
+        max_text_seq_length=8,
+    ).to(device).eval()  # fmt: skip
+    inputs = {"hidden_states": rand(1, 1, 4, 4, 4).to(device), "encoder_hidden_states": rand(1, 8, 8).to(device)}
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return model(**inputs, timestep=torch.tensor([3], device=device)).sample
+
+    expected = run()
+    model.set_attention_backend(NAME)
+    assert torch.equal(run(), expected)
+    with ha.sdpa():
+        assert 1e-5 < relative_error(run(), expected) < 0.07
 
 
 def test_registration() -> None:

@@ -28,6 +28,40 @@ RULES = (
     Rule("dropout_p", lambda p: p == 0, "0"),
 )
 
+#: What of diffusers 0.42 calls PyTorch's attention itself, where no backend is asked: models -> processors and modules.
+OWN_CALLS: dict[str, tuple[str, ...]] = {
+    "Stable Diffusion 1 and 2, SDXL and other UNets, PixArt, DiT, Latte": (
+        *("AttnProcessor2_0", "AttnAddedKVProcessor2_0", "FusedAttnProcessor2_0", "CustomDiffusionAttnProcessor2_0"),
+        *("IPAdapterAttnProcessor2_0", "PAGIdentitySelfAttnProcessor2_0", "PAGCFGIdentitySelfAttnProcessor2_0"),
+        *("AttnProcessorNPU", "XLAFlashAttnProcessor2_0"),
+    ),
+    "Stable Diffusion 3": (
+        *("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0", "PAGJointAttnProcessor2_0"),
+        *("PAGCFGJointAttnProcessor2_0", "SD3IPAdapterJointAttnProcessor2_0"),
+    ),
+    "CogVideoX, ConsisID, CogView3Plus": ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0"),
+    "CogView4": ("CogView4AttnProcessor", "CogView4TrainingAttnProcessor"),
+    "HunyuanDiT": (
+        *("HunyuanAttnProcessor2_0", "FusedHunyuanAttnProcessor2_0", "PAGHunyuanAttnProcessor2_0"),
+        "PAGCFGHunyuanAttnProcessor2_0",
+    ),
+    "Sana, SanaVideo, SanaWM": ("SanaAttnProcessor2_0", "SanaWMSoftmaxAttention", "SanaWMSoftmaxCamAttention"),
+    "Allegro": ("AllegroAttnProcessor2_0",),
+    "AuraFlow": ("AuraFlowAttnProcessor2_0", "FusedAuraFlowAttnProcessor2_0"),
+    "EasyAnimate": ("EasyAnimateAttnProcessor2_0",),
+    "HiDream": ("HiDreamAttnProcessor",),
+    "Lumina": ("LuminaAttnProcessor2_0",),
+    "Lumina2": ("Lumina2AttnProcessor2_0",),
+    "Mochi": ("MochiAttnProcessor2_0", "MochiAttentionPool"),
+    "OmniGen": ("OmniGenAttnProcessor2_0",),
+    "Stable Audio": ("StableAudioAttnProcessor2_0",),
+    "most autoencoders": (
+        *("CosmosSpatialAttentionProcessor2_0", "CosmosTemporalAttentionProcessor2_0", "HunyuanImageAttentionBlock"),
+        *("HunyuanImageRefinerAttnBlock", "HunyuanVideo15AttnBlock", "MochiVaeAttnProcessor2_0"),
+        *("QwenImageAttentionBlock", "QwenImage21AttentionBlock", "VidTokAttnBlock", "WanAttentionBlock"),
+    ),
+}
+
 #: What the registry must have: its interface is diffusers' own.
 NEEDED = ("_backends", "_constraints", "_supported_arg_names", "_supports_context_parallel", "register")
 
@@ -39,6 +73,11 @@ def register_diffusers(name: str = "helion_fp8", *, recipe: Recipe | str = BALAN
     `with diffusers.attention_backend(name):` then run it. Padding masks, such as those of HunyuanVideo and Qwen-Image,
     become packed sequences. diffusers' context parallelism, ring and Ulysses, takes the backend too: a part of a ring
     quantises its own keys.
+
+    diffusers asks no backend in models whose processors call PyTorch's attention themselves, and does not say so; run
+    these inside `helion_attn.sdpa()`, whatever backend is set: Stable Diffusion 1 and 2, SDXL and other UNets, PixArt,
+    DiT, Latte, Stable Diffusion 3, CogVideoX, ConsisID, CogView3Plus, CogView4, HunyuanDiT, Sana, SanaVideo, SanaWM,
+    Allegro, AuraFlow, EasyAnimate, HiDream, Lumina, Lumina2, Mochi, OmniGen, Stable Audio, and most autoencoders.
 
     Under `torch.autocast` inputs are cast as `scaled_dot_product_attention` does it.
 

@@ -224,7 +224,8 @@ def flash_attn_func(
     """FP8 attention with the names, the order and the meaning of flash-attn 3's arguments.
 
     It takes flash-attn 2's calls too: with a number in fourth place that can only be its `dropout_p` (0, or followed by
-    a scale), all that follow are in its order.
+    a scale), all that follow are in its order. A number between 0 and 1 there that nothing follows may be a dropout or
+    a scale, and raises.
 
     bf16, fp16 and fp32 tensors are quantised by `recipe`, as in `helion_attn.attention`. e4m3 tensors are taken as
     they are, with descales; `recipe` does not matter to them. Nothing is cast under `torch.autocast`, as in flash-attn.
