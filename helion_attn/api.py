@@ -70,7 +70,7 @@ def quantize(
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
-        RuntimeError: an input requires grad, in grad mode.
+        RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
 
     chosen = as_recipe(recipe)
@@ -464,7 +464,7 @@ def attention(
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
-        RuntimeError: an input requires grad, in grad mode.
+        RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
 
     chosen = as_recipe(recipe)

@@ -106,7 +106,7 @@ def append_kvcache(
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
-        RuntimeError: an input requires grad, in grad mode.
+        RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
 
     def run() -> tuple[()]:
@@ -210,7 +210,7 @@ def attention_kvcache(
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
-        RuntimeError: q requires grad, in grad mode.
+        RuntimeError: q requires grad, in grad mode, or has a tangent.
     """
 
     def run() -> tuple[torch.Tensor, ...]:

@@ -33,7 +33,7 @@ def apply_rope(
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
-        RuntimeError: x requires grad, in grad mode.
+        RuntimeError: x requires grad, in grad mode, or has a tangent.
     """
     check_x(x, layout)
     rows = x.transpose(1, 2) if layout == "bshd" else x

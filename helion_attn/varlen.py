@@ -204,7 +204,7 @@ def attention_varlen(
         TypeError, ValueError: naming the argument, its value and what is accepted.
         NotImplementedError: a head dim or a recipe that only `attention` has; neither a CUDA device of compute
             capability 9.0 nor the CPU.
-        RuntimeError: an input requires grad, in grad mode.
+        RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
 
     chosen = as_recipe(recipe)

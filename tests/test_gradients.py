@@ -28,7 +28,6 @@ E4M3 = X.to(torch.float8_e4m3fn)
 ENDS = torch.tensor([0, 2], dtype=torch.int32)
 TABLE, LENGTHS = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
 CACHE = ha.paged_kv_cache(1, 2, 64)
-PAGES: tuple[Any, ...] = CACHE.k8, CACHE.v8
 DESCALES: dict[str, Any] = {"k_descale": CACHE.k_descale, "v_descale": CACHE.v_descale}
 ROTATION = ha.Rope(torch.ones(2, 32), torch.ones(2, 32))
 
@@ -57,7 +56,7 @@ CALLS: dict[str, Call] = {
         torch.stack([x[0], TOKENS, TOKENS], 1), ENDS, 2
     ),
     "flash_attn_with_kvcache": lambda x: ha.flash_attn_with_kvcache(
-        x, *PAGES, cache_seqlens=LENGTHS, page_table=TABLE, **DESCALES
+        x, CACHE.k8, CACHE.v8, cache_seqlens=LENGTHS, page_table=TABLE, **DESCALES
     ),
     "hadamard": lambda x: ha.hadamard(x),
     "pack": lambda x: ha.pack(E4M3, E4M3, E4M3, q_descale=x.float()[..., 0, 0], k_descale=1.0, v_descale=1.0),

@@ -83,7 +83,7 @@ def unshard(x: torch.Tensor, dim: int, group: Group = None, *, balance: str | No
 
     Raises:
         ValueError: the ranks' lengths are none that `shard` makes; or another `balance`.
-        RuntimeError: `torch.distributed` is not initialised; or `x` requires grad, in grad mode.
+        RuntimeError: `torch.distributed` is not initialised; or `x` requires grad, in grad mode, or has a tangent.
     """
     pg = collectives.resolve(group)
     check_balance(balance)
@@ -177,8 +177,8 @@ def attention(
         TypeError, ValueError: naming the argument, its value and what is accepted; on all ranks, if `check`. That ranks
             disagree: naming who has what.
         NotImplementedError: head dims above 256; neither a CUDA device of compute capability 9.0 nor the CPU.
-        RuntimeError: an input requires grad, in grad mode; `torch.distributed` is not initialised; or what it raises
-            where a rank is gone.
+        RuntimeError: an input requires grad, in grad mode, or has a tangent; `torch.distributed` is not initialised; or
+            what it raises where a rank is gone.
     """
     pg = collectives.resolve(group)
 

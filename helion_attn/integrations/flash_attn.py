@@ -261,7 +261,7 @@ def flash_attn_func(
     Raises:
         NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.
         TypeError, ValueError: naming the argument, its value and what is accepted.
-        RuntimeError: an input requires grad, in grad mode.
+        RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
     values: dict[str, Any] = {"qv": qv, "attention_chunk": attention_chunk, "num_splits": num_splits}
     values |= {"sm_margin": sm_margin, "dropout_p": dropout_p, "alibi_slopes": alibi_slopes}
@@ -355,7 +355,7 @@ def flash_attn_varlen_func(
     Raises:
         NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.
         TypeError, ValueError: naming the argument, its value and what is accepted.
-        RuntimeError: an input requires grad, in grad mode.
+        RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
     values = {
         "seqused_q": seqused_q,
@@ -466,7 +466,7 @@ def flash_attn_with_kvcache(
     Raises:
         NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.
         TypeError, ValueError: naming the argument, its value and what is accepted.
-        RuntimeError: an input requires grad, in grad mode.
+        RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
     values = {
         "qv": qv,

@@ -63,7 +63,7 @@ def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int) -> Visible:
             first or the last key, and padding at both ends; all keys but one run for the first rows of a sequence, and
             but another for the others. Or it differs among heads, changes scores, or cannot be read.
         ValueError: it does not broadcast.
-        RuntimeError: it requires grad, in grad mode.
+        RuntimeError: it requires grad, in grad mode, or has a tangent.
     """
     check_no_grad("attn_mask", mask)
     what = f"attn_mask is a {type(mask).__name__} {tuple(mask.shape)} of {mask.dtype}"

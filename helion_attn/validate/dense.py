@@ -226,7 +226,7 @@ def check_is_tensor(name: str, x: object) -> None:
 
 
 def check_no_grad(name: str, x: torch.Tensor) -> None:
-    """Nobody waits for a gradient of it, in either mode."""
+    """Nobody waits for a derivative of it, in reverse or forward mode."""
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
