@@ -81,6 +81,18 @@ REFLECTED_GROUP = 4
 #: The largest seed of a rotation: an op's ints have 64 bits, and a sign.
 MAX_SEED = 2**63 - 1
 
+#: How far P's reference, the maximum of the block at hand, may lie below the running one. Sums against it are up to
+#: 2**40 times what they are against that, and fp32 holds them.
+REFERENCE_REACH_LOG2 = 40.0
+
+#: Steps of e4m3's bits by octave.
+E4M3_STEPS = 8.0
+
+#: The bits of e4m3 at 2**0, less the mean of log2(1 + f) - f, which is 1.5 - log2(e): where a line of `E4M3_STEPS` an
+#: octave passes, so that 2**x and what its bits stand for agree on average (Schraudolph, Neural Computation 11(4),
+#: 1999).
+E4M3_BITS_OF_ONE = E4M3_STEPS * (7.0 - (1.5 - LOG2E))
+
 #: V's descales in a KV cache lie in 2**-60..2**60. The kernel's P is a probability times such a descale, and fp32 holds
 #: the ratio of any two.
 MAX_V_DESCALE_LOG2 = 60
@@ -100,3 +112,12 @@ def keeps_reference(qk_dtype: torch.dtype, pv_dtype: torch.dtype, d: int) -> boo
     not; that is little beside 8-bit scores, but the largest part of the error where no input has 8 bits.
     """
     return qk_dtype.itemsize == 1 and pv_dtype == torch.bfloat16 and d <= MAX_REFERENCE_D
+
+
+#: Up to this head dim P's bits come from scores: beyond, the products, not the softmax, are what takes long.
+MAX_BITS_D = 128
+
+
+def takes_bits(pv_dtype: torch.dtype, d: int) -> bool:
+    """Whether the bits of a P that is summed in two levels come from the scores; `d` as in `keeps_reference`."""
+    return pv_dtype == torch.float8_e4m3fn and d <= MAX_BITS_D

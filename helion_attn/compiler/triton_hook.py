@@ -25,6 +25,7 @@ from helion_attn.compiler import passes
 from helion_attn.compiler.passes import (
     computed_once,
     early_copies,
+    row_sums,
     rows_ahead,
     separate_ends,
     shared_q,
@@ -46,6 +47,7 @@ PASSES = (
     early_copies.NAME,
     warpgroup_turns.NAME,
     separate_ends.NAME,
+    row_sums.NAME,
     warpgroup_turns.PART_OF_P,
 )
 
@@ -57,10 +59,11 @@ NO_TURNS = "there are no turns"
 
 
 class Refusals(NamedTuple):
-    """Why warpgroups are to take no turns, and why not to end each by itself; None if they are to."""
+    """Why warpgroups take no turns, do not end each by itself, or products make no row sums; None if they do."""
 
     turns: str | None = None
     ends: str | None = None
+    sums: str | None = None
 
 
 def _parsed(text: str, context: Any) -> Any:
@@ -143,7 +146,11 @@ def passed(text: str, refusals: Refusals = Refusals()) -> list[Outcome]:  # noqa
         ends = Outcome(separate_ends.NAME, False, refusals.ends or NO_TURNS, turns.text)
     else:
         ends = separate_ends.with_separate_ends(turns.text)
-    return [once, shared, rows, copies, turns, ends]
+    if refusals.sums is not None:
+        sums = Outcome(row_sums.NAME, False, refusals.sums, ends.text)
+    else:
+        sums = row_sums.with_sums_of_products(ends.text)
+    return [once, shared, rows, copies, turns, ends, sums]
 
 
 def _add_passes(stages: dict[str, Callable[..., Any]], refusals: Refusals) -> None:
@@ -158,7 +165,10 @@ def _add_passes(stages: dict[str, Callable[..., Any]], refusals: Refusals) -> No
             try:
                 module = _parsed(text, module.context)
             except RuntimeError as error:
-                if outcomes[-1].applied:
+                done = {x.name for x in outcomes if x.applied}
+                if row_sums.NAME in done:
+                    raise row_sums.NoSums(f"the IR does not verify: {error}") from error
+                if separate_ends.NAME in done:
                     raise separate_ends.CannotSeparate(f"the IR does not verify: {error}") from error
                 reason = f"the IR with the passes does not verify: {error}"
                 outcomes = [replace(x, applied=False, reason=reason) if x.applied else x for x in outcomes]
@@ -175,6 +185,8 @@ def _add_passes(stages: dict[str, Callable[..., Any]], refusals: Refusals) -> No
             outcome = Outcome(warpgroup_turns.PART_OF_P, False, NO_TURNS, ptx)
         if separate_ends.NAME in applied:
             outcome = replace(outcome, text=separate_ends.separated(outcome.text))
+        if row_sums.NAME in applied:
+            outcome = replace(outcome, text=row_sums.summed(outcome.text))
         metadata[OUTCOMES].append([outcome.name, outcome.applied, outcome.reason])
         return outcome.text
 
@@ -199,6 +211,8 @@ def compile_with_passes(source: Any, no_turns: str | None = None, **options: Any
             refusals = refusals._replace(turns=str(barrier))
         except separate_ends.CannotSeparate as barrier:
             refusals = refusals._replace(ends=str(barrier))
+        except row_sums.NoSums as missing_sums:
+            refusals = refusals._replace(sums=str(missing_sums))
 
 
 def _compile(

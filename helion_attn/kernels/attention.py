@@ -61,6 +61,7 @@ from helion_attn.kernels.lib.gathered import (
     placed,
     rows_of_part,
 )
+from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.masks import Bounds, bounds_of_rows, rows_on_diagonal, visible_keys, within_bounds
 from helion_attn.kernels.lib.programs import (
     key_blocks_of_sequence,
@@ -69,6 +70,8 @@ from helion_attn.kernels.lib.programs import (
     run_of_key_blocks,
 )
 from helion_attn.kernels.lib.query import Query, quantised_rows, query_arguments
+from helion_attn.kernels.lib.references import own_references
+from helion_attn.kernels.lib.softmax_bits import bits_of_wide_scores, largest_scores, p_of_bits, row_sums
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
@@ -77,6 +80,7 @@ from helion_attn.kernels.lib.steps import (
     online_softmax_step,
     quotient,
     scaled,
+    scaled_largest,
     scores,
     softmax_input,
     store_lse,
@@ -85,7 +89,7 @@ from helion_attn.kernels.lib.steps import (
     v_rows,
 )
 from helion_attn.kernels.merge_splits import merge_splits
-from helion_attn.numerics import INT8_SCORE_BIAS, LOG2E, MAX_FUSED_SCALE_LOG2, keeps_reference
+from helion_attn.numerics import FP32_TINY, INT8_SCORE_BIAS, LOG2E, MAX_FUSED_SCALE_LOG2, keeps_reference, takes_bits
 
 
 def fp8_attn_fwd(
@@ -152,6 +156,8 @@ def fp8_attn_fwd(
     has_sinks: hl.constexpr,
     keeps_reference: hl.constexpr,
     two_level: hl.constexpr,
+    own_reference: hl.constexpr,
+    p_bits: hl.constexpr,
     in_halves: hl.constexpr,
     varlen: hl.constexpr,
     split: hl.constexpr,
@@ -394,7 +400,8 @@ def fp8_attn_fwd(
             softmax_bias = s_bias
             softmax_row_descales = q_row_descales
         m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
-        l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
+        m_run = m_i
+        l_i = hl.zeros([bm] if p_bits else [bm, l_lanes], dtype=torch.float32)
         # [bm, D_v_pad], or each half of it
         acc = hl.zeros([bm, d_v_tile], dtype=torch.float32)
         if in_halves:
@@ -413,6 +420,9 @@ def fp8_attn_fwd(
             n_special = n_left + 1
         for j in hl.grid(run_begin, run_end):
             s_scale_log2 = q_scale_log2 * k_scale
+            if p_bits:
+                # Masked scores, -inf before they are scaled, stay so.
+                s_scale_log2 = maximum(s_scale_log2, hl.full([], FP32_TINY, dtype=torch.float32), is_cuda)
             # Not "large", since a NaN is not within.
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
             if k_block_descales:
@@ -455,16 +465,21 @@ def fp8_attn_fwd(
                 # Zigzag's parts are whole blocks.
                 if not mirrored:
                     edge = torch.maximum(edge, edge_of_part(int32(j), part, key_part_blocks, key_part_len, bn_log2))
-                special = 1 - within + torch.clamp_min(edge, 0)
+                at_edge = torch.clamp_min(edge, 0)
             elif varlen or (split and keeps_reference):
                 edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
-                special = 1 - within + torch.clamp_min(edge, 0)
+                at_edge = torch.clamp_min(edge, 0)
             else:
-                special = 1 - within + max(n_special - j, j + 1 - n_full, 0)
+                at_edge = max(n_special - j, j + 1 - n_full, 0)
+            if p_bits:
+                special = at_edge
+            else:
+                special = 1 - within + at_edge
             if special > 0:
-                # Exact, then rounded: against a running maximum the largest P is 2**p_offset_log2 while fp32 tells m_i
-                # from it.
-                s = scaled(s - softmax_bias, s_scale_log2, softmax_row_descales)
+                if not p_bits:
+                    # Exact, then rounded: against a running maximum the largest P is 2**p_offset_log2 while fp32 tells
+                    # m_i from it.
+                    s = scaled(s - softmax_bias, s_scale_log2, softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
                 if gathered:
                     first_key, keys_end = keys_of_block(
@@ -479,15 +494,32 @@ def fp8_attn_fwd(
                 s = torch.where(visible, s, float("-inf"))
                 if keeps_reference:
                     m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
-            bias = torch.where(special > 0, 0.0, softmax_bias)
-            s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
-            p8, alpha, m_i, l_i = online_softmax_step(
-                s, bias, s_scale_log2, m_i, l_i, bm, bn, l_lanes, v8.dtype, softmax_bias != 0.0, p_offset_log2,
-                softmax_row_descales, has_left or has_right or keeps_reference or bounded, keeps_reference, is_cuda,
-            )  # fmt: skip
+            empty_rows = has_left or has_right or keeps_reference or bounded
+            if p_bits:
+                largest = largest_scores(s, softmax_bias)
+                top = scaled_largest(largest - softmax_bias, s_scale_log2, p_offset_log2, is_cuda)
+                m_before = m_i
+                m_run, m_i, m_ref = own_references(top, m_run, empty_rows, is_cuda)
+                wide = 1 - within
+                if wide > 0:
+                    above = top - m_ref + p_offset_log2
+                    s = bits_of_wide_scores(s, largest, s_scale_log2, above, softmax_row_descales)
+                # [bm, bn]
+                p8 = p_of_bits(s, softmax_bias, s_scale_log2, m_ref, wide, bm, bn, softmax_row_descales, is_cuda)
+                # [bm, 1]
+                alpha = torch.exp2(m_before - m_ref).unsqueeze(1)
+            else:
+                bias = torch.where(special > 0, 0.0, softmax_bias)
+                s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
+                p8, alpha, m_run, m_i, l_i = online_softmax_step(
+                    s, bias, s_scale_log2, m_run, m_i, l_i, bm, bn, l_lanes, v8.dtype, softmax_bias != 0.0,
+                    p_offset_log2, softmax_row_descales, empty_rows, own_reference, keeps_reference, is_cuda,
+                )  # fmt: skip
             acc = accumulate(acc, alpha, p8, keys_first(v_block), two_level, keeps_reference, is_cuda)
             if in_halves:
                 acc_high = accumulate(acc_high, alpha, p8, keys_first(v_high), two_level, keeps_reference, is_cuda)
+            if p_bits:
+                l_i = l_i * alpha.squeeze(1) + row_sums(p8)
 
         # These come while the rows are summed, where no other program runs meanwhile. At D 64 ptxas would wait for each
         # single product of 16 bits.
@@ -501,7 +533,10 @@ def fp8_attn_fwd(
                 v_mean, v_descale, mean_row, descale_row, d_v_tile, d_v_tile, d_v_pad, v_channel_descales
             )
         # [bm]
-        row_sum = l_i.sum(1)
+        if p_bits:
+            row_sum = l_i
+        else:
+            row_sum = l_i.sum(1)
         if keeps_reference:
             # A sum that bf16 or fp32 may not hold: all again, against the running maximum.
             again = sum_passed(row_sum)
@@ -546,9 +581,9 @@ def fp8_attn_fwd(
                     visible = visible_keys(keys, on_diagonal, end_again, left, right, has_left, has_right)
                     visible = within_bounds(visible, keys, keys_from, keys_up_to, bounded)
                     s = torch.where(visible, s, float("-inf"))
-                    p8, alpha, m_i, l_i = online_softmax_step(
-                        s, 0.0, hl.full([], 1.0, dtype=torch.float32), m_i, l_i, bm, bn, l_lanes, v8.dtype, False,
-                        p_offset_log2, False, has_left or has_right or bounded, False, is_cuda,
+                    p8, alpha, _, m_i, l_i = online_softmax_step(
+                        s, 0.0, hl.full([], 1.0, dtype=torch.float32), m_i, m_i, l_i, bm, bn, l_lanes, v8.dtype, False,
+                        p_offset_log2, False, has_left or has_right or bounded, False, False, is_cuda,
                     )  # fmt: skip
                     acc = accumulate(acc, alpha, p8, v_block_again, two_level, False, is_cuda)
                 row_sum = l_i.sum(1)
@@ -669,6 +704,7 @@ def launch(
     part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
     part_sinks = None if in_parts else a.sinks
     two_level = a.is_two_level(tile.two_level)
+    own_reference = two_level and v8.dtype.itemsize == 1
     in_halves = two_level and v8.size(2) > MAX_FRESH_D
     head_group = 1
     if a.rows_differ and not in_parts:
@@ -710,6 +746,8 @@ def launch(
             "has_sinks": part_sinks is not None,
             "keeps_reference": keeps_reference(q8.dtype, v8.dtype, tile.D_pad),
             "two_level": two_level,
+            "own_reference": own_reference,
+            "p_bits": own_reference and takes_bits(v8.dtype, tile.D_pad),
             "in_halves": in_halves,
             "varlen": q_blocks is not None,
             "split": in_parts,

@@ -308,6 +308,7 @@ def fp8_attn_fwd_large_d(
         else:
             softmax_row_descales = q_row_descales
         m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
+        m_run = m_i
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
         # [bm, d] each. A loop carries tensors, not lists.
         acc_0 = sum_of_piece(0, bm, v_sizes)
@@ -341,9 +342,9 @@ def fp8_attn_fwd_large_d(
                 visible = visible_keys(keys, diagonal + hl.arange(bm), n_len, left, right, has_left, has_right)
                 s = torch.where(visible, s, float("-inf"))
             s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
-            p8, alpha, m_i, l_i = online_softmax_step(
-                s, 0.0, s_scale_log2, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, False, p_offset_log2,
-                softmax_row_descales, has_left or has_right, False, is_cuda,
+            p8, alpha, m_run, m_i, l_i = online_softmax_step(
+                s, 0.0, s_scale_log2, m_run, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, False, p_offset_log2,
+                softmax_row_descales, has_left or has_right, two_level, False, is_cuda,
             )  # fmt: skip
             acc_0 = accumulate_piece(0, acc_0, alpha, p8, v_tiles, two_level, is_cuda)
             acc_1 = accumulate_piece(1, acc_1, alpha, p8, v_tiles, two_level, is_cuda)

@@ -15,18 +15,22 @@ from typing_extensions import Unpack
 from helion_attn.configs import packing, row_width
 from helion_attn.numerics import (
     DESCALE_MIN,
+    E4M3_BITS_OF_ONE,
+    E4M3_STEPS,
     FORMAT_MAX,
     LN2,
     LOG2E,
     MAX_HADAMARD_BLOCK,
     MAX_ROW_SUM,
     RECENTRED_KEYS,
+    REFERENCE_REACH_LOG2,
     REFLECTED_GROUP,
     ROUNDS_TO_LARGEST,
     SAMPLED_HEADROOM,
     SAMPLED_KEYS,
     SIGNIFICANT_MEAN,
     keeps_reference,
+    takes_bits,
 )
 from helion_attn.reference.hadamard import hadamard, hadamard_block
 from helion_attn.reference.reflect import reflect
@@ -152,6 +156,12 @@ def below(top: torch.Tensor, p_offset: int) -> torch.Tensor:
     """
     m = top - p_offset
     return torch.where(top - m > p_offset, top, m)
+
+
+def e4m3_of_line(y: torch.Tensor) -> torch.Tensor:
+    """The e4m3 numbers, in fp32, whose bits are y: rounded to fp16, then to an integer, to even of two; 0 below."""
+    bits = y.clamp_min(0.0).half().float().round()
+    return torch.where(y == y, bits, 127.0).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def quantize(
@@ -281,12 +291,15 @@ def fp8_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention as the kernel rounds it, on any device: the error that this design has, before any bug.
 
-    The rounding points are those of `quantize`, the cast of P * 2**p_offset_log2 to `recipe.pv_dtype` against the
-    running maximum of its key block, and the output's cast. Where `numerics.keeps_reference` has it, P is cast against
-    the maximum of the first block that its row sees, if its sum does not pass `MAX_ROW_SUM`. (In the kernel no sum of a
-    program's rows may, and each run of split keys has its own first block: P differs by a rounding.) Sums are fp32, and
-    those of int8 products exact. On a GPU the kernel has an FMA for `score * scale - maximum`, unless the scale is
-    large: from scores of 1e5 on, where fp32 moves in steps of 2**-7, P differs by that.
+    The rounding points are those of `quantize`, P * 2**p_offset_log2 in `recipe.pv_dtype`, and the output's cast. An
+    8-bit P that is summed in two levels is relative to its key block's own maximum, or to 2**40 below the running one,
+    any other to the running one. Up to head dim 128 the bits of a P in e4m3 are a line of the score, rounded to fp16
+    and then to an integer, and row sums are of that P; elsewhere P is cast, and sums are of P as it was. Where
+    `numerics.keeps_reference` has it, P is cast against the maximum of the first block that its row sees, if its sum
+    does not pass `MAX_ROW_SUM`. (In the kernel no sum of a program's rows may, and each run of split keys has its own
+    first block: P differs by a rounding.) Sums are fp32, and those of int8 products exact. On a GPU the kernel has an
+    FMA for `score * scale - maximum`, unless the scale is large: from scores of 1e5 on, where fp32 moves in steps of
+    2**-7, P differs by that.
     `recipe.promote_every`, which says where the kernel sums P V, therefore changes nothing here.
 
     Args:
@@ -323,9 +336,12 @@ def fp8_attention(
     # [B, H, M, 1]
     q_scale_log2 = (r.q_descale * (scale * LOG2E)).unsqueeze(3)
 
+    own = chosen.bits[1] == 8 and chosen.promote_every != 0
+    bits = own and takes_bits(chosen.pv_dtype, max(D, v.size(3)))
+
     def walk(keeps: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`(m_i, l_i, acc)` of all keys, against the running maximum, or that of a row's first block."""
-        m_i = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
+        """`(m_i, l_i, acc)` of all keys; with `keeps` against the maximum of a row's first block."""
+        m_i = m_run = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
         l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
         acc = q.new_zeros((B, H, M, v.size(3)), dtype=torch.float32)
         for j in range(0, N, bn):
@@ -338,12 +354,20 @@ def fp8_attention(
                 s = softcap * LOG2E * torch.tanh(s / softcap)
             s = hide_keys(s, 0, j, M, N, causal, window)
             top = below(s.amax(3, keepdim=True), chosen.p_offset)
-            m_new = torch.where(m_i == float("-inf"), top, m_i) if keeps else torch.maximum(m_i, top)
+            m_run = torch.maximum(m_run, top)
+            if own:
+                m_new = torch.maximum(top, m_run - REFERENCE_REACH_LOG2)
+            else:
+                m_new = torch.where(m_i == float("-inf"), top, m_i) if keeps else m_run
             m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
-            p = torch.exp2(s - m_ref)
+            if bits:
+                p = p8 = e4m3_of_line((s - m_ref) * E4M3_STEPS + E4M3_BITS_OF_ONE)
+            else:
+                p = torch.exp2(s - m_ref)
+                p8 = p.to(chosen.pv_dtype).float()
             alpha = torch.exp2(m_i - m_ref)
             l_i = l_i * alpha + p.sum(3, keepdim=True)
-            acc = acc * alpha + p.to(chosen.pv_dtype).float() @ v8[:, :, j : j + bn]
+            acc = acc * alpha + p8 @ v8[:, :, j : j + bn]
             m_i = m_new
         return m_i, l_i, acc
 

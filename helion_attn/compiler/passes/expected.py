@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from helion_attn.compiler.passes import (
     computed_once,
     early_copies,
+    row_sums,
     rows_ahead,
     separate_ends,
     shared_q,
@@ -18,7 +19,7 @@ from helion_attn.compiler.passes import (
 )
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LARGE_TILE_CONFIGS, TILE_CONFIGS, LargeTileConfig, TileConfig
-from helion_attn.numerics import MAX_REFERENCE_D
+from helion_attn.numerics import MAX_BITS_D, MAX_REFERENCE_D
 
 #: What a kernel loses without a pass (docs/notes/loads_and_turns.md, sixteen_bits.md).
 COSTS = {
@@ -28,6 +29,7 @@ COSTS = {
     early_copies.NAME: "up to 17% more time, and 30% at head dims beyond 256",
     warpgroup_turns.NAME: "7 to 23% more time",
     separate_ends.NAME: "up to 6% more time on short sequences",
+    row_sums.NAME: "60 to 80% more time",
     warpgroup_turns.PART_OF_P: "3 to 8% more time",
 }
 
@@ -44,6 +46,8 @@ def expected_passes(tile: TileConfig | LargeTileConfig, two_level: bool, quantis
     names.append(early_copies.NAME)
     if isinstance(tile, TileConfig) and tile.bits == (8, 16) and tile.D_pad <= MAX_REFERENCE_D:
         names.append(computed_once.NAME)
+    if isinstance(tile, TileConfig) and tile.bits == (8, 8) and tile.D_pad <= MAX_BITS_D:
+        names.append(row_sums.NAME)
     # Two warpgroups, each with half of the rows.
     if tile.num_warps == 8:
         names.append(warpgroup_turns.NAME)
@@ -70,7 +74,7 @@ def missing(outcomes: Iterable[Outcome], expected: Iterable[str]) -> list[Outcom
     """The expected passes that did not apply."""
     by_name = {x.name: x for x in outcomes}
     found = [by_name.get(name, Outcome(name, False, "it was not tried", "")) for name in expected]
-    lost = [x for x in found if not x.applied and x.reason not in computed_once.NOT_NEEDED]
+    lost = [x for x in found if not x.applied and x.reason not in (*computed_once.NOT_NEEDED, row_sums.NOT_ASKED)]
     # Without turns these have nothing to change, and that there are none is said already.
     turns_lost = any(x.name == warpgroup_turns.NAME for x in lost)
     of_turns = (separate_ends.NAME, warpgroup_turns.PART_OF_P)

@@ -90,6 +90,34 @@ def to_int8(x: torch.Tensor, scale: torch.Tensor, is_cuda: hl.constexpr) -> torc
     return torch.round(x * scale).to(torch.int8)
 
 
+def e4m3_of_bits(y: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """The e4m3 numbers whose bits are y, up to 126, to the nearest, to even of two; 0 below, NaN of NaN.
+
+    fp16 has integers as its steps from 1024 on: rounded there, a number has its bits in its low byte.
+    """
+    if is_cuda:
+        return hl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, integers;
+            mov.b32 integers, 0x64006400;
+            cvt.rn.relu.f16x2.f32 low, $2, $1;
+            cvt.rn.relu.f16x2.f32 high, $4, $3;
+            add.rn.f16x2 low, low, integers;
+            add.rn.f16x2 high, high, integers;
+            prmt.b32 $0, low, high, 0x6420;
+            }
+            """,
+            "=r,f,f,f,f",
+            [y],
+            dtype=torch.float8_e4m3fn,
+            is_pure=True,
+            pack=4,
+        )
+    bits = torch.round(torch.clamp_min(y, 0.0).to(torch.float16).to(torch.float32))
+    return torch.where(y == y, bits, 127.0).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
 def tanh(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`tanh(x)`, on the GPU with a relative error of up to 2**-11 (PTX ISA, `tanh.approx.f32`): one MUFU."""
     if is_cuda:

@@ -9,6 +9,7 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.inline_asm import computed_once, dot_fp32, fma, fma_up, maximum, tanh
+from helion_attn.kernels.lib.references import finite, own_references
 from helion_attn.numerics import DESCALE_MIN, E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2, MAX_ROW_SUM
 
 
@@ -85,10 +86,24 @@ def softmax_input(
     return tanh(s, is_cuda), hl.full([], softcap_log2, dtype=torch.float32)
 
 
+def scaled_largest(
+    largest: torch.Tensor,  # [bm]
+    qk_scale_log2: torch.Tensor,  # [bm] or []
+    p_offset_log2: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> torch.Tensor:
+    """The reference that a row's largest score gives, [bm]: rounded up, so that P never passes 2**p_offset_log2.
+
+    The scale is positive, so the maximum commutes with it: a multiply per row, and exp2's argument is an FMA.
+    """
+    return fma_up(largest, qk_scale_log2, hl.full([], -p_offset_log2, dtype=torch.float32), is_cuda)
+
+
 def online_softmax_step(
     s: torch.Tensor,  # [bm, bn]
     bias: torch.Tensor | float,  # []
     qk_scale_log2: torch.Tensor,  # [bm] or []
+    m_run: torch.Tensor,  # [bm]
     m_i: torch.Tensor,  # [bm]
     l_i: torch.Tensor,  # [bm, l_lanes]
     bm: int,
@@ -99,27 +114,28 @@ def online_softmax_step(
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
     empty_rows: hl.constexpr,
+    own_reference: hl.constexpr,
     keeps_reference: hl.constexpr,
     is_cuda: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores still to be scaled, `bias` too large if `biased`, -inf where masked, into `(p8, alpha, m_i, l_i)`.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores still to be scaled, `bias` too large if `biased`, -inf where masked, to `(p8, alpha, m_run, m_i, l_i)`.
 
-    With `keeps_reference` m_i is not the running maximum, and stays what it is.
+    P is relative to m_i: the running maximum, with `own_reference` the block's own beside m_run, and with
+    `keeps_reference` what it is.
     """
     if keeps_reference:
         m_new = m_i
+        m_ref = finite(m_i, empty_rows)
     else:
-        # The scale is positive, so the maximum commutes with it: a multiply per row, and exp2's argument is an FMA.
         largest = torch.amax(s, 1)
         if biased:
             largest = largest - bias
-        # Rounded up, so that P never passes 2**p_offset_log2.
-        top = fma_up(largest, qk_scale_log2, hl.full([], -p_offset_log2, dtype=torch.float32), is_cuda)
-        m_new = maximum(m_i, top, is_cuda)
-    m_ref = m_new
-    if empty_rows:
-        # A row that has seen no key keeps m_i = -inf; its p must be 0, not 2**(-inf + inf).
-        m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
+        top = scaled_largest(largest, qk_scale_log2, p_offset_log2, is_cuda)
+        if own_reference:
+            m_run, m_new, m_ref = own_references(top, m_run, empty_rows, is_cuda)
+        else:
+            m_new = maximum(m_i, top, is_cuda)
+            m_ref = finite(m_new, empty_rows)
     shift = m_ref
     if biased:
         shift = shift + bias * qk_scale_log2
@@ -136,7 +152,7 @@ def online_softmax_step(
     p8 = p.to(pv_dtype)
     if pv_dtype.itemsize == 1:
         p8 = interleave_keys(p8, bm, bn)
-    return p8, alpha.unsqueeze(1), m_new, l_i
+    return p8, alpha.unsqueeze(1), m_run, m_new, l_i
 
 
 def accumulate(
