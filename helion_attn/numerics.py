@@ -40,6 +40,21 @@ MAX_FUSED_SCALE_LOG2 = {
     torch.float16: math.inf,
 }
 
+#: The same of scores in fp16, which end at 65504: up to here a line's offset, 8 times a score in base 2, is rounded by
+#: 4 steps of e4m3 at most, and the largest P has 6 to spare.
+MAX_FUSED_HALF_SCALE_LOG2 = 2.0**-5
+
+#: Largest finite fp16.
+FP16_MAX = 65504.0
+
+
+def largest_for_half_scores(d: int) -> float:
+    """The largest e4m3 number of which `d` squares have a sum that fp16 holds."""
+    root = math.sqrt(FP16_MAX / d)
+    step = 2.0 ** (math.floor(math.log2(root)) - 3)
+    return step * math.floor(root / step)
+
+
 #: Where no score is scaled first, that is with 16-bit Q and K, a row whose largest score lies further from 0 than this,
 #: in base 2, becomes NaN; where its keys are split, whose largest score of any run. The maximum's last digit is 4 here,
 #: and P still precise.
@@ -92,6 +107,9 @@ E4M3_STEPS = 8.0
 #: octave passes, so that 2**x and what its bits stand for agree on average (Schraudolph, Neural Computation 11(4),
 #: 1999).
 E4M3_BITS_OF_ONE = E4M3_STEPS * (7.0 - (1.5 - LOG2E))
+
+#: The smallest and largest of fp16 that a line from scores in fp16 has.
+FP16_TINY, FP16_LARGE = 2.0**-24, 60000.0
 
 #: V's descales in a KV cache lie in 2**-60..2**60. The kernel's P is a probability times such a descale, and fp32 holds
 #: the ratio of any two.

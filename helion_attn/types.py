@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from helion_attn.numerics import MAX_P_OFFSET_LOG2, MAX_SEED
+from helion_attn.numerics import FORMAT_MAX, MAX_P_OFFSET_LOG2, MAX_SEED, largest_for_half_scores, takes_bits
 
 #: What `Recipe` accepts, by field.
 RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
@@ -22,6 +22,7 @@ RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
     "reflect": (False, True),
     "smooth_k": (False, True),
     "center_v": (False, True),
+    "half_scores": (False, True),
     "promote_every": (None, 0, 1),
 }
 
@@ -60,6 +61,9 @@ class Recipe:
             quantising, and add it back in the epilogue. Rows of softmax sum to 1, so the result is the same, and 8 bits
             go to what varies. From 8192 keys on (in a packed batch: of one sequence), with 8-bit V, the mean that is
             added back is corrected for what rounding did to it.
+        half_scores: scores are summed in fp16, two to a register, where Q, K, P and V are e4m3 and head dims at most
+            128: the fastest softmax. Q and K are then scaled so that no sum overflows, which costs them range, and not
+            precision; a scale of scores is rounded to fp16.
         promote_every: P V is summed in fp32 after every so many key blocks: 1, or 0 for never, inside the tensor core.
             None: 1, and 0 for 16-bit P and V, which the tensor core sums in fp32.
         p_offset_log2: P, at most 1, is stored times two to this. None: 8 for e4m3, 15 for e5m2 and fp16, 0 for bf16,
@@ -79,6 +83,7 @@ class Recipe:
     reflect: bool = True
     smooth_k: bool = True
     center_v: bool = True
+    half_scores: bool = False
     promote_every: int | None = None
     p_offset_log2: int | None = None
 
@@ -106,6 +111,8 @@ class Recipe:
                 raise ValueError(
                     f"{name} is {scales!r}; with {dtype} it must be 'none' if that is a 16-bit dtype, and not otherwise"
                 )
+        if self.half_scores and self.qk_dtype != torch.float8_e4m3fn:
+            raise ValueError(f"half_scores is True; with qk_dtype {self.qk_dtype} it must be False")
         if self.bits == (16, 8):
             raise ValueError(
                 f"pv_dtype is {self.pv_dtype}; with qk_dtype {self.qk_dtype} it must be bfloat16 or float16"
@@ -139,6 +146,12 @@ class Recipe:
         """Whether V's descale comes from a sample of its keys."""
         return self.reads_once and self.v_scales == "head"
 
+    def qk_largest(self, d: int, d_v: int) -> float:
+        """What the largest magnitude of Q and K becomes, of head dims `d` and V's `d_v`; 1 of 16 bits."""
+        if self.half_scores and takes_bits(self.pv_dtype, max(d, d_v)):
+            return largest_for_half_scores(d)
+        return FORMAT_MAX.get(self.qk_dtype, 1.0)
+
     @property
     def p_offset(self) -> int:
         """`p_offset_log2`, or what None stands for."""
@@ -146,7 +159,7 @@ class Recipe:
 
 
 #: The least time: e4m3 throughout, channels mixed by fours.
-FAST = Recipe(qk_dtype=torch.float8_e4m3fn)
+FAST = Recipe(qk_dtype=torch.float8_e4m3fn, half_scores=True)
 
 #: The default: the scores in int8, whose descales per block also save the first pass over K; channels mixed by fours.
 BALANCED = Recipe()

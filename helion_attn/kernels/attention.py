@@ -71,7 +71,14 @@ from helion_attn.kernels.lib.programs import (
 )
 from helion_attn.kernels.lib.query import Query, quantised_rows, query_arguments
 from helion_attn.kernels.lib.references import own_references
-from helion_attn.kernels.lib.softmax_bits import bits_of_wide_scores, largest_scores, p_of_bits, row_sums
+from helion_attn.kernels.lib.softmax_bits import (
+    below_largest,
+    hidden,
+    in_fp16_steps,
+    largest_scores,
+    p_of_scores,
+    row_sums,
+)
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
@@ -89,7 +96,15 @@ from helion_attn.kernels.lib.steps import (
     v_rows,
 )
 from helion_attn.kernels.merge_splits import merge_splits
-from helion_attn.numerics import FP32_TINY, INT8_SCORE_BIAS, LOG2E, MAX_FUSED_SCALE_LOG2, keeps_reference, takes_bits
+from helion_attn.numerics import (
+    FP32_TINY,
+    INT8_SCORE_BIAS,
+    LOG2E,
+    MAX_FUSED_HALF_SCALE_LOG2,
+    MAX_FUSED_SCALE_LOG2,
+    keeps_reference,
+    takes_bits,
+)
 
 
 def fp8_attn_fwd(
@@ -158,6 +173,7 @@ def fp8_attn_fwd(
     two_level: hl.constexpr,
     own_reference: hl.constexpr,
     p_bits: hl.constexpr,
+    half_scores: hl.constexpr,
     in_halves: hl.constexpr,
     varlen: hl.constexpr,
     split: hl.constexpr,
@@ -420,8 +436,10 @@ def fp8_attn_fwd(
             n_special = n_left + 1
         for j in hl.grid(run_begin, run_end):
             s_scale_log2 = q_scale_log2 * k_scale
-            if p_bits:
-                # Masked scores, -inf before they are scaled, stay so.
+            # Masked scores, -inf before they are scaled, stay so: no scale is 0.
+            if half_scores:
+                s_scale_log2 = in_fp16_steps(s_scale_log2, is_cuda)
+            elif p_bits:
                 s_scale_log2 = maximum(s_scale_log2, hl.full([], FP32_TINY, dtype=torch.float32), is_cuda)
             # Not "large", since a NaN is not within.
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
@@ -454,7 +472,7 @@ def fp8_attn_fwd(
             else:
                 v_block = v8[kv, j, :, :]
             # [bm, bn]
-            s = scores(q_tile, k_block.transpose(0, 1), bm, bn, is_cuda)
+            s = scores(q_tile, k_block.transpose(0, 1), bm, bn, half_scores, is_cuda)
             s, s_scale_log2 = softmax_input(
                 s, s_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
             )
@@ -491,21 +509,23 @@ def fp8_attn_fwd(
                 on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, group_log2, pack_gqa)
                 visible = visible_keys(keys, on_diagonal, keys_end, left, right, has_left, has_right)
                 visible = within_bounds(visible, keys, keys_from, keys_up_to, bounded)
-                s = torch.where(visible, s, float("-inf"))
+                s = hidden(s, visible, bm, bn, half_scores, is_cuda)
                 if keeps_reference:
                     m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
             empty_rows = has_left or has_right or keeps_reference or bounded
             if p_bits:
-                largest = largest_scores(s, softmax_bias)
+                largest = largest_scores(s, softmax_bias, bm, bn, half_scores, is_cuda)
                 top = scaled_largest(largest - softmax_bias, s_scale_log2, p_offset_log2, is_cuda)
                 m_before = m_i
                 m_run, m_i, m_ref = own_references(top, m_run, empty_rows, is_cuda)
                 wide = 1 - within
                 if wide > 0:
-                    above = top - m_ref + p_offset_log2
-                    s = bits_of_wide_scores(s, largest, s_scale_log2, above, softmax_row_descales)
-                # [bm, bn]
-                p8 = p_of_bits(s, softmax_bias, s_scale_log2, m_ref, wide, bm, bn, softmax_row_descales, is_cuda)
+                    s = below_largest(s, largest, bm, bn, half_scores, is_cuda)
+                # [bm, bn], [bm], [bm]
+                p8, m_ref, m_i = p_of_scores(
+                    s, softmax_bias, s_scale_log2, m_ref, m_i, top - m_ref + p_offset_log2, wide, bm, bn,
+                    softmax_row_descales, half_scores, is_cuda,
+                )  # fmt: skip
                 # [bm, 1]
                 alpha = torch.exp2(m_before - m_ref).unsqueeze(1)
             else:
@@ -570,7 +590,7 @@ def fp8_attn_fwd(
                         else:
                             k_scale = k_descale[kv * n_blocks + i]
                     # [bm, bn]
-                    s = scores(q_tile, k_block_again.transpose(0, 1), bm, bn, is_cuda)
+                    s = scores(q_tile, k_block_again.transpose(0, 1), bm, bn, False, is_cuda)
                     s, s_scale_log2 = softmax_input(
                         s, q_scale_log2 * k_scale, softcap_log2, shift,
                         s_bias, q_row_descales, shift_lse, has_softcap, is_cuda,
@@ -705,6 +725,8 @@ def launch(
     part_sinks = None if in_parts else a.sinks
     two_level = a.is_two_level(tile.two_level)
     own_reference = two_level and v8.dtype.itemsize == 1
+    p_bits = own_reference and takes_bits(v8.dtype, tile.D_pad)
+    half_scores = p_bits and a.recipe.half_scores and not choices["has_softcap"]
     in_halves = two_level and v8.size(2) > MAX_FRESH_D
     head_group = 1
     if a.rows_differ and not in_parts:
@@ -740,14 +762,15 @@ def launch(
             **(NO_PARTS if parts_of_ranks is None else parts_of_ranks).arguments(),
             **score_scales(a.sm_scale, a.softcap),
             "s_bias": INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
-            "max_fused_scale": MAX_FUSED_SCALE_LOG2[q8.dtype],
+            "max_fused_scale": MAX_FUSED_HALF_SCALE_LOG2 if half_scores else MAX_FUSED_SCALE_LOG2[q8.dtype],
             "p_offset_log2": float(a.recipe.p_offset),
             **choices,
             "has_sinks": part_sinks is not None,
             "keeps_reference": keeps_reference(q8.dtype, v8.dtype, tile.D_pad),
             "two_level": two_level,
             "own_reference": own_reference,
-            "p_bits": own_reference and takes_bits(v8.dtype, tile.D_pad),
+            "p_bits": p_bits,
+            "half_scores": half_scores,
             "in_halves": in_halves,
             "varlen": q_blocks is not None,
             "split": in_parts,

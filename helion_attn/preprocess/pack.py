@@ -116,7 +116,7 @@ def launch(
         "hadamard": recipe.hadamard,
         "two_terms": t.two_terms,
         "reflected": reflected_channels(D) if recipe.reflect else 0,
-        "qk_largest": FORMAT_MAX.get(recipe.qk_dtype, 1.0),
+        "qk_largest": recipe.qk_largest(D, source.D_v),
         "varlen": sequences is not None,
         "wide": sequences is not None and source.wide,
         "is_cuda": like.is_cuda,

@@ -18,6 +18,8 @@ from helion_attn.numerics import (
     E4M3_BITS_OF_ONE,
     E4M3_STEPS,
     FORMAT_MAX,
+    FP16_LARGE,
+    FP16_TINY,
     LN2,
     LOG2E,
     MAX_HADAMARD_BLOCK,
@@ -66,9 +68,9 @@ class RoundedQKV(NamedTuple):
     lse_shift: torch.Tensor
 
 
-def _to_descale(stat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The multiplier that dequantises, when `stat` becomes the format's largest number; NaN of infinity."""
-    return (stat * (1.0 / FORMAT_MAX[dtype]) + (stat - stat)).clamp_min(DESCALE_MIN)
+def _to_descale(stat: torch.Tensor, largest: float) -> torch.Tensor:
+    """The multiplier that dequantises, when `stat` becomes `largest`; NaN of infinity."""
+    return (stat * (1.0 / largest) + (stat - stat)).clamp_min(DESCALE_MIN)
 
 
 def _cast(x: torch.Tensor, descale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -90,7 +92,7 @@ def _row_descales(
     head_bound: torch.Tensor,  # [B, H]
     scales: str,
     block: int,
-    dtype: torch.dtype,
+    largest: float,
 ) -> torch.Tensor:
     """The descale of every row of Q or K, [B, H, S]."""
     B, H, S, _ = cast.shape
@@ -103,7 +105,7 @@ def _row_descales(
         stat = torch.cat([b.abs().amax((2, 3)).unsqueeze(2).expand(B, H, b.size(2)) for b in blocks], 2)
     else:
         stat = (head_bound if scales == "head" else head_bound.amax().expand(B, H)).unsqueeze(2).expand(B, H, S)
-    return _to_descale(stat, dtype)
+    return _to_descale(stat, largest)
 
 
 def _channel_descales(x: torch.Tensor, scales: str, dtype: torch.dtype) -> torch.Tensor:
@@ -116,7 +118,7 @@ def _channel_descales(x: torch.Tensor, scales: str, dtype: torch.dtype) -> torch
         stat = stat.amax(2, keepdim=True).expand_as(stat)
     elif scales == "tensor":
         stat = stat.amax().expand_as(stat)
-    return _to_descale(stat, dtype)
+    return _to_descale(stat, FORMAT_MAX[dtype])
 
 
 def _sample(x: torch.Tensor) -> torch.Tensor:
@@ -143,10 +145,10 @@ def _sampled_head_descales(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """V's descale by head, [B, H, D]: with room above the sample's amax, or, where that is too little, of V's amax."""
-    room = _to_descale(_sample(x).abs().amax((2, 3)) * SAMPLED_HEADROOM, dtype)
+    room = _to_descale(_sample(x).abs().amax((2, 3)) * SAMPLED_HEADROOM, FORMAT_MAX[dtype])
     true = x.abs().amax((2, 3))
     fits = true <= room * (FORMAT_MAX[dtype] * ROUNDS_TO_LARGEST)
-    return torch.where(fits, room, _to_descale(true, dtype)).unsqueeze(2).expand(-1, -1, x.size(3))
+    return torch.where(fits, room, _to_descale(true, FORMAT_MAX[dtype])).unsqueeze(2).expand(-1, -1, x.size(3))
 
 
 def below(top: torch.Tensor, p_offset: int) -> torch.Tensor:
@@ -174,10 +176,10 @@ def quantize(
     keys in bf16 that become 8-bit, without RoPE, of head dims up to 128 (V's too), are rotated as they came, and their
     mean's rotation is subtracted after: of them nothing is rounded.
 
-    A descale is `stat / largest number of the format`, and at least 2**-126. For a token, a block (of the packed
-    format) or a channel, the stat is the largest magnitude of what is cast. For a head of Q or K it is a bound of that:
-    the largest magnitude after RoPE, plus the mean's with `recipe.smooth_k`, times the root of how many channels are
-    mixed. A NaN in any of these makes the descale NaN.
+    A descale is `stat / largest number of the format` (of Q and K, `Recipe.qk_largest`), and at least 2**-126. For a
+    token, a block (of the packed format) or a channel, the stat is the largest magnitude of what is cast. For a head
+    of Q or K it is a bound of that: the largest magnitude after RoPE, plus the mean's with `recipe.smooth_k`, times
+    the root of how many channels are mixed. A NaN in any of these makes the descale NaN.
 
     With `recipe.center_v`, 8 bits and `RECENTRED_KEYS` keys or more, `v_mean` is the mean that was subtracted and that
     of what rounding took, so that `v8 * v_descale + v_mean` has V's mean.
@@ -224,8 +226,9 @@ def quantize(
     by_mixing = math.sqrt(mixed)
     q_bound = q_rope.abs().amax((2, 3)) * by_mixing
     k_bound = (k_rope.abs().amax((2, 3)) + k_mean.abs().amax(2)) * by_mixing
-    q_descale = _row_descales(q_rotated, q_bound, recipe.q_scales, tile.bm, recipe.qk_dtype)
-    k_descale = _row_descales(k_rotated, k_bound, recipe.k_scales, tile.bn, recipe.qk_dtype)
+    largest = recipe.qk_largest(q.size(3), v.size(3))
+    q_descale = _row_descales(q_rotated, q_bound, recipe.q_scales, tile.bm, largest)
+    k_descale = _row_descales(k_rotated, k_bound, recipe.k_scales, tile.bn, largest)
 
     v_mean = known_mean(v.float(), recipe.center_v)
     v_centred = v.float() - v_mean.unsqueeze(2)
@@ -338,6 +341,7 @@ def fp8_attention(
 
     own = chosen.bits[1] == 8 and chosen.promote_every != 0
     bits = own and takes_bits(chosen.pv_dtype, max(D, v.size(3)))
+    half = bits and chosen.half_scores and softcap is None
 
     def walk(keeps: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`(m_i, l_i, acc)` of all keys; with `keeps` against the maximum of a row's first block."""
@@ -347,7 +351,11 @@ def fp8_attention(
         for j in range(0, N, bn):
             # [B, H, M, bn]
             s = r.q8 @ k8[:, :, j : j + bn].mT
-            s = s * (q_scale_log2 * k_descale[:, :, None, j : j + bn])
+            s_scale_log2 = q_scale_log2 * k_descale[:, :, None, j : j + bn]
+            if half:
+                s = s.half().float()
+                s_scale_log2 = (s_scale_log2 * E4M3_STEPS).clamp(FP16_TINY, FP16_LARGE).half().float() / E4M3_STEPS
+            s = s * s_scale_log2
             if softcap is not None:
                 # tanh is not linear: it must see what smooth-K took from a row's scores.
                 s = s * LN2 + scale * r.lse_shift.unsqueeze(3)
@@ -360,6 +368,10 @@ def fp8_attention(
             else:
                 m_new = torch.where(m_i == float("-inf"), top, m_i) if keeps else m_run
             m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
+            if half:
+                offset = (E4M3_BITS_OF_ONE - m_ref * E4M3_STEPS).clamp_min(-FP16_LARGE)
+                moved = (offset - offset.half().float()) / E4M3_STEPS
+                m_new, m_ref = m_new + moved, m_ref + moved
             if bits:
                 p = p8 = e4m3_of_line((s - m_ref) * E4M3_STEPS + E4M3_BITS_OF_ONE)
             else:

@@ -118,6 +118,73 @@ def e4m3_of_bits(y: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     return torch.where(y == y, bits, 127.0).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
+def e4m3_of_half_line(s: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """`e4m3_of_bits(s * scale + offset)` of scores in fp16, two at a time; on the GPU alone.
+
+    Scale and offset, in fp32, are numbers of fp16, of one row in every four.
+    """
+    return hl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 scale, offset, low, high, integers;
+        mov.b32 integers, 0x64006400;
+        cvt.rn.f16x2.f32 scale, $3, $3;
+        cvt.rn.f16x2.f32 offset, $7, $7;
+        fma.rn.relu.f16x2 low, $1, scale, offset;
+        fma.rn.relu.f16x2 high, $2, scale, offset;
+        add.rn.f16x2 low, low, integers;
+        add.rn.f16x2 high, high, integers;
+        prmt.b32 $0, low, high, 0x6420;
+        }
+        """,
+        "=r,r,r,f,f,f,f,f,f,f,f",
+        [s, scale, offset],
+        dtype=torch.float8_e4m3fn,
+        is_pure=True,
+        pack=4,
+    )
+
+
+def pair_of_halves(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Two numbers in fp16 as the int32 that a register has them in; on the GPU alone."""
+    return hl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=torch.int32, is_pure=True, pack=1
+    )
+
+
+def halves_of_pair(pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two numbers of `pair_of_halves`; on the GPU alone."""
+    return hl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], dtype=(torch.float16, torch.float16), is_pure=True, pack=1
+    )
+
+
+def difference_of_pairs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a - b` of `pair_of_halves`; on the GPU alone."""
+    return hl.inline_asm_elementwise(
+        "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=torch.int32, is_pure=True, pack=1
+    )
+
+
+def largest_of_pairs(pairs: list[torch.Tensor]) -> torch.Tensor:
+    """The largest of four `pair_of_halves`, low and high ones apart: three in one instruction; on the GPU alone."""
+    return hl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 largest;
+        max.f16x2 largest, $1, $2;
+        max.f16x2 largest, largest, $3;
+        max.f16x2 $0, largest, $4;
+        }
+        """,
+        "=r,r,r,r,r",
+        pairs,
+        dtype=torch.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
 def tanh(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`tanh(x)`, on the GPU with a relative error of up to 2**-11 (PTX ISA, `tanh.approx.f32`): one MUFU."""
     if is_cuda:

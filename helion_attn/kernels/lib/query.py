@@ -10,7 +10,6 @@ from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import row_width
 from helion_attn.kernels.lib.arguments import AttentionArguments
 from helion_attn.kernels.lib.steps import to_descale
-from helion_attn.numerics import FORMAT_MAX
 from helion_attn.preprocess.lib.arguments import NO_ROPE_ARGUMENTS, RopeArguments
 from helion_attn.preprocess.lib.reflect import reflected_channels
 from helion_attn.preprocess.lib.rope import rope_tables
@@ -59,7 +58,7 @@ def query_arguments(query: Query | None, a: AttentionArguments, bm: int) -> dict
         "reflected": reflected_channels(a.d) if a.recipe.reflect else 0,
         "d_row": row_width(a.packed.k8.size(3), a.packed.v_mean.size(-1)),
         "d": a.d,
-        "q_largest": FORMAT_MAX.get(a.packed.q8.dtype, 1.0),
+        "q_largest": a.recipe.qk_largest(a.d, a.packed.v_mean.size(-1)),
         "quantises_q": query is not None,
     }
 

@@ -10,6 +10,7 @@ import torch
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.inline_asm import computed_once, dot_fp32, fma, fma_up, maximum, tanh
 from helion_attn.kernels.lib.references import finite, own_references
+from helion_attn.kernels.lib.softmax_bits import in_pairs
 from helion_attn.numerics import DESCALE_MIN, E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2, MAX_ROW_SUM
 
 
@@ -36,11 +37,19 @@ def interleave_keys(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
     return p8.reshape(bm, bn // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(bm, bn)
 
 
-def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda: hl.constexpr) -> torch.Tensor:
-    """`q_tile @ k_tile` as fp32 [bm, bn]; of int8 on the GPU, `INT8_SCORE_BIAS` too large.
+def scores(
+    q_tile: torch.Tensor,  # [bm, D_pad]
+    k_tile: torch.Tensor,  # [D_pad, bn]
+    bm: int,
+    bn: int,
+    half: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> torch.Tensor:
+    """`q_tile @ k_tile` as fp32 [bm, bn], or with `half` as fp16 `in_pairs`.
 
-    The float 1.5 * 2**23 + n has n in its low bits, for |n| < 2**22, and int8 products stay below 127**2 * 256. So an
-    int32 sum that starts at the bits of 1.5 * 2**23 is that float: the conversion costs no instruction of its own.
+    Of int8 on the GPU it is `INT8_SCORE_BIAS` too large. The float 1.5 * 2**23 + n has n in its low bits, for
+    |n| < 2**22, and int8 products stay below 127**2 * 256. So an int32 sum that starts at the bits of 1.5 * 2**23 is
+    that float: the conversion costs no instruction of its own.
     """
     if q_tile.dtype == torch.int8:
         if is_cuda:
@@ -49,7 +58,10 @@ def scores(q_tile: torch.Tensor, k_tile: torch.Tensor, bm: int, bn: int, is_cuda
         return q_tile.to(torch.float32) @ k_tile.to(torch.float32)
     if q_tile.dtype.itemsize == 2:
         return dot_fp32(q_tile, k_tile, is_cuda)
-    return hl.dot(q_tile, k_tile)
+    if half and is_cuda:
+        return in_pairs(hl.dot(q_tile, k_tile, out_dtype=torch.float16), bm, bn, is_cuda)
+    s = hl.dot(q_tile, k_tile)
+    return s.to(torch.float16) if half else s
 
 
 def keys_first(v_block: torch.Tensor) -> torch.Tensor:
