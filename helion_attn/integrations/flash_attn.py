@@ -16,7 +16,7 @@ from typing_extensions import ParamSpec
 from helion_attn.api import attention, attention_quantized, pack_unread
 from helion_attn.integrations.rules import Rule, check_supported, is_none
 from helion_attn.kv_cache import append_kvcache, attention_kvcache
-from helion_attn.types import BALANCED, PagedKVCache, Recipe
+from helion_attn.types import BALANCED, PagedKVCache, Recipe, RecipeName
 from helion_attn.validate.dense import (
     check_descale,
     check_descale_form,
@@ -219,7 +219,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     return_softmax_lse: bool = False,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention with the names, the order and the meaning of flash-attn 3's arguments.
 
@@ -315,7 +315,7 @@ def flash_attn_varlen_func(
     alibi_slopes: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     return_softmax_lse: bool = False,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention of packed sequences, with the names, the order and the meaning of flash-attn 3's arguments.
 

@@ -6,7 +6,7 @@ import torch
 
 from helion_attn.integrations.flash_attn import ALIBI, flash_attn_func, flash_attn_varlen_func, is_number
 from helion_attn.integrations.rules import check_supported
-from helion_attn.types import BALANCED, Recipe
+from helion_attn.types import BALANCED, Recipe, RecipeName
 from helion_attn.validate.names import in_lines
 
 
@@ -22,7 +22,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """`flash_attn_func` of packed Q, K and V, with flash-attn 2's arguments.
 
@@ -68,7 +68,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """`flash_attn_func` of packed K and V, with flash-attn 2's arguments.
 
@@ -116,7 +116,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """`flash_attn_varlen_func` of packed Q, K and V, with flash-attn 2's arguments.
 
@@ -172,7 +172,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """`flash_attn_varlen_func` of packed K and V, with flash-attn 2's arguments.
 

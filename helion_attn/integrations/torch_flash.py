@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from helion_attn.api import attention
-from helion_attn.types import BALANCED, Recipe, as_recipe
+from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
 from helion_attn.validate.dense import check_qkv, check_sm_scale
 
 #: The operator whose kernel is replaced.
@@ -35,7 +35,7 @@ class FlashImplementation:
         self.library = None
 
 
-def register_flash_attention(name: str = "helion_fp8", *, recipe: Recipe | str = BALANCED) -> None:
+def register_flash_attention(name: str = "helion_fp8", *, recipe: Recipe | RecipeName = BALANCED) -> None:
     """Make `torch.nn.attention.activate_flash_attention_impl(name)` FP8 attention, for inference.
 
     Once activated, PyTorch's flash attention backend is FP8 attention, in every thread of this process. PyTorch chooses

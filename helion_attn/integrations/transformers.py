@@ -13,7 +13,7 @@ import torch
 from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.rules import Rule, check_supported, is_none
-from helion_attn.types import BALANCED, Recipe, as_recipe
+from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
 from helion_attn.validate.dense import check_options, check_sinks, check_sm_scale
 
 
@@ -67,7 +67,7 @@ IGNORED = {
 }
 
 
-def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | str = BALANCED) -> None:
+def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeName = BALANCED) -> None:
     """Make `attn_implementation=name` FP8 attention in transformers (5.x), for inference.
 
     For decoders, with GQA, sliding windows, softcaps and sinks, and a cache that grows (transformers' default), in

@@ -6,6 +6,7 @@ Those of packed sequences, the cache and quantised tensors alone are in files of
 from __future__ import annotations
 
 import warnings
+from typing import get_args
 
 import torch
 
@@ -16,13 +17,13 @@ from helion_attn.configs import (
     uses_large_d,
 )
 from helion_attn.numerics import MAX_SEED
-from helion_attn.types import Recipe, Rope, as_recipe
+from helion_attn.types import Layout, Recipe, Rope, as_recipe
 from helion_attn.validate.tangents import has_tangent
 from helion_attn.validate.values import check_position_values, check_rope_positions, debugging
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUT_DTYPES = (*IN_DTYPES, torch.float8_e4m3fn)
-LAYOUTS = ("bhsd", "bshd")
+LAYOUTS = get_args(Layout)
 
 #: What FlashInfer and SageAttention, and TransformerEngine, call these.
 OTHER_LAYOUTS = {"HND": "bhsd", "NHD": "bshd", "BHND": "bhsd", "BNHD": "bshd"}
