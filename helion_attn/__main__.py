@@ -53,7 +53,7 @@ def self_check(device: str) -> SelfCheck:
     def error(out: torch.Tensor) -> float:
         return ((out.double() - reference).norm() / reference.norm()).item()
 
-    errors = {name: error(ha.attention(q, k, v, causal=True, recipe=name)) for name in PRESETS}
+    errors = {name: error(ha.attention(q, k, v, causal=True, recipe=preset)) for name, preset in PRESETS.items()}
     cu_seqlens = torch.tensor([0, 100], dtype=torch.int32, device=device)
     q_tokens, k_tokens, v_tokens = (x[0].transpose(0, 1) for x in (q, k, v))
     out = ha.attention_varlen(q_tokens, k_tokens, v_tokens, cu_seqlens, cu_seqlens, causal=True)

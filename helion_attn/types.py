@@ -137,8 +137,10 @@ class Recipe:
         for name, dtype in (("q_scales", self.qk_dtype), ("k_scales", self.qk_dtype), ("v_scales", self.pv_dtype)):
             scales = getattr(self, name)
             if (scales == "none") != (dtype.itemsize == 2):
-                values = "'none'" if dtype.itemsize == 2 else f"one of {RECIPE_CHOICES[name][:-1]}"
-                raise ValueError(f"{name} is {scales!r}; with {dtype} it must be {values}; None is right for any dtype")
+                raise ValueError(
+                    f"{name} is {scales!r}; with {dtype} it must be 'none' if that is a 16-bit dtype, and not "
+                    f"otherwise: None is right for both"
+                )
         if self.bits == (16, 8):
             raise ValueError(
                 f"pv_dtype is {self.pv_dtype}; with qk_dtype {self.qk_dtype} it must be bfloat16 or float16"

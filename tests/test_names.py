@@ -17,6 +17,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.testing import make_qkv, relative_error
+from helion_attn.types import RecipeName
 from helion_attn.validate.names import OTHER_NAMES
 from helpers.refused import assert_raises
 
@@ -73,14 +74,15 @@ def test_causal_may_be_0_or_1(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["FAST", "BALANCED", "ACCURATE", "HYBRID", "BF16"])
-def test_presets_by_name(name: str, device: str) -> None:
+def test_presets_by_name(name: RecipeName, device: str) -> None:
     """In whatever takes a recipe, in capitals or not."""
     q, k, v = (x.to(device) for x in QKV)
     preset = getattr(ha, name)
     bshd = [x.transpose(1, 2) for x in (q, k, v)]
     packed = [x[0] for x in bshd]
     cu_seqlens = torch.tensor([0, 4], dtype=torch.int32, device=device)
-    for given in (name, name.lower()):
+    lower: Any = name.lower()
+    for given in (name, lower):
         assert torch.equal(ha.attention(q, k, v, recipe=given), ha.attention(q, k, v, recipe=preset))
     assert ha.quantize(q, k, v, recipe=name).recipe is preset
     flash_attn_func: Any = ha.flash_attn_func
@@ -107,11 +109,12 @@ def test_an_unknown_name_lists_all_presets() -> None:
 
 
 def test_layouts_of_others_are_answered() -> None:
+    attention: Any = ha.attention
     for other, ours in (("HND", "bhsd"), ("NHD", "bshd"), ("nhd", "bshd")):
         with pytest.raises(ValueError, match=f"layout is '{other}'; it must be .*: '{ours}' is what others call"):
-            ha.attention(*QKV, layout=other)
+            attention(*QKV, layout=other)
     with pytest.raises(ValueError, match=r"layout is 'sbhd'; it must be one of \('bhsd', 'bshd'\)$"):
-        ha.attention(*QKV, layout="sbhd")
+        attention(*QKV, layout="sbhd")
 
 
 def test_recipes_print_short() -> None:

@@ -20,6 +20,7 @@ from helion_attn.configs import scheduling
 from helion_attn.kernels import attention_large_d
 from helion_attn.kernels.lib.arguments import MergeArguments
 from helion_attn.testing import make_qkv
+from helion_attn.types import Layout
 from helpers.cases import LADDER, RECIPES
 from helpers.recorder import Recorder
 
@@ -103,7 +104,7 @@ OPCHECKED = {name: RECIPES[name] for name in (*LADDER, "tensor_scales", "e5m2") 
 def test_opcheck(recipe: ha.Recipe, with_rope: bool, strided: bool, device: str) -> None:
     q, k, v = (x.transpose(1, 2).contiguous() if strided else x for x in qkv_on(device))
     rope = rope_on(device) if with_rope else None
-    layout = "bshd" if strided else "bhsd"
+    layout: Layout = "bshd" if strided else "bhsd"
     with Recorder() as recorder:
         ha.attention(q, k, v, causal=strided, recipe=recipe, rope=rope, layout=layout)
         ha.attention_quantized(ha.quantize(q, k, v, recipe=recipe, rope=rope, layout=layout), causal=strided)
@@ -238,7 +239,7 @@ def test_ops_neither_write_nor_return_their_inputs(recipe: ha.Recipe, device: st
 @pytest.mark.parametrize("recipe", OPCHECKED.values(), ids=OPCHECKED)
 @pytest.mark.parametrize("out_dtype", [None, torch.float8_e4m3fn], ids=str)
 def test_fakes_give_shapes_and_dtypes(
-    out_dtype: torch.dtype | None, recipe: ha.Recipe, layout: str, device: str
+    out_dtype: torch.dtype | None, recipe: ha.Recipe, layout: Layout, device: str
 ) -> None:
     """Fields of `quantize` and results of `attention`, faked, have the shape, stride, dtype and device of the real."""
 

@@ -16,6 +16,7 @@ import helion_attn as ha
 from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, RECENTRED_KEYS, SAMPLED_HEADROOM, SAMPLED_KEYS, SIGNIFICANT_MEAN
 from helion_attn.reference import rounding_model
 from helion_attn.testing import make_qkv, relative_error
+from helion_attn.types import Layout
 from helion_attn.workloads import WORKLOADS, Workload, tagged
 from helpers.cases import IN_E4M3, PLAIN, PRESETS, RECIPES
 from helpers.packing import SPACING, assert_same_values, stored_at, unpack_descales, unpack_values
@@ -189,7 +190,7 @@ DEQUANTIZED = {
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("recipe", DEQUANTIZED.values(), ids=DEQUANTIZED)
-def test_dequantize(recipe: ha.Recipe, layout: str, device: str) -> None:
+def test_dequantize(recipe: ha.Recipe, layout: Layout, device: str) -> None:
     qkv = make_qkv("biased_v", 2, 4, 2, 65, 200, 48, device=device)
     given = [x.transpose(1, 2) for x in qkv] if layout == "bshd" else qkv
     packed = ha.quantize(*given, recipe=recipe, layout=layout)

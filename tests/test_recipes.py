@@ -121,7 +121,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"reflect": True, "hadamard": True},
         ["reflect and hadamard are both True", "one must be"],
     ),
-    "center_v_is_none": ({"center_v": None}, ["center_v is None", "True"]),
+    "center_v_is_1": ({"center_v": 1}, ["center_v is 1", "True"]),
     "promote_every": ({"promote_every": 2}, ["promote_every is 2", "(None, 0, 1)"]),
     "seed_without_hadamard": ({"hadamard_seed": 1}, ["hadamard_seed is 1", "hadamard is False"]),
     "seed_negative": ({"hadamard": True, "hadamard_seed": -1}, ["hadamard_seed is -1", "0..2**63 - 1"]),

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as bound_before
 
 import helion_attn as ha
 from helion_attn.integrations import masks
-from helion_attn.integrations.sdpa import RULES, FallbackWarning
+from helion_attn.integrations.sdpa import RULES, Fallback, FallbackWarning
 from helion_attn.testing import make_qkv, relative_error
 from helpers.refused import refused
 
@@ -386,9 +386,10 @@ def test_what_goes_wrong_later_does_not_fall_back(device: str, monkeypatch: pyte
 
 
 def test_fallback_is_checked(device: str) -> None:
+    word: Any = "no"
     for call in (
-        lambda: ha.sdpa(fallback="no"),
-        lambda: ha.scaled_dot_product_attention(*qkv_on(device), fallback="no"),
+        lambda: ha.sdpa(fallback=word),
+        lambda: ha.scaled_dot_product_attention(*qkv_on(device), fallback=word),
     ):
         with pytest.raises(ValueError, match=r"fallback is 'no'; it must be one of \('raise', 'warn', 'silent'\)"):
             call()
@@ -497,7 +498,7 @@ def test_masks_are_not_read_in_a_graph(device: str) -> None:
     torch._dynamo.reset()
     qkv, mask = qkv_on(device), torch.ones(24, 24, dtype=torch.bool, device=device)
 
-    def attend(fallback: str) -> torch.Tensor:
+    def attend(fallback: Fallback) -> torch.Tensor:
         return ha.scaled_dot_product_attention(*qkv, attn_mask=mask, fallback=fallback)
 
     with pytest.raises(Exception, match=r"in torch\.compile it must be None"):

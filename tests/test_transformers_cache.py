@@ -9,6 +9,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.testing import relative_error
+from helion_attn.types import Layout
 
 transformers = pytest.importorskip("transformers")
 from helion_attn.integrations import transformers_cache as module  # noqa: E402
@@ -113,7 +114,7 @@ def test_decoding_is_attention_of_what_the_cache_holds(name: str, monkeypatch: p
             for b, at in enumerate(lengths.tolist()):
                 x[b, :, at : at + new.size(2)] = new[b]
 
-    def attend(q: Any, cache: Any, table: Any, lengths: Any, *, layout: str, **options: Any) -> torch.Tensor:
+    def attend(q: Any, cache: Any, table: Any, lengths: Any, *, layout: Layout, **options: Any) -> torch.Tensor:
         held = kept[id(cache.k8)]
         rows = []
         for b, n in enumerate(lengths.tolist()):

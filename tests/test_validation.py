@@ -14,6 +14,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.testing import fake_cuda
+from helion_attn.types import Layout
 from helion_attn.validate import dense
 from helpers.cases import IN_E4M3
 from helpers.no_ops import Launched
@@ -210,7 +211,7 @@ def test_misspelt_option(function: Callable[..., object]) -> None:
 
 
 #: Shapes of q and k, and the layout that they are given with; whether heads and lengths look exchanged.
-SWAPPED = {
+SWAPPED: dict[str, tuple[tuple[int, ...], tuple[int, ...], Layout, bool]] = {
     "bshd_as_bhsd": ((1, 100, 4, 32), (1, 100, 4, 32), "bhsd", True),
     "bshd_as_bhsd_gqa": ((1, 100, 8, 32), (1, 50, 2, 32), "bhsd", True),
     "bhsd_as_bshd": ((1, 4, 100, 32), (1, 4, 100, 32), "bshd", True),
