@@ -117,11 +117,16 @@ class Interpreted(Runner):
 
     def __call__(self, *args: Any) -> None:
         """Run it."""
-        names = _NAMED.get()
-        if names is None:
-            self._kernel(*args)
-        else:
+        if (names := _NAMED.get()) is not None:
             names.append(self._fn.__name__)
+            return
+        before = torch.get_default_dtype()
+        # Helion's interpreter makes scales of products, which PyTorch takes in fp32 alone, in the default dtype.
+        torch.set_default_dtype(torch.float32)
+        try:
+            self._kernel(*args)
+        finally:
+            torch.set_default_dtype(before)
 
 
 def compiled(fn: Callable[..., Any], config: Config, expected: tuple[str, ...] = ()) -> Compiled:

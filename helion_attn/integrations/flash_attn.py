@@ -29,7 +29,7 @@ from helion_attn.validate.dense import (
     described,
 )
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention
-from helion_attn.validate.names import in_lines
+from helion_attn.validate.names import in_lines, named
 from helion_attn.validate.values import debugging
 from helion_attn.varlen import attention_varlen
 
@@ -197,6 +197,7 @@ def _has_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @takes_flash_attn_2(3, _has_dropout, FLASH_ATTN_2_DENSE)
+@named
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -286,6 +287,7 @@ def flash_attn_func(
 
 
 @takes_flash_attn_2(7, lambda args, _: is_number(args[7]), (*FLASH_ATTN_2_DENSE, "block_table"))
+@named
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -396,6 +398,7 @@ def _has_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @takes_flash_attn_2(5, _has_lengths, FLASH_ATTN_2_KVCACHE)
+@named
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -7,10 +7,10 @@ import torch
 from helion_attn.integrations.flash_attn import ALIBI, flash_attn_func, flash_attn_varlen_func, is_number
 from helion_attn.integrations.rules import check_supported
 from helion_attn.types import BALANCED, Recipe, RecipeName
-from helion_attn.validate.names import in_lines
+from helion_attn.validate.names import named
 
 
-@in_lines
+@named
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
     dropout_p: float = 0.0,
@@ -55,7 +55,7 @@ def flash_attn_qkvpacked_func(
     )
 
 
-@in_lines
+@named
 def flash_attn_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -102,7 +102,7 @@ def flash_attn_kvpacked_func(
     )
 
 
-@in_lines
+@named
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -155,7 +155,7 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
-@in_lines
+@named
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,

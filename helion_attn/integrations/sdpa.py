@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from helion_attn.api import attention
+from helion_attn.caller import outermost
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.masks import Visible, attend_to_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_recipe, check_sm_scale
-from helion_attn.validate.names import in_lines
+from helion_attn.validate.names import named
 from helion_attn.validate.varlen import MAX_VARLEN_D, check_varlen_recipe
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -33,7 +34,7 @@ FALLBACKS = get_args(Fallback)
 
 
 class FallbackWarning(UserWarning):
-    """PyTorch's attention ran in the place of this package's, as `fallback="warn"` asked for."""
+    """Warning that PyTorch's attention ran in the place of this package's, as `fallback="warn"` asked for."""
 
 
 def _is_causal_bias(mask: Any) -> bool:
@@ -141,7 +142,8 @@ def _fall_back(fallback: str, refusal: Exception, function: Callable[..., Any], 
     if fallback == "raise":
         raise type(refusal)(f'{refusal}; or pass fallback="warn", which hands such calls to PyTorch') from None
     if fallback == "warn":
-        warnings.warn(f"PyTorch's attention runs, as {refusal}", FallbackWarning, stacklevel=4)
+        _, level = outermost()
+        warnings.warn(f"PyTorch's attention runs, as {refusal}", FallbackWarning, stacklevel=level)
     return function(*args, **kwargs)
 
 
@@ -183,7 +185,7 @@ def sdpa(*, recipe: Recipe | RecipeName = BALANCED, fallback: Fallback = "raise"
     return _SdpaMode(as_recipe(recipe), fallback)
 
 
-@in_lines
+@named
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
