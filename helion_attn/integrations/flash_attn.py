@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import torch
-from typing_extensions import ParamSpec
+from typing_extensions import ParamSpec, Unpack
 
 from helion_attn.api import attention, attention_quantized, pack_unread
 from helion_attn.integrations.rules import Rule, check_supported, is_none
@@ -35,6 +35,26 @@ from helion_attn.varlen import attention_varlen
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class FlashOptions(TypedDict, total=False):
+    """Keywords of `flash_attn_func` that its overloads do not name."""
+
+    qv: torch.Tensor | None
+    q_descale: torch.Tensor | None
+    k_descale: torch.Tensor | None
+    v_descale: torch.Tensor | None
+    window_size: tuple[int, int]
+    attention_chunk: int
+    softcap: float
+    num_splits: int
+    pack_gqa: bool | None
+    deterministic: bool
+    sm_margin: int
+    dropout_p: float
+    alibi_slopes: torch.Tensor | None
+    recipe: Recipe | RecipeName
+
 
 ALIBI = Rule("alibi_slopes", is_none, "None (an argument of flash-attn 2)")
 
@@ -196,7 +216,41 @@ def _has_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
-@takes_flash_attn_2(3, _has_dropout, FLASH_ATTN_2_DENSE)
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    return_attn_probs: Literal[False] = False,
+    **options: Unpack[FlashOptions],
+) -> torch.Tensor: ...
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+    **options: Unpack[FlashOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *by_place: Any,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    return_attn_probs: bool = False,
+    return_softmax_lse: bool = False,
+    **options: Unpack[FlashOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@takes_flash_attn_2(3, _has_dropout, FLASH_ATTN_2_DENSE)  # type: ignore[misc]  # not any number by place
 @named
 def flash_attn_func(
     q: torch.Tensor,
