@@ -431,7 +431,8 @@ def attention(
     head dim 64 the attention kernel quantises Q itself (`ops.dense.quantises_q`).
 
     On CUDA tensors (compute capability 9.0) it runs compiled kernels; on CPU tensors the same kernels in Helion's
-    interpreter, slowly.
+    interpreter, slowly. A first call compiles: once that has taken 2 s, `logging.getLogger("helion_attn")` says so at
+    level INFO, or a terminal shows it. `torch.utils.flop_counter` counts both products, as of PyTorch's attention.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32; D in 16..1024; with layout="bshd", H and M swapped; k and v likewise.

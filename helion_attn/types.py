@@ -389,7 +389,8 @@ class QuantizedQKV(PackedTensors):
     """Q, K and V in the packed format that the attention kernel reads. Made by `helion_attn.quantize`.
 
     Sequences are zero-padded to whole blocks, and head dims to supported ones, `D_pad` and `D_v_pad`; `M`, `N`, `D` and
-    `D_v` are the true sizes. `PackedTensors` says what the tensors mean, `dequantize` undoes the quantisation.
+    `D_v` are the true sizes. `PackedTensors` says what the tensors mean, `dequantize` undoes the quantisation. It has
+    a tensor's `to(device)`, `device` and `nbytes`, and `torch.save` and `torch.load` take it.
 
     Attributes:
         q8: [B * H, M_blocks, bm, D_pad].
@@ -425,7 +426,8 @@ class PagedKVCache(_OfTensors):
 
     A page is a block of the packed format of `QuantizedQKV`, and has a descale for every key: a new key changes nothing
     of those that are there, and an outlier costs no other key its resolution. `k ~ k8.float() * k_descale` and
-    `v ~ v8.float() * v_descale`, a row each. Pages that no block table names hold anything.
+    `v ~ v8.float() * v_descale`, a row each. Pages that no block table names hold anything. It can be moved,
+    saved and loaded as a `QuantizedQKV`.
 
     Attributes:
         k8: float8_e4m3fn [num_pages, H_kv, page_size, D_pad].

@@ -73,8 +73,8 @@ def test_functions_of_others_know_near_misses(function: Callable[..., Any], near
 
 def test_checkers_see_names_and_values() -> None:
     """mypy, which `make lint` runs, fails on a `type: ignore` that hides nothing."""
-    with pytest.raises(AttributeError, match="atention"):
-        _ = ha.atention  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="attentionn"):
+        _ = ha.attentionn  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="layout is 'HND'"):
         ha.attention(*QKV, layout="HND")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="recipe is 'best'"):

@@ -154,7 +154,7 @@ def test_generate_grows_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("helion_attn.integrations.transformers.attention", ha.reference.fp8_attention)
     model.set_attn_implementation("helion_fp8")
     cache = ha.transformers_cache()
-    out = model.generate(tokens, past_key_values=cache, **options)
+    out = model.generate(tokens, cache=cache, **options)
     assert appended == [254] * 2 + [1] * 6
     assert cache.get_seq_length() == 257
     assert cache.layers[0].pages >= 3
@@ -171,7 +171,7 @@ def test_beam_search() -> None:
     tokens = tokens_of(1, 9)
     cache = ha.transformers_cache()
     options = {"max_new_tokens": 3, "do_sample": False, "num_beams": 2, "return_dict_in_generate": True}
-    out = model.generate(tokens, past_key_values=cache, output_scores=True, num_return_sequences=2, **options)
+    out = model.generate(tokens, cache=cache, output_scores=True, num_return_sequences=2, **options)
     for beam, score in zip(out.sequences, out.sequences_scores, strict=True):
         given = beam[None, :-1]
         logits = forced(model, given, torch.ones_like(given), [9, 1, 1], ha.transformers_cache())

@@ -106,7 +106,7 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeNa
 
 
 def transformers_cache() -> Any:
-    """A cache in 8 bits for `model.generate(..., past_key_values=...)`, a `transformers.Cache`.
+    """A cache in 8 bits for `model.generate(..., cache=...)`, a `transformers.Cache`.
 
     Keys and values are quantised once, when they arrive, and stay in the pages of a `PagedKVCache`: about half the
     memory of a cache in bf16. A prompt is attended to as without it; later tokens by `attention_kvcache`. K is not
