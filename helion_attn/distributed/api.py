@@ -390,7 +390,7 @@ def attention_varlen(
 class ShardedOptions(DenseOptions, total=False):
     """Those of `attention`, but for what a `Sharding` says."""
 
-    strategy: str
+    strategy: Strategy
     return_lse: bool
     check: bool
 
@@ -405,7 +405,7 @@ class Sharding:
     """
 
     group: dist.ProcessGroup
-    balance: str | None
+    balance: Balance
 
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's part of a tensor that every rank has whole."""
@@ -424,7 +424,7 @@ class Sharding:
         return attention(q, k, v, group=self.group, balance=self.balance, **options)
 
 
-def sharding(group: Group = None, *, balance: str | None = None) -> Sharding:
+def sharding(group: Group = None, *, balance: Balance = None) -> Sharding:
     """Say once how ranks hold a sequence; the functions of the same names need `group` and `balance` each time.
 
     ```python
