@@ -49,10 +49,10 @@ from helion_attn.distributed.call import rank_steps
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.kernels.lib.arguments import GatheredArguments, GatheredParts
 from helion_attn.testing import relative_error
-from helion_attn.types import QuantizedQKV
+from helion_attn.types import Balance, QuantizedQKV, Strategy
 from helion_attn.workloads import Workload
 
-STRATEGIES = ("allgather", "ulysses", "ring")
+STRATEGIES: tuple[Strategy, ...] = ("allgather", "ulysses", "ring")
 
 #: Rows that each rank checks, its last; of the heads of one KV head.
 CHECKED_ROWS = 16
@@ -90,7 +90,7 @@ class Cell(NamedTuple):
     D: int = 128
 
     @property
-    def balance(self) -> str | None:
+    def balance(self) -> Balance:
         """How it is cut."""
         return "zigzag" if self.causal else None
 
@@ -266,7 +266,7 @@ def own_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, cut: Cut, causal: bo
     return relative_error(out[:, :heads, -rows:], oracle)
 
 
-def collective_alone(strategy: str, sent: int, device: torch.device) -> Callable[[], object]:
+def collective_alone(strategy: Strategy, sent: int, device: torch.device) -> Callable[[], object]:
     """The large collective of a strategy, of so many bytes a rank."""
     group = collectives.resolve(None)
     P = group.size()

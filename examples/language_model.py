@@ -31,11 +31,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.utils import logging
 
 import helion_attn as ha
+from helion_attn.types import RecipeName
 
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 #: How far a perplexity may be from that of bf16 attention, relatively.
-BOUNDS = {"fast": 0.005, "balanced": 0.001, "accurate": 0.001, "hybrid": 0.001, "bf16": 0.001}
+BOUNDS: dict[RecipeName, float] = {"fast": 0.005, "balanced": 0.001, "accurate": 0.001, "hybrid": 0.001, "bf16": 0.001}
 
 #: Standard errors that a difference may have more: few tokens say little.
 SIGMAS = 2
@@ -52,7 +53,7 @@ def stock(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) ->
     return scaled_dot_product_attention(q, k, v, is_causal=True, scale=sm_scale, enable_gqa=True)
 
 
-def fp8(recipe: str) -> Attend:
+def fp8(recipe: RecipeName) -> Attend:
     """This package's kernels on a GPU, and their rounding model on a CPU, where the interpreter would take hours."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
@@ -158,7 +159,7 @@ def verdicts(model: Any, tokens: torch.Tensor, context: int, console: Console) -
         f"{len(base.losses)} tokens in parts of {context}; bf16 attention has perplexity {base.perplexity:.4f}"
     )
     fine = True
-    cases = [(name, fp8(name), bound, True) for name, bound in BOUNDS.items()]
+    cases: list[tuple[str, Attend, float, bool]] = [(name, fp8(name), bound, True) for name, bound in BOUNDS.items()]
     cases += [(name, attend, BOUNDS["balanced"], False) for name, attend in BROKEN.items()]
     for name, attend, bound, good in cases:
         found = score(model, tokens, context, attend)

@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import helion_attn as ha
 from helion_attn.testing import relative_error
+from helion_attn.types import Strategy
 
 #: (tokens, H, H_kv, D)
 SHAPE_GPU = (262144, 32, 8, 128)
@@ -99,7 +100,7 @@ def milliseconds(attend: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def bytes_sent(strategy: str, tokens: int, H: int, H_kv: int, D: int) -> float:
+def bytes_sent(strategy: Strategy, tokens: int, H: int, H_kv: int, D: int) -> float:
     """Of a rank, without descales: docs/distributed.md has the model."""
     P = dist.get_world_size()
     own = tokens / P * D
@@ -124,12 +125,13 @@ def run(device: torch.device, tokens: int, H: int, H_kv: int, D: int) -> bool:
     expected = ha.reference.attention(q[:, :group, -CHECKED_ROWS:], keys, values, causal=True)
     flops = 2.0 * tokens * tokens * H * D / ranks
     ok = True
-    runs: dict[str, Callable[[], torch.Tensor]] = {}
-    for strategy in ("allgather", "ulysses", "ring"):
+    runs: dict[Strategy | Literal["bf16"], Callable[[], torch.Tensor]] = {}
+    strategies: tuple[Strategy, ...] = ("allgather", "ulysses", "ring")
+    for strategy in strategies:
         if strategy == "ulysses" and (H % ranks or (H_kv % ranks and ranks % H_kv)):
             continue
 
-        def attend(strategy: str = strategy) -> torch.Tensor:
+        def attend(strategy: Strategy = strategy) -> torch.Tensor:
             out: torch.Tensor = ha.distributed.attention(q, k, v, strategy=strategy, balance="zigzag", causal=True)
             return out
 

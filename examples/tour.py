@@ -17,11 +17,12 @@ from rich.table import Table
 import helion_attn as ha
 from helion_attn.check import Check
 from helion_attn.testing import make_qkv, relative_error
+from helion_attn.types import RecipeName
 
 #: Of `make_qkv`, by what is hard about them.
 INPUTS = {"randn": "N(0, 1)", "outlier": "outliers", "k_channels": "K has biased channels"}
 
-PRESETS = ("fast", "balanced", "accurate", "hybrid", "bf16")
+PRESETS: tuple[RecipeName, ...] = ("fast", "balanced", "accurate", "hybrid", "bf16")
 
 #: No preset is further from fp64 on any of these inputs; a wrong output is off by 1 or so.
 ERROR_BOUND = 0.15

@@ -1,6 +1,6 @@
 """FP8 attention for NVIDIA Hopper, written in Helion: fast, and accurate on long contexts."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from helion_attn import reference
 from helion_attn.api import (
@@ -19,7 +19,7 @@ from helion_attn.integrations.flash_attn_2 import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from helion_attn.integrations.sdpa import scaled_dot_product_attention, sdpa
+from helion_attn.integrations.sdpa import FallbackWarning, scaled_dot_product_attention, sdpa
 from helion_attn.integrations.torch_flash import register_flash_attention
 from helion_attn.integrations.transformers import register_transformers, transformers_cache
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
@@ -27,6 +27,7 @@ from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.support import is_supported
 from helion_attn.transforms import apply_rope, hadamard, hadamard_matrix, reflect
 from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, Rope
+from helion_attn.validate.dense import SwappedLayoutWarning
 from helion_attn.validate.values import debug
 from helion_attn.varlen import attention_varlen
 
@@ -41,10 +42,12 @@ __all__ = [
     "BF16",
     "FAST",
     "HYBRID",
+    "FallbackWarning",
     "PagedKVCache",
     "QuantizedQKV",
     "Recipe",
     "Rope",
+    "SwappedLayoutWarning",
     "__version__",
     "append_kvcache",
     "apply_rope",
@@ -81,10 +84,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """`distributed`, which is imported on first use: it needs `torch.distributed`."""
-    if name == "distributed":
-        import importlib
+if not TYPE_CHECKING:  # a checker would take any name for one of this module's
 
-        return importlib.import_module("helion_attn.distributed")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """`distributed`, which is imported on first use: it needs `torch.distributed`."""
+        if name == "distributed":
+            import importlib
+
+            return importlib.import_module("helion_attn.distributed")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

@@ -21,9 +21,11 @@ from helion_attn.preprocess.lib.arguments import (
 from helion_attn.types import (
     BALANCED,
     CallOptions,
+    Layout,
     QuantizedOptions,
     QuantizedQKV,
     Recipe,
+    RecipeName,
     Rope,
     as_recipe,
 )
@@ -47,8 +49,8 @@ def quantize(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    recipe: Recipe | str = BALANCED,
-    layout: str = "bhsd",
+    recipe: Recipe | RecipeName = BALANCED,
+    layout: Layout = "bhsd",
     rope: Rope | None = None,
 ) -> QuantizedQKV:
     """Quantise Q, K and V to 8 bits, or cast them to 16, and pack them for `attention_quantized`.
@@ -88,7 +90,7 @@ def quantized_tensors(
     k: torch.Tensor,
     v: torch.Tensor,
     recipe: Recipe,
-    layout: str,
+    layout: Layout,
     rope: Rope | None,
     shift_lse: bool,
 ) -> tuple[torch.Tensor, ...]:
@@ -115,7 +117,7 @@ def quantized(
     k: torch.Tensor,
     v: torch.Tensor,
     recipe: Recipe,
-    layout: str,
+    layout: Layout,
     shift_lse: bool,
 ) -> QuantizedQKV:
     """What `quantized_tensors` made of q, k and v, with their sizes."""
@@ -156,7 +158,7 @@ def pack(
     q_descale: float | torch.Tensor,
     k_descale: float | torch.Tensor,
     v_descale: float | torch.Tensor,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     dtype: torch.dtype = torch.bfloat16,
 ) -> QuantizedQKV:
     """Pack tensors that were quantised elsewhere, for `attention_quantized`: nothing is scaled or rounded.
@@ -191,7 +193,7 @@ def pack_unread(
     q_scale: torch.Tensor,
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
-    layout: str,
+    layout: Layout,
     dtype: torch.dtype,
 ) -> QuantizedQKV:
     """`pack` of checked arguments; reads nothing on the host."""
@@ -352,7 +354,7 @@ def dense_checked(
     v: torch.Tensor,
     causal: bool,
     sm_scale: float | None,
-    layout: str,
+    layout: Layout,
     recipe: Recipe,
     rope: Rope | None,
     window: tuple[int, int] | None,
@@ -413,8 +415,8 @@ def attention(
     *,
     causal: bool = False,
     sm_scale: float | None = None,
-    layout: str = "bhsd",
-    recipe: Recipe | str = BALANCED,
+    layout: Layout = "bhsd",
+    recipe: Recipe | RecipeName = BALANCED,
     rope: Rope | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
@@ -429,7 +431,8 @@ def attention(
     head dim 64 the attention kernel quantises Q itself (`ops.dense.quantises_q`).
 
     On CUDA tensors (compute capability 9.0) it runs compiled kernels; on CPU tensors the same kernels in Helion's
-    interpreter, slowly.
+    interpreter, slowly. A first call compiles: once that has taken 2 s, `logging.getLogger("helion_attn")` says so at
+    level INFO, or a terminal shows it. `torch.utils.flop_counter` counts both products, as of PyTorch's attention.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32; D in 16..1024; with layout="bshd", H and M swapped; k and v likewise.

@@ -14,7 +14,7 @@ from helion_attn.explain import HOPPER_MULTIPROCESSORS, arguments_without_storag
 from helion_attn.ops.attention import choose, shape_of
 from helion_attn.reference.rope import apply_rope
 from helion_attn.reference.shapes import default_sm_scale, hide_keys_of_rows, to_bhsd
-from helion_attn.types import BALANCED, BF16, PRESETS, Recipe, Rope, as_recipe, preset_name
+from helion_attn.types import BALANCED, BF16, PRESETS, Layout, Recipe, RecipeName, Rope, as_recipe, preset_name
 from helion_attn.validate.dense import check_options, check_quantize
 from helion_attn.validate.names import named
 
@@ -88,8 +88,8 @@ def check(
     *,
     causal: bool = False,
     sm_scale: float | None = None,
-    layout: str = "bhsd",
-    recipe: Recipe | str = BALANCED,
+    layout: Layout = "bhsd",
+    recipe: Recipe | RecipeName = BALANCED,
     rope: Rope | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
@@ -136,7 +136,7 @@ class _Sample:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layout: str,
+        layout: Layout,
         causal: bool,
         sm_scale: float | None,
         rope: Rope | None,

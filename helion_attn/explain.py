@@ -15,7 +15,7 @@ from helion_attn.ops.attention import Choice, choose, shape_of
 from helion_attn.ops.dense import quantises_q
 from helion_attn.ops.quantize import empty_packed
 from helion_attn.preprocess.lib.arguments import rope_arguments
-from helion_attn.types import BALANCED, PackedTensors, Recipe, Rope, as_recipe
+from helion_attn.types import BALANCED, Layout, PackedTensors, Recipe, RecipeName, Rope, as_recipe
 from helion_attn.validate.names import named
 
 #: SMs of an H200 and of an H100 SXM: what is said of CPU tensors is said of these.
@@ -87,8 +87,8 @@ def explain(
     *,
     causal: bool = False,
     sm_scale: float | None = None,
-    layout: str = "bhsd",
-    recipe: Recipe | str = BALANCED,
+    layout: Layout = "bhsd",
+    recipe: Recipe | RecipeName = BALANCED,
     rope: Rope | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
@@ -158,7 +158,7 @@ def arguments_without_storage(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    layout: str,
+    layout: Layout,
     recipe: Recipe,
     causal: bool,
     window: tuple[int, int] | None,

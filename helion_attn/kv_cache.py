@@ -18,7 +18,7 @@ from helion_attn.compiler import call_plans
 from helion_attn.configs import page_packing
 from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.preprocess.lib.arguments import AppendArguments, rope_arguments
-from helion_attn.types import CacheOptions, PagedKVCache, Rope
+from helion_attn.types import CacheOptions, Layout, PagedKVCache, Rope
 from helion_attn.validate.dense import check_count
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
 from helion_attn.validate.names import named
@@ -79,7 +79,7 @@ def append_kvcache(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     *,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     rope: Rope | None = None,
 ) -> None:
     """Quantise new keys and values and store them behind those of each sequence; `cache_seqlens` is not advanced.
@@ -168,7 +168,7 @@ def attention_kvcache(
     *,
     causal: bool = True,
     sm_scale: float | None = None,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,

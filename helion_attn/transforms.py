@@ -7,14 +7,14 @@ import torch
 from helion_attn import ops
 from helion_attn.preprocess.lib import hadamard as preprocess_hadamard
 from helion_attn.preprocess.lib.arguments import NO_ROPE_ARGUMENTS, RopeArguments, TransformArguments, rope_arguments
-from helion_attn.types import Rope
+from helion_attn.types import Layout, Rope
 from helion_attn.validate.dense import check_even, check_rope_of, check_seed, check_x
 from helion_attn.validate.names import named
 
 
 @named
 def apply_rope(
-    x: torch.Tensor, rope: Rope, *, positions: torch.Tensor | None = None, layout: str = "bhsd"
+    x: torch.Tensor, rope: Rope, *, positions: torch.Tensor | None = None, layout: Layout = "bhsd"
 ) -> torch.Tensor:
     """Rotate rows by their positions (RoFormer, arXiv:2104.09864), as `quantize` does it to Q and K before the cast.
 

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from typing_extensions import Self
 
 from helion_attn.numerics import FORMAT_MAX, MAX_P_OFFSET_LOG2, MAX_SEED, largest_for_half_scores, takes_bits
+
+#: How the axes of [B, H, S, D] and [B, S, H, D] tensors are named.
+Layout: TypeAlias = Literal["bhsd", "bshd"]
+
+#: Names of `PRESETS`, in capitals or not.
+RecipeName: TypeAlias = Literal[
+    "fast", "balanced", "accurate", "hybrid", "bf16", "FAST", "BALANCED", "ACCURATE", "HYBRID", "BF16"
+]
+
+#: How several ranks share a call's work, and how `distributed.shard` cuts a sequence.
+Strategy: TypeAlias = Literal["allgather", "ulysses", "ring"]
+Balance: TypeAlias = Literal["zigzag"] | None
 
 #: What `Recipe` accepts, by field.
 RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
@@ -27,11 +41,17 @@ RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+#: The default of a field of `Recipe` that follows from the others; `Any`, since nobody finds it in a recipe.
+IMPLIED: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Recipe:
     """How Q, K, V and P become 8- or 16-bit numbers. A choice does not depend on the others, unless it says so.
 
-    Without arguments it is `BALANCED`. Printed, a preset is its name, and another recipe what differs from `BALANCED`.
+    Without arguments it is `BALANCED`. Fields whose default is None follow from the others: `Recipe(pv_dtype=
+    torch.bfloat16)` is `HYBRID`. Recipes are equal that do the same. Printed, a preset is its name, and another recipe
+    what differs from `BALANCED`.
 
     Attributes:
         qk_dtype: of Q and K. float8_e4m3fn, or int8: a finer grid and exact sums of products. int8 needs descales of
@@ -41,9 +61,10 @@ class Recipe:
             product takes twice the time, and its rounding all but vanishes. 16 bits take head dims up to 256. float16,
             here and for Q and K, ends at 65504: what is larger, also once it is rotated, becomes infinite.
         q_scales: what shares a descale: all of Q ("tensor"), a head, a packed block of `bm` rows, or a row ("token").
-            Here and below, "none" is for 16-bit numbers, which are cast as they are, and only for them.
-        k_scales: all of K ("tensor"), a head, or a packed block of `bn` keys.
-        v_scales: all of V ("tensor"), a head, or a channel of a head over all keys.
+            Here and below, "none" is for 16-bit numbers, which are cast as they are, and only for them. None: "none"
+            for them, otherwise "token".
+        k_scales: all of K ("tensor"), a head, or a packed block of `bn` keys. None: "none" or "block".
+        v_scales: all of V ("tensor"), a head, or a channel of a head over all keys. None: "none" or "head".
         hadamard: rotate Q and K over the head dim, by random signs and a Hadamard matrix (QuIP, arXiv:2307.13304;
             FlashAttention-3, arXiv:2407.08608, section 3.3). Q K^T is the same, and an outlier is spread over all
             channels of a block: as many as the largest power of two up to 128 that divides the head dim, which
@@ -53,14 +74,15 @@ class Recipe:
             Householder reflection, and for four channels a Hadamard transform: Q K^T is the same, an outlier is spread
             over four channels, and what four have in common keeps its size. A few additions, so nearly free; not
             beside `hadamard`, which mixes more. The last D % 4 channels stay. Four whose sum is beyond fp32 become NaN.
+            None: for 8-bit Q and K that are not rotated.
         smooth_k: subtract K's mean over keys, per (batch, KV head, channel), before quantising (SageAttention,
             arXiv:2410.02367). It moves all scores of a row alike; `lse` is corrected. With `reads_once` it is the mean
             of at most 256 keys, evenly spaced, and 0 where it does not stand out of their noise: any constant would be
-            exact.
+            exact. None: for 8-bit Q and K.
         center_v: subtract V's mean over keys, per (batch, KV head, channel), or that of such a sample, before
             quantising, and add it back in the epilogue. Rows of softmax sum to 1, so the result is the same, and 8 bits
             go to what varies. From 8192 keys on (in a packed batch: of one sequence), with 8-bit V, the mean that is
-            added back is corrected for what rounding did to it.
+            added back is corrected for what rounding did to it. None: for 8-bit V.
         half_scores: scores are summed in fp16, two to a register, where Q, K, P and V are e4m3 and head dims at most
             128: the fastest softmax. Q and K are then scaled so that no sum overflows, which costs them range, and not
             precision; a scale of scores is rounded to fp16.
@@ -75,19 +97,31 @@ class Recipe:
 
     qk_dtype: torch.dtype = torch.int8
     pv_dtype: torch.dtype = torch.float8_e4m3fn
-    q_scales: str = "token"
-    k_scales: str = "block"
-    v_scales: str = "head"
+    q_scales: str = IMPLIED
+    k_scales: str = IMPLIED
+    v_scales: str = IMPLIED
     hadamard: bool = False
     hadamard_seed: int = 0
-    reflect: bool = True
-    smooth_k: bool = True
-    center_v: bool = True
+    reflect: bool = IMPLIED
+    smooth_k: bool = IMPLIED
+    center_v: bool = IMPLIED
     half_scores: bool = False
     promote_every: int | None = None
     p_offset_log2: int | None = None
 
     def __post_init__(self) -> None:
+        qk_8_bit, pv_8_bit = (getattr(x, "itemsize", 1) == 1 for x in (self.qk_dtype, self.pv_dtype))
+        implied = {
+            "q_scales": "token" if qk_8_bit else "none",
+            "k_scales": "block" if qk_8_bit else "none",
+            "v_scales": "head" if pv_8_bit else "none",
+            "reflect": qk_8_bit and not self.hadamard,
+            "smooth_k": qk_8_bit,
+            "center_v": pv_8_bit,
+        }
+        for name, value in implied.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         for name, accepted in RECIPE_CHOICES.items():
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in accepted):
@@ -109,7 +143,8 @@ class Recipe:
             scales = getattr(self, name)
             if (scales == "none") != (dtype.itemsize == 2):
                 raise ValueError(
-                    f"{name} is {scales!r}; with {dtype} it must be 'none' if that is a 16-bit dtype, and not otherwise"
+                    f"{name} is {scales!r}; with {dtype} it must be 'none' if that is a 16-bit dtype, and not "
+                    f"otherwise: None is right for both"
                 )
         if self.half_scores and self.qk_dtype != torch.float8_e4m3fn:
             raise ValueError(f"half_scores is True; with qk_dtype {self.qk_dtype} it must be False")
@@ -124,10 +159,24 @@ class Recipe:
         if offset is not None and (type(offset) is not int or not 0 <= offset <= largest):
             raise ValueError(f"p_offset_log2 is {offset!r}; for {self.pv_dtype} it must be an int in 0..{largest}")
 
+    @functools.cached_property
+    def _resolved(self) -> tuple[object, ...]:
+        """All that it says, with what None stands for in its place."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        promoted = self.bits[1] == 8 if self.promote_every is None else self.promote_every == 1
+        return tuple({**fields, "promote_every": promoted, "p_offset_log2": self.p_offset}.values())
+
+    def __eq__(self, other: object) -> bool:
+        return self._resolved == other._resolved if isinstance(other, Recipe) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._resolved)
+
     def __repr__(self) -> str:
         if (name := preset_name(self)) is not None:
             return name
-        changed = (field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default)
+        default = Recipe()
+        changed = (x for x in dataclasses.fields(self) if getattr(self, x.name) != getattr(default, x.name))
         return f"Recipe({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in changed)})"
 
     @property
@@ -165,22 +214,13 @@ FAST = Recipe(qk_dtype=torch.float8_e4m3fn, half_scores=True)
 BALANCED = Recipe()
 
 #: The least error on outliers that P and V in 8 bits leave.
-ACCURATE = Recipe(v_scales="channel", hadamard=True, reflect=False)
+ACCURATE = Recipe(v_scales="channel", hadamard=True)
 
 #: Scores as in BALANCED, P and V in bf16: between 8 bits and 16, in time and in error.
-HYBRID = Recipe(pv_dtype=torch.bfloat16, v_scales="none", center_v=False)
+HYBRID = Recipe(pv_dtype=torch.bfloat16)
 
 #: No 8-bit numbers: the yardstick of the others, and what to fall back to.
-BF16 = Recipe(
-    qk_dtype=torch.bfloat16,
-    pv_dtype=torch.bfloat16,
-    q_scales="none",
-    k_scales="none",
-    v_scales="none",
-    reflect=False,
-    smooth_k=False,
-    center_v=False,
-)
+BF16 = Recipe(qk_dtype=torch.bfloat16, pv_dtype=torch.bfloat16)
 
 #: The presets by name, the fastest first; `recipe="balanced"` is `recipe=BALANCED`.
 PRESETS: dict[str, Recipe] = {
@@ -222,8 +262,33 @@ def _shape_of(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{device}"
 
 
-class _PrintsShapes:
-    """Prints its tensors' shapes in the place of their values."""
+class _OfTensors:
+    """A dataclass of tensors on one device, which prints their shapes in the place of their values."""
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {name: x for name, x in fields.items() if isinstance(x, torch.Tensor)}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(iter(self._tensors().values())).device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.nbytes for x in self._tensors().values())
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Self:
+        """The same on another device, as `torch.Tensor.to` moves its tensors; their dtypes stay.
+
+        Raises:
+            TypeError: `device` is no device.
+        """
+        if not isinstance(device, (torch.device, str, int)):
+            raise TypeError(f"device is {device!r}; it must be a torch.device, a str or an int")
+        moved = {name: x.to(device, non_blocking=non_blocking) for name, x in self._tensors().items()}
+        return dataclasses.replace(self, **moved)  # type: ignore[type-var]
 
     def __repr__(self) -> str:
         fields = (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
@@ -231,7 +296,7 @@ class _PrintsShapes:
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
-class Rope(_PrintsShapes):
+class Rope(_OfTensors):
     """Rotary position embedding (RoFormer, arXiv:2104.09864), applied to Q and K while they are quantised.
 
     Channel pair (a, b) of a row at position t, with i the pair's index, becomes
@@ -292,7 +357,7 @@ def check_columns_differ(name: str, table: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
-class PackedTensors(_PrintsShapes):
+class PackedTensors(_OfTensors):
     """The tensors that the attention kernel reads, of dense tensors or of packed sequences.
 
     `QuantizedQKV` and `PackedVarlen` say how they are shaped. `*_descale` are the multipliers that dequantise:
@@ -337,7 +402,8 @@ class QuantizedQKV(PackedTensors):
     """Q, K and V in the packed format that the attention kernel reads. Made by `helion_attn.quantize`.
 
     Sequences are zero-padded to whole blocks, and head dims to supported ones, `D_pad` and `D_v_pad`; `M`, `N`, `D` and
-    `D_v` are the true sizes. `PackedTensors` says what the tensors mean, `dequantize` undoes the quantisation.
+    `D_v` are the true sizes. `PackedTensors` says what the tensors mean, `dequantize` undoes the quantisation. It has
+    a tensor's `to(device)`, `device` and `nbytes`, and `torch.save` and `torch.load` take it.
 
     Attributes:
         q8: [B * H, M_blocks, bm, D_pad].
@@ -363,17 +429,18 @@ class QuantizedQKV(PackedTensors):
     D: int
     D_v: int
     dtype: torch.dtype
-    layout: str
+    layout: Layout
     recipe: Recipe
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
-class PagedKVCache(_PrintsShapes):
+class PagedKVCache(_OfTensors):
     """Keys and values in pages of `page_size`, packed as the attention kernel reads them. Made by `paged_kv_cache`.
 
     A page is a block of the packed format of `QuantizedQKV`, and has a descale for every key: a new key changes nothing
     of those that are there, and an outlier costs no other key its resolution. `k ~ k8.float() * k_descale` and
-    `v ~ v8.float() * v_descale`, a row each. Pages that no block table names hold anything.
+    `v ~ v8.float() * v_descale`, a row each. Pages that no block table names hold anything. It can be moved,
+    saved and loaded as a `QuantizedQKV`.
 
     Attributes:
         k8: float8_e4m3fn [num_pages, H_kv, page_size, D_pad].
@@ -398,6 +465,10 @@ class PagedKVCache(_PrintsShapes):
         return self.k8.size(2)
 
 
+# What `torch.load` takes with its default, `weights_only=True`.
+torch.serialization.add_safe_globals([Recipe, Rope, QuantizedQKV, PagedKVCache])
+
+
 class ScoreOptions(TypedDict, total=False):
     """Options that every attention function has, for its overloads; `helion_attn.attention` says what they mean."""
 
@@ -411,7 +482,7 @@ class ScoreOptions(TypedDict, total=False):
 class OracleOptions(ScoreOptions, total=False):
     """Those of `reference.attention`."""
 
-    layout: str
+    layout: Layout
 
 
 class AttentionOptions(ScoreOptions, total=False):
@@ -433,8 +504,8 @@ class QuantizedOptions(AttentionOptions, SplitOptions, total=False):
 class DenseOptions(AttentionOptions, total=False):
     """Those of `helion_attn.attention`, whatever computes it."""
 
-    layout: str
-    recipe: Recipe | str
+    layout: Layout
+    recipe: Recipe | RecipeName
     rope: Rope | None
 
 
@@ -451,11 +522,11 @@ class ModelOptions(DenseOptions, total=False):
 class VarlenOptions(AttentionOptions, total=False):
     """Those of `helion_attn.attention_varlen`."""
 
-    recipe: Recipe | str
+    recipe: Recipe | RecipeName
 
 
 class CacheOptions(AttentionOptions, total=False):
     """Those of `helion_attn.attention_kvcache`."""
 
-    layout: str
+    layout: Layout
     num_splits: int | None

@@ -15,7 +15,7 @@ from helion_attn.configs import varlen_packing
 from helion_attn.kernels.lib.arguments import AttentionArguments, VarlenArguments
 from helion_attn.ops.dense import packed_fields
 from helion_attn.preprocess.lib.arguments import QuantizeVarlenArguments
-from helion_attn.types import BALANCED, PackedTensors, Recipe, VarlenOptions, as_recipe
+from helion_attn.types import BALANCED, PackedTensors, Recipe, RecipeName, VarlenOptions, as_recipe
 from helion_attn.validate.dense import check_options
 from helion_attn.validate.names import named
 from helion_attn.validate.varlen import check_varlen, check_varlen_recipe
@@ -165,7 +165,7 @@ def attention_varlen(
     *,
     causal: bool = False,
     sm_scale: float | None = None,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,

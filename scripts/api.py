@@ -30,6 +30,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("flash_attn_with_kvcache", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"),
         *("flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func"),
     ),
+    "Warnings": ("FallbackWarning", "SwappedLayoutWarning"),
     "Looking into it": ("check", "explain", "debug", "is_supported"),
     "Stages of quantising": ("apply_rope", "hadamard", "hadamard_matrix", "reflect"),
 }
@@ -39,7 +40,7 @@ REFERENCE = "Reference"
 INTRODUCTION = """# Public functions and types
 
 What does each function compute, take and raise? The docstrings of `import helion_attn as ha` follow, written here by
-`scripts/api.py`.
+`scripts/api.py`. In signatures `Layout` is `"bhsd"` or `"bshd"`, and `RecipeName` the name of a preset.
 """
 
 
@@ -107,10 +108,12 @@ def section(name: str, value: Any, prefix: str = "ha") -> str:
         fields = ", ".join(f"{f.name}={shown(getattr(value, f.name))}" for f in changed)
         return f"{title}\n\n`Recipe({fields})`\n"
     body = "\n".join(paragraphs(value.__doc__))
-    if inspect.isclass(value):
+    if dataclasses.is_dataclass(value):
         defaults = {f.name: "" if _no_default(f) else f" = {shown(f.default)}" for f in dataclasses.fields(value)}
         lines = [f"{f.name}: {f.type}{defaults[f.name]}" for f in dataclasses.fields(value)]
         return f"{title}\n\n```python\n{chr(10).join(lines)}\n```\n\n{body}\n"
+    if inspect.isclass(value):
+        return f"{title}\n\n```python\nclass {name}({value.__base__.__name__})\n```\n\n{body}\n"
     return f"{title}\n\n```python\n{signature(name, value)}\n```\n\n{body}\n"
 
 

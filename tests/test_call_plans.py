@@ -18,6 +18,7 @@ import helion_attn as ha
 from helion_attn.compiler import call_plans
 from helion_attn.compiler.call_plans import CallPlan
 from helion_attn.testing import fake_cuda
+from helion_attn.types import Layout
 from helpers.offline import fake_cache
 from helpers.planning import KEPT, LAUNCHED, planning
 
@@ -39,7 +40,7 @@ def made(
     D: int = 64,
     D_v: int = 64,
     dtype: torch.dtype = torch.bfloat16,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
 ) -> list[Tensor]:
     """q, k and v."""
     shapes = (B, H, M, D), (B, H_kv, N, D), (B, H_kv, N, D_v)
@@ -86,7 +87,7 @@ def quantized(recipe: ha.Recipe, **options: Any) -> Call:
     return call
 
 
-def quantize(recipe: ha.Recipe, layout: str = "bhsd") -> Call:
+def quantize(recipe: ha.Recipe, layout: Layout = "bhsd") -> Call:
     def call() -> tuple[list[Tensor], Callable[[], object]]:
         qkv = made(layout=layout)
         return qkv, lambda: ha.quantize(*qkv, recipe=recipe, layout=layout).tensors()

@@ -155,4 +155,4 @@ def test_bad_input_raises_before_anything_runs() -> None:
     with pytest.raises(ValueError, match="window"):
         ha.check(q, k, v, window=(-2, 0))
     with pytest.raises(ValueError, match="layout"):
-        ha.check(q, k, v, layout="sbhd")
+        ha.check(q, k, v, layout="sbhd")  # type: ignore[arg-type]

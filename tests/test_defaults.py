@@ -38,13 +38,8 @@ def test_default_dtype_changes_nothing(dtype: torch.dtype, device: str) -> None:
         packed8 = ha.pack(q8, k8, v8, q_descale=0.5, k_descale=2.0, v_descale=1.0)
         quantized = ha.quantize(q, k, v, recipe=ha.ACCURATE)
         found = [ha.hadamard_matrix(32), *ha.dequantize(packed8), *ha.dequantize(quantized)]
-        if device == "cuda":
-            fp8 = ha.flash_attn_func(q8.transpose(1, 2), k8.transpose(1, 2), v8.transpose(1, 2))
-            assert isinstance(fp8, torch.Tensor)
-            found += [ha.attention_quantized(packed8), ha.attention(q, k, v), fp8]
-        else:  # Helion's interpreter gives torch._scaled_mm scales of the default dtype, which that refuses
-            found += [ha.attention(q, k, v, recipe=ha.BF16)]
-        return found
+        found += [ha.attention_quantized(packed8), ha.attention(q, k, v), ha.attention(q, k, v, recipe=ha.BF16)]
+        return [*found, ha.flash_attn_func(q8.transpose(1, 2), k8.transpose(1, 2), v8.transpose(1, 2))]
 
     expected = answers()
     with default_dtype(dtype):

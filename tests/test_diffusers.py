@@ -341,7 +341,7 @@ def test_registration() -> None:
     with pytest.raises(TypeError, match="name is a NoneType"):
         ha.register_diffusers(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="recipe is 'best'"):
-        ha.register_diffusers(recipe="best")
+        ha.register_diffusers(recipe="best")  # type: ignore[arg-type]
 
 
 def test_another_registry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,11 +23,12 @@ from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.header import HEADER_BYTES, Header, decode
 from helion_attn.kernels.lib.arguments import magic, parts_are_told_apart
 from helion_attn.testing import relative_error
+from helion_attn.types import Balance, Strategy
 from helion_attn.validate.distributed import check_places
 from helpers import ranks
 from helpers.ranks import Problem, assert_as_one
 
-STRATEGIES = ("allgather", "ulysses", "ring")
+STRATEGIES: tuple[Strategy, ...] = ("allgather", "ulysses", "ring")
 
 #: Scales of heads and tensors, of which all ranks must have the same.
 OF_HEADS = ha.Recipe(
@@ -43,7 +44,7 @@ EVEN = Problem((40, 40), (128, 128), causal=True)
 FEW_ROWS = Problem((40, 40), (130, 126), H=2, causal=True)
 
 #: By name: a problem, and the strategies that solve it.
-PROBLEMS: dict[str, tuple[Problem, tuple[str, ...]]] = {
+PROBLEMS: dict[str, tuple[Problem, tuple[Strategy, ...]]] = {
     "full": (RAGGED, ("allgather", "ulysses")),
     "causal": (replace(RAGGED, causal=True, recipe=ha.FAST), ("allgather", "ulysses")),
     "fewer queries": (replace(FEW_ROWS, return_lse=True), STRATEGIES),
@@ -87,7 +88,7 @@ MOST_BYTES = 0.55
 COUNTED = Problem((64, 64), (1024, 1024), H=2, H_kv=2, D=64, D_v=64)
 
 
-def bytes_sent(strategy: str, rank: int, group: dist.ProcessGroup) -> list[tuple[str, int]]:
+def bytes_sent(strategy: Strategy, rank: int, group: dist.ProcessGroup) -> list[tuple[str, int]]:
     with ranks.Sent() as sent:
         ranks.attend(COUNTED, strategy, rank, group)
     return sent.found
@@ -100,7 +101,7 @@ def twice(rank: int, group: dist.ProcessGroup) -> bool:
 
 def with_other(changed: dict[str, Any], rank: int, group: dist.ProcessGroup) -> Any:
     """Rank 1 has another problem, or another strategy."""
-    strategy = changed.get("strategy", "allgather") if rank == 1 else "allgather"
+    strategy: Strategy = changed.get("strategy", "allgather") if rank == 1 else "allgather"
     others = {name: value for name, value in changed.items() if name != "strategy"}
     return ranks.attend(ranks.with_changes(FEW_ROWS, rank, others), strategy, rank, group)
 
@@ -148,7 +149,8 @@ def without_check(rank: int, group: dist.ProcessGroup) -> tuple[Any, Any]:
 
 def cut_and_whole(rank: int, group: dist.ProcessGroup) -> list[bool]:
     found = []
-    for length, balance in ((2, None), (257, None), (700, None), (512, "zigzag"), (500, "zigzag")):
+    cuts: list[tuple[int, Balance]] = [(2, None), (257, None), (700, None), (512, "zigzag"), (500, "zigzag")]
+    for length, balance in cuts:
         x = torch.arange(2.0 * length).view(2, length)
         part = ha.distributed.shard(x, 1, group, balance=balance)
         at = ha.distributed.positions(length, group, balance=balance)
@@ -245,7 +247,8 @@ def attend_packed(causal: bool, recipe: ha.Recipe, rank: int, group: dist.Proces
 def compiled(rank: int, group: dist.ProcessGroup) -> list[bool]:
     q, k, v = (torch.randn(1, 2, n, 32).bfloat16() for n in (40, 128, 128))
     found = []
-    for strategy, backend in (("allgather", "aot_eager"), ("ulysses", "eager")):
+    ways: list[tuple[Strategy, str]] = [("allgather", "aot_eager"), ("ulysses", "eager")]
+    for strategy, backend in ways:
         call = functools.partial(ha.distributed.attention, group=group, strategy=strategy, causal=True, check=False)
         found.append(torch.equal(torch.compile(call, fullgraph=True, backend=backend)(q, k, v), call(q, k, v)))
     ring = functools.partial(ha.distributed.attention, group=group, strategy="ring", check=False)
@@ -263,7 +266,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def solved(problems: dict[str, tuple[Problem, tuple[str, ...]]]) -> dict[str, ranks.Work]:
+def solved(problems: dict[str, tuple[Problem, tuple[Strategy, ...]]]) -> dict[str, ranks.Work]:
     return {
         f"{name} {strategy}": ranks.Work(len(problem.q_lengths), functools.partial(ranks.attend, problem, strategy))
         for name, (problem, strategies) in problems.items()
@@ -307,7 +310,7 @@ def test_is_as_one_process(found: dict[str, list[Any]], name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bytes_sent(found: dict[str, list[Any]], strategy: str) -> None:
+def test_bytes_sent(found: dict[str, list[Any]], strategy: Strategy) -> None:
     p = COUNTED
     for sent in found[f"bytes {strategy}"]:
         operations = ["all_gather_into_tensor", "all_gather_into_tensor"]

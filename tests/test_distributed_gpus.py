@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 import helion_attn as ha
+from helion_attn.types import Strategy
 from helpers import ranks
 from helpers.ranks import Problem, assert_as_one
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 TIMEOUT = timedelta(seconds=300)
 
-STRATEGIES = ("allgather", "ulysses", "ring")
+STRATEGIES: tuple[Strategy, ...] = ("allgather", "ulysses", "ring")
 
 FULL = Problem((1500, 1500), (2048, 2000), H=8, H_kv=2, D=128, D_v=128)
 ZIGZAG = Problem((1920, 2048), (1920, 2048), H=8, H_kv=2, D=128, D_v=128, causal=True, zigzag=True, return_lse=True)
@@ -39,12 +40,12 @@ PROBLEMS = {
 }
 
 
-def attend(problem: Problem, strategy: str, rank: int) -> Any:
+def attend(problem: Problem, strategy: Strategy, rank: int) -> Any:
     assert dist.group.WORLD is not None
     return ranks.attend(problem, strategy, rank, dist.group.WORLD, device="cuda")
 
 
-def compiled(strategy: str, rank: int) -> bool:
+def compiled(strategy: Strategy, rank: int) -> bool:
     """Whether torch.compile gives the bits of eager."""
     q, k, v = (x[:, :, rank * 1024 : (rank + 1) * 1024] for x in Problem((1024, 1024), (1024, 1024)).tensors("cuda"))
     call = partial(ha.distributed.attention, strategy=strategy, causal=True, check=False)
@@ -76,7 +77,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_is_as_one_gpu(name: str, strategy: str, found: list[dict[Any, Any]]) -> None:
+def test_is_as_one_gpu(name: str, strategy: Strategy, found: list[dict[Any, Any]]) -> None:
     assert_as_one(
         PROBLEMS[name], [[x if x is None else x.cuda() for x in of_rank[name, strategy]] for of_rank in found], "cuda"
     )

@@ -14,7 +14,11 @@ import torch
 
 import helion_attn as ha
 from helion_attn.integrations import transformers
+from helion_attn.validate import dense
 from helpers import ranks
+
+#: `make demo` prints no warning.
+pytestmark = pytest.mark.filterwarnings("error")
 
 
 def import_example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -92,9 +96,12 @@ def test_long_context_fails_on_zeros(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert not long_context.attend_as_rank(0, 1, 0, f"file://{tmp_path}/rank", "cpu", 256)
 
 
-def test_real_model(real_model: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_model(
+    real_model: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dense, "_SAID", set())
     assert real_model.main(["--device", "cpu", "--sentences", "3"]) == 0
-    assert "3 of 50 sentences" in capsys.readouterr().out
+    assert "3 of 50 sentences, of 7 to" in capsys.readouterr().out
 
 
 def test_real_model_fails_on_zeros(real_model: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from helion_attn.compiler import notice
 
 CALL = """
 import sys
@@ -53,7 +58,8 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 
 OFFLINE_CALL = """
-import json, sys
+import json, logging, sys
+logging.basicConfig(level=logging.INFO)
 import triton
 import helion_attn as ha
 from helion_attn.testing import _offline_hopper
@@ -75,13 +81,58 @@ def test_a_warm_first_call_does_without_helion(tmp_path: Path) -> None:
             [sys.executable, "-c", OFFLINE_CALL], env=os.environ | folders, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-        said.append(json.loads(done.stdout))
+        said.append(json.loads(done.stdout) | {"log": done.stderr})
     cold, warm = said
     assert cold["helion"]
     assert len(cold["found"]) > 2
     assert not any(cold["found"])
+    assert cold["log"].count("INFO:helion_attn:compiling ") == 1
+    assert "INFO:helion_attn:" not in warm["log"]
     assert not warm["helion"]
     assert warm["found"] == [True] * len(cold["found"])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def compile_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notice, "PATIENCE", 0.2)
+    monkeypatch.setattr(notice._Spell, "ended", float("-inf"))
+    for kernel, seconds in (("quick", 0.0), ("slow", 0.4), ("next", 0.1)):
+        with notice.compiling(kernel):
+            time.sleep(seconds)
+
+
+def test_compiling_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it has taken a while, with the kernel that does."""
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    notice.LOG.addHandler(handler)
+    notice.LOG.setLevel(logging.INFO)
+    try:
+        compile_three(monkeypatch)
+    finally:
+        notice.LOG.removeHandler(handler)
+        notice.LOG.setLevel(logging.NOTSET)
+    (line,) = lines.getvalue().splitlines()
+    assert line.startswith("compiling slow, for a first call")
+
+
+@pytest.mark.parametrize("terminal", [Terminal(), io.StringIO()], ids=["terminal", "file"])
+def test_a_terminal_shows_what_compiles(terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, which is gone at the end; a file gets nothing."""
+    monkeypatch.setattr(sys, "stderr", terminal)
+    compile_three(monkeypatch)
+    text = terminal.getvalue()
+    if terminal.isatty():
+        assert "compiling slow" in text
+        assert "compiling next" in text
+        assert text.endswith("\r\x1b[K")
+    assert "quick" not in text
+    assert "\n" not in text
+    assert bool(text) == terminal.isatty()
 
 
 #: Seconds of a first call with a warm cache, with all imports but PyTorch's and without the CUDA context.

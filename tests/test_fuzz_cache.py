@@ -21,6 +21,7 @@ import torch
 import helion_attn as ha
 from helion_attn.reference.kv_cache import value_descale
 from helion_attn.testing import INPUT_KINDS
+from helion_attn.types import Layout
 from helion_attn.validate.dense import IN_DTYPES
 from helpers.cases import IN_E4M3, Case, Tensors
 from helpers.fuzzing import (
@@ -115,7 +116,7 @@ class Data:
     kind: str
     seed: int
     views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
-    layout: str
+    layout: Layout
     causal: bool
     left: int
     right: int

@@ -69,6 +69,7 @@ def test_sdpa() -> None:
     assert not torch.equal(names["out"], names["causal"])
 
 
+@pytest.mark.filterwarnings("error")
 def test_transformers() -> None:
     pytest.importorskip("transformers")
     names = run_example("transformers")

@@ -14,6 +14,7 @@ import helion_attn as ha
 from helion_attn.kernels.merge_splits import MANY_RUNS
 from helion_attn.numerics import E4M3_MAX
 from helion_attn.testing import TANH_ERROR, error_budget, make_qkv, relative_error
+from helion_attn.types import Layout
 from helpers.cases import row_errors
 from helpers.packing import stored_at
 from helpers.paged import NO_PAGE, append_all, make_cache
@@ -299,7 +300,9 @@ def test_appending_changes_nothing_else(device: str) -> None:
 def test_layout_and_strides_of_new_keys(device: str) -> None:
     _, k, v = make_qkv("randn", 2, 2, 2, 1, 40, 64, device=device)
     caches = []
-    for layout, make in (("bhsd", torch.clone), ("bshd", lambda x: x.transpose(1, 2).contiguous())):
+    ways: dict[Layout, Callable[[torch.Tensor], torch.Tensor]]
+    ways = {"bhsd": torch.clone, "bshd": lambda x: x.transpose(1, 2).contiguous()}
+    for layout, make in ways.items():
         cache, table, _ = make_cache([40, 40], 2, 64, device=device)
         start = torch.zeros(2, dtype=torch.int32, device=device)
         ha.append_kvcache(cache, make(k), make(v), table, start, layout=layout)

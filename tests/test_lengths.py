@@ -11,6 +11,7 @@ import torch
 import helion_attn as ha
 from helion_attn.configs import padded_head_dim, tile_config
 from helion_attn.testing import make_qkv
+from helion_attn.types import Layout
 from helpers.cases import make_case
 
 LENGTHS = (1, 17, 63, 64, 65, 111, 127, 128, 129, 200, 1000)
@@ -46,7 +47,7 @@ def test_fully_written(M: int, N: int, causal: bool, device: str, poisoned: Pois
 
 @pytest.mark.parametrize("D", [16, 33, 64, 100, 128, 200, 256])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_fully_written_around_blocks(D: int, layout: str, device: str, poisoned: Poisoned) -> None:
+def test_fully_written_around_blocks(D: int, layout: Layout, device: str, poisoned: Poisoned) -> None:
     tile = tile_config(padded_head_dim(D), True)
     M, N = tile.bm + 1, tile.bn + 1
     case = make_case(make_qkv("randn", 1, 2, 1, M, N, D, device=device), causal=True)

@@ -17,6 +17,7 @@ from helion_attn import testing
 from helion_attn.ops.dense import MAX_QUANTISED_D
 from helion_attn.preprocess.lib.tiling import PACK_CHANNELS
 from helion_attn.testing import fake_cuda, make_qkv
+from helion_attn.types import Layout
 from helpers.offline import fake_qkv, launching
 
 
@@ -37,7 +38,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def allocated(*make_qkv: Callable[[], tuple[torch.Tensor, ...]], layout: str = "bhsd") -> list[int]:
+def allocated(*make_qkv: Callable[[], tuple[torch.Tensor, ...]], layout: Layout = "bhsd") -> list[int]:
     """Bytes that each call of `attention` allocates in all, with its kernels traced already; Triton compiles none."""
     found = []
     with testing._offline_hopper(keep_generated=True), launching(), mock.patch.object(JITFunction, "run"):

@@ -10,14 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from typing_extensions import assert_type
 
 import helion_attn as ha
 from helion_attn.testing import make_qkv, relative_error
-from helion_attn.validate.names import OTHER_NAMES
+from helion_attn.types import RecipeName
+from helion_attn.validate.names import NOT_HERE, OTHER_NAMES
 from helpers.refused import assert_raises
 
 QKV = make_qkv("randn", 1, 2, 2, 4, 4, 32, device="cpu")
@@ -38,8 +40,57 @@ def test_names_of_others_are_answered_with_the_right_one(function: Callable[...,
         if other != "sliding_window":
             parts.append(f"pass {ours}=0.5")
         assert_raises(function, {other: 0.5}, TypeError, parts)
-    with pytest.raises(TypeError, match="something_else"):
-        function(something_else=1)
+    for other, remedy in NOT_HERE.items():
+        assert_raises(function, {other: None}, TypeError, [f"no argument {other}: {remedy}"])
+    for name in parameters:
+        if len(name) > 3:
+            misspelt = name[:2] + name[3:]
+            assert_raises(function, {misspelt: 0}, TypeError, [f"no argument {misspelt}: did you mean {name}?"])
+    assert_raises(function, {"something_else": 1}, TypeError, ["something_else; it has", *parameters])
+
+
+def test_values_of_others_are_answered_with_the_right_one() -> None:
+    for other, ours in (("HND", "bhsd"), ("NHD", "bshd"), ("bshd", "bshd")):
+        for name in ("tensor_layout", "kv_layout"):
+            assert_raises(ha.attention, {name: other}, TypeError, [f"pass layout='{ours}'"])
+
+
+@pytest.mark.parametrize(
+    ("function", "near"),
+    [
+        (ha.flash_attn_func, "softmax_scale"),
+        (ha.flash_attn_varlen_func, "softmax_scale"),
+        (ha.flash_attn_with_kvcache, "softmax_scale"),
+        (ha.flash_attn_qkvpacked_func, "softmax_scale"),
+        (ha.scaled_dot_product_attention, "scale"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_functions_of_others_know_near_misses(function: Callable[..., Any], near: str) -> None:
+    parts = [f"{function.__name__}() has no argument sm_scale: did you mean {near}?"]
+    assert_raises(function, {"sm_scale": 1.0}, TypeError, parts)
+
+
+def test_checkers_see_names_and_values() -> None:
+    """mypy, which `make lint` runs, fails on a `type: ignore` that hides nothing."""
+    with pytest.raises(AttributeError, match="attentionn"):
+        _ = ha.attentionn  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="layout is 'HND'"):
+        ha.attention(*QKV, layout="HND")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="recipe is 'best'"):
+        ha.quantize(*QKV, recipe="best")  # type: ignore[arg-type]
+    if TYPE_CHECKING:
+        ha.distributed.attention(*QKV, strategy="gather")  # type: ignore[arg-type]
+        ha.distributed.shard(QKV[0], 0, balance="zag")  # type: ignore[arg-type]
+        assert_type(ha.flash_attn_func(*QKV, causal=True), torch.Tensor)
+        assert_type(ha.flash_attn_func(*QKV, None, True, return_attn_probs=True), tuple[torch.Tensor, torch.Tensor])
+        ha.flash_attn_func(*QKV, causual=True)  # type: ignore[call-overload]
+
+
+def test_dir_is_the_public_names() -> None:
+    assert dir(ha) == sorted(ha.__all__)
+    assert {"SwappedLayoutWarning", "FallbackWarning", "distributed"} <= {*dir(ha)}
+    assert not {"TYPE_CHECKING", "api", "validate"} & {*dir(ha)}
 
 
 def test_a_sliding_window_counts_the_querys_own_key(device: str) -> None:
@@ -73,14 +124,15 @@ def test_causal_may_be_0_or_1(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["FAST", "BALANCED", "ACCURATE", "HYBRID", "BF16"])
-def test_presets_by_name(name: str, device: str) -> None:
+def test_presets_by_name(name: RecipeName, device: str) -> None:
     """In whatever takes a recipe, in capitals or not."""
     q, k, v = (x.to(device) for x in QKV)
     preset = getattr(ha, name)
     bshd = [x.transpose(1, 2) for x in (q, k, v)]
     packed = [x[0] for x in bshd]
     cu_seqlens = torch.tensor([0, 4], dtype=torch.int32, device=device)
-    for given in (name, name.lower()):
+    lower: Any = name.lower()
+    for given in (name, lower):
         assert torch.equal(ha.attention(q, k, v, recipe=given), ha.attention(q, k, v, recipe=preset))
     assert ha.quantize(q, k, v, recipe=name).recipe is preset
     flash_attn_func: Any = ha.flash_attn_func
@@ -107,11 +159,12 @@ def test_an_unknown_name_lists_all_presets() -> None:
 
 
 def test_layouts_of_others_are_answered() -> None:
+    attention: Any = ha.attention
     for other, ours in (("HND", "bhsd"), ("NHD", "bshd"), ("nhd", "bshd")):
         with pytest.raises(ValueError, match=f"layout is '{other}'; it must be .*: '{ours}' is what others call"):
-            ha.attention(*QKV, layout=other)
+            attention(*QKV, layout=other)
     with pytest.raises(ValueError, match=r"layout is 'sbhd'; it must be one of \('bhsd', 'bshd'\)$"):
-        ha.attention(*QKV, layout="sbhd")
+        attention(*QKV, layout="sbhd")
 
 
 def test_recipes_print_short() -> None:
@@ -119,7 +172,7 @@ def test_recipes_print_short() -> None:
     mixed = dataclasses.replace(ha.ACCURATE, pv_dtype=torch.float8_e5m2)
     assert repr(mixed).startswith("Recipe(pv_dtype=torch.float8_e5m2, v_scales='channel', hadamard=True")
     names = {"Recipe": ha.Recipe, "torch": torch}
-    for recipe in (mixed, ha.Recipe(hadamard_seed=3, hadamard=True, reflect=False)):
+    for recipe in (mixed, ha.Recipe(hadamard_seed=3, hadamard=True), ha.Recipe(pv_dtype=torch.float16)):
         assert eval(repr(recipe), names) == recipe
 
 

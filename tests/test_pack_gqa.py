@@ -15,6 +15,7 @@ from helion_attn.kernels import attention
 from helion_attn.kernels.lib.programs import rows_of_group
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
 from helion_attn.testing import make_qkv
+from helion_attn.types import Layout
 from helpers.cases import LADDER, RECIPES, Case, make_case
 
 Poisoned = Callable[[], AbstractContextManager[None]]
@@ -111,7 +112,7 @@ def test_heads_of_different_scales(recipe: ha.Recipe, device: str, asked: list[b
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_layouts_and_out_dtypes(
-    layout: str, out_dtype: torch.dtype, device: str, asked: list[bool], poisoned: Poisoned
+    layout: Layout, out_dtype: torch.dtype, device: str, asked: list[bool], poisoned: Poisoned
 ) -> None:
     case = make_case(make_qkv("randn", 2, 6, 2, 9, 150, 48, device=device, D_v=40), causal=True)
     qkv = case.qkv if layout == "bhsd" else tuple(x.transpose(1, 2).contiguous() for x in case.qkv)

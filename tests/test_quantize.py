@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,6 +17,7 @@ import helion_attn as ha
 from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, RECENTRED_KEYS, SAMPLED_HEADROOM, SAMPLED_KEYS, SIGNIFICANT_MEAN
 from helion_attn.reference import rounding_model
 from helion_attn.testing import make_qkv, relative_error
+from helion_attn.types import Layout
 from helion_attn.workloads import WORKLOADS, Workload, tagged
 from helpers.cases import IN_E4M3, PLAIN, PRESETS, RECIPES
 from helpers.packing import SPACING, assert_same_values, stored_at, unpack_descales, unpack_values
@@ -189,7 +191,7 @@ DEQUANTIZED = {
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("recipe", DEQUANTIZED.values(), ids=DEQUANTIZED)
-def test_dequantize(recipe: ha.Recipe, layout: str, device: str) -> None:
+def test_dequantize(recipe: ha.Recipe, layout: Layout, device: str) -> None:
     qkv = make_qkv("biased_v", 2, 4, 2, 65, 200, 48, device=device)
     given = [x.transpose(1, 2) for x in qkv] if layout == "bshd" else qkv
     packed = ha.quantize(*given, recipe=recipe, layout=layout)
@@ -297,3 +299,38 @@ def test_rounding_is_to_nearest(
         half_spacing = torch.maximum(value.abs() * 2**-4, descale * 2**-10)
         noise = 4 * FP32_EPS * (x.double().abs() + value.abs())
         assert torch.all((x_restored.double() - x.double()).abs() <= half_spacing * (1 + 1e-6) + noise)
+
+
+def kept(device: str) -> list[ha.QuantizedQKV | ha.PagedKVCache]:
+    q, k, v = make_qkv("randn", 1, 2, 1, 20, 30, 32, device=device)
+    return [ha.quantize(q, k, v), ha.quantize(q, k, v, recipe=ha.BF16), ha.paged_kv_cache(2, 1, 32, device=device)]
+
+
+def test_packed_tensors_are_moved(device: str) -> None:
+    for there in kept(device):
+        tensors = {name: x for name, x in vars(there).items() if isinstance(x, torch.Tensor)}
+        assert there.device == tensors["k8"].device
+        assert there.nbytes == sum(x.numel() * x.element_size() for x in tensors.values())
+        moved = there.to("meta")
+        assert type(moved) is type(there)
+        for name, x in vars(moved).items():
+            if isinstance(x, torch.Tensor):
+                assert (x.device.type, x.dtype, x.shape) == ("meta", tensors[name].dtype, tensors[name].shape)
+            else:
+                assert x == getattr(there, name)
+        with pytest.raises(TypeError, match=r"device is torch\.bfloat16; it must be a torch\.device"):
+            there.to(torch.bfloat16)  # type: ignore[arg-type]
+
+
+def test_packed_tensors_are_loaded_by_default(device: str) -> None:
+    """`torch.load` takes weights only, unless it is told otherwise."""
+    for there in kept(device):
+        file = io.BytesIO()
+        torch.save(there, file)
+        file.seek(0)
+        loaded = torch.load(file)
+        for name, x in vars(there).items():
+            if isinstance(x, torch.Tensor):
+                assert torch.equal(getattr(loaded, name).view(torch.uint8), x.view(torch.uint8))
+            else:
+                assert getattr(loaded, name) == x

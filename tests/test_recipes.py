@@ -121,7 +121,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"reflect": True, "hadamard": True},
         ["reflect and hadamard are both True", "one must be"],
     ),
-    "center_v_is_none": ({"center_v": None}, ["center_v is None", "True"]),
+    "center_v_is_1": ({"center_v": 1}, ["center_v is 1", "True"]),
     "promote_every": ({"promote_every": 2}, ["promote_every is 2", "(None, 0, 1)"]),
     "seed_without_hadamard": ({"hadamard_seed": 1}, ["hadamard_seed is 1", "hadamard is False"]),
     "seed_negative": ({"hadamard": True, "hadamard_seed": -1}, ["hadamard_seed is -1", "0..2**63 - 1"]),
@@ -181,5 +181,40 @@ def test_defaults_are_spelt_out(name: str) -> None:
     recipe = RECIPES[name]
     largest = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15, torch.bfloat16: 0, torch.float16: 15}[recipe.pv_dtype]
     assert recipe.p_offset == (largest if recipe.p_offset_log2 is None else recipe.p_offset_log2)
+    assert recipe == dataclasses.replace(recipe, p_offset_log2=recipe.p_offset)
+    assert recipe != dataclasses.replace(recipe, smooth_k=not recipe.smooth_k)
     assert dataclasses.replace(recipe) == recipe
     assert hash(dataclasses.replace(recipe)) == hash(recipe)
+
+
+#: Recipes by the one or two fields that imply all others, and what they are.
+IMPLIED = {
+    "hybrid": (ha.Recipe(pv_dtype=torch.bfloat16), ha.HYBRID),
+    "bf16": (ha.Recipe(qk_dtype=torch.bfloat16, pv_dtype=torch.bfloat16), ha.BF16),
+    "accurate": (ha.Recipe(hadamard=True, v_scales="channel"), ha.ACCURATE),
+    "spelt out": (
+        ha.Recipe(q_scales="token", k_scales="block", v_scales="head", reflect=True, smooth_k=True, center_v=True),
+        ha.BALANCED,
+    ),
+    "promoted": (ha.Recipe(promote_every=1, p_offset_log2=8), ha.BALANCED),
+    "hybrid, not promoted": (ha.Recipe(pv_dtype=torch.bfloat16, promote_every=0, p_offset_log2=0), ha.HYBRID),
+}
+
+
+@pytest.mark.parametrize("what", IMPLIED)
+def test_fields_that_follow_from_others(what: str) -> None:
+    recipe, preset = IMPLIED[what]
+    assert recipe == preset
+    assert hash(recipe) == hash(preset)
+    assert repr(recipe) == repr(preset)
+    for name in ("q_scales", "k_scales", "v_scales", "reflect", "smooth_k", "center_v"):
+        assert getattr(recipe, name) == getattr(preset, name) is not None
+
+
+def test_sixteen_bits_imply_no_scales() -> None:
+    fields = {x.name: x.default for x in dataclasses.fields(ha.Recipe)}
+    assert fields["v_scales"] is None
+    assert fields["center_v"] is None
+    hybrid, plain = ha.HYBRID, ha.BF16
+    assert (hybrid.v_scales, hybrid.center_v, hybrid.reflect, hybrid.smooth_k) == ("none", False, True, True)
+    assert (plain.q_scales, plain.k_scales, plain.reflect, plain.smooth_k) == ("none", "none", False, False)

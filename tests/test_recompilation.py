@@ -13,6 +13,7 @@ import helion_attn as ha
 from helion_attn.configs import scheduling
 from helion_attn.ops.dense import MAX_QUANTISED_D
 from helion_attn.testing import fake_cuda
+from helion_attn.types import Layout
 from helpers.calls import attend_alone
 from helpers.offline import Compilations, compilations, fake_cache, fake_qkv
 
@@ -23,7 +24,7 @@ MOST = 2
 MOST_TRACES = 3
 
 
-def run_lengths(lengths: list[tuple[int, int]], D: int, causal: bool, layout: str = "bhsd") -> Compilations:
+def run_lengths(lengths: list[tuple[int, int]], D: int, causal: bool, layout: Layout = "bhsd") -> Compilations:
     """`attention` of 4 heads on every (M, N), each with the kernels that it must have, in their order."""
     with compilations() as seen:
         for M, N in lengths:
@@ -117,7 +118,7 @@ def test_specialisations_in_turn() -> None:
     ]
 
     def attend(
-        M: int = 100, recipe: ha.Recipe = ha.FAST, layout: str = "bhsd", sinks: bool = False, **options: Any
+        M: int = 100, recipe: ha.Recipe = ha.FAST, layout: Layout = "bhsd", sinks: bool = False, **options: Any
     ) -> None:
         qkv = fake_qkv(1, 4, 2, M, 200, 64, layout=layout)
         attend_alone(qkv, recipe, layout, options | {"sinks": fake_cuda(4) if sinks else None})

@@ -112,7 +112,7 @@ def test_unknown_layout_raises() -> None:
     qkv = make_qkv("randn", 1, 1, 1, 2, 2, 16)
     for attention in (reference.attention, reference.fp8_attention):
         with pytest.raises(ValueError, match=r"'sbhd'.*'bhsd' or 'bshd'"):
-            attention(*qkv, layout="sbhd")
+            attention(*qkv, layout="sbhd")  # type: ignore[call-overload]
 
 
 def test_scaled_mm_needs_a_gpu() -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as bound_before
 
 import helion_attn as ha
 from helion_attn.integrations import masks
-from helion_attn.integrations.sdpa import RULES, FallbackWarning
+from helion_attn.integrations.sdpa import RULES, Fallback
 from helion_attn.testing import make_qkv, relative_error
 from helpers.refused import refused
 
@@ -297,13 +297,30 @@ def test_other_masks_fall_back_if_asked_to(name: str, device: str) -> None:
         NotImplementedError, match=rf"attn_mask is a Tensor .*{why}.*; it must be one that hides nothing"
     ):
         ha.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    with pytest.warns(FallbackWarning, match="PyTorch's attention runs, as attn_mask is a Tensor"):
+    with pytest.warns(ha.FallbackWarning, match="PyTorch's attention runs, as attn_mask is a Tensor"):
         warned = ha.scaled_dot_product_attention(q, k, v, attn_mask=mask, fallback="warn")
     with warnings.catch_warnings(), ha.sdpa(fallback="silent"):
         warnings.simplefilter("error")
         silent = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     for out in (warned, silent):
         assert torch.equal(out.nan_to_num(9), stock.nan_to_num(9))
+
+
+def test_a_fallback_warns_at_the_call(device: str) -> None:
+    """Of the function, in the context, and from within PyTorch's modules."""
+    qkv = qkv_on(device)
+    module = torch.nn.MultiheadAttention(32, 2, device=device).eval()
+    tokens = torch.zeros(4, 1, 32, device=device)
+    calls: list[Callable[[], object]] = [
+        lambda: ha.scaled_dot_product_attention(*qkv, dropout_p=0.1, fallback="warn"),
+        lambda: F.scaled_dot_product_attention(*qkv, dropout_p=0.1),
+        lambda: module(tokens, tokens, tokens, need_weights=True),
+    ]
+    with torch.no_grad(), ha.sdpa(fallback="warn"):
+        for call in calls:
+            with pytest.warns(ha.FallbackWarning) as said:
+                call()
+            assert {warning.filename for warning in said} == {__file__}
 
 
 def test_lowest_numbers_hide_as_infinity_does(device: str) -> None:
@@ -386,9 +403,10 @@ def test_what_goes_wrong_later_does_not_fall_back(device: str, monkeypatch: pyte
 
 
 def test_fallback_is_checked(device: str) -> None:
+    word: Any = "no"
     for call in (
-        lambda: ha.sdpa(fallback="no"),
-        lambda: ha.scaled_dot_product_attention(*qkv_on(device), fallback="no"),
+        lambda: ha.sdpa(fallback=word),
+        lambda: ha.scaled_dot_product_attention(*qkv_on(device), fallback=word),
     ):
         with pytest.raises(ValueError, match=r"fallback is 'no'; it must be one of \('raise', 'warn', 'silent'\)"):
             call()
@@ -497,7 +515,7 @@ def test_masks_are_not_read_in_a_graph(device: str) -> None:
     torch._dynamo.reset()
     qkv, mask = qkv_on(device), torch.ones(24, 24, dtype=torch.bool, device=device)
 
-    def attend(fallback: str) -> torch.Tensor:
+    def attend(fallback: Fallback) -> torch.Tensor:
         return ha.scaled_dot_product_attention(*qkv, attn_mask=mask, fallback=fallback)
 
     with pytest.raises(Exception, match=r"in torch\.compile it must be None"):

@@ -16,6 +16,7 @@ from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, TileConfig, attention_ti
 from helion_attn.configs.scheduling import query_blocks_per_sm
 from helion_attn.kernels.lib import steps
 from helion_attn.testing import Sm90Kernel, compile_for_sm90
+from helion_attn.types import Layout
 from helion_attn.varlen import attend_varlen, quantize_varlen
 from helpers.cases import IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
 from helpers.offline import (
@@ -154,7 +155,7 @@ def test_everything_in_16_bits(recipe: ha.Recipe, D: int) -> None:
     [(torch.bfloat16, "bshd"), (torch.float8_e4m3fn, "bhsd")],
     ids=str,
 )
-def test_out_dtype(out_dtype: torch.dtype, layout: str) -> None:
+def test_out_dtype(out_dtype: torch.dtype, layout: Layout) -> None:
     kernel = shared(compile_attention, 64, False, out_dtype, layout)
     assert_8_bit_attention(kernel, tile_config(64, False))
 

@@ -16,6 +16,7 @@ from helion_attn.configs import SUPPORTED_D
 from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.preprocess import pack_kv, pack_q, sample
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
+from helion_attn.types import Layout
 from helion_attn.varlen import quantize_varlen
 from helpers.cases import IN_E4M3, PRESETS
 from helpers.offline import (
@@ -46,7 +47,7 @@ def assert_preprocessing(kernels: list[Sm90Kernel], recipe: ha.Recipe = ha.BALAN
     assert any(kernel.opcodes["HGMMA"] > 0 for kernel in kernels) == recipe.hadamard, "who rotates?"
 
 
-LAYOUTS: dict[str, tuple[str, Callable[[], tuple[torch.Tensor, ...]]]] = {
+LAYOUTS: dict[str, tuple[Layout, Callable[[], tuple[torch.Tensor, ...]]]] = {
     "bshd": ("bshd", lambda: fake_qkv(2, 4, 2, 1000, 3000, 128, layout="bshd")),
     "packed_bs3hd": ("bshd", lambda: fake_cuda(2, 3000, 3, 4, 128, dtype=torch.bfloat16).unbind(2)),
 }

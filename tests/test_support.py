@@ -81,12 +81,22 @@ def test_self_check(device: str) -> None:
 def test_self_check_fails(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a mask that is off by one, and on NaN."""
     attention: Any = ha.attention
-    monkeypatch.setattr(main, "PRESETS", ["FAST"])
+    monkeypatch.setattr(main, "PRESETS", {"FAST": ha.FAST})
     monkeypatch.setattr(ha, "attention", lambda q, k, v, causal, recipe: attention(q, k, v, window=(-1, 1)))
     assert not main.self_check(device).passed
     monkeypatch.setattr(ha, "attention", lambda q, k, v, causal, recipe: q * float("nan"))
     assert main.main() == 1
     assert "self-check   FAILED" in capsys.readouterr().out
+
+
+def test_help() -> None:
+    """It says what the command does, and runs nothing; an argument that there is not is an error."""
+    command = [sys.executable, "-m", "helion_attn"]
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: python -m helion_attn [-h]")
+    assert "self-check" in done.stdout
+    assert "passed on" not in done.stdout
+    assert subprocess.run([*command, "--what"], capture_output=True, check=False).returncode == 2
 
 
 def test_command() -> None:

@@ -85,7 +85,7 @@ def test_registry() -> None:
     with pytest.raises(TypeError, match="name is a NoneType"):
         ha.register_flash_attention(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="recipe is 'best'"):
-        ha.register_flash_attention(recipe="best")
+        ha.register_flash_attention(recipe="best")  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

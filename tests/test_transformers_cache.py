@@ -9,6 +9,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.testing import relative_error
+from helion_attn.types import Layout
 
 transformers = pytest.importorskip("transformers")
 from helion_attn.integrations import transformers_cache as module  # noqa: E402
@@ -113,7 +114,7 @@ def test_decoding_is_attention_of_what_the_cache_holds(name: str, monkeypatch: p
             for b, at in enumerate(lengths.tolist()):
                 x[b, :, at : at + new.size(2)] = new[b]
 
-    def attend(q: Any, cache: Any, table: Any, lengths: Any, *, layout: str, **options: Any) -> torch.Tensor:
+    def attend(q: Any, cache: Any, table: Any, lengths: Any, *, layout: Layout, **options: Any) -> torch.Tensor:
         held = kept[id(cache.k8)]
         rows = []
         for b, n in enumerate(lengths.tolist()):
@@ -153,7 +154,7 @@ def test_generate_grows_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("helion_attn.integrations.transformers.attention", ha.reference.fp8_attention)
     model.set_attn_implementation("helion_fp8")
     cache = ha.transformers_cache()
-    out = model.generate(tokens, past_key_values=cache, **options)
+    out = model.generate(tokens, cache=cache, **options)
     assert appended == [254] * 2 + [1] * 6
     assert cache.get_seq_length() == 257
     assert cache.layers[0].pages >= 3
@@ -170,7 +171,7 @@ def test_beam_search() -> None:
     tokens = tokens_of(1, 9)
     cache = ha.transformers_cache()
     options = {"max_new_tokens": 3, "do_sample": False, "num_beams": 2, "return_dict_in_generate": True}
-    out = model.generate(tokens, past_key_values=cache, output_scores=True, num_return_sequences=2, **options)
+    out = model.generate(tokens, cache=cache, output_scores=True, num_return_sequences=2, **options)
     for beam, score in zip(out.sequences, out.sequences_scores, strict=True):
         given = beam[None, :-1]
         logits = forced(model, given, torch.ones_like(given), [9, 1, 1], ha.transformers_cache())

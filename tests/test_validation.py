@@ -13,7 +13,11 @@ import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn.integrations.diffusers import Backend
+from helion_attn.integrations.torch_flash import flash_attention
+from helion_attn.integrations.transformers import attention_forward
 from helion_attn.testing import fake_cuda
+from helion_attn.types import Layout
 from helion_attn.validate import dense
 from helpers.cases import IN_E4M3
 from helpers.no_ops import Launched
@@ -210,31 +214,68 @@ def test_misspelt_option(function: Callable[..., object]) -> None:
 
 
 #: Shapes of q and k, and the layout that they are given with; whether heads and lengths look exchanged.
-SWAPPED = {
-    "bshd_as_bhsd": ((1, 100, 4, 32), (1, 100, 4, 32), "bhsd", True),
-    "bshd_as_bhsd_gqa": ((1, 100, 8, 32), (1, 50, 2, 32), "bhsd", True),
-    "bhsd_as_bshd": ((1, 4, 100, 32), (1, 4, 100, 32), "bshd", True),
-    "bhsd": ((1, 4, 100, 32), (1, 4, 100, 32), "bhsd", False),
-    "bshd": ((1, 100, 4, 32), (1, 100, 4, 32), "bshd", False),
+SWAPPED: dict[str, tuple[tuple[int, ...], tuple[int, ...], Layout, bool]] = {
+    "bshd_as_bhsd": ((1, 200, 4, 32), (1, 200, 4, 32), "bhsd", True),
+    "bshd_as_bhsd_gqa": ((1, 400, 8, 32), (1, 400, 2, 32), "bhsd", True),
+    "bhsd_as_bshd": ((1, 4, 200, 32), (1, 4, 200, 32), "bshd", True),
+    "bhsd": ((1, 4, 200, 32), (1, 4, 200, 32), "bhsd", False),
+    "bshd": ((1, 200, 4, 32), (1, 200, 4, 32), "bshd", False),
+    "few_tokens": ((1, 12, 7, 32), (1, 12, 7, 32), "bhsd", False),
+    "many_heads": ((1, 128, 4, 32), (1, 128, 4, 32), "bhsd", False),
+    "lengths_that_are_no_heads": ((1, 200, 5, 32), (1, 200, 4, 32), "bhsd", False),
     "first_steps_of_decoding": ((1, 32, 1, 32), (1, 8, 3, 32), "bhsd", False),
     "short_prompt_of_few_kv_heads": ((1, 32, 9, 32), (1, 8, 9, 32), "bhsd", False),
 }
 
 
+@pytest.mark.parametrize("function", [ha.attention, ha.quantize, ha.check, ha.explain], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("what", SWAPPED)
-def test_more_heads_than_tokens_warn_once(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_heads_than_tokens_warn_once(
+    what: str, function: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the line of the call, with an advice that this function takes."""
     q, k, layout, swapped = SWAPPED[what]
     monkeypatch.setattr(dense, "_SAID", set())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
             with pytest.raises(Launched):
-                ha.attention(zeros(*q), zeros(*k), zeros(*k), layout=layout)
+                function(zeros(*q), zeros(*k), zeros(*k), layout=layout)
     assert len(said) == swapped
     other = "bshd" if layout == "bhsd" else "bhsd"
     for warning in said:
-        assert warning.category is dense.SwappedLayoutWarning
-        assert f"pass layout='{other}'" in str(warning.message)
+        assert warning.category is ha.SwappedLayoutWarning
+        assert warning.filename == __file__
+        assert str(warning.message).endswith(f"pass layout='{other}' to {function.__name__}")
+
+
+def test_layouts_that_are_fixed_warn_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "_SAID", set())
+    q = zeros(1, 200, 4, 32)
+    swapped = q.transpose(1, 2)
+    calls: list[Callable[[], object]] = [
+        lambda: ha.flash_attn_func(swapped, swapped, swapped),
+        lambda: ha.scaled_dot_product_attention(q, q, q),
+        lambda: flash_attention(q, q, q, recipe=ha.BALANCED),
+        lambda: attention_forward(torch.nn.Module(), q, q, q, None, is_causal=False),
+        lambda: Backend(ha.BALANCED)(swapped, swapped, swapped),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for call in calls:
+            with pytest.raises(Launched):
+                call()
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([zeros(3, 2, 32), zeros(5, 2, 32)], layout=layout)
+    for function in (ha.attention, ha.quantize, ha.check, ha.explain, ha.flash_attn_func):
+        parts = ["q is a nested tensor", "attention_varlen", "q.values()", "q.offsets()"]
+        assert_raises(function, dict.fromkeys("qkv", nested), TypeError, parts)
+    names = dict.fromkeys(("query", "key", "value"), nested)
+    assert_raises(ha.scaled_dot_product_attention, names, TypeError, ["query is a nested tensor", "fallback"])
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")

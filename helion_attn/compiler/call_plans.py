@@ -257,7 +257,7 @@ def forget() -> None:
 
 def is_plain(x: torch.Tensor) -> bool:
     """Whether a tensor is what its address holds."""
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cuda and not x.is_neg()
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cuda and not x.is_neg() and not x.is_nested
 
 
 def nothing_listens() -> bool:

@@ -32,6 +32,7 @@ from helion_attn.compiler import stored_code
 from helion_attn.compiler.facts import UnknownFact, facts_of, value
 from helion_attn.compiler.generated_code import Run, linked, load
 from helion_attn.compiler.helion_adapter import Config, bind, kernel_to_compile
+from helion_attn.compiler.notice import compiling
 from helion_attn.compiler.stored_code import Entry
 
 #: Held while a kernel is looked for on the disk, and traced: `torch.fx`, with which Helion traces, patches what all
@@ -185,7 +186,10 @@ class Generated:
         # Another process may have written meanwhile.
         stored = stored_code.read(key)
         self._entries[base] = [*stored, *(x for x in self._entries.get(base, []) if x not in stored)]
-        return self._known(base, args) or self._trace(base, key, args)
+        if (run := self._known(base, args)) is not None:
+            return run
+        with compiling(self._fn.__name__):
+            return self._trace(base, key, args)
 
     def _known(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> Run | None:
         for entry in self._entries.get(base, []):

@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from helion_attn.compiler import call_plans, code_cache, launch_plans
 from helion_attn.compiler.helion_adapter import Config, kernel_to_interpret
@@ -104,6 +105,19 @@ def named() -> Iterator[list[str]]:
         _NAMED.reset(token)
 
 
+class _Fp32Scales(TorchFunctionMode):
+    """Makes scales of products in fp32, as PyTorch takes them: Helion's interpreter makes them in the default dtype.
+
+    A mode holds for its thread; a default dtype that was set for a while would hold for all.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and isinstance(args[0], float):
+            kwargs = {"dtype": torch.float32, **kwargs}
+        return func(*args, **kwargs)
+
+
 class Interpreted(Runner):
     """A kernel function run step by step with PyTorch operations: for CPU tensors."""
 
@@ -117,11 +131,11 @@ class Interpreted(Runner):
 
     def __call__(self, *args: Any) -> None:
         """Run it."""
-        names = _NAMED.get()
-        if names is None:
-            self._kernel(*args)
-        else:
+        if (names := _NAMED.get()) is not None:
             names.append(self._fn.__name__)
+            return
+        with contextlib.nullcontext() if torch.get_default_dtype() == torch.float32 else _Fp32Scales():
+            self._kernel(*args)
 
 
 def compiled(fn: Callable[..., Any], config: Config, expected: tuple[str, ...] = ()) -> Compiled:

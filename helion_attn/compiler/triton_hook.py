@@ -22,6 +22,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from helion_attn.compiler import passes
+from helion_attn.compiler.notice import compiling
 from helion_attn.compiler.passes import (
     computed_once,
     early_copies,
@@ -291,7 +292,7 @@ class WithPasses(JITFunction[Any]):
     def create_binder(self) -> Any:
         """What Triton makes for each device; it sets `compile` to its own then."""
         made = super().create_binder()
-        self.compile = self.compile_and_check
+        self.compile = compiling(kernel_name(self.fn.__name__))(self.compile_and_check)
         return made
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:

@@ -18,7 +18,18 @@ from helion_attn.distributed.collectives import Group
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.packed import bounds_of_rows
 from helion_attn.distributed.prepare import all_lengths, quantized_part, recipe_text
-from helion_attn.types import BALANCED, DenseOptions, PackedTensors, Recipe, Rope, as_recipe
+from helion_attn.types import (
+    BALANCED,
+    Balance,
+    DenseOptions,
+    Layout,
+    PackedTensors,
+    Recipe,
+    RecipeName,
+    Rope,
+    Strategy,
+    as_recipe,
+)
 from helion_attn.validate.dense import check_no_grad, check_options, check_recipe
 from helion_attn.validate.distributed import check_balance, check_part, check_rope_lengths, check_strategy, rope_text
 from helion_attn.validate.names import named
@@ -33,7 +44,7 @@ STRATEGIES: dict[str, Callable[[Call, PackedTensors], tuple[torch.Tensor, torch.
 }
 
 
-def shard(x: torch.Tensor, dim: int, group: Group = None, *, balance: str | None = None) -> torch.Tensor:
+def shard(x: torch.Tensor, dim: int, group: Group = None, *, balance: Balance = None) -> torch.Tensor:
     """This rank's part of a tensor that every rank has whole, along the dimension of its tokens.
 
     With `balance=None` ranks follow one another: each has as many tokens as the others, but the last, which may have
@@ -66,13 +77,13 @@ def shard(x: torch.Tensor, dim: int, group: Group = None, *, balance: str | None
 
 
 def positions(
-    length: int, group: Group = None, *, balance: str | None = None, device: torch.device | str | None = None
+    length: int, group: Group = None, *, balance: Balance = None, device: torch.device | str | None = None
 ) -> torch.Tensor:
     """The positions of this rank's tokens, int64, as `shard` cuts a sequence of `length` tokens; raises as it does."""
     return shard(torch.arange(length, device=device), 0, group, balance=balance)
 
 
-def unshard(x: torch.Tensor, dim: int, group: Group = None, *, balance: str | None = None) -> torch.Tensor:
+def unshard(x: torch.Tensor, dim: int, group: Group = None, *, balance: Balance = None) -> torch.Tensor:
     """What `shard` cut, whole again on every rank. Ranks tell each other their lengths, which the host waits for.
 
     Args:
@@ -107,7 +118,7 @@ def unshard(x: torch.Tensor, dim: int, group: Group = None, *, balance: str | No
     return torch.cat([piece for _, piece in runs]).movedim(0, dim).contiguous()
 
 
-def _cut_of(length: int, ranks: int, balance: str | None) -> Cut:
+def _cut_of(length: int, ranks: int, balance: Balance) -> Cut:
     return cut_of(length, ranks, balance == "zigzag" and ranks > 1)
 
 
@@ -118,12 +129,12 @@ def attention(
     v: torch.Tensor,
     *,
     group: Group = None,
-    strategy: str = "allgather",
-    balance: str | None = None,
+    strategy: Strategy = "allgather",
+    balance: Balance = None,
     causal: bool = False,
     sm_scale: float | None = None,
-    layout: str = "bhsd",
-    recipe: Recipe | str = BALANCED,
+    layout: Layout = "bhsd",
+    recipe: Recipe | RecipeName = BALANCED,
     rope: Rope | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
@@ -269,7 +280,7 @@ def attention_varlen(
     group: Group = None,
     causal: bool = False,
     sm_scale: float | None = None,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -379,7 +390,7 @@ def attention_varlen(
 class ShardedOptions(DenseOptions, total=False):
     """Those of `attention`, but for what a `Sharding` says."""
 
-    strategy: str
+    strategy: Strategy
     return_lse: bool
     check: bool
 
@@ -394,7 +405,7 @@ class Sharding:
     """
 
     group: dist.ProcessGroup
-    balance: str | None
+    balance: Balance
 
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's part of a tensor that every rank has whole."""
@@ -413,7 +424,7 @@ class Sharding:
         return attention(q, k, v, group=self.group, balance=self.balance, **options)
 
 
-def sharding(group: Group = None, *, balance: str | None = None) -> Sharding:
+def sharding(group: Group = None, *, balance: Balance = None) -> Sharding:
     """Say once how ranks hold a sequence; the functions of the same names need `group` and `balance` each time.
 
     ```python

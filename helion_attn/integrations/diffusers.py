@@ -14,7 +14,7 @@ from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.masks import attend_to_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
-from helion_attn.types import BALANCED, Recipe, as_recipe
+from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_sm_scale
 from helion_attn.validate.varlen import MAX_VARLEN_D
 
@@ -66,7 +66,7 @@ OWN_CALLS: dict[str, tuple[str, ...]] = {
 NEEDED = ("_backends", "_constraints", "_supported_arg_names", "_supports_context_parallel", "register")
 
 
-def register_diffusers(name: str = "helion_fp8", *, recipe: Recipe | str = BALANCED) -> None:
+def register_diffusers(name: str = "helion_fp8", *, recipe: Recipe | RecipeName = BALANCED) -> None:
     """Add FP8 attention to diffusers' backends (0.42), for inference.
 
     `model.set_attention_backend(name)`, `pipeline.transformer.set_attention_backend(name)` and

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import torch
-from typing_extensions import ParamSpec
+from typing_extensions import ParamSpec, Unpack
 
 from helion_attn.api import attention, attention_quantized, pack_unread
 from helion_attn.integrations.rules import Rule, check_supported, is_none
 from helion_attn.kv_cache import append_kvcache, attention_kvcache
-from helion_attn.types import BALANCED, PagedKVCache, Recipe
+from helion_attn.types import BALANCED, PagedKVCache, Recipe, RecipeName
 from helion_attn.validate.dense import (
     check_descale,
     check_descale_form,
@@ -29,12 +29,32 @@ from helion_attn.validate.dense import (
     described,
 )
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention
-from helion_attn.validate.names import in_lines
+from helion_attn.validate.names import in_lines, named
 from helion_attn.validate.values import debugging
 from helion_attn.varlen import attention_varlen
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class FlashOptions(TypedDict, total=False):
+    """Keywords of `flash_attn_func` that its overloads do not name."""
+
+    qv: torch.Tensor | None
+    q_descale: torch.Tensor | None
+    k_descale: torch.Tensor | None
+    v_descale: torch.Tensor | None
+    window_size: tuple[int, int]
+    attention_chunk: int
+    softcap: float
+    num_splits: int
+    pack_gqa: bool | None
+    deterministic: bool
+    sm_margin: int
+    dropout_p: float
+    alibi_slopes: torch.Tensor | None
+    recipe: Recipe | RecipeName
+
 
 ALIBI = Rule("alibi_slopes", is_none, "None (an argument of flash-attn 2)")
 
@@ -196,7 +216,42 @@ def _has_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
-@takes_flash_attn_2(3, _has_dropout, FLASH_ATTN_2_DENSE)
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    return_attn_probs: Literal[False] = False,
+    **options: Unpack[FlashOptions],
+) -> torch.Tensor: ...
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+    **options: Unpack[FlashOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *by_place: Any,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    return_attn_probs: bool = False,
+    return_softmax_lse: bool = False,
+    **options: Unpack[FlashOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@takes_flash_attn_2(3, _has_dropout, FLASH_ATTN_2_DENSE)  # type: ignore[misc]  # not any number by place
+@named
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -219,7 +274,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     return_softmax_lse: bool = False,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention with the names, the order and the meaning of flash-attn 3's arguments.
 
@@ -286,6 +341,7 @@ def flash_attn_func(
 
 
 @takes_flash_attn_2(7, lambda args, _: is_number(args[7]), (*FLASH_ATTN_2_DENSE, "block_table"))
+@named
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -315,7 +371,7 @@ def flash_attn_varlen_func(
     alibi_slopes: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     return_softmax_lse: bool = False,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention of packed sequences, with the names, the order and the meaning of flash-attn 3's arguments.
 
@@ -396,6 +452,7 @@ def _has_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @takes_flash_attn_2(5, _has_lengths, FLASH_ATTN_2_KVCACHE)
+@named
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -6,11 +6,11 @@ import torch
 
 from helion_attn.integrations.flash_attn import ALIBI, flash_attn_func, flash_attn_varlen_func, is_number
 from helion_attn.integrations.rules import check_supported
-from helion_attn.types import BALANCED, Recipe
-from helion_attn.validate.names import in_lines
+from helion_attn.types import BALANCED, Recipe, RecipeName
+from helion_attn.validate.names import named
 
 
-@in_lines
+@named
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
     dropout_p: float = 0.0,
@@ -22,7 +22,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """`flash_attn_func` of packed Q, K and V, with flash-attn 2's arguments.
 
@@ -55,7 +55,7 @@ def flash_attn_qkvpacked_func(
     )
 
 
-@in_lines
+@named
 def flash_attn_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -68,7 +68,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """`flash_attn_func` of packed K and V, with flash-attn 2's arguments.
 
@@ -102,7 +102,7 @@ def flash_attn_kvpacked_func(
     )
 
 
-@in_lines
+@named
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -116,7 +116,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """`flash_attn_varlen_func` of packed Q, K and V, with flash-attn 2's arguments.
 
@@ -155,7 +155,7 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
-@in_lines
+@named
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -172,7 +172,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    recipe: Recipe | str = BALANCED,
+    recipe: Recipe | RecipeName = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """`flash_attn_varlen_func` of packed K and V, with flash-attn 2's arguments.
 

@@ -7,19 +7,20 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from helion_attn.api import attention
+from helion_attn.caller import outermost
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.masks import Visible, attend_to_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
-from helion_attn.types import BALANCED, Recipe, as_recipe
+from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_recipe, check_sm_scale
-from helion_attn.validate.names import in_lines
+from helion_attn.validate.names import named
 from helion_attn.validate.varlen import MAX_VARLEN_D, check_varlen_recipe
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -28,11 +29,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 STOCK = F.scaled_dot_product_attention
 
 #: What `fallback` may be.
-FALLBACKS = ("raise", "warn", "silent")
+Fallback: TypeAlias = Literal["raise", "warn", "silent"]
+FALLBACKS = get_args(Fallback)
 
 
 class FallbackWarning(UserWarning):
-    """PyTorch's attention ran in the place of this package's, as `fallback="warn"` asked for."""
+    """Warning that PyTorch's attention ran in the place of this package's, as `fallback="warn"` asked for."""
 
 
 def _is_causal_bias(mask: Any) -> bool:
@@ -140,11 +142,12 @@ def _fall_back(fallback: str, refusal: Exception, function: Callable[..., Any], 
     if fallback == "raise":
         raise type(refusal)(f'{refusal}; or pass fallback="warn", which hands such calls to PyTorch') from None
     if fallback == "warn":
-        warnings.warn(f"PyTorch's attention runs, as {refusal}", FallbackWarning, stacklevel=4)
+        _, level = outermost()
+        warnings.warn(f"PyTorch's attention runs, as {refusal}", FallbackWarning, stacklevel=level)
     return function(*args, **kwargs)
 
 
-def sdpa(*, recipe: Recipe | str = BALANCED, fallback: str = "raise") -> _SdpaMode:
+def sdpa(*, recipe: Recipe | RecipeName = BALANCED, fallback: Fallback = "raise") -> _SdpaMode:
     """`with helion_attn.sdpa():` runs `torch.nn.functional.scaled_dot_product_attention` in FP8.
 
     It holds for calls from the thread that entered the context, until it is left, however that happens. Contexts nest;
@@ -182,7 +185,7 @@ def sdpa(*, recipe: Recipe | str = BALANCED, fallback: str = "raise") -> _SdpaMo
     return _SdpaMode(as_recipe(recipe), fallback)
 
 
-@in_lines
+@named
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -193,8 +196,8 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    recipe: Recipe | str = BALANCED,
-    fallback: str = "raise",
+    recipe: Recipe | RecipeName = BALANCED,
+    fallback: Fallback = "raise",
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` in FP8, with its arguments and their meaning.
 

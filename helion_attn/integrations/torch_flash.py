@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from helion_attn.api import attention
-from helion_attn.types import BALANCED, Recipe, as_recipe
+from helion_attn.types import BALANCED, Layout, Recipe, RecipeName, as_recipe
 from helion_attn.validate.dense import check_qkv, check_sm_scale
 
 #: The operator whose kernel is replaced.
@@ -35,7 +35,7 @@ class FlashImplementation:
         self.library = None
 
 
-def register_flash_attention(name: str = "helion_fp8", *, recipe: Recipe | str = BALANCED) -> None:
+def register_flash_attention(name: str = "helion_fp8", *, recipe: Recipe | RecipeName = BALANCED) -> None:
     """Make `torch.nn.attention.activate_flash_attention_impl(name)` FP8 attention, for inference.
 
     Once activated, PyTorch's flash attention backend is FP8 attention, in every thread of this process. PyTorch chooses
@@ -91,7 +91,7 @@ def flash_attention(
     # PyTorch promises an output that lies in memory as the query does.
     bshd = query.transpose(1, 2).is_contiguous() and not query.is_contiguous()
     q, k, v = (x.transpose(1, 2) for x in (query, key, value)) if bshd else (query, key, value)
-    layout = "bshd" if bshd else "bhsd"
+    layout: Layout = "bshd" if bshd else "bhsd"
     out, lse = attention(q, k, v, causal=is_causal, sm_scale=scale, layout=layout, recipe=recipe, return_lse=True)
     out = out.transpose(1, 2) if bshd else out
     if out.stride() != (like := torch.empty_like(query)).stride():

@@ -13,7 +13,7 @@ import torch
 from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.rules import Rule, check_supported, is_none
-from helion_attn.types import BALANCED, Recipe, as_recipe
+from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
 from helion_attn.validate.dense import check_options, check_sinks, check_sm_scale
 
 
@@ -67,7 +67,7 @@ IGNORED = {
 }
 
 
-def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | str = BALANCED) -> None:
+def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeName = BALANCED) -> None:
     """Make `attn_implementation=name` FP8 attention in transformers (5.x), for inference.
 
     For decoders, with GQA, sliding windows, softcaps and sinks, and a cache that grows (transformers' default), in
@@ -106,7 +106,7 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | str = BA
 
 
 def transformers_cache() -> Any:
-    """A cache in 8 bits for `model.generate(..., past_key_values=...)`, a `transformers.Cache`.
+    """A cache in 8 bits for `model.generate(..., cache=...)`, a `transformers.Cache`.
 
     Keys and values are quantised once, when they arrive, and stay in the pages of a `PagedKVCache`: about half the
     memory of a cache in bf16. A prompt is attended to as without it; later tokens by `attention_kvcache`. K is not

@@ -17,6 +17,7 @@ from helion_attn.configs import (
     uses_large_d,
 )
 from helion_attn.kernels.lib.arguments import AttentionArguments, VarlenArguments
+from helion_attn.ops import flops
 from helion_attn.ops.declare import Operation
 from helion_attn.types import Recipe
 
@@ -143,5 +144,7 @@ def _launch_varlen(a: VarlenArguments) -> Outputs:
     return out, lse
 
 
-attention = Operation("fp8_attn_fwd", AttentionArguments, 2, _launch, empty_outputs)
-attention_varlen = Operation("fp8_attn_varlen", VarlenArguments, 2, _launch_varlen, empty_varlen_outputs)
+attention = Operation("fp8_attn_fwd", AttentionArguments, 2, _launch, empty_outputs, flops=flops.of_packed)
+attention_varlen = Operation(
+    "fp8_attn_varlen", VarlenArguments, 2, _launch_varlen, empty_varlen_outputs, flops=flops.of_varlen
+)

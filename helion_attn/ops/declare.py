@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from helion_attn.compiler import call_plans
 
@@ -95,6 +96,7 @@ class Operation(Generic[Arguments]):
         launch: Callable[[Arguments], Any],
         fake: Callable[[Arguments], Any],
         mutates: tuple[str, ...] = (),
+        flops: Callable[[Arguments], int] | None = None,
     ) -> None:
         """Register it.
 
@@ -105,6 +107,7 @@ class Operation(Generic[Arguments]):
             launch: runs it.
             fake: allocates what `launch` would return.
             mutates: paths of the tensors that it writes, such as "cache.k8".
+            flops: what `torch.utils.flop_counter` counts of it; None for nothing.
         """
         self._name, self._structure = name, Structure(arguments)
         if unknown := {*mutates} - {*self._structure.paths}:
@@ -120,6 +123,10 @@ class Operation(Generic[Arguments]):
 
         torch.library.impl(f"helion_attn::{name}", DEVICES)(lambda *values: self._run(self._structure.build(values)))
         torch.library.register_fake(f"helion_attn::{name}")(lambda *values: fake(self._structure.build(values)))
+        if flops is not None:
+            register_flop_formula(getattr(torch.ops.helion_attn, name), get_raw=True)(
+                lambda *values, out_val: flops(self._structure.build(values))
+            )
 
     def _run(self, arguments: Arguments) -> Any:
         """Launch it, on the device of the tensors and without autocast."""

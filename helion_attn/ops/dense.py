@@ -9,6 +9,7 @@ import torch
 
 from helion_attn.configs import LargeTileConfig, Packing
 from helion_attn.kernels.lib.arguments import AttentionArguments
+from helion_attn.ops import flops
 from helion_attn.ops.attention import Choice, Outputs, Shape, choose, empty_outputs, launch_choice
 from helion_attn.ops.declare import Operation
 from helion_attn.preprocess.lib.arguments import QuantizeArguments, RopeArguments
@@ -146,4 +147,6 @@ def _fake(a: DenseArguments) -> Outputs:
     return a.q.new_empty(shape, dtype=a.out_dtype), a.q.new_empty((B, H, M), dtype=torch.float32)
 
 
-attention_dense = Operation("fp8_attn_dense", DenseArguments, 2, _launch, _fake)
+attention_dense = Operation(
+    "fp8_attn_dense", DenseArguments, 2, _launch, _fake, flops=lambda a: flops.of_tensors(a.q, a.k, a.v)
+)

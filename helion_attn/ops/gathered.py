@@ -6,6 +6,7 @@ import torch
 
 from helion_attn.configs import attention_tile_config, scheduling, varlen_packing
 from helion_attn.kernels.lib.arguments import AttentionArguments, GatheredArguments, MergeArguments
+from helion_attn.ops import flops
 from helion_attn.ops.declare import Operation
 from helion_attn.ops.quantize import empty_descales, empty_packed
 from helion_attn.preprocess.lib.arguments import DescribePartArguments, QuantizePartArguments
@@ -100,6 +101,12 @@ def _launch_merge(a: MergeArguments) -> None:
 describe_part = Operation("describe_part", DescribePartArguments, 2, _launch_describe, _fake_describe)
 quantize_part = Operation("quantize_part", QuantizePartArguments, 9, _launch_quantize, _fake_quantize)
 attention_gathered = Operation(
-    "fp8_attn_gathered", GatheredArguments, 0, _launch_gathered, lambda a: None, mutates=("out", "lse")
+    "fp8_attn_gathered",
+    GatheredArguments,
+    0,
+    _launch_gathered,
+    lambda a: None,
+    mutates=("out", "lse"),
+    flops=flops.of_gathered,
 )
 merge_parts = Operation("merge_parts", MergeArguments, 0, _launch_merge, lambda a: None, mutates=("out", "lse"))

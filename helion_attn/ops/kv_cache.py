@@ -6,6 +6,7 @@ import torch
 
 from helion_attn.configs import scheduling
 from helion_attn.kernels.lib.arguments import DecodeArguments
+from helion_attn.ops import flops
 from helion_attn.ops.declare import Operation
 from helion_attn.preprocess.lib.arguments import AppendArguments
 
@@ -57,4 +58,4 @@ append_kv = Operation(
     lambda a: None,
     mutates=("cache.k8", "cache.v8", "cache.k_descale", "cache.v_descale"),
 )
-decode = Operation("fp8_attn_decode", DecodeArguments, 2, _launch_decode, empty_outputs)
+decode = Operation("fp8_attn_decode", DecodeArguments, 2, _launch_decode, empty_outputs, flops=flops.of_decode)

@@ -6,9 +6,11 @@ Those of packed sequences, the cache and quantised tensors alone are in files of
 from __future__ import annotations
 
 import warnings
+from typing import get_args
 
 import torch
 
+from helion_attn.caller import outermost
 from helion_attn.configs import (
     ALL_8_BIT,
     SUPPORTED_D,
@@ -16,16 +18,14 @@ from helion_attn.configs import (
     uses_large_d,
 )
 from helion_attn.numerics import MAX_SEED
-from helion_attn.types import Recipe, Rope, as_recipe
+from helion_attn.types import Layout, Recipe, Rope, as_recipe
+from helion_attn.validate.names import OTHER_LAYOUTS
 from helion_attn.validate.tangents import has_tangent
 from helion_attn.validate.values import check_position_values, check_rope_positions, debugging
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUT_DTYPES = (*IN_DTYPES, torch.float8_e4m3fn)
-LAYOUTS = ("bhsd", "bshd")
-
-#: What FlashInfer and SageAttention, and TransformerEngine, call these.
-OTHER_LAYOUTS = {"HND": "bhsd", "NHD": "bshd", "BHND": "bhsd", "BNHD": "bshd"}
+LAYOUTS = get_args(Layout)
 MIN_D, MAX_D = 16, 1024
 
 #: Most pages, heads and splits: their products have room in 32 bits.
@@ -253,6 +253,11 @@ def check_tensors(
     first_name, first = next(iter(tensors.items()))
     for name, x in tensors.items():
         check_is_tensor(name, x)
+        if x.is_nested:
+            raise TypeError(
+                f"{name} is a nested tensor; it must be a dense one: helion_attn.attention_varlen takes sequences of "
+                f"different lengths, as {name}.values() [tokens, heads, head dim] and {name}.offsets() in int32"
+            )
         if x.dim() != ndim:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {ndim} dimensions, {axes}")
         if x.dtype not in dtypes:
@@ -325,31 +330,44 @@ def check_qkv(
     if H % H_kv:
         raise ValueError(f"{q_name} has {H} heads and {k_name} has {H_kv}; {q_name}'s must be a multiple of {k_name}'s")
     # Comparisons of sizes would be guards of a compiled graph.
-    if not torch.compiler.is_compiling() and H_kv > k.size(length) and H > q.size(length) >= k.size(length):
-        warn_of_swapped_layout(tuple(q.shape), tuple(k.shape), layout, names)
+    if not torch.compiler.is_compiling() and looks_swapped(q.size(length), H_kv, k.size(length)):
+        warn_of_swapped_layout(q, k, layout)
 
 
 class SwappedLayoutWarning(UserWarning):
-    """Tensors look as if their layout was the other one."""
+    """Warning that tensors look as if they had the other `layout`: more heads than models have, and few tokens.
+
+    A process says it once.
+    """
 
 
-#: Said already; a process says it once.
+#: Said already.
 _SAID: set[type[Warning]] = set()
 
+#: The most heads that models have. More, of few tokens, are tokens of few heads: shorter prompts are not told apart.
+MOST_HEADS = 128
 
-def warn_of_swapped_layout(
-    q: tuple[int, ...], k: tuple[int, ...], layout: str, names: tuple[str, str, str] = ("q", "k", "v")
-) -> None:
-    """Say, once a process, that heads and lengths look exchanged."""
-    if SwappedLayoutWarning in _SAID:
+
+def looks_swapped(M: int, H_kv: int, N: int) -> bool:
+    """Whether heads and lengths look exchanged: lengths could be the query heads and KV heads of a model, H_kv not."""
+    return H_kv > MOST_HEADS >= M and M % N == 0
+
+
+def warn_of_swapped_layout(q: torch.Tensor, k: torch.Tensor, layout: str) -> None:
+    """Say, once a process, that heads and lengths look exchanged, to who called a function that takes a layout."""
+    code, level = outermost()
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if SwappedLayoutWarning in _SAID or "layout" not in arguments:
         return
     _SAID.add(SwappedLayoutWarning)
+    heads, length = (1, 2) if layout == "bhsd" else (2, 1)
     other = LAYOUTS[1 - LAYOUTS.index(layout)]
     warnings.warn(
-        f"{names[0]} has shape {q} and {names[1]} {k}; with layout={layout!r} these have more heads than tokens: if "
-        f"they are {other!r}, pass layout={other!r}, or transpose(1, 2) of them",
+        f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; with layout={layout!r} k has {k.size(heads)} heads of "
+        f"{k.size(length)} tokens: if these are {k.size(heads)} tokens of {k.size(length)} heads, pass "
+        f"layout={other!r} to {code.co_name}",
         SwappedLayoutWarning,
-        stacklevel=2,
+        stacklevel=level,
     )
 
 

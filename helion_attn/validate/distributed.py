@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
 from helion_attn.kernels.lib.arguments import parts_are_told_apart
-from helion_attn.types import Recipe, Rope, as_recipe
+from helion_attn.types import Recipe, Rope, Strategy, as_recipe
 from helion_attn.validate.dense import (
     MIN_D,
     check_positions,
@@ -17,7 +19,7 @@ from helion_attn.validate.dense import (
 from helion_attn.validate.values import check_rope_positions, debugging
 from helion_attn.validate.varlen import MAX_VARLEN_D
 
-STRATEGIES = ("allgather", "ulysses", "ring")
+STRATEGIES = get_args(Strategy)
 BALANCES = (None, "zigzag")
 
 

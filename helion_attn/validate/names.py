@@ -1,10 +1,11 @@
-"""Arguments under the names that they have elsewhere: refused with the name that they have here."""
+"""Arguments and layouts under the names that they have elsewhere: refused with the name that they have here."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from typing_extensions import ParamSpec
@@ -14,6 +15,9 @@ R = TypeVar("R")
 
 #: What PyTorch, flash-attn, transformers, SageAttention, FlashInfer and vLLM call arguments of this package.
 OTHER_NAMES = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
     "is_causal": "causal",
     "softmax_scale": "sm_scale",
     "scale": "sm_scale",
@@ -37,6 +41,17 @@ OTHER_NAMES = {
     "return_attn_probs": "return_lse",
     "return_softmax_lse": "return_lse",
 }
+
+#: Arguments of others that have no place here, and what to do.
+NOT_HERE = {
+    "attn_mask": "pass causal=True or a window, or call helion_attn.scaled_dot_product_attention, which takes masks "
+    "of padding",
+    "dropout_p": "leave it out: there is no dropout in inference",
+    "enable_gqa": "leave it out: k and v may have fewer heads than q",
+}
+
+#: What FlashInfer and SageAttention, and TransformerEngine, call these.
+OTHER_LAYOUTS = {"HND": "bhsd", "NHD": "bshd", "BHND": "bhsd", "BNHD": "bshd"}
 
 #: Columns of a screen: the longest signature that is one line.
 WIDTH = 100
@@ -68,21 +83,29 @@ def in_lines(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def named(function: Callable[P, R]) -> Callable[P, R]:
-    """The function; an argument under another's name raises `TypeError`, naming the right one."""
-    known = frozenset(inspect.signature(function).parameters)
-    name = function.__name__
+    """The function; an argument that it does not have raises `TypeError`, saying what to pass."""
+    known = dict.fromkeys(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for given in kwargs:
-            if given not in known and OTHER_NAMES.get(given) in known:
-                raise TypeError(
-                    f"{name}() has no argument {given}, which is {OTHER_NAMES[given]} here: pass "
-                    f"{OTHER_NAMES[given]}={_shown(given, kwargs[given])}"
-                )
+            if given not in known:
+                raise TypeError(unknown_argument(function.__name__, known, given, kwargs[given]))
         return function(*args, **kwargs)
 
     return in_lines(call)
+
+
+def unknown_argument(function: str, known: Collection[str], given: str, value: object) -> str:
+    """What to say of an argument that a function does not have: what it is here, or the nearest name, or all names."""
+    ours = OTHER_NAMES.get(given)
+    no = f"{function}() has no argument {given}"
+    if ours in known:
+        return f"{no}, which is {ours} here: pass {ours}={_shown(given, value)}"
+    if given in NOT_HERE:
+        return f"{no}: {NOT_HERE[given]}"
+    near = difflib.get_close_matches(given, known, n=1)
+    return f"{no}: did you mean {near[0]}?" if near else f"{no}; it has {', '.join(known)}"
 
 
 def _shown(given: str, value: object) -> str:
@@ -90,4 +113,6 @@ def _shown(given: str, value: object) -> str:
     if given == "sliding_window" and value is not None:
         left = value - 1 if type(value) is int and value > 0 else "sliding_window - 1"
         return f"({left}, 0): a sliding_window counts the query's own key"
+    if OTHER_NAMES[given] == "layout" and isinstance(value, str):
+        return repr(OTHER_LAYOUTS.get(value.upper(), value))
     return repr(value) if isinstance(value, (bool, int, float, str, tuple)) else "..."

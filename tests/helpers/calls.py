@@ -9,6 +9,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.testing import fake_cuda
+from helion_attn.types import Layout
 from helion_attn.varlen import attend_varlen, quantize_varlen
 from helpers.offline import fake_cache, fake_qkv, fake_varlen
 
@@ -16,7 +17,7 @@ from helpers.offline import fake_cache, fake_qkv, fake_varlen
 def attend_alone(
     qkv: tuple[torch.Tensor, ...],
     recipe: ha.Recipe = ha.BALANCED,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     options: dict[str, Any] | None = None,
 ) -> None:
     """`attention`, of which only what comes behind preprocessing is launched; with options of `attention_quantized`."""
@@ -31,7 +32,7 @@ def attend(
     D: int = 64,
     causal: bool = True,
     recipe: ha.Recipe = ha.FAST,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """The attention kernel alone."""

@@ -19,6 +19,7 @@ import helion_attn as ha
 from helion_attn.numerics import LOG2E
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import INPUT_KINDS, TANH_ERROR, TENSOR_CORE_ERROR, error_budget, make_qkv
+from helion_attn.types import Layout
 from helion_attn.validate.dense import IN_DTYPES, MIN_D
 from helpers.cases import Case, Tensors
 from helpers.rotations import tables
@@ -187,7 +188,7 @@ class Data:
     kind: str
     seed: int
     views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
-    layout: str
+    layout: Layout
     causal: bool
     left: int
     right: int

@@ -24,6 +24,7 @@ from helion_attn.numerics import keeps_reference
 from helion_attn.preprocess.lib import hadamard
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.tune import candidates, trial
+from helion_attn.types import Layout
 from helion_attn.varlen import attend_varlen, quantize_varlen
 
 Varlen = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -115,7 +116,7 @@ def fake_qkv(
     N: int,
     D: int,
     dtype: torch.dtype = torch.bfloat16,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     D_v: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Q, K and V on cuda:0, contiguous in `layout`."""
@@ -129,7 +130,7 @@ def fake_qkv(
 def compile_quantize(
     make_qkv: Callable[[], tuple[torch.Tensor, ...]],
     *,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     recipe: ha.Recipe = ha.BALANCED,
     make_rope: Callable[[], ha.Rope] | None = None,
 ) -> list[Sm90Kernel]:
@@ -241,7 +242,7 @@ def compile_attention(
     D: int,
     causal: bool,
     out_dtype: torch.dtype = torch.bfloat16,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     recipe: ha.Recipe = ha.FAST,
     D_v: int | None = None,
     window: tuple[int, int] | None = None,
@@ -262,7 +263,7 @@ def compile_shape(
     D: int,
     causal: bool,
     out_dtype: torch.dtype = torch.bfloat16,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     recipe: ha.Recipe = ha.FAST,
     D_v: int | None = None,
     window: tuple[int, int] | None = None,

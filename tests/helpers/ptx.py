@@ -16,6 +16,7 @@ import torch
 import helion_attn as ha
 from helion_attn.configs import TILE_CONFIGS
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
+from helion_attn.types import Layout
 from helpers import offline
 from helpers.cases import IN_E4M3
 
@@ -35,7 +36,7 @@ def attention(*args: Any, **options: Any) -> Compile:
 
 def quantize(D: int, recipe: ha.Recipe, dtype: torch.dtype = torch.bfloat16, rope: bool = False) -> Compile:
     """What runs before it."""
-    layout = "bshd" if rope else "bhsd"
+    layout: Layout = "bshd" if rope else "bhsd"
 
     def tables() -> ha.Rope:
         return ha.Rope(fake_cuda(9000, D // 2), fake_cuda(9000, D // 2))

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import helion_attn as ha
 from helion_attn.distributed.collectives import Group
 from helion_attn.testing import relative_error
-from helion_attn.types import Recipe
+from helion_attn.types import Balance, Layout, Recipe, Strategy
 
 #: How many times the error of one process several may have.
 AS_ONE = 1.02
@@ -56,7 +56,7 @@ class Problem:
     has_sinks: bool = False
     return_lse: bool = False
     has_rope: bool = False
-    layout: str = "bhsd"
+    layout: Layout = "bhsd"
     alike: bool = False
 
     def chunks(self, lengths: tuple[int, ...]) -> list[list[tuple[int, int]]]:
@@ -133,13 +133,15 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def attend(problem: Problem, strategy: str, rank: int, group: Group, *, device: str = "cpu", check: bool = True) -> Any:
+def attend(
+    problem: Problem, strategy: Strategy, rank: int, group: Group, *, device: str = "cpu", check: bool = True
+) -> Any:
     """What a rank gets, BHSD."""
     q, k, v = problem.tensors(device)
     parts = [problem.part(q, problem.q_lengths, rank)] + [problem.part(x, problem.k_lengths, rank) for x in (k, v)]
     if problem.layout == "bshd":
         parts = [x.transpose(1, 2) for x in parts]
-    balance = "zigzag" if problem.zigzag else None
+    balance: Balance = "zigzag" if problem.zigzag else None
     options = problem.options(device)
     q, k, v = parts
     found = ha.distributed.attention(

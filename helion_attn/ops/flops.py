@@ -1,0 +1,60 @@
+"""What `torch.utils.flop_counter` counts of attention: both products, in head dims that are not padded.
+
+As of PyTorch's own attention, scores that a mask hides count. Of packed sequences and of a cache those of each sequence
+count; their lengths are read on the host. Fake tensors have none: there it is all that could be.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from helion_attn.kernels.lib.arguments import AttentionArguments, DecodeArguments, GatheredArguments, VarlenArguments
+
+
+def _products(scores: int, D: int, D_v: int) -> int:
+    return 2 * scores * (D + D_v)
+
+
+def _has_values(x: torch.Tensor) -> bool:
+    return not isinstance(x, FakeTensor) and x.device.type != "meta"
+
+
+def of_packed(a: AttentionArguments) -> int:
+    """Of packed tensors."""
+    B, H = a.packed.q_descale.shape[:2]
+    return _products(B * H * a.m_len * a.n_len, a.d, a.d_v)
+
+
+def of_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Of unquantised tensors, BHSD."""
+    B, H, M, D = q.shape
+    return _products(B * H * M * k.size(2), D, v.size(3))
+
+
+def of_varlen(a: VarlenArguments) -> int:
+    """Of packed sequences."""
+    every = of_packed(a.attention)
+    if not _has_values(a.q_blocks):
+        return every
+    bm = a.attention.packed.q8.size(2)
+    # [M_blocks] each, as `configs.Q_FIELDS` has them
+    _, _, tokens, _, keys, first_block, _, _ = a.q_blocks.long().unbind(1)
+    begin = (torch.arange(len(tokens), device=tokens.device) - first_block) * bm
+    pairs = int(((tokens - begin).clamp(0, bm) * keys.clamp_min(0)).sum())
+    return every * pairs // max(1, a.attention.m_len * a.attention.n_len)
+
+
+def of_gathered(a: GatheredArguments) -> int:
+    """Of a rank's queries and the keys that a launch has."""
+    B, H, M = a.lse.shape
+    return _products(B * H * M * min(a.n_len, a.parts.key_parts * a.parts.key_part_len), a.d, a.d_v)
+
+
+def of_decode(a: DecodeArguments) -> int:
+    """Of the queries of every sequence, and its keys in the cache."""
+    B, H, M, D = a.q.shape
+    keys = B * a.block_table.size(1) * a.cache.page_size
+    if _has_values(a.cache_seqlens):
+        keys = int(a.cache_seqlens.sum())
+    return _products(H * M * keys, D, a.cache.D_v)
