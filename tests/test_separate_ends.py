@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import helion_attn as ha
 from helion_attn.compiler import triton_hook
@@ -32,7 +33,15 @@ ENDS: dict[str, functools.partial[Any]] = {
     "split": functools.partial(compile_shape, 1, 64, 100000, 256, False, recipe=ha.BALANCED),
     "pieces": functools.partial(compile_attention, 512, True, D_v=512, recipe=ha.BALANCED),
     "bf16_d128": functools.partial(compile_attention, 128, False, recipe=ha.BF16),
+    # Rows of other bytes than 16 times a whole number are stored in layouts of their own.
+    "fp16_of_143": functools.partial(compile_attention, 143, False, torch.float16),
+    "fp32_of_154": functools.partial(compile_attention, 154, True, torch.float32),
+    "e4m3_of_194": functools.partial(compile_attention, 194, False, torch.float8_e4m3fn, recipe=ha.BALANCED),
+    "bf16_of_754": functools.partial(compile_attention, 651, False, D_v=754),
 }
+
+#: The stores of rows that are not whole numbers of 16 bytes.
+WIDEST = {"fp16_of_143": ".b16", "fp32_of_154": ".v2.b32", "e4m3_of_194": ".b16", "bf16_of_754": ".b32"}
 
 
 @functools.cache
@@ -57,9 +66,9 @@ def test_no_barrier_of_all_warps_behind_the_turns(name: str) -> None:
     assert_sound(found)
     end = behind_turns(found.ptx)
     assert re.search(r"\b(bar|barrier)(\.\w+)*\s+0[,;]|mbarrier", end) is None
-    assert re.search(r"st\.shared.*(\n.*)*bar\.warp\.sync", end)
-    # Stores are as wide as Triton has them.
-    assert "st.global.v4" in end
+    assert re.search(r"st\.shared.*(\n.*)*bar\.warp\.sync|shfl\.sync", end)
+    # Stores are as wide as rows of the output allow.
+    assert re.findall(r"st\.global((?:\.v\d)?\.b\d+)", end)[-1] == WIDEST.get(name, ".v4.b32")
     assert "bar.sync" in found.ptx.split("before_turns: ")[0]
 
 
@@ -92,11 +101,11 @@ def places(text: str) -> list[tuple[int, int] | None]:
 def size(line: str) -> int:
     """Bytes of a buffer, or what a conversion exchanges at most."""
     shape, element = re.findall(r"(?:memdesc|tensor)<((?:\d+x)+)(\w+)", line)[-1]
-    bits = {"f8E4M3FN": 8, "i8": 8, "bf16": 16, "f32": 32, "i64": 64}[element]
+    bits = {"f8E4M3FN": 8, "i8": 8, "f16": 16, "bf16": 16, "f32": 32, "i64": 64}[element]
     return math.prod(int(n) for n in shape.split("x")[:-1]) * bits // 8
 
 
-@pytest.mark.parametrize("name", ["fast", "balanced", "pieces", "bf16_d128"])
+@pytest.mark.parametrize("name", ["fast", "balanced", "pieces", "bf16_d128", "fp16_of_143"])
 def test_what_is_exchanged_comes_into_no_buffer_that_is_read(name: str) -> None:
     """V's, and the mbarriers, which the other warpgroup may still wait for."""
     without = shared_ir(ENDS[name])[0][1]

@@ -8,6 +8,7 @@ import inspect
 import re
 import threading
 import time
+import unittest
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -350,19 +351,41 @@ def test_missing_is_what_was_expected_and_did_not_apply() -> None:
 
 
 def test_a_shipped_config_without_its_passes_is_said_once() -> None:
-    kernel = SimpleNamespace(metadata=SimpleNamespace(num_warps=8, num_stages=3))
-    outcomes = (Outcome(early_copies.NAME, False, "there is no loop"), Outcome(warpgroup_turns.NAME, False, "so"))
+    """In words, whatever its config is; the log has the pass, and what it was refused for."""
+    form = "its use of shared memory behind the loop is SSSSBLLLL"
     slower.warn_slower.cache_clear()
-    made = triton_hook.WithPasses.of(doubled, (early_copies.NAME,))
+    made = triton_hook.WithPasses.of(doubled, (early_copies.NAME, separate_ends.NAME))
     with (
-        mock.patch.object(triton_hook, "compile_with_passes", return_value=kernel),
-        mock.patch.object(triton_hook, "outcomes", return_value=outcomes),
         warnings.catch_warnings(record=True) as said,
+        unittest.TestCase().assertLogs("helion_attn", "DEBUG") as logged,
     ):
         warnings.simplefilter("always")
-        for _ in range(2):
-            assert made.compile_and_check("source") is kernel
+        for warps in (4, 8):
+            kernel = SimpleNamespace(metadata=SimpleNamespace(num_warps=warps, num_stages=3))
+            outcomes = (Outcome(early_copies.NAME, True, "so"), Outcome(separate_ends.NAME, False, f"{form} {warps}"))
+            with (
+                mock.patch.object(triton_hook, "compile_with_passes", return_value=kernel),
+                mock.patch.object(triton_hook, "outcomes", return_value=outcomes),
+            ):
+                assert made.compile_and_check("source") is kernel
     (warning,) = said
     assert warning.category is SlowerWarning
-    for part in ("doubled (8 warps, 3 stages)", early_copies.NAME, "there is no loop", COSTS[early_copies.NAME]):
-        assert part in str(warning.message)
+    message = str(warning.message)
+    for part in (
+        "doubled gives right results",
+        COSTS[separate_ends.NAME],
+        'logging.getLogger("helion_attn")',
+        "eport it",
+    ):
+        assert part in message
+    assert "SSSS" not in message
+    assert separate_ends.NAME not in message
+    assert f"doubled (8 warps, 3 stages): {separate_ends.NAME}: refused, {form} 8" in [
+        x.getMessage() for x in logged.records
+    ]
+
+
+@pytest.mark.parametrize(("version", "advice"), [("3.6.0", "Report it"), ("3.8.1", "Triton is 3.8.1: install 3.6")])
+def test_what_to_do_about_a_slower_kernel(version: str, advice: str) -> None:
+    with mock.patch.object(triton, "__version__", version):
+        assert triton_hook._advice().startswith(advice)

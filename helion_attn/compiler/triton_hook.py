@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -35,7 +36,10 @@ from helion_attn.compiler.passes import (
 from helion_attn.compiler.passes.expected import COSTS, missing
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.slower import warn_slower
-from helion_attn.compiler.versions import KNOWN_TRITONS, MEASURED_SERIES, triton_is_known
+from helion_attn.compiler.versions import KNOWN_TRITONS, MEASURED_SERIES, series, triton_is_known
+
+#: Says at level DEBUG what each pass did to a kernel, or what it was refused for.
+_LOG = logging.getLogger("helion_attn")
 
 #: Key in a kernel's metadata: a list of name, whether it was applied, and reason, for each pass.
 OUTCOMES = "helion_attn_outcomes"
@@ -313,16 +317,26 @@ class WithPasses(JITFunction[Any]):
             return kernel
         kernel = compile_with_passes(source, None if self.turns else SWITCHED_OFF, **options)
         _COMPILED.append(kernel)
-        for outcome in missing(outcomes(kernel), self.expected):
-            if outcome.reason != SWITCHED_OFF:
-                name, of = kernel_name(self.fn.__name__), kernel.metadata
-                warn_slower(
-                    f"{name} ({of.num_warps} warps, {of.num_stages} stages) was compiled without the pass "
-                    f"{outcome.name}: {outcome.reason}. It costs {COSTS[outcome.name]}. "
-                    f"Report it, with Triton's version: it is {triton.__version__}, and the figures are of "
-                    f"{MEASURED_SERIES}."
-                )
+        name = kernel_name(self.fn.__name__)
+        for outcome in outcomes(kernel):
+            _LOG.debug(
+                "%s (%d warps, %d stages): %s", name, kernel.metadata.num_warps, kernel.metadata.num_stages, outcome
+            )
+        lost = [x.name for x in missing(outcomes(kernel), self.expected) if x.reason != SWITCHED_OFF]
+        if lost:
+            warn_slower(
+                f"{name} gives right results and is slower than this package's figures: it takes "
+                f"{'; '.join(COSTS[x] for x in lost)}. {_advice()}"
+            )
         return kernel
+
+
+def _advice() -> str:
+    """What to do about a kernel that was compiled without a pass."""
+    report = 'what logging.getLogger("helion_attn") says at level DEBUG'
+    if series(triton.__version__) == MEASURED_SERIES:
+        return f"Report it, with the call and {report}."
+    return f"Triton is {triton.__version__}: install {MEASURED_SERIES}, or report it, with the call and {report}."
 
 
 def kernel_name(name: str) -> str:

@@ -27,8 +27,8 @@ NAME = "separate_ends"
 _ROWS = 16
 
 _STORED = re.compile(
-    r"(#\w+) = #ttg\.blocked<\{sizePerThread = \[1, (\d+)\], threadsPerWarp = \[(\d+), (\d+)\], "
-    r"warpsPerCTA = \[8, 1\], order = \[1, 0\]\}>"
+    r"(#\w+ = #ttg\.blocked<\{sizePerThread = )\[1, (\d+)\](, threadsPerWarp = \[(\d+), \d+\], )"
+    r"warpsPerCTA = \[\d, \d\](, order = \[1, 0\]\}>)"
 )
 _SINGLE_ROWS = re.compile(r"(#\w+) = #ttg\.blocked<\{sizePerThread = \[1\], .*, order = \[0\]\}>")
 
@@ -107,10 +107,10 @@ def _mbarriers(before: list[str], loop: list[str]) -> set[str]:
 
 def _with_rows_of_warps(text: str) -> str:
     for found in _STORED.finditer(text):
-        name, width, rows, _ = found.groups()
+        begin, width, threads, rows, end = found.groups()
         # Rows may be loaded in such a layout, too.
-        if _ROWS % int(rows) == 0 and re.search(rf"\btt\.store .*, {name}>( loc|$)", text, re.MULTILINE):
-            own_rows = found.group().replace(f"[1, {width}]", f"[{_ROWS // int(rows)}, {width}]")
+        if _ROWS % int(rows) == 0 and re.search(rf"\btt\.store .*, {begin.split()[0]}>( loc|$)", text, re.MULTILINE):
+            own_rows = f"{begin}[{_ROWS // int(rows)}, {width}]{threads}warpsPerCTA = [8, 1]{end}"
             text = text.replace(found.group(), own_rows)
     # A layout that names another comes behind it.
     mma, *_ = matched(text, r"(#\w+) = #ttg\.nvidia_mma<")
