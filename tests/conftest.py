@@ -19,6 +19,7 @@ from helpers import interpreter, shared  # noqa: E402
 from helpers.fuzzing import FUZZ_CASES  # noqa: E402
 from helpers.memory import nan_filled_memory  # noqa: E402
 from helpers.no_ops import NoOps  # noqa: E402
+from helpers.repeated import three_times  # noqa: E402
 
 ON_SM_90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -71,11 +72,13 @@ def shared_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are not planned but in tests marked plans: a plan would keep what a test has changed for one call."""
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU every call runs three times, but in tests that are marked: its plan must give the bits of the call."""
     call_plans.forget()
-    if request.node.get_closest_marker("plans") is None:
+    if request.node.get_closest_marker("once"):
         monkeypatch.setattr(call_plans, "key_of", lambda *_: None)
+    elif not request.node.get_closest_marker("plans"):
+        monkeypatch.setattr(call_plans, "planned", three_times(call_plans.planned))
 
 
 @pytest.fixture

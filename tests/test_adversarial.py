@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.reference import rounding_model
+from helion_attn.testing import TENSOR_CORE_ERROR, make_qkv, relative_error
 from helpers.cases import LADDER, PLAIN, PRESETS, SIXTEEN_BIT, Tensors, make_case
 
 
@@ -92,6 +95,38 @@ def test_scores_of_1e9(recipe: ha.Recipe, D: int, causal: bool, device: str) -> 
     assert torch.equal(lost[:, :, ::2], torch.full_like(lost[:, :, ::2], recipe == ha.BF16))
     if recipe != ha.BF16:
         case.assert_within_budget(out)
+
+
+def in_a_tensor_core(q8: torch.Tensor, k8: torch.Tensor) -> torch.Tensor:
+    """Q K^T as Hopper sums e4m3, fp64 [..., M, N]: 32 products and the sum so far, of the largest's 14 bits.
+
+    So many bits are what arXiv:2412.19437, section 3.3.2, has measured.
+    """
+    total = q8.new_zeros((*q8.shape[:-1], k8.size(-2), 1), dtype=torch.float64)
+    for q, k in zip(q8.double().split(32, -1), k8.double().split(32, -1), strict=True):
+        terms = torch.cat([q.unsqueeze(-2) * k.unsqueeze(-3), total], -1)
+        unit = torch.exp2(terms.abs().amax(-1, keepdim=True).log2().floor() - 13)
+        total = ((terms / unit).trunc() * unit).sum(-1, keepdim=True)
+    return total.squeeze(-1)
+
+
+def test_what_a_tensor_core_cannot_tell_apart() -> None:
+    """It takes another key than the exact sums only where `Case.tie_noise` counts with that."""
+    q, k, v = make_qkv("randn", 1, 1, 1, 1000, 200, 320, torch.float32)
+    case = make_case((q * 1e7, k, v), recipe=ha.FAST)
+    r = rounding_model.quantize(*case.qkv, ha.FAST)
+    exact, summed = r.q8.double() @ r.k8.double().mT, in_a_tensor_core(r.q8, r.k8)
+    assert relative_error(summed, exact) < TENSOR_CORE_ERROR
+    rows = (exact.argmax(3) != summed.argmax(3)).squeeze()
+    assert 0 < rows.sum() < 20
+    largest = exact.abs().amax(3).squeeze()[rows]
+    two = exact.squeeze()[rows].topk(2).values
+    assert torch.all(two[:, 0] - two[:, 1] < TENSOR_CORE_ERROR * largest)
+    out = torch.where(rows[:, None], v[0, 0][summed.squeeze().argmax(1)], case.model)
+    assert relative_error(out, case.oracle) <= math.hypot(case.budget(), case.tie_noise())
+    assert case.tie_noise() > 0
+    assert make_case((q, k, v), recipe=ha.FAST).tie_noise() == 0
+    assert make_case((q * 1e7, k, v), recipe=ha.BALANCED).tie_noise() == 0
 
 
 def all_scores_far_from_0(sign: int, device: str) -> Tensors:

@@ -21,6 +21,7 @@ from helion_attn.testing import fake_cuda
 from helion_attn.types import Layout
 from helpers.offline import fake_cache
 from helpers.planning import KEPT, LAUNCHED, planning
+from helpers.repeated import three_times
 
 pytestmark = pytest.mark.plans
 
@@ -374,3 +375,16 @@ def test_a_plan_returns_what_its_call_returns(recipe: ha.Recipe, options: dict[s
     for again in (elsewhere, captured):
         for a, b in zip(*[x if isinstance(x, tuple) else (x,) for x in (again, itself)], strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("third", [1.0, 2.0, float("nan")])
+def test_a_third_call_with_other_bits_is_noticed(third: float) -> None:
+    """As every test on a GPU makes them (`conftest.py`)."""
+    results = iter([[torch.tensor([x])] for x in (1.0, 5.0, third)])
+    call = three_times(lambda *_: next(results))
+    with (
+        mock.patch.object(call_plans, "key_of", return_value="a key"),
+        contextlib.nullcontext() if third == 1.0 else pytest.raises(AssertionError, match="third call of attention"),
+    ):
+        assert call("attention", [], (), list)[0] == 1.0
+    assert next(results, None) is None

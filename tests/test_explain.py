@@ -152,10 +152,11 @@ def test_launches_are_those_of_this_thread_and_package(monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
+@pytest.mark.plans
 @pytest.mark.parametrize("D", [64, 256])
 def test_what_a_gpu_launched(D: int) -> None:
     q, k, v = make_qkv("randn", 1, 64, 32, 300, 3000, D, device="cuda")
-    for _ in range(2):  # launched through Triton, and again
+    for _ in range(4):  # launched through Triton, again, recorded, and as a plan
         found = ha.explain(q, k, v, causal=True)
         pack_q = () if D == 64 else ("pack_q",)
         assert found.launches == ("sample", "pack_kv", *pack_q, "recentre", "fp8_attn_fwd")

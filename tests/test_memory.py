@@ -102,10 +102,13 @@ def test_views_are_not_copied(views: list[str]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.plans
+@pytest.mark.parametrize("planned", [False, True], ids=["second_call", "planned_call"])
 @pytest.mark.parametrize("D", [64, 256])
-def test_peak(D: int) -> None:
+def test_peak(D: int, planned: bool) -> None:
     qkv = make_qkv("randn", 1, 8, 8, 8192, 8192, D, device="cuda")
-    ha.attention(*qkv)
+    for _ in range(3 if planned else 1):
+        ha.attention(*qkv)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

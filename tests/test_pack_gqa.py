@@ -29,7 +29,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every launch, whether heads share tiles."""
+    """Of every launch, of which a call on a GPU has several, whether heads share tiles."""
     seen: list[bool] = []
     launch = attention.launch
 
@@ -74,7 +74,7 @@ def test_problems(
     case = problem(name, device)
     with poisoned():
         out, lse = case.run(torch.float32)
-    assert asked == [True]
+    assert set(asked) == {True}
     case.assert_within_budget(out)
     case.assert_lse_within_budget(lse)
 
@@ -92,7 +92,7 @@ def test_the_same_bits(name: str, device: str, asked: list[bool], apart: Callabl
     together = ha.attention(q, k, v, **options)
     apart()
     one_by_one = ha.attention(q, k, v, **options)
-    assert asked == [True, False]
+    assert (asked[0], asked[-1]) == (True, False)
     for a, b in zip(together, one_by_one, strict=True):
         assert torch.equal(a, b)
 
@@ -104,7 +104,7 @@ def test_heads_of_different_scales(recipe: ha.Recipe, device: str, asked: list[b
     scales = torch.tensor([0.01, 1.0, 30.0, 1000.0], device=device).view(4, 1, 1)
     case = make_case(((q * scales).bfloat16(), k, v), causal=True, recipe=recipe)
     out, lse = case.run(torch.float32)
-    assert asked == [True]
+    assert set(asked) == {True}
     case.assert_within_budget(out)
     case.assert_lse_within_budget(lse)
 
@@ -118,7 +118,7 @@ def test_layouts_and_out_dtypes(
     qkv = case.qkv if layout == "bhsd" else tuple(x.transpose(1, 2).contiguous() for x in case.qkv)
     with poisoned():
         out, lse = ha.attention(*qkv, layout=layout, causal=True, out_dtype=out_dtype, return_lse=True)
-    assert asked == [True]
+    assert set(asked) == {True}
     case.assert_within_budget(out if layout == "bhsd" else out.transpose(1, 2))
     case.assert_lse_within_budget(lse)
 
@@ -132,7 +132,7 @@ def test_nonfinite_stays_in_its_head(
     clean = ha.attention(q, k, v, recipe=recipe)
     q[0, 1, 3, 7] = value
     out = ha.attention(q, k, v, recipe=recipe)
-    assert asked == [True, True]
+    assert set(asked) == {True}
     assert not out[0, 1, 3].isfinite().any()
     assert torch.equal(out[:, [0, 2, 3]], clean[:, [0, 2, 3]])
     apart()
@@ -162,7 +162,7 @@ def test_who_shares(
     monkeypatch.setattr(attention.interpreted_kernel, "run", lambda arguments: None)
     qkv = ha.quantize(*make_qkv("randn", 1, H, H_kv, M, 40, 64))
     ha.attention_quantized(qkv)
-    assert asked == [shares]
+    assert set(asked) == {shares}
 
 
 @pytest.mark.parametrize(("kv_heads", "shares"), [(2**17, True), (2**18, False)])

@@ -386,7 +386,9 @@ def test_masks_that_learn(device: str) -> None:
     bias = torch.zeros(24, 24, device=device, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"attn_mask requires grad; .* or detach attn_mask; or pass fallback"):
         ha.scaled_dot_product_attention(q, k, v, bias)
-    ha.scaled_dot_product_attention(q, k, v, bias, fallback="silent").sum().backward()
+    # Not the bias alone: PyTorch's kernel for a GPU keeps no lse for that, and its backward calls it "not aligned".
+    learning = q.clone().requires_grad_()
+    ha.scaled_dot_product_attention(learning, k, v, bias, fallback="silent").sum().backward()
     assert bias.grad is not None
     with torch.no_grad():
         assert torch.equal(ha.scaled_dot_product_attention(q, k, v, bias), ha.attention(q, k, v))
@@ -518,7 +520,9 @@ def test_masks_are_not_read_in_a_graph(device: str) -> None:
     def attend(fallback: Fallback) -> torch.Tensor:
         return ha.scaled_dot_product_attention(*qkv, attn_mask=mask, fallback=fallback)
 
-    with pytest.raises(Exception, match=r"in torch\.compile it must be None"):
+    # Dynamo of torch 2.11 does not format an exception: it shows its class, and what was added to its message.
+    shown = r'in torch\.compile it must be None|NotImplementedError.*; or pass fallback="warn", which hands such calls'
+    with pytest.raises(Exception, match=shown):
         torch.compile(attend, fullgraph=True, backend="eager")("raise")
 
 

@@ -168,9 +168,13 @@ WORLD = 4
 PAIRS = ([0, 1], [2, 3])
 
 
+#: Helion's interpreter asks a GPU what it can do, which a fork of a process that has asked cannot.
+START = "spawn" if torch.cuda.is_available() else "forkserver"
+
+
 def server() -> Any:
-    """Processes from a server that imports once what each would take seconds for, and forks without other threads."""
-    context = mp.get_context("forkserver")
+    """Processes; without a GPU, of a server that imports once what takes seconds, and forks without other threads."""
+    context = mp.get_context(START)
     context.set_forkserver_preload(
         ["torch.distributed", "helion.language", "helion.runtime.ref_mode", "helion_attn.distributed.api"]
     )
@@ -180,7 +184,7 @@ def server() -> Any:
 def spawn(fn: Callable[..., Any], args: tuple[Any, ...], nprocs: int, said: Path | None = None) -> None:
     """`torch.multiprocessing.spawn`, with processes of `server`; what they print goes to the file `said`, if given."""
     server()
-    start_processes(_saying, (said, fn, args), nprocs, start_method="forkserver")
+    start_processes(_saying, (said, fn, args), nprocs, start_method=START)
 
 
 def _saying(rank: int, said: Path | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -1,0 +1,43 @@
+"""Every public call three times, as users make it: the third is a plan's, and has the bits of the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from helion_attn.compiler import call_plans
+
+Planned = Callable[..., Sequence[torch.Tensor]]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: NaN is equal to itself."""
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def three_times(planned: Planned) -> Planned:
+    """`call_plans.planned`, of which no plan outlives the call: a test may change anything in between."""
+
+    def call(
+        name: str,
+        tensors: Sequence[Any],
+        options: Sequence[Any],
+        run: Callable[[], Sequence[torch.Tensor]],
+        written: Sequence[torch.Tensor] = (),
+    ) -> Sequence[torch.Tensor]:
+        returned = planned(name, tensors, options, run, written)
+        given = [x for x in tensors if x is not None]
+        if call_plans.key_of(name, given, ()) is None or torch.cuda.is_current_stream_capturing():
+            return returned
+        first = [*returned, *(x.clone() for x in written)]
+        for _ in range(2):
+            again = planned(name, tensors, options, run, written)
+        call_plans.forget()
+        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(first, (*again, *written), strict=True)), (
+            f"the third call of {name} has other bits than the first"
+        )
+        return returned
+
+    return call
