@@ -6,8 +6,8 @@ From bf16 to bf16, quantising included, one sequence, BALANCED. A process a GPU,
 it the same tokens in bf16 in the same processes: K and V gathered by the same collective, then FlashAttention-3 or
 PyTorch's SDPA. A time is that of the slowest rank. Stages:
 
-    e2e         a call of `helion_attn.distributed.attention` with check=False, or of the bf16 attention
-    checked     the same with check=True: what ranks tell each other first
+    checked     a default call of `helion_attn.distributed.attention`, in which ranks first tell each other of it
+    e2e         the same with check=False, or a call of the bf16 attention
     compute     ring: the call without its exchange, on keys that are there
     collective  the large collective alone, of as many bytes
 
@@ -60,8 +60,9 @@ CHECKED_ROWS = 16
 #: Total error (randn) above which a time is not worth reporting.
 ERROR_BUDGET = 0.06
 
-#: A launch over gathered parts is at most so many times slower than over one piece; a ring, than its compute alone.
-GATHERED_BOUND, HIDDEN_BOUND = 1.03, 1.05
+#: A launch over gathered parts is at most so many times slower than over one piece; a ring, than its compute alone; a
+#: default call, than one with check=False.
+GATHERED_BOUND, HIDDEN_BOUND, CHECK_BOUND = 1.03, 1.05, 1.03
 
 #: From so many FLOPs a rank on, fewer rounds are timed.
 LONG_FLOPS, LONG_REPEATS = 1e14, 3
@@ -411,21 +412,22 @@ def tables(loaded: Loaded) -> list[Table]:
             stages = {r["stage"]: r for r in cell if r["impl"] == "helion_attn" and r["strategy"] == strategy}
             if "checked" in stages:
                 ms = {stage: row["ms"] for stage, row in stages.items()}
-                mine = ms.get("e2e") or ms["checked"]
+                mine = ms["checked"]
                 body.append(
                     [
                         *map(str, values[:4]),
                         mask(values[4]),
                         str(values[5]),
                         strategy,
-                        *(number(ms.get(stage), ".3f") for stage in ("e2e", "checked", "compute", "collective")),
+                        *(number(ms.get(stage), ".3f") for stage in ("checked", "e2e", "compute", "collective")),
                         number(cell_flops(values) / mine / 1e9 if mine else None, ".0f"),
                         number(ratio(bf16, mine), ".2f"),
                         number(stages["checked"]["bytes"] / 1e6, ".2f"),
                         error_text(stages["checked"]["error_total"]),
                     ]
                 )
-    headers = ["scaling", "tokens", "H", "H_kv", "mask", "GPUs", "strategy", "ms", "checked", "compute", "collective"]
+    headers = ["scaling", "tokens", "H", "H_kv", "mask", "GPUs", "strategy", "ms", "check=False", "compute"]
+    headers += ["collective"]
     headers += ["TFLOP/s a GPU", "speed / bf16's", "MB sent a rank", "error"]
     return [*found, Table("From bf16 to bf16, D 128, BALANCED", headers, body)] if body else found
 
@@ -439,7 +441,9 @@ def cell_flops(values: tuple[Any, ...]) -> float:
 def plot(loaded: Loaded) -> Figure | None:
     """TFLOP/s a GPU over the number of GPUs, a panel a problem."""
     rows = [
-        r for r in rows_of(loaded, "distributed") if r["scaling"] != "gathered" and r["stage"] in ("e2e", "checked")
+        r
+        for r in rows_of(loaded, "distributed")
+        if r["scaling"] != "gathered" and r["stage"] == ("checked" if r["impl"] == "helion_attn" else "e2e")
     ]
     problems = values_of([r for r in rows if r["scaling"] == "strong"], "N", "H", "causal")
     if not problems:
@@ -463,7 +467,7 @@ def plot(loaded: Loaded) -> Figure | None:
 
 
 def checks(loaded: Loaded) -> list[Check]:
-    """What gathered parts cost, and whether a ring hides its exchange."""
+    """What gathered parts cost, and a check; and whether a ring hides its exchange."""
     found = []
     gathered = rows_of(loaded, "distributed", scaling="gathered")
     for causal in (True, False):
@@ -473,6 +477,17 @@ def checks(loaded: Loaded) -> list[Check]:
             if r["parts"] > 1:
                 where = f"{r['parts']} ranks{', zigzag' if r['zigzag'] else ''}, {'causal' if causal else 'full'}"
                 found.append(Check("gathered parts / one piece, time", where, ratio(r["ms"], one), GATHERED_BOUND))
+    keys = ("N", "H", "causal", "world", "strategy", "scaling")
+    default, unchecked = (
+        {tuple(r[key] for key in keys): r for r in rows_of(loaded, "distributed", impl="helion_attn", stage=stage)}
+        for stage in ("checked", "e2e")
+    )
+    for key, row in unchecked.items():
+        N, H, causal, world, strategy, _ = key
+        where = f"{N} tokens, {H} heads, {mask(causal)}, {world} GPUs, {strategy}"
+        found.append(
+            Check("a default call / check=False, time", where, ratio(default[key]["ms"], row["ms"]), CHECK_BOUND)
+        )
     rings = [r for r in rows_of(loaded, "distributed", strategy="ring") if r["impl"] == "helion_attn"]
     for scaling, N, H, causal, world in values_of(rings, "scaling", "N", "H", "causal", "world"):
         key = (scaling, N, H, causal, world)

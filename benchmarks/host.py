@@ -4,7 +4,7 @@
 
     same       S 512 in every call
     by_turns   S 512 and 384
-    new        S that nothing was called with before; one round
+    new        S that nothing was called with before; one round. Others of that size were, so that nothing compiles
 
 `attention` and `attention_quantized` with the default recipe; FlashAttention-3 in bf16, on e4m3 tensors, and from bf16
 to e4m3 and on, by the PyTorch operations with which these benchmarks quantise for it; PyTorch's SDPA; SageAttention 2.
@@ -31,7 +31,10 @@ from helion_attn.workloads import Workload
 
 H, D, CALLS, ROUNDS = 16, 128, 300, 7
 
-SAME, TURNS, FIRST_NEW = 512, 384, 520
+SAME, TURNS, FIRST_NEW = 512, 384, 544
+
+#: Lengths in a row that are all timed or none: kernels are compiled once for multiples of it, and once for the rest.
+TOGETHER = 16
 
 #: From inputs to what is timed on them.
 Prepare = Callable[[Tensor, Tensor, Tensor], Callable[[], object]]
@@ -61,9 +64,17 @@ CALLED: dict[tuple[str, str], Prepare] = {
 }
 
 
-def new_lengths(i: int, count: int) -> range:
-    """Those of the i-th of `CALLED`, and of no other: what prepares one call may itself be what another times."""
-    return range(FIRST_NEW + i * count, FIRST_NEW + (i + 1) * count)
+def new_lengths(i: int, count: int) -> tuple[list[int], list[int]]:
+    """Those of the i-th of `CALLED`, and of no other: what prepares one call may itself be what another times.
+
+    Returns:
+        `count` lengths for what compiles, and as many, between these, to be timed.
+    """
+    groups = -(-count // TOGETHER)
+    first = FIRST_NEW + 2 * i * groups * TOGETHER
+    lengths = [range(begin, begin + TOGETHER) for begin in range(first, first + 2 * groups * TOGETHER, TOGETHER)]
+    compiled, timed = ([S for some in lengths[half::2] for S in some][:count] for half in (0, 1))
+    return compiled, timed
 
 
 def host_us(calls: list[Callable[[], object]], rounds: int, device: torch.device) -> float:
@@ -90,8 +101,9 @@ def measure(device: torch.device, called: dict[tuple[str, str], Prepare], count:
 
     for i, ((impl, stage), prepare) in enumerate(called.items()):
         same, turns = (on(shape(S), prepare) for S in (SAME, TURNS))
-        new = [on(shape(S), prepare) for S in new_lengths(i, count)]
-        same(), turns()  # compile
+        compiling, new = ([on(shape(S), prepare) for S in lengths] for lengths in new_lengths(i, count // 2))
+        for call in (same, turns, *compiling):
+            call()
         recipe = DEFAULT if impl == "helion_attn" else None
         lengths = {
             "new": host_us(new, 1, device),

@@ -236,8 +236,15 @@ def test_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(parts.body) == 5
     assert all(plot.draw(loaded) is not None for block in distributed.SUITE.blocks.values() for plot in block.plots)
     found = distributed.checks(loaded)
-    assert [check.bound for check in found] == [1.03] * 4 + [1.05] * 2
+    unchecked = [row for row in rows if (row["impl"], row["stage"]) == ("helion_attn", "e2e")]
+    assert [check.bound for check in found] == [1.03] * (4 + len(unchecked)) + [1.05] * 2
     assert all(check.value is not None for check in found)
+    # Tables show what a default call takes.
+    for row in unchecked:
+        row["ms"] = 1e-9
+    cells = [cell for line in front.gpu_tables(loaded)[0].body for cell in line[1:]]
+    assert cells
+    assert all(float(cell.split()[1][1:-1]) < 1000 for cell in cells)
 
 
 def test_decode(tmp_path: Path) -> None:
@@ -379,8 +386,10 @@ def test_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("SAME", 5), ("TURNS", 6), ("FIRST_NEW", 7), ("ROUNDS", 1)):
         monkeypatch.setattr(host, name, value)
     loaded = dry_run("host", tmp_path)
-    lengths = [S for i in range(len(host.CALLED)) for S in host.new_lengths(i, 3)]
-    assert len(set(lengths) - {host.SAME, host.TURNS}) == 3 * len(host.CALLED)
+    lengths = [S for i in range(len(host.CALLED)) for part in host.new_lengths(i, 20) for S in part]
+    assert len(set(lengths) - {host.SAME, host.TURNS}) == 2 * 20 * len(host.CALLED)
+    # What compiles has sizes that are multiples of 16, and others, as what is timed has.
+    assert all({S % 16 == 0 for S in part} == {True, False} for part in host.new_lengths(0, 20))
     rows = loaded["host"]["rows"]
     assert all(row["host_us"] > 0 for row in rows)
     (table,) = host.tables(loaded)
@@ -392,6 +401,24 @@ def test_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [check.verdict for check in report.checks_of(START, loaded)] == ["PASS", "not measured", "not measured"]
     rows.append(ours | {"impl": "fa3_bf16", "host_us": 0.01})
     assert [check.verdict for check in report.checks_of(START, loaded)] == ["PASS", "not measured", "FAIL"]
+
+
+def test_costs_are_those_of_the_worst_shape() -> None:
+    quantising: list[Any] = [
+        {"suite": "preprocess", "stage": "preprocess", "recipe": name, "D": D, "N": 4096, "copy_ratio": found}
+        for name, D, found in (("balanced", 128, 0.9), ("balanced", 256, 1.05), ("accurate", 64, 1.3))
+    ]
+    rope = quantising[0] | {"copy_ratio": 2.0, "rope": True}
+    hosts = [
+        {"impl": "helion_attn", "stage": "e2e", "lengths": lengths, "host_us": us}
+        for lengths, us in (("same", 60.0), ("new", 2700.0))
+    ]
+    loaded: Any = {"preprocess": {"meta": {}, "rows": [*quantising, rope]}, "host": {"meta": {}, "rows": hosts}}
+    (table,) = front.cost_tables(loaded)
+    costs = dict(table.body)
+    assert costs["quantising, without RoPE"] == "1.05 of a copy's time (ACCURATE: 1.30)"
+    assert costs["host time, lengths seen before"].startswith("60 us")
+    assert costs["host time, new lengths"].startswith("2700 us")
 
 
 def test_a_process_that_fails_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import math
 import subprocess
 import sys
-import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import helion_attn as ha
+from helion_attn.distributed import collectives, header
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.header import HEADER_BYTES, Header, decode
 from helion_attn.kernels.lib.arguments import magic, parts_are_told_apart
@@ -174,7 +176,7 @@ def said_once(rank: int, group: dist.ProcessGroup) -> list[bool]:
     for other in others:
         with pytest.raises(TypeError, match="multiple values for keyword argument"):
             s.attention(part, part, part, **other)
-    with unittest.mock.patch("helion_attn.distributed.api.attention") as attention:
+    with mock.patch("helion_attn.distributed.api.attention") as attention:
         s.attention(part, part, part, causal=True)
     return [*found, attention.call_args.kwargs == {**shared, "causal": True}]
 
@@ -320,8 +322,8 @@ def test_bytes_sent(found: dict[str, list[Any]], strategy: Strategy) -> None:
             "ring": ["send"],
         }[strategy]
         assert [name.split(".")[1] for name, _ in sent] == operations
-        header, told, large, *output = [size for _, size in sent]
-        assert header == HEADER_BYTES
+        of_header, told, large, *output = [size for _, size in sent]
+        assert of_header == HEADER_BYTES
         bf16 = 2 * p.k_lengths[0] * p.H_kv * (p.D + p.D_v)
         if strategy == "ulysses":
             bf16 += 2 * p.q_lengths[0] * p.H * p.D
@@ -499,12 +501,34 @@ def test_lengths_that_raise(lengths: tuple[int, ...], zigzag: bool) -> None:
 
 
 def test_a_header_is_what_it_was() -> None:
-    header = Header(3, 5, False, '{"a": 1}')
-    assert len(header.encode()) == HEADER_BYTES
-    assert decode(bytes(header.encode())) == header
+    one = Header(3, 5, False, '{"a": 1}')
+    assert len(one.encode()) == HEADER_BYTES
+    assert decode(bytes(one.encode())) == one
     assert len(Header(0, 0, True, "x" * 2 * HEADER_BYTES).encode()) == HEADER_BYTES
     with pytest.raises(ValueError, match="bytes of text"):
         Header(0, 0, False, "x" * HEADER_BYTES).encode()
+
+
+def test_a_header_is_exchanged_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has no stream to itself for it otherwise, and idles while the host waits for all that was launched."""
+    inside: list[bool] = []
+
+    @contextlib.contextmanager
+    def aside(device: torch.device) -> Iterator[None]:
+        inside.append(True)
+        yield
+        inside.append(False)
+
+    def gather(x: torch.Tensor, group: Any) -> torch.Tensor:
+        assert inside == [True]
+        return torch.stack([x, x])
+
+    monkeypatch.setattr(header, "aside", aside)
+    monkeypatch.setattr(collectives, "gather", gather)
+    monkeypatch.setattr(collectives, "device_of", lambda group: torch.device("cpu"))
+    own = Header(3, 5, False, "{}")
+    assert header.exchange(own, mock.Mock()) == [own, own]
+    assert inside == [True, False]
 
 
 def test_the_model_on_paper_is_in_the_document(monkeypatch: pytest.MonkeyPatch) -> None:

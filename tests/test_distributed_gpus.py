@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 import helion_attn as ha
+from helion_attn.distributed import header
+from helion_attn.distributed.header import Header
 from helion_attn.types import Strategy
 from helpers import ranks
 from helpers.ranks import Problem, assert_as_one
@@ -52,6 +55,19 @@ def compiled(strategy: Strategy, rank: int) -> bool:
     return torch.equal(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v))
 
 
+def seconds_of_a_header() -> float:
+    """How long the host waits for it, while the GPU has a second's work."""
+    assert dist.group.WORLD is not None
+    header.exchange(Header(1, 1, False, "{}"), dist.group.WORLD)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2 * 10**9)
+    started = time.perf_counter()
+    header.exchange(Header(1, 1, False, "{}"), dist.group.WORLD)
+    seconds = time.perf_counter() - started
+    torch.cuda.synchronize()
+    return seconds
+
+
 def process(rank: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     file = f"file://{folder}/rendezvous"
@@ -62,6 +78,7 @@ def process(rank: int, folder: str) -> None:
             out, lse = attend(problem, strategy, rank)
             found[name, strategy] = out.cpu(), None if lse is None else lse.cpu()
     found["ring again"] = torch.equal(attend(ZIGZAG, "ring", rank)[0].cpu(), found["zigzag", "ring"][0])
+    found["seconds of a header"] = seconds_of_a_header()
     found["compiled"] = [compiled(strategy, rank) for strategy in ("allgather", "ulysses")]
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
@@ -81,6 +98,10 @@ def test_is_as_one_gpu(name: str, strategy: Strategy, found: list[dict[Any, Any]
     assert_as_one(
         PROBLEMS[name], [[x if x is None else x.cuda() for x in of_rank[name, strategy]] for of_rank in found], "cuda"
     )
+
+
+def test_the_check_does_not_wait_for_the_gpu(found: list[dict[Any, Any]]) -> None:
+    assert all(of_rank["seconds of a header"] < 0.3 for of_rank in found)
 
 
 def test_a_ring_repeats_itself(found: list[dict[Any, Any]]) -> None:

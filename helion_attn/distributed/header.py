@@ -6,8 +6,10 @@ whether there is a header, and one that raises tells the others why.
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +73,16 @@ def _disagreements(agreed: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def aside(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, the host waits for what it launches there, and not for what else a GPU has to do."""
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+
+
 def exchange(own: Header, group: dist.ProcessGroup) -> list[Header]:
     """The headers of all ranks.
 
@@ -78,8 +90,10 @@ def exchange(own: Header, group: dist.ProcessGroup) -> list[Header]:
         ValueError: on all ranks, if one refuses its call, or if two disagree: naming them. But for the one that
             refuses, which raises what it has to.
     """
-    sent = torch.frombuffer(own.encode(), dtype=torch.uint8).to(collectives.device_of(group))
-    received = bytes(collectives.gather(sent, group).cpu().view(-1).tolist())
+    device = collectives.device_of(group)
+    with aside(device):
+        sent = torch.frombuffer(own.encode(), dtype=torch.uint8).to(device)
+        received = bytes(collectives.gather(sent, group).cpu().view(-1).tolist())
     headers = [decode(received[i : i + HEADER_BYTES]) for i in range(0, len(received), HEADER_BYTES)]
     if own.refused:
         return headers
