@@ -4,7 +4,8 @@
 
     same       S 512 in every call
     by_turns   S 512 and 384
-    new        S that nothing was called with before; one round. Others of that size were, so that nothing compiles
+    new        S that nothing was called with before; one round. Others of that size were: what they compile, and the
+               memory that PyTorch keeps for them, is there
 
 `attention` and `attention_quantized` with the default recipe; FlashAttention-3 in bf16, on e4m3 tensors, and from bf16
 to e4m3 and on, by the PyTorch operations with which these benchmarks quantise for it; PyTorch's SDPA; SageAttention 2.
@@ -68,7 +69,7 @@ def new_lengths(i: int, count: int) -> tuple[list[int], list[int]]:
     """Those of the i-th of `CALLED`, and of no other: what prepares one call may itself be what another times.
 
     Returns:
-        `count` lengths for what compiles, and as many, between these, to be timed.
+        `count` lengths to be called first, and as many, between these, to be timed.
     """
     groups = -(-count // TOGETHER)
     first = FIRST_NEW + 2 * i * groups * TOGETHER
