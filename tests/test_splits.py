@@ -292,7 +292,8 @@ def test_who_is_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A group's heads share tiles.
     programs = 2 * 2 * -(-2 * 70 // tile.bm)
     # On a GPU a call is made several times.
-    assert [args[:2] for args in dict.fromkeys(asked)] == [(programs, -(-2000 // tile.bn)), (programs, (98 + tile.bm) // tile.bn + 2)]
+    of_windows = [args[:2] for args in dict.fromkeys(asked)]
+    assert of_windows == [(programs, -(-2000 // tile.bn)), (programs, (98 + tile.bm) // tile.bn + 2)]
 
 
 @pytest.mark.parametrize("D", [192, 320])
