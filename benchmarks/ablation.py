@@ -56,6 +56,7 @@ def row_sums_every_block(
     s: Tensor,
     bias: Tensor | float,
     qk_scale_log2: Tensor,
+    m_run: Tensor,
     m_i: Tensor,
     l_i: Tensor,  # [bm, l_lanes]; all lanes are the same
     bm: int,
@@ -66,14 +67,16 @@ def row_sums_every_block(
     p_offset_log2: hl.constexpr,
     q_row_descales: hl.constexpr,
     empty_rows: hl.constexpr,
+    own_reference: hl.constexpr,
     keeps_reference: hl.constexpr,
     is_cuda: hl.constexpr,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """In place of `online_softmax_step`: a block's row sums are reduced across lanes at once."""
-    p8, alpha, m_new, block = steps.online_softmax_step(
+    p8, alpha, m_run, m_new, block = steps.online_softmax_step(
         s,
         bias,
         qk_scale_log2,
+        m_run,
         m_i,
         torch.zeros_like(l_i),
         bm,
@@ -84,11 +87,12 @@ def row_sums_every_block(
         p_offset_log2,
         q_row_descales,
         empty_rows,
+        own_reference,
         keeps_reference,
         is_cuda,
     )
     # The kernel adds the lanes up at its end.
-    return p8, alpha, m_new, l_i * alpha + (block.sum(1) * (1.0 / l_lanes)).unsqueeze(1)
+    return p8, alpha, m_run, m_new, l_i * alpha + (block.sum(1) * (1.0 / l_lanes)).unsqueeze(1)
 
 
 class InStep(triton_hook.WithPasses):
