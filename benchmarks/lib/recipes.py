@@ -28,13 +28,15 @@ PER_TENSOR = ha.Recipe(
     center_v=False,
 )
 
+_IN_INT8 = {"qk_dtype": torch.int8, "k_scales": "block", "half_scores": False}
+
 _CHANGES: dict[str, dict[str, Any]] = {
     "no_reflect": {"reflect": False},
     "hadamard": {"reflect": False, "hadamard": True},
     "no_smooth_k": {"smooth_k": False},
     "k_head": {"k_scales": "head"},
-    "int8_qk_no_reflect": {"qk_dtype": torch.int8, "k_scales": "block", "reflect": False},
-    "int8_qk_hadamard": {"qk_dtype": torch.int8, "k_scales": "block", "reflect": False, "hadamard": True},
+    "int8_qk_no_reflect": _IN_INT8 | {"reflect": False},
+    "int8_qk_hadamard": _IN_INT8 | {"reflect": False, "hadamard": True},
     "v_channel": {"v_scales": "channel"},
     "q_head": {"q_scales": "head"},
     "q_block": {"q_scales": "block"},
