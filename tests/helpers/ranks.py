@@ -29,6 +29,9 @@ from helion_attn.types import Balance, Layout, Recipe, Strategy
 #: How many times the error of one process several may have.
 AS_ONE = 1.02
 
+#: The same of lse, whose error is the noise of P's rounding: other blocks of keys draw it anew, of few rows here.
+LSE_AS_ONE = 1.1
+
 #: Seconds until a collective gives up.
 TIMEOUT = 20
 
@@ -282,4 +285,4 @@ def assert_as_one(problem: Problem, found: list[Any], device: str = "cpu") -> No
     assert relative_error(out, one.oracle) <= AS_ONE * relative_error(one.out, one.oracle)
     if one.lse is not None:
         lse = problem.whole([lse for _, lse in found])
-        assert relative_error(lse, one.oracle_lse) <= AS_ONE * relative_error(one.lse, one.oracle_lse) + 1e-6
+        assert relative_error(lse, one.oracle_lse) <= LSE_AS_ONE * relative_error(one.lse, one.oracle_lse) + 1e-6
