@@ -11,6 +11,7 @@ import torch
 import helion_attn as ha
 from helion_attn.reference import kv_cache, rounding_model
 from helion_attn.testing import INPUT_KINDS, SINK_SHARES, drift, error_budget, make_qkv, relative_error
+from helion_attn.types import PRESETS
 
 KEYS = 4096
 
@@ -128,7 +129,7 @@ def test_a_sink_costs_what_lies_behind_it_nothing(kind: str, keys: int, D: int, 
     H, M = (2, KEYS) if on_gpu else (1, 64)
     q, k, v = make_qkv(kind, 1, H, H, M, keys, D, device=device)
     q = q[:, :, 1:]  # with a causal mask the first row may see the sink alone
-    for recipe in ha.PRESETS.values() if on_gpu and D <= 256 else (ha.FAST, ha.BALANCED):
+    for recipe in PRESETS.values() if on_gpu and D <= 256 else (ha.FAST, ha.BALANCED):
         errors = []
         for qkv in ((q, k[:, :, 1:], v[:, :, 1:]), (q, k, v)):
             out = ha.attention(*qkv, causal=causal, recipe=recipe, out_dtype=torch.float32)
