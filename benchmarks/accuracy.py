@@ -71,7 +71,7 @@ from benchmarks.lib.tables import (
     series_in,
     values_of,
 )
-from helion_attn.testing import INPUT_KINDS, error_budget, relative_error
+from helion_attn.testing import INPUT_KINDS, SINK_SHARES, error_budget, relative_error
 from helion_attn.workloads import Workload, tagged
 
 #: FlashAttention-3's own figures, by what stands for each here. Its FP8 there has block scales and a Hadamard
@@ -80,6 +80,9 @@ PAPER = {
     "source": "FlashAttention-3, arXiv:2407.08608, section 4.3",
     "rmse": {"flash_fp16": 3.2e-4, "fa3_fp16": 1.9e-4, "fp8_tensor": 2.4e-2, "fa3_fp8": 9.1e-3},
 }
+
+#: What parts `inputs` and `long` measure.
+KINDS = (*INPUT_KINDS, *SINK_SHARES)
 
 #: Head dims that only the pass criterion adds.
 CRITERION_DIMS = (96, 192)
@@ -102,7 +105,7 @@ def inputs(options: Options, D: int) -> Iterator[Row]:
     """Every kind of input, full and causal."""
     for causal in (False, True):
         w = dry_workload(D, causal) if options.device.type == "cpu" else workload(1, 8, 4096, 4096, D, causal)
-        for kind in INPUT_KINDS:
+        for kind in KINDS:
             problem = make_problem(w, kind, options)
             for contender in (*ours(options, list(PRESETS)), *others(options)):
                 yield check(contender, problem)[0] | {"part": "inputs"}
@@ -114,7 +117,7 @@ def long(options: Options, D: int) -> Iterator[Row]:
     if options.device.type == "cpu":
         found = [workload(1, 2, 64, 256, D)]
     for w in found[:1] if options.quick else found:
-        for kind in INPUT_KINDS:
+        for kind in KINDS:
             problem = make_problem(w, kind, options)
             for contender in (*ours(options, [*PRESETS, *RUNGS]), *others(options)):
                 yield check(contender, problem)[0] | {"part": "long"}
@@ -262,7 +265,7 @@ def input_tables(loaded: Loaded) -> list[Table]:
     """Kernel and total error on each kind of input."""
     rows = rows_of(loaded, "accuracy", part="inputs")
     names = series_in(rows, SHOWN)
-    order = sorted(values_of(rows, "D", "causal", "input"), key=lambda cell: (*cell[:2], INPUT_KINDS.index(cell[2])))
+    order = sorted(values_of(rows, "D", "causal", "input"), key=lambda cell: (*cell[:2], KINDS.index(cell[2])))
     body = []
     for D, causal, kind in order:
         cell = [row for row in rows if (row["D"], row["causal"], row["input"]) == (D, causal, kind)]
@@ -274,7 +277,7 @@ def input_tables(loaded: Loaded) -> list[Table]:
 def long_tables(loaded: Loaded) -> list[Table]:
     """Kernel and total error by number of keys, one table per kind of input."""
     tables = []
-    for kind in INPUT_KINDS:
+    for kind in KINDS:
         rows = rows_of(loaded, "accuracy", part="long", input=kind)
         names = series_in(rows, SHOWN)
         body = []

@@ -2,8 +2,9 @@
 
     python benchmarks/accuracy.py --suite hard
 
-Parts, in each row's `part`: `hard`, biased channels of K, also with the same channels large in Q, a V that drifts, and
-wide scores; `drifts`, a V that drifts in every period, phase and form of attention (drift.py).
+Parts, in each row's `part`: `hard`, biased channels of K, also with the same channels large in Q, a V that drifts,
+wide scores, and a sink whose V is small, also with a causal mask; `drifts`, a V that drifts in every period, phase and
+form of attention (drift.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from benchmarks.lib.tables import (
     values_of,
 )
 from helion_attn.configs import SUPPORTED_D
-from helion_attn.testing import HARD_KINDS
+from helion_attn.testing import HARD_KINDS, SINK_SHARES
 
 #: Head dims, and numbers of keys.
 DIMS, LENGTHS = (64, 128, 256, 512), (4096, 32768, 131072)
@@ -44,10 +45,14 @@ Part = Callable[[Options, int], Iterator[Row]]
 
 
 def rows(options: Options, D: int) -> Iterator[Row]:
-    """Every hard input at a head dim: as many queries as fit, the last ones of a long context."""
+    """Every hard input at a head dim: as many queries as fit, the last ones of a long context.
+
+    Behind a sink also with a causal mask, from the first row on.
+    """
     lengths = (64,) if options.device.type == "cpu" else LENGTHS[:1] if options.quick else LENGTHS
-    for N, kind in itertools.product(lengths, HARD_KINDS):
-        problem = make_problem(workload(1, 2, min(N, 1024), N, D), kind, options)
+    kinds = [*((kind, False) for kind in HARD_KINDS), *((kind, True) for kind in SINK_SHARES)]
+    for N, (kind, causal) in itertools.product(lengths, kinds):
+        problem = make_problem(workload(1, 2, N if causal else min(N, 1024), N, D, causal), kind, options)
         recipes = [*PRESETS, *RUNGS] if SUPPORTED_D[-1] >= D else list(PRESETS)
         for contender in (*ours(options, recipes), *others(options)):
             yield check(contender, problem)[0] | {"part": "hard"}
@@ -86,11 +91,13 @@ def tables(loaded: Loaded) -> list[Table]:
     """Total error on the hard inputs."""
     found = rows_of(loaded, "hard", part="hard")
     names = series_in(found, SHOWN)
-    order = sorted(values_of(found, "D", "N", "input"), key=lambda cell: (HARD_KINDS.index(cell[2]), *cell[:2]))
+    axes = ("input", "causal", "D", "N")
+    order = sorted(values_of(found, *axes), key=lambda cell: (HARD_KINDS.index(cell[0]), *cell[1:]))
     body = []
-    for D, N, kind in order:
-        cell = by_series((row for row in found if (row["D"], row["N"], row["input"]) == (D, N, kind)), "error_total")
-        body.append([kind, str(D), str(N), *(error_text(cell.get(name)) for name in names)])
+    for kind, causal, D, N in order:
+        cell = by_series((row for row in found if [row[axis] for axis in axes] == [kind, causal, D, N]), "error_total")
+        title = f"{kind}, causal" if causal else kind
+        body.append([title, str(D), str(N), *(error_text(cell.get(name)) for name in names)])
     return [Table("Total error on hard inputs", ["input", "D", "keys", *labels(names)], body)] if body else []
 
 

@@ -10,6 +10,9 @@ LN2 = 0.6931471805599453
 #: Smallest normal fp32.
 FP32_TINY = 2.0**-126
 
+#: Smallest finite fp32. As a maximum before any key it takes no care: no difference of two is NaN.
+FP32_LOWEST = torch.finfo(torch.float32).min
+
 #: Largest finite float8_e4m3fn.
 E4M3_MAX = 448.0
 
@@ -99,6 +102,9 @@ MAX_SEED = 2**63 - 1
 #: How far P's reference, the maximum of the block at hand, may lie below the running one. Sums against it are up to
 #: 2**40 times what they are against that, and fp32 holds them.
 REFERENCE_REACH_LOG2 = 40.0
+
+#: The same in a KV cache, whose row sums have 2**60 of V's descales besides: see `MAX_V_DESCALE_LOG2`.
+PAGE_REFERENCE_REACH_LOG2 = 20.0
 
 #: Steps of e4m3's bits by octave.
 E4M3_STEPS = 8.0

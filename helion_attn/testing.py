@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import re
 import subprocess
 import tempfile
@@ -27,8 +28,12 @@ RESERVED_SHARED_BYTES = 1024
 
 INPUT_KINDS = ("randn", "outlier", "sink", "biased_v", "outlier_channel")
 
-#: Inputs that only the accuracy benchmark has: what trained models do to K, and what a sum in the tensor core loses.
-HARD_KINDS = ("k_channels", "qk_channels", "v_drifts", "v_drifts_16k", "v_drifts_2k", "wide")
+#: The probability that key 0 holds of every row, by kind.
+SINK_SHARES = {"sink_v_small_50": 0.5, "sink_v_small_90": 0.9, "sink_v_small_99": 0.99}
+
+#: Inputs that only the accuracy benchmark has: what trained models do to K, what a sum in the tensor core loses, and
+#: what a P of 8 bits loses behind a sink.
+HARD_KINDS = ("k_channels", "qk_channels", "v_drifts", "v_drifts_16k", "v_drifts_2k", "wide", *SINK_SHARES)
 
 #: Keys of a period of V's mean; the length itself where there is none.
 DRIFT_PERIODS = {"v_drifts": None, "v_drifts_16k": 16384, "v_drifts_2k": 2048}
@@ -61,7 +66,9 @@ def make_qkv(
             "k_channels": 3% of K's channels in a head have a mean of +-20, and all of Q's one of N(0, 0.25).
             "qk_channels": those of Q are three times as large besides. "v_drifts": V's mean is 3 in the first half of
             the keys and -3 in the second; "v_drifts_16k" and "v_drifts_2k": with periods of so many keys. "wide": Q and
-            K times 3, so that scores are nine times as wide.
+            K times 3, so that scores are nine times as wide. "sink_v_small_50", "sink_v_small_90" and
+            "sink_v_small_99": the first key holds about so many percent of every row's probability, more where a mask
+            hides others, and its V is a twentieth of theirs. Without that key it is the same input without a sink.
         B: batch size; and H, H_kv, M, N, D as everywhere.
         dtype: of the tensors.
         device: where they are made (the values depend on it).
@@ -104,6 +111,17 @@ def make_qkv(
         v = v + drift(N, DRIFT_PERIODS[kind] or N, device=device)[:, None]
     elif kind == "wide":
         q, k = 3 * q, 3 * k
+    elif kind in SINK_SHARES:
+        # All queries share a direction u that the first key alone has: scores of the others are N(0, |q|^2 / D).
+        u = torch.nn.functional.normalize(randn(D), dim=0)
+        q, k = (x - (x @ u).unsqueeze(3) * u for x in (q, k))
+        lse_of_others = math.log(N) + q.square().sum(3, keepdim=True) / (2 * D)
+        score = lse_of_others + math.log(SINK_SHARES[kind] / (1 - SINK_SHARES[kind]))
+        # Long enough that queries have about as much of u as of all else.
+        length = 4 * D**0.25
+        q = q + score * D**0.5 / length * u
+        k[:, :, 0] = length * u
+        v[:, :, 0] *= 0.05
     elif kind != "randn":
         raise ValueError(f"kind is {kind!r}; it must be one of {(*INPUT_KINDS, *HARD_KINDS)}")
     return q.to(dtype), k.to(dtype), v.to(dtype)

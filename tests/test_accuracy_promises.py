@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import INPUT_KINDS, drift, error_budget, make_qkv, relative_error
+from helion_attn.reference import kv_cache, rounding_model
+from helion_attn.testing import INPUT_KINDS, SINK_SHARES, drift, error_budget, make_qkv, relative_error
+from helion_attn.types import PRESETS
 
 KEYS = 4096
 
@@ -104,6 +107,59 @@ def test_total_error_does_not_grow_with_the_keys(recipe: ha.Recipe, device: str)
         errors.append(relative_error(ha.attention(*qkv, recipe=recipe), ha.reference.attention(*qkv)))
     # By the mean that was subtracted, 1.35 to 1.6 times.
     assert errors[1] <= 1.1 * errors[0], errors
+
+
+@pytest.mark.parametrize(
+    ("keys", "D", "causal"),
+    [
+        (KEYS, 64, False),
+        *(
+            pytest.param(keys, D, causal, marks=pytest.mark.gpu)
+            for keys in (KEYS, 32768, 131072)
+            for D in (64, 128, 256, 512)
+            for causal in (False, True)
+            if (keys, D, causal) != (KEYS, 64, False)
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", SINK_SHARES)
+def test_a_sink_costs_what_lies_behind_it_nothing(kind: str, keys: int, D: int, causal: bool, device: str) -> None:
+    """The total error beside that of the same input without the sink; of 4096 keys a causal mask has all rows."""
+    on_gpu = device == "cuda"
+    H, M = (2, KEYS) if on_gpu else (1, 64)
+    q, k, v = make_qkv(kind, 1, H, H, M, keys, D, device=device)
+    q = q[:, :, 1:]  # with a causal mask the first row may see the sink alone
+    for recipe in PRESETS.values() if on_gpu and D <= 256 else (ha.FAST, ha.BALANCED):
+        errors = []
+        for qkv in ((q, k[:, :, 1:], v[:, :, 1:]), (q, k, v)):
+            out = ha.attention(*qkv, causal=causal, recipe=recipe, out_dtype=torch.float32)
+            errors.append(relative_error(out, ha.reference.attention(*qkv, causal=causal)))
+        assert errors[1] <= 1.5 * errors[0], (recipe, errors)
+
+
+@pytest.mark.parametrize("D", [64, 160])
+def test_outside_of_its_page_a_sink_hides_nothing(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P relative to its own block's maximum; behind the running one, 99 times all others, it has no bits left."""
+    q, k, v = make_qkv("sink_v_small_99", 1, 1, 1, 64, KEYS, D)
+    # All but the first channel are of keys behind the sink's block. That one gives the sink a descale like theirs.
+    v[:, :, :128, 1:] = 0
+    v[:, :, 0, 0] = 4
+    models = {
+        rounding_model: lambda: ha.reference.fp8_attention(q, k, v, out_dtype=torch.float32),
+        kv_cache: lambda: ha.reference.fp8_attention_kvcache(q, k, v, causal=False)[0],
+    }
+    oracle = ha.reference.attention(q, k, v)
+
+    def error(model: Callable[[], torch.Tensor]) -> float:
+        return relative_error(model()[..., 1:], oracle[..., 1:])
+
+    own = {module: error(model) for module, model in models.items()}
+    assert own[rounding_model] <= 0.06
+    assert own[kv_cache] <= 0.15  # of e4m3's score of the sink itself
+    monkeypatch.setattr(rounding_model, "REFERENCE_REACH_LOG2", 0)
+    monkeypatch.setattr(kv_cache, "PAGE_REFERENCE_REACH_LOG2", 0)
+    for module, model in models.items():
+        assert error(model) > 2 * own[module]
 
 
 @pytest.mark.gpu

@@ -46,7 +46,7 @@ from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import LABELS
 from helion_attn.compiler.helion_adapter import helion_config
 from helion_attn.kernels import attention as attention_kernel
-from helion_attn.testing import HARD_KINDS, INPUT_KINDS, OUTLIER_CHANNELS, make_qkv, relative_error
+from helion_attn.testing import HARD_KINDS, OUTLIER_CHANNELS, SINK_SHARES, make_qkv, relative_error
 from helpers import ranks
 from helpers.offline import MEASURED, SPILLED, launching
 
@@ -77,10 +77,11 @@ def test_accuracy(tmp_path: Path) -> None:
     assert {row["part"] for row in rows} - {"real"} == parts
     long = [(row["input"], row["recipe"]) for row in rows if row["part"] == "long"]
     presets = ("fast", "balanced", "accurate", "hybrid", "bf16")
-    assert long == [(kind, preset) for kind in INPUT_KINDS for preset in presets]
+    assert long == [(kind, preset) for kind in accuracy.KINDS for preset in presets]
     assert not [row["error_message"] for row in loaded["hard"]["rows"] if "error_message" in row]
     (inputs,), (drifts,) = hard.tables(loaded), drift.tables(loaded)
-    assert [line[0] for line in inputs.body] == [*HARD_KINDS]
+    both_masks = [name for kind in SINK_SHARES for name in (kind, f"{kind}, causal")]
+    assert [line[0] for line in inputs.body] == [*(kind for kind in HARD_KINDS if kind not in SINK_SHARES), *both_masks]
     assert all(0 < float(x) < 0.5 for line in inputs.body for x in line[3:])
     assert [line[1:4] for line in drifts.body] == [
         [kind, "flat", "64"] for kind in sorted([*drift.PERIODS, drift.DECAY])

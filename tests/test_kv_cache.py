@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -96,6 +97,9 @@ def make_decoding(
 
 RAGGED = [300, 0, 1, 128, 129, 17]
 
+#: Behind a first key with 90% of the probability.
+BEHIND_A_SINK = "sink_v_small_90"
+
 #: So many queries, of two heads each, are rows for `fp8_attn_prefill`: two tiles, of which the second is not full.
 PREFILLED = 50
 
@@ -106,6 +110,7 @@ PREFILLED = 50
         # 5 are more than the pages
         *((kind, splits, 2) for splits in (None, 1, 2, 5) for kind in ("randn", "outlier", "biased_v", "sink")),
         *(("outlier", None, PREFILLED), ("biased_v", 5, PREFILLED)),
+        *((BEHIND_A_SINK, 2, 2), (BEHIND_A_SINK, 1, PREFILLED)),
     ],
 )
 def test_ragged_lengths(kind: str, splits: int | None, M: int, device: str, poisoned: Poisoned) -> None:
@@ -204,7 +209,16 @@ def test_scores_of_any_size(scale: float, device: str) -> None:
     case.check(*case.run(num_splits=2))
 
 
-@pytest.mark.parametrize(("kind", "M"), [("randn", 3), ("outlier", 3), ("biased_v", 3), ("outlier", PREFILLED)])
+@pytest.mark.parametrize(
+    ("kind", "M"),
+    [
+        ("randn", 3),
+        ("outlier", 3),
+        ("biased_v", 3),
+        ("outlier", PREFILLED),
+        *((BEHIND_A_SINK, M) for M in (3, PREFILLED)),
+    ],
+)
 def test_matches_the_rounding_model(kind: str, M: int) -> None:
     case = make_decoding(kind, [300], 4, 2, M, 64, "cpu")
     out, lse = case.run(num_splits=1)
@@ -213,6 +227,33 @@ def test_matches_the_rounding_model(kind: str, M: int) -> None:
     assert row_errors(out, model).median() < 1e-6
     assert row_errors(out, model).max() < 2.0**-7
     assert relative_error(lse, model_lse) < 1e-6
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+def test_a_query_has_the_same_bits_in_both_kernels(scale: float, device: str) -> None:
+    """Alone, in `fp8_attn_decode`, and among many, in `fp8_attn_prefill`, with P of each page against the same."""
+    many = make_decoding(BEHIND_A_SINK, [400, 129], 4, 2, PREFILLED, 64, device, scale=scale)
+    alone = dataclasses.replace(many, q=many.q[:, :, -1:].contiguous())
+    (out, lse), (expected, expected_lse) = (x.run(num_splits=1, out_dtype=torch.bfloat16) for x in (alone, many))
+    assert torch.equal(out, expected[:, :, -1:])
+    assert torch.allclose(lse, expected_lse[:, :, -1:], rtol=4 * torch.finfo(torch.float32).eps, atol=0)
+
+
+@pytest.mark.parametrize("M", [2, PREFILLED])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_scores_that_fall_from_page_to_page(splits: int, M: int, device: str) -> None:
+    """By 12 and by 60 octaves: within the reach of P's reference, and beyond it."""
+    case = make_decoding("randn", [500], 4, 2, M, 64, device)
+    # [N]: octaves that a score loses to the direction that all queries share.
+    fall = torch.tensor([0.0, 12.0, 72.0, 72.0], device=device).repeat_interleave(128)[:500]
+    q, k = case.q.clone(), case.k.clone()
+    q[..., 0], k[..., 0] = 8, -fall * math.log(2)
+    append_all(case.cache, k, case.v, case.table, case.lengths)
+    case = dataclasses.replace(case, q=q, k=k, causal=False)
+    out, lse = case.run(num_splits=splits)
+    case.check(out, lse)
+    model, _ = ha.reference.fp8_attention_kvcache(q, k, case.v, causal=False)
+    assert splits > 1 or row_errors(out, model).median() < (2.0**-10 if out.is_cuda else 1e-6)
 
 
 @pytest.mark.parametrize("M", [3, PREFILLED])

@@ -11,6 +11,7 @@ import torch
 from helion_attn.testing import (
     HARD_KINDS,
     INPUT_KINDS,
+    SINK_SHARES,
     Sm90Kernel,
     drift,
     error_budget,
@@ -95,6 +96,15 @@ def test_kinds_are_what_they_say() -> None:
     q, k, _ = make_qkv("sink", *shape, torch.float32)
     s = q @ k.repeat_interleave(2, 1).mT / 32**0.5
     assert torch.softmax(s, 3)[..., 0].median() > 0.5
+
+
+@pytest.mark.parametrize(("kind", "share"), SINK_SHARES.items())
+@pytest.mark.parametrize(("N", "D"), [(1000, 128), (8192, 64)])
+def test_a_sink_holds_what_it_says(N: int, D: int, kind: str, share: float) -> None:
+    q, k, v = make_qkv(kind, 2, 4, 2, 10, N, D)
+    s = q.double() @ k.double().repeat_interleave(2, 1).mT / D**0.5
+    assert torch.allclose(torch.softmax(s, 3)[..., 0], torch.tensor(share).double(), rtol=0, atol=0.2 * (1 - share))
+    assert 0.04 < v[:, :, 0].std() / v[:, :, 1:].std() < 0.06
 
 
 def test_hard_kinds_are_what_they_say() -> None:

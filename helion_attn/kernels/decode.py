@@ -7,15 +7,15 @@ keys.
     q8, q_descale = e4m3 of a row, amax / 448                                   rounding point 1
     s = q8 k8^T * q_descale_i * k_descale_j * sm_scale * log2(e)                fp32; or a softcap's tanh of it
     t = s + log2(v_descale_j)                                                   fp32
-    m_i = running max of t, less 8;  p = 2**(t - m_i)                           fp32
+    m_i = max of the page's t, less 8;  p = 2**(t - m_i)                        fp32
     l_i += p / v_descale_j                                                      fp32, unrounded p
     acc = acc * alpha + (cast(p) v8)             e4m3, two levels as in `fp8_attn_fwd`: rounding point 2
     out = acc / l_i                                                             fp32, cast once: rounding point 3
 
 V's descales, one a key, ride on the exponent: what e4m3 holds is a key's whole weight, probability times magnitude of
-its value, next to the largest such weight of the row. Folded into P after the softmax instead, a key that has little
-probability and a large V would push the others below e4m3's range. They are powers of two, so that their logarithm and
-their inverse are integer steps on the bits, and `l_i` is as exact as without them.
+its value, next to the largest such weight of the row in its page (`lib/references.py`). Folded into P after the softmax
+instead, a key that has little probability and a large V would push the others below e4m3's range. They are powers of
+two, so that their logarithm and their inverse are integer steps on the bits, and `l_i` is as exact as without them.
 
 Products are taken transposed, with keys or V's channels as the M of a WGMMA, of which 64 is the least, and query rows
 as its N, of which 16 is enough. So a tile of 16 rows costs a thread 16 scores a page, and what belongs to a key, its
@@ -37,11 +37,12 @@ from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
 from helion_attn.kernels.lib.arguments import DecodeArguments
-from helion_attn.kernels.lib.inline_asm import fma_up, maximum, tanh
+from helion_attn.kernels.lib.inline_asm import fma_up, tanh
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import inverse_of_power, launch_paged, log2_of_power
+from helion_attn.kernels.lib.references import own_references
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
-from helion_attn.numerics import LN2, LOG2E
+from helion_attn.numerics import FP32_LOWEST, LN2, LOG2E, PAGE_REFERENCE_REACH_LOG2
 
 #: Pages in flight.
 NUM_STAGES = 3
@@ -68,6 +69,7 @@ def page_scores(
 def softmax_step(
     t: torch.Tensor,  # [bn, rows]
     v_inverse: torch.Tensor,  # [bn]
+    m_run: torch.Tensor,  # [rows]
     m_i: torch.Tensor,  # [rows]
     l_i: torch.Tensor,  # [warps, 8, rows]
     bn: int,
@@ -75,21 +77,20 @@ def softmax_step(
     warps: int,
     p_offset_log2: hl.constexpr,
     is_cuda: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`t`, -inf where masked, into `(p8, alpha, m_i, l_i)`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`t`, -inf where masked, into `(p8, alpha, m_run, m_i, l_i)`."""
     one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], p_offset_log2, dtype=torch.float32)
-    m_new = maximum(m_i, fma_up(torch.amax(t, 0), one, -offset, is_cuda), is_cuda)
-    # A row that has seen no key keeps m_i = -inf; its p must be 0, not 2**(-inf + inf).
-    m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
+    top = fma_up(torch.amax(t, 0), one, -offset, is_cuda)
+    m_run, m_new, _ = own_references(top, m_run, False, is_cuda, PAGE_REFERENCE_REACH_LOG2)
     # [bn, rows]
-    p = torch.exp2(t - m_ref.unsqueeze(0))
-    alpha = torch.exp2(m_i - m_ref).unsqueeze(0)
+    p = torch.exp2(t - m_new.unsqueeze(0))
+    alpha = torch.exp2(m_i - m_new).unsqueeze(0)
     # Unrounded p, added up within each thread alone: WGMMA's accumulator has key 64 i + 16 w + 8 j + g in warp w, at
     # the g-th four of its lanes.
     by_thread = (p * v_inverse.unsqueeze(1)).reshape(bn // (16 * warps), warps, 2, 8, rows).sum(2).sum(0)
     l_i = l_i * alpha.unsqueeze(0) + by_thread
     p8 = interleave_keys(p.to(torch.float8_e4m3fn).transpose(0, 1), rows, bn).transpose(0, 1)
-    return p8, alpha, m_new, l_i
+    return p8, alpha, m_run, m_new, l_i
 
 
 def fp8_attn_decode(
@@ -191,7 +192,8 @@ def fp8_attn_decode(
         n_begin = n_first + split * run
         n_end = torch.minimum(n_begin + run, n_pages)
 
-        m_i = hl.full([rows], float("-inf"), dtype=torch.float32)
+        m_i = hl.full([rows], FP32_LOWEST, dtype=torch.float32)
+        m_run = m_i
         l_i = hl.zeros([warps, 8, rows], dtype=torch.float32)
         # [D_v_pad, rows]
         acc = hl.zeros([d_v_pad, rows], dtype=torch.float32)
@@ -218,8 +220,8 @@ def fp8_attn_decode(
                 key = j * bn + hl.arange(bn)
                 visible = visible_keys(key, diagonal + i, n_len, left, right, has_left, has_right)
                 t = torch.where(visible.transpose(0, 1), t, float("-inf"))
-            p8, alpha, m_i, l_i = softmax_step(
-                t, inverse_of_power(v_scale), m_i, l_i, bn, rows, warps, p_offset_log2, is_cuda
+            p8, alpha, m_run, m_i, l_i = softmax_step(
+                t, inverse_of_power(v_scale), m_run, m_i, l_i, bn, rows, warps, p_offset_log2, is_cuda
             )
             acc = accumulate(acc, alpha, v_tile, p8, True, False, is_cuda)
 

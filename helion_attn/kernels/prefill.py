@@ -8,7 +8,7 @@ that some of them see. Row r is query r // group of the group's head r % group. 
 with a causal mask the pages behind its last query are not read.
 
     t = (q8 k8^T) * q_descale_i * k_descale_j * sm_scale * log2(e) + log2(v_descale_j)       fp32
-    m_i = running max of t, less 8;  p = 2**(t - m_i);  l_i += p / v_descale_j               fp32, unrounded p
+    m_i = max of the page's t, less 8;  p = 2**(t - m_i);  l_i += p / v_descale_j            fp32, unrounded p
     acc = acc * alpha + (cast(p) v8)                                             e4m3, two levels
 """
 
@@ -23,12 +23,13 @@ from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, h
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
 from helion_attn.kernels.lib.arguments import DecodeArguments
-from helion_attn.kernels.lib.inline_asm import fma_up, maximum, tanh
+from helion_attn.kernels.lib.inline_asm import fma_up, tanh
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import inverse_of_power, launch_paged, log2_of_power
 from helion_attn.kernels.lib.programs import run_of_key_blocks
+from helion_attn.kernels.lib.references import own_references
 from helion_attn.kernels.lib.steps import accumulate, add_sink, int32, interleave_keys, quotient, to_descale
-from helion_attn.numerics import LN2, LOG2E
+from helion_attn.numerics import FP32_LOWEST, LN2, LOG2E, PAGE_REFERENCE_REACH_LOG2
 
 
 class PrefillTile(NamedTuple):
@@ -171,7 +172,8 @@ def fp8_attn_prefill(
             n_left = (torch.clamp_min(last_on_diagonal - int32(left), 0) + bn - 1) >> bn_log2
         run_begin, run_end = run_of_key_blocks(n_begin, n_end, split, splits)
 
-        m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
+        m_i = hl.full([bm], FP32_LOWEST, dtype=torch.float32)
+        m_run = m_i
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
         # [bm, D_v_pad], or each half of it
         acc = hl.zeros([bm, d_v_tile], dtype=torch.float32)
@@ -206,14 +208,14 @@ def fp8_attn_prefill(
                 t = torch.where(visible, t, float("-inf"))
             # [bm]
             one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], -p_offset_log2, dtype=torch.float32)
-            m_new = maximum(m_i, fma_up(torch.amax(t, 1), one, offset, is_cuda), is_cuda)
-            # A row that has seen no key keeps m_i = -inf; its p must be 0, not 2**(-inf + inf).
-            m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
-            alpha = torch.exp2(m_i - m_ref)
-            m_i = m_new
+            top = fma_up(torch.amax(t, 1), one, offset, is_cuda)
+            m_before = m_i
+            m_run, m_i, _ = own_references(top, m_run, False, is_cuda, PAGE_REFERENCE_REACH_LOG2)
             # [bm, bn]
-            p = torch.exp2(t - m_ref.unsqueeze(1))
+            p = torch.exp2(t - m_i.unsqueeze(1))
             by_lane = (p * inverse_of_power(v_scale).unsqueeze(0)).reshape(bm, bn // l_lanes, l_lanes).sum(1)
+            # Not sooner: it would take registers that P needs.
+            alpha = torch.exp2(m_before - m_i)
             l_i = l_i * alpha.unsqueeze(1) + by_lane
             p8 = interleave_keys(p.to(torch.float8_e4m3fn), bm, bn)
             acc = accumulate(acc, alpha.unsqueeze(1), p8, v_page.transpose(0, 1), True, False, is_cuda)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 
 from helion_attn.configs import page_packing
-from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, LN2, LOG2E, MAX_P_OFFSET_LOG2, MAX_V_DESCALE_LOG2
+from helion_attn.numerics import (
+    DESCALE_MIN,
+    E4M3_MAX,
+    LN2,
+    LOG2E,
+    MAX_P_OFFSET_LOG2,
+    MAX_V_DESCALE_LOG2,
+    PAGE_REFERENCE_REACH_LOG2,
+)
 from helion_attn.reference.rounding_model import below
 from helion_attn.reference.shapes import default_sm_scale, hide_keys
 
@@ -39,7 +47,8 @@ def fp8_attention_kvcache(
     """Attention over a cache to which k and v were appended, as the kernel rounds it, in one run of pages.
 
     The rounding points are the casts of Q, K and V, a row of each by its own descale, and of P times V's descale,
-    against the largest such weight of the row up to its page. Sums are fp32. V is finite and below 2**68.
+    against the largest such weight of the row in its page, or 2**-20 of that up to its page. Sums are fp32. V is finite
+    and below 2**68.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any device.
@@ -62,7 +71,7 @@ def fp8_attention_kvcache(
     q_scale_log2 = q_scale * (default_sm_scale(sm_scale, D) * LOG2E)
     page = page_packing(D, v.size(3)).page_size
 
-    m_i = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
+    m_i = m_run = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
     l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
     acc = q.new_zeros((B, H, M, v.size(3)), dtype=torch.float32)
     for j in range(0, N, page):
@@ -72,7 +81,9 @@ def fp8_attention_kvcache(
         if softcap is not None:
             t = softcap * LOG2E * torch.tanh(t * (LN2 / softcap))
         t = hide_keys(t + torch.log2(v_scale[:, :, keys]).mT, 0, j, M, N, causal, window)
-        m_new = torch.maximum(m_i, below(t.amax(3, keepdim=True), MAX_P_OFFSET_LOG2[E4M3]))
+        top = below(t.amax(3, keepdim=True), MAX_P_OFFSET_LOG2[E4M3])
+        m_run = torch.maximum(m_run, top)
+        m_new = torch.maximum(top, m_run - PAGE_REFERENCE_REACH_LOG2)
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
         p, alpha = torch.exp2(t - m_ref), torch.exp2(m_i - m_ref)
         l_i = l_i * alpha + (p / v_scale[:, :, keys].mT).sum(3, keepdim=True)

@@ -20,13 +20,14 @@ def own_references(
     m_run: torch.Tensor,  # [bm]
     empty_rows: hl.constexpr,
     is_cuda: hl.constexpr,
+    reach_log2: float = REFERENCE_REACH_LOG2,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(m_run, m_i, m_ref)`: the running maximum, the block's reference, and the same for a row with no key yet, 0.
 
-    The reference is the block's maximum `top`, but no more than `REFERENCE_REACH_LOG2` below the running one.
+    The reference is the block's maximum `top`, but no more than `reach_log2` below the running one.
     """
     m_run = maximum(m_run, top, is_cuda)
-    m_i = maximum(m_run - REFERENCE_REACH_LOG2, top, is_cuda)
+    m_i = maximum(m_run - reach_log2, top, is_cuda)
     return m_run, m_i, finite(m_i, empty_rows)
 
 
