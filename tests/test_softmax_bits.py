@@ -234,7 +234,8 @@ def assert_right(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mask"), [*((name, "window") for name in LEVELS), *zip(LEVELS, [*MASKS, "left", "full", "full"], strict=True)]
+    ("name", "mask"),
+    [*((name, "window") for name in LEVELS), *zip(LEVELS, [*MASKS, "left", "full", "full"], strict=True)],
 )
 def test_levels_of_blocks(name: str, mask: str, device: str) -> None:
     assert_right(leveled(LEVELS[name], mask, device))
