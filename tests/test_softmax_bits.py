@@ -104,16 +104,32 @@ BM, BN = 4, 32
 
 
 def p_of_block(
-    s: torch.Tensor,
-    scale: torch.Tensor,
-    m_ref: torch.Tensor,
-    wide: torch.Tensor,
-    p: torch.Tensor,
+    s: torch.Tensor,  # [BM, BN]
+    scale_log2: torch.Tensor,  # [BM] or []
+    wide: torch.Tensor,  # []
+    p: torch.Tensor,  # [BM, BN], written
+    scale: torch.Tensor,  # as scale_log2, written
+    reference: torch.Tensor,  # [BM], written
+    carried: torch.Tensor,  # [BM], written
     of_rows: hl.constexpr,
+    half: hl.constexpr,
 ) -> None:
-    """A kernel of it alone."""
+    """A kernel of what makes it, of a first block."""
+    bm, bn = s.size(0), s.size(1)
     for _ in hl.grid(1):
-        p.copy_(softmax_bits.p_of_bits(s, 0.0, scale, m_ref, wide, s.size(0), s.size(1), of_rows, False))
+        steps_of_scale = softmax_bits.in_fp16_steps(scale_log2, False) if half else scale_log2
+        largest = softmax_bits.largest_scores(s, 0.0, bm, bn, half, False)
+        top = largest * steps_of_scale - 8.0
+        m_ref = references.finite(top, True)
+        if wide > 0:
+            s = softmax_bits.below_largest(s, largest, bm, bn, half, False)
+        p8, m_ref_of_p, m_i = softmax_bits.p_of_scores(
+            s, 0.0, steps_of_scale, m_ref, m_ref, top - m_ref + 8.0, wide, bm, bn, of_rows, half, False
+        )
+        p.copy_(p8)
+        scale.copy_(steps_of_scale)
+        reference.copy_(m_ref_of_p)
+        carried.copy_(m_i)
 
 
 def block_of_scores(masked: bool) -> torch.Tensor:
@@ -126,26 +142,27 @@ def block_of_scores(masked: bool) -> torch.Tensor:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("of_rows", [False, True])
 @pytest.mark.parametrize("wide", [False, True])
-def test_p_of_a_block(wide: bool, of_rows: bool, masked: bool) -> None:
+@pytest.mark.parametrize("half", [False, True])
+def test_p_of_a_block(half: bool, wide: bool, of_rows: bool, masked: bool) -> None:
     """In V's order of keys, against its largest score, whichever way y is computed."""
     s = block_of_scores(masked)
-    scale = torch.linspace(0.1, 0.2, BM) if of_rows else torch.tensor(0.15)
-    largest = softmax_bits.largest_scores(s, 0.0)
-    top = largest * scale - 8
-    m_ref = references.finite(top, True)
-    y = (s * softmax_bits.columns(scale, of_rows) - m_ref.unsqueeze(1)) * E4M3_STEPS + E4M3_BITS_OF_ONE
-    given = s
-    if wide:
-        given = softmax_bits.bits_of_wide_scores(s, largest, scale, top - m_ref + 8, of_rows)
+    scale_log2 = torch.linspace(0.01, 0.02, BM) if of_rows else torch.tensor(0.015)
+    if half:
+        s = s.half()
     p = torch.empty(BM, BN, dtype=torch.float8_e4m3fn)
-    interpreted(p_of_block)(given, scale, m_ref, torch.tensor(int(wide)), p, of_rows)
+    scale, reference, carried = torch.empty_like(scale_log2), torch.empty(BM), torch.empty(BM)
+    interpreted(p_of_block)(s, scale_log2, torch.tensor(int(wide)), p, scale, reference, carried, of_rows, half)
+    # What is rounded for a line in fp16 is rounded for all.
+    assert torch.equal(reference, carried)
+    assert (scale - scale_log2).abs().max() <= (2.0**-11 * 0.02 if half else 0.0)
+    y = (s.float() * softmax_bits.columns(scale, of_rows) - reference.unsqueeze(1)) * E4M3_STEPS + E4M3_BITS_OF_ONE
     expected = steps.interleave_keys(e4m3_of_line(y), BM, BN)
     # fp32 may round y otherwise: to the next integer, where it lies on the middle of two.
     assert (p.view(torch.uint8).int() - expected.to(p.dtype).view(torch.uint8).int()).abs().max() <= 1
     assert (p.float() != expected).float().mean() < 0.02
     assert torch.equal(softmax_bits.row_sums(p), p.float().sum(1))
-    seen = largest > -INF
-    assert torch.equal(p.float().amax(1)[seen], torch.full_like(largest[seen], 256.0))
+    seen = (s > -INF).any(1)
+    assert torch.equal(p.float().amax(1)[seen], torch.full_like(reference[seen], 256.0))
     assert not p.float()[~seen].any()
 
 
