@@ -15,6 +15,7 @@ import torch
 import helion_attn as ha
 from helion_attn.compiler import triton_hook
 from helion_attn.compiler.passes import row_sums
+from helion_attn.compiler.passes.expected import missing
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.passes.ttgir import PRODUCT, VALUE, WAIT_FOR_PRODUCT
 from helion_attn.testing import Sm90Kernel
@@ -272,9 +273,9 @@ def test_without_it_the_kernel_adds_up_p() -> None:
 
 def test_that_is_said() -> None:
     """By the warning of a kernel that lacks a pass, and by no other kernel's."""
-    expected = triton_hook.missing([Outcome(row_sums.NAME, False, "the PTX is another")], (row_sums.NAME,))
-    assert [x.name for x in expected] == [row_sums.NAME]
-    assert triton_hook.missing([Outcome(row_sums.NAME, False, row_sums.NOT_ASKED)], (row_sums.NAME,)) == []
+    lost = missing([Outcome(row_sums.NAME, False, "the PTX is another")], (row_sums.NAME,))
+    assert [x.name for x in lost] == [row_sums.NAME]
+    assert missing([Outcome(row_sums.NAME, False, row_sums.NOT_ASKED)], (row_sums.NAME,)) == []
 
 
 def test_ir_that_does_not_verify_keeps_the_other_passes() -> None:

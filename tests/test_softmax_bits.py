@@ -17,7 +17,6 @@ from helion_attn.kernels.lib import references, softmax_bits, steps
 from helion_attn.kernels.lib.inline_asm import e4m3_of_bits
 from helion_attn.kernels.lib.references import own_references
 from helion_attn.numerics import E4M3_BITS_OF_ONE, E4M3_STEPS, REFERENCE_REACH_LOG2
-from helion_attn.reference import rounding_model
 from helion_attn.reference.rounding_model import e4m3_of_line
 from helion_attn.testing import relative_error
 from helpers.cases import IN_E4M3, Case, make_case
@@ -327,8 +326,7 @@ def test_without_a_reach_sums_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_takes_which() -> None:
-    """The rounding model says so by itself: it has to be what kernels do."""
-    assert rounding_model.takes_bits is numerics.takes_bits
+    """Of P's dtype and the larger head dim."""
     assert numerics.takes_bits(torch.float8_e4m3fn, numerics.MAX_BITS_D)
     assert not numerics.takes_bits(torch.float8_e4m3fn, numerics.MAX_BITS_D + 1)
     assert not numerics.takes_bits(torch.float8_e5m2, 64)
