@@ -17,7 +17,7 @@ from triton import knobs
 import helion_attn as ha
 from helion_attn.compiler import kernels, triton_hook
 from helion_attn.compiler.helion_adapter import helion
-from helion_attn.compiler.passes import early_copies, rows_ahead, shared_q, warpgroup_turns
+from helion_attn.compiler.passes import early_copies, row_sums, rows_ahead, shared_q, warpgroup_turns
 from helion_attn.configs import large_tile_config, tile_config
 from helion_attn.testing import _offline_hopper, make_qkv
 from helpers.offline import fake_qkv, launching
@@ -41,14 +41,14 @@ def test_cpu_tensors_are_named_and_not_computed() -> None:
     assert found.quantises_q
     assert found.tile == tile_config(64, True)
     assert (found.passes, found.registers, found.spills) == ((), None, None)
-    assert found.expected == (shared_q.NAME, rows_ahead.NAME, early_copies.NAME)
+    assert found.expected == (shared_q.NAME, rows_ahead.NAME, early_copies.NAME, row_sums.NAME)
     text = str(found)
     for part in (
         "fp8_attn_fwd on the CPU, in Helion's interpreter",
         "64 query rows by 128 keys, 4 warps, 2 stages",
         "queries: quantised by the kernel",
         "launches before attention: sample, pack_kv, recentre",
-        "nothing was compiled here; the config has shared_q, rows_ahead, early_copies",
+        "nothing was compiled here; the config has shared_q, rows_ahead, early_copies, row_sums",
         "keys are not split: a program sees 2 blocks",
     ):
         assert part in text

@@ -9,7 +9,7 @@ import torch
 
 from helion_attn import reference
 from helion_attn.configs import padded_head_dim, tile_config
-from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX
+from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX, takes_bits
 from helion_attn.reference import RoundedQKV, rounding_model
 from helion_attn.testing import INPUT_KINDS, error_budget, make_qkv, relative_error
 from helion_attn.types import ACCURATE, BALANCED, FAST, Recipe, Rope
@@ -117,10 +117,16 @@ def test_error_on_dequantized_inputs_is_that_of_p(recipe: Recipe, kind: str, cau
     ref, ref_lse = reference.attention(*dequantized(r, recipe), causal=causal, return_lse=True)
     # On the rounded inputs what is left is P's rounding, unbiased and averaged over keys.
     assert 0 < relative_error(out, ref) < ROUNDOFF[recipe.pv_dtype]
-    # lse holds no rounded P. A smoothed K's mean meets the exact q in the model, and here the rounded one.
+    # A smoothed K's mean meets the exact q in the model, and here the rounded one.
     k_mean = r.k_mean.double().repeat_interleave(2, 1).unsqueeze(3)
     ref_lse = ref_lse + ((q.double() - dequantized(r, recipe)[0]) @ k_mean).squeeze(3) * 64**-0.5
-    torch.testing.assert_close(lse.double(), ref_lse, rtol=0, atol=1e-4)
+    off = (lse.double() - ref_lse).abs()
+    if takes_bits(recipe.pv_dtype, 64):
+        # It holds P as rounded: no row's sum is off by more than one P may be, and most rows have many.
+        assert off.max() < ROUNDOFF[recipe.pv_dtype]
+        assert off.square().mean().sqrt() < ROUNDOFF[recipe.pv_dtype] / 8
+    else:
+        assert off.max() < 1e-4
 
 
 @pytest.mark.parametrize("block_n", [64, 128])

@@ -12,9 +12,13 @@ import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, TileConfig, attention_tile_config, tile_config
 from helion_attn.configs.scheduling import query_blocks_per_sm
+from helion_attn.kernels import attention
 from helion_attn.kernels.lib import steps
+from helion_attn.kernels.lib.inline_asm import e4m3_of_bits
+from helion_attn.numerics import takes_bits
 from helion_attn.testing import Sm90Kernel, compile_for_sm90
 from helion_attn.types import Layout
 from helion_attn.varlen import attend_varlen, quantize_varlen
@@ -30,7 +34,9 @@ from helpers.offline import (
     compile_shape,
     compile_varlen,
     fake_varlen,
+    instructions_of_loop,
     launching,
+    loop_of,
     products_in_flight,
     row_reduction_shuffles,
     widths,
@@ -51,6 +57,29 @@ def assert_8_bit_attention(
     assert in_loop <= (spilled_in_loop if MEASURED else SPILLED_IN_LOOP), "the loop spills"
 
 
+def assert_p_stays_in_place(
+    kernel: Sm90Kernel, tile: TileConfig, recipe: ha.Recipe = ha.BALANCED, softcap: bool = False
+) -> None:
+    """No byte of P moves between registers; and where its bits come from scores, that is all that makes it."""
+    loop = instructions_of_loop(kernel)
+    opcodes = Counter(loop_of(kernel))
+    threads = 32 * tile.num_warps
+    if not takes_bits(recipe.pv_dtype, tile.D_pad) or recipe.promote_every == 0:
+        assert "PRMT" not in opcodes, "P moves between the bytes of registers"
+        return
+    scores = tile.bm * tile.bn // threads
+    assert opcodes["PRMT"] <= scores // 4, "P is packed in more than one instruction a register"
+    # Of a thread's rows, the rescale; and tanh.
+    rows = 2 * tile.bm // (16 * tile.num_warps)
+    assert opcodes["MUFU"] == rows + (scores if softcap else 0), "P takes exponentials"
+    half = recipe.half_scores and not softcap
+    lines = Counter(x.split(".")[0] for x in loop if ".RELU" in x)
+    assert lines == {"HFMA2" if half else "F2FP": scores // 2}, "scores are rounded one by one, or twice"
+    assert not [x for x in loop if x.startswith("F2FP") and "E4M3" in x], "P is converted to FP8"
+    wide = re.findall(r"QGMMA\.64x(\d+)x32", kernel.sass)
+    assert str(tile.D_pad + 8) in wide, "P V makes no row sums"
+
+
 #: How much longer a loop may be than another that does as much.
 AS_LONG = 1.01 if MEASURED else LONGER_LOOP
 
@@ -68,7 +97,7 @@ def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
     assert_8_bit_attention(kernel, tile, recipe)
     assert products_in_flight(kernel), "ptxas waits for each product"
-    assert "PRMT" not in loop_of(kernel), "P moves between the bytes of registers"
+    assert_p_stays_in_place(kernel, tile, recipe)
     assert kernel.num_warps == tile.num_warps
     assert kernel.registers <= tile.max_registers
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
@@ -136,6 +165,7 @@ def test_masks_and_sinks(name: str, D: int) -> None:
     tile = tile_config(D, "window" in options)
     kernel = shared(compile_attention, D, options.pop("causal", False), recipe=recipe, **options)
     assert_8_bit_attention(kernel, tile, recipe)
+    assert_p_stays_in_place(kernel, tile, recipe, softcap="softcap" in options)
     assert products_in_flight(kernel), "ptxas waits for each product"
     assert kernel.registers <= tile.max_registers
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
@@ -169,14 +199,30 @@ def keep_order(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
     return p8
 
 
-def test_without_interleaved_keys_p_is_shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the check above can fail."""
+def p_in_order(
+    s: torch.Tensor,
+    bias: float,
+    scale_log2: torch.Tensor,
+    m_ref: torch.Tensor,
+    wide: torch.Tensor,
+    bm: int,
+    bn: int,
+    q_row_descales: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> torch.Tensor:
+    return e4m3_of_bits(s * scale_log2.unsqueeze(1) - m_ref.unsqueeze(1), is_cuda)
+
+
+@pytest.mark.parametrize("D", [128, 256])
+def test_without_interleaved_keys_p_is_shuffled(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the check above can fail, where P's bits come from scores and where P is cast."""
     monkeypatch.setattr(steps, "interleave_keys", keep_order)
-    tile = tile_config(128, False)
-    kernel = compile_attention(128, False)
+    monkeypatch.setattr(attention, "p_of_bits", p_in_order)
+    tile = tile_config(D, False)
+    kernel = compile_attention(D, False)
     # [bm, bn] per program: a thread holds 64 values of a 64 x 128 tile on 4 warps, and moves them 4 to a register.
     packed_registers = tile.bm * tile.bn // (tile.num_warps * 32) // 4
-    assert kernel.opcodes["SHFL"] >= row_reduction_shuffles(tile) + packed_registers
+    assert kernel.opcodes["SHFL"] >= packed_registers
     with pytest.raises(AssertionError, match="P moves between lanes"):
         assert_8_bit_attention(kernel, tile)
 
@@ -255,22 +301,6 @@ VARLEN: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
 }
 
 
-def loop_of(kernel: Sm90Kernel) -> list[str]:
-    """Opcodes of the first loop that holds a product."""
-    code: list[str] = []
-    labels: dict[str, int] = {}
-    loops = []
-    for line in kernel.sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)(.*)", line):
-            code.append(found[1])
-            back = re.search(r"\.L_x_\d+", found[2]) if found[1] == "BRA" else None
-            if back and back[0] in labels:
-                loops.append(code[labels[back[0]] :])
-    return next(loop for loop in loops if {"QGMMA", "HGMMA"} & set(loop))
-
-
 @pytest.mark.parametrize("name", VARLEN)
 def test_variable_lengths(name: str) -> None:
     D, causal, recipe, options = VARLEN[name]
@@ -282,7 +312,7 @@ def test_variable_lengths(name: str) -> None:
     assert products_in_flight(kernel), "ptxas waits for each product"
     assert kernel.registers <= tile.max_registers
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
-    assert "PRMT" not in loop_of(kernel), "P moves between the bytes of registers"
+    assert_p_stays_in_place(kernel, tile, recipe, softcap="softcap" in options)
 
 
 def test_variable_lengths_in_16_bits() -> None:
@@ -325,7 +355,7 @@ def test_split_keys(name: str) -> None:
     tile = small_tile(D, causal or "window" in options, recipe)
     kernel, merge = shared(compile_shape, 1, 100, 16384, D, causal, recipe=recipe, **options)
     assert_8_bit_attention(kernel, tile, recipe, **(EVERYTHING_D256 if name == "everything_d256" else {}))
-    assert "PRMT" not in loop_of(kernel), "P moves between the bytes of registers"
+    assert_p_stays_in_place(kernel, tile, recipe, softcap="softcap" in options)
     assert kernel.num_warps == tile.num_warps
     assert kernel.registers <= tile.max_registers
     assert kernel.ctas_per_sm >= tile.ctas_per_sm

@@ -25,6 +25,7 @@ from helion_attn.compiler import slower, triton_hook
 from helion_attn.compiler.passes import (
     computed_once,
     early_copies,
+    row_sums,
     rows_ahead,
     separate_ends,
     shared_q,
@@ -234,6 +235,7 @@ def test_outcomes_are_kept_with_the_kernel() -> None:
         (early_copies.NAME, True),
         (warpgroup_turns.NAME, True),
         (separate_ends.NAME, True),
+        (row_sums.NAME, False),
         (warpgroup_turns.PART_OF_P, True),
     ]
     assert outcomes[0].reason == computed_once.UNMARKED
@@ -298,18 +300,18 @@ def test_other_loops_say_why() -> None:
 
 
 def test_which_passes_a_config_is_expected_to_have() -> None:
-    names = {
-        computed_once.NAME, early_copies.NAME, warpgroup_turns.NAME, separate_ends.NAME, warpgroup_turns.PART_OF_P
-    }  # fmt: skip
+    of_turns = {warpgroup_turns.NAME, separate_ends.NAME, warpgroup_turns.PART_OF_P}
+    names = {computed_once.NAME, early_copies.NAME, row_sums.NAME, *of_turns}
     of_q = {shared_q.NAME, rows_ahead.NAME}
     assert COSTS.keys() == names | of_q == {*triton_hook.PASSES}
-    assert {*expected_passes(tile_config(64, True), True, quantises_q=True)} == {early_copies.NAME, *of_q}
-    assert expected_passes(tile_config(128, True), True) == (early_copies.NAME,)
+    of_bits = {early_copies.NAME, row_sums.NAME}
+    assert {*expected_passes(tile_config(64, True), True, quantises_q=True)} == of_bits | of_q
+    assert {*expected_passes(tile_config(128, True), True)} == of_bits
     hybrid = expected_passes(tile_config(128, True, ha.HYBRID.bits), False)
     assert {*hybrid} == {early_copies.NAME, computed_once.NAME, warpgroup_turns.NAME}
-    assert {*expected_passes(tile_config(256, True), True)} == names - {computed_once.NAME}
+    assert {*expected_passes(tile_config(256, True), True)} == {early_copies.NAME, *of_turns}
     assert expected_passes(large_tile_config(192, 128, True), True) == (early_copies.NAME,)
-    assert {*expected_passes(large_tile_config(512, 512, True), True)} == names - {computed_once.NAME}
+    assert {*expected_passes(large_tile_config(512, 512, True), True)} == {early_copies.NAME, *of_turns}
     assert expected_passes(large_tile_config(384, 384, True), False) == ()
     tiles: list[Any] = [*TILE_CONFIGS, *LARGE_TILE_CONFIGS]
     for tile in tiles:

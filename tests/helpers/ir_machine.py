@@ -52,7 +52,7 @@ class Machine:
                 self.done = set()
             case "memdesc_index":
                 return (names[0], given[1])
-            case "memdesc_trans" | "memdesc_reshape":
+            case "memdesc_trans" | "memdesc_reshape" | "memdesc_reinterpret":
                 return given[0]
             case "barrier_expect" if isinstance(given[0], tuple):
                 assert given[1] is not None

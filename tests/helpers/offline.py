@@ -180,6 +180,32 @@ def products_in_flight(kernel: Sm90Kernel) -> bool:
     return not all("gsb0" in product for product in products)
 
 
+def instructions_of_loop(kernel: Sm90Kernel) -> list[str]:
+    """Opcodes of the first loop that holds a product, with their modifiers."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in kernel.sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9_.]*)(.*)", line):
+            code.append(found[1])
+            back = re.search(r"\.L_x_\d+", found[2]) if opcode(found[1]) == "BRA" else None
+            if back and back[0] in labels:
+                loops.append(code[labels[back[0]] :])
+    return next(loop for loop in loops if {"QGMMA", "HGMMA"} & {opcode(x) for x in loop})
+
+
+def loop_of(kernel: Sm90Kernel) -> list[str]:
+    """Opcodes of the first loop that holds a product."""
+    return [opcode(instruction) for instruction in instructions_of_loop(kernel)]
+
+
+def opcode(instruction: str) -> str:
+    """An opcode without its modifiers."""
+    return instruction.split(".")[0]
+
+
 def undefined_pairs(sass: str) -> list[str]:
     """Instructions that add a pair of 8-bit floats to a register which does not hold the word's other pair.
 
