@@ -96,7 +96,7 @@ def append_kvcache(
         cache: written.
         k: [B, H_kv, L, D], bf16, fp16 or fp32, any strides; with layout="bshd", H_kv and L swapped; v likewise. fp32
             tensors as `quantize` has them.
-        v: [B, H_kv, L, D_v]. A key of it with a NaN, an infinity, or a magnitude above 448 * 2**60, becomes NaN.
+        v: [B, H_kv, L, D_v]. A key of it with a NaN, an infinity, or a magnitude above 448 * 2**50, becomes NaN.
         block_table: int32 [B, pages of a sequence], contiguous. Sequences do not share a page that is appended to.
         cache_seqlens: int32 [B], keys that each sequence has already.
         layout: "bhsd" or "bshd".

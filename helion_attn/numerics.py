@@ -103,7 +103,7 @@ MAX_SEED = 2**63 - 1
 #: 2**40 times what they are against that, and fp32 holds them.
 REFERENCE_REACH_LOG2 = 40.0
 
-#: The same in a KV cache, whose row sums have 2**60 of V's descales besides: see `MAX_V_DESCALE_LOG2`.
+#: The same in a KV cache, whose row sums have the ratio of two of V's descales besides: see `MAX_V_DESCALE_LOG2`.
 PAGE_REFERENCE_REACH_LOG2 = 20.0
 
 #: Steps of e4m3's bits by octave.
@@ -117,9 +117,9 @@ E4M3_BITS_OF_ONE = E4M3_STEPS * (7.0 - (1.5 - LOG2E))
 #: The smallest and largest of fp16 that a line from scores in fp16 has.
 FP16_TINY, FP16_LARGE = 2.0**-24, 60000.0
 
-#: V's descales in a KV cache lie in 2**-60..2**60. The kernel's P is a probability times such a descale, and fp32 holds
-#: the ratio of any two.
-MAX_V_DESCALE_LOG2 = 60
+#: V's descales in a KV cache lie in 2**-50..2**50. The kernel's P is a probability times such a descale, and fp32 holds
+#: the ratio of any two, 2**`PAGE_REFERENCE_REACH_LOG2` times.
+MAX_V_DESCALE_LOG2 = 50
 
 #: The largest sum of a row's P, where its reference is the maximum of its first block, not the running one. A larger
 #: limit is passed more rarely, and leaves V less room before P V overflows: here its entries below 2**63 are safe.
