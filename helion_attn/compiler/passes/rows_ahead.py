@@ -16,7 +16,15 @@ from helion_attn.compiler.passes.ttgir import VALUE, defined, find, indentation,
 NAME = "rows_ahead"
 
 #: Operations that take as much in one layout as in another.
-_ELEMENTWISE = ("arith.mulf ", "arith.select ", "tt.splat ", "tt.expand_dims ")
+_ELEMENTWISE = (
+    "arith.mulf ",
+    "arith.select ",
+    "arith.truncf ",
+    "arith.extf ",
+    "tt.splat ",
+    "tt.expand_dims ",
+    "tt.elementwise_inline_asm ",
+)
 
 #: A tensor's type; the group is its layout, or that which its layout is a slice of.
 _TENSOR = r"tensor<[\dx]+\w+, (?:#ttg\.slice<\{dim = \d+, parent = )?(#\w+)(?:\}>)?>"
