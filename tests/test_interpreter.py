@@ -23,7 +23,10 @@ def test_matches_the_rounding_model(name: str, kind: str) -> None:
     # A score that differs in its last bit may take a P over a rounding boundary: that is one row in many.
     assert row_errors(out, case.model).quantile(0.98) < 1e-6
     sees_a_key = case.model_lse > float("-inf")
-    assert relative_error(lse[sees_a_key], case.model_lse[sees_a_key]) < 1e-6
+    # Which lse holds as well, up to D 128.
+    off = (lse - case.model_lse)[sees_a_key].abs() / case.model_lse[sees_a_key].square().mean().sqrt()
+    assert off.quantile(0.98) < 1e-6
+    assert off.max() < 1e-3
 
 
 @pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=["fast", "balanced"])

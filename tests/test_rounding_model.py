@@ -138,11 +138,23 @@ def test_block_size_changes_only_noise(block_n: int) -> None:
     assert blocked <= error_budget(one_block, q.dtype)
 
 
-def test_promotion_does_not_change_the_model() -> None:
-    qkv = make_qkv("randn", 1, 2, 2, 64, 300, 64)
-    outs = [reference.fp8_attention(*qkv, recipe=replace(IN_E4M3, promote_every=n)) for n in (None, 0, 1)]
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
+@pytest.mark.parametrize(("pv_dtype", "D"), [(E4M3, 64), (E5M2, 64), (E4M3, 160), (torch.bfloat16, 64)], ids=str)
+def test_promotion_decides_what_p_is_relative_to(pv_dtype: torch.dtype, D: int) -> None:
+    """8-bit P in sums that are rescaled in every block, and not where they stay in the tensor core."""
+    qkv = make_qkv("randn", 1, 2, 2, 64, 300, D)
+    recipe = replace(IN_E4M3, pv_dtype=pv_dtype, v_scales="head" if pv_dtype.itemsize == 1 else "none")
+    whole = 1 if pv_dtype.itemsize == 1 else 0
+    default, same, other = (
+        reference.fp8_attention(*qkv, recipe=replace(recipe, promote_every=n), out_dtype=torch.float32)
+        for n in (None, whole, 0)
+    )
+    assert torch.equal(default, same)
+    assert torch.equal(default, other) == (whole == 0)
+    # A single block's own maximum is the running one: then P's bits are all that differs.
+    default, other = (
+        reference.fp8_attention(*qkv, recipe=replace(recipe, promote_every=n), block_n=300) for n in (whole, 0)
+    )
+    assert torch.equal(default, other) != takes_bits(pv_dtype, D)
 
 
 def a_loud_key_before_many_quiet_ones() -> Tensors:
@@ -160,13 +172,17 @@ def test_without_p_offset_e4m3_loses_quiet_keys(pv_dtype: torch.dtype, lost: boo
     sm_scale = 10 * 0.6931471805599453 / 49
     ref, ref_lse = reference.attention(q, k, v, sm_scale=sm_scale, return_lse=True)
 
-    def error(recipe: Recipe) -> float:
-        out, lse = reference.fp8_attention(q, k, v, sm_scale=sm_scale, recipe=recipe, return_lse=True)
-        torch.testing.assert_close(lse.double(), ref_lse, rtol=0, atol=1e-5)
-        return relative_error(out, ref)
-
     recipe = replace(PLAIN, pv_dtype=pv_dtype)
-    assert (error(replace(recipe, p_offset_log2=0)) > error_budget(error(recipe), torch.float32)) == lost
+    (out, lse), (without, lse_without) = (
+        reference.fp8_attention(q, k, v, sm_scale=sm_scale, recipe=x, return_lse=True)
+        for x in (recipe, replace(recipe, p_offset_log2=0))
+    )
+    error = relative_error(out, ref)
+    assert (relative_error(without, ref) > error_budget(error, torch.float32)) == lost
+    torch.testing.assert_close(lse.double(), ref_lse, rtol=0, atol=1e-5)
+    # Its sum is of P as rounded: the quiet keys of the loud one's block, 127 of 2000, are no part of it.
+    share = torch.tensor(1 - 127 / (2**10 + 2000)).log() if lost else torch.zeros(())
+    torch.testing.assert_close(lse_without.double(), ref_lse + share, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("field", ["q_descale", "k_descale", "v_descale", "v_mean", "lse_shift"])
@@ -208,7 +224,7 @@ def test_e5m2_is_worse_than_e4m3() -> None:
 
 def test_centring_helps_a_biased_v() -> None:
     qkv = make_qkv("biased_v", 1, 2, 2, 64, 1000, 64)
-    assert total_error(qkv, replace(IN_E4M3, center_v=True)) < 0.6 * total_error(qkv, replace(IN_E4M3, center_v=False))
+    assert total_error(qkv, replace(IN_E4M3, center_v=True)) < 0.7 * total_error(qkv, replace(IN_E4M3, center_v=False))
 
 
 @pytest.mark.parametrize("qk_dtype", [E4M3, INT8], ids=["e4m3", "int8"])

@@ -22,7 +22,7 @@ from helion_attn.testing import Sm90Kernel
 from helpers.cases import IN_E4M3
 from helpers.ir_machine import Machine, run
 from helpers.offline import MEASURED, assert_sound, compile_attention, compile_shape, compile_varlen
-from helpers.passes import operation
+from helpers.passes import operation, recorded
 from helpers.shared import shared_call, shared_ir
 
 pytestmark = pytest.mark.filterwarnings("ignore::helion_attn.compiler.slower.SlowerWarning")
@@ -80,7 +80,7 @@ def test_nothing_else_changes(name: str) -> None:
     of_v = len(re.findall(rf" = ttg\.memdesc_index {v_buffers(texts(name)[0])}\[", texts(name)[0]))
     assert before - after == Counter({"tt.fp_to_fp": 1, "tt.reduce": 1, "arith.addf": 1, "tt.reduce.return": 1})
     new = Counter({"tt.elementwise_inline_asm": 1, "ttng.fence_async_shared": 1, "arith.constant": 1})
-    new += Counter({x: of_v for x in ("arith.constant", "arith.muli", "ttg.memdesc_index", "ttg.memdesc_reinterpret")})
+    new += Counter({x: of_v for x in ("arith.constant", "arith.muli", "ttg.memdesc_reinterpret")})
     new += Counter({x: stages for x in ("arith.constant", "ttg.memdesc_index", "ttg.local_store")})
     assert after - before == new
 
@@ -261,7 +261,9 @@ def test_other_ptx_is_refused(lines: list[str], reason: str) -> None:
 
 def test_without_it_the_kernel_adds_up_p() -> None:
     """PTX of another form: the kernel is compiled again, with sums of its own and all other passes."""
-    with mock.patch.object(row_sums, "summed", side_effect=row_sums.NoSums("the PTX is another")):
+    another = mock.patch.object(row_sums, "summed", side_effect=row_sums.NoSums("the PTX is another"))
+    # Found by nobody else: `recorded` leaves caches alone.
+    with recorded(), another:
         found = compile_attention(64, True, recipe=ha.BALANCED)
     assert outcome(found) == Outcome(row_sums.NAME, False, "the PTX is another", "")
     others = [(x.name, x.applied) for x in found.passes if x.name != row_sums.NAME]

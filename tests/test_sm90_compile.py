@@ -12,12 +12,9 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, TileConfig, attention_tile_config, tile_config
 from helion_attn.configs.scheduling import query_blocks_per_sm
-from helion_attn.kernels import attention
-from helion_attn.kernels.lib import steps
-from helion_attn.kernels.lib.inline_asm import e4m3_of_bits
+from helion_attn.kernels.lib import softmax_bits, steps
 from helion_attn.numerics import takes_bits
 from helion_attn.testing import Sm90Kernel, compile_for_sm90
 from helion_attn.types import Layout
@@ -199,25 +196,15 @@ def keep_order(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
     return p8
 
 
-def p_in_order(
-    s: torch.Tensor,
-    bias: float,
-    scale_log2: torch.Tensor,
-    m_ref: torch.Tensor,
-    wide: torch.Tensor,
-    bm: int,
-    bn: int,
-    q_row_descales: hl.constexpr,
-    is_cuda: hl.constexpr,
-) -> torch.Tensor:
-    return e4m3_of_bits(s * scale_log2.unsqueeze(1) - m_ref.unsqueeze(1), is_cuda)
+def fours_in_order(x: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
+    return x.reshape(bm, bn // 16, 4, 2, 2)
 
 
 @pytest.mark.parametrize("D", [128, 256])
 def test_without_interleaved_keys_p_is_shuffled(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the check above can fail, where P's bits come from scores and where P is cast."""
     monkeypatch.setattr(steps, "interleave_keys", keep_order)
-    monkeypatch.setattr(attention, "p_of_bits", p_in_order)
+    monkeypatch.setattr(softmax_bits, "by_fours", fours_in_order)
     tile = tile_config(D, False)
     kernel = compile_attention(D, False)
     # [bm, bn] per program: a thread holds 64 values of a 64 x 128 tile on 4 warps, and moves them 4 to a register.

@@ -130,15 +130,16 @@ def test_is_attention_of_every_sequence(recipe: ha.Recipe, device: str) -> None:
     batch = [(130, 200), (5, 9), (0, 3), (1, 257)]
     qkv, cu = packed_qkv(batch, device), tables(batch, device)
     out, lse = attention_varlen(*qkv, *cu, causal=True, recipe=recipe, return_lse=True)
-    # A GPU may sum V's channels in another order.
-    tolerance = 0.0 if device == "cpu" else 0.01
+    # A GPU may sum V's channels in another order. A block of which a row sees nothing moves its reference, of which lse
+    # has the rounding: fp32's, of up to 64.
+    tolerance, of_lse = (0.0, 2.0**-19) if device == "cpu" else (0.01, 0.01)
     for b, (m, _) in enumerate(batch):
         if m:
             alone = (x.unsqueeze(0) for x in sequence(b, qkv, batch))
             expected, expected_lse = ha.attention(*alone, layout="bshd", causal=True, recipe=recipe, return_lse=True)
             rows = slice(int(cu[0][b]), int(cu[0][b + 1]))
             assert relative_error(out[rows], expected[0]) <= tolerance
-            assert relative_error(lse[:, rows], expected_lse[0]) <= tolerance
+            assert relative_error(lse[:, rows], expected_lse[0]) <= of_lse
 
 
 @pytest.mark.parametrize("recipe", [ha.FAST, ha.ACCURATE, ha.HYBRID], ids=["fast", "accurate", "hybrid"])
