@@ -109,10 +109,10 @@ PAGE_REFERENCE_REACH_LOG2 = 20.0
 #: Steps of e4m3's bits by octave.
 E4M3_STEPS = 8.0
 
-#: The bits of e4m3 at 2**0, less the mean of log2(1 + f) - f, which is 1.5 - log2(e): where a line of `E4M3_STEPS` an
-#: octave passes, so that 2**x and what its bits stand for agree on average (Schraudolph, Neural Computation 11(4),
-#: 1999).
-E4M3_BITS_OF_ONE = E4M3_STEPS * (7.0 - (1.5 - LOG2E))
+#: The bits of e4m3 at 2**0, less 8 times the mean of log2(1 + f) - f, which is 1.5 - log2(e): where a line of
+#: `E4M3_STEPS` an octave passes, so that 2**x and what its bits stand for agree on average (Schraudolph, Neural
+#: Computation 11(4), 1999). To the nearest sixteenth, 55.5625: fp16 has no finer steps at the largest P's 119.5625.
+E4M3_BITS_OF_ONE = round(16.0 * E4M3_STEPS * (7.0 - (1.5 - LOG2E))) / 16.0
 
 #: The smallest and largest of fp16 that a line from scores in fp16 has.
 FP16_TINY, FP16_LARGE = 2.0**-24, 60000.0

@@ -521,9 +521,10 @@ def fp8_attn_fwd(
                 wide = 1 - within
                 if wide > 0:
                     s = below_largest(s, largest, bm, bn, half_scores, is_cuda)
+                above = (largest - softmax_bias) * s_scale_log2 - m_ref
                 # [bm, bn], [bm], [bm]
                 p8, m_ref, m_i = p_of_scores(
-                    s, softmax_bias, s_scale_log2, m_ref, m_i, top - m_ref + p_offset_log2, wide, bm, bn,
+                    s, softmax_bias, s_scale_log2, m_ref, m_i, above, wide, bm, bn,
                     softmax_row_descales, half_scores, is_cuda,
                 )  # fmt: skip
                 # [bm, 1]

@@ -19,7 +19,6 @@ from helion_attn.numerics import (
     E4M3_STEPS,
     FORMAT_MAX,
     FP16_LARGE,
-    FP16_TINY,
     LN2,
     LOG2E,
     MAX_HADAMARD_BLOCK,
@@ -354,7 +353,7 @@ def fp8_attention(
             s_scale_log2 = q_scale_log2 * k_descale[:, :, None, j : j + bn]
             if half:
                 s = s.half().float()
-                s_scale_log2 = (s_scale_log2 * E4M3_STEPS).clamp(FP16_TINY, FP16_LARGE).half().float() / E4M3_STEPS
+                s_scale_log2 = (s_scale_log2 * E4M3_STEPS).clamp_max(FP16_LARGE).half().float() / E4M3_STEPS
             s = s * s_scale_log2
             if softcap is not None:
                 # tanh is not linear: it must see what smooth-K took from a row's scores.
@@ -369,8 +368,9 @@ def fp8_attention(
                 m_new = torch.where(m_i == float("-inf"), top, m_i) if keeps else m_run
             m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
             if half:
-                offset = (E4M3_BITS_OF_ONE - m_ref * E4M3_STEPS).clamp_min(-FP16_LARGE)
-                moved = (offset - offset.half().float()) / E4M3_STEPS
+                # A larger one is that of scores below their row's largest, which is small.
+                offset = E4M3_BITS_OF_ONE - m_ref * E4M3_STEPS
+                moved = torch.where(offset.abs() <= 2.0**14, (offset - offset.half().float()) / E4M3_STEPS, 0.0)
                 m_new, m_ref = m_new + moved, m_ref + moved
             if bits:
                 p = p8 = e4m3_of_line((s - m_ref) * E4M3_STEPS + E4M3_BITS_OF_ONE)

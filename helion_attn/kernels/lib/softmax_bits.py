@@ -3,7 +3,7 @@
 e4m3's bits, read as an integer, are 8 * (exponent + 7) + 8 * mantissa: linear in the logarithm but for the mantissa's
 log2(1 + f) - f, at most 0.086. So P = 2**x has, rounded, the bits
 
-    y = 8 * x + 55.54                     one FMA from a score; 55.54 is `numerics.E4M3_BITS_OF_ONE`
+    y = 8 * x + 55.56                     one FMA from a score; 55.56 is `numerics.E4M3_BITS_OF_ONE`
 
 which is what Schraudolph (Neural Computation 11(4), 1999) does for floats. Rounding P to three bits of mantissa loses
 as much as that line does. The row sums are of the same P, so what is too large in P V is too large in them.
@@ -24,14 +24,14 @@ from helion_attn.kernels.lib.inline_asm import (
     minimum,
     pair_of_halves,
 )
-from helion_attn.numerics import E4M3_BITS_OF_ONE, E4M3_STEPS, FP16_LARGE, FP16_TINY
+from helion_attn.numerics import E4M3_BITS_OF_ONE, E4M3_STEPS, FP16_LARGE, FP16_TINY, FP32_TINY
 
 
 def in_fp16_steps(scale_log2: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """A scale, [bm] or [], as `E4M3_STEPS` of it are in fp16: scores in fp16 are multiplied by these."""
     steps = minimum(scale_log2 * E4M3_STEPS, hl.full([], FP16_LARGE, dtype=torch.float32), is_cuda)
-    steps = maximum(steps, hl.full([], FP16_TINY, dtype=torch.float32), is_cuda)
-    return steps.to(torch.float16).to(torch.float32) * (1.0 / E4M3_STEPS)
+    rounded = steps.to(torch.float16).to(torch.float32) * (1.0 / E4M3_STEPS)
+    return maximum(rounded, hl.full([], FP32_TINY, dtype=torch.float32), is_cuda)
 
 
 def in_pairs(s: torch.Tensor, bm: int, bn: int, is_cuda: hl.constexpr) -> torch.Tensor:
@@ -140,6 +140,8 @@ def p_of_scores(
         m_ref = m_ref + moved
         m_i = m_i + moved
         offset = rounded
+        # So that masked scores stay -inf.
+        scale = maximum(scale, hl.full([], FP16_TINY, dtype=torch.float32), is_cuda)
     scale = columns(scale, q_row_descales)
     offset = offset.unsqueeze(1)
     if half and is_cuda:
