@@ -10,9 +10,6 @@ LN2 = 0.6931471805599453
 #: Smallest normal fp32.
 FP32_TINY = 2.0**-126
 
-#: Smallest finite fp32. As a maximum before any key it takes no care: no difference of two is NaN.
-FP32_LOWEST = torch.finfo(torch.float32).min
-
 #: Largest finite float8_e4m3fn.
 E4M3_MAX = 448.0
 
@@ -98,6 +95,10 @@ REFLECTED_GROUP = 4
 
 #: The largest seed of a rotation: an op's ints have 64 bits, and a sign.
 MAX_SEED = 2**63 - 1
+
+#: The running maximum of a row that has seen no key: finite, so that masked scores, -inf, have P = 0 against it, and so
+#: that `E4M3_STEPS` of it are.
+NO_KEY = -(2.0**123)
 
 #: How far P's reference, the maximum of the block at hand, may lie below the running one. Sums against it are up to
 #: 2**40 times what they are against that, and fp32 holds them.

@@ -13,10 +13,10 @@ import helion_attn as ha
 from helion_attn import numerics
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import compiled, interpreted
-from helion_attn.kernels.lib import references, softmax_bits, steps
+from helion_attn.kernels.lib import softmax_bits, steps
 from helion_attn.kernels.lib.inline_asm import e4m3_of_bits
 from helion_attn.kernels.lib.references import own_references
-from helion_attn.numerics import E4M3_BITS_OF_ONE, E4M3_STEPS, REFERENCE_REACH_LOG2
+from helion_attn.numerics import E4M3_BITS_OF_ONE, E4M3_STEPS, NO_KEY, REFERENCE_REACH_LOG2
 from helion_attn.reference.rounding_model import e4m3_of_line
 from helion_attn.testing import relative_error
 from helpers.cases import IN_E4M3, Case, make_case
@@ -109,7 +109,6 @@ def p_of_block(
     p: torch.Tensor,  # [BM, BN], written
     scale: torch.Tensor,  # as scale_log2, written
     reference: torch.Tensor,  # [BM], written
-    carried: torch.Tensor,  # [BM], written
     of_rows: hl.constexpr,
     half: hl.constexpr,
 ) -> None:
@@ -118,17 +117,15 @@ def p_of_block(
     for _ in hl.grid(1):
         steps_of_scale = softmax_bits.in_fp16_steps(scale_log2, False) if half else scale_log2
         largest = softmax_bits.largest_scores(s, 0.0, bm, bn, half, False)
-        top = largest * steps_of_scale - 8.0
-        m_ref = references.finite(top, True)
+        m_run = hl.full([bm], NO_KEY, dtype=torch.float32)
+        _, m_i = own_references(largest * steps_of_scale - 8.0, m_run, False)
+        above = largest * steps_of_scale - m_i
         if wide > 0:
             s = softmax_bits.below_largest(s, largest, bm, bn, half, False)
-        p8, m_ref_of_p, m_i = softmax_bits.p_of_scores(
-            s, 0.0, steps_of_scale, m_ref, m_ref, top - m_ref + 8.0, wide, bm, bn, of_rows, half, False
-        )
+        p8, m_i = softmax_bits.p_of_scores(s, 0.0, steps_of_scale, m_i, above, wide, bm, bn, of_rows, half, False)
         p.copy_(p8)
         scale.copy_(steps_of_scale)
-        reference.copy_(m_ref_of_p)
-        carried.copy_(m_i)
+        reference.copy_(m_i)
 
 
 def block_of_scores(masked: bool) -> torch.Tensor:
@@ -149,10 +146,8 @@ def test_p_of_a_block(half: bool, wide: bool, of_rows: bool, masked: bool) -> No
     if half:
         s = s.half()
     p = torch.empty(BM, BN, dtype=torch.float8_e4m3fn)
-    scale, reference, carried = torch.empty_like(scale_log2), torch.empty(BM), torch.empty(BM)
-    interpreted(p_of_block)(s, scale_log2, torch.tensor(int(wide)), p, scale, reference, carried, of_rows, half)
-    # What is rounded for a line in fp16 is rounded for all.
-    assert torch.equal(reference, carried)
+    scale, reference = torch.empty_like(scale_log2), torch.empty(BM)
+    interpreted(p_of_block)(s, scale_log2, torch.tensor(int(wide)), p, scale, reference, of_rows, half)
     assert (scale - scale_log2).abs().max() <= (2.0**-11 * 0.02 if half else 0.0)
     y = (s.float() * softmax_bits.columns(scale, of_rows) - reference.unsqueeze(1)) * E4M3_STEPS + E4M3_BITS_OF_ONE
     expected = steps.interleave_keys(e4m3_of_line(y), BM, BN)
@@ -178,7 +173,7 @@ TOPS: dict[str, tuple[list[float], list[float]]] = {
     "rises": ([5.0, 100.0, 99.0], [5.0, 100.0, 99.0]),
     "falls from the maximum, not from the block before": ([0.0, -30.0, -60.0, -39.0], [0.0, -30.0, -REACH, -39.0]),
     "masked in between": ([5.0, -INF, 4.0], [5.0, 5.0 - REACH, 4.0]),
-    "masked at first": ([-INF, -INF, 4.0], [-INF, -INF, 4.0]),
+    "masked at first": ([-INF, -INF, 4.0], [NO_KEY, NO_KEY, 4.0]),
     "infinite": ([5.0, INF, 4.0], [5.0, INF, INF]),
     "no number": ([5.0, NAN, 4.0], [5.0, NAN, NAN]),
 }
@@ -187,12 +182,11 @@ TOPS: dict[str, tuple[list[float], list[float]]] = {
 @pytest.mark.parametrize("name", TOPS)
 def test_references_of_blocks(name: str) -> None:
     tops, expected = TOPS[name]
-    m_run = torch.tensor([-INF])
+    m_run = torch.tensor([NO_KEY])
     for i, (top, reference) in enumerate(zip(tops, expected, strict=True)):
-        m_run, m_i, m_ref = own_references(torch.tensor([top]), m_run, True, False)
+        m_run, m_i = own_references(torch.tensor([top]), m_run, False)
         assert_equal(m_i, torch.tensor([reference]))
-        assert_equal(m_ref, torch.tensor([0.0 if reference == -INF else reference]))
-        assert_equal(m_run, torch.tensor(tops[: i + 1]).amax(0, keepdim=True))
+        assert_equal(m_run, torch.tensor([NO_KEY, *tops[: i + 1]]).amax(0, keepdim=True))
 
 
 #: int8 with nothing mixed or smoothed: integers up to 127, 127 among them, are exact, and so are V's in e4m3.

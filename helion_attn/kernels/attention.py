@@ -102,6 +102,7 @@ from helion_attn.numerics import (
     LOG2E,
     MAX_FUSED_HALF_SCALE_LOG2,
     MAX_FUSED_SCALE_LOG2,
+    NO_KEY,
     keeps_reference,
     takes_bits,
 )
@@ -415,7 +416,7 @@ def fp8_attn_fwd(
         else:
             softmax_bias = s_bias
             softmax_row_descales = q_row_descales
-        m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
+        m_i = hl.full([bm], NO_KEY if own_reference else float("-inf"), dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([bm] if p_bits else [bm, l_lanes], dtype=torch.float32)
         # [bm, D_v_pad], or each half of it
@@ -517,18 +518,18 @@ def fp8_attn_fwd(
                 largest = largest_scores(s, softmax_bias, bm, bn, half_scores, is_cuda)
                 top = scaled_largest(largest - softmax_bias, s_scale_log2, p_offset_log2, is_cuda)
                 m_before = m_i
-                m_run, m_i, m_ref = own_references(top, m_run, empty_rows, is_cuda)
+                m_run, m_i = own_references(top, m_run, is_cuda)
                 wide = 1 - within
                 if wide > 0:
                     s = below_largest(s, largest, bm, bn, half_scores, is_cuda)
-                above = (largest - softmax_bias) * s_scale_log2 - m_ref
-                # [bm, bn], [bm], [bm]
-                p8, m_ref, m_i = p_of_scores(
-                    s, softmax_bias, s_scale_log2, m_ref, m_i, above, wide, bm, bn,
+                above = (largest - softmax_bias) * s_scale_log2 - m_i
+                # [bm, bn], [bm]
+                p8, m_i = p_of_scores(
+                    s, softmax_bias, s_scale_log2, m_i, above, wide, bm, bn,
                     softmax_row_descales, half_scores, is_cuda,
                 )  # fmt: skip
                 # [bm, 1]
-                alpha = torch.exp2(m_before - m_ref).unsqueeze(1)
+                alpha = torch.exp2(m_before - m_i).unsqueeze(1)
             else:
                 bias = torch.where(special > 0, 0.0, softmax_bias)
                 s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
@@ -614,6 +615,8 @@ def fp8_attn_fwd(
         total = row_sum
         rescale = row_sum
         m_keys = m_i
+        if own_reference:
+            m_keys = torch.where(row_sum == 0.0, float("-inf"), m_i)
         # [bm], of each row its query, and its head: in the output, and in the parts
         if pack_gqa:
             rows, member = rows_of_group(row_begin, group_log2, bm)

@@ -40,7 +40,7 @@ from helion_attn.kernels.lib.steps import (
     store_out,
     v_rows,
 )
-from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
+from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2, NO_KEY
 
 #: A TMA box has at most 256 elements a dimension.
 MAX_PIECE = 256
@@ -307,7 +307,7 @@ def fp8_attn_fwd_large_d(
                 shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
         else:
             softmax_row_descales = q_row_descales
-        m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
+        m_i = hl.full([bm], NO_KEY if two_level else float("-inf"), dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
         # [bm, d] each. A loop carries tensors, not lists.
@@ -358,6 +358,8 @@ def fp8_attn_fwd_large_d(
         total = row_sum
         rescale = row_sum
         m_keys = m_i
+        if two_level:
+            m_keys = torch.where(row_sum == 0.0, float("-inf"), m_i)
         rows = row_begin + hl.arange(bm)
         row_in_range = rows < m_len
         if shift_lse and not has_softcap:

@@ -42,7 +42,7 @@ from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import inverse_of_power, launch_paged, log2_of_power
 from helion_attn.kernels.lib.references import own_references
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
-from helion_attn.numerics import FP32_LOWEST, LN2, LOG2E, PAGE_REFERENCE_REACH_LOG2
+from helion_attn.numerics import LN2, LOG2E, NO_KEY, PAGE_REFERENCE_REACH_LOG2
 
 #: Pages in flight.
 NUM_STAGES = 3
@@ -81,7 +81,7 @@ def softmax_step(
     """`t`, -inf where masked, into `(p8, alpha, m_run, m_i, l_i)`."""
     one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], p_offset_log2, dtype=torch.float32)
     top = fma_up(torch.amax(t, 0), one, -offset, is_cuda)
-    m_run, m_new, _ = own_references(top, m_run, False, is_cuda, PAGE_REFERENCE_REACH_LOG2)
+    m_run, m_new = own_references(top, m_run, is_cuda, PAGE_REFERENCE_REACH_LOG2)
     # [bn, rows]
     p = torch.exp2(t - m_new.unsqueeze(0))
     alpha = torch.exp2(m_i - m_new).unsqueeze(0)
@@ -192,7 +192,7 @@ def fp8_attn_decode(
         n_begin = n_first + split * run
         n_end = torch.minimum(n_begin + run, n_pages)
 
-        m_i = hl.full([rows], FP32_LOWEST, dtype=torch.float32)
+        m_i = hl.full([rows], NO_KEY, dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([warps, 8, rows], dtype=torch.float32)
         # [D_v_pad, rows]

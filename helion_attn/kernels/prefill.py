@@ -29,7 +29,7 @@ from helion_attn.kernels.lib.paged import inverse_of_power, launch_paged, log2_o
 from helion_attn.kernels.lib.programs import run_of_key_blocks
 from helion_attn.kernels.lib.references import own_references
 from helion_attn.kernels.lib.steps import accumulate, add_sink, int32, interleave_keys, quotient, to_descale
-from helion_attn.numerics import FP32_LOWEST, LN2, LOG2E, PAGE_REFERENCE_REACH_LOG2
+from helion_attn.numerics import LN2, LOG2E, NO_KEY, PAGE_REFERENCE_REACH_LOG2
 
 
 class PrefillTile(NamedTuple):
@@ -172,7 +172,7 @@ def fp8_attn_prefill(
             n_left = (torch.clamp_min(last_on_diagonal - int32(left), 0) + bn - 1) >> bn_log2
         run_begin, run_end = run_of_key_blocks(n_begin, n_end, split, splits)
 
-        m_i = hl.full([bm], FP32_LOWEST, dtype=torch.float32)
+        m_i = hl.full([bm], NO_KEY, dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
         # [bm, D_v_pad], or each half of it
@@ -210,7 +210,7 @@ def fp8_attn_prefill(
             one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], -p_offset_log2, dtype=torch.float32)
             top = fma_up(torch.amax(t, 1), one, offset, is_cuda)
             m_before = m_i
-            m_run, m_i, _ = own_references(top, m_run, False, is_cuda, PAGE_REFERENCE_REACH_LOG2)
+            m_run, m_i = own_references(top, m_run, is_cuda, PAGE_REFERENCE_REACH_LOG2)
             # [bm, bn]
             p = torch.exp2(t - m_i.unsqueeze(1))
             by_lane = (p * inverse_of_power(v_scale).unsqueeze(0)).reshape(bm, bn // l_lanes, l_lanes).sum(1)

@@ -18,17 +18,15 @@ from helion_attn.numerics import REFERENCE_REACH_LOG2
 def own_references(
     top: torch.Tensor,  # [bm]
     m_run: torch.Tensor,  # [bm]
-    empty_rows: hl.constexpr,
     is_cuda: hl.constexpr,
     reach_log2: float = REFERENCE_REACH_LOG2,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`(m_run, m_i, m_ref)`: the running maximum, the block's reference, and the same for a row with no key yet, 0.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(m_run, m_i)`: the running maximum, which begins at `NO_KEY`, and the block's reference.
 
     The reference is the block's maximum `top`, but no more than `reach_log2` below the running one.
     """
     m_run = maximum(m_run, top, is_cuda)
-    m_i = maximum(m_run - reach_log2, top, is_cuda)
-    return m_run, m_i, finite(m_i, empty_rows)
+    return m_run, maximum(m_run - reach_log2, top, is_cuda)
 
 
 def finite(m_i: torch.Tensor, empty_rows: hl.constexpr) -> torch.Tensor:

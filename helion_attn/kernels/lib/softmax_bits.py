@@ -114,7 +114,6 @@ def p_of_scores(
     s: torch.Tensor,  # [bm, bn], or with half `in_pairs`
     bias: float,
     scale_log2: torch.Tensor,  # [bm] or []
-    m_ref: torch.Tensor,  # [bm]
     m_i: torch.Tensor,  # [bm]
     above: torch.Tensor,  # [bm]
     wide: torch.Tensor,  # []
@@ -123,22 +122,21 @@ def p_of_scores(
     q_row_descales: hl.constexpr,
     half: hl.constexpr,
     is_cuda: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`(P, m_ref, m_i)`: 2**((s - bias) * scale_log2 - m_ref) in e4m3, [bm, bn], keys in V's order; and references.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(P, m_i)`: 2**((s - bias) * scale_log2 - m_i) in e4m3, [bm, bn], keys in V's order, and its reference.
 
-    If `wide`, s is below its row's largest, which is `above` m_ref. Scores in fp16 take a line in fp16, whose offset
-    is rounded: the references with it.
+    If `wide`, s is below its row's largest, which is `above` m_i. Scores in fp16 take a line in fp16, whose offset is
+    rounded: the reference with it.
     """
     scale = scale_log2 * E4M3_STEPS
-    offset = E4M3_BITS_OF_ONE - (m_ref + bias * scale_log2) * E4M3_STEPS
+    offset = E4M3_BITS_OF_ONE - (m_i + bias * scale_log2) * E4M3_STEPS
     offset = torch.where(wide > 0, E4M3_BITS_OF_ONE + above * E4M3_STEPS, offset)
     if half:
-        # Where a row's other blocks are far above this one, P is 0.
+        # Where a row's other blocks are far above this one, or it has seen no key, P is 0.
         offset = maximum(offset, hl.full([], -FP16_LARGE, dtype=torch.float32), is_cuda)
+        offset = minimum(offset, hl.full([], FP16_LARGE, dtype=torch.float32), is_cuda)
         rounded = offset.to(torch.float16).to(torch.float32)
-        moved = (offset - rounded) * (1.0 / E4M3_STEPS)
-        m_ref = m_ref + moved
-        m_i = m_i + moved
+        m_i = m_i + (offset - rounded) * (1.0 / E4M3_STEPS)
         offset = rounded
         # So that masked scores stay -inf.
         scale = maximum(scale, hl.full([], FP16_TINY, dtype=torch.float32), is_cuda)
@@ -150,7 +148,7 @@ def p_of_scores(
         p8 = e4m3_of_half_line(fours, scale, by_fours(offset.expand(bm, bn), bm, bn))
     else:
         p8 = e4m3_of_bits(by_fours(s * scale + offset, bm, bn), is_cuda)
-    return p8.reshape(bm, bn), m_ref, m_i
+    return p8.reshape(bm, bn), m_i
 
 
 def by_fours(x: torch.Tensor, bm: int, bn: int) -> torch.Tensor:

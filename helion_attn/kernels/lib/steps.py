@@ -144,7 +144,8 @@ def online_softmax_step(
             largest = largest - bias
         top = scaled_largest(largest, qk_scale_log2, p_offset_log2, is_cuda)
         if own_reference:
-            m_run, m_new, m_ref = own_references(top, m_run, empty_rows, is_cuda)
+            m_run, m_new = own_references(top, m_run, is_cuda)
+            m_ref = m_new
         else:
             m_new = maximum(m_i, top, is_cuda)
             m_ref = finite(m_new, empty_rows)
