@@ -34,7 +34,7 @@ from helion_attn.compiler import triton_hook
 from helion_attn.compiler.helion_adapter import Config, helion_config, hl
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels import attention
-from helion_attn.kernels.lib import steps
+from helion_attn.kernels.lib import softmax_bits, steps
 from helion_attn.kernels.lib.arguments import AttentionArguments
 from helion_attn.preprocess.lib.v_layout import position_of_key
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
@@ -50,6 +50,16 @@ ERROR_BUDGET = 0.05
 def keys_in_order(p8: Tensor, bm: int, bn: int) -> Tensor:
     """In place of `interleave_keys`: P's columns as they are, for a V whose keys are in order."""
     return p8
+
+
+def fours_in_order(x: Tensor, bm: int, bn: int) -> Tensor:
+    """In place of `by_fours`: the same for P whose bits come from scores."""
+    return x.reshape(bm, bn // 16, 4, 2, 2)
+
+
+def by_exponentials(pv_dtype: torch.dtype, d: int) -> bool:
+    """In place of `takes_bits`: P is 2 to a score, and cast."""
+    return False
 
 
 def row_sums_every_block(
@@ -165,12 +175,21 @@ def shipped_tile(D: int) -> TileConfig:
 def variants(D: int) -> dict[str, Variant]:
     """The shipped kernel, then each with one thing changed."""
     two_level = shipped_tile(D).two_level
+    of_p = {
+        "V's keys in order": Variant(step=(steps, "interleave_keys", keys_in_order), interleaved=False),
+        "row sums across lanes in every block": Variant(step=(attention, "online_softmax_step", row_sums_every_block)),
+    }
+    if attention.takes_bits(ha.FAST.pv_dtype, D):
+        of_p = {
+            "V's keys in order": Variant(step=(softmax_bits, "by_fours", fours_in_order), interleaved=False),
+            "P by exponentials": Variant(step=(attention, "takes_bits", by_exponentials)),
+            "scores in fp32": Variant(recipe={"half_scores": False}),
+        }
     return {
         "shipped": Variant(),
-        "V's keys in order": Variant(step=(steps, "interleave_keys", keys_in_order), interleaved=False),
+        **of_p,
         "one-level P V" if two_level else "two-level P V": Variant(recipe={"promote_every": int(not two_level)}),
         "P not scaled": Variant(recipe={"p_offset_log2": 0}),
-        "row sums across lanes in every block": Variant(step=(attention, "online_softmax_step", row_sums_every_block)),
         "loads where Triton has them": Variant(step=(triton_hook, "with_passes", without_passes)),
         **(
             {"warpgroups in step": Variant(step=(triton_hook, "with_passes", in_step))}

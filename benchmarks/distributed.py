@@ -483,8 +483,8 @@ def checks(loaded: Loaded) -> list[Check]:
         for stage in ("checked", "e2e")
     )
     for key, row in unchecked.items():
-        N, H, causal, world, strategy, _ = key
-        where = f"{N} tokens, {H} heads, {mask(causal)}, {world} GPUs, {strategy}"
+        N, H, causal, world, strategy, scaling = key
+        where = f"{scaling}, {N} tokens, {H} heads, {mask(causal)}, {world} GPUs, {strategy}"
         found.append(
             Check("a default call / check=False, time", where, ratio(default[key]["ms"], row["ms"]), CHECK_BOUND)
         )

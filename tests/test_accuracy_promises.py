@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn.numerics import MAX_BITS_D
 from helion_attn.reference import kv_cache, rounding_model
 from helion_attn.testing import INPUT_KINDS, SINK_SHARES, drift, error_budget, make_qkv, relative_error
 from helion_attn.types import PRESETS
@@ -27,7 +28,9 @@ def kernel_error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_randn(D: int, causal: bool, device: str) -> None:
     H, M = (8, KEYS) if device == "cuda" else (1, 64)
-    assert kernel_error(*make_qkv("randn", 1, H, H, M, KEYS, D, device=device), causal=causal) <= 0.026
+    # Up to `MAX_BITS_D` P's bits are a line of the score.
+    bound = 0.027 if D <= MAX_BITS_D else 0.026
+    assert kernel_error(*make_qkv("randn", 1, H, H, M, KEYS, D, device=device), causal=causal) <= bound
 
 
 @pytest.mark.parametrize("keys", [4096, pytest.param(131072, marks=pytest.mark.gpu)])

@@ -330,8 +330,11 @@ def test_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mistaken["ms"] is None
     assert "not timed" in mistaken["note"]
     assert all(row["ms"] > 0 for row in rows.values())
-    same = {name: row["error_kernel"] for name, row in rows.items() if name != "P not scaled"}
-    assert same == pytest.approx(dict.fromkeys(same, rows["shipped"]["error_kernel"]), rel=0.01)
+    errors = {name: row["error_kernel"] for name, row in rows.items() if name != "P not scaled"}
+    # P's bits and its exponentials round otherwise.
+    numbers = ("P by exponentials", "one-level P V", "scores in fp32")
+    for name, error in errors.items():
+        assert error == pytest.approx(errors["shipped"], rel=0.25 if name in numbers else 0.01), name
     assert rows["P not scaled"]["error_kernel"] > rows["shipped"]["error_kernel"]
     (table,) = ablation.tables(loaded)
     assert [line[1:4:2] for line in table.body[:1] + table.body[-1:]] == [["shipped", "1.00"], ["wrong", "-"]]
@@ -344,18 +347,19 @@ def test_ablation_changes_something(D: int) -> None:
         tile, recipe = dataclasses.replace(shipped, **variant.tile), dataclasses.replace(ha.FAST, **variant.recipe)
         assert tile == shipped or name in ablation.TILES[D]
         summed = recipe.promote_every is not None and bool(recipe.promote_every) != shipped.two_level
-        changed = (tile != shipped, summed, recipe.p_offset != ha.FAST.p_offset, variant.step is not None)
+        numbers = (summed, recipe.p_offset != ha.FAST.p_offset, recipe.half_scores != ha.FAST.half_scores)
+        changed = (tile != shipped, *numbers, variant.step is not None)
         assert sum(changed) == (name != "shipped")
     assert ablation.heads_fastest(shipped)["loop_orders"] != helion_config(shipped)["loop_orders"]
 
 
 def test_ablation_compiles_other_code() -> None:
-    names = ("shipped", "V's keys in order", "row sums across lanes in every block", "3 programs an SM")
+    names = ("shipped", "V's keys in order", "P by exponentials", "3 programs an SM")
     steps = [variant.step[:2] for variant in ablation.variants(64).values() if variant.step is not None]
     before = [getattr(module, name) for module, name in (*steps, (attention_kernel, "compiled_kernel"))]
     with launching():
-        shipped, in_order, summed, fewer = (ablation.figures(64, name) for name in names)
-    assert shipped["shuffles"] < summed["shuffles"] < in_order["shuffles"]
+        shipped, in_order, exponentials, fewer = (ablation.figures(64, name) for name in names)
+    assert shipped["shuffles"] < exponentials["shuffles"] < in_order["shuffles"]
     assert shipped["ctas_per_sm"] == 4
     assert fewer["ctas_per_sm"] == 3
     assert shipped["spills"] <= (0 if MEASURED else SPILLED["_helion_fp8_attn_fwd"])

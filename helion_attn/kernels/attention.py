@@ -3,9 +3,10 @@
 One program owns one block of `bm` query rows of one head and walks the key blocks of its KV head:
 
     s = q8 k8^T                          e4m3 or 16-bit, fp32 accumulate; or int8, int32
-    m_i, p = running max, 2**(s * qk_scale_log2 - m_i)      fp32; m_i lies p_offset_log2 below the true maximum
-    l_i += p                             fp32, unrounded p
-    p8 = cast(p)                         e4m3, e5m2 or 16-bit: rounding point 1
+    m_i = the block's maximum            fp32, p_offset_log2 below it; of 16-bit P the running one (`lib.references`)
+    p8 = 2**(s * qk_scale_log2 - m_i)    e4m3 up to D 128: bits from the score (`lib.softmax_bits`); else exp2, cast:
+                                         rounding point 1
+    l_i = l_i * alpha + sum(p)           fp32; of rounded p with bits, else of p as it was
     acc = acc * alpha + (p8 v8)          two-level: a fresh FP8 product per block, added in fp32
     out = acc / l_i * v_descale + v_mean                    fp32, cast once: rounding point 2
 
@@ -22,7 +23,8 @@ tensor core sums 16-bit products in fp32.
 
 One loop walks the key blocks that some row sees; the others are never loaded. Blocks at an edge of what is visible
 (diagonal, ragged end, a window's two sides) are masked behind a branch: a loop of their own would have no pipelined
-loads (docs/notes/attention_kernel.md has what this and other choices gain).
+loads (docs/notes/attention_kernel.md has what this and other choices gain). So are blocks whose scale is too large for
+one FMA; of P by bits they have a branch of their own, behind the maximum.
 
 Where scores have 8 bits and P is bf16, whose range is that of fp32, there is no running maximum up to D 128
 (`numerics.keeps_reference`): the first block that a row sees gives the reference of all its P, and the accumulator is

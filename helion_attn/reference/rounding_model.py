@@ -151,7 +151,7 @@ def _sampled_head_descales(
 
 
 def below(top: torch.Tensor, p_offset: int) -> torch.Tensor:
-    """The running maximum's candidate: `p_offset` below the true one, so that the largest p is 2**p_offset.
+    """A maximum's reference: `p_offset` below it, so that the largest p is 2**p_offset.
 
     Or the true one, where fp32 would round to less: p must not pass the largest number of its dtype.
     """
@@ -302,7 +302,7 @@ def fp8_attention(
     first block: P differs by a rounding.) Sums are fp32, and those of int8 products exact. On a GPU the kernel has an
     FMA for `score * scale - maximum`, unless the scale is large: from scores of 1e5 on, where fp32 moves in steps of
     2**-7, P differs by that.
-    `recipe.promote_every`, which says where the kernel sums P V, therefore changes nothing here.
+    `recipe.promote_every` says what P is relative to; where the kernel sums P V changes nothing here.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32; with layout="bshd", H and M swapped; k and v likewise.

@@ -257,7 +257,7 @@ def store_out(
     acc: torch.Tensor,  # [bm, d_tile]
     mean: torch.Tensor,  # [d_tile]
     descale: torch.Tensor,  # [d_tile] if v_channel_descales, else []
-    m_keys: torch.Tensor,  # [bm], the reference of the keys: their running maximum, or that of a first block
+    m_keys: torch.Tensor,  # [bm], the last reference of the keys, -inf without one
     row_sum: torch.Tensor,  # [bm], of the keys
     alpha: torch.Tensor,  # [bm], the rescale of acc and row_sum that the sink asks for, if has_sinks
     total: torch.Tensor,  # [bm], row_sum * alpha, and the sink's part
