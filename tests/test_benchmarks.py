@@ -211,7 +211,10 @@ def test_split(tmp_path: Path) -> None:
         ("helion_attn", 2), ("one_run", None), ("paged", None),
     ]  # fmt: skip
     assert all(row["ms"] > 0 for row in rows)
-    assert len({row["error_kernel"] for row in rows}) == 3
+    # A block's P does not depend on the run that the block is in; a page's rounds otherwise.
+    split, one_run, paged = (row["error_kernel"] for row in rows)
+    assert split == pytest.approx(one_run, rel=1e-4)
+    assert paged != pytest.approx(one_run, rel=0.01)
     (table,) = splits.tables(loaded)
     assert len(table.body) == 1
 

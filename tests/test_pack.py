@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn.numerics import MAX_BITS_D
 from helion_attn.reference.shapes import hide_future_keys
 from helion_attn.testing import relative_error
 from helpers.cases import IN_E4M3, Tensors
@@ -115,8 +116,10 @@ def test_attention(D: int, causal: bool, device: str) -> None:
     oracle, oracle_lse = ha.reference.attention(q, k, v, causal=causal, return_lse=True)
     # Only P is rounded: by at most 2**-4, unbiased, and averaged over keys.
     assert relative_error(out, oracle) < 2**-5
-    # A tensor core keeps about 14 bits of a score's sum.
-    assert relative_error(lse, oracle_lse) < 1e-5 + (2.0**-14 if device == "cuda" else 0.0)
+    # A tensor core keeps about 14 bits of a score's sum. A sum of up to 70 P whose bits are a line of the score, each off
+    # by some 3%, is off by .5%, and its logarithm, some 5, by 2**-10.
+    budget = 1e-5 + (2.0**-14 if device == "cuda" else 0.0) + (2.0**-10 if D <= MAX_BITS_D else 0.0)
+    assert relative_error(lse, oracle_lse) < budget
 
 
 def test_what_quantize_packs_packs_the_same(device: str) -> None:

@@ -112,15 +112,16 @@ def test_gathered_parts(D: int, causal: bool, zigzag: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel",
+    ("kernel", "spilled"),
     [
-        pytest.param(lambda: compile_parts(128, False, ha.BALANCED, False, packed=True), id="packed sequences"),
-        pytest.param(lambda: compile_parts(128, True, ha.ACCURATE, True, left=1000), id="window"),
-        pytest.param(lambda: compile_parts(128, False, ha.BF16, False), id="bf16"),
+        # A row's bounds take two registers of a thread that has none to spare.
+        pytest.param(lambda: compile_parts(128, False, ha.BALANCED, False, packed=True), 44, id="packed sequences"),
+        pytest.param(lambda: compile_parts(128, True, ha.ACCURATE, True, left=1000), 0, id="window"),
+        pytest.param(lambda: compile_parts(128, False, ha.BF16, False), 0, id="bf16"),
     ],
 )
-def test_other_gathered_parts(kernel: Callable[[], Sm90Kernel]) -> None:
-    offline.assert_sound(kernel())
+def test_other_gathered_parts(kernel: Callable[[], Sm90Kernel], spilled: int) -> None:
+    offline.assert_sound(kernel(), spilled)
 
 
 PARTS_OF, BLOCKS_OF, STEP = 3, 2, 100

@@ -228,6 +228,7 @@ SWAPPED: dict[str, tuple[tuple[int, ...], tuple[int, ...], Layout, bool]] = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("function", [ha.attention, ha.quantize, ha.check, ha.explain], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("what", SWAPPED)
 def test_more_heads_than_tokens_warn_once(
