@@ -36,6 +36,7 @@ from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib import softmax_bits, steps
 from helion_attn.kernels.lib.arguments import AttentionArguments
+from helion_attn.numerics import takes_bits
 from helion_attn.preprocess.lib.v_layout import position_of_key
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import PackedTensors
@@ -179,7 +180,7 @@ def variants(D: int) -> dict[str, Variant]:
         "V's keys in order": Variant(step=(steps, "interleave_keys", keys_in_order), interleaved=False),
         "row sums across lanes in every block": Variant(step=(attention, "online_softmax_step", row_sums_every_block)),
     }
-    if attention.takes_bits(ha.FAST.pv_dtype, D):
+    if takes_bits(ha.FAST.pv_dtype, D):
         of_p = {
             "V's keys in order": Variant(step=(softmax_bits, "by_fours", fours_in_order), interleaved=False),
             "P by exponentials": Variant(step=(attention, "takes_bits", by_exponentials)),

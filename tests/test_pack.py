@@ -116,8 +116,8 @@ def test_attention(D: int, causal: bool, device: str) -> None:
     oracle, oracle_lse = ha.reference.attention(q, k, v, causal=causal, return_lse=True)
     # Only P is rounded: by at most 2**-4, unbiased, and averaged over keys.
     assert relative_error(out, oracle) < 2**-5
-    # A tensor core keeps about 14 bits of a score's sum. A sum of up to 70 P whose bits are a line of the score, each off
-    # by some 3%, is off by .5%, and its logarithm, some 5, by 2**-10.
+    # A tensor core keeps about 14 bits of a score's sum. A sum of up to 70 P whose bits are a line of the score, each
+    # off by some 3%, is off by .5%, and its logarithm, some 5, by 2**-10.
     budget = 1e-5 + (2.0**-14 if device == "cuda" else 0.0) + (2.0**-10 if D <= MAX_BITS_D else 0.0)
     assert relative_error(lse, oracle_lse) < budget
 
