@@ -118,11 +118,11 @@ def p_of_block(
         steps_of_scale = softmax_bits.in_fp16_steps(scale_log2, False) if half else scale_log2
         largest = softmax_bits.largest_scores(s, 0.0, bm, bn, half, False)
         m_run = hl.full([bm], NO_KEY, dtype=torch.float32)
-        _, m_i = own_references(largest * steps_of_scale - 8.0, m_run, False)
-        above = largest * steps_of_scale - m_i
+        top = largest * steps_of_scale - 8.0
+        _, m_i = own_references(top, m_run, False)
         if wide > 0:
-            s = softmax_bits.below_largest(s, largest, bm, bn, half, False)
-        p8, m_i = softmax_bits.p_of_scores(s, 0.0, steps_of_scale, m_i, above, wide, bm, bn, of_rows, half, False)
+            s = softmax_bits.wide_scores(s, 0.0, steps_of_scale, largest, top, m_i, bm, bn, 8.0, of_rows, half, False)
+        p8, m_i = softmax_bits.p_of_scores(s, 0.0, steps_of_scale, m_i, wide, bm, bn, of_rows, half, False)
         p.copy_(p8)
         scale.copy_(steps_of_scale)
         reference.copy_(m_i)
@@ -153,7 +153,8 @@ def test_p_of_a_block(half: bool, wide: bool, of_rows: bool, masked: bool) -> No
     expected = steps.interleave_keys(e4m3_of_line(y), BM, BN)
     # fp32 may round y otherwise: to the next integer, where it lies on the middle of two.
     assert (p.view(torch.uint8).int() - expected.to(p.dtype).view(torch.uint8).int()).abs().max() <= 1
-    assert (p.float() != expected).float().mean() < 0.02
+    # Wide scores in fp16 have steps of 2**-7 octaves.
+    assert (p.float() != expected).float().mean() < (0.1 if half and wide else 0.02)
     assert torch.equal(softmax_bits.row_sums(p), p.float().sum(1))
     seen = (s > -INF).any(1)
     assert torch.equal(p.float().amax(1)[seen], torch.full_like(reference[seen], 256.0))

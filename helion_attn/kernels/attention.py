@@ -74,12 +74,12 @@ from helion_attn.kernels.lib.programs import (
 from helion_attn.kernels.lib.query import Query, quantised_rows, query_arguments
 from helion_attn.kernels.lib.references import own_references
 from helion_attn.kernels.lib.softmax_bits import (
-    below_largest,
     hidden,
     in_fp16_steps,
     largest_scores,
     p_of_scores,
     row_sums,
+    wide_scores,
 )
 from helion_attn.kernels.lib.steps import (
     accumulate,
@@ -523,13 +523,14 @@ def fp8_attn_fwd(
                 m_run, m_i = own_references(top, m_run, is_cuda)
                 wide = 1 - within
                 if wide > 0:
-                    s = below_largest(s, largest, bm, bn, half_scores, is_cuda)
-                above = (largest - softmax_bias) * s_scale_log2 - m_i
+                    s = wide_scores(
+                        s, softmax_bias, s_scale_log2, largest, top, m_i, bm, bn, p_offset_log2,
+                        softmax_row_descales, half_scores, is_cuda,
+                    )  # fmt: skip
                 # [bm, bn], [bm]
                 p8, m_i = p_of_scores(
-                    s, softmax_bias, s_scale_log2, m_i, above, wide, bm, bn,
-                    softmax_row_descales, half_scores, is_cuda,
-                )  # fmt: skip
+                    s, softmax_bias, s_scale_log2, m_i, wide, bm, bn, softmax_row_descales, half_scores, is_cuda
+                )
                 # [bm, 1]
                 alpha = torch.exp2(m_before - m_i).unsqueeze(1)
             else:

@@ -74,7 +74,8 @@ def missing(outcomes: Iterable[Outcome], expected: Iterable[str]) -> list[Outcom
     """The expected passes that did not apply."""
     by_name = {x.name: x for x in outcomes}
     found = [by_name.get(name, Outcome(name, False, "it was not tried", "")) for name in expected]
-    lost = [x for x in found if not x.applied and x.reason not in (*computed_once.NOT_NEEDED, row_sums.NOT_ASKED)]
+    not_needed = (*computed_once.NOT_NEEDED, row_sums.NOT_ASKED, rows_ahead.NOTHING)
+    lost = [x for x in found if not x.applied and x.reason not in not_needed]
     # Without turns these have nothing to change, and that there are none is said already.
     turns_lost = any(x.name == warpgroup_turns.NAME for x in lost)
     of_turns = (separate_ends.NAME, warpgroup_turns.PART_OF_P)

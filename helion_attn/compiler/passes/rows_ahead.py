@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import re
 
-from helion_attn.compiler.passes.outcome import Outcome
+from helion_attn.compiler.passes.outcome import Outcome, Refused
 from helion_attn.compiler.passes.ttgir import VALUE, defined, find, indentation, loops, renamed
 
 NAME = "rows_ahead"
+
+#: Why it does not apply to a loop that has its rows in the layout of scores.
+NOTHING = "no loop converts what comes from in front of it"
 
 #: Operations that take as much in one layout as in another.
 _ELEMENTWISE = (
@@ -36,10 +39,13 @@ def with_rows_ahead(text: str) -> Outcome:
     """Convert in front of the first loop what its conversions come from."""
     lines = text.split("\n")
     for begin, end in [*loops(lines)][:1]:
-        moved = _moved(lines, begin, end)
+        try:
+            moved = _moved(lines, begin, end)
+        except Refused as refused:
+            return Outcome(NAME, False, str(refused), text)
         if moved != lines:
             return Outcome(NAME, True, "rows are converted in front of the loop", "\n".join(moved))
-    return Outcome(NAME, False, "no loop converts what comes from in front of it", text)
+    return Outcome(NAME, False, NOTHING, text)
 
 
 def _moved(lines: list[str], begin: int, end: int) -> list[str]:
@@ -53,9 +59,10 @@ def _moved(lines: list[str], begin: int, end: int) -> list[str]:
         if at < begin or found is None:
             continue
         result, value, old, new = found.groups()
-        inside, outside, wanted = [], [], [value]
+        inside, outside, wanted, of_scores = [], [], [value], False
         while wanted:
             name = wanted.pop()
+            of_scores |= begin < places.get(name, 0) < end and '"tt.reduce"' in lines[places[name]]
             if name not in places or not re.search(_TENSOR, lines[places[name]]):
                 continue  # a scalar has no layout
             if not begin < places[name] < end:
@@ -63,8 +70,11 @@ def _moved(lines: list[str], begin: int, end: int) -> list[str]:
             elif places[name] not in inside:
                 inside.append(places[name])
                 wanted += re.findall(VALUE, lines[places[name]])[1:]
-        if not inside or not all(any(f" = {op}" in lines[i] for op in _ELEMENTWISE) for i in inside):
+        # Of the block's own scores, there is nothing in front of the loop.
+        if of_scores or not inside:
             continue
+        if others := [lines[i] for i in inside if not any(f" = {op}" in lines[i] for op in _ELEMENTWISE)]:
+            raise Refused(f"it converts what comes of another operation: {others[0].strip()}")
         suffix = f"_in_{new[1:]}"
         own = {str(defined(lines[i])): f"{defined(lines[i])}{suffix}" for i in inside}
         for name in outside:

@@ -159,10 +159,15 @@ def halves_of_pair(pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def difference_of_pairs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a - b` of `pair_of_halves`; on the GPU alone."""
+def line_of_pairs(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """`(a - b) * scale + offset` of `pair_of_halves`; on the GPU alone."""
     return hl.inline_asm_elementwise(
-        "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=torch.int32, is_pure=True, pack=1
+        "{ .reg .b32 below; sub.rn.f16x2 below, $1, $2; fma.rn.f16x2 $0, below, $3, $4; }",
+        "=r,r,r,r,r",
+        [a, b, scale, offset],
+        dtype=torch.int32,
+        is_pure=True,
+        pack=1,
     )
 
 

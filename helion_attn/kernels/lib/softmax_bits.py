@@ -15,11 +15,12 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.inline_asm import (
-    difference_of_pairs,
     e4m3_of_bits,
     e4m3_of_half_line,
+    fma,
     halves_of_pair,
     largest_of_pairs,
+    line_of_pairs,
     maximum,
     minimum,
     pair_of_halves,
@@ -94,20 +95,38 @@ def parted(
     return hl.split(x.reshape(bm, 2, columns).permute(0, 2, 1))
 
 
-def below_largest(
+def wide_scores(
     s: torch.Tensor,  # [bm, bn], or with half `in_pairs`
+    bias: float,
+    scale_log2: torch.Tensor,  # [bm] or []
     largest: torch.Tensor,  # [bm]
+    top: torch.Tensor,  # [bm]
+    m_i: torch.Tensor,  # [bm]
     bm: int,
     bn: int,
+    p_offset_log2: hl.constexpr,
+    q_row_descales: hl.constexpr,
     half: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> torch.Tensor:
-    """Scores less their row's largest, exact near it; of a row that sees no key of the block -inf, as they are."""
+    """Scores in base 2 less m_i, from what they are below their row's largest, which is exact near it.
+
+    The largest is `p_offset_log2` above its own reference `top`, or less, where fp32 has no such difference. Inline
+    assembly keeps LLVM from computing this where it is not asked for.
+    """
+    # Of a row that sees no key of the block, the largest is -inf, and so are all.
     known = torch.where(largest == float("-inf"), 0.0, largest)
+    above = maximum(fma(known - bias, scale_log2, -top, is_cuda), hl.full([], 0.0, dtype=torch.float32), is_cuda)
+    above = minimum(above, hl.full([], p_offset_log2, dtype=torch.float32), is_cuda) + (top - m_i)
+    scale, above = columns(scale_log2, q_row_descales), above.unsqueeze(1)
     if half and is_cuda:
-        known = known.to(torch.float16).unsqueeze(1).expand(bm, bn // 2)
-        return difference_of_pairs(s, pair_of_halves(known, known))
-    return s - known.to(s.dtype).unsqueeze(1)
+        rows = (known.unsqueeze(1), in_layout_of(scale, m_i.unsqueeze(1)), above)
+        known, scale, above = (x.to(torch.float16).expand(bm, bn // 2) for x in rows)
+        return line_of_pairs(
+            s, pair_of_halves(known, known), pair_of_halves(scale, scale), pair_of_halves(above, above)
+        )
+    below = s.to(torch.float32) - known.unsqueeze(1)
+    return fma(below, scale, above, is_cuda).to(s.dtype)
 
 
 def p_of_scores(
@@ -115,7 +134,6 @@ def p_of_scores(
     bias: float,
     scale_log2: torch.Tensor,  # [bm] or []
     m_i: torch.Tensor,  # [bm]
-    above: torch.Tensor,  # [bm]
     wide: torch.Tensor,  # []
     bm: int,
     bn: int,
@@ -125,12 +143,11 @@ def p_of_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(P, m_i)`: 2**((s - bias) * scale_log2 - m_i) in e4m3, [bm, bn], keys in V's order, and its reference.
 
-    If `wide`, s is below its row's largest, which is `above` m_i. Scores in fp16 take a line in fp16, whose offset is
-    rounded: the reference with it.
+    If `wide`, s are `wide_scores`. Scores in fp16 take a line in fp16, whose offset is rounded: the reference with it.
     """
-    scale = scale_log2 * E4M3_STEPS
     offset = E4M3_BITS_OF_ONE - (m_i + bias * scale_log2) * E4M3_STEPS
-    offset = torch.where(wide > 0, E4M3_BITS_OF_ONE + above * E4M3_STEPS, offset)
+    offset = torch.where(wide > 0, E4M3_BITS_OF_ONE, offset)
+    scale = torch.where(wide > 0, 1.0, scale_log2) * E4M3_STEPS
     if half:
         # Where a row's other blocks are far above this one, or it has seen no key, P is 0.
         offset = maximum(offset, hl.full([], -FP16_LARGE, dtype=torch.float32), is_cuda)
@@ -143,12 +160,22 @@ def p_of_scores(
     scale = columns(scale, q_row_descales)
     offset = offset.unsqueeze(1)
     if half and is_cuda:
-        fours = by_fours(in_halves(s, bm, bn, half, is_cuda), bm, bn)
-        scale = by_fours((scale + torch.zeros_like(offset)).expand(bm, bn), bm, bn)
-        p8 = e4m3_of_half_line(fours, scale, by_fours(offset.expand(bm, bn), bm, bn))
+        fours, scale, offset = (
+            by_fours(x.expand(bm, bn), bm, bn)
+            for x in (in_halves(s, bm, bn, half, is_cuda), in_layout_of(scale, offset), offset)
+        )
+        p8 = e4m3_of_half_line(fours, scale, offset)
     else:
         p8 = e4m3_of_bits(by_fours(s * scale + offset, bm, bn), is_cuda)
     return p8.reshape(bm, bn), m_i
+
+
+def in_layout_of(scale: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A scale, [bm, 1] or [], as [bm, 1]; a sum has one layout, that of `rows`, which are finite or all is NaN.
+
+    Triton would convert the scale of rows that the kernel quantises in every block, through shared memory.
+    """
+    return scale + rows * 0.0
 
 
 def by_fours(x: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
