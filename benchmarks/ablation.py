@@ -203,7 +203,7 @@ def variants(D: int) -> dict[str, Variant]:
 
 
 @contextlib.contextmanager
-def in_place(variant: Variant, kernels: Callable[..., Callable[..., None]]) -> Iterator[None]:
+def in_place(variant: Variant, kernels: Callable[..., Compiled]) -> Iterator[None]:
     """Inside, `attention.launch` runs `variant`'s steps, on kernels of its own."""
     with contextlib.ExitStack() as stack:
         if variant.step is not None:
@@ -212,7 +212,7 @@ def in_place(variant: Variant, kernels: Callable[..., Callable[..., None]]) -> I
         yield
 
 
-def own_kernels() -> Callable[..., Callable[..., None]]:
+def own_kernels() -> Callable[..., Compiled]:
     """`attention.compiled_kernel` with an empty cache."""
     return functools.cache(attention.compiled_kernel.__wrapped__)
 

@@ -25,7 +25,8 @@ from benchmarks.lib.problem import Contender, make_problem, measure
 from benchmarks.lib.recipes import DEFAULT, RECIPES
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import Table, by_impl, error_text, number, ratio, rows_of, values_of
-from helion_attn.compiler import call_plans
+from helion_attn import ops
+from helion_attn.api import quantized_problem
 from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
 from helion_attn.reference.kv_cache import row_descale, value_descale
@@ -84,16 +85,11 @@ def choosing(choose: Chooser) -> Prepare:
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
         prepared = helion_attn_with(RECIPES[DEFAULT])(q, k, v, causal, sm_scale)
-
-        def run() -> Tensor:
-            # A plan would keep another's choice.
-            with (
-                mock.patch.object(scheduling, "key_splits", choose),
-                mock.patch.object(call_plans, "key_of", return_value=None),
-            ):
-                return prepared.run()
-
-        return dataclasses.replace(prepared, run=run)
+        problem = quantized_problem(ha.quantize(q, k, v), causal=causal, sm_scale=sm_scale)
+        with mock.patch.object(scheduling, "key_splits", choose):
+            plan = ops.attention.plan(problem)
+        tensors = ops.attention.tensors(problem)
+        return dataclasses.replace(prepared, run=lambda: plan.run(tensors)[0])
 
     return prepare
 

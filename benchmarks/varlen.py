@@ -24,8 +24,9 @@ from benchmarks.lib.problem import first_line
 from benchmarks.lib.recipes import PRESETS
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, error_text, mask, number, rows_of, values_of
+from helion_attn.ops import varlen
 from helion_attn.testing import error_budget, make_qkv, relative_error
-from helion_attn.varlen import attend_varlen, quantize_varlen
+from helion_attn.varlen import varlen_problem
 from helion_attn.workloads import BENCH_HIDDEN, Workload
 
 #: Rows of a sequence that are checked against the oracle, the last ones.
@@ -76,6 +77,11 @@ def expected(
     return oracle, model
 
 
+def attend(problem: varlen.VarlenArguments, packed: varlen.PackedVarlen) -> Tensor:
+    """The output of packed sequences."""
+    return varlen.attend(problem, packed)[0]
+
+
 def our_runs(
     qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor, lengths: list[int], causal: bool
 ) -> dict[tuple[str, str, str], Callable[[], Tensor]]:
@@ -84,8 +90,8 @@ def our_runs(
     for name, stage in OURS:
         recipe = PRESETS[name]
         if stage == "kernel":
-            packed = quantize_varlen(*qkv, cu_seqlens, cu_seqlens, recipe)
-            runs["helion_attn", name, stage] = lambda packed=packed: attend_varlen(packed, causal)[0]  # type: ignore[misc]
+            problem = varlen_problem(*qkv, cu_seqlens, cu_seqlens, causal=causal, recipe=recipe)
+            runs["helion_attn", name, stage] = functools.partial(attend, problem, varlen.quantize(problem))
         else:
             runs["helion_attn", name, stage] = functools.partial(
                 ha.attention_varlen, *qkv, cu_seqlens, cu_seqlens, causal=causal, recipe=recipe

@@ -8,11 +8,10 @@ from typing import Any, Literal, overload
 import torch
 from typing_extensions import Unpack
 
-from helion_attn import ops
-from helion_attn.compiler import call_plans
+from helion_attn import ops, plans
 from helion_attn.configs import packing
 from helion_attn.kernels.lib.arguments import AttentionArguments
-from helion_attn.ops.dense import DenseArguments, packed_fields
+from helion_attn.ops.dense import DenseArguments
 from helion_attn.preprocess.lib.arguments import (
     PackArguments,
     QuantizeArguments,
@@ -28,6 +27,7 @@ from helion_attn.types import (
     RecipeName,
     Rope,
     as_recipe,
+    packed_fields,
 )
 from helion_attn.validate.dense import (
     check_descale,
@@ -77,38 +77,27 @@ def quantize(
 
     chosen = as_recipe(recipe)
 
-    def run() -> tuple[torch.Tensor, ...]:
+    def problem() -> tuple[Any, QuantizeArguments]:
         check_quantize(q, k, v, chosen, layout, rope)
-        return quantized_tensors(q, k, v, chosen, layout, rope, shift_lse=True)
+        of_heads = heads_first(q, k, v, layout)
+        return ops.quantize_qkv, QuantizeArguments(
+            *of_heads,
+            rope=rope_arguments(rope),
+            packing=packing(q.size(3), v.size(3), chosen.bits),
+            recipe=chosen,
+            shift_lse=True,
+            packs_q=True,
+        )
 
-    tensors = call_plans.planned("quantize", (q, k, v, *rope_tensors(rope)), (chosen, layout, interleaved(rope)), run)
+    tensors = plans.run("quantize", (q, k, v, *rope_tensors(rope)), (chosen, layout, interleaved(rope)), problem)
     return quantized(tensors, q, k, v, chosen, layout, shift_lse=True)
 
 
-def quantized_tensors(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    recipe: Recipe,
-    layout: Layout,
-    rope: Rope | None,
-    shift_lse: bool,
-) -> tuple[torch.Tensor, ...]:
-    """The tensors of `quantize`, of checked arguments, in the order of `PACKED_FIELDS`; empty where there is none."""
-    if layout == "bshd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    arguments = QuantizeArguments(
-        q=q,
-        k=k,
-        v=v,
-        rope=rope_arguments(rope),
-        packing=packing(q.size(3), v.size(3), recipe.bits),
-        recipe=recipe,
-        shift_lse=shift_lse,
-        packs_q=True,
-    )
-    tensors: tuple[torch.Tensor, ...] = ops.quantize_qkv(arguments)
-    return tensors
+def heads_first(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q, K and V as [B, heads, length, head dim]."""
+    return (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)) if layout == "bshd" else (q, k, v)
 
 
 def quantized(
@@ -197,8 +186,7 @@ def pack_unread(
     dtype: torch.dtype,
 ) -> QuantizedQKV:
     """`pack` of checked arguments; reads nothing on the host."""
-    if layout == "bshd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q, k, v = heads_first(q, k, v, layout)
     (B, H, M, D), (H_kv, N), D_v = q.shape, k.shape[1:3], v.size(3)
     tile = packing(D, D_v)
     q8, k8, v8 = ops.pack_qkv(PackArguments(q=q, k=k, v=v, packing=tile))
@@ -237,17 +225,20 @@ def pack_unread(
     )
 
 
-def mask_arguments(
-    causal: bool, window: tuple[int, int] | None, softcap: float | None, sinks: torch.Tensor | None
-) -> tuple[int, int, float | None, torch.Tensor | None]:
-    """`(left, right, softcap, sinks)` as the ops take them: causal is a right edge of 0, and sinks are fp32."""
+def edges(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
+    """`(left, right)` as the ops take them: causal is a right edge of 0."""
     left, right = (-1, -1) if window is None else window
-    return (
-        left,
-        0 if causal else right,
-        None if softcap is None else float(softcap),
-        None if sinks is None else sinks.float().contiguous(),
-    )
+    return left, 0 if causal else right
+
+
+def fp32_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """Sinks as the ops take them; what is none is checked later."""
+    return sinks.float().contiguous() if isinstance(sinks, torch.Tensor) else sinks
+
+
+def dtype_of(x: torch.Tensor | None) -> torch.dtype | None:
+    """What a call depends on of a tensor that is cast."""
+    return x.dtype if isinstance(x, torch.Tensor) else None
 
 
 @overload
@@ -299,38 +290,43 @@ def attention_quantized(
     if not isinstance(qkv, QuantizedQKV):
         raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
 
-    def run() -> tuple[torch.Tensor, ...]:
-        check_head_dim("D is", qkv.D)
-        check_head_dim("D_v is", qkv.D_v)
-        check_recipe(qkv.recipe, qkv.D, qkv.D_v)
-        check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
-        H, device = qkv.q_descale.size(1), qkv.q8.device
-        check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, device)
-        check_splits(num_splits, qkv.N, qkv.D, qkv.D_v, qkv.recipe)
-        out, lse = attend_checked(qkv, causal, sm_scale, window, softcap, sinks, out_dtype, num_splits)
-        return (out, lse) if return_lse else (out,)
+    logits = fp32_sinks(sinks)
+
+    def problem() -> tuple[Any, AttentionArguments]:
+        return ops.attention, quantized_problem(
+            qkv, causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks, return_lse=return_lse,
+            out_dtype=out_dtype, num_splits=num_splits,
+        )  # fmt: skip
 
     sizes = qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.dtype, qkv.layout, qkv.recipe
-    options = *sizes, causal, sm_scale, window, softcap, return_lse, out_dtype, num_splits
-    returned = call_plans.planned("attention_quantized", (*qkv.tensors(), sinks), options, run)
-    return (returned[0], returned[1]) if return_lse else returned[0]
+    options = *sizes, causal, sm_scale, window, softcap, dtype_of(sinks), return_lse, out_dtype, num_splits
+    out, lse = plans.run("attention_quantized", (*qkv.tensors(), logits), options, problem)
+    return (out, lse) if return_lse else out
 
 
-def attend_checked(
+def quantized_problem(
     qkv: QuantizedQKV,
-    causal: bool,
-    sm_scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    num_splits: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(out, lse)` of `attention_quantized`, of checked arguments."""
-    left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
-    arguments = AttentionArguments(
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    num_splits: int | None = None,
+) -> AttentionArguments:
+    """The arguments of `attention_quantized`, checked, as its operation takes them."""
+    check_head_dim("D is", qkv.D)
+    check_head_dim("D_v is", qkv.D_v)
+    check_recipe(qkv.recipe, qkv.D, qkv.D_v)
+    check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
+    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
+    check_splits(num_splits, qkv.N, qkv.D, qkv.D_v, qkv.recipe)
+    left, right = edges(causal, window)
+    return AttentionArguments(
         packed=qkv,
-        sinks=sinks,
+        sinks=fp32_sinks(sinks),
         m_len=qkv.M,
         n_len=qkv.N,
         d=qkv.D,
@@ -338,56 +334,12 @@ def attend_checked(
         left=left,
         right=right,
         sm_scale=float(qkv.D**-0.5 if sm_scale is None else sm_scale),
-        softcap=softcap,
+        softcap=None if softcap is None else float(softcap),
         bshd=qkv.layout == "bshd",
         out_dtype=qkv.dtype if out_dtype is None else out_dtype,
         recipe=qkv.recipe,
         num_splits=num_splits,
     )
-    out, lse = ops.attention(arguments)
-    return out, lse
-
-
-def dense_checked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    sm_scale: float | None,
-    layout: Layout,
-    recipe: Recipe,
-    rope: Rope | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    return_lse: bool,
-    out_dtype: torch.dtype | None,
-    num_splits: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(out, lse)` of `attention`, of checked arguments."""
-    shift_lse = sees_shift(softcap, sinks, return_lse)
-    if layout == "bshd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
-    arguments = DenseArguments(
-        q=q,
-        k=k,
-        v=v,
-        rope=rope_arguments(rope),
-        packing=packing(q.size(3), v.size(3), recipe.bits),
-        sinks=sinks,
-        left=left,
-        right=right,
-        sm_scale=float(q.size(3) ** -0.5 if sm_scale is None else sm_scale),
-        softcap=softcap,
-        bshd=layout == "bshd",
-        out_dtype=q.dtype if out_dtype is None else out_dtype,
-        recipe=recipe,
-        num_splits=num_splits,
-        shift_lse=shift_lse,
-    )
-    out, lse = ops.attention_dense(arguments)
-    return out, lse
 
 
 @overload
@@ -470,19 +422,59 @@ def attention(
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
 
-    chosen = as_recipe(recipe)
+    chosen, logits = as_recipe(recipe), fp32_sinks(sinks)
 
-    def run() -> tuple[torch.Tensor, ...]:
-        check_quantize(q, k, v, chosen, layout, rope)
-        H = q.size(1 if layout == "bhsd" else 2)
-        check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
-        check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), chosen)
-        out, lse = dense_checked(
-            q, k, v, causal, sm_scale, layout, chosen, rope, window, softcap, sinks, return_lse, out_dtype, num_splits
-        )
-        return (out, lse) if return_lse else (out,)
+    def problem() -> tuple[Any, DenseArguments]:
+        return ops.attention_dense, dense_problem(
+            q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=chosen, rope=rope, window=window,
+            softcap=softcap, sinks=sinks, return_lse=return_lse, out_dtype=out_dtype, num_splits=num_splits,
+        )  # fmt: skip
 
-    tensors = q, k, v, sinks, *rope_tensors(rope)
-    options = causal, sm_scale, layout, chosen, window, softcap, return_lse, out_dtype, num_splits, interleaved(rope)
-    returned = call_plans.planned("attention", tensors, options, run)
-    return (returned[0], returned[1]) if return_lse else returned[0]
+    tensors = q, k, v, *rope_tensors(rope), logits
+    options = (
+        causal, sm_scale, layout, chosen, window, softcap, dtype_of(sinks), return_lse, out_dtype, num_splits,
+        interleaved(rope),
+    )  # fmt: skip
+    out, lse = plans.run("attention", tensors, options, problem)
+    return (out, lse) if return_lse else out
+
+
+def dense_problem(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    sm_scale: float | None,
+    layout: Layout,
+    recipe: Recipe,
+    rope: Rope | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    return_lse: bool,
+    out_dtype: torch.dtype | None,
+    num_splits: int | None,
+) -> DenseArguments:
+    """The arguments of `attention`, checked, as its operation takes them."""
+    check_quantize(q, k, v, recipe, layout, rope)
+    H = q.size(1 if layout == "bhsd" else 2)
+    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
+    check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
+    left, right = edges(causal, window)
+    of_heads = heads_first(q, k, v, layout)
+    return DenseArguments(
+        *of_heads,
+        rope=rope_arguments(rope),
+        packing=packing(q.size(3), v.size(3), recipe.bits),
+        sinks=fp32_sinks(sinks),
+        left=left,
+        right=right,
+        sm_scale=float(q.size(3) ** -0.5 if sm_scale is None else sm_scale),
+        softcap=None if softcap is None else float(softcap),
+        bshd=layout == "bshd",
+        out_dtype=q.dtype if out_dtype is None else out_dtype,
+        recipe=recipe,
+        num_splits=num_splits,
+        shift_lse=sees_shift(softcap, sinks, return_lse),
+    )

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from helion_attn.api import attention
+from helion_attn.api import attention, dense_problem
 from helion_attn.configs import SUPPORTED_D
-from helion_attn.explain import HOPPER_MULTIPROCESSORS, arguments_without_storage
-from helion_attn.ops.attention import choose, shape_of
+from helion_attn.explain import HOPPER_MULTIPROCESSORS
+from helion_attn.ops.attention import choose
 from helion_attn.reference.rope import apply_rope
 from helion_attn.reference.shapes import default_sm_scale, hide_keys_of_rows, to_bhsd
 from helion_attn.types import BALANCED, BF16, PRESETS, Layout, Recipe, RecipeName, Rope, as_recipe, preset_name
-from helion_attn.validate.dense import check_options, check_quantize
 from helion_attn.validate.names import named
 
 #: The recipes beside the one that was asked for, the fastest first: all presets with 8-bit numbers.
@@ -108,9 +107,10 @@ def check(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
     """
     recipe = as_recipe(recipe)
-    check_quantize(q, k, v, recipe, layout, rope)
-    H = q.size(1 if layout == "bhsd" else 2)
-    check_options(causal, sm_scale, window, softcap, sinks, False, None, H, q.device)
+    problem = dense_problem(
+        q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=recipe, rope=rope, window=window,
+        softcap=softcap, sinks=sinks, return_lse=False, out_dtype=None, num_splits=None,
+    )  # fmt: skip
     sample = _Sample(q, k, v, layout, causal, sm_scale, rope, window, softcap, sinks)
     reference, rounded = sample.attention()
     asked = preset_name(recipe) or "yours"
@@ -122,8 +122,7 @@ def check(
             softcap=softcap, sinks=sinks,
         )  # fmt: skip
         errors[name] = _error(sample.rows_of(to_bhsd(out, layout)), reference)
-    arguments = arguments_without_storage(q, k, v, layout, recipe, causal, window)
-    sums_in_fp32 = arguments.is_two_level(choose(shape_of(arguments), HOPPER_MULTIPROCESSORS).tile.two_level)
+    sums_in_fp32 = recipe.is_two_level(choose(problem.shape(), HOPPER_MULTIPROCESSORS).tile.two_level)
     findings = (*_findings(sample, recipe, sums_in_fp32), *_better(asked, errors))
     return Check(asked, errors, _error(rounded, reference), reference.size(0) * reference.size(1), findings)
 

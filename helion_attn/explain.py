@@ -6,16 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from helion_attn.api import attention, mask_arguments
+from helion_attn import ops
+from helion_attn.api import dense_problem
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
-from helion_attn.configs import LargeTileConfig, TileConfig, packing, scheduling
-from helion_attn.kernels.lib.arguments import AttentionArguments
-from helion_attn.ops.attention import Choice, choose, shape_of
-from helion_attn.ops.dense import quantises_q
-from helion_attn.ops.quantize import empty_packed
-from helion_attn.preprocess.lib.arguments import rope_arguments
-from helion_attn.types import BALANCED, Layout, PackedTensors, Recipe, RecipeName, Rope, as_recipe
+from helion_attn.configs import LargeTileConfig, TileConfig, scheduling
+from helion_attn.ops.attention import Choice, Shape
+from helion_attn.types import BALANCED, Layout, Recipe, RecipeName, Rope, as_recipe
 from helion_attn.validate.names import named
 
 #: SMs of an H200 and of an H100 SXM: what is said of CPU tensors is said of these.
@@ -109,109 +106,59 @@ def explain(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
     """
 
-    chosen = as_recipe(recipe)
-
-    # With Helion and Triton, which a process needs from its first call on.
-    from helion_attn.compiler import kernels, triton_hook
-
-    def call() -> None:
-        attention(
-            q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=chosen, rope=rope, window=window,
-            softcap=softcap, sinks=sinks, return_lse=return_lse, out_dtype=out_dtype, num_splits=num_splits,
-        )  # fmt: skip
-
-    compiled = []
-    # The arguments are checked by the call.
-    if isinstance(q, torch.Tensor) and q.is_cuda:
-        with triton_hook.launched() as compiled:
-            call()
-        names = [triton_hook.kernel_name(kernel.metadata.name) for kernel in compiled]
+    problem = dense_problem(
+        q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=as_recipe(recipe), rope=rope, window=window,
+        softcap=softcap, sinks=sinks, return_lse=return_lse, out_dtype=out_dtype, num_splits=num_splits,
+    )  # fmt: skip
+    device, count = "the CPU, in Helion's interpreter; the rest is of an H200", HOPPER_MULTIPROCESSORS
+    if q.is_cuda:
         properties = torch.cuda.get_device_properties(q.device)
-        device, sm_count = properties.name, properties.multi_processor_count
-    else:
-        with kernels.named() as names:
-            call()
-        device, sm_count = "the CPU, in Helion's interpreter; the rest is of an H200", HOPPER_MULTIPROCESSORS
-    arguments = arguments_without_storage(q, k, v, layout, chosen, causal, window)._replace(num_splits=num_splits)
-    choice = choose(shape_of(arguments), sm_count)
+        device, count = properties.name, properties.multi_processor_count
+    plan = ops.attention_dense.plan(problem, count)
+    choice, shape = plan.facts["choice"], problem.shape()
+    names = tuple(launch.kernel.name for launch in plan.launches)
     name = "fp8_attn_fwd_large_d" if isinstance(choice.tile, LargeTileConfig) else "fp8_attn_fwd"
-    kernel = next((x for x, its in zip(compiled, names, strict=False) if its == name), None)
-    in_kernel = quantises_q(q.transpose(1, 2) if layout == "bshd" else q, rope_arguments(rope), chosen, choice)
+    kernel = None
+    if q.is_cuda:
+        from helion_attn.compiler import triton_hook
+
+        plan.run(ops.attention_dense.tensors(problem))
+        kernel = dict(zip(names, plan.compiled(), strict=False)).get(name)
+    two_level = shape.recipe.is_two_level(choice.tile.two_level)
     return Explanation(
         device=device,
-        launches=tuple(names),
+        launches=names,
         kernel=name,
         tile=choice.tile,
         passes=() if kernel is None else triton_hook.outcomes(kernel),
-        expected=expected_passes(choice.tile, arguments.is_two_level(choice.tile.two_level), in_kernel),
+        expected=expected_passes(choice.tile, two_level, plan.facts["quantises_q"]),
         registers=getattr(kernel, "n_regs", None),
         spills=getattr(kernel, "n_spills", None),
         splits=choice.splits,
-        quantises_q=in_kernel,
+        quantises_q=plan.facts["quantises_q"],
         shares_tiles=choice.pack_gqa,
-        heads_at_once=_heads_at_once(arguments, choice, sm_count),
-        reasons=_reasons(arguments, choice, sm_count, device),
+        heads_at_once=_heads_at_once(shape, choice, count),
+        reasons=_reasons(shape, choice, count, device),
     )
 
 
-def arguments_without_storage(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: Layout,
-    recipe: Recipe,
-    causal: bool,
-    window: tuple[int, int] | None,
-) -> AttentionArguments:
-    """What the choice of a kernel looks at, of tensors without storage; what it does not look at is left empty."""
-    if layout == "bshd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    (B, H, M, D), (H_kv, N), D_v = q.shape, k.shape[1:3], v.size(3)
-    tile = packing(D, D_v, recipe.bits)
-    nothing = torch.empty(0, device="meta")
-    blocks = -(-M // tile.bm), -(-N // tile.bn)
-    q8, k8, v8 = empty_packed(nothing, B * H, B * H_kv, *blocks, tile, recipe.qk_dtype, recipe.pv_dtype)
-    left, right, _softcap, _sinks = mask_arguments(causal, window, None, None)
-    return AttentionArguments(
-        packed=PackedTensors(q8, k8, v8, nothing, nothing, nothing, nothing, None, None),
-        sinks=None,
-        m_len=M,
-        n_len=N,
-        d=D,
-        d_v=D_v,
-        left=left,
-        right=right,
-        sm_scale=1.0,
-        softcap=None,
-        bshd=layout == "bshd",
-        out_dtype=q.dtype,
-        recipe=recipe,
-        num_splits=None,
-    )
-
-
-def _heads(a: AttentionArguments) -> tuple[int, int]:
-    """B * H and B * H_kv."""
-    return a.packed.q8.size(0), a.packed.k8.size(0)
-
-
-def _programs(a: AttentionArguments, choice: Choice) -> tuple[int, int]:
+def _programs(a: Shape, choice: Choice) -> tuple[int, int]:
     """Heads of a launch's grid, and programs of each, before keys are split."""
-    q_heads, kv_heads = _heads(a)
+    q_heads, kv_heads = a.heads
     if choice.pack_gqa:
         return kv_heads, scheduling.gqa_query_blocks(a.m_len, q_heads // kv_heads, choice.tile.bm)
     if isinstance(choice.tile, LargeTileConfig):
-        return q_heads, a.packed.q8.size(1) * -(-a.d_v // choice.tile.v_tile)
-    return q_heads, a.packed.q8.size(1)
+        return q_heads, a.blocks[0] * -(-a.d_v // choice.tile.v_tile)
+    return q_heads, a.blocks[0]
 
 
-def _heads_at_once(a: AttentionArguments, choice: Choice, sm_count: int) -> int:
+def _heads_at_once(a: Shape, choice: Choice, sm_count: int) -> int:
     if not a.rows_differ or choice.splits > 1:
         return 1
     return scheduling.head_group(*_programs(a, choice), sm_count, choice.tile.ctas_per_sm)
 
 
-def _reasons(a: AttentionArguments, choice: Choice, sm_count: int, device: str) -> tuple[str, ...]:
+def _reasons(a: Shape, choice: Choice, sm_count: int, device: str) -> tuple[str, ...]:
     """A sentence each: on the kernel, the tile, the splits and the groups."""
     return (
         _why_kernel(a, choice),
@@ -221,7 +168,7 @@ def _reasons(a: AttentionArguments, choice: Choice, sm_count: int, device: str) 
     )
 
 
-def _why_kernel(a: AttentionArguments, choice: Choice) -> str:
+def _why_kernel(a: Shape, choice: Choice) -> str:
     of = f"D {a.d}, D_v {a.d_v}"
     if isinstance(choice.tile, LargeTileConfig):
         return f"fp8_attn_fwd is not taken: {of} would be padded beyond what it has registers for, or to more work"
@@ -240,7 +187,7 @@ def _why_tile(choice: Choice, device: str) -> str:
     return text
 
 
-def _why_splits(a: AttentionArguments, choice: Choice, sm_count: int) -> str:
+def _why_splits(a: Shape, choice: Choice, sm_count: int) -> str:
     tile = choice.tile
     if isinstance(tile, LargeTileConfig):
         return "keys are not split: fp8_attn_fwd_large_d has no runs of keys"
@@ -251,15 +198,15 @@ def _why_splits(a: AttentionArguments, choice: Choice, sm_count: int) -> str:
     of_all = f"{programs} programs for the {places} that the GPU holds at once"
     if choice.splits > 1:
         return f"keys are split: {of_all} leave a part of it idle"
-    seen = scheduling.visible_key_blocks(a.packed.k8.size(1), a.left, a.right, tile.bm, tile.bn)
-    seen = min(seen, scheduling.mean_key_blocks(a.packed.k8.size(1), a.m_len, a.right, tile.bn))
+    seen = scheduling.visible_key_blocks(a.blocks[1], a.left, a.right, tile.bm, tile.bn)
+    seen = min(seen, scheduling.mean_key_blocks(a.blocks[1], a.m_len, a.right, tile.bn))
     if seen < (fewest := scheduling.MIN_RUNS * scheduling.MIN_RUN_BLOCKS):
         return f"keys are not split: a program sees {seen} blocks of them, and merging pays from {fewest} on"
     return f"keys are not split: there are {of_all}, and runs would not be {scheduling.SPLIT_GAIN} times as fast"
 
 
-def _why_groups(a: AttentionArguments, choice: Choice) -> str:
-    q_heads, kv_heads = _heads(a)
+def _why_groups(a: Shape, choice: Choice) -> str:
+    q_heads, kv_heads = a.heads
     group = q_heads // kv_heads
     if choice.pack_gqa:
         return f"heads share tiles: {a.m_len} queries of {group} heads fill fewer tiles together"

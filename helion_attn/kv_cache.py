@@ -12,9 +12,8 @@ from typing import Any, Literal, overload
 import torch
 from typing_extensions import Unpack
 
-from helion_attn import ops
-from helion_attn.api import interleaved, mask_arguments, rope_tensors
-from helion_attn.compiler import call_plans
+from helion_attn import ops, plans
+from helion_attn.api import dtype_of, edges, fp32_sinks, interleaved, rope_tensors
 from helion_attn.configs import page_packing
 from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.preprocess.lib.arguments import AppendArguments, rope_arguments
@@ -109,24 +108,21 @@ def append_kvcache(
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
 
-    def run() -> tuple[()]:
+    def problem() -> tuple[Any, AppendArguments]:
         check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope)
         swapped = layout == "bshd"
-        ops.append_kv(
-            AppendArguments(
-                k=k.transpose(1, 2) if swapped else k,
-                v=v.transpose(1, 2) if swapped else v,
-                cache=cache,
-                block_table=block_table,
-                cache_seqlens=cache_seqlens,
-                rope=rope_arguments(rope),
-            )
+        return ops.append_kv, AppendArguments(
+            k=k.transpose(1, 2) if swapped else k,
+            v=v.transpose(1, 2) if swapped else v,
+            cache=cache,
+            block_table=block_table,
+            cache_seqlens=cache_seqlens,
+            rope=rope_arguments(rope),
         )
-        return ()
 
     written = cache_tensors(cache)
     tensors = k, v, *written, block_table, cache_seqlens, *rope_tensors(rope)
-    call_plans.planned("append_kvcache", tensors, (layout, *cache_sizes(cache), interleaved(rope)), run, written)
+    plans.run("append_kvcache", tensors, (layout, *cache_sizes(cache), interleaved(rope)), problem, written)
 
 
 @overload
@@ -213,33 +209,33 @@ def attention_kvcache(
         RuntimeError: q requires grad, in grad mode, or has a tangent.
     """
 
-    def run() -> tuple[torch.Tensor, ...]:
+    logits = fp32_sinks(sinks)
+
+    def problem() -> tuple[Any, DecodeArguments]:
         check_kvcache_attention(
             q, cache, block_table, cache_seqlens, layout, causal, sm_scale, window, softcap, sinks, return_lse,
             num_splits, out_dtype,
         )  # fmt: skip
         if debugging():  # not in a check that flash-attn's function makes before it appends
             check_appended(q, cache, block_table, cache_seqlens, layout)
-        left, right, cap, logits = mask_arguments(causal, window, softcap, sinks)
-        out, lse = ops.decode(
-            DecodeArguments(
-                q=q.transpose(1, 2) if layout == "bshd" else q,
-                cache=cache,
-                block_table=block_table,
-                cache_seqlens=cache_seqlens,
-                sinks=logits,
-                splits=num_splits,
-                left=left,
-                right=right,
-                sm_scale=float(cache.D**-0.5 if sm_scale is None else sm_scale),
-                softcap=cap,
-                bshd=layout == "bshd",
-                out_dtype=q.dtype if out_dtype is None else out_dtype,
-            )
+        left, right = edges(causal, window)
+        return ops.decode, DecodeArguments(
+            q=q.transpose(1, 2) if layout == "bshd" else q,
+            cache=cache,
+            block_table=block_table,
+            cache_seqlens=cache_seqlens,
+            sinks=logits,
+            splits=num_splits,
+            left=left,
+            right=right,
+            sm_scale=float(cache.D**-0.5 if sm_scale is None else sm_scale),
+            softcap=None if softcap is None else float(softcap),
+            bshd=layout == "bshd",
+            out_dtype=q.dtype if out_dtype is None else out_dtype,
         )
-        return (out, lse) if return_lse else (out,)
 
-    tensors = q, *cache_tensors(cache), block_table, cache_seqlens, sinks
-    options = *cache_sizes(cache), causal, sm_scale, layout, window, softcap, num_splits, return_lse, out_dtype
-    returned = call_plans.planned("attention_kvcache", tensors, options, run)
-    return (returned[0], returned[1]) if return_lse else returned[0]
+    tensors = q, *cache_tensors(cache), block_table, cache_seqlens, logits
+    sizes = cache_sizes(cache)
+    options = *sizes, causal, sm_scale, layout, window, softcap, dtype_of(sinks), num_splits, return_lse, out_dtype
+    out, lse = plans.run("attention_kvcache", tensors, options, problem)
+    return (out, lse) if return_lse else out

@@ -321,7 +321,8 @@ def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
     from torch._subclasses.fake_tensor import FakeTensor
     from triton.runtime.jit import JITFunction, MockTensor
 
-    from helion_attn.compiler import code_cache, launch_plans, stored_code
+    from helion_attn.compiler import code_cache, kernels, stored_code, triton_hook
+    from helion_attn.compiler.helion_runtime.launcher import default_launcher
     from helion_attn.validate import dense
 
     compiled: list[Any] = []
@@ -337,10 +338,11 @@ def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
         compiled.append(jit_run(self, *stand_ins, warmup=True, **options))
         return compiled[-1]
 
-    def launch_first(run: Any, args: Any, expected: tuple[str, ...]) -> Any:
-        through_triton = launch_plans.through_triton(run, expected)
-        through_triton(*args)
-        return through_triton
+    def launch_first(run: Any, args: Any, expected: tuple[str, ...]) -> None:
+        def launcher(kernel: Any, grid: tuple[int, ...], *kernel_args: Any, **options: Any) -> None:
+            default_launcher(triton_hook.with_passes(kernel, expected), grid, *kernel_args, **options)
+
+        run(*args, _launcher=launcher)
 
     def trace_offline(self: Any, *args: Any) -> Any:
         with _offline_tracing():
@@ -366,7 +368,7 @@ def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
         patch(stored_code, "read", lambda key: read(offline(key)) if keep_generated else [])
         patch(stored_code, "write", lambda key, entries: write(offline(key), entries) if keep_generated else None)
         patch(code_cache.Generated, "_trace", trace_offline)
-        patch(launch_plans, "launch_first", launch_first)
+        patch(kernels, "launch_first", launch_first)
         patch(driver, "_active", _OfflineDriver())
         patch(dense, "_CAPABLE", set())
         yield compiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict
 
@@ -194,6 +195,10 @@ class Recipe:
     def samples_v(self) -> bool:
         """Whether V's descale comes from a sample of its keys."""
         return self.reads_once and self.v_scales == "head"
+
+    def is_two_level(self, by_config: bool) -> bool:
+        """Whether P V is summed in two levels, where the config has `by_config`."""
+        return by_config if self.promote_every is None else self.promote_every == 1
 
     def qk_largest(self, d: int, d_v: int) -> float:
         """What the largest magnitude of Q and K becomes, of head dims `d` and V's `d_v`; 1 of 16 bits."""
@@ -395,6 +400,17 @@ class PackedTensors(_OfTensors):
 
 #: Names of the fields of `PackedTensors`.
 PACKED_FIELDS = tuple(field.name for field in dataclasses.fields(PackedTensors))
+
+
+def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe, shift_lse: bool) -> dict[str, Any]:
+    """The fields of `PackedTensors` by name, from what the quantising ops return."""
+    fields: dict[str, Any] = dict(zip(PACKED_FIELDS, tensors, strict=True))
+    # An op cannot return None, and returns empty tensors instead.
+    if not recipe.smooth_k:
+        fields["k_mean"] = None
+    if not (recipe.smooth_k and shift_lse):
+        fields["lse_shift"] = None
+    return fields
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous

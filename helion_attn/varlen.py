@@ -2,124 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from typing_extensions import Unpack
 
-from helion_attn import ops
-from helion_attn.api import mask_arguments, sees_shift
-from helion_attn.compiler import call_plans
+from helion_attn import ops, plans
+from helion_attn.api import dtype_of, edges, fp32_sinks, sees_shift
 from helion_attn.configs import varlen_packing
-from helion_attn.kernels.lib.arguments import AttentionArguments, VarlenArguments
-from helion_attn.ops.dense import packed_fields
-from helion_attn.preprocess.lib.arguments import QuantizeVarlenArguments
-from helion_attn.types import BALANCED, PackedTensors, Recipe, RecipeName, VarlenOptions, as_recipe
+from helion_attn.ops.varlen import VarlenArguments
+from helion_attn.types import BALANCED, Recipe, RecipeName, VarlenOptions, as_recipe
 from helion_attn.validate.dense import check_options
 from helion_attn.validate.names import named
 from helion_attn.validate.varlen import check_varlen, check_varlen_recipe
-
-
-@dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
-class PackedVarlen(PackedTensors):
-    """A quantised batch of sequences, in the packed format of `QuantizedQKV` with these differences.
-
-    Every sequence begins with a block of its own. `M_blocks` and `N_blocks` are enough for any sequences of as many
-    tokens, since the host does not know them; blocks that remain hold anything. Each block of K and V has the descales
-    of its sequence, or its own.
-
-    Attributes:
-        q8: [H, M_blocks, bm, D_pad].
-        k8: [H_kv, N_blocks, bn, D_pad].
-        v8: [H_kv, N_blocks, D_v_pad, bn], or of 16 bits [H_kv, N_blocks, bn, D_v_pad].
-        q_descale: [1, H, M_blocks, bm].
-        k_descale: [1, H_kv, N_blocks].
-        v_descale: [1, H_kv, N_blocks * D_v_pad].
-        v_mean: [B, H_kv, D_v_pad], one of each sequence.
-        k_mean: [B, H_kv, D_row], or None.
-        lse_shift: [1, H, M_blocks, bm], or None.
-        q_blocks: int32 [M_blocks, Q_FIELDS]: what every block of Q holds; see `configs.Q_FIELDS`.
-        M: tokens of Q.
-        N: tokens of K and V.
-        D: head dim of the unpadded Q and K.
-        D_v: head dim of the unpadded V.
-        dtype: of the unquantised tensors.
-        recipe: the one that it was made with.
-    """
-
-    q_blocks: torch.Tensor
-    M: int
-    N: int
-    D: int
-    D_v: int
-    dtype: torch.dtype
-    recipe: Recipe
-
-
-def quantize_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    recipe: Recipe = BALANCED,
-    shift_lse: bool = True,
-) -> PackedVarlen:
-    """The first half of `attention_varlen`, of checked arguments."""
-    D, D_v = q.size(2), v.size(2)
-    arguments = QuantizeVarlenArguments(
-        q=q,
-        k=k,
-        v=v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        packing=varlen_packing(D, D_v, recipe.bits),
-        recipe=recipe,
-        shift_lse=shift_lse,
-    )
-    *tensors, q_blocks = ops.quantize_varlen(arguments)
-    return PackedVarlen(
-        **packed_fields(tensors, recipe, shift_lse),
-        q_blocks=q_blocks,
-        M=q.size(0),
-        N=k.size(0),
-        D=D,
-        D_v=D_v,
-        dtype=q.dtype,
-        recipe=recipe,
-    )
-
-
-def attend_varlen(
-    packed: PackedVarlen,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second half of `attention_varlen`, of checked arguments: `(out, lse)`."""
-    left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
-    attention = AttentionArguments(
-        packed=packed,
-        sinks=sinks,
-        m_len=packed.M,
-        n_len=packed.N,
-        d=packed.D,
-        d_v=packed.D_v,
-        left=left,
-        right=right,
-        sm_scale=float(packed.D**-0.5 if sm_scale is None else sm_scale),
-        softcap=softcap,
-        bshd=True,
-        out_dtype=packed.dtype if out_dtype is None else out_dtype,
-        recipe=packed.recipe,
-        num_splits=None,
-    )
-    out, lse = ops.attention_varlen(VarlenArguments(attention=attention, q_blocks=packed.q_blocks))
-    return out, lse
 
 
 @overload
@@ -207,18 +102,54 @@ def attention_varlen(
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
 
-    chosen = as_recipe(recipe)
+    chosen, logits = as_recipe(recipe), fp32_sinks(sinks)
 
-    def run() -> tuple[torch.Tensor, ...]:
-        check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
-        check_varlen_recipe(chosen, q.size(2), v.size(2))
-        check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
-        shift_lse = sees_shift(softcap, sinks, return_lse)
-        packed = quantize_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, chosen, shift_lse)
-        out, lse = attend_varlen(packed, causal, sm_scale, window, softcap, sinks, out_dtype)
-        return (out, lse) if return_lse else (out,)
+    def problem() -> tuple[Any, VarlenArguments]:
+        return ops.attention_varlen, varlen_problem(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, sm_scale=sm_scale, recipe=chosen, window=window,
+            softcap=softcap, sinks=sinks, return_lse=return_lse, out_dtype=out_dtype,
+        )  # fmt: skip
 
-    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
-    options = causal, sm_scale, chosen, window, softcap, return_lse, out_dtype
-    returned = call_plans.planned("attention_varlen", tensors, options, run)
-    return (returned[0], returned[1]) if return_lse else returned[0]
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, logits
+    options = causal, sm_scale, chosen, window, softcap, dtype_of(sinks), return_lse, out_dtype
+    out, lse = plans.run("attention_varlen", tensors, options, problem)
+    return (out, lse) if return_lse else out
+
+
+def varlen_problem(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    recipe: Recipe = BALANCED,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> VarlenArguments:
+    """The arguments of `attention_varlen`, checked, as its operation takes them."""
+    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_varlen_recipe(recipe, q.size(2), v.size(2))
+    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
+    left, right = edges(causal, window)
+    return VarlenArguments(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        sinks=fp32_sinks(sinks),
+        packing=varlen_packing(q.size(2), v.size(2), recipe.bits),
+        left=left,
+        right=right,
+        sm_scale=float(q.size(2) ** -0.5 if sm_scale is None else sm_scale),
+        softcap=None if softcap is None else float(softcap),
+        out_dtype=q.dtype if out_dtype is None else out_dtype,
+        recipe=recipe,
+        shift_lse=sees_shift(softcap, sinks, return_lse),
+    )

@@ -37,7 +37,7 @@ from unittest import mock
 import torch
 
 import helion_attn as ha
-from helion_attn.compiler import call_plans
+from helion_attn import plans
 from helion_attn.compiler.triton_hook import WithPasses
 from helion_attn.configs import scheduling
 from helion_attn.numerics import LN2, RECENTRED_KEYS
@@ -111,7 +111,7 @@ class Attend:
             "sinks": torch.linspace(-1, 1, H, device=device) if self.has_sinks else None,
         }
         given = [x.transpose(1, 2) for x in (q, k, v)] if options.get("layout") == "bshd" else [q, k, v]
-        call_plans.forget()  # a plan would keep another case's splits
+        plans.forget()  # a plan would keep another case's splits
         with mock.patch.object(scheduling, "key_splits", return_value=self.splits):
             out = ha.attention(*given, **options)
         if not self.rope:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from helion_attn.compiler import call_plans
+from helion_attn import plans
 
 pytest.register_assert_rewrite("helpers")
 
@@ -73,18 +73,17 @@ def shared_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU every call runs three times, but in tests that are marked: its plan must give the bits of the call."""
-    call_plans.forget()
-    if request.node.get_closest_marker("once"):
-        monkeypatch.setattr(call_plans, "key_of", lambda *_: None)
-    elif not request.node.get_closest_marker("plans"):
-        monkeypatch.setattr(call_plans, "planned", three_times(call_plans.planned))
+    """On a GPU every call runs three times, but in tests that are marked: each must give the bits of the first."""
+    plans.forget()
+    if ON_SM_90 and not request.node.get_closest_marker("once"):
+        monkeypatch.setattr(plans, "run", three_times(plans.run))
 
 
 @pytest.fixture
 def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops raise `Launched` instead of running."""
     monkeypatch.setattr(torch.ops, "helion_attn", NoOps())
+    monkeypatch.setattr(plans, "key_of", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -570,9 +570,9 @@ def test_options_that_change_between_calls(disk: Path) -> None:
 
 
 def test_what_cannot_be_described_is_not_kept(disk: Path) -> None:
-    from helion_attn.compiler import launch_plans
+    from helion_attn.compiler import linked_launch
 
-    recorded = launch_plans.recorded
+    recorded = linked_launch.recorded
     with mock.patch.object(facts, "recorded", lambda *args: recorded(*args) * 2):
         assert traces()
     assert not list(disk.glob(f"*/{stored_code.FILE}"))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.compiler import call_plans
-from helion_attn.testing import fake_cuda, make_qkv
+from helion_attn import plans
+from helion_attn.testing import make_qkv
 from helion_attn.validate import values
 
 
@@ -160,13 +160,11 @@ def test_it_is_left_on_exceptions() -> None:
     assert not values.debugging()
 
 
-@pytest.mark.plans
-def test_calls_are_not_planned_inside() -> None:
-    """A planned call is not checked."""
+def test_calls_inside_are_checked_before_they_take_a_plan() -> None:
+    x = [torch.zeros(1)]
+    assert plans.key_of("attention", x, ()) is not None
     with ha.debug():
-        assert call_plans._PAUSED.get()
-        assert call_plans.key_of("attention", [fake_cuda(1)], ()) is None
-    assert not call_plans._PAUSED.get()
+        assert plans.key_of("attention", x, ()) is None
 
 
 def test_compiled_code_is_not_checked(device: str) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 import helion_attn as ha
-from helion_attn.compiler import call_plans
+from helion_attn import plans
 from helion_attn.testing import fake_cuda
 from helion_attn.validate.tangents import has_tangent
 from helpers.no_ops import Launched
@@ -146,6 +146,6 @@ def test_tangents_inside_compiled_code_raise() -> None:
 
 def test_tangents_are_not_planned() -> None:
     """A plan takes addresses, and would not see them."""
-    assert call_plans.nothing_listens()
+    assert plans.nothing_listens()
     with forward_ad.dual_level():
-        assert call_plans.key_of("attention", [fake_cuda(1)], ()) is None
+        assert plans.key_of("attention", [fake_cuda(1)], ()) is None

@@ -18,7 +18,6 @@ from helion_attn.kernels.lib import softmax_bits, steps
 from helion_attn.numerics import takes_bits
 from helion_attn.testing import Sm90Kernel, compile_for_sm90
 from helion_attn.types import Layout
-from helion_attn.varlen import attend_varlen, quantize_varlen
 from helpers.cases import IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
 from helpers.offline import (
     LONGER_LOOP,
@@ -402,10 +401,9 @@ def test_variable_lengths_of_more_than_32_bits() -> None:
     """The index type is another, and K and V still come by TMA."""
 
     def launch() -> None:
-        packed = quantize_varlen(*fake_varlen(128, 128, tokens=300_000, heads=64))
         with launching():
-            attend_varlen(packed, causal=True)
+            ha.attention_varlen(*fake_varlen(128, 128, tokens=300_000, heads=64), causal=True)
 
-    (kernel,) = compile_for_sm90(launch)
+    kernel = compile_for_sm90(launch)[-1]
     assert_8_bit_attention(kernel, tile_config(128, True), ha.BALANCED, spilled=SPILLED_BY_WIDE_INDICES["varlen"])
     assert kernel.ctas_per_sm >= 3

@@ -14,10 +14,11 @@ import torch
 import helion_attn as ha
 from helion_attn.configs import SUPPORTED_D
 from helion_attn.numerics import RECENTRED_KEYS
+from helion_attn.ops import varlen
 from helion_attn.preprocess import pack_kv, pack_q, sample
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import Layout
-from helion_attn.varlen import quantize_varlen
+from helion_attn.varlen import varlen_problem
 from helpers.cases import IN_E4M3, PRESETS
 from helpers.offline import (
     MEASURED,
@@ -144,7 +145,7 @@ def test_preprocessing_of_strided_padded_channels_of_variable_lengths() -> None:
         with launching():
             *_, cu_q, cu_k = fake_varlen(147, 147)
             q, k, v = (every_third(S, heads, 147) for S, heads in ((10000, 4), (20000, 2), (20000, 2)))
-            quantize_varlen(q, k, v, cu_q, cu_k, IN_E4M3)
+            varlen.quantize(varlen_problem(q, k, v, cu_q, cu_k, recipe=IN_E4M3))
 
     for kernel in compile_for_sm90(launch):
         assert_sound(kernel)

@@ -17,8 +17,9 @@ import helion_attn as ha
 from helion_attn.configs import Q_FIELDS
 from helion_attn.integrations.flash_attn import VARLEN_RULES
 from helion_attn.numerics import E4M3_MAX, RECENTRED_KEYS
+from helion_attn.ops import varlen
 from helion_attn.testing import fake_cuda, relative_error
-from helion_attn.varlen import attend_varlen, quantize_varlen
+from helion_attn.varlen import varlen_problem
 from helpers.cases import IN_E4M3, PRESETS, RECIPES, Tensors
 from helpers.memory import nan_filled_memory
 from helpers.offline import compilations
@@ -193,7 +194,7 @@ def test_each_sequence_of_many_keys_keeps_the_mean_of_its_v(recipe: ha.Recipe, d
     batch = [(1, 3), (1, RECENTRED_KEYS), (0, 0), (2, 0), (1, RECENTRED_KEYS + 130), (1, RECENTRED_KEYS - 1)]
     q, k, v = packed_qkv(batch, device, D=32, kind="randn")
     cu = tables(batch, device)
-    packed = quantize_varlen(q, k, v, *cu, recipe=recipe)
+    packed = varlen.quantize(varlen_problem(q, k, v, *cu, recipe=recipe))
     starts = cu[1].tolist()
     for b, (begin, end) in enumerate(itertools.pairwise(starts)):
         own = packed.v_mean[b]
@@ -319,8 +320,9 @@ def test_a_wrong_table_exceeds_the_budget(field: int, device: str) -> None:
     batch = [(70, 140), (60, 300), (30, 20)]
     qkv, cu = packed_qkv(batch, device), tables(batch, device)
     case = make_varlen_case(qkv, cu, causal=True)
-    packed = quantize_varlen(*qkv, *cu)
-    out, _ = attend_varlen(packed, causal=True, out_dtype=torch.float32)
+    problem = varlen_problem(*qkv, *cu, causal=True, out_dtype=torch.float32)
+    packed = varlen.quantize(problem)
+    out, _ = varlen.attend(problem, packed)
     case.assert_within_budget(out)
     # Of the first sequence in order, with the most keys: its statistics, tokens, queries, key blocks, keys, blocks.
     wrong = {0: 0, 1: 69, 2: 59, 3: 1, 4: 200, 5: 1, 6: 2}[field]
@@ -328,7 +330,7 @@ def test_a_wrong_table_exceeds_the_budget(field: int, device: str) -> None:
     packed.q_blocks[0, field] = wrong
     # A row that is not written must not hold what another launch left.
     with nan_filled_memory():
-        out, _ = attend_varlen(packed, causal=True, out_dtype=torch.float32)
+        out, _ = varlen.attend(problem, packed)
     with pytest.raises(AssertionError, match="budget"):
         case.assert_within_budget(out)
 
@@ -533,8 +535,7 @@ def test_opcheck(recipe: ha.Recipe, device: str, poisoned: Callable[[], Abstract
         ha.attention_varlen(*qkv, *cu, recipe=recipe, causal=True, out_dtype=torch.float16)
     # Blocks of no sequence are not written; filled, they are the same in both of opcheck's runs.
     with poisoned():
-        torch.library.opcheck(*recorder.calls["helion_attn::quantize_varlen"], test_utils=checks)
-    torch.library.opcheck(*recorder.calls["helion_attn::fp8_attn_varlen"], test_utils=checks)
+        torch.library.opcheck(*recorder.calls["helion_attn::fp8_attn_varlen"], test_utils=checks)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

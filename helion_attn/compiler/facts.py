@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from helion_attn.compiler.helion_adapter import helion_kernel
-from helion_attn.compiler.launch_plans import recorded
+from helion_attn.compiler.linked_launch import recorded
 
 #: A name of `FACTS`, and its arguments.
 Fact = list[Any]

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Mapping
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from helion_attn.compiler import call_plans, code_cache, launch_plans
+from helion_attn.compiler import code_cache
+from helion_attn.compiler.buffers import ALIGNMENT, Buffer
 from helion_attn.compiler.helion_adapter import Config, kernel_to_interpret
-
-#: Alignment of a tensor's address that TMA and the widest loads ask for, in bytes.
-ALIGNMENT = 16
+from helion_attn.compiler.linked_launch import LinkedLaunch, launch_first
 
 #: Argument lists that a kernel remembers.
 MAX_REMEMBERED = 4096
@@ -27,18 +25,24 @@ class Runner:
     """A kernel function that can be run, by the names of its arguments or by their places."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
+        self.name = fn.__name__
         self._names = tuple(inspect.signature(fn).parameters)
         self._in_order = itemgetter(*self._names) if len(self._names) > 1 else lambda of: (of[self._names[0]],)
 
     def run(self, arguments: Mapping[str, Any]) -> None:
-        """Run it with arguments by name, as many as it has."""
+        """Run it with arguments by name, as many as it has; on buffers, plan that."""
         if len(arguments) != len(self._names):
             unknown, missing = set(arguments) - {*self._names}, {*self._names} - set(arguments)
             raise TypeError(f"arguments that are unknown: {sorted(unknown)}, and missing: {sorted(missing)}")
-        self(*self._in_order(arguments))
+        args = self._in_order(arguments)
+        buffer = next((x for x in args if isinstance(x, Buffer)), None)
+        if buffer is None:
+            self(*args)
+        else:
+            buffer.draft.launch(self, args)
 
-    def __call__(self, *args: Any) -> None:
-        """Run it with arguments by place."""
+    def __call__(self, *args: Any) -> LinkedLaunch | None:
+        """Run it with arguments by place. Return what does the same for other addresses, if that is known."""
         raise NotImplementedError
 
 
@@ -46,8 +50,8 @@ class Compiled(Runner):
     """A kernel function compiled through Triton with one config: once a specialisation, for all lengths and strides.
 
     Helion is slow to find the code for sizes that are not those of the last call, and slower in a new process
-    (docs/notes/host_time.md). `code_cache` finds it instead, and from a second launch on this remembers what it led to
-    (`launch_plans`), for every set of sizes and specialisations: many lengths come once.
+    (docs/notes/host_time.md). `code_cache` finds it instead, and this remembers what it led to (`linked_launch`), for
+    every set of sizes and specialisations.
     """
 
     def __init__(self, fn: Callable[..., Any], config: Config, expected: tuple[str, ...] = ()) -> None:
@@ -55,10 +59,10 @@ class Compiled(Runner):
         self._generated = code_cache.Generated(fn, config)
         self._expected = expected
         self._positions: tuple[list[int], list[int]] | None = None
-        #: What launches it again, by all that it depends on; None of what was launched once.
-        self._found: dict[Hashable, Callable[..., Any] | None] = {}
+        #: What launches it again, by all that it depends on; None where only Triton can.
+        self._found: dict[Hashable, LinkedLaunch | None] = {}
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> LinkedLaunch | None:
         """Run it. An argument is a tensor in every call, or in none."""
         if self._positions is None:
             kinds = [isinstance(arg, torch.Tensor) for arg in args]
@@ -73,36 +77,13 @@ class Compiled(Runner):
         places = list(tensors)
         same = [places.index(id(args[i])) for i in of_tensors]
         key = (args[of_tensors[0]].device, *layouts, *same, *[args[i] for i in of_values])
-        found = self._found.get(key)
-        if found is not None:
-            found(*args)
-        else:
-            if len(self._found) >= MAX_REMEMBERED:
-                self._found.clear()
-            with call_plans.not_recorded():
-                run = self._generated.find(args)
-                if key in self._found or call_plans.recording():
-                    self._found[key] = found = launch_plans.launch_first(run, args, self._expected)
-                else:
-                    self._found[key] = None
-                    found = launch_plans.through_triton(run, self._expected)
-                    found(*args)
-        call_plans.note(found, args)
-
-
-#: Where kernels of CPU tensors are named in place of being run, or None.
-_NAMED: ContextVar[list[str] | None] = ContextVar("named", default=None)
-
-
-@contextlib.contextmanager
-def named() -> Iterator[list[str]]:
-    """The names of the kernels that CPU tensors would have run inside. What they would write is left as it was."""
-    names: list[str] = []
-    token = _NAMED.set(names)
-    try:
-        yield names
-    finally:
-        _NAMED.reset(token)
+        if (found := self._found.get(key)) is not None:
+            found.at({i: args[i].data_ptr() for i in found.reads})
+            return found
+        if len(self._found) >= MAX_REMEMBERED:
+            self._found.clear()
+        self._found[key] = found = launch_first(self._generated.find(args), args, self._expected)
+        return found
 
 
 class _Fp32Scales(TorchFunctionMode):
@@ -131,9 +112,6 @@ class Interpreted(Runner):
 
     def __call__(self, *args: Any) -> None:
         """Run it."""
-        if (names := _NAMED.get()) is not None:
-            names.append(self._fn.__name__)
-            return
         with contextlib.nullcontext() if torch.get_default_dtype() == torch.float32 else _Fp32Scales():
             self._kernel(*args)
 

@@ -7,13 +7,12 @@ did, or why it did not apply, is kept in the kernel's metadata, and so on the di
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -244,28 +243,6 @@ def outcomes(kernel: Any) -> tuple[Outcome, ...]:
     return tuple(Outcome(name, applied, reason) for name, applied, reason in found)
 
 
-#: What Triton has compiled for this package, or found compiled, in this process.
-_COMPILED: list[Any] = []
-
-
-@contextlib.contextmanager
-def launched() -> Iterator[list[Any]]:
-    """This package's kernels, as Triton has them compiled, that this thread launches inside, in their order."""
-    kernels: list[Any] = []
-    thread = threading.get_ident()
-
-    def enter(metadata: Any) -> None:
-        if threading.get_ident() == thread:
-            function = metadata.get()["function"]
-            kernels.extend(kernel for kernel in _COMPILED if kernel.function == function)
-
-    knobs.runtime.launch_enter_hook.add(enter)
-    try:
-        yield kernels
-    finally:
-        knobs.runtime.launch_enter_hook.remove(enter)
-
-
 class WithPasses(JITFunction[Any]):
     """A kernel that is compiled with the passes, if Triton is known.
 
@@ -312,11 +289,8 @@ class WithPasses(JITFunction[Any]):
                 "compiled without the passes over Triton's IR, which costs 3 to 23% of their time, and are launched "
                 f"through Triton, which costs the host some microseconds each. Install Triton {known_series()}."
             )
-            kernel = triton.compile(source, **options)
-            _COMPILED.append(kernel)
-            return kernel
+            return triton.compile(source, **options)
         kernel = compile_with_passes(source, None if self.turns else SWITCHED_OFF, **options)
-        _COMPILED.append(kernel)
         name = kernel_name(self.fn.__name__)
         for outcome in outcomes(kernel):
             _LOG.debug(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from helion_attn.api import mask_arguments, sees_shift
+from helion_attn.api import edges, fp32_sinks, sees_shift
 from helion_attn.configs import varlen_packing
 from helion_attn.distributed import allgather, collectives, ring, ulysses
 from helion_attn.distributed.call import Call
@@ -241,7 +241,7 @@ def attention(
         ulysses.check_heads(H, H_kv, pg.size())
     if strategy == "ring" and torch.compiler.is_compiling():
         raise NotImplementedError("strategy is 'ring'; torch.compile traces 'allgather' and 'ulysses'")
-    left, right, softcap, sinks = mask_arguments(causal, window, softcap, sinks)
+    left, right = edges(causal, window)
     call = Call(
         group=pg,
         q_cut=q_cut,
@@ -256,8 +256,8 @@ def attention(
         left=left,
         right=right,
         sm_scale=float(D**-0.5 if sm_scale is None else sm_scale),
-        softcap=softcap,
-        sinks=sinks,
+        softcap=None if softcap is None else float(softcap),
+        sinks=fp32_sinks(sinks),
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         return_lse=return_lse,
@@ -352,7 +352,6 @@ def attention_varlen(
     k_cut.check("tokens", equal=True)
     check_sequence_values(cu_seqlens_q, cu_seqlens_k, q_cut.total, k_cut.total)
     (_, H, D), H_kv, D_v = q.shape, k.size(1), v.size(2)
-    _, _, softcap, sinks = mask_arguments(False, None, softcap, sinks)
     chosen = as_recipe(recipe)
     call = Call(
         group=pg,
@@ -368,8 +367,8 @@ def attention_varlen(
         left=-1,
         right=-1,
         sm_scale=float(D**-0.5 if sm_scale is None else sm_scale),
-        softcap=softcap,
-        sinks=sinks,
+        softcap=None if softcap is None else float(softcap),
+        sinks=fp32_sinks(sinks),
         bshd=True,
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         return_lse=return_lse,

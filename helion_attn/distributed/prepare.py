@@ -15,10 +15,9 @@ from helion_attn.distributed import collectives, header
 from helion_attn.distributed.call import Call
 from helion_attn.distributed.cut import Cut
 from helion_attn.numerics import SAMPLED_KEYS
-from helion_attn.ops.dense import packed_fields
 from helion_attn.preprocess import shared
 from helion_attn.preprocess.lib.arguments import DescribePartArguments, QuantizePartArguments, rope_arguments
-from helion_attn.types import PackedTensors, Recipe, Rope
+from helion_attn.types import PackedTensors, Recipe, Rope, packed_fields
 
 
 def recipe_text(recipe: Recipe) -> str:

@@ -50,7 +50,8 @@ import functools
 
 import torch
 
-from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl, multiprocessors
+from helion_attn.compiler.buffers import sm_count
+from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, TileConfig, scheduling
@@ -730,14 +731,14 @@ def launch(
     parts = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if in_parts else out
     part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
     part_sinks = None if in_parts else a.sinks
-    two_level = a.is_two_level(tile.two_level)
+    two_level = a.recipe.is_two_level(tile.two_level)
     own_reference = two_level and v8.dtype.itemsize == 1
     p_bits = own_reference and takes_bits(v8.dtype, tile.D_pad)
     half_scores = p_bits and a.recipe.half_scores and not choices["has_softcap"]
     in_halves = two_level and v8.size(2) > MAX_FRESH_D
     head_group = 1
     if a.rows_differ and not in_parts:
-        places = multiprocessors(q8.device), tile.ctas_per_sm
+        places = sm_count(q8), tile.ctas_per_sm
         if q_blocks is not None:
             head_group = scheduling.group_programs(*places)
         else:

@@ -23,7 +23,8 @@ import functools
 
 import torch
 
-from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl, multiprocessors
+from helion_attn.compiler.buffers import sm_count
+from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, LargeTileConfig, largest_power_of_two, scheduling
@@ -418,7 +419,7 @@ def launch(tile: LargeTileConfig, a: AttentionArguments, out: torch.Tensor, lse:
     kv_heads, n_blocks, d_v_pad, bn = v8.shape
     v_parts = d_v_pad // tile.v_tile
     k_wide, k_narrow, has_narrow_d = pieces(k8, 3)
-    two_level = a.is_two_level(tile.two_level)
+    two_level = a.recipe.is_two_level(tile.two_level)
     v_wide, v_narrow, has_narrow_v = pieces(
         v8.view(kv_heads, n_blocks * v_parts, tile.v_tile, bn),
         dim=2,
@@ -426,7 +427,7 @@ def launch(tile: LargeTileConfig, a: AttentionArguments, out: torch.Tensor, lse:
     )
     head_group = 1
     if a.rows_differ:
-        places = multiprocessors(q8.device), tile.ctas_per_sm
+        places = sm_count(q8), tile.ctas_per_sm
         head_group = scheduling.head_group(q8.size(0), q8.size(1) * v_parts, *places)
     kernel = compiled_kernel(tile, two_level) if q8.is_cuda else interpreted_kernel
     q_descale = a.packed.q_descale.view(-1)

@@ -1,11 +1,12 @@
 """The custom ops, one kind a file: what each takes, allocates and chooses. Kernels are imported on the first call."""
 
-from helion_attn.ops.attention import attention, attention_varlen
+from helion_attn.ops.attention import attention
 from helion_attn.ops.dense import attention_dense
 from helion_attn.ops.gathered import attention_gathered, describe_part, merge_parts, quantize_part
 from helion_attn.ops.kv_cache import append_kv, decode
-from helion_attn.ops.quantize import pack_qkv, quantize_qkv, quantize_varlen
+from helion_attn.ops.quantize import pack_qkv, quantize_qkv
 from helion_attn.ops.transform_rows import transform_rows
+from helion_attn.ops.varlen import attention_varlen
 
 __all__ = [
     "append_kv",
@@ -19,6 +20,5 @@ __all__ = [
     "pack_qkv",
     "quantize_part",
     "quantize_qkv",
-    "quantize_varlen",
     "transform_rows",
 ]

@@ -1,4 +1,4 @@
-"""`fp8_attn_fwd` and `fp8_attn_varlen`: attention over packed tensors, and which kernel, tile and split it takes."""
+"""`fp8_attn_fwd`: attention over packed tensors, and which kernel, tile and split it takes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 import torch
 
+from helion_attn.compiler.buffers import sm_count
 from helion_attn.configs import (
     LargeTileConfig,
     TileConfig,
     attention_tile_config,
     large_tile_config,
     scheduling,
-    tile_config,
     uses_large_d,
 )
-from helion_attn.kernels.lib.arguments import AttentionArguments, VarlenArguments
+from helion_attn.kernels.lib.arguments import AttentionArguments
 from helion_attn.ops import flops
 from helion_attn.ops.declare import Operation
 from helion_attn.types import Recipe
@@ -64,6 +64,11 @@ class Shape(NamedTuple):
     recipe: Recipe
     num_splits: int | None
 
+    @property
+    def rows_differ(self) -> bool:
+        """Whether the mask leaves some rows many more keys than others; as `AttentionArguments` has it."""
+        return self.right >= 0 and self.left < 0
+
 
 def shape_of(a: AttentionArguments) -> Shape:
     """That of packed tensors."""
@@ -93,14 +98,6 @@ def choose(shape: Shape, sm_count: int) -> Choice:
     return Choice(tile, splits if shape.num_splits is None else shape.num_splits, pack_gqa)
 
 
-def choose_varlen(a: AttentionArguments, sm_count: int) -> TileConfig:
-    """The tile of packed sequences, which are never split, and whose heads never share tiles."""
-    p = a.packed
-    load = scheduling.query_blocks_per_sm(p.q8.size(0), p.q8.size(1), sm_count)
-    d_v_pad = p.v8.size(2) if p.v8.itemsize == 1 else p.v8.size(3)
-    return tile_config(max(p.q8.size(3), d_v_pad), a.right >= 0, a.recipe.bits, load)
-
-
 def empty_outputs(a: AttentionArguments) -> Outputs:
     """`out` and `lse`."""
     B, H = a.packed.q_descale.shape[:2]
@@ -109,9 +106,8 @@ def empty_outputs(a: AttentionArguments) -> Outputs:
 
 
 def _launch(a: AttentionArguments) -> Outputs:
-    from helion_attn.compiler.helion_adapter import multiprocessors
 
-    return launch_choice(a, choose(shape_of(a), multiprocessors(a.packed.q8.device)))
+    return launch_choice(a, choose(shape_of(a), sm_count(a.packed.q8)))
 
 
 def launch_choice(a: AttentionArguments, choice: Choice) -> Outputs:
@@ -126,25 +122,4 @@ def launch_choice(a: AttentionArguments, choice: Choice) -> Outputs:
     return out, lse
 
 
-def empty_varlen_outputs(a: VarlenArguments) -> Outputs:
-    """`out` and `lse` of packed sequences: neither has a batch."""
-    like, m_len = a.attention.packed.q_descale, a.attention.m_len
-    H = like.size(1)
-    return like.new_empty((m_len, H, a.attention.d_v), dtype=a.attention.out_dtype), like.new_empty((H, m_len))
-
-
-def _launch_varlen(a: VarlenArguments) -> Outputs:
-    from helion_attn.compiler.helion_adapter import multiprocessors
-    from helion_attn.kernels import attention
-
-    out, lse = empty_varlen_outputs(a)
-    if a.attention.m_len:
-        tile = choose_varlen(a.attention, multiprocessors(a.q_blocks.device))
-        attention.launch(tile, a.attention, out, lse, q_blocks=a.q_blocks)
-    return out, lse
-
-
 attention = Operation("fp8_attn_fwd", AttentionArguments, 2, _launch, empty_outputs, flops=flops.of_packed)
-attention_varlen = Operation(
-    "fp8_attn_varlen", VarlenArguments, 2, _launch_varlen, empty_varlen_outputs, flops=flops.of_varlen
-)

@@ -7,7 +7,6 @@ no tensor: these are constants of the code.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import operator
@@ -18,7 +17,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from helion_attn.compiler import call_plans
+from helion_attn import plans
+from helion_attn.compiler.buffers import Draft
+from helion_attn.compiler.helion_adapter import multiprocessors
 
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 
@@ -82,11 +83,7 @@ class Structure:
 
 
 class Operation(Generic[Arguments]):
-    """An operation that CPU and CUDA tensors have, and fake ones.
-
-    Kernels are launched on the current device, which must be that of the tensors; and without autocast. The kernels
-    say what is cast; autocast would also cast the fp32 products of the interpreter.
-    """
+    """An operation that CPU and CUDA tensors have, and fake ones; it runs a plan, which it makes on buffers."""
 
     def __init__(
         self,
@@ -97,6 +94,7 @@ class Operation(Generic[Arguments]):
         fake: Callable[[Arguments], Any],
         mutates: tuple[str, ...] = (),
         flops: Callable[[Arguments], int] | None = None,
+        planned: bool = True,
     ) -> None:
         """Register it.
 
@@ -104,10 +102,11 @@ class Operation(Generic[Arguments]):
             name: in `torch.ops.helion_attn`.
             arguments: the NamedTuple that it takes; its first field is a tensor, or begins with one.
             results: how many tensors it returns; one is returned alone.
-            launch: runs it.
+            launch: allocates what it returns, and runs kernels: on tensors, or on the buffers of a plan.
             fake: allocates what `launch` would return.
             mutates: paths of the tensors that it writes, such as "cache.k8".
             flops: what `torch.utils.flop_counter` counts of it; None for nothing.
+            planned: whether all that `launch` does can be planned; PyTorch's own operations cannot.
         """
         self._name, self._structure = name, Structure(arguments)
         if unknown := {*mutates} - {*self._structure.paths}:
@@ -119,33 +118,44 @@ class Operation(Generic[Arguments]):
         returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
         torch.library.define(f"helion_attn::{name}", f"({', '.join(declared)}) -> {returned}")
 
-        self._launch = launch
-
-        torch.library.impl(f"helion_attn::{name}", DEVICES)(lambda *values: self._run(self._structure.build(values)))
+        self._launch, self._results = launch, results
+        torch.library.impl(f"helion_attn::{name}", DEVICES)(self._run if planned else self._run_unplanned)
         torch.library.register_fake(f"helion_attn::{name}")(lambda *values: fake(self._structure.build(values)))
         if flops is not None:
             register_flop_formula(getattr(torch.ops.helion_attn, name), get_raw=True)(
                 lambda *values, out_val: flops(self._structure.build(values))
             )
 
-    def _run(self, arguments: Arguments) -> Any:
-        """Launch it, on the device of the tensors and without autocast."""
-        x = self._structure.first_tensor(arguments)
-        elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
-        autocast = torch.is_autocast_enabled(x.device.type)
-        # Helion does not take a tensor together with a view of it; below this key a view does not know its base.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            if not (elsewhere or autocast):
-                return self._launch(arguments)
-            with contextlib.ExitStack() as stack:
-                if elsewhere:
-                    stack.enter_context(torch.cuda.device(x.device))
-                if autocast:
-                    stack.enter_context(torch.autocast(x.device.type, enabled=False))
-                return self._launch(arguments)
+    def _run(self, *values: Any) -> Any:
+        """Run the plan of what comes through PyTorch's dispatcher."""
+        tensors = [x for x in values if isinstance(x, torch.Tensor)]
+        rest = [None if isinstance(x, torch.Tensor) else x for x in values]
+        key = (self._name, *plans.layouts(tensors), *[x is None for x in values], *rest)
+        found = plans.known(key) or plans.remember(key, self._plan(values))
+        returned = found.run(tensors)
+        return returned[0] if self._results == 1 else tuple(returned) if self._results else None
+
+    def _run_unplanned(self, *values: Any) -> Any:
+        arguments = self._structure.build(values)
+        with plans.plain_kernels(self._structure.first_tensor(arguments)):
+            return self._launch(arguments)
+
+    def _plan(self, values: Sequence[Any], sm_count: int | None = None) -> plans.Plan:
+        device = next(x.device for x in values if isinstance(x, torch.Tensor))
+        draft = Draft(device, multiprocessors(device) if sm_count is None else sm_count)
+        buffers = [draft.given(x) if isinstance(x, torch.Tensor) else x for x in values]
+        returned = self._launch(self._structure.build(buffers))
+        outputs = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
+        return plans.Plan(draft, outputs)
+
+    def plan(self, arguments: Arguments, sm_count: int | None = None) -> plans.Plan:
+        """What it does for arguments of these layouts, on their GPU or one of so many SMs; nothing runs."""
+        return self._plan(self._structure.flat(arguments), sm_count)
+
+    def tensors(self, arguments: Arguments) -> list[torch.Tensor]:
+        """What a plan of `arguments` runs on."""
+        return [x for x in self._structure.flat(arguments) if isinstance(x, torch.Tensor)]
 
     def __call__(self, arguments: Arguments) -> Any:
-        """Run it through PyTorch's dispatcher; a recorded call is planned without it."""
-        if not torch.compiler.is_compiling() and call_plans.recording():
-            return self._run(arguments)
+        """Run it through PyTorch's dispatcher."""
         return getattr(torch.ops.helion_attn, self._name)(*self._structure.flat(arguments))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from helion_attn.compiler.buffers import note, sm_count
 from helion_attn.configs import LargeTileConfig, Packing
 from helion_attn.kernels.lib.arguments import AttentionArguments
 from helion_attn.ops import flops
@@ -14,7 +14,7 @@ from helion_attn.ops.attention import Choice, Outputs, Shape, choose, empty_outp
 from helion_attn.ops.declare import Operation
 from helion_attn.preprocess.lib.arguments import QuantizeArguments, RopeArguments
 from helion_attn.preprocess.lib.strided import WIDEST_LOAD
-from helion_attn.types import PACKED_FIELDS, PackedTensors, Recipe
+from helion_attn.types import PackedTensors, Recipe, packed_fields
 
 
 class DenseArguments(NamedTuple):
@@ -87,17 +87,6 @@ class DenseArguments(NamedTuple):
         )
 
 
-def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe, shift_lse: bool) -> dict[str, Any]:
-    """The fields of `PackedTensors` by name, from what the quantising ops return."""
-    fields: dict[str, Any] = dict(zip(PACKED_FIELDS, tensors, strict=True))
-    # An op cannot return None, and returns empty tensors instead.
-    if not recipe.smooth_k:
-        fields["k_mean"] = None
-    if not (recipe.smooth_k and shift_lse):
-        fields["lse_shift"] = None
-    return fields
-
-
 #: The largest padded head dim whose attention kernel quantises Q. Its instructions come on top of those that bind the
 #: kernel: at 64 that takes less than packing Q, at 128 the same or 2% of a call more, at 256 up to 3%.
 MAX_QUANTISED_D = 64
@@ -127,15 +116,17 @@ def quantises_q(q: torch.Tensor, rope: RopeArguments, recipe: Recipe, choice: Ch
 
 
 def _launch(a: DenseArguments) -> Outputs:
-    from helion_attn.compiler.helion_adapter import multiprocessors
     from helion_attn.kernels import attention
     from helion_attn.kernels.lib.query import Query
     from helion_attn.preprocess.quantize import quantize_qkv
 
-    choice = choose(a.shape(), multiprocessors(a.q.device))
-    if isinstance(choice.tile, LargeTileConfig) or not quantises_q(a.q, a.rope, a.recipe, choice):
-        return launch_choice(a.attending(quantize_qkv(a.quantizing(packs_q=True))), choice)
-    packed = a.attending(quantize_qkv(a.quantizing(packs_q=False)))
+    choice = choose(a.shape(), sm_count(a.q))
+    in_kernel = quantises_q(a.q, a.rope, a.recipe, choice)
+    note(a.q, "choice", choice)
+    note(a.q, "quantises_q", in_kernel)
+    packed = a.attending(quantize_qkv(a.quantizing(packs_q=not in_kernel)))
+    if not in_kernel or isinstance(choice.tile, LargeTileConfig):
+        return launch_choice(packed, choice)
     out, lse = empty_outputs(packed)
     attention.launch(choice.tile, packed, out, lse, query=Query(a.q, a.rope))
     return out, lse

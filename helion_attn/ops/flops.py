@@ -6,10 +6,15 @@ count; their lengths are read on the host. Fake tensors have none: there it is a
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from helion_attn.kernels.lib.arguments import AttentionArguments, DecodeArguments, GatheredArguments, VarlenArguments
+from helion_attn.kernels.lib.arguments import AttentionArguments, DecodeArguments, GatheredArguments
+
+if TYPE_CHECKING:
+    from helion_attn.ops.varlen import VarlenArguments
 
 
 def _products(scores: int, D: int, D_v: int) -> int:
@@ -34,15 +39,12 @@ def of_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
 
 def of_varlen(a: VarlenArguments) -> int:
     """Of packed sequences."""
-    every = of_packed(a.attention)
-    if not _has_values(a.q_blocks):
-        return every
-    bm = a.attention.packed.q8.size(2)
-    # [M_blocks] each, as `configs.Q_FIELDS` has them
-    _, _, tokens, _, keys, first_block, _, _ = a.q_blocks.long().unbind(1)
-    begin = (torch.arange(len(tokens), device=tokens.device) - first_block) * bm
-    pairs = int(((tokens - begin).clamp(0, bm) * keys.clamp_min(0)).sum())
-    return every * pairs // max(1, a.attention.m_len * a.attention.n_len)
+    (M, H, D), N = a.q.shape, a.k.size(0)
+    pairs = M * N
+    if _has_values(a.cu_seqlens_q):
+        queries, keys = (x.long().diff().clamp_min(0) for x in (a.cu_seqlens_q, a.cu_seqlens_k))
+        pairs = int((queries * keys).sum())
+    return _products(H * pairs, D, a.v.size(2))
 
 
 def of_gathered(a: GatheredArguments) -> int:

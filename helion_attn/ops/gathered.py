@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from helion_attn.compiler.buffers import sm_count
 from helion_attn.configs import attention_tile_config, scheduling, varlen_packing
 from helion_attn.kernels.lib.arguments import AttentionArguments, GatheredArguments, MergeArguments
 from helion_attn.ops import flops
@@ -51,7 +52,6 @@ def blocks_of(gathered: torch.Tensor, offset: int, dtype: torch.dtype, block: tu
 
 
 def _launch_gathered(a: GatheredArguments) -> None:
-    from helion_attn.compiler.helion_adapter import multiprocessors
     from helion_attn.kernels import attention
     from helion_attn.kernels.lib.masks import Bounds
 
@@ -68,7 +68,7 @@ def _launch_gathered(a: GatheredArguments) -> None:
         k_mean=None,
         lse_shift=a.lse_shift,
     )
-    load = scheduling.query_blocks_per_sm(a.q8.size(0), a.q8.size(1), multiprocessors(a.q8.device))
+    load = scheduling.query_blocks_per_sm(a.q8.size(0), a.q8.size(1), sm_count(a.q8))
     tile = attention_tile_config(a.d, a.d_v, a.right >= 0, a.recipe.bits, load)
     arguments = AttentionArguments(
         packed=packed,
@@ -98,8 +98,8 @@ def _launch_merge(a: MergeArguments) -> None:
     merge_splits(a.parts.view(-1, a.parts.size(-1)), a.part_lse.view(2, -1), a.out, a.lse, a.bshd, a.sinks)
 
 
-describe_part = Operation("describe_part", DescribePartArguments, 2, _launch_describe, _fake_describe)
-quantize_part = Operation("quantize_part", QuantizePartArguments, 9, _launch_quantize, _fake_quantize)
+describe_part = Operation("describe_part", DescribePartArguments, 2, _launch_describe, _fake_describe, planned=False)
+quantize_part = Operation("quantize_part", QuantizePartArguments, 9, _launch_quantize, _fake_quantize, planned=False)
 attention_gathered = Operation(
     "fp8_attn_gathered",
     GatheredArguments,

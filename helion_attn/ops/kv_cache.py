@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from helion_attn.compiler.buffers import sm_count
 from helion_attn.configs import scheduling
 from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.ops import flops
@@ -25,12 +26,11 @@ def empty_outputs(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _launch_decode(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    from helion_attn.compiler.helion_adapter import multiprocessors
     from helion_attn.kernels import decode, prefill
 
     out, lse = empty_outputs(a)
     (B, H, M, _D), H_kv, max_pages = a.q.shape, a.cache.k8.size(1), a.block_table.size(1)
-    queries, splits, sm_count = H // H_kv * M, a.splits, multiprocessors(a.q.device)
+    queries, splits, sms = H // H_kv * M, a.splits, sm_count(a.q)
     # More runs than pages would all be empty. A run's index times the pages fits 32 bits.
     most = min(max_pages, (2**31 - 1) // max(1, max_pages))
     if queries >= scheduling.MIN_PREFILL_ROWS:
@@ -38,14 +38,14 @@ def _launch_decode(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
         if splits is None:
             tiles, queries_of_tile = B * H_kv * -(-queries // tile.bm), -(-tile.bm * H_kv // H) + 1
             pages = scheduling.visible_key_blocks(max_pages, a.left, 0, queries_of_tile, a.cache.page_size)
-            splits = scheduling.key_splits(tiles, pages, sm_count, tile.ctas_per_sm, scheduling.MIN_PAGES)
+            splits = scheduling.key_splits(tiles, pages, sms, tile.ctas_per_sm, scheduling.MIN_PAGES)
         prefill.launch(a, min(splits, most), out, lse)
         return out, lse
     rows = scheduling.decode_rows(queries)
     if splits is None:
         # The last query sees no keys after its own.
         pages = scheduling.visible_key_blocks(max_pages, a.left, 0, M, a.cache.page_size)
-        splits = scheduling.page_splits(B * H_kv * -(-queries // rows), pages, sm_count)
+        splits = scheduling.page_splits(B * H_kv * -(-queries // rows), pages, sms)
     decode.launch(a, rows, min(splits, most), out, lse)
     return out, lse
 

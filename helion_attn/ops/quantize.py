@@ -1,12 +1,12 @@
-"""`quantize_qkv`, `quantize_varlen` and `pack_qkv`: tensors to the packed format."""
+"""`quantize_qkv` and `pack_qkv`: tensors to the packed format."""
 
 from __future__ import annotations
 
 import torch
 
-from helion_attn.configs import Q_FIELDS, Packing, blocks_for, row_width
+from helion_attn.configs import Packing, row_width
 from helion_attn.ops.declare import Operation
-from helion_attn.preprocess.lib.arguments import PackArguments, QuantizeArguments, QuantizeVarlenArguments
+from helion_attn.preprocess.lib.arguments import PackArguments, QuantizeArguments
 from helion_attn.types import Recipe
 
 
@@ -62,25 +62,6 @@ def _fake_quantize(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _launch_varlen(a: QuantizeVarlenArguments) -> tuple[torch.Tensor, ...]:
-    from helion_attn.preprocess.quantize import quantize_varlen
-
-    return quantize_varlen(a)
-
-
-def _fake_varlen(a: QuantizeVarlenArguments) -> tuple[torch.Tensor, ...]:
-    (M, H, _D), (N, H_kv), p, B = a.q.shape, a.k.shape[:2], a.packing, a.cu_seqlens_q.size(0) - 1
-    m_blocks, n_blocks = blocks_for(M, p.bm, B), blocks_for(N, p.bn, B)
-    channels = (1, H_kv, n_blocks * p.D_v_pad)
-    return (
-        *empty_packed(a.q, H, H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
-        *empty_descales(
-            a.q, (1, H, m_blocks, p.bm), (1, H_kv, n_blocks), channels, (B, H_kv), p, a.recipe, a.shift_lse
-        ),
-        a.cu_seqlens_q.new_empty((m_blocks, Q_FIELDS)),
-    )
-
-
 def _launch_pack(a: PackArguments) -> tuple[torch.Tensor, ...]:
     from helion_attn.preprocess.quantize import pack_qkv
 
@@ -94,5 +75,4 @@ def _fake_pack(a: PackArguments) -> tuple[torch.Tensor, ...]:
 
 
 quantize_qkv = Operation("quantize_qkv", QuantizeArguments, 9, _launch_quantize, _fake_quantize)
-quantize_varlen = Operation("quantize_varlen", QuantizeVarlenArguments, 10, _launch_varlen, _fake_varlen)
 pack_qkv = Operation("pack_qkv", PackArguments, 3, _launch_pack, _fake_pack)

@@ -4,6 +4,8 @@ must know whole heads; then `pack`, which ends with `recentre`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from helion_attn.numerics import FORMAT_MAX
@@ -12,11 +14,13 @@ from helion_attn.preprocess.lib.arguments import (
     NO_ROPE_ARGUMENTS,
     PackArguments,
     QuantizeArguments,
-    QuantizeVarlenArguments,
 )
 from helion_attn.preprocess.lib.rope import rope_tables
 from helion_attn.preprocess.lib.strided import strided_qkv
 from helion_attn.types import Recipe
+
+if TYPE_CHECKING:
+    from helion_attn.ops.varlen import VarlenArguments
 
 #: The recipe of tensors that are e4m3 already: a given amax makes their descales 1.
 AS_IT_IS = Recipe(
@@ -37,7 +41,7 @@ def quantize_qkv(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
     return pack.launch(source, rope, stats, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse, a.packs_q).tensors()
 
 
-def quantize_varlen(a: QuantizeVarlenArguments) -> tuple[torch.Tensor, ...]:
+def quantize_varlen(a: VarlenArguments) -> tuple[torch.Tensor, ...]:
     """Quantise and pack the sequences of a batch, each by itself.
 
     Returns:

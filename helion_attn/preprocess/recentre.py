@@ -179,7 +179,7 @@ def launch(
         sequences: where those of a packed batch lie, or None.
     """
     unused = v_mean
-    corrected = torch.empty_like(v_mean) if center else v_mean
+    corrected = v_mean.new_empty(v_mean.shape) if center else v_mean
     bn = v8.size(2)
     names = ("v_b_step", "v_h_step", "v_s_step", "v_d_step", "unit")
     steps = {name: x for name, x in source.arguments().items() if name == "v" or name in names}

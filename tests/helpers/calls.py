@@ -10,7 +10,6 @@ import torch
 import helion_attn as ha
 from helion_attn.testing import fake_cuda
 from helion_attn.types import Layout
-from helion_attn.varlen import attend_varlen, quantize_varlen
 from helpers.offline import fake_cache, fake_qkv, fake_varlen
 
 
@@ -59,7 +58,7 @@ def attend_to_a_cache() -> None:
 
 
 def attend_to_sequences() -> None:
-    attend_varlen(quantize_varlen(*fake_varlen(64, 64), ha.BALANCED), True)
+    ha.attention_varlen(*fake_varlen(64, 64), causal=True)
 
 
 def attend_with_large_heads() -> None:

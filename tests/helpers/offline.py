@@ -21,11 +21,12 @@ from helion_attn import testing
 from helion_attn.compiler import versions
 from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.numerics import keeps_reference
+from helion_attn.ops import varlen
 from helion_attn.preprocess.lib import hadamard
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.tune import candidates, trial
 from helion_attn.types import Layout
-from helion_attn.varlen import attend_varlen, quantize_varlen
+from helion_attn.varlen import varlen_problem
 
 Varlen = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -348,12 +349,11 @@ def compile_varlen(
     """The attention kernel of `attention_varlen` alone."""
 
     def launch() -> None:
-        packed = quantize_varlen(*fake_varlen(D, D_v or D), recipe, shift_lse=sinks)
+        logits = fake_cuda(4) if sinks else None
         with launching():
-            attend_varlen(packed, causal, sinks=fake_cuda(4) if sinks else None, **options)
+            ha.attention_varlen(*fake_varlen(D, D_v or D), recipe=recipe, causal=causal, sinks=logits, **options)
 
-    (kernel,) = compile_for_sm90(launch)
-    return kernel
+    return compile_for_sm90(launch)[-1]
 
 
 def compile_quantize_varlen(D: int, recipe: ha.Recipe, dtype: torch.dtype = torch.bfloat16) -> list[Sm90Kernel]:
@@ -361,7 +361,7 @@ def compile_quantize_varlen(D: int, recipe: ha.Recipe, dtype: torch.dtype = torc
 
     def launch() -> None:
         with launching():
-            quantize_varlen(*fake_varlen(D, D, dtype=dtype), recipe)
+            varlen.quantize(varlen_problem(*fake_varlen(D, D, dtype=dtype), recipe=recipe, return_lse=True))
 
     return compile_for_sm90(launch)
 

@@ -14,10 +14,10 @@ from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helion_attn import testing
-from helion_attn.compiler import launch_plans
+from helion_attn.compiler import kernels, linked_launch
 from helpers.offline import launching
 
-LAUNCH_FIRST = launch_plans.launch_first
+LAUNCH_FIRST = linked_launch.launch_first
 
 
 def encoding(box: TensorDescriptor) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class FakeKernel:
 
 
 def in_c_of(kernel: FakeKernel) -> Any:
-    """In place of `launch_plans.in_c`, which asks a driver for what all kernels share."""
+    """In place of `linked_launch.in_c`, which asks a driver for what all kernels share."""
     return kernel.in_c
 
 
@@ -117,12 +117,12 @@ def planning(stream: Callable[[int], int] = lambda device: 7) -> Iterator[list[t
     with (
         testing._offline_hopper(keep_generated=True),
         launching(),
-        mock.patch.object(launch_plans, "launch_first", launch_first),
-        mock.patch.object(launch_plans, "default_launcher", launch),
+        mock.patch.object(kernels, "launch_first", launch_first),
+        mock.patch.object(linked_launch, "default_launcher", launch),
         mock.patch.object(FakeTensor, "data_ptr", address),
         mock.patch.object(testing._OfflineDriver, "get_current_stream", lambda self, device: stream(device)),
         mock.patch.object(testing._OfflineDriver, "utils", SimpleNamespace(**{ENCODE: encode}), create=True),
-        mock.patch.object(launch_plans, "in_c", in_c_of),
+        mock.patch.object(linked_launch, "in_c", in_c_of),
     ):
         ENCODED.clear()
         LAUNCHED.clear()

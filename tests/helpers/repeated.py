@@ -1,4 +1,4 @@
-"""Every public call three times, as users make it: the third is a plan's, and has the bits of the first."""
+"""Every public call three times, as users make it: each has the bits of the first."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from helion_attn.compiler import call_plans
+from helion_attn import plans
 
-Planned = Callable[..., Sequence[torch.Tensor]]
+Run = Callable[..., Sequence[torch.Tensor]]
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -17,24 +17,24 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-def three_times(planned: Planned) -> Planned:
-    """`call_plans.planned`, of which no plan outlives the call: a test may change anything in between."""
+def three_times(run: Run) -> Run:
+    """`plans.run`, of which no plan outlives the call: a test may change anything in between."""
 
     def call(
         name: str,
         tensors: Sequence[Any],
         options: Sequence[Any],
-        run: Callable[[], Sequence[torch.Tensor]],
+        problem: Callable[[], Any],
         written: Sequence[torch.Tensor] = (),
     ) -> Sequence[torch.Tensor]:
-        returned = planned(name, tensors, options, run, written)
+        returned = run(name, tensors, options, problem, written)
         given = [x for x in tensors if x is not None]
-        if call_plans.key_of(name, given, ()) is None or torch.cuda.is_current_stream_capturing():
+        if plans.key_of(name, given, ()) is None or torch.cuda.is_current_stream_capturing():
             return returned
         first = [*returned, *(x.clone() for x in written)]
         for _ in range(2):
-            again = planned(name, tensors, options, run, written)
-        call_plans.forget()
+            again = run(name, tensors, options, problem, written)
+        plans.forget()
         assert all(torch.equal(bits(x), bits(y)) for x, y in zip(first, (*again, *written), strict=True)), (
             f"the third call of {name} has other bits than the first"
         )

@@ -80,22 +80,6 @@ class AttentionArguments(NamedTuple):
         """
         return self.right >= 0 and self.left < 0
 
-    def is_two_level(self, by_config: bool) -> bool:
-        """Whether P V is summed in two levels, where the config has `by_config`."""
-        return by_config if self.recipe.promote_every is None else self.recipe.promote_every == 1
-
-
-class VarlenArguments(NamedTuple):
-    """Attention over packed sequences of different lengths; the output is [tokens, H, D_v].
-
-    Attributes:
-        attention: of all sequences; `m_len` and `n_len` count their tokens.
-        q_blocks: int32 [M_blocks, Q_FIELDS], of `PackedVarlen`.
-    """
-
-    attention: AttentionArguments
-    q_blocks: torch.Tensor
-
 
 class GatheredParts(NamedTuple):
     """Where keys and rows lie whose parts come from several ranks, as `kernels.lib.gathered` has it.

@@ -60,28 +60,6 @@ class QuantizeArguments(NamedTuple):
     packs_q: bool
 
 
-class QuantizeVarlenArguments(NamedTuple):
-    """The sequences of a batch to the packed format, each by itself.
-
-    Attributes:
-        q: [M, H, D], bf16, fp16 or fp32, any strides; M tokens of all sequences.
-        k: [N, H_kv, D], same dtype.
-        v: [N, H_kv, D_v], same dtype.
-        cu_seqlens_q: int32 [B + 1].
-        cu_seqlens_k: int32 [B + 1].
-        packing: and the rest, as in `QuantizeArguments`.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    packing: Packing
-    recipe: Recipe
-    shift_lse: bool
-
-
 class DescribePartArguments(NamedTuple):
     """A rank's part of a sequence, to what it tells the others of it.
 

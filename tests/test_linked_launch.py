@@ -1,10 +1,10 @@
-"""A plan launches what Helion's host function would, with the addresses of now."""
+"""A linked launch does what Helion's host function would, with the addresses of now."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,8 @@ from triton.backends.nvidia import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from helion_attn.compiler import launch_plans
-from helion_attn.compiler.launch_plans import Launch, NoPlan, Plan
+from helion_attn.compiler import linked_launch
+from helion_attn.compiler.linked_launch import Launch, LinkedLaunch, NotLinked
 from helion_attn.compiler.slower import SlowerWarning, warn_slower
 from helion_attn.testing import fake_cuda
 from helpers.calls import (
@@ -50,37 +50,34 @@ def elsewhere(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def test_what_is_launched(call: Callable[[], None]) -> None:
     with planning() as made:
         call()
-        assert not made  # a launch that comes once is not worth a plan
-        call()
         assert made
-        for run, args, plan in made:
-            assert isinstance(plan, Plan), run
+        for run, args, linked in made:
+            assert isinstance(linked, LinkedLaunch), run
             others = elsewhere(args)
-            plan(*others)
-            (launch,) = launch_plans.recorded(run, others)
+            launch_at(linked, others)
+            (launch,) = linked_launch.recorded(run, others)
             grid = (*launch.grid, 1, 1)[:3]
-            plan._compiled.run(*grid, 7, "function", "packed", None, None, None, *launch.args)
-            by_plan, by_triton = plan._compiled.launched
+            linked.compiled.run(*grid, 7, "function", "packed", None, None, None, *launch.args)
+            by_plan, by_triton = linked.compiled.launched
             assert by_plan == by_triton
             assert [*map(type, by_plan)] == [*map(type, by_triton)]
 
 
 def test_descriptors_are_encoded_once_an_address() -> None:
     with planning() as made:
-        for _ in range(2):
-            attend()
-        _, args, plan = made[-1]
-        boxes = len(plan._boxes)
+        attend()
+        _, args, linked = made[-1]
+        boxes = len(linked._boxes)
         assert boxes > 1
         ENCODED.clear()
         others = elsewhere(args)
         for given, encoded in ((others, boxes), (others, boxes), (args, 2 * boxes), (others, 2 * boxes)):
-            plan(*given)
+            launch_at(linked, given)
             assert len(ENCODED) == encoded
-        assert plan._compiled.launched[0] == plan._compiled.launched[3] != plan._compiled.launched[2]
-        for _ in range(launch_plans.MAX_ENCODED + 3):
-            plan(*elsewhere(args))
-        assert all(len(box.known) <= launch_plans.MAX_ENCODED for box in plan._boxes)
+        assert linked.compiled.launched[0] == linked.compiled.launched[3] != linked.compiled.launched[2]
+        for _ in range(linked_launch.MAX_ENCODED + 3):
+            launch_at(linked, elsewhere(args))
+        assert all(len(box.known) <= linked_launch.MAX_ENCODED for box in linked._boxes)
 
 
 def small_launch(*kernel_args: Any, **options: Any) -> tuple[Any, FakeKernel]:
@@ -88,22 +85,27 @@ def small_launch(*kernel_args: Any, **options: Any) -> tuple[Any, FakeKernel]:
     return Launch(kernel, (3,), kernel_args, options), FakeKernel(kernel_args)
 
 
-def planned(launch: Launch, kernel: Any, args: list[torch.Tensor]) -> Plan:
-    """A plan that launches what the kernel says."""
-    with mock.patch.object(launch_plans, "in_c", in_c_of):
-        return Plan(launch, kernel, args)
+def linked_to(launch: Launch, kernel: Any, args: list[torch.Tensor]) -> LinkedLaunch:
+    """The launch, by what the kernel says."""
+    with mock.patch.object(linked_launch, "in_c", in_c_of):
+        return LinkedLaunch(launch, kernel, args)
 
 
-def test_what_has_no_plan() -> None:
+def launch_at(linked: LinkedLaunch, args: Sequence[Any]) -> None:
+    """Launch it on these arguments of the host function."""
+    linked.at({i: args[i].data_ptr() for i in linked.reads})
+
+
+def test_what_is_not_linked() -> None:
     x = torch.zeros(4, 32)
     launch, compiled = small_launch(x, 5, num_warps=4)
-    planned(launch, compiled, [x])
+    linked_to(launch, compiled, [x])
     box = TensorDescriptor.from_tensor(x, [1, 32])
     not_tma, allocates, told = (small_launch(box), small_launch(x), small_launch(x))
     not_tma[1].metadata.tensordesc_meta = None
     allocates[1].run.global_scratch_size = 8
     told[0].kernel.launch_metadata = print
-    planned(*small_launch(box), [x])
+    linked_to(*small_launch(box), [x])
     of_view = small_launch(TensorDescriptor.from_tensor(x.view(2, 64), [1, 32]))
     for made, given, why in (
         (not_tma, not_tma[1], "not TMA's"),
@@ -116,14 +118,14 @@ def test_what_has_no_plan() -> None:
         (small_launch(x, _remote_copy_signal_slots_per_program=1), compiled, "adds arguments"),
         (small_launch(x), None, "kept it from launching"),
     ):
-        with pytest.raises(NoPlan, match=why):
-            planned(made[0], given, [x])
-    with mock.patch.object(triton, "__version__", "3.10.0"), pytest.raises(NoPlan, match=r"3\.10\.0"):
-        Plan(launch, compiled, [x])
+        with pytest.raises(NotLinked, match=why):
+            linked_to(made[0], given, [x])
+    with mock.patch.object(triton, "__version__", "3.10.0"), pytest.raises(NotLinked, match=r"3\.10\.0"):
+        LinkedLaunch(launch, compiled, [x])
 
 
 @pytest.mark.parametrize(("version", "says"), [(triton.__version__, True), ("3.10.0", False)])
-def test_a_launch_without_a_plan_goes_through_triton_and_says_so(version: str, says: bool) -> None:
+def test_what_is_not_linked_goes_through_triton_and_says_so(version: str, says: bool) -> None:
     """Of an unknown Triton its compilation has warned."""
     x = torch.zeros(4, 32)
     launch, compiled = small_launch(x, 5)
@@ -139,13 +141,12 @@ def test_a_launch_without_a_plan_goes_through_triton_and_says_so(version: str, s
     warn_slower.cache_clear()
     with (
         mock.patch.object(triton, "__version__", version),
-        mock.patch.object(launch_plans, "default_launcher", launcher),
+        mock.patch.object(linked_launch, "default_launcher", launcher),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
-        for _ in range(2):
-            again = LAUNCH_FIRST(run, [x])
-        again(x)
+        for _ in range(3):
+            assert LAUNCH_FIRST(run, [x]) is None
     assert [x[1:] for x in launched] == [((1,), (mock.ANY, 5), {"num_warps": 4})] * 3
     assert [x.category for x in said] == [SlowerWarning] * says
     for warning in said:
@@ -161,7 +162,7 @@ def test_both_ways_to_launch() -> None:
     of_all = SimpleNamespace(**vars(of_each), arg_annotations="annotations", kernel_signature=b"signature")
     metadata = SimpleNamespace(tensordesc_meta=None)
     for launcher in (of_each, of_all):
-        launch = launch_plans.to_c(SimpleNamespace(run=launcher, metadata=metadata))
+        launch = linked_launch.to_c(SimpleNamespace(run=launcher, metadata=metadata))
         launch((3, 2, 1), 7, "function", ("packed", "metadata", "enter", "leave"), [11, 12])
     begin = (3, 2, 1, 7, "function", False, True)
     hooks = ("packed", "metadata", "enter", "leave")
@@ -169,8 +170,8 @@ def test_both_ways_to_launch() -> None:
         (*begin, None, None, *hooks, 11, 12),
         (*begin, *hooks, None, None, "annotations", b"signature", [11, 12]),
     ]
-    with pytest.raises(NoPlan, match="instrumented"):
-        launch_plans.to_c(SimpleNamespace(run=SimpleNamespace(**vars(of_all), gsan_enabled=True), metadata=metadata))
+    with pytest.raises(NotLinked, match="instrumented"):
+        linked_launch.to_c(SimpleNamespace(run=SimpleNamespace(**vars(of_all), gsan_enabled=True), metadata=metadata))
 
 
 def test_the_function_in_c_of_a_kernel_with_descriptors() -> None:
@@ -178,48 +179,48 @@ def test_the_function_in_c_of_a_kernel_with_descriptors() -> None:
     kernel = FakeKernel((TensorDescriptor.from_tensor(torch.zeros(4, 32), [1, 32]), 5))
     active = SimpleNamespace(utils=SimpleNamespace(launch="of all"))
     with mock.patch.object(triton.runtime.driver, "_active", active):
-        assert launch_plans.in_c(kernel) == "of all"
+        assert linked_launch.in_c(kernel) == "of all"
         if ONE_FOR_ALL:
             return
         del active.utils.launch
-        assert launch_plans.in_c(kernel) == kernel.in_c
+        assert linked_launch.in_c(kernel) == kernel.in_c
         wrapped = kernel.run.launch
         for other in (lambda *args: wrapped(*args), print):
             kernel.run.launch = other
-            with pytest.raises(NoPlan, match=r"not where Triton 3\.6 has it"):
-                launch_plans.in_c(kernel)
+            with pytest.raises(NotLinked, match=r"not where Triton 3\.6 has it"):
+                linked_launch.in_c(kernel)
 
 
 def test_hooks_and_streams_are_those_of_the_call() -> None:
     x = torch.zeros(4, 32)
     launch, compiled = small_launch(x, 5)
-    plan = planned(launch, compiled, [x])
+    linked = linked_to(launch, compiled, [x])
     streams = [11, 12, 13, 14]
     hook = lambda metadata: None  # noqa: E731
     active = SimpleNamespace(get_current_stream=lambda device: streams.pop(0))
     with mock.patch.object(triton.runtime.driver, "_active", active):
-        plan(x)
+        launch_at(linked, [x])
         knobs.runtime.launch_enter_hook.add(hook)
         try:
-            plan(x)
+            launch_at(linked, [x])
         finally:
             knobs.runtime.launch_enter_hook.remove(hook)
         knobs.runtime.launch_exit_hook.add(hook)
         try:
-            plan(x)
+            launch_at(linked, [x])
         finally:
             knobs.runtime.launch_exit_hook.remove(hook)
-        plan(x[1:])
+        launch_at(linked, [x[1:]])
     assert [args[3] for args in compiled.launched] == [11, 12, 13, 14]
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     metadata = [args[10:13] for args in compiled.launched]
     assert metadata == [(None,) * 3, ("metadata", enter, None), ("metadata", None, leave), (None,) * 3]
     assert [args[13] - x.data_ptr() for args in compiled.launched] == [0, 0, 0, 128]
-    assert plan._values == [None, 5]
+    assert linked._values == [None, 5]
 
 
 def test_triton_launches_like_this() -> None:
-    """What a plan takes from Triton's sources, which no interface promises."""
+    """What a linked launch takes from Triton's sources, which no interface promises."""
     run = " ".join(inspect.getsource(JITFunction.run).split())
     assert (
         "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata, "

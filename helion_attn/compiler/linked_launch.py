@@ -5,8 +5,8 @@ finds their types, then the kernel for them, encodes the descriptors and only th
 shapes, strides, alignments and values of an earlier call, all of that comes out the same but for tensors' addresses
 (what a call costs so: docs/notes/host_time.md).
 
-Triton offers no way to launch a kernel of which only addresses change. `in_c`, `to_c` and `Plan.__call__` are all that
-knows how its launcher does it; where that is not known, launches go through Triton, and a warning says so.
+Triton offers no way to launch a kernel of which only addresses change. `in_c`, `to_c` and `LinkedLaunch.at` are all
+that knows how its launcher does it; where that is not known, launches go through Triton, and a warning says so.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ def _no_arguments() -> tuple[tuple[()], ...]:
 NO_SCRATCH = None, None
 
 
-class NoPlan(Exception):
+class NotLinked(Exception):
     """A launch cannot be repeated with other addresses; the message says why."""
 
 
 def in_c(kernel: Any) -> Callable[..., None]:
-    """The C function that Triton's launcher of a kernel calls; `NoPlan` if it is not to be found.
+    """The C function that Triton's launcher of a kernel calls; `NotLinked` if it is not to be found.
 
     The launcher has it as an attribute where no descriptors are encoded first. From 3.7 on it is one for all kernels,
     and the driver has it. 3.6 compiles one for each list of types, and keeps it in the closure that encodes
@@ -130,12 +130,12 @@ def in_c(kernel: Any) -> Callable[..., None]:
         return of_all
     wrapped = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
     if "launcher" not in wrapped:
-        raise NoPlan("the C function of a kernel with descriptors is not where Triton 3.6 has it")
+        raise NotLinked("the C function of a kernel with descriptors is not where Triton 3.6 has it")
     return wrapped["launcher"]
 
 
 def to_c(kernel: Any) -> Callable[..., None]:
-    """Function that launches a kernel in C; raises `NoPlan` if that is not all that a launch takes.
+    """Function that launches a kernel in C; raises `NotLinked` if that is not all that a launch takes.
 
     Returns:
         A function of the grid, the stream, the CUDA function, a tuple of its packed metadata, metadata for hooks and
@@ -143,9 +143,9 @@ def to_c(kernel: Any) -> Callable[..., None]:
     """
     launcher = kernel.run
     if launcher.global_scratch_size or launcher.profile_scratch_size:
-        raise NoPlan("a launch allocates scratch memory")
+        raise NotLinked("a launch allocates scratch memory")
     if getattr(launcher, "gsan_enabled", False):
-        raise NoPlan("it is instrumented")
+        raise NotLinked("it is instrumented")
     launch_in_c = in_c(kernel)
     options = launcher.launch_cooperative_grid, launcher.launch_pdl
     if hasattr(launcher, "kernel_signature"):
@@ -163,33 +163,37 @@ def to_c(kernel: Any) -> Callable[..., None]:
     return launch
 
 
-class Plan:
+class LinkedLaunch:
     """A launch, for arguments of which only the tensors' addresses are other than when it was made.
+
+    Attributes:
+        compiled: what Triton compiled.
+        reads: which of the host function's arguments it takes addresses of.
 
     What is written after that, encoded descriptors by address, is the same whoever writes it: threads may share it.
     """
 
     def __init__(self, launch: Launch, compiled: Any, args: Sequence[Any]) -> None:
-        """Of `launch`, which `args` led to and for which Triton ran `compiled`; `NoPlan` if it is not known how."""
+        """Of `launch`, which `args` led to and for which Triton ran `compiled`; `NotLinked` if it is not known how."""
         if not triton_is_known():
-            raise NoPlan(f"how Triton {triton.__version__} launches is not known")
+            raise NotLinked(f"how Triton {triton.__version__} launches is not known")
         if len(launch.args) != len(launch.kernel.params) or any(name.startswith("_") for name in launch.options):
-            raise NoPlan("Helion's launcher adds arguments")
+            raise NotLinked("Helion's launcher adds arguments")
         if launch.kernel.launch_metadata is not None:
-            raise NoPlan("hooks are given arguments")
+            raise NotLinked("hooks are given arguments")
         if compiled is None:
-            raise NoPlan("a hook of Triton's kept it from launching")
+            raise NotLinked("a hook of Triton's kept it from launching")
         objects = {id(arg): i for i, arg in enumerate(args)}
         # As Triton's compiler says; none where descriptors are not TMA's.
         encodings = iter(compiled.metadata.tensordesc_meta or ())
-        self._compiled = compiled
+        self.compiled = compiled
         self._grid = (*launch.grid, 1, 1)[:3]
         # Of `_values`, the C function's arguments, and of `args`.
         self._tensors: list[tuple[int, int]] = []
         self._boxes: list[Box] = []
         self._values: list[Any] = []
         for x in launch.args:
-            # By identity: a tensor that the host function made, be it a view, is not in `objects`. Nor does a plan keep
+            # By identity: a tensor that the host function made, be it a view, is not in `objects`. Nor does it keep
             # the first call's tensors alive.
             if isinstance(x, torch.Tensor):
                 self._tensors.append((len(self._values), _place(objects, x)))
@@ -197,23 +201,18 @@ class Plan:
             elif isinstance(x, TensorDescriptor):
                 encoding = next(encodings, None)
                 if encoding is None:
-                    raise NoPlan("a descriptor is not TMA's")
+                    raise NotLinked("a descriptor is not TMA's")
                 rest = {name: field for name, field in vars(x).items() if name != "base"}
                 self._boxes.append(Box(len(self._values), _place(objects, x.base), rest, encoding, {}))
                 self._values += [None, *x.shape, *x.strides]
             elif isinstance(x, int | float):
                 self._values.append(x)
             else:
-                raise NoPlan(f"{x!r} is neither a tensor nor a number")
+                raise NotLinked(f"{x!r} is neither a tensor nor a number")
         self._launch = to_c(compiled)
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
         self._device = device.index
-        #: Which of the host function's arguments it takes addresses of.
         self.reads = sorted({*(arg for _, arg in self._tensors), *(box.arg for box in self._boxes)})
-
-    def __call__(self, *args: Any) -> None:
-        """Launch it on the current stream, with the addresses of the host function's arguments."""
-        self.at({i: args[i].data_ptr() for i in self.reads})
 
     def at(self, addresses: Mapping[int, int]) -> None:
         """Launch it on the current stream, as `JITFunction.run` does from where it has found the kernel.
@@ -233,8 +232,8 @@ class Plan:
         leave = leave if getattr(leave, "calls", leave) else None
         metadata = None
         if enter is not None or leave is not None:
-            metadata = self._compiled.launch_metadata(self._grid, stream)
-        compiled = self._compiled
+            metadata = self.compiled.launch_metadata(self._grid, stream)
+        compiled = self.compiled
         hooks = compiled.packed_metadata, metadata, enter, leave
         self._launch(self._grid, stream, compiled.function, hooks, values)
 
@@ -242,26 +241,18 @@ class Plan:
 def _place(objects: dict[int, int], x: torch.Tensor) -> int:
     """Which of the host function's arguments a tensor is."""
     if id(x) not in objects:
-        raise NoPlan("the host function makes a tensor")
+        raise NotLinked("the host function makes a tensor")
     return objects[id(x)]
 
 
-def through_triton(run: Callable[..., Any], expected: tuple[str, ...]) -> Callable[..., Any]:
-    """`run`, a host function of Helion's, which launches through Triton a kernel that is compiled with the passes.
+def launch_first(run: Callable[..., Any], args: Sequence[Any], expected: tuple[str, ...] = ()) -> LinkedLaunch | None:
+    """Call `run(*args)`, and return what does the same for arguments that differ in addresses alone, if that is known.
 
     Args:
-        run: the host function.
+        run: a host function of Helion's, which launches through Triton a kernel that is compiled with the passes.
+        args: its arguments.
         expected: names of the passes without which a warning is given.
     """
-
-    def launcher(kernel: Any, grid: tuple[int, ...], *kernel_args: Any, **options: Any) -> Any:
-        return default_launcher(triton_hook.with_passes(kernel, expected), grid, *kernel_args, **options)
-
-    return functools.partial(run, _launcher=launcher)
-
-
-def launch_first(run: Callable[..., Any], args: Sequence[Any], expected: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Call `run(*args)`, and return what does the same for arguments that differ in addresses alone."""
     launches: list[tuple[Launch, Any]] = []
 
     def launcher(kernel: Any, grid: tuple[int, ...], *kernel_args: Any, **options: Any) -> None:
@@ -271,14 +262,14 @@ def launch_first(run: Callable[..., Any], args: Sequence[Any], expected: tuple[s
     run(*args, _launcher=launcher)
     try:
         if len(launches) != 1:
-            raise NoPlan(f"the host function launches {len(launches)} kernels")
+            raise NotLinked(f"the host function launches {len(launches)} kernels")
         ((launch, compiled),) = launches
-        return Plan(launch, compiled, args)
-    except NoPlan as reason:
+        return LinkedLaunch(launch, compiled, args)
+    except NotLinked as reason:
         # Of an unknown Triton the compilation has warned.
         if triton_is_known():
             warn_slower(
                 f"{run.__name__} is launched through Triton {triton.__version__} in every call, which costs the host "
                 f"some microseconds more than a launch that is repeated: {reason}."
             )
-        return through_triton(run, expected)
+        return None

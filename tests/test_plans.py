@@ -1,10 +1,10 @@
-"""A planned call launches what the call itself launches, and serves no other call."""
+"""A plan launches what its operation launches on tensors, and serves no other call."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 from unittest import mock
 
@@ -15,15 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
-from helion_attn.compiler import call_plans
-from helion_attn.compiler.call_plans import CallPlan
+from helion_attn import plans
 from helion_attn.testing import fake_cuda
 from helion_attn.types import Layout
 from helpers.offline import fake_cache
 from helpers.planning import KEPT, LAUNCHED, planning
 from helpers.repeated import three_times
-
-pytestmark = pytest.mark.plans
 
 Call = Callable[[], tuple[list[Tensor], Callable[[], object]]]
 
@@ -80,7 +77,7 @@ def with_rope(positions: bool = False, interleaved: bool = False) -> Call:
 
 def quantized(recipe: ha.Recipe, **options: Any) -> Call:
     def call() -> tuple[list[Tensor], Callable[[], object]]:
-        with mock.patch.object(call_plans, "key_of", return_value=None):
+        with mock.patch.object(plans, "key_of", return_value=None):
             packed = ha.quantize(*made(), recipe=recipe)
         tensors = [x for x in packed.tensors() if x is not None]
         return tensors, lambda: ha.attention_quantized(packed, **options)
@@ -172,14 +169,14 @@ CALLS: dict[str, Call] = {
 @contextlib.contextmanager
 def plannable() -> Iterator[None]:
     """Fake tensors, of which a mode of the dispatcher is part, can be planned."""
-    call_plans.forget()
+    plans.forget()
     with (
         planning(),
-        mock.patch.object(call_plans, "is_plain", lambda x: isinstance(x, Tensor)),
-        mock.patch.object(call_plans, "nothing_listens", return_value=True),
+        mock.patch.object(plans, "is_plain", lambda x: isinstance(x, Tensor)),
+        mock.patch.object(plans, "nothing_listens", return_value=True),
     ):
         yield
-    call_plans.forget()
+    plans.forget()
 
 
 def seen(tensors: list[Tensor], launches: list[tuple[Any, ...]]) -> list[object]:
@@ -214,31 +211,41 @@ def layouts(returned: Any) -> list[object]:
     return [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
 
 
+def unplanned(
+    name: str, tensors: Sequence[Any], options: Sequence[Any], problem: Callable[[], tuple[Any, Any]], written: Any = ()
+) -> Sequence[Tensor]:
+    """In place of `plans.run`: the operation's launches on tensors, without a buffer."""
+    operation, arguments = problem()
+    returned: Sequence[Tensor] = operation._launch(arguments)
+    return returned
+
+
+Found = dict[str, tuple[Any, Any, bool]]
+
+
 @pytest.fixture(scope="module")
-def plans() -> dict[str, tuple[Any, Any, bool]]:
-    """By call: what it launches and returns, planned and not, all plans being there; and whether it was planned."""
-    found = {}
+def found() -> Found:
+    """By call: what it launches and returns, by its plan and without, all plans being there; and whether it had one."""
+    seen_of = {}
     with plannable():
         for call in CALLS.values():
-            for _ in range(2 + call_plans.MAX_ATTEMPTS):
-                call()[1]()
+            call()[1]()
         for name, call in CALLS.items():
             tensors, run = call()
-            with mock.patch.object(
-                call_plans.CallPlan, "__call__", autospec=True, side_effect=CallPlan.__call__
-            ) as used:
+            with mock.patch.object(plans.Plan, "_run_and_link", side_effect=AssertionError("it is not linked")):
                 by_plan = launched(tensors, run)
-            with mock.patch.object(call_plans, "key_of", return_value=None):
+            kept = len(plans._PLANS)
+            with mock.patch.object(plans, "run", unplanned):
                 run()  # a first launch of its kind is Triton's
                 itself = launched(tensors, run)
-            found[name] = by_plan, itself, used.call_count == 1
-    return found
+            seen_of[name] = by_plan, itself, len(plans._PLANS) == kept
+    return seen_of
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_plan_launches_what_its_call_launches(name: str, plans: dict[str, tuple[Any, Any, bool]]) -> None:
-    (by_plan, planned_result), (itself, result), was_planned = plans[name]
-    assert was_planned
+def test_a_plan_launches_what_its_operation_launches(name: str, found: Found) -> None:
+    (by_plan, planned_result), (itself, result), was_known = found[name]
+    assert was_known
     assert by_plan == itself
     assert len(by_plan) >= 1
     assert layouts(planned_result) == layouts(result)
@@ -254,12 +261,14 @@ def test_outputs_are_tensors_of_their_own() -> None:
             assert [x.nbytes() for x in storages] == [x.numel() * x.element_size() for x in packed]
 
 
-def test_a_call_that_comes_once_has_no_plan_and_the_third_has() -> None:
+def test_a_call_has_one_plan() -> None:
     with plannable():
-        for i in range(3):
+        known = []
+        for _ in range(3):
             ha.attention(*made())
-            (known,) = call_plans._PLANS.values()
-            assert isinstance(known, CallPlan) == (i >= 1)
+            (plan,) = plans._PLANS.values()
+            known.append(plan)
+    assert known == known[:1] * 3
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception]]] = [
@@ -306,14 +315,14 @@ class Calling(TorchFunctionMode):
 
 
 def test_nothing_is_planned_where_others_listen() -> None:
-    assert call_plans.nothing_listens()
+    assert plans.nothing_listens()
     for mode in (Dispatching(), Calling()):
         with mode:
-            assert not call_plans.nothing_listens()
+            assert not plans.nothing_listens()
     heard = []
 
     def note(x: Tensor) -> Tensor:
-        heard.append(call_plans.nothing_listens())
+        heard.append(plans.nothing_listens())
         return x * 1
 
     torch.vmap(note)(torch.ones(2))
@@ -323,29 +332,16 @@ def test_nothing_is_planned_where_others_listen() -> None:
 
 def test_other_tensors_are_not_planned() -> None:
     x = torch.ones(2)
-    assert not call_plans.is_plain(x)  # on the CPU
+    assert plans.is_plain(x)
     for other in (None, 3, "x", torch._neg_view(x), x.as_subclass(type("Other", (Tensor,), {}))):
-        assert not call_plans.is_plain(cast(Any, other))
-
-
-def test_what_runs_more_than_kernels_is_not_planned() -> None:
-    with plannable():
-        tensors = made()
-
-        def run() -> tuple[Tensor, ...]:
-            return (ha.attention(*tensors) + 1,)
-
-        for _ in range(3 + call_plans.MAX_ATTEMPTS):
-            call_plans.planned("more", tensors, (), run)
-        known = [plan for key, plan in call_plans._PLANS.items() if cast(Any, key)[0] == "more"]
-        assert known == [1 + call_plans.MAX_ATTEMPTS]
+        assert not plans.is_plain(cast(Any, other))
 
 
 def test_plans_are_bounded() -> None:
-    with plannable(), mock.patch.object(call_plans, "MAX_PLANS", 3):
+    with plannable(), mock.patch.object(plans, "MAX_PLANS", 3):
         for length in range(300, 308):
             ha.attention(*made(M=length, N=length))
-            assert len(call_plans._PLANS) <= 3
+            assert len(plans._PLANS) <= 3
 
 
 @pytest.mark.gpu
@@ -353,15 +349,15 @@ def test_plans_are_bounded() -> None:
 @pytest.mark.parametrize("options", [{}, {"causal": True, "return_lse": True}, {"window": (100, 0)}], ids=str)
 def test_a_plan_returns_what_its_call_returns(recipe: ha.Recipe, options: dict[str, Any]) -> None:
     """The same bits, of the kernels that a GPU runs: also on another stream and in a CUDA graph."""
-    call_plans.forget()
+    plans.forget()
     for _ in range(4):
         qkv = [torch.randn(2, 8, 700, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
         planned = ha.attention(*qkv, recipe=recipe, **options)
-        with mock.patch.object(call_plans, "key_of", return_value=None):
+        with mock.patch.object(plans, "run", unplanned):
             itself = ha.attention(*qkv, recipe=recipe, **options)
         for a, b in zip(*[x if isinstance(x, tuple) else (x,) for x in (planned, itself)], strict=True):
             assert torch.equal(a, b)
-    assert any(isinstance(plan, CallPlan) for plan in call_plans._PLANS.values())
+    assert all(plan.compiled() for plan in plans._PLANS.values())
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -383,7 +379,7 @@ def test_a_third_call_with_other_bits_is_noticed(third: float) -> None:
     results = iter([[torch.tensor([x])] for x in (1.0, 5.0, third)])
     call = three_times(lambda *_: next(results))
     with (
-        mock.patch.object(call_plans, "key_of", return_value="a key"),
+        mock.patch.object(plans, "key_of", return_value="a key"),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         contextlib.nullcontext() if third == 1.0 else pytest.raises(AssertionError, match="third call of attention"),
     ):

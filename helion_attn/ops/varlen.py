@@ -1,0 +1,128 @@
+"""`fp8_attn_varlen`: attention of every sequence of a batch, from unquantised tensors to the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from helion_attn.compiler.buffers import sm_count
+from helion_attn.configs import Packing, TileConfig, scheduling, tile_config
+from helion_attn.kernels.lib.arguments import AttentionArguments
+from helion_attn.ops import flops
+from helion_attn.ops.attention import Outputs
+from helion_attn.ops.declare import Operation
+from helion_attn.types import PackedTensors, Recipe, packed_fields
+
+
+class VarlenArguments(NamedTuple):
+    """Attention over packed sequences of different lengths; the output is [tokens, H, D_v].
+
+    Attributes:
+        q: [M, H, D], bf16, fp16 or fp32, any strides; M tokens of all sequences.
+        k: [N, H_kv, D], same dtype.
+        v: [N, H_kv, D_v], same dtype.
+        cu_seqlens_q: int32 [B + 1].
+        cu_seqlens_k: int32 [B + 1].
+        sinks: fp32 [H], or None.
+        packing: block sizes and padding.
+        left: and the rest, as in `AttentionArguments`.
+        shift_lse: whether somebody sees what smooth_k takes from the scores.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    sinks: torch.Tensor | None
+    packing: Packing
+    left: int
+    right: int
+    sm_scale: float
+    softcap: float | None
+    out_dtype: torch.dtype
+    recipe: Recipe
+    shift_lse: bool
+
+
+@dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
+class PackedVarlen(PackedTensors):
+    """A quantised batch of sequences, in the packed format of `QuantizedQKV` with these differences.
+
+    Every sequence begins with a block of its own. `M_blocks` and `N_blocks` are enough for any sequences of as many
+    tokens, since the host does not know them; blocks that remain hold anything. Each block of K and V has the descales
+    of its sequence, or its own.
+
+    Attributes:
+        q8: [H, M_blocks, bm, D_pad].
+        k8: [H_kv, N_blocks, bn, D_pad].
+        v8: [H_kv, N_blocks, D_v_pad, bn], or of 16 bits [H_kv, N_blocks, bn, D_v_pad].
+        q_descale: [1, H, M_blocks, bm].
+        k_descale: [1, H_kv, N_blocks].
+        v_descale: [1, H_kv, N_blocks * D_v_pad].
+        v_mean: [B, H_kv, D_v_pad], one of each sequence.
+        k_mean: [B, H_kv, D_row], or None.
+        lse_shift: [1, H, M_blocks, bm], or None.
+        q_blocks: int32 [M_blocks, Q_FIELDS]: what every block of Q holds; see `configs.Q_FIELDS`.
+    """
+
+    q_blocks: torch.Tensor
+
+
+def quantize(a: VarlenArguments) -> PackedVarlen:
+    """Every sequence by itself, quantised and packed."""
+    from helion_attn.preprocess.quantize import quantize_varlen
+
+    *tensors, q_blocks = quantize_varlen(a)
+    return PackedVarlen(**packed_fields(tensors, a.recipe, a.shift_lse), q_blocks=q_blocks)
+
+
+def choose(packed: PackedTensors, causal: bool, recipe: Recipe, sm_count: int) -> TileConfig:
+    """The tile of packed sequences, which are never split, and whose heads never share tiles."""
+    load = scheduling.query_blocks_per_sm(packed.q8.size(0), packed.q8.size(1), sm_count)
+    d_v_pad = packed.v8.size(2) if packed.v8.itemsize == 1 else packed.v8.size(3)
+    return tile_config(max(packed.q8.size(3), d_v_pad), causal, recipe.bits, load)
+
+
+def empty_outputs(a: VarlenArguments) -> Outputs:
+    """`out` and `lse`: neither has a batch."""
+    M, H = a.q.shape[:2]
+    return (
+        a.q.new_empty((M, H, a.v.size(2)), dtype=a.out_dtype),
+        a.q.new_empty((H, M), dtype=torch.float32),
+    )
+
+
+def attend(a: VarlenArguments, packed: PackedVarlen) -> Outputs:
+    """`out` and `lse` of packed sequences."""
+    from helion_attn.kernels import attention
+
+    out, lse = empty_outputs(a)
+    if not a.q.size(0):
+        return out, lse
+    arguments = AttentionArguments(
+        packed=packed,
+        sinks=a.sinks,
+        m_len=a.q.size(0),
+        n_len=a.k.size(0),
+        d=a.q.size(2),
+        d_v=a.v.size(2),
+        left=a.left,
+        right=a.right,
+        sm_scale=a.sm_scale,
+        softcap=a.softcap,
+        bshd=True,
+        out_dtype=a.out_dtype,
+        recipe=a.recipe,
+        num_splits=None,
+    )
+    tile = choose(packed, a.right >= 0, a.recipe, sm_count(a.q))
+    attention.launch(tile, arguments, out, lse, q_blocks=packed.q_blocks)
+    return out, lse
+
+
+attention_varlen = Operation(
+    "fp8_attn_varlen", VarlenArguments, 2, lambda a: attend(a, quantize(a)), empty_outputs, flops=flops.of_varlen
+)

@@ -1,0 +1,275 @@
+"""A call as a value: what it fills and launches, in which memory, and what it returns.
+
+A plan depends on everything about a call but addresses: layouts of the tensors, alignment, options, the GPU. It is made
+without running anything (`compiler.buffers`), kept by what it depends on, and run on tensors: `Plan.run` allocates
+the outputs and one workspace, and launches.
+
+`run` finds a call's plan before anything is checked, since a call of the same layouts and options was checked before.
+It does not where that could leave something out: under torch.compile, tracing, functorch, forward-mode differentiation
+or a mode of PyTorch's dispatcher, inside `debug`, and with a tensor of another class. The operation then goes through
+PyTorch's dispatcher, to the same plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from helion_attn.compiler.buffers import ALIGNMENT, Buffer, Draft, Fill, Launch
+from helion_attn.validate.tangents import is_forward_mode
+from helion_attn.validate.values import debugging
+
+if TYPE_CHECKING:
+    from helion_attn.compiler.linked_launch import LinkedLaunch
+    from helion_attn.ops.declare import Operation
+
+#: Alignment of what shares a workspace, in bytes: that of the caching allocator.
+WORKSPACE_ALIGNMENT = 512
+
+#: Plans that are kept.
+MAX_PLANS = 4096
+
+
+class Source(NamedTuple):
+    """Where an argument of a launch lies.
+
+    Attributes:
+        base: index among a call's addresses: of its tensors, constants, workspace and outputs.
+        offset: bytes from there.
+    """
+
+    base: int
+    offset: int
+
+
+#: A launch whose kernel is compiled, and where the arguments lie whose addresses it takes.
+Linked = tuple["LinkedLaunch", dict[int, Source]]
+
+
+class Plan:
+    """What a call does, for tensors of any addresses.
+
+    Attributes:
+        steps: fills and launches, in their order.
+        outputs: the buffers that are returned.
+        facts: what was chosen, by name.
+    """
+
+    def __init__(self, draft: Draft, outputs: Sequence[Buffer]) -> None:
+        self.steps, self.outputs, self.facts = tuple(draft.steps), tuple(outputs), draft.facts
+        self._device, self._made, self._constants = draft.device, tuple(draft.made), tuple(draft.constants)
+        #: Of each memory that is made: which output it is, or else its bytes into the workspace.
+        self._returned = {x.memory.number: i for i, x in enumerate(outputs)}
+        if len(self._returned) < len(outputs) or any(x.memory.kind != "made" or x.offset for x in outputs):
+            raise ValueError("an output is a part of another tensor")
+        self._offsets: dict[int, int] = {}
+        self._workspace = 0
+        for memory in self._made:
+            if memory.number not in self._returned:
+                self._offsets[memory.number] = self._workspace
+                size = torch.Size(memory.shape).numel() * memory.dtype.itemsize
+                self._workspace += -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        self._linked: tuple[Linked | Fill, ...] | None = None
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """What is launched."""
+        return tuple(step for step in self.steps if isinstance(step, Launch))
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run it on the current stream, on tensors of the layouts that it is for. A first run compiles kernels."""
+        if self._linked is None:
+            return self._run_and_link(tensors)
+        like = tensors[0]
+        workspace = like.new_empty(self._workspace, dtype=torch.uint8)
+        outputs = [like.new_empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in self.outputs]
+        bases = [x.data_ptr() for x in (*tensors, *self._constants, workspace, *outputs)]
+        for step in self._linked:
+            if isinstance(step, Fill):
+                self._in_workspace(step.buffer, workspace, outputs).fill_(step.value)
+            else:
+                launch, sources = step
+                launch.at({arg: bases[base] + offset for arg, (base, offset) in sources.items()})
+        return outputs
+
+    def compiled(self) -> list[Any]:
+        """What Triton compiled for each launch; nothing before a run, or where Triton is not known."""
+        return [step[0].compiled for step in self._linked or () if not isinstance(step, Fill)]
+
+    def _in_workspace(self, x: Buffer, workspace: torch.Tensor, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A buffer that is all of a memory, as a tensor."""
+        index = x.memory.number
+        if index in self._returned:
+            return outputs[self._returned[index]]
+        begin = self._offsets[index]
+        return workspace[begin : begin + x.numel() * x.itemsize].view(x.dtype)
+
+    def _run_and_link(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run it with a tensor in place of each buffer, and link launches that need no more than addresses then."""
+        like = tensors[0]
+        made = [like.new_empty(x.shape, dtype=x.dtype) for x in self._made]
+        memories = {"given": tensors, "constant": self._constants, "made": made}
+        known: dict[int, torch.Tensor] = {}
+
+        def tensor(x: Buffer) -> torch.Tensor:
+            if id(x) not in known:
+                known[id(x)] = as_tensor(x, memories[x.memory.kind][x.memory.number])
+            return known[id(x)]
+
+        linked: list[Linked | Fill] = []
+        with plain_kernels(like):
+            for step in self.steps:
+                if isinstance(step, Fill):
+                    tensor(step.buffer).fill_(step.value)
+                    linked.append(step)
+                    continue
+                launch = step.kernel(*[tensor(x) if isinstance(x, Buffer) else x for x in step.args])
+                if launch is not None:
+                    sources = {i: self._source(step.args[i], len(tensors)) for i in launch.reads}
+                    linked.append((launch, sources))
+            if len(linked) == len(self.steps):
+                self._linked = tuple(linked)
+            return [tensor(x) for x in self.outputs]
+
+    def _source(self, x: Buffer, given: int) -> Source:
+        kind, index = x.memory.kind, x.memory.number
+        if kind == "given":
+            return Source(index, x.offset)
+        if kind == "constant":
+            return Source(given + index, x.offset)
+        workspace = given + len(self._constants)
+        if index in self._returned:
+            return Source(workspace + 1 + self._returned[index], x.offset)
+        return Source(workspace, self._offsets[index] + x.offset)
+
+
+def as_tensor(x: Buffer, memory: torch.Tensor) -> torch.Tensor:
+    """The tensor of a buffer, in a tensor that is all of its memory."""
+    if x.dtype != memory.dtype:
+        memory = memory.view(-1).view(x.dtype)
+    if x.offset == 0 and tuple(memory.shape) == x.shape and memory.stride() == x.stride():
+        return memory
+    return memory.as_strided(x.shape, x.stride(), memory.storage_offset() + x.offset // x.itemsize)
+
+
+@contextlib.contextmanager
+def plain_kernels(like: torch.Tensor) -> Any:
+    """Inside, kernels run on the device of a tensor, and nothing comes between them and PyTorch's operations.
+
+    The kernels say what is cast; autocast would also cast the fp32 products of the interpreter. Helion does not take a
+    tensor together with a view of it; below this key a view does not know its base.
+    """
+    with (
+        torch.cuda.device(like.device) if is_elsewhere(like.device) else contextlib.nullcontext(),
+        torch.autocast(like.device.type, enabled=False),
+        torch._C._AutoDispatchBelowADInplaceOrView(),
+    ):
+        yield
+
+
+_PLANS: dict[Hashable, Plan] = {}
+
+_LOCK = threading.Lock()
+
+
+def forget() -> None:
+    """Forget all plans."""
+    _PLANS.clear()
+
+
+def known(key: Hashable) -> Plan | None:
+    """The plan that is kept, or None."""
+    return _PLANS.get(key)
+
+
+def remember(key: Hashable, plan: Plan) -> Plan:
+    """Keep a plan."""
+    with _LOCK:
+        if len(_PLANS) >= MAX_PLANS:
+            _PLANS.clear()
+        _PLANS[key] = plan
+    return plan
+
+
+def layouts(tensors: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
+    """All that a plan depends on of tensors."""
+    addresses = [x.data_ptr() for x in tensors]
+    each = [(x.shape, x.stride(), x.dtype, at % ALIGNMENT) for x, at in zip(tensors, addresses, strict=True)]
+    # Which of them are the same.
+    return (tensors[0].device, *each, *map(addresses.index, addresses))
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether a tensor is what its address holds."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and not (x.is_neg() or x.is_nested or x.is_meta)
+
+
+def nothing_listens() -> bool:
+    """Whether nobody but PyTorch's dispatcher would have to know of a call."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not is_forward_mode()
+    )
+
+
+def is_elsewhere(device: torch.device) -> bool:
+    """Whether a device is a GPU that is not the current one."""
+    return device.type == "cuda" and device.index != torch.cuda.current_device()
+
+
+def key_of(name: str, tensors: Sequence[Any], options: Sequence[Any]) -> Hashable | None:
+    """All that a call depends on but addresses, or None if it cannot take a plan at once.
+
+    Args:
+        name: of the call.
+        tensors: all that it is given.
+        options: all else; a tuple among them has its entries for options.
+    """
+    if torch.compiler.is_compiling() or debugging() or not all(map(is_plain, tensors)) or not nothing_listens():
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return None
+    device = tensors[0].device
+    if any(x.device != device for x in tensors) or is_elsewhere(device):
+        return None
+    # 1, 1.0 and True are equal, and not all of them are accepted.
+    types = [tuple(map(type, option)) if isinstance(option, tuple) else type(option) for option in options]
+    return (name, *layouts(tensors), *options, *types)
+
+
+def run(
+    name: str,
+    tensors: Sequence[Any],
+    options: Sequence[Any],
+    problem: Callable[[], tuple[Operation[Any], Any]],
+    written: Sequence[torch.Tensor] = (),
+) -> Sequence[torch.Tensor]:
+    """What a call returns.
+
+    Args:
+        name: of the call.
+        tensors: all that it is given, in the order of the operation's; None for one that it is not.
+        options: all else that it depends on; a tuple among them has its entries for options.
+        problem: checks the call, and makes of it an operation and its arguments.
+        written: tensors that it writes.
+    """
+    given = [x for x in tensors if x is not None]
+    key = key_of(name, given, (*options, *[x is None for x in tensors]))
+    try:
+        plan = None if key is None else _PLANS.get(key)
+    except TypeError:  # an option that has no hash is none that is accepted
+        key = plan = None
+    if plan is None:
+        operation, arguments = problem()
+        if key is None:
+            return operation(arguments)
+        plan = remember(key, operation.plan(arguments))
+    torch.autograd.graph.increment_version(written)
+    return plan.run(given)
