@@ -106,7 +106,7 @@ class Plan:
         if index in self._returned:
             return outputs[self._returned[index]]
         begin = self._offsets[index]
-        return workspace[begin : begin + x.numel() * x.itemsize].view(x.dtype)
+        return workspace.narrow(0, begin, x.numel() * x.itemsize).view(x.dtype)
 
     def _run_and_link(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run it with a tensor in place of each buffer, and link launches that need no more than addresses then."""

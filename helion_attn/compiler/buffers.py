@@ -250,6 +250,15 @@ class Buffer:
         step = self._strides[at] * self.shape[at] if at < self.dim() else 1
         return self.as_strided([*shape[:at], 1, *shape[at:]], [*strides[:at], step, *strides[at:]])
 
+    def squeeze(self, dim: int) -> Buffer:
+        """Without a dimension if its size is 1."""
+        at = dim % self.dim()
+        if self.shape[at] != 1:
+            return self
+        return self.as_strided(
+            (*self.shape[:at], *self.shape[at + 1 :]), (*self._strides[:at], *self._strides[at + 1 :])
+        )
+
     def view(self, *shape: Any) -> Buffer:
         """In another shape, or in another dtype; it must be contiguous."""
         if isinstance(shape[0], torch.dtype):
