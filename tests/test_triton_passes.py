@@ -32,8 +32,8 @@ from helion_attn.compiler.passes import (
     warpgroup_turns,
 )
 from helion_attn.compiler.passes.expected import COSTS, expected_passes, missing
-from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, only
-from helion_attn.compiler.passes.ttgir import matched
+from helion_attn.compiler.passes.outcome import Outcome, Refused, only
+from helion_attn.compiler.passes.ttgir import Loop, matched
 from helion_attn.compiler.slower import SlowerWarning
 from helion_attn.configs import (
     LARGE_TILE_CONFIGS,
@@ -206,7 +206,7 @@ def test_unknown_tritons_compile_as_they_do_and_say_so(version: str, known: bool
 def test_what_is_not_as_a_pass_expects_is_said() -> None:
     for refuse, reason in (
         (lambda: only([], "its loops"), "there are 0 of its loops, in place of one"),
-        (lambda: definition({"%a": "line"}, "%b"), "%b is defined elsewhere"),
+        (lambda: Loop([], "", ["%a = one"], []).definition("%b"), "%b is not of an operation"),
         (lambda: matched("a line", "(word)"), "'(word)' is not in 'a line'"),
     ):
         with pytest.raises(Refused) as refused:

@@ -17,9 +17,20 @@ No sum changes. What it gains: docs/notes/loads_and_turns.md.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
-from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, only
-from helion_attn.compiler.passes.ttgir import BARRIER, PRODUCT, VALUE, defined, find, indentation, loops, matched
+from helion_attn.compiler.passes.outcome import Refused, only
+from helion_attn.compiler.passes.ttgir import (
+    BARRIER,
+    PRODUCT,
+    Loop,
+    defined,
+    find,
+    indentation,
+    matched,
+    operands,
+    over_loop,
+)
 
 NAME = "separate_ends"
 
@@ -40,72 +51,46 @@ class CannotSeparate(Exception):
     """The warpgroups of a kernel cannot end each by itself; the message says why."""
 
 
-def with_separate_ends(text: str) -> Outcome:
+@over_loop(NAME)
+def with_separate_ends(loop: Loop) -> tuple[list[str], str]:
     """Let the warpgroups of the loop with turns end each by itself."""
-    lines = text.split("\n")
-    ends = [i for i, line in enumerate(lines) if "behind_turns: " in line]
-    try:
-        turn = only(ends, "the marks of its turns' end")
-        at, end = only([x for x in loops(lines) if x[1] < turn][-1:], "the loops in front of it")
-        return Outcome(NAME, True, "each warpgroup stores its rows when it is done", _separated(lines, at, end, turn))
-    except Refused as refused:
-        return Outcome(NAME, False, str(refused), text)
-
-
-def _separated(lines: list[str], at: int, end: int, turn: int) -> str:
-    behind = lines[turn + 1 :]
+    marks = [i for i, line in enumerate(loop.after) if "behind_turns: " in line]
+    begin = only(marks, "the marks of its turns' end") + 1
+    behind = loop.after[begin:]
     for operation in _NOT_BEHIND:
         if any(f" {operation}" in line for line in behind):
             raise Refused(f"{operation.strip()} stands behind it")
-    in_use = _allocations_of_v(lines[at:end]) | _mbarriers(lines[:at], lines[at:end])
-    freed = {name: line for line in behind if (name := _freed(line)) in in_use}
-    # Those that nothing frees count as in use up to their last use.
-    for line in lines[:at]:
+    in_use = _allocations_of_v(loop) | _mbarriers(loop)
+    freed = {
+        name: behind[i] for i in find(behind, "ttg.local_dealloc ") for name in operands(behind[i]) if name in in_use
+    }
+    # What nothing frees counts as in use up to its last use.
+    for line in loop.before:
         if (name := defined(line)) in in_use and name not in freed:
-            freed[name] = (
-                f"{indentation(lines[at])}ttg.local_dealloc {name} : {matched(line, r'-> (.*?)(?: loc|$)')[0]}"
-            )
+            freed[name] = f"{loop.indent}ttg.local_dealloc {name} : {matched(line, r'-> (.*?)(?: loc|$)')[0]}"
     dropped = {*find(behind, BARRIER), *find(behind, "ttng.inval_barrier ")}
     returns = only(find(behind, "tt.return"), "its returns")
     kept = [line for i, line in enumerate(behind[:returns]) if i not in dropped and line not in freed.values()]
-    moved = [*lines[: turn + 1], *kept, *freed.values(), *behind[returns:]]
-    return _with_rows_of_warps("\n".join(moved))
+    after = [*loop.after[:begin], *kept, *freed.values(), *behind[returns:]]
+    return _with_rows_of_warps(replace(loop, after=after)), "each warpgroup stores its rows when it is done"
 
 
-def _freed(line: str) -> str | None:
-    """Return the buffers that an operation frees."""
-    found = re.match(rf"\s*ttg\.local_dealloc ({VALUE}) :", line)
-    return found and found.group(1)
+def _allocations_of_v(loop: Loop) -> set[str]:
+    """The buffers that products of P read."""
+    return {operands(loop.buffer(operands(loop.body[i])[1]))[0] for i in loop.of_p}
 
 
-def _allocations_of_v(loop: list[str]) -> set[str]:
-    """The buffers that products with P, which is in registers, read."""
-    defining = {name: line for line in loop if (name := defined(line))}
-    found = set()
-    for i in find(loop, PRODUCT):
-        if " : !ttg.memdesc" not in loop[i]:
-            _, operand = matched(loop[i], rf"{PRODUCT}({VALUE}), ({VALUE}),")
-            line = definition(defining, operand)
-            while "ttg.memdesc_index " not in line:
-                (operand,) = matched(line, rf" = ttg\.memdesc_\w+ ({VALUE})")
-                line = definition(defining, operand)
-            found |= set(matched(line, rf"ttg\.memdesc_index ({VALUE})\["))
-    return found
-
-
-def _mbarriers(before: list[str], loop: list[str]) -> set[str]:
+def _mbarriers(loop: Loop) -> set[str]:
     """The allocations of the mbarriers that a loop uses, itself or by an index."""
-    used = set(re.findall(VALUE, "\n".join(loop)))
-    found = set()
-    for i in find(before, "ttg.local_alloc "):
-        if (name := defined(before[i])) and re.search(r"memdesc<[\dx]+xi64,", before[i]):
-            indexed = rf"({VALUE}) = ttg\.memdesc_index {re.escape(name)}\["
-            if used & {name, *re.findall(indexed, "\n".join(before))}:
-                found.add(name)
-    return found
+    before = loop.before
+    used = {name for line in (loop.head, *loop.body) for name in operands(line)}
+    used |= {operands(before[i])[0] for i in find(before, "ttg.memdesc_index ") if defined(before[i]) in used}
+    allocated = [before[i] for i in find(before, "ttg.local_alloc ") if re.search(r"memdesc<[\dx]+xi64,", before[i])]
+    return used & {str(defined(line)) for line in allocated}
 
 
-def _with_rows_of_warps(text: str) -> str:
+def _with_rows_of_warps(loop: Loop) -> list[str]:
+    text = "\n".join(loop.lines)
     for found in _STORED.finditer(text):
         begin, width, threads, rows, end = found.groups()
         # Rows may be loaded in such a layout, too.
@@ -119,7 +104,7 @@ def _with_rows_of_warps(text: str) -> str:
         text = text.replace(found.group() + "\n", "")
     places = "\n".join(f"{found.group(1)} = #ttg.slice<{{dim = 1, parent = {mma}}}>" for found in single)
     line = next(line for line in text.split("\n") if line.startswith(f"{mma} = "))
-    return text.replace(line, f"{line}\n{places}" if places else line, 1)
+    return text.replace(line, f"{line}\n{places}" if places else line, 1).split("\n")
 
 
 #: What the PTX behind the loop does with shared memory and barriers, by letters, and the form that it must have.

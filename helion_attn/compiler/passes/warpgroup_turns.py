@@ -49,19 +49,17 @@ import re
 
 from helion_attn.compiler.passes.delayed_v import DELAYED_BARRIER
 from helion_attn.compiler.passes.early_copies import EARLY_BLOCK
-from helion_attn.compiler.passes.outcome import Outcome, Refused, in_any
+from helion_attn.compiler.passes.outcome import Outcome, Refused
 from helion_attn.compiler.passes.ttgir import (
     BARRIER,
     COPY,
     EXPECT,
     PRODUCT,
-    TWO_WARPGROUPS,
     VALUE,
     WAIT_FOR_COPIES,
     WAIT_FOR_PRODUCT,
-    find,
-    indentation,
-    loops,
+    Loop,
+    over_loop,
     with_loads_and_copies_ahead,
 )
 
@@ -100,62 +98,48 @@ LETTERS = {
 FORM = r"WI+B(EC+)+BFW?(I+|(IF)+)"
 
 
-def with_turns(text: str) -> Outcome:
-    """Put turns into the first loop that has the form in which `early_copies` leaves it."""
-    lines = text.split("\n")
-    if TWO_WARPGROUPS not in text:
-        return Outcome(NAME, False, "a program is not two warpgroups", text)
-    layouts = [line for line in lines if "#ttg.nvidia_mma<" in line]
+@over_loop(NAME)
+def with_turns(loop: Loop) -> tuple[list[str], str]:
+    """Put turns into a loop that has the form in which `early_copies` leaves it."""
+    if not loop.has_two_warpgroups:
+        raise Refused("a program is not two warpgroups")
+    layouts = [line for line in loop.before if "#ttg.nvidia_mma<" in line]
     if any("warpsPerCTA = [8, 1]" not in line for line in layouts):
-        return Outcome(NAME, False, "a warpgroup does not have half of the rows", text)
-    reasons = []
-    for at, end in loops(lines):
-        try:
-            return Outcome(NAME, True, "two warpgroups take turns at the tensor core", _in_turns(lines, at, end))
-        except Refused as refused:
-            reasons.append(str(refused))
-    return Outcome(NAME, False, in_any(reasons), text)
-
-
-def _in_turns(lines: list[str], at: int, end: int) -> str:
-    """The code with turns in the loop from `at` to `end`; `Refused` if it has another form."""
-    body = lines[at + 1 : end]
-    places = sorted((i, letter) for operation, letter in LETTERS.items() for i in find(body, operation))
-    form = "".join(letter for _, letter in places)
+        raise Refused("a warpgroup does not have half of the rows")
+    body = loop.body
+    form = "".join(letter for _, letter in sorted((i, x) for op, x in LETTERS.items() for i in loop.find(op)))
     if not re.fullmatch(FORM, form):
         raise Refused(f"its operations are {form or 'others'}, which is not {FORM}")
     # P V of the block before, which the other warpgroup is yet to issue, reads its buffer.
     if not any(name in line for name in (EARLY_BLOCK, DELAYED_BARRIER) for line in body):
         raise Refused("it copies into buffers of the block before")
-    (before_copies, behind_copies), (wait, *_) = find(body, BARRIER), find(body, WAIT_FOR_PRODUCT)
-    # P is in registers, Q in shared memory.
-    p_v = next(i for i in find(body, PRODUCT) if " : !ttg.memdesc" not in body[i])
-    has_delayed_v = len(find(body, WAIT_FOR_COPIES)) > 1
-    outer, inner = indentation(lines[at]), indentation(lines[at]) + "  "
+    (before_copies, behind_copies), (wait, *_) = loop.find(BARRIER), loop.find(WAIT_FOR_PRODUCT)
+    p_v = loop.of_p[0]
+    has_delayed_v = len(loop.find(WAIT_FOR_COPIES)) > 1
+    outer, inner = loop.indent, loop.indent + "  "
     thread = [
         f"{outer}%turns_zero = arith.constant 0 : i32",
         _asm(outer, "%turns_thread", "mov.u32 $0, %tid.x;", "%turns_zero", pure=True),
     ]
-    return "\n".join(
-        [
-            *with_loads_and_copies_ahead(lines[:at]),
-            *thread,
-            _turn(outer, "before_loop", _BEFORE_LOOP),
-            lines[at],
-            *body[:before_copies],
-            _turn(inner, "before_copies", _BEFORE_COPIES),
-            *body[before_copies : behind_copies + 1],
-            _turn(inner, "behind_copies", _BEHIND_COPIES),
-            *body[behind_copies + 1 : wait + 1],
-            _turn(inner, "behind_wait", _BEHIND_WAIT),
-            *body[wait + 1 : p_v],
-            _turn(inner, "before_p_v", _BEFORE_P_V if has_delayed_v else _BEHIND_PART_OF_P),
-            *body[p_v:],
-            lines[end],
-            _turn(outer, "behind_loop", _BEHIND_LOOP),
-            *lines[end + 1 :],
-        ]
-    )
+    lines = [
+        *with_loads_and_copies_ahead(loop.before),
+        *thread,
+        _turn(outer, "before_loop", _BEFORE_LOOP),
+        loop.head,
+        *body[:before_copies],
+        _turn(inner, "before_copies", _BEFORE_COPIES),
+        *body[before_copies : behind_copies + 1],
+        _turn(inner, "behind_copies", _BEHIND_COPIES),
+        *body[behind_copies + 1 : wait + 1],
+        _turn(inner, "behind_wait", _BEHIND_WAIT),
+        *body[wait + 1 : p_v],
+        _turn(inner, "before_p_v", _BEFORE_P_V if has_delayed_v else _BEHIND_PART_OF_P),
+        *body[p_v:],
+        loop.after[0],
+        _turn(outer, "behind_loop", _BEHIND_LOOP),
+        *loop.after[1:],
+    ]
+    return lines, "two warpgroups take turns at the tensor core"
 
 
 def _asm(indent: str, name: str, code: str, operand: str, pure: bool) -> str:
