@@ -190,7 +190,7 @@ def test_a_second_loop_keeps_warps_in_step() -> None:
     second = text.replace(stored, f"    scf.for %i = %c0_i32 to %c1_i32 step %c1_i32  : i32 {{\n    }}\n{stored}")
     found = separate_ends.with_separate_ends(second)
     assert not found.applied
-    assert found.reason == "scf. stands behind it"
+    assert found.reason == "scf. stands after it"
     assert found.text == second
 
 

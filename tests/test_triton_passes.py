@@ -348,7 +348,7 @@ def test_missing_is_what_was_expected_and_did_not_apply() -> None:
 
 def test_a_shipped_config_without_its_passes_is_said_once() -> None:
     """In words, whatever its config is; the log has the pass, and what it was refused for."""
-    form = "its use of shared memory behind the loop is SSSSBLLLL"
+    form = "its use of shared memory after the loop is SSSSBLLLL"
     slower.warn_slower.cache_clear()
     made = triton_hook.WithPasses.of(doubled, (early_copies.NAME, separate_ends.NAME))
     with (

@@ -77,7 +77,7 @@ def with_delayed_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[st
     p_v = replace(loop, body=rest).of_p
     if not p_v:
         raise Refused("it has no product of P in registers")
-    barrier, phase = operands(body[only(find(body, WAIT_FOR_COPIES), "its waits for copies")])
+    barrier, phase, *_ = operands(body[only(find(body, WAIT_FOR_COPIES), "its waits for copies")])
     # The buffers of V, by their arrays.
     v = {operands(line)[0]: str(defined(line)) for i in p_v for line in [loop.buffer(operands(body[i])[1])]}
     of_v = [line for line in copies if COPY in line and array_of(line) in v]

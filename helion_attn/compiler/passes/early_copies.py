@@ -1,6 +1,6 @@
 """Moves the loads of a pipelined loop to where the tensor core is busy: a pass over Triton's IR of an attention kernel.
 
-Triton's pipeliner puts the TMA copies of a coming key block at the end of an iteration, behind P V, each behind a
+Triton's pipeliner puts the TMA copies of a coming key block at the end of an iteration, after P V, each after a
 barrier of all warps. Two stages, as at D 128, bring the block that is next, and Q K^T waits for it. Between Q K^T's
 issue and the wait for it they have an iteration, and the barriers stand where warps have nothing else to do:
 
@@ -13,15 +13,15 @@ issue and the wait for it they have an iteration, and the barriers stand where w
         acc = P V, issued                       softmax
         copy block j + stages - 1               acc = P V, issued
 
-The buffer that they write must be read no more: it is that of block j - 1. Two-level accumulation has waited for its
+The buffer that they write must be read no more: it is the one of block j - 1. Two-level accumulation has waited for its
 P V by then. One-level has not, before it has waited for a first product of Q K^T; and of two warpgroups that take turns
 the other one has not. Of three stages, the copies come an iteration later there, of block j + stages - 2 into the
 buffer of block j - 2. Of two, `delayed_v` has V come a block behind K. Where it does not, as in one-level loops with Q
-or V in pieces, the copies follow that wait or, with those of Q, the last of their products. One-level loops of pieces
+or V in pieces, the copies follow that wait or, with pieces of Q, the last of their products. One-level loops of pieces
 of Q and three stages are left as they are; two-level ones of one warpgroup and two stages have K in one buffer
 (`single_k_buffer`).
 
-The wait for Q, which Triton has where Q is loaded, moves behind the first copies of K and V.
+The wait for Q, which Triton has where Q is loaded, moves after the first copies of K and V.
 
 No sum changes. A loop that does not look like the above stays as it is, and the outcome says what is other.
 `warpgroup_turns` goes on from here. What it gains: docs/notes/loads_and_turns.md.
@@ -69,7 +69,7 @@ def _ahead(loop: Loop, lines: list[str], stages: int) -> list[int]:
 def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: int) -> list[str]:
     """`copies`, of the block before, where one comes after the first that the loop's first iteration waits for.
 
-    The counter of buffers stays as it was, one ahead: before it is raised, it is that of the block before. What the
+    The counter of buffers stays as it was, one ahead: before it is raised, it is the one of the block before. What the
     block's index leads to has a name of its own here: the loop carries some of it, such as the block's part, to the
     iteration of that block.
 
@@ -80,7 +80,7 @@ def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: 
         stages: buffers.
     """
     j, first, end, *_ = operands(loop.head)
-    barrier, valid = operands(copies[only(find(copies, EXPECT), "its barriers of copies")])
+    barrier, valid, *_ = operands(copies[only(find(copies, EXPECT), "its barriers of copies")])
     buffer = operands(loop.definition(barrier, "ttg.memdesc_index "))[1]
     raised = operands(loop.definition(buffer, "arith.select "))[2]
     before = operands(loop.definition(raised, "arith.addi "))[0]
@@ -186,18 +186,18 @@ def rescheduled(loop: Loop) -> tuple[list[str], str]:
             moved = replace(loop, body=rest)
             how = f"block j + 1 is copied after a wait; V does not come a block behind K: {refused}"
     # The first: all warps have read what is overwritten. The second, and the one in front of the loop: Triton wants one
-    # between a copy and what reads its buffers next, and would have it between the softmax and P V. The one behind the
+    # between a copy and what reads its buffers next, and would have it between the softmax and P V. The one after the
     # loop: what is stored there may come into K's buffers, whose reading Triton takes for done.
     barrier, outer = f"{loop.indent}  {BARRIER}", loop.indent + BARRIER
     body = [*moved.body[: behind + 1], barrier, *group, barrier, *moved.body[behind + 1 :]]
-    moved = replace(moved, before=_with_last_wait_behind(moved), body=body)
+    moved = replace(moved, before=_with_last_wait_after(moved), body=body)
     if in_one_buffer:
         moved = with_single_k_buffer(moved)
     end, *after = moved.after
     return replace(moved, before=[*moved.before, outer], after=[end, outer, *after]).lines, how
 
 
-def _with_last_wait_behind(loop: Loop) -> list[str]:
+def _with_last_wait_after(loop: Loop) -> list[str]:
     """The lines in front of a loop, the wait for Q, if there is one, after the rest."""
     before = loop.before
     waits = [i for i in find(before, WAIT_FOR_COPIES) if before[i].startswith(loop.indent + WAIT_FOR_COPIES)]

@@ -2,7 +2,7 @@
 
 A kernel that quantises Q has the descales of Q's rows from a reduction, in the layout of Q's tile. The loop multiplies
 them by K's descale, and Triton converts the product to the layout of scores: in every key block, through shared memory
-and behind barriers of all warps. The factors are converted in front of the loop, and the loop multiplies them in the
+and after barriers of all warps. The factors are converted in front of the loop, and the loop multiplies them in the
 layout of scores.
 """
 

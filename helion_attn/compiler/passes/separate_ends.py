@@ -1,12 +1,12 @@
 """Each warpgroup stores its rows when it is done: a pass over Triton's IR of a kernel with turns, and one over its PTX.
 
-Behind the loop Triton keeps all warps in step: it has barriers there, and exchanges the output between warps to store
+After the loop Triton keeps all warps in step: it has barriers there, and exchanges the output between warps to store
 it. The warpgroup that is first done with its last P V waits for the other, half a block behind it, and no other program
 runs on the SM meanwhile. Here no warp needs another's rows:
 
 - The layouts that the output and the lse are stored in have a warp's rows where the accumulator has them, 16 in a row.
   Stores stay as wide.
-- The barriers behind the loop go. The mbarriers are not invalidated, since nothing takes their place.
+- The barriers after the loop go. The mbarriers are not invalidated, since nothing takes their place.
 - V's buffers and the mbarriers count as in use up to the end. What is exchanged between the lanes of a warp then comes
   into buffers of Q or K. Both warpgroups are done with these: the turns end with a wait for the other's last Q K^T.
 - In PTX, the barrier of all warps between two exchanges of lanes becomes one of a warp.
@@ -43,7 +43,7 @@ _STORED = re.compile(
 )
 _SINGLE_ROWS = re.compile(r"(#\w+) = #ttg\.blocked<\{sizePerThread = \[1\], .*, order = \[0\]\}>")
 
-#: Operations that may not stand behind the loop.
+#: Operations that may not stand after the loop.
 _NOT_BEHIND = ("scf.", "ttng.wait_barrier ", "ttng.async_tma_copy", PRODUCT)
 
 
@@ -59,7 +59,7 @@ def with_separate_ends(loop: Loop) -> tuple[list[str], str]:
     behind = loop.after[begin:]
     for operation in _NOT_BEHIND:
         if any(f" {operation}" in line for line in behind):
-            raise Refused(f"{operation.strip()} stands behind it")
+            raise Refused(f"{operation.strip()} stands after it")
     in_use = _allocations_of_v(loop) | _mbarriers(loop)
     freed = {
         name: behind[i] for i in find(behind, "ttg.local_dealloc ") for name in operands(behind[i]) if name in in_use
@@ -97,7 +97,7 @@ def _with_rows_of_warps(loop: Loop) -> list[str]:
         if _ROWS % int(rows) == 0 and re.search(rf"\btt\.store .*, {begin.split()[0]}>( loc|$)", text, re.MULTILINE):
             own_rows = f"{begin}[{_ROWS // int(rows)}, {width}]{threads}warpsPerCTA = [8, 1]{end}"
             text = text.replace(found.group(), own_rows)
-    # A layout that names another comes behind it.
+    # A layout that names another comes after it.
     mma, *_ = matched(text, r"(#\w+) = #ttg\.nvidia_mma<")
     single = [*_SINGLE_ROWS.finditer(text)]
     for found in single:
@@ -107,7 +107,7 @@ def _with_rows_of_warps(loop: Loop) -> list[str]:
     return text.replace(line, f"{line}\n{places}" if places else line, 1).split("\n")
 
 
-#: What the PTX behind the loop does with shared memory and barriers, by letters, and the form that it must have.
+#: What the PTX after the loop does with shared memory and barriers, by letters, and the form that it must have.
 _LETTERS = (
     (r"(st(\.\w+)*\.shared|stmatrix)\b", "S"),
     (r"(ld(\.\w+)*\.shared|ldmatrix)\b", "L"),
@@ -124,7 +124,7 @@ def _letter(line: str) -> str:
 
 
 def separated(ptx: str) -> str:
-    """Have no barrier of all warps behind the turns.
+    """Have no barrier of all warps after the turns.
 
     Raises:
         CannotSeparate: warps exchange rows with others there, or two exchanges have other places in shared memory.
@@ -136,7 +136,7 @@ def separated(ptx: str) -> str:
     found = [(i, letter) for i in range(turn + 1, len(lines)) if (letter := _letter(lines[i]))]
     form = "".join(letter for _, letter in found)
     if not re.fullmatch(_FORM, form):
-        raise CannotSeparate(f"its use of shared memory behind the loop is {form}, which is not {_FORM}")
+        raise CannotSeparate(f"its use of shared memory after the loop is {form}, which is not {_FORM}")
     # A warp that is ahead must not come into the places of one that is behind.
     exchanges: list[dict[str, set[str]]] = []
     for i, letter in found:

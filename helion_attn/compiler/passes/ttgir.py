@@ -111,7 +111,7 @@ class Loop:
 
     @property
     def lines(self) -> list[str]:
-        """Those of the module."""
+        """Lines of the module."""
         return [*self.before, self.head, *self.body, *self.after]
 
     @property
@@ -126,7 +126,7 @@ class Loop:
 
     @property
     def has_two_warpgroups(self) -> bool:
-        """Whether programs are of eight warps."""
+        """True for programs of eight warps."""
         return any(TWO_WARPGROUPS in line for line in self.before)
 
     @property

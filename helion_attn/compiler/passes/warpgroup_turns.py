@@ -24,7 +24,7 @@ What is copied comes into buffers of block j - 2 or, with `delayed_v`, of K of b
 j - 1 and P V of j - 2 are done in the second warpgroup. All of the first waits for it: a copy of rows that are wider
 than 128 bytes is several, by as many of its warps. They are done in the first when it has the turn for P V of j - 1,
 for all its warps have waited for them. Before the loop, the second says READ for a block that there is not, and waits
-for its first turn; behind it, the first passes the turn on once more, and waits for READ. So at each barrier as many
+for its first turn; after it, the first passes the turn on once more, and waits for READ. So at each barrier as many
 arrive as wait, with no blocks too; nobody arrives twice before the other has waited, for in between it needs a turn.
 
 These barriers, named ones of PTX, take the place of Triton's in the loop. Those have to go: a warpgroup that waited
@@ -37,7 +37,7 @@ made before. The rest runs under the end of the other's products. A loop of `del
 moves up across V's wait, which is a branch.
 
 In front of the loop no other program runs on the SM, so what comes from memory comes at once. All loads are issued
-first, then the first copies of Q, K and V. What was loaded is used behind the wait for Q. Left alone, ptxas has a
+first, then the first copies of Q, K and V. What was loaded is used after the wait for Q. Left alone, ptxas has a
 maximum of Q's descales across lanes in between, which waits for them.
 
 No sum changes. What it gains: docs/notes/loads_and_turns.md.
@@ -65,7 +65,7 @@ from helion_attn.compiler.passes.ttgir import (
 
 NAME, PART_OF_P = "warpgroup_turns", "turn_behind_part_of_p"
 
-#: Named barriers of a program; 0 is that of all its warps. Of the first two, the one is the other from 3.
+#: Named barriers of a program; 0 is the one of all its warps. Of the first two, the one is the other from 3.
 FIRST, SECOND, READ = 1, 2, 3
 
 #: Threads of a warpgroup, of a program.
@@ -158,13 +158,13 @@ class BarrierInLoop(Exception):
 
 
 def in_turns(ptx: str) -> Outcome:
-    """Take the barriers of all warps out of a loop of turns, and put its turn for P V behind a part of P.
+    """Take the barriers of all warps out of a loop of turns, and put its turn for P V after a part of P.
 
-    The outcome is that of the turn for P V. The caller knows that the kernel has turns: its marks must be there.
+    The outcome is about the turn for P V. The caller knows that the kernel has turns: its marks must be there.
 
     Raises:
         BarrierInLoop: there is a barrier of all warps that is neither between the loop's copies and the wait for Q K^T
-            nor right behind another wait for products, or the marks of turns are not there, or not in their order.
+            nor right after another wait for products, or the marks of turns are not there, or not in their order.
     """
     return _behind_part_of_p(_without_block_barriers(ptx))
 
@@ -181,14 +181,14 @@ def _without_block_barriers(ptx: str) -> str:
     of_all = r"\s*(bar|barrier)(\.\w+)*\s+0[,;]"
     barriers = [i for i in range(before_loop, behind_loop) if re.match(of_all, lines[i])]
     # From Triton 3.9 on every wait for products ends with one, for the buffers that these have read. Copies into these
-    # come behind a wait of the turns' own.
+    # come after a wait of the turns' own.
     if any(i not in copies_and_wait and not _ends_a_wait(lines, i) for i in barriers):
         raise BarrierInLoop("Triton has put a barrier of all warps into the loop")
     return "\n".join(line for i, line in enumerate(lines) if i not in barriers)
 
 
 def _ends_a_wait(lines: list[str], barrier: int) -> bool:
-    """Whether nothing but notes stands between a barrier and a wait for products before it."""
+    """Return whether nothing but notes stands between a barrier and a wait for products before it."""
     before = (line.strip() for line in reversed(lines[:barrier]))
     instruction = next(line for line in before if line and not line.startswith(("//", ".loc", "$L__tmp")))
     return instruction.startswith("wgmma.wait_group")
@@ -202,15 +202,15 @@ def _behind_part_of_p(ptx: str) -> Outcome:
     lines = ptx.split("\n")
     marked = [i for i, line in enumerate(lines) if "behind_part_of_p: " in line]
     if not marked:
-        return Outcome(PART_OF_P, False, "the turn for P V stands behind the wait for V", ptx)
+        return Outcome(PART_OF_P, False, "the turn for P V stands after the wait for V", ptx)
     if len(marked) != 1:
         return Outcome(PART_OF_P, False, f"{len(marked)} turns are marked, in place of one", ptx)
     (turn,) = marked
     # In front of its fence, all of P has been packed.
     fence = next((i for i in range(turn, len(lines)) if lines[i].lstrip().startswith("wgmma.fence")), turn)
     if fence == turn:
-        return Outcome(PART_OF_P, False, "no fence of products comes behind the turn", ptx)
-    # Not those of a second loop behind it.
+        return Outcome(PART_OF_P, False, "no fence of products comes after the turn", ptx)
+    # Products of a second loop do not count.
     end = next((i for i, line in enumerate(lines) if "behind_turns: " in line), len(lines))
     products = "\n".join(line for line in lines[:end] if "wgmma.mma_async" in line)
     p = list(dict.fromkeys(re.findall(VALUE, " ".join(re.findall(r"\}, \{([^}]*)\}, ", products)))))
