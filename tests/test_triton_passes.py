@@ -202,6 +202,17 @@ def test_unknown_tritons_compile_as_they_do_and_say_so(version: str, known: bool
 # --- what the passes say --------------------------------------------------------------------------
 
 
+def test_the_hot_loop_is_the_first_that_holds_no_other() -> None:
+    """What it defines is not taken from a loop after it, where names may come again."""
+    first, again = "    %x:2 = ttg.memdesc_index %a[%j] : i32", "  %x = arith.addi %j, %j : i32"
+    outer, inner, second = (f"{indent}scf.for %{j} = %b to %e" for indent, j in (("", "i"), ("  ", "j"), ("", "j")))
+    lines = [outer, inner, first, "  }", "}", second, again, "}"]
+    loop = Loop.of("\n".join(lines))
+    assert loop == Loop([outer], inner, [first], lines[3:])
+    assert (loop.lines, loop.j, loop.indent) == (lines, "%j", "  ")
+    assert loop.buffer("%x") == first
+
+
 def test_what_is_not_as_a_pass_expects_is_said() -> None:
     for refuse, reason in (
         (lambda: only([], "its loops"), "there are 0 of its loops, in place of one"),
