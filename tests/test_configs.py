@@ -80,7 +80,7 @@ def test_config_fits_the_hardware(tile: TileConfig | LargeTileConfig) -> None:
 
 @pytest.mark.parametrize(("tile", "row"), [pytest.param(*pair, id=tile_id(pair[0])) for pair in ROWS])
 def test_rows_have_timings_and_round_trip(tile: TileConfig | LargeTileConfig, row: dict[str, Any]) -> None:
-    not_in_config = {"max_query_blocks_per_sm", "measured_on"}
+    not_in_config = {"max_query_blocks_per_sm", "measured_on", "passes"}
     assert {name: value for name, value in asdict(tile).items() if name not in not_in_config} == row["config"]
     flags = ("causal", "two_level")
     assert {name: type(value) for name, value in row["config"].items()} == {
@@ -92,6 +92,7 @@ def test_rows_have_timings_and_round_trip(tile: TileConfig | LargeTileConfig, ro
         D_v = row["workload"]["D_v"]
         found = large_tile_config(tile.D_pad, D_v, tile.causal, tile.max_query_blocks_per_sm)
     assert found == tile
+    assert tile.passes == tuple(row["passes"])
     assert row["ms"] > 0
     assert row["tflops"] > 0
     assert 0 < row["registers"] <= 255

@@ -232,7 +232,7 @@ def test_other_loops_stay() -> None:
     before, after = texts("two_level_2_stages")
     for text, reason in (
         ("module {\n}", "there is no loop"),
-        (after, "its copies do not come behind its products"),
+        (after, "its copies do not come after its products"),
         (before.replace("pendings = 0", "pendings = 1"), "it waits for some of its products only"),
         (before.replace(EXPECT, "ttng.something_else "), "there are 0 of its barriers of copies"),
         (before.replace("tt.num_stages", "tt.something_else"), "num_stages"),

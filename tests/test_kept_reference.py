@@ -114,13 +114,14 @@ def test_one_is_converted(product_first: bool) -> None:
     of_sums, of_product = ASM.format("a", "x", MMA, MMA), ASM.format("b", "y", DOT, DOT)
     before = [of_product, of_sums] if product_first else [of_sums, of_product]
     converted = f"  %b = ttg.convert_layout %a : {MMA} -> {DOT}"
-    text = "\n".join(["  first", *(f"  {line}" for line in before), "  last"])
-    assert computed_once.with_one(text).text.split("\n") == ["  first", f"  {of_sums}", converted, "  last"]
+    text = "\n".join(["scf.for %j = %a to %b", *(f"  {line}" for line in before), "}"])
+    assert computed_once.with_one(text).text.split("\n") == ["scf.for %j = %a to %b", f"  {of_sums}", converted, "}"]
 
 
 @pytest.mark.parametrize("types", [[], [MMA], [MMA, DOT, DOT], [MMA, MMA]])
 def test_other_texts_stay(types: list[str]) -> None:
-    text = "\n".join(f"  {ASM.format(i, 'x', MMA, to)}" for i, to in enumerate(types))
+    marked = [f"  {ASM.format(i, 'x', MMA, to)}" for i, to in enumerate(types)]
+    text = "\n".join(["scf.for %j = %a to %b", *marked, "}"])
     outcome = computed_once.with_one(text)
     assert not outcome.applied
     assert outcome.text == text

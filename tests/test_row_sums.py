@@ -149,15 +149,15 @@ def test_other_loops_stay() -> None:
     waits = [line for line in before.split("\n") if WAIT_FOR_PRODUCT in line]
     name = v_buffers(before)
     for text, reason in (
-        ("module {\n}", row_sums.NOT_ASKED),
+        ("module {\n}", "there is no loop"),
         (after, row_sums.NOT_ASKED),
         (before.replace(widened, f"{widened}\n{widened.replace(p, '%other')}"), "2 of its conversions of P to fp32"),
         (before.replace(of_p, '"tt.reduce"(%other)'), "0 of its sums of P"),
         (before.replace(reduced, reduced.replace("arith.addf", "arith.maximumf", 1)), "are not sums"),
         (before.replace(added, f"{added}\n{added}"), "2 of the uses of P's row sums"),
         (before.replace(added, added.replace("addf", "mulf")), "is not in"),
-        (before.replace(waits[-1], waits[-1].replace(WAIT_FOR_PRODUCT, "ttng.something_else ")), "behind the wait"),
-        (before.replace(f"{name} = ttg.local_alloc", f"{name} = ttg.something_else"), "0 of V's buffers"),
+        (before.replace(waits[-1], waits[-1].replace(WAIT_FOR_PRODUCT, "ttng.something_else ")), "after the wait"),
+        (before.replace(f"{name} = ttg.local_alloc", f"{name} = ttg.something_else"), "is not of ttg.local_alloc"),
         (re.sub(r"(2x64x)128(xf8)", r"\g<1>64\2", before), "64 channels of 64 keys, in place of 128"),
         (re.sub(r"(2x)64(x128xf8)", r"\g<1>60\2", before), "60 channels of 128 keys"),
         (before.replace("f8E4M3FN, #ttg.dot_op<", "f8E5M2, #ttg.dot_op<"), "0 of its products of P"),

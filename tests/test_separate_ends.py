@@ -17,7 +17,7 @@ import helion_attn as ha
 from helion_attn.compiler import triton_hook
 from helion_attn.compiler.passes import separate_ends, warpgroup_turns
 from helion_attn.compiler.passes.outcome import Outcome
-from helion_attn.compiler.passes.ttgir import VALUE, defined
+from helion_attn.compiler.passes.ttgir import VALUE, Loop, defined
 from helion_attn.testing import Sm90Kernel
 from helpers.offline import assert_sound, compile_attention, compile_shape, compile_varlen
 from helpers.shared import shared_call, shared_ir
@@ -110,17 +110,13 @@ def test_what_is_exchanged_comes_into_no_buffer_that_is_read(name: str) -> None:
     """V's, and the mbarriers, which the other warpgroup may still wait for."""
     without = shared_ir(ENDS[name])[0][1]
     text = separate_ends.with_separate_ends(warpgroup_turns.with_turns(str(without)).text).text
-    before, _, behind = text.partition("behind_turns: ")
+    _, _, behind = text.partition("behind_turns: ")
     freed_at_the_end = re.findall(rf"ttg\.local_dealloc ({VALUE}) :", behind[behind.rindex("tt.store") :])
     found = dict(zip(of_shared_memory(text), places(text), strict=True))
     kept = [place for line, place in found.items() if defined(line) in freed_at_the_end]
     exchanged = [place for line, place in found.items() if line in behind and place]
-    lines = before.split("\n")
-    loop = next(i for i, line in enumerate(lines) if "scf.for" in line)
-    of_v, mbarriers = (
-        separate_ends._allocations_of_v(lines[loop:]),
-        separate_ends._mbarriers(lines[:loop], lines[loop:]),
-    )
+    loop = Loop.of(text)
+    of_v, mbarriers = separate_ends._allocations_of_v(loop), separate_ends._mbarriers(loop)
     assert of_v
     assert mbarriers
     assert of_v | mbarriers == {*freed_at_the_end}
@@ -194,13 +190,14 @@ def test_a_second_loop_keeps_warps_in_step() -> None:
     second = text.replace(stored, f"    scf.for %i = %c0_i32 to %c1_i32 step %c1_i32  : i32 {{\n    }}\n{stored}")
     found = separate_ends.with_separate_ends(second)
     assert not found.applied
-    assert found.reason == "scf. stands behind it"
+    assert found.reason == "scf. stands after it"
     assert found.text == second
 
 
 def test_other_code_stays() -> None:
-    text = "module {\n}"
-    found = separate_ends.with_separate_ends(text)
-    assert not found.applied
-    assert found.text == text
-    assert found.reason == "there are 0 of the marks of its turns' end, in place of one"
+    without = str(shared_ir(ENDS["balanced"])[0][1])
+    for text, reason in (
+        ("module {\n}", "there is no loop"),
+        (without, "there are 0 of the marks of its turns' end, in place of one"),
+    ):
+        assert separate_ends.with_separate_ends(text) == Outcome(separate_ends.NAME, False, reason, text)

@@ -32,15 +32,14 @@ from helion_attn.compiler.passes import (
     warpgroup_turns,
 )
 from helion_attn.compiler.passes.expected import COSTS, expected_passes, missing
-from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, only
-from helion_attn.compiler.passes.ttgir import matched
+from helion_attn.compiler.passes.outcome import Outcome, Refused, only
+from helion_attn.compiler.passes.ttgir import Loop, matched
 from helion_attn.compiler.slower import SlowerWarning
 from helion_attn.configs import (
     LARGE_TILE_CONFIGS,
     TILE_CONFIGS,
     LargeTileConfig,
     TileConfig,
-    large_tile_config,
     tile_config,
 )
 from helion_attn.testing import _offline_hopper
@@ -203,10 +202,21 @@ def test_unknown_tritons_compile_as_they_do_and_say_so(version: str, known: bool
 # --- what the passes say --------------------------------------------------------------------------
 
 
+def test_the_hot_loop_is_the_first_that_holds_no_other() -> None:
+    """What it defines is not taken from a loop after it, where names may come again."""
+    first, again = "    %x:2 = ttg.memdesc_index %a[%j] : i32", "  %x = arith.addi %j, %j : i32"
+    outer, inner, second = (f"{indent}scf.for %{j} = %b to %e" for indent, j in (("", "i"), ("  ", "j"), ("", "j")))
+    lines = [outer, inner, first, "  }", "}", second, again, "}"]
+    loop = Loop.of("\n".join(lines))
+    assert loop == Loop([outer], inner, [first], lines[3:])
+    assert (loop.lines, loop.j, loop.indent) == (lines, "%j", "  ")
+    assert loop.buffer("%x") == first
+
+
 def test_what_is_not_as_a_pass_expects_is_said() -> None:
     for refuse, reason in (
         (lambda: only([], "its loops"), "there are 0 of its loops, in place of one"),
-        (lambda: definition({"%a": "line"}, "%b"), "%b is defined elsewhere"),
+        (lambda: Loop([], "", ["%a = one"], []).definition("%b"), "%b is not of an operation"),
         (lambda: matched("a line", "(word)"), "'(word)' is not in 'a line'"),
     ):
         with pytest.raises(Refused) as refused:
@@ -300,23 +310,18 @@ def test_other_loops_say_why() -> None:
 
 
 def test_which_passes_a_config_is_expected_to_have() -> None:
-    of_turns = {warpgroup_turns.NAME, separate_ends.NAME, warpgroup_turns.PART_OF_P}
-    names = {computed_once.NAME, early_copies.NAME, row_sums.NAME, *of_turns}
-    of_q = {shared_q.NAME, rows_ahead.NAME}
-    assert COSTS.keys() == names | of_q == {*triton_hook.PASSES}
-    of_bits = {early_copies.NAME, row_sums.NAME}
-    assert {*expected_passes(tile_config(64, True), True, quantises_q=True)} == of_bits | of_q
-    assert {*expected_passes(tile_config(128, True), True)} == of_bits
-    hybrid = expected_passes(tile_config(128, True, ha.HYBRID.bits), False)
-    assert {*hybrid} == {early_copies.NAME, computed_once.NAME, warpgroup_turns.NAME}
-    assert {*expected_passes(tile_config(256, True), True)} == {early_copies.NAME, *of_turns}
-    assert expected_passes(large_tile_config(192, 128, True), True) == (early_copies.NAME,)
-    assert {*expected_passes(large_tile_config(512, 512, True), True)} == {early_copies.NAME, *of_turns}
-    assert expected_passes(large_tile_config(384, 384, True), False) == ()
-    tiles: list[Any] = [*TILE_CONFIGS, *LARGE_TILE_CONFIGS]
+    """The row's; Q's as well where the kernel quantises it; none under another recipe than the timed one."""
+    assert COSTS.keys() == {*triton_hook.PASSES}
+    tiles: list[TileConfig | LargeTileConfig] = [*TILE_CONFIGS, *LARGE_TILE_CONFIGS]
     for tile in tiles:
-        assert names.issuperset(expected_passes(tile, tile.two_level))
-        assert expected_passes(dataclasses.replace(tile, max_registers=17), tile.two_level) == ()
+        assert early_copies.NAME in tile.passes
+        assert COSTS.keys() >= {*tile.passes}
+        assert expected_passes(tile, tile.two_level) == tile.passes
+        of_q = {*expected_passes(tile, tile.two_level, quantises_q=True)} - {*tile.passes}
+        assert of_q == {shared_q.NAME, rows_ahead.NAME}
+        assert expected_passes(tile, not tile.two_level, quantises_q=True) == ()
+    unmeasured = dataclasses.replace(tile_config(64, True), passes=())
+    assert expected_passes(unmeasured, unmeasured.two_level, quantises_q=True) == ()
 
 
 #: Head dims of V that configs are for, where they are not D.
@@ -328,9 +333,9 @@ D_V = {(192, 128): 128, (576, 256): 512}
 )
 def test_shipped_configs_have_their_passes(tile: TileConfig, recipe: str) -> None:
     kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=LADDER[recipe], B=batch_for(tile))
-    assert missing(kernel.passes, expected_passes(tile, tile.two_level)) == []
+    assert missing(kernel.passes, tile.passes) == []
     needed = [x.name for x in kernel.passes if x.applied or (not MEASURED and x.reason in computed_once.NOT_NEEDED[1:])]
-    assert needed == [x for x in triton_hook.PASSES if x in expected_passes(tile, tile.two_level)]
+    assert needed == [*tile.passes]
 
 
 @pytest.mark.parametrize(
@@ -339,8 +344,8 @@ def test_shipped_configs_have_their_passes(tile: TileConfig, recipe: str) -> Non
 def test_shipped_configs_of_large_head_dims_have_their_passes(tile: LargeTileConfig, recipe: str) -> None:
     D_v = D_V.get((tile.D_pad, tile.v_tile), tile.D_pad)
     kernel = shared(compile_attention, tile.D_pad, tile.causal, D_v=D_v, recipe=LADDER[recipe], B=batch_for(tile))
-    assert missing(kernel.passes, expected_passes(tile, tile.two_level)) == []
-    assert [x.name for x in kernel.passes if x.applied] == [*expected_passes(tile, tile.two_level)]
+    assert missing(kernel.passes, tile.passes) == []
+    assert [x.name for x in kernel.passes if x.applied] == [*tile.passes]
 
 
 def test_missing_is_what_was_expected_and_did_not_apply() -> None:
@@ -354,7 +359,7 @@ def test_missing_is_what_was_expected_and_did_not_apply() -> None:
 
 def test_a_shipped_config_without_its_passes_is_said_once() -> None:
     """In words, whatever its config is; the log has the pass, and what it was refused for."""
-    form = "its use of shared memory behind the loop is SSSSBLLLL"
+    form = "its use of shared memory after the loop is SSSSBLLLL"
     slower.warn_slower.cache_clear()
     made = triton_hook.WithPasses.of(doubled, (early_copies.NAME, separate_ends.NAME))
     with (

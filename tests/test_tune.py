@@ -73,7 +73,7 @@ class Measured:
 def compile_nothing(tiles: list[Tile], jobs: int, advance: Callable[[], None]) -> dict[Tile, Compiled]:
     for _ in tiles:
         advance()
-    return {tile: Compiled(registers=168, spills=0, ctas_per_sm=3) for tile in tiles}
+    return {tile: Compiled(registers=168, spills=0, ctas_per_sm=3, passes=("a pass",)) for tile in tiles}
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_shipped_configs_are_candidates() -> None:
     known = candidates()
     tiles: tuple[Tile, ...] = (*TILE_CONFIGS, *LARGE_TILE_CONFIGS)
     for tile in tiles:
-        unmeasured = replace(tile, ctas_per_sm=0, max_query_blocks_per_sm=math.inf, measured_on=None)
+        unmeasured = replace(tile, ctas_per_sm=0, max_query_blocks_per_sm=math.inf, measured_on=None, passes=())
         assert unmeasured in known, f"the shipped {tile} was not tried"
 
 
@@ -134,10 +134,11 @@ def test_8_bit_scores_take_the_path_of_real_ones(tile: Tile, monkeypatch: pytest
 def test_precompile(index: int) -> None:
     tile = TILE_CONFIGS[index]
     forget()
-    report = trial.precompile(replace(tile, ctas_per_sm=0))
+    report = trial.precompile(replace(tile, ctas_per_sm=0, passes=()))
     forget()
     assert report.usable or (report.error is None and not MEASURED), report
     assert report.ctas_per_sm == tile.ctas_per_sm
+    assert report.passes == tile.passes or not MEASURED
     assert report.registers <= tile.max_registers
 
 
@@ -190,6 +191,7 @@ def test_run_writes_rows(run: Callable[..., int], tmp_path: Path) -> None:
     for row in (full, causal, small):
         assert row["config"]["ctas_per_sm"] == 3
         assert row["registers"] == 168
+        assert row["passes"] == ["a pass"]
         assert row["ms"] == row["workload"]["B"] * 2
         assert row["runners_up"][0]["ms"] >= row["ms"]
     assert small["runners_up"] == [{"ms": 4.4, "num_stages": 2}]

@@ -23,7 +23,7 @@ ALIGNMENT = 16
 
 
 def _descriptor(x: torch.Tensor, most: list[int]) -> list[Any]:
-    """What TMA asks of a tensor that is read in boxes: strides, extents up to `most`, and 32-bit coordinates.
+    """Facts that TMA asks of a tensor that is read in boxes: strides, extents up to `most`, and 32-bit coordinates.
 
     A box fits an extent if it is no larger than the largest power of two that does.
     """
@@ -36,7 +36,7 @@ def _descriptor(x: torch.Tensor, most: list[int]) -> list[Any]:
 
 
 def _aligned(x: torch.Tensor) -> bool:
-    """Whether TMA can read from a tensor's address; Helion takes it that fake tensors have none."""
+    """Return whether TMA can read from a tensor's address; Helion takes it that fake tensors have none."""
     return type(x).__name__ not in ("FakeTensor", "FunctionalTensor") and x.data_ptr() % ALIGNMENT == 0
 
 

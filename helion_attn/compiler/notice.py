@@ -16,7 +16,7 @@ PATIENCE = 2.0
 
 
 class _Spell:
-    """Compilations of which each begins soon after the last, as those of a first call do."""
+    """Compilations of which each begins soon after the last, as in a first call."""
 
     began = 0.0
     ended = float("-inf")

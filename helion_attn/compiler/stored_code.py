@@ -37,7 +37,7 @@ def _path(key: str) -> Path:
 
 
 def _is_ours(descriptor: int) -> bool:
-    """Whether only this user and root can have written to an open file or folder."""
+    """Return whether only this user and root can have written to an open file or folder."""
     status = os.fstat(descriptor)
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & OTHERS_WRITE
 
@@ -53,7 +53,7 @@ def _warn_not_used(path: Path) -> None:
 def _text(path: Path) -> str | None:
     """Read a file; None if others can have written it.
 
-    Permissions are those of the open file, so that no other file can take its place in between.
+    Permissions come from the open file, so that no other file can take its place in between.
     """
     with contextlib.ExitStack() as opened:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

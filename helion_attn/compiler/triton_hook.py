@@ -63,7 +63,7 @@ NO_TURNS = "there are no turns"
 
 
 class Refusals(NamedTuple):
-    """Why warpgroups take no turns, do not end each by itself, or products make no row sums; None if they do."""
+    """Reasons why warpgroups take no turns, do not end apart, or products make no row sums; None if they do."""
 
     turns: str | None = None
     ends: str | None = None
@@ -116,7 +116,7 @@ class _Hook:
             _HOOKED.release()
 
     def __call__(self, *args: Any) -> Any:
-        """What Triton adds to its keys; or, given the stages of a compilation, change them."""
+        """Return what Triton adds to its keys; or, given the stages of a compilation, change them."""
         if not args:
             return ("", "") if self._earlier is None else self._earlier()
         if self._earlier is not None:
@@ -271,7 +271,7 @@ class WithPasses(JITFunction[Any]):
         return made
 
     def create_binder(self) -> Any:
-        """What Triton makes for each device; it sets `compile` to its own then."""
+        """Make what Triton makes for each device; it sets `compile` to its own then."""
         made = super().create_binder()
         self.compile = compiling(kernel_name(self.fn.__name__))(self.compile_and_check)
         return made
@@ -306,7 +306,7 @@ class WithPasses(JITFunction[Any]):
 
 
 def _advice() -> str:
-    """What to do about a kernel that was compiled without a pass."""
+    """Advice about a kernel that was compiled without a pass."""
     report = 'what logging.getLogger("helion_attn") says at level DEBUG'
     if series(triton.__version__) == MEASURED_SERIES:
         return f"Report it, with the call and {report}."

@@ -1,4 +1,4 @@
-"""Which torch, Triton and Helion this package runs with, and what a GPU has shown of each Triton.
+"""The torch, Triton and Helion that this package runs with, and what a GPU has shown of each Triton.
 
 The passes edit Triton's IR, and launches repeat what its launcher does: neither is an interface of Triton's. So a
 version counts as known once a Hopper GPU has run the tests of attention, loads and turns under it. With an unknown one
@@ -70,5 +70,5 @@ def known_triton(version: str | None = None) -> KnownTriton | None:
 
 
 def triton_is_known() -> bool:
-    """Whether the passes and the launches are used with the Triton that is installed."""
+    """Return whether the passes and the launches are used with the Triton that is installed."""
     return known_triton() is not None

@@ -38,6 +38,7 @@ class TileConfig:
         max_query_blocks_per_sm: the largest launch that this is for, as `query_blocks_per_sm` has it. A larger one
             takes the next config; all that differ in this alone have the same block sizes.
         measured_on: the GPU whose timings chose it. Any other, such as an H100, runs it unmeasured.
+        passes: names of the compiler's passes that its kernel was timed with, in their order.
     """
 
     qk_bits: int
@@ -53,6 +54,7 @@ class TileConfig:
     max_registers: int
     max_query_blocks_per_sm: float = math.inf
     measured_on: str | None = None
+    passes: tuple[str, ...] = ()
 
     @property
     def bits(self) -> tuple[int, int]:
@@ -82,6 +84,7 @@ class LargeTileConfig:
     max_registers: int
     max_query_blocks_per_sm: float = math.inf
     measured_on: str | None = None
+    passes: tuple[str, ...] = ()
 
 
 AnyTileConfig = TypeVar("AnyTileConfig", TileConfig, LargeTileConfig)
@@ -105,6 +108,7 @@ def load_rows(config_type: type[AnyTileConfig], rows: list[dict[str, Any]]) -> t
             **row["config"],
             max_query_blocks_per_sm=row.get("max_query_blocks_per_sm", math.inf),
             measured_on=row["provenance"]["gpu"],
+            passes=tuple(row["passes"]),
         )
         for row in rows
     )

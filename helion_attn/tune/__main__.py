@@ -33,7 +33,7 @@ from helion_attn.configs import LargeTileConfig
 from helion_attn.tune import table
 from helion_attn.tune.candidates import HEAD_DIMS, RECIPES, Tile, bits_of, candidates, table_of, workloads
 from helion_attn.tune.journal import Journal, Timing, machine, run_description
-from helion_attn.tune.trial import Compiled, measure, precompile, with_occupancy
+from helion_attn.tune.trial import Compiled, as_compiled, measure, precompile
 
 #: The pairs, as the command line has them.
 BITS = {f"{qk_bits}/{pv_bits}": (qk_bits, pv_bits) for qk_bits, pv_bits in RECIPES}
@@ -172,7 +172,7 @@ def time_all(tiles: list[Tile], journal: Journal, jobs: int, now: dict[str, Any]
         for tile, w in bars.track(pending, description="timing"):
             report = compiled[tile]
             # The occupancy has a say in the order of programs.
-            ms = measure(tile := with_occupancy(tile, report), w)
+            ms = measure(tile := as_compiled(tile, report), w)
             timing = Timing(tile, w, report.registers, report.spills, ms, now | run)
             journal.append(timing)
             timings.append(timing)

@@ -103,7 +103,7 @@ class Journal:
         if entry is None:
             return None
         known = {name: entry[name] for name in ("registers", "spills", "ms", "provenance")}
-        return Timing(type(tile)(**entry["config"]), w, **known)
+        return Timing(type(tile)(**entry["config"], passes=tuple(entry["passes"])), w, **known)
 
     def append(self, timing: Timing) -> None:
         """Write it to the file."""
@@ -112,6 +112,7 @@ class Journal:
             "workload": workload_fields(timing.workload),
             "registers": timing.registers,
             "spills": timing.spills,
+            "passes": timing.tile.passes,
             "ms": timing.ms,
             "provenance": timing.provenance,
         }

@@ -66,6 +66,7 @@ def _row(winner: Timing, others: Iterable[Timing], limit: float) -> dict[str, An
         "workload": workload_fields(winner.workload),
         "registers": winner.registers,
         "spills": winner.spills,
+        "passes": winner.tile.passes,
         "ms": round(winner.ms, 4),
         "tflops": round(tflops(winner.workload, winner.ms), 1),
         "runners_up": [

@@ -28,6 +28,7 @@ class Compiled:
     registers: int = 0
     spills: int = 0
     ctas_per_sm: int = 0
+    passes: tuple[str, ...] = ()
     error: str | None = None
 
     @property
@@ -38,7 +39,8 @@ class Compiled:
 
 def launch_parameters(tile: Tile) -> dict[str, Any]:
     """`tile` as a row of the table has it: without what comes from beside its config."""
-    return {name: x for name, x in asdict(tile).items() if name not in ("max_query_blocks_per_sm", "measured_on")}
+    beside = ("max_query_blocks_per_sm", "measured_on", "passes")
+    return {name: x for name, x in asdict(tile).items() if name not in beside}
 
 
 def _packed(tile: Tile, w: Workload) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -110,7 +112,8 @@ def precompile(tile: Tile) -> Compiled:
     except Exception as error:
         return Compiled(error=f"{type(error).__name__}: {error}"[:200])
     spills = kernel.opcodes["LDL"] + kernel.opcodes["STL"]
-    return Compiled(kernel.registers, spills, kernel.ctas_per_sm)
+    passes = tuple(x.name for x in kernel.passes if x.applied)
+    return Compiled(kernel.registers, spills, kernel.ctas_per_sm, passes)
 
 
 @torch.inference_mode()  # as inside an op: Helion does not take a tensor together with the view of it
@@ -133,6 +136,6 @@ def tflops(w: Workload, ms: float) -> float:
     return 2 * w.M * w.N * (w.D + w.D_v) * w.H * w.B / (2 if w.causal else 1) / ms / 1e9
 
 
-def with_occupancy(tile: Tile, compiled: Compiled) -> Tile:
-    """`tile`, and how many of its programs fit an SM."""
-    return replace(tile, ctas_per_sm=compiled.ctas_per_sm)
+def as_compiled(tile: Tile, compiled: Compiled) -> Tile:
+    """`tile`, with how many of its programs fit an SM, and its passes."""
+    return replace(tile, ctas_per_sm=compiled.ctas_per_sm, passes=compiled.passes)

@@ -9,9 +9,10 @@ reference.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
-from helion_attn.compiler.passes.outcome import Outcome
-from helion_attn.compiler.passes.ttgir import VALUE, indentation
+from helion_attn.compiler.passes.outcome import Refused, only
+from helion_attn.compiler.passes.ttgir import VALUE, Loop, indentation, over_loop
 
 NAME = "computed_once"
 
@@ -22,36 +23,31 @@ UNMARKED, ONCE, ALIKE = "nothing is marked", "what is marked is there once", "wh
 NOT_NEEDED = (UNMARKED, ONCE, ALIKE)
 
 #: What `inline_asm.computed_once` becomes: a name, and a type.
-_MARKED = re.compile(rf'\s*({VALUE}) = tt\.elementwise_inline_asm "[^"]*// computed once" .* -> (tensor<.*>)( loc.*)?$')
+_MARKED = re.compile(
+    rf'\s*({VALUE}) = tt\.elementwise_inline_asm "[^"]*// computed once" .* -> (tensor<.*>)(?: loc.*)?$'
+)
 
 
-def with_one(text: str) -> Outcome:
-    """Have one of two marked lines, that whose result a product reads, convert the result of the other."""
-    lines = text.split("\n")
-    marked = [(i, found) for i, line in enumerate(lines) if (found := _MARKED.match(line))]
+@over_loop(NAME)
+def with_one(loop: Loop) -> tuple[list[str], str]:
+    """Have one of two marked lines, the one whose result a product reads, convert the result of the other."""
+    marked = [(i, found[1], found[2]) for i, line in enumerate(loop.body) if (found := _MARKED.match(line))]
     if not marked:
         # A P of bf16 has the mark. One of fp16 takes the same config, and has none.
-        reason = "P of bf16 is not marked" if "xbf16, #ttg.dot_op" in text else UNMARKED
-        return Outcome(NAME, False, reason, text)
+        raise Refused("P of bf16 is not marked" if any("xbf16, #ttg.dot_op" in x for x in loop.lines) else UNMARKED)
     if len(marked) == 1:
-        return Outcome(NAME, False, ONCE, text)
-    if len({found.group(2) for _, found in marked}) == 1 and "dot_op" not in marked[0][1].group(2):
-        return Outcome(NAME, False, ALIKE, text)
-    for_product = [x for x in marked if "dot_op" in x[1].group(2)]
-    for_sums = [x for x in marked if "dot_op" not in x[1].group(2)]
-    if len(for_product) != 1 or len(for_sums) != 1:
-        reason = f"{len(for_product)} marked lines are for a product and {len(for_sums)} for sums, in place of one each"
-        return Outcome(NAME, False, reason, text)
-    ((at, product),), ((kept_at, kept),) = for_product, for_sums
-    # One behind the other, nothing in between can need what is moved.
+        raise Refused(ONCE)
+    of_products = [x for x in marked if "dot_op" in x[-1]]
+    of_sums = [x for x in marked if "dot_op" not in x[-1]]
+    if not of_products and len({kind for _, _, kind in of_sums}) == 1:
+        raise Refused(ALIKE)
+    at, product, kind = only(of_products, "the marked lines for a product")
+    kept_at, kept, kept_kind = only(of_sums, "the marked lines for sums")
+    # Next to each other, nothing in between can need what is moved.
     if abs(at - kept_at) != 1:
-        return Outcome(NAME, False, "something stands between the marked lines", text)
-    conversion = (
-        f"{indentation(lines[at])}{product.group(1)} = ttg.convert_layout {kept.group(1)}"
-        f" : {kept.group(2)} -> {product.group(2)}"
-    )
-    rest = [line for i, line in enumerate(lines) if i != at]
-    behind = rest.index(lines[kept_at]) + 1
-    return Outcome(
-        NAME, True, "P V reads the P of the row sums", "\n".join([*rest[:behind], conversion, *rest[behind:]])
-    )
+        raise Refused("something stands between the marked lines")
+    line = loop.body[kept_at]
+    conversion = f"{indentation(line)}{product} = ttg.convert_layout {kept} : {kept_kind} -> {kind}"
+    begin = min(at, kept_at)
+    body = [*loop.body[:begin], line, conversion, *loop.body[begin + 2 :]]
+    return replace(loop, body=body).lines, "P V reads the P of the row sums"

@@ -17,84 +17,70 @@ V of j comes into the buffer of j - 2. K of the first block is all that the loop
 
 from __future__ import annotations
 
-import functools
-import operator
+import math
 import re
+from dataclasses import replace
 
-from helion_attn.compiler.passes.outcome import Refused, definition, only
+from helion_attn.compiler.passes.outcome import Refused, only
 from helion_attn.compiler.passes.ttgir import (
     COPY,
     EXPECT,
-    PRODUCT,
     VALUE,
     WAIT_FOR_COPIES,
+    Loop,
     defined,
+    destination,
     find,
     indentation,
     matched,
+    operands,
     renamed,
 )
 
 #: Bytes of the elements that K and V have.
 ELEMENT_BYTES = {"f8E4M3FN": 1, "f8E5M2": 1, "i8": 1, "f16": 2, "bf16": 2}
 
-#: That of the block at hand, in the loop.
+#: The barrier of the block at hand, in the loop.
 DELAYED_BARRIER = "%delayed_v_mine"
 
 #: The block before the one at hand.
 BLOCK_BEFORE = "%delayed_v_before"
 
-Parts = tuple[list[str], list[str], list[str], list[str]]
 
-
-def with_delayed_v(
-    before: list[str], j: str, ahead: set[str], copies: list[str], body: list[str], after: list[str]
-) -> Parts:
-    """`before`, `copies`, `body` and `after` with V a block behind.
+def with_delayed_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[str]) -> tuple[Loop, list[str]]:
+    """The loop without its copies, and these, with V a block behind.
 
     Args:
-        before: the lines in front of the loop.
-        j: the block of an iteration.
-        ahead: names of the block that it copies, j + 1.
+        loop: as it is.
         copies: of K and of V, and what they need.
-        body: the rest of the loop.
-        after: the lines behind its body.
+        rest: its body without them.
+        ahead: names of the block that it copies, j + 1.
 
     Raises:
         Refused: the loop is another.
     """
-    definitions = {name: line for line in (*before, *body, *copies) if (name := defined(line))}
+    before, j, body, after = loop.before, loop.j, rest, loop.after
 
-    def buffer(operand: str) -> str:
-        """Name the buffer that an operand of a product is a view of."""
-        while "memdesc_index" not in (line := definition(definitions, operand)):
-            (operand,) = matched(line, rf" = ttg\.memdesc_\w+ ({VALUE})")
-        return operand
-
-    def array(name: str) -> tuple[str, str]:
+    def array(name: str) -> list[str]:
         """The array that a buffer belongs to, and its place there."""
-        array, which = matched(definition(definitions, name), rf"memdesc_index ({VALUE})\[({VALUE})\]")
-        return array, which
+        return operands(loop.definition(name, "ttg.memdesc_index "))
 
-    def destination(copy: str) -> tuple[str, ...]:
-        """A copy's buffer, its barrier, and whether it is made."""
-        return matched(copy, rf"\] ({VALUE}), ({VALUE}), ({VALUE}) ")
+    def array_of(copy: str) -> str:
+        return array(destination(copy)[0])[0]
 
     def size(name: str) -> int:
-        shape, element = matched(definition(definitions, name), r"-> !ttg\.memdesc<([\dx]+)x(\w+),")
+        shape, element = matched(loop.definition(name), r"-> !ttg\.memdesc<([\dx]+)x(\w+),")
         if element not in ELEMENT_BYTES:
             raise Refused(f"its elements are {element}")
-        return functools.reduce(operator.mul, map(int, shape.split("x"))) * ELEMENT_BYTES[element]
+        return math.prod(map(int, shape.split("x"))) * ELEMENT_BYTES[element]
 
-    # P is in registers, Q in shared memory.
-    p_v = [i for i in find(body, PRODUCT) if " : !ttg.memdesc" not in body[i]]
+    p_v = replace(loop, body=rest).of_p
     if not p_v:
         raise Refused("it has no product of P in registers")
-    wait = only(find(body, WAIT_FOR_COPIES), "its waits for copies")
-    barrier, phase = matched(body[wait], rf"{WAIT_FOR_COPIES}({VALUE}), ({VALUE})")
+    barrier, phase, *_ = operands(body[only(find(body, WAIT_FOR_COPIES), "its waits for copies")])
     # The buffers of V, by their arrays.
-    v = {array(name)[0]: name for i in p_v for name in [buffer(matched(body[i], rf"{PRODUCT}{VALUE}, ({VALUE}),")[0])]}
-    of_v = [line for line in copies if COPY in line and array(destination(line)[0])[0] in v]
+    v = {operands(line)[0]: str(defined(line)) for i in p_v for line in [loop.buffer(operands(body[i])[1])]}
+    of_v = [line for line in copies if COPY in line and array_of(line) in v]
     of_k = [line for line in copies if COPY in line and line not in of_v]
     if len(of_v) != len(v) or not of_k:
         raise Refused(f"it has {len(of_v)} copies of V and {len(of_k)} of K")
@@ -117,16 +103,16 @@ def with_delayed_v(
             rf"arith\.addi {re.escape(j)}, ({VALUE}) : (i32|i64)",
         )
         of_block.insert(0, f"{indentation(body[0])}{BLOCK_BEFORE} = arith.subi {j}, {one_block} : {integer}")
-    places = [renamed(matched(line, r"\[(.*?)\]")[0], names) for line in of_v]
+    places = [names.get(name, name) for line in of_v for name in operands(line)[1:-3]]
     varying = {name for line in body if (name := defined(line))}
-    if any(varying & set(re.findall(VALUE, line)) for line in (*of_block, *places)):
+    if varying & {*places, *(name for line in of_block for name in operands(line))}:
         raise Refused("where V is copied from is computed apart from its copies")
 
     def expecting(line: str, copied: list[str]) -> str:
         return re.sub(rf"({EXPECT}{VALUE}), \d+,", rf"\1, {sum(size(destination(x)[0]) for x in copied)},", line)
 
-    barriers, one = matched(definition(definitions, barrier), r" : (.*) -> (![^>]*>)")
-    indent, outer = indentation(body[0]), indentation(before[-1])
+    barriers, one = matched(loop.definition(barrier), r" : (.*) -> (![^>]*>)")
+    indent, outer = indentation(body[0]), loop.indent
     each = ("%delayed_v_0", "%delayed_v_1")
     ready = [
         f"%delayed_v = ttg.local_alloc : () -> {barriers}",
@@ -140,7 +126,7 @@ def with_delayed_v(
     ]
     last_init = max(find(before, "ttng.init_barrier "), default=len(before))
     first = only([i for i in find(before, EXPECT) if i > last_init], "the barriers of copies in front of it")
-    of_first = [i for i in find(before, COPY) if i > first and array(destination(before[i])[0])[0] in v]
+    of_first = [i for i in find(before, COPY) if i > first and array_of(before[i]) in v]
     if len(of_first) != len(v):
         raise Refused(f"{len(of_first)} copies of V stand in front of it")
     before = [
@@ -153,7 +139,7 @@ def with_delayed_v(
 
     _, v_barrier, v_valid = destination(of_v[0])
     names |= {v_barrier: DELAYED_BARRIER, v_valid: "%delayed_v_true"}
-    names |= {destination(line)[0]: v[array(destination(line)[0])[0]] for line in of_v}
+    names |= {destination(line)[0]: v[array_of(line)] for line in of_v}
     copies = [
         *(expecting(line, of_k) if line == expected else line for line in copies if line not in of_v),
         f"{indent}{DELAYED_BARRIER} = ttg.memdesc_index %delayed_v[{place}] : {barriers} -> {one}",
@@ -164,6 +150,6 @@ def with_delayed_v(
     body = [*body[: p_v[0]], f"{indent}{WAIT_FOR_COPIES}{DELAYED_BARRIER}, {phase} : {one}", *body[p_v[0] :]]
     ended = min(find(after, "ttng.inval_barrier "), default=None)
     if ended is None:
-        raise Refused("no barrier ends behind it")
+        raise Refused("no barrier ends after it")
     after = [*after[:ended], *(f"{outer}ttng.inval_barrier {name} : {one}" for name in each), *after[ended:]]
-    return before, copies, body, after
+    return Loop(before, loop.head, body, after), copies

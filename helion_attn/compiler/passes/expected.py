@@ -1,8 +1,4 @@
-"""Which passes a shipped config was timed with: without one of them its kernel is slower than the tables say.
-
-Found by compiling every shipped config under the Triton that the figures are of; `tests/test_triton_passes.py` does so
-again.
-"""
+"""The passes that the kernel of a config must have: without one of them it is slower than the tables say."""
 
 from __future__ import annotations
 
@@ -18,8 +14,7 @@ from helion_attn.compiler.passes import (
     warpgroup_turns,
 )
 from helion_attn.compiler.passes.outcome import Outcome
-from helion_attn.configs import LARGE_TILE_CONFIGS, TILE_CONFIGS, LargeTileConfig, TileConfig
-from helion_attn.numerics import MAX_BITS_D, MAX_REFERENCE_D
+from helion_attn.configs import LargeTileConfig, TileConfig
 
 #: What a kernel loses without a pass (docs/notes/loads_and_turns.md, sixteen_bits.md).
 COSTS = {
@@ -37,37 +32,12 @@ COSTS = {
 def expected_passes(tile: TileConfig | LargeTileConfig, two_level: bool, quantises_q: bool = False) -> tuple[str, ...]:
     """Names of the passes that must apply to the kernel of a config.
 
-    None of a config that is not shipped, or where the recipe asks for other sums of P V than the config was timed with.
-    `quantises_q`: the kernel quantises Q.
+    None where the recipe asks for other sums of P V than the config was timed with. `quantises_q`: the kernel quantises
+    Q, which takes two more than the kernel that was timed.
     """
-    if (tile not in TILE_CONFIGS and tile not in LARGE_TILE_CONFIGS) or two_level != tile.two_level:
+    if two_level != tile.two_level or not tile.passes:
         return ()
-    names = [shared_q.NAME, rows_ahead.NAME] if quantises_q else []
-    names.append(early_copies.NAME)
-    if isinstance(tile, TileConfig) and tile.bits == (8, 16) and tile.D_pad <= MAX_REFERENCE_D:
-        names.append(computed_once.NAME)
-    if isinstance(tile, TileConfig) and tile.bits == (8, 8) and tile.D_pad <= MAX_BITS_D:
-        names.append(row_sums.NAME)
-    # Two warpgroups, each with half of the rows.
-    if tile.num_warps == 8:
-        names.append(warpgroup_turns.NAME)
-        if _ends_are_separate(tile):
-            names.append(separate_ends.NAME)
-        # With two stages V's wait holds the turn where it belongs.
-        if tile.num_stages > 2:
-            names.append(warpgroup_turns.PART_OF_P)
-    return tuple(names)
-
-
-def _ends_are_separate(tile: TileConfig | LargeTileConfig) -> bool:
-    """Whether no warp needs what another has behind the loop."""
-    if isinstance(tile, LargeTileConfig):
-        # A piece of V is one tensor, whose exchanges have the same places as another's.
-        return tile.v_tile & (tile.v_tile - 1) == 0
-    if tile.bits == (8, 16):
-        # Up to D 128 there is a second loop; beyond, warps exchange V's mean.
-        return False
-    return tile.bits == (8, 8) or tile.D_pad <= 128
+    return (shared_q.NAME, rows_ahead.NAME, *tile.passes) if quantises_q else tile.passes
 
 
 def missing(outcomes: Iterable[Outcome], expected: Iterable[str]) -> list[Outcome]:

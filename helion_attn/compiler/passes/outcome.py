@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ class Outcome:
         name: of the pass.
         applied: whether it changed the code.
         reason: what it did, or why it did not apply.
-        text: the code behind it; as it was if the pass did not apply.
+        text: the code after it; as it was if the pass did not apply.
     """
 
     name: str
@@ -38,19 +38,3 @@ def only(found: Sequence[Item], what: str) -> Item:
     if len(found) != 1:
         raise Refused(f"there are {len(found)} of {what}, in place of one")
     return found[0]
-
-
-def definition(definitions: Mapping[str, str], name: str) -> str:
-    """The line that defines a value; `Refused` if it stands elsewhere."""
-    if name not in definitions:
-        raise Refused(f"{name} is defined elsewhere")
-    return definitions[name]
-
-
-def in_any(reasons: Sequence[str]) -> str:
-    """Why a pass applies to no loop, from the reasons of each."""
-    if not reasons:
-        return "there is no loop"
-    if len(reasons) == 1:
-        return reasons[0]
-    return "; ".join(f"loop {i}: {reason}" for i, reason in enumerate(reasons, 1))

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import re
 
-from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, in_any, only
+from helion_attn.compiler.passes.outcome import Refused, only
 from helion_attn.compiler.passes.ttgir import (
-    PRODUCT,
+    FENCE,
     VALUE,
     WAIT_FOR_PRODUCT,
+    Loop,
     defined,
-    find,
     indentation,
-    loops,
     matched,
+    operands,
+    over_loop,
+    uses,
 )
 
 NAME = "row_sums"
@@ -56,24 +58,12 @@ _REGISTERS = tuple(f"%row_sum{i}" for i in range(4))
 _P_V = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64n)(\d+)(k32\.f32\.e4m3\.e4m3 \{)([^}]*)(\}, \{[^}]*\}, .*)")
 
 
-def with_sums_of_products(text: str) -> Outcome:
-    """Take the row sums of the first loop that makes some of an 8-bit P from its product with V."""
-    lines = text.split("\n")
-    reasons = []
-    for at, end in loops(lines):
-        try:
-            return Outcome(NAME, True, "P V's product makes P's row sums", _with_sums(lines, at, end))
-        except Refused as refused:
-            reasons.append(str(refused))
-    asked = [reason for reason in reasons if reason != NOT_ASKED]
-    return Outcome(NAME, False, in_any(asked) if asked else NOT_ASKED, text)
-
-
-def _with_sums(lines: list[str], at: int, end: int) -> str:
-    body = lines[at + 1 : end]
-    indent = indentation(lines[at])
+@over_loop(NAME)
+def with_sums_of_products(loop: Loop) -> tuple[list[str], str]:
+    """Take the row sums of a loop that makes some of an 8-bit P from its product with V."""
+    body, indent = [*loop.body], loop.indent
     # P as fp32, for the sums alone.
-    widened = [i for i in find(body, "tt.fp_to_fp ") if "f8E4M3FN" in body[i].split(" -> ")[0]]
+    widened = [i for i in loop.find("tt.fp_to_fp ") if "f8E4M3FN" in body[i].split(" -> ")[0]]
     if not widened:
         raise Refused(NOT_ASKED)
     p = defined(body[only(widened, "its conversions of P to fp32")])
@@ -83,20 +73,15 @@ def _with_sums(lines: list[str], at: int, end: int) -> str:
         raise Refused("what it makes of P's rows are not sums")
     sums = str(defined(body[first]))
     layout = body[last].split(" -> ")[1].split(" loc(")[0]
-    added = only([line for line in body[last:] if sums in re.findall(VALUE, line)], "the uses of P's row sums")
+    added = body[only(uses(body, sums), "the uses of P's row sums")]
     (before,) = matched(added, rf"arith\.addf ({VALUE}), {re.escape(sums)} : ")
 
-    product = only([i for i in find(body, PRODUCT) if "f8E4M3FN, #ttg.dot_op<" in body[i]], "its products of P")
-    wait = next((i for i in find(body, WAIT_FOR_PRODUCT) if i > product), len(body))
+    product = only([i for i in loop.of_p if "f8E4M3FN, #ttg.dot_op<" in body[i]], "its products of P")
+    wait = next((i for i in loop.find(WAIT_FOR_PRODUCT) if i > product), len(body))
     if not product < wait < first:
-        raise Refused("its sums of P do not come behind the wait for P V")
-    defining = {name: line for line in body if (name := defined(line))}
-    (operand,) = matched(body[product], rf"{PRODUCT}{VALUE}, ({VALUE}), ")
-    (block,) = matched(definition(defining, operand), rf"ttg\.memdesc_trans ({VALUE}) ")
-    (buffers,) = matched(definition(defining, block), rf"ttg\.memdesc_index ({VALUE})\[")
-    allocated = only(
-        [line for line in lines[:at] if line.strip().startswith(f"{buffers} = ttg.local_alloc : ")], "V's buffers"
-    )
+        raise Refused("its sums of P do not come after the wait for P V")
+    buffers = operands(loop.buffer(operands(body[product])[1]))[0]
+    allocated = loop.definition(buffers, "ttg.local_alloc : ")
     count, channels, keys = map(int, matched(allocated, r"!ttg\.memdesc<(\d+)x(\d+)x(\d+)xf8E4M3FN, "))
     if keys != _KEYS or channels % _GROUP:
         raise Refused(f"a block of V is {channels} channels of {keys} keys, in place of {_KEYS}")
@@ -108,30 +93,29 @@ def _with_sums(lines: list[str], at: int, end: int) -> str:
         f"packed_element = 2 : i32, pure = false}} {before} : {layout} -> {layout}"
     ]
     del body[widened[0]]
-    made = []
-    for line in [*lines[:at], lines[at], *body, *lines[end:]]:
-        if buffers not in re.findall(VALUE, line):
-            made.append(line)
-        elif "ttg.memdesc_index " in line:
-            made += _group_by_group(line, old, new, groups)
-        else:
-            made.append(line.replace(old, new))
-    # In front of the barrier that stands before the loop.
-    before_loop = made.index(lines[at]) - 1
+
+    def wider(line: str) -> list[str]:
+        if buffers in operands(line) and "ttg.memdesc_index " in line:
+            return _group_by_group(line, old, new, groups)
+        return [line.replace(old, new) if buffers in re.findall(VALUE, line) else line]
+
+    in_front, body, after = ([x for line in part for x in wider(line)] for part in (loop.before, body, loop.after))
     ones = [
         f"{indent}%row_sums_ones = arith.constant dense<1.0> : tensor<{_GROUP}x{keys}xf8E4M3FN, {_LAYOUT}>",
         *(line for stage in range(count) for line in _write_ones(indent, buffers, allocated, stage, groups, old, new)),
-        f"{indent}ttng.fence_async_shared {{bCluster = false}}",
+        f"{indent}{FENCE}{{bCluster = false}}",
     ]
-    module = next(i for i, line in enumerate(made) if line.startswith("module "))
-    return "\n".join([*made[:module], _LAYOUT_IS, *made[module:before_loop], *ones, *made[before_loop:]])
+    module = next(i for i, line in enumerate(in_front) if line.startswith("module "))
+    # The ones come in front of the barrier that stands before the loop.
+    lines = [*in_front[:module], _LAYOUT_IS, *in_front[module:-1], *ones, in_front[-1], loop.head, *body, *after]
+    return lines, "P V's product makes P's row sums"
 
 
 def _group_by_group(line: str, old: str, new: str, groups: int) -> list[str]:
     """A buffer of V, found by its first group."""
-    indent = indentation(line)
-    pattern = rf"({VALUE}) = ttg\.memdesc_index ({VALUE})\[({VALUE})\] : ({_BUFFER}) -> ({_BUFFER})"
-    name, buffers, index, whole, buffer = matched(line, pattern)
+    indent, name = indentation(line), str(defined(line))
+    buffers, index = operands(line)
+    whole, buffer = re.findall(_BUFFER, line)
     whole, group = whole.replace(old, new), re.sub(r"<\d+x", f"<{_GROUP}x", buffer, count=1)
     own = f"%row_sums_{name[1:]}"
     return [
@@ -143,7 +127,7 @@ def _group_by_group(line: str, old: str, new: str, groups: int) -> list[str]:
 
 
 def _write_ones(indent: str, buffers: str, allocated: str, stage: int, groups: int, old: str, new: str) -> list[str]:
-    """The ones behind a buffer of V."""
+    """The ones after a buffer of V."""
     (whole,) = matched(allocated.replace(old, new), f"({_BUFFER})")
     group = re.sub(r"<\d+x", "<", whole, count=1)
     at, name = f"%row_sums_at_{stage}", f"%row_sums_of_{stage}"

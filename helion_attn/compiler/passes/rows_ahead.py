@@ -2,7 +2,7 @@
 
 A kernel that quantises Q has the descales of Q's rows from a reduction, in the layout of Q's tile. The loop multiplies
 them by K's descale, and Triton converts the product to the layout of scores: in every key block, through shared memory
-and behind barriers of all warps. The factors are converted in front of the loop, and the loop multiplies them in the
+and after barriers of all warps. The factors are converted in front of the loop, and the loop multiplies them in the
 layout of scores.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 
-from helion_attn.compiler.passes.outcome import Outcome, Refused
-from helion_attn.compiler.passes.ttgir import VALUE, defined, find, indentation, loops, renamed
+from helion_attn.compiler.passes.outcome import Refused
+from helion_attn.compiler.passes.ttgir import VALUE, Loop, defined, find, operands, over_loop, renamed
 
 NAME = "rows_ahead"
 
@@ -35,21 +35,12 @@ _TENSOR = r"tensor<[\dx]+\w+, (?:#ttg\.slice<\{dim = \d+, parent = )?(#\w+)(?:\}
 _CONVERSION = re.compile(rf"\s*({VALUE}) = ttg\.convert_layout ({VALUE}) : {_TENSOR} -> {_TENSOR}(?: loc.*)?$")
 
 
-def with_rows_ahead(text: str) -> Outcome:
-    """Convert in front of the first loop what its conversions come from."""
-    lines = text.split("\n")
-    for begin, end in [*loops(lines)][:1]:
-        try:
-            moved = _moved(lines, begin, end)
-        except Refused as refused:
-            return Outcome(NAME, False, str(refused), text)
-        if moved != lines:
-            return Outcome(NAME, True, "rows are converted in front of the loop", "\n".join(moved))
-    return Outcome(NAME, False, NOTHING, text)
-
-
-def _moved(lines: list[str], begin: int, end: int) -> list[str]:
-    places = {name: i for i, line in enumerate(lines) if (name := defined(line))}
+@over_loop(NAME)
+def with_rows_ahead(loop: Loop) -> tuple[list[str], str]:
+    """Convert in front of the loop what its conversions come from."""
+    lines, begin = loop.lines, len(loop.before)
+    end = begin + 1 + len(loop.body)
+    places = {name: i for i, line in enumerate(lines[:end]) if (name := defined(line))}
     ahead: dict[str, str] = {}
     clones: dict[int, list[str]] = {}
     names: dict[str, str] = {}
@@ -69,7 +60,7 @@ def _moved(lines: list[str], begin: int, end: int) -> list[str]:
                 outside.append(name)
             elif places[name] not in inside:
                 inside.append(places[name])
-                wanted += re.findall(VALUE, lines[places[name]])[1:]
+                wanted += operands(lines[places[name]])
         # Of the block's own scores, there is nothing in front of the loop.
         if of_scores or not inside:
             continue
@@ -82,14 +73,16 @@ def _moved(lines: list[str], begin: int, end: int) -> list[str]:
             if its_type.group(1) == old:
                 own[name], kind = f"{name}{suffix}", its_type.group()
                 conversion = f"ttg.convert_layout {name} : {kind} -> {kind.replace(old, new)}"
-                ahead[own[name]] = f"{indentation(lines[begin])}{own[name]} = {conversion}"
+                ahead[own[name]] = f"{loop.indent}{own[name]} = {conversion}"
         for i in inside:
             clone = re.sub(rf"{old}\b", new, renamed(lines[i], own))
             clones[i] = [*(x for x in clones.get(i, []) if x != clone), clone]
         names[result] = own[value]
         dropped.add(at)
-    moved = [*lines[:begin], *ahead.values(), lines[begin]]
+    if not dropped:
+        raise Refused(NOTHING)
+    moved = [*loop.before, *ahead.values(), loop.head]
     for i, line in enumerate(lines[begin + 1 :], begin + 1):
         moved += [] if i in dropped else [renamed(line, names)]
         moved += clones.get(i, [])
-    return moved
+    return moved, "rows are converted in front of the loop"

@@ -1,12 +1,12 @@
 """Each warpgroup stores its rows when it is done: a pass over Triton's IR of a kernel with turns, and one over its PTX.
 
-Behind the loop Triton keeps all warps in step: it has barriers there, and exchanges the output between warps to store
+After the loop Triton keeps all warps in step: it has barriers there, and exchanges the output between warps to store
 it. The warpgroup that is first done with its last P V waits for the other, half a block behind it, and no other program
 runs on the SM meanwhile. Here no warp needs another's rows:
 
 - The layouts that the output and the lse are stored in have a warp's rows where the accumulator has them, 16 in a row.
   Stores stay as wide.
-- The barriers behind the loop go. The mbarriers are not invalidated, since nothing takes their place.
+- The barriers after the loop go. The mbarriers are not invalidated, since nothing takes their place.
 - V's buffers and the mbarriers count as in use up to the end. What is exchanged between the lanes of a warp then comes
   into buffers of Q or K. Both warpgroups are done with these: the turns end with a wait for the other's last Q K^T.
 - In PTX, the barrier of all warps between two exchanges of lanes becomes one of a warp.
@@ -17,9 +17,20 @@ No sum changes. What it gains: docs/notes/loads_and_turns.md.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
-from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, only
-from helion_attn.compiler.passes.ttgir import BARRIER, PRODUCT, VALUE, defined, find, indentation, loops, matched
+from helion_attn.compiler.passes.outcome import Refused, only
+from helion_attn.compiler.passes.ttgir import (
+    BARRIER,
+    PRODUCT,
+    Loop,
+    defined,
+    find,
+    indentation,
+    matched,
+    operands,
+    over_loop,
+)
 
 NAME = "separate_ends"
 
@@ -32,7 +43,7 @@ _STORED = re.compile(
 )
 _SINGLE_ROWS = re.compile(r"(#\w+) = #ttg\.blocked<\{sizePerThread = \[1\], .*, order = \[0\]\}>")
 
-#: Operations that may not stand behind the loop.
+#: Operations that may not stand after the loop.
 _NOT_BEHIND = ("scf.", "ttng.wait_barrier ", "ttng.async_tma_copy", PRODUCT)
 
 
@@ -40,89 +51,63 @@ class CannotSeparate(Exception):
     """The warpgroups of a kernel cannot end each by itself; the message says why."""
 
 
-def with_separate_ends(text: str) -> Outcome:
+@over_loop(NAME)
+def with_separate_ends(loop: Loop) -> tuple[list[str], str]:
     """Let the warpgroups of the loop with turns end each by itself."""
-    lines = text.split("\n")
-    ends = [i for i, line in enumerate(lines) if "behind_turns: " in line]
-    try:
-        turn = only(ends, "the marks of its turns' end")
-        at, end = only([x for x in loops(lines) if x[1] < turn][-1:], "the loops in front of it")
-        return Outcome(NAME, True, "each warpgroup stores its rows when it is done", _separated(lines, at, end, turn))
-    except Refused as refused:
-        return Outcome(NAME, False, str(refused), text)
-
-
-def _separated(lines: list[str], at: int, end: int, turn: int) -> str:
-    behind = lines[turn + 1 :]
+    marks = [i for i, line in enumerate(loop.after) if "behind_turns: " in line]
+    begin = only(marks, "the marks of its turns' end") + 1
+    behind = loop.after[begin:]
     for operation in _NOT_BEHIND:
         if any(f" {operation}" in line for line in behind):
-            raise Refused(f"{operation.strip()} stands behind it")
-    in_use = _allocations_of_v(lines[at:end]) | _mbarriers(lines[:at], lines[at:end])
-    freed = {name: line for line in behind if (name := _freed(line)) in in_use}
-    # Those that nothing frees count as in use up to their last use.
-    for line in lines[:at]:
+            raise Refused(f"{operation.strip()} stands after it")
+    in_use = _allocations_of_v(loop) | _mbarriers(loop)
+    freed = {
+        name: behind[i] for i in find(behind, "ttg.local_dealloc ") for name in operands(behind[i]) if name in in_use
+    }
+    # What nothing frees counts as in use up to its last use.
+    for line in loop.before:
         if (name := defined(line)) in in_use and name not in freed:
-            freed[name] = (
-                f"{indentation(lines[at])}ttg.local_dealloc {name} : {matched(line, r'-> (.*?)(?: loc|$)')[0]}"
-            )
+            freed[name] = f"{loop.indent}ttg.local_dealloc {name} : {matched(line, r'-> (.*?)(?: loc|$)')[0]}"
     dropped = {*find(behind, BARRIER), *find(behind, "ttng.inval_barrier ")}
     returns = only(find(behind, "tt.return"), "its returns")
     kept = [line for i, line in enumerate(behind[:returns]) if i not in dropped and line not in freed.values()]
-    moved = [*lines[: turn + 1], *kept, *freed.values(), *behind[returns:]]
-    return _with_rows_of_warps("\n".join(moved))
+    after = [*loop.after[:begin], *kept, *freed.values(), *behind[returns:]]
+    return _with_rows_of_warps(replace(loop, after=after)), "each warpgroup stores its rows when it is done"
 
 
-def _freed(line: str) -> str | None:
-    """Return the buffers that an operation frees."""
-    found = re.match(rf"\s*ttg\.local_dealloc ({VALUE}) :", line)
-    return found and found.group(1)
+def _allocations_of_v(loop: Loop) -> set[str]:
+    """The buffers that products of P read."""
+    return {operands(loop.buffer(operands(loop.body[i])[1]))[0] for i in loop.of_p}
 
 
-def _allocations_of_v(loop: list[str]) -> set[str]:
-    """The buffers that products with P, which is in registers, read."""
-    defining = {name: line for line in loop if (name := defined(line))}
-    found = set()
-    for i in find(loop, PRODUCT):
-        if " : !ttg.memdesc" not in loop[i]:
-            _, operand = matched(loop[i], rf"{PRODUCT}({VALUE}), ({VALUE}),")
-            line = definition(defining, operand)
-            while "ttg.memdesc_index " not in line:
-                (operand,) = matched(line, rf" = ttg\.memdesc_\w+ ({VALUE})")
-                line = definition(defining, operand)
-            found |= set(matched(line, rf"ttg\.memdesc_index ({VALUE})\["))
-    return found
-
-
-def _mbarriers(before: list[str], loop: list[str]) -> set[str]:
+def _mbarriers(loop: Loop) -> set[str]:
     """The allocations of the mbarriers that a loop uses, itself or by an index."""
-    used = set(re.findall(VALUE, "\n".join(loop)))
-    found = set()
-    for i in find(before, "ttg.local_alloc "):
-        if (name := defined(before[i])) and re.search(r"memdesc<[\dx]+xi64,", before[i]):
-            indexed = rf"({VALUE}) = ttg\.memdesc_index {re.escape(name)}\["
-            if used & {name, *re.findall(indexed, "\n".join(before))}:
-                found.add(name)
-    return found
+    before = loop.before
+    used = {name for line in (loop.head, *loop.body) for name in operands(line)}
+    used |= {operands(before[i])[0] for i in find(before, "ttg.memdesc_index ") if defined(before[i]) in used}
+    allocated = [before[i] for i in find(before, "ttg.local_alloc ") if re.search(r"memdesc<[\dx]+xi64,", before[i])]
+    return used & {str(defined(line)) for line in allocated}
 
 
-def _with_rows_of_warps(text: str) -> str:
+def _with_rows_of_warps(loop: Loop) -> list[str]:
+    text = "\n".join(loop.lines)
     for found in _STORED.finditer(text):
         begin, width, threads, rows, end = found.groups()
         # Rows may be loaded in such a layout, too.
         if _ROWS % int(rows) == 0 and re.search(rf"\btt\.store .*, {begin.split()[0]}>( loc|$)", text, re.MULTILINE):
             own_rows = f"{begin}[{_ROWS // int(rows)}, {width}]{threads}warpsPerCTA = [8, 1]{end}"
             text = text.replace(found.group(), own_rows)
-    # A layout that names another comes behind it.
+    # A layout that names another comes after it.
     mma, *_ = matched(text, r"(#\w+) = #ttg\.nvidia_mma<")
     single = [*_SINGLE_ROWS.finditer(text)]
     for found in single:
         text = text.replace(found.group() + "\n", "")
     places = "\n".join(f"{found.group(1)} = #ttg.slice<{{dim = 1, parent = {mma}}}>" for found in single)
     line = next(line for line in text.split("\n") if line.startswith(f"{mma} = "))
-    return text.replace(line, f"{line}\n{places}" if places else line, 1)
+    return text.replace(line, f"{line}\n{places}" if places else line, 1).split("\n")
 
 
-#: What the PTX behind the loop does with shared memory and barriers, by letters, and the form that it must have.
+#: What the PTX after the loop does with shared memory and barriers, by letters, and the form that it must have.
 _LETTERS = (
     (r"(st(\.\w+)*\.shared|stmatrix)\b", "S"),
     (r"(ld(\.\w+)*\.shared|ldmatrix)\b", "L"),
@@ -139,7 +124,7 @@ def _letter(line: str) -> str:
 
 
 def separated(ptx: str) -> str:
-    """Have no barrier of all warps behind the turns.
+    """Have no barrier of all warps after the turns.
 
     Raises:
         CannotSeparate: warps exchange rows with others there, or two exchanges have other places in shared memory.
@@ -151,7 +136,7 @@ def separated(ptx: str) -> str:
     found = [(i, letter) for i in range(turn + 1, len(lines)) if (letter := _letter(lines[i]))]
     form = "".join(letter for _, letter in found)
     if not re.fullmatch(_FORM, form):
-        raise CannotSeparate(f"its use of shared memory behind the loop is {form}, which is not {_FORM}")
+        raise CannotSeparate(f"its use of shared memory after the loop is {form}, which is not {_FORM}")
     # A warp that is ahead must not come into the places of one that is behind.
     exchanges: list[dict[str, set[str]]] = []
     for i, letter in found:

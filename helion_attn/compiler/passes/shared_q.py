@@ -12,17 +12,21 @@ products.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
-from helion_attn.compiler.passes.outcome import Outcome, Refused, definition, only
+from helion_attn.compiler.passes.outcome import Refused, only
 from helion_attn.compiler.passes.ttgir import (
     FENCE,
     PRODUCT,
     VALUE,
+    Loop,
     defined,
     find,
     indentation,
-    loops,
     matched,
+    operands,
+    over_loop,
+    uses,
     with_copies_ahead,
 )
 
@@ -35,45 +39,38 @@ COPIED = "no product has a computed operand that is stored in shared memory"
 _FIRST_OPERAND = r"-> (tensor<[^#]*#ttg\.dot_op<\{opIdx = 0, parent = #\w+, kWidth = \d+\}>>)"
 
 
-def with_shared_q(text: str) -> Outcome:
+@over_loop(NAME)
+def with_shared_q(loop: Loop) -> tuple[list[str], str]:
     """Have the products of a tile that is stored before a loop read it from shared memory."""
-    lines = text.split("\n")
-    definitions = {name: line for line in lines if (name := defined(line))}
-    stored = {matched(lines[i], rf"({VALUE}) = ")[0]: i for i in find(lines, "ttg.local_alloc %")}
+    lines = loop.lines
+    stored = {defined(lines[i]): i for i in find(lines, "ttg.local_alloc %")}
     loads = [
         i
         for i in find(lines, "ttg.local_load ")
-        if re.search(_FIRST_OPERAND, lines[i]) and matched(lines[i], rf"local_load ({VALUE})")[0] in stored
+        if re.search(_FIRST_OPERAND, lines[i]) and operands(lines[i])[0] in stored
     ]
     if not loads:
-        return Outcome(NAME, False, COPIED, text)
-    try:
-        tile = only(sorted({matched(lines[i], rf"local_load ({VALUE})")[0] for i in loads}), "tiles that products read")
-        old_type = matched(lines[stored[tile]], r"-> (!ttg\.memdesc<.*#smem>)")[0]
-        layouts = set()
-        for load in loads:
-            name, in_registers = matched(lines[load], rf"({VALUE}) = .*{_FIRST_OPERAND}")
-            uses = [i for i, line in enumerate(lines) if i != load and name in re.findall(VALUE, line)]
-            product = only(uses, f"the uses of {name}")
-            k = definition(definitions, matched(lines[product], rf"{PRODUCT}{re.escape(name)}, ({VALUE}),")[0])
-            layouts.add(matched(k, r"ttg\.memdesc_trans .* : !ttg\.memdesc<[^,]*, (#\w+),")[0])
-            lines[product] = lines[product].replace(f"{name}, ", f"{tile}, ", 1).replace(in_registers, old_type, 1)
-            lines[load] = ""
-        layout = only(sorted(layouts), "the layouts of K")
-    except Refused as refused:
-        return Outcome(NAME, False, str(refused), text)
-    lines = [line for i, line in enumerate(lines) if i not in loads]
-    new_type = re.sub(r", #\w+, #smem", f", {layout}, #smem", old_type)
+        raise Refused(COPIED)
+    tile = only(sorted({operands(lines[i])[0] for i in loads}), "tiles that products read")
     at = stored[tile]
-    lines = [line.replace(old_type, new_type) if tile in re.findall(VALUE, line) else line for line in lines]
+    (old_type,) = matched(lines[at], r"-> (!ttg\.memdesc<.*#smem>)")
+    layouts = set()
+    for load in loads:
+        name, in_registers = matched(lines[load], rf"({VALUE}) = .*{_FIRST_OPERAND}")
+        product = only(uses(lines, name), f"the uses of {name}")
+        (k,) = matched(lines[product], rf"{PRODUCT}{re.escape(name)}, ({VALUE}),")
+        layouts.add(matched(loop.definition(k, "ttg.memdesc_trans "), r" : !ttg\.memdesc<[^,]*, (#\w+),")[0])
+        lines[product] = lines[product].replace(f"{name}, ", f"{tile}, ", 1).replace(in_registers, old_type, 1)
+    layout = only(sorted(layouts), "the layouts of K")
+    new_type = re.sub(r", #\w+, #smem", f", {layout}, #smem", old_type)
+    for i in (at, *uses(lines, tile)):
+        lines[i] = lines[i].replace(old_type, new_type)
     fence = f"{indentation(lines[at])}{FENCE}{{bCluster = false}}"
-    return Outcome(
-        NAME, True, "products read Q from shared memory", "\n".join([*lines[: at + 1], fence, *lines[at + 1 :]])
-    )
+    rest = [line for i, line in enumerate(lines) if i > at and i not in loads]
+    return [*lines[: at + 1], fence, *rest], "products read Q from shared memory"
 
 
 def with_keys_on_their_way(text: str) -> str:
-    """The first copies of K and V, in front of the first loop, ahead of what computes Q."""
-    lines = text.split("\n")
-    at = next((at for at, _ in loops(lines)), None)
-    return text if at is None else "\n".join([*with_copies_ahead(lines[:at]), *lines[at:]])
+    """The first copies of K and V, in front of the loop, ahead of what computes Q."""
+    loop = Loop.of(text)
+    return "\n".join(replace(loop, before=with_copies_ahead(loop.before)).lines)

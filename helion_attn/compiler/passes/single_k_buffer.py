@@ -1,7 +1,7 @@
 """K in one buffer: part of the pass that `early_copies` is, for two-level loops of two stages that have Q in pieces.
 
 At D 192 and D_v 128, registers leave room for three programs of 64 x 128 on an SM, and two buffers each for K and V
-for two. Nothing reads K once Q K^T is done, so that it needs but one: K of the next block is copied behind the wait
+for two. Nothing reads K once Q K^T is done, so that it needs but one: K of the next block is copied after the wait
 for Q K^T, and has the softmax and P V to arrive.
 
     for j:
@@ -22,16 +22,19 @@ from __future__ import annotations
 
 import re
 
-from helion_attn.compiler.passes.outcome import Refused, definition
+from helion_attn.compiler.passes.outcome import Refused
 from helion_attn.compiler.passes.ttgir import (
     PRODUCT,
     VALUE,
     WAIT_FOR_PRODUCT,
+    Loop,
     defined,
     find,
     indentation,
     matched,
+    operands,
     renamed,
+    uses,
 )
 
 #: The index of the one buffer.
@@ -47,32 +50,20 @@ def with_one_wait(body: list[str]) -> list[str]:
     body = list(body)
     for wait in find(body, WAIT_FOR_PRODUCT):
         result, product = matched(body[wait], rf"({VALUE}):\d+ = {WAIT_FOR_PRODUCT}({VALUE}),")
-        uses = [i for i, line in enumerate(body) if i != wait and result in re.findall(VALUE, line)]
-        if len(uses) == 1 and re.search(rf"{PRODUCT}{VALUE}, {VALUE}, {re.escape(result)}#0 ", body[uses[0]]):
-            body[uses[0]] = renamed(body[uses[0]].replace(f"{result}#0", result), {result: product})
+        users = uses(body, result)
+        if len(users) == 1 and re.search(rf"{PRODUCT}{VALUE}, {VALUE}, {re.escape(result)}#0 ", body[users[0]]):
+            body[users[0]] = renamed(body[users[0]].replace(f"{result}#0", result), {result: product})
             body[wait] = ""
     return [line for line in body if line]
 
 
-def with_single_k_buffer(
-    before: list[str], body: list[str], after: list[str]
-) -> tuple[list[str], list[str], list[str]]:
-    """The lines in front of a loop, its body, and those behind it, with one buffer for each array that K comes into.
+def with_single_k_buffer(loop: Loop) -> Loop:
+    """The loop with one buffer for each array that K comes into.
 
     Raises:
         Refused: the loop is another.
     """
-    definitions = {name: line for line in body if (name := defined(line))}
-
-    def array(operand: str) -> str:
-        """The array that an operand of a product is a buffer of."""
-        while "memdesc_index" not in (line := definition(definitions, operand)):
-            (operand,) = matched(line, rf" = ttg\.memdesc_\w+ ({VALUE})")
-        return matched(line, rf"memdesc_index ({VALUE})\[")[0]
-
-    # P is in registers, Q in shared memory.
-    of_q = [body[i] for i in find(body, PRODUCT) if " : !ttg.memdesc" in body[i]]
-    of_k = {array(matched(line, rf"{PRODUCT}{VALUE}, ({VALUE}),")[0]) for line in of_q}
+    of_k = {operands(loop.buffer(operands(loop.body[i])[1]))[0] for i in loop.of_q}
 
     def in_one_buffer(line: str) -> str:
         if of_k.isdisjoint(re.findall(VALUE, line)):
@@ -80,10 +71,10 @@ def with_single_k_buffer(
         line = re.sub(rf"(memdesc_index {VALUE})\[{VALUE}\]", rf"\1[{_ONLY}]", line)
         return re.sub(r"!ttg\.memdesc<\d+x", "!ttg.memdesc<1x", line, count=1)
 
-    begin = min((i for i, line in enumerate(before) if defined(line) in of_k), default=None)
+    begin = min((i for i, line in enumerate(loop.before) if defined(line) in of_k), default=None)
     if begin is None:
         raise Refused("the arrays of K are not made in front of it")
-    constant = f"{indentation(before[begin])}{_ONLY} = arith.constant 0 : i32"
-    before = [*before[:begin], constant, *before[begin:]]
-    before, body, after = ([in_one_buffer(line) for line in part] for part in (before, body, after))
-    return before, body, after
+    constant = f"{indentation(loop.before[begin])}{_ONLY} = arith.constant 0 : i32"
+    before = [*loop.before[:begin], constant, *loop.before[begin:]]
+    before, body, after = ([in_one_buffer(line) for line in part] for part in (before, loop.body, loop.after))
+    return Loop(before, loop.head, body, after)

@@ -1,11 +1,13 @@
-"""Triton's GPU IR as text: what passes over it look for."""
+"""Triton's GPU IR, parsed as far as passes need it: operations, one a line, and the hot loop of a kernel."""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from helion_attn.compiler.passes.outcome import Refused
+from helion_attn.compiler.passes.outcome import Outcome, Refused
 
 #: Operations of Triton's GPU dialects, as lines of its IR begin them.
 EXPECT = "ttng.barrier_expect "
@@ -29,18 +31,33 @@ def defined(line: str) -> str | None:
     return found and found.group(1)
 
 
+def operands(line: str) -> list[str]:
+    """The values that an operation takes, in their order."""
+    return re.findall(VALUE, re.sub(rf"^\s*{VALUE}(:\d+)? = ", "", line))
+
+
+def uses(lines: list[str], name: str | None) -> list[int]:
+    """The lines that take a value."""
+    return [i for i, line in enumerate(lines) if name in operands(line)]
+
+
+def destination(copy: str) -> list[str]:
+    """The buffer that a copy writes, its barrier, and whether it is made."""
+    return operands(copy)[-3:]
+
+
 def renamed(line: str, names: dict[str, str]) -> str:
     """`line` with other names for its values."""
     return re.sub(VALUE, lambda found: names.get(found.group(), found.group()), line)
 
 
 def find(lines: list[str], operation: str) -> list[int]:
-    """The lines that begin with an operation, behind what it defines."""
+    """The lines whose operation it is."""
     return [i for i, line in enumerate(lines) if re.match(rf"\s*({VALUE}(:\d+)? = )?{re.escape(operation)}", line)]
 
 
 def taken_out(body: list[str], wanted: list[int], begin: int) -> tuple[list[str], list[str]]:
-    """Operations `wanted`, and those behind `begin` whose values they need; and the rest."""
+    """Operations `wanted`, with what they need from `begin` on; and the rest."""
     definitions = {name: i for i, line in enumerate(body) if (name := defined(line))}
     needed: set[int] = set()
     while wanted:
@@ -59,16 +76,106 @@ def matched(text: str, pattern: str) -> tuple[str, ...]:
     return found.groups()
 
 
-def loops(lines: list[str]) -> Iterator[tuple[int, int]]:
-    """Where a loop begins and ends."""
-    for at in find(lines, "scf.for "):
-        ends = [i for i in range(at + 1, len(lines)) if lines[i].startswith(indentation(lines[at]) + "}")]
-        yield from ((at, end) for end in ends[:1])
-
-
 def indentation(line: str) -> str:
     """Return the spaces at the beginning of a line."""
     return line[: len(line) - len(line.lstrip())]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The hot loop of a kernel, which is the first that holds no other, in the lines of its module.
+
+    Attributes:
+        before: the lines in front of it.
+        head: its first line.
+        body: the lines of its iteration.
+        after: the line that ends it, and the lines after that.
+    """
+
+    before: list[str]
+    head: str
+    body: list[str]
+    after: list[str]
+
+    @classmethod
+    def of(cls, text: str) -> Loop:
+        """Parse a module; `Refused` without a loop."""
+        lines = text.split("\n")
+        heads = find(lines, "scf.for ")
+        for at, following in zip(heads, [*heads[1:], len(lines)], strict=False):
+            closing = indentation(lines[at]) + "}"
+            end = next((i for i in range(at + 1, following) if lines[i].startswith(closing)), None)
+            if end is not None:
+                return cls(lines[:at], lines[at], lines[at + 1 : end], lines[end:])
+        raise Refused("there is no loop")
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines of the module."""
+        return [*self.before, self.head, *self.body, *self.after]
+
+    @property
+    def indent(self) -> str:
+        """Spaces in front of it."""
+        return indentation(self.head)
+
+    @property
+    def j(self) -> str:
+        """The block of an iteration."""
+        return operands(self.head)[0]
+
+    @property
+    def has_two_warpgroups(self) -> bool:
+        """True for programs of eight warps."""
+        return any(TWO_WARPGROUPS in line for line in self.before)
+
+    @property
+    def of_q(self) -> list[int]:
+        """The products of Q, which is in shared memory, in its body."""
+        return [i for i in self.find(PRODUCT) if " : !ttg.memdesc" in self.body[i]]
+
+    @property
+    def of_p(self) -> list[int]:
+        """The products of P, which is in registers, in its body."""
+        return [i for i in self.find(PRODUCT) if " : !ttg.memdesc" not in self.body[i]]
+
+    @functools.cached_property
+    def definitions(self) -> dict[str, str]:
+        """The lines that define the values of its body, by these; another loop may have the same names."""
+        return {name: line for line in (*self.before, *self.body) if (name := defined(line))}
+
+    def find(self, operation: str) -> list[int]:
+        """The lines of its body whose operation it is."""
+        return find(self.body, operation)
+
+    def definition(self, name: str, operation: str = "") -> str:
+        """The line that defines a value; `Refused` if there is none, or it is of another operation."""
+        if f" = {operation}" not in self.definitions.get(name, ""):
+            raise Refused(f"{name} is not of {operation.strip() or 'an operation'}")
+        return self.definitions[name]
+
+    def buffer(self, operand: str) -> str:
+        """The line that takes a buffer from its array, of which a product's operand is a view."""
+        while "memdesc_index" not in (line := self.definition(operand, "ttg.memdesc_")):
+            operand = operands(line)[0]
+        return line
+
+
+def over_loop(name: str) -> Callable[[Callable[[Loop], tuple[list[str], str]]], Callable[[str], Outcome]]:
+    """Make a pass, over the text of a module, of a function of its loop: to the module's lines, and what was done."""
+
+    def made(change: Callable[[Loop], tuple[list[str], str]]) -> Callable[[str], Outcome]:
+        @functools.wraps(change)
+        def over(text: str) -> Outcome:
+            try:
+                lines, how = change(Loop.of(text))
+            except Refused as refused:
+                return Outcome(name, False, str(refused), text)
+            return Outcome(name, True, how, "\n".join(lines))
+
+        return over
+
+    return made
 
 
 def with_copies_ahead(before: list[str]) -> list[str]:
@@ -77,10 +184,10 @@ def with_copies_ahead(before: list[str]) -> list[str]:
 
 
 def with_loads_and_copies_ahead(before: list[str]) -> list[str]:
-    """The lines in front of a loop: loads from memory, the first copies, the wait for them, and behind it the rest.
+    """The lines in front of a loop: loads from memory, the first copies, the wait for them, and then the rest.
 
-    Loads and copies come with what they need. What is loaded is used behind the wait, and is under way meanwhile. Loads
-    behind something that writes stay where they are.
+    Loads and copies come with what they need. What is loaded is used after the wait, and is under way meanwhile. Loads
+    after something that writes stay where they are.
     """
     indent = indentation(before[-1])
     written = [i for operation in ("tt.store ", "tt.atomic", BARRIER) for i in find(before, operation)]

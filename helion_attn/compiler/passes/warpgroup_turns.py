@@ -24,7 +24,7 @@ What is copied comes into buffers of block j - 2 or, with `delayed_v`, of K of b
 j - 1 and P V of j - 2 are done in the second warpgroup. All of the first waits for it: a copy of rows that are wider
 than 128 bytes is several, by as many of its warps. They are done in the first when it has the turn for P V of j - 1,
 for all its warps have waited for them. Before the loop, the second says READ for a block that there is not, and waits
-for its first turn; behind it, the first passes the turn on once more, and waits for READ. So at each barrier as many
+for its first turn; after it, the first passes the turn on once more, and waits for READ. So at each barrier as many
 arrive as wait, with no blocks too; nobody arrives twice before the other has waited, for in between it needs a turn.
 
 These barriers, named ones of PTX, take the place of Triton's in the loop. Those have to go: a warpgroup that waited
@@ -37,7 +37,7 @@ made before. The rest runs under the end of the other's products. A loop of `del
 moves up across V's wait, which is a branch.
 
 In front of the loop no other program runs on the SM, so what comes from memory comes at once. All loads are issued
-first, then the first copies of Q, K and V. What was loaded is used behind the wait for Q. Left alone, ptxas has a
+first, then the first copies of Q, K and V. What was loaded is used after the wait for Q. Left alone, ptxas has a
 maximum of Q's descales across lanes in between, which waits for them.
 
 No sum changes. What it gains: docs/notes/loads_and_turns.md.
@@ -49,25 +49,23 @@ import re
 
 from helion_attn.compiler.passes.delayed_v import DELAYED_BARRIER
 from helion_attn.compiler.passes.early_copies import EARLY_BLOCK
-from helion_attn.compiler.passes.outcome import Outcome, Refused, in_any
+from helion_attn.compiler.passes.outcome import Outcome, Refused
 from helion_attn.compiler.passes.ttgir import (
     BARRIER,
     COPY,
     EXPECT,
     PRODUCT,
-    TWO_WARPGROUPS,
     VALUE,
     WAIT_FOR_COPIES,
     WAIT_FOR_PRODUCT,
-    find,
-    indentation,
-    loops,
+    Loop,
+    over_loop,
     with_loads_and_copies_ahead,
 )
 
 NAME, PART_OF_P = "warpgroup_turns", "turn_behind_part_of_p"
 
-#: Named barriers of a program; 0 is that of all its warps. Of the first two, the one is the other from 3.
+#: Named barriers of a program; 0 is the one of all its warps. Of the first two, the one is the other from 3.
 FIRST, SECOND, READ = 1, 2, 3
 
 #: Threads of a warpgroup, of a program.
@@ -100,62 +98,48 @@ LETTERS = {
 FORM = r"WI+B(EC+)+BFW?(I+|(IF)+)"
 
 
-def with_turns(text: str) -> Outcome:
-    """Put turns into the first loop that has the form in which `early_copies` leaves it."""
-    lines = text.split("\n")
-    if TWO_WARPGROUPS not in text:
-        return Outcome(NAME, False, "a program is not two warpgroups", text)
-    layouts = [line for line in lines if "#ttg.nvidia_mma<" in line]
+@over_loop(NAME)
+def with_turns(loop: Loop) -> tuple[list[str], str]:
+    """Put turns into a loop that has the form in which `early_copies` leaves it."""
+    if not loop.has_two_warpgroups:
+        raise Refused("a program is not two warpgroups")
+    layouts = [line for line in loop.before if "#ttg.nvidia_mma<" in line]
     if any("warpsPerCTA = [8, 1]" not in line for line in layouts):
-        return Outcome(NAME, False, "a warpgroup does not have half of the rows", text)
-    reasons = []
-    for at, end in loops(lines):
-        try:
-            return Outcome(NAME, True, "two warpgroups take turns at the tensor core", _in_turns(lines, at, end))
-        except Refused as refused:
-            reasons.append(str(refused))
-    return Outcome(NAME, False, in_any(reasons), text)
-
-
-def _in_turns(lines: list[str], at: int, end: int) -> str:
-    """The code with turns in the loop from `at` to `end`; `Refused` if it has another form."""
-    body = lines[at + 1 : end]
-    places = sorted((i, letter) for operation, letter in LETTERS.items() for i in find(body, operation))
-    form = "".join(letter for _, letter in places)
+        raise Refused("a warpgroup does not have half of the rows")
+    body = loop.body
+    form = "".join(letter for _, letter in sorted((i, x) for op, x in LETTERS.items() for i in loop.find(op)))
     if not re.fullmatch(FORM, form):
         raise Refused(f"its operations are {form or 'others'}, which is not {FORM}")
     # P V of the block before, which the other warpgroup is yet to issue, reads its buffer.
     if not any(name in line for name in (EARLY_BLOCK, DELAYED_BARRIER) for line in body):
         raise Refused("it copies into buffers of the block before")
-    (before_copies, behind_copies), (wait, *_) = find(body, BARRIER), find(body, WAIT_FOR_PRODUCT)
-    # P is in registers, Q in shared memory.
-    p_v = next(i for i in find(body, PRODUCT) if " : !ttg.memdesc" not in body[i])
-    has_delayed_v = len(find(body, WAIT_FOR_COPIES)) > 1
-    outer, inner = indentation(lines[at]), indentation(lines[at]) + "  "
+    (before_copies, behind_copies), (wait, *_) = loop.find(BARRIER), loop.find(WAIT_FOR_PRODUCT)
+    p_v = loop.of_p[0]
+    has_delayed_v = len(loop.find(WAIT_FOR_COPIES)) > 1
+    outer, inner = loop.indent, loop.indent + "  "
     thread = [
         f"{outer}%turns_zero = arith.constant 0 : i32",
         _asm(outer, "%turns_thread", "mov.u32 $0, %tid.x;", "%turns_zero", pure=True),
     ]
-    return "\n".join(
-        [
-            *with_loads_and_copies_ahead(lines[:at]),
-            *thread,
-            _turn(outer, "before_loop", _BEFORE_LOOP),
-            lines[at],
-            *body[:before_copies],
-            _turn(inner, "before_copies", _BEFORE_COPIES),
-            *body[before_copies : behind_copies + 1],
-            _turn(inner, "behind_copies", _BEHIND_COPIES),
-            *body[behind_copies + 1 : wait + 1],
-            _turn(inner, "behind_wait", _BEHIND_WAIT),
-            *body[wait + 1 : p_v],
-            _turn(inner, "before_p_v", _BEFORE_P_V if has_delayed_v else _BEHIND_PART_OF_P),
-            *body[p_v:],
-            lines[end],
-            _turn(outer, "behind_loop", _BEHIND_LOOP),
-            *lines[end + 1 :],
-        ]
-    )
+    lines = [
+        *with_loads_and_copies_ahead(loop.before),
+        *thread,
+        _turn(outer, "before_loop", _BEFORE_LOOP),
+        loop.head,
+        *body[:before_copies],
+        _turn(inner, "before_copies", _BEFORE_COPIES),
+        *body[before_copies : behind_copies + 1],
+        _turn(inner, "behind_copies", _BEHIND_COPIES),
+        *body[behind_copies + 1 : wait + 1],
+        _turn(inner, "behind_wait", _BEHIND_WAIT),
+        *body[wait + 1 : p_v],
+        _turn(inner, "before_p_v", _BEFORE_P_V if has_delayed_v else _BEHIND_PART_OF_P),
+        *body[p_v:],
+        loop.after[0],
+        _turn(outer, "behind_loop", _BEHIND_LOOP),
+        *loop.after[1:],
+    ]
+    return lines, "two warpgroups take turns at the tensor core"
 
 
 def _asm(indent: str, name: str, code: str, operand: str, pure: bool) -> str:
@@ -174,13 +158,13 @@ class BarrierInLoop(Exception):
 
 
 def in_turns(ptx: str) -> Outcome:
-    """Take the barriers of all warps out of a loop of turns, and put its turn for P V behind a part of P.
+    """Take the barriers of all warps out of a loop of turns, and put its turn for P V after a part of P.
 
-    The outcome is that of the turn for P V. The caller knows that the kernel has turns: its marks must be there.
+    The outcome is about the turn for P V. The caller knows that the kernel has turns: its marks must be there.
 
     Raises:
         BarrierInLoop: there is a barrier of all warps that is neither between the loop's copies and the wait for Q K^T
-            nor right behind another wait for products, or the marks of turns are not there, or not in their order.
+            nor right after another wait for products, or the marks of turns are not there, or not in their order.
     """
     return _behind_part_of_p(_without_block_barriers(ptx))
 
@@ -197,14 +181,14 @@ def _without_block_barriers(ptx: str) -> str:
     of_all = r"\s*(bar|barrier)(\.\w+)*\s+0[,;]"
     barriers = [i for i in range(before_loop, behind_loop) if re.match(of_all, lines[i])]
     # From Triton 3.9 on every wait for products ends with one, for the buffers that these have read. Copies into these
-    # come behind a wait of the turns' own.
+    # come after a wait of the turns' own.
     if any(i not in copies_and_wait and not _ends_a_wait(lines, i) for i in barriers):
         raise BarrierInLoop("Triton has put a barrier of all warps into the loop")
     return "\n".join(line for i, line in enumerate(lines) if i not in barriers)
 
 
 def _ends_a_wait(lines: list[str], barrier: int) -> bool:
-    """Whether nothing but notes stands between a barrier and a wait for products before it."""
+    """Return whether nothing but notes stands between a barrier and a wait for products before it."""
     before = (line.strip() for line in reversed(lines[:barrier]))
     instruction = next(line for line in before if line and not line.startswith(("//", ".loc", "$L__tmp")))
     return instruction.startswith("wgmma.wait_group")
@@ -218,15 +202,15 @@ def _behind_part_of_p(ptx: str) -> Outcome:
     lines = ptx.split("\n")
     marked = [i for i, line in enumerate(lines) if "behind_part_of_p: " in line]
     if not marked:
-        return Outcome(PART_OF_P, False, "the turn for P V stands behind the wait for V", ptx)
+        return Outcome(PART_OF_P, False, "the turn for P V stands after the wait for V", ptx)
     if len(marked) != 1:
         return Outcome(PART_OF_P, False, f"{len(marked)} turns are marked, in place of one", ptx)
     (turn,) = marked
     # In front of its fence, all of P has been packed.
     fence = next((i for i in range(turn, len(lines)) if lines[i].lstrip().startswith("wgmma.fence")), turn)
     if fence == turn:
-        return Outcome(PART_OF_P, False, "no fence of products comes behind the turn", ptx)
-    # Not those of a second loop behind it.
+        return Outcome(PART_OF_P, False, "no fence of products comes after the turn", ptx)
+    # Products of a second loop do not count.
     end = next((i for i, line in enumerate(lines) if "behind_turns: " in line), len(lines))
     products = "\n".join(line for line in lines[:end] if "wgmma.mma_async" in line)
     p = list(dict.fromkeys(re.findall(VALUE, " ".join(re.findall(r"\}, \{([^}]*)\}, ", products)))))
