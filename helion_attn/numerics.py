@@ -70,7 +70,7 @@ DESCALE_MIN = FP32_TINY
 #: Keys of a head, at most, that are known before K and V are read (`preprocess.sample`).
 SAMPLED_KEYS = 256
 
-#: A descale of a head of V fits entries of so many times what the sample has. e4m3 has 15 octaves of full resolution:
+#: A descale of V fits entries of so many times what the sample has. e4m3 has 15 octaves of full resolution:
 #: three of them to spare cost none.
 SAMPLED_HEADROOM = 8.0
 

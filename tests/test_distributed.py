@@ -32,12 +32,6 @@ from helpers.ranks import Problem, assert_as_one
 
 STRATEGIES: tuple[Strategy, ...] = ("allgather", "ulysses", "ring")
 
-#: Scales of heads and tensors, of which all ranks must have the same.
-OF_HEADS = ha.Recipe(
-    qk_dtype=torch.float8_e4m3fn, q_scales="head", k_scales="head", v_scales="channel", smooth_k=True, reflect=True
-)
-OF_TENSORS = replace(OF_HEADS, q_scales="tensor", k_scales="tensor", v_scales="tensor")
-
 RAGGED = Problem((260, 256), (260, 256), D=64, D_v=64, H=2)
 CUT_ANYHOW = Problem((100, 33), (40, 216), causal=True, return_lse=True)
 ZIGZAG = Problem((256, 256), (256, 256), H=1, causal=True, zigzag=True)
@@ -68,8 +62,6 @@ PROBLEMS: dict[str, tuple[Problem, tuple[Strategy, ...]]] = {
             "accurate": ha.ACCURATE,
             "hybrid": ha.HYBRID,
             "bf16": ha.BF16,
-            "heads": OF_HEADS,
-            "tensors": OF_TENSORS,
         }.items()
     },
     "four, ragged": (

@@ -133,7 +133,7 @@ def test_keys_of_more_than_2_to_the_31_elements() -> None:
 CHOICES = {
     "e5m2": replace(IN_E4M3, pv_dtype=torch.float8_e5m2),
     "sum_in_tensor_core": replace(IN_E4M3, promote_every=0),
-    "k_block": replace(IN_E4M3, k_scales="block"),
+    "q_block": replace(IN_E4M3, q_scales="block"),
     "smooth_k": replace(IN_E4M3, smooth_k=True),
 }
 
@@ -148,7 +148,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 50.0, "recipe": ha.FAST},
 }
 AT_64: dict[str, dict[str, Any]] = {
-    "softcap_causal_blocks": {"softcap": 50.0, "causal": True, "recipe": replace(IN_E4M3, k_scales="block")},
+    "softcap_causal_blocks": {"softcap": 50.0, "causal": True, "recipe": IN_E4M3},
     "everything": {"window": (100, -1), "causal": True, "softcap": 50.0, "sinks": True, "recipe": ha.ACCURATE},
 }
 

@@ -191,7 +191,7 @@ def test_references_of_blocks(name: str) -> None:
 
 
 #: int8 with nothing mixed or smoothed: integers up to 127, 127 among them, are exact, and so are V's in e4m3.
-EXACT = replace(IN_E4M3, qk_dtype=torch.int8, k_scales="block", center_v=False)
+EXACT = replace(IN_E4M3, qk_dtype=torch.int8, center_v=False)
 
 BLOCK = 128
 

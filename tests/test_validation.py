@@ -408,7 +408,7 @@ def test_quantized_with_heads_not_a_multiple() -> None:
 @pytest.mark.parametrize(
     ("recipe", "named"),
     [
-        (replace(IN_E4M3, qk_dtype=torch.int8, k_scales="block", smooth_k=True), "q8"),
+        (replace(IN_E4M3, qk_dtype=torch.int8, smooth_k=True), "q8"),
         (replace(IN_E4M3, pv_dtype=torch.float8_e5m2, smooth_k=True), "v8"),
         (replace(IN_E4M3, promote_every=1, hadamard=True, smooth_k=True), None),
         (IN_E4M3, None),

@@ -33,7 +33,6 @@ from helion_attn.preprocess.sequences import key_source
 def pack_kv(
     k: torch.Tensor,  # flat
     v: torch.Tensor,  # flat
-    k_amax: torch.Tensor,  # [B * H_kv, MAX_PARTS]
     v_amax: torch.Tensor,  # [B * H_kv, D_row]
     k_mean: torch.Tensor,  # [B * H_kv, D_row]
     v_mean: torch.Tensor,  # [B * H_kv, D_v_pad]
@@ -50,7 +49,6 @@ def pack_kv(
     v_lost: torch.Tensor,  # [B * H_kv * N_blocks, D_v_pad], written if sum_lost
     v_peak: torch.Tensor,  # [B * H_kv * N_blocks, d_tiles], written if note_peak
     n_tiles: int,
-    k_parts: int,
     H_kv: int,
     N: int,
     k_b_step: int,
@@ -62,7 +60,6 @@ def pack_kv(
     table_rows: int,
     d_at_run_time: int,
     d_v_at_run_time: int,
-    factor: float,
     norm: float,
     k_d_step: hl.constexpr,
     v_d_step: hl.constexpr,
@@ -95,7 +92,7 @@ def pack_kv(
     wide: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
-    """See the module's docstring. Tiles run from the last to the first: what `first_pass` read last is still in L2.
+    """See the module's docstring.
 
     With `varlen` every block of a head is a "head" of its own, with one block: N is that of a block, and `k_blocks`, of
     `sequences`, says what it holds.
@@ -107,9 +104,8 @@ def pack_kv(
     k_tile = hl.specialize(k8.size(1))
     d_pad = hl.specialize(k8.size(2))
     side = hl.specialize(rotation_matrix.size(0))
-    max_parts = hl.specialize(k_amax.size(1))
     d_tiles = hl.specialize(v_descale.size(1)) // d_tile
-    hl.specialize((k.stride(0), v.stride(0), k_amax.stride(0), k_amax.stride(1)))
+    hl.specialize((k.stride(0), v.stride(0)))
     # Known strides keep the loads 16 bytes wide.
     hl.specialize((k_mean.stride(0), k_mean.stride(1), v_mean.stride(0), v_mean.stride(1)))
     hl.specialize((v_amax.stride(0), v_amax.stride(1)))
@@ -121,15 +117,14 @@ def pack_kv(
     n_blocks = (N + bn - 1) // bn
     k_channels = row_channels(d, d_at_run_time, k_d_step)
     v_channels = row_channels(d_v, d_v_at_run_time, v_d_step)
-    for bh, from_end in hl.grid([v_descale.size(0), n_blocks * d_tiles]):
-        v_index = n_blocks * d_tiles - 1 - from_end
+    for bh, v_index in hl.grid([v_descale.size(0), n_blocks * d_tiles]):
         i = v_index // d_tiles
         d_index = v_index % d_tiles
         v_head, v_keys, offset = key_source(
             k_blocks, bh, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen, wide, is_cuda
         )
         channel_descale = v_descales(v_amax, v_head, d_index, d_row, d_tile, v_largest, v_unscaled, v_per_channel)
-        centred, scaled, tile = v_block(
+        scaled, tile = v_block(
             v, v_mean, channel_descale, v_head, i, d_index, offset, v_s_step * unit, v_d_step, v_keys, v_channels, bn,
             d_tile, v8.dtype,
         )  # fmt: skip
@@ -141,13 +136,11 @@ def pack_kv(
             lost = lost_in_rounding(scaled, tile, channel_descale)
             hl.store(v_lost, [bh * n_blocks + i, d_index * d_tile + hl.arange(d_tile)], lost)
         if note_peak:
-            largest = torch.amax(torch.amax(torch.abs(centred), 1), 0)
-            v_peak[bh * n_blocks + i, d_index] = largest / torch.amax(channel_descale, 0)
+            v_peak[bh * n_blocks + i, d_index] = torch.amax(torch.amax(torch.abs(scaled), 1), 0)
         if i == 0:
             hl.store(v_descale, [bh, d_index * d_tile + hl.arange(d_tile)], channel_descale)
 
-    for kv, from_end in hl.grid([k_descale.size(0), (n_tiles + k_run - 1) // k_run]):
-        k_index = (n_tiles + k_run - 1) // k_run - 1 - from_end
+    for kv, k_index in hl.grid([k_descale.size(0), (n_tiles + k_run - 1) // k_run]):
         k_end = min(n_tiles, (k_index + 1) * k_run)
         k_head, keys, offset = key_source(
             k_blocks, kv, H_kv, N, k_b_step, k_h_step, k_s_step, unit, varlen, wide, is_cuda
@@ -178,10 +171,7 @@ def pack_kv(
                 keys, k_channels, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
                 smooth_k, False, hadamard, rotate_first, two_terms, reflected, is_cuda,
             )  # fmt: skip
-            descale = rows_descale(
-                x, peak, k_amax, k_mean, k_head, k_parts, max_parts, k_tile, d_row, factor, qk_largest, k_unscaled,
-                False, k_per_tile, k_per_block, smooth_k,
-            )  # fmt: skip
+            descale = rows_descale(x, peak, k_tile, qk_largest, k_unscaled, False, k_per_tile)
             store_tile(
                 k8,
                 kv * n_tiles + k_tile_index,

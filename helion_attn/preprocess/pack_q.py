@@ -22,7 +22,6 @@ from helion_attn.preprocess.sequences import query_source
 
 def pack_q(
     q: torch.Tensor,  # flat
-    q_amax: torch.Tensor,  # [B * H, MAX_PARTS]
     k_mean: torch.Tensor,  # [B * H_kv, D_row] if shift_lse
     cos: torch.Tensor,  # [table_rows * rotary / 2]
     sin: torch.Tensor,  # [table_rows * rotary / 2]
@@ -34,7 +33,6 @@ def pack_q(
     q_descale: torch.Tensor,  # [B * H, m_tiles * q_tile], written
     lse_shift: torch.Tensor,  # [B * H, m_tiles * q_tile], written if shift_lse
     m_tiles: int,
-    q_parts: int,
     H: int,
     H_kv: int,
     M: int,
@@ -44,7 +42,6 @@ def pack_q(
     q_s_step: int,
     table_rows: int,
     d_at_run_time: int,
-    factor: float,
     norm: float,
     q_d_step: hl.constexpr,
     unit: hl.constexpr,
@@ -68,7 +65,7 @@ def pack_q(
     wide: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> None:
-    """See the module's docstring. Tiles run from the last to the first: what `first_pass` read last is still in L2.
+    """See the module's docstring.
 
     With `varlen` every block of a head is a "head" of its own, with one block: M is that of a block, and `q_blocks`, of
     `sequences`, says what it holds.
@@ -79,16 +76,14 @@ def pack_q(
     q_tile = hl.specialize(q8.size(1))
     d_pad = hl.specialize(q8.size(2))
     side = hl.specialize(rotation_matrix.size(0))
-    max_parts = hl.specialize(q_amax.size(1))
-    hl.specialize((q.stride(0), k_mean.stride(1), q_amax.stride(0), q_amax.stride(1)))
+    hl.specialize((q.stride(0), k_mean.stride(1)))
     # Known strides keep the stores 16 bytes wide.
     hl.specialize((q8.stride(0), q8.stride(1), q8.stride(2)))
     hl.specialize((cos.stride(0), sin.stride(0), signs.stride(0)))
     hl.specialize((rotation_matrix.stride(0), rotation_matrix.stride(1)))
     group = H // H_kv
     q_channels = row_channels(d, d_at_run_time, q_d_step)
-    for q_bh, from_end in hl.grid([q_descale.size(0), (m_tiles + q_run - 1) // q_run]):
-        q_index = (m_tiles + q_run - 1) // q_run - 1 - from_end
+    for q_bh, q_index in hl.grid([q_descale.size(0), (m_tiles + q_run - 1) // q_run]):
         q_end = min(m_tiles, (q_index + 1) * q_run)
         q_kv, queries, offset = query_source(
             q_blocks, q_bh, H, group, M, q_b_step, q_h_step, q_s_step, unit, q_tile * m_tiles, varlen, wide, is_cuda
@@ -116,10 +111,7 @@ def pack_q(
                 queries, q_channels, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing,
                 explicit_q_positions, False, shift_lse, hadamard, False, two_terms, reflected, is_cuda,
             )  # fmt: skip
-            descale = rows_descale(
-                x, peak, q_amax, k_mean, q_bh, q_parts, max_parts, q_tile, d_row, factor, qk_largest, q_unscaled,
-                q_per_row, q_per_tile, q_per_block, False,
-            )  # fmt: skip
+            descale = rows_descale(x, peak, q_tile, qk_largest, q_unscaled, q_per_row, q_per_tile)
             store_tile(
                 q8,
                 q_bh * m_tiles + q_tile_index,

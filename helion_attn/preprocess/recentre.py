@@ -3,9 +3,9 @@
 1. *V's mean.* `v_mean += what rounding took from V / keys`. What was cast need not have had a mean of 0, and its
    rounded values do not. And if V's mean is small, subtracting it moves all keys that share one 16-bit value to the
    same side of an 8-bit rounding boundary, so that their errors add up. Few keys do not need it: `RECENTRED_KEYS`.
-2. *V's largest entry*, where the descale of a head comes from a sample (`sample`). A head with an entry beyond the
-   sample's room is packed again, with the descale of its true amax. One program does so for 64 channels of a head: it
-   is slow, and hardly ever needed.
+2. *V's largest entries*, which may lie beyond the room of the sample's descale. A head that has any is packed again,
+   with the descale of its true amax, or, of descales by channel, with those of the channels that have any. One program
+   does so for 64 channels of a head: it is slow, and hardly ever needed.
 
 Every row of P is the uniform row, 1 / N, plus a rest, and 1 makes the uniform row's product exact. If V's rounding
 errors have a variance of e**2, a row of P that sums to 1 has an error of variance e**2 * sum(p**2); without their mean,
@@ -37,7 +37,7 @@ STEP_BLOCKS = 64
 def recentre(
     v: torch.Tensor,  # flat
     v_lost: torch.Tensor,  # [B * H_kv * N_blocks, D_v_pad], or [H_kv * N_blocks, D_v_pad] if varlen; if center
-    v_peak: torch.Tensor,  # likewise, [.., d_tiles]; if sampled
+    v_peak: torch.Tensor,  # likewise, [.., d_tiles]
     sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS] if varlen
     k_blocks: torch.Tensor,  # [N_blocks, K_FIELDS] if varlen
     v8: torch.Tensor,  # [B * H_kv * N_blocks * d_tiles, d_tile, bn], written where a sample had too little room
@@ -58,7 +58,7 @@ def recentre(
     chunk: hl.constexpr,
     largest: hl.constexpr,
     room: hl.constexpr,
-    sampled: hl.constexpr,
+    per_channel: hl.constexpr,
     center: hl.constexpr,
     least: hl.constexpr,
     varlen: hl.constexpr,
@@ -99,46 +99,61 @@ def recentre(
             inside = (block < count).unsqueeze(1)
             if center:
                 total = total + hl.load(v_lost, [first + block, cols], extra_mask=inside)
-            if sampled:
-                own = inside & (hl.arange(max_tiles) < d_tiles).unsqueeze(0)
-                noted = maximum(noted, hl.load(v_peak, [first + block, hl.arange(max_tiles)], extra_mask=own), is_cuda)
+            own = inside & (hl.arange(max_tiles) < d_tiles).unsqueeze(0)
+            noted = maximum(noted, hl.load(v_peak, [first + block, hl.arange(max_tiles)], extra_mask=own), is_cuda)
         # [d_tile]
         lost = total.sum(0)
-        if sampled:
-            # Not "beyond", since a NaN is not within.
-            fits = (torch.amax(torch.amax(noted, 1), 0) <= room).to(torch.int32)
-            if fits < 1:
+        # Not "beyond", since a NaN is not within.
+        fits = (torch.amax(torch.amax(noted, 1), 0) <= room).to(torch.int32)
+        if fits < 1:
+            ones = hl.full([d_tile], 1.0, dtype=torch.float32)
+            if per_channel:
+                # [d_tile]
+                amax = hl.zeros([d_tile], dtype=torch.float32)
+                for i in hl.grid(count):
+                    v_head, size, offset = key_source(
+                        k_blocks, first + i if varlen else head, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen,
+                        wide, is_cuda,
+                    )  # fmt: skip
+                    centred, _ = v_block(
+                        v, v_mean, ones, v_head, 0 if varlen else i, d_index, offset, v_s_step * unit, v_d_step, size,
+                        v_channels, bn, d_tile, v8.dtype,
+                    )  # fmt: skip
+                    amax = maximum(amax, torch.amax(torch.abs(centred), 0), is_cuda)
+                sampled = hl.load(v_descale, [first if varlen else head, cols])
+                descale = torch.where(amax <= sampled * room, sampled, to_descale(amax, largest))
+            else:
+                # [bn]
                 peaks = hl.zeros([bn], dtype=torch.float32)
-                ones = hl.full([d_tile], 1.0, dtype=torch.float32)
                 for i in hl.grid(count):
                     v_head, size, offset = key_source(
                         k_blocks, first + i if varlen else head, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen,
                         wide, is_cuda,
                     )  # fmt: skip
                     for any_index in hl.grid(d_tiles):
-                        _, centred, _ = v_block(
+                        centred, _ = v_block(
                             v, v_mean, ones, v_head, 0 if varlen else i, any_index, offset, v_s_step * unit, v_d_step,
                             size, v_channels, bn, d_tile, v8.dtype,
                         )  # fmt: skip
                         peaks = maximum(peaks, torch.amax(torch.abs(centred), 1), is_cuda)
                 descale = to_descale(torch.amax(peaks, 0), largest) + hl.zeros([d_tile], dtype=torch.float32)
-                again = hl.zeros([d_tile], dtype=torch.float32)
-                for i in hl.grid(count):
-                    v_head, size, offset = key_source(
-                        k_blocks, first + i if varlen else head, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen,
-                        wide, is_cuda,
-                    )  # fmt: skip
-                    _, scaled, tile = v_block(
-                        v, v_mean, descale, v_head, 0 if varlen else i, d_index, offset, v_s_step * unit, v_d_step,
-                        size, v_channels, bn, d_tile, v8.dtype,
-                    )  # fmt: skip
-                    v8[(first + i) * d_tiles + d_index, :, :] = tile.transpose(0, 1)
-                    again = again + lost_in_rounding(scaled, tile, descale)
-                    if varlen:
-                        hl.store(v_descale, [first + i, cols], descale)
-                if not varlen:
-                    hl.store(v_descale, [head, cols], descale)
-                lost = again
+            again = hl.zeros([d_tile], dtype=torch.float32)
+            for i in hl.grid(count):
+                v_head, size, offset = key_source(
+                    k_blocks, first + i if varlen else head, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen,
+                    wide, is_cuda,
+                )  # fmt: skip
+                scaled, tile = v_block(
+                    v, v_mean, descale, v_head, 0 if varlen else i, d_index, offset, v_s_step * unit, v_d_step,
+                    size, v_channels, bn, d_tile, v8.dtype,
+                )  # fmt: skip
+                v8[(first + i) * d_tiles + d_index, :, :] = tile.transpose(0, 1)
+                again = again + lost_in_rounding(scaled, tile, descale)
+                if varlen:
+                    hl.store(v_descale, [first + i, cols], descale)
+            if not varlen:
+                hl.store(v_descale, [head, cols], descale)
+            lost = again
         if center:
             mean = hl.load(v_mean, [head, cols])
             if varlen:
@@ -171,7 +186,7 @@ def launch(
     Args:
         source: of V.
         v_lost: what rounding took from every block, of `pack`, from `RECENTRED_KEYS` keys on.
-        v_peak: the largest magnitudes of tiles, in units of their descales, if these are of a sample.
+        v_peak: the largest magnitudes of tiles, in units of their descales.
         v8: and `v_descale`: flat, as `pack` has them; written.
         v_mean: what was subtracted from V. Programs of a head read all of it, so that it is not written.
         recipe: how V was packed.
@@ -203,7 +218,7 @@ def launch(
             "chunk": STEP_BLOCKS,
             "largest": FORMAT_MAX[recipe.pv_dtype],
             "room": FORMAT_MAX[recipe.pv_dtype] * ROUNDS_TO_LARGEST,
-            "sampled": recipe.samples_v,
+            "per_channel": recipe.v_scales == "channel",
             "center": center,
             "least": RECENTRED_KEYS,
             "varlen": sequences is not None,

@@ -1,19 +1,19 @@
-"""In place of `statistics`, where K and V are read once: means of a sample of the keys of every head, one small kernel.
+"""What is known of K and V before they are read: means and maxima of a sample of every head's keys, one small kernel.
 
     key i * (keys // n) for i < n, n = min(keys, `SAMPLED_KEYS`)
 
 softmax(q (k - c)) is the same for any constant c, and so is P (v - c) + c for rows of P that sum to 1: the mean of a
 sample leaves as little to round as the whole mean (SageAttention, arXiv:2410.02367, subtracts that from K). Means that
 do not stand out of the sample's noise are 0: subtracting them would add to small entries, such as V's at an attention
-sink. V's descale of a head fits entries of `SAMPLED_HEADROOM` times the sample's amax; `recentre` sees to a head that
-has larger ones. A NaN in the sample makes the mean of its channel NaN, and so everything that it is subtracted from.
-One infinity does not stand out of its own range; it makes the descale NaN.
+sink. V's descales, of a head or its channels, fit entries of `SAMPLED_HEADROOM` times the sample's amax; `recentre`
+sees to larger ones. A NaN in the sample makes the mean of its channel NaN, and so all that it is subtracted from. One
+infinity does not stand out of its own range; it makes the descale NaN.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,6 @@ from helion_attn.numerics import SAMPLED_HEADROOM, SAMPLED_KEYS, SIGNIFICANT_MEA
 from helion_attn.preprocess.lib.rope import NO_ROPE, RopeTables, rope_rows
 from helion_attn.preprocess.lib.strided import StridedQKV, load_rows
 from helion_attn.preprocess.sequences import Sequences, fields_of, key_source
-from helion_attn.preprocess.statistics import Statistics
 from helion_attn.types import Recipe
 
 #: Channels of a program, and elements of a step: all that it samples, 64 a thread, on their way at once.
@@ -32,6 +31,21 @@ CHANNELS, STEP_ELEMENTS = 64, 16384
 
 #: With RoPE, whose partners are any channels of a row: 16 elements a thread.
 ROPE_STEP_ELEMENTS = 4096
+
+
+class Sampled(NamedTuple):
+    """What `pack` needs to know of K and V.
+
+    Attributes:
+        v_amax: fp32 [B * H_kv, D_row], what V's descales are to hold of the centred channels; of no meaning where V
+            becomes 16-bit, or descales are given.
+        k_mean: fp32 [B * H_kv, D_row] with smooth_k, otherwise [1, 1] of no meaning.
+        v_mean: fp32 [B * H_kv, D_v_pad], zeros without center_v.
+    """
+
+    v_amax: torch.Tensor
+    k_mean: torch.Tensor
+    v_mean: torch.Tensor
 
 
 def sampled_head(
@@ -214,7 +228,7 @@ def kernel(is_cuda: bool, rotates: bool) -> Runner:
     return compiled(sample, config)
 
 
-def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequences | None = None) -> Statistics:
+def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequences | None = None) -> Sampled:
     """Run the kernel, if anything of K or V must be known.
 
     Args:
@@ -226,12 +240,12 @@ def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequ
     """
     like = source.flat[0].new_empty(0, dtype=torch.float32)
     heads = (source.B if sequences is None else sequences.sequences.size(0)) * source.H_kv
-    of_v = recipe.samples_v or recipe.center_v
+    of_v = recipe.center_v or (recipe.bits[1] == 8 and not recipe.is_given)
     k_mean = like.new_empty((heads, source.D_row) if recipe.smooth_k else (1, 1))
     v_amax = like.new_empty(heads, source.D_row)
     v_mean = like.new_empty(heads, source.D_v_pad) if of_v else like.new_zeros(heads, source.D_v_pad)
     unused = like.new_empty(1, 1)
-    found = Statistics(unused, unused, v_amax, k_mean, v_mean, 0, 0)
+    found = Sampled(v_amax, k_mean, v_mean)
     if not recipe.smooth_k and not of_v:
         return found
     count = min(source.N, SAMPLED_KEYS)

@@ -162,7 +162,7 @@ def key_source(
     wide: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[Any, Any, Any]:
-    """The row of head `head` of K or V in the statistics, its keys, and where they begin in memory.
+    """The row of head `head` of K or V in what is sampled, its keys, and where they begin in memory.
 
     With `varlen` it is a block of a head, and so are its keys. Inlined into kernels.
     """
@@ -189,7 +189,7 @@ def query_source(
     wide: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[Any, Any, Any]:
-    """As `key_source`, of Q: the statistics are those of its KV head. Inlined into kernels."""
+    """As `key_source`, of Q: what is sampled is that of its KV head. Inlined into kernels."""
     if not varlen:
         return head // group, size, ((head // heads) * b_step + (head % heads) * h_step) * unit
     block = head % q_blocks.size(0)

@@ -88,7 +88,7 @@ class StridedQKV(NamedTuple):
 
     @property
     def D_row(self) -> int:
-        """Width of the kernels' tiles and statistics."""
+        """Width of the kernels' tiles and of what they know of channels."""
         return row_width(self.D_pad, self.D_v_pad)
 
     @property
