@@ -140,15 +140,18 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         )
     },
     **{
-        f"k_head_{name}": ({"k_scales": "head", "center_v": False} | changed, ["k_scales is 'head'", "pack", "'block'"])
-        for name, changed in {
-            "int8": {"qk_dtype": torch.int8},
-            "e5m2": {"pv_dtype": torch.float8_e5m2},
-            "hadamard": {"hadamard": True},
-            "reflect": {"reflect": True},
-            "smooth_k": {"smooth_k": True},
-            "center_v": {"center_v": True},
-        }.items()
+        f"k_head_{name}": (
+            {"k_scales": "head", "center_v": False, name: value},
+            ["k_scales is 'head'", "helion_attn.pack", "'block'"],
+        )
+        for name, value in (
+            ("qk_dtype", torch.int8),
+            ("pv_dtype", torch.float8_e5m2),
+            ("hadamard", True),
+            ("reflect", True),
+            ("smooth_k", True),
+            ("center_v", True),
+        )
     },
     "hybrid_scaled": ({"pv_dtype": torch.bfloat16}, ["v_scales is 'head'", "'none'", "bfloat16"]),
     "bf16_scaled": ({"qk_dtype": torch.bfloat16}, ["q_scales is 'token'", "'none'", "bfloat16"]),

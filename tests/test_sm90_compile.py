@@ -19,7 +19,7 @@ from helion_attn.numerics import takes_bits
 from helion_attn.testing import Sm90Kernel, compile_for_sm90
 from helion_attn.types import Layout
 from helion_attn.varlen import attend_varlen, quantize_varlen
-from helpers.cases import IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
+from helpers.cases import GIVEN, IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
 from helpers.offline import (
     LONGER_LOOP,
     MEASURED,
@@ -134,6 +134,7 @@ CHOICES = {
     "e5m2": replace(IN_E4M3, pv_dtype=torch.float8_e5m2),
     "sum_in_tensor_core": replace(IN_E4M3, promote_every=0),
     "q_block": replace(IN_E4M3, q_scales="block"),
+    "given": GIVEN,
     "smooth_k": replace(IN_E4M3, smooth_k=True),
 }
 
