@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from helion_attn.numerics import FORMAT_MAX, RECENTRED_KEYS
@@ -90,8 +92,6 @@ def launch(
     shared = {
         "cos": rope.cos,
         "sin": rope.sin,
-        "rotary": rope.rotary,
-        "pairing": rope.pairing,
         "table_rows": rope.table_rows,
         "k_mean": known.k_mean,
         "signs": signs,
@@ -100,9 +100,13 @@ def launch(
         "N": N,
         "d_at_run_time": D,
         "norm": norm,
+    }
+    of_both: dict[str, Any] = {
         "unit": source.unit,
         "d": D,
         "d_row": D_row,
+        "rotary": rope.rotary,
+        "pairing": rope.pairing,
         "hadamard": recipe.hadamard,
         "two_terms": t.two_terms,
         "reflected": reflected_channels(D) if recipe.reflect else 0,
@@ -118,7 +122,6 @@ def launch(
             "v_amax": known.v_amax,
             "v_mean": known.v_mean,
             "k_positions": rope.k_positions,
-            "explicit_k_positions": rope.explicit[1],
             "k_blocks": k_blocks,
             "k8": k8,
             "v8": v8,
@@ -128,21 +131,27 @@ def launch(
             "v_peak": v_peak,
             "n_tiles": n_tiles,
             "d_v_at_run_time": source.D_v,
-            "d_v": source.D_v,
-            "d_tile": t.d_tile,
-            "bn": bn,
-            "k_run": t.k_run,
-            "k_unscaled": recipe.k_scales != "block",
-            "k_per_tile": recipe.k_scales == "block" and not t.k_per_block,
-            "k_per_block": t.k_per_block,
-            "v_unscaled": recipe.v_scales == "none" or recipe.is_given,
-            "v_per_channel": recipe.v_scales == "channel",
-            "sum_lost": sum_lost,
-            "note_peak": note_peak,
-            "smooth_k": smooth_k,
-            "rotate_first": t.rotate_first,
-            "v_largest": FORMAT_MAX.get(recipe.pv_dtype, 1.0),
-            "cap_registers": t.kv_registers is not None,
+            "spec": pack_kv.PackKVSpec(
+                **of_both,
+                k_d_step=source.d_steps[1],
+                v_d_step=source.d_steps[2],
+                d_v=source.D_v,
+                d_tile=t.d_tile,
+                bn=bn,
+                k_run=t.k_run,
+                explicit_k_positions=rope.explicit[1],
+                k_unscaled=recipe.k_scales != "block",
+                k_per_tile=recipe.k_scales == "block" and not t.k_per_block,
+                k_per_block=t.k_per_block,
+                v_unscaled=recipe.v_scales == "none" or recipe.is_given,
+                v_per_channel=recipe.v_scales == "channel",
+                sum_lost=sum_lost,
+                note_peak=note_peak,
+                smooth_k=smooth_k,
+                rotate_first=t.rotate_first,
+                v_largest=FORMAT_MAX.get(recipe.pv_dtype, 1.0),
+                cap_registers=t.kv_registers is not None,
+            ),
         }
     )
     if packs_q:
@@ -151,7 +160,6 @@ def launch(
                 **shared,
                 **source.arguments("q"),
                 "q_positions": rope.q_positions,
-                "explicit_q_positions": rope.explicit[0],
                 "q_blocks": q_blocks,
                 "q8": q8,
                 "q_descale": q_descale,
@@ -159,13 +167,18 @@ def launch(
                 "m_tiles": m_tiles,
                 "H": H,
                 "M": M,
-                "q_run": t.q_run,
-                "q_unscaled": recipe.q_scales == "none" or recipe.is_given,
-                "q_per_row": recipe.q_scales == "token",
-                "q_per_tile": recipe.q_scales == "block" and not t.q_per_block,
-                "q_per_block": t.q_per_block,
-                "shift_lse": shift_lse,
-                "cap_registers": t.q_registers is not None,
+                "spec": pack_q.PackQSpec(
+                    **of_both,
+                    q_d_step=source.d_steps[0],
+                    q_run=t.q_run,
+                    explicit_q_positions=rope.explicit[0],
+                    q_unscaled=recipe.q_scales == "none" or recipe.is_given,
+                    q_per_row=recipe.q_scales == "token",
+                    q_per_tile=recipe.q_scales == "block" and not t.q_per_block,
+                    q_per_block=t.q_per_block,
+                    shift_lse=shift_lse,
+                    cap_registers=t.q_registers is not None,
+                ),
             }
         )
     v_mean = known.v_mean
