@@ -42,7 +42,7 @@ def assert_preprocessing(kernels: list[Sm90Kernel], recipe: ha.Recipe = ha.BALAN
         of_8_bytes = re.findall(r"(@!?U?P\d+)? +(LDG|LDGSTS)(?:\.(?!64)\w+)*\.64\b", kernel.sass)
         vectors = [("", "LDG")] if kernel.name == "_helion_pack_kv" and recipe.smooth_k else []
         assert set(of_8_bytes) <= set(vectors), f"{kernel.name} reads narrowly"
-    assert sum(16 in widths(kernel, "LDG|LDGSTS") for kernel in kernels) >= 2, "there are two passes over the inputs"
+    assert sum(16 in widths(kernel, "LDG|LDGSTS") for kernel in kernels) >= 2, "who reads the inputs?"
     assert any(16 in widths(kernel, "STG") for kernel in kernels)
     assert any(kernel.opcodes["HGMMA"] > 0 for kernel in kernels) == recipe.hadamard, "who rotates?"
 

@@ -335,7 +335,7 @@ def test_a_wrong_table_exceeds_the_budget(field: int, device: str) -> None:
     packed = quantize_varlen(*qkv, *cu)
     out, _ = attend_varlen(packed, causal=True, out_dtype=torch.float32)
     case.assert_within_budget(out)
-    # Of the first sequence in order, with the most keys: its statistics, tokens, queries, key blocks, keys, blocks.
+    # Of the first sequence in order, with the most keys: its number, tokens, queries, key blocks, keys, blocks.
     wrong = {0: 0, 1: 69, 2: 59, 3: 1, 4: 200, 5: 1, 6: 2}[field]
     assert packed.q_blocks[0, field] != wrong
     packed.q_blocks[0, field] = wrong
