@@ -66,7 +66,7 @@ def test_values_of_every_shape(w: Workload, device: str, poisoned: Poisoned) -> 
     assert_packs_the_model(packed, ha.reference.quantize(*qkv, PLAIN), exact=device == "cpu")
     count = min(w.N, SAMPLED_KEYS)
     q, k, v = (x.double().abs() for x in qkv)
-    room = SAMPLED_HEADROOM * v[:, :, : w.N // count * count : w.N // count].amax((2, 3))
+    room = SAMPLED_HEADROOM["head"] * v[:, :, : w.N // count * count : w.N // count].amax((2, 3))
     largest = v.amax((2, 3))
     stats = {
         "q_descale": q.amax(3),
@@ -132,7 +132,7 @@ def test_centred_v(w: Workload, device: str, poisoned: Poisoned) -> None:
     # From here on with the mean that was in fact subtracted.
     centred = v.float() - packed.v_mean[:, :, None, : w.D]
     known = sample - packed.v_mean[:, :, None, : w.D]
-    descale = (SAMPLED_HEADROOM * known.abs().amax((2, 3)).double() / E4M3_MAX).clamp_min(DESCALE_MIN)
+    descale = (SAMPLED_HEADROOM["head"] * known.abs().amax((2, 3)).double() / E4M3_MAX).clamp_min(DESCALE_MIN)
     assert_fp32_close(packed.v_descale, descale.unsqueeze(2).expand_as(packed.v_descale))
     value = unpack_values(packed)["v8"]
     expected = (centred * (1 / packed.v_descale)[:, :, None, : w.D]).to(torch.float8_e4m3fn).float()
@@ -230,7 +230,7 @@ def test_key_interleave(device: str) -> None:
     v8 = packed.v8[0, 0].float()
     keys = torch.arange(64, device=device)
     assert torch.equal(v8.argmax(1), stored_at(keys))
-    assert torch.equal(v8.sum(1), torch.full_like(v8[:, 0], E4M3_MAX / SAMPLED_HEADROOM))
+    assert torch.equal(v8.sum(1), torch.full_like(v8[:, 0], E4M3_MAX / SAMPLED_HEADROOM["head"]))
     assert stored_at(keys)[:16].tolist() == [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
 
 

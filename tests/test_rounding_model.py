@@ -336,9 +336,9 @@ def test_descales_of_v(scales: str, center_v: bool, pv_dtype: torch.dtype) -> No
     sample = v[:, :, ::2]
     mean = sample.mean(2) if center_v else torch.zeros(2, 2, 64)
     torch.testing.assert_close(r.v_mean, mean, rtol=4 * FP32_EPS, atol=0)
-    room = SAMPLED_HEADROOM * amax_by(sample - r.v_mean.unsqueeze(2), scales, 0)[:, :, 0]
+    room = SAMPLED_HEADROOM[scales] * amax_by(sample - r.v_mean.unsqueeze(2), scales, 0)[:, :, 0]
     assert_descale(r.v_descale, room, pv_dtype)
-    assert FORMAT_MAX[pv_dtype] / SAMPLED_HEADROOM <= r.v8.abs().max() < FORMAT_MAX[pv_dtype]
+    assert FORMAT_MAX[pv_dtype] / SAMPLED_HEADROOM[scales] <= r.v8.abs().max() < FORMAT_MAX[pv_dtype]
 
 
 @pytest.mark.parametrize("scales", ["head", "channel"])

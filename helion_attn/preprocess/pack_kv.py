@@ -169,6 +169,9 @@ def pack_kv(
             v, v_mean, channel_descale, v_head, i, d_index, offset, v_s_step * spec.unit, spec.v_d_step, v_keys,
             v_channels, spec.bn, spec.d_tile, v8.dtype,
         )  # fmt: skip
+        # First: after the stores the numbers would still take registers.
+        if spec.note_peak:
+            v_peak[bh * n_blocks + i, d_index] = torch.amax(torch.amax(torch.abs(scaled), 1), 0)
         if v8.dtype.itemsize == 1:
             v8[bh * n_blocks * d_tiles + v_index, :, :] = tile.transpose(0, 1)
         else:
@@ -176,8 +179,6 @@ def pack_kv(
         if spec.sum_lost:
             lost = lost_in_rounding(scaled, tile, channel_descale)
             hl.store(v_lost, [bh * n_blocks + i, d_index * spec.d_tile + hl.arange(spec.d_tile)], lost)
-        if spec.note_peak:
-            v_peak[bh * n_blocks + i, d_index] = torch.amax(torch.amax(torch.abs(scaled), 1), 0)
         if i == 0:
             hl.store(v_descale, [bh, d_index * spec.d_tile + hl.arange(spec.d_tile)], channel_descale)
 

@@ -317,7 +317,7 @@ def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequ
                 d_tile=d_tile,
                 step=min(SAMPLED_KEYS, elements // d_tile),
                 samples=SAMPLED_KEYS,
-                headroom=SAMPLED_HEADROOM,
+                headroom=SAMPLED_HEADROOM.get(recipe.v_scales, 1.0),
                 threshold=SIGNIFICANT_MEAN,
                 center_v=recipe.center_v,
                 rotary=rope.rotary,

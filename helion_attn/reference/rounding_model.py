@@ -131,7 +131,7 @@ def _channel_descales(x: torch.Tensor, scales: str, dtype: torch.dtype) -> torch
         return torch.ones_like(true)
     if scales == "head":
         sampled, true = (stat.amax(2, keepdim=True).expand_as(stat) for stat in (sampled, true))
-    room = to_descale(sampled * SAMPLED_HEADROOM, FORMAT_MAX[dtype])
+    room = to_descale(sampled * SAMPLED_HEADROOM[scales], FORMAT_MAX[dtype])
     fits = true <= room * (FORMAT_MAX[dtype] * ROUNDS_TO_LARGEST)
     return torch.where(fits, room, to_descale(true, FORMAT_MAX[dtype]))
 
