@@ -63,8 +63,8 @@ def test_preprocessing(D: int, name: str) -> None:
     kernels = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D), recipe=recipe)
     assert_preprocessing(kernels, recipe)
     # Of eight warps where rows are rotated, and otherwise of four.
-    (pack_q,) = (kernel for kernel in kernels if "pack_q" in kernel.name)
-    assert pack_q.ctas_per_sm >= (2 if recipe.hadamard and D > 64 else 3)
+    (of_q,) = (kernel for kernel in kernels if "pack_q" in kernel.name)
+    assert of_q.ctas_per_sm >= (2 if recipe.hadamard and D > 64 else 3)
 
 
 @pytest.mark.parametrize("D_v", [32, 576])
