@@ -31,11 +31,13 @@ from benchmarks.lib.problem import CHECKED_ROWS, Contender, grid_workload, make_
 from benchmarks.lib.suite import Block, Options, Suite, console, progress
 from benchmarks.lib.tables import Table, error_text, number, rows_of
 from helion_attn.compiler import triton_hook
-from helion_attn.compiler.helion_adapter import Config, helion_config, hl
+from helion_attn.compiler.helion_adapter import Config, helion_config
+from helion_attn.compiler.kernels import Compiled
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib import softmax_bits, steps
 from helion_attn.kernels.lib.arguments import AttentionArguments
+from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.numerics import takes_bits
 from helion_attn.preprocess.lib.v_layout import position_of_key
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
@@ -74,33 +76,11 @@ def row_sums_every_block(
     bn: int,
     l_lanes: int,
     pv_dtype: torch.dtype,
-    biased: hl.constexpr,
-    p_offset_log2: hl.constexpr,
-    q_row_descales: hl.constexpr,
-    empty_rows: hl.constexpr,
-    own_reference: hl.constexpr,
-    keeps_reference: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """In place of `online_softmax_step`: a block's row sums are reduced across lanes at once."""
     p8, alpha, m_run, m_new, block = steps.online_softmax_step(
-        s,
-        bias,
-        qk_scale_log2,
-        m_run,
-        m_i,
-        torch.zeros_like(l_i),
-        bm,
-        bn,
-        l_lanes,
-        pv_dtype,
-        biased,
-        p_offset_log2,
-        q_row_descales,
-        empty_rows,
-        own_reference,
-        keeps_reference,
-        is_cuda,
+        s, bias, qk_scale_log2, m_run, m_i, torch.zeros_like(l_i), bm, bn, l_lanes, pv_dtype, spec
     )
     # The kernel adds the lanes up at its end.
     return p8, alpha, m_run, m_new, l_i * alpha + (block.sum(1) * (1.0 / l_lanes)).unsqueeze(1)

@@ -39,7 +39,7 @@ import helion_attn as ha
 from benchmarks import fa3_criterion, preprocess, real_qkv
 from benchmarks.lib.checks import Check, figure, worst_of
 from benchmarks.lib.harness import Loaded, Results, Row, attention_flops, time_interleaved
-from benchmarks.lib.peers import fp8_tensor
+from benchmarks.lib.peers import modelled
 from benchmarks.lib.plots import COLOURS, MARKERS, PAGE_WIDTH, bars, grid, legend, length, log_axis
 from benchmarks.lib.problem import (
     CHECKED_ROWS,
@@ -53,7 +53,7 @@ from benchmarks.lib.problem import (
     ours,
     workload,
 )
-from benchmarks.lib.recipes import DEFAULT, PRESETS, RECIPES, RUNGS, described
+from benchmarks.lib.recipes import COARSE, DEFAULT, PRESETS, RECIPES, RUNGS, described
 from benchmarks.lib.suite import DIMS, Block, Options, Plot, Suite, console, progress
 from benchmarks.lib.tables import (
     FP8_PEERS,
@@ -93,7 +93,8 @@ CRITERION_DIMS = (96, 192)
 def rmse(options: Options, D: int) -> Iterator[Row]:
     """Outliers, full attention."""
     contenders = in_fp16(options) + others(options, ["fa3_bf16"])
-    contenders += [Contender("fp8_tensor", fp8_tensor), *others(options, [*FP8_PEERS]), *ours(options, list(RECIPES))]
+    contenders += [Contender(name, modelled(*coarse)) for name, coarse in COARSE.items()]
+    contenders += [*others(options, [*FP8_PEERS]), *ours(options, list(RECIPES))]
     on_cpu = options.device.type == "cpu"
     for w in [dry_workload(D)] if on_cpu else [workload(1, 8, S, S, D) for S in (1024, 4096)]:
         problem = make_problem(w, "outlier", options)

@@ -28,7 +28,7 @@ from benchmarks.lib.recipes import DEFAULT, PRESETS, RECIPES
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, by_impl, labels, number, rows_of, values_of
 from helion_attn import configs
-from helion_attn.preprocess import pack, sample, statistics
+from helion_attn.preprocess import pack, sample
 from helion_attn.preprocess.lib.arguments import rope_arguments
 from helion_attn.preprocess.lib.rope import rope_tables as kernel_tables
 from helion_attn.preprocess.lib.strided import strided_qkv
@@ -60,20 +60,9 @@ def rope_tables(S: int, D: int, device: torch.device) -> ha.Rope:
     return ha.Rope(angle.cos(), angle.sin())
 
 
-def bytes_read(q: Tensor, k: Tensor, v: Tensor, recipe: ha.Recipe, rope: ha.Rope | None) -> int:
-    """Bytes of each tensor times the passes over it that the recipe needs.
-
-    A scale that more than a block shares, or a mean, is known only after a pass over all of it; the cast is another. Of
-    recipes that read once, what a sample of some keys reads is left out.
-    """
-    q_passes = 1 if recipe.q_scales in ("token", "block", "none") else 2
-    k_passes = v_passes = 1
-    if not recipe.reads_once:
-        k_passes = 1 if recipe.k_scales in ("block", "none") and not recipe.smooth_k else 2
-        # V's scales are a channel's or more.
-        v_passes = 1 if recipe.v_scales == "none" and not recipe.center_v else 2
-    tables = 0 if rope is None else nbytes(rope.cos, rope.sin)
-    return q_passes * nbytes(q) + k_passes * nbytes(k) + v_passes * nbytes(v) + tables
+def bytes_read(q: Tensor, k: Tensor, v: Tensor, rope: ha.Rope | None) -> int:
+    """Bytes of the tensors; what a sample of some keys reads is left out."""
+    return nbytes(q, k, v) + (0 if rope is None else nbytes(rope.cos, rope.sin))
 
 
 def bytes_written(q: Tensor, k: Tensor, v: Tensor, recipe: ha.Recipe) -> int:
@@ -109,7 +98,7 @@ def _quantize_rows(w: Workload, q: Tensor, k: Tensor, v: Tensor, options: Option
     rows = [result_row("copy", w, "preprocess", "randn", ms=copy_ms) | {"gbs": copy_gbs}]
     for (name, roped), given in cases.items():
         written = bytes_written(q, k, v, RECIPES[name])
-        moved = bytes_read(q, k, v, RECIPES[name], given) + written
+        moved = bytes_read(q, k, v, given) + written
         gbs = gigabytes_per_second(moved, ms[name, roped])
         row = result_row("helion_attn", w, "preprocess", "randn", recipe=name, ms=ms[name, roped])
         row |= {
@@ -171,8 +160,8 @@ def pack_launch(
     tile = configs.packing(q.size(3), v.size(3), recipe.bits)
     source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
     tables = kernel_tables(rope_arguments(rope), source.D_row, q.new_empty(1, dtype=torch.float32))
-    stats = (sample if recipe.reads_once else statistics).launch(source, tables, recipe)
-    return lambda: pack.launch(source, tables, stats, tile.bm, tile.bn, recipe, shift_lse=False).tensors()
+    known = sample.launch(source, tables, recipe)
+    return lambda: pack.launch(source, tables, known, tile.bm, tile.bn, recipe, shift_lse=False).tensors()
 
 
 def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:

@@ -36,7 +36,7 @@ from helion_attn.validate.dense import (
     check_options,
     check_qkv,
     check_quantize,
-    check_recipe,
+    check_recipe_dims,
     check_splits,
 )
 from helion_attn.validate.names import named
@@ -56,10 +56,9 @@ def quantize(
     """Quantise Q, K and V to 8 bits, or cast them to 16, and pack them for `attention_quantized`.
 
     Reads the tensors as they are, whatever their strides (a transposed view, a slice of a packed BS3HD tensor), and
-    writes the packed copies once. Every tensor is read once for that, if the recipe has `reads_once`, as all presets
-    but ACCURATE: of K and V a sample of 256 keys is read before. Other recipes read what has one descale a head or a
-    channel once more. What `rope` rotates, and fp32 tensors, must have
-    a last-dimension stride of 1, and fp32 tensors other strides that are multiples of 4.
+    writes the packed copies once. Every tensor is read once for that, and of K and V a sample of 256 keys before. What
+    `rope` rotates, and fp32 tensors, must have a last-dimension stride of 1, and fp32 tensors other strides that are
+    multiples of 4.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32; D in 16..1024; with layout="bshd", H and M swapped; k and v likewise.
@@ -319,7 +318,7 @@ def quantized_problem(
     """The arguments of `attention_quantized`, checked, as its operation takes them."""
     check_head_dim("D is", qkv.D)
     check_head_dim("D_v is", qkv.D_v)
-    check_recipe(qkv.recipe, qkv.D, qkv.D_v)
+    check_recipe_dims(qkv.recipe, qkv.D, qkv.D_v)
     check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
     check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
     check_splits(num_splits, qkv.N, qkv.D, qkv.D_v, qkv.recipe)

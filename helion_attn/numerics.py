@@ -70,9 +70,10 @@ DESCALE_MIN = FP32_TINY
 #: Keys of a head, at most, that are known before K and V are read (`preprocess.sample`).
 SAMPLED_KEYS = 256
 
-#: A descale of a head of V fits entries of so many times what the sample has. e4m3 has 15 octaves of full resolution:
-#: three of them to spare cost none.
-SAMPLED_HEADROOM = 8.0
+#: Descales of V fit entries of so many times what the sample has: of a head, whose sample has all channels, and of a
+#: channel, of whose outliers 256 keys may have none. e4m3 has 15 octaves of full resolution: three to spare cost none,
+#: and six none where entries are of one kind.
+SAMPLED_HEADROOM = {"head": 8.0, "channel": 64.0}
 
 #: The mean of a sampled channel of K or V is subtracted if it is more than this times the sample's range over the root
 #: of its size: of 256 from N(0, 1), four standard errors. What stands out less is noise, or an outlier's, and would

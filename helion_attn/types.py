@@ -30,9 +30,9 @@ Balance: TypeAlias = Literal["zigzag"] | None
 RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
     "qk_dtype": (torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16),
     "pv_dtype": (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16),
-    "q_scales": ("tensor", "head", "block", "token", "none"),
-    "k_scales": ("tensor", "head", "block", "none"),
-    "v_scales": ("tensor", "head", "channel", "none"),
+    "q_scales": ("block", "token", "none"),
+    "k_scales": ("head", "block", "none"),
+    "v_scales": ("head", "channel", "none"),
     "hadamard": (False, True),
     "reflect": (False, True),
     "smooth_k": (False, True),
@@ -61,11 +61,11 @@ class Recipe:
             and an 8-bit `qk_dtype` this is the hybrid of FlashAttention-3's authors at Colfax Research: the second
             product takes twice the time, and its rounding all but vanishes. 16 bits take head dims up to 256. float16,
             here and for Q and K, ends at 65504: what is larger, also once it is rotated, becomes infinite.
-        q_scales: what shares a descale: all of Q ("tensor"), a head, a packed block of `bm` rows, or a row ("token").
-            Here and below, "none" is for 16-bit numbers, which are cast as they are, and only for them. None: "none"
-            for them, otherwise "token".
-        k_scales: all of K ("tensor"), a head, or a packed block of `bn` keys. None: "none" or "block".
-        v_scales: all of V ("tensor"), a head, or a channel of a head over all keys. None: "none" or "head".
+        q_scales: what shares a descale: a packed block of `bm` rows, or a row ("token"). Here and below, "none" is for
+            16-bit numbers, which are cast as they are, and only for them. None: "none" for them, otherwise "token".
+        k_scales: a packed block of `bn` keys. "head" is for what `pack` was given: nothing quantises K so. None: "none"
+            or "block".
+        v_scales: a head, or a channel of a head over all keys. None: "none" or "head".
         hadamard: rotate Q and K over the head dim, by random signs and a Hadamard matrix (QuIP, arXiv:2307.13304;
             FlashAttention-3, arXiv:2407.08608, section 3.3). Q K^T is the same, and an outlier is spread over all
             channels of a block: as many as the largest power of two up to 128 that divides the head dim, which
@@ -77,13 +77,13 @@ class Recipe:
             beside `hadamard`, which mixes more. The last D % 4 channels stay. Four whose sum is beyond fp32 become NaN.
             None: for 8-bit Q and K that are not rotated.
         smooth_k: subtract K's mean over keys, per (batch, KV head, channel), before quantising (SageAttention,
-            arXiv:2410.02367). It moves all scores of a row alike; `lse` is corrected. With `reads_once` it is the mean
-            of at most 256 keys, evenly spaced, and 0 where it does not stand out of their noise: any constant would be
-            exact. None: for 8-bit Q and K.
-        center_v: subtract V's mean over keys, per (batch, KV head, channel), or that of such a sample, before
-            quantising, and add it back in the epilogue. Rows of softmax sum to 1, so the result is the same, and 8 bits
-            go to what varies. From 8192 keys on (in a packed batch: of one sequence), with 8-bit V, the mean that is
-            added back is corrected for what rounding did to it. None: for 8-bit V.
+            arXiv:2410.02367). It moves all scores of a row alike; `lse` is corrected. It is the mean of at most 256
+            keys, evenly spaced, and 0 where it does not stand out of their noise: any constant would be exact. None:
+            for 8-bit Q and K.
+        center_v: subtract the mean of such a sample of V, per (batch, KV head, channel), before quantising, and add it
+            back in the epilogue. Rows of softmax sum to 1, so the result is the same, and 8 bits go to what varies.
+            From 8192 keys on (in a packed batch: of one sequence), with 8-bit V, the mean that is added back is
+            corrected for what rounding did to it. None: for 8-bit V.
         half_scores: scores are summed in fp16, two to a register, where Q, K, P and V are e4m3 and head dims at most
             128: the fastest softmax. Q and K are then scaled so that no sum overflows, which costs them range, and not
             precision; a scale of scores is rounded to fp16.
@@ -135,11 +135,6 @@ class Recipe:
             )
         if self.reflect and self.hadamard:
             raise ValueError("reflect and hadamard are both True; one must be False: the rotation mixes those channels")
-        if self.qk_dtype == torch.int8:
-            # A head's descale comes from a bound, and int8 has no range to spend on it, and no NaN.
-            for name, accepted in (("q_scales", ("block", "token")), ("k_scales", ("block",))):
-                if getattr(self, name) not in accepted:
-                    raise ValueError(f"{name} is {getattr(self, name)!r}; for int8 it must be one of {accepted}")
         for name, dtype in (("q_scales", self.qk_dtype), ("k_scales", self.qk_dtype), ("v_scales", self.pv_dtype)):
             scales = getattr(self, name)
             if (scales == "none") != (dtype.itemsize == 2):
@@ -147,6 +142,12 @@ class Recipe:
                     f"{name} is {scales!r}; with {dtype} it must be 'none' if that is a 16-bit dtype, and not "
                     f"otherwise: None is right for both"
                 )
+        transformed = self.hadamard or self.reflect or self.smooth_k or self.center_v
+        if self.is_given and (transformed or not self.qk_dtype == self.pv_dtype == torch.float8_e4m3fn):
+            raise ValueError(
+                "k_scales is 'head', as of tensors that helion_attn.pack was given: float8_e4m3fn, without hadamard, "
+                "reflect, smooth_k and center_v; otherwise it must be 'block'"
+            )
         if self.half_scores and self.qk_dtype != torch.float8_e4m3fn:
             raise ValueError(f"half_scores is True; with qk_dtype {self.qk_dtype} it must be False")
         if self.bits == (16, 8):
@@ -186,15 +187,9 @@ class Recipe:
         return 8 * self.qk_dtype.itemsize, 8 * self.pv_dtype.itemsize
 
     @property
-    def reads_once(self) -> bool:
-        """Whether nothing must be known of a whole head before it is rounded, so that K and V are read once."""
-        q_alone, k_alone = self.q_scales in ("block", "token", "none"), self.k_scales in ("block", "none")
-        return q_alone and k_alone and self.v_scales in ("head", "none")
-
-    @property
-    def samples_v(self) -> bool:
-        """Whether V's descale comes from a sample of its keys."""
-        return self.reads_once and self.v_scales == "head"
+    def is_given(self) -> bool:
+        """Whether `pack` was given the descales: nothing is transformed or scaled."""
+        return self.k_scales == "head"
 
     def is_two_level(self, by_config: bool) -> bool:
         """Whether P V is summed in two levels, where the config has `by_config`."""
@@ -215,7 +210,7 @@ class Recipe:
 #: The least time: e4m3 throughout, channels mixed by fours.
 FAST = Recipe(qk_dtype=torch.float8_e4m3fn, half_scores=True)
 
-#: The default: the scores in int8, whose descales per block also save the first pass over K; channels mixed by fours.
+#: The default: the scores in int8; channels mixed by fours.
 BALANCED = Recipe()
 
 #: The least error on outliers that P and V in 8 bits leave.
@@ -257,6 +252,14 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
     if recipe.upper() not in PRESETS:
         raise ValueError(f"recipe is {recipe!r}; it must be one of {names}, or a helion_attn.Recipe")
     return PRESETS[recipe.upper()]
+
+
+def check_quantises(recipe: Recipe) -> None:
+    """Refuse the recipe of tensors that `pack` was given: nothing is quantised by it."""
+    if recipe.is_given:
+        raise ValueError(
+            "recipe has k_scales='head', as of tensors that helion_attn.pack was given; to quantise it must be 'block'"
+        )
 
 
 def _shape_of(value: object) -> str:

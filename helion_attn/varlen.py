@@ -12,9 +12,9 @@ from helion_attn.api import dtype_of, edges, fp32_sinks, sees_shift
 from helion_attn.configs import varlen_packing
 from helion_attn.ops.varlen import VarlenArguments
 from helion_attn.types import BALANCED, Recipe, RecipeName, VarlenOptions, as_recipe
-from helion_attn.validate.dense import check_options
+from helion_attn.validate.dense import check_options, check_recipe
 from helion_attn.validate.names import named
-from helion_attn.validate.varlen import check_varlen, check_varlen_recipe
+from helion_attn.validate.varlen import check_varlen
 
 
 @overload
@@ -85,7 +85,7 @@ def attention_varlen(
         cu_seqlens_k: int32 [B + 1], of K and V. Their tokens that are of no sequence are not read.
         causal: row i sees keys j <= i + N - M (bottom-right aligned).
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default; in 0..2**64.
-        recipe: as in `attention`; without q_scales "head" and "tensor", and k_scales and v_scales "tensor".
+        recipe: as in `attention`.
         window: as `attention` has it.
         softcap: as `attention` has it.
         sinks: as `attention` has it.
@@ -97,8 +97,8 @@ def attention_varlen(
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
-        NotImplementedError: a head dim or a recipe that only `attention` has; neither a CUDA device of compute
-            capability 9.0 nor the CPU.
+        NotImplementedError: a head dim that only `attention` has; neither a CUDA device of compute capability 9.0
+            nor the CPU.
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
 
@@ -134,7 +134,7 @@ def varlen_problem(
 ) -> VarlenArguments:
     """The arguments of `attention_varlen`, checked, as its operation takes them."""
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    check_varlen_recipe(recipe, q.size(2), v.size(2))
+    check_recipe(recipe, q.size(2), v.size(2))
     check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
     left, right = edges(causal, window)
     return VarlenArguments(

@@ -247,7 +247,6 @@ CASES: dict[str, Callable[[str], None]] = {
     "split_d128": Attend(128, 128, options={"causal": True, "layout": "bshd"}, splits=2),
     "split_masked_d64": Attend(64, 64, ha.ACCURATE, options=MASKED, has_sinks=True, splits=9),
     "fast_d128": Attend(128, 128, ha.FAST),
-    "tensor_scales": Attend(64, 64, replace(PLAIN, q_scales="tensor", k_scales="tensor", v_scales="tensor")),
     "blocks_of_q": Attend(256, 256, replace(PLAIN, q_scales="block")),
     "padded_head_dim": Attend(40, 40, options={"layout": "bshd", "causal": True}),
     "odd_strides": Attend(72, 72, odd_strides=True),

@@ -20,23 +20,21 @@ import torch
 import torch.distributed as dist
 
 import helion_attn as ha
+from helion_attn.configs import packing
 from helion_attn.distributed import collectives, header
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.header import HEADER_BYTES, Header, decode
 from helion_attn.kernels.lib.arguments import magic, parts_are_told_apart
-from helion_attn.testing import relative_error
+from helion_attn.numerics import SAMPLED_KEYS
+from helion_attn.preprocess import shared
+from helion_attn.preprocess.lib.arguments import NO_ROPE_ARGUMENTS, DescribePartArguments
+from helion_attn.testing import make_qkv, relative_error
 from helion_attn.types import Balance, Strategy
 from helion_attn.validate.distributed import check_places
 from helpers import ranks
 from helpers.ranks import Problem, assert_as_one
 
 STRATEGIES: tuple[Strategy, ...] = ("allgather", "ulysses", "ring")
-
-#: Scales of heads and tensors, of which all ranks must have the same.
-OF_HEADS = ha.Recipe(
-    qk_dtype=torch.float8_e4m3fn, q_scales="head", k_scales="head", v_scales="channel", smooth_k=True, reflect=True
-)
-OF_TENSORS = replace(OF_HEADS, q_scales="tensor", k_scales="tensor", v_scales="tensor")
 
 RAGGED = Problem((260, 256), (260, 256), D=64, D_v=64, H=2)
 CUT_ANYHOW = Problem((100, 33), (40, 216), causal=True, return_lse=True)
@@ -68,8 +66,6 @@ PROBLEMS: dict[str, tuple[Problem, tuple[Strategy, ...]]] = {
             "accurate": ha.ACCURATE,
             "hybrid": ha.HYBRID,
             "bf16": ha.BF16,
-            "heads": OF_HEADS,
-            "tensors": OF_TENSORS,
         }.items()
     },
     "four, ragged": (
@@ -434,6 +430,35 @@ def test_ropes_that_differ(found: dict[str, list[Any]]) -> None:
 
 def test_debug(found: dict[str, list[Any]]) -> None:
     assert found["in debug"] == [[True]] * 2
+
+
+@pytest.mark.parametrize("scales", ["head", "channel"])
+def test_ranks_know_entries_of_v_that_the_sample_missed(scales: str, device: str) -> None:
+    """Each of two ranks has one beyond the room of what they sampled, in a channel of its own."""
+    recipe, N = replace(ha.BALANCED, v_scales=scales), 2 * SAMPLED_KEYS
+    q, k, v = make_qkv("biased_v", 1, 2, 2, 3, N, 32, device=device)
+    v[0, 1, 7, 3], v[0, 1, N - 1, 9] = 1000.0, -500.0
+    tile, cut = packing(32, 32), Cut((N // 2, N // 2), zigzag=False)
+    samples = [cut.sample(rank, SAMPLED_KEYS) for rank in range(2)]
+    parts = [(x.chunk(2, 2)) for x in (k, v)]
+    told = torch.stack(
+        [
+            shared.describe(
+                DescribePartArguments(q, own_k, own_v, NO_ROPE_ARGUMENTS, tile, recipe, SAMPLED_KEYS // 2, *sample)
+            )
+            for own_k, own_v, sample in zip(*parts, samples, strict=True)
+        ]
+    )
+    largest = shared.v_largest(told, 32, 32)
+    assert torch.equal(largest, v.abs().amax(2))
+    known = shared.of_all_ranks(told[:, :-1].flatten(0, 1), largest, 32, 32, tile, recipe)
+    # Of the sample alone: of no entry that is larger.
+    room = shared.of_all_ranks(told[:, :-1].flatten(0, 1), 0 * largest, 32, 32, tile, recipe).v_amax
+    hit = torch.zeros_like(room, dtype=torch.bool)
+    hit[1, slice(None) if scales == "head" else [3, 9]] = True
+    assert torch.equal(known.v_amax[~hit], room[~hit])
+    bounds = largest[0, 1].float() + known.v_mean[1, :32].abs()
+    assert torch.equal(known.v_amax[1][hit[1]], bounds.amax().expand(32) if scales == "head" else bounds[[3, 9]])
 
 
 @pytest.mark.parametrize("parts", [2, 3, 16, 1024])

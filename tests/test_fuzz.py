@@ -26,7 +26,6 @@ import torch
 import helion_attn as ha
 from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, scheduling
 from helion_attn.validate.dense import IN_DTYPES, MAX_D, OUT_DTYPES
-from helion_attn.validate.varlen import VARLEN_SCALES
 from helpers.cases import PRESETS, RECIPES, Case, make_case
 from helpers.fuzzing import (
     LAYOUTS,
@@ -123,12 +122,7 @@ def check(spec: Specialisation, data: Data, device: str) -> None:
 
 #: Those that packed sequences take too; every recipe among them once.
 VARLEN_SPECIALISATIONS = list(
-    {
-        spec.recipe: spec
-        for spec in reversed(SPECIALISATIONS)
-        if max(spec.D, spec.D_v) <= 256
-        and all(getattr(RECIPES[spec.recipe], name) in accepted for name, accepted in VARLEN_SCALES.items())
-    }.values()
+    {spec.recipe: spec for spec in reversed(SPECIALISATIONS) if max(spec.D, spec.D_v) <= 256}.values()
 )
 
 

@@ -22,7 +22,7 @@ import helion_attn as ha
 from helion_attn.configs import scheduling
 from helion_attn.reference import rounding_model
 from helion_attn.validate.dense import MAX_D, OUT_DTYPES
-from helpers.cases import IN_E4M3, Case, Tensors, pair
+from helpers.cases import GIVEN, Case, Tensors, pair
 from helpers.fuzzing import (
     LAYOUTS,
     Data,
@@ -48,7 +48,7 @@ E4M3 = torch.float8_e4m3fn
 CASES_IN_CI = 1
 
 #: What `pack` makes of V's descales: a kernel multiplies by one a head, or one a channel.
-PACKED = {"heads": replace(IN_E4M3, center_v=False), "channels": replace(IN_E4M3, center_v=False, v_scales="channel")}
+PACKED = {"heads": GIVEN, "channels": replace(GIVEN, v_scales="channel")}
 
 #: Shapes of descales, by the name of what has one of its own. A "number" is a Python one, "all" is [].
 Q_FORMS, K_FORMS = ("number", "all", "kv_heads", "heads", "rows"), ("number", "all", "kv_heads")

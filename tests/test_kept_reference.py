@@ -58,8 +58,8 @@ def test_every_row_has_a_reference(window: tuple[int, int], monkeypatch: pytest.
     step, without = steps.online_softmax_step, []
 
     def watched(s: torch.Tensor, bias: Any, scale: Any, m_run: Any, m_i: torch.Tensor, *rest: Any) -> Any:
-        *_, keeps, _is_cuda = rest
-        without.append(keeps and bool(((m_i == float("-inf")) & (s > float("-inf")).any(1)).any()))
+        *_, spec = rest
+        without.append(spec.keeps_reference and bool(((m_i == float("-inf")) & (s > float("-inf")).any(1)).any()))
         return step(s, bias, scale, m_run, m_i, *rest)
 
     monkeypatch.setattr(attention, "online_softmax_step", watched)

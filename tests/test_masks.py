@@ -115,7 +115,7 @@ def test_blocks_outside_a_window_are_not_read(window: Window, device: str) -> No
     assert torch.equal(out[:, :, :bm], expected[:, :, :bm])
 
 
-SOME_RECIPES = {name: RECIPES[name] for name in (*LADDER, "plain", "e5m2", "k_block", "smooth_k", "int8_token")}
+SOME_RECIPES = {name: RECIPES[name] for name in (*LADDER, "plain", "e5m2", "smooth_k", "int8")}
 
 
 @pytest.mark.parametrize("softcap", [0.05, 2.0, 50.0])

@@ -12,7 +12,7 @@ import helion_attn as ha
 from helion_attn.numerics import MAX_BITS_D
 from helion_attn.reference.shapes import hide_future_keys
 from helion_attn.testing import relative_error
-from helpers.cases import IN_E4M3, Tensors
+from helpers.cases import GIVEN, PLAIN, Tensors
 from helpers.packing import unpack_descales, unpack_values
 
 E4M3 = torch.float8_e4m3fn
@@ -81,7 +81,7 @@ def test_dequantize_is_exact(q_shape: str, k_shape: str, v_shape: str, layout: s
         assert torch.equal(x, multiplied(x8, descale))
     assert (packed.layout, packed.dtype) == (layout, torch.bfloat16)
     v_scales = "channel" if v_shape == "channels" else "head"
-    assert packed.recipe == replace(IN_E4M3, q_scales="token", v_scales=v_scales, center_v=False)
+    assert packed.recipe == replace(GIVEN, v_scales=v_scales)
     for name, x in unpack_values(packed).items():
         S = packed.M if name == "q8" else packed.N
         assert torch.all(x[:, :, S:] == 0)
@@ -125,9 +125,11 @@ def test_attention(D: int, causal: bool, device: str) -> None:
 def test_what_quantize_packs_packs_the_same(device: str) -> None:
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (torch.randn(1, 2, 70, 64, device=device, generator=generator) for _ in range(3))
-    recipe = replace(IN_E4M3, q_scales="head", center_v=False)
-    quantized = ha.quantize(q, k, v, recipe=recipe)
-    descales = {f"{name}_descale": getattr(quantized, f"{name}_descale").flatten(2)[:, :, 0] for name in "qkv"}
+    # K has one block, whose descale is the head's.
+    quantized = ha.quantize(q, k, v, recipe=PLAIN)
+    assert quantized.k_descale.size(2) == 1
+    descales = {f"{name}_descale": getattr(quantized, f"{name}_descale")[:, :, 0] for name in "kv"}
+    descales["q_descale"] = quantized.q_descale.flatten(2)[:, :, :70]
     values = (x[:, :, :70, :64].to(E4M3) for x in unpack_values(quantized).values())
     packed = ha.pack(*values, **descales, dtype=torch.float32)
     assert torch.equal(ha.attention_quantized(packed), ha.attention_quantized(quantized))

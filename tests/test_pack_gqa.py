@@ -79,7 +79,7 @@ def test_problems(
     case.assert_lse_within_budget(lse)
 
 
-@pytest.mark.parametrize("name", [*LADDER, "plain", "q_head", "int8_smooth_k"])
+@pytest.mark.parametrize("name", [*LADDER, "plain", "q_block", "int8_smooth_k"])
 def test_the_same_bits(name: str, device: str, asked: list[bool], apart: Callable[[], None]) -> None:
     """Without a mask, a large scale or splits, a row's blocks are the same whatever tile it is in, and its numbers."""
     recipe = RECIPES[name]

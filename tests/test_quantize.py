@@ -14,7 +14,15 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, RECENTRED_KEYS, SAMPLED_HEADROOM, SAMPLED_KEYS, SIGNIFICANT_MEAN
+from helion_attn.numerics import (
+    DESCALE_MIN,
+    E4M3_MAX,
+    RECENTRED_KEYS,
+    ROUNDS_TO_LARGEST,
+    SAMPLED_HEADROOM,
+    SAMPLED_KEYS,
+    SIGNIFICANT_MEAN,
+)
 from helion_attn.reference import rounding_model
 from helion_attn.testing import make_qkv, relative_error
 from helion_attn.types import Layout
@@ -56,10 +64,19 @@ def test_values_of_every_shape(w: Workload, device: str, poisoned: Poisoned) -> 
     with poisoned():
         packed = ha.quantize(*qkv, recipe=PLAIN)
     assert_packs_the_model(packed, ha.reference.quantize(*qkv, PLAIN), exact=device == "cpu")
-    for name, x in zip("qkv", qkv, strict=True):
-        expected = (x.double().abs().amax((2, 3)) / E4M3_MAX).unsqueeze(2)
-        descale = unpack_descales(packed)[f"{name}_descale"]
-        assert_fp32_close(descale, expected.expand_as(descale))
+    count = min(w.N, SAMPLED_KEYS)
+    q, k, v = (x.double().abs() for x in qkv)
+    room = SAMPLED_HEADROOM["head"] * v[:, :, : w.N // count * count : w.N // count].amax((2, 3))
+    largest = v.amax((2, 3))
+    stats = {
+        "q_descale": q.amax(3),
+        "k_descale": torch.cat(
+            [x.amax((2, 3))[..., None].expand(x.shape[:3]) for x in k.split(packed.k8.size(2), 2)], 2
+        ),
+        "v_descale": torch.where(largest <= ROUNDS_TO_LARGEST * room, room, largest)[..., None],
+    }
+    for name, descale in unpack_descales(packed).items():
+        assert_fp32_close(descale, (stats[name] / E4M3_MAX).expand_as(descale))
     assert torch.all(packed.v_mean == 0)
     assert packed.k_mean is None
     assert packed.lse_shift is None
@@ -115,7 +132,7 @@ def test_centred_v(w: Workload, device: str, poisoned: Poisoned) -> None:
     # From here on with the mean that was in fact subtracted.
     centred = v.float() - packed.v_mean[:, :, None, : w.D]
     known = sample - packed.v_mean[:, :, None, : w.D]
-    descale = (SAMPLED_HEADROOM * known.abs().amax((2, 3)).double() / E4M3_MAX).clamp_min(DESCALE_MIN)
+    descale = (SAMPLED_HEADROOM["head"] * known.abs().amax((2, 3)).double() / E4M3_MAX).clamp_min(DESCALE_MIN)
     assert_fp32_close(packed.v_descale, descale.unsqueeze(2).expand_as(packed.v_descale))
     value = unpack_values(packed)["v8"]
     expected = (centred * (1 / packed.v_descale)[:, :, None, : w.D]).to(torch.float8_e4m3fn).float()
@@ -127,7 +144,6 @@ def test_centred_v(w: Workload, device: str, poisoned: Poisoned) -> None:
 LONG_V = {
     "head": PLAIN,
     "channel": ha.ACCURATE,
-    "tensor": replace(IN_E4M3, v_scales="tensor"),
     "e5m2": replace(IN_E4M3, pv_dtype=torch.float8_e5m2),
 }
 
@@ -165,21 +181,56 @@ def test_few_keys_have_the_mean_that_was_subtracted(recipe: ha.Recipe, device: s
     packed = ha.quantize(q, k, v, recipe=recipe)
     error = packed.v_mean[..., :24] - ha.reference.quantize(q, k, v, recipe).v_mean
     assert torch.all(error.abs() <= 32 * FP32_EPS * v.double().abs().mean(2))
-    known = v[:, :, :: v.size(2) // SAMPLED_KEYS][:, :, :SAMPLED_KEYS] if recipe.reads_once else v
+    known = v[:, :, :: v.size(2) // SAMPLED_KEYS][:, :, :SAMPLED_KEYS]
     large = known.double().mean(2)[..., 8:]
     assert torch.all((packed.v_mean[..., 8:24] - large).abs() <= 32 * FP32_EPS * large.abs())
+
+
+@pytest.mark.parametrize("keys", [600, RECENTRED_KEYS + 57])
+@pytest.mark.parametrize("scales", ["head", "channel"])
+def test_v_beyond_the_room_of_its_sample(scales: str, keys: int, device: str, poisoned: Poisoned) -> None:
+    """Entries of keys that no sample has, one in each tile of channels of the first head, are not cut off."""
+    recipe = dataclasses.replace(ha.BALANCED, v_scales=scales)
+    q, k, v = make_qkv("biased_v", 1, 2, 2, 1, keys, 32, D_v=96, device=device)
+    clean = ha.quantize(q, k, v, recipe=recipe)
+    v[0, 0, 7, 3], v[0, 0, keys - 2, 90] = 1000.0, -700.0
+    with poisoned():
+        packed = ha.quantize(q, k, v, recipe=recipe)
+    model = ha.reference.quantize(q, k, v, recipe)
+    assert_packs_the_model(packed, model, exact=False, descale_ulps=64)
+    changed = packed.v_descale != clean.v_descale
+    assert changed[0, 0, :96].sum() == (96 if scales == "head" else 2)
+    assert not changed[0, 1].any()
+    restored = ha.dequantize(packed)[2]
+    assert restored[0, 0, 7, 3] == pytest.approx(1000.0, rel=2.0**-4)
+    assert restored[0, 0, keys - 2, 90] == pytest.approx(-700.0, rel=2.0**-4)
+    if keys >= RECENTRED_KEYS:
+        noise = 32 * FP32_EPS * v.double().abs().mean(2)
+        assert torch.all((restored.double().mean(2) - v.double().mean(2)).abs() <= noise)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("scales", ["head", "channel"])
+def test_nonfinite_v_that_its_sample_missed(scales: str, value: float, device: str) -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 1, 600, 32, D_v=96, device=device)
+    v[0, 0, 7, 3] = value
+    packed = ha.quantize(q, k, v, recipe=dataclasses.replace(ha.BALANCED, v_scales=scales))
+    hit = torch.zeros(1, 2, 96, dtype=torch.bool, device=device)
+    hit[0, 0, slice(None) if scales == "head" else 3] = True
+    assert torch.equal(packed.v_descale[..., :96].isnan(), hit)
+    assert ha.dequantize(packed)[2].mT.isfinite().all(3).equal(~hit)
 
 
 def test_key_interleave(device: str) -> None:
     """Channel d of V is zero but at key d."""
     q = torch.ones(1, 1, 1, 64, device=device)
-    v = E4M3_MAX * torch.eye(64, device=device)[None, None]
+    v = torch.eye(64, device=device)[None, None]
     packed = ha.quantize(q, v, v, recipe=PLAIN)
     # [D_pad, bn]
     v8 = packed.v8[0, 0].float()
     keys = torch.arange(64, device=device)
     assert torch.equal(v8.argmax(1), stored_at(keys))
-    assert torch.equal(v8.sum(1), torch.full_like(v8[:, 0], E4M3_MAX))
+    assert torch.equal(v8.sum(1), torch.full_like(v8[:, 0], E4M3_MAX / SAMPLED_HEADROOM["head"]))
     assert stored_at(keys)[:16].tolist() == [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
 
 

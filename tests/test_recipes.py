@@ -130,20 +130,34 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["hadamard_seed is 9223372036854775808", "0..2**63 - 1"],
     ),
     "seed_is_true": ({"hadamard": True, "hadamard_seed": True}, ["hadamard_seed is True", "an int"]),
-    "int8_q_head": (
-        {"qk_dtype": torch.int8, "q_scales": "head", "k_scales": "block"},
-        ["q_scales is 'head'", "int8", "('block', 'token')"],
-    ),
-    "int8_q_tensor": (
-        {"qk_dtype": torch.int8, "q_scales": "tensor", "k_scales": "block"},
-        ["q_scales is 'tensor'", "int8", "('block', 'token')"],
-    ),
-    "int8_k_head": ({"qk_dtype": torch.int8}, ["k_scales is 'head'", "int8", "('block',)"]),
+    **{
+        f"{field}_{value}": ({field: value}, [f"{field} is {value!r}", f"one of {accepted}"])
+        for field, value, accepted in (
+            ("q_scales", "head", "('block', 'token', 'none')"),
+            ("q_scales", "tensor", "('block', 'token', 'none')"),
+            ("k_scales", "tensor", "('head', 'block', 'none')"),
+            ("v_scales", "tensor", "('head', 'channel', 'none')"),
+        )
+    },
+    **{
+        f"k_head_{name}": (
+            {"k_scales": "head", "center_v": False, name: value},
+            ["k_scales is 'head'", "helion_attn.pack", "'block'"],
+        )
+        for name, value in (
+            ("qk_dtype", torch.int8),
+            ("pv_dtype", torch.float8_e5m2),
+            ("hadamard", True),
+            ("reflect", True),
+            ("smooth_k", True),
+            ("center_v", True),
+        )
+    },
     "hybrid_scaled": ({"pv_dtype": torch.bfloat16}, ["v_scales is 'head'", "'none'", "bfloat16"]),
     "bf16_scaled": ({"qk_dtype": torch.bfloat16}, ["q_scales is 'token'", "'none'", "bfloat16"]),
-    "bf16_k_scaled": ({"qk_dtype": torch.bfloat16, "q_scales": "none"}, ["k_scales is 'head'", "'none'", "bfloat16"]),
+    "bf16_k_scaled": ({"qk_dtype": torch.bfloat16, "q_scales": "none"}, ["k_scales is 'block'", "'none'", "bfloat16"]),
     "e4m3_unscaled": ({"q_scales": "none"}, ["q_scales is 'none'", "16-bit", "float8_e4m3fn"]),
-    "int8_unscaled": ({"qk_dtype": torch.int8, "k_scales": "none"}, ["k_scales is 'none'", "int8", "('block',)"]),
+    "int8_unscaled": ({"qk_dtype": torch.int8, "k_scales": "none"}, ["k_scales is 'none'", "int8", "16-bit"]),
     "e4m3_v_unscaled": ({"v_scales": "none"}, ["v_scales is 'none'", "16-bit", "float8_e4m3fn"]),
     "bf16_scores_of_8_bit_p": (
         {"qk_dtype": torch.bfloat16, "q_scales": "none", "k_scales": "none"},

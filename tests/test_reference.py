@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from helion_attn import reference
 from helion_attn.reference import oracle as oracle_module
 from helion_attn.testing import make_qkv, relative_error
-from helpers.cases import IN_E4M3
+from helpers.cases import PLAIN
 
 #: Sums of a few hundred fp64 terms in another order.
 FP64_NOISE = 1e-13
@@ -125,7 +123,7 @@ def test_scaled_mm_needs_a_gpu() -> None:
 def test_scaled_mm(causal: bool) -> None:
     qkv = make_qkv("randn", 1, 4, 2, 128, 256, 64, device="cuda")
     ref = reference.attention(*qkv, causal=causal)
-    recipe = replace(IN_E4M3, q_scales="head", center_v=False)
+    recipe = PLAIN
     model_error = relative_error(reference.fp8_attention(*qkv, causal=causal, recipe=recipe), ref)
     # It rounds at the same points, P by 448 instead of 256.
     assert relative_error(reference.scaled_mm_attention(*qkv, causal=causal), ref) < 1.5 * model_error

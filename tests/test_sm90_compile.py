@@ -18,7 +18,7 @@ from helion_attn.kernels.lib import softmax_bits, steps
 from helion_attn.numerics import takes_bits
 from helion_attn.testing import Sm90Kernel, compile_for_sm90
 from helion_attn.types import Layout
-from helpers.cases import IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
+from helpers.cases import GIVEN, IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
 from helpers.offline import (
     LONGER_LOOP,
     MEASURED,
@@ -132,7 +132,8 @@ def test_keys_of_more_than_2_to_the_31_elements() -> None:
 CHOICES = {
     "e5m2": replace(IN_E4M3, pv_dtype=torch.float8_e5m2),
     "sum_in_tensor_core": replace(IN_E4M3, promote_every=0),
-    "k_block": replace(IN_E4M3, k_scales="block"),
+    "q_block": replace(IN_E4M3, q_scales="block"),
+    "given": GIVEN,
     "smooth_k": replace(IN_E4M3, smooth_k=True),
 }
 
@@ -147,7 +148,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 50.0, "recipe": ha.FAST},
 }
 AT_64: dict[str, dict[str, Any]] = {
-    "softcap_causal_blocks": {"softcap": 50.0, "causal": True, "recipe": replace(IN_E4M3, k_scales="block")},
+    "softcap_causal_blocks": {"softcap": 50.0, "causal": True, "recipe": IN_E4M3},
     "everything": {"window": (100, -1), "causal": True, "softcap": 50.0, "sinks": True, "recipe": ha.ACCURATE},
 }
 

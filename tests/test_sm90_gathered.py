@@ -132,8 +132,15 @@ def with_moved_copies(D: int, causal: bool, recipe: ha.Recipe, zigzag: bool) -> 
     ((before, after),) = shared_ir(functools.partial(compile_parts, D, causal, recipe, zigzag))
     assert after is not None
     parts = 2 * PARTS_OF if zigzag else PARTS_OF
-    sizes = {"key_parts": parts, "key_part_blocks": BLOCKS_OF, "key_magic": magic(BLOCKS_OF), "ranks": PARTS_OF}
-    return before, after, parts, {f"%{x}": n for x, n in (sizes | {"k_rank_step": STEP, "v_rank_step": STEP}).items()}
+    sizes = {
+        "key_parts": parts,
+        "key_part_blocks": BLOCKS_OF,
+        "ranks": PARTS_OF,
+        "k_rank_step": STEP,
+        "v_rank_step": STEP,
+    }
+    arguments = {"%key_magic": magic(BLOCKS_OF), **{f"%parts_attr_{x}": n for x, n in sizes.items()}}
+    return before, after, parts, arguments
 
 
 #: One order for the 16-bit V.

@@ -20,6 +20,7 @@ from helion_attn.numerics import E4M3_BITS_OF_ONE, E4M3_STEPS, NO_KEY, REFERENCE
 from helion_attn.reference.rounding_model import e4m3_of_line
 from helion_attn.testing import relative_error
 from helpers.cases import IN_E4M3, Case, make_case
+from helpers.specs import SPEC
 
 INF, NAN = float("inf"), float("nan")
 
@@ -109,20 +110,19 @@ def p_of_block(
     p: torch.Tensor,  # [BM, BN], written
     scale: torch.Tensor,  # as scale_log2, written
     reference: torch.Tensor,  # [BM], written
-    of_rows: hl.constexpr,
-    half: hl.constexpr,
+    spec: hl.constexpr,  # AttentionSpec
 ) -> None:
     """A kernel of what makes it, of a first block."""
     bm, bn = s.size(0), s.size(1)
     for _ in hl.grid(1):
-        steps_of_scale = softmax_bits.in_fp16_steps(scale_log2, False) if half else scale_log2
-        largest = softmax_bits.largest_scores(s, 0.0, bm, bn, half, False)
+        steps_of_scale = softmax_bits.in_fp16_steps(scale_log2, False) if spec.half_scores else scale_log2
+        largest = softmax_bits.largest_scores(s, bm, bn, spec)
         m_run = hl.full([bm], NO_KEY, dtype=torch.float32)
-        top = largest * steps_of_scale - 8.0
+        top = largest * steps_of_scale - spec.p_offset_log2
         _, m_i = own_references(top, m_run, False)
         if wide > 0:
-            s = softmax_bits.wide_scores(s, 0.0, steps_of_scale, largest, top, m_i, bm, bn, 8.0, of_rows, half, False)
-        p8, m_i = softmax_bits.p_of_scores(s, 0.0, steps_of_scale, m_i, wide, bm, bn, of_rows, half, False)
+            s = softmax_bits.wide_scores(s, steps_of_scale, largest, top, m_i, bm, bn, spec)
+        p8, m_i = softmax_bits.p_of_scores(s, steps_of_scale, m_i, wide, bm, bn, spec)
         p.copy_(p8)
         scale.copy_(steps_of_scale)
         reference.copy_(m_i)
@@ -147,7 +147,8 @@ def test_p_of_a_block(half: bool, wide: bool, of_rows: bool, masked: bool) -> No
         s = s.half()
     p = torch.empty(BM, BN, dtype=torch.float8_e4m3fn)
     scale, reference = torch.empty_like(scale_log2), torch.empty(BM)
-    interpreted(p_of_block)(s, scale_log2, torch.tensor(int(wide)), p, scale, reference, of_rows, half)
+    spec = SPEC._replace(q_row_descales=of_rows, half_scores=half)
+    interpreted(p_of_block)(s, scale_log2, torch.tensor(int(wide)), p, scale, reference, spec)
     assert (scale - scale_log2).abs().max() <= (2.0**-11 * 0.02 if half else 0.0)
     y = (s.float() * softmax_bits.columns(scale, of_rows) - reference.unsqueeze(1)) * E4M3_STEPS + E4M3_BITS_OF_ONE
     expected = steps.interleave_keys(e4m3_of_line(y), BM, BN)
@@ -191,7 +192,7 @@ def test_references_of_blocks(name: str) -> None:
 
 
 #: int8 with nothing mixed or smoothed: integers up to 127, 127 among them, are exact, and so are V's in e4m3.
-EXACT = replace(IN_E4M3, qk_dtype=torch.int8, k_scales="block", center_v=False)
+EXACT = replace(IN_E4M3, qk_dtype=torch.int8, center_v=False)
 
 BLOCK = 128
 

@@ -47,12 +47,11 @@ def test_tables_follow_the_checks(matrix: ModuleType, monkeypatch: pytest.Monkey
     assert "in 16..512`" in matrix.refusals_table()
     assert "in 16..512`" not in refusals
     monkeypatch.setitem(types.RECIPE_CHOICES, "smooth_k", (False,))
-    monkeypatch.setitem(varlen.VARLEN_SCALES, "v_scales", ("channel", "none"))
     changed = matrix.choices_table()
     assert "| `smooth_k` True |" in choices
     assert "| `smooth_k` True |" not in changed
-    assert line(choices, "| `v_scales` 'head' |").endswith(" yes |")
-    assert line(changed, "| `v_scales` 'head' |").endswith(" raises |")
+    assert line(choices, "| `k_scales` 'head' |").endswith(" raises |")
+    assert line(choices, "| `k_scales` 'block' |").endswith(" yes |")
 
 
 def test_sizes_are_where_anything_changes(matrix: ModuleType) -> None:
@@ -74,7 +73,7 @@ def test_attention_takes_every_recipe(matrix: ModuleType) -> None:
     assert set(matrix.PRESETS.values()) <= set(recipes)
     for recipe in recipes:
         call = matrix.Call(D=128, D_v=128, options={"recipe": recipe})
-        assert matrix.refusal("attention", call) is None, recipe
+        assert (matrix.refusal("attention", call) is not None) == recipe.is_given, recipe
 
 
 #: Options, and two values or more that functions with these take.

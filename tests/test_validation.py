@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import warnings
@@ -240,7 +241,8 @@ def test_more_heads_than_tokens_warn_once(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
-            with pytest.raises(Launched):
+            # `explain` launches nothing on the CPU.
+            with contextlib.nullcontext() if function is ha.explain else pytest.raises(Launched):
                 function(zeros(*q), zeros(*k), zeros(*k), layout=layout)
     assert len(said) == swapped
     other = "bshd" if layout == "bhsd" else "bhsd"
@@ -408,7 +410,7 @@ def test_quantized_with_heads_not_a_multiple() -> None:
 @pytest.mark.parametrize(
     ("recipe", "named"),
     [
-        (replace(IN_E4M3, qk_dtype=torch.int8, k_scales="block", smooth_k=True), "q8"),
+        (replace(IN_E4M3, qk_dtype=torch.int8, smooth_k=True), "q8"),
         (replace(IN_E4M3, pv_dtype=torch.float8_e5m2, smooth_k=True), "v8"),
         (replace(IN_E4M3, promote_every=1, hadamard=True, smooth_k=True), None),
         (IN_E4M3, None),

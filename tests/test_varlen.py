@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from helion_attn.numerics import E4M3_MAX, RECENTRED_KEYS
 from helion_attn.ops import varlen
 from helion_attn.testing import fake_cuda, relative_error
 from helion_attn.varlen import varlen_problem
-from helpers.cases import IN_E4M3, PRESETS, RECIPES, Tensors
+from helpers.cases import GIVEN, PRESETS, RECIPES, Tensors
 from helpers.memory import nan_filled_memory
 from helpers.offline import compilations
 from helpers.recorder import Recorder
@@ -89,18 +88,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{
         f"recipe_{name}": {"recipe": RECIPES[name], "causal": True}
         for name in (
-            "k_block",
             "v_channel",
             "e5m2",
             "smooth_k",
-            "not_centred",
+            "plain",
             "hadamard_smooth_k",
             "reflect_smooth_k",
             "hybrid",
             "bf16",
         )
     },
-    "recipe_q_block": {"recipe": replace(IN_E4M3, qk_dtype=torch.int8, q_scales="block", k_scales="block"), "D": 128},
+    "recipe_q_block": {"recipe": RECIPES["int8_q_block"], "D": 128},
     "recipe_fp16": {"recipe": RECIPES["fp16_hadamard_smooth_k"], "D": 128},
 }
 
@@ -208,6 +206,21 @@ def test_each_sequence_of_many_keys_keeps_the_mean_of_its_v(recipe: ha.Recipe, d
         # A few keys may be rounded to the model's neighbour.
         step = alone.v_descale[0] * E4M3_MAX / 8
         assert torch.all((own - alone.v_mean[0]).abs() <= noise + step * 2**-10 * (end - begin >= RECENTRED_KEYS))
+
+
+@pytest.mark.parametrize("recipe", [ha.BALANCED, ha.ACCURATE], ids=["balanced", "accurate"])
+def test_v_beyond_the_room_of_its_sample(recipe: ha.Recipe, device: str) -> None:
+    """Of a sequence, in a key that no sample has: it is not cut off, and other sequences are as without it."""
+    batch = [(3, 90), (3, 600), (3, 600)]
+    cu = tables(batch, device)
+    q, k, v = packed_qkv(batch, device, D=32)
+    clean = attention_varlen(q, k, v, *cu, sm_scale=0.01, recipe=recipe)
+    v[90 + 7, 0, 3] = 1000.0
+    out = attention_varlen(q, k, v, *cu, sm_scale=0.01, recipe=recipe)
+    oracle, _ = ha.reference.attention_varlen(q, k, v, *cu, sm_scale=0.01)
+    assert relative_error(out[3:6, :, 3], oracle[3:6, :, 3]) < 2.0**-4
+    for rows in (slice(0, 3), slice(6, 9)):
+        assert torch.equal(out[rows], clean[rows])
 
 
 def test_the_mean_of_many_keys_does_not_touch_other_sequences(device: str) -> None:
@@ -324,7 +337,7 @@ def test_a_wrong_table_exceeds_the_budget(field: int, device: str) -> None:
     packed = varlen.quantize(problem)
     out, _ = varlen.attend(problem, packed)
     case.assert_within_budget(out)
-    # Of the first sequence in order, with the most keys: its statistics, tokens, queries, key blocks, keys, blocks.
+    # Of the first sequence in order, with the most keys: its number, tokens, queries, key blocks, keys, blocks.
     wrong = {0: 0, 1: 69, 2: 59, 3: 1, 4: 200, 5: 1, 6: 2}[field]
     assert packed.q_blocks[0, field] != wrong
     packed.q_blocks[0, field] = wrong
@@ -421,12 +434,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"cu_seqlens_k has strides \(2,\)",
     ),
     "recipe": ({"recipe": "quick"}, ValueError, "recipe is 'quick'"),
-    "q_scales": (
-        {"recipe": replace(IN_E4M3, q_scales="head")},
-        NotImplementedError,
-        r"recipe has q_scales='head'; .* must be one of \('block', 'token', 'none'\)",
-    ),
-    "v_scales": ({"recipe": replace(IN_E4M3, v_scales="tensor")}, NotImplementedError, "recipe has v_scales='tensor'"),
+    "k_scales": ({"recipe": GIVEN}, ValueError, "recipe has k_scales='head'.*; to quantise it must be 'block'"),
     "causal": ({"causal": 2}, TypeError, "causal is 2"),
     "return_lse": ({"return_lse": None}, TypeError, "return_lse is None"),
     "sm_scale": ({"sm_scale": -1.0}, ValueError, "sm_scale is -1"),

@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import helion_attn as ha
-from benchmarks.lib.recipes import PER_TENSOR
-from helion_attn.numerics import DESCALE_MIN, E4M3_MAX
+from helion_attn.numerics import DESCALE_MIN, E4M3_MAX, FORMAT_MAX
+from helion_attn.reference import rounding_model
 
 E4M3 = torch.float8_e4m3fn
 
@@ -97,16 +97,39 @@ def helion_attn_e2e(recipe: ha.Recipe) -> Prepare:
     return prepare
 
 
-def fp8_tensor(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
-    """The rounding model with one descale per tensor and no more: an FP8 attention that does nothing for accuracy."""
-    run = functools.partial(ha.reference.fp8_attention, q, k, v, causal=causal, sm_scale=sm_scale, recipe=PER_TENSOR)
+def modelled(recipe: ha.Recipe, shared: dict[str, tuple[int, ...]]) -> Prepare:
+    """The rounding model of a recipe, but for descales that dimensions of [B, H, S, D] share, of "q", "k" or "v"."""
 
-    def dequantized() -> tuple[Tensor, Tensor, Tensor]:
-        descales = [_descale(x, (0, 1, 2, 3)) for x in (q, k, v)]
-        q32, k32, v32 = ((x / d).to(E4M3).float() * d for x, d in zip((q, k, v), descales, strict=True))
-        return q32, k32, v32
+    def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+        t = rounding_model.transform(q, k, v, recipe, None)
+        own = rounding_model.quantize(q, k, v, recipe)
+        qk_largest = recipe.qk_largest(q.size(3), v.size(3))
 
-    return Prepared(_without_lse(run), _identity, dequantized)
+        def descale(name: str, found: Tensor, largest: float) -> Tensor:
+            if name not in shared:
+                return found
+            x = getattr(t, name)
+            amax = x.abs().amax(shared[name], keepdim=True).expand_as(x)
+            return rounding_model.to_descale(amax[:, :, 0] if name == "v" else amax[..., 0], largest)
+
+        r = rounding_model.cast(
+            t,
+            descale("q", own.q_descale, qk_largest),
+            descale("k", own.k_descale, qk_largest),
+            descale("v", own.v_descale, FORMAT_MAX[recipe.pv_dtype]),
+            recipe,
+        )
+
+        def run() -> Tensor:
+            return rounding_model.attend(r, recipe, causal=causal, sm_scale=sm_scale)[0].to(q.dtype)
+
+        def dequantized() -> tuple[Tensor, Tensor, Tensor]:
+            v32 = r.v8 * r.v_descale.unsqueeze(2) + r.v_mean.unsqueeze(2)
+            return r.q8 * r.q_descale.unsqueeze(3), r.k8 * r.k_descale.unsqueeze(3), v32
+
+        return Prepared(run, _identity, dequantized)
+
+    return prepare
 
 
 # --- FlashAttention-3 -----------------------------------------------------------------------------

@@ -17,28 +17,29 @@ RUNGS = {"hybrid": ha.HYBRID, "bf16": ha.BF16}
 #: The recipe of `attention` unless told.
 DEFAULT = "balanced"
 
-#: FlashAttention-3's paper calls this the FP8 baseline. Only the rounding model runs it here.
-PER_TENSOR = ha.Recipe(
-    qk_dtype=torch.float8_e4m3fn,
-    q_scales="tensor",
-    k_scales="tensor",
-    v_scales="tensor",
-    reflect=False,
-    smooth_k=False,
-    center_v=False,
-)
+#: e4m3, and nothing for accuracy.
+_PLAIN = ha.Recipe(qk_dtype=torch.float8_e4m3fn, reflect=False, smooth_k=False, center_v=False)
 
-_IN_INT8 = {"qk_dtype": torch.int8, "k_scales": "block", "half_scores": False}
+#: Dimensions of [B, H, S, D] that share a descale.
+_TENSOR, _HEAD = (0, 1, 2, 3), (2, 3)
+
+#: Descales that are shared by more than any recipe's, of which of Q, K and V. Only the rounding model has them.
+#: FlashAttention-3's paper calls the first one the FP8 baseline.
+COARSE: dict[str, tuple[ha.Recipe, dict[str, tuple[int, ...]]]] = {
+    "fp8_tensor": (_PLAIN, {"q": _TENSOR, "k": _TENSOR, "v": _TENSOR}),
+    "fast, q_head": (ha.FAST, {"q": _HEAD}),
+    "fast, k_head": (ha.FAST, {"k": _HEAD}),
+}
+
+_IN_INT8 = {"qk_dtype": torch.int8, "half_scores": False}
 
 _CHANGES: dict[str, dict[str, Any]] = {
     "no_reflect": {"reflect": False},
     "hadamard": {"reflect": False, "hadamard": True},
     "no_smooth_k": {"smooth_k": False},
-    "k_head": {"k_scales": "head"},
     "int8_qk_no_reflect": _IN_INT8 | {"reflect": False},
     "int8_qk_hadamard": _IN_INT8 | {"reflect": False, "hadamard": True},
     "v_channel": {"v_scales": "channel"},
-    "q_head": {"q_scales": "head"},
     "q_block": {"q_scales": "block"},
     "e5m2_pv": {"pv_dtype": torch.float8_e5m2},
     "p_offset_0": {"p_offset_log2": 0},

@@ -161,7 +161,8 @@ class Generated:
         places = list({id(x): None for x in tensors})
         device = tensors[0].device
         described = (
-            _layout(x) if isinstance(x, torch.Tensor) else (type(x), x if is_constant else None)
+            # The repr, for True is equal to 1, also in a spec.
+            _layout(x) if isinstance(x, torch.Tensor) else (type(x), repr(x) if is_constant else None)
             for x, is_constant in zip(args, self._is_constant, strict=True)
         )
         same = tuple(places.index(id(x)) for x in tensors)

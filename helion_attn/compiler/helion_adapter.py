@@ -5,11 +5,12 @@ Importing Helion takes some seconds, and a process that finds its kernels' code 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -55,12 +56,16 @@ def imported(module: types.ModuleType) -> types.ModuleType:
 if TYPE_CHECKING:
     import helion
     import helion._compiler.compile_environment as helion_environment
+    import helion._compiler.type_info as helion_types
+    import helion._compiler.variable_origin as helion_origins
     import helion._dist_utils as helion_distributed
     import helion.language as hl
     import helion.runtime.kernel as helion_kernel
 else:
     helion = Later("helion")
     helion_environment = Later("helion._compiler.compile_environment")
+    helion_types = Later("helion._compiler.type_info")
+    helion_origins = Later("helion._compiler.variable_origin")
     helion_distributed = Later("helion._dist_utils")
     helion_kernel = Later("helion.runtime.kernel")
     hl = Later("helion.language")
@@ -110,6 +115,46 @@ def kernel_to_compile(fn: Callable[..., Any], config: Config) -> helion.Kernel[A
     )
 
 
+@functools.cache
+def _record_type() -> type[Any]:
+    """A class for what Helion knows of a NamedTuple."""
+
+    class Record(helion_types.LiteralType):
+        """A NamedTuple that a kernel and its helpers take whole; some of its fields may be known at run time alone.
+
+        Helion has a dict of the fields in its place: helpers find no attributes, and nobody finds properties.
+        """
+
+        def populate_symbol_origins(self, origin: Any) -> None:
+            """Say how the host function finds the fields that are known at run time."""
+            for name in self.value._fields:
+                of_field = helion_origins.AttributeOrigin(origin, name)
+                self.propagate_attribute(name, of_field).populate_symbol_origins(of_field)
+
+    return Record
+
+
+@contextlib.contextmanager
+def _records() -> Iterator[None]:
+    """Have Helion take NamedTuples as `Record`s, in this thread."""
+    known = helion_types.TypeInfo.from_example
+    here = threading.get_ident()
+
+    def from_example(cls: Any, value: Any, origin: Any) -> Any:
+        is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+        # Helion knows its own.
+        if threading.get_ident() != here or not is_named or type(value).__module__.partition(".")[0] == "helion":
+            return known(value, origin)
+        if isinstance(origin, helion_origins.ArgumentOrigin):
+            # Of a constant that is an argument the host function has the repr, which names a class that it does not
+            # import. So it asks its argument.
+            origin = helion_origins.NameOrigin(origin.name)
+        return _record_type()(origin, value)
+
+    with mock.patch.object(imported(helion_types).TypeInfo, "from_example", classmethod(from_example)):
+        yield
+
+
 def bind(kernel: helion.Kernel[Any], args: tuple[Any, ...]) -> Any:
     """`kernel.bind(args)`, for one GPU, also where `torch.distributed` is initialised.
 
@@ -127,7 +172,7 @@ def bind(kernel: helion.Kernel[Any], args: tuple[Any, ...]) -> Any:
     in_environment = mock.patch.object(
         imported(helion_distributed), "is_symm_mem_tensor", elsewhere(helion_distributed.is_symm_mem_tensor)
     )
-    with in_arguments, in_environment:
+    with in_arguments, in_environment, _records():
         return kernel.bind(args)
 
 

@@ -88,17 +88,15 @@ def quantized_part(
     """This rank's part in the packed format, BHSD, with the constants of all ranks."""
     rotation = rope_arguments(with_positions(call, rope, q.device))
     samples = [call.k_cut.sample(rank, SAMPLED_KEYS) for rank in range(call.k_cut.ranks)]
-    # A rank without one tells its largest entry in a row of its own.
     most = max(sample.size for sample in samples)
-    told, q_amax = ops.describe_part(
+    told = ops.describe_part(
         DescribePartArguments(q, k, v, rotation, call.packing, call.recipe, most, *samples[call.rank])
     )
     largest = told
     if told.numel():
         told = collectives.gather(told, call.group)
-        if call.recipe.reads_once:
-            largest = shared.v_largest(told, call.D, call.D_v)
-            told = torch.cat([told[rank, : sample.size] for rank, sample in enumerate(samples)])
+        largest = shared.v_largest(told, call.D, call.D_v)
+        told = torch.cat([told[rank, : sample.size] for rank, sample in enumerate(samples)])
     tensors = ops.quantize_part(
         QuantizePartArguments(
             q=q,
@@ -106,7 +104,6 @@ def quantized_part(
             v=v,
             told=told,
             v_largest=largest,
-            q_amax=q_amax,
             rope=rotation,
             packing=call.packing,
             recipe=call.recipe,

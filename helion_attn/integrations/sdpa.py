@@ -21,7 +21,7 @@ from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_recipe, check_sm_scale
 from helion_attn.validate.names import named
-from helion_attn.validate.varlen import MAX_VARLEN_D, check_varlen_recipe
+from helion_attn.validate.varlen import MAX_VARLEN_D
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -316,8 +316,6 @@ def _understood(
                 f"helion_attn.sdpa: attn_mask hides padding and the head dim is {max(query.size(3), value.size(3))}; "
                 f"with padding it must be at most {MAX_VARLEN_D}"
             )
-        else:
-            check_varlen_recipe(recipe, query.size(3), value.size(3))
     if top_left and M != N:
         raise NotImplementedError(
             f"helion_attn.sdpa: the causal mask is aligned top-left with M = {M} and N = {N}; helion_attn has only "

@@ -55,7 +55,7 @@ from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_co
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, TileConfig, scheduling
-from helion_attn.kernels.lib.arguments import NO_PARTS, AttentionArguments, GatheredParts, score_scales
+from helion_attn.kernels.lib.arguments import NO_PARTS, AttentionArguments, GatheredParts, magic, score_scales
 from helion_attn.kernels.lib.gathered import (
     edge_of_part,
     key_blocks_of_parts,
@@ -82,6 +82,7 @@ from helion_attn.kernels.lib.softmax_bits import (
     row_sums,
     wide_scores,
 )
+from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
@@ -147,58 +148,11 @@ def fp8_attn_fwd(
     right: int,
     splits: int,
     head_group: int,
-    row_part_blocks: int,
-    row_part_len: int,
-    row_first: int,
-    row_step: int,
-    key_parts: int,
-    key_part_blocks: int,
-    key_part_len: int,
-    key_step: int,
+    parts: GatheredParts,
     key_magic: int,
-    ranks: int,
-    head_blocks: int,
-    k_rank_step: int,
-    v_rank_step: int,
     qk_scale: float,
     softcap_log2: float,
-    s_bias: hl.constexpr,
-    max_fused_scale: hl.constexpr,
-    p_offset_log2: hl.constexpr,
-    q_row_descales: hl.constexpr,
-    k_block_descales: hl.constexpr,
-    v_channel_descales: hl.constexpr,
-    shift_lse: hl.constexpr,
-    has_left: hl.constexpr,
-    has_right: hl.constexpr,
-    has_softcap: hl.constexpr,
-    has_sinks: hl.constexpr,
-    keeps_reference: hl.constexpr,
-    two_level: hl.constexpr,
-    own_reference: hl.constexpr,
-    p_bits: hl.constexpr,
-    half_scores: hl.constexpr,
-    in_halves: hl.constexpr,
-    varlen: hl.constexpr,
-    split: hl.constexpr,
-    pack_gqa: hl.constexpr,
-    group_log2: hl.constexpr,
-    bn_log2: hl.constexpr,
-    quantises_q: hl.constexpr,
-    d_row: hl.constexpr,
-    d: hl.constexpr,
-    q_d_step: hl.constexpr,
-    unit: hl.constexpr,
-    reflected: hl.constexpr,
-    rotary: hl.constexpr,
-    pairing: hl.constexpr,
-    explicit_q_positions: hl.constexpr,
-    q_largest: hl.constexpr,
-    gathered: hl.constexpr,
-    mirrored: hl.constexpr,
-    same_places: hl.constexpr,
-    bounded: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: hl.constexpr,  # AttentionSpec
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
 
@@ -224,7 +178,7 @@ def fp8_attn_fwd(
     With `in_halves` P V is two products, of half of V's channels each.
 
     With `gathered` K and V are in parts, of several ranks, and so may the rows be: `kernels.lib.gathered` says where
-    each lies, and what the arguments from `row_part_blocks` on are. k8 and v8 have one head then, of all blocks, and
+    each lies, and what `parts` are. k8 and v8 have one head then, of all blocks, and
     out and lse have the rows of all parts. There is no `varlen`, `split` or `pack_gqa`. With `bounded` besides, a row
     sees the keys from one position up to another: `row_bounds` has these of every row, `block_bounds` what follows of a
     block's key blocks; and there are no edges.
@@ -244,54 +198,51 @@ def fp8_attn_fwd(
     bn = hl.specialize(k8.size(2))
     d_pad = hl.specialize(k8.size(3))
     hl.specialize((q8.size(3), v8.size(2), v8.size(3)))
-    if quantises_q:
+    if spec.quantises_q:
         m_blocks = (m_len + bm - 1) // bm
         hl.specialize((q.stride(0), cos.stride(0), sin.stride(0), k_mean.stride(0)))
     else:
         m_blocks = q8.size(1)
     d_v_tile = v8.size(2) if v8.dtype.itemsize == 1 else v8.size(3)
-    d_v_pad = d_v_tile * 2 if in_halves else d_v_tile
+    d_v_pad = d_v_tile * 2 if spec.in_halves else d_v_tile
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loops.
     l_lanes = 8
     # Known strides keep the stores 16 bytes wide.
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0)))
 
-    if pack_gqa:
-        head_size, blocks = k8.size(0), ((m_len << group_log2) + bm - 1) // bm
+    if spec.pack_gqa:
+        head_size, blocks = k8.size(0), ((m_len << spec.group_log2) + bm - 1) // bm
         # Known strides keep the loads 16 bytes wide.
         hl.specialize((q_rows.stride(0), q_rows.stride(1)))
     else:
         head_size, blocks = bh_size, m_blocks
-    grid_heads = splits * head_size if split else head_size
-    heads_at_once = head_group if has_right and not (has_left or varlen or split) else 1
+    grid_heads = splits * head_size if spec.split else head_size
+    heads_at_once = head_group if spec.has_right and not (spec.has_left or spec.varlen or spec.split) else 1
     for grid_group, program in hl.grid([grid_heads // heads_at_once, blocks * heads_at_once]):
         grid_head = grid_group * heads_at_once + program % heads_at_once
         grid_block = program // heads_at_once
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment. Blocks n_left .. n_full
         # are seen whole; those from n_begin and those up to n_end in part.
-        if gathered:
+        if spec.gathered:
             bh = grid_head
             kv = bh // group
-            if has_right:
+            if spec.has_right:
                 m_block = blocks - 1 - grid_block  # long rows first
             else:
                 m_block = grid_block
-            row_begin, row_end, diagonal = rows_of_part(
-                m_block, bm, m_len, row_part_blocks, row_part_len, row_first, row_step
-            )
+            row_begin, row_end, diagonal = rows_of_part(m_block, bm, m_len, parts)
             mean_row = kv
             descale_row = kv
-            head_first = int32(kv) * int32(head_blocks)
-            first_descale = int32(kv) * int32(key_parts * key_part_blocks)
+            head_first = int32(kv) * int32(parts.head_blocks)
+            first_descale = int32(kv) * int32(parts.key_parts * parts.key_part_blocks)
             key_end = n_len
             n_begin, n_left, n_full, n_end = key_blocks_of_parts(
-                block_bounds, m_block, diagonal, n_len, left, right, key_parts, key_part_blocks, key_step, bm, bn,
-                bn_log2, has_left, has_right, bounded,
-            )  # fmt: skip
-        elif varlen:
+                block_bounds, m_block, diagonal, n_len, left, right, parts, bm, bn, spec
+            )
+        elif spec.varlen:
             bh, m_block, block, sequence, first_token, rows_of_sequence, first_key_block, keys_of_sequence = (
-                program_of_sequence(q_blocks, grid_head * m_blocks + grid_block, bh_size, head_group, has_right)
+                program_of_sequence(q_blocks, grid_head * m_blocks + grid_block, bh_size, head_group, spec.has_right)
             )
             kv = quotient(bh, int32(group))
             row_begin = first_token + block * bm
@@ -302,24 +253,24 @@ def fp8_attn_fwd(
             key_end = first_key_block * bn + keys_of_sequence
             diagonal = block * bm + key_end - rows_of_sequence
             n_begin, n_left, n_full, n_end = key_blocks_of_sequence(
-                diagonal, first_key_block, key_end, left, right, bm, bn, bn_log2, has_left, has_right
+                diagonal, first_key_block, key_end, left, right, bm, bn, spec
             )
         else:
-            if split:
+            if spec.split:
                 # Heads that share K and V come one after the other, in the same run.
                 bh = grid_head % head_size
             else:
                 bh = grid_head
-            if has_right:
+            if spec.has_right:
                 m_block = blocks - 1 - grid_block  # long rows first
             else:
                 m_block = grid_block
             # The first of a tile's queries, and how many there are at most.
-            if pack_gqa:
+            if spec.pack_gqa:
                 kv = bh
                 row_begin = m_block * bm
-                first_query = row_begin >> group_log2
-                queries = max(1, bm >> group_log2)
+                first_query = row_begin >> spec.group_log2
+                queries = max(1, bm >> spec.group_log2)
             else:
                 kv = bh // group
                 row_begin = m_block * bm
@@ -330,7 +281,7 @@ def fp8_attn_fwd(
             descale_row = kv
             key_end = n_len
             diagonal = first_query + n_len - m_len
-            if has_right:
+            if spec.has_right:
                 n_first_row = min(n_len, diagonal + right + 1)
                 n_last_row = min(n_len, diagonal + right + queries)
             else:
@@ -340,290 +291,264 @@ def fp8_attn_fwd(
             # they are kept flat, and not limited to 0 where a loop that ends before it begins does the same.
             n_full = n_first_row // bn
             n_end = (n_last_row + bn - 1) // bn
-            if has_left:
+            if spec.has_left:
                 n_begin = max(0, diagonal - left) // bn
                 n_left = (max(0, diagonal - left + queries - 1) + bn - 1) // bn
             else:
                 n_begin = 0
                 n_left = 0
-        if split:
+        if spec.split:
             run_begin, run_end = run_of_key_blocks(int32(n_begin), int32(n_end), grid_head // head_size, splits)
         else:
             run_begin, run_end = n_begin, n_end
         # [bm]
-        if pack_gqa:
-            query, member = rows_of_group(row_begin, group_log2, bm)
+        if spec.pack_gqa:
+            query, member = rows_of_group(row_begin, spec.group_log2, bm)
             # Rows of no query, or of no head, take another's.
             known_head = kv * group + torch.clamp_max(member, group - 1)
             packed_rows = known_head * (m_blocks * bm) + torch.clamp_max(query, m_len - 1)
-        elif varlen:
+        elif spec.varlen:
             packed_rows = (bh * int32(m_blocks) + m_block) * bm + hl.arange(bm)
         else:
             packed_rows = (bh * m_blocks + m_block) * bm + hl.arange(bm)
         # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own.
         # [bm], or a scalar for one a block. Loads before that of Q, which is waited for behind them, are under way
         # meanwhile. Where warpgroups take turns a pass has Q come first.
-        if quantises_q:
+        if spec.quantises_q:
             mean = hl.zeros([d_pad], dtype=torch.float32)
-            if shift_lse:
-                mean = hl.load(k_mean, [kv * d_row + hl.arange(d_pad)])
+            if spec.shift_lse:
+                mean = hl.load(k_mean, [kv * spec.query.d_row + hl.arange(d_pad)])
             # [bm, D_pad], [bm], [bm]
             q_tile, q_scale, shift_of_keys = quantised_rows(
-                q, cos, sin, q_positions, mean, ((bh // heads) * q_b_step + (bh % heads) * q_h_step) * unit,
-                row_begin + hl.arange(bm), q_s_step * unit, q_d_step, m_len, d, n_len - m_len, table_rows, bm, d_pad,
-                rotary, q_largest, k8.dtype, pairing, explicit_q_positions, shift_lse, reflected, is_cuda,
+                q, cos, sin, q_positions, mean, ((bh // heads) * q_b_step + (bh % heads) * q_h_step) * spec.query.unit,
+                row_begin + hl.arange(bm), q_s_step * spec.query.unit, m_len, n_len - m_len, table_rows, bm, d_pad,
+                k8.dtype, spec,
             )  # fmt: skip
-            if shift_lse:
+            if spec.shift_lse:
                 # Read again behind the loop, which has no registers for it.
                 hl.store(lse_shift, [packed_rows], shift_of_keys)
-                if is_cuda:
+                if spec.is_cuda:
                     hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
-        elif q_row_descales:
+        elif spec.q_row_descales:
             q_scale = hl.load(q_descale, [packed_rows])
-        elif varlen:
+        elif spec.varlen:
             q_scale = q_descale[(bh * int32(m_blocks) + m_block) * bm]
         else:
             q_scale = q_descale[(bh * m_blocks + m_block) * bm]
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
-        if k_block_descales:
-            if gathered:
-                last_block = int32(key_parts * key_part_blocks - 1)
+        if spec.k_block_descales:
+            if spec.gathered:
+                last_block = int32(parts.key_parts * parts.key_part_blocks - 1)
                 k_scale = hl.load(k_descale, [first_descale + torch.minimum(run_begin, last_block)])
-            elif varlen or split:
+            elif spec.varlen or spec.split:
                 k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_begin, int32(n_blocks - 1))])
             else:
                 k_scale = k_descale[kv * n_blocks + min(run_begin, n_blocks - 1)]
         else:
             k_scale = k_descale[descale_row]
         # [bm, D_pad]
-        if pack_gqa:
+        if spec.pack_gqa:
             q_tile = hl.load(q_rows, [packed_rows, hl.arange(q8.size(3))])
-        elif not quantises_q:
+        elif not spec.quantises_q:
             q_tile = q8[bh, m_block, :, :]
         q_scale_log2 = q_scale * qk_scale
-        if q_row_descales:
+        if spec.q_row_descales:
             # A row that is NaN or infinite must not change its neighbours.
             known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
-            max_fused_k_scale = max_fused_scale / torch.amax(known_scale_log2, 0)
+            max_fused_k_scale = spec.max_fused_scale / torch.amax(known_scale_log2, 0)
         else:
-            max_fused_k_scale = max_fused_scale / q_scale_log2
+            max_fused_k_scale = spec.max_fused_scale / q_scale_log2
         # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
         shift = hl.zeros([bm], dtype=torch.float32)
-        if has_softcap:
-            # tanh leaves no bias and no descale.
-            softmax_bias = 0.0
-            softmax_row_descales = False
-            if shift_lse:
-                shift = hl.load(lse_shift, [packed_rows]) * qk_scale
-        else:
-            softmax_bias = s_bias
-            softmax_row_descales = q_row_descales
-        m_i = hl.full([bm], NO_KEY if own_reference else float("-inf"), dtype=torch.float32)
+        if spec.has_softcap and spec.shift_lse:
+            shift = hl.load(lse_shift, [packed_rows]) * qk_scale
+        m_i = hl.full([bm], NO_KEY if spec.own_reference else float("-inf"), dtype=torch.float32)
         m_run = m_i
-        l_i = hl.zeros([bm] if p_bits else [bm, l_lanes], dtype=torch.float32)
+        l_i = hl.zeros([bm] if spec.p_bits else [bm, l_lanes], dtype=torch.float32)
         # [bm, D_v_pad], or each half of it
         acc = hl.zeros([bm, d_v_tile], dtype=torch.float32)
-        if in_halves:
+        if spec.in_halves:
             acc_high = hl.zeros([bm, d_v_tile], dtype=torch.float32)
 
         # [bm], loaded here, since in the loop they would go through shared memory
-        keys_from, keys_up_to = bounds_of_rows(row_bounds, m_block, bm, bounded)
+        keys_from, keys_up_to = bounds_of_rows(row_bounds, m_block, bm, spec.bounded)
 
         # Blocks before it are special: those of the left edge, and those that references come from, up to the first
         # that all rows see.
-        if not keeps_reference:
+        if not spec.keeps_reference:
             n_special = n_left
-        elif varlen or split or gathered:
+        elif spec.varlen or spec.split or spec.gathered:
             n_special = torch.maximum(int32(n_left), int32(run_begin)) + 1
         else:
             n_special = n_left + 1
         for j in hl.grid(run_begin, run_end):
             s_scale_log2 = q_scale_log2 * k_scale
             # Masked scores, -inf before they are scaled, stay so: no scale is 0.
-            if half_scores:
-                s_scale_log2 = in_fp16_steps(s_scale_log2, is_cuda)
-            elif p_bits:
-                s_scale_log2 = maximum(s_scale_log2, hl.full([], FP32_TINY, dtype=torch.float32), is_cuda)
+            if spec.half_scores:
+                s_scale_log2 = in_fp16_steps(s_scale_log2, spec.is_cuda)
+            elif spec.p_bits:
+                s_scale_log2 = maximum(s_scale_log2, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
             # Not "large", since a NaN is not within.
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
-            if k_block_descales:
-                if gathered:
+            if spec.k_block_descales:
+                if spec.gathered:
                     k_scale = hl.load(k_descale, [first_descale + torch.minimum(run_end - 1, int32(j + 1))])
-                elif varlen or split:
+                elif spec.varlen or spec.split:
                     k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_end - 1, int32(j + 1))])
                 else:
                     k_scale = k_descale[kv * n_blocks + min(j + 1, run_end - 1)]
             # [bn, D_pad] and [d_v_tile, bn], or of 16 bits [bn, D_v_pad]. With nothing between the loads, not even a
             # transposition, Triton gives them one barrier, and the warps are not held up between Q K^T and the softmax.
-            if gathered:
-                part = part_of_block(int32(j), key_part_blocks, key_magic, is_cuda)
-                k_at = placed(int32(j), part, head_first, key_part_blocks, k_rank_step, ranks, mirrored)
+            if spec.gathered:
+                part = part_of_block(int32(j), parts.key_part_blocks, key_magic, spec.is_cuda)
+                k_at = placed(int32(j), part, head_first, parts.k_rank_step, parts, spec)
                 v_at = k_at
-                if not same_places:
-                    v_at = placed(int32(j), part, head_first, key_part_blocks, v_rank_step, ranks, mirrored)
+                if not spec.same_places:
+                    v_at = placed(int32(j), part, head_first, parts.v_rank_step, parts, spec)
                 k_block = k8[0, k_at, :, :]
             else:
                 k_block = k8[kv, j, :, :]
-            if gathered and in_halves:
+            if spec.gathered and spec.in_halves:
                 v_block = v8[0, v_at * 2, :, :]
                 v_high = v8[0, v_at * 2 + 1, :, :]
-            elif gathered:
+            elif spec.gathered:
                 v_block = v8[0, v_at, :, :]
-            elif in_halves:
+            elif spec.in_halves:
                 v_block = v8[kv, j * 2, :, :]
                 v_high = v8[kv, j * 2 + 1, :, :]
             else:
                 v_block = v8[kv, j, :, :]
             # [bm, bn]
-            s = scores(q_tile, k_block.transpose(0, 1), bm, bn, half_scores, is_cuda)
-            s, s_scale_log2 = softmax_input(
-                s, s_scale_log2, softcap_log2, shift, s_bias, q_row_descales, shift_lse, has_softcap, is_cuda
-            )
+            s = scores(q_tile, k_block.transpose(0, 1), bm, bn, spec.half_scores, spec.is_cuda)
+            s, s_scale_log2 = softmax_input(s, s_scale_log2, softcap_log2, shift, spec)
             # Blocks at an edge of what is visible, those that references come from, and those of a large scale: one
             # branch for all.
-            if gathered:
+            if spec.gathered:
                 edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
                 # Zigzag's parts are whole blocks.
-                if not mirrored:
-                    edge = torch.maximum(edge, edge_of_part(int32(j), part, key_part_blocks, key_part_len, bn_log2))
+                if not spec.mirrored:
+                    edge = torch.maximum(edge, edge_of_part(int32(j), part, parts, spec.bn_log2))
                 at_edge = torch.clamp_min(edge, 0)
-            elif varlen or (split and keeps_reference):
+            elif spec.varlen or (spec.split and spec.keeps_reference):
                 edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
                 at_edge = torch.clamp_min(edge, 0)
             else:
                 at_edge = max(n_special - j, j + 1 - n_full, 0)
-            if p_bits:
+            if spec.p_bits:
                 special = at_edge
             else:
                 special = 1 - within + at_edge
             if special > 0:
-                if not p_bits:
+                if not spec.p_bits:
                     # Exact, then rounded: against a running maximum the largest P is 2**p_offset_log2 while fp32 tells
                     # m_i from it.
-                    s = scaled(s - softmax_bias, s_scale_log2, softmax_row_descales)
+                    s = scaled(s - spec.softmax_bias, s_scale_log2, spec.softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
-                if gathered:
-                    first_key, keys_end = keys_of_block(
-                        int32(j), part, int32(key_end), key_part_blocks, key_part_len, key_step, bn
-                    )
+                if spec.gathered:
+                    first_key, keys_end = keys_of_block(int32(j), part, int32(key_end), parts, bn)
                 else:
                     first_key, keys_end = j * bn, key_end
                 keys = first_key + hl.arange(bn)
-                on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, group_log2, pack_gqa)
-                visible = visible_keys(keys, on_diagonal, keys_end, left, right, has_left, has_right)
-                visible = within_bounds(visible, keys, keys_from, keys_up_to, bounded)
-                s = hidden(s, visible, bm, bn, half_scores, is_cuda)
-                if keeps_reference:
+                on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
+                visible = visible_keys(keys, on_diagonal, keys_end, left, right, spec)
+                visible = within_bounds(visible, keys, keys_from, keys_up_to, spec.bounded)
+                s = hidden(s, visible, bm, bn, spec)
+                if spec.keeps_reference:
                     m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
-            empty_rows = has_left or has_right or keeps_reference or bounded
-            if p_bits:
-                largest = largest_scores(s, softmax_bias, bm, bn, half_scores, is_cuda)
-                top = scaled_largest(largest - softmax_bias, s_scale_log2, p_offset_log2, is_cuda)
+            if spec.p_bits:
+                largest = largest_scores(s, bm, bn, spec)
+                top = scaled_largest(largest - spec.softmax_bias, s_scale_log2, spec)
                 m_before = m_i
-                m_run, m_i = own_references(top, m_run, is_cuda)
+                m_run, m_i = own_references(top, m_run, spec.is_cuda)
                 wide = 1 - within
                 if wide > 0:
-                    s = wide_scores(
-                        s, softmax_bias, s_scale_log2, largest, top, m_i, bm, bn, p_offset_log2,
-                        softmax_row_descales, half_scores, is_cuda,
-                    )  # fmt: skip
+                    s = wide_scores(s, s_scale_log2, largest, top, m_i, bm, bn, spec)
                 # [bm, bn], [bm]
-                p8, m_i = p_of_scores(
-                    s, softmax_bias, s_scale_log2, m_i, wide, bm, bn, softmax_row_descales, half_scores, is_cuda
-                )
+                p8, m_i = p_of_scores(s, s_scale_log2, m_i, wide, bm, bn, spec)
                 # [bm, 1]
                 alpha = torch.exp2(m_before - m_i).unsqueeze(1)
             else:
-                bias = torch.where(special > 0, 0.0, softmax_bias)
+                bias = torch.where(special > 0, 0.0, spec.softmax_bias)
                 s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
                 p8, alpha, m_run, m_i, l_i = online_softmax_step(
-                    s, bias, s_scale_log2, m_run, m_i, l_i, bm, bn, l_lanes, v8.dtype, softmax_bias != 0.0,
-                    p_offset_log2, softmax_row_descales, empty_rows, own_reference, keeps_reference, is_cuda,
-                )  # fmt: skip
-            acc = accumulate(acc, alpha, p8, keys_first(v_block), two_level, keeps_reference, is_cuda)
-            if in_halves:
-                acc_high = accumulate(acc_high, alpha, p8, keys_first(v_high), two_level, keeps_reference, is_cuda)
-            if p_bits:
+                    s, bias, s_scale_log2, m_run, m_i, l_i, bm, bn, l_lanes, v8.dtype, spec
+                )
+            acc = accumulate(acc, alpha, p8, keys_first(v_block), spec)
+            if spec.in_halves:
+                acc_high = accumulate(acc_high, alpha, p8, keys_first(v_high), spec)
+            if spec.p_bits:
                 l_i = l_i * alpha.squeeze(1) + row_sums(p8)
 
         # These come while the rows are summed, where no other program runs meanwhile. At D 64 ptxas would wait for each
         # single product of 16 bits.
-        sums_cover_loads = d_v_tile == 256 or (in_halves and not varlen)
+        sums_cover_loads = d_v_tile == 256 or (spec.in_halves and not spec.varlen)
         if sums_cover_loads:
-            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, v_channel_descales)
+            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, spec)
         # By channel, descales of both halves are more than registers hold.
-        both_covered = in_halves and sums_cover_loads and not v_channel_descales
+        both_covered = spec.in_halves and sums_cover_loads and not spec.v_channel_descales
         if both_covered:
             mean_high, descale_high = v_rows(
-                v_mean, v_descale, mean_row, descale_row, d_v_tile, d_v_tile, d_v_pad, v_channel_descales
+                v_mean, v_descale, mean_row, descale_row, d_v_tile, d_v_tile, d_v_pad, spec
             )
         # [bm]
-        if p_bits:
+        if spec.p_bits:
             row_sum = l_i
         else:
             row_sum = l_i.sum(1)
-        if keeps_reference:
+        if spec.keeps_reference:
             # A sum that bf16 or fp32 may not hold: all again, against the running maximum.
             again = sum_passed(row_sum)
             if again > 0:
                 m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
                 l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
+                scaled_spec = spec.of_scaled_scores
                 acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
                 for i in hl.grid(run_begin, run_end):
-                    if gathered:
-                        part_again = part_of_block(int32(i), key_part_blocks, key_magic, is_cuda)
-                        k_again = placed(
-                            int32(i), part_again, head_first, key_part_blocks, k_rank_step, ranks, mirrored
-                        )
+                    if spec.gathered:
+                        part_again = part_of_block(int32(i), parts.key_part_blocks, key_magic, spec.is_cuda)
+                        k_again = placed(int32(i), part_again, head_first, parts.k_rank_step, parts, spec)
                         v_again = k_again
-                        if not same_places:
-                            v_again = placed(
-                                int32(i), part_again, head_first, key_part_blocks, v_rank_step, ranks, mirrored
-                            )
+                        if not spec.same_places:
+                            v_again = placed(int32(i), part_again, head_first, parts.v_rank_step, parts, spec)
                         k_block_again, v_block_again = k8[0, k_again, :, :], v8[0, v_again, :, :]
-                        first_again, end_again = keys_of_block(
-                            int32(i), part_again, int32(key_end), key_part_blocks, key_part_len, key_step, bn
-                        )
+                        first_again, end_again = keys_of_block(int32(i), part_again, int32(key_end), parts, bn)
                     else:
                         k_block_again, v_block_again = k8[kv, i, :, :], v8[kv, i, :, :]
                         first_again, end_again = i * bn, key_end
-                    if k_block_descales:
-                        if gathered:
+                    if spec.k_block_descales:
+                        if spec.gathered:
                             k_scale = hl.load(k_descale, [first_descale + int32(i)])
-                        elif varlen or split:
+                        elif spec.varlen or spec.split:
                             k_scale = hl.load(k_descale, [kv * int32(n_blocks) + int32(i)])
                         else:
                             k_scale = k_descale[kv * n_blocks + i]
                     # [bm, bn]
-                    s = scores(q_tile, k_block_again.transpose(0, 1), bm, bn, False, is_cuda)
-                    s, s_scale_log2 = softmax_input(
-                        s, q_scale_log2 * k_scale, softcap_log2, shift,
-                        s_bias, q_row_descales, shift_lse, has_softcap, is_cuda,
-                    )  # fmt: skip
-                    s = scaled(s - softmax_bias, s_scale_log2, softmax_row_descales)
+                    s = scores(q_tile, k_block_again.transpose(0, 1), bm, bn, False, spec.is_cuda)
+                    s, s_scale_log2 = softmax_input(s, q_scale_log2 * k_scale, softcap_log2, shift, spec)
+                    s = scaled(s - spec.softmax_bias, s_scale_log2, spec.softmax_row_descales)
                     keys = first_again + hl.arange(bn)
-                    on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, group_log2, pack_gqa)
-                    visible = visible_keys(keys, on_diagonal, end_again, left, right, has_left, has_right)
-                    visible = within_bounds(visible, keys, keys_from, keys_up_to, bounded)
+                    on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
+                    visible = visible_keys(keys, on_diagonal, end_again, left, right, spec)
+                    visible = within_bounds(visible, keys, keys_from, keys_up_to, spec.bounded)
                     s = torch.where(visible, s, float("-inf"))
                     p8, alpha, _, m_i, l_i = online_softmax_step(
-                        s, 0.0, hl.full([], 1.0, dtype=torch.float32), m_i, m_i, l_i, bm, bn, l_lanes, v8.dtype, False,
-                        p_offset_log2, False, has_left or has_right or bounded, False, False, is_cuda,
+                        s, 0.0, hl.full([], 1.0, dtype=torch.float32), m_i, m_i, l_i, bm, bn, l_lanes, v8.dtype,
+                        scaled_spec,
                     )  # fmt: skip
-                    acc = accumulate(acc, alpha, p8, v_block_again, two_level, False, is_cuda)
+                    acc = accumulate(acc, alpha, p8, v_block_again, scaled_spec)
                 row_sum = l_i.sum(1)
-        if varlen:
+        if spec.varlen:
             # Rows of no sequence must not pass for rows without a key.
             row_sum = torch.where(keys_of_sequence < 0, float("nan"), row_sum)
         total = row_sum
         rescale = row_sum
         m_keys = m_i
-        if own_reference:
+        if spec.own_reference:
             m_keys = torch.where(row_sum == 0.0, float("-inf"), m_i)
         # [bm], of each row its query, and its head: in the output, and in the parts
-        if pack_gqa:
-            rows, member = rows_of_group(row_begin, group_log2, bm)
+        if spec.pack_gqa:
+            rows, member = rows_of_group(row_begin, spec.group_log2, bm)
             head = kv * group + member
             part_head = grid_head * group + member
             row_in_range = (rows < row_end) & (member < group)
@@ -632,47 +557,44 @@ def fp8_attn_fwd(
             head = bh
             part_head = grid_head
             row_in_range = rows < row_end
-        if shift_lse and not has_softcap:
+        if spec.shifts_lse:
             shift = hl.load(lse_shift, [packed_rows]) * qk_scale
-        if has_sinks:
-            if pack_gqa:
+        if spec.has_sinks:
+            if spec.pack_gqa:
                 sink = hl.load(sinks, [head % heads])
             else:
                 sink = sinks[bh % heads]
             # [bm], as far below the whole scores' as these scores are. Added to 0 the product is rounded here; left
             # alone, the subtractions below take it in as FMAs, and a large one differs from itself.
             sink_log2 = hl.zeros([bm], dtype=torch.float32) + sink * LOG2E
-            if shift_lse and not has_softcap:
+            if spec.shifts_lse:
                 sink_log2 = sink_log2 - shift
-            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
+            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
         # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
-        lse_rows = (part_head if split else head) * m_len + rows
-        store_lse(lse, m_i, total, shift, lse_rows, row_in_range, shift_lse and not has_softcap)
-        if varlen:
+        lse_rows = (part_head if spec.split else head) * m_len + rows
+        store_lse(lse, m_i, total, shift, lse_rows, row_in_range, spec.shifts_lse)
+        if spec.varlen:
             out_rows = bh + rows * int32(out_row_step)
-        elif gathered:
+        elif spec.gathered:
             out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * int32(out_row_step)
-        elif split:
+        elif spec.split:
             out_rows = part_head * m_len + rows
         else:
             out_rows = (head // heads) * heads * m_len + (head % heads) * out_head_step + rows * out_row_step
-        if in_halves and not both_covered:
+        if spec.in_halves and not both_covered:
             mean_high, descale_high = v_rows(
-                v_mean, v_descale, mean_row, descale_row, d_v_tile, d_v_tile, d_v_pad, v_channel_descales
+                v_mean, v_descale, mean_row, descale_row, d_v_tile, d_v_tile, d_v_pad, spec
             )
-        if in_halves:
+        if spec.in_halves:
             store_out(
                 out, acc_high, mean_high, descale_high, m_keys, row_sum, rescale, total, out_rows, row_in_range,
-                d_v_tile, d_v_tile, d_v_pad, d_out, max_fused_scale == float("inf"), v_channel_descales,
-                has_right or varlen or split or (gathered and has_left) or bounded, has_sinks or varlen, has_sinks,
+                d_v_tile, d_v_tile, d_v_pad, d_out, spec,
             )  # fmt: skip
         if not sums_cover_loads:
-            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, v_channel_descales)
-        # Without a mask every row sees all keys; a sink that is NaN stays one.
+            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, spec)
         store_out(
             out, acc, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, 0,
-            d_v_tile, d_v_pad, d_out, max_fused_scale == float("inf"), v_channel_descales,
-            has_right or varlen or split or (gathered and has_left) or bounded, has_sinks or varlen, has_sinks,
+            d_v_tile, d_v_pad, d_out, spec,
         )  # fmt: skip
 
 
@@ -746,6 +668,32 @@ def launch(
             head_group = scheduling.head_group(grid_heads, -(-(a.m_len << group_log2) // tile.bm), *places)
     # Heads that share tiles have descales of their own.
     choices["q_row_descales"] = choices["q_row_descales"] or pack_gqa
+    parts_at = NO_PARTS if parts_of_ranks is None else parts_of_ranks
+    of_query, query_spec = query_arguments(query, a, tile.bm)
+    spec = AttentionSpec(
+        s_bias=INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
+        max_fused_scale=MAX_FUSED_HALF_SCALE_LOG2 if half_scores else MAX_FUSED_SCALE_LOG2[q8.dtype],
+        p_offset_log2=float(a.recipe.p_offset),
+        **choices,
+        has_sinks=part_sinks is not None,
+        keeps_reference=keeps_reference(q8.dtype, v8.dtype, tile.D_pad),
+        two_level=two_level,
+        own_reference=own_reference,
+        p_bits=p_bits,
+        half_scores=half_scores,
+        in_halves=in_halves,
+        varlen=q_blocks is not None,
+        split=in_parts,
+        pack_gqa=pack_gqa,
+        group_log2=group_log2,
+        bn_log2=k8.size(2).bit_length() - 1,
+        gathered=parts_of_ranks is not None,
+        mirrored=parts_at.mirrored,
+        same_places=parts_at.k_rank_step == parts_at.v_rank_step,
+        bounded=bounds is not None,
+        query=query_spec,
+        is_cuda=q8.is_cuda,
+    )
     kernel = compiled_kernel(tile, two_level, query is not None) if q8.is_cuda else interpreted_kernel
     kernel.run(
         {
@@ -759,7 +707,7 @@ def launch(
             "sinks": q_descale if part_sinks is None else part_sinks,
             "q_blocks": q_descale if q_blocks is None else q_blocks,
             "q_rows": q8.view(-1, q8.size(3)) if pack_gqa else q_descale,
-            **query_arguments(query, a, tile.bm),
+            **of_query,
             "row_bounds": q_descale if bounds is None else bounds.rows,
             "block_bounds": q_descale if bounds is None else bounds.blocks,
             "out": parts.view(-1, out.size(-1)),
@@ -767,27 +715,10 @@ def launch(
             **sizes,
             "splits": splits,
             "head_group": head_group,
-            **(NO_PARTS if parts_of_ranks is None else parts_of_ranks).arguments(),
+            "parts": parts_at,
+            "key_magic": magic(parts_at.key_part_blocks),
             **score_scales(a.sm_scale, a.softcap),
-            "s_bias": INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
-            "max_fused_scale": MAX_FUSED_HALF_SCALE_LOG2 if half_scores else MAX_FUSED_SCALE_LOG2[q8.dtype],
-            "p_offset_log2": float(a.recipe.p_offset),
-            **choices,
-            "has_sinks": part_sinks is not None,
-            "keeps_reference": keeps_reference(q8.dtype, v8.dtype, tile.D_pad),
-            "two_level": two_level,
-            "own_reference": own_reference,
-            "p_bits": p_bits,
-            "half_scores": half_scores,
-            "in_halves": in_halves,
-            "varlen": q_blocks is not None,
-            "split": in_parts,
-            "pack_gqa": pack_gqa,
-            "group_log2": group_log2,
-            "bn_log2": k8.size(2).bit_length() - 1,
-            "gathered": parts_of_ranks is not None,
-            "bounded": bounds is not None,
-            "is_cuda": q8.is_cuda,
+            "spec": spec,
         }
     )
     if in_parts:

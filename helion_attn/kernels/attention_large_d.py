@@ -30,6 +30,7 @@ from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, LargeTileConfig, largest_power_of_two, scheduling
 from helion_attn.kernels.lib.arguments import AttentionArguments, score_scales
 from helion_attn.kernels.lib.masks import visible_keys
+from helion_attn.kernels.lib.specs import LargeSpec
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
@@ -142,12 +143,11 @@ def accumulate_piece(
     alpha: torch.Tensor,  # [bm, 1]
     p8: torch.Tensor,  # [bm, bn]
     v_tiles: list[torch.Tensor],  # [d, bn] each
-    two_level: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: LargeSpec,
 ) -> torch.Tensor:
     """`accumulate` for piece `i` of V; the sum of no piece as it is."""
     if i < len(v_tiles):
-        return accumulate(acc, alpha, p8, keys_first(v_tiles[i]), two_level, False, is_cuda)
+        return accumulate(acc, alpha, p8, keys_first(v_tiles[i]), spec)
     return acc
 
 
@@ -167,17 +167,15 @@ def store_pieces(
     v_sizes: list[int],
     d_v_pad: int,
     d_out: int,
-    v_channel_descales: hl.constexpr,
-    empty_rows: hl.constexpr,
-    has_sinks: hl.constexpr,
+    spec: LargeSpec,
 ) -> None:
     """`store_out` for each piece of V, from channel `first`; the last goes first, which has the smallest sum."""
     for i in reversed(range(len(v_sizes))):
         begin = first + sum(v_sizes[:i])
-        mean, descale = v_rows(v_mean, v_descale, kv, kv, begin, v_sizes[i], d_v_pad, v_channel_descales)
+        mean, descale = v_rows(v_mean, v_descale, kv, kv, begin, v_sizes[i], d_v_pad, spec)
         store_out(
             out, accs[i], mean, descale, m_keys, row_sum, alpha, total, out_rows, row_in_range, begin, v_sizes[i],
-            d_v_pad, d_out, False, v_channel_descales, empty_rows, has_sinks, has_sinks,
+            d_v_pad, d_out, spec,
         )  # fmt: skip
 
 
@@ -207,22 +205,7 @@ def fp8_attn_fwd_large_d(
     head_group: int,
     qk_scale: float,
     softcap_log2: float,
-    max_fused_scale: hl.constexpr,
-    v_parts: hl.constexpr,
-    v_count: hl.constexpr,
-    has_narrow_d: hl.constexpr,
-    has_narrow_v: hl.constexpr,
-    p_offset_log2: hl.constexpr,
-    q_row_descales: hl.constexpr,
-    k_block_descales: hl.constexpr,
-    v_channel_descales: hl.constexpr,
-    shift_lse: hl.constexpr,
-    has_left: hl.constexpr,
-    has_right: hl.constexpr,
-    has_softcap: hl.constexpr,
-    has_sinks: hl.constexpr,
-    two_level: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: hl.constexpr,  # LargeSpec
 ) -> None:
     """The kernel; see the module's docstring, and `fp8_attn_fwd` for what is not said here."""
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
@@ -246,21 +229,21 @@ def fp8_attn_fwd_large_d(
     wide = hl.specialize(v_wide.size(-2))
     narrow = hl.specialize(v_narrow.size(2))
     # Of a program's pieces of V.
-    v_sizes = [wide] * v_count + [narrow] * has_narrow_v
+    v_sizes = [wide] * spec.v_count + [narrow] * spec.has_narrow_v
     v_tile = sum(v_sizes)
-    d_v_pad = v_tile * v_parts
+    d_v_pad = v_tile * spec.v_parts
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loop.
     l_lanes = 8
     # Known strides keep the stores, and the loads of Q, 16 bytes wide.
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0), q_flat.stride(0)))
 
-    heads_at_once = head_group if has_right and not has_left else 1
-    for grid_group, m_rank, of_group in hl.grid([bh_size // heads_at_once, m_blocks, v_parts * heads_at_once]):
-        bh = grid_group * heads_at_once + of_group // v_parts
+    heads_at_once = head_group if spec.has_right and not spec.has_left else 1
+    for grid_group, m_rank, of_group in hl.grid([bh_size // heads_at_once, m_blocks, spec.v_parts * heads_at_once]):
+        bh = grid_group * heads_at_once + of_group // spec.v_parts
         # The parts of one query block are neighbours: they read the same K.
-        part = of_group % v_parts
-        if has_right:
+        part = of_group % spec.v_parts
+        if spec.has_right:
             m_block = m_blocks - 1 - m_rank  # long rows first
         else:
             m_block = m_rank
@@ -268,7 +251,7 @@ def fp8_attn_fwd_large_d(
         row_begin = m_block * bm
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         diagonal = row_begin + n_len - m_len
-        if has_right:
+        if spec.has_right:
             n_first_row = min(n_len, diagonal + right + 1)
             n_last_row = min(n_len, diagonal + right + bm)
         else:
@@ -276,7 +259,7 @@ def fp8_attn_fwd_large_d(
             n_last_row = n_len
         n_full = n_first_row // bn
         n_end = (n_last_row + bn - 1) // bn
-        if has_left:
+        if spec.has_left:
             n_begin = max(0, diagonal - left) // bn
             n_left = (max(0, diagonal - left + bm - 1) + bn - 1) // bn
         else:
@@ -286,29 +269,24 @@ def fp8_attn_fwd_large_d(
         # [bm, d_wide] each, [bm, d_narrow]
         q_tiles = query_pieces(q_flat, packed_rows * d_pad, bm, d_pad)
         # [bm], or a scalar for one a block
-        if q_row_descales:
+        if spec.q_row_descales:
             q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * qk_scale
             # A row that is NaN or infinite must not change its neighbours.
             known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
-            max_fused_k_scale = max_fused_scale / torch.amax(known_scale_log2, 0)
+            max_fused_k_scale = spec.max_fused_scale / torch.amax(known_scale_log2, 0)
         else:
             q_scale_log2 = q_descale[packed_rows] * qk_scale
-            max_fused_k_scale = max_fused_scale / q_scale_log2
+            max_fused_k_scale = spec.max_fused_scale / q_scale_log2
         # The descale of the block at hand; with one a block, the next is loaded a block ahead.
-        if k_block_descales:
+        if spec.k_block_descales:
             k_scale = k_descale[kv * n_blocks + min(n_begin, n_blocks - 1)]
         else:
             k_scale = k_descale[kv]
         # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
         shift = hl.zeros([bm], dtype=torch.float32)
-        if has_softcap:
-            # tanh leaves no descale.
-            softmax_row_descales = False
-            if shift_lse:
-                shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
-        else:
-            softmax_row_descales = q_row_descales
-        m_i = hl.full([bm], NO_KEY if two_level else float("-inf"), dtype=torch.float32)
+        if spec.has_softcap and spec.shift_lse:
+            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
+        m_i = hl.full([bm], NO_KEY if spec.two_level else float("-inf"), dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
         # [bm, d] each. A loop carries tensors, not lists.
@@ -323,62 +301,59 @@ def fp8_attn_fwd_large_d(
             s_scale_log2 = q_scale_log2 * k_scale
             # Not "large", since a NaN is not within.
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
-            if k_block_descales:
+            if spec.k_block_descales:
                 k_scale = k_descale[kv * n_blocks + min(j + 1, n_blocks - 1)]
             # [bn, d_wide] each, [bn, d_narrow]
-            k_tiles = row_pieces(k_wide, k_narrow, kv, j, d_count, has_narrow_d)
+            k_tiles = row_pieces(k_wide, k_narrow, kv, j, d_count, spec.has_narrow_d)
             # [d, bn] each. All loads side by side, at one barrier: see `fp8_attn_fwd`.
-            v_tiles = channel_pieces(v_wide, v_narrow, kv, j * v_parts + part, v_count, has_narrow_v)
+            v_tiles = channel_pieces(v_wide, v_narrow, kv, j * spec.v_parts + part, spec.v_count, spec.has_narrow_v)
             # [bm, bn]
-            s = scores_of_pieces(q_tiles, k_tiles, is_cuda)
-            s, s_scale_log2 = softmax_input(
-                s, s_scale_log2, softcap_log2, shift, 0.0, q_row_descales, shift_lse, has_softcap, is_cuda
-            )
+            s = scores_of_pieces(q_tiles, k_tiles, spec.is_cuda)
+            s, s_scale_log2 = softmax_input(s, s_scale_log2, softcap_log2, shift, spec)
             # Blocks at an edge of what is visible, and those of a large scale, in one branch: see `fp8_attn_fwd`.
             special = 1 - within + max(n_left - j, j + 1 - n_full, 0)
             if special > 0:
-                s = scaled(s, s_scale_log2, softmax_row_descales)
+                s = scaled(s, s_scale_log2, spec.softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes registers throughout.
                 keys = j * bn + hl.arange(bn)
-                visible = visible_keys(keys, diagonal + hl.arange(bm), n_len, left, right, has_left, has_right)
+                visible = visible_keys(keys, diagonal + hl.arange(bm), n_len, left, right, spec)
                 s = torch.where(visible, s, float("-inf"))
             s_scale_log2 = torch.where(special > 0, 1.0, s_scale_log2)
             p8, alpha, m_run, m_i, l_i = online_softmax_step(
-                s, 0.0, s_scale_log2, m_run, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, False, p_offset_log2,
-                softmax_row_descales, has_left or has_right, two_level, False, is_cuda,
-            )  # fmt: skip
-            acc_0 = accumulate_piece(0, acc_0, alpha, p8, v_tiles, two_level, is_cuda)
-            acc_1 = accumulate_piece(1, acc_1, alpha, p8, v_tiles, two_level, is_cuda)
-            acc_2 = accumulate_piece(2, acc_2, alpha, p8, v_tiles, two_level, is_cuda)
-            acc_3 = accumulate_piece(3, acc_3, alpha, p8, v_tiles, two_level, is_cuda)
-            acc_4 = accumulate_piece(4, acc_4, alpha, p8, v_tiles, two_level, is_cuda)
-            acc_5 = accumulate_piece(5, acc_5, alpha, p8, v_tiles, two_level, is_cuda)
+                s, 0.0, s_scale_log2, m_run, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, spec
+            )
+            acc_0 = accumulate_piece(0, acc_0, alpha, p8, v_tiles, spec)
+            acc_1 = accumulate_piece(1, acc_1, alpha, p8, v_tiles, spec)
+            acc_2 = accumulate_piece(2, acc_2, alpha, p8, v_tiles, spec)
+            acc_3 = accumulate_piece(3, acc_3, alpha, p8, v_tiles, spec)
+            acc_4 = accumulate_piece(4, acc_4, alpha, p8, v_tiles, spec)
+            acc_5 = accumulate_piece(5, acc_5, alpha, p8, v_tiles, spec)
 
         # [bm]
         row_sum = l_i.sum(1)
         total = row_sum
         rescale = row_sum
         m_keys = m_i
-        if two_level:
+        if spec.two_level:
             m_keys = torch.where(row_sum == 0.0, float("-inf"), m_i)
         rows = row_begin + hl.arange(bm)
         row_in_range = rows < m_len
-        if shift_lse and not has_softcap:
+        if spec.shifts_lse:
             shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
-        if has_sinks:
+        if spec.has_sinks:
             # [bm], as far below the whole scores' as these scores are.
             sink_log2 = hl.zeros([bm], dtype=torch.float32) + sinks[bh % heads] * LOG2E
-            if shift_lse and not has_softcap:
+            if spec.shifts_lse:
                 sink_log2 = sink_log2 - shift
-            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
+            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
         # Every part has the same; the first stores it. Before the output: see `fp8_attn_fwd`.
         first_part_rows = rows < m_len * (1 - part)
-        store_lse(lse, m_i, total, shift, bh * m_len + rows, first_part_rows, shift_lse and not has_softcap)
+        store_lse(lse, m_i, total, shift, bh * m_len + rows, first_part_rows, spec.shifts_lse)
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
         first = part * v_tile
         store_pieces(
             out, [acc_0, acc_1, acc_2, acc_3, acc_4, acc_5], v_mean, v_descale, m_keys, row_sum, rescale, total,
-            out_rows, row_in_range, kv, first, v_sizes, d_v_pad, d_out, v_channel_descales, has_right, has_sinks,
+            out_rows, row_in_range, kv, first, v_sizes, d_v_pad, d_out, spec,
         )  # fmt: skip
 
 
@@ -429,6 +404,19 @@ def launch(tile: LargeTileConfig, a: AttentionArguments, out: torch.Tensor, lse:
     if a.rows_differ:
         places = sm_count(q8), tile.ctas_per_sm
         head_group = scheduling.head_group(q8.size(0), q8.size(1) * v_parts, *places)
+    spec = LargeSpec(
+        v_parts=v_parts,
+        v_count=v_wide.size(2),
+        has_narrow_d=has_narrow_d,
+        has_narrow_v=has_narrow_v,
+        # int8 scores have no bias here, and are smaller than those of e4m3.
+        max_fused_scale=MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
+        p_offset_log2=float(a.recipe.p_offset),
+        **a.choices(),
+        has_sinks=a.sinks is not None,
+        two_level=two_level,
+        is_cuda=q8.is_cuda,
+    )
     kernel = compiled_kernel(tile, two_level) if q8.is_cuda else interpreted_kernel
     q_descale = a.packed.q_descale.view(-1)
     kernel.run(
@@ -450,16 +438,6 @@ def launch(tile: LargeTileConfig, a: AttentionArguments, out: torch.Tensor, lse:
             **a.sizes(),
             "head_group": head_group,
             **score_scales(a.sm_scale, a.softcap),
-            # int8 scores have no bias here, and are smaller than those of e4m3.
-            "max_fused_scale": MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
-            "v_parts": v_parts,
-            "v_count": v_wide.size(2),
-            "has_narrow_d": has_narrow_d,
-            "has_narrow_v": has_narrow_v,
-            "p_offset_log2": float(a.recipe.p_offset),
-            **a.choices(),
-            "has_sinks": a.sinks is not None,
-            "two_level": two_level,
-            "is_cuda": q8.is_cuda,
+            "spec": spec,
         }
     )

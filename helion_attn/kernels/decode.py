@@ -41,6 +41,7 @@ from helion_attn.kernels.lib.inline_asm import fma_up, tanh
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import inverse_of_power, launch_paged, log2_of_power
 from helion_attn.kernels.lib.references import own_references
+from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY, PAGE_REFERENCE_REACH_LOG2
 
@@ -55,13 +56,12 @@ def page_scores(
     k_scale: torch.Tensor,  # [bn]
     v_scale: torch.Tensor,  # [bn]
     softcap_log2: float,
-    has_softcap: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: PagedSpec,
 ) -> torch.Tensor:
     """`t` of the module's docstring, [bn, rows]."""
     s = hl.dot(k_tile, q_tile) * k_scale.unsqueeze(1)
-    if has_softcap:
-        s = tanh(s * q_scale_log2.unsqueeze(0), is_cuda)
+    if spec.has_softcap:
+        s = tanh(s * q_scale_log2.unsqueeze(0), spec.is_cuda)
         return s * softcap_log2 + log2_of_power(v_scale).unsqueeze(1)
     return s * q_scale_log2.unsqueeze(0) + log2_of_power(v_scale).unsqueeze(1)
 
@@ -73,15 +73,13 @@ def softmax_step(
     m_i: torch.Tensor,  # [rows]
     l_i: torch.Tensor,  # [warps, 8, rows]
     bn: int,
-    rows: int,
-    warps: int,
-    p_offset_log2: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`t`, -inf where masked, into `(p8, alpha, m_run, m_i, l_i)`."""
-    one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], p_offset_log2, dtype=torch.float32)
-    top = fma_up(torch.amax(t, 0), one, -offset, is_cuda)
-    m_run, m_new = own_references(top, m_run, is_cuda, PAGE_REFERENCE_REACH_LOG2)
+    rows, warps = spec.rows, spec.warps
+    one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], spec.p_offset_log2, dtype=torch.float32)
+    top = fma_up(torch.amax(t, 0), one, -offset, spec.is_cuda)
+    m_run, m_new = own_references(top, m_run, spec.is_cuda, PAGE_REFERENCE_REACH_LOG2)
     # [bn, rows]
     p = torch.exp2(t - m_new.unsqueeze(0))
     alpha = torch.exp2(m_i - m_new).unsqueeze(0)
@@ -118,18 +116,7 @@ def fp8_attn_decode(
     right: int,
     qk_scale: float,
     softcap_log2: float,
-    rows: hl.constexpr,
-    warps: hl.constexpr,
-    q_d_step: hl.constexpr,
-    unit: hl.constexpr,
-    d: hl.constexpr,
-    p_offset_log2: hl.constexpr,
-    q_largest: hl.constexpr,
-    has_left: hl.constexpr,
-    has_right: hl.constexpr,
-    has_softcap: hl.constexpr,
-    has_sinks: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: hl.constexpr,  # PagedSpec
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
 
@@ -155,17 +142,17 @@ def fp8_attn_decode(
         b = bh // kv_heads
         h = bh % kv_heads
         # [rows], of the group's heads times M; row r is query r % M of the group's head r // M
-        r = (tile_index % m_tiles) * rows + hl.arange(rows)
+        r = (tile_index % m_tiles) * spec.rows + hl.arange(spec.rows)
         in_range = r < group * m_len
         head = h * group + r // m_len
         i = r % m_len
         # [rows, D_pad]
         cols = hl.arange(d_pad)
-        row_offset = (b * q_b_step + head * q_h_step + i * q_s_step) * unit
-        keep = in_range.unsqueeze(1) & (cols < d).unsqueeze(0)
-        x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * q_d_step], extra_mask=keep).to(torch.float32)
+        row_offset = (b * q_b_step + head * q_h_step + i * q_s_step) * spec.unit
+        keep = in_range.unsqueeze(1) & (cols < spec.d).unsqueeze(0)
+        x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
         # [rows]
-        q_descale = to_descale(torch.amax(torch.abs(x), 1), q_largest)
+        q_descale = to_descale(torch.amax(torch.abs(x), 1), spec.q_largest)
         # [D_pad, rows]
         q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype).transpose(0, 1)
         q_scale_log2 = q_descale * qk_scale
@@ -178,13 +165,13 @@ def fp8_attn_decode(
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         diagonal = n_len - m_len
         # Pages n_left .. n_whole are seen whole by all rows, those before n_first by none.
-        if has_left:
+        if spec.has_left:
             n_first = torch.clamp(diagonal - left, min=0) // bn
             n_left = (torch.clamp(diagonal - left + m_len - 1, min=0) + bn - 1) // bn
         else:
             n_first = 0
             n_left = 0
-        if has_right:
+        if spec.has_right:
             n_whole = torch.minimum(n_len, diagonal + right + 1) // bn
         else:
             n_whole = n_len // bn
@@ -192,11 +179,11 @@ def fp8_attn_decode(
         n_begin = n_first + split * run
         n_end = torch.minimum(n_begin + run, n_pages)
 
-        m_i = hl.full([rows], NO_KEY, dtype=torch.float32)
+        m_i = hl.full([spec.rows], NO_KEY, dtype=torch.float32)
         m_run = m_i
-        l_i = hl.zeros([warps, 8, rows], dtype=torch.float32)
+        l_i = hl.zeros([spec.warps, 8, spec.rows], dtype=torch.float32)
         # [D_v_pad, rows]
-        acc = hl.zeros([d_v_pad, rows], dtype=torch.float32)
+        acc = hl.zeros([d_v_pad, spec.rows], dtype=torch.float32)
 
         for j in hl.grid(n_begin, n_end):
             listed = hl.load(block_table, [b * max_pages + j])
@@ -208,37 +195,33 @@ def fp8_attn_decode(
             k_scale = torch.where(known_page, hl.load(k_descale, [keys]), float("nan"))
             v_scale = hl.load(v_descale, [keys])
             # [bn, rows]
-            t = page_scores(
-                k8[page, h, :, :], q_tile, q_scale_log2, k_scale, v_scale, softcap_log2, has_softcap, is_cuda
-            )
+            t = page_scores(k8[page, h, :, :], q_tile, q_scale_log2, k_scale, v_scale, softcap_log2, spec)
             # [D_v_pad, bn]
             v_tile = v8[page, h, :, :]
             edge = j + 1 - n_whole
-            if has_left:
+            if spec.has_left:
                 edge = torch.maximum(edge, n_left - j)
             if edge > 0:
                 key = j * bn + hl.arange(bn)
-                visible = visible_keys(key, diagonal + i, n_len, left, right, has_left, has_right)
+                visible = visible_keys(key, diagonal + i, n_len, left, right, spec)
                 t = torch.where(visible.transpose(0, 1), t, float("-inf"))
-            p8, alpha, m_run, m_i, l_i = softmax_step(
-                t, inverse_of_power(v_scale), m_run, m_i, l_i, bn, rows, warps, p_offset_log2, is_cuda
-            )
-            acc = accumulate(acc, alpha, v_tile, p8, True, False, is_cuda)
+            p8, alpha, m_run, m_i, l_i = softmax_step(t, inverse_of_power(v_scale), m_run, m_i, l_i, bn, spec)
+            acc = accumulate(acc, alpha, v_tile, p8, spec)
 
         # [rows]
         row_sum = torch.where(known_length, l_i.sum(0).sum(0), float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
-        if has_sinks:
+        if spec.has_sinks:
             # [rows], in one run of them all
             sink_log2 = hl.load(sinks, [head], extra_mask=in_range) * LOG2E
             sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
-            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
+            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
         # [rows, D_v_pad]
         o = acc.transpose(0, 1) * normaliser.unsqueeze(1)
         no_key = row_sum == 0.0
-        if has_sinks:
+        if spec.has_sinks:
             no_key = no_key & (total == total)  # a sink that is NaN stays one
         o = torch.where(no_key.unsqueeze(1), 0.0, o)
         out_cols = hl.arange(d_v_pad)
@@ -275,7 +258,5 @@ def launch(a: DecodeArguments, rows: int, splits: int, out: torch.Tensor, lse: t
         "v8": v8,
         "k_descale": a.cache.k_descale.view(-1),
         "v_descale": a.cache.v_descale.view(-1),
-        "rows": rows,
-        "warps": num_warps,
     }
-    launch_paged(kernel(a.q.is_cuda, num_warps), a, rows, splits, out, lse, own)
+    launch_paged(kernel(a.q.is_cuda, num_warps), a, rows, num_warps, False, splits, out, lse, own)

@@ -9,6 +9,7 @@ without a key has lse -inf and weighs nothing; a row without a key in any run gi
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,22 @@ FEW_RUNS, FEW_WARPS = 8, 1
 MANY_RUNS, MANY_WARPS = 32, 4
 
 
+class MergeSpec(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        at_once: runs that a program reads at once.
+        d_row: the power of two that holds a row.
+        has_sinks: a head has one more logit.
+        is_cuda: the kernel is compiled; otherwise interpreted.
+    """
+
+    at_once: int
+    d_row: int
+    has_sinks: bool
+    is_cuda: bool
+
+
 def merge_splits_kernel(
     parts: torch.Tensor,  # [splits * B * H * M, D_v]
     part_lse: torch.Tensor,  # [splits, B * H * M]
@@ -34,10 +51,7 @@ def merge_splits_kernel(
     m_len: int,
     out_head_step: int,
     out_row_step: int,
-    at_once: hl.constexpr,
-    d_row: hl.constexpr,
-    has_sinks: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: hl.constexpr,  # MergeSpec
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
     splits, total_rows = part_lse.size(0), part_lse.size(1)
@@ -47,26 +61,26 @@ def merge_splits_kernel(
     hl.specialize((part_lse.stride(1), sinks.stride(0), lse.stride(0)))
     for r in hl.grid(total_rows):
         # [D_row]
-        cols = hl.arange(d_row)
+        cols = hl.arange(spec.d_row)
         # [at_once]
-        peak = hl.full([at_once], float("-inf"), dtype=torch.float32)
-        for i in hl.grid((splits + at_once - 1) // at_once):
-            s = i * at_once + hl.arange(at_once)
+        peak = hl.full([spec.at_once], float("-inf"), dtype=torch.float32)
+        for i in hl.grid((splits + spec.at_once - 1) // spec.at_once):
+            s = i * spec.at_once + hl.arange(spec.at_once)
             known = torch.where(s < splits, hl.load(part_lse, [s, r], extra_mask=s < splits), float("-inf"))
-            peak = maximum(peak, known, is_cuda)
+            peak = maximum(peak, known, spec.is_cuda)
         largest = torch.amax(peak, 0)
-        if has_sinks:
+        if spec.has_sinks:
             # []
             sink = hl.load(sinks, [r // m_len % heads])
-            largest = maximum(largest, sink, is_cuda)
+            largest = maximum(largest, sink, spec.is_cuda)
         # exp(-inf - -inf) would be NaN.
         shift = torch.where(largest == float("-inf"), 0.0, largest)
         # [at_once]
-        total = hl.zeros([at_once], dtype=torch.float32)
+        total = hl.zeros([spec.at_once], dtype=torch.float32)
         # [D_row]
-        acc = hl.zeros([d_row], dtype=torch.float32)
-        for j in hl.grid((splits + at_once - 1) // at_once):
-            run = j * at_once + hl.arange(at_once)
+        acc = hl.zeros([spec.d_row], dtype=torch.float32)
+        for j in hl.grid((splits + spec.at_once - 1) // spec.at_once):
+            run = j * spec.at_once + hl.arange(spec.at_once)
             run_lse = torch.where(run < splits, hl.load(part_lse, [run, r], extra_mask=run < splits), float("-inf"))
             weight = torch.exp2((run_lse - shift) * LOG2E)
             total = total + weight
@@ -75,10 +89,10 @@ def merge_splits_kernel(
             acc = acc + (weight.unsqueeze(1) * hl.load(parts, [run * total_rows + r, cols], extra_mask=stored)).sum(0)
         of_keys = total.sum(0)
         sum_of_weights = of_keys
-        if has_sinks:
+        if spec.has_sinks:
             sum_of_weights = sum_of_weights + torch.exp2((sink - shift) * LOG2E)
         no_key = of_keys == 0.0
-        if has_sinks:
+        if spec.has_sinks:
             no_key = no_key & (sum_of_weights == sum_of_weights)  # a sink that is NaN stays one
         o = torch.where(no_key, 0.0, acc * (1.0 / sum_of_weights))
         head = r // m_len % heads
@@ -129,9 +143,6 @@ def merge_splits(
             "m_len": M,
             "out_head_step": 1 if bshd else M,
             "out_row_step": H if bshd else 1,
-            "at_once": at_once,
-            "d_row": d_row,
-            "has_sinks": sinks is not None,
-            "is_cuda": out.is_cuda,
+            "spec": MergeSpec(at_once, d_row, has_sinks=sinks is not None, is_cuda=out.is_cuda),
         }
     )

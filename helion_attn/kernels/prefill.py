@@ -88,19 +88,7 @@ def fp8_attn_prefill(
     right: int,
     qk_scale: float,
     softcap_log2: float,
-    bm: hl.constexpr,
-    bn_log2: hl.constexpr,
-    q_d_step: hl.constexpr,
-    unit: hl.constexpr,
-    d: hl.constexpr,
-    p_offset_log2: hl.constexpr,
-    q_largest: hl.constexpr,
-    in_halves: hl.constexpr,
-    has_left: hl.constexpr,
-    has_right: hl.constexpr,
-    has_softcap: hl.constexpr,
-    has_sinks: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: hl.constexpr,  # PagedSpec
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
 
@@ -133,19 +121,19 @@ def fp8_attn_prefill(
     for split, bh, from_end in hl.grid([splits, B * kv_heads, m_tiles]):
         b = bh // kv_heads
         h = bh % kv_heads
-        first_row = (m_tiles - 1 - from_end) * bm
+        first_row = (m_tiles - 1 - from_end) * spec.rows
         # [bm]
-        r = int32(first_row) + hl.arange(bm, dtype=torch.int32)
+        r = int32(first_row) + hl.arange(spec.rows, dtype=torch.int32)
         in_range = r < rows_of_group
         query = quotient(r, int32(group))
         head = h * group + r - query * int32(group)
         # [bm, D_pad]
         cols = hl.arange(d_pad)
-        row_offset = (b * q_b_step + head * q_h_step + query * q_s_step) * unit
-        keep = in_range.unsqueeze(1) & (cols < d).unsqueeze(0)
-        x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * q_d_step], extra_mask=keep).to(torch.float32)
+        row_offset = (b * q_b_step + head * q_h_step + query * q_s_step) * spec.unit
+        keep = in_range.unsqueeze(1) & (cols < spec.d).unsqueeze(0)
+        x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
         # [bm]
-        q_descale = to_descale(torch.amax(torch.abs(x), 1), q_largest)
+        q_descale = to_descale(torch.amax(torch.abs(x), 1), spec.q_largest)
         q_scale_log2 = q_descale * qk_scale
         # [bm, D_pad]
         q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype)
@@ -158,27 +146,27 @@ def fp8_attn_prefill(
         diagonal = n_len - int32(m_len)
         on_diagonal = diagonal + query
         first_on_diagonal = diagonal + quotient(int32(first_row), int32(group))
-        last_row = torch.minimum(int32(first_row + bm), int32(rows_of_group)) - 1
+        last_row = torch.minimum(int32(first_row + spec.rows), int32(rows_of_group)) - 1
         last_on_diagonal = diagonal + quotient(last_row, int32(group))
         # Pages n_left .. n_whole are seen whole by all rows of the tile, those before n_begin and from n_end by none.
         keys_of_first, keys_of_last = n_len, n_len
-        if has_right:
+        if spec.has_right:
             keys_of_first = torch.clamp_min(torch.minimum(n_len, first_on_diagonal + int32(right) + 1), 0)
             keys_of_last = torch.clamp_min(torch.minimum(n_len, last_on_diagonal + int32(right) + 1), 0)
-        n_whole, n_end = keys_of_first >> bn_log2, (keys_of_last + bn - 1) >> bn_log2
+        n_whole, n_end = keys_of_first >> spec.bn_log2, (keys_of_last + bn - 1) >> spec.bn_log2
         n_begin, n_left = int32(0), int32(0)
-        if has_left:
-            n_begin = torch.clamp_min(first_on_diagonal - int32(left), 0) >> bn_log2
-            n_left = (torch.clamp_min(last_on_diagonal - int32(left), 0) + bn - 1) >> bn_log2
+        if spec.has_left:
+            n_begin = torch.clamp_min(first_on_diagonal - int32(left), 0) >> spec.bn_log2
+            n_left = (torch.clamp_min(last_on_diagonal - int32(left), 0) + bn - 1) >> spec.bn_log2
         run_begin, run_end = run_of_key_blocks(n_begin, n_end, split, splits)
 
-        m_i = hl.full([bm], NO_KEY, dtype=torch.float32)
+        m_i = hl.full([spec.rows], NO_KEY, dtype=torch.float32)
         m_run = m_i
-        l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
+        l_i = hl.zeros([spec.rows, l_lanes], dtype=torch.float32)
         # [bm, D_v_pad], or each half of it
-        acc = hl.zeros([bm, d_v_tile], dtype=torch.float32)
-        if in_halves:
-            acc_high = hl.zeros([bm, d_v_tile], dtype=torch.float32)
+        acc = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
+        if spec.in_halves:
+            acc_high = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
 
         for j in hl.grid(run_begin, run_end):
             listed = hl.load(block_table, [int32(b * max_pages) + int32(j)])
@@ -189,7 +177,7 @@ def fp8_attn_prefill(
             k_page = k8[page, h, :, :]
             k_scale = k_descale[page, h, :]
             v_scale = v_descale[page, h, :]
-            if in_halves:
+            if spec.in_halves:
                 v_page = v8[page, h * 2, :, :]
                 v_high = v8[page, h * 2 + 1, :, :]
             else:
@@ -197,43 +185,45 @@ def fp8_attn_prefill(
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             # [bm, bn]
             t = hl.dot(q_tile, k_page.transpose(0, 1)) * k_scale.unsqueeze(0)
-            if has_softcap:
-                t = tanh(t * row_scale_log2.unsqueeze(1), is_cuda) * softcap_log2 + log2_of_power(v_scale).unsqueeze(0)
+            if spec.has_softcap:
+                t = tanh(t * row_scale_log2.unsqueeze(1), spec.is_cuda) * softcap_log2 + log2_of_power(
+                    v_scale
+                ).unsqueeze(0)
             else:
                 t = t * row_scale_log2.unsqueeze(1) + log2_of_power(v_scale).unsqueeze(0)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
-                visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), has_left, has_right)
+                visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
                 t = torch.where(visible, t, float("-inf"))
             # [bm]
-            one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], -p_offset_log2, dtype=torch.float32)
-            top = fma_up(torch.amax(t, 1), one, offset, is_cuda)
+            one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], -spec.p_offset_log2, dtype=torch.float32)
+            top = fma_up(torch.amax(t, 1), one, offset, spec.is_cuda)
             m_before = m_i
-            m_run, m_i = own_references(top, m_run, is_cuda, PAGE_REFERENCE_REACH_LOG2)
+            m_run, m_i = own_references(top, m_run, spec.is_cuda, PAGE_REFERENCE_REACH_LOG2)
             # [bm, bn]
             p = torch.exp2(t - m_i.unsqueeze(1))
-            by_lane = (p * inverse_of_power(v_scale).unsqueeze(0)).reshape(bm, bn // l_lanes, l_lanes).sum(1)
+            by_lane = (p * inverse_of_power(v_scale).unsqueeze(0)).reshape(spec.rows, bn // l_lanes, l_lanes).sum(1)
             # Not sooner: it would take registers that P needs.
             alpha = torch.exp2(m_before - m_i)
             l_i = l_i * alpha.unsqueeze(1) + by_lane
-            p8 = interleave_keys(p.to(torch.float8_e4m3fn), bm, bn)
-            acc = accumulate(acc, alpha.unsqueeze(1), p8, v_page.transpose(0, 1), True, False, is_cuda)
-            if in_halves:
-                acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_high.transpose(0, 1), True, False, is_cuda)
+            p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
+            acc = accumulate(acc, alpha.unsqueeze(1), p8, v_page.transpose(0, 1), spec)
+            if spec.in_halves:
+                acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_high.transpose(0, 1), spec)
 
         # [bm]
         row_sum = torch.where(known_length, l_i.sum(1), float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
-        if has_sinks:
+        if spec.has_sinks:
             # [bm], in one run of them all
             sink_log2 = hl.load(sinks, [head], extra_mask=in_range) * LOG2E
             sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
-            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, p_offset_log2, is_cuda)
+            rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
         no_key = row_sum == 0.0
-        if has_sinks:
+        if spec.has_sinks:
             no_key = no_key & (total == total)  # a sink that is NaN stays one
         first_of_split = split * total_rows + b * kv_heads * rows_of_group
         lse_rows = first_of_split + head * m_len + query
@@ -244,7 +234,7 @@ def fp8_attn_prefill(
         o = torch.where(no_key.unsqueeze(1), 0.0, acc * normaliser.unsqueeze(1))
         stored = in_range.unsqueeze(1) & (channels < d_out).unsqueeze(0)
         hl.store(out, [out_rows, channels], o.to(out.dtype), extra_mask=stored)
-        if in_halves:
+        if spec.in_halves:
             o = torch.where(no_key.unsqueeze(1), 0.0, acc_high * normaliser.unsqueeze(1))
             channels = d_v_tile + channels
             stored = in_range.unsqueeze(1) & (channels < d_out).unsqueeze(0)
@@ -278,8 +268,5 @@ def launch(a: DecodeArguments, splits: int, out: torch.Tensor, lse: torch.Tensor
         "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if in_halves else v8,
         "k_descale": a.cache.k_descale,
         "v_descale": a.cache.v_descale,
-        "bm": tile.bm,
-        "bn_log2": a.cache.page_size.bit_length() - 1,
-        "in_halves": in_halves,
     }
-    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, splits, out, lse, own)
+    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, tile.num_warps, in_halves, splits, out, lse, own)

@@ -14,18 +14,16 @@ from helion_attn.preprocess.lib.arguments import DescribePartArguments, Quantize
 from helion_attn.types import PackedTensors
 
 
-def _launch_describe(a: DescribePartArguments) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch_describe(a: DescribePartArguments) -> torch.Tensor:
     from helion_attn.preprocess import shared
 
     return shared.describe(a)
 
 
-def _fake_describe(a: DescribePartArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    from helion_attn.preprocess import shared, statistics
+def _fake_describe(a: DescribePartArguments) -> torch.Tensor:
+    from helion_attn.preprocess import shared
 
-    dtype = a.q.dtype if a.recipe.reads_once else torch.float32
-    q_amax = a.q.new_empty((a.q.size(0) * a.q.size(1), statistics.MAX_PARTS), dtype=torch.float32)
-    return a.q.new_empty(shared.told_shape(a), dtype=dtype), q_amax
+    return a.q.new_empty(shared.told_shape(a))
 
 
 def _launch_quantize(a: QuantizePartArguments) -> tuple[torch.Tensor, ...]:
@@ -98,7 +96,7 @@ def _launch_merge(a: MergeArguments) -> None:
     merge_splits(a.parts.view(-1, a.parts.size(-1)), a.part_lse.view(2, -1), a.out, a.lse, a.bshd, a.sinks)
 
 
-describe_part = Operation("describe_part", DescribePartArguments, 2, _launch_describe, _fake_describe, planned=False)
+describe_part = Operation("describe_part", DescribePartArguments, 1, _launch_describe, _fake_describe, planned=False)
 quantize_part = Operation("quantize_part", QuantizePartArguments, 9, _launch_quantize, _fake_quantize, planned=False)
 attention_gathered = Operation(
     "fp8_attn_gathered",

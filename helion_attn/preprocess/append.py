@@ -15,6 +15,7 @@ keys a call, not for whole prompts.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -46,6 +47,40 @@ def power_of_two_descale(
     return (exponent << 23).view(torch.float32), invalid
 
 
+class AppendSpec(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        keys: new keys of a program.
+        k_d_step: from a channel of K to the next.
+        v_d_step: of V.
+        unit: what the other steps are multiples of.
+        bn: keys of a page.
+        d: head dim of K.
+        d_v: of V.
+        d_pad: padded head dim of K.
+        d_v_pad: of V.
+        rotary: channels of K that are rotated.
+        pairing: how, as `lib.rope` has it.
+        largest: the format's largest number.
+        v_limit_log2: V's descales end at two to this.
+    """
+
+    keys: int
+    k_d_step: int
+    v_d_step: int
+    unit: int
+    bn: int
+    d: int
+    d_v: int
+    d_pad: int
+    d_v_pad: int
+    rotary: int
+    pairing: int
+    largest: float
+    v_limit_log2: int
+
+
 def append_kv(
     k: torch.Tensor,  # flat
     v: torch.Tensor,  # flat
@@ -69,19 +104,7 @@ def append_kv(
     v_h_step: int,
     v_s_step: int,
     table_rows: int,
-    keys: hl.constexpr,
-    k_d_step: hl.constexpr,
-    v_d_step: hl.constexpr,
-    unit: hl.constexpr,
-    bn: hl.constexpr,
-    d: hl.constexpr,
-    d_v: hl.constexpr,
-    d_pad: hl.constexpr,
-    d_v_pad: hl.constexpr,
-    rotary: hl.constexpr,
-    pairing: hl.constexpr,
-    largest: hl.constexpr,
-    v_limit_log2: hl.constexpr,
+    spec: hl.constexpr,  # AppendSpec
 ) -> None:
     """The kernel; see the module's docstring."""
     B = cache_seqlens.size(0)
@@ -94,41 +117,43 @@ def append_kv(
         h = bh % kv_heads
         first = hl.load(cache_seqlens, [b])
         # [keys]
-        rows = tile * keys + hl.arange(keys)
+        rows = tile * spec.keys + hl.arange(spec.keys)
         # It is negative for a length near 2**31.
         position = first + rows
-        listed = (rows < length) & (first >= 0) & (position >= 0) & (position < max_pages * bn)
-        page = hl.load(block_table, [b * max_pages + position // bn], extra_mask=listed)
+        listed = (rows < length) & (first >= 0) & (position >= 0) & (position < max_pages * spec.bn)
+        page = hl.load(block_table, [b * max_pages + position // spec.bn], extra_mask=listed)
         stored = listed & (page >= 0) & (page < num_pages)
         # A pool may have more than 2**31 elements.
         block = page.to(torch.int64) * kv_heads + h
-        slot = position % bn
+        slot = position % spec.bn
 
         # [keys, D_pad]
-        cols = hl.arange(d_pad)
-        k_offset = (b * k_b_step + h * k_h_step) * unit
-        if pairing:
+        cols = hl.arange(spec.d_pad)
+        k_offset = (b * k_b_step + h * k_h_step) * spec.unit
+        if spec.pairing:
             x = rope_rows(
-                k, cos, sin, cos, k_offset, rows, k_s_step * unit, k_d_step, length, d, first, table_rows, keys, d_pad,
-                rotary, pairing, False,
+                k, cos, sin, cos, k_offset, rows, k_s_step * spec.unit, spec.k_d_step, length, spec.d, first,
+                table_rows, spec.keys, spec.d_pad, spec.rotary, spec.pairing, False,
             )  # fmt: skip
         else:
-            x = load_rows(k, k_offset, rows, cols, k_s_step * unit, k_d_step, length, d)
+            x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
         # [keys]
-        k_scale = to_descale(torch.amax(torch.abs(x), 1), largest)
+        k_scale = to_descale(torch.amax(torch.abs(x), 1), spec.largest)
         x8 = (x * (1.0 / k_scale).unsqueeze(1)).to(k8.dtype)
-        at = block * bn + slot
-        hl.store(k8, [at.unsqueeze(1) * d_pad + cols.unsqueeze(0)], x8, extra_mask=stored.unsqueeze(1))
+        at = block * spec.bn + slot
+        hl.store(k8, [at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], x8, extra_mask=stored.unsqueeze(1))
         hl.store(k_descale, [at], k_scale, extra_mask=stored)
 
         # [keys, D_v_pad]
-        channels = hl.arange(d_v_pad)
-        v_offset = (b * v_b_step + h * v_h_step) * unit
-        values = load_rows(v, v_offset, rows, channels, v_s_step * unit, v_d_step, length, d_v)
+        channels = hl.arange(spec.d_v_pad)
+        v_offset = (b * v_b_step + h * v_h_step) * spec.unit
+        values = load_rows(v, v_offset, rows, channels, v_s_step * spec.unit, spec.v_d_step, length, spec.d_v)
         # [keys]
-        v_scale, invalid = power_of_two_descale(torch.amax(torch.abs(values), 1), largest, v_limit_log2)
+        v_scale, invalid = power_of_two_descale(torch.amax(torch.abs(values), 1), spec.largest, spec.v_limit_log2)
         scaled = torch.where(invalid.unsqueeze(1), float("nan"), values * (1.0 / v_scale).unsqueeze(1))
-        v_at = ((block * d_v_pad).unsqueeze(1) + channels.unsqueeze(0)) * bn + position_of_key(slot).unsqueeze(1)
+        v_at = ((block * spec.d_v_pad).unsqueeze(1) + channels.unsqueeze(0)) * spec.bn + position_of_key(
+            slot
+        ).unsqueeze(1)
         hl.store(v8, [v_at], scaled.to(v8.dtype), extra_mask=stored.unsqueeze(1))
         hl.store(v_descale, [at], v_scale, extra_mask=stored)
 
@@ -137,13 +162,13 @@ def append_kv(
         if begun >= 0:
             begin = torch.amax(torch.where(slot == 0, position, -1), 0)
             # [bn]
-            place = hl.arange(bn)
+            place = hl.arange(spec.bn)
             keys_there = first + length - begin
-            cleared = (begun * d_v_pad + channels).unsqueeze(1) * bn + place.unsqueeze(0)
-            no_value = hl.zeros([d_v_pad, bn], dtype=v8.dtype)
+            cleared = (begun * spec.d_v_pad + channels).unsqueeze(1) * spec.bn + place.unsqueeze(0)
+            no_value = hl.zeros([spec.d_v_pad, spec.bn], dtype=v8.dtype)
             hl.store(v8, [cleared], no_value, extra_mask=(key_stored_at(place) >= keys_there).unsqueeze(0))
-            one = hl.full([bn], 1.0, dtype=torch.float32)
-            hl.store(v_descale, [begun * bn + place], one, extra_mask=place >= keys_there)
+            one = hl.full([spec.bn], 1.0, dtype=torch.float32)
+            hl.store(v_descale, [begun * spec.bn + place], one, extra_mask=place >= keys_there)
 
 
 @functools.cache
@@ -186,18 +211,20 @@ def launch(a: AppendArguments) -> None:
             "v_h_step": v.h_step,
             "v_s_step": v.s_step,
             "table_rows": rope.table_rows,
-            "keys": APPENDED_KEYS,
-            "k_d_step": k.d_step,
-            "v_d_step": v.d_step,
-            "unit": unit,
-            "bn": bn,
-            "d": D,
-            "d_v": a.v.size(3),
-            "d_pad": D_pad,
-            "d_v_pad": cache.v8.size(2),
-            "rotary": rope.rotary,
-            "pairing": rope.pairing,
-            "largest": E4M3_MAX,
-            "v_limit_log2": MAX_V_DESCALE_LOG2,
+            "spec": AppendSpec(
+                keys=APPENDED_KEYS,
+                k_d_step=k.d_step,
+                v_d_step=v.d_step,
+                unit=unit,
+                bn=bn,
+                d=D,
+                d_v=a.v.size(3),
+                d_pad=D_pad,
+                d_v_pad=cache.v8.size(2),
+                rotary=rope.rotary,
+                pairing=rope.pairing,
+                largest=E4M3_MAX,
+                v_limit_log2=MAX_V_DESCALE_LOG2,
+            ),
         }
     )

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 
-from helion_attn.numerics import FORMAT_MAX, RECENTRED_KEYS, REFLECTED_GROUP
+from helion_attn.numerics import FORMAT_MAX, RECENTRED_KEYS
 from helion_attn.preprocess import pack_kv, pack_q, recentre
-from helion_attn.preprocess.lib.hadamard import hadamard_block, rotation
+from helion_attn.preprocess.lib.hadamard import rotation
 from helion_attn.preprocess.lib.reflect import reflected_channels
 from helion_attn.preprocess.lib.rope import RopeTables
 from helion_attn.preprocess.lib.strided import StridedQKV
 from helion_attn.preprocess.lib.tiling import tiling
+from helion_attn.preprocess.sample import Sampled
 from helion_attn.preprocess.sequences import Sequences
-from helion_attn.preprocess.statistics import Statistics
 from helion_attn.types import PackedTensors, Recipe
-
-
-def largest_factor(recipe: Recipe, D: int) -> float:
-    """A head's largest magnitude times this bounds what the rotation or reflection makes of its rows."""
-    if recipe.reflect:
-        return math.sqrt(REFLECTED_GROUP)
-    return math.sqrt(hadamard_block(D)) if recipe.hadamard else 1.0
 
 
 def recentres(recipe: Recipe, keys: int) -> bool:
@@ -33,7 +26,7 @@ def recentres(recipe: Recipe, keys: int) -> bool:
 def launch(
     source: StridedQKV,
     rope: RopeTables,
-    stats: Statistics,
+    known: Sampled,
     bm: int,
     bn: int,
     recipe: Recipe,
@@ -46,14 +39,14 @@ def launch(
 
     Args:
         source: Q, K and V.
-        rope: and `stats`: what is done to them, and what is known of them.
+        rope: and `known`: what is done to them, and what is known of K and V.
         bm: rows of a block of Q.
         bn: keys of a block of K and V.
         recipe: how they become 8- or 16-bit numbers.
         shift_lse: whether somebody sees what smooth_k takes from the scores.
         packs_q: otherwise no block of Q is packed: attention quantises it.
         sequences: where those of a packed batch lie, or None. Then Q, K and V are [1, heads, tokens, head dim], and
-            `stats` has every sequence's.
+            `known` has every sequence's.
         all_keys: how many keys attention has of which these are a part, or None if they are all.
 
     Returns:
@@ -62,7 +55,7 @@ def launch(
     """
     B, H, H_kv, D = source.B, source.H, source.H_kv, source.D
     D_pad, D_v_pad, D_row = source.D_pad, source.D_v_pad, source.D_row
-    like, smooth_k = stats.v_mean, recipe.smooth_k
+    like, smooth_k = known.v_mean, recipe.smooth_k
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return like.new_empty(shape, dtype=dtype)
@@ -88,7 +81,7 @@ def launch(
     k_descale = empty(kv_heads, n_blocks if recipe.k_scales == "block" else 1)
     # Few keys lose less by their rounding than the sum of it costs.
     sum_lost = recentres(recipe, source.N if all_keys is None else all_keys)
-    note_peak = recipe.samples_v
+    note_peak = transposed and not recipe.is_given
     v_lost = empty(kv_heads * n_blocks if sum_lost else 1, D_v_pad)
     v_peak = empty(kv_heads * n_blocks if note_peak else 1, D_v_pad // t.d_tile)
     shift_lse = shift_lse and smooth_k
@@ -99,20 +92,21 @@ def launch(
     shared = {
         "cos": rope.cos,
         "sin": rope.sin,
-        "rotary": rope.rotary,
-        "pairing": rope.pairing,
         "table_rows": rope.table_rows,
-        "k_mean": stats.k_mean,
+        "k_mean": known.k_mean,
         "signs": signs,
         "rotation_matrix": matrix,
         "H_kv": H_kv,
         "N": N,
         "d_at_run_time": D,
-        "factor": largest_factor(recipe, D),
         "norm": norm,
+    }
+    of_both: dict[str, Any] = {
         "unit": source.unit,
         "d": D,
         "d_row": D_row,
+        "rotary": rope.rotary,
+        "pairing": rope.pairing,
         "hadamard": recipe.hadamard,
         "two_terms": t.two_terms,
         "reflected": reflected_channels(D) if recipe.reflect else 0,
@@ -125,11 +119,9 @@ def launch(
         {
             **shared,
             **source.arguments("kv"),
-            "k_amax": stats.k_amax,
-            "v_amax": stats.v_amax,
-            "v_mean": stats.v_mean,
+            "v_amax": known.v_amax,
+            "v_mean": known.v_mean,
             "k_positions": rope.k_positions,
-            "explicit_k_positions": rope.explicit[1],
             "k_blocks": k_blocks,
             "k8": k8,
             "v8": v8,
@@ -138,23 +130,28 @@ def launch(
             "v_lost": v_lost,
             "v_peak": v_peak,
             "n_tiles": n_tiles,
-            "k_parts": stats.k_parts,
             "d_v_at_run_time": source.D_v,
-            "d_v": source.D_v,
-            "d_tile": t.d_tile,
-            "bn": bn,
-            "k_run": t.k_run,
-            "k_unscaled": recipe.k_scales == "none",
-            "k_per_tile": recipe.k_scales == "block" and not t.k_per_block,
-            "k_per_block": t.k_per_block,
-            "v_unscaled": recipe.v_scales == "none",
-            "v_per_channel": recipe.v_scales == "channel",
-            "sum_lost": sum_lost,
-            "note_peak": note_peak,
-            "smooth_k": smooth_k,
-            "rotate_first": t.rotate_first,
-            "v_largest": FORMAT_MAX.get(recipe.pv_dtype, 1.0),
-            "cap_registers": t.kv_registers is not None,
+            "spec": pack_kv.PackKVSpec(
+                **of_both,
+                k_d_step=source.d_steps[1],
+                v_d_step=source.d_steps[2],
+                d_v=source.D_v,
+                d_tile=t.d_tile,
+                bn=bn,
+                k_run=t.k_run,
+                explicit_k_positions=rope.explicit[1],
+                k_unscaled=recipe.k_scales != "block",
+                k_per_tile=recipe.k_scales == "block" and not t.k_per_block,
+                k_per_block=t.k_per_block,
+                v_unscaled=recipe.v_scales == "none" or recipe.is_given,
+                v_per_channel=recipe.v_scales == "channel",
+                sum_lost=sum_lost,
+                note_peak=note_peak,
+                smooth_k=smooth_k,
+                rotate_first=t.rotate_first,
+                v_largest=FORMAT_MAX.get(recipe.pv_dtype, 1.0),
+                cap_registers=t.kv_registers is not None,
+            ),
         }
     )
     if packs_q:
@@ -162,29 +159,31 @@ def launch(
             {
                 **shared,
                 **source.arguments("q"),
-                "q_amax": stats.q_amax,
                 "q_positions": rope.q_positions,
-                "explicit_q_positions": rope.explicit[0],
                 "q_blocks": q_blocks,
                 "q8": q8,
                 "q_descale": q_descale,
                 "lse_shift": lse_shift,
                 "m_tiles": m_tiles,
-                "q_parts": stats.q_parts,
                 "H": H,
                 "M": M,
-                "q_run": t.q_run,
-                "q_unscaled": recipe.q_scales == "none",
-                "q_per_row": recipe.q_scales == "token",
-                "q_per_tile": recipe.q_scales == "block" and not t.q_per_block,
-                "q_per_block": t.q_per_block,
-                "shift_lse": shift_lse,
-                "cap_registers": t.q_registers is not None,
+                "spec": pack_q.PackQSpec(
+                    **of_both,
+                    q_d_step=source.d_steps[0],
+                    q_run=t.q_run,
+                    explicit_q_positions=rope.explicit[0],
+                    q_unscaled=recipe.q_scales == "none" or recipe.is_given,
+                    q_per_row=recipe.q_scales == "token",
+                    q_per_tile=recipe.q_scales == "block" and not t.q_per_block,
+                    q_per_block=t.q_per_block,
+                    shift_lse=shift_lse,
+                    cap_registers=t.q_registers is not None,
+                ),
             }
         )
-    v_mean = stats.v_mean
-    if sum_lost or note_peak:
-        v_mean = recentre.launch(source, v_lost, v_peak, v8, v_descale, stats.v_mean, recipe, sum_lost, sequences)
+    v_mean = known.v_mean
+    if note_peak:
+        v_mean = recentre.launch(source, v_lost, v_peak, v8, v_descale, known.v_mean, recipe, sum_lost, sequences)
     if sequences is not None:
         m_blocks, n_blocks = q_blocks.size(0), k_blocks.size(0)
     return PackedTensors(
@@ -195,6 +194,6 @@ def launch(
         k_descale=k_descale.view(B, H_kv, -1),
         v_descale=v_descale.view(B, H_kv, -1),
         v_mean=v_mean.view(-1, H_kv, D_v_pad),
-        k_mean=stats.k_mean.view(-1, H_kv, D_row) if smooth_k else empty(0),
+        k_mean=known.k_mean.view(-1, H_kv, D_row) if smooth_k else empty(0),
         lse_shift=lse_shift.view(B, H, m_blocks, bm) if shift_lse else empty(0),
     )

@@ -16,7 +16,7 @@ ones a program packs a block, 64 elements a thread, all of which are on their wa
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,10 +30,77 @@ from helion_attn.preprocess.lib.v_layout import lost_in_rounding, v_block, v_des
 from helion_attn.preprocess.sequences import key_source
 
 
+class PackKVSpec(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        k_d_step: from a channel of K to the next.
+        v_d_step: of V.
+        unit: what the other steps are multiples of.
+        d: head dim of K.
+        d_v: of V.
+        d_row: the power of two that holds a row.
+        d_tile: channels of V that a program packs.
+        bn: keys of a block.
+        k_run: tiles of K that a program packs.
+        rotary: channels of K that are rotated.
+        pairing: how, as `lib.rope` has it.
+        explicit_k_positions: K has positions of its own.
+        k_unscaled: K has no scale.
+        k_per_tile: K has a descale a tile, which is a block.
+        k_per_block: K has a descale a block of several tiles.
+        v_unscaled: V has no scale.
+        v_per_channel: V has a descale a channel; otherwise a head.
+        sum_lost: what rounding takes from V is summed.
+        note_peak: V's largest entries are noted.
+        smooth_k: K's mean is subtracted.
+        hadamard: K is rotated by a Hadamard matrix.
+        rotate_first: before its mean is subtracted.
+        two_terms: rows are two terms of bf16 in that rotation.
+        reflected: channels that are reflected, or 0.
+        qk_largest: the largest magnitude that K becomes.
+        v_largest: that V becomes.
+        cap_registers: ptxas is told of a maximum.
+        varlen: the sequences of a batch follow each other.
+        wide: addresses need 64 bits.
+        is_cuda: the kernel is compiled; otherwise interpreted.
+    """
+
+    k_d_step: int
+    v_d_step: int
+    unit: int
+    d: int
+    d_v: int
+    d_row: int
+    d_tile: int
+    bn: int
+    k_run: int
+    rotary: int
+    pairing: int
+    explicit_k_positions: bool
+    k_unscaled: bool
+    k_per_tile: bool
+    k_per_block: bool
+    v_unscaled: bool
+    v_per_channel: bool
+    sum_lost: bool
+    note_peak: bool
+    smooth_k: bool
+    hadamard: bool
+    rotate_first: bool
+    two_terms: bool
+    reflected: int
+    qk_largest: float
+    v_largest: float
+    cap_registers: bool
+    varlen: bool
+    wide: bool
+    is_cuda: bool
+
+
 def pack_kv(
     k: torch.Tensor,  # flat
     v: torch.Tensor,  # flat
-    k_amax: torch.Tensor,  # [B * H_kv, MAX_PARTS]
     v_amax: torch.Tensor,  # [B * H_kv, D_row]
     k_mean: torch.Tensor,  # [B * H_kv, D_row]
     v_mean: torch.Tensor,  # [B * H_kv, D_v_pad]
@@ -50,7 +117,6 @@ def pack_kv(
     v_lost: torch.Tensor,  # [B * H_kv * N_blocks, D_v_pad], written if sum_lost
     v_peak: torch.Tensor,  # [B * H_kv * N_blocks, d_tiles], written if note_peak
     n_tiles: int,
-    k_parts: int,
     H_kv: int,
     N: int,
     k_b_step: int,
@@ -62,54 +128,23 @@ def pack_kv(
     table_rows: int,
     d_at_run_time: int,
     d_v_at_run_time: int,
-    factor: float,
     norm: float,
-    k_d_step: hl.constexpr,
-    v_d_step: hl.constexpr,
-    unit: hl.constexpr,
-    d: hl.constexpr,
-    d_v: hl.constexpr,
-    d_row: hl.constexpr,
-    d_tile: hl.constexpr,
-    bn: hl.constexpr,
-    k_run: hl.constexpr,
-    rotary: hl.constexpr,
-    pairing: hl.constexpr,
-    explicit_k_positions: hl.constexpr,
-    k_unscaled: hl.constexpr,
-    k_per_tile: hl.constexpr,
-    k_per_block: hl.constexpr,
-    v_unscaled: hl.constexpr,
-    v_per_channel: hl.constexpr,
-    sum_lost: hl.constexpr,
-    note_peak: hl.constexpr,
-    smooth_k: hl.constexpr,
-    hadamard: hl.constexpr,
-    rotate_first: hl.constexpr,
-    two_terms: hl.constexpr,
-    reflected: hl.constexpr,
-    qk_largest: hl.constexpr,
-    v_largest: hl.constexpr,
-    cap_registers: hl.constexpr,
-    varlen: hl.constexpr,
-    wide: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: hl.constexpr,  # PackKVSpec
 ) -> None:
-    """See the module's docstring. Tiles run from the last to the first: what `first_pass` read last is still in L2.
+    """See the module's docstring.
 
     With `varlen` every block of a head is a "head" of its own, with one block: N is that of a block, and `k_blocks`, of
     `sequences`, says what it holds.
     """
-    if cap_registers:
+    if spec.cap_registers:
         # Only then: told of any maximum, be it 255, ptxas takes half as many registers again for the other kernels. The
         # name is for Helion, whose code for this branch would be empty.
         _max_registers = hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     k_tile = hl.specialize(k8.size(1))
     d_pad = hl.specialize(k8.size(2))
     side = hl.specialize(rotation_matrix.size(0))
-    max_parts = hl.specialize(k_amax.size(1))
-    d_tiles = hl.specialize(v_descale.size(1)) // d_tile
-    hl.specialize((k.stride(0), v.stride(0), k_amax.stride(0), k_amax.stride(1)))
+    d_tiles = hl.specialize(v_descale.size(1)) // spec.d_tile
+    hl.specialize((k.stride(0), v.stride(0)))
     # Known strides keep the loads 16 bytes wide.
     hl.specialize((k_mean.stride(0), k_mean.stride(1), v_mean.stride(0), v_mean.stride(1)))
     hl.specialize((v_amax.stride(0), v_amax.stride(1)))
@@ -118,81 +153,79 @@ def pack_kv(
     hl.specialize((cos.stride(0), sin.stride(0), signs.stride(0)))
     hl.specialize((v8.size(1), v8.size(2), rotation_matrix.stride(0), rotation_matrix.stride(1)))
     hl.specialize((v8.stride(0), v8.stride(1), v8.stride(2)))
-    n_blocks = (N + bn - 1) // bn
-    k_channels = row_channels(d, d_at_run_time, k_d_step)
-    v_channels = row_channels(d_v, d_v_at_run_time, v_d_step)
-    for bh, from_end in hl.grid([v_descale.size(0), n_blocks * d_tiles]):
-        v_index = n_blocks * d_tiles - 1 - from_end
+    n_blocks = (N + spec.bn - 1) // spec.bn
+    k_channels = row_channels(spec.d, d_at_run_time, spec.k_d_step)
+    v_channels = row_channels(spec.d_v, d_v_at_run_time, spec.v_d_step)
+    for bh, v_index in hl.grid([v_descale.size(0), n_blocks * d_tiles]):
         i = v_index // d_tiles
         d_index = v_index % d_tiles
         v_head, v_keys, offset = key_source(
-            k_blocks, bh, H_kv, N, v_b_step, v_h_step, v_s_step, unit, varlen, wide, is_cuda
+            k_blocks, bh, H_kv, N, v_b_step, v_h_step, v_s_step, spec.unit, spec.varlen, spec.wide, spec.is_cuda
         )
-        channel_descale = v_descales(v_amax, v_head, d_index, d_row, d_tile, v_largest, v_unscaled, v_per_channel)
-        centred, scaled, tile = v_block(
-            v, v_mean, channel_descale, v_head, i, d_index, offset, v_s_step * unit, v_d_step, v_keys, v_channels, bn,
-            d_tile, v8.dtype,
+        channel_descale = v_descales(
+            v_amax, v_head, d_index, spec.d_row, spec.d_tile, spec.v_largest, spec.v_unscaled, spec.v_per_channel
+        )
+        scaled, tile = v_block(
+            v, v_mean, channel_descale, v_head, i, d_index, offset, v_s_step * spec.unit, spec.v_d_step, v_keys,
+            v_channels, spec.bn, spec.d_tile, v8.dtype,
         )  # fmt: skip
+        # First: after the stores the numbers would still take registers.
+        if spec.note_peak:
+            v_peak[bh * n_blocks + i, d_index] = torch.amax(torch.amax(torch.abs(scaled), 1), 0)
         if v8.dtype.itemsize == 1:
             v8[bh * n_blocks * d_tiles + v_index, :, :] = tile.transpose(0, 1)
         else:
-            hl.store(v8, [bh * n_blocks + i, hl.arange(bn), d_index * d_tile + hl.arange(d_tile)], tile)
-        if sum_lost:
+            hl.store(v8, [bh * n_blocks + i, hl.arange(spec.bn), d_index * spec.d_tile + hl.arange(spec.d_tile)], tile)
+        if spec.sum_lost:
             lost = lost_in_rounding(scaled, tile, channel_descale)
-            hl.store(v_lost, [bh * n_blocks + i, d_index * d_tile + hl.arange(d_tile)], lost)
-        if note_peak:
-            largest = torch.amax(torch.amax(torch.abs(centred), 1), 0)
-            v_peak[bh * n_blocks + i, d_index] = largest / torch.amax(channel_descale, 0)
+            hl.store(v_lost, [bh * n_blocks + i, d_index * spec.d_tile + hl.arange(spec.d_tile)], lost)
         if i == 0:
-            hl.store(v_descale, [bh, d_index * d_tile + hl.arange(d_tile)], channel_descale)
+            hl.store(v_descale, [bh, d_index * spec.d_tile + hl.arange(spec.d_tile)], channel_descale)
 
-    for kv, from_end in hl.grid([k_descale.size(0), (n_tiles + k_run - 1) // k_run]):
-        k_index = (n_tiles + k_run - 1) // k_run - 1 - from_end
-        k_end = min(n_tiles, (k_index + 1) * k_run)
+    for kv, k_index in hl.grid([k_descale.size(0), (n_tiles + spec.k_run - 1) // spec.k_run]):
+        k_end = min(n_tiles, (k_index + 1) * spec.k_run)
         k_head, keys, offset = key_source(
-            k_blocks, kv, H_kv, N, k_b_step, k_h_step, k_s_step, unit, varlen, wide, is_cuda
+            k_blocks, kv, H_kv, N, k_b_step, k_h_step, k_s_step, spec.unit, spec.varlen, spec.wide, spec.is_cuda
         )
-        row_step = k_s_step * unit
+        row_step = k_s_step * spec.unit
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
         # [D_row], loaded once: in the loops it would take registers for addresses, or barriers, for every tile.
-        mean = hl.zeros([d_row], dtype=torch.float32)
-        if smooth_k:
-            mean = hl.load(k_mean, [k_head, hl.arange(d_row)])
-        if rotate_first:
+        mean = hl.zeros([spec.d_row], dtype=torch.float32)
+        if spec.smooth_k:
+            mean = hl.load(k_mean, [k_head, hl.arange(spec.d_row)])
+        if spec.rotate_first:
             mean = rotate_mean(mean, matrix, norm)
         # [k_tile], what the block's descale must hold
         peak = hl.zeros([k_tile], dtype=torch.float32)
-        if k_per_block:
-            for k_i in hl.grid(k_index * k_run, k_end):
+        if spec.k_per_block:
+            for k_i in hl.grid(k_index * spec.k_run, k_end):
                 rows = k_i * k_tile + hl.arange(k_tile)
                 x, _ = row_tile(
-                    k, cos, sin, k_positions, mean, signs, matrix, offset, rows, row_step, k_d_step,
-                    keys, k_channels, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
-                    smooth_k, False, hadamard, rotate_first, two_terms, reflected, is_cuda,
+                    k, cos, sin, k_positions, mean, signs, matrix, offset, rows, row_step, spec.k_d_step, keys,
+                    k_channels, 0, table_rows, norm, k_tile, spec.d_row, spec.rotary, side, spec.pairing,
+                    spec.explicit_k_positions, spec.smooth_k, False, spec.hadamard, spec.rotate_first, spec.two_terms,
+                    spec.reflected, spec.is_cuda,
                 )  # fmt: skip
-                peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
-        for k_tile_index in hl.grid(k_index * k_run, k_end):
+                peak = maximum(peak, torch.amax(torch.abs(x), 1), spec.is_cuda)
+        for k_tile_index in hl.grid(k_index * spec.k_run, k_end):
             rows = k_tile_index * k_tile + hl.arange(k_tile)
             x, _ = row_tile(
-                k, cos, sin, k_positions, mean, signs, matrix, offset, rows, row_step, k_d_step,
-                keys, k_channels, 0, table_rows, norm, k_tile, d_row, rotary, side, pairing, explicit_k_positions,
-                smooth_k, False, hadamard, rotate_first, two_terms, reflected, is_cuda,
+                k, cos, sin, k_positions, mean, signs, matrix, offset, rows, row_step, spec.k_d_step, keys, k_channels,
+                0, table_rows, norm, k_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_k_positions,
+                spec.smooth_k, False, spec.hadamard, spec.rotate_first, spec.two_terms, spec.reflected, spec.is_cuda,
             )  # fmt: skip
-            descale = rows_descale(
-                x, peak, k_amax, k_mean, k_head, k_parts, max_parts, k_tile, d_row, factor, qk_largest, k_unscaled,
-                False, k_per_tile, k_per_block, smooth_k,
-            )  # fmt: skip
+            descale = rows_descale(x, peak, k_tile, spec.qk_largest, spec.k_unscaled, False, spec.k_per_tile)
             store_tile(
                 k8,
                 kv * n_tiles + k_tile_index,
-                rows_to_dtype(x, 1.0 / descale, k8.dtype, is_cuda),
+                rows_to_dtype(x, 1.0 / descale, k8.dtype, spec.is_cuda),
                 k_tile,
                 d_pad,
-                d_row,
+                spec.d_row,
             )
-            if k_per_tile:
+            if spec.k_per_tile:
                 k_descale[kv, k_tile_index] = torch.amax(descale, 0)
-            elif k_per_block:
+            elif spec.k_per_block:
                 k_descale[kv, k_index] = torch.amax(descale, 0)
             else:
                 if k_tile_index == 0:

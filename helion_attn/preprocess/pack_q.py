@@ -8,7 +8,7 @@ Descales are as `pack_kv` has them. `fp8_attn_fwd` does the same itself where it
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,9 +20,58 @@ from helion_attn.preprocess.lib.strided import row_channels
 from helion_attn.preprocess.sequences import query_source
 
 
+class PackQSpec(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        q_d_step: from a channel of Q to the next.
+        unit: what the other steps are multiples of.
+        d: head dim of Q.
+        d_row: the power of two that holds a row.
+        q_run: tiles that a program packs.
+        rotary: channels that are rotated.
+        pairing: how, as `lib.rope` has it.
+        explicit_q_positions: Q has positions of its own.
+        q_unscaled: Q has no scale.
+        q_per_row: Q has a descale a row.
+        q_per_tile: Q has a descale a tile, which is a block.
+        q_per_block: Q has a descale a block of several tiles.
+        shift_lse: rows' products with K's mean are stored.
+        hadamard: Q is rotated by a Hadamard matrix.
+        two_terms: rows are two terms of bf16 in that rotation.
+        reflected: channels that are reflected, or 0.
+        qk_largest: the largest magnitude that Q becomes.
+        cap_registers: ptxas is told of a maximum.
+        varlen: the sequences of a batch follow each other.
+        wide: addresses need 64 bits.
+        is_cuda: the kernel is compiled; otherwise interpreted.
+    """
+
+    q_d_step: int
+    unit: int
+    d: int
+    d_row: int
+    q_run: int
+    rotary: int
+    pairing: int
+    explicit_q_positions: bool
+    q_unscaled: bool
+    q_per_row: bool
+    q_per_tile: bool
+    q_per_block: bool
+    shift_lse: bool
+    hadamard: bool
+    two_terms: bool
+    reflected: int
+    qk_largest: float
+    cap_registers: bool
+    varlen: bool
+    wide: bool
+    is_cuda: bool
+
+
 def pack_q(
     q: torch.Tensor,  # flat
-    q_amax: torch.Tensor,  # [B * H, MAX_PARTS]
     k_mean: torch.Tensor,  # [B * H_kv, D_row] if shift_lse
     cos: torch.Tensor,  # [table_rows * rotary / 2]
     sin: torch.Tensor,  # [table_rows * rotary / 2]
@@ -34,7 +83,6 @@ def pack_q(
     q_descale: torch.Tensor,  # [B * H, m_tiles * q_tile], written
     lse_shift: torch.Tensor,  # [B * H, m_tiles * q_tile], written if shift_lse
     m_tiles: int,
-    q_parts: int,
     H: int,
     H_kv: int,
     M: int,
@@ -44,92 +92,80 @@ def pack_q(
     q_s_step: int,
     table_rows: int,
     d_at_run_time: int,
-    factor: float,
     norm: float,
-    q_d_step: hl.constexpr,
-    unit: hl.constexpr,
-    d: hl.constexpr,
-    d_row: hl.constexpr,
-    q_run: hl.constexpr,
-    rotary: hl.constexpr,
-    pairing: hl.constexpr,
-    explicit_q_positions: hl.constexpr,
-    q_unscaled: hl.constexpr,
-    q_per_row: hl.constexpr,
-    q_per_tile: hl.constexpr,
-    q_per_block: hl.constexpr,
-    shift_lse: hl.constexpr,
-    hadamard: hl.constexpr,
-    two_terms: hl.constexpr,
-    reflected: hl.constexpr,
-    qk_largest: hl.constexpr,
-    cap_registers: hl.constexpr,
-    varlen: hl.constexpr,
-    wide: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: hl.constexpr,  # PackQSpec
 ) -> None:
-    """See the module's docstring. Tiles run from the last to the first: what `first_pass` read last is still in L2.
+    """See the module's docstring.
 
     With `varlen` every block of a head is a "head" of its own, with one block: M is that of a block, and `q_blocks`, of
     `sequences`, says what it holds.
     """
-    if cap_registers:
+    if spec.cap_registers:
         # As in `pack_kv`.
         _max_registers = hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     q_tile = hl.specialize(q8.size(1))
     d_pad = hl.specialize(q8.size(2))
     side = hl.specialize(rotation_matrix.size(0))
-    max_parts = hl.specialize(q_amax.size(1))
-    hl.specialize((q.stride(0), k_mean.stride(1), q_amax.stride(0), q_amax.stride(1)))
+    hl.specialize((q.stride(0), k_mean.stride(1)))
     # Known strides keep the stores 16 bytes wide.
     hl.specialize((q8.stride(0), q8.stride(1), q8.stride(2)))
     hl.specialize((cos.stride(0), sin.stride(0), signs.stride(0)))
     hl.specialize((rotation_matrix.stride(0), rotation_matrix.stride(1)))
     group = H // H_kv
-    q_channels = row_channels(d, d_at_run_time, q_d_step)
-    for q_bh, from_end in hl.grid([q_descale.size(0), (m_tiles + q_run - 1) // q_run]):
-        q_index = (m_tiles + q_run - 1) // q_run - 1 - from_end
-        q_end = min(m_tiles, (q_index + 1) * q_run)
+    q_channels = row_channels(spec.d, d_at_run_time, spec.q_d_step)
+    for q_bh, q_index in hl.grid([q_descale.size(0), (m_tiles + spec.q_run - 1) // spec.q_run]):
+        q_end = min(m_tiles, (q_index + 1) * spec.q_run)
         q_kv, queries, offset = query_source(
-            q_blocks, q_bh, H, group, M, q_b_step, q_h_step, q_s_step, unit, q_tile * m_tiles, varlen, wide, is_cuda
+            q_blocks,
+            q_bh,
+            H,
+            group,
+            M,
+            q_b_step,
+            q_h_step,
+            q_s_step,
+            spec.unit,
+            q_tile * m_tiles,
+            spec.varlen,
+            spec.wide,
+            spec.is_cuda,
         )
-        row_step = q_s_step * unit
+        row_step = q_s_step * spec.unit
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
-        mean = hl.zeros([d_row], dtype=torch.float32)
-        if shift_lse:
-            mean = hl.load(k_mean, [q_kv, hl.arange(d_row)])
+        mean = hl.zeros([spec.d_row], dtype=torch.float32)
+        if spec.shift_lse:
+            mean = hl.load(k_mean, [q_kv, hl.arange(spec.d_row)])
         # [q_tile], what the block's descale must hold
         peak = hl.zeros([q_tile], dtype=torch.float32)
-        if q_per_block:
-            for q_i in hl.grid(q_index * q_run, q_end):
+        if spec.q_per_block:
+            for q_i in hl.grid(q_index * spec.q_run, q_end):
                 rows = q_i * q_tile + hl.arange(q_tile)
                 x, _ = row_tile(
-                    q, cos, sin, q_positions, mean, signs, matrix, offset, rows, row_step, q_d_step,
-                    queries, q_channels, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing,
-                    explicit_q_positions, False, shift_lse, hadamard, False, two_terms, reflected, is_cuda,
+                    q, cos, sin, q_positions, mean, signs, matrix, offset, rows, row_step, spec.q_d_step, queries,
+                    q_channels, N - M, table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing,
+                    spec.explicit_q_positions, False, spec.shift_lse, spec.hadamard, False, spec.two_terms,
+                    spec.reflected, spec.is_cuda,
                 )  # fmt: skip
-                peak = maximum(peak, torch.amax(torch.abs(x), 1), is_cuda)
-        for q_tile_index in hl.grid(q_index * q_run, q_end):
+                peak = maximum(peak, torch.amax(torch.abs(x), 1), spec.is_cuda)
+        for q_tile_index in hl.grid(q_index * spec.q_run, q_end):
             rows = q_tile_index * q_tile + hl.arange(q_tile)
             x, product = row_tile(
-                q, cos, sin, q_positions, mean, signs, matrix, offset, rows, row_step, q_d_step,
-                queries, q_channels, N - M, table_rows, norm, q_tile, d_row, rotary, side, pairing,
-                explicit_q_positions, False, shift_lse, hadamard, False, two_terms, reflected, is_cuda,
+                q, cos, sin, q_positions, mean, signs, matrix, offset, rows, row_step, spec.q_d_step, queries,
+                q_channels, N - M, table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing,
+                spec.explicit_q_positions, False, spec.shift_lse, spec.hadamard, False, spec.two_terms, spec.reflected,
+                spec.is_cuda,
             )  # fmt: skip
-            descale = rows_descale(
-                x, peak, q_amax, k_mean, q_bh, q_parts, max_parts, q_tile, d_row, factor, qk_largest, q_unscaled,
-                q_per_row, q_per_tile, q_per_block, False,
-            )  # fmt: skip
+            descale = rows_descale(x, peak, q_tile, spec.qk_largest, spec.q_unscaled, spec.q_per_row, spec.q_per_tile)
             store_tile(
                 q8,
                 q_bh * m_tiles + q_tile_index,
-                rows_to_dtype(x, 1.0 / descale, q8.dtype, is_cuda),
+                rows_to_dtype(x, 1.0 / descale, q8.dtype, spec.is_cuda),
                 q_tile,
                 d_pad,
-                d_row,
+                spec.d_row,
             )
             hl.store(q_descale, [q_bh, rows], descale)
-            if shift_lse:
+            if spec.shift_lse:
                 hl.store(lse_shift, [q_bh, rows], product)
 
 

@@ -1,6 +1,4 @@
-"""Q, K and V to the packed format, straight from the user's strided tensors: `sample`, or `statistics` where a recipe
-must know whole heads; then `pack`, which ends with `recentre`.
-"""
+"""Q, K and V to the packed format, straight from the user's strided tensors: `sample`, then `pack`."""
 
 from __future__ import annotations
 
@@ -8,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helion_attn.numerics import FORMAT_MAX
-from helion_attn.preprocess import pack, sample, sequences, statistics
+from helion_attn.preprocess import pack, sample, sequences
 from helion_attn.preprocess.lib.arguments import (
     NO_ROPE_ARGUMENTS,
     PackArguments,
@@ -22,10 +19,8 @@ from helion_attn.types import Recipe
 if TYPE_CHECKING:
     from helion_attn.ops.varlen import VarlenArguments
 
-#: The recipe of tensors that are e4m3 already: a given amax makes their descales 1.
-AS_IT_IS = Recipe(
-    qk_dtype=torch.float8_e4m3fn, q_scales="head", k_scales="head", reflect=False, smooth_k=False, center_v=False
-)
+#: The recipe of tensors that are e4m3 already.
+GIVEN = Recipe(qk_dtype=torch.float8_e4m3fn, k_scales="head", reflect=False, smooth_k=False, center_v=False)
 
 
 def quantize_qkv(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
@@ -37,8 +32,8 @@ def quantize_qkv(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
     """
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
     rope = rope_tables(a.rope, source.D_row, a.q.new_empty(1, dtype=torch.float32))
-    stats = (sample if a.recipe.reads_once else statistics).launch(source, rope, a.recipe)
-    return pack.launch(source, rope, stats, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse, a.packs_q).tensors()
+    known = sample.launch(source, rope, a.recipe)
+    return pack.launch(source, rope, known, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse, a.packs_q).tensors()
 
 
 def quantize_varlen(a: VarlenArguments) -> tuple[torch.Tensor, ...]:
@@ -54,11 +49,8 @@ def quantize_varlen(a: VarlenArguments) -> tuple[torch.Tensor, ...]:
     q, k, v = ((x if x.size(0) else x.new_zeros(1, *x.shape[1:])).transpose(0, 1).unsqueeze(0) for x in (a.q, a.k, a.v))
     source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
     rope = rope_tables(NO_ROPE_ARGUMENTS, source.D_row, q.new_empty(1, dtype=torch.float32))
-    if a.recipe.reads_once:
-        stats = sample.launch(source, rope, a.recipe, tables)
-    else:
-        stats = statistics.launch_of_sequences(source, rope, tables, tile.bn, a.recipe)
-    packed = pack.launch(source, rope, stats, tile.bm, tile.bn, a.recipe, a.shift_lse, sequences=tables)
+    known = sample.launch(source, rope, a.recipe, tables)
+    packed = pack.launch(source, rope, known, tile.bm, tile.bn, a.recipe, a.shift_lse, sequences=tables)
     return (*packed.tensors(), tables.q_blocks)
 
 
@@ -69,8 +61,8 @@ def pack_qkv(a: PackArguments) -> tuple[torch.Tensor, ...]:
         q8, k8 and v8 of `QuantizedQKV`.
     """
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
-    # With the format's largest value as amax, descales are 1, and the cast gives every value back.
-    stats = statistics.constant(source, FORMAT_MAX[a.q.dtype])
     rope = rope_tables(NO_ROPE_ARGUMENTS, source.D_row, a.q.new_empty(1, dtype=torch.float32))
-    packed = pack.launch(source, rope, stats, a.packing.bm, a.packing.bn, AS_IT_IS, shift_lse=False)
+    known = sample.launch(source, rope, GIVEN)
+    # Unscaled, the cast gives every value back.
+    packed = pack.launch(source, rope, known, a.packing.bm, a.packing.bn, GIVEN, shift_lse=False)
     return packed.q8, packed.k8, packed.v8

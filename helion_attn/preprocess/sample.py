@@ -1,19 +1,19 @@
-"""In place of `statistics`, where K and V are read once: means of a sample of the keys of every head, one small kernel.
+"""What is known of K and V before they are read: means and maxima of a sample of every head's keys, one small kernel.
 
     key i * (keys // n) for i < n, n = min(keys, `SAMPLED_KEYS`)
 
 softmax(q (k - c)) is the same for any constant c, and so is P (v - c) + c for rows of P that sum to 1: the mean of a
 sample leaves as little to round as the whole mean (SageAttention, arXiv:2410.02367, subtracts that from K). Means that
 do not stand out of the sample's noise are 0: subtracting them would add to small entries, such as V's at an attention
-sink. V's descale of a head fits entries of `SAMPLED_HEADROOM` times the sample's amax; `recentre` sees to a head that
-has larger ones. A NaN in the sample makes the mean of its channel NaN, and so everything that it is subtracted from.
-One infinity does not stand out of its own range; it makes the descale NaN.
+sink. V's descales, of a head or its channels, fit entries of `SAMPLED_HEADROOM` times the sample's amax; `recentre`
+sees to larger ones. A NaN in the sample makes the mean of its channel NaN, and so all that it is subtracted from. One
+infinity does not stand out of its own range; it makes the descale NaN.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,6 @@ from helion_attn.numerics import SAMPLED_HEADROOM, SAMPLED_KEYS, SIGNIFICANT_MEA
 from helion_attn.preprocess.lib.rope import NO_ROPE, RopeTables, rope_rows
 from helion_attn.preprocess.lib.strided import StridedQKV, load_rows
 from helion_attn.preprocess.sequences import Sequences, fields_of, key_source
-from helion_attn.preprocess.statistics import Statistics
 from helion_attn.types import Recipe
 
 #: Channels of a program, and elements of a step: all that it samples, 64 a thread, on their way at once.
@@ -32,6 +31,21 @@ CHANNELS, STEP_ELEMENTS = 64, 16384
 
 #: With RoPE, whose partners are any channels of a row: 16 elements a thread.
 ROPE_STEP_ELEMENTS = 4096
+
+
+class Sampled(NamedTuple):
+    """What `pack` needs to know of K and V.
+
+    Attributes:
+        v_amax: fp32 [B * H_kv, D_row], what V's descales are to hold of the centred channels; of no meaning where V
+            becomes 16-bit, or descales are given.
+        k_mean: fp32 [B * H_kv, D_row] with smooth_k, otherwise [1, 1] of no meaning.
+        v_mean: fp32 [B * H_kv, D_v_pad], zeros without center_v.
+    """
+
+    v_amax: torch.Tensor
+    k_mean: torch.Tensor
+    v_mean: torch.Tensor
 
 
 def sampled_head(
@@ -94,6 +108,48 @@ def significant_mean(
     return torch.where(torch.abs(mean) <= (most - least) * (threshold / torch.sqrt(known)), 0.0, mean)
 
 
+class SampleSpec(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        k_d_step: from a channel of K to the next.
+        v_d_step: of V.
+        unit: what the other steps are multiples of.
+        d: head dim of K.
+        d_v: of V.
+        d_tile: channels of a program.
+        step: keys that a program reads at once.
+        samples: keys of a sample, at most.
+        headroom: what V's maxima are multiplied by.
+        threshold: of significant means, as `SIGNIFICANT_MEAN` has it.
+        center_v: V's mean is found.
+        rotary: channels of K that are rotated.
+        pairing: how, as `lib.rope` has it.
+        explicit_k_positions: K has positions of its own.
+        varlen: the sequences of a batch follow each other.
+        wide: addresses need 64 bits.
+        is_cuda: the kernel is compiled; otherwise interpreted.
+    """
+
+    k_d_step: int
+    v_d_step: int
+    unit: int
+    d: int
+    d_v: int
+    d_tile: int
+    step: int
+    samples: int
+    headroom: float
+    threshold: float
+    center_v: bool
+    rotary: int
+    pairing: int
+    explicit_k_positions: bool
+    varlen: bool
+    wide: bool
+    is_cuda: bool
+
+
 def sample(
     k: torch.Tensor,  # flat
     v: torch.Tensor,  # flat
@@ -118,91 +174,87 @@ def sample(
     v_h_step: int,
     v_s_step: int,
     table_rows: int,
-    k_d_step: hl.constexpr,
-    v_d_step: hl.constexpr,
-    unit: hl.constexpr,
-    d: hl.constexpr,
-    d_v: hl.constexpr,
-    d_tile: hl.constexpr,
-    step: hl.constexpr,
-    samples: hl.constexpr,
-    headroom: hl.constexpr,
-    threshold: hl.constexpr,
-    center_v: hl.constexpr,
-    rotary: hl.constexpr,
-    pairing: hl.constexpr,
-    explicit_k_positions: hl.constexpr,
-    varlen: hl.constexpr,
-    wide: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: hl.constexpr,  # SampleSpec
 ) -> None:
     """See the module's docstring; the steps are those of `StridedRows`, the RoPE arguments those of `rope_rows`."""
     d_row = hl.specialize(v_amax.size(1))
     d_v_pad = hl.specialize(v_mean.size(1))
     hl.specialize((k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)))
     hl.specialize((k_mean.stride(1), v_mean.stride(1), v_amax.stride(1)))
-    d_tiles = d_row // d_tile
+    d_tiles = d_row // spec.d_tile
     for kv, k_part in hl.grid([k_heads, d_tiles]):
         keys, offset, k_count, k_every = sampled_head(
-            sequences, k_blocks, kv, H_kv, N, count, every, k_b_step, k_h_step, k_s_step, samples, unit, varlen, wide,
-            is_cuda,
+            sequences, k_blocks, kv, H_kv, N, count, every, k_b_step, k_h_step, k_s_step, spec.samples, spec.unit,
+            spec.varlen, spec.wide, spec.is_cuda,
         )  # fmt: skip
         # [d_tile], [step, d_tile]
-        k_cols = k_part * d_tile + hl.arange(d_tile)
-        k_total = hl.zeros([step, d_tile], dtype=torch.float32)
-        k_min = hl.full([step, d_tile], float("inf"), dtype=torch.float32)
-        k_max = hl.full([step, d_tile], float("-inf"), dtype=torch.float32)
-        for k_tile in hl.grid(samples // step):
-            i = k_tile * step + hl.arange(step)
+        k_cols = k_part * spec.d_tile + hl.arange(spec.d_tile)
+        k_total = hl.zeros([spec.step, spec.d_tile], dtype=torch.float32)
+        k_min = hl.full([spec.step, spec.d_tile], float("inf"), dtype=torch.float32)
+        k_max = hl.full([spec.step, spec.d_tile], float("-inf"), dtype=torch.float32)
+        for k_tile in hl.grid(spec.samples // spec.step):
+            i = k_tile * spec.step + hl.arange(spec.step)
             # Past the sample a row is past the end, and 0.
             rows = torch.where(i < k_count, i * k_every, keys)
-            if pairing:
+            if spec.pairing:
                 x = rope_rows(
-                    k, cos, sin, k_positions, offset, rows, k_s_step * unit, k_d_step, keys, d, 0, table_rows, step,
-                    d_row, rotary, pairing, explicit_k_positions,
+                    k, cos, sin, k_positions, offset, rows, k_s_step * spec.unit, spec.k_d_step, keys, spec.d, 0,
+                    table_rows, spec.step, d_row, spec.rotary, spec.pairing, spec.explicit_k_positions,
                 )  # fmt: skip
             else:
-                x = load_rows(k, offset, rows, k_cols, k_s_step * unit, k_d_step, keys, d)
+                x = load_rows(k, offset, rows, k_cols, k_s_step * spec.unit, spec.k_d_step, keys, spec.d)
             k_total = k_total + x
             inside = (i < k_count).unsqueeze(1)
-            k_min = minimum(k_min, torch.where(inside, x, float("inf")), is_cuda)
-            k_max = maximum(k_max, torch.where(inside, x, float("-inf")), is_cuda)
+            k_min = minimum(k_min, torch.where(inside, x, float("inf")), spec.is_cuda)
+            k_max = maximum(k_max, torch.where(inside, x, float("-inf")), spec.is_cuda)
         # The means of no keys are 0.
         of_k = significant_mean(
-            k_total.sum(0), torch.amin(k_min, 0), torch.amax(k_max, 0), k_count, threshold, varlen, is_cuda
+            k_total.sum(0),
+            torch.amin(k_min, 0),
+            torch.amax(k_max, 0),
+            k_count,
+            spec.threshold,
+            spec.varlen,
+            spec.is_cuda,
         )
         hl.store(k_mean, [kv, k_cols], of_k)
 
     for head, v_part in hl.grid([v_heads, d_tiles]):
         v_keys, offset, v_count, v_every = sampled_head(
-            sequences, k_blocks, head, H_kv, N, count, every, v_b_step, v_h_step, v_s_step, samples, unit, varlen, wide,
-            is_cuda,
+            sequences, k_blocks, head, H_kv, N, count, every, v_b_step, v_h_step, v_s_step, spec.samples, spec.unit,
+            spec.varlen, spec.wide, spec.is_cuda,
         )  # fmt: skip
         # [d_tile], [step, d_tile]
-        cols = v_part * d_tile + hl.arange(d_tile)
-        v_sum = hl.zeros([step, d_tile], dtype=torch.float32)
-        v_min = hl.full([step, d_tile], float("inf"), dtype=torch.float32)
-        v_max = hl.full([step, d_tile], float("-inf"), dtype=torch.float32)
-        for v_tile in hl.grid(samples // step):
-            i = v_tile * step + hl.arange(step)
+        cols = v_part * spec.d_tile + hl.arange(spec.d_tile)
+        v_sum = hl.zeros([spec.step, spec.d_tile], dtype=torch.float32)
+        v_min = hl.full([spec.step, spec.d_tile], float("inf"), dtype=torch.float32)
+        v_max = hl.full([spec.step, spec.d_tile], float("-inf"), dtype=torch.float32)
+        for v_tile in hl.grid(spec.samples // spec.step):
+            i = v_tile * spec.step + hl.arange(spec.step)
             inside = (i < v_count).unsqueeze(1)
             rows = torch.where(i < v_count, i * v_every, v_keys)
-            x = load_rows(v, offset, rows, cols, v_s_step * unit, v_d_step, v_keys, d_v)
+            x = load_rows(v, offset, rows, cols, v_s_step * spec.unit, spec.v_d_step, v_keys, spec.d_v)
             v_sum = v_sum + x
-            v_min = minimum(v_min, torch.where(inside, x, float("inf")), is_cuda)
-            v_max = maximum(v_max, torch.where(inside, x, float("-inf")), is_cuda)
-        if center_v:
+            v_min = minimum(v_min, torch.where(inside, x, float("inf")), spec.is_cuda)
+            v_max = maximum(v_max, torch.where(inside, x, float("-inf")), spec.is_cuda)
+        if spec.center_v:
             mean = significant_mean(
-                v_sum.sum(0), torch.amin(v_min, 0), torch.amax(v_max, 0), v_count, threshold, varlen, is_cuda
+                v_sum.sum(0),
+                torch.amin(v_min, 0),
+                torch.amax(v_max, 0),
+                v_count,
+                spec.threshold,
+                spec.varlen,
+                spec.is_cuda,
             )
         else:
-            mean = hl.zeros([d_tile], dtype=torch.float32)
+            mean = hl.zeros([spec.d_tile], dtype=torch.float32)
         if d_v_pad < d_row:
             hl.store(v_mean, [head, cols], mean, extra_mask=cols < d_v_pad)
         else:
             hl.store(v_mean, [head, cols], mean)
         amax = torch.maximum(torch.amax(v_max, 0) - mean, mean - torch.amin(v_min, 0))
-        hl.store(v_amax, [head, cols], amax * headroom)
+        hl.store(v_amax, [head, cols], amax * spec.headroom)
 
 
 @functools.cache
@@ -214,7 +266,7 @@ def kernel(is_cuda: bool, rotates: bool) -> Runner:
     return compiled(sample, config)
 
 
-def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequences | None = None) -> Statistics:
+def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequences | None = None) -> Sampled:
     """Run the kernel, if anything of K or V must be known.
 
     Args:
@@ -226,12 +278,12 @@ def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequ
     """
     like = source.flat[0].new_empty(0, dtype=torch.float32)
     heads = (source.B if sequences is None else sequences.sequences.size(0)) * source.H_kv
-    of_v = recipe.samples_v or recipe.center_v
+    of_v = recipe.center_v or (recipe.bits[1] == 8 and not recipe.is_given)
     k_mean = like.new_empty((heads, source.D_row) if recipe.smooth_k else (1, 1))
     v_amax = like.new_empty(heads, source.D_row)
     v_mean = like.new_empty(heads, source.D_v_pad) if of_v else like.new_zeros(heads, source.D_v_pad)
     unused = like.new_empty(1, 1)
-    found = Statistics(unused, unused, v_amax, k_mean, v_mean, 0, 0)
+    found = Sampled(v_amax, k_mean, v_mean)
     if not recipe.smooth_k and not of_v:
         return found
     count = min(source.N, SAMPLED_KEYS)
@@ -256,20 +308,25 @@ def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequ
             "count": count,
             "every": source.N // count,
             "table_rows": rope.table_rows,
-            "d": source.D,
-            "d_v": source.D_v,
-            "d_tile": d_tile,
-            "step": min(SAMPLED_KEYS, elements // d_tile),
-            "samples": SAMPLED_KEYS,
-            "headroom": SAMPLED_HEADROOM,
-            "threshold": SIGNIFICANT_MEAN,
-            "center_v": recipe.center_v,
-            "rotary": rope.rotary,
-            "pairing": rope.pairing,
-            "explicit_k_positions": rope.explicit[1],
-            "varlen": sequences is not None,
-            "wide": sequences is not None and source.wide,
-            "is_cuda": like.is_cuda,
+            "spec": SampleSpec(
+                k_d_step=source.d_steps[1],
+                v_d_step=source.d_steps[2],
+                unit=source.unit,
+                d=source.D,
+                d_v=source.D_v,
+                d_tile=d_tile,
+                step=min(SAMPLED_KEYS, elements // d_tile),
+                samples=SAMPLED_KEYS,
+                headroom=SAMPLED_HEADROOM.get(recipe.v_scales, 1.0),
+                threshold=SIGNIFICANT_MEAN,
+                center_v=recipe.center_v,
+                rotary=rope.rotary,
+                pairing=rope.pairing,
+                explicit_k_positions=rope.explicit[1],
+                varlen=sequences is not None,
+                wide=sequences is not None and source.wide,
+                is_cuda=like.is_cuda,
+            ),
         }
     )
     return found

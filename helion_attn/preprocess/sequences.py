@@ -61,6 +61,20 @@ def store_fields(
         hl.store(table, [rows, i], (field + rows * 0).to(torch.int32), extra_mask=mask)
 
 
+class DescribeSpec(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        bm: rows of a block of Q.
+        bn: keys of a block of K and V.
+        chunk: sequences that a program reads at once, and blocks that it describes.
+    """
+
+    bm: int
+    bn: int
+    chunk: int
+
+
 def describe(
     cu_q: torch.Tensor,  # [B + 1]
     cu_k: torch.Tensor,  # [B + 1]
@@ -72,9 +86,7 @@ def describe(
     m_tokens: int,
     n_tokens: int,
     chunks: int,
-    bm: hl.constexpr,
-    bn: hl.constexpr,
-    chunk: hl.constexpr,
+    spec: hl.constexpr,  # DescribeSpec
 ) -> None:
     """See the module's docstring. A program for each interval, and one for the blocks that remain."""
     hl.specialize((cu_q.stride(0), cu_k.stride(0)))
@@ -86,11 +98,11 @@ def describe(
         k_begin, n = interval(cu_k, s, B, n_tokens)
         n = keys_of(n, s, B)
         # [chunk]
-        q_before = hl.zeros([chunk], dtype=torch.int32)
-        k_before = hl.zeros([chunk], dtype=torch.int32)
-        smallest = hl.zeros([chunk], dtype=torch.int32)
+        q_before = hl.zeros([spec.chunk], dtype=torch.int32)
+        k_before = hl.zeros([spec.chunk], dtype=torch.int32)
+        smallest = hl.zeros([spec.chunk], dtype=torch.int32)
         for c in hl.grid(chunks):
-            t = c * chunk + hl.arange(chunk)
+            t = c * spec.chunk + hl.arange(spec.chunk)
             q_begin_t, m_t = interval(cu_q, t, B, m_tokens)
             k_begin_t, n_t = interval(cu_k, t, B, n_tokens)
             # Begins, since differences of 32 bits may wrap around.
@@ -98,26 +110,26 @@ def describe(
             smallest = torch.minimum(smallest, torch.minimum(begin_t, torch.minimum(m_t, n_t)).to(torch.int32))
             n_t = keys_of(n_t, t, B)
             earlier = (n_t > n) | ((n_t == n) & (t < s))
-            q_before = q_before + torch.where(earlier, (m_t + bm - 1) // bm, 0).to(torch.int32)
-            k_before = k_before + torch.where(t < s, (n_t + bn - 1) // bn, 0).to(torch.int32)
+            q_before = q_before + torch.where(earlier, (m_t + spec.bm - 1) // spec.bm, 0).to(torch.int32)
+            k_before = k_before + torch.where(t < s, (n_t + spec.bn - 1) // spec.bn, 0).to(torch.int32)
         valid = torch.amin(smallest, 0) == 0
         # [1]. If the tables are not valid, interval B + 1 has all tokens.
         remaining = s == B + 2
         m = torch.where(valid, m, torch.where(s == B + 1, m_tokens, 0))
         q_begin = torch.where(valid, q_begin, 0)
         n = torch.where(valid, n, torch.clamp_max(n, 0))
-        q_first = torch.where(valid, q_before.sum(0), torch.where(remaining, (m_tokens + bm - 1) // bm, 0))
+        q_first = torch.where(valid, q_before.sum(0), torch.where(remaining, (m_tokens + spec.bm - 1) // spec.bm, 0))
         k_first = torch.where(valid, k_before.sum(0), 0) + 0 * s
-        q_count = torch.where(remaining, m_blocks - q_first, (m + bm - 1) // bm)
-        k_count = torch.where(remaining, n_blocks - k_first, (n + bn - 1) // bn)
-        for q_chunk in hl.grid((torch.amax(q_count, 0) + chunk - 1) // chunk):
-            i = q_chunk * chunk + hl.arange(chunk)
+        q_count = torch.where(remaining, m_blocks - q_first, (m + spec.bm - 1) // spec.bm)
+        k_count = torch.where(remaining, n_blocks - k_first, (n + spec.bn - 1) // spec.bn)
+        for q_chunk in hl.grid((torch.amax(q_count, 0) + spec.chunk - 1) // spec.chunk):
+            i = q_chunk * spec.chunk + hl.arange(spec.chunk)
             sequence = torch.where((s >= 1) & (s <= B), s - 1, 0)
             fields = [sequence, q_begin, m, k_first, n, q_first, q_count]
             store_fields(q_blocks, q_first + i, fields, i < q_count)
-        for k_chunk in hl.grid((torch.amax(k_count, 0) + chunk - 1) // chunk):
-            j = k_chunk * chunk + hl.arange(chunk)
-            at = j * bn
+        for k_chunk in hl.grid((torch.amax(k_count, 0) + spec.chunk - 1) // spec.chunk):
+            j = k_chunk * spec.chunk + hl.arange(spec.chunk)
+            at = j * spec.bn
             owner = torch.where((s >= 1) & (s <= B), s - 1, 0)
             token = torch.where(remaining, 0, k_begin + at)
             left = torch.where(remaining, 0, n - at)
@@ -162,7 +174,7 @@ def key_source(
     wide: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[Any, Any, Any]:
-    """The row of head `head` of K or V in the statistics, its keys, and where they begin in memory.
+    """The row of head `head` of K or V in what is sampled, its keys, and where they begin in memory.
 
     With `varlen` it is a block of a head, and so are its keys. Inlined into kernels.
     """
@@ -189,7 +201,7 @@ def query_source(
     wide: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[Any, Any, Any]:
-    """As `key_source`, of Q: the statistics are those of its KV head. Inlined into kernels."""
+    """As `key_source`, of Q: what is sampled is that of its KV head. Inlined into kernels."""
     if not varlen:
         return head // group, size, ((head // heads) * b_step + (head % heads) * h_step) * unit
     block = head % q_blocks.size(0)
@@ -250,9 +262,7 @@ def launch(cu_q: torch.Tensor, cu_k: torch.Tensor, m_tokens: int, n_tokens: int,
             "m_tokens": m_tokens,
             "n_tokens": n_tokens,
             "chunks": -(-(B + 2) // CHUNK),
-            "bm": bm,
-            "bn": bn,
-            "chunk": CHUNK,
+            "spec": DescribeSpec(bm=bm, bn=bn, chunk=CHUNK),
         }
     )
     return tables

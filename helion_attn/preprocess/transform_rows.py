@@ -7,6 +7,7 @@ The row helpers are those of `pack`, so what this returns is what `quantize` cas
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,38 @@ from helion_attn.preprocess.lib.rope import rope_tables
 from helion_attn.preprocess.lib.row_layout import row_tile
 from helion_attn.preprocess.lib.strided import common_unit, strided_rows
 from helion_attn.preprocess.lib.tiling import PACK_ELEMENTS, ROTATED_TILES
+
+
+class TransformSpec(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        d_step: from a channel to the next.
+        unit: what the other steps are multiples of.
+        n: rows of a tile.
+        d_row: the power of two that holds a row.
+        run: tiles of a program.
+        rotary: channels that are rotated.
+        pairing: how, as `lib.rope` has it.
+        explicit_positions: rows have positions of their own.
+        hadamard: rows are rotated by a Hadamard matrix.
+        two_terms: they are two terms of bf16 in that.
+        reflected: channels that are reflected, or 0.
+        is_cuda: the kernel is compiled; otherwise interpreted.
+    """
+
+    d_step: int
+    unit: int
+    n: int
+    d_row: int
+    run: int
+    rotary: int
+    pairing: int
+    explicit_positions: bool
+    hadamard: bool
+    two_terms: bool
+    reflected: int
+    is_cuda: bool
 
 
 def transform(
@@ -42,37 +75,26 @@ def transform(
     out_s_rows: int,
     table_rows: int,
     norm: float,
-    d_step: hl.constexpr,
-    unit: hl.constexpr,
-    n: hl.constexpr,
-    d_row: hl.constexpr,
-    run: hl.constexpr,
-    rotary: hl.constexpr,
-    pairing: hl.constexpr,
-    explicit_positions: hl.constexpr,
-    hadamard: hl.constexpr,
-    two_terms: hl.constexpr,
-    reflected: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: hl.constexpr,  # TransformSpec
 ) -> None:
     """See the module's docstring; the steps are those of `StridedRows`, and those of `out` count rows."""
     d = hl.specialize(out.size(1))
     side = hl.specialize(rotation_matrix.size(0))
     hl.specialize((x.stride(0), cos.stride(0), sin.stride(0), signs.stride(0)))
     hl.specialize((out.stride(0), out.stride(1), rotation_matrix.stride(0), rotation_matrix.stride(1)))
-    for bh, part in hl.grid([heads, (tiles + run - 1) // run]):
-        offset = ((bh // H) * b_step + (bh % H) * h_step) * unit
+    for bh, part in hl.grid([heads, (tiles + spec.run - 1) // spec.run]):
+        offset = ((bh // H) * b_step + (bh % H) * h_step) * spec.unit
         out_offset = (bh // H) * out_b_rows + (bh % H) * out_h_rows
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
-        for tile in hl.grid(part * run, min(tiles, (part + 1) * run)):
-            rows = tile * n + hl.arange(n)
+        for tile in hl.grid(part * spec.run, min(tiles, (part + 1) * spec.run)):
+            rows = tile * spec.n + hl.arange(spec.n)
             # [n, D_row]
             y, _ = row_tile(
-                x, cos, sin, positions, signs, signs, matrix, offset, rows, s_step * unit, d_step, S, d, 0,
-                table_rows, norm, n, d_row, rotary, side, pairing, explicit_positions, False, False, hadamard,
-                False, two_terms, reflected, is_cuda,
+                x, cos, sin, positions, signs, signs, matrix, offset, rows, s_step * spec.unit, spec.d_step, S, d, 0,
+                table_rows, norm, spec.n, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_positions, False,
+                False, spec.hadamard, False, spec.two_terms, spec.reflected, spec.is_cuda,
             )  # fmt: skip
-            cols = hl.arange(d_row)
+            cols = hl.arange(spec.d_row)
             inside = (rows < S).unsqueeze(1) & (cols < d).unsqueeze(0)
             hl.store(out, [out_offset + rows * out_s_rows, cols], y.to(out.dtype), extra_mask=inside)
 
@@ -121,17 +143,19 @@ def launch(a: TransformArguments, out: torch.Tensor) -> None:
             "out_s_rows": out_s_rows,
             "table_rows": rope.table_rows,
             "norm": norm,
-            "d_step": source.d_step,
-            "unit": unit,
-            "n": n,
-            "d_row": D_row,
-            "run": ROTATED_TILES if hadamard else 1,
-            "rotary": rope.rotary,
-            "pairing": rope.pairing,
-            "explicit_positions": rope.explicit[0],
-            "hadamard": hadamard,
-            "two_terms": hadamard and x.dtype != torch.bfloat16,
-            "reflected": reflected_channels(D) if a.reflect else 0,
-            "is_cuda": x.is_cuda,
+            "spec": TransformSpec(
+                d_step=source.d_step,
+                unit=unit,
+                n=n,
+                d_row=D_row,
+                run=ROTATED_TILES if hadamard else 1,
+                rotary=rope.rotary,
+                pairing=rope.pairing,
+                explicit_positions=rope.explicit[0],
+                hadamard=hadamard,
+                two_terms=hadamard and x.dtype != torch.bfloat16,
+                reflected=reflected_channels(D) if a.reflect else 0,
+                is_cuda=x.is_cuda,
+            ),
         }
     )

@@ -25,7 +25,6 @@ from helion_attn.numerics import (
     MAX_ROW_SUM,
     RECENTRED_KEYS,
     REFERENCE_REACH_LOG2,
-    REFLECTED_GROUP,
     ROUNDS_TO_LARGEST,
     SAMPLED_HEADROOM,
     SAMPLED_KEYS,
@@ -33,11 +32,11 @@ from helion_attn.numerics import (
     keeps_reference,
     takes_bits,
 )
-from helion_attn.reference.hadamard import hadamard, hadamard_block
+from helion_attn.reference.hadamard import hadamard
 from helion_attn.reference.reflect import reflect
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd
-from helion_attn.types import BALANCED, ModelOptions, Recipe, Rope, as_recipe
+from helion_attn.types import BALANCED, ModelOptions, Recipe, Rope, as_recipe, check_quantises
 
 
 class RoundedQKV(NamedTuple):
@@ -67,7 +66,7 @@ class RoundedQKV(NamedTuple):
     lse_shift: torch.Tensor
 
 
-def _to_descale(stat: torch.Tensor, largest: float) -> torch.Tensor:
+def to_descale(stat: torch.Tensor, largest: float) -> torch.Tensor:
     """The multiplier that dequantises, when `stat` becomes `largest`; NaN of infinity."""
     return (stat * (1.0 / largest) + (stat - stat)).clamp_min(DESCALE_MIN)
 
@@ -87,37 +86,21 @@ def _to_16_bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _row_descales(
-    cast: torch.Tensor,  # [B, H, S, D]
-    head_bound: torch.Tensor,  # [B, H]
+    x: torch.Tensor,  # [B, H, S, D]
     scales: str,
     block: int,
     largest: float,
 ) -> torch.Tensor:
     """The descale of every row of Q or K, [B, H, S]."""
-    B, H, S, _ = cast.shape
+    B, H, S, _ = x.shape
     if scales == "none":
-        return cast.new_ones(B, H, S)
+        return x.new_ones(B, H, S)
     if scales == "token":
-        stat = cast.abs().amax(3)
-    elif scales == "block":
-        blocks = cast.split(block, 2)
-        stat = torch.cat([b.abs().amax((2, 3)).unsqueeze(2).expand(B, H, b.size(2)) for b in blocks], 2)
+        stat = x.abs().amax(3)
     else:
-        stat = (head_bound if scales == "head" else head_bound.amax().expand(B, H)).unsqueeze(2).expand(B, H, S)
-    return _to_descale(stat, largest)
-
-
-def _channel_descales(x: torch.Tensor, scales: str, dtype: torch.dtype) -> torch.Tensor:
-    """The descale of every channel of V, [B, H, D]; x [B, H, S, D] has been centred."""
-    # [B, H, D]
-    stat = x.abs().amax(2)
-    if scales == "none":
-        return torch.ones_like(stat)
-    if scales == "head":
-        stat = stat.amax(2, keepdim=True).expand_as(stat)
-    elif scales == "tensor":
-        stat = stat.amax().expand_as(stat)
-    return _to_descale(stat, FORMAT_MAX[dtype])
+        blocks = x.split(block, 2)
+        stat = torch.cat([b.abs().amax((2, 3)).unsqueeze(2).expand(B, H, b.size(2)) for b in blocks], 2)
+    return to_descale(stat, largest)
 
 
 def _sample(x: torch.Tensor) -> torch.Tensor:
@@ -126,28 +109,31 @@ def _sample(x: torch.Tensor) -> torch.Tensor:
     return x[:, :, torch.arange(count, device=x.device) * (x.size(2) // count)]
 
 
-def _mean_over_keys(x: torch.Tensor, subtract: bool) -> torch.Tensor:
-    """[B, H, S, D] to [B, H, D]; zeros if it is not to be subtracted."""
-    return x.mean(2) if subtract else torch.zeros_like(x[:, :, 0])
-
-
 def _sampled_mean(x: torch.Tensor, subtract: bool) -> torch.Tensor:
-    """The means of the channels of x [B, H, S, D] that stand out of the noise of a sample; 0 for the others."""
+    """The means of the channels of x [B, H, S, D] that stand out of the noise of a sample, [B, H, D]; 0 of the others.
+
+    Zeros if they are not to be subtracted.
+    """
     sample = _sample(x)
-    mean = _mean_over_keys(sample, subtract)
+    mean = sample.mean(2) if subtract else torch.zeros_like(x[:, :, 0])
     least = (sample.amax(2) - sample.amin(2)) * (SIGNIFICANT_MEAN / math.sqrt(sample.size(2)))
     return torch.where(mean.abs() <= least, 0.0, mean)
 
 
-def _sampled_head_descales(
-    x: torch.Tensor,  # [B, H, S, D]
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """V's descale by head, [B, H, D]: with room above the sample's amax, or, where that is too little, of V's amax."""
-    room = _to_descale(_sample(x).abs().amax((2, 3)) * SAMPLED_HEADROOM, FORMAT_MAX[dtype])
-    true = x.abs().amax((2, 3))
+def _channel_descales(x: torch.Tensor, scales: str, dtype: torch.dtype) -> torch.Tensor:
+    """The descale of every channel of V, [B, H, D]; x [B, H, S, D] has been centred.
+
+    With room above the sample's amax, or, where that is too little, of V's amax.
+    """
+    # [B, H, D]
+    sampled, true = _sample(x).abs().amax(2), x.abs().amax(2)
+    if scales == "none":
+        return torch.ones_like(true)
+    if scales == "head":
+        sampled, true = (stat.amax(2, keepdim=True).expand_as(stat) for stat in (sampled, true))
+    room = to_descale(sampled * SAMPLED_HEADROOM[scales], FORMAT_MAX[dtype])
     fits = true <= room * (FORMAT_MAX[dtype] * ROUNDS_TO_LARGEST)
-    return torch.where(fits, room, _to_descale(true, FORMAT_MAX[dtype])).unsqueeze(2).expand(-1, -1, x.size(3))
+    return torch.where(fits, room, to_descale(true, FORMAT_MAX[dtype]))
 
 
 def below(top: torch.Tensor, p_offset: int) -> torch.Tensor:
@@ -165,45 +151,32 @@ def e4m3_of_line(y: torch.Tensor) -> torch.Tensor:
     return torch.where(y == y, bits, 127.0).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
-def quantize(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe | str = BALANCED, rope: Rope | None = None
-) -> RoundedQKV:
-    """What `helion_attn.quantize` computes, without packing.
+class Transformed(NamedTuple):
+    """What is scaled and cast, fp32.
 
-    RoPE, then of K and V the means, then of Q and K the rotation or the reflection, then scale and cast. The rotation's
-    input is rounded to bf16, or, if q and k are fp16 or fp32, to the sum of two bf16 terms. With `recipe.smooth_k`,
-    keys in bf16 that become 8-bit, without RoPE, of head dims up to 128 (V's too), are rotated as they came, and their
-    mean's rotation is subtracted after: of them nothing is rounded.
-
-    A descale is `stat / largest number of the format` (of Q and K, `Recipe.qk_largest`), and at least 2**-126. For a
-    token, a block (of the packed format) or a channel, the stat is the largest magnitude of what is cast. For a head
-    of Q or K it is a bound of that: the largest magnitude after RoPE, plus the mean's with `recipe.smooth_k`, times
-    the root of how many channels are mixed. A NaN in any of these makes the descale NaN.
-
-    With `recipe.center_v`, 8 bits and `RECENTRED_KEYS` keys or more, `v_mean` is the mean that was subtracted and that
-    of what rounding took, so that `v8 * v_descale + v_mean` has V's mean.
-
-    With `recipe.reads_once`, the means are those of a sample of at most `SAMPLED_KEYS` keys, where they are
-    significant (`SIGNIFICANT_MEAN`), and V's descale of a head holds `SAMPLED_HEADROOM` times the largest
-    entry of the centred sample, or, if V has larger ones, V's largest.
-
-    Args:
-        q: [B, H, M, D], bf16, fp16 or fp32, any device.
-        k: [B, H_kv, N, D].
-        v: [B, H_kv, N, D_v].
-        recipe: as in `helion_attn.quantize`.
-        rope: applied to q and k first.
-
-    Raises:
-        ValueError: the table of `rope` is too small, or it has no
-            `q_positions` and M is more than N.
+    Attributes:
+        q: [B, H, M, D], rotated or reflected.
+        k: [B, H_kv, N, D], likewise, without `k_mean`.
+        v: [B, H_kv, N, D_v], without `v_mean`.
+        k_mean: as in `RoundedQKV`, and `lse_shift`.
+        v_mean: [B, H_kv, D_v], what was subtracted.
+        lse_shift: as in `RoundedQKV`.
     """
-    recipe = as_recipe(recipe)
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    k_mean: torch.Tensor
+    v_mean: torch.Tensor
+    lse_shift: torch.Tensor
+
+
+def transform(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, rope: Rope | None) -> Transformed:
+    """All of `quantize` that comes before descales."""
     tile = packing(q.size(3), v.size(3), recipe.bits)
     # [B, H, M, D] and [B, H_kv, N, D], fp32
     q_rope, k_rope = (q.float(), k.float()) if rope is None else (x.float() for x in apply_rope_qk(q, k, rope))
-    known_mean = _sampled_mean if recipe.reads_once else _mean_over_keys
-    k_mean = known_mean(k_rope, recipe.smooth_k)
+    k_mean = _sampled_mean(k_rope, recipe.smooth_k)
     q_rotated, k_rotated = q_rope, k_rope - k_mean.unsqueeze(2)
     if recipe.hadamard:
         q_rotated = hadamard(_to_16_bits(q_rotated, q.dtype), recipe.hadamard_seed).float()
@@ -216,45 +189,76 @@ def quantize(
         k_rotated = hadamard(k_rotated, recipe.hadamard_seed).float()
     if recipe.reflect:
         q_rotated, k_rotated = reflect(q_rotated).float(), reflect(k_rotated).float()
-    # To mix b channels makes the largest element at most sqrt(b) times larger.
-    mixed = 1
-    if recipe.hadamard:
-        mixed = hadamard_block(q.size(3))
-    elif recipe.reflect:
-        mixed = REFLECTED_GROUP
-    by_mixing = math.sqrt(mixed)
-    q_bound = q_rope.abs().amax((2, 3)) * by_mixing
-    k_bound = (k_rope.abs().amax((2, 3)) + k_mean.abs().amax(2)) * by_mixing
-    largest = recipe.qk_largest(q.size(3), v.size(3))
-    q_descale = _row_descales(q_rotated, q_bound, recipe.q_scales, tile.bm, largest)
-    k_descale = _row_descales(k_rotated, k_bound, recipe.k_scales, tile.bn, largest)
-
-    v_mean = known_mean(v.float(), recipe.center_v)
-    v_centred = v.float() - v_mean.unsqueeze(2)
-    if recipe.samples_v:
-        v_descale = _sampled_head_descales(v_centred, recipe.pv_dtype)
-    else:
-        v_descale = _channel_descales(v_centred, recipe.v_scales, recipe.pv_dtype)
-
-    v8 = _cast(v_centred, v_descale.unsqueeze(2), recipe.pv_dtype)
-    if recipe.center_v and recipe.bits[1] == 8 and v.size(2) >= RECENTRED_KEYS:
-        v_mean = v_mean + (v_centred - v8 * v_descale.unsqueeze(2)).mean(2)
-
-    lse_shift = torch.zeros_like(q_descale)
+    v_mean = _sampled_mean(v.float(), recipe.center_v)
+    lse_shift = q_rope.new_zeros(q_rope.shape[:3])
     if recipe.smooth_k:
         group = q.size(1) // k.size(1)
         lse_shift = (q_rope @ k_mean.repeat_interleave(group, 1).unsqueeze(3)).squeeze(3)
+    return Transformed(q_rotated, k_rotated, v.float() - v_mean.unsqueeze(2), k_mean, v_mean, lse_shift)
+
+
+def cast(
+    t: Transformed,
+    q_descale: torch.Tensor,  # [B, H, M]
+    k_descale: torch.Tensor,  # [B, H_kv, N]
+    v_descale: torch.Tensor,  # [B, H_kv, D_v]
+    recipe: Recipe,
+) -> RoundedQKV:
+    """All of `quantize` that comes after descales."""
+    v8, v_mean = _cast(t.v, v_descale.unsqueeze(2), recipe.pv_dtype), t.v_mean
+    if recipe.center_v and recipe.bits[1] == 8 and t.v.size(2) >= RECENTRED_KEYS:
+        v_mean = v_mean + (t.v - v8 * v_descale.unsqueeze(2)).mean(2)
     return RoundedQKV(
-        q8=_cast(q_rotated, q_descale.unsqueeze(3), recipe.qk_dtype),
-        k8=_cast(k_rotated, k_descale.unsqueeze(3), recipe.qk_dtype),
+        q8=_cast(t.q, q_descale.unsqueeze(3), recipe.qk_dtype),
+        k8=_cast(t.k, k_descale.unsqueeze(3), recipe.qk_dtype),
         v8=v8,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
         v_mean=v_mean,
-        k_mean=k_mean,
-        lse_shift=lse_shift,
+        k_mean=t.k_mean,
+        lse_shift=t.lse_shift,
     )
+
+
+def quantize(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe | str = BALANCED, rope: Rope | None = None
+) -> RoundedQKV:
+    """What `helion_attn.quantize` computes, without packing.
+
+    RoPE, then of K and V the means, then of Q and K the rotation or the reflection, then scale and cast. The rotation's
+    input is rounded to bf16, or, if q and k are fp16 or fp32, to the sum of two bf16 terms. With `recipe.smooth_k`,
+    keys in bf16 that become 8-bit, without RoPE, of head dims up to 128 (V's too), are rotated as they came, and their
+    mean's rotation is subtracted after: of them nothing is rounded.
+
+    A descale is `stat / largest number of the format` (of Q and K, `Recipe.qk_largest`), and at least 2**-126. For a
+    token or a block (of the packed format), the stat is the largest magnitude of what is cast. For a head of V, or a
+    channel, it is `SAMPLED_HEADROOM` times the largest of a sample, or, if V has larger ones, V's largest. A NaN in any
+    of these makes the descale NaN.
+
+    With `recipe.center_v`, 8 bits and `RECENTRED_KEYS` keys or more, `v_mean` is the mean that was subtracted and that
+    of what rounding took, so that `v8 * v_descale + v_mean` has V's mean.
+
+    The means are those of a sample of at most `SAMPLED_KEYS` keys, where they are significant (`SIGNIFICANT_MEAN`).
+
+    Args:
+        q: [B, H, M, D], bf16, fp16 or fp32, any device.
+        k: [B, H_kv, N, D].
+        v: [B, H_kv, N, D_v].
+        recipe: as in `helion_attn.quantize`.
+        rope: applied to q and k first.
+
+    Raises:
+        ValueError: the recipe is of tensors that `helion_attn.pack` was given; the table of `rope` is too small, or it
+            has no `q_positions` and M is more than N.
+    """
+    recipe = as_recipe(recipe)
+    check_quantises(recipe)
+    tile, largest = packing(q.size(3), v.size(3), recipe.bits), recipe.qk_largest(q.size(3), v.size(3))
+    t = transform(q, k, v, recipe, rope)
+    q_descale = _row_descales(t.q, recipe.q_scales, tile.bm, largest)
+    k_descale = _row_descales(t.k, recipe.k_scales, tile.bn, largest)
+    return cast(t, q_descale, k_descale, _channel_descales(t.v, recipe.v_scales, recipe.pv_dtype), recipe)
 
 
 @overload
@@ -327,26 +331,51 @@ def fp8_attention(
     """
     chosen = as_recipe(recipe)
     q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
-    B, H, M, D = q.shape
-    H_kv, N = k.shape[1], k.shape[2]
+    out, lse = attend(
+        quantize(q, k, v, chosen, rope),
+        chosen,
+        causal=causal,
+        sm_scale=sm_scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        block_n=block_n,
+    )
+    out = to_bhsd(out.to(out_dtype or q.dtype), layout)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    r: RoundedQKV,
+    recipe: Recipe,
+    *,
+    causal: bool,
+    sm_scale: float | None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    block_n: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out, lse)` of `fp8_attention`, fp32, BHSD, from what is quantised."""
+    B, H, M, D = r.q8.shape
+    H_kv, N, D_v = r.v8.shape[1:]
     scale = default_sm_scale(sm_scale, D)
-    bn = packing(D, v.size(3), chosen.bits).bn if block_n is None else block_n
-    r = quantize(q, k, v, chosen, rope)
+    bn = packing(D, D_v, recipe.bits).bn if block_n is None else block_n
     k8, v8, k_descale, v_descale, v_mean = (
         x.repeat_interleave(H // H_kv, 1) for x in (r.k8, r.v8, r.k_descale, r.v_descale, r.v_mean)
     )
     # [B, H, M, 1]
     q_scale_log2 = (r.q_descale * (scale * LOG2E)).unsqueeze(3)
 
-    own = chosen.bits[1] == 8 and chosen.promote_every != 0
-    bits = own and takes_bits(chosen.pv_dtype, max(D, v.size(3)))
-    half = bits and chosen.half_scores and softcap is None
+    own = recipe.bits[1] == 8 and recipe.promote_every != 0
+    bits = own and takes_bits(recipe.pv_dtype, max(D, D_v))
+    half = bits and recipe.half_scores and softcap is None
 
     def walk(keeps: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`(m_i, l_i, acc)` of all keys; with `keeps` against the maximum of a row's first block."""
-        m_i = m_run = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
-        l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
-        acc = q.new_zeros((B, H, M, v.size(3)), dtype=torch.float32)
+        m_i = m_run = r.q8.new_full((B, H, M, 1), float("-inf"))
+        l_i = r.q8.new_zeros((B, H, M, 1))
+        acc = r.q8.new_zeros((B, H, M, D_v))
         for j in range(0, N, bn):
             # [B, H, M, bn]
             s = r.q8 @ k8[:, :, j : j + bn].mT
@@ -360,7 +389,7 @@ def fp8_attention(
                 s = s * LN2 + scale * r.lse_shift.unsqueeze(3)
                 s = softcap * LOG2E * torch.tanh(s / softcap)
             s = hide_keys(s, 0, j, M, N, causal, window)
-            top = below(s.amax(3, keepdim=True), chosen.p_offset)
+            top = below(s.amax(3, keepdim=True), recipe.p_offset)
             m_run = torch.maximum(m_run, top)
             if own:
                 m_new = torch.maximum(top, m_run - REFERENCE_REACH_LOG2)
@@ -376,14 +405,14 @@ def fp8_attention(
                 p = p8 = e4m3_of_line((s - m_ref) * E4M3_STEPS + E4M3_BITS_OF_ONE)
             else:
                 p = torch.exp2(s - m_ref)
-                p8 = p.to(chosen.pv_dtype).float()
+                p8 = p.to(recipe.pv_dtype).float()
             alpha = torch.exp2(m_i - m_ref)
             l_i = l_i * alpha + p.sum(3, keepdim=True)
             acc = acc * alpha + p8 @ v8[:, :, j : j + bn]
             m_i = m_new
         return m_i, l_i, acc
 
-    keeps = keeps_reference(chosen.qk_dtype, chosen.pv_dtype, max(D, v.size(3)))
+    keeps = keeps_reference(recipe.qk_dtype, recipe.pv_dtype, max(D, D_v))
     m_i, l_i, acc = walk(keeps)
     if keeps:
         again = l_i > MAX_ROW_SUM
@@ -398,7 +427,4 @@ def fp8_attention(
         lse = torch.logaddexp(lse, sinks.float().view(1, H, 1, 1))
         key_share = torch.exp(key_lse - lse)
     out = (acc / l_i * v_descale.unsqueeze(2) + v_mean.unsqueeze(2)) * key_share
-    out = torch.where(l_i == 0, 0.0, out).to(out_dtype or q.dtype)
-    lse = lse.squeeze(3)
-    out = to_bhsd(out, layout)
-    return (out, lse) if return_lse else out
+    return torch.where(l_i == 0, 0.0, out), lse.squeeze(3)

@@ -18,7 +18,7 @@ from helion_attn.configs import (
     uses_large_d,
 )
 from helion_attn.numerics import MAX_SEED
-from helion_attn.types import Layout, Recipe, Rope, as_recipe
+from helion_attn.types import Layout, Recipe, Rope, as_recipe, check_quantises
 from helion_attn.validate.names import OTHER_LAYOUTS
 from helion_attn.validate.tangents import has_tangent
 from helion_attn.validate.values import check_position_values, check_rope_positions, debugging
@@ -89,6 +89,12 @@ def check_layout(layout: str) -> None:
 
 
 def check_recipe(recipe: Recipe, D: int, D_v: int) -> None:
+    """Accept a `Recipe` by which heads of sizes D and D_v can be quantised."""
+    check_recipe_dims(recipe, D, D_v)
+    check_quantises(as_recipe(recipe))
+
+
+def check_recipe_dims(recipe: Recipe, D: int, D_v: int) -> None:
     """Accept a `Recipe` that heads of sizes D and D_v can have."""
     recipe = as_recipe(recipe)
     if recipe.bits != ALL_8_BIT and max(D, D_v) > SUPPORTED_D[-1]:

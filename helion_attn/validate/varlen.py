@@ -1,24 +1,16 @@
-"""Checks of the arguments of `varlen`: packed sequences, where they lie, and recipes that they can have."""
+"""Checks of the arguments of `varlen`: packed sequences, and where they lie."""
 
 from __future__ import annotations
 
 import torch
 
 from helion_attn.configs import SUPPORTED_D
-from helion_attn.types import Recipe
-from helion_attn.validate.dense import MIN_D, check_count, check_recipe, check_table, check_tensors
+from helion_attn.validate.dense import MIN_D, check_count, check_table, check_tensors
 from helion_attn.validate.values import check_cu_seqlens, debugging
 
 #: The largest head dim of sequences of variable length, and their tokens: packed, these have room in 32 bits.
 MAX_VARLEN_D = SUPPORTED_D[-1]
 MAX_TOKENS = 2**30
-
-#: Scales of a `Recipe` for sequences of variable length: what does not depend on the other sequences, and is read once.
-VARLEN_SCALES = {
-    "q_scales": ("block", "token", "none"),
-    "k_scales": ("head", "block", "none"),
-    "v_scales": ("head", "channel", "none"),
-}
 
 
 def check_varlen(
@@ -69,14 +61,3 @@ def check_sequence_values(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
     if debugging():
         check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q_tokens)
         check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k_tokens)
-
-
-def check_varlen_recipe(recipe: Recipe, D: int, D_v: int) -> None:
-    """A recipe that sequences of a batch can have, each by itself."""
-    check_recipe(recipe, D, D_v)
-    for name, accepted in VARLEN_SCALES.items():
-        if getattr(recipe, name) not in accepted:
-            raise NotImplementedError(
-                f"recipe has {name}={getattr(recipe, name)!r}; with sequences of variable length it must be one of "
-                f"{accepted}"
-            )

@@ -56,34 +56,34 @@ def shipped_id(tile: TileConfig | LargeTileConfig) -> str:
     return f"d{tile.D_pad}{v_tile}-{'causal' if tile.causal else 'full'}-up-to-{tile.max_query_blocks_per_sm}"
 
 
-#: One descale a head for Q, K and V, and nothing subtracted or rotated: integers stay exact.
-#: e4m3 throughout, a descale a row of Q and a head of K and V; nothing is mixed or smoothed.
-IN_E4M3 = ha.Recipe(qk_dtype=torch.float8_e4m3fn, k_scales="head", reflect=False, smooth_k=False)
+#: e4m3 throughout, and nothing mixed or smoothed.
+IN_E4M3 = ha.Recipe(qk_dtype=torch.float8_e4m3fn, reflect=False, smooth_k=False)
 
-PLAIN = replace(IN_E4M3, q_scales="head", center_v=False)
+#: And nothing subtracted.
+PLAIN = replace(IN_E4M3, center_v=False)
+
+#: Of tensors that `pack` was given.
+GIVEN = replace(PLAIN, k_scales="head")
 
 #: The ladder, every single choice that differs from the defaults, and pairs that share code.
 RECIPES = LADDER | {
     "plain": PLAIN,
-    "tensor_scales": replace(IN_E4M3, q_scales="tensor", k_scales="tensor", v_scales="tensor"),
-    "q_head": replace(IN_E4M3, q_scales="head"),
     "not_reflected": IN_E4M3,
-    "k_block": replace(IN_E4M3, k_scales="block"),
+    "q_block": replace(IN_E4M3, q_scales="block"),
     "v_channel": replace(IN_E4M3, v_scales="channel"),
-    "int8": replace(IN_E4M3, qk_dtype=torch.int8, k_scales="block"),
+    "int8": replace(IN_E4M3, qk_dtype=torch.int8),
+    "int8_q_block": replace(IN_E4M3, qk_dtype=torch.int8, q_scales="block"),
     "e5m2": replace(IN_E4M3, pv_dtype=torch.float8_e5m2),
+    "e5m2_v_channel": replace(IN_E4M3, pv_dtype=torch.float8_e5m2, v_scales="channel"),
     "smooth_k": replace(IN_E4M3, smooth_k=True),
-    "not_centred": replace(IN_E4M3, center_v=False),
     "sum_in_tensor_core": replace(IN_E4M3, promote_every=0),
     "p_offset_4": replace(IN_E4M3, p_offset_log2=4),
-    "reflect_head_scales": replace(IN_E4M3, q_scales="head", reflect=True),
+    "reflect_q_block": replace(IN_E4M3, q_scales="block", reflect=True),
     "reflect_smooth_k": replace(IN_E4M3, reflect=True, smooth_k=True),
     "hadamard_seed_3": replace(IN_E4M3, hadamard=True, hadamard_seed=3),
-    "hadamard_head_scales": replace(IN_E4M3, q_scales="head", hadamard=True),
-    "hadamard_tensor_scales": replace(IN_E4M3, q_scales="tensor", k_scales="tensor", hadamard=True),
+    "hadamard_q_block": replace(IN_E4M3, q_scales="block", hadamard=True),
     "hadamard_smooth_k": replace(IN_E4M3, hadamard=True, smooth_k=True),
-    "int8_token": replace(IN_E4M3, qk_dtype=torch.int8, q_scales="token", k_scales="block"),
-    "int8_smooth_k": replace(IN_E4M3, qk_dtype=torch.int8, k_scales="block", smooth_k=True),
+    "int8_smooth_k": replace(IN_E4M3, qk_dtype=torch.int8, smooth_k=True),
     "hybrid_e4m3": replace(IN_E4M3, pv_dtype=torch.bfloat16, v_scales="none"),
     "hybrid_e4m3_fp16": replace(IN_E4M3, pv_dtype=torch.float16, v_scales="none"),
 }

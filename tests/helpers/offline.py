@@ -8,7 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -301,7 +301,10 @@ def compile_shape(
 
     def launch() -> None:
         qkv = fake_qkv(B, HEADS, 2, M, N, D, layout=layout, D_v=D_v)
-        packed = ha.quantize(*qkv, layout=layout, recipe=recipe)
+        given = recipe.is_given
+        packed = ha.quantize(*qkv, layout=layout, recipe=replace(recipe, k_scales="block") if given else recipe)
+        if given:
+            packed = replace(packed, recipe=recipe, k_descale=fake_cuda(B, 2, 1))
         with launching():
             ha.attention_quantized(
                 packed,

@@ -36,7 +36,7 @@ def unpack_values(packed: ha.QuantizedQKV) -> dict[str, torch.Tensor]:
 
 
 def unpack_descales(packed: ha.QuantizedQKV) -> dict[str, torch.Tensor]:
-    """q_descale [B, H, M], k_descale [B, H_kv, N], v_descale [B, H_kv, D]: one for every row, key, channel."""
+    """q_descale [B, H, M], k_descale [B, H_kv, N], v_descale [B, H_kv, D_v]: one for every row, key, channel."""
     bn = packed.k8.size(2)
     per_key = (
         packed.k_descale if packed.recipe.k_scales == "block" else packed.k_descale.expand(-1, -1, packed.k8.size(1))
@@ -44,7 +44,7 @@ def unpack_descales(packed: ha.QuantizedQKV) -> dict[str, torch.Tensor]:
     return {
         "q_descale": packed.q_descale.flatten(2)[:, :, : packed.M],
         "k_descale": per_key.repeat_interleave(bn, 2)[:, :, : packed.N],
-        "v_descale": packed.v_descale[:, :, : packed.D],
+        "v_descale": packed.v_descale[:, :, : packed.D_v],
     }
 
 

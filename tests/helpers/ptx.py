@@ -18,7 +18,7 @@ from helion_attn.configs import TILE_CONFIGS
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import Layout
 from helpers import offline
-from helpers.cases import IN_E4M3
+from helpers.cases import GIVEN, IN_E4M3
 
 HASHES = Path(__file__).parents[1] / "ptx_hashes.json"
 
@@ -72,12 +72,13 @@ def cases() -> dict[str, Compile]:
                 tile.D_pad, tile.causal, recipe=RECIPES[name], B=offline.batch_for(tile)
             )
     for D in (64, 256):
-        plain = replace(IN_E4M3, q_scales="head", smooth_k=True)
+        q_block = replace(IN_E4M3, q_scales="block", smooth_k=True)
         found[f"everything D{D}"] = attention(D, True, recipe=ha.ACCURATE, **EVERYTHING)
         found[f"fp32 bshd D{D}"] = attention(D, False, torch.float32, "bshd")
-        found[f"k_head plain D{D}"] = attention(D, True, recipe=plain)
+        found[f"q_block D{D}"] = attention(D, True, recipe=q_block)
+        found[f"given D{D}"] = attention(D, True, recipe=GIVEN)
     for D in (64, 128, 256):
-        in_16_bits = replace(IN_E4M3, q_scales="head", smooth_k=True, hadamard=True)
+        q_block = replace(IN_E4M3, q_scales="block", smooth_k=True, hadamard=True)
         found |= {
             f"varlen D{D}": partial(offline.compile_varlen, D, True, ha.BALANCED),
             f"varlen all D{D}": partial(offline.compile_varlen, D, True, ha.ACCURATE, **EVERYTHING),
@@ -88,7 +89,7 @@ def cases() -> dict[str, Compile]:
             f"prefill D{D}": partial(offline.compile_decode, D, D, 64, 16, 1),
             f"append D{D}": partial(offline.compile_append, D, torch.bfloat16, interleaved=True),
             f"quantize rope D{D}": quantize(D, ha.ACCURATE, rope=True),
-            f"quantize head D{D}": quantize(D, in_16_bits, torch.float16),
+            f"quantize q_block D{D}": quantize(D, q_block, torch.float16),
         }
         for name in ("fast", "balanced", "accurate", "hybrid"):
             found[f"quantize {name} D{D}"] = quantize(D, RECIPES[name])

@@ -97,7 +97,8 @@ class GatheredParts(NamedTuple):
         head_blocks: blocks of a head on a rank.
         k_rank_step: from a rank's blocks of K to those of the next, in blocks; and so `v_rank_step`.
         v_rank_step: likewise of V.
-        mirrored: a rank has part r and part `2 * ranks - 1 - r`, in place of part r alone.
+        mirrored: a rank has part r and part `2 * ranks - 1 - r`, in place of part r alone; kernels have it in
+            their spec.
     """
 
     row_part_blocks: int
@@ -113,11 +114,6 @@ class GatheredParts(NamedTuple):
     k_rank_step: int
     v_rank_step: int
     mirrored: bool
-
-    def arguments(self) -> dict[str, int | bool]:
-        """What the kernel takes."""
-        same_places = self.k_rank_step == self.v_rank_step
-        return {**self._asdict(), "key_magic": magic(self.key_part_blocks), "same_places": same_places}
 
 
 #: Of a launch that has no parts.

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
+from helion_attn.kernels.lib.arguments import GatheredParts
 from helion_attn.kernels.lib.inline_asm import high_product
+from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.kernels.lib.steps import int32, quotient
 
 
@@ -30,32 +32,27 @@ def rows_of_part(
     m_block: int,
     bm: int,
     m_len: int,
-    row_part_blocks: int,
-    row_part_len: int,
-    row_first: int,
-    row_step: int,
+    parts: GatheredParts,
 ) -> tuple[Any, Any, Any]:
     """Scalars of a query block: its first row in the output, where its part's rows end, the first row's diagonal."""
-    part = quotient(int32(m_block), int32(row_part_blocks))
-    in_part = (int32(m_block) - part * int32(row_part_blocks)) * int32(bm)
-    part_begin = part * int32(row_part_len)
-    row_end = torch.minimum(part_begin + int32(row_part_len), int32(m_len))
-    return part_begin + in_part, row_end, part * int32(row_step) + in_part + int32(row_first)
+    part = quotient(int32(m_block), int32(parts.row_part_blocks))
+    in_part = (int32(m_block) - part * int32(parts.row_part_blocks)) * int32(bm)
+    part_begin = part * int32(parts.row_part_len)
+    row_end = torch.minimum(part_begin + int32(parts.row_part_len), int32(m_len))
+    return part_begin + in_part, row_end, part * int32(parts.row_step) + in_part + int32(parts.row_first)
 
 
 def blocks_before(
     position: torch.Tensor,  # []
-    key_parts: int,
-    key_part_blocks: int,
-    key_step: int,
+    parts: GatheredParts,
     round_up: int,
-    bn_log2: hl.constexpr,
+    bn_log2: int,
 ) -> torch.Tensor:
     """Blocks whose keys all lie before a position; with a `round_up` of bn - 1, those of which any does."""
     known = torch.clamp_min(position, 0)
-    part = torch.minimum(quotient(known, int32(key_step)), int32(key_parts - 1))
-    inside = (known - part * int32(key_step) + int32(round_up)) >> bn_log2
-    return part * int32(key_part_blocks) + torch.minimum(inside, int32(key_part_blocks))
+    part = torch.minimum(quotient(known, int32(parts.key_step)), int32(parts.key_parts - 1))
+    inside = (known - part * int32(parts.key_step) + int32(round_up)) >> bn_log2
+    return part * int32(parts.key_part_blocks) + torch.minimum(inside, int32(parts.key_part_blocks))
 
 
 def key_blocks_of_parts(
@@ -65,18 +62,13 @@ def key_blocks_of_parts(
     n_len: int,
     left: int,
     right: int,
-    key_parts: int,
-    key_part_blocks: int,
-    key_step: int,
+    parts: GatheredParts,
     bm: int,
     bn: int,
-    bn_log2: hl.constexpr,
-    has_left: hl.constexpr,
-    has_right: hl.constexpr,
-    bounded: hl.constexpr,
+    spec: AttentionSpec,
 ) -> tuple[Any, Any, Any, Any]:
     """`(n_begin, n_left, n_full, n_end)` of the kernel. Typed as its ints are, which these stand for."""
-    if bounded:
+    if spec.bounded:
         return (
             hl.load(block_bounds, [m_block, 0]),
             hl.load(block_bounds, [m_block, 1]),
@@ -84,16 +76,16 @@ def key_blocks_of_parts(
             hl.load(block_bounds, [m_block, 3]),
         )
     first_row_end, last_row_end = int32(n_len), int32(n_len)
-    if has_right:
+    if spec.has_right:
         first_row_end = torch.minimum(first_row_end, diagonal + int32(right + 1))
         last_row_end = torch.minimum(last_row_end, diagonal + int32(right + bm))
     n_begin, n_left = int32(0), int32(0)
-    if has_left:
-        n_begin = blocks_before(diagonal - int32(left), key_parts, key_part_blocks, key_step, 0, bn_log2)
+    if spec.has_left:
+        n_begin = blocks_before(diagonal - int32(left), parts, 0, spec.bn_log2)
         last_row_begin = diagonal + int32(bm - 1 - left)
-        n_left = blocks_before(last_row_begin, key_parts, key_part_blocks, key_step, bn - 1, bn_log2)
-    n_full = blocks_before(first_row_end, key_parts, key_part_blocks, key_step, 0, bn_log2)
-    n_end = blocks_before(last_row_end, key_parts, key_part_blocks, key_step, bn - 1, bn_log2)
+        n_left = blocks_before(last_row_begin, parts, bn - 1, spec.bn_log2)
+    n_full = blocks_before(first_row_end, parts, 0, spec.bn_log2)
+    n_end = blocks_before(last_row_end, parts, bn - 1, spec.bn_log2)
     return n_begin, n_left, n_full, n_end
 
 
@@ -113,42 +105,38 @@ def placed(
     j: torch.Tensor,  # []
     part: torch.Tensor,  # []
     head_first: torch.Tensor,  # []
-    key_part_blocks: int,
     rank_step: int,
-    ranks: int,
-    mirrored: hl.constexpr,
+    parts: GatheredParts,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """Where block j, of `part`, lies among the blocks of all ranks, of a head that begins at `head_first`."""
-    if mirrored:
+    if spec.mirrored:
         # Parts from the middle on are those of descending ranks, each behind the rank's first part.
-        back = part >= ranks
-        rank = torch.where(back, int32(2 * ranks - 1) - part, part)
-        behind = torch.where(back, int32(key_part_blocks), 0)
-        return head_first + rank * int32(rank_step) + behind - part * int32(key_part_blocks) + j
-    return head_first + part * int32(rank_step - key_part_blocks) + j
+        back = part >= parts.ranks
+        rank = torch.where(back, int32(2 * parts.ranks - 1) - part, part)
+        behind = torch.where(back, int32(parts.key_part_blocks), 0)
+        return head_first + rank * int32(rank_step) + behind - part * int32(parts.key_part_blocks) + j
+    return head_first + part * int32(rank_step - parts.key_part_blocks) + j
 
 
 def edge_of_part(
     j: torch.Tensor,  # []
     part: torch.Tensor,  # []
-    key_part_blocks: int,
-    key_part_len: int,
-    bn_log2: hl.constexpr,
+    parts: GatheredParts,
+    bn_log2: int,
 ) -> torch.Tensor:
     """Positive for a part's last block if that is not full."""
-    return j - part * int32(key_part_blocks) - int32((key_part_len >> bn_log2) - 1)
+    return j - part * int32(parts.key_part_blocks) - int32((parts.key_part_len >> bn_log2) - 1)
 
 
 def keys_of_block(
     j: torch.Tensor,  # []
     part: torch.Tensor,  # []
     key_end: torch.Tensor,  # []
-    key_part_blocks: int,
-    key_part_len: int,
-    key_step: int,
+    parts: GatheredParts,
     bn: int,
 ) -> tuple[Any, Any]:
     """The position of a block's first key, and where its part's keys end."""
-    part_begin = part * int32(key_step)
-    first = part_begin + (j - part * int32(key_part_blocks)) * int32(bn)
-    return first, torch.minimum(key_end, part_begin + int32(key_part_len))
+    part_begin = part * int32(parts.key_step)
+    first = part_begin + (j - part * int32(parts.key_part_blocks)) * int32(bn)
+    return first, torch.minimum(key_end, part_begin + int32(parts.key_part_len))

@@ -8,6 +8,7 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.programs import rows_of_group
+from helion_attn.kernels.lib.specs import AttentionSpec, PagedSpec, StepsSpec
 
 
 class Bounds(NamedTuple):
@@ -28,17 +29,16 @@ def visible_keys(
     n_len: int | torch.Tensor,  # [], like the next two
     left: int | torch.Tensor,
     right: int | torch.Tensor,
-    has_left: hl.constexpr,
-    has_right: hl.constexpr,
+    spec: StepsSpec | PagedSpec,
 ) -> torch.Tensor:
     """[bm, bn], or [1, bn] without a window: what a row sees of a key block."""
     keys = keys.unsqueeze(0)
-    if has_right:
+    if spec.has_right:
         last = on_diagonal + right
         visible = keys <= torch.where(last < n_len, last, n_len - 1).unsqueeze(1)
     else:
         visible = keys < n_len
-    if has_left:
+    if spec.has_left:
         visible = visible & (keys >= (on_diagonal - left).unsqueeze(1))
     return visible
 
@@ -48,12 +48,11 @@ def rows_on_diagonal(
     diagonal: int | torch.Tensor,  # []
     more_keys: int,
     bm: int,
-    group_log2: hl.constexpr,
-    pack_gqa: hl.constexpr,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """[bm]: of each row of a tile, the key that a causal mask shows it last."""
-    if pack_gqa:
-        query, _member = rows_of_group(row_begin, group_log2, bm)
+    if spec.pack_gqa:
+        query, _member = rows_of_group(row_begin, spec.group_log2, bm)
         return query + more_keys
     return diagonal + hl.arange(bm)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from helion_attn.compiler.kernels import Runner
 from helion_attn.kernels.lib.arguments import DecodeArguments, score_scales
+from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import E4M3_MAX, MAX_P_OFFSET_LOG2
 from helion_attn.preprocess.lib.strided import common_unit, strided_rows
@@ -27,10 +26,12 @@ def launch_paged(
     kernel: Runner,
     a: DecodeArguments,
     tile_rows: int,
+    warps: int,
+    in_halves: bool,
     splits: int,
     out: torch.Tensor,
     lse: torch.Tensor,
-    own: dict[str, Any],
+    own: dict[str, torch.Tensor],
 ) -> None:
     """Write `out` and `lse`, in parts that are merged if there are several runs of pages.
 
@@ -38,10 +39,12 @@ def launch_paged(
         kernel: `fp8_attn_decode` or `fp8_attn_prefill`.
         a: the operation's arguments.
         tile_rows: query rows of a tile.
+        warps: of a program.
+        in_halves: whether P V is two products.
         splits: runs of pages, a program each.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `a.bshd`; bf16, fp16 or fp32.
         lse: fp32 [B, H, M], natural log.
-        own: the arguments that this kernel alone has, or has in a form of its own.
+        own: V and the descales, in the form that this kernel takes.
     """
     (B, H, M, D), (H_kv, page_size), max_pages = a.q.shape, a.cache.k8.shape[1:3], a.block_table.size(1)
     unit = common_unit(a.q)
@@ -52,6 +55,22 @@ def launch_paged(
     parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
     swapped = a.bshd and not in_parts
+    spec = PagedSpec(
+        rows=tile_rows,
+        warps=warps,
+        bn_log2=page_size.bit_length() - 1,
+        in_halves=in_halves,
+        d=D,
+        d_step=q.d_step,
+        unit=unit,
+        q_largest=E4M3_MAX,
+        p_offset_log2=float(MAX_P_OFFSET_LOG2[a.cache.v8.dtype]),
+        has_left=a.left >= 0,
+        has_right=a.right >= 0,
+        has_softcap=a.softcap is not None,
+        has_sinks=a.sinks is not None,
+        is_cuda=a.q.is_cuda,
+    )
     kernel.run(
         {
             "q": q.flat,
@@ -75,16 +94,7 @@ def launch_paged(
             "left": min(a.left, max_pages * page_size),
             "right": min(a.right, M),
             **score_scales(a.sm_scale, a.softcap),
-            "q_d_step": q.d_step,
-            "unit": unit,
-            "d": D,
-            "p_offset_log2": float(MAX_P_OFFSET_LOG2[a.cache.v8.dtype]),
-            "q_largest": E4M3_MAX,
-            "has_left": a.left >= 0,
-            "has_right": a.right >= 0,
-            "has_softcap": a.softcap is not None,
-            "has_sinks": a.sinks is not None,
-            "is_cuda": a.q.is_cuda,
+            "spec": spec,
             **own,
         }
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
+from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.kernels.lib.steps import int32, quotient
 
 
@@ -21,21 +22,19 @@ def key_blocks_of_sequence(
     right: int,
     bm: int,
     bn: int,
-    bn_log2: hl.constexpr,
-    has_left: hl.constexpr,
-    has_right: hl.constexpr,
+    spec: AttentionSpec,
 ) -> tuple[Any, Any, Any, Any]:
     """`(n_begin, n_left, n_full, n_end)` of the kernel, of keys from those of `first_key_block` up to `key_end`."""
     key_begin = first_key_block * bn
     n_first_row, n_last_row = key_end, key_end
-    if has_right:
+    if spec.has_right:
         n_first_row = torch.minimum(key_end, diagonal + int32(right) + 1)
         n_last_row = torch.minimum(key_end, diagonal + int32(right) + bm)
     n_begin, n_left = first_key_block, first_key_block
-    if has_left:
-        n_begin = torch.maximum(key_begin, diagonal - int32(left)) >> bn_log2
-        n_left = (torch.maximum(key_begin, diagonal - int32(left) + bm - 1) + bn - 1) >> bn_log2
-    return n_begin, n_left, n_first_row >> bn_log2, (n_last_row + bn - 1) >> bn_log2
+    if spec.has_left:
+        n_begin = torch.maximum(key_begin, diagonal - int32(left)) >> spec.bn_log2
+        n_left = (torch.maximum(key_begin, diagonal - int32(left) + bm - 1) + bn - 1) >> spec.bn_log2
+    return n_begin, n_left, n_first_row >> spec.bn_log2, (n_last_row + bn - 1) >> spec.bn_log2
 
 
 def run_of_key_blocks(

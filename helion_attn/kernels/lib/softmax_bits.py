@@ -25,6 +25,7 @@ from helion_attn.kernels.lib.inline_asm import (
     minimum,
     pair_of_halves,
 )
+from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.numerics import E4M3_BITS_OF_ONE, E4M3_STEPS, FP16_LARGE, FP16_TINY, FP32_TINY
 
 
@@ -50,15 +51,14 @@ def in_halves(s: torch.Tensor, bm: int, bn: int, half: hl.constexpr, is_cuda: hl
 
 
 def hidden(
-    s: torch.Tensor,  # [bm, bn], or with half `in_pairs`
+    s: torch.Tensor,  # [bm, bn], or with half_scores `in_pairs`
     visible: torch.Tensor,  # [bm, bn] or [1, bn]
     bm: int,
     bn: int,
-    half: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """Scores, -inf where they are not visible."""
-    if half and is_cuda:
+    if spec.half_scores and spec.is_cuda:
         low, high = hl.split(visible.expand(bm, bn).to(torch.int32).reshape(bm, bn // 2, 2))
         # The bits of fp16's -inf are 0xFC00.
         return s & (low * 0xFFFF | high * -0x10000) | (1 - low) * 0xFC00 | (1 - high) * -0x4000000
@@ -66,23 +66,21 @@ def hidden(
 
 
 def largest_scores(
-    s: torch.Tensor,  # [bm, bn], or with half `in_pairs`
-    bias: hl.constexpr,
+    s: torch.Tensor,  # [bm, bn], or with half_scores `in_pairs`
     bm: int,
     bn: int,
-    half: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
-    """The largest score of a row, fp32 [bm], `bias` too large as they are."""
-    if bias:
+    """The largest score of a row, fp32 [bm], `softmax_bias` too large as they are."""
+    if spec.softmax_bias:
         # Positive, and so in the order of their bits: of integers, an instruction compares three.
         return torch.amax(s.view(torch.int32), 1).view(torch.float32)
-    if half and is_cuda:
+    if spec.half_scores and spec.is_cuda:
         pairs = bn // 2
         while pairs > 4:
             pairs //= 4
             s = largest_of_pairs([x for both in parted(s, bm, 2 * pairs) for x in parted(both, bm, pairs)])
-        s = in_halves(s, bm, 2 * pairs, half, is_cuda)
+        s = in_halves(s, bm, 2 * pairs, spec.half_scores, spec.is_cuda)
     return torch.amax(s.to(torch.float32), 1)
 
 
@@ -96,18 +94,14 @@ def parted(
 
 
 def wide_scores(
-    s: torch.Tensor,  # [bm, bn], or with half `in_pairs`
-    bias: float,
+    s: torch.Tensor,  # [bm, bn], or with half_scores `in_pairs`
     scale_log2: torch.Tensor,  # [bm] or []
     largest: torch.Tensor,  # [bm]
     top: torch.Tensor,  # [bm]
     m_i: torch.Tensor,  # [bm]
     bm: int,
     bn: int,
-    p_offset_log2: hl.constexpr,
-    q_row_descales: hl.constexpr,
-    half: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """Scores in base 2 less m_i, from what they are below their row's largest, which is exact near it.
 
@@ -116,36 +110,35 @@ def wide_scores(
     """
     # Of a row that sees no key of the block, the largest is -inf, and so are all.
     known = torch.where(largest == float("-inf"), 0.0, largest)
-    above = maximum(fma(known - bias, scale_log2, -top, is_cuda), hl.full([], 0.0, dtype=torch.float32), is_cuda)
-    above = minimum(above, hl.full([], p_offset_log2, dtype=torch.float32), is_cuda) + (top - m_i)
-    scale, above = columns(scale_log2, q_row_descales), above.unsqueeze(1)
-    if half and is_cuda:
+    above = fma(known - spec.softmax_bias, scale_log2, -top, spec.is_cuda)
+    above = maximum(above, hl.full([], 0.0, dtype=torch.float32), spec.is_cuda)
+    above = minimum(above, hl.full([], spec.p_offset_log2, dtype=torch.float32), spec.is_cuda) + (top - m_i)
+    scale, above = columns(scale_log2, spec.softmax_row_descales), above.unsqueeze(1)
+    if spec.half_scores and spec.is_cuda:
         rows = (known.unsqueeze(1), in_layout_of(scale, m_i.unsqueeze(1)), above)
         known, scale, above = (x.to(torch.float16).expand(bm, bn // 2) for x in rows)
         return line_of_pairs(
             s, pair_of_halves(known, known), pair_of_halves(scale, scale), pair_of_halves(above, above)
         )
     below = s.to(torch.float32) - known.unsqueeze(1)
-    return fma(below, scale, above, is_cuda).to(s.dtype)
+    return fma(below, scale, above, spec.is_cuda).to(s.dtype)
 
 
 def p_of_scores(
-    s: torch.Tensor,  # [bm, bn], or with half `in_pairs`
-    bias: float,
+    s: torch.Tensor,  # [bm, bn], or with half_scores `in_pairs`
     scale_log2: torch.Tensor,  # [bm] or []
     m_i: torch.Tensor,  # [bm]
     wide: torch.Tensor,  # []
     bm: int,
     bn: int,
-    q_row_descales: hl.constexpr,
-    half: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(P, m_i)`: 2**((s - bias) * scale_log2 - m_i) in e4m3, [bm, bn], keys in V's order, and its reference.
+    """`(P, m_i)`: 2**((s - softmax_bias) * scale_log2 - m_i) in e4m3, [bm, bn], keys in V's order, and its reference.
 
     If `wide`, s are `wide_scores`. Scores in fp16 take a line in fp16, whose offset is rounded: the reference with it.
     """
-    offset = E4M3_BITS_OF_ONE - (m_i + bias * scale_log2) * E4M3_STEPS
+    half, is_cuda = spec.half_scores, spec.is_cuda
+    offset = E4M3_BITS_OF_ONE - (m_i + spec.softmax_bias * scale_log2) * E4M3_STEPS
     offset = torch.where(wide > 0, E4M3_BITS_OF_ONE, offset)
     scale = torch.where(wide > 0, 1.0, scale_log2) * E4M3_STEPS
     if half:
@@ -157,7 +150,7 @@ def p_of_scores(
         offset = rounded
         # So that masked scores stay -inf.
         scale = maximum(scale, hl.full([], FP16_TINY, dtype=torch.float32), is_cuda)
-    scale = columns(scale, q_row_descales)
+    scale = columns(scale, spec.softmax_row_descales)
     offset = offset.unsqueeze(1)
     if half and is_cuda:
         fours, scale, offset = (

@@ -11,6 +11,7 @@ from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.inline_asm import computed_once, dot_fp32, fma, fma_up, maximum, tanh
 from helion_attn.kernels.lib.references import finite, own_references
 from helion_attn.kernels.lib.softmax_bits import in_pairs
+from helion_attn.kernels.lib.specs import PagedSpec, StepsSpec
 from helion_attn.numerics import DESCALE_MIN, E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2, MAX_ROW_SUM
 
 
@@ -81,34 +82,29 @@ def softmax_input(
     qk_scale: torch.Tensor,  # [bm] or []
     softcap_log2: float,
     shift: torch.Tensor,  # [bm]
-    s_bias: hl.constexpr,
-    q_row_descales: hl.constexpr,
-    add_shift: hl.constexpr,
-    has_softcap: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: StepsSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores, and what they are still to be multiplied by: as they are, or with a softcap their tanh."""
-    if not has_softcap:
+    if not spec.has_softcap:
         return s, qk_scale
-    if s_bias:
-        s = s - s_bias
-    s = scaled(s, qk_scale, q_row_descales)
-    if add_shift:
+    if spec.s_bias:
+        s = s - spec.s_bias
+    s = scaled(s, qk_scale, spec.q_row_descales)
+    if spec.shift_lse:
         s = s + shift.unsqueeze(1)
-    return tanh(s, is_cuda), hl.full([], softcap_log2, dtype=torch.float32)
+    return tanh(s, spec.is_cuda), hl.full([], softcap_log2, dtype=torch.float32)
 
 
 def scaled_largest(
     largest: torch.Tensor,  # [bm]
     qk_scale_log2: torch.Tensor,  # [bm] or []
-    p_offset_log2: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: StepsSpec,
 ) -> torch.Tensor:
     """The reference that a row's largest score gives, [bm]: rounded up, so that P never passes 2**p_offset_log2.
 
     The scale is positive, so the maximum commutes with it: a multiply per row, and exp2's argument is an FMA.
     """
-    return fma_up(largest, qk_scale_log2, hl.full([], -p_offset_log2, dtype=torch.float32), is_cuda)
+    return fma_up(largest, qk_scale_log2, hl.full([], -spec.p_offset_log2, dtype=torch.float32), spec.is_cuda)
 
 
 def online_softmax_step(
@@ -122,43 +118,38 @@ def online_softmax_step(
     bn: int,
     l_lanes: int,
     pv_dtype: torch.dtype,
-    biased: hl.constexpr,
-    p_offset_log2: hl.constexpr,
-    q_row_descales: hl.constexpr,
-    empty_rows: hl.constexpr,
-    own_reference: hl.constexpr,
-    keeps_reference: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: StepsSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores still to be scaled, `bias` too large if `biased`, -inf where masked, to `(p8, alpha, m_run, m_i, l_i)`.
+    """Scores still to be scaled, `bias` too large, -inf where masked, to `(p8, alpha, m_run, m_i, l_i)`.
 
     P is relative to m_i: the running maximum, with `own_reference` the block's own beside m_run, and with
     `keeps_reference` what it is.
     """
-    if keeps_reference:
+    biased = spec.softmax_bias != 0.0
+    if spec.keeps_reference:
         m_new = m_i
-        m_ref = finite(m_i, empty_rows)
+        m_ref = finite(m_i, spec.rows_may_be_empty)
     else:
         largest = torch.amax(s, 1)
         if biased:
             largest = largest - bias
-        top = scaled_largest(largest, qk_scale_log2, p_offset_log2, is_cuda)
-        if own_reference:
-            m_run, m_new = own_references(top, m_run, is_cuda)
+        top = scaled_largest(largest, qk_scale_log2, spec)
+        if spec.own_reference:
+            m_run, m_new = own_references(top, m_run, spec.is_cuda)
             m_ref = m_new
         else:
-            m_new = maximum(m_i, top, is_cuda)
-            m_ref = finite(m_new, empty_rows)
+            m_new = maximum(m_i, top, spec.is_cuda)
+            m_ref = finite(m_new, spec.rows_may_be_empty)
     shift = m_ref
     if biased:
         shift = shift + bias * qk_scale_log2
-    p = torch.exp2(scaled(s, qk_scale_log2, q_row_descales) - shift.unsqueeze(1))
-    if keeps_reference:
-        p = computed_once(p, is_cuda)
+    p = torch.exp2(scaled(s, qk_scale_log2, spec.softmax_row_descales) - shift.unsqueeze(1))
+    if spec.keeps_reference:
+        p = computed_once(p, spec.is_cuda)
     alpha = torch.exp2(m_i - m_ref)
     # Unrounded p.
     block_sum = p.reshape(bm, bn // l_lanes, l_lanes).sum(1)
-    if keeps_reference:
+    if spec.keeps_reference:
         l_i = l_i + block_sum
     else:
         l_i = l_i * alpha.unsqueeze(1) + block_sum
@@ -173,20 +164,18 @@ def accumulate(
     alpha: torch.Tensor,  # [bm, 1]
     p8: torch.Tensor,  # [bm, bn]
     v_tile: torch.Tensor,  # [bn, D_v_pad]
-    two_level: hl.constexpr,
-    keeps_reference: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: StepsSpec | PagedSpec,
 ) -> torch.Tensor:
     """`acc * alpha + p8 @ v_tile`: with the sum in fp32, or inside the tensor core.
 
     With `keeps_reference` alpha is 1, or acc 0 or NaN.
     """
-    if keeps_reference and is_cuda:
+    if spec.keeps_reference and spec.is_cuda:
         return hl.dot(p8, v_tile, acc=acc)
-    if two_level:
-        return fma(acc, alpha, hl.dot(p8, v_tile), is_cuda)
-    if p8.dtype.itemsize == 2 and not is_cuda:
-        return acc * alpha + dot_fp32(p8, v_tile, is_cuda)
+    if spec.two_level:
+        return fma(acc, alpha, hl.dot(p8, v_tile), spec.is_cuda)
+    if p8.dtype.itemsize == 2 and not spec.is_cuda:
+        return acc * alpha + dot_fp32(p8, v_tile, spec.is_cuda)
     return hl.dot(p8, v_tile, acc=acc * alpha)
 
 
@@ -199,11 +188,10 @@ def add_sink(
     m_i: torch.Tensor,  # [bm]
     row_sum: torch.Tensor,  # [bm]
     sink_log2: torch.Tensor,  # [bm]
-    p_offset_log2: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: StepsSpec | PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(alpha, m_i, row_sum)` with one more logit in the sum. A key block would do the same to `acc`."""
-    m_new = maximum(m_i, sink_log2 - p_offset_log2, is_cuda)
+    m_new = maximum(m_i, sink_log2 - spec.p_offset_log2, spec.is_cuda)
     m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
     alpha = torch.exp2(m_i - m_ref)
     return alpha, m_ref, row_sum * alpha + torch.exp2(sink_log2 - m_ref)
@@ -233,11 +221,11 @@ def v_rows(
     first: int,
     d_tile: int,
     d_pad: int,
-    v_channel_descales: hl.constexpr,
+    spec: StepsSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """V's mean and descale for `store_out`: of `d_tile` channels of `d_pad`, from `first`; or a head's descale."""
     d = first + hl.arange(d_tile)
-    if v_channel_descales:
+    if spec.v_channel_descales:
         descale = hl.load(v_descale, [descale_row * d_pad + d])
     else:
         descale = hl.load(v_descale, [descale_row * d_pad])
@@ -267,38 +255,30 @@ def store_out(
     d_tile: int,
     d_pad: int,
     d_out: int,
-    all_fused: hl.constexpr,
-    v_channel_descales: hl.constexpr,
-    empty_rows: hl.constexpr,
-    nan_rows: hl.constexpr,
-    has_sinks: hl.constexpr,
+    spec: StepsSpec,
 ) -> None:
-    """Normalise, put V's mean back, cast, store: `d_tile` channels of `d_pad`, from `first`.
-
-    `all_fused`: no score was scaled before the maximum was subtracted. `empty_rows`: some may have seen no key;
-    `nan_rows`: of these, `total` may be NaN.
-    """
+    """Normalise, put V's mean back, cast, store: `d_tile` channels of `d_pad`, from `first`."""
     d = first + hl.arange(d_tile)
     # [bm]
     normaliser = 1.0 / row_sum
-    if has_sinks:
+    if spec.has_sinks:
         normaliser = alpha / total
-    if v_channel_descales:
+    if spec.v_channel_descales:
         o = acc * normaliser.unsqueeze(1) * descale.unsqueeze(0)
     else:
         o = acc * (normaliser * descale).unsqueeze(1)
     # [1, d_tile]
     mean = mean.unsqueeze(0)
-    if has_sinks:
+    if spec.has_sinks:
         # The mean is that of real keys, and comes back times the probability that they hold.
         mean = (row_sum * normaliser).unsqueeze(1) * mean
     # [bm, d_tile]
     o = o + mean
-    if all_fused:
+    if spec.all_fused:
         o = torch.where((torch.abs(m_keys) > MAX_FUSED_SCORE_LOG2).unsqueeze(1), float("nan"), o)
-    if empty_rows:
+    if spec.out_may_be_empty:
         no_key = m_keys == float("-inf")
-        if nan_rows:
+        if spec.totals_may_be_nan:
             no_key = no_key & (total == total)
         o = torch.where(no_key.unsqueeze(1), 0.0, o)
     keep = row_in_range.unsqueeze(1)

@@ -93,9 +93,8 @@ class QuantizePartArguments(NamedTuple):
 
     Attributes:
         q: and the rest, as in `QuantizeArguments`.
-        told: what all ranks told: statistics [ranks, B * H_kv, columns], or sampled rows [rows, B, H_kv, columns].
-        v_largest: [B, H_kv], the largest magnitude of V of all ranks, if a head's descale holds that.
-        q_amax: fp32 [B * H, MAX_PARTS], of the rank's own Q.
+        told: sampled rows of all ranks, [rows, B, H_kv, columns].
+        v_largest: [B, H_kv, D_v], the largest magnitudes of V of all ranks.
         all_keys: of all ranks.
     """
 
@@ -104,7 +103,6 @@ class QuantizePartArguments(NamedTuple):
     v: torch.Tensor
     told: torch.Tensor
     v_largest: torch.Tensor
-    q_amax: torch.Tensor
     rope: RopeArguments
     packing: Packing
     recipe: Recipe

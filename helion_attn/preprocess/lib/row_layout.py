@@ -103,37 +103,19 @@ def row_tile(
 def rows_descale(
     x: torch.Tensor,  # [n, D_row]
     peak: torch.Tensor,  # [n]
-    head_amax: torch.Tensor,  # [B * H, max_parts]
-    mean: torch.Tensor,  # [B * H_kv, D_row]
-    bh: int,
-    parts: int,
-    max_parts: int,
     n: int,
-    d_row: int,
-    factor: float,
     largest: float,
     unscaled: hl.constexpr,
     per_row: hl.constexpr,
     per_tile: hl.constexpr,
-    per_block: hl.constexpr,
-    mean_subtracted: hl.constexpr,
 ) -> torch.Tensor:
-    """Descales of n rows, [n]: ones, or of each row, of the tile, of the block or of the head.
-
-    A block's amax is that of `peak`. Of a head, `factor` times the amax bounds the rows; the mean's is added first.
-    """
+    """Descales of n rows, [n]: ones, or of each row, of the tile, or of the block, whose amax is that of `peak`."""
     if unscaled:
-        amax = hl.full([n], 1.0, dtype=torch.float32)
-    elif per_row:
+        return hl.full([n], 1.0, dtype=torch.float32)
+    if per_row:
         amax = torch.amax(torch.abs(x), 1)
     elif per_tile:
         amax = torch.amax(torch.amax(torch.abs(x), 1), 0) + hl.zeros([n], dtype=torch.float32)
-    elif per_block:
-        amax = torch.amax(peak, 0) + hl.zeros([n], dtype=torch.float32)
     else:
-        part = hl.arange(max_parts)
-        head = torch.amax(hl.load(head_amax, [bh, part], extra_mask=part < parts), 0)
-        if mean_subtracted:
-            head = head + torch.amax(torch.abs(hl.load(mean, [bh, hl.arange(d_row)])), 0)
-        amax = head * factor + hl.zeros([n], dtype=torch.float32)
+        amax = torch.amax(peak, 0) + hl.zeros([n], dtype=torch.float32)
     return to_descale(amax, largest)

@@ -77,18 +77,18 @@ class StridedQKV(NamedTuple):
     D_pad: int
     D_v_pad: int
 
-    def arguments(self, of: str = "qkv") -> dict[str, Any]:
-        """The tensors `of` and their steps, as the kernels name them."""
-        found: dict[str, Any] = {"unit": self.unit}
+    def arguments(self, of: str) -> dict[str, Any]:
+        """The tensors `of` and their steps but `d_steps`, as the kernels name them."""
+        found: dict[str, Any] = {}
         for i, x in enumerate("qkv"):
             if x in of:
-                found |= {x: self.flat[i], f"{x}_d_step": self.d_steps[i]}
+                found[x] = self.flat[i]
                 found |= dict(zip([f"{x}_{step}_step" for step in "bhs"], self.steps[3 * i : 3 * i + 3], strict=True))
         return found
 
     @property
     def D_row(self) -> int:
-        """Width of the kernels' tiles and statistics."""
+        """Width of the kernels' tiles and of what they know of channels."""
         return row_width(self.D_pad, self.D_v_pad)
 
     @property

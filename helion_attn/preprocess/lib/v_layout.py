@@ -54,8 +54,8 @@ def v_block(
     bn: int,
     d_tile: int,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Block `i` of a head's keys, `d_tile` channels: centred, scaled, and cast, [bn, d_tile] each. 0 past the end."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block `i` of a head's keys, `d_tile` channels: centred and scaled, and cast, [bn, d_tile]. 0 past the end."""
     cols = d_index * d_tile + hl.arange(d_tile)
     keys = i * bn + hl.arange(bn)
     if dtype.itemsize == 1:
@@ -67,7 +67,7 @@ def v_block(
     inside = (keys < size).to(torch.float32).unsqueeze(1)
     centred = x - inside * hl.load(mean, [bh, cols]).unsqueeze(0)
     scaled = centred * (1.0 / descale).unsqueeze(0)
-    return centred, scaled, scaled.to(dtype)
+    return scaled, scaled.to(dtype)
 
 
 def lost_in_rounding(

@@ -1,0 +1,268 @@
+"""What attention kernels are compiled for: a NamedTuple a kernel, which their helpers take whole.
+
+A kernel has its spec as one argument, `spec: hl.constexpr`. All fields are known when it is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class QuerySpec(NamedTuple):
+    """How the attention kernel quantises Q.
+
+    Attributes:
+        d: head dim of Q.
+        d_row: width of the rows of `k_mean`.
+        d_step: from a channel to the next.
+        unit: what the other steps are multiples of.
+        reflected: channels that are reflected.
+        rotary: channels that are rotated.
+        pairing: how, as `lib.rope` has it.
+        explicit_positions: Q has positions of its own.
+        largest: the largest magnitude of a quantised row.
+    """
+
+    d: int
+    d_row: int
+    d_step: int
+    unit: int
+    reflected: int
+    rotary: int
+    pairing: int
+    explicit_positions: bool
+    largest: float
+
+
+class AttentionSpec(NamedTuple):
+    """What `fp8_attn_fwd` is compiled for.
+
+    Attributes:
+        s_bias: how much too large scores are as the tensor core gives them.
+        max_fused_scale: the largest scale of scores that one FMA takes.
+        p_offset_log2: the largest P is 2 to it.
+        q_row_descales: Q has a descale a row; otherwise a block.
+        k_block_descales: K has a descale a block; otherwise a head.
+        v_channel_descales: V has a descale a channel; otherwise a head.
+        shift_lse: smooth-K took `lse_shift` from a row's scores.
+        has_left: a window ends to the left.
+        has_right: a window or causality ends to the right.
+        has_softcap: scores have a softcap.
+        has_sinks: a head has one more logit.
+        keeps_reference: P's reference is that of the first block that a row sees.
+        two_level: P V is summed in fp32, a product a block.
+        own_reference: P is relative to its block's own maximum.
+        p_bits: P's bits come from the score, without an exponential.
+        half_scores: scores are fp16.
+        in_halves: P V is two products, of half of V's channels each.
+        varlen: the sequences of a batch follow each other.
+        split: a program has a run of its key blocks.
+        pack_gqa: the heads of a group share tiles.
+        group_log2: two to it are the rows of a query, with `pack_gqa`.
+        bn_log2: two to it are the keys of a block.
+        gathered: keys and rows are in parts, of several ranks.
+        mirrored: a rank has two parts, as `GatheredParts` says.
+        same_places: V's blocks of a rank lie as K's do.
+        bounded: a row sees the keys from one position up to another.
+        query: how Q is quantised; None if it is packed.
+        is_cuda: the kernel is compiled; otherwise interpreted.
+    """
+
+    s_bias: float
+    max_fused_scale: float
+    p_offset_log2: float
+    q_row_descales: bool
+    k_block_descales: bool
+    v_channel_descales: bool
+    shift_lse: bool
+    has_left: bool
+    has_right: bool
+    has_softcap: bool
+    has_sinks: bool
+    keeps_reference: bool
+    two_level: bool
+    own_reference: bool
+    p_bits: bool
+    half_scores: bool
+    in_halves: bool
+    varlen: bool
+    split: bool
+    pack_gqa: bool
+    group_log2: int
+    bn_log2: int
+    gathered: bool
+    mirrored: bool
+    same_places: bool
+    bounded: bool
+    query: QuerySpec | None
+    is_cuda: bool
+
+    @property
+    def quantises_q(self) -> bool:
+        """Whether Q comes as the user has it."""
+        return self.query is not None
+
+    @property
+    def softmax_bias(self) -> float:
+        """How much too large the softmax's input is: tanh leaves no bias."""
+        return 0.0 if self.has_softcap else self.s_bias
+
+    @property
+    def softmax_row_descales(self) -> bool:
+        """Whether the softmax's input has a scale a row: tanh leaves none."""
+        return self.q_row_descales and not self.has_softcap
+
+    @property
+    def shifts_lse(self) -> bool:
+        """Whether `lse_shift` is added to the lse: with a softcap scores have it already."""
+        return self.shift_lse and not self.has_softcap
+
+    @property
+    def of_scaled_scores(self) -> AttentionSpec:
+        """What holds of scores that are scaled already, against the running maximum."""
+        return self._replace(s_bias=0.0, q_row_descales=False, keeps_reference=False)
+
+    @property
+    def rows_may_be_empty(self) -> bool:
+        """Whether a block of keys may hold none that a row has seen."""
+        return self.has_left or self.has_right or self.keeps_reference or self.bounded
+
+    @property
+    def out_may_be_empty(self) -> bool:
+        """Whether a row may have seen no key at all. Without a mask every row sees all keys."""
+        return self.has_right or self.varlen or self.split or (self.gathered and self.has_left) or self.bounded
+
+    @property
+    def totals_may_be_nan(self) -> bool:
+        """Whether such a row's sum may be NaN: a sink that is NaN stays one."""
+        return self.has_sinks or self.varlen
+
+    @property
+    def all_fused(self) -> bool:
+        """Whether no score is scaled before the maximum is subtracted."""
+        return self.max_fused_scale == math.inf
+
+
+class LargeSpec(NamedTuple):
+    """What `fp8_attn_fwd_large_d` is compiled for.
+
+    Attributes:
+        v_parts: parts of V's channels, a program each.
+        v_count: wide pieces of a part.
+        has_narrow_d: Q and K have a piece that is not wide.
+        has_narrow_v: V's parts do.
+        max_fused_scale: and the rest, as in `AttentionSpec`.
+    """
+
+    v_parts: int
+    v_count: int
+    has_narrow_d: bool
+    has_narrow_v: bool
+    max_fused_scale: float
+    p_offset_log2: float
+    q_row_descales: bool
+    k_block_descales: bool
+    v_channel_descales: bool
+    shift_lse: bool
+    has_left: bool
+    has_right: bool
+    has_softcap: bool
+    has_sinks: bool
+    two_level: bool
+    is_cuda: bool
+
+    @property
+    def s_bias(self) -> float:
+        """As in `AttentionSpec`: int8 scores are converted."""
+        return 0.0
+
+    @property
+    def softmax_bias(self) -> float:
+        """As in `AttentionSpec`."""
+        return 0.0
+
+    @property
+    def softmax_row_descales(self) -> bool:
+        """As in `AttentionSpec`."""
+        return self.q_row_descales and not self.has_softcap
+
+    @property
+    def shifts_lse(self) -> bool:
+        """As in `AttentionSpec`."""
+        return self.shift_lse and not self.has_softcap
+
+    @property
+    def keeps_reference(self) -> bool:
+        """As in `AttentionSpec`: P has 8 bits."""
+        return False
+
+    @property
+    def own_reference(self) -> bool:
+        """As in `AttentionSpec`."""
+        return self.two_level
+
+    @property
+    def rows_may_be_empty(self) -> bool:
+        """As in `AttentionSpec`."""
+        return self.has_left or self.has_right
+
+    @property
+    def out_may_be_empty(self) -> bool:
+        """As in `AttentionSpec`."""
+        return self.has_right
+
+    @property
+    def totals_may_be_nan(self) -> bool:
+        """As in `AttentionSpec`."""
+        return self.has_sinks
+
+    @property
+    def all_fused(self) -> bool:
+        """As in `AttentionSpec`."""
+        return False
+
+
+class PagedSpec(NamedTuple):
+    """What `fp8_attn_decode` and `fp8_attn_prefill` are compiled for.
+
+    Attributes:
+        rows: query rows of a tile.
+        warps: of a program.
+        bn_log2: two to it are the keys of a page.
+        in_halves: P V is two products, of half of V's channels each; in `fp8_attn_prefill` alone.
+        d: head dim of Q.
+        d_step: from a channel of Q to the next.
+        unit: what Q's other steps are multiples of.
+        q_largest: the largest magnitude of a quantised row.
+        p_offset_log2: and the rest, as in `AttentionSpec`.
+    """
+
+    rows: int
+    warps: int
+    bn_log2: int
+    in_halves: bool
+    d: int
+    d_step: int
+    unit: int
+    q_largest: float
+    p_offset_log2: float
+    has_left: bool
+    has_right: bool
+    has_softcap: bool
+    has_sinks: bool
+    is_cuda: bool
+
+    @property
+    def two_level(self) -> bool:
+        """As in `AttentionSpec`."""
+        return True
+
+    @property
+    def keeps_reference(self) -> bool:
+        """As in `AttentionSpec`."""
+        return False
+
+
+#: Of kernels that take the steps of `lib.steps`.
+StepsSpec = AttentionSpec | LargeSpec
