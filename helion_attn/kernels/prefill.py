@@ -24,11 +24,12 @@ from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
 from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.kernels.lib.inline_asm import fma_up, tanh
+from helion_attn.kernels.lib.keys import run_of_key_blocks
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import inverse_of_power, launch_paged, log2_of_power
-from helion_attn.kernels.lib.programs import run_of_key_blocks
 from helion_attn.kernels.lib.references import own_references
-from helion_attn.kernels.lib.steps import accumulate, add_sink, int32, interleave_keys, quotient, to_descale
+from helion_attn.kernels.lib.scalars import int32, quotient
+from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY, PAGE_REFERENCE_REACH_LOG2
 
 
