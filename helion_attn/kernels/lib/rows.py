@@ -1,4 +1,4 @@
-"""Which query rows a program has, one function a layout; inlined into `fp8_attn_fwd`.
+"""Which query rows a program has, one function a layout; inlined into the attention kernels.
 
 Rows come in blocks of one head; or packed, the sequences of a batch one after the other; or in tiles that the heads of
 a group share; or in parts, of several ranks.
@@ -13,7 +13,7 @@ import torch
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.arguments import GatheredParts
 from helion_attn.kernels.lib.scalars import Int, int32, most, quotient
-from helion_attn.kernels.lib.specs import AttentionSpec
+from helion_attn.kernels.lib.specs import AttentionSpec, StepsSpec
 
 
 class Rows(NamedTuple):
@@ -90,7 +90,7 @@ def rows_of(
     return rows_of_block(bh, m_block, group, m_len, n_len, bm)
 
 
-def in_order(grid_block: int, blocks: int, spec: AttentionSpec) -> int:
+def in_order(grid_block: int, blocks: int, spec: StepsSpec) -> int:
     """A program's block: with causality long rows come first."""
     return blocks - 1 - grid_block if spec.has_right else grid_block
 
