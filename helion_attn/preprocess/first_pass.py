@@ -6,8 +6,8 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.inline_asm import maximum, minimum
-from helion_attn.preprocess.lib.rope import rope_rows
-from helion_attn.preprocess.lib.strided import load_rows
+from helion_attn.kernels.lib.rope import rope_rows
+from helion_attn.kernels.lib.strided import load_rows
 from helion_attn.preprocess.sequences import key_source
 
 

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import torch
 
+from helion_attn.kernels.lib.arguments import NO_ROPE_ARGUMENTS
+from helion_attn.kernels.lib.rope import rope_tables
+from helion_attn.kernels.lib.strided import strided_qkv
 from helion_attn.numerics import FORMAT_MAX
 from helion_attn.preprocess import pack, sample, sequences, statistics
 from helion_attn.preprocess.lib.arguments import (
-    NO_ROPE_ARGUMENTS,
     PackArguments,
     QuantizeArguments,
     QuantizeVarlenArguments,
 )
-from helion_attn.preprocess.lib.rope import rope_tables
-from helion_attn.preprocess.lib.strided import strided_qkv
 from helion_attn.types import Recipe
 
 #: The recipe of tensors that are e4m3 already: a given amax makes their descales 1.

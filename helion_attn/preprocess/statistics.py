@@ -21,9 +21,9 @@ import torch
 
 from helion_attn.compiler.helion_adapter import Config
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.kernels.lib.rope import NO_ROPE, RopeTables
+from helion_attn.kernels.lib.strided import StridedQKV
 from helion_attn.preprocess.first_pass import first_pass
-from helion_attn.preprocess.lib.rope import NO_ROPE, RopeTables
-from helion_attn.preprocess.lib.strided import StridedQKV
 from helion_attn.preprocess.means import means, sequence_means
 from helion_attn.preprocess.sequences import Sequences
 from helion_attn.types import Recipe
