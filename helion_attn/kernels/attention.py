@@ -229,7 +229,7 @@ def fp8_attn_fwd(
             bm, bn, parts, spec,
         )  # fmt: skip
         keys = keys_of(block_bounds, rows, grid_head, head_size, splits, n_len, left, right, bm, bn, parts, spec)
-        # A branch takes no record of several tensors.
+        # Helion's branches take no record of several tensors.
         kv, row_begin, diagonal = rows.kv, rows.begin, rows.diagonal
         run_begin, run_end, n_full, key_end = keys.begin, keys.stop, keys.full, rows.key_end
         head_first, first_descale = keys.head_first, keys.first_descale

@@ -1,7 +1,7 @@
 """Which key blocks a program has and where they lie, one function a layout; inlined into the kernels.
 
 Blocks are of one head; or of all sequences of a packed batch, one after the other; or of several ranks' parts.
-Where keys are split, a program has a run of them.
+Where keys are split, a program has a run of them. In a paged cache a page is a block, and a table lists pages.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Keys(NamedTuple):
 
     Attributes:
         begin: the first block that some row sees.
-        left: the first one that the left edge of no row is in.
-        full: the first one behind that the right edge of some row is in.
-        stop: the first one behind that no row sees.
+        left: the first block after the left edge of every row.
+        full: the first block with the right edge of some row.
+        stop: the first block that no row sees any more.
         head_first: of parts, where the head's blocks begin on a rank.
         first_descale: of parts, where the head's descales of blocks begin.
     """
@@ -52,7 +52,7 @@ def keys_of(
     parts: GatheredParts,
     spec: AttentionSpec,
 ) -> Keys:
-    """The key blocks of a program, in the layout that the spec says; with `split` those of a run."""
+    """The key blocks of a program, in the layout that the spec says; with `split` of a run alone."""
     if spec.gathered:
         return keys_of_parts(block_bounds, rows, n_len, left, right, bm, bn, parts, spec)
     if spec.varlen:
@@ -140,6 +140,32 @@ def run_of_key_blocks(
     return begin, end
 
 
+def known_keys(
+    cache_seqlens: torch.Tensor,  # [B]
+    b: int,
+    max_pages: int,
+    bn: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys of a sequence in a paged cache, [], and whether they are known: otherwise none are read.
+
+    A length that the block table cannot have must not pass for another.
+    """
+    given = hl.load(cache_seqlens, [b])
+    known = (given >= 0) & (given <= int32(max_pages * bn))
+    return torch.where(known, given, int32(0)), known
+
+
+def page_of(
+    block_table: torch.Tensor,  # [B * max_pages]
+    at: Int,
+    num_pages: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A page of a paged cache, [], and whether it is known: one that is not in the pool must not pass for another."""
+    listed = hl.load(block_table, [at])
+    known = (listed >= 0) & (listed < int32(num_pages))
+    return torch.where(known, listed, int32(0)), known
+
+
 def first_descale_of(kv: Int, first_descale: Int, n_blocks: int, spec: AttentionSpec) -> Int:
     """Where the descales of a head's blocks begin."""
     if spec.gathered:
@@ -186,15 +212,15 @@ def next_k_descale(
     n_blocks: int,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """K's descale of the block behind block j, [], or of the program's last."""
+    """K's descale of the block after block j, [], or of the program's last."""
     first = first_descale_of(kv, first_descale, n_blocks, spec)
     return hl.load(k_descale, [first + least(run_end - 1, j + 1)])
 
 
 def first_special_block(keys: Keys, spec: AttentionSpec) -> Int:
-    """Where blocks end that are special for being first.
+    """The first block that the left edge does not make special, nor a reference.
 
-    Those are the left edge's, and those that references come from, up to the first that all rows see.
+    References come from blocks up to the first that all rows see.
     """
     if not spec.keeps_reference:
         return keys.left
