@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from helion_attn import ops
+from helion_attn.kernels.lib.arguments import NO_ROPE_ARGUMENTS, RopeArguments
 from helion_attn.preprocess.lib import hadamard as preprocess_hadamard
-from helion_attn.preprocess.lib.arguments import NO_ROPE_ARGUMENTS, RopeArguments, TransformArguments, rope_arguments
+from helion_attn.preprocess.lib.arguments import TransformArguments, rope_arguments
 from helion_attn.types import Layout, Rope
 from helion_attn.validate.dense import check_even, check_rope_of, check_seed, check_x
 from helion_attn.validate.names import named

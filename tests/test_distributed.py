@@ -24,10 +24,10 @@ from helion_attn.configs import packing
 from helion_attn.distributed import collectives, header
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.header import HEADER_BYTES, Header, decode
-from helion_attn.kernels.lib.arguments import magic, parts_are_told_apart
+from helion_attn.kernels.lib.arguments import NO_ROPE_ARGUMENTS, magic, parts_are_told_apart
 from helion_attn.numerics import SAMPLED_KEYS
 from helion_attn.preprocess import shared
-from helion_attn.preprocess.lib.arguments import NO_ROPE_ARGUMENTS, DescribePartArguments
+from helion_attn.preprocess.lib.arguments import DescribePartArguments
 from helion_attn.testing import make_qkv, relative_error
 from helion_attn.types import Balance, Strategy
 from helion_attn.validate.distributed import check_places

@@ -12,7 +12,8 @@ import torch
 import helion_attn as ha
 from helion_attn.configs import attention_tile_config, packing, scheduling
 from helion_attn.kernels import attention
-from helion_attn.kernels.lib.programs import rows_of_group
+from helion_attn.kernels.lib import rows
+from helion_attn.kernels.lib.rows import rows_of_group
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
 from helion_attn.testing import make_qkv
 from helion_attn.types import Layout
@@ -184,6 +185,6 @@ def test_another_order_of_rows_exceeds_the_budget(device: str, monkeypatch: pyte
     case = problem("two_tiles", device)
     launches = iter([rows_of_group, heads_in_turn])
     case.assert_within_budget(case.run(torch.float32)[0])
-    monkeypatch.setattr(attention, "rows_of_group", lambda *args: next(launches, heads_in_turn)(*args))
+    monkeypatch.setattr(rows, "rows_of_group", lambda *args: next(launches, heads_in_turn)(*args))
     with pytest.raises(AssertionError, match="budget"):
         case.assert_within_budget(case.run(torch.float32)[0])

@@ -116,9 +116,9 @@ def test_equal_constants_of_other_types_are_told_apart() -> None:
     """Of a bool Helion makes other code than of a number."""
     generated = compiled(with_spec, CONFIG)._generated
     x, out = fake_cuda(10, 64), fake_cuda(10, 64, dtype=torch.bfloat16)
-    flags: list[Any] = [True, 1, 1.0]
+    ones: list[Any] = [True, 1, 1.0]
     with compilations():
-        bases = [generated._base((x, out, Shifts(3, 4), SPEC._replace(flips=flips))) for flips in flags]
+        bases = [generated._base((x, out, Shifts(3, 4), SPEC._replace(flips=one))) for one in ones]
     assert len({*bases}) == 3
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.preprocess.lib.strided import common_unit
+from helion_attn.kernels.lib.strided import common_unit
 from helion_attn.testing import fake_cuda, make_qkv
 from helpers.cases import PRESETS, Tensors, make_case
 from helpers.offline import compilations

@@ -23,6 +23,7 @@ __all__ = [
     "Config",
     "bind",
     "helion",
+    "helion_builtins",
     "helion_config",
     "helion_environment",
     "helion_kernel",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     import helion._compiler.variable_origin as helion_origins
     import helion._dist_utils as helion_distributed
     import helion.language as hl
+    import helion.language.builtin_ops as helion_builtins
     import helion.runtime.kernel as helion_kernel
 else:
     helion = Later("helion")
@@ -69,6 +71,7 @@ else:
     helion_distributed = Later("helion._dist_utils")
     helion_kernel = Later("helion.runtime.kernel")
     hl = Later("helion.language")
+    helion_builtins = Later("helion.language.builtin_ops")
 
 #: Keyword arguments of Helion's `Config`.
 Config = dict[str, Any]
@@ -130,6 +133,18 @@ def _record_type() -> type[Any]:
             for name in self.value._fields:
                 of_field = helion_origins.AttributeOrigin(origin, name)
                 self.propagate_attribute(name, of_field).populate_symbol_origins(of_field)
+
+        def merge(self, other: Any, var_name: str | None = None) -> Any:
+            """What holds of both, where control flow meets."""
+            if not isinstance(other, Record) or type(self.value) is not type(other.value):
+                return super().merge(other, var_name=var_name)
+            if self.value is other.value:
+                return self
+            mine, theirs = (
+                [helion_types.TypeInfo.from_example(x, self.origin) for x in of.value] for of in (self, other)
+            )
+            fields = [a.merge(b, var_name=var_name).proxy() for a, b in zip(mine, theirs, strict=True)]
+            return Record(self.origin, type(self.value)(*fields))
 
     return Record
 

@@ -56,24 +56,28 @@ from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, TileConfig, scheduling
 from helion_attn.kernels.lib.arguments import NO_PARTS, AttentionArguments, GatheredParts, magic, score_scales
-from helion_attn.kernels.lib.gathered import (
-    edge_of_part,
-    key_blocks_of_parts,
-    keys_of_block,
-    part_of_block,
-    placed,
-    rows_of_part,
-)
 from helion_attn.kernels.lib.inline_asm import maximum
-from helion_attn.kernels.lib.masks import Bounds, bounds_of_rows, rows_on_diagonal, visible_keys, within_bounds
-from helion_attn.kernels.lib.programs import (
-    key_blocks_of_sequence,
-    program_of_sequence,
-    rows_of_group,
-    run_of_key_blocks,
+from helion_attn.kernels.lib.keys import (
+    at_edge,
+    block_of_keys,
+    first_k_descale,
+    first_key_of_block,
+    first_special_block,
+    k_descale_of,
+    keys_of,
+    next_k_descale,
 )
+from helion_attn.kernels.lib.masks import Bounds, bounds_of_rows, visible_keys, within_bounds
 from helion_attn.kernels.lib.query import Query, quantised_rows, query_arguments
 from helion_attn.kernels.lib.references import own_references
+from helion_attn.kernels.lib.rows import (
+    first_packed_row,
+    out_rows_of,
+    packed_rows_of,
+    queries_of_rows,
+    rows_of,
+    rows_on_diagonal,
+)
 from helion_attn.kernels.lib.softmax_bits import (
     hidden,
     in_fp16_steps,
@@ -86,10 +90,8 @@ from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
-    int32,
     keys_first,
     online_softmax_step,
-    quotient,
     scaled,
     scaled_largest,
     scores,
@@ -222,95 +224,18 @@ def fp8_attn_fwd(
     for grid_group, program in hl.grid([grid_heads // heads_at_once, blocks * heads_at_once]):
         grid_head = grid_group * heads_at_once + program % heads_at_once
         grid_block = program // heads_at_once
-        # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment. Blocks n_left .. n_full
-        # are seen whole; those from n_begin and those up to n_end in part.
-        if spec.gathered:
-            bh = grid_head
-            kv = bh // group
-            if spec.has_right:
-                m_block = blocks - 1 - grid_block  # long rows first
-            else:
-                m_block = grid_block
-            row_begin, row_end, diagonal = rows_of_part(m_block, bm, m_len, parts)
-            mean_row = kv
-            descale_row = kv
-            head_first = int32(kv) * int32(parts.head_blocks)
-            first_descale = int32(kv) * int32(parts.key_parts * parts.key_part_blocks)
-            key_end = n_len
-            n_begin, n_left, n_full, n_end = key_blocks_of_parts(
-                block_bounds, m_block, diagonal, n_len, left, right, parts, bm, bn, spec
-            )
-        elif spec.varlen:
-            bh, m_block, block, sequence, first_token, rows_of_sequence, first_key_block, keys_of_sequence = (
-                program_of_sequence(q_blocks, grid_head * m_blocks + grid_block, bh_size, head_group, spec.has_right)
-            )
-            kv = quotient(bh, int32(group))
-            row_begin = first_token + block * bm
-            row_end = first_token + rows_of_sequence
-            mean_row = sequence * int32(k8.size(0)) + kv
-            descale_row = kv * int32(n_blocks) + first_key_block
-            # As if the keys of all sequences were one row of blocks.
-            key_end = first_key_block * bn + keys_of_sequence
-            diagonal = block * bm + key_end - rows_of_sequence
-            n_begin, n_left, n_full, n_end = key_blocks_of_sequence(
-                diagonal, first_key_block, key_end, left, right, bm, bn, spec
-            )
-        else:
-            if spec.split:
-                # Heads that share K and V come one after the other, in the same run.
-                bh = grid_head % head_size
-            else:
-                bh = grid_head
-            if spec.has_right:
-                m_block = blocks - 1 - grid_block  # long rows first
-            else:
-                m_block = grid_block
-            # The first of a tile's queries, and how many there are at most.
-            if spec.pack_gqa:
-                kv = bh
-                row_begin = m_block * bm
-                first_query = row_begin >> spec.group_log2
-                queries = max(1, bm >> spec.group_log2)
-            else:
-                kv = bh // group
-                row_begin = m_block * bm
-                first_query = row_begin
-                queries = bm
-            row_end = m_len
-            mean_row = kv
-            descale_row = kv
-            key_end = n_len
-            diagonal = first_query + n_len - m_len
-            if spec.has_right:
-                n_first_row = min(n_len, diagonal + right + 1)
-                n_last_row = min(n_len, diagonal + right + queries)
-            else:
-                n_first_row = n_len
-                n_last_row = n_len
-            # Helion substitutes these expressions into each other, and a min or max writes each argument three times:
-            # they are kept flat, and not limited to 0 where a loop that ends before it begins does the same.
-            n_full = n_first_row // bn
-            n_end = (n_last_row + bn - 1) // bn
-            if spec.has_left:
-                n_begin = max(0, diagonal - left) // bn
-                n_left = (max(0, diagonal - left + queries - 1) + bn - 1) // bn
-            else:
-                n_begin = 0
-                n_left = 0
-        if spec.split:
-            run_begin, run_end = run_of_key_blocks(int32(n_begin), int32(n_end), grid_head // head_size, splits)
-        else:
-            run_begin, run_end = n_begin, n_end
+        # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
+        rows = rows_of(
+            q_blocks, grid_head, grid_block, head_size, blocks, k8.size(0), n_blocks, head_group, group, m_len, n_len,
+            bm, bn, parts, spec,
+        )  # fmt: skip
+        keys = keys_of(block_bounds, rows, grid_head, head_size, splits, n_len, left, right, bm, bn, parts, spec)
+        # Helion's branches take no record of several tensors.
+        kv, row_begin, diagonal = rows.kv, rows.begin, rows.diagonal
+        run_begin, run_end, n_full, key_end = keys.begin, keys.stop, keys.full, rows.key_end
+        head_first, first_descale = keys.head_first, keys.first_descale
         # [bm]
-        if spec.pack_gqa:
-            query, member = rows_of_group(row_begin, spec.group_log2, bm)
-            # Rows of no query, or of no head, take another's.
-            known_head = kv * group + torch.clamp_max(member, group - 1)
-            packed_rows = known_head * (m_blocks * bm) + torch.clamp_max(query, m_len - 1)
-        elif spec.varlen:
-            packed_rows = (bh * int32(m_blocks) + m_block) * bm + hl.arange(bm)
-        else:
-            packed_rows = (bh * m_blocks + m_block) * bm + hl.arange(bm)
+        packed_rows = packed_rows_of(rows, m_blocks, group, m_len, bm, spec)
         # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own.
         # [bm], or a scalar for one a block. Loads before that of Q, which is waited for behind them, are under way
         # meanwhile. Where warpgroups take turns a pass has Q come first.
@@ -319,10 +244,10 @@ def fp8_attn_fwd(
             if spec.shift_lse:
                 mean = hl.load(k_mean, [kv * spec.query.d_row + hl.arange(d_pad)])
             # [bm, D_pad], [bm], [bm]
+            head_offset = (rows.bh // heads) * q_b_step + (rows.bh % heads) * q_h_step
             q_tile, q_scale, shift_of_keys = quantised_rows(
-                q, cos, sin, q_positions, mean, ((bh // heads) * q_b_step + (bh % heads) * q_h_step) * spec.query.unit,
-                row_begin + hl.arange(bm), q_s_step * spec.query.unit, m_len, n_len - m_len, table_rows, bm, d_pad,
-                k8.dtype, spec,
+                q, cos, sin, q_positions, mean, head_offset * spec.query.unit, rows.begin + hl.arange(bm),
+                q_s_step * spec.query.unit, m_len, n_len - m_len, table_rows, bm, d_pad, k8.dtype, spec,
             )  # fmt: skip
             if spec.shift_lse:
                 # Read again behind the loop, which has no registers for it.
@@ -331,27 +256,19 @@ def fp8_attn_fwd(
                     hl.inline_triton("tl.debug_barrier()", args=(), output_like=None)
         elif spec.q_row_descales:
             q_scale = hl.load(q_descale, [packed_rows])
-        elif spec.varlen:
-            q_scale = q_descale[(bh * int32(m_blocks) + m_block) * bm]
         else:
-            q_scale = q_descale[(bh * m_blocks + m_block) * bm]
+            q_scale = hl.load(q_descale, [first_packed_row(rows, m_blocks, bm, spec)])
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if spec.k_block_descales:
-            if spec.gathered:
-                last_block = int32(parts.key_parts * parts.key_part_blocks - 1)
-                k_scale = hl.load(k_descale, [first_descale + torch.minimum(run_begin, last_block)])
-            elif spec.varlen or spec.split:
-                k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_begin, int32(n_blocks - 1))])
-            else:
-                k_scale = k_descale[kv * n_blocks + min(run_begin, n_blocks - 1)]
+            k_scale = first_k_descale(k_descale, run_begin, kv, first_descale, n_blocks, parts, spec)
         else:
-            k_scale = k_descale[descale_row]
+            k_scale = k_descale[rows.descale_row]
         # [bm, D_pad]
         if spec.pack_gqa:
             q_tile = hl.load(q_rows, [packed_rows, hl.arange(q8.size(3))])
         elif not spec.quantises_q:
-            q_tile = q8[bh, m_block, :, :]
+            q_tile = q8[rows.bh, rows.m_block, :, :]
         q_scale_log2 = q_scale * qk_scale
         if spec.q_row_descales:
             # A row that is NaN or infinite must not change its neighbours.
@@ -372,16 +289,9 @@ def fp8_attn_fwd(
             acc_high = hl.zeros([bm, d_v_tile], dtype=torch.float32)
 
         # [bm], loaded here, since in the loop they would go through shared memory
-        keys_from, keys_up_to = bounds_of_rows(row_bounds, m_block, bm, spec.bounded)
+        keys_from, keys_up_to = bounds_of_rows(row_bounds, rows.m_block, bm, spec.bounded)
 
-        # Blocks before it are special: those of the left edge, and those that references come from, up to the first
-        # that all rows see.
-        if not spec.keeps_reference:
-            n_special = n_left
-        elif spec.varlen or spec.split or spec.gathered:
-            n_special = torch.maximum(int32(n_left), int32(run_begin)) + 1
-        else:
-            n_special = n_left + 1
+        n_special = first_special_block(keys, spec)
         for j in hl.grid(run_begin, run_end):
             s_scale_log2 = q_scale_log2 * k_scale
             # Masked scores, -inf before they are scaled, stay so: no scale is 0.
@@ -392,67 +302,30 @@ def fp8_attn_fwd(
             # Not "large", since a NaN is not within.
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
             if spec.k_block_descales:
-                if spec.gathered:
-                    k_scale = hl.load(k_descale, [first_descale + torch.minimum(run_end - 1, int32(j + 1))])
-                elif spec.varlen or spec.split:
-                    k_scale = hl.load(k_descale, [kv * int32(n_blocks) + torch.minimum(run_end - 1, int32(j + 1))])
-                else:
-                    k_scale = k_descale[kv * n_blocks + min(j + 1, run_end - 1)]
-            # [bn, D_pad] and [d_v_tile, bn], or of 16 bits [bn, D_v_pad]. With nothing between the loads, not even a
-            # transposition, Triton gives them one barrier, and the warps are not held up between Q K^T and the softmax.
-            if spec.gathered:
-                part = part_of_block(int32(j), parts.key_part_blocks, key_magic, spec.is_cuda)
-                k_at = placed(int32(j), part, head_first, parts.k_rank_step, parts, spec)
-                v_at = k_at
-                if not spec.same_places:
-                    v_at = placed(int32(j), part, head_first, parts.v_rank_step, parts, spec)
-                k_block = k8[0, k_at, :, :]
-            else:
-                k_block = k8[kv, j, :, :]
-            if spec.gathered and spec.in_halves:
-                v_block = v8[0, v_at * 2, :, :]
-                v_high = v8[0, v_at * 2 + 1, :, :]
-            elif spec.gathered:
-                v_block = v8[0, v_at, :, :]
-            elif spec.in_halves:
-                v_block = v8[kv, j * 2, :, :]
-                v_high = v8[kv, j * 2 + 1, :, :]
-            else:
-                v_block = v8[kv, j, :, :]
+                k_scale = next_k_descale(k_descale, j, run_end, kv, first_descale, n_blocks, spec)
+            # [bn, D_pad] and [d_v_tile, bn], or of 16 bits [bn, D_v_pad]
+            k_block, v_block, v_high, part = block_of_keys(k8, v8, j, kv, head_first, key_magic, parts, spec)
             # [bm, bn]
             s = scores(q_tile, k_block.transpose(0, 1), bm, bn, spec.half_scores, spec.is_cuda)
             s, s_scale_log2 = softmax_input(s, s_scale_log2, softcap_log2, shift, spec)
             # Blocks at an edge of what is visible, those that references come from, and those of a large scale: one
             # branch for all.
-            if spec.gathered:
-                edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
-                # Zigzag's parts are whole blocks.
-                if not spec.mirrored:
-                    edge = torch.maximum(edge, edge_of_part(int32(j), part, parts, spec.bn_log2))
-                at_edge = torch.clamp_min(edge, 0)
-            elif spec.varlen or (spec.split and spec.keeps_reference):
-                edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
-                at_edge = torch.clamp_min(edge, 0)
-            else:
-                at_edge = max(n_special - j, j + 1 - n_full, 0)
+            edge = at_edge(j, part, n_special, n_full, parts, spec)
             if spec.p_bits:
-                special = at_edge
+                special = edge
             else:
-                special = 1 - within + at_edge
+                special = 1 - within + edge
             if special > 0:
                 if not spec.p_bits:
                     # Exact, then rounded: against a running maximum the largest P is 2**p_offset_log2 while fp32 tells
                     # m_i from it.
                     s = scaled(s - spec.softmax_bias, s_scale_log2, spec.softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
-                if spec.gathered:
-                    first_key, keys_end = keys_of_block(int32(j), part, int32(key_end), parts, bn)
-                else:
-                    first_key, keys_end = j * bn, key_end
-                keys = first_key + hl.arange(bn)
+                first_key, keys_end = first_key_of_block(j, part, key_end, bn, parts, spec)
+                positions = first_key + hl.arange(bn)
                 on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
-                visible = visible_keys(keys, on_diagonal, keys_end, left, right, spec)
-                visible = within_bounds(visible, keys, keys_from, keys_up_to, spec.bounded)
+                visible = visible_keys(positions, on_diagonal, keys_end, left, right, spec)
+                visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.bounded)
                 s = hidden(s, visible, bm, bn, spec)
                 if spec.keeps_reference:
                     m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
@@ -484,12 +357,12 @@ def fp8_attn_fwd(
         # single product of 16 bits.
         sums_cover_loads = d_v_tile == 256 or (spec.in_halves and not spec.varlen)
         if sums_cover_loads:
-            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, spec)
+            mean, descale = v_rows(v_mean, v_descale, rows.mean_row, rows.descale_row, 0, d_v_tile, d_v_pad, spec)
         # By channel, descales of both halves are more than registers hold.
         both_covered = spec.in_halves and sums_cover_loads and not spec.v_channel_descales
         if both_covered:
             mean_high, descale_high = v_rows(
-                v_mean, v_descale, mean_row, descale_row, d_v_tile, d_v_tile, d_v_pad, spec
+                v_mean, v_descale, rows.mean_row, rows.descale_row, d_v_tile, d_v_tile, d_v_pad, spec
             )
         # [bm]
         if spec.p_bits:
@@ -505,32 +378,20 @@ def fp8_attn_fwd(
                 scaled_spec = spec.of_scaled_scores
                 acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
                 for i in hl.grid(run_begin, run_end):
-                    if spec.gathered:
-                        part_again = part_of_block(int32(i), parts.key_part_blocks, key_magic, spec.is_cuda)
-                        k_again = placed(int32(i), part_again, head_first, parts.k_rank_step, parts, spec)
-                        v_again = k_again
-                        if not spec.same_places:
-                            v_again = placed(int32(i), part_again, head_first, parts.v_rank_step, parts, spec)
-                        k_block_again, v_block_again = k8[0, k_again, :, :], v8[0, v_again, :, :]
-                        first_again, end_again = keys_of_block(int32(i), part_again, int32(key_end), parts, bn)
-                    else:
-                        k_block_again, v_block_again = k8[kv, i, :, :], v8[kv, i, :, :]
-                        first_again, end_again = i * bn, key_end
+                    k_block_again, v_block_again, _, part_again = block_of_keys(
+                        k8, v8, i, kv, head_first, key_magic, parts, spec
+                    )
+                    first_again, end_again = first_key_of_block(i, part_again, key_end, bn, parts, spec)
                     if spec.k_block_descales:
-                        if spec.gathered:
-                            k_scale = hl.load(k_descale, [first_descale + int32(i)])
-                        elif spec.varlen or spec.split:
-                            k_scale = hl.load(k_descale, [kv * int32(n_blocks) + int32(i)])
-                        else:
-                            k_scale = k_descale[kv * n_blocks + i]
+                        k_scale = k_descale_of(k_descale, i, kv, first_descale, n_blocks, spec)
                     # [bm, bn]
                     s = scores(q_tile, k_block_again.transpose(0, 1), bm, bn, False, spec.is_cuda)
                     s, s_scale_log2 = softmax_input(s, q_scale_log2 * k_scale, softcap_log2, shift, spec)
                     s = scaled(s - spec.softmax_bias, s_scale_log2, spec.softmax_row_descales)
-                    keys = first_again + hl.arange(bn)
+                    positions = first_again + hl.arange(bn)
                     on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
-                    visible = visible_keys(keys, on_diagonal, end_again, left, right, spec)
-                    visible = within_bounds(visible, keys, keys_from, keys_up_to, spec.bounded)
+                    visible = visible_keys(positions, on_diagonal, end_again, left, right, spec)
+                    visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.bounded)
                     s = torch.where(visible, s, float("-inf"))
                     p8, alpha, _, m_i, l_i = online_softmax_step(
                         s, 0.0, hl.full([], 1.0, dtype=torch.float32), m_i, m_i, l_i, bm, bn, l_lanes, v8.dtype,
@@ -540,30 +401,21 @@ def fp8_attn_fwd(
                 row_sum = l_i.sum(1)
         if spec.varlen:
             # Rows of no sequence must not pass for rows without a key.
-            row_sum = torch.where(keys_of_sequence < 0, float("nan"), row_sum)
+            row_sum = torch.where(rows.keys < 0, float("nan"), row_sum)
         total = row_sum
         rescale = row_sum
         m_keys = m_i
         if spec.own_reference:
             m_keys = torch.where(row_sum == 0.0, float("-inf"), m_i)
         # [bm], of each row its query, and its head: in the output, and in the parts
-        if spec.pack_gqa:
-            rows, member = rows_of_group(row_begin, spec.group_log2, bm)
-            head = kv * group + member
-            part_head = grid_head * group + member
-            row_in_range = (rows < row_end) & (member < group)
-        else:
-            rows = row_begin + hl.arange(bm)
-            head = bh
-            part_head = grid_head
-            row_in_range = rows < row_end
+        query, head, part_head, row_in_range = queries_of_rows(rows, grid_head, group, bm, spec)
         if spec.shifts_lse:
             shift = hl.load(lse_shift, [packed_rows]) * qk_scale
         if spec.has_sinks:
             if spec.pack_gqa:
                 sink = hl.load(sinks, [head % heads])
             else:
-                sink = sinks[bh % heads]
+                sink = sinks[rows.bh % heads]
             # [bm], as far below the whole scores' as these scores are. Added to 0 the product is rounded here; left
             # alone, the subtractions below take it in as FMAs, and a large one differs from itself.
             sink_log2 = hl.zeros([bm], dtype=torch.float32) + sink * LOG2E
@@ -571,19 +423,12 @@ def fp8_attn_fwd(
                 sink_log2 = sink_log2 - shift
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
         # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
-        lse_rows = (part_head if spec.split else head) * m_len + rows
+        lse_rows = (part_head if spec.split else head) * m_len + query
         store_lse(lse, m_i, total, shift, lse_rows, row_in_range, spec.shifts_lse)
-        if spec.varlen:
-            out_rows = bh + rows * int32(out_row_step)
-        elif spec.gathered:
-            out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * int32(out_row_step)
-        elif spec.split:
-            out_rows = part_head * m_len + rows
-        else:
-            out_rows = (head // heads) * heads * m_len + (head % heads) * out_head_step + rows * out_row_step
+        out_rows = out_rows_of(query, head, part_head, heads, m_len, out_head_step, out_row_step, spec)
         if spec.in_halves and not both_covered:
             mean_high, descale_high = v_rows(
-                v_mean, v_descale, mean_row, descale_row, d_v_tile, d_v_tile, d_v_pad, spec
+                v_mean, v_descale, rows.mean_row, rows.descale_row, d_v_tile, d_v_tile, d_v_pad, spec
             )
         if spec.in_halves:
             store_out(
@@ -591,7 +436,7 @@ def fp8_attn_fwd(
                 d_v_tile, d_v_tile, d_v_pad, d_out, spec,
             )  # fmt: skip
         if not sums_cover_loads:
-            mean, descale = v_rows(v_mean, v_descale, mean_row, descale_row, 0, d_v_tile, d_v_pad, spec)
+            mean, descale = v_rows(v_mean, v_descale, rows.mean_row, rows.descale_row, 0, d_v_tile, d_v_pad, spec)
         store_out(
             out, acc, mean, descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, 0,
             d_v_tile, d_v_pad, d_out, spec,

@@ -29,7 +29,9 @@ from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, LargeTileConfig, largest_power_of_two, scheduling
 from helion_attn.kernels.lib.arguments import AttentionArguments, score_scales
+from helion_attn.kernels.lib.keys import keys_of_head
 from helion_attn.kernels.lib.masks import visible_keys
+from helion_attn.kernels.lib.rows import in_order, rows_of_block
 from helion_attn.kernels.lib.specs import LargeSpec
 from helion_attn.kernels.lib.steps import (
     accumulate,
@@ -243,29 +245,12 @@ def fp8_attn_fwd_large_d(
         bh = grid_group * heads_at_once + of_group // spec.v_parts
         # The parts of one query block are neighbours: they read the same K.
         part = of_group % spec.v_parts
-        if spec.has_right:
-            m_block = m_blocks - 1 - m_rank  # long rows first
-        else:
-            m_block = m_rank
-        kv = bh // group
-        row_begin = m_block * bm
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
-        diagonal = row_begin + n_len - m_len
-        if spec.has_right:
-            n_first_row = min(n_len, diagonal + right + 1)
-            n_last_row = min(n_len, diagonal + right + bm)
-        else:
-            n_first_row = n_len
-            n_last_row = n_len
-        n_full = n_first_row // bn
-        n_end = (n_last_row + bn - 1) // bn
-        if spec.has_left:
-            n_begin = max(0, diagonal - left) // bn
-            n_left = (max(0, diagonal - left + bm - 1) + bn - 1) // bn
-        else:
-            n_begin = 0
-            n_left = 0
-        packed_rows = (bh * m_blocks + m_block) * bm
+        block = rows_of_block(bh, in_order(m_rank, m_blocks, spec), group, m_len, n_len, bm)
+        key_blocks = keys_of_head(block, n_len, left, right, bn, spec)
+        kv, diagonal = block.kv, block.diagonal
+        n_begin, n_left, n_full, n_end = key_blocks.begin, key_blocks.left, key_blocks.full, key_blocks.stop
+        packed_rows = (bh * m_blocks + block.m_block) * bm
         # [bm, d_wide] each, [bm, d_narrow]
         q_tiles = query_pieces(q_flat, packed_rows * d_pad, bm, d_pad)
         # [bm], or a scalar for one a block
@@ -336,7 +321,7 @@ def fp8_attn_fwd_large_d(
         m_keys = m_i
         if spec.two_level:
             m_keys = torch.where(row_sum == 0.0, float("-inf"), m_i)
-        rows = row_begin + hl.arange(bm)
+        rows = block.begin + hl.arange(bm)
         row_in_range = rows < m_len
         if spec.shifts_lse:
             shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale

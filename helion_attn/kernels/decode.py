@@ -38,6 +38,7 @@ from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
 from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.kernels.lib.inline_asm import fma_up, tanh
+from helion_attn.kernels.lib.keys import known_keys, page_of
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import inverse_of_power, launch_paged, log2_of_power
 from helion_attn.kernels.lib.references import own_references
@@ -157,10 +158,7 @@ def fp8_attn_decode(
         q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype).transpose(0, 1)
         q_scale_log2 = q_descale * qk_scale
 
-        n_given = hl.load(cache_seqlens, [b])
-        # A length that the block table cannot have must not pass for another.
-        known_length = (n_given >= 0) & (n_given <= max_pages * bn)
-        n_len = torch.where(known_length, n_given, 0)
+        n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
         n_pages = (n_len + bn - 1) // bn
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         diagonal = n_len - m_len
@@ -186,10 +184,7 @@ def fp8_attn_decode(
         acc = hl.zeros([d_v_pad, spec.rows], dtype=torch.float32)
 
         for j in hl.grid(n_begin, n_end):
-            listed = hl.load(block_table, [b * max_pages + j])
-            # A page that is not in the pool must not pass for another.
-            known_page = (listed >= 0) & (listed < num_pages)
-            page = torch.where(known_page, listed, 0)
+            page, known_page = page_of(block_table, b * max_pages + j, num_pages)
             keys = (page * kv_heads + h) * bn + hl.arange(bn)
             # [bn]
             k_scale = torch.where(known_page, hl.load(k_descale, [keys]), float("nan"))

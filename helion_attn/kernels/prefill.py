@@ -24,11 +24,12 @@ from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
 from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.kernels.lib.inline_asm import fma_up, tanh
+from helion_attn.kernels.lib.keys import known_keys, page_of, run_of_key_blocks
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import inverse_of_power, launch_paged, log2_of_power
-from helion_attn.kernels.lib.programs import run_of_key_blocks
 from helion_attn.kernels.lib.references import own_references
-from helion_attn.kernels.lib.steps import accumulate, add_sink, int32, interleave_keys, quotient, to_descale
+from helion_attn.kernels.lib.scalars import int32, quotient
+from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY, PAGE_REFERENCE_REACH_LOG2
 
 
@@ -138,10 +139,7 @@ def fp8_attn_prefill(
         # [bm, D_pad]
         q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype)
 
-        n_given = hl.load(cache_seqlens, [b])
-        # A length that the block table cannot have must not pass for another.
-        known_length = (n_given >= 0) & (n_given <= int32(max_pages * bn))
-        n_len = torch.where(known_length, n_given, int32(0))
+        n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
         # Query i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         diagonal = n_len - int32(m_len)
         on_diagonal = diagonal + query
@@ -169,10 +167,7 @@ def fp8_attn_prefill(
             acc_high = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
 
         for j in hl.grid(run_begin, run_end):
-            listed = hl.load(block_table, [int32(b * max_pages) + int32(j)])
-            # A page that is not in the pool must not pass for another.
-            known_page = (listed >= 0) & (listed < int32(num_pages))
-            page = torch.where(known_page, listed, int32(0))
+            page, known_page = page_of(block_table, int32(b * max_pages) + int32(j), num_pages)
             # [bn, D_pad], [bn] and [d_v_tile, bn]. Nothing stands between the loads, so they have one barrier.
             k_page = k8[page, h, :, :]
             k_scale = k_descale[page, h, :]

@@ -8,12 +8,12 @@ import torch
 
 from helion_attn.compiler.buffers import note, sm_count
 from helion_attn.configs import LargeTileConfig, Packing
-from helion_attn.kernels.lib.arguments import AttentionArguments
+from helion_attn.kernels.lib.arguments import AttentionArguments, RopeArguments
+from helion_attn.kernels.lib.strided import WIDEST_LOAD
 from helion_attn.ops import flops
 from helion_attn.ops.attention import Choice, Outputs, Shape, choose, empty_outputs, launch_choice
 from helion_attn.ops.declare import Operation
-from helion_attn.preprocess.lib.arguments import QuantizeArguments, RopeArguments
-from helion_attn.preprocess.lib.strided import WIDEST_LOAD
+from helion_attn.preprocess.lib.arguments import QuantizeArguments
 from helion_attn.types import PackedTensors, Recipe, packed_fields
 
 

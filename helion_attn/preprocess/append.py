@@ -21,11 +21,11 @@ import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.kernels.lib.rope import rope_rows, rope_tables
 from helion_attn.kernels.lib.steps import to_descale
+from helion_attn.kernels.lib.strided import common_unit, load_rows, strided_rows
 from helion_attn.numerics import E4M3_MAX, MAX_V_DESCALE_LOG2
 from helion_attn.preprocess.lib.arguments import AppendArguments
-from helion_attn.preprocess.lib.rope import rope_rows, rope_tables
-from helion_attn.preprocess.lib.strided import common_unit, load_rows, strided_rows
 from helion_attn.preprocess.lib.v_layout import key_stored_at, position_of_key
 
 #: New keys of a program.

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from helion_attn.kernels.lib.reflect import reflected_channels
+from helion_attn.kernels.lib.rope import RopeTables
+from helion_attn.kernels.lib.strided import StridedQKV
 from helion_attn.numerics import FORMAT_MAX, RECENTRED_KEYS
 from helion_attn.preprocess import pack_kv, pack_q, recentre
 from helion_attn.preprocess.lib.hadamard import rotation
-from helion_attn.preprocess.lib.reflect import reflected_channels
-from helion_attn.preprocess.lib.rope import RopeTables
-from helion_attn.preprocess.lib.strided import StridedQKV
 from helion_attn.preprocess.lib.tiling import tiling
 from helion_attn.preprocess.sample import Sampled
 from helion_attn.preprocess.sequences import Sequences

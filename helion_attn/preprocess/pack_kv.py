@@ -23,9 +23,9 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
-from helion_attn.preprocess.lib.rotate import rotate_mean
-from helion_attn.preprocess.lib.row_layout import row_tile, rows_descale, rows_to_dtype, store_tile
-from helion_attn.preprocess.lib.strided import row_channels
+from helion_attn.kernels.lib.rotate import rotate_mean
+from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_to_dtype, store_tile
+from helion_attn.kernels.lib.strided import row_channels
 from helion_attn.preprocess.lib.v_layout import lost_in_rounding, v_block, v_descales
 from helion_attn.preprocess.sequences import key_source
 

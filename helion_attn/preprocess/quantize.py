@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helion_attn.kernels.lib.arguments import NO_ROPE_ARGUMENTS
+from helion_attn.kernels.lib.rope import rope_tables
+from helion_attn.kernels.lib.strided import strided_qkv
 from helion_attn.preprocess import pack, sample, sequences
 from helion_attn.preprocess.lib.arguments import (
-    NO_ROPE_ARGUMENTS,
     PackArguments,
     QuantizeArguments,
 )
-from helion_attn.preprocess.lib.rope import rope_tables
-from helion_attn.preprocess.lib.strided import strided_qkv
 from helion_attn.types import Recipe
 
 if TYPE_CHECKING:

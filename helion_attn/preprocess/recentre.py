@@ -24,8 +24,8 @@ from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.steps import to_descale
+from helion_attn.kernels.lib.strided import StridedQKV, row_channels
 from helion_attn.numerics import FORMAT_MAX, RECENTRED_KEYS, ROUNDS_TO_LARGEST
-from helion_attn.preprocess.lib.strided import StridedQKV, row_channels
 from helion_attn.preprocess.lib.v_layout import lost_in_rounding, v_block
 from helion_attn.preprocess.sequences import Sequences, fields_of, key_source
 from helion_attn.types import Recipe

@@ -20,9 +20,9 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum, minimum
+from helion_attn.kernels.lib.rope import NO_ROPE, RopeTables, rope_rows
+from helion_attn.kernels.lib.strided import StridedQKV, load_rows
 from helion_attn.numerics import SAMPLED_HEADROOM, SAMPLED_KEYS, SIGNIFICANT_MEAN
-from helion_attn.preprocess.lib.rope import NO_ROPE, RopeTables, rope_rows
-from helion_attn.preprocess.lib.strided import StridedQKV, load_rows
 from helion_attn.preprocess.sequences import Sequences, fields_of, key_source
 from helion_attn.types import Recipe
 

@@ -16,16 +16,15 @@ from __future__ import annotations
 import torch
 
 from helion_attn.configs import Packing
+from helion_attn.kernels.lib.arguments import NO_ROPE_ARGUMENTS, RopeArguments
+from helion_attn.kernels.lib.rope import rope_tables
+from helion_attn.kernels.lib.strided import strided_qkv
 from helion_attn.preprocess import pack, sample, transform_rows
 from helion_attn.preprocess.lib.arguments import (
-    NO_ROPE_ARGUMENTS,
     DescribePartArguments,
     QuantizePartArguments,
-    RopeArguments,
     TransformArguments,
 )
-from helion_attn.preprocess.lib.rope import rope_tables
-from helion_attn.preprocess.lib.strided import strided_qkv
 from helion_attn.preprocess.sample import Sampled
 from helion_attn.types import Recipe
 

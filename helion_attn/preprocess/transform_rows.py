@@ -14,12 +14,12 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import packing, row_width
+from helion_attn.kernels.lib.reflect import reflected_channels
+from helion_attn.kernels.lib.rope import rope_tables
+from helion_attn.kernels.lib.row_layout import row_tile
+from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.preprocess.lib.arguments import TransformArguments
 from helion_attn.preprocess.lib.hadamard import rotation
-from helion_attn.preprocess.lib.reflect import reflected_channels
-from helion_attn.preprocess.lib.rope import rope_tables
-from helion_attn.preprocess.lib.row_layout import row_tile
-from helion_attn.preprocess.lib.strided import common_unit, strided_rows
 from helion_attn.preprocess.lib.tiling import PACK_ELEMENTS, ROTATED_TILES
 
 

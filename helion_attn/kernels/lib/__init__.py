@@ -1,1 +1,1 @@
-"""Helpers that are inlined into the attention kernels."""
+"""Helpers that are inlined into the attention kernels, and into others, too."""

@@ -10,6 +10,19 @@ from helion_attn.numerics import LOG2E
 from helion_attn.types import PackedTensors, PagedKVCache, Recipe
 
 
+class RopeArguments(NamedTuple):
+    """The fields of a `Rope`, or its absence, as operations take it."""
+
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    q_positions: torch.Tensor | None
+    k_positions: torch.Tensor | None
+    interleaved: bool
+
+
+NO_ROPE_ARGUMENTS = RopeArguments(cos=None, sin=None, q_positions=None, k_positions=None, interleaved=False)
+
+
 class AttentionArguments(NamedTuple):
     """Attention over packed tensors: which scores there are, how they are scaled, and where their output goes.
 

@@ -24,22 +24,8 @@ import torch
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.arguments import GatheredParts
 from helion_attn.kernels.lib.inline_asm import high_product
+from helion_attn.kernels.lib.scalars import int32, quotient
 from helion_attn.kernels.lib.specs import AttentionSpec
-from helion_attn.kernels.lib.steps import int32, quotient
-
-
-def rows_of_part(
-    m_block: int,
-    bm: int,
-    m_len: int,
-    parts: GatheredParts,
-) -> tuple[Any, Any, Any]:
-    """Scalars of a query block: its first row in the output, where its part's rows end, the first row's diagonal."""
-    part = quotient(int32(m_block), int32(parts.row_part_blocks))
-    in_part = (int32(m_block) - part * int32(parts.row_part_blocks)) * int32(bm)
-    part_begin = part * int32(parts.row_part_len)
-    row_end = torch.minimum(part_begin + int32(parts.row_part_len), int32(m_len))
-    return part_begin + in_part, row_end, part * int32(parts.row_step) + in_part + int32(parts.row_first)
 
 
 def blocks_before(
@@ -53,40 +39,6 @@ def blocks_before(
     part = torch.minimum(quotient(known, int32(parts.key_step)), int32(parts.key_parts - 1))
     inside = (known - part * int32(parts.key_step) + int32(round_up)) >> bn_log2
     return part * int32(parts.key_part_blocks) + torch.minimum(inside, int32(parts.key_part_blocks))
-
-
-def key_blocks_of_parts(
-    block_bounds: torch.Tensor,  # [M_blocks, 4] if bounded
-    m_block: int,
-    diagonal: torch.Tensor,  # []
-    n_len: int,
-    left: int,
-    right: int,
-    parts: GatheredParts,
-    bm: int,
-    bn: int,
-    spec: AttentionSpec,
-) -> tuple[Any, Any, Any, Any]:
-    """`(n_begin, n_left, n_full, n_end)` of the kernel. Typed as its ints are, which these stand for."""
-    if spec.bounded:
-        return (
-            hl.load(block_bounds, [m_block, 0]),
-            hl.load(block_bounds, [m_block, 1]),
-            hl.load(block_bounds, [m_block, 2]),
-            hl.load(block_bounds, [m_block, 3]),
-        )
-    first_row_end, last_row_end = int32(n_len), int32(n_len)
-    if spec.has_right:
-        first_row_end = torch.minimum(first_row_end, diagonal + int32(right + 1))
-        last_row_end = torch.minimum(last_row_end, diagonal + int32(right + bm))
-    n_begin, n_left = int32(0), int32(0)
-    if spec.has_left:
-        n_begin = blocks_before(diagonal - int32(left), parts, 0, spec.bn_log2)
-        last_row_begin = diagonal + int32(bm - 1 - left)
-        n_left = blocks_before(last_row_begin, parts, bn - 1, spec.bn_log2)
-    n_full = blocks_before(first_row_end, parts, 0, spec.bn_log2)
-    n_end = blocks_before(last_row_end, parts, bn - 1, spec.bn_log2)
-    return n_begin, n_left, n_full, n_end
 
 
 def part_of_block(

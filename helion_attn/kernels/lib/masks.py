@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.kernels.lib.programs import rows_of_group
-from helion_attn.kernels.lib.specs import AttentionSpec, PagedSpec, StepsSpec
+from helion_attn.kernels.lib.specs import PagedSpec, StepsSpec
 
 
 class Bounds(NamedTuple):
@@ -41,20 +40,6 @@ def visible_keys(
     if spec.has_left:
         visible = visible & (keys >= (on_diagonal - left).unsqueeze(1))
     return visible
-
-
-def rows_on_diagonal(
-    row_begin: int,
-    diagonal: int | torch.Tensor,  # []
-    more_keys: int,
-    bm: int,
-    spec: AttentionSpec,
-) -> torch.Tensor:
-    """[bm]: of each row of a tile, the key that a causal mask shows it last."""
-    if spec.pack_gqa:
-        query, _member = rows_of_group(row_begin, spec.group_log2, bm)
-        return query + more_keys
-    return diagonal + hl.arange(bm)
 
 
 def bounds_of_rows(

@@ -7,9 +7,9 @@ import torch
 from helion_attn.compiler.kernels import Runner
 from helion_attn.kernels.lib.arguments import DecodeArguments, score_scales
 from helion_attn.kernels.lib.specs import PagedSpec
+from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import E4M3_MAX, MAX_P_OFFSET_LOG2
-from helion_attn.preprocess.lib.strided import common_unit, strided_rows
 
 
 def log2_of_power(x: torch.Tensor) -> torch.Tensor:

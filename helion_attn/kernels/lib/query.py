@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.configs import row_width
-from helion_attn.kernels.lib.arguments import AttentionArguments
+from helion_attn.kernels.lib.arguments import NO_ROPE_ARGUMENTS, AttentionArguments, RopeArguments
+from helion_attn.kernels.lib.reflect import reflected_channels
+from helion_attn.kernels.lib.rope import rope_tables
+from helion_attn.kernels.lib.row_layout import row_tile, rows_to_dtype
 from helion_attn.kernels.lib.specs import AttentionSpec, QuerySpec
 from helion_attn.kernels.lib.steps import to_descale
-from helion_attn.preprocess.lib.arguments import NO_ROPE_ARGUMENTS, RopeArguments
-from helion_attn.preprocess.lib.reflect import reflected_channels
-from helion_attn.preprocess.lib.rope import rope_tables
-from helion_attn.preprocess.lib.row_layout import row_tile, rows_to_dtype
-from helion_attn.preprocess.lib.strided import StridedRows, common_unit, strided_rows
+from helion_attn.kernels.lib.strided import StridedRows, common_unit, strided_rows
 
 
 class Query(NamedTuple):

@@ -15,16 +15,6 @@ from helion_attn.kernels.lib.specs import PagedSpec, StepsSpec
 from helion_attn.numerics import DESCALE_MIN, E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2, MAX_ROW_SUM
 
 
-def int32(n: int) -> torch.Tensor:
-    """A run-time int as a scalar tensor; as it is, it would make 64 bits of those that it is added to."""
-    return hl.full([], n, dtype=torch.int32)
-
-
-def quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The quotient, elementwise, of integers that are not negative."""
-    return torch.div(a, b, rounding_mode="trunc")
-
-
 def to_descale(amax: torch.Tensor, largest: float) -> torch.Tensor:
     """The multiplier that dequantises: `amax / largest`, large enough to have a finite reciprocal.
 

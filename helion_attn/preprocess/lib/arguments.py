@@ -7,20 +7,8 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.configs import Packing
+from helion_attn.kernels.lib.arguments import NO_ROPE_ARGUMENTS, RopeArguments
 from helion_attn.types import PagedKVCache, Recipe, Rope
-
-
-class RopeArguments(NamedTuple):
-    """The fields of a `Rope`, or its absence, as operations take it."""
-
-    cos: torch.Tensor | None
-    sin: torch.Tensor | None
-    q_positions: torch.Tensor | None
-    k_positions: torch.Tensor | None
-    interleaved: bool
-
-
-NO_ROPE_ARGUMENTS = RopeArguments(cos=None, sin=None, q_positions=None, k_positions=None, interleaved=False)
 
 
 def rope_arguments(rope: Rope | None) -> RopeArguments:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from helion_attn.kernels.lib.rope import INTERLEAVED, RopeTables
+from helion_attn.kernels.lib.strided import WIDEST_LOAD, StridedQKV
 from helion_attn.numerics import MAX_HADAMARD_BLOCK
-from helion_attn.preprocess.lib.rope import INTERLEAVED, RopeTables
-from helion_attn.preprocess.lib.strided import WIDEST_LOAD, StridedQKV
 from helion_attn.types import Recipe
 
 #: Elements of Q or K that a program packs: 64 a thread. Packed blocks lie one after the other, so that a program may

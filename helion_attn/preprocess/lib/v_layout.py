@@ -6,7 +6,7 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.steps import to_descale
-from helion_attn.preprocess.lib.strided import load_rows
+from helion_attn.kernels.lib.strided import load_rows
 
 
 def key_stored_at(position: torch.Tensor) -> torch.Tensor:

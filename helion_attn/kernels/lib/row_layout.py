@@ -6,11 +6,11 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.inline_asm import to_int8
+from helion_attn.kernels.lib.reflect import reflect_rows
+from helion_attn.kernels.lib.rope import rope_rows
+from helion_attn.kernels.lib.rotate import rotate_rows
 from helion_attn.kernels.lib.steps import to_descale
-from helion_attn.preprocess.lib.reflect import reflect_rows
-from helion_attn.preprocess.lib.rope import rope_rows
-from helion_attn.preprocess.lib.rotate import rotate_rows
-from helion_attn.preprocess.lib.strided import load_rows
+from helion_attn.kernels.lib.strided import load_rows
 
 
 def store_tile(

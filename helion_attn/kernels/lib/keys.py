@@ -1,0 +1,282 @@
+"""Which key blocks a program has and where they lie, one function a layout; inlined into the kernels.
+
+Blocks are of one head; or of all sequences of a packed batch, one after the other; or of several ranks' parts.
+Where keys are split, a program has a run of them. In a paged cache a page is a block, and a table lists pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from helion_attn.compiler.helion_adapter import hl
+from helion_attn.kernels.lib.arguments import GatheredParts
+from helion_attn.kernels.lib.gathered import blocks_before, edge_of_part, keys_of_block, part_of_block, placed
+from helion_attn.kernels.lib.rows import Rows
+from helion_attn.kernels.lib.scalars import Int, int32, least, most, quotient
+from helion_attn.kernels.lib.specs import AttentionSpec, StepsSpec
+
+
+class Keys(NamedTuple):
+    """The key blocks of a program. Blocks from `left` up to `full` are seen whole by all of its rows.
+
+    Attributes:
+        begin: the first block that some row sees.
+        left: the first block after the left edge of every row.
+        full: the first block with the right edge of some row.
+        stop: the first block that no row sees any more.
+        head_first: of parts, where the head's blocks begin on a rank.
+        first_descale: of parts, where the head's descales of blocks begin.
+    """
+
+    begin: Int
+    left: Int
+    full: Int
+    stop: Int
+    head_first: Int
+    first_descale: Int
+
+
+def keys_of(
+    block_bounds: torch.Tensor,  # [M_blocks, 4] if bounded
+    rows: Rows,
+    grid_head: int,
+    heads: int,
+    splits: int,
+    n_len: int,
+    left: int,
+    right: int,
+    bm: int,
+    bn: int,
+    parts: GatheredParts,
+    spec: AttentionSpec,
+) -> Keys:
+    """The key blocks of a program, in the layout that the spec says; with `split` of a run alone."""
+    if spec.gathered:
+        return keys_of_parts(block_bounds, rows, n_len, left, right, bm, bn, parts, spec)
+    if spec.varlen:
+        return keys_of_sequence(rows, left, right, bm, bn, spec)
+    keys = keys_of_head(rows, n_len, left, right, bn, spec)
+    if spec.split:
+        begin, stop = run_of_key_blocks(int32(keys.begin), int32(keys.stop), grid_head // heads, splits)
+        return keys._replace(begin=begin, stop=stop)
+    return keys
+
+
+def keys_of_head(rows: Rows, n_len: int, left: int, right: int, bn: int, spec: StepsSpec) -> Keys:
+    """The key blocks of a head that rows see."""
+    # Helion substitutes these expressions into each other, and a min or max writes each argument three times: they are
+    # kept flat, and not limited to 0 where a loop that ends before it begins does the same.
+    n_first_row, n_last_row = n_len, n_len
+    if spec.has_right:
+        n_first_row = least(n_len, rows.diagonal + right + 1)
+        n_last_row = least(n_len, rows.diagonal + right + rows.queries)
+    n_full, n_end = n_first_row // bn, (n_last_row + bn - 1) // bn
+    n_begin, n_left = 0, 0
+    if spec.has_left:
+        n_begin = most(0, rows.diagonal - left) // bn
+        n_left = (most(0, rows.diagonal - left + rows.queries - 1) + bn - 1) // bn
+    return Keys(begin=n_begin, left=n_left, full=n_full, stop=n_end, head_first=0, first_descale=0)
+
+
+def keys_of_sequence(rows: Rows, left: int, right: int, bm: int, bn: int, spec: AttentionSpec) -> Keys:
+    """The key blocks of a sequence that rows see, as if the keys of all sequences were one row of blocks."""
+    first, key_end = rows.first_key_block, rows.key_end
+    key_begin = first * bn
+    n_first_row, n_last_row = key_end, key_end
+    if spec.has_right:
+        n_first_row = torch.minimum(key_end, rows.diagonal + int32(right) + 1)
+        n_last_row = torch.minimum(key_end, rows.diagonal + int32(right) + bm)
+    n_begin, n_left = first, first
+    if spec.has_left:
+        n_begin = torch.maximum(key_begin, rows.diagonal - int32(left)) >> spec.bn_log2
+        n_left = (torch.maximum(key_begin, rows.diagonal - int32(left) + bm - 1) + bn - 1) >> spec.bn_log2
+    n_full, n_end = n_first_row >> spec.bn_log2, (n_last_row + bn - 1) >> spec.bn_log2
+    return Keys(begin=n_begin, left=n_left, full=n_full, stop=n_end, head_first=0, first_descale=0)
+
+
+def keys_of_parts(
+    block_bounds: torch.Tensor,  # [M_blocks, 4] if bounded
+    rows: Rows,
+    n_len: int,
+    left: int,
+    right: int,
+    bm: int,
+    bn: int,
+    parts: GatheredParts,
+    spec: AttentionSpec,
+) -> Keys:
+    """The key blocks of several ranks' parts that rows see."""
+    head_first = int32(rows.kv) * int32(parts.head_blocks)
+    first_descale = int32(rows.kv) * int32(parts.key_parts * parts.key_part_blocks)
+    if spec.bounded:
+        n_begin, n_left, n_full, n_end = (hl.load(block_bounds, [rows.m_block, i]) for i in range(4))
+    else:
+        n_first_row, n_last_row = int32(n_len), int32(n_len)
+        if spec.has_right:
+            n_first_row = torch.minimum(n_first_row, rows.diagonal + int32(right + 1))
+            n_last_row = torch.minimum(n_last_row, rows.diagonal + int32(right + bm))
+        n_begin, n_left = int32(0), int32(0)
+        if spec.has_left:
+            n_begin = blocks_before(rows.diagonal - int32(left), parts, 0, spec.bn_log2)
+            n_left = blocks_before(rows.diagonal + int32(bm - 1 - left), parts, bn - 1, spec.bn_log2)
+        n_full = blocks_before(n_first_row, parts, 0, spec.bn_log2)
+        n_end = blocks_before(n_last_row, parts, bn - 1, spec.bn_log2)
+    return Keys(n_begin, n_left, n_full, n_end, head_first, first_descale)
+
+
+def run_of_key_blocks(
+    n_begin: torch.Tensor,  # [], like the next
+    n_end: torch.Tensor,
+    run: int,
+    splits: int,
+) -> tuple[Any, Any]:
+    """The key blocks of a run, from `n_begin` up to `n_end`: as many as any other run has, or one less."""
+    # Where no row sees a key, n_end may lie before n_begin.
+    key_blocks = torch.clamp_min(n_end - n_begin, 0)
+    begin = n_begin + quotient(key_blocks * int32(run), int32(splits))
+    end = n_begin + quotient(key_blocks * int32(run + 1), int32(splits))
+    return begin, end
+
+
+def known_keys(
+    cache_seqlens: torch.Tensor,  # [B]
+    b: int,
+    max_pages: int,
+    bn: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys of a sequence in a paged cache, [], and whether they are known: otherwise none are read.
+
+    A length that the block table cannot have must not pass for another.
+    """
+    given = hl.load(cache_seqlens, [b])
+    known = (given >= 0) & (given <= int32(max_pages * bn))
+    return torch.where(known, given, int32(0)), known
+
+
+def page_of(
+    block_table: torch.Tensor,  # [B * max_pages]
+    at: Int,
+    num_pages: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A page of a paged cache, [], and whether it is known: one that is not in the pool must not pass for another."""
+    listed = hl.load(block_table, [at])
+    known = (listed >= 0) & (listed < int32(num_pages))
+    return torch.where(known, listed, int32(0)), known
+
+
+def first_descale_of(kv: Int, first_descale: Int, n_blocks: int, spec: AttentionSpec) -> Int:
+    """Where the descales of a head's blocks begin."""
+    if spec.gathered:
+        return first_descale
+    return kv * int32(n_blocks) if spec.varlen or spec.split else kv * n_blocks
+
+
+def k_descale_of(
+    k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales
+    block: int,
+    kv: Int,
+    first_descale: Int,
+    n_blocks: int,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """K's descale of a block, []."""
+    first = first_descale_of(kv, first_descale, n_blocks, spec)
+    return hl.load(k_descale, [first + (int32(block) if isinstance(first, torch.Tensor) else block)])
+
+
+def first_k_descale(
+    k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales
+    run_begin: Int,
+    kv: Int,
+    first_descale: Int,
+    n_blocks: int,
+    parts: GatheredParts,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """K's descale of a program's first block, [], or of the last of all where the program has none."""
+    first = first_descale_of(kv, first_descale, n_blocks, spec)
+    if spec.gathered:
+        blocks = parts.key_parts * parts.key_part_blocks
+        return hl.load(k_descale, [first + torch.minimum(run_begin, int32(blocks - 1))])
+    return hl.load(k_descale, [first + least(run_begin, n_blocks - 1)])
+
+
+def next_k_descale(
+    k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales
+    j: int,
+    run_end: Int,
+    kv: Int,
+    first_descale: Int,
+    n_blocks: int,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """K's descale of the block after block j, [], or of the program's last."""
+    first = first_descale_of(kv, first_descale, n_blocks, spec)
+    return hl.load(k_descale, [first + least(run_end - 1, j + 1)])
+
+
+def first_special_block(keys: Keys, spec: AttentionSpec) -> Int:
+    """The first block that the left edge does not make special, nor a reference.
+
+    References come from blocks up to the first that all rows see.
+    """
+    if not spec.keeps_reference:
+        return keys.left
+    if spec.varlen or spec.split or spec.gathered:
+        return torch.maximum(int32(keys.left), int32(keys.begin)) + 1
+    return keys.left + 1
+
+
+def block_of_keys(
+    k8: torch.Tensor,
+    v8: torch.Tensor,
+    j: int,
+    kv: Int,
+    head_first: Int,
+    key_magic: int,
+    parts: GatheredParts,
+    spec: AttentionSpec,
+) -> tuple[torch.Tensor, torch.Tensor, Any, Int]:
+    """Block j of K [bn, D_pad] and V, V's other half or None, and its part.
+
+    V is [d_v_tile, bn], or of 16 bits [bn, D_v_pad]. With nothing between the loads, not even a transposition, Triton
+    gives them one barrier, and the warps are not held up between Q K^T and the softmax.
+    """
+    whole = slice(None)
+    part: Int = 0
+    head: Int = kv
+    k_at: Int = j
+    v_at: Int = j
+    if spec.gathered:
+        part = part_of_block(int32(j), parts.key_part_blocks, key_magic, spec.is_cuda)
+        head = 0
+        k_at = v_at = placed(int32(j), part, head_first, parts.k_rank_step, parts, spec)
+        if not spec.same_places:
+            v_at = placed(int32(j), part, head_first, parts.v_rank_step, parts, spec)
+    k_block = hl.load(k8, [head, k_at, whole, whole])
+    if spec.in_halves:
+        v_block = hl.load(v8, [head, v_at * 2, whole, whole])
+        return k_block, v_block, hl.load(v8, [head, v_at * 2 + 1, whole, whole]), part
+    return k_block, hl.load(v8, [head, v_at, whole, whole]), None, part
+
+
+def at_edge(j: int, part: Any, n_special: Int, n_full: Int, parts: GatheredParts, spec: AttentionSpec) -> Int:
+    """Positive for a block at an edge of what is visible, and for one that references come from; otherwise 0."""
+    if not (spec.gathered or spec.varlen or (spec.split and spec.keeps_reference)):
+        return most(n_special - j, j + 1 - n_full, 0)
+    edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
+    # Zigzag's parts are whole blocks.
+    if spec.gathered and not spec.mirrored:
+        edge = torch.maximum(edge, edge_of_part(int32(j), part, parts, spec.bn_log2))
+    return torch.clamp_min(edge, 0)
+
+
+def first_key_of_block(
+    j: int, part: Any, key_end: Int, bn: int, parts: GatheredParts, spec: AttentionSpec
+) -> tuple[Any, Any]:
+    """The position of block j's first key, and where the keys of its part end."""
+    if spec.gathered:
+        return keys_of_block(int32(j), part, int32(key_end), parts, bn)
+    return j * bn, key_end
