@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -39,7 +39,7 @@ from helion_attn.validate.dense import (
     check_recipe_dims,
     check_splits,
 )
-from helion_attn.validate.names import named
+from helion_attn.validate.names import named, options_of
 from helion_attn.validate.packed import check_quantized
 
 
@@ -235,72 +235,12 @@ def fp32_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
     return sinks.float().contiguous() if isinstance(sinks, torch.Tensor) else sinks
 
 
-def dtype_of(x: torch.Tensor | None) -> torch.dtype | None:
-    """What a call depends on of a tensor that is cast."""
-    return x.dtype if isinstance(x, torch.Tensor) else None
-
-
-@overload
-def attention_quantized(
-    qkv: QuantizedQKV, *, return_lse: Literal[False] = False, **options: Unpack[QuantizedOptions]
-) -> torch.Tensor: ...
-@overload
-def attention_quantized(
-    qkv: QuantizedQKV, *, return_lse: Literal[True], **options: Unpack[QuantizedOptions]
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def attention_quantized(
-    qkv: QuantizedQKV, *, return_lse: bool, **options: Unpack[QuantizedOptions]
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-@named
-def attention_quantized(
-    qkv: QuantizedQKV,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
-    out_dtype: torch.dtype | None = None,
-    num_splits: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T * sm_scale) v on quantised tensors: both products on operands of the recipe's dtypes.
-
-    Args:
-        qkv: from `quantize`.
-        causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
-        sm_scale: multiplies q k^T; 1 / sqrt(D) by default; in 0..2**64.
-        window: as `attention` has it.
-        softcap: as `attention` has it.
-        sinks: as `attention` has it.
-        return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included.
-        out_dtype: bf16, fp16, fp32 or float8_e4m3fn (cast without a scale); by default that of the unquantised tensors.
-        num_splits: as `attention` has it.
-
-    Returns:
-        out, D_v wide, in the layout of the unquantised tensors, and fp32 lse [B, H, M], natural log, if asked for. A
-        NaN or infinity makes everything that shares its descale NaN (a row of q, a head or block of k, a head of v),
-        and every output that depends on that.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as `quantize`.
-    """
-    if not isinstance(qkv, QuantizedQKV):
-        raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
-
-    logits = fp32_sinks(sinks)
-
-    def problem() -> tuple[Any, AttentionArguments]:
-        return ops.attention, quantized_problem(
-            qkv, causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks, return_lse=return_lse,
-            out_dtype=out_dtype, num_splits=num_splits,
-        )  # fmt: skip
-
-    sizes = qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.dtype, qkv.layout, qkv.recipe
-    options = *sizes, causal, sm_scale, window, softcap, dtype_of(sinks), return_lse, out_dtype, num_splits
-    out, lse = plans.run("attention_quantized", (*qkv.tensors(), logits), options, problem)
-    return (out, lse) if return_lse else out
+def parted(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Options as `plans.run` takes them: tensors, of RoPE first and then sinks, and all else."""
+    rope, sinks = options.get("rope"), options.get("sinks")
+    rest = {name: value for name, value in options.items() if name not in ("rope", "sinks")}
+    dtype = sinks.dtype if isinstance(sinks, torch.Tensor) else None  # they are cast
+    return (*rope_tensors(rope), fp32_sinks(sinks)), (*rest, *rest.values(), interleaved(rope), dtype)
 
 
 def quantized_problem(
@@ -342,6 +282,98 @@ def quantized_problem(
 
 
 @overload
+def attention_quantized(
+    qkv: QuantizedQKV, *, return_lse: Literal[False] = False, **options: Unpack[QuantizedOptions]
+) -> torch.Tensor: ...
+@overload
+def attention_quantized(
+    qkv: QuantizedQKV, *, return_lse: Literal[True], **options: Unpack[QuantizedOptions]
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention_quantized(
+    qkv: QuantizedQKV, *, return_lse: bool, **options: Unpack[QuantizedOptions]
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@named
+@options_of(quantized_problem)
+def attention_quantized(
+    qkv: QuantizedQKV, *, return_lse: bool = False, **options: Unpack[QuantizedOptions]
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T * sm_scale) v on quantised tensors: both products on operands of the recipe's dtypes.
+
+    Args:
+        qkv: from `quantize`.
+        causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
+        sm_scale: multiplies q k^T; 1 / sqrt(D) by default; in 0..2**64.
+        window: as `attention` has it.
+        softcap: as `attention` has it.
+        sinks: as `attention` has it.
+        return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included.
+        out_dtype: bf16, fp16, fp32 or float8_e4m3fn (cast without a scale); by default that of the unquantised tensors.
+        num_splits: as `attention` has it.
+
+    Returns:
+        out, D_v wide, in the layout of the unquantised tensors, and fp32 lse [B, H, M], natural log, if asked for. A
+        NaN or infinity makes everything that shares its descale NaN (a row of q, a head or block of k, a head of v),
+        and every output that depends on that.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `quantize`.
+    """
+    if not isinstance(qkv, QuantizedQKV):
+        raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
+
+    def problem() -> tuple[Any, AttentionArguments]:
+        return ops.attention, quantized_problem(qkv, return_lse=return_lse, **options)
+
+    (*_, sinks), known = parted(options)
+    sizes = qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.dtype, qkv.layout, qkv.recipe
+    out, lse = plans.run("attention_quantized", (*qkv.tensors(), sinks), (*sizes, return_lse, *known), problem)
+    return (out, lse) if return_lse else out
+
+
+def dense_problem(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    layout: Layout = "bhsd",
+    recipe: Recipe | RecipeName = BALANCED,
+    rope: Rope | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    num_splits: int | None = None,
+) -> DenseArguments:
+    """The arguments of `attention`, checked, as its operation takes them."""
+    recipe = as_recipe(recipe)
+    check_quantize(q, k, v, recipe, layout, rope)
+    H = q.size(1 if layout == "bhsd" else 2)
+    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
+    check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
+    left, right = edges(causal, window)
+    of_heads = heads_first(q, k, v, layout)
+    return DenseArguments(
+        *of_heads,
+        rope=rope_arguments(rope),
+        packing=packing(q.size(3), v.size(3), recipe.bits),
+        sinks=fp32_sinks(sinks),
+        left=left,
+        right=right,
+        sm_scale=float(q.size(3) ** -0.5 if sm_scale is None else sm_scale),
+        softcap=None if softcap is None else float(softcap),
+        bshd=layout == "bshd",
+        out_dtype=q.dtype if out_dtype is None else out_dtype,
+        recipe=recipe,
+        num_splits=num_splits,
+        shift_lse=sees_shift(softcap, sinks, return_lse),
+    )
+
+
+@overload
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -359,22 +391,9 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[CallOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @named
+@options_of(dense_problem)
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    layout: Layout = "bhsd",
-    recipe: Recipe | RecipeName = BALANCED,
-    rope: Rope | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
-    out_dtype: torch.dtype | None = None,
-    num_splits: int | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Unpack[CallOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * sm_scale) v in FP8, from unquantised tensors, as one operation.
 
@@ -421,59 +440,9 @@ def attention(
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
 
-    chosen, logits = as_recipe(recipe), fp32_sinks(sinks)
-
     def problem() -> tuple[Any, DenseArguments]:
-        return ops.attention_dense, dense_problem(
-            q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=chosen, rope=rope, window=window,
-            softcap=softcap, sinks=sinks, return_lse=return_lse, out_dtype=out_dtype, num_splits=num_splits,
-        )  # fmt: skip
+        return ops.attention_dense, dense_problem(q, k, v, return_lse=return_lse, **options)
 
-    tensors = q, k, v, *rope_tensors(rope), logits
-    options = (
-        causal, sm_scale, layout, chosen, window, softcap, dtype_of(sinks), return_lse, out_dtype, num_splits,
-        interleaved(rope),
-    )  # fmt: skip
-    out, lse = plans.run("attention", tensors, options, problem)
+    more, known = parted(options)
+    out, lse = plans.run("attention", (q, k, v, *more), (return_lse, *known), problem)
     return (out, lse) if return_lse else out
-
-
-def dense_problem(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    sm_scale: float | None,
-    layout: Layout,
-    recipe: Recipe,
-    rope: Rope | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    return_lse: bool,
-    out_dtype: torch.dtype | None,
-    num_splits: int | None,
-) -> DenseArguments:
-    """The arguments of `attention`, checked, as its operation takes them."""
-    check_quantize(q, k, v, recipe, layout, rope)
-    H = q.size(1 if layout == "bhsd" else 2)
-    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
-    check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
-    left, right = edges(causal, window)
-    of_heads = heads_first(q, k, v, layout)
-    return DenseArguments(
-        *of_heads,
-        rope=rope_arguments(rope),
-        packing=packing(q.size(3), v.size(3), recipe.bits),
-        sinks=fp32_sinks(sinks),
-        left=left,
-        right=right,
-        sm_scale=float(q.size(3) ** -0.5 if sm_scale is None else sm_scale),
-        softcap=None if softcap is None else float(softcap),
-        bshd=layout == "bshd",
-        out_dtype=q.dtype if out_dtype is None else out_dtype,
-        recipe=recipe,
-        num_splits=num_splits,
-        shift_lse=sees_shift(softcap, sinks, return_lse),
-    )

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import Unpack
 
 from helion_attn.api import attention, dense_problem
 from helion_attn.configs import SUPPORTED_D
 from helion_attn.explain import HOPPER_MULTIPROCESSORS
 from helion_attn.ops.attention import choose
+from helion_attn.ops.dense import DenseArguments
 from helion_attn.reference.rope import apply_rope
-from helion_attn.reference.shapes import default_sm_scale, hide_keys_of_rows, to_bhsd
-from helion_attn.types import BALANCED, BF16, PRESETS, Layout, Recipe, RecipeName, Rope, as_recipe, preset_name
-from helion_attn.validate.names import named
+from helion_attn.reference.shapes import hide_keys_of_rows, to_bhsd
+from helion_attn.types import BF16, PRESETS, CallOptions, Recipe, preset_name
+from helion_attn.validate.names import named, options_of
 
 #: The recipes beside the one that was asked for, the fastest first: all presets with 8-bit numbers.
 COMPARED = {name: preset for name, preset in PRESETS.items() if preset is not BF16}
@@ -80,20 +82,8 @@ class Check:
 
 
 @named
-def check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    layout: Layout = "bhsd",
-    recipe: Recipe | RecipeName = BALANCED,
-    rope: Rope | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> Check:
+@options_of(dense_problem, but=("return_lse",))
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[CallOptions]) -> Check:
     """Measure what `attention` loses on these tensors, with `recipe` and with the presets, beside 16-bit attention.
 
     Every recipe is run in full. Errors are those of `ROWS` random rows, the same every time, of up to `HEADS` heads,
@@ -101,26 +91,20 @@ def check(
     same heads: channels of K with a bias, outliers of Q and K, and a V whose mean changes along the keys.
 
     Args:
-        q: and all others as in `attention`. The output has q's dtype.
+        q: and all others as in `attention`.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
     """
-    recipe = as_recipe(recipe)
-    problem = dense_problem(
-        q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=recipe, rope=rope, window=window,
-        softcap=softcap, sinks=sinks, return_lse=False, out_dtype=None, num_splits=None,
-    )  # fmt: skip
-    sample = _Sample(q, k, v, layout, causal, sm_scale, rope, window, softcap, sinks)
+    problem = dense_problem(q, k, v, **options)
+    recipe, layout = problem.recipe, options.get("layout", "bhsd")
+    sample = _Sample(problem)
     reference, rounded = sample.attention()
     asked = preset_name(recipe) or "yours"
     recipes = {name: preset for name, preset in COMPARED.items() if preset.bits[1] == 8 or sample.has_16_bits}
     errors = {}
-    for name, each in {asked: recipe, **recipes}.items():
-        out = attention(
-            q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=each, rope=rope, window=window,
-            softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+    for name, options["recipe"] in {asked: recipe, **recipes}.items():
+        out = attention(q, k, v, **options)
         errors[name] = _error(sample.rows_of(to_bhsd(out, layout)), reference)
     sums_in_fp32 = recipe.is_two_level(choose(problem.shape(), HOPPER_MULTIPROCESSORS).tile.two_level)
     findings = (*_findings(sample, recipe, sums_in_fp32), *_better(asked, errors))
@@ -130,29 +114,17 @@ def check(
 class _Sample:
     """Some rows of some heads, and the keys that they see."""
 
-    def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: Layout,
-        causal: bool,
-        sm_scale: float | None,
-        rope: Rope | None,
-        window: tuple[int, int] | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        self.q, self.k, self.v = (to_bhsd(x, layout) for x in (q, k, v))
-        self.causal, self.window, self.softcap, self.sinks, self.rope = causal, window, softcap, sinks, rope
+    def __init__(self, problem: DenseArguments) -> None:
+        self.q, self.k, self.v, self.rope = problem.q, problem.k, problem.v, problem.rope
+        self.window = problem.left, problem.right
+        self.softcap, self.sinks, self.sm_scale = problem.softcap, problem.sinks, problem.sm_scale
         (B, H, self.M, self.D), self.N = self.q.shape, self.k.size(2)
-        self.sm_scale = default_sm_scale(sm_scale, self.D)
         every = max(1, B * H // HEADS)
         # (batch, query head, KV head)
         self.heads = [(i // H, i % H, i % H // (H // self.k.size(1))) for i in range(0, B * H, every)][:HEADS]
         # Random, since a stride would meet the same row of every block.
         rows = torch.randperm(self.M, generator=torch.Generator().manual_seed(0))[:ROWS].sort().values
-        self.rows = rows.to(q.device)
+        self.rows = rows.to(self.q.device)
         #: Whether the presets with 16-bit P and V have a kernel.
         self.has_16_bits = max(self.D, self.v.size(3)) <= SUPPORTED_D[-1]
 
@@ -162,17 +134,17 @@ class _Sample:
 
     def queries(self) -> torch.Tensor:
         """fp64 [heads, rows, D], rotated."""
-        given = None if self.rope is None else self.rope.q_positions
+        given = self.rope.q_positions
         return self._rotated(self.rows_of(self.q), self.rows + self.N - self.M if given is None else given[self.rows])
 
     def _rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """fp64 [..., positions, D]."""
-        if self.rope is None:
+        if self.rope.cos is None or self.rope.sin is None:
             return x.double()
         return apply_rope(x, self.rope.cos, self.rope.sin, self.rope.interleaved, positions)
 
     def _key_positions(self, keys: torch.Tensor) -> torch.Tensor:
-        given = None if self.rope is None else self.rope.k_positions
+        given = self.rope.k_positions
         return keys if given is None else given[keys]
 
     def query_heads(self) -> list[torch.Tensor]:
@@ -235,7 +207,7 @@ class _OnlineSoftmax:
         s = self.q @ self._rounded(k).mT * of.sm_scale
         if of.softcap is not None:
             s = of.softcap * torch.tanh(s / of.softcap)
-        s = hide_keys_of_rows(s, of.rows, first, of.M, of.N, of.causal, of.window)
+        s = hide_keys_of_rows(s, of.rows, first, of.M, of.N, False, of.window)
         m = torch.maximum(self.m, s.amax(2, keepdim=True))
         shift = torch.where(m == float("-inf"), 0.0, m)
         p, alpha = torch.exp(s - shift), torch.exp(self.m - shift)

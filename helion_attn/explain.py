@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import Unpack
 
 from helion_attn import ops
 from helion_attn.api import dense_problem
@@ -12,8 +13,8 @@ from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LargeTileConfig, TileConfig, scheduling
 from helion_attn.ops.attention import Choice, Shape
-from helion_attn.types import BALANCED, Layout, Recipe, RecipeName, Rope, as_recipe
-from helion_attn.validate.names import named
+from helion_attn.types import CallOptions
+from helion_attn.validate.names import named, options_of
 
 #: SMs of an H200 and of an H100 SXM: what is said of CPU tensors is said of these.
 HOPPER_MULTIPROCESSORS = 132
@@ -77,22 +78,9 @@ class Explanation:
 
 
 @named
+@options_of(dense_problem)
 def explain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    layout: Layout = "bhsd",
-    recipe: Recipe | RecipeName = BALANCED,
-    rope: Rope | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
-    out_dtype: torch.dtype | None = None,
-    num_splits: int | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Unpack[CallOptions]
 ) -> Explanation:
     """Say which kernel, tile, passes and splits `attention` takes for these arguments, and why not others.
 
@@ -106,10 +94,7 @@ def explain(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
     """
 
-    problem = dense_problem(
-        q, k, v, causal=causal, sm_scale=sm_scale, layout=layout, recipe=as_recipe(recipe), rope=rope, window=window,
-        softcap=softcap, sinks=sinks, return_lse=return_lse, out_dtype=out_dtype, num_splits=num_splits,
-    )  # fmt: skip
+    problem = dense_problem(q, k, v, return_lse=return_lse, **options)
     device, count = "the CPU, in Helion's interpreter; the rest is of an H200", HOPPER_MULTIPROCESSORS
     if q.is_cuda:
         properties = torch.cuda.get_device_properties(q.device)

@@ -13,14 +13,14 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops, plans
-from helion_attn.api import dtype_of, edges, fp32_sinks, interleaved, rope_tensors
+from helion_attn.api import edges, fp32_sinks, interleaved, parted, rope_tensors
 from helion_attn.configs import page_packing
 from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.preprocess.lib.arguments import AppendArguments, rope_arguments
 from helion_attn.types import CacheOptions, Layout, PagedKVCache, Rope
 from helion_attn.validate.dense import check_count
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
-from helion_attn.validate.names import named
+from helion_attn.validate.names import named, options_of
 from helion_attn.validate.values import check_appended, debugging
 
 
@@ -125,6 +125,46 @@ def append_kvcache(
     plans.run("append_kvcache", tensors, (layout, *cache_sizes(cache), interleaved(rope)), problem, written)
 
 
+def decode_problem(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    layout: Layout = "bhsd",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> DecodeArguments:
+    """The arguments of `attention_kvcache`, checked, as its operation takes them."""
+    check_kvcache_attention(
+        q, cache, block_table, cache_seqlens, layout, causal, sm_scale, window, softcap, sinks, return_lse,
+        num_splits, out_dtype,
+    )  # fmt: skip
+    if debugging():  # not in a check that flash-attn's function makes before it appends
+        check_appended(q, cache, block_table, cache_seqlens, layout)
+    left, right = edges(causal, window)
+    return DecodeArguments(
+        q=q.transpose(1, 2) if layout == "bshd" else q,
+        cache=cache,
+        block_table=block_table,
+        cache_seqlens=cache_seqlens,
+        sinks=fp32_sinks(sinks),
+        splits=num_splits,
+        left=left,
+        right=right,
+        sm_scale=float(cache.D**-0.5 if sm_scale is None else sm_scale),
+        softcap=None if softcap is None else float(softcap),
+        bshd=layout == "bshd",
+        out_dtype=q.dtype if out_dtype is None else out_dtype,
+    )
+
+
 @overload
 def attention_kvcache(
     q: torch.Tensor,
@@ -156,21 +196,15 @@ def attention_kvcache(
     **options: Unpack[CacheOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @named
+@options_of(decode_problem)
 def attention_kvcache(
     q: torch.Tensor,
     cache: PagedKVCache,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     *,
-    causal: bool = True,
-    sm_scale: float | None = None,
-    layout: Layout = "bhsd",
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    num_splits: int | None = None,
     return_lse: bool = False,
-    out_dtype: torch.dtype | None = None,
+    **options: Unpack[CacheOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * sm_scale) v over the first `cache_seqlens[b]` keys of each sequence, in FP8.
 
@@ -209,33 +243,10 @@ def attention_kvcache(
         RuntimeError: q requires grad, in grad mode, or has a tangent.
     """
 
-    logits = fp32_sinks(sinks)
-
     def problem() -> tuple[Any, DecodeArguments]:
-        check_kvcache_attention(
-            q, cache, block_table, cache_seqlens, layout, causal, sm_scale, window, softcap, sinks, return_lse,
-            num_splits, out_dtype,
-        )  # fmt: skip
-        if debugging():  # not in a check that flash-attn's function makes before it appends
-            check_appended(q, cache, block_table, cache_seqlens, layout)
-        left, right = edges(causal, window)
-        return ops.decode, DecodeArguments(
-            q=q.transpose(1, 2) if layout == "bshd" else q,
-            cache=cache,
-            block_table=block_table,
-            cache_seqlens=cache_seqlens,
-            sinks=logits,
-            splits=num_splits,
-            left=left,
-            right=right,
-            sm_scale=float(cache.D**-0.5 if sm_scale is None else sm_scale),
-            softcap=None if softcap is None else float(softcap),
-            bshd=layout == "bshd",
-            out_dtype=q.dtype if out_dtype is None else out_dtype,
-        )
+        return ops.decode, decode_problem(q, cache, block_table, cache_seqlens, return_lse=return_lse, **options)
 
-    tensors = q, *cache_tensors(cache), block_table, cache_seqlens, logits
-    sizes = cache_sizes(cache)
-    options = *sizes, causal, sm_scale, layout, window, softcap, dtype_of(sinks), num_splits, return_lse, out_dtype
-    out, lse = plans.run("attention_kvcache", tensors, options, problem)
+    (*_, sinks), known = parted(options)
+    tensors = q, *cache_tensors(cache), block_table, cache_seqlens, sinks
+    out, lse = plans.run("attention_kvcache", tensors, (*cache_sizes(cache), return_lse, *known), problem)
     return (out, lse) if return_lse else out

@@ -8,13 +8,53 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops, plans
-from helion_attn.api import dtype_of, edges, fp32_sinks, sees_shift
+from helion_attn.api import edges, fp32_sinks, parted, sees_shift
 from helion_attn.configs import varlen_packing
 from helion_attn.ops.varlen import VarlenArguments
 from helion_attn.types import BALANCED, Recipe, RecipeName, VarlenOptions, as_recipe
 from helion_attn.validate.dense import check_options, check_recipe
-from helion_attn.validate.names import named
+from helion_attn.validate.names import named, options_of
 from helion_attn.validate.varlen import check_varlen
+
+
+def varlen_problem(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    recipe: Recipe | RecipeName = BALANCED,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> VarlenArguments:
+    """The arguments of `attention_varlen`, checked, as its operation takes them."""
+    recipe = as_recipe(recipe)
+    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_recipe(recipe, q.size(2), v.size(2))
+    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
+    left, right = edges(causal, window)
+    return VarlenArguments(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        sinks=fp32_sinks(sinks),
+        packing=varlen_packing(q.size(2), v.size(2), recipe.bits),
+        left=left,
+        right=right,
+        sm_scale=float(q.size(2) ** -0.5 if sm_scale is None else sm_scale),
+        softcap=None if softcap is None else float(softcap),
+        out_dtype=q.dtype if out_dtype is None else out_dtype,
+        recipe=recipe,
+        shift_lse=sees_shift(softcap, sinks, return_lse),
+    )
 
 
 @overload
@@ -51,6 +91,7 @@ def attention_varlen(
     **options: Unpack[VarlenOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @named
+@options_of(varlen_problem)
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -58,14 +99,8 @@ def attention_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    recipe: Recipe | RecipeName = BALANCED,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
-    out_dtype: torch.dtype | None = None,
+    **options: Unpack[VarlenOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of every sequence of a batch, whose tokens lie one after the other without padding.
 
@@ -102,54 +137,11 @@ def attention_varlen(
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
 
-    chosen, logits = as_recipe(recipe), fp32_sinks(sinks)
-
     def problem() -> tuple[Any, VarlenArguments]:
-        return ops.attention_varlen, varlen_problem(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, sm_scale=sm_scale, recipe=chosen, window=window,
-            softcap=softcap, sinks=sinks, return_lse=return_lse, out_dtype=out_dtype,
-        )  # fmt: skip
+        given = q, k, v, cu_seqlens_q, cu_seqlens_k
+        return ops.attention_varlen, varlen_problem(*given, return_lse=return_lse, **options)
 
-    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, logits
-    options = causal, sm_scale, chosen, window, softcap, dtype_of(sinks), return_lse, out_dtype
-    out, lse = plans.run("attention_varlen", tensors, options, problem)
+    (*_, sinks), known = parted(options)
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
+    out, lse = plans.run("attention_varlen", tensors, (return_lse, *known), problem)
     return (out, lse) if return_lse else out
-
-
-def varlen_problem(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    recipe: Recipe = BALANCED,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> VarlenArguments:
-    """The arguments of `attention_varlen`, checked, as its operation takes them."""
-    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    check_recipe(recipe, q.size(2), v.size(2))
-    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
-    left, right = edges(causal, window)
-    return VarlenArguments(
-        q=q,
-        k=k,
-        v=v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        sinks=fp32_sinks(sinks),
-        packing=varlen_packing(q.size(2), v.size(2), recipe.bits),
-        left=left,
-        right=right,
-        sm_scale=float(q.size(2) ** -0.5 if sm_scale is None else sm_scale),
-        softcap=None if softcap is None else float(softcap),
-        out_dtype=q.dtype if out_dtype is None else out_dtype,
-        recipe=recipe,
-        shift_lse=sees_shift(softcap, sinks, return_lse),
-    )

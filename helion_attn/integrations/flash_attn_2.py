@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from helion_attn.integrations.flash_attn import ALIBI, flash_attn_func, flash_attn_varlen_func, is_number
@@ -38,21 +41,11 @@ def flash_attn_qkvpacked_func(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_func`.
     """
     q, k, v = _unpacked("qkv", qkv, 3, 5)
-    _check_arguments("flash_attn_qkvpacked_func", dropout_p, alibi_slopes)
-    return _as_flash_attn_2(
-        flash_attn_func(
-            q,
-            k,
-            v,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            deterministic=deterministic,
-            return_attn_probs=return_attn_probs,
-            recipe=recipe,
-        )
-    )
+    attend = functools.partial(flash_attn_func, q, k, v)
+    return _called(
+        "flash_attn_qkvpacked_func", attend, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, recipe,
+    )  # fmt: skip
 
 
 @named
@@ -85,21 +78,11 @@ def flash_attn_kvpacked_func(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_func`.
     """
     k, v = _unpacked("kv", kv, 2, 5)
-    _check_arguments("flash_attn_kvpacked_func", dropout_p, alibi_slopes)
-    return _as_flash_attn_2(
-        flash_attn_func(
-            q,
-            k,
-            v,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            deterministic=deterministic,
-            return_attn_probs=return_attn_probs,
-            recipe=recipe,
-        )
-    )
+    attend = functools.partial(flash_attn_func, q, k, v)
+    return _called(
+        "flash_attn_kvpacked_func", attend, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, recipe,
+    )  # fmt: skip
 
 
 @named
@@ -134,25 +117,11 @@ def flash_attn_varlen_qkvpacked_func(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_varlen_func`.
     """
     q, k, v = _unpacked("qkv", qkv, 3, 4)
-    _check_arguments("flash_attn_varlen_qkvpacked_func", dropout_p, alibi_slopes)
-    return _as_flash_attn_2(
-        flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens,
-            cu_seqlens,
-            max_seqlen,
-            max_seqlen,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            deterministic=deterministic,
-            return_attn_probs=return_attn_probs,
-            recipe=recipe,
-        )
-    )
+    attend = functools.partial(flash_attn_varlen_func, q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return _called(
+        "flash_attn_varlen_qkvpacked_func", attend, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, recipe,
+    )  # fmt: skip
 
 
 @named
@@ -191,25 +160,11 @@ def flash_attn_varlen_kvpacked_func(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_varlen_func`.
     """
     k, v = _unpacked("kv", kv, 2, 4)
-    _check_arguments("flash_attn_varlen_kvpacked_func", dropout_p, alibi_slopes)
-    return _as_flash_attn_2(
-        flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            deterministic=deterministic,
-            return_attn_probs=return_attn_probs,
-            recipe=recipe,
-        )
-    )
+    attend = functools.partial(flash_attn_varlen_func, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _called(
+        "flash_attn_varlen_kvpacked_func", attend, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, recipe,
+    )  # fmt: skip
 
 
 def _unpacked(name: str, packed: torch.Tensor, count: int, ndim: int) -> tuple[torch.Tensor, ...]:
@@ -222,18 +177,36 @@ def _unpacked(name: str, packed: torch.Tensor, count: int, ndim: int) -> tuple[t
     return packed.unbind(-3)
 
 
-def _check_arguments(function: str, dropout_p: float, alibi_slopes: torch.Tensor | None) -> None:
-    """What flash-attn 3 has no place for, under the name of the function that was called."""
+def _called(
+    function: str,
+    attend: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    recipe: Recipe | RecipeName,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+    """What flash-attn 3's function `attend` returns, with what flash-attn 2 has third.
+
+    What flash-attn 3 has no place for raises, under the name of the function that was called.
+    """
     if not is_number(dropout_p) or dropout_p != 0:
         raise NotImplementedError(
             f"{function}: dropout_p is {dropout_p!r}; it must be 0.0, as in inference. Arguments are in the order of "
             f"flash-attn 2, with dropout_p before softmax_scale: pass softmax_scale by name"
         )
     check_supported(function, (ALIBI,), {"alibi_slopes": alibi_slopes})
-
-
-def _as_flash_attn_2(
-    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
-    """What flash-attn 3 returns, with what flash-attn 2 has third."""
+    out = attend(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        recipe=recipe,
+    )
     return (*out, None) if isinstance(out, tuple) else out

@@ -82,6 +82,23 @@ def in_lines(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
+def options_of(other: Callable[..., object], but: Collection[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a function that hands its options to `other`: its signature has the parameters of that.
+
+    Args:
+        other: the function whose parameters they are.
+        but: names of parameters that it does not have.
+    """
+    parameters = [x for name, x in inspect.signature(other).parameters.items() if name not in but]
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        returned = inspect.signature(function).return_annotation
+        function.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
 def named(function: Callable[P, R]) -> Callable[P, R]:
     """The function; an argument that it does not have raises `TypeError`, saying what to pass."""
     known = dict.fromkeys(inspect.signature(function).parameters)
