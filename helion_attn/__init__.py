@@ -10,7 +10,7 @@ from helion_attn.api import (
     quantize,
 )
 from helion_attn.check import check
-from helion_attn.explain import explain
+from helion_attn.explain import explain, plan
 from helion_attn.integrations.diffusers import register_diffusers
 from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from helion_attn.integrations.flash_attn_2 import (
@@ -72,6 +72,7 @@ __all__ = [
     "is_supported",
     "pack",
     "paged_kv_cache",
+    "plan",
     "quantize",
     "reference",
     "reflect",

@@ -1,19 +1,23 @@
-"""`explain`: which kernels a call of `attention` takes, and why no others."""
+"""`plan`: a call of `attention` as a value. `explain`: which kernels it takes, and why no others."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from typing_extensions import Unpack
 
-from helion_attn import ops
-from helion_attn.api import dense_problem
+from helion_attn import ops, plans
+from helion_attn.api import dense_problem, parted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LargeTileConfig, TileConfig, scheduling
 from helion_attn.ops.attention import Choice, Shape
-from helion_attn.types import CallOptions
+from helion_attn.plans import Plan
+from helion_attn.types import CallOptions, Rope
+from helion_attn.validate.dense import check_no_grad
 from helion_attn.validate.names import named, options_of
 
 #: SMs of an H200 and of an H100 SXM: what is said of CPU tensors is said of these.
@@ -99,16 +103,16 @@ def explain(
     if q.is_cuda:
         properties = torch.cuda.get_device_properties(q.device)
         device, count = properties.name, properties.multi_processor_count
-    plan = ops.attention_dense.plan(problem, count)
-    choice, shape = plan.facts["choice"], problem.shape()
-    names = tuple(launch.kernel.name for launch in plan.launches)
+    made = ops.attention_dense.plan(problem, count)
+    choice, shape = made.facts["choice"], problem.shape()
+    names = tuple(launch.kernel.name for launch in made.launches)
     name = "fp8_attn_fwd_large_d" if isinstance(choice.tile, LargeTileConfig) else "fp8_attn_fwd"
     kernel = None
     if q.is_cuda:
         from helion_attn.compiler import triton_hook
 
-        plan.run(ops.attention_dense.tensors(problem))
-        kernel = dict(zip(names, plan.compiled(), strict=False)).get(name)
+        made.run(ops.attention_dense.tensors(problem))
+        kernel = dict(zip(names, made.compiled(), strict=False)).get(name)
     two_level = shape.recipe.is_two_level(choice.tile.two_level)
     return Explanation(
         device=device,
@@ -116,15 +120,89 @@ def explain(
         kernel=name,
         tile=choice.tile,
         passes=() if kernel is None else triton_hook.outcomes(kernel),
-        expected=expected_passes(choice.tile, two_level, plan.facts["quantises_q"]),
+        expected=expected_passes(choice.tile, two_level, made.facts["quantises_q"]),
         registers=getattr(kernel, "n_regs", None),
         spills=getattr(kernel, "n_spills", None),
         splits=choice.splits,
-        quantises_q=plan.facts["quantises_q"],
+        quantises_q=made.facts["quantises_q"],
         shares_tiles=choice.pack_gqa,
         heads_at_once=_heads_at_once(shape, choice, count),
         reasons=_reasons(shape, choice, count, device),
     )
+
+
+class AttentionPlan:
+    """A call of `attention` as a value: print it, or call it on tensors of the layouts that it was made for.
+
+    Printed, it is the fills and launches in their order, what each kernel is compiled for, and what it returns. Called,
+    it does what `attention` does, without looking for its plan.
+    """
+
+    def __init__(self, made: Plan, layouts: tuple[Hashable, ...], return_lse: bool) -> None:
+        self._plan, self._layouts, self._return_lse = made, layouts, return_lse
+
+    def __str__(self) -> str:
+        return str(self._plan)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        rope: Rope | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Run it on the current stream.
+
+        Args:
+            q: and k, v, rope, sinks: as in the call that made it, with shapes, strides, dtypes, device and alignment
+                as they were there.
+
+        Raises:
+            ValueError: a tensor is not as it was there.
+            RuntimeError: an input requires grad, in grad mode.
+        """
+        more, _ = parted({"rope": rope, "sinks": sinks})
+        given = [x for x in (q, k, v, *more) if x is not None]
+        if (found := plans.layouts(given)) != self._layouts:
+            raise ValueError(
+                f"the tensors are {_layouts_text(found)}, and the plan is for {_layouts_text(self._layouts)}: make "
+                f"another with helion_attn.plan"
+            )
+        for x in given:
+            check_no_grad("an input", x)
+        out, lse = self._plan.run(given)
+        return (out, lse) if self._return_lse else out
+
+
+def _layouts_text(layouts: tuple[Hashable, ...]) -> str:
+    device, *rest = layouts
+    each: list[Any] = [x for x in rest if isinstance(x, tuple)]
+    texts = (f"{dtype} {[*shape]} with strides {[*strides]}" for shape, strides, dtype, _ in each)
+    return f"{', '.join(texts)} on {device}"
+
+
+@named
+@options_of(dense_problem)
+def plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Unpack[CallOptions]
+) -> AttentionPlan:
+    """What `attention` does for tensors of these layouts, as a value; nothing is computed.
+
+    Args:
+        q: and all others as in `attention`. Only layouts are looked at.
+
+    Returns:
+        What prints itself, and can be called on other tensors: `ha.plan(q, k, v, causal=True)(q2, k2, v2)`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
+    """
+    problem = dense_problem(q, k, v, return_lse=return_lse, **options)
+    more, _ = parted(options)
+    given = [x for x in (q, k, v, *more) if x is not None]
+    return AttentionPlan(ops.attention_dense.plan(problem), plans.layouts(given), return_lse)
 
 
 def _programs(a: Shape, choice: Choice) -> tuple[int, int]:

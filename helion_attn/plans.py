@@ -80,6 +80,18 @@ class Plan:
         """What is launched."""
         return tuple(step for step in self.steps if isinstance(step, Launch))
 
+    def __str__(self) -> str:
+        made = [f"{tuple(x.shape)} {x.dtype}" for x in self.outputs]
+        lines = [f"{len(self.steps)} steps on {self._device}, a workspace of {self._workspace} bytes"]
+        for step in self.steps:
+            if isinstance(step, Fill):
+                lines.append(f"  fill {step.buffer.shape} with {step.value}")
+                continue
+            # What it is compiled for is a NamedTuple of constants.
+            specs = [x for x in step.args if isinstance(x, tuple)]
+            lines.append(f"  {step.kernel.name}" + "".join(f"\n    {spec}" for spec in specs))
+        return "\n".join([*lines, f"  gives {', '.join(made) or 'nothing new'}"])
+
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run it on the current stream, on tensors of the layouts that it is for. A first run compiles kernels."""
         if self._linked is None:

@@ -31,7 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func"),
     ),
     "Warnings": ("FallbackWarning", "SwappedLayoutWarning"),
-    "Looking into it": ("check", "explain", "debug", "is_supported"),
+    "Looking into it": ("check", "explain", "plan", "debug", "is_supported"),
     "Stages of quantising": ("apply_rope", "hadamard", "hadamard_matrix", "reflect"),
 }
 

@@ -26,9 +26,9 @@ def explained(shape: tuple[int, int, int, int, int, int], **options: Any) -> Any
 
 
 def test_it_takes_what_attention_takes() -> None:
-    assert [*inspect.signature(ha.explain).parameters.values()] == [
-        *inspect.signature(ha.attention).parameters.values()
-    ]
+    taken = [*inspect.signature(ha.attention).parameters.values()]
+    assert [*inspect.signature(ha.explain).parameters.values()] == taken
+    assert [*inspect.signature(ha.plan).parameters.values()] == taken
 
 
 def test_cpu_tensors_are_named_and_not_computed() -> None:
@@ -131,6 +131,29 @@ def test_a_gpu_s_kernels_say_what_was_done_to_them() -> None:
     assert found.tile == tile_config(256, True)
     assert [x.name for x in found.passes if x.applied] == [*found.expected]
     assert f"pass {warpgroup_turns.NAME}: applied" in str(found)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_plan_is_printed_and_called(layout: Any, device: str) -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 70, 130, 64, device=device)
+    others = make_qkv("biased_v", 1, 2, 2, 70, 130, 64, device=device)
+    if layout == "bshd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        others = others[0].transpose(1, 2), others[1].transpose(1, 2), others[2].transpose(1, 2)
+    sinks = torch.tensor([0.5, -1.0], device=device)
+    made: Any = ha.plan(q, k, v, causal=True, layout=layout, sinks=sinks, return_lse=True)
+    for name in ("sample", "pack_kv", "fp8_attn_fwd", "(1, 2, 70) torch.float32"):
+        assert name in str(made)
+    called = made(*others, sinks=sinks)
+    expected = ha.attention(*others, causal=True, layout=layout, sinks=sinks, return_lse=True)
+    assert all(map(torch.equal, called, expected))
+    for wrong in ((others[0][:, :, :1], *others[1:]), (others[0].float(), *others[1:]), others[:1] * 3):
+        with pytest.raises(ValueError, match=r"make another with helion_attn\.plan"):
+            made(*wrong, sinks=sinks)
+    with pytest.raises(ValueError, match="the plan is for"):
+        made(*others)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        made(others[0].detach().requires_grad_(), *others[1:], sinks=sinks)
 
 
 @pytest.mark.gpu

@@ -119,8 +119,8 @@ def flash_attn_varlen_qkvpacked_func(
     q, k, v = _unpacked("qkv", qkv, 3, 4)
     attend = functools.partial(flash_attn_varlen_func, q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return _called(
-        "flash_attn_varlen_qkvpacked_func", attend, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, recipe,
+        "flash_attn_varlen_qkvpacked_func", attend, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs, recipe,
     )  # fmt: skip
 
 
