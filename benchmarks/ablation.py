@@ -36,10 +36,10 @@ from helion_attn.compiler.kernels import Compiled
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib import softmax_bits, steps
-from helion_attn.kernels.lib.arguments import AttentionArguments
 from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.numerics import takes_bits
 from helion_attn.preprocess.lib.v_layout import position_of_key
+from helion_attn.problem import AttentionProblem, softmax_of
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import PackedTensors
 from helion_attn.workloads import Workload
@@ -225,17 +225,13 @@ def launch(
 ) -> None:
     """The kernel on [B, H, M, D], as many keys as queries."""
     M, D = out.shape[2:]
-    arguments = AttentionArguments(
+    arguments = AttentionProblem(
         packed=packed,
-        sinks=None,
         m_len=M,
         n_len=M,
         d=D,
         d_v=D,
-        left=-1,
-        right=-1,
-        sm_scale=sm_scale,
-        softcap=None,
+        softmax=softmax_of(D, False, None, sm_scale, None, None),
         bshd=False,
         out_dtype=out.dtype,
         recipe=recipe,

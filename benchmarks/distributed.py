@@ -47,7 +47,7 @@ from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import buffer_for, section
 from helion_attn.distributed.call import rank_steps
 from helion_attn.distributed.cut import Cut, cut_of
-from helion_attn.kernels.lib.arguments import GatheredArguments, GatheredParts
+from helion_attn.problem import GatheredParts, GatheredProblem, softmax_of
 from helion_attn.testing import relative_error
 from helion_attn.types import Balance, QuantizedQKV, Strategy
 from helion_attn.workloads import Workload
@@ -145,7 +145,7 @@ def gathered_call(
         mirrored=zigzag,
         **rank_steps(b),
     )
-    arguments = GatheredArguments(
+    arguments = GatheredProblem(
         q8=qkv.q8,
         q_descale=qkv.q_descale,
         lse_shift=qkv.lse_shift,
@@ -153,7 +153,6 @@ def gathered_call(
         k_descale=qkv.k_descale.view(-1),
         v_descale=qkv.v_descale,
         v_mean=qkv.v_mean,
-        sinks=None,
         out=out,
         lse=lse,
         row_bounds=None,
@@ -163,10 +162,7 @@ def gathered_call(
         n_len=qkv.N,
         d=qkv.D,
         d_v=qkv.D_v,
-        left=-1,
-        right=0 if causal else -1,
-        sm_scale=qkv.D**-0.5,
-        softcap=None,
+        softmax=softmax_of(qkv.D, causal, None, None, None, None),
         bshd=False,
         recipe=qkv.recipe,
     )

@@ -31,7 +31,7 @@ from helion_attn import configs
 from helion_attn.kernels.lib.rope import rope_tables as kernel_tables
 from helion_attn.kernels.lib.strided import strided_qkv
 from helion_attn.preprocess import pack, sample
-from helion_attn.preprocess.lib.arguments import rope_arguments
+from helion_attn.problem import rope_arguments
 from helion_attn.testing import make_qkv
 from helion_attn.validate.dense import MIN_D
 from helion_attn.workloads import Workload

@@ -25,6 +25,7 @@ from benchmarks.lib.recipes import PRESETS
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, error_text, mask, number, rows_of, values_of
 from helion_attn.ops import varlen
+from helion_attn.problem import VarlenProblem
 from helion_attn.testing import error_budget, make_qkv, relative_error
 from helion_attn.varlen import varlen_problem
 from helion_attn.workloads import BENCH_HIDDEN, Workload
@@ -77,7 +78,7 @@ def expected(
     return oracle, model
 
 
-def attend(problem: varlen.VarlenArguments, packed: varlen.PackedVarlen) -> Tensor:
+def attend(problem: VarlenProblem, packed: varlen.PackedVarlen) -> Tensor:
     """The output of packed sequences."""
     return varlen.attend(problem, packed)[0]
 

@@ -10,12 +10,13 @@ from typing_extensions import Unpack
 
 from helion_attn import ops, plans
 from helion_attn.configs import packing
-from helion_attn.kernels.lib.arguments import AttentionArguments
-from helion_attn.ops.dense import DenseArguments
-from helion_attn.preprocess.lib.arguments import (
-    PackArguments,
-    QuantizeArguments,
+from helion_attn.problem import (
+    AttentionProblem,
+    DenseProblem,
+    PackProblem,
+    QuantizeProblem,
     rope_arguments,
+    softmax_of,
 )
 from helion_attn.types import (
     BALANCED,
@@ -76,10 +77,10 @@ def quantize(
 
     chosen = as_recipe(recipe)
 
-    def problem() -> tuple[Any, QuantizeArguments]:
+    def problem() -> tuple[Any, QuantizeProblem]:
         check_quantize(q, k, v, chosen, layout, rope)
         of_heads = heads_first(q, k, v, layout)
-        return ops.quantize_qkv, QuantizeArguments(
+        return ops.quantize_qkv, QuantizeProblem(
             *of_heads,
             rope=rope_arguments(rope),
             packing=packing(q.size(3), v.size(3), chosen.bits),
@@ -130,11 +131,6 @@ def rope_tensors(rope: Rope | None) -> tuple[Any, ...]:
 def interleaved(rope: Rope | None) -> bool | None:
     """What `rope` has besides tensors."""
     return rope.interleaved if isinstance(rope, Rope) else None
-
-
-def sees_shift(softcap: float | None, sinks: torch.Tensor | None, return_lse: bool) -> bool:
-    """Whether a call sees what `smooth_k` takes from all scores of a row: the softmax of the keys alone does not."""
-    return return_lse or softcap is not None or sinks is not None
 
 
 @named
@@ -188,7 +184,7 @@ def pack_unread(
     q, k, v = heads_first(q, k, v, layout)
     (B, H, M, D), (H_kv, N), D_v = q.shape, k.shape[1:3], v.size(3)
     tile = packing(D, D_v)
-    q8, k8, v8 = ops.pack_qkv(PackArguments(q=q, k=k, v=v, packing=tile))
+    q8, k8, v8 = ops.pack_qkv(PackProblem(q=q, k=k, v=v, packing=tile))
 
     rows = q_scale.new_ones(B, H, q8.size(1) * tile.bm)
     if q_scale.dim() == 2 and q_scale.size(1) != H:
@@ -224,12 +220,6 @@ def pack_unread(
     )
 
 
-def edges(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
-    """`(left, right)` as the ops take them: causal is a right edge of 0."""
-    left, right = (-1, -1) if window is None else window
-    return left, 0 if causal else right
-
-
 def fp32_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
     """Sinks as the ops take them; what is none is checked later."""
     return sinks.float().contiguous() if isinstance(sinks, torch.Tensor) else sinks
@@ -254,7 +244,7 @@ def quantized_problem(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
-) -> AttentionArguments:
+) -> AttentionProblem:
     """The arguments of `attention_quantized`, checked, as its operation takes them."""
     check_head_dim("D is", qkv.D)
     check_head_dim("D_v is", qkv.D_v)
@@ -262,18 +252,13 @@ def quantized_problem(
     check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
     check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
     check_splits(num_splits, qkv.N, qkv.D, qkv.D_v, qkv.recipe)
-    left, right = edges(causal, window)
-    return AttentionArguments(
+    return AttentionProblem(
         packed=qkv,
-        sinks=fp32_sinks(sinks),
         m_len=qkv.M,
         n_len=qkv.N,
         d=qkv.D,
         d_v=qkv.D_v,
-        left=left,
-        right=right,
-        sm_scale=float(qkv.D**-0.5 if sm_scale is None else sm_scale),
-        softcap=None if softcap is None else float(softcap),
+        softmax=softmax_of(qkv.D, causal, window, sm_scale, softcap, sinks),
         bshd=qkv.layout == "bshd",
         out_dtype=qkv.dtype if out_dtype is None else out_dtype,
         recipe=qkv.recipe,
@@ -322,7 +307,7 @@ def attention_quantized(
     if not isinstance(qkv, QuantizedQKV):
         raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
 
-    def problem() -> tuple[Any, AttentionArguments]:
+    def problem() -> tuple[Any, AttentionProblem]:
         return ops.attention, quantized_problem(qkv, return_lse=return_lse, **options)
 
     (*_, sinks), known = parted(options)
@@ -347,29 +332,25 @@ def dense_problem(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
-) -> DenseArguments:
+) -> DenseProblem:
     """The arguments of `attention`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
     check_quantize(q, k, v, recipe, layout, rope)
     H = q.size(1 if layout == "bhsd" else 2)
     check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
     check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
-    left, right = edges(causal, window)
+    softmax = softmax_of(q.size(3), causal, window, sm_scale, softcap, sinks)
     of_heads = heads_first(q, k, v, layout)
-    return DenseArguments(
+    return DenseProblem(
         *of_heads,
         rope=rope_arguments(rope),
         packing=packing(q.size(3), v.size(3), recipe.bits),
-        sinks=fp32_sinks(sinks),
-        left=left,
-        right=right,
-        sm_scale=float(q.size(3) ** -0.5 if sm_scale is None else sm_scale),
-        softcap=None if softcap is None else float(softcap),
+        softmax=softmax,
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         recipe=recipe,
         num_splits=num_splits,
-        shift_lse=sees_shift(softcap, sinks, return_lse),
+        shift_lse=softmax.sees_shift(return_lse),
     )
 
 
@@ -440,7 +421,7 @@ def attention(
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
 
-    def problem() -> tuple[Any, DenseArguments]:
+    def problem() -> tuple[Any, DenseProblem]:
         return ops.attention_dense, dense_problem(q, k, v, return_lse=return_lse, **options)
 
     more, known = parted(options)

@@ -13,7 +13,8 @@ from helion_attn.api import attention, dense_problem
 from helion_attn.configs import SUPPORTED_D
 from helion_attn.explain import HOPPER_MULTIPROCESSORS
 from helion_attn.ops.attention import choose
-from helion_attn.ops.dense import DenseArguments
+from helion_attn.ops.dense import shape_of_dense
+from helion_attn.problem import DenseProblem
 from helion_attn.reference.rope import apply_rope
 from helion_attn.reference.shapes import hide_keys_of_rows, to_bhsd
 from helion_attn.types import BF16, PRESETS, CallOptions, Recipe, preset_name
@@ -106,7 +107,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[C
     for name, options["recipe"] in {asked: recipe, **recipes}.items():
         out = attention(q, k, v, **options)
         errors[name] = _error(sample.rows_of(to_bhsd(out, layout)), reference)
-    sums_in_fp32 = recipe.is_two_level(choose(problem.shape(), HOPPER_MULTIPROCESSORS).tile.two_level)
+    sums_in_fp32 = recipe.is_two_level(choose(shape_of_dense(problem), HOPPER_MULTIPROCESSORS).tile.two_level)
     findings = (*_findings(sample, recipe, sums_in_fp32), *_better(asked, errors))
     return Check(asked, errors, _error(rounded, reference), reference.size(0) * reference.size(1), findings)
 
@@ -114,10 +115,9 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[C
 class _Sample:
     """Some rows of some heads, and the keys that they see."""
 
-    def __init__(self, problem: DenseArguments) -> None:
+    def __init__(self, problem: DenseProblem) -> None:
         self.q, self.k, self.v, self.rope = problem.q, problem.k, problem.v, problem.rope
-        self.window = problem.left, problem.right
-        self.softcap, self.sinks, self.sm_scale = problem.softcap, problem.sinks, problem.sm_scale
+        self.softmax = problem.softmax
         (B, H, self.M, self.D), self.N = self.q.shape, self.k.size(2)
         every = max(1, B * H // HEADS)
         # (batch, query head, KV head)
@@ -191,8 +191,8 @@ class _OnlineSoftmax:
         heads, rows = self.q.shape[:2]
         # [heads, rows, 1]. A sink is one more score, which has no value.
         self.m = self.q.new_full((heads, rows, 1), float("-inf"))
-        if sample.sinks is not None:
-            self.m = self.m.copy_(torch.stack([sample.sinks[h] for _b, h, _kv in sample.heads])[:, None, None])
+        if sample.softmax.sinks is not None:
+            self.m = self.m.copy_(torch.stack([sample.softmax.sinks[h] for _b, h, _kv in sample.heads])[:, None, None])
         self.l = (self.m > float("-inf")).double()
         # [heads, rows, D_v]
         self.acc = self.q.new_zeros(heads, rows, sample.v.size(3))
@@ -204,10 +204,10 @@ class _OnlineSoftmax:
         """Attend to the keys from `first` on, too: [heads, keys, D] and [heads, keys, D_v]."""
         of = self.sample
         # [heads, rows, keys]
-        s = self.q @ self._rounded(k).mT * of.sm_scale
-        if of.softcap is not None:
-            s = of.softcap * torch.tanh(s / of.softcap)
-        s = hide_keys_of_rows(s, of.rows, first, of.M, of.N, False, of.window)
+        s = self.q @ self._rounded(k).mT * of.softmax.sm_scale
+        if of.softmax.softcap is not None:
+            s = of.softmax.softcap * torch.tanh(s / of.softmax.softcap)
+        s = hide_keys_of_rows(s, of.rows, first, of.M, of.N, False, (of.softmax.left, of.softmax.right))
         m = torch.maximum(self.m, s.amax(2, keepdim=True))
         shift = torch.where(m == float("-inf"), 0.0, m)
         p, alpha = torch.exp(s - shift), torch.exp(self.m - shift)

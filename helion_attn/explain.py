@@ -15,6 +15,7 @@ from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LargeTileConfig, TileConfig, scheduling
 from helion_attn.ops.attention import Choice, Shape
+from helion_attn.ops.dense import shape_of_dense
 from helion_attn.plans import Plan
 from helion_attn.types import CallOptions, Rope
 from helion_attn.validate.dense import check_no_grad
@@ -104,7 +105,7 @@ def explain(
         properties = torch.cuda.get_device_properties(q.device)
         device, count = properties.name, properties.multi_processor_count
     made = ops.attention_dense.plan(problem, count)
-    choice, shape = made.facts["choice"], problem.shape()
+    choice, shape = made.facts["choice"], shape_of_dense(problem)
     names = tuple(launch.kernel.name for launch in made.launches)
     name = "fp8_attn_fwd_large_d" if isinstance(choice.tile, LargeTileConfig) else "fp8_attn_fwd"
     kernel = None
@@ -216,7 +217,7 @@ def _programs(a: Shape, choice: Choice) -> tuple[int, int]:
 
 
 def _heads_at_once(a: Shape, choice: Choice, sm_count: int) -> int:
-    if not a.rows_differ or choice.splits > 1:
+    if not a.softmax.rows_differ or choice.splits > 1:
         return 1
     return scheduling.head_group(*_programs(a, choice), sm_count, choice.tile.ctas_per_sm)
 
@@ -261,8 +262,8 @@ def _why_splits(a: Shape, choice: Choice, sm_count: int) -> str:
     of_all = f"{programs} programs for the {places} that the GPU holds at once"
     if choice.splits > 1:
         return f"keys are split: {of_all} leave a part of it idle"
-    seen = scheduling.visible_key_blocks(a.blocks[1], a.left, a.right, tile.bm, tile.bn)
-    seen = min(seen, scheduling.mean_key_blocks(a.blocks[1], a.m_len, a.right, tile.bn))
+    seen = scheduling.visible_key_blocks(a.blocks[1], a.softmax.left, a.softmax.right, tile.bm, tile.bn)
+    seen = min(seen, scheduling.mean_key_blocks(a.blocks[1], a.m_len, a.softmax.right, tile.bn))
     if seen < (fewest := scheduling.MIN_RUNS * scheduling.MIN_RUN_BLOCKS):
         return f"keys are not split: a program sees {seen} blocks of them, and merging pays from {fewest} on"
     return f"keys are not split: there are {of_all}, and runs would not be {scheduling.SPLIT_GAIN} times as fast"

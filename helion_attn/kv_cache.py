@@ -13,10 +13,9 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops, plans
-from helion_attn.api import edges, fp32_sinks, interleaved, parted, rope_tensors
+from helion_attn.api import interleaved, parted, rope_tensors
 from helion_attn.configs import page_packing
-from helion_attn.kernels.lib.arguments import DecodeArguments
-from helion_attn.preprocess.lib.arguments import AppendArguments, rope_arguments
+from helion_attn.problem import AppendProblem, DecodeProblem, rope_arguments, softmax_of
 from helion_attn.types import CacheOptions, Layout, PagedKVCache, Rope
 from helion_attn.validate.dense import check_count
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
@@ -108,10 +107,10 @@ def append_kvcache(
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
 
-    def problem() -> tuple[Any, AppendArguments]:
+    def problem() -> tuple[Any, AppendProblem]:
         check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope)
         swapped = layout == "bshd"
-        return ops.append_kv, AppendArguments(
+        return ops.append_kv, AppendProblem(
             k=k.transpose(1, 2) if swapped else k,
             v=v.transpose(1, 2) if swapped else v,
             cache=cache,
@@ -140,7 +139,7 @@ def decode_problem(
     num_splits: int | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
-) -> DecodeArguments:
+) -> DecodeProblem:
     """The arguments of `attention_kvcache`, checked, as its operation takes them."""
     check_kvcache_attention(
         q, cache, block_table, cache_seqlens, layout, causal, sm_scale, window, softcap, sinks, return_lse,
@@ -148,18 +147,13 @@ def decode_problem(
     )  # fmt: skip
     if debugging():  # not in a check that flash-attn's function makes before it appends
         check_appended(q, cache, block_table, cache_seqlens, layout)
-    left, right = edges(causal, window)
-    return DecodeArguments(
+    return DecodeProblem(
         q=q.transpose(1, 2) if layout == "bshd" else q,
         cache=cache,
         block_table=block_table,
         cache_seqlens=cache_seqlens,
-        sinks=fp32_sinks(sinks),
         splits=num_splits,
-        left=left,
-        right=right,
-        sm_scale=float(cache.D**-0.5 if sm_scale is None else sm_scale),
-        softcap=None if softcap is None else float(softcap),
+        softmax=softmax_of(cache.D, causal, window, sm_scale, softcap, sinks),
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
     )
@@ -243,7 +237,7 @@ def attention_kvcache(
         RuntimeError: q requires grad, in grad mode, or has a tangent.
     """
 
-    def problem() -> tuple[Any, DecodeArguments]:
+    def problem() -> tuple[Any, DecodeProblem]:
         return ops.decode, decode_problem(q, cache, block_table, cache_seqlens, return_lse=return_lse, **options)
 
     (*_, sinks), known = parted(options)

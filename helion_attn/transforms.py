@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from helion_attn import ops
-from helion_attn.kernels.lib.arguments import NO_ROPE_ARGUMENTS, RopeArguments
 from helion_attn.preprocess.lib import hadamard as preprocess_hadamard
-from helion_attn.preprocess.lib.arguments import TransformArguments, rope_arguments
+from helion_attn.problem import NO_ROPE_ARGUMENTS, RopeArguments, TransformProblem, rope_arguments
 from helion_attn.types import Layout, Rope
 from helion_attn.validate.dense import check_even, check_rope_of, check_seed, check_x
 from helion_attn.validate.names import named
@@ -51,7 +50,7 @@ def _transform(
     reflect: bool = False,
     bshd: bool = False,
 ) -> torch.Tensor:
-    arguments = TransformArguments(x=x, rope=rope, hadamard_seed=hadamard_seed, reflect=reflect, bshd=bshd)
+    arguments = TransformProblem(x=x, rope=rope, hadamard_seed=hadamard_seed, reflect=reflect, bshd=bshd)
     out: torch.Tensor = ops.transform_rows(arguments)
     return out
 

@@ -8,9 +8,9 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops, plans
-from helion_attn.api import edges, fp32_sinks, parted, sees_shift
+from helion_attn.api import parted
 from helion_attn.configs import varlen_packing
-from helion_attn.ops.varlen import VarlenArguments
+from helion_attn.problem import VarlenProblem, softmax_of
 from helion_attn.types import BALANCED, Recipe, RecipeName, VarlenOptions, as_recipe
 from helion_attn.validate.dense import check_options, check_recipe
 from helion_attn.validate.names import named, options_of
@@ -32,28 +32,24 @@ def varlen_problem(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
-) -> VarlenArguments:
+) -> VarlenProblem:
     """The arguments of `attention_varlen`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_recipe(recipe, q.size(2), v.size(2))
     check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
-    left, right = edges(causal, window)
-    return VarlenArguments(
+    softmax = softmax_of(q.size(2), causal, window, sm_scale, softcap, sinks)
+    return VarlenProblem(
         q=q,
         k=k,
         v=v,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        sinks=fp32_sinks(sinks),
         packing=varlen_packing(q.size(2), v.size(2), recipe.bits),
-        left=left,
-        right=right,
-        sm_scale=float(q.size(2) ** -0.5 if sm_scale is None else sm_scale),
-        softcap=None if softcap is None else float(softcap),
+        softmax=softmax,
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         recipe=recipe,
-        shift_lse=sees_shift(softcap, sinks, return_lse),
+        shift_lse=softmax.sees_shift(return_lse),
     )
 
 
@@ -137,7 +133,7 @@ def attention_varlen(
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
     """
 
-    def problem() -> tuple[Any, VarlenArguments]:
+    def problem() -> tuple[Any, VarlenProblem]:
         given = q, k, v, cu_seqlens_q, cu_seqlens_k
         return ops.attention_varlen, varlen_problem(*given, return_lse=return_lse, **options)
 

@@ -24,10 +24,9 @@ from helion_attn.configs import packing
 from helion_attn.distributed import collectives, header
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.header import HEADER_BYTES, Header, decode
-from helion_attn.kernels.lib.arguments import NO_ROPE_ARGUMENTS, magic, parts_are_told_apart
 from helion_attn.numerics import SAMPLED_KEYS
 from helion_attn.preprocess import shared
-from helion_attn.preprocess.lib.arguments import DescribePartArguments
+from helion_attn.problem import NO_ROPE_ARGUMENTS, DescribePartProblem, magic, parts_are_told_apart
 from helion_attn.testing import make_qkv, relative_error
 from helion_attn.types import Balance, Strategy
 from helion_attn.validate.distributed import check_places
@@ -444,7 +443,7 @@ def test_ranks_know_entries_of_v_that_the_sample_missed(scales: str, device: str
     told = torch.stack(
         [
             shared.describe(
-                DescribePartArguments(q, own_k, own_v, NO_ROPE_ARGUMENTS, tile, recipe, SAMPLED_KEYS // 2, *sample)
+                DescribePartProblem(q, own_k, own_v, NO_ROPE_ARGUMENTS, tile, recipe, SAMPLED_KEYS // 2, *sample)
             )
             for own_k, own_v, sample in zip(*parts, samples, strict=True)
         ]

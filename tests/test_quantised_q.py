@@ -13,10 +13,9 @@ import helion_attn as ha
 from helion_attn.compiler.passes import early_copies, rows_ahead, shared_q
 from helion_attn.compiler.passes.ttgir import FENCE
 from helion_attn.configs import tile_config
-from helion_attn.kernels.lib.arguments import NO_ROPE_ARGUMENTS
 from helion_attn.ops import dense
 from helion_attn.ops.attention import Choice
-from helion_attn.preprocess.lib.arguments import rope_arguments
+from helion_attn.problem import NO_ROPE_ARGUMENTS, rope_arguments
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, error_budget, fake_cuda, make_qkv, relative_error
 from helpers.offline import assert_sound, fake_qkv, launching
 from helpers.shared import shared

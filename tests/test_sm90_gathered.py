@@ -13,8 +13,8 @@ import helion_attn as ha
 from helion_attn.compiler.passes.ttgir import COPY, EXPECT, VALUE, find, taken_out
 from helion_attn.configs import attention_tile_config, varlen_packing
 from helion_attn.kernels import attention
-from helion_attn.kernels.lib.arguments import AttentionArguments, GatheredParts, magic
 from helion_attn.kernels.lib.masks import Bounds
+from helion_attn.problem import AttentionProblem, GatheredParts, magic, softmax_of
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import PackedTensors
 from helpers import offline
@@ -51,10 +51,8 @@ def compile_parts(
             lse_shift=None,
         )
         M, N = M_BLOCKS * p.bm, N_BLOCKS * p.bn
-        right = 0 if causal else -1
-        a = AttentionArguments(
-            tensors, None, M, N, D, D, left, right, D**-0.5, None, False, torch.bfloat16, recipe, None
-        )
+        softmax = softmax_of(D, causal, (left, -1), None, None, None)
+        a = AttentionProblem(tensors, M, N, D, D, softmax, False, torch.bfloat16, recipe, None)
         part = N_BLOCKS // RANKS
         step = H_KV * part + 1
         parts = GatheredParts(

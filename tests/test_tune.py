@@ -121,7 +121,7 @@ def test_candidates_have_workloads_small_and_large() -> None:
 def test_8_bit_scores_take_the_path_of_real_ones(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     scales = []
     module = attention if isinstance(tile, TileConfig) else attention_large_d
-    monkeypatch.setattr(module, "launch", lambda tile, arguments, out, lse: scales.append(arguments.sm_scale))
+    monkeypatch.setattr(module, "launch", lambda tile, arguments, out, lse: scales.append(arguments.softmax.sm_scale))
     w = workloads(tile)[0]
     trial._launch(tile, w, [fake_cuda(*shape, dtype=dtype) for shape, dtype in trial._packed(tile, w)])
     dtype = recipe_of(tile).qk_dtype

@@ -11,7 +11,7 @@ import torch
 from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import buffer_for, mean_of_all, write_keys
 from helion_attn.distributed.call import Call, Part, attend, empty_outputs
-from helion_attn.kernels.lib.arguments import GatheredParts
+from helion_attn.problem import GatheredParts
 from helion_attn.types import PackedTensors
 
 
@@ -32,5 +32,5 @@ def run(
         bounds,
     )
     out, lse = empty_outputs(call, packed.q_descale, call.H, call.M, call.bshd)
-    attend(call, packed, part, out, lse, call.bshd, call.sinks)
+    attend(call, packed, part, out, lse, call.bshd, call.softmax.sinks)
     return out, lse

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from helion_attn.api import edges, fp32_sinks, sees_shift
 from helion_attn.configs import varlen_packing
 from helion_attn.distributed import allgather, collectives, ring, ulysses
 from helion_attn.distributed.call import Call
@@ -18,6 +17,7 @@ from helion_attn.distributed.collectives import Group
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.packed import bounds_of_rows
 from helion_attn.distributed.prepare import all_lengths, quantized_part, recipe_text
+from helion_attn.problem import softmax_of
 from helion_attn.types import (
     BALANCED,
     Balance,
@@ -241,7 +241,7 @@ def attention(
         ulysses.check_heads(H, H_kv, pg.size())
     if strategy == "ring" and torch.compiler.is_compiling():
         raise NotImplementedError("strategy is 'ring'; torch.compile traces 'allgather' and 'ulysses'")
-    left, right = edges(causal, window)
+    softmax = softmax_of(D, causal, window, sm_scale, softcap, sinks)
     call = Call(
         group=pg,
         q_cut=q_cut,
@@ -253,18 +253,14 @@ def attention(
         D_v=D_v,
         packing=varlen_packing(D, D_v, chosen.bits),
         recipe=chosen,
-        left=left,
-        right=right,
-        sm_scale=float(D**-0.5 if sm_scale is None else sm_scale),
-        softcap=None if softcap is None else float(softcap),
-        sinks=fp32_sinks(sinks),
+        softmax=softmax,
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         return_lse=return_lse,
         all_keys=k_cut.total,
     )
     call.check_places(1 if strategy == "ring" else pg.size())
-    packed = quantized_part(call, q, k, v, rope, sees_shift(softcap, sinks, return_lse))
+    packed = quantized_part(call, q, k, v, rope, call.softmax.sees_shift(return_lse))
     out, lse = STRATEGIES[strategy](call, packed)
     return (out, lse) if return_lse else out
 
@@ -364,11 +360,7 @@ def attention_varlen(
         D_v=D_v,
         packing=varlen_packing(D, D_v, chosen.bits),
         recipe=chosen,
-        left=-1,
-        right=-1,
-        sm_scale=float(D**-0.5 if sm_scale is None else sm_scale),
-        softcap=None if softcap is None else float(softcap),
-        sinks=fp32_sinks(sinks),
+        softmax=softmax_of(D, False, None, sm_scale, softcap, sinks),
         bshd=True,
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         return_lse=return_lse,
@@ -377,7 +369,7 @@ def attention_varlen(
     call.check_places(pg.size())
     row_bounds, block_bounds, known = bounds_of_rows(call, cu_seqlens_q, cu_seqlens_k, causal)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    packed = quantized_part(call, q, k, v, None, sees_shift(softcap, sinks, return_lse))
+    packed = quantized_part(call, q, k, v, None, call.softmax.sees_shift(return_lse))
     out, lse = allgather.run(call, packed, (row_bounds, block_bounds))
     nan = float("nan")
     out = torch.where(known[:, None, None], out[0], torch.full_like(out[0], nan))

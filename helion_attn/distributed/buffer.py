@@ -16,8 +16,8 @@ import torch
 
 from helion_attn.configs import Packing
 from helion_attn.distributed.cut import Cut
-from helion_attn.kernels.lib.arguments import GatheredParts
 from helion_attn.preprocess.pack import recentres
+from helion_attn.problem import GatheredParts
 from helion_attn.types import PackedTensors, Recipe
 
 #: Bytes that a section begins at a multiple of.

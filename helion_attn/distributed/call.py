@@ -12,7 +12,7 @@ from helion_attn import ops
 from helion_attn.configs import Packing
 from helion_attn.distributed.buffer import Buffer, descales_in_order
 from helion_attn.distributed.cut import Cut
-from helion_attn.kernels.lib.arguments import GatheredArguments, GatheredParts
+from helion_attn.problem import GatheredParts, GatheredProblem, Softmax
 from helion_attn.types import PackedTensors, Recipe
 from helion_attn.validate.distributed import check_places
 
@@ -27,7 +27,7 @@ class Call:
         k_cut: which keys.
         B: and H, H_kv, D, D_v: sizes.
         packing: block sizes and padding.
-        recipe: and the rest, as in `AttentionArguments`.
+        recipe: and the rest, as in `AttentionProblem`.
         return_lse: whether somebody sees `lse`.
         all_keys: that V's mean is corrected for, if they are many: of all ranks; 0 if rows do not see the same.
     """
@@ -42,11 +42,7 @@ class Call:
     D_v: int
     packing: Packing
     recipe: Recipe
-    left: int
-    right: int
-    sm_scale: float
-    softcap: float | None
-    sinks: torch.Tensor | None
+    softmax: Softmax
     bshd: bool
     out_dtype: torch.dtype
     return_lse: bool
@@ -120,7 +116,7 @@ class Part(NamedTuple):
         parts: where keys and rows lie.
         n_len: the position where keys end.
         v_mean: [B, H_kv, D_v_pad], what V's dequantised entries are added to.
-        bounds: of rows and of blocks, as `GatheredArguments` has them, or None.
+        bounds: of rows and of blocks, as `GatheredProblem` has them, or None.
     """
 
     rows: torch.Tensor
@@ -140,9 +136,9 @@ def attend(
     bshd: bool,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Write what the rows of `packed` get of a part's keys into `out` and `lse`, as `GatheredArguments` has them."""
+    """Write what the rows of `packed` get of a part's keys into `out` and `lse`, as `GatheredProblem` has them."""
     ops.attention_gathered(
-        GatheredArguments(
+        GatheredProblem(
             q8=packed.q8,
             q_descale=packed.q_descale,
             lse_shift=packed.lse_shift,
@@ -150,7 +146,6 @@ def attend(
             k_descale=descales_in_order(part.rows, part.buffer, part.parts, call.recipe),
             v_descale=packed.v_descale,
             v_mean=part.v_mean,
-            sinks=sinks,
             out=out,
             lse=lse,
             row_bounds=None if part.bounds is None else part.bounds[0],
@@ -160,10 +155,7 @@ def attend(
             n_len=part.n_len,
             d=call.D,
             d_v=call.D_v,
-            left=call.left,
-            right=call.right,
-            sm_scale=call.sm_scale,
-            softcap=call.softcap,
+            softmax=call.softmax._replace(sinks=sinks),
             bshd=bshd,
             recipe=call.recipe,
         )

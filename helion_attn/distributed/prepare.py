@@ -16,7 +16,7 @@ from helion_attn.distributed.call import Call
 from helion_attn.distributed.cut import Cut
 from helion_attn.numerics import SAMPLED_KEYS
 from helion_attn.preprocess import shared
-from helion_attn.preprocess.lib.arguments import DescribePartArguments, QuantizePartArguments, rope_arguments
+from helion_attn.problem import DescribePartProblem, QuantizePartProblem, rope_arguments
 from helion_attn.types import PackedTensors, Recipe, Rope, packed_fields
 
 
@@ -90,7 +90,7 @@ def quantized_part(
     samples = [call.k_cut.sample(rank, SAMPLED_KEYS) for rank in range(call.k_cut.ranks)]
     most = max(sample.size for sample in samples)
     told = ops.describe_part(
-        DescribePartArguments(q, k, v, rotation, call.packing, call.recipe, most, *samples[call.rank])
+        DescribePartProblem(q, k, v, rotation, call.packing, call.recipe, most, *samples[call.rank])
     )
     largest = told
     if told.numel():
@@ -98,7 +98,7 @@ def quantized_part(
         largest = shared.v_largest(told, call.D, call.D_v)
         told = torch.cat([told[rank, : sample.size] for rank, sample in enumerate(samples)])
     tensors = ops.quantize_part(
-        QuantizePartArguments(
+        QuantizePartProblem(
             q=q,
             k=k,
             v=v,

@@ -17,7 +17,7 @@ from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import Buffer, buffer_for, mean_of_all, write_keys
 from helion_attn.distributed.call import Call, Part, attend, empty_outputs, rank_steps
 from helion_attn.distributed.cut import Cut
-from helion_attn.kernels.lib.arguments import GatheredParts, MergeArguments
+from helion_attn.problem import GatheredParts, MergeProblem
 from helion_attn.types import PackedTensors
 
 
@@ -27,8 +27,8 @@ def sees(call: Call, source: int) -> bool:
         first = rows.begin + call.more_keys
         last = first + rows.size - 1
         for keys in call.k_cut.runs(source):
-            before_right = call.right < 0 or keys.begin <= last + call.right
-            after_left = call.left < 0 or keys.begin + keys.size - 1 >= first - call.left
+            before_right = call.softmax.right < 0 or keys.begin <= last + call.softmax.right
+            after_left = call.softmax.left < 0 or keys.begin + keys.size - 1 >= first - call.softmax.left
             if before_right and after_left:
                 return True
     return False
@@ -85,7 +85,7 @@ def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:
         if source in seen:
             part = part_of(call, source, held, packed.v_mean)
             if len(seen) == 1:
-                attend(call, packed, part, out, lse, call.bshd, call.sinks)
+                attend(call, packed, part, out, lse, call.bshd, call.softmax.sinks)
             else:
                 slot = min(i, 1)
                 attend(call, packed, part, both[slot], both_lse[slot], False, None)
@@ -103,8 +103,8 @@ def merged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two results merged: into the first of two that it returns, or into `out` and `lse` if it is the last."""
     if last:
-        ops.merge_parts(MergeArguments(both, both_lse, call.sinks, out, lse, call.bshd))
+        ops.merge_parts(MergeProblem(both, both_lse, call.softmax.sinks, out, lse, call.bshd))
         return both, both_lse
     following, following_lse = torch.empty_like(both), torch.empty_like(both_lse)
-    ops.merge_parts(MergeArguments(both, both_lse, None, following[0], following_lse[0], False))
+    ops.merge_parts(MergeProblem(both, both_lse, None, following[0], following_lse[0], False))
     return following, following_lse

@@ -15,7 +15,7 @@ from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import Buffer, aligned, as_bytes, buffer_for, mean_of_all, section
 from helion_attn.distributed.call import Call, Part, attend, empty_outputs
 from helion_attn.distributed.cut import Cut
-from helion_attn.kernels.lib.arguments import GatheredParts
+from helion_attn.problem import GatheredParts
 from helion_attn.types import PackedTensors
 
 
@@ -167,8 +167,8 @@ def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:
     )
     part = Part(rows, b, parts, call.k_cut.total, mean_of_all(rows, b, call.k_cut, mine.v_mean))
     sinks = None
-    if call.sinks is not None:
-        sinks = call.sinks[call.rank * s.heads : (call.rank + 1) * s.heads].contiguous()
+    if call.softmax.sinks is not None:
+        sinks = call.softmax.sinks[call.rank * s.heads : (call.rank + 1) * s.heads].contiguous()
     out, lse = empty_outputs(call, mine.q_descale, s.heads, cut.total, bshd=True)
     attend(call, mine, part, out, lse, True, sinks)
     # [ranks, B, M, heads, D_v]

@@ -55,7 +55,6 @@ from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_co
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, TileConfig, scheduling
-from helion_attn.kernels.lib.arguments import NO_PARTS, AttentionArguments, GatheredParts, magic, score_scales
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.keys import (
     at_edge,
@@ -112,6 +111,7 @@ from helion_attn.numerics import (
     keeps_reference,
     takes_bits,
 )
+from helion_attn.problem import NO_PARTS, AttentionProblem, GatheredParts, magic
 
 
 def fp8_attn_fwd(
@@ -458,7 +458,7 @@ interpreted_kernel = interpreted(fp8_attn_fwd)
 
 def launch(
     tile: TileConfig,
-    a: AttentionArguments,
+    a: AttentionProblem,
     out: torch.Tensor,
     lse: torch.Tensor,
     q_blocks: torch.Tensor | None = None,
@@ -490,21 +490,21 @@ def launch(
     sizes, choices = a.sizes(), a.choices()
     if parts_of_ranks is not None:
         # Positions, and not rows, are what edges are measured in.
-        sizes |= {"left": min(a.left, MAX_POSITION), "right": min(a.right, MAX_POSITION)}
+        sizes |= {"left": min(a.softmax.left, MAX_POSITION), "right": min(a.softmax.right, MAX_POSITION)}
     in_parts = splits > 1
     # Two to it are the rows of a query.
     group_log2 = (sizes["group"] - 1).bit_length() if pack_gqa else 0
     # Parts are BHSD, and without sinks.
     parts = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if in_parts else out
     part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
-    part_sinks = None if in_parts else a.sinks
+    part_sinks = None if in_parts else a.softmax.sinks
     two_level = a.recipe.is_two_level(tile.two_level)
     own_reference = two_level and v8.dtype.itemsize == 1
     p_bits = own_reference and takes_bits(v8.dtype, tile.D_pad)
     half_scores = p_bits and a.recipe.half_scores and not choices["has_softcap"]
     in_halves = two_level and v8.size(2) > MAX_FRESH_D
     head_group = 1
-    if a.rows_differ and not in_parts:
+    if a.softmax.rows_differ and not in_parts:
         places = sm_count(q8), tile.ctas_per_sm
         if q_blocks is not None:
             head_group = scheduling.group_programs(*places)
@@ -562,9 +562,9 @@ def launch(
             "head_group": head_group,
             "parts": parts_at,
             "key_magic": magic(parts_at.key_part_blocks),
-            **score_scales(a.sm_scale, a.softcap),
+            **a.softmax.scales(),
             "spec": spec,
         }
     )
     if in_parts:
-        merge_splits(parts, part_lse, out, lse, a.bshd, a.sinks)
+        merge_splits(parts, part_lse, out, lse, a.bshd, a.softmax.sinks)

@@ -28,7 +28,6 @@ from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_co
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MAX_FRESH_D, LargeTileConfig, largest_power_of_two, scheduling
-from helion_attn.kernels.lib.arguments import AttentionArguments, score_scales
 from helion_attn.kernels.lib.keys import keys_of_head
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.rows import in_order, rows_of_block
@@ -45,6 +44,7 @@ from helion_attn.kernels.lib.steps import (
     v_rows,
 )
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2, NO_KEY
+from helion_attn.problem import AttentionProblem
 
 #: A TMA box has at most 256 elements a dimension.
 MAX_PIECE = 256
@@ -368,7 +368,7 @@ def pieces(x: torch.Tensor, dim: int, widest: int = MAX_PIECE) -> tuple[torch.Te
     return (split, x.narrow(dim, whole, size - whole), True) if whole < size else (split, x, False)
 
 
-def launch(tile: LargeTileConfig, a: AttentionArguments, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch(tile: LargeTileConfig, a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`.
 
     Args:
@@ -386,7 +386,7 @@ def launch(tile: LargeTileConfig, a: AttentionArguments, out: torch.Tensor, lse:
         widest=fresh_channels(tile.v_tile) if two_level else MAX_PIECE,
     )
     head_group = 1
-    if a.rows_differ:
+    if a.softmax.rows_differ:
         places = sm_count(q8), tile.ctas_per_sm
         head_group = scheduling.head_group(q8.size(0), q8.size(1) * v_parts, *places)
     spec = LargeSpec(
@@ -398,7 +398,7 @@ def launch(tile: LargeTileConfig, a: AttentionArguments, out: torch.Tensor, lse:
         max_fused_scale=MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
         p_offset_log2=float(a.recipe.p_offset),
         **a.choices(),
-        has_sinks=a.sinks is not None,
+        has_sinks=a.softmax.sinks is not None,
         two_level=two_level,
         is_cuda=q8.is_cuda,
     )
@@ -417,12 +417,12 @@ def launch(tile: LargeTileConfig, a: AttentionArguments, out: torch.Tensor, lse:
             "v_descale": a.packed.v_descale.view(-1),
             "v_mean": a.packed.v_mean.view(-1),
             "lse_shift": q_descale if lse_shift is None else lse_shift.view(-1),
-            "sinks": q_descale if a.sinks is None else a.sinks,
+            "sinks": q_descale if a.softmax.sinks is None else a.softmax.sinks,
             "out": out.view(-1, out.size(-1)),
             "lse": lse.view(-1),
             **a.sizes(),
             "head_group": head_group,
-            **score_scales(a.sm_scale, a.softcap),
+            **a.softmax.scales(),
             "spec": spec,
         }
     )

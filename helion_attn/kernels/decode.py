@@ -36,7 +36,6 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
-from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.kernels.lib.inline_asm import fma_up, tanh
 from helion_attn.kernels.lib.keys import known_keys, page_of
 from helion_attn.kernels.lib.masks import visible_keys
@@ -45,6 +44,7 @@ from helion_attn.kernels.lib.references import own_references
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY, PAGE_REFERENCE_REACH_LOG2
+from helion_attn.problem import DecodeProblem
 
 #: Pages in flight.
 NUM_STAGES = 3
@@ -244,7 +244,7 @@ def kernel(is_cuda: bool, num_warps: int) -> Runner:
     return compiled(fp8_attn_decode, config)
 
 
-def launch(a: DecodeArguments, rows: int, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch(a: DecodeProblem, rows: int, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`; `rows` are those of a program's tile, and the rest is as in `launch_paged`."""
     v8 = a.cache.v8
     # Eight share what four have no registers for: 256 channels of 32 rows, twice.

@@ -22,7 +22,6 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
-from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.kernels.lib.inline_asm import fma_up, tanh
 from helion_attn.kernels.lib.keys import known_keys, page_of, run_of_key_blocks
 from helion_attn.kernels.lib.masks import visible_keys
@@ -31,6 +30,7 @@ from helion_attn.kernels.lib.references import own_references
 from helion_attn.kernels.lib.scalars import int32, quotient
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY, PAGE_REFERENCE_REACH_LOG2
+from helion_attn.problem import DecodeProblem
 
 
 class PrefillTile(NamedTuple):
@@ -254,7 +254,7 @@ def kernel(is_cuda: bool, tile: PrefillTile) -> Runner:
     return compiled(fp8_attn_prefill, config)
 
 
-def launch(a: DecodeArguments, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch(a: DecodeProblem, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`; the arguments are those of `launch_paged`."""
     v8 = a.cache.v8
     tile = prefill_tile(a.cache.k8.size(3), v8.size(2))

@@ -16,9 +16,9 @@ from helion_attn.configs import (
     scheduling,
     uses_large_d,
 )
-from helion_attn.kernels.lib.arguments import AttentionArguments
 from helion_attn.ops import flops
 from helion_attn.ops.declare import Operation
+from helion_attn.problem import AttentionProblem, Softmax
 from helion_attn.types import Recipe
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     Attributes:
         heads: B * H and B * H_kv.
         blocks: packed blocks of a head's queries, and of its keys.
-        m_len: and the rest, as in `AttentionArguments`.
+        m_len: and the rest, as in `AttentionProblem`.
     """
 
     heads: tuple[int, int]
@@ -59,18 +59,12 @@ class Shape(NamedTuple):
     m_len: int
     d: int
     d_v: int
-    left: int
-    right: int
+    softmax: Softmax
     recipe: Recipe
     num_splits: int | None
 
-    @property
-    def rows_differ(self) -> bool:
-        """Whether the mask leaves some rows many more keys than others; as `AttentionArguments` has it."""
-        return self.right >= 0 and self.left < 0
 
-
-def shape_of(a: AttentionArguments) -> Shape:
+def shape_of(a: AttentionProblem) -> Shape:
     """That of packed tensors."""
     q8, k8 = a.packed.q8, a.packed.k8
     return Shape(
@@ -79,8 +73,7 @@ def shape_of(a: AttentionArguments) -> Shape:
         m_len=a.m_len,
         d=a.d,
         d_v=a.d_v,
-        left=a.left,
-        right=a.right,
+        softmax=a.softmax,
         recipe=a.recipe,
         num_splits=a.num_splits,
     )
@@ -89,28 +82,28 @@ def shape_of(a: AttentionArguments) -> Shape:
 def choose(shape: Shape, sm_count: int) -> Choice:
     """The kernel, tile and split of a call on a GPU of `sm_count` SMs; the interpreter counts as one."""
     load = scheduling.query_blocks_per_sm(shape.heads[0], shape.blocks[0], sm_count)
-    tile = _tile(shape.d, shape.d_v, shape.right >= 0, shape.recipe.bits, load)
+    tile = _tile(shape.d, shape.d_v, shape.softmax.right >= 0, shape.recipe.bits, load)
     if isinstance(tile, LargeTileConfig):
         return Choice(tile, splits=1, pack_gqa=False)
     pack_gqa, splits = scheduling.schedule(
-        tile, shape.heads, shape.blocks, shape.m_len, shape.left, shape.right, sm_count
+        tile, shape.heads, shape.blocks, shape.m_len, shape.softmax.left, shape.softmax.right, sm_count
     )
     return Choice(tile, splits if shape.num_splits is None else shape.num_splits, pack_gqa)
 
 
-def empty_outputs(a: AttentionArguments) -> Outputs:
+def empty_outputs(a: AttentionProblem) -> Outputs:
     """`out` and `lse`."""
     B, H = a.packed.q_descale.shape[:2]
     shape = (B, a.m_len, H, a.d_v) if a.bshd else (B, H, a.m_len, a.d_v)
     return a.packed.q_descale.new_empty(shape, dtype=a.out_dtype), a.packed.q_descale.new_empty((B, H, a.m_len))
 
 
-def _launch(a: AttentionArguments) -> Outputs:
+def _launch(a: AttentionProblem) -> Outputs:
 
     return launch_choice(a, choose(shape_of(a), sm_count(a.packed.q8)))
 
 
-def launch_choice(a: AttentionArguments, choice: Choice) -> Outputs:
+def launch_choice(a: AttentionProblem, choice: Choice) -> Outputs:
     """`out` and `lse` of packed tensors."""
     from helion_attn.kernels import attention, attention_large_d
 
@@ -122,4 +115,4 @@ def launch_choice(a: AttentionArguments, choice: Choice) -> Outputs:
     return out, lse
 
 
-attention = Operation("fp8_attn_fwd", AttentionArguments, 2, _launch, empty_outputs, flops=flops.of_packed)
+attention = Operation("fp8_attn_fwd", AttentionProblem, 2, _launch, empty_outputs, flops=flops.of_packed)

@@ -2,89 +2,31 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from helion_attn.compiler.buffers import note, sm_count
-from helion_attn.configs import LargeTileConfig, Packing
-from helion_attn.kernels.lib.arguments import AttentionArguments, RopeArguments
+from helion_attn.configs import LargeTileConfig
 from helion_attn.kernels.lib.strided import WIDEST_LOAD
 from helion_attn.ops import flops
 from helion_attn.ops.attention import Choice, Outputs, Shape, choose, empty_outputs, launch_choice
 from helion_attn.ops.declare import Operation
-from helion_attn.preprocess.lib.arguments import QuantizeArguments
-from helion_attn.types import PackedTensors, Recipe, packed_fields
+from helion_attn.problem import DenseProblem, RopeArguments
+from helion_attn.types import Recipe
 
 
-class DenseArguments(NamedTuple):
-    """Attention from unquantised tensors.
-
-    Attributes:
-        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
-        k: [B, H_kv, N, D], same dtype.
-        v: [B, H_kv, N, D_v], same dtype.
-        rope: rotates Q and K first.
-        packing: block sizes and padding.
-        sinks: and the rest, as in `AttentionArguments`.
-        shift_lse: whether somebody sees what smooth_k takes from the scores.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    rope: RopeArguments
-    packing: Packing
-    sinks: torch.Tensor | None
-    left: int
-    right: int
-    sm_scale: float
-    softcap: float | None
-    bshd: bool
-    out_dtype: torch.dtype
-    recipe: Recipe
-    num_splits: int | None
-    shift_lse: bool
-
-    def shape(self) -> Shape:
-        """What the choice of a kernel looks at."""
-        (B, H, M, D), (H_kv, N) = self.q.shape, self.k.shape[1:3]
-        return Shape(
-            heads=(B * H, B * H_kv),
-            blocks=(-(-M // self.packing.bm), -(-N // self.packing.bn)),
-            m_len=M,
-            d=D,
-            d_v=self.v.size(3),
-            left=self.left,
-            right=self.right,
-            recipe=self.recipe,
-            num_splits=self.num_splits,
-        )
-
-    def quantizing(self, packs_q: bool) -> QuantizeArguments:
-        """The arguments that pack it."""
-        return QuantizeArguments(
-            self.q, self.k, self.v, self.rope, self.packing, self.recipe, shift_lse=self.shift_lse, packs_q=packs_q
-        )
-
-    def attending(self, tensors: tuple[torch.Tensor, ...]) -> AttentionArguments:
-        """The arguments that attend to packed tensors."""
-        return AttentionArguments(
-            packed=PackedTensors(**packed_fields(tensors, self.recipe, self.shift_lse)),
-            sinks=self.sinks,
-            m_len=self.q.size(2),
-            n_len=self.k.size(2),
-            d=self.q.size(3),
-            d_v=self.v.size(3),
-            left=self.left,
-            right=self.right,
-            sm_scale=self.sm_scale,
-            softcap=self.softcap,
-            bshd=self.bshd,
-            out_dtype=self.out_dtype,
-            recipe=self.recipe,
-            num_splits=self.num_splits,
-        )
+def shape_of_dense(a: DenseProblem) -> Shape:
+    """What the choice of a kernel looks at."""
+    (B, H, M, D), (H_kv, N) = a.q.shape, a.k.shape[1:3]
+    return Shape(
+        heads=(B * H, B * H_kv),
+        blocks=(-(-M // a.packing.bm), -(-N // a.packing.bn)),
+        m_len=M,
+        d=D,
+        d_v=a.v.size(3),
+        softmax=a.softmax,
+        recipe=a.recipe,
+        num_splits=a.num_splits,
+    )
 
 
 #: The largest padded head dim whose attention kernel quantises Q. Its instructions come on top of those that bind the
@@ -115,12 +57,12 @@ def quantises_q(q: torch.Tensor, rope: RopeArguments, recipe: Recipe, choice: Ch
     return wide and last < 2**31
 
 
-def _launch(a: DenseArguments) -> Outputs:
+def _launch(a: DenseProblem) -> Outputs:
     from helion_attn.kernels import attention
     from helion_attn.kernels.lib.query import Query
     from helion_attn.preprocess.quantize import quantize_qkv
 
-    choice = choose(a.shape(), sm_count(a.q))
+    choice = choose(shape_of_dense(a), sm_count(a.q))
     in_kernel = quantises_q(a.q, a.rope, a.recipe, choice)
     note(a.q, "choice", choice)
     note(a.q, "quantises_q", in_kernel)
@@ -132,12 +74,12 @@ def _launch(a: DenseArguments) -> Outputs:
     return out, lse
 
 
-def _fake(a: DenseArguments) -> Outputs:
+def _fake(a: DenseProblem) -> Outputs:
     (B, H, M), D_v = a.q.shape[:3], a.v.size(3)
     shape = (B, M, H, D_v) if a.bshd else (B, H, M, D_v)
     return a.q.new_empty(shape, dtype=a.out_dtype), a.q.new_empty((B, H, M), dtype=torch.float32)
 
 
 attention_dense = Operation(
-    "fp8_attn_dense", DenseArguments, 2, _launch, _fake, flops=lambda a: flops.of_tensors(a.q, a.k, a.v)
+    "fp8_attn_dense", DenseProblem, 2, _launch, _fake, flops=lambda a: flops.of_tensors(a.q, a.k, a.v)
 )

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from helion_attn.kernels.lib.arguments import AttentionArguments, DecodeArguments, GatheredArguments
+from helion_attn.problem import AttentionProblem, DecodeProblem, GatheredProblem
 
 if TYPE_CHECKING:
-    from helion_attn.ops.varlen import VarlenArguments
+    from helion_attn.problem import VarlenProblem
 
 
 def _products(scores: int, D: int, D_v: int) -> int:
@@ -25,7 +25,7 @@ def _has_values(x: torch.Tensor) -> bool:
     return not isinstance(x, FakeTensor) and x.device.type != "meta"
 
 
-def of_packed(a: AttentionArguments) -> int:
+def of_packed(a: AttentionProblem) -> int:
     """Of packed tensors."""
     B, H = a.packed.q_descale.shape[:2]
     return _products(B * H * a.m_len * a.n_len, a.d, a.d_v)
@@ -37,7 +37,7 @@ def of_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     return _products(B * H * M * k.size(2), D, v.size(3))
 
 
-def of_varlen(a: VarlenArguments) -> int:
+def of_varlen(a: VarlenProblem) -> int:
     """Of packed sequences."""
     (M, H, D), N = a.q.shape, a.k.size(0)
     pairs = M * N
@@ -47,13 +47,13 @@ def of_varlen(a: VarlenArguments) -> int:
     return _products(H * pairs, D, a.v.size(2))
 
 
-def of_gathered(a: GatheredArguments) -> int:
+def of_gathered(a: GatheredProblem) -> int:
     """Of a rank's queries and the keys that a launch has."""
     B, H, M = a.lse.shape
     return _products(B * H * M * min(a.n_len, a.parts.key_parts * a.parts.key_part_len), a.d, a.d_v)
 
 
-def of_decode(a: DecodeArguments) -> int:
+def of_decode(a: DecodeProblem) -> int:
     """Of the queries of every sequence, and its keys in the cache."""
     B, H, M, D = a.q.shape
     keys = B * a.block_table.size(1) * a.cache.page_size

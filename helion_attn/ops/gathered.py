@@ -6,33 +6,38 @@ import torch
 
 from helion_attn.compiler.buffers import sm_count
 from helion_attn.configs import attention_tile_config, scheduling, varlen_packing
-from helion_attn.kernels.lib.arguments import AttentionArguments, GatheredArguments, MergeArguments
 from helion_attn.ops import flops
 from helion_attn.ops.declare import Operation
 from helion_attn.ops.quantize import empty_descales, empty_packed
-from helion_attn.preprocess.lib.arguments import DescribePartArguments, QuantizePartArguments
+from helion_attn.problem import (
+    AttentionProblem,
+    DescribePartProblem,
+    GatheredProblem,
+    MergeProblem,
+    QuantizePartProblem,
+)
 from helion_attn.types import PackedTensors
 
 
-def _launch_describe(a: DescribePartArguments) -> torch.Tensor:
+def _launch_describe(a: DescribePartProblem) -> torch.Tensor:
     from helion_attn.preprocess import shared
 
     return shared.describe(a)
 
 
-def _fake_describe(a: DescribePartArguments) -> torch.Tensor:
+def _fake_describe(a: DescribePartProblem) -> torch.Tensor:
     from helion_attn.preprocess import shared
 
     return a.q.new_empty(shared.told_shape(a))
 
 
-def _launch_quantize(a: QuantizePartArguments) -> tuple[torch.Tensor, ...]:
+def _launch_quantize(a: QuantizePartProblem) -> tuple[torch.Tensor, ...]:
     from helion_attn.preprocess import shared
 
     return shared.quantize(a)
 
 
-def _fake_quantize(a: QuantizePartArguments) -> tuple[torch.Tensor, ...]:
+def _fake_quantize(a: QuantizePartProblem) -> tuple[torch.Tensor, ...]:
     (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
     m_blocks, n_blocks = (M + p.bm - 1) // p.bm, (N + p.bn - 1) // p.bn
     keys = (B, H_kv, n_blocks if a.recipe.k_scales == "block" else 1)
@@ -49,7 +54,7 @@ def blocks_of(gathered: torch.Tensor, offset: int, dtype: torch.dtype, block: tu
     return flat[: flat.numel() // size * size].view(dtype).view(1, -1, *block)
 
 
-def _launch_gathered(a: GatheredArguments) -> None:
+def _launch_gathered(a: GatheredProblem) -> None:
     from helion_attn.kernels import attention
     from helion_attn.kernels.lib.masks import Bounds
 
@@ -67,18 +72,14 @@ def _launch_gathered(a: GatheredArguments) -> None:
         lse_shift=a.lse_shift,
     )
     load = scheduling.query_blocks_per_sm(a.q8.size(0), a.q8.size(1), sm_count(a.q8))
-    tile = attention_tile_config(a.d, a.d_v, a.right >= 0, a.recipe.bits, load)
-    arguments = AttentionArguments(
+    tile = attention_tile_config(a.d, a.d_v, a.softmax.right >= 0, a.recipe.bits, load)
+    arguments = AttentionProblem(
         packed=packed,
-        sinks=a.sinks,
         m_len=a.out.size(1 if a.bshd else 2),
         n_len=a.n_len,
         d=a.d,
         d_v=a.d_v,
-        left=a.left,
-        right=a.right,
-        sm_scale=a.sm_scale,
-        softcap=a.softcap,
+        softmax=a.softmax,
         bshd=a.bshd,
         out_dtype=a.out.dtype,
         recipe=a.recipe,
@@ -90,21 +91,21 @@ def _launch_gathered(a: GatheredArguments) -> None:
     attention.launch(tile, arguments, a.out, a.lse, parts_of_ranks=a.parts, bounds=bounds)
 
 
-def _launch_merge(a: MergeArguments) -> None:
+def _launch_merge(a: MergeProblem) -> None:
     from helion_attn.kernels.merge_splits import merge_splits
 
     merge_splits(a.parts.view(-1, a.parts.size(-1)), a.part_lse.view(2, -1), a.out, a.lse, a.bshd, a.sinks)
 
 
-describe_part = Operation("describe_part", DescribePartArguments, 1, _launch_describe, _fake_describe, planned=False)
-quantize_part = Operation("quantize_part", QuantizePartArguments, 9, _launch_quantize, _fake_quantize, planned=False)
+describe_part = Operation("describe_part", DescribePartProblem, 1, _launch_describe, _fake_describe, planned=False)
+quantize_part = Operation("quantize_part", QuantizePartProblem, 9, _launch_quantize, _fake_quantize, planned=False)
 attention_gathered = Operation(
     "fp8_attn_gathered",
-    GatheredArguments,
+    GatheredProblem,
     0,
     _launch_gathered,
     lambda a: None,
     mutates=("out", "lse"),
     flops=flops.of_gathered,
 )
-merge_parts = Operation("merge_parts", MergeArguments, 0, _launch_merge, lambda a: None, mutates=("out", "lse"))
+merge_parts = Operation("merge_parts", MergeProblem, 0, _launch_merge, lambda a: None, mutates=("out", "lse"))

@@ -6,26 +6,25 @@ import torch
 
 from helion_attn.compiler.buffers import sm_count
 from helion_attn.configs import scheduling
-from helion_attn.kernels.lib.arguments import DecodeArguments
 from helion_attn.ops import flops
 from helion_attn.ops.declare import Operation
-from helion_attn.preprocess.lib.arguments import AppendArguments
+from helion_attn.problem import AppendProblem, DecodeProblem
 
 
-def _launch_append(a: AppendArguments) -> None:
+def _launch_append(a: AppendProblem) -> None:
     from helion_attn.preprocess import append
 
     append.launch(a)
 
 
-def empty_outputs(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_outputs(a: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:
     """`out` and `lse`."""
     B, H, M, _D = a.q.shape
     shape = (B, M, H, a.cache.D_v) if a.bshd else (B, H, M, a.cache.D_v)
     return a.q.new_empty(shape, dtype=a.out_dtype), a.q.new_empty((B, H, M), dtype=torch.float32)
 
 
-def _launch_decode(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch_decode(a: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.kernels import decode, prefill
 
     out, lse = empty_outputs(a)
@@ -37,14 +36,14 @@ def _launch_decode(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
         tile = prefill.prefill_tile(a.cache.k8.size(3), a.cache.v8.size(2))
         if splits is None:
             tiles, queries_of_tile = B * H_kv * -(-queries // tile.bm), -(-tile.bm * H_kv // H) + 1
-            pages = scheduling.visible_key_blocks(max_pages, a.left, 0, queries_of_tile, a.cache.page_size)
+            pages = scheduling.visible_key_blocks(max_pages, a.softmax.left, 0, queries_of_tile, a.cache.page_size)
             splits = scheduling.key_splits(tiles, pages, sms, tile.ctas_per_sm, scheduling.MIN_PAGES)
         prefill.launch(a, min(splits, most), out, lse)
         return out, lse
     rows = scheduling.decode_rows(queries)
     if splits is None:
         # The last query sees no keys after its own.
-        pages = scheduling.visible_key_blocks(max_pages, a.left, 0, M, a.cache.page_size)
+        pages = scheduling.visible_key_blocks(max_pages, a.softmax.left, 0, M, a.cache.page_size)
         splits = scheduling.page_splits(B * H_kv * -(-queries // rows), pages, sms)
     decode.launch(a, rows, min(splits, most), out, lse)
     return out, lse
@@ -52,10 +51,10 @@ def _launch_decode(a: DecodeArguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 append_kv = Operation(
     "append_kv",
-    AppendArguments,
+    AppendProblem,
     0,
     _launch_append,
     lambda a: None,
     mutates=("cache.k8", "cache.v8", "cache.k_descale", "cache.v_descale"),
 )
-decode = Operation("fp8_attn_decode", DecodeArguments, 2, _launch_decode, empty_outputs, flops=flops.of_decode)
+decode = Operation("fp8_attn_decode", DecodeProblem, 2, _launch_decode, empty_outputs, flops=flops.of_decode)

@@ -6,7 +6,7 @@ import torch
 
 from helion_attn.configs import Packing, row_width
 from helion_attn.ops.declare import Operation
-from helion_attn.preprocess.lib.arguments import PackArguments, QuantizeArguments
+from helion_attn.problem import PackProblem, QuantizeProblem
 from helion_attn.types import Recipe
 
 
@@ -46,13 +46,13 @@ def empty_descales(
     return tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-def _launch_quantize(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
+def _launch_quantize(a: QuantizeProblem) -> tuple[torch.Tensor, ...]:
     from helion_attn.preprocess.quantize import quantize_qkv
 
     return quantize_qkv(a)
 
 
-def _fake_quantize(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
+def _fake_quantize(a: QuantizeProblem) -> tuple[torch.Tensor, ...]:
     (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
     m_blocks, n_blocks = (M + p.bm - 1) // p.bm if a.packs_q else 0, (N + p.bn - 1) // p.bn
     keys = (B, H_kv, n_blocks if a.recipe.k_scales == "block" else 1)
@@ -62,17 +62,17 @@ def _fake_quantize(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _launch_pack(a: PackArguments) -> tuple[torch.Tensor, ...]:
+def _launch_pack(a: PackProblem) -> tuple[torch.Tensor, ...]:
     from helion_attn.preprocess.quantize import pack_qkv
 
     return pack_qkv(a)
 
 
-def _fake_pack(a: PackArguments) -> tuple[torch.Tensor, ...]:
+def _fake_pack(a: PackProblem) -> tuple[torch.Tensor, ...]:
     (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
     m_blocks, n_blocks = (M + p.bm - 1) // p.bm, (N + p.bn - 1) // p.bn
     return empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.q.dtype, a.v.dtype)
 
 
-quantize_qkv = Operation("quantize_qkv", QuantizeArguments, 9, _launch_quantize, _fake_quantize)
-pack_qkv = Operation("pack_qkv", PackArguments, 3, _launch_pack, _fake_pack)
+quantize_qkv = Operation("quantize_qkv", QuantizeProblem, 9, _launch_quantize, _fake_quantize)
+pack_qkv = Operation("pack_qkv", PackProblem, 3, _launch_pack, _fake_pack)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from helion_attn.ops.declare import Operation
-from helion_attn.preprocess.lib.arguments import TransformArguments
+from helion_attn.problem import TransformProblem
 
 
-def empty_rows(a: TransformArguments) -> torch.Tensor:
+def empty_rows(a: TransformProblem) -> torch.Tensor:
     """What the operation returns."""
     B, H, S, D = a.x.shape
     return a.x.new_empty((B, S, H, D) if a.bshd else (B, H, S, D))
 
 
-def _launch(a: TransformArguments) -> torch.Tensor:
+def _launch(a: TransformProblem) -> torch.Tensor:
     from helion_attn.preprocess.transform_rows import launch
 
     out = empty_rows(a)
@@ -22,4 +22,4 @@ def _launch(a: TransformArguments) -> torch.Tensor:
     return out
 
 
-transform_rows = Operation("transform_rows", TransformArguments, 1, _launch, empty_rows)
+transform_rows = Operation("transform_rows", TransformProblem, 1, _launch, empty_rows)

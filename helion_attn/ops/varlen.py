@@ -3,48 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.buffers import sm_count
-from helion_attn.configs import Packing, TileConfig, scheduling, tile_config
-from helion_attn.kernels.lib.arguments import AttentionArguments
+from helion_attn.configs import TileConfig, scheduling, tile_config
 from helion_attn.ops import flops
 from helion_attn.ops.attention import Outputs
 from helion_attn.ops.declare import Operation
+from helion_attn.problem import AttentionProblem, VarlenProblem
 from helion_attn.types import PackedTensors, Recipe, packed_fields
-
-
-class VarlenArguments(NamedTuple):
-    """Attention over packed sequences of different lengths; the output is [tokens, H, D_v].
-
-    Attributes:
-        q: [M, H, D], bf16, fp16 or fp32, any strides; M tokens of all sequences.
-        k: [N, H_kv, D], same dtype.
-        v: [N, H_kv, D_v], same dtype.
-        cu_seqlens_q: int32 [B + 1].
-        cu_seqlens_k: int32 [B + 1].
-        sinks: fp32 [H], or None.
-        packing: block sizes and padding.
-        left: and the rest, as in `AttentionArguments`.
-        shift_lse: whether somebody sees what smooth_k takes from the scores.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    sinks: torch.Tensor | None
-    packing: Packing
-    left: int
-    right: int
-    sm_scale: float
-    softcap: float | None
-    out_dtype: torch.dtype
-    recipe: Recipe
-    shift_lse: bool
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
@@ -71,7 +39,7 @@ class PackedVarlen(PackedTensors):
     q_blocks: torch.Tensor
 
 
-def quantize(a: VarlenArguments) -> PackedVarlen:
+def quantize(a: VarlenProblem) -> PackedVarlen:
     """Every sequence by itself, quantised and packed."""
     from helion_attn.preprocess.quantize import quantize_varlen
 
@@ -86,7 +54,7 @@ def choose(packed: PackedTensors, causal: bool, recipe: Recipe, sm_count: int) -
     return tile_config(max(packed.q8.size(3), d_v_pad), causal, recipe.bits, load)
 
 
-def empty_outputs(a: VarlenArguments) -> Outputs:
+def empty_outputs(a: VarlenProblem) -> Outputs:
     """`out` and `lse`: neither has a batch."""
     M, H = a.q.shape[:2]
     return (
@@ -95,34 +63,30 @@ def empty_outputs(a: VarlenArguments) -> Outputs:
     )
 
 
-def attend(a: VarlenArguments, packed: PackedVarlen) -> Outputs:
+def attend(a: VarlenProblem, packed: PackedVarlen) -> Outputs:
     """`out` and `lse` of packed sequences."""
     from helion_attn.kernels import attention
 
     out, lse = empty_outputs(a)
     if not a.q.size(0):
         return out, lse
-    arguments = AttentionArguments(
+    arguments = AttentionProblem(
         packed=packed,
-        sinks=a.sinks,
         m_len=a.q.size(0),
         n_len=a.k.size(0),
         d=a.q.size(2),
         d_v=a.v.size(2),
-        left=a.left,
-        right=a.right,
-        sm_scale=a.sm_scale,
-        softcap=a.softcap,
+        softmax=a.softmax,
         bshd=True,
         out_dtype=a.out_dtype,
         recipe=a.recipe,
         num_splits=None,
     )
-    tile = choose(packed, a.right >= 0, a.recipe, sm_count(a.q))
+    tile = choose(packed, a.softmax.right >= 0, a.recipe, sm_count(a.q))
     attention.launch(tile, arguments, out, lse, q_blocks=packed.q_blocks)
     return out, lse
 
 
 attention_varlen = Operation(
-    "fp8_attn_varlen", VarlenArguments, 2, lambda a: attend(a, quantize(a)), empty_outputs, flops=flops.of_varlen
+    "fp8_attn_varlen", VarlenProblem, 2, lambda a: attend(a, quantize(a)), empty_outputs, flops=flops.of_varlen
 )

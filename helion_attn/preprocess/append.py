@@ -25,8 +25,8 @@ from helion_attn.kernels.lib.rope import rope_rows, rope_tables
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import common_unit, load_rows, strided_rows
 from helion_attn.numerics import E4M3_MAX, MAX_V_DESCALE_LOG2
-from helion_attn.preprocess.lib.arguments import AppendArguments
 from helion_attn.preprocess.lib.v_layout import key_stored_at, position_of_key
+from helion_attn.problem import AppendProblem
 
 #: New keys of a program.
 APPENDED_KEYS = 16
@@ -179,7 +179,7 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(append_kv, Config(num_warps=4, indexing="pointer"))
 
 
-def launch(a: AppendArguments) -> None:
+def launch(a: AppendProblem) -> None:
     """Store keys and values at positions `cache_seqlens[b]` and up."""
     (H_kv, L, D), cache = a.k.shape[1:], a.cache
     num_pages, _, bn, D_pad = cache.k8.shape

@@ -6,24 +6,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helion_attn.kernels.lib.arguments import NO_ROPE_ARGUMENTS
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.strided import strided_qkv
 from helion_attn.preprocess import pack, sample, sequences
-from helion_attn.preprocess.lib.arguments import (
-    PackArguments,
-    QuantizeArguments,
+from helion_attn.problem import (
+    NO_ROPE_ARGUMENTS,
+    PackProblem,
+    QuantizeProblem,
 )
 from helion_attn.types import Recipe
 
 if TYPE_CHECKING:
-    from helion_attn.ops.varlen import VarlenArguments
+    from helion_attn.problem import VarlenProblem
 
 #: The recipe of tensors that are e4m3 already.
 GIVEN = Recipe(qk_dtype=torch.float8_e4m3fn, k_scales="head", reflect=False, smooth_k=False, center_v=False)
 
 
-def quantize_qkv(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
+def quantize_qkv(a: QuantizeProblem) -> tuple[torch.Tensor, ...]:
     """Quantise and pack.
 
     Returns:
@@ -36,7 +36,7 @@ def quantize_qkv(a: QuantizeArguments) -> tuple[torch.Tensor, ...]:
     return pack.launch(source, rope, known, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse, a.packs_q).tensors()
 
 
-def quantize_varlen(a: VarlenArguments) -> tuple[torch.Tensor, ...]:
+def quantize_varlen(a: VarlenProblem) -> tuple[torch.Tensor, ...]:
     """Quantise and pack the sequences of a batch, each by itself.
 
     Returns:
@@ -54,7 +54,7 @@ def quantize_varlen(a: VarlenArguments) -> tuple[torch.Tensor, ...]:
     return (*packed.tensors(), tables.q_blocks)
 
 
-def pack_qkv(a: PackArguments) -> tuple[torch.Tensor, ...]:
+def pack_qkv(a: PackProblem) -> tuple[torch.Tensor, ...]:
     """Pack tensors that are e4m3 already.
 
     Returns:

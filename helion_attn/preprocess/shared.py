@@ -16,16 +16,17 @@ from __future__ import annotations
 import torch
 
 from helion_attn.configs import Packing
-from helion_attn.kernels.lib.arguments import NO_ROPE_ARGUMENTS, RopeArguments
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.strided import strided_qkv
 from helion_attn.preprocess import pack, sample, transform_rows
-from helion_attn.preprocess.lib.arguments import (
-    DescribePartArguments,
-    QuantizePartArguments,
-    TransformArguments,
-)
 from helion_attn.preprocess.sample import Sampled
+from helion_attn.problem import (
+    NO_ROPE_ARGUMENTS,
+    DescribePartProblem,
+    QuantizePartProblem,
+    RopeArguments,
+    TransformProblem,
+)
 from helion_attn.types import Recipe
 
 #: Channels of a told row are padded to multiples of so many: 16 bytes of 16-bit numbers.
@@ -38,7 +39,7 @@ def _columns(D: int, D_v: int) -> tuple[int, int]:
     return of_k, of_k + -(-D_v // CHANNELS) * CHANNELS
 
 
-def told_shape(a: DescribePartArguments) -> tuple[int, ...]:
+def told_shape(a: DescribePartProblem) -> tuple[int, ...]:
     """The shape of what a rank tells; (0,) if nothing is shared."""
     if not shares(a.recipe):
         return (0,)
@@ -50,7 +51,7 @@ def shares(recipe: Recipe) -> bool:
     return recipe.smooth_k or recipe.center_v or recipe.bits[1] == 8
 
 
-def _sampled(x: torch.Tensor, a: DescribePartArguments) -> torch.Tensor:
+def _sampled(x: torch.Tensor, a: DescribePartProblem) -> torch.Tensor:
     """Those of x [N, ...] that are of the sample, a view unless they come from two runs."""
     rows = x[a.first :: a.every][: a.first_count]
     if a.second_count:
@@ -64,7 +65,7 @@ def v_largest(told: torch.Tensor, D: int, D_v: int) -> torch.Tensor:
     return told[:, -1, ..., end_of_k : end_of_k + D_v].amax(0)
 
 
-def describe(a: DescribePartArguments) -> torch.Tensor:
+def describe(a: DescribePartProblem) -> torch.Tensor:
     """What a rank tells, of `told_shape`."""
     told = a.q.new_zeros(told_shape(a))
     if not shares(a.recipe):
@@ -80,7 +81,7 @@ def describe(a: DescribePartArguments) -> torch.Tensor:
         rope = RopeArguments(a.rope.cos, a.rope.sin, at, None, a.rope.interleaved)
         of_heads = k.permute(1, 2, 0, 3)
         rotated = of_heads.new_empty(of_heads.shape)
-        transform_rows.launch(TransformArguments(of_heads, rope, None, False, False), rotated)
+        transform_rows.launch(TransformProblem(of_heads, rope, None, False, False), rotated)
         k = rotated.permute(2, 0, 1, 3)
     told[: k.size(0), ..., of_k] = k
     told[: k.size(0), ..., of_v] = _sampled(a.v.permute(2, 0, 1, 3), a)
@@ -110,7 +111,7 @@ def of_all_ranks(
     return found._replace(v_amax=torch.where(largest <= room, room, largest))
 
 
-def quantize(a: QuantizePartArguments) -> tuple[torch.Tensor, ...]:
+def quantize(a: QuantizePartProblem) -> tuple[torch.Tensor, ...]:
     """A rank's Q, K and V in the packed format, with the constants of all ranks: as `preprocess.quantize_qkv`."""
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
     rope = rope_tables(a.rope, source.D_row, a.q.new_empty(1, dtype=torch.float32))

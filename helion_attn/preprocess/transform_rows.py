@@ -18,9 +18,9 @@ from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.row_layout import row_tile
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
-from helion_attn.preprocess.lib.arguments import TransformArguments
 from helion_attn.preprocess.lib.hadamard import rotation
 from helion_attn.preprocess.lib.tiling import PACK_ELEMENTS, ROTATED_TILES
+from helion_attn.problem import TransformProblem
 
 
 class TransformSpec(NamedTuple):
@@ -107,7 +107,7 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(transform, Config(num_warps=8, indexing="pointer"))
 
 
-def launch(a: TransformArguments, out: torch.Tensor) -> None:
+def launch(a: TransformProblem, out: torch.Tensor) -> None:
     """Write `out`, contiguous, in x's dtype and the layout that `a` asks for."""
     x, hadamard = a.x, a.hadamard_seed is not None
     B, H, S, D = x.shape

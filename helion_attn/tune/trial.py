@@ -67,7 +67,7 @@ def _packed(tile: Tile, w: Workload) -> list[tuple[tuple[int, ...], torch.dtype]
 def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
     """The kernel alone."""
     from helion_attn.kernels import attention, attention_large_d
-    from helion_attn.kernels.lib.arguments import AttentionArguments
+    from helion_attn.problem import AttentionProblem, softmax_of
 
     recipe = recipe_of(tile)
     # Scores of standard deviation about 1, as with N(0, 1) inputs. The spread belongs to the numbers, not to the
@@ -76,17 +76,13 @@ def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
     spread = SPREAD if recipe.qk_dtype.itemsize == 1 else 1.0
     sm_scale = tile.D_pad**-0.5 / spread**2
     q8, k8, v8, q_descale, k_descale, v_descale, v_mean, out, lse = tensors
-    arguments = AttentionArguments(
+    arguments = AttentionProblem(
         packed=PackedTensors(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None),
-        sinks=None,
         m_len=w.M,
         n_len=w.N,
         d=w.D,
         d_v=w.D_v or w.D,
-        left=-1,
-        right=0 if w.causal else -1,
-        sm_scale=sm_scale,
-        softcap=None,
+        softmax=softmax_of(w.D, w.causal, None, sm_scale, None, None),
         bshd=False,
         out_dtype=out.dtype,
         recipe=recipe,

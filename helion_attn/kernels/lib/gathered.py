@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.kernels.lib.arguments import GatheredParts
 from helion_attn.kernels.lib.inline_asm import high_product
 from helion_attn.kernels.lib.scalars import int32, quotient
 from helion_attn.kernels.lib.specs import AttentionSpec
+from helion_attn.problem import GatheredParts
 
 
 def blocks_before(

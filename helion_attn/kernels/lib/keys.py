@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.kernels.lib.arguments import GatheredParts
 from helion_attn.kernels.lib.gathered import blocks_before, edge_of_part, keys_of_block, part_of_block, placed
 from helion_attn.kernels.lib.rows import Rows
 from helion_attn.kernels.lib.scalars import Int, int32, least, most, quotient
 from helion_attn.kernels.lib.specs import AttentionSpec, StepsSpec
+from helion_attn.problem import GatheredParts
 
 
 class Keys(NamedTuple):

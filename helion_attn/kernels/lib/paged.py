@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from helion_attn.compiler.kernels import Runner
-from helion_attn.kernels.lib.arguments import DecodeArguments, score_scales
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import E4M3_MAX, MAX_P_OFFSET_LOG2
+from helion_attn.problem import DecodeProblem
 
 
 def log2_of_power(x: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ def inverse_of_power(x: torch.Tensor) -> torch.Tensor:
 
 def launch_paged(
     kernel: Runner,
-    a: DecodeArguments,
+    a: DecodeProblem,
     tile_rows: int,
     warps: int,
     in_halves: bool,
@@ -65,10 +65,10 @@ def launch_paged(
         unit=unit,
         q_largest=E4M3_MAX,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[a.cache.v8.dtype]),
-        has_left=a.left >= 0,
-        has_right=a.right >= 0,
-        has_softcap=a.softcap is not None,
-        has_sinks=a.sinks is not None,
+        has_left=a.softmax.left >= 0,
+        has_right=a.softmax.right >= 0,
+        has_softcap=a.softmax.softcap is not None,
+        has_sinks=a.softmax.sinks is not None,
         is_cuda=a.q.is_cuda,
     )
     kernel.run(
@@ -77,7 +77,7 @@ def launch_paged(
             "k8": a.cache.k8,
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
-            "sinks": part_lse if a.sinks is None else a.sinks,
+            "sinks": part_lse if a.softmax.sinks is None else a.softmax.sinks,
             "out": parts,
             "lse": part_lse,
             "splits": splits,
@@ -91,9 +91,9 @@ def launch_paged(
             "out_head_step": 1 if swapped else M,
             "out_row_step": H if swapped else 1,
             # An edge further away hides nothing, and might not fit 32 bits.
-            "left": min(a.left, max_pages * page_size),
-            "right": min(a.right, M),
-            **score_scales(a.sm_scale, a.softcap),
+            "left": min(a.softmax.left, max_pages * page_size),
+            "right": min(a.softmax.right, M),
+            **a.softmax.scales(),
             "spec": spec,
             **own,
         }

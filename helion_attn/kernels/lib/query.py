@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.configs import row_width
-from helion_attn.kernels.lib.arguments import NO_ROPE_ARGUMENTS, AttentionArguments, RopeArguments
 from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.row_layout import row_tile, rows_to_dtype
 from helion_attn.kernels.lib.specs import AttentionSpec, QuerySpec
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import StridedRows, common_unit, strided_rows
+from helion_attn.problem import NO_ROPE_ARGUMENTS, AttentionProblem, RopeArguments
 
 
 class Query(NamedTuple):
@@ -28,7 +28,7 @@ class Query(NamedTuple):
     rope: RopeArguments
 
 
-def query_arguments(query: Query | None, a: AttentionArguments, bm: int) -> tuple[dict[str, Any], QuerySpec | None]:
+def query_arguments(query: Query | None, a: AttentionProblem, bm: int) -> tuple[dict[str, Any], QuerySpec | None]:
     """What the kernel takes of `query`, or of its absence: arguments by name, and their part of its spec."""
     unused = a.packed.v_mean.view(-1)
     rows, k_mean, spec = StridedRows(unused, 0, 0, 0, 1), unused, None

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.kernels.lib.arguments import RopeArguments
 from helion_attn.kernels.lib.strided import load_rows
+from helion_attn.problem import RopeArguments
 
 #: How channels are paired, as the kernels are told: (i, i + R / 2), where the R rotated channels fill a tile's row;
 #: (2i, 2i + 1); and (i, i + R / 2) where channels follow that are not rotated, or padding. Kernels compare `pairing`

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.kernels.lib.arguments import GatheredParts
 from helion_attn.kernels.lib.scalars import Int, int32, most, quotient
 from helion_attn.kernels.lib.specs import AttentionSpec, StepsSpec
+from helion_attn.problem import GatheredParts
 
 
 class Rows(NamedTuple):

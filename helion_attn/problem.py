@@ -1,0 +1,496 @@
+"""What is asked of the operations: a NamedTuple each, of tensors, or of the buffers of a plan.
+
+Its fields are the arguments of the operation's schema (`ops.declare`), and with layouts in place of tensors the key of
+its plan.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from helion_attn.configs import Packing
+from helion_attn.numerics import LOG2E
+from helion_attn.types import PackedTensors, PagedKVCache, Recipe, Rope, packed_fields
+
+
+class RopeArguments(NamedTuple):
+    """The fields of a `Rope`, or its absence, as operations take it."""
+
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    q_positions: torch.Tensor | None
+    k_positions: torch.Tensor | None
+    interleaved: bool
+
+
+NO_ROPE_ARGUMENTS = RopeArguments(cos=None, sin=None, q_positions=None, k_positions=None, interleaved=False)
+
+
+def rope_arguments(rope: Rope | None) -> RopeArguments:
+    """`rope` as operations take it."""
+    if rope is None:
+        return NO_ROPE_ARGUMENTS
+    return RopeArguments(
+        cos=rope.cos,
+        sin=rope.sin,
+        q_positions=rope.q_positions,
+        k_positions=rope.k_positions,
+        interleaved=rope.interleaved,
+    )
+
+
+class Softmax(NamedTuple):
+    """Which scores there are, and what is done to them before and in the softmax.
+
+    Attributes:
+        sinks: fp32 [H], or None.
+        left: row i sees keys j >= i + N - M - left; all of them if it is negative.
+        right: row i sees keys j <= i + N - M + right; all of them if it is negative. Causal: 0.
+        sm_scale: multiplies q k^T; not negative.
+        softcap: scores become `softcap * tanh(score / softcap)`, unless it is None.
+    """
+
+    sinks: torch.Tensor | None
+    left: int
+    right: int
+    sm_scale: float
+    softcap: float | None
+
+    @property
+    def rows_differ(self) -> bool:
+        """Whether the mask leaves some rows many more keys than others, as that of causal attention does.
+
+        A window to the left is taken to leave most rows as many.
+        """
+        return self.right >= 0 and self.left < 0
+
+    def sees_shift(self, return_lse: bool) -> bool:
+        """Whether a call sees what `smooth_k` takes from all scores of a row, as a softmax of keys alone does not."""
+        return return_lse or self.softcap is not None or self.sinks is not None
+
+    def scales(self) -> dict[str, float]:
+        """What scores are multiplied by: dequantised, times `qk_scale`, they are in base 2.
+
+        With a softcap, `tanh` of them times `softcap_log2` is.
+        """
+        if self.softcap is None:
+            return {"qk_scale": self.sm_scale * LOG2E, "softcap_log2": 1.0}
+        return {"qk_scale": self.sm_scale / self.softcap, "softcap_log2": self.softcap * LOG2E}
+
+
+def softmax_of(
+    D: int,
+    causal: bool,
+    window: tuple[int, int] | None,
+    sm_scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> Softmax:
+    """What a call's options say of scores of head dim D: causal is a right edge of 0, and sinks are fp32."""
+    left, right = (-1, -1) if window is None else window
+    return Softmax(
+        sinks=None if sinks is None else sinks.float().contiguous(),
+        left=left,
+        right=0 if causal else right,
+        sm_scale=float(D**-0.5 if sm_scale is None else sm_scale),
+        softcap=None if softcap is None else float(softcap),
+    )
+
+
+class DenseProblem(NamedTuple):
+    """Attention from unquantised tensors.
+
+    Attributes:
+        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
+        k: [B, H_kv, N, D], same dtype.
+        v: [B, H_kv, N, D_v], same dtype.
+        rope: rotates Q and K first.
+        packing: block sizes and padding.
+        softmax: and the rest, as in `AttentionProblem`.
+        shift_lse: whether somebody sees what smooth_k takes from the scores.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    rope: RopeArguments
+    packing: Packing
+    softmax: Softmax
+    bshd: bool
+    out_dtype: torch.dtype
+    recipe: Recipe
+    num_splits: int | None
+    shift_lse: bool
+
+    def quantizing(self, packs_q: bool) -> QuantizeProblem:
+        """What packs it."""
+        return QuantizeProblem(
+            self.q, self.k, self.v, self.rope, self.packing, self.recipe, shift_lse=self.shift_lse, packs_q=packs_q
+        )
+
+    def attending(self, tensors: tuple[torch.Tensor, ...]) -> AttentionProblem:
+        """What attends to its packed tensors."""
+        return AttentionProblem(
+            packed=PackedTensors(**packed_fields(tensors, self.recipe, self.shift_lse)),
+            m_len=self.q.size(2),
+            n_len=self.k.size(2),
+            d=self.q.size(3),
+            d_v=self.v.size(3),
+            softmax=self.softmax,
+            bshd=self.bshd,
+            out_dtype=self.out_dtype,
+            recipe=self.recipe,
+            num_splits=self.num_splits,
+        )
+
+
+class VarlenProblem(NamedTuple):
+    """Attention over packed sequences of different lengths; the output is [tokens, H, D_v].
+
+    Attributes:
+        q: [M, H, D], bf16, fp16 or fp32, any strides; M tokens of all sequences.
+        k: [N, H_kv, D], same dtype.
+        v: [N, H_kv, D_v], same dtype.
+        cu_seqlens_q: int32 [B + 1].
+        cu_seqlens_k: int32 [B + 1].
+        packing: block sizes and padding.
+        softmax: and the rest, as in `AttentionProblem`.
+        shift_lse: whether somebody sees what smooth_k takes from the scores.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    packing: Packing
+    softmax: Softmax
+    out_dtype: torch.dtype
+    recipe: Recipe
+    shift_lse: bool
+
+
+class AttentionProblem(NamedTuple):
+    """Attention over packed tensors: which scores there are, how they are scaled, and where their output goes.
+
+    Attributes:
+        packed: Q, K and V.
+        m_len: M, the true query length; of packed sequences, of all.
+        n_len: N, the true key length; likewise.
+        d: head dim of the unpadded Q and K.
+        d_v: head dim of the unpadded V, and of the output.
+        softmax: of scores.
+        bshd: the layout of the output.
+        out_dtype: of the output.
+        recipe: how the tensors were quantised, and P is.
+        num_splits: runs of the keys, a program each, whose results are merged; None to choose.
+    """
+
+    packed: PackedTensors
+    m_len: int
+    n_len: int
+    d: int
+    d_v: int
+    softmax: Softmax
+    bshd: bool
+    out_dtype: torch.dtype
+    recipe: Recipe
+    num_splits: int | None
+
+    def sizes(self) -> dict[str, int]:
+        """Lengths, heads, and how the rows of the output lie, as the kernels take them."""
+        H, H_kv = self.packed.q_descale.size(1), self.packed.v_mean.size(1)
+        return {
+            "m_len": self.m_len,
+            "n_len": self.n_len,
+            "heads": H,
+            "group": H // H_kv,
+            "out_head_step": 1 if self.bshd else self.m_len,
+            "out_row_step": H if self.bshd else 1,
+            # An edge further away hides nothing, and might not fit 32 bits.
+            "left": min(self.softmax.left, self.n_len),
+            "right": min(self.softmax.right, self.m_len),
+        }
+
+    def choices(self) -> dict[str, bool]:
+        """Which specialisation of the mask, the softcap and the descales it takes."""
+        return {
+            "q_row_descales": self.recipe.q_scales == "token",
+            "k_block_descales": self.recipe.k_scales == "block",
+            "v_channel_descales": self.recipe.v_scales == "channel",
+            "shift_lse": self.packed.lse_shift is not None,
+            "has_left": self.softmax.left >= 0,
+            "has_right": self.softmax.right >= 0,
+            "has_softcap": self.softmax.softcap is not None,
+        }
+
+
+class GatheredParts(NamedTuple):
+    """Where keys and rows lie whose parts come from several ranks, as `kernels.lib.gathered` has it.
+
+    Attributes:
+        row_part_blocks: query blocks of a part of the rows.
+        row_part_len: its rows.
+        row_first: the first row's position.
+        row_step: from the first row of a part to that of the next, in positions.
+        key_parts: parts of the keys.
+        key_part_blocks: key blocks of a part.
+        key_part_len: its keys.
+        key_step: from the first key of a part to that of the next, in positions.
+        ranks: whose keys there are.
+        head_blocks: blocks of a head on a rank.
+        k_rank_step: from a rank's blocks of K to those of the next, in blocks; and so `v_rank_step`.
+        v_rank_step: likewise of V.
+        mirrored: a rank has part r and part `2 * ranks - 1 - r`, in place of part r alone; kernels have it in
+            their spec.
+    """
+
+    row_part_blocks: int
+    row_part_len: int
+    row_first: int
+    row_step: int
+    key_parts: int
+    key_part_blocks: int
+    key_part_len: int
+    key_step: int
+    ranks: int
+    head_blocks: int
+    k_rank_step: int
+    v_rank_step: int
+    mirrored: bool
+
+
+#: Of a launch that has no parts.
+NO_PARTS = GatheredParts(1, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0, False)
+
+
+def magic(divisor: int) -> int:
+    """The int32 that `part_of_block` multiplies by, in place of a division (Robison, ARITH 2005).
+
+    The quotient is right up to where `parts_are_told_apart` says.
+    """
+    factor = (2**32 - 1) // divisor
+    return factor - 2**32 if factor >= 2**31 else factor
+
+
+def parts_are_told_apart(parts: int, blocks: int) -> bool:
+    """Whether every block of `parts` parts of `blocks` blocks is found in its own part, by `magic`.
+
+    Least where it is tightest, at the first block of a part q: (q n + 1) ((2**32 - 1) // n) >= 2**32 q, for n blocks.
+    """
+    return (parts - 1) * blocks**2 + blocks <= 2**32
+
+
+class GatheredProblem(NamedTuple):
+    """Attention over keys of several ranks, into tensors that are there.
+
+    Attributes:
+        q8: [B * H, M_blocks, bm, D_pad], and so q_descale and lse_shift, of `QuantizedQKV`.
+        q_descale: [B, H, M_blocks, bm].
+        lse_shift: [B, H, M_blocks, bm], or None.
+        gathered: uint8 [ranks, bytes], a rank's packed K and V each, as `distributed.buffer` lays them.
+        k_descale: fp32 [B * H_kv * key blocks] in the order of the parts, or [B * H_kv], of all ranks.
+        v_descale: [B, H_kv, D_v_pad], of all ranks.
+        v_mean: [B, H_kv, D_v_pad], likewise.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written; M the rows of all parts.
+        lse: fp32 [B, H, M], written.
+        row_bounds: int32 [2, M_blocks * bm], from and up to which position each row sees keys, or None.
+        block_bounds: int32 [M_blocks, 4], with `row_bounds`: of each query block, from which key block on any row sees
+            a key, from which on and up to which all rows see all keys, and up to which any row sees one.
+        parts: where keys and rows lie.
+        v_offset: bytes of a rank's row before V.
+        n_len: the position where keys end.
+        d: and the rest, as in `AttentionProblem`.
+    """
+
+    q8: torch.Tensor
+    q_descale: torch.Tensor
+    lse_shift: torch.Tensor | None
+    gathered: torch.Tensor
+    k_descale: torch.Tensor
+    v_descale: torch.Tensor
+    v_mean: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    row_bounds: torch.Tensor | None
+    block_bounds: torch.Tensor | None
+    parts: GatheredParts
+    v_offset: int
+    n_len: int
+    d: int
+    d_v: int
+    softmax: Softmax
+    bshd: bool
+    recipe: Recipe
+
+
+class MergeProblem(NamedTuple):
+    """Two results over different keys, into one.
+
+    Attributes:
+        parts: fp32 [2, B, H, M, D_v].
+        part_lse: fp32 [2, B, H, M].
+        sinks: fp32 [H], or None.
+        out: contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written.
+        lse: fp32 [B, H, M], written.
+        bshd: the layout of `out`.
+    """
+
+    parts: torch.Tensor
+    part_lse: torch.Tensor
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+    bshd: bool
+
+
+class DecodeProblem(NamedTuple):
+    """Attention over a paged cache.
+
+    Attributes:
+        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
+        cache: keys and values.
+        block_table: int32 [B, max_pages].
+        cache_seqlens: int32 [B].
+        splits: runs of a sequence's pages; None for the choice by shapes and GPU.
+        softmax: and the rest, as in `AttentionProblem`.
+    """
+
+    q: torch.Tensor
+    cache: PagedKVCache
+    block_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    splits: int | None
+    softmax: Softmax
+    bshd: bool
+    out_dtype: torch.dtype
+
+
+class QuantizeProblem(NamedTuple):
+    """Q, K and V to the packed format.
+
+    Attributes:
+        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
+        k: [B, H_kv, N, D], same dtype.
+        v: [B, H_kv, N, D_v], same dtype.
+        rope: rotates Q and K first.
+        packing: block sizes and padding.
+        recipe: how they become 8- or 16-bit numbers.
+        shift_lse: whether somebody sees what smooth_k takes from the scores.
+        packs_q: otherwise no block of Q is packed: attention quantises it.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    rope: RopeArguments
+    packing: Packing
+    recipe: Recipe
+    shift_lse: bool
+    packs_q: bool
+
+
+class DescribePartProblem(NamedTuple):
+    """A rank's part of a sequence, to what it tells the others of it.
+
+    Attributes:
+        q: [B, H, M, D], bf16, fp16 or fp32, any strides.
+        k: [B, H_kv, N, D], same dtype.
+        v: [B, H_kv, N, D_v], same dtype.
+        rope: rotates K first; with positions.
+        packing: block sizes and padding.
+        recipe: how they become 8- or 16-bit numbers.
+        rows: sampled keys that a rank tells of, at most.
+        every: and the rest: which these are, as `distributed.cut.Sample` has it.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    rope: RopeArguments
+    packing: Packing
+    recipe: Recipe
+    rows: int
+    every: int
+    first: int
+    first_count: int
+    second: int
+    second_count: int
+
+
+class QuantizePartProblem(NamedTuple):
+    """A rank's part of a sequence to the packed format.
+
+    Attributes:
+        q: and the rest, as in `QuantizeProblem`.
+        told: sampled rows of all ranks, [rows, B, H_kv, columns].
+        v_largest: [B, H_kv, D_v], the largest magnitudes of V of all ranks.
+        all_keys: of all ranks.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    told: torch.Tensor
+    v_largest: torch.Tensor
+    rope: RopeArguments
+    packing: Packing
+    recipe: Recipe
+    shift_lse: bool
+    all_keys: int
+
+
+class PackProblem(NamedTuple):
+    """Tensors that are e4m3 already to the packed format.
+
+    Attributes:
+        q: [B, H, M, D], float8_e4m3fn, any strides.
+        k: [B, H_kv, N, D], likewise.
+        v: [B, H_kv, N, D_v], likewise.
+        packing: block sizes and padding.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    packing: Packing
+
+
+class TransformProblem(NamedTuple):
+    """Rows, rotated by position or by a Hadamard matrix, or reflected.
+
+    Attributes:
+        x: [B, H, S, D], bf16, fp16 or fp32, any strides.
+        rope: rotates by position; the positions of x are its `q_positions`.
+        hadamard_seed: of the rotation's signs, or None for no rotation.
+        reflect: whether channels are reflected.
+        bshd: layout of the result.
+    """
+
+    x: torch.Tensor
+    rope: RopeArguments
+    hadamard_seed: int | None
+    reflect: bool
+    bshd: bool
+
+
+class AppendProblem(NamedTuple):
+    """New keys and values into a paged cache, at positions `cache_seqlens[b]` and up.
+
+    Attributes:
+        k: [B, H_kv, L, D], bf16, fp16 or fp32, any strides.
+        v: [B, H_kv, L, D_v], likewise.
+        cache: written.
+        block_table: int32 [B, max_pages].
+        cache_seqlens: int32 [B].
+        rope: rotates K.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    cache: PagedKVCache
+    block_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    rope: RopeArguments
