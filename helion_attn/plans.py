@@ -94,8 +94,9 @@ class Plan:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run it on the current stream, on tensors of the layouts that it is for. A first run compiles kernels."""
-        if self._linked is None:
+        if self._linked is None and not self._link(len(tensors)):
             return self._run_and_link(tensors)
+        assert self._linked is not None
         like = tensors[0]
         workspace = like.new_empty(self._workspace, dtype=torch.uint8)
         outputs = [like.new_empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in self.outputs]
@@ -119,6 +120,20 @@ class Plan:
             return outputs[self._returned[index]]
         begin = self._offsets[index]
         return workspace.narrow(0, begin, x.numel() * x.itemsize).view(x.dtype)
+
+    def _link(self, given: int) -> bool:
+        """Link all launches, if their kernels are compiled for other sizes already."""
+        linked: list[Linked | Fill] = []
+        for step in self.steps:
+            if isinstance(step, Fill):
+                linked.append(step)
+                continue
+            launch = step.kernel.linked(step.args)
+            if launch is None:
+                return False
+            linked.append((launch, {i: self._source(step.args[i], given) for i in launch.reads}))
+        self._linked = tuple(linked)
+        return True
 
     def _run_and_link(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run it with a tensor in place of each buffer, and link launches that need no more than addresses then."""

@@ -321,8 +321,7 @@ def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
     from torch._subclasses.fake_tensor import FakeTensor
     from triton.runtime.jit import JITFunction, MockTensor
 
-    from helion_attn.compiler import code_cache, kernels, stored_code, triton_hook
-    from helion_attn.compiler.helion_runtime.launcher import default_launcher
+    from helion_attn.compiler import code_cache, kernels, stored_code
     from helion_attn.validate import dense
 
     compiled: list[Any] = []
@@ -337,12 +336,6 @@ def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
         stand_ins = [MockTensor(a.dtype, list(a.shape)) if isinstance(a, torch.Tensor) else a for a in args]
         compiled.append(jit_run(self, *stand_ins, warmup=True, **options))
         return compiled[-1]
-
-    def launch_first(run: Any, args: Any, expected: tuple[str, ...]) -> None:
-        def launcher(kernel: Any, grid: tuple[int, ...], *kernel_args: Any, **options: Any) -> None:
-            default_launcher(triton_hook.with_passes(kernel, expected), grid, *kernel_args, **options)
-
-        run(*args, _launcher=launcher)
 
     def trace_offline(self: Any, *args: Any) -> Any:
         with _offline_tracing():
@@ -368,7 +361,7 @@ def _offline_hopper(keep_generated: bool = False) -> Iterator[list[Any]]:
         patch(stored_code, "read", lambda key: read(offline(key)) if keep_generated else [])
         patch(stored_code, "write", lambda key, entries: write(offline(key), entries) if keep_generated else None)
         patch(code_cache.Generated, "_trace", trace_offline)
-        patch(kernels, "launch_first", launch_first)
+        patch(kernels, "link", lambda *_: None)
         patch(driver, "_active", _OfflineDriver())
         patch(dense, "_CAPABLE", set())
         yield compiled

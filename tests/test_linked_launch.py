@@ -30,7 +30,7 @@ from helpers.calls import (
     attend_with_large_heads,
     preprocess,
 )
-from helpers.planning import ENCODED, LAUNCH_FIRST, ONE_FOR_ALL, FakeKernel, in_c_of, planning
+from helpers.planning import ENCODED, ONE_FOR_ALL, FakeKernel, in_c_of, planning
 
 
 def elsewhere(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ def test_what_is_not_linked_goes_through_triton_and_says_so(version: str, says: 
     ):
         warnings.simplefilter("always")
         for _ in range(3):
-            assert LAUNCH_FIRST(run, [x]) is None
+            assert linked_launch.link(run, linked_launch.through_triton(run, [x], ()), [x]) is None
     assert [x[1:] for x in launched] == [((1,), (mock.ANY, 5), {"num_warps": 4})] * 3
     assert [x.category for x in said] == [SlowerWarning] * says
     for warning in said:

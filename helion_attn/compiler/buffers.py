@@ -58,6 +58,7 @@ class Draft:
     Attributes:
         device: where it is to run.
         sm_count: SMs of that.
+        tensor_type: the class of tensors that it is for.
         steps: what it does, in this order.
         made: memories that it allocates.
         constants: tensors that are the same in every call.
@@ -65,7 +66,7 @@ class Draft:
     """
 
     def __init__(self, device: torch.device, sm_count: int) -> None:
-        self.device, self.sm_count = device, sm_count
+        self.device, self.sm_count, self.tensor_type = device, sm_count, torch.Tensor
         self.steps: list[Launch | Fill] = []
         self.made: list[Memory] = []
         self.constants: list[torch.Tensor] = []
@@ -75,6 +76,8 @@ class Draft:
     def given(self, x: torch.Tensor) -> Buffer:
         """The buffer of a tensor that the call is given."""
         memory = _memory("given", self._given, x)
+        if not isinstance(x, torch.nn.Parameter):
+            self.tensor_type = type(x)
         self._given += 1
         return Buffer(self, memory, 0, memory.shape, memory.strides, memory.dtype)
 
@@ -107,6 +110,11 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def tensor_type(x: torch.Tensor | Buffer) -> type[torch.Tensor]:
+    """The class of a tensor, or of those that a buffer stands for."""
+    return x.draft.tensor_type if isinstance(x, Buffer) else type(x)
 
 
 def sm_count(x: torch.Tensor | Buffer) -> int:

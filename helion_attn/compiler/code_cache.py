@@ -29,6 +29,7 @@ import torch
 import triton
 
 from helion_attn.compiler import stored_code
+from helion_attn.compiler.buffers import Buffer, tensor_type
 from helion_attn.compiler.facts import UnknownFact, facts_of, value
 from helion_attn.compiler.generated_code import Run, linked, load
 from helion_attn.compiler.helion_adapter import Config, bind, kernel_to_compile
@@ -133,10 +134,10 @@ def options() -> str:
     return repr((torch.get_default_dtype(), _inductor_options(), _environment()))
 
 
-def _layout(x: torch.Tensor) -> Hashable:
+def _layout(x: torch.Tensor | Buffer) -> Hashable:
     static = tuple(sorted(getattr(x, "_dynamo_static_indices", ())))
     # A class of tensors may have no addresses.
-    return type(x), x.dtype, x.dim(), x.numel() >= INT32_ELEMENTS, static
+    return tensor_type(x), x.dtype, x.dim(), x.numel() >= INT32_ELEMENTS, static
 
 
 class Generated:
@@ -157,12 +158,12 @@ class Generated:
 
     def _base(self, args: Sequence[Any]) -> tuple[Hashable, ...]:
         """All of Helion's base key that an argument can change."""
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        tensors = [x for x in args if isinstance(x, (torch.Tensor, Buffer))]
         places = list({id(x): None for x in tensors})
         device = tensors[0].device
         described = (
             # The repr, for True is equal to 1, also in a spec.
-            _layout(x) if isinstance(x, torch.Tensor) else (type(x), repr(x) if is_constant else None)
+            _layout(x) if isinstance(x, (torch.Tensor, Buffer)) else (type(x), repr(x) if is_constant else None)
             for x, is_constant in zip(args, self._is_constant, strict=True)
         )
         same = tuple(places.index(id(x)) for x in tensors)
@@ -179,6 +180,10 @@ class Generated:
             return run
         with TRACING:
             return self._known(base, args) or self._read_or_trace(base, args)
+
+    def known(self, args: tuple[Any, ...]) -> Run | None:
+        """The host function for `args`, of buffers and numbers, if this process has it."""
+        return self._known(self._base(args), args)
 
     def _read_or_trace(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> Run:
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))

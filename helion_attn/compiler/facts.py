@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from helion_attn.compiler.buffers import tensor_type
 from helion_attn.compiler.helion_adapter import helion_kernel
 from helion_attn.compiler.linked_launch import recorded
 
@@ -37,7 +38,7 @@ def _descriptor(x: torch.Tensor, most: list[int]) -> list[Any]:
 
 def _aligned(x: torch.Tensor) -> bool:
     """Return whether TMA can read from a tensor's address; Helion takes it that fake tensors have none."""
-    return type(x).__name__ not in ("FakeTensor", "FunctionalTensor") and x.data_ptr() % ALIGNMENT == 0
+    return tensor_type(x).__name__ not in ("FakeTensor", "FunctionalTensor") and x.data_ptr() % ALIGNMENT == 0
 
 
 #: Functions of the arguments, whose values are JSON.

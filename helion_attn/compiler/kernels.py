@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from helion_attn.compiler import code_cache
 from helion_attn.compiler.buffers import ALIGNMENT, Buffer
 from helion_attn.compiler.helion_adapter import Config, kernel_to_interpret
-from helion_attn.compiler.linked_launch import LinkedLaunch, launch_first
+from helion_attn.compiler.linked_launch import LinkedLaunch, link, recorded, through_triton, types_of
 
 #: Argument lists that a kernel remembers.
 MAX_REMEMBERED = 4096
@@ -45,6 +45,10 @@ class Runner:
         """Run it with arguments by place. Return what does the same for other addresses, if that is known."""
         raise NotImplementedError
 
+    def linked(self, args: tuple[Any, ...]) -> LinkedLaunch | None:
+        """What runs it on tensors like these buffers, if that is known before it has."""
+        return None
+
 
 class Compiled(Runner):
     """A kernel function compiled through Triton with one config: once a specialisation, for all lengths and strides.
@@ -61,6 +65,8 @@ class Compiled(Runner):
         self._positions: tuple[list[int], list[int]] | None = None
         #: What launches it again, by all that it depends on; None where only Triton can.
         self._found: dict[Hashable, LinkedLaunch | None] = {}
+        #: What Triton compiled, by what it depends on.
+        self._compiled: dict[Hashable, Any] = {}
 
     def __call__(self, *args: Any) -> LinkedLaunch | None:
         """Run it. An argument is a tensor in every call, or in none."""
@@ -82,8 +88,20 @@ class Compiled(Runner):
             return found
         if len(self._found) >= MAX_REMEMBERED:
             self._found.clear()
-        self._found[key] = found = launch_first(self._generated.find(args), args, self._expected)
+        run = self._generated.find(args)
+        launches = through_triton(run, args, self._expected)
+        self._compiled |= {types_of(launch): compiled for launch, compiled in launches}
+        self._found[key] = found = link(run, launches, args)
         return found
+
+    def linked(self, args: tuple[Any, ...]) -> LinkedLaunch | None:
+        """What launches it on tensors like these buffers, if all is compiled for it: for new lengths, most often."""
+        run = self._generated.known(args)
+        if run is None:
+            return None
+        launches = recorded(run, args)
+        compiled = [self._compiled.get(types_of(launch)) for launch in launches]
+        return None if None in compiled else link(run, [*zip(launches, compiled, strict=True)], args)
 
 
 class _Fp32Scales(TorchFunctionMode):

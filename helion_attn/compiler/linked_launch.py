@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from helion_attn.compiler import triton_hook
+from helion_attn.compiler.buffers import ALIGNMENT, Buffer
 from helion_attn.compiler.helion_runtime.launcher import default_launcher
 from helion_attn.compiler.slower import warn_slower
 from helion_attn.compiler.versions import triton_is_known
@@ -55,6 +56,22 @@ def recorded(run: Callable[..., Any], args: Sequence[Any]) -> list[Launch]:
 
     run(*args, _launcher=launcher)
     return launches
+
+
+def types_of(launch: Launch) -> Hashable:
+    """All that Triton compiles a kernel for: constants, and of arguments their types and what it looks at of numbers."""
+    return (id(launch.kernel), *map(_type_of, launch.kernel.params, launch.args), *sorted(launch.options.items()))
+
+
+def _type_of(parameter: Any, x: Any) -> Hashable:
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, *x.block_shape
+    if isinstance(x, (torch.Tensor, Buffer)):
+        return x.dtype, x.data_ptr() % ALIGNMENT == 0
+    if parameter.is_constexpr or type(x) is not int:
+        return type(x), x if parameter.is_constexpr else None
+    bits = 32 if -(2**31) <= x < 2**31 else 64
+    return bits if parameter.do_not_specialize else (bits, x == 1, x % ALIGNMENT == 0)
 
 
 class Address(NamedTuple):
@@ -195,7 +212,7 @@ class LinkedLaunch:
         for x in launch.args:
             # By identity: a tensor that the host function made, be it a view, is not in `objects`. Nor does it keep
             # the first call's tensors alive.
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, (torch.Tensor, Buffer)):
                 self._tensors.append((len(self._values), _place(objects, x)))
                 self._values.append(None)
             elif isinstance(x, TensorDescriptor):
@@ -210,7 +227,7 @@ class LinkedLaunch:
             else:
                 raise NotLinked(f"{x!r} is neither a tensor nor a number")
         self._launch = to_c(compiled)
-        device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+        device = next(arg.device for arg in args if isinstance(arg, (torch.Tensor, Buffer)))
         self._device = device.index
         self.reads = sorted({*(arg for _, arg in self._tensors), *(box.arg for box in self._boxes)})
 
@@ -238,15 +255,15 @@ class LinkedLaunch:
         self._launch(self._grid, stream, compiled.function, hooks, values)
 
 
-def _place(objects: dict[int, int], x: torch.Tensor) -> int:
+def _place(objects: dict[int, int], x: torch.Tensor | Buffer) -> int:
     """Which of the host function's arguments a tensor is."""
     if id(x) not in objects:
         raise NotLinked("the host function makes a tensor")
     return objects[id(x)]
 
 
-def launch_first(run: Callable[..., Any], args: Sequence[Any], expected: tuple[str, ...] = ()) -> LinkedLaunch | None:
-    """Call `run(*args)`, and return what does the same for arguments that differ in addresses alone, if that is known.
+def through_triton(run: Callable[..., Any], args: Sequence[Any], expected: tuple[str, ...]) -> list[tuple[Launch, Any]]:
+    """Call `run(*args)`, and return what it launched, and what Triton compiled for it.
 
     Args:
         run: a host function of Helion's, which launches through Triton a kernel that is compiled with the passes.
@@ -260,6 +277,11 @@ def launch_first(run: Callable[..., Any], args: Sequence[Any], expected: tuple[s
         launches.append((Launch(kernel, grid, kernel_args, options), compiled))
 
     run(*args, _launcher=launcher)
+    return launches
+
+
+def link(run: Callable[..., Any], launches: Sequence[tuple[Launch, Any]], args: Sequence[Any]) -> LinkedLaunch | None:
+    """What launches again what `run(*args)` launched, where only addresses are other, if that is known."""
     try:
         if len(launches) != 1:
             raise NotLinked(f"the host function launches {len(launches)} kernels")

@@ -17,7 +17,7 @@ from helion_attn import testing
 from helion_attn.compiler import kernels, linked_launch
 from helpers.offline import launching
 
-LAUNCH_FIRST = linked_launch.launch_first
+LINK = linked_launch.link
 
 
 def encoding(box: TensorDescriptor) -> dict[str, Any]:
@@ -107,8 +107,8 @@ def planning(stream: Callable[[int], int] = lambda device: 7) -> Iterator[list[t
     """Host functions that were called for the first time, their arguments, and what came of it."""
     made = []
 
-    def launch_first(run: Any, args: tuple[Any, ...], expected: tuple[str, ...]) -> Any:
-        made.append((run, args, LAUNCH_FIRST(run, args, expected)))
+    def link(run: Any, launches: Any, args: tuple[Any, ...]) -> Any:
+        made.append((run, args, LINK(run, launches, args)))
         return made[-1][2]
 
     def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> FakeKernel:
@@ -117,7 +117,7 @@ def planning(stream: Callable[[int], int] = lambda device: 7) -> Iterator[list[t
     with (
         testing._offline_hopper(keep_generated=True),
         launching(),
-        mock.patch.object(kernels, "launch_first", launch_first),
+        mock.patch.object(kernels, "link", link),
         mock.patch.object(linked_launch, "default_launcher", launch),
         mock.patch.object(FakeTensor, "data_ptr", address),
         mock.patch.object(testing._OfflineDriver, "get_current_stream", lambda self, device: stream(device)),
