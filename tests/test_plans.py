@@ -271,6 +271,23 @@ def test_a_call_has_one_plan() -> None:
     assert known == known[:1] * 3
 
 
+def test_a_new_length_is_linked_to_what_is_compiled() -> None:
+    """Nothing runs through Triton, which takes milliseconds."""
+    with plannable():
+        for causal in (False, True):
+            ha.attention(*made(B=8, M=3000, N=3000), causal=causal)
+        with mock.patch.object(plans.Plan, "_run_and_link", side_effect=AssertionError("it is not linked")):
+            for length in (1, 2999, 4096, 2999):
+                for causal in (False, True):
+                    ha.attention(*made(B=8, M=3000, N=length), causal=causal)
+        # Another dtype is another kernel.
+        with (
+            mock.patch.object(plans.Plan, "_run_and_link", side_effect=NotImplementedError),
+            pytest.raises(NotImplementedError),
+        ):
+            ha.attention(*made(B=8, M=3000, N=3000, dtype=torch.float16))
+
+
 REFUSED: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"causal": 2}, TypeError),
     ({"sm_scale": "0.125"}, TypeError),

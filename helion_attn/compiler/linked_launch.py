@@ -59,7 +59,7 @@ def recorded(run: Callable[..., Any], args: Sequence[Any]) -> list[Launch]:
 
 
 def types_of(launch: Launch) -> Hashable:
-    """All that Triton compiles a kernel for: constants, and of arguments their types and what it looks at of numbers."""
+    """All that Triton compiles a kernel for: constants, types of arguments, and what it looks at of numbers."""
     return (id(launch.kernel), *map(_type_of, launch.kernel.params, launch.args), *sorted(launch.options.items()))
 
 
