@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn import plans
 from helion_attn.configs import attention_tile_config, packing, scheduling
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib import rows
@@ -25,7 +26,12 @@ Poisoned = Callable[[], AbstractContextManager[None]]
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Afterwards no heads share tiles."""
-    return lambda: monkeypatch.setattr(scheduling, "gqa_query_blocks", lambda *_: 10**9)
+
+    def set_apart() -> None:
+        monkeypatch.setattr(scheduling, "gqa_query_blocks", lambda *_: 10**9)
+        plans.forget()
+
+    return set_apart
 
 
 @pytest.fixture

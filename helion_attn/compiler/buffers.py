@@ -268,11 +268,9 @@ class Buffer:
         )
 
     def view(self, *shape: Any) -> Buffer:
-        """In another shape, or in another dtype; it must be contiguous."""
+        """In another shape, or in another dtype, for which it must be contiguous."""
         if isinstance(shape[0], torch.dtype):
             return self._in(shape[0])
-        if not self.is_contiguous():
-            raise ValueError(f"a view of {self.shape} with strides {self._strides} needs it contiguous")
         sizes = [*sizes_of(shape)]
         if -1 in sizes:
             at = sizes.index(-1)
@@ -280,6 +278,10 @@ class Buffer:
             sizes[at] = self.numel() // known if known else 0
         if math.prod(sizes) != self.numel():
             raise ValueError(f"{self.shape} has no view of {sizes}")
+        if tuple(sizes) == self.shape:
+            return self
+        if not self.is_contiguous():
+            raise ValueError(f"a view of {self.shape} with strides {self._strides} needs it contiguous")
         return self.as_strided(sizes, contiguous(sizes))
 
     def _in(self, dtype: torch.dtype) -> Buffer:

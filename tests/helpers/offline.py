@@ -17,8 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
-from helion_attn import testing
-from helion_attn.compiler import versions
+from helion_attn import plans, testing
+from helion_attn.compiler import kernels, versions
 from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.numerics import keeps_reference
 from helion_attn.ops import varlen
@@ -44,6 +44,7 @@ class CudaKernels:
 
 def forget() -> None:
     """Clear what was cached about a device that is not the one of now: bound kernels, and what Helion can use on it."""
+    plans.forget()
     for name, module in list(sys.modules.items()):
         if name.startswith("helion_attn.") or name == "helion._compat":
             for value in list(vars(module).values()):
@@ -353,10 +354,14 @@ def compile_varlen(
 
     def launch() -> None:
         logits = fake_cuda(4) if sinks else None
+        problem = varlen_problem(*fake_varlen(D, D_v or D), recipe=recipe, causal=causal, sinks=logits, **options)
         with launching():
-            ha.attention_varlen(*fake_varlen(D, D_v or D), recipe=recipe, causal=causal, sinks=logits, **options)
+            with mock.patch.object(kernels.Runner, "run"):
+                packed = varlen.quantize(problem)
+            varlen.attend(problem, packed)
 
-    return compile_for_sm90(launch)[-1]
+    (kernel,) = compile_for_sm90(launch)
+    return kernel
 
 
 def compile_quantize_varlen(D: int, recipe: ha.Recipe, dtype: torch.dtype = torch.bfloat16) -> list[Sm90Kernel]:
