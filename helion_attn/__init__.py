@@ -10,6 +10,7 @@ from helion_attn.api import (
     quantize,
 )
 from helion_attn.check import check
+from helion_attn.debugging import debug
 from helion_attn.explain import explain, plan
 from helion_attn.integrations.diffusers import register_diffusers
 from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -28,7 +29,6 @@ from helion_attn.support import is_supported
 from helion_attn.transforms import apply_rope, hadamard, hadamard_matrix, reflect
 from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, Rope
 from helion_attn.validate.dense import SwappedLayoutWarning
-from helion_attn.validate.values import debug
 from helion_attn.varlen import attention_varlen
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from helion_attn import ops, plans
 from helion_attn.configs import packing
+from helion_attn.names import named, options_of
 from helion_attn.problem import (
     AttentionProblem,
     DenseProblem,
@@ -40,7 +41,6 @@ from helion_attn.validate.dense import (
     check_recipe_dims,
     check_splits,
 )
-from helion_attn.validate.names import named, options_of
 from helion_attn.validate.packed import check_quantized
 
 

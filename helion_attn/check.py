@@ -12,13 +12,13 @@ from typing_extensions import Unpack
 from helion_attn.api import attention, dense_problem
 from helion_attn.configs import SUPPORTED_D
 from helion_attn.explain import HOPPER_MULTIPROCESSORS
+from helion_attn.names import named, options_of
 from helion_attn.ops.attention import choose
 from helion_attn.ops.dense import shape_of_dense
 from helion_attn.problem import DenseProblem
 from helion_attn.reference.rope import apply_rope
 from helion_attn.reference.shapes import hide_keys_of_rows, to_bhsd
-from helion_attn.types import BF16, PRESETS, CallOptions, Recipe, preset_name
-from helion_attn.validate.names import named, options_of
+from helion_attn.types import BF16, PRESETS, DenseOptions, Recipe, preset_name
 
 #: The recipes beside the one that was asked for, the fastest first: all presets with 8-bit numbers.
 COMPARED = {name: preset for name, preset in PRESETS.items() if preset is not BF16}
@@ -83,8 +83,8 @@ class Check:
 
 
 @named
-@options_of(dense_problem, but=("return_lse",))
-def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[CallOptions]) -> Check:
+@options_of(dense_problem, but=("return_lse", "out_dtype", "num_splits"))
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[DenseOptions]) -> Check:
     """Measure what `attention` loses on these tensors, with `recipe` and with the presets, beside 16-bit attention.
 
     Every recipe is run in full. Errors are those of `ROWS` random rows, the same every time, of up to `HEADS` heads,
@@ -92,7 +92,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[C
     same heads: channels of K with a bias, outliers of Q and K, and a V whose mean changes along the keys.
 
     Args:
-        q: and all others as in `attention`.
+        q: and all others as in `attention`. The output has q's dtype.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.

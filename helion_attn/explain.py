@@ -14,12 +14,12 @@ from helion_attn.api import dense_problem, parted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LargeTileConfig, TileConfig, scheduling
+from helion_attn.names import named, options_of
 from helion_attn.ops.attention import Choice, Shape
 from helion_attn.ops.dense import shape_of_dense
 from helion_attn.plans import Plan
 from helion_attn.types import CallOptions, Rope
 from helion_attn.validate.dense import check_no_grad
-from helion_attn.validate.names import named, options_of
 
 #: SMs of an H200 and of an H100 SXM: what is said of CPU tensors is said of these.
 HOPPER_MULTIPROCESSORS = 132

@@ -15,12 +15,13 @@ from typing_extensions import Unpack
 from helion_attn import ops, plans
 from helion_attn.api import interleaved, parted, rope_tensors
 from helion_attn.configs import page_packing
+from helion_attn.debugging import debugging
+from helion_attn.names import named, options_of
 from helion_attn.problem import AppendProblem, DecodeProblem, rope_arguments, softmax_of
 from helion_attn.types import CacheOptions, Layout, PagedKVCache, Rope
 from helion_attn.validate.dense import check_count
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
-from helion_attn.validate.names import named, options_of
-from helion_attn.validate.values import check_appended, debugging
+from helion_attn.validate.values import check_appended
 
 
 @named

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from helion_attn.compiler.buffers import ALIGNMENT, Buffer, Draft, Fill, Launch
+from helion_attn.debugging import debugging
 from helion_attn.validate.tangents import is_forward_mode
-from helion_attn.validate.values import debugging
 
 if TYPE_CHECKING:
     from helion_attn.compiler.linked_launch import LinkedLaunch
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 WORKSPACE_ALIGNMENT = 512
 
 #: Plans that are kept.
-MAX_PLANS = 4096
+MAX_PLANS = 1024
 
 
 class Source(NamedTuple):
@@ -97,6 +97,9 @@ class Plan:
         if self._linked is None and not self._link(len(tensors)):
             return self._run_and_link(tensors)
         assert self._linked is not None
+        if is_elsewhere(self._device):
+            with torch.cuda.device(self._device):
+                return self.run(tensors)
         like = tensors[0]
         workspace = like.new_empty(self._workspace, dtype=torch.uint8)
         outputs = [like.new_empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in self.outputs]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from helion_attn import ops
+from helion_attn.names import named
 from helion_attn.preprocess.lib import hadamard as preprocess_hadamard
 from helion_attn.problem import NO_ROPE_ARGUMENTS, RopeArguments, TransformProblem, rope_arguments
 from helion_attn.types import Layout, Rope
 from helion_attn.validate.dense import check_even, check_rope_of, check_seed, check_x
-from helion_attn.validate.names import named
 
 
 @named

@@ -22,6 +22,7 @@ from integrations import with_blocks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
+from helion_attn import plans
 from helion_attn.configs import (
     LargeTileConfig,
     TileConfig,
@@ -146,6 +147,7 @@ def refusal(function: str, call: Call) -> Exception | None:
     """What the function raises before any op; None if it gets to one."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.ops, "helion_attn", NoOps()))
+        stack.enter_context(mock.patch.object(plans, "key_of", return_value=None))
         stack.enter_context(torch.set_grad_enabled(call.grad_mode))
         if call.capability is not None:
             stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=call.capability))

@@ -17,9 +17,9 @@ import torch
 from typing_extensions import assert_type
 
 import helion_attn as ha
+from helion_attn.names import NOT_HERE, OTHER_NAMES
 from helion_attn.testing import make_qkv, relative_error
 from helion_attn.types import RecipeName
-from helion_attn.validate.names import NOT_HERE, OTHER_NAMES
 from helpers.refused import assert_raises
 
 QKV = make_qkv("randn", 1, 2, 2, 4, 4, 32, device="cpu")

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from helion_attn.configs import varlen_packing
+from helion_attn.debugging import debugging
 from helion_attn.distributed import allgather, collectives, ring, ulysses
 from helion_attn.distributed.call import Call
 from helion_attn.distributed.collectives import Group
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.packed import bounds_of_rows
 from helion_attn.distributed.prepare import all_lengths, quantized_part, recipe_text
+from helion_attn.names import named
 from helion_attn.problem import softmax_of
 from helion_attn.types import (
     BALANCED,
@@ -32,8 +34,7 @@ from helion_attn.types import (
 )
 from helion_attn.validate.dense import check_no_grad, check_options, check_recipe
 from helion_attn.validate.distributed import check_balance, check_part, check_rope_lengths, check_strategy, rope_text
-from helion_attn.validate.names import named
-from helion_attn.validate.values import check_balance_of_parts, debugging, note_balance
+from helion_attn.validate.values import check_balance_of_parts, note_balance
 from helion_attn.validate.varlen import check_sequence_values, check_varlen
 
 #: What computes `(out, lse)` of a rank's packed part, by the name of the strategy.

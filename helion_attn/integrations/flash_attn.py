@@ -14,8 +14,10 @@ import torch
 from typing_extensions import ParamSpec, Unpack
 
 from helion_attn.api import attention, attention_quantized, pack_unread
+from helion_attn.debugging import debugging
 from helion_attn.integrations.rules import Rule, check_supported, is_none
 from helion_attn.kv_cache import append_kvcache, attention_kvcache
+from helion_attn.names import in_lines, named
 from helion_attn.types import BALANCED, PagedKVCache, Recipe, RecipeName
 from helion_attn.validate.dense import (
     check_descale,
@@ -29,8 +31,6 @@ from helion_attn.validate.dense import (
     described,
 )
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention
-from helion_attn.validate.names import in_lines, named
-from helion_attn.validate.values import debugging
 from helion_attn.varlen import attention_varlen
 
 P = ParamSpec("P")

@@ -9,8 +9,8 @@ import torch
 
 from helion_attn.integrations.flash_attn import ALIBI, flash_attn_func, flash_attn_varlen_func, is_number
 from helion_attn.integrations.rules import check_supported
+from helion_attn.names import named
 from helion_attn.types import BALANCED, Recipe, RecipeName
-from helion_attn.validate.names import named
 
 
 @named

@@ -18,9 +18,9 @@ from helion_attn.caller import outermost
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.masks import Visible, attend_to_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
+from helion_attn.names import named
 from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_recipe, check_sm_scale
-from helion_attn.validate.names import named
 from helion_attn.validate.varlen import MAX_VARLEN_D
 
 Function = TypeVar("Function", bound=Callable[..., Any])

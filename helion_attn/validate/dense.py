@@ -5,6 +5,8 @@ Those of packed sequences, the cache and quantised tensors alone are in files of
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import warnings
 from typing import get_args
 
@@ -17,11 +19,12 @@ from helion_attn.configs import (
     packing,
     uses_large_d,
 )
+from helion_attn.debugging import debugging
+from helion_attn.names import OTHER_LAYOUTS
 from helion_attn.numerics import MAX_SEED
 from helion_attn.types import Layout, Recipe, Rope, as_recipe, check_quantises
-from helion_attn.validate.names import OTHER_LAYOUTS
 from helion_attn.validate.tangents import has_tangent
-from helion_attn.validate.values import check_position_values, check_rope_positions, debugging
+from helion_attn.validate.values import check_position_values, check_rope_positions
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUT_DTYPES = (*IN_DTYPES, torch.float8_e4m3fn)
@@ -362,8 +365,8 @@ def looks_swapped(M: int, H_kv: int, N: int) -> bool:
 def warn_of_swapped_layout(q: torch.Tensor, k: torch.Tensor, layout: str) -> None:
     """Say, once a process, that heads and lengths look exchanged, to who called a function that takes a layout."""
     code, level = outermost()
-    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    if SwappedLayoutWarning in _SAID or "layout" not in arguments:
+    called = getattr(importlib.import_module("helion_attn"), code.co_name, None)
+    if SwappedLayoutWarning in _SAID or called is None or "layout" not in inspect.signature(called).parameters:
         return
     _SAID.add(SwappedLayoutWarning)
     heads, length = (1, 2) if layout == "bhsd" else (2, 1)

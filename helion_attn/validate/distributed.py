@@ -6,6 +6,7 @@ from typing import get_args
 
 import torch
 
+from helion_attn.debugging import debugging
 from helion_attn.problem import parts_are_told_apart
 from helion_attn.types import Recipe, Rope, Strategy, as_recipe
 from helion_attn.validate.dense import (
@@ -16,7 +17,7 @@ from helion_attn.validate.dense import (
     check_rope_tables,
     check_rotatable,
 )
-from helion_attn.validate.values import check_rope_positions, debugging
+from helion_attn.validate.values import check_rope_positions
 from helion_attn.validate.varlen import MAX_VARLEN_D
 
 STRATEGIES = get_args(Strategy)

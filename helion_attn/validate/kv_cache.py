@@ -6,6 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from helion_attn.configs import SUPPORTED_D, page_packing
+from helion_attn.debugging import debugging
 from helion_attn.types import PagedKVCache, Rope
 from helion_attn.validate.dense import (
     IN_DTYPES,
@@ -21,7 +22,7 @@ from helion_attn.validate.dense import (
     check_table,
     described,
 )
-from helion_attn.validate.values import check_cache_values, debugging, note_append
+from helion_attn.validate.values import check_cache_values, note_append
 
 #: The largest head dim of a KV cache.
 MAX_PAGE_D = SUPPORTED_D[-1]

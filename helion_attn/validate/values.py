@@ -1,74 +1,15 @@
-"""Checks that `debug` asks for: of values that lie on the device, and of calls against those before them."""
+"""Checks that `debugging.debug` asks for: of values on the device, and of calls against the ones before them."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from helion_attn.debugging import Append, seen_so_far
 from helion_attn.types import PagedKVCache, Rope
-
-
-class Append(NamedTuple):
-    """The last keys that were appended to a page: to positions `first` up to `first + keys` of its sequence."""
-
-    first: int
-    keys: int
-
-
-@dataclass
-class Seen:
-    """What calls inside `debug` did, to which later ones are held.
-
-    Attributes:
-        appends: by `k8` of a cache, and by page.
-        balances: of parts that `distributed.shard` cut, by group and tokens of the part.
-    """
-
-    appends: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    balances: dict[tuple[str, int], set[str | None]] = field(default_factory=dict)
-
-
-_SEEN: ContextVar[Seen | None] = ContextVar("seen", default=None)
-
-
-@contextlib.contextmanager
-def debug() -> Iterator[None]:
-    """Inside, calls also check what lies on the device, and raise where they would otherwise give NaN, 0 or nonsense.
-
-    Checked are `cu_seqlens` (ascending, within the tokens, no lengths in their place), `cache_seqlens` (within what the
-    block table holds), `block_table` (pages of the pool; of an append, none that is written twice), positions
-    of a `Rope`, and descales of `flash_attn_func`. Every call reads them on the host, which waits for the device: leave
-    the context where speed counts. It holds for the thread that entered it. Code that torch.compile compiled is not
-    checked.
-
-    Calls are also held to those before them in the same context: `attention_kvcache` to the last `append_kvcache`
-    (`cache_seqlens` that do not count its keys, a q whose heads are as many as its keys), and
-    `helion_attn.distributed`'s attention and `unshard` to the `balance` of `shard` and `positions`.
-
-    Raises:
-        RuntimeError: a call inside is captured in a CUDA graph, where nothing can be read.
-
-    The calls inside raise ValueError, naming the argument, its value and what is accepted.
-    """
-    token = _SEEN.set(Seen())
-    try:
-        yield
-    finally:
-        _SEEN.reset(token)
-
-
-def debugging() -> bool:
-    """Whether values are checked."""
-    # torch.compile traces no ContextVar.
-    return not torch.compiler.is_compiling() and _SEEN.get() is not None
 
 
 def _read(x: torch.Tensor) -> list[int] | None:
@@ -127,7 +68,7 @@ def check_cache_values(
 
 def note_append(cache: PagedKVCache, block_table: torch.Tensor, cache_seqlens: torch.Tensor, new_keys: int) -> None:
     """Remember where `new_keys` of each sequence go, for `check_appended`, inside `debug`."""
-    seen, lengths = _SEEN.get(), _read(cache_seqlens)
+    seen, lengths = seen_so_far(), _read(cache_seqlens)
     if seen is None or lengths is None:
         return
     appends = seen.appends.setdefault(cache.k8, {})
@@ -143,7 +84,7 @@ def check_appended(
 
     As far as can be told it is in the other one where its heads, not its tokens, are as many as those keys.
     """
-    seen, lengths = _SEEN.get(), _read(cache_seqlens)
+    seen, lengths = seen_so_far(), _read(cache_seqlens)
     if seen is None or lengths is None:
         return
     appends, page_size = seen.appends.get(cache.k8, {}), cache.page_size
@@ -165,13 +106,13 @@ def check_appended(
 
 def note_balance(group: str, tokens: int, balance: str | None) -> None:
     """Remember how a part of so many tokens was cut, for `check_balance_of_parts`, inside `debug`."""
-    if (seen := _SEEN.get()) is not None:
+    if (seen := seen_so_far()) is not None:
         seen.balances.setdefault((group, tokens), set()).add(balance)
 
 
 def check_balance_of_parts(group: str, lengths: Iterable[int], balance: str | None) -> None:
     """Parts of these lengths, if any was cut inside `debug`, were cut for this balance."""
-    seen = _SEEN.get()
+    seen = seen_so_far()
     for length in lengths:
         cut = seen.balances.get((group, length)) if seen is not None else None
         if cut and balance not in cut:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from helion_attn.configs import SUPPORTED_D
+from helion_attn.debugging import debugging
 from helion_attn.validate.dense import MIN_D, check_count, check_table, check_tensors
-from helion_attn.validate.values import check_cu_seqlens, debugging
+from helion_attn.validate.values import check_cu_seqlens
 
 #: The largest head dim of sequences of variable length, and their tokens: packed, these have room in 32 bits.
 MAX_VARLEN_D = SUPPORTED_D[-1]
