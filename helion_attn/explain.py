@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops, plans
-from helion_attn.api import dense_problem, parted
+from helion_attn.api import dense_problem, interleaved, parted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LargeTileConfig, TileConfig, scheduling
@@ -19,7 +19,6 @@ from helion_attn.ops.attention import Choice, Shape
 from helion_attn.ops.dense import shape_of_dense
 from helion_attn.plans import Plan
 from helion_attn.types import CallOptions, Rope
-from helion_attn.validate.dense import check_no_grad
 
 #: SMs of an H200 and of an H100 SXM: what is said of CPU tensors is said of these.
 HOPPER_MULTIPROCESSORS = 132
@@ -139,8 +138,8 @@ class AttentionPlan:
     it does what `attention` does, without looking for its plan.
     """
 
-    def __init__(self, made: Plan, layouts: tuple[Hashable, ...], return_lse: bool) -> None:
-        self._plan, self._layouts, self._return_lse = made, layouts, return_lse
+    def __init__(self, made: Plan, key: Hashable, return_lse: bool) -> None:
+        self._plan, self._key, self._return_lse = made, key, return_lse
 
     def __str__(self) -> str:
         return str(self._plan)
@@ -161,27 +160,26 @@ class AttentionPlan:
                 as they were there.
 
         Raises:
-            ValueError: a tensor is not as it was there.
-            RuntimeError: an input requires grad, in grad mode.
+            ValueError: a tensor is not as it was there, or is not plain.
         """
-        more, _ = parted({"rope": rope, "sinks": sinks})
-        given = [x for x in (q, k, v, *more) if x is not None]
-        if (found := plans.layouts(given)) != self._layouts:
+        given, key = _given(q, k, v, {"rope": rope, "sinks": sinks})
+        if key is None or key != self._key:
+            texts = (f"{x.dtype} {[*x.shape]} with strides {[*x.stride()]} on {x.device}" for x in given)
             raise ValueError(
-                f"the tensors are {_layouts_text(found)}, and the plan is for {_layouts_text(self._layouts)}: make "
-                f"another with helion_attn.plan"
+                f"the plan is for tensors of other layouts or roles than {'; '.join(texts)}, or for a rope of another "
+                f"pairing; none may require grad: make another with helion_attn.plan"
             )
-        for x in given:
-            check_no_grad("an input", x)
         out, lse = self._plan.run(given)
         return (out, lse) if self._return_lse else out
 
 
-def _layouts_text(layouts: tuple[Hashable, ...]) -> str:
-    device, *rest = layouts
-    each: list[Any] = [x for x in rest if isinstance(x, tuple)]
-    texts = (f"{dtype} {[*shape]} with strides {[*strides]}" for shape, strides, dtype, _ in each)
-    return f"{', '.join(texts)} on {device}"
+def _given(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any]
+) -> tuple[list[torch.Tensor], Hashable | None]:
+    """The tensors of a call, and all that its plan depends on of them and their roles; None of what is not plain."""
+    more, _ = parted(options)
+    given = [x for x in (q, k, v, *more) if x is not None]
+    return given, plans.key_of("plan", given, (interleaved(options.get("rope")), *[x is None for x in more]))
 
 
 @named
@@ -201,9 +199,8 @@ def plan(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
     """
     problem = dense_problem(q, k, v, return_lse=return_lse, **options)
-    more, _ = parted(options)
-    given = [x for x in (q, k, v, *more) if x is not None]
-    return AttentionPlan(ops.attention_dense.plan(problem), plans.layouts(given), return_lse)
+    _, key = _given(q, k, v, options)
+    return AttentionPlan(ops.attention_dense.plan(problem), key, return_lse)
 
 
 def _programs(a: Shape, choice: Choice) -> tuple[int, int]:

@@ -13,13 +13,16 @@ PyTorch's dispatcher, to the same plan.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from helion_attn.compiler.buffers import ALIGNMENT, Buffer, Draft, Fill, Launch
+from helion_attn.compiler.buffers import ALIGNMENT, Buffer, Draft, Fill, Launch, Memory
 from helion_attn.debugging import debugging
 from helion_attn.validate.tangents import is_forward_mode
 
@@ -66,14 +69,17 @@ class Plan:
         self._returned = {x.memory.number: i for i, x in enumerate(outputs)}
         if len(self._returned) < len(outputs) or any(x.memory.kind != "made" or x.offset for x in outputs):
             raise ValueError("an output is a part of another tensor")
+        if any(x.numel() * x.itemsize != size_of(x.memory) for x in outputs):
+            raise ValueError("an output is smaller than its memory")
         self._offsets: dict[int, int] = {}
         self._workspace = 0
         for memory in self._made:
             if memory.number not in self._returned:
                 self._offsets[memory.number] = self._workspace
-                size = torch.Size(memory.shape).numel() * memory.dtype.itemsize
-                self._workspace += -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+                self._workspace += -(-size_of(memory) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         self._linked: tuple[Linked | Fill, ...] | None = None
+        #: Whether a run has shown that a launch is more than addresses.
+        self._only_triton = False
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -94,7 +100,7 @@ class Plan:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run it on the current stream, on tensors of the layouts that it is for. A first run compiles kernels."""
-        if self._linked is None and not self._link(len(tensors)):
+        if self._linked is None and (self._only_triton or not self._link(len(tensors))):
             return self._run_and_link(tensors)
         assert self._linked is not None
         if is_elsewhere(self._device):
@@ -163,6 +169,8 @@ class Plan:
                     linked.append((launch, sources))
             if len(linked) == len(self.steps):
                 self._linked = tuple(linked)
+            else:
+                self._only_triton = True
             return [tensor(x) for x in self.outputs]
 
     def _source(self, x: Buffer, given: int) -> Source:
@@ -175,6 +183,11 @@ class Plan:
         if index in self._returned:
             return Source(workspace + 1 + self._returned[index], x.offset)
         return Source(workspace, self._offsets[index] + x.offset)
+
+
+def size_of(memory: Memory) -> int:
+    """Bytes of a memory."""
+    return math.prod(memory.shape) * memory.dtype.itemsize
 
 
 def as_tensor(x: Buffer, memory: torch.Tensor) -> torch.Tensor:
@@ -235,14 +248,21 @@ def layouts(tensors: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
 
 def is_plain(x: torch.Tensor) -> bool:
     """Whether a tensor is what its address holds."""
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and not (x.is_neg() or x.is_nested or x.is_meta)
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout is not torch.strided:
+        return False
+    return not (x.is_neg() or x.is_nested or x.is_meta)
+
+
+def has_default_device_alone() -> bool:
+    """Whether the only modes are of a default device, which changes nothing of what is made like a tensor."""
+    return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
 def nothing_listens() -> bool:
     """Whether nobody but PyTorch's dispatcher would have to know of a call."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
+        and (torch._C._len_torch_function_stack() == 0 or has_default_device_alone())
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
         and not is_forward_mode()
@@ -262,7 +282,9 @@ def key_of(name: str, tensors: Sequence[Any], options: Sequence[Any]) -> Hashabl
         tensors: all that it is given.
         options: all else; a tuple among them has its entries for options.
     """
-    if torch.compiler.is_compiling() or debugging() or not all(map(is_plain, tensors)) or not nothing_listens():
+    if torch.compiler.is_compiling() or debugging() or not tensors or not all(map(is_plain, tensors)):
+        return None
+    if not nothing_listens():
         return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -150,10 +150,29 @@ def test_a_plan_is_printed_and_called(layout: Any, device: str) -> None:
     for wrong in ((others[0][:, :, :1], *others[1:]), (others[0].float(), *others[1:]), others[:1] * 3):
         with pytest.raises(ValueError, match=r"make another with helion_attn\.plan"):
             made(*wrong, sinks=sinks)
-    with pytest.raises(ValueError, match="the plan is for"):
-        made(*others)
-    with pytest.raises(RuntimeError, match="requires grad"):
-        made(others[0].detach().requires_grad_(), *others[1:], sinks=sinks)
+    for options in ({}, {"rope": None}):
+        with pytest.raises(ValueError, match="the plan is for"):
+            made(*others, **options)
+    for q in (others[0].detach().requires_grad_(), torch._neg_view(others[0])):
+        with pytest.raises(ValueError, match="the plan is for"):
+            made(q, *others[1:], sinks=sinks)
+
+
+def test_a_plan_is_of_one_pairing_and_one_role_of_positions() -> None:
+    q, k, v = make_qkv("randn", 1, 1, 1, 20, 20, 32)
+    angles, at = torch.linspace(0, 3, 40 * 16).view(40, 16), torch.arange(20)
+    ropes = [
+        ha.Rope(angles.cos(), angles.sin(), interleaved, *positions)
+        for interleaved in (False, True)
+        for positions in ((), (at, None), (None, at))
+    ]
+    for rope in ropes:
+        made = ha.plan(q, k, v, rope=rope)
+        assert torch.equal(cast(torch.Tensor, made(q, k, v, rope=rope)), ha.attention(q, k, v, rope=rope))
+        for other in ropes:
+            if other is not rope:
+                with pytest.raises(ValueError, match="the plan is for"):
+                    made(q, k, v, rope=other)
 
 
 @pytest.mark.gpu

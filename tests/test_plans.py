@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
 from helion_attn import plans
+from helion_attn.compiler import buffers
 from helion_attn.testing import fake_cuda
 from helion_attn.types import Layout
 from helpers.offline import fake_cache
@@ -230,6 +231,9 @@ def found() -> Found:
     with plannable():
         for call in CALLS.values():
             call()[1]()
+        # Host functions run on buffers, of every kernel.
+        known = [launch for plan in plans._PLANS.values() for launch in plan.launches]
+        assert all(launch.kernel.linked(launch.args) is not None for launch in known)
         for name, call in CALLS.items():
             tensors, run = call()
             with mock.patch.object(plans.Plan, "_run_and_link", side_effect=AssertionError("it is not linked")):
@@ -345,6 +349,35 @@ def test_nothing_is_planned_where_others_listen() -> None:
     torch.vmap(note)(torch.ones(2))
     torch.jit.trace(note, torch.ones(2), check_trace=False)
     assert heard == [False, False]
+
+
+def test_a_default_device_does_not_listen() -> None:
+    with torch.device("cpu"):
+        assert plans.nothing_listens()
+        with Calling():
+            assert not plans.nothing_listens()
+
+
+def test_no_tensors_and_sparse_ones_are_checked_first() -> None:
+    nothing: Any = None
+    with pytest.raises(TypeError, match="q is a NoneType"):
+        ha.attention(nothing, nothing, nothing)
+    sparse = torch.eye(4).to_sparse()
+    assert not plans.is_plain(sparse)
+
+
+def test_compiled_kernels_are_of_one_device() -> None:
+    """A GPU's function is none of another's."""
+    with plannable():
+        ha.attention(*made())
+        (plan,) = plans._PLANS.values()
+        for launch in plan.launches:
+            kernel = launch.kernel
+            assert kernel.linked(launch.args) is not None
+            there = [key for key in kernel._compiled if key[0] == torch.device("cuda:0")]
+            assert len(there) == len(kernel._compiled)
+            with mock.patch.object(buffers.Buffer, "device", torch.device("cuda:1")):
+                assert kernel.linked(launch.args) is None
 
 
 def test_other_tensors_are_not_planned() -> None:

@@ -25,8 +25,8 @@ class Memory(NamedTuple):
         kind: "given" to the call, "made" by it, or "constant": the same in every call.
         number: among the memories of its kind.
         shape: of the tensor that is all of it.
-        strides: likewise.
-        dtype: likewise.
+        strides: of that tensor.
+        dtype: of that tensor.
         misaligned: its address, modulo `ALIGNMENT`.
     """
 
@@ -76,8 +76,7 @@ class Draft:
     def given(self, x: torch.Tensor) -> Buffer:
         """The buffer of a tensor that the call is given."""
         memory = _memory("given", self._given, x)
-        if not isinstance(x, torch.nn.Parameter):
-            self.tensor_type = type(x)
+        self.tensor_type = tensor_type(x)
         self._given += 1
         return Buffer(self, memory, 0, memory.shape, memory.strides, memory.dtype)
 
@@ -113,8 +112,10 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def tensor_type(x: torch.Tensor | Buffer) -> type[torch.Tensor]:
-    """The class of a tensor, or of those that a buffer stands for."""
-    return x.draft.tensor_type if isinstance(x, Buffer) else type(x)
+    """The class of a tensor, or of those that a buffer stands for; a parameter is a tensor."""
+    if isinstance(x, Buffer):
+        return x.draft.tensor_type
+    return torch.Tensor if type(x) is torch.nn.Parameter else type(x)
 
 
 def sm_count(x: torch.Tensor | Buffer) -> int:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from helion_attn.compiler import code_cache
 from helion_attn.compiler.buffers import ALIGNMENT, Buffer
+from helion_attn.compiler.generated_code import Run
 from helion_attn.compiler.helion_adapter import Config, kernel_to_interpret
 from helion_attn.compiler.linked_launch import LinkedLaunch, link, recorded, through_triton, types_of
 
@@ -63,9 +64,9 @@ class Compiled(Runner):
         self._generated = code_cache.Generated(fn, config)
         self._expected = expected
         self._positions: tuple[list[int], list[int]] | None = None
-        #: What launches it again, by all that it depends on; None where only Triton can.
-        self._found: dict[Hashable, LinkedLaunch | None] = {}
-        #: What Triton compiled, by what it depends on.
+        #: The host function, and what launches it again, by all that they depend on; None where only Triton can.
+        self._found: dict[Hashable, tuple[Run, LinkedLaunch | None]] = {}
+        #: What Triton compiled, by device and by what it depends on.
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(self, *args: Any) -> LinkedLaunch | None:
@@ -83,15 +84,22 @@ class Compiled(Runner):
         places = list(tensors)
         same = [places.index(id(args[i])) for i in of_tensors]
         key = (args[of_tensors[0]].device, *layouts, *same, *[args[i] for i in of_values])
-        if (found := self._found.get(key)) is not None:
-            found.at({i: args[i].data_ptr() for i in found.reads})
+        known = self._found.get(key)
+        if known is not None:
+            run, found = known
+            if found is None:
+                through_triton(run, args, self._expected)
+            else:
+                found.at({i: args[i].data_ptr() for i in found.reads})
             return found
         if len(self._found) >= MAX_REMEMBERED:
             self._found.clear()
         run = self._generated.find(args)
         launches = through_triton(run, args, self._expected)
-        self._compiled |= {types_of(launch): compiled for launch, compiled in launches}
-        self._found[key] = found = link(run, launches, args)
+        device = args[of_tensors[0]].device
+        self._compiled |= {(device, types_of(launch)): compiled for launch, compiled in launches}
+        found = link(run, launches, args)
+        self._found[key] = run, found
         return found
 
     def linked(self, args: tuple[Any, ...]) -> LinkedLaunch | None:
@@ -99,8 +107,9 @@ class Compiled(Runner):
         run = self._generated.known(args)
         if run is None:
             return None
+        device = next(x.device for x in args if isinstance(x, Buffer))
         launches = recorded(run, args)
-        compiled = [self._compiled.get(types_of(launch)) for launch in launches]
+        compiled = [self._compiled.get((device, types_of(launch))) for launch in launches]
         return None if None in compiled else link(run, [*zip(launches, compiled, strict=True)], args)
 
 
