@@ -16,6 +16,7 @@ from helion_attn.problem import (
     DenseProblem,
     PackProblem,
     QuantizeProblem,
+    fp32_sinks,
     rope_arguments,
     softmax_of,
 )
@@ -218,11 +219,6 @@ def pack_unread(
             center_v=False,
         ),
     )
-
-
-def fp32_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
-    """Sinks as the ops take them; what is none is checked later."""
-    return sinks.float().contiguous() if isinstance(sinks, torch.Tensor) else sinks
 
 
 def parted(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

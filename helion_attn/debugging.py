@@ -21,7 +21,7 @@ class Append(NamedTuple):
 
 @dataclass
 class Seen:
-    """What calls inside `debug` did, to which later ones are held.
+    """A record of calls inside `debug`, against which later calls are checked.
 
     Attributes:
         appends: by `k8` of a cache, and by page.

@@ -160,8 +160,12 @@ class AttentionPlan:
                 as they were there.
 
         Raises:
+            TypeError: q, k or v is no tensor.
             ValueError: a tensor is not as it was there, or is not plain.
         """
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
         given, key = _given(q, k, v, {"rope": rope, "sinks": sinks})
         if key is None or key != self._key:
             texts = (f"{x.dtype} {[*x.shape]} with strides {[*x.stride()]} on {x.device}" for x in given)

@@ -80,6 +80,11 @@ class Softmax(NamedTuple):
         return {"qk_scale": self.sm_scale / self.softcap, "softcap_log2": self.softcap * LOG2E}
 
 
+def fp32_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """Sinks as the operations take them; what is none is checked elsewhere."""
+    return sinks.float().contiguous() if isinstance(sinks, torch.Tensor) else sinks
+
+
 def softmax_of(
     D: int,
     causal: bool,
@@ -91,7 +96,7 @@ def softmax_of(
     """What a call's options say of scores of head dim D: causal is a right edge of 0, and sinks are fp32."""
     left, right = (-1, -1) if window is None else window
     return Softmax(
-        sinks=None if sinks is None else sinks.float().contiguous(),
+        sinks=fp32_sinks(sinks),
         left=left,
         right=0 if causal else right,
         sm_scale=float(D**-0.5 if sm_scale is None else sm_scale),
@@ -178,7 +183,7 @@ class AttentionProblem(NamedTuple):
     Attributes:
         packed: Q, K and V.
         m_len: M, the true query length; of packed sequences, of all.
-        n_len: N, the true key length; likewise.
+        n_len: N, the true key length; of packed sequences, of all.
         d: head dim of the unpadded Q and K.
         d_v: head dim of the unpadded V, and of the output.
         softmax: of scores.
@@ -242,7 +247,7 @@ class GatheredParts(NamedTuple):
         ranks: whose keys there are.
         head_blocks: blocks of a head on a rank.
         k_rank_step: from a rank's blocks of K to those of the next, in blocks; and so `v_rank_step`.
-        v_rank_step: likewise of V.
+        v_rank_step: the same for V.
         mirrored: a rank has part r and part `2 * ranks - 1 - r`, in place of part r alone; kernels have it in
             their spec.
     """
@@ -293,7 +298,7 @@ class GatheredProblem(NamedTuple):
         gathered: uint8 [ranks, bytes], a rank's packed K and V each, as `distributed.buffer` lays them.
         k_descale: fp32 [B * H_kv * key blocks] in the order of the parts, or [B * H_kv], of all ranks.
         v_descale: [B, H_kv, D_v_pad], of all ranks.
-        v_mean: [B, H_kv, D_v_pad], likewise.
+        v_mean: [B, H_kv, D_v_pad], of all ranks.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] if `bshd`, written; M the rows of all parts.
         lse: fp32 [B, H, M], written.
         row_bounds: int32 [2, M_blocks * bm], from and up to which position each row sees keys, or None.
@@ -447,8 +452,8 @@ class PackProblem(NamedTuple):
 
     Attributes:
         q: [B, H, M, D], float8_e4m3fn, any strides.
-        k: [B, H_kv, N, D], likewise.
-        v: [B, H_kv, N, D_v], likewise.
+        k: [B, H_kv, N, D], float8_e4m3fn, any strides.
+        v: [B, H_kv, N, D_v], float8_e4m3fn, any strides.
         packing: block sizes and padding.
     """
 
@@ -481,7 +486,7 @@ class AppendProblem(NamedTuple):
 
     Attributes:
         k: [B, H_kv, L, D], bf16, fp16 or fp32, any strides.
-        v: [B, H_kv, L, D_v], likewise.
+        v: [B, H_kv, L, D_v], same dtype, any strides.
         cache: written.
         block_table: int32 [B, max_pages].
         cache_seqlens: int32 [B].

@@ -153,6 +153,8 @@ def test_a_plan_is_printed_and_called(layout: Any, device: str) -> None:
     for options in ({}, {"rope": None}):
         with pytest.raises(ValueError, match="the plan is for"):
             made(*others, **options)
+    with pytest.raises(TypeError, match="k is a NoneType"):
+        made(others[0], None, others[2], sinks=sinks)
     for q in (others[0].detach().requires_grad_(), torch._neg_view(others[0])):
         with pytest.raises(ValueError, match="the plan is for"):
             made(q, *others[1:], sinks=sinks)

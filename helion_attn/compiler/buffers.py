@@ -224,7 +224,7 @@ class Buffer:
         return self.new_full(sizes_of(shape), 1.0, dtype)
 
     def as_strided(self, shape: Sequence[int], strides: Sequence[int], elements: int = 0) -> Buffer:
-        """As a tensor's, but counted from where this buffer begins."""
+        """A view of these sizes and strides, which begins so many elements into this buffer."""
         offset = self.offset + elements * self.itemsize
         return Buffer(self.draft, self.memory, offset, tuple(shape), tuple(strides), self.dtype)
 

@@ -135,7 +135,7 @@ def _record_type() -> type[Any]:
                 self.propagate_attribute(name, of_field).populate_symbol_origins(of_field)
 
         def merge(self, other: Any, var_name: str | None = None) -> Any:
-            """What holds of both, where control flow meets."""
+            """Join two values of one name, where control flow meets."""
             if not isinstance(other, Record) or type(self.value) is not type(other.value):
                 return super().merge(other, var_name=var_name)
             if self.value is other.value:

@@ -47,7 +47,7 @@ class Runner:
         raise NotImplementedError
 
     def linked(self, args: tuple[Any, ...]) -> LinkedLaunch | None:
-        """What runs it on tensors like these buffers, if that is known before it has."""
+        """Find a launch on tensors like these buffers without a run, or None."""
         return None
 
 
@@ -103,7 +103,10 @@ class Compiled(Runner):
         return found
 
     def linked(self, args: tuple[Any, ...]) -> LinkedLaunch | None:
-        """What launches it on tensors like these buffers, if all is compiled for it: for new lengths, most often."""
+        """Find a launch on tensors like these buffers, or None if something is to be compiled.
+
+        New lengths find one, most often.
+        """
         run = self._generated.known(args)
         if run is None:
             return None

@@ -281,7 +281,7 @@ def through_triton(run: Callable[..., Any], args: Sequence[Any], expected: tuple
 
 
 def link(run: Callable[..., Any], launches: Sequence[tuple[Launch, Any]], args: Sequence[Any]) -> LinkedLaunch | None:
-    """What launches again what `run(*args)` launched, where only addresses are other, if that is known."""
+    """Link what `run(*args)` launched, to launch it with other addresses; warn and return None if that is not known."""
     try:
         if len(launches) != 1:
             raise NotLinked(f"the host function launches {len(launches)} kernels")

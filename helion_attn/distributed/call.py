@@ -12,6 +12,7 @@ from helion_attn import ops
 from helion_attn.configs import Packing
 from helion_attn.distributed.buffer import Buffer, descales_in_order
 from helion_attn.distributed.cut import Cut
+from helion_attn.ops.attention import empty_out_and_lse
 from helion_attn.problem import GatheredParts, GatheredProblem, Softmax
 from helion_attn.types import PackedTensors, Recipe
 from helion_attn.validate.distributed import check_places
@@ -166,5 +167,4 @@ def empty_outputs(
     call: Call, like: torch.Tensor, heads: int, rows: int, bshd: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`out`, in the call's dtype, and `lse` for so many heads and rows."""
-    shape = (call.B, rows, heads, call.D_v) if bshd else (call.B, heads, rows, call.D_v)
-    return like.new_empty(shape, dtype=call.out_dtype), like.new_empty((call.B, heads, rows), dtype=torch.float32)
+    return empty_out_and_lse(like, (call.B, heads, rows), call.D_v, bshd, call.out_dtype)

@@ -91,15 +91,22 @@ def choose(shape: Shape, sm_count: int) -> Choice:
     return Choice(tile, splits if shape.num_splits is None else shape.num_splits, pack_gqa)
 
 
+def empty_out_and_lse(
+    like: torch.Tensor, rows: tuple[int, int, int], d_v: int, bshd: bool, dtype: torch.dtype
+) -> Outputs:
+    """`out` and fp32 `lse` for [B, H, M] rows."""
+    B, H, M = rows
+    shape = (B, M, H, d_v) if bshd else (B, H, M, d_v)
+    return like.new_empty(shape, dtype=dtype), like.new_empty(rows, dtype=torch.float32)
+
+
 def empty_outputs(a: AttentionProblem) -> Outputs:
     """`out` and `lse`."""
     B, H = a.packed.q_descale.shape[:2]
-    shape = (B, a.m_len, H, a.d_v) if a.bshd else (B, H, a.m_len, a.d_v)
-    return a.packed.q_descale.new_empty(shape, dtype=a.out_dtype), a.packed.q_descale.new_empty((B, H, a.m_len))
+    return empty_out_and_lse(a.packed.q_descale, (B, H, a.m_len), a.d_v, a.bshd, a.out_dtype)
 
 
 def _launch(a: AttentionProblem) -> Outputs:
-
     return launch_choice(a, choose(shape_of(a), sm_count(a.packed.q8)))
 
 

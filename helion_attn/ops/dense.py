@@ -8,7 +8,7 @@ from helion_attn.compiler.buffers import note, sm_count
 from helion_attn.configs import LargeTileConfig
 from helion_attn.kernels.lib.strided import WIDEST_LOAD
 from helion_attn.ops import flops
-from helion_attn.ops.attention import Choice, Outputs, Shape, choose, empty_outputs, launch_choice
+from helion_attn.ops.attention import Choice, Outputs, Shape, choose, empty_out_and_lse, empty_outputs, launch_choice
 from helion_attn.ops.declare import Operation
 from helion_attn.problem import DenseProblem, RopeArguments
 from helion_attn.types import Recipe
@@ -75,9 +75,8 @@ def _launch(a: DenseProblem) -> Outputs:
 
 
 def _fake(a: DenseProblem) -> Outputs:
-    (B, H, M), D_v = a.q.shape[:3], a.v.size(3)
-    shape = (B, M, H, D_v) if a.bshd else (B, H, M, D_v)
-    return a.q.new_empty(shape, dtype=a.out_dtype), a.q.new_empty((B, H, M), dtype=torch.float32)
+    B, H, M, _D = a.q.shape
+    return empty_out_and_lse(a.q, (B, H, M), a.v.size(3), a.bshd, a.out_dtype)
 
 
 attention_dense = Operation(

@@ -8,7 +8,7 @@ from helion_attn.compiler.buffers import sm_count
 from helion_attn.configs import attention_tile_config, scheduling, varlen_packing
 from helion_attn.ops import flops
 from helion_attn.ops.declare import Operation
-from helion_attn.ops.quantize import empty_descales, empty_packed
+from helion_attn.ops.quantize import empty_quantized
 from helion_attn.problem import (
     AttentionProblem,
     DescribePartProblem,
@@ -35,16 +35,6 @@ def _launch_quantize(a: QuantizePartProblem) -> tuple[torch.Tensor, ...]:
     from helion_attn.preprocess import shared
 
     return shared.quantize(a)
-
-
-def _fake_quantize(a: QuantizePartProblem) -> tuple[torch.Tensor, ...]:
-    (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
-    m_blocks, n_blocks = (M + p.bm - 1) // p.bm, (N + p.bn - 1) // p.bn
-    keys = (B, H_kv, n_blocks if a.recipe.k_scales == "block" else 1)
-    return (
-        *empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
-        *empty_descales(a.q, (B, H, m_blocks, p.bm), keys, (B, H_kv, p.D_v_pad), (B, H_kv), p, a.recipe, a.shift_lse),
-    )
 
 
 def blocks_of(gathered: torch.Tensor, offset: int, dtype: torch.dtype, block: tuple[int, int]) -> torch.Tensor:
@@ -98,7 +88,9 @@ def _launch_merge(a: MergeProblem) -> None:
 
 
 describe_part = Operation("describe_part", DescribePartProblem, 1, _launch_describe, _fake_describe, planned=False)
-quantize_part = Operation("quantize_part", QuantizePartProblem, 9, _launch_quantize, _fake_quantize, planned=False)
+quantize_part = Operation(
+    "quantize_part", QuantizePartProblem, 9, _launch_quantize, lambda a: empty_quantized(a, True), planned=False
+)
 attention_gathered = Operation(
     "fp8_attn_gathered",
     GatheredProblem,

@@ -7,6 +7,7 @@ import torch
 from helion_attn.compiler.buffers import sm_count
 from helion_attn.configs import scheduling
 from helion_attn.ops import flops
+from helion_attn.ops.attention import empty_out_and_lse
 from helion_attn.ops.declare import Operation
 from helion_attn.problem import AppendProblem, DecodeProblem
 
@@ -20,8 +21,7 @@ def _launch_append(a: AppendProblem) -> None:
 def empty_outputs(a: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:
     """`out` and `lse`."""
     B, H, M, _D = a.q.shape
-    shape = (B, M, H, a.cache.D_v) if a.bshd else (B, H, M, a.cache.D_v)
-    return a.q.new_empty(shape, dtype=a.out_dtype), a.q.new_empty((B, H, M), dtype=torch.float32)
+    return empty_out_and_lse(a.q, (B, H, M), a.cache.D_v, a.bshd, a.out_dtype)
 
 
 def _launch_decode(a: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:

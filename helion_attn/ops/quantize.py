@@ -6,7 +6,7 @@ import torch
 
 from helion_attn.configs import Packing, row_width
 from helion_attn.ops.declare import Operation
-from helion_attn.problem import PackProblem, QuantizeProblem
+from helion_attn.problem import PackProblem, QuantizePartProblem, QuantizeProblem
 from helion_attn.types import Recipe
 
 
@@ -52,9 +52,10 @@ def _launch_quantize(a: QuantizeProblem) -> tuple[torch.Tensor, ...]:
     return quantize_qkv(a)
 
 
-def _fake_quantize(a: QuantizeProblem) -> tuple[torch.Tensor, ...]:
+def empty_quantized(a: QuantizeProblem | QuantizePartProblem, packs_q: bool) -> tuple[torch.Tensor, ...]:
+    """The tensors of `PackedTensors`, for all of a sequence or for a rank's part."""
     (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
-    m_blocks, n_blocks = (M + p.bm - 1) // p.bm if a.packs_q else 0, (N + p.bn - 1) // p.bn
+    m_blocks, n_blocks = (M + p.bm - 1) // p.bm if packs_q else 0, (N + p.bn - 1) // p.bn
     keys = (B, H_kv, n_blocks if a.recipe.k_scales == "block" else 1)
     return (
         *empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.recipe.qk_dtype, a.recipe.pv_dtype),
@@ -74,5 +75,5 @@ def _fake_pack(a: PackProblem) -> tuple[torch.Tensor, ...]:
     return empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.q.dtype, a.v.dtype)
 
 
-quantize_qkv = Operation("quantize_qkv", QuantizeProblem, 9, _launch_quantize, _fake_quantize)
+quantize_qkv = Operation("quantize_qkv", QuantizeProblem, 9, _launch_quantize, lambda a: empty_quantized(a, a.packs_q))
 pack_qkv = Operation("pack_qkv", PackProblem, 3, _launch_pack, _fake_pack)
