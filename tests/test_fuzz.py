@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import fields
@@ -120,6 +122,31 @@ def check(spec: Specialisation, data: Data, device: str) -> None:
         assert_lse_within_budget(case, result[1])
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class SequencesCase(Case):
+    """Packed sequences: tensors are [tokens, heads, head dim], and the lse [H, tokens]."""
+
+    cu_seqlens: tuple[torch.Tensor, ...] = ()
+
+    def tie_noise(self) -> float:
+        """Each sequence has noise of its own."""
+        squares = 0.0
+        q_ends, k_ends = (cu.tolist() for cu in self.cu_seqlens)
+        for q_range, k_range in zip(itertools.pairwise(q_ends), itertools.pairwise(k_ends), strict=True):
+            rows, keys = slice(*q_range), slice(*k_range)
+            q, k, v, oracle = (
+                x[at].transpose(0, 1).unsqueeze(0)
+                for x, at in zip((*self.qkv, self.oracle), (rows, keys, keys, rows), strict=True)
+            )
+            lse = self.oracle_lse[:, rows].unsqueeze(0)
+            if oracle.norm() > 0:
+                one = Case(
+                    (q, k, v), self.causal, self.sm_scale, self.recipe, oracle, lse, oracle, lse, window=self.window
+                )
+                squares += (one.tie_noise() * oracle.norm().item()) ** 2
+        return math.sqrt(squares) / self.oracle.norm().item()
+
+
 #: Those that packed sequences take too; every recipe among them once.
 VARLEN_SPECIALISATIONS = list(
     {spec.recipe: spec for spec in reversed(SPECIALISATIONS) if max(spec.D, spec.D_v) <= 256}.values()
@@ -150,7 +177,10 @@ def check_varlen(spec: Specialisation, data: Data, batch: list[tuple[int, int]],
     oracle, oracle_lse = ha.reference.attention_varlen(q, k, v, *cu, **masks)
     model, model_lse = ha.reference.fp8_attention_varlen(q, k, v, *cu, recipe=recipe, **masks)
     answers = (oracle, oracle_lse, model, model_lse)
-    case = Case((q, k, v), data.causal, data.sm_scale, recipe, *answers, softcap=masks["softcap"])
+    case = SequencesCase(
+        (q, k, v), data.causal, data.sm_scale, recipe, *answers, window=masks["window"], softcap=masks["softcap"],
+        cu_seqlens=tuple(cu),
+    )  # fmt: skip
     with nan_filled_memory():
         out = ha.attention_varlen(q, k, v, *cu, recipe=recipe, out_dtype=spec.out_dtype, **masks)
     assert_out_within_budget(case, out)

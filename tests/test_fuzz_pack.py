@@ -114,6 +114,11 @@ def spread(descale: float | torch.Tensor, x: torch.Tensor, axis: int) -> torch.T
 class PackedCase(Case):
     """One whose numbers are those that it is given."""
 
+    def rounded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Nothing is rounded."""
+        q, k, _ = self.qkv
+        return q.double(), k.double()
+
     def budget(self, out_dtype: torch.dtype = torch.float32, splits: int = 1) -> float:
         """And what noise of the scores, and fp32's of sums and products, makes of P, and of V with it."""
         q, k, v = self.qkv

@@ -71,7 +71,9 @@ def test_sdpa() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_transformers() -> None:
-    pytest.importorskip("transformers")
+    generation = pytest.importorskip("transformers.generation.utils")
+    if "cache" not in generation.ALL_CACHE_NAMES:
+        pytest.skip("older transformers call it past_key_values")
     names = run_example("transformers")
     assert names["generated"].shape == (2, 9)
 

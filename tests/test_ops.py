@@ -172,6 +172,7 @@ def test_opcheck_of_kv_cache(with_rope: bool, device: str) -> None:
         torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 
+@pytest.mark.once  # the kernel does not run
 def test_kernels_take_views_that_do_not_know_their_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """Helion refuses a tensor together with a view of it, as packed tensors would be that somebody has copied."""
     packed = ha.quantize(*make_qkv("randn", 1, 1, 1, 3, 5, 512))

@@ -14,6 +14,9 @@ from helion_attn.types import Layout
 transformers = pytest.importorskip("transformers")
 from helion_attn.integrations import transformers_cache as module  # noqa: E402
 
+#: What `generate` calls its cache: older versions of transformers have the other name.
+CACHE = "cache" if "cache" in transformers.generation.utils.ALL_CACHE_NAMES else "past_key_values"
+
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -154,7 +157,7 @@ def test_generate_grows_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("helion_attn.integrations.transformers.attention", ha.reference.fp8_attention)
     model.set_attn_implementation("helion_fp8")
     cache = ha.transformers_cache()
-    out = model.generate(tokens, cache=cache, **options)
+    out = model.generate(tokens, **{CACHE: cache}, **options)
     assert appended == [254] * 2 + [1] * 6
     assert cache.get_seq_length() == 257
     assert cache.layers[0].pages >= 3
@@ -171,7 +174,7 @@ def test_beam_search() -> None:
     tokens = tokens_of(1, 9)
     cache = ha.transformers_cache()
     options = {"max_new_tokens": 3, "do_sample": False, "num_beams": 2, "return_dict_in_generate": True}
-    out = model.generate(tokens, cache=cache, output_scores=True, num_return_sequences=2, **options)
+    out = model.generate(tokens, **{CACHE: cache}, output_scores=True, num_return_sequences=2, **options)
     for beam, score in zip(out.sequences, out.sequences_scores, strict=True):
         given = beam[None, :-1]
         logits = forced(model, given, torch.ones_like(given), [9, 1, 1], ha.transformers_cache())
