@@ -45,7 +45,7 @@ _SUMS = f"mov.b32 $0, $2; mov.b32 $1, $3; {_MARK}"
 _GROUP, _KEYS = 8, 128
 _LAYOUT = "#row_sums"
 _LAYOUT_IS = (
-    f"{_LAYOUT} = #ttg.blocked<{{sizePerThread = [1, 8], threadsPerWarp = [2, 16], warpsPerCTA = [4, 1], "
+    f"{_LAYOUT} = #ttg.blocked<{{sizePerThread = [1, 8], threadsPerWarp = [2, 16], warpsPerCTA = [WARPS, 1], "
     "order = [1, 0]}>"
 )
 
@@ -107,7 +107,8 @@ def with_sums_of_products(loop: Loop) -> tuple[list[str], str]:
     ]
     module = next(i for i, line in enumerate(in_front) if line.startswith("module "))
     # The ones come in front of the barrier that stands before the loop.
-    lines = [*in_front[:module], _LAYOUT_IS, *in_front[module:-1], *ones, in_front[-1], loop.head, *body, *after]
+    layout_is = _LAYOUT_IS.replace("WARPS", "8" if loop.has_two_warpgroups else "4")
+    lines = [*in_front[:module], layout_is, *in_front[module:-1], *ones, in_front[-1], loop.head, *body, *after]
     return lines, "P V's product makes P's row sums"
 
 
