@@ -29,10 +29,10 @@ def three_times(run: Run) -> Run:
         written: Sequence[torch.Tensor] = (),
     ) -> Sequence[torch.Tensor]:
         returned = run(name, tensors, options, problem, written)
-        if any(isinstance(x, FakeTensor) for x in (*returned, *written)):
-            return returned
         given = [x for x in tensors if x is not None]
         if plans.key_of(name, given, ()) is None or torch.cuda.is_current_stream_capturing():
+            return returned
+        if any(isinstance(x, FakeTensor) for x in (*(returned or ()), *written)):
             return returned
         first = [*returned, *(x.clone() for x in written)]
         for _ in range(2):
