@@ -160,6 +160,7 @@ def test_other_loops_stay() -> None:
         (before.replace(f"{name} = ttg.local_alloc", f"{name} = ttg.something_else"), "is not of ttg.local_alloc"),
         (re.sub(r"(2x64x)128(xf8)", r"\g<1>64\2", before), "64 channels of 64 keys, in place of 128"),
         (re.sub(r"(2x)64(x128xf8)", r"\g<1>60\2", before), "60 channels of 128 keys"),
+        (before.replace('"ttg.num-warps" = 4', '"ttg.num-warps" = 8'), "two warpgroups"),
         (before.replace("f8E4M3FN, #ttg.dot_op<", "f8E5M2, #ttg.dot_op<"), "0 of its products of P"),
     ):
         found = row_sums.with_sums_of_products(text)
