@@ -68,5 +68,5 @@ def debugging() -> bool:
 
 
 def seen_so_far() -> Seen | None:
-    """What calls did inside; None outside."""
+    """Return what calls inside `ha.debug()` did, or None outside of it."""
     return _SEEN.get()

@@ -380,7 +380,7 @@ def attention_varlen(
 
 
 class ShardedOptions(DenseOptions, total=False):
-    """Those of `attention`, but for what a `Sharding` says."""
+    """Options of `attention` that a `Sharding` does not say."""
 
     strategy: Strategy
     return_lse: bool

@@ -48,7 +48,7 @@ def bounds_of_rows(
 
 
 def blocks_before(call: Call, positions: torch.Tensor, round_up: int) -> torch.Tensor:
-    """As the kernel's, in `kernels.lib.gathered`."""
+    """Blocks of keys before each position, as `kernels.lib.gathered.blocks_before` counts them in a kernel."""
     n, bn = call.k_cut.chunk, call.packing.bn
     part = (positions // n).clamp_max(call.k_cut.ranks - 1)
     part_blocks = -(-n // bn)

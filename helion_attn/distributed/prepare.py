@@ -1,4 +1,4 @@
-"""What every strategy begins with: ranks tell each other of their calls and keys, and quantise their parts."""
+"""The beginning of every strategy: ranks tell each other of their calls and keys, and quantise their parts."""
 
 from __future__ import annotations
 

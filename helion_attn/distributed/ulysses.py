@@ -74,7 +74,7 @@ class Sections:
 
 
 def write(call: Call, packed: PackedTensors, s: Sections) -> torch.Tensor:
-    """What this rank sends to each, uint8 [ranks, size]."""
+    """Pack the bytes that this rank sends to each rank, uint8 [ranks, size]."""
     B, ranks, b = call.B, call.group.size(), s.buffer
     rows = packed.k8.new_empty((ranks, b.size), dtype=torch.uint8)
 
@@ -99,7 +99,7 @@ def own_heads(x: torch.Tensor, call: Call, kv_heads: int) -> torch.Tensor:
 
 
 def received(call: Call, s: Sections, rows: torch.Tensor, packed: PackedTensors) -> PackedTensors:
-    """What this rank attends with: all queries of its heads."""
+    """Assemble the tensors that this rank attends with: all queries of its heads."""
     zigzag, p = call.q_cut.zigzag, call.packing
 
     def numbers(name: str) -> torch.Tensor | None:
