@@ -51,7 +51,7 @@ def test_cpu_tensors_are_named_and_not_computed() -> None:
         assert part in text
 
 
-@pytest.mark.once
+@pytest.mark.once  # kernels are counted
 def test_the_interpreter_runs_what_is_named() -> None:
     q, k, v = make_qkv("randn", 1, 2, 2, 70, 130, 64)
     run = []

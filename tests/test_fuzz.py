@@ -27,6 +27,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, scheduling
+from helion_attn.testing import make_qkv
 from helion_attn.validate.dense import IN_DTYPES, MAX_D, OUT_DTYPES
 from helpers.cases import PRESETS, RECIPES, Case, make_case
 from helpers.fuzzing import (
@@ -140,8 +141,15 @@ class SequencesCase(Case):
             )
             lse = self.oracle_lse[:, rows].unsqueeze(0)
             if oracle.norm() > 0:
+                answers = (oracle, lse, oracle, lse)
                 one = Case(
-                    (q, k, v), self.causal, self.sm_scale, self.recipe, oracle, lse, oracle, lse, window=self.window
+                    (q, k, v),
+                    self.causal,
+                    self.sm_scale,
+                    self.recipe,
+                    *answers,
+                    window=self.window,
+                    softcap=self.softcap,
                 )
                 squares += (one.tie_noise() * oracle.norm().item()) ** 2
         return math.sqrt(squares) / self.oracle.norm().item()
@@ -276,3 +284,21 @@ def test_specialisations_cover_every_choice() -> None:
     assert {spec.rotation.positions for spec in SPECIALISATIONS if spec.rotation} == {None, torch.int32, torch.int64}
     rotated = {(RECIPES[spec.recipe].bits, spec.D <= 256) for spec in SPECIALISATIONS if spec.rotation is not None}
     assert rotated == {((8, 8), True), ((8, 8), False), ((8, 16), True), ((16, 16), True)}
+
+
+def test_noise_of_sequences_is_that_of_each() -> None:
+    q, k, v = (x[0].transpose(0, 1) for x in make_qkv("randn", 1, 2, 1, 200, 200, 64, torch.float32))
+    cu = (torch.tensor([0, 64, 64, 200], dtype=torch.int32),) * 2
+
+    def noise(scale: float, first: int, recipe: ha.Recipe = ha.FAST, softcap: float | None = None) -> float:
+        """Of the sequences from token `first` on, times the norm of their output."""
+        given = q[first:] * scale, k[first:], v[first:]
+        ends = tuple(torch.cat([x[:1], x[x > first] - first]) for x in cu)
+        oracle, lse = ha.reference.attention_varlen(*given, *ends, softcap=softcap)
+        answers = (oracle, lse, oracle, lse)
+        case = SequencesCase(given, False, None, recipe, *answers, softcap=softcap, cu_seqlens=ends)
+        return case.tie_noise() * oracle.norm().item()
+
+    last, both = noise(1e4, 64), noise(1e4, 0)
+    assert 0 < last < both
+    assert noise(1.0, 0) == noise(1e4, 0, ha.BALANCED) == noise(1e4, 0, softcap=30.0) == 0

@@ -102,7 +102,7 @@ def test_views_are_not_copied(views: list[str]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.once
+@pytest.mark.once  # an output that is kept is memory
 @pytest.mark.parametrize("planned", [False, True], ids=["second_call", "planned_call"])
 @pytest.mark.parametrize("D", [64, 256])
 def test_peak(D: int, planned: bool) -> None:

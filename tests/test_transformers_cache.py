@@ -13,9 +13,7 @@ from helion_attn.types import Layout
 
 transformers = pytest.importorskip("transformers")
 from helion_attn.integrations import transformers_cache as module  # noqa: E402
-
-#: What `generate` calls its cache: older versions of transformers have the other name.
-CACHE = "cache" if "cache" in transformers.generation.utils.ALL_CACHE_NAMES else "past_key_values"
+from helpers.generation import CACHE  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
