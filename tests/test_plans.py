@@ -374,8 +374,8 @@ def test_compiled_kernels_are_of_one_device() -> None:
         for launch in plan.launches:
             kernel = launch.kernel
             assert kernel.linked(launch.args) is not None
-            there = [key for key in kernel._compiled if key[0] == torch.device("cuda:0")]
-            assert len(there) == len(kernel._compiled)
+            there = [key for key in kernel._of_kernels if key[0] == torch.device("cuda:0")]
+            assert len(there) == len(kernel._of_kernels)
             with mock.patch.object(buffers.Buffer, "device", torch.device("cuda:1")):
                 assert kernel.linked(launch.args) is None
 
