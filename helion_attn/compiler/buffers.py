@@ -227,7 +227,7 @@ class Buffer:
 
     def as_strided(self, shape: Sequence[int], strides: Sequence[int], elements: int = 0) -> Buffer:
         """A view of these sizes and strides, which begins so many elements into this buffer."""
-        offset = self.offset + elements * self.itemsize
+        offset = self.offset + elements * self.dtype.itemsize
         return Buffer(self.draft, self.memory, offset, tuple(shape), tuple(strides), self.dtype)
 
     def narrow(self, dim: int, begin: int, length: int) -> Buffer:
@@ -278,13 +278,13 @@ class Buffer:
         if -1 in sizes:
             known = -math.prod(sizes)
             sizes = tuple([(count // known if known else 0) if size == -1 else size for size in sizes])
-        if math.prod(sizes) != count:
-            raise ValueError(f"{self.shape} has no view of {sizes}")
         if sizes == self.shape:
             return self
+        if math.prod(sizes) != count:
+            raise ValueError(f"{self.shape} has no view of {sizes}")
         if not self.is_contiguous():
             raise ValueError(f"a view of {self.shape} with strides {self._strides} needs it contiguous")
-        return self.as_strided(sizes, contiguous(sizes))
+        return Buffer(self.draft, self.memory, self.offset, sizes, contiguous(sizes), self.dtype)
 
     def _in(self, dtype: torch.dtype) -> Buffer:
         before, after = self.itemsize, dtype.itemsize

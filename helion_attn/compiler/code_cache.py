@@ -210,9 +210,11 @@ class Generated:
         """The host function for `args`, tensors or buffers and numbers, if this process has it."""
         for entry, hold in self._entries.get(base, []):
             if hold(args):
-                # What cannot be loaded is made anew.
-                with contextlib.suppress(Exception):
+                try:
                     return load(entry["source"], self._fn.__name__)
+                except Exception:
+                    # What cannot be loaded is made anew.
+                    continue
         return None
 
     def _trace(self, base: tuple[Hashable, ...], key: str, args: tuple[Any, ...]) -> Run:

@@ -228,17 +228,17 @@ class LinkedLaunch:
     def _set_sizes(self, launch: Launch) -> None:
         """Set all that depends on sizes; nothing keeps the tensors of `launch` alive."""
         self._grid = (*launch.grid, 1, 1)[:3]
-        self._values: list[Any] = []
+        values: list[Any] = [*launch.args]
         boxes = []
-        for x in launch.args:
-            if type(x) is TensorDescriptor:
-                boxes.append({name: field for name, field in vars(x).items() if name != "base"})
-                self._values += [None, *x.shape, *x.strides]
-            else:
-                self._values.append(x)
+        for n, encoding in self._encodings:
+            at = self._places[n]
+            rest = vars(values[at]).copy()
+            del rest["base"]
+            values[at : at + 1] = [None, *rest["shape"], *rest["strides"]]
+            boxes.append(Box(n, rest, encoding, {}))
         for i in self._places:
-            self._values[i] = None
-        self._boxes = [Box(n, rest, of, {}) for rest, (n, of) in zip(boxes, self._encodings, strict=True)]
+            values[i] = None
+        self._values, self._boxes = values, boxes
 
     def resized(self, launch: Launch) -> LinkedLaunch:
         """The same for `launch`, of the same host function and of the same `types_of`, but of other sizes."""

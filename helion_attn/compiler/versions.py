@@ -7,7 +7,6 @@ kernels compile without the passes and launch through Triton, which is right, sl
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import triton
@@ -66,12 +65,8 @@ def series(version: str = triton.__version__) -> str:
 
 def known_triton(version: str | None = None) -> KnownTriton | None:
     """Return the record of a Triton, by default the installed one; None if it has run on no GPU."""
-    return _known_triton(triton.__version__ if version is None else version)
-
-
-@functools.cache
-def _known_triton(version: str) -> KnownTriton | None:
-    return next((known for known in KNOWN_TRITONS if known.series == series(version)), None)
+    wanted = series(triton.__version__ if version is None else version)
+    return next((known for known in KNOWN_TRITONS if known.series == wanted), None)
 
 
 def triton_is_known() -> bool:
