@@ -16,7 +16,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -37,20 +37,12 @@ WORKSPACE_ALIGNMENT = 512
 MAX_PLANS = 1024
 
 
-class Source(NamedTuple):
-    """Where an argument of a launch lies.
-
-    Attributes:
-        base: index among a call's addresses: of its tensors, constants, workspace and outputs.
-        offset: bytes from there.
-    """
-
-    base: int
-    offset: int
-
+#: Where an argument of a launch lies: the index of one of a call's addresses, which are of its tensors, constants,
+#: workspace and outputs, and how many bytes from there.
+Source = tuple[int, int]
 
 #: A launch whose kernel is compiled, and where the arguments lie whose addresses it takes.
-Linked = tuple["LinkedLaunch", dict[int, Source]]
+Linked = tuple["LinkedLaunch", list[Source]]
 
 
 class Plan:
@@ -115,7 +107,7 @@ class Plan:
                 self._in_workspace(step.buffer, workspace, outputs).fill_(step.value)
             else:
                 launch, sources = step
-                launch.at({arg: bases[base] + offset for arg, (base, offset) in sources.items()})
+                launch.at([bases[base] + offset for base, offset in sources])
         return outputs
 
     def compiled(self) -> list[Any]:
@@ -140,7 +132,7 @@ class Plan:
             launch = step.kernel.linked(step.args)
             if launch is None:
                 return False
-            linked.append((launch, {i: self._source(step.args[i], given) for i in launch.reads}))
+            linked.append((launch, [self._source(step.args[i], given) for i in launch.reads]))
         self._linked = tuple(linked)
         return True
 
@@ -165,7 +157,7 @@ class Plan:
                     continue
                 launch = step.kernel(*[tensor(x) if isinstance(x, Buffer) else x for x in step.args])
                 if launch is not None:
-                    sources = {i: self._source(step.args[i], len(tensors)) for i in launch.reads}
+                    sources = [self._source(step.args[i], len(tensors)) for i in launch.reads]
                     linked.append((launch, sources))
             if len(linked) == len(self.steps):
                 self._linked = tuple(linked)
@@ -176,13 +168,13 @@ class Plan:
     def _source(self, x: Buffer, given: int) -> Source:
         kind, index = x.memory.kind, x.memory.number
         if kind == "given":
-            return Source(index, x.offset)
+            return index, x.offset
         if kind == "constant":
-            return Source(given + index, x.offset)
+            return given + index, x.offset
         workspace = given + len(self._constants)
         if index in self._returned:
-            return Source(workspace + 1 + self._returned[index], x.offset)
-        return Source(workspace, self._offsets[index] + x.offset)
+            return workspace + 1 + self._returned[index], x.offset
+        return workspace, self._offsets[index] + x.offset
 
 
 def size_of(memory: Memory) -> int:

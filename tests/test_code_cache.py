@@ -198,7 +198,8 @@ def test_threads_trace_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def find(generated: code_cache.Generated) -> None:
         start.wait()
-        generated.find((fake_cuda(4), fake_cuda(4), fake_cuda(4), True))
+        args = fake_cuda(4), fake_cuda(4), fake_cuda(4), True
+        generated.find(generated.base(args), args)
 
     monkeypatch.setattr(code_cache.Generated, "_trace", trace)
     several = [small_kernel(num_warps)._generated for num_warps in (2, 4)]
@@ -502,7 +503,7 @@ def test_what_helions_key_tells_apart_is_told_apart() -> None:
     generated = small_kernel()._generated
     with process():
         kernel = kernel_to_compile(small, generated._config)
-        theirs, ours = ([key(args) for args in calls] for key in (kernel._base_specialization_key, generated._base))
+        theirs, ours = ([key(args) for args in calls] for key in (kernel._base_specialization_key, generated.base))
     for i, j in itertools.combinations(range(len(calls)), 2):
         if theirs[i] != theirs[j]:
             assert ours[i] != ours[j], (calls[i], calls[j])

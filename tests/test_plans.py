@@ -292,6 +292,28 @@ def test_a_new_length_is_linked_to_what_is_compiled() -> None:
             ha.attention(*made(B=8, M=3000, N=3000, dtype=torch.float16))
 
 
+def test_a_new_length_launches_what_its_operation_launches() -> None:
+    """Also where kernels were linked for tensors of which two are the same."""
+
+    def call(length: int, alias: bool) -> tuple[list[Tensor], Callable[[], object]]:
+        q, k, v = made(B=8, M=length, N=length)
+        qkv = [q, k, k if alias else v]
+        return qkv, lambda: ha.attention(*qkv, causal=True, return_lse=True)
+
+    with plannable():
+        for alias in (True, False):
+            call(3000, alias)[1]()
+        for length in (2000, 2999, 4096):
+            for alias in (True, False):
+                tensors, run = call(length, alias)
+                with mock.patch.object(plans.Plan, "_run_and_link", side_effect=AssertionError("it is not linked")):
+                    by_plan, _ = launched(tensors, run)
+                with mock.patch.object(plans, "run", unplanned):
+                    run()  # a first launch of its kind is Triton's
+                    itself, _ = launched(tensors, run)
+                assert by_plan == itself
+
+
 REFUSED: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"causal": 2}, TypeError),
     ({"sm_scale": "0.125"}, TypeError),
@@ -374,8 +396,8 @@ def test_compiled_kernels_are_of_one_device() -> None:
         for launch in plan.launches:
             kernel = launch.kernel
             assert kernel.linked(launch.args) is not None
-            there = [key for key in kernel._compiled if key[0] == torch.device("cuda:0")]
-            assert len(there) == len(kernel._compiled)
+            there = [key for key in kernel._of_kernels if key[0] == torch.device("cuda:0")]
+            assert len(there) == len(kernel._of_kernels)
             with mock.patch.object(buffers.Buffer, "device", torch.device("cuda:1")):
                 assert kernel.linked(launch.args) is None
 

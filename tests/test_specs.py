@@ -118,7 +118,7 @@ def test_equal_constants_of_other_types_are_told_apart() -> None:
     x, out = fake_cuda(10, 64), fake_cuda(10, 64, dtype=torch.bfloat16)
     ones: list[Any] = [True, 1, 1.0]
     with compilations():
-        bases = [generated._base((x, out, Shifts(3, 4), SPEC._replace(flips=one))) for one in ones]
+        bases = [generated.base((x, out, Shifts(3, 4), SPEC._replace(flips=one))) for one in ones]
     assert len({*bases}) == 3
 
 

@@ -94,8 +94,10 @@ class Draft:
 
     def launch(self, kernel: Any, args: Sequence[Any]) -> None:
         """Add a launch."""
-        of_tensors = {id(x): self.constant(x) for x in args if isinstance(x, torch.Tensor)}
-        self.steps.append(Launch(kernel, tuple(of_tensors.get(id(x), x) for x in args)))
+        if any(issubclass(kind, torch.Tensor) for kind in {*map(type, args)}):
+            of_tensors = {id(x): self.constant(x) for x in args if isinstance(x, torch.Tensor)}
+            args = [of_tensors.get(id(x), x) for x in args]
+        self.steps.append(Launch(kernel, tuple(args)))
 
 
 def _memory(kind: str, number: int, x: torch.Tensor) -> Memory:
@@ -107,8 +109,8 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+        step *= size or 1
+    return tuple(strides[::-1])
 
 
 def tensor_type(x: torch.Tensor | Buffer) -> type[torch.Tensor]:
@@ -200,9 +202,9 @@ class Buffer:
 
     def is_contiguous(self) -> bool:
         """Whether rows follow each other without gaps."""
-        return all(
-            size == 1 or stride == whole
-            for size, stride, whole in zip(self.shape, self._strides, contiguous(self.shape), strict=True)
+        wanted = contiguous(self.shape)
+        return self._strides == wanted or all(
+            size == 1 or stride == whole for size, stride, whole in zip(self.shape, self._strides, wanted, strict=True)
         )
 
     def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> Buffer:
@@ -225,7 +227,7 @@ class Buffer:
 
     def as_strided(self, shape: Sequence[int], strides: Sequence[int], elements: int = 0) -> Buffer:
         """A view of these sizes and strides, which begins so many elements into this buffer."""
-        offset = self.offset + elements * self.itemsize
+        offset = self.offset + elements * self.dtype.itemsize
         return Buffer(self.draft, self.memory, offset, tuple(shape), tuple(strides), self.dtype)
 
     def narrow(self, dim: int, begin: int, length: int) -> Buffer:
@@ -272,18 +274,17 @@ class Buffer:
         """In another shape, or in another dtype, for which it must be contiguous."""
         if isinstance(shape[0], torch.dtype):
             return self._in(shape[0])
-        sizes = [*sizes_of(shape)]
+        sizes, count = sizes_of(shape), math.prod(self.shape)
         if -1 in sizes:
-            at = sizes.index(-1)
-            known = math.prod(sizes[:at] + sizes[at + 1 :])
-            sizes[at] = self.numel() // known if known else 0
-        if math.prod(sizes) != self.numel():
-            raise ValueError(f"{self.shape} has no view of {sizes}")
-        if tuple(sizes) == self.shape:
+            known = -math.prod(sizes)
+            sizes = tuple([(count // known if known else 0) if size == -1 else size for size in sizes])
+        if sizes == self.shape:
             return self
+        if math.prod(sizes) != count:
+            raise ValueError(f"{self.shape} has no view of {sizes}")
         if not self.is_contiguous():
             raise ValueError(f"a view of {self.shape} with strides {self._strides} needs it contiguous")
-        return self.as_strided(sizes, contiguous(sizes))
+        return Buffer(self.draft, self.memory, self.offset, sizes, contiguous(sizes), self.dtype)
 
     def _in(self, dtype: torch.dtype) -> Buffer:
         before, after = self.itemsize, dtype.itemsize

@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import math
 import os
 import sys
 import threading
@@ -30,9 +31,9 @@ import triton
 
 from helion_attn.compiler import stored_code
 from helion_attn.compiler.buffers import Buffer, tensor_type
-from helion_attn.compiler.facts import UnknownFact, facts_of, value
+from helion_attn.compiler.facts import UnknownFact, facts_of, holding, value
 from helion_attn.compiler.generated_code import Run, linked, load
-from helion_attn.compiler.helion_adapter import Config, bind, kernel_to_compile
+from helion_attn.compiler.helion_adapter import Config, bind, capability, kernel_to_compile
 from helion_attn.compiler.notice import compiling
 from helion_attn.compiler.stored_code import Entry
 
@@ -134,10 +135,9 @@ def options() -> str:
     return repr((torch.get_default_dtype(), _inductor_options(), _environment()))
 
 
-def _layout(x: torch.Tensor | Buffer) -> Hashable:
-    static = tuple(sorted(getattr(x, "_dynamo_static_indices", ())))
-    # A class of tensors may have no addresses.
-    return tensor_type(x), x.dtype, x.dim(), x.numel() >= INT32_ELEMENTS, static
+def _is_marked(x: torch.Tensor) -> bool:
+    """Whether `torch._dynamo.mark_static` was told of it."""
+    return bool(getattr(x, "_dynamo_static_indices", ()))
 
 
 class Generated:
@@ -147,8 +147,12 @@ class Generated:
         self._fn = fn
         self._config = config
         annotations = [str(x.annotation) for x in inspect.signature(fn).parameters.values()]
-        self._is_constant = ["constexpr" in annotation for annotation in annotations]
-        self._entries: dict[Hashable, list[Entry]] = {}
+        #: Which arguments are tensors, which are not, and which of these the code is generated for.
+        self.tensors = [i for i, annotation in enumerate(annotations) if "Tensor" in annotation]
+        self.values = [i for i, annotation in enumerate(annotations) if "Tensor" not in annotation]
+        self._constants = [i for i, annotation in enumerate(annotations) if "constexpr" in annotation]
+        #: What was generated, and whether it holds for arguments.
+        self._entries: dict[Hashable, list[tuple[Entry, Callable[[Sequence[Any]], bool]]]] = {}
         #: Helion's kernels, by the environment that their settings are of.
         self._kernels: dict[str, Any] = {}
 
@@ -156,34 +160,38 @@ class Generated:
     def _fingerprint(self) -> str:
         return fingerprint(self._fn, self._config)
 
-    def _base(self, args: Sequence[Any]) -> tuple[Hashable, ...]:
+    def base(self, args: Sequence[Any]) -> tuple[Hashable, ...]:
         """All of Helion's base key that an argument can change."""
-        tensors = [x for x in args if isinstance(x, (torch.Tensor, Buffer))]
-        places = list({id(x): None for x in tensors})
-        device = tensors[0].device
-        described = (
+        tensors = [args[i] for i in self.tensors]
+        first, ids = tensors[0], [*map(id, tensors)]
+        if isinstance(first, Buffer):
+            types, static = [first.draft.tensor_type] * len(tensors), []
+        else:
+            types = [*map(tensor_type, tensors)]
+            static = [(i, *sorted(x._dynamo_static_indices)) for i, x in enumerate(tensors) if _is_marked(x)]
+        return (
+            # A class of tensors may have no addresses.
+            *types,
+            *[(x.dtype, len(x.shape), math.prod(x.shape) >= INT32_ELEMENTS) for x in tensors],
+            *map(ids.index, ids),
+            *static,
+            *[type(args[i]) for i in self.values],
             # The repr, for True is equal to 1, also in a spec.
-            _layout(x) if isinstance(x, (torch.Tensor, Buffer)) else (type(x), repr(x) if is_constant else None)
-            for x, is_constant in zip(args, self._is_constant, strict=True)
+            *[repr(args[i]) for i in self._constants],
+            first.device.type,
+            capability(first.device),
         )
-        same = tuple(places.index(id(x)) for x in tensors)
-        return (*described, same, device.type, torch.cuda.get_device_capability(device))
 
     def _key(self, base: tuple[Hashable, ...]) -> str:
         """The name of a file: hexadecimal, as Triton's are."""
         return hashlib.sha256(repr((self._fingerprint, options(), base)).encode()).hexdigest()
 
-    def find(self, args: tuple[Any, ...]) -> Run:
-        """The host function for `args`, which are tensors and numbers. Threads that have to trace take turns."""
-        base = self._base(args)
-        if (run := self._known(base, args)) is not None:
+    def find(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> Run:
+        """The host function for `args`, of that `base`: tensors and numbers. Threads that have to trace take turns."""
+        if (run := self.known(base, args)) is not None:
             return run
         with TRACING:
-            return self._known(base, args) or self._read_or_trace(base, args)
-
-    def known(self, args: tuple[Any, ...]) -> Run | None:
-        """The host function for `args`, of buffers and numbers, if this process has it."""
-        return self._known(self._base(args), args)
+            return self.known(base, args) or self._read_or_trace(base, args)
 
     def _read_or_trace(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> Run:
         device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
@@ -191,18 +199,22 @@ class Generated:
         key = self._key(base)
         # Another process may have written meanwhile.
         stored = stored_code.read(key)
-        self._entries[base] = [*stored, *(x for x in self._entries.get(base, []) if x not in stored)]
-        if (run := self._known(base, args)) is not None:
+        mine = [x for x, _ in self._entries.get(base, []) if x not in stored]
+        self._entries[base] = [(x, holding(x["facts"])) for x in (*stored, *mine)]
+        if (run := self.known(base, args)) is not None:
             return run
         with compiling(self._fn.__name__):
             return self._trace(base, key, args)
 
-    def _known(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> Run | None:
-        for entry in self._entries.get(base, []):
-            if all(value(fact, args) == expected for fact, expected in entry["facts"]):
-                # What cannot be loaded is made anew.
-                with contextlib.suppress(Exception):
+    def known(self, base: tuple[Hashable, ...], args: tuple[Any, ...]) -> Run | None:
+        """The host function for `args`, tensors or buffers and numbers, if this process has it."""
+        for entry, hold in self._entries.get(base, []):
+            if hold(args):
+                try:
                     return load(entry["source"], self._fn.__name__)
+                except Exception:
+                    # What cannot be loaded is made anew.
+                    continue
         return None
 
     def _trace(self, base: tuple[Hashable, ...], key: str, args: tuple[Any, ...]) -> Run:
@@ -216,7 +228,7 @@ class Generated:
         with contextlib.suppress(UnknownFact, AttributeError, LookupError, StopIteration, TypeError, ValueError):
             facts = [[fact, value(fact, args)] for fact in facts_of(bound, args, run)]
             entry = {"facts": facts, "source": source}
-            self._entries[base] = [*self._entries[base], entry]
+            self._entries[base] = [*self._entries[base], (entry, holding(facts))]
             # What is lost when two processes write at once is traced again. Other entries of this process may have been
             # traced with other options.
             stored_code.write(key, [*stored_code.read(key), entry])

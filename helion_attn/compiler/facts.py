@@ -7,6 +7,7 @@ read it. Their values are found without Helion, and are those that Helion's own 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,12 +29,11 @@ def _descriptor(x: torch.Tensor, most: list[int]) -> list[Any]:
 
     A box fits an extent if it is no larger than the largest power of two that does.
     """
-    ones = [dim for dim, stride in enumerate(x.stride()) if stride == 1]
-    contiguous = ones[0] if len(ones) == 1 else None
-    aligned = [stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()]
-    powers = [1 << (size.bit_length() - 1) if size else 0 for size in x.shape]
-    extents = [min(power, n) for power, n in zip(powers, most, strict=True)]
-    return [contiguous, aligned, extents, max(x.shape) < 2**31]
+    shape, strides, width = x.shape, x.stride(), x.element_size()
+    contiguous = strides.index(1) if strides.count(1) == 1 else None
+    aligned = [stride * width % ALIGNMENT == 0 for stride in strides]
+    extents = [min(1 << size.bit_length() >> 1, n) for size, n in zip(shape, most, strict=True)]
+    return [contiguous, aligned, extents, max(shape) < 2**31]
 
 
 def _aligned(x: torch.Tensor) -> bool:
@@ -58,6 +58,33 @@ def value(fact: Fact, args: Sequence[Any]) -> Any:
     """The value of `fact` for these arguments."""
     name, *parameters = fact
     return FACTS[name](args, *parameters)
+
+
+def _parts(name: str, facts: Sequence[Sequence[Any]]) -> list[tuple[int, Callable[[Any], Any], Any]]:
+    """Facts of this name, put together by tensor: which argument, what takes the dimensions in question, and those."""
+    wanted: dict[int, dict[int, int]] = {}
+    for (of, *parameters), expected in facts:
+        if of == name:
+            wanted.setdefault(parameters[0], {})[parameters[1]] = expected
+    getters = {i: operator.itemgetter(*dims) for i, dims in wanted.items()}
+    return [(i, take, take(wanted[i])) for i, take in getters.items()]
+
+
+def holding(facts: Sequence[Sequence[Any]]) -> Callable[[Sequence[Any]], bool]:
+    """Function of the arguments: whether all facts have these values. Nearly all are of sizes and strides."""
+    sizes, strides = _parts("size", facts), _parts("stride", facts)
+    others = [(fact, expected) for fact, expected in facts if fact[0] not in ("size", "stride")]
+
+    def hold(args: Sequence[Any]) -> bool:
+        for i, take, expected in sizes:
+            if take(args[i].shape) != expected:
+                return False
+        for i, take, expected in strides:
+            if take(args[i].stride()) != expected:
+                return False
+        return all(value(fact, args) == expected for fact, expected in others)
+
+    return hold
 
 
 class UnknownFact(Exception):

@@ -22,6 +22,7 @@ __all__ = [
     "MAX_REGISTERS",
     "Config",
     "bind",
+    "capability",
     "helion",
     "helion_builtins",
     "helion_config",
@@ -202,3 +203,9 @@ def kernel_to_interpret(fn: Callable[..., Any]) -> helion.Kernel[Any]:
 def multiprocessors(device: torch.device) -> int:
     """SMs of a GPU; the interpreter runs one program at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)

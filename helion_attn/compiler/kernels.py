@@ -63,21 +63,14 @@ class Compiled(Runner):
         super().__init__(fn)
         self._generated = code_cache.Generated(fn, config)
         self._expected = expected
-        self._positions: tuple[list[int], list[int]] | None = None
         #: The host function, and what launches it again, by all that they depend on; None where only Triton can.
         self._found: dict[Hashable, tuple[Run, LinkedLaunch | None]] = {}
-        #: What Triton compiled, by device and by what it depends on.
-        self._compiled: dict[Hashable, Any] = {}
+        #: A launch of each kernel that Triton compiled, by device and by all but sizes.
+        self._of_kernels: dict[Hashable, LinkedLaunch] = {}
 
     def __call__(self, *args: Any) -> LinkedLaunch | None:
-        """Run it. An argument is a tensor in every call, or in none."""
-        if self._positions is None:
-            kinds = [isinstance(arg, torch.Tensor) for arg in args]
-            self._positions = (
-                [i for i, is_tensor in enumerate(kinds) if is_tensor],
-                [i for i, is_tensor in enumerate(kinds) if not is_tensor],
-            )
-        of_tensors, of_values = self._positions
+        """Run it."""
+        of_tensors, of_values = self._generated.tensors, self._generated.values
         # All that Helion looks at: layouts, alignment, which arguments are the same tensor, and values.
         tensors = {id(args[i]): args[i] for i in of_tensors}
         layouts = [(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT) for x in tensors.values()]
@@ -90,15 +83,17 @@ class Compiled(Runner):
             if found is None:
                 through_triton(run, args, self._expected)
             else:
-                found.at({i: args[i].data_ptr() for i in found.reads})
+                found.at([args[i].data_ptr() for i in found.reads])
             return found
         if len(self._found) >= MAX_REMEMBERED:
             self._found.clear()
-        run = self._generated.find(args)
+        base = self._generated.base(args)
+        run = self._generated.find(base, args)
         launches = through_triton(run, args, self._expected)
-        device = args[of_tensors[0]].device
-        self._compiled |= {(device, types_of(launch)): compiled for launch, compiled in launches}
         found = link(run, launches, args)
+        if found is not None:
+            ((launch, _),) = launches
+            self._of_kernels[args[of_tensors[0]].device, base, types_of(launch)] = found
         self._found[key] = run, found
         return found
 
@@ -107,13 +102,13 @@ class Compiled(Runner):
 
         New lengths find one, most often.
         """
-        run = self._generated.known(args)
+        base = self._generated.base(args)
+        run = self._generated.known(base, args)
         if run is None:
             return None
-        device = next(x.device for x in args if isinstance(x, Buffer))
-        launches = recorded(run, args)
-        compiled = [self._compiled.get((device, types_of(launch))) for launch in launches]
-        return None if None in compiled else link(run, [*zip(launches, compiled, strict=True)], args)
+        launch, *_ = recorded(run, args)
+        of_kernel = self._of_kernels.get((args[self._generated.tensors[0]].device, base, types_of(launch)))
+        return None if of_kernel is None else of_kernel.resized(launch)
 
 
 class _Fp32Scales(TorchFunctionMode):

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +29,7 @@ from helion_attn.compiler.slower import warn_slower
 from helion_attn.compiler.versions import triton_is_known
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One call of a host function's launcher.
 
     Attributes:
@@ -64,14 +62,15 @@ def types_of(launch: Launch) -> Hashable:
 
 
 def _type_of(parameter: Any, x: Any) -> Hashable:
-    if isinstance(x, TensorDescriptor):
-        return x.base.dtype, *x.block_shape
-    if isinstance(x, (torch.Tensor, Buffer)):
+    kind = type(x)
+    if kind is int and not parameter.is_constexpr:
+        bits = 32 if -(2**31) <= x < 2**31 else 64
+        return bits if parameter.do_not_specialize else (bits, x == 1, x % ALIGNMENT == 0)
+    if kind is Buffer or isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % ALIGNMENT == 0
-    if parameter.is_constexpr or type(x) is not int:
-        return type(x), x if parameter.is_constexpr else None
-    bits = 32 if -(2**31) <= x < 2**31 else 64
-    return bits if parameter.do_not_specialize else (bits, x == 1, x % ALIGNMENT == 0)
+    if kind is TensorDescriptor:
+        return x.base.dtype, *x.block_shape
+    return kind, x if parameter.is_constexpr else None
 
 
 class Address(NamedTuple):
@@ -92,15 +91,13 @@ class Box(NamedTuple):
     """A descriptor among the arguments of a launch.
 
     Attributes:
-        at: where the encoded descriptor stands.
-        arg: which argument of the host function it is of.
+        of: which of the addresses it is of.
         rest: its fields but for the tensor; known to be sound.
         encoding: how it is encoded, as Triton's compiler says.
         known: encoded ones, by address.
     """
 
-    at: int
-    arg: int
+    of: int
     rest: dict[str, Any]
     encoding: dict[str, Any]
     known: dict[int, Any]
@@ -185,7 +182,7 @@ class LinkedLaunch:
 
     Attributes:
         compiled: what Triton compiled.
-        reads: which of the host function's arguments it takes addresses of.
+        reads: which of the host function's arguments it takes addresses of, in this order.
 
     What is written after that, encoded descriptors by address, is the same whoever writes it: threads may share it.
     """
@@ -203,45 +200,64 @@ class LinkedLaunch:
         objects = {id(arg): i for i, arg in enumerate(args)}
         # As Triton's compiler says; none where descriptors are not TMA's.
         encodings = iter(compiled.metadata.tensordesc_meta or ())
-        self.compiled = compiled
-        self._grid = (*launch.grid, 1, 1)[:3]
-        # Of `_values`, the C function's arguments, and of `args`.
-        self._tensors: list[tuple[int, int]] = []
-        self._boxes: list[Box] = []
-        self._values: list[Any] = []
+        self.compiled, self.reads = compiled, []
+        # Where addresses of `reads` stand among the C function's arguments; which of them are encoded, and how.
+        self._places: list[int] = []
+        self._encodings: list[tuple[int, dict[str, Any]]] = []
+        at = 0
         for x in launch.args:
-            # By identity: a tensor that the host function made, be it a view, is not in `objects`. Nor does it keep
-            # the first call's tensors alive.
-            if isinstance(x, (torch.Tensor, Buffer)):
-                self._tensors.append((len(self._values), _place(objects, x)))
-                self._values.append(None)
+            # By identity: a tensor that the host function made, be it a view, is not in `objects`.
+            if isinstance(x, (Buffer, torch.Tensor)):
+                self.reads.append(_place(objects, x))
+                self._places.append(at)
             elif isinstance(x, TensorDescriptor):
                 encoding = next(encodings, None)
                 if encoding is None:
                     raise NotLinked("a descriptor is not TMA's")
-                rest = {name: field for name, field in vars(x).items() if name != "base"}
-                self._boxes.append(Box(len(self._values), _place(objects, x.base), rest, encoding, {}))
-                self._values += [None, *x.shape, *x.strides]
-            elif isinstance(x, int | float):
-                self._values.append(x)
-            else:
+                self._encodings.append((len(self.reads), encoding))
+                self.reads.append(_place(objects, x.base))
+                self._places.append(at)
+                at += len(x.shape) + len(x.strides)
+            elif not isinstance(x, int | float):
                 raise NotLinked(f"{x!r} is neither a tensor nor a number")
+            at += 1
         self._launch = to_c(compiled)
-        device = next(arg.device for arg in args if isinstance(arg, (torch.Tensor, Buffer)))
-        self._device = device.index
-        self.reads = sorted({*(arg for _, arg in self._tensors), *(box.arg for box in self._boxes)})
+        self._device = next(arg.device for arg in args if isinstance(arg, (Buffer, torch.Tensor))).index
+        self._set_sizes(launch)
 
-    def at(self, addresses: Mapping[int, int]) -> None:
+    def _set_sizes(self, launch: Launch) -> None:
+        """Set all that depends on sizes; nothing keeps the tensors of `launch` alive."""
+        self._grid = (*launch.grid, 1, 1)[:3]
+        values: list[Any] = [*launch.args]
+        boxes = []
+        for n, encoding in self._encodings:
+            at = self._places[n]
+            rest = vars(values[at]).copy()
+            del rest["base"]
+            values[at : at + 1] = [None, *rest["shape"], *rest["strides"]]
+            boxes.append(Box(n, rest, encoding, {}))
+        for i in self._places:
+            values[i] = None
+        self._values, self._boxes = values, boxes
+
+    def resized(self, launch: Launch) -> LinkedLaunch:
+        """The same for `launch`, of the same host function and of the same `types_of`, but of other sizes."""
+        other = object.__new__(LinkedLaunch)
+        vars(other).update(vars(self))
+        other._set_sizes(launch)
+        return other
+
+    def at(self, addresses: Sequence[int]) -> None:
         """Launch it on the current stream, as `JITFunction.run` does from where it has found the kernel.
 
         Args:
             addresses: of the arguments in `reads`.
         """
         values = self._values.copy()
-        for i, arg in self._tensors:
-            values[i] = addresses[arg]
+        for i, address in zip(self._places, addresses, strict=True):
+            values[i] = address
         for box in self._boxes:
-            values[box.at] = box.encoded(addresses[box.arg])
+            values[self._places[box.of]] = box.encoded(addresses[box.of])
         stream = triton.runtime.driver.active.get_current_stream(self._device)
         # A chain of no hooks is not worth a call into Python.
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook

@@ -18,6 +18,10 @@ from helion_attn.configs import row_width
 WIDEST_LOAD = 16
 
 
+#: Of Q, K and V: the kernels' names of their steps.
+STEP_NAMES = {x: tuple(f"{x}_{step}_step" for step in "bhs") for x in "qkv"}
+
+
 class StridedRows(NamedTuple):
     """A [B, H, S, D] tensor as flat memory.
 
@@ -83,7 +87,7 @@ class StridedQKV(NamedTuple):
         for i, x in enumerate("qkv"):
             if x in of:
                 found[x] = self.flat[i]
-                found |= dict(zip([f"{x}_{step}_step" for step in "bhs"], self.steps[3 * i : 3 * i + 3], strict=True))
+                found |= zip(STEP_NAMES[x], self.steps[3 * i : 3 * i + 3], strict=True)
         return found
 
     @property
