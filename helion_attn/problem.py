@@ -41,6 +41,48 @@ def rope_arguments(rope: Rope | None) -> RopeArguments:
     )
 
 
+class MaskArguments(NamedTuple):
+    """The tensors of a `BlockMask`, or its absence, as operations take it."""
+
+    lists: torch.Tensor | None
+    entries: torch.Tensor | None
+    tile_of: torch.Tensor | None
+    tiles: torch.Tensor | None
+
+
+NO_MASK_ARGUMENTS = MaskArguments(lists=None, entries=None, tile_of=None, tiles=None)
+
+
+class ListSteps(NamedTuple):
+    """How the lists of a `BlockMask` lie.
+
+    Attributes:
+        b_step: from the first list of a batch entry to that of the next, in heads of lists; 0 if all have one.
+        h_step: from a head's lists to those of the next; likewise.
+        row_blocks: lists of a head.
+        key_blocks: room of a list.
+    """
+
+    b_step: int
+    h_step: int
+    row_blocks: int
+    key_blocks: int
+
+
+#: Of a launch that has no lists.
+NO_LISTS = ListSteps(0, 0, 1, 1)
+
+
+def list_steps(mask: MaskArguments) -> ListSteps:
+    """How the lists of a mask lie."""
+    if mask.entries is None:
+        return NO_LISTS
+    B, H, row_blocks, key_blocks = mask.entries.shape
+    return ListSteps(
+        b_step=H if B > 1 else 0, h_step=1 if H > 1 else 0, row_blocks=row_blocks, key_blocks=key_blocks
+    )
+
+
 class Softmax(NamedTuple):
     """Which scores there are, and what is done to them before and in the softmax.
 

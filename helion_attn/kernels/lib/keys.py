@@ -1,7 +1,7 @@
 """Which key blocks a program has and where they lie, one function a layout; inlined into the kernels.
 
 Blocks are of one head; or of all sequences of a packed batch, one after the other; or of several ranks' parts.
-Where keys are split, a program has a run of them. In a paged cache a page is a block, and a table lists pages.
+Where keys are split, a program has a run of them. With a `BlockMask` it has places of a list. In a paged cache a page is a block, and a table lists pages.
 """
 
 from __future__ import annotations
@@ -58,6 +58,13 @@ def keys_of(
     if spec.varlen:
         return keys_of_sequence(rows, left, right, bm, bn, spec)
     keys = keys_of_head(rows, n_len, left, right, bn, spec)
+    if spec.listed:
+        # In places of the list; the edges stay those of blocks.
+        keys = keys._replace(begin=int32(0), stop=rows.visits)
+        if spec.split:
+            begin, stop = run_of_key_blocks(keys.begin, keys.stop, grid_head // heads, splits)
+            return keys._replace(begin=begin, stop=stop)
+        return keys
     if spec.split:
         begin, stop = run_of_key_blocks(int32(keys.begin), int32(keys.stop), grid_head // heads, splits)
         return keys._replace(begin=begin, stop=stop)
@@ -170,7 +177,7 @@ def first_descale_of(kv: Int, first_descale: Int, n_blocks: int, spec: Attention
     """Where the descales of a head's blocks begin."""
     if spec.gathered:
         return first_descale
-    return kv * int32(n_blocks) if spec.varlen or spec.split else kv * n_blocks
+    return kv * int32(n_blocks) if spec.varlen or spec.split or spec.listed else kv * n_blocks
 
 
 def k_descale_of(
@@ -212,8 +219,10 @@ def next_k_descale(
     n_blocks: int,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """K's descale of the block after block j, [], or of the program's last."""
+    """K's descale of the block after block j, [], or of the program's last; of a list, of block j."""
     first = first_descale_of(kv, first_descale, n_blocks, spec)
+    if spec.listed:
+        return hl.load(k_descale, [first + j])
     return hl.load(k_descale, [first + least(run_end - 1, j + 1)])
 
 
@@ -262,8 +271,16 @@ def block_of_keys(
     return k_block, hl.load(v8, [head, v_at, whole, whole]), None, part
 
 
-def at_edge(j: int, part: Any, n_special: Int, n_full: Int, parts: GatheredParts, spec: AttentionSpec) -> Int:
-    """Positive for a block at an edge of what is visible, and for one that references come from; otherwise 0."""
+def at_edge(
+    j: Int, part: Any, in_part: Any, n_special: Int, n_full: Int, parts: GatheredParts, spec: AttentionSpec
+) -> Int:
+    """Positive for a block at an edge of what is visible, and for one that references come from; otherwise 0.
+
+    So for one that is seen `in_part`.
+    """
+    if spec.listed:
+        edge = torch.maximum(in_part, j + 1 - n_full)
+        return torch.maximum(edge, n_special - j) if spec.has_left else edge
     if not (spec.gathered or spec.varlen or (spec.split and spec.keeps_reference)):
         return most(n_special - j, j + 1 - n_full, 0)
     edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)

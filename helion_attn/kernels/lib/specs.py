@@ -65,6 +65,7 @@ class AttentionSpec(NamedTuple):
         mirrored: a rank has two parts, as `GatheredParts` says.
         same_places: V's blocks of a rank lie as K's do.
         bounded: a row sees the keys from one position up to another.
+        listed: a program's key blocks are those of a list.
         query: how Q is quantised; None if it is packed.
         is_cuda: the kernel is compiled; otherwise interpreted.
     """
@@ -95,6 +96,7 @@ class AttentionSpec(NamedTuple):
     mirrored: bool
     same_places: bool
     bounded: bool
+    listed: bool
     query: QuerySpec | None
     is_cuda: bool
 
@@ -126,12 +128,13 @@ class AttentionSpec(NamedTuple):
     @property
     def rows_may_be_empty(self) -> bool:
         """Whether a block of keys may hold none that a row has seen."""
-        return self.has_left or self.has_right or self.keeps_reference or self.bounded
+        return self.has_left or self.has_right or self.keeps_reference or self.bounded or self.listed
 
     @property
     def out_may_be_empty(self) -> bool:
         """Whether a row may have seen no key at all. Without a mask every row sees all keys."""
-        return self.has_right or self.varlen or self.split or (self.gathered and self.has_left) or self.bounded
+        some_ends = self.has_right or self.varlen or self.split or (self.gathered and self.has_left)
+        return some_ends or self.bounded or self.listed
 
     @property
     def totals_may_be_nan(self) -> bool:
