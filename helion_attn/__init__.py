@@ -9,6 +9,7 @@ from helion_attn.api import (
     pack,
     quantize,
 )
+from helion_attn.block_mask import BlockMask
 from helion_attn.check import check
 from helion_attn.debugging import debug
 from helion_attn.explain import explain, plan
@@ -42,6 +43,7 @@ __all__ = [
     "BF16",
     "FAST",
     "HYBRID",
+    "BlockMask",
     "FallbackWarning",
     "PagedKVCache",
     "QuantizedQKV",
