@@ -233,6 +233,7 @@ class AttentionProblem(NamedTuple):
         out_dtype: of the output.
         recipe: how the tensors were quantised, and P is.
         num_splits: runs of the keys, a program each, whose results are merged; None to choose.
+        block_mask: of scores besides.
     """
 
     packed: PackedTensors
@@ -245,6 +246,7 @@ class AttentionProblem(NamedTuple):
     out_dtype: torch.dtype
     recipe: Recipe
     num_splits: int | None
+    block_mask: MaskArguments = NO_MASK_ARGUMENTS
 
     def sizes(self) -> dict[str, int]:
         """Lengths, heads, and how the rows of the output lie, as the kernels take them."""

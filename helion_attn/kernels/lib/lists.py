@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
+from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.rows import Rows
 from helion_attn.kernels.lib.scalars import Int, least
 from helion_attn.kernels.lib.specs import AttentionSpec
-from helion_attn.configs import MASK_BLOCK
+from helion_attn.problem import MaskArguments
 
 
 def first_entry_of(
@@ -71,3 +72,15 @@ def within_tile(
     # [bm, bn]
     words = torch.where(keys < 64, torch.where(keys < 32, first, second), torch.where(keys < 96, third, fourth))
     return visible & (((words >> (keys & 31)) | (in_part - 1)) & 1 != 0)
+
+
+def list_arguments(mask: MaskArguments, unused: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the kernel takes of a mask, or of its absence, by name."""
+    if mask.lists is None or mask.entries is None or mask.tile_of is None or mask.tiles is None:
+        return dict.fromkeys(("lists", "entries", "tile_of", "tiles"), unused)
+    return {
+        "lists": mask.lists.view(-1, 2),
+        "entries": mask.entries.view(-1),
+        "tile_of": mask.tile_of.view(-1),
+        "tiles": mask.tiles.view(-1, mask.tiles.size(2)),
+    }
