@@ -67,7 +67,7 @@ from helion_attn.kernels.lib.keys import (
     next_k_descale,
 )
 from helion_attn.kernels.lib.lists import (
-    block_of_entry,
+    block_of_place,
     first_entry_of,
     list_arguments,
     next_entry_of,
@@ -142,10 +142,10 @@ def fp8_attn_fwd(
     q_positions: torch.Tensor,
     row_bounds: torch.Tensor,  # [2, M_blocks * bm] if bounded
     block_bounds: torch.Tensor,  # [M_blocks, 4] if bounded
-    lists: torch.Tensor,  # [lists, 2] if listed
+    lists: torch.Tensor,  # [lists * 2] if listed
     entries: torch.Tensor,  # [lists * N_blocks] if listed
     tile_of: torch.Tensor,  # as `entries`, or of one element
-    tiles: torch.Tensor,  # [T * MASK_BLOCK, words of a row] if listed
+    tiles: torch.Tensor,  # [T * MASK_BLOCK * words of a row] if listed
     out: torch.Tensor,  # [B * H * M, D_v], or [splits * B * H * M, D_v] if split, written
     lse: torch.Tensor,  # [B * H * M], or [splits * B * H * M], written
     m_len: int,
@@ -227,6 +227,7 @@ def fp8_attn_fwd(
     # Row sums are carried this wide and reduced across lanes once, after the loops.
     l_lanes = 8
     # Known strides keep the stores 16 bytes wide.
+    hl.specialize((lists.stride(0), entries.stride(0), tile_of.stride(0), tiles.stride(0)))
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0)))
 
     if spec.pack_gqa:
@@ -277,10 +278,8 @@ def fp8_attn_fwd(
             q_scale = hl.load(q_descale, [packed_rows])
         else:
             q_scale = hl.load(q_descale, [first_packed_row(rows, m_blocks, bm, spec)])
-        first_block = run_begin
-        if spec.listed:
-            entry = first_entry_of(entries, run_begin, n_blocks, rows)
-            first_block = block_of_entry(entry)
+        entry = first_entry_of(entries, run_begin, n_blocks, first_entry, spec)
+        first_block = block_of_place(run_begin, entry, spec)
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if spec.k_block_descales:
@@ -316,13 +315,10 @@ def fp8_attn_fwd(
 
         n_special = first_special_block(keys, spec)
         for place in hl.grid(run_begin, run_end):
-            j = place
-            next_block = place
-            in_part = 0
+            j, in_part = block_of_place(place, entry, spec), seen_in_part(entry, spec)
             if spec.listed:
-                j, in_part = block_of_entry(entry), seen_in_part(entry)
                 entry = next_entry_of(entries, place, run_end, first_entry)
-                next_block = block_of_entry(entry)
+            next_block = block_of_place(place, entry, spec)
             s_scale_log2 = q_scale_log2 * k_scale
             # Masked scores, -inf before they are scaled, stay so: no scale is 0.
             if spec.half_scores:

@@ -47,14 +47,14 @@ DELAYED_BARRIER = "%delayed_v_mine"
 BLOCK_BEFORE = "%delayed_v_before"
 
 
-def with_delayed_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[str]) -> tuple[Loop, list[str]]:
+def with_delayed_v(loop: Loop, copies: list[str], rest: list[str], ahead: dict[str, str]) -> tuple[Loop, list[str]]:
     """The loop without its copies, and these, with V a block behind.
 
     Args:
         loop: as it is.
         copies: of K and of V, and what they need.
         rest: its body without them.
-        ahead: names of the block that it copies, j + 1.
+        ahead: what says which block it copies, of j + 1, and what says the same of block j.
 
     Raises:
         Refused: the loop is another.
@@ -90,7 +90,7 @@ def with_delayed_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[st
         raise Refused("V is not read where its barrier is")
     # What says where V is copied from, of the block at hand: names, and lines that compute them. What is not computed
     # from the block ahead is from j, as j + 2 where a block's place needs j + 1.
-    names, of_block = {**dict.fromkeys(ahead, j), j: BLOCK_BEFORE}, []
+    names, of_block = {**ahead, j: BLOCK_BEFORE}, []
     for line in copies:
         if (name := defined(line)) and name not in ahead and names.keys() & set(re.findall(VALUE, line)):
             names[name] = f"{name}_delayed"

@@ -21,6 +21,10 @@ or V in pieces, the copies follow that wait or, with pieces of Q, the last of th
 of Q and three stages are left as they are; two-level ones of one warpgroup and two stages have K in one buffer
 (`single_k_buffer`).
 
+Where a list says which block an iteration is of, the loop carries the block's index from the iteration that copies it
+to that of its products, and what an iteration later takes is the index of the iteration before. What comes next on the
+list is loaded at the beginning of an iteration: Triton has that at its end, right before it is used.
+
 The wait for Q, which Triton has where Q is loaded, moves after the first copies of K and V.
 
 No sum changes. A loop that does not look like the above stays as it is, and the outcome says what is other.
@@ -40,6 +44,7 @@ from helion_attn.compiler.passes.ttgir import (
     COPY,
     EXPECT,
     PRODUCT,
+    VALUE,
     WAIT_FOR_COPIES,
     WAIT_FOR_PRODUCT,
     Loop,
@@ -66,12 +71,29 @@ def _ahead(loop: Loop, lines: list[str], stages: int) -> list[int]:
     return [i for i, line in enumerate(lines) if re.search(pattern, line)]
 
 
+def _is_ahead(loop: Loop, stages: int) -> bool:
+    """Whether what an iteration copies is of the one `stages - 1` ahead: its copies are made if there is that one."""
+    _, valid, *_ = operands(loop.body[only(loop.find(EXPECT), "its barriers of copies")])
+    ahead = re.search(
+        rf"arith\.cmpi slt, {re.escape(loop.j)}, ({VALUE}) :", loop.definitions.get(valid, "")
+    )
+    end = rf"arith\.subi {re.escape(operands(loop.head)[2])}, %c{stages - 1}_i(32|64)(_\d+)? :"
+    return ahead is not None and re.search(end, loop.definitions.get(ahead.group(1), "")) is not None
+
+
+def _with_early_loads(loop: Loop) -> Loop:
+    """The loop with what it loads behind its products at its beginning."""
+    last = loop.find(PRODUCT)[-1]
+    ahead, rest = taken_out(loop.body, [i for i in loop.find("tt.load ") if i > last], 0)
+    return replace(loop, body=[*ahead, *rest])
+
+
 def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: int) -> list[str]:
     """`copies`, of the block before, where one comes after the first that the loop's first iteration waits for.
 
     The counter of buffers stays as it was, one ahead: before it is raised, it is the one of the block before. What the
     block's index leads to has a name of its own here: the loop carries some of it, such as the block's part, to the
-    iteration of that block.
+    iteration of that block. An index from a list is the one that the loop has carried from the iteration before.
 
     Args:
         loop: as it is.
@@ -84,13 +106,20 @@ def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: 
     buffer = operands(loop.definition(barrier, "ttg.memdesc_index "))[1]
     raised = operands(loop.definition(buffer, "arith.select "))[2]
     before = operands(loop.definition(raised, "arith.addi "))[0]
-    # The block's index, from j: its first computation.
-    ahead = only(_ahead(loop, copies, stages), "the indices of the block ahead")
-    block = defined(copies[ahead])
+    names = {buffer: before, valid: "%early_valid", j: "%early_before"}
     of_counter = [line for line in copies if defined(line) in (buffer, raised) or f" {raised}, " in line]
-    of_block = [line for i, line in enumerate(copies) if line not in of_counter and i != ahead]
-    # Something else may need what is no longer needed here.
-    of_counter.append(copies[ahead])
+    of_block = [line for line in copies if line not in of_counter]
+    if found_ahead := _ahead(loop, of_block, stages):
+        # The block's index, from j: its first computation.
+        ahead = of_block.pop(only(found_ahead, "the indices of the block ahead"))
+        names[str(defined(ahead))] = EARLY_BLOCK
+        # Something else may need what is no longer needed here.
+        of_counter.append(ahead)
+    else:
+        of_list = {name: loop.carried[name] for line in of_block if (name := defined(line)) in loop.carried}
+        names |= of_list
+        kept, of_block = taken_out(of_block, [i for i, line in enumerate(of_block) if defined(line) in of_list], 0)
+        of_counter += kept
     indent = loop.indent + "  "
     # i64 where K or V has 2**31 elements.
     (integer,) = matched(loop.head, r" : (i32|i64) \{")
@@ -103,13 +132,16 @@ def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: 
         f"%early_not_first = arith.cmpi sge, {j}, %early_first : {integer}",
         "%early_valid = arith.andi %early_in_loop, %early_not_first : i1",
     ]
-    names = {buffer: before, valid: "%early_valid", str(block): EARLY_BLOCK, j: "%early_before"}
     own, found = {}, []
+    by_index = {*names.values()} - {before, "%early_valid"}
     for line in of_block:
         name = defined(line)
         if name and renamed(line, names) != line:
             own[name] = names[name] = f"%moved_{name[1:]}"
+            by_index.add(own[name])
         found.append(renamed(line, names))
+    if any(by_index.isdisjoint(operands(found[i])) for i in find(found, COPY)):
+        raise Refused("what says which block it copies is not carried on")
     if any(names[j] in line for line in found):
         checks.append(f"{names[j]} = arith.subi {j}, %early_one : {integer}")
     needed = {name for line in rest for name in operands(line)}
@@ -134,7 +166,7 @@ def _stages(loop: Loop) -> int:
     stages = int(found)
     if any(f" : !ttg.memdesc<{stages}x" not in loop.body[i] for i in loop.find("ttg.memdesc_index ")):
         raise Refused(f"it has other numbers of buffers than its {stages} stages")
-    if not _ahead(loop, loop.body, stages):
+    if not _is_ahead(loop, stages):
         raise Refused(f"it does not copy the block that is {stages - 1} ahead")
     return stages
 
@@ -143,6 +175,7 @@ def _stages(loop: Loop) -> int:
 def rescheduled(loop: Loop) -> tuple[list[str], str]:
     """Move the loads of a loop that has the form."""
     stages = _stages(loop)
+    loop = _with_early_loads(loop)
     in_flight = loop.find(PRODUCT)[-1] > loop.find(WAIT_FOR_PRODUCT)[-1]
     # The other warpgroup's P V of the block before is yet to come.
     in_turns = not in_flight and loop.has_two_warpgroups
@@ -174,8 +207,9 @@ def rescheduled(loop: Loop) -> tuple[list[str], str]:
         try:
             if in_flight and (in_pieces or len(loop.find(COPY)) != 2):
                 raise Refused("Q or V comes in pieces")
-            ahead = {str(defined(loop.body[i])) for i in _ahead(loop, loop.body, stages)}
-            moved, group = with_delayed_v(loop, group, rest, ahead)
+            ahead = {str(defined(loop.body[i])): loop.j for i in _ahead(loop, loop.body, stages)}
+            of_list = {name: loop.carried[name] for line in group if (name := defined(line)) in loop.carried}
+            moved, group = with_delayed_v(loop, group, rest, ahead or of_list)
             how = "K of block j + 1 and V of block j are copied after the issue of Q K^T"
         except Refused as refused:
             if in_turns:

@@ -125,6 +125,14 @@ class Loop:
         return operands(self.head)[0]
 
     @property
+    def carried(self) -> dict[str, str]:
+        """The arguments in which an iteration's values come to the next, by these values."""
+        found = re.search(r" iter_args\((.*?)\) -> ", self.head)
+        arguments = re.findall(rf"({VALUE}) = ", found.group(1)) if found else []
+        yields = self.find("scf.yield ")
+        return dict(zip(operands(self.body[yields[-1]]), arguments, strict=True)) if yields and arguments else {}
+
+    @property
     def has_two_warpgroups(self) -> bool:
         """True for programs of eight warps."""
         return any(TWO_WARPGROUPS in line for line in self.before)

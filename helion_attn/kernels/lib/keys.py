@@ -279,8 +279,10 @@ def at_edge(
     So for one that is seen `in_part`.
     """
     if spec.listed:
-        edge = torch.maximum(in_part, j + 1 - n_full)
-        return torch.maximum(edge, n_special - j) if spec.has_left else edge
+        edge = torch.maximum(in_part, j + 1 - int32(n_full))
+        if spec.has_left:
+            edge = torch.maximum(edge, int32(n_special) - j)
+        return edge
     if not (spec.gathered or spec.varlen or (spec.split and spec.keeps_reference)):
         return most(n_special - j, j + 1 - n_full, 0)
     edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)

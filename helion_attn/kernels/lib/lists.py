@@ -6,11 +6,12 @@ ascending; of a block of which only a part of the scores is seen, the entry is `
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import MASK_BLOCK
-from helion_attn.kernels.lib.rows import Rows
 from helion_attn.kernels.lib.scalars import Int, least
 from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.problem import MaskArguments
@@ -18,12 +19,15 @@ from helion_attn.problem import MaskArguments
 
 def first_entry_of(
     entries: torch.Tensor,  # [lists * N_blocks] if listed
-    run_begin: torch.Tensor,  # []
+    run_begin: Int,
     n_blocks: int,
-    rows: Rows,
-) -> torch.Tensor:
-    """The entry of a program's first place, []; any where it has none."""
-    return hl.load(entries, [rows.first_entry + least(run_begin, n_blocks - 1)])
+    first_entry: Int,
+    spec: AttentionSpec,
+) -> Any:
+    """The entry of a program's first place, []; any where it has none. 0 unless `listed`."""
+    if not spec.listed:
+        return 0
+    return hl.load(entries, [first_entry + least(run_begin, n_blocks - 1)])
 
 
 def next_entry_of(
@@ -39,20 +43,24 @@ def next_entry_of(
     return hl.load(entries, [first_entry + least(run_end - 1, place + 1)])
 
 
-def block_of_entry(entry: torch.Tensor) -> torch.Tensor:
-    """The key block of an entry, []."""
+def block_of_place(place: Int, entry: Any, spec: AttentionSpec) -> Int:
+    """The key block of a place whose entry is `entry`; without lists the place itself."""
+    if not spec.listed:
+        return place
     return entry ^ (entry >> 31)
 
 
-def seen_in_part(entry: torch.Tensor) -> torch.Tensor:
-    """1 if an entry is of a block of which only a part of the scores is seen, else 0; []."""
+def seen_in_part(entry: Any, spec: AttentionSpec) -> Any:
+    """1 if only a part of the scores of an entry's block is seen, else 0."""
+    if not spec.listed:
+        return 0
     return -(entry >> 31)
 
 
 def within_tile(
     visible: torch.Tensor,  # [bm, bn] or [1, bn]
     tile_of: torch.Tensor,  # [lists * N_blocks] if listed, or one
-    tiles: torch.Tensor,  # [T * MASK_BLOCK, words of a row] if listed
+    tiles: torch.Tensor,  # [T * MASK_BLOCK * words of a row] if listed
     place: int,
     in_part: torch.Tensor,  # []
     first_entry: Int,
@@ -67,11 +75,12 @@ def within_tile(
     tile = hl.load(tile_of, [(first_entry + place) * in_part])
     rows = tile * MASK_BLOCK + (row_begin & (MASK_BLOCK - 1)) + hl.arange(bm)
     keys = hl.arange(bn).unsqueeze(0)
-    # A row's words one by one, whose layout may then be that of scores. [bm, 1]
-    first, second, third, fourth = (hl.load(tiles, [rows, i]).unsqueeze(1) for i in range(4))
+    # A row's words one by one, whose layout may then be that of scores. All bits are set of a block seen whole. [bm, 1]
+    a, b, c, d = ((hl.load(tiles, [rows * 4 + i]) | (in_part - 1)).unsqueeze(1) for i in range(4))
     # [bm, bn]
-    words = torch.where(keys < 64, torch.where(keys < 32, first, second), torch.where(keys < 96, third, fourth))
-    return visible & (((words >> (keys & 31)) | (in_part - 1)) & 1 != 0)
+    words = torch.where(keys < 64, torch.where(keys < 32, a, b), torch.where(keys < 96, c, d))
+    # A thread's keys differ in the bits of 25, which are then known when the kernel is compiled.
+    return visible & ((words >> (keys & 6)) & (hl.full([], 1, dtype=torch.int32) << (keys & 25)) != 0)
 
 
 def list_arguments(mask: MaskArguments, unused: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -79,8 +88,8 @@ def list_arguments(mask: MaskArguments, unused: torch.Tensor) -> dict[str, torch
     if mask.lists is None or mask.entries is None or mask.tile_of is None or mask.tiles is None:
         return dict.fromkeys(("lists", "entries", "tile_of", "tiles"), unused)
     return {
-        "lists": mask.lists.view(-1, 2),
+        "lists": mask.lists.view(-1),
         "entries": mask.entries.view(-1),
         "tile_of": mask.tile_of.view(-1),
-        "tiles": mask.tiles.view(-1, mask.tiles.size(2)),
+        "tiles": mask.tiles.view(-1),
     }

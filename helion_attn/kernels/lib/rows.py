@@ -55,7 +55,7 @@ class Rows(NamedTuple):
 
 def rows_of(
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
-    lists: torch.Tensor,  # [lists, 2] if listed
+    lists: torch.Tensor,  # [lists * 2] if listed
     grid_head: int,
     grid_block: int,
     heads: int,
@@ -116,7 +116,7 @@ def rows_of_block(bh: int, m_block: int, group: int, m_len: int, n_len: int, bm:
 
 
 def rows_of_list(
-    lists: torch.Tensor,  # [lists, 2]
+    lists: torch.Tensor,  # [lists * 2]
     bh: int,
     head_of_lists: int,
     grid_block: int,
@@ -134,7 +134,7 @@ def rows_of_list(
     parts = MASK_BLOCK // bm
     first_list = head_of_lists * steps.row_blocks
     at = first_list + grid_block // parts
-    row_block, visits = hl.load(lists, [at, 0]), hl.load(lists, [at, 1])
+    row_block, visits = hl.load(lists, [2 * at]), hl.load(lists, [2 * at + 1])
     part = row_block * parts + grid_block % parts
     is_rows = part < int32(m_blocks)
     m_block = torch.minimum(part, int32(m_blocks - 1))
