@@ -57,30 +57,29 @@ class ListSteps(NamedTuple):
     """How the lists of a `BlockMask` lie.
 
     Attributes:
-        b_step: from the first list of a batch entry to that of the next, in heads of lists; 0 if all have one.
-        h_step: from a head's lists to those of the next; likewise.
+        shared: query heads in a row that have the same lists.
+        heads: of lists, after which they begin anew.
         row_blocks: lists of a head.
         key_blocks: room of a list.
     """
 
-    b_step: int
-    h_step: int
+    shared: int
+    heads: int
     row_blocks: int
     key_blocks: int
 
 
 #: Of a launch that has no lists.
-NO_LISTS = ListSteps(0, 0, 1, 1)
+NO_LISTS = ListSteps(1, 1, 1, 1)
 
 
-def list_steps(mask: MaskArguments) -> ListSteps:
-    """How the lists of a mask lie."""
+def list_steps(mask: MaskArguments, heads: int) -> ListSteps:
+    """How the lists of a mask lie, of so many query heads."""
     if mask.entries is None:
         return NO_LISTS
     B, H, row_blocks, key_blocks = mask.entries.shape
-    return ListSteps(
-        b_step=H if B > 1 else 0, h_step=1 if H > 1 else 0, row_blocks=row_blocks, key_blocks=key_blocks
-    )
+    shared = heads if H == 1 and B > 1 else 1
+    return ListSteps(shared=shared, heads=B * H, row_blocks=row_blocks, key_blocks=key_blocks)
 
 
 class Softmax(NamedTuple):

@@ -67,11 +67,11 @@ from helion_attn.kernels.lib.keys import (
     next_k_descale,
 )
 from helion_attn.kernels.lib.lists import (
+    block_at_edge,
     block_of_place,
     first_entry_of,
     list_arguments,
     next_entry_of,
-    seen_in_part,
     within_tile,
 )
 from helion_attn.kernels.lib.masks import Bounds, bounds_of_rows, visible_keys, within_bounds
@@ -218,6 +218,8 @@ def fp8_attn_fwd(
     hl.specialize((q8.size(3), v8.size(2), v8.size(3)))
     if spec.quantises_q:
         m_blocks = (m_len + bm - 1) // bm
+        if spec.listed:
+            m_blocks = list_steps.row_blocks * (MASK_BLOCK // bm)
         hl.specialize((q.stride(0), cos.stride(0), sin.stride(0), k_mean.stride(0)))
     else:
         m_blocks = q8.size(1)
@@ -238,6 +240,7 @@ def fp8_attn_fwd(
         head_size, blocks = bh_size, m_blocks
     if spec.listed:
         blocks = list_steps.row_blocks * (MASK_BLOCK // bm)
+        hl.specialize(k_descale.stride(0))
     grid_heads = splits * head_size if spec.split else head_size
     rows_differ = spec.listed or (spec.has_right and not spec.has_left)
     heads_at_once = head_group if rows_differ and not (spec.varlen or spec.split) else 1
@@ -247,13 +250,13 @@ def fp8_attn_fwd(
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         rows = rows_of(
             q_blocks, lists, grid_head, grid_block, head_size, blocks, k8.size(0), n_blocks, head_group, group, m_len,
-            n_len, bm, bn, heads, m_blocks, parts, list_steps, spec,
+            n_len, bm, bn, m_blocks, parts, list_steps, spec,
         )  # fmt: skip
         keys = keys_of(block_bounds, rows, grid_head, head_size, splits, n_len, left, right, bm, bn, parts, spec)
         # Helion's branches take no record of several tensors.
         kv, row_begin, diagonal = rows.kv, rows.begin, rows.diagonal
         run_begin, run_end, n_full, key_end = keys.begin, keys.stop, keys.full, rows.key_end
-        head_first, first_descale, first_entry = keys.head_first, keys.first_descale, rows.first_entry
+        head_first, first_descale = keys.head_first, keys.first_descale
         # [bm]
         packed_rows = packed_rows_of(rows, m_blocks, group, m_len, bm, spec)
         # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own.
@@ -278,7 +281,7 @@ def fp8_attn_fwd(
             q_scale = hl.load(q_descale, [packed_rows])
         else:
             q_scale = hl.load(q_descale, [first_packed_row(rows, m_blocks, bm, spec)])
-        entry = first_entry_of(entries, run_begin, n_blocks, first_entry, spec)
+        entry = first_entry_of(entries, run_begin, spec)
         first_block = block_of_place(run_begin, entry, spec)
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
@@ -315,9 +318,9 @@ def fp8_attn_fwd(
 
         n_special = first_special_block(keys, spec)
         for place in hl.grid(run_begin, run_end):
-            j, in_part = block_of_place(place, entry, spec), seen_in_part(entry, spec)
+            entry_at_hand, j = entry, block_of_place(place, entry, spec)
             if spec.listed:
-                entry = next_entry_of(entries, place, run_end, first_entry)
+                entry = next_entry_of(entries, place, run_end)
             next_block = block_of_place(place, entry, spec)
             s_scale_log2 = q_scale_log2 * k_scale
             # Masked scores, -inf before they are scaled, stay so: no scale is 0.
@@ -336,7 +339,7 @@ def fp8_attn_fwd(
             s, s_scale_log2 = softmax_input(s, s_scale_log2, softcap_log2, shift, spec)
             # Blocks at an edge of what is visible, those that references come from, and those of a large scale: one
             # branch for all.
-            edge = at_edge(j, part, in_part, n_special, n_full, parts, spec)
+            edge = at_edge(j, part, entry_at_hand, n_special, n_full, parts, spec)
             if spec.p_bits:
                 special = edge
             else:
@@ -347,13 +350,15 @@ def fp8_attn_fwd(
                     # m_i from it.
                     s = scaled(s - spec.softmax_bias, s_scale_log2, spec.softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
-                first_key, keys_end = first_key_of_block(j, part, key_end, bn, parts, spec)
+                first_key, keys_end = first_key_of_block(
+                    block_at_edge(place, entry_at_hand, spec), part, key_end, bn, parts, spec
+                )
                 positions = first_key + hl.arange(bn)
                 on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
                 visible = visible_keys(positions, on_diagonal, keys_end, left, right, spec)
                 visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.bounded)
                 visible = within_tile(
-                    visible, tile_of, tiles, place, in_part, first_entry, row_begin, bm, bn, spec
+                    visible, tile_of, tiles, place, entry_at_hand, row_begin, bm, bn, spec
                 )
                 s = hidden(s, visible, bm, bn, spec)
                 if spec.keeps_reference:
@@ -595,7 +600,7 @@ def launch(
             "head_group": head_group,
             "parts": parts_at,
             "key_magic": magic(parts_at.key_part_blocks),
-            "list_steps": list_steps(a.block_mask),
+            "list_steps": list_steps(a.block_mask, sizes["heads"]),
             **a.softmax.scales(),
             "spec": spec,
         }

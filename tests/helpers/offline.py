@@ -182,20 +182,36 @@ def products_in_flight(kernel: Sm90Kernel) -> bool:
     return not all("gsb0" in product for product in products)
 
 
-def instructions_of_loop(kernel: Sm90Kernel) -> list[str]:
-    """Opcodes of the first loop that holds a product, with their modifiers."""
+def _first_loop(kernel: Sm90Kernel) -> tuple[list[str], list[tuple[int, int]]]:
+    """Opcodes of the first loop that holds a product, with their modifiers, and what its branches forward may skip."""
     code: list[str] = []
     labels: dict[str, int] = {}
-    loops = []
+    loops: list[tuple[int, int]] = []
+    forward: list[tuple[int, str]] = []
     for line in kernel.sass.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(code)
         elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9_.]*)(.*)", line):
             code.append(found[1])
-            back = re.search(r"\.L_x_\d+", found[2]) if opcode(found[1]) == "BRA" else None
-            if back and back[0] in labels:
-                loops.append(code[labels[back[0]] :])
-    return next(loop for loop in loops if {"QGMMA", "HGMMA"} & {opcode(x) for x in loop})
+            to = re.search(r"\.L_x_\d+", found[2]) if opcode(found[1]) == "BRA" else None
+            if to and to[0] in labels:
+                loops.append((labels[to[0]], len(code)))
+            elif to:
+                forward.append((len(code), to[0]))
+    begin, end = next((a, b) for a, b in loops if {"QGMMA", "HGMMA"} & {opcode(x) for x in code[a:b]})
+    skipped = [(at - begin, labels[to] - begin) for at, to in forward if begin < at <= labels[to] <= end]
+    return code[begin:end], skipped
+
+
+def instructions_of_loop(kernel: Sm90Kernel) -> list[str]:
+    """Opcodes of the first loop that holds a product, with their modifiers."""
+    return _first_loop(kernel)[0]
+
+
+def instructions_of_whole_block(kernel: Sm90Kernel) -> list[str]:
+    """Those of `instructions_of_loop` that a block takes all of whose scores are seen: without what branches skip."""
+    loop, skipped = _first_loop(kernel)
+    return [x for i, x in enumerate(loop) if not any(begin <= i < end for begin, end in skipped)]
 
 
 def loop_of(kernel: Sm90Kernel) -> list[str]:

@@ -60,7 +60,7 @@ def keys_of(
     keys = keys_of_head(rows, n_len, left, right, bn, spec)
     if spec.listed:
         # In places of the list; the edges stay those of blocks.
-        keys = keys._replace(begin=int32(0), stop=rows.visits)
+        keys = keys._replace(begin=rows.first_entry, stop=rows.first_entry + rows.visits)
         if spec.split:
             begin, stop = run_of_key_blocks(keys.begin, keys.stop, grid_head // heads, splits)
             return keys._replace(begin=begin, stop=stop)
@@ -177,7 +177,9 @@ def first_descale_of(kv: Int, first_descale: Int, n_blocks: int, spec: Attention
     """Where the descales of a head's blocks begin."""
     if spec.gathered:
         return first_descale
-    return kv * int32(n_blocks) if spec.varlen or spec.split or spec.listed else kv * n_blocks
+    if spec.listed:
+        return int32(kv) * int32(n_blocks)
+    return kv * int32(n_blocks) if spec.varlen or spec.split else kv * n_blocks
 
 
 def k_descale_of(
@@ -272,17 +274,17 @@ def block_of_keys(
 
 
 def at_edge(
-    j: Int, part: Any, in_part: Any, n_special: Int, n_full: Int, parts: GatheredParts, spec: AttentionSpec
+    j: Int, part: Any, entry: Any, n_special: Int, n_full: Int, parts: GatheredParts, spec: AttentionSpec
 ) -> Int:
     """Positive for a block at an edge of what is visible, and for one that references come from; otherwise 0.
 
-    So for one that is seen `in_part`.
+    So for one whose entry in a list says that it is seen in part.
     """
     if spec.listed:
-        edge = torch.maximum(in_part, j + 1 - int32(n_full))
+        edge = torch.maximum(-entry, entry + 1 - int32(n_full))
         if spec.has_left:
-            edge = torch.maximum(edge, int32(n_special) - j)
-        return edge
+            edge = torch.maximum(edge, int32(n_special) - entry)
+        return torch.clamp_min(edge, 0)
     if not (spec.gathered or spec.varlen or (spec.split and spec.keeps_reference)):
         return most(n_special - j, j + 1 - n_full, 0)
     edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)

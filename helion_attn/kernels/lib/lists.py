@@ -1,6 +1,6 @@
 """The key blocks that a `BlockMask` lists, inlined into `fp8_attn_fwd`.
 
-A list is of `MASK_BLOCK` query rows, of which a program has all or a part. Its entries are key blocks of as many keys,
+Places count through all lists. A list is of `MASK_BLOCK` query rows, of which a program has all or a part. Its entries are key blocks of as many keys,
 ascending; of a block of which only a part of the scores is seen, the entry is `~block`, and a tile has a bit a score.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import MASK_BLOCK
-from helion_attn.kernels.lib.scalars import Int, least
+from helion_attn.kernels.lib.scalars import Int, int32, least
 from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.problem import MaskArguments
 
@@ -20,27 +20,24 @@ from helion_attn.problem import MaskArguments
 def first_entry_of(
     entries: torch.Tensor,  # [lists * N_blocks] if listed
     run_begin: Int,
-    n_blocks: int,
-    first_entry: Int,
     spec: AttentionSpec,
 ) -> Any:
     """The entry of a program's first place, []; any where it has none. 0 unless `listed`."""
     if not spec.listed:
         return 0
-    return hl.load(entries, [first_entry + least(run_begin, n_blocks - 1)])
+    return hl.load(entries, [least(run_begin, entries.size(0) - 1)])
 
 
 def next_entry_of(
     entries: torch.Tensor,  # [lists * N_blocks] if listed
     place: int,
     run_end: torch.Tensor,  # []
-    first_entry: Int,
 ) -> torch.Tensor:
     """The entry of the place after `place`, [], or of the program's last.
 
     Loaded in the iteration that uses it, it would be sent through shared memory.
     """
-    return hl.load(entries, [first_entry + least(run_end - 1, place + 1)])
+    return hl.load(entries, [least(run_end - 1, place + 1)])
 
 
 def block_of_place(place: Int, entry: Any, spec: AttentionSpec) -> Int:
@@ -50,11 +47,11 @@ def block_of_place(place: Int, entry: Any, spec: AttentionSpec) -> Int:
     return entry ^ (entry >> 31)
 
 
-def seen_in_part(entry: Any, spec: AttentionSpec) -> Any:
-    """1 if only a part of the scores of an entry's block is seen, else 0."""
+def block_at_edge(place: Int, entry: Any, spec: AttentionSpec) -> Int:
+    """`block_of_place` by other operations: the same ones would have the loop carry what it has copied by."""
     if not spec.listed:
-        return 0
-    return -(entry >> 31)
+        return place
+    return torch.maximum(entry, -1 - entry)
 
 
 def within_tile(
@@ -62,17 +59,17 @@ def within_tile(
     tile_of: torch.Tensor,  # [lists * N_blocks] if listed, or one
     tiles: torch.Tensor,  # [T * MASK_BLOCK * words of a row] if listed
     place: int,
-    in_part: torch.Tensor,  # []
-    first_entry: Int,
+    entry: Any,
     row_begin: Int,
     bm: int,
     bn: int,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """[bm, bn]: what is visible of a key block and has its bit set, if the block is seen `in_part`."""
+    """[bm, bn]: what is visible of a key block and has its bit set, if its entry says that it is seen in part."""
     if not spec.listed:
         return visible
-    tile = hl.load(tile_of, [(first_entry + place) * in_part])
+    in_part = (entry < 0).to(torch.int32)
+    tile = hl.load(tile_of, [int32(place) * in_part])
     rows = tile * MASK_BLOCK + (row_begin & (MASK_BLOCK - 1)) + hl.arange(bm)
     keys = hl.arange(bn).unsqueeze(0)
     # A row's words one by one, whose layout may then be that of scores. All bits are set of a block seen whole. [bm, 1]

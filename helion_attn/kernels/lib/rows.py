@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
+from helion_attn.kernels.lib.inline_asm import of_warp
 from helion_attn.kernels.lib.scalars import Int, int32, most, quotient
 from helion_attn.kernels.lib.specs import AttentionSpec, StepsSpec
 from helion_attn.configs import MASK_BLOCK
@@ -68,7 +69,6 @@ def rows_of(
     n_len: int,
     bm: int,
     bn: int,
-    heads_of_batch: int,
     m_blocks: int,
     parts: GatheredParts,
     steps: ListSteps,
@@ -95,8 +95,7 @@ def rows_of(
     # Heads that share K and V come one after the other, in the same run.
     bh = grid_head % heads if spec.split else grid_head
     if spec.listed:
-        head_of_lists = (bh // heads_of_batch) * steps.b_step + (bh % heads_of_batch) * steps.h_step
-        return rows_of_list(lists, bh, head_of_lists, grid_block, group, m_blocks, m_len, n_len, bm, steps)
+        return rows_of_list(lists, bh, grid_block, group, m_blocks, m_len, n_len, bm, steps, spec)
     m_block = in_order(grid_block, blocks, spec)
     if spec.pack_gqa:
         return rows_of_shared_tile(bh, m_block, m_len, n_len, bm, spec.group_log2)
@@ -118,7 +117,6 @@ def rows_of_block(bh: int, m_block: int, group: int, m_len: int, n_len: int, bm:
 def rows_of_list(
     lists: torch.Tensor,  # [lists * 2]
     bh: int,
-    head_of_lists: int,
     grid_block: int,
     group: int,
     m_blocks: int,
@@ -126,26 +124,27 @@ def rows_of_list(
     n_len: int,
     bm: int,
     steps: ListSteps,
+    spec: AttentionSpec,
 ) -> Rows:
     """The rows of a list, or a part of them, one part after the other: the longest list first.
 
-    A part without rows takes the last block's, and stores nothing.
+    Of a part without rows no block is packed: it takes the last one's.
     """
     parts = MASK_BLOCK // bm
-    first_list = head_of_lists * steps.row_blocks
-    at = first_list + grid_block // parts
-    row_block, visits = hl.load(lists, [2 * at]), hl.load(lists, [2 * at + 1])
-    part = row_block * parts + grid_block % parts
-    is_rows = part < int32(m_blocks)
-    m_block = torch.minimum(part, int32(m_blocks - 1))
-    kv = bh // group
+    head = quotient(int32(bh), int32(steps.shared))
+    first_list = (head - quotient(head, int32(steps.heads)) * int32(steps.heads)) * int32(steps.row_blocks)
+    at = first_list + int32(grid_block // parts)
+    row_block = of_warp(hl.load(lists, [2 * at]), spec.is_cuda)
+    visits = of_warp(hl.load(lists, [2 * at + 1]), spec.is_cuda)
+    m_block = row_block * parts + grid_block % parts
     begin = m_block * bm
-    end = torch.where(is_rows, int32(m_len), 0)
-    first_entry = (int32(first_list) + row_block) * int32(steps.key_blocks)
-    return Rows(
-        bh, kv, m_block, begin, end, begin + int32(n_len - m_len), bm, kv, kv, n_len, 0, 0, first_entry,
-        torch.where(is_rows, visits, 0),
-    )  # fmt: skip
+    if parts > 1:
+        visits = torch.where(begin < int32(m_len), visits, 0)
+        m_block = torch.minimum(m_block, int32(m_blocks - 1))
+    kv = bh // group
+    first_entry = (first_list + row_block) * int32(steps.key_blocks)
+    diagonal = begin + int32(n_len - m_len)
+    return Rows(bh, kv, m_block, begin, m_len, diagonal, bm, kv, kv, n_len, 0, 0, first_entry, visits)
 
 
 def rows_of_shared_tile(kv: int, m_block: int, m_len: int, n_len: int, bm: int, group_log2: int) -> Rows:
