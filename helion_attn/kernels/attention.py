@@ -357,9 +357,7 @@ def fp8_attn_fwd(
                 on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
                 visible = visible_keys(positions, on_diagonal, keys_end, left, right, spec)
                 visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.bounded)
-                visible = within_tile(
-                    visible, tile_of, tiles, place, entry_at_hand, row_begin, bm, bn, spec
-                )
+                visible = within_tile(visible, tile_of, tiles, place, entry_at_hand, row_begin, bm, bn, spec)
                 s = hidden(s, visible, bm, bn, spec)
                 if spec.keeps_reference:
                     m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)

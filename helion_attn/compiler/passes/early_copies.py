@@ -21,9 +21,9 @@ or V in pieces, the copies follow that wait or, with pieces of Q, the last of th
 of Q and three stages are left as they are; two-level ones of one warpgroup and two stages have K in one buffer
 (`single_k_buffer`).
 
-Where a list says which block an iteration is of, the loop carries the block's index from the iteration that copies it
-to that of its products, and what an iteration later takes is the index of the iteration before. What comes next on the
-list is loaded at the beginning of an iteration: Triton has that at its end, right before it is used.
+Where a list says which block an iteration is of, the loop carries the list's entries on from the iteration that copies
+to that of the products: what is copied later takes the entry of the iteration before. The next entry is loaded at the
+beginning of an iteration. Triton has that at its end, right before it is used.
 
 The wait for Q, which Triton has where Q is loaded, moves after the first copies of K and V.
 
@@ -55,6 +55,7 @@ from helion_attn.compiler.passes.ttgir import (
     operands,
     over_loop,
     renamed,
+    source,
     taken_out,
     uses,
 )
@@ -74,9 +75,7 @@ def _ahead(loop: Loop, lines: list[str], stages: int) -> list[int]:
 def _is_ahead(loop: Loop, stages: int) -> bool:
     """Whether what an iteration copies is of the one `stages - 1` ahead: its copies are made if there is that one."""
     _, valid, *_ = operands(loop.body[only(loop.find(EXPECT), "its barriers of copies")])
-    ahead = re.search(
-        rf"arith\.cmpi slt, {re.escape(loop.j)}, ({VALUE}) :", loop.definitions.get(valid, "")
-    )
+    ahead = re.search(rf"arith\.cmpi slt, {re.escape(loop.j)}, ({VALUE}) :", loop.definitions.get(valid, ""))
     end = rf"arith\.subi {re.escape(operands(loop.head)[2])}, %c{stages - 1}_i(32|64)(_\d+)? :"
     return ahead is not None and re.search(end, loop.definitions.get(ahead.group(1), "")) is not None
 
@@ -93,7 +92,7 @@ def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: 
 
     The counter of buffers stays as it was, one ahead: before it is raised, it is the one of the block before. What the
     block's index leads to has a name of its own here: the loop carries some of it, such as the block's part, to the
-    iteration of that block. An index from a list is the one that the loop has carried from the iteration before.
+    iteration of that block. An index from a list is made anew of the entry before.
 
     Args:
         loop: as it is.
@@ -109,6 +108,7 @@ def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: 
     names = {buffer: before, valid: "%early_valid", j: "%early_before"}
     of_counter = [line for line in copies if defined(line) in (buffer, raised) or f" {raised}, " in line]
     of_block = [line for line in copies if line not in of_counter]
+    of_list: list[str] = []
     if found_ahead := _ahead(loop, of_block, stages):
         # The block's index, from j: its first computation.
         ahead = of_block.pop(only(found_ahead, "the indices of the block ahead"))
@@ -116,10 +116,12 @@ def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: 
         # Something else may need what is no longer needed here.
         of_counter.append(ahead)
     else:
-        of_list = {name: loop.carried[name] for line in of_block if (name := defined(line)) in loop.carried}
-        names |= of_list
-        kept, of_block = taken_out(of_block, [i for i, line in enumerate(of_block) if defined(line) in of_list], 0)
-        of_counter += kept
+        of_list_before, of_list = loop.of_iteration_before(
+            name for i in find(of_block, COPY) for name in source(of_block[i])
+        )
+        names |= of_list_before
+        of_counter += [line for line in of_block if defined(line) in of_list_before]
+        of_block = [line for line in of_block if defined(line) not in of_list_before]
     indent = loop.indent + "  "
     # i64 where K or V has 2**31 elements.
     (integer,) = matched(loop.head, r" : (i32|i64) \{")
@@ -133,21 +135,18 @@ def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: 
         "%early_valid = arith.andi %early_in_loop, %early_not_first : i1",
     ]
     own, found = {}, []
-    by_index = {*names.values()} - {before, "%early_valid"}
     for line in of_block:
         name = defined(line)
         if name and renamed(line, names) != line:
             own[name] = names[name] = f"%moved_{name[1:]}"
-            by_index.add(own[name])
         found.append(renamed(line, names))
-    if any(by_index.isdisjoint(operands(found[i])) for i in find(found, COPY)):
-        raise Refused("what says which block it copies is not carried on")
     if any(names[j] in line for line in found):
         checks.append(f"{names[j]} = arith.subi {j}, %early_one : {integer}")
     needed = {name for line in rest for name in operands(line)}
     carried, _ = taken_out(of_block, [i for i, line in enumerate(of_block) if defined(line) in needed & own.keys()], 0)
     of_counter += carried
-    return [*of_counter, *(indent + line for line in checks), *(line for line in found if line not in carried)]
+    checks = [*(indent + line for line in checks), *of_list]
+    return [*of_counter, *checks, *(line for line in found if line not in carried)]
 
 
 def _stages(loop: Loop) -> int:
@@ -207,9 +206,8 @@ def rescheduled(loop: Loop) -> tuple[list[str], str]:
         try:
             if in_flight and (in_pieces or len(loop.find(COPY)) != 2):
                 raise Refused("Q or V comes in pieces")
-            ahead = {str(defined(loop.body[i])): loop.j for i in _ahead(loop, loop.body, stages)}
-            of_list = {name: loop.carried[name] for line in group if (name := defined(line)) in loop.carried}
-            moved, group = with_delayed_v(loop, group, rest, ahead or of_list)
+            ahead = {str(defined(loop.body[i])) for i in _ahead(loop, loop.body, stages)}
+            moved, group = with_delayed_v(loop, group, rest, ahead)
             how = "K of block j + 1 and V of block j are copied after the issue of Q K^T"
         except Refused as refused:
             if in_turns:

@@ -56,15 +56,6 @@ def high_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     )
 
 
-def of_warp(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
-    """An int32 scalar that was loaded: what comes of it takes a warp's registers then, not its threads'."""
-    if is_cuda:
-        return hl.inline_asm_elementwise(
-            "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=torch.int32, is_pure=True, pack=1
-        )
-    return x
-
-
 def to_int8(x: torch.Tensor, scale: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`x * scale`, of magnitude 127 or less, to the nearest int8, to even of two; of NaN anything.
 

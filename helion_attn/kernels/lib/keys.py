@@ -1,7 +1,8 @@
 """Which key blocks a program has and where they lie, one function a layout; inlined into the kernels.
 
-Blocks are of one head; or of all sequences of a packed batch, one after the other; or of several ranks' parts.
-Where keys are split, a program has a run of them. With a `BlockMask` it has places of a list. In a paged cache a page is a block, and a table lists pages.
+Blocks are of one head; or of all sequences of a packed batch, one after the other; or of several ranks' parts; or those
+that a list of a `BlockMask` names. Where keys are split, a program has a run of them. In a paged cache a page is a
+block, and a table lists pages.
 """
 
 from __future__ import annotations

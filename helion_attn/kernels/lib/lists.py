@@ -1,7 +1,8 @@
 """The key blocks that a `BlockMask` lists, inlined into `fp8_attn_fwd`.
 
-Places count through all lists. A list is of `MASK_BLOCK` query rows, of which a program has all or a part. Its entries are key blocks of as many keys,
-ascending; of a block of which only a part of the scores is seen, the entry is `~block`, and a tile has a bit a score.
+A list is of `MASK_BLOCK` query rows, of which a program has all or a part. Its entries are key blocks of as many keys,
+ascending; of a block of which only a part of the scores is seen, the entry is -1 - block, and a tile has a bit a score.
+The kernel's loop counts places, through the lists of all row blocks and heads.
 """
 
 from __future__ import annotations

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.kernels.lib.inline_asm import of_warp
+from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.scalars import Int, int32, most, quotient
 from helion_attn.kernels.lib.specs import AttentionSpec, StepsSpec
-from helion_attn.configs import MASK_BLOCK
 from helion_attn.problem import GatheredParts, ListSteps
 
 
@@ -95,7 +94,7 @@ def rows_of(
     # Heads that share K and V come one after the other, in the same run.
     bh = grid_head % heads if spec.split else grid_head
     if spec.listed:
-        return rows_of_list(lists, bh, grid_block, group, m_blocks, m_len, n_len, bm, steps, spec)
+        return rows_of_list(lists, bh, grid_block, group, m_blocks, m_len, n_len, bm, steps)
     m_block = in_order(grid_block, blocks, spec)
     if spec.pack_gqa:
         return rows_of_shared_tile(bh, m_block, m_len, n_len, bm, spec.group_log2)
@@ -124,7 +123,6 @@ def rows_of_list(
     n_len: int,
     bm: int,
     steps: ListSteps,
-    spec: AttentionSpec,
 ) -> Rows:
     """The rows of a list, or a part of them, one part after the other: the longest list first.
 
@@ -134,8 +132,7 @@ def rows_of_list(
     head = quotient(int32(bh), int32(steps.shared))
     first_list = (head - quotient(head, int32(steps.heads)) * int32(steps.heads)) * int32(steps.row_blocks)
     at = first_list + int32(grid_block // parts)
-    row_block = of_warp(hl.load(lists, [2 * at]), spec.is_cuda)
-    visits = of_warp(hl.load(lists, [2 * at + 1]), spec.is_cuda)
+    row_block, visits = hl.load(lists, [2 * at]), hl.load(lists, [2 * at + 1])
     m_block = row_block * parts + grid_block % parts
     begin = m_block * bm
     if parts > 1:
@@ -222,9 +219,7 @@ def rows_of_sequence(
     descale_row = kv * int32(n_blocks) + first_key_block
     key_end = first_key_block * bn + keys
     diagonal = block * bm + key_end - rows
-    return Rows(
-        bh, kv, m_block, begin, end, diagonal, bm, mean_row, descale_row, key_end, first_key_block, keys, 0, 0
-    )
+    return Rows(bh, kv, m_block, begin, end, diagonal, bm, mean_row, descale_row, key_end, first_key_block, keys, 0, 0)
 
 
 def rows_of_group(row_begin: int, group_log2: int, bm: int) -> tuple[torch.Tensor, torch.Tensor]:

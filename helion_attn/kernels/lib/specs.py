@@ -126,6 +126,11 @@ class AttentionSpec(NamedTuple):
         return self._replace(s_bias=0.0, q_row_descales=False, keeps_reference=False)
 
     @property
+    def marks_p(self) -> bool:
+        """Whether a pass has to see that P, of 16 bits, is computed once."""
+        return self.keeps_reference or (self.listed and not self.own_reference)
+
+    @property
     def rows_may_be_empty(self) -> bool:
         """Whether a block of keys may hold none that a row has seen."""
         return self.has_left or self.has_right or self.keeps_reference or self.bounded or self.listed
@@ -198,6 +203,11 @@ class LargeSpec(NamedTuple):
     @property
     def keeps_reference(self) -> bool:
         """As in `AttentionSpec`: P has 8 bits."""
+        return False
+
+    @property
+    def marks_p(self) -> bool:
+        """As in `AttentionSpec`."""
         return False
 
     @property
