@@ -180,11 +180,12 @@ def radial(
     text: int = 0,
     device: torch.device | str | None = None,
 ) -> BlockMask:
-    """Tokens of a video see the less of a frame the further away it is (Radial Attention, arXiv:2506.19852).
+    """A token of a video sees less of a frame the further away that is (Radial Attention, arXiv:2506.19852).
 
-    Of its own frame and the next on both sides a token sees all; of those at distance d in 2**r..2**(r + 1) - 1 the
-    tokens nearer than `decay * tokens / 2**r` to its own place. Where that is below `narrowest`, it sees so many, but
-    only of every c-th frame, c = ceil(narrowest / (decay * tokens / 2**r)).
+    It sees all of its own frame and of the next on both sides. Of a frame at distance d, 2**r <= d < 2**(r + 1), it
+    sees the tokens that are nearer to its own place than `width = decay * tokens / 2**r`. Where that is below
+    `narrowest`, they are as near as that, and only frames are seen whose distance is a multiple of
+    `ceil(narrowest / width)`.
 
     `radial(21, 3600)` is for Wan's 75,600 tokens, and `BlockMask(mask.blocks, mask.M, mask.N)` sees the blocks whole.
 
@@ -267,9 +268,9 @@ def top_blocks(
         q: [B, H, M, D], or with layout="bshd" [B, M, H, D]; of any floating-point dtype.
         k: [B, H_kv, N, D], or [B, N, H_kv, D].
         keep: the share of the key blocks that a row block keeps, of those that it may see; at least one is kept.
-        mass: or the share of the probability; as few blocks as hold it are kept.
-        sink_blocks: first key blocks, which are kept as well.
-        local_blocks: likewise, those nearest to the diagonal on either side, counting its own.
+        mass: or the share of the probability that it keeps, in as few blocks as hold it.
+        sink_blocks: so many first key blocks are kept as well.
+        local_blocks: so many key blocks are kept on either side of the diagonal, counting the one that it is in.
         causal: blocks behind the diagonal, which ends at the last query and key, are not kept.
         sm_scale: of the scores; None for 1 / sqrt(D). It matters to `mass`.
         layout: "bhsd" or "bshd".
