@@ -269,6 +269,7 @@ def _stored_once(
     keys, order = torch.cat([keys.new_full((1,), least), keys]).sort(stable=True)
     is_new = keys[1:] != keys[:-1]
     tile, block = is_new.cumsum(0) - 1, order[1:] - 1
+    exact = capacity is None
     if capacity is None:
         capacity = int(tile[-1]) + 1
         if capacity == 0:
@@ -278,6 +279,10 @@ def _stored_once(
     # What is no tile's first block, or has no room, goes to a place that is cut off.
     first = block.new_zeros(capacity + 1).scatter_(0, torch.where(is_new, tile.clamp_max(capacity), capacity), block)
     tiles = bits.flatten(0, 3)[first[:capacity]]
+    if not exact:
+        # Room that is left has the bits of some block, which may be undefined.
+        used = torch.arange(capacity, device=tile.device) <= tile[-1]
+        tiles = tiles.masked_fill(~used[:, None, None], 0)
     of_block = torch.empty_like(tile).scatter_(0, block, tile).view_as(kinds)
     return torch.where(in_part, of_block.to(torch.int32), kinds), tiles
 

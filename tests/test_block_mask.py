@@ -119,6 +119,7 @@ def test_from_dense(B: int, H: int, M: int, N: int, device: str) -> None:
             check_lists(mask.to("cpu"))
         else:
             assert mask.tiles.size(0) == capacity
+            assert not bool(mask.tiles[int(mask.tile_of.max()) + 1 :].any())
 
 
 @pytest.mark.parametrize("all_", [True, False])
