@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from helion_attn import reference
+from helion_attn import masks, reference
 from helion_attn.api import (
     attention,
     attention_quantized,
@@ -72,6 +72,7 @@ __all__ = [
     "hadamard",
     "hadamard_matrix",
     "is_supported",
+    "masks",
     "pack",
     "paged_kv_cache",
     "plan",

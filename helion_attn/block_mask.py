@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from helion_attn.configs import MASK_BLOCK
+from helion_attn.ops.mask_bits import mask_bits
+from helion_attn.preprocess.mask_bits import IN_PART, UNSEEN, WHOLE, WORD, MaskBitsProblem
 from helion_attn.types import _OfTensors
-from helion_attn.validate.block_mask import check_blocks
+from helion_attn.validate.block_mask import check_blocks, check_dense, check_flex
 
-#: What a block is in `BlockMask._of_kinds`, if not the number of its tile.
-WHOLE, UNSEEN = -1, -2
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-#: Bits of a word of a tile.
-WORD = 32
+#: Whether a query sees a key: index tensors of sequences, heads, queries and keys, which broadcast, to bool.
+Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+#: Blocks whose scores are evaluated at once: 2**24 scores.
+EVALUATED_BLOCKS = 1024
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -55,6 +63,64 @@ class BlockMask(_OfTensors):
         check_blocks(blocks, M, N)
         self._fill(M, N, *_lists_of(blocks.to(torch.int32) + UNSEEN, None))
 
+    @classmethod
+    def from_dense(cls, mask: torch.Tensor, capacity: int | None = None) -> BlockMask:
+        """Make it of a mask by scores.
+
+        One kernel reads the mask once. How many different blocks are seen in part is then read on the host, unless
+        `capacity` says how many there may be; more of them fail an assertion on the device, as an index out of range
+        does in PyTorch.
+
+        Args:
+            mask: bool [M, N], [H or 1, M, N] or [B or 1, H or 1, M, N], True where a query sees a key. Any strides; of
+                a batch or of heads that are expanded one is read. It is copied where rows do not begin at multiples of
+                4 bytes.
+            capacity: tiles that there is room for, each 2 KB. Needed in torch.compile and in CUDA graphs.
+
+        Raises:
+            TypeError, ValueError: naming the argument, its value and what is accepted.
+            RuntimeError: `capacity` is needed.
+        """
+        check_dense(mask, capacity)
+        # [B or 1, H or 1, M, N]
+        mask = mask[(None,) * (4 - mask.dim())]
+        mask = mask[tuple(slice(1) if step == 0 else slice(None) for step in mask.stride()[:2])]
+        M, N = mask.shape[2:]
+        bits, kinds, hashes = mask_bits(MaskBitsProblem(mask, N))
+        return cls._of_kinds(M, N, *_stored_once(bits, kinds, hashes, capacity))
+
+    @classmethod
+    def from_flex(cls, mask: FlexMask) -> BlockMask:
+        """Make it of PyTorch's `torch.nn.attention.flex_attention.BlockMask`, of blocks of any size.
+
+        Its `mask_mod` is evaluated now, for blocks that are seen in part, and the host waits for that.
+
+        Args:
+            mask: from `create_block_mask` or `BlockMask.from_kv_blocks`.
+
+        Raises:
+            TypeError, ValueError: naming what is wrong with it, and what is accepted.
+        """
+        check_flex(mask)
+        M, N = mask.seq_lengths
+        sizes = mask.BLOCK_SIZE
+        part = _listed(mask.kv_num_blocks, mask.kv_indices, -(-N // sizes[1]))
+        whole = torch.zeros_like(part)
+        if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+            whole = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, -(-N // sizes[1]))
+        mask_mod = torch.vmap(mask.mask_mod, (None, None, None, 0))
+        mask_mod = torch.vmap(torch.vmap(mask_mod, (None, None, 0, None)))
+
+        def rule(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            at = (b, h, q // sizes[0], k // sizes[1])
+            seen = mask_mod(b.flatten(), h.flatten(), q.flatten(1), k.flatten(1)).bool()
+            return whole[at] | (part[at] & seen)
+
+        some = _regrouped(part | whole, sizes, M, N, torch.any)
+        all_ = _regrouped(whole, sizes, M, N, torch.all)
+        kinds = torch.where(all_, WHOLE, torch.where(some, IN_PART, UNSEEN)).to(torch.int32)
+        return cls._of_rule(M, N, kinds, rule)
+
     def _fill(
         self, M: int, N: int, lists: torch.Tensor, entries: torch.Tensor, tile_of: torch.Tensor, tiles: torch.Tensor
     ) -> None:
@@ -78,6 +144,31 @@ class BlockMask(_OfTensors):
         Without tiles no block is seen in part.
         """
         return cls._of_lists(M, N, *_lists_of(kinds, tiles))
+
+    @classmethod
+    def _of_rule(cls, M: int, N: int, kinds: torch.Tensor, rule: Rule) -> BlockMask:
+        """The mask of int32 [B, H, M_blocks, N_blocks], `WHOLE`, `UNSEEN` or `IN_PART`, and of a rule for the last.
+
+        Blocks that the rule sees whole or not at all become that. The rule gets [n, 1, 1] sequences and heads,
+        [n, 128, 1] queries and [n, 1, 128] keys, and none past M or N.
+        """
+        at = (kinds == IN_PART).nonzero()
+        if at.size(0) == 0:
+            return cls._of_kinds(M, N, kinds, None)
+        ahead = torch.arange(MASK_BLOCK, device=kinds.device)
+        found = []
+        for blocks in at.split(EVALUATED_BLOCKS):
+            # [n, 1, 1]
+            b, h, m_block, n_block = blocks[:, :, None, None].unbind(1)
+            # What does not exist is as the last that does, which leaves a whole block whole and an unseen one unseen.
+            q = (m_block * MASK_BLOCK + ahead.unsqueeze(1)).clamp_max(M - 1)
+            k = (n_block * MASK_BLOCK + ahead).clamp_max(N - 1)
+            seen = rule(b, h, q, k).expand(-1, MASK_BLOCK, MASK_BLOCK)
+            found.append(mask_bits(MaskBitsProblem(seen.unsqueeze(1), MASK_BLOCK)))
+        # [blocks, 1, 1, 1, ..]
+        bits, of_part, hashes = (torch.cat(each) for each in zip(*found, strict=True))
+        of_part, tiles = _stored_once(bits, of_part, hashes, None)
+        return cls._of_kinds(M, N, kinds.index_put(at.unbind(1), of_part.flatten()), tiles)
 
     @property
     def B(self) -> int:
@@ -165,3 +256,57 @@ def _lists_of(
     order = counts.argsort(dim=2, descending=True, stable=True)
     lists = torch.stack([order.to(torch.int32), counts.gather(2, order)], 3)
     return lists, entries, tile_of, tiles
+
+
+def _stored_once(
+    bits: torch.Tensor, kinds: torch.Tensor, hashes: torch.Tensor, capacity: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `BlockMask._of_kinds` takes, from what `preprocess.mask_bits` finds."""
+    in_part = kinds == IN_PART
+    # Blocks that are not seen in part come first, after one more that makes sure of that.
+    least = torch.iinfo(torch.int64).min
+    keys = torch.where(in_part, hashes.clamp_min(least + 1), least).flatten()
+    keys, order = torch.cat([keys.new_full((1,), least), keys]).sort(stable=True)
+    is_new = keys[1:] != keys[:-1]
+    tile, block = is_new.cumsum(0) - 1, order[1:] - 1
+    exact = capacity is None
+    if capacity is None:
+        capacity = int(tile[-1]) + 1
+        if capacity == 0:
+            return kinds, None
+    else:
+        torch._assert_async(tile[-1] < capacity, f"more than capacity={capacity} different blocks are seen in part")
+    # What is no tile's first block, or has no room, goes to a place that is cut off.
+    first = block.new_zeros(capacity + 1).scatter_(0, torch.where(is_new, tile.clamp_max(capacity), capacity), block)
+    tiles = bits.flatten(0, 3)[first[:capacity]]
+    if not exact:
+        # Room that is left has the bits of some block, which may be undefined.
+        used = torch.arange(capacity, device=tile.device) <= tile[-1]
+        tiles = tiles.masked_fill(~used[:, None, None], 0)
+    of_block = torch.empty_like(tile).scatter_(0, block, tile).view_as(kinds)
+    return torch.where(in_part, of_block.to(torch.int32), kinds), tiles
+
+
+def _listed(counts: torch.Tensor, indices: torch.Tensor, n_blocks: int) -> torch.Tensor:
+    """The blocks that a mask of PyTorch lists: bool [B, H, .., n_blocks]."""
+    counts, indices = (x[(None,) * (4 - indices.dim())] for x in (counts, indices))
+    past = torch.arange(indices.size(3), device=indices.device) >= counts.unsqueeze(3)
+    room = past.new_zeros((*indices.shape[:3], n_blocks + 1))
+    return room.scatter_(3, indices.long().masked_fill(past, n_blocks), True)[..., :n_blocks]
+
+
+def _regrouped(
+    blocks: torch.Tensor, sizes: tuple[int, int], M: int, N: int, reduce: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """What `reduce`, any or all, says of blocks of 128 x 128, from what is known of blocks of other sizes."""
+    for dim, size, length in ((2, sizes[0], M), (3, sizes[1], N)):
+        # Pieces of which blocks of both sizes are made, as many as there are tokens for.
+        piece = math.gcd(size, MASK_BLOCK)
+        blocks = blocks.repeat_interleave(size // piece, dim).narrow(dim, 0, -(-length // piece))
+        missing = -blocks.size(dim) % (MASK_BLOCK // piece)
+        if missing:
+            # The last again, which changes neither any nor all.
+            last = blocks.narrow(dim, blocks.size(dim) - 1, 1)
+            blocks = torch.cat([blocks, last.expand([missing if i == dim else -1 for i in range(4)])], dim)
+        blocks = reduce(blocks.unflatten(dim, (-1, MASK_BLOCK // piece)), dim + 1)
+    return blocks

@@ -234,6 +234,15 @@ def stages(device: str) -> None:
     check(ha.reflect(x), reflected.bfloat16(), reflected)
 
 
+def bits_of_masks(device: str) -> None:
+    """Masks by scores, whose rows begin at multiples of 16 bytes, of 4, and at any."""
+    for keys in (384, 300, 301):
+        dense = torch.arange(2 * M * keys, device=device).view(2, 1, M, keys) % 7 > 2
+        dense[0, :, :128, :128] = True
+        if not torch.equal(ha.BlockMask.from_dense(dense).to_dense(), dense):
+            raise ValueError(f"the mask of {keys} keys is another")
+
+
 #: e4m3, blocks of K, nothing mixed or smoothed.
 PLAIN = replace(ha.FAST, reflect=False, smooth_k=False)
 
@@ -259,6 +268,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "bf16_d256": Attend(256, 256, ha.BF16, options={"causal": True}),
     "bf16_masked": Attend(40, 40, ha.BF16, options=MASKED, has_sinks=True),
     "many_keys": Attend(32, 32, keys=RECENTRED_KEYS + 70),
+    "bits_of_masks": bits_of_masks,
     "packed": Packed(128, options={"causal": True}),
     "packed_masked": Packed(64, ha.ACCURATE, options=MASKED),
     "packed_fast": Packed(256, ha.FAST),

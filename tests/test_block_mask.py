@@ -6,9 +6,12 @@ import io
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 import helion_attn as ha
+from helion_attn import block_mask
 from helion_attn.configs import MASK_BLOCK
+from helion_attn.preprocess import mask_bits
 
 
 def by_scores(blocks: torch.Tensor, M: int, N: int) -> torch.Tensor:
@@ -89,3 +92,214 @@ BLOCKS = torch.ones(1, 1, 3, 4, dtype=torch.bool)
 def test_wrong_blocks(blocks: torch.Tensor, M: int, N: int, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         ha.BlockMask(blocks, M, N)
+
+
+def random_mask(B: int, H: int, M: int, N: int, device: str = "cpu") -> torch.Tensor:
+    """Bits at random, and some blocks whole, some empty, and some rows of scores empty."""
+    torch.manual_seed(0)
+    blocks = torch.randint(3, (B, H, -(-M // MASK_BLOCK), -(-N // MASK_BLOCK)))
+    blocks = blocks.repeat_interleave(MASK_BLOCK, 2).repeat_interleave(MASK_BLOCK, 3)[:, :, :M, :N]
+    mask = (blocks == 0) | ((blocks == 1) & (torch.rand(B, H, M, N) < 0.5))
+    mask[:, :, M // 2] = False
+    return mask.to(device)
+
+
+#: Rows that begin at multiples of 16 bytes, of 4, and at any byte.
+SHAPES = [(1, 1, 128, 256), (2, 1, 300, 400), (1, 2, 129, 260), (2, 2, 200, 301), (1, 1, 1, 1), (1, 1, 257, 3)]
+
+
+@pytest.mark.parametrize(("B", "H", "M", "N"), SHAPES)
+def test_from_dense(B: int, H: int, M: int, N: int, device: str) -> None:
+    dense = random_mask(B, H, M, N, device)
+    for capacity in (None, 40):
+        mask = ha.BlockMask.from_dense(dense, capacity)
+        assert torch.equal(mask.to_dense(), dense)
+        assert (mask.B, mask.H, mask.M, mask.N) == (B, H, M, N)
+        if capacity is None:
+            check_lists(mask.to("cpu"))
+        else:
+            assert mask.tiles.size(0) == capacity
+            assert not bool(mask.tiles[int(mask.tile_of.max()) + 1 :].any())
+
+
+@pytest.mark.parametrize("all_", [True, False])
+@pytest.mark.parametrize(("M", "N"), [(128, 128), (200, 301), (300, 260)])
+def test_all_or_nothing_is_no_tile(all_: bool, M: int, N: int, device: str) -> None:
+    """A last block that is not full is whole if all that exist are seen."""
+    dense = torch.full((M, N), all_, device=device)
+    mask = ha.BlockMask.from_dense(dense)
+    check_lists(mask.to("cpu"))
+    assert torch.equal(mask.to_dense()[0, 0], dense)
+    assert not bool((mask.entries < 0).any())
+    assert bool((mask.lists[..., 1] == (mask.entries.size(3) if all_ else 0)).all())
+    # With room for tiles, there is a number beside each entry.
+    assert torch.equal(ha.BlockMask.from_dense(dense, 1).to_dense()[0, 0], dense)
+
+
+VIEWS = {
+    "2d": lambda x: x[0, 0],
+    "3d": lambda x: x[0],
+    "transposed": lambda x: x.mT,
+    "expanded heads": lambda x: x[:, :1].expand(-1, 5, -1, -1),
+    "expanded batch": lambda x: x[:1].expand(4, -1, -1, -1),
+    "expanded queries": lambda x: x[:, :, :1].expand(-1, -1, 150, -1),
+    "expanded keys": lambda x: x[..., :1].expand(-1, -1, -1, 300),
+    "part of a row": lambda x: x[..., 3:250],
+    "every other": lambda x: x[:, :, ::2, ::3],
+    "bytes that are not 1": lambda x: (x.to(torch.uint8) * 130).view(torch.bool),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views(view: str, device: str) -> None:
+    dense = VIEWS[view](random_mask(2, 2, 200, 300, device))
+    mask = ha.BlockMask.from_dense(dense)
+    given = dense[(None,) * (4 - dense.dim())]
+    assert (1 if given.stride(0) == 0 else given.size(0)) == mask.B
+    assert (1 if given.stride(1) == 0 else given.size(1)) == mask.H
+    assert torch.equal(mask.to_dense().expand(given.shape), given != 0)
+
+
+def test_equal_blocks_are_stored_once(device: str) -> None:
+    torch.manual_seed(0)
+    a, b = torch.rand(2, MASK_BLOCK, MASK_BLOCK, device=device) < 0.5
+    rows = [torch.cat(row, 1) for row in ([a, b, a], [b, b, torch.ones_like(a)], [a, a.clone().fill_(False), b])]
+    dense = torch.cat(rows)
+    mask = ha.BlockMask.from_dense(dense)
+    assert mask.tiles.size(0) == 2
+    assert torch.equal(mask.to_dense()[0, 0], dense)
+    assert ha.BlockMask.from_dense(dense, 2).tiles.size(0) == 2
+
+
+def test_blocks_that_differ_in_one_score_are_two(device: str) -> None:
+    """In every place of a word, and in words and rows far apart."""
+    places = [(r, c) for r, c in ((0, 0), (0, 31), (0, 32), (5, 127), (64, 63), (127, 0), (127, 127))]
+    dense = torch.zeros(MASK_BLOCK, MASK_BLOCK * len(places), dtype=torch.bool, device=device)
+    for i, (r, c) in enumerate(places):
+        dense[r, MASK_BLOCK * i + c] = True
+    mask = ha.BlockMask.from_dense(torch.cat([dense, ~dense]))
+    assert mask.tiles.size(0) == 2 * len(places)
+
+
+def test_hashes_of_patterns_differ() -> None:
+    """4096 tiles whose rows are all or nothing, which is where sums over words without a bijection would meet."""
+    torch.manual_seed(0)
+    rows = torch.rand(4096, MASK_BLOCK).lt(0.5).unique(dim=0)
+    words = (rows.int() * -1).unsqueeze(2).expand(-1, -1, 4)
+    place = torch.arange(MASK_BLOCK * 4, dtype=torch.int32).view(MASK_BLOCK, 4)
+    for salt in (1, 2):
+        of_32_bits = mask_bits.mixed(words, (2 * place + salt).expand_as(words)).sum((1, 2)).to(torch.int32)
+        # Of 2**32 numbers, 4096 random ones have two alike once in 500 times.
+        assert of_32_bits.unique().numel() == rows.size(0)
+
+
+def test_too_many_tiles_are_an_error() -> None:
+    dense = random_mask(1, 1, 300, 512)
+    enough = ha.BlockMask.from_dense(dense).tiles.size(0)
+    assert torch.equal(ha.BlockMask.from_dense(dense, enough).to_dense(), dense)
+    with pytest.raises(RuntimeError, match=f"more than capacity={enough - 1} different blocks"):
+        ha.BlockMask.from_dense(dense, enough - 1)
+
+
+def test_in_torch_compile() -> None:
+    """With a capacity, without a break of the graph; and without one, an error that says so."""
+    dense = random_mask(1, 2, 200, 300)
+
+    def fields(capacity: int | None) -> list[torch.Tensor]:
+        mask = ha.BlockMask.from_dense(dense, capacity)
+        return [mask.lists, mask.entries, mask.tile_of, mask.tiles]
+
+    compiled = torch.compile(fields, backend="aot_eager", fullgraph=True)
+    for ours, theirs in zip(compiled(20), fields(20), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(Exception, match="capacity is None"):
+        compiled(None)
+
+
+TABLE = torch.arange(1000) // 77
+
+RULES = {
+    "causal": lambda b, h, q, k: q >= k,
+    "of heads": lambda b, h, q, k: (q + 40 * h >= k) & (k > 100 * b),
+    "nothing": lambda b, h, q, k: k < 0,
+    "everything": lambda b, h, q, k: k >= 0,
+    "of a table": lambda b, h, q, k: TABLE[q] == TABLE[k],
+    "of queries alone": lambda b, h, q, k: q % 3 == 0,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("M", "N"), [(300, 403), (256, 256)])
+def test_from_flex(rule: str, M: int, N: int) -> None:
+    theirs = create_block_mask(RULES[rule], 2, 3, M, N, device="cpu")
+    mask = ha.BlockMask.from_flex(theirs)
+    check_lists(mask)
+    assert (mask.B, mask.H, mask.M, mask.N) == (2, 3, M, N)
+    assert torch.equal(mask.to_dense(), create_mask(RULES[rule], 2, 3, M, N, device="cpu"))
+
+
+@pytest.mark.parametrize("size", [256, 64, 32, 96, (128, 64), (64, 384)])
+def test_blocks_of_other_sizes(size: int | tuple[int, int]) -> None:
+    rule = RULES["of heads"]
+    theirs = create_block_mask(rule, None, 2, 300, 500, device="cpu", BLOCK_SIZE=size)
+    mask = ha.BlockMask.from_flex(theirs)
+    check_lists(mask)
+    assert torch.equal(mask.to_dense(), create_mask(rule, None, 2, 300, 500, device="cpu"))
+
+
+@pytest.mark.parametrize("size", [128, 64])
+def test_lists_of_flex_decide_before_its_rule(size: int) -> None:
+    """A block that is listed as whole is not evaluated, and one that is not listed is not seen."""
+    n_blocks = 512 // size
+    torch.manual_seed(0)
+    kinds = torch.randint(3, (1, 1, n_blocks, n_blocks))
+    counts = [(kinds == i).sum(3).int() for i in (0, 1)]
+    lists = [(kinds == i).int().argsort(stable=True, dim=3, descending=True).int() for i in (0, 1)]
+    theirs = BlockMask.from_kv_blocks(counts[0], lists[0], counts[1], lists[1], size, lambda b, h, q, k: q > k)
+    by_score = kinds.repeat_interleave(size, 2).repeat_interleave(size, 3)
+    causal = torch.ones(512, 512, dtype=torch.bool).tril(-1)
+    assert torch.equal(ha.BlockMask.from_flex(theirs).to_dense(), ((by_score == 0) & causal) | (by_score == 1))
+    without = BlockMask.from_kv_blocks(counts[0], lists[0], BLOCK_SIZE=size, mask_mod=lambda b, h, q, k: q > k)
+    assert torch.equal(ha.BlockMask.from_flex(without).to_dense(), (by_score == 0) & causal)
+
+
+def test_only_blocks_that_are_seen_in_part_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_mask, "EVALUATED_BLOCKS", 3)
+    theirs = create_block_mask(RULES["causal"], 1, 1, 1024, 1024, device="cpu")
+    evaluated = []
+
+    def counting(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        evaluated.append(1)
+        return q >= k
+
+    theirs.mask_mod = counting
+    mask = ha.BlockMask.from_flex(theirs)
+    assert torch.equal(mask.to_dense()[0, 0], torch.ones(1024, 1024, dtype=torch.bool).tril())
+    # Eight on the diagonal, three at once; a call of vmap is one.
+    assert len(evaluated) == 3
+    assert mask.tiles.size(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "capacity", "error", "says"),
+    [
+        (torch.ones(4, 4), None, TypeError, "mask is a Tensor of torch.float32"),
+        (torch.ones(4, dtype=torch.bool), None, ValueError, r"mask has shape \(4,\)"),
+        (torch.ones(0, 4, dtype=torch.bool), None, ValueError, r"mask has shape \(0, 4\)"),
+        (torch.ones(4, 4, dtype=torch.bool), 0, ValueError, "capacity is 0"),
+        (torch.ones(4, 4, dtype=torch.bool), True, ValueError, "capacity is True"),
+        (torch.ones(4, 4, dtype=torch.bool, device="meta"), None, NotImplementedError, "mask is on meta"),
+    ],
+)
+def test_wrong_masks(mask: torch.Tensor, capacity: int | None, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        ha.BlockMask.from_dense(mask, capacity)
+
+
+def test_wrong_masks_of_flex() -> None:
+    with pytest.raises(TypeError, match=r"mask is a Tensor of torch.bool .*; it must be a torch.nn.attention.flex"):
+        ha.BlockMask.from_flex(torch.ones(4, 4, dtype=torch.bool))  # type: ignore[arg-type]
+    few = create_block_mask(RULES["causal"], 1, 1, 256, 256, device="cpu")
+    few.seq_lengths = (300, 256)
+    with pytest.raises(ValueError, match=r"seq_lengths \(300, 256\), BLOCK_SIZE \(128, 128\) and 2 row blocks"):
+        ha.BlockMask.from_flex(few)

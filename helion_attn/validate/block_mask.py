@@ -35,3 +35,38 @@ def check_blocks(blocks: torch.Tensor, M: int, N: int) -> None:
             f"blocks has shape {tuple(blocks.shape)}; for M = {M} and N = {N} it must be [B or 1, H or 1, {wanted[0]}, "
             f"{wanted[1]}]: blocks of {MASK_BLOCK} queries and {MASK_BLOCK} keys"
         )
+
+
+def check_dense(mask: torch.Tensor, capacity: int | None) -> None:
+    """A mask by scores, and how many tiles there is room for."""
+    what = "[M, N], [H or 1, M, N] or [B or 1, H or 1, M, N]"
+    check_bool_tensor("mask", mask, what)
+    if not 2 <= mask.dim() <= 4 or 0 in mask.shape:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be {what}, of at least one query and one key")
+    if capacity is not None:
+        check_int("capacity", capacity, 1, MAX_TOKENS)
+    elif torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise RuntimeError(
+            "capacity is None; in torch.compile and in a CUDA graph, where nothing can be read, it must say how many "
+            "tiles there is room for: different blocks of the mask that are seen in part"
+        )
+
+
+def check_flex(mask: object) -> None:
+    """A mask of PyTorch's flex_attention."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"mask is {described(mask)}; it must be a torch.nn.attention.flex_attention.BlockMask")
+    check_device("mask.kv_indices", mask.kv_indices)
+    if not 2 <= mask.kv_indices.dim() <= 4 or mask.kv_indices.dim() != mask.kv_num_blocks.dim() + 1:
+        raise ValueError(
+            f"mask.kv_indices has shape {tuple(mask.kv_indices.shape)}; it must be [B, H, row blocks, key blocks], or "
+            f"without the first or the first two"
+        )
+    lengths, sizes, rows = mask.seq_lengths, mask.BLOCK_SIZE, mask.kv_indices.size(-2)
+    if min(*lengths, *sizes) < 1 or rows * sizes[0] < lengths[0]:
+        raise ValueError(
+            f"mask has seq_lengths {lengths}, BLOCK_SIZE {sizes} and {rows} row blocks; lengths and sizes must be at "
+            f"least 1, and the row blocks must hold all queries"
+        )
