@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from helion_attn.ops.mask_bits import mask_bits
 from helion_attn.preprocess.mask_bits import IN_PART, UNSEEN, WHOLE, WORD, MaskBitsProblem
 from helion_attn.types import _OfTensors
 from helion_attn.validate.block_mask import check_blocks, check_dense, check_flex
+from helion_attn.validate.dense import described
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -226,6 +228,37 @@ class BlockMask(_OfTensors):
             f"BlockMask({shape}: {density:.2%} of the blocks, {in_part:.2%} in part, {self.tiles.size(0)} tiles, "
             f"{self.nbytes} bytes on {self.device})"
         )
+
+
+#: What PyTorch's masks became, by their identity.
+_OF_FLEX: dict[int, tuple[weakref.ref[FlexMask], BlockMask]] = {}
+
+
+def as_block_mask(mask: BlockMask | FlexMask | None) -> BlockMask | None:
+    """A mask as attention takes it; one of PyTorch's is converted once, and must not be changed then.
+
+    Raises:
+        TypeError, ValueError: naming `block_mask` and what is accepted.
+        RuntimeError: it is to be converted in torch.compile.
+    """
+    if mask is None or isinstance(mask, BlockMask):
+        return mask
+    if torch.compiler.is_compiling():
+        raise RuntimeError("block_mask is not a helion_attn.BlockMask; in torch.compile it must be one, made outside")
+    known = _OF_FLEX.get(id(mask))
+    if known is not None and known[0]() is mask:
+        return known[1]
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    if not isinstance(mask, FlexMask):
+        raise TypeError(
+            f"block_mask is {described(mask)}; it must be a helion_attn.BlockMask, which any bool mask becomes by "
+            f"BlockMask.from_dense, or a torch.nn.attention.flex_attention.BlockMask"
+        )
+    made = BlockMask.from_flex(mask)
+    key = id(mask)
+    _OF_FLEX[key] = weakref.ref(mask, lambda _: _OF_FLEX.pop(key, None)), made
+    return made
 
 
 # What `torch.load` takes with its default, `weights_only=True`.

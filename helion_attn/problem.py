@@ -6,13 +6,16 @@ its plan.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from helion_attn.configs import Packing
 from helion_attn.numerics import LOG2E
 from helion_attn.types import PackedTensors, PagedKVCache, Recipe, Rope, packed_fields
+
+if TYPE_CHECKING:
+    from helion_attn.block_mask import BlockMask
 
 
 class RopeArguments(NamedTuple):
@@ -49,8 +52,20 @@ class MaskArguments(NamedTuple):
     tile_of: torch.Tensor | None
     tiles: torch.Tensor | None
 
+    @property
+    def listed(self) -> bool:
+        """Whether there is a mask."""
+        return self.lists is not None
+
 
 NO_MASK_ARGUMENTS = MaskArguments(lists=None, entries=None, tile_of=None, tiles=None)
+
+
+def mask_arguments(mask: BlockMask | None) -> MaskArguments:
+    """`mask` as operations take it."""
+    if mask is None:
+        return NO_MASK_ARGUMENTS
+    return MaskArguments(lists=mask.lists, entries=mask.entries, tile_of=mask.tile_of, tiles=mask.tiles)
 
 
 class ListSteps(NamedTuple):
@@ -169,6 +184,7 @@ class DenseProblem(NamedTuple):
     recipe: Recipe
     num_splits: int | None
     shift_lse: bool
+    block_mask: MaskArguments = NO_MASK_ARGUMENTS
 
     def quantizing(self, packs_q: bool) -> QuantizeProblem:
         """What packs it."""
@@ -189,6 +205,7 @@ class DenseProblem(NamedTuple):
             out_dtype=self.out_dtype,
             recipe=self.recipe,
             num_splits=self.num_splits,
+            block_mask=self.block_mask,
         )
 
 
@@ -232,7 +249,7 @@ class AttentionProblem(NamedTuple):
         out_dtype: of the output.
         recipe: how the tensors were quantised, and P is.
         num_splits: runs of the keys, a program each, whose results are merged; None to choose.
-        block_mask: of scores besides.
+        block_mask: which scores there are besides.
     """
 
     packed: PackedTensors

@@ -536,7 +536,7 @@ def launch(
     half_scores = p_bits and a.recipe.half_scores and not choices["has_softcap"]
     in_halves = two_level and v8.size(2) > MAX_FRESH_D
     head_group = 1
-    listed = a.block_mask.lists is not None
+    listed = a.block_mask.listed
     if (a.softmax.rows_differ or listed) and not in_parts:
         places = sm_count(q8), tile.ctas_per_sm
         if q_blocks is not None:

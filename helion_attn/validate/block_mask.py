@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from helion_attn.configs import MASK_BLOCK
+from helion_attn.configs import MASK_BLOCK, packing, uses_large_d
+from helion_attn.types import Recipe
 from helion_attn.validate.dense import check_device, described
+
+if TYPE_CHECKING:
+    from helion_attn.block_mask import BlockMask
 
 #: Longest sequence: a block's number, and its complement, are int32, and so are tokens.
 MAX_TOKENS = 2**31 - 1
@@ -49,6 +55,28 @@ def check_dense(mask: torch.Tensor, capacity: int | None) -> None:
         raise RuntimeError(
             "capacity is None; in torch.compile and in a CUDA graph, where nothing can be read, it must say how many "
             "tiles there is room for: different blocks of the mask that are seen in part"
+        )
+
+
+def check_block_mask(
+    mask: BlockMask, B: int, H: int, M: int, N: int, D: int, D_v: int, recipe: Recipe, device: torch.device
+) -> None:
+    """A mask for queries [B, H, M, D] on `device`, and N keys."""
+    if mask.lists.device != device:
+        raise ValueError(f"block_mask is on {mask.lists.device}; it must be on {device}, as q is")
+    if (mask.M, mask.N) != (M, N):
+        raise ValueError(f"block_mask is of {mask.M} queries and {mask.N} keys; it must be of M = {M} and N = {N}")
+    if mask.B not in (1, B) or mask.H not in (1, H):
+        raise ValueError(
+            f"block_mask has B = {mask.B} and H = {mask.H}; B must be 1 or {B}, and H 1 or {H}, that of the query heads"
+        )
+    if mask.entries.numel() > MAX_TOKENS:
+        raise ValueError(f"block_mask has room for {mask.entries.numel()} key blocks; it may be {MAX_TOKENS}")
+    if uses_large_d(D, D_v, recipe.bits) or packing(D, D_v, recipe.bits).bn != MASK_BLOCK:
+        raise ValueError(
+            f"block_mask is given with D {D} and D_v {D_v}, whose key blocks are not of {MASK_BLOCK} keys with "
+            f"{recipe.bits[0]} bits for Q and K; it is accepted up to 256 with 8 bits, but for D in 129..192 with D_v "
+            f"up to 128, and up to 128 with 16 bits"
         )
 
 

@@ -129,6 +129,13 @@ def fake_qkv(
         )
 
 
+def fake_block_mask(B: int, H: int, M: int, N: int) -> ha.BlockMask:
+    """A mask on cuda:0 that has blocks seen in part."""
+    rows, keys = -(-M // 128), -(-N // 128)
+    shapes = (B, H, rows, 2), (B, H, rows, keys), (B, H, rows, keys), (50, 128, 4)
+    return ha.BlockMask._of_lists(M, N, *(fake_cuda(*shape, dtype=torch.int32) for shape in shapes))
+
+
 def compile_quantize(
     make_qkv: Callable[[], tuple[torch.Tensor, ...]],
     *,
@@ -293,9 +300,11 @@ def compile_attention(
     softcap: float | None = None,
     sinks: bool = False,
     B: int = BATCH,
+    listed: bool = False,
 ) -> Sm90Kernel:
     """The attention kernel alone: what `quantize` would give it comes from the ops' fakes."""
     options: Any = {"layout": layout, "recipe": recipe, "D_v": D_v, "window": window, "softcap": softcap}
+    options["listed"] = listed
     (kernel,) = compile_shape(B, QUERIES, 3000, D, causal, out_dtype, sinks=sinks, **options)
     return kernel
 
@@ -313,8 +322,9 @@ def compile_shape(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    listed: bool = False,
 ) -> list[Sm90Kernel]:
-    """The attention kernel and, where keys are split, what merges them."""
+    """The attention kernel and, where keys are split, what merges them; if `listed` with a block mask."""
 
     def launch() -> None:
         qkv = fake_qkv(B, HEADS, 2, M, N, D, layout=layout, D_v=D_v)
@@ -329,6 +339,7 @@ def compile_shape(
                 window=window,
                 softcap=softcap,
                 sinks=fake_cuda(4) if sinks else None,
+                block_mask=fake_block_mask(B, HEADS, M, N) if listed else None,
                 out_dtype=out_dtype,
             )
 

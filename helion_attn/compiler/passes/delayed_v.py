@@ -92,7 +92,8 @@ def with_delayed_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[st
     # What says where V is copied from, of the block at hand: names, and lines that compute them. What is not computed
     # from the block ahead is from j, as j + 2 where a block's place needs j + 1.
     if ahead:
-        names, of_block = {**dict.fromkeys(ahead, j), j: BLOCK_BEFORE}, []
+        names = {**dict.fromkeys(ahead, j), j: BLOCK_BEFORE}
+        of_block = list[str]()
     else:
         names, of_block = loop.of_iteration_before(name for line in of_v for name in source(line))
     for line in copies if ahead else ():

@@ -72,12 +72,16 @@ def _ahead(loop: Loop, lines: list[str], stages: int) -> list[int]:
     return [i for i, line in enumerate(lines) if re.search(pattern, line)]
 
 
-def _is_ahead(loop: Loop, stages: int) -> bool:
-    """Whether what an iteration copies is of the one `stages - 1` ahead: its copies are made if there is that one."""
-    _, valid, *_ = operands(loop.body[only(loop.find(EXPECT), "its barriers of copies")])
-    ahead = re.search(rf"arith\.cmpi slt, {re.escape(loop.j)}, ({VALUE}) :", loop.definitions.get(valid, ""))
-    end = rf"arith\.subi {re.escape(operands(loop.head)[2])}, %c{stages - 1}_i(32|64)(_\d+)? :"
-    return ahead is not None and re.search(end, loop.definitions.get(ahead.group(1), "")) is not None
+def _of_list(loop: Loop, stages: int) -> bool:
+    """Whether an iteration copies what the loop carries the index of, and if there is the one `stages - 1` ahead."""
+    try:
+        loop.of_iteration_before(name for i in loop.find(COPY) for name in source(loop.body[i]))
+    except Refused:
+        return False
+    _, valid, *_ = operands(loop.body[loop.find(EXPECT)[0]])
+    compared = re.search(rf"arith\.cmpi slt, {re.escape(loop.j)}, ({VALUE}) :", loop.definitions.get(valid, ""))
+    last = rf"arith\.subi {re.escape(operands(loop.head)[2])}, %c{stages - 1}_i(32|64)(_\d+)? :"
+    return compared is not None and re.search(last, loop.definitions.get(compared.group(1), "")) is not None
 
 
 def _with_early_loads(loop: Loop) -> Loop:
@@ -165,7 +169,7 @@ def _stages(loop: Loop) -> int:
     stages = int(found)
     if any(f" : !ttg.memdesc<{stages}x" not in loop.body[i] for i in loop.find("ttg.memdesc_index ")):
         raise Refused(f"it has other numbers of buffers than its {stages} stages")
-    if not _is_ahead(loop, stages):
+    if not _ahead(loop, loop.body, stages) and not _of_list(loop, stages):
         raise Refused(f"it does not copy the block that is {stages - 1} ahead")
     return stages
 

@@ -40,7 +40,7 @@ def query_arguments(query: Query | None, a: AttentionProblem, bm: int) -> tuple[
         rows = strided_rows(query.q, unit)
         if a.packed.lse_shift is not None and a.packed.k_mean is not None:
             # Where a program keeps the shifts of its rows.
-            whole = bm if a.block_mask.lists is None else MASK_BLOCK
+            whole = MASK_BLOCK if a.block_mask.listed else bm
             rows_of_programs = a.packed.q8.size(0) * -(-a.m_len // whole) * whole
             lse_shift = unused.new_empty(rows_of_programs)
             k_mean = a.packed.k_mean.view(-1)
