@@ -134,6 +134,17 @@ def test_opcheck_of_masks_and_sinks(recipe: ha.Recipe, device: str) -> None:
         torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 
+def test_opcheck_of_block_masks(device: str) -> None:
+    q, k, v = qkv_on(device)
+    seen = torch.arange(q.size(2) * k.size(2), device=device).view(q.size(2), k.size(2)) % 3 > 0
+    mask = ha.BlockMask.from_dense(seen)
+    with Recorder() as recorder:
+        ha.attention(q, k, v, block_mask=mask)
+        ha.attention_quantized(ha.quantize(q, k, v), block_mask=mask)
+    for op, arguments in recorder.calls.values():
+        torch.library.opcheck(op, arguments, test_utils=CHECKS)
+
+
 def test_opcheck_of_split_keys(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduling, "key_splits", lambda *_: 2)
     with Recorder() as recorder:

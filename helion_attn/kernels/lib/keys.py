@@ -60,8 +60,16 @@ def keys_of(
         return keys_of_sequence(rows, left, right, bm, bn, spec)
     keys = keys_of_head(rows, n_len, left, right, bn, spec)
     if spec.listed:
-        # In places of the list; the edges stay those of blocks.
-        keys = keys._replace(begin=rows.first_entry, stop=rows.first_entry + rows.visits)
+        # In places of the list; the edges stay those of blocks. Entries ascend, so no more of them lie before a block, or
+        # behind it, than there are blocks. Of a list of all blocks that leaves those that rows see.
+        visits = rows.visits
+        if spec.has_right:
+            visits = torch.clamp_min(torch.minimum(visits, int32(keys.stop)), 0)
+        begin = rows.first_entry
+        if spec.has_left:
+            hidden = torch.clamp_min(int32(keys.begin - (n_len + bn - 1) // bn) + rows.visits, 0)
+            begin = begin + torch.minimum(hidden, visits)
+        keys = keys._replace(begin=begin, stop=rows.first_entry + visits)
         if spec.split:
             begin, stop = run_of_key_blocks(keys.begin, keys.stop, grid_head // heads, splits)
             return keys._replace(begin=begin, stop=stop)
