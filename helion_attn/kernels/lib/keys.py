@@ -60,7 +60,7 @@ def keys_of(
         return keys_of_sequence(rows, left, right, bm, bn, spec)
     keys = keys_of_head(rows, n_len, left, right, bn, spec)
     if spec.listed:
-        # In places of the list; the edges stay those of blocks. Entries ascend, so no more of them lie before a block, or
+        # In places of the list; the edges stay those of blocks. Entries ascend: no more of them lie before a block, or
         # behind it, than there are blocks. Of a list of all blocks that leaves those that rows see.
         visits = rows.visits
         if spec.has_right:
