@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from helion_attn import reference
+from helion_attn import masks, reference
 from helion_attn.api import (
     attention,
     attention_quantized,
     pack,
     quantize,
 )
+from helion_attn.block_mask import BlockMask
 from helion_attn.check import check
 from helion_attn.debugging import debug
 from helion_attn.explain import explain, plan
@@ -42,6 +43,7 @@ __all__ = [
     "BF16",
     "FAST",
     "HYBRID",
+    "BlockMask",
     "FallbackWarning",
     "PagedKVCache",
     "QuantizedQKV",
@@ -70,6 +72,7 @@ __all__ = [
     "hadamard",
     "hadamard_matrix",
     "is_supported",
+    "masks",
     "pack",
     "paged_kv_cache",
     "plan",

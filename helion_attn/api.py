@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops, plans
+from helion_attn.block_mask import BlockMask, as_block_mask
 from helion_attn.configs import packing
 from helion_attn.names import named, options_of
 from helion_attn.problem import (
@@ -17,6 +18,7 @@ from helion_attn.problem import (
     PackProblem,
     QuantizeProblem,
     fp32_sinks,
+    mask_arguments,
     rope_arguments,
     softmax_of,
 )
@@ -32,6 +34,7 @@ from helion_attn.types import (
     as_recipe,
     packed_fields,
 )
+from helion_attn.validate.block_mask import check_block_mask
 from helion_attn.validate.dense import (
     check_descale,
     check_dtype,
@@ -43,6 +46,9 @@ from helion_attn.validate.dense import (
     check_splits,
 )
 from helion_attn.validate.packed import check_quantized
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 
 @named
@@ -222,11 +228,17 @@ def pack_unread(
 
 
 def parted(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Options as `plans.run` takes them: tensors, of RoPE first and then sinks, and all else."""
+    """Options but a block mask as `plans.run` takes them: tensors, of RoPE first and then sinks, and all else."""
     rope, sinks = options.get("rope"), options.get("sinks")
-    rest = {name: value for name, value in options.items() if name not in ("rope", "sinks")}
+    rest = {name: value for name, value in options.items() if name not in ("rope", "sinks", "block_mask")}
     dtype = sinks.dtype if isinstance(sinks, torch.Tensor) else None  # they are cast
     return (*rope_tensors(rope), fp32_sinks(sinks)), (*rest, *rest.values(), interleaved(rope), dtype)
+
+
+def parted_mask(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """The block mask among options: tensors, and all else."""
+    mask = as_block_mask(options.get("block_mask"))
+    return mask_arguments(mask), () if mask is None else (mask.M, mask.N)
 
 
 def quantized_problem(
@@ -237,6 +249,7 @@ def quantized_problem(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
@@ -248,6 +261,10 @@ def quantized_problem(
     check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
     check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
     check_splits(num_splits, qkv.N, qkv.D, qkv.D_v, qkv.recipe)
+    mask = as_block_mask(block_mask)
+    if mask is not None:
+        B, H = qkv.q_descale.shape[:2]
+        check_block_mask(mask, B, H, qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.recipe, qkv.q8.device)
     return AttentionProblem(
         packed=qkv,
         m_len=qkv.M,
@@ -259,6 +276,7 @@ def quantized_problem(
         out_dtype=qkv.dtype if out_dtype is None else out_dtype,
         recipe=qkv.recipe,
         num_splits=num_splits,
+        block_mask=mask_arguments(mask),
     )
 
 
@@ -288,6 +306,7 @@ def attention_quantized(
         window: as `attention` has it.
         softcap: as `attention` has it.
         sinks: as `attention` has it.
+        block_mask: as `attention` has it.
         return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included.
         out_dtype: bf16, fp16, fp32 or float8_e4m3fn (cast without a scale); by default that of the unquantised tensors.
         num_splits: as `attention` has it.
@@ -307,8 +326,10 @@ def attention_quantized(
         return ops.attention, quantized_problem(qkv, return_lse=return_lse, **options)
 
     (*_, sinks), known = parted(options)
+    mask, lengths = parted_mask(options)
     sizes = qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.dtype, qkv.layout, qkv.recipe
-    out, lse = plans.run("attention_quantized", (*qkv.tensors(), sinks), (*sizes, return_lse, *known), problem)
+    tensors = *qkv.tensors(), sinks, *mask
+    out, lse = plans.run("attention_quantized", tensors, (*sizes, return_lse, lengths, *known), problem)
     return (out, lse) if return_lse else out
 
 
@@ -325,6 +346,7 @@ def dense_problem(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
@@ -337,6 +359,10 @@ def dense_problem(
     check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
     softmax = softmax_of(q.size(3), causal, window, sm_scale, softcap, sinks)
     of_heads = heads_first(q, k, v, layout)
+    mask = as_block_mask(block_mask)
+    if mask is not None:
+        (B, H, M, D), N = of_heads[0].shape, of_heads[1].size(2)
+        check_block_mask(mask, B, H, M, N, D, v.size(3), recipe, q.device)
     return DenseProblem(
         *of_heads,
         rope=rope_arguments(rope),
@@ -347,6 +373,7 @@ def dense_problem(
         recipe=recipe,
         num_splits=num_splits,
         shift_lse=softmax.sees_shift(return_lse),
+        block_mask=mask_arguments(mask),
     )
 
 
@@ -400,6 +427,11 @@ def attention(
             it. -inf is no sink. A row that sees no key gives 0 still, and its lse is the sink. Its magnitude is at most
             2**127: the kernel multiplies it by log2(e) in fp32, and one that overflows may make NaN of its head, a
             negative one counts as -inf. Anything but fp32 is cast on every call.
+        block_mask: which scores there are, besides what `causal` and `window` say: a `helion_attn.BlockMask`, or that
+            of torch.nn.attention.flex_attention, which is converted once, when it is first seen. Key blocks that a
+            block of queries does not see cost nothing. A row that sees no key gives 0, and lse -inf. Where the kernel's
+            key blocks are not of 128 keys (8-bit head dims beyond 256, D in 129..192 with D_v up to 128, 16-bit ones
+            beyond 128) it raises.
         return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included, fp32 [B, H, M],
             natural log.
         out_dtype: bf16, fp16, fp32 or float8_e4m3fn; q's by default.
@@ -421,5 +453,6 @@ def attention(
         return ops.attention_dense, dense_problem(q, k, v, return_lse=return_lse, **options)
 
     more, known = parted(options)
-    out, lse = plans.run("attention", (q, k, v, *more), (return_lse, *known), problem)
+    mask, lengths = parted_mask(options)
+    out, lse = plans.run("attention", (q, k, v, *more, *mask), (return_lse, lengths, *known), problem)
     return (out, lse) if return_lse else out

@@ -10,6 +10,7 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn.api import attention, dense_problem
+from helion_attn.block_mask import BlockMask, as_block_mask
 from helion_attn.configs import SUPPORTED_D
 from helion_attn.explain import HOPPER_MULTIPROCESSORS
 from helion_attn.names import named, options_of
@@ -18,7 +19,7 @@ from helion_attn.ops.dense import shape_of_dense
 from helion_attn.problem import DenseProblem
 from helion_attn.reference.rope import apply_rope
 from helion_attn.reference.shapes import hide_keys_of_rows, to_bhsd
-from helion_attn.types import BF16, PRESETS, DenseOptions, Recipe, preset_name
+from helion_attn.types import BF16, PRESETS, MaskedOptions, Recipe, preset_name
 
 #: The recipes beside the one that was asked for, the fastest first: all presets with 8-bit numbers.
 COMPARED = {name: preset for name, preset in PRESETS.items() if preset is not BF16}
@@ -66,6 +67,7 @@ class Check:
         sixteen_bits: of attention whose inputs, P and output have 16 bits and whose sums fp32.
         rows: how many were looked at.
         findings: what makes the tensors hard for 8 bits, and which recipe helps, a sentence each.
+        pattern: what the block mask alone adds: the error of fp64 with it against fp64 without it; None without a mask.
     """
 
     asked: str
@@ -73,23 +75,28 @@ class Check:
     sixteen_bits: Error
     rows: int
     findings: tuple[str, ...]
+    pattern: Error | None = None
 
     def __str__(self) -> str:
         lines = [f"error against fp64, {self.rows} rows", f"{'':12}{'total':>10}{'worst row':>12}"]
         for name, error in (*self.errors.items(), ("16 bits", self.sixteen_bits)):
             mark = "  <- asked for" if name == self.asked else ""
             lines.append(f"{name:12}{error.total:10.2g}{error.worst_row:12.2g}{mark}")
+        if self.pattern is not None:
+            lines.append(f"{'block mask':12}{self.pattern.total:10.2g}{self.pattern.worst_row:12.2g}  besides")
         return "\n".join([*lines, *self.findings])
 
 
 @named
 @options_of(dense_problem, but=("return_lse", "out_dtype", "num_splits"))
-def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[DenseOptions]) -> Check:
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[MaskedOptions]) -> Check:
     """Measure what `attention` loses on these tensors, with `recipe` and with the presets, beside 16-bit attention.
 
     Every recipe is run in full. Errors are those of `ROWS` random rows, the same every time, of up to `HEADS` heads,
     against fp64 on the unquantised tensors, in memory that does not grow with the length. The findings look at the
     same heads: channels of K with a bias, outliers of Q and K, and a V whose mean changes along the keys.
+
+    With a `block_mask` these errors are against fp64 with the same mask. What the mask leaves out is `pattern`, apart.
 
     Args:
         q: and all others as in `attention`. The output has q's dtype.
@@ -99,8 +106,8 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[D
     """
     problem = dense_problem(q, k, v, **options)
     recipe, layout = problem.recipe, options.get("layout", "bhsd")
-    sample = _Sample(problem)
-    reference, rounded = sample.attention()
+    sample = _Sample(problem, as_block_mask(options.get("block_mask")))
+    reference, rounded, everything = sample.attention()
     asked = preset_name(recipe) or "yours"
     recipes = {name: preset for name, preset in COMPARED.items() if preset.bits[1] == 8 or sample.has_16_bits}
     errors = {}
@@ -109,13 +116,15 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[D
         errors[name] = _error(sample.rows_of(to_bhsd(out, layout)), reference)
     sums_in_fp32 = recipe.is_two_level(choose(shape_of_dense(problem), HOPPER_MULTIPROCESSORS).tile.two_level)
     findings = (*_findings(sample, recipe, sums_in_fp32), *_better(asked, errors))
-    return Check(asked, errors, _error(rounded, reference), reference.size(0) * reference.size(1), findings)
+    pattern = None if everything is None else _error(reference, everything)
+    rows = reference.size(0) * reference.size(1)
+    return Check(asked, errors, _error(rounded, reference), rows, findings, pattern)
 
 
 class _Sample:
     """Some rows of some heads, and the keys that they see."""
 
-    def __init__(self, problem: DenseProblem) -> None:
+    def __init__(self, problem: DenseProblem, mask: BlockMask | None) -> None:
         self.q, self.k, self.v, self.rope = problem.q, problem.k, problem.v, problem.rope
         self.softmax = problem.softmax
         (B, H, self.M, self.D), self.N = self.q.shape, self.k.size(2)
@@ -125,6 +134,8 @@ class _Sample:
         # Random, since a stride would meet the same row of every block.
         rows = torch.randperm(self.M, generator=torch.Generator().manual_seed(0))[:ROWS].sort().values
         self.rows = rows.to(self.q.device)
+        #: Which keys the mask shows them, bool [heads, rows, N], or None.
+        self.seen = None if mask is None else torch.stack([mask._seen_by(b, h, self.rows) for b, h, _kv in self.heads])
         #: Whether the presets with 16-bit P and V have a kernel.
         self.has_16_bits = max(self.D, self.v.size(3)) <= SUPPORTED_D[-1]
 
@@ -171,21 +182,27 @@ class _Sample:
             )
             yield first, self._rotated(k, self._key_positions(keys)), v.double()
 
-    def attention(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp64 [heads, rows, D_v]: the output, and as 16-bit attention rounds it: Q, K, V, P and the output."""
+    def attention(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """fp64 [heads, rows, D_v]: the output, and as 16-bit attention rounds it: Q, K, V, P and the output.
+
+        And the output without the block mask, if there is one.
+        """
         dtype = torch.bfloat16 if self.q.dtype == torch.float32 else self.q.dtype
-        exact, rounded = (_OnlineSoftmax(self, rounding) for rounding in (torch.float64, dtype))
+        exact, rounded = (_OnlineSoftmax(self, rounding, self.seen) for rounding in (torch.float64, dtype))
+        everything = None if self.seen is None else _OnlineSoftmax(self, torch.float64, None)
         for first, k, v in self.key_blocks():
-            exact.attend(first, k, v)
-            rounded.attend(first, k, v)
-        return exact.output(), rounded.output().to(dtype).double()
+            for softmax in (exact, rounded, everything):
+                if softmax is not None:
+                    softmax.attend(first, k, v)
+        without = None if everything is None else everything.output()
+        return exact.output(), rounded.output().to(dtype).double(), without
 
 
 class _OnlineSoftmax:
     """softmax(q k^T) v over blocks of keys (arXiv:1805.02867), in fp64 but for Q, K, V and P, rounded to `dtype`."""
 
-    def __init__(self, sample: _Sample, dtype: torch.dtype) -> None:
-        self.sample, self.dtype = sample, dtype
+    def __init__(self, sample: _Sample, dtype: torch.dtype, seen: torch.Tensor | None) -> None:
+        self.sample, self.dtype, self.seen = sample, dtype, seen
         # [heads, rows, D]
         self.q = self._rounded(sample.queries())
         heads, rows = self.q.shape[:2]
@@ -208,6 +225,8 @@ class _OnlineSoftmax:
         if of.softmax.softcap is not None:
             s = of.softmax.softcap * torch.tanh(s / of.softmax.softcap)
         s = hide_keys_of_rows(s, of.rows, first, of.M, of.N, False, (of.softmax.left, of.softmax.right))
+        if self.seen is not None:
+            s = s.masked_fill(~self.seen[..., first : first + k.size(1)], float("-inf"))
         m = torch.maximum(self.m, s.amax(2, keepdim=True))
         shift = torch.where(m == float("-inf"), 0.0, m)
         p, alpha = torch.exp(s - shift), torch.exp(self.m - shift)

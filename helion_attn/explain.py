@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops, plans
-from helion_attn.api import dense_problem, interleaved, parted
+from helion_attn.api import dense_problem, interleaved, parted, parted_mask
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LargeTileConfig, TileConfig, scheduling
@@ -19,6 +19,11 @@ from helion_attn.ops.attention import Choice, Shape
 from helion_attn.ops.dense import shape_of_dense
 from helion_attn.plans import Plan
 from helion_attn.types import CallOptions, Rope
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    from helion_attn.block_mask import BlockMask
 
 #: SMs of an H200 and of an H100 SXM: what is said of CPU tensors is said of these.
 HOPPER_MULTIPROCESSORS = 132
@@ -39,6 +44,7 @@ class Explanation:
         spills: registers that did not fit, likewise.
         splits: runs of keys, one program each, whose results are merged.
         quantises_q: whether the attention kernel quantises Q, which is not packed then.
+        lists_keys: whether a block mask says which key blocks a row block visits.
         shares_tiles: whether the query heads of a KV head share tiles.
         heads_at_once: heads whose longest rows begin together, so that the GPU does not run dry at the end.
         reasons: why not others, a sentence each.
@@ -54,6 +60,7 @@ class Explanation:
     spills: int | None
     splits: int
     quantises_q: bool
+    lists_keys: bool
     shares_tiles: bool
     heads_at_once: int
     reasons: tuple[str, ...]
@@ -68,7 +75,8 @@ class Explanation:
             f"{self.kernel} on {self.device}",
             f"  tile: {tile.bm} query rows by {tile.bn} keys, {tile.num_warps} warps, {tile.num_stages} stages, "
             f"{registers}, {tile.ctas_per_sm} programs an SM",
-            f"  keys: {f'{self.splits} runs, merged' if self.splits > 1 else 'not split'}",
+            f"  keys: {'those that the block mask lists, ' if self.lists_keys else ''}"
+            f"{f'{self.splits} runs, merged' if self.splits > 1 else 'not split'}",
             f"  heads: {'those of a KV head share tiles' if self.shares_tiles else 'none share tiles'}; "
             f"{self.heads_at_once} at once",
             f"  queries: {'quantised by the kernel' if self.quantises_q else 'packed before'}",
@@ -125,6 +133,7 @@ def explain(
         spills=getattr(kernel, "n_spills", None),
         splits=choice.splits,
         quantises_q=made.facts["quantises_q"],
+        lists_keys=shape.listed,
         shares_tiles=choice.pack_gqa,
         heads_at_once=_heads_at_once(shape, choice, count),
         reasons=_reasons(shape, choice, count, device),
@@ -152,12 +161,13 @@ class AttentionPlan:
         *,
         rope: Rope | None = None,
         sinks: torch.Tensor | None = None,
+        block_mask: BlockMask | FlexMask | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Run it on the current stream.
 
         Args:
-            q: and k, v, rope, sinks: as in the call that made it, with shapes, strides, dtypes, device and alignment
-                as they were there.
+            q: and k, v, rope, sinks, block_mask: as in the call that made it, with shapes, strides, dtypes, device and
+                alignment as they were there.
 
         Raises:
             TypeError: q, k or v is no tensor.
@@ -166,7 +176,7 @@ class AttentionPlan:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-        given, key = _given(q, k, v, {"rope": rope, "sinks": sinks})
+        given, key = _given(q, k, v, {"rope": rope, "sinks": sinks, "block_mask": block_mask})
         if key is None or key != self._key:
             texts = (f"{x.dtype} {[*x.shape]} with strides {[*x.stride()]} on {x.device}" for x in given)
             raise ValueError(
@@ -181,9 +191,10 @@ def _given(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any]
 ) -> tuple[list[torch.Tensor], Hashable | None]:
     """The tensors of a call, and all that its plan depends on of them and their roles; None of what is not plain."""
-    more, _ = parted(options)
-    given = [x for x in (q, k, v, *more) if x is not None]
-    return given, plans.key_of("plan", given, (interleaved(options.get("rope")), *[x is None for x in more]))
+    (more, _), (mask, lengths) = parted(options), parted_mask(options)
+    given = [x for x in (q, k, v, *more, *mask) if x is not None]
+    rest = interleaved(options.get("rope")), lengths, *[x is None for x in (*more, *mask)]
+    return given, plans.key_of("plan", given, rest)
 
 
 @named
@@ -218,7 +229,7 @@ def _programs(a: Shape, choice: Choice) -> tuple[int, int]:
 
 
 def _heads_at_once(a: Shape, choice: Choice, sm_count: int) -> int:
-    if not a.softmax.rows_differ or choice.splits > 1:
+    if not (a.softmax.rows_differ or a.listed) or choice.splits > 1:
         return 1
     return scheduling.head_group(*_programs(a, choice), sm_count, choice.tile.ctas_per_sm)
 
@@ -258,6 +269,8 @@ def _why_splits(a: Shape, choice: Choice, sm_count: int) -> str:
         return "keys are not split: fp8_attn_fwd_large_d has no runs of keys"
     if a.num_splits is not None:
         return f"keys are {'split' if choice.splits > 1 else 'not split'}: num_splits says so"
+    if a.listed:
+        return "keys are not split: how many blocks of them a program visits is not known here"
     heads, of_each = _programs(a, choice)
     programs, places = heads * of_each, sm_count * tile.ctas_per_sm
     of_all = f"{programs} programs for the {places} that the GPU holds at once"
@@ -277,6 +290,8 @@ def _why_groups(a: Shape, choice: Choice) -> str:
         return f"heads share tiles: {a.m_len} queries of {group} heads fill fewer tiles together"
     if group == 1:
         return "heads do not share tiles: every query head has a KV head of its own"
+    if a.listed:
+        return "heads do not share tiles: a block mask may differ among them"
     if isinstance(choice.tile, LargeTileConfig):
         return "heads do not share tiles: fp8_attn_fwd_large_d has a tile for each"
     return f"heads do not share tiles: {a.m_len} queries of {group} heads would not fill an eighth fewer tiles together"

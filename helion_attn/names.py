@@ -47,6 +47,8 @@ NOT_HERE = {
     "attn_mask": "pass causal=True or a window, or call helion_attn.scaled_dot_product_attention, which takes masks "
     "of padding",
     "dropout_p": "leave it out: there is no dropout in inference",
+    "block_mask": "call helion_attn.attention or attention_quantized, to which sequences that follow each other are "
+    "one with the mask helion_attn.masks.documents(ids)",
     "enable_gqa": "leave it out: k and v may have fewer heads than q",
 }
 

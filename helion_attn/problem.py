@@ -6,13 +6,16 @@ its plan.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from helion_attn.configs import Packing
 from helion_attn.numerics import LOG2E
 from helion_attn.types import PackedTensors, PagedKVCache, Recipe, Rope, packed_fields
+
+if TYPE_CHECKING:
+    from helion_attn.block_mask import BlockMask
 
 
 class RopeArguments(NamedTuple):
@@ -39,6 +42,59 @@ def rope_arguments(rope: Rope | None) -> RopeArguments:
         k_positions=rope.k_positions,
         interleaved=rope.interleaved,
     )
+
+
+class MaskArguments(NamedTuple):
+    """The tensors of a `BlockMask`, or its absence, as operations take it."""
+
+    lists: torch.Tensor | None
+    entries: torch.Tensor | None
+    tile_of: torch.Tensor | None
+    tiles: torch.Tensor | None
+
+    @property
+    def listed(self) -> bool:
+        """Whether there is a mask."""
+        return self.lists is not None
+
+
+NO_MASK_ARGUMENTS = MaskArguments(lists=None, entries=None, tile_of=None, tiles=None)
+
+
+def mask_arguments(mask: BlockMask | None) -> MaskArguments:
+    """`mask` as operations take it."""
+    if mask is None:
+        return NO_MASK_ARGUMENTS
+    return MaskArguments(lists=mask.lists, entries=mask.entries, tile_of=mask.tile_of, tiles=mask.tiles)
+
+
+class ListSteps(NamedTuple):
+    """How the lists of a `BlockMask` lie.
+
+    Attributes:
+        shared: query heads in a row that have the same lists.
+        heads: of lists, after which they begin anew.
+        row_blocks: lists of a head.
+        key_blocks: room of a list.
+    """
+
+    shared: int
+    heads: int
+    row_blocks: int
+    key_blocks: int
+
+
+#: Of a launch that has no lists.
+NO_LISTS = ListSteps(1, 1, 1, 1)
+
+
+def list_steps(mask: MaskArguments, heads: int) -> ListSteps:
+    """How the lists of a mask lie, of so many query heads."""
+    if mask.entries is None:
+        return NO_LISTS
+    B, H, row_blocks, key_blocks = mask.entries.shape
+    shared = heads if H == 1 and B > 1 else 1
+    return ListSteps(shared=shared, heads=B * H, row_blocks=row_blocks, key_blocks=key_blocks)
 
 
 class Softmax(NamedTuple):
@@ -128,6 +184,7 @@ class DenseProblem(NamedTuple):
     recipe: Recipe
     num_splits: int | None
     shift_lse: bool
+    block_mask: MaskArguments = NO_MASK_ARGUMENTS
 
     def quantizing(self, packs_q: bool) -> QuantizeProblem:
         """What packs it."""
@@ -148,6 +205,7 @@ class DenseProblem(NamedTuple):
             out_dtype=self.out_dtype,
             recipe=self.recipe,
             num_splits=self.num_splits,
+            block_mask=self.block_mask,
         )
 
 
@@ -191,6 +249,7 @@ class AttentionProblem(NamedTuple):
         out_dtype: of the output.
         recipe: how the tensors were quantised, and P is.
         num_splits: runs of the keys, a program each, whose results are merged; None to choose.
+        block_mask: which scores there are besides.
     """
 
     packed: PackedTensors
@@ -203,6 +262,7 @@ class AttentionProblem(NamedTuple):
     out_dtype: torch.dtype
     recipe: Recipe
     num_splits: int | None
+    block_mask: MaskArguments = NO_MASK_ARGUMENTS
 
     def sizes(self) -> dict[str, int]:
         """Lengths, heads, and how the rows of the output lie, as the kernels take them."""

@@ -6,13 +6,18 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import Self
 
 from helion_attn.numerics import FORMAT_MAX, MAX_P_OFFSET_LOG2, MAX_SEED, largest_for_half_scores, takes_bits
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    from helion_attn.block_mask import BlockMask
 
 #: How the axes of [B, H, S, D] and [B, S, H, D] tensors are named.
 Layout: TypeAlias = Literal["bhsd", "bshd"]
@@ -498,7 +503,13 @@ class ScoreOptions(TypedDict, total=False):
     sinks: torch.Tensor | None
 
 
-class OracleOptions(ScoreOptions, total=False):
+class MaskOptions(TypedDict, total=False):
+    """Those of attention whose scores may be any."""
+
+    block_mask: BlockMask | FlexMask | None
+
+
+class OracleOptions(ScoreOptions, MaskOptions, total=False):
     """Those of `reference.attention`."""
 
     layout: Layout
@@ -516,7 +527,7 @@ class SplitOptions(TypedDict, total=False):
     num_splits: int | None
 
 
-class QuantizedOptions(AttentionOptions, SplitOptions, total=False):
+class QuantizedOptions(AttentionOptions, SplitOptions, MaskOptions, total=False):
     """Those of `helion_attn.attention_quantized`."""
 
 
@@ -528,11 +539,15 @@ class DenseOptions(AttentionOptions, total=False):
     rope: Rope | None
 
 
-class CallOptions(DenseOptions, SplitOptions, total=False):
+class MaskedOptions(DenseOptions, MaskOptions, total=False):
+    """Those of `helion_attn.check`."""
+
+
+class CallOptions(MaskedOptions, SplitOptions, total=False):
     """Those of `helion_attn.attention`."""
 
 
-class ModelOptions(DenseOptions, total=False):
+class ModelOptions(MaskedOptions, total=False):
     """Those of `reference.fp8_attention`."""
 
     block_n: int | None

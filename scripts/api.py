@@ -22,7 +22,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Attention": ("attention", "quantize", "attention_quantized", "pack", "dequantize", "attention_varlen"),
     "KV cache": ("paged_kv_cache", "append_kvcache", "attention_kvcache"),
     "Recipes and types": (
-        *("Recipe", "FAST", "BALANCED", "ACCURATE", "HYBRID", "BF16", "Rope", "QuantizedQKV", "PagedKVCache"),
+        *("Recipe", "FAST", "BALANCED", "ACCURATE", "HYBRID", "BF16", "Rope", "BlockMask", "QuantizedQKV"),
+        "PagedKVCache",
     ),
     "Under others' names": (
         *("scaled_dot_product_attention", "sdpa", "register_flash_attention", "register_transformers"),
@@ -35,7 +36,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Stages of quantising": ("apply_rope", "hadamard", "hadamard_matrix", "reflect"),
 }
 
-REFERENCE = "Reference"
+#: Modules of public functions, by title.
+MODULES: dict[str, ModuleType] = {"Masks": ha.masks, "Reference": ha.reference}
 
 INTRODUCTION = """# Public functions and types
 
@@ -47,7 +49,7 @@ What does each function compute, take and raise? The docstrings of `import helio
 def contents() -> str:
     """Links to every name, a line a group."""
     lines = []
-    for title, names in [*GROUPS.items(), (REFERENCE, ())]:
+    for title, names in [*GROUPS.items(), *((title, ()) for title in MODULES)]:
         links = (f"[`{name}`](#ha{name.lower()})" for name in names)
         lines.append(
             f"- [{title}](#{re.sub('[^a-z -]', '', title.lower()).replace(' ', '-')}){': ' if names else ''}"
@@ -134,9 +136,11 @@ def page() -> str:
     parts = [INTRODUCTION, contents()]
     for title, names in GROUPS.items():
         parts += [f"## {title}\n", *(section(name, getattr(ha, name)) for name in names)]
-    functions = {name: getattr(ha.reference, name) for name in ha.reference.__all__}
-    parts.append(f"## {REFERENCE}\n\n{inspect.cleandoc(ha.reference.__doc__ or '')}\n")
-    parts += [section(name, x, "ha.reference") for name, x in functions.items() if inspect.isfunction(x)]
+    for title, module in MODULES.items():
+        members = {name: getattr(module, name) for name in module.__all__}
+        parts.append(f"## {title}\n\n{inspect.cleandoc(module.__doc__ or '')}\n")
+        shown_here = {name: x for name, x in members.items() if inspect.isfunction(x) or inspect.isclass(x)}
+        parts += [section(name, x, module.__name__.replace("helion_attn", "ha")) for name, x in shown_here.items()]
     return "\n".join(parts)
 
 

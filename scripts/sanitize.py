@@ -81,6 +81,7 @@ class Attend:
         keys: N.
         rise: by how much, in base 2, scores of the last keys lie above those of the first block for every other query,
             and below for the rest.
+        listed: with a block mask, of blocks that are unseen, seen in part and whole, and of a row that sees nothing.
     """
 
     D: int
@@ -94,6 +95,7 @@ class Attend:
     rope: bool = False
     keys: int = N
     rise: float = 0.0
+    listed: bool = False
 
     def __call__(self, device: str) -> None:
         """The call, and its check."""
@@ -110,6 +112,10 @@ class Attend:
             "rope": ha.Rope(angles.cos(), angles.sin()) if self.rope else None,
             "sinks": torch.linspace(-1, 1, H, device=device) if self.has_sinks else None,
         }
+        if self.listed:
+            seen = torch.arange(H * M * self.keys, device=device).view(H, M, self.keys) % 7 > 2
+            seen[0, :128, :128], seen[1, :, :128], seen[0, 3] = True, False, False
+            options["block_mask"] = ha.BlockMask.from_dense(seen)
         given = [x.transpose(1, 2) for x in (q, k, v)] if options.get("layout") == "bshd" else [q, k, v]
         plans.forget()  # a plan would keep another case's splits
         with mock.patch.object(scheduling, "key_splits", return_value=self.splits):
@@ -234,6 +240,15 @@ def stages(device: str) -> None:
     check(ha.reflect(x), reflected.bfloat16(), reflected)
 
 
+def bits_of_masks(device: str) -> None:
+    """Masks by scores, whose rows begin at multiples of 16 bytes, of 4, and at any."""
+    for keys in (384, 300, 301):
+        dense = torch.arange(2 * M * keys, device=device).view(2, 1, M, keys) % 7 > 2
+        dense[0, :, :128, :128] = True
+        if not torch.equal(ha.BlockMask.from_dense(dense).to_dense(), dense):
+            raise ValueError(f"the mask of {keys} keys is another")
+
+
 #: e4m3, blocks of K, nothing mixed or smoothed.
 PLAIN = replace(ha.FAST, reflect=False, smooth_k=False)
 
@@ -244,6 +259,9 @@ CASES: dict[str, Callable[[str], None]] = {
     **{f"full_d{D}": Attend(D, D) for D in (64, 128, 256)},
     **{f"causal_d{D}": Attend(D, D, options={"causal": True}) for D in (64, 128, 256)},
     **{f"masked_d{D}": Attend(D, D, ha.ACCURATE, options=MASKED, has_sinks=True) for D in (64, 128, 256)},
+    **{f"listed_d{D}": Attend(D, D, listed=True) for D in (64, 128, 256)},
+    "listed_masked": Attend(128, 128, ha.ACCURATE, options=MASKED, has_sinks=True, listed=True),
+    "listed_hybrid": Attend(128, 128, ha.HYBRID, listed=True),
     "split_d128": Attend(128, 128, options={"causal": True, "layout": "bshd"}, splits=2),
     "split_masked_d64": Attend(64, 64, ha.ACCURATE, options=MASKED, has_sinks=True, splits=9),
     "fast_d128": Attend(128, 128, ha.FAST),
@@ -259,6 +277,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "bf16_d256": Attend(256, 256, ha.BF16, options={"causal": True}),
     "bf16_masked": Attend(40, 40, ha.BF16, options=MASKED, has_sinks=True),
     "many_keys": Attend(32, 32, keys=RECENTRED_KEYS + 70),
+    "bits_of_masks": bits_of_masks,
     "packed": Packed(128, options={"causal": True}),
     "packed_masked": Packed(64, ha.ACCURATE, options=MASKED),
     "packed_fast": Packed(256, ha.FAST),

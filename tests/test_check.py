@@ -156,3 +156,33 @@ def test_bad_input_raises_before_anything_runs() -> None:
         ha.check(q, k, v, window=(-2, 0))
     with pytest.raises(ValueError, match="layout"):
         ha.check(q, k, v, layout="sbhd")  # type: ignore[arg-type]
+
+
+def test_a_block_mask_is_told_apart(device: str) -> None:
+    """What it leaves out is no error of 8 bits, and 8 bits none of what it leaves out."""
+    q, k, v = make_qkv("randn", 2, 4, 2, 300, 500, 64, device=device)
+    generator = torch.Generator().manual_seed(0)
+    some = torch.rand(1, 4, 300, 500, generator=generator) < 0.5
+    some[:, :, :128, 128:256], some[:, :, :128, 256:384] = False, True
+    mask = ha.BlockMask.from_dense(some.to(device))
+    found = ha.check(q, k, v, block_mask=mask)
+    dense, masked = (ha.reference.attention(q, k, v, block_mask=x) for x in (None, mask))
+    assert found.pattern is not None
+    assert found.pattern.total == pytest.approx(relative_error(masked, dense), rel=0.1)
+    error = relative_error(ha.attention(q, k, v, block_mask=mask), masked)
+    assert found.errors[found.asked].total == pytest.approx(error, rel=0.1)
+    assert error < 0.1 < found.pattern.total
+    assert "block mask" in str(found)
+    everything = ha.check(q, k, v, block_mask=ha.BlockMask.from_dense(torch.ones_like(some).to(device)))
+    assert everything.pattern is not None
+    assert everything.pattern.total < 1e-12
+    assert ha.check(q, k, v).pattern is None
+
+
+def test_rows_of_a_mask(device: str) -> None:
+    some = torch.rand(2, 3, 300, 500, generator=torch.Generator().manual_seed(0)) < 0.5
+    some[:, :, 128:256, :128], some[:, :, :128, 256:384] = False, True
+    mask = ha.BlockMask.from_dense(some.to(device))
+    rows = torch.tensor([0, 5, 127, 128, 200, 299], device=device)
+    for b, h in ((0, 0), (1, 2)):
+        assert torch.equal(mask._seen_by(b, h, rows), mask.to_dense()[b, h, rows])

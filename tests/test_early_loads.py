@@ -14,7 +14,7 @@ import pytest
 
 import helion_attn as ha
 from helion_attn.compiler.passes import early_copies, single_k_buffer
-from helion_attn.compiler.passes.ttgir import COPY, EXPECT, VALUE, WAIT_FOR_PRODUCT
+from helion_attn.compiler.passes.ttgir import COPY, EXPECT, PRODUCT, VALUE, WAIT_FOR_PRODUCT
 from helion_attn.configs import tile_config
 from helpers.cases import IN_E4M3
 from helpers.ir_machine import Machine, run
@@ -61,6 +61,18 @@ KERNELS: dict[str, tuple[functools.partial[Any], str]] = {
     ),
 }
 
+#: Likewise, of kernels that walk a list of key blocks.
+LISTS: dict[str, tuple[functools.partial[Any], str]] = {
+    "list_2_stages": (functools.partial(compile_attention, 128, False, listed=True), "WIBECCBFIF"),
+    "list_3_stages": (functools.partial(compile_attention, 64, False, listed=True), "WIBECCBFIF"),
+    "list_in_turns": (
+        functools.partial(compile_attention, 256, False, recipe=ha.BALANCED, listed=True),
+        "WIBECCCBFIFIF",
+    ),
+    "list_delayed_v": (functools.partial(compile_attention, 128, False, recipe=ha.BF16, listed=True), "WIBECECBFWI"),
+    "list_hybrid": (functools.partial(compile_attention, 256, True, recipe=ha.HYBRID, listed=True), "WIBECECBFWI"),
+}
+
 LETTERS = {
     "ttng.wait_barrier": "W",
     "ttng.warp_group_dot": "I",
@@ -74,16 +86,16 @@ LETTERS = {
 @functools.cache
 def texts(name: str) -> tuple[str, str]:
     """Triton's IR of a kernel, and what the pass makes of it."""
-    before, after = shared_ir(KERNELS[name][0])[0]
+    before, after = shared_ir((KERNELS | LISTS)[name][0])[0]
     assert after is not None
     return before, after
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [*KERNELS, *LISTS])
 def test_order(name: str) -> None:
     _, _, body = split_at_loop(texts(name)[1])
     order = "".join(LETTERS.get(operation(line)[1], "") for line in body)
-    assert order == KERNELS[name][1]
+    assert order == (KERNELS | LISTS)[name][1]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -134,6 +146,52 @@ def test_blocks_and_buffers(name: str) -> None:
     for first in (0,) if starts_at_0 else (0, 5):
         for end in range(first, first + 9):
             assert_all_blocks(run(after, first, end), first, end, copies)
+
+
+def listed_block(place: int) -> int:
+    return place * place + 3
+
+
+def listed_entry(place: int) -> int:
+    return listed_block(place) if place % 3 else -1 - listed_block(place)
+
+
+def assert_blocks_of_list(text: str, first: int, end: int, tensors: int) -> None:
+    """Products find the block of each place, or a half of it."""
+    machine = run(text, first, end, {"%entries_size_0": 1000}, {"%entries": listed_entry})
+    if first < end:
+        assert len(machine.found) == tensors
+    for coordinates in machine.found.values():
+        whole = {place: listed_block(place) for place in range(first, end)}
+        halves = [{place: 2 * block + half for place, block in whole.items()} for half in range(2)]
+        assert coordinates in (whole, *halves)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_blocks_of_a_list(name: str) -> None:
+    """Likewise of a list, whose places begin anywhere."""
+    for first in (0, 5):
+        for end in range(first, first + 9):
+            assert_blocks_of_list(texts(name)[1], first, end, LISTS[name][1].count("C"))
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_the_next_entry_is_loaded_before_products(name: str) -> None:
+    """Triton has its load at the end of the iteration, right before it is used."""
+    for text, early in zip(texts(name), (False, True), strict=True):
+        body = split_at_loop(text)[2]
+        of_entry, product = (
+            next(i for i, line in enumerate(body) if what in line) for what in ("tt.addptr %entries", PRODUCT)
+        )
+        assert (of_entry < product) == early
+
+
+@pytest.mark.parametrize("name", ["list_in_turns", "list_delayed_v"])
+def test_another_entry_is_found_out(name: str) -> None:
+    wrong = changed(texts(name)[1], rf"(_before = arith\.shrsi ){VALUE}", r"\1%c0_i32", -1)
+    wrong = changed(wrong, rf"(_before = arith\.xori ){VALUE}", r"\1%c0_i32", -1)
+    with pytest.raises(AssertionError):
+        assert_blocks_of_list(wrong, 0, 7, LISTS[name][1].count("C"))
 
 
 @pytest.mark.parametrize("name", KERNELS)

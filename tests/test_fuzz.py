@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, scheduling
+from helion_attn.configs import ALL_8_BIT, MASK_BLOCK, SUPPORTED_D, packing, scheduling, uses_large_d
 from helion_attn.testing import make_qkv
 from helion_attn.validate.dense import IN_DTYPES, MAX_D, OUT_DTYPES
 from helpers.cases import PRESETS, RECIPES, Case, make_case
@@ -44,6 +44,7 @@ from helpers.fuzzing import (
     draw_head_dim,
     draw_rotation,
     goes_over_budget_unless,
+    make_block_mask,
     make_inputs,
     make_rope,
     make_sinks,
@@ -57,6 +58,11 @@ from helpers.memory import nan_filled_memory
 
 #: Cases a test without --fuzz-cases, here and of packed sequences: less than a minute of two cores.
 CASES_IN_CI, VARLEN_CASES_IN_CI = 2, 1
+
+
+def takes_block_masks(recipe: ha.Recipe, D: int, D_v: int) -> bool:
+    """Whether the kernel's key blocks are those of a mask."""
+    return not uses_large_d(D, D_v, recipe.bits) and packing(D, D_v, recipe.bits).bn == MASK_BLOCK
 
 
 def specialisations(count: int) -> list[Specialisation]:
@@ -81,7 +87,9 @@ def specialisations(count: int) -> list[Specialisation]:
         if layouts == "strided_d" or rng.random() < 0.5:
             rotation = None
         flags = (left, right, softcap, sinks, i % 3 == 1)
-        drawn.append(Specialisation(recipes[i % len(recipes)], D, D_v, dtype, out_dtype, layouts, *flags, rotation))
+        recipe = recipes[i % len(recipes)]
+        has_block_mask = i % 4 == 3 and takes_block_masks(RECIPES[recipe], D, D_v)
+        drawn.append(Specialisation(recipe, D, D_v, dtype, out_dtype, layouts, *flags, rotation, has_block_mask))
     return drawn
 
 
@@ -98,9 +106,13 @@ def check(spec: Specialisation, data: Data, device: str) -> None:
     sinks = make_sinks(qkv[0].size(1), data.seed, device) if spec.has_sinks else None
     rope = make_rope(spec.rotation, data.M, data.N, data.seed, device) if spec.rotation else None
     recipe, softcap = RECIPES[spec.recipe], data.softcap if spec.has_softcap else None
-    case = make_case(qkv, data.causal, data.sm_scale, recipe, rope, window, softcap, sinks)
+    (B, H, M), N = qkv[0].shape[:3], data.N
+    mask = make_block_mask(B, H, M, N, data.seed, device) if spec.has_block_mask else None
+    case = make_case(qkv, data.causal, data.sm_scale, recipe, rope, window, softcap, sinks, mask)
     given = qkv if data.layout == "bhsd" else [x.transpose(1, 2) for x in qkv]
     splits = data.splits if spec.has_splits else 1
+    # What a mask leaves of the keys is not known here, and they are split where that is asked for.
+    asked = None if mask is None else min(splits, -(-N // MASK_BLOCK))
     with nan_filled_memory(), mock.patch.object(scheduling, "key_splits", return_value=splits):
         result = ha.attention(
             *given,
@@ -112,6 +124,8 @@ def check(spec: Specialisation, data: Data, device: str) -> None:
             window=window,
             softcap=softcap,
             sinks=sinks,
+            block_mask=mask,
+            num_splits=asked,
             return_lse=data.return_lse,
             out_dtype=spec.out_dtype,
         )
@@ -240,6 +254,7 @@ MUTATIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "right_edge_one_less": lambda o: o | {"window": (o["window"][0], o["window"][1] - 1)},
     "softcap": lambda o: o | {"softcap": 1.5 * o["softcap"]},
     "sinks": lambda o: o | {"sinks": o["sinks"].roll(1)},
+    "block_mask": lambda o: o | {"block_mask": ha.BlockMask.from_dense(o["block_mask"].to_dense().roll(1, 3))},
     "sm_scale": lambda o: o | {"sm_scale": 1.2 * o["sm_scale"]},
     "pairing": lambda o: o | {"rope": dataclasses.replace(o["rope"], interleaved=False)},
     "q_positions": lambda o: o | {"rope": dataclasses.replace(o["rope"], q_positions=o["rope"].q_positions.roll(1))},
@@ -251,9 +266,9 @@ MUTATIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 def test_a_mutation_fails(mutation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rotation = Rotation(True, torch.bfloat16, 48, torch.int64)
     bf16 = torch.bfloat16
-    spec = Specialisation("balanced", 64, 64, bf16, bf16, "dense", True, True, True, True, True, rotation)
+    spec = Specialisation("balanced", 64, 64, bf16, bf16, "dense", True, True, True, True, True, rotation, True)
     views = (sbhd, slice_of_bs3hd, bshd)
-    data = Data(1, 2, 2, 150, 200, "randn", 0, views, "bshd", False, 9, 5, 0.3, 4.0, True, 2)
+    data = Data(1, 2, 2, 150, 200, "randn", 8, views, "bshd", False, 9, 5, 0.3, 4.0, True, 2)
     attention: Any = ha.attention
 
     def mutated(*qkv: torch.Tensor, **options: Any) -> Any:

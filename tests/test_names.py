@@ -41,7 +41,8 @@ def test_names_of_others_are_answered_with_the_right_one(function: Callable[...,
             parts.append(f"pass {ours}=0.5")
         assert_raises(function, {other: 0.5}, TypeError, parts)
     for other, remedy in NOT_HERE.items():
-        assert_raises(function, {other: None}, TypeError, [f"no argument {other}: {remedy}"])
+        if other not in parameters:
+            assert_raises(function, {other: None}, TypeError, [f"no argument {other}: {remedy}"])
     for name in parameters:
         if len(name) > 3:
             misspelt = name[:2] + name[3:]

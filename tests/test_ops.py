@@ -88,11 +88,21 @@ def test_every_op_is_recorded(device: str) -> None:
         ha.attention_quantized(ha.quantize(*qkv_on(device)))
         ha.pack(**e4m3_on(device))
         ha.hadamard(qkv_on(device)[0])
+        ha.BlockMask.from_dense(torch.ones(4, 4, dtype=torch.bool, device=device))
         decode(*kv_on(device))
         ha.attention_varlen(*varlen_on(device))
         over_ranks(device)
     registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("helion_attn::")]
     assert sorted(recorder.calls) == sorted(registered)
+
+
+def test_opcheck_of_bits_of_masks(device: str) -> None:
+    """Of blocks that are all seen in part: the bits of others are undefined."""
+    dense = torch.arange(2 * 200 * 301, device=device).view(2, 1, 200, 301) % 3 > 0
+    with Recorder() as recorder:
+        ha.BlockMask.from_dense(dense)
+    ((op, arguments),) = recorder.calls.values()
+    torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 
 OPCHECKED = {name: RECIPES[name] for name in (*LADDER, "q_block", "e5m2") if name != "bf16"}
@@ -120,6 +130,17 @@ def test_opcheck_of_masks_and_sinks(recipe: ha.Recipe, device: str) -> None:
     with Recorder() as recorder:
         ha.attention(*qkv_on(device), recipe=recipe, **options)
         ha.attention_quantized(packed, **options)
+    for op, arguments in recorder.calls.values():
+        torch.library.opcheck(op, arguments, test_utils=CHECKS)
+
+
+def test_opcheck_of_block_masks(device: str) -> None:
+    q, k, v = qkv_on(device)
+    seen = torch.arange(q.size(2) * k.size(2), device=device).view(q.size(2), k.size(2)) % 3 > 0
+    mask = ha.BlockMask.from_dense(seen)
+    with Recorder() as recorder:
+        ha.attention(q, k, v, block_mask=mask)
+        ha.attention_quantized(ha.quantize(q, k, v), block_mask=mask)
     for op, arguments in recorder.calls.values():
         torch.library.opcheck(op, arguments, test_utils=CHECKS)
 

@@ -15,7 +15,7 @@ from helion_attn.ops.dense import MAX_QUANTISED_D
 from helion_attn.testing import fake_cuda
 from helion_attn.types import Layout
 from helpers.calls import attend_alone
-from helpers.offline import Compilations, compilations, fake_cache, fake_qkv
+from helpers.offline import Compilations, compilations, fake_block_mask, fake_cache, fake_qkv
 
 MOST = 2
 
@@ -66,6 +66,15 @@ def test_many_lengths() -> None:
 def test_query_and_key_lengths_differ() -> None:
     lengths = list(zip(random_lengths(2, 10), random_lengths(3, 10), strict=True))
     assert_few(run_lengths(lengths, 64, False, "bshd"), 2)
+
+
+def test_block_masks() -> None:
+    """Of many lengths, and of one or all sequences and heads."""
+    sizes = zip(random_lengths(7, 12), random_lengths(8, 12), [1, 1, 4] * 4, strict=True)
+    with compilations() as seen:
+        for M, N, heads in sizes:
+            attend_alone(fake_qkv(1, 4, 2, M, N, 64), options={"block_mask": fake_block_mask(1, heads, M, N)})
+    assert_few(seen)
 
 
 def test_heads_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.configs import SUPPORTED_D
+from helion_attn.configs import MASK_BLOCK, SUPPORTED_D
 from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.ops import varlen
-from helion_attn.preprocess import pack_kv, pack_q, sample
+from helion_attn.preprocess import mask_bits, pack_kv, pack_q, sample
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import Layout
 from helion_attn.varlen import varlen_problem
@@ -191,3 +191,20 @@ def test_appending(D: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_appending_with_rope(interleaved: bool) -> None:
     assert_sound(compile_append(128, torch.bfloat16, interleaved))
+
+
+@pytest.mark.parametrize(("N", "width"), [(4096, 16), (4100, 4)])
+def test_bits_of_a_mask(N: int, width: int) -> None:
+    """Loads are as wide as rows are aligned, and instructions few enough for the memory's bandwidth."""
+
+    def launch() -> None:
+        with launching():
+            mask_bits.launch(mask_bits.MaskBitsProblem(fake_cuda(1, 2, 1000, N, dtype=torch.bool), N))
+
+    (kernel,) = compile_for_sm90(launch)
+    assert_sound(kernel)
+    assert widths(kernel, "LDG") == {width}
+    assert kernel.opcodes["LDG"] == MASK_BLOCK**2 // (128 * width)
+    # A thread of 128 has 128 bytes: at 1,000 instructions, four warps an SM's cycle read 3.8 TB/s.
+    assert width < 16 or sum(kernel.opcodes.values()) < 1000
+    assert kernel.ctas_per_sm >= 5

@@ -14,6 +14,9 @@ SUPPORTED_D = (32, 64, 128, 256)
 #: Bits of Q and K, and of P and V: 8-bit numbers.
 ALL_8_BIT = (8, 8)
 
+#: Queries of a row block of a `BlockMask`, and keys of a key block.
+MASK_BLOCK = 128
+
 #: Channels of a fresh product of P and V for which registers have room beside the sum of 256.
 MAX_FRESH_D = 128
 

@@ -54,7 +54,7 @@ from helion_attn.compiler.buffers import sm_count
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
-from helion_attn.configs import MAX_FRESH_D, TileConfig, scheduling
+from helion_attn.configs import MASK_BLOCK, MAX_FRESH_D, TileConfig, scheduling
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.keys import (
     at_edge,
@@ -65,6 +65,14 @@ from helion_attn.kernels.lib.keys import (
     k_descale_of,
     keys_of,
     next_k_descale,
+)
+from helion_attn.kernels.lib.lists import (
+    block_at_edge,
+    block_of_place,
+    first_entry_of,
+    list_arguments,
+    next_entry_of,
+    within_tile,
 )
 from helion_attn.kernels.lib.masks import Bounds, bounds_of_rows, visible_keys, within_bounds
 from helion_attn.kernels.lib.query import Query, quantised_rows, query_arguments
@@ -111,7 +119,7 @@ from helion_attn.numerics import (
     keeps_reference,
     takes_bits,
 )
-from helion_attn.problem import NO_PARTS, AttentionProblem, GatheredParts, magic
+from helion_attn.problem import NO_PARTS, AttentionProblem, GatheredParts, ListSteps, list_steps, magic
 
 
 def fp8_attn_fwd(
@@ -134,6 +142,10 @@ def fp8_attn_fwd(
     q_positions: torch.Tensor,
     row_bounds: torch.Tensor,  # [2, M_blocks * bm] if bounded
     block_bounds: torch.Tensor,  # [M_blocks, 4] if bounded
+    lists: torch.Tensor,  # [lists * 2] if listed
+    entries: torch.Tensor,  # [lists * N_blocks] if listed
+    tile_of: torch.Tensor,  # as `entries`, or of one element
+    tiles: torch.Tensor,  # [T * MASK_BLOCK * words of a row] if listed
     out: torch.Tensor,  # [B * H * M, D_v], or [splits * B * H * M, D_v] if split, written
     lse: torch.Tensor,  # [B * H * M], or [splits * B * H * M], written
     m_len: int,
@@ -152,6 +164,7 @@ def fp8_attn_fwd(
     head_group: int,
     parts: GatheredParts,
     key_magic: int,
+    list_steps: ListSteps,
     qk_scale: float,
     softcap_log2: float,
     spec: hl.constexpr,  # AttentionSpec
@@ -184,6 +197,9 @@ def fp8_attn_fwd(
     out and lse have the rows of all parts. There is no `varlen`, `split` or `pack_gqa`. With `bounded` besides, a row
     sees the keys from one position up to another: `row_bounds` has these of every row, `block_bounds` what follows of a
     block's key blocks; and there are no edges.
+
+    With `listed` the loop walks places of a list of key blocks: `kernels.lib.lists` says which. There is no `varlen`,
+    `gathered` or `pack_gqa`.
     """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
@@ -202,6 +218,8 @@ def fp8_attn_fwd(
     hl.specialize((q8.size(3), v8.size(2), v8.size(3)))
     if spec.quantises_q:
         m_blocks = (m_len + bm - 1) // bm
+        if spec.listed:
+            m_blocks = list_steps.row_blocks * (MASK_BLOCK // bm)
         hl.specialize((q.stride(0), cos.stride(0), sin.stride(0), k_mean.stride(0)))
     else:
         m_blocks = q8.size(1)
@@ -211,6 +229,7 @@ def fp8_attn_fwd(
     # Row sums are carried this wide and reduced across lanes once, after the loops.
     l_lanes = 8
     # Known strides keep the stores 16 bytes wide.
+    hl.specialize((lists.stride(0), entries.stride(0), tile_of.stride(0), tiles.stride(0)))
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0)))
 
     if spec.pack_gqa:
@@ -219,15 +238,19 @@ def fp8_attn_fwd(
         hl.specialize((q_rows.stride(0), q_rows.stride(1)))
     else:
         head_size, blocks = bh_size, m_blocks
+    if spec.listed:
+        blocks = list_steps.row_blocks * (MASK_BLOCK // bm)
+        hl.specialize(k_descale.stride(0))
     grid_heads = splits * head_size if spec.split else head_size
-    heads_at_once = head_group if spec.has_right and not (spec.has_left or spec.varlen or spec.split) else 1
+    rows_differ = spec.listed or (spec.has_right and not spec.has_left)
+    heads_at_once = head_group if rows_differ and not (spec.varlen or spec.split) else 1
     for grid_group, program in hl.grid([grid_heads // heads_at_once, blocks * heads_at_once]):
         grid_head = grid_group * heads_at_once + program % heads_at_once
         grid_block = program // heads_at_once
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         rows = rows_of(
-            q_blocks, grid_head, grid_block, head_size, blocks, k8.size(0), n_blocks, head_group, group, m_len, n_len,
-            bm, bn, parts, spec,
+            q_blocks, lists, grid_head, grid_block, head_size, blocks, k8.size(0), n_blocks, head_group, group, m_len,
+            n_len, bm, bn, m_blocks, parts, list_steps, spec,
         )  # fmt: skip
         keys = keys_of(block_bounds, rows, grid_head, head_size, splits, n_len, left, right, bm, bn, parts, spec)
         # Helion's branches take no record of several tensors.
@@ -258,10 +281,12 @@ def fp8_attn_fwd(
             q_scale = hl.load(q_descale, [packed_rows])
         else:
             q_scale = hl.load(q_descale, [first_packed_row(rows, m_blocks, bm, spec)])
+        entry = first_entry_of(entries, run_begin, spec)
+        first_block = block_of_place(run_begin, entry, spec)
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if spec.k_block_descales:
-            k_scale = first_k_descale(k_descale, run_begin, kv, first_descale, n_blocks, parts, spec)
+            k_scale = first_k_descale(k_descale, first_block, kv, first_descale, n_blocks, parts, spec)
         else:
             k_scale = k_descale[rows.descale_row]
         # [bm, D_pad]
@@ -292,7 +317,11 @@ def fp8_attn_fwd(
         keys_from, keys_up_to = bounds_of_rows(row_bounds, rows.m_block, bm, spec.bounded)
 
         n_special = first_special_block(keys, spec)
-        for j in hl.grid(run_begin, run_end):
+        for place in hl.grid(run_begin, run_end):
+            entry_at_hand, j = entry, block_of_place(place, entry, spec)
+            if spec.listed:
+                entry = next_entry_of(entries, place, run_end)
+            next_block = block_of_place(place, entry, spec)
             s_scale_log2 = q_scale_log2 * k_scale
             # Masked scores, -inf before they are scaled, stay so: no scale is 0.
             if spec.half_scores:
@@ -302,7 +331,7 @@ def fp8_attn_fwd(
             # Not "large", since a NaN is not within.
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
             if spec.k_block_descales:
-                k_scale = next_k_descale(k_descale, j, run_end, kv, first_descale, n_blocks, spec)
+                k_scale = next_k_descale(k_descale, next_block, run_end, kv, first_descale, n_blocks, spec)
             # [bn, D_pad] and [d_v_tile, bn], or of 16 bits [bn, D_v_pad]
             k_block, v_block, v_high, part = block_of_keys(k8, v8, j, kv, head_first, key_magic, parts, spec)
             # [bm, bn]
@@ -310,7 +339,7 @@ def fp8_attn_fwd(
             s, s_scale_log2 = softmax_input(s, s_scale_log2, softcap_log2, shift, spec)
             # Blocks at an edge of what is visible, those that references come from, and those of a large scale: one
             # branch for all.
-            edge = at_edge(j, part, n_special, n_full, parts, spec)
+            edge = at_edge(j, part, entry_at_hand, n_special, n_full, parts, spec)
             if spec.p_bits:
                 special = edge
             else:
@@ -321,11 +350,14 @@ def fp8_attn_fwd(
                     # m_i from it.
                     s = scaled(s - spec.softmax_bias, s_scale_log2, spec.softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
-                first_key, keys_end = first_key_of_block(j, part, key_end, bn, parts, spec)
+                first_key, keys_end = first_key_of_block(
+                    block_at_edge(place, entry_at_hand, spec), part, key_end, bn, parts, spec
+                )
                 positions = first_key + hl.arange(bn)
                 on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
                 visible = visible_keys(positions, on_diagonal, keys_end, left, right, spec)
                 visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.bounded)
+                visible = within_tile(visible, tile_of, tiles, place, entry_at_hand, row_begin, bm, bn, spec)
                 s = hidden(s, visible, bm, bn, spec)
                 if spec.keeps_reference:
                     m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
@@ -504,7 +536,8 @@ def launch(
     half_scores = p_bits and a.recipe.half_scores and not choices["has_softcap"]
     in_halves = two_level and v8.size(2) > MAX_FRESH_D
     head_group = 1
-    if a.softmax.rows_differ and not in_parts:
+    listed = a.block_mask.listed
+    if (a.softmax.rows_differ or listed) and not in_parts:
         places = sm_count(q8), tile.ctas_per_sm
         if q_blocks is not None:
             head_group = scheduling.group_programs(*places)
@@ -521,7 +554,8 @@ def launch(
         p_offset_log2=float(a.recipe.p_offset),
         **choices,
         has_sinks=part_sinks is not None,
-        keeps_reference=keeps_reference(q8.dtype, v8.dtype, tile.D_pad),
+        # The first block of a list need not be one that all rows see.
+        keeps_reference=keeps_reference(q8.dtype, v8.dtype, tile.D_pad) and not listed,
         two_level=two_level,
         own_reference=own_reference,
         p_bits=p_bits,
@@ -536,6 +570,7 @@ def launch(
         mirrored=parts_at.mirrored,
         same_places=parts_at.k_rank_step == parts_at.v_rank_step,
         bounded=bounds is not None,
+        listed=listed,
         query=query_spec,
         is_cuda=q8.is_cuda,
     )
@@ -555,6 +590,7 @@ def launch(
             **of_query,
             "row_bounds": q_descale if bounds is None else bounds.rows,
             "block_bounds": q_descale if bounds is None else bounds.blocks,
+            **list_arguments(a.block_mask, q_descale),
             "out": parts.view(-1, out.size(-1)),
             "lse": part_lse.view(-1),
             **sizes,
@@ -562,6 +598,7 @@ def launch(
             "head_group": head_group,
             "parts": parts_at,
             "key_magic": magic(parts_at.key_part_blocks),
+            "list_steps": list_steps(a.block_mask, sizes["heads"]),
             **a.softmax.scales(),
             "spec": spec,
         }

@@ -52,6 +52,7 @@ class Shape(NamedTuple):
         heads: B * H and B * H_kv.
         blocks: packed blocks of a head's queries, and of its keys.
         m_len: and the rest, as in `AttentionProblem`.
+        listed: there is a block mask.
     """
 
     heads: tuple[int, int]
@@ -62,6 +63,7 @@ class Shape(NamedTuple):
     softmax: Softmax
     recipe: Recipe
     num_splits: int | None
+    listed: bool
 
 
 def shape_of(a: AttentionProblem) -> Shape:
@@ -76,6 +78,7 @@ def shape_of(a: AttentionProblem) -> Shape:
         softmax=a.softmax,
         recipe=a.recipe,
         num_splits=a.num_splits,
+        listed=a.block_mask.listed,
     )
 
 
@@ -85,6 +88,9 @@ def choose(shape: Shape, sm_count: int) -> Choice:
     tile = _tile(shape.d, shape.d_v, shape.softmax.right >= 0, shape.recipe.bits, load)
     if isinstance(tile, LargeTileConfig):
         return Choice(tile, splits=1, pack_gqa=False)
+    if shape.listed:
+        # How many key blocks a row block visits, and which heads visit the same, is on the GPU alone.
+        return Choice(tile, splits=1 if shape.num_splits is None else shape.num_splits, pack_gqa=False)
     pack_gqa, splits = scheduling.schedule(
         tile, shape.heads, shape.blocks, shape.m_len, shape.softmax.left, shape.softmax.right, sm_count
     )

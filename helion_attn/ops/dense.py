@@ -26,6 +26,7 @@ def shape_of_dense(a: DenseProblem) -> Shape:
         softmax=a.softmax,
         recipe=a.recipe,
         num_splits=a.num_splits,
+        listed=a.block_mask.listed,
     )
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from typing_extensions import Unpack
 
-from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd
+from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd, visible_scores
 from helion_attn.types import OracleOptions
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    from helion_attn.block_mask import BlockMask
 
 #: Scores held at once, in elements: bounds the memory at any length.
 _SCORES_AT_ONCE = 2**26
@@ -42,6 +47,7 @@ def attention(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * sm_scale) v in fp64, the textbook way, a run of query rows of one head at a time.
@@ -58,6 +64,7 @@ def attention(
         softcap: scaled scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
         sinks: [H], one more logit of the softmax for each head, with no value (gpt-oss). A row that sees no key gives
             0 still, and lse its sink.
+        block_mask: which scores there are besides, as `helion_attn.attention` has it.
         return_lse: also return the log-sum-exp of the scores as the softmax sees them, sinks included, natural log.
 
     Returns:
@@ -70,6 +77,7 @@ def attention(
     out = q.new_empty((B, H, M, v.shape[3]), dtype=torch.float64)
     lse = q.new_empty((B, H, M), dtype=torch.float64)
     rows = max(1, _SCORES_AT_ONCE // N)
+    visible = visible_scores(block_mask, B, H)
     for b in range(B):
         for h_kv in range(H_kv):
             k64, v64 = k[b, h_kv].double(), v[b, h_kv].double()
@@ -81,6 +89,8 @@ def attention(
                     if softcap is not None:
                         s = softcap * torch.tanh(s / softcap)
                     s = hide_keys(s, i, 0, M, N, causal, window)
+                    if visible is not None:
+                        s = s.masked_fill(~visible[b, h, i : i + rows], float("-inf"))
                     sink = s.new_tensor(float("-inf")) if sinks is None else sinks[h].double()
                     # [rows]. Not by the lse: of large scores its last digit is more than the logarithm of a count.
                     top = torch.maximum(s.amax(1), sink)

@@ -7,7 +7,7 @@ are computed in fp64 before that, so that the order of the kernels' fp32 sums is
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 from typing_extensions import Unpack
@@ -35,8 +35,13 @@ from helion_attn.numerics import (
 from helion_attn.reference.hadamard import hadamard
 from helion_attn.reference.reflect import reflect
 from helion_attn.reference.rope import apply_rope_qk
-from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd
+from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd, visible_scores
 from helion_attn.types import BALANCED, ModelOptions, Recipe, Rope, as_recipe, check_quantises
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    from helion_attn.block_mask import BlockMask
 
 
 class RoundedQKV(NamedTuple):
@@ -291,6 +296,7 @@ def fp8_attention(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     block_n: int | None = None,
@@ -322,6 +328,7 @@ def fp8_attention(
         softcap: scaled scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
         sinks: [H], one more logit of the softmax for each head, with no value (gpt-oss). A row that sees no key gives
             0 still, and lse its sink.
+        block_mask: which scores there are besides, as `helion_attn.attention` has it.
         return_lse: also return the fp32 lse [B, H, M], natural log.
         out_dtype: the output's; q's by default.
         block_n: keys of a block; `bn` of the kernel's config by default.
@@ -339,6 +346,7 @@ def fp8_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        block_mask=block_mask,
         block_n=block_n,
     )
     out = to_bhsd(out.to(out_dtype or q.dtype), layout)
@@ -354,6 +362,7 @@ def attend(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    block_mask: BlockMask | FlexMask | None = None,
     block_n: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` of `fp8_attention`, fp32, BHSD, from what is quantised."""
@@ -370,6 +379,7 @@ def attend(
     own = recipe.bits[1] == 8 and recipe.promote_every != 0
     bits = own and takes_bits(recipe.pv_dtype, max(D, D_v))
     half = bits and recipe.half_scores and softcap is None
+    visible = visible_scores(block_mask, B, H)
 
     def walk(keeps: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`(m_i, l_i, acc)` of all keys; with `keeps` against the maximum of a row's first block."""
@@ -389,6 +399,8 @@ def attend(
                 s = s * LN2 + scale * r.lse_shift.unsqueeze(3)
                 s = softcap * LOG2E * torch.tanh(s / softcap)
             s = hide_keys(s, 0, j, M, N, causal, window)
+            if visible is not None:
+                s = s.masked_fill(~visible[..., j : j + bn], float("-inf"))
             top = below(s.amax(3, keepdim=True), recipe.p_offset)
             m_run = torch.maximum(m_run, top)
             if own:
@@ -412,7 +424,7 @@ def attend(
             m_i = m_new
         return m_i, l_i, acc
 
-    keeps = keeps_reference(recipe.qk_dtype, recipe.pv_dtype, max(D, D_v))
+    keeps = keeps_reference(recipe.qk_dtype, recipe.pv_dtype, max(D, D_v)) and visible is None
     m_i, l_i, acc = walk(keeps)
     if keeps:
         again = l_i > MAX_ROW_SUM

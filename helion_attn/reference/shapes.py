@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    from helion_attn.block_mask import BlockMask
 
 
 def to_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -42,6 +49,14 @@ def hide_keys_of_rows(
     if left >= 0:
         s = s.masked_fill(from_diagonal < -left, float("-inf"))
     return s
+
+
+def visible_scores(mask: BlockMask | FlexMask | None, B: int, H: int) -> torch.Tensor | None:
+    """A block mask by scores, bool [B, H, M, N], or None."""
+    from helion_attn.block_mask import as_block_mask
+
+    made = as_block_mask(mask)
+    return None if made is None else made.to_dense().expand(B, H, -1, -1)
 
 
 def hide_future_keys(s: torch.Tensor) -> torch.Tensor:

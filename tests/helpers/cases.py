@@ -117,6 +117,7 @@ class Case:
     window: tuple[int, int] | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    block_mask: ha.BlockMask | None = None
 
     def run(self, out_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The package's `(out, lse)`."""
@@ -129,6 +130,7 @@ class Case:
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
+            block_mask=self.block_mask,
             return_lse=True,
             out_dtype=out_dtype,
         )
@@ -157,6 +159,8 @@ class Case:
         s = q8 @ k8.mT * default_sm_scale(self.sm_scale, q.size(3))
         lost = TENSOR_CORE_ERROR * s.abs().amax(3, keepdim=True)
         s = hide_keys(s, 0, 0, q.size(2), k.size(2), self.causal, self.window)
+        if self.block_mask is not None:
+            s = s.masked_fill(~self.block_mask.to_dense(), float("-inf"))
         taken = (s.amax(3, keepdim=True) - s <= lost) & (lost > 1)
         errors = torch.cdist(self.oracle, v) * (taken & (taken.sum(3, keepdim=True) > 1))
         return (errors.amax(3).norm() / self.oracle.norm()).item()
@@ -210,6 +214,7 @@ def make_case(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    block_mask: ha.BlockMask | None = None,
 ) -> Case:
     q, k, v = qkv
     rotated = (q, k) if rope is None else apply_rope_qk(q, k, rope)
@@ -221,6 +226,7 @@ def make_case(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        block_mask=block_mask,
         return_lse=True,
     )
     model = ha.reference.fp8_attention(
@@ -232,10 +238,11 @@ def make_case(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        block_mask=block_mask,
         return_lse=True,
         out_dtype=torch.float32,
     )
-    return Case(qkv, causal, sm_scale, recipe, *oracle, *pair(model), rope, window, softcap, sinks)
+    return Case(qkv, causal, sm_scale, recipe, *oracle, *pair(model), rope, window, softcap, sinks, block_mask)
 
 
 @functools.lru_cache(maxsize=8)

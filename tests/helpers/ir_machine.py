@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from helion_attn.compiler.passes.ttgir import VALUE
@@ -12,8 +13,10 @@ from helpers.passes import operation, split_at_loop
 class Machine:
     """A warp that runs the integers of a kernel: what its buffers hold, and which are read, or free."""
 
-    def __init__(self, values: dict[str, int]) -> None:
+    def __init__(self, values: dict[str, int], memory: dict[str, Callable[[int], int]] | None = None) -> None:
         self.values: dict[str, Any] = dict(values)
+        #: What pointers point to, by their names.
+        self.memory = memory or {}
         #: The block of now, and of each buffer's name the coordinate that a product found in it, by block.
         self.block = -1
         self.found: dict[str, dict[int, int]] = {}
@@ -45,6 +48,11 @@ class Machine:
                 self.values[defined] = result
 
     def step(self, op: str, rest: str, names: list[str], given: list[Any]) -> Any:
+        if op == "tt.addptr" and (names[0] in self.memory):
+            return (names[0], given[1])
+        if op == "tt.load" and isinstance(given[0], tuple):
+            pointer, at = given[0]
+            return self.memory[pointer](at) if len(given) == 1 or given[1] else None
         match op.removeprefix("ttng.").removeprefix("ttg."):
             case "gpu.barrier":
                 # What all warps have read is free.
@@ -113,6 +121,8 @@ class Machine:
                 return given[0] % given[1]
             case "arith.andi":
                 return given[0] & given[1]
+            case "arith.shrsi":
+                return given[0] >> given[1]
             case "arith.xori":
                 return given[0] ^ given[1]
             case "arith.select":
@@ -125,8 +135,17 @@ class Machine:
         return None
 
 
-def run(text: str, first: int, end: int, arguments: dict[str, int] | None = None) -> Machine:
-    """The loads of a program with key blocks `first` to `end`; arguments that are not given are 1."""
+def run(
+    text: str,
+    first: int,
+    end: int,
+    arguments: dict[str, int] | None = None,
+    memory: dict[str, Callable[[int], int]] | None = None,
+) -> Machine:
+    """The loads of a program with key blocks `first` to `end`; arguments that are not given are 1.
+
+    `memory` is what pointers among the arguments point to.
+    """
     before, loop, body = split_at_loop(text)
     bounds = re.search(rf"scf\.for ({VALUE}) = ({VALUE}) to ({VALUE}) ", loop)
     assert bounds is not None
@@ -134,7 +153,7 @@ def run(text: str, first: int, end: int, arguments: dict[str, int] | None = None
     # Of the first program.
     (function,) = [line for line in before if "tt.func " in line]
     ones = dict.fromkeys(re.findall(rf"({VALUE}): i(?:32|64)", function), 1)
-    machine = Machine(ones | (arguments or {}) | {first_name: first, end_name: end})
+    machine = Machine(ones | (arguments or {}) | {first_name: first, end_name: end}, memory)
     machine.run([line for line in before if operation(line)[0] not in (first_name, end_name)])
     carried = re.findall(rf"({VALUE}) = ({VALUE})", loop.split("iter_args(")[1])
     machine.values |= {name: machine.value(start) for name, start in carried}

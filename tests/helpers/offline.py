@@ -129,6 +129,13 @@ def fake_qkv(
         )
 
 
+def fake_block_mask(B: int, H: int, M: int, N: int) -> ha.BlockMask:
+    """A mask on cuda:0 that has blocks seen in part."""
+    rows, keys = -(-M // 128), -(-N // 128)
+    shapes = (B, H, rows, 2), (B, H, rows, keys), (B, H, rows, keys), (50, 128, 4)
+    return ha.BlockMask._of_lists(M, N, *(fake_cuda(*shape, dtype=torch.int32) for shape in shapes))
+
+
 def compile_quantize(
     make_qkv: Callable[[], tuple[torch.Tensor, ...]],
     *,
@@ -182,20 +189,36 @@ def products_in_flight(kernel: Sm90Kernel) -> bool:
     return not all("gsb0" in product for product in products)
 
 
-def instructions_of_loop(kernel: Sm90Kernel) -> list[str]:
-    """Opcodes of the first loop that holds a product, with their modifiers."""
+def _first_loop(kernel: Sm90Kernel) -> tuple[list[str], list[tuple[int, int]]]:
+    """Opcodes of the first loop that holds a product, with their modifiers, and what its branches forward may skip."""
     code: list[str] = []
     labels: dict[str, int] = {}
-    loops = []
+    loops: list[tuple[int, int]] = []
+    forward: list[tuple[int, str]] = []
     for line in kernel.sass.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(code)
         elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9_.]*)(.*)", line):
             code.append(found[1])
-            back = re.search(r"\.L_x_\d+", found[2]) if opcode(found[1]) == "BRA" else None
-            if back and back[0] in labels:
-                loops.append(code[labels[back[0]] :])
-    return next(loop for loop in loops if {"QGMMA", "HGMMA"} & {opcode(x) for x in loop})
+            to = re.search(r"\.L_x_\d+", found[2]) if opcode(found[1]) == "BRA" else None
+            if to and to[0] in labels:
+                loops.append((labels[to[0]], len(code)))
+            elif to:
+                forward.append((len(code), to[0]))
+    begin, end = next((a, b) for a, b in loops if {"QGMMA", "HGMMA"} & {opcode(x) for x in code[a:b]})
+    skipped = [(at - begin, labels[to] - begin) for at, to in forward if begin < at <= labels[to] <= end]
+    return code[begin:end], skipped
+
+
+def instructions_of_loop(kernel: Sm90Kernel) -> list[str]:
+    """Opcodes of the first loop that holds a product, with their modifiers."""
+    return _first_loop(kernel)[0]
+
+
+def instructions_of_whole_block(kernel: Sm90Kernel) -> list[str]:
+    """Those of `instructions_of_loop` that a block takes all of whose scores are seen: without what branches skip."""
+    loop, skipped = _first_loop(kernel)
+    return [x for i, x in enumerate(loop) if not any(begin <= i < end for begin, end in skipped)]
 
 
 def loop_of(kernel: Sm90Kernel) -> list[str]:
@@ -277,9 +300,11 @@ def compile_attention(
     softcap: float | None = None,
     sinks: bool = False,
     B: int = BATCH,
+    listed: bool = False,
 ) -> Sm90Kernel:
     """The attention kernel alone: what `quantize` would give it comes from the ops' fakes."""
     options: Any = {"layout": layout, "recipe": recipe, "D_v": D_v, "window": window, "softcap": softcap}
+    options["listed"] = listed
     (kernel,) = compile_shape(B, QUERIES, 3000, D, causal, out_dtype, sinks=sinks, **options)
     return kernel
 
@@ -297,8 +322,9 @@ def compile_shape(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    listed: bool = False,
 ) -> list[Sm90Kernel]:
-    """The attention kernel and, where keys are split, what merges them."""
+    """The attention kernel and, where keys are split, what merges them; if `listed` with a block mask."""
 
     def launch() -> None:
         qkv = fake_qkv(B, HEADS, 2, M, N, D, layout=layout, D_v=D_v)
@@ -313,6 +339,7 @@ def compile_shape(
                 window=window,
                 softcap=softcap,
                 sinks=fake_cuda(4) if sinks else None,
+                block_mask=fake_block_mask(B, HEADS, M, N) if listed else None,
                 out_dtype=out_dtype,
             )
 

@@ -32,6 +32,7 @@ SPEC = AttentionSpec(
     mirrored=False,
     same_places=True,
     bounded=False,
+    listed=False,
     query=None,
     is_cuda=False,
 )

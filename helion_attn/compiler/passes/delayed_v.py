@@ -35,6 +35,7 @@ from helion_attn.compiler.passes.ttgir import (
     matched,
     operands,
     renamed,
+    source,
 )
 
 #: Bytes of the elements that K and V have.
@@ -54,7 +55,7 @@ def with_delayed_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[st
         loop: as it is.
         copies: of K and of V, and what they need.
         rest: its body without them.
-        ahead: names of the block that it copies, j + 1.
+        ahead: names of the block that it copies, j + 1; none where that is from a list.
 
     Raises:
         Refused: the loop is another.
@@ -90,8 +91,12 @@ def with_delayed_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[st
         raise Refused("V is not read where its barrier is")
     # What says where V is copied from, of the block at hand: names, and lines that compute them. What is not computed
     # from the block ahead is from j, as j + 2 where a block's place needs j + 1.
-    names, of_block = {**dict.fromkeys(ahead, j), j: BLOCK_BEFORE}, []
-    for line in copies:
+    if ahead:
+        names = {**dict.fromkeys(ahead, j), j: BLOCK_BEFORE}
+        of_block = list[str]()
+    else:
+        names, of_block = loop.of_iteration_before(name for line in of_v for name in source(line))
+    for line in copies if ahead else ():
         if (name := defined(line)) and name not in ahead and names.keys() & set(re.findall(VALUE, line)):
             names[name] = f"{name}_delayed"
             of_block.append(renamed(line, names))
@@ -103,7 +108,7 @@ def with_delayed_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[st
             rf"arith\.addi {re.escape(j)}, ({VALUE}) : (i32|i64)",
         )
         of_block.insert(0, f"{indentation(body[0])}{BLOCK_BEFORE} = arith.subi {j}, {one_block} : {integer}")
-    places = [names.get(name, name) for line in of_v for name in operands(line)[1:-3]]
+    places = [names.get(name, name) for line in of_v for name in source(line)]
     varying = {name for line in body if (name := defined(line))}
     if varying & {*places, *(name for line in of_block for name in operands(line))}:
         raise Refused("where V is copied from is computed apart from its copies")

@@ -21,6 +21,10 @@ or V in pieces, the copies follow that wait or, with pieces of Q, the last of th
 of Q and three stages are left as they are; two-level ones of one warpgroup and two stages have K in one buffer
 (`single_k_buffer`).
 
+Where a list says which block an iteration is of, the loop carries the list's entries on from the iteration that copies
+to that of the products: what is copied later takes the entry of the iteration before. The next entry is loaded at the
+beginning of an iteration. Triton has that at its end, right before it is used.
+
 The wait for Q, which Triton has where Q is loaded, moves after the first copies of K and V.
 
 No sum changes. A loop that does not look like the above stays as it is, and the outcome says what is other.
@@ -40,6 +44,7 @@ from helion_attn.compiler.passes.ttgir import (
     COPY,
     EXPECT,
     PRODUCT,
+    VALUE,
     WAIT_FOR_COPIES,
     WAIT_FOR_PRODUCT,
     Loop,
@@ -50,6 +55,7 @@ from helion_attn.compiler.passes.ttgir import (
     operands,
     over_loop,
     renamed,
+    source,
     taken_out,
     uses,
 )
@@ -66,12 +72,31 @@ def _ahead(loop: Loop, lines: list[str], stages: int) -> list[int]:
     return [i for i, line in enumerate(lines) if re.search(pattern, line)]
 
 
+def _of_list(loop: Loop, stages: int) -> bool:
+    """Whether an iteration copies what the loop carries the index of, and if there is the one `stages - 1` ahead."""
+    try:
+        loop.of_iteration_before(name for i in loop.find(COPY) for name in source(loop.body[i]))
+    except Refused:
+        return False
+    _, valid, *_ = operands(loop.body[loop.find(EXPECT)[0]])
+    compared = re.search(rf"arith\.cmpi slt, {re.escape(loop.j)}, ({VALUE}) :", loop.definitions.get(valid, ""))
+    last = rf"arith\.subi {re.escape(operands(loop.head)[2])}, %c{stages - 1}_i(32|64)(_\d+)? :"
+    return compared is not None and re.search(last, loop.definitions.get(compared.group(1), "")) is not None
+
+
+def _with_early_loads(loop: Loop) -> Loop:
+    """The loop with what it loads behind its products at its beginning."""
+    last = loop.find(PRODUCT)[-1]
+    ahead, rest = taken_out(loop.body, [i for i in loop.find("tt.load ") if i > last], 0)
+    return replace(loop, body=[*ahead, *rest])
+
+
 def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: int) -> list[str]:
     """`copies`, of the block before, where one comes after the first that the loop's first iteration waits for.
 
     The counter of buffers stays as it was, one ahead: before it is raised, it is the one of the block before. What the
     block's index leads to has a name of its own here: the loop carries some of it, such as the block's part, to the
-    iteration of that block.
+    iteration of that block. An index from a list is made anew of the entry before.
 
     Args:
         loop: as it is.
@@ -84,13 +109,23 @@ def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: 
     buffer = operands(loop.definition(barrier, "ttg.memdesc_index "))[1]
     raised = operands(loop.definition(buffer, "arith.select "))[2]
     before = operands(loop.definition(raised, "arith.addi "))[0]
-    # The block's index, from j: its first computation.
-    ahead = only(_ahead(loop, copies, stages), "the indices of the block ahead")
-    block = defined(copies[ahead])
+    names = {buffer: before, valid: "%early_valid", j: "%early_before"}
     of_counter = [line for line in copies if defined(line) in (buffer, raised) or f" {raised}, " in line]
-    of_block = [line for i, line in enumerate(copies) if line not in of_counter and i != ahead]
-    # Something else may need what is no longer needed here.
-    of_counter.append(copies[ahead])
+    of_block = [line for line in copies if line not in of_counter]
+    of_list: list[str] = []
+    if found_ahead := _ahead(loop, of_block, stages):
+        # The block's index, from j: its first computation.
+        ahead = of_block.pop(only(found_ahead, "the indices of the block ahead"))
+        names[str(defined(ahead))] = EARLY_BLOCK
+        # Something else may need what is no longer needed here.
+        of_counter.append(ahead)
+    else:
+        of_list_before, of_list = loop.of_iteration_before(
+            name for i in find(of_block, COPY) for name in source(of_block[i])
+        )
+        names |= of_list_before
+        of_counter += [line for line in of_block if defined(line) in of_list_before]
+        of_block = [line for line in of_block if defined(line) not in of_list_before]
     indent = loop.indent + "  "
     # i64 where K or V has 2**31 elements.
     (integer,) = matched(loop.head, r" : (i32|i64) \{")
@@ -103,7 +138,6 @@ def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: 
         f"%early_not_first = arith.cmpi sge, {j}, %early_first : {integer}",
         "%early_valid = arith.andi %early_in_loop, %early_not_first : i1",
     ]
-    names = {buffer: before, valid: "%early_valid", str(block): EARLY_BLOCK, j: "%early_before"}
     own, found = {}, []
     for line in of_block:
         name = defined(line)
@@ -115,7 +149,8 @@ def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: 
     needed = {name for line in rest for name in operands(line)}
     carried, _ = taken_out(of_block, [i for i, line in enumerate(of_block) if defined(line) in needed & own.keys()], 0)
     of_counter += carried
-    return [*of_counter, *(indent + line for line in checks), *(line for line in found if line not in carried)]
+    checks = [*(indent + line for line in checks), *of_list]
+    return [*of_counter, *checks, *(line for line in found if line not in carried)]
 
 
 def _stages(loop: Loop) -> int:
@@ -134,7 +169,7 @@ def _stages(loop: Loop) -> int:
     stages = int(found)
     if any(f" : !ttg.memdesc<{stages}x" not in loop.body[i] for i in loop.find("ttg.memdesc_index ")):
         raise Refused(f"it has other numbers of buffers than its {stages} stages")
-    if not _ahead(loop, loop.body, stages):
+    if not _ahead(loop, loop.body, stages) and not _of_list(loop, stages):
         raise Refused(f"it does not copy the block that is {stages - 1} ahead")
     return stages
 
@@ -143,6 +178,7 @@ def _stages(loop: Loop) -> int:
 def rescheduled(loop: Loop) -> tuple[list[str], str]:
     """Move the loads of a loop that has the form."""
     stages = _stages(loop)
+    loop = _with_early_loads(loop)
     in_flight = loop.find(PRODUCT)[-1] > loop.find(WAIT_FOR_PRODUCT)[-1]
     # The other warpgroup's P V of the block before is yet to come.
     in_turns = not in_flight and loop.has_two_warpgroups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from helion_attn.compiler.passes.outcome import Outcome, Refused
@@ -44,6 +44,11 @@ def uses(lines: list[str], name: str | None) -> list[int]:
 def destination(copy: str) -> list[str]:
     """The buffer that a copy writes, its barrier, and whether it is made."""
     return operands(copy)[-3:]
+
+
+def source(copy: str) -> list[str]:
+    """The indices that a copy reads at."""
+    return operands(copy)[1:-3]
 
 
 def renamed(line: str, names: dict[str, str]) -> str:
@@ -123,6 +128,32 @@ class Loop:
     def j(self) -> str:
         """The block of an iteration."""
         return operands(self.head)[0]
+
+    def of_iteration_before(self, wanted: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+        """Names for what values of its body were in the iteration before, and the lines that compute these.
+
+        They come of what the loop carries on twice, to the next iteration and to the one after; `Refused` without.
+        """
+        (carried,) = matched(self.head, r" iter_args\((.*?)\) -> ")
+        arguments = re.findall(rf"({VALUE}) = ", carried)
+        later = dict(zip(operands(self.body[self.find("scf.yield ")[-1]]), arguments, strict=True))
+        inside = {name: i for i, line in enumerate(self.body) if (name := defined(line))}
+        wanted, needed = list(wanted), set[int]()
+        while wanted:
+            if (i := inside.get(wanted.pop())) is not None and i not in needed:
+                needed.add(i)
+                wanted += operands(self.body[i])
+        names, lines = dict[str, str](), []
+        for i in sorted(needed):
+            line = self.body[i]
+            for name in operands(line):
+                if name == self.j or (name in arguments and name not in later):
+                    raise Refused(f"the loop does not carry {name} on for another iteration")
+                if name in arguments:
+                    names[name] = later[name]
+            names[str(defined(line))] = f"{defined(line)}_before"
+            lines.append(renamed(line, names))
+        return names, lines
 
     @property
     def has_two_warpgroups(self) -> bool:

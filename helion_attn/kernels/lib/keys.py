@@ -1,7 +1,8 @@
 """Which key blocks a program has and where they lie, one function a layout; inlined into the kernels.
 
-Blocks are of one head; or of all sequences of a packed batch, one after the other; or of several ranks' parts.
-Where keys are split, a program has a run of them. In a paged cache a page is a block, and a table lists pages.
+Blocks are of one head; or of all sequences of a packed batch, one after the other; or of several ranks' parts; or those
+that a list of a `BlockMask` names. Where keys are split, a program has a run of them. In a paged cache a page is a
+block, and a table lists pages.
 """
 
 from __future__ import annotations
@@ -58,6 +59,21 @@ def keys_of(
     if spec.varlen:
         return keys_of_sequence(rows, left, right, bm, bn, spec)
     keys = keys_of_head(rows, n_len, left, right, bn, spec)
+    if spec.listed:
+        # In places of the list; the edges stay those of blocks. Entries ascend: no more of them lie before a block, or
+        # behind it, than there are blocks. Of a list of all blocks that leaves those that rows see.
+        visits = rows.visits
+        if spec.has_right:
+            visits = torch.clamp_min(torch.minimum(visits, int32(keys.stop)), 0)
+        begin = rows.first_entry
+        if spec.has_left:
+            hidden = torch.clamp_min(int32(keys.begin - (n_len + bn - 1) // bn) + rows.visits, 0)
+            begin = begin + torch.minimum(hidden, visits)
+        keys = keys._replace(begin=begin, stop=rows.first_entry + visits)
+        if spec.split:
+            begin, stop = run_of_key_blocks(keys.begin, keys.stop, grid_head // heads, splits)
+            return keys._replace(begin=begin, stop=stop)
+        return keys
     if spec.split:
         begin, stop = run_of_key_blocks(int32(keys.begin), int32(keys.stop), grid_head // heads, splits)
         return keys._replace(begin=begin, stop=stop)
@@ -170,6 +186,8 @@ def first_descale_of(kv: Int, first_descale: Int, n_blocks: int, spec: Attention
     """Where the descales of a head's blocks begin."""
     if spec.gathered:
         return first_descale
+    if spec.listed:
+        return int32(kv) * int32(n_blocks)
     return kv * int32(n_blocks) if spec.varlen or spec.split else kv * n_blocks
 
 
@@ -212,8 +230,10 @@ def next_k_descale(
     n_blocks: int,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """K's descale of the block after block j, [], or of the program's last."""
+    """K's descale of the block after block j, [], or of the program's last; of a list, of block j."""
     first = first_descale_of(kv, first_descale, n_blocks, spec)
+    if spec.listed:
+        return hl.load(k_descale, [first + j])
     return hl.load(k_descale, [first + least(run_end - 1, j + 1)])
 
 
@@ -262,8 +282,18 @@ def block_of_keys(
     return k_block, hl.load(v8, [head, v_at, whole, whole]), None, part
 
 
-def at_edge(j: int, part: Any, n_special: Int, n_full: Int, parts: GatheredParts, spec: AttentionSpec) -> Int:
-    """Positive for a block at an edge of what is visible, and for one that references come from; otherwise 0."""
+def at_edge(
+    j: Int, part: Any, entry: Any, n_special: Int, n_full: Int, parts: GatheredParts, spec: AttentionSpec
+) -> Int:
+    """Positive for a block at an edge of what is visible, and for one that references come from; otherwise 0.
+
+    So for one whose entry in a list says that it is seen in part.
+    """
+    if spec.listed:
+        edge = torch.maximum(-entry, entry + 1 - int32(n_full))
+        if spec.has_left:
+            edge = torch.maximum(edge, int32(n_special) - entry)
+        return torch.clamp_min(edge, 0)
     if not (spec.gathered or spec.varlen or (spec.split and spec.keeps_reference)):
         return most(n_special - j, j + 1 - n_full, 0)
     edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)

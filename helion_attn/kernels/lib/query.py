@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from helion_attn.configs import row_width
+from helion_attn.configs import MASK_BLOCK, row_width
 from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.row_layout import row_tile, rows_to_dtype
@@ -40,7 +40,8 @@ def query_arguments(query: Query | None, a: AttentionProblem, bm: int) -> tuple[
         rows = strided_rows(query.q, unit)
         if a.packed.lse_shift is not None and a.packed.k_mean is not None:
             # Where a program keeps the shifts of its rows.
-            rows_of_programs = a.packed.q8.size(0) * -(-a.m_len // bm) * bm
+            whole = MASK_BLOCK if a.block_mask.listed else bm
+            rows_of_programs = a.packed.q8.size(0) * -(-a.m_len // whole) * whole
             lse_shift = unused.new_empty(rows_of_programs)
             k_mean = a.packed.k_mean.view(-1)
         spec = QuerySpec(

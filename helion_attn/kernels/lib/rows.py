@@ -1,7 +1,7 @@
 """Which query rows a program has, one function a layout; inlined into the attention kernels.
 
 Rows come in blocks of one head; or packed, the sequences of a batch one after the other; or in tiles that the heads of
-a group share; or in parts, of several ranks.
+a group share; or in parts, of several ranks; or in the order of the lists of a `BlockMask`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
+from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.scalars import Int, int32, most, quotient
 from helion_attn.kernels.lib.specs import AttentionSpec, StepsSpec
-from helion_attn.problem import GatheredParts
+from helion_attn.problem import GatheredParts, ListSteps
 
 
 class Rows(NamedTuple):
@@ -32,6 +33,8 @@ class Rows(NamedTuple):
         key_end: where the keys of the head, of all parts or of the sequence end.
         first_key_block: of packed sequences, the first packed block of keys.
         keys: of packed sequences, how many there are; negative if the rows are of no sequence.
+        first_entry: where the entries of their list begin.
+        visits: how many key blocks the list has.
     """
 
     bh: Int
@@ -46,10 +49,13 @@ class Rows(NamedTuple):
     key_end: Int
     first_key_block: Int
     keys: Int
+    first_entry: Int
+    visits: Int
 
 
 def rows_of(
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
+    lists: torch.Tensor,  # [lists * 2] if listed
     grid_head: int,
     grid_block: int,
     heads: int,
@@ -62,13 +68,16 @@ def rows_of(
     n_len: int,
     bm: int,
     bn: int,
+    m_blocks: int,
     parts: GatheredParts,
+    steps: ListSteps,
     spec: AttentionSpec,
 ) -> Rows:
     """The rows of a program, in the layout that the spec says.
 
     Args:
         q_blocks: of `PackedVarlen`.
+        lists: of `BlockMask`.
         grid_head: the program's head, and with `split` its run.
         grid_block: the program's block, in the order of the grid.
         heads: of the grid, without runs.
@@ -84,6 +93,8 @@ def rows_of(
         return rows_of_part(grid_head, grid_block, blocks, group, m_len, n_len, bm, parts, spec)
     # Heads that share K and V come one after the other, in the same run.
     bh = grid_head % heads if spec.split else grid_head
+    if spec.listed:
+        return rows_of_list(lists, bh, grid_block, group, m_blocks, m_len, n_len, bm, steps)
     m_block = in_order(grid_block, blocks, spec)
     if spec.pack_gqa:
         return rows_of_shared_tile(bh, m_block, m_len, n_len, bm, spec.group_log2)
@@ -99,14 +110,45 @@ def rows_of_block(bh: int, m_block: int, group: int, m_len: int, n_len: int, bm:
     """The rows of a block of one head."""
     kv = bh // group
     begin = m_block * bm
-    return Rows(bh, kv, m_block, begin, m_len, begin + n_len - m_len, bm, kv, kv, n_len, 0, 0)
+    return Rows(bh, kv, m_block, begin, m_len, begin + n_len - m_len, bm, kv, kv, n_len, 0, 0, 0, 0)
+
+
+def rows_of_list(
+    lists: torch.Tensor,  # [lists * 2]
+    bh: int,
+    grid_block: int,
+    group: int,
+    m_blocks: int,
+    m_len: int,
+    n_len: int,
+    bm: int,
+    steps: ListSteps,
+) -> Rows:
+    """The rows of a list, or a part of them, one part after the other: the longest list first.
+
+    Of a part without rows no block is packed: it takes the last one's.
+    """
+    parts = MASK_BLOCK // bm
+    head = quotient(int32(bh), int32(steps.shared))
+    first_list = (head - quotient(head, int32(steps.heads)) * int32(steps.heads)) * int32(steps.row_blocks)
+    at = first_list + int32(grid_block // parts)
+    row_block, visits = hl.load(lists, [2 * at]), hl.load(lists, [2 * at + 1])
+    m_block = row_block * parts + grid_block % parts
+    begin = m_block * bm
+    if parts > 1:
+        visits = torch.where(begin < int32(m_len), visits, 0)
+        m_block = torch.minimum(m_block, int32(m_blocks - 1))
+    kv = bh // group
+    first_entry = (first_list + row_block) * int32(steps.key_blocks)
+    diagonal = begin + int32(n_len - m_len)
+    return Rows(bh, kv, m_block, begin, m_len, diagonal, bm, kv, kv, n_len, 0, 0, first_entry, visits)
 
 
 def rows_of_shared_tile(kv: int, m_block: int, m_len: int, n_len: int, bm: int, group_log2: int) -> Rows:
     """The rows of a tile that a group's heads share."""
     begin = m_block * bm
     diagonal = (begin >> group_log2) + n_len - m_len
-    return Rows(kv, kv, m_block, begin, m_len, diagonal, most(1, bm >> group_log2), kv, kv, n_len, 0, 0)
+    return Rows(kv, kv, m_block, begin, m_len, diagonal, most(1, bm >> group_log2), kv, kv, n_len, 0, 0, 0, 0)
 
 
 def rows_of_part(
@@ -129,7 +171,7 @@ def rows_of_part(
     end = torch.minimum(part_begin + int32(parts.row_part_len), int32(m_len))
     begin = part_begin + in_part
     diagonal = part * int32(parts.row_step) + in_part + int32(parts.row_first)
-    return Rows(bh, kv, m_block, begin, end, diagonal, bm, kv, kv, n_len, 0, 0)
+    return Rows(bh, kv, m_block, begin, end, diagonal, bm, kv, kv, n_len, 0, 0, 0, 0)
 
 
 def rows_of_sequence(
@@ -177,7 +219,7 @@ def rows_of_sequence(
     descale_row = kv * int32(n_blocks) + first_key_block
     key_end = first_key_block * bn + keys
     diagonal = block * bm + key_end - rows
-    return Rows(bh, kv, m_block, begin, end, diagonal, bm, mean_row, descale_row, key_end, first_key_block, keys)
+    return Rows(bh, kv, m_block, begin, end, diagonal, bm, mean_row, descale_row, key_end, first_key_block, keys, 0, 0)
 
 
 def rows_of_group(row_begin: int, group_log2: int, bm: int) -> tuple[torch.Tensor, torch.Tensor]:

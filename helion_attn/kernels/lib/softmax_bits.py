@@ -61,6 +61,9 @@ def hidden(
     if spec.half_scores and spec.is_cuda:
         low, high = hl.split(visible.expand(bm, bn).to(torch.int32).reshape(bm, bn // 2, 2))
         # The bits of fp16's -inf are 0xFC00.
+        if spec.listed:
+            s = torch.where(low > 0, s, s & -0x10000 | 0xFC00)
+            return torch.where(high > 0, s, s & 0xFFFF | -0x4000000)
         return s & (low * 0xFFFF | high * -0x10000) | (1 - low) * 0xFC00 | (1 - high) * -0x4000000
     return torch.where(visible, s, float("-inf"))
 

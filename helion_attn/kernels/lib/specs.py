@@ -65,6 +65,7 @@ class AttentionSpec(NamedTuple):
         mirrored: a rank has two parts, as `GatheredParts` says.
         same_places: V's blocks of a rank lie as K's do.
         bounded: a row sees the keys from one position up to another.
+        listed: a program's key blocks are those of a list.
         query: how Q is quantised; None if it is packed.
         is_cuda: the kernel is compiled; otherwise interpreted.
     """
@@ -95,6 +96,7 @@ class AttentionSpec(NamedTuple):
     mirrored: bool
     same_places: bool
     bounded: bool
+    listed: bool
     query: QuerySpec | None
     is_cuda: bool
 
@@ -124,14 +126,20 @@ class AttentionSpec(NamedTuple):
         return self._replace(s_bias=0.0, q_row_descales=False, keeps_reference=False)
 
     @property
+    def marks_p(self) -> bool:
+        """Whether a pass has to see that P, of 16 bits, is computed once."""
+        return self.keeps_reference or (self.listed and not self.own_reference)
+
+    @property
     def rows_may_be_empty(self) -> bool:
         """Whether a block of keys may hold none that a row has seen."""
-        return self.has_left or self.has_right or self.keeps_reference or self.bounded
+        return self.has_left or self.has_right or self.keeps_reference or self.bounded or self.listed
 
     @property
     def out_may_be_empty(self) -> bool:
         """Whether a row may have seen no key at all. Without a mask every row sees all keys."""
-        return self.has_right or self.varlen or self.split or (self.gathered and self.has_left) or self.bounded
+        some_ends = self.has_right or self.varlen or self.split or (self.gathered and self.has_left)
+        return some_ends or self.bounded or self.listed
 
     @property
     def totals_may_be_nan(self) -> bool:
@@ -195,6 +203,11 @@ class LargeSpec(NamedTuple):
     @property
     def keeps_reference(self) -> bool:
         """As in `AttentionSpec`: P has 8 bits."""
+        return False
+
+    @property
+    def marks_p(self) -> bool:
+        """As in `AttentionSpec`."""
         return False
 
     @property

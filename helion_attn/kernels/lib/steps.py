@@ -134,7 +134,7 @@ def online_softmax_step(
     if biased:
         shift = shift + bias * qk_scale_log2
     p = torch.exp2(scaled(s, qk_scale_log2, spec.softmax_row_descales) - shift.unsqueeze(1))
-    if spec.keeps_reference:
+    if spec.marks_p:
         p = computed_once(p, spec.is_cuda)
     alpha = torch.exp2(m_i - m_ref)
     # Unrounded p.

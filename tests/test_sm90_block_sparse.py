@@ -1,0 +1,111 @@
+"""The attention kernel that walks lists of key blocks, compiled for sm_90a without a GPU, beside the dense one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.compiler.passes.expected import expected_passes, missing
+from helion_attn.configs import tile_config
+from helion_attn.testing import Sm90Kernel, compile_for_sm90
+from helpers.cases import LADDER
+from helpers.offline import (
+    LONGER_LOOP,
+    MEASURED,
+    SPILLED_IN_LOOP,
+    assert_sound,
+    compile_attention,
+    fake_block_mask,
+    fake_qkv,
+    instructions_of_whole_block,
+    launching,
+    loop_of,
+    products_in_flight,
+)
+from helpers.shared import shared
+
+#: Instructions that a list may add to a block all of whose scores are seen.
+OF_LIST = 15
+
+#: Instructions around the loop for registers that it does not leave: what is known of the rows, stored and loaded once.
+AROUND_LOOP = 6
+
+
+def barriers(instructions: list[str]) -> Counter[str]:
+    return Counter(x.split(".")[0] for x in instructions if x.startswith(("BAR", "SYNCS", "WARPSYNC", "SHFL")))
+
+
+def assert_like_dense(listed: Sm90Kernel, dense: Sm90Kernel) -> None:
+    """All that the dense kernel has: its passes, barriers, occupancy; and few instructions more."""
+    assert_sound(listed, AROUND_LOOP)
+    in_loop = loop_of(listed)
+    assert in_loop.count("LDL") + in_loop.count("STL") <= (0 if MEASURED else SPILLED_IN_LOOP), "the loop spills"
+    assert in_loop.count("LDS") == loop_of(dense).count("LDS"), "entries come through shared memory"
+    assert products_in_flight(listed), "ptxas waits for each product"
+    assert listed.ctas_per_sm == dense.ctas_per_sm
+    assert listed.num_warps == dense.num_warps
+    of_dense = [x.name for x in dense.passes if x.applied]
+    assert not missing(listed.passes, of_dense)
+    whole, of_dense_block = instructions_of_whole_block(listed), instructions_of_whole_block(dense)
+    assert barriers(whole) == barriers(of_dense_block)
+    more = OF_LIST if MEASURED else OF_LIST + int((LONGER_LOOP - 1) * len(of_dense_block))
+    assert len(whole) <= len(of_dense_block) + more
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("recipe", ["fast", "balanced"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_list_costs_little(D: int, recipe: str, causal: bool) -> None:
+    chosen = LADDER[recipe]
+    listed = shared(compile_attention, D, causal, recipe=chosen, listed=True)
+    assert_like_dense(listed, shared(compile_attention, D, causal, recipe=chosen))
+    assert listed.registers <= tile_config(D, causal).max_registers
+
+
+def test_16_bits_keep_their_turns() -> None:
+    listed = shared(compile_attention, 128, False, recipe=ha.BF16, listed=True)
+    dense = shared(compile_attention, 128, False, recipe=ha.BF16)
+    assert_sound(listed)
+    assert not missing(listed.passes, [x.name for x in dense.passes if x.applied])
+    assert products_in_flight(listed)
+
+
+@pytest.mark.parametrize("D", [128, 256])
+def test_a_16_bit_p_is_computed_once(D: int) -> None:
+    """It takes the running maximum, for no block is the first that all rows see."""
+    kernel = shared(compile_attention, D, False, recipe=ha.HYBRID, listed=True)
+    assert_sound(kernel, AROUND_LOOP)
+    tile = tile_config(D, False, ha.HYBRID.bits)
+    assert not missing(kernel.passes, tile.passes)
+    assert loop_of(kernel).count("MUFU") <= 2 + tile.bm * tile.bn // (32 * tile.num_warps)
+
+
+def test_every_option() -> None:
+    kernel = shared(
+        compile_attention, 128, True, torch.float16, "bshd", ha.ACCURATE, window=(100, -1), softcap=50.0, sinks=True,
+        listed=True,
+    )  # fmt: skip
+    assert_sound(kernel, AROUND_LOOP)
+    assert kernel.ctas_per_sm >= tile_config(128, True).ctas_per_sm
+    assert not missing(kernel.passes, tile_config(128, True).passes)
+
+
+def compile_dense(D: int, H: int) -> Sm90Kernel:
+    """The attention kernel of `attention`."""
+
+    def launch() -> None:
+        with launching():
+            q, k, v = fake_qkv(4, H, H, 4096, 4096, D)
+            ha.attention(q, k, v, return_lse=True, block_mask=fake_block_mask(4, H, 4096, 4096))
+
+    return compile_for_sm90(launch)[-1]
+
+
+def test_q_quantised_in_the_kernel() -> None:
+    kernel = shared(compile_dense, 64, 32)
+    assert_sound(kernel, AROUND_LOOP)
+    assert not missing(kernel.passes, expected_passes(tile_config(64, False), True, quantises_q=True))
+    assert kernel.ctas_per_sm >= tile_config(64, False).ctas_per_sm
