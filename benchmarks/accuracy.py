@@ -37,17 +37,17 @@ from torch import Tensor
 
 import helion_attn as ha
 from benchmarks import fa3_criterion, preprocess, real_qkv
-from benchmarks.lib.checks import Check, figure, worst_of
+from benchmarks.lib.checks import Check, error_check, figure, worst_of
 from benchmarks.lib.harness import Loaded, Results, Row, attention_flops, time_interleaved
 from benchmarks.lib.peers import modelled
 from benchmarks.lib.plots import COLOURS, MARKERS, PAGE_WIDTH, bars, grid, legend, length, log_axis
 from benchmarks.lib.problem import (
     CHECKED_ROWS,
-    ERROR_BUDGET,
     Contender,
     check,
     dry_workload,
     in_fp16,
+    kernel_error_budget,
     make_problem,
     others,
     ours,
@@ -109,7 +109,10 @@ def inputs(options: Options, D: int) -> Iterator[Row]:
         for kind in KINDS:
             problem = make_problem(w, kind, options)
             for contender in (*ours(options, list(PRESETS)), *others(options)):
-                yield check(contender, problem)[0] | {"part": "inputs"}
+                row = check(contender, problem)[0] | {"part": "inputs"}
+                if contender.recipe is not None and kind == "randn":
+                    row["error_budget"] = kernel_error_budget(problem, RECIPES[contender.recipe])
+                yield row
 
 
 def long(options: Options, D: int) -> Iterator[Row]:
@@ -420,8 +423,7 @@ def error_checks(loaded: Loaded) -> list[Check]:
     for D in DIMS:
         for causal in (False, True):
             rows = rows_of(loaded, "accuracy", part="inputs", D=D, causal=causal, input="randn")
-            error = figure(rows, DEFAULT, "error_kernel")
-            found.append(Check("kernel error, N(0, 1)", f"S 4096, D {D}, {mask(causal)}", error, ERROR_BUDGET))
+            found.append(error_check("kernel error, N(0, 1)", f"S 4096, D {D}, {mask(causal)}", rows))
     return found
 
 

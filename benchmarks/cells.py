@@ -16,7 +16,7 @@ import torch
 from benchmarks.lib.checks import Check, figure
 from benchmarks.lib.harness import Loaded, Results, Row, synchronize
 from benchmarks.lib.peers import helion_attn_e2e
-from benchmarks.lib.problem import CHECKED_ROWS, ERROR_BUDGET, make_problem, measure, workload
+from benchmarks.lib.problem import CHECKED_ROWS, make_problem, measure, workload
 from benchmarks.lib.recipes import DEFAULT, RECIPES
 from benchmarks.lib.suite import Block, Options, Suite, console, progress
 from benchmarks.lib.tables import (
@@ -57,9 +57,6 @@ LONG_REPEATS = 5
 
 #: Bounds on the speed of grouped queries over the faster FP8 peer's.
 GROUPED_BOUNDS = {"fast": 1.0, DEFAULT: 0.97}
-
-#: Its error: that of rounding grows a little with the keys, to 0.0262 here, and FlashAttention-3's to 0.0285.
-LONG_ERROR_BUDGET = 0.03
 
 
 def workloads(options: Options) -> dict[str, list[Workload]]:
@@ -106,10 +103,8 @@ def run(options: Options, results: Results) -> None:
     results.meta["gemm_tflops"] = gemm_tflops(options)
     for part, w in progress(found, "cells"):
         problem = make_problem(w, "randn", options, CHECKED_ROWS)
-        repeats, budget = options.repeats, ERROR_BUDGET
-        if w.N > BENCH_TOKENS:
-            repeats, budget = min(repeats, LONG_REPEATS), LONG_ERROR_BUDGET
-        rows = measure(problem, contenders_of(options), dataclasses.replace(options, repeats=repeats), budget)
+        repeats = min(options.repeats, LONG_REPEATS) if w.N > BENCH_TOKENS else options.repeats
+        rows = measure(problem, contenders_of(options), dataclasses.replace(options, repeats=repeats))
         results.add(*(row | {"part": part} for row in rows))
 
 

@@ -14,11 +14,11 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from torch.nn.attention import SDPBackend
 
-from benchmarks.lib.checks import Check, figure
+from benchmarks.lib.checks import Check, error_check, figure
 from benchmarks.lib.harness import Loaded, Results, Row
 from benchmarks.lib.peers import PACKAGES, Prepare, available, cudnn_bf16, fa3_16bit, fa3_fp8, flash_16bit, sdpa
 from benchmarks.lib.plots import PAGE_WIDTH, bars, legend
-from benchmarks.lib.problem import ERROR_BUDGET, Contender, make_problem, measure, ours, workload
+from benchmarks.lib.problem import Contender, make_problem, measure, ours, workload
 from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
 from benchmarks.lib.tables import (
@@ -144,9 +144,9 @@ def checks(loaded: Loaded) -> list[Check]:
         cell = [row for row in square if (row["D"], row["causal"]) == (D, causal)]
         ms, where = by_impl(cell, "ms"), f"D {D}, {mask(causal)}"
         ms.pop("helion_attn", None)
-        mine, error = figure(cell, DEFAULT, "ms"), figure(cell, DEFAULT, "error_kernel")
+        mine = figure(cell, DEFAULT, "ms")
         found += [
-            Check("kernel error, D > 256", where, error, ERROR_BUDGET),
+            error_check("kernel error, D > 256", where, cell),
             Check(
                 "speed / SDPA efficient's, D > 256", where, ratio(ms.get("efficient_bf16"), mine), 3.0, at_least=True
             ),
@@ -158,7 +158,7 @@ def checks(loaded: Loaded) -> list[Check]:
     prefill = [row for row in rows_by_pair(loaded, square=False) if (row["D"], row["D_v"]) == (192, 128)]
     for (causal,) in values_of(prefill, "causal"):
         cell = [row for row in prefill if row["causal"] == causal]
-        found.append(Check("kernel error, 192/128", mask(causal), figure(cell, DEFAULT, "error_kernel"), ERROR_BUDGET))
+        found.append(error_check("kernel error, 192/128", mask(causal), cell))
         if causal:
             faster = ratio(by_impl(cell, "ms").get("fa3_fp8"), figure(cell, DEFAULT, "ms"))
             found.append(Check("speed / FA3 FP8's, 192/128, causal", "", faster, 0.9, at_least=True))

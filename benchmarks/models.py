@@ -15,11 +15,11 @@ from concurrent.futures import ProcessPoolExecutor
 
 from matplotlib.figure import Figure
 
-from benchmarks.cells import LONG_ERROR_BUDGET, compile_ahead
+from benchmarks.cells import compile_ahead
 from benchmarks.lib.checks import Check
 from benchmarks.lib.harness import Loaded, Results, Row
 from benchmarks.lib.plots import horizontal
-from benchmarks.lib.problem import CHECKED_ROWS, ERROR_BUDGET, make_problem, measure, others, ours, workload
+from benchmarks.lib.problem import CHECKED_ROWS, make_problem, measure, others, ours, workload
 from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
 from benchmarks.lib.tables import (
@@ -96,8 +96,7 @@ def run(options: Options, results: Results) -> None:
         contenders += others(options, stage="e2e")
         long = w.B * w.H * w.M * w.N > MANY_SCORES
         repeats = min(options.repeats, FEW_REPEATS) if long else options.repeats
-        budget = LONG_ERROR_BUDGET if w.N >= LONG else ERROR_BUDGET
-        rows = measure(problem, contenders, dataclasses.replace(options, repeats=repeats), budget)
+        rows = measure(problem, contenders, dataclasses.replace(options, repeats=repeats))
         results.add(*(row | {"model": name} for row in rows))
 
 

@@ -13,12 +13,11 @@ import math
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.lib.checks import Check, fastest_bf16, figure
+from benchmarks.lib.checks import Check, error_check, fastest_bf16, figure
 from benchmarks.lib.harness import Loaded, Results, Row, time_interleaved
 from benchmarks.lib.plots import panels_by_length
 from benchmarks.lib.problem import (
     CHECKED_ROWS,
-    ERROR_BUDGET,
     Contender,
     dry_workload,
     make_problem,
@@ -276,8 +275,7 @@ def kernel_checks(loaded: Loaded) -> list[Check]:
             for S in LENGTHS:
                 cell = rows_of(loaded, "attention", stage="kernel", D=D, N=S, causal=causal)
                 ms, where = by_impl(cell, "ms"), f"S {S}, D {D}, {mask(causal)}"
-                error = figure(cell, DEFAULT, "error_kernel")
-                errors.append(Check("kernel error in the grid of speed", where, error, ERROR_BUDGET))
+                errors.append(error_check("kernel error in the grid of speed", where, cell))
                 # The bound is on the faster of both: with one missing there is nothing to judge.
                 peer = fastest(ms, FP8_PEERS) if all(impl in ms for impl in FP8_PEERS) else None
                 faster = ratio(peer, figure(cell, DEFAULT, "ms"))

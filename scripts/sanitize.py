@@ -8,10 +8,10 @@ Prints a table, writes it as JSON, and returns 1 if a case has a finding, but fo
 or did not run to its end: a log without the sanitizer's summary is no clean log. Cases also check their result against
 the rounding model's error.
 
-memcheck sees loads and stores outside of allocations, and misaligned ones; racecheck sees hazards in shared memory. It
-does not follow barriers where a part of a program arrives without waiting: `half_arrives` has no race, and racecheck
-reports many. So it is given the kernels with their warpgroups in step, without turns, and `half_arrives`, which must be
-reported: a racecheck that has learnt is to be given turns. What docs/trust.md says of the limits holds.
+memcheck sees loads and stores outside of allocations, and misaligned ones; racecheck sees hazards in shared memory.
+Kernels with turns have barriers at which a part of a program arrives without waiting. Two more programs show what
+racecheck makes of such a barrier: `arrives` has no race, and nothing may be found; `races` lacks a barrier, and must be
+reported. What docs/trust.md says of the limits holds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ import torch
 
 import helion_attn as ha
 from helion_attn import plans
-from helion_attn.compiler.triton_hook import WithPasses
 from helion_attn.configs import scheduling
 from helion_attn.numerics import LN2, RECENTRED_KEYS
 from helion_attn.testing import error_budget, make_qkv, relative_error
@@ -301,7 +300,7 @@ CASES: dict[str, Callable[[str], None]] = {
 #: One half of a program waits at a named barrier, at which the other only arrives; then all exchange numbers, behind
 #: barriers of all.
 HALF_ARRIVES = """
-extern "C" __global__ void half_arrives(int* out) {
+extern "C" __global__ void NAME(int* out) {
     __shared__ int numbers[256];
     int thread = threadIdx.x;
     if (thread < 128) asm volatile("bar.sync 1, 256;" ::: "memory");
@@ -309,7 +308,7 @@ extern "C" __global__ void half_arrives(int* out) {
     __syncthreads();
     for (int i = 0; i < 4; ++i) {
         numbers[thread] = thread + i;
-        __syncthreads();
+        ALL_WAIT
         out[thread] = numbers[(thread + 128) % 256];
         __syncthreads();
     }
@@ -317,16 +316,23 @@ extern "C" __global__ void half_arrives(int* out) {
 """
 
 
-def half_arrives(device: str) -> None:
+def half_arrives(device: str, name: str, all_wait: str) -> None:
     """`HALF_ARRIVES`, compiled by PyTorch."""
-    kernel = torch.cuda._compile_kernel(HALF_ARRIVES, "half_arrives")
+    kernel = torch.cuda._compile_kernel(HALF_ARRIVES.replace("NAME", name).replace("ALL_WAIT", all_wait), name)
     out = torch.empty(256, dtype=torch.int32, device=device)
     kernel((1, 1, 1), (256, 1, 1), (out,))
-    assert torch.equal(out.cpu(), (torch.arange(256, dtype=torch.int32) + 128) % 256 + 3)
+    if all_wait:
+        assert torch.equal(out.cpu(), (torch.arange(256, dtype=torch.int32) + 128) % 256 + 3)
 
 
-#: In which racecheck must find something, and there is nothing.
-CONTROL = "half_arrives"
+#: What racecheck must find something in.
+RACES = "races"
+
+#: What shows how far racecheck follows barriers.
+CONTROLS: dict[str, Callable[[str], None]] = {
+    "arrives": functools.partial(half_arrives, name="arrives", all_wait="__syncthreads();"),
+    RACES: functools.partial(half_arrives, name=RACES, all_wait=""),
+}
 
 
 @dataclass(frozen=True)
@@ -356,9 +362,9 @@ class Result:
 
     @property
     def clean(self) -> bool:
-        """It ran to its end, and nothing was found but in PyTorch, or in the control."""
-        if self.case == CONTROL:
-            return self.returncode == FOUND and any(CONTROL in finding.message for finding in self.findings)
+        """It ran to its end, and nothing was found but in PyTorch, or the race in what has one."""
+        if self.case == RACES:
+            return self.returncode == FOUND and any(RACES in finding.message for finding in self.findings)
         ended = self.returncode == (FOUND if self.count else 0) and self.count == len(self.findings)
         return ended and all(finding.in_pytorch for finding in self.findings)
 
@@ -386,8 +392,6 @@ def sanitize(sanitizer: str, tool: str, name: str) -> Result:
     # The compiler's processes are left alone.
     options = ["--tool", tool, "--target-processes", "application-only", "--error-exitcode", str(FOUND)]
     command = [sanitizer, *options, sys.executable, __file__, "--case", name]
-    if tool == "racecheck":
-        command.append("--in-step")
     # PyTorch hands out parts of large allocations, inside which memcheck sees no overrun. This turns that off.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     begin = time.perf_counter()
@@ -404,22 +408,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="write the results here, as JSON")
-    what.add_argument("--case", choices=[*CASES, CONTROL], help="run this case, without the sanitizer")
-    parser.add_argument("--in-step", action="store_true", help="without turns, as racecheck is given kernels")
+    what.add_argument("--case", choices=[*CASES, *CONTROLS], help="run this case, without the sanitizer")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program; by default as on PATH")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time, which share the GPU; 1 by default")
-    arguments = parser.parse_args(argv)
-    if arguments.in_step and not arguments.case:
-        parser.error("--in-step goes with --case: all cases are run with turns under memcheck, in step under racecheck")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     """See the module's docstring."""
     arguments = parse_arguments(argv)
     if arguments.case:
-        WithPasses.turns = not arguments.in_step
-        (CASES | {CONTROL: half_arrives})[arguments.case]("cuda" if torch.cuda.is_available() else "cpu")
+        (CASES | CONTROLS)[arguments.case]("cuda" if torch.cuda.is_available() else "cpu")
         return 0
     sanitizer = shutil.which(arguments.sanitizer)
     if sanitizer is None:
@@ -436,7 +435,8 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     print(f"{'tool':10} {'case':22} {'seconds':>8} {'found':>6}")
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        tools, names = zip(*itertools.product(TOOLS, CASES), ("racecheck", CONTROL), strict=True)
+        runs = *itertools.product(TOOLS, CASES), *itertools.product(["racecheck"], CONTROLS)
+        tools, names = zip(*runs, strict=True)
         for result in pool.map(functools.partial(sanitize, sanitizer), tools, names):
             results.append(result)
             # As it goes: an interrupted run keeps what it found.

@@ -58,15 +58,15 @@ HAZARD = """========= COMPUTE-SANITIZER
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
 IN_PYTORCH = HAZARD.replace("_helion_fp8_attn_fwd", "void at::native::reduce_kernel<(int)512>(T3)")
-IN_CONTROL = HAZARD.replace("_helion_fp8_attn_fwd", "half_arrives")
+IN_CONTROL = HAZARD.replace("_helion_fp8_attn_fwd", "races")
 BAD_READ_IN_PYTORCH = OUT_OF_BOUNDS.replace("_helion_pack", "at::native::reduce_kernel")
 
 
 def write_program(folder: Path, log: str, exit_code: int, control_log: str, control_code: int) -> Path:
-    """In the sanitizer's place: it prints a log, another one for the control."""
+    """In the sanitizer's place: it prints a log, another one for what has a race."""
     program = folder / "sanitizer"
     program.write_text(
-        f"#!/bin/sh\ncase \"$*\" in *{script.CONTROL}*)\ncat <<'END'\n{control_log}\nEND\nexit {control_code}\nesac\n"
+        f"#!/bin/sh\ncase \"$*\" in *{script.RACES}*)\ncat <<'END'\n{control_log}\nEND\nexit {control_code}\nesac\n"
         f"cat <<'END'\n{log}\nEND\nexit {exit_code}\n"
     )
     program.chmod(0o755)
@@ -113,32 +113,16 @@ def test_exit_code(log: str, exit_code: int, expected: int, tmp_path: Path, caps
     assert script.main(["--out", str(out), "--sanitizer", str(program)]) == expected
     rows = json.loads(out.read_text())["rows"]
     cases = [(t, c) for t in script.TOOLS for c in script.CASES]
-    assert [(row["tool"], row["case"]) for row in rows] == [*cases, ("racecheck", script.CONTROL)]
+    controls = [("racecheck", "arrives"), ("racecheck", script.RACES)]
+    assert [(row["tool"], row["case"]) for row in rows] == [*cases, *controls]
     assert {row["returncode"] for row in rows[:-1]} == {exit_code}
     assert ("_helion_pack" in capsys.readouterr().out) == (log == OUT_OF_BOUNDS)
 
 
 @pytest.mark.parametrize(("log", "exit_code"), [(CLEAN, 0), ("no summary", 86), (IN_CONTROL, 1), (IN_PYTORCH, 86)])
-def test_the_control_must_be_found(log: str, exit_code: int, tmp_path: Path) -> None:
+def test_the_race_must_be_found(log: str, exit_code: int, tmp_path: Path) -> None:
     program = write_program(tmp_path, CLEAN, 0, log, exit_code)
     assert script.main(["--out", str(tmp_path / "x.json"), "--sanitizer", str(program)]) == 1
-
-
-def test_racecheck_is_given_kernels_in_step(tmp_path: Path) -> None:
-    program = tmp_path / "sanitizer"
-    program.write_text('#!/bin/sh\necho "========= ARGUMENTS $*"\n')
-    program.chmod(0o755)
-    for tool in script.TOOLS:
-        assert ("--in-step" in script.sanitize(str(program), tool, "rope").log_tail) == (tool == "racecheck")
-
-
-@pytest.mark.parametrize("in_step", [False, True])
-def test_a_case_in_step_takes_no_turns(in_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setitem(script.CASES, "rope", lambda device: seen.append(script.WithPasses.turns))
-    monkeypatch.setattr(script.WithPasses, "turns", True)
-    assert script.main(["--case", "rope", *["--in-step"] * in_step]) == 0
-    assert seen == [not in_step]
 
 
 def test_a_missing_sanitizer_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +131,6 @@ def test_a_missing_sanitizer_is_an_error(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_arguments() -> None:
-    for argv in ([], ["--case", "none"], ["--out", "x", "--case", "rope"], ["--out", "x", "--in-step"]):
+    for argv in ([], ["--case", "none"], ["--out", "x", "--case", "rope"]):
         with pytest.raises(SystemExit):
             script.parse_arguments(argv)

@@ -115,6 +115,12 @@ def figure(rows: list[Row], name: str, value: str) -> float | None:
     return float("nan") if measured is None else measured
 
 
+def error_check(promise: str, cell: str, rows: list[Row]) -> Check:
+    """The default's kernel error over the largest that is right."""
+    error, budget = figure(rows, DEFAULT, "error_kernel"), figure(rows, DEFAULT, "error_budget")
+    return Check(f"{promise} / its budget", cell, ratio(error, budget), 1.0)
+
+
 def worst_of(values: Iterable[float | None]) -> float | None:
     """The largest, NaN if there is one; None if nothing was measured."""
     measured = [value for value in values if value is not None]

@@ -97,6 +97,12 @@ def helion_attn_e2e(recipe: ha.Recipe) -> Prepare:
     return prepare
 
 
+def values_of(r: rounding_model.RoundedQKV) -> tuple[Tensor, Tensor, Tensor]:
+    """Q, K and V as the rounding model's attention is given them, fp32."""
+    v32 = r.v8 * r.v_descale.unsqueeze(2) + r.v_mean.unsqueeze(2)
+    return r.q8 * r.q_descale.unsqueeze(3), r.k8 * r.k_descale.unsqueeze(3), v32
+
+
 def modelled(recipe: ha.Recipe, shared: dict[str, tuple[int, ...]]) -> Prepare:
     """The rounding model of a recipe, but for descales that dimensions of [B, H, S, D] share, of "q", "k" or "v"."""
 
@@ -123,11 +129,7 @@ def modelled(recipe: ha.Recipe, shared: dict[str, tuple[int, ...]]) -> Prepare:
         def run() -> Tensor:
             return rounding_model.attend(r, recipe, causal=causal, sm_scale=sm_scale)[0].to(q.dtype)
 
-        def dequantized() -> tuple[Tensor, Tensor, Tensor]:
-            v32 = r.v8 * r.v_descale.unsqueeze(2) + r.v_mean.unsqueeze(2)
-            return r.q8 * r.q_descale.unsqueeze(3), r.k8 * r.k_descale.unsqueeze(3), v32
-
-        return Prepared(run, _identity, dequantized)
+        return Prepared(run, _identity, functools.partial(values_of, r))
 
     return prepare
 

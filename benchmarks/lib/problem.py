@@ -10,15 +10,22 @@ from torch import Tensor
 
 import helion_attn as ha
 from benchmarks.lib.harness import Row, attention_flops, result_row, time_interleaved
-from benchmarks.lib.peers import E2E_IMPLS, FP16_IMPLS, IMPLS, Prepare, Prepared, helion_attn_e2e, helion_attn_with
+from benchmarks.lib.peers import (
+    E2E_IMPLS,
+    FP16_IMPLS,
+    IMPLS,
+    Prepare,
+    Prepared,
+    helion_attn_e2e,
+    helion_attn_with,
+    values_of,
+)
 from benchmarks.lib.recipes import RECIPES
 from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import mask
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.reference import rounding_model
+from helion_attn.testing import error_budget, make_qkv, relative_error
 from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
-
-#: Kernel error (randn) above which a run of ours is wrong, and its time not worth reporting.
-ERROR_BUDGET = 0.026
 
 #: Query rows that most suites check against the oracle, in every head of the first and the last batch.
 CHECKED_ROWS = 64
@@ -33,12 +40,14 @@ class Contender:
         prepare: makes it ready for one set of inputs.
         recipe: a key of `recipes.RECIPES`, if it is ours.
         stage: "kernel" or "e2e".
+        model: whose rounding model says how large its kernel error may be, if not `recipe`'s.
     """
 
     impl: str
     prepare: Prepare
     recipe: str | None = None
     stage: str = "kernel"
+    model: ha.Recipe | None = None
 
 
 def ours(options: Options, recipes: list[str], stage: str = "kernel") -> list[Contender]:
@@ -152,25 +161,32 @@ def check(contender: Contender, problem: Problem) -> tuple[Row, Callable[[], Ten
         return row | {"error_message": first_line(error)}, None
 
 
-def measure(
-    problem: Problem, contenders: list[Contender], options: Options, error_budget: float = ERROR_BUDGET
-) -> list[Row]:
+def kernel_error_budget(problem: Problem, recipe: ha.Recipe) -> float:
+    """The largest kernel error that is right: by the rounding model's, in the checked rows of one head."""
+    q, (k, v) = problem.q[:1, :1, problem.rows], (x[:1, :1] for x in (problem.k, problem.v))
+    causal, rounded = problem.workload.causal, rounding_model.quantize(q, k, v, recipe)
+    out, _lse = rounding_model.attend(rounded, recipe, causal=causal, sm_scale=None)
+    return error_budget(relative_error(out.to(q.dtype), oracle(*values_of(rounded), causal)), q.dtype, device=q.device)
+
+
+def measure(problem: Problem, contenders: list[Contender], options: Options) -> list[Row]:
     """A row for each contender, with its error and its time; no time for a wrong answer of ours.
 
     Args:
         problem: what they run on.
         contenders: what runs, interleaved.
         options: of the run.
-        error_budget: the largest kernel error of ours that is right.
     """
     rows: list[Row] = []
     runs: dict[int, Callable[[], Tensor]] = {}
     for contender in contenders:
         row, run = check(contender, problem)
         if run is not None:
+            if contender.recipe is not None:
+                row["error_budget"] = kernel_error_budget(problem, contender.model or RECIPES[contender.recipe])
             # "not <=": a NaN is over budget too.
-            if contender.recipe is not None and not row["error_kernel"] <= error_budget:
-                row["note"] = f"not timed: kernel error over {error_budget}"
+            if contender.recipe is not None and not row["error_kernel"] <= row["error_budget"]:
+                row["note"] = f"not timed: kernel error over {row['error_budget']:.3g}"
             else:
                 runs[len(rows)] = run
         rows.append(row)
