@@ -441,8 +441,9 @@ def test_a_schedule_chooses_masks(device: str) -> None:
                 assert torch.equal(out, wanted)
 
 
-def test_a_schedule_reorders_tokens(device: str) -> None:
-    """Tiles of a video, from tokens in their own order and back; a mask of the call that hides nothing is no matter."""
+@pytest.mark.parametrize("keys", [266, 261, 256])
+def test_a_schedule_reorders_tokens(keys: int, device: str) -> None:
+    """Tiles of a video, from tokens in their own order and back, with text of which some or all is padding."""
     pattern = ha.masks.sliding_tile((2, 8, 16), (1, 8, 8), (1, 1, 1), text=10, device=device)
     q, k, v = (x.transpose(1, 2) for x in make_qkv("randn", 2, 2, 2, 266, 266, 64, device=device))
     # [M, N], of tokens in their own order.
@@ -450,12 +451,12 @@ def test_a_schedule_reorders_tokens(device: str) -> None:
     assert not torch.equal(seen, pattern.mask.to_dense()[0, 0])
     model = TwoLayers()
     ha.register_diffusers(recipe="bf16", schedule=lambda *_: pattern, models=model)
-    everything = torch.ones(2, 266, dtype=torch.bool, device=device)
-    options = {"attention_kwargs": {"return_lse": True}, "attn_mask": everything}
+    kept = (torch.arange(266, device=device) < keys).expand(2, -1)
+    options = {"attention_kwargs": {"return_lse": True}, "attn_mask": kept}
     (out, lse), _ = model(q, k, v, timestep=1.0, **options)
     # [B, H, M, N]
     scores = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()) / 8
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = scores.masked_fill(~(seen & kept[0]), float("-inf"))
     expected = torch.einsum("bhmn,bnhd->bmhd", scores.softmax(3), v.double())
     assert 1e-4 < relative_error(out, expected) < 0.01
     assert (lse - scores.logsumexp(3).transpose(1, 2)).abs().max() < 0.02
@@ -484,11 +485,22 @@ def test_schedules_are_checked() -> None:
             model(x, x, x, timestep=1)
     fitting = ha.BlockMask(torch.ones(1, 1, 1, 1, dtype=torch.bool), 24, 24)
     ha.register_diffusers(schedule=lambda *_: fitting, models=model)
-    for options in ({"is_causal": True}, {"attn_mask": torch.arange(24)[None] < 9}):
-        with pytest.raises(
-            NotImplementedError, match="attn_mask or is_causal hides keys as well; there it must give None"
-        ):
+    hiding: list[dict[str, Any]] = [
+        {"is_causal": True},
+        {"attn_mask": torch.arange(24)[None] > 9},
+        {"attn_mask": torch.arange(24)[None] % 5 > 1},
+        {"attn_mask": torch.eye(24).bool()},
+        {"attn_mask": torch.ones(24, 24).tril().bool()},
+        {"attn_mask": torch.zeros(1, 24).bool()},
+    ]
+    for options in hiding:
+        with pytest.raises(NotImplementedError, match=r"hides other keys than the last .*; there it must give None"):
             model(x, x, x, timestep=1, **options)
+    ha.register_diffusers(schedule=lambda *_: pattern, models=model)
+    y = torch.zeros(1, 30, 2, 32)
+    # On a GPU this is an assertion of the device.
+    with pytest.raises(RuntimeError, match="hides are not the last in the schedule's order"):
+        model(y, y, y, timestep=1, attn_mask=torch.arange(30)[None] < 25)
     with pytest.raises(ValueError, match="timestep of TwoLayers is None"):
         model(x, x, x, timestep=None)
     torch._dynamo.reset()

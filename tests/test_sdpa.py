@@ -353,6 +353,13 @@ def test_head_dims_without_block_masks_fall_back_if_asked_to(D: int, D_v: int, r
     assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
 
+def test_a_mask_on_another_device_is_refused() -> None:
+    elsewhere = masks.Visible(False, False, (), scores=torch.ones(24, 40, dtype=torch.bool, device="meta"))
+    q = torch.zeros(1, 2, 24, 32)
+    with pytest.raises(ValueError, match="attn_mask is on meta; it must be on cpu"):
+        masks.check_visible("helion_attn.sdpa", elsewhere, q, q, ha.BALANCED)
+
+
 def test_a_block_mask_is_kept_while_its_mask_is_as_it_was(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     from_dense = ha.BlockMask.from_dense

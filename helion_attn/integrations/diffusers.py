@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helion_attn.api import attention
-from helion_attn.block_mask import BlockMask
+from helion_attn.block_mask import BlockMask, as_block_mask
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.masks import attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.masks import Reordered
+from helion_attn.names import named
 from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_sm_scale, described
 
@@ -80,6 +81,7 @@ NEEDED = ("_backends", "_constraints", "_supported_arg_names", "_supports_contex
 TIMESTEPS = ("timestep", "timesteps", "t")
 
 
+@named
 def register_diffusers(
     name: str = "helion_fp8",
     *,
@@ -106,6 +108,7 @@ def register_diffusers(
     nor layer. Hooks on `models` know them: a forward begins with layer 0, a timestep that differs from the last one
     begins the next step, and one that turns back begins a generation, with step 0. The host reads it once a forward.
     Layers are counted for each pair of lengths apart, so that cross attention does not count as self-attention.
+    Keys that `attn_mask` hides stay hidden if they are the last ones of all sequences alike, as padded text is.
 
     Args:
         name: of the backend, in lower case. Registering a name again replaces it, and its hooks.
@@ -354,30 +357,51 @@ class Backend:
                 )
             visible = read_mask(attn_mask[:, None, None] if of_keys else attn_mask, B, H, M, N)
             causal = visible.causal
-        mask = self.scheduled(query, key)
-        if mask is not None and (causal or not (visible is None or visible.whole)):
-            raise NotImplementedError(
-                "helion_attn: schedule gives a mask, and attn_mask or is_causal hides keys as well; there it must give "
-                "None"
-            )
-        if isinstance(mask, Reordered):
-            if (M, N) != (mask.mask.M, mask.mask.N):
-                raise ValueError(
-                    f"schedule gives a mask of {mask.mask.M} queries and {mask.mask.N} keys; it must be of {M} and {N}"
+        if (pattern := self.scheduled(query, key)) is not None:
+            keys = N if visible is None else visible.first_keys(M)
+            if causal or keys == 0:
+                raise NotImplementedError(
+                    "helion_attn: schedule gives a mask, and is_causal or attn_mask hides other keys than the last "
+                    "of all sequences; there it must give None"
                 )
-            query, key, value = (x[:, mask.order] for x in (query, key, value))
-        if visible is None or visible.whole:
-            result = attention(
-                query, key, value, causal=causal, sm_scale=scale, layout="bshd", recipe=self.recipe,
-                block_mask=mask.mask if isinstance(mask, Reordered) else mask, return_lse=return_lse,
-            )  # fmt: skip
-        else:
+            out, lse = self.attend_to_pattern(query, key, value, pattern, keys, scale)
+            return (out, lse.transpose(1, 2)) if return_lse else out
+        if visible is not None and not visible.whole:
             check_visible("helion_attn", visible, query, value, self.recipe)
-            result = attend_to_visible(query, key, value, visible, scale, self.recipe)
-        out, lse = result if isinstance(result, tuple) else (result, None)
-        if isinstance(mask, Reordered):
-            out, lse = out[:, mask.inverse], None if lse is None else lse[..., mask.inverse]
-        return (out, lse.transpose(1, 2)) if return_lse and lse is not None else out
+            out, lse = attend_to_visible(query, key, value, visible, scale, self.recipe)
+            return (out, lse.transpose(1, 2)) if return_lse else out
+        result = attention(
+            query, key, value, causal=causal, sm_scale=scale, layout="bshd", recipe=self.recipe, return_lse=return_lse
+        )
+        return (result[0], result[1].transpose(1, 2)) if isinstance(result, tuple) else result
+
+    def attend_to_pattern(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pattern: BlockMask | FlexMask | Reordered,
+        keys: int,
+        scale: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention with the schedule's mask to the first `keys` keys: out [B, M, H, D_v] and lse [B, H, M]."""
+        reordered = pattern if isinstance(pattern, Reordered) else None
+        mask = as_block_mask(pattern.mask if isinstance(pattern, Reordered) else pattern)
+        assert mask is not None
+        M, N = q.size(1), k.size(1)
+        if (mask.M, mask.N) != (M, N):
+            raise ValueError(f"schedule gives a mask of {mask.M} queries and {mask.N} keys; it must be of {M} and {N}")
+        if reordered is not None:
+            q, k, v = (x[:, reordered.order] for x in (q, k, v))
+        if keys < N:
+            if reordered is not None:
+                are_last = (reordered.order[keys:] >= keys).all()
+                torch._assert_async(are_last, "keys that attn_mask hides are not the last in the schedule's order")
+            k, v, mask = k[:, :keys], v[:, :keys], mask._of_first_keys(keys)
+        out, lse = attention(
+            q, k, v, sm_scale=scale, layout="bshd", recipe=self.recipe, block_mask=mask, return_lse=True
+        )
+        return (out, lse) if reordered is None else (out[:, reordered.inverse], lse[:, :, reordered.inverse])
 
     def scheduled(self, query: torch.Tensor, key: torch.Tensor) -> BlockMask | FlexMask | Reordered | None:
         """The schedule's mask for a call of query [B, M, H, D] and key [B, N, H_kv, D]; None for dense attention."""

@@ -57,6 +57,13 @@ class Visible:
     kept: torch.Tensor | None = None
     scores: torch.Tensor | None = None
 
+    def first_keys(self, M: int) -> int:
+        """How many keys are seen, if they are the first ones of all sequences, alike for all of M rows; 0 if not."""
+        parts = set(self.first)
+        (rows, (start, stop)) = self.first[0] if len(parts) == 1 else ((0, 0), (0, 0))
+        is_plain = not (self.causal or self.second or self.kept is not None)
+        return stop if is_plain and rows == (0, M) and start == 0 else 0
+
 
 def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int, name: str = "attn_mask") -> Visible:
     """Read a mask of `scaled_dot_product_attention` on the host: whether it hides anything, and if so what.
