@@ -479,6 +479,57 @@ def test_chunked_attention_and_decoding_with_exact_attention_are_eager(monkeypat
     assert relative_error(torch.stack(exact.logits), torch.stack(eager.logits)) < EXACT
 
 
+#: Text with a block of image tokens, 4 to 11, that see one another.
+IN_AN_IMAGE = ((torch.arange(19) >= 4) & (torch.arange(19) < 12)).long().expand(2, -1)
+
+#: Models whose masks are their own: config and model class, sizes, and further inputs.
+MASKED_MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, torch.Tensor]]] = {
+    "modernbert": (
+        "ModernBertConfig",
+        "ModernBertModel",
+        {
+            **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
+            **{"num_attention_heads": 4, "local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0},
+        },
+        {},
+    ),
+    "gemma3_with_images": (
+        "Gemma3Config",
+        "Gemma3Model",
+        {
+            "text_config": SIZES | {"sliding_window": 7, "query_pre_attn_scalar": 4},
+            "vision_config": {
+                **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+                **{"image_size": 28, "patch_size": 14},
+            },
+            "mm_tokens_per_image": 4,
+        },
+        {"token_type_ids": IN_AN_IMAGE},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED_MODELS)
+def test_models_with_masks_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows in both directions, and blocks in causal text; with padding."""
+    config_class, model_class, sizes, inputs = MASKED_MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes)).eval()
+    tokens = tokens_of(2, 19)
+    kept = torch.arange(19) < torch.tensor([[19], [14]])
+
+    def states(implementation: str) -> torch.Tensor:
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            return model(tokens, attention_mask=kept.long(), **inputs).last_hidden_state[kept]
+
+    eager = states("eager")
+    with_oracle(monkeypatch)
+    assert relative_error(states("helion_fp8"), eager) < EXACT
+    monkeypatch.setattr(masks, "block_mask_of", lambda *_: None)
+    assert relative_error(states("helion_fp8"), eager) > 100 * EXACT
+
+
 def test_a_mask_is_converted_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """In inference mode too."""
     made = []

@@ -168,8 +168,9 @@ def sdpa(*, recipe: Recipe | RecipeName = BALANCED, fallback: Fallback = "raise"
     - `attn_mask`, a tensor: bool, or of 0 and -inf, or -1e4 and below in a row that sees some key. A row that sees no
       key gives 0. One that hides nothing, keys after the diagonal of the first or the last key, padding, or the last
       two, alike for all heads, is read on the host on every call; padding needs D and D_v up to 256. Any other becomes
-      a `BlockMask`, which is kept as long as the tensor, and made again when PyTorch has changed that; it needs head
-      dims that those have. `dropout_p`: 0; `scale`: in 0..2**64.
+      a `BlockMask`, for which the host waits as well, once: it is kept as long as the tensor, and made again when
+      PyTorch has written to that. What other kernels write is not noticed, and of a tensor that `torch.inference_mode`
+      made nothing is kept. It needs head dims that block masks have. `dropout_p`: 0; `scale`: in 0..2**64.
 
     Args:
         recipe: how the tensors become 8-bit numbers, or a preset's name.

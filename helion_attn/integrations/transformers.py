@@ -169,8 +169,9 @@ def visible_keys(
         # In inference mode a tensor does not count its changes, and every layer would read it.
         with torch.inference_mode(False), torch.no_grad():
             return sdpa_mask(
-                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function or causal_mask_function,
-                attention_mask, allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
+                batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+                mask_function=mask_function or causal_mask_function, attention_mask=attention_mask,
+                allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
             )  # fmt: skip
 
     left, is_other = None, False
