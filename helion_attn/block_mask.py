@@ -193,6 +193,11 @@ class BlockMask(_OfTensors):
         moved = (getattr(self, name).to(device, non_blocking=non_blocking) for name in fields)
         return self._of_lists(self.M, self.N, *moved)
 
+    def _of_first_keys(self, N: int) -> BlockMask:
+        """What the mask says of the first N keys."""
+        kinds = self._kinds()[..., : -(-N // MASK_BLOCK)]
+        return self._of_kinds(self.M, N, kinds.to(torch.int32), self.tiles)
+
     def to_dense(self) -> torch.Tensor:
         """The mask by scores: bool [B, H, M, N]."""
         bits = torch.arange(WORD, dtype=torch.int32, device=self.device)

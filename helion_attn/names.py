@@ -44,8 +44,8 @@ OTHER_NAMES = {
 
 #: Arguments of others that have no place here, and what to do.
 NOT_HERE = {
-    "attn_mask": "pass causal=True or a window, or call helion_attn.scaled_dot_product_attention, which takes masks "
-    "of padding",
+    "attn_mask": "pass causal=True, a window or a block_mask, or call helion_attn.scaled_dot_product_attention, which "
+    "takes masks",
     "dropout_p": "leave it out: there is no dropout in inference",
     "block_mask": "call helion_attn.attention or attention_quantized, to which sequences that follow each other are "
     "one with the mask helion_attn.masks.documents(ids)",

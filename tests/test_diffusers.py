@@ -216,6 +216,20 @@ def test_arguments_and_lse(device: str) -> None:
         assert lse.shape == (2, 30, 4)
 
 
+def test_other_masks(device: str) -> None:
+    """They become block masks, with lse."""
+    q, k, v = (x.transpose(1, 2) for x in make_qkv("randn", 2, 4, 2, 30, 40, 32, device=device))
+    mask = torch.rand(2, 4, 30, 40, generator=torch.Generator().manual_seed(0)).to(device) < 0.3
+    options = {"backend": NAME, "scale": 0.3, "enable_gqa": True, "attention_kwargs": {"return_lse": True}}
+    expected, expected_lse = ha.attention(
+        q, k, v, sm_scale=0.3, layout="bshd", block_mask=ha.BlockMask.from_dense(mask), return_lse=True
+    )
+    for given in (mask, torch.zeros(mask.shape, device=device).masked_fill(~mask, -1e4)):
+        out, lse = dispatch.dispatch_attention_fn(q, k, v, attn_mask=given, **options)
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse.transpose(1, 2))
+
+
 @pytest.mark.parametrize("rule", ours.RULES, ids=lambda rule: rule.argument)
 def test_unsupported_arguments_raise(rule: Any) -> None:
     q = torch.zeros(1, 24, 2, 32)
@@ -359,6 +373,141 @@ def test_torch_compile(device: str) -> None:
 
     torch._dynamo.reset()
     assert torch.equal(torch.compile(attend, fullgraph=True, backend="aot_eager")(*qkv), attend(*qkv))
+
+
+class TwoLayers(torch.nn.Module):
+    """Calls attention twice with the same tensors."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timestep: Any, **options: Any) -> Any:
+        backend = dispatch.AttentionBackendName(NAME)
+        return [dispatch.dispatch_attention_fn(q, k, v, backend=backend, **options) for _ in range(2)]
+
+
+@pytest.mark.parametrize("generations", [((999, 700, 300), (999, 500)), ((10, 20, 30), (10, 600))], ids=["down", "up"])
+def test_steps_and_layers_are_counted(generations: tuple[tuple[int, ...], ...]) -> None:
+    """Over generations with guidance, two models that take turns, and cross attention beside self-attention."""
+    model, inputs = made("wan")
+    model.set_attention_backend(NAME)
+    other = TwoLayers()
+    x = torch.zeros(1, 40, 2, 32)
+    seen: list[tuple[int, int, int, int]] = []
+
+    def schedule(step: int, layer: int, q: torch.Tensor, k: torch.Tensor) -> None:
+        assert (q.size(0), q.size(1), q.size(3)) == (k.size(0), 2, 32)
+        seen.append((step, layer, q.size(2), k.size(2)))
+
+    ha.register_diffusers(schedule=schedule, models=[model, other])
+    in_a_forward = [(0, 40, 40), (0, 40, 11), (1, 40, 40), (1, 40, 11)]
+    for timesteps in generations:
+        for step, timestep in enumerate(timesteps):
+            for _ in range(2):
+                seen.clear()
+                with torch.no_grad():
+                    model(**inputs | {"timestep": torch.tensor([0, timestep])})
+                assert seen == [(step, *where) for where in in_a_forward]
+        seen.clear()
+        other(x, x, x, timesteps[-1])
+        assert seen == [(step, 0, 40, 40), (step, 1, 40, 40)]
+    # Another model's calls are not counted, and registering again ends the counting.
+    seen.clear()
+    TwoLayers()(x, x, x, 5)
+    ha.register_diffusers()
+    other(x, x, x, 5)
+    assert seen == []
+    assert not model._forward_pre_hooks
+    assert not other._forward_hooks
+
+
+def test_a_schedule_chooses_masks(device: str) -> None:
+    """Dense in the first step and in the first layer, then a pattern: of this package, or PyTorch's."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    q, k, v = (x.transpose(1, 2) for x in make_qkv("randn", 1, 4, 2, 300, 300, 64, device=device))
+    flex = create_block_mask(lambda b, h, i, j: (i - j).abs() < 50, None, None, 300, 300, device=device)
+    ours_ = ha.BlockMask.from_flex(flex)
+    model = TwoLayers()
+    dense, sparse = (ha.attention(q, k, v, layout="bshd", sm_scale=0.2, block_mask=mask) for mask in (None, ours_))
+    assert relative_error(sparse, dense) > 0.1
+    masks: list[Any] = [ours_, flex]
+    for mask in masks:
+
+        def schedule(step: int, layer: int, q: torch.Tensor, k: torch.Tensor, mask: Any = mask) -> Any:
+            return mask if step > 0 and layer > 0 else None
+
+        ha.register_diffusers(schedule=schedule, models=model)
+        for timestep, expected in ((900.0, (dense, dense)), (torch.tensor([500.0]), (dense, sparse))):
+            outs = model(q, k, v, timestep=timestep, scale=0.2, enable_gqa=True)
+            for out, wanted in zip(outs, expected, strict=True):
+                assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("keys", [266, 261, 256])
+def test_a_schedule_reorders_tokens(keys: int, device: str) -> None:
+    """Tiles of a video, from tokens in their own order and back, with text of which some or all is padding."""
+    pattern = ha.masks.sliding_tile((2, 8, 16), (1, 8, 8), (1, 1, 1), text=10, device=device)
+    q, k, v = (x.transpose(1, 2) for x in make_qkv("randn", 2, 2, 2, 266, 266, 64, device=device))
+    # [M, N], of tokens in their own order.
+    seen = pattern.mask.to_dense()[0, 0][pattern.inverse][:, pattern.inverse]
+    assert not torch.equal(seen, pattern.mask.to_dense()[0, 0])
+    model = TwoLayers()
+    ha.register_diffusers(recipe="bf16", schedule=lambda *_: pattern, models=model)
+    kept = (torch.arange(266, device=device) < keys).expand(2, -1)
+    options = {"attention_kwargs": {"return_lse": True}, "attn_mask": kept}
+    (out, lse), _ = model(q, k, v, timestep=1.0, **options)
+    # [B, H, M, N]
+    scores = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()) / 8
+    scores = scores.masked_fill(~(seen & kept[0]), float("-inf"))
+    expected = torch.einsum("bhmn,bnhd->bmhd", scores.softmax(3), v.double())
+    assert 1e-4 < relative_error(out, expected) < 0.01
+    assert (lse - scores.logsumexp(3).transpose(1, 2)).abs().max() < 0.02
+
+
+def test_schedules_are_checked() -> None:
+    model, x = TwoLayers(), torch.zeros(1, 24, 2, 32)
+    bad: Any = 3
+    with pytest.raises(TypeError, match="schedule is a int; it must be a function of step, layer, q and k"):
+        ha.register_diffusers(schedule=bad, models=model)
+    with pytest.raises(TypeError, match=r"models\[1\] is a int; it must be a torch.nn.Module"):
+        ha.register_diffusers(schedule=lambda *_: None, models=[model, bad])
+    with pytest.raises(ValueError, match="schedule is given with 0 models"):
+        ha.register_diffusers(schedule=lambda *_: None)
+    with pytest.raises(ValueError, match="schedule is None with 1 models"):
+        ha.register_diffusers(models=model)
+    with pytest.raises(ValueError, match="has a Linear, whose forward has no argument timestep, timesteps or t"):
+        ha.register_diffusers(schedule=lambda *_: None, models=torch.nn.Linear(1, 1))
+    assert not model._forward_pre_hooks
+
+    mask = ha.BlockMask(torch.ones(1, 1, 1, 1, dtype=torch.bool), 30, 30)
+    pattern = ha.masks.sliding_tile((1, 5, 6), (1, 5, 3), (1, 1, 1))
+    for given in (mask, pattern):
+        ha.register_diffusers(schedule=lambda *_, given=given: given, models=model)
+        with pytest.raises(ValueError, match=r"mask.* of 30 queries and 30 keys; it must be of .*24 and .*24"):
+            model(x, x, x, timestep=1)
+    fitting = ha.BlockMask(torch.ones(1, 1, 1, 1, dtype=torch.bool), 24, 24)
+    ha.register_diffusers(schedule=lambda *_: fitting, models=model)
+    hiding: list[dict[str, Any]] = [
+        {"is_causal": True},
+        {"attn_mask": torch.arange(24)[None] > 9},
+        {"attn_mask": torch.arange(24)[None] % 5 > 1},
+        {"attn_mask": torch.eye(24).bool()},
+        {"attn_mask": torch.ones(24, 24).tril().bool()},
+        {"attn_mask": torch.zeros(1, 24).bool()},
+    ]
+    for options in hiding:
+        with pytest.raises(NotImplementedError, match=r"hides other keys than the last .*; there it must give None"):
+            model(x, x, x, timestep=1, **options)
+    ha.register_diffusers(schedule=lambda *_: pattern, models=model)
+    y = torch.zeros(1, 30, 2, 32)
+    # On a GPU this is an assertion of the device.
+    with pytest.raises(RuntimeError, match="hides are not the last in the schedule's order"):
+        model(y, y, y, timestep=1, attn_mask=torch.arange(30)[None] < 25)
+    with pytest.raises(ValueError, match="timestep of TwoLayers is None"):
+        model(x, x, x, timestep=None)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"in torch\.compile and in a CUDA graph it must be None|NotImplementedError"):
+        torch.compile(model, fullgraph=True, backend="eager")(x, x, x, timestep=1)
+    with pytest.raises(NotImplementedError, match="schedule is given; with context parallelism it must be None"):
+        ours.Backend(ha.BALANCED, lambda *_: None)(x, x, x, _parallel_config=object())
 
 
 def parallel(rank: int, folder: str) -> None:

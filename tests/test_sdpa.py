@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import threading
 import warnings
@@ -202,23 +203,39 @@ MASKS: dict[str, torch.Tensor] = {
     "padding_and_causal_top_left": padding((5, 40), (0, 9)) & tril(24, 40, 0),
 }
 
+#: Masks that become block masks, for the same sizes.
+BLOCK_MASKS: dict[str, torch.Tensor] = {
+    "holes": torch.eye(24, 40, dtype=torch.bool),
+    "window": tril(24, 40, 16) & ~tril(24, 40, 8),
+    "hole_in_causal": tril(24, 40, 16) & (torch.arange(40) != 7),
+    "three_runs": (torch.arange(24).unsqueeze(1) // 8) * 8 < torch.arange(40),
+    "off_by_one": tril(24, 40, 15),
+    "by_head": torch.stack([tril(24, 40, 16), tril(24, 40, 0)]),
+    "keys_by_head": (torch.arange(40) < torch.tensor([[40], [17]]))[None, :, None],
+    "rows_by_sequence": (torch.arange(24) % 3 > torch.tensor([[0], [1]]))[:, None, :, None],
+    "prefix": tril(24, 40, 16) | (torch.arange(40) < 20),
+    "bits": torch.rand(2, 2, 24, 40, generator=torch.Generator().manual_seed(0)) < 0.3,
+    "rows_that_see_nothing": torch.eye(24, 40, dtype=torch.bool).roll(1, 1) & (torch.arange(24) % 5 > 0).unsqueeze(1),
+}
+
 
 def as_bias(mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, float("-inf"))
 
 
 @pytest.mark.parametrize("added", [False, True], ids=["bool", "added"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", MASKS | BLOCK_MASKS)
 def test_masks_of_tensors(name: str, added: bool, device: str) -> None:
     """As PyTorch has them, rows that see nothing included."""
-    mask = (as_bias(MASKS[name]) if added else MASKS[name]).to(device)
+    seen = (MASKS | BLOCK_MASKS)[name]
+    mask = (as_bias(seen) if added else seen).to(device)
     qkv = make_qkv("randn", 2, 2, 2, 24, 40, 32, device=device)
     q, k, v = (x.float() for x in qkv)
     # On a GPU its kernels take no bias whose last dimension is broadcast.
     whole = mask.expand(2, 2, 24, 40).contiguous()
     stock = F.scaled_dot_product_attention(q, k, v, attn_mask=whole.float() if added else whole)
     out = ha.scaled_dot_product_attention(*qkv, attn_mask=mask)
-    hidden = ~MASKS[name].expand(2, 2, 24, 40).any(3).to(device)
+    hidden = ~seen.expand(2, 2, 24, 40).any(3).to(device)
     assert (out[hidden] == 0).all()
     assert 1e-4 < relative_error(out, stock) < 0.07
     for row, expected in zip(out[~hidden], stock[~hidden], strict=True):
@@ -273,28 +290,46 @@ def test_more_queries_than_keys(device: str) -> None:
         assert 1e-4 < relative_error(out, stock) < 0.07
 
 
-#: Masks that are not.
-OTHER_MASKS: dict[str, tuple[torch.Tensor, str]] = {
-    "holes": (torch.eye(24, 40, dtype=torch.bool), "rows change more than once"),
-    "window": (tril(24, 40, 16) & ~tril(24, 40, 8), "rows change more than once"),
-    "hole_in_causal": (tril(24, 40, 16) & (torch.arange(40) != 7), "rows differ, with keys hidden between them"),
-    "three_runs": ((torch.arange(24).unsqueeze(1) // 8) * 8 < torch.arange(40), "rows change more than once"),
-    "by_head": (torch.stack([tril(24, 40, 16), tril(24, 40, 0)]), "not alike for all heads"),
-    "bias": (torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), -1.0), "other values than 0 and -inf"),
-    "bias_by_head": (torch.zeros(2, 24, 40) + torch.arange(2)[:, None, None], "not alike for all heads"),
-    "nan": (torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), float("nan")), "other values than 0 and -inf"),
-    "lowest_for_all_keys": (torch.full((24, 40), torch.finfo(torch.float32).min), "other values than 0 and -inf"),
-    "off_by_one": (tril(24, 40, 15), "rows change more than once"),
+@pytest.mark.parametrize("name", MASKS | BLOCK_MASKS)
+def test_only_other_masks_become_block_masks(name: str, device: str) -> None:
+    mask = (MASKS | BLOCK_MASKS)[name].to(device)
+    is_other = name in BLOCK_MASKS
+    assert (masks.read_mask(mask, 2, 2, 24, 40).scores is mask) == is_other
+    if is_other:
+        qkv = make_qkv("randn", 2, 4, 2, 24, 40, 32, device=device)
+        # [B or 1, H or 1, M, N]
+        whole = mask[(None,) * (4 - mask.dim())]
+        whole = whole.expand(-1, -1, 24, 40).repeat_interleave(2 if whole.size(1) > 1 else 1, 1)
+        out = ha.scaled_dot_product_attention(*qkv, attn_mask=whole, scale=0.3, enable_gqa=True)
+        assert torch.equal(out, ha.attention(*qkv, block_mask=ha.BlockMask.from_dense(whole), sm_scale=0.3))
+
+
+@pytest.mark.parametrize("name", ["by_head", "bits", "window"])
+def test_another_block_mask_would_be_seen(name: str, device: str) -> None:
+    mask = BLOCK_MASKS[name].to(device)
+    qkv = make_qkv("randn", 2, 2, 2, 24, 40, 32, device=device)
+    q, k, v = (x.float() for x in qkv)
+    stock = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.roll(1, -1))
+    assert relative_error(ha.scaled_dot_product_attention(*qkv, attn_mask=mask), stock) > 0.1
+
+
+#: Masks that change scores.
+BIASES: dict[str, torch.Tensor] = {
+    "bias": torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), -1.0),
+    "bias_of_a_later_head": torch.zeros(2, 24, 40) + torch.arange(2)[:, None, None],
+    "nan": torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), float("nan")),
+    "lowest_for_all_keys": torch.full((24, 40), torch.finfo(torch.float32).min),
+    "hides_too_little": torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), -9990.0),
 }
 
 
-@pytest.mark.parametrize("name", OTHER_MASKS)
-def test_other_masks_fall_back_if_asked_to(name: str, device: str) -> None:
-    mask, why = OTHER_MASKS[name][0].to(device), OTHER_MASKS[name][1]
+@pytest.mark.parametrize("name", BIASES)
+def test_biases_fall_back_if_asked_to(name: str, device: str) -> None:
+    mask = BIASES[name].to(device)
     q, k, v = (x.float() for x in make_qkv("randn", 2, 2, 2, 24, 40, 32, device=device))
     stock = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     with pytest.raises(
-        NotImplementedError, match=rf"attn_mask is a Tensor .*{why}.*; it must be one that hides nothing"
+        NotImplementedError, match=r"attn_mask is a Tensor .*other values than 0 and -inf; it must be bool"
     ):
         ha.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     with pytest.warns(ha.FallbackWarning, match="PyTorch's attention runs, as attn_mask is a Tensor"):
@@ -304,6 +339,71 @@ def test_other_masks_fall_back_if_asked_to(name: str, device: str) -> None:
         silent = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     for out in (warned, silent):
         assert torch.equal(out.nan_to_num(9), stock.nan_to_num(9))
+
+
+@pytest.mark.parametrize(("D", "D_v", "recipe"), [(272, 64, ha.BALANCED), (160, 64, ha.BALANCED), (160, 160, ha.BF16)])
+def test_head_dims_without_block_masks_fall_back_if_asked_to(D: int, D_v: int, recipe: ha.Recipe, device: str) -> None:
+    mask = BLOCK_MASKS["window"].to(device)
+    q, k, v = (x.float() for x in make_qkv("randn", 1, 1, 1, 24, 40, D, device=device, D_v=D_v))
+    with pytest.raises(
+        NotImplementedError, match=rf"attn_mask hides other keys .* D {D}, D_v {D_v} .*; such a mask is acc"
+    ):
+        ha.scaled_dot_product_attention(q, k, v, attn_mask=mask, recipe=recipe)
+    out = ha.scaled_dot_product_attention(q, k, v, attn_mask=mask, recipe=recipe, fallback="silent")
+    assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+def test_a_mask_on_another_device_is_refused() -> None:
+    elsewhere = masks.Visible(False, False, (), scores=torch.ones(24, 40, dtype=torch.bool, device="meta"))
+    q = torch.zeros(1, 2, 24, 32)
+    with pytest.raises(ValueError, match="attn_mask is on meta; it must be on cpu"):
+        masks.check_visible("helion_attn.sdpa", elsewhere, q, q, ha.BALANCED)
+
+
+def test_a_block_mask_is_kept_while_its_mask_is_as_it_was(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    from_dense = ha.BlockMask.from_dense
+
+    def counted(mask: torch.Tensor) -> ha.BlockMask:
+        made.append(mask.shape)
+        return from_dense(mask)
+
+    monkeypatch.setattr(ha.BlockMask, "from_dense", counted)
+    mask = BLOCK_MASKS["window"].to(device).clone()
+    before = len(masks._KEPT)
+    qkv = make_qkv("randn", 1, 2, 2, 24, 40, 32, device=device)
+    outs = [ha.scaled_dot_product_attention(*qkv, attn_mask=mask) for _ in range(2)]
+    assert made == [(1, 1, 24, 40)]
+    assert torch.equal(*outs)
+    # In place: by PyTorch, which counts it, and by giving the tensor other memory.
+    mask[:, 20] = True
+    changed = ha.scaled_dot_product_attention(*qkv, attn_mask=mask)
+    assert len(made) == 2
+    assert torch.equal(changed, ha.attention(*qkv, block_mask=from_dense(mask)))
+    assert not torch.equal(changed, outs[0])
+    mask.data = BLOCK_MASKS["window"].to(device).clone()
+    assert torch.equal(ha.scaled_dot_product_attention(*qkv, attn_mask=mask), outs[0])
+    # One that is broadcast is another for other lengths.
+    by_head = BLOCK_MASKS["keys_by_head"].to(device).clone()
+    for M in (24, 9):
+        out = ha.scaled_dot_product_attention(qkv[0][:, :, :M], *qkv[1:], attn_mask=by_head)
+        expected = ha.attention(qkv[0][:, :, :M], *qkv[1:], block_mask=from_dense(by_head.expand(-1, -1, M, -1)))
+        assert torch.equal(out, expected)
+    assert len(masks._KEPT) == before + 3
+    del mask, by_head
+    gc.collect()
+    assert len(masks._KEPT) == before
+
+
+def test_masks_of_inference_mode_are_not_kept(device: str) -> None:
+    """They do not count their changes."""
+    qkv = make_qkv("randn", 1, 2, 2, 24, 40, 32, device=device)
+    with torch.inference_mode():
+        mask = BLOCK_MASKS["window"].to(device).clone()
+        for _ in range(2):
+            out = ha.scaled_dot_product_attention(*qkv, attn_mask=mask)
+            assert torch.equal(out, ha.attention(*qkv, block_mask=ha.BlockMask.from_dense(mask)))
+            mask[:, 20] = True
 
 
 def test_a_fallback_warns_at_the_call(device: str) -> None:
@@ -323,11 +423,16 @@ def test_a_fallback_warns_at_the_call(device: str) -> None:
             assert {warning.filename for warning in said} == {__file__}
 
 
-def test_lowest_numbers_hide_as_infinity_does(device: str) -> None:
-    """As transformers fills its masks."""
-    mask = torch.zeros(24, 40).masked_fill(~tril(24, 40, 16), torch.finfo(torch.float32).min).to(device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_low_numbers_hide_as_infinity_does(name: str, dtype: torch.dtype, device: str) -> None:
+    """The lowest one, with which transformers fills its masks, and -1e4, which other models have."""
+    seen = (MASKS | BLOCK_MASKS)[name].to(device)
     qkv = make_qkv("randn", 2, 2, 2, 24, 40, 32, device=device)
-    assert torch.equal(ha.scaled_dot_product_attention(*qkv, attn_mask=mask), ha.attention(*qkv, causal=True))
+    expected = ha.scaled_dot_product_attention(*qkv, attn_mask=seen)
+    for low in (torch.finfo(dtype).min, -1e4):
+        mask = torch.zeros(24, 40, dtype=dtype, device=device).masked_fill(~seen, low)
+        assert torch.equal(ha.scaled_dot_product_attention(*qkv, attn_mask=mask), expected)
 
 
 #: The arguments of PyTorch's function, in its order.

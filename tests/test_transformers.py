@@ -8,6 +8,7 @@ with the rounding model, which has the kernel's roundings.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from helion_attn.testing import make_qkv, relative_error
 from helpers.refused import refused
 
 transformers = pytest.importorskip("transformers")
+from helion_attn.integrations import masks  # noqa: E402
 from helion_attn.integrations import transformers as ours  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -105,7 +107,17 @@ def with_oracle(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
         given = {name: value for name, value in changes.items() if options[name] is not None}
         return ha.reference.attention(q, k, v, **options | given).to(q.dtype)
 
+    def of_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = ha.reference.attention(q, k, v, **{x: y for x, y in options.items() if x != "recipe"})
+        return out.to(q.dtype), lse.float()
+
+    def of_padding(*tensors: torch.Tensor, recipe: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = ha.reference.attention_varlen(*tensors, **{x: y for x, y in options.items() if x != "return_lse"})
+        return out.to(tensors[0].dtype), lse.float()
+
     monkeypatch.setattr(ours, "attention", oracle)
+    monkeypatch.setattr(masks, "attention", of_mask)
+    monkeypatch.setattr(masks, "attention_varlen", of_padding)
 
 
 EXACT = 1e-5  # fp32 models; the oracle is exact
@@ -224,6 +236,7 @@ def test_a_mask_that_ends_before_the_tokens_is_eager(name: str, case: str, monke
 
 def test_a_window_that_a_mask_hides_raises() -> None:
     mask = ours.visible_keys(1, 1, 9, 8, attention_mask=torch.ones(1, 6), mask_function=None)
+    assert isinstance(mask, ours.VisibleKeys)
     mask = ours.VisibleKeys(mask.spans, 1, 9, True, 2)
     with pytest.raises(NotImplementedError, match=r"hides the last 3 keys, .* sliding_window of 3; extend attention_m"):
         forward(1, 9, attention_mask=mask)
@@ -395,30 +408,183 @@ def test_ambiguous_masks_raise() -> None:
         forward(N=5, attention_mask=full)
 
 
-def test_masks_that_the_kernel_has_not_raise() -> None:
-    """Through the models' own code: holes, 4 dimensions, packed sequences, static caches, chunks."""
+#: Positions of two documents of four tokens, packed into each sequence.
+PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]).expand(2, -1)
+
+
+def holes() -> torch.Tensor:
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, 3] = 0
+    return mask
+
+
+def prefix() -> torch.Tensor:
+    """[2, 1, 8, 8], another one for each sequence."""
+    lengths = torch.tensor([3, 5])[:, None, None, None]
+    return torch.ones(8, 8, dtype=torch.bool).tril() | (torch.arange(8) < lengths)
+
+
+#: What models are called with.
+OTHER_MASKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "holes": lambda: {"attention_mask": holes()},
+    "packed_documents": lambda: {"position_ids": PACKED, "use_cache": False},
+    "prefix": lambda: {"attention_mask": prefix()},
+    "prefix_added": lambda: {
+        "attention_mask": torch.zeros(2, 1, 8, 8).masked_fill(~prefix(), torch.finfo(torch.float32).min)
+    },
+    "everything": lambda: {"attention_mask": torch.ones(2, 1, 8, 8, dtype=torch.bool)},
+    "causal": lambda: {"attention_mask": torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()},
+    "padding": lambda: {
+        "attention_mask": (torch.arange(8) < torch.tensor([[8], [5]]))[:, None, None].expand(-1, -1, 8, -1)
+    },
+}
+
+
+@pytest.mark.parametrize("case", OTHER_MASKS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_other_masks_with_exact_attention_are_eager(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With windows (7), softcaps and sinks. A mask of four dimensions says all; the models leave their windows out."""
+    model, tokens = make_model(name), tokens_of(2, 8)
+    inputs = OTHER_MASKS[case]()
+    seen = inputs.get("attention_mask")
+    added = (
+        seen if seen is None or seen.dim() == 2 or seen.is_floating_point() else torch.where(seen, 0.0, float("-inf"))
+    )
+
+    def logits(implementation: str, **options: Any) -> torch.Tensor:
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            return model(tokens, **inputs | options).logits
+
+    # Eager attention adds masks.
+    eager = logits("eager", attention_mask=added)
+    with_oracle(monkeypatch)
+    assert relative_error(logits("helion_fp8"), eager) < EXACT
+    if case != "causal":
+        assert relative_error(run(model, "helion_fp8", tokens), eager) > 100 * EXACT
+
+
+def test_chunked_attention_and_decoding_with_exact_attention_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4's layers see chunks of 5 tokens: in a prompt of 12, and in steps from the cache."""
+    config = transformers.Llama4TextConfig(
+        **SIZES, attention_chunk_size=5, num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=64,
+        moe_layers=[],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, tokens = transformers.Llama4ForCausalLM(config).eval(), tokens_of(2, 12)
+    eager = generate(model, "eager", tokens, 6)
+    with_oracle(monkeypatch)
+    exact = generate(model, "helion_fp8", tokens, 6)
+    assert torch.equal(exact.sequences, eager.sequences)
+    assert relative_error(torch.stack(exact.logits), torch.stack(eager.logits)) < EXACT
+
+
+#: Text with a block of image tokens, 4 to 11, that see one another.
+IN_AN_IMAGE = ((torch.arange(19) >= 4) & (torch.arange(19) < 12)).long().expand(2, -1)
+
+#: Models whose masks are their own: config and model class, sizes, and further inputs.
+MASKED_MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, torch.Tensor]]] = {
+    "modernbert": (
+        "ModernBertConfig",
+        "ModernBertModel",
+        {
+            **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
+            **{"num_attention_heads": 4, "local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0},
+        },
+        {},
+    ),
+    "gemma3_with_images": (
+        "Gemma3Config",
+        "Gemma3Model",
+        {
+            "text_config": SIZES | {"sliding_window": 7, "query_pre_attn_scalar": 4},
+            "vision_config": {
+                **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+                **{"image_size": 28, "patch_size": 14},
+            },
+            "mm_tokens_per_image": 4,
+        },
+        {"token_type_ids": IN_AN_IMAGE},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED_MODELS)
+def test_models_with_masks_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows in both directions, and blocks in causal text; with padding."""
+    config_class, model_class, sizes, inputs = MASKED_MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes)).eval()
+    tokens = tokens_of(2, 19)
+    kept = torch.arange(19) < torch.tensor([[19], [14]])
+
+    def states(implementation: str) -> torch.Tensor:
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            return model(tokens, attention_mask=kept.long(), **inputs).last_hidden_state[kept]
+
+    eager = states("eager")
+    with_oracle(monkeypatch)
+    assert relative_error(states("helion_fp8"), eager) < EXACT
+    monkeypatch.setattr(masks, "block_mask_of", lambda *_: None)
+    assert relative_error(states("helion_fp8"), eager) > 100 * EXACT
+
+
+def test_a_mask_is_converted_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In inference mode too."""
+    made = []
+    from_dense = ha.BlockMask.from_dense
+
+    def counted(mask: torch.Tensor) -> ha.BlockMask:
+        made.append(mask.shape)
+        return from_dense(mask)
+
+    monkeypatch.setattr(ha.BlockMask, "from_dense", counted)
     model, tokens = make_model("llama"), tokens_of(2, 8)
-    holes = torch.ones_like(tokens)
-    holes[1, 3] = 0
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]).expand(2, -1)
     model.set_attn_implementation("helion_fp8")
-    with torch.no_grad():
-        with pytest.raises(NotImplementedError, match="hides keys between"):
-            model(tokens, attention_mask=holes)
-        with pytest.raises(NotImplementedError, match="attention_mask is a Tensor"):
-            model(tokens, attention_mask=torch.ones(2, 1, 8, 8, dtype=torch.bool))
-        with pytest.raises(NotImplementedError, match="no attention with the mask"):
-            model(tokens, position_ids=positions, use_cache=False)
-        with pytest.raises(NotImplementedError, match="DynamicCache"):
-            model.generate(tokens, max_new_tokens=3, cache_implementation="static")
+    with torch.inference_mode():
+        model(tokens, position_ids=PACKED, use_cache=False)
+    assert model.config.num_hidden_layers == 2
+    assert made == [(2, 1, 8, 8)]
+
+
+def test_other_masks_with_the_kernel(device: str) -> None:
+    """What `attention` gives with the block mask, softcap and sinks included."""
+    q, k, v = make_qkv("randn", 2, 4, 2, 8, 8, 64, device=device)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)
+    mask = prefix().to(device)
+    out, _ = ours.attention_forward(module(), q, k, v, mask, scaling=0.2, softcap=5.0, s_aux=sinks, sliding_window=3)
+    block_mask = ha.BlockMask.from_dense(mask)
+    expected = ha.attention(q, k, v, sm_scale=0.2, softcap=5.0, sinks=sinks, block_mask=block_mask)
+    assert torch.equal(out, expected.transpose(1, 2))
+
+
+def test_static_caches_raise() -> None:
+    model, tokens = make_model("llama"), tokens_of(2, 8)
+    model.set_attn_implementation("helion_fp8")
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="DynamicCache"):
+        model.generate(tokens, max_new_tokens=3, cache_implementation="static")
+    at: Any = {"q_offset": torch.tensor(0), "mask_function": lambda *_: True}
+    with pytest.raises(NotImplementedError, match="DynamicCache"):
+        ours.visible_keys(2, 8, 8, **at)
+
+
+def test_masks_that_are_recognised() -> None:
+    """A window is one of its own size; all others are made by scores."""
     from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
 
     sizes: dict[str, Any] = {"batch_size": 2, "q_length": 8, "kv_length": 8, "local_size": 3}
+    near = torch.arange(8)[:, None] - torch.arange(8)
     chunks = chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long))
-    for mask_function in (chunks, sliding_window_causal_mask_function(4)):
-        with pytest.raises(NotImplementedError, match="no attention with the mask"):
-            ours.visible_keys(**sizes, mask_function=mask_function)
-    assert ours.visible_keys(**sizes, mask_function=sliding_window_causal_mask_function(3)).left == 2
+    of_chunks = (near >= 0) & (torch.arange(8)[:, None] // 3 == torch.arange(8) // 3)
+    window = (near >= 0) & (near < 4)
+    for mask_function, expected in ((chunks, of_chunks), (sliding_window_causal_mask_function(4), window)):
+        found = ours.visible_keys(**sizes, mask_function=mask_function)
+        assert isinstance(found, torch.Tensor)
+        assert torch.equal(found, expected.expand(2, 1, 8, 8))
+    found = ours.visible_keys(**sizes, mask_function=sliding_window_causal_mask_function(3))
+    assert isinstance(found, ours.VisibleKeys)
+    assert found.left == 2
 
 
 def test_grad_raises() -> None:

@@ -284,6 +284,12 @@ def test_what_it_refuses() -> None:
     right[1, 5:] = 0
     with torch.no_grad(), pytest.raises(NotImplementedError, match="padding at the start of sequences alone"):
         model(tokens, attention_mask=right, past_key_values=ha.transformers_cache())
+    holes = torch.ones_like(tokens).index_fill(1, torch.tensor(3), 0)
+    with (
+        torch.no_grad(),
+        pytest.raises(NotImplementedError, match=r"alone; here attention_mask is a mask of shape \(2, 1"),
+    ):
+        model(tokens, attention_mask=holes, past_key_values=ha.transformers_cache())
     left, cache = right.flip(1), ha.transformers_cache()
     with torch.no_grad():
         model(tokens, attention_mask=left, past_key_values=cache)

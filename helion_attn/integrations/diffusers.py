@@ -6,24 +6,35 @@ member and an entry at run time.
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from helion_attn.api import attention
+from helion_attn.block_mask import BlockMask, as_block_mask
 from helion_attn.integrations.autocast import autocast_inputs
-from helion_attn.integrations.masks import attend_to_visible, read_mask
+from helion_attn.integrations.masks import attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
+from helion_attn.masks import Reordered
+from helion_attn.names import named
 from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
-from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_sm_scale
-from helion_attn.validate.varlen import MAX_VARLEN_D
+from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_sm_scale, described
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    #: Which mask a call gets, None for dense attention: step, layer, q [B, H, M, D], k [B, H_kv, N, D].
+    Schedule = Callable[[int, int, torch.Tensor, torch.Tensor], BlockMask | FlexMask | Reordered | None]
 
 #: What the backend accepts of what diffusers passes; the values of a mask are looked at later.
 RULES = (
     Rule(
         "attn_mask",
         lambda mask: mask is None or isinstance(mask, torch.Tensor),
-        "None, or a tensor, alike for all heads, that hides nothing, keys after the diagonal, or padding",
+        "None, or a tensor: bool, or of 0 and -inf, or -1e4 and below in a row that sees some key",
     ),
     Rule("dropout_p", lambda p: p == 0, "0"),
 )
@@ -66,13 +77,24 @@ OWN_CALLS: dict[str, tuple[str, ...]] = {
 NEEDED = ("_backends", "_constraints", "_supported_arg_names", "_supports_context_parallel", "register")
 
 
-def register_diffusers(name: str = "helion_fp8", *, recipe: Recipe | RecipeName = BALANCED) -> None:
+#: What forwards of diffusers' models call the noise level.
+TIMESTEPS = ("timestep", "timesteps", "t")
+
+
+@named
+def register_diffusers(
+    name: str = "helion_fp8",
+    *,
+    recipe: Recipe | RecipeName = BALANCED,
+    schedule: Schedule | None = None,
+    models: torch.nn.Module | Sequence[torch.nn.Module] = (),
+) -> None:
     """Add FP8 attention to diffusers' backends (0.42), for inference.
 
     `model.set_attention_backend(name)`, `pipeline.transformer.set_attention_backend(name)` and
     `with diffusers.attention_backend(name):` then run it. Padding masks, such as those of HunyuanVideo and Qwen-Image,
-    become packed sequences. diffusers' context parallelism, ring and Ulysses, takes the backend too: a part of a ring
-    quantises its own keys.
+    become packed sequences, and other masks what `helion_attn.sdpa` says. diffusers' context parallelism, ring and
+    Ulysses, takes the backend too: a part of a ring quantises its own keys.
 
     diffusers asks no backend in models whose processors call PyTorch's attention themselves, and does not say so; run
     these inside `helion_attn.sdpa()`, whatever backend is set: Stable Diffusion 1 and 2, SDXL and other UNets, PixArt,
@@ -81,19 +103,30 @@ def register_diffusers(name: str = "helion_fp8", *, recipe: Recipe | RecipeName 
 
     Under `torch.autocast` inputs are cast as `scaled_dot_product_attention` does it.
 
+    `schedule(step, layer, q, k)` gives the mask of a call, or None for dense attention: a `BlockMask`, PyTorch's, or a
+    `masks.Reordered`, whose order q, k and v are moved to, and the result back. diffusers tells a backend neither step
+    nor layer. Hooks on `models` know them: a forward begins with layer 0, a timestep that differs from the last one
+    begins the next step, and one that turns back begins a generation, with step 0. The host reads it once a forward.
+    Layers are counted for each pair of lengths apart, so that cross attention does not count as self-attention.
+    Keys that `attn_mask` hides stay hidden if they are the last ones of all sequences alike, as padded text is.
+
     Args:
-        name: of the backend, in lower case. Registering a name again replaces it.
+        name: of the backend, in lower case. Registering a name again replaces it, and its hooks.
         recipe: how the tensors become 8-bit numbers, or a preset's name.
+        schedule: called with ints and views of q [B, H, M, D] and k [B, H_kv, N, D].
+        models: `pipeline.transformer`, or several that take turns. Calls from other models are dense.
 
     Raises:
         ImportError: diffusers is not installed.
-        TypeError, ValueError: `recipe` is no Recipe; `name` is no name in lower case, or one of diffusers' own.
+        TypeError, ValueError: `recipe` is no Recipe; `name` is no name in lower case, or one of diffusers' own;
+            `schedule` without `models`, or the other way round; a model whose forward has no timestep.
         NotImplementedError: this diffusers keeps its backends in another way.
 
     The models' forward passes raise what `helion_attn.attention` does, and NotImplementedError for what
     docs/integrations.md lists as not supported.
     """
     recipe = as_recipe(recipe)
+    watched = _checked_schedule(schedule, models)
     if not isinstance(name, str):
         raise TypeError(f"name is a {type(name).__name__}; it must be a str")
     if not name.isidentifier() or name != name.lower():
@@ -118,14 +151,118 @@ def register_diffusers(name: str = "helion_fp8", *, recipe: Recipe | RecipeName 
         names._member_map_[member._name_] = member
         names._member_names_.append(member._name_)
         names._value2member_map_[name] = member
-    registry.register(member, supports_context_parallel=True)(Backend(recipe))
+    if (before := registry._backends.get(member)) is not None:
+        before.progress.unwatch()
+    registry.register(member, supports_context_parallel=True)(Backend(recipe, schedule, watched))
+
+
+def _checked_schedule(
+    schedule: Schedule | None, models: torch.nn.Module | Sequence[torch.nn.Module]
+) -> tuple[torch.nn.Module, ...]:
+    """The models, where they and the schedule are what `register_diffusers` accepts."""
+    if schedule is not None and not callable(schedule):
+        raise TypeError(f"schedule is {described(schedule)}; it must be a function of step, layer, q and k, or None")
+    watched = (models,) if isinstance(models, torch.nn.Module) else tuple(models)
+    if (schedule is None) != (not watched):
+        raise ValueError(
+            f"schedule is {'None' if schedule is None else 'given'} with {len(watched)} models; it must be given with "
+            f"those whose steps and layers it is about, such as pipeline.transformer, and without it there are none"
+        )
+    for i, model in enumerate(watched):
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"models[{i}] is {described(model)}; it must be a torch.nn.Module")
+        _timestep_name(model)
+    return watched
+
+
+def _timestep_name(model: torch.nn.Module) -> str:
+    """What a model's forward calls the timestep."""
+    parameters = inspect.signature(type(model).forward).parameters
+    for name in TIMESTEPS:
+        if name in parameters:
+            return name
+    raise ValueError(
+        f"models has a {type(model).__name__}, whose forward has no argument {', '.join(TIMESTEPS[:-1])} or "
+        f"{TIMESTEPS[-1]}; it must have one: steps are told by it"
+    )
+
+
+def _check_eager() -> None:
+    in_graph = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or in_graph:
+        raise NotImplementedError(
+            "helion_attn: schedule is given; in torch.compile and in a CUDA graph it must be None: the host counts "
+            "steps and layers"
+        )
+
+
+class Progress:
+    """Where the generation is: hooks on models count steps and layers.
+
+    Attributes:
+        step: different timesteps before this one, in this generation.
+        layers: calls in this forward, by lengths of queries and keys.
+        is_inside: a model's forward runs.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        self.step = 0
+        self.layers: Counter[tuple[int, int]] = Counter()
+        self.is_inside = False
+        self.timestep: float | None = None
+        #: Whether timesteps ascend in this generation, once that is known.
+        self.ascends: bool | None = None
+        self.handles = [
+            handle
+            for model in models
+            for handle in (
+                model.register_forward_pre_hook(self.begin, with_kwargs=True),
+                model.register_forward_hook(self.end, always_call=True),
+            )
+        ]
+
+    def unwatch(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+    def begin(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook."""
+        _check_eager()
+        name = _timestep_name(model)
+        given = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments.get(name)
+        if given is None:
+            raise ValueError(f"{name} of {type(model).__name__} is None; with a schedule it must be given")
+        # Some models take one for each token, of which those that are known have 0.
+        timestep = float(torch.as_tensor(given).max())
+        if self.timestep is not None and timestep != self.timestep:
+            ascends = timestep > self.timestep
+            turns = self.ascends not in (None, ascends)
+            self.step, self.ascends = (0, None) if turns else (self.step + 1, ascends)
+        self.timestep = timestep
+        self.layers.clear()
+        self.is_inside = True
+
+    def end(self, *_: Any) -> None:
+        """A forward hook."""
+        self.is_inside = False
+
+    def next_layer(self, M: int, N: int) -> int:
+        """The number of a call's layer."""
+        _check_eager()
+        self.layers[M, N] += 1
+        return self.layers[M, N] - 1
 
 
 class Backend:
     """Attention with the arguments that diffusers passes."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(
+        self, recipe: Recipe, schedule: Schedule | None = None, models: Sequence[torch.nn.Module] = ()
+    ) -> None:
         self.recipe = recipe
+        self.schedule = schedule
+        self.progress = Progress(models)
 
     def __call__(
         self,
@@ -149,6 +286,8 @@ class Backend:
             return self.attend(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse
             )  # fmt: skip
+        if self.schedule is not None:
+            raise NotImplementedError("helion_attn: schedule is given; with context parallelism it must be None")
         from diffusers.models.attention_dispatch import _templated_context_parallel_attention
 
         return _templated_context_parallel_attention(
@@ -207,7 +346,7 @@ class Backend:
                 f"helion_attn: is_causal is True with M = {M}, N = {N} and attn_mask "
                 f"{'None' if attn_mask is None else 'given'}; it must be without a mask, on as many queries as keys"
             )
-        causal = is_causal
+        causal, visible = is_causal, None
         if attn_mask is not None:
             # diffusers has padding masks [B, N] as well.
             of_keys = attn_mask.dim() == 2 and tuple(attn_mask.shape) == (B, N)
@@ -217,19 +356,59 @@ class Backend:
                     "pass attn_mask[:, None, None] for padding, or attn_mask[None, None]"
                 )
             visible = read_mask(attn_mask[:, None, None] if of_keys else attn_mask, B, H, M, N)
-            if not visible.whole:
-                if (D := max(query.size(3), value.size(3))) > MAX_VARLEN_D:
-                    raise NotImplementedError(
-                        f"helion_attn: attn_mask hides padding and the head dim is {D}; with padding it must be "
-                        f"at most {MAX_VARLEN_D}"
-                    )
-                out, lse = attend_to_visible(query, key, value, visible, scale, self.recipe)
-                return (out, lse.transpose(1, 2)) if return_lse else out
             causal = visible.causal
+        if (pattern := self.scheduled(query, key)) is not None:
+            keys = N if visible is None else visible.first_keys(M)
+            if causal or keys == 0:
+                raise NotImplementedError(
+                    "helion_attn: schedule gives a mask, and is_causal or attn_mask hides other keys than the last "
+                    "of all sequences; there it must give None"
+                )
+            out, lse = self.attend_to_pattern(query, key, value, pattern, keys, scale)
+            return (out, lse.transpose(1, 2)) if return_lse else out
+        if visible is not None and not visible.whole:
+            check_visible("helion_attn", visible, query, value, self.recipe)
+            out, lse = attend_to_visible(query, key, value, visible, scale, self.recipe)
+            return (out, lse.transpose(1, 2)) if return_lse else out
         result = attention(
             query, key, value, causal=causal, sm_scale=scale, layout="bshd", recipe=self.recipe, return_lse=return_lse
         )
         return (result[0], result[1].transpose(1, 2)) if isinstance(result, tuple) else result
+
+    def attend_to_pattern(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pattern: BlockMask | FlexMask | Reordered,
+        keys: int,
+        scale: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention with the schedule's mask to the first `keys` keys: out [B, M, H, D_v] and lse [B, H, M]."""
+        reordered = pattern if isinstance(pattern, Reordered) else None
+        mask = as_block_mask(pattern.mask if isinstance(pattern, Reordered) else pattern)
+        assert mask is not None
+        M, N = q.size(1), k.size(1)
+        if (mask.M, mask.N) != (M, N):
+            raise ValueError(f"schedule gives a mask of {mask.M} queries and {mask.N} keys; it must be of {M} and {N}")
+        if reordered is not None:
+            q, k, v = (x[:, reordered.order] for x in (q, k, v))
+        if keys < N:
+            if reordered is not None:
+                are_last = (reordered.order[keys:] >= keys).all()
+                torch._assert_async(are_last, "keys that attn_mask hides are not the last in the schedule's order")
+            k, v, mask = k[:, :keys], v[:, :keys], mask._of_first_keys(keys)
+        out, lse = attention(
+            q, k, v, sm_scale=scale, layout="bshd", recipe=self.recipe, block_mask=mask, return_lse=True
+        )
+        return (out, lse) if reordered is None else (out[:, reordered.inverse], lse[:, :, reordered.inverse])
+
+    def scheduled(self, query: torch.Tensor, key: torch.Tensor) -> BlockMask | FlexMask | Reordered | None:
+        """The schedule's mask for a call of query [B, M, H, D] and key [B, N, H_kv, D]; None for dense attention."""
+        if self.schedule is None or not self.progress.is_inside:
+            return None
+        layer = self.progress.next_layer(query.size(1), key.size(1))
+        return self.schedule(self.progress.step, layer, query.transpose(1, 2), key.transpose(1, 2))
 
 
 def backward(ctx: Any, grad_out: torch.Tensor, *args: Any) -> None:

@@ -1,19 +1,28 @@
 """Masks that are given as tensors: what they leave to be seen, read from the device, and attention to that.
 
-Padding becomes packed sequences (`attention_varlen`): what a mask hides lies between them, and is not read.
+Padding becomes packed sequences (`attention_varlen`): what a mask hides lies between them, and is not read. What no
+shorter description fits becomes a `BlockMask`, which is kept as long as the mask.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from helion_attn.api import attention
+from helion_attn.block_mask import BlockMask
 from helion_attn.types import Recipe
+from helion_attn.validate.block_mask import BLOCK_MASK_DIMS, has_block_masks
 from helion_attn.validate.dense import check_no_grad
+from helion_attn.validate.varlen import MAX_VARLEN_D
 from helion_attn.varlen import attention_varlen
+
+#: Numbers up to this one hide a key when they are added to its score.
+HIDES = -1e4
 
 
 class Part(NamedTuple):
@@ -38,6 +47,7 @@ class Visible:
         first: a part of each sequence of the batch.
         second: another part of each, below the first; empty if none has one.
         kept: bool [B, N], keys that are left where they do not lie together; None where they do.
+        scores: the mask, where no parts describe it; None where they do.
     """
 
     whole: bool
@@ -45,28 +55,39 @@ class Visible:
     first: tuple[Part, ...]
     second: tuple[Part, ...] = ()
     kept: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+
+    def first_keys(self, M: int) -> int:
+        """How many keys are seen, if they are the first ones of all sequences, alike for all of M rows; 0 if not."""
+        parts = set(self.first)
+        (rows, (start, stop)) = self.first[0] if len(parts) == 1 else ((0, 0), (0, 0))
+        is_plain = not (self.causal or self.second or self.kept is not None)
+        return stop if is_plain and rows == (0, M) and start == 0 else 0
 
 
-def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int) -> Visible:
+def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int, name: str = "attn_mask") -> Visible:
     """Read a mask of `scaled_dot_product_attention` on the host: whether it hides anything, and if so what.
 
+    Parts describe: any keys that are hidden, alike for all rows; keys behind the diagonal of the first or the last key,
+    and padding at both ends; all keys but one run for the first rows of a sequence, and but another for the others. All
+    other masks are `scores`. One of which a `BlockMask` is kept is not read.
+
     Args:
-        mask: broadcasts to [B, H, M, N]: bool, True where a key is seen, or added to the scores, 0 where it is and -inf
-            where not (or the lowest finite number, in a row that sees some key).
+        mask: broadcasts to [B, H, M, N]: bool, True where a key is seen, or added to the scores, 0 where it is seen and
+            -inf where it is not (or `HIDES` and below, in a row that sees some key).
         B: sequences.
         H: query heads.
         M: queries.
         N: keys.
+        name: of the mask, in errors.
 
     Raises:
-        NotImplementedError: what it hides is none of: any keys, alike for all rows; keys behind the diagonal of the
-            first or the last key, and padding at both ends; all keys but one run for the first rows of a sequence, and
-            but another for the others. Or it differs among heads, changes scores, or cannot be read.
+        NotImplementedError: it changes scores, or cannot be read.
         ValueError: it does not broadcast.
         RuntimeError: it requires grad, in grad mode, or has a tangent.
     """
-    check_no_grad("attn_mask", mask)
-    what = f"attn_mask is a {type(mask).__name__} {tuple(mask.shape)} of {mask.dtype}"
+    check_no_grad(name, mask)
+    what = f"{name} is a {type(mask).__name__} {tuple(mask.shape)} of {mask.dtype}"
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{what}; in torch.compile it must be None: its values cannot be read")
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -76,6 +97,9 @@ def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int) -> Visible:
         raise ValueError(f"{what}; it must broadcast to [B, H, M, N] with B = {B}, H = {H}, M = {M} and N = {N}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise NotImplementedError(f"{what}; it must be bool or of a floating-point dtype")
+    by_scores = Visible(False, False, (), scores=mask)
+    if _known(mask, M, N) is not None:
+        return by_scores
     if (mask if mask.dtype == torch.bool else mask == 0).all():
         return Visible(True, False, (Part((0, M), (0, N)),) * B)
     # [B or 1, H or 1, M or 1, N or 1]
@@ -109,13 +133,13 @@ def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int) -> Visible:
     plain, alike_for_heads, alike_for_rows, in_one_piece = read[: len(flags)]
     by_sequence = [read[i : i + len(facts)] for i in range(len(flags), len(read), len(facts))]
 
-    accepted = (
-        "it must be one that hides nothing, keys after the diagonal, padding, or the last two, alike for all heads"
-    )
     if not plain:
-        raise NotImplementedError(f"{what}, with other values than 0 and -inf; {accepted}, of 0 and -inf")
+        raise NotImplementedError(
+            f"{what}, with other values than 0 and -inf; it must be bool, or of 0 and -inf, or -1e4 and below in a row "
+            f"that sees some key"
+        )
     if not alike_for_heads:
-        raise NotImplementedError(f"{what}, not alike for all heads; {accepted}")
+        return by_scores
     if alike_for_rows and not in_one_piece:
         return Visible(False, False, tuple(Part((0, M), (0, one[6])) for one in by_sequence), kept=kept[:, 0])
     if alike_for_rows:
@@ -129,20 +153,19 @@ def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int) -> Visible:
         first = tuple(Part((0, edge), (one[0], one[1])) for edge, one in zip(edges, by_sequence, strict=True))
         second = tuple(Part((edge, M), (one[2], one[3])) for edge, one in zip(edges, by_sequence, strict=True))
         return Visible(False, False, first, second)
-    rows = "change more than once, not along the diagonal" if in_one_piece else "differ, with keys hidden between them"
-    raise NotImplementedError(f"{what}, in which the keys of a sequence's rows {rows}; {accepted}")
+    return by_scores
 
 
 def _seen(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the first head sees, bool [B or 1, M or 1, N or 1]; whether it is told no more; whether all are told so."""
-    head = mask[:, :1]
-    alike = (mask == head).all()
+    """What the first head sees, bool [B or 1, M or 1, N or 1]; whether no score is changed; whether heads are alike."""
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    alike = (seen == seen[:, :1]).all()
     if mask.dtype == torch.bool:
-        return head[:, 0], torch.ones_like(alike), alike
-    seen, hidden = head == 0, head == float("-inf")
-    # A row that has the lowest finite number for all keys is the mean of V, and one that has -inf is 0.
-    lowest = (head == torch.finfo(mask.dtype).min) & seen.any(3, keepdim=True)
-    return seen[:, 0], (seen | hidden | lowest).all(), alike
+        return seen[:, 0], torch.ones_like(alike), alike
+    # bf16 has no -1e4. A row that has finite numbers for all keys sees some of all, and one that has -inf is 0.
+    hides = torch.tensor(HIDES, dtype=mask.dtype, device="cpu").item()
+    hidden = (mask == float("-inf")) | ((mask <= hides) & seen.any(3, keepdim=True))
+    return seen[:, 0], (seen | hidden).all(), alike
 
 
 def _is_causal(start: torch.Tensor, stop: torch.Tensor, count: torch.Tensor, offset: int) -> torch.Tensor:
@@ -165,23 +188,128 @@ def _causal(spans: list[tuple[int, int]], offset: int, M: int, N: int) -> Visibl
     return Visible(whole, True, tuple(first), tuple(second) if has_second else ())
 
 
-def attend_to_visible(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, sm_scale: float | None, recipe: Recipe
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every row to what a mask leaves it: a call of packed sequences, or two where there are second parts.
+class _Kept(NamedTuple):
+    """A `BlockMask`, and the mask that it was made of.
+
+    Attributes:
+        mask: it was made of this tensor.
+        state: what its `_state` was.
+        made: of it.
+    """
+
+    mask: weakref.ref[torch.Tensor]
+    state: tuple[int, int]
+    made: BlockMask
+
+
+#: By the mask's identity, M, N, and the stream on which the block mask was made.
+_KEPT: dict[tuple[int, int, int, int], _Kept] = {}
+
+
+def _key(mask: torch.Tensor, M: int, N: int) -> tuple[int, int, int, int]:
+    return id(mask), M, N, torch.cuda.current_stream(mask.device).cuda_stream if mask.is_cuda else 0
+
+
+def _state(mask: torch.Tensor) -> tuple[int, int]:
+    """What changes when PyTorch writes to the mask, or gives it other memory."""
+    return mask._version, mask.data_ptr()
+
+
+def _known(mask: torch.Tensor, M: int, N: int) -> BlockMask | None:
+    """The `BlockMask` that is kept of a mask, if the mask is what it was."""
+    kept = _KEPT.get(_key(mask, M, N))
+    return kept.made if kept is not None and kept.mask() is mask and kept.state == _state(mask) else None
+
+
+def block_mask_of(mask: torch.Tensor, M: int, N: int) -> BlockMask:
+    """A mask as a `BlockMask`, made once for each mask, M, N and stream.
+
+    A tensor made in `torch.inference_mode` does not count its changes: of one nothing is kept.
 
     Args:
-        q: [B, M, H, D]; D and D_v in 16..256.
+        mask: as `read_mask` has it.
+        M: queries.
+        N: keys.
+    """
+    if (known := _known(mask, M, N)) is not None:
+        return known
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    # [B or 1, H or 1, M, N]
+    seen = seen[(None,) * (4 - seen.dim())]
+    made = BlockMask.from_dense(seen.expand(-1, -1, M, N))
+    if not mask.is_inference():
+        key = _key(mask, M, N)
+        _KEPT[key] = _Kept(weakref.ref(mask, lambda _: _KEPT.pop(key, None)), _state(mask), made)
+    return made
+
+
+def check_visible(
+    entry_point: str, visible: Visible, q: torch.Tensor, v: torch.Tensor, recipe: Recipe, name: str = "attn_mask"
+) -> None:
+    """Refuse what `attend_to_visible` does not have: head dims, and a mask elsewhere.
+
+    Args:
+        entry_point: where errors say that they come from.
+        visible: what is seen.
+        q: [.., .., .., D].
+        v: [.., .., .., D_v].
+        recipe: of the call.
+        name: of the mask, in errors.
+
+    Raises:
+        NotImplementedError: head dims that packed sequences, or block masks, do not have.
+        ValueError: the mask is on another device.
+    """
+    D, D_v = q.size(3), v.size(3)
+    if visible.scores is None:
+        if max(D, D_v) > MAX_VARLEN_D:
+            raise NotImplementedError(
+                f"{entry_point}: {name} hides padding and the head dim is {max(D, D_v)}; with padding it must be at "
+                f"most {MAX_VARLEN_D}"
+            )
+        return
+    if visible.scores.device != q.device:
+        raise ValueError(f"{name} is on {visible.scores.device}; it must be on {q.device}, as the query is")
+    if not has_block_masks(D, D_v, recipe):
+        raise NotImplementedError(
+            f"{entry_point}: {name} hides other keys than padding and those after the diagonal, with D {D}, D_v {D_v} "
+            f"and {recipe.bits[0]} bits for Q and K; such a mask is accepted {BLOCK_MASK_DIMS}"
+        )
+
+
+def attend_to_visible(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: Visible,
+    sm_scale: float | None,
+    recipe: Recipe,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every row to what a mask leaves it.
+
+    That is a call of packed sequences, two where there are second parts, or one with a block mask.
+
+    Args:
+        q: [B, M, H, D]; D and D_v as `check_visible` has them.
         k: [B, N, H_kv, D]. Keys that do not lie together are copied, and their values.
         v: [B, N, H_kv, D_v].
         visible: what is seen.
         sm_scale: as `attention` has it.
         recipe: as `attention_varlen` has it.
+        softcap: as `attention` has it.
+        sinks: as `attention` has it.
 
     Returns:
-        out [B, M, H, D_v] and lse [B, H, M]; 0 and -inf of rows that see no key.
+        out [B, M, H, D_v] and lse [B, H, M]; 0 and, without sinks, -inf of rows that see no key.
     """
     (B, M), N = q.shape[:2], k.size(1)
+    options: dict[str, Any] = {"sm_scale": sm_scale, "recipe": recipe, "softcap": softcap, "sinks": sinks}
+    if visible.scores is not None:
+        block_mask = block_mask_of(visible.scores, M, N)
+        return attention(q, k, v, block_mask=block_mask, layout="bshd", return_lse=True, **options)
     keys = [N] * B
     if visible.kept is None:
         k, v = k.flatten(0, 1), v.flatten(0, 1)
@@ -189,9 +317,9 @@ def attend_to_visible(
         k, v = k[visible.kept], v[visible.kept]
         keys = [part.keys[1] for part in visible.first]
     q = q.flatten(0, 1)
-    out, lse = _packed(q, k, v, visible.first, M, keys, visible.causal, sm_scale, recipe)
+    out, lse = _packed(q, k, v, visible.first, M, keys, visible.causal, options)
     if visible.second:
-        of_second = _packed(q, k, v, visible.second, M, keys, False, sm_scale, recipe)
+        of_second = _packed(q, k, v, visible.second, M, keys, False, options)
         first = torch.tensor([part.rows[0] for part in visible.second], device=q.device)
         is_second = torch.arange(M, device=q.device) >= first.unsqueeze(1)
         out = torch.where(is_second[:, :, None, None], of_second[0], out)
@@ -207,8 +335,7 @@ def _packed(
     M: int,
     keys: list[int],
     causal: bool,
-    sm_scale: float | None,
-    recipe: Recipe,
+    options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each sequence's part. What lies between parts are sequences without rows, or without keys.
 
@@ -222,6 +349,5 @@ def _packed(
             if (end := (b * M + row, before + key)) != ends[-1]:
                 ends.append(end)
     cu_seqlens = torch.tensor(ends, dtype=torch.int32).T.contiguous().to(q.device)
-    options: dict[str, Any] = {"causal": causal, "sm_scale": sm_scale, "recipe": recipe}
-    out, lse = attention_varlen(q, k, v, cu_seqlens[0], cu_seqlens[1], return_lse=True, **options)
+    out, lse = attention_varlen(q, k, v, cu_seqlens[0], cu_seqlens[1], causal=causal, return_lse=True, **options)
     return out.unflatten(0, (-1, M)), lse.unflatten(1, (-1, M)).transpose(0, 1)

@@ -16,12 +16,11 @@ from torch.overrides import TorchFunctionMode
 from helion_attn.api import attention
 from helion_attn.caller import outermost
 from helion_attn.integrations.autocast import autocast_inputs
-from helion_attn.integrations.masks import Visible, attend_to_visible, read_mask
+from helion_attn.integrations.masks import Visible, attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.names import named
 from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_recipe, check_sm_scale
-from helion_attn.validate.varlen import MAX_VARLEN_D
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -48,8 +47,8 @@ RULES = (
     Rule(
         "attn_mask",
         lambda mask: mask is None or isinstance(mask, torch.Tensor),
-        "None, made by torch.nn.attention.bias.causal_lower_right or causal_upper_left, or a tensor, alike for all "
-        "heads, that hides nothing, keys after the diagonal, or padding",
+        "None, made by torch.nn.attention.bias.causal_lower_right or causal_upper_left, or a tensor: bool, or of 0 and "
+        "-inf, or -1e4 and below in a row that sees some key",
     ),
     Rule("dropout_p", lambda p: p == 0, "0"),
 )
@@ -166,9 +165,12 @@ def sdpa(*, recipe: Recipe | RecipeName = BALANCED, fallback: Fallback = "raise"
     - `is_causal=True`: PyTorch aligns the mask to the top left, and helion_attn to the bottom right. They agree for
       M = N; other lengths raise. `attn_mask=torch.nn.attention.bias.causal_lower_right(M, N)` is right for any
       lengths; rows that see no key give 0.
-    - `attn_mask`, a tensor: its values are read on the host, on every call. It may hide nothing, the keys after the
-      diagonal of the first or the last key, padding, or both, alike for all heads; a row that sees no key gives 0.
-      Padding needs D and D_v up to 256. `dropout_p`: 0; `scale`: in 0..2**64.
+    - `attn_mask`, a tensor: bool, or of 0 and -inf, or -1e4 and below in a row that sees some key. A row that sees no
+      key gives 0. One that hides nothing, keys after the diagonal of the first or the last key, padding, or the last
+      two, alike for all heads, is read on the host on every call; padding needs D and D_v up to 256. Any other becomes
+      a `BlockMask`, for which the host waits as well, once: it is kept as long as the tensor, and made again when
+      PyTorch has written to that. What other kernels write is not noticed, and of a tensor that `torch.inference_mode`
+      made nothing is kept. It needs head dims that block masks have. `dropout_p`: 0; `scale`: in 0..2**64.
 
     Args:
         recipe: how the tensors become 8-bit numbers, or a preset's name.
@@ -205,7 +207,7 @@ def scaled_dot_product_attention(
         query: [B, H, M, D]; this and all others as `helion_attn.sdpa` says.
         key: [B, H_kv, N, D].
         value: [B, H_kv, N, D_v].
-        attn_mask: None, or what hides nothing, later keys or padding.
+        attn_mask: None, or what hides keys: bool, or of 0 and -inf.
         dropout_p: 0.
         is_causal: only with M = N.
         scale: 1 / sqrt(D) by default.
@@ -311,11 +313,8 @@ def _understood(
         visible = read_mask(attn_mask, query.size(0), query.size(1), M, N)
         if visible.whole:
             causal, visible = visible.causal, None
-        elif max(query.size(3), value.size(3)) > MAX_VARLEN_D:
-            raise NotImplementedError(
-                f"helion_attn.sdpa: attn_mask hides padding and the head dim is {max(query.size(3), value.size(3))}; "
-                f"with padding it must be at most {MAX_VARLEN_D}"
-            )
+        else:
+            check_visible("helion_attn.sdpa", visible, query, value, recipe)
     if top_left and M != N:
         raise NotImplementedError(
             f"helion_attn.sdpa: the causal mask is aligned top-left with M = {M} and N = {N}; helion_attn has only "

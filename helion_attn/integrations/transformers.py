@@ -12,9 +12,10 @@ import torch
 
 from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
+from helion_attn.integrations.masks import attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported, is_none
 from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
-from helion_attn.validate.dense import check_options, check_sinks, check_sm_scale
+from helion_attn.validate.dense import check_options, check_qkv, check_sinks, check_sm_scale
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class VisibleKeys:
 RULES = (
     Rule(
         "attention_mask",
-        lambda mask: mask is None or isinstance(mask, VisibleKeys),
-        "None, or, as the model's forward takes it, [batch, keys] with padding at the start or the end; nothing with 4 "
-        "dimensions",
+        lambda mask: mask is None or isinstance(mask, VisibleKeys | torch.Tensor),
+        "None, or, as the model's forward takes it, [batch, keys], or with 4 dimensions: bool, or of 0 and -inf, or "
+        "-1e4 and below in a row that sees some key",
     ),
     Rule("dropout", lambda p: p == 0, "0"),
     Rule("output_attentions", lambda wanted: not wanted, "False: there are no attention weights"),
@@ -79,6 +80,9 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeNa
     batches are one call. A mask that ends before the new tokens of a cache, or in zeros, hides keys alone: the tokens
     attend to those that it leaves.
 
+    Other masks are made as bool tensors, once a forward pass, and read as `helion_attn.sdpa` says: packed documents,
+    prefixes, chunked attention, holes in a mask of keys, and what a model or a caller makes with four dimensions.
+
     Under `torch.autocast` inputs are cast as `scaled_dot_product_attention` does it.
 
     Args:
@@ -90,7 +94,7 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeNa
         TypeError, ValueError: `recipe` is no Recipe; `name` is not a name, or one of transformers' own.
 
     The models' forward passes raise what `helion_attn.attention` does, and NotImplementedError for what
-    docs/integrations.md lists as not supported, such as static caches and chunked attention.
+    docs/integrations.md lists as not supported, such as static caches.
     """
     recipe = as_recipe(recipe)
     if not isinstance(name, str):
@@ -139,25 +143,38 @@ def visible_keys(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
-    **_: Any,  # what else transformers tells every mask function: devices, dtypes, what may be skipped, the config
-) -> VisibleKeys:
-    """The mask function: a description of the mask, causality included.
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,  # what else transformers tells every mask function: dtypes, what may be skipped, the config
+) -> VisibleKeys | torch.Tensor:
+    """The mask function: a description of the mask, causality included, or where there is none the mask by scores.
 
     Never None: that would leave causality to the module's `is_causal`, which may say otherwise.
 
     `mask_function(batch, head, q, k)` says whether the query at position q sees the key at k. It is recognised by being
-    what transformers itself makes for the masks that the kernel has; any other raises.
+    what transformers itself makes for the masks that the kernel has. Of any other, and of padding between keys that are
+    seen, transformers' own bool [batch, 1, queries, keys] is returned.
 
     Raises:
-        NotImplementedError: for another mask, a static cache, or padding between keys that are seen.
+        NotImplementedError: for a static cache.
     """
     from transformers.masking_utils import (
         bidirectional_mask_function,
         causal_mask_function,
+        sdpa_mask,
         sliding_window_causal_mask_function,
     )
 
-    left = None
+    def by_scores() -> torch.Tensor:
+        # In inference mode a tensor does not count its changes, and every layer would read it.
+        with torch.inference_mode(False), torch.no_grad():
+            return sdpa_mask(
+                batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+                mask_function=mask_function or causal_mask_function, attention_mask=attention_mask,
+                allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
+            )  # fmt: skip
+
+    left, is_other = None, False
     if mask_function is None or mask_function is causal_mask_function:
         causal = True
     elif mask_function is bidirectional_mask_function:
@@ -165,21 +182,24 @@ def visible_keys(
     elif local_size is not None and _same(mask_function, sliding_window_causal_mask_function(local_size)):
         causal, left = True, _earlier_keys(local_size, kv_length)
     else:
-        raise NotImplementedError(
-            f"helion_attn has no attention with the mask {getattr(mask_function, '__qualname__', mask_function)}; it "
-            f"has full, causal and causal sliding-window masks (not chunked, packed, blockwise or custom ones)"
-        )
-    if causal and (isinstance(q_offset, torch.Tensor) or kv_length - q_length != q_offset - kv_offset):
+        causal, is_other = False, True
+    is_static = isinstance(q_offset, torch.Tensor)
+    if (is_other and is_static) or (causal and (is_static or kv_length - q_length != q_offset - kv_offset)):
         raise NotImplementedError(
             f"helion_attn needs the last query at the last key; here {q_length} queries start at {q_offset} and "
             f"{kv_length} keys at {kv_offset}: use a cache that grows (DynamicCache), not a static one"
         )
+    if is_other:
+        return by_scores()
 
     spans = ((0, kv_length),) * batch_size
     if attention_mask is not None:
         kept = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         kept = torch.nn.functional.pad(kept, (0, kv_length - kept.size(1)))  # as transformers' own: short is hidden
-        spans = _spans(kept)
+        found = _spans(kept)
+        if found is None:
+            return by_scores()
+        spans = found
     return VisibleKeys(spans, q_length, kv_length, causal, left)
 
 
@@ -191,8 +211,8 @@ def _earlier_keys(window: int | None, N: int) -> int | None:
     return None if window is None or window >= N else window - 1
 
 
-def _spans(kept: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Where, in [B, N] booleans, each row's True begin and end; they must be in one piece."""
+def _spans(kept: torch.Tensor) -> tuple[tuple[int, int], ...] | None:
+    """Where, in [B, N] booleans, each row's True begin and end; None if those of a row do not lie together."""
     N = kept.size(1)
     at = torch.arange(N, device=kept.device)
     starts = torch.where(kept, at, N).amin(1)
@@ -202,10 +222,7 @@ def _spans(kept: torch.Tensor) -> tuple[tuple[int, int], ...]:
         if count == 0:
             start = stop = 0
         if stop - start != count:
-            raise NotImplementedError(
-                "attention_mask hides keys between keys that are seen; helion_attn has padding at the start or the end "
-                "of a sequence only (to generate from a padded batch, pad on the left)"
-            )
+            return None
         spans.append((start, stop))
     return tuple(spans)
 
@@ -225,7 +242,7 @@ def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: VisibleKeys | None,
+    attention_mask: VisibleKeys | torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -264,6 +281,20 @@ def attention_forward(
     (B, H, M, _D), N = query.shape, key.size(2) + (0 if layer is None else layer.tokens)
     check_sinks(s_aux, H, query.device, "s_aux")
     left = _earlier_keys(sliding_window, N)
+    if isinstance(attention_mask, torch.Tensor):
+        # It says all: causality, and the window.
+        if layer is not None:
+            raise NotImplementedError(
+                f"helion_attn: with a cache in 8 bits attention must be causal, with padding at the start of sequences "
+                f"alone; here attention_mask is a mask of shape {tuple(attention_mask.shape)}"
+            )
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        check_qkv(q, k, v, "bshd", names=("query", "key", "value"))
+        visible = read_mask(attention_mask, B, H, M, N, "attention_mask")
+        if not visible.whole:
+            check_visible("helion_attn", visible, q, v, recipe, "attention_mask")
+            return attend_to_visible(q, k, v, visible, scaling, recipe, softcap=softcap, sinks=s_aux)[0], None
+        attention_mask, left = VisibleKeys(((0, N),) * B, M, N, visible.causal, None), None
     if attention_mask is None:
         # The model made no mask at all, so that its module's word is all there is.
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

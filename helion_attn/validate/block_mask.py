@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 #: Longest sequence: a block's number, and its complement, are int32, and so are tokens.
 MAX_TOKENS = 2**31 - 1
 
+#: Head dims that `has_block_masks` accepts.
+BLOCK_MASK_DIMS = "up to 256 with 8 bits, but for D in 129..192 with D_v up to 128, and up to 128 with 16 bits"
+
 
 def check_int(name: str, value: object, least: int, most: int) -> None:
     """Accept an int from `least` up to `most`."""
@@ -58,6 +61,11 @@ def check_dense(mask: torch.Tensor, capacity: int | None) -> None:
         )
 
 
+def has_block_masks(D: int, D_v: int, recipe: Recipe) -> bool:
+    """Whether key blocks are those of masks, for these head dims."""
+    return not uses_large_d(D, D_v, recipe.bits) and packing(D, D_v, recipe.bits).bn == MASK_BLOCK
+
+
 def check_block_mask(
     mask: BlockMask, B: int, H: int, M: int, N: int, D: int, D_v: int, recipe: Recipe, device: torch.device
 ) -> None:
@@ -72,11 +80,10 @@ def check_block_mask(
         )
     if mask.entries.numel() > MAX_TOKENS:
         raise ValueError(f"block_mask has room for {mask.entries.numel()} key blocks; it may be {MAX_TOKENS}")
-    if uses_large_d(D, D_v, recipe.bits) or packing(D, D_v, recipe.bits).bn != MASK_BLOCK:
+    if not has_block_masks(D, D_v, recipe):
         raise ValueError(
             f"block_mask is given with D {D} and D_v {D_v}, whose key blocks are not of {MASK_BLOCK} keys with "
-            f"{recipe.bits[0]} bits for Q and K; it is accepted up to 256 with 8 bits, but for D in 129..192 with D_v "
-            f"up to 128, and up to 128 with 16 bits"
+            f"{recipe.bits[0]} bits for Q and K; it is accepted {BLOCK_MASK_DIMS}"
         )
 
 

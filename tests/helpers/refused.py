@@ -11,8 +11,8 @@ import torch
 #: By argument; of all others, any tensor.
 REFUSED: dict[str, Any] = {
     "attention_chunk": 128,
-    "attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool),
-    "attn_mask": torch.eye(24, dtype=torch.bool),
+    "attention_mask": "causal",
+    "attn_mask": torch.eye(24),
     "cache": "a paged cache",
     "dropout": 0.1,
     "dropout_p": 0.1,
