@@ -114,7 +114,7 @@ VIDEOS = (
     Video("tiles, Wan, FastVideo's", (18, 48, 80), (6, 8, 8), (3, 3, 5), 12),
     Video("tiles, Hunyuan, FastVideo's", (30, 48, 80), (6, 8, 8), (3, 3, 3), 8, text=256),
 )
-DRY_VIDEO = Video("tiles", (4, 6, 8), (2, 3, 4), (1, 1, 1), 2, in_sta=False)
+DRY_VIDEO = Video("tiles", (4, 6, 8), (2, 3, 4), (1, 1, 1), 1, in_sta=False)
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,8 @@ def shapes(options: Options) -> list[tuple[Workload, Video | None]]:
     """What is measured: tokens, then videos."""
     if options.device.type == "cpu":
         return [
-            (workload(1, 2, 256, 256, 64), None),
-            (workload(1, 2, DRY_VIDEO.tokens, DRY_VIDEO.tokens, 64), DRY_VIDEO),
+            (workload(1, 1, 256, 256, 64), None),
+            (workload(1, DRY_VIDEO.heads, DRY_VIDEO.tokens, DRY_VIDEO.tokens, 64), DRY_VIDEO),
         ]
     found: list[tuple[Workload, Video | None]] = [
         (workload(max(1, BENCH_TOKENS // S), BENCH_HIDDEN // D, S, S, D), None)
