@@ -358,8 +358,10 @@ def test_the_peers_with_masks_are_given_them(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_bounds_of_block_masks() -> None:
     """Each bound is for the cells that it names."""
-    series = {("helion_attn", name, stage): 1.0 for name in ("fast", "balanced") for stage in ("kernel", "e2e")}
-    dense = {("helion_attn", "fast", "kernel"): 3.9, ("helion_attn", "balanced", "kernel"): 3.7}
+    series: dict[Any, float] = {
+        ("helion_attn", name, stage): 1.0 for name in ("fast", "balanced") for stage in ("kernel", "e2e")
+    }
+    dense: dict[Any, float] = {("helion_attn", "fast", "kernel"): 3.9, ("helion_attn", "balanced", "kernel"): 3.7}
     dense |= {("fa3_bf16", None, "e2e"): 3.5}
 
     def rows_at(N: int, mask: str, density: float, ms: dict[Any, float]) -> list[dict[str, Any]]:
