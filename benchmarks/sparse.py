@@ -357,6 +357,11 @@ class Cell:
         """The cell in words."""
         return f"{self.mask}, {self.density:.1%}, D {self.D}, {self.N} tokens"
 
+    @property
+    def fa3_ms(self) -> float | None:
+        """Dense FlashAttention-3's time in bf16."""
+        return self.dense.get(("fa3_bf16", None, "e2e"), {}).get("ms")
+
     def per_block(self, recipe: str) -> float | None:
         """The kernel's time for a visited block over the dense kernel's."""
         key = ("helion_attn", recipe, "kernel")
@@ -402,11 +407,10 @@ def tables(loaded: Loaded) -> list[Table]:
     whole, kernel = [], []
     for cell in cells:
         name = [str(cell.D), str(cell.N), cell.mask, f"{cell.density:.1%}"]
-        fa3 = cell.dense.get(("fa3_bf16", None, "e2e"), {}).get("ms")
         ms = (number(cell.rows.get(key, {}).get("ms"), ".3f") for key in shown)
         faster = (speed_text(cell.times_faster(impl)) for impl in OVER_PEERS)
         error = error_text(cell.rows.get(WHOLE[0], {}).get("error_total"))
-        whole.append([*name, *ms, number(fa3, ".3f"), *faster, error])
+        whole.append([*name, *ms, number(cell.fa3_ms, ".3f"), *faster, error])
         figures = []
         for recipe in (DEFAULT, "fast"):
             row = cell.rows.get(("helion_attn", recipe, "kernel"), {})
@@ -460,7 +464,7 @@ def making_tables(loaded: Loaded) -> list[Table]:
 
 def plot(loaded: Loaded) -> Figure | None:
     """Time over dense FA3 bf16's by density, of random blocks."""
-    cells = [cell for cell in cells_of(loaded) if cell.mask == "random"]
+    cells = [cell for cell in cells_of(loaded) if cell.mask == "random" and cell.fa3_ms is not None]
     if not cells:
         return None
     panels = sorted({(cell.D, cell.N) for cell in cells})
@@ -471,8 +475,7 @@ def plot(loaded: Loaded) -> Figure | None:
             points = {}
             for cell in of_panel:
                 ms = cell.rows.get((impl, recipe, stage), {}).get("ms")
-                fa3 = cell.dense.get(("fa3_bf16", None, "e2e"), {}).get("ms")
-                if (share := ratio(ms, fa3)) is not None:
+                if (share := ratio(ms, cell.fa3_ms)) is not None:
                     points[100 * cell.density] = share
             if points:
                 line(ax, recipe or impl, points, float)

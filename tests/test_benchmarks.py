@@ -287,6 +287,11 @@ def test_sparse(tmp_path: Path) -> None:
     whole, kernel, made = sparse.tables(loaded)
     assert len(whole.body) == len(kernel.body) == len(cells)
     assert [line[0] for line in made.body if line[4] != "-"] == [*["`from_dense`"] * 3, "`from_dense, capacity given`"]
+    assert sparse.plot(loaded) is None, "it is over FlashAttention-3's"
+    for row in [row for row in rows if row.get("mask") == "none"]:
+        rows.append(row | {"impl": "fa3_bf16", "recipe": None, "stage": "e2e"})
+    assert sparse.plot(loaded) is not None
+    pyplot.close("all")
     assert sparse.checks(loaded)[-1].value == pytest.approx(made_row(rows, "masks.top_blocks")["of_attention"])
 
 
