@@ -40,6 +40,7 @@ from benchmarks import (
     models,
     preprocess,
     same_token,
+    sparse,
     speed,
     splits,
     startup,
@@ -59,6 +60,7 @@ SUITES: dict[str, Suite] = {
     "models": models.SUITE,
     "ablation": ablation.SUITE,
     "masks": masks.SUITE,
+    "sparse": sparse.SUITE,
     "ladder": ladder.SUITE,
     "split": splits.SUITE,
     "varlen": varlen.SUITE,
@@ -99,6 +101,7 @@ CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
     "16 bits, and large head dims": (ladder.checks, large_d.checks),
     "Masks, packed sequences, grouped queries, split keys, decoding": (
         masks.checks,
+        sparse.checks,
         varlen.checks,
         cells.grouped_checks,
         splits.checks,
@@ -120,6 +123,7 @@ CHECKED_FILES = (
         "ladder",
         "large_d",
         "masks",
+        "sparse",
         "varlen",
         "split",
     ),
@@ -152,7 +156,10 @@ BLOCKS = (
 )
 
 #: What has blocks.
-DOCUMENTS = (Path("README.md"), *(Path(f"docs/{name}.md") for name in ("accuracy", "benchmarks", "integrations")))
+DOCUMENTS = (
+    Path("README.md"),
+    *(Path(f"docs/{name}.md") for name in ("accuracy", "benchmarks", "integrations", "masks")),
+)
 
 
 def older_rows(rows: list[Row]) -> str:

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.pyplot as pyplot
@@ -31,16 +32,17 @@ from benchmarks import (
     large_d,
     report,
     same_token,
+    sparse,
     speed,
     splits,
     startup,
     varlen,
 )
-from benchmarks.lib import peers
+from benchmarks.lib import masked_peers, peers
 from benchmarks.lib.checks import GOALS, by_promise, goal_tables
 from benchmarks.lib.harness import RESULTS, Loaded, load, time_interleaved
 from benchmarks.lib.plots import COLOURS
-from benchmarks.lib.problem import workload
+from benchmarks.lib.problem import problem_of, workload
 from benchmarks.lib.recipes import PRESETS, RUNGS
 from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import LABELS
@@ -273,6 +275,116 @@ def test_varlen(tmp_path: Path) -> None:
     assert all(row["ms"] > 0 and row["tflops"] > 0 for row in rows)
     full, causal = varlen.tables(loaded)
     assert len(full.body) == len(causal.body) == 2
+
+
+def test_sparse(tmp_path: Path) -> None:
+    loaded = dry_run("sparse", tmp_path)
+    rows = loaded["sparse"]["rows"]
+    assert all(row["ms"] > 0 for row in rows)
+    cells = [(cell.mask, cell.density) for cell in sparse.cells_of(loaded)]
+    assert cells == [("random", 0.5), ("random", 1.0), ("unequal", 0.5), ("documents", 0.75), ("top_blocks", 1.0),
+                     ("tiles", 1.0)]  # fmt: skip
+    whole, kernel, made = sparse.tables(loaded)
+    assert len(whole.body) == len(kernel.body) == len(cells)
+    assert [line[0] for line in made.body if line[4] != "-"] == [*["`from_dense`"] * 3, "`from_dense, capacity given`"]
+    assert sparse.plot(loaded) is None, "it is over FlashAttention-3's"
+    for row in [row for row in rows if row.get("mask") == "none"]:
+        rows.append(row | {"impl": "fa3_bf16", "recipe": None, "stage": "e2e"})
+    assert sparse.plot(loaded) is not None
+    pyplot.close("all")
+    assert sparse.checks(loaded)[-1].value == pytest.approx(made_row(rows, "masks.top_blocks")["of_attention"])
+
+
+def made_row(rows: list[dict[str, Any]], made: str) -> dict[str, Any]:
+    (row,) = (row for row in rows if row.get("made") == made)
+    return row
+
+
+def sparse_cases() -> list[sparse.Case]:
+    """Masks that no head, row block or tile of shares with another, with those of a video whose tiles are no blocks."""
+    device, S = torch.device("cpu"), 700
+    ids, rule = sparse.documents(S, device)
+    ids[300:500] += 7
+    video = sparse.Video("tiles", (5, 12, 14), (2, 3, 4), (1, 3, 2), 2)
+    return [
+        sparse.Case("random", sparse.random_blocks(2, S, sparse.equal_counts(S, 30, device))),
+        sparse.Case("unequal", sparse.random_blocks(2, S, sparse.unequal_counts(S, 50, device))),
+        sparse.Case("documents", ha.masks.documents(ids, causal=True), rule),
+        sparse.tiles(video, device),
+    ]
+
+
+@pytest.mark.parametrize("case", sparse_cases(), ids=lambda case: case.name)
+def test_flex_attention_gets_the_same_mask(case: sparse.Case) -> None:
+    seen = case.mask.to_dense()[0]
+    if case.rule is not None:
+        i = torch.arange(case.mask.M)
+        assert torch.equal(case.rule(i[0], i[0], i[:, None], i), seen[0])
+    assert torch.equal(ha.BlockMask.from_flex(masked_peers.flex_mask(case.mask, case.rule)).to_dense()[0], seen)
+
+
+def test_random_blocks_are_as_many_as_asked() -> None:
+    device = torch.device("cpu")
+    equal = sparse.random_blocks(3, 4096, sparse.equal_counts(4096, 10, device)).blocks
+    assert (equal.sum(3) == 4).all()
+    assert not torch.equal(equal[0, 0], equal[0, 1])
+    counts = sparse.random_blocks(3, 4096, sparse.unequal_counts(4096, 25, device)).blocks.sum(3)
+    assert counts.double().mean() == 8
+    assert (int(counts.min()), int(counts.max())) == (1, 15)
+    assert not torch.equal(counts[0, 0], counts[0, 0].sort().values)
+
+
+def test_the_peers_with_masks_are_given_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their functions, as their sources declare them, stood in for by the oracle on what it is given."""
+    q, k, v = make_qkv("randn", 1, 2, 2, 700, 700, 64, torch.float32)
+
+    def block_sparse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask_id: Any = None, scale: Any = None) -> Any:
+        assert mask_id.is_contiguous()
+        seen = mask_id.repeat_interleave(64, 2).repeat_interleave(128, 3)[:, :, :700, :700]
+        return ha.reference.attention(q, k, v, sm_scale=scale, block_mask=ha.BlockMask.from_dense(seen))
+
+    def flex(q: Any, k: Any, v: Any, block_mask: Any, scale: float) -> Any:
+        return ha.reference.attention(q, k, v, sm_scale=scale, block_mask=block_mask)
+
+    def sliding_tile(q: Any, k: Any, v: Any, window_size: Any, text_length: int, has_text: bool, seq_shape: str) -> Any:
+        return window_size, text_length, has_text, seq_shape
+
+    monkeypatch.setitem(sys.modules, "spas_sage_attn", SimpleNamespace(block_sparse_sage2_attn_cuda=block_sparse))
+    monkeypatch.setitem(sys.modules, "fastvideo_kernel", SimpleNamespace(sliding_tile_attention=sliding_tile))
+    case = sparse_cases()[0]
+    problem = problem_of(workload(1, 2, 700, 700, 64), "randn", q, k, v, None, case.mask)
+    monkeypatch.setattr(masked_peers, "_compiled_flex", lambda: flex)
+    for prepare in (masked_peers.flex(case.mask, None), masked_peers.sparge(case.mask)):
+        prepared = prepare(q, k, v, False, 0.125)
+        assert problem.errors(prepared, prepared.run())["error_total"] < 1e-12
+    given: Any = masked_peers.sta((30, 48, 80), (3, 3, 5), 256)(q, k, v, False, 0.125).run()
+    assert given == ([(3, 3, 5)] * 2, 256, True, "30x48x80")
+
+
+def test_bounds_of_block_masks() -> None:
+    """Each bound is for the cells that it names."""
+    series: dict[Any, float] = {
+        ("helion_attn", name, stage): 1.0 for name in ("fast", "balanced") for stage in ("kernel", "e2e")
+    }
+    dense: dict[Any, float] = {("helion_attn", "fast", "kernel"): 3.9, ("helion_attn", "balanced", "kernel"): 3.7}
+    dense |= {("fa3_bf16", None, "e2e"): 3.5}
+
+    def rows_at(N: int, mask: str, density: float, ms: dict[Any, float]) -> list[dict[str, Any]]:
+        cell = {"D": 128, "N": N, "mask": mask, "density": density}
+        return [cell | {"impl": i, "recipe": r, "stage": s, "ms": time} for (i, r, s), time in ms.items()]
+
+    def found(N: int, mask: str, density: float) -> list[tuple[float, str]]:
+        rows = [*rows_at(N, "none", 1.0, dense), *rows_at(N, mask, density, series | {("flex", None, "e2e"): 2.5})]
+        loaded: Any = {"sparse": {"meta": {}, "rows": rows}}
+        return [(check.bound, check.verdict) for check in sparse.checks(loaded)]
+
+    # FAST's block takes 1 / (3.9 * 0.25) of the dense kernel's, BALANCED's 1 / (3.7 * 0.25).
+    per_block = [(1.05, "PASS"), (1.05, "FAIL")]
+    assert found(8192, "random", 0.25) == found(32768, "unequal", 0.25) == per_block
+    assert found(32768, "random", 0.25) == [*per_block, (3.0, "PASS"), (2.0, "PASS")]
+    assert found(32768, "tiles", 0.24) == [(1.10, "PASS"), (1.10, "FAIL")]
+    assert found(32768, "random", 0.05) == found(2048, "random", 0.25) == []
+    assert found(8192, "random", 1.0) == [(1.03, "PASS"), (1.03, "PASS")]
 
 
 def test_cells(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from helion_attn.testing import relative_error
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -154,6 +156,10 @@ def snippets(page: Path) -> dict[str, str]:
     return found
 
 
+#: The documents of docs/masks.md.
+PARTS = (slice(0, 100), slice(100, 300))
+
+
 def check_ten_lines(names: dict[str, Any], printed: str) -> None:
     assert 0.005 < names["error"] < 0.06
     assert names["ms"] > 0
@@ -170,6 +176,13 @@ def check_which_recipe(names: dict[str, Any], printed: str) -> None:
     assert "K has a channel whose mean" in printed
 
 
+def check_masks(names: dict[str, Any], printed: str) -> None:
+    alone = [names["ha"].attention(*(names[x][:, :, part] for x in "qkv"), causal=True) for part in PARTS]
+    for part, own in zip(PARTS, alone, strict=True):
+        assert relative_error(names["out"][:, :, part], own) < 0.08
+    assert "M=300, N=300" in printed
+
+
 def check_distributed(names: dict[str, Any], printed: str) -> None:
     assert torch.distributed.get_world_size() == 1
     torch.distributed.destroy_process_group()
@@ -184,6 +197,7 @@ CHECKED: dict[tuple[str, str], Callable[[dict[str, Any], str], None]] = {
     ("README.md", "Your own tensors"): check_own_tensors,
     ("docs/accuracy.md", "Check your tensors"): check_which_recipe,
     ("docs/distributed.md", "Example"): check_distributed,
+    ("docs/masks.md", "An example"): check_masks,
 }
 
 #: `test_integrations.py` has those of these pages.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -76,22 +76,24 @@ def _require_square(causal: bool, M: int, N: int, name: str) -> None:
 # --- ours -----------------------------------------------------------------------------------------
 
 
-def helion_attn_with(recipe: ha.Recipe) -> Prepare:
+def helion_attn_with(recipe: ha.Recipe, block_mask: ha.BlockMask | None = None) -> Prepare:
     """This package's kernel on FP8 packed by `recipe`."""
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
         qkv = ha.quantize(q, k, v, recipe=recipe)
-        run = functools.partial(ha.attention_quantized, qkv, causal=causal, sm_scale=sm_scale)
+        options: dict[str, Any] = {"causal": causal, "sm_scale": sm_scale, "block_mask": block_mask}
+        run = functools.partial(ha.attention_quantized, qkv, **options)
         return Prepared(_without_lse(run), _identity, lambda: ha.dequantize(qkv))
 
     return prepare
 
 
-def helion_attn_e2e(recipe: ha.Recipe) -> Prepare:
+def helion_attn_e2e(recipe: ha.Recipe, block_mask: ha.BlockMask | None = None) -> Prepare:
     """This package from bf16 to bf16: preprocessing and kernel."""
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
-        run = functools.partial(ha.attention, q, k, v, causal=causal, sm_scale=sm_scale, recipe=recipe)
+        options: dict[str, Any] = {"causal": causal, "sm_scale": sm_scale, "recipe": recipe, "block_mask": block_mask}
+        run = functools.partial(ha.attention, q, k, v, **options)
         return Prepared(_without_lse(run), _identity, lambda: ha.dequantize(ha.quantize(q, k, v, recipe=recipe)))
 
     return prepare
@@ -479,6 +481,7 @@ def in_fp16(prepare: Prepare) -> Prepare:
 #: How the optional peers are installed. PyPI has SageAttention 1 only; of vLLM nothing but the extension is loaded.
 SAGE2 = "sageattention 2.2 (pip install --no-build-isolation git+https://github.com/thu-ml/SageAttention)"
 VLLM = "vllm (pip install --no-deps, of the release for this torch)"
+SPARGE = "SpargeAttn (pip install --no-build-isolation git+https://github.com/thu-ml/SpargeAttn)"
 
 # --- the table ------------------------------------------------------------------------------------
 
@@ -509,14 +512,16 @@ PACKAGES = {
     "cudnn_fp8": ("cudnn", "nvidia-cudnn-frontend"),
     "sage2": ("sageattention", SAGE2),
     "vllm_fa3": ("vllm", VLLM),
+    "sparge": ("spas_sage_attn", SPARGE),
+    "sta": ("fastvideo_kernel", "fastvideo-kernel"),
 }
 
 
-def available(device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """The implementations that can run on `device`, and for each of the others why it cannot."""
+def available(device: torch.device, impls: Iterable[str] = IMPLS) -> tuple[list[str], dict[str, str]]:
+    """Those of `impls` that can run on `device`, and for each of the others why it cannot."""
     names: list[str] = []
     skipped: dict[str, str] = {}
-    for name in IMPLS:
+    for name in impls:
         module, package = PACKAGES.get(name, (None, None))
         if name != "helion_attn" and device.type != "cuda":
             skipped[name] = f"it has no {device.type} implementation"

@@ -84,9 +84,9 @@ def dry_workload(D: int, causal: bool = False) -> Workload:
     return workload(1, 2, 64, 64, D, causal)
 
 
-def oracle(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def oracle(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_mask: ha.BlockMask | None = None) -> Tensor:
     """The fp64 oracle's output."""
-    expected = ha.reference.attention(q, k, v, causal=causal)
+    expected = ha.reference.attention(q, k, v, causal=causal, block_mask=block_mask)
     assert isinstance(expected, Tensor)
     return expected
 
@@ -103,6 +103,7 @@ class Problem:
         rows: the query rows that are checked. With a causal mask they must be the last ones, with which a
             shorter Q stays aligned bottom-right.
         expected: the fp64 oracle on these.
+        block_mask: of the rows that are checked, for all batches, or None.
     """
 
     workload: Workload
@@ -113,6 +114,7 @@ class Problem:
     batches: slice
     rows: slice
     expected: Tensor
+    block_mask: ha.BlockMask | None = None
 
     def errors(self, prepared: Prepared, out: Tensor) -> dict[str, float]:
         """`error_kernel`, `error_total` and `rmse` of what `prepared.run` returned."""
@@ -120,7 +122,8 @@ class Problem:
         given = self.expected
         if prepared.dequantized is not None:
             q, k, v = prepared.dequantized()
-            given = oracle(q[self.batches, :, self.rows], k[self.batches], v[self.batches], self.workload.causal)
+            of_rows = q[self.batches, :, self.rows], k[self.batches], v[self.batches]
+            given = oracle(*of_rows, self.workload.causal, self.block_mask)
         return {
             "error_kernel": relative_error(out, given),
             "error_total": relative_error(out, self.expected),
@@ -128,14 +131,37 @@ class Problem:
         }
 
 
-def problem_of(w: Workload, kind: str, q: Tensor, k: Tensor, v: Tensor, checked_rows: int | None = None) -> Problem:
-    """A problem of these inputs; `checked_rows` limits what is compared with the oracle, which is what that costs."""
+def problem_of(
+    w: Workload,
+    kind: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    checked_rows: int | None = None,
+    block_mask: ha.BlockMask | None = None,
+) -> Problem:
+    """A problem of these inputs.
+
+    Args:
+        w: the shape.
+        kind: of input.
+        q, k, v: BHSD.
+        checked_rows: limits what is compared with the oracle, and what that costs.
+        block_mask: what the queries see; the same for all batches.
+    """
     batches = rows = slice(None)
     if checked_rows is not None and checked_rows < w.M:
         batches = slice(None, None, max(1, w.B - 1))
         # The last rows under a causal mask, else an odd stride, which meets every position within a query block.
         rows = slice(w.M - checked_rows, None) if w.causal else slice(None, None, w.M // checked_rows | 1)
-    return Problem(w, kind, q, k, v, batches, rows, oracle(q[batches, :, rows], k[batches], v[batches], w.causal))
+    seen = None if block_mask is None else rows_of_mask(block_mask, torch.arange(w.M, device=q.device)[rows])
+    expected = oracle(q[batches, :, rows], k[batches], v[batches], w.causal, seen)
+    return Problem(w, kind, q, k, v, batches, rows, expected, seen)
+
+
+def rows_of_mask(mask: ha.BlockMask, rows: Tensor) -> ha.BlockMask:
+    """What some queries of a mask see, int64 [rows], as a mask of these queries."""
+    return ha.BlockMask.from_dense(torch.stack([mask._seen_by(0, h, rows) for h in range(mask.H)]))
 
 
 def make_problem(w: Workload, kind: str, options: Options, checked_rows: int | None = None) -> Problem:
@@ -162,11 +188,39 @@ def check(contender: Contender, problem: Problem) -> tuple[Row, Callable[[], Ten
 
 
 def kernel_error_budget(problem: Problem, recipe: ha.Recipe) -> float:
-    """The largest kernel error that is right: by the rounding model's, in the checked rows of one head."""
-    q, (k, v) = problem.q[:1, :1, problem.rows], (x[:1, :1] for x in (problem.k, problem.v))
-    causal, rounded = problem.workload.causal, rounding_model.quantize(q, k, v, recipe)
-    out, _lse = rounding_model.attend(rounded, recipe, causal=causal, sm_scale=None)
-    return error_budget(relative_error(out.to(q.dtype), oracle(*values_of(rounded), causal)), q.dtype, device=q.device)
+    """The largest kernel error that is right: by the rounding model's, in the checked rows of one head.
+
+    With a block mask, of all heads.
+    """
+    heads, mask, causal = slice(None if problem.block_mask else 1), problem.block_mask, problem.workload.causal
+    q, (k, v) = problem.q[:1, heads, problem.rows], (x[:1, heads] for x in (problem.k, problem.v))
+    rounded = rounding_model.quantize(q, k, v, recipe)
+    out, _lse = rounding_model.attend(rounded, recipe, causal=causal, sm_scale=None, block_mask=mask)
+    error = relative_error(out.to(q.dtype), oracle(*values_of(rounded), causal, mask))
+    return error_budget(error, q.dtype, device=q.device)
+
+
+def checked(problem: Problem, contenders: list[Contender]) -> list[tuple[Row, Callable[[], Tensor] | None]]:
+    """`check` of each contender; what is not to be timed, since it failed or is ours and wrong, has nothing to run."""
+    found: list[tuple[Row, Callable[[], Tensor] | None]] = []
+    for contender in contenders:
+        row, run = check(contender, problem)
+        if run is not None and contender.recipe is not None:
+            row["error_budget"] = kernel_error_budget(problem, contender.model or RECIPES[contender.recipe])
+            # "not <=": a NaN is over budget too.
+            if not row["error_kernel"] <= row["error_budget"]:
+                row["note"], run = f"not timed: kernel error over {row['error_budget']:.3g}", None
+        found.append((row, run))
+    return found
+
+
+def timed(w: Workload, found: list[tuple[Row, Callable[[], Tensor] | None]], options: Options) -> list[Row]:
+    """The rows of what `checked` returned, all of shape `w`, with their times, interleaved."""
+    rows = [row for row, _ in found]
+    runs = {i: run for i, (_, run) in enumerate(found) if run is not None}
+    for i, ms in time_interleaved(runs, options.device, options.repeats).items():
+        rows[i] |= {"ms": ms, "tflops": attention_flops(w) / ms / 1e9}
+    return rows
 
 
 def measure(problem: Problem, contenders: list[Contender], options: Options) -> list[Row]:
@@ -177,19 +231,4 @@ def measure(problem: Problem, contenders: list[Contender], options: Options) -> 
         contenders: what runs, interleaved.
         options: of the run.
     """
-    rows: list[Row] = []
-    runs: dict[int, Callable[[], Tensor]] = {}
-    for contender in contenders:
-        row, run = check(contender, problem)
-        if run is not None:
-            if contender.recipe is not None:
-                row["error_budget"] = kernel_error_budget(problem, contender.model or RECIPES[contender.recipe])
-            # "not <=": a NaN is over budget too.
-            if contender.recipe is not None and not row["error_kernel"] <= row["error_budget"]:
-                row["note"] = f"not timed: kernel error over {row['error_budget']:.3g}"
-            else:
-                runs[len(rows)] = run
-        rows.append(row)
-    for i, ms in time_interleaved(runs, options.device, options.repeats).items():
-        rows[i] |= {"ms": ms, "tflops": attention_flops(problem.workload) / ms / 1e9}
-    return rows
+    return timed(problem.workload, checked(problem, contenders), options)
