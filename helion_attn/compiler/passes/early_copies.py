@@ -84,11 +84,22 @@ def _of_list(loop: Loop, stages: int) -> bool:
     return compared is not None and re.search(last, loop.definitions.get(compared.group(1), "")) is not None
 
 
-def _with_early_loads(loop: Loop) -> Loop:
-    """The loop with what it loads behind its products at its beginning."""
-    last = loop.find(PRODUCT)[-1]
-    ahead, rest = taken_out(loop.body, [i for i in loop.find("tt.load ") if i > last], 0)
-    return replace(loop, body=[*ahead, *rest])
+def _with_early_loads(loop: Loop, stages: int) -> Loop:
+    """The loop with what it loads behind its products at its beginning; of a list, with all loads behind Q K^T's issue.
+
+    Addresses come from the list then, and ptxas has warps wait for an entry soon after its load: not before they have
+    issued Q K^T.
+    """
+    loads = loop.find("tt.load ")
+    behind = [i for i in loads if i > loop.find(PRODUCT)[-1]]
+    if _ahead(loop, loop.body, stages):
+        ahead, rest = taken_out(loop.body, behind, 0)
+        return replace(loop, body=[*ahead, *rest])
+    to = loop.of_q[0] + 1
+    ahead, rest = taken_out(loop.body, behind, to)
+    first = [i for i in loads if i < to]
+    kept = [line for i, line in enumerate(rest[:to]) if i not in first]
+    return replace(loop, body=[*kept, *(rest[i] for i in first), *ahead, *rest[to:]])
 
 
 def _an_iteration_later(loop: Loop, copies: list[str], rest: list[str], stages: int) -> list[str]:
@@ -178,7 +189,7 @@ def _stages(loop: Loop) -> int:
 def rescheduled(loop: Loop) -> tuple[list[str], str]:
     """Move the loads of a loop that has the form."""
     stages = _stages(loop)
-    loop = _with_early_loads(loop)
+    loop = _with_early_loads(loop, stages)
     in_flight = loop.find(PRODUCT)[-1] > loop.find(WAIT_FOR_PRODUCT)[-1]
     # The other warpgroup's P V of the block before is yet to come.
     in_turns = not in_flight and loop.has_two_warpgroups
