@@ -31,7 +31,7 @@ from helpers.shared import shared
 OF_LIST = 15
 
 #: Instructions around the loop for registers that it does not leave: what is known of the rows, stored and loaded once.
-AROUND_LOOP = 6
+AROUND_LOOP = 8
 
 
 def barriers(instructions: list[str]) -> Counter[str]:
