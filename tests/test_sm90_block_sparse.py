@@ -27,8 +27,9 @@ from helpers.offline import (
 )
 from helpers.shared import shared
 
-#: Instructions that a list may add to a block all of whose scores are seen.
-OF_LIST = 15
+#: Instructions that a list may add to a block all of whose scores are seen, by head dim: at D 256, which the tensor core
+#: binds, uniform registers do not suffice.
+OF_LIST = {64: 15, 128: 15, 256: 30}
 
 #: Instructions around the loop for registers that it does not leave: what is known of the rows, stored and loaded once.
 AROUND_LOOP = 8
@@ -38,11 +39,13 @@ def barriers(instructions: list[str]) -> Counter[str]:
     return Counter(x.split(".")[0] for x in instructions if x.startswith(("BAR", "SYNCS", "WARPSYNC", "SHFL")))
 
 
-def assert_like_dense(listed: Sm90Kernel, dense: Sm90Kernel) -> None:
+def assert_like_dense(listed: Sm90Kernel, dense: Sm90Kernel, D: int) -> None:
     """All that the dense kernel has: its passes, barriers, occupancy; and few instructions more."""
     assert_sound(listed, AROUND_LOOP)
     in_loop = loop_of(listed)
-    assert in_loop.count("LDL") + in_loop.count("STL") <= (0 if MEASURED else SPILLED_IN_LOOP), "the loop spills"
+    # A row's diagonal, at D 256 with a causal mask.
+    assert in_loop.count("STL") == 0 or not MEASURED
+    assert in_loop.count("LDL") + in_loop.count("STL") <= (1 if MEASURED else SPILLED_IN_LOOP), "the loop spills"
     assert in_loop.count("LDS") == loop_of(dense).count("LDS"), "entries come through shared memory"
     assert products_in_flight(listed), "ptxas waits for each product"
     assert listed.ctas_per_sm == dense.ctas_per_sm
@@ -51,7 +54,7 @@ def assert_like_dense(listed: Sm90Kernel, dense: Sm90Kernel) -> None:
     assert not missing(listed.passes, of_dense)
     whole, of_dense_block = instructions_of_whole_block(listed), instructions_of_whole_block(dense)
     assert barriers(whole) == barriers(of_dense_block)
-    more = OF_LIST if MEASURED else OF_LIST + int((LONGER_LOOP - 1) * len(of_dense_block))
+    more = OF_LIST[D] if MEASURED else OF_LIST[D] + int((LONGER_LOOP - 1) * len(of_dense_block))
     assert len(whole) <= len(of_dense_block) + more
 
 
@@ -61,7 +64,7 @@ def assert_like_dense(listed: Sm90Kernel, dense: Sm90Kernel) -> None:
 def test_a_list_costs_little(D: int, recipe: str, causal: bool) -> None:
     chosen = LADDER[recipe]
     listed = shared(compile_attention, D, causal, recipe=chosen, listed=True)
-    assert_like_dense(listed, shared(compile_attention, D, causal, recipe=chosen))
+    assert_like_dense(listed, shared(compile_attention, D, causal, recipe=chosen), D)
     assert listed.registers <= tile_config(D, causal).max_registers
 
 
