@@ -27,8 +27,8 @@ from helpers.offline import (
 )
 from helpers.shared import shared
 
-#: Instructions that a list may add to a block all of whose scores are seen, by head dim: at D 256, which the tensor core
-#: binds, uniform registers do not suffice.
+#: Instructions that a list may add to a block all of whose scores are seen, by head dim. D 256 is bound by the tensor
+#: core, and has too few uniform registers.
 OF_LIST = {64: 15, 128: 15, 256: 30}
 
 #: Instructions around the loop for registers that it does not leave: what is known of the rows, stored and loaded once.
