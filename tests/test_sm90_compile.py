@@ -226,10 +226,10 @@ DECODED = {
 #: Likewise with so many queries that `fp8_attn_prefill` is taken, and the instructions for spilled registers, all and
 #: in the loop: without those, programs have fewer rows or an SM fewer programs, and are slower.
 PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
-    "d64_masked_large_pool": (64, 64, {"masked": True, "num_pages": 2**16}, 3, (85, 26)),
+    "d64_masked_large_pool": (64, 64, {"masked": True, "num_pages": 2**16}, 3, (139, 64)),
     "d128": (128, 128, {}, 2, (22, 0)),
     "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 2, (0, 0)),
-    "d256": (256, 256, {}, 1, (87, 34)),
+    "d256": (256, 256, {}, 1, (137, 57)),
 }
 
 

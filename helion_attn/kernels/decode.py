@@ -1,8 +1,8 @@
 """FP8 attention of a few queries on a paged KV cache, split over keys: out = softmax(q k^T * sm_scale) v.
 
 One program owns up to `MAX_ROWS` query rows that share a KV head (the whole query group's, times the new tokens), and
-one of `splits` runs of a sequence's pages; `merge_splits` puts the runs together. A page is a packed block of `bn`
-keys.
+one of `splits` runs of the pages that each of them sees; `merge_splits` puts the runs together. A page is a packed
+block of `bn` keys.
 
     q8, q_descale = e4m3 of a row, amax / 448                                   rounding point 1
     s = q8 k8^T * q_descale_i * k_descale_j * sm_scale * log2(e)                fp32; or a softcap's tanh of it
@@ -39,11 +39,20 @@ from helion_attn.configs import MAX_FRESH_D
 from helion_attn.kernels.lib.inline_asm import fma_up, tanh
 from helion_attn.kernels.lib.keys import known_keys, page_of
 from helion_attn.kernels.lib.masks import visible_keys
-from helion_attn.kernels.lib.paged import inverse_of_power, launch_paged, log2_of_power
-from helion_attn.kernels.lib.references import own_references
+from helion_attn.kernels.lib.paged import (
+    in_run_of_query,
+    inverse_of_power,
+    launch_paged,
+    log2_of_power,
+    page_references,
+    run_of_query,
+    sums_of_page,
+    total_of_lanes,
+)
+from helion_attn.kernels.lib.scalars import int32
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
-from helion_attn.numerics import LN2, LOG2E, NO_KEY, PAGE_REFERENCE_REACH_LOG2
+from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem
 
 #: Pages in flight.
@@ -72,22 +81,20 @@ def softmax_step(
     v_inverse: torch.Tensor,  # [bn]
     m_run: torch.Tensor,  # [rows]
     m_i: torch.Tensor,  # [rows]
-    l_i: torch.Tensor,  # [warps, 8, rows]
+    l_i: torch.Tensor,  # [4, 4, rows]
     bn: int,
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`t`, -inf where masked, into `(p8, alpha, m_run, m_i, l_i)`."""
-    rows, warps = spec.rows, spec.warps
+    rows = spec.rows
     one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], spec.p_offset_log2, dtype=torch.float32)
     top = fma_up(torch.amax(t, 0), one, -offset, spec.is_cuda)
-    m_run, m_new = own_references(top, m_run, spec.is_cuda, PAGE_REFERENCE_REACH_LOG2)
+    m_run, m_new = page_references(top, m_run, m_i, spec)
     # [bn, rows]
     p = torch.exp2(t - m_new.unsqueeze(0))
     alpha = torch.exp2(m_i - m_new).unsqueeze(0)
-    # Unrounded p, added up within each thread alone: WGMMA's accumulator has key 64 i + 16 w + 8 j + g in warp w, at
-    # the g-th four of its lanes.
-    by_thread = (p * v_inverse.unsqueeze(1)).reshape(bn // (16 * warps), warps, 2, 8, rows).sum(2).sum(0)
-    l_i = l_i * alpha.unsqueeze(0) + by_thread
+    # Unrounded p.
+    l_i = l_i * alpha.unsqueeze(0) + sums_of_page(p * v_inverse.unsqueeze(1), bn, rows)
     p8 = interleave_keys(p.to(torch.float8_e4m3fn).transpose(0, 1), rows, bn).transpose(0, 1)
     return p8, alpha, m_run, m_new, l_i
 
@@ -159,27 +166,22 @@ def fp8_attn_decode(
         q_scale_log2 = q_descale * qk_scale
 
         n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
-        n_pages = (n_len + bn - 1) // bn
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
-        diagonal = n_len - m_len
-        # Pages n_left .. n_whole are seen whole by all rows, those before n_first by none.
-        if spec.has_left:
-            n_first = torch.clamp(diagonal - left, min=0) // bn
-            n_left = (torch.clamp(diagonal - left + m_len - 1, min=0) + bn - 1) // bn
-        else:
-            n_first = 0
-            n_left = 0
+        diagonal = n_len - int32(m_len)
+        # The runs of all queries begin and end with the first and the last one's.
+        n_begin, n_whole = run_of_query(diagonal, n_len, left, right, split, splits, spec)
+        n_left, n_end = run_of_query(n_len - 1, n_len, left, right, split, splits, spec)
+        # Pages n_left .. n_whole are seen whole by all rows, in their runs.
+        keys_of_first = n_len
         if spec.has_right:
-            n_whole = torch.minimum(n_len, diagonal + right + 1) // bn
-        else:
-            n_whole = n_len // bn
-        run = (n_pages - n_first + splits - 1) // splits
-        n_begin = n_first + split * run
-        n_end = torch.minimum(n_begin + run, n_pages)
+            keys_of_first = torch.clamp_min(torch.minimum(n_len, diagonal + int32(right) + 1), 0)
+        n_whole = torch.minimum(n_whole, keys_of_first >> spec.bn_log2)
+        if spec.has_left:
+            n_left = torch.maximum(n_left, (torch.clamp_min(n_len - 1 - int32(left), 0) + bn - 1) >> spec.bn_log2)
 
         m_i = hl.full([spec.rows], NO_KEY, dtype=torch.float32)
         m_run = m_i
-        l_i = hl.zeros([spec.warps, 8, spec.rows], dtype=torch.float32)
+        l_i = hl.zeros([4, 4, spec.rows], dtype=torch.float32)
         # [D_v_pad, rows]
         acc = hl.zeros([d_v_pad, spec.rows], dtype=torch.float32)
 
@@ -193,18 +195,17 @@ def fp8_attn_decode(
             t = page_scores(k8[page, h, :, :], q_tile, q_scale_log2, k_scale, v_scale, softcap_log2, spec)
             # [D_v_pad, bn]
             v_tile = v8[page, h, :, :]
-            edge = j + 1 - n_whole
-            if spec.has_left:
-                edge = torch.maximum(edge, n_left - j)
+            edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = j * bn + hl.arange(bn)
                 visible = visible_keys(key, diagonal + i, n_len, left, right, spec)
+                visible = in_run_of_query(visible, j, diagonal + i, n_len, left, right, split, splits, spec)
                 t = torch.where(visible.transpose(0, 1), t, float("-inf"))
             p8, alpha, m_run, m_i, l_i = softmax_step(t, inverse_of_power(v_scale), m_run, m_i, l_i, bn, spec)
             acc = accumulate(acc, alpha, v_tile, p8, spec)
 
         # [rows]
-        row_sum = torch.where(known_length, l_i.sum(0).sum(0), float("nan"))
+        row_sum = torch.where(known_length, total_of_lanes(l_i, spec.rows), float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
         if spec.has_sinks:
@@ -254,4 +255,4 @@ def launch(a: DecodeProblem, rows: int, splits: int, out: torch.Tensor, lse: tor
         "k_descale": a.cache.k_descale.view(-1),
         "v_descale": a.cache.v_descale.view(-1),
     }
-    launch_paged(kernel(a.q.is_cuda, num_warps), a, rows, num_warps, False, splits, out, lse, own)
+    launch_paged(kernel(a.q.is_cuda, num_warps), a, rows, False, splits, out, lse, own)

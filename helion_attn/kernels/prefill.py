@@ -4,7 +4,7 @@ It computes what `fp8_attn_decode` does, to the same rounding points. Query rows
 registers, as in `fp8_attn_fwd`, so no page's scores pass through shared memory.
 
 One program owns one of `m_tiles` tiles of `bm` query rows that share a KV head, and one of `splits` runs of the pages
-that some of them see. Row r is query r // group of the group's head r % group. A tile's queries follow each other, so
+that each of them sees. Row r is query r // group of the group's head r % group. A tile's queries follow each other, so
 with a causal mask the pages behind its last query are not read.
 
     t = (q8 k8^T) * q_descale_i * k_descale_j * sm_scale * log2(e) + log2(v_descale_j)       fp32
@@ -23,13 +23,21 @@ from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, h
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
 from helion_attn.kernels.lib.inline_asm import fma_up, tanh
-from helion_attn.kernels.lib.keys import known_keys, page_of, run_of_key_blocks
+from helion_attn.kernels.lib.keys import known_keys, page_of
 from helion_attn.kernels.lib.masks import visible_keys
-from helion_attn.kernels.lib.paged import inverse_of_power, launch_paged, log2_of_power
-from helion_attn.kernels.lib.references import own_references
+from helion_attn.kernels.lib.paged import (
+    in_run_of_query,
+    inverse_of_power,
+    launch_paged,
+    log2_of_power,
+    page_references,
+    run_of_query,
+    sums_of_page,
+    total_of_lanes,
+)
 from helion_attn.kernels.lib.scalars import int32, quotient
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
-from helion_attn.numerics import LN2, LOG2E, NO_KEY, PAGE_REFERENCE_REACH_LOG2
+from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem
 
 
@@ -115,9 +123,6 @@ def fp8_attn_prefill(
     hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0)))
     rows_of_group = group * m_len
     total_rows = B * kv_heads * rows_of_group
-    # Row sums are carried this wide and reduced across lanes once, after the loop.
-    l_lanes = 8
-
     # Tiles that read the same pages are neighbours, those of the last queries first.
     for split, bh, from_end in hl.grid([splits, B * kv_heads, m_tiles]):
         b = bh // kv_heads
@@ -146,21 +151,22 @@ def fp8_attn_prefill(
         first_on_diagonal = diagonal + quotient(int32(first_row), int32(group))
         last_row = torch.minimum(int32(first_row + spec.rows), int32(rows_of_group)) - 1
         last_on_diagonal = diagonal + quotient(last_row, int32(group))
-        # Pages n_left .. n_whole are seen whole by all rows of the tile, those before n_begin and from n_end by none.
-        keys_of_first, keys_of_last = n_len, n_len
+        # Runs of a tile's queries begin and end with its first and its last one's.
+        run_begin, n_whole = run_of_query(first_on_diagonal, n_len, left, right, split, splits, spec)
+        n_left, run_end = run_of_query(last_on_diagonal, n_len, left, right, split, splits, spec)
+        # Pages n_left .. n_whole are seen whole by all rows of the tile, in their runs.
+        keys_of_first = n_len
         if spec.has_right:
             keys_of_first = torch.clamp_min(torch.minimum(n_len, first_on_diagonal + int32(right) + 1), 0)
-            keys_of_last = torch.clamp_min(torch.minimum(n_len, last_on_diagonal + int32(right) + 1), 0)
-        n_whole, n_end = keys_of_first >> spec.bn_log2, (keys_of_last + bn - 1) >> spec.bn_log2
-        n_begin, n_left = int32(0), int32(0)
+        n_whole = torch.minimum(n_whole, keys_of_first >> spec.bn_log2)
         if spec.has_left:
-            n_begin = torch.clamp_min(first_on_diagonal - int32(left), 0) >> spec.bn_log2
-            n_left = (torch.clamp_min(last_on_diagonal - int32(left), 0) + bn - 1) >> spec.bn_log2
-        run_begin, run_end = run_of_key_blocks(n_begin, n_end, split, splits)
+            left_edge = torch.clamp_min(last_on_diagonal - int32(left), 0)
+            n_left = torch.maximum(n_left, (left_edge + bn - 1) >> spec.bn_log2)
 
         m_i = hl.full([spec.rows], NO_KEY, dtype=torch.float32)
         m_run = m_i
-        l_i = hl.zeros([spec.rows, l_lanes], dtype=torch.float32)
+        # Reduced across lanes once, after the loop.
+        l_i = hl.zeros([4, 4, spec.rows], dtype=torch.float32)
         # [bm, D_v_pad], or each half of it
         acc = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
         if spec.in_halves:
@@ -190,25 +196,26 @@ def fp8_attn_prefill(
             if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
                 visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
+                visible = in_run_of_query(visible, j, on_diagonal, n_len, left, right, split, splits, spec)
                 t = torch.where(visible, t, float("-inf"))
             # [bm]
             one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], -spec.p_offset_log2, dtype=torch.float32)
             top = fma_up(torch.amax(t, 1), one, offset, spec.is_cuda)
             m_before = m_i
-            m_run, m_i = own_references(top, m_run, spec.is_cuda, PAGE_REFERENCE_REACH_LOG2)
+            m_run, m_i = page_references(top, m_run, m_i, spec)
             # [bm, bn]
             p = torch.exp2(t - m_i.unsqueeze(1))
-            by_lane = (p * inverse_of_power(v_scale).unsqueeze(0)).reshape(spec.rows, bn // l_lanes, l_lanes).sum(1)
+            by_lane = sums_of_page((p * inverse_of_power(v_scale).unsqueeze(0)).transpose(0, 1), bn, spec.rows)
             # Not sooner: it would take registers that P needs.
             alpha = torch.exp2(m_before - m_i)
-            l_i = l_i * alpha.unsqueeze(1) + by_lane
+            l_i = l_i * alpha.unsqueeze(0) + by_lane
             p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
             acc = accumulate(acc, alpha.unsqueeze(1), p8, v_page.transpose(0, 1), spec)
             if spec.in_halves:
                 acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_high.transpose(0, 1), spec)
 
         # [bm]
-        row_sum = torch.where(known_length, l_i.sum(1), float("nan"))
+        row_sum = torch.where(known_length, total_of_lanes(l_i, spec.rows), float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
         if spec.has_sinks:
@@ -264,4 +271,4 @@ def launch(a: DecodeProblem, splits: int, out: torch.Tensor, lse: torch.Tensor) 
         "k_descale": a.cache.k_descale,
         "v_descale": a.cache.v_descale,
     }
-    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, tile.num_warps, in_halves, splits, out, lse, own)
+    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, in_halves, splits, out, lse, own)

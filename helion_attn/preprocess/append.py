@@ -8,8 +8,8 @@ also clears V past its own last key: the attention kernel multiplies those slots
 memory, or an earlier owner of the page, left there would be NaN.
 
 A key whose position or page lies outside of the tables is not stored anywhere; the attention kernel gives NaN for such
-a sequence. Stores of V are one byte wide, since neighbours in memory are neighbouring keys: that is made for a few new
-keys a call, not for whole prompts.
+a sequence. Neighbours of V in memory are neighbouring keys, so a program has 16 slots of a page: where new keys fill
+them all, stores are 16 bytes wide, and otherwise one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from helion_attn.kernels.lib.rope import rope_rows, rope_tables
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import common_unit, load_rows, strided_rows
 from helion_attn.numerics import E4M3_MAX, MAX_V_DESCALE_LOG2
-from helion_attn.preprocess.lib.v_layout import key_stored_at, position_of_key
+from helion_attn.preprocess.lib.v_layout import key_stored_at
 from helion_attn.problem import AppendProblem
 
 #: New keys of a program.
@@ -116,15 +116,19 @@ def append_kv(
         b = bh // kv_heads
         h = bh % kv_heads
         first = hl.load(cache_seqlens, [b])
+        # A program's slots lie in one page; its keys come in V's order. Negative for a length near 2**31.
+        begin = (first // spec.keys + tile) * spec.keys
         # [keys]
-        rows = tile * spec.keys + hl.arange(spec.keys)
-        # It is negative for a length near 2**31.
-        position = first + rows
-        listed = (rows < length) & (first >= 0) & (position >= 0) & (position < max_pages * spec.bn)
-        page = hl.load(block_table, [b * max_pages + position // spec.bn], extra_mask=listed)
-        stored = listed & (page >= 0) & (page < num_pages)
+        position = begin + key_stored_at(hl.arange(spec.keys))
+        given = (position >= first) & (position - first < length)
+        rows = torch.where(given, position - first, length)
+        listed = (first >= 0) & (begin >= 0) & (begin < max_pages * spec.bn)
+        page = hl.load(block_table, [torch.where(listed, b * max_pages + begin // spec.bn, 0)])
+        known = listed & (page >= 0) & (page < num_pages)
+        stored = given & known
         # A pool may have more than 2**31 elements.
         block = page.to(torch.int64) * kv_heads + h
+        first_slot = begin % spec.bn
         slot = position % spec.bn
 
         # [keys, D_pad]
@@ -151,16 +155,20 @@ def append_kv(
         # [keys]
         v_scale, invalid = power_of_two_descale(torch.amax(torch.abs(values), 1), spec.largest, spec.v_limit_log2)
         scaled = torch.where(invalid.unsqueeze(1), float("nan"), values * (1.0 / v_scale).unsqueeze(1))
-        v_at = ((block * spec.d_v_pad).unsqueeze(1) + channels.unsqueeze(0)) * spec.bn + position_of_key(
-            slot
-        ).unsqueeze(1)
-        hl.store(v8, [v_at], scaled.to(v8.dtype), extra_mask=stored.unsqueeze(1))
+        # [D_v_pad, keys]
+        v_tile = scaled.to(v8.dtype).transpose(0, 1)
+        places = first_slot + hl.arange(spec.keys)
+        v_at = (block * spec.d_v_pad + channels).unsqueeze(1) * spec.bn + places.unsqueeze(0)
+        if torch.amin(stored.to(torch.int32), 0) > 0:
+            # Without a mask, 16 bytes at once.
+            hl.store(v8, [v_at], v_tile)
+        else:
+            hl.store(v8, [v_at], v_tile, extra_mask=stored.unsqueeze(0))
         hl.store(v_descale, [at], v_scale, extra_mask=stored)
 
         # The page that begins in this tile, if one does.
         begun = torch.amax(torch.where(stored & (slot == 0), block, -1), 0)
         if begun >= 0:
-            begin = torch.amax(torch.where(slot == 0, position, -1), 0)
             # [bn]
             place = hl.arange(spec.bn)
             keys_there = first + length - begin
@@ -202,7 +210,7 @@ def launch(a: AppendProblem) -> None:
             "num_pages": num_pages,
             "max_pages": a.block_table.size(1),
             "kv_heads": H_kv,
-            "tiles": -(-L // APPENDED_KEYS),
+            "tiles": (L + 2 * APPENDED_KEYS - 2) // APPENDED_KEYS,
             "length": L,
             "k_b_step": k.b_step,
             "k_h_step": k.h_step,

@@ -241,9 +241,9 @@ class PagedSpec(NamedTuple):
 
     Attributes:
         rows: query rows of a tile.
-        warps: of a program.
         bn_log2: two to it are the keys of a page.
         in_halves: P V is two products, of half of V's channels each; in `fp8_attn_prefill` alone.
+        in_runs: the pages of a query are split over programs.
         d: head dim of Q.
         d_step: from a channel of Q to the next.
         unit: what Q's other steps are multiples of.
@@ -252,9 +252,9 @@ class PagedSpec(NamedTuple):
     """
 
     rows: int
-    warps: int
     bn_log2: int
     in_halves: bool
+    in_runs: bool
     d: int
     d_step: int
     unit: int

@@ -1,0 +1,142 @@
+"""The paged KV cache with `num_splits` given: what a query gets depends on itself and the keys that it sees, alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.kernels import decode, prefill
+from helion_attn.kernels.lib import paged
+from helion_attn.kernels.lib.references import own_references
+from helion_attn.numerics import PAGE_REFERENCE_REACH_LOG2
+from helion_attn.testing import make_qkv
+from helpers.paged import append_all, make_cache
+
+H, H_KV = 2, 1
+
+#: Of the sequence that is looked at, and of those that come along.
+KEYS, OTHERS = 300, [129, 500]
+LONGEST = 500
+
+#: Queries that come at once, up to the last key that there is then, and whether other sequences come along: of
+#: `fp8_attn_decode` up to 31, then of `fp8_attn_prefill`; some see another page than the last of their tile.
+CHUNKS = [
+    *((1, 129, False), (1, 300, True), (7, 131, True), (16, 264, False), (31, 257, False)),
+    *((128, 250, True), (129, 287, False)),
+]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Served:
+    """A sequence among others, and its answers when all of its queries come at once, and alone."""
+
+    q: torch.Tensor  # [3, H, N, D]
+    cache: ha.PagedKVCache
+    table: torch.Tensor
+    options: dict[str, Any]
+
+    def run(self, count: int, end: int, others: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(out, lse)`, fp32, of queries `end - count .. end` with `end` keys, with the other sequences or not."""
+        b = 3 if others else 1
+        seqlens = torch.tensor([end, *OTHERS][:b], dtype=torch.int32, device=self.q.device)
+        q, table = self.q[:b, :, end - count : end], self.table[:b].contiguous()
+        options: Any = {"return_lse": True, "out_dtype": torch.float32} | self.options
+        out, lse = ha.attention_kvcache(q, self.cache, table, seqlens, **options)
+        return out[:1], lse[:1]
+
+    def changed(self) -> list[tuple[int, int, bool]]:
+        """The chunks whose bits differ, if any."""
+        whole, whole_lse = self.run(KEYS, KEYS, False)
+        found = []
+        for count, end, others in CHUNKS:
+            out, lse = self.run(count, end, others)
+            rows = slice(end - count, end)
+            if not torch.equal(out, whole[:, :, rows]) or not torch.equal(lse, whole_lse[:, :, rows]):
+                found.append((count, end, others))
+        return found
+
+
+def served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Served:
+    lengths = [KEYS, *OTHERS]
+    cache, table, _ = make_cache(lengths, H_KV, k.size(3), device=q.device.type)
+    append_all(cache, k, v, table, lengths)
+    return Served(q, cache, table, options)
+
+
+def exact(D: int, device: str, **options: Any) -> Served:
+    """Of numbers whose products and their sums are exact in fp32: a CPU's order of additions depends on shapes.
+
+    Each row at a scale of its own, Q's and K's numbers become multiples of 64 up to 448, and V's 256 or 0: times P,
+    which has steps of 2**-9 and ends at 2**8, they add up to 24 bits in a page of 128. A CPU's tanh is not exact.
+    """
+    generator = torch.Generator().manual_seed(D)
+
+    def rows(heads: int, largest: int) -> torch.Tensor:
+        x = torch.randint(-largest, largest + 1, (3, heads, LONGEST, D), generator=generator).float()
+        x[..., 0] = largest
+        return (x * torch.exp2(torch.randint(-2, 3, (3, heads, LONGEST, 1), generator=generator))).to(device)
+
+    # Scores of a standard deviation of 3 or so.
+    return served(rows(H, 7), rows(H_KV, 7), rows(H_KV, 1), sm_scale=0.08 / D**0.5, **options)
+
+
+def masked(name: str, device: str) -> dict[str, Any]:
+    masks: dict[str, dict[str, Any]] = {
+        "none": {},
+        "window": {"window": (150, 0)},
+        "softcap": {"softcap": 5.0},
+        "sinks": {"sinks": torch.tensor([3.0, float("-inf")], device=device)},
+    }
+    return masks[name]
+
+
+@pytest.mark.parametrize(
+    ("D", "splits", "mask"),
+    [
+        *((64, 1, "none"), (64, 1, "window"), (64, 3, "none"), (64, 2, "window"), (64, 2, "sinks")),
+        *((128, 2, "none"), (256, 1, "none")),
+    ],
+)
+def test_chunks_and_batches_change_nothing(D: int, splits: int, mask: str, device: str) -> None:
+    assert exact(D, device, num_splits=splits, **masked(mask, device)).changed() == []
+
+
+def rounded_where_nothing_is_seen(top: Any, m_run: Any, m_i: Any, spec: Any) -> Any:
+    return own_references(top, m_run, spec.is_cuda, PAGE_REFERENCE_REACH_LOG2)
+
+
+def in_another_order(p: torch.Tensor, bn: int, rows: int) -> torch.Tensor:
+    return p.reshape(bn // 64, 4, 2, 4, 2, rows).sum(2).sum(3).sum(0)
+
+
+def of_the_tile(visible: Any, *args: Any) -> Any:
+    return visible
+
+
+@pytest.mark.parametrize(
+    ("name", "mutation", "splits"),
+    [
+        ("page_references", rounded_where_nothing_is_seen, 1),
+        ("sums_of_page", in_another_order, 1),
+        ("in_run_of_query", of_the_tile, 3),
+    ],
+)
+def test_the_check_can_fail(name: str, mutation: Callable[..., Any], splits: int, monkeypatch: Any) -> None:
+    """Where a page that a row does not see rounds its sums; a kernel adds in its own order; rows share a run."""
+    assert getattr(paged, name) is getattr(decode, name)
+    monkeypatch.setattr(prefill, name, mutation)
+    assert exact(64, "cpu", num_splits=splits).changed()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["none", "window", "softcap", "sinks"])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_tensor_cores_add_in_one_order(D: int, splits: int, mask: str) -> None:
+    q, k, v = make_qkv("outlier", 3, H, H_KV, LONGEST, LONGEST, D, device="cuda")
+    assert served(q, k, v, num_splits=splits, **masked(mask, "cuda")).changed() == []
