@@ -489,7 +489,7 @@ def checks(loaded: Loaded) -> list[Check]:
         key = (scaling, N, H, causal, world)
         ms = {r["stage"]: r["ms"] for r in rings if (r["scaling"], r["N"], r["H"], r["causal"], r["world"]) == key}
         whole = ms.get("e2e", ms.get("checked"))
-        where = f"{N} tokens, {H} heads, {'causal' if causal else 'full'}, {world} GPUs"
+        where = f"{scaling}, {N} tokens, {H} heads, {'causal' if causal else 'full'}, {world} GPUs"
         found.append(Check("ring / its compute alone, time", where, ratio(whole, ms.get("compute")), HIDDEN_BOUND))
     return found
 
