@@ -194,7 +194,7 @@ class BlockMask(_OfTensors):
         return self._of_lists(self.M, self.N, *moved)
 
     def _of_first_keys(self, N: int) -> BlockMask:
-        """What the mask says of the first N keys."""
+        """The mask of the first N keys."""
         kinds = self._kinds()[..., : -(-N // MASK_BLOCK)]
         return self._of_kinds(self.M, N, kinds.to(torch.int32), self.tiles)
 

@@ -31,7 +31,7 @@ HOPPER_MULTIPROCESSORS = 132
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call of `attention` takes; printed, it is a text.
+    """The kernels of a call of `attention`, and why these. It prints as text.
 
     Attributes:
         device: what runs it.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from helion_attn import plans
+from helion_attn import BlockMask, plans
 
 pytest.register_assert_rewrite("helpers")
 
@@ -84,6 +84,20 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops raise `Launched` instead of running."""
     monkeypatch.setattr(torch.ops, "helion_attn", NoOps())
     monkeypatch.setattr(plans, "key_of", lambda *_: None)
+
+
+@pytest.fixture
+def masks_made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of the masks that `BlockMask.from_dense` is given from here on."""
+    made = []
+    from_dense = BlockMask.from_dense
+
+    def counted(mask: torch.Tensor, capacity: int | None = None) -> BlockMask:
+        made.append(mask.shape)
+        return from_dense(mask, capacity)
+
+    monkeypatch.setattr(BlockMask, "from_dense", counted)
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -84,11 +84,11 @@ def test_masks(name: str, D: int, device: str) -> None:
     assert_like_oracle(inputs(1, 2, 1, 200, 300, D, device), mask)
 
 
-@pytest.mark.parametrize("recipe", LADDER)
-@pytest.mark.parametrize("D", [64, 256])
+#: Key blocks of 16 bits at D 256 are of 64 keys; `test_errors` has them.
+@pytest.mark.parametrize(
+    ("recipe", "D"), [(name, D) for name in LADDER for D in (64, 256) if D == 64 or LADDER[name].bits[0] == 8]
+)
 def test_recipes(recipe: str, D: int, device: str) -> None:
-    if LADDER[recipe].bits[0] == 16 and D == 256:
-        pytest.skip("its key blocks are of 64 keys")
     mask = ha.BlockMask.from_dense(mixed(1, 1, 150, 400).to(device))
     assert_like_oracle(inputs(1, 2, 1, 150, 400, D, device), mask, recipe=LADDER[recipe])
 

@@ -360,26 +360,18 @@ def test_a_mask_on_another_device_is_refused() -> None:
         masks.check_visible("helion_attn.sdpa", elsewhere, q, q, ha.BALANCED)
 
 
-def test_a_block_mask_is_kept_while_its_mask_is_as_it_was(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    from_dense = ha.BlockMask.from_dense
-
-    def counted(mask: torch.Tensor) -> ha.BlockMask:
-        made.append(mask.shape)
-        return from_dense(mask)
-
-    monkeypatch.setattr(ha.BlockMask, "from_dense", counted)
+def test_a_block_mask_is_kept_while_its_mask_is_as_it_was(device: str, masks_made: list[torch.Size]) -> None:
     mask = BLOCK_MASKS["window"].to(device).clone()
     before = len(masks._KEPT)
     qkv = make_qkv("randn", 1, 2, 2, 24, 40, 32, device=device)
     outs = [ha.scaled_dot_product_attention(*qkv, attn_mask=mask) for _ in range(2)]
-    assert made == [(1, 1, 24, 40)]
+    assert masks_made == [(1, 1, 24, 40)]
     assert torch.equal(*outs)
     # In place: by PyTorch, which counts it, and by giving the tensor other memory.
     mask[:, 20] = True
     changed = ha.scaled_dot_product_attention(*qkv, attn_mask=mask)
-    assert len(made) == 2
-    assert torch.equal(changed, ha.attention(*qkv, block_mask=from_dense(mask)))
+    assert len(masks_made) == 2
+    assert torch.equal(changed, ha.attention(*qkv, block_mask=ha.BlockMask.from_dense(mask)))
     assert not torch.equal(changed, outs[0])
     mask.data = BLOCK_MASKS["window"].to(device).clone()
     assert torch.equal(ha.scaled_dot_product_attention(*qkv, attn_mask=mask), outs[0])
@@ -387,7 +379,9 @@ def test_a_block_mask_is_kept_while_its_mask_is_as_it_was(device: str, monkeypat
     by_head = BLOCK_MASKS["keys_by_head"].to(device).clone()
     for M in (24, 9):
         out = ha.scaled_dot_product_attention(qkv[0][:, :, :M], *qkv[1:], attn_mask=by_head)
-        expected = ha.attention(qkv[0][:, :, :M], *qkv[1:], block_mask=from_dense(by_head.expand(-1, -1, M, -1)))
+        expected = ha.attention(
+            qkv[0][:, :, :M], *qkv[1:], block_mask=ha.BlockMask.from_dense(by_head.expand(-1, -1, M, -1))
+        )
         assert torch.equal(out, expected)
     assert len(masks._KEPT) == before + 3
     del mask, by_head

@@ -530,22 +530,14 @@ def test_models_with_masks_of_their_own(name: str, monkeypatch: pytest.MonkeyPat
     assert relative_error(states("helion_fp8"), eager) > 100 * EXACT
 
 
-def test_a_mask_is_converted_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_is_converted_once_for_all_layers(masks_made: list[torch.Size]) -> None:
     """In inference mode too."""
-    made = []
-    from_dense = ha.BlockMask.from_dense
-
-    def counted(mask: torch.Tensor) -> ha.BlockMask:
-        made.append(mask.shape)
-        return from_dense(mask)
-
-    monkeypatch.setattr(ha.BlockMask, "from_dense", counted)
     model, tokens = make_model("llama"), tokens_of(2, 8)
     model.set_attn_implementation("helion_fp8")
     with torch.inference_mode():
         model(tokens, position_ids=PACKED, use_cache=False)
     assert model.config.num_hidden_layers == 2
-    assert made == [(2, 1, 8, 8)]
+    assert masks_made == [(2, 1, 8, 8)]
 
 
 def test_other_masks_with_the_kernel(device: str) -> None:

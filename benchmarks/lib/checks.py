@@ -118,7 +118,7 @@ def figure(rows: list[Row], name: str, value: str) -> float | None:
 def error_check(promise: str, cell: str, rows: list[Row]) -> Check:
     """The default's kernel error over the largest that is right."""
     error = figure(rows, DEFAULT, "error_kernel")
-    # What failed has none, nor have rows of before there were any.
+    # Without a budget there is nothing to judge, but for what failed.
     budget = figure(
         [row for row in rows if row.get("error_kernel") is None or "error_budget" in row], DEFAULT, "error_budget"
     )

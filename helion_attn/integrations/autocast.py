@@ -1,4 +1,4 @@
-"""What autocast does to attention's inputs."""
+"""Casts attention's inputs as autocast does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `scaled_dot_product_attention` has it: floating-point inputs take autocast's dtype, but for float64."""
+    """Cast floating-point inputs but float64 to autocast's dtype, as `scaled_dot_product_attention` does."""
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors

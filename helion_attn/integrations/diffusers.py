@@ -176,7 +176,7 @@ def _checked_schedule(
 
 
 def _timestep_name(model: torch.nn.Module) -> str:
-    """What a model's forward calls the timestep."""
+    """The name of the timestep among the arguments of a model's forward."""
     parameters = inspect.signature(type(model).forward).parameters
     for name in TIMESTEPS:
         if name in parameters:

@@ -165,7 +165,7 @@ def _options(
 def takes_flash_attn_2(
     first: int, is_it: Callable[[tuple[Any, ...], dict[str, Any]], bool], names: tuple[str, ...]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Of a function with flash-attn 3's arguments, one that also takes flash-attn 2's order.
+    """Make a function with flash-attn 3's arguments take flash-attn 2's order too.
 
     Args:
         first: the place from which the two differ.

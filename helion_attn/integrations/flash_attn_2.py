@@ -190,9 +190,9 @@ def _called(
     return_attn_probs: bool,
     recipe: Recipe | RecipeName,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
-    """What flash-attn 3's function `attend` returns, with what flash-attn 2 has third.
+    """Call flash-attn 3's function `attend`, and return its results with flash-attn 2's third, which is None.
 
-    What flash-attn 3 has no place for raises, under the name of the function that was called.
+    Arguments that flash-attn 3 does not have raise, under the name of the function that was called.
     """
     if not is_number(dropout_p) or dropout_p != 0:
         raise NotImplementedError(
