@@ -6,14 +6,15 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from helion_attn.configs import MASK_BLOCK
-from helion_attn.ops.mask_bits import mask_bits
-from helion_attn.preprocess.mask_bits import IN_PART, UNSEEN, WHOLE, WORD, MaskBitsProblem
+from helion_attn.ops.block_mask import mask_bits, mask_lists
+from helion_attn.preprocess.mask_bits import IN_PART, NO_KEY, UNSEEN, WHOLE, WORD
+from helion_attn.problem import MaskBitsProblem, MaskListsProblem
 from helion_attn.types import _OfTensors
 from helion_attn.validate.block_mask import check_blocks, check_dense, check_flex
 from helion_attn.validate.dense import described
@@ -63,7 +64,7 @@ class BlockMask(_OfTensors):
 
     def __init__(self, blocks: torch.Tensor, M: int, N: int) -> None:
         check_blocks(blocks, M, N)
-        self._fill(M, N, *_lists_of(blocks.to(torch.int32) + UNSEEN, None))
+        self._fill(M, N, *_lists_of(blocks))
 
     @classmethod
     def from_dense(cls, mask: torch.Tensor, capacity: int | None = None) -> BlockMask:
@@ -88,8 +89,9 @@ class BlockMask(_OfTensors):
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask[tuple(slice(1) if step == 0 else slice(None) for step in mask.stride()[:2])]
         M, N = mask.shape[2:]
-        bits, kinds, hashes = mask_bits(MaskBitsProblem(mask, N))
-        return cls._of_kinds(M, N, *_stored_once(bits, kinds, hashes, capacity))
+        bits, kinds, keys = mask_bits(MaskBitsProblem(mask, N))
+        kinds, found = _numbered(bits, kinds, keys, capacity)
+        return cls._of_found(M, N, kinds, found, capacity)
 
     @classmethod
     def from_flex(cls, mask: FlexMask) -> BlockMask:
@@ -140,12 +142,20 @@ class BlockMask(_OfTensors):
         return made
 
     @classmethod
-    def _of_kinds(cls, M: int, N: int, kinds: torch.Tensor, tiles: torch.Tensor | None) -> BlockMask:
-        """The mask of int32 [B, H, M_blocks, N_blocks]: for each block the number of its tile, `WHOLE` or `UNSEEN`.
+    def _of_kinds(cls, M: int, N: int, kinds: torch.Tensor, tiles: torch.Tensor) -> BlockMask:
+        """The mask of int32 [B, H, M_blocks, N_blocks]: for each block the number of its tile, `WHOLE` or `UNSEEN`."""
+        lists, entries, tile_of = mask_lists(MaskListsProblem(kinds.contiguous()))
+        return cls._of_lists(M, N, lists, entries, tile_of, tiles)
 
-        Without tiles no block is seen in part.
-        """
-        return cls._of_lists(M, N, *_lists_of(kinds, tiles))
+    @classmethod
+    def _of_found(cls, M: int, N: int, kinds: torch.Tensor, found: Found, capacity: int | None) -> BlockMask:
+        """The mask of what `_of_kinds` takes, and of tiles that are found but not counted yet."""
+        lists, entries, tile_of = mask_lists(MaskListsProblem(kinds.contiguous()))
+        # All that needs no count is queued: here the host may wait.
+        tiles = found.tiles(capacity)
+        if tiles is None:
+            tile_of, tiles = kinds.new_zeros((1, 1, 1, 1)), _no_tiles(kinds)
+        return cls._of_lists(M, N, lists, entries, tile_of, tiles)
 
     @classmethod
     def _of_rule(cls, M: int, N: int, kinds: torch.Tensor, rule: Rule) -> BlockMask:
@@ -156,9 +166,9 @@ class BlockMask(_OfTensors):
         """
         at = (kinds == IN_PART).nonzero()
         if at.size(0) == 0:
-            return cls._of_kinds(M, N, kinds, None)
+            return cls._of_lists(M, N, *_lists_of(kinds != UNSEEN))
         ahead = torch.arange(MASK_BLOCK, device=kinds.device)
-        found = []
+        evaluated = []
         for blocks in at.split(EVALUATED_BLOCKS):
             # [n, 1, 1]
             b, h, m_block, n_block = blocks[:, :, None, None].unbind(1)
@@ -166,11 +176,11 @@ class BlockMask(_OfTensors):
             q = (m_block * MASK_BLOCK + ahead.unsqueeze(1)).clamp_max(M - 1)
             k = (n_block * MASK_BLOCK + ahead).clamp_max(N - 1)
             seen = rule(b, h, q, k).expand(-1, MASK_BLOCK, MASK_BLOCK)
-            found.append(mask_bits(MaskBitsProblem(seen.unsqueeze(1), MASK_BLOCK)))
+            evaluated.append(mask_bits(MaskBitsProblem(seen.unsqueeze(1), MASK_BLOCK)))
         # [blocks, 1, 1, 1, ..]
-        bits, of_part, hashes = (torch.cat(each) for each in zip(*found, strict=True))
-        of_part, tiles = _stored_once(bits, of_part, hashes, None)
-        return cls._of_kinds(M, N, kinds.index_put(at.unbind(1), of_part.flatten()), tiles)
+        bits, of_part, keys = (torch.cat(each) for each in zip(*evaluated, strict=True))
+        of_part, found = _numbered(bits, of_part, keys, None)
+        return cls._of_found(M, N, kinds.index_put(at.unbind(1), of_part.flatten()), found, None)
 
     @property
     def B(self) -> int:
@@ -280,59 +290,55 @@ def as_block_mask(mask: BlockMask | FlexMask | None) -> BlockMask | None:
 torch.serialization.add_safe_globals([BlockMask])
 
 
-def _lists_of(
-    kinds: torch.Tensor, tiles: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The fields `lists`, `entries`, `tile_of` and `tiles` of what `_of_kinds` takes."""
-    n_blocks = kinds.size(3)
-    seen = kinds != UNSEEN
-    behind = seen.cumsum(3, dtype=torch.int32)
-    # A block that is not seen goes to a place that is cut off.
-    at = torch.where(seen, behind - 1, n_blocks).long()
-    block = torch.arange(n_blocks, dtype=torch.int32, device=kinds.device).expand_as(kinds)
+class Found(NamedTuple):
+    """Tiles among the bits of blocks.
 
-    def compacted(values: torch.Tensor) -> torch.Tensor:
-        room = values.new_zeros((*values.shape[:3], n_blocks + 1))
-        return room.scatter_(3, at, values)[..., :n_blocks].contiguous()
+    Attributes:
+        bits: [blocks, 128, 4], of blocks that are seen in part.
+        block_of: [at least tiles + 1], past one number a block that has the bits of each tile.
+        total: how many tiles there are.
+    """
 
-    entries = compacted(block if tiles is None else torch.where(kinds >= 0, -1 - block, block))
-    if tiles is None:
-        tile_of, tiles = kinds.new_zeros((1, 1, 1, 1)), kinds.new_zeros((1, MASK_BLOCK, MASK_BLOCK // WORD))
-    else:
-        tile_of = compacted(kinds.clamp_min(0))
-    counts = behind[..., -1]
-    order = counts.argsort(dim=2, descending=True, stable=True)
-    lists = torch.stack([order.to(torch.int32), counts.gather(2, order)], 3)
-    return lists, entries, tile_of, tiles
+    bits: torch.Tensor
+    block_of: torch.Tensor
+    total: torch.Tensor
 
-
-def _stored_once(
-    bits: torch.Tensor, kinds: torch.Tensor, hashes: torch.Tensor, capacity: int | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `BlockMask._of_kinds` takes, from what `preprocess.mask_bits` finds."""
-    in_part = kinds == IN_PART
-    # Blocks that are not seen in part come first, after one more that makes sure of that.
-    least = torch.iinfo(torch.int64).min
-    keys = torch.where(in_part, hashes.clamp_min(least + 1), least).flatten()
-    keys, order = torch.cat([keys.new_full((1,), least), keys]).sort(stable=True)
-    is_new = keys[1:] != keys[:-1]
-    tile, block = is_new.cumsum(0) - 1, order[1:] - 1
-    exact = capacity is None
-    if capacity is None:
-        capacity = int(tile[-1]) + 1
-        if capacity == 0:
-            return kinds, None
-    else:
-        torch._assert_async(tile[-1] < capacity, f"more than capacity={capacity} different blocks are seen in part")
-    # What is no tile's first block, or has no room, goes to a place that is cut off.
-    first = block.new_zeros(capacity + 1).scatter_(0, torch.where(is_new, tile.clamp_max(capacity), capacity), block)
-    tiles = bits.flatten(0, 3)[first[:capacity]]
-    if not exact:
+    def tiles(self, capacity: int | None) -> torch.Tensor | None:
+        """The tiles, with zeros up to `capacity` or, without it, none but these, for which the host waits."""
+        if capacity is None:
+            tiles = int(self.total)
+            return self.bits[self.block_of[1 : tiles + 1]] if tiles else None
+        torch._assert_async(self.total <= capacity, f"more than capacity={capacity} different blocks are seen in part")
         # Room that is left has the bits of some block, which may be undefined.
-        used = torch.arange(capacity, device=tile.device) <= tile[-1]
-        tiles = tiles.masked_fill(~used[:, None, None], 0)
-    of_block = torch.empty_like(tile).scatter_(0, block, tile).view_as(kinds)
-    return torch.where(in_part, of_block.to(torch.int32), kinds), tiles
+        is_left = torch.arange(capacity, device=self.total.device) >= self.total
+        return self.bits[self.block_of[1 : capacity + 1]].masked_fill(is_left[:, None, None], 0)
+
+
+def _no_tiles(like: torch.Tensor) -> torch.Tensor:
+    """The field `tiles` of a mask that no block is seen in part of."""
+    return like.new_zeros((1, MASK_BLOCK, MASK_BLOCK // WORD), dtype=torch.int32)
+
+
+def _lists_of(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The fields `lists`, `entries`, `tile_of` and `tiles` of whole blocks, bool [B, H, M_blocks, N_blocks]."""
+    return *mask_lists(MaskListsProblem(blocks.contiguous())), _no_tiles(blocks)
+
+
+def _numbered(
+    bits: torch.Tensor, kinds: torch.Tensor, keys: torch.Tensor, capacity: int | None
+) -> tuple[torch.Tensor, Found]:
+    """What `BlockMask._of_kinds` takes, and the tiles, from what `preprocess.mask_bits` finds."""
+    # One more that is not seen in part makes sure that such come first.
+    keys, block = torch.nn.functional.pad(keys.flatten(), (0, 1), value=NO_KEY).sort(stable=True)
+    block = block[1:]
+    # Of tiles, from 1; 0 of what is not seen in part.
+    number = (keys[1:] != keys[:-1]).cumsum(0)
+    # Blocks of a number have the same bits: any will do.
+    block_of = block.new_zeros(max(kinds.numel(), capacity or 0) + 1).scatter_(0, number, block)
+    # The block that came first is not seen in part, and has no number.
+    of_block = number.new_empty(kinds.numel() + 1).scatter_(0, block, number)[:-1].view_as(kinds) - 1
+    kinds = torch.where(kinds == IN_PART, of_block, kinds).to(torch.int32)
+    return kinds, Found(bits.flatten(0, 3), block_of, number[-1])
 
 
 def _listed(counts: torch.Tensor, indices: torch.Tensor, n_blocks: int) -> torch.Tensor:

@@ -15,7 +15,9 @@ import torch
 
 from helion_attn.block_mask import BlockMask, Rule
 from helion_attn.configs import MASK_BLOCK
+from helion_attn.ops.block_mask import block_means
 from helion_attn.preprocess.mask_bits import IN_PART, UNSEEN, WHOLE
+from helion_attn.problem import BlockMeansProblem
 from helion_attn.types import Layout
 from helion_attn.validate.block_mask import MAX_TOKENS, check_int
 from helion_attn.validate.dense import check_flag
@@ -289,36 +291,40 @@ def top_blocks(
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     M, N, G = q.size(2), k.size(2), q.size(1) // k.size(1)
     scale = q.size(3) ** -0.5 if sm_scale is None else sm_scale
-    # [B, H_kv, G * M_blocks, N_blocks], then [B, H, M_blocks, N_blocks]
-    mean_q = _block_means(q).unflatten(1, (-1, G)).flatten(2, 3)
-    scores = (mean_q @ _block_means(k).mT * scale).unflatten(2, (G, -1)).flatten(1, 2)
+    # [B, H_kv, G * M_blocks, D], [B, H_kv, N_blocks, D]
+    mean_q, mean_k = (block_means(BlockMeansProblem(x.detach())) for x in (q, k))
+    mean_q = mean_q.unflatten(1, (-1, G)).flatten(2, 3)
+    # [B, H, M_blocks, N_blocks]
+    scores = (mean_q @ mean_k.mT).unflatten(2, (G, -1)).flatten(1, 2)
 
-    first_q, last_q = _ends(M, q.device)
-    block = torch.arange(scores.size(3), device=q.device)
-    # [M_blocks, 1]: key blocks where the diagonal enters a row block and leaves it.
-    enters, leaves = ((x + N - M).div(MASK_BLOCK, rounding_mode="floor").unsqueeze(1) for x in (first_q, last_q))
-    # [M_blocks, N_blocks]
-    always = (block < sink_blocks) | ((block > enters - local_blocks) & (block < leaves + local_blocks))
-    allowed = (block <= leaves) if causal else torch.ones_like(always)
-    share, ranked = scores.masked_fill(~allowed, -math.inf).softmax(3).sort(dim=3, descending=True)
+    m_blocks, n_blocks = scores.shape[2:]
+    row, block = (torch.arange(size, device=q.device) for size in (m_blocks, n_blocks))
+    # [M_blocks, N_blocks]: how far a key block is from the diagonal of blocks.
+    ahead = block - row.unsqueeze(1)
+    # Where the diagonal enters the first row block and leaves it, if that is whole; a part has no keys after its own.
+    enters, leaves = (N - M) // MASK_BLOCK, (N - M + MASK_BLOCK - 1) // MASK_BLOCK
+    always = (block < sink_blocks) | ((ahead > enters - local_blocks) & (ahead < leaves + local_blocks))
+    if causal:
+        allowed = ahead <= leaves
+        always = always & allowed
+        scores = scores.masked_fill(~allowed, -math.inf)
     if mass is not None:
+        share, ranked = (scores * scale).softmax(3).sort(dim=3, descending=True)
         # With NaN in a row, all its blocks.
         kept = ~(share.cumsum(3) - share >= mass)
     else:
         assert keep is not None
         # A product that is a hair above a whole number is that.
-        kept = block < (allowed.sum(1, keepdim=True).double() * keep - 1e-6).ceil().clamp_min(1)
-    blocks = torch.zeros_like(kept.expand_as(ranked)).scatter(3, ranked, kept.expand_as(ranked))
-    return BlockMask((blocks | always) & allowed, M, N)
-
-
-def _block_means(x: torch.Tensor) -> torch.Tensor:
-    """Means over blocks of tokens, fp32 [B, H, blocks, D] of [B, H, S, D]; each element is read once."""
-    whole = x.size(2) // MASK_BLOCK * MASK_BLOCK
-    parts = [x[:, :, :whole].unflatten(2, (-1, MASK_BLOCK)).mean(3, dtype=torch.float32)] if whole else []
-    if whole < x.size(2):
-        parts.append(x[:, :, whole:].mean(2, keepdim=True, dtype=torch.float32))
-    return torch.cat(parts, 2)
+        ranked = scores.topk(max(1, math.ceil(n_blocks * keep - 1e-6)), 3, sorted=causal).indices
+        kept = None
+        if causal:
+            count = ((row + leaves + 1).clamp(0, n_blocks).double() * keep - 1e-6).ceil().clamp_min(1)
+            kept = block[: ranked.size(3)] < count.unsqueeze(1)
+    if kept is not None:
+        # What is not kept is replaced by the first, which is.
+        ranked = torch.where(kept, ranked, ranked[..., :1])
+    blocks = always.expand(scores.shape).scatter(3, ranked, True)
+    return BlockMask(blocks & allowed if causal else blocks, M, N)
 
 
 def _ends(S: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

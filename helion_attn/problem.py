@@ -541,6 +541,39 @@ class TransformProblem(NamedTuple):
     bshd: bool
 
 
+class MaskBitsProblem(NamedTuple):
+    """A mask by scores, to bits and kinds of blocks.
+
+    Attributes:
+        mask: bool [B, H, M, at least N], any strides.
+        N: keys.
+    """
+
+    mask: torch.Tensor
+    N: int
+
+
+class MaskListsProblem(NamedTuple):
+    """What is known of blocks, to the lists of a `BlockMask`.
+
+    Attributes:
+        kinds: contiguous [B, H, M_blocks, N_blocks]: int32, the number of a block's tile, `WHOLE` or `UNSEEN`; or bool,
+            whether it is seen whole.
+    """
+
+    kinds: torch.Tensor
+
+
+class BlockMeansProblem(NamedTuple):
+    """Rows, to means of blocks of them.
+
+    Attributes:
+        x: [B, H, S, D], of any floating-point dtype, any strides.
+    """
+
+    x: torch.Tensor
+
+
 class AppendProblem(NamedTuple):
     """New keys and values into a paged cache, at positions `cache_seqlens[b]` and up.
 

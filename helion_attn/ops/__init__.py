@@ -1,6 +1,7 @@
 """The custom ops, one kind a file: what each takes, allocates and chooses. Kernels are imported on the first call."""
 
 from helion_attn.ops.attention import attention
+from helion_attn.ops.block_mask import block_means, mask_bits, mask_lists
 from helion_attn.ops.dense import attention_dense
 from helion_attn.ops.gathered import attention_gathered, describe_part, merge_parts, quantize_part
 from helion_attn.ops.kv_cache import append_kv, decode
@@ -14,8 +15,11 @@ __all__ = [
     "attention_dense",
     "attention_gathered",
     "attention_varlen",
+    "block_means",
     "decode",
     "describe_part",
+    "mask_bits",
+    "mask_lists",
     "merge_parts",
     "pack_qkv",
     "quantize_part",

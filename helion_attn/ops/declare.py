@@ -65,7 +65,8 @@ class Structure:
             self.types = [kind.replace("SymInt", "int") for kind in self.types]
             # The same few choices come with every call.
             self._of = functools.lru_cache(256)(lambda *values: of(**dict(zip(names, values, strict=True))))
-        self._flat = operator.attrgetter(*self.paths)
+        get = operator.attrgetter(*self.paths)
+        self._flat: Callable[[Any], tuple[Any, ...]] = get if len(self.paths) > 1 else lambda of: (get(of),)
         #: The tensor that all structures of an operation begin with.
         self.first_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter(self.paths[0])
 
@@ -78,8 +79,7 @@ class Structure:
         if torch.compiler.is_compiling():
             # Dynamo does not trace attrgetter.
             return tuple(functools.reduce(getattr, path.split("."), arguments) for path in self.paths)
-        values: tuple[Any, ...] = self._flat(arguments)
-        return values
+        return self._flat(arguments)
 
 
 class Operation(Generic[Arguments]):

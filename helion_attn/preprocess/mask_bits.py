@@ -18,6 +18,7 @@ from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.strided import WIDEST_LOAD
+from helion_attn.problem import MaskBitsProblem
 
 #: Bits of a word of a tile.
 WORD = 32
@@ -28,17 +29,8 @@ WHOLE, UNSEEN = -1, -2
 #: A block that is seen in part, before it has a tile.
 IN_PART = 0
 
-
-class MaskBitsProblem(NamedTuple):
-    """A mask by scores.
-
-    Attributes:
-        mask: bool [B, H, M, at least N], any strides.
-        N: keys.
-    """
-
-    mask: torch.Tensor
-    N: int
+#: The key of blocks that are not seen in part. It sorts before others.
+NO_KEY = -(2**63)
 
 
 class MaskBitsSpec(NamedTuple):
@@ -51,6 +43,7 @@ class MaskBitsSpec(NamedTuple):
         in_part: what `kinds` has for a block that is seen in part.
         whole: for one that is seen whole.
         unseen: for one that is not seen.
+        no_key: what `keys` has for a block that is not seen in part.
     """
 
     unit: int
@@ -59,6 +52,7 @@ class MaskBitsSpec(NamedTuple):
     in_part: int
     whole: int
     unseen: int
+    no_key: int
 
 
 def four_bits(x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +80,7 @@ def mask_bits(
     mask: torch.Tensor,  # flat, four bools a number
     bits: torch.Tensor,  # [blocks * 128, 4], written
     kinds: torch.Tensor,  # [blocks], written
-    hashes: torch.Tensor,  # [blocks], written
+    keys: torch.Tensor,  # [blocks], written
     row_blocks: int,
     n_blocks: int,
     m_blocks: int,
@@ -101,8 +95,9 @@ def mask_bits(
 ) -> None:
     """The kernel; see the module's docstring."""
     # Known strides keep loads and stores 16 bytes wide.
-    hl.specialize((mask.stride(0), bits.stride(0), bits.stride(1), kinds.stride(0), hashes.stride(0)))
+    hl.specialize((mask.stride(0), bits.stride(0), bits.stride(1), kinds.stride(0), keys.stride(0)))
     w = hl.specialize(bits.size(1))
+    half = spec.word // 8
     for row_block, n_block in hl.grid([row_blocks, n_blocks]):
         bh = row_block // m_blocks
         # A mask may have more than 2**31 elements.
@@ -110,24 +105,28 @@ def mask_bits(
         h = hl.full([], bh % H, dtype=torch.int64)
         # [128]
         rows = (row_block % m_blocks) * spec.block + hl.arange(spec.block)
-        # [32]
-        cols = n_block * (spec.block // 4) + hl.arange(spec.block // 4)
+        # [16]: the first 16 keys of each word. A thread loads these and the next 16, so that it has the word alone.
+        i = hl.arange(w * half)
+        cols = n_block * (spec.block // 4) + i // half * (2 * half) + i % half
+        # [128, 16]
         at_row = (b * b_step + h * h_step + rows.to(torch.int64) * m_step) * spec.unit
-        inside = (rows < M).unsqueeze(1) & (cols < units * spec.unit).unsqueeze(0)
-        # [128, 32]
-        parts = four_bits(hl.load(mask, [at_row.unsqueeze(1) + cols.unsqueeze(0)], extra_mask=inside))
-        by_word = parts.reshape(spec.block, w, spec.word // 4)
+        at = at_row.unsqueeze(1) + cols.unsqueeze(0)
+        is_row = (rows < M).unsqueeze(1)
+        inside = is_row & (cols < units * spec.unit).unsqueeze(0)
+        first = four_bits(hl.load(mask, [at], extra_mask=inside)) << (4 * (i % half)).unsqueeze(0)
+        inside = is_row & (cols + half < units * spec.unit).unsqueeze(0)
+        second = four_bits(hl.load(mask, [at + half], extra_mask=inside)) << (4 * (i % half) + 4 * half).unsqueeze(0)
         # [128, 4]
-        seen = (by_word << (4 * hl.arange(spec.word // 4)).unsqueeze(0).unsqueeze(0)).sum(2).to(torch.int32)
+        seen = (first | second).reshape(spec.block, w, half).sum(2).to(torch.int32)
 
         # What it would be if all were seen, of keys and rows that exist.
         left = N - n_block * spec.block - hl.arange(w) * spec.word
         ones = (torch.full_like(left, 1) << torch.clamp(left, 0, spec.word - 1)) - 1
         ones = torch.where(left >= spec.word, -1, ones)
-        full = torch.where((rows < M).unsqueeze(1), ones.unsqueeze(0), 0)
+        full = torch.where(is_row, ones.unsqueeze(0), 0)
         words = seen & full
         # In one sum: how many words are not 0, and in the upper half how many lack a bit.
-        found = ((words != 0).to(torch.int32) + ((words != full).to(torch.int32) << 16)).sum(0).sum(0)
+        found = ((words != 0).to(torch.int32) + ((words != full).to(torch.int32) << 16)).reshape(-1).sum(0)
         lacking = torch.where(found >> 16 == 0, spec.whole, spec.in_part)
         kind = torch.where((found & 0xFFFF) == 0, spec.unseen, lacking)
         place = hl.arange(spec.block).unsqueeze(1) * w + hl.arange(w).unsqueeze(0)
@@ -135,10 +134,11 @@ def mask_bits(
         low = mixed(words, 2 * place + 2).to(torch.int64) & 0xFFFFFFFF
         block = row_block * n_blocks + n_block
         hl.store(kinds, [block], kind.to(torch.int32))
-        hl.store(hashes, [block], (high | low).sum(0).sum(0))
-        first = hl.full([], block, dtype=torch.int64) * spec.block
+        key = torch.clamp_min((high | low).reshape(-1).sum(0), spec.no_key + 1)
+        hl.store(keys, [block], torch.where(kind == spec.in_part, key, spec.no_key))
+        at_bits = hl.full([], block, dtype=torch.int64) * spec.block
         in_part = (kind == spec.in_part) & (full == full)
-        hl.store(bits, [first + hl.arange(spec.block), hl.arange(w)], words, extra_mask=in_part)
+        hl.store(bits, [at_bits + hl.arange(spec.block), hl.arange(w)], words, extra_mask=in_part)
 
 
 def is_aligned(mask: torch.Tensor) -> bool:
@@ -162,7 +162,7 @@ def kernel(is_cuda: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(mask_bits)
-    return compiled(mask_bits, Config(num_warps=4, indexing="pointer", loop_orders=[[1, 0]]))
+    return compiled(mask_bits, Config(num_warps=1, indexing="pointer", loop_orders=[[1, 0]]))
 
 
 def launch(a: MaskBitsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -170,9 +170,9 @@ def launch(a: MaskBitsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
     Returns:
         bits int32 [B, H, M_blocks, N_blocks, 128, 4], undefined but for blocks that are seen in part; kinds int32 and
-        hashes int64 [B, H, M_blocks, N_blocks].
+        keys int64 [B, H, M_blocks, N_blocks].
     """
-    bits, kinds, hashes = empty_bits(a)
+    bits, kinds, keys = empty_bits(a)
     mask = a.mask if is_aligned(a.mask) else aligned_copy(a.mask)
     (B, H, M, width), strides = mask.shape, mask.stride()
     b_step, h_step, m_step = (step if size > 1 else 0 for size, step in zip((B, H, M), strides[:3], strict=True))
@@ -185,7 +185,7 @@ def launch(a: MaskBitsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
             "mask": mask.as_strided((extent,), (1,)).view(torch.int32),
             "bits": bits.view(-1, MASK_BLOCK // WORD),
             "kinds": kinds.view(-1),
-            "hashes": hashes.view(-1),
+            "keys": keys.view(-1),
             "row_blocks": B * H * m_blocks,
             "n_blocks": n_blocks,
             "m_blocks": m_blocks,
@@ -203,10 +203,11 @@ def launch(a: MaskBitsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
                 in_part=IN_PART,
                 whole=WHOLE,
                 unseen=UNSEEN,
+                no_key=NO_KEY,
             ),
         }
     )
-    return bits, kinds, hashes
+    return bits, kinds, keys
 
 
 def empty_bits(a: MaskBitsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,117 @@
+"""The key blocks that each row block visits, of what is known of blocks."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from helion_attn.compiler.helion_adapter import Config, hl
+from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.preprocess import list_order
+from helion_attn.preprocess.mask_bits import UNSEEN
+from helion_attn.problem import MaskListsProblem
+
+#: Blocks of a row that are read at once, at most: 8 a thread.
+MOST_AT_ONCE = 1024
+
+
+class MaskListsSpec(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        step: blocks of a row that are read at once.
+        added: to what `kinds` has.
+        unseen: what a block is that is not seen.
+        has_tiles: blocks may be seen in part.
+    """
+
+    step: int
+    added: int
+    unseen: int
+    has_tiles: bool
+
+
+def mask_lists(
+    kinds: torch.Tensor,  # [rows * n_blocks]
+    entries: torch.Tensor,  # [rows * n_blocks], written
+    tile_of: torch.Tensor,  # [rows * n_blocks], written with `has_tiles`
+    counts: torch.Tensor,  # [rows], written
+    rows: int,
+    n_blocks: int,
+    spec: hl.constexpr,  # MaskListsSpec
+) -> None:
+    """The kernel: blocks that are seen move to the front of their row, in their order, and zeros follow."""
+    hl.specialize((kinds.stride(0), entries.stride(0), tile_of.stride(0), counts.stride(0)))
+    for row in hl.grid(rows):
+        first = row * n_blocks
+        count = hl.zeros([], dtype=torch.int32)
+        for part in hl.grid((n_blocks + spec.step - 1) // spec.step):
+            # [step]
+            block = part * spec.step + hl.arange(spec.step)
+            inside = block < n_blocks
+            kind = hl.load(kinds, [first + block], extra_mask=inside).to(torch.int32) + spec.added
+            seen = inside & (kind != spec.unseen)
+            behind = hl.cumsum(seen.to(torch.int32), 0).to(torch.int32)
+            place = first + count + behind - 1
+            if spec.has_tiles:
+                hl.store(entries, [place], torch.where(kind >= 0, -1 - block, block).to(torch.int32), extra_mask=seen)
+                hl.store(tile_of, [place], torch.where(kind >= 0, kind, 0), extra_mask=seen)
+            else:
+                hl.store(entries, [place], block.to(torch.int32), extra_mask=seen)
+            count = count + seen.to(torch.int32).sum(0).to(torch.int32)
+        for rest in hl.grid((n_blocks + spec.step - 1) // spec.step):
+            left = rest * spec.step + hl.arange(spec.step)
+            zero = hl.zeros([spec.step], dtype=torch.int32)
+            past = (left < n_blocks) & (left >= count)
+            hl.store(entries, [first + left], zero, extra_mask=past)
+            if spec.has_tiles:
+                hl.store(tile_of, [first + left], zero, extra_mask=past)
+        hl.store(counts, [row], count)
+
+
+@functools.cache
+def kernel(is_cuda: bool) -> Runner:
+    """The kernel for the device."""
+    if not is_cuda:
+        return interpreted(mask_lists)
+    return compiled(mask_lists, Config(num_warps=4, indexing="pointer"))
+
+
+def launch(a: MaskListsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make the lists.
+
+    Returns:
+        The fields `lists`, `entries` and `tile_of` of a `BlockMask`.
+    """
+    lists, entries, tile_of = empty_lists(a)
+    by_block = a.kinds.dtype == torch.bool
+    n_blocks = a.kinds.size(3)
+    counts = lists.new_empty(lists.shape[:3])
+    kernel(a.kinds.is_cuda).run(
+        {
+            "kinds": (a.kinds.view(torch.uint8) if by_block else a.kinds).view(-1),
+            "entries": entries.view(-1),
+            "tile_of": tile_of.view(-1),
+            "counts": counts.view(-1),
+            "rows": counts.numel(),
+            "n_blocks": n_blocks,
+            "spec": MaskListsSpec(
+                step=min(MOST_AT_ONCE, 1 << (n_blocks - 1).bit_length()),
+                added=UNSEEN if by_block else 0,
+                unseen=UNSEEN,
+                has_tiles=not by_block,
+            ),
+        }
+    )
+    list_order.launch(counts, lists)
+    return lists, entries, tile_of
+
+
+def empty_lists(a: MaskListsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `launch` fills."""
+    by_block = a.kinds.dtype == torch.bool
+    new = functools.partial(a.kinds.new_empty, dtype=torch.int32)
+    tile_of = a.kinds.new_zeros((1, 1, 1, 1), dtype=torch.int32) if by_block else new(a.kinds.shape)
+    return new((*a.kinds.shape[:3], 2)), new(a.kinds.shape), tile_of
