@@ -293,7 +293,7 @@ def top_blocks(
     scale = q.size(3) ** -0.5 if sm_scale is None else sm_scale
     # [B, H_kv, G * M_blocks, D], [B, H_kv, N_blocks, D]
     mean_q, mean_k = (block_means(BlockMeansProblem(x.detach())) for x in (q, k))
-    mean_q = mean_q.unflatten(1, (-1, G)).flatten(2, 3)
+    mean_q = (mean_q * scale).unflatten(1, (-1, G)).flatten(2, 3)
     # [B, H, M_blocks, N_blocks]
     scores = (mean_q @ mean_k.mT).unflatten(2, (G, -1)).flatten(1, 2)
 
@@ -309,7 +309,7 @@ def top_blocks(
         always = always & allowed
         scores = scores.masked_fill(~allowed, -math.inf)
     if mass is not None:
-        share, ranked = (scores * scale).softmax(3).sort(dim=3, descending=True)
+        share, ranked = scores.softmax(3).sort(dim=3, descending=True)
         # With NaN in a row, all its blocks.
         kept = ~(share.cumsum(3) - share >= mass)
     else:

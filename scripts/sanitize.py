@@ -248,6 +248,13 @@ def bits_of_masks(device: str) -> None:
             raise ValueError(f"the mask of {keys} keys is another")
 
 
+def top_blocks(device: str) -> None:
+    """Blocks that the means of ragged Q and K choose: all of them, whose lists are made as others are."""
+    q, k = (x.bfloat16() for x in torch.randn(2, 1, 2, M, 40, device=device))
+    if not bool(ha.masks.top_blocks(q, k, keep=1.0).to_dense().all()):
+        raise ValueError("a block is missing")
+
+
 #: e4m3, blocks of K, nothing mixed or smoothed.
 PLAIN = replace(ha.FAST, reflect=False, smooth_k=False)
 
@@ -277,6 +284,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "bf16_masked": Attend(40, 40, ha.BF16, options=MASKED, has_sinks=True),
     "many_keys": Attend(32, 32, keys=RECENTRED_KEYS + 70),
     "bits_of_masks": bits_of_masks,
+    "top_blocks": top_blocks,
     "packed": Packed(128, options={"causal": True}),
     "packed_masked": Packed(64, ha.ACCURATE, options=MASKED),
     "packed_fast": Packed(256, ha.FAST),

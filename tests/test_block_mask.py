@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
 from helion_attn import block_mask
 from helion_attn.configs import MASK_BLOCK
-from helion_attn.preprocess import mask_bits
+from helion_attn.preprocess import list_order, mask_bits, mask_lists
+
+
+class Recorded(TorchDispatchMode):
+    """Names of operations that are not views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
 
 
 def by_scores(blocks: torch.Tensor, M: int, N: int) -> torch.Tensor:
@@ -53,6 +68,34 @@ def test_blocks(B: int, H: int, M: int, N: int) -> None:
     assert (mask.B, mask.H, mask.M, mask.N) == (B, H, M, N)
     assert torch.equal(mask.blocks, blocks)
     assert torch.equal(mask.to_dense(), by_scores(blocks, M, N))
+
+
+def test_many_blocks(device: str) -> None:
+    """More row blocks than are compared at once, and more key blocks than are read at once; some are seen in part."""
+    torch.manual_seed(0)
+    for shape in ((2, 1, list_order.COMPARED + 3, 5), (1, 2, 3, mask_lists.MOST_AT_ONCE + 70)):
+        kinds = torch.randint(mask_bits.UNSEEN, 3, shape, dtype=torch.int32, device=device)
+        tiles = torch.zeros(3, MASK_BLOCK, 4, dtype=torch.int32, device=device)
+        M, N = (size * MASK_BLOCK for size in shape[2:])
+        mask = ha.BlockMask._of_kinds(M, N, kinds, tiles)
+        check_lists(mask.to("cpu"))
+        assert torch.equal(mask._kinds(), kinds.long())
+        whole = ha.BlockMask(kinds != mask_bits.UNSEEN, M, N)
+        check_lists(whole.to("cpu"))
+        assert torch.equal(whole.blocks, kinds != mask_bits.UNSEEN)
+
+
+def test_the_host_waits_last() -> None:
+    """Lists, which need no count of the tiles, are queued before the host reads it."""
+    with Recorded() as recorded:
+        ha.BlockMask.from_dense(random_mask(1, 2, 200, 300))
+    read = recorded.names.index("_local_scalar_dense")
+    assert recorded.names[read + 1 :] == ["index"]
+    assert "mask_lists" in recorded.names[:read]
+    with Recorded() as recorded:
+        ha.BlockMask.from_dense(random_mask(1, 2, 200, 300), 20)
+        ha.masks.top_blocks(*torch.randn(2, 1, 2, 300, 64), keep=0.5)
+    assert "_local_scalar_dense" not in recorded.names
 
 
 def test_it_is_moved_saved_and_printed() -> None:

@@ -584,12 +584,25 @@ def test_what_cannot_be_described_is_not_kept(disk: Path) -> None:
 def shipped_fingerprints() -> list[str]:
     """Of this package's kernels, in short."""
     from helion_attn.kernels import attention, attention_large_d, decode, merge_splits
-    from helion_attn.preprocess import append, mask_bits, pack_kv, pack_q, recentre, sample, sequences, transform_rows
+    from helion_attn.preprocess import (
+        append,
+        block_means,
+        list_order,
+        mask_bits,
+        mask_lists,
+        pack_kv,
+        pack_q,
+        recentre,
+        sample,
+        sequences,
+        transform_rows,
+    )
 
     kernels: list[Callable[..., Any]] = [
         *(attention.fp8_attn_fwd, attention_large_d.fp8_attn_fwd_large_d, decode.fp8_attn_decode),
         *(merge_splits.merge_splits_kernel, pack_kv.pack_kv, pack_q.pack_q, append.append_kv, transform_rows.transform),
         *(sample.sample, sequences.describe, recentre.recentre, mask_bits.mask_bits),
+        *(mask_lists.mask_lists, list_order.list_order, block_means.block_means),
     ]
     prints = [code_cache.fingerprint(fn, Config()) for fn in kernels]
     return [hashlib.sha256(text.encode()).hexdigest() for text in prints]

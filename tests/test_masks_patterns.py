@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn import ops
 from helion_attn.block_mask import Rule
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.preprocess.mask_bits import IN_PART
+from helion_attn.problem import BlockMeansProblem
 
 
 def check(mask: ha.BlockMask, dense: torch.Tensor) -> None:
@@ -188,6 +190,27 @@ def block_means(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([part.double().mean(2) for part in x.split(MASK_BLOCK, 2)], 2)
 
 
+OF_MEANS = {
+    "bf16": lambda: torch.randn(2, 3, 300, 64).bfloat16(),
+    "fp16 of 96 channels": lambda: torch.randn(1, 2, 129, 96).half(),
+    "fp32 transposed": lambda: torch.randn(2, 140, 3, 40).transpose(1, 2),
+    "fp64 of strided channels": lambda: torch.randn(1, 2, 256, 30).double()[..., ::3],
+    "e4m3 of few rows": lambda: torch.randn(1, 1, 5, 1024).to(torch.float8_e4m3fn),
+    "expanded": lambda: torch.randn(2, 1, 200, 64).expand(-1, 4, -1, -1),
+}
+
+
+@pytest.mark.parametrize("case", OF_MEANS)
+def test_block_means(case: str, device: str) -> None:
+    """Of 128 numbers or fewer an fp32 mean has at most so many roundings of their mean magnitude."""
+    torch.manual_seed(0)
+    x = OF_MEANS[case]().to(device)
+    means = ops.block_means(BlockMeansProblem(x))
+    assert means.dtype == torch.float32
+    error = (means.double() - block_means(x.double())).abs()
+    assert bool((error <= (MASK_BLOCK + 1) * 2**-24 * block_means(x.double().abs())).all())
+
+
 def qk(M: int, N: int, H: int = 4, H_kv: int = 2, D: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
     """Of block means that differ."""
     torch.manual_seed(0)
@@ -237,6 +260,14 @@ def test_top_blocks_by_share(keep: float, causal: bool) -> None:
     assert torch.equal(mask.blocks.sum(3), torch.tensor(wanted).expand(2, 4, -1))
     least = p.masked_fill(~mask.blocks, math.inf).amin(3)
     assert bool((p.masked_fill(mask.blocks, -math.inf).amax(3) <= least).all())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_of_blocks_that_are_alike_as_many_are_kept(causal: bool) -> None:
+    q = torch.ones(1, 2, 1280, 64)
+    mask = ha.masks.top_blocks(q, q, keep=0.25, sink_blocks=0, local_blocks=0, causal=causal)
+    wanted = [math.ceil((i + 1) / 4) if causal else 3 for i in range(10)]
+    assert mask.blocks.sum(3).tolist() == [[wanted, wanted]]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -89,6 +89,7 @@ def test_every_op_is_recorded(device: str) -> None:
         ha.pack(**e4m3_on(device))
         ha.hadamard(qkv_on(device)[0])
         ha.BlockMask.from_dense(torch.ones(4, 4, dtype=torch.bool, device=device))
+        ha.masks.top_blocks(*qkv_on(device)[:2], keep=0.5)
         decode(*kv_on(device))
         ha.attention_varlen(*varlen_on(device))
         over_ranks(device)
@@ -101,8 +102,17 @@ def test_opcheck_of_bits_of_masks(device: str) -> None:
     dense = torch.arange(2 * 200 * 301, device=device).view(2, 1, 200, 301) % 3 > 0
     with Recorder() as recorder:
         ha.BlockMask.from_dense(dense)
-    ((op, arguments),) = recorder.calls.values()
-    torch.library.opcheck(op, arguments, test_utils=CHECKS)
+    assert len(recorder.calls) == 2
+    for op, arguments in recorder.calls.values():
+        torch.library.opcheck(op, arguments, test_utils=CHECKS)
+
+
+def test_opcheck_of_top_blocks(device: str) -> None:
+    with Recorder() as recorder:
+        ha.masks.top_blocks(*qkv_on(device)[:2], keep=0.5)
+    assert len(recorder.calls) == 2
+    for op, arguments in recorder.calls.values():
+        torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 
 OPCHECKED = {name: RECIPES[name] for name in (*LADDER, "q_block", "e5m2") if name != "bf16"}

@@ -13,20 +13,22 @@ from helion_attn.preprocess import list_order
 from helion_attn.preprocess.mask_bits import UNSEEN
 from helion_attn.problem import MaskListsProblem
 
-#: Blocks of a row that are read at once, at most: 8 a thread.
-MOST_AT_ONCE = 1024
+#: Rows of a program, and blocks of a row that are read at once, at most: 16 numbers a thread.
+ROWS, MOST_AT_ONCE = 4, 512
 
 
 class MaskListsSpec(NamedTuple):
     """What the kernel is compiled for.
 
     Attributes:
+        n: rows of a program.
         step: blocks of a row that are read at once.
         added: to what `kinds` has.
         unseen: what a block is that is not seen.
         has_tiles: blocks may be seen in part.
     """
 
+    n: int
     step: int
     added: int
     unseen: int
@@ -44,31 +46,36 @@ def mask_lists(
 ) -> None:
     """The kernel: blocks that are seen move to the front of their row, in their order, and zeros follow."""
     hl.specialize((kinds.stride(0), entries.stride(0), tile_of.stride(0), counts.stride(0)))
-    for row in hl.grid(rows):
-        first = row * n_blocks
-        count = hl.zeros([], dtype=torch.int32)
-        for part in hl.grid((n_blocks + spec.step - 1) // spec.step):
-            # [step]
-            block = part * spec.step + hl.arange(spec.step)
-            inside = block < n_blocks
+    for part in hl.grid((rows + spec.n - 1) // spec.n):
+        # [n]
+        row = part * spec.n + hl.arange(spec.n)
+        # [n, 1]
+        is_row, first = (row < rows).unsqueeze(1), (row * n_blocks).unsqueeze(1)
+        count = hl.zeros([spec.n], dtype=torch.int32)
+        for step in hl.grid((n_blocks + spec.step - 1) // spec.step):
+            # [1, step]
+            block = (step * spec.step + hl.arange(spec.step)).unsqueeze(0)
+            # [n, step]
+            inside = is_row & (block < n_blocks)
             kind = hl.load(kinds, [first + block], extra_mask=inside).to(torch.int32) + spec.added
             seen = inside & (kind != spec.unseen)
-            behind = hl.cumsum(seen.to(torch.int32), 0).to(torch.int32)
-            place = first + count + behind - 1
+            behind = hl.cumsum(seen.to(torch.int32), 1).to(torch.int32)
+            place = first + count.unsqueeze(1) + behind - 1
+            whole = block + torch.zeros_like(kind)
             if spec.has_tiles:
-                hl.store(entries, [place], torch.where(kind >= 0, -1 - block, block).to(torch.int32), extra_mask=seen)
+                hl.store(entries, [place], torch.where(kind >= 0, -1 - whole, whole), extra_mask=seen)
                 hl.store(tile_of, [place], torch.where(kind >= 0, kind, 0), extra_mask=seen)
             else:
-                hl.store(entries, [place], block.to(torch.int32), extra_mask=seen)
-            count = count + seen.to(torch.int32).sum(0).to(torch.int32)
+                hl.store(entries, [place], whole, extra_mask=seen)
+            count = count + seen.to(torch.int32).sum(1).to(torch.int32)
         for rest in hl.grid((n_blocks + spec.step - 1) // spec.step):
-            left = rest * spec.step + hl.arange(spec.step)
-            zero = hl.zeros([spec.step], dtype=torch.int32)
-            past = (left < n_blocks) & (left >= count)
+            left = (rest * spec.step + hl.arange(spec.step)).unsqueeze(0)
+            zero = hl.zeros([spec.n, spec.step], dtype=torch.int32)
+            past = is_row & (left < n_blocks) & (left >= count.unsqueeze(1))
             hl.store(entries, [first + left], zero, extra_mask=past)
             if spec.has_tiles:
                 hl.store(tile_of, [first + left], zero, extra_mask=past)
-        hl.store(counts, [row], count)
+        hl.store(counts, [row], count, extra_mask=row < rows)
 
 
 @functools.cache
@@ -98,6 +105,7 @@ def launch(a: MaskListsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
             "rows": counts.numel(),
             "n_blocks": n_blocks,
             "spec": MaskListsSpec(
+                n=ROWS,
                 step=min(MOST_AT_ONCE, 1 << (n_blocks - 1).bit_length()),
                 added=UNSEEN if by_block else 0,
                 unseen=UNSEEN,
