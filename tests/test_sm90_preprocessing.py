@@ -211,7 +211,8 @@ def test_bits_of_a_mask(N: int, width: int) -> None:
     # A warp has 16 KB: at 2,000 instructions, an SM's four schedulers read 7.6 TB/s, twice what the memory gives.
     assert width < 16 or sum(kernel.opcodes.values()) < 2000
     assert width < 16 or kernel.opcodes["BAR"] == 0
-    assert kernel.ctas_per_sm >= 16
+    # Narrow loads need an address each; 8 warps still have 128 KB on their way.
+    assert kernel.ctas_per_sm >= (16 if width == 16 else 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
