@@ -54,6 +54,12 @@ PROBLEMS: dict[str, tuple[Problem, tuple[Strategy, ...]]] = {
         replace(FEW_ROWS, D_v=64, window=(70, 20), causal=False, has_sinks=True, return_lse=True),
         STRATEGIES,
     ),
+    # Chunks of 256, of which the last is empty and the one before it short.
+    "zigzag, an empty chunk": (
+        replace(ZIGZAG, q_lengths=(256, 257), k_lengths=(256, 257), H=2, H_kv=2, has_rope=True, return_lse=True),
+        STRATEGIES,
+    ),
+    "zigzag, more keys": (replace(ZIGZAG, q_lengths=(128, 200), k_lengths=(256, 300), B=2, H=2), STRATEGIES),
     "zigzag window": (replace(ZIGZAG, H=2, window=(150, 0)), ("allgather",)),
     "softcap": (replace(FEW_ROWS, softcap=5.0, H=4, H_kv=2), STRATEGIES),
     "batch, BSHD, RoPE": (replace(FEW_ROWS, B=2, H=4, H_kv=2, layout="bshd", has_rope=True), STRATEGIES),
@@ -69,6 +75,10 @@ PROBLEMS: dict[str, tuple[Problem, tuple[Strategy, ...]]] = {
     },
     "four, ragged": (
         Problem((20, 20, 20, 8), (132, 132, 132, 120), H=4, H_kv=2, causal=True, return_lse=True),
+        STRATEGIES,
+    ),
+    "four, zigzag, empty chunks": (
+        replace(ZIGZAG, q_lengths=(256, 256, 256, 300), k_lengths=(256, 256, 256, 300), H=4, H_kv=2, return_lse=True),
         STRATEGIES,
     ),
     "four, zigzag": (replace(ZIGZAG, q_lengths=(250, 256, 256, 256), k_lengths=(250, 256, 256, 256)), ("allgather",)),
@@ -147,6 +157,7 @@ def without_check(rank: int, group: dist.ProcessGroup) -> tuple[Any, Any]:
 def cut_and_whole(rank: int, group: dist.ProcessGroup) -> list[bool]:
     found = []
     cuts: list[tuple[int, Balance]] = [(2, None), (257, None), (700, None), (512, "zigzag"), (500, "zigzag")]
+    cuts += [(513, "zigzag"), (256, "zigzag")]
     for length, balance in cuts:
         x = torch.arange(2.0 * length).view(2, length)
         part = ha.distributed.shard(x, 1, group, balance=balance)
@@ -482,7 +493,7 @@ def test_compiles(found: dict[str, list[Any]]) -> None:
 
 
 def test_shard_and_unshard(found: dict[str, list[Any]]) -> None:
-    assert found["cut and whole"] == [[True] * 10] * 2
+    assert found["cut and whole"] == [[True] * 14] * 2
 
 
 def test_groups_of_a_mesh(found: dict[str, list[Any]]) -> None:
@@ -499,6 +510,10 @@ def test_groups_of_a_mesh(found: dict[str, list[Any]]) -> None:
         (10, 4, False, (3, 3, 3, 1)),
         (1000, 4, True, (128 + 104, 256, 256, 256)),
         (512, 2, True, (256, 256)),
+        (513, 2, True, (256, 257)),
+        (16400, 8, True, (1152, 1152 + 272) + (2304,) * 6),
+        (2049, 8, True, (256,) * 7 + (257,)),
+        (1024, 8, True, (128,) * 8),
         (75600, 8, False, (9472,) * 7 + (9296,)),
     ],
 )
@@ -518,11 +533,44 @@ def test_cuts(total: int, count: int, zigzag: bool, lengths: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize(
-    ("lengths", "zigzag"), [((128, 100, 128), False), ((256, 200), True), ((128, 256), True), ((200, 200), True)]
+    ("lengths", "zigzag", "accepted"),
+    [
+        ((128, 100, 128), False, "all must be equal, but for the last"),
+        ((256, 200), True, r"they must be \[200, 256\], as helion_attn\.distributed\.shard cuts 456 tokens"),
+        ((200, 200), True, r"they must be \[144, 256\]"),
+        ((256, 128), True, r"they must be \[128, 256\]"),
+        ((100, 128), True, "together they must be at least 256, 128 a rank"),
+    ],
 )
-def test_lengths_that_raise(lengths: tuple[int, ...], zigzag: bool) -> None:
-    with pytest.raises(ValueError, match=r"the ranks' N are \["):
+def test_lengths_that_raise(lengths: tuple[int, ...], zigzag: bool, accepted: str) -> None:
+    with pytest.raises(ValueError, match=rf"the ranks' N are \[.*{accepted}"):
         Cut(lengths, zigzag).check("N", equal=True)
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_zigzag_cuts_any_length(count: int) -> None:
+    """Every token is in one run, and a rank's first run is a whole chunk."""
+    least = 128 * count
+    with pytest.raises(ValueError, match=f"length is {least - 1}; with balance='zigzag' it must be at least {least}"):
+        cut_of(least - 1, count, True)
+    for total in (*range(least, 8 * least, 61), 10 * least, 16400, 75600, 131072 + 1):
+        cut = cut_of(total, count, True)
+        cut.check("N", equal=True)
+        n = cut.chunk
+        assert n % 128 == 0
+        assert 2 * count * n - total < 2 * count * 128
+        held = []
+        for rank in range(count):
+            runs = cut.runs(rank)
+            assert runs[0] == (rank * n, n)
+            assert runs[1:] in ((), (((2 * count - 1 - rank) * n, cut.lengths[rank] - n),))
+            held += runs
+        end = 0
+        for run in sorted(held):
+            assert run.begin == end
+            end += run.size
+        assert end == total
+        assert sum(cut.sample(rank, 256).size for rank in range(count)) == min(total, 256)
 
 
 def test_a_header_is_what_it_was() -> None:

@@ -50,9 +50,9 @@ def shard(x: torch.Tensor, dim: int, group: Group = None, *, balance: Balance = 
 
     With `balance=None` ranks follow one another: each has as many tokens as the others, but the last, which may have
     fewer. With "zigzag" the tokens are cut into `2 * ranks` chunks, and rank r has chunk r and, behind it, chunk
-    `2 * ranks - 1 - r` (the last chunk, of rank 0, may be shorter), which gives all ranks the same causal work. Parts
-    and chunks are multiples of 128 tokens, whole blocks of the attention kernel; without zigzag, only where that leaves
-    every rank some.
+    `2 * ranks - 1 - r`, which gives all ranks the same causal work. Parts and chunks are multiples of 128 tokens, whole
+    blocks of the attention kernel; without zigzag, only where that leaves every rank some. Chunks are equal; where
+    tokens end, one is shorter and later ones are empty. Zigzag takes any length from `ranks * 128` on.
 
     The part of `torch.arange(length)`, which `positions` makes, are the positions of the tokens, for RoPE.
 
@@ -66,7 +66,7 @@ def shard(x: torch.Tensor, dim: int, group: Group = None, *, balance: Balance = 
         A contiguous tensor.
 
     Raises:
-        ValueError: a rank would have no token; or another `balance`.
+        ValueError: a rank would have no token, or for zigzag no whole chunk; or another `balance`.
         RuntimeError: `torch.distributed` is not initialised.
     """
     pg = collectives.resolve(group)

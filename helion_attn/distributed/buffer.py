@@ -29,7 +29,7 @@ class Buffer(NamedTuple):
 
     Attributes:
         heads: B * H_kv.
-        blocks: of a head, those of the rank that has most.
+        blocks: of a head, for which every rank has room.
         k_block: bytes of a block of K.
         v_block: bytes of a block of V.
         descales: of K, a head.
@@ -128,7 +128,9 @@ def mean_of_all(rows: torch.Tensor, b: Buffer, cut: Cut, own: torch.Tensor) -> t
     if not b.mean_channels:
         return own
     means = section(rows, b.mean_offset, 4 * b.heads * b.mean_channels).contiguous().view(torch.float32)
-    # All ranks but one have as many keys.
-    odd, others = (0, cut.lengths[-1]) if cut.zigzag else (cut.ranks - 1, cut.lengths[0])
-    total = means.sum(0) * others + means[odd] * (cut.lengths[odd] - others)
+    total = means.sum(0) * cut.room
+    for mean, length in zip(means, cut.lengths, strict=True):
+        # Few ranks have fewer keys.
+        if length != cut.room:
+            total = total + mean * (length - cut.room)
     return (total / cut.total).view_as(own)

@@ -66,8 +66,8 @@ class Call:
 
     @property
     def blocks(self) -> int:
-        """Key blocks of a head on the rank that has most."""
-        return -(-max(self.k_cut.lengths) // self.packing.bn)
+        """Key blocks of a head for which every rank has room."""
+        return -(-self.k_cut.room // self.packing.bn)
 
     def check_places(self, ranks: int) -> None:
         """Raise ValueError if a launch over the keys of so many ranks could not find them."""

@@ -47,7 +47,8 @@ class Cut(NamedTuple):
     Attributes:
         lengths: tokens of each rank.
         zigzag: rank r has chunk r of `2 * ranks`, and behind it chunk `2 * ranks - 1 - r`; otherwise ranks follow one
-            another.
+            another. Chunks are equal, as kernels find a block's by one multiplication; the sequence ends in a rank's
+            second chunk, and later ones are empty.
     """
 
     lengths: tuple[int, ...]
@@ -66,14 +67,20 @@ class Cut(NamedTuple):
     @property
     def chunk(self) -> int:
         """Tokens of a run; the sequence's last run may have fewer."""
-        return self.lengths[-1] // 2 if self.zigzag else self.lengths[0]
+        return _zigzag_chunk(self.total, self.ranks) if self.zigzag else self.lengths[0]
+
+    @property
+    def room(self) -> int:
+        """Tokens for which every rank has room: of two chunks, or of the longest part."""
+        return 2 * self.chunk if self.zigzag else max(self.lengths)
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """Return the runs of tokens that a rank holds, in its order."""
+        """Return the runs of tokens that a rank holds, in its order; none is empty, but for a part that is."""
         if not self.zigzag:
             return (Run(sum(self.lengths[:rank]), self.lengths[rank]),)
         n = self.chunk
-        return Run(rank * n, n), Run((2 * self.ranks - 1 - rank) * n, self.lengths[rank] - n)
+        first, second = Run(rank * n, n), Run((2 * self.ranks - 1 - rank) * n, self.lengths[rank] - n)
+        return (first, second) if second.size else (first,)
 
     def sample(self, rank: int, most: int) -> Sample:
         """Return which tokens of a rank are in the sample i * (total // n), for i < n and n = min(total, most)."""
@@ -93,15 +100,20 @@ class Cut(NamedTuple):
             name: of the length, "M" or "N".
             equal: the ranks' keys are found by arithmetic.
         """
-        n, all_lengths = self.chunk, f"the ranks' {name} are {[*self.lengths]}"
+        n, all_lengths = self.lengths[0], f"the ranks' {name} are {[*self.lengths]}"
         if self.total > MAX_TOKENS:
             raise ValueError(f"{all_lengths}; together they must be at most {MAX_TOKENS}")
         if self.zigzag:
-            whole = n > 0 and n % UNIT == 0 and all(length == 2 * n for length in self.lengths[1:])
-            if not whole or not n < self.lengths[0] <= 2 * n:
+            if self.total < self.ranks * UNIT:
                 raise ValueError(
-                    f"{all_lengths}; with balance='zigzag' all must have two chunks of one multiple of {UNIT}, but for "
-                    f"rank 0's second, the sequence's last, which may be shorter: as helion_attn.distributed.shard cuts"
+                    f"{all_lengths}; with balance='zigzag' together they must be at least {self.ranks * UNIT}, "
+                    f"{UNIT} a rank"
+                )
+            lengths = _zigzag_lengths(self.total, self.ranks)
+            if self.lengths != lengths:
+                raise ValueError(
+                    f"{all_lengths}; with balance='zigzag' they must be {[*lengths]}, as helion_attn.distributed.shard "
+                    f"cuts {self.total} tokens"
                 )
         elif equal and not (all(length == n for length in self.lengths[:-1]) and self.lengths[-1] <= n):
             # Packed sequences have one strategy.
@@ -112,17 +124,32 @@ class Cut(NamedTuple):
             )
 
 
+def _zigzag_chunk(total: int, ranks: int) -> int:
+    """Tokens of a chunk of zigzag: the least multiple of `UNIT` of which `2 * ranks` chunks hold all."""
+    return -(-total // (2 * ranks * UNIT)) * UNIT
+
+
+def _zigzag_lengths(total: int, ranks: int) -> tuple[int, ...]:
+    """Tokens of each rank for zigzag: its first chunk, and what the sequence has of its second."""
+    n = _zigzag_chunk(total, ranks)
+    return tuple(n + min(n, max(0, total - (2 * ranks - 1 - rank) * n)) for rank in range(ranks))
+
+
 def cut_of(total: int, ranks: int, zigzag: bool) -> Cut:
     """How `shard` cuts `total` tokens: runs of one multiple of `UNIT`, if that leaves every rank some."""
-    runs = 2 * ranks if zigzag else ranks
-    n = -(-total // runs)
+    if zigzag:
+        # Then the ranks' first chunks are whole.
+        if total < ranks * UNIT:
+            raise ValueError(
+                f"the length is {total}; with balance='zigzag' it must be at least {ranks * UNIT}, {UNIT} for each of "
+                f"{ranks} ranks"
+            )
+        return Cut(_zigzag_lengths(total, ranks), zigzag)
+    n = -(-total // ranks)
     units = -(-n // UNIT) * UNIT
-    if zigzag or (runs - 1) * units < total:
+    if (ranks - 1) * units < total:
         n = units
-    last = total - (runs - 1) * n
+    last = total - (ranks - 1) * n
     if last <= 0:
-        kind = f"{runs} chunks of a multiple of {UNIT} tokens" if zigzag else f"{runs} parts"
-        raise ValueError(f"the length is {total}; {ranks} ranks need {kind}, none of them empty")
-    if not zigzag:
-        return Cut((n,) * (ranks - 1) + (last,), zigzag)
-    return Cut((n + last,) + (2 * n,) * (ranks - 1), zigzag)
+        raise ValueError(f"the length is {total}; {ranks} ranks need {ranks} parts, none of them empty")
+    return Cut((n,) * (ranks - 1) + (last,), zigzag)

@@ -43,12 +43,12 @@ def part_of(call: Call, source: int, rows: torch.Tensor, own_mean: torch.Tensor)
     own_rows["row_first"] -= first
     parts = GatheredParts(
         **own_rows,
-        key_parts=len(runs),
+        key_parts=2 if call.k_cut.zigzag else 1,
         key_part_blocks=-(-n // call.packing.bn),
         key_part_len=n,
         key_step=max(runs[-1].begin - first, n),
         ranks=1,
-        mirrored=len(runs) > 1,
+        mirrored=call.k_cut.zigzag,
         **rank_steps(b),
     )
     mean = mean_of_all(rows, b, Cut((call.k_cut.lengths[source],), False), own_mean)

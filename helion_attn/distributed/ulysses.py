@@ -53,7 +53,7 @@ class Sections:
     def __init__(self, call: Call, has_shift: bool) -> None:
         p, ranks = call.packing, call.group.size()
         self.heads = call.H // ranks
-        self.blocks = -(-max(call.q_cut.lengths) // p.bm)
+        self.blocks = -(-call.q_cut.room // p.bm)
         self.kv_heads = max(1, call.H_kv // ranks)
         number = (call.B, self.heads, self.blocks, 4 * p.bm)
         #: Shapes, by field of `PackedTensors`.
@@ -137,13 +137,11 @@ def rows_back(x: torch.Tensor, cut: Cut, call: Call) -> torch.Tensor:
     B, _, heads, n = x.shape
     size = B * heads * n * x.element_size()
     flat = as_bytes(x)
-    pieces = [flat[:, begin : begin + length] for rank in range(cut.ranks) for begin, length in cut.runs(rank)]
     if not cut.zigzag and B == 1:
         sent = flat.view(-1)
     else:
-        runs = len(pieces) // cut.ranks
-        of_ranks = [torch.cat(pieces[i : i + runs], 1) for i in range(0, len(pieces), runs)]
-        sent = torch.cat([piece.reshape(-1) for piece in of_ranks])
+        runs = [[flat[:, run.begin : run.begin + run.size] for run in cut.runs(rank)] for rank in range(cut.ranks)]
+        sent = torch.cat([torch.cat(of_rank, 1).reshape(-1) for of_rank in runs])
     rows = cut.lengths[call.rank]
     found = collectives.exchange(sent, [length * size for length in cut.lengths], [rows * size] * cut.ranks, call.group)
     return found.view(x.dtype).view(cut.ranks, B, rows, heads, n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import pickle
 import signal
@@ -68,8 +69,10 @@ class Problem:
         ends = [sum(lengths[: r + 1]) for r in range(P)]
         if not self.zigzag:
             return [[(end - n, end)] for end, n in zip(ends, lengths, strict=True)]
-        n, total = lengths[-1] // 2, ends[-1]
-        return [[(r * n, r * n + n), ((2 * P - 1 - r) * n, min(total, (2 * P - r) * n))] for r in range(P)]
+        total = ends[-1]
+        n = math.ceil(total / (2 * P * 128)) * 128
+        # From where tokens end on, chunks are empty.
+        return [[(min(total, c * n), min(total, c * n + n)) for c in (r, 2 * P - 1 - r)] for r in range(P)]
 
     def tensors(self, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Q, K and V of the whole sequence, BHSD."""
