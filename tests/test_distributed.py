@@ -7,8 +7,11 @@ import contextlib
 import functools
 import importlib
 import math
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +25,7 @@ import torch.distributed as dist
 import helion_attn as ha
 from helion_attn.configs import packing
 from helion_attn.distributed import collectives, header
-from helion_attn.distributed.cut import Cut, cut_of
+from helion_attn.distributed.cut import Cut, Run, cut_of
 from helion_attn.distributed.header import HEADER_BYTES, Header, decode
 from helion_attn.numerics import SAMPLED_KEYS
 from helion_attn.preprocess import shared
@@ -143,6 +146,33 @@ def in_debug(rank: int, group: dist.ProcessGroup) -> list[Any]:
     return [torch.equal(out.nan_to_num(9), attend_packed(False, ha.BALANCED, rank, group)[0].nan_to_num(9))]
 
 
+def unshard_others(rank: int, group: dist.ProcessGroup) -> list[str]:
+    """What `unshard` says where rank 1 has another dtype, width, dimension, balance, or calls `attention`."""
+    x = torch.zeros(1, 2, 256, 32, dtype=torch.bfloat16)
+    own = functools.partial(ha.distributed.unshard, x, 2, group)
+    others: list[Callable[[], object]] = [
+        lambda: ha.distributed.unshard(x.float(), 2, group),
+        lambda: ha.distributed.unshard(x[..., :16], 2, group),
+        lambda: ha.distributed.unshard(x, 1, group),
+        lambda: ha.distributed.unshard(x, 2, group, balance="zigzag"),
+        lambda: ha.distributed.unshard(x, 5, group),
+        lambda: ha.distributed.attention(x, x, x, group=group),
+    ]
+    said = []
+    for other in others:
+        with pytest.raises((ValueError, IndexError)) as raised:
+            (other if rank else own)()
+        said.append(str(raised.value))
+    return said
+
+
+def late(strategy: Strategy, check: bool, rank: int, group: dist.ProcessGroup) -> Any:
+    """Rank 1 comes two seconds after the others."""
+    if rank == 1:
+        time.sleep(2)
+    return ranks.attend(EVEN, strategy, rank, group, check=check)
+
+
 def with_a_bad_argument(rank: int, group: dist.ProcessGroup) -> Any:
     q = torch.zeros(1, 2, 8, 32, dtype=torch.bfloat16)
     return ha.distributed.attention(q, q, q.int() if rank else q, group=group)
@@ -216,9 +246,9 @@ def with_derivatives(rank: int, group: dist.ProcessGroup) -> None:
         lambda y: ha.distributed.attention(x, y, x, group=group),
         lambda y: ha.distributed.unshard(y, 2, group),
     ]
-    for call in calls[:1] if rank == 0 else calls:
+    for call in calls:
         if rank == 0:
-            with pytest.raises(ValueError, match="rank 1: RuntimeError: k has a tangent"):
+            with pytest.raises(ValueError, match=r"rank 1: RuntimeError: [kx] has a tangent"):
                 call(x)
         else:
             with pytest.raises(RuntimeError, match="has a tangent"):
@@ -271,6 +301,11 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "recipe": ({"recipe": ha.FAST}, "recipe is"),
     "shape": ({"D_v": 64}, "D_v is 32 on rank 0 and 64 on rank 1"),
     "causal": ({"causal": False}, "causal is true on rank 0 and false on rank 1"),
+    "heads": ({"H": 4}, "H is 2 on rank 0 and 4 on rank 1"),
+    "batch": ({"B": 2}, "B is 1 on rank 0 and 2 on rank 1"),
+    "window": ({"window": (5, 5)}, "window is null on rank 0 and [5, 5] on rank 1"),
+    "sinks": ({"has_sinks": True}, "sinks is false on rank 0 and true on rank 1"),
+    "return_lse": ({"return_lse": True}, "return_lse is false on rank 0 and true on rank 1"),
 }
 
 
@@ -291,6 +326,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "other dtype": with_other_dtype,
         "other rope": with_other_rope,
         "in debug": in_debug,
+        "unshard others": unshard_others,
+        **{
+            f"late {strategy} {check}": functools.partial(late, strategy, check)
+            for strategy in STRATEGIES
+            for check in (True, False)
+        },
         "bad argument": with_a_bad_argument,
         "bad lengths": functools.partial(ranks.attend, CUT_ANYHOW, "allgather"),
         "bad heads": functools.partial(ranks.attend, replace(FEW_ROWS, H=3), "ulysses"),
@@ -366,6 +407,31 @@ def test_ranks_that_disagree_all_raise(found: dict[str, list[Any]], name: str) -
         assert DISAGREEMENTS[name][1] in message
 
 
+def test_ranks_that_unshard_otherwise_all_raise(found: dict[str, list[Any]]) -> None:
+    first, second = found["unshard others"]
+    assert first[:4] == second[:4]
+    for said, expected in zip(
+        first,
+        [
+            'dtype is "torch.bfloat16" on rank 0 and "torch.float32" on rank 1',
+            "shape is [1, 2, null, 32] on rank 0 and [1, 2, null, 16] on rank 1",
+            "shape is [1, 2, null, 32] on rank 0 and [1, null, 256, 32] on rank 1",
+            'balance is null on rank 0 and "zigzag" on rank 1',
+            f"other ranks refuse their arguments: rank 1: IndexError: {second[4]}",
+            'strategy is "unshard" on rank 0 and "allgather" on rank 1',
+        ],
+        strict=True,
+    ):
+        assert expected in said
+    assert "the ranks disagree" in second[5]
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_late_rank_is_waited_for(found: dict[str, list[Any]], strategy: Strategy, check: bool) -> None:
+    assert_as_one(EVEN, found[f"late {strategy} {check}"])
+
+
 def test_another_dtype_raises(found: dict[str, list[Any]]) -> None:
     for kind, message, *_ in found["other dtype"]:
         assert kind == "ValueError"
@@ -406,6 +472,26 @@ def test_a_rank_that_dies_makes_others_raise(found: dict[str, list[Any]]) -> Non
     for kind, _, seconds, _ in (first, *others):
         assert kind in ("RuntimeError", "DistBackendError")
         assert seconds < ranks.TIMEOUT + 5
+
+
+def die_inside(strategy: Strategy, rank: int, group: dist.ProcessGroup) -> Any:
+    """Rank 1 is killed after ranks agreed on the call, before the large collective."""
+    api = importlib.import_module("helion_attn.distributed.api")
+    dies = {strategy: lambda call, packed: os.kill(os.getpid(), signal.SIGKILL)}
+    with mock.patch.dict(api.STRATEGIES, dies if rank == 1 else {}):
+        return ranks.attend(replace(EVEN, q_lengths=(40,) * 4, k_lengths=(128,) * 4, H=4), strategy, rank, group)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_that_dies_inside_a_call(strategy: Strategy, tmp_path: Path) -> None:
+    works = {"die": ranks.Work(4, functools.partial(die_inside, strategy))}
+    found = ranks.run(tmp_path, works)
+    for name in works:
+        first, dead, *others = found[name]
+        assert dead is None
+        for kind, _, seconds, _ in (first, *others):
+            assert kind in ("RuntimeError", "DistBackendError")
+            assert seconds < ranks.TIMEOUT + 5
 
 
 @pytest.mark.parametrize("name", list(PACKED))
@@ -559,7 +645,7 @@ def test_zigzag_cuts_any_length(count: int) -> None:
         n = cut.chunk
         assert n % 128 == 0
         assert 2 * count * n - total < 2 * count * 128
-        held = []
+        held: list[Run] = []
         for rank in range(count):
             runs = cut.runs(rank)
             assert runs[0] == (rank * n, n)

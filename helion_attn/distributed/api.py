@@ -17,7 +17,7 @@ from helion_attn.distributed.call import Call
 from helion_attn.distributed.collectives import Group
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.packed import bounds_of_rows
-from helion_attn.distributed.prepare import all_lengths, quantized_part, recipe_text
+from helion_attn.distributed.prepare import all_lengths, exchanged, quantized_part, recipe_text
 from helion_attn.names import named
 from helion_attn.problem import softmax_of
 from helion_attn.types import (
@@ -94,16 +94,24 @@ def unshard(x: torch.Tensor, dim: int, group: Group = None, *, balance: Balance 
         balance: None or "zigzag".
 
     Raises:
-        ValueError: the ranks' lengths are none that `shard` makes; or another `balance`.
+        ValueError: the ranks' lengths are none that `shard` makes; another `balance`; or, on all ranks, that they
+            disagree or that one of them raises.
         RuntimeError: `torch.distributed` is not initialised; or `x` requires grad, in grad mode, or has a tangent.
     """
     pg = collectives.resolve(group)
-    check_balance(balance)
-    check_no_grad("x", x)
-    if debugging():
-        check_balance_of_parts(pg.group_name, (x.size(dim),), balance)
-    own = torch.tensor([x.size(dim)], device=x.device)
-    lengths = tuple(collectives.gather(own, pg).view(-1).tolist())
+
+    def check_own() -> None:
+        check_balance(balance)
+        check_no_grad("x", x)
+        if debugging():
+            check_balance_of_parts(pg.group_name, (x.size(dim),), balance)
+
+    def agreed() -> dict[str, Any]:
+        shape: list[int | None] = [*x.shape]
+        shape[dim] = None
+        return {"strategy": "unshard", "balance": balance, "dtype": str(x.dtype), "shape": shape}
+
+    lengths = tuple(h.M for h in exchanged(x, x, dim, pg, check_own, agreed))
     cut = Cut(lengths, balance == "zigzag" and pg.size() > 1)
     cut.check("lengths", equal=False)
     # [length, ...], as long on all ranks

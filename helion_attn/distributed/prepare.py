@@ -54,14 +54,26 @@ def all_lengths(
         return (q.size(length),) * pg.size(), (k.size(length),) * pg.size()
     if torch.compiler.is_compiling():
         raise ValueError("check is True; under torch.compile it must be False: the host reads what the ranks say")
+    headers = exchanged(q, k, length, pg, check_own, agreed)
+    return tuple(h.M for h in headers), tuple(h.N for h in headers)
+
+
+def exchanged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    length: int,
+    pg: dist.ProcessGroup,
+    check_own: Callable[[], None],
+    agreed: Callable[[], dict[str, Any]],
+) -> list[header.Header]:
+    """The headers of all ranks, with the lengths of `q` and `k`; the other arguments are those of `all_lengths`."""
     try:
         check_own()
         own = header.Header(q.size(length), k.size(length), False, json.dumps(agreed()))
     except Exception as refusal:
         header.exchange(header.Header(0, 0, True, f"{type(refusal).__name__}: {refusal}"), pg)
         raise
-    headers = header.exchange(own, pg)
-    return tuple(h.M for h in headers), tuple(h.N for h in headers)
+    return header.exchange(own, pg)
 
 
 def with_positions(call: Call, rope: Rope | None, device: torch.device) -> Rope | None:

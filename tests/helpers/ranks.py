@@ -233,7 +233,8 @@ def run(folder: Path, works: dict[str, Work]) -> dict[str, list[Any]]:
         process.start()
     for process in processes:
         process.join()
-    found = [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(WORLD)]
+    files = [Path(folder, f"{rank}.pickle") for rank in range(WORLD)]
+    found = [pickle.loads(file.read_bytes()) if file.exists() else {} for file in files]
     members = {name: range(WORLD) if w.ranks == WORLD else PAIRS[i % 2] for i, (name, w) in enumerate(works.items())}
     return {name: [found[rank].get(name) for rank in ranks] for name, ranks in members.items()}
 
