@@ -2,9 +2,9 @@
 
     python benchmarks/attention.py --suite distributed [--quick]
 
-From bf16 to bf16, quantising included, one sequence, BALANCED. A process a GPU, NCCL (gloo on CPUs, a dry run). Beside
-it the same tokens in bf16 in the same processes: K and V gathered by the same collective, then FlashAttention-3 or
-PyTorch's SDPA. A time is that of the slowest rank. Stages:
+From bf16 to bf16, quantising included, one sequence: BALANCED with every strategy, FAST with all-gather. A process a
+GPU, NCCL (gloo on CPUs, a dry run). Beside it the same tokens in bf16 in the same processes: K and V gathered by the
+same collective, then FlashAttention-3 or PyTorch's SDPA. A time is that of the slowest rank. Stages:
 
     checked     a default call of `helion_attn.distributed.attention`, in which ranks first tell each other of it
     e2e         the same with check=False, or a call of the bf16 attention
@@ -39,7 +39,7 @@ from benchmarks.lib.checks import Check
 from benchmarks.lib.harness import Loaded, Results, Row, result_row, time_interleaved
 from benchmarks.lib.plots import grid, legend, line, powers_axis
 from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
-from benchmarks.lib.tables import Table, error_text, mask, number, ratio, rows_of, values_of
+from benchmarks.lib.tables import LABELS, OURS, Table, error_text, mask, number, ratio, rows_of, values_of
 from helion_attn import ops
 from helion_attn.api import quantize
 from helion_attn.configs import varlen_packing
@@ -49,16 +49,22 @@ from helion_attn.distributed.call import rank_steps
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.problem import GatheredParts, GatheredProblem, softmax_of
 from helion_attn.testing import relative_error
-from helion_attn.types import Balance, QuantizedQKV, Strategy
+from helion_attn.types import Balance, QuantizedQKV, RecipeName, Strategy
 from helion_attn.workloads import Workload
 
 STRATEGIES: tuple[Strategy, ...] = ("allgather", "ulysses", "ring")
 
+#: What is measured of this package: the preset, by its name in rows, and the strategy.
+WAYS: tuple[tuple[str, Strategy], ...] = (
+    *(("helion_attn", strategy) for strategy in STRATEGIES),
+    ("fast", "allgather"),
+)
+
 #: Rows that each rank checks, its last; of the heads of one KV head.
 CHECKED_ROWS = 16
 
-#: Total error (randn) above which a time is not worth reporting.
-ERROR_BUDGET = 0.06
+#: Total error (randn) above which a preset's time is not worth reporting: some 1.5 times what it has on one GPU.
+ERROR_BUDGETS = {"helion_attn": 0.06, "fast": 0.085}
 
 #: A launch over gathered parts is at most so many times slower than over one piece; a ring, than its compute alone; a
 #: default call, than one with check=False.
@@ -296,12 +302,22 @@ def measure_cell(cell: Cell, device: torch.device, repeats: int, peer: str) -> l
     equal = len(set(cut.lengths)) == 1
     w = Workload("distributed", 1, cell.H, cell.H_kv, cell.N, cell.N, cell.D, cell.causal, frozenset())
     described: Row = {"world": world, "scaling": cell.scaling}
-    rows: dict[tuple[str, str], Row] = {}
-    runs: dict[tuple[str, str], Callable[[], object]] = {}
-    for strategy in STRATEGIES if world > 1 else STRATEGIES[:1]:
+    rows: dict[tuple[str, str, str], Row] = {}
+    runs: dict[tuple[str, str, str], Callable[[], object]] = {}
+    for impl, strategy in WAYS:
+        if world == 1 and strategy != "allgather":
+            continue
         if strategy == "ulysses" and (cell.H % world or (cell.H_kv % world and world % cell.H_kv)):
             continue
-        attend = partial(ha.distributed.attention, *own, strategy=strategy, balance=cell.balance, causal=cell.causal)
+        recipe: RecipeName = "fast" if impl == "fast" else "balanced"
+        attend = partial(
+            ha.distributed.attention,
+            *own,
+            strategy=strategy,
+            balance=cell.balance,
+            causal=cell.causal,
+            recipe=recipe,
+        )
         with Sent() as sent:
             out = attend()
         error = torch.tensor(own_error(out, own[0], k, v, cut, cell.causal), device=device)
@@ -321,26 +337,27 @@ def measure_cell(cell: Cell, device: torch.device, repeats: int, peer: str) -> l
         if world > 1:
             stages["collective"] = collective_alone(strategy, sent.bytes, device)
         for stage, run in stages.items():
-            row = result_row("helion_attn", w, stage, "randn", recipe="balanced", error_total=worst) | described_so
-            rows[strategy, stage] = row
+            row = result_row(impl, w, stage, "randn", recipe=recipe, error_total=worst) | described_so
+            rows[impl, strategy, stage] = row
             # "not <=": a NaN is over budget too.
-            if not worst <= ERROR_BUDGET:
-                row["note"] = f"not timed: error over {ERROR_BUDGET}"
+            if not worst <= ERROR_BUDGETS[impl]:
+                row["note"] = f"not timed: error over {ERROR_BUDGETS[impl]}"
             else:
-                runs[strategy, stage] = run
+                runs[impl, strategy, stage] = run
     q_own, k_own, v_own = own
     bf16 = partial(attend_bf16, peer, q_own, k_own, v_own, cut, cell.causal)
     # K and V of the longest part.
     sent_bf16 = 4 * max(cut.lengths) * cell.H_kv * cell.D if world > 1 else 0
-    rows[peer, "e2e"] = result_row(peer, w, "e2e", "randn") | described | {"strategy": "allgather", "bytes": sent_bf16}
-    runs[peer, "e2e"] = bf16
+    described |= {"strategy": "allgather", "bytes": sent_bf16}
+    rows[peer, "allgather", "e2e"] = result_row(peer, w, "e2e", "randn") | described
+    runs[peer, "allgather", "e2e"] = bf16
     times = time_interleaved(runs, device, LONG_REPEATS if cell.flops() / world > LONG_FLOPS else repeats)
     slowest = torch.tensor([times[key] for key in runs], device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     for key, ms in zip(runs, slowest.tolist(), strict=True):
         rows[key]["ms"] = ms
         # Of a GPU.
-        rows[key]["tflops"] = cell.flops() / world / ms / 1e9 if key[1] in ("e2e", "checked") else None
+        rows[key]["tflops"] = cell.flops() / world / ms / 1e9 if key[2] in ("e2e", "checked") else None
     return list(rows.values())
 
 
@@ -403,9 +420,9 @@ def tables(loaded: Loaded) -> list[Table]:
     keys = ("scaling", "N", "H", "H_kv", "causal", "world")
     for values in values_of([r for r in rows if r["scaling"] != "gathered"], *keys):
         cell = [r for r in rows if all(r[key] == value for key, value in zip(keys, values, strict=True))]
-        bf16 = next((r["ms"] for r in cell if r["impl"] != "helion_attn"), None)
-        for strategy in STRATEGIES:
-            stages = {r["stage"]: r for r in cell if r["impl"] == "helion_attn" and r["strategy"] == strategy}
+        bf16 = next((r["ms"] for r in cell if r["impl"] not in OURS), None)
+        for impl, strategy in WAYS:
+            stages = {r["stage"]: r for r in cell if (r["impl"], r["strategy"]) == (impl, strategy)}
             if "checked" in stages:
                 ms = {stage: row["ms"] for stage, row in stages.items()}
                 mine = ms["checked"]
@@ -415,6 +432,7 @@ def tables(loaded: Loaded) -> list[Table]:
                         mask(values[4]),
                         str(values[5]),
                         strategy,
+                        LABELS[impl],
                         *(number(ms.get(stage), ".3f") for stage in ("checked", "e2e", "compute", "collective")),
                         number(cell_flops(values) / mine / 1e9 if mine else None, ".0f"),
                         number(ratio(bf16, mine), ".2f"),
@@ -422,10 +440,10 @@ def tables(loaded: Loaded) -> list[Table]:
                         error_text(stages["checked"]["error_total"]),
                     ]
                 )
-    headers = ["scaling", "tokens", "H", "H_kv", "mask", "GPUs", "strategy", "ms", "check=False", "compute"]
-    headers += ["collective"]
+    headers = ["scaling", "tokens", "H", "H_kv", "mask", "GPUs", "strategy", "preset", "ms", "check=False"]
+    headers += ["compute", "collective"]
     headers += ["TFLOP/s a GPU", "speed / bf16's", "MB sent a rank", "error"]
-    return [*found, Table("From bf16 to bf16, D 128, BALANCED", headers, body)] if body else found
+    return [*found, Table("From bf16 to bf16, D 128", headers, body)] if body else found
 
 
 def cell_flops(values: tuple[Any, ...]) -> float:
@@ -439,7 +457,7 @@ def plot(loaded: Loaded) -> Figure | None:
     rows = [
         r
         for r in rows_of(loaded, "distributed")
-        if r["scaling"] != "gathered" and r["stage"] == ("checked" if r["impl"] == "helion_attn" else "e2e")
+        if r["scaling"] != "gathered" and r["stage"] == ("checked" if r["impl"] in OURS else "e2e")
     ]
     problems = values_of([r for r in rows if r["scaling"] == "strong"], "N", "H", "causal")
     if not problems:
@@ -473,14 +491,18 @@ def checks(loaded: Loaded) -> list[Check]:
             if r["parts"] > 1:
                 where = f"{r['parts']} ranks{', zigzag' if r['zigzag'] else ''}, {'causal' if causal else 'full'}"
                 found.append(Check("gathered parts / one piece, time", where, ratio(r["ms"], one), GATHERED_BOUND))
-    keys = ("N", "H", "causal", "world", "strategy", "scaling")
+    keys = ("N", "H", "causal", "world", "strategy", "scaling", "impl")
     default, unchecked = (
-        {tuple(r[key] for key in keys): r for r in rows_of(loaded, "distributed", impl="helion_attn", stage=stage)}
+        {
+            tuple(r[key] for key in keys): r
+            for impl in OURS
+            for r in rows_of(loaded, "distributed", impl=impl, stage=stage)
+        }
         for stage in ("checked", "e2e")
     )
     for key, row in unchecked.items():
-        N, H, causal, world, strategy, scaling = key
-        where = f"{scaling}, {N} tokens, {H} heads, {mask(causal)}, {world} GPUs, {strategy}"
+        N, H, causal, world, strategy, scaling, impl = key
+        where = f"{scaling}, {N} tokens, {H} heads, {mask(causal)}, {world} GPUs, {strategy}, {LABELS[impl]}"
         found.append(
             Check("a default call / check=False, time", where, ratio(default[key]["ms"], row["ms"]), CHECK_BOUND)
         )

@@ -120,8 +120,8 @@ def gpu_tables(loaded: Loaded) -> list[Table]:
         texts = []
         for world in worlds:
             cell = [r for r in rows if (r["N"], r["H"], r["causal"], r["world"]) == (N, H, causal, world)]
-            mine = next((r["ms"] for r in cell if r["stage"] == "checked"), None)
-            bf16 = next((r["ms"] for r in cell if r["impl"] != "helion_attn"), None)
+            mine = next((r["ms"] for r in cell if (r["impl"], r["stage"]) == ("helion_attn", "checked")), None)
+            bf16 = next((r["ms"] for r in cell if r["impl"] not in OURS), None)
             texts.append(f"{number(mine, '.1f')} ({speed_text(ratio(bf16, mine))})" if mine else "-")
         body.append([f"{N} tokens, {H} heads, {mask(causal)}", *texts])
     headers = ["ms (speed-up)", *(f"{world} GPU{'s' if world > 1 else ''}" for world in worlds)]

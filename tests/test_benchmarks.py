@@ -229,24 +229,31 @@ def test_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(row["parts"], row["zigzag"]) for row in rows if row["scaling"] == "gathered"] == [
         (1, False), (2, False), (2, True),
     ] * 2  # fmt: skip
-    stages = [(r["strategy"], r["stage"]) for r in rows if r["scaling"] == "strong" and r["H"] == 2]
+    stages = [(r["impl"], r["strategy"], r["stage"]) for r in rows if r["scaling"] == "strong" and r["H"] == 2]
+    ways = [("helion_attn", "allgather"), ("helion_attn", "ulysses"), ("helion_attn", "ring"), ("fast", "allgather")]
     assert stages == [
-        *((strategy, stage) for strategy in ("allgather", "ulysses") for stage in ("checked", "e2e", "collective")),
-        *(("ring", stage) for stage in ("checked", "e2e", "compute", "collective")),
-        ("allgather", "e2e"),
+        *(
+            (*way, stage)
+            for way in ways
+            for stage in ("checked", "e2e", "compute", "collective")
+            if stage != "compute" or "ring" in way
+        ),
+        ("sdpa_bf16", "allgather", "e2e"),
     ]
+    recipes = {row["impl"]: row["recipe"] for row in rows if row["scaling"] == "strong"}
+    assert recipes == {"helion_attn": "balanced", "fast": "fast", "sdpa_bf16": None}
     # One head is not for two ranks.
     assert "ulysses" not in [row["strategy"] for row in rows if row["H"] == 1]
     gathered, parts = distributed.tables(loaded)
     assert len(gathered.body) == 6
-    assert len(parts.body) == 5
+    assert [line[7] for line in parts.body] == [*["BALANCED"] * 3, "FAST", "BALANCED", "BALANCED", "FAST"]
     assert all(plot.draw(loaded) is not None for block in distributed.SUITE.blocks.values() for plot in block.plots)
     found = distributed.checks(loaded)
-    unchecked = [row for row in rows if (row["impl"], row["stage"]) == ("helion_attn", "e2e")]
+    unchecked = [row for row in rows if row["impl"] in ("helion_attn", "fast") and row["stage"] == "e2e"]
     assert [check.bound for check in found] == [1.03] * (4 + len(unchecked)) + [1.05] * 2
     assert all(check.value is not None for check in found)
-    # Tables show what a default call takes.
-    for row in unchecked:
+    # Tables show what a default call takes, of the default preset.
+    for row in (*unchecked, *(row for row in rows if row["impl"] == "fast")):
         row["ms"] = 1e-9
     cells = [cell for line in front.gpu_tables(loaded)[0].body for cell in line[1:]]
     assert cells
