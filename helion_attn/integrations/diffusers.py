@@ -188,8 +188,8 @@ def _timestep_name(model: torch.nn.Module) -> str:
 
 
 def _check_eager() -> None:
-    in_graph = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or in_graph:
+    # Dynamo does not trace the second question.
+    if torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         raise NotImplementedError(
             "helion_attn: schedule is given; in torch.compile and in a CUDA graph it must be None: the host counts "
             "steps and layers"
