@@ -15,7 +15,7 @@ import helion_attn as ha
 from helion_attn.configs import MASK_BLOCK, SUPPORTED_D
 from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.ops import varlen
-from helion_attn.preprocess import block_means, mask_bits, mask_lists, pack_kv, pack_q, sample
+from helion_attn.preprocess import block_means, mask_bits, mask_lists, pack_kv, pack_q, recentre, sample
 from helion_attn.problem import BlockMeansProblem, MaskBitsProblem, MaskListsProblem
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import Layout
@@ -80,6 +80,19 @@ def test_mean_of_many_keys(D_v: int) -> None:
     assert "recentre" in kernel.name
     assert_sound(kernel)
     assert kernel.ctas_per_sm >= 2
+
+
+@pytest.mark.parametrize(("D", "name"), [(64, "balanced"), (128, "balanced"), (128, "accurate")])
+def test_packing_of_many_keys(D: int, name: str) -> None:
+    """The sums of blocks leave an SM two programs of eight warps: with one, `quantize` took 18% longer."""
+    others = [mock.patch.object(module, "kernel", return_value=mock.Mock()) for module in (sample, pack_q, recentre)]
+    with contextlib.ExitStack() as stack:
+        for other in others:
+            stack.enter_context(other)
+        (kernel,) = compile_quantize(lambda: fake_qkv(1, 4, 4, 1000, RECENTRED_KEYS, D), recipe=PRESETS[name])
+    assert "pack_kv" in kernel.name
+    assert_sound(kernel)
+    assert kernel.ctas_per_sm * kernel.num_warps >= 16
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

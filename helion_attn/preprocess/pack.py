@@ -60,7 +60,9 @@ def launch(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return like.new_empty(shape, dtype=dtype)
 
-    t = tiling(source, rope, bm, bn, recipe)
+    # Few keys lose less by their rounding than the sum of it costs.
+    sum_lost = recentres(recipe, source.N if all_keys is None else all_keys)
+    t = tiling(source, rope, bm, bn, recipe, sum_lost)
     m_blocks, n_blocks = -(-source.M // bm), -(-source.N // bn)
     heads, kv_heads, M, N = B * H, B * H_kv, source.M, source.N
     unused = like.new_empty((1, 1), dtype=torch.int32)
@@ -79,8 +81,6 @@ def launch(
     v8 = empty(kv_heads * v_blocks[0], *v_blocks[1:], dtype=recipe.pv_dtype)
     q_descale, v_descale = empty(heads, m_blocks * bm), empty(kv_heads, D_v_pad)
     k_descale = empty(kv_heads, n_blocks if recipe.k_scales == "block" else 1)
-    # Few keys lose less by their rounding than the sum of it costs.
-    sum_lost = recentres(recipe, source.N if all_keys is None else all_keys)
     note_peak = transposed and not recipe.is_given
     v_lost = empty(kv_heads * n_blocks if sum_lost else 1, D_v_pad)
     v_peak = empty(kv_heads * n_blocks if note_peak else 1, D_v_pad // t.d_tile)

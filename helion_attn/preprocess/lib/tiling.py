@@ -78,8 +78,8 @@ class Tiling(NamedTuple):
     k_in_flight: int
 
 
-def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recipe) -> Tiling:
-    """What the shapes, the dtype and the recipe lead to."""
+def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recipe, sum_lost: bool) -> Tiling:
+    """What the shapes, the dtype and the recipe lead to, and whether what rounding takes from V is summed."""
     D_row, dtype, hadamard = source.D_row, source.flat[0].dtype, recipe.hadamard
     # Where the rotated mean is at hand for few instructions, and rows are one term; what cancels leaves an error that
     # 16 bits would show.
@@ -124,8 +124,9 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
     interleaved = rope.pairing == INTERLEAVED and narrow_angles
     cap_k = interleaved and recipe.smooth_k and not hadamard and D_row > MAX_HADAMARD_BLOCK
     kv_registers = NARROW_REGISTERS if cap_k else registers
-    if whole_blocks and rope.pairing and bn * D_row > PACK_ELEMENTS and D_row <= MAX_HADAMARD_BLOCK:
-        # A block and its angles: left alone, ptxas takes 190 for fp32 angles, and one program fits an SM.
+    if whole_blocks and (rope.pairing or sum_lost) and bn * D_row > PACK_ELEMENTS and D_row <= MAX_HADAMARD_BLOCK:
+        # A block, and its angles or sums: left alone, ptxas takes 190 for fp32 angles and 254 for sums, and one program
+        # fits an SM.
         kv_registers = ROTATED_REGISTERS
     # With two stages the next load is issued when a tile is done, with three a tile earlier. For blocks of K with 128
     # channels that is 147456 bytes of shared memory, not 114688: one program an SM, not two.
