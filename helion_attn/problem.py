@@ -97,6 +97,18 @@ def list_steps(mask: MaskArguments, heads: int) -> ListSteps:
     return ListSteps(shared=shared, heads=B * H, row_blocks=row_blocks, key_blocks=key_blocks)
 
 
+class ScoreScales(NamedTuple):
+    """What kernels multiply scores by.
+
+    Attributes:
+        qk_scale: dequantised scores times it are in base 2; with a softcap they are what tanh is taken of.
+        tanh_scale: with a softcap, tanh times it is in base 2.
+    """
+
+    qk_scale: float
+    tanh_scale: float
+
+
 class Softmax(NamedTuple):
     """Which scores there are, and what is done to them before and in the softmax.
 
@@ -126,14 +138,15 @@ class Softmax(NamedTuple):
         """Whether a call sees what `smooth_k` takes from all scores of a row, as a softmax of keys alone does not."""
         return return_lse or self.softcap is not None or self.sinks is not None
 
-    def scales(self) -> dict[str, float]:
-        """What scores are multiplied by: dequantised, times `qk_scale`, they are in base 2.
-
-        With a softcap, `tanh` of them times `softcap_log2` is.
-        """
+    def scales(self) -> ScoreScales:
+        """What scores are multiplied by."""
         if self.softcap is None:
-            return {"qk_scale": self.sm_scale * LOG2E, "softcap_log2": 1.0}
-        return {"qk_scale": self.sm_scale / self.softcap, "softcap_log2": self.softcap * LOG2E}
+            return ScoreScales(qk_scale=self.sm_scale * LOG2E, tanh_scale=1.0)
+        return ScoreScales(qk_scale=self.sm_scale / self.softcap, tanh_scale=self.softcap * LOG2E)
+
+    def choices(self) -> dict[str, bool]:
+        """Which specialisation of the mask and of scores it takes."""
+        return {"has_left": self.left >= 0, "has_right": self.right >= 0, "has_softcap": self.softcap is not None}
 
 
 def fp32_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
@@ -280,15 +293,13 @@ class AttentionProblem(NamedTuple):
         }
 
     def choices(self) -> dict[str, bool]:
-        """Which specialisation of the mask, the softcap and the descales it takes."""
+        """Which specialisation of the mask, of scores and of descales it takes."""
         return {
             "q_row_descales": self.recipe.q_scales == "token",
             "k_block_descales": self.recipe.k_scales == "block",
             "v_channel_descales": self.recipe.v_scales == "channel",
             "shift_lse": self.packed.lse_shift is not None,
-            "has_left": self.softmax.left >= 0,
-            "has_right": self.softmax.right >= 0,
-            "has_softcap": self.softmax.softcap is not None,
+            **self.softmax.choices(),
         }
 
 

@@ -44,7 +44,7 @@ from helion_attn.kernels.lib.steps import (
     v_rows,
 )
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2, NO_KEY
-from helion_attn.problem import AttentionProblem
+from helion_attn.problem import AttentionProblem, ScoreScales
 
 #: A TMA box has at most 256 elements a dimension.
 MAX_PIECE = 256
@@ -205,8 +205,7 @@ def fp8_attn_fwd_large_d(
     left: int,
     right: int,
     head_group: int,
-    qk_scale: float,
-    softcap_log2: float,
+    scales: ScoreScales,
     spec: hl.constexpr,  # LargeSpec
 ) -> None:
     """The kernel; see the module's docstring, and `fp8_attn_fwd` for what is not said here."""
@@ -255,22 +254,22 @@ def fp8_attn_fwd_large_d(
         q_tiles = query_pieces(q_flat, packed_rows * d_pad, bm, d_pad)
         # [bm], or a scalar for one a block
         if spec.q_row_descales:
-            q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * qk_scale
+            q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * scales.qk_scale
             # A row that is NaN or infinite must not change its neighbours.
             known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
             max_fused_k_scale = spec.max_fused_scale / torch.amax(known_scale_log2, 0)
         else:
-            q_scale_log2 = q_descale[packed_rows] * qk_scale
+            q_scale_log2 = q_descale[packed_rows] * scales.qk_scale
             max_fused_k_scale = spec.max_fused_scale / q_scale_log2
         # The descale of the block at hand; with one a block, the next is loaded a block ahead.
         if spec.k_block_descales:
             k_scale = k_descale[kv * n_blocks + min(n_begin, n_blocks - 1)]
         else:
             k_scale = k_descale[kv]
-        # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
+        # [bm], what smooth-K took from all of a row's scores
         shift = hl.zeros([bm], dtype=torch.float32)
-        if spec.has_softcap and spec.shift_lse:
-            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
+        if spec.shifts_scores:
+            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * scales.qk_scale
         m_i = hl.full([bm], NO_KEY if spec.two_level else float("-inf"), dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
@@ -294,7 +293,7 @@ def fp8_attn_fwd_large_d(
             v_tiles = channel_pieces(v_wide, v_narrow, kv, j * spec.v_parts + part, spec.v_count, spec.has_narrow_v)
             # [bm, bn]
             s = scores_of_pieces(q_tiles, k_tiles, spec.is_cuda)
-            s, s_scale_log2 = softmax_input(s, s_scale_log2, softcap_log2, shift, spec)
+            s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, shift, spec)
             # Blocks at an edge of what is visible, and those of a large scale, in one branch: see `fp8_attn_fwd`.
             special = 1 - within + max(n_left - j, j + 1 - n_full, 0)
             if special > 0:
@@ -324,7 +323,7 @@ def fp8_attn_fwd_large_d(
         rows = block.begin + hl.arange(bm)
         row_in_range = rows < m_len
         if spec.shifts_lse:
-            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
+            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * scales.qk_scale
         if spec.has_sinks:
             # [bm], as far below the whole scores' as these scores are.
             sink_log2 = hl.zeros([bm], dtype=torch.float32) + sinks[bh % heads] * LOG2E
@@ -422,7 +421,7 @@ def launch(tile: LargeTileConfig, a: AttentionProblem, out: torch.Tensor, lse: t
             "lse": lse.view(-1),
             **a.sizes(),
             "head_group": head_group,
-            **a.softmax.scales(),
+            "scales": a.softmax.scales(),
             "spec": spec,
         }
     )

@@ -116,6 +116,11 @@ class AttentionSpec(NamedTuple):
         return self.q_row_descales and not self.has_softcap
 
     @property
+    def shifts_scores(self) -> bool:
+        """Whether `lse_shift` is added to scores: a softmax can do without, tanh cannot."""
+        return self.shift_lse and self.has_softcap
+
+    @property
     def shifts_lse(self) -> bool:
         """Whether `lse_shift` is added to the lse: with a softcap scores have it already."""
         return self.shift_lse and not self.has_softcap
@@ -194,6 +199,11 @@ class LargeSpec(NamedTuple):
     def softmax_row_descales(self) -> bool:
         """As in `AttentionSpec`."""
         return self.q_row_descales and not self.has_softcap
+
+    @property
+    def shifts_scores(self) -> bool:
+        """As in `AttentionSpec`."""
+        return self.shift_lse and self.has_softcap
 
     @property
     def shifts_lse(self) -> bool:

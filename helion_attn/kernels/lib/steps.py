@@ -13,6 +13,7 @@ from helion_attn.kernels.lib.references import finite, own_references
 from helion_attn.kernels.lib.softmax_bits import in_pairs
 from helion_attn.kernels.lib.specs import PagedSpec, StepsSpec
 from helion_attn.numerics import DESCALE_MIN, E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2, MAX_ROW_SUM
+from helion_attn.problem import ScoreScales
 
 
 def to_descale(amax: torch.Tensor, largest: float) -> torch.Tensor:
@@ -70,7 +71,7 @@ def scaled(s: torch.Tensor, qk_scale_log2: torch.Tensor, q_row_descales: hl.cons
 def softmax_input(
     s: torch.Tensor,  # [bm, bn]
     qk_scale: torch.Tensor,  # [bm] or []
-    softcap_log2: float,
+    scales: ScoreScales,
     shift: torch.Tensor,  # [bm]
     spec: StepsSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +83,7 @@ def softmax_input(
     s = scaled(s, qk_scale, spec.q_row_descales)
     if spec.shift_lse:
         s = s + shift.unsqueeze(1)
-    return tanh(s, spec.is_cuda), hl.full([], softcap_log2, dtype=torch.float32)
+    return tanh(s, spec.is_cuda), hl.full([], scales.tanh_scale, dtype=torch.float32)
 
 
 def scaled_largest(
