@@ -31,6 +31,8 @@ from helion_attn.types import (
     Recipe,
     RecipeName,
     Rope,
+    ScoreOptions,
+    Scores,
     as_recipe,
     packed_fields,
 )
@@ -244,22 +246,19 @@ def parted_mask(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[int,
 def quantized_problem(
     qkv: QuantizedQKV,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> AttentionProblem:
     """The arguments of `attention_quantized`, checked, as its operation takes them."""
     check_head_dim("D is", qkv.D)
     check_head_dim("D_v is", qkv.D_v)
     check_recipe_dims(qkv.recipe, qkv.D, qkv.D_v)
     check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
-    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
+    scores = Scores(**options)
+    check_options(scores, return_lse, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
     check_splits(num_splits, qkv.N, qkv.D, qkv.D_v, qkv.recipe)
     mask = as_block_mask(block_mask)
     if mask is not None:
@@ -271,7 +270,7 @@ def quantized_problem(
         n_len=qkv.N,
         d=qkv.D,
         d_v=qkv.D_v,
-        softmax=softmax_of(qkv.D, causal, window, sm_scale, softcap, sinks),
+        softmax=softmax_of(qkv.D, scores),
         bshd=qkv.layout == "bshd",
         out_dtype=qkv.dtype if out_dtype is None else out_dtype,
         recipe=qkv.recipe,
@@ -338,26 +337,23 @@ def dense_problem(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
     layout: Layout = "bhsd",
     recipe: Recipe | RecipeName = BALANCED,
     rope: Rope | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> DenseProblem:
     """The arguments of `attention`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
     check_quantize(q, k, v, recipe, layout, rope)
     H = q.size(1 if layout == "bhsd" else 2)
-    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
+    scores = Scores(**options)
+    check_options(scores, return_lse, out_dtype, H, q.device)
     check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
-    softmax = softmax_of(q.size(3), causal, window, sm_scale, softcap, sinks)
+    softmax = softmax_of(q.size(3), scores)
     of_heads = heads_first(q, k, v, layout)
     mask = as_block_mask(block_mask)
     if mask is not None:

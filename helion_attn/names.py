@@ -10,6 +10,8 @@ from typing import TypeVar
 
 from typing_extensions import ParamSpec
 
+from helion_attn.types import Scores
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -88,10 +90,14 @@ def options_of(other: Callable[..., object], but: Collection[str] = ()) -> Calla
     """Decorator of a function that hands its options to `other`: its signature has the parameters of that.
 
     Args:
-        other: the function whose parameters they are.
+        other: the function whose parameters they are; its `**options` are the fields of `Scores`.
         but: names of parameters that it does not have.
     """
-    parameters = [x for name, x in inspect.signature(other).parameters.items() if name not in but]
+    own = inspect.signature(other).parameters
+    shared = inspect.signature(Scores).parameters.values() if "options" in own else ()
+    parameters = [x.replace(kind=x.KEYWORD_ONLY) for x in shared]
+    parameters += [x for name, x in own.items() if name not in (*but, "options")]
+    parameters.sort(key=lambda x: x.kind)  # what is positional first; otherwise as they are
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         returned = inspect.signature(function).return_annotation

@@ -12,7 +12,7 @@ import torch
 
 from helion_attn.configs import Packing
 from helion_attn.numerics import LOG2E
-from helion_attn.types import PackedTensors, PagedKVCache, Recipe, Rope, packed_fields
+from helion_attn.types import PackedTensors, PagedKVCache, Recipe, Rope, Scores, packed_fields
 
 if TYPE_CHECKING:
     from helion_attn.block_mask import BlockMask
@@ -154,22 +154,15 @@ def fp32_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
     return sinks.float().contiguous() if isinstance(sinks, torch.Tensor) else sinks
 
 
-def softmax_of(
-    D: int,
-    causal: bool,
-    window: tuple[int, int] | None,
-    sm_scale: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> Softmax:
+def softmax_of(D: int, scores: Scores) -> Softmax:
     """What a call's options say of scores of head dim D: causal is a right edge of 0, and sinks are fp32."""
-    left, right = (-1, -1) if window is None else window
+    left, right = (-1, -1) if scores.window is None else scores.window
     return Softmax(
-        sinks=fp32_sinks(sinks),
+        sinks=fp32_sinks(scores.sinks),
         left=left,
-        right=0 if causal else right,
-        sm_scale=float(D**-0.5 if sm_scale is None else sm_scale),
-        softcap=None if softcap is None else float(softcap),
+        right=0 if scores.causal else right,
+        sm_scale=float(D**-0.5 if scores.sm_scale is None else scores.sm_scale),
+        softcap=None if scores.softcap is None else float(scores.softcap),
     )
 
 
