@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from helion_attn import ops, plans
 from helion_attn.block_mask import BlockMask, as_block_mask
 from helion_attn.configs import packing
-from helion_attn.names import named, options_of
+from helion_attn.names import named, options_of, with_scores
 from helion_attn.problem import (
     AttentionProblem,
     DenseProblem,
@@ -243,6 +243,7 @@ def parted_mask(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[int,
     return mask_arguments(mask), () if mask is None else (mask.M, mask.N)
 
 
+@with_scores
 def quantized_problem(
     qkv: QuantizedQKV,
     *,
@@ -332,6 +333,7 @@ def attention_quantized(
     return (out, lse) if return_lse else out
 
 
+@with_scores
 def dense_problem(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -86,18 +86,24 @@ def in_lines(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
+def with_scores(function: Callable[P, R]) -> Callable[P, R]:
+    """The function; in the place of `**options` its signature has the fields of `Scores`."""
+    signature = inspect.signature(function)
+    parameters = [x.replace(kind=x.KEYWORD_ONLY) for x in inspect.signature(Scores).parameters.values()]
+    parameters += [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    parameters.sort(key=lambda x: x.kind)  # what is positional first; otherwise as they are
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
 def options_of(other: Callable[..., object], but: Collection[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of a function that hands its options to `other`: its signature has the parameters of that.
 
     Args:
-        other: the function whose parameters they are; its `**options` are the fields of `Scores`.
+        other: the function whose parameters they are.
         but: names of parameters that it does not have.
     """
-    own = inspect.signature(other).parameters
-    shared = inspect.signature(Scores).parameters.values() if "options" in own else ()
-    parameters = [x.replace(kind=x.KEYWORD_ONLY) for x in shared]
-    parameters += [x for name, x in own.items() if name not in (*but, "options")]
-    parameters.sort(key=lambda x: x.kind)  # what is positional first; otherwise as they are
+    parameters = [x for name, x in inspect.signature(other).parameters.items() if name not in but]
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         returned = inspect.signature(function).return_annotation

@@ -10,13 +10,14 @@ from typing_extensions import Unpack
 from helion_attn import ops, plans
 from helion_attn.api import parted
 from helion_attn.configs import varlen_packing
-from helion_attn.names import named, options_of
+from helion_attn.names import named, options_of, with_scores
 from helion_attn.problem import VarlenProblem, softmax_of
 from helion_attn.types import BALANCED, Recipe, RecipeName, ScoreOptions, Scores, VarlenOptions, as_recipe
 from helion_attn.validate.dense import check_options, check_recipe
 from helion_attn.validate.varlen import check_varlen
 
 
+@with_scores
 def varlen_problem(
     q: torch.Tensor,
     k: torch.Tensor,
