@@ -49,9 +49,6 @@ from helion_attn.problem import AttentionProblem, ScoreScales
 #: A TMA box has at most 256 elements a dimension.
 MAX_PIECE = 256
 
-#: Pieces of V that a program has at most.
-MAX_V_PIECES = 6
-
 
 def split_head_dim(d: int) -> list[tuple[int, int]]:
     """Where the pieces of a head dim start, and their sizes."""
@@ -134,28 +131,26 @@ def channel_pieces(
     return found
 
 
-def sum_of_piece(i: int, bm: int, v_sizes: list[int]) -> torch.Tensor:
-    """Zeros [bm, d] for the sum of piece `i` of V; of no piece, the smallest tile, which costs nothing."""
-    return hl.zeros([bm, v_sizes[i] if i < len(v_sizes) else 16], dtype=torch.float32)
+def zeros_of_pieces(bm: int, v_sizes: list[int]) -> tuple[torch.Tensor, ...]:
+    """The sums of all pieces of V before the first key, [bm, d] each."""
+    return tuple([hl.zeros([bm, size], dtype=torch.float32) for size in v_sizes])
 
 
-def accumulate_piece(
-    i: int,
-    acc: torch.Tensor,  # [bm, d]
+def accumulate_pieces(
+    accs: tuple[torch.Tensor, ...],  # [bm, d] each
     alpha: torch.Tensor,  # [bm, 1]
     p8: torch.Tensor,  # [bm, bn]
     v_tiles: list[torch.Tensor],  # [d, bn] each
     spec: LargeSpec,
-) -> torch.Tensor:
-    """`accumulate` for piece `i` of V; the sum of no piece as it is."""
-    if i < len(v_tiles):
-        return accumulate(acc, alpha, p8, keys_first(v_tiles[i]), spec)
-    return acc
+) -> tuple[torch.Tensor, ...]:
+    """`accumulate` for each piece of V."""
+    pairs = zip(accs, v_tiles, strict=True)
+    return tuple([accumulate(acc, alpha, p8, keys_first(v_tile), spec) for acc, v_tile in pairs])
 
 
 def store_pieces(
     out: torch.Tensor,  # [B * H * M, D_v]
-    accs: list[torch.Tensor],  # [bm, d] each
+    accs: tuple[torch.Tensor, ...],  # [bm, d] each
     v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
     v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]
     m_keys: torch.Tensor,  # [bm]
@@ -273,13 +268,8 @@ def fp8_attn_fwd_large_d(
         m_i = hl.full([bm], NO_KEY if spec.two_level else float("-inf"), dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
-        # [bm, d] each. A loop carries tensors, not lists.
-        acc_0 = sum_of_piece(0, bm, v_sizes)
-        acc_1 = sum_of_piece(1, bm, v_sizes)
-        acc_2 = sum_of_piece(2, bm, v_sizes)
-        acc_3 = sum_of_piece(3, bm, v_sizes)
-        acc_4 = sum_of_piece(4, bm, v_sizes)
-        acc_5 = sum_of_piece(5, bm, v_sizes)
+        # [bm, d] each
+        accs = zeros_of_pieces(bm, v_sizes)
 
         for j in hl.grid(n_begin, n_end):
             s_scale_log2 = q_scale_log2 * k_scale
@@ -306,12 +296,7 @@ def fp8_attn_fwd_large_d(
             p8, alpha, m_run, m_i, l_i = online_softmax_step(
                 s, 0.0, s_scale_log2, m_run, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, spec
             )
-            acc_0 = accumulate_piece(0, acc_0, alpha, p8, v_tiles, spec)
-            acc_1 = accumulate_piece(1, acc_1, alpha, p8, v_tiles, spec)
-            acc_2 = accumulate_piece(2, acc_2, alpha, p8, v_tiles, spec)
-            acc_3 = accumulate_piece(3, acc_3, alpha, p8, v_tiles, spec)
-            acc_4 = accumulate_piece(4, acc_4, alpha, p8, v_tiles, spec)
-            acc_5 = accumulate_piece(5, acc_5, alpha, p8, v_tiles, spec)
+            accs = accumulate_pieces(accs, alpha, p8, v_tiles, spec)
 
         # [bm]
         row_sum = l_i.sum(1)
@@ -336,8 +321,8 @@ def fp8_attn_fwd_large_d(
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
         first = part * v_tile
         store_pieces(
-            out, [acc_0, acc_1, acc_2, acc_3, acc_4, acc_5], v_mean, v_descale, m_keys, row_sum, rescale, total,
-            out_rows, row_in_range, kv, first, v_sizes, d_v_pad, d_out, spec,
+            out, accs, v_mean, v_descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, kv, first, v_sizes,
+            d_v_pad, d_out, spec,
         )  # fmt: skip
 
 
