@@ -31,7 +31,7 @@ from helion_attn.configs import MAX_FRESH_D, LargeTileConfig, largest_power_of_t
 from helion_attn.kernels.lib.keys import keys_of_head
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.rows import in_order, rows_of_block
-from helion_attn.kernels.lib.specs import LargeSpec
+from helion_attn.kernels.lib.specs import AttentionSpec, LargeSpec
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
@@ -141,7 +141,7 @@ def accumulate_pieces(
     alpha: torch.Tensor,  # [bm, 1]
     p8: torch.Tensor,  # [bm, bn]
     v_tiles: list[torch.Tensor],  # [d, bn] each
-    spec: LargeSpec,
+    spec: AttentionSpec,
 ) -> tuple[torch.Tensor, ...]:
     """`accumulate` for each piece of V."""
     pairs = zip(accs, v_tiles, strict=True)
@@ -164,7 +164,7 @@ def store_pieces(
     v_sizes: list[int],
     d_v_pad: int,
     d_out: int,
-    spec: LargeSpec,
+    spec: AttentionSpec,
 ) -> None:
     """`store_out` for each piece of V, from channel `first`; the last goes first, which has the smallest sum."""
     for i in reversed(range(len(v_sizes))):
@@ -201,7 +201,8 @@ def fp8_attn_fwd_large_d(
     right: int,
     head_group: int,
     scales: ScoreScales,
-    spec: hl.constexpr,  # LargeSpec
+    large: hl.constexpr,  # LargeSpec
+    spec: hl.constexpr,  # AttentionSpec
 ) -> None:
     """The kernel; see the module's docstring, and `fp8_attn_fwd` for what is not said here."""
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
@@ -225,9 +226,9 @@ def fp8_attn_fwd_large_d(
     wide = hl.specialize(v_wide.size(-2))
     narrow = hl.specialize(v_narrow.size(2))
     # Of a program's pieces of V.
-    v_sizes = [wide] * spec.v_count + [narrow] * spec.has_narrow_v
+    v_sizes = [wide] * large.v_count + [narrow] * large.has_narrow_v
     v_tile = sum(v_sizes)
-    d_v_pad = v_tile * spec.v_parts
+    d_v_pad = v_tile * large.v_parts
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loop.
     l_lanes = 8
@@ -235,10 +236,10 @@ def fp8_attn_fwd_large_d(
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0), q_flat.stride(0)))
 
     heads_at_once = head_group if spec.has_right and not spec.has_left else 1
-    for grid_group, m_rank, of_group in hl.grid([bh_size // heads_at_once, m_blocks, spec.v_parts * heads_at_once]):
-        bh = grid_group * heads_at_once + of_group // spec.v_parts
+    for grid_group, m_rank, of_group in hl.grid([bh_size // heads_at_once, m_blocks, large.v_parts * heads_at_once]):
+        bh = grid_group * heads_at_once + of_group // large.v_parts
         # The parts of one query block are neighbours: they read the same K.
-        part = of_group % spec.v_parts
+        part = of_group % large.v_parts
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         block = rows_of_block(bh, in_order(m_rank, m_blocks, spec), group, m_len, n_len, bm)
         key_blocks = keys_of_head(block, n_len, left, right, bn, spec)
@@ -278,9 +279,9 @@ def fp8_attn_fwd_large_d(
             if spec.k_block_descales:
                 k_scale = k_descale[kv * n_blocks + min(j + 1, n_blocks - 1)]
             # [bn, d_wide] each, [bn, d_narrow]
-            k_tiles = row_pieces(k_wide, k_narrow, kv, j, d_count, spec.has_narrow_d)
+            k_tiles = row_pieces(k_wide, k_narrow, kv, j, d_count, large.has_narrow_d)
             # [d, bn] each. All loads side by side, at one barrier: see `fp8_attn_fwd`.
-            v_tiles = channel_pieces(v_wide, v_narrow, kv, j * spec.v_parts + part, spec.v_count, spec.has_narrow_v)
+            v_tiles = channel_pieces(v_wide, v_narrow, kv, j * large.v_parts + part, large.v_count, large.has_narrow_v)
             # [bm, bn]
             s = scores_of_pieces(q_tiles, k_tiles, spec.is_cuda)
             s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, shift, spec)
@@ -373,17 +374,17 @@ def launch(tile: LargeTileConfig, a: AttentionProblem, out: torch.Tensor, lse: t
     if a.softmax.rows_differ:
         places = sm_count(q8), tile.ctas_per_sm
         head_group = scheduling.head_group(q8.size(0), q8.size(1) * v_parts, *places)
-    spec = LargeSpec(
-        v_parts=v_parts,
-        v_count=v_wide.size(2),
-        has_narrow_d=has_narrow_d,
-        has_narrow_v=has_narrow_v,
-        # int8 scores have no bias here, and are smaller than those of e4m3.
+    large = LargeSpec(v_parts=v_parts, v_count=v_wide.size(2), has_narrow_d=has_narrow_d, has_narrow_v=has_narrow_v)
+    spec = AttentionSpec(
+        # int8 scores are converted, and are smaller than those of e4m3.
+        s_bias=0.0,
         max_fused_scale=MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
         p_offset_log2=float(a.recipe.p_offset),
         **a.choices(),
         has_sinks=a.softmax.sinks is not None,
         two_level=two_level,
+        own_reference=two_level,
+        query=None,
         is_cuda=q8.is_cuda,
     )
     kernel = compiled_kernel(tile, two_level) if q8.is_cuda else interpreted_kernel
@@ -407,6 +408,7 @@ def launch(tile: LargeTileConfig, a: AttentionProblem, out: torch.Tensor, lse: t
             **a.sizes(),
             "head_group": head_group,
             "scales": a.softmax.scales(),
+            "large": large,
             "spec": spec,
         }
     )
