@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -99,7 +99,17 @@ def quantize(
         )
 
     tensors = plans.run("quantize", (q, k, v, *rope_tensors(rope)), (chosen, layout, interleaved(rope)), problem)
-    return quantized(tensors, q, k, v, chosen, layout, shift_lse=True)
+    length = 2 if layout == "bhsd" else 1
+    return QuantizedQKV(
+        **packed_fields(tensors, chosen, shift_lse=True),
+        M=q.size(length),
+        N=k.size(length),
+        D=q.size(3),
+        D_v=v.size(3),
+        dtype=q.dtype,
+        layout=layout,
+        recipe=chosen,
+    )
 
 
 def heads_first(
@@ -107,29 +117,6 @@ def heads_first(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Q, K and V as [B, heads, length, head dim]."""
     return (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)) if layout == "bshd" else (q, k, v)
-
-
-def quantized(
-    tensors: Sequence[torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    recipe: Recipe,
-    layout: Layout,
-    shift_lse: bool,
-) -> QuantizedQKV:
-    """What `quantized_tensors` made of q, k and v, with their sizes."""
-    length = 2 if layout == "bhsd" else 1
-    return QuantizedQKV(
-        **packed_fields(tensors, recipe, shift_lse),
-        M=q.size(length),
-        N=k.size(length),
-        D=q.size(3),
-        D_v=v.size(3),
-        dtype=q.dtype,
-        layout=layout,
-        recipe=recipe,
-    )
 
 
 def rope_tensors(rope: Rope | None) -> tuple[Any, ...]:

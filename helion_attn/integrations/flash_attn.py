@@ -386,20 +386,8 @@ def flash_attn_varlen_func(
         max_seqlen_q: the longest sequence in flash-attn; not looked at, since nothing depends on it here.
         max_seqlen_k: likewise.
         seqused_q: not supported; and so the other arguments that docs/integrations.md lists.
-        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive, at most 2**64.
-        causal: row i of a sequence sees keys j <= i + N - M of it (bottom-right aligned).
-        window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
-            `causal`, right is 0 whatever it says.
-        softcap: scaled scores s become `softcap * tanh(s / softcap)`; 0 for no cap.
-        num_splits: 0 or 1.
-        pack_gqa: for flash-attn's scheduling; it changes no result and is not looked at.
-        deterministic: not looked at; the forward pass always is.
-        return_attn_probs: also return lse, as flash-attn 3 does; flash-attn 2 returns a third value.
-        dropout_p: 0.
-        alibi_slopes: None.
         block_table: None.
-        return_softmax_lse: as `return_attn_probs`.
-        recipe: how the tensors become 8-bit numbers; flash-attn has no such argument.
+        softmax_scale: and all others as in `flash_attn_func`, with M and N of each sequence.
 
     Returns:
         out [tokens, H, D_v], of q's dtype; and fp32 lse [H, tokens], natural log, if asked for. A row without a key
@@ -503,17 +491,11 @@ def flash_attn_with_kvcache(
         page_table: int32 [B, pages of a sequence], contiguous.
         k_descale: fp32 [num_pages, H_kv, page_size], written where k is.
         v_descale: fp32 [num_pages, H_kv, page_size], written where v is.
-        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive, at most 2**64.
-        causal: row i sees keys j <= i + N - M (bottom-right aligned), N with the new keys.
-        window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
-            `causal`, right is 0 whatever it says.
-        softcap: scaled scores s become `softcap * tanh(s / softcap)`; 0 for no cap.
         rotary_interleaved: not looked at without rotary_cos.
         num_splits: runs into which a sequence's pages are split; 0 to choose.
         pack_gqa: not looked at; heads that share a KV head always share a tile.
-        return_softmax_lse: also return lse.
         block_table: flash-attn 2's name of `page_table`.
-        alibi_slopes: None.
+        softmax_scale: and all others as in `flash_attn_func`; N counts the new keys.
 
     Returns:
         out [B, M, H, D_v], of q's dtype; and fp32 lse [B, H, M], natural log, if asked for.
