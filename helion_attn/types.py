@@ -570,8 +570,7 @@ class VarlenOptions(AttentionOptions, total=False):
     recipe: Recipe | RecipeName
 
 
-class CacheOptions(AttentionOptions, total=False):
+class CacheOptions(AttentionOptions, SplitOptions, total=False):
     """Those of `helion_attn.attention_kvcache`."""
 
     layout: Layout
-    num_splits: int | None
