@@ -136,12 +136,7 @@ def explain(
         lists_keys=shape.listed,
         shares_tiles=choice.pack_gqa,
         heads_at_once=_heads_at_once(shape, choice, count),
-        reasons=(
-            _why_kernel(shape, choice),
-            _why_tile(choice, device),
-            _why_splits(shape, choice, count),
-            _why_groups(shape, choice),
-        ),
+        reasons=_reasons(shape, choice, count, device),
     )
 
 
@@ -237,6 +232,16 @@ def _heads_at_once(a: Shape, choice: Choice, sm_count: int) -> int:
     if not (a.softmax.rows_differ or a.listed) or choice.splits > 1:
         return 1
     return scheduling.head_group(*_programs(a, choice), sm_count, choice.tile.ctas_per_sm)
+
+
+def _reasons(a: Shape, choice: Choice, sm_count: int, device: str) -> tuple[str, ...]:
+    """A sentence each: on the kernel, the tile, the splits and the groups."""
+    return (
+        _why_kernel(a, choice),
+        _why_tile(choice, device),
+        _why_splits(a, choice, sm_count),
+        _why_groups(a, choice),
+    )
 
 
 def _why_kernel(a: Shape, choice: Choice) -> str:
