@@ -41,7 +41,7 @@ from helion_attn.numerics import takes_bits
 from helion_attn.preprocess.lib.v_layout import position_of_key
 from helion_attn.problem import AttentionProblem, softmax_of
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
-from helion_attn.types import PackedTensors
+from helion_attn.types import PackedTensors, Scores
 from helion_attn.workloads import Workload
 
 # --- variants -------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def launch(
         n_len=M,
         d=D,
         d_v=D,
-        softmax=softmax_of(D, False, None, sm_scale, None, None),
+        softmax=softmax_of(D, Scores(sm_scale=sm_scale)),
         bshd=False,
         out_dtype=out.dtype,
         recipe=recipe,

@@ -49,7 +49,7 @@ from helion_attn.distributed.call import rank_steps
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.problem import GatheredParts, GatheredProblem, softmax_of
 from helion_attn.testing import relative_error
-from helion_attn.types import Balance, QuantizedQKV, RecipeName, Strategy
+from helion_attn.types import Balance, QuantizedQKV, RecipeName, Scores, Strategy
 from helion_attn.workloads import Workload
 
 STRATEGIES: tuple[Strategy, ...] = ("allgather", "ulysses", "ring")
@@ -168,7 +168,7 @@ def gathered_call(
         n_len=qkv.N,
         d=qkv.D,
         d_v=qkv.D_v,
-        softmax=softmax_of(qkv.D, causal, None, None, None, None),
+        softmax=softmax_of(qkv.D, Scores(causal=causal)),
         bshd=False,
         recipe=qkv.recipe,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from helion_attn import ops, plans
 from helion_attn.block_mask import BlockMask, as_block_mask
 from helion_attn.configs import packing
-from helion_attn.names import named, options_of
+from helion_attn.names import named, options_of, with_scores
 from helion_attn.problem import (
     AttentionProblem,
     DenseProblem,
@@ -31,6 +31,8 @@ from helion_attn.types import (
     Recipe,
     RecipeName,
     Rope,
+    ScoreOptions,
+    Scores,
     as_recipe,
     packed_fields,
 )
@@ -97,7 +99,17 @@ def quantize(
         )
 
     tensors = plans.run("quantize", (q, k, v, *rope_tensors(rope)), (chosen, layout, interleaved(rope)), problem)
-    return quantized(tensors, q, k, v, chosen, layout, shift_lse=True)
+    length = 2 if layout == "bhsd" else 1
+    return QuantizedQKV(
+        **packed_fields(tensors, chosen, shift_lse=True),
+        M=q.size(length),
+        N=k.size(length),
+        D=q.size(3),
+        D_v=v.size(3),
+        dtype=q.dtype,
+        layout=layout,
+        recipe=chosen,
+    )
 
 
 def heads_first(
@@ -105,29 +117,6 @@ def heads_first(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Q, K and V as [B, heads, length, head dim]."""
     return (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)) if layout == "bshd" else (q, k, v)
-
-
-def quantized(
-    tensors: Sequence[torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    recipe: Recipe,
-    layout: Layout,
-    shift_lse: bool,
-) -> QuantizedQKV:
-    """What `quantized_tensors` made of q, k and v, with their sizes."""
-    length = 2 if layout == "bhsd" else 1
-    return QuantizedQKV(
-        **packed_fields(tensors, recipe, shift_lse),
-        M=q.size(length),
-        N=k.size(length),
-        D=q.size(3),
-        D_v=v.size(3),
-        dtype=q.dtype,
-        layout=layout,
-        recipe=recipe,
-    )
 
 
 def rope_tensors(rope: Rope | None) -> tuple[Any, ...]:
@@ -241,25 +230,23 @@ def parted_mask(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[int,
     return mask_arguments(mask), () if mask is None else (mask.M, mask.N)
 
 
+@with_scores
 def quantized_problem(
     qkv: QuantizedQKV,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> AttentionProblem:
     """The arguments of `attention_quantized`, checked, as its operation takes them."""
     check_head_dim("D is", qkv.D)
     check_head_dim("D_v is", qkv.D_v)
     check_recipe_dims(qkv.recipe, qkv.D, qkv.D_v)
     check_quantized(qkv, packing(qkv.D, qkv.D_v, qkv.recipe.bits))
-    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
+    scores = Scores(**options)
+    check_options(scores, return_lse, out_dtype, qkv.q_descale.size(1), qkv.q8.device)
     check_splits(num_splits, qkv.N, qkv.D, qkv.D_v, qkv.recipe)
     mask = as_block_mask(block_mask)
     if mask is not None:
@@ -271,7 +258,7 @@ def quantized_problem(
         n_len=qkv.N,
         d=qkv.D,
         d_v=qkv.D_v,
-        softmax=softmax_of(qkv.D, causal, window, sm_scale, softcap, sinks),
+        softmax=softmax_of(qkv.D, scores),
         bshd=qkv.layout == "bshd",
         out_dtype=qkv.dtype if out_dtype is None else out_dtype,
         recipe=qkv.recipe,
@@ -333,31 +320,29 @@ def attention_quantized(
     return (out, lse) if return_lse else out
 
 
+@with_scores
 def dense_problem(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
     layout: Layout = "bhsd",
     recipe: Recipe | RecipeName = BALANCED,
     rope: Rope | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> DenseProblem:
     """The arguments of `attention`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
     check_quantize(q, k, v, recipe, layout, rope)
     H = q.size(1 if layout == "bhsd" else 2)
-    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device)
+    scores = Scores(**options)
+    check_options(scores, return_lse, out_dtype, H, q.device)
     check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
-    softmax = softmax_of(q.size(3), causal, window, sm_scale, softcap, sinks)
+    softmax = softmax_of(q.size(3), scores)
     of_heads = heads_first(q, k, v, layout)
     mask = as_block_mask(block_mask)
     if mask is not None:

@@ -18,7 +18,7 @@ from helion_attn.configs import page_packing
 from helion_attn.debugging import debugging
 from helion_attn.names import named, options_of
 from helion_attn.problem import AppendProblem, DecodeProblem, rope_arguments, softmax_of
-from helion_attn.types import CacheOptions, Layout, PagedKVCache, Rope
+from helion_attn.types import CacheOptions, Layout, PagedKVCache, Rope, Scores
 from helion_attn.validate.dense import check_count
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
 from helion_attn.validate.values import check_appended
@@ -142,10 +142,8 @@ def decode_problem(
     out_dtype: torch.dtype | None = None,
 ) -> DecodeProblem:
     """The arguments of `attention_kvcache`, checked, as its operation takes them."""
-    check_kvcache_attention(
-        q, cache, block_table, cache_seqlens, layout, causal, sm_scale, window, softcap, sinks, return_lse,
-        num_splits, out_dtype,
-    )  # fmt: skip
+    scores = Scores(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
+    check_kvcache_attention(q, cache, block_table, cache_seqlens, layout, scores, return_lse, num_splits, out_dtype)
     if debugging():  # not in a check that flash-attn's function makes before it appends
         check_appended(q, cache, block_table, cache_seqlens, layout)
     return DecodeProblem(
@@ -154,7 +152,7 @@ def decode_problem(
         block_table=block_table,
         cache_seqlens=cache_seqlens,
         splits=num_splits,
-        softmax=softmax_of(cache.D, causal, window, sm_scale, softcap, sinks),
+        softmax=softmax_of(cache.D, scores),
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
     )

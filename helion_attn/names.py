@@ -10,6 +10,8 @@ from typing import TypeVar
 
 from typing_extensions import ParamSpec
 
+from helion_attn.types import Scores
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -81,6 +83,16 @@ def in_lines(function: Callable[P, R]) -> Callable[P, R]:
     function.__signature__ = _Signature(  # type: ignore[attr-defined]
         list(signature.parameters.values()), return_annotation=signature.return_annotation
     )
+    return function
+
+
+def with_scores(function: Callable[P, R]) -> Callable[P, R]:
+    """The function; in the place of `**options` its signature has the fields of `Scores`."""
+    signature = inspect.signature(function)
+    parameters = [x.replace(kind=x.KEYWORD_ONLY) for x in inspect.signature(Scores).parameters.values()]
+    parameters += [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    parameters.sort(key=lambda x: x.kind)  # what is positional first; otherwise as they are
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
 
 

@@ -12,7 +12,7 @@ import torch
 
 from helion_attn.configs import Packing
 from helion_attn.numerics import LOG2E
-from helion_attn.types import PackedTensors, PagedKVCache, Recipe, Rope, packed_fields
+from helion_attn.types import PackedTensors, PagedKVCache, Recipe, Rope, Scores, packed_fields
 
 if TYPE_CHECKING:
     from helion_attn.block_mask import BlockMask
@@ -97,6 +97,18 @@ def list_steps(mask: MaskArguments, heads: int) -> ListSteps:
     return ListSteps(shared=shared, heads=B * H, row_blocks=row_blocks, key_blocks=key_blocks)
 
 
+class ScoreScales(NamedTuple):
+    """What kernels multiply scores by.
+
+    Attributes:
+        qk_scale: dequantised scores times it are in base 2; with a softcap they are what tanh is taken of.
+        tanh_scale: with a softcap, tanh times it is in base 2.
+    """
+
+    qk_scale: float
+    tanh_scale: float
+
+
 class Softmax(NamedTuple):
     """Which scores there are, and what is done to them before and in the softmax.
 
@@ -126,14 +138,15 @@ class Softmax(NamedTuple):
         """Whether a call sees what `smooth_k` takes from all scores of a row, as a softmax of keys alone does not."""
         return return_lse or self.softcap is not None or self.sinks is not None
 
-    def scales(self) -> dict[str, float]:
-        """What scores are multiplied by: dequantised, times `qk_scale`, they are in base 2.
-
-        With a softcap, `tanh` of them times `softcap_log2` is.
-        """
+    def scales(self) -> ScoreScales:
+        """What scores are multiplied by."""
         if self.softcap is None:
-            return {"qk_scale": self.sm_scale * LOG2E, "softcap_log2": 1.0}
-        return {"qk_scale": self.sm_scale / self.softcap, "softcap_log2": self.softcap * LOG2E}
+            return ScoreScales(qk_scale=self.sm_scale * LOG2E, tanh_scale=1.0)
+        return ScoreScales(qk_scale=self.sm_scale / self.softcap, tanh_scale=self.softcap * LOG2E)
+
+    def choices(self) -> dict[str, bool]:
+        """Which specialisation of the mask and of scores it takes."""
+        return {"has_left": self.left >= 0, "has_right": self.right >= 0, "has_softcap": self.softcap is not None}
 
 
 def fp32_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
@@ -141,22 +154,15 @@ def fp32_sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
     return sinks.float().contiguous() if isinstance(sinks, torch.Tensor) else sinks
 
 
-def softmax_of(
-    D: int,
-    causal: bool,
-    window: tuple[int, int] | None,
-    sm_scale: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> Softmax:
+def softmax_of(D: int, scores: Scores) -> Softmax:
     """What a call's options say of scores of head dim D: causal is a right edge of 0, and sinks are fp32."""
-    left, right = (-1, -1) if window is None else window
+    left, right = (-1, -1) if scores.window is None else scores.window
     return Softmax(
-        sinks=fp32_sinks(sinks),
+        sinks=fp32_sinks(scores.sinks),
         left=left,
-        right=0 if causal else right,
-        sm_scale=float(D**-0.5 if sm_scale is None else sm_scale),
-        softcap=None if softcap is None else float(softcap),
+        right=0 if scores.causal else right,
+        sm_scale=float(D**-0.5 if scores.sm_scale is None else scores.sm_scale),
+        softcap=None if scores.softcap is None else float(scores.softcap),
     )
 
 
@@ -280,15 +286,13 @@ class AttentionProblem(NamedTuple):
         }
 
     def choices(self) -> dict[str, bool]:
-        """Which specialisation of the mask, the softcap and the descales it takes."""
+        """Which specialisation of the mask, of scores and of descales it takes."""
         return {
             "q_row_descales": self.recipe.q_scales == "token",
             "k_block_descales": self.recipe.k_scales == "block",
             "v_channel_descales": self.recipe.v_scales == "channel",
             "shift_lse": self.packed.lse_shift is not None,
-            "has_left": self.softmax.left >= 0,
-            "has_right": self.softmax.right >= 0,
-            "has_softcap": self.softmax.softcap is not None,
+            **self.softmax.choices(),
         }
 
 

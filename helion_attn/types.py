@@ -503,6 +503,17 @@ class ScoreOptions(TypedDict, total=False):
     sinks: torch.Tensor | None
 
 
+@dataclass(frozen=True, eq=False)  # of tensors: == of their fields would be ambiguous
+class Scores:
+    """A call's `ScoreOptions`, with what each is by default."""
+
+    causal: bool = False
+    sm_scale: float | None = None
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
 class MaskOptions(TypedDict, total=False):
     """Those of attention whose scores may be any."""
 
@@ -559,8 +570,7 @@ class VarlenOptions(AttentionOptions, total=False):
     recipe: Recipe | RecipeName
 
 
-class CacheOptions(AttentionOptions, total=False):
+class CacheOptions(AttentionOptions, SplitOptions, total=False):
     """Those of `helion_attn.attention_kvcache`."""
 
     layout: Layout
-    num_splits: int | None

@@ -10,13 +10,14 @@ from typing_extensions import Unpack
 from helion_attn import ops, plans
 from helion_attn.api import parted
 from helion_attn.configs import varlen_packing
-from helion_attn.names import named, options_of
+from helion_attn.names import named, options_of, with_scores
 from helion_attn.problem import VarlenProblem, softmax_of
-from helion_attn.types import BALANCED, Recipe, RecipeName, VarlenOptions, as_recipe
+from helion_attn.types import BALANCED, Recipe, RecipeName, ScoreOptions, Scores, VarlenOptions, as_recipe
 from helion_attn.validate.dense import check_options, check_recipe
 from helion_attn.validate.varlen import check_varlen
 
 
+@with_scores
 def varlen_problem(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -24,21 +25,18 @@ def varlen_problem(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
     recipe: Recipe | RecipeName = BALANCED,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> VarlenProblem:
     """The arguments of `attention_varlen`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_recipe(recipe, q.size(2), v.size(2))
-    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
-    softmax = softmax_of(q.size(2), causal, window, sm_scale, softcap, sinks)
+    scores = Scores(**options)
+    check_options(scores, return_lse, out_dtype, q.size(1), q.device)
+    softmax = softmax_of(q.size(2), scores)
     return VarlenProblem(
         q=q,
         k=k,

@@ -16,7 +16,7 @@ from helion_attn.kernels import attention
 from helion_attn.kernels.lib.masks import Bounds
 from helion_attn.problem import AttentionProblem, GatheredParts, magic, softmax_of
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
-from helion_attn.types import PackedTensors
+from helion_attn.types import PackedTensors, Scores
 from helpers import offline
 from helpers.ir_machine import run
 from helpers.passes import operation, split_at_loop
@@ -51,7 +51,7 @@ def compile_parts(
             lse_shift=None,
         )
         M, N = M_BLOCKS * p.bm, N_BLOCKS * p.bn
-        softmax = softmax_of(D, causal, (left, -1), None, None, None)
+        softmax = softmax_of(D, Scores(causal=causal, window=(left, -1)))
         a = AttentionProblem(tensors, M, N, D, D, softmax, False, torch.bfloat16, recipe, None)
         part = N_BLOCKS // RANKS
         step = H_KV * part + 1

@@ -96,6 +96,41 @@ def test_helion_alone_has_no_attributes_of_a_named_tuple(monkeypatch: pytest.Mon
         launch_with_spec()
 
 
+def running_sums(x: torch.Tensor, out: torch.Tensor, spec: hl.constexpr) -> None:
+    width = hl.specialize(x.size(1))
+    for i in hl.grid(out.size(0)):
+        sums = zeros_of_two(width)
+        for j in hl.grid(x.size(0)):
+            sums = added(sums, x[j, :])
+        out[i, :] = sums[0] + sums[1]
+
+
+def zeros_of_two(width: int) -> tuple[torch.Tensor, ...]:
+    return tuple([hl.zeros([width], dtype=torch.float32) for _ in [1, 2]])
+
+
+def added(sums: tuple[torch.Tensor, ...], row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple([x + row for x in sums])
+
+
+def launch_running_sums() -> None:
+    compiled(running_sums, CONFIG)(fake_cuda(10, 64), fake_cuda(10, 64), SPEC)
+
+
+def test_a_loop_carries_a_tuple_of_tiles() -> None:
+    (_,) = compile_for_sm90(launch_running_sums)
+    x, out = torch.arange(640.0).view(10, 64), torch.empty(10, 64)
+    interpreted(running_sums)(x, out, SPEC)
+    assert torch.equal(out, (2 * x.sum(0)).expand(10, 64))
+
+
+def test_helion_alone_carries_no_tuple(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why `helion_adapter` joins tuples; it can go when this fails."""
+    monkeypatch.setattr(helion_adapter, "_tuples_in_loops", contextlib.nullcontext)
+    with compilations(), pytest.raises(helion.exc.CantCombineTypesInControlFlow, match="sums"):
+        launch_running_sums()
+
+
 def test_constants_are_compiled_in_and_integers_are_data() -> None:
     kernel = compiled(with_spec, CONFIG)
     x, out = fake_cuda(10, 64), fake_cuda(10, 64, dtype=torch.bfloat16)

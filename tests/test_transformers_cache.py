@@ -120,7 +120,7 @@ def test_decoding_is_attention_of_what_the_cache_holds(name: str, monkeypatch: p
         rows = []
         for b, n in enumerate(lengths.tolist()):
             k, v = (x[b : b + 1, :, :n].transpose(1, 2) for x in held)
-            rows.append(ha.reference.attention(q[b : b + 1], k, v, causal=True, layout=layout, **options))
+            rows.append(ha.reference.attention(q[b : b + 1], k, v, layout=layout, **options))
         return torch.cat(rows).to(q.dtype)
 
     def dense(q: Any, k: Any, v: Any, *, recipe: Any, **options: Any) -> torch.Tensor:
@@ -186,21 +186,21 @@ def test_sequences_are_selected() -> None:
     k, v = torch.randn(2, 3, 2, 150, 32, generator=torch.Generator().manual_seed(0))
     layer.append(k, v, [0, 4, 0])
     q = torch.randn(3, 2, 1, 32)
-    out = layer.attend(q, None, None, None, None)
+    out = layer.attend(q)
     layer.select(torch.tensor([2, 1, 1, 0]))
     assert layer.lengths().tolist() == [150, 146, 146, 150]
-    moved = layer.attend(q[[2, 1, 1, 0]], None, None, None, None)
+    moved = layer.attend(q[[2, 1, 1, 0]])
     assert torch.equal(moved, out[[2, 1, 1, 0]])
     new = torch.randn(2, 4, 2, 1, 32)
     layer.append(new[0], new[1], [0, 4, 4, 0])  # of the two that were one, each has its own
-    after = layer.attend(q[[2, 1, 1, 0]], None, None, None, None)
+    after = layer.attend(q[[2, 1, 1, 0]])
     assert not torch.equal(after[1], after[2])
     layer.batch_repeat_interleave(2)
     assert layer.lengths().tolist() == [151, 151, 147, 147, 147, 147, 151, 151]
     layer.batch_select_indices(torch.tensor([0]))
     layer.crop(-1)
     assert layer.lengths().tolist() == [150]
-    assert torch.equal(layer.attend(q[2:], None, None, None, None), out[2:])
+    assert torch.equal(layer.attend(q[2:]), out[2:])
     with pytest.raises(ValueError, match="tokens_to_remove is 3; it must be negative"):
         layer.crop(3)
     layer.reset()

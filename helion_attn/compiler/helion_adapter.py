@@ -58,19 +58,23 @@ def imported(module: types.ModuleType) -> types.ModuleType:
 if TYPE_CHECKING:
     import helion
     import helion._compiler.compile_environment as helion_environment
+    import helion._compiler.device_ir as helion_device_ir
     import helion._compiler.type_info as helion_types
     import helion._compiler.variable_origin as helion_origins
     import helion._dist_utils as helion_distributed
     import helion.language as hl
+    import helion.language._tracing_ops as helion_tracing
     import helion.language.builtin_ops as helion_builtins
     import helion.runtime.kernel as helion_kernel
 else:
     helion = Later("helion")
     helion_environment = Later("helion._compiler.compile_environment")
+    helion_device_ir = Later("helion._compiler.device_ir")
     helion_types = Later("helion._compiler.type_info")
     helion_origins = Later("helion._compiler.variable_origin")
     helion_distributed = Later("helion._dist_utils")
     helion_kernel = Later("helion.runtime.kernel")
+    helion_tracing = Later("helion.language._tracing_ops")
     hl = Later("helion.language")
     helion_builtins = Later("helion.language.builtin_ops")
 
@@ -171,6 +175,18 @@ def _records() -> Iterator[None]:
         yield
 
 
+def _tuples_in_loops() -> contextlib.AbstractContextManager[object]:
+    """Have Helion carry tuples of tiles through a loop: it flattens them, but joins single tensors alone behind it."""
+    operations = vars(imported(helion_tracing))
+    join = operations["_phi"]
+
+    def joined(before: Any, after: Any) -> Any:
+        return tuple(map(join, before, after)) if isinstance(before, tuple) else join(before, after)
+
+    replaced = types.SimpleNamespace(**operations | {"_phi": joined})
+    return mock.patch.object(imported(helion_device_ir), "_tracing_ops", replaced)
+
+
 def bind(kernel: helion.Kernel[Any], args: tuple[Any, ...]) -> Any:
     """`kernel.bind(args)`, for one GPU, also where `torch.distributed` is initialised.
 
@@ -188,7 +204,7 @@ def bind(kernel: helion.Kernel[Any], args: tuple[Any, ...]) -> Any:
     in_environment = mock.patch.object(
         imported(helion_distributed), "is_symm_mem_tensor", elsewhere(helion_distributed.is_symm_mem_tensor)
     )
-    with in_arguments, in_environment, _records():
+    with in_arguments, in_environment, _records(), _tuples_in_loops():
         return kernel.bind(args)
 
 

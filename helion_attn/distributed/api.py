@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from helion_attn.types import (
     Recipe,
     RecipeName,
     Rope,
+    Scores,
     Strategy,
     as_recipe,
 )
@@ -201,13 +202,14 @@ def attention(
             what it raises where a rank is gone.
     """
     pg = collectives.resolve(group)
+    scores = Scores(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
 
     def check_own() -> None:
         check_strategy(strategy)
         check_balance(balance)
         check_part(q, k, v, recipe, layout, rope)
         heads, length = (1, 2) if layout == "bhsd" else (2, 1)
-        check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, q.size(heads), q.device)
+        check_options(scores, return_lse, out_dtype, q.size(heads), q.device)
         if debugging():
             check_balance_of_parts(pg.group_name, (q.size(length), k.size(length)), balance)
 
@@ -216,14 +218,11 @@ def attention(
         return {
             "strategy": strategy,
             "balance": balance,
-            "causal": causal,
-            "window": window,
-            "sm_scale": sm_scale,
-            "softcap": softcap,
+            **vars(scores),
+            "sinks": sinks is not None,
             "layout": layout,
             "recipe": recipe_text(as_recipe(recipe)),
             "rope": rope_text(rope),
-            "sinks": sinks is not None,
             "return_lse": return_lse,
             "out_dtype": str(out_dtype),
             "dtype": str(q.dtype),
@@ -250,7 +249,6 @@ def attention(
         ulysses.check_heads(H, H_kv, pg.size())
     if strategy == "ring" and torch.compiler.is_compiling():
         raise NotImplementedError("strategy is 'ring'; torch.compile traces 'allgather' and 'ulysses'")
-    softmax = softmax_of(D, causal, window, sm_scale, softcap, sinks)
     call = Call(
         group=pg,
         q_cut=q_cut,
@@ -262,7 +260,7 @@ def attention(
         D_v=D_v,
         packing=varlen_packing(D, D_v, chosen.bits),
         recipe=chosen,
-        softmax=softmax,
+        softmax=softmax_of(D, scores),
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         return_lse=return_lse,
@@ -322,13 +320,14 @@ def attention_varlen(
         What `attention` raises.
     """
     pg = collectives.resolve(group)
+    scores = Scores(causal=causal, sm_scale=sm_scale, softcap=softcap, sinks=sinks)
 
     def check_own() -> None:
         check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, is_part=True)
         if not q.size(0) or not k.size(0):
             raise ValueError(f"q has {q.size(0)} tokens and k {k.size(0)}; every rank must have at least 1")
         check_recipe(as_recipe(recipe), q.size(2), v.size(2))
-        check_options(causal, sm_scale, None, softcap, sinks, return_lse, out_dtype, q.size(1), q.device)
+        check_options(scores, return_lse, out_dtype, q.size(1), q.device)
         if debugging():
             check_balance_of_parts(pg.group_name, (q.size(0), k.size(0)), None)
 
@@ -336,11 +335,9 @@ def attention_varlen(
         return {
             "strategy": "allgather, packed sequences",
             "sequences": cu_seqlens_q.size(0) - 1,
-            "causal": causal,
-            "sm_scale": sm_scale,
-            "softcap": softcap,
-            "recipe": recipe_text(as_recipe(recipe)),
+            **vars(scores),
             "sinks": sinks is not None,
+            "recipe": recipe_text(as_recipe(recipe)),
             "return_lse": return_lse,
             "out_dtype": str(out_dtype),
             "dtype": str(q.dtype),
@@ -369,7 +366,8 @@ def attention_varlen(
         D_v=D_v,
         packing=varlen_packing(D, D_v, chosen.bits),
         recipe=chosen,
-        softmax=softmax_of(D, False, None, sm_scale, softcap, sinks),
+        # Causality is in the rows' bounds.
+        softmax=softmax_of(D, replace(scores, causal=False)),
         bshd=True,
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         return_lse=return_lse,

@@ -368,7 +368,7 @@ class Backend:
             return (out, lse.transpose(1, 2)) if return_lse else out
         if visible is not None and not visible.whole:
             check_visible("helion_attn", visible, query, value, self.recipe)
-            out, lse = attend_to_visible(query, key, value, visible, scale, self.recipe)
+            out, lse = attend_to_visible(query, key, value, visible, self.recipe, sm_scale=scale)
             return (out, lse.transpose(1, 2)) if return_lse else out
         result = attention(
             query, key, value, causal=causal, sm_scale=scale, layout="bshd", recipe=self.recipe, return_lse=return_lse

@@ -18,7 +18,7 @@ from helion_attn.debugging import debugging
 from helion_attn.integrations.rules import Rule, check_supported, is_none
 from helion_attn.kv_cache import append_kvcache, attention_kvcache
 from helion_attn.names import in_lines, named
-from helion_attn.types import BALANCED, PagedKVCache, Recipe, RecipeName
+from helion_attn.types import BALANCED, PagedKVCache, Recipe, RecipeName, ScoreOptions, Scores
 from helion_attn.validate.dense import (
     check_descale,
     check_descale_form,
@@ -131,15 +131,13 @@ KVCACHE_NAMES = {
 }
 
 
-def _options(
+def _scores(
     softmax_scale: float | None,
     causal: bool,
     window_size: tuple[int | None, int | None] | None,
     softcap: float,
-    return_lse: bool,
-    return_name: str,
-) -> dict[str, Any]:
-    """Flash-attn's options, checked under its names, as this package's."""
+) -> ScoreOptions:
+    """Flash-attn's options of scores, checked under its names, as this package's."""
     if softmax_scale is not None:
         check_sm_scale(softmax_scale, "softmax_scale")
         if softmax_scale == 0:
@@ -152,13 +150,11 @@ def _options(
         window = tuple(-1 if edge is None else edge for edge in window_size)
     check_window(window, "window_size")
     check_softcap(softcap, no_cap=0.0)
-    check_flag(return_lse, return_name)
     return {
         "causal": causal,
         "sm_scale": softmax_scale,
         "window": None if window is None or window == (-1, -1) else window,
         "softcap": None if softcap == 0.0 else softcap,
-        "return_lse": return_lse,
     }
 
 
@@ -323,7 +319,8 @@ def flash_attn_func(
     check_supported("flash_attn_func", (*RULES, *FLASH_ATTN_2_RULES), values)
     check_flag(return_softmax_lse, "return_softmax_lse")
     return_lse = return_attn_probs or return_softmax_lse
-    options = _options(softmax_scale, causal, window_size, softcap, return_lse, "return_attn_probs")
+    scores = _scores(softmax_scale, causal, window_size, softcap)
+    check_flag(return_lse, "return_attn_probs")
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if not isinstance(q, torch.Tensor) or q.dtype != torch.float8_e4m3fn:
         for name, descale in descales.items():
@@ -331,13 +328,13 @@ def flash_attn_func(
                 raise ValueError(
                     f"{name} is given and q is not float8_e4m3fn; only tensors of that dtype have descales"
                 )
-        return attention(q, k, v, layout="bshd", recipe=recipe, **options)
+        return attention(q, k, v, layout="bshd", recipe=recipe, return_lse=return_lse, **scores)
 
     check_qkv(q, k, v, "bshd", dtypes=(torch.float8_e4m3fn,))
     shape = (q.size(0), k.size(2))
     q_scale, k_scale, v_scale = (_descale(name, descale, shape, q.device) for name, descale in descales.items())
     qkv = pack_unread(q, k, v, q_scale, k_scale, v_scale, "bshd", torch.bfloat16)
-    return attention_quantized(qkv, **options)
+    return attention_quantized(qkv, return_lse=return_lse, **scores)
 
 
 @takes_flash_attn_2(7, lambda args, _: is_number(args[7]), (*FLASH_ATTN_2_DENSE, "block_table"))
@@ -389,20 +386,8 @@ def flash_attn_varlen_func(
         max_seqlen_q: the longest sequence in flash-attn; not looked at, since nothing depends on it here.
         max_seqlen_k: likewise.
         seqused_q: not supported; and so the other arguments that docs/integrations.md lists.
-        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive, at most 2**64.
-        causal: row i of a sequence sees keys j <= i + N - M of it (bottom-right aligned).
-        window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
-            `causal`, right is 0 whatever it says.
-        softcap: scaled scores s become `softcap * tanh(s / softcap)`; 0 for no cap.
-        num_splits: 0 or 1.
-        pack_gqa: for flash-attn's scheduling; it changes no result and is not looked at.
-        deterministic: not looked at; the forward pass always is.
-        return_attn_probs: also return lse, as flash-attn 3 does; flash-attn 2 returns a third value.
-        dropout_p: 0.
-        alibi_slopes: None.
         block_table: None.
-        return_softmax_lse: as `return_attn_probs`.
-        recipe: how the tensors become 8-bit numbers; flash-attn has no such argument.
+        softmax_scale: and all others as in `flash_attn_func`, with M and N of each sequence.
 
     Returns:
         out [tokens, H, D_v], of q's dtype; and fp32 lse [H, tokens], natural log, if asked for. A row without a key
@@ -430,8 +415,9 @@ def flash_attn_varlen_func(
     check_supported("flash_attn_varlen_func", (*VARLEN_RULES, *FLASH_ATTN_2_VARLEN_RULES), values)
     check_flag(return_softmax_lse, "return_softmax_lse")
     return_lse = return_attn_probs or return_softmax_lse
-    options = _options(softmax_scale, causal, window_size, softcap, return_lse, "return_attn_probs")
-    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe=recipe, **options)
+    scores = _scores(softmax_scale, causal, window_size, softcap)
+    check_flag(return_lse, "return_attn_probs")
+    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, recipe=recipe, return_lse=return_lse, **scores)
 
 
 def _descale(name: str, descale: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
@@ -505,17 +491,11 @@ def flash_attn_with_kvcache(
         page_table: int32 [B, pages of a sequence], contiguous.
         k_descale: fp32 [num_pages, H_kv, page_size], written where k is.
         v_descale: fp32 [num_pages, H_kv, page_size], written where v is.
-        softmax_scale: multiplies q k^T; 1 / sqrt(D) by default; positive, at most 2**64.
-        causal: row i sees keys j <= i + N - M (bottom-right aligned), N with the new keys.
-        window_size: (left, right), row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited. With
-            `causal`, right is 0 whatever it says.
-        softcap: scaled scores s become `softcap * tanh(s / softcap)`; 0 for no cap.
         rotary_interleaved: not looked at without rotary_cos.
         num_splits: runs into which a sequence's pages are split; 0 to choose.
         pack_gqa: not looked at; heads that share a KV head always share a tile.
-        return_softmax_lse: also return lse.
         block_table: flash-attn 2's name of `page_table`.
-        alibi_slopes: None.
+        softmax_scale: and all others as in `flash_attn_func`; N counts the new keys.
 
     Returns:
         out [B, M, H, D_v], of q's dtype; and fp32 lse [B, H, M], natural log, if asked for.
@@ -582,13 +562,13 @@ def flash_attn_with_kvcache(
                 f"cache_seqlens is {cache_seqlens!r}; it must be an int in 0..{room}, what page_table holds"
             )
         cache_seqlens = torch.full((q.size(0),), cache_seqlens, dtype=torch.int32, device=q.device)
-    options = _options(softmax_scale, causal, window_size, softcap, return_softmax_lse, "return_softmax_lse")
+    scores = _scores(softmax_scale, causal, window_size, softcap)
+    check_flag(return_softmax_lse, "return_softmax_lse")
     splits = None if num_splits == 0 else num_splits
     # Everything is checked before the cache is written.
     check_kvcache_attention(
-        q, cache, page_table, cache_seqlens, "bshd", causal, softmax_scale, options["window"], options["softcap"], None,
-        return_softmax_lse, splits, None, KVCACHE_NAMES,
-    )  # fmt: skip
+        q, cache, page_table, cache_seqlens, "bshd", Scores(**scores), return_softmax_lse, splits, None, KVCACHE_NAMES
+    )
     if (k is None) != (v is None):
         missing, other = ("k", "v") if k is None else ("v", "k")
         raise ValueError(f"{missing} is None and {other} is not; new keys and values come together")
@@ -596,4 +576,6 @@ def flash_attn_with_kvcache(
         check_kvcache_append(cache, k, v, page_table, cache_seqlens, "bshd", None, KVCACHE_NAMES)
         append_kvcache(cache, k, v, page_table, cache_seqlens, layout="bshd")
         cache_seqlens = cache_seqlens + k.size(1)
-    return attention_kvcache(q, cache, page_table, cache_seqlens, layout="bshd", num_splits=splits, **options)
+    return attention_kvcache(
+        q, cache, page_table, cache_seqlens, layout="bshd", num_splits=splits, return_lse=return_softmax_lse, **scores
+    )

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import Unpack
 
 from helion_attn.api import attention
 from helion_attn.block_mask import BlockMask
-from helion_attn.types import Recipe
+from helion_attn.types import Recipe, ScoreOptions
 from helion_attn.validate.block_mask import BLOCK_MASK_DIMS, has_block_masks
 from helion_attn.validate.dense import check_no_grad
 from helion_attn.validate.varlen import MAX_VARLEN_D
@@ -282,11 +283,8 @@ def attend_to_visible(
     k: torch.Tensor,
     v: torch.Tensor,
     visible: Visible,
-    sm_scale: float | None,
     recipe: Recipe,
-    *,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    **scores: Unpack[ScoreOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every row to what a mask leaves it.
 
@@ -297,16 +295,14 @@ def attend_to_visible(
         k: [B, N, H_kv, D]. Keys that do not lie together are copied, and their values.
         v: [B, N, H_kv, D_v].
         visible: what is seen.
-        sm_scale: as `attention` has it.
         recipe: as `attention_varlen` has it.
-        softcap: as `attention` has it.
-        sinks: as `attention` has it.
+        scores: as `attention` has them, but for what `visible` says.
 
     Returns:
         out [B, M, H, D_v] and lse [B, H, M]; 0 and, without sinks, -inf of rows that see no key.
     """
     (B, M), N = q.shape[:2], k.size(1)
-    options: dict[str, Any] = {"sm_scale": sm_scale, "recipe": recipe, "softcap": softcap, "sinks": sinks}
+    options: dict[str, Any] = {"recipe": recipe, **scores}
     if visible.scores is not None:
         block_mask = block_mask_of(visible.scores, M, N)
         return attention(q, k, v, block_mask=block_mask, layout="bshd", return_lse=True, **options)

@@ -268,7 +268,7 @@ def _attention(
     if call.visible is None:
         return attention(q, k, v, causal=call.causal, sm_scale=scale, recipe=recipe)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, _ = attend_to_visible(q, k, v, call.visible, scale, recipe)
+    out, _ = attend_to_visible(q, k, v, call.visible, recipe, sm_scale=scale)
     return out.transpose(1, 2)
 
 

@@ -14,7 +14,7 @@ from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.masks import attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported, is_none
-from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
+from helion_attn.types import BALANCED, Recipe, RecipeName, ScoreOptions, Scores, as_recipe
 from helion_attn.validate.dense import check_options, check_qkv, check_sinks, check_sm_scale
 
 
@@ -293,7 +293,7 @@ def attention_forward(
         visible = read_mask(attention_mask, B, H, M, N, "attention_mask")
         if not visible.whole:
             check_visible("helion_attn", visible, q, v, recipe, "attention_mask")
-            return attend_to_visible(q, k, v, visible, scaling, recipe, softcap=softcap, sinks=s_aux)[0], None
+            return attend_to_visible(q, k, v, visible, recipe, sm_scale=scaling, softcap=softcap, sinks=s_aux)[0], None
         attention_mask, left = VisibleKeys(((0, N),) * B, M, N, visible.causal, None), None
     if attention_mask is None:
         # The model made no mask at all, so that its module's word is all there is.
@@ -321,6 +321,13 @@ def attention_forward(
     if left is not None and left < 0:
         raise ValueError(f"sliding_window is {left + 1}; it must be None, for no window, or at least 1")
 
+    scores: ScoreOptions = {
+        "causal": causal,
+        "sm_scale": scaling,
+        "window": None if left is None else (left, 0),
+        "softcap": softcap,
+        "sinks": s_aux,
+    }
     if layer is not None:
         if not causal or any(stop != N for _, stop in spans):
             raise NotImplementedError(
@@ -329,20 +336,12 @@ def attention_forward(
             )
         is_prompt = layer.tokens == 0
         # What raises must do so before the cache has the keys.
-        check_options(causal, scaling, None, softcap, s_aux, False, None, H, query.device)
+        check_options(Scores(**scores), False, None, H, query.device)
         layer.append(key, value, [start for start, _ in spans])
         if not is_prompt:
-            return layer.attend(query, left, scaling, softcap, s_aux), None
+            return layer.attend(query, **scores), None
 
-    options: dict[str, Any] = {
-        "causal": causal,
-        "sm_scale": scaling,
-        "window": None if left is None else (left, 0),
-        "softcap": softcap,
-        "sinks": s_aux,
-        "recipe": recipe,
-        "layout": "bshd",
-    }
+    options: dict[str, Any] = {**scores, "recipe": recipe, "layout": "bshd"}
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if all(span == (0, N) for span in spans):
         return attention(q, k, v, **options), None

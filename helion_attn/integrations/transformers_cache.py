@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+from typing_extensions import Unpack
 
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
-from helion_attn.types import PagedKVCache
+from helion_attn.types import PagedKVCache, ScoreOptions
 
 #: A pool without room grows to so many times its pages.
 GROWTH = 1.125
@@ -204,20 +205,11 @@ class PagedLayer(CacheLayerMixin):
         """Not supported."""
         raise NotImplementedError("helion_attn: a cache in 8 bits is not offloaded")
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        left: int | None,
-        sm_scale: float | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Causal attention of the last tokens' queries [B, H, M, D] to all keys: [B, M, H, D_v]."""
+    def attend(self, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
+        """Attention of the last tokens' queries [B, H, M, D] to all keys: [B, M, H, D_v]."""
         assert self.cache is not None
-        return attention_kvcache(
-            q.transpose(1, 2), self.cache, self.block_table(), self.lengths(), sm_scale=sm_scale, layout="bshd",
-            window=None if left is None else (left, 0), softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+        table, lengths = self.block_table(), self.lengths()
+        return attention_kvcache(q.transpose(1, 2), self.cache, table, lengths, layout="bshd", **options)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

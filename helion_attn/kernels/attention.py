@@ -119,7 +119,7 @@ from helion_attn.numerics import (
     keeps_reference,
     takes_bits,
 )
-from helion_attn.problem import NO_PARTS, AttentionProblem, GatheredParts, ListSteps, list_steps, magic
+from helion_attn.problem import NO_PARTS, AttentionProblem, GatheredParts, ListSteps, ScoreScales, list_steps, magic
 
 
 def fp8_attn_fwd(
@@ -165,13 +165,10 @@ def fp8_attn_fwd(
     parts: GatheredParts,
     key_magic: int,
     list_steps: ListSteps,
-    qk_scale: float,
-    softcap_log2: float,
+    scales: ScoreScales,
     spec: hl.constexpr,  # AttentionSpec
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
-
-    Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
 
     If rows may see any number of keys (`has_right` alone), `head_group` heads, which divide those of the grid, come at
     once: the longest rows of all of them first. `scheduling.group_programs` says why. Few queries whose keys are split
@@ -294,17 +291,17 @@ def fp8_attn_fwd(
             q_tile = hl.load(q_rows, [packed_rows, hl.arange(q8.size(3))])
         elif not spec.quantises_q:
             q_tile = q8[rows.bh, rows.m_block, :, :]
-        q_scale_log2 = q_scale * qk_scale
+        q_scale_log2 = q_scale * scales.qk_scale
         if spec.q_row_descales:
             # A row that is NaN or infinite must not change its neighbours.
             known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
             max_fused_k_scale = spec.max_fused_scale / torch.amax(known_scale_log2, 0)
         else:
             max_fused_k_scale = spec.max_fused_scale / q_scale_log2
-        # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
+        # [bm], what smooth-K took from all of a row's scores
         shift = hl.zeros([bm], dtype=torch.float32)
-        if spec.has_softcap and spec.shift_lse:
-            shift = hl.load(lse_shift, [packed_rows]) * qk_scale
+        if spec.shifts_scores:
+            shift = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
         m_i = hl.full([bm], NO_KEY if spec.own_reference else float("-inf"), dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([bm] if spec.p_bits else [bm, l_lanes], dtype=torch.float32)
@@ -336,7 +333,7 @@ def fp8_attn_fwd(
             k_block, v_block, v_high, part = block_of_keys(k8, v8, j, kv, head_first, key_magic, parts, spec)
             # [bm, bn]
             s = scores(q_tile, k_block.transpose(0, 1), bm, bn, spec.half_scores, spec.is_cuda)
-            s, s_scale_log2 = softmax_input(s, s_scale_log2, softcap_log2, shift, spec)
+            s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, shift, spec)
             # Blocks at an edge of what is visible, those that references come from, and those of a large scale: one
             # branch for all.
             edge = at_edge(j, part, entry_at_hand, n_special, n_full, parts, spec)
@@ -418,7 +415,7 @@ def fp8_attn_fwd(
                         k_scale = k_descale_of(k_descale, i, kv, first_descale, n_blocks, spec)
                     # [bm, bn]
                     s = scores(q_tile, k_block_again.transpose(0, 1), bm, bn, False, spec.is_cuda)
-                    s, s_scale_log2 = softmax_input(s, q_scale_log2 * k_scale, softcap_log2, shift, spec)
+                    s, s_scale_log2 = softmax_input(s, q_scale_log2 * k_scale, scales, shift, spec)
                     s = scaled(s - spec.softmax_bias, s_scale_log2, spec.softmax_row_descales)
                     positions = first_again + hl.arange(bn)
                     on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
@@ -442,7 +439,7 @@ def fp8_attn_fwd(
         # [bm], of each row its query, and its head: in the output, and in the parts
         query, head, part_head, row_in_range = queries_of_rows(rows, grid_head, group, bm, spec)
         if spec.shifts_lse:
-            shift = hl.load(lse_shift, [packed_rows]) * qk_scale
+            shift = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
         if spec.has_sinks:
             if spec.pack_gqa:
                 sink = hl.load(sinks, [head % heads])
@@ -599,7 +596,7 @@ def launch(
             "parts": parts_at,
             "key_magic": magic(parts_at.key_part_blocks),
             "list_steps": list_steps(a.block_mask, sizes["heads"]),
-            **a.softmax.scales(),
+            "scales": a.softmax.scales(),
             "spec": spec,
         }
     )

@@ -31,7 +31,7 @@ from helion_attn.configs import MAX_FRESH_D, LargeTileConfig, largest_power_of_t
 from helion_attn.kernels.lib.keys import keys_of_head
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.rows import in_order, rows_of_block
-from helion_attn.kernels.lib.specs import LargeSpec
+from helion_attn.kernels.lib.specs import AttentionSpec, LargeSpec
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
@@ -44,13 +44,10 @@ from helion_attn.kernels.lib.steps import (
     v_rows,
 )
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2, NO_KEY
-from helion_attn.problem import AttentionProblem
+from helion_attn.problem import AttentionProblem, ScoreScales
 
 #: A TMA box has at most 256 elements a dimension.
 MAX_PIECE = 256
-
-#: Pieces of V that a program has at most.
-MAX_V_PIECES = 6
 
 
 def split_head_dim(d: int) -> list[tuple[int, int]]:
@@ -134,28 +131,26 @@ def channel_pieces(
     return found
 
 
-def sum_of_piece(i: int, bm: int, v_sizes: list[int]) -> torch.Tensor:
-    """Zeros [bm, d] for the sum of piece `i` of V; of no piece, the smallest tile, which costs nothing."""
-    return hl.zeros([bm, v_sizes[i] if i < len(v_sizes) else 16], dtype=torch.float32)
+def zeros_of_pieces(bm: int, v_sizes: list[int]) -> tuple[torch.Tensor, ...]:
+    """The sums of all pieces of V before the first key, [bm, d] each."""
+    return tuple([hl.zeros([bm, size], dtype=torch.float32) for size in v_sizes])
 
 
-def accumulate_piece(
-    i: int,
-    acc: torch.Tensor,  # [bm, d]
+def accumulate_pieces(
+    accs: tuple[torch.Tensor, ...],  # [bm, d] each
     alpha: torch.Tensor,  # [bm, 1]
     p8: torch.Tensor,  # [bm, bn]
     v_tiles: list[torch.Tensor],  # [d, bn] each
-    spec: LargeSpec,
-) -> torch.Tensor:
-    """`accumulate` for piece `i` of V; the sum of no piece as it is."""
-    if i < len(v_tiles):
-        return accumulate(acc, alpha, p8, keys_first(v_tiles[i]), spec)
-    return acc
+    spec: AttentionSpec,
+) -> tuple[torch.Tensor, ...]:
+    """`accumulate` for each piece of V."""
+    pairs = zip(accs, v_tiles, strict=True)
+    return tuple([accumulate(acc, alpha, p8, keys_first(v_tile), spec) for acc, v_tile in pairs])
 
 
 def store_pieces(
     out: torch.Tensor,  # [B * H * M, D_v]
-    accs: list[torch.Tensor],  # [bm, d] each
+    accs: tuple[torch.Tensor, ...],  # [bm, d] each
     v_mean: torch.Tensor,  # [B * H_kv * D_v_pad]
     v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]
     m_keys: torch.Tensor,  # [bm]
@@ -169,7 +164,7 @@ def store_pieces(
     v_sizes: list[int],
     d_v_pad: int,
     d_out: int,
-    spec: LargeSpec,
+    spec: AttentionSpec,
 ) -> None:
     """`store_out` for each piece of V, from channel `first`; the last goes first, which has the smallest sum."""
     for i in reversed(range(len(v_sizes))):
@@ -205,9 +200,9 @@ def fp8_attn_fwd_large_d(
     left: int,
     right: int,
     head_group: int,
-    qk_scale: float,
-    softcap_log2: float,
-    spec: hl.constexpr,  # LargeSpec
+    scales: ScoreScales,
+    large: hl.constexpr,  # LargeSpec
+    spec: hl.constexpr,  # AttentionSpec
 ) -> None:
     """The kernel; see the module's docstring, and `fp8_attn_fwd` for what is not said here."""
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
@@ -231,9 +226,9 @@ def fp8_attn_fwd_large_d(
     wide = hl.specialize(v_wide.size(-2))
     narrow = hl.specialize(v_narrow.size(2))
     # Of a program's pieces of V.
-    v_sizes = [wide] * spec.v_count + [narrow] * spec.has_narrow_v
+    v_sizes = [wide] * large.v_count + [narrow] * large.has_narrow_v
     v_tile = sum(v_sizes)
-    d_v_pad = v_tile * spec.v_parts
+    d_v_pad = v_tile * large.v_parts
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loop.
     l_lanes = 8
@@ -241,10 +236,10 @@ def fp8_attn_fwd_large_d(
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0), q_flat.stride(0)))
 
     heads_at_once = head_group if spec.has_right and not spec.has_left else 1
-    for grid_group, m_rank, of_group in hl.grid([bh_size // heads_at_once, m_blocks, spec.v_parts * heads_at_once]):
-        bh = grid_group * heads_at_once + of_group // spec.v_parts
+    for grid_group, m_rank, of_group in hl.grid([bh_size // heads_at_once, m_blocks, large.v_parts * heads_at_once]):
+        bh = grid_group * heads_at_once + of_group // large.v_parts
         # The parts of one query block are neighbours: they read the same K.
-        part = of_group % spec.v_parts
+        part = of_group % large.v_parts
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         block = rows_of_block(bh, in_order(m_rank, m_blocks, spec), group, m_len, n_len, bm)
         key_blocks = keys_of_head(block, n_len, left, right, bn, spec)
@@ -255,32 +250,27 @@ def fp8_attn_fwd_large_d(
         q_tiles = query_pieces(q_flat, packed_rows * d_pad, bm, d_pad)
         # [bm], or a scalar for one a block
         if spec.q_row_descales:
-            q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * qk_scale
+            q_scale_log2 = hl.load(q_descale, [packed_rows + hl.arange(bm)]) * scales.qk_scale
             # A row that is NaN or infinite must not change its neighbours.
             known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
             max_fused_k_scale = spec.max_fused_scale / torch.amax(known_scale_log2, 0)
         else:
-            q_scale_log2 = q_descale[packed_rows] * qk_scale
+            q_scale_log2 = q_descale[packed_rows] * scales.qk_scale
             max_fused_k_scale = spec.max_fused_scale / q_scale_log2
         # The descale of the block at hand; with one a block, the next is loaded a block ahead.
         if spec.k_block_descales:
             k_scale = k_descale[kv * n_blocks + min(n_begin, n_blocks - 1)]
         else:
             k_scale = k_descale[kv]
-        # [bm], what smooth-K took from all of a row's scores. A softmax can do without; tanh cannot.
+        # [bm], what smooth-K took from all of a row's scores
         shift = hl.zeros([bm], dtype=torch.float32)
-        if spec.has_softcap and spec.shift_lse:
-            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
+        if spec.shifts_scores:
+            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * scales.qk_scale
         m_i = hl.full([bm], NO_KEY if spec.two_level else float("-inf"), dtype=torch.float32)
         m_run = m_i
         l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
-        # [bm, d] each. A loop carries tensors, not lists.
-        acc_0 = sum_of_piece(0, bm, v_sizes)
-        acc_1 = sum_of_piece(1, bm, v_sizes)
-        acc_2 = sum_of_piece(2, bm, v_sizes)
-        acc_3 = sum_of_piece(3, bm, v_sizes)
-        acc_4 = sum_of_piece(4, bm, v_sizes)
-        acc_5 = sum_of_piece(5, bm, v_sizes)
+        # [bm, d] each
+        accs = zeros_of_pieces(bm, v_sizes)
 
         for j in hl.grid(n_begin, n_end):
             s_scale_log2 = q_scale_log2 * k_scale
@@ -289,12 +279,12 @@ def fp8_attn_fwd_large_d(
             if spec.k_block_descales:
                 k_scale = k_descale[kv * n_blocks + min(j + 1, n_blocks - 1)]
             # [bn, d_wide] each, [bn, d_narrow]
-            k_tiles = row_pieces(k_wide, k_narrow, kv, j, d_count, spec.has_narrow_d)
+            k_tiles = row_pieces(k_wide, k_narrow, kv, j, d_count, large.has_narrow_d)
             # [d, bn] each. All loads side by side, at one barrier: see `fp8_attn_fwd`.
-            v_tiles = channel_pieces(v_wide, v_narrow, kv, j * spec.v_parts + part, spec.v_count, spec.has_narrow_v)
+            v_tiles = channel_pieces(v_wide, v_narrow, kv, j * large.v_parts + part, large.v_count, large.has_narrow_v)
             # [bm, bn]
             s = scores_of_pieces(q_tiles, k_tiles, spec.is_cuda)
-            s, s_scale_log2 = softmax_input(s, s_scale_log2, softcap_log2, shift, spec)
+            s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, shift, spec)
             # Blocks at an edge of what is visible, and those of a large scale, in one branch: see `fp8_attn_fwd`.
             special = 1 - within + max(n_left - j, j + 1 - n_full, 0)
             if special > 0:
@@ -307,12 +297,7 @@ def fp8_attn_fwd_large_d(
             p8, alpha, m_run, m_i, l_i = online_softmax_step(
                 s, 0.0, s_scale_log2, m_run, m_i, l_i, bm, bn, l_lanes, v_wide.dtype, spec
             )
-            acc_0 = accumulate_piece(0, acc_0, alpha, p8, v_tiles, spec)
-            acc_1 = accumulate_piece(1, acc_1, alpha, p8, v_tiles, spec)
-            acc_2 = accumulate_piece(2, acc_2, alpha, p8, v_tiles, spec)
-            acc_3 = accumulate_piece(3, acc_3, alpha, p8, v_tiles, spec)
-            acc_4 = accumulate_piece(4, acc_4, alpha, p8, v_tiles, spec)
-            acc_5 = accumulate_piece(5, acc_5, alpha, p8, v_tiles, spec)
+            accs = accumulate_pieces(accs, alpha, p8, v_tiles, spec)
 
         # [bm]
         row_sum = l_i.sum(1)
@@ -324,7 +309,7 @@ def fp8_attn_fwd_large_d(
         rows = block.begin + hl.arange(bm)
         row_in_range = rows < m_len
         if spec.shifts_lse:
-            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * qk_scale
+            shift = hl.load(lse_shift, [packed_rows + hl.arange(bm)]) * scales.qk_scale
         if spec.has_sinks:
             # [bm], as far below the whole scores' as these scores are.
             sink_log2 = hl.zeros([bm], dtype=torch.float32) + sinks[bh % heads] * LOG2E
@@ -337,8 +322,8 @@ def fp8_attn_fwd_large_d(
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
         first = part * v_tile
         store_pieces(
-            out, [acc_0, acc_1, acc_2, acc_3, acc_4, acc_5], v_mean, v_descale, m_keys, row_sum, rescale, total,
-            out_rows, row_in_range, kv, first, v_sizes, d_v_pad, d_out, spec,
+            out, accs, v_mean, v_descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, kv, first, v_sizes,
+            d_v_pad, d_out, spec,
         )  # fmt: skip
 
 
@@ -389,17 +374,17 @@ def launch(tile: LargeTileConfig, a: AttentionProblem, out: torch.Tensor, lse: t
     if a.softmax.rows_differ:
         places = sm_count(q8), tile.ctas_per_sm
         head_group = scheduling.head_group(q8.size(0), q8.size(1) * v_parts, *places)
-    spec = LargeSpec(
-        v_parts=v_parts,
-        v_count=v_wide.size(2),
-        has_narrow_d=has_narrow_d,
-        has_narrow_v=has_narrow_v,
-        # int8 scores have no bias here, and are smaller than those of e4m3.
+    large = LargeSpec(v_parts=v_parts, v_count=v_wide.size(2), has_narrow_d=has_narrow_d, has_narrow_v=has_narrow_v)
+    spec = AttentionSpec(
+        # int8 scores are converted, and are smaller than those of e4m3.
+        s_bias=0.0,
         max_fused_scale=MAX_FUSED_SCALE_LOG2[torch.float8_e4m3fn],
         p_offset_log2=float(a.recipe.p_offset),
         **a.choices(),
         has_sinks=a.softmax.sinks is not None,
         two_level=two_level,
+        own_reference=two_level,
+        query=None,
         is_cuda=q8.is_cuda,
     )
     kernel = compiled_kernel(tile, two_level) if q8.is_cuda else interpreted_kernel
@@ -422,7 +407,8 @@ def launch(tile: LargeTileConfig, a: AttentionProblem, out: torch.Tensor, lse: t
             "lse": lse.view(-1),
             **a.sizes(),
             "head_group": head_group,
-            **a.softmax.scales(),
+            "scales": a.softmax.scales(),
+            "large": large,
             "spec": spec,
         }
     )

@@ -36,15 +36,15 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
-from helion_attn.kernels.lib.inline_asm import fma_up, tanh
+from helion_attn.kernels.lib.inline_asm import fma_up
 from helion_attn.kernels.lib.keys import known_keys, page_of
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
     in_run_of_query,
     inverse_of_power,
     launch_paged,
-    log2_of_power,
     page_references,
+    page_scores,
     run_of_query,
     sums_of_page,
     total_of_lanes,
@@ -53,27 +53,10 @@ from helion_attn.kernels.lib.scalars import int32
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
-from helion_attn.problem import DecodeProblem
+from helion_attn.problem import DecodeProblem, ScoreScales
 
 #: Pages in flight.
 NUM_STAGES = 3
-
-
-def page_scores(
-    k_tile: torch.Tensor,  # [bn, D_pad]
-    q_tile: torch.Tensor,  # [D_pad, rows]
-    q_scale_log2: torch.Tensor,  # [rows]
-    k_scale: torch.Tensor,  # [bn]
-    v_scale: torch.Tensor,  # [bn]
-    softcap_log2: float,
-    spec: PagedSpec,
-) -> torch.Tensor:
-    """`t` of the module's docstring, [bn, rows]."""
-    s = hl.dot(k_tile, q_tile) * k_scale.unsqueeze(1)
-    if spec.has_softcap:
-        s = tanh(s * q_scale_log2.unsqueeze(0), spec.is_cuda)
-        return s * softcap_log2 + log2_of_power(v_scale).unsqueeze(1)
-    return s * q_scale_log2.unsqueeze(0) + log2_of_power(v_scale).unsqueeze(1)
 
 
 def softmax_step(
@@ -122,14 +105,10 @@ def fp8_attn_decode(
     out_row_step: int,
     left: int,
     right: int,
-    qk_scale: float,
-    softcap_log2: float,
+    scales: ScoreScales,
     spec: hl.constexpr,  # PagedSpec
 ) -> None:
-    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
-
-    Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
-    """
+    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
     # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
     torch._check(k8.size(0) <= 2**24)
     torch._check(k8.size(1) <= 2**24)
@@ -163,7 +142,7 @@ def fp8_attn_decode(
         q_descale = to_descale(torch.amax(torch.abs(x), 1), spec.q_largest)
         # [D_pad, rows]
         q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype).transpose(0, 1)
-        q_scale_log2 = q_descale * qk_scale
+        q_scale_log2 = q_descale * scales.qk_scale
 
         n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
@@ -192,7 +171,8 @@ def fp8_attn_decode(
             k_scale = torch.where(known_page, hl.load(k_descale, [keys]), float("nan"))
             v_scale = hl.load(v_descale, [keys])
             # [bn, rows]
-            t = page_scores(k8[page, h, :, :], q_tile, q_scale_log2, k_scale, v_scale, softcap_log2, spec)
+            s = hl.dot(k8[page, h, :, :], q_tile) * k_scale.unsqueeze(1)
+            t = page_scores(s, q_scale_log2.unsqueeze(0), v_scale.unsqueeze(1), scales, spec)
             # [D_v_pad, bn]
             v_tile = v8[page, h, :, :]
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)

@@ -22,15 +22,15 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
-from helion_attn.kernels.lib.inline_asm import fma_up, tanh
+from helion_attn.kernels.lib.inline_asm import fma_up
 from helion_attn.kernels.lib.keys import known_keys, page_of
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
     in_run_of_query,
     inverse_of_power,
     launch_paged,
-    log2_of_power,
     page_references,
+    page_scores,
     run_of_query,
     sums_of_page,
     total_of_lanes,
@@ -38,7 +38,7 @@ from helion_attn.kernels.lib.paged import (
 from helion_attn.kernels.lib.scalars import int32, quotient
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
-from helion_attn.problem import DecodeProblem
+from helion_attn.problem import DecodeProblem, ScoreScales
 
 
 class PrefillTile(NamedTuple):
@@ -95,14 +95,10 @@ def fp8_attn_prefill(
     out_row_step: int,
     left: int,
     right: int,
-    qk_scale: float,
-    softcap_log2: float,
+    scales: ScoreScales,
     spec: hl.constexpr,  # PagedSpec
 ) -> None:
-    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`.
-
-    Dequantised scores times `qk_scale` are in base 2; with a softcap, `tanh` of them times `softcap_log2`.
-    """
+    """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
     hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
     torch._check(k8.size(0) <= 2**24)
@@ -140,7 +136,7 @@ def fp8_attn_prefill(
         x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
         # [bm]
         q_descale = to_descale(torch.amax(torch.abs(x), 1), spec.q_largest)
-        q_scale_log2 = q_descale * qk_scale
+        q_scale_log2 = q_descale * scales.qk_scale
         # [bm, D_pad]
         q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype)
 
@@ -185,13 +181,8 @@ def fp8_attn_prefill(
                 v_page = v8[page, h, :, :]
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             # [bm, bn]
-            t = hl.dot(q_tile, k_page.transpose(0, 1)) * k_scale.unsqueeze(0)
-            if spec.has_softcap:
-                t = tanh(t * row_scale_log2.unsqueeze(1), spec.is_cuda) * softcap_log2 + log2_of_power(
-                    v_scale
-                ).unsqueeze(0)
-            else:
-                t = t * row_scale_log2.unsqueeze(1) + log2_of_power(v_scale).unsqueeze(0)
+            s = hl.dot(q_tile, k_page.transpose(0, 1)) * k_scale.unsqueeze(0)
+            t = page_scores(s, row_scale_log2.unsqueeze(1), v_scale.unsqueeze(0), scales, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)

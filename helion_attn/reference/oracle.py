@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from typing_extensions import Unpack
 
+from helion_attn.names import with_scores
 from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd, visible_scores
-from helion_attn.types import OracleOptions
+from helion_attn.types import OracleOptions, ScoreOptions, Scores
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -36,19 +37,16 @@ def attention(
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[OracleOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@with_scores
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
     layout: str = "bhsd",
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
+    **options: Unpack[ScoreOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * sm_scale) v in fp64, the textbook way, a run of query rows of one head at a time.
 
@@ -73,7 +71,8 @@ def attention(
     q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
     B, H, M, D = q.shape
     H_kv, N = k.shape[1], k.shape[2]
-    scale = default_sm_scale(sm_scale, D)
+    given = Scores(**options)
+    scale, softcap, sinks = default_sm_scale(given.sm_scale, D), given.softcap, given.sinks
     out = q.new_empty((B, H, M, v.shape[3]), dtype=torch.float64)
     lse = q.new_empty((B, H, M), dtype=torch.float64)
     rows = max(1, _SCORES_AT_ONCE // N)
@@ -88,7 +87,7 @@ def attention(
                     s = q64 @ k64.mT * scale
                     if softcap is not None:
                         s = softcap * torch.tanh(s / softcap)
-                    s = hide_keys(s, i, 0, M, N, causal, window)
+                    s = hide_keys(s, i, 0, M, N, given.causal, given.window)
                     if visible is not None:
                         s = s.masked_fill(~visible[b, h, i : i + rows], float("-inf"))
                     sink = s.new_tensor(float("-inf")) if sinks is None else sinks[h].double()

@@ -13,6 +13,7 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn.configs import packing, row_width
+from helion_attn.names import with_scores
 from helion_attn.numerics import (
     DESCALE_MIN,
     E4M3_BITS_OF_ONE,
@@ -36,7 +37,7 @@ from helion_attn.reference.hadamard import hadamard
 from helion_attn.reference.reflect import reflect
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd, visible_scores
-from helion_attn.types import BALANCED, ModelOptions, Recipe, Rope, as_recipe, check_quantises
+from helion_attn.types import BALANCED, ModelOptions, Recipe, Rope, ScoreOptions, Scores, as_recipe, check_quantises
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -283,23 +284,20 @@ def fp8_attention(
 def fp8_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[ModelOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@with_scores
 def fp8_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
     layout: str = "bhsd",
     recipe: Recipe | str = BALANCED,
     rope: Rope | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     block_n: int | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention as the kernel rounds it, on any device: the error that this design has, before any bug.
 
@@ -338,17 +336,7 @@ def fp8_attention(
     """
     chosen = as_recipe(recipe)
     q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
-    out, lse = attend(
-        quantize(q, k, v, chosen, rope),
-        chosen,
-        causal=causal,
-        sm_scale=sm_scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        block_mask=block_mask,
-        block_n=block_n,
-    )
+    out, lse = attend(quantize(q, k, v, chosen, rope), chosen, Scores(**options), block_mask, block_n)
     out = to_bhsd(out.to(out_dtype or q.dtype), layout)
     return (out, lse) if return_lse else out
 
@@ -356,19 +344,14 @@ def fp8_attention(
 def attend(
     r: RoundedQKV,
     recipe: Recipe,
-    *,
-    causal: bool,
-    sm_scale: float | None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    scores: Scores,
     block_mask: BlockMask | FlexMask | None = None,
     block_n: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` of `fp8_attention`, fp32, BHSD, from what is quantised."""
     B, H, M, D = r.q8.shape
     H_kv, N, D_v = r.v8.shape[1:]
-    scale = default_sm_scale(sm_scale, D)
+    scale, softcap, sinks = default_sm_scale(scores.sm_scale, D), scores.softcap, scores.sinks
     bn = packing(D, D_v, recipe.bits).bn if block_n is None else block_n
     k8, v8, k_descale, v_descale, v_mean = (
         x.repeat_interleave(H // H_kv, 1) for x in (r.k8, r.v8, r.k_descale, r.v_descale, r.v_mean)
@@ -398,7 +381,7 @@ def attend(
                 # tanh is not linear: it must see what smooth-K took from a row's scores.
                 s = s * LN2 + scale * r.lse_shift.unsqueeze(3)
                 s = softcap * LOG2E * torch.tanh(s / softcap)
-            s = hide_keys(s, 0, j, M, N, causal, window)
+            s = hide_keys(s, 0, j, M, N, scores.causal, scores.window)
             if visible is not None:
                 s = s.masked_fill(~visible[..., j : j + bn], float("-inf"))
             top = below(s.amax(3, keepdim=True), recipe.p_offset)

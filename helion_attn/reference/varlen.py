@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from helion_attn.configs import varlen_packing
+from helion_attn.names import with_scores
 from helion_attn.reference.oracle import attention
 from helion_attn.reference.rounding_model import fp8_attention
-from helion_attn.types import BALANCED, Recipe, as_recipe
+from helion_attn.types import BALANCED, Recipe, ScoreOptions, as_recipe
 
 Attention = Callable[..., Any]
 
@@ -22,8 +24,9 @@ def _each_sequence(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    sinks: torch.Tensor | None,
     dtype: torch.dtype,
+    *,
+    sinks: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` of `function` on every sequence; NaN for tokens of none."""
@@ -45,18 +48,14 @@ def _each_sequence(
     return out, lse
 
 
+@with_scores
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.attention` of every sequence.
 
@@ -71,10 +70,10 @@ def attention_varlen(
     Returns:
         fp64 out [tokens, H, D_v] and lse [H, tokens]. Tokens of no sequence have NaN.
     """
-    options = {"causal": causal, "sm_scale": sm_scale, "window": window, "softcap": softcap}
-    return _each_sequence(attention, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, torch.float64, **options)
+    return _each_sequence(attention, q, k, v, cu_seqlens_q, cu_seqlens_k, torch.float64, **options)
 
 
+@with_scores
 def fp8_attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -82,16 +81,13 @@ def fp8_attention_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     *,
-    causal: bool = False,
-    sm_scale: float | None = None,
     recipe: Recipe | str = BALANCED,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.fp8_attention` of every sequence, with arguments as `attention_varlen`; fp32 out and lse."""
-    options: dict[str, Any] = {"causal": causal, "sm_scale": sm_scale, "window": window, "softcap": softcap}
     recipe = as_recipe(recipe)
     block_n = varlen_packing(q.size(2), v.size(2), recipe.bits).bn
-    options |= {"recipe": recipe, "out_dtype": torch.float32, "block_n": block_n}
-    return _each_sequence(fp8_attention, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, torch.float32, **options)
+    return _each_sequence(
+        fp8_attention, q, k, v, cu_seqlens_q, cu_seqlens_k, torch.float32, recipe=recipe, out_dtype=torch.float32,
+        block_n=block_n, **options,
+    )  # fmt: skip

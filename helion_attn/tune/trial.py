@@ -10,7 +10,7 @@ import torch
 from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.testing import compile_for_sm90, fake_cuda
 from helion_attn.tune.candidates import Tile, recipe_of, workloads
-from helion_attn.types import PackedTensors
+from helion_attn.types import PackedTensors, Scores
 from helion_attn.workloads import Workload
 
 #: Standard deviation of 8-bit Q and K. Real ones have about that: their largest magnitude is the format's.
@@ -82,7 +82,7 @@ def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
         n_len=w.N,
         d=w.D,
         d_v=w.D_v or w.D,
-        softmax=softmax_of(w.D, w.causal, None, sm_scale, None, None),
+        softmax=softmax_of(w.D, Scores(causal=w.causal, sm_scale=sm_scale)),
         bshd=False,
         out_dtype=out.dtype,
         recipe=recipe,

@@ -22,7 +22,7 @@ from helion_attn.configs import (
 from helion_attn.debugging import debugging
 from helion_attn.names import OTHER_LAYOUTS
 from helion_attn.numerics import MAX_SEED
-from helion_attn.types import Layout, Recipe, Rope, as_recipe, check_quantises
+from helion_attn.types import Layout, Recipe, Rope, Scores, as_recipe, check_quantises
 from helion_attn.validate.tangents import has_tangent
 from helion_attn.validate.values import check_position_values, check_rope_positions
 
@@ -457,11 +457,7 @@ def check_sinks(sinks: torch.Tensor | None, H: int, device: torch.device, name: 
 
 
 def check_options(
-    causal: bool,
-    sm_scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    scores: Scores,
     return_lse: bool,
     out_dtype: torch.dtype | None,
     H: int,
@@ -469,13 +465,13 @@ def check_options(
     out_dtypes: tuple[torch.dtype, ...] = OUT_DTYPES,
 ) -> None:
     """What every attention is told besides its tensors, which have H query heads on `device`."""
-    check_flag(causal, "causal")
+    check_flag(scores.causal, "causal")
     check_flag(return_lse, "return_lse")
-    if sm_scale is not None:
-        check_sm_scale(sm_scale)
-    check_window(window)
-    check_softcap(softcap)
-    check_sinks(sinks, H, device)
+    if scores.sm_scale is not None:
+        check_sm_scale(scores.sm_scale)
+    check_window(scores.window)
+    check_softcap(scores.softcap)
+    check_sinks(scores.sinks, H, device)
     if out_dtype is not None and out_dtype not in out_dtypes:
         raise TypeError(f"out_dtype is {out_dtype}; it must be one of {_names(out_dtypes)}")
 

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from helion_attn.configs import SUPPORTED_D, page_packing
 from helion_attn.debugging import debugging
-from helion_attn.types import PagedKVCache, Rope
+from helion_attn.types import PagedKVCache, Rope, Scores
 from helion_attn.validate.dense import (
     IN_DTYPES,
     MAX_COUNT,
@@ -152,11 +152,7 @@ def check_kvcache_attention(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     layout: str,
-    causal: bool,
-    sm_scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    scores: Scores,
     return_lse: bool,
     num_splits: int | None,
     out_dtype: torch.dtype | None,
@@ -170,7 +166,7 @@ def check_kvcache_attention(
     if H % H_kv:
         raise ValueError(f"q has {H} heads and the cache {H_kv}; q's must be a multiple of the cache's")
     check_page_tables(block_table, cache_seqlens, q.size(0), q.device, names["block_table"])
-    check_options(causal, sm_scale, window, softcap, sinks, return_lse, out_dtype, H, q.device, IN_DTYPES)
+    check_options(scores, return_lse, out_dtype, H, q.device, IN_DTYPES)
     if num_splits is not None:
         check_count("num_splits", num_splits)
     if debugging():

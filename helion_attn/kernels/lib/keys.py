@@ -15,7 +15,7 @@ from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.gathered import blocks_before, edge_of_part, keys_of_block, part_of_block, placed
 from helion_attn.kernels.lib.rows import Rows
 from helion_attn.kernels.lib.scalars import Int, int32, least, most, quotient
-from helion_attn.kernels.lib.specs import AttentionSpec, StepsSpec
+from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.problem import GatheredParts
 
 
@@ -80,7 +80,7 @@ def keys_of(
     return keys
 
 
-def keys_of_head(rows: Rows, n_len: int, left: int, right: int, bn: int, spec: StepsSpec) -> Keys:
+def keys_of_head(rows: Rows, n_len: int, left: int, right: int, bn: int, spec: AttentionSpec) -> Keys:
     """The key blocks of a head that rows see."""
     # Helion substitutes these expressions into each other, and a min or max writes each argument three times: they are
     # kept flat, and not limited to 0 where a loop that ends before it begins does the same.

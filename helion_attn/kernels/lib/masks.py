@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.kernels.lib.specs import PagedSpec, StepsSpec
+from helion_attn.kernels.lib.specs import AttentionSpec, PagedSpec
 
 
 class Bounds(NamedTuple):
@@ -28,7 +28,7 @@ def visible_keys(
     n_len: int | torch.Tensor,  # [], like the next two
     left: int | torch.Tensor,
     right: int | torch.Tensor,
-    spec: StepsSpec | PagedSpec,
+    spec: AttentionSpec | PagedSpec,
 ) -> torch.Tensor:
     """[bm, bn], or [1, bn] without a window: what a row sees of a key block."""
     keys = keys.unsqueeze(0)

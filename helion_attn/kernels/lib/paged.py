@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from helion_attn.compiler.kernels import Runner
+from helion_attn.kernels.lib.inline_asm import tanh
 from helion_attn.kernels.lib.keys import run_of_key_blocks
 from helion_attn.kernels.lib.references import own_references
 from helion_attn.kernels.lib.scalars import Int, int32
@@ -18,7 +19,7 @@ from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import E4M3_MAX, MAX_P_OFFSET_LOG2, PAGE_REFERENCE_REACH_LOG2
-from helion_attn.problem import DecodeProblem
+from helion_attn.problem import DecodeProblem, ScoreScales
 
 
 def log2_of_power(x: torch.Tensor) -> torch.Tensor:
@@ -29,6 +30,20 @@ def log2_of_power(x: torch.Tensor) -> torch.Tensor:
 def inverse_of_power(x: torch.Tensor) -> torch.Tensor:
     """1 / x of fp32 powers of two, exactly: the biased exponent e becomes 254 - e."""
     return (0x7F000000 - x.view(torch.int32)).view(torch.float32)
+
+
+def page_scores(
+    s: torch.Tensor,  # [bn, rows] or [rows, bn]
+    q_scale_log2: torch.Tensor,  # [1, rows] or [rows, 1]
+    v_scale: torch.Tensor,  # [bn, 1] or [1, bn]
+    scales: ScoreScales,
+    spec: PagedSpec,
+) -> torch.Tensor:
+    """Scores of a page in base 2, and the logarithm of their keys' V descales: `t` of the kernels' docstrings."""
+    s = s * q_scale_log2
+    if spec.has_softcap:
+        s = tanh(s, spec.is_cuda) * scales.tanh_scale
+    return s + log2_of_power(v_scale)
 
 
 def run_of_query(
@@ -136,9 +151,7 @@ def launch_paged(
         unit=unit,
         q_largest=E4M3_MAX,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[a.cache.v8.dtype]),
-        has_left=a.softmax.left >= 0,
-        has_right=a.softmax.right >= 0,
-        has_softcap=a.softmax.softcap is not None,
+        **a.softmax.choices(),
         has_sinks=a.softmax.sinks is not None,
         is_cuda=a.q.is_cuda,
     )
@@ -164,7 +177,7 @@ def launch_paged(
             # An edge further away hides nothing, and might not fit 32 bits.
             "left": min(a.softmax.left, max_pages * page_size),
             "right": min(a.softmax.right, M),
-            **a.softmax.scales(),
+            "scales": a.softmax.scales(),
             "spec": spec,
             **own,
         }

@@ -13,7 +13,7 @@ import torch
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.scalars import Int, int32, most, quotient
-from helion_attn.kernels.lib.specs import AttentionSpec, StepsSpec
+from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.problem import GatheredParts, ListSteps
 
 
@@ -101,7 +101,7 @@ def rows_of(
     return rows_of_block(bh, m_block, group, m_len, n_len, bm)
 
 
-def in_order(grid_block: int, blocks: int, spec: StepsSpec) -> int:
+def in_order(grid_block: int, blocks: int, spec: AttentionSpec) -> int:
     """A program's block: with causality long rows come first."""
     return blocks - 1 - grid_block if spec.has_right else grid_block
 

@@ -1,6 +1,6 @@
 """What attention kernels are compiled for: a NamedTuple a kernel, which their helpers take whole.
 
-A kernel has its spec as one argument, `spec: hl.constexpr`. All fields are known when it is compiled.
+A kernel has its spec as an argument, `spec: hl.constexpr`. All fields are known when it is compiled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class QuerySpec(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """What `fp8_attn_fwd` is compiled for.
+    """What `fp8_attn_fwd` is compiled for, and `fp8_attn_fwd_large_d`.
 
     Attributes:
         s_bias: how much too large scores are as the tensor core gives them.
@@ -50,9 +50,10 @@ class AttentionSpec(NamedTuple):
         has_right: a window or causality ends to the right.
         has_softcap: scores have a softcap.
         has_sinks: a head has one more logit.
-        keeps_reference: P's reference is that of the first block that a row sees.
         two_level: P V is summed in fp32, a product a block.
         own_reference: P is relative to its block's own maximum.
+        is_cuda: the kernel is compiled; otherwise interpreted.
+        keeps_reference: P's reference is that of the first block that a row sees.
         p_bits: P's bits come from the score, without an exponential.
         half_scores: scores are fp16.
         in_halves: P V is two products, of half of V's channels each.
@@ -67,7 +68,6 @@ class AttentionSpec(NamedTuple):
         bounded: a row sees the keys from one position up to another.
         listed: a program's key blocks are those of a list.
         query: how Q is quantised; None if it is packed.
-        is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
     s_bias: float
@@ -81,24 +81,24 @@ class AttentionSpec(NamedTuple):
     has_right: bool
     has_softcap: bool
     has_sinks: bool
-    keeps_reference: bool
     two_level: bool
     own_reference: bool
-    p_bits: bool
-    half_scores: bool
-    in_halves: bool
-    varlen: bool
-    split: bool
-    pack_gqa: bool
-    group_log2: int
-    bn_log2: int
-    gathered: bool
-    mirrored: bool
-    same_places: bool
-    bounded: bool
-    listed: bool
-    query: QuerySpec | None
     is_cuda: bool
+    keeps_reference: bool = False
+    p_bits: bool = False
+    half_scores: bool = False
+    in_halves: bool = False
+    varlen: bool = False
+    split: bool = False
+    pack_gqa: bool = False
+    group_log2: int = 0
+    bn_log2: int = 0
+    gathered: bool = False
+    mirrored: bool = False
+    same_places: bool = False
+    bounded: bool = False
+    listed: bool = False
+    query: QuerySpec | None = None
 
     @property
     def quantises_q(self) -> bool:
@@ -114,6 +114,11 @@ class AttentionSpec(NamedTuple):
     def softmax_row_descales(self) -> bool:
         """Whether the softmax's input has a scale a row: tanh leaves none."""
         return self.q_row_descales and not self.has_softcap
+
+    @property
+    def shifts_scores(self) -> bool:
+        """Whether `lse_shift` is added to scores: a softmax can do without, tanh cannot."""
+        return self.shift_lse and self.has_softcap
 
     @property
     def shifts_lse(self) -> bool:
@@ -153,87 +158,19 @@ class AttentionSpec(NamedTuple):
 
 
 class LargeSpec(NamedTuple):
-    """What `fp8_attn_fwd_large_d` is compiled for.
+    """What `fp8_attn_fwd_large_d` is compiled for besides an `AttentionSpec`.
 
     Attributes:
         v_parts: parts of V's channels, a program each.
         v_count: wide pieces of a part.
         has_narrow_d: Q and K have a piece that is not wide.
         has_narrow_v: V's parts do.
-        max_fused_scale: and the rest, as in `AttentionSpec`.
     """
 
     v_parts: int
     v_count: int
     has_narrow_d: bool
     has_narrow_v: bool
-    max_fused_scale: float
-    p_offset_log2: float
-    q_row_descales: bool
-    k_block_descales: bool
-    v_channel_descales: bool
-    shift_lse: bool
-    has_left: bool
-    has_right: bool
-    has_softcap: bool
-    has_sinks: bool
-    two_level: bool
-    is_cuda: bool
-
-    @property
-    def s_bias(self) -> float:
-        """As in `AttentionSpec`: int8 scores are converted."""
-        return 0.0
-
-    @property
-    def softmax_bias(self) -> float:
-        """As in `AttentionSpec`."""
-        return 0.0
-
-    @property
-    def softmax_row_descales(self) -> bool:
-        """As in `AttentionSpec`."""
-        return self.q_row_descales and not self.has_softcap
-
-    @property
-    def shifts_lse(self) -> bool:
-        """As in `AttentionSpec`."""
-        return self.shift_lse and not self.has_softcap
-
-    @property
-    def keeps_reference(self) -> bool:
-        """As in `AttentionSpec`: P has 8 bits."""
-        return False
-
-    @property
-    def marks_p(self) -> bool:
-        """As in `AttentionSpec`."""
-        return False
-
-    @property
-    def own_reference(self) -> bool:
-        """As in `AttentionSpec`."""
-        return self.two_level
-
-    @property
-    def rows_may_be_empty(self) -> bool:
-        """As in `AttentionSpec`."""
-        return self.has_left or self.has_right
-
-    @property
-    def out_may_be_empty(self) -> bool:
-        """As in `AttentionSpec`."""
-        return self.has_right
-
-    @property
-    def totals_may_be_nan(self) -> bool:
-        """As in `AttentionSpec`."""
-        return self.has_sinks
-
-    @property
-    def all_fused(self) -> bool:
-        """As in `AttentionSpec`."""
-        return False
 
 
 class PagedSpec(NamedTuple):
@@ -275,7 +212,3 @@ class PagedSpec(NamedTuple):
     def keeps_reference(self) -> bool:
         """As in `AttentionSpec`."""
         return False
-
-
-#: Of kernels that take the steps of `lib.steps`.
-StepsSpec = AttentionSpec | LargeSpec

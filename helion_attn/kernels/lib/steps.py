@@ -11,8 +11,9 @@ from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.inline_asm import computed_once, dot_fp32, fma, fma_up, maximum, tanh
 from helion_attn.kernels.lib.references import finite, own_references
 from helion_attn.kernels.lib.softmax_bits import in_pairs
-from helion_attn.kernels.lib.specs import PagedSpec, StepsSpec
+from helion_attn.kernels.lib.specs import AttentionSpec, PagedSpec
 from helion_attn.numerics import DESCALE_MIN, E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2, MAX_ROW_SUM
+from helion_attn.problem import ScoreScales
 
 
 def to_descale(amax: torch.Tensor, largest: float) -> torch.Tensor:
@@ -70,9 +71,9 @@ def scaled(s: torch.Tensor, qk_scale_log2: torch.Tensor, q_row_descales: hl.cons
 def softmax_input(
     s: torch.Tensor,  # [bm, bn]
     qk_scale: torch.Tensor,  # [bm] or []
-    softcap_log2: float,
+    scales: ScoreScales,
     shift: torch.Tensor,  # [bm]
-    spec: StepsSpec,
+    spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores, and what they are still to be multiplied by: as they are, or with a softcap their tanh."""
     if not spec.has_softcap:
@@ -82,13 +83,13 @@ def softmax_input(
     s = scaled(s, qk_scale, spec.q_row_descales)
     if spec.shift_lse:
         s = s + shift.unsqueeze(1)
-    return tanh(s, spec.is_cuda), hl.full([], softcap_log2, dtype=torch.float32)
+    return tanh(s, spec.is_cuda), hl.full([], scales.tanh_scale, dtype=torch.float32)
 
 
 def scaled_largest(
     largest: torch.Tensor,  # [bm]
     qk_scale_log2: torch.Tensor,  # [bm] or []
-    spec: StepsSpec,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """The reference that a row's largest score gives, [bm]: rounded up, so that P never passes 2**p_offset_log2.
 
@@ -108,7 +109,7 @@ def online_softmax_step(
     bn: int,
     l_lanes: int,
     pv_dtype: torch.dtype,
-    spec: StepsSpec,
+    spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores still to be scaled, `bias` too large, -inf where masked, to `(p8, alpha, m_run, m_i, l_i)`.
 
@@ -154,7 +155,7 @@ def accumulate(
     alpha: torch.Tensor,  # [bm, 1]
     p8: torch.Tensor,  # [bm, bn]
     v_tile: torch.Tensor,  # [bn, D_v_pad]
-    spec: StepsSpec | PagedSpec,
+    spec: AttentionSpec | PagedSpec,
 ) -> torch.Tensor:
     """`acc * alpha + p8 @ v_tile`: with the sum in fp32, or inside the tensor core.
 
@@ -178,7 +179,7 @@ def add_sink(
     m_i: torch.Tensor,  # [bm]
     row_sum: torch.Tensor,  # [bm]
     sink_log2: torch.Tensor,  # [bm]
-    spec: StepsSpec | PagedSpec,
+    spec: AttentionSpec | PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(alpha, m_i, row_sum)` with one more logit in the sum. A key block would do the same to `acc`."""
     m_new = maximum(m_i, sink_log2 - spec.p_offset_log2, spec.is_cuda)
@@ -211,7 +212,7 @@ def v_rows(
     first: int,
     d_tile: int,
     d_pad: int,
-    spec: StepsSpec,
+    spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """V's mean and descale for `store_out`: of `d_tile` channels of `d_pad`, from `first`; or a head's descale."""
     d = first + hl.arange(d_tile)
@@ -245,7 +246,7 @@ def store_out(
     d_tile: int,
     d_pad: int,
     d_out: int,
-    spec: StepsSpec,
+    spec: AttentionSpec,
 ) -> None:
     """Normalise, put V's mean back, cast, store: `d_tile` channels of `d_pad`, from `first`."""
     d = first + hl.arange(d_tile)
