@@ -25,6 +25,7 @@ if __name__ == "__main__":  # a script's own folder is on the path; the package 
 from benchmarks import (
     ablation,
     accuracy,
+    auto,
     cells,
     decode,
     diffusion,
@@ -57,6 +58,7 @@ from benchmarks.lib.tables import mask
 SUITES: dict[str, Suite] = {
     "speed": speed.SUITE,
     "cells": cells.SUITE,
+    "auto": auto.SUITE,
     "models": models.SUITE,
     "ablation": ablation.SUITE,
     "masks": masks.SUITE,
@@ -87,6 +89,7 @@ CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
         speed.kernel_checks,
         speed.e2e_checks,
         models.checks,
+        auto.checks,
         cells.colfax_checks,
         preprocess.default_checks,
     ),

@@ -22,6 +22,7 @@ from benchmarks import (
     ablation,
     accuracy,
     attention,
+    auto,
     cells,
     distributed,
     drift,
@@ -408,6 +409,51 @@ def test_cells(tmp_path: Path) -> None:
     peak = loaded["cells"]["meta"]["gemm_tflops"]["e4m3"]
     fractions = speed.gemm_fractions(loaded, "cells", rows)
     assert fractions["fast"] == pytest.approx(rows[1]["tflops"] / peak)
+
+
+def test_auto(tmp_path: Path) -> None:
+    loaded = dry_run("auto", tmp_path)
+    rows = loaded["auto"]["rows"]
+    assert [(row["impl"], row["N"]) for row in rows] == [
+        (impl, S) for S in (64, 128) for impl in ("helion_attn", "sdpa_bf16")
+    ]
+    assert all(row["ms"] > 0 for row in rows)
+    (table,) = auto.tables(loaded)
+    assert [line[:3] for line in table.body] == [["64", "full", "4"]]
+    assert [float(x) for line in table.body for x in line[3:5]] == [
+        pytest.approx(by["sdpa_bf16"] / by["helion_attn"], abs=0.006)
+        for by in ({row["impl"]: row["ms"] for row in rows if row["N"] == S} for S in (64, 128))
+    ]
+
+
+def test_a_crossover_loses_the_least_time() -> None:
+    lengths = (512, 1024, 2048, 4096)
+
+    def crossing(*faster: float) -> int | None:
+        return auto.from_length(dict(zip(lengths, faster, strict=True)))
+
+    assert crossing(1.1, 1.2, 1.3, 1.4) == 512
+    assert crossing(0.5, 0.6, 0.7, 0.9) is None
+    # Half way between, in logarithms: 2048 times the root of two.
+    assert crossing(0.5, 0.6, 0.8, 1.25) == 2944
+    assert crossing(0.5, 0.99, 1.5, 1.6) == 1152
+    # One cell of noise moves nothing.
+    assert crossing(1.01, 0.7, 1.2, 1.6) == 1664
+    assert crossing(0.5, 1.2, 0.99, 1.6) == 896
+    row = {"D": 64, "causal": True, "group": 1, "heads": 8}
+    times = {512: (2.0, 1.0), 1024: (1.0, 1.0), 2048: (1.0, 0.95), 4096: (1.0, 1.5)}
+    rows = [
+        row | {"N": S, "impl": impl, "ms": ms}
+        for S, both in times.items()
+        for impl, ms in zip(("helion_attn", "sdpa_bf16"), both, strict=True)
+    ]
+    found = auto.checks({"auto": {"rows": rows}})
+    assert [(check.value, check.verdict) for check in found] == [(1.0, "PASS")] * 4
+    rows[-1]["ms"] = 0.9
+    found = auto.checks({"auto": {"rows": rows}})
+    assert [check.verdict for check in found] == ["PASS"] * 4
+    rows[-1]["ms"], rows[1]["ms"] = 1.5, 3.0
+    assert [check.verdict for check in auto.checks({"auto": {"rows": rows}})] == ["PASS", "PASS", "FAIL", "PASS"]
 
 
 def test_cells_are_those_of_the_issue() -> None:
