@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +54,9 @@ STEP = 128
 
 #: Bound on the time of what `auto` takes over the faster one's.
 BOUND = 1.03
+
+#: What `recipe="auto"` reads; `report.py` writes it.
+CONFIG = Path("helion_attn/configs/auto.json")
 
 # --- measurement ----------------------------------------------------------------------------------
 
@@ -192,6 +197,29 @@ def checks(loaded: Loaded) -> list[Check]:
             where = f"S {S}, D {D}, {mask(causal)}, {heads} heads, groups of {group}"
             found.append(Check("auto, time / the faster one's", where, lost, BOUND))
     return found
+
+
+# --- the table of `recipe="auto"` ------------------------------------------------------------------
+
+
+def config(loaded: Loaded, before: str) -> str:
+    """What `CONFIG` should be: with the crossovers of the card that was measured, and those of others as before.
+
+    Args:
+        loaded: the results.
+        before: what it is.
+    """
+    meta = loaded.get("auto", {}).get("meta", {})
+    if meta.get("gpu") is None:
+        return before
+    names = ("gpu", "torch", "cudnn", "date", "commit", "command")
+    kept = {part: [row for row in rows if row["gpu"] != meta["gpu"]] for part, rows in json.loads(before).items()}
+    kept["measured"].append({name: meta.get(name) for name in names})
+    for kind, faster in speedups(rows_of(loaded, "auto")).items():
+        row = {"gpu": meta["gpu"], **dict(zip(KIND, kind, strict=True)), "from_length": from_length(faster)}
+        kept["rows"].append(row)
+    lines = {part: ",\n  ".join(map(json.dumps, rows)) for part, rows in kept.items()}
+    return "{\n" + ",\n".join(f' "{part}": [\n  {text}\n ]' for part, text in lines.items()) + "\n}\n"
 
 
 SUITE = Suite("auto", run, {"auto": Block("auto", tables)})

@@ -283,11 +283,11 @@ def test_names_are_kept_where_models_are_registered() -> None:
 def test_elsewhere_it_raises() -> None:
     q, k, v = make_qkv("randn", *SHORT)
     ends = torch.tensor([0, FROM // 2], dtype=torch.int32)
-    packed: Any = [*(x[0].transpose(0, 1) for x in (q, k, v)), ends, ends]
+    q3, k3, v3 = (x[0].transpose(0, 1) for x in (q, k, v))
     calls: tuple[Callable[[Any], Any], ...] = (
         lambda recipe: ha.quantize(q, k, v, recipe=recipe),
-        lambda recipe: ha.attention_varlen(*packed, recipe=recipe),
-        lambda recipe: ha.flash_attn_varlen_func(*packed, max_seqlen_q=FROM, max_seqlen_k=FROM, recipe=recipe),
+        lambda recipe: ha.attention_varlen(q3, k3, v3, ends, ends, recipe=recipe),
+        lambda recipe: ha.flash_attn_varlen_func(q3, k3, v3, ends, ends, FROM, FROM, recipe=recipe),
         lambda recipe: ha.check(q, k, v, recipe=recipe),
         lambda recipe: ha.plan(q, k, v, recipe=recipe),
         lambda recipe: ha.register_flash_attention(recipe=recipe),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import sys
 from collections import Counter
@@ -454,6 +455,34 @@ def test_a_crossover_loses_the_least_time() -> None:
     assert [check.verdict for check in found] == ["PASS"] * 4
     rows[-1]["ms"], rows[1]["ms"] = 1.5, 3.0
     assert [check.verdict for check in auto.checks({"auto": {"rows": rows}})] == ["PASS", "PASS", "FAIL", "PASS"]
+
+
+def test_crossovers_of_a_card_are_replaced(results: Loaded) -> None:
+    """What recipe="auto" reads is what the results say, and of other cards stays."""
+    before = auto.CONFIG.read_text()
+    assert auto.config(results, before) == before, "run python benchmarks/report.py"
+    kinds = [{"D": 64, "causal": False, "group": 1, "heads": heads} for heads in (8, 16)]
+    rows = [
+        kind | {"N": S, "impl": impl, "ms": ms}
+        for kind, times in zip(kinds, ((1.0, 2.0), (3.0, 4.0)), strict=True)
+        for S in (512, 1024)
+        for impl, ms in zip(("helion_attn", "sdpa_bf16"), times, strict=True)
+    ]
+    for row in rows[4:]:
+        if row["impl"] == "sdpa_bf16":
+            row["ms"] = 1.0
+    meta = {"gpu": "NVIDIA H200", "commit": "abc", "torch": "2.11"}
+    after = auto.config({"auto": {"meta": meta, "rows": rows}}, before)
+    assert json.loads(after)["measured"][-1] == meta | dict.fromkeys(("cudnn", "date", "command"))
+    new = [
+        {"gpu": "NVIDIA H200", **kind, "from_length": length} for kind, length in zip(kinds, (512, None), strict=True)
+    ]
+    assert json.loads(after)["rows"] == [*json.loads(before)["rows"], *new]
+    meta["commit"], rows = "def", rows[:4]
+    again = json.loads(auto.config({"auto": {"meta": meta, "rows": rows}}, after))
+    assert again["rows"][-1:] == new[:1]
+    assert [row["commit"] for row in again["measured"] if row["gpu"] == "NVIDIA H200"] == ["def"]
+    assert auto.config({"auto": {"meta": {"gpu": None}, "rows": rows}}, before) == before
 
 
 def test_cells_are_those_of_the_issue() -> None:
