@@ -459,13 +459,12 @@ def attention(
     def problem() -> tuple[Any, DenseProblem]:
         return ops.attention_dense, dense_problem(q, k, v, return_lse=return_lse, **options)
 
-    chooses = is_auto(options.get("recipe"))
-    if chooses:
+    if is_auto(options.get("recipe")):
         options["recipe"] = BALANCED
+        call = auto.known_call(q, k, v, {"return_lse": return_lse, **options}, lambda: problem()[1])
+        if call is not None:
+            return call.run(q, k, v)
     more, known = parted(options)
     mask, lengths = parted_mask(options)
-    tensors, rest = (q, k, v, *more, *mask), (return_lse, lengths, *known)
-    if chooses and (call := auto.known_call(tensors, rest, lambda: problem()[1], return_lse)) is not None:
-        return call.run(q, k, v)
-    out, lse = plans.run("attention", tensors, rest, problem)
+    out, lse = plans.run("attention", (q, k, v, *more, *mask), (return_lse, lengths, *known), problem)
     return (out, lse) if return_lse else out

@@ -6,7 +6,7 @@ no `helion_attn.sdpa` around it takes the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,9 @@ FALLBACK_GPU = "NVIDIA H100 80GB HBM3"
 
 MEASURED_GPUS = frozenset(row.gpu for row in CROSSOVERS)
 
+#: Options of `attention` that PyTorch's has too, or that say which of the two it is.
+OPTIONS = frozenset({"causal", "sm_scale", "layout", "recipe"})
+
 #: Largest head dim of PyTorch's fast backends, and what it must be a multiple of.
 MOST_D, STEP_D = 256, 8
 
@@ -76,29 +79,20 @@ class PyTorchCall(NamedTuple):
         return (out.transpose(1, 2) if self.bshd else out).contiguous()
 
 
-def why_not_pytorch(problem: DenseProblem, return_lse: bool) -> str | None:
-    """What PyTorch's fast attention does not have; None if it has all."""
+def other_option(options: Mapping[str, Any]) -> str | None:
+    """An option that is given and that PyTorch's fast attention does not have, or None."""
+    return next((name for name, x in options.items() if name not in OPTIONS and x is not None and x is not False), None)
+
+
+def why_not_pytorch(problem: DenseProblem, options: Mapping[str, Any]) -> str | None:
+    """What of a call PyTorch's fast attention does not have; None if it has all."""
     q, k, v, softmax = problem.q, problem.k, problem.v, problem.softmax
-    if return_lse:
-        return "return_lse is True"
-    if problem.rope.cos is not None:
-        return "rope is given"
-    if problem.block_mask.listed:
-        return "block_mask is given"
-    if softmax.sinks is not None:
-        return "sinks are given"
-    if softmax.softcap is not None:
-        return "softcap is given"
-    if softmax.left >= 0 or softmax.right > 0:
-        return "window is given"
-    if problem.num_splits is not None:
-        return "num_splits is given"
+    if (name := other_option(options)) is not None:
+        return f"{name} is given"
     if softmax.sm_scale == 0:
         return "sm_scale is 0"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return "q, k and v are neither bf16 nor fp16"
-    if problem.out_dtype != q.dtype:
-        return "out_dtype is not q's"
     if v.size(3) != q.size(3):
         return "V's head dim is not Q's"
     if q.size(3) > MOST_D or q.size(3) % STEP_D:
@@ -131,12 +125,12 @@ def _hides_keys(problem: DenseProblem) -> bool:
     return problem.softmax.right == 0 if problem.q.size(2) != 1 else False
 
 
-def pytorch_call(problem: DenseProblem, return_lse: bool) -> PyTorchCall | None:
+def pytorch_call(problem: DenseProblem, options: Mapping[str, Any]) -> PyTorchCall | None:
     """The call of PyTorch's attention, or None where the default preset is chosen.
 
     It depends on shapes, dtypes, strides, options and the card alone. Of symbolic shapes it is a guard.
     """
-    if why_not_pytorch(problem, return_lse) is not None or _is_long(problem, crossover(problem)):
+    if why_not_pytorch(problem, options) is not None or _is_long(problem, crossover(problem)):
         return None
     q, k = problem.q, problem.k
     return PyTorchCall(_hides_keys(problem), problem.softmax.sm_scale, q.size(1) != k.size(1), problem.bshd)
@@ -150,10 +144,10 @@ def _is_long(problem: DenseProblem, row: Crossover) -> bool:
     return min(M, N) * min(B * H, row.heads) >= row.from_length * row.heads
 
 
-def reason(problem: DenseProblem, return_lse: bool, device: str) -> str:
+def reason(problem: DenseProblem, options: Mapping[str, Any], device: str) -> str:
     """Which of the two is chosen on a device of this name and why, in a sentence."""
     preset = preset_name(problem.recipe)
-    lacking = why_not_pytorch(problem, return_lse)
+    lacking = why_not_pytorch(problem, options)
     if lacking is not None:
         return f"auto takes {preset}: PyTorch's attention is not considered where {lacking}"
     row, (B, H, M, _D), N = crossover(problem), problem.q.shape, problem.k.size(2)
@@ -185,26 +179,29 @@ _CALLS: dict[Hashable, PyTorchCall | None] = {}
 
 
 def known_call(
-    tensors: Sequence[Any], options: Sequence[Any], problem: Callable[[], DenseProblem], return_lse: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any], problem: Callable[[], DenseProblem]
 ) -> PyTorchCall | None:
-    """`pytorch_call` of a problem, which is made, and so checked, unless a call like it was.
+    """`pytorch_call` of a call.
 
     Args:
-        tensors: and options, as `plans.run` takes them.
+        q: and k, v, options, as `attention` has them, with `return_lse` among the options.
+        k: the keys.
+        v: the values.
         options: all else.
-        problem: checks the call, and makes a problem of it.
-        return_lse: of the call.
+        problem: checks the call and makes a problem of it. It is not asked where the preset is sure to be taken, which
+            checks as well, nor of a call like one that was checked before.
     """
-    given = [x for x in tensors if x is not None]
-    key = plans.key_of("auto", given, (*options, *[x is None for x in tensors]))
+    if other_option(options) is not None:
+        return None
+    key = plans.key_of("auto", (q, k, v), (*options, *options.values()))
     if key is None:
-        return pytorch_call(problem(), return_lse)
+        return pytorch_call(problem(), options)
     try:
         return _CALLS[key]
     except KeyError:
-        call = pytorch_call(problem(), return_lse)
+        call = pytorch_call(problem(), options)
     except TypeError:  # an option that has no hash is none that is accepted
-        return pytorch_call(problem(), return_lse)
+        return pytorch_call(problem(), options)
     if len(_CALLS) >= plans.MAX_PLANS:
         _CALLS.clear()
     _CALLS[key] = call

@@ -121,8 +121,9 @@ def explain(
     chosen: tuple[str, ...] = ()
     if chooses:
         where = device if q.is_cuda else "the CPU"
-        chosen = (auto.reason(problem, return_lse, where),)
-        if auto.pytorch_call(problem, return_lse) is not None:
+        asked = {"return_lse": return_lse, **options}
+        chosen = (auto.reason(problem, asked, where),)
+        if auto.pytorch_call(problem, asked) is not None:
             return _of_pytorch(where, chosen)
     made = ops.attention_dense.plan(problem, count)
     choice, shape = made.facts["choice"], shape_of_dense(problem)
