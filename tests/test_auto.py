@@ -17,6 +17,7 @@ from helion_attn.api import dense_problem
 from helion_attn.auto import FALLBACK_GPU, Crossover
 from helion_attn.integrations import diffusers, transformers
 from helion_attn.testing import make_qkv, relative_error
+from helion_attn.validate.distributed import check_part
 
 #: From which length on the default preset is taken here, of this many heads.
 FROM, HEADS = 64, 2
@@ -280,6 +281,7 @@ def test_elsewhere_it_raises() -> None:
         lambda recipe: ha.quantize(q, k, v, recipe=recipe),
         lambda recipe: ha.attention_varlen(q3, k3, v3, ends, ends, recipe=recipe),
         lambda recipe: ha.flash_attn_varlen_func(q3, k3, v3, ends, ends, FROM, FROM, recipe=recipe),
+        lambda recipe: check_part(q, k, v, recipe, "bhsd", None),
         lambda recipe: ha.check(q, k, v, recipe=recipe),
         lambda recipe: ha.plan(q, k, v, recipe=recipe),
         lambda recipe: ha.register_flash_attention(recipe=recipe),
