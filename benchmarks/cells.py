@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
@@ -88,18 +89,22 @@ def compile_ahead(w: Workload, recipe: str, device: torch.device) -> None:
     synchronize(device)
 
 
+def compile_all(found: Sequence[Workload], recipes: Sequence[str], options: Options) -> None:
+    """Compile all that workloads need, in processes beside this one; nothing else runs on the GPU afterwards."""
+    if not options.workers:
+        return
+    # Each process needs a CUDA context of its own, hence no fork.
+    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(compile_ahead, w, recipe, options.device) for w in found for recipe in recipes]
+        for job in progress(jobs, "compiling"):
+            if (error := job.exception()) is not None:  # it comes again later, as a row
+                console.print(f"[yellow]not compiled ahead: {error!r}")
+
+
 def run(options: Options, results: Results) -> None:
     """As `speed.run`."""
     found = [(part, w) for part, ws in workloads(options).items() for w in ws]
-    if options.workers:
-        # Each process needs a CUDA context of its own, hence no fork.
-        with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
-            recipes = (DEFAULT, "fast")
-            jobs = [pool.submit(compile_ahead, w, recipe, options.device) for _, w in found for recipe in recipes]
-            for job in progress(jobs, "compiling"):
-                if (error := job.exception()) is not None:  # it comes again below, as a row
-                    console.print(f"[yellow]not compiled ahead: {error!r}")
-    # Nothing else runs on the GPU from here on.
+    compile_all([w for _, w in found], (DEFAULT, "fast"), options)
     results.meta["gemm_tflops"] = gemm_tflops(options)
     for part, w in progress(found, "cells"):
         problem = make_problem(w, "randn", options, CHECKED_ROWS)

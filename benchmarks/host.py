@@ -7,7 +7,8 @@
     new        S that nothing was called with before; one round. Others of that size were: what they compile, and the
                memory that PyTorch keeps for them, is there
 
-`attention` and `attention_quantized` with the default recipe; FlashAttention-3 in bf16, on e4m3 tensors, and from bf16
+`attention` and `attention_quantized` with the default recipe, and `attention` with recipe="auto", which takes PyTorch's
+SDPA here; FlashAttention-3 in bf16, on e4m3 tensors, and from bf16
 to e4m3 and on, by the PyTorch operations with which these benchmarks quantise for it; PyTorch's SDPA; SageAttention 2.
 """
 
@@ -57,6 +58,7 @@ CALLED: dict[tuple[str, str], Prepare] = {
     ("helion_attn", "kernel"): attention_quantized,
     ("helion_attn", "preprocess"): lambda q, k, v: lambda: ha.quantize(q, k, v),
     ("helion_attn", "e2e"): lambda q, k, v: lambda: ha.attention(q, k, v, causal=True),
+    ("helion_attn", "auto"): lambda q, k, v: lambda: ha.attention(q, k, v, causal=True, recipe="auto"),
     ("fa3_bf16", "kernel"): lambda q, k, v: fa3_16bit(q, k, v, True, D**-0.5).run,
     ("fa3_fp8", "kernel"): lambda q, k, v: fa3_fp8(q, k, v, True, D**-0.5).run,
     ("fa3_fp8", "e2e"): fa3_e2e,
@@ -105,7 +107,7 @@ def measure(device: torch.device, called: dict[tuple[str, str], Prepare], count:
         compiling, new = ([on(shape(S), prepare) for S in lengths] for lengths in new_lengths(i, count // 2))
         for call in (same, turns, *compiling):
             call()
-        recipe = DEFAULT if impl == "helion_attn" else None
+        recipe = "auto" if stage == "auto" else DEFAULT if impl == "helion_attn" else None
         lengths = {
             "new": host_us(new, 1, device),
             "same": host_us([same] * count, ROUNDS, device),
@@ -129,6 +131,7 @@ CALL_NAMES = {
     ("helion_attn", "kernel"): "`attention_quantized`",
     ("helion_attn", "preprocess"): "`quantize`",
     ("helion_attn", "e2e"): "`attention`",
+    ("helion_attn", "auto"): '`attention`, `recipe="auto"`',
     ("fa3_fp8", "e2e"): "FA3 FP8, from bf16",
 }
 

@@ -1,4 +1,4 @@
-"""Turns benchmarks/results/*.json into tables, plots, and the results blocks of the documents.
+"""Turns benchmarks/results/*.json into tables, plots, the results blocks of the documents, and `recipe="auto"`'s table.
 
     python benchmarks/report.py                     # tables, plots, documents, and what holds
     python benchmarks/report.py --documents         # leave the documents alone
@@ -25,6 +25,7 @@ if __name__ == "__main__":  # a script's own folder is on the path; the package 
 from benchmarks import (
     ablation,
     accuracy,
+    auto,
     cells,
     decode,
     diffusion,
@@ -57,6 +58,7 @@ from benchmarks.lib.tables import mask
 SUITES: dict[str, Suite] = {
     "speed": speed.SUITE,
     "cells": cells.SUITE,
+    "auto": auto.SUITE,
     "models": models.SUITE,
     "ablation": ablation.SUITE,
     "masks": masks.SUITE,
@@ -87,6 +89,7 @@ CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
         speed.kernel_checks,
         speed.e2e_checks,
         models.checks,
+        auto.checks,
         cells.colfax_checks,
         preprocess.default_checks,
     ),
@@ -319,13 +322,17 @@ def main() -> None:
     if not loaded:
         parser.error(f"no result files in {args.results}")
     documents = [document for document in args.documents if document.exists()]
+    crossovers = auto.CONFIG.read_text()
     if args.strict:
         old = stale(documents, loaded, args.results)
+        if auto.config(loaded, crossovers) != crossovers:
+            old.append(f"{auto.CONFIG} is old")
         for line in old:
             console.print(f"{line}: run python benchmarks/report.py", highlight=False)
         raise SystemExit(bool(old))
     print_tables(loaded)
     draw_plots(loaded, args.results)
+    auto.CONFIG.write_text(auto.config(loaded, crossovers))
     for document in documents:
         what = filled(document, loaded, args.results)
         document.write_text(what.text)

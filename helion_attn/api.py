@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from typing_extensions import Unpack
 
-from helion_attn import ops, plans
+from helion_attn import auto, ops, plans
 from helion_attn.block_mask import BlockMask, as_block_mask
 from helion_attn.configs import packing
 from helion_attn.names import named, options_of, with_scores
@@ -24,6 +24,7 @@ from helion_attn.problem import (
 )
 from helion_attn.types import (
     BALANCED,
+    Auto,
     CallOptions,
     Layout,
     QuantizedOptions,
@@ -34,6 +35,7 @@ from helion_attn.types import (
     ScoreOptions,
     Scores,
     as_recipe,
+    is_auto,
     packed_fields,
 )
 from helion_attn.validate.block_mask import check_block_mask
@@ -327,7 +329,7 @@ def dense_problem(
     v: torch.Tensor,
     *,
     layout: Layout = "bhsd",
-    recipe: Recipe | RecipeName = BALANCED,
+    recipe: Recipe | RecipeName | Auto = BALANCED,
     rope: Rope | None = None,
     block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
@@ -400,7 +402,12 @@ def attention(
         causal: row i sees keys j <= i + N - M (bottom-right aligned). A row that sees none gives 0, and lse -inf.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default; in 0..2**64.
         layout: "bhsd" or "bshd", of the inputs and the output.
-        recipe: how the tensors become 8- or 16-bit numbers; or a preset's name, such as "balanced".
+        recipe: how the tensors become 8- or 16-bit numbers; or a preset's name, such as "balanced". With "auto",
+            BALANCED or PyTorch's attention in 16 bits, by a table of which was the faster:
+            `ha.attention(q, k, v, causal=True, recipe="auto")`. PyTorch's is taken below the table's length of the head
+            dim, mask, heads and card, where it has all that is asked for: bf16 or fp16, D_v = D, a multiple of 8 up to
+            256, no other option than `causal`, which takes M = N or M = 1, `sm_scale` and `layout`. A card that is not
+            in the table, and the CPU, have that of an H100. `helion_attn.explain` says which and why.
         rope: rotate Q and K by position first.
         window: (left, right), as in flash-attn: row i sees keys i + N - M - left .. i + N - M + right, and -1 is
             unlimited (Longformer, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825). With `causal`, right is 0 whatever
@@ -437,6 +444,11 @@ def attention(
     def problem() -> tuple[Any, DenseProblem]:
         return ops.attention_dense, dense_problem(q, k, v, return_lse=return_lse, **options)
 
+    if is_auto(options.get("recipe")):
+        options["recipe"] = BALANCED
+        call = auto.known_call(q, k, v, {"return_lse": return_lse, **options}, lambda: problem()[1])
+        if call is not None:
+            return call.run(q, k, v)
     more, known = parted(options)
     mask, lengths = parted_mask(options)
     out, lse = plans.run("attention", (q, k, v, *more, *mask), (return_lse, lengths, *known), problem)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Unpack
 
-from helion_attn import ops, plans
+from helion_attn import auto, ops, plans
 from helion_attn.api import dense_problem, interleaved, parted, parted_mask
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
@@ -18,7 +18,7 @@ from helion_attn.names import named, options_of
 from helion_attn.ops.attention import Choice, Shape
 from helion_attn.ops.dense import shape_of_dense
 from helion_attn.plans import Plan
-from helion_attn.types import CallOptions, Rope
+from helion_attn.types import BALANCED, CallOptions, Rope, is_auto
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -35,9 +35,11 @@ class Explanation:
 
     Attributes:
         device: what runs it.
-        launches: kernels of this package, in their order: preprocessing, attention, the merging of runs.
-        kernel: the one of attention.
+        launches: kernels of this package, in their order: preprocessing, attention, the merging of runs. None where
+            recipe="auto" chose PyTorch's attention: what follows is then empty, 1 or False.
+        kernel: the one of attention, or "scaled_dot_product_attention" of PyTorch.
         tile: its config. Of CPU tensors, whose interpreter has no use for warps and stages, what an H200 would take.
+            None of PyTorch's.
         passes: over Triton's IR and PTX, each applied or refused and why; none where nothing was compiled.
         expected: names of the passes that the config was timed with.
         registers: of a thread, as the GPU has loaded the kernel; None where nothing was compiled.
@@ -53,7 +55,7 @@ class Explanation:
     device: str
     launches: tuple[str, ...]
     kernel: str
-    tile: TileConfig | LargeTileConfig
+    tile: TileConfig | LargeTileConfig | None
     passes: tuple[Outcome, ...]
     expected: tuple[str, ...]
     registers: int | None
@@ -67,6 +69,9 @@ class Explanation:
 
     def __str__(self) -> str:
         tile = self.tile
+        reasons = [f"  why: {reason}" for reason in self.reasons]
+        if tile is None:
+            return "\n".join([f"{self.kernel} of PyTorch on {self.device}", *reasons])
         registers = f"at most {tile.max_registers} registers a thread"
         if self.registers is not None:
             registers += f", of which {self.registers} are used and {self.spills} spill"
@@ -86,7 +91,7 @@ class Explanation:
             lines += [f"  pass {outcome}" for outcome in self.passes]
         else:
             lines.append(f"  passes: nothing was compiled here; the config has {', '.join(self.expected) or 'none'}")
-        return "\n".join([*lines, *(f"  why: {reason}" for reason in self.reasons)])
+        return "\n".join([*lines, *reasons])
 
 
 @named
@@ -105,12 +110,21 @@ def explain(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
     """
-
+    chooses = is_auto(options.get("recipe"))
+    if chooses:
+        options["recipe"] = BALANCED
     problem = dense_problem(q, k, v, return_lse=return_lse, **options)
     device, count = "the CPU, in Helion's interpreter; the rest is of an H200", HOPPER_MULTIPROCESSORS
     if q.is_cuda:
         properties = torch.cuda.get_device_properties(q.device)
         device, count = properties.name, properties.multi_processor_count
+    chosen: tuple[str, ...] = ()
+    if chooses:
+        where = device if q.is_cuda else "the CPU"
+        asked = {"return_lse": return_lse, **options}
+        chosen = (auto.reason(problem, asked, where),)
+        if auto.pytorch_call(problem, asked) is not None:
+            return _of_pytorch(where, chosen)
     made = ops.attention_dense.plan(problem, count)
     choice, shape = made.facts["choice"], shape_of_dense(problem)
     names = tuple(launch.kernel.name for launch in made.launches)
@@ -136,7 +150,26 @@ def explain(
         lists_keys=shape.listed,
         shares_tiles=choice.pack_gqa,
         heads_at_once=_heads_at_once(shape, choice, count),
-        reasons=_reasons(shape, choice, count, device),
+        reasons=(*chosen, *_reasons(shape, choice, count, device)),
+    )
+
+
+def _of_pytorch(device: str, reasons: tuple[str, ...]) -> Explanation:
+    return Explanation(
+        device=device,
+        launches=(),
+        kernel="scaled_dot_product_attention",
+        tile=None,
+        passes=(),
+        expected=(),
+        registers=None,
+        spills=None,
+        splits=1,
+        quantises_q=False,
+        lists_keys=False,
+        shares_tiles=False,
+        heads_at_once=1,
+        reasons=reasons,
     )
 
 

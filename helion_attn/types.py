@@ -27,6 +27,9 @@ RecipeName: TypeAlias = Literal[
     "fast", "balanced", "accurate", "hybrid", "bf16", "FAST", "BALANCED", "ACCURATE", "HYBRID", "BF16"
 ]
 
+#: The default preset or PyTorch's own attention, whichever is faster (`helion_attn.auto`).
+Auto: TypeAlias = Literal["auto", "AUTO"]
+
 #: How several ranks share a call's work, and how `distributed.shard` cuts a sequence.
 Strategy: TypeAlias = Literal["allgather", "ulysses", "ring"]
 Balance: TypeAlias = Literal["zigzag"] | None
@@ -242,6 +245,21 @@ def preset_name(recipe: Recipe) -> str | None:
     return next((name for name, preset in PRESETS.items() if preset == recipe), None)
 
 
+def is_auto(recipe: object) -> bool:
+    """Whether a choice is asked for in place of a recipe."""
+    return isinstance(recipe, str) and recipe.upper() == "AUTO"
+
+
+def preset_of(recipe: Recipe | str) -> Recipe:
+    """`as_recipe`, and of "auto" the preset that may be chosen."""
+    return BALANCED if is_auto(recipe) else as_recipe(recipe)
+
+
+def as_choice(recipe: Recipe | str) -> Recipe | Auto:
+    """`as_recipe`, or "auto", where both are accepted."""
+    return "auto" if is_auto(recipe) else as_recipe(recipe)
+
+
 def as_recipe(recipe: Recipe | str) -> Recipe:
     """A recipe, or the preset of that name, in capitals or not.
 
@@ -252,10 +270,16 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     names = ", ".join(repr(name.lower()) for name in PRESETS)
+    where = ""
+    if is_auto(recipe):
+        where = (
+            ": 'auto' is for attention, explain, scaled_dot_product_attention, sdpa, register_transformers, "
+            "register_diffusers and the flash_attn functions of dense tensors"
+        )
     if not isinstance(recipe, str):
         raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe or one of {names}")
     if recipe.upper() not in PRESETS:
-        raise ValueError(f"recipe is {recipe!r}; it must be one of {names}, or a helion_attn.Recipe")
+        raise ValueError(f"recipe is {recipe!r}; it must be one of {names}, or a helion_attn.Recipe{where}")
     return PRESETS[recipe.upper()]
 
 
@@ -542,20 +566,27 @@ class QuantizedOptions(AttentionOptions, SplitOptions, MaskOptions, total=False)
     """Those of `helion_attn.attention_quantized`."""
 
 
-class DenseOptions(AttentionOptions, total=False):
-    """Those of `helion_attn.attention`, whatever computes it."""
+class TensorOptions(AttentionOptions, total=False):
+    """Those of how dense tensors lie and what is done to them first."""
 
     layout: Layout
-    recipe: Recipe | RecipeName
     rope: Rope | None
+
+
+class DenseOptions(TensorOptions, total=False):
+    """Those of `helion_attn.attention`, whatever computes it."""
+
+    recipe: Recipe | RecipeName
 
 
 class MaskedOptions(DenseOptions, MaskOptions, total=False):
     """Those of `helion_attn.check`."""
 
 
-class CallOptions(MaskedOptions, SplitOptions, total=False):
+class CallOptions(TensorOptions, MaskOptions, SplitOptions, total=False):
     """Those of `helion_attn.attention`."""
+
+    recipe: Recipe | RecipeName | Auto
 
 
 class ModelOptions(MaskedOptions, total=False):

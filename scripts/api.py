@@ -42,7 +42,8 @@ MODULES: dict[str, ModuleType] = {"Masks": ha.masks, "Reference": ha.reference}
 INTRODUCTION = """# Public functions and types
 
 What does each function compute, take and raise? The docstrings of `import helion_attn as ha` follow, written here by
-`scripts/api.py`. In signatures `Layout` is `"bhsd"` or `"bshd"`, and `RecipeName` the name of a preset.
+`scripts/api.py`. In signatures `Layout` is `"bhsd"` or `"bshd"`, `RecipeName` the name of a preset,
+and `Auto` `"auto"`.
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import sys
 from collections import Counter
@@ -22,6 +23,7 @@ from benchmarks import (
     ablation,
     accuracy,
     attention,
+    auto,
     cells,
     distributed,
     drift,
@@ -410,6 +412,79 @@ def test_cells(tmp_path: Path) -> None:
     assert fractions["fast"] == pytest.approx(rows[1]["tflops"] / peak)
 
 
+def test_auto(tmp_path: Path) -> None:
+    loaded = dry_run("auto", tmp_path)
+    rows = loaded["auto"]["rows"]
+    assert [(row["impl"], row["N"]) for row in rows] == [
+        (impl, S) for S in (64, 128) for impl in ("helion_attn", "sdpa_bf16")
+    ]
+    assert all(row["ms"] > 0 for row in rows)
+    (table,) = auto.tables(loaded)
+    assert [line[:3] for line in table.body] == [["64", "full", "4"]]
+    assert [float(x) for line in table.body for x in line[3:5]] == [
+        pytest.approx(by["sdpa_bf16"] / by["helion_attn"], abs=0.006)
+        for by in ({row["impl"]: row["ms"] for row in rows if row["N"] == S} for S in (64, 128))
+    ]
+
+
+def test_a_crossover_loses_the_least_time() -> None:
+    lengths = (512, 1024, 2048, 4096)
+
+    def crossing(*faster: float) -> int | None:
+        return auto.from_length(dict(zip(lengths, faster, strict=True)))
+
+    assert crossing(1.1, 1.2, 1.3, 1.4) == 512
+    assert crossing(0.5, 0.6, 0.7, 0.9) is None
+    # Half way between, in logarithms: 2048 times the root of two.
+    assert crossing(0.5, 0.6, 0.8, 1.25) == 2944
+    assert crossing(0.5, 0.99, 1.5, 1.6) == 1152
+    # One cell of noise moves nothing.
+    assert crossing(1.01, 0.7, 1.2, 1.6) == 1664
+    assert crossing(0.5, 1.2, 0.99, 1.6) == 896
+    row = {"D": 64, "causal": True, "group": 1, "heads": 8}
+    times = {512: (2.0, 1.0), 1024: (1.0, 1.0), 2048: (1.0, 0.95), 4096: (1.0, 1.5)}
+    rows = [
+        row | {"N": S, "impl": impl, "ms": ms}
+        for S, both in times.items()
+        for impl, ms in zip(("helion_attn", "sdpa_bf16"), both, strict=True)
+    ]
+    found = auto.checks({"auto": {"rows": rows}})
+    assert [(check.value, check.verdict) for check in found] == [(1.0, "PASS")] * 4
+    rows[-1]["ms"] = 0.9
+    found = auto.checks({"auto": {"rows": rows}})
+    assert [check.verdict for check in found] == ["PASS"] * 4
+    rows[-1]["ms"], rows[1]["ms"] = 1.5, 3.0
+    assert [check.verdict for check in auto.checks({"auto": {"rows": rows}})] == ["PASS", "PASS", "FAIL", "PASS"]
+
+
+def test_crossovers_of_a_card_are_replaced(results: Loaded) -> None:
+    """What recipe="auto" reads is what the results say, and of other cards stays."""
+    before = auto.CONFIG.read_text()
+    assert auto.config(results, before) == before, "run python benchmarks/report.py"
+    kinds = [{"D": 64, "causal": False, "group": 1, "heads": heads} for heads in (8, 16)]
+    rows = [
+        kind | {"N": S, "impl": impl, "ms": ms}
+        for kind, times in zip(kinds, ((1.0, 2.0), (3.0, 4.0)), strict=True)
+        for S in (512, 1024)
+        for impl, ms in zip(("helion_attn", "sdpa_bf16"), times, strict=True)
+    ]
+    for row in rows[4:]:
+        if row["impl"] == "sdpa_bf16":
+            row["ms"] = 1.0
+    meta = {"gpu": "NVIDIA H200", "commit": "abc", "torch": "2.11"}
+    after = auto.config({"auto": {"meta": meta, "rows": rows}}, before)
+    assert json.loads(after)["measured"][-1] == meta | dict.fromkeys(("cudnn", "date", "command"))
+    new = [
+        {"gpu": "NVIDIA H200", **kind, "from_length": length} for kind, length in zip(kinds, (512, None), strict=True)
+    ]
+    assert json.loads(after)["rows"] == [*json.loads(before)["rows"], *new]
+    meta["commit"], rows = "def", rows[:4]
+    again = json.loads(auto.config({"auto": {"meta": meta, "rows": rows}}, after))
+    assert again["rows"][-1:] == new[:1]
+    assert [row["commit"] for row in again["measured"] if row["gpu"] == "NVIDIA H200"] == ["def"]
+    assert auto.config({"auto": {"meta": {"gpu": None}, "rows": rows}}, before) == before
+
+
 def test_cells_are_those_of_the_issue() -> None:
     options = Options(torch.device("cuda"), False, 20, [], (64, 128, 256), 0)
     found = {
@@ -520,7 +595,8 @@ def test_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = loaded["host"]["rows"]
     assert all(row["host_us"] > 0 for row in rows)
     (table,) = host.tables(loaded)
-    assert [line[0] for line in table.body] == ["`attention`", "`attention_quantized`", "`quantize`"]
+    names = ['`attention`, `recipe="auto"`', "`attention`", "`attention_quantized`", "`quantize`"]
+    assert [line[0] for line in table.body] == names
     assert report.checks_of(START, loaded) == [], "a run on the CPU shows nothing"
     loaded["host"]["meta"]["gpu"] = "a GPU"
     ours = next(row for row in rows if (row["stage"], row["lengths"]) == ("kernel", "same"))

@@ -189,5 +189,6 @@ def test_what_a_gpu_launched(D: int) -> None:
         assert found.quantises_q == (D == 64)
         assert [x.name for x in found.passes if x.applied] == [*found.expected]
         assert found.registers is not None
+        assert found.tile is not None
         assert found.registers <= found.tile.max_registers
         assert found.spills == 0

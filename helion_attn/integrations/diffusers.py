@@ -20,7 +20,7 @@ from helion_attn.integrations.masks import attend_to_visible, check_visible, rea
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.masks import Reordered
 from helion_attn.names import named
-from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
+from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, as_choice, preset_of
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_sm_scale, described
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ TIMESTEPS = ("timestep", "timesteps", "t")
 def register_diffusers(
     name: str = "helion_fp8",
     *,
-    recipe: Recipe | RecipeName = BALANCED,
+    recipe: Recipe | RecipeName | Auto = BALANCED,
     schedule: Schedule | None = None,
     models: torch.nn.Module | Sequence[torch.nn.Module] = (),
 ) -> None:
@@ -112,7 +112,8 @@ def register_diffusers(
 
     Args:
         name: of the backend, in lower case. Registering a name again replaces it, and its hooks.
-        recipe: how the tensors become 8-bit numbers, or a preset's name.
+        recipe: how the tensors become 8-bit numbers, a preset's name, or "auto": `register_diffusers(recipe="auto")`
+            leaves to PyTorch's attention what that is faster at, as `helion_attn.attention` says.
         schedule: called with ints and views of q [B, H, M, D] and k [B, H_kv, N, D].
         models: `pipeline.transformer`, or several that take turns. Calls from other models are dense.
 
@@ -125,7 +126,7 @@ def register_diffusers(
     The models' forward passes raise what `helion_attn.attention` does, and NotImplementedError for what
     docs/integrations.md lists as not supported.
     """
-    recipe = as_recipe(recipe)
+    recipe = as_choice(recipe)
     watched = _checked_schedule(schedule, models)
     if not isinstance(name, str):
         raise TypeError(f"name is a {type(name).__name__}; it must be a str")
@@ -258,7 +259,7 @@ class Backend:
     """Attention with the arguments that diffusers passes."""
 
     def __init__(
-        self, recipe: Recipe, schedule: Schedule | None = None, models: Sequence[torch.nn.Module] = ()
+        self, recipe: Recipe | Auto, schedule: Schedule | None = None, models: Sequence[torch.nn.Module] = ()
     ) -> None:
         self.recipe = recipe
         self.schedule = schedule
@@ -367,8 +368,8 @@ class Backend:
             out, lse = self.attend_to_pattern(query, key, value, pattern, keys, scale)
             return (out, lse.transpose(1, 2)) if return_lse else out
         if visible is not None and not visible.whole:
-            check_visible("helion_attn", visible, query, value, self.recipe)
-            out, lse = attend_to_visible(query, key, value, visible, self.recipe, sm_scale=scale)
+            check_visible("helion_attn", visible, query, value, preset_of(self.recipe))
+            out, lse = attend_to_visible(query, key, value, visible, preset_of(self.recipe), sm_scale=scale)
             return (out, lse.transpose(1, 2)) if return_lse else out
         result = attention(
             query, key, value, causal=causal, sm_scale=scale, layout="bshd", recipe=self.recipe, return_lse=return_lse

@@ -18,7 +18,7 @@ from helion_attn.debugging import debugging
 from helion_attn.integrations.rules import Rule, check_supported, is_none
 from helion_attn.kv_cache import append_kvcache, attention_kvcache
 from helion_attn.names import in_lines, named
-from helion_attn.types import BALANCED, PagedKVCache, Recipe, RecipeName, ScoreOptions, Scores
+from helion_attn.types import BALANCED, Auto, PagedKVCache, Recipe, RecipeName, ScoreOptions, Scores
 from helion_attn.validate.dense import (
     check_descale,
     check_descale_form,
@@ -53,7 +53,7 @@ class FlashOptions(TypedDict, total=False):
     sm_margin: int
     dropout_p: float
     alibi_slopes: torch.Tensor | None
-    recipe: Recipe | RecipeName
+    recipe: Recipe | RecipeName | Auto
 
 
 ALIBI = Rule("alibi_slopes", is_none, "None (an argument of flash-attn 2)")
@@ -270,7 +270,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     return_softmax_lse: bool = False,
-    recipe: Recipe | RecipeName = BALANCED,
+    recipe: Recipe | RecipeName | Auto = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FP8 attention with the names, the order and the meaning of flash-attn 3's arguments.
 
@@ -304,7 +304,8 @@ def flash_attn_func(
         dropout_p: 0.
         alibi_slopes: None.
         return_softmax_lse: as `return_attn_probs`.
-        recipe: how bf16, fp16 and fp32 tensors become 8-bit numbers; flash-attn has no such argument.
+        recipe: how bf16, fp16 and fp32 tensors become 8-bit numbers, or "auto", as `helion_attn.attention` has it:
+            `flash_attn_func(q, k, v, causal=True, recipe="auto")`; flash-attn has no such argument.
 
     Returns:
         out [B, M, H, D_v], of q's dtype, or bf16 for e4m3 tensors; and fp32 lse [B, H, M], natural log, if asked for.

@@ -10,7 +10,7 @@ import torch
 from helion_attn.integrations.flash_attn import ALIBI, flash_attn_func, flash_attn_varlen_func, is_number
 from helion_attn.integrations.rules import check_supported
 from helion_attn.names import named
-from helion_attn.types import BALANCED, Recipe, RecipeName
+from helion_attn.types import BALANCED, Auto, Recipe, RecipeName
 
 
 @named
@@ -25,7 +25,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    recipe: Recipe | RecipeName = BALANCED,
+    recipe: Recipe | RecipeName | Auto = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """`flash_attn_func` of packed Q, K and V, with flash-attn 2's arguments.
 
@@ -61,7 +61,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
-    recipe: Recipe | RecipeName = BALANCED,
+    recipe: Recipe | RecipeName | Auto = BALANCED,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """`flash_attn_func` of packed K and V, with flash-attn 2's arguments.
 
@@ -188,7 +188,7 @@ def _called(
     alibi_slopes: torch.Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
-    recipe: Recipe | RecipeName,
+    recipe: Recipe | RecipeName | Auto,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """Call flash-attn 3's function `attend`, and return its results with flash-attn 2's third, which is None.
 

@@ -19,7 +19,7 @@ from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.masks import Visible, attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.names import named
-from helion_attn.types import BALANCED, Recipe, RecipeName, as_recipe
+from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, as_choice, preset_of
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_recipe, check_sm_scale
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -70,7 +70,7 @@ class _SdpaMode(TorchFunctionMode):
     no copy, raise.
     """
 
-    def __init__(self, recipe: Recipe, fallback: str) -> None:
+    def __init__(self, recipe: Recipe | Auto, fallback: str) -> None:
         super().__init__()
         self.recipe = recipe
         self.fallback = fallback
@@ -146,7 +146,7 @@ def _fall_back(fallback: str, refusal: Exception, function: Callable[..., Any], 
     return function(*args, **kwargs)
 
 
-def sdpa(*, recipe: Recipe | RecipeName = BALANCED, fallback: Fallback = "raise") -> _SdpaMode:
+def sdpa(*, recipe: Recipe | RecipeName | Auto = BALANCED, fallback: Fallback = "raise") -> _SdpaMode:
     """`with helion_attn.sdpa():` runs `torch.nn.functional.scaled_dot_product_attention` in FP8.
 
     It holds for calls from the thread that entered the context, until it is left, however that happens. Contexts nest;
@@ -173,7 +173,8 @@ def sdpa(*, recipe: Recipe | RecipeName = BALANCED, fallback: Fallback = "raise"
       made nothing is kept. It needs head dims that block masks have. `dropout_p`: 0; `scale`: in 0..2**64.
 
     Args:
-        recipe: how the tensors become 8-bit numbers, or a preset's name.
+        recipe: how the tensors become 8-bit numbers, a preset's name, or "auto": `with ha.sdpa(recipe="auto"):` leaves
+            to PyTorch's attention what that is faster at, as `helion_attn.attention` says.
         fallback: what becomes of a call that cannot run here: "raise"; "warn", which warns (`FallbackWarning`) and has
             PyTorch's attention run; or "silent", which has it run.
 
@@ -184,7 +185,7 @@ def sdpa(*, recipe: Recipe | RecipeName = BALANCED, fallback: Fallback = "raise"
     what docs/integrations.md lists as not supported.
     """
     _check_fallback(fallback)
-    return _SdpaMode(as_recipe(recipe), fallback)
+    return _SdpaMode(as_choice(recipe), fallback)
 
 
 @named
@@ -198,7 +199,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    recipe: Recipe | RecipeName = BALANCED,
+    recipe: Recipe | RecipeName | Auto = BALANCED,
     fallback: Fallback = "raise",
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` in FP8, with its arguments and their meaning.
@@ -212,7 +213,8 @@ def scaled_dot_product_attention(
         is_causal: only with M = N.
         scale: 1 / sqrt(D) by default.
         enable_gqa: H_kv may be less than H.
-        recipe: how the tensors become 8-bit numbers, or a preset's name.
+        recipe: how the tensors become 8-bit numbers, a preset's name, or "auto": `with ha.sdpa(recipe="auto"):` leaves
+            to PyTorch's attention what that is faster at, as `helion_attn.attention` says.
         fallback: "raise", "warn" or "silent", as `helion_attn.sdpa` says.
 
     Returns:
@@ -224,7 +226,7 @@ def scaled_dot_product_attention(
     _check_fallback(fallback)
     return _attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-        recipe=as_recipe(recipe), fallback=fallback,
+        recipe=as_choice(recipe), fallback=fallback,
     )  # fmt: skip
 
 
@@ -252,13 +254,13 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    recipe: Recipe,
+    recipe: Recipe | Auto,
     fallback: str,
 ) -> torch.Tensor:
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_is_tensor(name, x)
     try:
-        call = _understood(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe)
+        call = _understood(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, preset_of(recipe))
     except (NotImplementedError, TypeError, ValueError, RuntimeError) as refusal:
         return _fall_back(
             fallback, refusal, STOCK,
@@ -268,7 +270,7 @@ def _attention(
     if call.visible is None:
         return attention(q, k, v, causal=call.causal, sm_scale=scale, recipe=recipe)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, _ = attend_to_visible(q, k, v, call.visible, recipe, sm_scale=scale)
+    out, _ = attend_to_visible(q, k, v, call.visible, preset_of(recipe), sm_scale=scale)
     return out.transpose(1, 2)
 
 

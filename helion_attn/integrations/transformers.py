@@ -14,7 +14,7 @@ from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.masks import attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported, is_none
-from helion_attn.types import BALANCED, Recipe, RecipeName, ScoreOptions, Scores, as_recipe
+from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, ScoreOptions, Scores, as_choice, preset_of
 from helion_attn.validate.dense import check_options, check_qkv, check_sinks, check_sm_scale
 
 
@@ -68,7 +68,7 @@ IGNORED = {
 }
 
 
-def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeName = BALANCED) -> None:
+def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeName | Auto = BALANCED) -> None:
     """Make `attn_implementation=name` FP8 attention in transformers (5.x), for inference.
 
     For decoders, with GQA, sliding windows, softcaps and sinks, and a cache that grows (transformers' default), in
@@ -87,7 +87,8 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeNa
 
     Args:
         name: what models are given as `attn_implementation`. Registering a name again replaces it.
-        recipe: how the tensors become 8-bit numbers.
+        recipe: how the tensors become 8-bit numbers, a preset's name, or "auto": `register_transformers(recipe="auto")`
+            leaves to PyTorch's attention what that is faster at, as `helion_attn.attention` says.
 
     Raises:
         ImportError: transformers is not installed.
@@ -96,7 +97,7 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeNa
     The models' forward passes raise what `helion_attn.attention` does, and NotImplementedError for what
     docs/integrations.md lists as not supported, such as static caches.
     """
-    recipe = as_recipe(recipe)
+    recipe = as_choice(recipe)
     if not isinstance(name, str):
         raise TypeError(f"name is a {type(name).__name__}; it must be a str")
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -250,7 +251,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     *,
-    recipe: Recipe = BALANCED,
+    recipe: Recipe | Auto = BALANCED,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function: q [B, H, M, D], k and v [B, H_kv, N, D] give ([B, M, H, D], None).
@@ -292,8 +293,9 @@ def attention_forward(
         check_qkv(q, k, v, "bshd", names=("query", "key", "value"))
         visible = read_mask(attention_mask, B, H, M, N, "attention_mask")
         if not visible.whole:
-            check_visible("helion_attn", visible, q, v, recipe, "attention_mask")
-            return attend_to_visible(q, k, v, visible, recipe, sm_scale=scaling, softcap=softcap, sinks=s_aux)[0], None
+            preset = preset_of(recipe)
+            check_visible("helion_attn", visible, q, v, preset, "attention_mask")
+            return attend_to_visible(q, k, v, visible, preset, sm_scale=scaling, softcap=softcap, sinks=s_aux)[0], None
         attention_mask, left = VisibleKeys(((0, N),) * B, M, N, visible.causal, None), None
     if attention_mask is None:
         # The model made no mask at all, so that its module's word is all there is.

@@ -1,0 +1,225 @@
+"""Benchmarks from which length on `attention` is faster than PyTorch's own attention, which is `recipe="auto"`'s table.
+
+    python benchmarks/attention.py --suite auto
+
+The default recipe from bf16 to bf16, and `scaled_dot_product_attention` with the backend that PyTorch chooses. A time
+is a call's share of calls back to back, none waited for: on short sequences that is the host's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+import helion_attn as ha
+from benchmarks.cells import compile_all
+from benchmarks.lib.checks import Check
+from benchmarks.lib.harness import Loaded, Results, Row, result_row, synchronize
+from benchmarks.lib.problem import first_line, workload
+from benchmarks.lib.recipes import DEFAULT
+from benchmarks.lib.suite import Block, Options, Suite, progress
+from benchmarks.lib.tables import Table, mask, number, rows_of
+from benchmarks.speed import LENGTHS
+from helion_attn.testing import make_qkv
+from helion_attn.workloads import Workload
+
+Key = TypeVar("Key", bound=Hashable)
+
+#: Query heads of a batch of one, by how many share a KV head.
+HEADS = {1: (8, 16, 32, 64), 4: (8, 32)}
+
+#: A sample of calls takes about as many seconds, of at most so many calls.
+SAMPLE_SECONDS, MOST_CALLS = 5e-3, 50
+
+#: Samples of each, at most.
+SAMPLES = 9
+
+#: What shares a threshold.
+KIND = ("D", "causal", "group", "heads")
+
+#: Thresholds are multiples of it.
+STEP = 128
+
+#: Bound on the time of what `auto` takes over the faster one's.
+BOUND = 1.03
+
+#: What `recipe="auto"` reads; `report.py` writes it.
+CONFIG = Path("helion_attn/configs/auto.json")
+
+# --- measurement ----------------------------------------------------------------------------------
+
+
+def workloads(options: Options) -> list[Workload]:
+    """As many queries as keys, in a batch of one."""
+    if options.device.type == "cpu":
+        return [workload(1, 4, S, S, D) for D in options.dims for S in (64, 128)]
+    lengths = LENGTHS[:4:2] if options.quick else LENGTHS
+    return [
+        dataclasses.replace(workload(1, H, S, S, D, causal), H_kv=H // group)
+        for D in options.dims
+        for causal in (False, True)
+        for group, heads in HEADS.items()
+        for H in heads
+        for S in lengths
+    ]
+
+
+def ms_back_to_back(
+    calls: Mapping[Key, Callable[[], object]], device: torch.device, samples: int, warmup: int = 3
+) -> dict[Key, float]:
+    """Median milliseconds of a call among others of its kind, the host's share included; samples are shuffled."""
+
+    def sample(call: Callable[[], object], count: int) -> float:
+        synchronize(device)
+        started = time.perf_counter()
+        for _ in range(count):
+            call()
+        synchronize(device)
+        return (time.perf_counter() - started) / count
+
+    counts = {}
+    for key, call in calls.items():
+        for _ in range(warmup if device.type == "cuda" else 0):
+            call()
+        counts[key] = max(1, min(MOST_CALLS, int(SAMPLE_SECONDS / sample(call, 1))))
+    taken: dict[Key, list[float]] = {key: [] for key in calls}
+    generator = random.Random(0)
+    for _ in range(samples):
+        for key in generator.sample(list(calls), len(calls)):
+            taken[key].append(sample(calls[key], counts[key]))
+    return {key: 1e3 * statistics.median(times) for key, times in taken.items()}
+
+
+def run(options: Options, results: Results) -> None:
+    """Both in every cell, by turns."""
+    found = workloads(options)
+    compile_all(found, [DEFAULT], options)
+    for w in progress(found, "auto"):
+        q, k, v = make_qkv("randn", w.B, w.H, w.H_kv, w.M, w.N, w.D, torch.bfloat16, options.device)
+        grouped = w.H_kv != w.H
+        calls: dict[tuple[str, str | None], Callable[[], object]] = {
+            ("helion_attn", DEFAULT): functools.partial(ha.attention, q, k, v, causal=w.causal),
+            ("sdpa_bf16", None): functools.partial(
+                scaled_dot_product_attention, q, k, v, is_causal=w.causal, enable_gqa=grouped
+            ),
+        }
+        backend = torch._fused_sdp_choice(q, k, v, is_causal=w.causal, enable_gqa=grouped)
+        try:
+            ms = ms_back_to_back(calls, options.device, min(options.repeats, SAMPLES))
+        except Exception as error:  # a cell that fails is a result, not the end of the run
+            results.add(*(row_of(*key, w) | {"error_message": first_line(error)} for key in calls))
+            continue
+        results.add(*(row_of(*key, w, ms[key]) | {"backend": SDPBackend(backend).name} for key in calls))
+
+
+def row_of(impl: str, recipe: str | None, w: Workload, ms: float | None = None) -> Row:
+    """A row, with what its threshold depends on."""
+    return result_row(impl, w, "e2e", "randn", recipe=recipe, ms=ms) | {"group": w.H // w.H_kv, "heads": w.B * w.H}
+
+
+# --- crossovers -----------------------------------------------------------------------------------
+
+
+def speedups(rows: list[Row]) -> dict[tuple[Any, ...], dict[int, float]]:
+    """The default's speed over PyTorch's by length, for each value of `KIND`."""
+    cells: dict[tuple[Any, ...], dict[int, dict[str, float]]] = {}
+    for row in rows:
+        kind = tuple(row[name] for name in KIND)
+        if row.get("ms") is not None:
+            cells.setdefault(kind, {}).setdefault(row["N"], {})[row["impl"]] = row["ms"]
+    return {
+        kind: {S: ms["sdpa_bf16"] / ms["helion_attn"] for S, ms in by_length.items() if len(ms) == 2}
+        for kind, by_length in cells.items()
+    }
+
+
+def from_length(faster: dict[int, float]) -> int | None:
+    """The length from which on the default is taken: where least time is lost over all that were measured.
+
+    Between two lengths it is where a line through the logarithms of both speedups is 0.
+
+    Args:
+        faster: the default's speed over PyTorch's, by length.
+
+    Returns:
+        None if it is never taken.
+    """
+    lengths = sorted(faster)
+    logs = [math.log(faster[S]) for S in lengths]
+
+    def lost(first: int) -> float:
+        return sum(max(x, 0.0) for x in logs[:first]) - sum(min(x, 0.0) for x in logs[first:])
+
+    first = min(range(len(lengths) + 1), key=lost)
+    if first == len(lengths):
+        return None
+    if first == 0 or not logs[first - 1] < 0 < logs[first]:
+        return lengths[first]
+    share = -logs[first - 1] / (logs[first] - logs[first - 1])
+    between = lengths[first - 1] * (lengths[first] / lengths[first - 1]) ** share
+    return min(lengths[first], STEP * math.ceil(between / STEP))
+
+
+def tables(loaded: Loaded) -> list[Table]:
+    """Speedups by length, and from where on 8 bits are taken."""
+    found = speedups(rows_of(loaded, "auto"))
+    lengths = sorted({S for by_length in found.values() for S in by_length})
+    body = []
+    for (D, causal, group, heads), by_length in found.items():
+        crossing = from_length(by_length)
+        kv = str(heads) if group == 1 else f"{heads}:{heads // group}"
+        figures = [number(by_length.get(S), ".2f") for S in lengths]
+        body.append([str(D), mask(causal), kv, *figures, "-" if crossing is None else str(crossing)])
+    headers = ["D", "mask", "heads", *(f"S {S}" for S in lengths), "8 bits from"]
+    return [Table("PyTorch's time / BALANCED's, calls back to back", headers, body)] if body else []
+
+
+def checks(loaded: Loaded) -> list[Check]:
+    """The time of what the thresholds take over the faster one's."""
+    found = []
+    for (D, causal, group, heads), by_length in speedups(rows_of(loaded, "auto")).items():
+        crossing = from_length(by_length)
+        for S, faster in by_length.items():
+            takes_8_bits = crossing is not None and crossing <= S
+            lost = max(1.0, 1 / faster if takes_8_bits else faster)
+            where = f"S {S}, D {D}, {mask(causal)}, {heads} heads, groups of {group}"
+            found.append(Check("auto, time / the faster one's", where, lost, BOUND))
+    return found
+
+
+# --- the table of `recipe="auto"` ------------------------------------------------------------------
+
+
+def config(loaded: Loaded, before: str) -> str:
+    """What `CONFIG` should be: with the crossovers of the card that was measured, and those of others as before.
+
+    Args:
+        loaded: the results.
+        before: what it is.
+    """
+    meta = loaded.get("auto", {}).get("meta", {})
+    if meta.get("gpu") is None:
+        return before
+    names = ("gpu", "torch", "cudnn", "date", "commit", "command")
+    kept = {part: [row for row in rows if row["gpu"] != meta["gpu"]] for part, rows in json.loads(before).items()}
+    kept["measured"].append({name: meta.get(name) for name in names})
+    for kind, faster in speedups(rows_of(loaded, "auto")).items():
+        row = {"gpu": meta["gpu"], **dict(zip(KIND, kind, strict=True)), "from_length": from_length(faster)}
+        kept["rows"].append(row)
+    lines = {part: ",\n  ".join(map(json.dumps, rows)) for part, rows in kept.items()}
+    return "{\n" + ",\n".join(f' "{part}": [\n  {text}\n ]' for part, text in lines.items()) + "\n}\n"
+
+
+SUITE = Suite("auto", run, {"auto": Block("auto", tables)})

@@ -1,0 +1,208 @@
+"""`recipe="auto"`: the default preset or PyTorch's own attention, whichever was the faster where both were measured.
+
+PyTorch's is `torch.ops.aten.scaled_dot_product_attention`, with the backend that PyTorch chooses. Called by this name,
+no `helion_attn.sdpa` around it takes the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from helion_attn import plans
+from helion_attn.configs import read_table
+from helion_attn.problem import DenseProblem
+from helion_attn.types import preset_name
+
+#: The file of crossovers, which `benchmarks/report.py` makes of the results of suite `auto`.
+TABLE = "auto.json"
+
+
+class Crossover(NamedTuple):
+    """From which length on the default preset is faster.
+
+    Attributes:
+        gpu: that was measured.
+        D: the largest head dim that it is for.
+        causal: whether the mask is.
+        group: the fewest query heads of a KV head that it is for.
+        heads: B H, the fewest that it is for.
+        from_length: the least of M and N; None if it never is.
+    """
+
+    gpu: str
+    D: int
+    causal: bool
+    group: int
+    heads: int
+    from_length: int | None
+
+
+#: Read at import: torch.compile cannot trace files.
+CROSSOVERS = tuple(Crossover(**row) for row in read_table(TABLE))
+
+#: Whose crossovers are taken on a GPU that was not measured, and for CPU tensors.
+FALLBACK_GPU = "NVIDIA H100 80GB HBM3"
+
+MEASURED_GPUS = frozenset(row.gpu for row in CROSSOVERS)
+
+#: Options of `attention` that PyTorch's has too, or that say which of the two it is.
+OPTIONS = frozenset({"causal", "sm_scale", "layout", "recipe"})
+
+#: Largest head dim of PyTorch's fast backends, and what it must be a multiple of.
+MOST_D, STEP_D = 256, 8
+
+
+class PyTorchCall(NamedTuple):
+    """What PyTorch's attention is told besides its tensors."""
+
+    causal: bool
+    sm_scale: float
+    grouped: bool
+    bshd: bool
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The output, contiguous, on tensors in the layout of the call."""
+        if torch.is_autocast_enabled(q.device.type):
+            with torch.autocast(q.device.type, enabled=False):  # it would cast to another dtype
+                return self._run(q, k, v)
+        return self._run(q, k, v)
+
+    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.bshd:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out: torch.Tensor = torch.ops.aten.scaled_dot_product_attention.default(
+            q, k, v, None, 0.0, self.causal, scale=self.sm_scale, enable_gqa=self.grouped
+        )
+        return (out.transpose(1, 2) if self.bshd else out).contiguous()
+
+
+def other_option(options: Mapping[str, Any]) -> str | None:
+    """An option that is given and that PyTorch's fast attention does not have, or None."""
+    return next((name for name, x in options.items() if name not in OPTIONS and x is not None and x is not False), None)
+
+
+def why_not_pytorch(problem: DenseProblem, options: Mapping[str, Any]) -> str | None:
+    """What of a call PyTorch's fast attention does not have; None if it has all."""
+    q, k, v, softmax = problem.q, problem.k, problem.v, problem.softmax
+    if (name := other_option(options)) is not None:
+        return f"{name} is given"
+    if softmax.sm_scale == 0:
+        return "sm_scale is 0"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return "q, k and v are neither bf16 nor fp16"
+    if v.size(3) != q.size(3):
+        return "V's head dim is not Q's"
+    if q.size(3) > MOST_D or q.size(3) % STEP_D:
+        return f"the head dim is not a multiple of {STEP_D} up to {MOST_D}"
+    if any(x.stride(3) != 1 for x in (q, k, v)):
+        return "a tensor's last dimension has another stride than 1"
+    if softmax.right == 0 and q.size(2) != 1 and q.size(2) != k.size(2):
+        return "the mask is causal and M is not N"
+    return None
+
+
+def crossover(problem: DenseProblem) -> Crossover:
+    """The row that a call goes by: of its card, mask and head dim, with the largest group and most heads it reaches.
+
+    With fewer heads than were measured it is the row of the fewest.
+    """
+    q, H_kv = problem.q, problem.k.size(1)
+    gpu, causal = gpu_of_table(q.device), _hides_keys(problem)
+    rows = [row for row in CROSSOVERS if row.gpu == gpu and row.causal == causal]
+    D = min(row.D for row in rows if q.size(3) <= row.D)
+    group = max(row.group for row in rows if row.D == D and row.group * H_kv <= q.size(1))
+    rows = sorted((row for row in rows if (row.D, row.group) == (D, group)), key=lambda row: row.heads)
+    reached = [row for row in rows if row.heads <= q.size(0) * q.size(1)]
+    return reached[-1] if reached else rows[0]
+
+
+def _hides_keys(problem: DenseProblem) -> bool:
+    """Whether a causal mask hides any; a single query is the last one."""
+    # A branch, since torch.compile makes a guard of that alone.
+    return problem.softmax.right == 0 if problem.q.size(2) != 1 else False
+
+
+def pytorch_call(problem: DenseProblem, options: Mapping[str, Any]) -> PyTorchCall | None:
+    """The call of PyTorch's attention, or None where the default preset is chosen.
+
+    It depends on shapes, dtypes, strides, options and the card alone. Of symbolic shapes it is a guard.
+    """
+    if why_not_pytorch(problem, options) is not None or _is_long(problem, crossover(problem)):
+        return None
+    q, k = problem.q, problem.k
+    return PyTorchCall(_hides_keys(problem), problem.softmax.sm_scale, q.size(1) != k.size(1), problem.bshd)
+
+
+def _is_long(problem: DenseProblem, row: Crossover) -> bool:
+    """Whether the default preset is faster; fewer heads than the row's need as many more rows each."""
+    if row.from_length is None:
+        return False
+    (B, H, M), N = problem.q.shape[:3], problem.k.size(2)
+    return min(M, N) * min(B * H, row.heads) >= row.from_length * row.heads
+
+
+def reason(problem: DenseProblem, options: Mapping[str, Any], device: str) -> str:
+    """Which of the two is chosen on a device of this name and why, in a sentence."""
+    preset = preset_name(problem.recipe)
+    lacking = why_not_pytorch(problem, options)
+    if lacking is not None:
+        return f"auto takes {preset}: PyTorch's attention is not considered where {lacking}"
+    row, (B, H, M, _D), N = crossover(problem), problem.q.shape, problem.k.size(2)
+    taken = preset if _is_long(problem, row) else "PyTorch's attention"
+    mask = "causal" if row.causal else "full"
+    kind = f"D up to {row.D}, {mask}, {row.heads} heads, {row.group} of a KV head, on {row.gpu}"
+    if row.from_length is None:
+        limit = f"{preset} was faster at no length"
+    else:
+        limit = f"{preset} was faster from length {row.from_length} on"
+    if row.heads > B * H:
+        limit += f", and {B * H} heads need {row.heads / (B * H):.3g} times as much"
+    text = f"auto takes {taken}: with {B * H} heads the least of M and N is {min(M, N)}; {limit} ({kind})"
+    return text if device == row.gpu else f"{text}; not measured on {device}"
+
+
+@torch.compiler.assume_constant_result
+def gpu_of_table(device: torch.device) -> str:
+    """Whose crossovers a device goes by."""
+    if device not in _GPUS:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else FALLBACK_GPU
+        _GPUS[device] = name if name in MEASURED_GPUS else FALLBACK_GPU
+    return _GPUS[device]
+
+
+_GPUS: dict[torch.device, str] = {}
+
+_CALLS: dict[Hashable, PyTorchCall | None] = {}
+
+
+def known_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any], problem: Callable[[], DenseProblem]
+) -> PyTorchCall | None:
+    """`pytorch_call` of a call.
+
+    Args:
+        q: and k, v, options, as `attention` has them, with `return_lse` among the options.
+        k: the keys.
+        v: the values.
+        options: all else.
+        problem: checks the call and makes a problem of it. It is not asked where the preset is sure to be taken, which
+            checks as well, nor of a call like one that was checked before.
+    """
+    if other_option(options) is not None:
+        return None
+    key = plans.key_of("auto", (q, k, v), (*options, *options.values()))
+    if key is None:
+        return pytorch_call(problem(), options)
+    try:
+        return _CALLS[key]
+    except KeyError:
+        call = pytorch_call(problem(), options)
+    except TypeError:  # an option that has no hash is none that is accepted
+        return pytorch_call(problem(), options)
+    if len(_CALLS) >= plans.MAX_PLANS:
+        _CALLS.clear()
+    _CALLS[key] = call
+    return call
