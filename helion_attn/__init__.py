@@ -28,7 +28,7 @@ from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cac
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.support import is_supported
 from helion_attn.transforms import apply_rope, hadamard, hadamard_matrix, reflect
-from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, Rope
+from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, RMSNorm, Rope
 from helion_attn.validate.dense import SwappedLayoutWarning
 from helion_attn.varlen import attention_varlen
 
@@ -47,6 +47,7 @@ __all__ = [
     "FallbackWarning",
     "PagedKVCache",
     "QuantizedQKV",
+    "RMSNorm",
     "Recipe",
     "Rope",
     "SwappedLayoutWarning",

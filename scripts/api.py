@@ -22,8 +22,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Attention": ("attention", "quantize", "attention_quantized", "pack", "dequantize", "attention_varlen"),
     "KV cache": ("paged_kv_cache", "append_kvcache", "attention_kvcache"),
     "Recipes and types": (
-        *("Recipe", "FAST", "BALANCED", "ACCURATE", "HYBRID", "BF16", "Rope", "BlockMask", "QuantizedQKV"),
-        "PagedKVCache",
+        *("Recipe", "FAST", "BALANCED", "ACCURATE", "HYBRID", "BF16", "Rope", "RMSNorm", "BlockMask"),
+        *("QuantizedQKV", "PagedKVCache"),
     ),
     "Under others' names": (
         *("scaled_dot_product_attention", "sdpa", "register_flash_attention", "register_transformers"),
