@@ -14,6 +14,7 @@ from helion_attn.check import check
 from helion_attn.debugging import debug
 from helion_attn.explain import explain, plan
 from helion_attn.integrations.diffusers import register_diffusers
+from helion_attn.integrations.diffusers_fused import fuse_diffusers
 from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from helion_attn.integrations.flash_attn_2 import (
     flash_attn_kvpacked_func,
@@ -70,6 +71,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "fuse_diffusers",
     "hadamard",
     "hadamard_matrix",
     "is_supported",
