@@ -28,6 +28,7 @@ from benchmarks.lib.recipes import DEFAULT, PRESETS, RECIPES
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, by_impl, labels, number, rows_of, values_of
 from helion_attn import configs
+from helion_attn.kernels.lib.norm import no_norms
 from helion_attn.kernels.lib.rope import rope_tables as kernel_tables
 from helion_attn.kernels.lib.strided import strided_qkv
 from helion_attn.preprocess import pack, sample
@@ -159,9 +160,10 @@ def pack_launch(
     """The last launch of `quantize` alone: transform, scale, cast and pack. What it needs to know is computed here."""
     tile = configs.packing(q.size(3), v.size(3), recipe.bits)
     source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
-    tables = kernel_tables(rope_arguments(rope), source.D_row, q.new_empty(1, dtype=torch.float32))
-    known = sample.launch(source, tables, recipe)
-    return lambda: pack.launch(source, tables, known, tile.bm, tile.bn, recipe, shift_lse=False).tensors()
+    unused = q.new_empty(1, dtype=torch.float32)
+    norms, tables = no_norms(unused), kernel_tables(rope_arguments(rope), source.D_row, unused)
+    known = sample.launch(source, norms.k, tables, recipe)
+    return lambda: pack.launch(source, norms, tables, known, tile.bm, tile.bn, recipe, shift_lse=False).tensors()
 
 
 def stages(w: Workload, q: Tensor, k: Tensor, v: Tensor) -> list[Stage]:

@@ -14,6 +14,7 @@ from helion_attn.check import check
 from helion_attn.debugging import debug
 from helion_attn.explain import explain, plan
 from helion_attn.integrations.diffusers import register_diffusers
+from helion_attn.integrations.diffusers_fused import fuse_diffusers
 from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from helion_attn.integrations.flash_attn_2 import (
     flash_attn_kvpacked_func,
@@ -28,7 +29,7 @@ from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cac
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.support import is_supported
 from helion_attn.transforms import apply_rope, hadamard, hadamard_matrix, reflect
-from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, Rope
+from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, RMSNorm, Rope
 from helion_attn.validate.dense import SwappedLayoutWarning
 from helion_attn.varlen import attention_varlen
 
@@ -47,6 +48,7 @@ __all__ = [
     "FallbackWarning",
     "PagedKVCache",
     "QuantizedQKV",
+    "RMSNorm",
     "Recipe",
     "Rope",
     "SwappedLayoutWarning",
@@ -69,6 +71,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "fuse_diffusers",
     "hadamard",
     "hadamard_matrix",
     "is_supported",

@@ -19,6 +19,7 @@ from helion_attn.problem import (
     QuantizeProblem,
     fp32_sinks,
     mask_arguments,
+    norm_arguments,
     rope_arguments,
     softmax_of,
 )
@@ -31,6 +32,7 @@ from helion_attn.types import (
     QuantizedQKV,
     Recipe,
     RecipeName,
+    RMSNorm,
     Rope,
     ScoreOptions,
     Scores,
@@ -64,13 +66,15 @@ def quantize(
     recipe: Recipe | RecipeName = BALANCED,
     layout: Layout = "bhsd",
     rope: Rope | None = None,
+    q_norm: RMSNorm | None = None,
+    k_norm: RMSNorm | None = None,
 ) -> QuantizedQKV:
     """Quantise Q, K and V to 8 bits, or cast them to 16, and pack them for `attention_quantized`.
 
     Reads the tensors as they are, whatever their strides (a transposed view, a slice of a packed BS3HD tensor), and
-    writes the packed copies once. Every tensor is read once for that, and of K and V a sample of 256 keys before. What
-    `rope` rotates, and fp32 tensors, must have a last-dimension stride of 1, and fp32 tensors other strides that are
-    multiples of 4.
+    writes the packed copies once. Every tensor is read once for that, and of K and V a sample of 256 keys before; what
+    has a norm over all heads is read twice. What is normalised or rotated, and fp32 tensors, must have a last-dimension
+    stride of 1, and fp32 tensors other strides that are multiples of 4.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32; D in 16..1024; with layout="bshd", H and M swapped; k and v likewise.
@@ -79,6 +83,8 @@ def quantize(
         recipe: how the tensors become 8- or 16-bit numbers; or a preset's name, such as "balanced".
         layout: "bhsd" or "bshd".
         rope: rotate Q and K by position first.
+        q_norm: normalise Q before that, by head or over all heads.
+        k_norm: likewise K.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
@@ -89,18 +95,20 @@ def quantize(
     chosen = as_recipe(recipe)
 
     def problem() -> tuple[Any, QuantizeProblem]:
-        check_quantize(q, k, v, chosen, layout, rope)
+        check_quantize(q, k, v, chosen, layout, rope, q_norm, k_norm)
         of_heads = heads_first(q, k, v, layout)
         return ops.quantize_qkv, QuantizeProblem(
             *of_heads,
             rope=rope_arguments(rope),
+            norm=norm_arguments(q_norm, k_norm),
             packing=packing(q.size(3), v.size(3), chosen.bits),
             recipe=chosen,
             shift_lse=True,
             packs_q=True,
         )
 
-    tensors = plans.run("quantize", (q, k, v, *rope_tensors(rope)), (chosen, layout, interleaved(rope)), problem)
+    more, known = (*rope_tensors(rope), *norm_tensors(q_norm, k_norm)), (interleaved(rope), *norm_eps(q_norm, k_norm))
+    tensors = plans.run("quantize", (q, k, v, *more), (chosen, layout, *known), problem)
     length = 2 if layout == "bhsd" else 1
     return QuantizedQKV(
         **packed_fields(tensors, chosen, shift_lse=True),
@@ -129,6 +137,16 @@ def rope_tensors(rope: Rope | None) -> tuple[Any, ...]:
 def interleaved(rope: Rope | None) -> bool | None:
     """What `rope` has besides tensors."""
     return rope.interleaved if isinstance(rope, Rope) else None
+
+
+def norm_tensors(*norms: RMSNorm | None) -> tuple[Any, ...]:
+    """The tensors of norms; what is no `RMSNorm` is checked later."""
+    return tuple(norm.weight if isinstance(norm, RMSNorm) else norm for norm in norms)
+
+
+def norm_eps(*norms: RMSNorm | None) -> tuple[float | None, ...]:
+    """What norms have besides tensors."""
+    return tuple(norm.eps if isinstance(norm, RMSNorm) else None for norm in norms)
 
 
 @named
@@ -219,11 +237,13 @@ def pack_unread(
 
 
 def parted(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Options but a block mask as `plans.run` takes them: tensors, of RoPE first and then sinks, and all else."""
-    rope, sinks = options.get("rope"), options.get("sinks")
-    rest = {name: value for name, value in options.items() if name not in ("rope", "sinks", "block_mask")}
+    """Options but a block mask as `plans.run` takes them: tensors, of RoPE, the norms and sinks, and all else."""
+    rope, sinks, norms = options.get("rope"), options.get("sinks"), (options.get("q_norm"), options.get("k_norm"))
+    of_tensors = ("rope", "q_norm", "k_norm", "sinks", "block_mask")
+    rest = {name: value for name, value in options.items() if name not in of_tensors}
     dtype = sinks.dtype if isinstance(sinks, torch.Tensor) else None  # they are cast
-    return (*rope_tensors(rope), fp32_sinks(sinks)), (*rest, *rest.values(), interleaved(rope), dtype)
+    tensors = *rope_tensors(rope), *norm_tensors(*norms), fp32_sinks(sinks)
+    return tensors, (*rest, *rest.values(), interleaved(rope), *norm_eps(*norms), dtype)
 
 
 def parted_mask(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
@@ -331,6 +351,8 @@ def dense_problem(
     layout: Layout = "bhsd",
     recipe: Recipe | RecipeName | Auto = BALANCED,
     rope: Rope | None = None,
+    q_norm: RMSNorm | None = None,
+    k_norm: RMSNorm | None = None,
     block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -339,7 +361,7 @@ def dense_problem(
 ) -> DenseProblem:
     """The arguments of `attention`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
-    check_quantize(q, k, v, recipe, layout, rope)
+    check_quantize(q, k, v, recipe, layout, rope, q_norm, k_norm)
     H = q.size(1 if layout == "bhsd" else 2)
     scores = Scores(**options)
     check_options(scores, return_lse, out_dtype, H, q.device)
@@ -353,6 +375,7 @@ def dense_problem(
     return DenseProblem(
         *of_heads,
         rope=rope_arguments(rope),
+        norm=norm_arguments(q_norm, k_norm),
         packing=packing(q.size(3), v.size(3), recipe.bits),
         softmax=softmax,
         bshd=layout == "bshd",
@@ -409,6 +432,8 @@ def attention(
             256, no other option than `causal`, which takes M = N or M = 1, `sm_scale` and `layout`. A card that is not
             in the table, and the CPU, have that of an H100. `helion_attn.explain` says which and why.
         rope: rotate Q and K by position first.
+        q_norm: normalise Q before that, by head or over all heads (`helion_attn.RMSNorm`).
+        k_norm: likewise K.
         window: (left, right), as in flash-attn: row i sees keys i + N - M - left .. i + N - M + right, and -1 is
             unlimited (Longformer, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825). With `causal`, right is 0 whatever
             it says. Keys outside cost nothing: their blocks are not read.

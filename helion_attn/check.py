@@ -121,12 +121,32 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[M
     return Check(asked, errors, _error(rounded, reference), rows, findings, pattern)
 
 
+class _Norm:
+    """An RMSNorm of Q or K [B, heads, S, D], of rows that are looked at later; without a weight, of none."""
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
+        self.weight = None if weight is None else weight.double().view(-1, x.size(3))
+        if self.weight is not None:
+            # [B, heads or 1, S]
+            squares = torch.linalg.vector_norm(x, dim=3, dtype=torch.float64).square() / x.size(3)
+            squares = squares.mean(1, keepdim=True) if self.weight.size(0) > 1 else squares
+            self.factors = torch.rsqrt(squares + eps)
+
+    def rows(self, x: torch.Tensor, b: int, h: int, rows: torch.Tensor | slice) -> torch.Tensor:
+        """Rows of a head, normalised: [rows, D]."""
+        if self.weight is None:
+            return x[b, h, rows]
+        factors = self.factors[b, h % self.factors.size(1), rows]
+        return x[b, h, rows].double() * factors.unsqueeze(1) * self.weight[h % self.weight.size(0)]
+
+
 class _Sample:
     """Some rows of some heads, and the keys that they see."""
 
     def __init__(self, problem: DenseProblem, mask: BlockMask | None) -> None:
         self.q, self.k, self.v, self.rope = problem.q, problem.k, problem.v, problem.rope
-        self.softmax = problem.softmax
+        self.softmax, norm = problem.softmax, problem.norm
+        self.q_norm, self.k_norm = _Norm(self.q, norm.q_weight, norm.q_eps), _Norm(self.k, norm.k_weight, norm.k_eps)
         (B, H, self.M, self.D), self.N = self.q.shape, self.k.size(2)
         every = max(1, B * H // HEADS)
         # (batch, query head, KV head)
@@ -144,9 +164,10 @@ class _Sample:
         return torch.stack([x[b, h, self.rows] for b, h, _kv in self.heads])
 
     def queries(self) -> torch.Tensor:
-        """fp64 [heads, rows, D], rotated."""
+        """fp64 [heads, rows, D], normalised and rotated."""
         given = self.rope.q_positions
-        return self._rotated(self.rows_of(self.q), self.rows + self.N - self.M if given is None else given[self.rows])
+        q = torch.stack([self.q_norm.rows(self.q, b, h, self.rows) for b, h, _kv in self.heads])
+        return self._rotated(q, self.rows + self.N - self.M if given is None else given[self.rows])
 
     def _rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """fp64 [..., positions, D]."""
@@ -159,12 +180,13 @@ class _Sample:
         return keys if given is None else given[keys]
 
     def query_heads(self) -> list[torch.Tensor]:
-        """The sampled heads of Q, whole: [M, D]."""
-        return [self.q[b, h] for b, h, _kv in self.heads]
+        """The sampled heads of Q, whole, normalised: [M, D]."""
+        return [self.q_norm.rows(self.q, b, h, slice(None)) for b, h, _kv in self.heads]
 
     def key_heads(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The KV heads of K or V that they attend to, whole, each once: [N, D]."""
-        return [x[b, kv] for b, kv in dict.fromkeys((b, kv) for b, _h, kv in self.heads)]
+        """The KV heads of K, normalised, or V that they attend to, whole, each once: [N, D]."""
+        heads = dict.fromkeys((b, kv) for b, _h, kv in self.heads)
+        return [self.k_norm.rows(x, b, kv, slice(None)) if x is self.k else x[b, kv] for b, kv in heads]
 
     def keys_of(self, x: torch.Tensor, rotated: bool) -> Iterator[torch.Tensor]:
         """Every so many keys of each, fp64."""
@@ -173,13 +195,12 @@ class _Sample:
             yield self._rotated(head[keys], self._key_positions(keys)) if rotated else head[keys].double()
 
     def key_blocks(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """`(first key, K, V)`, fp64 [heads, keys, D] and [heads, keys, D_v], K rotated."""
+        """`(first key, K, V)`, fp64 [heads, keys, D] and [heads, keys, D_v], K normalised and rotated."""
         for first in range(0, self.N, KEYS_AT_ONCE):
-            keys = torch.arange(first, min(first + KEYS_AT_ONCE, self.N), device=self.k.device)
-            k, v = (
-                torch.stack([x[b, kv, first : first + KEYS_AT_ONCE] for b, _h, kv in self.heads])
-                for x in (self.k, self.v)
-            )
+            of = slice(first, first + KEYS_AT_ONCE)
+            keys = torch.arange(first, min(of.stop, self.N), device=self.k.device)
+            k = torch.stack([self.k_norm.rows(self.k, b, kv, of) for b, _h, kv in self.heads])
+            v = torch.stack([self.v[b, kv, of] for b, _h, kv in self.heads])
             yield first, self._rotated(k, self._key_positions(keys)), v.double()
 
     def attention(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -274,7 +295,10 @@ def _largest_bias(k: torch.Tensor) -> float:
 def _largest_entry(x: torch.Tensor) -> float:
     """Over the root mean square of all: [rows, D]. Without a copy of x."""
     largest = torch.maximum(x.amax(), -x.amin()).double()
-    return (largest / (torch.linalg.vector_norm(x, dtype=torch.float32) / math.sqrt(x.numel()))).item()
+    return (
+        largest
+        / (torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) / math.sqrt(x.numel()))
+    ).item()
 
 
 def _largest_drift(v: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import auto, ops, plans
-from helion_attn.api import dense_problem, interleaved, parted, parted_mask
+from helion_attn.api import dense_problem, interleaved, norm_eps, parted, parted_mask
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LargeTileConfig, TileConfig, scheduling
@@ -18,7 +18,7 @@ from helion_attn.names import named, options_of
 from helion_attn.ops.attention import Choice, Shape
 from helion_attn.ops.dense import shape_of_dense
 from helion_attn.plans import Plan
-from helion_attn.types import BALANCED, CallOptions, Rope, is_auto
+from helion_attn.types import BALANCED, CallOptions, RMSNorm, Rope, is_auto
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -193,14 +193,16 @@ class AttentionPlan:
         v: torch.Tensor,
         *,
         rope: Rope | None = None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
         sinks: torch.Tensor | None = None,
         block_mask: BlockMask | FlexMask | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Run it on the current stream.
 
         Args:
-            q: and k, v, rope, sinks, block_mask: as in the call that made it, with shapes, strides, dtypes, device and
-                alignment as they were there.
+            q: and k, v, rope, q_norm, k_norm, sinks, block_mask: as in the call that made it, with shapes, strides,
+                dtypes, device and alignment as they were there.
 
         Raises:
             TypeError: q, k or v is no tensor.
@@ -209,12 +211,13 @@ class AttentionPlan:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-        given, key = _given(q, k, v, {"rope": rope, "sinks": sinks, "block_mask": block_mask})
+        tensors = {"rope": rope, "q_norm": q_norm, "k_norm": k_norm, "sinks": sinks, "block_mask": block_mask}
+        given, key = _given(q, k, v, tensors)
         if key is None or key != self._key:
             texts = (f"{x.dtype} {[*x.shape]} with strides {[*x.stride()]} on {x.device}" for x in given)
             raise ValueError(
                 f"the plan is for tensors of other layouts or roles than {'; '.join(texts)}, or for a rope of another "
-                f"pairing; none may require grad: make another with helion_attn.plan"
+                f"pairing, or a norm of another eps; none may require grad: make another with helion_attn.plan"
             )
         out, lse = self._plan.run(given)
         return (out, lse) if self._return_lse else out
@@ -226,7 +229,8 @@ def _given(
     """The tensors of a call, and all that its plan depends on of them and their roles; None of what is not plain."""
     (more, _), (mask, lengths) = parted(options), parted_mask(options)
     given = [x for x in (q, k, v, *more, *mask) if x is not None]
-    rest = interleaved(options.get("rope")), lengths, *[x is None for x in (*more, *mask)]
+    of_norms = norm_eps(options.get("q_norm"), options.get("k_norm"))
+    rest = interleaved(options.get("rope")), *of_norms, lengths, *[x is None for x in (*more, *mask)]
     return given, plans.key_of("plan", given, rest)
 
 

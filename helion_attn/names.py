@@ -52,6 +52,8 @@ NOT_HERE = {
     "block_mask": "call helion_attn.attention or attention_quantized, to which sequences that follow each other are "
     "one with the mask helion_attn.masks.documents(ids)",
     "enable_gqa": "leave it out: k and v may have fewer heads than q",
+    "q_norm": "normalise q before; helion_attn.attention and quantize do it",
+    "k_norm": "normalise k before; helion_attn.attention and quantize do it",
 }
 
 #: What FlashInfer and SageAttention, and TransformerEngine, call these.

@@ -12,7 +12,7 @@ import torch
 
 from helion_attn.configs import Packing
 from helion_attn.numerics import LOG2E
-from helion_attn.types import PackedTensors, PagedKVCache, Recipe, Rope, Scores, packed_fields
+from helion_attn.types import PackedTensors, PagedKVCache, Recipe, RMSNorm, Rope, Scores, packed_fields
 
 if TYPE_CHECKING:
     from helion_attn.block_mask import BlockMask
@@ -42,6 +42,28 @@ def rope_arguments(rope: Rope | None) -> RopeArguments:
         k_positions=rope.k_positions,
         interleaved=rope.interleaved,
     )
+
+
+class NormArguments(NamedTuple):
+    """The fields of the `RMSNorm` of Q and of K, or its absence, as operations take them."""
+
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    q_eps: float
+    k_eps: float
+
+
+NO_NORM_ARGUMENTS = NormArguments(q_weight=None, k_weight=None, q_eps=1.0, k_eps=1.0)
+
+
+def norm_arguments(q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormArguments:
+    """The norms as operations take them."""
+    norms = NO_NORM_ARGUMENTS
+    if q_norm is not None:
+        norms = norms._replace(q_weight=q_norm.weight, q_eps=float(q_norm.eps))
+    if k_norm is not None:
+        norms = norms._replace(k_weight=k_norm.weight, k_eps=float(k_norm.eps))
+    return norms
 
 
 class MaskArguments(NamedTuple):
@@ -174,6 +196,7 @@ class DenseProblem(NamedTuple):
         k: [B, H_kv, N, D], same dtype.
         v: [B, H_kv, N, D_v], same dtype.
         rope: rotates Q and K first.
+        norm: is applied to Q and K before that.
         packing: block sizes and padding.
         softmax: and the rest, as in `AttentionProblem`.
         shift_lse: whether somebody sees what smooth_k takes from the scores.
@@ -183,6 +206,7 @@ class DenseProblem(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     rope: RopeArguments
+    norm: NormArguments
     packing: Packing
     softmax: Softmax
     bshd: bool
@@ -195,7 +219,15 @@ class DenseProblem(NamedTuple):
     def quantizing(self, packs_q: bool) -> QuantizeProblem:
         """What packs it."""
         return QuantizeProblem(
-            self.q, self.k, self.v, self.rope, self.packing, self.recipe, shift_lse=self.shift_lse, packs_q=packs_q
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            rope=self.rope,
+            norm=self.norm,
+            packing=self.packing,
+            recipe=self.recipe,
+            shift_lse=self.shift_lse,
+            packs_q=packs_q,
         )
 
     def attending(self, tensors: tuple[torch.Tensor, ...]) -> AttentionProblem:
@@ -445,6 +477,7 @@ class QuantizeProblem(NamedTuple):
         k: [B, H_kv, N, D], same dtype.
         v: [B, H_kv, N, D_v], same dtype.
         rope: rotates Q and K first.
+        norm: is applied to Q and K before that.
         packing: block sizes and padding.
         recipe: how they become 8- or 16-bit numbers.
         shift_lse: whether somebody sees what smooth_k takes from the scores.
@@ -455,6 +488,7 @@ class QuantizeProblem(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     rope: RopeArguments
+    norm: NormArguments
     packing: Packing
     recipe: Recipe
     shift_lse: bool

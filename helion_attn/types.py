@@ -366,6 +366,28 @@ class Rope(_OfTensors):
                 check_columns_differ(f"rope.{name}", getattr(self, name))
 
 
+@dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
+class RMSNorm(_OfTensors):
+    """RMSNorm (arXiv:1910.07467), applied to Q or K in fp32 while they are quantised, before RoPE.
+
+    x becomes `x / sqrt(mean(x**2) + eps) * weight`. A weight of D channels is of every head, whose mean is that of its
+    own channels, as in Flux, Qwen3 and Gemma 3. One of `heads * D` is of all heads in their order, whose mean is one
+    for all channels of a token, as in Wan: the token's heads are read once more. For example
+    `ha.attention(q, k, v, q_norm=ha.RMSNorm(attn.norm_q.weight), k_norm=ha.RMSNorm(attn.norm_k.weight), rope=rope)`.
+
+    Models that multiply by `1 + weight`, such as Gemma's, pass that sum. Models round between the norm, its weight and
+    RoPE to their dtype; here nothing is rounded.
+
+    Attributes:
+        weight: [D] or [heads * D], contiguous, bf16, fp16 or fp32; heads are the query heads of `q_norm`, and the KV
+            heads of `k_norm`.
+        eps: what is added to the mean; in 1e-12..1.
+    """
+
+    weight: torch.Tensor
+    eps: float = 1e-6
+
+
 def check_columns_differ(name: str, table: torch.Tensor) -> None:
     """Refuse a table of `Rope` that has every column twice; what else may be wrong with it is checked where it is used.
 
@@ -514,7 +536,7 @@ class PagedKVCache(_OfTensors):
 
 
 # What `torch.load` takes with its default, `weights_only=True`.
-torch.serialization.add_safe_globals([Recipe, Rope, QuantizedQKV, PagedKVCache])
+torch.serialization.add_safe_globals([Recipe, RMSNorm, Rope, QuantizedQKV, PagedKVCache])
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -573,17 +595,24 @@ class TensorOptions(AttentionOptions, total=False):
     rope: Rope | None
 
 
+class NormOptions(TypedDict, total=False):
+    """Those of attention that normalises Q and K."""
+
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+
 class DenseOptions(TensorOptions, total=False):
-    """Those of `helion_attn.attention`, whatever computes it."""
+    """Those of attention on one GPU and on several."""
 
     recipe: Recipe | RecipeName
 
 
-class MaskedOptions(DenseOptions, MaskOptions, total=False):
+class MaskedOptions(DenseOptions, NormOptions, MaskOptions, total=False):
     """Those of `helion_attn.check`."""
 
 
-class CallOptions(TensorOptions, MaskOptions, SplitOptions, total=False):
+class CallOptions(TensorOptions, NormOptions, MaskOptions, SplitOptions, total=False):
     """Those of `helion_attn.attention`."""
 
     recipe: Recipe | RecipeName | Auto

@@ -22,13 +22,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Attention": ("attention", "quantize", "attention_quantized", "pack", "dequantize", "attention_varlen"),
     "KV cache": ("paged_kv_cache", "append_kvcache", "attention_kvcache"),
     "Recipes and types": (
-        *("Recipe", "FAST", "BALANCED", "ACCURATE", "HYBRID", "BF16", "Rope", "BlockMask", "QuantizedQKV"),
-        "PagedKVCache",
+        *("Recipe", "FAST", "BALANCED", "ACCURATE", "HYBRID", "BF16", "Rope", "RMSNorm", "BlockMask"),
+        *("QuantizedQKV", "PagedKVCache"),
     ),
     "Under others' names": (
         *("scaled_dot_product_attention", "sdpa", "register_flash_attention", "register_transformers"),
-        *("transformers_cache", "register_diffusers", "flash_attn_func", "flash_attn_varlen_func"),
-        *("flash_attn_with_kvcache", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"),
+        *("transformers_cache", "register_diffusers", "fuse_diffusers", "flash_attn_func"),
+        *("flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"),
         *("flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func"),
     ),
     "Warnings": ("FallbackWarning", "SwappedLayoutWarning"),

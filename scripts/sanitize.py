@@ -77,6 +77,7 @@ class Attend:
         splits: runs of keys.
         odd_strides: rows an odd number of elements apart: no wide loads.
         rope: rotate, by tables of random angles.
+        normed: normalise Q by head and K over all heads.
         keys: N.
         rise: by how much, in base 2, scores of the last keys lie above those of the first block for every other query,
             and below for the rest.
@@ -92,6 +93,7 @@ class Attend:
     splits: int = 1
     odd_strides: bool = False
     rope: bool = False
+    normed: bool = False
     keys: int = N
     rise: float = 0.0
     listed: bool = False
@@ -111,6 +113,9 @@ class Attend:
             "rope": ha.Rope(angles.cos(), angles.sin()) if self.rope else None,
             "sinks": torch.linspace(-1, 1, H, device=device) if self.has_sinks else None,
         }
+        if self.normed:
+            weights = (torch.linspace(0.5, 2, n, device=device) for n in (self.D, H_KV * self.D))
+            options |= zip(("q_norm", "k_norm"), map(ha.RMSNorm, weights), strict=True)
         if self.listed:
             seen = torch.arange(H * M * self.keys, device=device).view(H, M, self.keys) % 7 > 2
             seen[0, :128, :128], seen[1, :, :128], seen[0, 3] = True, False, False
@@ -119,7 +124,7 @@ class Attend:
         plans.forget()  # a plan would keep another case's splits
         with mock.patch.object(scheduling, "key_splits", return_value=self.splits):
             out = ha.attention(*given, **options)
-        if not self.rope:
+        if not self.rope and not self.normed:
             exact = {name: value for name, value in options.items() if name not in ("recipe", "rope")}
             oracle = ha.reference.attention(*given, **exact)
             check(out, ha.reference.fp8_attention(*given, **options), oracle, options.get("softcap"))
@@ -276,6 +281,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "odd_strides": Attend(72, 72, odd_strides=True),
     "fp32_hadamard": Attend(64, 64, ha.ACCURATE, torch.float32),
     "rope": Attend(64, 64, rope=True),
+    "norms": Attend(80, 80, rope=True, normed=True),
     "hybrid": Attend(128, 128, ha.HYBRID),
     "hybrid_d256": Attend(256, 256, ha.HYBRID),
     # A row whose sum passes MAX_ROW_SUM is walked again.

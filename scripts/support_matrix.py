@@ -245,6 +245,11 @@ def rope(positions: int = 16, R: int = 64, **fields: Any) -> ha.Rope:
     return ha.Rope(*torch.zeros(2, positions, R // 2), **fields)
 
 
+def norm(channels: int, eps: float = 1e-6) -> ha.RMSNorm:
+    """One of so many channels."""
+    return ha.RMSNorm(torch.ones(channels), eps)
+
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.float64)
 PRESETS = {name: value for name, value in vars(ha).items() if isinstance(value, ha.Recipe)}
 DEVICES = {
@@ -302,6 +307,20 @@ ROWS = (
             "a strided last dimension": Call(make=every_other_channel, options={"rope": rope()}),
         },
         needs=("rope",),
+    ),
+    *(
+        Row(
+            f"`{name}`, channels of its weight",
+            {
+                "D": Call(options={name: norm(64)}),
+                f"{heads} * D": Call(options={name: norm(many * 64)}),
+                "D / 2": Call(options={name: norm(32)}),
+                "D, eps 0": Call(options={name: norm(64, 0.0)}),
+                "D, a strided last dimension": Call(make=every_other_channel, options={name: norm(64)}),
+            },
+            needs=(name,),
+        )
+        for name, heads, many in (("q_norm", "H", 4), ("k_norm", "H_kv", 2))
     ),
     Row("`recipe`", {name: Call(options={"recipe": recipe}) for name, recipe in PRESETS.items()}, needs=("recipe",)),
     Row("`num_splits`", options("num_splits", (None, 1, 3, 0)), needs=("num_splits",)),

@@ -120,6 +120,40 @@ def test_preprocessing_with_rope(D: int, name: str, interleaved: bool, dtype: to
         assert all(kernel.ctas_per_sm >= 2 for kernel in kernels)
 
 
+#: (D, recipe, interleaved or None for no RoPE, over heads).
+NORMED = [
+    *((64, "balanced", False, True), (128, "balanced", True, False), (128, "balanced", False, True)),
+    *((128, "accurate", None, False), (128, "balanced", None, True), (256, "balanced", False, False)),
+]
+
+
+@pytest.mark.parametrize(("D", "name", "interleaved", "over_heads"), NORMED)
+def test_preprocessing_with_norms(D: int, name: str, interleaved: bool | None, over_heads: bool) -> None:
+    def make_rope() -> ha.Rope:
+        return ha.Rope(fake_cuda(4096, D // 2), fake_cuda(4096, D // 2), bool(interleaved))
+
+    kernels = compile_quantize(
+        lambda: fake_qkv(2, 4, 2, 1000, 3000, D, layout="bshd"),
+        layout="bshd",
+        recipe=PRESETS[name],
+        make_rope=None if interleaved is None else make_rope,
+        norm_channels=(4 * D, 2 * D) if over_heads else (D, D),
+    )
+    assert ("norm_factors" in kernels[0].name) == over_heads
+    for kernel in kernels:
+        # A tile of 128 keys by 128 channels, its angles and weights leave a few values no register.
+        tight = "pack_kv" in kernel.name and D == 128 and interleaved is not None
+        assert_sound(kernel, 32 if tight else 0)
+        # 2 bytes: of the bf16 weights, which are a row.
+        assert widths(kernel, "LDG|LDGSTS") <= ({4, 16} if "factors" in kernel.name else {2, 4, 8, 16})
+        assert 16 in widths(kernel, "LDG|LDGSTS")
+    if over_heads:
+        # Loads of two or three heads, 8 KB each, are on their way at once: of six programs, more than memory's latency.
+        assert kernels[0].ctas_per_sm >= 6
+    if interleaved is not None:
+        assert all(kernel.ctas_per_sm >= 2 for kernel in kernels)
+
+
 def test_preprocessing_that_only_rotates() -> None:
     recipe = replace(IN_E4M3, hadamard=True)
     kernels = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 256), recipe=recipe)

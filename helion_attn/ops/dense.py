@@ -64,7 +64,8 @@ def _launch(a: DenseProblem) -> Outputs:
     from helion_attn.preprocess.quantize import quantize_qkv
 
     choice = choose(shape_of_dense(a), sm_count(a.q))
-    in_kernel = quantises_q(a.q, a.rope, a.recipe, choice)
+    # A norm in the attention kernel would come on top of what it has no registers for.
+    in_kernel = a.norm.q_weight is None and quantises_q(a.q, a.rope, a.recipe, choice)
     note(a.q, "choice", choice)
     note(a.q, "quantises_q", in_kernel)
     packed = a.attending(quantize_qkv(a.quantizing(packs_q=not in_kernel)))

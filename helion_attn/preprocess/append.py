@@ -136,8 +136,8 @@ def append_kv(
         k_offset = (b * k_b_step + h * k_h_step) * spec.unit
         if spec.pairing:
             x = rope_rows(
-                k, cos, sin, cos, k_offset, rows, k_s_step * spec.unit, spec.k_d_step, length, spec.d, first,
-                table_rows, spec.keys, spec.d_pad, spec.rotary, spec.pairing, False,
+                k, cos, sin, cos, cos, cos, k_offset, 0, 0, rows, k_s_step * spec.unit, spec.k_d_step, length, spec.d,
+                first, table_rows, spec.keys, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
             )  # fmt: skip
         else:
             x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from helion_attn.kernels.lib.norm import Norms
 from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import RopeTables
 from helion_attn.kernels.lib.strided import StridedQKV
@@ -25,6 +26,7 @@ def recentres(recipe: Recipe, keys: int) -> bool:
 
 def launch(
     source: StridedQKV,
+    norms: Norms,
     rope: RopeTables,
     known: Sampled,
     bm: int,
@@ -39,7 +41,8 @@ def launch(
 
     Args:
         source: Q, K and V.
-        rope: and `known`: what is done to them, and what is known of K and V.
+        norms: and `rope`, `known`: what is done to them, and what is known of K and V.
+        rope: as above.
         bm: rows of a block of Q.
         bn: keys of a block of K and V.
         recipe: how they become 8- or 16-bit numbers.
@@ -62,7 +65,7 @@ def launch(
 
     # Few keys lose less by their rounding than the sum of it costs.
     sum_lost = recentres(recipe, source.N if all_keys is None else all_keys)
-    t = tiling(source, rope, bm, bn, recipe, sum_lost)
+    t = tiling(source, norms, rope, bm, bn, recipe, sum_lost)
     m_blocks, n_blocks = -(-source.M // bm), -(-source.N // bn)
     heads, kv_heads, M, N = B * H, B * H_kv, source.M, source.N
     unused = like.new_empty((1, 1), dtype=torch.int32)
@@ -122,6 +125,8 @@ def launch(
             "v_amax": known.v_amax,
             "v_mean": known.v_mean,
             "k_positions": rope.k_positions,
+            "weight": norms.k.weight,
+            "factors": norms.k.factors,
             "k_blocks": k_blocks,
             "k8": k8,
             "v8": v8,
@@ -149,6 +154,8 @@ def launch(
                 note_peak=note_peak,
                 smooth_k=smooth_k,
                 rotate_first=t.rotate_first,
+                normed=norms.k.normed,
+                eps=norms.k.eps,
                 v_largest=FORMAT_MAX.get(recipe.pv_dtype, 1.0),
                 cap_registers=t.kv_registers is not None,
             ),
@@ -160,6 +167,8 @@ def launch(
                 **shared,
                 **source.arguments("q"),
                 "q_positions": rope.q_positions,
+                "weight": norms.q.weight,
+                "factors": norms.q.factors,
                 "q_blocks": q_blocks,
                 "q8": q8,
                 "q_descale": q_descale,
@@ -177,6 +186,8 @@ def launch(
                     q_per_tile=recipe.q_scales == "block" and not t.q_per_block,
                     q_per_block=t.q_per_block,
                     shift_lse=shift_lse,
+                    normed=norms.q.normed,
+                    eps=norms.q.eps,
                     cap_registers=t.q_registers is not None,
                 ),
             }

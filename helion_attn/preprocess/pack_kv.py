@@ -1,7 +1,7 @@
 """K and V to the packed format: block-major, 8-bit V also transposed and interleaved.
 
-    K:  x = rope(x) - k_mean; x = hadamard(x) or reflect(x);  k8 = cast(x / descale)
-        bf16 K to 8 bits, no RoPE, head dims up to 128: x = hadamard(x) - hadamard(k_mean), which is rounded less
+    K:  x = rope(norm(x)) - k_mean; x = hadamard(x) or reflect(x);  k8 = cast(x / descale)
+        bf16 K to 8 bits, neither norm nor RoPE, head dims up to 128: x = hadamard(x) - hadamard(k_mean), rounded less
     V:  v8 = cast((v - v_mean) / descale)
     descale = max(amax / largest, 2**-126)
 
@@ -58,6 +58,8 @@ class PackKVSpec(NamedTuple):
         rotate_first: before its mean is subtracted.
         two_terms: rows are two terms of bf16 in that rotation.
         reflected: channels that are reflected, or 0.
+        normed: which channels of K share a mean of squares, as `lib.norm` has it.
+        eps: what is added to that.
         qk_largest: the largest magnitude that K becomes.
         v_largest: that V becomes.
         cap_registers: ptxas is told of a maximum.
@@ -90,6 +92,8 @@ class PackKVSpec(NamedTuple):
     rotate_first: bool
     two_terms: bool
     reflected: int
+    normed: int
+    eps: float
     qk_largest: float
     v_largest: float
     cap_registers: bool
@@ -109,6 +113,8 @@ def pack_kv(
     k_positions: torch.Tensor,  # [N]
     signs: torch.Tensor,  # [D_row]
     rotation_matrix: torch.Tensor,  # [side, side]
+    weight: torch.Tensor,  # [D or H_kv * D] if normed
+    factors: torch.Tensor,  # [B * N] if normed over heads
     k_blocks: torch.Tensor,  # [N_blocks, K_FIELDS] if varlen
     k8: torch.Tensor,  # [B * H_kv * n_tiles, k_tile, D_pad], written
     v8: torch.Tensor,  # [B * H_kv * N_blocks * d_tiles, d_tile, bn], or [B * H_kv * N_blocks, bn, D_v_pad], written
@@ -150,7 +156,7 @@ def pack_kv(
     hl.specialize((v_amax.stride(0), v_amax.stride(1)))
     # Known strides keep the stores 16 bytes wide.
     hl.specialize((k8.stride(0), k8.stride(1), k8.stride(2)))
-    hl.specialize((cos.stride(0), sin.stride(0), signs.stride(0)))
+    hl.specialize((cos.stride(0), sin.stride(0), signs.stride(0), weight.stride(0), factors.stride(0)))
     hl.specialize((v8.size(1), v8.size(2), rotation_matrix.stride(0), rotation_matrix.stride(1)))
     hl.specialize((v8.stride(0), v8.stride(1), v8.stride(2)))
     n_blocks = (N + spec.bn - 1) // spec.bn
@@ -188,6 +194,8 @@ def pack_kv(
             k_blocks, kv, H_kv, N, k_b_step, k_h_step, k_s_step, spec.unit, spec.varlen, spec.wide, spec.is_cuda
         )
         row_step = k_s_step * spec.unit
+        first_weight = (kv % H_kv) * spec.d if spec.normed == 2 else 0
+        first_factor = (kv // H_kv) * N if spec.normed == 2 else 0
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
         # [D_row], loaded once: in the loops it would take registers for addresses, or barriers, for every tile.
         mean = hl.zeros([spec.d_row], dtype=torch.float32)
@@ -201,18 +209,19 @@ def pack_kv(
             for k_i in hl.grid(k_index * spec.k_run, k_end):
                 rows = k_i * k_tile + hl.arange(k_tile)
                 x, _ = row_tile(
-                    k, cos, sin, k_positions, mean, signs, matrix, offset, rows, row_step, spec.k_d_step, keys,
-                    k_channels, 0, table_rows, norm, k_tile, spec.d_row, spec.rotary, side, spec.pairing,
-                    spec.explicit_k_positions, spec.smooth_k, False, spec.hadamard, spec.rotate_first, spec.two_terms,
-                    spec.reflected, spec.is_cuda,
+                    k, cos, sin, k_positions, mean, signs, matrix, weight, factors, offset, first_weight, first_factor,
+                    rows, row_step, spec.k_d_step, keys, k_channels, 0, table_rows, norm, k_tile, spec.d_row,
+                    spec.rotary, side, spec.pairing, spec.explicit_k_positions, spec.smooth_k, False, spec.hadamard,
+                    spec.rotate_first, spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1), spec.is_cuda)
         for k_tile_index in hl.grid(k_index * spec.k_run, k_end):
             rows = k_tile_index * k_tile + hl.arange(k_tile)
             x, _ = row_tile(
-                k, cos, sin, k_positions, mean, signs, matrix, offset, rows, row_step, spec.k_d_step, keys, k_channels,
-                0, table_rows, norm, k_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_k_positions,
-                spec.smooth_k, False, spec.hadamard, spec.rotate_first, spec.two_terms, spec.reflected, spec.is_cuda,
+                k, cos, sin, k_positions, mean, signs, matrix, weight, factors, offset, first_weight, first_factor,
+                rows, row_step, spec.k_d_step, keys, k_channels, 0, table_rows, norm, k_tile, spec.d_row, spec.rotary,
+                side, spec.pairing, spec.explicit_k_positions, spec.smooth_k, False, spec.hadamard, spec.rotate_first,
+                spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
             )  # fmt: skip
             descale = rows_descale(x, peak, k_tile, spec.qk_largest, spec.k_unscaled, False, spec.k_per_tile)
             store_tile(

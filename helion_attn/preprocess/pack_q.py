@@ -1,6 +1,6 @@
 """Q to the packed format: block-major.
 
-    x = rope(x); x = hadamard(x) or reflect(x);  q8 = cast(x / descale);  descale = max(amax / largest, 2**-126)
+    x = rope(norm(x)); x = hadamard(x) or reflect(x);  q8 = cast(x / descale);  descale = max(amax / largest, 2**-126)
 
 Descales are as `pack_kv` has them. `fp8_attn_fwd` does the same itself where it is given Q as it is.
 """
@@ -40,6 +40,8 @@ class PackQSpec(NamedTuple):
         hadamard: Q is rotated by a Hadamard matrix.
         two_terms: rows are two terms of bf16 in that rotation.
         reflected: channels that are reflected, or 0.
+        normed: which channels of Q share a mean of squares, as `lib.norm` has it.
+        eps: what is added to that.
         qk_largest: the largest magnitude that Q becomes.
         cap_registers: ptxas is told of a maximum.
         varlen: the sequences of a batch follow each other.
@@ -63,6 +65,8 @@ class PackQSpec(NamedTuple):
     hadamard: bool
     two_terms: bool
     reflected: int
+    normed: int
+    eps: float
     qk_largest: float
     cap_registers: bool
     varlen: bool
@@ -78,6 +82,8 @@ def pack_q(
     q_positions: torch.Tensor,  # [M]
     signs: torch.Tensor,  # [D_row]
     rotation_matrix: torch.Tensor,  # [side, side]
+    weight: torch.Tensor,  # [D or H * D] if normed
+    factors: torch.Tensor,  # [B * M] if normed over heads
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
     q8: torch.Tensor,  # [B * H * m_tiles, q_tile, D_pad], written
     q_descale: torch.Tensor,  # [B * H, m_tiles * q_tile], written
@@ -109,7 +115,7 @@ def pack_q(
     hl.specialize((q.stride(0), k_mean.stride(1)))
     # Known strides keep the stores 16 bytes wide.
     hl.specialize((q8.stride(0), q8.stride(1), q8.stride(2)))
-    hl.specialize((cos.stride(0), sin.stride(0), signs.stride(0)))
+    hl.specialize((cos.stride(0), sin.stride(0), signs.stride(0), weight.stride(0), factors.stride(0)))
     hl.specialize((rotation_matrix.stride(0), rotation_matrix.stride(1)))
     group = H // H_kv
     q_channels = row_channels(spec.d, d_at_run_time, spec.q_d_step)
@@ -131,6 +137,8 @@ def pack_q(
             spec.is_cuda,
         )
         row_step = q_s_step * spec.unit
+        first_weight = (q_bh % H) * spec.d if spec.normed == 2 else 0
+        first_factor = (q_bh // H) * M if spec.normed == 2 else 0
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
         mean = hl.zeros([spec.d_row], dtype=torch.float32)
         if spec.shift_lse:
@@ -141,19 +149,19 @@ def pack_q(
             for q_i in hl.grid(q_index * spec.q_run, q_end):
                 rows = q_i * q_tile + hl.arange(q_tile)
                 x, _ = row_tile(
-                    q, cos, sin, q_positions, mean, signs, matrix, offset, rows, row_step, spec.q_d_step, queries,
-                    q_channels, N - M, table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing,
-                    spec.explicit_q_positions, False, spec.shift_lse, spec.hadamard, False, spec.two_terms,
-                    spec.reflected, spec.is_cuda,
+                    q, cos, sin, q_positions, mean, signs, matrix, weight, factors, offset, first_weight, first_factor,
+                    rows, row_step, spec.q_d_step, queries, q_channels, N - M, table_rows, norm, q_tile, spec.d_row,
+                    spec.rotary, side, spec.pairing, spec.explicit_q_positions, False, spec.shift_lse, spec.hadamard,
+                    False, spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1), spec.is_cuda)
         for q_tile_index in hl.grid(q_index * spec.q_run, q_end):
             rows = q_tile_index * q_tile + hl.arange(q_tile)
             x, product = row_tile(
-                q, cos, sin, q_positions, mean, signs, matrix, offset, rows, row_step, spec.q_d_step, queries,
-                q_channels, N - M, table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing,
-                spec.explicit_q_positions, False, spec.shift_lse, spec.hadamard, False, spec.two_terms, spec.reflected,
-                spec.is_cuda,
+                q, cos, sin, q_positions, mean, signs, matrix, weight, factors, offset, first_weight, first_factor,
+                rows, row_step, spec.q_d_step, queries, q_channels, N - M, table_rows, norm, q_tile, spec.d_row,
+                spec.rotary, side, spec.pairing, spec.explicit_q_positions, False, spec.shift_lse, spec.hadamard, False,
+                spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
             )  # fmt: skip
             descale = rows_descale(x, peak, q_tile, spec.qk_largest, spec.q_unscaled, spec.q_per_row, spec.q_per_tile)
             store_tile(

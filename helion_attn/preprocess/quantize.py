@@ -1,4 +1,4 @@
-"""Q, K and V to the packed format, straight from the user's strided tensors: `sample`, then `pack`."""
+"""Q, K and V to the packed format, straight from the user's strided tensors: `norm_factors`, `sample`, then `pack`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helion_attn.kernels.lib.norm import no_norms
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.strided import strided_qkv
-from helion_attn.preprocess import pack, sample, sequences
+from helion_attn.preprocess import norm_factors, pack, sample, sequences
 from helion_attn.problem import (
     NO_ROPE_ARGUMENTS,
     PackProblem,
@@ -31,9 +32,12 @@ def quantize_qkv(a: QuantizeProblem) -> tuple[torch.Tensor, ...]:
         lse_shift also without shift_lse.
     """
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
-    rope = rope_tables(a.rope, source.D_row, a.q.new_empty(1, dtype=torch.float32))
-    known = sample.launch(source, rope, a.recipe)
-    return pack.launch(source, rope, known, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse, a.packs_q).tensors()
+    unused = a.q.new_empty(1, dtype=torch.float32)
+    rope = rope_tables(a.rope, source.D_row, unused)
+    norms = norm_factors.launch(source, a.norm, unused)
+    known = sample.launch(source, norms.k, rope, a.recipe)
+    tile = a.packing
+    return pack.launch(source, norms, rope, known, tile.bm, tile.bn, a.recipe, a.shift_lse, a.packs_q).tensors()
 
 
 def quantize_varlen(a: VarlenProblem) -> tuple[torch.Tensor, ...]:
@@ -48,9 +52,10 @@ def quantize_varlen(a: VarlenProblem) -> tuple[torch.Tensor, ...]:
     # Kernels want an address, also of no token.
     q, k, v = ((x if x.size(0) else x.new_zeros(1, *x.shape[1:])).transpose(0, 1).unsqueeze(0) for x in (a.q, a.k, a.v))
     source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
-    rope = rope_tables(NO_ROPE_ARGUMENTS, source.D_row, q.new_empty(1, dtype=torch.float32))
-    known = sample.launch(source, rope, a.recipe, tables)
-    packed = pack.launch(source, rope, known, tile.bm, tile.bn, a.recipe, a.shift_lse, sequences=tables)
+    unused = q.new_empty(1, dtype=torch.float32)
+    norms, rope = no_norms(unused), rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
+    known = sample.launch(source, norms.k, rope, a.recipe, tables)
+    packed = pack.launch(source, norms, rope, known, tile.bm, tile.bn, a.recipe, a.shift_lse, sequences=tables)
     return (*packed.tensors(), tables.q_blocks)
 
 
@@ -61,8 +66,9 @@ def pack_qkv(a: PackProblem) -> tuple[torch.Tensor, ...]:
         q8, k8 and v8 of `QuantizedQKV`.
     """
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
-    rope = rope_tables(NO_ROPE_ARGUMENTS, source.D_row, a.q.new_empty(1, dtype=torch.float32))
-    known = sample.launch(source, rope, GIVEN)
+    unused = a.q.new_empty(1, dtype=torch.float32)
+    norms, rope = no_norms(unused), rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
+    known = sample.launch(source, norms.k, rope, GIVEN)
     # Unscaled, the cast gives every value back.
-    packed = pack.launch(source, rope, known, a.packing.bm, a.packing.bn, GIVEN, shift_lse=False)
+    packed = pack.launch(source, norms, rope, known, a.packing.bm, a.packing.bn, GIVEN, shift_lse=False)
     return packed.q8, packed.k8, packed.v8

@@ -20,6 +20,7 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum, minimum
+from helion_attn.kernels.lib.norm import NO_NORM, Norm
 from helion_attn.kernels.lib.rope import NO_ROPE, RopeTables, rope_rows
 from helion_attn.kernels.lib.strided import StridedQKV, load_rows
 from helion_attn.numerics import SAMPLED_HEADROOM, SAMPLED_KEYS, SIGNIFICANT_MEAN
@@ -29,8 +30,8 @@ from helion_attn.types import Recipe
 #: Channels of a program, and elements of a step: all that it samples, 64 a thread, on their way at once.
 CHANNELS, STEP_ELEMENTS = 64, 16384
 
-#: With RoPE, whose partners are any channels of a row: 16 elements a thread.
-ROPE_STEP_ELEMENTS = 4096
+#: With RoPE, whose partners are any channels of a row, or a norm: 16 elements a thread.
+ROW_STEP_ELEMENTS = 4096
 
 
 class Sampled(NamedTuple):
@@ -126,6 +127,8 @@ class SampleSpec(NamedTuple):
         rotary: channels of K that are rotated.
         pairing: how, as `lib.rope` has it.
         explicit_k_positions: K has positions of its own.
+        normed: which channels of K share a mean of squares, as `lib.norm` has it.
+        eps: what is added to that.
         varlen: the sequences of a batch follow each other.
         wide: addresses need 64 bits.
         is_cuda: the kernel is compiled; otherwise interpreted.
@@ -145,6 +148,8 @@ class SampleSpec(NamedTuple):
     rotary: int
     pairing: int
     explicit_k_positions: bool
+    normed: int
+    eps: float
     varlen: bool
     wide: bool
     is_cuda: bool
@@ -159,6 +164,8 @@ def sample(
     cos: torch.Tensor,
     sin: torch.Tensor,
     k_positions: torch.Tensor,
+    weight: torch.Tensor,  # [D or H_kv * D] if normed
+    factors: torch.Tensor,  # [B * N] if normed over heads
     sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS] if varlen
     k_blocks: torch.Tensor,  # [N_blocks, K_FIELDS] if varlen
     k_heads: int,
@@ -180,13 +187,15 @@ def sample(
     d_row = hl.specialize(v_amax.size(1))
     d_v_pad = hl.specialize(v_mean.size(1))
     hl.specialize((k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)))
-    hl.specialize((k_mean.stride(1), v_mean.stride(1), v_amax.stride(1)))
+    hl.specialize((k_mean.stride(1), v_mean.stride(1), v_amax.stride(1), weight.stride(0), factors.stride(0)))
     d_tiles = d_row // spec.d_tile
     for kv, k_part in hl.grid([k_heads, d_tiles]):
         keys, offset, k_count, k_every = sampled_head(
             sequences, k_blocks, kv, H_kv, N, count, every, k_b_step, k_h_step, k_s_step, spec.samples, spec.unit,
             spec.varlen, spec.wide, spec.is_cuda,
         )  # fmt: skip
+        first_weight = (kv % H_kv) * spec.d if spec.normed == 2 else 0
+        first_factor = (kv // H_kv) * N if spec.normed == 2 else 0
         # [d_tile], [step, d_tile]
         k_cols = k_part * spec.d_tile + hl.arange(spec.d_tile)
         k_total = hl.zeros([spec.step, spec.d_tile], dtype=torch.float32)
@@ -196,10 +205,11 @@ def sample(
             i = k_tile * spec.step + hl.arange(spec.step)
             # Past the sample a row is past the end, and 0.
             rows = torch.where(i < k_count, i * k_every, keys)
-            if spec.pairing:
+            if spec.pairing or spec.normed:
                 x = rope_rows(
-                    k, cos, sin, k_positions, offset, rows, k_s_step * spec.unit, spec.k_d_step, keys, spec.d, 0,
-                    table_rows, spec.step, d_row, spec.rotary, spec.pairing, spec.explicit_k_positions,
+                    k, cos, sin, k_positions, weight, factors, offset, first_weight, first_factor, rows,
+                    k_s_step * spec.unit, spec.k_d_step, keys, spec.d, 0, table_rows, spec.step, d_row, spec.rotary,
+                    spec.pairing, spec.explicit_k_positions, spec.normed, spec.eps,
                 )  # fmt: skip
             else:
                 x = load_rows(k, offset, rows, k_cols, k_s_step * spec.unit, spec.k_d_step, keys, spec.d)
@@ -258,20 +268,23 @@ def sample(
 
 
 @functools.cache
-def kernel(is_cuda: bool, rotates: bool) -> Runner:
+def kernel(is_cuda: bool, whole_rows: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(sample)
-    config = Config(num_warps=8, indexing="pointer", range_num_stages=[0, 1, 0, 3 if rotates else 1])
+    config = Config(num_warps=8, indexing="pointer", range_num_stages=[0, 1, 0, 3 if whole_rows else 1])
     return compiled(sample, config)
 
 
-def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequences | None = None) -> Sampled:
+def launch(
+    source: StridedQKV, norm: Norm, rope: RopeTables, recipe: Recipe, sequences: Sequences | None = None
+) -> Sampled:
     """Run the kernel, if anything of K or V must be known.
 
     Args:
         source: Q, K and V.
-        rope: what is done to K first.
+        norm: of K, and `rope`: what is done to K first.
+        rope: as above.
         recipe: what is to be subtracted.
         sequences: where those of a packed batch lie, or None. Then K and V are [1, heads, tokens, head dim], and there
             are means of every sequence.
@@ -287,10 +300,10 @@ def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequ
     if not recipe.smooth_k and not of_v:
         return found
     count = min(source.N, SAMPLED_KEYS)
-    rotates = rope.pairing != NO_ROPE
-    d_tile = source.D_row if rotates else min(source.D_row, CHANNELS)
-    elements = ROPE_STEP_ELEMENTS if rotates else STEP_ELEMENTS
-    kernel(like.is_cuda, rotates).run(
+    whole_rows = rope.pairing != NO_ROPE or norm.normed != NO_NORM
+    d_tile = source.D_row if whole_rows else min(source.D_row, CHANNELS)
+    elements = ROW_STEP_ELEMENTS if whole_rows else STEP_ELEMENTS
+    kernel(like.is_cuda, whole_rows).run(
         {
             **source.arguments("kv"),
             "k_mean": k_mean,
@@ -299,6 +312,8 @@ def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequ
             "cos": rope.cos,
             "sin": rope.sin,
             "k_positions": rope.k_positions,
+            "weight": norm.weight,
+            "factors": norm.factors,
             "sequences": unused if sequences is None else sequences.sequences,
             "k_blocks": unused if sequences is None else sequences.k_blocks,
             "k_heads": heads if recipe.smooth_k else 0,
@@ -323,6 +338,8 @@ def launch(source: StridedQKV, rope: RopeTables, recipe: Recipe, sequences: Sequ
                 rotary=rope.rotary,
                 pairing=rope.pairing,
                 explicit_k_positions=rope.explicit[1],
+                normed=norm.normed,
+                eps=norm.eps,
                 varlen=sequences is not None,
                 wide=sequences is not None and source.wide,
                 is_cuda=like.is_cuda,

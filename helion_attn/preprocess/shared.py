@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 
 from helion_attn.configs import Packing
+from helion_attn.kernels.lib.norm import no_norms
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.strided import strided_qkv
 from helion_attn.preprocess import pack, sample, transform_rows
@@ -98,8 +99,9 @@ def of_all_ranks(
     rows = told.permute(1, 2, 0, 3)
     k, v = rows[..., :D], rows[..., end_of_k : end_of_k + D_v]
     source = strided_qkv(k, k, v, packing.D_pad, packing.D_v_pad)
-    rope = rope_tables(NO_ROPE_ARGUMENTS, source.D_row, told.new_empty(1, dtype=torch.float32))
-    found = sample.launch(source, rope, recipe)
+    unused = told.new_empty(1, dtype=torch.float32)
+    rope = rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
+    found = sample.launch(source, no_norms(unused).k, rope, recipe)
     if recipe.bits[1] == 16:
         return found
     # As `recentre` does it for a single process, of which this is the descale; a NaN is not within. [B * H_kv, D_row]
@@ -114,12 +116,13 @@ def of_all_ranks(
 def quantize(a: QuantizePartProblem) -> tuple[torch.Tensor, ...]:
     """A rank's Q, K and V in the packed format, with the constants of all ranks: as `preprocess.quantize_qkv`."""
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
-    rope = rope_tables(a.rope, source.D_row, a.q.new_empty(1, dtype=torch.float32))
+    unused = a.q.new_empty(1, dtype=torch.float32)
+    norms, rope = no_norms(unused), rope_tables(a.rope, source.D_row, unused)
     if shares(a.recipe):
         known = of_all_ranks(a.told, a.v_largest, source.D, source.D_v, a.packing, a.recipe)
     else:
-        known = sample.launch(source, rope, a.recipe)
+        known = sample.launch(source, norms.k, rope, a.recipe)
     packed = pack.launch(
-        source, rope, known, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse, all_keys=a.all_keys
+        source, norms, rope, known, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse, all_keys=a.all_keys
     )  # fmt: skip
     return packed.tensors()

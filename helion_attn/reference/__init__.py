@@ -2,6 +2,7 @@
 
 from helion_attn.reference.hadamard import hadamard, hadamard_matrix
 from helion_attn.reference.kv_cache import fp8_attention_kvcache
+from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.oracle import attention
 from helion_attn.reference.reflect import reflect
 from helion_attn.reference.rope import apply_rope
@@ -21,5 +22,6 @@ __all__ = [
     "hadamard_matrix",
     "quantize",
     "reflect",
+    "rms_norm",
     "scaled_mm_attention",
 ]

@@ -1,7 +1,8 @@
 """The rounding model: the kernels' arithmetic in plain PyTorch, with its rounding points and none of its tricks.
 
-Every stage (RoPE, the mean, the rotation or reflection, the scale) ends in fp32. RoPE, the rotation and the reflection
-are computed in fp64 before that, so that the order of the kernels' fp32 sums is all that they may differ in.
+Every stage (the norm, RoPE, the mean, the rotation or reflection, the scale) ends in fp32. The norm, RoPE, the rotation
+and the reflection are computed in fp64 before that, so that the order of the kernels' fp32 sums is all that they may
+differ in.
 """
 
 from __future__ import annotations
@@ -34,10 +35,21 @@ from helion_attn.numerics import (
     takes_bits,
 )
 from helion_attn.reference.hadamard import hadamard
+from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.reflect import reflect
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd, visible_scores
-from helion_attn.types import BALANCED, ModelOptions, Recipe, Rope, ScoreOptions, Scores, as_recipe, check_quantises
+from helion_attn.types import (
+    BALANCED,
+    ModelOptions,
+    Recipe,
+    RMSNorm,
+    Rope,
+    ScoreOptions,
+    Scores,
+    as_recipe,
+    check_quantises,
+)
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -177,11 +189,23 @@ class Transformed(NamedTuple):
     lse_shift: torch.Tensor
 
 
-def transform(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, rope: Rope | None) -> Transformed:
+def transform(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: Recipe,
+    rope: Rope | None,
+    q_norm: RMSNorm | None = None,
+    k_norm: RMSNorm | None = None,
+) -> Transformed:
     """All of `quantize` that comes before descales."""
     tile = packing(q.size(3), v.size(3), recipe.bits)
     # [B, H, M, D] and [B, H_kv, N, D], fp32
-    q_rope, k_rope = (q.float(), k.float()) if rope is None else (x.float() for x in apply_rope_qk(q, k, rope))
+    q_rope, k_rope = (
+        x.float() if norm is None else rms_norm(x, norm).float() for x, norm in ((q, q_norm), (k, k_norm))
+    )
+    if rope is not None:
+        q_rope, k_rope = (x.float() for x in apply_rope_qk(q_rope, k_rope, rope))
     k_mean = _sampled_mean(k_rope, recipe.smooth_k)
     q_rotated, k_rotated = q_rope, k_rope - k_mean.unsqueeze(2)
     if recipe.hadamard:
@@ -189,7 +213,7 @@ def transform(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe,
         # Rows of bf16 that are one row of the rotation's matrix are rotated before the mean is subtracted.
         one_row = row_width(tile.D_pad, tile.D_v_pad) <= MAX_HADAMARD_BLOCK
         bf16_to_8_bits = k.dtype == torch.bfloat16 and recipe.bits[0] == 8
-        exact = recipe.smooth_k and bf16_to_8_bits and rope is None and one_row
+        exact = recipe.smooth_k and bf16_to_8_bits and rope is None and k_norm is None and one_row
         if not exact:
             k_rotated = _to_16_bits(k_rotated, k.dtype)
         k_rotated = hadamard(k_rotated, recipe.hadamard_seed).float()
@@ -228,14 +252,20 @@ def cast(
 
 
 def quantize(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe | str = BALANCED, rope: Rope | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: Recipe | str = BALANCED,
+    rope: Rope | None = None,
+    q_norm: RMSNorm | None = None,
+    k_norm: RMSNorm | None = None,
 ) -> RoundedQKV:
     """What `helion_attn.quantize` computes, without packing.
 
-    RoPE, then of K and V the means, then of Q and K the rotation or the reflection, then scale and cast. The rotation's
-    input is rounded to bf16, or, if q and k are fp16 or fp32, to the sum of two bf16 terms. With `recipe.smooth_k`,
-    keys in bf16 that become 8-bit, without RoPE, of head dims up to 128 (V's too), are rotated as they came, and their
-    mean's rotation is subtracted after: of them nothing is rounded.
+    The norms, RoPE, then of K and V the means, then of Q and K the rotation or the reflection, then scale and cast. The
+    rotation's input is rounded to bf16, or, if q and k are fp16 or fp32, to the sum of two bf16 terms. With
+    `recipe.smooth_k`, keys in bf16 that become 8-bit, without norm and RoPE, of head dims up to 128 (V's too), are
+    rotated as they came, and their mean's rotation is subtracted after: of them nothing is rounded.
 
     A descale is `stat / largest number of the format` (of Q and K, `Recipe.qk_largest`), and at least 2**-126. For a
     token or a block (of the packed format), the stat is the largest magnitude of what is cast. For a head of V, or a
@@ -253,6 +283,8 @@ def quantize(
         v: [B, H_kv, N, D_v].
         recipe: as in `helion_attn.quantize`.
         rope: applied to q and k first.
+        q_norm: applied to q before that.
+        k_norm: applied to k before that.
 
     Raises:
         ValueError: the recipe is of tensors that `helion_attn.pack` was given; the table of `rope` is too small, or it
@@ -261,7 +293,7 @@ def quantize(
     recipe = as_recipe(recipe)
     check_quantises(recipe)
     tile, largest = packing(q.size(3), v.size(3), recipe.bits), recipe.qk_largest(q.size(3), v.size(3))
-    t = transform(q, k, v, recipe, rope)
+    t = transform(q, k, v, recipe, rope, q_norm, k_norm)
     q_descale = _row_descales(t.q, recipe.q_scales, tile.bm, largest)
     k_descale = _row_descales(t.k, recipe.k_scales, tile.bn, largest)
     return cast(t, q_descale, k_descale, _channel_descales(t.v, recipe.v_scales, recipe.pv_dtype), recipe)
@@ -293,6 +325,8 @@ def fp8_attention(
     layout: str = "bhsd",
     recipe: Recipe | str = BALANCED,
     rope: Rope | None = None,
+    q_norm: RMSNorm | None = None,
+    k_norm: RMSNorm | None = None,
     block_mask: BlockMask | FlexMask | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -321,6 +355,8 @@ def fp8_attention(
         layout: "bhsd" or "bshd".
         recipe: as in `helion_attn.attention`.
         rope: applied to q and k first.
+        q_norm: applied to q before that.
+        k_norm: applied to k before that.
         window: (left, right): row i sees keys i + N - M - left .. i + N - M + right; -1 is unlimited, and with causal
             right is 0.
         softcap: scaled scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
@@ -336,7 +372,8 @@ def fp8_attention(
     """
     chosen = as_recipe(recipe)
     q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
-    out, lse = attend(quantize(q, k, v, chosen, rope), chosen, Scores(**options), block_mask, block_n)
+    rounded = quantize(q, k, v, chosen, rope, q_norm, k_norm)
+    out, lse = attend(rounded, chosen, Scores(**options), block_mask, block_n)
     out = to_bhsd(out.to(out_dtype or q.dtype), layout)
     return (out, lse) if return_lse else out
 

@@ -22,7 +22,7 @@ from helion_attn.configs import (
 from helion_attn.debugging import debugging
 from helion_attn.names import OTHER_LAYOUTS
 from helion_attn.numerics import MAX_SEED
-from helion_attn.types import Layout, Recipe, Rope, Scores, as_recipe, check_quantises
+from helion_attn.types import Layout, Recipe, RMSNorm, Rope, Scores, as_recipe, check_quantises
 from helion_attn.validate.tangents import has_tangent
 from helion_attn.validate.values import check_position_values, check_rope_positions
 
@@ -39,6 +39,9 @@ MAX_EDGE = 2**63 - 1
 
 #: Range of a softcap: 1 / softcap times any reasonable scale stays finite in fp32, and scores keep their fractions.
 MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-40, 2.0**23
+
+#: Range of a norm's eps: rows of zeros stay zeros.
+MIN_EPS, MAX_EPS = 1e-12, 1.0
 
 #: Largest sm_scale that stays finite in fp32, also over a softcap and times log2(e).
 MAX_SM_SCALE = 2.0**64
@@ -136,11 +139,39 @@ def check_rope_tables(rope: Rope, D: int, device: torch.device) -> None:
         check_no_grad(f"rope.{name}", x)
 
 
-def check_rotatable(name: str, x: torch.Tensor) -> None:
-    """What Triton 3.6 can rotate."""
+def check_rotatable(name: str, x: torch.Tensor, option: str = "rope") -> None:
+    """What Triton 3.6 can rotate, or normalise."""
     if x.stride(3) != 1:
         # As with float32, Triton 3.6 wrote wrong values into the padding of these tensors' packed copies.
-        raise ValueError(f"{name} has a last-dimension stride of {x.stride(3)}; with rope it must be 1")
+        raise ValueError(f"{name} has a last-dimension stride of {x.stride(3)}; with {option} it must be 1")
+
+
+def check_norm(name: str, norm: RMSNorm | None, of: str, x: torch.Tensor) -> None:
+    """None, or an `RMSNorm` for x [B, heads, S, D], which the caller calls `of`."""
+    if norm is None:
+        return
+    if not isinstance(norm, RMSNorm):
+        raise TypeError(f"{name} is {described(norm)}; it must be None or a helion_attn.RMSNorm")
+    weight, eps, heads, D = norm.weight, norm.eps, x.size(1), x.size(3)
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"{name}.weight is a {type(weight).__name__}; it must be a torch.Tensor")
+    if weight.dtype not in IN_DTYPES:
+        raise TypeError(f"{name}.weight has dtype {weight.dtype}; it must be one of {_names(IN_DTYPES)}")
+    if tuple(weight.shape) not in ((D,), (heads * D,)):
+        raise ValueError(
+            f"{name}.weight has shape {tuple(weight.shape)}; it must be ({D},), for every head of {of}, or "
+            f"({heads * D},), for its {heads} heads together"
+        )
+    if not weight.is_contiguous() or weight.device != x.device:
+        raise ValueError(
+            f"{name}.weight has strides {weight.stride()} on {weight.device}; it must be contiguous, on {x.device}"
+        )
+    check_no_grad(f"{name}.weight", weight)
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool):
+        raise TypeError(f"{name}.eps is a {type(eps).__name__}; it must be a float")
+    if not MIN_EPS <= eps <= MAX_EPS:
+        raise ValueError(f"{name}.eps is {eps}; it must lie in {MIN_EPS:g}..{MAX_EPS:g}")
+    check_rotatable(of, x, name)
 
 
 def check_positions(name: str, at: torch.Tensor, size: int, device: torch.device) -> None:
@@ -381,14 +412,23 @@ def warn_of_swapped_layout(q: torch.Tensor, k: torch.Tensor, layout: str) -> Non
 
 
 def check_quantize(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, layout: str, rope: Rope | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: Recipe,
+    layout: str,
+    rope: Rope | None,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
 ) -> None:
     """The arguments of `quantize`."""
     check_qkv(q, k, v, layout)
     check_recipe(recipe, q.size(3), v.size(3))
+    if layout == "bshd":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    check_norm("q_norm", q_norm, "q", q)
+    check_norm("k_norm", k_norm, "k", k)
     if rope is not None:
-        if layout == "bshd":
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
         check_rope(rope, q, k)
 
 

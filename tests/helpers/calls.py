@@ -45,7 +45,8 @@ def rope() -> ha.Rope:
 
 
 def preprocess() -> None:
-    ha.quantize(*fake_qkv(1, 4, 2, 100, 200, 64), recipe=ha.ACCURATE, rope=rope())
+    norm = ha.RMSNorm(fake_cuda(4 * 64))
+    ha.quantize(*fake_qkv(1, 4, 2, 100, 200, 64), recipe=ha.ACCURATE, rope=rope(), q_norm=norm)
     ha.apply_rope(fake_qkv(1, 4, 2, 100, 200, 64)[0], rope())
 
 

@@ -13,6 +13,7 @@ import torch
 import helion_attn as ha
 from helion_attn.configs import ALL_8_BIT, LARGE_TILE_CONFIGS, TILE_CONFIGS, LargeTileConfig, TileConfig
 from helion_attn.reference import rounding_model
+from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.reference.shapes import default_sm_scale, hide_keys
 from helion_attn.testing import TANH_ERROR, TENSOR_CORE_ERROR, error_budget, make_qkv, relative_error
@@ -103,7 +104,7 @@ def single(result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Inputs, BHSD; the fp64 oracle's answer; and the rounding model's, in fp32. RoPE comes before both."""
+    """Inputs, BHSD; the fp64 oracle's answer; and the rounding model's, in fp32. Norms and RoPE come before both."""
 
     qkv: Tensors
     causal: bool
@@ -118,6 +119,8 @@ class Case:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     block_mask: ha.BlockMask | None = None
+    q_norm: ha.RMSNorm | None = None
+    k_norm: ha.RMSNorm | None = None
 
     def run(self, out_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The package's `(out, lse)`."""
@@ -127,6 +130,8 @@ class Case:
             sm_scale=self.sm_scale,
             recipe=self.recipe,
             rope=self.rope,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
@@ -167,7 +172,7 @@ class Case:
 
     def rounded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Q and K as the tensor core has them, dequantised, fp64."""
-        r = rounding_model.quantize(*self.qkv, self.recipe, self.rope)
+        r = rounding_model.quantize(*self.qkv, self.recipe, self.rope, self.q_norm, self.k_norm)
         return r.q8.double() * r.q_descale.unsqueeze(3), r.k8.double() * r.k_descale.unsqueeze(3)
 
     def run_noise(self) -> float:
@@ -215,9 +220,12 @@ def make_case(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     block_mask: ha.BlockMask | None = None,
+    q_norm: ha.RMSNorm | None = None,
+    k_norm: ha.RMSNorm | None = None,
 ) -> Case:
     q, k, v = qkv
-    rotated = (q, k) if rope is None else apply_rope_qk(q, k, rope)
+    normed = q if q_norm is None else rms_norm(q, q_norm), k if k_norm is None else rms_norm(k, k_norm)
+    rotated = normed if rope is None else apply_rope_qk(*normed, rope)
     oracle = ha.reference.attention(
         *rotated,
         v,
@@ -235,6 +243,8 @@ def make_case(
         sm_scale=sm_scale,
         recipe=recipe,
         rope=rope,
+        q_norm=q_norm,
+        k_norm=k_norm,
         window=window,
         softcap=softcap,
         sinks=sinks,
@@ -242,7 +252,10 @@ def make_case(
         return_lse=True,
         out_dtype=torch.float32,
     )
-    return Case(qkv, causal, sm_scale, recipe, *oracle, *pair(model), rope, window, softcap, sinks, block_mask)
+    answers = *oracle, *pair(model)
+    return Case(
+        qkv, causal, sm_scale, recipe, *answers, rope, window, softcap, sinks, block_mask, q_norm, k_norm
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=8)

@@ -142,12 +142,21 @@ def compile_quantize(
     layout: Layout = "bhsd",
     recipe: ha.Recipe = ha.BALANCED,
     make_rope: Callable[[], ha.Rope] | None = None,
+    norm_channels: tuple[int, int] | None = None,
 ) -> list[Sm90Kernel]:
-    """Every kernel of `quantize`."""
+    """Every kernel of `quantize`. `norm_channels`: of the norms' bf16 weights, of Q and of K."""
 
     def launch() -> None:
+        names = zip(("q_norm", "k_norm"), norm_channels or (), strict=False)
+        norms: Any = {name: ha.RMSNorm(fake_cuda(n, dtype=torch.bfloat16)) for name, n in names}
         with launching():
-            ha.quantize(*make_qkv(), layout=layout, recipe=recipe, rope=make_rope() if make_rope else None)
+            ha.quantize(
+                *make_qkv(),
+                layout=layout,
+                recipe=recipe,
+                rope=make_rope() if make_rope else None,
+                **norms,
+            )
 
     return compile_for_sm90(launch)
 

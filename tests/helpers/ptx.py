@@ -34,7 +34,13 @@ def attention(*args: Any, **options: Any) -> Compile:
     return lambda: offline.compile_attention(*args, **options)
 
 
-def quantize(D: int, recipe: ha.Recipe, dtype: torch.dtype = torch.bfloat16, rope: bool = False) -> Compile:
+def quantize(
+    D: int,
+    recipe: ha.Recipe,
+    dtype: torch.dtype = torch.bfloat16,
+    rope: bool = False,
+    norm_channels: tuple[int, int] | None = None,
+) -> Compile:
     """What runs before it."""
     layout: Layout = "bshd" if rope else "bhsd"
 
@@ -46,6 +52,7 @@ def quantize(D: int, recipe: ha.Recipe, dtype: torch.dtype = torch.bfloat16, rop
         layout=layout,
         recipe=recipe,
         make_rope=tables if rope else None,
+        norm_channels=norm_channels,
     )
 
 
@@ -89,6 +96,8 @@ def cases() -> dict[str, Compile]:
             f"prefill D{D}": partial(offline.compile_decode, D, D, 64, 16, 1),
             f"append D{D}": partial(offline.compile_append, D, torch.bfloat16, interleaved=True),
             f"quantize rope D{D}": quantize(D, ha.ACCURATE, rope=True),
+            f"quantize norm D{D}": quantize(D, ha.BALANCED, rope=True, norm_channels=(D, D)),
+            f"quantize norm over heads D{D}": quantize(D, ha.BALANCED, rope=True, norm_channels=(8 * D, 4 * D)),
             f"quantize q_block D{D}": quantize(D, q_block, torch.float16),
         }
         for name in ("fast", "balanced", "accurate", "hybrid"):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
+from helion_attn.kernels.lib.norm import channel_weights, row_factors
 from helion_attn.kernels.lib.strided import load_rows
 from helion_attn.problem import RopeArguments
 
@@ -124,7 +125,11 @@ def rope_rows(
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
+    weight: torch.Tensor,
+    factors: torch.Tensor,
     head_offset: int,
+    first_weight: int,
+    first_factor: int,
     rows: torch.Tensor,  # [n]
     row_step: int,
     d_step: int,
@@ -137,17 +142,31 @@ def rope_rows(
     rotary: int,
     pairing: hl.constexpr,
     explicit: hl.constexpr,
+    normed: hl.constexpr,
+    eps: hl.constexpr,
 ) -> torch.Tensor:
-    """What `load_rows` gives, rotated: fp32 [n, D_row]. Inlined into kernels."""
+    """What `load_rows` gives, normalised and rotated: fp32 [n, D_row]. Inlined into kernels."""
     half = rotary // 2
+    if normed:
+        # [n, 1]
+        factor = row_factors(
+            flat, factors, head_offset, first_factor, rows, row_step, d_step, size, d, d_row, pairing != 1, normed, eps
+        )
     if pairing == 1:  # HALF_SPLIT
         # Both halves are tiles of their own, in one layout: partners meet in a thread's registers.
         # [n, D_row / 2] each
         i = hl.arange(half)
         a = load_rows(flat, head_offset, rows, i, row_step, d_step, size, d)
         b = load_rows(flat, head_offset, rows, i + half, row_step, d_step, size, d)
+        if normed:
+            a = a * channel_weights(weight, first_weight, i, d)
+            b = b * channel_weights(weight, first_weight, i + half, d)
     else:
         x = load_rows(flat, head_offset, rows, hl.arange(d_row), row_step, d_step, size, d)
+        if normed:
+            x = x * channel_weights(weight, first_weight, hl.arange(d_row), d)
+    if not pairing:
+        return x * factor
     c, s = rope_angles(cos, sin, positions, rows, first_position, size, table_rows, n, d_row, rotary, pairing, explicit)
     if pairing == 1:  # HALF_SPLIT
         rotated = hl.join(a * c - b * s, b * c + a * s).permute(0, 2, 1).reshape(n, d_row)
@@ -167,5 +186,12 @@ def rope_rows(
             above, below = row + (j + half).unsqueeze(0) * d_step, row + (j - half).unsqueeze(0) * d_step
             partner = hl.load(flat, [above], extra_mask=lower).to(torch.float32)
             partner = partner + hl.load(flat, [below], extra_mask=upper).to(torch.float32)
+            if normed:
+                # The last of these are of channels that are not rotated, whose sine is 0.
+                of_partner = channel_weights(weight, first_weight, torch.where(j < half, j + half, j - half), rotary)
+                partner = partner * of_partner
         rotated = x * c + partner * s
+    if normed:
+        # Last, so that no angle waits for a row's sum: a rotation takes a row's factor along.
+        rotated = rotated * factor
     return rotated

@@ -49,7 +49,11 @@ def row_tile(
     mean: torch.Tensor,  # [D_row], loaded; rotated if rotate_first
     signs: torch.Tensor,  # [D_row]
     matrix: torch.Tensor,  # [side, side]
+    weight: torch.Tensor,  # of `Norm`, and so factors
+    factors: torch.Tensor,
     head_offset: int,
+    first_weight: int,
+    first_factor: int,
     rows: torch.Tensor,  # [n]
     row_step: int,
     d_step: int,
@@ -70,6 +74,8 @@ def row_tile(
     rotate_first: hl.constexpr,
     two_terms: hl.constexpr,
     reflected: hl.constexpr,
+    normed: hl.constexpr,
+    eps: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of a head, transformed but not scaled, fp32 [n, D_row], and their products with the mean [n].
@@ -77,10 +83,10 @@ def row_tile(
     With `rotate_first` the rotated mean is subtracted from rotated rows. The rotation is linear, and so rows of bf16 go
     to the tensor core as they are, which is exact. `reflected`: the number of channels to reflect, or 0.
     """
-    if pairing:
+    if pairing or normed:
         x = rope_rows(
-            flat, cos, sin, positions, head_offset, rows, row_step, d_step, size, d, first_position, table_rows, n,
-            d_row, rotary, pairing, explicit_positions,
+            flat, cos, sin, positions, weight, factors, head_offset, first_weight, first_factor, rows, row_step, d_step,
+            size, d, first_position, table_rows, n, d_row, rotary, pairing, explicit_positions, normed, eps,
         )  # fmt: skip
     else:
         x = load_rows(flat, head_offset, rows, hl.arange(d_row), row_step, d_step, size, d)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from helion_attn.kernels.lib.norm import NO_NORM, Norms
 from helion_attn.kernels.lib.rope import INTERLEAVED, RopeTables
 from helion_attn.kernels.lib.strided import WIDEST_LOAD, StridedQKV
 from helion_attn.numerics import MAX_HADAMARD_BLOCK
@@ -78,7 +79,9 @@ class Tiling(NamedTuple):
     k_in_flight: int
 
 
-def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recipe, sum_lost: bool) -> Tiling:
+def tiling(
+    source: StridedQKV, norms: Norms, rope: RopeTables, bm: int, bn: int, recipe: Recipe, sum_lost: bool
+) -> Tiling:
     """What the shapes, the dtype and the recipe lead to, and whether what rounding takes from V is summed."""
     D_row, dtype, hadamard = source.D_row, source.flat[0].dtype, recipe.hadamard
     # Where the rotated mean is at hand for few instructions, and rows are one term; what cancels leaves an error that
@@ -89,6 +92,7 @@ def tiling(source: StridedQKV, rope: RopeTables, bm: int, bn: int, recipe: Recip
         and recipe.qk_dtype.itemsize == 1
         and dtype == torch.bfloat16
         and not rope.pairing
+        and norms.k.normed == NO_NORM
         and D_row <= MAX_HADAMARD_BLOCK
     )
     # The next tile is loaded under this one, if there is shared memory for both and its loads are 16 bytes wide.

@@ -1,0 +1,158 @@
+"""What an RMSNorm over all heads multiplies the tokens of Q and K by: one number a token, for which all heads are read.
+
+    factor = 1 / sqrt(mean over heads and channels of x**2 + eps)
+
+Norms by head need no such number: the kernels that pack a row have all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from helion_attn.compiler.helion_adapter import Config, hl
+from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.kernels.lib.norm import BY_HEAD, OVER_HEADS, Norm, Norms, no_norms
+from helion_attn.kernels.lib.strided import StridedQKV, load_rows
+from helion_attn.problem import NormArguments
+
+#: Elements of a step, 32 a thread, and heads whose loads are on their way.
+STEP_ELEMENTS, STAGES = 4096, 3
+
+
+class NormFactorsSpec(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        q_d_step: from a channel of Q to the next.
+        k_d_step: of K.
+        unit: what the other steps are multiples of.
+        d: head dim.
+        d_row: the power of two that holds a row.
+        n: tokens of a program.
+        q_eps: what is added to Q's means of squares.
+        k_eps: to K's.
+    """
+
+    q_d_step: int
+    k_d_step: int
+    unit: int
+    d: int
+    d_row: int
+    n: int
+    q_eps: float
+    k_eps: float
+
+
+def norm_factors(
+    q: torch.Tensor,  # flat
+    k: torch.Tensor,  # flat
+    q_factors: torch.Tensor,  # [B * M], written
+    k_factors: torch.Tensor,  # [B * N], written
+    B: int,
+    q_tiles: int,
+    k_tiles: int,
+    H: int,
+    H_kv: int,
+    M: int,
+    N: int,
+    q_b_step: int,
+    q_h_step: int,
+    q_s_step: int,
+    k_b_step: int,
+    k_h_step: int,
+    k_s_step: int,
+    q_share: float,
+    k_share: float,
+    spec: hl.constexpr,  # NormFactorsSpec
+) -> None:
+    """See the module's docstring; the steps are those of `StridedRows`. A share is 1 / (heads * D)."""
+    hl.specialize((q.stride(0), k.stride(0), q_factors.stride(0), k_factors.stride(0)))
+    for b, q_tile in hl.grid([B, q_tiles]):
+        rows = q_tile * spec.n + hl.arange(spec.n)
+        # [n, D_row]
+        q_squares = hl.zeros([spec.n, spec.d_row], dtype=torch.float32)
+        for h in hl.grid(H):
+            offset = (b * q_b_step + h * q_h_step) * spec.unit
+            x = load_rows(
+                q, offset, rows, hl.arange(spec.d_row), q_s_step * spec.unit, spec.q_d_step, M, spec.d
+            )  # fmt: skip
+            q_squares = q_squares + x * x
+        factor = torch.rsqrt(q_squares.sum(1) * q_share + spec.q_eps)
+        hl.store(q_factors, [b * M + rows], factor, extra_mask=rows < M)
+
+    for batch, k_tile in hl.grid([B, k_tiles]):
+        keys = k_tile * spec.n + hl.arange(spec.n)
+        # [n, D_row]
+        k_squares = hl.zeros([spec.n, spec.d_row], dtype=torch.float32)
+        for kv in hl.grid(H_kv):
+            k_offset = (batch * k_b_step + kv * k_h_step) * spec.unit
+            y = load_rows(
+                k, k_offset, keys, hl.arange(spec.d_row), k_s_step * spec.unit, spec.k_d_step, N, spec.d
+            )  # fmt: skip
+            k_squares = k_squares + y * y
+        k_factor = torch.rsqrt(k_squares.sum(1) * k_share + spec.k_eps)
+        hl.store(k_factors, [batch * N + keys], k_factor, extra_mask=keys < N)
+
+
+@functools.cache
+def kernel(is_cuda: bool) -> Runner:
+    """The kernel for the device."""
+    if not is_cuda:
+        return interpreted(norm_factors)
+    return compiled(norm_factors, Config(num_warps=4, indexing="pointer", range_num_stages=[0, STAGES, 0, STAGES]))
+
+
+def launch(source: StridedQKV, norm: NormArguments, unused: torch.Tensor) -> Norms:
+    """Run the kernel, if a norm is over heads.
+
+    Args:
+        source: Q, K and V.
+        norm: of Q and K.
+        unused: stands for tensors that are not read.
+
+    Returns:
+        The norms as kernels take them.
+    """
+    D, lengths = source.D, (source.M, source.N)
+    weights = (norm.q_weight, norm.k_weight)
+    over_heads = [weight is not None and weight.size(0) != D for weight in weights]
+    factors = [unused.new_empty(source.B * S) if over else unused for S, over in zip(lengths, over_heads, strict=True)]
+    found = [
+        of if weight is None else Norm(weight, factor, OVER_HEADS if over else BY_HEAD, eps)
+        for of, weight, factor, over, eps in zip(
+            no_norms(unused), weights, factors, over_heads, (norm.q_eps, norm.k_eps), strict=True
+        )
+    ]
+    if any(over_heads):
+        n = max(1, STEP_ELEMENTS // source.D_row)
+        tiles = [-(-S // n) if over else 0 for S, over in zip(lengths, over_heads, strict=True)]
+        kernel(unused.is_cuda).run(
+            {
+                **source.arguments("qk"),
+                "q_factors": factors[0],
+                "k_factors": factors[1],
+                "B": source.B,
+                "q_tiles": tiles[0],
+                "k_tiles": tiles[1],
+                "H": source.H,
+                "H_kv": source.H_kv,
+                "M": source.M,
+                "N": source.N,
+                "q_share": 1.0 / (source.H * D),
+                "k_share": 1.0 / (source.H_kv * D),
+                "spec": NormFactorsSpec(
+                    q_d_step=source.d_steps[0],
+                    k_d_step=source.d_steps[1],
+                    unit=source.unit,
+                    d=D,
+                    d_row=source.D_row,
+                    n=n,
+                    q_eps=norm.q_eps,
+                    k_eps=norm.k_eps,
+                ),
+            }
+        )
+    return Norms(*found)
