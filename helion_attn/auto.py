@@ -164,7 +164,6 @@ def reason(problem: DenseProblem, options: Mapping[str, Any], device: str) -> st
     return text if device == row.gpu else f"{text}; not measured on {device}"
 
 
-@torch.compiler.assume_constant_result
 def gpu_of_table(device: torch.device) -> str:
     """Whose crossovers a device goes by."""
     if device not in _GPUS:
@@ -172,6 +171,9 @@ def gpu_of_table(device: torch.device) -> str:
         _GPUS[device] = name if name in MEASURED_GPUS else FALLBACK_GPU
     return _GPUS[device]
 
+
+# What torch.compiler.assume_constant_result sets; that imports all of torch._dynamo.
+vars(gpu_of_table)["_dynamo_marked_constant"] = True
 
 _GPUS: dict[torch.device, str] = {}
 
