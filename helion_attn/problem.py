@@ -53,12 +53,10 @@ class NormArguments(NamedTuple):
     k_eps: float
 
 
-NO_NORM_ARGUMENTS = NormArguments(q_weight=None, k_weight=None, q_eps=1.0, k_eps=1.0)
-
-
 def norm_arguments(q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormArguments:
     """The norms as operations take them."""
-    norms = NO_NORM_ARGUMENTS
+    # Made here: torch.compile with dynamic=True makes inputs of a global's floats, and then traces twice.
+    norms = NormArguments(q_weight=None, k_weight=None, q_eps=1.0, k_eps=1.0)
     if q_norm is not None:
         norms = norms._replace(q_weight=q_norm.weight, q_eps=float(q_norm.eps))
     if k_norm is not None:

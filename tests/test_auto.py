@@ -347,8 +347,7 @@ def test_torch_compile(dynamic: bool, device: str) -> None:
         q, k, v = make_qkv("randn", 1, 2, 2, S, S, 64, device=device)
         assert torch.equal(compiled(q, k, v), attend(q, k, v))
     if dynamic:
-        # A graph without tensors is no compiled call.
-        assert sum(bool(graph.graph.find_nodes(op="placeholder")) for graph in counter.graphs) == 2
+        assert counter.frame_count == 2
 
 
 @pytest.mark.gpu
