@@ -218,7 +218,13 @@ def repacked(qkv: ha.QuantizedQKV, tile: TileConfig, interleaved: bool) -> Packe
 
 
 def launch(
-    tile: TileConfig, packed: PackedTensors, out: Tensor, lse: Tensor, sm_scale: float, recipe: ha.Recipe
+    tile: TileConfig,
+    packed: PackedTensors,
+    out: Tensor,
+    lse: Tensor,
+    sm_scale: float,
+    recipe: ha.Recipe,
+    causal: bool = False,
 ) -> None:
     """The kernel on [B, H, M, D], as many keys as queries."""
     M, D = out.shape[2:]
@@ -228,7 +234,7 @@ def launch(
         n_len=M,
         d=D,
         d_v=D,
-        softmax=softmax_of(D, Scores(sm_scale=sm_scale)),
+        softmax=softmax_of(D, Scores(causal=causal, sm_scale=sm_scale)),
         bshd=False,
         out_dtype=out.dtype,
         recipe=recipe,

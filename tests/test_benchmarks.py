@@ -32,6 +32,7 @@ from benchmarks import (
     host,
     ladder,
     large_d,
+    plane,
     report,
     same_token,
     sparse,
@@ -50,7 +51,8 @@ from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import LABELS
 from helion_attn.compiler.helion_adapter import helion_config
 from helion_attn.kernels import attention as attention_kernel
-from helion_attn.testing import HARD_KINDS, OUTLIER_CHANNELS, SINK_SHARES, make_qkv, relative_error
+from helion_attn.numerics import takes_bits
+from helion_attn.testing import HARD_KINDS, INPUT_KINDS, OUTLIER_CHANNELS, SINK_SHARES, make_qkv, relative_error
 from helpers import ranks
 from helpers.offline import MEASURED, SPILLED, launching
 
@@ -535,6 +537,32 @@ def test_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["P not scaled"]["error_kernel"] > rows["shipped"]["error_kernel"]
     (table,) = ablation.tables(loaded)
     assert [line[1:4:2] for line in table.body[:1] + table.body[-1:]] == [["shipped", "1.00"], ["wrong", "-"]]
+
+
+def test_plane(tmp_path: Path) -> None:
+    loaded = dry_run("plane", tmp_path)
+    speed_rows, inputs = ([r for r in loaded["plane"]["rows"] if r["part"] == part] for part in ("speed", "inputs"))
+    assert [row["format"] for row in speed_rows] == list(plane.FORMATS)
+    assert all(row["ms"] > 0 for row in speed_rows)
+    errors = {(row["format"], row["input"]): row["error_total"] for row in inputs}
+    assert len(errors) == len(plane.FORMATS) * len(INPUT_KINDS)
+    # Other numbers, all the same: int8 rounds less, and bits are no exponentials.
+    on_randn = {name: errors[name, "randn"] for name in plane.FORMATS}
+    assert on_randn["int8, exponentials"] < on_randn["e4m3, exponentials"]
+    assert len(set(on_randn.values())) == len(on_randn)
+    found = plane.points(loaded, 64)
+    assert {name: error for name, (_, error) in found.items()} == on_randn
+    tflops, totals = plane.tables(loaded)
+    assert [line[0] for line in tflops.body] == [line[0] for line in totals.body] == list(plane.FORMATS)
+    assert all(plot.draw(loaded) is not None for block in plane.SUITE.blocks.values() for plot in block.plots)
+
+
+def test_plane_compiles_other_code() -> None:
+    """A kernel's exponentials are not found in place of another's bits, nor the other way round."""
+    kernels = {plane.kernels_of(format_) for format_ in plane.FORMATS.values()}
+    assert len(kernels) == len(plane.FORMATS)
+    plane.prepare(plane.FORMATS["int8, exponentials"], *make_qkv("randn", 1, 1, 1, 64, 64, 64), False, 0.125).run()
+    assert vars(attention_kernel)["takes_bits"] is takes_bits
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
