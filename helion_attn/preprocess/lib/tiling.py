@@ -132,6 +132,9 @@ def tiling(
         # A block, and its angles or sums: left alone, ptxas takes 190 for fp32 angles and 254 for sums, and one program
         # fits an SM.
         kv_registers = ROTATED_REGISTERS
+    if narrow and sum_lost and D_row > MAX_HADAMARD_BLOCK // 4:
+        # Of three programs the sums would spill.
+        kv_registers = ROTATED_REGISTERS
     # With two stages the next load is issued when a tile is done, with three a tile earlier. For blocks of K with 128
     # channels that is 147456 bytes of shared memory, not 114688: one program an SM, not two.
     in_flight = (3 if narrow else 2) if pipelined else 1
