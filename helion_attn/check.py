@@ -99,7 +99,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[M
     With a `block_mask` these errors are against fp64 with the same mask. What the mask leaves out is `pattern`, apart.
 
     Args:
-        q: and all others as in `attention`. The output has q's dtype.
+        q: and all others as in `attention`, but that `recipe` is not "auto". The output has q's dtype.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.

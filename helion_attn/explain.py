@@ -242,7 +242,7 @@ def plan(
     """What `attention` does for tensors of these layouts, as a value; nothing is computed.
 
     Args:
-        q: and all others as in `attention`. Only layouts are looked at.
+        q: and all others as in `attention`, but that `recipe` is not "auto". Only layouts are looked at.
 
     Returns:
         What prints itself, and can be called on other tensors: `ha.plan(q, k, v, causal=True)(q2, k2, v2)`.

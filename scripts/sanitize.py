@@ -9,9 +9,9 @@ or did not run to its end: a log without the sanitizer's summary is no clean log
 the rounding model's error.
 
 memcheck sees loads and stores outside of allocations, and misaligned ones; racecheck sees hazards in shared memory.
-Kernels with turns have barriers at which a part of a program arrives without waiting. Two more programs show what
-racecheck makes of such a barrier: `arrives` has no race, and nothing may be found; `races` lacks a barrier, and must be
-reported. What docs/trust.md says of the limits holds.
+Kernels with turns have barriers at which a part of a program arrives without waiting. Three more programs show what
+racecheck makes of such a barrier: `arrives` and `turns` have no race, and nothing may be found; `races` lacks a
+barrier, and must be reported. What docs/trust.md says of the limits holds.
 """
 
 from __future__ import annotations
@@ -311,14 +311,13 @@ CASES: dict[str, Callable[[str], None]] = {
     "stages": stages,
 }
 
-#: One half of a program waits at a named barrier, at which the other only arrives; then all exchange numbers, behind
-#: barriers of all.
-HALF_ARRIVES = """
+#: Two warpgroups pass named barriers, at which one of them only arrives; then all exchange numbers, behind barriers of
+#: all.
+EXCHANGE = """
 extern "C" __global__ void NAME(int* out) {
     __shared__ int numbers[256];
-    int thread = threadIdx.x;
-    if (thread < 128) asm volatile("bar.sync 1, 256;" ::: "memory");
-    else asm volatile("bar.arrive 1, 256;" ::: "memory");
+    int thread = threadIdx.x, second = thread / 128;
+    BARRIERS
     __syncthreads();
     for (int i = 0; i < 4; ++i) {
         numbers[thread] = thread + i;
@@ -330,9 +329,29 @@ extern "C" __global__ void NAME(int* out) {
 """
 
 
-def half_arrives(device: str, name: str, all_wait: str) -> None:
-    """`HALF_ARRIVES`, compiled by PyTorch."""
-    kernel = torch.cuda._compile_kernel(HALF_ARRIVES.replace("NAME", name).replace("ALL_WAIT", all_wait), name)
+#: One warpgroup waits, once.
+ARRIVES = 'if (second) asm volatile("bar.arrive 1, 256;"); else asm volatile("bar.sync 1, 256;");'
+
+#: The barriers of `compiler/passes/warpgroup_turns.py`, over four key blocks.
+TURNS = """
+    int mine = 1 + second, other = 2 - second;
+    if (second) asm volatile("bar.arrive 3, 256; bar.sync 2, 256;" ::: "memory");
+    for (int block = 0; block < 4; ++block) {
+        if (!second) asm volatile("bar.sync 3, 256;" ::: "memory");
+        asm volatile("bar.arrive %0, 256;" :: "r"(other) : "memory");
+        if (second) asm volatile("bar.arrive 3, 256;" ::: "memory");
+        asm volatile("bar.sync %0, 256;" :: "r"(mine) : "memory");
+    }
+    if (!second) asm volatile("bar.arrive 2, 256; bar.sync 3, 256;" ::: "memory");
+"""
+
+
+def exchange(device: str, name: str, barriers: str, all_wait: str) -> None:
+    """`EXCHANGE`, compiled by PyTorch."""
+    code = EXCHANGE
+    for word, text in {"NAME": name, "BARRIERS": barriers, "ALL_WAIT": all_wait}.items():
+        code = code.replace(word, text)
+    kernel = torch.cuda._compile_kernel(code, name)
     out = torch.empty(256, dtype=torch.int32, device=device)
     kernel((1, 1, 1), (256, 1, 1), (out,))
     # Waits for the kernel: of one that still runs at the end of the process nothing is reported.
@@ -346,8 +365,9 @@ RACES = "races"
 
 #: What shows how far racecheck follows barriers.
 CONTROLS: dict[str, Callable[[str], None]] = {
-    "arrives": functools.partial(half_arrives, name="arrives", all_wait="__syncthreads();"),
-    RACES: functools.partial(half_arrives, name=RACES, all_wait=""),
+    "arrives": functools.partial(exchange, name="arrives", barriers=ARRIVES, all_wait="__syncthreads();"),
+    "turns": functools.partial(exchange, name="turns", barriers=TURNS, all_wait="__syncthreads();"),
+    RACES: functools.partial(exchange, name=RACES, barriers=ARRIVES, all_wait=""),
 }
 
 

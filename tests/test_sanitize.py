@@ -113,7 +113,7 @@ def test_exit_code(log: str, exit_code: int, expected: int, tmp_path: Path, caps
     assert script.main(["--out", str(out), "--sanitizer", str(program)]) == expected
     rows = json.loads(out.read_text())["rows"]
     cases = [(t, c) for t in script.TOOLS for c in script.CASES]
-    controls = [("racecheck", "arrives"), ("racecheck", script.RACES)]
+    controls = [("racecheck", name) for name in script.CONTROLS]
     assert [(row["tool"], row["case"]) for row in rows] == [*cases, *controls]
     assert {row["returncode"] for row in rows[:-1]} == {exit_code}
     assert ("_helion_pack" in capsys.readouterr().out) == (log == OUT_OF_BOUNDS)
