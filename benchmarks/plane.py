@@ -155,24 +155,27 @@ def run(options: Options, results: Results) -> None:
 
 
 def tables(loaded: Loaded) -> list[Table]:
-    """TFLOP/s of the kernel by format and cell, and total errors by format and input."""
-    speed, inputs = rows_of(loaded, "plane", part="speed"), rows_of(loaded, "plane", part="inputs")
+    """TFLOP/s of the kernel by cell and format, and total errors by input and format."""
     found = []
-    for title, rows, axes, value in (
-        ("Kernel, TFLOP/s", speed, ("D", "N", "causal"), "tflops"),
-        ("Total error", inputs, ("D", "input"), "error_total"),
+    for title, part, axes, value, text in (
+        ("Kernel, TFLOP/s", "speed", ("D", "N", "causal"), "tflops", whole),
+        ("Total error", "inputs", ("D", "input"), "error_total", error_text),
     ):
-        cells = values_of(rows, *axes)
-        headers = [" ".join(mask(x) if isinstance(x, bool) else str(x) for x in cell) for cell in cells]
+        rows = rows_of(loaded, "plane", part=part)
         body = []
-        for name in FORMATS:
-            by_cell = {tuple(row[axis] for axis in axes): row.get(value) for row in rows if row["format"] == name}
-            figures = [by_cell.get(tuple(cell)) for cell in cells]
-            texts = [number(x, ".0f") if value == "tflops" else error_text(x) for x in figures]
-            body.append([name, *texts])
+        for cell in values_of(rows, *axes):
+            here = dict(zip(axes, cell, strict=True))
+            figures = {row["format"]: row.get(value) for row in rows_of(loaded, "plane", part=part, **here)}
+            names = [mask(x) if isinstance(x, bool) else str(x) for x in cell]
+            body.append([*names, *(text(figures.get(name)) for name in FORMATS)])
         if rows:
-            found.append(Table(title, ["scores, P", *headers], body))
+            found.append(Table(title, [*("mask" if axis == "causal" else axis for axis in axes), *FORMATS], body))
     return found
+
+
+def whole(tflops: float | None) -> str:
+    """A whole number."""
+    return number(tflops, ".0f")
 
 
 def points(loaded: Loaded, D: int) -> dict[str, tuple[float, float]]:

@@ -132,7 +132,7 @@ CHECKED_FILES = (
         "varlen",
         "split",
     ),
-    *("decode", "startup", "host", "distributed"),
+    *("decode", "startup", "host", "distributed", "auto"),
 )
 
 

@@ -553,7 +553,8 @@ def test_plane(tmp_path: Path) -> None:
     found = plane.points(loaded, 64)
     assert {name: error for name, (_, error) in found.items()} == on_randn
     tflops, totals = plane.tables(loaded)
-    assert [line[0] for line in tflops.body] == [line[0] for line in totals.body] == list(plane.FORMATS)
+    assert [table.headers[-len(plane.FORMATS) :] for table in (tflops, totals)] == [list(plane.FORMATS)] * 2
+    assert {line[1] for line in totals.body} == set(INPUT_KINDS)
     assert all(plot.draw(loaded) is not None for block in plane.SUITE.blocks.values() for plot in block.plots)
 
 

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from helion_attn.compiler.passes import warpgroup_turns
+from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.kernels.lib import steps
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "sanitize.py"
@@ -59,6 +61,7 @@ HAZARD = """========= COMPUTE-SANITIZER
 """
 IN_PYTORCH = HAZARD.replace("_helion_fp8_attn_fwd", "void at::native::reduce_kernel<(int)512>(T3)")
 IN_CONTROL = HAZARD.replace("_helion_fp8_attn_fwd", "races")
+IN_TURNS = HAZARD.replace("_helion_fp8_attn_fwd", "turns")
 BAD_READ_IN_PYTORCH = OUT_OF_BOUNDS.replace("_helion_pack", "at::native::reduce_kernel")
 
 
@@ -117,6 +120,40 @@ def test_exit_code(log: str, exit_code: int, expected: int, tmp_path: Path, caps
     assert [(row["tool"], row["case"]) for row in rows] == [*cases, *controls]
     assert {row["returncode"] for row in rows[:-1]} == {exit_code}
     assert ("_helion_pack" in capsys.readouterr().out) == (log == OUT_OF_BOUNDS)
+
+
+@pytest.mark.parametrize(
+    ("of_turns", "without", "expected"),
+    [(IN_TURNS, CLEAN, 0), (IN_TURNS, HAZARD, 1), (CLEAN, CLEAN, 1)],
+    ids=["only_with_turns", "without_too", "turns_are_followed"],
+)
+def test_reports_are_repeated_without_turns(of_turns: str, without: str, expected: int, tmp_path: Path) -> None:
+    """Four cases have a report under racecheck. It is excused where racecheck reports turns that have no race."""
+    program = tmp_path / "sanitizer"
+    logs = {
+        f"*{script.RACES}": IN_CONTROL,
+        "*--without-turns": without,
+        f"*{script.UNEVEN_TURNS}": of_turns,
+        "*racecheck*hybrid|*racecheck*bf16_d256": HAZARD,
+        "*": CLEAN,
+    }
+    arms = (
+        f"{pattern})\ncat <<'END'\n{log}\nEND\nexit {script.FOUND if 'Race' in log else 0};;\n"
+        for pattern, log in logs.items()
+    )
+    program.write_text(f'#!/bin/sh\ncase "$*" in {"".join(arms)}esac\n')
+    program.chmod(0o755)
+    out = tmp_path / "sanitize.json"
+    assert script.main(["--out", str(out), "--sanitizer", str(program)]) == expected
+    again = [row["case"] for row in json.loads(out.read_text())["rows"] if not row["turns"]]
+    assert again == ([] if of_turns == CLEAN else ["listed_hybrid", "hybrid", "bf16_d256", "packed_hybrid"])
+
+
+def test_turns_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(script.CASES, "full_d64", lambda device: seen.append(warpgroup_turns.with_turns("IR")))
+    seen: list[Outcome] = []
+    assert script.main(["--case", "full_d64", "--without-turns"]) == 0
+    assert seen == [Outcome(warpgroup_turns.NAME, False, "scripts/sanitize.py left them out", "IR")]
 
 
 @pytest.mark.parametrize(("log", "exit_code"), [(CLEAN, 0), ("no summary", 86), (IN_CONTROL, 1), (IN_PYTORCH, 86)])
