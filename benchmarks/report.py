@@ -28,7 +28,6 @@ from benchmarks import (
     auto,
     cells,
     decode,
-    diffusion,
     distributed,
     fa3_criterion,
     front,
@@ -46,6 +45,7 @@ from benchmarks import (
     speed,
     splits,
     startup,
+    steps,
     tritonbench,
     varlen,
 )
@@ -77,7 +77,8 @@ SUITES: dict[str, Suite] = {
     "hard": hard.SUITE,
     "same_token": same_token.SUITE,
     "language_model": language_model.SUITE,
-    "diffusion": diffusion.SUITE,
+    "steps": steps.SUITE,
+    "steps_compiled": steps.COMPILED_SUITE,
     "preprocess": preprocess.SUITE,
     "stages": preprocess.STAGES,
 }
@@ -103,6 +104,7 @@ CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
         preprocess.bandwidth_checks,
         preprocess.stage_checks,
     ),
+    "Whole models": (steps.checks,),
     "16 bits, and large head dims": (ladder.checks, large_d.checks),
     "Masks, packed sequences, grouped queries, split keys, decoding": (
         masks.checks,
@@ -132,7 +134,7 @@ CHECKED_FILES = (
         "varlen",
         "split",
     ),
-    *("decode", "startup", "host", "distributed", "auto"),
+    *("decode", "startup", "host", "distributed", "auto", "steps"),
 )
 
 

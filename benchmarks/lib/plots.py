@@ -49,6 +49,8 @@ COLOURS = {
     "allgather": "#b8336a",
     "ulysses": "#c49bbb",
     "ring": "#444444",
+    "fused": "#f4a259",
+    "masked": "#5b8e7d",
 }
 
 MARKERS = {
@@ -154,6 +156,41 @@ def horizontal(groups: dict[str, dict[str, float]], x_label: str, reference: flo
     ax.axvline(reference, color="#666666", linestyle="--", linewidth=1.2)
     ax.set_yticks(range(len(groups)), list(groups))
     ax.set_ylim(len(groups) - 0.5, -0.5)
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel(x_label)
+    legend(figure, [ax])
+    return figure
+
+
+def stacked(groups: dict[str, dict[str, tuple[float, float]]], x_label: str, reference: float) -> Figure:
+    """Horizontal bars of two parts, of which the second is grey, with the sum's figure, and a line at `reference`.
+
+    Args:
+        groups: group -> series -> parts, each by its title; the series has the colour of the first part.
+        x_label: below.
+        reference: what they are compared to.
+    """
+    lines = sum(len(of) + 1 for of in groups.values())
+    figure, ax = plt.subplots(figsize=(PAGE_WIDTH, 0.15 * lines + 0.9), layout="constrained")
+    at, ticks = 0.0, []
+    for of in groups.values():
+        ticks.append(at + (len(of) - 1) / 2)
+        for name, (first, rest) in of.items():
+            ax.barh(at, first, 0.9, color=COLOURS[name], label=LABELS[name])
+            ax.barh(at, rest, 0.9, left=first, color="#dddddd")
+            ax.annotate(
+                speed_text(first + rest),
+                (first + rest, at),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7,
+            )
+            at += 1
+        at += 1
+    ax.axvline(reference, color="#666666", linestyle="--", linewidth=1.2)
+    ax.set_yticks(ticks, list(groups))
+    ax.set_ylim(at - 1, -1)
     ax.grid(axis="y", visible=False)
     ax.set_xlabel(x_label)
     legend(figure, [ax])

@@ -39,6 +39,9 @@ LABELS = {
     "allgather": "all-gather",
     "ulysses": "Ulysses",
     "ring": "ring",
+    "auto": '"auto"',
+    "fused": "BALANCED, fused",
+    "masked": "BALANCED, a quarter of the blocks",
 }
 
 #: This package in the tables of speed: the default recipe, and FAST.
