@@ -201,7 +201,8 @@ def caption(block: Block, loaded: Loaded) -> str:
                 by_gpu.setdefault(found.get("gpu") or "CPU", {})[run] = None
         return "; ".join(f"{gpu}, {', '.join(runs)}" for gpu, runs in by_gpu.items())
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "helion": "Helion"}
-    names |= {"cudnn": "cuDNN", "fa3": "fa3-fwd"}
+    names |= {"cudnn": "cuDNN", "fa3": "fa3-fwd", "sageattention": "SageAttention"}
+    names |= {name: name for name in ("diffusers", "transformers")}
     versions = ", ".join(f"{label} {meta[name]}" for name, label in names.items() if meta.get(name))
     runs = [run_of(loaded[suite]) for suite in (block.file, *block.beside) if suite in loaded]
     return f"{meta.get('gpu') or 'CPU'}, {versions}; {'; and '.join(runs)}"

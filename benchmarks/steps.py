@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import helion_attn as ha
 from benchmarks.cells import compile_all
 from benchmarks.lib.checks import Check
-from benchmarks.lib.harness import Loaded, Results, Row, synchronize
+from benchmarks.lib.harness import Loaded, Results, Row, synchronize, version_of
 from benchmarks.lib.plots import stacked
 from benchmarks.lib.problem import first_line, workload
 from benchmarks.lib.recipes import DEFAULT
@@ -46,7 +46,7 @@ from helion_attn.testing import relative_error
 from helion_attn.workloads import Workload
 
 #: Rounds end when the slowest contender has run for so long, at the latest after so many.
-SECONDS, MOST_ROUNDS = 3.0, 5
+SECONDS, MOST_ROUNDS = 3.0, 3
 
 #: Layers of the model in which contenders warm up: Gemma 3's sixth is its first without a window.
 WARM_LAYERS = 6
@@ -56,6 +56,9 @@ LAYERS = ("blocks", "transformer_blocks", "single_transformer_blocks", "layers")
 
 #: Up to so many tokens `auto` is measured. On more it takes the preset.
 AUTO_TOKENS = 16384
+
+#: Of whose versions a result file tells as well.
+PACKAGES = ("diffusers", "transformers", "sageattention")
 
 #: Forms of the same blocks that are compiled in one process, at most. PyTorch's limit is 8.
 MOST_COMPILED = 64
@@ -409,35 +412,49 @@ def cudnn_function(*args: Any, **kwargs: Any) -> Any:
         return sdpa_attention_forward(*args, **kwargs)
 
 
-def register(model: Model, module: torch.nn.Module, device: torch.device) -> None:
-    """Put each contender under its name into the model's library."""
+def register(names: list[str], model: Model, module: torch.nn.Module) -> None:
+    """Put contenders under their names into the model's library, but for "fused", which has none."""
     if model.is_causal:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
-        for name, function in OTHERS.items():
-            AttentionInterface.register(name, functools.partial(other_function, function))
-            AttentionMaskInterface.register(name, flash_attention_mask)
-        AttentionInterface.register("cudnn_bf16", cudnn_function)
-        AttentionMaskInterface.register("cudnn_bf16", sdpa_mask)
-        for name in ("balanced", "fast", "auto"):
-            ha.register_transformers(name, recipe=RECIPES[name])  # type: ignore[arg-type]
+        for name in names:
+            if name in OTHERS:
+                AttentionInterface.register(name, functools.partial(other_function, OTHERS[name]))
+                AttentionMaskInterface.register(name, flash_attention_mask)
+            elif name == "cudnn_bf16":
+                AttentionInterface.register(name, cudnn_function)
+                AttentionMaskInterface.register(name, sdpa_mask)
+            elif name in RECIPES:
+                ha.register_transformers(name, recipe=RECIPES[name])  # type: ignore[arg-type]
         return
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
     from diffusers.utils import logging
 
     logging.set_verbosity_error()  # each backend that is set is called experimental
-    for name in (*OTHERS, "balanced", "fast", "auto"):
-        ha.register_diffusers(name, recipe=RECIPES.get(name, DEFAULT))  # type: ignore[arg-type]
-    for name, function in OTHERS.items():
-        _AttentionBackendRegistry._backends[AttentionBackendName(name)] = OtherBackend(function)
-    if model.tiles is not None:
-        tile, window = model.tiles
-        made = ha.masks.sliding_tile(model.grid, tile, window, device=device)
-        ha.register_diffusers(
-            "masked", models=module, schedule=lambda step, layer, q, k: made if q.size(2) == k.size(2) else None
-        )
-        console.print(f"{model.name}: {made.mask.blocks.double().mean():.1%} of the blocks", highlight=False)
+    for name in names:
+        if name in OTHERS:
+            ha.register_diffusers(name)
+            _AttentionBackendRegistry._backends[AttentionBackendName(name)] = OtherBackend(OTHERS[name])
+        elif name == "masked":
+            made = tiles_of(model, next(module.parameters()).device)
+            ha.register_diffusers(name, models=module, schedule=functools.partial(of_self_attention, made))
+        elif name in RECIPES and name != "fused":
+            ha.register_diffusers(name, recipe=RECIPES[name])  # type: ignore[arg-type]
+
+
+def of_self_attention(
+    made: ha.masks.Reordered, step: int, layer: int, q: Tensor, k: Tensor
+) -> ha.masks.Reordered | None:
+    """A schedule of `register_diffusers`: cross attention is dense."""
+    return made if q.size(2) == k.size(2) else None
+
+
+def tiles_of(model: Model, device: torch.device) -> ha.masks.Reordered:
+    """What a video's tokens see."""
+    assert model.tiles is not None
+    tile, window = model.tiles
+    return ha.masks.sliding_tile(model.grid, tile, window, device=device)
 
 
 def enter(name: str, model: Model, module: Any, processors: dict[str, Any]) -> None:
@@ -573,7 +590,8 @@ def measure_model(model: Model, options: Options, results: Results, compiled: bo
     with bf16_on(device):
         module, inputs = model.build(model)
     module.eval()
-    register(model, module, device)
+    names = names_of(model, options, compiled)
+    register(names, model, module)
     processors = {} if model.is_causal else dict(module.attn_processors)  # type: ignore[arg-type]
     if compiled:
         torch._dynamo.config.recompile_limit = MOST_COMPILED
@@ -583,7 +601,7 @@ def measure_model(model: Model, options: Options, results: Results, compiled: bo
     w = model.workload
     shape = {"model": model.name, "B": w.B, "H": w.H, "H_kv": w.H_kv, "M": w.M, "N": w.N, "D": w.D, "causal": w.causal}
     rows: dict[str, Row] = {}
-    for name in names_of(model, options, compiled):
+    for name in names:
         ours = name in RECIPES
         row = {"impl": "helion_attn" if ours else name, "recipe": RECIPES.get(name), "stage": "e2e", "contender": name}
         rows[name] = row | shape
@@ -616,6 +634,7 @@ def measure_model(model: Model, options: Options, results: Results, compiled: bo
             results.add(*([rows[name]] if i == 0 else []))
         if not rows or max(sum(x.ms for x in measured[name]) for name in rows) >= 1e3 * SECONDS:
             break
+    enter("sdpa_bf16", model, module, processors)  # the backend that was set last is that of new models
     times = ", ".join(f"{LABELS[name]} {row['ms']:.0f}" for name, row in rows.items())
     console.print(f"{model.name}, ms: {times}", highlight=False)
 
@@ -643,6 +662,7 @@ def run(options: Options, results: Results, compiled: bool = False) -> None:
         models = models[:1] if models is DRY else tuple(model for model in MODELS if model.name in COMPILED)
     if options.quick:
         models = models[:2]
+    results.meta |= {package: version_of(package) for package in PACKAGES}
     if "helion_attn" in options.impls:
         kinds = {(model.D, model.is_causal): model.workload for model in models}
         compile_all(list(kinds.values()), (DEFAULT, "fast"), options)

@@ -218,7 +218,8 @@ def load(folder: Path) -> Loaded:
     return loaded
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Its version, None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -253,11 +254,11 @@ def describe_run(device: torch.device, commit: str | None = None) -> Row:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "helion": _version("helion"),
+        "triton": version_of("triton"),
+        "helion": version_of("helion"),
         "cudnn": _cudnn_version() if on_gpu else None,
-        "cudnn_frontend": _version("nvidia-cudnn-frontend"),
-        "fa3": _version("fa3-fwd"),
+        "cudnn_frontend": version_of("nvidia-cudnn-frontend"),
+        "fa3": version_of("fa3-fwd"),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit or _output_of("git", "-C", str(here), "rev-parse", "--short=12", "HEAD"),
