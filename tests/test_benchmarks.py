@@ -392,6 +392,13 @@ def test_bounds_of_steps() -> None:
         (2.0, pytest.approx(2000 / 1010), "FAIL"),
         (1.0, 1.0, "PASS"),
     ]
+    # What raised fails; what was not run is not measured.
+    mine = [row for row in loaded["steps"]["rows"] if row["contender"] in ("balanced", "fused")]
+    for row in mine:
+        del row["ms"]
+    assert [check.verdict for check in steps.checks(loaded)] == ["not measured", "FAIL", "not measured"]
+    mine[0]["error_message"] = "OOM"
+    assert [check.verdict for check in steps.checks(loaded)] == ["FAIL", "FAIL", "not measured"]
 
 
 def made_row(rows: list[dict[str, Any]], made: str) -> dict[str, Any]:

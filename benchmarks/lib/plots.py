@@ -193,7 +193,7 @@ def stacked(groups: dict[str, dict[str, tuple[float, float]]], x_label: str, ref
     ax.set_ylim(at - 1, -1)
     ax.grid(axis="y", visible=False)
     ax.set_xlabel(x_label)
-    legend(figure, [ax])
+    legend(figure, [ax], columns=3)
     return figure
 
 
