@@ -8,8 +8,8 @@ bf16, made on the GPU. `steps` runs eager: a step's time, what of it is attentio
 `steps_compiled` compiles the repeated blocks of some with `torch.compile`, inside of which nothing is timed.
 
 Attention is what a backend does, from Q, K and V that are normalised and rotated; in a fused model norms and RoPE are
-part of it. Contenders warm up in a model of a few layers, unless it is compiled. Rounds run each once, in a shuffled order. An error
-is that of the output beside native attention's.
+part of it. Contenders warm up in a few layers, or in all where they are compiled. Each round runs all of them once, in
+a shuffled order. An error is that of the output beside native attention's. `--dims` changes nothing here.
 """
 
 from __future__ import annotations
