@@ -287,16 +287,20 @@ def at_edge(
 ) -> Int:
     """Positive for a block at an edge of what is visible, and for one that references come from; otherwise 0.
 
-    So for one whose entry in a list says that it is seen in part.
+    So for one whose entry in a list says that it is seen in part. Two maxima, of which one has a negated argument,
+    would not do: ptxas 12.8 makes one instruction of them and loses the sign.
     """
     if spec.listed:
-        edge = torch.maximum(-entry, entry + 1 - int32(n_full))
+        edge = entry + 1 - int32(n_full)
         if spec.has_left:
             edge = torch.maximum(edge, int32(n_special) - entry)
-        return torch.clamp_min(edge, 0)
+            return torch.clamp_min(torch.where(entry < 0, 1, edge), 0)
+        return torch.clamp_min(torch.maximum(-entry, edge), 0)
     if not (spec.gathered or spec.varlen or (spec.split and spec.keeps_reference)):
         return most(n_special - j, j + 1 - n_full, 0)
-    edge = torch.maximum(n_special - int32(j), int32(j + 1) - n_full)
+    edge = int32(j + 1) - n_full
+    if spec.has_left or spec.bounded or spec.keeps_reference:
+        edge = torch.maximum(n_special - int32(j), edge)
     # Zigzag's parts are whole blocks.
     if spec.gathered and not spec.mirrored:
         edge = torch.maximum(edge, edge_of_part(int32(j), part, parts, spec.bn_log2))
