@@ -11,7 +11,7 @@ import pytest
 
 import helion_attn as ha
 
-PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 @pytest.fixture

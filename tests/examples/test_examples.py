@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 def import_example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     return importlib.import_module(name)
 
 
@@ -110,5 +110,5 @@ def test_real_model_fails_on_zeros(real_model: ModuleType, monkeypatch: pytest.M
 
 
 def test_real_model_has_50_sentences() -> None:
-    sentences = (Path(__file__).parents[1] / "examples" / "sentences.txt").read_text().splitlines()
+    sentences = (Path(__file__).parents[2] / "examples" / "sentences.txt").read_text().splitlines()
     assert len(set(sentences)) == 50

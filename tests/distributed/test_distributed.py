@@ -691,7 +691,7 @@ def test_a_header_is_exchanged_aside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_model_on_paper_is_in_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     monkeypatch.syspath_prepend(str(root / "scripts"))
     model = importlib.import_module("distributed_model")
     page = (root / "docs" / "distributed.md").read_text()
@@ -703,7 +703,7 @@ def test_import_does_not_import_it() -> None:
         "import sys, helion_attn as ha; assert 'helion_attn.distributed' not in sys.modules; "
         "assert 'distributed' in ha.__all__"
     )
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
     for path in (root / "helion_attn").rglob("*.py"):
         if path.parent.name != "distributed":

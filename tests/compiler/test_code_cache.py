@@ -620,11 +620,12 @@ print(*test_code_cache.shipped_fingerprints())
 def test_processes(tmp_path: Path) -> None:
     """In fact, with hashes of strings that differ."""
     here = Path(__file__).parent
+    root = here.parents[1]
     said = []
     for seed in ("1", "2"):
         environment = os.environ | {
             "PYTHONHASHSEED": seed,
-            "PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path]),
+            "PYTHONPATH": os.pathsep.join([str(root), *sys.path]),
         }
         command = [sys.executable, "-c", SCRIPT, str(here)]
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -16,7 +16,7 @@ import helion_attn as ha
 from helion_attn import configs, types
 from helion_attn.validate import dense, kv_cache, varlen
 
-PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 
 
 @pytest.fixture

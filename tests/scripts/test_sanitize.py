@@ -14,7 +14,7 @@ from helion_attn.compiler.passes import warpgroup_turns
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.kernels.lib import steps
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "sanitize.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "sanitize.py"
 
 
 def load() -> ModuleType:

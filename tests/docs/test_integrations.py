@@ -15,7 +15,7 @@ import torch
 import helion_attn as ha
 from helion_attn import tritonbench
 
-PAGE = Path(__file__).parents[1] / "docs" / "integrations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 
 EXAMPLES = re.findall(r"^## (.*?)$(?:(?!^## ).)*?```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
 

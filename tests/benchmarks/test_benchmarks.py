@@ -817,7 +817,7 @@ def test_goals_name_their_worst_cell() -> None:
 
 
 def test_every_promise_has_one_bound() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     loaded = load(root / RESULTS)
     assert set(report.CHECKED_FILES) <= {block.file for block in report.BLOCKS.values()}
     assert set(report.CHECKED_FILES) - UNMEASURED <= set(loaded)
@@ -839,7 +839,7 @@ def test_a_preset_without_a_figure_is_a_dash() -> None:
 
 @pytest.fixture
 def results(monkeypatch: pytest.MonkeyPatch) -> Loaded:
-    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.chdir(Path(__file__).parents[2])
     return load(RESULTS)
 
 
