@@ -16,7 +16,7 @@ from helion_attn.testing import relative_error
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+PAGES = [README, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")), *DOCS]
 
 #: Made of docstrings from end to end.
 GENERATED = ROOT / "docs" / "api.md"
