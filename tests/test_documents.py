@@ -141,6 +141,16 @@ def test_the_front_page_has_no_measured_figure_of_its_own() -> None:
     assert re.findall(r"\d+(?:\.\d+)? ?(?:%|(?:ms|us|s|TFLOP/s|times|x)\b)|\b[01]\.\d{2,}\b", text) == []
 
 
+def test_messages_that_are_explained_exist() -> None:
+    quoted = re.findall(
+        r'^\| (?:an `ImportError` of )?"([^"]+)"', (ROOT / "docs" / "troubleshooting.md").read_text(), re.M
+    )
+    assert len(quoted) >= 4
+    code = " ".join(path.read_text() for folder in ("helion_attn", "scripts") for path in (ROOT / folder).rglob("*.py"))
+    joined = re.sub(r'"\s+f?"', "", code)
+    assert [message for message in quoted if message not in joined] == []
+
+
 # --- snippets -------------------------------------------------------------------------------------
 
 
@@ -192,6 +202,17 @@ def check_distributed(names: dict[str, Any], printed: str) -> None:
     assert not names["out"].isnan().any()
 
 
+def check_from_sage(names: dict[str, Any], printed: str) -> None:
+    exact = names["ha"].reference.attention(*(names[x] for x in "qkv"), layout="bshd", causal=True)
+    assert relative_error(names["out"], exact) < 0.06
+    assert names["lse"].shape == (1, 2, 100)
+
+
+def check_from_flex(names: dict[str, Any], printed: str) -> None:
+    alone = [names["ha"].attention(*(names[x][:, :, part] for x in "qkv"), causal=True) for part in PARTS]
+    assert relative_error(names["out"], torch.cat(alone, 2)) < 0.08
+
+
 #: What holds of the names that a snippet leaves, and of what it prints.
 CHECKED: dict[tuple[str, str], Callable[[dict[str, Any], str], None]] = {
     ("README.md", "A first call"): check_ten_lines,
@@ -199,6 +220,8 @@ CHECKED: dict[tuple[str, str], Callable[[dict[str, Any], str], None]] = {
     ("docs/accuracy.md", "Check your tensors"): check_which_recipe,
     ("docs/distributed.md", "Example"): check_distributed,
     ("docs/masks.md", "An example"): check_masks,
+    ("docs/migrating.md", "From FlexAttention"): check_from_flex,
+    ("docs/migrating.md", "From SageAttention"): check_from_sage,
 }
 
 #: `test_integrations.py` has those of these pages.
