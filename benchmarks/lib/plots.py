@@ -13,6 +13,7 @@ import matplotlib
 matplotlib.use("Agg")  # no display is needed, and none may be there
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
@@ -277,20 +278,21 @@ def heat_maps(panels: dict[str, dict[str, dict[str, float]]], y_label: str, x_la
     """Ratios by colour, with their figures: 1 is white, above it the package's colour, below it bf16's.
 
     Args:
-        panels: title -> row -> column -> ratio, all with the rows and columns of the first.
+        panels: title -> row -> column -> ratio, all with the rows of the first and its columns.
         y_label: of the rows.
         x_label: of the columns.
         bar_label: what the ratio is.
     """
-    rows = list(next(iter(panels.values())))
-    columns = list(next(iter(panels.values()))[rows[0]])
+    first = next(iter(panels.values()))
+    rows = list(first)
+    columns = list(dict.fromkeys(itertools.chain(*first.values())))
     colours = LinearSegmentedColormap.from_list("", [COLOURS["fa3_bf16"], "white", COLOURS["helion_attn"]])
     size = (PAGE_WIDTH, 0.42 * len(rows) + 1.3)
     figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", sharey=True, squeeze=False)
     for ax, (title, cells) in zip(axes[0], panels.items(), strict=True):
-        ratios = [[cells[row].get(column, float("nan")) for column in columns] for row in rows]
+        ratios = [[cells[row].get(column) for column in columns] for row in rows]
         # As far from white at 2 as at 1 / 2.
-        image = ax.imshow(ratios, cmap=colours, norm=LogNorm(0.5, 2), aspect="auto")
+        image = ax.imshow(np.array(ratios, dtype=float), cmap=colours, norm=LogNorm(0.5, 2), aspect="auto")
         for y, row in enumerate(ratios):
             for x, ratio in enumerate(row):
                 ax.text(x, y, speed_text(ratio), ha="center", va="center", fontsize=8.5)
