@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgb
 
-from benchmarks.lib.plots import heat_maps
+from benchmarks.lib.plots import COLOURS, heat_maps
 from benchmarks.speed import heat_plot
 
 
@@ -36,9 +37,10 @@ def test_figures_and_colours() -> None:
         assert [label.get_text() for label in full.get_xticklabels()] == ["512", "4k"]
         assert [label.get_text() for label in full.get_yticklabels()] == ["64", "128"]
         (image,) = full.images
-        places = image.norm(np.array([0.5, 1.0, 2.0]))
-        assert places == pytest.approx([0, 0.5, 1])
-        assert image.cmap(places[1])[:3] == pytest.approx((1, 1, 1), abs=0.01)
+        half, one, twice = image.to_rgba(np.array([0.5, 1.0, 2.0]))[:, :3]
+        assert one == pytest.approx(np.ones(3), abs=0.01)
+        assert half == pytest.approx(to_rgb(COLOURS["fa3_bf16"]))
+        assert twice == pytest.approx(to_rgb(COLOURS["helion_attn"]))
     finally:
         plt.close(figure)
 
