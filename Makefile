@@ -29,7 +29,7 @@ define install
 	touch $@
 endef
 
-.PHONY: demo docs language-model wheel test test-newest lint bench clean
+.PHONY: demo docs language-model site wheel test test-newest lint bench clean
 
 demo: $(STAMP).examples
 	$(BIN)/python examples/fp8_attention.py
@@ -60,6 +60,10 @@ docs: $(STAMP).test
 	$(BIN)/python scripts/support_matrix.py
 	$(BIN)/python scripts/integrations.py
 	$(BIN)/python scripts/api.py
+
+# build/site, the documents as a website.
+site: $(STAMP).test
+	$(BIN)/python scripts/website.py
 
 # dist/, what would be published.
 wheel: $(STAMP).test

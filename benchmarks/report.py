@@ -166,6 +166,7 @@ BLOCKS = (
 DOCUMENTS = (
     Path("README.md"),
     *(Path(f"docs/{name}.md") for name in ("accuracy", "benchmarks", "integrations", "masks")),
+    *(Path(f"docs/benchmarks/{name}.md") for name in ("kernels", "overheads", "serving", "whole_calls")),
 )
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.lib.checks import Check, error_check, fastest_bf16, figure
 from benchmarks.lib.harness import Loaded, Results, Row, time_interleaved
-from benchmarks.lib.plots import panels_by_length
+from benchmarks.lib.plots import heat_maps, length, panels_by_length
 from benchmarks.lib.problem import (
     CHECKED_ROWS,
     Contender,
@@ -248,6 +248,18 @@ def e2e_plot(loaded: Loaded) -> Figure | None:
     return panels_by_length(rows_of(loaded, "attention"), points_of, "speed / fastest bf16's", True, 1.0)
 
 
+def heat_plot(loaded: Loaded) -> Figure | None:
+    """The default's speed-up over the fastest bf16 kernel from bf16 to bf16, by head dim and length."""
+    rows = rows_of(loaded, "attention")
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for causal, D, S in values_of(rows, "causal", "D", "N"):
+        faster = speedups([row for row in rows if (row["causal"], row["D"], row["N"]) == (causal, D, S)])
+        if "helion_attn" in faster:
+            cells = panels.setdefault(mask(causal), {}).setdefault(str(D), {})
+            cells[length(S)] = faster["helion_attn"]
+    return heat_maps(panels, "D", "sequence length", "speed / fastest bf16's") if panels else None
+
+
 def roofline_plot(loaded: Loaded) -> Figure | None:
     """A kernel's TFLOP/s over those of the GEMM of its dtype, by length."""
     rows = rows_of(loaded, "attention", stage="kernel")
@@ -316,6 +328,9 @@ SUITE = Suite(
     {
         "speed": Block("attention", speed_tables, (Plot("speed", "TFLOP/s by sequence length", speed_plot),)),
         "e2e": Block("attention", e2e_tables, (Plot("e2e", "Speed over bf16's, by sequence length", e2e_plot),)),
+        "heat": Block(
+            "attention", lambda _: [], (Plot("heat", "Speed over bf16's, by head dim and length", heat_plot),)
+        ),
         "roofline": Block(
             "attention",
             roofline_tables,

@@ -90,6 +90,11 @@ def quantize(
         TypeError, ValueError: naming the argument, its value and what is accepted.
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        qkv = ha.quantize(q, k, v, recipe="accurate")
+        out = ha.attention_quantized(qkv, causal=True)
     """
 
     chosen = as_recipe(recipe)
@@ -175,6 +180,11 @@ def pack(
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `quantize`; a descale that is not finite and positive, too.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64).to(torch.float8_e4m3fn)
+        qkv = ha.pack(q, k, v, q_descale=1.0, k_descale=0.5, v_descale=torch.ones(1, 2))
+        out = ha.attention_quantized(qkv)
     """
     check_qkv(q, k, v, layout, dtypes=(torch.float8_e4m3fn,))
     check_dtype(dtype)
@@ -327,6 +337,12 @@ def attention_quantized(
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `quantize`.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        qkv = ha.quantize(q, k, v)
+        out = ha.attention_quantized(qkv, causal=True)
+        near = ha.attention_quantized(qkv, causal=True, window=(16, 0))
     """
     if not isinstance(qkv, QuantizedQKV):
         raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
@@ -464,6 +480,10 @@ def attention(
         TypeError, ValueError: naming the argument, its value and what is accepted.
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)  # [B, H, S, D]
+        out, lse = ha.attention(q, k, v, causal=True, return_lse=True)
     """
 
     def problem() -> tuple[Any, DenseProblem]:

@@ -53,6 +53,11 @@ class BlockMask(_OfTensors):
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        mask = ha.BlockMask.from_dense(torch.rand(100, 100) < 0.5)
+        out = ha.attention(q, k, v, block_mask=mask)
     """
 
     M: int

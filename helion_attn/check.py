@@ -103,6 +103,10 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[M
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        print(ha.check(q, k, v, causal=True))
     """
     problem = dense_problem(q, k, v, **options)
     recipe, layout = problem.recipe, options.get("layout", "bhsd")

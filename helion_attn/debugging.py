@@ -53,6 +53,11 @@ def debug() -> Iterator[None]:
         RuntimeError: a call inside is captured in a CUDA graph, where nothing can be read.
 
     The calls inside raise ValueError, naming the argument, its value and what is accepted.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        with ha.debug():
+            out = ha.attention(q, k, v)
     """
     token = _SEEN.set(Seen())
     try:

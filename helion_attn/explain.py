@@ -109,6 +109,10 @@ def explain(
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        print(ha.explain(q, k, v, causal=True))
     """
     chooses = is_auto(options.get("recipe"))
     if chooses:
@@ -249,6 +253,12 @@ def plan(
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        plan = ha.plan(q, k, v, causal=True)
+        print(plan)
+        out = plan(q, k, v)
     """
     problem = dense_problem(q, k, v, return_lse=return_lse, **options)
     _, key = _given(q, k, v, options)

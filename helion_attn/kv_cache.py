@@ -39,6 +39,10 @@ def paged_kv_cache(
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
+
+    Example:
+        cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64)
+        block_table = torch.tensor([[5, 0], [2, 7]], dtype=torch.int32)  # two sequences of up to two pages
     """
     check_count("num_pages", num_pages)
     check_count("H_kv", H_kv)
@@ -106,6 +110,14 @@ def append_kvcache(
         TypeError, ValueError: naming the argument, its value and what is accepted.
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
+
+    Example:
+        cache = ha.paged_kv_cache(num_pages=2, H_kv=2, D=64)
+        block_table = torch.tensor([[1], [0]], dtype=torch.int32)
+        cache_seqlens = torch.zeros(2, dtype=torch.int32)
+        k, v = torch.randn(2, 2, 2, 10, 64, dtype=torch.bfloat16)  # ten tokens for each of two sequences
+        ha.append_kvcache(cache, k, v, block_table, cache_seqlens)
+        cache_seqlens += 10
     """
 
     def problem() -> tuple[Any, AppendProblem]:
@@ -236,6 +248,15 @@ def attention_kvcache(
         TypeError, ValueError: naming the argument, its value and what is accepted.
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: q requires grad, in grad mode, or has a tangent.
+
+    Example:
+        cache = ha.paged_kv_cache(num_pages=2, H_kv=2, D=64)
+        block_table = torch.tensor([[1], [0]], dtype=torch.int32)
+        cache_seqlens = torch.tensor([0, 0], dtype=torch.int32)
+        k, v = torch.randn(2, 2, 2, 10, 64, dtype=torch.bfloat16)
+        ha.append_kvcache(cache, k, v, block_table, cache_seqlens)
+        q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16)  # each sequence's newest token
+        out = ha.attention_kvcache(q, cache, block_table, cache_seqlens + 10)
     """
 
     def problem() -> tuple[Any, DecodeProblem]:

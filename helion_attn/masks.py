@@ -33,6 +33,13 @@ class Reordered(NamedTuple):
         mask: a `BlockMask`.
         order: int64 [tokens], of each place the token that goes there.
         inverse: int64 [tokens], what brings outputs back: `out[:, :, inverse]`.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 64, 64, dtype=torch.bfloat16)
+        m = ha.masks.sliding_tile((4, 4, 4), (2, 2, 2), (1, 1, 1))
+        assert isinstance(m, ha.masks.Reordered)
+        q, k, v = (x[:, :, m.order] for x in (q, k, v))
+        out = ha.attention(q, k, v, block_mask=m.mask)[:, :, m.inverse]
     """
 
     mask: BlockMask
@@ -56,6 +63,11 @@ def documents(ids: torch.Tensor, *, causal: bool = False) -> BlockMask:
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        mask = ha.masks.documents(torch.tensor([0] * 60 + [1] * 40), causal=True)
+        out = ha.attention(q, k, v, block_mask=mask)
     """
     check_ids("ids", ids, (1, 2), "[S] or [B, S]")
     check_flag(causal, "causal")
@@ -100,6 +112,10 @@ def prefix(
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        out = ha.attention(q, k, v, block_mask=ha.masks.prefix(20, 100))
     """
     N = M if N is None else N
     check_int("M", M, 1, MAX_TOKENS)
@@ -152,6 +168,12 @@ def sliding_tile(
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 64, 64, dtype=torch.bfloat16)
+        m = ha.masks.sliding_tile((4, 4, 4), (2, 2, 2), (1, 1, 1))
+        q, k, v = (x[:, :, m.order] for x in (q, k, v))
+        out = ha.attention(q, k, v, block_mask=m.mask)[:, :, m.inverse]
     """
     check_grid(grid, tile, text)
     tiles = [-(-size // of) for size, of in zip(grid, tile, strict=True)]
@@ -205,6 +227,10 @@ def radial(
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        out = ha.attention(q, k, v, block_mask=ha.masks.radial(5, 20))
     """
     check_int("frames", frames, 1, MAX_TOKENS)
     check_int("tokens", tokens, 1, MAX_TOKENS // frames)
@@ -282,6 +308,11 @@ def top_blocks(
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 300, 64, dtype=torch.bfloat16)
+        mask = ha.masks.top_blocks(q, k, keep=0.25, causal=True)
+        out = ha.attention(q, k, v, causal=True, block_mask=mask)
     """
     check_top_blocks(q, k, keep, mass, layout)
     check_int("sink_blocks", sink_blocks, 0, MAX_TOKENS)

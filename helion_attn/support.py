@@ -37,6 +37,9 @@ def is_supported(device: torch.device | str | int | None = None) -> Support:
 
     Raises:
         TypeError, RuntimeError: what `torch.device` raises of something that is no device.
+
+    Example:
+        print(ha.is_supported("cpu"))
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

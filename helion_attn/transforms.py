@@ -34,6 +34,11 @@ def apply_rope(
         TypeError, ValueError: naming the argument, its value and what is accepted.
         NotImplementedError: neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: x requires grad, in grad mode, or has a tangent.
+
+    Example:
+        x = torch.randn(1, 2, 100, 64, dtype=torch.bfloat16)
+        angles = torch.outer(torch.arange(100.0), 10000 ** (-torch.arange(32) / 32))
+        y = ha.apply_rope(x, ha.Rope(angles.cos(), angles.sin()))
     """
     check_x(x, layout)
     rows = x.transpose(1, 2) if layout == "bshd" else x
@@ -73,6 +78,10 @@ def hadamard(x: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `apply_rope`.
+
+    Example:
+        x = torch.randn(1, 2, 100, 64, dtype=torch.bfloat16)
+        y = ha.hadamard(x)
     """
     check_x(x, "bhsd")
     check_even("x has head dim", x.size(3))
@@ -92,6 +101,10 @@ def hadamard_matrix(D: int, seed: int = 0) -> torch.Tensor:
 
     Raises:
         ValueError: D or `seed` is not accepted.
+
+    Example:
+        x = torch.randn(1, 2, 100, 64, dtype=torch.bfloat16)
+        y = x.float() @ ha.hadamard_matrix(64)  # ha.hadamard(x), not rounded
     """
     check_even("D is", D)
     check_seed(seed)
@@ -113,6 +126,10 @@ def reflect(x: torch.Tensor) -> torch.Tensor:
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `apply_rope`.
+
+    Example:
+        x = torch.randn(1, 2, 100, 64, dtype=torch.bfloat16)
+        y = ha.reflect(ha.reflect(x))  # x, but for rounding
     """
     check_x(x, "bhsd")
     return _transform(x, reflect=True)

@@ -102,6 +102,11 @@ class Recipe:
 
     Raises:
         ValueError: a field has a value that it does not accept, or two fields contradict each other.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        recipe = ha.Recipe(qk_dtype=torch.float8_e4m3fn, hadamard=True)
+        out = ha.attention(q, k, v, recipe=recipe)
     """
 
     qk_dtype: torch.dtype = torch.int8
@@ -352,6 +357,12 @@ class Rope(_OfTensors):
         ValueError: a table has every column twice, as those of transformers do: with partial rotation it would pass for
             one of twice the rotated channels. To see that, the last row is read on the host, but not in torch.compile
             and not while a CUDA graph is captured.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        angles = torch.outer(torch.arange(100.0), 10000 ** (-torch.arange(32) / 32))
+        rope = ha.Rope(angles.cos(), angles.sin())
+        out = ha.attention(q, k, v, causal=True, rope=rope)
     """
 
     cos: torch.Tensor
@@ -382,6 +393,11 @@ class RMSNorm(_OfTensors):
         weight: [D] or [heads * D], contiguous, bf16, fp16 or fp32; heads are the query heads of `q_norm`, and the KV
             heads of `k_norm`.
         eps: what is added to the mean; in 1e-12..1.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        norm = ha.RMSNorm(torch.ones(64, dtype=torch.bfloat16))
+        out = ha.attention(q, k, v, q_norm=norm, k_norm=norm)
     """
 
     weight: torch.Tensor
@@ -492,6 +508,12 @@ class QuantizedQKV(PackedTensors):
         dtype: dtype of the unquantised tensors, the default output dtype.
         layout: "bhsd" or "bshd", the layout of the unquantised tensors and of the output.
         recipe: the one that it was made with.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        qkv = ha.quantize(q, k, v)
+        assert isinstance(qkv, ha.QuantizedQKV)
+        smaller = (q.nbytes + k.nbytes + v.nbytes) / qkv.nbytes
     """
 
     M: int
@@ -520,6 +542,11 @@ class PagedKVCache(_OfTensors):
         v_descale: fp32 [num_pages, H_kv, page_size], likewise; powers of two in 2**-50..2**50.
         D: head dim of the unpadded K.
         D_v: head dim of the unpadded V, and of the output.
+
+    Example:
+        cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64)
+        assert isinstance(cache, ha.PagedKVCache)
+        tokens = cache.page_size * 8
     """
 
     k8: torch.Tensor

@@ -129,6 +129,11 @@ def attention_varlen(
         NotImplementedError: a head dim that only `attention` has; neither a CUDA device of compute capability 9.0
             nor the CPU.
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
+
+    Example:
+        q, k, v = torch.randn(3, 50, 2, 64, dtype=torch.bfloat16)
+        cu_seqlens = torch.tensor([0, 30, 50], dtype=torch.int32)  # 30 tokens and 20
+        out = ha.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True)
     """
 
     def problem() -> tuple[Any, VarlenProblem]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +44,8 @@ INTRODUCTION = """# Public functions and types
 
 What does each function compute, take and raise? The docstrings of `import helion_attn as ha` follow, written here by
 `scripts/api.py`. In signatures `Layout` is `"bhsd"` or `"bshd"`, `RecipeName` the name of a preset,
-and `Auto` `"auto"`.
+and `Auto` `"auto"`. Examples begin with `import torch` and `import helion_attn as ha`. They run on a CPU; with
+`device="cuda"` their tensors are on a GPU.
 """
 
 
@@ -87,9 +89,10 @@ def plain(text: str) -> str:
 
 
 def paragraphs(doc: str) -> Iterator[str]:
-    """A docstring as markdown: its sections' entries are lists."""
+    """A docstring as markdown: its sections' entries are lists, and its example, which comes last, is code."""
+    text, _, example = inspect.cleandoc(doc).partition("\n\nExample:\n")
     entries = False
-    for line in plain(inspect.cleandoc(doc)).splitlines():
+    for line in plain(text).splitlines():
         if re.fullmatch(r"(Args|Returns|Raises|Attributes):", line):
             entries = line in ("Args:", "Raises:", "Attributes:")
             yield f"**{line.removesuffix(':')}**"
@@ -101,6 +104,8 @@ def paragraphs(doc: str) -> Iterator[str]:
             yield f"- `{entry[1]}`: {entry[2]}"
         else:
             yield f"  {line.strip()}" if entries else line.strip()
+    if example:
+        yield from ("", "**Example**", "", "```python", *textwrap.dedent(example).splitlines(), "```")
 
 
 def section(name: str, value: Any, prefix: str = "ha") -> str:

@@ -13,7 +13,9 @@ import matplotlib
 matplotlib.use("Agg")  # no display is needed, and none may be there
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from PIL import Image
@@ -269,6 +271,40 @@ def panels_by_length(
         ax.margins(y=0.1)
         ax.set_ylim(bottom=0)
     legend(figure, itertools.chain(*axes))
+    return figure
+
+
+def heat_maps(panels: dict[str, dict[str, dict[str, float]]], y_label: str, x_label: str, bar_label: str) -> Figure:
+    """Ratios by colour, with their figures: 1 is white, above it the package's colour, below it bf16's.
+
+    Args:
+        panels: title -> row -> column -> ratio, all with the rows of the first and its columns.
+        y_label: of the rows.
+        x_label: of the columns.
+        bar_label: what the ratio is.
+    """
+    first = next(iter(panels.values()))
+    rows = list(first)
+    columns = list(dict.fromkeys(itertools.chain(*first.values())))
+    colours = LinearSegmentedColormap.from_list("", [COLOURS["fa3_bf16"], "white", COLOURS["helion_attn"]])
+    size = (PAGE_WIDTH, 0.42 * len(rows) + 1.3)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    for ax, (title, cells) in zip(axes[0], panels.items(), strict=True):
+        ratios = [[cells[row].get(column) for column in columns] for row in rows]
+        # As far from white at 2 as at 1 / 2.
+        image = ax.imshow(np.array(ratios, dtype=float), cmap=colours, norm=LogNorm(0.5, 2), aspect="auto")
+        for y, row in enumerate(ratios):
+            for x, ratio in enumerate(row):
+                ax.text(x, y, speed_text(ratio), ha="center", va="center", fontsize=8.5)
+        ax.set_title(title)
+        ax.set_xticks(range(len(columns)), columns)
+        ax.set_yticks(range(len(rows)), rows)
+        ax.set_xlabel(x_label)
+        ax.grid(visible=False)
+    axes[0][0].set_ylabel(y_label)
+    bar = figure.colorbar(image, ax=axes[0], label=bar_label, ticks=[0.5, 0.7, 1, 1.4, 2], pad=0.01)
+    bar.ax.minorticks_off()
+    bar.ax.set_yticklabels(["0.5", "0.7", "1", "1.4", "2"])
     return figure
 
 

@@ -69,6 +69,9 @@ def shard(x: torch.Tensor, dim: int, group: Group = None, *, balance: Balance = 
     Raises:
         ValueError: a rank would have no token, or for zigzag no whole chunk; or another `balance`.
         RuntimeError: `torch.distributed` is not initialised.
+
+    Example:
+        part = ha.distributed.shard(torch.randn(1, 2, 256, 64), 2, balance="zigzag")
     """
     pg = collectives.resolve(group)
     check_balance(balance)
@@ -81,7 +84,11 @@ def shard(x: torch.Tensor, dim: int, group: Group = None, *, balance: Balance = 
 def positions(
     length: int, group: Group = None, *, balance: Balance = None, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """The positions of this rank's tokens, int64, as `shard` cuts a sequence of `length` tokens; raises as it does."""
+    """The positions of this rank's tokens, int64, as `shard` cuts a sequence of `length` tokens; raises as it does.
+
+    Example:
+        mine = ha.distributed.positions(256)
+    """
     return shard(torch.arange(length, device=device), 0, group, balance=balance)
 
 
@@ -98,6 +105,10 @@ def unshard(x: torch.Tensor, dim: int, group: Group = None, *, balance: Balance 
         ValueError: the ranks' lengths are none that `shard` makes; another `balance`; or, on all ranks, that they
             disagree or that one of them raises.
         RuntimeError: `torch.distributed` is not initialised; or `x` requires grad, in grad mode, or has a tangent.
+
+    Example:
+        x = torch.randn(1, 2, 256, 64)
+        whole = ha.distributed.unshard(ha.distributed.shard(x, 2), 2)  # x
     """
     pg = collectives.resolve(group)
 
@@ -200,6 +211,11 @@ def attention(
         NotImplementedError: head dims above 256; neither a CUDA device of compute capability 9.0 nor the CPU.
         RuntimeError: an input requires grad, in grad mode, or has a tangent; `torch.distributed` is not initialised; or
             what it raises where a rank is gone.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 256, 64, dtype=torch.bfloat16)  # the same on all ranks
+        q, k, v = (ha.distributed.shard(x, 2) for x in (q, k, v))
+        out = ha.distributed.attention(q, k, v, causal=True)  # this rank's queries
     """
     pg = collectives.resolve(group)
     scores = Scores(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
@@ -318,6 +334,12 @@ def attention_varlen(
 
     Raises:
         What `attention` raises.
+
+    Example:
+        q, k, v = torch.randn(3, 256, 2, 64, dtype=torch.bfloat16)
+        cu_seqlens = torch.tensor([0, 100, 256], dtype=torch.int32)  # of the whole batch
+        q, k, v = (ha.distributed.shard(x, 0) for x in (q, k, v))
+        out = ha.distributed.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True)
     """
     pg = collectives.resolve(group)
     scores = Scores(causal=causal, sm_scale=sm_scale, softcap=softcap, sinks=sinks)
@@ -400,6 +422,11 @@ class Sharding:
     Attributes:
         group: of the ranks.
         balance: None or "zigzag", as `shard` has it.
+
+    Example:
+        s = ha.distributed.sharding()
+        assert isinstance(s, ha.distributed.Sharding)
+        part = s.shard(torch.randn(1, 2, 256, 64), 2)
     """
 
     group: dist.ProcessGroup
@@ -425,12 +452,6 @@ class Sharding:
 def sharding(group: Group = None, *, balance: Balance = None) -> Sharding:
     """Say once how ranks hold a sequence; the functions of the same names need `group` and `balance` each time.
 
-    ```python
-    s = ha.distributed.sharding(group, balance="zigzag")
-    q, k, v = (s.shard(x, 2) for x in (q, k, v))
-    out = s.unshard(s.attention(q, k, v, causal=True), 2)
-    ```
-
     Args:
         group: a process group, or a mesh of one dimension; by default all ranks.
         balance: None or "zigzag", as in `shard`.
@@ -438,6 +459,12 @@ def sharding(group: Group = None, *, balance: Balance = None) -> Sharding:
     Raises:
         ValueError: another `balance`.
         RuntimeError: `torch.distributed` is not initialised.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 256, 64, dtype=torch.bfloat16)
+        s = ha.distributed.sharding(balance="zigzag")
+        q, k, v = (s.shard(x, 2) for x in (q, k, v))
+        out = s.unshard(s.attention(q, k, v, causal=True), 2)
     """
     check_balance(balance)
     return Sharding(collectives.resolve(group), balance)

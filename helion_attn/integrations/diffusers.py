@@ -125,6 +125,9 @@ def register_diffusers(
 
     The models' forward passes raise what `helion_attn.attention` does, and NotImplementedError for what
     docs/integrations.md lists as not supported.
+
+    Example:
+        ha.register_diffusers(recipe="auto")  # then pipeline.transformer.set_attention_backend("helion_fp8")
     """
     recipe = as_choice(recipe)
     watched = _checked_schedule(schedule, models)

@@ -253,6 +253,14 @@ def fuse_diffusers(model: torch.nn.Module, *, recipe: Recipe | RecipeName = BALA
     Raises:
         TypeError, ValueError: `recipe` is no Recipe; `model` is no module, or has no attention that can be fused.
         NotImplementedError: attention of the model is not as in diffusers 0.42, or has another processor.
+
+    Example:
+        import diffusers
+
+        model = diffusers.WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=32, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=1
+        )
+        ha.fuse_diffusers(model)
     """
     recipe = as_recipe(recipe)
     if not isinstance(model, torch.nn.Module):

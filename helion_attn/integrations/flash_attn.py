@@ -314,6 +314,10 @@ def flash_attn_func(
         NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.
         TypeError, ValueError: naming the argument, its value and what is accepted.
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 100, 2, 64, dtype=torch.bfloat16)  # [B, S, H, D]
+        out = ha.flash_attn_func(q, k, v, causal=True, window_size=(32, 0))
     """
     values: dict[str, Any] = {"qv": qv, "attention_chunk": attention_chunk, "num_splits": num_splits}
     values |= {"sm_margin": sm_margin, "dropout_p": dropout_p, "alibi_slopes": alibi_slopes}
@@ -398,6 +402,11 @@ def flash_attn_varlen_func(
         NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.
         TypeError, ValueError: naming the argument, its value and what is accepted.
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
+
+    Example:
+        q, k, v = torch.randn(3, 50, 2, 64, dtype=torch.bfloat16)
+        cu_seqlens = torch.tensor([0, 30, 50], dtype=torch.int32)  # 30 tokens and 20
+        out = ha.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 30, 30, causal=True)
     """
     values = {
         "seqused_q": seqused_q,
@@ -505,6 +514,19 @@ def flash_attn_with_kvcache(
         NotImplementedError: an argument that is not supported, see docs/integrations.md; an unsupported device.
         TypeError, ValueError: naming the argument, its value and what is accepted.
         RuntimeError: an input requires grad, in grad mode, or has a tangent.
+
+    Example:
+        cache = ha.paged_kv_cache(num_pages=2, H_kv=2, D=64)
+        q = torch.randn(2, 1, 4, 64, dtype=torch.bfloat16)
+        k, v = torch.randn(2, 2, 1, 2, 64, dtype=torch.bfloat16)
+        out = ha.flash_attn_with_kvcache(
+            *(q, cache.k8, cache.v8, k, v),
+            k_descale=cache.k_descale,
+            v_descale=cache.v_descale,
+            cache_seqlens=torch.zeros(2, dtype=torch.int32),
+            page_table=torch.tensor([[1], [0]], dtype=torch.int32),
+            causal=True,
+        )
     """
     values = {
         "qv": qv,

@@ -39,6 +39,10 @@ def flash_attn_qkvpacked_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_func`.
+
+    Example:
+        qkv = torch.randn(1, 100, 3, 2, 64, dtype=torch.bfloat16)
+        out = ha.flash_attn_qkvpacked_func(qkv, causal=True)
     """
     q, k, v = _unpacked("qkv", qkv, 3, 5)
     attend = functools.partial(flash_attn_func, q, k, v)
@@ -76,6 +80,11 @@ def flash_attn_kvpacked_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_func`.
+
+    Example:
+        q = torch.randn(1, 100, 4, 64, dtype=torch.bfloat16)
+        kv = torch.randn(1, 100, 2, 2, 64, dtype=torch.bfloat16)
+        out = ha.flash_attn_kvpacked_func(q, kv, causal=True)
     """
     k, v = _unpacked("kv", kv, 2, 5)
     attend = functools.partial(flash_attn_func, q, k, v)
@@ -115,6 +124,11 @@ def flash_attn_varlen_qkvpacked_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_varlen_func`.
+
+    Example:
+        qkv = torch.randn(50, 3, 2, 64, dtype=torch.bfloat16)
+        cu_seqlens = torch.tensor([0, 30, 50], dtype=torch.int32)  # 30 tokens and 20
+        out = ha.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 30, causal=True)
     """
     q, k, v = _unpacked("qkv", qkv, 3, 4)
     attend = functools.partial(flash_attn_varlen_func, q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -158,6 +172,12 @@ def flash_attn_varlen_kvpacked_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_varlen_func`.
+
+    Example:
+        q = torch.randn(50, 4, 64, dtype=torch.bfloat16)
+        kv = torch.randn(50, 2, 2, 64, dtype=torch.bfloat16)
+        cu_seqlens = torch.tensor([0, 30, 50], dtype=torch.int32)  # 30 tokens and 20
+        out = ha.flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens, 30, 30)
     """
     k, v = _unpacked("kv", kv, 2, 4)
     attend = functools.partial(flash_attn_varlen_func, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

@@ -33,7 +33,13 @@ FALLBACKS = get_args(Fallback)
 
 
 class FallbackWarning(UserWarning):
-    """Warning that PyTorch's attention ran in the place of this package's, as `fallback="warn"` asked for."""
+    """Warning that PyTorch's attention ran in the place of this package's, as `fallback="warn"` asked for.
+
+    Example:
+        import warnings
+
+        warnings.simplefilter("error", ha.FallbackWarning)  # tests then find what runs elsewhere
+    """
 
 
 def _is_causal_bias(mask: Any) -> bool:
@@ -183,6 +189,11 @@ def sdpa(*, recipe: Recipe | RecipeName | Auto = BALANCED, fallback: Fallback = 
 
     With fallback="raise", calls inside the context raise what `helion_attn.attention` does, and NotImplementedError for
     what docs/integrations.md lists as not supported.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        with ha.sdpa(recipe="fast"):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     """
     _check_fallback(fallback)
     return _SdpaMode(as_choice(recipe), fallback)
@@ -222,6 +233,10 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `helion_attn.sdpa` says.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        out = ha.scaled_dot_product_attention(q, k, v, is_causal=True)
     """
     _check_fallback(fallback)
     return _attention(

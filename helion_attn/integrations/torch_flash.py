@@ -51,6 +51,13 @@ def register_flash_attention(name: str = "helion_fp8", *, recipe: Recipe | Recip
         TypeError, ValueError: `recipe` is no Recipe; `name` is no str, or one of PyTorch's own.
 
     The calls raise what `helion_attn.attention` does, and NotImplementedError of a dropout or a debug mask.
+
+    Example:
+        from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+        ha.register_flash_attention()
+        activate_flash_attention_impl("helion_fp8")
+        restore_flash_attention_impl()
     """
     recipe = as_recipe(recipe)
     if not isinstance(name, str):

@@ -96,6 +96,10 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeNa
 
     The models' forward passes raise what `helion_attn.attention` does, and NotImplementedError for what
     docs/integrations.md lists as not supported, such as static caches.
+
+    Example:
+        ha.register_transformers(recipe="auto")
+        options = {"attn_implementation": "helion_fp8", "dtype": torch.bfloat16}  # of from_pretrained
     """
     recipe = as_choice(recipe)
     if not isinstance(name, str):
@@ -129,6 +133,10 @@ def transformers_cache() -> Any:
     The model's forward passes raise NotImplementedError for padding at the end of sequences and for encoder-decoder
     models, TypeError for another attention, and what `helion_attn.append_kvcache` and `helion_attn.attention_kvcache`
     raise, such as for head dims beyond 16..256.
+
+    Example:
+        ha.register_transformers()  # and a model with attn_implementation="helion_fp8"
+        cache = ha.transformers_cache()  # model.generate(tokens, cache=cache)
     """
     from helion_attn.integrations.transformers_cache import PagedCache
 

@@ -37,6 +37,11 @@ def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
     Raises:
         TypeError: `qkv` is no QuantizedQKV.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        q2, k2, v2 = ha.dequantize(ha.quantize(q, k, v))
+        lost = (k2 - k).norm() / k.norm()
     """
     if not isinstance(qkv, QuantizedQKV):
         raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")

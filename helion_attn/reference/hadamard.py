@@ -24,6 +24,10 @@ def hadamard_matrix(D: int, seed: int = 0) -> torch.Tensor:
     Args:
         D: head dim.
         seed: of the signs.
+
+    Example:
+        R = ha.reference.hadamard_matrix(64)
+        assert torch.allclose(R @ R.T, torch.eye(64, dtype=torch.float64))
     """
     block = hadamard_block(D)
     # [block, block]; entry (i, j) is -1 where i and j share an odd number of bits.
@@ -40,5 +44,8 @@ def hadamard(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
     Args:
         x: [..., D], any floating dtype and device.
         seed: of the signs.
+
+    Example:
+        y = ha.reference.hadamard(torch.randn(100, 64))
     """
     return x.double() @ hadamard_matrix(x.size(-1), seed).to(x.device)

@@ -60,6 +60,10 @@ def fp8_attention_kvcache(
 
     Returns:
         fp32 out [B, H, M, D_v] and lse [B, H, M], natural log.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        model, lse = ha.reference.fp8_attention_kvcache(q[:, :, -1:], k, v)
     """
     B, H, M, D = q.shape
     N, group = k.shape[2], H // k.shape[1]

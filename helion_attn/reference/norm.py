@@ -19,6 +19,9 @@ def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
 
     Raises:
         ValueError: the weight has neither D nor heads * D channels.
+
+    Example:
+        y = ha.reference.rms_norm(torch.randn(1, 2, 100, 64), ha.RMSNorm(torch.ones(64)))
     """
     heads, D = x.size(1), x.size(3)
     if tuple(norm.weight.shape) not in ((D,), (heads * D,)):

@@ -67,6 +67,11 @@ def attention(
 
     Returns:
         fp64 out, shaped as q with D_v for D, and fp64 lse [B, H, M] if asked for.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        exact = ha.reference.attention(q, k, v, causal=True)
+        error = (ha.attention(q, k, v, causal=True) - exact).norm() / exact.norm()
     """
     q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
     B, H, M, D = q.shape

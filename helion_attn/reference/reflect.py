@@ -14,6 +14,10 @@ def reflect(x: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: [..., D], any floating dtype and device; the last D % 4 channels stay.
+
+    Example:
+        x = torch.randn(100, 64).double()
+        assert torch.allclose(ha.reference.reflect(ha.reference.reflect(x)), x)
     """
     x = x.double()
     whole = x.size(-1) // REFLECTED_GROUP * REFLECTED_GROUP

@@ -30,6 +30,11 @@ def apply_rope(
 
     Raises:
         ValueError: R is more than D; or positions is None and S is more than the table has.
+
+    Example:
+        x = torch.randn(1, 2, 100, 64)
+        angles = torch.outer(torch.arange(100.0), 10000 ** (-torch.arange(32) / 32))
+        y = ha.reference.apply_rope(x, angles.cos(), angles.sin())
     """
     (S, D), (table_size, pairs) = x.shape[-2:], cos.shape
     if 2 * pairs > D:

@@ -71,6 +71,12 @@ class RoundedQKV(NamedTuple):
         v_mean: [B, H_kv, D_v], what is to be added to the dequantised V; zeros if V was not centred.
         k_mean: [B, H_kv, D], not rotated; zeros if K was not smoothed.
         lse_shift: [B, H, M], each query's product with `k_mean`, which no score holds; zeros if K was not smoothed.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        rounded = ha.reference.quantize(q, k, v)
+        assert isinstance(rounded, ha.reference.RoundedQKV)
+        k2 = rounded.k8 * rounded.k_descale[..., None]  # reflected, without its mean
     """
 
     q8: torch.Tensor
@@ -289,6 +295,11 @@ def quantize(
     Raises:
         ValueError: the recipe is of tensors that `helion_attn.pack` was given; the table of `rope` is too small, or it
             has no `q_positions` and M is more than N.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        rounded = ha.reference.quantize(q, k, v, recipe="accurate")
+        values = rounded.v8 * rounded.v_descale[:, :, None] + rounded.v_mean[:, :, None]
     """
     recipe = as_recipe(recipe)
     check_quantises(recipe)
@@ -369,6 +380,12 @@ def fp8_attention(
 
     Raises:
         ValueError: layout is another; or as `quantize`.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
+        model = ha.reference.fp8_attention(q, k, v, recipe="fast")
+        exact = ha.reference.attention(q, k, v)
+        error = (model - exact).norm() / exact.norm()  # what FAST cannot do without
     """
     chosen = as_recipe(recipe)
     q, k, v = (to_bhsd(x, layout) for x in (q, k, v))

@@ -39,6 +39,10 @@ def scaled_mm_attention(
 
     Raises:
         NotImplementedError: on a device without FP8 matrix units.
+
+    Example:
+        q, k, v = torch.randn(3, 1, 2, 128, 64, dtype=torch.bfloat16, device="cuda")
+        out = ha.reference.scaled_mm_attention(q, k, v, causal=True)
     """
     if not q.is_cuda:
         raise NotImplementedError(f"q is on {q.device}; scaled_mm_attention needs a CUDA device with FP8 matrix units")

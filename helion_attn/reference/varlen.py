@@ -69,6 +69,11 @@ def attention_varlen(
 
     Returns:
         fp64 out [tokens, H, D_v] and lse [H, tokens]. Tokens of no sequence have NaN.
+
+    Example:
+        q, k, v = torch.randn(3, 50, 2, 64, dtype=torch.bfloat16)
+        cu_seqlens = torch.tensor([0, 30, 50], dtype=torch.int32)  # 30 tokens and 20
+        exact, lse = ha.reference.attention_varlen(q, k, v, cu_seqlens, cu_seqlens)
     """
     return _each_sequence(attention, q, k, v, cu_seqlens_q, cu_seqlens_k, torch.float64, **options)
 
@@ -84,7 +89,13 @@ def fp8_attention_varlen(
     recipe: Recipe | str = BALANCED,
     **options: Unpack[ScoreOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.fp8_attention` of every sequence, with arguments as `attention_varlen`; fp32 out and lse."""
+    """`reference.fp8_attention` of every sequence, with arguments as `attention_varlen`; fp32 out and lse.
+
+    Example:
+        q, k, v = torch.randn(3, 50, 2, 64, dtype=torch.bfloat16)
+        cu_seqlens = torch.tensor([0, 30, 50], dtype=torch.int32)  # 30 tokens and 20
+        model, lse = ha.reference.fp8_attention_varlen(q, k, v, cu_seqlens, cu_seqlens)
+    """
     recipe = as_recipe(recipe)
     block_n = varlen_packing(q.size(2), v.size(2), recipe.bits).bn
     return _each_sequence(

@@ -378,6 +378,11 @@ class SwappedLayoutWarning(UserWarning):
     """Warning that tensors look as if they had the other `layout`: more heads than models have, and few tokens.
 
     A process says it once.
+
+    Example:
+        import warnings
+
+        warnings.simplefilter("ignore", ha.SwappedLayoutWarning)  # where a model has so many heads
     """
 
 

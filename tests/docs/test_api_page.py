@@ -46,10 +46,15 @@ def test_sections(api: ModuleType) -> None:
 
     Raises:
         TypeError, ValueError: naming it.
+
+    Example:
+        for x in range(2):
+            print(x**2)
     """
     assert list(api.paragraphs(doc)) == [
         *("First.", "", "**Args**", "", r"- `q`: [B, H], 2\*\*3,", "  and further: on.", "- `k`: likewise.", ""),
-        *("**Raises**", "", "- `TypeError, ValueError`: naming it."),
+        *("**Raises**", "", "- `TypeError, ValueError`: naming it.", ""),
+        *("**Example**", "", "```python", "for x in range(2):", "    print(x**2)", "```"),
     ]
 
 
