@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from integrations import with_blocks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
@@ -34,6 +33,7 @@ from helion_attn.configs import (
 )
 from helion_attn.types import RECIPE_CHOICES
 from helion_attn.validate.dense import MAX_D
+from integrations import with_blocks
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
