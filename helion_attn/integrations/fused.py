@@ -49,16 +49,20 @@ class Tables:
     def __init__(self) -> None:
         self._kept: dict[tuple[int, ...], tuple[tuple[weakref.ref[torch.Tensor], ...], Ropes | None]] = {}
 
-    def ropes(self, make: Callable[..., Rope | None], *tables: torch.Tensor) -> Ropes | None:
-        """What `make` makes of some tables; it is kept as long as they live. It must not return views of them."""
+    def ropes(
+        self, make: Callable[..., Rope | None], tables: tuple[torch.Tensor, ...] | None, *sizes: int
+    ) -> Ropes | None:
+        """What `make` makes of some tables and sizes, which must not be views of them; kept as long as they live."""
+        if tables is None:
+            return None
         if torch.compiler.is_compiling():
-            made = make(*tables)
+            made = make(*tables, *sizes)
             return None if made is None else Ropes(made)
-        key = tuple(map(id, tables))
+        key = (*map(id, tables), *sizes)
         known = self._kept.get(key)
         if known is None or any(of() is not table for of, table in zip(known[0], tables, strict=True)):
             self._kept = {x: y for x, y in self._kept.items() if all(of() is not None for of in y[0])}
-            made = make(*tables)
+            made = make(*tables, *sizes)
             known = tuple(map(weakref.ref, tables)), None if made is None else Ropes(made)
             self._kept[key] = known
         return known[1]
@@ -78,6 +82,11 @@ class Before(NamedTuple):
     k_norm: torch.nn.Module | None = None
     over_heads: bool = False
     ropes: Ropes | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.q_norm is None and self.k_norm is None and self.ropes is None
 
     def options(self, q: torch.Tensor, k: torch.Tensor, order: torch.Tensor | None = None) -> dict[str, Any]:
         """Options of `attention` that do it, for q [B, S, H, D] and the first keys k; `order` is as `Ropes` has it."""

@@ -114,7 +114,7 @@ class Fused:
                 return None
         if position_embeddings[0].size(2) != attn.head_dim or self.leaves_to_pytorch(hidden_states, mask):
             return None
-        ropes = self.tables.ropes(rope_of, *position_embeddings)
+        ropes = self.tables.ropes(rope_of, position_embeddings)
         return None if ropes is None else ropes.whole
 
     def leaves_to_pytorch(self, hidden_states: torch.Tensor, mask: VisibleKeys) -> bool:
