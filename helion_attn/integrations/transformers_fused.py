@@ -148,13 +148,22 @@ class Fused:
             project(hidden_states).unflatten(2, (-1, attn.head_dim))
             for project in (attn.q_proj, attn.k_proj, attn.v_proj)
         )
-        mask = attention_mask
+        out = self.attend(q, k, v, attention_mask, rope)
+        if (cache := kwargs.get(self.cache_name)) is not None:
+            # It gets what the class gives it, so that later tokens find it.
+            turned = (k if self.kind.norm is None else attn.k_norm(k)).transpose(1, 2)
+            turned = self.rotate(turned[:, :0], turned, *position_embeddings)[1]
+            cache.update(turned, v.transpose(1, 2), attn.layer_idx)
+        return attn.o_proj(out), None
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: VisibleKeys, rope: Rope) -> torch.Tensor:
+        """[B, S, heads, D] each, to [B, S, H * D]."""
         out = attention(
             q,
             k,
             v,
             causal=mask.causal,
-            sm_scale=attn.scaling,
+            sm_scale=self.attn.scaling,
             window=None if mask.left is None else (mask.left, 0),
             layout="bshd",
             recipe=self.recipe,
@@ -162,12 +171,7 @@ class Fused:
             q_norm=self.norm("q_norm"),
             k_norm=self.norm("k_norm"),
         )
-        if (cache := kwargs.get(self.cache_name)) is not None:
-            # It gets what the class gives it, so that later tokens find it.
-            turned = (k if self.kind.norm is None else attn.k_norm(k)).transpose(1, 2)
-            turned = self.rotate(turned[:, :0], turned, *position_embeddings)[1]
-            cache.update(turned, v.transpose(1, 2), attn.layer_idx)
-        return attn.o_proj(out.flatten(2)), None
+        return out.flatten(2)
 
 
 @named
