@@ -284,6 +284,7 @@ class Fused(NamedTuple):
 
     Attributes:
         model: what it is of.
+        parts: what is fused, in words.
         module: of diffusers, that has its classes.
         classes: of the attention's module, or of the blocks that hold it.
         child: where blocks hold it; empty for the attention's own class.
@@ -296,6 +297,7 @@ class Fused(NamedTuple):
     """
 
     model: str
+    parts: str
     module: str
     classes: tuple[str, ...]
     child: str
@@ -317,6 +319,7 @@ OF_STREAMS = (
 FUSED = (
     Fused(
         "Wan",
+        "RoPE, and norms over all heads, also those of cross-attention",
         "diffusers.models.transformers.transformer_wan",
         ("WanAttention",),
         "",
@@ -329,6 +332,7 @@ FUSED = (
     ),
     Fused(
         "Flux",
+        "RoPE, and norms by head in blocks of one stream",
         "diffusers.models.transformers.transformer_flux",
         ("FluxAttention",),
         "",
@@ -341,6 +345,7 @@ FUSED = (
     ),
     Fused(
         "Qwen-Image",
+        "RoPE; all blocks have two streams",
         "diffusers.models.transformers.transformer_qwenimage",
         ("QwenImageTransformerBlock",),
         "attn",
@@ -356,6 +361,7 @@ FUSED = (
     ),
     Fused(
         "HunyuanVideo",
+        "RoPE, and norms by head in blocks of one stream",
         "diffusers.models.transformers.transformer_hunyuan_video",
         (
             *("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"),

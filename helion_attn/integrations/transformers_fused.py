@@ -31,6 +31,8 @@ class Kind(NamedTuple):
     """Attention that has a fused forward here.
 
     Attributes:
+        model: what it is of.
+        parts: what is fused, in words.
         module: of transformers, that has the classes.
         attention: its class.
         norm: the class of its norms by head; None if it has none.
@@ -38,6 +40,8 @@ class Kind(NamedTuple):
         adds_one: whether it multiplies by 1 + weight.
     """
 
+    model: str
+    parts: str
     module: str
     attention: str
     norm: str | None = None
@@ -46,9 +50,24 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("transformers.models.llama.modeling_llama", "LlamaAttention"),
-    Kind("transformers.models.qwen3.modeling_qwen3", "Qwen3Attention", "Qwen3RMSNorm", "variance_epsilon"),
-    Kind("transformers.models.gemma3.modeling_gemma3", "Gemma3Attention", "Gemma3RMSNorm", "eps", adds_one=True),
+    Kind("Llama", "RoPE", "transformers.models.llama.modeling_llama", "LlamaAttention"),
+    Kind(
+        "Qwen3",
+        "RoPE, and norms by head",
+        "transformers.models.qwen3.modeling_qwen3",
+        "Qwen3Attention",
+        "Qwen3RMSNorm",
+        "variance_epsilon",
+    ),
+    Kind(
+        "Gemma 3",
+        "RoPE, and norms by head",
+        "transformers.models.gemma3.modeling_gemma3",
+        "Gemma3Attention",
+        "Gemma3RMSNorm",
+        "eps",
+        adds_one=True,
+    ),
 )
 
 #: What all of them have.
