@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -356,6 +357,18 @@ def test_models_without_such_attention() -> None:
         ha.fuse_diffusers("wan")  # type: ignore[arg-type]
 
 
+def test_a_copy_is_a_model_of_its_own() -> None:
+    for name in ("wan", "hunyuan_video"):
+        model, inputs = made(name)
+        ha.fuse_diffusers(model, schedule=lambda step, *_: "bf16" if step == 0 else None)
+        before = output(model, inputs)
+        copied = copy.deepcopy(model)
+        assert torch.equal(output(copied, inputs), before)
+        ha.fuse_diffusers(model)
+        assert not torch.equal(output(model, inputs), before)
+        assert torch.equal(output(copied, inputs), before)
+
+
 def test_own_processors_take_it_away() -> None:
     """The model is then what it was, to the bit."""
     for name in MODELS:
@@ -490,8 +503,23 @@ def test_masks_of_a_schedule(kept: tuple[int, int], monkeypatch: pytest.MonkeyPa
     for out in outs[1:]:
         assert relative_error(out, outs[0]) < 1e-5
     assert counts == [[(True, ha.BALANCED), (True, ha.BALANCED), (True, ha.BF16)]] * 2
-    dense, inputs = made("hunyuan_video")
-    assert relative_error(output(dense, inputs), outs[0]) > 1e-3
+    native = output(*made("hunyuan_video"))
+    assert relative_error(native, outs[0]) > 1e-3
+    # And with the kernels, as near as the backend.
+    errors = []
+    for fuse in (False, True):
+        model, inputs = made("hunyuan_video")
+        inputs["encoder_attention_mask"] = (torch.arange(11) < torch.tensor(kept)[:, None]).long()
+        if fuse:
+            ha.fuse_diffusers(model, schedule=lambda *_: pattern)
+        else:
+            ha.register_diffusers(schedule=lambda *_: pattern, models=model)
+            model.set_attention_backend("helion_fp8")
+        out = output(model, inputs)
+        with monkeypatch.context() as patch:
+            with_oracle(patch)
+            errors.append(relative_error(out, output(model, inputs)))
+    assert 0 < errors[1] < 1.5 * errors[0]
 
 
 def test_schedules_are_checked() -> None:

@@ -60,7 +60,7 @@ class Processor:
     Attributes:
         recipe: how the tensors become 8-bit numbers.
         tables: of the model.
-        module: diffusers' module of the model.
+        functions: of diffusers, by name.
         layer: the number of the attention.
         schedule: as `register_diffusers` has it.
         progress: of the model, with a schedule.
@@ -70,12 +70,12 @@ class Processor:
         self,
         recipe: Recipe | Auto,
         tables: Tables,
-        module: Any,
+        functions: dict[str, Callable[..., Any]],
         layer: int,
         schedule: Schedule | None,
         progress: Progress | None,
     ) -> None:
-        self.recipe, self.tables, self.module = recipe, tables, module
+        self.recipe, self.tables, self.functions = recipe, tables, functions
         self.layer, self.schedule, self.progress = layer, schedule, progress
 
     @property
@@ -142,12 +142,12 @@ class WanProcessor(Processor):
             image, encoder_hidden_states = encoder_hidden_states[:, :tokens], encoder_hidden_states[:, tokens:]
         q, k, v = (
             x.unflatten(2, (attn.heads, -1))
-            for x in self.module._get_qkv_projections(attn, hidden_states, encoder_hidden_states)
+            for x in self.functions["_get_qkv_projections"](attn, hidden_states, encoder_hidden_states)
         )
         before = Before(attn.norm_q, attn.norm_k, True, self.tables.ropes(rope_of, rotary_emb))
         out = self.attend(q, k, v, before, attention_mask)
         if image is not None:
-            k, v = (x.unflatten(2, (attn.heads, -1)) for x in self.module._get_added_kv_projections(attn, image))
+            k, v = (x.unflatten(2, (attn.heads, -1)) for x in self.functions["_get_added_kv_projections"](attn, image))
             out = out + self.attend(q, k, v, Before(attn.norm_q, attn.norm_added_k, True))
         for module in attn.to_out:
             out = module(out)
@@ -169,7 +169,7 @@ class FluxProcessor(Processor):
         image_rotary_emb: Rotary | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of [B, S, channels] to itself, and of both streams together."""
-        projected = self.module._get_qkv_projections(attn, hidden_states, encoder_hidden_states)
+        projected = self.functions["_get_qkv_projections"](attn, hidden_states, encoder_hidden_states)
         q, k, v = (x.unflatten(-1, (-1, attn.head_dim)) for x in projected[:3])
         norms = attn.norm_q, attn.norm_k
         if attn.added_kv_proj_dim is not None:
@@ -442,7 +442,8 @@ def fuse_diffusers(
     for name, attn, kind, module in found:
         # Self- and cross-attention of a block have names of their own.
         place = name.rpartition(".")[2]
-        attn.set_processor(kind.make(recipe, tables, module, layers[place], schedule, progress))
+        functions = {function: getattr(module, function) for function in kind.functions}
+        attn.set_processor(kind.make(recipe, tables, functions, layers[place], schedule, progress))
         layers[place] += 1
 
 

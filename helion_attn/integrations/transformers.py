@@ -238,6 +238,12 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and isinstance(a, int) and a == b
 
 
+def changes_nothing(argument: str, value: object) -> bool:
+    """Whether attention gives the same without an argument of the model's forward that it was handed."""
+    is_accepted = any(rule.argument == argument and rule.accepts(value) for rule in RULES)
+    return value is None or argument in IGNORED or is_accepted
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -15,7 +15,7 @@ import torch
 
 from helion_attn.api import attention
 from helion_attn.integrations.fused import Tables, prefers_pytorch
-from helion_attn.integrations.transformers import IGNORED, VisibleKeys, earlier_keys, register_transformers
+from helion_attn.integrations.transformers import VisibleKeys, changes_nothing, earlier_keys, register_transformers
 from helion_attn.names import named
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, RMSNorm, Rope, as_choice, is_auto
 from helion_attn.validate.dense import described
@@ -121,8 +121,7 @@ class Fused:
         left = earlier_keys(getattr(attn, "sliding_window", None), S)
         if (left is not None and left != mask.left) or (mask.left is not None and mask.left < 0):
             return None
-        given = {name: value for name, value in kwargs.items() if name != self.cache_name}
-        if any(value is not None and name not in IGNORED for name, value in given.items()):
+        if not all(changes_nothing(name, value) for name, value in kwargs.items() if name != self.cache_name):
             return None
         if attn.training and getattr(attn, "attention_dropout", 0.0):
             return None

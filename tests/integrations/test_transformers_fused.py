@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 from typing import Any
 from unittest import mock
 
@@ -185,6 +187,7 @@ NOT_FUSED: dict[str, dict[str, Any]] = {
         "attention_mask": torch.ones(2, 19).long(),
     },
     "mask_by_scores": {"attention_mask": torch.ones(2, 1, 19, 19).tril().bool()},
+    "softcap": {"softcap": 1.5},
 }
 
 
@@ -196,6 +199,56 @@ def test_all_else_is_not_fused(what: str, counted: dict[str, int]) -> None:
     ha.fuse_transformers(model)
     assert torch.equal(run(model, tokens, **options), expected)
     assert counted["fused"] == 0
+
+
+def test_arguments_that_change_nothing(counted: dict[str, int]) -> None:
+    """Others raise, as without fusing."""
+    model, tokens = make_model("llama"), tokens_of(2, 19)
+    ha.fuse_transformers(model)
+    run(model, tokens, output_attentions=False, output_hidden_states=True)
+    assert counted == {"fused": 2, "plain": 0}
+    with pytest.raises(NotImplementedError, match="something is given, of which this attention knows nothing"):
+        run(model, tokens, something=1)
+
+
+def test_the_older_name_of_the_cache(counted: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an attention module, in both directions: stand-ins for other versions of transformers."""
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.LlamaAttention.forward
+    newer = ours.CACHES[0] if ours.CACHES[0] in inspect.signature(original).parameters else ours.CACHES[1]
+    model, tokens = make_model("llama"), tokens_of(1, 19)
+    expected = run(model, tokens)
+
+    def older(
+        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        return original(self, hidden_states, position_embeddings, attention_mask, **{newer: past_key_values}, **kwargs)
+
+    def renamed(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {"past_key_values" if name == newer else name: value for name, value in kwargs.items()}
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", older)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(renamed, with_kwargs=True)
+    ha.fuse_transformers(model)
+    cache = transformers.DynamicCache(config=model.config)
+    found = [run(model, x, **{CACHE: cache}) for x in tokens.split([18, 1], 1)]
+    assert relative_error(torch.cat(found, 1), expected) < EXACT
+    assert counted == {"fused": 2, "plain": 2}
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    model, tokens = make_model("qwen3"), tokens_of(1, 19)
+    ha.fuse_transformers(model)
+    before = run(model, tokens)
+    copied = copy.deepcopy(model)
+    assert torch.equal(run(copied, tokens), before)
+    with torch.no_grad():
+        copied.model.layers[1].self_attn.q_norm.weight.mul_(2.0)
+    assert not torch.equal(run(copied, tokens), before)
+    assert torch.equal(run(model, tokens), before)
 
 
 def test_positions_of_all_sequences(counted: dict[str, int]) -> None:
