@@ -387,14 +387,14 @@ def fuse_diffusers(
 ) -> None:
     """Fuse norms of Q and K and RoPE of a transformer of diffusers (0.42) into quantising: new attention processors.
 
-    For Wan, Flux, Qwen-Image and HunyuanVideo. `ha.fuse_diffusers(pipeline.transformer)` computes what the backend of
-    `register_diffusers` computes, but for the rounding of the model's own norms and RoPE, which is left out. Fused are
-    RoPE, all norms of Wan, also those of cross-attention, and those of the blocks of Flux and HunyuanVideo that have
-    one stream. In blocks of two streams, and all of Qwen-Image's are, each stream's norm has a weight of its own, and
-    runs as it is.
+    It takes Wan, Flux, Qwen-Image and HunyuanVideo. `ha.fuse_diffusers(pipeline.transformer)` computes what the backend
+    of `register_diffusers` computes, but for the rounding of the model's own norms and RoPE, which is left out. RoPE is
+    fused, and so are all norms of Wan, also those of cross-attention, and the norms of blocks of Flux and HunyuanVideo
+    that have one stream. In blocks of two streams, as all of Qwen-Image's are, each stream's norm has a weight of its
+    own, and runs as it is.
 
     Masks that leave each sequence its first keys, as HunyuanVideo's padding does, are fused too; with all others, such
-    as Qwen-Image's padding, norms and RoPE come before. The host reads them in every layer.
+    as Qwen-Image's padding, norms and RoPE come before. The host reads masks in every layer.
 
     The processors ask no backend, and raise for one and for diffusers' context parallelism. To take them away, keep
     `processors = dict(model.attn_processors)`, and call `model.set_attn_processor(processors)`.

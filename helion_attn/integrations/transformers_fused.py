@@ -200,7 +200,7 @@ def fuse_transformers(model: torch.nn.Module, *, recipe: Recipe | RecipeName | A
     rounding of the model's own norms and RoPE, which is left out. It sets the model's attention implementation to one
     of its own, and `model.set_attn_implementation("sdpa")`, or another, takes the fusing away.
 
-    Fused is a prompt: tokens that attend to one another, without padding, with or without a cache that is still empty.
+    A prompt is fused: tokens that attend to one another, without padding, with or without a cache that is still empty.
     Keys go into the cache as the model makes them. All else runs what `register_transformers` registers, after the
     model's own norms and RoPE: tokens after those in a cache, prompts on a `transformers_cache`, padded batches,
     batches whose sequences have other positions than one another, and masks by scores.
@@ -216,10 +216,6 @@ def fuse_transformers(model: torch.nn.Module, *, recipe: Recipe | RecipeName | A
         NotImplementedError: attention of the model is not as in transformers 5.24, or has another forward.
 
     The model's forward passes raise what those of `register_transformers` do.
-
-    Example:
-        >>> model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).cuda()
-        >>> ha.fuse_transformers(model)
     """
     recipe = as_choice(recipe)
     if not isinstance(model, torch.nn.Module):
