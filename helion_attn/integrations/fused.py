@@ -37,8 +37,12 @@ class Ropes:
             return self.whole
         found = self._some.get((id(order), keys))
         if found is None or found[0] is not order:
-            tokens = torch.arange(self.whole.cos.size(0), device=self.whole.cos.device) if order is None else order
-            made = Rope(self.whole.cos, self.whole.sin, self.whole.interleaved, tokens, tokens[:keys])
+            cos = self.whole.cos
+            if order is None:
+                q_at, k_at = torch.arange(cos.size(0), device=cos.device), None
+            else:
+                q_at, k_at = order, order[:keys]
+            made = Rope(cos, self.whole.sin, self.whole.interleaved, q_at, k_at)
             self._some[id(order), keys] = found = order, made
         return found[1]
 
