@@ -8,8 +8,9 @@ bf16, made on the GPU. `steps` runs eager: a step's time, what of it is attentio
 `steps_compiled` compiles the repeated blocks of some with `torch.compile`, inside of which nothing is timed.
 
 Attention is what a backend does, from Q, K and V that are normalised and rotated; in a fused model norms and RoPE are
-part of it. Contenders warm up in a few layers, or in all where they are compiled. Each round runs all of them once, in
-a shuffled order. An error is that of the output beside native attention's. `--dims` changes nothing here.
+part of it, and with a mask the model is fused. Contenders warm up in a few layers, or in all where they are compiled.
+Each round runs all of them once, in a shuffled order. An error is that of the output beside native attention's.
+`--dims` changes nothing here.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
 from benchmarks.lib.tables import LABELS, Table, error_text, number, ratio, rows_of, speed_text
 from helion_attn.integrations.diffusers import Backend
 from helion_attn.integrations.diffusers_fused import Processor
+from helion_attn.integrations.transformers_fused import Fused
 from helion_attn.testing import relative_error
 from helion_attn.workloads import Workload
 
@@ -81,7 +83,7 @@ class Model:
         text: tokens beside those of the image or the video.
         heads: query heads and KV heads.
         D: head dim.
-        can_fuse: whether `fuse_diffusers` takes it.
+        can_fuse: whether `fuse_diffusers` or `fuse_transformers` takes it.
         tiles: of a mask of about a quarter of the blocks: tokens of a tile, and tiles of a window.
         takes_long: cuDNN and FAST are left out.
     """
@@ -93,7 +95,7 @@ class Model:
     text: int = 0
     heads: tuple[int, int] = (24, 24)
     D: int = 128
-    can_fuse: bool = False
+    can_fuse: bool = True
     tiles: tuple[tuple[int, int, int], tuple[int, int, int]] | None = None
     takes_long: bool = False
 
@@ -241,17 +243,17 @@ LLAMA = "Llama 8B, 32k tokens"
 
 #: Those with a bound of their own first: a run may be cut short.
 MODELS: tuple[Model, ...] = (
-    Model(WAN_SMALL, wan, _WAN_SMALL, _WAN_720P, 512, (12, 12), can_fuse=True, tiles=_720P_TILES),
+    Model(WAN_SMALL, wan, _WAN_SMALL, _WAN_720P, 512, (12, 12), tiles=_720P_TILES),
     Model(LLAMA, llama, _LLAMA, (32768,), heads=(32, 8)),
-    Model(WAN_480P, wan, {}, _WAN_480P, 512, (40, 40), can_fuse=True, tiles=_480P_TILES),
-    Model(WAN_720P, wan, {}, _WAN_720P, 512, (40, 40), can_fuse=True, tiles=_720P_TILES, takes_long=True),
-    Model("Flux.1, 1024 x 1024", flux, {}, (64, 64), 512, can_fuse=True),
+    Model(WAN_480P, wan, {}, _WAN_480P, 512, (40, 40), tiles=_480P_TILES),
+    Model(WAN_720P, wan, {}, _WAN_720P, 512, (40, 40), tiles=_720P_TILES, takes_long=True),
+    Model("Flux.1, 1024 x 1024", flux, {}, (64, 64), 512),
     Model("Llama 8B, 8k tokens", llama, _LLAMA, (8192,), heads=(32, 8)),
     Model("Qwen3 8B, 8k tokens", qwen3, _QWEN3, (8192,), heads=(32, 8)),
     Model("Qwen3 8B, 32k tokens", qwen3, _QWEN3, (32768,), heads=(32, 8)),
     Model("Gemma 3 12B, 8k tokens", gemma3, _GEMMA3, (8192,), heads=(16, 8), D=256),
     Model("Gemma 3 12B, 32k tokens", gemma3, _GEMMA3, (32768,), heads=(16, 8), D=256),
-    Model("LTX-Video 2B, 1216 x 704, 121 frames", ltx, {}, (16, 22, 38), 256, (32, 32), 64),
+    Model("LTX-Video 2B, 1216 x 704, 121 frames", ltx, {}, (16, 22, 38), 256, (32, 32), 64, can_fuse=False),
     Model("Qwen-Image 20B, 1328 x 1328", qwen_image, {}, (83, 83), 512),
     Model("HunyuanVideo 13B, 960 x 544, 129 frames", hunyuan, {}, (33, 68, 120), 256, takes_long=True),
 )
@@ -283,12 +285,12 @@ _TINY_LTX = _TINY_DIFFUSION | {"cross_attention_dim": 64, "caption_channels": 32
 
 #: What a dry run measures: one of each class.
 DRY: tuple[Model, ...] = (
-    Model("Wan", wan, _TINY_WAN, (2, 8, 8), 8, (1, 1), 64, can_fuse=True, tiles=((1, 2, 4), (1, 1, 1))),
+    Model("Wan", wan, _TINY_WAN, (2, 8, 8), 8, (1, 1), 64, tiles=((1, 2, 4), (1, 1, 1))),
     Model("Llama", llama, _TINY_LANGUAGE, (32,), heads=(2, 1), D=32),
-    Model("Flux", flux, _TINY_FLUX, (4, 4), 8, (1, 1), 64, can_fuse=True),
+    Model("Flux", flux, _TINY_FLUX, (4, 4), 8, (1, 1), 64),
     Model("Qwen3", qwen3, _TINY_LANGUAGE, (32,), heads=(2, 1), D=32),
     Model("Gemma 3", gemma3, _TINY_LANGUAGE | {"sliding_window": 16}, (32,), heads=(2, 1), D=32),
-    Model("LTX-Video", ltx, _TINY_LTX, (2, 4, 4), 8, (1, 1), 64),
+    Model("LTX-Video", ltx, _TINY_LTX, (2, 4, 4), 8, (1, 1), 64, can_fuse=False),
     Model("Qwen-Image", qwen_image, _TINY_DIFFUSION | _TINY_AXES, (4, 4), 8, (1, 1), 64),
     Model("HunyuanVideo", hunyuan, _TINY_HUNYUAN, (2, 4, 4), 8, (1, 1), 64, takes_long=True),
 )
@@ -414,8 +416,8 @@ def cudnn_function(*args: Any, **kwargs: Any) -> Any:
         return sdpa_attention_forward(*args, **kwargs)
 
 
-def register(names: list[str], model: Model, module: torch.nn.Module) -> None:
-    """Put contenders under their names into the model's library, but for "fused", which has none."""
+def register(names: list[str], model: Model) -> None:
+    """Put contenders under their names into the model's library, but for those that are fused, which have none."""
     if model.is_causal:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import flash_attention_mask, sdpa_mask
@@ -427,7 +429,7 @@ def register(names: list[str], model: Model, module: torch.nn.Module) -> None:
             elif name == "cudnn_bf16":
                 AttentionInterface.register(name, cudnn_function)
                 AttentionMaskInterface.register(name, sdpa_mask)
-            elif name in RECIPES:
+            elif name in RECIPES and name != "fused":
                 ha.register_transformers(name, recipe=RECIPES[name])  # type: ignore[arg-type]
         return
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -438,28 +440,26 @@ def register(names: list[str], model: Model, module: torch.nn.Module) -> None:
         if name in OTHERS:
             ha.register_diffusers(name)
             _AttentionBackendRegistry._backends[AttentionBackendName(name)] = OtherBackend(OTHERS[name])
-        elif name == "masked":
-            made = tiles_of(model, next(module.parameters()).device)
-            ha.register_diffusers(name, models=module, schedule=functools.partial(of_self_attention, made))
-        elif name in RECIPES and name != "fused":
+        elif name in RECIPES and name not in ("fused", "masked"):
             ha.register_diffusers(name, recipe=RECIPES[name])  # type: ignore[arg-type]
 
 
 def of_self_attention(
-    made: ha.masks.Reordered, step: int, layer: int, q: Tensor, k: Tensor
+    tiles: ha.masks.Reordered | None, step: int, layer: int, q: Tensor, k: Tensor
 ) -> ha.masks.Reordered | None:
-    """A schedule of `register_diffusers`: cross attention is dense."""
-    return made if q.size(2) == k.size(2) else None
+    """A schedule of `fuse_diffusers`: cross attention is dense."""
+    return tiles if q.size(2) == k.size(2) else None
 
 
-def tiles_of(model: Model, device: torch.device) -> ha.masks.Reordered:
-    """What a video's tokens see."""
-    assert model.tiles is not None
+def tiles_of(model: Model, device: torch.device) -> ha.masks.Reordered | None:
+    """What a video's tokens see, of a model that has tiles."""
+    if model.tiles is None:
+        return None
     tile, window = model.tiles
     return ha.masks.sliding_tile(model.grid, tile, window, device=device)
 
 
-def enter(name: str, model: Model, module: Any, processors: dict[str, Any]) -> None:
+def enter(name: str, model: Model, module: Any, processors: dict[str, Any], tiles: ha.masks.Reordered | None) -> None:
     """Have the model take a contender.
 
     Args:
@@ -467,14 +467,19 @@ def enter(name: str, model: Model, module: Any, processors: dict[str, Any]) -> N
         model: what it is.
         module: what `model.build` made.
         processors: diffusers' own, by place; none of transformers.
+        tiles: of the model.
     """
+    if model.is_causal and name == "fused":
+        ha.fuse_transformers(module)
+        return
     if model.is_causal:
         module.set_attn_implementation({"sdpa_bf16": "sdpa"}.get(name, name))
         return
     module.set_attn_processor(dict(processors))
-    if name == "fused":
+    if name in ("fused", "masked"):
         module.set_attention_backend("native")
-        ha.fuse_diffusers(module)
+        is_dense = name == "fused" or tiles is None
+        ha.fuse_diffusers(module, schedule=None if is_dense else functools.partial(of_self_attention, tiles))
     else:
         module.set_attention_backend({"sdpa_bf16": "native", "cudnn_bf16": "_native_cudnn"}.get(name, name))
 
@@ -546,7 +551,10 @@ class Clock:
 
             known = _AttentionBackendRegistry._backends
         timed = {name: self.around(function) for name, function in known.items()}
-        with patch.dict(known, timed), patch.object(Processor, "attend", self.around(Processor.attend)):
+        with contextlib.ExitStack() as patched:
+            patched.enter_context(patch.dict(known, timed))
+            for kind in (Processor, Fused):
+                patched.enter_context(patch.object(kind, "attend", self.around(kind.attend)))
             yield
 
 
@@ -602,7 +610,8 @@ def measure_model(model: Model, options: Options, results: Results, compiled: bo
         module, inputs = model.build(model)
     module.eval()
     names = names_of(model, options, compiled)
-    register(names, model, module)
+    register(names, model)
+    tiles = tiles_of(model, device)
     processors = {} if model.is_causal else dict(module.attn_processors)  # type: ignore[arg-type]
     if compiled:
         torch._dynamo.config.recompile_limit = MOST_COMPILED
@@ -626,7 +635,7 @@ def measure_model(model: Model, options: Options, results: Results, compiled: bo
 
     for name in progress(list(rows), "warming up"):
         try:
-            enter(name, model, module, processors)
+            enter(name, model, module, processors, tiles)
             # Every layer may be compiled in a form of its own.
             with contextlib.nullcontext() if compiled else few_layers(module):
                 forward(module, inputs)
@@ -637,7 +646,7 @@ def measure_model(model: Model, options: Options, results: Results, compiled: bo
     for i in range(min(options.repeats, MOST_ROUNDS)):
         for name in progress(generator.sample(list(rows), len(rows)), f"{model.name}, round {i + 1}"):
             try:
-                enter(name, model, module, processors)
+                enter(name, model, module, processors, tiles)
                 measured[name].append(measure_step(model, module, inputs, device, compiled))
             except Exception as error:
                 failed(name, error)
@@ -646,7 +655,7 @@ def measure_model(model: Model, options: Options, results: Results, compiled: bo
             results.add(*([rows[name]] if i == 0 else []))
         if not rows or max(sum(x.ms for x in measured[name]) for name in rows) >= 1e3 * SECONDS:
             break
-    enter("sdpa_bf16", model, module, processors)  # the backend that was set last is that of new models
+    enter("sdpa_bf16", model, module, processors, tiles)  # the backend that was set last is that of new models
     times = ", ".join(f"{LABELS[name]} {row['ms']:.0f}" for name, row in rows.items())
     console.print(f"{model.name}, ms: {times}", highlight=False)
 

@@ -25,6 +25,7 @@ from helion_attn.integrations.flash_attn_2 import (
 from helion_attn.integrations.sdpa import FallbackWarning, scaled_dot_product_attention, sdpa
 from helion_attn.integrations.torch_flash import register_flash_attention
 from helion_attn.integrations.transformers import register_transformers, transformers_cache
+from helion_attn.integrations.transformers_fused import fuse_transformers
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.support import is_supported
@@ -72,6 +73,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "fuse_diffusers",
+    "fuse_transformers",
     "hadamard",
     "hadamard_matrix",
     "is_supported",

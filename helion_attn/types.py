@@ -279,7 +279,7 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
     if is_auto(recipe):
         where = (
             ": 'auto' is for attention, explain, scaled_dot_product_attention, sdpa, register_transformers, "
-            "register_diffusers and the flash_attn functions of dense tensors"
+            "register_diffusers, fuse_transformers, fuse_diffusers and the flash_attn functions of dense tensors"
         )
     if not isinstance(recipe, str):
         raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe or one of {names}")

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from helion_attn.integrations.diffusers import OWN_CALLS
 from helion_attn.integrations.diffusers import RULES as DIFFUSERS
+from helion_attn.integrations.diffusers_fused import FUSED
 from helion_attn.integrations.flash_attn import KVCACHE_RULES as KVCACHE
 from helion_attn.integrations.flash_attn import RULES as FLASH_ATTN
 from helion_attn.integrations.flash_attn import VARLEN_RULES as VARLEN
 from helion_attn.integrations.rules import table
 from helion_attn.integrations.sdpa import RULES as SDPA
 from helion_attn.integrations.transformers import RULES as TRANSFORMERS
+from helion_attn.integrations.transformers_fused import KINDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "integrations.md"
 TABLES = {
@@ -44,6 +46,12 @@ def with_tables(page: str) -> str:
     blocks = {f"unsupported:{name}": table(rules) for name, rules in TABLES.items()}
     models = [f"| {models} | {', '.join(f'`{name}`' for name in names)} |" for models, names in OWN_CALLS.items()]
     blocks["own_calls:diffusers"] = "\n".join(["| run inside `ha.sdpa()` | what calls it |", "|---|---|", *models])
+    fused = [
+        f"| `{function}` | {kind.model} | {kind.parts} |"
+        for function, kinds in (("ha.fuse_transformers", KINDS), ("ha.fuse_diffusers", FUSED))
+        for kind in kinds
+    ]
+    blocks["fused:models"] = "\n".join(["| function | model | fused |", "|---|---|---|", *fused])
     return with_blocks(page, blocks)
 
 

@@ -41,7 +41,7 @@ LABELS = {
     "ring": "ring",
     "auto": '"auto"',
     "fused": "BALANCED, fused",
-    "masked": "BALANCED, a quarter of the blocks",
+    "masked": "BALANCED, fused, a quarter of the blocks",
 }
 
 #: This package in the tables of speed: the default recipe, and FAST.

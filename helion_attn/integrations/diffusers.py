@@ -16,18 +16,22 @@ import torch
 from helion_attn.api import attention
 from helion_attn.block_mask import BlockMask, as_block_mask
 from helion_attn.integrations.autocast import autocast_inputs
-from helion_attn.integrations.masks import attend_to_visible, check_visible, read_mask
+from helion_attn.integrations.fused import Before, prefers_pytorch
+from helion_attn.integrations.masks import Visible, attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.masks import Reordered
 from helion_attn.names import named
-from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, as_choice, preset_of
+from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, as_choice, is_auto, preset_of
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_sm_scale, described
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-    #: Which mask a call gets, None for dense attention: step, layer, q [B, H, M, D], k [B, H_kv, N, D].
-    Schedule = Callable[[int, int, torch.Tensor, torch.Tensor], BlockMask | FlexMask | Reordered | None]
+    Preset = Recipe | RecipeName | Auto
+    Pattern = BlockMask | FlexMask | Reordered
+
+    #: How a call attends, of its step, layer, q [B, H, M, D], k [B, H_kv, N, D]: by a preset, with a mask, or both.
+    Schedule = Callable[[int, int, torch.Tensor, torch.Tensor], Preset | Pattern | tuple[Preset, Pattern] | None]
 
 #: What the backend accepts of what diffusers passes; the values of a mask are looked at later.
 RULES = (
@@ -103,19 +107,24 @@ def register_diffusers(
 
     Under `torch.autocast` inputs are cast as `scaled_dot_product_attention` does it.
 
-    `schedule(step, layer, q, k)` gives the mask of a call, or None for dense attention: a `BlockMask`, PyTorch's, or a
-    `masks.Reordered`, whose order q, k and v are moved to, and the result back. diffusers tells a backend neither step
-    nor layer. Hooks on `models` know them: a forward begins with layer 0, a timestep that differs from the last one
-    begins the next step, and one that turns back begins a generation, with step 0. The host reads it once a forward.
-    Layers are counted for each pair of lengths apart, so that cross attention does not count as self-attention.
-    Keys that `attn_mask` hides stay hidden if they are the last ones of all sequences alike, as padded text is.
+    `schedule(step, layer, q, k)` gives what a call takes in the place of `recipe` and dense attention: a preset, by
+    name or as a Recipe; a mask, which is a `BlockMask`, PyTorch's, or a `masks.Reordered`, whose order q, k and v are
+    moved to, and the result back; a tuple of preset and mask; or None for neither. For example
+    `lambda step, layer, q, k: "bf16" if step < 3 or layer < 2 or layer >= 38 else None` keeps the first steps and the
+    first and last two of 40 layers in 16 bits.
+
+    diffusers tells a backend neither step nor layer. Hooks on `models` know them: a forward begins with layer 0, a
+    timestep that differs from the last one begins the next step, and one that turns back begins a generation, with
+    step 0. The host reads it once a forward. Layers are counted for each pair of lengths apart, so that cross attention
+    does not count as self-attention. Keys that `attn_mask` hides stay hidden by a mask if they are the last ones of all
+    sequences alike, as padded text is. In torch.compile and in CUDA graphs a schedule raises.
 
     Args:
         name: of the backend, in lower case. Registering a name again replaces it, and its hooks.
         recipe: how the tensors become 8-bit numbers, a preset's name, or "auto": `register_diffusers(recipe="auto")`
             leaves to PyTorch's attention what that is faster at, as `helion_attn.attention` says.
         schedule: called with ints and views of q [B, H, M, D] and k [B, H_kv, N, D].
-        models: `pipeline.transformer`, or several that take turns. Calls from other models are dense.
+        models: `pipeline.transformer`, or several that take turns. Calls from other models have no schedule.
 
     Raises:
         ImportError: diffusers is not installed.
@@ -164,19 +173,24 @@ def _checked_schedule(
     schedule: Schedule | None, models: torch.nn.Module | Sequence[torch.nn.Module]
 ) -> tuple[torch.nn.Module, ...]:
     """The models, where they and the schedule are what `register_diffusers` accepts."""
-    if schedule is not None and not callable(schedule):
-        raise TypeError(f"schedule is {described(schedule)}; it must be a function of step, layer, q and k, or None")
     watched = (models,) if isinstance(models, torch.nn.Module) else tuple(models)
+    check_schedule(schedule, watched)
     if (schedule is None) != (not watched):
         raise ValueError(
             f"schedule is {'None' if schedule is None else 'given'} with {len(watched)} models; it must be given with "
             f"those whose steps and layers it is about, such as pipeline.transformer, and without it there are none"
         )
-    for i, model in enumerate(watched):
+    return watched
+
+
+def check_schedule(schedule: Schedule | None, models: Sequence[torch.nn.Module]) -> None:
+    """A schedule, and models whose forward has a timestep."""
+    if schedule is not None and not callable(schedule):
+        raise TypeError(f"schedule is {described(schedule)}; it must be a function of step, layer, q and k, or None")
+    for i, model in enumerate(models):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"models[{i}] is {described(model)}; it must be a torch.nn.Module")
         _timestep_name(model)
-    return watched
 
 
 def _timestep_name(model: torch.nn.Module) -> str:
@@ -350,69 +364,163 @@ class Backend:
                 f"helion_attn: is_causal is True with M = {M}, N = {N} and attn_mask "
                 f"{'None' if attn_mask is None else 'given'}; it must be without a mask, on as many queries as keys"
             )
-        causal, visible = is_causal, None
-        if attn_mask is not None:
-            # diffusers has padding masks [B, N] as well.
-            of_keys = attn_mask.dim() == 2 and tuple(attn_mask.shape) == (B, N)
-            if of_keys and B == M > 1:
-                raise NotImplementedError(
-                    f"helion_attn: attn_mask has shape {tuple(attn_mask.shape)}, which is [B, N] and [M, N] alike; "
-                    "pass attn_mask[:, None, None] for padding, or attn_mask[None, None]"
-                )
-            visible = read_mask(attn_mask[:, None, None] if of_keys else attn_mask, B, H, M, N)
-            causal = visible.causal
-        if (pattern := self.scheduled(query, key)) is not None:
-            keys = N if visible is None else visible.first_keys(M)
-            if causal or keys == 0:
-                raise NotImplementedError(
-                    "helion_attn: schedule gives a mask, and is_causal or attn_mask hides other keys than the last "
-                    "of all sequences; there it must give None"
-                )
-            out, lse = self.attend_to_pattern(query, key, value, pattern, keys, scale)
-            return (out, lse.transpose(1, 2)) if return_lse else out
-        if visible is not None and not visible.whole:
-            check_visible("helion_attn", visible, query, value, preset_of(self.recipe))
-            out, lse = attend_to_visible(query, key, value, visible, preset_of(self.recipe), sm_scale=scale)
-            return (out, lse.transpose(1, 2)) if return_lse else out
-        result = attention(
-            query, key, value, causal=causal, sm_scale=scale, layout="bshd", recipe=self.recipe, return_lse=return_lse
-        )
-        return (result[0], result[1].transpose(1, 2)) if isinstance(result, tuple) else result
+        visible = visible_of(attn_mask, B, H, M, N)
+        recipe, pattern = self.scheduled(query, key)
+        out, lse = attend(
+            query, key, value, recipe=recipe, sm_scale=scale, causal=is_causal, visible=visible, pattern=pattern,
+            return_lse=return_lse,
+        )  # fmt: skip
+        return (out, lse.transpose(1, 2)) if return_lse and lse is not None else out
 
-    def attend_to_pattern(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pattern: BlockMask | FlexMask | Reordered,
-        keys: int,
-        scale: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention with the schedule's mask to the first `keys` keys: out [B, M, H, D_v] and lse [B, H, M]."""
-        reordered = pattern if isinstance(pattern, Reordered) else None
-        mask = as_block_mask(pattern.mask if isinstance(pattern, Reordered) else pattern)
-        assert mask is not None
-        M, N = q.size(1), k.size(1)
-        if (mask.M, mask.N) != (M, N):
-            raise ValueError(f"schedule gives a mask of {mask.M} queries and {mask.N} keys; it must be of {M} and {N}")
-        if reordered is not None:
-            q, k, v = (x[:, reordered.order] for x in (q, k, v))
-        if keys < N:
-            if reordered is not None:
-                are_last = (reordered.order[keys:] >= keys).all()
-                torch._assert_async(are_last, "keys that attn_mask hides are not the last in the schedule's order")
-            k, v, mask = k[:, :keys], v[:, :keys], mask._of_first_keys(keys)
-        out, lse = attention(
-            q, k, v, sm_scale=scale, layout="bshd", recipe=self.recipe, block_mask=mask, return_lse=True
-        )
-        return (out, lse) if reordered is None else (out[:, reordered.inverse], lse[:, :, reordered.inverse])
-
-    def scheduled(self, query: torch.Tensor, key: torch.Tensor) -> BlockMask | FlexMask | Reordered | None:
-        """The schedule's mask for a call of query [B, M, H, D] and key [B, N, H_kv, D]; None for dense attention."""
+    def scheduled(self, query: torch.Tensor, key: torch.Tensor) -> tuple[Recipe | Auto, Pattern | None]:
+        """Recipe and mask of a call of query [B, M, H, D] and key [B, N, H_kv, D]."""
         if self.schedule is None or not self.progress.is_inside:
-            return None
+            return self.recipe, None
         layer = self.progress.next_layer(query.size(1), key.size(1))
-        return self.schedule(self.progress.step, layer, query.transpose(1, 2), key.transpose(1, 2))
+        return choice_of(self.schedule, self.recipe, self.progress.step, layer, query, key)
+
+
+def choice_of(
+    schedule: Schedule, recipe: Recipe | Auto, step: int, layer: int, q: torch.Tensor, k: torch.Tensor
+) -> tuple[Recipe | Auto, Pattern | None]:
+    """What a schedule gives a call of q [B, M, H, D] and k [B, N, H_kv, D]; `recipe` is that of other calls."""
+    _check_eager()
+    given: Any = schedule(step, layer, q.transpose(1, 2), k.transpose(1, 2))
+    is_pair = isinstance(given, tuple) and not isinstance(given, Reordered)
+    if is_pair and len(given) != 2:
+        raise ValueError(f"schedule gives a tuple of {len(given)}; it must be of a preset and a mask")
+    preset, pattern = given if is_pair else (given, None) if isinstance(given, str | Recipe) else (None, given)
+    if is_pair and (preset is None or pattern is None):
+        raise TypeError("schedule gives a tuple with None; it must be of a preset and a mask, or be one of them alone")
+    return recipe if preset is None else as_choice(preset), pattern
+
+
+def visible_of(
+    attn_mask: torch.Tensor | None, B: int, H: int, M: int, N: int, name: str = "attn_mask"
+) -> Visible | None:
+    """What a mask of diffusers leaves to be seen: as `read_mask` has it, or of keys alone, [B, N]; None of None."""
+    if attn_mask is None:
+        return None
+    of_keys = attn_mask.dim() == 2 and tuple(attn_mask.shape) == (B, N)
+    if of_keys and B == M > 1:
+        raise NotImplementedError(
+            f"helion_attn: {name} has shape {tuple(attn_mask.shape)}, which is [B, N] and [M, N] alike; "
+            f"pass {name}[:, None, None] for padding, or {name}[None, None]"
+        )
+    return read_mask(attn_mask[:, None, None] if of_keys else attn_mask, B, H, M, N, name)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    recipe: Recipe | Auto,
+    sm_scale: float | None = None,
+    causal: bool = False,
+    visible: Visible | None = None,
+    pattern: Pattern | None = None,
+    before: Before | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of q [B, M, H, D] to k [B, N, H_kv, D] and v [B, N, H_kv, D_v].
+
+    Norms and RoPE are fused where nothing is masked, with a schedule's mask, and where a mask leaves each sequence its
+    first keys. Elsewhere, and where "auto" takes PyTorch's attention, they come first.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        recipe: of the call.
+        sm_scale: as `attention` has it.
+        causal: of a call without a mask.
+        visible: what a mask leaves; None without one.
+        pattern: of a schedule.
+        before: what q and k are still without.
+        return_lse: whether lse is needed.
+
+    Returns:
+        out [B, M, H, D_v], and lse [B, H, M], or None where it is not needed.
+    """
+    before = Before() if before is None else before
+    M, N = q.size(1), k.size(1)
+    causal = causal if visible is None else visible.causal
+    options: dict[str, Any] = {"sm_scale": sm_scale, "layout": "bshd", "return_lse": return_lse}
+    if pattern is not None:
+        keys = N if visible is None else visible.first_keys(M)
+        if causal or keys == 0:
+            raise NotImplementedError(
+                "helion_attn: schedule gives a mask, and is_causal or attn_mask hides other keys than the last "
+                "of all sequences; there it must give no mask"
+            )
+        return attend_to_pattern(q, k, v, pattern, keys, before, {**options, "recipe": recipe})
+    if visible is None or visible.whole:
+        if not before.is_empty and is_auto(recipe) and prefers_pytorch(q, k, v, causal=causal, sm_scale=sm_scale):
+            q, k = before.apply(q, k)
+            before = Before()
+        return out_and_lse(attention(q, k, v, causal=causal, recipe=recipe, **options, **before.options(q, k)))
+    preset = preset_of(recipe)
+    stops = first_keys_of_each(visible, M)
+    if before.is_empty or stops is None:
+        check_visible("helion_attn", visible, q, v, preset)
+        q, k = before.apply(q, k)
+        return attend_to_visible(q, k, v, visible, preset, sm_scale=sm_scale)
+
+    def attend_to_first(rows: slice, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        of_q, of_k, of_v = q[rows], k[rows, :stop], v[rows, :stop]
+        return out_and_lse(attention(of_q, of_k, of_v, recipe=preset, **options, **before.options(of_q, of_k)))
+
+    if len(set(stops)) == 1:
+        return attend_to_first(slice(None), stops[0])
+    parts = [attend_to_first(slice(b, b + 1), stop) for b, stop in enumerate(stops)]
+    lses = [lse for _, lse in parts if lse is not None]
+    return torch.cat([out for out, _ in parts]), torch.cat(lses) if lses else None
+
+
+def out_and_lse(
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `attention` returns, with None for an lse that was not asked for."""
+    return result if isinstance(result, tuple) else (result, None)
+
+
+def first_keys_of_each(visible: Visible, M: int) -> list[int] | None:
+    """How many of its first keys each sequence sees, alike for all of M rows; None where it is not so."""
+    if visible.causal or visible.second or visible.kept is not None or visible.scores is not None:
+        return None
+    is_first = all(rows == (0, M) and start == 0 < stop for rows, (start, stop) in visible.first)
+    return [part.keys[1] for part in visible.first] if is_first else None
+
+
+def attend_to_pattern(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: Pattern,
+    keys: int,
+    before: Before,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention with the schedule's mask to the first `keys` keys: out [B, M, H, D_v] and lse [B, H, M] or None."""
+    reordered = pattern if isinstance(pattern, Reordered) else None
+    mask = as_block_mask(pattern.mask if isinstance(pattern, Reordered) else pattern)
+    assert mask is not None
+    M, N = q.size(1), k.size(1)
+    if (mask.M, mask.N) != (M, N):
+        raise ValueError(f"schedule gives a mask of {mask.M} queries and {mask.N} keys; it must be of {M} and {N}")
+    order = None if reordered is None else reordered.order
+    if order is not None:
+        q, k, v = (x[:, order] for x in (q, k, v))
+    if keys < N:
+        if order is not None:
+            are_last = (order[keys:] >= keys).all()
+            torch._assert_async(are_last, "keys that attn_mask hides are not the last in the schedule's order")
+        k, v, mask = k[:, :keys], v[:, :keys], mask._of_first_keys(keys)
+    out, lse = out_and_lse(attention(q, k, v, block_mask=mask, **options, **before.options(q, k, order)))
+    if reordered is None:
+        return out, lse
+    return out[:, reordered.inverse], None if lse is None else lse[:, :, reordered.inverse]
 
 
 def backward(ctx: Any, grad_out: torch.Tensor, *args: Any) -> None:

@@ -8,47 +8,50 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import weakref
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from helion_attn.api import attention
+from helion_attn.integrations.diffusers import Progress, attend, check_schedule, choice_of, visible_of
+from helion_attn.integrations.fused import Before, Tables
 from helion_attn.names import named
-from helion_attn.types import BALANCED, Recipe, RecipeName, RMSNorm, Rope, as_recipe
+from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice
 from helion_attn.validate.dense import described
+
+if TYPE_CHECKING:
+    from helion_attn.integrations.diffusers import Schedule
 
 #: Of Wan's text, behind those of an image, as diffusers has it.
 TEXT_TOKENS = 512
 
-
-class Tables:
-    """A model's RoPE as `Rope` has it. All layers of a forward are given the same tensors."""
-
-    def __init__(self) -> None:
-        self._of: weakref.ref[torch.Tensor] | None = None
-        self._rope: Rope | None = None
-
-    def rope(self, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> Rope | None:
-        """The tables of cosines and sines in which every column comes twice in a row, as [S, D] or [1, S, 1, D]."""
-        if rotary is None:
-            return None
-        if torch.compiler.is_compiling():
-            return rope_of(*rotary)
-        if self._of is None or self._of() is not rotary[0]:
-            self._of, self._rope = weakref.ref(rotary[0]), rope_of(*rotary)
-        return self._rope
+Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
-def rope_of(cos: torch.Tensor, sin: torch.Tensor) -> Rope:
-    """Every second column."""
-    cos, sin = (x.float().view(-1, x.size(-1))[:, ::2].contiguous() for x in (cos, sin))
-    return Rope(cos, sin, interleaved=True)
+def rope_of(cos: torch.Tensor, sin: torch.Tensor, more: int = 0) -> Rope:
+    """Of tables [S, D] or [1, S, 1, D] in which every column comes twice in a row; `more` tokens are not rotated."""
+    cos, sin = (x.float().view(-1, x.size(-1))[:, ::2] for x in (cos, sin))
+    cos, sin = (torch.nn.functional.pad(x, (0, 0, 0, more), value=at) for x, at in ((cos, 1.0), (sin, 0.0)))
+    return Rope(cos.contiguous(), sin.contiguous(), interleaved=True)
 
 
-def norm_of(module: torch.nn.RMSNorm, x: torch.Tensor) -> RMSNorm:
-    """What `module` does to x."""
-    return RMSNorm(module.weight, torch.finfo(x.dtype).eps if module.eps is None else module.eps)
+def rope_of_complex(*tables: torch.Tensor) -> Rope:
+    """Of complex tables [S, D / 2], one behind the other."""
+    turns = torch.cat(tables)
+    return Rope(turns.real.float().contiguous(), turns.imag.float().contiguous(), interleaved=True)
+
+
+class ProgressOfProcessors(Progress):
+    """Counts steps as long as the model has processors that ask for them."""
+
+    def begin(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook."""
+        processors = (getattr(module, "processor", None) for module in model.modules())
+        if any(isinstance(processor, Processor) and processor.progress is self for processor in processors):
+            super().begin(model, args, kwargs)
+        else:
+            self.unwatch()
 
 
 class Processor:
@@ -57,11 +60,23 @@ class Processor:
     Attributes:
         recipe: how the tensors become 8-bit numbers.
         tables: of the model.
-        module: diffusers' module of the model.
+        functions: of diffusers, by name.
+        layer: the number of the attention.
+        schedule: as `register_diffusers` has it.
+        progress: of the model, with a schedule.
     """
 
-    def __init__(self, recipe: Recipe, tables: Tables, module: Any) -> None:
-        self.recipe, self.tables, self.module = recipe, tables, module
+    def __init__(
+        self,
+        recipe: Recipe | Auto,
+        tables: Tables,
+        functions: dict[str, Callable[..., Any]],
+        layer: int,
+        schedule: Schedule | None,
+        progress: Progress | None,
+    ) -> None:
+        self.recipe, self.tables, self.functions = recipe, tables, functions
+        self.layer, self.schedule, self.progress = layer, schedule, progress
 
     @property
     def _attention_backend(self) -> None:
@@ -94,31 +109,17 @@ class Processor:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        q_norm: torch.nn.RMSNorm | None,
-        k_norm: torch.nn.RMSNorm | None,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        before: Before,
+        attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[B, S, H, D] each, to [B, S, H * D_v]."""
-        out = attention(
-            q,
-            k,
-            v,
-            layout="bshd",
-            recipe=self.recipe,
-            q_norm=None if q_norm is None else norm_of(q_norm, q),
-            k_norm=None if k_norm is None else norm_of(k_norm, k),
-            rope=self.tables.rope(rotary),
-        )
+        B, M, H, N = *q.shape[:3], k.size(1)
+        visible = visible_of(attention_mask, B, H, M, N, "attention_mask")
+        recipe, pattern = self.recipe, None
+        if self.schedule is not None and self.progress is not None and self.progress.is_inside:
+            recipe, pattern = choice_of(self.schedule, recipe, self.progress.step, self.layer, q, k)
+        out, _ = attend(q, k, v, recipe=recipe, visible=visible, pattern=pattern, before=before)
         return out.flatten(2, 3)
-
-
-def check_no_mask(mask: object) -> None:
-    """Processors take none."""
-    if mask is not None:
-        raise NotImplementedError(
-            f"helion_attn: attention_mask is {described(mask)}; in a model that fuse_diffusers was given it must be "
-            f"None: use the backend of register_diffusers"
-        )
 
 
 class WanProcessor(Processor):
@@ -130,10 +131,9 @@ class WanProcessor(Processor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rotary_emb: Rotary | None = None,
     ) -> torch.Tensor:
         """Attention of [B, S, channels] to itself or to what is encoded."""
-        check_no_mask(attention_mask)
         image = None
         if attn.add_k_proj is not None and encoder_hidden_states is not None:
             if rotary_emb is not None:
@@ -142,12 +142,13 @@ class WanProcessor(Processor):
             image, encoder_hidden_states = encoder_hidden_states[:, :tokens], encoder_hidden_states[:, tokens:]
         q, k, v = (
             x.unflatten(2, (attn.heads, -1))
-            for x in self.module._get_qkv_projections(attn, hidden_states, encoder_hidden_states)
+            for x in self.functions["_get_qkv_projections"](attn, hidden_states, encoder_hidden_states)
         )
-        out = self.attend(q, k, v, attn.norm_q, attn.norm_k, rotary_emb)
+        before = Before(attn.norm_q, attn.norm_k, True, self.tables.ropes(rope_of, rotary_emb))
+        out = self.attend(q, k, v, before, attention_mask)
         if image is not None:
-            k, v = (x.unflatten(2, (attn.heads, -1)) for x in self.module._get_added_kv_projections(attn, image))
-            out = out + self.attend(q, k, v, attn.norm_q, attn.norm_added_k, None)
+            k, v = (x.unflatten(2, (attn.heads, -1)) for x in self.functions["_get_added_kv_projections"](attn, image))
+            out = out + self.attend(q, k, v, Before(attn.norm_q, attn.norm_added_k, True))
         for module in attn.to_out:
             out = module(out)
         return out
@@ -165,11 +166,10 @@ class FluxProcessor(Processor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        image_rotary_emb: Rotary | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of [B, S, channels] to itself, and of both streams together."""
-        check_no_mask(attention_mask)
-        projected = self.module._get_qkv_projections(attn, hidden_states, encoder_hidden_states)
+        projected = self.functions["_get_qkv_projections"](attn, hidden_states, encoder_hidden_states)
         q, k, v = (x.unflatten(-1, (-1, attn.head_dim)) for x in projected[:3])
         norms = attn.norm_q, attn.norm_k
         if attn.added_kv_proj_dim is not None:
@@ -178,7 +178,9 @@ class FluxProcessor(Processor):
             k = torch.cat([attn.norm_added_k(text_k), attn.norm_k(k)], 1)
             v = torch.cat([text_v, v], 1)
             norms = None, None
-        out = self.attend(q, k, v, *norms, image_rotary_emb)
+        out = self.attend(
+            q, k, v, Before(*norms, ropes=self.tables.ropes(rope_of, image_rotary_emb)), attention_mask
+        )  # fmt: skip
         if encoder_hidden_states is None:
             return out
         text, out = out.tensor_split([encoder_hidden_states.size(1)], 1)
@@ -188,70 +190,227 @@ class FluxProcessor(Processor):
         return out, attn.to_add_out(text.contiguous())
 
 
+class QwenImageProcessor(Processor):
+    """In place of `QwenDoubleStreamAttnProcessor2_0`: all of its blocks have two streams, as some of Flux."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_hidden_states_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of image and text, [B, S, channels] each, together."""
+        if encoder_hidden_states is None or attention_mask is not None:
+            raise ValueError(
+                "helion_attn: Qwen-Image's attention needs encoder_hidden_states, and attention_mask must be None: "
+                "encoder_hidden_states_mask says what of the text is padding"
+            )
+        if encoder_hidden_states_mask is not None:
+            # [B, 1, 1, text and image]
+            attention_mask = torch.nn.functional.pad(
+                encoder_hidden_states_mask.bool(), (0, hidden_states.size(1)), value=True
+            )[:, None, None]
+        D = attn.inner_dim // attn.heads
+        of_image = (project(hidden_states) for project in (attn.to_q, attn.to_k, attn.to_v))
+        of_text = (project(encoder_hidden_states) for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
+        image, text = ([x.unflatten(2, (-1, D)) for x in of] for of in (of_image, of_text))
+        q, k, v = joined(attn, text, image, text_first=True)
+        ropes = self.tables.ropes(rope_of_complex, None if image_rotary_emb is None else image_rotary_emb[::-1])
+        out = self.attend(q, k, v, Before(ropes=ropes), attention_mask)
+        out_text, out = out.tensor_split([encoder_hidden_states.size(1)], 1)
+        out = out.contiguous()
+        for module in attn.to_out:
+            out = module(out)
+        return out, attn.to_add_out(out_text.contiguous())
+
+
+class HunyuanVideoProcessor(Processor):
+    """In place of `HunyuanVideoAttnProcessor2_0`: norms as in Flux; the text comes last, and is not rotated."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of a video, [B, S, channels], to itself, and together with a text."""
+        text = encoder_hidden_states
+        has_streams = attn.add_q_proj is not None and text is not None
+        tokens = hidden_states if text is None or has_streams else torch.cat([hidden_states, text], 1)
+        q, k, v = (project(tokens).unflatten(2, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v))
+        norms = attn.norm_q, attn.norm_k
+        if has_streams:
+            of_text = [
+                project(text).unflatten(2, (attn.heads, -1))
+                for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+            ]
+            q, k, v = joined(attn, of_text, [q, k, v], text_first=False)
+            norms = None, None
+        ropes = self.tables.ropes(rope_of, image_rotary_emb, 0 if text is None else text.size(1))
+        out = self.attend(q, k, v, Before(*norms, ropes=ropes), attention_mask)
+        if text is None:
+            return out, None
+        out, out_text = out.tensor_split([hidden_states.size(1)], 1)
+        if getattr(attn, "to_out", None) is not None:
+            for module in attn.to_out:
+                out = module(out)
+        if getattr(attn, "to_add_out", None) is not None:
+            out_text = attn.to_add_out(out_text)
+        return out, out_text
+
+
+def joined(
+    attn: Any, text: list[torch.Tensor], image: list[torch.Tensor], text_first: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q, K and V of two streams, normalised by the model: their weights differ."""
+    norms = ((attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k), (None, None))
+    parts = []
+    for of_text, of_image, (text_norm, image_norm) in zip(text, image, norms, strict=True):
+        both = [
+            of_text if text_norm is None else text_norm(of_text),
+            of_image if image_norm is None else image_norm(of_image),
+        ]
+        parts.append(torch.cat(both if text_first else both[::-1], 1))
+    return parts[0], parts[1], parts[2]
+
+
 class Fused(NamedTuple):
     """A kind of attention that has a processor here.
 
     Attributes:
+        model: what it is of.
+        parts: what is fused, in words.
         module: of diffusers, that has its classes.
-        attention: the name of its module.
+        classes: of the attention's module, or of the blocks that hold it.
+        child: where blocks hold it; empty for the attention's own class.
         processor: the name of its own processor.
         make: what takes its place.
         functions: what of `module` that calls.
         arguments: of the own processor's call.
         attributes: what it uses of the attention.
-        over_heads: whether the norms' weights are of all heads.
+        channels: of the norms that are fused, of an attention; None where none are.
     """
 
+    model: str
+    parts: str
     module: str
-    attention: str
+    classes: tuple[str, ...]
+    child: str
     processor: str
     make: type[Processor]
     functions: tuple[str, ...]
     arguments: tuple[str, ...]
     attributes: tuple[str, ...]
-    over_heads: bool
+    channels: Callable[[Any], int | None]
 
+
+#: What all processors use, and those of two streams.
+OF_ALL = ("heads", "inner_dim", "norm_q", "norm_k")
+OF_STREAMS = (
+    *("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k"),
+    "to_add_out",
+)
 
 FUSED = (
     Fused(
+        "Wan",
+        "RoPE, and norms over all heads, also those of cross-attention",
         "diffusers.models.transformers.transformer_wan",
-        "WanAttention",
+        ("WanAttention",),
+        "",
         "WanAttnProcessor",
         WanProcessor,
         ("_get_qkv_projections", "_get_added_kv_projections"),
         ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb"),
-        ("heads", "inner_dim", "norm_q", "norm_k", "add_k_proj", "to_out"),
-        over_heads=True,
+        (*OF_ALL, "add_k_proj", "to_out"),
+        lambda attn: int(attn.inner_dim),
     ),
     Fused(
+        "Flux",
+        "RoPE, and norms by head in blocks of one stream",
         "diffusers.models.transformers.transformer_flux",
-        "FluxAttention",
+        ("FluxAttention",),
+        "",
         "FluxAttnProcessor",
         FluxProcessor,
         ("_get_qkv_projections",),
         ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb"),
-        ("heads", "head_dim", "inner_dim", "norm_q", "norm_k", "added_kv_proj_dim"),
-        over_heads=False,
+        (*OF_ALL, "head_dim", "added_kv_proj_dim"),
+        lambda attn: int(attn.inner_dim // attn.heads),
+    ),
+    Fused(
+        "Qwen-Image",
+        "RoPE; all blocks have two streams",
+        "diffusers.models.transformers.transformer_qwenimage",
+        ("QwenImageTransformerBlock",),
+        "attn",
+        "QwenDoubleStreamAttnProcessor2_0",
+        QwenImageProcessor,
+        (),
+        (
+            *("attn", "hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "attention_mask"),
+            "image_rotary_emb",
+        ),
+        (*OF_ALL, *OF_STREAMS, "to_out"),
+        lambda attn: None,
+    ),
+    Fused(
+        "HunyuanVideo",
+        "RoPE, and norms by head in blocks of one stream",
+        "diffusers.models.transformers.transformer_hunyuan_video",
+        (
+            *("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"),
+            *("HunyuanVideoTokenReplaceTransformerBlock", "HunyuanVideoTokenReplaceSingleTransformerBlock"),
+        ),
+        "attn",
+        "HunyuanVideoAttnProcessor2_0",
+        HunyuanVideoProcessor,
+        (),
+        ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb"),
+        (*OF_ALL, *OF_STREAMS),
+        lambda attn: int(attn.inner_dim // attn.heads) if attn.add_q_proj is None else None,
     ),
 )
 
 
 @named
-def fuse_diffusers(model: torch.nn.Module, *, recipe: Recipe | RecipeName = BALANCED) -> None:
-    """Fuse norms and RoPE of a Wan or Flux transformer of diffusers (0.42) into quantising: new attention processors.
+def fuse_diffusers(
+    model: torch.nn.Module,
+    *,
+    recipe: Recipe | RecipeName | Auto = BALANCED,
+    schedule: Schedule | None = None,
+) -> None:
+    """Fuse norms of Q and K and RoPE of a transformer of diffusers (0.42) into quantising: new attention processors.
 
-    `ha.fuse_diffusers(pipeline.transformer)` computes what the backend of `register_diffusers` computes, but for the
-    rounding of the model's own norms and RoPE, which is left out. All of Wan's norms are fused, also those of
-    cross-attention; of Flux those of its blocks of one stream, and in blocks of two, whose streams have weights of
-    their own, RoPE alone. The processors ask no backend, and take neither masks nor diffusers' context parallelism:
-    with these they raise. `model.set_attn_processor(WanAttnProcessor())`, or Flux's, takes them away.
+    It takes Wan, Flux, Qwen-Image and HunyuanVideo. `ha.fuse_diffusers(pipeline.transformer)` computes what the backend
+    of `register_diffusers` computes, but for the rounding of the model's own norms and RoPE, which is left out. RoPE is
+    fused, and so are all norms of Wan, also those of cross-attention, and the norms of blocks of Flux and HunyuanVideo
+    that have one stream. In blocks of two streams, as all of Qwen-Image's are, each stream's norm has a weight of its
+    own, and runs as it is.
+
+    Masks that leave each sequence its first keys, as HunyuanVideo's padding does, are fused too; with all others, such
+    as Qwen-Image's padding, norms and RoPE come before. The host reads masks in every layer.
+
+    The processors ask no backend, and raise for one and for diffusers' context parallelism. To take them away, keep
+    `processors = dict(model.attn_processors)`, and call `model.set_attn_processor(processors)`.
 
     Args:
         model: `pipeline.transformer`, or another module that holds such attention.
-        recipe: how the tensors become 8-bit numbers, or a preset's name.
+        recipe: how the tensors become 8-bit numbers, a preset's name, or "auto", which is chosen as for tensors that
+            are normalised and rotated; where it takes PyTorch's attention, norms and RoPE come before.
+        schedule: as `register_diffusers` has it, for this model, whose forward must have a timestep; q and k are not
+            normalised or rotated yet. Layers are those of the model in their order, and cross-attention has the number
+            of its block. `lambda step, layer, q, k: "bf16" if step < 3 or layer in (0, 1, 38, 39) else None` keeps the
+            first steps, and the first and last layers of 40, in 16 bits.
 
     Raises:
-        TypeError, ValueError: `recipe` is no Recipe; `model` is no module, or has no attention that can be fused.
+        TypeError, ValueError: `recipe` is no Recipe; `model` is no module, or has no attention that can be fused;
+            `schedule` is no function.
         NotImplementedError: attention of the model is not as in diffusers 0.42, or has another processor.
 
     Example:
@@ -262,32 +421,54 @@ def fuse_diffusers(model: torch.nn.Module, *, recipe: Recipe | RecipeName = BALA
         )
         ha.fuse_diffusers(model)
     """
-    recipe = as_recipe(recipe)
+    recipe = as_choice(recipe)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {described(model)}; it must be a torch.nn.Module")
+    if schedule is not None:
+        check_schedule(schedule, (model,))
     import diffusers
 
-    tables, found = Tables(), []
-    for name, attn in model.named_modules():
-        for kind in FUSED:
-            if type(attn).__name__ == kind.attention and type(attn).__module__ == kind.module:
-                module = importlib.import_module(kind.module)
-                if unlike := difference(attn, kind, module):
-                    raise NotImplementedError(
-                        f"model has {kind.attention} {name!r}, {unlike}; diffusers is {diffusers.__version__}, and it "
-                        f"must be as in 0.42"
-                    )
-                found.append((attn, kind.make(recipe, tables, module)))
+    found = []
+    for name, attn, kind in attentions(model):
+        module = importlib.import_module(kind.module)
+        if unlike := difference(attn, kind, module):
+            raise NotImplementedError(
+                f"model has {type(attn).__name__} {name!r}, {unlike}; diffusers is {diffusers.__version__}, and it "
+                f"must be as in 0.42"
+            )
+        found.append((name, attn, kind, module))
     if not found:
-        accepted = " or ".join(kind.attention for kind in FUSED)
-        raise ValueError(f"model is a {type(model).__name__} without {accepted}; it must have such modules")
-    for attn, processor in found:
-        attn.set_processor(processor)
+        accepted = ", ".join(kind.model for kind in FUSED[:-1])
+        raise ValueError(
+            f"model is a {type(model).__name__} without attention of {accepted} or {FUSED[-1].model}; it must have it"
+        )
+    for _, attn, _, _ in found:
+        if isinstance(attn.processor, Processor) and attn.processor.progress is not None:
+            attn.processor.progress.unwatch()
+    tables, progress = Tables(), None if schedule is None else ProgressOfProcessors((model,))
+    layers: Counter[str] = Counter()
+    for name, attn, kind, module in found:
+        # Self- and cross-attention of a block have names of their own.
+        place = name.rpartition(".")[2]
+        functions = {function: getattr(module, function) for function in kind.functions}
+        attn.set_processor(kind.make(recipe, tables, functions, layers[place], schedule, progress))
+        layers[place] += 1
+
+
+def attentions(model: torch.nn.Module) -> Iterator[tuple[str, Any, Fused]]:
+    """All attention of a model that has a processor here: its name, the module, and what it is."""
+    for name, holder in model.named_modules():
+        for kind in FUSED:
+            if type(holder).__name__ in kind.classes and type(holder).__module__ == kind.module:
+                if not kind.child:
+                    yield name, holder, kind
+                else:
+                    yield f"{name}.{kind.child}".lstrip("."), getattr(holder, kind.child, None), kind
 
 
 def difference(attn: Any, kind: Fused, module: Any) -> str | None:
     """What of an attention is not as its processor here takes it to be."""
-    missing = [name for name in kind.attributes if not hasattr(attn, name)]
+    missing = [name for name in ("processor", *kind.attributes) if not hasattr(attn, name)]
     missing += [name for name in (*kind.functions, kind.processor) if not hasattr(module, name)]
     if missing:
         return f"which has no {missing[0]}"
@@ -298,9 +479,18 @@ def difference(attn: Any, kind: Fused, module: Any) -> str | None:
     arguments = tuple(inspect.signature(own.__call__).parameters)[1:]
     if arguments != kind.arguments:
         return f"whose processor takes {', '.join(arguments)} and not {', '.join(kind.arguments)}"
-    channels = attn.inner_dim if kind.over_heads else attn.inner_dim // attn.heads
-    for name in ("norm_q", "norm_k"):
+    channels = kind.channels(attn)
+    for name in () if channels is None else ("norm_q", "norm_k"):
         norm = getattr(attn, name)
-        if not isinstance(norm, torch.nn.RMSNorm) or norm.weight is None or tuple(norm.weight.shape) != (channels,):
+        if not is_rms_norm(norm) or tuple(norm.weight.shape) != (channels,):
             return f"whose {name} is {norm} and no RMSNorm of {channels} channels with a weight"
     return None
+
+
+def is_rms_norm(norm: object) -> bool:
+    """Whether it is PyTorch's or diffusers', with a weight and no bias."""
+    from diffusers.models.normalization import RMSNorm
+
+    return (
+        isinstance(norm, torch.nn.RMSNorm | RMSNorm) and norm.weight is not None and getattr(norm, "bias", None) is None
+    )

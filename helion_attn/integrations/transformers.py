@@ -189,7 +189,7 @@ def visible_keys(
     elif mask_function is bidirectional_mask_function:
         causal = False
     elif local_size is not None and _same(mask_function, sliding_window_causal_mask_function(local_size)):
-        causal, left = True, _earlier_keys(local_size, kv_length)
+        causal, left = True, earlier_keys(local_size, kv_length)
     else:
         causal, is_other = False, True
     is_static = isinstance(q_offset, torch.Tensor)
@@ -212,7 +212,7 @@ def visible_keys(
     return VisibleKeys(spans, q_length, kv_length, causal, left)
 
 
-def _earlier_keys(window: int | None, N: int) -> int | None:
+def earlier_keys(window: int | None, N: int) -> int | None:
     """How many earlier keys a query sees in a window, which counts the query's own; None for all of N.
 
     Below 0 for a window of 0, of which some models make a mask that no layer is given.
@@ -244,6 +244,12 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     return type(a) is type(b) and isinstance(a, int) and a == b
+
+
+def changes_nothing(argument: str, value: object) -> bool:
+    """Whether attention gives the same without an argument of the model's forward that it was handed."""
+    is_accepted = any(rule.argument == argument and rule.accepts(value) for rule in RULES)
+    return value is None or argument in IGNORED or is_accepted
 
 
 def attention_forward(
@@ -289,7 +295,7 @@ def attention_forward(
     query, key, value = autocast_inputs(query, key, value)
     (B, H, M, _D), N = query.shape, key.size(2) + (0 if layer is None else layer.tokens)
     check_sinks(s_aux, H, query.device, "s_aux")
-    left = _earlier_keys(sliding_window, N)
+    left = earlier_keys(sliding_window, N)
     if isinstance(attention_mask, torch.Tensor):
         # It says all: causality, and the window.
         if layer is not None:

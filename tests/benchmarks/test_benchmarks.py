@@ -52,6 +52,8 @@ from benchmarks.lib.recipes import PRESETS, RUNGS
 from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import LABELS
 from helion_attn.compiler.helion_adapter import helion_config
+from helion_attn.integrations.diffusers_fused import Processor
+from helion_attn.integrations.transformers_fused import Fused as TransformersFused
 from helion_attn.kernels import attention as attention_kernel
 from helion_attn.numerics import takes_bits
 from helion_attn.testing import HARD_KINDS, INPUT_KINDS, OUTLIER_CHANNELS, SINK_SHARES, make_qkv, relative_error
@@ -319,7 +321,7 @@ def test_steps(tmp_path: Path) -> None:
     found = {model: set(of_model) for model, of_model in steps.by_model(loaded, "steps").items()}
     assert found == {
         "Wan": {"sdpa_bf16", "balanced", "fast", "auto", "fused", "masked"},
-        "Llama": {"sdpa_bf16", "balanced", "fast", "auto"},
+        "Llama": {"sdpa_bf16", "balanced", "fast", "auto", "fused"},
     }
     for row in rows:
         # On so few tokens `auto` is PyTorch's attention; a mask hides what a random model sees.
@@ -330,6 +332,34 @@ def test_steps(tmp_path: Path) -> None:
     assert len(parts.body) == len(rows)
     assert steps.plot(loaded) is None, "it is over FlashAttention-3's"
     assert loaded["steps"]["meta"]["diffusers"]
+
+
+@pytest.mark.parametrize("model", [model for model in steps.DRY if model.can_fuse], ids=lambda model: model.name)
+def test_fused_steps(model: steps.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model that can be fused is: its attention is timed once a call, and gives what its own gives."""
+    torch.manual_seed(0)
+    with steps.bf16_on(torch.device("cpu")):
+        module, inputs = model.build(model)
+    module.eval()
+    processors = {} if model.is_causal else dict(module.attn_processors)  # type: ignore[arg-type]
+    steps.register(["balanced"], model)
+    outs: dict[str, torch.Tensor] = {}
+    spans: dict[str, int] = {}
+    for name in ("sdpa_bf16", "balanced", "fused"):
+        steps.enter(name, model, module, processors, None)
+        clock = steps.Clock(torch.device("cpu"))
+        with clock.of_attention(model):
+            outs[name] = steps.forward(module, inputs)
+        spans[name] = len(clock.spans)
+    errors = {name: relative_error(out, outs["sdpa_bf16"].double()) for name, out in outs.items()}
+    assert 0 < errors["fused"] < 1.5 * errors["balanced"]
+    assert spans["fused"] == spans["balanced"] > 0
+    kind = TransformersFused if model.is_causal else Processor
+    monkeypatch.setattr(kind, "attend", None)
+    with pytest.raises(TypeError, match="not callable"):
+        steps.forward(module, inputs)
+    steps.enter("sdpa_bf16", model, module, processors, None)
+    assert torch.equal(steps.forward(module, inputs), outs["sdpa_bf16"])
 
 
 def test_steps_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.integrations import transformers
+from helion_attn.integrations import transformers, transformers_fused
 from helion_attn.validate import dense
 from helpers import ranks
 
@@ -59,6 +59,24 @@ def test_fp8_attention(fp8_attention: ModuleType, capsys: pytest.CaptureFixture[
 def test_fp8_attention_fails_on_zeros(fp8_attention: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ha, "attention", zeros)
     assert fp8_attention.main(["--device", "cpu", "--shape", "1,2,64,32"]) == 1
+
+
+@pytest.fixture
+def fused_models(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for needed in ("rich", "transformers", "diffusers"):
+        pytest.importorskip(needed)
+    return import_example("fused_models", monkeypatch)
+
+
+def test_fused_models(fused_models: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fused_models.main(["--device", "cpu"]) == 0
+    assert capsys.readouterr().out.count("fused") == 3
+
+
+def test_fused_models_fails_without_rope(fused_models: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ha.attention
+    monkeypatch.setattr(transformers_fused, "attention", lambda *qkv, **x: plain(*qkv, **x | {"rope": None}))
+    assert fused_models.main(["--device", "cpu"]) == 1
 
 
 def test_tour(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -441,6 +441,50 @@ def test_a_schedule_chooses_masks(device: str) -> None:
                 assert torch.equal(out, wanted)
 
 
+def test_a_schedule_chooses_presets(device: str) -> None:
+    """The first step and the last layer in 16 bits; one layer by name and with a mask, and by a recipe."""
+    q, k, v = (x.transpose(1, 2) for x in make_qkv("randn", 1, 4, 2, 300, 300, 64, device=device))
+    mask = ha.BlockMask.from_dense((torch.rand(300, 300, generator=torch.Generator().manual_seed(0)) < 0.3)[None, None])
+    mask = ha.BlockMask.from_dense(mask.to_dense().to(device))
+    model = TwoLayers()
+
+    def expected(recipe: Any, block_mask: Any = None) -> torch.Tensor:
+        return ha.attention(q, k, v, layout="bshd", sm_scale=0.2, recipe=recipe, block_mask=block_mask)
+
+    def schedule(step: int, layer: int, q: torch.Tensor, k: torch.Tensor) -> Any:
+        if step == 2:
+            return ("accurate", mask) if layer == 0 else ha.HYBRID
+        return "bf16" if step < 1 or layer >= 2 - 1 else None
+
+    ha.register_diffusers(recipe="fast", schedule=schedule, models=model)
+    by_step = [("bf16", "bf16"), ("fast", "bf16"), (("accurate", mask), ha.HYBRID)]
+    for timestep, recipes in zip((900.0, 500.0, 100.0), by_step, strict=True):
+        outs = model(q, k, v, timestep=timestep, scale=0.2, enable_gqa=True)
+        for out, recipe in zip(outs, recipes, strict=True):
+            assert torch.equal(out, expected(*recipe) if isinstance(recipe, tuple) else expected(recipe))
+    # Padding that a mask hides is hidden by a preset too.
+    kept = (torch.arange(300, device=device) < 200)[None]
+    outs = model(q, k, v, timestep=900.0, scale=0.2, enable_gqa=True, attn_mask=kept)
+    short = ha.attention(q, k[:, :200], v[:, :200], layout="bshd", sm_scale=0.2, recipe="bf16")
+    assert relative_error(outs[0], short) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("best", ValueError, "recipe is 'best'; it must be one of 'fast'"),
+        (3, TypeError, r"block_mask is a int; it must be a helion_attn\.BlockMask"),
+        (("bf16",), ValueError, "schedule gives a tuple of 1; it must be of a preset and a mask"),
+        (("bf16", None), TypeError, "schedule gives a tuple with None; it must be of a preset and a mask"),
+    ],
+)
+def test_what_a_schedule_gives_is_checked(given: Any, error: type[Exception], message: str) -> None:
+    model, x = TwoLayers(), torch.zeros(1, 24, 2, 32)
+    ha.register_diffusers(schedule=lambda *_: given, models=model)
+    with pytest.raises(error, match=message):
+        model(x, x, x, timestep=1)
+
+
 @pytest.mark.parametrize("keys", [266, 261, 256])
 def test_a_schedule_reorders_tokens(keys: int, device: str) -> None:
     """Tiles of a video, from tokens in their own order and back, with text of which some or all is padding."""
@@ -494,7 +538,7 @@ def test_schedules_are_checked() -> None:
         {"attn_mask": torch.zeros(1, 24).bool()},
     ]
     for options in hiding:
-        with pytest.raises(NotImplementedError, match=r"hides other keys than the last .*; there it must give None"):
+        with pytest.raises(NotImplementedError, match=r"hides other keys than the last .*; there it must give no mask"):
             model(x, x, x, timestep=1, **options)
     ha.register_diffusers(schedule=lambda *_: pattern, models=model)
     y = torch.zeros(1, 30, 2, 32)

@@ -1,14 +1,18 @@
-"""Processors that fuse norms and RoPE: tiny random Wan and Flux transformers, beside diffusers' own processors."""
+"""Processors that fuse norms and RoPE: tiny, random transformers of four pipelines, beside diffusers' processors."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn import auto
+from helion_attn.integrations import masks
 from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import relative_error
@@ -16,7 +20,8 @@ from helion_attn.testing import relative_error
 diffusers = pytest.importorskip("diffusers")
 from diffusers.models import attention_dispatch as dispatch  # noqa: E402
 
-from helion_attn.integrations import diffusers_fused  # noqa: E402
+from helion_attn.integrations import diffusers as backend  # noqa: E402
+from helion_attn.integrations import diffusers_fused, fused  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +72,64 @@ def wan_of_images() -> tuple[Any, dict[str, Any]]:
     return wan(24)
 
 
-MODELS = {"flux": flux, "wan": wan, "wan_of_images": wan_of_images}
+def hunyuan_video(kept: tuple[int, int] = (11, 4)) -> tuple[Any, dict[str, Any]]:
+    """Text behind the video; of it as many tokens are kept."""
+    model = diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, num_layers=1,
+        num_single_layers=2, num_refiner_layers=1, patch_size=2, text_embed_dim=24, pooled_projection_dim=12,
+        rope_axes_dim=(8, 12, 12),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": rand(2, 4, 2, 8, 8),
+        "timestep": torch.tensor([3, 500]),
+        "encoder_hidden_states": rand(2, 11, 24, seed=1),
+        "encoder_attention_mask": (torch.arange(11) < torch.tensor(kept)[:, None]).long(),
+        "pooled_projections": rand(2, 12, seed=2),
+        "guidance": torch.tensor([6.0, 6.0]),
+    }
+    return model, inputs
+
+
+def hunyuan_video_of_one_length() -> tuple[Any, dict[str, Any]]:
+    return hunyuan_video((4, 4))
+
+
+def qwen_image(is_padded: bool = False) -> tuple[Any, dict[str, Any]]:
+    model = diffusers.QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=32, num_attention_heads=2,
+        joint_attention_dim=24, axes_dims_rope=(8, 12, 12),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": rand(2, 30, 16),
+        "encoder_hidden_states": rand(2, 9, 24, seed=1),
+        "timestep": torch.tensor([0.3, 0.7]),
+        "img_shapes": [[(1, 5, 6)], [(1, 5, 6)]],
+    }
+    if is_padded:
+        inputs["encoder_hidden_states_mask"] = (torch.arange(9) < torch.tensor([[9], [4]])).long()
+    return model, inputs
+
+
+def qwen_image_padded() -> tuple[Any, dict[str, Any]]:
+    """Padding between text and image."""
+    return qwen_image(True)
+
+
+MODELS = {
+    "flux": flux,
+    "wan": wan,
+    "wan_of_images": wan_of_images,
+    "hunyuan_video": hunyuan_video,
+    "hunyuan_video_of_one_length": hunyuan_video_of_one_length,
+    "qwen_image": qwen_image,
+    "qwen_image_padded": qwen_image_padded,
+}
+
+#: Name, and what is fused in some attention of it.
+PARTS = [
+    *((name, what) for name in ("flux", "wan", "wan_of_images", "hunyuan_video") for what in ("q_norm", "k_norm")),
+    *((name, "rope") for name in MODELS if name != "qwen_image_padded"),
+]
 
 
 def made(name: str) -> tuple[Any, dict[str, Any]]:
@@ -90,27 +152,32 @@ def output(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-def exact(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    layout: str,
-    recipe: ha.Recipe,
-    q_norm: ha.RMSNorm | None,
-    k_norm: ha.RMSNorm | None,
-    rope: ha.Rope | None,
-) -> torch.Tensor:
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
     """The fp64 oracle in the place of the kernels."""
-    assert layout == "bshd"
+    assert options["layout"] == "bshd"
     dtype = q.dtype
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q_norm, k_norm, rope = (options.get(name) for name in ("q_norm", "k_norm", "rope"))
     q, k = (x.double() if norm is None else rms_norm(x, norm) for x, norm in ((q, q_norm), (k, k_norm)))
     if rope is not None:
         q, k = apply_rope_qk(q, k, rope)
-    found = ha.reference.attention(q, k, v)
+    kept = {name: options[name] for name in ("causal", "sm_scale", "block_mask") if name in options}
+    found = ha.reference.attention(q, k, v, **kept)
     assert isinstance(found, torch.Tensor)
     return found.transpose(1, 2).to(dtype)
+
+
+def exact_varlen(*tensors: torch.Tensor, return_lse: bool, recipe: Any, **options: Any) -> Any:
+    out, lse = ha.reference.attention_varlen(*tensors, **options)
+    return out.to(tensors[0].dtype), lse.float()
+
+
+def with_oracle(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> mock.Mock:
+    """Exact attention, with some options changed; what it returns counts the calls that are not packed sequences."""
+    attention = mock.Mock(side_effect=lambda *qkv, **options: exact(*qkv, **options | changes))
+    monkeypatch.setattr(backend, "attention", attention)
+    monkeypatch.setattr(masks, "attention_varlen", exact_varlen)
+    return attention
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -123,22 +190,60 @@ def test_computes_what_the_model_does(name: str, monkeypatch: pytest.MonkeyPatch
     in_backend = relative_error(output(model, inputs), native)
     model.reset_attention_backend()
     ha.fuse_diffusers(model)
-    fused = relative_error(output(model, inputs), native)
-    monkeypatch.setattr(diffusers_fused, "attention", exact)
+    in_processors = relative_error(output(model, inputs), native)
+    with_oracle(monkeypatch)
     # fp32 has 2**-24 a step, and a model some hundred.
     assert relative_error(output(model, inputs), native) < 1e-5
-    assert 0 < fused < 1.5 * in_backend
+    assert 0 < in_processors < 1.5 * in_backend
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("what", ["q_norm", "k_norm", "rope"])
+@pytest.mark.parametrize(("name", "what"), PARTS)
 def test_every_part_counts(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the comparison can fail."""
     model, inputs = made(name)
     native = output(model, inputs)
     ha.fuse_diffusers(model)
-    monkeypatch.setattr(diffusers_fused, "attention", lambda *qkv, **options: exact(*qkv, **options | {what: None}))
+    with_oracle(monkeypatch, **{what: None})
     assert relative_error(output(model, inputs), native) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["flux", "hunyuan_video", "qwen_image_padded"])
+def test_what_is_padding_is_not_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first keys of each sequence are fused; others are packed sequences, after norms and RoPE."""
+    model, inputs = made(name)
+    kept = torch.arange(39) < torch.tensor([[39], [31]])
+    if name == "flux":
+        inputs["joint_attention_kwargs"] = {"attention_mask": kept[:, None, None]}
+    native = output(model, inputs)
+    ha.fuse_diffusers(model)
+    calls = with_oracle(monkeypatch)
+    assert relative_error(output(model, inputs), native) < 1e-5
+    lengths = [call.args[1].shape[:2] for call in calls.call_args_list]
+    expected = {"flux": [(1, 39), (1, 31)] * 3, "hunyuan_video": [(1, 43), (1, 36)] * 3, "qwen_image_padded": []}
+    assert lengths == expected[name]
+    monkeypatch.setattr(backend, "read_mask", lambda *_: None)
+    assert relative_error(output(model, inputs), native) > 1e-3
+
+
+def test_padding_of_one_length_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = made("hunyuan_video_of_one_length")
+    ha.fuse_diffusers(model)
+    calls = with_oracle(monkeypatch)
+    output(model, inputs)
+    assert [call.args[1].shape[:2] for call in calls.call_args_list] == [(2, 36)] * 3
+
+
+def test_holes_in_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms over all heads come before, too."""
+    model, inputs = made("wan")
+    attn, x = model.blocks[0].attn1, rand(2, 40, 64, seed=3)
+    mask = (torch.rand(2, 40, generator=torch.Generator().manual_seed(4)) < 0.6)[:, None, None]
+    rotary = model.rope(inputs["hidden_states"])
+    with torch.no_grad():
+        native = attn(x, attention_mask=mask, rotary_emb=rotary)
+        ha.fuse_diffusers(model)
+        with_oracle(monkeypatch)
+        assert relative_error(attn(x, attention_mask=mask, rotary_emb=rotary), native) < 1e-5
 
 
 def test_fused_projections() -> None:
@@ -162,7 +267,7 @@ def test_tables_are_made_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None
 
     original = diffusers_fused.rope_of
     monkeypatch.setattr(diffusers_fused, "rope_of", rope_of)
-    monkeypatch.setattr(diffusers_fused, "attention", exact)
+    with_oracle(monkeypatch)
     output(model, inputs)
     assert len(made_of) == 1
     longer = inputs | {"hidden_states": rand(2, 4, 3, 8, 10)}
@@ -173,8 +278,8 @@ def test_tables_are_made_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_norms_without_eps_take_that_of_the_dtype() -> None:
     norm = torch.nn.RMSNorm(32)
-    assert diffusers_fused.norm_of(norm, rand(2, 32).bfloat16()).eps == torch.finfo(torch.bfloat16).eps
-    assert diffusers_fused.norm_of(torch.nn.RMSNorm(32, eps=1e-5), rand(2, 32)).eps == 1e-5
+    assert fused.norm_of(norm, rand(2, 32).bfloat16()).eps == torch.finfo(torch.bfloat16).eps
+    assert fused.norm_of(torch.nn.RMSNorm(32, eps=1e-5), rand(2, 32)).eps == 1e-5
 
 
 def test_fusing_again_changes_the_recipe() -> None:
@@ -184,12 +289,9 @@ def test_fusing_again_changes_the_recipe() -> None:
     assert model.transformer_blocks[0].attn.processor.recipe == ha.ACCURATE
 
 
-def test_masks_backends_and_context_parallelism_are_refused() -> None:
-    model, inputs = made("flux")
+def test_backends_and_context_parallelism_are_refused() -> None:
+    model, _ = made("flux")
     ha.fuse_diffusers(model)
-    masked = inputs | {"joint_attention_kwargs": {"attention_mask": torch.ones(2, 1, 1, 39)}}
-    with pytest.raises(NotImplementedError, match=r"attention_mask is a Tensor .* it must be None: use the backend"):
-        output(model, masked)
     with pytest.raises(NotImplementedError, match=r"the backend is .*NATIVE"):
         model.set_attention_backend("native")
     model.reset_attention_backend()
@@ -249,7 +351,197 @@ def test_a_processor_that_takes_something_else(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_models_without_such_attention() -> None:
-    with pytest.raises(ValueError, match=r"model is a Linear without WanAttention or FluxAttention"):
+    with pytest.raises(ValueError, match="model is a Linear without attention of Wan, Flux, Qwen-Image or Hun"):
         ha.fuse_diffusers(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"model is a str; it must be a torch.nn.Module"):
         ha.fuse_diffusers("wan")  # type: ignore[arg-type]
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    for name in ("wan", "hunyuan_video"):
+        model, inputs = made(name)
+        ha.fuse_diffusers(model, schedule=lambda step, *_: "bf16" if step == 0 else None)
+        before = output(model, inputs)
+        copied = copy.deepcopy(model)
+        assert torch.equal(output(copied, inputs), before)
+        ha.fuse_diffusers(model)
+        assert not torch.equal(output(model, inputs), before)
+        assert torch.equal(output(copied, inputs), before)
+
+
+def test_own_processors_take_it_away() -> None:
+    """The model is then what it was, to the bit."""
+    for name in MODELS:
+        model, inputs = made(name)
+        native, processors = output(model, inputs), dict(model.attn_processors)
+        ha.fuse_diffusers(model)
+        assert not torch.equal(output(model, inputs), native)
+        model.set_attn_processor(dict(processors))
+        assert torch.equal(output(model, inputs), native)
+
+
+def with_another_processor_of_hunyuan(model: Any) -> None:
+    from diffusers.models.attention_processor import AttnProcessor2_0
+
+    model.single_transformer_blocks[0].attn.set_processor(AttnProcessor2_0())
+
+
+def with_a_bias(model: Any) -> None:
+    from diffusers.models.normalization import RMSNorm
+
+    model.single_transformer_blocks[0].attn.norm_k = RMSNorm(32, 1e-6, bias=True)
+
+
+def without_attention(model: Any) -> None:
+    del model.single_transformer_blocks[0].attn
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            with_another_processor_of_hunyuan,
+            r"Attention 'single_transformer_blocks.0.attn', whose processor is a AttnProcessor2_0 and not a Hunyuan",
+        ),
+        (with_a_bias, r"whose norm_k is RMSNorm\(\) and no RMSNorm of 32 channels with a weight"),
+        (without_attention, r"NoneType 'single_transformer_blocks.0.attn', which has no processor; diffusers is"),
+    ],
+)
+def test_other_layouts_of_blocks(change: Any, message: str) -> None:
+    model, _ = made("hunyuan_video")
+    change(model)
+    with pytest.raises(NotImplementedError, match=message):
+        ha.fuse_diffusers(model)
+
+
+def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the table has PyTorch's attention the outputs are those without fusing; elsewhere the preset's, fused."""
+    model, inputs = made("flux")
+    model.bfloat16()
+    inputs = {name: x.bfloat16() if "states" in name or "projections" in name else x for name, x in inputs.items()}
+    native, outs = output(model, inputs), []
+    for from_length in (None, 1):
+        rows = tuple(row._replace(from_length=from_length) for row in auto.CROSSOVERS)
+        monkeypatch.setattr(auto, "CROSSOVERS", rows)
+        auto._CALLS.clear()
+        ha.fuse_diffusers(model, recipe="auto")
+        with monkeypatch.context() as patch:
+            used = mock.Mock(wraps=ha.attention)
+            patch.setattr(backend, "attention", used)
+            outs.append(output(model, inputs))
+        assert all(("rope" in call.kwargs) == (from_length == 1) for call in used.call_args_list)
+    auto._CALLS.clear()
+    ha.fuse_diffusers(model)
+    assert torch.equal(output(model, inputs), outs[1])
+    assert relative_error(outs[0], native) < 0.5 * relative_error(outs[1], native)
+
+
+def steps_of(model: Any, inputs: dict[str, Any], timesteps: tuple[float, ...]) -> list[torch.Tensor]:
+    dtype = inputs["timestep"].dtype
+    return [output(model, inputs | {"timestep": torch.tensor([x, x]).to(dtype)}) for x in timesteps]
+
+
+@pytest.mark.parametrize(
+    ("name", "in_a_forward"), [("wan", [0, 0, 1, 1]), ("flux", [0, 1, 2]), ("hunyuan_video", [0, 1, 2])]
+)
+def test_presets_by_step_and_layer(name: str, in_a_forward: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a block count alike; of two lists of blocks, one after the other."""
+    model, inputs = made(name)
+    layers, seen = in_a_forward[-1] + 1, []
+
+    def schedule(step: int, layer: int, q: torch.Tensor, k: torch.Tensor) -> Any:
+        seen.append((step, layer))
+        assert (q.size(0), q.size(1), q.size(3)) == (2, 2, 32)
+        return "bf16" if step < 1 or layer == layers - 1 else None
+
+    ha.fuse_diffusers(model, recipe="fast", schedule=schedule)
+    calls = with_oracle(monkeypatch)
+    steps_of(model, inputs, (900, 900, 500))
+    assert seen == [(step, layer) for step in (0, 0, 1) for layer in in_a_forward]
+    recipes = [call.kwargs["recipe"] for call in calls.call_args_list]
+    if name == "hunyuan_video":
+        recipes = recipes[::2]  # a call for each sequence
+    expected = [ha.BF16 if step == 0 or layer == layers - 1 else ha.FAST for step, layer in seen]
+    assert recipes == expected
+    # To fuse again ends the counting, and so do diffusers' own processors.
+    processors = dict(made(name)[0].attn_processors)
+    for end in (ha.fuse_diffusers, lambda model: model.set_attn_processor(dict(processors))):
+        ha.fuse_diffusers(model, schedule=schedule)
+        end(model)
+        seen.clear()
+        steps_of(model, inputs, (900, 500))
+        assert seen == []
+        assert not model._forward_pre_hooks
+        assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("kept", [(11, 11), (4, 4)], ids=["whole", "padded"])
+def test_masks_of_a_schedule(kept: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense in the first layer, and then tiles of a video, in their own order, with text of which some is padding."""
+    pattern = ha.masks.sliding_tile((2, 4, 4), (1, 4, 2), (1, 1, 1), text=11)
+    seen = pattern.mask.to_dense()[0, 0][pattern.inverse][:, pattern.inverse]
+    assert not torch.equal(pattern.order, torch.arange(43))
+    outs, counts = [], []
+    for mask in (pattern, ha.BlockMask.from_dense(seen[None, None])):
+        model, inputs = made("hunyuan_video")
+        inputs["encoder_attention_mask"] = (torch.arange(11) < torch.tensor(kept)[:, None]).long()
+
+        def schedule(step: int, layer: int, q: torch.Tensor, k: torch.Tensor, mask: Any = mask) -> Any:
+            return None if layer == 0 else mask if layer == 1 else ("bf16", mask)
+
+        with monkeypatch.context() as patch:
+            calls = with_oracle(patch)
+            ha.register_diffusers(schedule=schedule, models=model)
+            model.set_attention_backend("helion_fp8")
+            outs.append(output(model, inputs))
+            model.reset_attention_backend()
+            ha.register_diffusers()
+            ha.fuse_diffusers(model, schedule=schedule)
+            calls.reset_mock()
+            outs.append(output(model, inputs))
+            counts.append([("rope" in call.kwargs, call.kwargs["recipe"]) for call in calls.call_args_list])
+    for out in outs[1:]:
+        assert relative_error(out, outs[0]) < 1e-5
+    assert counts == [[(True, ha.BALANCED), (True, ha.BALANCED), (True, ha.BF16)]] * 2
+    native = output(*made("hunyuan_video"))
+    assert relative_error(native, outs[0]) > 1e-3
+    # And with the kernels, as near as the backend.
+    errors = []
+    for fuse in (False, True):
+        model, inputs = made("hunyuan_video")
+        inputs["encoder_attention_mask"] = (torch.arange(11) < torch.tensor(kept)[:, None]).long()
+        if fuse:
+            ha.fuse_diffusers(model, schedule=lambda *_: pattern)
+        else:
+            ha.register_diffusers(schedule=lambda *_: pattern, models=model)
+            model.set_attention_backend("helion_fp8")
+        out = output(model, inputs)
+        with monkeypatch.context() as patch:
+            with_oracle(patch)
+            errors.append(relative_error(out, output(model, inputs)))
+    assert 0 < errors[1] < 1.5 * errors[0]
+
+
+def test_schedules_are_checked() -> None:
+    model, inputs = made("wan")
+    with pytest.raises(TypeError, match="schedule is a int; it must be a function of step, layer, q and k"):
+        ha.fuse_diffusers(model, schedule=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has a WanTransformerBlock, whose forward has no argument timestep"):
+        ha.fuse_diffusers(model.blocks[0], schedule=lambda *_: None)
+    ha.fuse_diffusers(model, schedule=lambda *_: "bf16")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"in torch\.compile and in a CUDA graph it must be None|NotImplementedError"):
+        output(torch.compile(model, fullgraph=True, backend="eager"), inputs)
+
+
+def test_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block as a whole."""
+    model, inputs = made("qwen_image")
+    ha.fuse_diffusers(model)
+    with_oracle(monkeypatch)
+    monkeypatch.setattr(backend, "attention", exact)
+    expected = output(model, inputs)
+    torch._dynamo.reset()
+    for block in model.transformer_blocks:
+        block.compile(fullgraph=True, backend="eager")
+    assert relative_error(output(model, inputs), expected) < 1e-5

@@ -68,8 +68,8 @@ CALLS: dict[str, Call] = {
 
 #: Those that compute nothing of such tensors; what quantising made of them is tried in test_validation.py.
 OTHERS = {
-    "attention_quantized", "debug", "dequantize", "explain", "fuse_diffusers", "hadamard_matrix", "is_supported",
-    "paged_kv_cache", "plan", "register_diffusers", "register_flash_attention", "register_transformers",
+    "attention_quantized", "debug", "dequantize", "explain", "fuse_diffusers", "fuse_transformers", "hadamard_matrix",
+    "is_supported", "paged_kv_cache", "plan", "register_diffusers", "register_flash_attention", "register_transformers",
     "transformers_cache",
 }  # fmt: skip
 
