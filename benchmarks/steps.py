@@ -414,6 +414,14 @@ def cudnn_function(*args: Any, **kwargs: Any) -> Any:
         return sdpa_attention_forward(*args, **kwargs)
 
 
+def register_other(name: str, function: Attention) -> None:
+    """Another's attention as a backend of diffusers."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    ha.register_diffusers(name)
+    _AttentionBackendRegistry._backends[AttentionBackendName(name)] = OtherBackend(function)
+
+
 def register(names: list[str], model: Model, module: torch.nn.Module) -> None:
     """Put contenders under their names into the model's library, but for "fused", which has none."""
     if model.is_causal:
@@ -430,14 +438,12 @@ def register(names: list[str], model: Model, module: torch.nn.Module) -> None:
             elif name in RECIPES:
                 ha.register_transformers(name, recipe=RECIPES[name])  # type: ignore[arg-type]
         return
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
     from diffusers.utils import logging
 
     logging.set_verbosity_error()  # each backend that is set is called experimental
     for name in names:
         if name in OTHERS:
-            ha.register_diffusers(name)
-            _AttentionBackendRegistry._backends[AttentionBackendName(name)] = OtherBackend(OTHERS[name])
+            register_other(name, OTHERS[name])
         elif name == "masked":
             made = tiles_of(model, next(module.parameters()).device)
             ha.register_diffusers(name, models=module, schedule=functools.partial(of_self_attention, made))
