@@ -1,8 +1,8 @@
 """Latents of sampled images and videos, for suite `quality`: how far they diverge from those of another attention.
 
 Transformers of suite `steps` with fewer layers and random weights, 30 steps of diffusers' Euler scheduler of flow
-matching, latents in fp32. Nothing is said of quality: such a model draws noise. What steps feed into the next is what a trained
-model's would be: errors of each step, and what the model makes of them.
+matching, latents in fp32. Nothing is said of quality: such a model draws noise. It shows how errors add up from step to
+step.
 
 Layers as they are initialised would hide attention. So weights are N(0, 1 / inputs), which keeps the size of what goes
 through, and RMSNorm of Q and K multiplies by 2: scores spread by 4, and a row attends to few keys.

@@ -1,8 +1,8 @@
 """Greedy continuations, for suite `quality`: how long an attention agrees with bf16's.
 
 SmolLM2 continues parts of Python's reference manual with PyTorch's bf16 attention and a cache. Each attention then
-reads a part with its continuation in one pass. Until the first token that is not its likeliest, the continuation is its own,
-as it has read the same tokens. So the base itself, in one pass, shows what prefill and decoding in bf16 differ by.
+reads a part with its continuation in one pass. Until the first token that is not its likeliest, the continuation is its
+own, as it has read the same tokens. The base itself, in one pass, shows what prefill and decoding in bf16 differ by.
 """
 
 from __future__ import annotations

@@ -30,14 +30,15 @@ from helion_attn.workloads import Workload
 #: Of whose versions a result file tells as well.
 PACKAGES = ("transformers", "diffusers", "sageattention")
 
-#: Shapes that compile all that the parts need: SmolLM2, MiniLM, and self and cross attention of the latents' models.
+#: Shapes that compile what the parts need: SmolLM2, MiniLM, and self-attention of the latents' models.
 COMPILED: tuple[Workload, ...] = (
-    dataclasses.replace(workload(4, 9, 1024, 1024, 64, True), H_kv=3),
-    dataclasses.replace(workload(1, 9, 1024, 1024, 64, True), H_kv=3),
-    workload(1, 12, 512, 512, 32),
-    workload(4, 12, 512, 512, 32),
-    workload(1, 12, 4096, 4096, 128),
-    workload(1, 24, 4096, 4096, 128),
+    *(
+        dataclasses.replace(workload(needles.BATCH // S, 9, S, S, 64, True), H_kv=3)
+        for S in (needles.GPU_LENGTHS[0], needles.GPU_LENGTHS[-1])
+    ),
+    workload(1, 12, 24, 24, 32),
+    workload(embeddings.GPU_PASSAGES[0], 12, embeddings.GPU_PASSAGES[1], embeddings.GPU_PASSAGES[1], 32),
+    *(model.workload for model in divergence.MODELS),
 )
 
 
