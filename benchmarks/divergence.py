@@ -60,7 +60,7 @@ def sharpen(module: torch.nn.Module) -> None:
             if part.bias is not None:
                 torch.nn.init.zeros_(part.bias)
         if name.rpartition(".")[2] in NORMS:
-            torch.nn.init.constant_(part.weight, SHARPNESS)  # type: ignore[arg-type]
+            torch.nn.init.constant_(part.weight, SHARPNESS)
 
 
 def sampled(module: Any, inputs: dict[str, Any], is_flux: bool) -> dict[int, Tensor]:
@@ -87,7 +87,8 @@ def function_of(attend: Attend) -> steps.Attention:
     def function(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float | None, left: int | None) -> Tensor:
         assert left is None
         scale = q.size(3) ** -0.5 if sm_scale is None else sm_scale
-        return attend(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return attend(q, k, v, causal, scale).transpose(1, 2)
 
     return function
 

@@ -107,4 +107,5 @@ def tables(loaded: Loaded) -> list[Table]:
                     same = f"{row['same_nearest']} of {row['count']}"
                     body.append([kind, LABELS[name], f"{row['cosine']:.5f}", f"{row['least']:.5f}", same])
     headers = ["texts", "attention", "cosine, mean", "least", "same nearest text"]
-    return [Table(f"all-MiniLM-L6-v2: embeddings of sentences and of passages of up to 512 tokens, beside {BASE_LABEL}'s", headers, body)]
+    title = f"all-MiniLM-L6-v2: embeddings beside {BASE_LABEL}'s; passages have {GPU_PASSAGES[1]} tokens"
+    return [Table(title, headers, body)]

@@ -120,7 +120,7 @@ def tables(loaded: Loaded) -> list[Table]:
         body.append([LABELS[name], *shares, beside])
     trials = found[0]["trials"] * len({row["depth"] for row in found})
     headers = ["attention", *(f"in {length} tokens" for length in lengths), f"lost / gained beside {BASE_LABEL}"]
-    title = f"SmolLM2-135M: passkeys found in Python's reference manual, of {trials} in each length, ± one standard error"
+    title = f"SmolLM2-135M: passkeys found in Python's reference manual, of {trials} a length, ± one standard error"
     whole = Table(title, headers, body)
     by_depth = [
         [

@@ -65,6 +65,9 @@ def small(tiny: tuple[Any, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(example, "load_tokenizer", lambda: tokenizer)
     monkeypatch.setattr(needles, "CPU_LENGTHS", (LENGTH,))
     monkeypatch.setattr(greedy, "CPU_SIZES", (8, 32, 8))
+    monkeypatch.setattr(divergence, "STEPS", 2)
+    monkeypatch.setattr(embeddings, "CPU_PASSAGES", (2, 32))
+    monkeypatch.setattr(embeddings, "CPU_SENTENCES", 3)
 
 
 def compared(stage: str, tmp_path: Path, measure: Any, rows: Any, **more: attends.Attend) -> dict[str, list[Row]]:
@@ -158,7 +161,8 @@ def test_one_that_fails_is_a_result(tmp_path: Path) -> None:
         raise ValueError("no such head dim")
 
     def measure(attend: attends.Attend) -> torch.Tensor:
-        return attend(*torch.ones(3, 1, 1, 4, 32, dtype=torch.bfloat16), False, 1.0)
+        q, k, v = torch.ones(3, 1, 1, 4, 32, dtype=torch.bfloat16)
+        return attend(q, k, v, False, 1.0)
 
     rows = compared("needles", tmp_path, measure, lambda found, base: [{"same": bool((found == base).all())}])
     assert rows[attends.BASE][0]["same"]
