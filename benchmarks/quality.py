@@ -16,8 +16,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from benchmarks import divergence, embeddings, greedy, needles
 from benchmarks.cells import compile_all
 from benchmarks.lib.attends import Attend, attends_of
@@ -64,16 +62,11 @@ def run(options: Options, results: Results) -> None:
     if "helion_attn" in options.impls:
         compile_all(COMPILED, list(PRESETS), options)
     attends = attends_of(options)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(threads, 2))  # no kernel is interpreted here
-    try:
-        for name, measure in PARTS.items():
-            try:
-                measure(options, results, attends)
-            except ImportError as missing:
-                console.print(f"[yellow]skipped {name}: {missing}")
-    finally:
-        torch.set_num_threads(threads)
+    for name, measure in PARTS.items():
+        try:
+            measure(options, results, attends)
+        except ImportError as missing:
+            console.print(f"[yellow]skipped {name}: {missing}")
 
 
 SUITE = Suite(

@@ -53,7 +53,9 @@ def tiny() -> tuple[Any, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
+    """Threads only get in the way of models so small."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 

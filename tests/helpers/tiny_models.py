@@ -25,10 +25,13 @@ def train_language_model() -> tuple[Any, torch.Tensor]:
     while len(tokens) < 640:
         tokens.append((tokens[-1] + tokens[-2] + len(tokens) // 64) % VOCABULARY)
     text = torch.tensor(tokens)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # they only get in the way of a model so small
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for _ in range(60):
         loss = model(text.view(20, 32), labels=text.view(20, 32)).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    torch.set_num_threads(threads)
     return model.eval(), text
