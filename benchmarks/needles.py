@@ -1,7 +1,7 @@
 """Passkeys in long contexts, for suite `quality`: how often SmolLM2 finds one, by length, depth and attention.
 
-A prompt is Python's reference manual with "The pass key is 12345." in it, and ends with "The pass key is". The answer
-is read in one pass: it is what greedy decoding gives if each of its tokens is the likeliest after those before it.
+A prompt is Python's reference manual with "The pass key is 12345." in it, and ends with "The pass key is ". One pass
+reads the answer as well: greedy decoding gives it if each of its tokens is the likeliest after those before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.lib.tables import LABELS, Table, series, series_in, values_of
 
 STAGE = "needles"
 
-NEEDLE, QUESTION, ANSWER = "\nThe pass key is {}.\n", "\nThe pass key is", " {}"
+NEEDLE, QUESTION, ANSWER = "\nThe pass key is {}.\n", "\nThe pass key is ", "{}"
 
 #: Tokens of a prompt with its answer: SmolLM2 was trained for 8192.
 GPU_LENGTHS, CPU_LENGTHS = (1024, 2048, 4096, 8192), (256,)
@@ -35,7 +35,7 @@ BATCH = 32768
 
 
 def prompt(tokenizer: Any, text: Tensor, key: int, length: int, depth: float) -> tuple[list[int], int]:
-    """A prompt and its answer, `length` tokens of text [at least as many], and how many of them are the answer."""
+    """A prompt and its answer, `length` tokens, and how many of them are the answer; text [at least `length`]."""
     needle, question, answer = (tokenizer(x.format(key)).input_ids for x in (NEEDLE, QUESTION, ANSWER))
     rest = text[: length - len(needle) - len(question) - len(answer)].tolist()
     at = round(depth * len(rest))

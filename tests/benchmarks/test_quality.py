@@ -93,14 +93,14 @@ def test_prompt(tiny: tuple[Any, torch.Tensor]) -> None:
     """As long as asked, with the key where it was asked for and at the end."""
     _, text = tiny
     needle = tokenizer(needles.NEEDLE.format(12345)).input_ids
-    rest = LENGTH - len(needle) - len(tokenizer(needles.QUESTION + " 12345").input_ids)
+    rest = LENGTH - len(needle) - len(tokenizer(needles.QUESTION + "12345").input_ids)
     for depth in needles.DEPTHS:
         ids, size = needles.prompt(tokenizer, text, 12345, LENGTH, depth)
         at = round(depth * rest)
         assert len(ids) == LENGTH
         assert ids[at : at + len(needle)] == needle
         assert ids[:at] + ids[at + len(needle) :][: rest - at] == text[:rest].tolist()
-        assert ids[-size:] == tokenizer(" 12345").input_ids
+        assert ids[-size:] == tokenizer("12345").input_ids
     asked, size = needles.prompts(tokenizer, text, LENGTH, 3)
     assert asked.shape == (15, LENGTH)
     assert len({tuple(line.tolist()) for line in asked[:, -size:]}) == 15, "each has a key of its own"
