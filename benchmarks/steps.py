@@ -416,6 +416,14 @@ def cudnn_function(*args: Any, **kwargs: Any) -> Any:
         return sdpa_attention_forward(*args, **kwargs)
 
 
+def register_other(name: str, function: Attention) -> None:
+    """Another's attention as a backend of diffusers."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    ha.register_diffusers(name)
+    _AttentionBackendRegistry._backends[AttentionBackendName(name)] = OtherBackend(function)
+
+
 def register(names: list[str], model: Model) -> None:
     """Put contenders under their names into the model's library, but for those that are fused, which have none."""
     if model.is_causal:
@@ -432,14 +440,12 @@ def register(names: list[str], model: Model) -> None:
             elif name in RECIPES and name != "fused":
                 ha.register_transformers(name, recipe=RECIPES[name])  # type: ignore[arg-type]
         return
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
     from diffusers.utils import logging
 
     logging.set_verbosity_error()  # each backend that is set is called experimental
     for name in names:
         if name in OTHERS:
-            ha.register_diffusers(name)
-            _AttentionBackendRegistry._backends[AttentionBackendName(name)] = OtherBackend(OTHERS[name])
+            register_other(name, OTHERS[name])
         elif name in RECIPES and name not in ("fused", "masked"):
             ha.register_diffusers(name, recipe=RECIPES[name])  # type: ignore[arg-type]
 

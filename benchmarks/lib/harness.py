@@ -211,7 +211,7 @@ def load(folder: Path) -> Loaded:
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
         for row in content["rows"]:
-            for name in ("error_kernel", "error_total", "rmse", "max_error", "ratio"):
+            for name in ("error_kernel", "error_total", "rmse", "max_error", "ratio", "cosine", "least"):
                 if isinstance(row.get(name), str):  # "nan" and "inf", which JSON cannot hold as numbers
                     row[name] = float(row[name])
         loaded[path.stem] = content

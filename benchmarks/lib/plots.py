@@ -74,6 +74,7 @@ MARKERS = {
     "flash_bf16": "D",
     "fa3_fp16": "p",
     "flash_fp16": "d",
+    "math_bf16": "x",
     "sdpa_bf16": "d",
     "allgather": "o",
     "ulysses": "^",

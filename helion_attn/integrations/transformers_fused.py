@@ -216,6 +216,17 @@ def fuse_transformers(model: torch.nn.Module, *, recipe: Recipe | RecipeName | A
         NotImplementedError: attention of the model is not as in transformers 5.24, or has another forward.
 
     The model's forward passes raise what those of `register_transformers` do.
+
+    Example:
+        import transformers
+
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+        )
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        ha.fuse_transformers(model)
+        with torch.no_grad():
+            out = model(torch.arange(16)[None]).logits
     """
     recipe = as_choice(recipe)
     if not isinstance(model, torch.nn.Module):

@@ -10,39 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
-from rich.console import Console  # noqa: E402
+from rich.console import Console
 
-from benchmarks import language_model as suite  # noqa: E402
-from benchmarks.lib.harness import Results, load  # noqa: E402
-from benchmarks.lib.suite import Options  # noqa: E402
+from benchmarks import language_model as suite
+from benchmarks.lib.harness import Results, load
+from benchmarks.lib.suite import Options
+from helpers.tiny_models import train_language_model
 
 example: Any = importlib.import_module("examples.language_model")
 
 
 @pytest.fixture(scope="module")
 def tiny() -> tuple[Any, torch.Tensor]:
-    """A model that predicts something: trained for a moment on a text with a rule."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=23, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    # A token is the sum of the two before it.
-    tokens = [1, 2]
-    while len(tokens) < 640:
-        tokens.append((tokens[-1] + tokens[-2] + len(tokens) // 64) % 23)
-    text = torch.tensor(tokens)
-    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-    for _ in range(60):
-        loss = model(text.view(20, 32), labels=text.view(20, 32)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return model.eval(), text
+    return train_language_model()
 
 
 def test_perplexity(tiny: tuple[Any, torch.Tensor]) -> None:

@@ -34,6 +34,7 @@ NEEDED = {
     "ha.transformers_cache": "transformers",
     "ha.register_diffusers": "diffusers",
     "ha.fuse_diffusers": "diffusers",
+    "ha.fuse_transformers": "transformers",
 }
 
 #: Seconds, with others' imports done. The first call of a kind takes longest.
