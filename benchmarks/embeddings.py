@@ -54,10 +54,12 @@ def texts_of(tokenizer: Any, device: torch.device) -> dict[str, list[Tensor]]:
     written = (Path(__file__).parents[1] / "examples" / "sentences.txt").read_text().splitlines()
     sentences = tokenizer(written[: CPU_SENTENCES if on_cpu else None]).input_ids
     manual = " ".join(topics[name] for name in sorted(topics))
-    parts = tokenizer(manual, truncation=True, max_length=length, return_overflowing_tokens=True).input_ids
+    tokens, inside = tokenizer(manual, add_special_tokens=False).input_ids, length - 2
+    begin, end = [tokenizer.cls_token_id], [tokenizer.sep_token_id]
+    passages = [begin + tokens[i * inside : (i + 1) * inside] + end for i in range(count)]
     return {
         "sentences": [torch.tensor([ids], device=device) for ids in sentences],
-        "passages": [torch.tensor(parts[:count], device=device)],
+        "passages": [torch.tensor(passages, device=device)],
     }
 
 
