@@ -38,7 +38,7 @@ from helion_attn.workloads import Workload
 Key = TypeVar("Key", bound=Hashable)
 
 #: Query heads of a batch of one, by how many share a KV head.
-HEADS = {1: (8, 16, 32, 64), 4: (8, 32)}
+HEADS = {1: (8, 16, 32, 64, 128), 4: (8, 32, 128)}
 
 #: A sample of calls takes about as many seconds, of at most so many calls.
 SAMPLE_SECONDS, MOST_CALLS = 5e-3, 50
