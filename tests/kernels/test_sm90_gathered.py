@@ -188,3 +188,10 @@ def test_moving_copies_changes_no_other_index(D: int, causal: bool, recipe: ha.R
         assert now == was
         compared += len(was)
     assert compared > 10 * parts * BLOCKS_OF
+
+
+def test_signs_that_ptxas_loses_are_found() -> None:
+    lines = ["neg.s32 %r2, %r1;", "max.s32 %r4, %r3, %r2;", "max.s32 %r6, %r4, %r5;"]
+    assert offline.negated_maxima("\n".join(lines)) == ["max %r6"]
+    for fine in (lines[:2], [lines[0], lines[1], "min.s32 %r6, %r4, %r5;"], lines[1:]):
+        assert offline.negated_maxima("\n".join(fine)) == []
