@@ -267,7 +267,7 @@ def undefined_pairs(sass: str) -> list[str]:
 
 
 def negated_maxima(ptx: str) -> list[str]:
-    """Maxima of a maximum, and minima of a minimum, with a negated argument: ptxas 12.8 loses its sign in one of three."""
+    """Maxima of a maximum, and minima of a minimum, that have a negated argument: ptxas 12.8 loses its sign."""
     made: dict[str, tuple[str, list[str]]] = {}
     for instruction, target, arguments in re.findall(r"^\s*(neg|max|min)\.s32\s+(%r\d+), (.*);", ptx, re.M):
         made[target] = instruction, arguments.split(", ")
