@@ -7,9 +7,12 @@ One program owns one of `m_tiles` tiles of `bm` query rows that share a KV head,
 that each of them sees. Row r is query r // group of the group's head r % group. A tile's queries follow each other, so
 with a causal mask the pages behind its last query are not read.
 
-    t = (q8 k8^T) * q_descale_i * k_descale_j * sm_scale * log2(e) + log2(v_descale_j)       fp32
-    m_i = max of the page's t, less 8;  p = 2**(t - m_i);  l_i += p / v_descale_j            fp32, unrounded p
-    acc = acc * alpha + (cast(p) v8)                                             e4m3, two levels
+    s = q8 k8^T                                                                  fp32, of a page's keys with its base
+    t = s * q_descale_i * k_base * sm_scale * log2(e) + log2(v_base)             fp32, one FMA
+    m_i = max of the page's t, less 8;  p = 2**(t - m_i);  l_i += sum(p) / v_base
+    acc = acc * alpha + (p v8)                                                   e4m3, two levels
+
+Keys with descales of their own are hidden here, and come in a loop behind this one, if there are any.
 """
 
 from __future__ import annotations
@@ -22,20 +25,27 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
-from helion_attn.kernels.lib.inline_asm import fma_up
-from helion_attn.kernels.lib.keys import known_keys, page_of
+from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, fma
+from helion_attn.kernels.lib.keys import known_keys, page_of, page_of_entry
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
+    base_scores,
+    bases_are_wide,
+    bases_of_page,
+    escape_references,
+    escape_scores,
+    have_base,
     in_run_of_query,
     inverse_of_power,
     launch_paged,
-    page_references,
-    page_scores,
+    line_of_page,
     run_of_query,
     sums_of_page,
     total_of_lanes,
+    wide_line,
 )
-from helion_attn.kernels.lib.scalars import int32, quotient
+from helion_attn.kernels.lib.scalars import int32, least, quotient
+from helion_attn.kernels.lib.softmax_bits import by_fours, row_sums
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
@@ -76,8 +86,8 @@ def fp8_attn_prefill(
     q: torch.Tensor,  # flat
     k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad]
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
-    k_descale: torch.Tensor,  # [num_pages, H_kv, bn]
-    v_descale: torch.Tensor,  # [num_pages, H_kv, bn]
+    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks
@@ -105,10 +115,6 @@ def fp8_attn_prefill(
     torch._check(k8.size(1) <= 2**24)
     torch._check(v8.size(0) <= 2**24)
     torch._check(v8.size(1) <= 2**24)
-    torch._check(k_descale.size(0) <= 2**24)
-    torch._check(k_descale.size(1) <= 2**24)
-    torch._check(v_descale.size(0) <= 2**24)
-    torch._check(v_descale.size(1) <= 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
     bn = hl.specialize(k8.size(2))
     d_pad = hl.specialize(k8.size(3))
@@ -117,6 +123,7 @@ def fp8_attn_prefill(
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1)))
     hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0)))
+    hl.specialize((k_descale.stride(0), v_descale.stride(0)))
     rows_of_group = group * m_len
     total_rows = B * kv_heads * rows_of_group
     # Tiles that read the same pages are neighbours, those of the last queries first.
@@ -161,52 +168,111 @@ def fp8_attn_prefill(
 
         m_i = hl.full([spec.rows], NO_KEY, dtype=torch.float32)
         m_run = m_i
-        # Reduced across lanes once, after the loop.
-        l_i = hl.zeros([4, 4, spec.rows], dtype=torch.float32)
+        # Sums in P V's product are whole; others are reduced across lanes once, after the loops.
+        l_i = hl.zeros([spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
         # [bm, D_v_pad], or each half of it
         acc = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
         if spec.in_halves:
             acc_high = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
 
+        # A row that is NaN or infinite must not change its neighbours.
+        known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
+        largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
+        escapes = int32(0)
+        first_entry = int32(b * max_pages)
+        entry = hl.load(block_table, [first_entry + least(run_begin, int32(max_pages - 1))])
         for j in hl.grid(run_begin, run_end):
-            page, known_page = page_of(block_table, int32(b * max_pages) + int32(j), num_pages)
-            # [bn, D_pad], [bn] and [d_v_tile, bn]. Nothing stands between the loads, so they have one barrier.
+            page, known_page = page_of_entry(entry, num_pages)
+            # Loaded in the iteration that uses it, it would be waited for.
+            entry = hl.load(block_table, [first_entry + least(run_end - 1, int32(j + 1))])
+            # [bn, D_pad] and [d_v_tile, bn]
             k_page = k8[page, h, :, :]
-            k_scale = k_descale[page, h, :]
-            v_scale = v_descale[page, h, :]
             if spec.in_halves:
                 v_page = v8[page, h * 2, :, :]
                 v_high = v8[page, h * 2 + 1, :, :]
             else:
                 v_page = v8[page, h, :, :]
-            row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             # [bm, bn]
-            s = hl.dot(q_tile, k_page.transpose(0, 1)) * k_scale.unsqueeze(0)
-            t = page_scores(s, row_scale_log2.unsqueeze(1), v_scale.unsqueeze(0), scales, spec)
+            s = hl.dot(q_tile, k_page.transpose(0, 1))
+            # Meanwhile.
+            first_slot = (page * kv_heads + h) * bn
+            k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+            escapes = torch.maximum(escapes, escaped)
+            row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
+            s, scale_log2 = base_scores(s, row_scale_log2, k_base, scales, 1, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
-            if edge > 0:
+            special = torch.maximum(edge, escaped)
+            if special > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
                 visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
                 visible = in_run_of_query(visible, j, on_diagonal, n_len, left, right, split, splits, spec)
-                t = torch.where(visible, t, float("-inf"))
-            # [bm]
-            one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], -spec.p_offset_log2, dtype=torch.float32)
-            top = fma_up(torch.amax(t, 1), one, offset, spec.is_cuda)
+                based = have_base(k_descale, v_descale, first_slot, k_base, v_base, escaped, bn)
+                s = torch.where(visible & based.unsqueeze(0), s, float("-inf"))
             m_before = m_i
-            m_run, m_i = page_references(top, m_run, m_i, spec)
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 1, spec)
+            wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
+            if wide > 0:
+                s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 1, spec)
             # [bm, bn]
-            p = torch.exp2(t - m_i.unsqueeze(1))
-            by_lane = sums_of_page((p * inverse_of_power(v_scale).unsqueeze(0)).transpose(0, 1), bn, spec.rows)
-            # Not sooner: it would take registers that P needs.
-            alpha = torch.exp2(m_before - m_i)
-            l_i = l_i * alpha.unsqueeze(0) + by_lane
-            p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
+            line = s * scale.unsqueeze(1) + offset.unsqueeze(1)
+            # [bm]
+            v_inverse = inverse_of_power(v_base)
+            if spec.p_bits:
+                p8 = e4m3_of_bits(by_fours(line, spec.rows, bn), spec.is_cuda).reshape(spec.rows, bn)
+                alpha = torch.exp2(m_before - m_i)
+            else:
+                p = torch.exp2(line)
+                by_lane = sums_of_page(p.transpose(0, 1), bn, spec.rows) * v_inverse
+                # Not sooner: it would take registers that P needs.
+                alpha = torch.exp2(m_before - m_i)
+                l_i = fma(l_i, alpha.unsqueeze(0), by_lane, spec.is_cuda)
+                p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
             acc = accumulate(acc, alpha.unsqueeze(1), p8, v_page.transpose(0, 1), spec)
             if spec.in_halves:
                 acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_high.transpose(0, 1), spec)
+            if spec.p_bits:
+                l_i = fma(l_i, alpha, row_sums(p8) * v_inverse, spec.is_cuda)
+
+        if escapes > 0:
+            # Keys with descales of their own, of the same pages.
+            for i in hl.grid(run_begin, run_end):
+                page, known_page = page_of(block_table, first_entry + int32(i), num_pages)
+                first_slot = (page * kv_heads + h) * bn
+                k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+                if escaped > 0:
+                    row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
+                    # [bn]
+                    k_scale = hl.load(k_descale, [first_slot + hl.arange(bn)])
+                    v_scale = hl.load(v_descale, [first_slot + hl.arange(bn)])
+                    # [bm, bn]
+                    s = hl.dot(q_tile, k8[page, h, :, :].transpose(0, 1))
+                    t = escape_scores(s, row_scale_log2, k_scale, v_scale, scales, 1, spec)
+                    key = int32(i * bn) + hl.arange(bn, dtype=torch.int32)
+                    visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
+                    visible = in_run_of_query(visible, i, on_diagonal, n_len, left, right, split, splits, spec)
+                    based = have_base(k_descale, v_descale, first_slot, k_base, v_base, escaped, bn)
+                    t = torch.where(visible & (~based).unsqueeze(0), t, float("-inf"))
+                    m_before = m_i
+                    m_run, m_i = escape_references(t, m_run, m_i, 1, spec)
+                    p = torch.exp2(t - m_i.unsqueeze(1))
+                    alpha = torch.exp2(m_before - m_i)
+                    by_lane = sums_of_page((p * inverse_of_power(v_scale).unsqueeze(0)).transpose(0, 1), bn, spec.rows)
+                    if spec.p_bits:
+                        l_i = fma(l_i, alpha, total_of_lanes(by_lane, spec.rows), spec.is_cuda)
+                    else:
+                        l_i = fma(l_i, alpha.unsqueeze(0), by_lane, spec.is_cuda)
+                    p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
+                    if spec.in_halves:
+                        acc = accumulate(acc, alpha.unsqueeze(1), p8, v8[page, h * 2, :, :].transpose(0, 1), spec)
+                        acc_high = accumulate(
+                            acc_high, alpha.unsqueeze(1), p8, v8[page, h * 2 + 1, :, :].transpose(0, 1), spec
+                        )
+                    else:
+                        acc = accumulate(acc, alpha.unsqueeze(1), p8, v8[page, h, :, :].transpose(0, 1), spec)
 
         # [bm]
-        row_sum = torch.where(known_length, total_of_lanes(l_i, spec.rows), float("nan"))
+        row_sum = l_i if spec.p_bits else total_of_lanes(l_i, spec.rows)
+        row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
         if spec.has_sinks:
@@ -257,9 +323,4 @@ def launch(a: DecodeProblem, splits: int, out: torch.Tensor, lse: torch.Tensor) 
     v8 = a.cache.v8
     tile = prefill_tile(a.cache.k8.size(3), v8.size(2))
     in_halves = v8.size(2) > MAX_FRESH_D
-    own = {
-        "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if in_halves else v8,
-        "k_descale": a.cache.k_descale,
-        "v_descale": a.cache.v_descale,
-    }
-    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, in_halves, splits, out, lse, own)
+    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, in_halves, splits, out, lse)
