@@ -38,19 +38,18 @@ import functools
 
 import torch
 
-from helion_attn.compiler.helion_adapter import Config, hl
+from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
-from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, fma
+from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, fma, in_new_registers
 from helion_attn.kernels.lib.keys import known_keys, page_of
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
     base_scores,
     bases_are_wide,
     bases_of_page,
-    escape_references,
-    escape_scores,
-    have_base,
+    class_of_slot,
+    keys_of_class,
     in_run_of_query,
     inverse_of_power,
     launch_paged,
@@ -65,11 +64,8 @@ from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys,
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
-#: Pages in flight.
-NUM_STAGES = 3
-
-#: Rows of a product that adds up P: the least that a WGMMA has.
-SUM_ROWS = 64
+#: Buffers for pages, and a thread's registers, by the largest padded head dim that they are for.
+STAGES_AND_REGISTERS = {64: (3, 128), 128: (2, 255), 256: (2, 255)}
 
 
 def in_order_of_v(p8: torch.Tensor, bn: int, rows: int) -> torch.Tensor:
@@ -104,6 +100,7 @@ def fp8_attn_decode(
     spec: hl.constexpr,  # PagedSpec
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
+    hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
     torch._check(k8.size(0) <= 2**24)
     torch._check(k8.size(1) <= 2**24)
@@ -156,7 +153,7 @@ def fp8_attn_decode(
         m_i = hl.full([spec.rows], NO_KEY, dtype=torch.float32)
         m_run = m_i
         # Sums by a product are in 64 rows that are all the same, others reduced across lanes once, after the loops.
-        l_i = hl.zeros([SUM_ROWS, spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
+        l_i = hl.zeros([spec.sum_rows, spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
         # [D_v_pad, rows]
         acc = hl.zeros([d_v_pad, spec.rows], dtype=torch.float32)
         # A row that is NaN or infinite must not change its neighbours.
@@ -166,38 +163,40 @@ def fp8_attn_decode(
 
         for j in hl.grid(n_begin, n_end):
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
+            # [bn, D_pad] and [D_v_pad, bn]. Nothing stands between the loads, so they have one barrier.
+            k_tile = k8[page, h, :, :]
+            v_tile = v8[page, h, :, :]
             # [bn, rows]
-            s = hl.dot(k8[page, h, :, :], q_tile)
-            # Meanwhile.
-            first_slot = (page * kv_heads + h) * bn
+            s = hl.dot(k_tile, q_tile)
+            first_slot = (page * int32(kv_heads) + int32(h)) * bn
             k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
             escapes = torch.maximum(escapes, escaped)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             s, scale_log2 = base_scores(s, row_scale_log2, k_base, scales, 0, spec)
-            # [D_v_pad, bn]
-            v_tile = v8[page, h, :, :]
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
-            special = torch.maximum(edge, escaped)
-            if special > 0:
+            if edge > 0:
                 key = j * bn + hl.arange(bn)
                 visible = visible_keys(key, diagonal + i, n_len, left, right, spec)
                 visible = in_run_of_query(visible, j, diagonal + i, n_len, left, right, split, splits, spec)
-                based = have_base(k_descale, v_descale, first_slot, k_base, v_base, escaped, bn)
-                s = torch.where(visible.transpose(0, 1) & based.unsqueeze(1), s, float("-inf"))
+                s = torch.where(visible.transpose(0, 1), s, float("-inf"))
+            if escaped > 0:
+                is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(k_descale, v_descale, first_slot, int32(0), bn, spec.is_cuda)
+                of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
+                s = torch.where(of_base.unsqueeze(1) != 0, s, float("-inf"))
             m_before = m_i
             m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 0, spec)
             wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
             if wide > 0:
                 s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 0, spec)
             # [bn, rows]
-            line = s * scale.unsqueeze(0) + offset.unsqueeze(0)
+            line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
             # [1, rows]
             alpha = torch.exp2(m_before - m_i).unsqueeze(0)
             v_inverse = inverse_of_power(v_base)
             if spec.p_bits:
                 p8 = in_order_of_v(e4m3_of_bits(line, spec.is_cuda), bn, spec.rows)
                 # As in `fp8_attn_prefill`, where V has such rows: P's rounded numbers, added in the order of products.
-                ones = hl.full([SUM_ROWS, bn], 1.0, dtype=torch.float8_e4m3fn)
+                ones = hl.full([spec.sum_rows, bn], 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
                 l_i = fma(l_i, alpha, hl.dot(ones, p8) * v_inverse, spec.is_cuda)
             else:
                 p = torch.exp2(line)
@@ -206,39 +205,70 @@ def fp8_attn_decode(
             acc = accumulate(acc, alpha, v_tile, p8, spec)
 
         if escapes > 0:
-            # Keys with descales of their own, of the same pages.
+            # Keys with descales of their own, of the same pages, those with the same descales at once.
             for again in hl.grid(n_begin, n_end):
                 page, known_page = page_of(block_table, b * max_pages + again, num_pages)
-                first_slot = (page * kv_heads + h) * bn
+                first_slot = (page * int32(kv_heads) + int32(h)) * bn
                 k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
-                if escaped > 0:
-                    row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-                    # [bn]
-                    k_scale = hl.load(k_descale, [first_slot + hl.arange(bn)])
-                    v_scale = hl.load(v_descale, [first_slot + hl.arange(bn)])
-                    # [bn, rows]
-                    s = hl.dot(k8[page, h, :, :], q_tile)
-                    t = escape_scores(s, row_scale_log2, k_scale, v_scale, scales, 0, spec)
-                    key = again * bn + hl.arange(bn)
-                    visible = visible_keys(key, diagonal + i, n_len, left, right, spec)
-                    visible = in_run_of_query(visible, again, diagonal + i, n_len, left, right, split, splits, spec)
-                    based = have_base(k_descale, v_descale, first_slot, k_base, v_base, escaped, bn)
-                    t = torch.where(visible.transpose(0, 1) & (~based).unsqueeze(1), t, float("-inf"))
-                    m_before = m_i
-                    m_run, m_i = escape_references(t, m_run, m_i, 0, spec)
-                    p = torch.exp2(t - m_i.unsqueeze(0))
-                    # [1, rows]
-                    alpha = torch.exp2(m_before - m_i).unsqueeze(0)
-                    by_lane = sums_of_page(p * inverse_of_power(v_scale).unsqueeze(1), bn, spec.rows)
-                    if spec.p_bits:
-                        l_i = fma(l_i, alpha, total_of_lanes(by_lane, spec.rows).unsqueeze(0), spec.is_cuda)
-                    else:
-                        l_i = fma(l_i, alpha.unsqueeze(0), by_lane, spec.is_cuda)
-                    p8 = in_order_of_v(p.to(torch.float8_e4m3fn), bn, spec.rows)
-                    acc = accumulate(acc, alpha, v8[page, h, :, :], p8, spec)
+                row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
+                for slot in hl.grid(escaped, escaped * bn):
+                    is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda)
+                    if is_first > 0:
+                        # [bn, rows]
+                        class_s = hl.dot(k8[page, h, :, :], q_tile)
+                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 0, spec)
+                        class_key = again * bn + hl.arange(bn)
+                        class_visible = visible_keys(class_key, diagonal + i, n_len, left, right, spec)
+                        class_visible = in_run_of_query(
+                            class_visible, again, diagonal + i, n_len, left, right, split, splits, spec
+                        )
+                        class_visible = class_visible & (keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda).unsqueeze(0) != 0)
+                        class_s = torch.where(class_visible.transpose(0, 1), class_s, float("-inf"))
+                        class_before = m_i
+                        m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
+                            class_s, class_scale_log2, v_own, m_run, m_i, 0, spec
+                        )
+                        class_s, class_scale, class_offset = wide_line(
+                            class_s,
+                            class_scale_log2,
+                            v_own,
+                            m_i,
+                            class_scale,
+                            class_offset,
+                            class_largest,
+                            class_top,
+                            0,
+                            spec,
+                        )
+                        class_line = fma(class_s, class_scale.unsqueeze(0), class_offset.unsqueeze(0), spec.is_cuda)
+                        # [1, rows]
+                        class_alpha = torch.exp2(class_before - m_i).unsqueeze(0)
+                        class_inverse = inverse_of_power(v_own)
+                        if spec.p_bits:
+                            class_p8 = e4m3_of_bits(class_line, spec.is_cuda)
+                            # Sums of 128 such numbers are exact.
+                            class_sums = class_p8.to(torch.float32).sum(0) * class_inverse
+                            l_i = fma(l_i, class_alpha, class_sums.unsqueeze(0), spec.is_cuda)
+                        else:
+                            class_p = torch.exp2(class_line)
+                            l_i = fma(
+                                l_i,
+                                class_alpha.unsqueeze(0),
+                                sums_of_page(class_p, bn, spec.rows) * class_inverse,
+                                spec.is_cuda,
+                            )
+                            class_p8 = class_p.to(torch.float8_e4m3fn)
+                        acc = accumulate(
+                            acc, class_alpha, v8[page, h, :, :], in_order_of_v(class_p8, bn, spec.rows), spec
+                        )
 
         # [rows]
-        row_sum = torch.amax(l_i, 0) if spec.p_bits else total_of_lanes(l_i, spec.rows)
+        # Also since Helion looks for what masks a sum, and not through branches.
+        l_i = in_new_registers(l_i, spec.is_cuda)
+        if spec.p_bits:
+            row_sum = torch.amax(l_i.reshape(spec.sum_rows, spec.rows), 0)
+        else:
+            row_sum = total_of_lanes(l_i, spec.rows)
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
@@ -263,24 +293,25 @@ def fp8_attn_decode(
 
 
 @functools.cache
-def kernel(is_cuda: bool, num_warps: int) -> Runner:
-    """The kernel for the device."""
+def kernel(is_cuda: bool, D_pad: int) -> Runner:
+    """The kernel for the device, and for the larger head dim."""
     if not is_cuda:
         return interpreted(fp8_attn_decode)
+    stages, registers = next(found for most, found in STAGES_AND_REGISTERS.items() if D_pad <= most)
     config = Config(
-        num_warps=num_warps,
-        num_stages=NUM_STAGES,
-        range_num_stages=[0, NUM_STAGES],
+        # Eight share what four have no registers for: 256 channels of 32 rows, twice.
+        num_warps=4 if D_pad <= MAX_FRESH_D else 8,
+        num_stages=stages,
+        range_num_stages=[0, stages],
         # Tiles that read the same pages are neighbours.
         loop_orders=[[0, 1]],
         indexing="tensor_descriptor",
         host_tensor_descriptors=True,
+        **{MAX_REGISTERS: registers},
     )
     return compiled(fp8_attn_decode, config)
 
 
 def launch(a: DecodeProblem, rows: int, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`; `rows` are those of a program's tile, and the rest is as in `launch_paged`."""
-    # Eight share what four have no registers for: 256 channels of 32 rows, twice.
-    num_warps = 4 if max(a.cache.k8.size(3), a.cache.v8.size(2)) <= MAX_FRESH_D else 8
-    launch_paged(kernel(a.q.is_cuda, num_warps), a, rows, False, splits, out, lse)
+    launch_paged(kernel(a.q.is_cuda, max(a.cache.k8.size(3), a.cache.v8.size(2))), a, rows, False, splits, out, lse)

@@ -25,16 +25,15 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
-from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, fma
-from helion_attn.kernels.lib.keys import known_keys, page_of, page_of_entry
+from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, fma, in_new_registers
+from helion_attn.kernels.lib.keys import known_keys, page_at_hand, page_of, page_of_entry
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
     base_scores,
     bases_are_wide,
     bases_of_page,
-    escape_references,
-    escape_scores,
-    have_base,
+    class_of_slot,
+    keys_of_class,
     in_run_of_query,
     inverse_of_power,
     launch_paged,
@@ -72,7 +71,7 @@ class PrefillTile(NamedTuple):
 #: The fastest on an H100, by the largest padded head dim that each is for (docs/notes/few_queries.md).
 TILES = {
     64: PrefillTile(bm=64, num_warps=4, num_stages=3, ctas_per_sm=3, max_registers=168),
-    128: PrefillTile(bm=64, num_warps=4, num_stages=3, ctas_per_sm=2, max_registers=255),
+    128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=3, max_registers=168),
     256: PrefillTile(bm=128, num_warps=8, num_stages=2, ctas_per_sm=1, max_registers=255),
 }
 
@@ -183,6 +182,7 @@ def fp8_attn_prefill(
         entry = hl.load(block_table, [first_entry + least(run_begin, int32(max_pages - 1))])
         for j in hl.grid(run_begin, run_end):
             page, known_page = page_of_entry(entry, num_pages)
+            page_again, known_page = page_at_hand(entry, num_pages)
             # Loaded in the iteration that uses it, it would be waited for.
             entry = hl.load(block_table, [first_entry + least(run_end - 1, int32(j + 1))])
             # [bn, D_pad] and [d_v_tile, bn]
@@ -195,26 +195,28 @@ def fp8_attn_prefill(
             # [bm, bn]
             s = hl.dot(q_tile, k_page.transpose(0, 1))
             # Meanwhile.
-            first_slot = (page * kv_heads + h) * bn
+            first_slot = (page_again * int32(kv_heads) + int32(h)) * bn
             k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
             escapes = torch.maximum(escapes, escaped)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             s, scale_log2 = base_scores(s, row_scale_log2, k_base, scales, 1, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
-            special = torch.maximum(edge, escaped)
-            if special > 0:
+            if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
                 visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
                 visible = in_run_of_query(visible, j, on_diagonal, n_len, left, right, split, splits, spec)
-                based = have_base(k_descale, v_descale, first_slot, k_base, v_base, escaped, bn)
-                s = torch.where(visible & based.unsqueeze(0), s, float("-inf"))
+                s = torch.where(visible, s, float("-inf"))
+            if escaped > 0:
+                is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(k_descale, v_descale, first_slot, int32(0), bn, spec.is_cuda)
+                of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
+                s = torch.where(of_base.unsqueeze(0) != 0, s, float("-inf"))
             m_before = m_i
             m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 1, spec)
             wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
             if wide > 0:
                 s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 1, spec)
             # [bm, bn]
-            line = s * scale.unsqueeze(1) + offset.unsqueeze(1)
+            line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
             # [bm]
             v_inverse = inverse_of_power(v_base)
             if spec.p_bits:
@@ -234,44 +236,84 @@ def fp8_attn_prefill(
                 l_i = fma(l_i, alpha, row_sums(p8) * v_inverse, spec.is_cuda)
 
         if escapes > 0:
-            # Keys with descales of their own, of the same pages.
+            # Keys with descales of their own, of the same pages, those with the same descales at once.
+            acc = in_new_registers(acc, spec.is_cuda)
+            if spec.in_halves:
+                acc_high = in_new_registers(acc_high, spec.is_cuda)
             for i in hl.grid(run_begin, run_end):
                 page, known_page = page_of(block_table, first_entry + int32(i), num_pages)
-                first_slot = (page * kv_heads + h) * bn
+                first_slot = (page * int32(kv_heads) + int32(h)) * bn
                 k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
-                if escaped > 0:
-                    row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-                    # [bn]
-                    k_scale = hl.load(k_descale, [first_slot + hl.arange(bn)])
-                    v_scale = hl.load(v_descale, [first_slot + hl.arange(bn)])
-                    # [bm, bn]
-                    s = hl.dot(q_tile, k8[page, h, :, :].transpose(0, 1))
-                    t = escape_scores(s, row_scale_log2, k_scale, v_scale, scales, 1, spec)
-                    key = int32(i * bn) + hl.arange(bn, dtype=torch.int32)
-                    visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
-                    visible = in_run_of_query(visible, i, on_diagonal, n_len, left, right, split, splits, spec)
-                    based = have_base(k_descale, v_descale, first_slot, k_base, v_base, escaped, bn)
-                    t = torch.where(visible & (~based).unsqueeze(0), t, float("-inf"))
-                    m_before = m_i
-                    m_run, m_i = escape_references(t, m_run, m_i, 1, spec)
-                    p = torch.exp2(t - m_i.unsqueeze(1))
-                    alpha = torch.exp2(m_before - m_i)
-                    by_lane = sums_of_page((p * inverse_of_power(v_scale).unsqueeze(0)).transpose(0, 1), bn, spec.rows)
-                    if spec.p_bits:
-                        l_i = fma(l_i, alpha, total_of_lanes(by_lane, spec.rows), spec.is_cuda)
-                    else:
-                        l_i = fma(l_i, alpha.unsqueeze(0), by_lane, spec.is_cuda)
-                    p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
-                    if spec.in_halves:
-                        acc = accumulate(acc, alpha.unsqueeze(1), p8, v8[page, h * 2, :, :].transpose(0, 1), spec)
-                        acc_high = accumulate(
-                            acc_high, alpha.unsqueeze(1), p8, v8[page, h * 2 + 1, :, :].transpose(0, 1), spec
+                row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
+                for slot in hl.grid(escaped, escaped * bn):
+                    is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda)
+                    if is_first > 0:
+                        # [bm, bn]
+                        class_s = hl.dot(q_tile, k8[page, h, :, :].transpose(0, 1))
+                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 1, spec)
+                        class_key = int32(i * bn) + hl.arange(bn, dtype=torch.int32)
+                        class_visible = visible_keys(class_key, on_diagonal, n_len, int32(left), int32(right), spec)
+                        class_visible = in_run_of_query(
+                            class_visible, i, on_diagonal, n_len, left, right, split, splits, spec
                         )
-                    else:
-                        acc = accumulate(acc, alpha.unsqueeze(1), p8, v8[page, h, :, :].transpose(0, 1), spec)
+                        class_visible = class_visible & (keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda).unsqueeze(0) != 0)
+                        class_s = torch.where(class_visible, class_s, float("-inf"))
+                        class_before = m_i
+                        m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
+                            class_s, class_scale_log2, v_own, m_run, m_i, 1, spec
+                        )
+                        class_s, class_scale, class_offset = wide_line(
+                            class_s,
+                            class_scale_log2,
+                            v_own,
+                            m_i,
+                            class_scale,
+                            class_offset,
+                            class_largest,
+                            class_top,
+                            1,
+                            spec,
+                        )
+                        class_line = fma(class_s, class_scale.unsqueeze(1), class_offset.unsqueeze(1), spec.is_cuda)
+                        class_alpha = torch.exp2(class_before - m_i)
+                        class_inverse = inverse_of_power(v_own)
+                        if spec.p_bits:
+                            class_p8 = e4m3_of_bits(by_fours(class_line, spec.rows, bn), spec.is_cuda).reshape(
+                                spec.rows, bn
+                            )
+                            # Sums of 128 such numbers are exact.
+                            l_i = fma(l_i, class_alpha, class_p8.to(torch.float32).sum(1) * class_inverse, spec.is_cuda)
+                        else:
+                            class_p = torch.exp2(class_line)
+                            class_sums = sums_of_page(class_p.transpose(0, 1), bn, spec.rows) * class_inverse
+                            l_i = fma(l_i, class_alpha.unsqueeze(0), class_sums, spec.is_cuda)
+                            class_p8 = interleave_keys(class_p.to(torch.float8_e4m3fn), spec.rows, bn)
+                        if spec.in_halves:
+                            acc = accumulate(
+                                acc, class_alpha.unsqueeze(1), class_p8, v8[page, h * 2, :, :].transpose(0, 1), spec
+                            )
+                            acc_high = accumulate(
+                                acc_high,
+                                class_alpha.unsqueeze(1),
+                                class_p8,
+                                v8[page, h * 2 + 1, :, :].transpose(0, 1),
+                                spec,
+                            )
+                        else:
+                            acc = accumulate(
+                                acc, class_alpha.unsqueeze(1), class_p8, v8[page, h, :, :].transpose(0, 1), spec
+                            )
+            acc = in_new_registers(acc, spec.is_cuda)
+            if spec.in_halves:
+                acc_high = in_new_registers(acc_high, spec.is_cuda)
 
         # [bm]
-        row_sum = l_i if spec.p_bits else total_of_lanes(l_i, spec.rows)
+        # Also since Helion looks for what masks a sum, and not through branches.
+        l_i = in_new_registers(l_i, spec.is_cuda)
+        if spec.p_bits:
+            row_sum = l_i
+        else:
+            row_sum = total_of_lanes(l_i, spec.rows)
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum

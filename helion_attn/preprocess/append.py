@@ -35,7 +35,6 @@ from helion_attn.numerics import (
     LEAST_AMAX_IN_BASE,
     MAX_K_BASE_LOG2,
     MAX_K_DESCALE_LOG2,
-    MAX_V_BASE_LOG2,
     MAX_V_DESCALE_LOG2,
     MIN_K_DESCALE_LOG2,
 )
@@ -44,9 +43,6 @@ from helion_attn.problem import AppendProblem
 
 #: New keys of a program.
 APPENDED_KEYS = 16
-
-#: Rows of a tile that has a page's first key in each.
-FIRST_ROWS = 2
 
 
 def exponent_of(x: torch.Tensor) -> torch.Tensor:
@@ -106,8 +102,7 @@ class AppendSpec(NamedTuple):
         k_base_log2: bases of K end at two to this, and at its inverse.
         k_least_log2: descales of K begin at two to this.
         k_limit_log2: and end at two to this.
-        v_base_log2: of V.
-        v_limit_log2: of V, whose descales begin at its inverse.
+        v_limit_log2: descales of V end at two to this, and at its inverse.
     """
 
     keys: int
@@ -125,7 +120,6 @@ class AppendSpec(NamedTuple):
     k_base_log2: int
     k_least_log2: int
     k_limit_log2: int
-    v_base_log2: int
     v_limit_log2: int
 
 
@@ -182,10 +176,10 @@ def append_kv(
         # The page's first key, if it is among the new ones; all programs of the page have its base from there.
         first_of_page = begin // spec.bn * spec.bn
         begins = first_of_page >= first
-        first_rows = torch.where(begins, first_of_page - first, length) + 0 * hl.arange(FIRST_ROWS)
+        first_rows = torch.where(begins, first_of_page - first, length) + 0 * hl.arange(2)
         base_at = torch.where(known, block * spec.bn, 0)
 
-        # [keys, D_pad] and [FIRST_ROWS, D_pad]
+        # [keys, D_pad] and [2, D_pad]
         cols = hl.arange(spec.d_pad)
         k_offset = (b * k_b_step + h * k_h_step) * spec.unit
         if spec.pairing:
@@ -195,7 +189,7 @@ def append_kv(
             )  # fmt: skip
             x_first = rope_rows(
                 k, cos, sin, cos, cos, cos, k_offset, 0, 0, first_rows, k_s_step * spec.unit, spec.k_d_step, length,
-                spec.d, first, table_rows, FIRST_ROWS, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
+                spec.d, first, table_rows, 2, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
             )  # fmt: skip
         else:
             x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
@@ -213,12 +207,12 @@ def append_kv(
         )
         hl.store(k_descale, [at], k_scale, extra_mask=stored)
 
-        # [keys, D_v_pad] and [FIRST_ROWS, D_v_pad]
+        # [keys, D_v_pad] and [2, D_v_pad]
         channels = hl.arange(spec.d_v_pad)
         v_offset = (b * v_b_step + h * v_h_step) * spec.unit
         values = load_rows(v, v_offset, rows, channels, v_s_step * spec.unit, spec.v_d_step, length, spec.d_v)
         v_first = load_rows(v, v_offset, first_rows, channels, v_s_step * spec.unit, spec.v_d_step, length, spec.d_v)
-        v_base = base_of_first_key(torch.amax(torch.amax(torch.abs(v_first), 1), 0), spec.v_base_log2)
+        v_base = base_of_first_key(torch.amax(torch.amax(torch.abs(v_first), 1), 0), spec.v_limit_log2)
         v_base = torch.where(begins, v_base, hl.load(v_descale, [base_at]))
         # [keys]
         v_scale, invalid = descale_of_key(
@@ -306,7 +300,6 @@ def launch(a: AppendProblem) -> None:
                 k_base_log2=MAX_K_BASE_LOG2,
                 k_least_log2=MIN_K_DESCALE_LOG2,
                 k_limit_log2=MAX_K_DESCALE_LOG2,
-                v_base_log2=MAX_V_BASE_LOG2,
                 v_limit_log2=MAX_V_DESCALE_LOG2,
             ),
         }

@@ -10,13 +10,11 @@ from helion_attn.numerics import (
     E4M3_BITS_OF_ONE,
     E4M3_MAX,
     E4M3_STEPS,
-    ESCAPE_REFERENCE_REACH_LOG2,
     LEAST_AMAX_IN_BASE,
     LN2,
     LOG2E,
     MAX_K_BASE_LOG2,
     MAX_P_OFFSET_LOG2,
-    MAX_V_BASE_LOG2,
     MAX_V_DESCALE_LOG2,
     MIN_K_DESCALE_LOG2,
     PAGE_REFERENCE_REACH_LOG2,
@@ -73,7 +71,7 @@ def k_descales(k: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def v_descales(v: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`key_descales` of V."""
-    return key_descales(v, page, MAX_V_BASE_LOG2, -MAX_V_DESCALE_LOG2)
+    return key_descales(v, page, MAX_V_DESCALE_LOG2, -MAX_V_DESCALE_LOG2)
 
 
 def fp8_attention_kvcache(
@@ -92,8 +90,8 @@ def fp8_attention_kvcache(
     The rounding points are the casts of Q, a row by its own descale, of K and V, a row of each by `key_descales`, and
     of P, against the largest weight of the row in its page, or 2**-72 of that up to its page. Up to head dim 128 P's
     bits are a line of the score, and row sums are of the rounded P. Keys with descales of their own come last, page by
-    page: their P is by exp2, against the largest weight of these, or 2**-20 of that up to their page, and sums are of P
-    as it was. Sums are fp32. V is finite and below 2**50.
+    page, those of a page that have the same as if they were a page of their own. Sums are fp32. V is finite and below
+    2**34.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any device.
@@ -117,31 +115,27 @@ def fp8_attention_kvcache(
     k8, v8, k_scale, v_scale, k_base, v_base = (
         x.repeat_interleave(group, 1) for x in (k8, v8, k_scale, v_scale, k_base, v_base)
     )
-    has_base = (k_scale == k_base) & (v_scale == v_base)
     q_scale_log2 = q_scale * (default_sm_scale(sm_scale, D) * LOG2E)
 
     m_i = m_run = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
     l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
     acc = q.new_zeros((B, H, M, D_v), dtype=torch.float32)
 
-    def add(j: int, escapes: bool) -> None:
+    def add(j: int, taken: torch.Tensor) -> None:
+        """Keys of a page that are `taken`, [B, H, page]."""
         nonlocal m_i, m_run, l_i, acc
         keys = slice(j, j + page)
-        taken = has_base[:, :, keys] != escapes
-        if not taken.any():
-            return
         # [B, H, M, page]
         t = (q8 @ k8[:, :, keys].mT) * k_scale[:, :, keys].mT * q_scale_log2
         if softcap is not None:
             t = softcap * LOG2E * torch.tanh(t * (LN2 / softcap))
         t = hide_keys(t + torch.log2(v_scale[:, :, keys]).mT, 0, j, M, N, causal, window)
-        t = t.masked_fill(~taken.mT, float("-inf"))
+        t = t.masked_fill(~taken.unsqueeze(2), float("-inf"))
         top = below(t.amax(3, keepdim=True), MAX_P_OFFSET_LOG2[E4M3])
         m_run = torch.maximum(m_run, top)
-        m_new = torch.maximum(top, m_run - (ESCAPE_REFERENCE_REACH_LOG2 if escapes else PAGE_REFERENCE_REACH_LOG2))
-        m_new = torch.where(top == float("-inf"), m_i, m_new)
+        m_new = torch.where(top == float("-inf"), m_i, torch.maximum(top, m_run - PAGE_REFERENCE_REACH_LOG2))
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
-        if bits and not escapes:
+        if bits:
             p = p8 = e4m3_of_line((t - m_ref) * E4M3_STEPS + E4M3_BITS_OF_ONE)
         else:
             p = torch.exp2(t - m_ref)
@@ -151,9 +145,19 @@ def fp8_attention_kvcache(
         acc = acc * alpha + p8 @ v8[:, :, keys]
         m_i = m_new
 
-    for escapes in (False, True):
-        for j in range(0, N, page):
-            add(j, escapes)
+    # [B, H, N]: a number for each pair of descales.
+    pairs = (torch.log2(k_scale) * 1024 + torch.log2(v_scale)).squeeze(3)
+    escapes = ((k_scale != k_base) | (v_scale != v_base)).squeeze(3)
+    for j in range(0, N, page):
+        add(j, ~escapes[:, :, j : j + page])
+    for j in range(0, N, page):
+        rest = escapes[:, :, j : j + page].clone()
+        while rest.any():
+            # Of each head, the first that is left, and all with its descales.
+            of_first = pairs[:, :, j : j + page].gather(2, rest.int().argmax(2, keepdim=True))
+            taken = rest & (pairs[:, :, j : j + page] == of_first)
+            add(j, taken)
+            rest &= ~taken
     lse = (m_i + torch.log2(l_i)) * LN2
     key_share = torch.ones_like(lse)
     if sinks is not None:

@@ -208,6 +208,18 @@ def computed_once(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     return x
 
 
+def in_new_registers(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`x`, in other registers: what follows needs more, and ptxas would keep one value in memory all its life.
+
+    Not by a move, which ptxas propagates.
+    """
+    if is_cuda:
+        return hl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $1, $1, 0xFE;", "=f,f", [x], dtype=torch.float32, is_pure=False, pack=1
+        )
+    return x
+
+
 def dot_fp32(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`a @ b` of 16-bit tensors with an fp32 result. On the CPU, PyTorch rounds such a product to 16 bits."""
     if is_cuda:

@@ -23,7 +23,6 @@ from helion_attn.numerics import (
     E4M3_BITS_OF_ONE,
     E4M3_MAX,
     E4M3_STEPS,
-    ESCAPE_REFERENCE_REACH_LOG2,
     FP32_TINY,
     MAX_E4M3_SCORE,
     MAX_P_OFFSET_LOG2,
@@ -71,6 +70,7 @@ def bases_of_page(
 BASES_OF_PAGE = """tl.inline_asm_elementwise(
     asm='''
     {{
+    // while products run
     .reg .b32 lane, k<4>, v<4>, others;
     .reg .b64 offset, of_k, of_v;
     .reg .pred other;
@@ -101,6 +101,111 @@ BASES_OF_PAGE = """tl.inline_asm_elementwise(
     is_pure=False,
     pack=1,
 )"""
+
+
+def class_of_slot(
+    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    first: Int,
+    slot: torch.Tensor,  # []
+    bn: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[torch.Tensor, ...]:
+    """The keys of a page that have the descales of a slot, its class.
+
+    Returns:
+        1 if the slot is the first of them, else 0; the two descales; and four words for `keys_of_class`, which have a
+        bit a key on the GPU.
+    """
+    if is_cuda:
+        one, none = hl.full([], 1.0, dtype=torch.float32), int32(0)
+        return hl.inline_triton(
+            CLASS_OF_SLOT,
+            args=(k_descale, v_descale, first, slot),
+            output_like=(none, one, one, none, none, none, none),
+        )
+    at = first + hl.arange(bn)
+    k, v = hl.load(k_descale, [at]), hl.load(v_descale, [at])
+    same = (k.view(torch.int32) == k[slot].view(torch.int32)) & (v.view(torch.int32) == v[slot].view(torch.int32))
+    keys = same.to(torch.int32)
+    return (keys.argmax() == slot).to(torch.int32), k[slot], v[slot], keys, keys, keys, keys
+
+
+#: `class_of_slot` on the GPU, of two tensors and two indices.
+CLASS_OF_SLOT = """tl.inline_asm_elementwise(
+    asm='''
+    {{
+    .reg .b32 lane, k<4>, v<4>, word, place, bit;
+    .reg .b64 offset, of_k, of_v;
+    .reg .pred same, earlier;
+    mul.wide.u32 offset, $9, 4;
+    add.s64 of_k, $7, offset;
+    add.s64 of_v, $8, offset;
+    ld.global.nc.b32 $1, [of_k];
+    ld.global.nc.b32 $2, [of_v];
+    mov.u32 lane, %laneid;
+    mul.wide.u32 offset, lane, 4;
+    add.s64 of_k, $7, offset;
+    add.s64 of_v, $8, offset;
+    ld.global.nc.b32 k0, [of_k];
+    ld.global.nc.b32 k1, [of_k + 128];
+    ld.global.nc.b32 k2, [of_k + 256];
+    ld.global.nc.b32 k3, [of_k + 384];
+    ld.global.nc.b32 v0, [of_v];
+    ld.global.nc.b32 v1, [of_v + 128];
+    ld.global.nc.b32 v2, [of_v + 256];
+    ld.global.nc.b32 v3, [of_v + 384];
+    xor.b32 k0, k0, $1;
+    xor.b32 k1, k1, $1;
+    xor.b32 k2, k2, $1;
+    xor.b32 k3, k3, $1;
+    lop3.b32 k0, v0, $2, k0, 0xBE;
+    lop3.b32 k1, v1, $2, k1, 0xBE;
+    lop3.b32 k2, v2, $2, k2, 0xBE;
+    lop3.b32 k3, v3, $2, k3, 0xBE;
+    setp.eq.b32 same, k0, 0;
+    vote.sync.ballot.b32 $3, same, 0xffffffff;
+    setp.eq.b32 same, k1, 0;
+    vote.sync.ballot.b32 $4, same, 0xffffffff;
+    setp.eq.b32 same, k2, 0;
+    vote.sync.ballot.b32 $5, same, 0xffffffff;
+    setp.eq.b32 same, k3, 0;
+    vote.sync.ballot.b32 $6, same, 0xffffffff;
+    // The first of them: the lowest bit of the first word that is not 0.
+    setp.ne.b32 earlier, $5, 0;
+    selp.b32 word, $5, $6, earlier;
+    selp.b32 place, 64, 96, earlier;
+    setp.ne.b32 earlier, $4, 0;
+    selp.b32 word, $4, word, earlier;
+    selp.b32 place, 32, place, earlier;
+    setp.ne.b32 earlier, $3, 0;
+    selp.b32 word, $3, word, earlier;
+    selp.b32 place, 0, place, earlier;
+    brev.b32 word, word;
+    clz.b32 bit, word;
+    add.s32 place, place, bit;
+    setp.eq.s32 same, place, $9;
+    selp.b32 $0, 1, 0, same;
+    }}
+    ''',
+    constraints="=&r,=&f,=&f,=&r,=&r,=&r,=&r,l,l,r",
+    args=[{0} + ({2}), {1} + ({2}), {3}],
+    dtype=(tl.int32, tl.float32, tl.float32, tl.int32, tl.int32, tl.int32, tl.int32),
+    is_pure=False,
+    pack=1,
+)"""
+
+
+def keys_of_class(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, bn: hl.constexpr, is_cuda: hl.constexpr
+) -> torch.Tensor:
+    """int32 [bn]: not 0 for the keys of a `class_of_slot`."""
+    if not is_cuda:
+        return a
+    keys = hl.arange(bn)
+    # A thread's keys differ in the bits of 25, which are then known when it is compiled.
+    words = torch.where(keys < 64, torch.where(keys < 32, a, b), torch.where(keys < 96, c, d))
+    return (words >> (keys & 6)) & (hl.full([], 1, dtype=torch.int32) << (keys & 25))
 
 
 def base_scores(
@@ -150,7 +255,7 @@ def line_of_page(
     v_log2 = log2_of_power(v_base)
     largest = torch.amax(s, keys_axis)
     top = fma_up(largest, scale_log2, v_log2 - spec.p_offset_log2, spec.is_cuda)
-    m_run, m_i = page_references(top, m_run, m_i, PAGE_REFERENCE_REACH_LOG2, spec)
+    m_run, m_i = page_references(top, m_run, m_i, spec)
     return m_run, m_i, scale_log2 * spec.p_steps, spec.p_one - (m_i - v_log2) * spec.p_steps, largest, top
 
 
@@ -181,52 +286,6 @@ def wide_line(
     )
     s = torch.where(wide.unsqueeze(keys_axis), below, s)
     return s, torch.where(wide, spec.p_steps, scale), torch.where(wide, spec.p_one, offset)
-
-
-def escape_scores(
-    s: torch.Tensor,  # [bn, rows] or [rows, bn]
-    q_scale_log2: torch.Tensor,  # [rows]
-    k_scale: torch.Tensor,  # [bn]
-    v_scale: torch.Tensor,  # [bn]
-    scales: ScoreScales,
-    keys_axis: hl.constexpr,
-    spec: PagedSpec,
-) -> torch.Tensor:
-    """Scores in base 2 of keys with descales of their own, and the logarithm of V's."""
-    s = s * k_scale.unsqueeze(1 - keys_axis) * q_scale_log2.unsqueeze(keys_axis)
-    if spec.has_softcap:
-        s = tanh(s, spec.is_cuda) * scales.tanh_scale
-    return s + log2_of_power(v_scale).unsqueeze(1 - keys_axis)
-
-
-def escape_references(
-    t: torch.Tensor,  # [bn, rows] or [rows, bn]
-    m_run: torch.Tensor,  # [rows]
-    m_i: torch.Tensor,  # [rows]
-    keys_axis: hl.constexpr,
-    spec: PagedSpec,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`page_references` of `escape_scores`, -inf where masked."""
-    one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], -spec.p_offset_log2, dtype=torch.float32)
-    top = fma_up(torch.amax(t, keys_axis), one, offset, spec.is_cuda)
-    return page_references(top, m_run, m_i, ESCAPE_REFERENCE_REACH_LOG2, spec)
-
-
-def have_base(
-    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    first: Int,
-    k_base: torch.Tensor,  # []
-    v_base: torch.Tensor,  # []
-    escaped: torch.Tensor,  # []
-    bn: hl.constexpr,
-) -> torch.Tensor:
-    """[bn]: whether a key has its page's base. Nothing is read where all do."""
-    place = hl.arange(bn)
-    some = (place >= 0) & (escaped > 0)
-    k = hl.load(k_descale, [first + place], extra_mask=some).view(torch.int32)
-    v = hl.load(v_descale, [first + place], extra_mask=some).view(torch.int32)
-    return ((k == k_base.view(torch.int32)) & (v == v_base.view(torch.int32))) | (escaped == 0)
 
 
 def run_of_query(
@@ -272,11 +331,10 @@ def page_references(
     top: torch.Tensor,  # [rows]
     m_run: torch.Tensor,  # [rows]
     m_i: torch.Tensor,  # [rows]
-    reach_log2: float,
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`own_references`, or `m_i` where a row sees nothing of the page: 2 to a difference would round its sums."""
-    m_run, m_new = own_references(top, m_run, spec.is_cuda, reach_log2)
+    m_run, m_new = own_references(top, m_run, spec.is_cuda, PAGE_REFERENCE_REACH_LOG2)
     return m_run, torch.where(top == float("-inf"), m_i, m_new)
 
 

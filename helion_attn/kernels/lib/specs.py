@@ -210,6 +210,11 @@ class PagedSpec(NamedTuple):
     is_cuda: bool
 
     @property
+    def sum_rows(self) -> int:
+        """Rows of a product that adds up P in `fp8_attn_decode`: the least that a WGMMA has."""
+        return 64
+
+    @property
     def two_level(self) -> bool:
         """As in `AttentionSpec`."""
         return True
