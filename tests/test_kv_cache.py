@@ -588,6 +588,11 @@ def test_the_budget_is_exceeded(mutation: str, device: str) -> None:
     magnitude = torch.linspace(0.25, 2, 140, device=device)[:, None]
     magnitude[-4:] = 4
     q, k, v = q * 2, k * magnitude, v * magnitude * magnitude
+    # A head unlike the other, and keys with descales of their own.
+    k[:, 1] *= 0.5
+    v[:, 1] *= 2
+    k[:, :, 3::16] *= 2.0**-7
+    v[:, :, 3::16] *= 2.0**-7
     cache, table, seqlens = make_cache([140], 2, 64, device=device)
     append_all(cache, k, v, table, [140])
     healthy = Decoding(q, k, v, [140], cache, table[:, :2].contiguous(), seqlens)

@@ -41,7 +41,7 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
-from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, fma, in_new_registers
+from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers
 from helion_attn.kernels.lib.keys import known_keys, page_of
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
@@ -191,7 +191,7 @@ def fp8_attn_decode(
             # [bn, rows]
             line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
             # [1, rows]
-            alpha = torch.exp2(m_before - m_i).unsqueeze(0)
+            alpha = exp2(m_before - m_i, spec.is_cuda).unsqueeze(0)
             v_inverse = inverse_of_power(v_base)
             if spec.p_bits:
                 p8 = in_order_of_v(e4m3_of_bits(line, spec.is_cuda), bn, spec.rows)
@@ -199,7 +199,7 @@ def fp8_attn_decode(
                 ones = hl.full([spec.sum_rows, bn], 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
                 l_i = fma(l_i, alpha, hl.dot(ones, p8) * v_inverse, spec.is_cuda)
             else:
-                p = torch.exp2(line)
+                p = exp2(line, spec.is_cuda)
                 l_i = fma(l_i, alpha.unsqueeze(0), sums_of_page(p, bn, spec.rows) * v_inverse, spec.is_cuda)
                 p8 = in_order_of_v(p.to(torch.float8_e4m3fn), bn, spec.rows)
             acc = accumulate(acc, alpha, v_tile, p8, spec)
@@ -242,7 +242,7 @@ def fp8_attn_decode(
                         )
                         class_line = fma(class_s, class_scale.unsqueeze(0), class_offset.unsqueeze(0), spec.is_cuda)
                         # [1, rows]
-                        class_alpha = torch.exp2(class_before - m_i).unsqueeze(0)
+                        class_alpha = exp2(class_before - m_i, spec.is_cuda).unsqueeze(0)
                         class_inverse = inverse_of_power(v_own)
                         if spec.p_bits:
                             class_p8 = e4m3_of_bits(class_line, spec.is_cuda)
@@ -250,7 +250,7 @@ def fp8_attn_decode(
                             class_sums = class_p8.to(torch.float32).sum(0) * class_inverse
                             l_i = fma(l_i, class_alpha, class_sums.unsqueeze(0), spec.is_cuda)
                         else:
-                            class_p = torch.exp2(class_line)
+                            class_p = exp2(class_line, spec.is_cuda)
                             l_i = fma(
                                 l_i,
                                 class_alpha.unsqueeze(0),

@@ -25,7 +25,7 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
-from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, fma, in_new_registers
+from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers
 from helion_attn.kernels.lib.keys import known_keys, page_at_hand, page_of, page_of_entry
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
@@ -221,12 +221,12 @@ def fp8_attn_prefill(
             v_inverse = inverse_of_power(v_base)
             if spec.p_bits:
                 p8 = e4m3_of_bits(by_fours(line, spec.rows, bn), spec.is_cuda).reshape(spec.rows, bn)
-                alpha = torch.exp2(m_before - m_i)
+                alpha = exp2(m_before - m_i, spec.is_cuda)
             else:
-                p = torch.exp2(line)
+                p = exp2(line, spec.is_cuda)
                 by_lane = sums_of_page(p.transpose(0, 1), bn, spec.rows) * v_inverse
                 # Not sooner: it would take registers that P needs.
-                alpha = torch.exp2(m_before - m_i)
+                alpha = exp2(m_before - m_i, spec.is_cuda)
                 l_i = fma(l_i, alpha.unsqueeze(0), by_lane, spec.is_cuda)
                 p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
             acc = accumulate(acc, alpha.unsqueeze(1), p8, v_page.transpose(0, 1), spec)
@@ -275,7 +275,7 @@ def fp8_attn_prefill(
                             spec,
                         )
                         class_line = fma(class_s, class_scale.unsqueeze(1), class_offset.unsqueeze(1), spec.is_cuda)
-                        class_alpha = torch.exp2(class_before - m_i)
+                        class_alpha = exp2(class_before - m_i, spec.is_cuda)
                         class_inverse = inverse_of_power(v_own)
                         if spec.p_bits:
                             class_p8 = e4m3_of_bits(by_fours(class_line, spec.rows, bn), spec.is_cuda).reshape(
@@ -284,7 +284,7 @@ def fp8_attn_prefill(
                             # Sums of 128 such numbers are exact.
                             l_i = fma(l_i, class_alpha, class_p8.to(torch.float32).sum(1) * class_inverse, spec.is_cuda)
                         else:
-                            class_p = torch.exp2(class_line)
+                            class_p = exp2(class_line, spec.is_cuda)
                             class_sums = sums_of_page(class_p.transpose(0, 1), bn, spec.rows) * class_inverse
                             l_i = fma(l_i, class_alpha.unsqueeze(0), class_sums, spec.is_cuda)
                             class_p8 = interleave_keys(class_p.to(torch.float8_e4m3fn), spec.rows, bn)

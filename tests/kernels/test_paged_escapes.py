@@ -29,9 +29,9 @@ def growing(x: torch.Tensor, octaves: float) -> None:
     x *= torch.exp2(place * (octaves / 127)).view(1, 1, N, 1)
 
 
-def some(x: torch.Tensor, factor: float) -> None:
-    x[:, :, 7::31] *= factor
-    x[:, :, 140:150] *= 1 / factor
+def some(x: torch.Tensor, *factors: float) -> None:
+    for i, factor in enumerate(factors):
+        x[:, :, 7 + i :: 31] *= factor
 
 
 #: What becomes of K and of V.
@@ -45,8 +45,8 @@ CASES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "growing_v": lambda k, v: growing(v, 20),
     "falling_v": lambda k, v: growing(v, -20),
     "growing_k": lambda k, v: growing(k, -20),
-    "some_of_both": lambda k, v: (some(k, 2.0**-7), some(v, 2.0**9)),
-    "zeros": lambda k, v: (some(k, 0.0), some(v, 1.0)) if False else k[:, :, 3::5].zero_(),
+    "some_of_both": lambda k, v: (some(k, 2.0**-7), some(v, 2.0**9, 2.0**-9)),
+    "zeros": lambda k, v: (k[:, :, 3::5].zero_(), v[:, :, 4::5].zero_()),
 }
 
 
@@ -74,7 +74,8 @@ def test_escapes_stay_within_the_budget(name: str, D: int, M: int, device: str) 
     model, model_lse = ha.reference.fp8_attention_kvcache(q, k, v)
     budget = error_budget(relative_error(model, oracle), torch.float32, device=out.device)
     assert relative_error(out, oracle) <= budget
-    assert relative_error(model, oracle) < 0.12
+    # The largest is of logits of some 500.
+    assert relative_error(model, oracle) < (0.25 if name == "first_k_huge" else 0.08)
     budget = error_budget(relative_error(model_lse, oracle_lse), torch.float32, device=out.device)
     assert relative_error(lse, oracle_lse) <= budget
     assert row_errors(out, model).median() < (2.0**-8 if out.is_cuda else 1e-6)
@@ -88,7 +89,8 @@ def test_a_first_key_that_is_not_finite(of_v: bool, bad: float, M: int, device: 
     q, k, v = make_case("some_of_both", 64, device)
     (v if of_v else k)[:, :, 256, 5] = bad
     out, _ = attend(q[:, :, -M:], k, v)
-    assert out.isnan().all() if not of_v else out[..., 5].isnan().all()
+    seen = out[:, :, -DECODED:]
+    assert (seen[..., 5] if of_v else seen).isnan().all()
 
 
 #: A query's last key, and how many queries come with it.

@@ -199,6 +199,13 @@ def tanh(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     return torch.tanh(x)
 
 
+def exp2(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`2**x`; without a GPU correctly rounded, since PyTorch's last digit depends on where an element lies."""
+    if is_cuda:
+        return torch.exp2(x)
+    return torch.exp2(x.to(torch.float64)).to(torch.float32)
+
+
 def computed_once(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`x`, which is not computed again in another layout: see the pass of that name."""
     if is_cuda:

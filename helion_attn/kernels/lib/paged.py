@@ -254,7 +254,8 @@ def line_of_page(
     """
     v_log2 = log2_of_power(v_base)
     largest = torch.amax(s, keys_axis)
-    top = fma_up(largest, scale_log2, v_log2 - spec.p_offset_log2, spec.is_cuda)
+    offset = hl.full([], -spec.p_offset_log2, dtype=torch.float32)
+    top = fma_up(largest, scale_log2, offset, spec.is_cuda) + v_log2
     m_run, m_i = page_references(top, m_run, m_i, spec)
     return m_run, m_i, scale_log2 * spec.p_steps, spec.p_one - (m_i - v_log2) * spec.p_steps, largest, top
 
