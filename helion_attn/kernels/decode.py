@@ -49,9 +49,9 @@ from helion_attn.kernels.lib.paged import (
     bases_are_wide,
     bases_of_page,
     class_of_slot,
-    keys_of_class,
     in_run_of_query,
     inverse_of_power,
+    keys_of_class,
     launch_paged,
     line_of_page,
     run_of_query,
@@ -64,8 +64,9 @@ from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys,
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
-#: Buffers for pages, and a thread's registers, by the largest padded head dim that they are for.
-STAGES_AND_REGISTERS = {64: (3, 128), 128: (2, 255), 256: (2, 255)}
+#: Buffers for pages, and a thread's registers with up to 16 rows and with 32, by the largest padded head dim that they
+#: are for.
+STAGES_AND_REGISTERS = {64: (3, 128, 168), 128: (2, 168, 255), 256: (2, 255, 255)}
 
 
 def in_order_of_v(p8: torch.Tensor, bn: int, rows: int) -> torch.Tensor:
@@ -180,7 +181,9 @@ def fp8_attn_decode(
                 visible = in_run_of_query(visible, j, diagonal + i, n_len, left, right, split, splits, spec)
                 s = torch.where(visible.transpose(0, 1), s, float("-inf"))
             if escaped > 0:
-                is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(k_descale, v_descale, first_slot, int32(0), bn, spec.is_cuda)
+                is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
+                    k_descale, v_descale, first_slot, int32(0), bn, spec.is_cuda
+                )
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
                 s = torch.where(of_base.unsqueeze(1) != 0, s, float("-inf"))
             m_before = m_i
@@ -212,7 +215,9 @@ def fp8_attn_decode(
                 k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
                 row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
                 for slot in hl.grid(escaped, escaped * bn):
-                    is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda)
+                    is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
+                        k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda
+                    )
                     if is_first > 0:
                         # [bn, rows]
                         class_s = hl.dot(k8[page, h, :, :], q_tile)
@@ -222,7 +227,9 @@ def fp8_attn_decode(
                         class_visible = in_run_of_query(
                             class_visible, again, diagonal + i, n_len, left, right, split, splits, spec
                         )
-                        class_visible = class_visible & (keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda).unsqueeze(0) != 0)
+                        class_visible = class_visible & (
+                            keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda).unsqueeze(0) != 0
+                        )
                         class_s = torch.where(class_visible.transpose(0, 1), class_s, float("-inf"))
                         class_before = m_i
                         m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
@@ -293,11 +300,11 @@ def fp8_attn_decode(
 
 
 @functools.cache
-def kernel(is_cuda: bool, D_pad: int) -> Runner:
-    """The kernel for the device, and for the larger head dim."""
+def kernel(is_cuda: bool, D_pad: int, rows: int) -> Runner:
+    """The kernel for the device, the larger head dim, and a tile's rows."""
     if not is_cuda:
         return interpreted(fp8_attn_decode)
-    stages, registers = next(found for most, found in STAGES_AND_REGISTERS.items() if D_pad <= most)
+    stages, *registers = next(found for most, found in STAGES_AND_REGISTERS.items() if D_pad <= most)
     config = Config(
         # Eight share what four have no registers for: 256 channels of 32 rows, twice.
         num_warps=4 if D_pad <= MAX_FRESH_D else 8,
@@ -307,11 +314,13 @@ def kernel(is_cuda: bool, D_pad: int) -> Runner:
         loop_orders=[[0, 1]],
         indexing="tensor_descriptor",
         host_tensor_descriptors=True,
-        **{MAX_REGISTERS: registers},
+        **{MAX_REGISTERS: registers[rows > 16]},
     )
     return compiled(fp8_attn_decode, config)
 
 
 def launch(a: DecodeProblem, rows: int, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`; `rows` are those of a program's tile, and the rest is as in `launch_paged`."""
-    launch_paged(kernel(a.q.is_cuda, max(a.cache.k8.size(3), a.cache.v8.size(2))), a, rows, False, splits, out, lse)
+    launch_paged(
+        kernel(a.q.is_cuda, max(a.cache.k8.size(3), a.cache.v8.size(2)), rows), a, rows, False, splits, out, lse
+    )

@@ -33,9 +33,9 @@ from helion_attn.kernels.lib.paged import (
     bases_are_wide,
     bases_of_page,
     class_of_slot,
-    keys_of_class,
     in_run_of_query,
     inverse_of_power,
+    keys_of_class,
     launch_paged,
     line_of_page,
     run_of_query,
@@ -207,7 +207,9 @@ def fp8_attn_prefill(
                 visible = in_run_of_query(visible, j, on_diagonal, n_len, left, right, split, splits, spec)
                 s = torch.where(visible, s, float("-inf"))
             if escaped > 0:
-                is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(k_descale, v_descale, first_slot, int32(0), bn, spec.is_cuda)
+                is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
+                    k_descale, v_descale, first_slot, int32(0), bn, spec.is_cuda
+                )
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
                 s = torch.where(of_base.unsqueeze(0) != 0, s, float("-inf"))
             m_before = m_i
@@ -246,7 +248,9 @@ def fp8_attn_prefill(
                 k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
                 row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
                 for slot in hl.grid(escaped, escaped * bn):
-                    is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda)
+                    is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
+                        k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda
+                    )
                     if is_first > 0:
                         # [bm, bn]
                         class_s = hl.dot(q_tile, k8[page, h, :, :].transpose(0, 1))
@@ -256,7 +260,9 @@ def fp8_attn_prefill(
                         class_visible = in_run_of_query(
                             class_visible, i, on_diagonal, n_len, left, right, split, splits, spec
                         )
-                        class_visible = class_visible & (keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda).unsqueeze(0) != 0)
+                        class_visible = class_visible & (
+                            keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda).unsqueeze(0) != 0
+                        )
                         class_s = torch.where(class_visible, class_s, float("-inf"))
                         class_before = m_i
                         m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(

@@ -202,9 +202,7 @@ def append_kv(
         )
         x = torch.where(invalid.unsqueeze(1), float("nan"), x * (1.0 / k_scale).unsqueeze(1))
         at = block * spec.bn + slot
-        hl.store(
-            k8, [at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], x.to(k8.dtype), extra_mask=stored.unsqueeze(1)
-        )
+        hl.store(k8, [at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], x.to(k8.dtype), extra_mask=stored.unsqueeze(1))
         hl.store(k_descale, [at], k_scale, extra_mask=stored)
 
         # [keys, D_v_pad] and [2, D_v_pad]

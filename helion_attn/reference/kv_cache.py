@@ -36,9 +36,7 @@ def _powers(exponent: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
 
 
-def key_descales(
-    x: torch.Tensor, page: int, base_log2: int, least_log2: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def key_descales(x: torch.Tensor, page: int, base_log2: int, least_log2: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., N, D] to two of [..., N, 1], for K or V: descales, and the bases of pages.
 
     A page's base has its first key's largest magnitude in 2..4 times it. Other keys have it unless theirs is below

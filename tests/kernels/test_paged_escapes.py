@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,8 +35,18 @@ def some(x: torch.Tensor, *factors: float) -> None:
         x[:, :, 7 + i :: 31] *= factor
 
 
+def some_of_both(k: torch.Tensor, v: torch.Tensor) -> None:
+    some(k, 2.0**-7)
+    some(v, 2.0**9, 2.0**-9)
+
+
+def zeros(k: torch.Tensor, v: torch.Tensor) -> None:
+    k[:, :, 3::5] = 0
+    v[:, :, 4::5] = 0
+
+
 #: What becomes of K and of V.
-CASES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+CASES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "first_k_tiny": lambda k, v: first_of_pages(k, 2.0**-20),
     "first_k_huge": lambda k, v: first_of_pages(k, 64.0),
     "first_k_zero": lambda k, v: first_of_pages(k, 0.0),
@@ -45,8 +56,8 @@ CASES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "growing_v": lambda k, v: growing(v, 20),
     "falling_v": lambda k, v: growing(v, -20),
     "growing_k": lambda k, v: growing(k, -20),
-    "some_of_both": lambda k, v: (some(k, 2.0**-7), some(v, 2.0**9, 2.0**-9)),
-    "zeros": lambda k, v: (k[:, :, 3::5].zero_(), v[:, :, 4::5].zero_()),
+    "some_of_both": some_of_both,
+    "zeros": zeros,
 }
 
 
@@ -59,9 +70,7 @@ def make_case(name: str, D: int, device: str) -> tuple[torch.Tensor, torch.Tenso
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     cache, table, seqlens = make_cache([N], 1, k.size(3), device=q.device.type)
     append_all(cache, k, v, table, [N])
-    return ha.attention_kvcache(
-        q, cache, table, seqlens, num_splits=1, return_lse=True, out_dtype=torch.float32
-    )
+    return ha.attention_kvcache(q, cache, table, seqlens, num_splits=1, return_lse=True, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("M", [DECODED, PREFILLED])
@@ -119,7 +128,8 @@ def chunks_that_differ(name: str, D: int, device: str) -> list[tuple[int, int]]:
         at.append(run(q, cache, table, first, first + step))
     whole = torch.cat(at, 2)
     found = [
-        (first, step) for first in range(0, N, step)
+        (first, step)
+        for first in range(0, N, step)
         if not torch.equal(run(q, cache, table, first, first + step), whole[:, :, first : first + step])
     ]
     for end, count in CHUNKS:
