@@ -59,8 +59,7 @@ def assert_like_dense(listed: Sm90Kernel, dense: Sm90Kernel, D: int) -> None:
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("recipe", ["fast", "balanced"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("recipe", "causal"), [("fast", True), ("balanced", False)])
 def test_a_list_costs_little(D: int, recipe: str, causal: bool) -> None:
     chosen = LADDER[recipe]
     listed = shared(compile_attention, D, causal, recipe=chosen, listed=True)
@@ -76,12 +75,11 @@ def test_16_bits_keep_their_turns() -> None:
     assert products_in_flight(listed)
 
 
-@pytest.mark.parametrize("D", [128, 256])
-def test_a_16_bit_p_is_computed_once(D: int) -> None:
+def test_a_16_bit_p_is_computed_once() -> None:
     """It takes the running maximum, for no block is the first that all rows see."""
-    kernel = shared(compile_attention, D, False, recipe=ha.HYBRID, listed=True)
+    kernel = shared(compile_attention, 128, False, recipe=ha.HYBRID, listed=True)
     assert_sound(kernel, AROUND_LOOP)
-    tile = tile_config(D, False, ha.HYBRID.bits)
+    tile = tile_config(128, False, ha.HYBRID.bits)
     assert not missing(kernel.passes, tile.passes)
     assert loop_of(kernel).count("MUFU") <= 2 + tile.bm * tile.bn // (32 * tile.num_warps)
 

@@ -187,9 +187,8 @@ def test_out_dtype(out_dtype: torch.dtype, layout: Layout) -> None:
     assert_8_bit_attention(kernel, tile_config(64, False))
 
 
-@pytest.mark.parametrize("D", [16, 200])
-def test_padded_head_dim(D: int) -> None:
-    assert_sound(shared(compile_attention, D, True))
+def test_padded_head_dim() -> None:
+    assert_sound(shared(compile_attention, 200, True))
 
 
 def keep_order(p8: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
