@@ -181,8 +181,8 @@ def tables(loaded: Loaded) -> list[Table]:
         crossing = from_length(by_length)
         kv = str(heads) if group == 1 else f"{heads}:{heads // group}"
         figures = [number(by_length.get(S), ".2f") for S in lengths]
-        body.append([str(D), mask(causal), kv, *figures, "-" if crossing is None else str(crossing)])
-    headers = ["D", "mask", "heads", *(f"S {S}" for S in lengths), "8 bits from"]
+        body.append([f"{D}, {mask(causal)}", kv, *figures, "-" if crossing is None else str(crossing)])
+    headers = ["D, mask", "heads", *(f"S {S}" for S in lengths), "8 bits from"]
     return [Table("PyTorch's time / BALANCED's, calls back to back", headers, body)] if body else []
 
 
