@@ -37,6 +37,7 @@ from benchmarks.lib.tables import (
     values_of,
 )
 from benchmarks.speed import (
+    E2E_TITLE,
     contenders_of,
     e2e_figures,
     e2e_headers,
@@ -146,12 +147,7 @@ def tables(loaded: Loaded) -> list[Table]:
         return []
     return [
         Table("Kernel, TFLOP/s", [*CELL_HEADERS, *kernel_headers(impls), "FA3 FP8's / cuDNN FP8's"], kernel, keys=2),
-        Table(
-            "End to end from bf16 to bf16, preprocessing included, ms",
-            [*CELL_HEADERS, *e2e_headers(peers)],
-            e2e,
-            keys=2,
-        ),
+        Table(E2E_TITLE, [*CELL_HEADERS, *e2e_headers(peers)], e2e, keys=2),
         *roofline_table(loaded, "cells", CELL_HEADERS, cells_of(rows)),
     ]
 

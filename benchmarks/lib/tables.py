@@ -118,22 +118,6 @@ MOST_COLUMNS = 9
 
 
 @dataclass(frozen=True)
-class Sentence:
-    """A line of text with figures."""
-
-    text: str
-    title: str = ""
-
-    def markdown(self) -> str:
-        """As GitHub renders it."""
-        return self.text
-
-    def rich(self) -> str:
-        """For a terminal."""
-        return self.text.replace("**", "")
-
-
-@dataclass(frozen=True)
 class Table:
     """A table of text.
 
