@@ -82,6 +82,18 @@ def step_tables(loaded: Loaded) -> list[Table]:
     return [Table("", headers, body)] if body else []
 
 
+def crossovers(loaded: Loaded) -> str | None:
+    """From where on `auto` takes 8 bits."""
+    found = [auto.from_length(faster) for faster in auto.speedups(rows_of(loaded, "auto")).values()]
+    lengths = [length for length in found if length is not None]
+    if not lengths or len(lengths) < len(found):
+        return None
+    return (
+        f"With 8 heads or more, 8 bits are faster from {min(lengths)} to {max(lengths)} tokens on, by head dim, mask "
+        "and heads."
+    )
+
+
 def layer_tables(loaded: Loaded) -> list[Table]:
     """Attention of a layer: times, speeds over the fastest bf16 kernel, and what `auto` takes."""
     body = []
@@ -204,8 +216,8 @@ def cost_tables(loaded: Loaded) -> list[Table]:
         ["memory during a call", f"{number(max(used, default=None), '.2f')} of Q, K and V"],
         ["host time, lengths seen before", microseconds("same")],
         ["host time, new lengths", microseconds("new")],
-        ["a process's first call, nothing compiled", f"{number(seconds('cold'), '.0f')} s"],
-        ["the same, compiled before", f"{number(seconds('warm'), '.1f')} s"],
+        ["first call, nothing compiled", f"{number(seconds('cold'), '.0f')} s"],
+        ["first call, compiled before", f"{number(seconds('warm'), '.1f')} s"],
     ]
     return [Table("", ["cost", "at most"], body)] if host else []
 
@@ -230,7 +242,7 @@ BLOCKS = {
         sentence=headline,
         brief=True,
     ),
-    "front_layers": Block("models", layer_tables, beside=("auto",), brief=True),
+    "front_layers": Block("models", layer_tables, sentence=crossovers, beside=("auto",), brief=True),
     "front_steps": Block("steps", step_tables, brief=True),
     "front_errors": Block(
         "hard", error_tables, beside=("accuracy", "ladder", "language_model", "attention"), brief=True
