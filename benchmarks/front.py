@@ -89,7 +89,7 @@ def crossovers(loaded: Loaded) -> str | None:
     if not lengths or len(lengths) < len(found):
         return None
     return (
-        f"With 8 heads or more, 8 bits are faster from {min(lengths)} to {max(lengths)} tokens on, by head dim, mask "
+        f"With 8 heads or more, 8 bits become faster at some {min(lengths)} to {max(lengths)} tokens, by head dim, mask "
         "and heads."
     )
 
