@@ -66,7 +66,7 @@ def headline(loaded: Loaded) -> str | None:
         return None
     return (
         f"A denoising step of {steps.WAN_SMALL}, runs **{speed_text(faster)} times as fast** as with FlashAttention-3 "
-        "in bf16."
+        "(FA3) in bf16, at the default preset, BALANCED."
     )
 
 
@@ -89,8 +89,8 @@ def crossovers(loaded: Loaded) -> str | None:
     if not lengths or len(lengths) < len(found):
         return None
     return (
-        f"With 8 heads or more, 8 bits become faster at some {min(lengths)} to {max(lengths)} tokens, by head dim, mask "
-        "and heads."
+        f"With 8 heads or more, 8 bits become faster at some {min(lengths)} to {max(lengths)} tokens, by head dim, "
+        "mask and heads."
     )
 
 
@@ -178,7 +178,7 @@ def decode_tables(loaded: Loaded) -> list[Table]:
 def gpu_tables(loaded: Loaded) -> list[Table]:
     """A default call, all-gather, next to bf16 on as many GPUs, the same problem on more and more."""
     rows = rows_of(loaded, "distributed", scaling="strong", strategy="allgather")
-    worlds = [world for (world,) in values_of(rows, "world")]
+    worlds = [world for (world,) in values_of(rows, "world") if world > 1]
     body = []
     for H, H_kv, causal, N in values_of(rows, "H", "H_kv", "causal", "N"):
         texts = []
@@ -188,8 +188,8 @@ def gpu_tables(loaded: Loaded) -> list[Table]:
             bf16 = next((r["ms"] for r in cell if r["impl"] not in OURS), None)
             texts.append(f"{number(mine, '.1f')} ({speed_text(ratio(bf16, mine))})" if mine else "-")
         body.append([f"{NAMES.get((H, H_kv, causal), mask(causal))}, {N} tokens", *texts])
-    headers = ["ms (speed-up)", *(f"{world} GPU{'s' if world > 1 else ''}" for world in worlds)]
-    return [Table("", headers, body)] if body else []
+    headers = ["ms (speed-up)", *(f"{world} GPUs" for world in worlds)]
+    return [Table("", headers, body)] if worlds else []
 
 
 def cost_tables(loaded: Loaded) -> list[Table]:

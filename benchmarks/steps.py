@@ -737,8 +737,8 @@ def tables(loaded: Loaded) -> list[Table]:
         body = []
         for model, of_model in models.items():
             times = [number(of_model.get(name, {}).get("ms"), ".1f") for name in names]
-            body.append([model, *times, speed_text(speedup(of_model, *BALANCED))])
-        headers = ["a step of", *(LABELS[name] for name in names), "FA3's time / BALANCED's"]
+            body.append([model, *times, *(speed_text(speedup(of_model, name)) for name in BALANCED)])
+        headers = ["a step of", *(LABELS[name] for name in names), "FA3's time / BALANCED's", "/ BALANCED's, fused"]
         if body:
             found.append(Table(f"Time of a step, ms, {how}", headers, body))
     body = []
