@@ -33,6 +33,7 @@ from benchmarks import (
     host,
     ladder,
     large_d,
+    models,
     plane,
     report,
     same_token,
@@ -1002,11 +1003,14 @@ def test_the_headline_is_of_the_default(results: Loaded) -> None:
 
 
 def test_the_front_page_has_room_for_whole_steps(results: Loaded) -> None:
-    """All models of the suite in as many digits as they take."""
+    """All models of the suites in as many digits as they take."""
     loaded = results | whole_steps(sdpa_bf16=1e4, fa3_bf16=1e4, sage2=1e4, balanced=1e4, fused=1e4, masked=1e4)
     (wan, *_), rows = loaded["steps"]["rows"], loaded["steps"]["rows"]
     others = [model.name for model in steps.MODELS if model.name != wan["model"]]
     rows += [row | {"model": model} for model in others for row in rows[:6]]
+    measured = results["models"]["rows"]
+    missing = models.MODELS.keys() - {row["model"] for row in measured}
+    measured += [row | {"model": model} for model in missing for row in measured if row["model"] == "Llama 8B"]
     filled = report.filled(report.DOCUMENTS[0], loaded, RESULTS)
     assert {"headline", "front_steps"} <= set(filled.written)
     assert len(filled.text.encode()) <= 10_000
