@@ -275,7 +275,7 @@ def input_tables(loaded: Loaded) -> list[Table]:
         cell = [row for row in rows if (row["D"], row["causal"], row["input"]) == (D, causal, kind)]
         body.append([str(D), mask(causal), kind, *by_error(cell, names)])
     headers = ["D", "mask", "input", *labels(names)]
-    return [Table(f"Relative error, kernel / total, {rows[0]['N']} tokens", headers, body)] if body else []
+    return [Table(f"Relative error, kernel / total, {rows[0]['N']} tokens", headers, body, keys=3)] if body else []
 
 
 def long_tables(loaded: Loaded) -> list[Table]:
@@ -290,7 +290,7 @@ def long_tables(loaded: Loaded) -> list[Table]:
             body.append([str(D), str(N), *by_error(cell, names)])
         if body:
             title = f"Relative error, kernel / total, {rows[0]['M']} queries, {kind}"
-            tables.append(Table(title, ["D", "keys", *labels(names)], body))
+            tables.append(Table(title, ["D", "keys", *labels(names)], body, keys=2))
     return tables
 
 

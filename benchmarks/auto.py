@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -32,6 +33,8 @@ from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import Table, mask, number, rows_of
 from benchmarks.speed import LENGTHS
+from helion_attn import auto as choice
+from helion_attn.api import dense_problem
 from helion_attn.testing import make_qkv
 from helion_attn.workloads import Workload
 
@@ -181,8 +184,8 @@ def tables(loaded: Loaded) -> list[Table]:
         crossing = from_length(by_length)
         kv = str(heads) if group == 1 else f"{heads}:{heads // group}"
         figures = [number(by_length.get(S), ".2f") for S in lengths]
-        body.append([str(D), mask(causal), kv, *figures, "-" if crossing is None else str(crossing)])
-    headers = ["D", "mask", "heads", *(f"S {S}" for S in lengths), "8 bits from"]
+        body.append([f"{D}, {mask(causal)}", kv, *figures, "-" if crossing is None else str(crossing)])
+    headers = ["D, mask", "heads", *(f"S {S}" for S in lengths), "8 bits from"]
     return [Table("PyTorch's time / BALANCED's, calls back to back", headers, body)] if body else []
 
 
@@ -197,6 +200,19 @@ def checks(loaded: Loaded) -> list[Check]:
             where = f"S {S}, D {D}, {mask(causal)}, {heads} heads, groups of {group}"
             found.append(Check("auto, time / the faster one's", where, lost, BOUND))
     return found
+
+
+def takes_8_bits(loaded: Loaded, row: Row) -> bool:
+    """What `recipe="auto"` takes of a workload, a call with nothing but a mask, by the crossovers in the results."""
+    crossovers = json.loads(config(loaded, CONFIG.read_text()))["rows"]
+    # Nothing of these is read: 4 GB that are not there.
+    q, k = (
+        torch.empty_strided((row["B"], H, row["N"], row["D"]), (0, 0, 0, 1), dtype=torch.bfloat16)
+        for H in (row["H"], row["H_kv"])
+    )
+    problem, options = dense_problem(q, k, k, causal=row["causal"]), {"causal": row["causal"]}
+    with patch.object(choice, "CROSSOVERS", tuple(choice.Crossover(**of) for of in crossovers)):
+        return choice.pytorch_call(problem, options) is None
 
 
 # --- the table of `recipe="auto"` ------------------------------------------------------------------

@@ -37,6 +37,7 @@ from benchmarks.lib.tables import (
     values_of,
 )
 from benchmarks.speed import (
+    E2E_TITLE,
     contenders_of,
     e2e_figures,
     e2e_headers,
@@ -116,7 +117,7 @@ def run(options: Options, results: Results) -> None:
 #: What makes a cell of its own.
 CELL = ("part", "D", "B", "H", "H_kv", "N", "causal")
 
-CELL_HEADERS = ["cell", "D", "B", "heads", "S", "mask"]
+CELL_HEADERS = ["cell", "shape"]
 
 
 def cells_of(rows: list[Row]) -> list[tuple[tuple[str, ...], list[Row]]]:
@@ -125,7 +126,8 @@ def cells_of(rows: list[Row]) -> list[tuple[tuple[str, ...], list[Row]]]:
     for row in rows:
         part, D, B, H, H_kv, S, causal = (row[name] for name in CELL)
         heads = str(H) if H_kv == H else f"{H}:{H_kv}"
-        cells.setdefault((part, str(D), str(B), heads, str(S), mask(causal)), []).append(row)
+        shape = f"D {D}, {B} x {S}, {heads} heads, {mask(causal)}"
+        cells.setdefault((part, shape), []).append(row)
     return list(cells.items())
 
 
@@ -144,8 +146,8 @@ def tables(loaded: Loaded) -> list[Table]:
     if not rows:
         return []
     return [
-        Table("Kernel, TFLOP/s", [*CELL_HEADERS, *kernel_headers(impls), "FA3 FP8's / cuDNN FP8's"], kernel),
-        Table("End to end from bf16 to bf16, preprocessing included, ms", [*CELL_HEADERS, *e2e_headers(peers)], e2e),
+        Table("Kernel, TFLOP/s", [*CELL_HEADERS, *kernel_headers(impls), "FA3 FP8's / cuDNN FP8's"], kernel, keys=2),
+        Table(E2E_TITLE, [*CELL_HEADERS, *e2e_headers(peers)], e2e, keys=2),
         *roofline_table(loaded, "cells", CELL_HEADERS, cells_of(rows)),
     ]
 

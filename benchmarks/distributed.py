@@ -428,8 +428,8 @@ def tables(loaded: Loaded) -> list[Table]:
                 mine = ms["checked"]
                 body.append(
                     [
-                        *map(str, values[:4]),
-                        mask(values[4]),
+                        values[0],
+                        f"{values[1]} tokens, {values[2]}:{values[3]} heads, {mask(values[4])}",
                         str(values[5]),
                         strategy,
                         LABELS[impl],
@@ -440,10 +440,10 @@ def tables(loaded: Loaded) -> list[Table]:
                         error_text(stages["checked"]["error_total"]),
                     ]
                 )
-    headers = ["scaling", "tokens", "H", "H_kv", "mask", "GPUs", "strategy", "preset", "ms", "check=False"]
+    headers = ["scaling", "problem", "GPUs", "strategy", "preset", "ms", "check=False"]
     headers += ["compute", "collective"]
     headers += ["TFLOP/s a GPU", "speed / bf16's", "MB sent a rank", "error"]
-    return [*found, Table("From bf16 to bf16, D 128", headers, body)] if body else found
+    return [*found, Table("From bf16 to bf16, D 128", headers, body, keys=5)] if body else found
 
 
 def cell_flops(values: tuple[Any, ...]) -> float:

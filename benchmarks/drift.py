@@ -132,7 +132,7 @@ def tables(loaded: Loaded) -> list[Table]:
             found = worst(cell)
             body.append([str(N), kind, attention, str(D), *(error_text(found.get(name)) for name in names)])
     headers = ["keys", "V", "attention", "D", *labels(names)]
-    return [Table("Total error where V drifts, the worst phase", headers, body)] if body else []
+    return [Table("Total error where V drifts, the worst phase", headers, body, keys=4)] if body else []
 
 
 def plot(loaded: Loaded) -> Figure | None:

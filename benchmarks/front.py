@@ -1,13 +1,14 @@
-"""What README.md shows: small tables and two plots, each from the results of another suite."""
+"""What README.md shows: small tables, one plot and one sentence, each from the results of another suite."""
 
 from __future__ import annotations
 
-from benchmarks import hard, models
+import functools
+
+from benchmarks import auto, hard, models, sparse, steps
 from benchmarks.lib.harness import Loaded, Row
-from benchmarks.lib.suite import Block
+from benchmarks.lib.suite import Block, Plot
 from benchmarks.lib.tables import (
-    ACCURATE_PEERS,
-    FP8_PEERS,
+    BF16_PEERS,
     LABELS,
     OURS,
     Table,
@@ -23,31 +24,89 @@ from benchmarks.lib.tables import (
 )
 from benchmarks.speed import speedups
 
-#: The cell of every figure that is of one: head dim, length, full attention.
-D, S = 128, 4096
+#: The head dim of the errors, the keys of those on N(0, 1), and of those on hard inputs.
+D, S, LONG = 128, 4096, 131072
 
-#: The number of keys of every error on a hard input.
-LONG = 131072
+#: The length of the times by preset, full attention.
+COST_LENGTH = 16384
 
-#: preset -> (what has 8 bits, when to take it).
-CHOICES = {
-    "fast": ("Q, K, P, V in e4m3", "speed first"),
-    "balanced": ("Q, K in int8; P, V in e4m3", "the default"),
-    "accurate": ("as BALANCED, Q and K rotated", "outlier channels"),
-    "hybrid": ("Q, K in int8", "accuracy first"),
-    "bf16": ("none", "to compare with"),
+#: What of Q, K, V and the probabilities P has 8 bits.
+BITS = {
+    "balanced": "Q, K int8; P, V e4m3",
+    "fast": "all e4m3",
+    "accurate": "as BALANCED, Q, K rotated",
+    "hybrid": "Q, K int8",
+    "sage2": "Q, K int8; P, V e4m3",
+    "vllm_fa3": "all e4m3",
+    "fa3_fp8": "all e4m3",
+    "fa3_bf16": "none",
 }
 
+#: The models of the figure.
+DRAWN = (steps.WAN_SMALL, steps.WAN_720P, steps.FLUX, steps.LLAMA)
 
-def when_tables(loaded: Loaded) -> list[Table]:
-    """The default's speed over bf16's by head dim, mask and length."""
-    rows = rows_of(loaded, "attention")
-    lengths = [N for (N,) in values_of(rows, "N")]
+#: Models like others in the table of steps, which the page of whole calls has too.
+LEFT_OUT = ("Qwen3 8B, 8k tokens", "Qwen3 8B, 32k tokens", "Gemma 3 12B, 8k tokens")
+
+#: Times of a step, by contender.
+STEP_TIMES = {name: LABELS[name] for name in ("sdpa_bf16", "fa3_bf16", "sage2", "balanced")}
+STEP_TIMES |= {"fused": "fused", "masked": "fused, 1/4 of the blocks"}
+
+#: Models by heads, KV heads and mask.
+NAMES = {(40, 40, False): "Wan 2.1 14B", (32, 8, True): "Llama 8B"}
+
+#: What a front page shows of suite `sparse`: long sequences, and masks that somebody uses.
+SPARSE_KEYS, RANDOM = 32768, ("random", "unequal")
+
+
+def headline(loaded: Loaded) -> str | None:
+    """What a default call makes of a whole step."""
+    faster = steps.speedup(steps.by_model(loaded, "steps").get(steps.WAN_SMALL, {}), "balanced")
+    if faster is None:
+        return None
+    return (
+        f"A denoising step of {steps.WAN_SMALL}, runs **{speed_text(faster)} times as fast** as with FlashAttention-3 "
+        "(FA3) in bf16, at the default preset, BALANCED."
+    )
+
+
+def step_tables(loaded: Loaded) -> list[Table]:
+    """Milliseconds of whole steps."""
     body = []
-    for head_dim, causal in values_of(rows, "D", "causal"):
-        cells = ([r for r in rows if (r["D"], r["causal"], r["N"]) == (head_dim, causal, N)] for N in lengths)
-        body.append([f"D {head_dim}, {mask(causal)}", *(speed_text(speedups(c).get("helion_attn")) for c in cells)])
-    return [Table("", ["speed-up by length", *map(str, lengths)], body)] if body else []
+    for model, of_model in steps.by_model(loaded, "steps").items():
+        if model in LEFT_OUT:
+            continue
+        times = (number(of_model.get(name, {}).get("ms"), ".0f") for name in STEP_TIMES)
+        body.append([model, *times, speed_text(steps.speedup(of_model, "balanced"))])
+    headers = ["a step of, ms", *STEP_TIMES.values(), "BALANCED / FA3, speed"]
+    return [Table("", headers, body)] if body else []
+
+
+def crossovers(loaded: Loaded) -> str | None:
+    """From where on `auto` takes 8 bits."""
+    found = [auto.from_length(faster) for faster in auto.speedups(rows_of(loaded, "auto")).values()]
+    lengths = [length for length in found if length is not None]
+    if not lengths or len(lengths) < len(found):
+        return None
+    return (
+        f"With 8 heads or more, 8 bits become faster at some {min(lengths)} to {max(lengths)} tokens, by head dim, "
+        "mask and heads."
+    )
+
+
+def layer_tables(loaded: Loaded) -> list[Table]:
+    """Attention of a layer: times, speeds over the fastest bf16 kernel, and what `auto` takes."""
+    body = []
+    for name, cell in models.cells_of(loaded).items():
+        row, faster = cell[0], speedups(cell)
+        heads = str(row["H"]) if row["H"] == row["H_kv"] else f"{row['H']}/{row['H_kv']}"
+        shape = f"{row['B']} x {row['N']}, {heads} heads, {mask(row['causal'])}, D {row['D']}"
+        ours = by_impl((r for r in cell if r["stage"] == "e2e"), "ms").get("helion_attn")
+        speeds = (speed_text(faster.get(impl)) for impl in ("helion_attn", "sage2"))
+        taken = "8 bits" if auto.takes_8_bits(loaded, row) else "bf16"
+        body.append([name, shape, number(ours, ".2f"), *speeds, taken])
+    headers = ["layer", "batch x length", "BALANCED, ms", "speed-up", "SageAttention 2's", "`auto` takes"]
+    return [Table("", headers, body)] if body else []
 
 
 def perplexity(row: Row) -> str:
@@ -55,48 +114,53 @@ def perplexity(row: Row) -> str:
     return f"{100 * row['difference']:+.2f} ± {100 * row['standard_error']:.2f}%"
 
 
-def preset_tables(loaded: Loaded) -> list[Table]:
-    """What each preset has in 8 bits, its error and its speed."""
-    # The rungs of 16 bits are in a suite of their own.
-    rungs = rows_of(loaded, "ladder", stage="kernel", D=D, N=S)
+def error_tables(loaded: Loaded) -> list[Table]:
+    """Errors of each preset and peer, on N(0, 1) and on hard inputs, and what they cost."""
     inputs = rows_of(loaded, "accuracy", part="inputs", D=D, causal=False, input="randn")
-    errors = by_series(rungs, "error_total") | by_series(inputs, "error_total")
-    hard_errors = by_series(rows_of(loaded, "hard", part="hard", input="k_channels", D=D, N=LONG), "error_total")
-    ms = by_series(rows_of(loaded, "accuracy", part="cost", stage="e2e", D=D, N=16384), "ms")
+    # The rungs of 16 bits are in a suite of their own.
+    errors = [by_series(rows_of(loaded, "ladder", stage="kernel", D=D, N=S), "error_total")]
+    errors[0] |= by_series(inputs, "error_total")
+    for kind in hard.PLOTTED:
+        errors.append(by_series(rows_of(loaded, "hard", part="hard", input=kind, D=D, N=LONG), "error_total"))
     read = rows_of(loaded, "language_model", stage="prefill", impl="helion_attn")
     longest = max((row["context"] for row in read), default=None)
     lost = {row["recipe"]: perplexity(row) for row in read if row["context"] == longest}
+    # Of two suites, each over its own BALANCED: what is in both is of the grid's.
+    presets = by_series(rows_of(loaded, "accuracy", part="cost", stage="e2e", D=D, N=COST_LENGTH), "ms")
+    cell = rows_of(loaded, "attention", D=D, N=COST_LENGTH, causal=False)
+    times = {name: ratio(ms, presets.get("balanced")) for name, ms in presets.items()}
+    times |= {impl: 1 / speed for impl, speed in over_balanced(cell).items()}
     body = [
         [
-            f"`ha.{LABELS[name]}`",
+            LABELS[name],
             bits,
-            error_text(errors.get(name)),
-            error_text(hard_errors.get(name)),
+            *(error_text(of.get(name)) for of in errors),
             lost.get(name, "-"),
-            number(ratio(ms.get(name), ms.get("balanced")), ".2f"),
-            when,
+            number(times.get(name), ".2f"),
         ]
-        for name, (bits, when) in CHOICES.items()
+        for name, bits in BITS.items()
     ]
-    headers = ["preset", "8 bits", "error, N(0, 1)", "error, K biased", "perplexity", "time", "when"]
-    return [Table("", headers, body)] if errors else []
+    headers = ["", "8 bits", "N(0, 1)", *hard.PLOTTED.values(), "perplexity", "time"]
+    return [Table("", headers, body)] if inputs else []
 
 
-def peer_tables(loaded: Loaded) -> list[Table]:
-    """This package beside the FP8 peers: speed of the kernel, and errors on hard inputs."""
-    names = ("balanced", "fast", *ACCURATE_PEERS, *FP8_PEERS)
-    impl_of = {"balanced": "helion_attn"}
-    tflops = by_impl(rows_of(loaded, "attention", stage="kernel", D=D, N=S, causal=False), "tflops")
-    errors = {
-        kind: by_series(rows_of(loaded, "hard", part="hard", input=kind, D=D, N=LONG), "error_total")
-        for kind in hard.PLOTTED
-    }
+def over_balanced(cell: list[Row]) -> dict[str, float]:
+    """Speeds from bf16 to bf16 over the default's, of those who take bf16 tensors."""
+    kernel, e2e = (by_impl((row for row in cell if row["stage"] == stage), "ms") for stage in ("kernel", "e2e"))
+    ms = {impl: x for impl, x in kernel.items() if impl in BF16_PEERS} | e2e
+    return {impl: e2e["helion_attn"] / x for impl, x in ms.items() if "helion_attn" in e2e}
+
+
+def sparse_tables(loaded: Loaded) -> list[Table]:
+    """Times with block masks, and over dense attention and FlexAttention."""
     body = []
-    for name in names:
-        speed = number(tflops.get(impl_of.get(name, name)), ".0f")
-        body.append([LABELS[name], speed, *(error_text(of.get(name)) for of in errors.values())])
-    headers = ["", "kernel, TFLOP/s", *(f"error, {title}" for title in hard.PLOTTED.values())]
-    return [Table("", headers, body)] if tflops else []
+    for cell in sparse.cells_of(loaded):
+        if cell.D == D and cell.N >= SPARSE_KEYS and cell.mask not in RANDOM:
+            ms = number(cell.rows.get(sparse.WHOLE[0], {}).get("ms"), ".1f")
+            faster = (speed_text(cell.times_faster(impl)) for impl in sparse.OVER_PEERS)
+            body.append([f"{cell.mask}, {cell.N} tokens", f"{cell.density:.0%}", ms, *faster])
+    headers = ["mask", "blocks seen", "BALANCED, ms", "speed-up over dense FA3 bf16", "over FlexAttention"]
+    return [Table("", headers, body)] if body else []
 
 
 def decode_tables(loaded: Loaded) -> list[Table]:
@@ -114,29 +178,22 @@ def decode_tables(loaded: Loaded) -> list[Table]:
 def gpu_tables(loaded: Loaded) -> list[Table]:
     """A default call, all-gather, next to bf16 on as many GPUs, the same problem on more and more."""
     rows = rows_of(loaded, "distributed", scaling="strong", strategy="allgather")
-    worlds = [world for (world,) in values_of(rows, "world")]
+    worlds = [world for (world,) in values_of(rows, "world") if world > 1]
     body = []
-    for N, H, causal in values_of(rows, "N", "H", "causal"):
+    for H, H_kv, causal, N in values_of(rows, "H", "H_kv", "causal", "N"):
         texts = []
         for world in worlds:
-            cell = [r for r in rows if (r["N"], r["H"], r["causal"], r["world"]) == (N, H, causal, world)]
+            cell = [r for r in rows if (r["N"], r["H"], r["H_kv"], r["world"]) == (N, H, H_kv, world)]
             mine = next((r["ms"] for r in cell if (r["impl"], r["stage"]) == ("helion_attn", "checked")), None)
             bf16 = next((r["ms"] for r in cell if r["impl"] not in OURS), None)
             texts.append(f"{number(mine, '.1f')} ({speed_text(ratio(bf16, mine))})" if mine else "-")
-        body.append([f"{N} tokens, {H} heads, {mask(causal)}", *texts])
-    headers = ["ms (speed-up)", *(f"{world} GPU{'s' if world > 1 else ''}" for world in worlds)]
-    return [Table("", headers, body)] if body else []
+        body.append([f"{NAMES.get((H, H_kv, causal), mask(causal))}, {N} tokens", *texts])
+    headers = ["ms (speed-up)", *(f"{world} GPUs" for world in worlds)]
+    return [Table("", headers, body)] if worlds else []
 
 
 def cost_tables(loaded: Loaded) -> list[Table]:
     """What a call costs besides attention, at most: in the worst of the shapes and presets that were measured."""
-    quantise = [row for row in rows_of(loaded, "preprocess", stage="preprocess") if "copy_ratio" in row]
-    copies = {
-        name: max(
-            (row["copy_ratio"] for row in quantise if row["recipe"] == name and not row.get("rope")), default=None
-        )
-        for name in ("balanced", "accurate")
-    }
     host = {(r["impl"], r["stage"], r["lengths"]): r["host_us"] for r in rows_of(loaded, "host")}
     starts = [row for row in rows_of(loaded, "startup") if row.get("first_s") is not None]
 
@@ -157,30 +214,12 @@ def cost_tables(loaded: Loaded) -> list[Table]:
     ]
     body = [
         ["memory during a call", f"{number(max(used, default=None), '.2f')} of Q, K and V"],
-        [
-            "quantising, without RoPE",
-            f"{number(copies['balanced'], '.2f')} of a copy's time (ACCURATE: {number(copies['accurate'], '.2f')})",
-        ],
         ["host time, lengths seen before", microseconds("same")],
         ["host time, new lengths", microseconds("new")],
-        ["a process's first call, nothing compiled", f"{number(seconds('cold'), '.0f')} s"],
-        ["the same, compiled before", f"{number(seconds('warm'), '.1f')} s"],
+        ["first call, nothing compiled", f"{number(seconds('cold'), '.0f')} s"],
+        ["first call, compiled before", f"{number(seconds('warm'), '.1f')} s"],
     ]
     return [Table("", ["cost", "at most"], body)] if host else []
-
-
-def model_tables(loaded: Loaded) -> list[Table]:
-    """Speed-ups of the plot as numbers."""
-    cells = models.cells_of(loaded)
-    impls = [impl for impl in (*OURS, "sage2") if any(speedups(cell).get(impl) for cell in cells.values())]
-    body = []
-    for name, cell in cells.items():
-        row, faster = cell[0], speedups(cell)
-        heads = str(row["H"]) if row["H"] == row["H_kv"] else f"{row['H']}/{row['H_kv']}"
-        shape = f"{row['B']} x {row['N']}, {heads} heads, {mask(row['causal'])}, D {row['D']}"
-        body.append([name, shape, *(speed_text(faster.get(impl)) for impl in impls)])
-    headers = ["attention of a layer", "batch x length", *(LABELS[impl] for impl in impls)]
-    return [Table("", headers, body)] if body else []
 
 
 def no_tables(loaded: Loaded) -> list[Table]:
@@ -190,12 +229,26 @@ def no_tables(loaded: Loaded) -> list[Table]:
 
 #: By the name in README's marks.
 BLOCKS = {
-    "when": Block("attention", when_tables, brief=True),
-    "presets": Block("accuracy", preset_tables, beside=("ladder", "hard", "language_model"), brief=True),
-    "front_models": Block("models", model_tables, (models.PLOT,), brief=True),
-    "front_errors": Block("hard", no_tables, (hard.PLOT,), brief=True),
-    "peers": Block("attention", peer_tables, beside=("hard",), brief=True),
+    "headline": Block(
+        "steps",
+        no_tables,
+        (
+            Plot(
+                "front",
+                "A step's time by attention, over FlashAttention-3's",
+                functools.partial(steps.plot, models=DRAWN),
+            ),
+        ),
+        sentence=headline,
+        brief=True,
+    ),
+    "front_layers": Block("models", layer_tables, sentence=crossovers, beside=("auto",), brief=True),
+    "front_steps": Block("steps", step_tables, brief=True),
+    "front_errors": Block(
+        "hard", error_tables, beside=("accuracy", "ladder", "language_model", "attention"), brief=True
+    ),
+    "costs": Block("host", cost_tables, beside=("preprocess", "startup"), brief=True),
+    "front_sparse": Block("sparse", sparse_tables, brief=True),
     "front_decode": Block("decode", decode_tables, brief=True),
     "front_gpus": Block("distributed", gpu_tables, brief=True),
-    "costs": Block("host", cost_tables, beside=("preprocess", "startup"), brief=True),
 }

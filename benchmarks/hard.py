@@ -98,7 +98,7 @@ def tables(loaded: Loaded) -> list[Table]:
         cell = by_series((row for row in found if [row[axis] for axis in axes] == [kind, causal, D, N]), "error_total")
         title = f"{kind}, causal" if causal else kind
         body.append([title, str(D), str(N), *(error_text(cell.get(name)) for name in names)])
-    return [Table("Total error on hard inputs", ["input", "D", "keys", *labels(names)], body)] if body else []
+    return [Table("Total error on hard inputs", ["input", "D", "keys", *labels(names)], body, keys=3)] if body else []
 
 
 #: What the plot shows of them.

@@ -101,7 +101,7 @@ def speed_tables(loaded: Loaded) -> list[Table]:
     headers = ["D", "S", *(LABELS[name] for name in names), "HYBRID / best bf16 peer", "BF16 / FA3 bf16"]
     headers.append("HYBRID from bf16 to bf16")
     headers.append("error of P and V: BALANCED / HYBRID / BF16")
-    return [Table("Kernel, full attention, from 8 bits to 16, TFLOP/s", headers, body)] if body else []
+    return [Table("Kernel, full attention, from 8 bits to 16, TFLOP/s", headers, body, keys=2)] if body else []
 
 
 def rmse_tables(loaded: Loaded) -> list[Table]:
@@ -113,7 +113,7 @@ def rmse_tables(loaded: Loaded) -> list[Table]:
         rmse = by_series((row for row in rows if (row["D"], row["N"]) == (D, S)), "rmse")
         body.append([str(D), str(S), *(number(rmse.get(name), ".2e") for name in names)])
     headers = ["D", "S", *(LABELS[name] for name in names)]
-    return [Table("RMSE, N(0, 1), full attention, from 8 bits to 16", headers, body)] if body else []
+    return [Table("RMSE, N(0, 1), full attention, from 8 bits to 16", headers, body, keys=2)] if body else []
 
 
 def plot(loaded: Loaded) -> Figure | None:

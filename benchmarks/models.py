@@ -49,6 +49,7 @@ MODELS: dict[str, Workload] = {
     "Wan 2.1 1.3B": grouped(1, 12, 12, 75600, 128, causal=False),
     "Wan 2.1 14B": grouped(1, 40, 40, 32760, 128, causal=False),
     "CogVideoX": grouped(1, 48, 48, 17776, 64, causal=False),
+    "Llama 8B, short": grouped(1, 32, 8, 2048, 128),
     "Llama 8B": grouped(1, 32, 8, 8192, 128),
     "Llama 8B, long": grouped(1, 32, 8, 32768, 128),
     "Llama 8B, batch": grouped(4, 32, 8, 2048, 128),

@@ -219,7 +219,8 @@ def block_markdown(name: str, loaded: Loaded, image_folder: str) -> str | None:
     tables = block.tables(loaded)
     if not tables and not block.plots:
         return None
-    parts = [f"![{plot.alt}]({image_folder}/{plot.name}.png)" for plot in block.plots]
+    parts = [text for text in [block.sentence(loaded)] if text is not None]
+    parts += [f"![{plot.alt}]({image_folder}/{plot.name}.png)" for plot in block.plots]
     shown = len(tables) if block.shown is None else block.shown
     parts += [table.markdown() for table in tables[:shown]]
     for table in tables[shown:]:

@@ -107,6 +107,9 @@ def run(options: Options, results: Results) -> None:
 # --- tables ---------------------------------------------------------------------------------------
 
 
+E2E_TITLE = "End to end from bf16 to bf16, preprocessing included, ms"
+
+
 def kernel_headers(impls: list[str]) -> list[str]:
     """Headers of `kernel_figures`."""
     labels = [LABELS[impl] for impl in impls]
@@ -137,7 +140,7 @@ def speed_tables(loaded: Loaded) -> list[Table]:
             body.append([str(D), str(S), *kernel_figures(cell, impls)])
         if body:
             title = f"Kernel, {mask(causal)} attention, TFLOP/s"
-            tables.append(Table(title, ["D", "S", *kernel_headers(impls)], body))
+            tables.append(Table(title, ["D", "S", *kernel_headers(impls)], body, keys=2))
     return tables
 
 
@@ -177,7 +180,7 @@ def e2e_tables(loaded: Loaded) -> list[Table]:
         cell = [row for row in rows if (row["causal"], row["D"], row["N"]) == (causal, D, S)]
         body.append([mask(causal), str(D), str(S), *e2e_figures(cell, peers)])
     headers = ["mask", "D", "S", *e2e_headers(peers)]
-    return [Table("End to end from bf16 to bf16, preprocessing included, ms", headers, body)] if body else []
+    return [Table(E2E_TITLE, headers, body, keys=3)] if body else []
 
 
 def gemm_fractions(loaded: Loaded, suite: str, rows: list[Row]) -> dict[str, float]:

@@ -106,7 +106,7 @@ def tables(loaded: Loaded) -> list[Table]:
     headers = ["D", "mask", "cold, s", "warm, s", "of it imports, s", "of it Triton, s"]
     headers += ["kernels compiled: cold / warm", "later, ms", "import PyTorch, s", "CUDA context, s"]
     title = "First call of a process, imports but PyTorch's included, bf16 [1, 2048 / D, 1024, D], default recipe"
-    return [Table(title, headers, body)] if body else []
+    return [Table(title, headers, body, keys=2)] if body else []
 
 
 def checks(loaded: Loaded) -> list[Check]:

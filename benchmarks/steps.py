@@ -24,7 +24,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -239,7 +239,7 @@ _480P_TILES = ((3, 10, 4), (5, 2, 5))
 
 WAN_SMALL = "Wan 2.1 1.3B, 1280 x 720, 81 frames"
 WAN_480P, WAN_720P = "Wan 2.1 14B, 832 x 480, 81 frames", "Wan 2.1 14B, 1280 x 720, 81 frames"
-LLAMA = "Llama 8B, 32k tokens"
+LLAMA, FLUX = "Llama 8B, 32k tokens", "Flux.1, 1024 x 1024"
 
 #: Those with a bound of their own first: a run may be cut short.
 MODELS: tuple[Model, ...] = (
@@ -247,7 +247,7 @@ MODELS: tuple[Model, ...] = (
     Model(LLAMA, llama, _LLAMA, (32768,), heads=(32, 8)),
     Model(WAN_480P, wan, {}, _WAN_480P, 512, (40, 40), tiles=_480P_TILES),
     Model(WAN_720P, wan, {}, _WAN_720P, 512, (40, 40), tiles=_720P_TILES, takes_long=True),
-    Model("Flux.1, 1024 x 1024", flux, {}, (64, 64), 512),
+    Model(FLUX, flux, {}, (64, 64), 512),
     Model("Llama 8B, 8k tokens", llama, _LLAMA, (8192,), heads=(32, 8)),
     Model("Qwen3 8B, 8k tokens", qwen3, _QWEN3, (8192,), heads=(32, 8)),
     Model("Qwen3 8B, 32k tokens", qwen3, _QWEN3, (32768,), heads=(32, 8)),
@@ -259,7 +259,7 @@ MODELS: tuple[Model, ...] = (
 )
 
 #: Of these, compiled.
-COMPILED = (WAN_SMALL, "Flux.1, 1024 x 1024")
+COMPILED = (WAN_SMALL, FLUX)
 
 _TINY_DIFFUSION = {"num_attention_heads": 1, "attention_head_dim": 64, "num_layers": 1}
 _TINY_AXES = {"axes_dims_rope": (16, 24, 24), "joint_attention_dim": 32}
@@ -737,8 +737,8 @@ def tables(loaded: Loaded) -> list[Table]:
         body = []
         for model, of_model in models.items():
             times = [number(of_model.get(name, {}).get("ms"), ".1f") for name in names]
-            body.append([model, *times, speed_text(speedup(of_model, *BALANCED))])
-        headers = ["a step of", *(LABELS[name] for name in names), "FA3's time / BALANCED's"]
+            body.append([model, *times, *(speed_text(speedup(of_model, name)) for name in BALANCED)])
+        headers = ["a step of", *(LABELS[name] for name in names), "FA3's time / BALANCED's", "/ BALANCED's, fused"]
         if body:
             found.append(Table(f"Time of a step, ms, {how}", headers, body))
     body = []
@@ -763,11 +763,11 @@ def tables(loaded: Loaded) -> list[Table]:
 DRAWN = ("sdpa_bf16", "fa3_bf16", "sage2", "balanced", "fused", "masked")
 
 
-def plot(loaded: Loaded) -> Figure | None:
-    """Attention and the rest of a step, over FA3's step."""
+def plot(loaded: Loaded, models: Container[str] | None = None) -> Figure | None:
+    """Attention and the rest of a step, over FA3's step; of all models or of some."""
     groups: dict[str, dict[str, tuple[float, float]]] = {}
     for model, of_model in by_model(loaded, FILES["eager"]).items():
-        if "fa3_bf16" not in of_model:
+        if "fa3_bf16" not in of_model or (models is not None and model not in models):
             continue
         whole = of_model["fa3_bf16"]["ms"]
         for name in DRAWN:

@@ -14,7 +14,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 #: A link or a picture: `!` or nothing, the text, the target. Text may hold code, but no link.
 LINK = re.compile(r"(!?)\[([^]]*)\]\(([^)\s]+)\)")
-LINKS_ALONE = "\n## Links\n"
+LINKS_ALONE = re.compile(r"\n## Links\n.*?(?=\n## |\Z)", re.DOTALL)
 
 
 def long_description(readme: str, repository: str | None) -> str:
@@ -36,7 +36,7 @@ def long_description(readme: str, repository: str | None) -> str:
 
     text = re.sub(r"^<!-- .* -->\n\n?", "", readme, flags=re.MULTILINE)
     if repository is None:
-        text = text.partition(LINKS_ALONE)[0]
+        text = LINKS_ALONE.sub("", text)
     text = LINK.sub(resolved, text)
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 

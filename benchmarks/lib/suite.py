@@ -68,6 +68,7 @@ class Block:
         file: name of the result file.
         tables: made from the results.
         plots: above them.
+        sentence: above both, with figures, or None where nothing was measured.
         shown: tables that are not folded away; None for all.
         beside: other result files whose figures are in them.
         brief: GPU, dates and commits alone say where the figures come from.
@@ -76,6 +77,7 @@ class Block:
     file: str
     tables: Callable[[Loaded], list[Table]]
     plots: tuple[Plot, ...] = ()
+    sentence: Callable[[Loaded], str | None] = lambda _: None
     shown: int | None = None
     beside: tuple[str, ...] = ()
     brief: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,14 +113,34 @@ def fastest(times: dict[str, float], impls: Iterable[str]) -> float | None:
 
 # --- tables ---------------------------------------------------------------------------------------
 
+#: Of a page's width.
+MOST_COLUMNS = 9
+
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text; a title of "" is none."""
+    """A table of text.
+
+    Attributes:
+        title: above it; "" is none.
+        headers: of its columns.
+        body: its lines.
+        keys: columns that say what a line is of. A page repeats them where it breaks a wide table into several.
+    """
 
     title: str
     headers: list[str]
     body: list[list[str]]
+    keys: int = 1
+
+    def columns(self) -> list[list[int]]:
+        """The columns of each table that a page shows, of about as many columns each."""
+        values = range(self.keys, len(self.headers))
+        if len(self.headers) <= MOST_COLUMNS:
+            return [[*range(len(self.headers))]]
+        parts = math.ceil(len(values) / (MOST_COLUMNS - self.keys))
+        ends = [math.ceil(len(values) * i / parts) for i in range(parts + 1)]
+        return [[*range(self.keys), *values[start:end]] for start, end in itertools.pairwise(ends)]
 
     def markdown(self) -> str:
         """As GitHub renders it."""
@@ -126,9 +148,12 @@ class Table:
             # A front page has few bytes: no padding.
             lines = [self.headers, [":-", *["-:"] * (len(self.headers) - 1)], *self.body]
             return "\n".join(f"|{'|'.join(line)}|" for line in lines)
-        align = ["right"] * len(self.headers)
-        table = tabulate(self.body, self.headers, "github", colalign=align, disable_numparse=True)
-        return f"**{self.title}**\n\n{table}"
+        tables = []
+        for columns in self.columns():
+            headers, *body = ([line[i] for i in columns] for line in (self.headers, *self.body))
+            align = ["right"] * len(headers)
+            tables.append(tabulate(body, headers, "github", colalign=align, disable_numparse=True))
+        return "\n\n".join([f"**{self.title}**", *tables])
 
     def rich(self) -> RichTable:
         """For a terminal."""

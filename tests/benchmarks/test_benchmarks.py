@@ -33,6 +33,7 @@ from benchmarks import (
     host,
     ladder,
     large_d,
+    models,
     plane,
     report,
     same_token,
@@ -48,9 +49,9 @@ from benchmarks.lib.checks import GOALS, by_promise, goal_tables
 from benchmarks.lib.harness import RESULTS, Loaded, Results, load, time_interleaved
 from benchmarks.lib.plots import COLOURS
 from benchmarks.lib.problem import problem_of, workload
-from benchmarks.lib.recipes import PRESETS, RUNGS
+from benchmarks.lib.recipes import PRESETS
 from benchmarks.lib.suite import Options
-from benchmarks.lib.tables import LABELS
+from benchmarks.lib.tables import LABELS, MOST_COLUMNS, Table
 from helion_attn.compiler.helion_adapter import helion_config
 from helion_attn.integrations.diffusers_fused import Processor
 from helion_attn.integrations.transformers_fused import Fused as TransformersFused
@@ -257,7 +258,7 @@ def test_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ulysses" not in [row["strategy"] for row in rows if row["H"] == 1]
     gathered, parts = distributed.tables(loaded)
     assert len(gathered.body) == 6
-    assert [line[7] for line in parts.body] == [*["BALANCED"] * 3, "FAST", "BALANCED", "BALANCED", "FAST"]
+    assert [line[4] for line in parts.body] == [*["BALANCED"] * 3, "FAST", "BALANCED", "BALANCED", "FAST"]
     assert all(plot.draw(loaded) is not None for block in distributed.SUITE.blocks.values() for plot in block.plots)
     found = distributed.checks(loaded)
     unchecked = [row for row in rows if row["impl"] in ("helion_attn", "fast") and row["stage"] == "e2e"]
@@ -531,8 +532,8 @@ def test_cells(tmp_path: Path) -> None:
     ]
     assert all(row["ms"] > 0 and (row["part"], row["H"], row["H_kv"]) == ("GQA", 4, 1) for row in rows)
     kernel, e2e, roofline = cells.tables(loaded)
-    assert [line[:6] for table in (kernel, e2e, roofline) for line in table.body] == [
-        ["GQA", "64", "1", "4:1", "128", "causal"]
+    assert [line[:2] for table in (kernel, e2e, roofline) for line in table.body] == [
+        ["GQA", "D 64, 1 x 128, 4:1 heads, causal"]
     ] * 3
     peak = loaded["cells"]["meta"]["gemm_tflops"]["e4m3"]
     fractions = speed.gemm_fractions(loaded, "cells", rows)
@@ -547,8 +548,8 @@ def test_auto(tmp_path: Path) -> None:
     ]
     assert all(row["ms"] > 0 for row in rows)
     (table,) = auto.tables(loaded)
-    assert [line[:3] for line in table.body] == [["64", "full", "4"]]
-    assert [float(x) for line in table.body for x in line[3:5]] == [
+    assert [line[:2] for line in table.body] == [["64, full", "4"]]
+    assert [float(x) for line in table.body for x in line[2:4]] == [
         pytest.approx(by["sdpa_bf16"] / by["helion_attn"], abs=0.006)
         for by in ({row["impl"]: row["ms"] for row in rows if row["N"] == S} for S in (64, 128))
     ]
@@ -761,19 +762,16 @@ def test_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_costs_are_those_of_the_worst_shape() -> None:
-    quantising: list[Any] = [
-        {"suite": "preprocess", "stage": "preprocess", "recipe": name, "D": D, "N": 4096, "copy_ratio": found}
-        for name, D, found in (("balanced", 128, 0.9), ("balanced", 256, 1.05), ("accurate", 64, 1.3))
-    ]
-    rope = quantising[0] | {"copy_ratio": 2.0, "rope": True}
+    shape = {"stage": "e2e", "B": 1, "H": 2, "H_kv": 1, "M": 100, "N": 100, "D": 64}
+    calls = [shape | {"peak_extra_bytes": share * 2 * 64 * 400} for share in (0.25, 0.5)]
     hosts = [
         {"impl": "helion_attn", "stage": "e2e", "lengths": lengths, "host_us": us}
         for lengths, us in (("same", 60.0), ("new", 2700.0))
     ]
-    loaded: Any = {"preprocess": {"meta": {}, "rows": [*quantising, rope]}, "host": {"meta": {}, "rows": hosts}}
+    loaded: Any = {"preprocess": {"meta": {}, "rows": calls}, "host": {"meta": {}, "rows": hosts}}
     (table,) = front.cost_tables(loaded)
     costs = dict(table.body)
-    assert costs["quantising, without RoPE"] == "1.05 of a copy's time (ACCURATE: 1.30)"
+    assert costs["memory during a call"] == "0.50 of Q, K and V"
     assert costs["host time, lengths seen before"].startswith("60 us")
     assert costs["host time, new lengths"].startswith("2700 us")
 
@@ -879,20 +877,20 @@ def test_documents_show_the_results(results: Loaded) -> None:
 
 def test_old_documents_are_found(results: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A figure that was typed, a result that changed, and plots too many and too few."""
-    page = tmp_path / "README.md"
-    page.write_text(report.DOCUMENTS[0].read_text())
-    for plot in ("models", "other"):
-        (tmp_path / f"{plot}.png").touch()
+    page = tmp_path / "masks.md"
+    page.write_text(Path("docs/masks.md").read_text())
+    (tmp_path / "other.png").touch()
     page.write_text(report.filled(page, results, tmp_path).text)
     old = report.stale([page], results, tmp_path)
-    assert old == ["no plot keys.png", "other.png is in no document"]
-    page.write_text(page.read_text().replace("|D 64, full|0", "|D 64, full|1", 1))
+    assert old == ["no plot sparse.png", "other.png is in no document"]
+    page.write_text(page.read_text().replace(" random |", " typed |", 1))
     assert report.stale([page], results, tmp_path)[0] == f"{page} is old"
     page.write_text(report.filled(page, results, tmp_path).text)
-    results["attention"]["rows"][0]["ms"] *= 2
+    for row in results["sparse"]["rows"]:
+        row["rmse"] = 1.0  # no table has it
     assert report.stale([page], results, tmp_path) == old
-    for row in results["attention"]["rows"]:
-        if row["impl"] == "helion_attn":
+    for row in results["sparse"]["rows"]:
+        if row["impl"] == "helion_attn" and row["ms"]:
             row["ms"] *= 2
     assert report.stale([page], results, tmp_path)[0] == f"{page} is old"
     monkeypatch.setattr(sys, "argv", ["report.py", "--strict", "--documents", str(page)])
@@ -932,20 +930,87 @@ def test_axes_hold_their_lines(results: Loaded) -> None:
         pyplot.close("all")
 
 
+def test_wide_tables_are_broken_into_narrow_ones(results: Loaded) -> None:
+    headers = ["D", "S", *(f"column {i}" for i in range(13))]
+    table = Table("a title", headers, [[*map(str, range(15))]], keys=2)
+    assert table.columns() == [[0, 1, *range(2, 9)], [0, 1, *range(9, 15)]]
+    shown = [line.strip("|").split("|") for line in table.markdown().splitlines() if "column" in line]
+    assert [[*map(str.strip, line)] for line in shown] == [[headers[i] for i in part] for part in table.columns()]
+    for name, block in report.BLOCKS.items():
+        for shown_table in block.tables(results) if block.file in results else ():
+            lines = shown_table.markdown().splitlines()
+            assert max((line.count("|") - 1 for line in lines), default=0) <= MOST_COLUMNS, name
+
+
 def test_every_block_is_in_a_document(results: Loaded) -> None:
     texts = [path.read_text() for path in report.DOCUMENTS]
     assert [name for name in report.BLOCKS if not any(f"<!-- results:{name} -->" in text for text in texts)] == []
 
 
-def test_the_front_page_has_six_peers_and_every_preset(results: Loaded) -> None:
-    (peers_table,) = front.peer_tables(results)
-    assert [line[0] for line in peers_table.body] == [
-        *("BALANCED", "FAST", "SageAttention 2", "vLLM's FA3", "FA3 FP8", "cuDNN FP8")
+def test_the_front_page_has_the_accurate_peers_and_every_8_bit_preset(results: Loaded) -> None:
+    (errors,) = front.error_tables(results)
+    names = [line[0] for line in errors.body]
+    assert set(names) == {*map(str.upper, {*PRESETS, "hybrid"}), "SageAttention 2", "vLLM's FA3", "FA3 FP8", "FA3 bf16"}
+    assert names[0] == "BALANCED"
+    assert errors.body[0][-1] == "1.00"
+    assert "-" not in [figure for line in errors.body for figure in line[2:6]]
+
+
+def test_a_time_of_the_front_page_is_over_the_default() -> None:
+    times = {
+        ("fa3_bf16", "kernel"): 3.0,
+        ("helion_attn", "kernel"): 1.0,
+        ("helion_attn", "e2e"): 2.0,
+        ("fast", "e2e"): 1.0,
+    }
+    found = front.over_balanced([{"impl": impl, "stage": stage, "ms": ms} for (impl, stage), ms in times.items()])
+    assert found == {"fa3_bf16": pytest.approx(2 / 3), "helion_attn": 1.0, "fast": 2.0}
+
+
+def test_the_front_page_says_what_auto_takes(results: Loaded) -> None:
+    (layers,) = front.layer_tables(results)
+    taken = {line[0]: line[-1] for line in layers.body}
+    assert taken["Llama 8B, long"] == taken["Wan 2.1 14B"] == "8 bits"
+    assert re.search(r"faster at some \d+ to \d+ tokens", front.crossovers(results) or "")
+    for row in results["auto"]["rows"]:
+        if row["impl"] == "helion_attn":
+            row["ms"] = 1e9
+    assert {line[-1] for line in front.layer_tables(results)[0].body} == {"bf16"}
+    assert front.crossovers(results) is None, "8 bits are faster at no length"
+
+
+def whole_steps(**ms: float) -> Loaded:
+    """Results of suite `steps`, with the milliseconds of each contender, half of them attention."""
+    row = {"model": steps.WAN_SMALL, "peak_memory": 2**30, "error_total": 0.01}
+    rows = [row | {"contender": name, "ms": x, "attention_ms": x / 2} for name, x in ms.items()]
+    return {"steps": {"meta": {"gpu": "a GPU", "date": "2026-01-01", "commit": "abc"}, "rows": rows}}
+
+
+def test_the_headline_is_of_the_default(results: Loaded) -> None:
+    loaded = results | whole_steps(sdpa_bf16=40.0, fa3_bf16=30.0, balanced=20.0, fused=10.0, masked=5.0)
+    text = report.block_markdown("headline", loaded, "images")
+    assert text is not None
+    assert [part[:20] for part in text.split("\n\n")] == [
+        "A denoising step of ",
+        "![A step's time by a",
+        "<sub>a GPU, 2026-01-",
     ]
-    (presets,) = front.preset_tables(results)
-    assert [line[0] for line in presets.body] == [f"`ha.{name.upper()}`" for name in (*PRESETS, *RUNGS)]
-    cell = {"D": 128, "N": 4096, "causal": True}
-    times = {("fa3_bf16", "kernel"): 3.0, ("cudnn_bf16", "kernel"): 2.0, ("helion_attn", "e2e"): 4.0}
-    rows = [cell | {"impl": impl, "stage": stage, "ms": ms} for (impl, stage), ms in times.items()]
-    (when,) = front.when_tables({"attention": {"rows": rows}})
-    assert when.body == [["D 128, causal", "0.50"]]
+    assert "**1.50 times as fast**" in text
+    (table,) = front.step_tables(loaded)
+    assert table.body == [[steps.WAN_SMALL, "40", "30", "-", "20", "10", "5", "1.50"]]
+    assert front.BLOCKS["headline"].plots[0].draw(loaded) is not None
+    assert report.block_markdown("headline", {}, "images") is None
+
+
+def test_the_front_page_has_room_for_whole_steps(results: Loaded) -> None:
+    """All models of the suites in as many digits as they take."""
+    loaded = results | whole_steps(sdpa_bf16=1e4, fa3_bf16=1e4, sage2=1e4, balanced=1e4, fused=1e4, masked=1e4)
+    (wan, *_), rows = loaded["steps"]["rows"], loaded["steps"]["rows"]
+    others = [model.name for model in steps.MODELS if model.name != wan["model"]]
+    rows += [row | {"model": model} for model in others for row in rows[:6]]
+    measured = results["models"]["rows"]
+    missing = models.MODELS.keys() - {row["model"] for row in measured}
+    measured += [row | {"model": model} for model in missing for row in measured if row["model"] == "Llama 8B"]
+    filled = report.filled(report.DOCUMENTS[0], loaded, RESULTS)
+    assert {"headline", "front_steps"} <= set(filled.written)
+    assert len(filled.text.encode()) <= 10_000

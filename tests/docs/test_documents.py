@@ -171,15 +171,12 @@ def snippets(page: Path) -> dict[str, str]:
 PARTS = (slice(0, 100), slice(100, 300))
 
 
-def check_ten_lines(names: dict[str, Any], printed: str) -> None:
-    assert 0.005 < names["error"] < 0.06
-    assert names["ms"] > 0
-    assert printed == f"error {names['error']:.3f}, {names['ms']:.2f} ms\n"
-
-
-def check_own_tensors(names: dict[str, Any], printed: str) -> None:
-    assert 0.005 < names["found"].errors["BALANCED"].total < 0.06
+def check_five_lines(names: dict[str, Any], printed: str) -> None:
+    exact = names["ha"].reference.attention(*(names[x] for x in "qkv"), causal=True)
+    assert 0.005 < relative_error(names["out"], exact) < 0.06
+    assert "BALANCED" in printed
     assert "16 bits" in printed
+    assert len([line for line in snippets(README)["Five lines"].splitlines() if line]) == 5
 
 
 def check_which_recipe(names: dict[str, Any], printed: str) -> None:
@@ -215,8 +212,7 @@ def check_from_flex(names: dict[str, Any], printed: str) -> None:
 
 #: What holds of the names that a snippet leaves, and of what it prints.
 CHECKED: dict[tuple[str, str], Callable[[dict[str, Any], str], None]] = {
-    ("README.md", "A first call"): check_ten_lines,
-    ("README.md", "Your own tensors"): check_own_tensors,
+    ("README.md", "Five lines"): check_five_lines,
     ("docs/accuracy.md", "Check your tensors"): check_which_recipe,
     ("docs/distributed.md", "Example"): check_distributed,
     ("docs/masks.md", "An example"): check_masks,

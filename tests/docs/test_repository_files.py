@@ -44,6 +44,17 @@ def test_hooks_are_the_linters_of_make() -> None:
     assert entries == linters
 
 
+def test_the_citations_agree() -> None:
+    cited = parsed(ROOT / "CITATION.cff")
+    entry = re.search(r"```bibtex\n@software\{(\w+),\n(.*?)^\}", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    assert entry is not None
+    fields = dict(re.findall(r"^  (\w+) = \{+(.*?)\}+,$", entry[2], flags=re.M))
+    assert entry[1] == "helion_attn"
+    (author,) = cited["authors"]
+    assert fields == {"title": cited["title"], "author": author["name"], "version": cited["version"]}
+    assert cited["version"] == ha.__version__
+
+
 @pytest.mark.parametrize("template", ["wrong", "slow", "request"])
 def test_issue_templates(template: str) -> None:
     form = parsed(GITHUB / "ISSUE_TEMPLATE" / f"{template}.yml")

@@ -79,22 +79,20 @@ def test_fused_models_fails_without_rope(fused_models: ModuleType, monkeypatch: 
     assert fused_models.main(["--device", "cpu"]) == 1
 
 
-def test_tour(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for needed in ("rich", "matplotlib"):
-        pytest.importorskip(needed)
+def test_tour(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     tour = import_example("tour", monkeypatch)
-    assert tour.main(["--device", "cpu", "--length", "70", "--plot", str(tmp_path / "errors.png")]) == 0
+    assert tour.main(["--device", "cpu", "--length", "200"]) == 0
     printed = capsys.readouterr().out
     assert [step for step in "12345" if f"{step}. " in printed] == list("12345")
+    assert "75.00% of the blocks" in printed
+    assert "  fp8_attn_fwd\n" in printed
     assert "K has a channel whose mean is" in printed
-    assert (tmp_path / "errors.png").stat().st_size > 5000
+    assert "5. auto takes PyTorch's attention" in printed
 
 
 def test_tour_fails_on_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich")
     tour = import_example("tour", monkeypatch)
     monkeypatch.setattr(ha, "attention", zeros)
-    monkeypatch.setattr(tour, "explain_and_check", lambda *_: None)
     assert tour.main(["--device", "cpu", "--length", "20"]) == 1
 
 
