@@ -64,7 +64,7 @@ from helpers.offline import MEASURED, SPILLED, launching
 START = "Start-up and host time"
 
 #: Result files that are still to come.
-UNMEASURED = {"quality", "steps"}
+UNMEASURED = {"quality"}
 
 
 def dry_run(suite: str, out: Path) -> Loaded:
