@@ -108,7 +108,7 @@ PREFILLED = 50
     ("kind", "splits", "M"),
     [
         # 5 are more than the pages
-        *((kind, splits, 2) for splits in (None, 1, 2, 5) for kind in ("randn", "outlier", "biased_v", "sink")),
+        *(("randn", None, 2), ("outlier", 1, 2), ("biased_v", 2, 2), ("sink", 5, 2)),
         *(("outlier", None, PREFILLED), ("biased_v", 5, PREFILLED)),
         *((BEHIND_A_SINK, 2, 2), (BEHIND_A_SINK, 1, PREFILLED)),
     ],
@@ -127,8 +127,10 @@ def test_more_splits_than_are_merged_at_once(device: str) -> None:
     case.check(out, lse)
 
 
-@pytest.mark.parametrize(("group", "M"), [(1, 1), (8, 1), (3, 2), (5, 4), (2, 16), (8, 16), (3, 47)])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("group", "M", "causal"),
+    [(1, 1, False), (8, 1, True), (3, 2, False), (5, 4, True), (2, 16, False), (8, 16, True), (3, 47, True)],
+)
 def test_groups_and_queries(group: int, M: int, causal: bool, device: str) -> None:
     """From one row in a tile of 16 to 141 rows in three tiles of 64; the last queries straddle two pages."""
     case = make_decoding("randn", [133, 200, 9], 2 * group, 2, M, 64, device, causal=causal)
@@ -452,10 +454,13 @@ def test_values_of_any_size(magnitude: float, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "H", "M"), [(float("nan"), 2, 1), (float("inf"), 2, 1), (2.0**70, 2, 1), (float("nan"), 4, PREFILLED)]
+    ("bad", "H", "M", "where"),
+    [
+        *((float("nan"), H, M, where) for H, M in ((2, 1), (4, PREFILLED)) for where in "qkv"),
+        *((float("inf"), 2, 1, "k"), (2.0**70, 2, 1, "k"), (2.0**70, 2, 1, "v")),
+    ],
 )
-@pytest.mark.parametrize("where", ["q", "k", "v"])
-def test_what_is_not_finite_stays_within_its_sequence(where: str, bad: float, H: int, M: int, device: str) -> None:
+def test_what_is_not_finite_stays_within_its_sequence(bad: float, H: int, M: int, where: str, device: str) -> None:
     """And leaves with it: a page that another sequence takes over is clean."""
     case = make_decoding("randn", [140, 140], H, 2, M, 64, device)
     expected, expected_lse = case.run(num_splits=2)

@@ -92,13 +92,12 @@ def test_never_becomes_finite_in_other_kernels(
     assert_never_finite(ha.BALANCED, head_dims, name, value, causal, row, device)
 
 
-@pytest.mark.parametrize("recipe", LADDER.values(), ids=LADDER)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_every_element_nonfinite(causal: bool, recipe: ha.Recipe, device: str) -> None:
+@pytest.mark.parametrize(("name", "causal"), [(name, i % 2 == 1) for i, name in enumerate(LADDER)])
+def test_every_element_nonfinite(name: str, causal: bool, device: str) -> None:
     for value in VALUES.values():
         q, k, v = make_qkv("randn", B, H, H_KV, M, N, D, device=device)
         for poisoned in ((q.fill_(value), k, v), (q, k.fill_(value), v), (q, k, v.fill_(value))):
-            assert ha.attention(*poisoned, causal=causal, recipe=recipe).isnan().all()
+            assert ha.attention(*poisoned, causal=causal, recipe=LADDER[name]).isnan().all()
 
 
 @pytest.mark.parametrize(
