@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -77,6 +78,14 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     plans.forget()
     if ON_SM_90 and not request.node.get_closest_marker("once"):
         monkeypatch.setattr(plans, "run", three_times(plans.run))
+
+
+@pytest.fixture(autouse=True)
+def native_attention() -> Iterator[None]:
+    """diffusers keeps the backend that a model was given last: the next test begins with its own."""
+    yield
+    if (dispatch := sys.modules.get("diffusers.models.attention_dispatch")) is not None:
+        dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
 
 
 @pytest.fixture
