@@ -150,7 +150,7 @@ def norm_tensors(*norms: RMSNorm | None) -> tuple[Any, ...]:
 
 
 def norm_eps(*norms: RMSNorm | None) -> tuple[float | None, ...]:
-    """What norms have besides tensors."""
+    """The eps of each norm, None where there is no norm."""
     return tuple(norm.eps if isinstance(norm, RMSNorm) else None for norm in norms)
 
 

@@ -85,7 +85,7 @@ def other_option(options: Mapping[str, Any]) -> str | None:
 
 
 def why_not_pytorch(problem: DenseProblem, options: Mapping[str, Any]) -> str | None:
-    """What of a call PyTorch's fast attention does not have; None if it has all."""
+    """Name what PyTorch's fast attention lacks for a call; None if it lacks nothing."""
     q, k, v, softmax = problem.q, problem.k, problem.v, problem.softmax
     if (name := other_option(options)) is not None:
         return f"{name} is given"

@@ -383,7 +383,10 @@ class Backend:
 def choice_of(
     schedule: Schedule, recipe: Recipe | Auto, step: int, layer: int, q: torch.Tensor, k: torch.Tensor
 ) -> tuple[Recipe | Auto, Pattern | None]:
-    """What a schedule gives a call of q [B, M, H, D] and k [B, N, H_kv, D]; `recipe` is that of other calls."""
+    """Ask a schedule for the recipe and the mask of a call of q [B, M, H, D] and k [B, N, H_kv, D].
+
+    `recipe` is taken where the schedule names none.
+    """
     _check_eager()
     given: Any = schedule(step, layer, q.transpose(1, 2), k.transpose(1, 2))
     is_pair = isinstance(given, tuple) and not isinstance(given, Reordered)
@@ -398,7 +401,7 @@ def choice_of(
 def visible_of(
     attn_mask: torch.Tensor | None, B: int, H: int, M: int, N: int, name: str = "attn_mask"
 ) -> Visible | None:
-    """What a mask of diffusers leaves to be seen: as `read_mask` has it, or of keys alone, [B, N]; None of None."""
+    """Read a mask of diffusers: one that `read_mask` takes, or one of keys alone, [B, N]. None hides nothing."""
     if attn_mask is None:
         return None
     of_keys = attn_mask.dim() == 2 and tuple(attn_mask.shape) == (B, N)

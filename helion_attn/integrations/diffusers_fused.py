@@ -30,14 +30,17 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 def rope_of(cos: torch.Tensor, sin: torch.Tensor, more: int = 0) -> Rope:
-    """Of tables [S, D] or [1, S, 1, D] in which every column comes twice in a row; `more` tokens are not rotated."""
+    """Make a Rope of tables [S, D] or [1, S, 1, D] that have every column twice in a row.
+
+    `more` tokens follow that are not rotated.
+    """
     cos, sin = (x.float().view(-1, x.size(-1))[:, ::2] for x in (cos, sin))
     cos, sin = (torch.nn.functional.pad(x, (0, 0, 0, more), value=at) for x, at in ((cos, 1.0), (sin, 0.0)))
     return Rope(cos.contiguous(), sin.contiguous(), interleaved=True)
 
 
 def rope_of_complex(*tables: torch.Tensor) -> Rope:
-    """Of complex tables [S, D / 2], one behind the other."""
+    """Make a Rope of complex tables [S, D / 2], joined along S."""
     turns = torch.cat(tables)
     return Rope(turns.real.float().contiguous(), turns.imag.float().contiguous(), interleaved=True)
 
