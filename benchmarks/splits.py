@@ -29,7 +29,7 @@ from helion_attn import ops
 from helion_attn.api import quantized_problem
 from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
-from helion_attn.reference.kv_cache import row_descale, value_descale
+from helion_attn.reference.kv_cache import k_descales, row_descale, v_descales
 from helion_attn.workloads import Workload
 
 #: Query rows that are checked against the oracle: the last, which see most.
@@ -64,7 +64,7 @@ def paged(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Pre
     cache, table, seqlens = filled_cache(k, v)
 
     def dequantized() -> tuple[Tensor, Tensor, Tensor]:
-        scaled = (q, row_descale(q)), (k, row_descale(k)), (v, value_descale(v))
+        scaled = (q, row_descale(q)), (k, k_descales(k, cache.page_size)[0]), (v, v_descales(v, cache.page_size)[0])
         dq, dk, dv = ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale for x, scale in scaled)
         return dq, dk, dv
 

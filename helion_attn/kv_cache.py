@@ -1,8 +1,9 @@
 """A paged KV cache in FP8, what appends to it, and attention over it: decoding, and prompts in chunks.
 
-Every key has a descale of its own, of K and of V. A page's descale, fixed when its first key arrives, would not hold a
-later, larger one, and a descale fixed by the user would have to be found first; both would clamp outliers. The price is
-8 bytes a key and KV head: 3% of the bytes at D 128.
+Every key has descales of its own, of K and of V, which are powers of two. Most have those of their page's first key,
+which leave room for keys 100 times as large, and a kernel takes as one number a page. A key that they do not fit has
+others, and attention takes such keys in a second pass: nothing is clamped, and no key's descales depend on what came
+with it. The price is 8 bytes a key and KV head: 3% of the bytes at D 128.
 """
 
 from __future__ import annotations
@@ -92,14 +93,14 @@ def append_kvcache(
     or page they cannot have (a negative length, a position past the table, a page outside of the pool) is not stored;
     `attention_kvcache` gives NaN for such a sequence.
 
-    A sequence's keys must be appended in order: the append that fills slot 0 of a page also clears the slots past its
-    own last key.
+    A sequence's keys must be appended in order: the append that fills slot 0 of a page chooses the page's descales, and
+    also clears the slots past its own last key.
 
     Args:
         cache: written.
         k: [B, H_kv, L, D], bf16, fp16 or fp32, any strides; with layout="bshd", H_kv and L swapped; v likewise. fp32
             tensors as `quantize` has them.
-        v: [B, H_kv, L, D_v]. A key of it with a NaN, an infinity, or a magnitude above 448 * 2**50, becomes NaN.
+        v: [B, H_kv, L, D_v]. A key of it with a NaN, an infinity, or a magnitude above 448 * 2**26, becomes NaN.
         block_table: int32 [B, pages of a sequence], contiguous. Sequences do not share a page that is appended to.
         cache_seqlens: int32 [B], keys that each sequence has already.
         layout: "bhsd" or "bshd".
@@ -215,8 +216,9 @@ def attention_kvcache(
 
     The heads that share a KV head, times M, are the rows of tiles. Below 64 rows, `fp8_attn_decode` has tiles of up to
     32. From 64 on, `fp8_attn_prefill` has tiles of 64 or 128: for a prompt in chunks, or drafts of several tokens. A
-    tile's pages are split over programs where tiles are few. Q is quantised on the way, one descale a row. A NaN or
-    infinity makes NaN of the rows that see its key, and in V also of others whose tile reads its page. With N for
+    tile's pages are split over programs where tiles are few. Q is quantised on the way, one descale a row. A page costs
+    as much again for each pair of descales, of K and V, that some of its keys have in place of its first key's. A NaN
+    or infinity makes NaN of the rows that see its key, and in V also of others whose tile reads its page. With N for
     cache_seqlens[b], masks and results are those of `attention`.
 
     Args:

@@ -105,8 +105,9 @@ NO_KEY = -(2.0**123)
 #: 2**40 times what they are against that, and fp32 holds them.
 REFERENCE_REACH_LOG2 = 40.0
 
-#: The same in a KV cache, whose row sums have the ratio of two of V's descales besides: see `MAX_V_DESCALE_LOG2`.
-PAGE_REFERENCE_REACH_LOG2 = 20.0
+#: The same of a page of a KV cache, whose maximum is of weights: probabilities times V's descale. Further below, no key
+#: has 2**-20 of the largest probability, since descales differ by 2**52 at most (`MAX_V_DESCALE_LOG2`).
+PAGE_REFERENCE_REACH_LOG2 = 72.0
 
 #: Steps of e4m3's bits by octave.
 E4M3_STEPS = 8.0
@@ -119,9 +120,20 @@ E4M3_BITS_OF_ONE = round(16.0 * E4M3_STEPS * (7.0 - (1.5 - LOG2E))) / 16.0
 #: The smallest and largest of fp16 that a line from scores in fp16 has.
 FP16_TINY, FP16_LARGE = 2.0**-24, 60000.0
 
-#: V's descales in a KV cache lie in 2**-50..2**50. The kernel's P is a probability times such a descale, and fp32 holds
-#: the ratio of any two, 2**`PAGE_REFERENCE_REACH_LOG2` times.
-MAX_V_DESCALE_LOG2 = 50
+#: A key of a KV cache has its page's base as its descale unless its largest magnitude is less than this many times it,
+#: or does not fit e4m3. Below, too many of its numbers lie under 2**-6, where e4m3 has fewer bits.
+LEAST_AMAX_IN_BASE = 2.0**-3
+
+#: Bases of a KV cache's pages lie in 2**-60..2**60 of K. Its descales have a finite reciprocal, and fit all of fp32.
+MAX_K_BASE_LOG2, MIN_K_DESCALE_LOG2, MAX_K_DESCALE_LOG2 = 60, -126, 120
+
+#: The largest score of e4m3 numbers in a KV cache, and up to where one FMA takes scores in base 2 to P: there, an
+#: offset in e4m3's steps is rounded by 1, and the largest P has 6 to spare.
+MAX_E4M3_SCORE, MAX_PAGE_SCORE_LOG2 = E4M3_MAX**2 * 256, 2.0**21
+
+#: V's descales in a KV cache lie in 2**-26..2**26. Row sums are divided by them, and fp32 holds that, 2**28 numbers of
+#: them, 2**`PAGE_REFERENCE_REACH_LOG2` times.
+MAX_V_DESCALE_LOG2 = 26
 
 #: The largest sum of a row's P, where its reference is the maximum of its first block, not the running one. A larger
 #: limit is passed more rarely, and leaves V less room before P V overflows: here its entries below 2**63 are safe.

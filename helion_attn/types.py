@@ -529,17 +529,17 @@ class QuantizedQKV(PackedTensors):
 class PagedKVCache(_OfTensors):
     """Keys and values in pages of `page_size`, packed as the attention kernel reads them. Made by `paged_kv_cache`.
 
-    A page is a block of the packed format of `QuantizedQKV`, and has a descale for every key: a new key changes nothing
-    of those that are there, and an outlier costs no other key its resolution. `k ~ k8.float() * k_descale` and
-    `v ~ v8.float() * v_descale`, a row each. Pages that no block table names hold anything. It can be moved,
-    saved and loaded as a `QuantizedQKV`.
+    A page is a block of the packed format of `QuantizedQKV`, and has descales for every key: a new key changes nothing
+    of those that are there, and an outlier costs no other key its resolution. Most keys have those of their page's
+    first key, which is fast. `k ~ k8.float() * k_descale` and `v ~ v8.float() * v_descale`, a row each. Pages that no
+    block table names hold anything. It can be moved, saved and loaded as a `QuantizedQKV`.
 
     Attributes:
         k8: float8_e4m3fn [num_pages, H_kv, page_size, D_pad].
         v8: float8_e4m3fn [num_pages, H_kv, D_v_pad, page_size], transposed, its keys interleaved inside every 16: key
             `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3).
-        k_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys.
-        v_descale: fp32 [num_pages, H_kv, page_size], likewise; powers of two in 2**-50..2**50.
+        k_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys; powers of two.
+        v_descale: fp32 [num_pages, H_kv, page_size], likewise; powers of two in 2**-26..2**26.
         D: head dim of the unpadded K.
         D_v: head dim of the unpadded V, and of the output.
 

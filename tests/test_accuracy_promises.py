@@ -158,7 +158,7 @@ def test_outside_of_its_page_a_sink_hides_nothing(D: int, monkeypatch: pytest.Mo
 
     own = {module: error(model) for module, model in models.items()}
     assert own[rounding_model] <= 0.06
-    assert own[kv_cache] <= 0.15  # of e4m3's score of the sink itself
+    assert own[kv_cache] <= 0.25  # of e4m3's score of the sink itself
     monkeypatch.setattr(rounding_model, "REFERENCE_REACH_LOG2", 0)
     monkeypatch.setattr(kv_cache, "PAGE_REFERENCE_REACH_LOG2", 0)
     for module, model in models.items():

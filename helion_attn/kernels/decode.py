@@ -4,18 +4,23 @@ One program owns up to `MAX_ROWS` query rows that share a KV head (the whole que
 one of `splits` runs of the pages that each of them sees; `merge_splits` puts the runs together. A page is a packed
 block of `bn` keys.
 
-    q8, q_descale = e4m3 of a row, amax / 448                                   rounding point 1
-    s = q8 k8^T * q_descale_i * k_descale_j * sm_scale * log2(e)                fp32; or a softcap's tanh of it
-    t = s + log2(v_descale_j)                                                   fp32
-    m_i = max of the page's t, less 8;  p = 2**(t - m_i)                        fp32
-    l_i += p / v_descale_j                                                      fp32, unrounded p
-    acc = acc * alpha + (cast(p) v8)             e4m3, two levels as in `fp8_attn_fwd`: rounding point 2
-    out = acc / l_i                                                             fp32, cast once: rounding point 3
+    q8, q_descale = e4m3 of a row, amax / 448                                    rounding point 1
+    s = q8 k8^T                                                                  fp32, of a page's keys with its base
+    t = s * q_descale_i * k_base * sm_scale * log2(e) + log2(v_base)             fp32, one FMA
+    m_i = max of the page's t, less 8                                            fp32
+    p = 2**(t - m_i)              e4m3 up to D 128: bits from the score (`lib.softmax_bits`); else exp2, cast: point 2
+    l_i += sum(p) / v_base        fp32, of rounded p with bits, else of p as it was
+    acc = acc * alpha + (p v8)    two levels as in `fp8_attn_fwd`
+    out = acc / l_i                                                              fp32, cast once: rounding point 3
 
-V's descales, one a key, ride on the exponent: what e4m3 holds is a key's whole weight, probability times magnitude of
-its value, next to the largest such weight of the row in its page (`lib/references.py`). Folded into P after the softmax
-instead, a key that has little probability and a large V would push the others below e4m3's range. They are powers of
-two, so that their logarithm and their inverse are integer steps on the bits, and `l_i` is as exact as without them.
+V's base, one a page, rides on the exponent: m_i is the largest weight of the row in its page, probability times
+magnitude of the value (`lib/references.py`). Bases are powers of two, so that their logarithm and their inverse are
+integer steps on the bits, and `l_i` is as exact as without them.
+
+Keys with descales of their own, which escape their page's base, are hidden in that loop. If there are any, a second one
+walks the pages again and takes only them, each score times a k_descale_j of its own, and log2(v_descale_j) added: P is
+a key's whole weight. Folded into P after the softmax instead, a key that has little probability and a large V would
+push the others below e4m3's range. Sums are of p as it was. A row that sees none of them keeps its bits.
 
 Products are taken transposed, with keys or V's channels as the M of a WGMMA, of which 64 is the least, and query rows
 as its N, of which 16 is enough. So a tile of 16 rows costs a thread 16 scores a page, and what belongs to a key, its
@@ -33,53 +38,40 @@ import functools
 
 import torch
 
-from helion_attn.compiler.helion_adapter import Config, hl
+from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
-from helion_attn.kernels.lib.inline_asm import fma_up
+from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers
 from helion_attn.kernels.lib.keys import known_keys, page_of
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
+    base_scores,
+    bases_are_wide,
+    bases_of_page,
+    class_of_slot,
     in_run_of_query,
     inverse_of_power,
+    keys_of_class,
     launch_paged,
-    page_references,
-    page_scores,
+    line_of_page,
     run_of_query,
     sums_of_page,
     total_of_lanes,
+    wide_line,
 )
 from helion_attn.kernels.lib.scalars import int32
-from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
-#: Pages in flight.
-NUM_STAGES = 3
+#: Buffers for pages, and a thread's registers with up to 16 rows and with 32, by the largest padded head dim that they
+#: are for.
+STAGES_AND_REGISTERS = {64: (3, 128, 168), 128: (2, 168, 255), 256: (2, 255, 255)}
 
 
-def softmax_step(
-    t: torch.Tensor,  # [bn, rows]
-    v_inverse: torch.Tensor,  # [bn]
-    m_run: torch.Tensor,  # [rows]
-    m_i: torch.Tensor,  # [rows]
-    l_i: torch.Tensor,  # [4, 4, rows]
-    bn: int,
-    spec: PagedSpec,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`t`, -inf where masked, into `(p8, alpha, m_run, m_i, l_i)`."""
-    rows = spec.rows
-    one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], spec.p_offset_log2, dtype=torch.float32)
-    top = fma_up(torch.amax(t, 0), one, -offset, spec.is_cuda)
-    m_run, m_new = page_references(top, m_run, m_i, spec)
-    # [bn, rows]
-    p = torch.exp2(t - m_new.unsqueeze(0))
-    alpha = torch.exp2(m_i - m_new).unsqueeze(0)
-    # Unrounded p.
-    l_i = l_i * alpha.unsqueeze(0) + sums_of_page(p * v_inverse.unsqueeze(1), bn, rows)
-    p8 = interleave_keys(p.to(torch.float8_e4m3fn).transpose(0, 1), rows, bn).transpose(0, 1)
-    return p8, alpha, m_run, m_new, l_i
+def in_order_of_v(p8: torch.Tensor, bn: int, rows: int) -> torch.Tensor:
+    """P, [bn, rows], with its keys in V's order."""
+    return interleave_keys(p8.transpose(0, 1), rows, bn).transpose(0, 1)
 
 
 def fp8_attn_decode(
@@ -109,6 +101,7 @@ def fp8_attn_decode(
     spec: hl.constexpr,  # PagedSpec
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
+    hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
     # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
     torch._check(k8.size(0) <= 2**24)
     torch._check(k8.size(1) <= 2**24)
@@ -160,32 +153,130 @@ def fp8_attn_decode(
 
         m_i = hl.full([spec.rows], NO_KEY, dtype=torch.float32)
         m_run = m_i
-        l_i = hl.zeros([4, 4, spec.rows], dtype=torch.float32)
+        # Sums by a product are in 64 rows that are all the same, others reduced across lanes once, after the loops.
+        l_i = hl.zeros([spec.sum_rows, spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
         # [D_v_pad, rows]
         acc = hl.zeros([d_v_pad, spec.rows], dtype=torch.float32)
+        # A row that is NaN or infinite must not change its neighbours.
+        known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
+        largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
+        escapes = int32(0)
 
         for j in hl.grid(n_begin, n_end):
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
-            keys = (page * kv_heads + h) * bn + hl.arange(bn)
-            # [bn]
-            k_scale = torch.where(known_page, hl.load(k_descale, [keys]), float("nan"))
-            v_scale = hl.load(v_descale, [keys])
-            # [bn, rows]
-            s = hl.dot(k8[page, h, :, :], q_tile) * k_scale.unsqueeze(1)
-            t = page_scores(s, q_scale_log2.unsqueeze(0), v_scale.unsqueeze(1), scales, spec)
-            # [D_v_pad, bn]
+            # [bn, D_pad] and [D_v_pad, bn]. Nothing stands between the loads, so they have one barrier.
+            k_tile = k8[page, h, :, :]
             v_tile = v8[page, h, :, :]
+            # [bn, rows]
+            s = hl.dot(k_tile, q_tile)
+            first_slot = (page * int32(kv_heads) + int32(h)) * bn
+            k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+            escapes = torch.maximum(escapes, escaped)
+            row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
+            s, scale_log2 = base_scores(s, row_scale_log2, k_base, scales, 0, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = j * bn + hl.arange(bn)
                 visible = visible_keys(key, diagonal + i, n_len, left, right, spec)
                 visible = in_run_of_query(visible, j, diagonal + i, n_len, left, right, split, splits, spec)
-                t = torch.where(visible.transpose(0, 1), t, float("-inf"))
-            p8, alpha, m_run, m_i, l_i = softmax_step(t, inverse_of_power(v_scale), m_run, m_i, l_i, bn, spec)
+                s = torch.where(visible.transpose(0, 1), s, float("-inf"))
+            if escaped > 0:
+                is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
+                    k_descale, v_descale, first_slot, int32(0), bn, spec.is_cuda
+                )
+                of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
+                s = torch.where(of_base.unsqueeze(1) != 0, s, float("-inf"))
+            m_before = m_i
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 0, spec)
+            wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
+            if wide > 0:
+                s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 0, spec)
+            # [bn, rows]
+            line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
+            # [1, rows]
+            alpha = exp2(m_before - m_i, spec.is_cuda).unsqueeze(0)
+            v_inverse = inverse_of_power(v_base)
+            if spec.p_bits:
+                p8 = in_order_of_v(e4m3_of_bits(line, spec.is_cuda), bn, spec.rows)
+                # As in `fp8_attn_prefill`, where V has such rows: P's rounded numbers, added in the order of products.
+                ones = hl.full([spec.sum_rows, bn], 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+                l_i = fma(l_i, alpha, hl.dot(ones, p8) * v_inverse, spec.is_cuda)
+            else:
+                p = exp2(line, spec.is_cuda)
+                l_i = fma(l_i, alpha.unsqueeze(0), sums_of_page(p, bn, spec.rows) * v_inverse, spec.is_cuda)
+                p8 = in_order_of_v(p.to(torch.float8_e4m3fn), bn, spec.rows)
             acc = accumulate(acc, alpha, v_tile, p8, spec)
 
+        if escapes > 0:
+            # Keys with descales of their own, of the same pages, those with the same descales at once.
+            for again in hl.grid(n_begin, n_end):
+                page, known_page = page_of(block_table, b * max_pages + again, num_pages)
+                first_slot = (page * int32(kv_heads) + int32(h)) * bn
+                k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+                row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
+                for slot in hl.grid(escaped, escaped * bn):
+                    is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
+                        k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda
+                    )
+                    if is_first > 0:
+                        # [bn, rows]
+                        class_s = hl.dot(k8[page, h, :, :], q_tile)
+                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 0, spec)
+                        class_key = again * bn + hl.arange(bn)
+                        class_visible = visible_keys(class_key, diagonal + i, n_len, left, right, spec)
+                        class_visible = in_run_of_query(
+                            class_visible, again, diagonal + i, n_len, left, right, split, splits, spec
+                        )
+                        class_visible = class_visible & (
+                            keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda).unsqueeze(0) != 0
+                        )
+                        class_s = torch.where(class_visible.transpose(0, 1), class_s, float("-inf"))
+                        class_before = m_i
+                        m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
+                            class_s, class_scale_log2, v_own, m_run, m_i, 0, spec
+                        )
+                        class_s, class_scale, class_offset = wide_line(
+                            class_s,
+                            class_scale_log2,
+                            v_own,
+                            m_i,
+                            class_scale,
+                            class_offset,
+                            class_largest,
+                            class_top,
+                            0,
+                            spec,
+                        )
+                        class_line = fma(class_s, class_scale.unsqueeze(0), class_offset.unsqueeze(0), spec.is_cuda)
+                        # [1, rows]
+                        class_alpha = exp2(class_before - m_i, spec.is_cuda).unsqueeze(0)
+                        class_inverse = inverse_of_power(v_own)
+                        if spec.p_bits:
+                            class_p8 = e4m3_of_bits(class_line, spec.is_cuda)
+                            # Sums of 128 such numbers are exact.
+                            class_sums = class_p8.to(torch.float32).sum(0) * class_inverse
+                            l_i = fma(l_i, class_alpha, class_sums.unsqueeze(0), spec.is_cuda)
+                        else:
+                            class_p = exp2(class_line, spec.is_cuda)
+                            l_i = fma(
+                                l_i,
+                                class_alpha.unsqueeze(0),
+                                sums_of_page(class_p, bn, spec.rows) * class_inverse,
+                                spec.is_cuda,
+                            )
+                            class_p8 = class_p.to(torch.float8_e4m3fn)
+                        acc = accumulate(
+                            acc, class_alpha, v8[page, h, :, :], in_order_of_v(class_p8, bn, spec.rows), spec
+                        )
+
         # [rows]
-        row_sum = torch.where(known_length, total_of_lanes(l_i, spec.rows), float("nan"))
+        # Also since Helion looks for what masks a sum, and not through branches.
+        l_i = in_new_registers(l_i, spec.is_cuda)
+        if spec.p_bits:
+            row_sum = torch.amax(l_i.reshape(spec.sum_rows, spec.rows), 0)
+        else:
+            row_sum = total_of_lanes(l_i, spec.rows)
+        row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
         if spec.has_sinks:
@@ -209,30 +300,27 @@ def fp8_attn_decode(
 
 
 @functools.cache
-def kernel(is_cuda: bool, num_warps: int) -> Runner:
-    """The kernel for the device."""
+def kernel(is_cuda: bool, D_pad: int, rows: int) -> Runner:
+    """The kernel for the device, the larger head dim, and a tile's rows."""
     if not is_cuda:
         return interpreted(fp8_attn_decode)
+    stages, *registers = next(found for most, found in STAGES_AND_REGISTERS.items() if D_pad <= most)
     config = Config(
-        num_warps=num_warps,
-        num_stages=NUM_STAGES,
-        range_num_stages=[0, NUM_STAGES],
+        # Eight share what four have no registers for: 256 channels of 32 rows, twice.
+        num_warps=4 if D_pad <= MAX_FRESH_D else 8,
+        num_stages=stages,
+        range_num_stages=[0, stages],
         # Tiles that read the same pages are neighbours.
         loop_orders=[[0, 1]],
         indexing="tensor_descriptor",
         host_tensor_descriptors=True,
+        **{MAX_REGISTERS: registers[rows > 16]},
     )
     return compiled(fp8_attn_decode, config)
 
 
 def launch(a: DecodeProblem, rows: int, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`; `rows` are those of a program's tile, and the rest is as in `launch_paged`."""
-    v8 = a.cache.v8
-    # Eight share what four have no registers for: 256 channels of 32 rows, twice.
-    num_warps = 4 if max(a.cache.k8.size(3), v8.size(2)) <= MAX_FRESH_D else 8
-    own = {
-        "v8": v8,
-        "k_descale": a.cache.k_descale.view(-1),
-        "v_descale": a.cache.v_descale.view(-1),
-    }
-    launch_paged(kernel(a.q.is_cuda, num_warps), a, rows, False, splits, out, lse, own)
+    launch_paged(
+        kernel(a.q.is_cuda, max(a.cache.k8.size(3), a.cache.v8.size(2)), rows), a, rows, False, splits, out, lse
+    )

@@ -7,9 +7,12 @@ One program owns one of `m_tiles` tiles of `bm` query rows that share a KV head,
 that each of them sees. Row r is query r // group of the group's head r % group. A tile's queries follow each other, so
 with a causal mask the pages behind its last query are not read.
 
-    t = (q8 k8^T) * q_descale_i * k_descale_j * sm_scale * log2(e) + log2(v_descale_j)       fp32
-    m_i = max of the page's t, less 8;  p = 2**(t - m_i);  l_i += p / v_descale_j            fp32, unrounded p
-    acc = acc * alpha + (cast(p) v8)                                             e4m3, two levels
+    s = q8 k8^T                                                                  fp32, of a page's keys with its base
+    t = s * q_descale_i * k_base * sm_scale * log2(e) + log2(v_base)             fp32, one FMA
+    m_i = max of the page's t, less 8;  p = 2**(t - m_i);  l_i += sum(p) / v_base
+    acc = acc * alpha + (p v8)                                                   e4m3, two levels
+
+Keys with descales of their own are hidden here, and come in a loop behind this one, if there are any.
 """
 
 from __future__ import annotations
@@ -22,20 +25,26 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
-from helion_attn.kernels.lib.inline_asm import fma_up
-from helion_attn.kernels.lib.keys import known_keys, page_of
+from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers
+from helion_attn.kernels.lib.keys import known_keys, page_at_hand, page_of, page_of_entry
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
+    base_scores,
+    bases_are_wide,
+    bases_of_page,
+    class_of_slot,
     in_run_of_query,
     inverse_of_power,
+    keys_of_class,
     launch_paged,
-    page_references,
-    page_scores,
+    line_of_page,
     run_of_query,
     sums_of_page,
     total_of_lanes,
+    wide_line,
 )
-from helion_attn.kernels.lib.scalars import int32, quotient
+from helion_attn.kernels.lib.scalars import int32, least, quotient
+from helion_attn.kernels.lib.softmax_bits import by_fours, row_sums
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
@@ -62,7 +71,7 @@ class PrefillTile(NamedTuple):
 #: The fastest on an H100, by the largest padded head dim that each is for (docs/notes/few_queries.md).
 TILES = {
     64: PrefillTile(bm=64, num_warps=4, num_stages=3, ctas_per_sm=3, max_registers=168),
-    128: PrefillTile(bm=64, num_warps=4, num_stages=3, ctas_per_sm=2, max_registers=255),
+    128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=3, max_registers=168),
     256: PrefillTile(bm=128, num_warps=8, num_stages=2, ctas_per_sm=1, max_registers=255),
 }
 
@@ -76,8 +85,8 @@ def fp8_attn_prefill(
     q: torch.Tensor,  # flat
     k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad]
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
-    k_descale: torch.Tensor,  # [num_pages, H_kv, bn]
-    v_descale: torch.Tensor,  # [num_pages, H_kv, bn]
+    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks
@@ -105,10 +114,6 @@ def fp8_attn_prefill(
     torch._check(k8.size(1) <= 2**24)
     torch._check(v8.size(0) <= 2**24)
     torch._check(v8.size(1) <= 2**24)
-    torch._check(k_descale.size(0) <= 2**24)
-    torch._check(k_descale.size(1) <= 2**24)
-    torch._check(v_descale.size(0) <= 2**24)
-    torch._check(v_descale.size(1) <= 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
     bn = hl.specialize(k8.size(2))
     d_pad = hl.specialize(k8.size(3))
@@ -117,6 +122,7 @@ def fp8_attn_prefill(
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1)))
     hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0)))
+    hl.specialize((k_descale.stride(0), v_descale.stride(0)))
     rows_of_group = group * m_len
     total_rows = B * kv_heads * rows_of_group
     # Tiles that read the same pages are neighbours, those of the last queries first.
@@ -161,52 +167,160 @@ def fp8_attn_prefill(
 
         m_i = hl.full([spec.rows], NO_KEY, dtype=torch.float32)
         m_run = m_i
-        # Reduced across lanes once, after the loop.
-        l_i = hl.zeros([4, 4, spec.rows], dtype=torch.float32)
+        # Sums in P V's product are whole; others are reduced across lanes once, after the loops.
+        l_i = hl.zeros([spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
         # [bm, D_v_pad], or each half of it
         acc = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
         if spec.in_halves:
             acc_high = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
 
+        # A row that is NaN or infinite must not change its neighbours.
+        known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
+        largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
+        escapes = int32(0)
+        first_entry = int32(b * max_pages)
+        entry = hl.load(block_table, [first_entry + least(run_begin, int32(max_pages - 1))])
         for j in hl.grid(run_begin, run_end):
-            page, known_page = page_of(block_table, int32(b * max_pages) + int32(j), num_pages)
-            # [bn, D_pad], [bn] and [d_v_tile, bn]. Nothing stands between the loads, so they have one barrier.
+            page, known_page = page_of_entry(entry, num_pages)
+            page_again, known_page = page_at_hand(entry, num_pages)
+            # Loaded in the iteration that uses it, it would be waited for.
+            entry = hl.load(block_table, [first_entry + least(run_end - 1, int32(j + 1))])
+            # [bn, D_pad] and [d_v_tile, bn]
             k_page = k8[page, h, :, :]
-            k_scale = k_descale[page, h, :]
-            v_scale = v_descale[page, h, :]
             if spec.in_halves:
                 v_page = v8[page, h * 2, :, :]
                 v_high = v8[page, h * 2 + 1, :, :]
             else:
                 v_page = v8[page, h, :, :]
-            row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             # [bm, bn]
-            s = hl.dot(q_tile, k_page.transpose(0, 1)) * k_scale.unsqueeze(0)
-            t = page_scores(s, row_scale_log2.unsqueeze(1), v_scale.unsqueeze(0), scales, spec)
+            s = hl.dot(q_tile, k_page.transpose(0, 1))
+            # Meanwhile.
+            first_slot = (page_again * int32(kv_heads) + int32(h)) * bn
+            k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+            escapes = torch.maximum(escapes, escaped)
+            row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
+            s, scale_log2 = base_scores(s, row_scale_log2, k_base, scales, 1, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
                 visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
                 visible = in_run_of_query(visible, j, on_diagonal, n_len, left, right, split, splits, spec)
-                t = torch.where(visible, t, float("-inf"))
-            # [bm]
-            one, offset = hl.full([], 1.0, dtype=torch.float32), hl.full([], -spec.p_offset_log2, dtype=torch.float32)
-            top = fma_up(torch.amax(t, 1), one, offset, spec.is_cuda)
+                s = torch.where(visible, s, float("-inf"))
+            if escaped > 0:
+                is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
+                    k_descale, v_descale, first_slot, int32(0), bn, spec.is_cuda
+                )
+                of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
+                s = torch.where(of_base.unsqueeze(0) != 0, s, float("-inf"))
             m_before = m_i
-            m_run, m_i = page_references(top, m_run, m_i, spec)
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 1, spec)
+            wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
+            if wide > 0:
+                s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 1, spec)
             # [bm, bn]
-            p = torch.exp2(t - m_i.unsqueeze(1))
-            by_lane = sums_of_page((p * inverse_of_power(v_scale).unsqueeze(0)).transpose(0, 1), bn, spec.rows)
-            # Not sooner: it would take registers that P needs.
-            alpha = torch.exp2(m_before - m_i)
-            l_i = l_i * alpha.unsqueeze(0) + by_lane
-            p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
+            line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
+            # [bm]
+            v_inverse = inverse_of_power(v_base)
+            if spec.p_bits:
+                p8 = e4m3_of_bits(by_fours(line, spec.rows, bn), spec.is_cuda).reshape(spec.rows, bn)
+                alpha = exp2(m_before - m_i, spec.is_cuda)
+            else:
+                p = exp2(line, spec.is_cuda)
+                by_lane = sums_of_page(p.transpose(0, 1), bn, spec.rows) * v_inverse
+                # Not sooner: it would take registers that P needs.
+                alpha = exp2(m_before - m_i, spec.is_cuda)
+                l_i = fma(l_i, alpha.unsqueeze(0), by_lane, spec.is_cuda)
+                p8 = interleave_keys(p.to(torch.float8_e4m3fn), spec.rows, bn)
             acc = accumulate(acc, alpha.unsqueeze(1), p8, v_page.transpose(0, 1), spec)
             if spec.in_halves:
                 acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_high.transpose(0, 1), spec)
+            if spec.p_bits:
+                l_i = fma(l_i, alpha, row_sums(p8) * v_inverse, spec.is_cuda)
+
+        if escapes > 0:
+            # Keys with descales of their own, of the same pages, those with the same descales at once.
+            acc = in_new_registers(acc, spec.is_cuda)
+            if spec.in_halves:
+                acc_high = in_new_registers(acc_high, spec.is_cuda)
+            for i in hl.grid(run_begin, run_end):
+                page, known_page = page_of(block_table, first_entry + int32(i), num_pages)
+                first_slot = (page * int32(kv_heads) + int32(h)) * bn
+                k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+                row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
+                for slot in hl.grid(escaped, escaped * bn):
+                    is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
+                        k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda
+                    )
+                    if is_first > 0:
+                        # [bm, bn]
+                        class_s = hl.dot(q_tile, k8[page, h, :, :].transpose(0, 1))
+                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 1, spec)
+                        class_key = int32(i * bn) + hl.arange(bn, dtype=torch.int32)
+                        class_visible = visible_keys(class_key, on_diagonal, n_len, int32(left), int32(right), spec)
+                        class_visible = in_run_of_query(
+                            class_visible, i, on_diagonal, n_len, left, right, split, splits, spec
+                        )
+                        class_visible = class_visible & (
+                            keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda).unsqueeze(0) != 0
+                        )
+                        class_s = torch.where(class_visible, class_s, float("-inf"))
+                        class_before = m_i
+                        m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
+                            class_s, class_scale_log2, v_own, m_run, m_i, 1, spec
+                        )
+                        class_s, class_scale, class_offset = wide_line(
+                            class_s,
+                            class_scale_log2,
+                            v_own,
+                            m_i,
+                            class_scale,
+                            class_offset,
+                            class_largest,
+                            class_top,
+                            1,
+                            spec,
+                        )
+                        class_line = fma(class_s, class_scale.unsqueeze(1), class_offset.unsqueeze(1), spec.is_cuda)
+                        class_alpha = exp2(class_before - m_i, spec.is_cuda)
+                        class_inverse = inverse_of_power(v_own)
+                        if spec.p_bits:
+                            class_p8 = e4m3_of_bits(by_fours(class_line, spec.rows, bn), spec.is_cuda).reshape(
+                                spec.rows, bn
+                            )
+                            # Sums of 128 such numbers are exact.
+                            l_i = fma(l_i, class_alpha, class_p8.to(torch.float32).sum(1) * class_inverse, spec.is_cuda)
+                        else:
+                            class_p = exp2(class_line, spec.is_cuda)
+                            class_sums = sums_of_page(class_p.transpose(0, 1), bn, spec.rows) * class_inverse
+                            l_i = fma(l_i, class_alpha.unsqueeze(0), class_sums, spec.is_cuda)
+                            class_p8 = interleave_keys(class_p.to(torch.float8_e4m3fn), spec.rows, bn)
+                        if spec.in_halves:
+                            acc = accumulate(
+                                acc, class_alpha.unsqueeze(1), class_p8, v8[page, h * 2, :, :].transpose(0, 1), spec
+                            )
+                            acc_high = accumulate(
+                                acc_high,
+                                class_alpha.unsqueeze(1),
+                                class_p8,
+                                v8[page, h * 2 + 1, :, :].transpose(0, 1),
+                                spec,
+                            )
+                        else:
+                            acc = accumulate(
+                                acc, class_alpha.unsqueeze(1), class_p8, v8[page, h, :, :].transpose(0, 1), spec
+                            )
+            acc = in_new_registers(acc, spec.is_cuda)
+            if spec.in_halves:
+                acc_high = in_new_registers(acc_high, spec.is_cuda)
 
         # [bm]
-        row_sum = torch.where(known_length, total_of_lanes(l_i, spec.rows), float("nan"))
+        # Also since Helion looks for what masks a sum, and not through branches.
+        l_i = in_new_registers(l_i, spec.is_cuda)
+        if spec.p_bits:
+            row_sum = l_i
+        else:
+            row_sum = total_of_lanes(l_i, spec.rows)
+        row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
         if spec.has_sinks:
@@ -257,9 +371,4 @@ def launch(a: DecodeProblem, splits: int, out: torch.Tensor, lse: torch.Tensor) 
     v8 = a.cache.v8
     tile = prefill_tile(a.cache.k8.size(3), v8.size(2))
     in_halves = v8.size(2) > MAX_FRESH_D
-    own = {
-        "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if in_halves else v8,
-        "k_descale": a.cache.k_descale,
-        "v_descale": a.cache.v_descale,
-    }
-    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, in_halves, splits, out, lse, own)
+    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, in_halves, splits, out, lse)

@@ -1,11 +1,18 @@
 """New keys and values into a paged cache: quantised, packed, and scattered to where the block table says.
 
-    K, a key:  x = rope(x);  k8 = cast(x / k_descale),  k_descale = max(amax / 448, 2**-126)
-    V, a key:  v8 = cast(x / v_descale),                v_descale = amax / 448 rounded up to a power of two
+    K, a page:  base = the power of two with amax / base in 2..4, of its first key's amax
+    K, a key:   k_descale = base, if that is right for it; else the power of two with amax / k_descale in 224..448
+                x = rope(x);  k8 = cast(x / k_descale)
+    V likewise
 
-What is there is never quantised anew, since a descale belongs to one key. An append that writes a page's first slot
-also clears V past its own last key: the attention kernel multiplies those slots by 0, and 0 times a NaN that the
-memory, or an earlier owner of the page, left there would be NaN.
+A descale is right for a key with amax / base in 2**-3..448, and for one of zeros. So most keys of most pages have their
+page's base, which an attention kernel takes as two numbers a page, and e4m3 the range for the others. A key that
+escapes it costs time, and no other key its resolution.
+
+What is there is never quantised anew: a page's base follows from its first key alone, not from what came with it. An
+append that writes a page's first slot also clears what lies past its own last key: the attention kernel multiplies V
+there by 0, and 0 times a NaN that the memory, or an earlier owner of the page, left there would be NaN; and other
+descales than the base would pass for keys that escape.
 
 A key whose position or page lies outside of the tables is not stored anywhere; the attention kernel gives NaN for such
 a sequence. Neighbours of V in memory are neighbouring keys, so a program has 16 slots of a page: where new keys fill
@@ -22,9 +29,15 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.rope import rope_rows, rope_tables
-from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import common_unit, load_rows, strided_rows
-from helion_attn.numerics import E4M3_MAX, MAX_V_DESCALE_LOG2
+from helion_attn.numerics import (
+    E4M3_MAX,
+    LEAST_AMAX_IN_BASE,
+    MAX_K_BASE_LOG2,
+    MAX_K_DESCALE_LOG2,
+    MAX_V_DESCALE_LOG2,
+    MIN_K_DESCALE_LOG2,
+)
 from helion_attn.preprocess.lib.v_layout import key_stored_at
 from helion_attn.problem import AppendProblem
 
@@ -32,19 +45,42 @@ from helion_attn.problem import AppendProblem
 APPENDED_KEYS = 16
 
 
-def power_of_two_descale(
-    amax: torch.Tensor, largest: float, limit_log2: hl.constexpr
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`amax / largest` rounded up to a power of two, at least 2**-limit_log2; and where it is NaN or too large.
+def exponent_of(x: torch.Tensor) -> torch.Tensor:
+    """The biased exponent of fp32 numbers that are not negative: rounded down to powers of two."""
+    return x.view(torch.int32) >> 23
 
-    Too large is more than 2**limit_log2. There it is 1. On the bits, so that it is exact: adding all ones below the
-    exponent carries unless they are zeros.
+
+def power_of(exponent: torch.Tensor) -> torch.Tensor:
+    """The power of two with a biased exponent of 1..254."""
+    return (exponent << 23).view(torch.float32)
+
+
+def base_of_first_key(amax: torch.Tensor, limit_log2: hl.constexpr) -> torch.Tensor:
+    """The power of two with `amax / base` in 2..4, within 2**-limit_log2..2**limit_log2; 1 of 0, infinity and NaN."""
+    exponent = torch.clamp_max(torch.clamp_min(exponent_of(amax) - 1, 127 - limit_log2), 127 + limit_log2)
+    known = (amax > 0.0) & (amax < float("inf"))
+    return power_of(torch.where(known, exponent, 127))
+
+
+def descale_of_key(
+    amax: torch.Tensor,  # [keys]
+    base: torch.Tensor,  # []
+    largest: float,
+    least_log2: hl.constexpr,
+    limit_log2: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The base or, where that is not right for a key, a descale of its own; and where its numbers are to be NaN.
+
+    Its own is `amax / largest` rounded up to a power of two, at least 2**least_log2. On the bits, so that it is exact:
+    adding all ones below the exponent carries unless they are zeros. NaN are what is not finite, and what has a descale
+    above 2**limit_log2; their descale is the base.
     """
-    least = amax * (1.0 / largest)
-    exponent = (least.view(torch.int32) + 0x7FFFFF) >> 23
-    invalid = (exponent > 127 + limit_log2) | (least != least)
-    exponent = torch.where(invalid, 127, torch.clamp_min(exponent, 127 - limit_log2))
-    return (exponent << 23).view(torch.float32), invalid
+    in_base = amax * (1.0 / base)
+    fits = (amax == 0.0) | ((in_base >= LEAST_AMAX_IN_BASE) & (in_base <= largest))
+    exponent = ((amax * (1.0 / largest)).view(torch.int32) + 0x7FFFFF) >> 23
+    invalid = (exponent > 127 + limit_log2) | (amax != amax)
+    own = power_of(torch.where(invalid, 127, torch.clamp_min(exponent, 127 + least_log2)))
+    return torch.where(fits | invalid, base, own), invalid
 
 
 class AppendSpec(NamedTuple):
@@ -63,7 +99,10 @@ class AppendSpec(NamedTuple):
         rotary: channels of K that are rotated.
         pairing: how, as `lib.rope` has it.
         largest: the format's largest number.
-        v_limit_log2: V's descales end at two to this.
+        k_base_log2: bases of K end at two to this, and at its inverse.
+        k_least_log2: descales of K begin at two to this.
+        k_limit_log2: and end at two to this.
+        v_limit_log2: descales of V end at two to this, and at its inverse.
     """
 
     keys: int
@@ -78,6 +117,9 @@ class AppendSpec(NamedTuple):
     rotary: int
     pairing: int
     largest: float
+    k_base_log2: int
+    k_least_log2: int
+    k_limit_log2: int
     v_limit_log2: int
 
 
@@ -131,7 +173,13 @@ def append_kv(
         first_slot = begin % spec.bn
         slot = position % spec.bn
 
-        # [keys, D_pad]
+        # The page's first key, if it is among the new ones; all programs of the page have its base from there.
+        first_of_page = begin // spec.bn * spec.bn
+        begins = first_of_page >= first
+        first_rows = torch.where(begins, first_of_page - first, length) + 0 * hl.arange(2)
+        base_at = torch.where(known, block * spec.bn, 0)
+
+        # [keys, D_pad] and [2, D_pad]
         cols = hl.arange(spec.d_pad)
         k_offset = (b * k_b_step + h * k_h_step) * spec.unit
         if spec.pairing:
@@ -139,21 +187,35 @@ def append_kv(
                 k, cos, sin, cos, cos, cos, k_offset, 0, 0, rows, k_s_step * spec.unit, spec.k_d_step, length, spec.d,
                 first, table_rows, spec.keys, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
             )  # fmt: skip
+            x_first = rope_rows(
+                k, cos, sin, cos, cos, cos, k_offset, 0, 0, first_rows, k_s_step * spec.unit, spec.k_d_step, length,
+                spec.d, first, table_rows, 2, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
+            )  # fmt: skip
         else:
             x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
+            x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
+        k_base = base_of_first_key(torch.amax(torch.amax(torch.abs(x_first), 1), 0), spec.k_base_log2)
+        k_base = torch.where(begins, k_base, hl.load(k_descale, [base_at]))
         # [keys]
-        k_scale = to_descale(torch.amax(torch.abs(x), 1), spec.largest)
-        x8 = (x * (1.0 / k_scale).unsqueeze(1)).to(k8.dtype)
+        k_scale, invalid = descale_of_key(
+            torch.amax(torch.abs(x), 1), k_base, spec.largest, spec.k_least_log2, spec.k_limit_log2
+        )
+        x = torch.where(invalid.unsqueeze(1), float("nan"), x * (1.0 / k_scale).unsqueeze(1))
         at = block * spec.bn + slot
-        hl.store(k8, [at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], x8, extra_mask=stored.unsqueeze(1))
+        hl.store(k8, [at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], x.to(k8.dtype), extra_mask=stored.unsqueeze(1))
         hl.store(k_descale, [at], k_scale, extra_mask=stored)
 
-        # [keys, D_v_pad]
+        # [keys, D_v_pad] and [2, D_v_pad]
         channels = hl.arange(spec.d_v_pad)
         v_offset = (b * v_b_step + h * v_h_step) * spec.unit
         values = load_rows(v, v_offset, rows, channels, v_s_step * spec.unit, spec.v_d_step, length, spec.d_v)
+        v_first = load_rows(v, v_offset, first_rows, channels, v_s_step * spec.unit, spec.v_d_step, length, spec.d_v)
+        v_base = base_of_first_key(torch.amax(torch.amax(torch.abs(v_first), 1), 0), spec.v_limit_log2)
+        v_base = torch.where(begins, v_base, hl.load(v_descale, [base_at]))
         # [keys]
-        v_scale, invalid = power_of_two_descale(torch.amax(torch.abs(values), 1), spec.largest, spec.v_limit_log2)
+        v_scale, invalid = descale_of_key(
+            torch.amax(torch.abs(values), 1), v_base, spec.largest, -spec.v_limit_log2, spec.v_limit_log2
+        )
         scaled = torch.where(invalid.unsqueeze(1), float("nan"), values * (1.0 / v_scale).unsqueeze(1))
         # [D_v_pad, keys]
         v_tile = scaled.to(v8.dtype).transpose(0, 1)
@@ -175,8 +237,9 @@ def append_kv(
             cleared = (begun * spec.d_v_pad + channels).unsqueeze(1) * spec.bn + place.unsqueeze(0)
             no_value = hl.zeros([spec.d_v_pad, spec.bn], dtype=v8.dtype)
             hl.store(v8, [cleared], no_value, extra_mask=(key_stored_at(place) >= keys_there).unsqueeze(0))
-            one = hl.full([spec.bn], 1.0, dtype=torch.float32)
-            hl.store(v_descale, [begun * spec.bn + place], one, extra_mask=place >= keys_there)
+            bases = hl.zeros([spec.bn], dtype=torch.float32)
+            hl.store(k_descale, [begun * spec.bn + place], bases + k_base, extra_mask=place >= keys_there)
+            hl.store(v_descale, [begun * spec.bn + place], bases + v_base, extra_mask=place >= keys_there)
 
 
 @functools.cache
@@ -232,6 +295,9 @@ def launch(a: AppendProblem) -> None:
                 rotary=rope.rotary,
                 pairing=rope.pairing,
                 largest=E4M3_MAX,
+                k_base_log2=MAX_K_BASE_LOG2,
+                k_least_log2=MIN_K_DESCALE_LOG2,
+                k_limit_log2=MAX_K_DESCALE_LOG2,
                 v_limit_log2=MAX_V_DESCALE_LOG2,
             ),
         }

@@ -1,4 +1,4 @@
-"""The rounding model of attention over a KV cache: as `rounding_model`, with a descale for every key."""
+"""The rounding model of attention over a KV cache: as `rounding_model`, with descales that are powers of two."""
 
 from __future__ import annotations
 
@@ -7,30 +7,69 @@ import torch
 from helion_attn.configs import page_packing
 from helion_attn.numerics import (
     DESCALE_MIN,
+    E4M3_BITS_OF_ONE,
     E4M3_MAX,
+    E4M3_STEPS,
+    LEAST_AMAX_IN_BASE,
     LN2,
     LOG2E,
+    MAX_K_BASE_LOG2,
     MAX_P_OFFSET_LOG2,
     MAX_V_DESCALE_LOG2,
+    MIN_K_DESCALE_LOG2,
     PAGE_REFERENCE_REACH_LOG2,
+    takes_bits,
 )
-from helion_attn.reference.rounding_model import below
+from helion_attn.reference.rounding_model import below, e4m3_of_line
 from helion_attn.reference.shapes import default_sm_scale, hide_keys
 
 E4M3 = torch.float8_e4m3fn
 
 
 def row_descale(x: torch.Tensor) -> torch.Tensor:
-    """[..., D] to [..., 1]: of rows of Q and K."""
+    """[..., D] to [..., 1]: of rows of Q."""
     return (x.float().abs().amax(-1, keepdim=True) * (1.0 / E4M3_MAX)).clamp_min(DESCALE_MIN)
 
 
-def value_descale(v: torch.Tensor) -> torch.Tensor:
-    """[..., D_v] to [..., 1]: of rows of V, powers of two."""
-    least = v.float().abs().amax(-1, keepdim=True) * (1.0 / E4M3_MAX)
-    mantissa, exponent = torch.frexp(least)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp_min(-MAX_V_DESCALE_LOG2)
-    return torch.where(least > 0, torch.exp2(exponent.float()), 2.0**-MAX_V_DESCALE_LOG2)
+def _powers(exponent: torch.Tensor) -> torch.Tensor:
+    """2**exponent, exactly."""
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+
+
+def key_descales(x: torch.Tensor, page: int, base_log2: int, least_log2: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., N, D] to two of [..., N, 1], for K or V: descales, and the bases of pages.
+
+    A page's base has its first key's largest magnitude in 2..4 times it. Other keys have it unless theirs is below
+    2**-3, not 0, or above 448 times it.
+
+    Args:
+        x: keys or values; NaN and infinity count as 0.
+        page: keys of a page.
+        base_log2: bases lie in 2**-base_log2..2**base_log2.
+        least_log2: other descales are at least two to this.
+    """
+    amax = x.float().abs().amax(-1, keepdim=True)
+    amax = torch.where(amax < float("inf"), amax, 0.0)
+    # [..., pages, 1]
+    first = amax[..., ::page, :]
+    # Of a number from 1 to 2, frexp's exponent is 1.
+    bases = (torch.frexp(first).exponent - 2).clamp(-base_log2, base_log2)
+    base = _powers(torch.where(first > 0, bases, 0)).repeat_interleave(page, -2)[..., : x.size(-2), :]
+    mantissa, exponent = torch.frexp(amax * (1.0 / E4M3_MAX))
+    own = _powers(torch.where(mantissa == 0.5, exponent - 1, exponent).clamp_min(least_log2))
+    in_base = amax / base
+    fits = (amax == 0) | ((in_base >= LEAST_AMAX_IN_BASE) & (in_base <= E4M3_MAX))
+    return torch.where(fits, base, own), base
+
+
+def k_descales(k: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`key_descales` of K."""
+    return key_descales(k, page, MAX_K_BASE_LOG2, MIN_K_DESCALE_LOG2)
+
+
+def v_descales(v: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`key_descales` of V."""
+    return key_descales(v, page, MAX_V_DESCALE_LOG2, -MAX_V_DESCALE_LOG2)
 
 
 def fp8_attention_kvcache(
@@ -46,9 +85,11 @@ def fp8_attention_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over a cache to which k and v were appended, as the kernel rounds it, in one run of pages.
 
-    The rounding points are the casts of Q, K and V, a row of each by its own descale, and of P times V's descale,
-    against the largest such weight of the row in its page, or 2**-20 of that up to its page. Sums are fp32. V is finite
-    and below 2**68.
+    The rounding points are the casts of Q, a row by its own descale, of K and V, a row of each by `key_descales`, and
+    of P, against the largest weight of the row in its page, or 2**-72 of that up to its page. Up to head dim 128 P's
+    bits are a line of the score, and row sums are of the rounded P. Keys with descales of their own come last, page by
+    page, those of a page that have the same as if they were a page of their own. Sums are fp32. V is finite and below
+    2**34.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any device.
@@ -66,33 +107,59 @@ def fp8_attention_kvcache(
         model, lse = ha.reference.fp8_attention_kvcache(q[:, :, -1:], k, v)
     """
     B, H, M, D = q.shape
-    N, group = k.shape[2], H // k.shape[1]
-    q_scale, k_scale, v_scale = row_descale(q), row_descale(k), value_descale(v)
+    N, D_v, group = k.shape[2], v.size(3), H // k.shape[1]
+    packing = page_packing(D, D_v)
+    page, bits = packing.page_size, takes_bits(E4M3, max(packing.D_pad, packing.D_v_pad))
+    q_scale, (k_scale, k_base), (v_scale, v_base) = row_descale(q), k_descales(k, page), v_descales(v, page)
     q8, k8, v8 = (
         (x.float() * (1.0 / scale)).to(E4M3).float() for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale))
     )
-    k8, v8, k_scale, v_scale = (x.repeat_interleave(group, 1) for x in (k8, v8, k_scale, v_scale))
+    k8, v8, k_scale, v_scale, k_base, v_base = (
+        x.repeat_interleave(group, 1) for x in (k8, v8, k_scale, v_scale, k_base, v_base)
+    )
     q_scale_log2 = q_scale * (default_sm_scale(sm_scale, D) * LOG2E)
-    page = page_packing(D, v.size(3)).page_size
 
     m_i = m_run = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
     l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
-    acc = q.new_zeros((B, H, M, v.size(3)), dtype=torch.float32)
-    for j in range(0, N, page):
+    acc = q.new_zeros((B, H, M, D_v), dtype=torch.float32)
+
+    def add(j: int, taken: torch.Tensor) -> None:
+        """Keys of a page that are `taken`, [B, H, page]."""
+        nonlocal m_i, m_run, l_i, acc
         keys = slice(j, j + page)
         # [B, H, M, page]
         t = (q8 @ k8[:, :, keys].mT) * k_scale[:, :, keys].mT * q_scale_log2
         if softcap is not None:
             t = softcap * LOG2E * torch.tanh(t * (LN2 / softcap))
         t = hide_keys(t + torch.log2(v_scale[:, :, keys]).mT, 0, j, M, N, causal, window)
+        t = t.masked_fill(~taken.unsqueeze(2), float("-inf"))
         top = below(t.amax(3, keepdim=True), MAX_P_OFFSET_LOG2[E4M3])
         m_run = torch.maximum(m_run, top)
-        m_new = torch.maximum(top, m_run - PAGE_REFERENCE_REACH_LOG2)
+        m_new = torch.where(top == float("-inf"), m_i, torch.maximum(top, m_run - PAGE_REFERENCE_REACH_LOG2))
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
-        p, alpha = torch.exp2(t - m_ref), torch.exp2(m_i - m_ref)
+        if bits:
+            p = p8 = e4m3_of_line((t - m_ref) * E4M3_STEPS + E4M3_BITS_OF_ONE)
+        else:
+            p = torch.exp2(t - m_ref)
+            p8 = p.to(E4M3).float()
+        alpha = torch.exp2(m_i - m_ref)
         l_i = l_i * alpha + (p / v_scale[:, :, keys].mT).sum(3, keepdim=True)
-        acc = acc * alpha + p.to(E4M3).float() @ v8[:, :, keys]
+        acc = acc * alpha + p8 @ v8[:, :, keys]
         m_i = m_new
+
+    # [B, H, N]: a number for each pair of descales.
+    pairs = (torch.log2(k_scale) * 1024 + torch.log2(v_scale)).squeeze(3)
+    escapes = ((k_scale != k_base) | (v_scale != v_base)).squeeze(3)
+    for j in range(0, N, page):
+        add(j, ~escapes[:, :, j : j + page])
+    for j in range(0, N, page):
+        rest = escapes[:, :, j : j + page].clone()
+        while rest.any():
+            # Of each head, the first that is left, and all with its descales.
+            of_first = pairs[:, :, j : j + page].gather(2, rest.int().argmax(2, keepdim=True))
+            taken = rest & (pairs[:, :, j : j + page] == of_first)
+            add(j, taken)
+            rest &= ~taken
     lse = (m_i + torch.log2(l_i)) * LN2
     key_share = torch.ones_like(lse)
     if sinks is not None:

@@ -13,8 +13,12 @@ from helpers.passes import operation, split_at_loop
 class Machine:
     """A warp that runs the integers of a kernel: what its buffers hold, and which are read, or free."""
 
-    def __init__(self, values: dict[str, int], memory: dict[str, Callable[[int], int]] | None = None) -> None:
+    def __init__(
+        self, values: dict[str, int], memory: dict[str, Callable[[int], int]] | None = None, axis: int = 1
+    ) -> None:
         self.values: dict[str, Any] = dict(values)
+        #: Which coordinate of a copy says the block: behind the head, or before it, of pages.
+        self.axis = axis
         #: What pointers point to, by their names.
         self.memory = memory or {}
         #: The block of now, and of each buffer's name the coordinate that a product found in it, by block.
@@ -71,9 +75,9 @@ class Machine:
                 if valid:
                     assert self.expected[barrier] == self.waited.get(barrier, 0) + 1
                     assert buffer not in self.busy | self.in_flight, "written while it is read"
-                    # After the head: the block, or the part of V in it.
-                    assert coordinates[1] is not None
-                    self.content[buffer] = (coordinates[1], barrier)
+                    # The block, or the part of V in it.
+                    assert coordinates[self.axis] is not None
+                    self.content[buffer] = (coordinates[self.axis], barrier)
                     self.arrived.discard(buffer)
                     self.busy.add(buffer)
             case "wait_barrier" if isinstance(given[0], tuple):
@@ -141,10 +145,11 @@ def run(
     end: int,
     arguments: dict[str, int] | None = None,
     memory: dict[str, Callable[[int], int]] | None = None,
+    axis: int = 1,
 ) -> Machine:
     """The loads of a program with key blocks `first` to `end`; arguments that are not given are 1.
 
-    `memory` is what pointers among the arguments point to.
+    `memory` is what pointers among the arguments point to, `axis` the machine's.
     """
     before, loop, body = split_at_loop(text)
     bounds = re.search(rf"scf\.for ({VALUE}) = ({VALUE}) to ({VALUE}) ", loop)
@@ -153,7 +158,7 @@ def run(
     # Of the first program.
     (function,) = [line for line in before if "tt.func " in line]
     ones = dict.fromkeys(re.findall(rf"({VALUE}): i(?:32|64)", function), 1)
-    machine = Machine(ones | (arguments or {}) | {first_name: first, end_name: end}, memory)
+    machine = Machine(ones | (arguments or {}) | {first_name: first, end_name: end}, memory, axis)
     machine.run([line for line in before if operation(line)[0] not in (first_name, end_name)])
     carried = re.findall(rf"({VALUE}) = ({VALUE})", loop.split("iter_args(")[1])
     machine.values |= {name: machine.value(start) for name, start in carried}

@@ -164,8 +164,8 @@ def test_a_stored_tile_is_read_where_it_lies() -> None:
     ("old", "new", "reason"),
     [
         ("ttg.local_load", "ttg.load_it", shared_q.COPIED),
-        ("memdesc_trans", "memdesc_other", "memdesc_trans"),
-        ("      %dot =", "      %more = arith.addi %tile, %tile : i8\n      %dot =", "the uses of %tile"),
+        ("memdesc_trans", "memdesc_other", "is not transposed"),
+        ("      %dot =", "      %more = arith.addi %tile, %tile : i8\n      %dot =", "warp_group_dot %tile"),
     ],
 )
 def test_other_tiles_stay(old: str, new: str, reason: str) -> None:

@@ -74,7 +74,10 @@ def with_sums_of_products(loop: Loop) -> tuple[list[str], str]:
     sums = str(defined(body[first]))
     layout = body[last].split(" -> ")[1].split(" loc(")[0]
     added = body[only(uses(body, sums), "the uses of P's row sums")]
-    (before,) = matched(added, rf"arith\.addf ({VALUE}), {re.escape(sums)} : ")
+    # Another operand of the same layout: what sums are added to, or multiplied by first.
+    before, *_ = (name for name in operands(added) if name != sums)
+    if f" : {layout}" not in added:
+        raise Refused(f"its sums of P are used otherwise: {added.strip()}")
 
     if loop.has_two_warpgroups:
         # Turns stand between the barrier and the loop, so that half of the warps might not see the ones.
@@ -91,10 +94,12 @@ def with_sums_of_products(loop: Loop) -> tuple[list[str], str]:
     groups = channels // _GROUP + 1
 
     old, new = f"<{count}x{channels}x{keys}xf8", f"<{count * groups}x{_GROUP}x{keys}xf8"
-    body[first : last + 1] = [
+    at = body.index(added)
+    body[at:at] = [
         f'{indent}  {sums} = tt.elementwise_inline_asm "{_SUMS}" {{constraints = "=f,=f,f,f", '
         f"packed_element = 2 : i32, pure = false}} {before} : {layout} -> {layout}"
     ]
+    del body[first : last + 1]
     del body[widened[0]]
 
     def wider(line: str) -> list[str]:

@@ -57,9 +57,14 @@ def with_shared_q(loop: Loop) -> tuple[list[str], str]:
     layouts = set()
     for load in loads:
         name, in_registers = matched(lines[load], rf"({VALUE}) = .*{_FIRST_OPERAND}")
-        product = only(uses(lines, name), f"the uses of {name}")
-        (k,) = matched(lines[product], rf"{PRODUCT}{re.escape(name)}, ({VALUE}),")
-        layouts.add(matched(loop.definition(k, "ttg.memdesc_trans "), r" : !ttg\.memdesc<[^,]*, (#\w+),")[0])
+        # The next: another loop may have the same names.
+        product = next((i for i in uses(lines, name) if i > load), load)
+        (k,) = matched(lines[product], rf" = {PRODUCT}{re.escape(name)}, ({VALUE}),")
+        # The nearest: another loop may have the same names.
+        transposed = [i for i in find(lines[:product], "ttg.memdesc_trans ") if defined(lines[i]) == k]
+        if not transposed:
+            raise Refused(f"{k} is not transposed in shared memory")
+        layouts.add(matched(lines[transposed[-1]], r" : !ttg\.memdesc<[^,]*, (#\w+),")[0])
         lines[product] = lines[product].replace(f"{name}, ", f"{tile}, ", 1).replace(in_registers, old_type, 1)
     layout = only(sorted(layouts), "the layouts of K")
     new_type = re.sub(r", #\w+, #smem", f", {layout}, #smem", old_type)

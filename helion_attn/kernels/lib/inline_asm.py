@@ -199,11 +199,30 @@ def tanh(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     return torch.tanh(x)
 
 
+def exp2(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`2**x`; without a GPU correctly rounded, since PyTorch's last digit depends on where an element lies."""
+    if is_cuda:
+        return torch.exp2(x)
+    return torch.exp2(x.to(torch.float64)).to(torch.float32)
+
+
 def computed_once(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`x`, which is not computed again in another layout: see the pass of that name."""
     if is_cuda:
         return hl.inline_asm_elementwise(
             "mov.b32 $0, $1; // computed once", "=f,f", [x], dtype=torch.float32, is_pure=True, pack=1
+        )
+    return x
+
+
+def in_new_registers(x: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`x`, in other registers: what follows needs more, and ptxas would keep one value in memory all its life.
+
+    Not by a move, which ptxas propagates.
+    """
+    if is_cuda:
+        return hl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $1, $1, 0xFE;", "=f,f", [x], dtype=torch.float32, is_pure=False, pack=1
         )
     return x
 

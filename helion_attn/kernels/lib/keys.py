@@ -177,9 +177,20 @@ def page_of(
     num_pages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A page of a paged cache, [], and whether it is known: one that is not in the pool must not pass for another."""
-    listed = hl.load(block_table, [at])
+    return page_of_entry(hl.load(block_table, [at]), num_pages)
+
+
+def page_of_entry(listed: torch.Tensor, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`page_of`, of an entry of the block table."""
     known = (listed >= 0) & (listed < int32(num_pages))
     return torch.where(known, listed, int32(0)), known
+
+
+def page_at_hand(listed: torch.Tensor, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`page_of_entry` by other operations: the same ones would have the loop carry what it has copied by."""
+    # All ones, or 0.
+    known = ((listed >> 31) ^ -1) & ((listed - int32(num_pages)) >> 31)
+    return listed & known, known != 0
 
 
 def first_descale_of(kv: Int, first_descale: Int, n_blocks: int, spec: AttentionSpec) -> Int:

@@ -10,15 +10,26 @@ from typing import Any
 
 import torch
 
+from helion_attn.compiler.helion_adapter import hl
 from helion_attn.compiler.kernels import Runner
-from helion_attn.kernels.lib.inline_asm import tanh
+from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, tanh
 from helion_attn.kernels.lib.keys import run_of_key_blocks
 from helion_attn.kernels.lib.references import own_references
 from helion_attn.kernels.lib.scalars import Int, int32
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.kernels.merge_splits import merge_splits
-from helion_attn.numerics import E4M3_MAX, MAX_P_OFFSET_LOG2, PAGE_REFERENCE_REACH_LOG2
+from helion_attn.numerics import (
+    E4M3_BITS_OF_ONE,
+    E4M3_MAX,
+    E4M3_STEPS,
+    FP32_TINY,
+    MAX_E4M3_SCORE,
+    MAX_P_OFFSET_LOG2,
+    MAX_PAGE_SCORE_LOG2,
+    PAGE_REFERENCE_REACH_LOG2,
+    takes_bits,
+)
 from helion_attn.problem import DecodeProblem, ScoreScales
 
 
@@ -32,18 +43,250 @@ def inverse_of_power(x: torch.Tensor) -> torch.Tensor:
     return (0x7F000000 - x.view(torch.int32)).view(torch.float32)
 
 
-def page_scores(
+def bases_of_page(
+    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    first: Int,
+    bn: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The descales of a page's first key, of K and V, and 1 if another key of it has others, else 0.
+
+    Every warp looks at all descales of the page, four keys a lane: so all warps know, with no barrier and no flag in
+    memory that someone would have to keep.
+    """
+    if is_cuda:
+        assert bn == 4 * 32, "a lane has four keys"
+        like = hl.full([], 1.0, dtype=torch.float32), hl.full([], 1.0, dtype=torch.float32), int32(0)
+        return hl.inline_triton(BASES_OF_PAGE, args=(k_descale, v_descale, first), output_like=like)
+    at = first + hl.arange(bn)
+    k, v = hl.load(k_descale, [at]), hl.load(v_descale, [at])
+    # Bits, of which those of a NaN are equal.
+    others = (k.view(torch.int32) != k[0].view(torch.int32)) | (v.view(torch.int32) != v[0].view(torch.int32))
+    return k[0], v[0], torch.amax(others.to(torch.int32), 0)
+
+
+#: `bases_of_page` on the GPU, of two tensors and an index.
+BASES_OF_PAGE = """tl.inline_asm_elementwise(
+    asm='''
+    {{
+    // while products run
+    .reg .b32 lane, k<4>, v<4>, others;
+    .reg .b64 offset, of_k, of_v;
+    .reg .pred other;
+    mov.u32 lane, %laneid;
+    mul.wide.u32 offset, lane, 16;
+    add.s64 of_k, $3, offset;
+    add.s64 of_v, $4, offset;
+    ld.global.nc.v4.b32 {{k0, k1, k2, k3}}, [of_k];
+    ld.global.nc.v4.b32 {{v0, v1, v2, v3}}, [of_v];
+    shfl.sync.idx.b32 $0, k0, 0, 31, 0xffffffff;
+    shfl.sync.idx.b32 $1, v0, 0, 31, 0xffffffff;
+    xor.b32 others, k0, $0;
+    lop3.b32 others, k1, $0, others, 0xBE;
+    lop3.b32 others, k2, $0, others, 0xBE;
+    lop3.b32 others, k3, $0, others, 0xBE;
+    lop3.b32 others, v0, $1, others, 0xBE;
+    lop3.b32 others, v1, $1, others, 0xBE;
+    lop3.b32 others, v2, $1, others, 0xBE;
+    lop3.b32 others, v3, $1, others, 0xBE;
+    setp.ne.b32 other, others, 0;
+    vote.sync.any.pred other, other, 0xffffffff;
+    selp.b32 $2, 1, 0, other;
+    }}
+    ''',
+    constraints="=&f,=&f,=&r,l,l",
+    args=[{0} + ({2}), {1} + ({2})],
+    dtype=(tl.float32, tl.float32, tl.int32),
+    is_pure=False,
+    pack=1,
+)"""
+
+
+def class_of_slot(
+    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    first: Int,
+    slot: torch.Tensor,  # []
+    bn: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[torch.Tensor, ...]:
+    """The keys of a page that have the descales of a slot, its class.
+
+    Returns:
+        1 if the slot is the first of them, else 0; the two descales; and four words for `keys_of_class`, which have a
+        bit a key on the GPU.
+    """
+    if is_cuda:
+        one, none = hl.full([], 1.0, dtype=torch.float32), int32(0)
+        return hl.inline_triton(
+            CLASS_OF_SLOT,
+            args=(k_descale, v_descale, first, slot),
+            output_like=(none, one, one, none, none, none, none),
+        )
+    at = first + hl.arange(bn)
+    k, v = hl.load(k_descale, [at]), hl.load(v_descale, [at])
+    same = (k.view(torch.int32) == k[slot].view(torch.int32)) & (v.view(torch.int32) == v[slot].view(torch.int32))
+    keys = same.to(torch.int32)
+    return (keys.argmax() == slot).to(torch.int32), k[slot], v[slot], keys, keys, keys, keys
+
+
+#: `class_of_slot` on the GPU, of two tensors and two indices.
+CLASS_OF_SLOT = """tl.inline_asm_elementwise(
+    asm='''
+    {{
+    .reg .b32 lane, k<4>, v<4>, word, place, bit;
+    .reg .b64 offset, of_k, of_v;
+    .reg .pred same, earlier;
+    mul.wide.u32 offset, $9, 4;
+    add.s64 of_k, $7, offset;
+    add.s64 of_v, $8, offset;
+    ld.global.nc.b32 $1, [of_k];
+    ld.global.nc.b32 $2, [of_v];
+    mov.u32 lane, %laneid;
+    mul.wide.u32 offset, lane, 4;
+    add.s64 of_k, $7, offset;
+    add.s64 of_v, $8, offset;
+    ld.global.nc.b32 k0, [of_k];
+    ld.global.nc.b32 k1, [of_k + 128];
+    ld.global.nc.b32 k2, [of_k + 256];
+    ld.global.nc.b32 k3, [of_k + 384];
+    ld.global.nc.b32 v0, [of_v];
+    ld.global.nc.b32 v1, [of_v + 128];
+    ld.global.nc.b32 v2, [of_v + 256];
+    ld.global.nc.b32 v3, [of_v + 384];
+    xor.b32 k0, k0, $1;
+    xor.b32 k1, k1, $1;
+    xor.b32 k2, k2, $1;
+    xor.b32 k3, k3, $1;
+    lop3.b32 k0, v0, $2, k0, 0xBE;
+    lop3.b32 k1, v1, $2, k1, 0xBE;
+    lop3.b32 k2, v2, $2, k2, 0xBE;
+    lop3.b32 k3, v3, $2, k3, 0xBE;
+    setp.eq.b32 same, k0, 0;
+    vote.sync.ballot.b32 $3, same, 0xffffffff;
+    setp.eq.b32 same, k1, 0;
+    vote.sync.ballot.b32 $4, same, 0xffffffff;
+    setp.eq.b32 same, k2, 0;
+    vote.sync.ballot.b32 $5, same, 0xffffffff;
+    setp.eq.b32 same, k3, 0;
+    vote.sync.ballot.b32 $6, same, 0xffffffff;
+    // The first of them: the lowest bit of the first word that is not 0.
+    setp.ne.b32 earlier, $5, 0;
+    selp.b32 word, $5, $6, earlier;
+    selp.b32 place, 64, 96, earlier;
+    setp.ne.b32 earlier, $4, 0;
+    selp.b32 word, $4, word, earlier;
+    selp.b32 place, 32, place, earlier;
+    setp.ne.b32 earlier, $3, 0;
+    selp.b32 word, $3, word, earlier;
+    selp.b32 place, 0, place, earlier;
+    brev.b32 word, word;
+    clz.b32 bit, word;
+    add.s32 place, place, bit;
+    setp.eq.s32 same, place, $9;
+    selp.b32 $0, 1, 0, same;
+    }}
+    ''',
+    constraints="=&r,=&f,=&f,=&r,=&r,=&r,=&r,l,l,r",
+    args=[{0} + ({2}), {1} + ({2}), {3}],
+    dtype=(tl.int32, tl.float32, tl.float32, tl.int32, tl.int32, tl.int32, tl.int32),
+    is_pure=False,
+    pack=1,
+)"""
+
+
+def keys_of_class(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, bn: hl.constexpr, is_cuda: hl.constexpr
+) -> torch.Tensor:
+    """int32 [bn]: not 0 for the keys of a `class_of_slot`."""
+    if not is_cuda:
+        return a
+    keys = hl.arange(bn)
+    # A thread's keys differ in the bits of 25, which are then known when it is compiled.
+    words = torch.where(keys < 64, torch.where(keys < 32, a, b), torch.where(keys < 96, c, d))
+    return (words >> (keys & 6)) & (hl.full([], 1, dtype=torch.int32) << (keys & 25))
+
+
+def base_scores(
     s: torch.Tensor,  # [bn, rows] or [rows, bn]
-    q_scale_log2: torch.Tensor,  # [1, rows] or [rows, 1]
-    v_scale: torch.Tensor,  # [bn, 1] or [1, bn]
+    q_scale_log2: torch.Tensor,  # [rows]
+    k_base: torch.Tensor,  # []
+    scales: ScoreScales,
+    keys_axis: hl.constexpr,
+    spec: PagedSpec,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of keys that have their page's base, and what they are to be multiplied by, [rows], never 0."""
+    scale_log2 = maximum(q_scale_log2 * k_base, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
+    if spec.has_softcap:
+        s = tanh(s * scale_log2.unsqueeze(keys_axis), spec.is_cuda)
+        # [rows], also of NaN: tanh would have it
+        scale_log2 = scale_log2 * 0.0 + scales.tanh_scale
+    return s, scale_log2
+
+
+def bases_are_wide(
+    largest_q_scale_log2: torch.Tensor,  # []
+    k_base: torch.Tensor,  # []
     scales: ScoreScales,
     spec: PagedSpec,
 ) -> torch.Tensor:
-    """Scores of a page in base 2, and the logarithm of their keys' V descales: `t` of the kernels' docstrings."""
-    s = s * q_scale_log2
+    """1 if some score may pass `MAX_PAGE_SCORE_LOG2`, 0 if none does."""
+    largest = largest_q_scale_log2 * k_base * MAX_E4M3_SCORE
     if spec.has_softcap:
-        s = tanh(s, spec.is_cuda) * scales.tanh_scale
-    return s + log2_of_power(v_scale)
+        largest = hl.full([], scales.tanh_scale, dtype=torch.float32)
+    # Not "large", since a NaN is not within.
+    return 1 - (largest <= MAX_PAGE_SCORE_LOG2).to(torch.int32)
+
+
+def line_of_page(
+    s: torch.Tensor,  # [bn, rows] or [rows, bn]
+    scale_log2: torch.Tensor,  # [rows]
+    v_base: torch.Tensor,  # []
+    m_run: torch.Tensor,  # [rows]
+    m_i: torch.Tensor,  # [rows]
+    keys_axis: hl.constexpr,
+    spec: PagedSpec,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`(m_run, m_i, scale, offset, largest, top)`, [rows]: references, and the line from a score to log2 of its P.
+
+    In steps of e4m3 if P's bits are to come from it.
+    """
+    v_log2 = log2_of_power(v_base)
+    largest = torch.amax(s, keys_axis)
+    offset = hl.full([], -spec.p_offset_log2, dtype=torch.float32)
+    top = fma_up(largest, scale_log2, offset, spec.is_cuda) + v_log2
+    m_run, m_i = page_references(top, m_run, m_i, spec)
+    return m_run, m_i, scale_log2 * spec.p_steps, spec.p_one - (m_i - v_log2) * spec.p_steps, largest, top
+
+
+def wide_line(
+    s: torch.Tensor,  # [bn, rows] or [rows, bn]
+    scale_log2: torch.Tensor,  # [rows]
+    v_base: torch.Tensor,  # []
+    m_i: torch.Tensor,  # [rows]
+    scale: torch.Tensor,  # [rows]
+    offset: torch.Tensor,  # [rows]
+    largest: torch.Tensor,  # [rows]
+    top: torch.Tensor,  # [rows]
+    keys_axis: hl.constexpr,
+    spec: PagedSpec,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`(s, scale, offset)`, other ones of rows whose largest score passes `MAX_PAGE_SCORE_LOG2`.
+
+    One FMA would lose P there: scores are taken from what they are below their row's largest, as in `wide_scores`. Only
+    the row itself says so, whatever shares its tile.
+    """
+    # [rows]
+    wide = torch.abs(top) > MAX_PAGE_SCORE_LOG2
+    known = torch.where(largest == float("-inf"), 0.0, largest)
+    above = fma(known, scale_log2, log2_of_power(v_base) - top, spec.is_cuda)
+    above = torch.clamp_max(torch.clamp_min(above, 0.0), spec.p_offset_log2) + (top - m_i)
+    below = fma(
+        s - known.unsqueeze(keys_axis), scale_log2.unsqueeze(keys_axis), above.unsqueeze(keys_axis), spec.is_cuda
+    )
+    s = torch.where(wide.unsqueeze(keys_axis), below, s)
+    return s, torch.where(wide, spec.p_steps, scale), torch.where(wide, spec.p_one, offset)
 
 
 def run_of_query(
@@ -118,7 +361,6 @@ def launch_paged(
     splits: int,
     out: torch.Tensor,
     lse: torch.Tensor,
-    own: dict[str, torch.Tensor],
 ) -> None:
     """Write `out` and `lse`, in parts that are merged if there are several runs of pages.
 
@@ -130,10 +372,9 @@ def launch_paged(
         splits: runs of pages, a program each.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `a.bshd`; bf16, fp16 or fp32.
         lse: fp32 [B, H, M], natural log.
-        own: V and the descales, in the form that this kernel takes.
     """
     (B, H, M, D), (H_kv, page_size), max_pages = a.q.shape, a.cache.k8.shape[1:3], a.block_table.size(1)
-    unit = common_unit(a.q)
+    unit, v8 = common_unit(a.q), a.cache.v8
     q = strided_rows(a.q, unit)
     in_parts = splits > 1
     D_v = out.size(3)
@@ -141,6 +382,7 @@ def launch_paged(
     parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
     swapped = a.bshd and not in_parts
+    p_bits = takes_bits(v8.dtype, max(a.cache.k8.size(3), v8.size(2)))
     spec = PagedSpec(
         rows=tile_rows,
         bn_log2=page_size.bit_length() - 1,
@@ -150,7 +392,10 @@ def launch_paged(
         d_step=q.d_step,
         unit=unit,
         q_largest=E4M3_MAX,
-        p_offset_log2=float(MAX_P_OFFSET_LOG2[a.cache.v8.dtype]),
+        p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),
+        p_bits=p_bits,
+        p_steps=E4M3_STEPS if p_bits else 1.0,
+        p_one=E4M3_BITS_OF_ONE if p_bits else 0.0,
         **a.softmax.choices(),
         has_sinks=a.softmax.sinks is not None,
         is_cuda=a.q.is_cuda,
@@ -159,6 +404,9 @@ def launch_paged(
         {
             "q": q.flat,
             "k8": a.cache.k8,
+            "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if in_halves else v8,
+            "k_descale": a.cache.k_descale.view(-1),
+            "v_descale": a.cache.v_descale.view(-1),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "sinks": part_lse if a.softmax.sinks is None else a.softmax.sinks,
@@ -179,7 +427,6 @@ def launch_paged(
             "right": min(a.softmax.right, M),
             "scales": a.softmax.scales(),
             "spec": spec,
-            **own,
         }
     )
     if in_parts:

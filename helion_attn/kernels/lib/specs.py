@@ -185,6 +185,9 @@ class PagedSpec(NamedTuple):
         d_step: from a channel of Q to the next.
         unit: what Q's other steps are multiples of.
         q_largest: the largest magnitude of a quantised row.
+        p_bits: P's bits come from scores, and row sums are of the rounded P.
+        p_steps: an octave of P on the line that a score is taken to: `E4M3_STEPS` with `p_bits`, or 1.
+        p_one: and where P is 1 on it.
         p_offset_log2: and the rest, as in `AttentionSpec`.
     """
 
@@ -196,12 +199,20 @@ class PagedSpec(NamedTuple):
     d_step: int
     unit: int
     q_largest: float
+    p_bits: bool
+    p_steps: float
+    p_one: float
     p_offset_log2: float
     has_left: bool
     has_right: bool
     has_softcap: bool
     has_sinks: bool
     is_cuda: bool
+
+    @property
+    def sum_rows(self) -> int:
+        """Rows of a product that adds up P in `fp8_attn_decode`: the least that a WGMMA has."""
+        return 64
 
     @property
     def two_level(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.kernels.lib.inline_asm import computed_once, dot_fp32, fma, fma_up, maximum, tanh
+from helion_attn.kernels.lib.inline_asm import computed_once, dot_fp32, exp2, fma, fma_up, maximum, tanh
 from helion_attn.kernels.lib.references import finite, own_references
 from helion_attn.kernels.lib.softmax_bits import in_pairs
 from helion_attn.kernels.lib.specs import AttentionSpec, PagedSpec
@@ -184,8 +184,8 @@ def add_sink(
     """`(alpha, m_i, row_sum)` with one more logit in the sum. A key block would do the same to `acc`."""
     m_new = maximum(m_i, sink_log2 - spec.p_offset_log2, spec.is_cuda)
     m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = torch.exp2(m_i - m_ref)
-    return alpha, m_ref, row_sum * alpha + torch.exp2(sink_log2 - m_ref)
+    alpha = exp2(m_i - m_ref, spec.is_cuda)
+    return alpha, m_ref, row_sum * alpha + exp2(sink_log2 - m_ref, spec.is_cuda)
 
 
 def store_lse(

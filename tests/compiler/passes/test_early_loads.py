@@ -73,6 +73,11 @@ LISTS: dict[str, tuple[functools.partial[Any], str]] = {
     "list_hybrid": (functools.partial(compile_attention, 256, True, recipe=ha.HYBRID, listed=True), "WIBECECBFWI"),
 }
 
+#: Likewise, of kernels whose key blocks are pages that a table lists.
+PAGES: dict[str, tuple[functools.partial[Any], str]] = {
+    "decode": (functools.partial(compile_decode, 64, 64, 64, 1, num_splits=1), "WIBECCBFIFIF"),
+}
+
 LETTERS = {
     "ttng.wait_barrier": "W",
     "ttng.warp_group_dot": "I",
@@ -86,16 +91,16 @@ LETTERS = {
 @functools.cache
 def texts(name: str) -> tuple[str, str]:
     """Triton's IR of a kernel, and what the pass makes of it."""
-    before, after = shared_ir((KERNELS | LISTS)[name][0])[0]
+    before, after = shared_ir((KERNELS | LISTS | PAGES)[name][0])[0]
     assert after is not None
     return before, after
 
 
-@pytest.mark.parametrize("name", [*KERNELS, *LISTS])
+@pytest.mark.parametrize("name", [*KERNELS, *LISTS, *PAGES])
 def test_order(name: str) -> None:
     _, _, body = split_at_loop(texts(name)[1])
     order = "".join(LETTERS.get(operation(line)[1], "") for line in body)
-    assert order == (KERNELS | LISTS)[name][1]
+    assert order == (KERNELS | LISTS | PAGES)[name][1]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -173,6 +178,16 @@ def test_blocks_of_a_list(name: str) -> None:
     for first in (0, 5):
         for end in range(first, first + 9):
             assert_blocks_of_list(texts(name)[1], first, end, LISTS[name][1].count("C"))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_of_a_table(name: str) -> None:
+    """Products find the page that the table has for each place."""
+    for end in range(9):
+        machine = run(texts(name)[1], 0, end, {"%num_pages": 1000}, {"%block_table": listed_block}, axis=0)
+        assert len(machine.found) == (2 if end else 0)
+        for pages in machine.found.values():
+            assert pages == {place: listed_block(place) for place in range(end)}
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -306,12 +321,12 @@ def test_other_loops_stay() -> None:
 @pytest.mark.parametrize(
     "compile_",
     [
-        functools.partial(compile_decode, 64, 64, 64, 1, num_splits=2),
+        functools.partial(compile_decode, 128, 128, 64, 1, num_splits=2),
         functools.partial(compile_attention, 384, True, D_v=384, recipe=ONE_LEVEL),
     ],
     ids=["decode", "d384"],
 )
 def test_these_kernels_stay(compile_: functools.partial[Any]) -> None:
-    """Decoding, whose copies of K and V have barriers of their own; pieces of Q in three stages."""
+    """Decoding at D 128, whose loop waits for products three times; pieces of Q in three stages."""
     seen = shared_ir(compile_)
     assert [after for _, after in seen] == [None] * len(seen) != []

@@ -1,0 +1,158 @@
+"""Keys of a paged cache whose descales are not those of their page's first key: right, and right beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.kernels import decode, prefill
+from helion_attn.testing import error_budget, make_qkv, relative_error
+from helpers.cases import row_errors
+from helpers.paged import append_all, make_cache
+
+#: Keys, which end within a page.
+N = 300
+
+#: Queries of two heads that share one of keys: for `fp8_attn_decode`, and for `fp8_attn_prefill`.
+DECODED, PREFILLED = 3, 50
+
+
+def first_of_pages(x: torch.Tensor, factor: float) -> None:
+    x[:, :, ::128] *= factor
+
+
+def growing(x: torch.Tensor, octaves: float) -> None:
+    place = torch.arange(N, device=x.device) % 128
+    x *= torch.exp2(place * (octaves / 127)).view(1, 1, N, 1)
+
+
+def some(x: torch.Tensor, *factors: float) -> None:
+    for i, factor in enumerate(factors):
+        x[:, :, 7 + i :: 31] *= factor
+
+
+def some_of_both(k: torch.Tensor, v: torch.Tensor) -> None:
+    some(k, 2.0**-7)
+    some(v, 2.0**9, 2.0**-9)
+
+
+def zeros(k: torch.Tensor, v: torch.Tensor) -> None:
+    k[:, :, 3::5] = 0
+    v[:, :, 4::5] = 0
+
+
+#: What becomes of K and of V.
+CASES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "first_k_tiny": lambda k, v: first_of_pages(k, 2.0**-20),
+    "first_k_huge": lambda k, v: first_of_pages(k, 64.0),
+    "first_k_zero": lambda k, v: first_of_pages(k, 0.0),
+    "first_v_tiny": lambda k, v: first_of_pages(v, 2.0**-20),
+    "first_v_huge": lambda k, v: first_of_pages(v, 2.0**12),
+    "first_v_zero": lambda k, v: first_of_pages(v, 0.0),
+    "growing_v": lambda k, v: growing(v, 20),
+    "falling_v": lambda k, v: growing(v, -20),
+    "growing_k": lambda k, v: growing(k, -20),
+    "some_of_both": some_of_both,
+    "zeros": zeros,
+}
+
+
+def make_case(name: str, D: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = make_qkv("randn", 1, 2, 1, PREFILLED, N, D, torch.float32, device)
+    CASES[name](k, v)
+    return q, k, v
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    cache, table, seqlens = make_cache([N], 1, k.size(3), device=q.device.type)
+    append_all(cache, k, v, table, [N])
+    return ha.attention_kvcache(q, cache, table, seqlens, num_splits=1, return_lse=True, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("M", [DECODED, PREFILLED])
+@pytest.mark.parametrize(("name", "D"), [*((name, 64) for name in CASES), ("some_of_both", 128), ("growing_v", 256)])
+def test_escapes_stay_within_the_budget(name: str, D: int, M: int, device: str) -> None:
+    q, k, v = make_case(name, D, device)
+    q = q[:, :, -M:]
+    out, lse = attend(q, k, v)
+    oracle, oracle_lse = ha.reference.attention(q, k, v, causal=True, return_lse=True)
+    model, model_lse = ha.reference.fp8_attention_kvcache(q, k, v)
+    budget = error_budget(relative_error(model, oracle), torch.float32, device=out.device)
+    assert relative_error(out, oracle) <= budget
+    # Of logits of some 500, e4m3 has errors of several.
+    assert name == "first_k_huge" or relative_error(model, oracle) < 0.08
+    budget = error_budget(relative_error(model_lse, oracle_lse), torch.float32, device=out.device)
+    assert relative_error(lse, oracle_lse) <= budget
+    assert row_errors(out, model).median() < (2.0**-8 if out.is_cuda else 1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("of_v", [False, True])
+@pytest.mark.parametrize("M", [DECODED, PREFILLED])
+def test_a_first_key_that_is_not_finite(of_v: bool, bad: float, M: int, device: str) -> None:
+    """It makes NaN of the rows that see it, and its page's base is 1."""
+    q, k, v = make_case("some_of_both", 64, device)
+    (v if of_v else k)[:, :, 256, 5] = bad
+    out, _ = attend(q[:, :, -M:], k, v)
+    seen = out[:, :, -DECODED:]
+    assert (seen[..., 5] if of_v else seen).isnan().all()
+
+
+#: A query's last key, and how many queries come with it.
+CHUNKS = [(129, 1), (140, 7), (264, 31), (300, 1), (300, 150)]
+
+
+def chunks_that_differ(name: str, D: int, device: str) -> list[tuple[int, int]]:
+    """Of numbers whose sums are exact, so that a CPU's order of additions is none."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(heads: int, largest: int) -> torch.Tensor:
+        x = torch.randint(-largest, largest + 1, (1, heads, N, D), generator=generator).float()
+        x[..., 0] = largest
+        return x.to(device)
+
+    q, k, v = rows(2, 7), rows(1, 7), rows(1, 1)
+    CASES[name](k, v)
+    if name == "growing_v":
+        v = torch.sign(v) * torch.exp2(torch.log2(v.abs().amax(3, keepdim=True)).round())
+    cache, table, _ = make_cache([N], 1, D, device=device)
+    # Each chunk sees what was appended by then.
+    step, at = 50, []
+    for first in range(0, N, step):
+        start = torch.tensor([first], dtype=torch.int32, device=device)
+        ha.append_kvcache(cache, k[:, :, first : first + step], v[:, :, first : first + step], table, start)
+        at.append(run(q, cache, table, first, first + step))
+    whole = torch.cat(at, 2)
+    found = [
+        (first, step)
+        for first in range(0, N, step)
+        if not torch.equal(run(q, cache, table, first, first + step), whole[:, :, first : first + step])
+    ]
+    for end, count in CHUNKS:
+        if not torch.equal(run(q, cache, table, end - count, end), whole[:, :, end - count : end]):
+            found.append((end - count, count))
+    return found
+
+
+def run(q: torch.Tensor, cache: ha.PagedKVCache, table: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    seqlens = torch.tensor([end], dtype=torch.int32, device=q.device)
+    return ha.attention_kvcache(
+        q[:, :, first:end], cache, table, seqlens, num_splits=1, sm_scale=0.01, out_dtype=torch.float32
+    )
+
+
+@pytest.mark.parametrize("name", ["first_k_tiny", "first_v_tiny", "first_v_huge", "growing_v", "some_of_both"])
+def test_chunks_change_nothing(name: str, device: str) -> None:
+    """Also while a page has no key yet that escapes, and when it has one that a row does not see."""
+    assert chunks_that_differ(name, 64, device) == []
+
+
+@pytest.mark.parametrize("kernel", [decode, prefill])
+def test_the_checks_can_fail(kernel: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where keys with descales of their own are taken for others, and not hidden."""
+    monkeypatch.setattr(kernel, "keys_of_class", lambda a, *_: torch.ones_like(a))
+    assert chunks_that_differ("some_of_both", 64, "cpu") != []
