@@ -351,7 +351,10 @@ def measure_cell(cell: Cell, device: torch.device, repeats: int, peer: str) -> l
     described |= {"strategy": "allgather", "bytes": sent_bf16}
     rows[peer, "allgather", "e2e"] = result_row(peer, w, "e2e", "randn") | described
     runs[peer, "allgather", "e2e"] = bf16
-    times = time_interleaved(runs, device, LONG_REPEATS if cell.flops() / world > LONG_FLOPS else repeats)
+    rounds = LONG_REPEATS if cell.flops() / world > LONG_FLOPS else repeats
+    # By a group of its own: in one group a call's check would wait until all ranks begin.
+    align = partial(dist.all_reduce, torch.zeros(1, device=device), group=dist.new_group())
+    times = time_interleaved(runs, device, rounds, align=align)
     slowest = torch.tensor([times[key] for key in runs], device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     for key, ms in zip(runs, slowest.tolist(), strict=True):

@@ -3,9 +3,10 @@
     python benchmarks/attention.py --suite language_model
     python benchmarks/attention.py --suite language_model --device cpu
 
-SmolLM2-135M reads 49152 tokens of Python's reference manual in parts of 2048 and 8192 (`examples/language_model.py`
-says where both come from), with every preset, FlashAttention-3 in FP8 where it is installed, and recipes that are
-broken on purpose: perplexity, how often the same next token is likeliest as with bf16 attention, and tokens a second.
+SmolLM2-135M reads 114688 tokens of Python's reference manual in parts of 2048 and 8192 (`examples/language_model.py`
+says where both come from), with every preset, FlashAttention-3 in FP8 where it is installed, formats whose P comes from
+exponentials in place of a score's bits (suite `plane`), and recipes that are broken on purpose: perplexity, how often
+the same next token is likeliest as with bf16 attention, and tokens a second.
 Then it generates, from prompts of 1k to 32k tokens, with bf16 attention and transformers' cache, and with this
 package's and its cache in 8 bits. On a CPU attention is the rounding model, and nothing is generated.
 """
@@ -19,20 +20,34 @@ from typing import Any
 import torch
 
 import helion_attn as ha
+from benchmarks import plane
 from benchmarks.lib.harness import Loaded, Results, Row
 from benchmarks.lib.peers import fa3_fp8
 from benchmarks.lib.suite import Block, Options, Suite, console, progress
 from benchmarks.lib.tables import LABELS, Table, number, rows_of, values_of
 
 #: Tokens that are read, and in parts of how many.
-GPU_TOKENS, GPU_CONTEXTS = 49152, (2048, 8192)
+GPU_TOKENS, GPU_CONTEXTS = 114688, (2048, 8192)
 CPU_TOKENS, CPU_CONTEXTS = 2048, (512,)
 
 #: Prompts that are continued by so many tokens.
 PROMPTS, STEPS = (1024, 4096, 8192, 32768), 32
 
+#: Formats of suite `plane` that are read beside the presets, by the preset that has the same products.
+EXPONENTIALS = {"fast": "e4m3, exponentials", "balanced": "int8, exponentials"}
+
 #: What bf16 attention is called here: PyTorch's own choice among its backends.
 BASE = "sdpa_bf16"
+
+
+def by_exponentials(name: str) -> Any:
+    """Causal attention in a format of suite `plane`, as the example calls it."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
+        k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+        return plane.prepare(plane.FORMATS[name], q.contiguous(), k, v, True, sm_scale).run()
+
+    return attend
 
 
 def reads(options: Options, results: Results, example: Any, model: Any, tokens: torch.Tensor) -> None:
@@ -44,6 +59,8 @@ def reads(options: Options, results: Results, example: Any, model: Any, tokens: 
     cases: list[tuple[str, str | None, Any]] = [(BASE, None, example.stock)]
     cases += [("helion_attn", name, example.fp8(name)) for name in example.BOUNDS]
     cases += [("broken", name, attend) for name, attend in example.BROKEN.items()]
+    if on_gpu:
+        cases += [("exponentials", recipe, by_exponentials(name)) for recipe, name in EXPONENTIALS.items()]
     if "fa3_fp8" in options.impls:
 
         def fa3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
@@ -65,12 +82,12 @@ def reads(options: Options, results: Results, example: Any, model: Any, tokens: 
                     "recipe": recipe,
                     "stage": "prefill",
                     "context": context,
-                    "tokens": len(scores.losses),
+                    "tokens": scores.losses.numel(),
                     "perplexity": scores.perplexity,
                     "difference": difference,
                     "standard_error": error,
                     "agreement": scores.agreement(base),
-                    "tokens_per_second": len(scores.losses) / scores.seconds,
+                    "tokens_per_second": scores.losses.numel() / scores.seconds,
                 }
             )
 
@@ -153,7 +170,8 @@ def name_of(row: Row) -> str:
     if row["impl"] == "broken":
         return f"broken: {row['recipe']}"
     name: str = row["recipe"] or row["impl"]
-    return LABELS.get(name, name)
+    label = LABELS.get(name, name)
+    return f"{label}'s products, exponentials" if row["impl"] == "exponentials" else label
 
 
 def tables(loaded: Loaded) -> list[Table]:

@@ -134,4 +134,4 @@ def tables(loaded: Loaded) -> list[Table]:
         for length, depth in values_of(found, "length", "depth")
     ]
     title = f"Passkeys found by depth, of {found[0]['trials']} in each place"
-    return [whole, Table(title, ["tokens", "depth", *(LABELS[name] for name in names)], by_depth)]
+    return [whole, Table(title, ["tokens", "depth", *(LABELS[name] for name in names)], by_depth, keys=2)]

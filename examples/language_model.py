@@ -124,7 +124,7 @@ class Scores:
     """What a model makes of a text.
 
     Attributes:
-        losses: of each token but the first of its part, in nats.
+        losses: [parts, tokens], of each token but the first of its part, in nats.
         choices: the likeliest token in its place.
         seconds: that the model took.
     """
@@ -139,8 +139,9 @@ class Scores:
         return self.losses.double().mean().exp().item()
 
     def difference(self, base: Scores) -> tuple[float, float]:
-        """How far the perplexity is from another's, relatively, and the standard error of that over the tokens."""
-        apart = (self.losses - base.losses).double()
+        """How far the perplexity is from another's, relatively, and its standard error, over the parts."""
+        # Tokens of a part share their errors.
+        apart = (self.losses - base.losses).double().mean(1)
         return self.perplexity / base.perplexity - 1, (apart.std() / len(apart) ** 0.5).item()
 
     def agreement(self, other: Scores) -> float:
@@ -158,14 +159,14 @@ def score(model: Any, tokens: torch.Tensor, context: int, attend: Attend) -> Sco
         logits = model(part, use_cache=False).logits[0, :-1].float()
         losses.append(cross_entropy(logits, part[0, 1:], reduction="none").cpu())
         choices.append(logits.argmax(1).cpu())
-    return Scores(torch.cat(losses), torch.cat(choices), time.perf_counter() - started)
+    return Scores(torch.stack(losses), torch.stack(choices), time.perf_counter() - started)
 
 
 def verdicts(model: Any, tokens: torch.Tensor, context: int, console: Console) -> bool:
     """Print a line for each recipe; whether every preset holds its bound, and nothing that is broken does."""
     base = score(model, tokens, context, stock)
     console.print(
-        f"{len(base.losses)} tokens in parts of {context}; bf16 attention has perplexity {base.perplexity:.4f}"
+        f"{base.losses.numel()} tokens in parts of {context}; bf16 attention has perplexity {base.perplexity:.4f}"
     )
     fine = True
     cases: list[tuple[str, Attend, float, bool]] = [(name, fp8(name), bound, True) for name, bound in BOUNDS.items()]

@@ -49,7 +49,11 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_interleaved(
-    functions: Mapping[Key, Callable[[], object]], device: torch.device, repeats: int = 20, warmup: int = 2
+    functions: Mapping[Key, Callable[[], object]],
+    device: torch.device,
+    repeats: int = 20,
+    warmup: int = 2,
+    align: Callable[[], object] | None = None,
 ) -> dict[Key, float]:
     """Median milliseconds of each function.
 
@@ -64,6 +68,8 @@ def time_interleaved(
         device: where they run. On the CPU, a dry run, nothing warms up, and each call is timed with the host's clock.
         repeats: rounds.
         warmup: calls of each before the first round.
+        align: runs on the GPU before each call, not timed. A small collective has all ranks begin together: otherwise a
+            call's own collective waits for the rank that is behind.
     """
     keys = list(functions)
     if not keys:
@@ -86,6 +92,8 @@ def time_interleaved(
 
     head_starts: dict[Key, int] = {}
     for key in keys:
+        # A call that waits for the GPU is not to wait for the one before it.
+        synchronize(device)
         started = time.perf_counter()
         functions[key]()
         head_starts[key] = int(min(2.0 * (time.perf_counter() - started), MAX_HEAD_START) * MAX_SM_HZ)
@@ -95,6 +103,8 @@ def time_interleaved(
         for key in order:
             begin, end = events[key][i]
             torch.cuda._sleep(head_starts[key])
+            if align is not None:
+                align()
             begin.record()
             functions[key]()
             end.record()

@@ -36,9 +36,18 @@ def test_perplexity(tiny: tuple[Any, torch.Tensor]) -> None:
     with torch.no_grad():
         losses = [model(part[None], labels=part[None]).loss.item() for part in text[:128].split(32)]
     assert scores.perplexity == pytest.approx(math.exp(sum(losses) / 4), rel=2e-3)
-    assert len(scores.losses) == len(scores.choices) == 4 * 31
+    assert scores.losses.shape == scores.choices.shape == (4, 31)
     assert scores.agreement(scores) == 1
     assert 1 < scores.perplexity < 20
+
+
+def test_errors_are_over_the_parts() -> None:
+    """Tokens of a part that are off together tell no more than one."""
+    base = example.Scores(torch.zeros(4, 100), torch.zeros(4, 100), 1.0)
+    off = torch.tensor([0.01, -0.01, 0.03, 0.01])
+    difference, error = example.Scores(off[:, None].expand(4, 100), base.choices, 1.0).difference(base)
+    assert difference == pytest.approx(math.expm1(0.01), rel=1e-4)
+    assert error == pytest.approx(off.std().item() / 2, rel=1e-4)
 
 
 def test_verdicts(tiny: tuple[Any, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
