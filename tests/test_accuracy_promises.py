@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -143,26 +145,30 @@ def test_a_sink_costs_what_lies_behind_it_nothing(kind: str, keys: int, D: int, 
 @pytest.mark.parametrize("D", [64, 160])
 def test_outside_of_its_page_a_sink_hides_nothing(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """P relative to its own block's maximum; behind the running one, 99 times all others, it has no bits left."""
-    q, k, v = make_qkv("sink_v_small_99", 1, 1, 1, 64, KEYS, D)
-    # All but the first channel are of keys behind the sink's block. That one gives the sink a descale like theirs.
-    v[:, :, :128, 1:] = 0
-    v[:, :, 0, 0] = 4
-    models = {
-        rounding_model: lambda: ha.reference.fp8_attention(q, k, v, out_dtype=torch.float32),
-        kv_cache: lambda: ha.reference.fp8_attention_kvcache(q, k, v, causal=False)[0],
+
+    def errors(model: Callable[..., torch.Tensor]) -> float:
+        """The mean over inputs: each has one sink, and most of the error is that of its score."""
+        found = []
+        for seed in range(6):
+            q, k, v = make_qkv("sink_v_small_99", 1, 1, 1, 64, KEYS, D, seed=seed)
+            # All but the first channel are of keys behind the sink's block. It gives the sink a descale like theirs.
+            v[:, :, :128, 1:] = 0
+            v[:, :, 0, 0] = 4
+            oracle = ha.reference.attention(q, k, v)
+            found.append(relative_error(model(q, k, v)[..., 1:], oracle[..., 1:]))
+        return sum(found) / len(found)
+
+    models: dict[ModuleType, Callable[..., torch.Tensor]] = {
+        rounding_model: functools.partial(ha.reference.fp8_attention, out_dtype=torch.float32),
+        kv_cache: lambda q, k, v: ha.reference.fp8_attention_kvcache(q, k, v, causal=False)[0],
     }
-    oracle = ha.reference.attention(q, k, v)
-
-    def error(model: Callable[[], torch.Tensor]) -> float:
-        return relative_error(model()[..., 1:], oracle[..., 1:])
-
-    own = {module: error(model) for module, model in models.items()}
+    own = {module: errors(model) for module, model in models.items()}
     assert own[rounding_model] <= 0.06
-    assert own[kv_cache] <= 0.25  # of e4m3's score of the sink itself
+    assert own[kv_cache] <= 0.15  # of e4m3's score of the sink itself
     monkeypatch.setattr(rounding_model, "REFERENCE_REACH_LOG2", 0)
     monkeypatch.setattr(kv_cache, "PAGE_REFERENCE_REACH_LOG2", 0)
     for module, model in models.items():
-        assert error(model) > 2 * own[module]
+        assert errors(model) > 2 * own[module]
 
 
 @pytest.mark.gpu
