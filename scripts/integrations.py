@@ -1,4 +1,4 @@
-"""Write the tables of docs/integrations.md, from the rules that the code checks.
+"""Write the tables of docs/integrations.md, from the rules that the code checks, and the example in docs/kv_cache.md.
 
 python scripts/integrations.py
 """
@@ -19,7 +19,8 @@ from helion_attn.integrations.sdpa import RULES as SDPA
 from helion_attn.integrations.transformers import RULES as TRANSFORMERS
 from helion_attn.integrations.transformers_fused import KINDS
 
-PAGE = Path(__file__).parents[1] / "docs" / "integrations.md"
+ROOT = Path(__file__).parents[1]
+PAGE, CACHE_PAGE = ROOT / "docs" / "integrations.md", ROOT / "docs" / "kv_cache.md"
 TABLES = {
     "flash_attn": FLASH_ATTN,
     "flash_attn_varlen": VARLEN,
@@ -55,5 +56,12 @@ def with_tables(page: str) -> str:
     return with_blocks(page, blocks)
 
 
+def with_example(page: str) -> str:
+    """The page of the cache with examples/serving_loop.py."""
+    code = (ROOT / "examples" / "serving_loop.py").read_text()
+    return with_blocks(page, {"example:serving_loop": f"```python\n{code}```"})
+
+
 if __name__ == "__main__":
+    CACHE_PAGE.write_text(with_example(CACHE_PAGE.read_text()))
     PAGE.write_text(with_tables(PAGE.read_text()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,28 @@ def test_flash_attn_with_kvcache() -> None:
 
 def test_kv_cache() -> None:
     page = PAGE.with_name("kv_cache.md")
-    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    example, _ = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(example, page.name, "exec"), names)
     assert names["out"].shape == (2, 8, 1, 64)
     assert names["seqlens"].tolist() == [152, 152]
     assert not names["out"].isnan().any()
+
+
+def test_serving_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens in chunks and batches are those of a sequence alone; the second shares two pages; the page shows it."""
+    monkeypatch.syspath_prepend(str(PAGE.parents[1] / "scripts"))
+    page = PAGE.with_name("kv_cache.md").read_text()
+    assert page == importlib.import_module("integrations").with_example(page), "run scripts/integrations.py"
+    example = PAGE.parents[1] / "examples" / "serving_loop.py"
+    assert len([line for line in example.read_text().splitlines() if line]) <= 60
+    names = runpy.run_path(str(example))
+    first, second = names["served"]
+    assert len(first.tokens) == 304
+    assert first.tokens == names["alone"][0].tokens
+    assert len(second.tokens) == 283
+    assert second.pages[:2] == first.pages[:2]
+    assert second.pages[2] != first.pages[2]
 
 
 def test_sdpa() -> None:
