@@ -46,7 +46,9 @@ BITS = {
 DRAWN = (steps.WAN_SMALL, steps.WAN_720P, steps.FLUX, steps.LLAMA)
 
 #: Models like others in the table of steps, which the page of whole calls has too.
-LEFT_OUT = ("Qwen3 8B, 8k tokens", "Qwen3 8B, 32k tokens", "Gemma 3 12B, 8k tokens")
+LEFT_OUT = (
+    "Qwen3 8B, 8k tokens", "Qwen3 8B, 32k tokens", "Gemma 3 12B, 8k tokens", "LTX-Video 2B, 1216 x 704, 121 frames",
+)  # fmt: skip
 
 #: Times of a step, by contender.
 STEP_TIMES = {name: LABELS[name] for name in ("sdpa_bf16", "fa3_bf16", "sage2", "balanced")}
@@ -105,7 +107,7 @@ def layer_tables(loaded: Loaded) -> list[Table]:
         speeds = (speed_text(faster.get(impl)) for impl in ("helion_attn", "sage2"))
         taken = "8 bits" if auto.takes_8_bits(loaded, row) else "bf16"
         body.append([name, shape, number(ours, ".2f"), *speeds, taken])
-    headers = ["layer", "batch x length", "BALANCED, ms", "speed-up", "SageAttention 2's", "`auto` takes"]
+    headers = ["layer", "batch x length", "BALANCED, ms", "its speed-up", "SageAttention 2's speed-up", "`auto` takes"]
     return [Table("", headers, body)] if body else []
 
 
@@ -213,7 +215,7 @@ def cost_tables(loaded: Loaded) -> list[Table]:
         if "peak_extra_bytes" in row
     ]
     body = [
-        ["memory during a call", f"{number(max(used, default=None), '.2f')} of Q, K and V"],
+        ["memory besides inputs and output", f"{number(max(used, default=None), '.2f')} of Q, K and V"],
         ["host time, lengths seen before", microseconds("same")],
         ["host time, new lengths", microseconds("new")],
         ["first call, nothing compiled", f"{number(seconds('cold'), '.0f')} s"],

@@ -768,7 +768,7 @@ def test_costs_are_those_of_the_worst_shape() -> None:
     loaded: Any = {"preprocess": {"meta": {}, "rows": calls}, "host": {"meta": {}, "rows": hosts}}
     (table,) = front.cost_tables(loaded)
     costs = dict(table.body)
-    assert costs["memory during a call"] == "0.50 of Q, K and V"
+    assert costs["memory besides inputs and output"] == "0.50 of Q, K and V"
     assert costs["host time, lengths seen before"].startswith("60 us")
     assert costs["host time, new lengths"].startswith("2700 us")
 
