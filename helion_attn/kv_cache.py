@@ -1,6 +1,6 @@
 """A paged KV cache in FP8, what appends to it, and attention over it: decoding, and prompts in chunks.
 
-Every key has descales of its own, of K and of V, which are powers of two. Most have those of their page's first key,
+Every key has descales of its own, of K and of V. Most have those of their page's first key,
 which leave room for keys 100 times as large, and a kernel takes as one number a page. A key that they do not fit has
 others, and attention takes such keys in a second pass: nothing is clamped, and no key's descales depend on what came
 with it. The price is 8 bytes a key and KV head: 3% of the bytes at D 128.

@@ -538,8 +538,8 @@ class PagedKVCache(_OfTensors):
         k8: float8_e4m3fn [num_pages, H_kv, page_size, D_pad].
         v8: float8_e4m3fn [num_pages, H_kv, D_v_pad, page_size], transposed, its keys interleaved inside every 16: key
             `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3).
-        k_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys; powers of two.
-        v_descale: fp32 [num_pages, H_kv, page_size], likewise; powers of two in 2**-26..2**26.
+        k_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys.
+        v_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys; powers of two in 2**-26..2**26.
         D: head dim of the unpadded K.
         D_v: head dim of the unpadded V, and of the output.
 

@@ -14,7 +14,7 @@ block of `bn` keys.
     out = acc / l_i                                                              fp32, cast once: rounding point 3
 
 V's base, one a page, rides on the exponent: m_i is the largest weight of the row in its page, probability times
-magnitude of the value (`lib/references.py`). Bases are powers of two, so that their logarithm and their inverse are
+magnitude of the value (`lib/references.py`). V's bases are powers of two, so that their logarithm and their inverse are
 integer steps on the bits, and `l_i` is as exact as without them.
 
 Keys with descales of their own, which escape their page's base, are hidden in that loop. If there are any, a second one

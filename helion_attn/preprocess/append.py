@@ -1,9 +1,9 @@
 """New keys and values into a paged cache: quantised, packed, and scattered to where the block table says.
 
-    K, a page:  base = the power of two with amax / base in 2..4, of its first key's amax
+    K, a page:  base = amax / 3.5, of its first key's amax
     K, a key:   k_descale = base, if that is right for it; else the power of two with amax / k_descale in 224..448
                 x = rope(x);  k8 = cast(x / k_descale)
-    V likewise
+    V:          as K, but the base is the power of two with amax / base in 2..4
 
 A descale is right for a key with amax / base in 2**-3..448, and for one of zeros. So most keys of most pages have their
 page's base, which an attention kernel takes as two numbers a page, and e4m3 the range for the others. A key that
@@ -32,6 +32,7 @@ from helion_attn.kernels.lib.rope import rope_rows, rope_tables
 from helion_attn.kernels.lib.strided import common_unit, load_rows, strided_rows
 from helion_attn.numerics import (
     E4M3_MAX,
+    K_AMAX_IN_BASE,
     LEAST_AMAX_IN_BASE,
     MAX_K_BASE_LOG2,
     MAX_K_DESCALE_LOG2,
@@ -55,7 +56,13 @@ def power_of(exponent: torch.Tensor) -> torch.Tensor:
     return (exponent << 23).view(torch.float32)
 
 
-def base_of_first_key(amax: torch.Tensor, limit_log2: hl.constexpr) -> torch.Tensor:
+def k_base_of_first_key(amax: torch.Tensor, limit_log2: hl.constexpr) -> torch.Tensor:
+    """`amax / K_AMAX_IN_BASE`, within 2**-limit_log2..2**limit_log2; 1 of 0, infinity and NaN."""
+    base = torch.clamp_max(torch.clamp_min(amax * (1.0 / K_AMAX_IN_BASE), 2.0**-limit_log2), 2.0**limit_log2)
+    return torch.where((amax > 0.0) & (amax < float("inf")), base, 1.0)
+
+
+def v_base_of_first_key(amax: torch.Tensor, limit_log2: hl.constexpr) -> torch.Tensor:
     """The power of two with `amax / base` in 2..4, within 2**-limit_log2..2**limit_log2; 1 of 0, infinity and NaN."""
     exponent = torch.clamp_max(torch.clamp_min(exponent_of(amax) - 1, 127 - limit_log2), 127 + limit_log2)
     known = (amax > 0.0) & (amax < float("inf"))
@@ -194,7 +201,7 @@ def append_kv(
         else:
             x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
             x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
-        k_base = base_of_first_key(torch.amax(torch.amax(torch.abs(x_first), 1), 0), spec.k_base_log2)
+        k_base = k_base_of_first_key(torch.amax(torch.amax(torch.abs(x_first), 1), 0), spec.k_base_log2)
         k_base = torch.where(begins, k_base, hl.load(k_descale, [base_at]))
         # [keys]
         k_scale, invalid = descale_of_key(
@@ -210,7 +217,7 @@ def append_kv(
         v_offset = (b * v_b_step + h * v_h_step) * spec.unit
         values = load_rows(v, v_offset, rows, channels, v_s_step * spec.unit, spec.v_d_step, length, spec.d_v)
         v_first = load_rows(v, v_offset, first_rows, channels, v_s_step * spec.unit, spec.v_d_step, length, spec.d_v)
-        v_base = base_of_first_key(torch.amax(torch.amax(torch.abs(v_first), 1), 0), spec.v_limit_log2)
+        v_base = v_base_of_first_key(torch.amax(torch.amax(torch.abs(v_first), 1), 0), spec.v_limit_log2)
         v_base = torch.where(begins, v_base, hl.load(v_descale, [base_at]))
         # [keys]
         v_scale, invalid = descale_of_key(

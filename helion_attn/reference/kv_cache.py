@@ -1,4 +1,4 @@
-"""The rounding model of attention over a KV cache: as `rounding_model`, with descales that are powers of two."""
+"""The rounding model of attention over a KV cache: as `rounding_model`, with descales of a key, mostly its page's base."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from helion_attn.numerics import (
     E4M3_BITS_OF_ONE,
     E4M3_MAX,
     E4M3_STEPS,
+    K_AMAX_IN_BASE,
     LEAST_AMAX_IN_BASE,
     LN2,
     LOG2E,
@@ -36,40 +37,46 @@ def _powers(exponent: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
 
 
-def key_descales(x: torch.Tensor, page: int, base_log2: int, least_log2: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., N, D] to two of [..., N, 1], for K or V: descales, and the bases of pages.
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    """[..., D] to [..., 1], largest magnitudes; NaN and infinity count as 0."""
+    amax = x.float().abs().amax(-1, keepdim=True)
+    return torch.where(amax < float("inf"), amax, 0.0)
 
-    A page's base has its first key's largest magnitude in 2..4 times it. Other keys have it unless theirs is below
-    2**-3, not 0, or above 448 times it.
+
+def _descales(
+    amax: torch.Tensor, bases: torch.Tensor, page: int, least_log2: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(descales, bases)` of keys, [..., N, 1]: a key has its page's base unless it is below 2**-3 or above 448 in it.
 
     Args:
-        x: keys or values; NaN and infinity count as 0.
+        amax: largest magnitudes of keys.
+        bases: [..., pages, 1].
         page: keys of a page.
-        base_log2: bases lie in 2**-base_log2..2**base_log2.
-        least_log2: other descales are at least two to this.
+        least_log2: descales that are not the base are at least two to this.
     """
-    amax = x.float().abs().amax(-1, keepdim=True)
-    amax = torch.where(amax < float("inf"), amax, 0.0)
-    # [..., pages, 1]
-    first = amax[..., ::page, :]
-    # Of a number from 1 to 2, frexp's exponent is 1.
-    bases = (torch.frexp(first).exponent - 2).clamp(-base_log2, base_log2)
-    base = _powers(torch.where(first > 0, bases, 0)).repeat_interleave(page, -2)[..., : x.size(-2), :]
+    base = bases.repeat_interleave(page, -2)[..., : amax.size(-2), :]
     mantissa, exponent = torch.frexp(amax * (1.0 / E4M3_MAX))
     own = _powers(torch.where(mantissa == 0.5, exponent - 1, exponent).clamp_min(least_log2))
-    in_base = amax / base
+    in_base = amax * (1.0 / base)
     fits = (amax == 0) | ((in_base >= LEAST_AMAX_IN_BASE) & (in_base <= E4M3_MAX))
     return torch.where(fits, base, own), base
 
 
 def k_descales(k: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`key_descales` of K."""
-    return key_descales(k, page, MAX_K_BASE_LOG2, MIN_K_DESCALE_LOG2)
+    """`_descales` of K, [..., N, D]: a page's base takes its first key's largest magnitude to 3.5."""
+    amax = _largest(k)
+    first = amax[..., ::page, :]
+    bases = (first * (1.0 / K_AMAX_IN_BASE)).clamp(2.0**-MAX_K_BASE_LOG2, 2.0**MAX_K_BASE_LOG2)
+    return _descales(amax, torch.where(first > 0, bases, 1.0), page, MIN_K_DESCALE_LOG2)
 
 
 def v_descales(v: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`key_descales` of V."""
-    return key_descales(v, page, MAX_V_DESCALE_LOG2, -MAX_V_DESCALE_LOG2)
+    """`_descales` of V, [..., N, D_v]: bases are powers of two, and take first keys' largest magnitudes to 2..4."""
+    amax = _largest(v)
+    first = amax[..., ::page, :]
+    # Of a number from 1 to 2, frexp's exponent is 1.
+    exponents = (torch.frexp(first).exponent - 2).clamp(-MAX_V_DESCALE_LOG2, MAX_V_DESCALE_LOG2)
+    return _descales(amax, _powers(torch.where(first > 0, exponents, 0)), page, -MAX_V_DESCALE_LOG2)
 
 
 def fp8_attention_kvcache(
@@ -85,7 +92,7 @@ def fp8_attention_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over a cache to which k and v were appended, as the kernel rounds it, in one run of pages.
 
-    The rounding points are the casts of Q, a row by its own descale, of K and V, a row of each by `key_descales`, and
+    The rounding points are the casts of Q, a row by its own descale, of K and V, a row of each by `k_descales` and `v_descales`, and
     of P, against the largest weight of the row in its page, or 2**-72 of that up to its page. Up to head dim 128 P's
     bits are a line of the score, and row sums are of the rounded P. Keys with descales of their own come last, page by
     page, those of a page that have the same as if they were a page of their own. Sums are fp32. V is finite and below

@@ -1,4 +1,4 @@
-"""What the two kernels of a paged cache share: descales that are powers of two, runs of pages, sums, and their launch.
+"""What the two kernels of a paged cache share: bases of pages, runs of pages, sums, and their launch.
 
 A query has the same bits from both, and whatever shares its tile: its runs are of the pages that it sees itself, a page
 of which it sees nothing leaves its sums as they are, and numbers are added in an order that no layout decides.
