@@ -50,7 +50,7 @@ RULES = (
     Rule("dropout", lambda p: p == 0, "0"),
     Rule("output_attentions", lambda wanted: not wanted, "False: there are no attention weights"),
     Rule("position_bias", is_none, "None"),
-    Rule("cache", is_none, "None: no continuous batching with a paged cache"),
+    Rule("cache", is_none, "None, of the attention function: no continuous batching"),
     Rule("cu_seq_lens_q", is_none, "None: no packed sequences"),
     Rule("cu_seq_lens_k", is_none, "None: no packed sequences"),
 )

@@ -258,7 +258,7 @@ def fp8_attn_fwd(
         packed_rows = packed_rows_of(rows, m_blocks, group, m_len, bm, spec)
         # Flat indices make plain loads of what is small. As a descriptor load each waits for a barrier of its own.
         # [bm], or a scalar for one a block. Loads before that of Q, which is waited for behind them, are under way
-        # meanwhile. Where warpgroups take turns a pass has Q come first.
+        # meanwhile.
         if spec.quantises_q:
             mean = hl.zeros([d_pad], dtype=torch.float32)
             if spec.shift_lse:
