@@ -124,8 +124,8 @@ FP16_TINY, FP16_LARGE = 2.0**-24, 60000.0
 #: or does not fit e4m3. Below, too many of its numbers lie under 2**-6, where e4m3 has fewer bits.
 LEAST_AMAX_IN_BASE = 2.0**-3
 
-#: What the largest magnitude of a page's first key becomes, over K's base: e4m3 has it. An attention sink is such a key,
-#: and may have most of its score from one channel.
+#: The largest magnitude of a page's first key, over K's base: e4m3 has it. A sink is such a key, and may have most of
+#: its score from one channel.
 K_AMAX_IN_BASE = 3.5
 
 #: Bases of a KV cache's pages lie in 2**-60..2**60 of K. Its descales have a finite reciprocal, and fit all of fp32.

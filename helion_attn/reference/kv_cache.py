@@ -1,4 +1,4 @@
-"""The rounding model of attention over a KV cache: as `rounding_model`, with descales of a key, mostly its page's base."""
+"""The rounding model of attention over a KV cache: as `rounding_model`, but a key has its page's descale or its own."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
     return torch.where(amax < float("inf"), amax, 0.0)
 
 
-def _descales(
-    amax: torch.Tensor, bases: torch.Tensor, page: int, least_log2: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _descales(amax: torch.Tensor, bases: torch.Tensor, page: int, least_log2: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`(descales, bases)` of keys, [..., N, 1]: a key has its page's base unless it is below 2**-3 or above 448 in it.
 
     Args:
@@ -92,11 +90,11 @@ def fp8_attention_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over a cache to which k and v were appended, as the kernel rounds it, in one run of pages.
 
-    The rounding points are the casts of Q, a row by its own descale, of K and V, a row of each by `k_descales` and `v_descales`, and
-    of P, against the largest weight of the row in its page, or 2**-72 of that up to its page. Up to head dim 128 P's
-    bits are a line of the score, and row sums are of the rounded P. Keys with descales of their own come last, page by
-    page, those of a page that have the same as if they were a page of their own. Sums are fp32. V is finite and below
-    2**34.
+    The rounding points are the casts of Q, a row by its own descale, of K and V, a row of each by `k_descales` and
+    `v_descales`, and of P, against the largest weight of the row in its page, or 2**-72 of that up to its page. Up
+    to head dim 128 P's bits are a line of the score, and row sums are of the rounded P. Keys with descales of their
+    own come last, page by page, those of a page that have the same as if they were a page of their own. Sums are
+    fp32. V is finite and below 2**34.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any device.
