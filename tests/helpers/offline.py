@@ -43,13 +43,18 @@ class CudaKernels:
 
 
 def forget() -> None:
-    """Clear what was cached about a device that is not the one of now: bound kernels, and what Helion can use on it."""
+    """Clear what was cached about a device that is not the one of now: bound kernels, and what Helion can use on it.
+
+    Caches of others that these modules import stay: Triton's of its own hash takes half a second to fill.
+    """
     plans.forget()
     for name, module in list(sys.modules.items()):
         if name.startswith("helion_attn.") or name == "helion._compat":
             for value in list(vars(module).values()):
                 # A module may be a stand-in, which imports what it is asked for.
-                if not isinstance(value, ModuleType) and callable(clear := getattr(value, "cache_clear", None)):
+                if isinstance(value, ModuleType) or getattr(value, "__module__", None) != name:
+                    continue
+                if callable(clear := getattr(value, "cache_clear", None)):
                     clear()
 
 
