@@ -81,6 +81,15 @@ def launching() -> Iterator[None]:
         forget()
 
 
+@contextlib.contextmanager
+def without(*modules: ModuleType) -> Iterator[None]:
+    """Inside, the kernels of these modules are neither compiled nor launched."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "kernel", return_value=mock.Mock()))
+        yield
+
+
 @dataclass
 class Compilations:
     """What was asked of the two compilers.
@@ -408,13 +417,16 @@ def compile_varlen(
     recipe: ha.Recipe = ha.BALANCED,
     D_v: int | None = None,
     sinks: bool = False,
+    tokens: int = 10000,
+    heads: int = 4,
     **options: Any,
 ) -> Sm90Kernel:
     """The attention kernel of `attention_varlen` alone."""
 
     def launch() -> None:
-        logits = fake_cuda(4) if sinks else None
-        problem = varlen_problem(*fake_varlen(D, D_v or D), recipe=recipe, causal=causal, sinks=logits, **options)
+        tensors = fake_varlen(D, D_v or D, tokens=tokens, heads=heads)
+        logits = fake_cuda(heads) if sinks else None
+        problem = varlen_problem(*tensors, recipe=recipe, causal=causal, sinks=logits, **options)
         with launching():
             with mock.patch.object(kernels.Runner, "run"):
                 packed = varlen.quantize(problem)
