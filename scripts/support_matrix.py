@@ -147,7 +147,7 @@ def refusal(function: str, call: Call) -> Exception | None:
     """What the function raises before any op; None if it gets to one."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.ops, "helion_attn", NoOps()))
-        stack.enter_context(mock.patch.object(plans, "key_of", return_value=None))
+        stack.enter_context(mock.patch.object(plans, "key_of", lambda *_: None))
         stack.enter_context(torch.set_grad_enabled(call.grad_mode))
         if call.capability is not None:
             stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=call.capability))

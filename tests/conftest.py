@@ -16,7 +16,7 @@ from helion_attn import BlockMask, plans
 
 pytest.register_assert_rewrite("helpers")
 
-from helpers import interpreter, shared  # noqa: E402
+from helpers import shared  # noqa: E402
 from helpers.fuzzing import FUZZ_CASES  # noqa: E402
 from helpers.memory import nan_filled_memory  # noqa: E402
 from helpers.no_ops import NoOps  # noqa: E402
@@ -26,8 +26,6 @@ ON_SM_90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores already
-
-interpreter.install()
 
 # At Python's own threshold, of 700 objects, the collector took an eighth of a compile test's time.
 gc.set_threshold(200_000)
@@ -70,6 +68,14 @@ def shared_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
     run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     shared.FOLDER = run / "shared_kernels"
     shared.FOLDER.mkdir(exist_ok=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    # Imports Helion, which takes some seconds: pytest-xdist's own process needs none.
+    from helpers import interpreter
+
+    interpreter.install()
 
 
 @pytest.fixture(autouse=True)

@@ -124,7 +124,11 @@ def test_it_cannot_be_changed() -> None:
 def test_a_gpu_s_kernels_say_what_was_done_to_them() -> None:
     """Compiled for sm_90, and not launched."""
 
-    with _offline_hopper() as compiled, launching(), mock.patch.object(plans.Plan, "compiled", return_value=compiled):
+    with (
+        _offline_hopper(keep_generated=True) as compiled,
+        launching(),
+        mock.patch.object(plans.Plan, "compiled", return_value=compiled),
+    ):
         found = ha.explain(*fake_qkv(2, 4, 2, 1000, 3000, 256), causal=True)
     assert found.device == "NVIDIA H200"
     assert found.launches == ("sample", "pack_kv", "pack_q", "recentre", "fp8_attn_fwd")

@@ -44,6 +44,7 @@ class Later(types.ModuleType):
         return getattr(imported(self), name)
 
 
+@functools.cache
 def imported(module: types.ModuleType) -> types.ModuleType:
     """The module that `module` stands for."""
     if not isinstance(module, Later):

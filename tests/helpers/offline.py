@@ -43,13 +43,18 @@ class CudaKernels:
 
 
 def forget() -> None:
-    """Clear what was cached about a device that is not the one of now: bound kernels, and what Helion can use on it."""
+    """Clear what was cached about a device that is not the one of now: bound kernels, and what Helion can use on it.
+
+    Caches of others that these modules import stay: Triton's of its own hash takes half a second to fill.
+    """
     plans.forget()
     for name, module in list(sys.modules.items()):
         if name.startswith("helion_attn.") or name == "helion._compat":
             for value in list(vars(module).values()):
                 # A module may be a stand-in, which imports what it is asked for.
-                if not isinstance(value, ModuleType) and callable(clear := getattr(value, "cache_clear", None)):
+                if isinstance(value, ModuleType) or getattr(value, "__module__", None) != name:
+                    continue
+                if callable(clear := getattr(value, "cache_clear", None)):
                     clear()
 
 
@@ -74,6 +79,15 @@ def launching() -> Iterator[None]:
             yield
     finally:
         forget()
+
+
+@contextlib.contextmanager
+def without(*modules: ModuleType) -> Iterator[None]:
+    """Inside, the kernels of these modules are neither compiled nor launched."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "kernel", return_value=mock.Mock()))
+        yield
 
 
 @dataclass
@@ -403,13 +417,16 @@ def compile_varlen(
     recipe: ha.Recipe = ha.BALANCED,
     D_v: int | None = None,
     sinks: bool = False,
+    tokens: int = 10000,
+    heads: int = 4,
     **options: Any,
 ) -> Sm90Kernel:
     """The attention kernel of `attention_varlen` alone."""
 
     def launch() -> None:
-        logits = fake_cuda(4) if sinks else None
-        problem = varlen_problem(*fake_varlen(D, D_v or D), recipe=recipe, causal=causal, sinks=logits, **options)
+        tensors = fake_varlen(D, D_v or D, tokens=tokens, heads=heads)
+        logits = fake_cuda(heads) if sinks else None
+        problem = varlen_problem(*tensors, recipe=recipe, causal=causal, sinks=logits, **options)
         with launching():
             with mock.patch.object(kernels.Runner, "run"):
                 packed = varlen.quantize(problem)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -72,6 +74,58 @@ def test_rows_are_unique_as_pytorch_has_them(rows: list[list[int]]) -> None:
     assert torch.equal(interpreter.unique_rows(x, dim=0), torch.unique(x, dim=0))
     assert torch.equal(interpreter.unique_rows(x), torch.unique(x))
     assert torch.equal(interpreter.unique_rows(x[:0], dim=0), x[:0])
+
+
+def attend() -> tuple[torch.Tensor, ...]:
+    """The results of a kernel with most kinds of access: rows and keys that a tile has none of, a mask, sequences."""
+    q, k, v = (x[0].transpose(0, 1) for x in make_qkv("biased_v", 1, 2, 1, 70, 90, 40))
+    ends = [torch.tensor(at, dtype=torch.int32) for at in ([0, 3, 3, 70], [0, 40, 41, 90])]
+    return ha.attention_varlen(q, k, v, *ends, causal=True, window=(30, 0), return_lse=True)
+
+
+def test_what_is_done_faster_has_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    faster = attend()
+    accesses = [(access, access._ref_fn.__wrapped__) for access in (hl.load, hl.store)]
+    monkeypatch.setattr(interpreter.RefModeTorchFunctionMode, "__torch_function__", interpreter._torch_function)
+    monkeypatch.setattr(interpreter.Tile, "_tiles_to_sizes", interpreter._tiles_to_sizes)
+    monkeypatch.setattr(interpreter.QuickSignature, "bind", inspect.Signature.bind)
+    for access, of_helion in accesses:
+        monkeypatch.setattr(access, "_ref_fn", of_helion)
+    assert all(torch.equal(x, y) for x, y in zip(faster, attend(), strict=True))
+
+
+def bound(signature: inspect.Signature, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """The arguments with their defaults, or what is wrong with them."""
+    try:
+        arguments = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    arguments.apply_defaults()
+    return arguments.arguments
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "is_right"),
+    [
+        ((1, 2), {}, True),
+        ((1, 2, 3, 4), {}, True),
+        ((1, 2), {"eviction_policy": 3}, True),
+        ((), {"index": 1, "tensor": 2}, True),
+        ((1,), {}, False),
+        ((1, 2, 3, 4, 5), {}, False),
+        ((1, 2), {"index": 3}, False),
+        ((1, 2), {"mask": 3}, False),
+    ],
+)
+def test_arguments_are_bound_as_inspect_binds_them(
+    args: tuple[object, ...], kwargs: dict[str, object], is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interpreter.ref_mode, "is_in_ref_mode_context", lambda: True)
+    quick, found = hl.load._signature, bound(hl.load._signature, args, kwargs)
+    assert isinstance(quick, interpreter.QuickSignature)
+    assert found == bound(inspect.signature(hl.load), args, kwargs)
+    # In the order of the parameters: they are given on by place.
+    assert (isinstance(found, dict) and [*found] == [*quick.parameters]) == is_right
 
 
 def test_stores_to_one_place_are_found() -> None:

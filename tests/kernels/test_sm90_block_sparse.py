@@ -10,6 +10,7 @@ import torch
 import helion_attn as ha
 from helion_attn.compiler.passes.expected import expected_passes, missing
 from helion_attn.configs import tile_config
+from helion_attn.preprocess import pack_kv, recentre, sample
 from helion_attn.testing import Sm90Kernel, compile_for_sm90
 from helpers.cases import LADDER
 from helpers.offline import (
@@ -24,6 +25,7 @@ from helpers.offline import (
     launching,
     loop_of,
     products_in_flight,
+    without,
 )
 from helpers.shared import shared
 
@@ -100,9 +102,11 @@ def compile_dense(D: int, H: int) -> Sm90Kernel:
     def launch() -> None:
         with launching():
             q, k, v = fake_qkv(4, H, H, 4096, 4096, D)
-            ha.attention(q, k, v, return_lse=True, block_mask=fake_block_mask(4, H, 4096, 4096))
+            with without(sample, pack_kv, recentre):
+                ha.attention(q, k, v, return_lse=True, block_mask=fake_block_mask(4, H, 4096, 4096))
 
-    return compile_for_sm90(launch)[-1]
+    (kernel,) = compile_for_sm90(launch)
+    return kernel
 
 
 def test_q_quantised_in_the_kernel() -> None:

@@ -16,7 +16,7 @@ from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, TileConfig, attention_ti
 from helion_attn.configs.scheduling import query_blocks_per_sm
 from helion_attn.kernels.lib import softmax_bits, steps
 from helion_attn.numerics import takes_bits
-from helion_attn.testing import Sm90Kernel, compile_for_sm90
+from helion_attn.testing import Sm90Kernel
 from helion_attn.types import Layout
 from helpers.cases import GIVEN, IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
 from helpers.offline import (
@@ -29,9 +29,7 @@ from helpers.offline import (
     compile_decode,
     compile_shape,
     compile_varlen,
-    fake_varlen,
     instructions_of_loop,
-    launching,
     loop_of,
     products_in_flight,
     row_reduction_shuffles,
@@ -380,7 +378,7 @@ def test_heads_that_share_tiles(D: int, recipe: ha.Recipe) -> None:
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_the_loop_is_as_long_as_without_splits(D: int) -> None:
     split, _ = shared(compile_shape, 1, 100, 16384, D, True, recipe=ha.BALANCED)
-    (one,) = shared(compile_shape, 1, 100, 3000, D, True, recipe=ha.BALANCED)
+    one = shared(compile_attention, D, True, recipe=ha.BALANCED)
     # At D 256 the loop of a split moves indices from registers to uniform ones.
     assert len(loop_of(split)) <= max(AS_LONG, 1.03 if D == 256 else 0) * len(loop_of(one))
 
@@ -401,11 +399,6 @@ def test_few_keys_are_not_split() -> None:
 
 def test_variable_lengths_of_more_than_32_bits() -> None:
     """The index type is another, and K and V still come by TMA."""
-
-    def launch() -> None:
-        with launching():
-            ha.attention_varlen(*fake_varlen(128, 128, tokens=300_000, heads=64), causal=True)
-
-    kernel = compile_for_sm90(launch)[-1]
+    kernel = shared(compile_varlen, 128, True, tokens=300_000, heads=64)
     assert_8_bit_attention(kernel, tile_config(128, True), ha.BALANCED, spilled=SPILLED_BY_WIDE_INDICES["varlen"])
     assert kernel.ctas_per_sm >= 3

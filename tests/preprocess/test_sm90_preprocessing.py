@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +30,7 @@ from helpers.offline import (
     launching,
     undefined_pairs,
     widths,
+    without,
 )
 
 
@@ -72,10 +71,7 @@ def test_preprocessing(D: int, name: str) -> None:
 @pytest.mark.parametrize("D_v", [32, 576])
 def test_mean_of_many_keys(D_v: int) -> None:
     """The sums of blocks are few; the slow path, for a head beyond its sample's room, costs the others no registers."""
-    others = [mock.patch.object(module, "kernel", return_value=mock.Mock()) for module in (sample, pack_kv, pack_q)]
-    with contextlib.ExitStack() as stack:
-        for other in others:
-            stack.enter_context(other)
+    with without(sample, pack_kv, pack_q):
         (kernel,) = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, RECENTRED_KEYS, 64, D_v=D_v))
     assert "recentre" in kernel.name
     assert_sound(kernel)
@@ -87,10 +83,7 @@ def test_mean_of_many_keys(D_v: int) -> None:
 )
 def test_packing_of_many_keys(D: int, name: str) -> None:
     """The sums of blocks leave an SM two programs of eight warps: with one, `quantize` took 18% longer."""
-    others = [mock.patch.object(module, "kernel", return_value=mock.Mock()) for module in (sample, pack_q, recentre)]
-    with contextlib.ExitStack() as stack:
-        for other in others:
-            stack.enter_context(other)
+    with without(sample, pack_q, recentre):
         (kernel,) = compile_quantize(lambda: fake_qkv(1, 4, 4, 1000, RECENTRED_KEYS, D), recipe=PRESETS[name])
     assert "pack_kv" in kernel.name
     assert_sound(kernel)
