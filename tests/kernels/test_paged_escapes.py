@@ -121,7 +121,7 @@ def chunks_that_differ(name: str, D: int, device: str) -> list[tuple[int, int]]:
         v = torch.sign(v) * torch.exp2(torch.log2(v.abs().amax(3, keepdim=True)).round())
     cache, table, _ = make_cache([N], 1, D, device=device)
     # Each chunk sees what was appended by then.
-    step, at = 50, []
+    step, at = 100, []
     for first in range(0, N, step):
         start = torch.tensor([first], dtype=torch.int32, device=device)
         ha.append_kvcache(cache, k[:, :, first : first + step], v[:, :, first : first + step], table, start)
