@@ -58,7 +58,7 @@ class ProgressOfProcessors(Progress):
 
 
 class Processor:
-    """What the processors share.
+    """The common part of all processors.
 
     Attributes:
         recipe: how the tensors become 8-bit numbers.
@@ -470,7 +470,7 @@ def attentions(model: torch.nn.Module) -> Iterator[tuple[str, Any, Fused]]:
 
 
 def difference(attn: Any, kind: Fused, module: Any) -> str | None:
-    """What of an attention is not as its processor here takes it to be."""
+    """The first thing in which an attention differs from what its processor here expects; None if nothing does."""
     missing = [name for name in ("processor", *kind.attributes) if not hasattr(attn, name)]
     missing += [name for name in (*kind.functions, kind.processor) if not hasattr(module, name)]
     if missing:

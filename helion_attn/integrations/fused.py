@@ -1,4 +1,4 @@
-"""What a model still has to do to Q and K before attention, and its tables of RoPE as this package has them."""
+"""Norms and RoPE of a model that is fused, as this package takes them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Before(NamedTuple):
 
 
 def norm_of(module: Any, x: torch.Tensor) -> RMSNorm:
-    """What an RMSNorm of PyTorch, or of diffusers, does to x."""
+    """The norm of x that a module of PyTorch, or of diffusers, computes."""
     return RMSNorm(module.weight, torch.finfo(x.dtype).eps if module.eps is None else module.eps)
 
 

@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """What a mask leaves to be seen. Rows that are of no part see nothing.
+    """The keys that a mask leaves visible. Rows that are of no part see nothing.
 
     Attributes:
         whole: nothing is hidden but, if `causal`, keys behind a diagonal that ends at the last row and key.
@@ -158,7 +158,11 @@ def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int, name: str = "a
 
 
 def _seen(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the first head sees, bool [B or 1, M or 1, N or 1]; whether no score is changed; whether heads are alike."""
+    """Read a mask's first head, and what else there is to know of the mask.
+
+    Returns:
+        The keys that the head sees, bool [B or 1, M or 1, N or 1]; whether no score is changed; whether heads are alike.
+    """
     seen = mask if mask.dtype == torch.bool else mask == 0
     alike = (seen == seen[:, :1]).all()
     if mask.dtype == torch.bool:
