@@ -470,7 +470,7 @@ def attentions(model: torch.nn.Module) -> Iterator[tuple[str, Any, Fused]]:
 
 
 def difference(attn: Any, kind: Fused, module: Any) -> str | None:
-    """The first thing in which an attention differs from what its processor here expects; None if nothing does."""
+    """The first difference between an attention and what its processor here expects; None if there is none."""
     missing = [name for name in ("processor", *kind.attributes) if not hasattr(attn, name)]
     missing += [name for name in (*kind.functions, kind.processor) if not hasattr(module, name)]
     if missing:
