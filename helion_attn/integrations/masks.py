@@ -161,7 +161,7 @@ def _seen(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """Read a mask's first head, and what else there is to know of the mask.
 
     Returns:
-        The keys that the head sees, bool [B or 1, M or 1, N or 1]; whether no score is changed; whether heads are alike.
+        The head's visible keys, bool [B or 1, M or 1, N or 1]; whether no score is changed; whether heads are alike.
     """
     seen = mask if mask.dtype == torch.bool else mask == 0
     alike = (seen == seen[:, :1]).all()
