@@ -97,8 +97,8 @@ def top(
     """Block tables of the `pages` pages of each KV head that the queries like best.
 
     A query head gives a page the share that the page's mean key would have in a softmax over all pages. Query heads
-    that share a KV head add up their shares, and queries of one call are averaged first. It is an estimate. It takes many
-    small launches: capture them in a CUDA graph, or make one choice for several layers.
+    that share a KV head add up their shares, and queries of one call are averaged first. It is an estimate. It takes
+    many small launches: capture them in a CUDA graph, or make one choice for several layers.
 
     Args:
         q: [B, H, M, D], of any floating-point dtype; with layout="bshd", H and M swapped.
