@@ -173,6 +173,27 @@ def test_all_of_it_compiles(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(compiled(q), step(q), strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.once
+def test_a_cuda_graph_follows_its_queries() -> None:
+    q, _, _, (cache, table, lengths) = filled("cuda")
+    means = means_of(cache, table)
+
+    def step() -> torch.Tensor:
+        ha.pages.update_means(means, cache, table, lengths - 1, 1)
+        out: torch.Tensor = ha.attention_kvcache(q, cache, *ha.pages.top(q, means, cache, table, lengths, pages=3))
+        return out
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(2):
+        q.copy_(torch.randn_like(q))
+        graph.replay()
+        assert torch.equal(out, step())
+
+
 def arguments() -> dict[str, Any]:
     cache = ha.paged_kv_cache(4, 2, 32)
     return {
