@@ -346,7 +346,14 @@ def run_cases(
 
     # Not `derandomize`, whose seed would be the same for all specialisations.
     @hypothesis.seed(random.getrandbits(64) if asked else index)
-    @hypothesis.settings(max_examples=wanted, database=None, deadline=None, phases=phases)
+    @hypothesis.settings(
+        max_examples=wanted,
+        database=None,
+        deadline=None,
+        phases=phases,
+        # Drawing waits for processes beside this one that compile.
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
     @hypothesis.given(**drawn)
     def one(**case: Any) -> None:
         nonlocal ran
