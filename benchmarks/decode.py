@@ -1,7 +1,6 @@
 """Benchmarks decoding from a paged FP8 KV cache, against the bandwidth of a copy.
 
-B 64, GQA 8, D 128, N 8k, 16k and 64k (8k when quick), one new query a sequence; and D 512, which FlashAttention-3 has
-not, N 16k. Beside it: a device copy that moves
+B 64, GQA 8, D 128, N 8k, 16k and 64k (8k when quick), one new query a sequence. Beside it: a device copy that moves
 as many bytes, timed in the same rounds; FlashAttention-3's `flash_attn_with_kvcache` in bf16 and FP8, on contiguous
 caches; and appending one key a sequence. All sequences have the same keys, in pages of their own. Errors of peers are
 shown, and do not decide.
@@ -41,9 +40,6 @@ NAMES = LABELS | {"helion_attn": "FP8 cache", "copy": "copy"}
 
 LENGTHS = (8192, 16384, 65536)
 
-#: The head dim of all lengths.
-PLOTTED_D = 128
-
 #: impl -> (what prepares it, bytes of an element).
 PEERS = {"fa3_bf16": (fa3_kvcache_16bit, 2), "fa3_fp8": (fa3_kvcache_fp8, 1)}
 
@@ -53,8 +49,7 @@ def cells(device: torch.device, quick: bool) -> list[Workload]:
     if device.type == "cpu":
         return [Workload("decode_cpu", 2, 4, 2, 1, 300, 64, False, frozenset())]
     lengths = LENGTHS[:1] if quick else LENGTHS
-    found = [Workload(f"decode_n{N}", 64, 64, 8, 1, N, PLOTTED_D, False, frozenset()) for N in lengths]
-    return found if quick else [*found, Workload("decode_d512", 64, 32, 4, 1, 16384, 512, False, frozenset())]
+    return [Workload(f"decode_n{N}", 64, 64, 8, 1, N, 128, False, frozenset()) for N in lengths]
 
 
 def filled_cache(k: Tensor, v: Tensor, B: int = 1) -> tuple[ha.PagedKVCache, Tensor, Tensor]:
@@ -140,28 +135,25 @@ def run(options: Options, results: Results) -> None:
 
 
 def tables(loaded: Loaded) -> list[Table]:
-    """Milliseconds, and bandwidth as a share of a device copy's; a table for each head dim."""
-    found = []
-    for B, H, H_kv, D in values_of(rows_of(loaded, "decode", stage="kernel"), "B", "H", "H_kv", "D"):
-        rows = rows_of(loaded, "decode", stage="kernel", D=D)
-        impls = [impl for impl in impls_in(rows) if by_impl(rows, "ms").get(impl) or D == PLOTTED_D]
-        body = []
-        for (N,) in values_of(rows, "N"):
-            cell = [row for row in rows if row["N"] == N]
-            ms, share, error = (by_impl(cell, name) for name in ("ms", "of_copy", "error_total"))
-            append = by_impl(rows_of(loaded, "decode", stage="append", N=N, D=D), "ms").get("helion_attn")
-            times = (f"{number(ms.get(impl), '.3f')} ({number(share.get(impl), '.2f')})" for impl in impls)
-            errors = " / ".join(error_text(error.get(impl)) for impl in impls)
-            body.append([str(N), *times, number(append, ".3f"), errors])
-        headers = ["keys", *(NAMES[impl] for impl in impls), "append, ms", "total error, in this order"]
-        title = f"One new token, B {B}, H {H}, H_kv {H_kv}, D {D}, ms (bandwidth / a copy's)"
-        found.append(Table(title, headers, body))
-    return found
+    """Milliseconds, and bandwidth as a share of a device copy's."""
+    rows = rows_of(loaded, "decode", stage="kernel")
+    impls = impls_in(rows)
+    body = []
+    for (N,) in values_of(rows, "N"):
+        cell = [row for row in rows if row["N"] == N]
+        ms, share, error = (by_impl(cell, name) for name in ("ms", "of_copy", "error_total"))
+        append = by_impl(rows_of(loaded, "decode", stage="append", N=N), "ms").get("helion_attn")
+        times = (f"{number(ms.get(impl), '.3f')} ({number(share.get(impl), '.2f')})" for impl in impls)
+        errors = " / ".join(error_text(error.get(impl)) for impl in impls)
+        body.append([str(N), *times, number(append, ".3f"), errors])
+    headers = ["keys", *(NAMES[impl] for impl in impls), "append, ms", "total error, in this order"]
+    title = "One new token, B 64, H 64, H_kv 8, D 128, ms (bandwidth / a copy's)"
+    return [Table(title, headers, body)] if body else []
 
 
 def plot(loaded: Loaded) -> Figure | None:
     """Milliseconds of a new token by number of keys."""
-    rows = [row for row in rows_of(loaded, "decode", stage="kernel", D=PLOTTED_D) if row["ms"] is not None]
+    rows = [row for row in rows_of(loaded, "decode", stage="kernel") if row["ms"] is not None]
     if not rows:
         return None
     figure, ((ax,),) = grid(1, 1)
@@ -179,11 +171,7 @@ def checks(loaded: Loaded) -> list[Check]:
     """Bandwidth beside a copy's."""
     return [
         Check(
-            "decoding, bandwidth / a copy's",
-            f"{row['N']} keys" + f", D {row['D']}" * (row["D"] != PLOTTED_D),
-            row.get("of_copy", float("nan")),
-            0.75,
-            at_least=True,
+            "decoding, bandwidth / a copy's", f"{row['N']} keys", row.get("of_copy", float("nan")), 0.75, at_least=True
         )
         for row in rows_of(loaded, "decode", impl="helion_attn", stage="kernel")
     ]

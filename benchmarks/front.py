@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from benchmarks import auto, decode, hard, models, sparse, steps
+from benchmarks import auto, hard, models, sparse, steps
 from benchmarks.lib.harness import Loaded, Row
 from benchmarks.lib.suite import Block, Plot
 from benchmarks.lib.tables import (
@@ -167,7 +167,7 @@ def sparse_tables(loaded: Loaded) -> list[Table]:
 
 def decode_tables(loaded: Loaded) -> list[Table]:
     """Milliseconds a token."""
-    rows = rows_of(loaded, "decode", stage="kernel", D=decode.PLOTTED_D)
+    rows = rows_of(loaded, "decode", stage="kernel")
     body = []
     for (N,) in values_of(rows, "N"):
         ms = by_impl((row for row in rows if row["N"] == N), "ms")
