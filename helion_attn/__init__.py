@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from helion_attn import masks, reference
+from helion_attn import masks, pages, reference
 from helion_attn.api import (
     attention,
     attention_quantized,
@@ -80,6 +80,7 @@ __all__ = [
     "masks",
     "pack",
     "paged_kv_cache",
+    "pages",
     "plan",
     "quantize",
     "reference",

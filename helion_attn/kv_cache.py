@@ -8,6 +8,7 @@ with it. The price is 8 bytes a key and KV head: 3% of the bytes at D 128.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, overload
 
 import torch
@@ -22,6 +23,7 @@ from helion_attn.problem import AppendProblem, DecodeProblem, rope_arguments, so
 from helion_attn.types import CacheOptions, Layout, PagedKVCache, Rope, Scores
 from helion_attn.validate.dense import check_count
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
+from helion_attn.validate.pages import check_pages_of_heads
 from helion_attn.validate.values import check_appended
 
 
@@ -171,6 +173,38 @@ def decode_problem(
     )
 
 
+def attention_of_heads(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    return_lse: bool,
+    **options: Unpack[CacheOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`attention_kvcache` with pages of every KV head: each is a sequence of its own, and a page's heads are pages."""
+    layout = options.pop("layout", "bhsd")
+    check_pages_of_heads(q, cache, block_table, cache_seqlens, layout, options.get("window"), options.get("sinks"))
+    swapped = layout == "bshd"
+    q = q.transpose(1, 2) if swapped else q
+    (B, H, M, D), (num_pages, H_kv) = q.shape, cache.k8.shape[:2]
+    of_heads: dict[str, Any] = {name: x.view(-1, 1, *x.shape[2:]) for name, x in cache._tensors().items()}
+    # A page outside of the pool stays outside.
+    first = block_table.clamp(-1, num_pages) * H_kv
+    pages = first + torch.arange(H_kv, dtype=torch.int32, device=q.device).unsqueeze(1)
+    found = attention_kvcache(
+        q.reshape(B * H_kv, H // H_kv, M, D),
+        dataclasses.replace(cache, **of_heads),
+        pages.flatten(0, 1),
+        cache_seqlens.flatten(),
+        return_lse=return_lse,
+        **options,
+    )
+    out, lse = found if isinstance(found, tuple) else (found, None)
+    out = out.view(B, H, M, -1)
+    out = out.transpose(1, 2) if swapped else out
+    return out if lse is None else (out, lse.view(B, H, M))
+
+
 @overload
 def attention_kvcache(
     q: torch.Tensor,
@@ -226,7 +260,9 @@ def attention_kvcache(
             cache's H_kv. fp32 tensors as `quantize` has them.
         cache: from `paged_kv_cache`, filled by `append_kvcache`.
         block_table: int32 [B, pages of a sequence], contiguous: the pages of each sequence. Entries past a sequence's
-            end are not read.
+            end are not read. Or [B, H_kv, pages], for each KV head the pages that its queries see, such as
+            `pages.top` chooses; then `cache_seqlens` is [B, H_kv], `causal` counts keys as they are listed, and
+            `window` and `sinks` are not supported.
         cache_seqlens: int32 [B], the keys of each sequence, those of the queries included. Neither table is read on the
             host. A length that is negative or exceeds the block table makes NaN of the sequence's output, and a page
             outside of the pool of the rows that see it, at least.
@@ -264,6 +300,8 @@ def attention_kvcache(
     def problem() -> tuple[Any, DecodeProblem]:
         return ops.decode, decode_problem(q, cache, block_table, cache_seqlens, return_lse=return_lse, **options)
 
+    if isinstance(block_table, torch.Tensor) and block_table.dim() == 3:
+        return attention_of_heads(q, cache, block_table, cache_seqlens, return_lse, **options)
     (*_, sinks), known = parted(options)
     tensors = q, *cache_tensors(cache), block_table, cache_seqlens, sinks
     out, lse = plans.run("attention_kvcache", tensors, (*cache_sizes(cache), return_lse, *known), problem)

@@ -38,7 +38,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 #: Modules of public functions, by title.
-MODULES: dict[str, ModuleType] = {"Masks": ha.masks, "Reference": ha.reference}
+MODULES: dict[str, ModuleType] = {"Masks": ha.masks, "Pages of a cache": ha.pages, "Reference": ha.reference}
 
 INTRODUCTION = """# Public functions and types
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import helion_attn as ha
 
-MODULES: dict[str, ModuleType] = {"ha": ha, "ha.masks": ha.masks, "ha.reference": ha.reference}
+MODULES: dict[str, ModuleType] = {"ha": ha, "ha.masks": ha.masks, "ha.pages": ha.pages, "ha.reference": ha.reference}
 MODULES["ha.distributed"] = ha.distributed
 
 PUBLIC: dict[str, Any] = {
