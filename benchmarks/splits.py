@@ -28,6 +28,7 @@ from helion_attn import ops
 from helion_attn.api import quantized_problem
 from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
+from helion_attn.numerics import most_amax_in_base, takes_half_scores
 from helion_attn.reference.kv_cache import first_mean, k_descales, row_descale, to_format, v_descales
 from helion_attn.workloads import Workload
 
@@ -64,9 +65,11 @@ def paged(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Pre
 
     def dequantized() -> tuple[Tensor, Tensor, Tensor]:
         page, dtype, mean = cache.page_size, cache.k8.dtype, first_mean(k, cache.page_size, k.size(2))
+        d = max(cache.k8.size(3), cache.v8.size(2))
+        half, most = takes_half_scores(dtype, d), most_amax_in_base(d)
         scaled = (
-            (q.float(), row_descale(q, dtype), dtype),
-            (k.float() - mean, k_descales(k.float() - mean, page, dtype)[0], dtype),
+            (q.float(), row_descale(q, dtype, half), dtype),
+            (k.float() - mean, k_descales(k.float() - mean, page, dtype, most)[0], dtype),
             (v.float(), v_descales(v, page)[0], cache.v8.dtype),
         )
         dq, dk, dv = (to_format(*x) * x[1] for x in scaled)

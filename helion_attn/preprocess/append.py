@@ -10,7 +10,8 @@
 The mean is that of the page with the sequence's key before the new ones, or the one that `first_mean` found, or 0. Each
 page that begins gets it, since earlier pages may be given away.
 
-A descale is right for a key with amax / base in 2**-3..448, and for one of zeros. So most keys of most pages have their
+A descale is right for a key with amax / base in 2**-3..448, and for one of zeros; of K up to D 128 in 2**-3..64, so that
+fp16 holds its scores. So most keys of most pages have their
 page's base, which an attention kernel takes as two numbers a page, and e4m3 the range for the others. A key that
 escapes it costs time, and no other key its resolution.
 
@@ -47,6 +48,7 @@ from helion_attn.numerics import (
     MAX_K_DESCALE_LOG2,
     MAX_V_DESCALE_LOG2,
     MIN_K_DESCALE_LOG2,
+    most_amax_in_base,
 )
 from helion_attn.preprocess.lib.v_layout import key_stored_at
 from helion_attn.problem import AppendProblem
@@ -81,6 +83,7 @@ def v_base_of_first_key(amax: torch.Tensor, limit_log2: hl.constexpr) -> torch.T
 def descale_of_key(
     amax: torch.Tensor,  # [keys]
     base: torch.Tensor,  # []
+    most: float,
     largest: float,
     least_log2: hl.constexpr,
     limit_log2: hl.constexpr,
@@ -92,7 +95,7 @@ def descale_of_key(
     above 2**limit_log2; their descale is the base.
     """
     in_base = amax * (1.0 / base)
-    fits = (amax == 0.0) | ((in_base >= LEAST_AMAX_IN_BASE) & (in_base <= largest))
+    fits = (amax == 0.0) | ((in_base >= LEAST_AMAX_IN_BASE) & (in_base <= most))
     exponent = ((amax * (1.0 / largest)).view(torch.int32) + 0x7FFFFF) >> 23
     invalid = (exponent > 127 + limit_log2) | (amax != amax)
     own = power_of(torch.where(invalid, 127, torch.clamp_min(exponent, 127 + least_log2)))
@@ -125,6 +128,7 @@ class AppendSpec(NamedTuple):
         pairing: how, as `lib.rope` has it.
         int8_keys: K becomes int8.
         largest: the largest number of V's format, and of K's if that is e4m3.
+        most_in_k_base: the largest magnitude of e4m3 K in its page's base.
         k_base_log2: bases of K end at two to this, and at its inverse.
         k_least_log2: descales of K begin at two to this.
         k_limit_log2: and end at two to this.
@@ -145,6 +149,7 @@ class AppendSpec(NamedTuple):
     pairing: int
     int8_keys: bool
     largest: float
+    most_in_k_base: float
     k_base_log2: int
     k_least_log2: int
     k_limit_log2: int
@@ -248,7 +253,7 @@ def append_kv(
             k_base = torch.where(begins, k_base, hl.load(k_descale, [base_at]))
             # [keys]
             k_scale, invalid = descale_of_key(
-                torch.amax(torch.abs(x), 1), k_base, spec.largest, spec.k_least_log2, spec.k_limit_log2
+                torch.amax(torch.abs(x), 1), k_base, spec.most_in_k_base, spec.largest, spec.k_least_log2, spec.k_limit_log2
             )
             x = torch.where(invalid.unsqueeze(1), float("nan"), x * (1.0 / k_scale).unsqueeze(1))
             hl.store(k8, [k_at], x.to(k8.dtype), extra_mask=stored.unsqueeze(1))
@@ -263,7 +268,7 @@ def append_kv(
         v_base = torch.where(begins, v_base, hl.load(v_descale, [base_at]))
         # [keys]
         v_scale, invalid = descale_of_key(
-            torch.amax(torch.abs(values), 1), v_base, spec.largest, -spec.v_limit_log2, spec.v_limit_log2
+            torch.amax(torch.abs(values), 1), v_base, spec.largest, spec.largest, -spec.v_limit_log2, spec.v_limit_log2
         )
         scaled = torch.where(invalid.unsqueeze(1), float("nan"), values * (1.0 / v_scale).unsqueeze(1))
         # [D_v_pad, keys]
@@ -348,6 +353,7 @@ def launch(a: AppendProblem) -> None:
                 pairing=rope.pairing,
                 int8_keys=int8_keys,
                 largest=E4M3_MAX,
+                most_in_k_base=most_amax_in_base(max(D_pad, cache.v8.size(2))),
                 k_base_log2=MAX_K_BASE_LOG2,
                 k_least_log2=MIN_K_DESCALE_LOG2,
                 k_limit_log2=MAX_INT8_K_DESCALE_LOG2 if int8_keys else MAX_K_DESCALE_LOG2,

@@ -16,6 +16,7 @@ from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, tanh
 from helion_attn.kernels.lib.keys import page_of, run_of_key_blocks
 from helion_attn.kernels.lib.references import own_references
 from helion_attn.kernels.lib.scalars import Int, int32, least
+from helion_attn.kernels.lib.softmax_bits import in_fp16_steps, largest_scores
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.kernels.merge_splits import merge_splits
@@ -23,13 +24,20 @@ from helion_attn.numerics import (
     E4M3_BITS_OF_ONE,
     E4M3_STEPS,
     FORMAT_MAX,
+    FP16_LARGE,
+    FP16_TINY,
     FP32_TINY,
     INT8_SCORE_BIAS,
+    LEAST_HALF_PAGE_REFERENCE,
+    MAX_HALF_PAGE_SCORE_LOG2,
     MAX_P_OFFSET_LOG2,
     MAX_PAGE_SCORE,
     MAX_PAGE_SCORE_LOG2,
+    NO_KEY,
     PAGE_REFERENCE_REACH_LOG2,
+    largest_q_for_half_scores,
     takes_bits,
+    takes_half_scores,
 )
 from helion_attn.problem import DecodeProblem, ScoreScales
 
@@ -350,6 +358,8 @@ def base_scores(
     scale_log2 = q_scale_log2
     if not spec.int8_keys:
         scale_log2 = scale_log2 * k_base
+    if spec.half_scores:
+        return s, in_fp16_steps(scale_log2, spec.is_cuda)
     scale_log2 = maximum(scale_log2, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
     if spec.has_softcap:
         s = fma(s, scale_log2.unsqueeze(keys_axis), shift.unsqueeze(keys_axis), spec.is_cuda)
@@ -374,7 +384,7 @@ def bases_are_wide(
 
 
 def line_of_page(
-    s: torch.Tensor,  # [bn, rows] or [rows, bn]
+    s: torch.Tensor,  # [bn, rows] or [rows, bn]; with half_scores `in_pairs` if rows come first
     scale_log2: torch.Tensor,  # [rows]
     v_base: torch.Tensor,  # []
     m_run: torch.Tensor,  # [rows]
@@ -384,14 +394,37 @@ def line_of_page(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(m_run, m_i, scale, offset, largest, top)`, [rows]: references, and the line from a score to log2 of its P.
 
-    In steps of e4m3 if P's bits are to come from it.
+    In steps of e4m3 if P's bits are to come from it. Scores in fp16 take a line in fp16, whose offset is rounded: the
+    reference with it.
     """
     v_log2 = log2_of_power(v_base)
-    largest = torch.amax(s, keys_axis)
+    if spec.half_scores and keys_axis == 1:
+        largest = largest_scores(s, spec.rows, 1 << spec.bn_log2, spec)
+    else:
+        largest = torch.amax(s.to(torch.float32), keys_axis)
     offset = hl.full([], -spec.p_offset_log2, dtype=torch.float32)
     top = fma_up(largest, scale_log2, offset, spec.is_cuda) + v_log2
+    if spec.half_scores:
+        # Where fp16 has no such scale, `has_all_again` is to see it.
+        known = torch.where(largest == float("-inf"), top, FP16_LARGE)
+        top = torch.where(scale_log2 * E4M3_STEPS >= FP16_LARGE, known, top)
     m_run, m_i = page_references(top, m_run, m_i, spec)
+    if spec.half_scores:
+        least = hl.full([], LEAST_HALF_PAGE_REFERENCE, dtype=torch.float32)
+        m_known = maximum(m_i, least, spec.is_cuda)
+        exact = spec.p_one - (m_known - v_log2) * spec.p_steps
+        rounded = exact.to(torch.float16).to(torch.float32)
+        # A row that sees nothing keeps its bits.
+        m_i = torch.where(top == float("-inf"), m_i, m_known + (exact - rounded) * (1.0 / E4M3_STEPS))
+        # So that masked scores stay -inf.
+        scale = maximum(scale_log2 * spec.p_steps, hl.full([], FP16_TINY, dtype=torch.float32), spec.is_cuda)
+        return m_run, m_i, scale, rounded, largest, top
     return m_run, m_i, scale_log2 * spec.p_steps, spec.p_one - (m_i - v_log2) * spec.p_steps, largest, top
+
+
+def has_all_again(m_run: torch.Tensor) -> torch.Tensor:
+    """[rows]: scores in fp16 lost P, since the largest lies too far from 0. Of a row that has seen no key, or NaN, no."""
+    return (torch.abs(m_run) > MAX_HALF_PAGE_SCORE_LOG2) & (m_run > NO_KEY)
 
 
 def wide_line(
@@ -516,9 +549,9 @@ def launch_paged(
     parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
     swapped = a.bshd and not in_parts
-    p_bits = takes_bits(v8.dtype, max(a.cache.k8.size(3), v8.size(2)))
-    k_dtype = a.cache.k8.dtype
-    int8_keys = k_dtype == torch.int8
+    larger_d, k_dtype = max(a.cache.k8.size(3), v8.size(2)), a.cache.k8.dtype
+    p_bits, int8_keys = takes_bits(v8.dtype, larger_d), k_dtype == torch.int8
+    half = takes_half_scores(k_dtype, larger_d) and a.softmax.softcap is None
     spec = PagedSpec(
         rows=tile_rows,
         bn_log2=page_size.bit_length() - 1,
@@ -527,13 +560,14 @@ def launch_paged(
         d=D,
         d_step=q.d_step,
         unit=unit,
-        q_largest=FORMAT_MAX[k_dtype],
+        q_largest=largest_q_for_half_scores(D) if half else FORMAT_MAX[k_dtype],
         int8_keys=int8_keys,
         s_bias=INT8_SCORE_BIAS if int8_keys and a.q.is_cuda else 0.0,
         largest_score=MAX_PAGE_SCORE[k_dtype],
         shift_lse=a.shift_lse,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),
         p_bits=p_bits,
+        half_scores=half,
         p_steps=E4M3_STEPS if p_bits else 1.0,
         p_one=E4M3_BITS_OF_ONE if p_bits else 0.0,
         **a.softmax.choices(),

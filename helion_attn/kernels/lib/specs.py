@@ -190,6 +190,7 @@ class PagedSpec(NamedTuple):
         largest_score: of the products of quantised rows.
         shift_lse: K's mean took a product with each row from its scores, and somebody sees it.
         p_bits: P's bits come from scores, and row sums are of the rounded P.
+        half_scores: scores of keys with their page's base are fp16.
         p_steps: an octave of P on the line that a score is taken to: `E4M3_STEPS` with `p_bits`, or 1.
         p_one: and where P is 1 on it.
         p_offset_log2: and the rest, as in `AttentionSpec`.
@@ -208,6 +209,7 @@ class PagedSpec(NamedTuple):
     largest_score: float
     shift_lse: bool
     p_bits: bool
+    half_scores: bool
     p_steps: float
     p_one: float
     p_offset_log2: float
@@ -221,6 +223,26 @@ class PagedSpec(NamedTuple):
     def shifts_lse(self) -> bool:
         """As in `AttentionSpec`."""
         return self.shift_lse and not self.has_softcap
+
+    @property
+    def of_fp32_scores(self) -> PagedSpec:
+        """What holds of keys with descales of their own."""
+        return self._replace(half_scores=False)
+
+    @property
+    def softmax_bias(self) -> float:
+        """As in `AttentionSpec`, of scores that are times their keys' descales."""
+        return 0.0
+
+    @property
+    def softmax_row_descales(self) -> bool:
+        """As in `AttentionSpec`."""
+        return True
+
+    @property
+    def listed(self) -> bool:
+        """As in `AttentionSpec`."""
+        return False
 
     @property
     def sum_rows(self) -> int:
