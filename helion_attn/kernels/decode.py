@@ -65,9 +65,8 @@ from helion_attn.kernels.lib.paged import (
 )
 from helion_attn.kernels.lib.row_layout import rows_to_dtype
 from helion_attn.kernels.lib.scalars import int32
-from helion_attn.kernels.lib.softmax_bits import in_halves
 from helion_attn.kernels.lib.specs import PagedSpec
-from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, scores, to_descale
+from helion_attn.kernels.lib.steps import accumulate, add_sink, dot_in_halves, interleave_keys, scores, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
@@ -198,8 +197,10 @@ def fp8_attn_decode(
             k_tile = k8[page, h, :, :]
             v_tile = v8[page, h, :, :]
             # [bn, rows]
-            s = scores(k_tile, q_tile, bn, spec.rows, spec.half_scores, spec.is_cuda)
-            s = in_halves(s, bn, spec.rows, spec.half_scores, spec.is_cuda)
+            if spec.half_scores:
+                s = dot_in_halves(k_tile, q_tile, spec.is_cuda)
+            else:
+                s = scores(k_tile, q_tile, bn, spec.rows, False, spec.is_cuda)
             first_slot = (page * int32(kv_heads) + int32(h)) * bn
             k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda)
             escapes = torch.maximum(escapes, escaped)
