@@ -241,8 +241,8 @@ class PagedSpec(NamedTuple):
 
     @property
     def listed(self) -> bool:
-        """As in `AttentionSpec`."""
-        return False
+        """As in `AttentionSpec`: pages are those of a block table."""
+        return True
 
     @property
     def sum_rows(self) -> int:
