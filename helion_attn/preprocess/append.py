@@ -10,10 +10,9 @@
 The mean is that of the page with the sequence's key before the new ones, or the one that `first_mean` found, or 0. Each
 page that begins gets it, since earlier pages may be given away.
 
-A descale is right for a key with amax / base in 2**-3..448, and for one of zeros; of K up to D 128 in 2**-3..64, so that
-fp16 holds its scores. So most keys of most pages have their
-page's base, which an attention kernel takes as two numbers a page, and e4m3 the range for the others. A key that
-escapes it costs time, and no other key its resolution.
+A descale is right for a key with amax / base in 2**-3..448, and for one of zeros; of K up to D 128 in 2**-3..64, so
+that fp16 holds its scores. So most keys of most pages have their page's base, which an attention kernel takes as two
+numbers a page, and e4m3 the range for the others. A key that escapes it costs time, and no other key its resolution.
 
 What is there is never quantised anew: a page's base follows from its first key alone, not from what came with it. An
 append that writes a page's first slot also clears what lies past its own last key: the attention kernel multiplies V
@@ -253,7 +252,12 @@ def append_kv(
             k_base = torch.where(begins, k_base, hl.load(k_descale, [base_at]))
             # [keys]
             k_scale, invalid = descale_of_key(
-                torch.amax(torch.abs(x), 1), k_base, spec.most_in_k_base, spec.largest, spec.k_least_log2, spec.k_limit_log2
+                torch.amax(torch.abs(x), 1),
+                k_base,
+                spec.most_in_k_base,
+                spec.largest,
+                spec.k_least_log2,
+                spec.k_limit_log2,
             )
             x = torch.where(invalid.unsqueeze(1), float("nan"), x * (1.0 / k_scale).unsqueeze(1))
             hl.store(k8, [k_at], x.to(k8.dtype), extra_mask=stored.unsqueeze(1))

@@ -73,7 +73,7 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
 def _descales(
     amax: torch.Tensor, bases: torch.Tensor, page: int, most: float, least_log2: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(descales, bases)` of keys, [..., N, 1]: a key has its page's base unless it is below 2**-3 or above `most` in it.
+    """`(descales, bases)` of keys, [..., N, 1]: a key has its page's base unless that takes it out of 2**-3..`most`.
 
     Args:
         amax: largest magnitudes of keys.

@@ -423,7 +423,7 @@ def line_of_page(
 
 
 def has_all_again(m_run: torch.Tensor) -> torch.Tensor:
-    """[rows]: scores in fp16 lost P, since the largest lies too far from 0. Of a row that has seen no key, or NaN, no."""
+    """Whether a row's largest score lies too far from 0 for fp16, [rows]; not where it has seen no key, or is NaN."""
     return (torch.abs(m_run) > MAX_HALF_PAGE_SCORE_LOG2) & (m_run > NO_KEY)
 
 

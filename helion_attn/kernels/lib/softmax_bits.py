@@ -164,7 +164,7 @@ def p_of_line(
     bn: int,
     spec: AttentionSpec | PagedSpec,
 ) -> torch.Tensor:
-    """P in e4m3, [bm, bn], keys in V's order: its bits are s * scale + offset, with `half_scores` all numbers of fp16."""
+    """P in e4m3, [bm, bn], keys in V's order: its bits are s * scale + offset, with `half_scores` numbers of fp16."""
     half, is_cuda = spec.half_scores, spec.is_cuda
     scale = columns(scale, spec.softmax_row_descales)
     offset = offset.unsqueeze(1)
