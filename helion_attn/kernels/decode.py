@@ -13,9 +13,9 @@ block of `bn` keys.
     acc = acc * alpha + (p v8)    two levels as in `fp8_attn_fwd`
     out = acc / l_i                                                              fp32, cast once: rounding point 3
 
-Up to D 128 scores of e4m3 without a softcap are fp16, and so is their line to P: q_largest, 7.5 at D 128, keeps
-them below 65504 beside keys of up to 64 times their page's base. Elsewhere they are fp32, and q_largest 448. A row whose
-largest score turns out to lie further from 0 than a line in fp16 goes has all again, in fp32, in the second loop.
+Up to D 128 scores of e4m3 without a softcap are fp16, and so is their line to P: q_largest, 7.5 at D 128, keeps them
+below 65504 beside keys of up to 64 times their page's base. Elsewhere they are fp32, and q_largest 448. A row whose
+largest score turns out to lie too far from 0 for fp16 has all again, in fp32, in the second loop.
 
 V's base, one a page, rides on the exponent: m_i is the largest weight of the row in its page, probability times
 magnitude of the value (`lib/references.py`). V's bases are powers of two, so that their logarithm and their inverse are
