@@ -216,7 +216,7 @@ def _key(mask: torch.Tensor, M: int, N: int) -> tuple[int, int, int, int]:
 
 
 def _state(mask: torch.Tensor) -> tuple[int, int]:
-    """What changes when PyTorch writes to the mask, or gives it other memory."""
+    """The mask's version, which grows when PyTorch writes to it, and its address."""
     return mask._version, mask.data_ptr()
 
 

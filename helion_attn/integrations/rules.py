@@ -1,4 +1,4 @@
-"""What the compatibility layers accept of the arguments that other libraries have: one table for checks and docs."""
+"""Rules for the arguments that other libraries have: one table for checks and docs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rule:
-    """What an entry point accepts of one argument.
+    """A rule for one argument of an entry point.
 
     Attributes:
         argument: its name.

@@ -246,7 +246,7 @@ def scaled_dot_product_attention(
 
 
 class _Call(NamedTuple):
-    """What a call means here.
+    """A call in this package's terms.
 
     Attributes:
         qkv: Q, K and V, as autocast has them.
@@ -300,7 +300,7 @@ def _understood(
     enable_gqa: bool,
     recipe: Recipe,
 ) -> _Call:
-    """What a call means; raises what it cannot mean."""
+    """Read a call. Raises for arguments that are not supported."""
     check_supported("helion_attn.sdpa", RULES, {"attn_mask": attn_mask, "dropout_p": dropout_p})
     if scale is not None:
         check_sm_scale(scale, "scale")

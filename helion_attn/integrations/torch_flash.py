@@ -80,7 +80,7 @@ def flash_attention(
     scale: float | None = None,
     recipe: Recipe,
 ) -> tuple[Any, ...]:
-    """What the operator returns: out [B, H, M, D], lse [B, H, M], and what a backward pass would need, which is empty.
+    """Compute the operator's results: out [B, H, M, D], lse [B, H, M], and empty ones for a backward pass.
 
     Raises:
         NotImplementedError: a dropout, a debug mask, or a causal mask of other lengths.

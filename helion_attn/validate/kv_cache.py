@@ -107,6 +107,14 @@ def check_heads_of_cache(name: str, cache: PagedKVCache, x: torch.Tensor, D: int
         raise ValueError(f"{name} has head dim {x.size(3)}; the cache's is {D}")
 
 
+def check_query_heads(q: torch.Tensor, cache: PagedKVCache, layout: str) -> int:
+    """The heads of queries, which those of the cache divide."""
+    H, H_kv = q.size(1 if layout == "bhsd" else 2), cache.k8.size(1)
+    if H % H_kv:
+        raise ValueError(f"q has {H} heads and the cache {H_kv}; q's must be a multiple of the cache's")
+    return H
+
+
 def check_kvcache_append(
     cache: PagedKVCache,
     k: torch.Tensor,
@@ -162,9 +170,7 @@ def check_kvcache_attention(
     check_kv_cache(cache, names)
     check_inputs({"q": q}, layout)
     check_heads_of_cache("q", cache, q, cache.D)
-    H, H_kv = q.size(1 if layout == "bhsd" else 2), cache.k8.size(1)
-    if H % H_kv:
-        raise ValueError(f"q has {H} heads and the cache {H_kv}; q's must be a multiple of the cache's")
+    H = check_query_heads(q, cache, layout)
     check_page_tables(block_table, cache_seqlens, q.size(0), q.device, names["block_table"])
     check_options(scores, return_lse, out_dtype, H, q.device, IN_DTYPES)
     if num_splits is not None:

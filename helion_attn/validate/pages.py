@@ -7,7 +7,7 @@ import torch
 from helion_attn.types import PagedKVCache
 from helion_attn.validate.block_mask import check_int
 from helion_attn.validate.dense import MAX_COUNT, check_count, check_layout, check_sm_scale, check_table, described
-from helion_attn.validate.kv_cache import check_heads_of_cache, check_kv_cache, check_page_tables
+from helion_attn.validate.kv_cache import check_heads_of_cache, check_kv_cache, check_page_tables, check_query_heads
 
 
 def check_means(means: torch.Tensor, cache: PagedKVCache) -> None:
@@ -36,18 +36,16 @@ def check_update_means(
     check_count("length", length)
 
 
-def check_queries(q: torch.Tensor, cache: PagedKVCache, layout: str) -> tuple[int, int, int]:
-    """Queries of a cache, floating-point; their sequences, heads and number."""
+def check_queries(q: torch.Tensor, cache: PagedKVCache, layout: str) -> tuple[int, int]:
+    """Queries of a cache, floating-point; their sequences, and how many each has."""
     check_layout(layout)
     if not isinstance(q, torch.Tensor) or not q.is_floating_point():
         raise TypeError(f"q is {described(q)}; it must be a floating-point tensor")
     if q.dim() != 4 or 0 in q.shape:
         raise ValueError(f"q has shape {tuple(q.shape)}; it must have 4 dimensions, and not be empty")
     check_heads_of_cache("q", cache, q, cache.D)
-    H, M = (q.size(1), q.size(2)) if layout == "bhsd" else (q.size(2), q.size(1))
-    if H % (H_kv := cache.k8.size(1)):
-        raise ValueError(f"q has {H} heads and the cache {H_kv}; q's must be a multiple of the cache's")
-    return q.size(0), H, M
+    check_query_heads(q, cache, layout)
+    return q.size(0), q.size(2 if layout == "bhsd" else 1)
 
 
 def check_top(
@@ -65,7 +63,7 @@ def check_top(
     """The arguments of `top`."""
     check_kv_cache(cache)
     check_means(means, cache)
-    B, _, M = check_queries(q, cache, layout)
+    B, M = check_queries(q, cache, layout)
     check_page_tables(block_table, cache_seqlens, B, cache.device, "block_table")
     check_count("pages", pages)
     check_int("sink_pages", sink_pages, 0, pages)
@@ -91,7 +89,7 @@ def check_pages_of_heads(
 ) -> None:
     """A block table [B, H_kv, pages], and what goes with it."""
     check_kv_cache(cache)
-    B, _, _ = check_queries(q, cache, layout)
+    B, _ = check_queries(q, cache, layout)
     H_kv = cache.k8.size(1)
     for name, x, shape in (
         ("block_table", block_table, (B, H_kv, block_table.size(2))),

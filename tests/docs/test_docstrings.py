@@ -68,7 +68,12 @@ def test_examples_are_looked_for() -> None:
     assert example(test_examples_are_looked_for) == ""
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+def on_gpu(name: str) -> Any:
+    """A case of `test_example`, marked if the example's tensors are on a GPU."""
+    return pytest.param(name, marks=[pytest.mark.gpu] if '"cuda"' in example(PUBLIC[name]) else [])
+
+
+@pytest.mark.parametrize("name", map(on_gpu, PUBLIC))
 @pytest.mark.usefixtures("group")
 def test_example(name: str) -> None:
     """It is there, names what it is an example of, and runs."""
@@ -78,8 +83,6 @@ def test_example(name: str) -> None:
     assert {name, made_by.get(name, name)} & names_in(code), f"the example does not name {name}"
     if name in NEEDED:
         pytest.importorskip(NEEDED[name])
-    if '"cuda"' in code and not torch.cuda.is_available():
-        pytest.skip("the example's tensors are on a GPU")
     torch.manual_seed(0)
     names: dict[str, Any] = {"torch": torch, "ha": ha}
     begin = time.perf_counter()
