@@ -4,7 +4,7 @@
 keys the queries like best, as `masks.top_blocks` has it, with the first and the last ones. The idea is Quest's
 (arXiv:2406.10774), which bounds scores by a page's least and largest numbers in place of its mean.
 
-All of it runs on the device. It works in torch.compile and CUDA graphs.
+All of it runs on the device: the host reads nothing.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def top(
 
     A query head gives a page the share that the page's mean key would have in a softmax over all pages. Query heads
     that share a KV head add up their shares, and queries of one call are averaged first. It is an estimate. It takes
-    many small launches: capture them in a CUDA graph, or make one choice for several layers.
+    many small launches: make one choice for several layers.
 
     Args:
         q: [B, H, M, D], of any floating-point dtype; with layout="bshd", H and M swapped.
