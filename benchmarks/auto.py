@@ -203,7 +203,7 @@ def checks(loaded: Loaded) -> list[Check]:
 
 
 def takes_8_bits(loaded: Loaded, row: Row) -> bool:
-    """What `recipe="auto"` takes of a workload, a call with nothing but a mask, by the crossovers in the results."""
+    """What `recipe="auto"` takes of a workload with nothing but a mask, by crossovers in the results, of their card."""
     crossovers = json.loads(config(loaded, CONFIG.read_text()))["rows"]
     # Nothing of these is read: 4 GB that are not there.
     q, k = (
@@ -211,7 +211,11 @@ def takes_8_bits(loaded: Loaded, row: Row) -> bool:
         for H in (row["H"], row["H_kv"])
     )
     problem, options = dense_problem(q, k, k, causal=row["causal"]), {"causal": row["causal"]}
-    with patch.object(choice, "CROSSOVERS", tuple(choice.Crossover(**of) for of in crossovers)):
+    gpu = loaded.get("auto", {}).get("meta", {}).get("gpu") or choice.FALLBACK_GPU
+    with (
+        patch.object(choice, "CROSSOVERS", tuple(choice.Crossover(**of) for of in crossovers)),
+        patch.object(choice, "gpu_of_table", lambda device: gpu),
+    ):
         return choice.pytorch_call(problem, options) is None
 
 

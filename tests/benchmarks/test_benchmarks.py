@@ -600,17 +600,17 @@ def test_crossovers_of_a_card_are_replaced(results: Loaded) -> None:
     for row in rows[4:]:
         if row["impl"] == "sdpa_bf16":
             row["ms"] = 1.0
-    meta = {"gpu": "NVIDIA H200", "commit": "abc", "torch": "2.11"}
+    meta = {"gpu": "NVIDIA H20", "commit": "abc", "torch": "2.11"}
     after = auto.config({"auto": {"meta": meta, "rows": rows}}, before)
     assert json.loads(after)["measured"][-1] == meta | dict.fromkeys(("cudnn", "date", "command"))
     new = [
-        {"gpu": "NVIDIA H200", **kind, "from_length": length} for kind, length in zip(kinds, (512, None), strict=True)
+        {"gpu": "NVIDIA H20", **kind, "from_length": length} for kind, length in zip(kinds, (512, None), strict=True)
     ]
     assert json.loads(after)["rows"] == [*json.loads(before)["rows"], *new]
     meta["commit"], rows = "def", rows[:4]
     again = json.loads(auto.config({"auto": {"meta": meta, "rows": rows}}, after))
     assert again["rows"][-1:] == new[:1]
-    assert [row["commit"] for row in again["measured"] if row["gpu"] == "NVIDIA H200"] == ["def"]
+    assert [row["commit"] for row in again["measured"] if row["gpu"] == "NVIDIA H20"] == ["def"]
     assert auto.config({"auto": {"meta": {"gpu": None}, "rows": rows}}, before) == before
 
 
