@@ -131,9 +131,15 @@ K_AMAX_IN_BASE = 3.5
 #: Bases of a KV cache's pages lie in 2**-60..2**60 of K. Its descales have a finite reciprocal, and fit all of fp32.
 MAX_K_BASE_LOG2, MIN_K_DESCALE_LOG2, MAX_K_DESCALE_LOG2 = 60, -126, 120
 
-#: The largest score of e4m3 numbers in a KV cache, and up to where one FMA takes scores in base 2 to P: there, an
-#: offset in e4m3's steps is rounded by 1, and the largest P has 6 to spare.
-MAX_E4M3_SCORE, MAX_PAGE_SCORE_LOG2 = E4M3_MAX**2 * 256, 2.0**21
+#: Descales of int8 keys of a KV cache end at two to this: scores, and the bias of a descale, are then fp32's.
+MAX_INT8_K_DESCALE_LOG2 = 93
+
+#: The largest score in a KV cache, by the dtype of its keys.
+MAX_PAGE_SCORE = {torch.float8_e4m3fn: E4M3_MAX**2 * 256, torch.int8: INT8_MAX**2 * 256}
+
+#: Up to where one FMA takes scores in base 2 to P: there, an offset in e4m3's steps is rounded by 1, and the largest P
+#: has 6 to spare.
+MAX_PAGE_SCORE_LOG2 = 2.0**21
 
 #: V's descales in a KV cache lie in 2**-26..2**26. Row sums are divided by them, and fp32 holds that, 2**28 numbers of
 #: them, 2**`PAGE_REFERENCE_REACH_LOG2` times.

@@ -13,8 +13,11 @@ from helion_attn.problem import AppendProblem, DecodeProblem
 
 
 def _launch_append(a: AppendProblem) -> None:
-    from helion_attn.preprocess import append
+    from helion_attn.preprocess import append, first_mean
 
+    # Without a whole page at once, there is no mean but 0.
+    if a.cache.k_mean is not None and a.k.size(2) >= a.cache.page_size:
+        first_mean.launch(a)
     append.launch(a)
 
 
@@ -55,6 +58,6 @@ append_kv = Operation(
     0,
     _launch_append,
     lambda a: None,
-    mutates=("cache.k8", "cache.v8", "cache.k_descale", "cache.v_descale"),
+    mutates=("cache.k8", "cache.v8", "cache.k_descale", "cache.v_descale", "cache.k_mean"),
 )
 decode = Operation("fp8_attn_decode", DecodeProblem, 2, _launch_decode, empty_outputs, flops=flops.of_decode)

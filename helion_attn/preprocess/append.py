@@ -5,6 +5,11 @@
                 x = rope(x);  k8 = cast(x / k_descale)
     V:          as K, but the base is the power of two with amax / base in 2..4
 
+    int8 K:     x = rope(x) - mean;  k_descale = amax / 127;  k8 = round(x / k_descale)
+
+The mean is that of the page before the sequence's new keys, or the one that `first_mean` found, or 0; and each page that
+begins gets it, since pages before it may be given away.
+
 A descale is right for a key with amax / base in 2**-3..448, and for one of zeros. So most keys of most pages have their
 page's base, which an attention kernel takes as two numbers a page, and e4m3 the range for the others. A key that
 escapes it costs time, and no other key its resolution.
@@ -28,12 +33,16 @@ import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.kernels.lib.inline_asm import to_int8
 from helion_attn.kernels.lib.rope import rope_rows, rope_tables
+from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import common_unit, load_rows, strided_rows
 from helion_attn.numerics import (
     E4M3_MAX,
     K_AMAX_IN_BASE,
+    INT8_MAX,
     LEAST_AMAX_IN_BASE,
+    MAX_INT8_K_DESCALE_LOG2,
     MAX_K_BASE_LOG2,
     MAX_K_DESCALE_LOG2,
     MAX_V_DESCALE_LOG2,
@@ -90,6 +99,15 @@ def descale_of_key(
     return torch.where(fits | invalid, base, own), invalid
 
 
+def descale_of_int8_key(amax: torch.Tensor, limit_log2: hl.constexpr) -> torch.Tensor:
+    """`amax / 127`, [keys], whose product with `INT8_SCORE_BIAS` is exact: without its two lowest bits.
+
+    NaN of NaN, of infinity, and above 2**limit_log2.
+    """
+    descale = (to_descale(amax, INT8_MAX).view(torch.int32) & -4).view(torch.float32)
+    return torch.where(descale <= 2.0**limit_log2, descale, float("nan"))
+
+
 class AppendSpec(NamedTuple):
     """What the kernel is compiled for.
 
@@ -105,11 +123,13 @@ class AppendSpec(NamedTuple):
         d_v_pad: of V.
         rotary: channels of K that are rotated.
         pairing: how, as `lib.rope` has it.
-        largest: the format's largest number.
+        int8_keys: K becomes int8, without its mean.
+        largest: the largest number of V's format, and of K's if that is e4m3.
         k_base_log2: bases of K end at two to this, and at its inverse.
         k_least_log2: descales of K begin at two to this.
         k_limit_log2: and end at two to this.
         v_limit_log2: descales of V end at two to this, and at its inverse.
+        is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
     keys: int
@@ -123,11 +143,13 @@ class AppendSpec(NamedTuple):
     d_v_pad: int
     rotary: int
     pairing: int
+    int8_keys: bool
     largest: float
     k_base_log2: int
     k_least_log2: int
     k_limit_log2: int
     v_limit_log2: int
+    is_cuda: bool
 
 
 def append_kv(
@@ -137,6 +159,7 @@ def append_kv(
     v8: torch.Tensor,  # flat, written
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
+    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad] if int8_keys, written
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     cos: torch.Tensor,  # [table_rows * rotary / 2]
@@ -160,7 +183,7 @@ def append_kv(
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((k.stride(0), v.stride(0), k8.stride(0), v8.stride(0)))
     hl.specialize((k_descale.stride(0), v_descale.stride(0), block_table.stride(0), cache_seqlens.stride(0)))
-    hl.specialize((cos.stride(0), sin.stride(0)))
+    hl.specialize((cos.stride(0), sin.stride(0), k_mean.stride(0)))
     for bh, tile in hl.grid([B * kv_heads, tiles]):
         b = bh // kv_heads
         h = bh % kv_heads
@@ -194,22 +217,37 @@ def append_kv(
                 k, cos, sin, cos, cos, cos, k_offset, 0, 0, rows, k_s_step * spec.unit, spec.k_d_step, length, spec.d,
                 first, table_rows, spec.keys, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
             )  # fmt: skip
-            x_first = rope_rows(
-                k, cos, sin, cos, cos, cos, k_offset, 0, 0, first_rows, k_s_step * spec.unit, spec.k_d_step, length,
-                spec.d, first, table_rows, 2, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
-            )  # fmt: skip
+            if not spec.int8_keys:
+                x_first = rope_rows(
+                    k, cos, sin, cos, cos, cos, k_offset, 0, 0, first_rows, k_s_step * spec.unit, spec.k_d_step, length,
+                    spec.d, first, table_rows, 2, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
+                )  # fmt: skip
         else:
             x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
-            x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
-        k_base = k_base_of_first_key(torch.amax(torch.amax(torch.abs(x_first), 1), 0), spec.k_base_log2)
-        k_base = torch.where(begins, k_base, hl.load(k_descale, [base_at]))
-        # [keys]
-        k_scale, invalid = descale_of_key(
-            torch.amax(torch.abs(x), 1), k_base, spec.largest, spec.k_least_log2, spec.k_limit_log2
-        )
-        x = torch.where(invalid.unsqueeze(1), float("nan"), x * (1.0 / k_scale).unsqueeze(1))
+            if not spec.int8_keys:
+                x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
         at = block * spec.bn + slot
-        hl.store(k8, [at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], x.to(k8.dtype), extra_mask=stored.unsqueeze(1))
+        if spec.int8_keys:
+            # The page with the key before these, or the first, if `first_mean` has seen it.
+            mean_page = hl.load(block_table, [torch.where(listed, b * max_pages + (first - (first > 0).to(torch.int32)) // spec.bn, 0)])
+            has_mean = listed & (mean_page >= 0) & (mean_page < num_pages) & ((first > 0) | (length >= spec.bn))
+            mean_block = mean_page.to(torch.int64) * kv_heads + h
+            # [D_pad]
+            mean = hl.load(k_mean, [mean_block * spec.d_pad + cols], extra_mask=has_mean & (cols >= 0))
+            x = x - mean.to(torch.float32).unsqueeze(0)
+            # [keys]
+            k_scale = descale_of_int8_key(torch.amax(torch.abs(x), 1), spec.k_limit_log2)
+            k_rows = to_int8(x, (1.0 / k_scale).unsqueeze(1), spec.is_cuda)
+        else:
+            k_base = k_base_of_first_key(torch.amax(torch.amax(torch.abs(x_first), 1), 0), spec.k_base_log2)
+            k_base = torch.where(begins, k_base, hl.load(k_descale, [base_at]))
+            # [keys]
+            k_scale, invalid = descale_of_key(
+                torch.amax(torch.abs(x), 1), k_base, spec.largest, spec.k_least_log2, spec.k_limit_log2
+            )
+            x = torch.where(invalid.unsqueeze(1), float("nan"), x * (1.0 / k_scale).unsqueeze(1))
+            k_rows = x.to(k8.dtype)
+        hl.store(k8, [at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], k_rows, extra_mask=stored.unsqueeze(1))
         hl.store(k_descale, [at], k_scale, extra_mask=stored)
 
         # [keys, D_v_pad] and [2, D_v_pad]
@@ -245,7 +283,13 @@ def append_kv(
             no_value = hl.zeros([spec.d_v_pad, spec.bn], dtype=v8.dtype)
             hl.store(v8, [cleared], no_value, extra_mask=(key_stored_at(place) >= keys_there).unsqueeze(0))
             bases = hl.zeros([spec.bn], dtype=torch.float32)
-            hl.store(k_descale, [begun * spec.bn + place], bases + k_base, extra_mask=place >= keys_there)
+            if spec.int8_keys:
+                # What `bases_of_page` finds no large one among.
+                hl.store(k_descale, [begun * spec.bn + place], bases, extra_mask=place >= keys_there)
+                has_other = begun != torch.where(has_mean, mean_block, -1)
+                hl.store(k_mean, [begun * spec.d_pad + cols], mean, extra_mask=has_other & (cols >= 0))
+            else:
+                hl.store(k_descale, [begun * spec.bn + place], bases + k_base, extra_mask=place >= keys_there)
             hl.store(v_descale, [begun * spec.bn + place], bases + v_base, extra_mask=place >= keys_there)
 
 
@@ -273,6 +317,7 @@ def launch(a: AppendProblem) -> None:
             "v8": cache.v8.view(-1),
             "k_descale": cache.k_descale.view(-1),
             "v_descale": cache.v_descale.view(-1),
+            "k_mean": (cache.k_descale if cache.k_mean is None else cache.k_mean).view(-1),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "cos": rope.cos,
@@ -301,11 +346,13 @@ def launch(a: AppendProblem) -> None:
                 d_v_pad=cache.v8.size(2),
                 rotary=rope.rotary,
                 pairing=rope.pairing,
+                int8_keys=cache.k_mean is not None,
                 largest=E4M3_MAX,
                 k_base_log2=MAX_K_BASE_LOG2,
                 k_least_log2=MIN_K_DESCALE_LOG2,
-                k_limit_log2=MAX_K_DESCALE_LOG2,
+                k_limit_log2=MAX_K_DESCALE_LOG2 if cache.k_mean is None else MAX_INT8_K_DESCALE_LOG2,
                 v_limit_log2=MAX_V_DESCALE_LOG2,
+                is_cuda=a.k.is_cuda,
             ),
         }
     )

@@ -28,7 +28,7 @@ from helion_attn.validate.values import check_cache_values, note_append
 MAX_PAGE_D = SUPPORTED_D[-1]
 
 #: What messages call the fields of a cache and its block table.
-CACHE_NAMES = {name: f"cache.{name}" for name in ("k8", "v8", "k_descale", "v_descale", "D", "D_v")}
+CACHE_NAMES = {name: f"cache.{name}" for name in ("k8", "v8", "k_descale", "v_descale", "k_mean", "D", "D_v")}
 CACHE_NAMES["block_table"] = "block_table"
 
 
@@ -60,12 +60,17 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
     check_device(names["k8"], cache.k8)
     pages = cache.k8.shape[:2]
     fp8, fp32 = torch.float8_e4m3fn, torch.float32
+    int8_keys = cache.k8.dtype == torch.int8
     expected = {
-        "k8": ((*pages, tile.page_size, tile.D_pad), fp8),
+        "k8": ((*pages, tile.page_size, tile.D_pad), torch.int8 if int8_keys else fp8),
         "v8": ((*pages, tile.D_v_pad, tile.page_size), fp8),
         "k_descale": ((*pages, tile.page_size), fp32),
         "v_descale": ((*pages, tile.page_size), fp32),
     }
+    if int8_keys:
+        expected["k_mean"] = ((*pages, tile.D_pad), torch.bfloat16)
+    elif cache.k_mean is not None:
+        raise TypeError(f"{names['k_mean']} is {described(cache.k_mean)}; it must be None: {names['k8']} is not int8")
     for name, (shape, dtype) in expected.items():
         x = getattr(cache, name)
         if not isinstance(x, torch.Tensor):
