@@ -301,7 +301,9 @@ def as_cache_recipe(recipe: Recipe | str) -> Recipe:
     """
     found = as_recipe(recipe)
     if found not in (FAST, BALANCED):
-        raise ValueError(f"recipe is {recipe!r}; of a KV cache it must be 'fast' or 'balanced', or a Recipe equal to one")
+        raise ValueError(
+            f"recipe is {recipe!r}; of a KV cache it must be 'fast' or 'balanced', or a Recipe equal to one"
+        )
     return found
 
 

@@ -54,13 +54,16 @@ from helion_attn.kernels.lib.paged import (
     keys_of_class,
     launch_paged,
     line_of_page,
+    products_with_mean,
     run_of_query,
     sums_of_page,
+    times_descales,
     total_of_lanes,
     wide_line,
 )
+from helion_attn.kernels.lib.row_layout import rows_to_dtype
 from helion_attn.kernels.lib.scalars import int32
-from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
+from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, scores, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
@@ -80,6 +83,8 @@ def fp8_attn_decode(
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    k_scales: torch.Tensor,  # [num_pages, H_kv, bn]: K's descales again
+    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad] if int8_keys
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks
@@ -134,7 +139,7 @@ def fp8_attn_decode(
         # [rows]
         q_descale = to_descale(torch.amax(torch.abs(x), 1), spec.q_largest)
         # [D_pad, rows]
-        q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype).transpose(0, 1)
+        q_tile = rows_to_dtype(x, 1.0 / q_descale, k8.dtype, spec.is_cuda).transpose(0, 1)
         q_scale_log2 = q_descale * scales.qk_scale
 
         n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
@@ -161,19 +166,29 @@ def fp8_attn_decode(
         known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
         largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
         escapes = int32(0)
+        # [rows]
+        shift = q_scale_log2
+        if spec.shifts_scores or spec.shifts_lse:
+            shift = products_with_mean(
+                x, k_mean, block_table, b * max_pages, n_begin, max_pages, num_pages, kv_heads, h, scales, d_pad, spec
+            )
 
         for j in hl.grid(n_begin, n_end):
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
             # [bn, D_pad] and [D_v_pad, bn]. Nothing stands between the loads, so they have one barrier.
             k_tile = k8[page, h, :, :]
+            if spec.int8_keys:
+                k_scale = k_scales[page, h, :]
             v_tile = v8[page, h, :, :]
             # [bn, rows]
-            s = hl.dot(k_tile, q_tile)
+            s = scores(k_tile, q_tile, bn, spec.rows, False, spec.is_cuda)
+            if spec.int8_keys:
+                s = times_descales(s, k_scale, 0, spec)
             first_slot = (page * int32(kv_heads) + int32(h)) * bn
-            k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+            k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda)
             escapes = torch.maximum(escapes, escaped)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-            s, scale_log2 = base_scores(s, row_scale_log2, k_base, scales, 0, spec)
+            s, scale_log2 = base_scores(s, row_scale_log2, k_base, shift, scales, 0, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = j * bn + hl.arange(bn)
@@ -182,7 +197,7 @@ def fp8_attn_decode(
                 s = torch.where(visible.transpose(0, 1), s, float("-inf"))
             if escaped > 0:
                 is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
-                    k_descale, v_descale, first_slot, int32(0), bn, spec.is_cuda
+                    k_descale, v_descale, first_slot, int32(0), bn, spec.int8_keys, spec.is_cuda
                 )
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
                 s = torch.where(of_base.unsqueeze(1) != 0, s, float("-inf"))
@@ -212,16 +227,20 @@ def fp8_attn_decode(
             for again in hl.grid(n_begin, n_end):
                 page, known_page = page_of(block_table, b * max_pages + again, num_pages)
                 first_slot = (page * int32(kv_heads) + int32(h)) * bn
-                k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+                k_base, v_base, escaped = bases_of_page(
+                    k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda
+                )
                 row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
                 for slot in hl.grid(escaped, escaped * bn):
                     is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
-                        k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda
+                        k_descale, v_descale, first_slot, int32(slot), bn, spec.int8_keys, spec.is_cuda
                     )
                     if is_first > 0:
                         # [bn, rows]
-                        class_s = hl.dot(k8[page, h, :, :], q_tile)
-                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 0, spec)
+                        class_s = scores(k8[page, h, :, :], q_tile, bn, spec.rows, False, spec.is_cuda)
+                        if spec.int8_keys:
+                            class_s = times_descales(class_s, k_scales[page, h, :], 0, spec)
+                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, shift, scales, 0, spec)
                         class_key = again * bn + hl.arange(bn)
                         class_visible = visible_keys(class_key, diagonal + i, n_len, left, right, spec)
                         class_visible = in_run_of_query(
@@ -279,9 +298,16 @@ def fp8_attn_decode(
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
+        if spec.shifts_lse:
+            # Not of a row without a key, whatever pages its tile has.
+            shift = torch.where(row_sum == 0.0, 0.0, shift)
         if spec.has_sinks:
             # [rows], in one run of them all
-            sink_log2 = hl.load(sinks, [head], extra_mask=in_range) * LOG2E
+            sink = hl.load(sinks, [head], extra_mask=in_range)
+            if spec.shifts_lse:
+                sink_log2 = fma(sink, hl.full([], LOG2E, dtype=torch.float32), -shift, spec.is_cuda)
+            else:
+                sink_log2 = sink * LOG2E
             sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
@@ -296,7 +322,10 @@ def fp8_attn_decode(
         stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
         hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
         lse_rows = split * total_rows + bh * group * m_len + r
-        hl.store(lse, [lse_rows], (m_i + torch.log2(total)) * LN2, extra_mask=in_range)
+        lse_log2 = m_i + torch.log2(total)
+        if spec.shifts_lse:
+            lse_log2 = lse_log2 + shift
+        hl.store(lse, [lse_rows], lse_log2 * LN2, extra_mask=in_range)
 
 
 @functools.cache

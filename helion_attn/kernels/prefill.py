@@ -38,14 +38,17 @@ from helion_attn.kernels.lib.paged import (
     keys_of_class,
     launch_paged,
     line_of_page,
+    products_with_mean,
     run_of_query,
     sums_of_page,
+    times_descales,
     total_of_lanes,
     wide_line,
 )
+from helion_attn.kernels.lib.row_layout import rows_to_dtype
 from helion_attn.kernels.lib.scalars import int32, least, quotient
 from helion_attn.kernels.lib.softmax_bits import by_fours, row_sums
-from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
+from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, scores, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
@@ -87,6 +90,8 @@ def fp8_attn_prefill(
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    k_scales: torch.Tensor,  # [num_pages, H_kv, bn]: K's descales again
+    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad] if int8_keys
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks
@@ -144,7 +149,7 @@ def fp8_attn_prefill(
         q_descale = to_descale(torch.amax(torch.abs(x), 1), spec.q_largest)
         q_scale_log2 = q_descale * scales.qk_scale
         # [bm, D_pad]
-        q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype)
+        q_tile = rows_to_dtype(x, 1.0 / q_descale, k8.dtype, spec.is_cuda)
 
         n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
         # Query i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
@@ -179,6 +184,12 @@ def fp8_attn_prefill(
         largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
         escapes = int32(0)
         first_entry = int32(b * max_pages)
+        # [bm]
+        shift = q_scale_log2
+        if spec.shifts_scores or spec.shifts_lse:
+            shift = products_with_mean(
+                x, k_mean, block_table, first_entry, run_begin, max_pages, num_pages, kv_heads, h, scales, d_pad, spec
+            )
         entry = hl.load(block_table, [first_entry + least(run_begin, int32(max_pages - 1))])
         for j in hl.grid(run_begin, run_end):
             page, known_page = page_of_entry(entry, num_pages)
@@ -187,19 +198,23 @@ def fp8_attn_prefill(
             entry = hl.load(block_table, [first_entry + least(run_end - 1, int32(j + 1))])
             # [bn, D_pad] and [d_v_tile, bn]
             k_page = k8[page, h, :, :]
+            if spec.int8_keys:
+                k_scale = k_scales[page, h, :]
             if spec.in_halves:
                 v_page = v8[page, h * 2, :, :]
                 v_high = v8[page, h * 2 + 1, :, :]
             else:
                 v_page = v8[page, h, :, :]
             # [bm, bn]
-            s = hl.dot(q_tile, k_page.transpose(0, 1))
+            s = scores(q_tile, k_page.transpose(0, 1), spec.rows, bn, False, spec.is_cuda)
             # Meanwhile.
             first_slot = (page_again * int32(kv_heads) + int32(h)) * bn
-            k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+            k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda)
             escapes = torch.maximum(escapes, escaped)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-            s, scale_log2 = base_scores(s, row_scale_log2, k_base, scales, 1, spec)
+            if spec.int8_keys:
+                s = times_descales(s, k_scale, 1, spec)
+            s, scale_log2 = base_scores(s, row_scale_log2, k_base, shift, scales, 1, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
@@ -208,7 +223,7 @@ def fp8_attn_prefill(
                 s = torch.where(visible, s, float("-inf"))
             if escaped > 0:
                 is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
-                    k_descale, v_descale, first_slot, int32(0), bn, spec.is_cuda
+                    k_descale, v_descale, first_slot, int32(0), bn, spec.int8_keys, spec.is_cuda
                 )
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
                 s = torch.where(of_base.unsqueeze(0) != 0, s, float("-inf"))
@@ -245,16 +260,20 @@ def fp8_attn_prefill(
             for i in hl.grid(run_begin, run_end):
                 page, known_page = page_of(block_table, first_entry + int32(i), num_pages)
                 first_slot = (page * int32(kv_heads) + int32(h)) * bn
-                k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+                k_base, v_base, escaped = bases_of_page(
+                    k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda
+                )
                 row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
                 for slot in hl.grid(escaped, escaped * bn):
                     is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
-                        k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda
+                        k_descale, v_descale, first_slot, int32(slot), bn, spec.int8_keys, spec.is_cuda
                     )
                     if is_first > 0:
                         # [bm, bn]
-                        class_s = hl.dot(q_tile, k8[page, h, :, :].transpose(0, 1))
-                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 1, spec)
+                        class_s = scores(q_tile, k8[page, h, :, :].transpose(0, 1), spec.rows, bn, False, spec.is_cuda)
+                        if spec.int8_keys:
+                            class_s = times_descales(class_s, k_scales[page, h, :], 1, spec)
+                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, shift, scales, 1, spec)
                         class_key = int32(i * bn) + hl.arange(bn, dtype=torch.int32)
                         class_visible = visible_keys(class_key, on_diagonal, n_len, int32(left), int32(right), spec)
                         class_visible = in_run_of_query(
@@ -323,9 +342,16 @@ def fp8_attn_prefill(
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
+        if spec.shifts_lse:
+            # Not of a row without a key, whatever pages its tile has.
+            shift = torch.where(row_sum == 0.0, 0.0, shift)
         if spec.has_sinks:
             # [bm], in one run of them all
-            sink_log2 = hl.load(sinks, [head], extra_mask=in_range) * LOG2E
+            sink = hl.load(sinks, [head], extra_mask=in_range)
+            if spec.shifts_lse:
+                sink_log2 = fma(sink, hl.full([], LOG2E, dtype=torch.float32), -shift, spec.is_cuda)
+            else:
+                sink_log2 = sink * LOG2E
             sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
@@ -334,7 +360,10 @@ def fp8_attn_prefill(
             no_key = no_key & (total == total)  # a sink that is NaN stays one
         first_of_split = split * total_rows + b * kv_heads * rows_of_group
         lse_rows = first_of_split + head * m_len + query
-        hl.store(lse, [lse_rows], (m_i + torch.log2(total)) * LN2, extra_mask=in_range)
+        lse_log2 = m_i + torch.log2(total)
+        if spec.shifts_lse:
+            lse_log2 = lse_log2 + shift
+        hl.store(lse, [lse_rows], lse_log2 * LN2, extra_mask=in_range)
         out_rows = first_of_split + head * out_head_step + query * out_row_step
         # [bm, d_v_tile]
         channels = hl.arange(d_v_tile)

@@ -7,8 +7,8 @@
 
     int8 K:     x = rope(x) - mean;  k_descale = amax / 127;  k8 = round(x / k_descale)
 
-The mean is that of the page before the sequence's new keys, or the one that `first_mean` found, or 0; and each page that
-begins gets it, since pages before it may be given away.
+The mean is that of the page with the sequence's key before the new ones, or the one that `first_mean` found, or 0. Each
+page that begins gets it, since earlier pages may be given away.
 
 A descale is right for a key with amax / base in 2**-3..448, and for one of zeros. So most keys of most pages have their
 page's base, which an attention kernel takes as two numbers a page, and e4m3 the range for the others. A key that
@@ -226,10 +226,11 @@ def append_kv(
             x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
             if not spec.int8_keys:
                 x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
-        at = block * spec.bn + slot
         if spec.int8_keys:
             # The page with the key before these, or the first, if `first_mean` has seen it.
-            mean_page = hl.load(block_table, [torch.where(listed, b * max_pages + (first - (first > 0).to(torch.int32)) // spec.bn, 0)])
+            mean_page = hl.load(
+                block_table, [torch.where(listed, b * max_pages + (first - (first > 0).to(torch.int32)) // spec.bn, 0)]
+            )
             has_mean = listed & (mean_page >= 0) & (mean_page < num_pages) & ((first > 0) | (length >= spec.bn))
             mean_block = mean_page.to(torch.int64) * kv_heads + h
             # [D_pad]
@@ -237,7 +238,7 @@ def append_kv(
             x = x - mean.to(torch.float32).unsqueeze(0)
             # [keys]
             k_scale = descale_of_int8_key(torch.amax(torch.abs(x), 1), spec.k_limit_log2)
-            k_rows = to_int8(x, (1.0 / k_scale).unsqueeze(1), spec.is_cuda)
+            x = to_int8(x, (1.0 / k_scale).unsqueeze(1), spec.is_cuda)
         else:
             k_base = k_base_of_first_key(torch.amax(torch.amax(torch.abs(x_first), 1), 0), spec.k_base_log2)
             k_base = torch.where(begins, k_base, hl.load(k_descale, [base_at]))
@@ -246,8 +247,8 @@ def append_kv(
                 torch.amax(torch.abs(x), 1), k_base, spec.largest, spec.k_least_log2, spec.k_limit_log2
             )
             x = torch.where(invalid.unsqueeze(1), float("nan"), x * (1.0 / k_scale).unsqueeze(1))
-            k_rows = x.to(k8.dtype)
-        hl.store(k8, [at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], k_rows, extra_mask=stored.unsqueeze(1))
+        at = block * spec.bn + slot
+        hl.store(k8, [at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], x.to(k8.dtype), extra_mask=stored.unsqueeze(1))
         hl.store(k_descale, [at], k_scale, extra_mask=stored)
 
         # [keys, D_v_pad] and [2, D_v_pad]

@@ -110,7 +110,7 @@ def launch(a: AppendProblem) -> None:
     (H_kv, L, D), cache = a.k.shape[1:], a.cache
     num_pages, _, bn, D_pad = cache.k8.shape
     assert cache.k_mean is not None
-    assert L >= bn, "there is no whole page"
+    assert bn <= L, "there is no whole page"
     unit = common_unit(a.k)
     k = strided_rows(a.k, unit)
     rope = rope_tables(a.rope, D_pad, a.k.new_empty(1, dtype=torch.float32))

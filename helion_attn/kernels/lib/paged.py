@@ -1,4 +1,4 @@
-"""What the two kernels of a paged cache share: bases of pages, runs of pages, sums, and their launch.
+"""What the two kernels of a paged cache share: descales and what they mean, runs of pages, sums, and their launch.
 
 A query has the same bits from both, and whatever shares its tile: its runs are of the pages that it sees itself, a page
 of which it sees nothing leaves its sums as they are, and numbers are added in an order that no layout decides.
@@ -13,19 +13,20 @@ import torch
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.compiler.kernels import Runner
 from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, tanh
-from helion_attn.kernels.lib.keys import run_of_key_blocks
+from helion_attn.kernels.lib.keys import page_of, run_of_key_blocks
 from helion_attn.kernels.lib.references import own_references
-from helion_attn.kernels.lib.scalars import Int, int32
+from helion_attn.kernels.lib.scalars import Int, int32, least
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import (
     E4M3_BITS_OF_ONE,
-    E4M3_MAX,
     E4M3_STEPS,
+    FORMAT_MAX,
     FP32_TINY,
-    MAX_E4M3_SCORE,
+    INT8_SCORE_BIAS,
     MAX_P_OFFSET_LOG2,
+    MAX_PAGE_SCORE,
     MAX_PAGE_SCORE_LOG2,
     PAGE_REFERENCE_REACH_LOG2,
     takes_bits,
@@ -48,9 +49,12 @@ def bases_of_page(
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     first: Int,
     bn: hl.constexpr,
+    int8_keys: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The descales of a page's first key, of K and V, and 1 if another key of it has others, else 0.
+
+    Of int8 keys the largest descale in the place of K's first, and V's alone are compared.
 
     Every warp looks at all descales of the page, four keys a lane: so all warps know, with no barrier and no flag in
     memory that someone would have to keep.
@@ -58,10 +62,14 @@ def bases_of_page(
     if is_cuda:
         assert bn == 4 * 32, "a lane has four keys"
         like = hl.full([], 1.0, dtype=torch.float32), hl.full([], 1.0, dtype=torch.float32), int32(0)
-        return hl.inline_triton(BASES_OF_PAGE, args=(k_descale, v_descale, first), output_like=like)
+        code = BASES_OF_INT8_PAGE if int8_keys else BASES_OF_PAGE
+        return hl.inline_triton(code, args=(k_descale, v_descale, first), output_like=like)
     at = first + hl.arange(bn)
     k, v = hl.load(k_descale, [at]), hl.load(v_descale, [at])
     # Bits, of which those of a NaN are equal.
+    if int8_keys:
+        others = v.view(torch.int32) != v[0].view(torch.int32)
+        return torch.amax(k, 0), v[0], torch.amax(others.to(torch.int32), 0)
     others = (k.view(torch.int32) != k[0].view(torch.int32)) | (v.view(torch.int32) != v[0].view(torch.int32))
     return k[0], v[0], torch.amax(others.to(torch.int32), 0)
 
@@ -103,15 +111,38 @@ BASES_OF_PAGE = """tl.inline_asm_elementwise(
 )"""
 
 
+#: Of int8 keys. Descales are not negative, and a NaN's bits are larger than any.
+BASES_OF_INT8_PAGE = BASES_OF_PAGE.replace(
+    """    shfl.sync.idx.b32 $0, k0, 0, 31, 0xffffffff;
+""",
+    """    max.u32 k0, k0, k1;
+    max.u32 k2, k2, k3;
+    max.u32 k0, k0, k2;
+    redux.sync.max.u32 k0, k0, 0xffffffff;
+    mov.b32 $0, k0;
+""",
+).replace(
+    """    xor.b32 others, k0, $0;
+    lop3.b32 others, k1, $0, others, 0xBE;
+    lop3.b32 others, k2, $0, others, 0xBE;
+    lop3.b32 others, k3, $0, others, 0xBE;
+    lop3.b32 others, v0, $1, others, 0xBE;
+""",
+    """    xor.b32 others, v0, $1;
+""",
+)
+
+
 def class_of_slot(
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     first: Int,
     slot: torch.Tensor,  # []
     bn: hl.constexpr,
+    int8_keys: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, ...]:
-    """The keys of a page that have the descales of a slot, its class.
+    """The keys of a page that have the descales of a slot, its class; of int8 keys V's alone.
 
     Returns:
         1 if the slot is the first of them, else 0; the two descales; and four words for `keys_of_class`, which have a
@@ -121,11 +152,11 @@ def class_of_slot(
         one, none = hl.full([], 1.0, dtype=torch.float32), int32(0)
         return hl.inline_triton(
             CLASS_OF_SLOT,
-            args=(k_descale, v_descale, first, slot),
+            args=(v_descale if int8_keys else k_descale, v_descale, first, slot),
             output_like=(none, one, one, none, none, none, none),
         )
     at = first + hl.arange(bn)
-    k, v = hl.load(k_descale, [at]), hl.load(v_descale, [at])
+    k, v = hl.load(v_descale if int8_keys else k_descale, [at]), hl.load(v_descale, [at])
     same = (k.view(torch.int32) == k[slot].view(torch.int32)) & (v.view(torch.int32) == v[slot].view(torch.int32))
     keys = same.to(torch.int32)
     return (keys.argmax() == slot).to(torch.int32), k[slot], v[slot], keys, keys, keys, keys
@@ -208,18 +239,72 @@ def keys_of_class(
     return (words >> (keys & 6)) & (hl.full([], 1, dtype=torch.int32) << (keys & 25))
 
 
+def times_descales(
+    s: torch.Tensor,  # [bn, rows] or [rows, bn]
+    k_descale: torch.Tensor,  # [bn]
+    keys_axis: hl.constexpr,
+    spec: PagedSpec,
+) -> torch.Tensor:
+    """Scores of int8 keys times their keys' descales, in one FMA: a descale's product with the bias is exact."""
+    k_descale = k_descale.unsqueeze(1 - keys_axis)
+    if spec.s_bias:
+        return fma(s, k_descale, k_descale * -spec.s_bias, spec.is_cuda)
+    return s * k_descale
+
+
+def products_with_mean(
+    x: torch.Tensor,  # [rows, D_pad]: of Q
+    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad]
+    block_table: torch.Tensor,  # [B * max_pages]
+    first_entry: Int,
+    place: Int,
+    max_pages: int,
+    num_pages: int,
+    kv_heads: int,
+    h: Int,
+    scales: ScoreScales,
+    d_pad: int,
+    spec: PagedSpec,
+) -> torch.Tensor:
+    """Of each row, scaled as its scores, [rows]: what they lack for K's mean, which page `place` of a sequence has.
+
+    NaN of a page that is not known. Added pair by pair, as `sums_of_page`.
+    """
+    page, known = page_of(block_table, first_entry + least(place, int32(max_pages - 1)), num_pages)
+    mean = hl.load(k_mean, [(page * int32(kv_heads) + int32(h)) * d_pad + hl.arange(d_pad)]).to(torch.float32)
+    none = hl.zeros([], dtype=torch.float32)
+    # Products that no addition takes in.
+    total, width = fma(x, mean.unsqueeze(0), none, spec.is_cuda), d_pad
+    while width > 1:
+        width //= 2
+        total = total.reshape(spec.rows, width, 2).sum(2)
+    scale = hl.full([], scales.qk_scale, dtype=torch.float32)
+    return torch.where(known, fma(total.reshape(spec.rows), scale, none, spec.is_cuda), float("nan"))
+
+
 def base_scores(
     s: torch.Tensor,  # [bn, rows] or [rows, bn]
     q_scale_log2: torch.Tensor,  # [rows]
     k_base: torch.Tensor,  # []
+    shift: torch.Tensor,  # [rows]
     scales: ScoreScales,
     keys_axis: hl.constexpr,
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of keys that have their page's base, and what they are to be multiplied by, [rows], never 0."""
-    scale_log2 = maximum(q_scale_log2 * k_base, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
+    """Scores of keys that have their page's base, and what they are to be multiplied by, [rows], never 0.
+
+    Of int8 keys they are times their descales already.
+    """
+    scale_log2 = q_scale_log2
+    if not spec.int8_keys:
+        scale_log2 = scale_log2 * k_base
+    scale_log2 = maximum(scale_log2, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
     if spec.has_softcap:
-        s = tanh(s * scale_log2.unsqueeze(keys_axis), spec.is_cuda)
+        if spec.shifts_scores:
+            s = fma(s, scale_log2.unsqueeze(keys_axis), shift.unsqueeze(keys_axis), spec.is_cuda)
+        else:
+            s = s * scale_log2.unsqueeze(keys_axis)
+        s = tanh(s, spec.is_cuda)
         # [rows], also of NaN: tanh would have it
         scale_log2 = scale_log2 * 0.0 + scales.tanh_scale
     return s, scale_log2
@@ -232,7 +317,7 @@ def bases_are_wide(
     spec: PagedSpec,
 ) -> torch.Tensor:
     """1 if some score may pass `MAX_PAGE_SCORE_LOG2`, 0 if none does."""
-    largest = largest_q_scale_log2 * k_base * MAX_E4M3_SCORE
+    largest = largest_q_scale_log2 * k_base * spec.largest_score
     if spec.has_softcap:
         largest = hl.full([], scales.tanh_scale, dtype=torch.float32)
     # Not "large", since a NaN is not within.
@@ -383,6 +468,7 @@ def launch_paged(
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
     swapped = a.bshd and not in_parts
     p_bits = takes_bits(v8.dtype, max(a.cache.k8.size(3), v8.size(2)))
+    k_dtype, k_mean = a.cache.k8.dtype, a.cache.k_mean
     spec = PagedSpec(
         rows=tile_rows,
         bn_log2=page_size.bit_length() - 1,
@@ -391,7 +477,11 @@ def launch_paged(
         d=D,
         d_step=q.d_step,
         unit=unit,
-        q_largest=E4M3_MAX,
+        q_largest=FORMAT_MAX[k_dtype],
+        int8_keys=k_mean is not None,
+        s_bias=INT8_SCORE_BIAS if k_mean is not None and a.q.is_cuda else 0.0,
+        largest_score=MAX_PAGE_SCORE[k_dtype],
+        shift_lse=k_mean is not None and a.shift_lse,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),
         p_bits=p_bits,
         p_steps=E4M3_STEPS if p_bits else 1.0,
@@ -407,6 +497,8 @@ def launch_paged(
             "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if in_halves else v8,
             "k_descale": a.cache.k_descale.view(-1),
             "v_descale": a.cache.v_descale.view(-1),
+            "k_scales": a.cache.k_descale,
+            "k_mean": (a.cache.k_descale if k_mean is None else k_mean).view(-1),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "sinks": part_lse if a.softmax.sinks is None else a.softmax.sinks,

@@ -185,6 +185,10 @@ class PagedSpec(NamedTuple):
         d_step: from a channel of Q to the next.
         unit: what Q's other steps are multiples of.
         q_largest: the largest magnitude of a quantised row.
+        int8_keys: Q and K are int8, and a key's descale is a score's factor.
+        s_bias: how much too large scores are as the tensor core gives them.
+        largest_score: of the products of quantised rows.
+        shift_lse: K's mean took a product with each row from its scores, and somebody sees it.
         p_bits: P's bits come from scores, and row sums are of the rounded P.
         p_steps: an octave of P on the line that a score is taken to: `E4M3_STEPS` with `p_bits`, or 1.
         p_one: and where P is 1 on it.
@@ -199,6 +203,10 @@ class PagedSpec(NamedTuple):
     d_step: int
     unit: int
     q_largest: float
+    int8_keys: bool
+    s_bias: float
+    largest_score: float
+    shift_lse: bool
     p_bits: bool
     p_steps: float
     p_one: float
@@ -208,6 +216,16 @@ class PagedSpec(NamedTuple):
     has_softcap: bool
     has_sinks: bool
     is_cuda: bool
+
+    @property
+    def shifts_scores(self) -> bool:
+        """Whether rows' products with K's mean are added to scores: as in `AttentionSpec`."""
+        return self.int8_keys and self.has_softcap
+
+    @property
+    def shifts_lse(self) -> bool:
+        """Whether they are added to the lse: as in `AttentionSpec`."""
+        return self.shift_lse and not self.has_softcap
 
     @property
     def sum_rows(self) -> int:
