@@ -49,6 +49,7 @@ from helion_attn.kernels.lib.paged import (
     bases_are_wide,
     bases_of_page,
     class_of_slot,
+    descales_of_keys,
     in_run_of_query,
     inverse_of_power,
     keys_of_class,
@@ -83,7 +84,6 @@ def fp8_attn_decode(
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    k_scales: torch.Tensor,  # [num_pages, H_kv, bn]: K's descales again
     k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad] if int8_keys
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
@@ -177,17 +177,15 @@ def fp8_attn_decode(
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
             # [bn, D_pad] and [D_v_pad, bn]. Nothing stands between the loads, so they have one barrier.
             k_tile = k8[page, h, :, :]
-            if spec.int8_keys:
-                k_scale = k_scales[page, h, :]
             v_tile = v8[page, h, :, :]
             # [bn, rows]
             s = scores(k_tile, q_tile, bn, spec.rows, False, spec.is_cuda)
-            if spec.int8_keys:
-                s = times_descales(s, k_scale, 0, spec)
             first_slot = (page * int32(kv_heads) + int32(h)) * bn
             k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda)
             escapes = torch.maximum(escapes, escaped)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
+            if spec.int8_keys:
+                s = times_descales(s, descales_of_keys(k_descale, first_slot, bn, 0, spec.is_cuda), 0, spec)
             s, scale_log2 = base_scores(s, row_scale_log2, k_base, shift, scales, 0, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
@@ -239,7 +237,8 @@ def fp8_attn_decode(
                         # [bn, rows]
                         class_s = scores(k8[page, h, :, :], q_tile, bn, spec.rows, False, spec.is_cuda)
                         if spec.int8_keys:
-                            class_s = times_descales(class_s, k_scales[page, h, :], 0, spec)
+                            class_k = descales_of_keys(k_descale, first_slot, bn, 0, spec.is_cuda)
+                            class_s = times_descales(class_s, class_k, 0, spec)
                         class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, shift, scales, 0, spec)
                         class_key = again * bn + hl.arange(bn)
                         class_visible = visible_keys(class_key, diagonal + i, n_len, left, right, spec)

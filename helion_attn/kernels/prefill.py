@@ -33,6 +33,7 @@ from helion_attn.kernels.lib.paged import (
     bases_are_wide,
     bases_of_page,
     class_of_slot,
+    descales_of_keys,
     in_run_of_query,
     inverse_of_power,
     keys_of_class,
@@ -90,7 +91,6 @@ def fp8_attn_prefill(
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    k_scales: torch.Tensor,  # [num_pages, H_kv, bn]: K's descales again
     k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad] if int8_keys
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
@@ -198,8 +198,6 @@ def fp8_attn_prefill(
             entry = hl.load(block_table, [first_entry + least(run_end - 1, int32(j + 1))])
             # [bn, D_pad] and [d_v_tile, bn]
             k_page = k8[page, h, :, :]
-            if spec.int8_keys:
-                k_scale = k_scales[page, h, :]
             if spec.in_halves:
                 v_page = v8[page, h * 2, :, :]
                 v_high = v8[page, h * 2 + 1, :, :]
@@ -213,7 +211,7 @@ def fp8_attn_prefill(
             escapes = torch.maximum(escapes, escaped)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             if spec.int8_keys:
-                s = times_descales(s, k_scale, 1, spec)
+                s = times_descales(s, descales_of_keys(k_descale, first_slot, bn, 1, spec.is_cuda), 1, spec)
             s, scale_log2 = base_scores(s, row_scale_log2, k_base, shift, scales, 1, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
@@ -272,7 +270,8 @@ def fp8_attn_prefill(
                         # [bm, bn]
                         class_s = scores(q_tile, k8[page, h, :, :].transpose(0, 1), spec.rows, bn, False, spec.is_cuda)
                         if spec.int8_keys:
-                            class_s = times_descales(class_s, k_scales[page, h, :], 1, spec)
+                            class_k = descales_of_keys(k_descale, first_slot, bn, 1, spec.is_cuda)
+                            class_s = times_descales(class_s, class_k, 1, spec)
                         class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, shift, scales, 1, spec)
                         class_key = int32(i * bn) + hl.arange(bn, dtype=torch.int32)
                         class_visible = visible_keys(class_key, on_diagonal, n_len, int32(left), int32(right), spec)

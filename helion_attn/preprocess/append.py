@@ -238,7 +238,6 @@ def append_kv(
             x = x - mean.to(torch.float32).unsqueeze(0)
             # [keys]
             k_scale = descale_of_int8_key(torch.amax(torch.abs(x), 1), spec.k_limit_log2)
-            x = to_int8(x, (1.0 / k_scale).unsqueeze(1), spec.is_cuda)
         else:
             k_base = k_base_of_first_key(torch.amax(torch.amax(torch.abs(x_first), 1), 0), spec.k_base_log2)
             k_base = torch.where(begins, k_base, hl.load(k_descale, [base_at]))
@@ -248,7 +247,12 @@ def append_kv(
             )
             x = torch.where(invalid.unsqueeze(1), float("nan"), x * (1.0 / k_scale).unsqueeze(1))
         at = block * spec.bn + slot
-        hl.store(k8, [at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], x.to(k8.dtype), extra_mask=stored.unsqueeze(1))
+        k_at = at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
+        if spec.int8_keys:
+            k_rows = to_int8(x, (1.0 / k_scale).unsqueeze(1), spec.is_cuda)
+            hl.store(k8, [k_at], k_rows, extra_mask=stored.unsqueeze(1))
+        else:
+            hl.store(k8, [k_at], x.to(k8.dtype), extra_mask=stored.unsqueeze(1))
         hl.store(k_descale, [at], k_scale, extra_mask=stored)
 
         # [keys, D_v_pad] and [2, D_v_pad]

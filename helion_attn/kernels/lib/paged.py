@@ -239,6 +239,51 @@ def keys_of_class(
     return (words >> (keys & 6)) & (hl.full([], 1, dtype=torch.int32) << (keys & 25))
 
 
+def descales_of_keys(
+    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    first: Int,
+    bn: hl.constexpr,
+    keys_axis: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> torch.Tensor:
+    """K's descales of a page, [bn], for scores with their keys on this axis.
+
+    Each thread loads those of its scores when it needs them, and has no registers for them before: they are in the
+    cache since `bases_of_page`.
+    """
+    if is_cuda:
+        assert bn == 128, "the code says so"
+        like = hl.zeros([bn], dtype=torch.float32)
+        return hl.inline_triton((KEYS_APART, KEYS_BY_TWOS)[keys_axis], args=(k_descale, first), output_like=like)
+    return hl.load(k_descale, [first + hl.arange(bn)])
+
+
+#: `descales_of_keys` on the GPU, of a tensor and an index, where a thread has keys eight apart.
+KEYS_APART = """tl.inline_asm_elementwise(
+    asm="ld.global.nc.f32 $0, [$1];",
+    constraints="=f,l",
+    args=[{0} + ({1}) + tl.arange(0, 128)],
+    dtype=tl.float32,
+    is_pure=True,
+    pack=1,
+)"""
+
+#: And where it has two neighbours.
+KEYS_BY_TWOS = """tl.reshape(
+    tl.join(
+        *tl.inline_asm_elementwise(
+            asm="ld.global.nc.v2.f32 {{$0, $1}}, [$2];",
+            constraints="=f,=f,l",
+            args=[{0} + ({1}) + 2 * tl.arange(0, 64)],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    ),
+    [128],
+)"""
+
+
 def times_descales(
     s: torch.Tensor,  # [bn, rows] or [rows, bn]
     k_descale: torch.Tensor,  # [bn]
@@ -497,7 +542,6 @@ def launch_paged(
             "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if in_halves else v8,
             "k_descale": a.cache.k_descale.view(-1),
             "v_descale": a.cache.v_descale.view(-1),
-            "k_scales": a.cache.k_descale,
             "k_mean": (a.cache.k_descale if k_mean is None else k_mean).view(-1),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
