@@ -90,6 +90,7 @@ def fp8_attn_decode(
     sinks: torch.Tensor,  # [H] if has_sinks
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
+    lse_shift: torch.Tensor,  # [B * H * M] if shifts_lse and in_runs, written
     splits: int,
     m_tiles: int,
     max_pages: int,
@@ -170,8 +171,9 @@ def fp8_attn_decode(
         shift = q_scale_log2
         if spec.shifts_scores or spec.shifts_lse:
             shift = products_with_mean(
-                x, k_mean, block_table, b * max_pages, n_begin, max_pages, num_pages, kv_heads, h, scales, d_pad, spec
-            )
+                x, k_mean, block_table, b * max_pages, n_begin, max_pages, num_pages, kv_heads, h,
+                diagonal + i, n_len, right, scales, d_pad, spec,
+            )  # fmt: skip
 
         for j in hl.grid(n_begin, n_end):
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
@@ -297,9 +299,6 @@ def fp8_attn_decode(
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
-        if spec.shifts_lse:
-            # Not of a row without a key, whatever pages its tile has.
-            shift = torch.where(row_sum == 0.0, 0.0, shift)
         if spec.has_sinks:
             # [rows], in one run of them all
             sink = hl.load(sinks, [head], extra_mask=in_range)
@@ -322,9 +321,11 @@ def fp8_attn_decode(
         hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
         lse_rows = split * total_rows + bh * group * m_len + r
         lse_log2 = m_i + torch.log2(total)
-        if spec.shifts_lse:
+        if spec.shifts_lse and not spec.in_runs:
             lse_log2 = lse_log2 + shift
         hl.store(lse, [lse_rows], lse_log2 * LN2, extra_mask=in_range)
+        if spec.shifts_lse and spec.in_runs:
+            hl.store(lse_shift, [lse_rows], shift * LN2, extra_mask=in_range & (split + 0 * r == 0))
 
 
 @functools.cache

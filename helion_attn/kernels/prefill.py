@@ -97,6 +97,7 @@ def fp8_attn_prefill(
     sinks: torch.Tensor,  # [H] if has_sinks
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
+    lse_shift: torch.Tensor,  # [B * H * M] if shifts_lse and in_runs, written
     splits: int,
     m_tiles: int,
     max_pages: int,
@@ -188,8 +189,9 @@ def fp8_attn_prefill(
         shift = q_scale_log2
         if spec.shifts_scores or spec.shifts_lse:
             shift = products_with_mean(
-                x, k_mean, block_table, first_entry, run_begin, max_pages, num_pages, kv_heads, h, scales, d_pad, spec
-            )
+                x, k_mean, block_table, first_entry, run_begin, max_pages, num_pages, kv_heads, h,
+                on_diagonal, n_len, right, scales, d_pad, spec,
+            )  # fmt: skip
         entry = hl.load(block_table, [first_entry + least(run_begin, int32(max_pages - 1))])
         for j in hl.grid(run_begin, run_end):
             page, known_page = page_of_entry(entry, num_pages)
@@ -341,9 +343,6 @@ def fp8_attn_prefill(
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
-        if spec.shifts_lse:
-            # Not of a row without a key, whatever pages its tile has.
-            shift = torch.where(row_sum == 0.0, 0.0, shift)
         if spec.has_sinks:
             # [bm], in one run of them all
             sink = hl.load(sinks, [head], extra_mask=in_range)
@@ -360,9 +359,11 @@ def fp8_attn_prefill(
         first_of_split = split * total_rows + b * kv_heads * rows_of_group
         lse_rows = first_of_split + head * m_len + query
         lse_log2 = m_i + torch.log2(total)
-        if spec.shifts_lse:
+        if spec.shifts_lse and not spec.in_runs:
             lse_log2 = lse_log2 + shift
         hl.store(lse, [lse_rows], lse_log2 * LN2, extra_mask=in_range)
+        if spec.shifts_lse and spec.in_runs:
+            hl.store(lse_shift, [lse_rows], shift * LN2, extra_mask=in_range & (split + 0 * r == 0))
         out_rows = first_of_split + head * out_head_step + query * out_row_step
         # [bm, d_v_tile]
         channels = hl.arange(d_v_tile)

@@ -1,15 +1,17 @@
-"""The rounding model of attention over a KV cache: as `rounding_model`, but a key has its page's descale or its own."""
+"""The rounding model of attention over a KV cache: as `rounding_model`, with descales of keys."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from helion_attn.configs import page_packing
 from helion_attn.numerics import (
-    DESCALE_MIN,
     E4M3_BITS_OF_ONE,
     E4M3_MAX,
     E4M3_STEPS,
+    FORMAT_MAX,
     K_AMAX_IN_BASE,
     LEAST_AMAX_IN_BASE,
     LN2,
@@ -19,17 +21,35 @@ from helion_attn.numerics import (
     MAX_V_DESCALE_LOG2,
     MIN_K_DESCALE_LOG2,
     PAGE_REFERENCE_REACH_LOG2,
+    SIGNIFICANT_MEAN,
     takes_bits,
 )
-from helion_attn.reference.rounding_model import below, e4m3_of_line
+from helion_attn.reference.rounding_model import below, e4m3_of_line, to_descale
 from helion_attn.reference.shapes import default_sm_scale, hide_keys
+from helion_attn.types import CACHE_RECIPE, Recipe, RecipeName, as_cache_recipe
 
 E4M3 = torch.float8_e4m3fn
 
 
-def row_descale(x: torch.Tensor) -> torch.Tensor:
-    """[..., D] to [..., 1]: of rows of Q."""
-    return (x.float().abs().amax(-1, keepdim=True) * (1.0 / E4M3_MAX)).clamp_min(DESCALE_MIN)
+def row_descale(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[..., D] to [..., 1]: of rows of Q, and of int8 keys but for two bits."""
+    return to_descale(x.float().abs().amax(-1, keepdim=True), FORMAT_MAX[dtype])
+
+
+def first_mean(k: torch.Tensor, page: int, first: int) -> torch.Tensor:
+    """[B, H_kv, N, D] to [B, H_kv, 1, D], in bf16's numbers: what is subtracted from int8 keys, of `first` at once."""
+    of_page = k[:, :, :page].float()
+    if first < page:
+        return torch.zeros_like(of_page[:, :, :1])
+    mean = of_page.sum(2, keepdim=True) / page
+    least = (of_page.amax(2, keepdim=True) - of_page.amin(2, keepdim=True)) * (SIGNIFICANT_MEAN / math.sqrt(page))
+    return torch.where((mean.abs() <= least) | ~mean.isfinite(), 0.0, mean).bfloat16().float()
+
+
+def int8_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys less their mean, [..., D], to int8's numbers and descales [..., 1], which have 22 bits."""
+    descale = (row_descale(k, torch.int8).view(torch.int32) & -4).view(torch.float32)
+    return (k * (1.0 / descale)).round(), descale
 
 
 def _powers(exponent: torch.Tensor) -> torch.Tensor:
@@ -87,6 +107,8 @@ def fp8_attention_kvcache(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    recipe: Recipe | RecipeName = CACHE_RECIPE,
+    first: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over a cache to which k and v were appended, as the kernel rounds it, in one run of pages.
 
@@ -94,7 +116,8 @@ def fp8_attention_kvcache(
     `v_descales`, and of P, against the largest weight of the row in its page, or 2**-72 of that up to its page. Up
     to head dim 128 P's bits are a line of the score, and row sums are of the rounded P. Keys with descales of their
     own come last, page by page, those of a page that have the same as if they were a page of their own. Sums are
-    fp32. V is finite and below 2**34.
+    fp32. V is finite and below 2**34. Int8 keys are rounded without their mean, a row of them by its own descale,
+    whatever the page's others have.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any device.
@@ -103,6 +126,8 @@ def fp8_attention_kvcache(
         causal: row i sees keys j <= i + N - M.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default.
         window: and softcap, sinks, as in `fp8_attention`.
+        recipe: of the cache.
+        first: keys of a sequence's first append; all by default.
 
     Returns:
         fp32 out [B, H, M, D_v] and lse [B, H, M], natural log.
@@ -115,14 +140,22 @@ def fp8_attention_kvcache(
     N, D_v, group = k.shape[2], v.size(3), H // k.shape[1]
     packing = page_packing(D, D_v)
     page, bits = packing.page_size, takes_bits(E4M3, max(packing.D_pad, packing.D_v_pad))
-    q_scale, (k_scale, k_base), (v_scale, v_base) = row_descale(q), k_descales(k, page), v_descales(v, page)
-    q8, k8, v8 = (
-        (x.float() * (1.0 / scale)).to(E4M3).float() for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale))
+    qk_dtype, (v_scale, v_base) = as_cache_recipe(recipe).qk_dtype, v_descales(v, page)
+    q_scale, v8 = row_descale(q, qk_dtype), (v.float() * (1.0 / v_scale)).to(E4M3).float()
+    q8, mean = q.float() * (1.0 / q_scale), k.new_zeros((B, k.size(1), 1, D), dtype=torch.float32)
+    if qk_dtype == torch.int8:
+        mean = first_mean(k, page, N if first is None else first)
+        q8, (k8, k_scale) = q8.round(), int8_keys(k.float() - mean)
+        k_base = k_scale
+    else:
+        k_scale, k_base = k_descales(k, page)
+        q8, k8 = q8.to(E4M3).float(), (k.float() * (1.0 / k_scale)).to(E4M3).float()
+    k8, v8, k_scale, v_scale, k_base, v_base, mean = (
+        x.repeat_interleave(group, 1) for x in (k8, v8, k_scale, v_scale, k_base, v_base, mean)
     )
-    k8, v8, k_scale, v_scale, k_base, v_base = (
-        x.repeat_interleave(group, 1) for x in (k8, v8, k_scale, v_scale, k_base, v_base)
-    )
-    q_scale_log2 = q_scale * (default_sm_scale(sm_scale, D) * LOG2E)
+    scale_log2 = default_sm_scale(sm_scale, D) * LOG2E
+    # [B, H, M, 1]
+    q_scale_log2, shift_log2 = q_scale * scale_log2, (q.float() @ mean.mT) * scale_log2
 
     m_i = m_run = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
     l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
@@ -135,7 +168,7 @@ def fp8_attention_kvcache(
         # [B, H, M, page]
         t = (q8 @ k8[:, :, keys].mT) * k_scale[:, :, keys].mT * q_scale_log2
         if softcap is not None:
-            t = softcap * LOG2E * torch.tanh(t * (LN2 / softcap))
+            t = softcap * LOG2E * torch.tanh((t + shift_log2) * (LN2 / softcap))
         t = hide_keys(t + torch.log2(v_scale[:, :, keys]).mT, 0, j, M, N, causal, window)
         t = t.masked_fill(~taken.unsqueeze(2), float("-inf"))
         top = below(t.amax(3, keepdim=True), MAX_P_OFFSET_LOG2[E4M3])
@@ -152,8 +185,9 @@ def fp8_attention_kvcache(
         acc = acc * alpha + p8 @ v8[:, :, keys]
         m_i = m_new
 
-    # [B, H, N]: a number for each pair of descales.
-    pairs = (torch.log2(k_scale) * 1024 + torch.log2(v_scale)).squeeze(3)
+    # [B, H, N]: a number for each pair of descales, of int8 keys for each of V's.
+    of_k = torch.zeros_like(k_scale) if qk_dtype == torch.int8 else torch.log2(k_scale)
+    pairs = (of_k * 1024 + torch.log2(v_scale)).squeeze(3)
     escapes = ((k_scale != k_base) | (v_scale != v_base)).squeeze(3)
     for j in range(0, N, page):
         add(j, ~escapes[:, :, j : j + page])
@@ -165,7 +199,7 @@ def fp8_attention_kvcache(
             taken = rest & (pairs[:, :, j : j + page] == of_first)
             add(j, taken)
             rest &= ~taken
-    lse = (m_i + torch.log2(l_i)) * LN2
+    lse = (m_i + torch.log2(l_i) + (shift_log2 if softcap is None else 0.0)) * LN2
     key_share = torch.ones_like(lse)
     if sinks is not None:
         key_lse = lse

@@ -16,15 +16,23 @@ def poison(cache: ha.PagedKVCache) -> None:
         x.view(torch.uint8).fill_(0x7F)
     for x in (cache.k_descale, cache.v_descale):
         x.fill_(float("nan"))
+    if cache.k_mean is not None:
+        cache.k_mean.fill_(float("nan"))
 
 
 def make_cache(
-    lengths: list[int], H_kv: int, D: int, D_v: int | None = None, device: str = "cpu", seed: int = 0
+    lengths: list[int],
+    H_kv: int,
+    D: int,
+    D_v: int | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    recipe: ha.Recipe = ha.FAST,
 ) -> tuple[ha.PagedKVCache, torch.Tensor, torch.Tensor]:
     """A poisoned pool, a block table of pages in random order, and the lengths."""
     size = ha.paged_kv_cache(1, H_kv, D, D_v=D_v).page_size
     pages = [-(-n // size) for n in lengths]
-    cache = ha.paged_kv_cache(sum(pages) + 3, H_kv, D, D_v=D_v, device=device)
+    cache = ha.paged_kv_cache(sum(pages) + 3, H_kv, D, D_v=D_v, device=device, recipe=recipe)
     poison(cache)
     order = torch.randperm(sum(pages) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
     table = torch.full((len(lengths), max(pages) + 1), NO_PAGE, dtype=torch.int32)

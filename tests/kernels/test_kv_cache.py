@@ -36,6 +36,7 @@ class Decoding:
     seqlens: torch.Tensor
     causal: bool = True
     masks: dict[str, Any] = dataclasses.field(default_factory=dict)  # window, softcap, sinks
+    recipe: ha.Recipe = ha.FAST
 
     def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 `(out, lse)`."""
@@ -59,7 +60,7 @@ class Decoding:
                 continue
             options = {"causal": self.causal} | self.masks
             oracle, oracle_lse = ha.reference.attention(*self.sequence(b), **options, return_lse=True)
-            model, model_lse = ha.reference.fp8_attention_kvcache(*self.sequence(b), **options)
+            model, model_lse = ha.reference.fp8_attention_kvcache(*self.sequence(b), recipe=self.recipe, **options)
             error = relative_error(out[b : b + 1], oracle)
             budget = error_budget(relative_error(model, oracle), out.dtype, device=out.device, softcap=softcap)
             assert error <= budget, f"sequence {b}: error {error:.4g}, budget {budget:.4g}"
@@ -86,16 +87,22 @@ def make_decoding(
     dtype: torch.dtype = torch.bfloat16,
     causal: bool = True,
     scale: float = 1.0,
+    recipe: ha.Recipe = ha.FAST,
 ) -> Decoding:
     q, k, v = make_qkv(kind, len(lengths), H, H_kv, M, max(lengths), D, dtype, device, D_v=D_v)
     # As many queries as make_qkv was asked for, of sequences of any length.
     q, k = q * scale, k * scale
-    cache, table, seqlens = make_cache(lengths, H_kv, D, D_v, device)
+    cache, table, seqlens = make_cache(lengths, H_kv, D, D_v, device, recipe=recipe)
     append_all(cache, k, v, table, lengths)
-    return Decoding(q, k, v, lengths, cache, table, seqlens, causal)
+    return Decoding(q, k, v, lengths, cache, table, seqlens, causal, recipe=recipe)
 
 
 RAGGED = [300, 0, 1, 128, 129, 17]
+
+BOTH = pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
+
+#: Where int8 keys have a mean.
+KIND = {ha.FAST: "randn", ha.BALANCED: "k_channels"}
 
 #: Behind a first key with 90% of the probability.
 BEHIND_A_SINK = "sink_v_small_90"
@@ -113,8 +120,11 @@ PREFILLED = 50
         *((BEHIND_A_SINK, 2, 2), (BEHIND_A_SINK, 1, PREFILLED)),
     ],
 )
-def test_ragged_lengths(kind: str, splits: int | None, M: int, device: str, poisoned: Poisoned) -> None:
-    case = make_decoding(kind, RAGGED, 4, 2, M, 64, device)
+@BOTH
+def test_ragged_lengths(
+    kind: str, splits: int | None, M: int, recipe: ha.Recipe, device: str, poisoned: Poisoned
+) -> None:
+    case = make_decoding(kind, RAGGED, 4, 2, M, 64, device, recipe=recipe)
     with poisoned():
         out, lse = case.run(num_splits=splits)
     case.check(out, lse)
@@ -159,22 +169,23 @@ MASKS: dict[str, tuple[bool, dict[str, Any]]] = {
         *(("right", PREFILLED, 1), ("all", PREFILLED, 2), ("all_but_causal", PREFILLED, 1)),
     ],
 )
-def test_masks(name: str, M: int, splits: int, device: str, poisoned: Poisoned) -> None:
+@BOTH
+def test_masks(name: str, M: int, splits: int, recipe: ha.Recipe, device: str, poisoned: Poisoned) -> None:
     causal, masks = MASKS[name]
     if "sinks" in masks:
         masks = masks | {"sinks": torch.tensor(masks["sinks"], device=device)}
     lengths = [420, 0, 1, 128, 257]
-    case = dataclasses.replace(
-        make_decoding("randn", lengths, 4, 2, M, 64, device, causal=causal, scale=2.0), masks=masks
-    )
+    made = make_decoding(KIND[recipe], lengths, 4, 2, M, 64, device, causal=causal, scale=2.0, recipe=recipe)
+    case = dataclasses.replace(made, masks=masks)
     with poisoned():
         out, lse = case.run(num_splits=splits)
     case.check(out, lse)
 
 
 @pytest.mark.parametrize(("splits", "M"), [(1, 2), (3, 2), (2, PREFILLED)])
-def test_pages_outside_the_window_are_not_read(splits: int, M: int, device: str) -> None:
-    case = make_decoding("randn", [700, 390], 4, 2, M, 64, device)
+@BOTH
+def test_pages_outside_the_window_are_not_read(splits: int, M: int, recipe: ha.Recipe, device: str) -> None:
+    case = make_decoding(KIND[recipe], [700, 390], 4, 2, M, 64, device, recipe=recipe)
     case = dataclasses.replace(case, masks={"window": (100, 0)})
     expected = case.run(num_splits=splits)
     table = case.table.clone()
@@ -191,8 +202,9 @@ def test_pages_outside_the_window_are_not_read(splits: int, M: int, device: str)
         *((192, 128, 2), (64, 256, 2), (16, 16, PREFILLED), (128, 128, PREFILLED), (64, 256, PREFILLED)),
     ],
 )
-def test_head_dims(D: int, D_v: int, M: int, device: str) -> None:
-    case = make_decoding("biased_v", [150, 40], 4, 2, M, D, device, D_v=D_v)
+@BOTH
+def test_head_dims(D: int, D_v: int, M: int, recipe: ha.Recipe, device: str) -> None:
+    case = make_decoding("biased_v", [150, 40], 4, 2, M, D, device, D_v=D_v, recipe=recipe)
     case.check(*case.run(num_splits=2))
 
 
@@ -205,9 +217,10 @@ def test_dtypes(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.03, 5.0, 30.0])
-def test_scores_of_any_size(scale: float, device: str) -> None:
+@BOTH
+def test_scores_of_any_size(scale: float, recipe: ha.Recipe, device: str) -> None:
     """Logits of up to some 0.005, 150 and 5000, of both signs."""
-    case = make_decoding("randn", [300], 4, 2, 2, 64, device, scale=scale)
+    case = make_decoding("randn", [300], 4, 2, 2, 64, device, scale=scale, recipe=recipe)
     case.check(*case.run(num_splits=2))
 
 
@@ -219,12 +232,14 @@ def test_scores_of_any_size(scale: float, device: str) -> None:
         ("biased_v", 3),
         ("outlier", PREFILLED),
         *((BEHIND_A_SINK, M) for M in (3, PREFILLED)),
+        ("k_channels", 3),
     ],
 )
-def test_matches_the_rounding_model(kind: str, M: int) -> None:
-    case = make_decoding(kind, [300], 4, 2, M, 64, "cpu")
+@BOTH
+def test_matches_the_rounding_model(kind: str, M: int, recipe: ha.Recipe) -> None:
+    case = make_decoding(kind, [300], 4, 2, M, 64, "cpu", recipe=recipe)
     out, lse = case.run(num_splits=1)
-    model, model_lse = ha.reference.fp8_attention_kvcache(*case.sequence(0))
+    model, model_lse = ha.reference.fp8_attention_kvcache(*case.sequence(0), recipe=recipe)
     # A score that differs in its last bit may take a P over a rounding boundary: that is one row in many.
     assert row_errors(out, model).median() < 1e-6
     assert row_errors(out, model).max() < 2.0**-7
@@ -232,9 +247,10 @@ def test_matches_the_rounding_model(kind: str, M: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 5.0])
-def test_a_query_has_the_same_bits_in_both_kernels(scale: float, device: str) -> None:
+@BOTH
+def test_a_query_has_the_same_bits_in_both_kernels(scale: float, recipe: ha.Recipe, device: str) -> None:
     """Alone, in `fp8_attn_decode`, and among many, in `fp8_attn_prefill`, with P of each page against the same."""
-    many = make_decoding(BEHIND_A_SINK, [400, 129], 4, 2, PREFILLED, 64, device, scale=scale)
+    many = make_decoding(BEHIND_A_SINK, [400, 129], 4, 2, PREFILLED, 64, device, scale=scale, recipe=recipe)
     alone = dataclasses.replace(many, q=many.q[:, :, -1:].contiguous())
     (out, lse), (expected, expected_lse) = (x.run(num_splits=1, out_dtype=torch.bfloat16) for x in (alone, many))
     assert torch.equal(out, expected[:, :, -1:])

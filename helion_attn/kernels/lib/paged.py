@@ -307,13 +307,16 @@ def products_with_mean(
     num_pages: int,
     kv_heads: int,
     h: Int,
+    on_diagonal: torch.Tensor,  # [rows]
+    n_len: torch.Tensor,  # []
+    right: int,
     scales: ScoreScales,
     d_pad: int,
     spec: PagedSpec,
 ) -> torch.Tensor:
     """Of each row, scaled as its scores, [rows]: what they lack for K's mean, which page `place` of a sequence has.
 
-    NaN of a page that is not known. Added pair by pair, as `sums_of_page`.
+    NaN of a page that is not known, and 0 of a row that sees no key. Added pair by pair, as `sums_of_page`.
     """
     page, known = page_of(block_table, first_entry + least(place, int32(max_pages - 1)), num_pages)
     mean = hl.load(k_mean, [(page * int32(kv_heads) + int32(h)) * d_pad + hl.arange(d_pad)]).to(torch.float32)
@@ -324,7 +327,11 @@ def products_with_mean(
         width //= 2
         total = total.reshape(spec.rows, width, 2).sum(2)
     scale = hl.full([], scales.qk_scale, dtype=torch.float32)
-    return torch.where(known, fma(total.reshape(spec.rows), scale, none, spec.is_cuda), float("nan"))
+    product = torch.where(known, fma(total.reshape(spec.rows), scale, none, spec.is_cuda), float("nan"))
+    sees_keys = n_len > 0
+    if spec.has_right:
+        sees_keys = sees_keys & (on_diagonal + int32(right) >= 0)
+    return torch.where(sees_keys, product, 0.0)
 
 
 def base_scores(
@@ -535,6 +542,8 @@ def launch_paged(
         has_sinks=a.softmax.sinks is not None,
         is_cuda=a.q.is_cuda,
     )
+    # Parts lack it, so that their weights do not depend on whether somebody sees it.
+    lse_shift = lse.new_empty(B * H * M) if in_parts and spec.shifts_lse else None
     kernel.run(
         {
             "q": q.flat,
@@ -548,6 +557,7 @@ def launch_paged(
             "sinks": part_lse if a.softmax.sinks is None else a.softmax.sinks,
             "out": parts,
             "lse": part_lse,
+            "lse_shift": part_lse if lse_shift is None else lse_shift,
             "splits": splits,
             "m_tiles": -(-H // H_kv * M // tile_rows),
             "max_pages": max_pages,
@@ -566,4 +576,4 @@ def launch_paged(
         }
     )
     if in_parts:
-        merge_splits(parts, part_lse.view(splits, -1), out, lse, a.bshd)
+        merge_splits(parts, part_lse.view(splits, -1), out, lse, a.bshd, None, lse_shift)
