@@ -357,8 +357,9 @@ def test_appending_one_by_one_is_appending_at_once(device: str) -> None:
             assert torch.equal(x, y)
 
 
-def test_appending_changes_nothing_else(device: str) -> None:
-    case = make_decoding("randn", [100, 130], 2, 2, 1, 64, device)
+@BOTH
+def test_appending_changes_nothing_else(recipe: ha.Recipe, device: str) -> None:
+    case = make_decoding("randn", [100, 130], 2, 2, 1, 64, device, recipe=recipe)
     before = [x.clone() for x in vars(case.cache).values() if isinstance(x, torch.Tensor)]
     k, v = case.k[:1, :, :3] * 100, case.v[:1, :, :3] * 100
     ha.append_kvcache(case.cache, k, v, case.table[:1].contiguous(), case.seqlens[:1].contiguous())
@@ -430,8 +431,9 @@ def test_pages_may_lie_anywhere(device: str) -> None:
         assert torch.equal(x, expected)
 
 
-def test_more_queries_than_keys(device: str) -> None:
-    case = make_decoding("randn", [3, 0], 4, 2, 8, 64, device)
+@BOTH
+def test_more_queries_than_keys(recipe: ha.Recipe, device: str) -> None:
+    case = make_decoding("randn", [3, 0], 4, 2, 8, 64, device, recipe=recipe)
     for splits in (1, 2):
         out, lse = case.run(num_splits=splits)
         case.check(out, lse)
@@ -484,9 +486,12 @@ def test_values_of_any_size(magnitude: float, device: str) -> None:
         *((float("inf"), 2, 1, "k"), (2.0**70, 2, 1, "k"), (2.0**70, 2, 1, "v")),
     ],
 )
-def test_what_is_not_finite_stays_within_its_sequence(bad: float, H: int, M: int, where: str, device: str) -> None:
+@BOTH
+def test_what_is_not_finite_stays_within_its_sequence(
+    bad: float, H: int, M: int, where: str, recipe: ha.Recipe, device: str
+) -> None:
     """And leaves with it: a page that another sequence takes over is clean."""
-    case = make_decoding("randn", [140, 140], H, 2, M, 64, device)
+    case = make_decoding(KIND[recipe], [140, 140], H, 2, M, 64, device, recipe=recipe)
     expected, expected_lse = case.run(num_splits=2)
     x = {"q": case.q, "k": case.k, "v": case.v}[where]
     kept = x.clone()
@@ -515,8 +520,11 @@ def test_what_is_not_finite_stays_within_its_sequence(bad: float, H: int, M: int
 
 
 @pytest.mark.parametrize(("length", "H", "M"), [(-1, 2, 1), (385, 2, 1), (2**31 - 1, 2, 1), (385, 4, PREFILLED)])
-def test_a_length_that_the_table_cannot_have_gives_nan(length: int, H: int, M: int, device: str) -> None:
-    case = make_decoding("randn", [140, 140], H, 2, M, 64, device)
+@BOTH
+def test_a_length_that_the_table_cannot_have_gives_nan(
+    length: int, H: int, M: int, recipe: ha.Recipe, device: str
+) -> None:
+    case = make_decoding(KIND[recipe], [140, 140], H, 2, M, 64, device, recipe=recipe)
     expected, _ = case.run()
     seqlens = torch.tensor([length, 140], dtype=torch.int32, device=device)
     for splits in (1, 3):
@@ -527,9 +535,10 @@ def test_a_length_that_the_table_cannot_have_gives_nan(length: int, H: int, M: i
 
 
 @pytest.mark.parametrize(("page", "H", "M"), [(-1, 2, 1), (1000, 2, 1), (1000, 4, 40)])
-def test_a_page_outside_of_the_pool(page: int, H: int, M: int, device: str) -> None:
+@BOTH
+def test_a_page_outside_of_the_pool(page: int, H: int, M: int, recipe: ha.Recipe, device: str) -> None:
     """Is not written, and read as NaN by the rows that see it, of either kernel."""
-    case = make_decoding("randn", [170, 170], H, 2, M, 64, device)
+    case = make_decoding(KIND[recipe], [170, 170], H, 2, M, 64, device, recipe=recipe)
     expected, _ = case.run()
     case.table[0, 1] = page
     before = [x.clone() for x in vars(case.cache).values() if isinstance(x, torch.Tensor)]
@@ -541,8 +550,9 @@ def test_a_page_outside_of_the_pool(page: int, H: int, M: int, device: str) -> N
     assert torch.equal(out[1], expected[1])
 
 
-def test_keys_past_the_table_are_not_stored(device: str) -> None:
-    case = make_decoding("randn", [140], 2, 2, 1, 64, device)
+@BOTH
+def test_keys_past_the_table_are_not_stored(recipe: ha.Recipe, device: str) -> None:
+    case = make_decoding("randn", [140], 2, 2, 1, 64, device, recipe=recipe)
     before = [x.clone() for x in vars(case.cache).values() if isinstance(x, torch.Tensor)]
     for start in (-1, case.table.size(1) * case.cache.page_size, 2**31 - 1):
         at = torch.tensor([start], dtype=torch.int32, device=device)
