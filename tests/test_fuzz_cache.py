@@ -73,6 +73,7 @@ class Specialisation:
     has_sinks: bool
     has_splits: bool
     rotation: Rotation | None
+    recipe: ha.Recipe = ha.FAST
 
     def __str__(self) -> str:
         return "-".join(name_parts(self))
@@ -94,7 +95,9 @@ def specialisations(count: int) -> list[Specialisation]:
         if layouts == "strided_d" or i % 2:
             rotation = None
         flags = (left, right, softcap, sinks, i % 3 == 1)
-        drawn.append(Specialisation(D, D_v, dtype, out_dtype, layouts, *flags, rotation))
+        # Of every four, and so with and without splits, other head dims of V, and a rotation.
+        recipe = ha.BALANCED if i // 2 % 2 else ha.FAST
+        drawn.append(Specialisation(D, D_v, dtype, out_dtype, layouts, *flags, rotation, recipe))
     return drawn
 
 
@@ -147,6 +150,11 @@ def data_of(spec: Specialisation) -> st.SearchStrategy[Data]:
     )
 
 
+def first_append(length: int, appended: int) -> int:
+    """Keys that come first to a sequence of this length: all but the last `appended`, if it has more."""
+    return length - appended if length > appended else length
+
+
 def append(
     cache: ha.PagedKVCache,
     kv: tuple[torch.Tensor, torch.Tensor],
@@ -177,7 +185,13 @@ def append(
 
 
 def make_case(
-    qkv: Tensors, rotated: torch.Tensor, lengths: list[int], masks: dict[str, Any], out_dtype: torch.dtype
+    qkv: Tensors,
+    rotated: torch.Tensor,
+    lengths: list[int],
+    masks: dict[str, Any],
+    out_dtype: torch.dtype,
+    recipe: ha.Recipe,
+    appended: int,
 ) -> Case:
     """With the answers for every sequence, those of sequences of one length at a time."""
     q, _, v = qkv
@@ -190,7 +204,9 @@ def make_case(
         at = [b for b, n in enumerate(lengths) if n == length]
         keys = rotated[at, :, :length], v[at, :, :length]
         oracle[at], oracle_lse[at] = ha.reference.attention(q[at], *keys, return_lse=True, **masks)
-        model[at], model_lse[at] = ha.reference.fp8_attention_kvcache(q[at], keys[0].float(), keys[1], **masks)
+        model[at], model_lse[at] = ha.reference.fp8_attention_kvcache(
+            q[at], keys[0].float(), keys[1], recipe=recipe, first=first_append(length, appended), **masks
+        )
     answers = (oracle, oracle_lse, model.to(out_dtype).float(), model_lse)
     causal, sm_scale, window, softcap, sinks = masks.values()
     return Case((q, rotated, v), causal, sm_scale, IN_E4M3, *answers, None, window, softcap, sinks)
@@ -220,8 +236,8 @@ def check(spec: Specialisation, data: Data, device: str) -> None:
         "softcap": data.softcap if spec.has_softcap else None,
         "sinks": make_sinks(H, data.seed, device) if spec.has_sinks else None,
     }
-    case = make_case((q, k, v), rotated, lengths, masks, spec.out_dtype)
-    cache, table, seqlens = make_cache(lengths, data.H_kv, spec.D, spec.D_v, device, data.seed)
+    case = make_case((q, k, v), rotated, lengths, masks, spec.out_dtype, spec.recipe, data.appended)
+    cache, table, seqlens = make_cache(lengths, data.H_kv, spec.D, spec.D_v, device, data.seed, spec.recipe)
     given = q if data.layout == "bhsd" else q.transpose(1, 2)
     splits = data.splits if spec.has_splits else 1
     with nan_filled_memory():
@@ -291,7 +307,10 @@ def test_a_mutation_fails(mutation: str, device: str, monkeypatch: pytest.Monkey
 def test_specialisations_cover_every_choice() -> None:
     for name, choices in {"dtype": IN_DTYPES, "out_dtype": IN_DTYPES, "layouts": LAYOUTS}.items():
         assert {getattr(spec, name) for spec in SPECIALISATIONS} == set(choices), name
-    for name in ("has_left", "has_right", "has_softcap", "has_sinks", "has_splits"):
+    for name in ("has_softcap", "has_sinks", "has_splits"):
+        for recipe in (ha.FAST, ha.BALANCED):
+            assert {getattr(spec, name) for spec in SPECIALISATIONS if spec.recipe == recipe} == {False, True}, name
+    for name in ("has_left", "has_right"):
         assert {getattr(spec, name) for spec in SPECIALISATIONS} == {False, True}, name
     assert any(spec.D_v != spec.D for spec in SPECIALISATIONS)
     for larger in (False, True):

@@ -79,6 +79,50 @@ def test_bad_sizes(arguments: tuple[Any, ...], error: type[Exception], parts: li
         ha.paged_kv_cache(4, 2, 64, D_v=512)
 
 
+@pytest.mark.parametrize("recipe", ["balanced", ha.BALANCED, ha.Recipe()], ids=["name", "preset", "equal"])
+def test_the_format_of_int8_keys(recipe: Any) -> None:
+    cache = ha.paged_kv_cache(4, 2, 20, D_v=80, recipe=recipe)
+    assert cache.k8.dtype == torch.int8
+    assert cache.v8.dtype == torch.float8_e4m3fn
+    assert cache.k_mean is not None
+    assert (cache.k_mean.shape, cache.k_mean.dtype) == ((4, 2, 32), torch.bfloat16)
+    fast = ha.paged_kv_cache(4, 2, 20, D_v=80, recipe="FAST")
+    assert fast.k8.dtype == torch.float8_e4m3fn
+    assert fast.k_mean is None
+    assert cache.nbytes == fast.nbytes + 4 * 2 * 32 * 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "parts"),
+    [
+        ("accurate", ValueError, ["recipe is 'accurate'", "'fast' or 'balanced'"]),
+        (ha.HYBRID, ValueError, ["recipe is HYBRID", "'fast' or 'balanced'"]),
+        (ha.Recipe(qk_dtype=torch.float8_e4m3fn), ValueError, ["recipe is Recipe(qk_dtype", "'fast' or 'balanced'"]),
+        ("auto", ValueError, ["recipe is 'auto'"]),
+        (torch.int8, TypeError, ["recipe is torch.int8"]),
+    ],
+    ids=str,
+)
+def test_bad_recipes(recipe: Any, error: type[Exception], parts: list[str]) -> None:
+    with pytest.raises(error) as raised:
+        ha.paged_kv_cache(4, 2, 64, recipe=recipe)
+    assert all(part in str(raised.value) for part in parts)
+
+
+def test_a_mean_goes_with_int8_keys() -> None:
+    int8, e4m3 = (ha.paged_kv_cache(4, 2, 32, D_v=80, recipe=recipe) for recipe in ("balanced", "fast"))
+    bad = {
+        "cache.k_mean is a NoneType": dataclasses.replace(int8, k_mean=None),
+        "cache.k_mean is torch.float32": dataclasses.replace(int8, k_mean=zeros(4, 2, 32, dtype=torch.float32)),
+        r"cache.k_mean is .*must be None: cache.k8 is not int8": dataclasses.replace(e4m3, k_mean=int8.k_mean),
+    }
+    for message, cache in bad.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            ha.append_kvcache(**good() | {"cache": cache})
+        with pytest.raises((TypeError, ValueError), match=message):
+            ha.attention_kvcache(**good_attention() | {"cache": cache})
+
+
 FIELDS = ("k8", "v8", "k_descale", "v_descale")
 
 Bad = dict[str, Any]
@@ -246,7 +290,7 @@ flash_attn_with_kvcache: Any = ha.flash_attn_with_kvcache
 
 def test_signature() -> None:
     parameters = list(inspect.signature(ha.flash_attn_with_kvcache).parameters)
-    assert parameters == [*FLASH_ATTN_3, "block_table", "alibi_slopes"]
+    assert parameters == [*FLASH_ATTN_3, "block_table", "alibi_slopes", "k_mean"]
 
 
 def test_rules_name_arguments() -> None:

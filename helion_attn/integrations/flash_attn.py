@@ -125,6 +125,7 @@ KVCACHE_NAMES = {
     "v8": "v_cache",
     "k_descale": "k_descale",
     "v_descale": "v_descale",
+    "k_mean": "k_mean",
     "D": "q.size(3)",
     "D_v": "v_cache.size(2)",
     "block_table": "page_table",
@@ -483,6 +484,7 @@ def flash_attn_with_kvcache(
     *,
     block_table: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over a paged FP8 cache, with the names, the order and the meaning of flash-attn 3's arguments.
 
@@ -491,7 +493,7 @@ def flash_attn_with_kvcache(
 
     Args:
         q: [B, M, H, D], bf16, fp16 or fp32; D is 32, 64, 128 or 256, so that the cache pads nothing.
-        k_cache: float8_e4m3fn [num_pages, H_kv, page_size, D].
+        k_cache: float8_e4m3fn or int8 [num_pages, H_kv, page_size, D].
         v_cache: float8_e4m3fn [num_pages, H_kv, D_v, page_size], transposed and interleaved; D_v is 64, 128 or 256.
         k: [B, L, H_kv, D], new keys, or None: quantised and stored at cache_seqlens and up, before the attention.
         v: [B, L, H_kv, D_v], likewise; given if k is.
@@ -505,6 +507,7 @@ def flash_attn_with_kvcache(
         num_splits: runs into which a sequence's pages are split; 0 to choose.
         pack_gqa: not looked at; heads that share a KV head always share a tile.
         block_table: flash-attn 2's name of `page_table`.
+        k_mean: that of the `PagedKVCache`, of int8 keys; written where k is.
         softmax_scale: and all others as in `flash_attn_func`; N counts the new keys.
 
     Returns:
@@ -551,10 +554,12 @@ def flash_attn_with_kvcache(
             raise ValueError("block_table and page_table are both given; one of them must be None: they are the same")
         page_table = block_table
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(x, torch.Tensor) or x.dtype != torch.float8_e4m3fn:
+        of_int8 = name == "k_cache" and k_mean is not None
+        if not isinstance(x, torch.Tensor) or x.dtype != (torch.int8 if of_int8 else torch.float8_e4m3fn):
             raise TypeError(
                 f"{name} is {described(x)}; it must be {'k8' if name == 'k_cache' else 'v8'} of a "
-                f"helion_attn.PagedKVCache, made by paged_kv_cache and filled by append_kvcache: e4m3 in pages"
+                f"helion_attn.PagedKVCache, made by paged_kv_cache and filled by append_kvcache: e4m3 in pages, "
+                f"or with k_mean int8 keys"
             )
     if cache_seqlens is None or page_table is None or k_descale is None or v_descale is None:
         needed = {
@@ -575,7 +580,7 @@ def flash_attn_with_kvcache(
             f"q has head dim {q.size(3)} and k_cache {k_cache.size(3)}; they must be equal (helion_attn."
             f"attention_kvcache takes caches that pad theirs)"
         )
-    cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, q.size(3), v_cache.size(2))
+    cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, q.size(3), v_cache.size(2), k_mean)
     if isinstance(cache_seqlens, int):
         new = k.size(1) if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
         pages = page_table.size(1) if isinstance(page_table, torch.Tensor) and page_table.dim() == 2 else 0

@@ -6,6 +6,8 @@ attention function knows what to do with it. Any other raises, since it would no
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from typing_extensions import Unpack
 
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
-from helion_attn.types import PagedKVCache, ScoreOptions
+from helion_attn.types import CACHE_RECIPE, PagedKVCache, Recipe, ScoreOptions
 
 #: A pool without room grows to so many times its pages.
 GROWTH = 1.125
@@ -53,8 +55,9 @@ class PagedLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Recipe = CACHE_RECIPE) -> None:
         super().__init__()
+        self.recipe = recipe
         self.cache: PagedKVCache | None = None
         #: Tokens so far, padding included, of every sequence.
         self.tokens = 0
@@ -94,7 +97,7 @@ class PagedLayer(CacheLayerMixin):
         """
         B, H_kv, L, D = k.shape
         if self.cache is None:
-            self.cache = paged_kv_cache(B, H_kv, D, D_v=v.size(3), device=k.device)
+            self.cache = paged_kv_cache(B, H_kv, D, D_v=v.size(3), device=k.device, recipe=self.recipe)
             self.padding = torch.tensor(starts, dtype=torch.int32).to(k.device)
             self.starts = starts
             if any(starts):
@@ -138,7 +141,7 @@ class PagedLayer(CacheLayerMixin):
         assert self.cache is not None
         more = paged_kv_cache(
             (pages - self.pages) * self.batch, self.cache.k8.size(1), self.cache.D, D_v=self.cache.D_v,
-            device=self.cache.k8.device,
+            device=self.cache.k8.device, recipe=self.recipe,
         )  # fmt: skip
         self._replace(lambda name: torch.cat([_bytes(getattr(self.cache, name)), _bytes(getattr(more, name))]))
 
@@ -160,8 +163,8 @@ class PagedLayer(CacheLayerMixin):
     def _replace(self, made: Any) -> None:
         assert self.cache is not None
         old = self.cache
-        fields = {name: made(name).view(getattr(old, name).dtype) for name in ("k8", "v8", "k_descale", "v_descale")}
-        self.cache = PagedKVCache(**fields, D=old.D, D_v=old.D_v)
+        fields = [field.name for field in dataclasses.fields(old) if isinstance(getattr(old, field.name), torch.Tensor)]
+        self.cache = dataclasses.replace(old, **{name: made(name).view(getattr(old, name).dtype) for name in fields})
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Of beam search."""
@@ -220,5 +223,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 class PagedCache(Cache):
     """transformers' cache of layers as above."""
 
-    def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=PagedLayer)
+    def __init__(self, recipe: Recipe = CACHE_RECIPE) -> None:
+        # Of which it makes one a layer, by a call without arguments.
+        layer: Any = functools.partial(PagedLayer, recipe)
+        super().__init__(layer_class_to_replicate=layer)

@@ -134,7 +134,8 @@ def test_decoding_is_attention_of_what_the_cache_holds(name: str, monkeypatch: p
     assert relative_error(exact, eager) < 1e-5
 
 
-def test_generate_grows_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", ["fast", "balanced"])
+def test_generate_grows_the_pool(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past two pages, with left padding; every layer quantises a token once."""
     model = make_model("Llama")
     tokens = tokens_of(2, 254)
@@ -154,8 +155,9 @@ def test_generate_grows_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "append_kvcache", counted)
     monkeypatch.setattr("helion_attn.integrations.transformers.attention", ha.reference.fp8_attention)
     model.set_attn_implementation("helion_fp8")
-    cache = ha.transformers_cache()
+    cache = ha.transformers_cache(recipe=recipe)
     out = model.generate(tokens, **{CACHE: cache}, **options)
+    assert (cache.layers[0].cache.k8.dtype == torch.int8) == (recipe == "balanced")
     assert appended == [254] * 2 + [1] * 6
     assert cache.get_seq_length() == 257
     assert cache.layers[0].pages >= 3
@@ -264,7 +266,7 @@ def test_encoder_decoders_raise(argument: str) -> None:
 
 def test_memory() -> None:
     """Against bf16, at whole pages: half, and a descale a key and KV head of K and of V."""
-    layer = module.PagedLayer()
+    layer = module.PagedLayer(ha.FAST)
     k = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16)
     layer.append(k, k, [0])
     assert layer.cache is not None
@@ -275,6 +277,8 @@ def test_memory() -> None:
 
 
 def test_what_it_refuses() -> None:
+    with pytest.raises(ValueError, match="recipe is 'bf16'; of a KV cache it must be 'fast' or 'balanced'"):
+        ha.transformers_cache(recipe="bf16")
     model, tokens = make_model("Llama"), tokens_of(2, 8)
     model.set_attn_implementation("sdpa")
     with torch.no_grad(), pytest.raises(TypeError, match="attn_implementation must be one that helion_attn"):
