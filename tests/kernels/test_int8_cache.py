@@ -181,7 +181,7 @@ def test_errors_are_those_of_dense_attention(kind: str, D: int) -> None:
     assert int8 < (1.01 if kind.startswith("sink") else 0.75) * e4m3
 
 
-Mutation = Callable[[ha.PagedKVCache], dict[str, torch.Tensor]]
+Mutation = Callable[[ha.PagedKVCache], dict[str, Any]]
 
 #: What may go wrong, and whether every option shows it.
 MUTATIONS: dict[str, tuple[Mutation, bool]] = {
