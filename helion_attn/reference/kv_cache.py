@@ -37,7 +37,7 @@ def row_descale(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def first_mean(k: torch.Tensor, page: int, first: int) -> torch.Tensor:
-    """[B, H_kv, N, D] to [B, H_kv, 1, D], in bf16's numbers: what is subtracted from int8 keys, of `first` at once."""
+    """[B, H_kv, N, D] to [B, H_kv, 1, D], in bf16's numbers: what is subtracted from keys, of which `first` came at once."""
     of_page = k[:, :, :page].float()
     if first < page:
         return torch.zeros_like(of_page[:, :, :1])
@@ -142,14 +142,14 @@ def fp8_attention_kvcache(
     page, bits = packing.page_size, takes_bits(E4M3, max(packing.D_pad, packing.D_v_pad))
     qk_dtype, (v_scale, v_base) = as_cache_recipe(recipe).qk_dtype, v_descales(v, page)
     q_scale, v8 = row_descale(q, qk_dtype), (v.float() * (1.0 / v_scale)).to(E4M3).float()
-    q8, mean = q.float() * (1.0 / q_scale), k.new_zeros((B, k.size(1), 1, D), dtype=torch.float32)
+    q8, mean = q.float() * (1.0 / q_scale), first_mean(k, page, N if first is None else first)
+    k = k.float() - mean
     if qk_dtype == torch.int8:
-        mean = first_mean(k, page, N if first is None else first)
-        q8, (k8, k_scale) = q8.round(), int8_keys(k.float() - mean)
+        q8, (k8, k_scale) = q8.round(), int8_keys(k)
         k_base = k_scale
     else:
         k_scale, k_base = k_descales(k, page)
-        q8, k8 = q8.to(E4M3).float(), (k.float() * (1.0 / k_scale)).to(E4M3).float()
+        q8, k8 = q8.to(E4M3).float(), (k * (1.0 / k_scale)).to(E4M3).float()
     k8, v8, k_scale, v_scale, k_base, v_base, mean = (
         x.repeat_interleave(group, 1) for x in (k8, v8, k_scale, v_scale, k_base, v_base, mean)
     )
