@@ -83,14 +83,14 @@ def paged_kv_cache(
         empty(tile.D_v_pad, tile.page_size, dtype=torch.float8_e4m3fn),
         empty(tile.page_size, dtype=torch.float32),
         empty(tile.page_size, dtype=torch.float32),
+        empty(tile.D_pad, dtype=torch.bfloat16),
         D,
         D_v,
-        empty(tile.D_pad, dtype=torch.bfloat16) if int8_keys else None,
     )
 
 
 def cache_tensors(cache: PagedKVCache) -> tuple[Any, ...]:
-    """The tensors of a cache, or None in place of one; what is none is checked later."""
+    """The tensors of a cache; what is none is checked later."""
     if not isinstance(cache, PagedKVCache):
         return (cache,)
     return cache.k8, cache.v8, cache.k_descale, cache.v_descale, cache.k_mean
@@ -161,8 +161,7 @@ def append_kvcache(
 
     written = cache_tensors(cache)
     tensors = k, v, *written, block_table, cache_seqlens, *rope_tensors(rope)
-    options = layout, *cache_sizes(cache), interleaved(rope)
-    plans.run("append_kvcache", tensors, options, problem, [x for x in written if x is not None])
+    plans.run("append_kvcache", tensors, (layout, *cache_sizes(cache), interleaved(rope)), problem, written)
 
 
 def decode_problem(
@@ -186,14 +185,15 @@ def decode_problem(
     check_kvcache_attention(q, cache, block_table, cache_seqlens, layout, scores, return_lse, num_splits, out_dtype)
     if debugging():  # not in a check that flash-attn's function makes before it appends
         check_appended(q, cache, block_table, cache_seqlens, layout)
+    softmax = softmax_of(cache.D, scores)
     return DecodeProblem(
         q=q.transpose(1, 2) if layout == "bshd" else q,
         cache=cache,
         block_table=block_table,
         cache_seqlens=cache_seqlens,
         splits=num_splits,
-        softmax=softmax_of(cache.D, scores),
-        shift_lse=return_lse or sinks is not None,
+        softmax=softmax,
+        shift_lse=softmax.sees_shift(return_lse),
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
     )

@@ -455,7 +455,7 @@ class DecodeProblem(NamedTuple):
         cache_seqlens: int32 [B].
         splits: runs of a sequence's pages; None for the choice by shapes and GPU.
         softmax: and the rest, as in `AttentionProblem`.
-        shift_lse: whether somebody sees what int8 keys' mean takes from the scores.
+        shift_lse: whether somebody sees what K's mean takes from the scores.
     """
 
     q: torch.Tensor

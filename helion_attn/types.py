@@ -550,8 +550,7 @@ class PagedKVCache(_OfTensors):
 
     A page is a block of the packed format of `QuantizedQKV`, and has descales for every key: a new key changes nothing
     of those that are there, and an outlier costs no other key its resolution. Most keys have those of their page's
-    first key, which is fast. `k ~ k8.float() * k_descale` and `v ~ v8.float() * v_descale`, a row each; of int8 keys
-    plus `k_mean`. Pages that no block table names hold anything. It can be moved, saved and loaded as a `QuantizedQKV`.
+    first key, which is fast. `k ~ k8.float() * k_descale + k_mean` and `v ~ v8.float() * v_descale`, a row each. Pages that no block table names hold anything. It can be moved, saved and loaded as a `QuantizedQKV`.
 
     Attributes:
         k8: float8_e4m3fn or int8 [num_pages, H_kv, page_size, D_pad].
@@ -559,10 +558,9 @@ class PagedKVCache(_OfTensors):
             `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3).
         k_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys.
         v_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys; powers of two in 2**-26..2**26.
+        k_mean: bf16 [num_pages, H_kv, D_pad], what was subtracted from keys, the same in all pages of a sequence.
         D: head dim of the unpadded K.
         D_v: head dim of the unpadded V, and of the output.
-        k_mean: bf16 [num_pages, H_kv, D_pad], what was subtracted from int8 keys, the same in all pages of a sequence;
-            None of float8_e4m3fn.
 
     Example:
         cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64)
@@ -574,9 +572,9 @@ class PagedKVCache(_OfTensors):
     v8: torch.Tensor
     k_descale: torch.Tensor
     v_descale: torch.Tensor
+    k_mean: torch.Tensor
     D: int
     D_v: int
-    k_mean: torch.Tensor | None = None
 
     @property
     def page_size(self) -> int:

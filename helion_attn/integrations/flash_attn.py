@@ -488,8 +488,8 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over a paged FP8 cache, with the names, the order and the meaning of flash-attn 3's arguments.
 
-    The cache is in this package's packed format: `k_cache`, `v_cache`, `k_descale` and `v_descale` are the fields
-    `k8`, `v8`, `k_descale` and `v_descale` of a `PagedKVCache`. A cache in flash-attn's own format raises.
+    The cache is in this package's packed format: `k_cache`, `v_cache`, `k_descale`, `v_descale` and `k_mean` are the
+    fields `k8`, `v8`, `k_descale`, `v_descale` and `k_mean` of a `PagedKVCache`. A cache in flash-attn's own format raises.
 
     Args:
         q: [B, M, H, D], bf16, fp16 or fp32; D is 32, 64, 128 or 256, so that the cache pads nothing.
@@ -507,7 +507,7 @@ def flash_attn_with_kvcache(
         num_splits: runs into which a sequence's pages are split; 0 to choose.
         pack_gqa: not looked at; heads that share a KV head always share a tile.
         block_table: flash-attn 2's name of `page_table`.
-        k_mean: that of the `PagedKVCache`, of int8 keys; written where k is.
+        k_mean: bf16 [num_pages, H_kv, D], written where k is.
         softmax_scale: and all others as in `flash_attn_func`; N counts the new keys.
 
     Returns:
@@ -526,6 +526,7 @@ def flash_attn_with_kvcache(
             *(q, cache.k8, cache.v8, k, v),
             k_descale=cache.k_descale,
             v_descale=cache.v_descale,
+            k_mean=cache.k_mean,
             cache_seqlens=torch.zeros(2, dtype=torch.int32),
             page_table=torch.tensor([[1], [0]], dtype=torch.int32),
             causal=True,
@@ -554,19 +555,20 @@ def flash_attn_with_kvcache(
             raise ValueError("block_table and page_table are both given; one of them must be None: they are the same")
         page_table = block_table
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        of_int8 = name == "k_cache" and k_mean is not None
-        if not isinstance(x, torch.Tensor) or x.dtype != (torch.int8 if of_int8 else torch.float8_e4m3fn):
+        dtypes = [torch.float8_e4m3fn, *([torch.int8] if name == "k_cache" else [])]
+        if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
             raise TypeError(
                 f"{name} is {described(x)}; it must be {'k8' if name == 'k_cache' else 'v8'} of a "
-                f"helion_attn.PagedKVCache, made by paged_kv_cache and filled by append_kvcache: e4m3 in pages, "
-                f"or with k_mean int8 keys"
+                f"helion_attn.PagedKVCache, made by paged_kv_cache and filled by append_kvcache: "
+                f"{' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)} in pages"
             )
-    if cache_seqlens is None or page_table is None or k_descale is None or v_descale is None:
+    if cache_seqlens is None or page_table is None or k_descale is None or v_descale is None or k_mean is None:
         needed = {
             "cache_seqlens": cache_seqlens,
             "page_table": page_table,
             "k_descale": k_descale,
             "v_descale": v_descale,
+            "k_mean": k_mean,
         }
         missing = next(name for name, value in needed.items() if value is None)
         raise ValueError(f"{missing} is None; a cache of packed pages, helion_attn.PagedKVCache, needs it")
@@ -580,7 +582,7 @@ def flash_attn_with_kvcache(
             f"q has head dim {q.size(3)} and k_cache {k_cache.size(3)}; they must be equal (helion_attn."
             f"attention_kvcache takes caches that pad theirs)"
         )
-    cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, q.size(3), v_cache.size(2), k_mean)
+    cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, k_mean, q.size(3), v_cache.size(2))
     if isinstance(cache_seqlens, int):
         new = k.size(1) if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
         pages = page_table.size(1) if isinstance(page_table, torch.Tensor) and page_table.dim() == 2 else 0

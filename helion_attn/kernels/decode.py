@@ -84,7 +84,7 @@ def fp8_attn_decode(
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad] if int8_keys
+    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks
@@ -169,7 +169,7 @@ def fp8_attn_decode(
         escapes = int32(0)
         # [rows]
         shift = q_scale_log2
-        if spec.shifts_scores or spec.shifts_lse:
+        if spec.shift_lse:
             shift = products_with_mean(
                 x, k_mean, block_table, b * max_pages, n_begin, max_pages, num_pages, kv_heads, h,
                 diagonal + i, n_len, right, scales, d_pad, spec,

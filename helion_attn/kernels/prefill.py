@@ -91,7 +91,7 @@ def fp8_attn_prefill(
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad] if int8_keys
+    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks
@@ -187,7 +187,7 @@ def fp8_attn_prefill(
         first_entry = int32(b * max_pages)
         # [bm]
         shift = q_scale_log2
-        if spec.shifts_scores or spec.shifts_lse:
+        if spec.shift_lse:
             shift = products_with_mean(
                 x, k_mean, block_table, first_entry, run_begin, max_pages, num_pages, kv_heads, h,
                 on_diagonal, n_len, right, scales, d_pad, spec,

@@ -16,7 +16,7 @@ def _launch_append(a: AppendProblem) -> None:
     from helion_attn.preprocess import append, first_mean
 
     # Without a whole page at once, there is no mean but 0.
-    if a.cache.k_mean is not None and a.k.size(2) >= a.cache.page_size:
+    if a.k.size(2) >= a.cache.page_size:
         first_mean.launch(a)
     append.launch(a)
 

@@ -1,11 +1,11 @@
 """New keys and values into a paged cache: quantised, packed, and scattered to where the block table says.
 
-    K, a page:  base = amax / 3.5, of its first key's amax
-    K, a key:   k_descale = base, if that is right for it; else the power of two with amax / k_descale in 224..448
-                x = rope(x);  k8 = cast(x / k_descale)
-    V:          as K, but the base is the power of two with amax / base in 2..4
-
-    int8 K:     x = rope(x) - mean;  k_descale = amax / 127;  k8 = round(x / k_descale)
+    K:          x = rope(x) - mean
+    e4m3 K:     base of a page = amax / 3.5, of its first key's amax
+                k_descale = base, if that is right for it; else the power of two with amax / k_descale in 224..448
+                k8 = cast(x / k_descale)
+    int8 K:     k_descale = amax / 127;  k8 = round(x / k_descale)
+    V:          as e4m3 K without a mean, but the base is the power of two with amax / base in 2..4
 
 The mean is that of the page with the sequence's key before the new ones, or the one that `first_mean` found, or 0. Each
 page that begins gets it, since earlier pages may be given away.
@@ -123,7 +123,7 @@ class AppendSpec(NamedTuple):
         d_v_pad: of V.
         rotary: channels of K that are rotated.
         pairing: how, as `lib.rope` has it.
-        int8_keys: K becomes int8, without its mean.
+        int8_keys: K becomes int8.
         largest: the largest number of V's format, and of K's if that is e4m3.
         k_base_log2: bases of K end at two to this, and at its inverse.
         k_least_log2: descales of K begin at two to this.
@@ -159,7 +159,7 @@ def append_kv(
     v8: torch.Tensor,  # flat, written
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
-    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad] if int8_keys, written
+    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad], written
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     cos: torch.Tensor,  # [table_rows * rotary / 2]
@@ -217,28 +217,33 @@ def append_kv(
                 k, cos, sin, cos, cos, cos, k_offset, 0, 0, rows, k_s_step * spec.unit, spec.k_d_step, length, spec.d,
                 first, table_rows, spec.keys, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
             )  # fmt: skip
-            if not spec.int8_keys:
-                x_first = rope_rows(
-                    k, cos, sin, cos, cos, cos, k_offset, 0, 0, first_rows, k_s_step * spec.unit, spec.k_d_step, length,
-                    spec.d, first, table_rows, 2, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
-                )  # fmt: skip
+            x_first = rope_rows(
+                k, cos, sin, cos, cos, cos, k_offset, 0, 0, first_rows, k_s_step * spec.unit, spec.k_d_step, length,
+                spec.d, first, table_rows, 2, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
+            )  # fmt: skip
         else:
             x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
-            if not spec.int8_keys:
-                x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
+            x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
+        # The page with the key before these, or the first, if `first_mean` has seen it.
+        mean_page = hl.load(
+            block_table, [torch.where(listed, b * max_pages + (first - (first > 0).to(torch.int32)) // spec.bn, 0)]
+        )
+        has_mean = listed & (mean_page >= 0) & (mean_page < num_pages) & ((first > 0) | (length >= spec.bn))
+        mean_block = mean_page.to(torch.int64) * kv_heads + h
+        # [D_pad]
+        mean = hl.load(k_mean, [mean_block * spec.d_pad + cols], extra_mask=has_mean & (cols >= 0))
+        x = x - mean.to(torch.float32).unsqueeze(0)
+        at = block * spec.bn + slot
+        k_at = at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
         if spec.int8_keys:
-            # The page with the key before these, or the first, if `first_mean` has seen it.
-            mean_page = hl.load(
-                block_table, [torch.where(listed, b * max_pages + (first - (first > 0).to(torch.int32)) // spec.bn, 0)]
-            )
-            has_mean = listed & (mean_page >= 0) & (mean_page < num_pages) & ((first > 0) | (length >= spec.bn))
-            mean_block = mean_page.to(torch.int64) * kv_heads + h
-            # [D_pad]
-            mean = hl.load(k_mean, [mean_block * spec.d_pad + cols], extra_mask=has_mean & (cols >= 0))
-            x = x - mean.to(torch.float32).unsqueeze(0)
+            # What `bases_of_page` finds no large one among.
+            k_base = hl.zeros([], dtype=torch.float32)
             # [keys]
             k_scale = descale_of_int8_key(torch.amax(torch.abs(x), 1), spec.k_limit_log2)
+            k_rows = to_int8(x, (1.0 / k_scale).unsqueeze(1), spec.is_cuda)
+            hl.store(k8, [k_at], k_rows, extra_mask=stored.unsqueeze(1))
         else:
+            x_first = x_first - mean.to(torch.float32).unsqueeze(0)
             k_base = k_base_of_first_key(torch.amax(torch.amax(torch.abs(x_first), 1), 0), spec.k_base_log2)
             k_base = torch.where(begins, k_base, hl.load(k_descale, [base_at]))
             # [keys]
@@ -246,12 +251,6 @@ def append_kv(
                 torch.amax(torch.abs(x), 1), k_base, spec.largest, spec.k_least_log2, spec.k_limit_log2
             )
             x = torch.where(invalid.unsqueeze(1), float("nan"), x * (1.0 / k_scale).unsqueeze(1))
-        at = block * spec.bn + slot
-        k_at = at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
-        if spec.int8_keys:
-            k_rows = to_int8(x, (1.0 / k_scale).unsqueeze(1), spec.is_cuda)
-            hl.store(k8, [k_at], k_rows, extra_mask=stored.unsqueeze(1))
-        else:
             hl.store(k8, [k_at], x.to(k8.dtype), extra_mask=stored.unsqueeze(1))
         hl.store(k_descale, [at], k_scale, extra_mask=stored)
 
@@ -288,14 +287,10 @@ def append_kv(
             no_value = hl.zeros([spec.d_v_pad, spec.bn], dtype=v8.dtype)
             hl.store(v8, [cleared], no_value, extra_mask=(key_stored_at(place) >= keys_there).unsqueeze(0))
             bases = hl.zeros([spec.bn], dtype=torch.float32)
-            if spec.int8_keys:
-                # What `bases_of_page` finds no large one among.
-                hl.store(k_descale, [begun * spec.bn + place], bases, extra_mask=place >= keys_there)
-                has_other = begun != torch.where(has_mean, mean_block, -1)
-                hl.store(k_mean, [begun * spec.d_pad + cols], mean, extra_mask=has_other & (cols >= 0))
-            else:
-                hl.store(k_descale, [begun * spec.bn + place], bases + k_base, extra_mask=place >= keys_there)
+            hl.store(k_descale, [begun * spec.bn + place], bases + k_base, extra_mask=place >= keys_there)
             hl.store(v_descale, [begun * spec.bn + place], bases + v_base, extra_mask=place >= keys_there)
+            has_other = begun != torch.where(has_mean, mean_block, -1)
+            hl.store(k_mean, [begun * spec.d_pad + cols], mean, extra_mask=has_other & (cols >= 0))
 
 
 @functools.cache
@@ -309,7 +304,7 @@ def kernel(is_cuda: bool) -> Runner:
 def launch(a: AppendProblem) -> None:
     """Store keys and values at positions `cache_seqlens[b]` and up."""
     (H_kv, L, D), cache = a.k.shape[1:], a.cache
-    num_pages, _, bn, D_pad = cache.k8.shape
+    (num_pages, _, bn, D_pad), int8_keys = cache.k8.shape, cache.k8.dtype == torch.int8
     assert bn >= APPENDED_KEYS, "two pages would begin in a tile"
     unit = common_unit(a.k, a.v)
     k, v = strided_rows(a.k, unit), strided_rows(a.v, unit)
@@ -322,7 +317,7 @@ def launch(a: AppendProblem) -> None:
             "v8": cache.v8.view(-1),
             "k_descale": cache.k_descale.view(-1),
             "v_descale": cache.v_descale.view(-1),
-            "k_mean": (cache.k_descale if cache.k_mean is None else cache.k_mean).view(-1),
+            "k_mean": cache.k_mean.view(-1),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "cos": rope.cos,
@@ -351,11 +346,11 @@ def launch(a: AppendProblem) -> None:
                 d_v_pad=cache.v8.size(2),
                 rotary=rope.rotary,
                 pairing=rope.pairing,
-                int8_keys=cache.k_mean is not None,
+                int8_keys=int8_keys,
                 largest=E4M3_MAX,
                 k_base_log2=MAX_K_BASE_LOG2,
                 k_least_log2=MIN_K_DESCALE_LOG2,
-                k_limit_log2=MAX_K_DESCALE_LOG2 if cache.k_mean is None else MAX_INT8_K_DESCALE_LOG2,
+                k_limit_log2=MAX_INT8_K_DESCALE_LOG2 if int8_keys else MAX_K_DESCALE_LOG2,
                 v_limit_log2=MAX_V_DESCALE_LOG2,
                 is_cuda=a.k.is_cuda,
             ),

@@ -1,4 +1,4 @@
-"""The mean of a sequence's first page of keys, into a paged cache of int8 keys, before `append` subtracts it.
+"""The mean of a sequence's first page of keys, into a paged cache, before `append` subtracts it.
 
     x = rope(k) of the first page's keys, all of which one call brings
     mean = sum(x) / keys, in bf16; 0 where noise has as large ones, as in `sample`, and of what is not finite
@@ -109,7 +109,6 @@ def launch(a: AppendProblem) -> None:
     """Write the means of sequences that begin, of at least a page of keys."""
     (H_kv, L, D), cache = a.k.shape[1:], a.cache
     num_pages, _, bn, D_pad = cache.k8.shape
-    assert cache.k_mean is not None
     assert bn <= L, "there is no whole page"
     unit = common_unit(a.k)
     k = strided_rows(a.k, unit)

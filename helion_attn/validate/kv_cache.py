@@ -60,17 +60,13 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
     check_device(names["k8"], cache.k8)
     pages = cache.k8.shape[:2]
     fp8, fp32 = torch.float8_e4m3fn, torch.float32
-    int8_keys = cache.k8.dtype == torch.int8
     expected = {
-        "k8": ((*pages, tile.page_size, tile.D_pad), torch.int8 if int8_keys else fp8),
+        "k8": ((*pages, tile.page_size, tile.D_pad), torch.int8 if cache.k8.dtype == torch.int8 else fp8),
         "v8": ((*pages, tile.D_v_pad, tile.page_size), fp8),
         "k_descale": ((*pages, tile.page_size), fp32),
         "v_descale": ((*pages, tile.page_size), fp32),
+        "k_mean": ((*pages, tile.D_pad), torch.bfloat16),
     }
-    if int8_keys:
-        expected["k_mean"] = ((*pages, tile.D_pad), torch.bfloat16)
-    elif cache.k_mean is not None:
-        raise TypeError(f"{names['k_mean']} is {described(cache.k_mean)}; it must be None: {names['k8']} is not int8")
     for name, (shape, dtype) in expected.items():
         x = getattr(cache, name)
         if not isinstance(x, torch.Tensor):

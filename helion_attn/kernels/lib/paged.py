@@ -352,10 +352,7 @@ def base_scores(
         scale_log2 = scale_log2 * k_base
     scale_log2 = maximum(scale_log2, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
     if spec.has_softcap:
-        if spec.shifts_scores:
-            s = fma(s, scale_log2.unsqueeze(keys_axis), shift.unsqueeze(keys_axis), spec.is_cuda)
-        else:
-            s = s * scale_log2.unsqueeze(keys_axis)
+        s = fma(s, scale_log2.unsqueeze(keys_axis), shift.unsqueeze(keys_axis), spec.is_cuda)
         s = tanh(s, spec.is_cuda)
         # [rows], also of NaN: tanh would have it
         scale_log2 = scale_log2 * 0.0 + scales.tanh_scale
@@ -520,7 +517,8 @@ def launch_paged(
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
     swapped = a.bshd and not in_parts
     p_bits = takes_bits(v8.dtype, max(a.cache.k8.size(3), v8.size(2)))
-    k_dtype, k_mean = a.cache.k8.dtype, a.cache.k_mean
+    k_dtype = a.cache.k8.dtype
+    int8_keys = k_dtype == torch.int8
     spec = PagedSpec(
         rows=tile_rows,
         bn_log2=page_size.bit_length() - 1,
@@ -530,10 +528,10 @@ def launch_paged(
         d_step=q.d_step,
         unit=unit,
         q_largest=FORMAT_MAX[k_dtype],
-        int8_keys=k_mean is not None,
-        s_bias=INT8_SCORE_BIAS if k_mean is not None and a.q.is_cuda else 0.0,
+        int8_keys=int8_keys,
+        s_bias=INT8_SCORE_BIAS if int8_keys and a.q.is_cuda else 0.0,
         largest_score=MAX_PAGE_SCORE[k_dtype],
-        shift_lse=k_mean is not None and a.shift_lse,
+        shift_lse=a.shift_lse,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),
         p_bits=p_bits,
         p_steps=E4M3_STEPS if p_bits else 1.0,
@@ -551,7 +549,7 @@ def launch_paged(
             "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if in_halves else v8,
             "k_descale": a.cache.k_descale.view(-1),
             "v_descale": a.cache.v_descale.view(-1),
-            "k_mean": (a.cache.k_descale if k_mean is None else k_mean).view(-1),
+            "k_mean": a.cache.k_mean.view(-1),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "sinks": part_lse if a.softmax.sinks is None else a.softmax.sinks,

@@ -218,13 +218,8 @@ class PagedSpec(NamedTuple):
     is_cuda: bool
 
     @property
-    def shifts_scores(self) -> bool:
-        """Whether rows' products with K's mean are added to scores: as in `AttentionSpec`."""
-        return self.int8_keys and self.has_softcap
-
-    @property
     def shifts_lse(self) -> bool:
-        """Whether they are added to the lse: as in `AttentionSpec`."""
+        """As in `AttentionSpec`."""
         return self.shift_lse and not self.has_softcap
 
     @property
