@@ -35,7 +35,6 @@ from benchmarks.lib.problem import first_line
 from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, by_impl, error_text, impls_in, number, rows_of, values_of
 from helion_attn.testing import error_budget, make_qkv, relative_error
-from helion_attn.types import CACHE_RECIPE
 from helion_attn.workloads import Workload
 
 #: The cache has its default recipe.
@@ -58,16 +57,14 @@ def cells(device: torch.device, quick: bool) -> list[Workload]:
     return [Workload(f"decode_n{N}", 64, 64, 8, 1, N, 128, False, frozenset()) for N in lengths]
 
 
-def filled_cache(
-    k: Tensor, v: Tensor, B: int = 1, recipe: ha.Recipe = CACHE_RECIPE
-) -> tuple[ha.PagedKVCache, Tensor, Tensor]:
+def filled_cache(k: Tensor, v: Tensor, B: int = 1) -> tuple[ha.PagedKVCache, Tensor, Tensor]:
     """A cache with k and v [1, H_kv, N, D] for each of B sequences, its block table in random order, and the lengths.
 
     There is a page more for each sequence, for a new key.
     """
     _, H_kv, N, D = k.shape
     pages = N // ha.paged_kv_cache(1, H_kv, D).page_size + 1
-    cache = ha.paged_kv_cache(B * pages, H_kv, D, device=k.device, recipe=recipe)
+    cache = ha.paged_kv_cache(B * pages, H_kv, D, device=k.device)
     table = torch.randperm(B * pages, device=k.device).to(torch.int32).view(B, pages)
     k, v = (x.expand(B, -1, -1, -1) for x in (k, v))
     ha.append_kvcache(cache, k, v, table, torch.zeros(B, dtype=torch.int32, device=k.device))

@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 import helion_attn as ha
@@ -29,7 +28,7 @@ from helion_attn import ops
 from helion_attn.api import quantized_problem
 from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
-from helion_attn.reference.kv_cache import k_descales, row_descale, v_descales
+from helion_attn.reference.kv_cache import first_mean, k_descales, row_descale, to_format, v_descales
 from helion_attn.workloads import Workload
 
 #: Query rows that are checked against the oracle: the last, which see most.
@@ -60,17 +59,18 @@ def workloads(options: Options) -> list[Workload]:
 
 
 def paged(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
-    """The same keys in a paged cache, in e4m3."""
-    cache, table, seqlens = filled_cache(k, v, recipe=ha.FAST)
+    """The same keys in a paged cache of the default recipe."""
+    cache, table, seqlens = filled_cache(k, v)
 
     def dequantized() -> tuple[Tensor, Tensor, Tensor]:
+        page, dtype, mean = cache.page_size, cache.k8.dtype, first_mean(k, cache.page_size, k.size(2))
         scaled = (
-            (q, row_descale(q, torch.float8_e4m3fn)),
-            (k, k_descales(k, cache.page_size)[0]),
-            (v, v_descales(v, cache.page_size)[0]),
+            (q.float(), row_descale(q, dtype), dtype),
+            (k.float() - mean, k_descales(k.float() - mean, page, dtype)[0], dtype),
+            (v.float(), v_descales(v, page)[0], cache.v8.dtype),
         )
-        dq, dk, dv = ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale for x, scale in scaled)
-        return dq, dk, dv
+        dq, dk, dv = (to_format(*x) * x[1] for x in scaled)
+        return dq, dk + mean, dv
 
     run = functools.partial(ha.attention_kvcache, q, cache, table, seqlens, causal=causal, sm_scale=sm_scale)
     return Prepared(run, lambda out: out, dequantized)

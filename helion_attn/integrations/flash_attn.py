@@ -488,8 +488,9 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over a paged FP8 cache, with the names, the order and the meaning of flash-attn 3's arguments.
 
-    The cache is in this package's packed format: `k_cache`, `v_cache`, `k_descale`, `v_descale` and `k_mean` are the
-    fields `k8`, `v8`, `k_descale`, `v_descale` and `k_mean` of a `PagedKVCache`. A cache in flash-attn's own format raises.
+    The cache is in this package's packed format: `k_cache` and `v_cache` are the fields `k8` and `v8` of a
+    `PagedKVCache`, and `k_descale`, `v_descale` and `k_mean` those of the same names. A cache in flash-attn's own format
+    raises.
 
     Args:
         q: [B, M, H, D], bf16, fp16 or fp32; D is 32, 64, 128 or 256, so that the cache pads nothing.
@@ -555,12 +556,12 @@ def flash_attn_with_kvcache(
             raise ValueError("block_table and page_table are both given; one of them must be None: they are the same")
         page_table = block_table
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        dtypes = [torch.float8_e4m3fn, *([torch.int8] if name == "k_cache" else [])]
+        dtypes = (torch.float8_e4m3fn, torch.int8) if name == "k_cache" else (torch.float8_e4m3fn,)
         if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
             raise TypeError(
                 f"{name} is {described(x)}; it must be {'k8' if name == 'k_cache' else 'v8'} of a "
                 f"helion_attn.PagedKVCache, made by paged_kv_cache and filled by append_kvcache: "
-                f"{' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)} in pages"
+                f"{' or '.join(map(str, dtypes))} in pages"
             )
     if cache_seqlens is None or page_table is None or k_descale is None or v_descale is None or k_mean is None:
         needed = {

@@ -6,7 +6,6 @@ attention function knows what to do with it. Any other raises, since it would no
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NoReturn
 
@@ -15,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from typing_extensions import Unpack
 
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
-from helion_attn.types import CACHE_RECIPE, PagedKVCache, Recipe, ScoreOptions
+from helion_attn.types import PagedKVCache, Recipe, ScoreOptions
 
 #: A pool without room grows to so many times its pages.
 GROWTH = 1.125
@@ -55,7 +54,7 @@ class PagedLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, recipe: Recipe = CACHE_RECIPE) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.recipe = recipe
         self.cache: PagedKVCache | None = None
@@ -163,8 +162,9 @@ class PagedLayer(CacheLayerMixin):
     def _replace(self, made: Any) -> None:
         assert self.cache is not None
         old = self.cache
-        fields = [field.name for field in dataclasses.fields(old) if isinstance(getattr(old, field.name), torch.Tensor)]
-        self.cache = dataclasses.replace(old, **{name: made(name).view(getattr(old, name).dtype) for name in fields})
+        names = ("k8", "v8", "k_descale", "v_descale", "k_mean")
+        fields = {name: made(name).view(getattr(old, name).dtype) for name in names}
+        self.cache = PagedKVCache(**fields, D=old.D, D_v=old.D_v)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Of beam search."""
@@ -223,7 +223,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 class PagedCache(Cache):
     """transformers' cache of layers as above."""
 
-    def __init__(self, recipe: Recipe = CACHE_RECIPE) -> None:
-        # Of which it makes one a layer, by a call without arguments.
+    def __init__(self, recipe: Recipe) -> None:
+        # transformers calls it without arguments, once a layer.
         layer: Any = functools.partial(PagedLayer, recipe)
         super().__init__(layer_class_to_replicate=layer)

@@ -39,8 +39,8 @@ from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import common_unit, load_rows, strided_rows
 from helion_attn.numerics import (
     E4M3_MAX,
-    K_AMAX_IN_BASE,
     INT8_MAX,
+    K_AMAX_IN_BASE,
     LEAST_AMAX_IN_BASE,
     MAX_INT8_K_DESCALE_LOG2,
     MAX_K_BASE_LOG2,

@@ -37,7 +37,7 @@ def row_descale(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def first_mean(k: torch.Tensor, page: int, first: int) -> torch.Tensor:
-    """[B, H_kv, N, D] to [B, H_kv, 1, D], in bf16's numbers: what is subtracted from keys, of which `first` came at once."""
+    """[B, H_kv, N, D] to [B, H_kv, 1, D], what is subtracted from keys, of which `first` came at once."""
     of_page = k[:, :, :page].float()
     if first < page:
         return torch.zeros_like(of_page[:, :, :1])
@@ -46,10 +46,10 @@ def first_mean(k: torch.Tensor, page: int, first: int) -> torch.Tensor:
     return torch.where((mean.abs() <= least) | ~mean.isfinite(), 0.0, mean).bfloat16().float()
 
 
-def int8_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys less their mean, [..., D], to int8's numbers and descales [..., 1], which have 22 bits."""
-    descale = (row_descale(k, torch.int8).view(torch.int32) & -4).view(torch.float32)
-    return (k * (1.0 / descale)).round(), descale
+def to_format(x: torch.Tensor, descale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of `dtype` that x [..., D] becomes by descales [..., 1], in fp32."""
+    scaled = x * (1.0 / descale)
+    return scaled.round() if dtype == torch.int8 else scaled.to(dtype).float()
 
 
 def _powers(exponent: torch.Tensor) -> torch.Tensor:
@@ -80,8 +80,14 @@ def _descales(amax: torch.Tensor, bases: torch.Tensor, page: int, least_log2: in
     return torch.where(fits, base, own), base
 
 
-def k_descales(k: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_descales` of K, [..., N, D]: a page's base takes its first key's largest magnitude to 3.5."""
+def k_descales(k: torch.Tensor, page: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_descales` of K less its mean, [..., N, D]: a page's base takes its first key's largest magnitude to 3.5.
+
+    Int8 keys have their own, of 22 bits, and no base.
+    """
+    if dtype == torch.int8:
+        own = (row_descale(k, dtype).view(torch.int32) & -4).view(torch.float32)
+        return own, own
     amax = _largest(k)
     first = amax[..., ::page, :]
     bases = (first * (1.0 / K_AMAX_IN_BASE)).clamp(2.0**-MAX_K_BASE_LOG2, 2.0**MAX_K_BASE_LOG2)
@@ -116,8 +122,7 @@ def fp8_attention_kvcache(
     `v_descales`, and of P, against the largest weight of the row in its page, or 2**-72 of that up to its page. Up
     to head dim 128 P's bits are a line of the score, and row sums are of the rounded P. Keys with descales of their
     own come last, page by page, those of a page that have the same as if they were a page of their own. Sums are
-    fp32. V is finite and below 2**34. Int8 keys are rounded without their mean, a row of them by its own descale,
-    whatever the page's others have.
+    fp32. V is finite and below 2**34. K is rounded without its mean.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any device.
@@ -140,16 +145,12 @@ def fp8_attention_kvcache(
     N, D_v, group = k.shape[2], v.size(3), H // k.shape[1]
     packing = page_packing(D, D_v)
     page, bits = packing.page_size, takes_bits(E4M3, max(packing.D_pad, packing.D_v_pad))
-    qk_dtype, (v_scale, v_base) = as_cache_recipe(recipe).qk_dtype, v_descales(v, page)
-    q_scale, v8 = row_descale(q, qk_dtype), (v.float() * (1.0 / v_scale)).to(E4M3).float()
-    q8, mean = q.float() * (1.0 / q_scale), first_mean(k, page, N if first is None else first)
+    qk_dtype, mean = as_cache_recipe(recipe).qk_dtype, first_mean(k, page, N if first is None else first)
     k = k.float() - mean
-    if qk_dtype == torch.int8:
-        q8, (k8, k_scale) = q8.round(), int8_keys(k)
-        k_base = k_scale
-    else:
-        k_scale, k_base = k_descales(k, page)
-        q8, k8 = q8.to(E4M3).float(), (k * (1.0 / k_scale)).to(E4M3).float()
+    q_scale = row_descale(q, qk_dtype)
+    (k_scale, k_base), (v_scale, v_base) = k_descales(k, page, qk_dtype), v_descales(v, page)
+    q8, k8 = to_format(q.float(), q_scale, qk_dtype), to_format(k, k_scale, qk_dtype)
+    v8 = to_format(v.float(), v_scale, E4M3)
     k8, v8, k_scale, v_scale, k_base, v_base, mean = (
         x.repeat_interleave(group, 1) for x in (k8, v8, k_scale, v_scale, k_base, v_base, mean)
     )

@@ -61,20 +61,21 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
     pages = cache.k8.shape[:2]
     fp8, fp32 = torch.float8_e4m3fn, torch.float32
     expected = {
-        "k8": ((*pages, tile.page_size, tile.D_pad), torch.int8 if cache.k8.dtype == torch.int8 else fp8),
+        "k8": ((*pages, tile.page_size, tile.D_pad), fp8, torch.int8),
         "v8": ((*pages, tile.D_v_pad, tile.page_size), fp8),
         "k_descale": ((*pages, tile.page_size), fp32),
         "v_descale": ((*pages, tile.page_size), fp32),
         "k_mean": ((*pages, tile.D_pad), torch.bfloat16),
     }
-    for name, (shape, dtype) in expected.items():
+    for name, (shape, *dtypes) in expected.items():
         x = getattr(cache, name)
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{names[name]} is a {type(x).__name__}; it must be a torch.Tensor")
-        if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != cache.k8.device:
+        if tuple(x.shape) != shape or x.dtype not in dtypes or not x.is_contiguous() or x.device != cache.k8.device:
             raise ValueError(
                 f"{names[name]} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
-                f"be contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
+                f"be contiguous {' or '.join(map(str, dtypes))} {shape} on {cache.k8.device}, as "
+                f"helion_attn.paged_kv_cache makes it"
             )
         check_no_grad(names[name], x)
         # What a tensor descriptor needs. A fake tensor has no address, and torch.compile cannot trace one.

@@ -16,8 +16,7 @@ def poison(cache: ha.PagedKVCache) -> None:
         x.view(torch.uint8).fill_(0x7F)
     for x in (cache.k_descale, cache.v_descale):
         x.fill_(float("nan"))
-    if cache.k_mean is not None:
-        cache.k_mean.fill_(float("nan"))
+    cache.k_mean.fill_(float("nan"))
 
 
 def make_cache(

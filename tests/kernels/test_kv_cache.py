@@ -300,7 +300,8 @@ def tensors_of(cache: ha.PagedKVCache) -> dict[str, torch.Tensor]:
 def dequantised(cache: ha.PagedKVCache, pages: list[int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one sequence, fp32 [H_kv, n, D], by the documented formulas."""
     in_order = cache.v8[pages].float()[..., stored_at(torch.arange(cache.page_size, device=cache.v8.device))].mT
-    k = (cache.k8[pages].float() * cache.k_descale[pages].unsqueeze(3)).transpose(0, 1).flatten(1, 2)
+    k = cache.k8[pages].float() * cache.k_descale[pages].unsqueeze(3) + cache.k_mean[pages].float().unsqueeze(2)
+    k = k.transpose(0, 1).flatten(1, 2)
     v = (in_order * cache.v_descale[pages].unsqueeze(3)).transpose(0, 1).flatten(1, 2)
     return k[:, :n, : cache.D], v[:, :n, : cache.D_v]
 
@@ -316,7 +317,10 @@ def test_what_is_stored(kind: str, device: str) -> None:
     append_all(case.cache, k[None], v[None], case.table, [300])
     pages = case.table[0, :3].tolist()
     of_cache = case.cache.k_descale, case.cache.v_descale
-    for name, x, stored, descales in zip("kv", (k, v), dequantised(case.cache, pages, 300), of_cache, strict=True):
+    stored_k, stored_v = dequantised(case.cache, pages, 300)
+    mean = case.cache.k_mean[pages[0], :, None, :80].float()
+    rounded = (k - mean, stored_k - mean), (v, stored_v)
+    for name, (x, stored), descales in zip("kv", rounded, of_cache, strict=True):
         amax = x.abs().amax(2, keepdim=True)
         descale = descales[pages].transpose(0, 1).flatten(1)[:, :300, None]
         is_power = torch.log2(descale) == torch.log2(descale).round()
@@ -395,7 +399,7 @@ def test_layout_and_strides_of_new_keys(device: str) -> None:
         start = torch.zeros(2, dtype=torch.int32, device=device)
         ha.append_kvcache(cache, make(k), make(v), table, start, layout=layout)
         caches.append(cache)
-    for name in ("k8", "v8", "k_descale", "v_descale"):
+    for name in tensors_of(caches[0]):
         a, b = (getattr(cache, name).view(torch.uint8) for cache in caches)
         assert torch.equal(a, b), name
 
