@@ -489,8 +489,7 @@ def flash_attn_with_kvcache(
     """Attention over a paged FP8 cache, with the names, the order and the meaning of flash-attn 3's arguments.
 
     The cache is in this package's packed format: `k_cache` and `v_cache` are the fields `k8` and `v8` of a
-    `PagedKVCache`, and `k_descale`, `v_descale` and `k_mean` those of the same names. A cache in flash-attn's own format
-    raises.
+    `PagedKVCache`, and `k_descale`, `v_descale` and `k_mean` have its names. A cache in flash-attn's own format raises.
 
     Args:
         q: [B, M, H, D], bf16, fp16 or fp32; D is 32, 64, 128 or 256, so that the cache pads nothing.

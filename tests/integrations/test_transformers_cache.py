@@ -184,7 +184,7 @@ def test_beam_search() -> None:
 
 
 def test_sequences_are_selected() -> None:
-    layer = module.PagedLayer()
+    layer = module.PagedLayer(ha.FAST)
     k, v = torch.randn(2, 3, 2, 150, 32, generator=torch.Generator().manual_seed(0))
     layer.append(k, v, [0, 4, 0])
     q = torch.randn(3, 2, 1, 32)
@@ -228,7 +228,7 @@ def test_crop_to_where_padding_ends() -> None:
 
 def test_crop_amid_padding_raises() -> None:
     """Padding that came again would be stored as keys."""
-    layer = module.PagedLayer()
+    layer = module.PagedLayer(ha.FAST)
     k = torch.randn(3, 2, 9, 32, generator=torch.Generator().manual_seed(0))
     layer.append(k, k, [0, 4, 1])
     for kept in (3, 1):
@@ -301,4 +301,4 @@ def test_what_it_refuses() -> None:
         with pytest.raises(NotImplementedError, match=r"padding up to \[0, 0\], and had up to \[0, 3\] before"):
             model(tokens[:, :1], attention_mask=more, past_key_values=cache)
     with pytest.raises(NotImplementedError, match="not offloaded"):
-        module.PagedLayer().offload()
+        module.PagedLayer(ha.FAST).offload()
