@@ -1,10 +1,10 @@
 """A paged KV cache in 8 bits, what appends to it, and attention over it: decoding, and prompts in chunks.
 
-Every key has descales of its own, of K and of V. Most have those of their page's first key,
-which leave room for keys 100 times as large, and a kernel takes as one number a page. A key that they do not fit has
-others, and attention takes such keys in a second pass: nothing is clamped, and no key's descales depend on what came
-with it. Int8 keys have any descale, without a second pass, and a constant of their sequence is subtracted from them.
-The price is 8 bytes a key and KV head: 3% of the bytes at D 128.
+A constant of their sequence is subtracted from keys. Every key has descales of its own, of K and of V. Most have those
+of their page's first key, which leave room for keys 100 times as large, and a kernel takes as one number a page. A key
+that they do not fit has others, and attention takes such keys in a second pass: nothing is clamped, and no key's descales
+depend on what came with it. Int8 keys have any descale, without a second pass. The price is 8 bytes a key and KV head: 3%
+of the bytes at D 128.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ def paged_kv_cache(
 ) -> PagedKVCache:
     """Memory for `num_pages` pages of keys and values, not initialised.
 
+    The mean of a sequence's first page is subtracted from its keys, in channels where it stands out: softmax and lse
+    lose nothing by it. It is fixed when that page comes whole, in one append; otherwise it is 0.
+
     Args:
         num_pages: of the pool that all sequences share.
         H_kv: KV heads.
         D: head dim of Q and K; 16..256.
         D_v: head dim of V; 16..256; D by default.
         device: PyTorch's default device by default.
-        recipe: FAST, keys in e4m3; or BALANCED, in int8, less the mean of their sequence's first page in channels where
-            it stands out. It is fixed when that page comes whole, in one append; otherwise it is 0. Softmax and lse
-            lose nothing by it. Values are e4m3.
+        recipe: FAST, keys in e4m3; or BALANCED, in int8. Values are e4m3.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
