@@ -2,9 +2,9 @@
 
 A constant of their sequence is subtracted from keys. Every key has descales of its own, of K and of V. Most have those
 of their page's first key, which leave room for keys 100 times as large, and a kernel takes as one number a page. A key
-that they do not fit has others, and attention takes such keys in a second pass: nothing is clamped, and no key's descales
-depend on what came with it. Int8 keys have any descale, without a second pass. The price is 8 bytes a key and KV head: 3%
-of the bytes at D 128.
+that they do not fit has others, and attention takes such keys in a second pass: nothing is clamped, and no key's
+descales depend on what came with it. Int8 keys have any descale, without a second pass. The price is 8 bytes a key and
+KV head: 3% of the bytes at D 128.
 """
 
 from __future__ import annotations
