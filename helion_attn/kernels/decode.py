@@ -55,6 +55,7 @@ from helion_attn.kernels.lib.paged import (
     keys_of_class,
     launch_paged,
     line_of_page,
+    of_page,
     products_with_mean,
     run_of_query,
     sums_of_page,
@@ -139,8 +140,10 @@ def fp8_attn_decode(
         x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
         # [rows]
         q_descale = to_descale(torch.amax(torch.abs(x), 1), spec.q_largest)
+        # [rows, D_pad]
+        q8 = rows_to_dtype(x, 1.0 / q_descale, k8.dtype, spec.is_cuda)
         # [D_pad, rows]
-        q_tile = rows_to_dtype(x, 1.0 / q_descale, k8.dtype, spec.is_cuda).transpose(0, 1)
+        q_tile = q8.transpose(0, 1)
         q_scale_log2 = q_descale * scales.qk_scale
 
         n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
@@ -168,12 +171,11 @@ def fp8_attn_decode(
         largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
         escapes = int32(0)
         # [rows]
-        shift = q_scale_log2
-        if spec.shift_lse:
-            shift = products_with_mean(
-                x, k_mean, block_table, b * max_pages, n_begin, max_pages, num_pages, kv_heads, h,
-                diagonal + i, n_len, right, scales, d_pad, spec,
-            )  # fmt: skip
+        shift, of_first = products_with_mean(
+            x, q8.to(torch.float32), q_scale_log2, k_mean, block_table, b * max_pages, n_begin, max_pages, num_pages, kv_heads, h,
+            diagonal + i, n_len, right, scales, d_pad, spec,
+        )  # fmt: skip
+        largest_of_first = torch.amax(torch.where(torch.abs(of_first) < float("inf"), torch.abs(of_first), 0.0), 0)
 
         for j in hl.grid(n_begin, n_end):
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
@@ -188,7 +190,8 @@ def fp8_attn_decode(
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             if spec.int8_keys:
                 s = times_descales(s, descales_of_keys(k_descale, first_slot, bn, 0, spec.is_cuda), 0, spec)
-            s, scale_log2 = base_scores(s, row_scale_log2, k_base, shift, scales, 0, spec)
+            page_shift, added = of_page(j, shift, of_first, v_base, spec)
+            s, scale_log2 = base_scores(s, row_scale_log2, k_base, page_shift, scales, 0, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = j * bn + hl.arange(bn)
@@ -202,10 +205,10 @@ def fp8_attn_decode(
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
                 s = torch.where(of_base.unsqueeze(1) != 0, s, float("-inf"))
             m_before = m_i
-            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 0, spec)
-            wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, added, m_run, m_i, 0, spec)
+            wide = bases_are_wide(largest_q_scale_log2, largest_of_first, k_base, scales, spec)
             if wide > 0:
-                s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 0, spec)
+                s, scale, offset = wide_line(s, scale_log2, added, m_i, scale, offset, largest, top, 0, spec)
             # [bn, rows]
             line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
             # [1, rows]
@@ -241,7 +244,10 @@ def fp8_attn_decode(
                         if spec.int8_keys:
                             class_k = descales_of_keys(k_descale, first_slot, bn, 0, spec.is_cuda)
                             class_s = times_descales(class_s, class_k, 0, spec)
-                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, shift, scales, 0, spec)
+                        class_shift, class_added = of_page(again, shift, of_first, v_own, spec)
+                        class_s, class_scale_log2 = base_scores(
+                            class_s, row_scale_log2, k_own, class_shift, scales, 0, spec
+                        )
                         class_key = again * bn + hl.arange(bn)
                         class_visible = visible_keys(class_key, diagonal + i, n_len, left, right, spec)
                         class_visible = in_run_of_query(
@@ -253,12 +259,12 @@ def fp8_attn_decode(
                         class_s = torch.where(class_visible.transpose(0, 1), class_s, float("-inf"))
                         class_before = m_i
                         m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
-                            class_s, class_scale_log2, v_own, m_run, m_i, 0, spec
+                            class_s, class_scale_log2, class_added, m_run, m_i, 0, spec
                         )
                         class_s, class_scale, class_offset = wide_line(
                             class_s,
                             class_scale_log2,
-                            v_own,
+                            class_added,
                             m_i,
                             class_scale,
                             class_offset,

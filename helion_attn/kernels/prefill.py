@@ -39,6 +39,7 @@ from helion_attn.kernels.lib.paged import (
     keys_of_class,
     launch_paged,
     line_of_page,
+    of_page,
     products_with_mean,
     run_of_query,
     sums_of_page,
@@ -186,12 +187,11 @@ def fp8_attn_prefill(
         escapes = int32(0)
         first_entry = int32(b * max_pages)
         # [bm]
-        shift = q_scale_log2
-        if spec.shift_lse:
-            shift = products_with_mean(
-                x, k_mean, block_table, first_entry, run_begin, max_pages, num_pages, kv_heads, h,
-                on_diagonal, n_len, right, scales, d_pad, spec,
-            )  # fmt: skip
+        shift, of_first = products_with_mean(
+            x, q_tile.to(torch.float32), q_scale_log2, k_mean, block_table, first_entry, run_begin, max_pages, num_pages, kv_heads, h,
+            on_diagonal, n_len, right, scales, d_pad, spec,
+        )  # fmt: skip
+        largest_of_first = torch.amax(torch.where(torch.abs(of_first) < float("inf"), torch.abs(of_first), 0.0), 0)
         entry = hl.load(block_table, [first_entry + least(run_begin, int32(max_pages - 1))])
         for j in hl.grid(run_begin, run_end):
             page, known_page = page_of_entry(entry, num_pages)
@@ -214,7 +214,8 @@ def fp8_attn_prefill(
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             if spec.int8_keys:
                 s = times_descales(s, descales_of_keys(k_descale, first_slot, bn, 1, spec.is_cuda), 1, spec)
-            s, scale_log2 = base_scores(s, row_scale_log2, k_base, shift, scales, 1, spec)
+            page_shift, added = of_page(j, shift, of_first, v_base, spec)
+            s, scale_log2 = base_scores(s, row_scale_log2, k_base, page_shift, scales, 1, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
@@ -228,10 +229,10 @@ def fp8_attn_prefill(
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
                 s = torch.where(of_base.unsqueeze(0) != 0, s, float("-inf"))
             m_before = m_i
-            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 1, spec)
-            wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, added, m_run, m_i, 1, spec)
+            wide = bases_are_wide(largest_q_scale_log2, largest_of_first, k_base, scales, spec)
             if wide > 0:
-                s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 1, spec)
+                s, scale, offset = wide_line(s, scale_log2, added, m_i, scale, offset, largest, top, 1, spec)
             # [bm, bn]
             line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
             # [bm]
@@ -274,7 +275,10 @@ def fp8_attn_prefill(
                         if spec.int8_keys:
                             class_k = descales_of_keys(k_descale, first_slot, bn, 1, spec.is_cuda)
                             class_s = times_descales(class_s, class_k, 1, spec)
-                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, shift, scales, 1, spec)
+                        class_shift, class_added = of_page(i, shift, of_first, v_own, spec)
+                        class_s, class_scale_log2 = base_scores(
+                            class_s, row_scale_log2, k_own, class_shift, scales, 1, spec
+                        )
                         class_key = int32(i * bn) + hl.arange(bn, dtype=torch.int32)
                         class_visible = visible_keys(class_key, on_diagonal, n_len, int32(left), int32(right), spec)
                         class_visible = in_run_of_query(
@@ -286,12 +290,12 @@ def fp8_attn_prefill(
                         class_s = torch.where(class_visible, class_s, float("-inf"))
                         class_before = m_i
                         m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
-                            class_s, class_scale_log2, v_own, m_run, m_i, 1, spec
+                            class_s, class_scale_log2, class_added, m_run, m_i, 1, spec
                         )
                         class_s, class_scale, class_offset = wide_line(
                             class_s,
                             class_scale_log2,
-                            v_own,
+                            class_added,
                             m_i,
                             class_scale,
                             class_offset,

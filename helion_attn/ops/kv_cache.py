@@ -13,11 +13,8 @@ from helion_attn.problem import AppendProblem, DecodeProblem
 
 
 def _launch_append(a: AppendProblem) -> None:
-    from helion_attn.preprocess import append, first_mean
+    from helion_attn.preprocess import append
 
-    # Without a whole page at once, there is no mean but 0.
-    if a.k.size(2) >= a.cache.page_size:
-        first_mean.launch(a)
     append.launch(a)
 
 

@@ -299,10 +299,12 @@ def times_descales(
 
 def products_with_mean(
     x: torch.Tensor,  # [rows, D_pad]: of Q
+    x8: torch.Tensor,  # [rows, D_pad]: of Q, rounded
+    q_scale_log2: torch.Tensor,  # [rows]
     k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad]
     block_table: torch.Tensor,  # [B * max_pages]
     first_entry: Int,
-    place: Int,
+    begin: Int,
     max_pages: int,
     num_pages: int,
     kv_heads: int,
@@ -313,25 +315,86 @@ def products_with_mean(
     scales: ScoreScales,
     d_pad: int,
     spec: PagedSpec,
-) -> torch.Tensor:
-    """Of each row, scaled as its scores, [rows]: what they lack for K's mean, which page `place` of a sequence has.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row, scaled as its scores, [rows], what they lack for K's mean, and what those of the first page are given.
+
+    A row that sees a second page or later ones takes their mean for that of all keys. So its scores of the first page,
+    whose mean is 0, are to lose its rounded numbers' product with it: Q's rounding then moves no page against another.
+    With a softcap they are as they are, and what they lack themselves is the second result.
 
     NaN of a page that is not known, and 0 of a row that sees no key. Added pair by pair, as `sums_of_page`.
     """
+    has_later, sees_keys = n_len > (1 << spec.bn_log2), n_len > 0
+    if spec.has_right:
+        last = on_diagonal + int32(right)
+        has_later, sees_keys = has_later & (last >= (1 << spec.bn_log2)), sees_keys & (last >= 0)
+    else:
+        has_later, sees_keys = has_later & (on_diagonal == on_diagonal), sees_keys & (on_diagonal == on_diagonal)
+    place = torch.clamp_min(least(begin, int32(max_pages - 1)) + int32(0), 1)
+    later, known = mean_of_page(k_mean, block_table, first_entry, place, max_pages, num_pages, kv_heads, h, d_pad)
+    first, _ = mean_of_page(k_mean, block_table, first_entry, int32(0), max_pages, num_pages, kv_heads, h, d_pad)
+    # [rows, D_pad]
+    mean = torch.where(has_later.unsqueeze(1), later.unsqueeze(0), first.unsqueeze(0))
+    scale = hl.full([], scales.qk_scale, dtype=torch.float32)
+    shift = sums_of_products(x, mean, scale, d_pad, spec)
+    if spec.has_softcap:
+        of_first = sums_of_products(x, first.unsqueeze(0), scale, d_pad, spec)
+    else:
+        of_first = sums_of_products(x8, (later - first).unsqueeze(0), q_scale_log2, d_pad, spec)
+        of_first = torch.where(has_later, torch.where(known, of_first, float("nan")), 0.0)
+    shift = torch.where(has_later & (known == 0), float("nan"), shift)
+    return torch.where(sees_keys, shift, 0.0), torch.where(sees_keys, of_first, 0.0)
+
+
+def mean_of_page(
+    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad]
+    block_table: torch.Tensor,  # [B * max_pages]
+    first_entry: Int,
+    place: torch.Tensor,  # []
+    max_pages: int,
+    num_pages: int,
+    kv_heads: int,
+    h: Int,
+    d_pad: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What was subtracted from the keys of a sequence's page, fp32 [D_pad], 0 if it is not known, and whether it is."""
     page, known = page_of(block_table, first_entry + least(place, int32(max_pages - 1)), num_pages)
-    mean = hl.load(k_mean, [(page * int32(kv_heads) + int32(h)) * d_pad + hl.arange(d_pad)]).to(torch.float32)
+    at = (page * int32(kv_heads) + int32(h)) * d_pad + hl.arange(d_pad)
+    return torch.where(known, hl.load(k_mean, [at]).to(torch.float32), 0.0), known
+
+
+def sums_of_products(
+    x: torch.Tensor,  # [rows, D_pad]
+    y: torch.Tensor,  # [rows, D_pad] or [1, D_pad]
+    scale: torch.Tensor,  # [rows] or []
+    d_pad: int,
+    spec: PagedSpec,
+) -> torch.Tensor:
+    """The rows' inner products times `scale`, [rows]."""
     none = hl.zeros([], dtype=torch.float32)
     # Products that no addition takes in.
-    total, width = fma(x, mean.unsqueeze(0), none, spec.is_cuda), d_pad
+    total, width = fma(x, y, none, spec.is_cuda), d_pad
     while width > 1:
         width //= 2
         total = total.reshape(spec.rows, width, 2).sum(2)
-    scale = hl.full([], scales.qk_scale, dtype=torch.float32)
-    product = torch.where(known, fma(total.reshape(spec.rows), scale, none, spec.is_cuda), float("nan"))
-    sees_keys = n_len > 0
-    if spec.has_right:
-        sees_keys = sees_keys & (on_diagonal + int32(right) >= 0)
-    return torch.where(sees_keys, product, 0.0)
+    return fma(total.reshape(spec.rows), scale, none, spec.is_cuda)
+
+
+def of_page(
+    j: Int,
+    shift: torch.Tensor,  # [rows]
+    of_first: torch.Tensor,  # [rows]
+    v_base: torch.Tensor,  # []
+    spec: PagedSpec,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(shift, added)` of page j, [rows]: what its scores get before tanh, and in base 2 what they get after all.
+
+    The latter is log2 of V's base and, of the first page, `-of_first`, as `products_with_mean` has it.
+    """
+    is_first = int32(j) == 0
+    if spec.has_softcap:
+        return torch.where(is_first, of_first, shift), log2_of_power(v_base) + shift * 0.0
+    return shift, log2_of_power(v_base) - torch.where(is_first, of_first, 0.0)
 
 
 def base_scores(
@@ -361,12 +424,13 @@ def base_scores(
 
 def bases_are_wide(
     largest_q_scale_log2: torch.Tensor,  # []
+    largest_of_first: torch.Tensor,  # []
     k_base: torch.Tensor,  # []
     scales: ScoreScales,
     spec: PagedSpec,
 ) -> torch.Tensor:
     """1 if some score may pass `MAX_PAGE_SCORE_LOG2`, 0 if none does."""
-    largest = largest_q_scale_log2 * k_base * spec.largest_score
+    largest = largest_q_scale_log2 * k_base * spec.largest_score + largest_of_first
     if spec.has_softcap:
         largest = hl.full([], scales.tanh_scale, dtype=torch.float32)
     # Not "large", since a NaN is not within.
@@ -376,7 +440,7 @@ def bases_are_wide(
 def line_of_page(
     s: torch.Tensor,  # [bn, rows] or [rows, bn]
     scale_log2: torch.Tensor,  # [rows]
-    v_base: torch.Tensor,  # []
+    added: torch.Tensor,  # [rows]
     m_run: torch.Tensor,  # [rows]
     m_i: torch.Tensor,  # [rows]
     keys_axis: hl.constexpr,
@@ -386,18 +450,17 @@ def line_of_page(
 
     In steps of e4m3 if P's bits are to come from it.
     """
-    v_log2 = log2_of_power(v_base)
     largest = torch.amax(s, keys_axis)
     offset = hl.full([], -spec.p_offset_log2, dtype=torch.float32)
-    top = fma_up(largest, scale_log2, offset, spec.is_cuda) + v_log2
+    top = fma_up(largest, scale_log2, offset, spec.is_cuda) + added
     m_run, m_i = page_references(top, m_run, m_i, spec)
-    return m_run, m_i, scale_log2 * spec.p_steps, spec.p_one - (m_i - v_log2) * spec.p_steps, largest, top
+    return m_run, m_i, scale_log2 * spec.p_steps, spec.p_one - (m_i - added) * spec.p_steps, largest, top
 
 
 def wide_line(
     s: torch.Tensor,  # [bn, rows] or [rows, bn]
     scale_log2: torch.Tensor,  # [rows]
-    v_base: torch.Tensor,  # []
+    added: torch.Tensor,  # [rows]
     m_i: torch.Tensor,  # [rows]
     scale: torch.Tensor,  # [rows]
     offset: torch.Tensor,  # [rows]
@@ -412,9 +475,9 @@ def wide_line(
     the row itself says so, whatever shares its tile.
     """
     # [rows]
-    wide = torch.abs(top) > MAX_PAGE_SCORE_LOG2
+    wide = torch.maximum(torch.abs(top), torch.abs(top - added)) > MAX_PAGE_SCORE_LOG2
     known = torch.where(largest == float("-inf"), 0.0, largest)
-    above = fma(known, scale_log2, log2_of_power(v_base) - top, spec.is_cuda)
+    above = fma(known, scale_log2, added - top, spec.is_cuda)
     above = torch.clamp_max(torch.clamp_min(above, 0.0), spec.p_offset_log2) + (top - m_i)
     below = fma(
         s - known.unsqueeze(keys_axis), scale_log2.unsqueeze(keys_axis), above.unsqueeze(keys_axis), spec.is_cuda
