@@ -28,7 +28,7 @@ from helion_attn import ops
 from helion_attn.api import quantized_problem
 from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
-from helion_attn.reference.kv_cache import first_mean, k_descales, row_descale, to_format, v_descales
+from helion_attn.reference.kv_cache import k_descales, means_of_keys, row_descale, to_format, v_descales
 from helion_attn.workloads import Workload
 
 #: Query rows that are checked against the oracle: the last, which see most.
@@ -63,14 +63,15 @@ def paged(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Pre
     cache, table, seqlens = filled_cache(k, v)
 
     def dequantized() -> tuple[Tensor, Tensor, Tensor]:
-        page, dtype, mean = cache.page_size, cache.k8.dtype, first_mean(k, cache.page_size, k.size(2))
+        page, dtype = cache.page_size, cache.k8.dtype
+        means = means_of_keys(k, page, dtype)
         scaled = (
             (q.float(), row_descale(q, dtype), dtype),
-            (k.float() - mean, k_descales(k.float() - mean, page, dtype)[0], dtype),
+            (k.float() - means, k_descales(k.float() - means, page, dtype)[0], dtype),
             (v.float(), v_descales(v, page)[0], cache.v8.dtype),
         )
         dq, dk, dv = (to_format(*x) * x[1] for x in scaled)
-        return dq, dk + mean, dv
+        return dq, dk + means, dv
 
     run = functools.partial(ha.attention_kvcache, q, cache, table, seqlens, causal=causal, sm_scale=sm_scale)
     return Prepared(run, lambda out: out, dequantized)

@@ -172,8 +172,8 @@ def fp8_attn_decode(
         escapes = int32(0)
         # [rows]
         shift, of_first = products_with_mean(
-            x, q8.to(torch.float32), q_scale_log2, k_mean, block_table, b * max_pages, n_begin, max_pages, num_pages, kv_heads, h,
-            diagonal + i, n_len, right, scales, d_pad, spec,
+            x, q8.to(torch.float32), q_scale_log2, k_mean, block_table, b * max_pages, n_begin, max_pages, num_pages,
+            kv_heads, h, diagonal + i, n_len, right, scales, d_pad, spec,
         )  # fmt: skip
         largest_of_first = torch.amax(torch.where(torch.abs(of_first) < float("inf"), torch.abs(of_first), 0.0), 0)
 

@@ -188,8 +188,8 @@ def fp8_attn_prefill(
         first_entry = int32(b * max_pages)
         # [bm]
         shift, of_first = products_with_mean(
-            x, q_tile.to(torch.float32), q_scale_log2, k_mean, block_table, first_entry, run_begin, max_pages, num_pages, kv_heads, h,
-            on_diagonal, n_len, right, scales, d_pad, spec,
+            x, q_tile.to(torch.float32), q_scale_log2, k_mean, block_table, first_entry, run_begin, max_pages,
+            num_pages, kv_heads, h, on_diagonal, n_len, right, scales, d_pad, spec,
         )  # fmt: skip
         largest_of_first = torch.amax(torch.where(torch.abs(of_first) < float("inf"), torch.abs(of_first), 0.0), 0)
         entry = hl.load(block_table, [first_entry + least(run_begin, int32(max_pages - 1))])

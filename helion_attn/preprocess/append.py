@@ -207,7 +207,7 @@ def append_kv(
     table_rows: int,
     spec: hl.constexpr,  # AppendSpec
 ) -> None:
-    """The kernel; see the module's docstring. It stores the new keys at positions `low .. high`, multiples of `keys`."""
+    """The kernel; see the module's docstring. It stores new keys at positions from `low` up to `high`."""
     B = cache_seqlens.size(0)
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((k.stride(0), v.stride(0), k8.stride(0), v8.stride(0)))
@@ -363,8 +363,8 @@ def launched_positions(length: int, bn: int, end: int) -> list[tuple[int, int]]:
 def launch(a: AppendProblem) -> None:
     """Store keys and values at positions `cache_seqlens[b]` and up.
 
-    The lengths are on the device, so each launch has the keys of some positions. One key, of whatever position, comes in
-    one launch, and up to a program's keys in two.
+    The lengths are on the device, so each launch has the keys of some positions. One key, wherever it goes, takes one
+    launch, and up to 16 keys take two.
     """
     (H_kv, L, D), cache = a.k.shape[1:], a.cache
     (num_pages, _, bn, D_pad), int8_keys = cache.k8.shape, cache.k8.dtype == torch.int8

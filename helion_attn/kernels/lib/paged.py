@@ -316,21 +316,18 @@ def products_with_mean(
     d_pad: int,
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row, scaled as its scores, [rows], what they lack for K's mean, and what those of the first page are given.
+    """Of each row, scaled as its scores: what they lack for K's mean, and what those of the first page are to lose.
 
-    A row that sees a second page or later ones takes their mean for that of all keys. So its scores of the first page,
-    whose mean is 0, are to lose its rounded numbers' product with it: Q's rounding then moves no page against another.
-    With a softcap they are as they are, and what they lack themselves is the second result.
+    Scores of the first page, whose mean is 0, are to lose the rounded row's product with the mean of later pages, if
+    the row sees any: Q's rounding then moves no page against another. With a softcap, the second is what they lack.
 
     NaN of a page that is not known, and 0 of a row that sees no key. Added pair by pair, as `sums_of_page`.
     """
-    has_later, sees_keys = n_len > (1 << spec.bn_log2), n_len > 0
+    last = n_len - 1 + 0 * on_diagonal
     if spec.has_right:
-        last = on_diagonal + int32(right)
-        has_later, sees_keys = has_later & (last >= (1 << spec.bn_log2)), sees_keys & (last >= 0)
-    else:
-        has_later, sees_keys = has_later & (on_diagonal == on_diagonal), sees_keys & (on_diagonal == on_diagonal)
-    place = torch.clamp_min(least(begin, int32(max_pages - 1)) + int32(0), 1)
+        last = torch.minimum(last, on_diagonal + int32(right))
+    has_later, sees_keys = last >= (1 << spec.bn_log2), last >= 0
+    place = torch.maximum(begin + int32(0), int32(1))
     later, known = mean_of_page(k_mean, block_table, first_entry, place, max_pages, num_pages, kv_heads, h, d_pad)
     first, _ = mean_of_page(k_mean, block_table, first_entry, int32(0), max_pages, num_pages, kv_heads, h, d_pad)
     # [rows, D_pad]
@@ -341,8 +338,8 @@ def products_with_mean(
         of_first = sums_of_products(x, first.unsqueeze(0), scale, d_pad, spec)
     else:
         of_first = sums_of_products(x8, (later - first).unsqueeze(0), q_scale_log2, d_pad, spec)
-        of_first = torch.where(has_later, torch.where(known, of_first, float("nan")), 0.0)
-    shift = torch.where(has_later & (known == 0), float("nan"), shift)
+        of_first = torch.where(has_later, of_first, 0.0)
+    shift = torch.where(has_later, torch.where(known, shift, float("nan")), shift)
     return torch.where(sees_keys, shift, 0.0), torch.where(sees_keys, of_first, 0.0)
 
 
@@ -387,13 +384,13 @@ def of_page(
     v_base: torch.Tensor,  # []
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(shift, added)` of page j, [rows]: what its scores get before tanh, and in base 2 what they get after all.
+    """What scores of page j get before tanh, [rows], and in base 2 after it, [rows] or [].
 
-    The latter is log2 of V's base and, of the first page, `-of_first`, as `products_with_mean` has it.
+    The latter is log2 of V's base, and without a softcap less `of_first` on the first page.
     """
     is_first = int32(j) == 0
     if spec.has_softcap:
-        return torch.where(is_first, of_first, shift), log2_of_power(v_base) + shift * 0.0
+        return torch.where(is_first, of_first, shift), log2_of_power(v_base)
     return shift, log2_of_power(v_base) - torch.where(is_first, of_first, 0.0)
 
 
@@ -440,7 +437,7 @@ def bases_are_wide(
 def line_of_page(
     s: torch.Tensor,  # [bn, rows] or [rows, bn]
     scale_log2: torch.Tensor,  # [rows]
-    added: torch.Tensor,  # [rows]
+    added: torch.Tensor,  # [rows] or []
     m_run: torch.Tensor,  # [rows]
     m_i: torch.Tensor,  # [rows]
     keys_axis: hl.constexpr,
@@ -460,7 +457,7 @@ def line_of_page(
 def wide_line(
     s: torch.Tensor,  # [bn, rows] or [rows, bn]
     scale_log2: torch.Tensor,  # [rows]
-    added: torch.Tensor,  # [rows]
+    added: torch.Tensor,  # [rows] or []
     m_i: torch.Tensor,  # [rows]
     scale: torch.Tensor,  # [rows]
     offset: torch.Tensor,  # [rows]
