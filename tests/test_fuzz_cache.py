@@ -150,11 +150,6 @@ def data_of(spec: Specialisation) -> st.SearchStrategy[Data]:
     )
 
 
-def first_append(length: int, appended: int) -> int:
-    """Keys that come first to a sequence of this length: all but the last `appended`, if it has more."""
-    return length - appended if length > appended else length
-
-
 def append(
     cache: ha.PagedKVCache,
     kv: tuple[torch.Tensor, torch.Tensor],
@@ -191,7 +186,6 @@ def make_case(
     masks: dict[str, Any],
     out_dtype: torch.dtype,
     recipe: ha.Recipe,
-    appended: int,
 ) -> Case:
     """With the answers for every sequence, those of sequences of one length at a time."""
     q, _, v = qkv
@@ -205,7 +199,7 @@ def make_case(
         keys = rotated[at, :, :length], v[at, :, :length]
         oracle[at], oracle_lse[at] = ha.reference.attention(q[at], *keys, return_lse=True, **masks)
         model[at], model_lse[at] = ha.reference.fp8_attention_kvcache(
-            q[at], keys[0].float(), keys[1], recipe=recipe, first=first_append(length, appended), **masks
+            q[at], keys[0].float(), keys[1], recipe=recipe, **masks
         )
     answers = (oracle, oracle_lse, model.to(out_dtype).float(), model_lse)
     causal, sm_scale, window, softcap, sinks = masks.values()
@@ -236,7 +230,7 @@ def check(spec: Specialisation, data: Data, device: str) -> None:
         "softcap": data.softcap if spec.has_softcap else None,
         "sinks": make_sinks(H, data.seed, device) if spec.has_sinks else None,
     }
-    case = make_case((q, k, v), rotated, lengths, masks, spec.out_dtype, spec.recipe, data.appended)
+    case = make_case((q, k, v), rotated, lengths, masks, spec.out_dtype, spec.recipe)
     cache, table, seqlens = make_cache(lengths, data.H_kv, spec.D, spec.D_v, device, data.seed, spec.recipe)
     given = q if data.layout == "bhsd" else q.transpose(1, 2)
     splits = data.splits if spec.has_splits else 1

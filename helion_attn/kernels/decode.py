@@ -48,14 +48,16 @@ from helion_attn.kernels.lib.paged import (
     base_scores,
     bases_are_wide,
     bases_of_page,
+    before_tanh,
     class_of_slot,
     descales_of_keys,
     in_run_of_query,
     inverse_of_power,
     keys_of_class,
     launch_paged,
+    less_of_first,
     line_of_page,
-    of_page,
+    log2_of_power,
     products_with_mean,
     run_of_query,
     sums_of_page,
@@ -175,7 +177,6 @@ def fp8_attn_decode(
             x, q8.to(torch.float32), q_scale_log2, k_mean, block_table, b * max_pages, n_begin, max_pages, num_pages,
             kv_heads, h, diagonal + i, n_len, right, scales, d_pad, spec,
         )  # fmt: skip
-        largest_of_first = torch.amax(torch.where(torch.abs(of_first) < float("inf"), torch.abs(of_first), 0.0), 0)
 
         for j in hl.grid(n_begin, n_end):
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
@@ -190,7 +191,7 @@ def fp8_attn_decode(
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             if spec.int8_keys:
                 s = times_descales(s, descales_of_keys(k_descale, first_slot, bn, 0, spec.is_cuda), 0, spec)
-            page_shift, added = of_page(j, shift, of_first, v_base, spec)
+            page_shift, v_log2 = before_tanh(j, shift, of_first, spec), log2_of_power(v_base)
             s, scale_log2 = base_scores(s, row_scale_log2, k_base, page_shift, scales, 0, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
@@ -205,10 +206,10 @@ def fp8_attn_decode(
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
                 s = torch.where(of_base.unsqueeze(1) != 0, s, float("-inf"))
             m_before = m_i
-            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, added, m_run, m_i, 0, spec)
-            wide = bases_are_wide(largest_q_scale_log2, largest_of_first, k_base, scales, spec)
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_log2, m_run, m_i, 0, spec)
+            wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
             if wide > 0:
-                s, scale, offset = wide_line(s, scale_log2, added, m_i, scale, offset, largest, top, 0, spec)
+                s, scale, offset = wide_line(s, scale_log2, v_log2, m_i, scale, offset, largest, top, 0, spec)
             # [bn, rows]
             line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
             # [1, rows]
@@ -224,6 +225,8 @@ def fp8_attn_decode(
                 l_i = fma(l_i, alpha.unsqueeze(0), sums_of_page(p, bn, spec.rows) * v_inverse, spec.is_cuda)
                 p8 = in_order_of_v(p.to(torch.float8_e4m3fn), bn, spec.rows)
             acc = accumulate(acc, alpha, v_tile, p8, spec)
+            m_i = less_of_first(m_i, j, of_first, spec)
+            m_run = less_of_first(m_run, j, of_first, spec)
 
         if escapes > 0:
             # Keys with descales of their own, of the same pages, those with the same descales at once.
@@ -244,7 +247,8 @@ def fp8_attn_decode(
                         if spec.int8_keys:
                             class_k = descales_of_keys(k_descale, first_slot, bn, 0, spec.is_cuda)
                             class_s = times_descales(class_s, class_k, 0, spec)
-                        class_shift, class_added = of_page(again, shift, of_first, v_own, spec)
+                        class_shift = before_tanh(again, shift, of_first, spec)
+                        class_added = less_of_first(log2_of_power(v_own), again, of_first, spec)
                         class_s, class_scale_log2 = base_scores(
                             class_s, row_scale_log2, k_own, class_shift, scales, 0, spec
                         )

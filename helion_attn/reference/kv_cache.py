@@ -161,7 +161,7 @@ def fp8_attention_kvcache(
     q_scale_log2, shift_log2 = q_scale * scale_log2, (q.float() @ mean.mT) * scale_log2
     # Rows that see a key of a later page.
     has_later = (hide_keys(q.new_zeros(1, 1, M, max(N - page, 0)), 0, page, M, N, causal, window) == 0).any(3, True)
-    shift_log2, of_first = torch.where(has_later, shift_log2, 0.0), (q8 @ mean.mT) * q_scale_log2
+    shift_log2, lost_log2 = (torch.where(has_later, x, 0.0) for x in (shift_log2, (q8 @ mean.mT) * q_scale_log2))
 
     m_i = m_run = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
     l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
@@ -176,7 +176,7 @@ def fp8_attention_kvcache(
         if softcap is not None:
             t = softcap * LOG2E * torch.tanh((t + (shift_log2 if j else 0.0)) * (LN2 / softcap))
         elif j == 0:
-            t = t - torch.where(has_later, of_first, 0.0)
+            t = t - lost_log2
         t = hide_keys(t + torch.log2(v_scale[:, :, keys]).mT, 0, j, M, N, causal, window)
         t = t.masked_fill(~taken.unsqueeze(2), float("-inf"))
         top = below(t.amax(3, keepdim=True), MAX_P_OFFSET_LOG2[E4M3])

@@ -587,7 +587,6 @@ def shipped_fingerprints() -> list[str]:
     from helion_attn.preprocess import (
         append,
         block_means,
-        first_mean,
         list_order,
         mask_bits,
         mask_lists,
@@ -603,7 +602,7 @@ def shipped_fingerprints() -> list[str]:
         *(attention.fp8_attn_fwd, attention_large_d.fp8_attn_fwd_large_d, decode.fp8_attn_decode),
         *(merge_splits.merge_splits_kernel, pack_kv.pack_kv, pack_q.pack_q, append.append_kv, transform_rows.transform),
         *(sample.sample, sequences.describe, recentre.recentre, mask_bits.mask_bits),
-        *(mask_lists.mask_lists, list_order.list_order, block_means.block_means, first_mean.first_mean),
+        *(mask_lists.mask_lists, list_order.list_order, block_means.block_means),
     ]
     prints = [code_cache.fingerprint(fn, Config()) for fn in kernels]
     return [hashlib.sha256(text.encode()).hexdigest() for text in prints]

@@ -318,7 +318,7 @@ def test_what_is_stored(kind: str, device: str) -> None:
     pages = case.table[0, :3].tolist()
     of_cache = case.cache.k_descale, case.cache.v_descale
     stored_k, stored_v = dequantised(case.cache, pages, 300)
-    mean = case.cache.k_mean[pages[0], :, None, :80].float()
+    mean = case.cache.k_mean[pages, :, :80].float().repeat_interleave(128, 0)[:300].transpose(0, 1)
     rounded = (k - mean, stored_k - mean), (v, stored_v)
     for name, (x, stored), descales in zip("kv", rounded, of_cache, strict=True):
         amax = x.abs().amax(2, keepdim=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -112,13 +113,13 @@ def test_chunks_and_batches_change_nothing(D: int, splits: int, mask: str, recip
     assert exact(D, device, recipe, num_splits=splits, **masked(mask, device)).changed() == []
 
 
-def scaled_product(x: torch.Tensor, k_mean: torch.Tensor, *args: Any) -> torch.Tensor:
+def scaled_product(*args: Any) -> tuple[torch.Tensor, ...]:
     """As another order of its additions might round it."""
-    return products_with_mean(x, k_mean, *args) * (1 + 2.0**-20)
+    return tuple(x * (1 + 2.0**-20) for x in products_with_mean(*args))
 
 
-def test_the_check_of_int8_keys_can_fail(monkeypatch: Any) -> None:
-    """Where a kernel has another lse."""
+def test_the_check_of_means_can_fail(monkeypatch: Any) -> None:
+    """Where a kernel has another lse, or other scores of the first page."""
     monkeypatch.setattr(prefill, "products_with_mean", scaled_product)
     assert exact(64, "cpu", ha.BALANCED, num_splits=1).changed()
 
@@ -149,6 +150,33 @@ def test_the_check_can_fail(name: str, mutation: Callable[..., Any], D: int, spl
     assert getattr(paged, name) is getattr(decode, name)
     monkeypatch.setattr(prefill, name, mutation)
     assert exact(D, "cpu", num_splits=splits).changed()
+
+
+#: How a sequence's keys come.
+CUTS = [(260,), (128, 132), (127, 1, 132), (60, 68, 132), (60, 200), (120, 16, 124), (*(1,) * 130, 130)]
+
+
+@pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.gpu), pytest.param(256, marks=pytest.mark.gpu)])
+@BOTH
+def test_how_keys_came_changes_nothing(D: int, recipe: ha.Recipe, device: str) -> None:
+    """All that is stored, and what the last query gets; also where most queries saw fewer keys."""
+    q, k, v = make_qkv("randn", 1, H, H_KV, 1, 260, D, device=device)
+    k[..., : D // 2] += 10
+    found = []
+    for cuts in CUTS:
+        cache, table, seqlens = make_cache([260], H_KV, D, device=device, recipe=recipe)
+        for first, end in itertools.pairwise(itertools.accumulate(cuts, initial=0)):
+            start = torch.tensor([first], dtype=torch.int32, device=device)
+            ha.append_kvcache(cache, k[:, :, first:end], v[:, :, first:end], table, start)
+        pages = table[0, :3].tolist()
+        k8 = cache.k8.view(torch.uint8)[pages].transpose(0, 1).flatten(1, 2)[:, :260]
+        rest = cache.v8.view(torch.uint8), cache.k_descale, cache.v_descale, cache.k_mean
+        out, lse = ha.attention_kvcache(q, cache, table, seqlens, num_splits=2, return_lse=True)
+        found.append((k8, *(x[pages] for x in rest), out, lse))
+    of_pages = found[0][4]
+    assert of_pages[0].count_nonzero() == 0
+    assert of_pages[1].count_nonzero() > 0
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(other, found[0], strict=True))
 
 
 @pytest.mark.gpu

@@ -377,21 +377,26 @@ def sums_of_products(
     return fma(total.reshape(spec.rows), scale, none, spec.is_cuda)
 
 
-def of_page(
+def before_tanh(
     j: Int,
     shift: torch.Tensor,  # [rows]
     of_first: torch.Tensor,  # [rows]
-    v_base: torch.Tensor,  # []
     spec: PagedSpec,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What scores of page j get before tanh, [rows], and in base 2 after it, [rows] or [].
-
-    The latter is log2 of V's base, and without a softcap less `of_first` on the first page.
-    """
-    is_first = int32(j) == 0
+) -> torch.Tensor:
+    """What scores of page j lack before a softcap, [rows]."""
     if spec.has_softcap:
-        return torch.where(is_first, of_first, shift), log2_of_power(v_base)
-    return shift, log2_of_power(v_base) - torch.where(is_first, of_first, 0.0)
+        return torch.where(int32(j) == 0, of_first, shift)
+    return shift
+
+
+def less_of_first(x: torch.Tensor, j: Int, of_first: torch.Tensor, spec: PagedSpec) -> torch.Tensor:
+    """A row's numbers in base 2, less what its scores of the first page are to lose if this is page j.
+
+    The first page comes first, so that its references lose it at once, behind it: as good as scores.
+    """
+    if spec.has_softcap:
+        return x
+    return x - torch.where(int32(j) == 0, of_first, 0.0)
 
 
 def base_scores(
@@ -421,13 +426,12 @@ def base_scores(
 
 def bases_are_wide(
     largest_q_scale_log2: torch.Tensor,  # []
-    largest_of_first: torch.Tensor,  # []
     k_base: torch.Tensor,  # []
     scales: ScoreScales,
     spec: PagedSpec,
 ) -> torch.Tensor:
     """1 if some score may pass `MAX_PAGE_SCORE_LOG2`, 0 if none does."""
-    largest = largest_q_scale_log2 * k_base * spec.largest_score + largest_of_first
+    largest = largest_q_scale_log2 * k_base * spec.largest_score
     if spec.has_softcap:
         largest = hl.full([], scales.tanh_scale, dtype=torch.float32)
     # Not "large", since a NaN is not within.
