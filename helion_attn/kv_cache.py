@@ -1,10 +1,10 @@
 """A paged KV cache in 8 bits, what appends to it, and attention over it: decoding, and prompts in chunks.
 
-A constant of their sequence is subtracted from keys. Every key has descales of its own, of K and of V. Most have those
-of their page's first key, which leave room for keys 100 times as large, and a kernel takes as one number a page. A key
-that they do not fit has others, and attention takes such keys in a second pass: nothing is clamped, and no key's
-descales depend on what came with it. Int8 keys have any descale, without a second pass. The price is 8 bytes a key and
-KV head: 3% of the bytes at D 128.
+A constant of their sequence is subtracted from keys of all pages but its first. Every key has descales of its own, of K
+and of V. Most have those of their page's first key, which leave room for keys 100 times as large, and a kernel takes as
+one number a page. A key that they do not fit has others, and attention takes such keys in a second pass: nothing is
+clamped, and no key's descales depend on what came with it. Int8 keys have any descale, without a second pass. The price
+is 8 bytes a key and KV head: 3% of the bytes at D 128.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def paged_kv_cache(
 ) -> PagedKVCache:
     """Memory for `num_pages` pages of keys and values, not initialised.
 
-    The mean of a sequence's first page is subtracted from its keys, in channels where it stands out: softmax and lse
-    lose nothing by it. It is fixed when that page comes whole, in one append; otherwise it is 0.
+    The mean of a sequence's first page is subtracted from keys of later ones, in channels where it stands out: softmax
+    and lse lose nothing by it.
 
     Args:
         num_pages: of the pool that all sequences share.
@@ -287,9 +287,9 @@ def attention_kvcache(
             cache's H_kv. fp32 tensors as `quantize` has them.
         cache: from `paged_kv_cache`, filled by `append_kvcache`.
         block_table: int32 [B, pages of a sequence], contiguous: the pages of each sequence. Entries past a sequence's
-            end are not read. Or [B, H_kv, pages], for each KV head the pages that its queries see, such as
-            `pages.top` chooses; then `cache_seqlens` is [B, H_kv], `causal` counts keys as they are listed, and
-            `window` and `sinks` are not supported.
+            end are not read. Or [B, H_kv, pages], for each KV head the pages that its queries see, such as `pages.top`
+            chooses, a sequence's first page before others; then `cache_seqlens` is [B, H_kv], `causal` counts keys as
+            they are listed, and `window` and `sinks` are not supported.
         cache_seqlens: int32 [B], the keys of each sequence, those of the queries included. Neither table is read on the
             host. A length that is negative or exceeds the block table makes NaN of the sequence's output, and a page
             outside of the pool of the rows that see it, at least.
