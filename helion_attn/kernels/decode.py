@@ -26,8 +26,8 @@ Products are taken transposed, with keys or V's channels as the M of a WGMMA, of
 as its N, of which 16 is enough. So a tile of 16 rows costs a thread 16 scores a page, and what belongs to a key, its
 two descales, is 4 numbers a thread.
 
-Scores of later pages lack the row's product with K's mean. Those of the first page are to lose as much: m_i does,
-behind that page.
+Scores of later pages lack the row's product with K's mean. Those of the first page lose as much, in the line
+to P.
 
 A window moves the first page that is read and masks at its edges, and a sink joins the sum of the first run.
 
@@ -71,7 +71,7 @@ from helion_attn.kernels.lib.paged import (
 from helion_attn.kernels.lib.row_layout import rows_to_dtype
 from helion_attn.kernels.lib.scalars import int32
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, scores, to_descale
-from helion_attn.numerics import LN2, LOG2E, NO_KEY
+from helion_attn.numerics import LN2, LOG2E, MAX_PAGE_SCORE_LOG2, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
 #: Buffers for pages, and a thread's registers with up to 16 rows and with 32, by the largest padded head dim that they
@@ -180,6 +180,9 @@ def fp8_attn_decode(
             x, q8.to(torch.float32), q_scale_log2, k_mean, block_table, b * max_pages, n_begin, max_pages, num_pages,
             kv_heads, h, diagonal + i, n_len, right, scales, d_pad, spec,
         )  # fmt: skip
+        # As wide as scores are, they need `wide_line`.
+        largest_of_first = torch.amax(torch.abs(of_first), 0)
+        largest_q_scale_log2 = torch.where(largest_of_first <= MAX_PAGE_SCORE_LOG2, largest_q_scale_log2, float("inf"))
 
         for j in hl.grid(n_begin, n_end):
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
@@ -194,7 +197,8 @@ def fp8_attn_decode(
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             if spec.int8_keys:
                 s = times_descales(s, descales_of_keys(k_descale, first_slot, bn, 0, spec.is_cuda), 0, spec)
-            page_shift, v_log2 = before_tanh(j, shift, of_first, spec), log2_of_power(v_base)
+            page_shift = before_tanh(j, shift, of_first, spec)
+            added = less_of_first(log2_of_power(v_base), j, of_first, spec)
             s, scale_log2 = base_scores(s, row_scale_log2, k_base, page_shift, scales, 0, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
@@ -209,10 +213,10 @@ def fp8_attn_decode(
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
                 s = torch.where(of_base.unsqueeze(1) != 0, s, float("-inf"))
             m_before = m_i
-            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_log2, m_run, m_i, 0, spec)
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, added, m_run, m_i, 0, spec)
             wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
             if wide > 0:
-                s, scale, offset = wide_line(s, scale_log2, v_log2, m_i, scale, offset, largest, top, 0, spec)
+                s, scale, offset = wide_line(s, scale_log2, added, m_i, scale, offset, largest, top, 0, spec)
             # [bn, rows]
             line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
             # [1, rows]
@@ -228,8 +232,6 @@ def fp8_attn_decode(
                 l_i = fma(l_i, alpha.unsqueeze(0), sums_of_page(p, bn, spec.rows) * v_inverse, spec.is_cuda)
                 p8 = in_order_of_v(p.to(torch.float8_e4m3fn), bn, spec.rows)
             acc = accumulate(acc, alpha, v_tile, p8, spec)
-            m_i = less_of_first(m_i, j, of_first, spec)
-            m_run = less_of_first(m_run, j, of_first, spec)
 
         if escapes > 0:
             # Keys with descales of their own, of the same pages, those with the same descales at once.

@@ -53,7 +53,7 @@ from helion_attn.kernels.lib.row_layout import rows_to_dtype
 from helion_attn.kernels.lib.scalars import int32, least, quotient
 from helion_attn.kernels.lib.softmax_bits import by_fours, row_sums
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, scores, to_descale
-from helion_attn.numerics import LN2, LOG2E, NO_KEY
+from helion_attn.numerics import LN2, LOG2E, MAX_PAGE_SCORE_LOG2, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
 
@@ -193,6 +193,9 @@ def fp8_attn_prefill(
             x, q_tile.to(torch.float32), q_scale_log2, k_mean, block_table, first_entry, run_begin, max_pages,
             num_pages, kv_heads, h, on_diagonal, n_len, right, scales, d_pad, spec,
         )  # fmt: skip
+        # As wide as scores are, they need `wide_line`.
+        largest_of_first = torch.amax(torch.abs(of_first), 0)
+        largest_q_scale_log2 = torch.where(largest_of_first <= MAX_PAGE_SCORE_LOG2, largest_q_scale_log2, float("inf"))
         entry = hl.load(block_table, [first_entry + least(run_begin, int32(max_pages - 1))])
         for j in hl.grid(run_begin, run_end):
             page, known_page = page_of_entry(entry, num_pages)
@@ -215,7 +218,8 @@ def fp8_attn_prefill(
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             if spec.int8_keys:
                 s = times_descales(s, descales_of_keys(k_descale, first_slot, bn, 1, spec.is_cuda), 1, spec)
-            page_shift, v_log2 = before_tanh(j, shift, of_first, spec), log2_of_power(v_base)
+            page_shift = before_tanh(j, shift, of_first, spec)
+            added = less_of_first(log2_of_power(v_base), j, of_first, spec)
             s, scale_log2 = base_scores(s, row_scale_log2, k_base, page_shift, scales, 1, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
@@ -230,10 +234,10 @@ def fp8_attn_prefill(
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
                 s = torch.where(of_base.unsqueeze(0) != 0, s, float("-inf"))
             m_before = m_i
-            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_log2, m_run, m_i, 1, spec)
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, added, m_run, m_i, 1, spec)
             wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
             if wide > 0:
-                s, scale, offset = wide_line(s, scale_log2, v_log2, m_i, scale, offset, largest, top, 1, spec)
+                s, scale, offset = wide_line(s, scale_log2, added, m_i, scale, offset, largest, top, 1, spec)
             # [bm, bn]
             line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
             # [bm]
@@ -253,8 +257,6 @@ def fp8_attn_prefill(
                 acc_high = accumulate(acc_high, alpha.unsqueeze(1), p8, v_high.transpose(0, 1), spec)
             if spec.p_bits:
                 l_i = fma(l_i, alpha, row_sums(p8) * v_inverse, spec.is_cuda)
-            m_i = less_of_first(m_i, j, of_first, spec)
-            m_run = less_of_first(m_run, j, of_first, spec)
 
         if escapes > 0:
             # Keys with descales of their own, of the same pages, those with the same descales at once.

@@ -390,10 +390,7 @@ def before_tanh(
 
 
 def less_of_first(x: torch.Tensor, j: Int, of_first: torch.Tensor, spec: PagedSpec) -> torch.Tensor:
-    """A row's numbers in base 2, less what its scores of the first page are to lose if this is page j.
-
-    The first page comes first, so that its references lose it at once, behind it: as good as scores.
-    """
+    """What a row's scores get in base 2 after all, less what those of the first page are to lose if that is page j."""
     if spec.has_softcap:
         return x
     return x - torch.where(int32(j) == 0, of_first, 0.0)
