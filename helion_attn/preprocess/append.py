@@ -278,8 +278,7 @@ def append_kv(
             old = torch.where(torch.abs(old) < float("inf"), old, 0.0)
             total = total + old
             least, most = minimum(least, old, spec.is_cuda), maximum(most, old, spec.is_cuda)
-        if finds:
-            mean = mean_of_keys(total, torch.amin(least, 0), torch.amax(most, 0), spec)
+        mean = torch.where(finds, mean_of_keys(total, torch.amin(least, 0), torch.amax(most, 0), spec), mean)
         x = x - mean.unsqueeze(0)
         at = block * spec.bn + slot
         k_at = at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
