@@ -1,10 +1,10 @@
 """A paged KV cache in 8 bits, what appends to it, and attention over it: decoding, and prompts in chunks.
 
-A constant of their sequence is subtracted from keys of all pages but its first. Every key has descales of its own, of K
-and of V. Most have those of their page's first key, which leave room for keys 100 times as large, and a kernel takes as
-one number a page. A key that they do not fit has others, and attention takes such keys in a second pass: nothing is
-clamped, and no key's descales depend on what came with it. Int8 keys have any descale, without a second pass. The price
-is 8 bytes a key and KV head: 3% of the bytes at D 128.
+Every key is less a constant of the cache, and has descales of its own, of K and of V. Most have those of their page's
+first key, which leave room for keys 100 times as large, and a kernel takes as one number a page. A key that they do not
+fit has others, and attention takes such keys in a second pass: nothing is clamped, and no key's descales depend on what
+came with it. Int8 keys have any descale, without a second pass. The price is 8 bytes a key and KV head: 3% of the bytes
+at D 128.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ from helion_attn.types import (
     as_cache_recipe,
 )
 from helion_attn.validate.dense import check_count
-from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
+from helion_attn.validate.kv_cache import (
+    check_k_mean,
+    check_kvcache_append,
+    check_kvcache_attention,
+    check_page_head_dim,
+)
 from helion_attn.validate.pages import check_pages_of_heads
 from helion_attn.validate.values import check_appended
 
@@ -47,11 +52,14 @@ def paged_kv_cache(
     D_v: int | None = None,
     device: torch.device | str | None = None,
     recipe: Recipe | RecipeName = CACHE_RECIPE,
+    k_mean: torch.Tensor | None = None,
 ) -> PagedKVCache:
     """Memory for `num_pages` pages of keys and values, not initialised.
 
-    The mean of a sequence's first page is subtracted from keys of later ones, in channels where it stands out: softmax
-    and lse lose nothing by it.
+    A model's K projection often has large biases, which cost its keys their resolution. `k_mean` takes them off:
+    `k.mean((0, 2))` of any prompt's keys [B, H_kv, N, D], rotated if the cache is to hold rotated ones. Scores, outputs
+    and lse stay those of the whole keys. All sequences have the same constant, so that they can share pages, and no
+    other sequence, batch or chunk changes a bit of theirs.
 
     Args:
         num_pages: of the pool that all sequences share.
@@ -60,12 +68,15 @@ def paged_kv_cache(
         D_v: head dim of V; 16..256; D by default.
         device: PyTorch's default device by default.
         recipe: FAST, keys in e4m3; or BALANCED, in int8. Values are e4m3.
+        k_mean: [H_kv, D], any floating-point dtype and device, subtracted from all keys after their RoPE; 0 by default.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
+        RuntimeError: `k_mean` requires grad, in grad mode, or has a tangent.
 
     Example:
-        cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64)
+        k = torch.randn(1, 2, 500, 64) + 3 * torch.randn(2, 1, 64)  # a prompt's keys
+        cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64, k_mean=k.mean((0, 2)))
         block_table = torch.tensor([[5, 0], [2, 7]], dtype=torch.int32)  # two sequences of up to two pages
     """
     int8_keys = as_cache_recipe(recipe).qk_dtype == torch.int8
@@ -74,17 +85,21 @@ def paged_kv_cache(
     check_page_head_dim("D", D)
     D_v = D if D_v is None else D_v
     check_page_head_dim("D_v", D_v)
+    check_k_mean(k_mean, H_kv, D)
     tile = page_packing(D, D_v)
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_pages, H_kv, *shape, dtype=dtype, device=device)
 
+    mean = torch.zeros(H_kv, tile.D_pad, dtype=torch.float32, device=device)
+    if k_mean is not None:
+        mean[:, :D] = k_mean
     return PagedKVCache(
         empty(tile.page_size, tile.D_pad, dtype=torch.int8 if int8_keys else torch.float8_e4m3fn),
         empty(tile.D_v_pad, tile.page_size, dtype=torch.float8_e4m3fn),
         empty(tile.page_size, dtype=torch.float32),
         empty(tile.page_size, dtype=torch.float32),
-        empty(tile.D_pad, dtype=torch.bfloat16),
+        mean,
         D,
         D_v,
     )
@@ -160,9 +175,9 @@ def append_kvcache(
             rope=rope_arguments(rope),
         )
 
-    written = cache_tensors(cache)
-    tensors = k, v, *written, block_table, cache_seqlens, *rope_tensors(rope)
-    plans.run("append_kvcache", tensors, (layout, *cache_sizes(cache), interleaved(rope)), problem, written)
+    in_cache = cache_tensors(cache)
+    tensors = k, v, *in_cache, block_table, cache_seqlens, *rope_tensors(rope)
+    plans.run("append_kvcache", tensors, (layout, *cache_sizes(cache), interleaved(rope)), problem, in_cache[:4])
 
 
 def decode_problem(
@@ -215,6 +230,8 @@ def attention_of_heads(
     q = q.transpose(1, 2) if swapped else q
     (B, H, M, D), (num_pages, H_kv) = q.shape, cache.k8.shape[:2]
     of_heads: dict[str, Any] = {name: x.view(-1, 1, *x.shape[2:]) for name, x in cache._tensors().items()}
+    # Sequence b * H_kv + h has the mean of head h.
+    of_heads["k_mean"] = cache.k_mean
     # A page outside of the pool stays outside.
     first = block_table.clamp(-1, num_pages) * H_kv
     pages = first + torch.arange(H_kv, dtype=torch.int32, device=q.device).unsqueeze(1)
@@ -288,7 +305,7 @@ def attention_kvcache(
         cache: from `paged_kv_cache`, filled by `append_kvcache`.
         block_table: int32 [B, pages of a sequence], contiguous: the pages of each sequence. Entries past a sequence's
             end are not read. Or [B, H_kv, pages], for each KV head the pages that its queries see, such as `pages.top`
-            chooses, a sequence's first page before others; then `cache_seqlens` is [B, H_kv], `causal` counts keys as
+            chooses; then `cache_seqlens` is [B, H_kv], `causal` counts keys as
             they are listed, and `window` and `sinks` are not supported.
         cache_seqlens: int32 [B], the keys of each sequence, those of the queries included. Neither table is read on the
             host. A length that is negative or exceeds the block table makes NaN of the sequence's output, and a page

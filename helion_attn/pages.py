@@ -41,7 +41,7 @@ def empty_means(cache: PagedKVCache) -> torch.Tensor:
 def update_means(
     means: torch.Tensor, cache: PagedKVCache, block_table: torch.Tensor, cache_seqlens: torch.Tensor, length: int
 ) -> None:
-    """Write the mean keys of the pages that an append has touched, with `k_mean`.
+    """Write the mean keys, less `cache.k_mean`, of the pages that an append has touched.
 
     Call it behind `append_kvcache(cache, k, v, block_table, cache_seqlens)` with the same tables. It reads those pages.
 
@@ -77,7 +77,7 @@ def update_means(
     # [B, pages, H_kv, page_size, D]; PyTorch has no indexing of 8-bit floats on a CPU.
     keys = cache.k8.view(torch.uint8)[source].view(cache.k8.dtype)[..., : cache.D].float()
     keys = torch.where(filled[:, :, None, :, None], keys * cache.k_descale[source].unsqueeze(4), 0.0)
-    mean = keys.sum(3) / filled.sum(2).clamp_min(1)[:, :, None, None] + cache.k_mean[source][..., : cache.D]
+    mean = keys.sum(3) / filled.sum(2).clamp_min(1)[:, :, None, None]
     means[torch.where(stored, page, num_pages)] = mean.to(means.dtype)
 
 

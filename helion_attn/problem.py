@@ -155,7 +155,7 @@ class Softmax(NamedTuple):
         return self.right >= 0 and self.left < 0
 
     def sees_shift(self, return_lse: bool) -> bool:
-        """Whether a call sees what `smooth_k` takes from all scores of a row, as a softmax of keys alone does not."""
+        """Whether a call sees what K's mean takes from all scores of a row, as a softmax of keys alone does not."""
         return return_lse or self.softcap is not None or self.sinks is not None
 
     def scales(self) -> ScoreScales:

@@ -488,8 +488,9 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over a paged FP8 cache, with the names, the order and the meaning of flash-attn 3's arguments.
 
-    The cache is in this package's packed format: `k_cache` and `v_cache` are the fields `k8` and `v8` of a
-    `PagedKVCache`, and `k_descale`, `v_descale` and `k_mean` have its names. A cache in flash-attn's own format raises.
+    The cache is in this package's packed format: `k_cache`, `v_cache`, `k_descale`, `v_descale` and `k_mean` are the
+    fields `k8`, `v8`, `k_descale`, `v_descale` and `k_mean` of a `PagedKVCache`. A cache in flash-attn's own format
+    raises.
 
     Args:
         q: [B, M, H, D], bf16, fp16 or fp32; D is 32, 64, 128 or 256, so that the cache pads nothing.
@@ -507,7 +508,7 @@ def flash_attn_with_kvcache(
         num_splits: runs into which a sequence's pages are split; 0 to choose.
         pack_gqa: not looked at; heads that share a KV head always share a tile.
         block_table: flash-attn 2's name of `page_table`.
-        k_mean: bf16 [num_pages, H_kv, D], written where k is.
+        k_mean: of the cache, [H_kv, D]; 0 by default.
         softmax_scale: and all others as in `flash_attn_func`; N counts the new keys.
 
     Returns:
@@ -526,7 +527,6 @@ def flash_attn_with_kvcache(
             *(q, cache.k8, cache.v8, k, v),
             k_descale=cache.k_descale,
             v_descale=cache.v_descale,
-            k_mean=cache.k_mean,
             cache_seqlens=torch.zeros(2, dtype=torch.int32),
             page_table=torch.tensor([[1], [0]], dtype=torch.int32),
             causal=True,
@@ -562,13 +562,12 @@ def flash_attn_with_kvcache(
                 f"helion_attn.PagedKVCache, made by paged_kv_cache and filled by append_kvcache: "
                 f"{' or '.join(map(str, dtypes))} in pages"
             )
-    if cache_seqlens is None or page_table is None or k_descale is None or v_descale is None or k_mean is None:
+    if cache_seqlens is None or page_table is None or k_descale is None or v_descale is None:
         needed = {
             "cache_seqlens": cache_seqlens,
             "page_table": page_table,
             "k_descale": k_descale,
             "v_descale": v_descale,
-            "k_mean": k_mean,
         }
         missing = next(name for name, value in needed.items() if value is None)
         raise ValueError(f"{missing} is None; a cache of packed pages, helion_attn.PagedKVCache, needs it")
@@ -582,6 +581,8 @@ def flash_attn_with_kvcache(
             f"q has head dim {q.size(3)} and k_cache {k_cache.size(3)}; they must be equal (helion_attn."
             f"attention_kvcache takes caches that pad theirs)"
         )
+    if k_mean is None:
+        k_mean = k_cache.new_zeros((k_cache.size(1), k_cache.size(3)), dtype=torch.float32)
     cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, k_mean, q.size(3), v_cache.size(2))
     if isinstance(cache_seqlens, int):
         new = k.size(1) if isinstance(k, torch.Tensor) and k.dim() == 4 else 0

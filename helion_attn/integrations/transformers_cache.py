@@ -16,6 +16,9 @@ from typing_extensions import Unpack
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.types import PagedKVCache, Recipe, ScoreOptions
 
+#: With fewer first keys than these, K's mean is taken to be 0.
+KEYS_OF_MEAN = 128
+
 #: A pool without room grows to so many times its pages.
 GROWTH = 1.125
 
@@ -40,6 +43,11 @@ class NewKeys:
             f"a helion_attn cache was given to another attention, which asked its keys for {name}; the model's "
             f"attn_implementation must be one that helion_attn.register_transformers made"
         )
+
+
+def mean_of_keys(k: torch.Tensor) -> torch.Tensor:
+    """fp32 [H_kv, D] of [B, H_kv, L, D]; 0 where it is not finite, which must not be every key's affair."""
+    return k.float().mean((0, 2)).nan_to_num(0.0, 0.0, 0.0)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -96,7 +104,8 @@ class PagedLayer(CacheLayerMixin):
         """
         B, H_kv, L, D = k.shape
         if self.cache is None:
-            self.cache = paged_kv_cache(B, H_kv, D, D_v=v.size(3), device=k.device, recipe=self.recipe)
+            mean = mean_of_keys(k) if B * L >= KEYS_OF_MEAN else None
+            self.cache = paged_kv_cache(B, H_kv, D, D_v=v.size(3), device=k.device, recipe=self.recipe, k_mean=mean)
             self.padding = torch.tensor(starts, dtype=torch.int32).to(k.device)
             self.starts = starts
             if any(starts):
@@ -162,9 +171,9 @@ class PagedLayer(CacheLayerMixin):
     def _replace(self, made: Any) -> None:
         assert self.cache is not None
         old = self.cache
-        names = ("k8", "v8", "k_descale", "v_descale", "k_mean")
+        names = ("k8", "v8", "k_descale", "v_descale")
         fields = {name: made(name).view(getattr(old, name).dtype) for name in names}
-        self.cache = PagedKVCache(**fields, D=old.D, D_v=old.D_v)
+        self.cache = PagedKVCache(**fields, k_mean=old.k_mean, D=old.D, D_v=old.D_v)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Of beam search."""

@@ -26,8 +26,8 @@ Products are taken transposed, with keys or V's channels as the M of a WGMMA, of
 as its N, of which 16 is enough. So a tile of 16 rows costs a thread 16 scores a page, and what belongs to a key, its
 two descales, is 4 numbers a thread.
 
-Scores of later pages lack the row's product with K's mean. Those of the first page lose as much, in the line
-to P.
+Keys are less the cache's mean, so all scores of a row lack its product with that. A softmax loses nothing by it. A
+softcap gets it back before its tanh, a sink loses it too, and the lse gets it at the end, or where runs are merged.
 
 A window moves the first page that is read and masks at its edges, and a sink joins the sum of the first run.
 
@@ -51,16 +51,13 @@ from helion_attn.kernels.lib.paged import (
     base_scores,
     bases_are_wide,
     bases_of_page,
-    before_tanh,
     class_of_slot,
     descales_of_keys,
     in_run_of_query,
     inverse_of_power,
     keys_of_class,
     launch_paged,
-    less_of_first,
     line_of_page,
-    log2_of_power,
     products_with_mean,
     run_of_query,
     sums_of_page,
@@ -71,7 +68,7 @@ from helion_attn.kernels.lib.paged import (
 from helion_attn.kernels.lib.row_layout import rows_to_dtype
 from helion_attn.kernels.lib.scalars import int32
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, scores, to_descale
-from helion_attn.numerics import LN2, LOG2E, MAX_PAGE_SCORE_LOG2, NO_KEY
+from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
 #: Buffers for pages, and a thread's registers with up to 16 rows and with 32, by the largest padded head dim that they
@@ -90,13 +87,14 @@ def fp8_attn_decode(
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad]
+    k_mean: torch.Tensor,  # [means * D_pad]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
     lse_shift: torch.Tensor,  # [B * H * M] if shifts_lse and in_runs, written
+    means: int,
     splits: int,
     m_tiles: int,
     max_pages: int,
@@ -176,13 +174,9 @@ def fp8_attn_decode(
         largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
         escapes = int32(0)
         # [rows]
-        shift, of_first = products_with_mean(
-            x, q8.to(torch.float32), q_scale_log2, k_mean, block_table, b * max_pages, n_begin, max_pages, num_pages,
-            kv_heads, h, diagonal + i, n_len, right, scales, d_pad, spec,
-        )  # fmt: skip
-        # As wide as scores are, they need `wide_line`.
-        largest_of_first = torch.amax(torch.abs(of_first), 0)
-        largest_q_scale_log2 = torch.where(largest_of_first <= MAX_PAGE_SCORE_LOG2, largest_q_scale_log2, float("inf"))
+        shift = q_scale_log2
+        if spec.shift_lse:
+            shift = products_with_mean(x, k_mean, bh % means, diagonal + i, n_len, right, scales, d_pad, spec)
 
         for j in hl.grid(n_begin, n_end):
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
@@ -197,9 +191,7 @@ def fp8_attn_decode(
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             if spec.int8_keys:
                 s = times_descales(s, descales_of_keys(k_descale, first_slot, bn, 0, spec.is_cuda), 0, spec)
-            page_shift = before_tanh(j, shift, of_first, spec)
-            added = less_of_first(log2_of_power(v_base), j, of_first, spec)
-            s, scale_log2 = base_scores(s, row_scale_log2, k_base, page_shift, scales, 0, spec)
+            s, scale_log2 = base_scores(s, row_scale_log2, k_base, shift, scales, 0, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = j * bn + hl.arange(bn)
@@ -213,10 +205,10 @@ def fp8_attn_decode(
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
                 s = torch.where(of_base.unsqueeze(1) != 0, s, float("-inf"))
             m_before = m_i
-            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, added, m_run, m_i, 0, spec)
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 0, spec)
             wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
             if wide > 0:
-                s, scale, offset = wide_line(s, scale_log2, added, m_i, scale, offset, largest, top, 0, spec)
+                s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 0, spec)
             # [bn, rows]
             line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
             # [1, rows]
@@ -252,11 +244,7 @@ def fp8_attn_decode(
                         if spec.int8_keys:
                             class_k = descales_of_keys(k_descale, first_slot, bn, 0, spec.is_cuda)
                             class_s = times_descales(class_s, class_k, 0, spec)
-                        class_shift = before_tanh(again, shift, of_first, spec)
-                        class_added = less_of_first(log2_of_power(v_own), again, of_first, spec)
-                        class_s, class_scale_log2 = base_scores(
-                            class_s, row_scale_log2, k_own, class_shift, scales, 0, spec
-                        )
+                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, shift, scales, 0, spec)
                         class_key = again * bn + hl.arange(bn)
                         class_visible = visible_keys(class_key, diagonal + i, n_len, left, right, spec)
                         class_visible = in_run_of_query(
@@ -268,12 +256,12 @@ def fp8_attn_decode(
                         class_s = torch.where(class_visible.transpose(0, 1), class_s, float("-inf"))
                         class_before = m_i
                         m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
-                            class_s, class_scale_log2, class_added, m_run, m_i, 0, spec
+                            class_s, class_scale_log2, v_own, m_run, m_i, 0, spec
                         )
                         class_s, class_scale, class_offset = wide_line(
                             class_s,
                             class_scale_log2,
-                            class_added,
+                            v_own,
                             m_i,
                             class_scale,
                             class_offset,

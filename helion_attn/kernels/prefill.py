@@ -32,16 +32,13 @@ from helion_attn.kernels.lib.paged import (
     base_scores,
     bases_are_wide,
     bases_of_page,
-    before_tanh,
     class_of_slot,
     descales_of_keys,
     in_run_of_query,
     inverse_of_power,
     keys_of_class,
     launch_paged,
-    less_of_first,
     line_of_page,
-    log2_of_power,
     products_with_mean,
     run_of_query,
     sums_of_page,
@@ -53,7 +50,7 @@ from helion_attn.kernels.lib.row_layout import rows_to_dtype
 from helion_attn.kernels.lib.scalars import int32, least, quotient
 from helion_attn.kernels.lib.softmax_bits import by_fours, row_sums
 from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, scores, to_descale
-from helion_attn.numerics import LN2, LOG2E, MAX_PAGE_SCORE_LOG2, NO_KEY
+from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
 
@@ -94,13 +91,14 @@ def fp8_attn_prefill(
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad]
+    k_mean: torch.Tensor,  # [means * D_pad]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
     lse_shift: torch.Tensor,  # [B * H * M] if shifts_lse and in_runs, written
+    means: int,
     splits: int,
     m_tiles: int,
     max_pages: int,
@@ -189,13 +187,9 @@ def fp8_attn_prefill(
         escapes = int32(0)
         first_entry = int32(b * max_pages)
         # [bm]
-        shift, of_first = products_with_mean(
-            x, q_tile.to(torch.float32), q_scale_log2, k_mean, block_table, first_entry, run_begin, max_pages,
-            num_pages, kv_heads, h, on_diagonal, n_len, right, scales, d_pad, spec,
-        )  # fmt: skip
-        # As wide as scores are, they need `wide_line`.
-        largest_of_first = torch.amax(torch.abs(of_first), 0)
-        largest_q_scale_log2 = torch.where(largest_of_first <= MAX_PAGE_SCORE_LOG2, largest_q_scale_log2, float("inf"))
+        shift = q_scale_log2
+        if spec.shift_lse:
+            shift = products_with_mean(x, k_mean, bh % means, on_diagonal, n_len, right, scales, d_pad, spec)
         entry = hl.load(block_table, [first_entry + least(run_begin, int32(max_pages - 1))])
         for j in hl.grid(run_begin, run_end):
             page, known_page = page_of_entry(entry, num_pages)
@@ -218,9 +212,7 @@ def fp8_attn_prefill(
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
             if spec.int8_keys:
                 s = times_descales(s, descales_of_keys(k_descale, first_slot, bn, 1, spec.is_cuda), 1, spec)
-            page_shift = before_tanh(j, shift, of_first, spec)
-            added = less_of_first(log2_of_power(v_base), j, of_first, spec)
-            s, scale_log2 = base_scores(s, row_scale_log2, k_base, page_shift, scales, 1, spec)
+            s, scale_log2 = base_scores(s, row_scale_log2, k_base, shift, scales, 1, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
@@ -234,10 +226,10 @@ def fp8_attn_prefill(
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
                 s = torch.where(of_base.unsqueeze(0) != 0, s, float("-inf"))
             m_before = m_i
-            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, added, m_run, m_i, 1, spec)
+            m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 1, spec)
             wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
             if wide > 0:
-                s, scale, offset = wide_line(s, scale_log2, added, m_i, scale, offset, largest, top, 1, spec)
+                s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 1, spec)
             # [bm, bn]
             line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
             # [bm]
@@ -280,11 +272,7 @@ def fp8_attn_prefill(
                         if spec.int8_keys:
                             class_k = descales_of_keys(k_descale, first_slot, bn, 1, spec.is_cuda)
                             class_s = times_descales(class_s, class_k, 1, spec)
-                        class_shift = before_tanh(i, shift, of_first, spec)
-                        class_added = less_of_first(log2_of_power(v_own), i, of_first, spec)
-                        class_s, class_scale_log2 = base_scores(
-                            class_s, row_scale_log2, k_own, class_shift, scales, 1, spec
-                        )
+                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, shift, scales, 1, spec)
                         class_key = int32(i * bn) + hl.arange(bn, dtype=torch.int32)
                         class_visible = visible_keys(class_key, on_diagonal, n_len, int32(left), int32(right), spec)
                         class_visible = in_run_of_query(
@@ -296,12 +284,12 @@ def fp8_attn_prefill(
                         class_s = torch.where(class_visible, class_s, float("-inf"))
                         class_before = m_i
                         m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
-                            class_s, class_scale_log2, class_added, m_run, m_i, 1, spec
+                            class_s, class_scale_log2, v_own, m_run, m_i, 1, spec
                         )
                         class_s, class_scale, class_offset = wide_line(
                             class_s,
                             class_scale_log2,
-                            class_added,
+                            v_own,
                             m_i,
                             class_scale,
                             class_offset,

@@ -55,6 +55,6 @@ append_kv = Operation(
     0,
     _launch_append,
     lambda a: None,
-    mutates=("cache.k8", "cache.v8", "cache.k_descale", "cache.v_descale", "cache.k_mean"),
+    mutates=("cache.k8", "cache.v8", "cache.k_descale", "cache.v_descale"),
 )
 decode = Operation("fp8_attn_decode", DecodeProblem, 2, _launch_decode, empty_outputs, flops=flops.of_decode)

@@ -7,10 +7,7 @@
     int8 K:     k_descale = amax / 127;  k8 = round(x / k_descale)
     V:          as e4m3 K without a mean, but the base is the power of two with amax / base in 2..4
 
-The mean is 0 for a sequence's first page. For later ones it is that of the first page's stored keys, so that it is the
-same however they came: the program that stores the first key of the second page finds it. Each page that begins gets a
-copy, since earlier pages may be given away. So the first page must be stored before the second begins, and that before
-others need its copy: up to three launches.
+The mean is the cache's, the same for all keys of a head.
 
 A descale is right for a key with amax / base in 2**-3..448, and for one of zeros. So most keys of most pages have their
 page's base, which an attention kernel takes as two numbers a page, and e4m3 the range for the others. A key that
@@ -29,16 +26,14 @@ them all, stores are 16 bytes wide, and otherwise one.
 from __future__ import annotations
 
 import functools
-import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
-from helion_attn.kernels.lib.inline_asm import fma, maximum, minimum, to_int8
+from helion_attn.kernels.lib.inline_asm import to_int8
 from helion_attn.kernels.lib.rope import rope_rows, rope_tables
-from helion_attn.kernels.lib.scalars import int32
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import common_unit, load_rows, strided_rows
 from helion_attn.numerics import (
@@ -51,10 +46,8 @@ from helion_attn.numerics import (
     MAX_K_DESCALE_LOG2,
     MAX_V_DESCALE_LOG2,
     MIN_K_DESCALE_LOG2,
-    SIGNIFICANT_MEAN,
 )
 from helion_attn.preprocess.lib.v_layout import key_stored_at
-from helion_attn.preprocess.sample import significant_mean
 from helion_attn.problem import AppendProblem
 
 #: New keys of a program.
@@ -135,7 +128,6 @@ class AppendSpec(NamedTuple):
         k_least_log2: descales of K begin at two to this.
         k_limit_log2: and end at two to this.
         v_limit_log2: descales of V end at two to this, and at its inverse.
-        threshold: of significant means, as `SIGNIFICANT_MEAN` has it.
         is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
@@ -156,27 +148,7 @@ class AppendSpec(NamedTuple):
     k_least_log2: int
     k_limit_log2: int
     v_limit_log2: int
-    threshold: float
     is_cuda: bool
-
-
-def mean_of_keys(
-    total: torch.Tensor,  # [keys, D_pad]
-    least: torch.Tensor,  # [D_pad]
-    most: torch.Tensor,  # [D_pad]
-    spec: AppendSpec,
-) -> torch.Tensor:
-    """What is subtracted from keys, [D_pad], from the sums and the range of a page's: numbers of bf16.
-
-    Added pair by pair, since the order of a longer sum depends on who holds what.
-    """
-    height = spec.keys
-    while height > 1:
-        height //= 2
-        total = total.reshape(height, 2, spec.d_pad).sum(1)
-    mean = significant_mean(total.reshape(spec.d_pad), least, most, spec.bn, spec.threshold, False, spec.is_cuda)
-    mean = mean.to(torch.bfloat16).to(torch.float32)
-    return torch.where(torch.abs(mean) < float("inf"), mean, 0.0)
 
 
 def append_kv(
@@ -186,7 +158,7 @@ def append_kv(
     v8: torch.Tensor,  # flat, written
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
-    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad], written
+    k_mean: torch.Tensor,  # [H_kv * D_pad]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     cos: torch.Tensor,  # [table_rows * rotary / 2]
@@ -196,8 +168,6 @@ def append_kv(
     kv_heads: int,
     tiles: int,
     length: int,
-    low: int,
-    high: int,
     k_b_step: int,
     k_h_step: int,
     k_s_step: int,
@@ -207,7 +177,7 @@ def append_kv(
     table_rows: int,
     spec: hl.constexpr,  # AppendSpec
 ) -> None:
-    """The kernel; see the module's docstring. It stores new keys at positions from `low` up to `high`."""
+    """The kernel; see the module's docstring."""
     B = cache_seqlens.size(0)
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((k.stride(0), v.stride(0), k8.stride(0), v8.stride(0)))
@@ -218,10 +188,10 @@ def append_kv(
         h = bh % kv_heads
         first = hl.load(cache_seqlens, [b])
         # A program's slots lie in one page; its keys come in V's order. Negative for a length near 2**31.
-        begin = torch.maximum(first // spec.keys * spec.keys, int32(low)) + tile * spec.keys
+        begin = (first // spec.keys + tile) * spec.keys
         # [keys]
         position = begin + key_stored_at(hl.arange(spec.keys))
-        given = (position >= first) & (position - first < length) & (position < high)
+        given = (position >= first) & (position - first < length)
         rows = torch.where(given, position - first, length)
         listed = (first >= 0) & (begin >= 0) & (begin < max_pages * spec.bn)
         page = hl.load(block_table, [torch.where(listed, b * max_pages + begin // spec.bn, 0)])
@@ -253,32 +223,8 @@ def append_kv(
         else:
             x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
             x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
-        # The mean, which the page with the key before these has, or the second page.
-        had_at = torch.maximum(first - 1, int32(spec.bn)) // spec.bn
-        mean_page = hl.load(block_table, [torch.where(listed & (begin >= spec.bn), b * max_pages + had_at, 0)])
-        is_mean = listed & (begin >= spec.bn) & (mean_page >= 0) & (mean_page < num_pages)
-        mean_block = mean_page.to(torch.int64) * kv_heads + h
         # [D_pad]
-        mean = hl.load(k_mean, [mean_block * spec.d_pad + cols], extra_mask=is_mean & (cols >= 0)).to(torch.float32)
-        # Or that of the first page, where the second begins.
-        first_page = hl.load(block_table, [torch.where(listed, b * max_pages, 0)])
-        finds = listed & (begin == spec.bn) & (first <= spec.bn) & (first_page >= 0) & (first_page < num_pages)
-        first_block = first_page.to(torch.int64) * kv_heads + h
-        # [keys, D_pad]
-        none = hl.zeros([], dtype=torch.float32)
-        total = hl.zeros([spec.keys, spec.d_pad], dtype=torch.float32)
-        least = hl.full([spec.keys, spec.d_pad], float("inf"), dtype=torch.float32)
-        most = hl.full([spec.keys, spec.d_pad], float("-inf"), dtype=torch.float32)
-        for part in hl.grid(finds.to(torch.int32) * (spec.bn // spec.keys)):
-            old_at = first_block * spec.bn + part * spec.keys + hl.arange(spec.keys)
-            old = hl.load(k8, [old_at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)]).to(torch.float32)
-            # Products that no addition takes in.
-            old = fma(old, hl.load(k_descale, [old_at]).unsqueeze(1), none, spec.is_cuda)
-            # A key that is not finite must not be every key's affair.
-            old = torch.where(torch.abs(old) < float("inf"), old, 0.0)
-            total = total + old
-            least, most = minimum(least, old, spec.is_cuda), maximum(most, old, spec.is_cuda)
-        mean = torch.where(finds, mean_of_keys(total, torch.amin(least, 0), torch.amax(most, 0), spec), mean)
+        mean = hl.load(k_mean, [h * spec.d_pad + cols])
         x = x - mean.unsqueeze(0)
         at = block * spec.bn + slot
         k_at = at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
@@ -336,7 +282,6 @@ def append_kv(
             bases = hl.zeros([spec.bn], dtype=torch.float32)
             hl.store(k_descale, [begun * spec.bn + place], bases + k_base, extra_mask=place >= keys_there)
             hl.store(v_descale, [begun * spec.bn + place], bases + v_base, extra_mask=place >= keys_there)
-            hl.store(k_mean, [begun * spec.d_pad + cols], mean.to(torch.bfloat16))
 
 
 @functools.cache
@@ -347,76 +292,58 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(append_kv, Config(num_warps=4, indexing="pointer"))
 
 
-def launched_positions(length: int, bn: int, end: int) -> list[tuple[int, int]]:
-    """Of each launch, from one up to another: the first page, the tile in which the second begins, and the others.
-
-    Without a page before it, or a tile behind it, that a call may also bring, the second begins beside others.
-    """
-    edges = [bn] if length > 1 else []
-    if length > APPENDED_KEYS:
-        edges.append(bn + APPENDED_KEYS)
-    edges = [0, *(edge for edge in edges if edge < end), end]
-    return list(itertools.pairwise(edges))
-
-
 def launch(a: AppendProblem) -> None:
-    """Store keys and values at positions `cache_seqlens[b]` and up.
-
-    The lengths are on the device, so each launch has the keys of some positions. One key, wherever it goes, takes one
-    launch, and up to 16 keys take two.
-    """
+    """Store keys and values at positions `cache_seqlens[b]` and up."""
     (H_kv, L, D), cache = a.k.shape[1:], a.cache
     (num_pages, _, bn, D_pad), int8_keys = cache.k8.shape, cache.k8.dtype == torch.int8
     assert bn >= APPENDED_KEYS, "two pages would begin in a tile"
     unit = common_unit(a.k, a.v)
     k, v = strided_rows(a.k, unit), strided_rows(a.v, unit)
     rope = rope_tables(a.rope, D_pad, a.k.new_empty(1, dtype=torch.float32))
-    arguments: dict[str, Any] = {
-        "k": k.flat,
-        "v": v.flat,
-        "k8": cache.k8.view(-1),
-        "v8": cache.v8.view(-1),
-        "k_descale": cache.k_descale.view(-1),
-        "v_descale": cache.v_descale.view(-1),
-        "k_mean": cache.k_mean.view(-1),
-        "block_table": a.block_table.view(-1),
-        "cache_seqlens": a.cache_seqlens,
-        "cos": rope.cos,
-        "sin": rope.sin,
-        "num_pages": num_pages,
-        "max_pages": a.block_table.size(1),
-        "kv_heads": H_kv,
-        "length": L,
-        "k_b_step": k.b_step,
-        "k_h_step": k.h_step,
-        "k_s_step": k.s_step,
-        "v_b_step": v.b_step,
-        "v_h_step": v.h_step,
-        "v_s_step": v.s_step,
-        "table_rows": rope.table_rows,
-        "spec": AppendSpec(
-            keys=APPENDED_KEYS,
-            k_d_step=k.d_step,
-            v_d_step=v.d_step,
-            unit=unit,
-            bn=bn,
-            d=D,
-            d_v=a.v.size(3),
-            d_pad=D_pad,
-            d_v_pad=cache.v8.size(2),
-            rotary=rope.rotary,
-            pairing=rope.pairing,
-            int8_keys=int8_keys,
-            largest=E4M3_MAX,
-            k_base_log2=MAX_K_BASE_LOG2,
-            k_least_log2=MIN_K_DESCALE_LOG2,
-            k_limit_log2=MAX_INT8_K_DESCALE_LOG2 if int8_keys else MAX_K_DESCALE_LOG2,
-            v_limit_log2=MAX_V_DESCALE_LOG2,
-            threshold=SIGNIFICANT_MEAN,
-            is_cuda=a.k.is_cuda,
-        ),
-    }
-    tiles, end = (L + 2 * APPENDED_KEYS - 2) // APPENDED_KEYS, min(a.block_table.size(1) * bn, 2**31 - 1)
-    for low, high in launched_positions(L, bn, end):
-        within = min(tiles, -(-(high - low) // APPENDED_KEYS))
-        kernel(a.k.is_cuda).run(arguments | {"low": low, "high": high, "tiles": within})
+    kernel(a.k.is_cuda).run(
+        {
+            "k": k.flat,
+            "v": v.flat,
+            "k8": cache.k8.view(-1),
+            "v8": cache.v8.view(-1),
+            "k_descale": cache.k_descale.view(-1),
+            "v_descale": cache.v_descale.view(-1),
+            "k_mean": cache.k_mean.view(-1),
+            "block_table": a.block_table.view(-1),
+            "cache_seqlens": a.cache_seqlens,
+            "cos": rope.cos,
+            "sin": rope.sin,
+            "num_pages": num_pages,
+            "max_pages": a.block_table.size(1),
+            "kv_heads": H_kv,
+            "tiles": (L + 2 * APPENDED_KEYS - 2) // APPENDED_KEYS,
+            "length": L,
+            "k_b_step": k.b_step,
+            "k_h_step": k.h_step,
+            "k_s_step": k.s_step,
+            "v_b_step": v.b_step,
+            "v_h_step": v.h_step,
+            "v_s_step": v.s_step,
+            "table_rows": rope.table_rows,
+            "spec": AppendSpec(
+                keys=APPENDED_KEYS,
+                k_d_step=k.d_step,
+                v_d_step=v.d_step,
+                unit=unit,
+                bn=bn,
+                d=D,
+                d_v=a.v.size(3),
+                d_pad=D_pad,
+                d_v_pad=cache.v8.size(2),
+                rotary=rope.rotary,
+                pairing=rope.pairing,
+                int8_keys=int8_keys,
+                largest=E4M3_MAX,
+                k_base_log2=MAX_K_BASE_LOG2,
+                k_least_log2=MIN_K_DESCALE_LOG2,
+                k_limit_log2=MAX_INT8_K_DESCALE_LOG2 if int8_keys else MAX_K_DESCALE_LOG2,
+                v_limit_log2=MAX_V_DESCALE_LOG2,
+                is_cuda=a.k.is_cuda,
+            ),
+        }
+    )

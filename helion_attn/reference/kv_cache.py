@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from helion_attn.configs import page_packing
@@ -21,7 +19,6 @@ from helion_attn.numerics import (
     MAX_V_DESCALE_LOG2,
     MIN_K_DESCALE_LOG2,
     PAGE_REFERENCE_REACH_LOG2,
-    SIGNIFICANT_MEAN,
     takes_bits,
 )
 from helion_attn.reference.rounding_model import below, e4m3_of_line, to_descale
@@ -34,18 +31,6 @@ E4M3 = torch.float8_e4m3fn
 def row_descale(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[..., D] to [..., 1]: of rows of Q, and of int8 keys but for two bits."""
     return to_descale(x.float().abs().amax(-1, keepdim=True), FORMAT_MAX[dtype])
-
-
-def means_of_keys(k: torch.Tensor, page: int, dtype: torch.dtype) -> torch.Tensor:
-    """[B, H_kv, N, D], what is subtracted from keys: 0 from the first page's, and the mean of what becomes of them."""
-    of_page = k[:, :, :page].float()
-    means = torch.zeros_like(k, dtype=torch.float32)
-    descale, _ = k_descales(of_page, page, dtype)
-    of_page = (to_format(of_page, descale, dtype) * descale).nan_to_num(0.0, 0.0, 0.0)
-    mean = of_page.sum(2, keepdim=True) / page
-    least = (of_page.amax(2, keepdim=True) - of_page.amin(2, keepdim=True)) * (SIGNIFICANT_MEAN / math.sqrt(page))
-    means[:, :, page:] = torch.where(mean.abs() <= least, 0.0, mean).bfloat16().float().nan_to_num(0.0, 0.0, 0.0)
-    return means
 
 
 def to_format(x: torch.Tensor, descale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -116,6 +101,7 @@ def fp8_attention_kvcache(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     recipe: Recipe | RecipeName = CACHE_RECIPE,
+    k_mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over a cache to which k and v were appended, as the kernel rounds it, in one run of pages.
 
@@ -123,8 +109,7 @@ def fp8_attention_kvcache(
     `v_descales`, and of P, against the largest weight of the row in its page, or 2**-72 of that up to its page. Up
     to head dim 128 P's bits are a line of the score, and row sums are of the rounded P. Keys with descales of their
     own come last, page by page, those of a page that have the same as if they were a page of their own. Sums are
-    fp32. V is finite and below 2**34. K of later pages is rounded without the mean of the first page's rounded keys,
-    whose scores lose the rounded Q's product with it.
+    fp32. V is finite and below 2**34.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any device.
@@ -134,6 +119,7 @@ def fp8_attention_kvcache(
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default.
         window: and softcap, sinks, as in `fp8_attention`.
         recipe: of the cache.
+        k_mean: of the cache, [H_kv, D]; 0 by default.
 
     Returns:
         fp32 out [B, H, M, D_v] and lse [B, H, M], natural log.
@@ -147,8 +133,9 @@ def fp8_attention_kvcache(
     packing = page_packing(D, D_v)
     page, bits = packing.page_size, takes_bits(E4M3, max(packing.D_pad, packing.D_v_pad))
     qk_dtype = as_cache_recipe(recipe).qk_dtype
-    means = means_of_keys(k, page, qk_dtype)
-    k, mean = k.float() - means, means[:, :, -1:]
+    # [1, H_kv, 1, D]
+    mean = (k.new_zeros(k.size(1), D) if k_mean is None else k_mean).float()[None, :, None]
+    k = k.float() - mean
     q_scale = row_descale(q, qk_dtype)
     (k_scale, k_base), (v_scale, v_base) = k_descales(k, page, qk_dtype), v_descales(v, page)
     q8, k8 = to_format(q.float(), q_scale, qk_dtype), to_format(k, k_scale, qk_dtype)
@@ -159,9 +146,6 @@ def fp8_attention_kvcache(
     scale_log2 = default_sm_scale(sm_scale, D) * LOG2E
     # [B, H, M, 1]
     q_scale_log2, shift_log2 = q_scale * scale_log2, (q.float() @ mean.mT) * scale_log2
-    # Rows that see a key of a later page.
-    has_later = (hide_keys(q.new_zeros(1, 1, M, max(N - page, 0)), 0, page, M, N, causal, window) == 0).any(3, True)
-    shift_log2, lost_log2 = (torch.where(has_later, x, 0.0) for x in (shift_log2, (q8 @ mean.mT) * q_scale_log2))
 
     m_i = m_run = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
     l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
@@ -174,9 +158,7 @@ def fp8_attention_kvcache(
         # [B, H, M, page]
         t = (q8 @ k8[:, :, keys].mT) * k_scale[:, :, keys].mT * q_scale_log2
         if softcap is not None:
-            t = softcap * LOG2E * torch.tanh((t + (shift_log2 if j else 0.0)) * (LN2 / softcap))
-        elif j == 0:
-            t = t - lost_log2
+            t = softcap * LOG2E * torch.tanh((t + shift_log2) * (LN2 / softcap))
         t = hide_keys(t + torch.log2(v_scale[:, :, keys]).mT, 0, j, M, N, causal, window)
         t = t.masked_fill(~taken.unsqueeze(2), float("-inf"))
         top = below(t.amax(3, keepdim=True), MAX_P_OFFSET_LOG2[E4M3])

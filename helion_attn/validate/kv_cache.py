@@ -40,6 +40,17 @@ def check_page_head_dim(name: str, D: int) -> None:
         raise ValueError(f"{name} is {D}; in a KV cache it must lie in {MIN_D}..{MAX_PAGE_D}")
 
 
+def check_k_mean(k_mean: torch.Tensor | None, H_kv: int, D: int) -> None:
+    """None, or what all keys of a cache are to lose."""
+    if k_mean is None:
+        return
+    if not isinstance(k_mean, torch.Tensor) or not k_mean.is_floating_point():
+        raise TypeError(f"k_mean is {described(k_mean)}; it must be None or a floating-point tensor")
+    if tuple(k_mean.shape) != (H_kv, D):
+        raise ValueError(f"k_mean has shape {tuple(k_mean.shape)}; it must be {(H_kv, D)}, H_kv and D")
+    check_no_grad("k_mean", k_mean)
+
+
 def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> None:
     """The fields of a `PagedKVCache`."""
     if not isinstance(cache, PagedKVCache):
@@ -59,13 +70,17 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
         )
     check_device(names["k8"], cache.k8)
     pages = cache.k8.shape[:2]
+    heads = pages[1]
+    # `attention_of_heads` has pages of one head, and the means of all.
+    if heads == 1 and isinstance(cache.k_mean, torch.Tensor) and cache.k_mean.dim() == 2 and cache.k_mean.numel():
+        heads = cache.k_mean.size(0) if pages[0] % cache.k_mean.size(0) == 0 else 1
     fp8, fp32 = torch.float8_e4m3fn, torch.float32
     expected = {
         "k8": ((*pages, tile.page_size, tile.D_pad), fp8, torch.int8),
         "v8": ((*pages, tile.D_v_pad, tile.page_size), fp8),
         "k_descale": ((*pages, tile.page_size), fp32),
         "v_descale": ((*pages, tile.page_size), fp32),
-        "k_mean": ((*pages, tile.D_pad), torch.bfloat16),
+        "k_mean": ((heads, tile.D_pad), fp32),
     }
     for name, (shape, *dtypes) in expected.items():
         x = getattr(cache, name)

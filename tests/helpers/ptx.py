@@ -101,7 +101,7 @@ def cases() -> dict[str, Compile]:
             ),
             f"prefill int8 D{D}": partial(offline.compile_decode, D, D, 64, 16, 1, recipe=ha.BALANCED),
             f"append int8 D{D}": partial(
-                offline.compile_append, D, torch.bfloat16, interleaved=True, recipe=ha.BALANCED, L=200
+                offline.compile_append, D, torch.bfloat16, interleaved=True, recipe=ha.BALANCED
             ),
             f"quantize rope D{D}": quantize(D, ha.ACCURATE, rope=True),
             f"quantize norm D{D}": quantize(D, ha.BALANCED, rope=True, norm_channels=(D, D)),

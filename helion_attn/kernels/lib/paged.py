@@ -13,9 +13,9 @@ import torch
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.compiler.kernels import Runner
 from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, tanh
-from helion_attn.kernels.lib.keys import page_of, run_of_key_blocks
+from helion_attn.kernels.lib.keys import run_of_key_blocks
 from helion_attn.kernels.lib.references import own_references
-from helion_attn.kernels.lib.scalars import Int, int32, least
+from helion_attn.kernels.lib.scalars import Int, int32
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.kernels.merge_splits import merge_splits
@@ -298,102 +298,32 @@ def times_descales(
 
 
 def products_with_mean(
-    x: torch.Tensor,  # [rows, D_pad]: of Q
-    x8: torch.Tensor,  # [rows, D_pad]: of Q, rounded
-    q_scale_log2: torch.Tensor,  # [rows]
-    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad]
-    block_table: torch.Tensor,  # [B * max_pages]
-    first_entry: Int,
-    begin: Int,
-    max_pages: int,
-    num_pages: int,
-    kv_heads: int,
-    h: Int,
+    x: torch.Tensor,  # [rows, D_pad]
+    k_mean: torch.Tensor,  # [means * D_pad]
+    which: Int,
     on_diagonal: torch.Tensor,  # [rows]
     n_len: torch.Tensor,  # []
     right: int,
     scales: ScoreScales,
     d_pad: int,
     spec: PagedSpec,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row, scaled as its scores: what they lack for K's mean, and what those of the first page are to lose.
-
-    Scores of the first page, whose mean is 0, are to lose the rounded row's product with the mean of later pages, if
-    the row sees any: Q's rounding then moves no page against another. With a softcap, the second is what they lack.
-
-    NaN of a page that is not known, and 0 of a row that sees no key. Added pair by pair, as `sums_of_page`.
-    """
-    last = n_len - 1 + 0 * on_diagonal
-    if spec.has_right:
-        last = torch.minimum(last, on_diagonal + int32(right))
-    has_later, sees_keys = last >= (1 << spec.bn_log2), last >= 0
-    place = torch.maximum(begin + int32(0), int32(1))
-    later, known = mean_of_page(k_mean, block_table, first_entry, place, max_pages, num_pages, kv_heads, h, d_pad)
-    first, _ = mean_of_page(k_mean, block_table, first_entry, int32(0), max_pages, num_pages, kv_heads, h, d_pad)
-    # [rows, D_pad]
-    mean = torch.where(has_later.unsqueeze(1), later.unsqueeze(0), first.unsqueeze(0))
-    scale = hl.full([], scales.qk_scale, dtype=torch.float32)
-    shift = sums_of_products(x, mean, scale, d_pad, spec)
-    if spec.has_softcap:
-        of_first = sums_of_products(x, first.unsqueeze(0), scale, d_pad, spec)
-    else:
-        of_first = sums_of_products(x8, (later - first).unsqueeze(0), q_scale_log2, d_pad, spec)
-        of_first = torch.where(has_later, of_first, 0.0)
-    shift = torch.where(has_later, torch.where(known, shift, float("nan")), shift)
-    return torch.where(sees_keys, shift, 0.0), torch.where(sees_keys, of_first, 0.0)
-
-
-def mean_of_page(
-    k_mean: torch.Tensor,  # [num_pages * H_kv * D_pad]
-    block_table: torch.Tensor,  # [B * max_pages]
-    first_entry: Int,
-    place: torch.Tensor,  # []
-    max_pages: int,
-    num_pages: int,
-    kv_heads: int,
-    h: Int,
-    d_pad: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What was subtracted from the keys of a sequence's page, fp32 [D_pad], 0 if it is not known, and whether it is."""
-    page, known = page_of(block_table, first_entry + least(place, int32(max_pages - 1)), num_pages)
-    at = (page * int32(kv_heads) + int32(h)) * d_pad + hl.arange(d_pad)
-    return torch.where(known, hl.load(k_mean, [at]).to(torch.float32), 0.0), known
-
-
-def sums_of_products(
-    x: torch.Tensor,  # [rows, D_pad]
-    y: torch.Tensor,  # [rows, D_pad] or [1, D_pad]
-    scale: torch.Tensor,  # [rows] or []
-    d_pad: int,
-    spec: PagedSpec,
 ) -> torch.Tensor:
-    """The rows' inner products times `scale`, [rows]."""
+    """What all scores of a row of Q lack for K's mean, scaled as they are, [rows]; 0 of a row that sees no key.
+
+    Added pair by pair, as `sums_of_page`.
+    """
     none = hl.zeros([], dtype=torch.float32)
+    mean = hl.load(k_mean, [which * d_pad + hl.arange(d_pad)])
     # Products that no addition takes in.
-    total, width = fma(x, y, none, spec.is_cuda), d_pad
+    total, width = fma(x, mean.unsqueeze(0), none, spec.is_cuda), d_pad
     while width > 1:
         width //= 2
         total = total.reshape(spec.rows, width, 2).sum(2)
-    return fma(total.reshape(spec.rows), scale, none, spec.is_cuda)
-
-
-def before_tanh(
-    j: Int,
-    shift: torch.Tensor,  # [rows]
-    of_first: torch.Tensor,  # [rows]
-    spec: PagedSpec,
-) -> torch.Tensor:
-    """What scores of page j lack before a softcap, [rows]."""
-    if spec.has_softcap:
-        return torch.where(int32(j) == 0, of_first, shift)
-    return shift
-
-
-def less_of_first(x: torch.Tensor, j: Int, of_first: torch.Tensor, spec: PagedSpec) -> torch.Tensor:
-    """What a row's scores get in base 2 after all, less what those of the first page are to lose if that is page j."""
-    if spec.has_softcap:
-        return x
-    return x - torch.where(int32(j) == 0, of_first, 0.0)
+    shift = fma(total.reshape(spec.rows), hl.full([], scales.qk_scale, dtype=torch.float32), none, spec.is_cuda)
+    last = n_len - 1 + 0 * on_diagonal
+    if spec.has_right:
+        last = torch.minimum(last, on_diagonal + int32(right))
+    return torch.where(last >= 0, shift, 0.0)
 
 
 def base_scores(
@@ -438,7 +368,7 @@ def bases_are_wide(
 def line_of_page(
     s: torch.Tensor,  # [bn, rows] or [rows, bn]
     scale_log2: torch.Tensor,  # [rows]
-    added: torch.Tensor,  # [rows] or []
+    v_base: torch.Tensor,  # []
     m_run: torch.Tensor,  # [rows]
     m_i: torch.Tensor,  # [rows]
     keys_axis: hl.constexpr,
@@ -448,17 +378,18 @@ def line_of_page(
 
     In steps of e4m3 if P's bits are to come from it.
     """
+    v_log2 = log2_of_power(v_base)
     largest = torch.amax(s, keys_axis)
     offset = hl.full([], -spec.p_offset_log2, dtype=torch.float32)
-    top = fma_up(largest, scale_log2, offset, spec.is_cuda) + added
+    top = fma_up(largest, scale_log2, offset, spec.is_cuda) + v_log2
     m_run, m_i = page_references(top, m_run, m_i, spec)
-    return m_run, m_i, scale_log2 * spec.p_steps, spec.p_one - (m_i - added) * spec.p_steps, largest, top
+    return m_run, m_i, scale_log2 * spec.p_steps, spec.p_one - (m_i - v_log2) * spec.p_steps, largest, top
 
 
 def wide_line(
     s: torch.Tensor,  # [bn, rows] or [rows, bn]
     scale_log2: torch.Tensor,  # [rows]
-    added: torch.Tensor,  # [rows] or []
+    v_base: torch.Tensor,  # []
     m_i: torch.Tensor,  # [rows]
     scale: torch.Tensor,  # [rows]
     offset: torch.Tensor,  # [rows]
@@ -473,9 +404,9 @@ def wide_line(
     the row itself says so, whatever shares its tile.
     """
     # [rows]
-    wide = torch.maximum(torch.abs(top), torch.abs(top - added)) > MAX_PAGE_SCORE_LOG2
+    wide = torch.abs(top) > MAX_PAGE_SCORE_LOG2
     known = torch.where(largest == float("-inf"), 0.0, largest)
-    above = fma(known, scale_log2, added - top, spec.is_cuda)
+    above = fma(known, scale_log2, log2_of_power(v_base) - top, spec.is_cuda)
     above = torch.clamp_max(torch.clamp_min(above, 0.0), spec.p_offset_log2) + (top - m_i)
     below = fma(
         s - known.unsqueeze(keys_axis), scale_log2.unsqueeze(keys_axis), above.unsqueeze(keys_axis), spec.is_cuda
@@ -611,6 +542,7 @@ def launch_paged(
             "k_descale": a.cache.k_descale.view(-1),
             "v_descale": a.cache.v_descale.view(-1),
             "k_mean": a.cache.k_mean.view(-1),
+            "means": a.cache.k_mean.size(0),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "sinks": part_lse if a.softmax.sinks is None else a.softmax.sinks,
