@@ -206,9 +206,10 @@ def fp8_attn_decode(
                 s = torch.where(of_base.unsqueeze(1) != 0, s, float("-inf"))
             m_before = m_i
             m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 0, spec)
-            wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
-            if wide > 0:
-                s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 0, spec)
+            if spec.may_be_wide:
+                wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
+                if wide > 0:
+                    s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 0, spec)
             # [bn, rows]
             line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
             # [1, rows]

@@ -227,9 +227,10 @@ def fp8_attn_prefill(
                 s = torch.where(of_base.unsqueeze(0) != 0, s, float("-inf"))
             m_before = m_i
             m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 1, spec)
-            wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
-            if wide > 0:
-                s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 1, spec)
+            if spec.may_be_wide:
+                wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
+                if wide > 0:
+                    s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 1, spec)
             # [bm, bn]
             line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
             # [bm]

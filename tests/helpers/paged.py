@@ -16,7 +16,6 @@ def poison(cache: ha.PagedKVCache) -> None:
         x.view(torch.uint8).fill_(0x7F)
     for x in (cache.k_descale, cache.v_descale):
         x.fill_(float("nan"))
-    cache.k_mean.fill_(float("nan"))
 
 
 def make_cache(
@@ -27,11 +26,12 @@ def make_cache(
     device: str = "cpu",
     seed: int = 0,
     recipe: ha.Recipe = ha.FAST,
+    k_mean: torch.Tensor | None = None,
 ) -> tuple[ha.PagedKVCache, torch.Tensor, torch.Tensor]:
     """A poisoned pool, a block table of pages in random order, and the lengths."""
     size = ha.paged_kv_cache(1, H_kv, D, D_v=D_v).page_size
     pages = [-(-n // size) for n in lengths]
-    cache = ha.paged_kv_cache(sum(pages) + 3, H_kv, D, D_v=D_v, device=device, recipe=recipe)
+    cache = ha.paged_kv_cache(sum(pages) + 3, H_kv, D, D_v=D_v, device=device, recipe=recipe, k_mean=k_mean)
     poison(cache)
     order = torch.randperm(sum(pages) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
     table = torch.full((len(lengths), max(pages) + 1), NO_PAGE, dtype=torch.int32)

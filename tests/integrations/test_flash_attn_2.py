@@ -87,7 +87,7 @@ def test_order_with_a_cache(device: str) -> None:
     cache = ha.paged_kv_cache(2, 2, 64, device=device)
     q, k, v = (x.transpose(1, 2) for x in make_qkv("randn", 2, 4, 2, 3, 3, 64, device=device))
     table = torch.tensor([[1], [0]], dtype=torch.int32, device=device)
-    descales = {"k_descale": cache.k_descale, "v_descale": cache.v_descale, "k_mean": cache.k_mean}
+    descales = {"k_descale": cache.k_descale, "v_descale": cache.v_descale}
     named = {"cache_seqlens": 0, "causal": True, "softmax_scale": 0.3, **descales}
     expected = flash_attn_with_kvcache(q, cache.k8, cache.v8, k, v, page_table=table, **named)
     lengths = torch.zeros(2, dtype=torch.int32, device=device)

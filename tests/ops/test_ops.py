@@ -193,7 +193,6 @@ def test_opcheck_over_ranks(recipe: ha.Recipe, device: str) -> None:
 def test_opcheck_of_kv_cache(with_rope: bool, recipe: ha.Recipe, device: str) -> None:
     q, k, v, table, seqlens = kv_on(device)
     cache = ha.paged_kv_cache(2, 2, 48, device=device, recipe=recipe)
-    cache.k_mean.zero_()
     for x in (cache.k8, cache.v8):
         x.view(torch.uint8).zero_()
     for x in (cache.k_descale, cache.v_descale):
@@ -241,7 +240,7 @@ def test_torch_compile_of_appending_to_a_given_cache(backend: str, recipe: ha.Re
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     cache, expected = (ha.paged_kv_cache(2, 2, 48, device=device, recipe=recipe) for _ in range(2))
-    names = ("k8", "v8", "k_descale", "v_descale", "k_mean")
+    names = ("k8", "v8", "k_descale", "v_descale")
     for x in (cache, expected):
         for name in names:
             getattr(x, name).view(torch.uint8).zero_()

@@ -30,7 +30,7 @@ class Cached:
 
     def __init__(self, device: str) -> None:
         self.cache = ha.paged_kv_cache(3, 2, 32, device=device)
-        for x in (self.cache.k8, self.cache.v8, self.cache.k_descale, self.cache.v_descale, self.cache.k_mean):
+        for x in (self.cache.k8, self.cache.v8, self.cache.k_descale, self.cache.v_descale):
             x.view(torch.uint8).zero_()
         self.q, self.k, self.v = make_qkv("randn", 2, 2, 2, 1, 1, 32, device=device)
         self.device = device
@@ -68,7 +68,7 @@ def flash_attn_twice(device: str) -> torch.Tensor:
     for _ in range(2):
         out: torch.Tensor = flash_attn_with_kvcache(
             q, cache.k8, cache.v8, k, v, cache_seqlens=ints(0, device=device), page_table=table,
-            k_descale=cache.k_descale, v_descale=cache.v_descale, k_mean=cache.k_mean, causal=True,
+            k_descale=cache.k_descale, v_descale=cache.v_descale, causal=True,
         )  # fmt: skip
     return out
 

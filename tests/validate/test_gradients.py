@@ -28,7 +28,7 @@ E4M3 = X.to(torch.float8_e4m3fn)
 ENDS = torch.tensor([0, 2], dtype=torch.int32)
 TABLE, LENGTHS = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
 CACHE = ha.paged_kv_cache(1, 2, 64)
-DESCALES: dict[str, Any] = {"k_descale": CACHE.k_descale, "v_descale": CACHE.v_descale, "k_mean": CACHE.k_mean}
+DESCALES: dict[str, Any] = {"k_descale": CACHE.k_descale, "v_descale": CACHE.v_descale}
 ROTATION = ha.Rope(torch.ones(2, 32), torch.ones(2, 32))
 
 

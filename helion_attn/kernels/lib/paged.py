@@ -509,7 +509,7 @@ def launch_paged(
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
     swapped = a.bshd and not in_parts
     p_bits = takes_bits(v8.dtype, max(a.cache.k8.size(3), v8.size(2)))
-    k_dtype = a.cache.k8.dtype
+    k_dtype, scales = a.cache.k8.dtype, a.softmax.scales()
     int8_keys = k_dtype == torch.int8
     spec = PagedSpec(
         rows=tile_rows,
@@ -523,6 +523,7 @@ def launch_paged(
         int8_keys=int8_keys,
         s_bias=INT8_SCORE_BIAS if int8_keys and a.q.is_cuda else 0.0,
         largest_score=MAX_PAGE_SCORE[k_dtype],
+        may_be_wide=a.softmax.softcap is None or scales.tanh_scale > MAX_PAGE_SCORE_LOG2,
         shift_lse=a.shift_lse,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),
         p_bits=p_bits,
@@ -562,7 +563,7 @@ def launch_paged(
             # An edge further away hides nothing, and might not fit 32 bits.
             "left": min(a.softmax.left, max_pages * page_size),
             "right": min(a.softmax.right, M),
-            "scales": a.softmax.scales(),
+            "scales": scales,
             "spec": spec,
         }
     )

@@ -188,6 +188,7 @@ class PagedSpec(NamedTuple):
         int8_keys: Q and K are int8, and a key's descale is a score's factor.
         s_bias: how much too large scores are as the tensor core gives them.
         largest_score: of the products of quantised rows.
+        may_be_wide: no softcap keeps scores within `MAX_PAGE_SCORE_LOG2`.
         shift_lse: K's mean took a product with each row from its scores, and somebody sees it.
         p_bits: P's bits come from scores, and row sums are of the rounded P.
         p_steps: an octave of P on the line that a score is taken to: `E4M3_STEPS` with `p_bits`, or 1.
@@ -206,6 +207,7 @@ class PagedSpec(NamedTuple):
     int8_keys: bool
     s_bias: float
     largest_score: float
+    may_be_wide: bool
     shift_lse: bool
     p_bits: bool
     p_steps: float
