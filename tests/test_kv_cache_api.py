@@ -107,6 +107,30 @@ def test_bad_recipes(recipe: Any, error: type[Exception], parts: list[str]) -> N
     assert all(part in str(raised.value) for part in parts)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_format_of_a_mean(dtype: torch.dtype) -> None:
+    given = torch.arange(40, dtype=dtype).view(2, 20)
+    cache = ha.paged_kv_cache(4, 2, 20, k_mean=given)
+    assert (cache.k_mean.dtype, tuple(cache.k_mean.shape)) == (torch.float32, (2, 32))
+    assert torch.equal(cache.k_mean[:, :20], given.float())
+    assert cache.k_mean[:, 20:].count_nonzero() == 0
+    assert ha.paged_kv_cache(4, 2, 20).k_mean.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("k_mean", "error", "parts"),
+    [
+        (zeros(2, 20), ValueError, ["k_mean has shape (2, 20)", "(2, 64), H_kv and D"]),
+        (zeros(64), ValueError, ["k_mean has shape (64,)"]),
+        (zeros(2, 64, dtype=torch.int32), TypeError, ["k_mean is", "int32", "floating-point"]),
+        (0.0, TypeError, ["k_mean is", "None or a floating-point tensor"]),
+        (torch.zeros(2, 64, requires_grad=True), RuntimeError, ["k_mean requires grad"]),
+    ],
+)
+def test_bad_means(k_mean: Any, error: type[Exception], parts: list[str]) -> None:
+    assert_raises(ha.paged_kv_cache, {"num_pages": 4, "H_kv": 2, "D": 64, "k_mean": k_mean}, error, parts)
+
+
 FIELDS = ("k8", "v8", "k_descale", "v_descale", "k_mean")
 
 Bad = dict[str, Any]
@@ -218,7 +242,7 @@ def test_broken_cache(field: str, how: str) -> None:
     x: torch.Tensor = getattr(arguments["cache"], field)
     broken = {
         "dtype": x.to(torch.float16),
-        "shape": torch.cat([x, x], 2),
+        "shape": torch.cat([x, x], -1),
         "rank": x.unsqueeze(0),
         "strides": torch.stack([x, x], -1)[..., 0],
         "alignment": x.new_empty(x.numel() + 1)[1:].view(x.shape),
@@ -252,7 +276,7 @@ def test_a_fake_cache_has_no_address() -> None:
 def test_part_of_a_cache() -> None:
     """Pages of a larger pool are a cache."""
     arguments = good_attention()
-    tensors: dict[str, Any] = {field: getattr(arguments["cache"], field)[1:] for field in FIELDS}
+    tensors: dict[str, Any] = {field: getattr(arguments["cache"], field)[1:] for field in FIELDS if field != "k_mean"}
     arguments["cache"] = dataclasses.replace(arguments["cache"], **tensors)
     with pytest.raises(Launched):
         ha.attention_kvcache(**arguments)

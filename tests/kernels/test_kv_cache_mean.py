@@ -1,10 +1,9 @@
-"""The constant of a sequence that is subtracted from its keys in a paged cache, and int8 keys."""
+"""What is subtracted from all keys of a paged cache, and int8 keys."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 import helion_attn as ha
 from helion_attn.kernels import decode, prefill
 from helion_attn.testing import error_budget, make_qkv, relative_error
-from helpers.paged import append_all, make_cache
+from helpers.paged import make_cache
 
 N = 300
 
@@ -22,182 +21,49 @@ DECODED, PREFILLED = 3, 50
 
 BOTH = pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
 
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-def biased(device: str, D: int = 64, M: int = PREFILLED) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Half of K's channels have a mean of 10, and Q's a mean of 0.5: scores without K's mean are 20 or so smaller."""
-    q, k, v = make_qkv("randn", 1, 2, 1, M, N, D, torch.float32, device)
-    k[..., : D // 2] += 10
-    return q + 0.5, k, v
+
+def biased(device: str, D: int = 64, M: int = PREFILLED, H_kv: int = 1) -> Tensors:
+    """Q, K, V and K's mean. Half of K's channels have one of 10 and more, and Q's have 0.5: scores without are 20 less."""
+    q, k, v = make_qkv("randn", 1, 2 * H_kv, H_kv, M, N, D, torch.float32, device)
+    mean = torch.zeros(H_kv, D, device=device)
+    mean[:, : D // 2] = 10 + torch.arange(H_kv, device=device).unsqueeze(1)
+    return q + 0.5, k + mean.unsqueeze(1), v, mean
 
 
 def filled(
-    k: torch.Tensor, v: torch.Tensor, recipe: ha.Recipe, *cuts: int
+    k: torch.Tensor, v: torch.Tensor, recipe: ha.Recipe, k_mean: torch.Tensor | None, *cuts: int
 ) -> tuple[ha.PagedKVCache, torch.Tensor, torch.Tensor]:
     """A cache that keys up to each of `cuts` came to, and the rest."""
-    cache, table, seqlens = make_cache([k.size(2)], k.size(1), k.size(3), device=k.device.type, recipe=recipe)
-    at = [0, *cuts, k.size(2)]
-    for first, end in itertools.pairwise(at):
+    lengths, H_kv, D = [k.size(2)], k.size(1), k.size(3)
+    cache, table, seqlens = make_cache(lengths, H_kv, D, device=k.device.type, recipe=recipe, k_mean=k_mean)
+    for first, end in itertools.pairwise([0, *cuts, k.size(2)]):
         start = torch.tensor([first], dtype=torch.int32, device=k.device)
         ha.append_kvcache(cache, k[:, :, first:end], v[:, :, first:end], table, start)
     return cache, table, seqlens
 
 
-def pages_of(cache: ha.PagedKVCache, table: torch.Tensor) -> list[int]:
-    return table[0, : -(-N // cache.page_size)].tolist()
-
-
-def means(cache: ha.PagedKVCache, table: torch.Tensor) -> torch.Tensor:
-    """[pages, H_kv, D_pad]."""
-    return cache.k_mean[pages_of(cache, table)].float()
-
-
 @pytest.mark.parametrize("D", [64, 80, 256])
 @BOTH
 def test_what_is_stored(recipe: ha.Recipe, D: int, device: str) -> None:
-    """The mean of the first page where it stands out, in all pages but that; int8 keys within half a step."""
-    _, k, v = biased(device, D)
-    cache, table, _ = filled(k, v, recipe, 200)
-    mean, pages = means(cache, table), pages_of(cache, table)
-    assert mean[0].count_nonzero() == 0
-    assert torch.equal(mean[2], mean[1])
-    first = cache.k8[pages[0]].float() * cache.k_descale[pages[0]].unsqueeze(2)
-    assert torch.allclose(mean[1, :, : D // 2], first[..., : D // 2].mean(1), rtol=2.0**-8)
-    assert (mean[1, :, D // 2 :] == 0).float().mean() > 0.9
+    """Keys less the mean, within half a step of either format."""
+    _, k, v, mean = biased(device, D, H_kv=2)
+    cache, table, _ = filled(k, v, recipe, mean, 200)
+    pages = table[0, :3].tolist()
     k8 = cache.k8[pages].float() * cache.k_descale[pages].unsqueeze(3)
-    stored = (k8 + mean.unsqueeze(2)).transpose(0, 1).flatten(1, 2)[:, :N, :D]
-    rest = k[0] - mean[..., :D].repeat_interleave(128, 0)[:N].transpose(0, 1)
+    stored = k8.transpose(0, 1).flatten(1, 2)[:, :N, :D]
+    rest = k[0] - mean.unsqueeze(1)
+    descale = cache.k_descale[pages].transpose(0, 1).flatten(1)[:, :N, None]
     if recipe == ha.FAST:
-        # Of later pages, as N(0, 1), whose descales are a page's base.
-        assert (cache.k_descale[pages][1:] == cache.k_descale[pages][1:, :, :1]).float().mean() > 0.9
-        descale = cache.k_descale[pages].transpose(0, 1).flatten(1)[:, :N, None]
-        assert torch.all((stored - k[0]).abs() <= torch.maximum(rest.abs() * 2.0**-4, descale * 2.0**-10) * 1.01)
+        assert torch.all((stored - rest).abs() <= torch.maximum(rest.abs() * 2.0**-4, descale * 2.0**-10) * 1.01)
         return
-    step = rest.abs().amax(2, keepdim=True) / 127
-    assert torch.all((stored - k[0]).abs() <= step * 0.501)
+    assert torch.all((stored - rest).abs() <= rest.abs().amax(2, keepdim=True) / 127 * 0.501)
     # Each key uses all of int8's range.
-    largest = cache.k8[pages].transpose(0, 1).flatten(1, 2)[:, :N].abs().amax(2)
-    assert torch.all(largest == 127)
+    assert torch.all(cache.k8[pages].transpose(0, 1).flatten(1, 2)[:, :N].abs().amax(2) == 127)
 
 
-@pytest.mark.parametrize("count", [100, 128])
-@BOTH
-def test_one_page_has_no_mean(recipe: ha.Recipe, count: int, device: str) -> None:
-    """Its queries have the bits that they have beside those of later pages."""
-    q, k, v = biased(device, M=N)
-    options: dict[str, Any] = {"num_splits": 1, "return_lse": True}
-    cache, table, seqlens = filled(k, v, recipe)
-    whole = ha.attention_kvcache(q, cache, table, seqlens, **options)
-    alone = ha.attention_kvcache(q[:, :, :count], cache, table, torch.full_like(seqlens, count), **options)
-    oracle = ha.reference.attention(*(x[:, :, :count] for x in (q, k, v)), causal=True, return_lse=True)
-    model = ha.reference.fp8_attention_kvcache(*(x[:, :, :count] for x in (q, k, v)), recipe=recipe)
-    for x, y, modelled, expected in zip(alone, whole, model, oracle, strict=True):
-        if device != "cpu":
-            assert torch.equal(x, y[:, :, :count])  # a CPU's order of additions depends on shapes
-        torch.testing.assert_close(x, y[:, :, :count], rtol=2.0**-9, atol=2.0**-9)
-        budget = error_budget(relative_error(modelled, expected), torch.float32, device=device)
-        assert relative_error(x, expected) <= budget
-
-
-@BOTH
-def test_listed_pages_have_their_own_means(recipe: ha.Recipe, device: str) -> None:
-    """With the first page among them or not, and only one of either kind."""
-    q, k, v = biased(device, M=1)
-    cache, table, _ = filled(k, v, recipe)
-    for chosen in ((0, 2), (1, 2), (2,), (0,)):
-        keys = torch.cat([torch.arange(place * 128, min(place * 128 + 128, N)) for place in chosen]).to(device)
-        few = table[:, list(chosen)].unsqueeze(1).contiguous()
-        lengths = torch.full((1, 1), keys.numel(), dtype=torch.int32, device=device)
-        for softcap in (None, 50.0):
-            out, lse = ha.attention_kvcache(q, cache, few, lengths, return_lse=True, softcap=softcap)
-            given = q, k[:, :, keys], v[:, :, keys]
-            oracle, oracle_lse = ha.reference.attention(*given, causal=True, return_lse=True, softcap=softcap)
-            assert relative_error(out, oracle) < (0.25 if recipe == ha.FAST else 0.08)
-            assert relative_error(lse, oracle_lse) < 0.01
-
-
-@BOTH
-def test_sequences_that_share_a_prefix_share_its_mean(recipe: ha.Recipe, device: str) -> None:
-    """The second has its own third page; and a page that begins another sequence has another mean."""
-    _, k, v = biased(device)
-    cache, table, _ = filled(k, v, recipe)
-    size = cache.page_size
-    free = next(page for page in range(cache.k8.size(0)) if page not in pages_of(cache, table))
-    other = table.clone()
-    other[0, 2] = free
-    start = torch.tensor([2 * size], dtype=torch.int32, device=device)
-    ha.append_kvcache(cache, k[:, :, :9], v[:, :, :9], other, start)
-    assert torch.equal(means(cache, other), means(cache, table))
-    ha.append_kvcache(cache, -k, v, table, torch.zeros_like(start))
-    mean = means(cache, table)
-    assert torch.all(mean[1:, 0, :32] < 0)
-    assert torch.equal(mean[1], mean[2])
-
-
-@BOTH
-def test_first_pages_may_be_given_away(recipe: ha.Recipe, device: str) -> None:
-    """Where a window hides them: the later ones have the mean, for what is appended and for what attends."""
-    q, k, v = biased(device)
-    cache, table, seqlens = filled(k, v, recipe, 280)
-    options: dict[str, Any] = {"window": (20, 0), "softcap": 30.0, "return_lse": True}
-    expected = ha.attention_kvcache(q[:, :, :DECODED], cache, table, seqlens, **options)
-    given, taken = filled(k, v, recipe, 280)[:2]
-    append_all(given, k, v, taken, [280])
-    given.k_mean[int(taken[0, 0])] = float("nan")
-    given.k_mean[int(taken[0, 1])] = float("nan")
-    taken[0, :2] = -1
-    start = torch.tensor([280], dtype=torch.int32, device=device)
-    ha.append_kvcache(given, k[:, :, 280:], v[:, :, 280:], taken, start)
-    for x, wanted in zip(
-        ha.attention_kvcache(q[:, :, :DECODED], given, taken, seqlens, **options), expected, strict=True
-    ):
-        assert torch.equal(x, wanted)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**99])
-@pytest.mark.parametrize("M", [DECODED, PREFILLED])
-@BOTH
-def test_a_key_of_the_first_page_costs_the_others_nothing(recipe: ha.Recipe, bad: float, M: int, device: str) -> None:
-    """It makes NaN of its rows if it must, and its channel has no mean."""
-    q, k, v = biased(device, M=M)
-    k[:, :, 5, 40] = bad
-    cache, table, seqlens = filled(k, v, recipe)
-    assert means(cache, table)[..., 40].count_nonzero() == 0
-    # Queries that do not see it.
-    options: dict[str, Any] = {"window": (100, 0)}
-    out = ha.attention_kvcache(q, cache, table, seqlens, **options)
-    k = torch.where(k == bad, 0.0, k.nan_to_num(0, 0))
-    oracle = ha.reference.attention(q, k, v, causal=True, **options)
-    model, _ = ha.reference.fp8_attention_kvcache(q, k, v, recipe=recipe, **options)
-    assert relative_error(out, oracle) <= error_budget(relative_error(model, oracle), torch.float32, device=device)
-    whole = ha.attention_kvcache(q, cache, table, seqlens)
-    assert whole.isnan().all() == (bad != 2.0**99)
-
-
-@pytest.mark.parametrize("magnitude", [2.0**-100, 2.0**60])
-@BOTH
-def test_keys_of_any_size(recipe: ha.Recipe, magnitude: float, device: str) -> None:
-    q, k, v = biased(device, M=DECODED)
-    cache, table, seqlens = filled(k * magnitude, v, recipe)
-    oracle = ha.reference.attention(q, k, v, causal=True)
-    out = ha.attention_kvcache(q, cache, table, seqlens, sm_scale=0.125 / magnitude if magnitude > 1 else 2.0**60)
-    if magnitude > 1:
-        model, _ = ha.reference.fp8_attention_kvcache(q, k, v, recipe=recipe)
-        assert relative_error(out, oracle) <= error_budget(relative_error(model, oracle), torch.float32, device=device)
-    else:
-        # Scores of nothing.
-        assert relative_error(out, v.mean(2, keepdim=True).expand_as(out)) < 1.5
-
-
-Mutation = Callable[[ha.PagedKVCache], dict[str, Any]]
-
-#: What may go wrong, and whether every option shows it.
-MUTATIONS: dict[str, tuple[Mutation, bool]] = {
-    "no_mean": (lambda cache: {"k_mean": torch.zeros_like(cache.k8[:, :, 0], dtype=torch.bfloat16)}, False),
-    "descales_of_the_next_key": (lambda cache: {"k_descale": cache.k_descale.roll(1, 2)}, True),
-}
-
-
-@pytest.mark.parametrize("options", [{"softcap": 50.0}, {"sinks": [22.0, 26.0]}, {}], ids=["softcap", "sinks", "lse"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 50.0}, {"sinks": [22.0, 26.0]}], ids=["lse", "softcap", "sinks"])
 @pytest.mark.parametrize("M", [DECODED, PREFILLED])
 @pytest.mark.parametrize("splits", [1, 2])
 @BOTH
@@ -205,13 +71,13 @@ def test_what_the_mean_took_comes_back(
     recipe: ha.Recipe, options: dict[str, Any], M: int, splits: int, device: str
 ) -> None:
     """To scores under a softcap, beside sinks, and to the lse: without it, they are far off."""
-    q, k, v = biased(device, M=M)
+    q, k, v, mean = biased(device, M=M)
     k = k * torch.linspace(0.5, 2, N, device=device)[:, None]
     if "sinks" in options:
         options = {"sinks": torch.tensor(options["sinks"], device=device)}
-    cache, table, seqlens = filled(k, v, recipe)
+    cache, table, seqlens = filled(k, v, recipe, mean)
     oracle, oracle_lse = ha.reference.attention(q, k, v, causal=True, return_lse=True, **options)
-    model, model_lse = ha.reference.fp8_attention_kvcache(q, k, v, recipe=recipe, **options)
+    model, model_lse = ha.reference.fp8_attention_kvcache(q, k, v, recipe=recipe, k_mean=mean, **options)
 
     def excess(cache: ha.PagedKVCache) -> tuple[float, float]:
         out, lse = ha.attention_kvcache(
@@ -225,26 +91,109 @@ def test_what_the_mean_took_comes_back(
         return relative_error(out, oracle) / budget, relative_error(lse, oracle_lse) / lse_budget
 
     assert max(excess(cache)) <= 1
-    for name, (mutation, always) in MUTATIONS.items():
-        if recipe == ha.FAST and name != "no_mean":
-            continue  # most keys have the same descale
-        of_out, of_lse = excess(dataclasses.replace(cache, **mutation(cache)))
-        assert of_lse > 1
-        assert not (always or options) or of_out > 1
+    of_out, of_lse = excess(dataclasses.replace(cache, k_mean=torch.zeros_like(cache.k_mean)))
+    assert of_lse > 1
+    assert (of_out > 1) == bool(options)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (100, 0)}, {"sm_scale": 0.3}], ids=["plain", "window", "scale"])
+@BOTH
+def test_a_mean_changes_nothing_of_a_softmax(recipe: ha.Recipe, options: dict[str, Any], device: str) -> None:
+    """K with it, and a cache that takes it off, has the output of K without: all bits."""
+    q, k, v, mean = biased(device)
+    # As a cache subtracts it.
+    rest = k - mean.unsqueeze(1)
+    with_mean, table, seqlens = filled(k, v, recipe, mean)
+    without, same_table, _ = filled(rest, v, recipe, None)
+    assert torch.equal(table, same_table)
+    found, found_lse = ha.attention_kvcache(q, with_mean, table, seqlens, return_lse=True, **options)
+    expected, expected_lse = ha.attention_kvcache(q, without, table, seqlens, return_lse=True, **options)
+    assert torch.equal(found, expected)
+    scale = options.get("sm_scale", 0.125)
+    assert torch.allclose(found_lse, expected_lse + scale * (q @ mean.T).squeeze(3), rtol=2.0**-20)
+
+
+@BOTH
+def test_how_keys_came_changes_nothing(recipe: ha.Recipe, device: str) -> None:
+    """All that is stored, and what the last queries get."""
+    q, k, v, mean = biased(device, M=DECODED)
+    found = []
+    for cuts in ((), (128,), (127, 128), (60, 128, 200), tuple(range(1, 131))):
+        cache, table, seqlens = filled(k, v, recipe, mean, *cuts)
+        pages = table[0, :3].tolist()
+        k8 = cache.k8.view(torch.uint8)[pages].transpose(0, 1).flatten(1, 2)[:, :N]
+        rest = cache.v8.view(torch.uint8)[pages], cache.k_descale[pages], cache.v_descale[pages]
+        out, lse = ha.attention_kvcache(q, cache, table, seqlens, num_splits=2, return_lse=True, softcap=50.0)
+        found.append((k8, *rest, out, lse))
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(other, found[0], strict=True))
+
+
+@BOTH
+def test_sequences_share_a_prefix(recipe: ha.Recipe, device: str) -> None:
+    """The second has the first's two pages and a third of its own, and what it would have alone."""
+    q, k, v, mean = biased(device, M=DECODED)
+    cache, table, seqlens = filled(k, v, recipe, mean)
+    free = next(page for page in range(cache.k8.size(0)) if page not in table[0, :3].tolist())
+    other = table.clone()
+    other[0, 2] = free
+    start = torch.full_like(seqlens, 2 * cache.page_size)
+    tail = k[:, :, 256:] - 0.5, v[:, :, 256:]
+    ha.append_kvcache(cache, *tail, other, start)
+    alone, table_alone, _ = filled(torch.cat((k[:, :, :256], tail[0]), 2), v, recipe, mean)
+    options: dict[str, Any] = {"return_lse": True, "softcap": 50.0, "num_splits": 1}
+    both = ha.attention_kvcache(q.expand(2, -1, -1, -1), cache, torch.cat((table, other)), seqlens.repeat(2), **options)
+    first = ha.attention_kvcache(q, filled(k, v, recipe, mean)[0], table, seqlens, **options)
+    second = ha.attention_kvcache(q, alone, table_alone, seqlens, **options)
+    for x, a, b in zip(both, first, second, strict=True):
+        torch.testing.assert_close(x, torch.cat((a, b)), rtol=2.0**-20, atol=2.0**-20)  # a CPU's additions differ
+
+
+@BOTH
+def test_pages_of_heads_have_the_means_of_their_heads(recipe: ha.Recipe, device: str) -> None:
+    q, k, v, mean = biased(device, M=1, H_kv=2)
+    cache, table, seqlens = filled(k, v, recipe, mean)
+    few, lengths = table.unsqueeze(1).expand(-1, 2, -1).contiguous(), seqlens.unsqueeze(1).expand(-1, 2).contiguous()
+    options: dict[str, Any] = {"return_lse": True, "softcap": 50.0, "num_splits": 1}
+    for x, y in zip(
+        ha.attention_kvcache(q, cache, few, lengths, **options),
+        ha.attention_kvcache(q, cache, table, seqlens, **options),
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y, rtol=2.0**-20, atol=2.0**-20)
+
+
+@pytest.mark.parametrize("M", [DECODED, PREFILLED])
+@BOTH
+def test_a_row_without_keys_has_no_product(recipe: ha.Recipe, M: int, device: str) -> None:
+    """However large it were: 0, and -inf or the sink."""
+    q, k, v, mean = biased(device, M=M)
+    cache, table, seqlens = filled(k, v, recipe, mean)
+    q[:, :, 0] *= 1e6
+    sinks = torch.tensor([3.0, -4.0], device=device)
+    for splits, given in itertools.product((1, 2), (None, sinks)):
+        out, lse = ha.attention_kvcache(
+            q, cache, table, torch.full_like(seqlens, M - 1), num_splits=splits, return_lse=True, sinks=given
+        )
+        assert torch.all(out[:, :, 0] == 0)
+        alone = torch.full_like(sinks, float("-inf")) if given is None else sinks
+        torch.testing.assert_close(lse[0, :, 0], alone)
 
 
 @pytest.mark.parametrize("kernel", [decode, prefill])
 def test_escapes_beside_int8_keys(kernel: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """V's descales alone make classes of a page's keys; without the second pass, which can fail, keys are missing."""
-    M = DECODED if kernel is decode else PREFILLED
-    q, k, v = biased(device, M=M)
+    q, k, v, mean = biased(device, M=DECODED if kernel is decode else PREFILLED)
     v[:, :, 7::31] *= 2.0**9
     k[:, :, 3::5] *= 2.0**-9
-    cache, table, seqlens = filled(k, v, ha.BALANCED)
+    cache, table, seqlens = filled(k, v, ha.BALANCED, mean)
     oracle = ha.reference.attention(q, k, v, causal=True)
-    model, _ = ha.reference.fp8_attention_kvcache(q, k, v, recipe=ha.BALANCED)
+    model, _ = ha.reference.fp8_attention_kvcache(q, k, v, recipe=ha.BALANCED, k_mean=mean)
     out = ha.attention_kvcache(q, cache, table, seqlens, num_splits=1)
     assert relative_error(out, oracle) <= error_budget(relative_error(model, oracle), torch.float32, device=device)
+    # Whose keys have the descales of others.
+    wrong = dataclasses.replace(cache, k_descale=cache.k_descale.roll(1, 2))
+    of_wrong = ha.attention_kvcache(q, wrong, table, seqlens, num_splits=1)
+    assert relative_error(of_wrong, oracle) > 2 * relative_error(model, oracle)
     if device == "cpu":
         monkeypatch.setattr(kernel, "keys_of_class", lambda a, *_: torch.zeros_like(a))
         missing = ha.attention_kvcache(q, cache, table, seqlens, num_splits=1)
