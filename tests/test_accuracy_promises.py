@@ -185,9 +185,12 @@ def test_a_cache_has_the_errors_of_dense_attention(
     recipe: ha.Recipe, D: int, kind: str, modelled: bool, device: str
 ) -> None:
     """Up to a tenth more, with the same preset; and a mean of another prompt, whose K has the same biases."""
-    q, k, v = make_qkv(kind, 2, 4, 2, 64, 2048, D, device=device)
-    k_mean = k[1:].float().mean((0, 2)) if kind == "k_channels" else None
-    q, k, v = q[:1], k[:1], v[:1]
+    q, k, v = make_qkv(kind, 1, 4, 2, 64, 2048, D, device=device)
+    k_mean = None
+    if kind == "k_channels":
+        q, k, v = make_qkv(kind, 1, 4, 2, 64, 4096, D, device=device)
+        (k, other), v = k.split(2048, 2), v[:, :, :2048]
+        k_mean = other.float().mean((0, 2))
     oracle = ha.reference.attention(q, k, v, causal=True)
     if modelled:
         dense: Any = ha.reference.fp8_attention(q, k, v, causal=True, recipe=recipe)

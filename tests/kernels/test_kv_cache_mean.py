@@ -25,7 +25,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def biased(device: str, D: int = 64, M: int = PREFILLED, H_kv: int = 1) -> Tensors:
-    """Q, K, V and K's mean. Half of K's channels have one of 10 and more, and Q's have 0.5: scores without are 20 less."""
+    """Q, K, V and K's mean: 10 and more in half of the channels. Q's is 0.5, so scores without are 20 or so smaller."""
     q, k, v = make_qkv("randn", 1, 2 * H_kv, H_kv, M, N, D, torch.float32, device)
     mean = torch.zeros(H_kv, D, device=device)
     mean[:, : D // 2] = 10 + torch.arange(H_kv, device=device).unsqueeze(1)
