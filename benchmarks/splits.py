@@ -28,7 +28,7 @@ from helion_attn import ops
 from helion_attn.api import quantized_problem
 from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
-from helion_attn.reference.kv_cache import k_descales, means_of_keys, row_descale, to_format, v_descales
+from helion_attn.reference.kv_cache import k_descales, row_descale, to_format, v_descales
 from helion_attn.workloads import Workload
 
 #: Query rows that are checked against the oracle: the last, which see most.
@@ -64,14 +64,13 @@ def paged(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Pre
 
     def dequantized() -> tuple[Tensor, Tensor, Tensor]:
         page, dtype = cache.page_size, cache.k8.dtype
-        means = means_of_keys(k, page, dtype)
         scaled = (
             (q.float(), row_descale(q, dtype), dtype),
-            (k.float() - means, k_descales(k.float() - means, page, dtype)[0], dtype),
+            (k.float(), k_descales(k, page, dtype)[0], dtype),
             (v.float(), v_descales(v, page)[0], cache.v8.dtype),
         )
         dq, dk, dv = (to_format(*x) * x[1] for x in scaled)
-        return dq, dk + means, dv
+        return dq, dk, dv
 
     run = functools.partial(ha.attention_kvcache, q, cache, table, seqlens, causal=causal, sm_scale=sm_scale)
     return Prepared(run, lambda out: out, dequantized)

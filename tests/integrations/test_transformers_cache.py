@@ -264,6 +264,26 @@ def test_encoder_decoders_raise(argument: str) -> None:
         model(**inputs, past_key_values=ha.transformers_cache())
 
 
+def test_the_mean_of_the_first_keys() -> None:
+    """All of them, if they are many, whatever comes later; 0 of a channel that is not finite."""
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(2, 2, 64, 32, generator=generator) + 5
+    k[0, 1, 3, 7] = float("inf")
+    layer, few = module.PagedLayer(ha.BALANCED), module.PagedLayer(ha.BALANCED)
+    layer.append(k, k, [0, 0])
+    few.append(k[:, :, :63], k[:, :, :63], [0, 0])
+    assert layer.cache is not None
+    assert few.cache is not None
+    expected = k.mean((0, 2))
+    expected[1, 7] = 0
+    assert torch.equal(layer.cache.k_mean, expected)
+    assert few.cache.k_mean.count_nonzero() == 0
+    for _ in range(2):
+        layer.append(-k, -k, [0, 0])
+    layer.select(torch.tensor([1, 1, 0]))
+    assert torch.equal(layer.cache.k_mean, expected)
+
+
 def test_memory() -> None:
     """Against bf16, at whole pages: half, and a descale a key and KV head of K and of V."""
     layer = module.PagedLayer(ha.FAST)
