@@ -58,8 +58,8 @@ def paged_kv_cache(
 
     A model's K projection often has large biases, which cost its keys their resolution. `k_mean` takes them off:
     `k.mean((0, 2))` of any prompt's keys [B, H_kv, N, D], rotated if the cache is to hold rotated ones. Scores, outputs
-    and lse stay those of the whole keys. All sequences have the same constant, so that they can share pages, and no
-    other sequence, batch or chunk changes a bit of theirs.
+    and lse stay those of the whole keys. It is fixed before the first append, and the same for all sequences: they can
+    share pages, and no other sequence, batch or chunk changes a bit of theirs.
 
     Args:
         num_pages: of the pool that all sequences share.
