@@ -186,6 +186,7 @@ def make_case(
     masks: dict[str, Any],
     out_dtype: torch.dtype,
     recipe: ha.Recipe,
+    k_mean: torch.Tensor | None,
 ) -> Case:
     """With the answers for every sequence, those of sequences of one length at a time."""
     q, _, v = qkv
@@ -199,7 +200,7 @@ def make_case(
         keys = rotated[at, :, :length], v[at, :, :length]
         oracle[at], oracle_lse[at] = ha.reference.attention(q[at], *keys, return_lse=True, **masks)
         model[at], model_lse[at] = ha.reference.fp8_attention_kvcache(
-            q[at], keys[0].float(), keys[1], recipe=recipe, **masks
+            q[at], keys[0].float(), keys[1], recipe=recipe, k_mean=k_mean, **masks
         )
     answers = (oracle, oracle_lse, model.to(out_dtype).float(), model_lse)
     causal, sm_scale, window, softcap, sinks = masks.values()
@@ -230,8 +231,9 @@ def check(spec: Specialisation, data: Data, device: str) -> None:
         "softcap": data.softcap if spec.has_softcap else None,
         "sinks": make_sinks(H, data.seed, device) if spec.has_sinks else None,
     }
-    case = make_case((q, k, v), rotated, lengths, masks, spec.out_dtype, spec.recipe)
-    cache, table, seqlens = make_cache(lengths, data.H_kv, spec.D, spec.D_v, device, data.seed, spec.recipe)
+    k_mean = rotated.float().mean((0, 2)) if data.seed % 2 else None
+    case = make_case((q, k, v), rotated, lengths, masks, spec.out_dtype, spec.recipe, k_mean)
+    cache, table, seqlens = make_cache(lengths, data.H_kv, spec.D, spec.D_v, device, data.seed, spec.recipe, k_mean)
     given = q if data.layout == "bhsd" else q.transpose(1, 2)
     splits = data.splits if spec.has_splits else 1
     with nan_filled_memory():
