@@ -38,6 +38,7 @@ from benchmarks import (
     large_d,
     masks,
     models,
+    norms,
     plane,
     preprocess,
     quality,
@@ -83,6 +84,7 @@ SUITES: dict[str, Suite] = {
     "steps_compiled": steps.COMPILED_SUITE,
     "preprocess": preprocess.SUITE,
     "stages": preprocess.STAGES,
+    "norms": norms.SUITE,
 }
 
 # --- what must hold -------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
         preprocess.bandwidth_checks,
         preprocess.stage_checks,
     ),
-    "Whole models": (steps.checks,),
+    "Whole models": (steps.checks, norms.checks),
     "16 bits, and large head dims": (ladder.checks, large_d.checks),
     "Masks, packed sequences, grouped queries, split keys, decoding": (
         masks.checks,

@@ -34,6 +34,7 @@ from benchmarks import (
     ladder,
     large_d,
     models,
+    norms,
     plane,
     report,
     same_token,
@@ -104,6 +105,17 @@ def test_accuracy(tmp_path: Path) -> None:
     timed = {(row["part"], row["recipe"]) for row in stages if row["impl"] == "helion_attn"}
     assert {("RoPE of Q", None), ("Hadamard of Q", None), ("RoPE, Hadamard, pack", "balanced")} <= timed
     assert all(row["ms"] > 0 and row.get("copy_fraction", 1.0) > 0 for row in stages)
+
+
+def test_norms(tmp_path: Path) -> None:
+    """Each model has one norm, and it is the one that is held to the bound."""
+    loaded = dry_run("norms", tmp_path)
+    assert [row["fused"] for row in loaded["norms"]["rows"]] == ["none", "RoPE", "by head", "over heads"] * 2
+    held = norms.checks(loaded)
+    assert [check.cell for check in held] == ["Wan 2.1 1.3B, BALANCED", "Wan 2.1 1.3B, FAST"]
+    assert [check.value for check in held] == [row["over_none"] for row in loaded["norms"]["rows"] if row["has_norm"]]
+    (table,) = norms.tables(loaded)
+    assert [line[-1].endswith("*") for line in table.body] == [True, True]
 
 
 def test_same_token(monkeypatch: pytest.MonkeyPatch) -> None:
