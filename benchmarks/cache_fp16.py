@@ -83,7 +83,11 @@ def cells(device):
     if device.type == "cpu":
         return [("prefill", 64, 8, 1, 8, 300), ("prefill", 128, 8, 1, 70, 300), ("decode", 64, 8, 2, 1, 300)]
     found = [
-        ("prefill", D, H, 1, M, N) for D in (64, 128, 256) for H in (32, 64) for N in (16384, 131072) for M in (128, 512, 2048)
+        ("prefill", D, H, 1, M, N)
+        for D in (64, 128, 256)
+        for H in (32, 64)
+        for N in (16384, 131072)
+        for M in (128, 512, 2048)
     ]
     return [("decode", D, H, 64, 1, 16384) for D in (64, 128) for H in (32, 64)] + found
 
@@ -120,7 +124,11 @@ def geometric(values):
 def table(rows):
     """A short table, and means."""
     names = ["paged", "paged_255", "balanced", "fast", "copy"]
-    print(f"{'cell':32s}" + "".join(f"{n:>10s}" for n in names) + f"{'of bal.':>9s}{'of fast':>9s}{'err':>8s}{'err b.':>8s}")
+    print(
+        f"{'cell':32s}"
+        + "".join(f"{n:>10s}" for n in names)
+        + f"{'of bal.':>9s}{'of fast':>9s}{'err':>8s}{'err b.':>8s}"
+    )
     for r in rows:
         ms, best = r["ms"], r["ms"]["paged"]
         name = f"{r['kind']} D{r['D']} H{r['H']} {r['B']}x{r['M']} on {r['N']}"
@@ -145,7 +153,9 @@ def table(rows):
     if of:
         chosen = [r["ms"]["balanced"] / min(r["ms"][n] for n in ("paged", "paged_255") if n in r["ms"]) for r in of]
         plain = [r["ms"]["balanced"] / r["ms"]["paged"] for r in of]
-        print(f"prefill, all: {geometric(plain):.3f} (bound .92), least {min(plain):.3f} (bound .85); faster tile {geometric(chosen):.3f}")
+        print(
+            f"prefill, all: {geometric(plain):.3f} (bound .92), least {min(plain):.3f} (bound .85); faster tile {geometric(chosen):.3f}"
+        )
     for r in rows:
         if r["kind"] == "decode":
             print(f"decode D {r['D']} H {r['H']}: {r['ms']['copy'] / r['ms']['paged']:.3f} of a copy's speed")
