@@ -199,12 +199,16 @@ def caption(block: Block, loaded: Loaded) -> str:
     meta = loaded[block.file]["meta"]
     if block.brief:
         by_gpu: dict[str, dict[str, None]] = {}
+        kept: dict[str, None] = {}
         for file in (block.file, *block.beside):
             if file in loaded:
                 found = loaded[file]["meta"]
                 run = f"{str(found.get('date', ''))[:10]} at {str(found.get('commit'))[:7]}"
                 by_gpu.setdefault(found.get("gpu") or "CPU", {})[run] = None
-        return "; ".join(f"{gpu}, {', '.join(runs)}" for gpu, runs in by_gpu.items())
+                # Rows of an earlier run are named behind the command.
+                if earlier := re.search(r" \((.*)\)$", found.get("command") or ""):
+                    kept |= dict.fromkeys(earlier[1].split("; "))
+        return "; ".join([*(f"{gpu}, {', '.join(runs)}" for gpu, runs in by_gpu.items()), *kept])
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "helion": "Helion"}
     names |= {"cudnn": "cuDNN", "fa3": "fa3-fwd", "sageattention": "SageAttention"}
     names |= {name: name for name in ("diffusers", "transformers")}

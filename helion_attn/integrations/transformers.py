@@ -20,7 +20,7 @@ from helion_attn.validate.dense import check_options, check_qkv, check_sinks, ch
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """What the mask function tells the attention function: a mask, described instead of stored.
+    """A mask, described in place of stored: the mask function makes it, the attention function reads it.
 
     Computed once a forward pass, so that layers need not read a mask from the device.
 

@@ -119,7 +119,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def pages(self) -> int:
-        """Of each sequence."""
+        """Pages of each sequence."""
         return 0 if self.cache is None else self.cache.k8.size(0) // self.batch
 
     def block_table(self) -> torch.Tensor:
@@ -164,15 +164,15 @@ class PagedLayer(CacheLayerMixin):
         self.cache = PagedKVCache(**fields, D=old.D, D_v=old.D_v)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Of beam search."""
+        """Keep the sequences that a beam search goes on with."""
         self.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence so many times."""
+        """Repeat every sequence so many times."""
         self.select(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Of contrastive search."""
+        """Keep the sequences that a contrastive search goes on with."""
         self.select(torch.arange(self.batch)[indices.cpu()])
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -154,7 +154,7 @@ class Fused:
         attention_mask: Any = None,
         **kwargs: Any,  # what else transformers tells every attention module
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the class's own: [B, S, channels] to the same, and None."""
+        """Compute the attention as the class's own forward: [B, S, channels] to the same, and None."""
         attn = self.attn
         rope = self.rope(hidden_states, position_embeddings, attention_mask, kwargs)
         if rope is None:
@@ -265,7 +265,7 @@ def fuse_transformers(model: torch.nn.Module, *, recipe: Recipe | RecipeName | A
 
 
 def difference(attn: Any, kind: Kind, module: Any) -> str | None:
-    """What of an attention is not as its forward here takes it to be."""
+    """Name the first part of an attention that `Fused` cannot take; None if it takes all."""
     names = ATTRIBUTES if kind.norm is None else (*ATTRIBUTES, "q_norm", "k_norm")
     missing = [name for name in names if not hasattr(attn, name)]
     missing += [name for name in ("apply_rotary_pos_emb", kind.norm) if name is not None and not hasattr(module, name)]

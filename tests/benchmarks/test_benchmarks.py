@@ -999,6 +999,14 @@ def whole_steps(**ms: float) -> Loaded:
     return {"steps": {"meta": {"gpu": "a GPU", "date": "2026-01-01", "commit": "abc"}, "rows": rows}}
 
 
+def test_a_brief_caption_names_rows_of_earlier_runs(results: Loaded) -> None:
+    for suite, note in (("hard", "a peer: of a card"), ("accuracy", "its inputs: at abc; a peer: of a card")):
+        meta = results[suite]["meta"] | {"command": f"python benchmarks/attention.py --suite {suite} ({note})"}
+        results[suite] = results[suite] | {"meta": meta}
+    caption = report.caption(report.BLOCKS["front_errors"], results)
+    assert caption.count("a peer: of a card") == caption.count("its inputs: at abc") == 1
+
+
 def test_the_headline_is_of_the_default(results: Loaded) -> None:
     loaded = results | whole_steps(sdpa_bf16=40.0, fa3_bf16=30.0, balanced=20.0, fused=10.0, masked=5.0)
     text = report.block_markdown("headline", loaded, "images")
