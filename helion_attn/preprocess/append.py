@@ -190,14 +190,15 @@ def append_kv(
         cols = hl.arange(spec.d_pad)
         k_offset = (b * k_b_step + h * k_h_step) * spec.unit
         if spec.pairing:
-            x = rope_rows(
+            x, factor = rope_rows(
                 k, cos, sin, cos, cos, cos, k_offset, 0, 0, rows, k_s_step * spec.unit, spec.k_d_step, length, spec.d,
                 first, table_rows, spec.keys, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
             )  # fmt: skip
-            x_first = rope_rows(
+            x_first, first_factor = rope_rows(
                 k, cos, sin, cos, cos, cos, k_offset, 0, 0, first_rows, k_s_step * spec.unit, spec.k_d_step, length,
                 spec.d, first, table_rows, 2, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
             )  # fmt: skip
+            x, x_first = x * factor.unsqueeze(1), x_first * first_factor.unsqueeze(1)
         else:
             x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
             x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)

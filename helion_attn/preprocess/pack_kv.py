@@ -24,7 +24,7 @@ from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, h
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.rotate import rotate_mean
-from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_to_dtype, store_tile
+from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_scale, rows_to_dtype, store_tile
 from helion_attn.kernels.lib.strided import row_channels
 from helion_attn.preprocess.lib.v_layout import lost_in_rounding, v_block, v_descales
 from helion_attn.preprocess.sequences import key_source
@@ -208,26 +208,26 @@ def pack_kv(
         if spec.k_per_block:
             for k_i in hl.grid(k_index * spec.k_run, k_end):
                 rows = k_i * k_tile + hl.arange(k_tile)
-                x, _ = row_tile(
+                x, _, factor = row_tile(
                     k, cos, sin, k_positions, mean, signs, matrix, weight, factors, offset, first_weight, first_factor,
                     rows, row_step, spec.k_d_step, keys, k_channels, 0, table_rows, norm, k_tile, spec.d_row,
                     spec.rotary, side, spec.pairing, spec.explicit_k_positions, spec.smooth_k, False, spec.hadamard,
                     spec.rotate_first, spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
                 )  # fmt: skip
-                peak = maximum(peak, torch.amax(torch.abs(x), 1), spec.is_cuda)
+                peak = maximum(peak, torch.amax(torch.abs(x), 1) * factor, spec.is_cuda)
         for k_tile_index in hl.grid(k_index * spec.k_run, k_end):
             rows = k_tile_index * k_tile + hl.arange(k_tile)
-            x, _ = row_tile(
+            x, _, factor = row_tile(
                 k, cos, sin, k_positions, mean, signs, matrix, weight, factors, offset, first_weight, first_factor,
                 rows, row_step, spec.k_d_step, keys, k_channels, 0, table_rows, norm, k_tile, spec.d_row, spec.rotary,
                 side, spec.pairing, spec.explicit_k_positions, spec.smooth_k, False, spec.hadamard, spec.rotate_first,
                 spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
             )  # fmt: skip
-            descale = rows_descale(x, peak, k_tile, spec.qk_largest, spec.k_unscaled, False, spec.k_per_tile)
+            descale = rows_descale(x, factor, peak, k_tile, spec.qk_largest, spec.k_unscaled, False, spec.k_per_tile)
             store_tile(
                 k8,
                 kv * n_tiles + k_tile_index,
-                rows_to_dtype(x, 1.0 / descale, k8.dtype, spec.is_cuda),
+                rows_to_dtype(x, rows_scale(factor, descale, spec.normed), k8.dtype, spec.is_cuda),
                 k_tile,
                 d_pad,
                 spec.d_row,

@@ -15,7 +15,7 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
-from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_to_dtype, store_tile
+from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_scale, rows_to_dtype, store_tile
 from helion_attn.kernels.lib.strided import row_channels
 from helion_attn.preprocess.sequences import query_source
 
@@ -148,26 +148,28 @@ def pack_q(
         if spec.q_per_block:
             for q_i in hl.grid(q_index * spec.q_run, q_end):
                 rows = q_i * q_tile + hl.arange(q_tile)
-                x, _ = row_tile(
+                x, _, factor = row_tile(
                     q, cos, sin, q_positions, mean, signs, matrix, weight, factors, offset, first_weight, first_factor,
                     rows, row_step, spec.q_d_step, queries, q_channels, N - M, table_rows, norm, q_tile, spec.d_row,
                     spec.rotary, side, spec.pairing, spec.explicit_q_positions, False, spec.shift_lse, spec.hadamard,
                     False, spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
                 )  # fmt: skip
-                peak = maximum(peak, torch.amax(torch.abs(x), 1), spec.is_cuda)
+                peak = maximum(peak, torch.amax(torch.abs(x), 1) * factor, spec.is_cuda)
         for q_tile_index in hl.grid(q_index * spec.q_run, q_end):
             rows = q_tile_index * q_tile + hl.arange(q_tile)
-            x, product = row_tile(
+            x, product, factor = row_tile(
                 q, cos, sin, q_positions, mean, signs, matrix, weight, factors, offset, first_weight, first_factor,
                 rows, row_step, spec.q_d_step, queries, q_channels, N - M, table_rows, norm, q_tile, spec.d_row,
                 spec.rotary, side, spec.pairing, spec.explicit_q_positions, False, spec.shift_lse, spec.hadamard, False,
                 spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
             )  # fmt: skip
-            descale = rows_descale(x, peak, q_tile, spec.qk_largest, spec.q_unscaled, spec.q_per_row, spec.q_per_tile)
+            descale = rows_descale(
+                x, factor, peak, q_tile, spec.qk_largest, spec.q_unscaled, spec.q_per_row, spec.q_per_tile
+            )
             store_tile(
                 q8,
                 q_bh * m_tiles + q_tile_index,
-                rows_to_dtype(x, 1.0 / descale, q8.dtype, spec.is_cuda),
+                rows_to_dtype(x, rows_scale(factor, descale, spec.normed), q8.dtype, spec.is_cuda),
                 q_tile,
                 d_pad,
                 spec.d_row,

@@ -206,11 +206,12 @@ def sample(
             # Past the sample a row is past the end, and 0.
             rows = torch.where(i < k_count, i * k_every, keys)
             if spec.pairing or spec.normed:
-                x = rope_rows(
+                x, factor = rope_rows(
                     k, cos, sin, k_positions, weight, factors, offset, first_weight, first_factor, rows,
                     k_s_step * spec.unit, spec.k_d_step, keys, spec.d, 0, table_rows, spec.step, d_row, spec.rotary,
                     spec.pairing, spec.explicit_k_positions, spec.normed, spec.eps,
                 )  # fmt: skip
+                x = x * factor.unsqueeze(1)
             else:
                 x = load_rows(k, offset, rows, k_cols, k_s_step * spec.unit, spec.k_d_step, keys, spec.d)
             k_total = k_total + x

@@ -89,12 +89,13 @@ def transform(
         for tile in hl.grid(part * spec.run, min(tiles, (part + 1) * spec.run)):
             rows = tile * spec.n + hl.arange(spec.n)
             # [n, D_row]
-            y, _ = row_tile(
+            y, _, factor = row_tile(
                 x, cos, sin, positions, signs, signs, matrix, signs, signs, offset, 0, 0, rows, s_step * spec.unit,
                 spec.d_step, S, d, 0, table_rows, norm, spec.n, spec.d_row, spec.rotary, side, spec.pairing,
                 spec.explicit_positions, False, False, spec.hadamard, False, spec.two_terms, spec.reflected, 0, 1.0,
                 spec.is_cuda,
             )  # fmt: skip
+            y = y * factor.unsqueeze(1)
             cols = hl.arange(spec.d_row)
             inside = (rows < S).unsqueeze(1) & (cols < d).unsqueeze(0)
             hl.store(out, [out_offset + rows * out_s_rows, cols], y.to(out.dtype), extra_mask=inside)

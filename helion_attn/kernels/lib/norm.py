@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.kernels.lib.strided import load_rows
 
 #: Which channels share a mean of squares, as the kernels are told: a head's, or a token's of all heads. Kernels compare
 #: `normed` with the numbers: to Helion a module's ints are run-time symbols.
@@ -44,39 +43,19 @@ def no_norms(unused: torch.Tensor) -> Norms:
 
 
 def row_factors(
-    flat: torch.Tensor,
     factors: torch.Tensor,  # [B * S] if over heads
-    head_offset: int,
+    squares: torch.Tensor,  # [n, any], whose sum counts; not read if over heads
     first_factor: int,
     rows: torch.Tensor,  # [n]
-    row_step: int,
-    d_step: int,
     size: int,
     d: int,
-    d_row: int,
-    in_halves: hl.constexpr,
     normed: hl.constexpr,
     eps: hl.constexpr,
 ) -> torch.Tensor:
-    """What rows are multiplied by, fp32 [n, 1]. Inlined into kernels.
-
-    A norm by head reads the rows once more, of which L1 has them for the kernel: of one read all numbers of a row would
-    wait in registers for their sum. `in_halves`: by tiles of half a row, or of a whole one; those of the kernel are the
-    others, or the compiler would make one of both reads.
-    """
+    """What rows are multiplied by, fp32 [n]; of rows past the end it has an inverse. Inlined into kernels."""
     if normed == 2:  # OVER_HEADS
-        return hl.load(factors, [first_factor + rows], extra_mask=rows < size).unsqueeze(1)
-    if in_halves:
-        # [n, D_row / 2] each
-        cols = hl.arange(d_row // 2)
-        a = load_rows(flat, head_offset, rows, cols, row_step, d_step, size, d)
-        b = load_rows(flat, head_offset, rows, cols + d_row // 2, row_step, d_step, size, d)
-        squares = a * a + b * b
-    else:
-        # [n, D_row]
-        x = load_rows(flat, head_offset, rows, hl.arange(d_row), row_step, d_step, size, d)
-        squares = x * x
-    return torch.rsqrt(squares.sum(1) * (1.0 / d) + eps).unsqueeze(1)
+        return hl.load(factors, [first_factor + rows], extra_mask=rows < size) + (rows >= size).to(torch.float32)
+    return torch.rsqrt(squares.sum(1) * (1.0 / d) + eps)
 
 
 def channel_weights(

@@ -90,10 +90,10 @@ def quantised_rows(
     """Rows of a head in `dtype` [bm, D_pad], their descales [bm], and if shift_lse products with the mean [bm]."""
     of = spec.query
     assert of is not None
-    x, product = row_tile(
+    x, product, factor = row_tile(
         q, cos, sin, q_positions, mean, q, q, q, q, head_offset, 0, 0, rows, row_step, of.d_step, m_len, of.d,
         first_position, table_rows, 1.0, bm, d_pad, of.rotary, 1, of.pairing, of.explicit_positions, False,
         spec.shift_lse, False, False, False, of.reflected, 0, 1.0, spec.is_cuda,
     )  # fmt: skip
-    descale = to_descale(torch.amax(torch.abs(x), 1), of.largest)
-    return rows_to_dtype(x, 1.0 / descale, dtype, spec.is_cuda), descale, product
+    descale = to_descale(torch.amax(torch.abs(x), 1) * factor, of.largest)
+    return rows_to_dtype(x, factor / descale, dtype, spec.is_cuda), descale, product

@@ -68,56 +68,92 @@ def rope_tables(rope: RopeArguments, D_row: int, unused: torch.Tensor) -> RopeTa
     return RopeTables(cos.view(-1), sin.view(-1), q_at, k_at, explicit, pairing, rotary, cos.size(0))
 
 
-def rope_angles(
-    cos: torch.Tensor,  # [table_rows * rotary / 2]
-    sin: torch.Tensor,  # [table_rows * rotary / 2]
+def rope_positions(
     positions: torch.Tensor,  # [size], or anything
     rows: torch.Tensor,  # [n]
     first_position: int,
     size: int,
     table_rows: int,
-    n: int,
-    d_row: int,
-    rotary: int,
-    pairing: hl.constexpr,
     explicit: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of rows, fp32: of pairs [n, D_row / 2] for HALF_SPLIT, otherwise of channels [n, D_row].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows' positions, whether these have angles, and what rotated rows are to be multiplied by, [n] each.
 
-    Row i is at `positions[i]` if `explicit`, otherwise at `first_position + i`. Outside the table cosines are NaN. A
-    channel's sine has the sign that its partner is multiplied by. Inlined into kernels.
+    Row i is at `positions[i]` if `explicit`, otherwise at `first_position + i`. What a row outside the table is
+    multiplied by is NaN, of others it is 1. Inlined into kernels.
     """
-    half = rotary // 2
     if explicit:
         # Before 64 bits become 32, where 2**32 would be 0.
         listed = hl.load(positions, [rows], extra_mask=rows < size)
         at = torch.where((listed >= 0) & (listed < table_rows), listed, -1).to(torch.int32)
     else:
         at = rows + first_position
-    known = ((rows < size) & (at >= 0) & (at < table_rows)).unsqueeze(1)
-    base = at.unsqueeze(1) * half
-    if pairing == 3:  # PART_SPLIT
-        # Channels d and d + half share an angle: two loads, of which one gives 0, each of whole aligned pieces.
-        d = hl.arange(d_row)
-        lower, upper = known & (d < half).unsqueeze(0), known & ((d >= half) & (d < rotary)).unsqueeze(0)
-        to_lower, to_upper = base + d.unsqueeze(0), base + (d - half).unsqueeze(0)
-        c = hl.load(cos, [to_lower], extra_mask=lower).to(torch.float32)
-        c = c + hl.load(cos, [to_upper], extra_mask=upper).to(torch.float32)
-        c = c + (d >= rotary).unsqueeze(0).to(torch.float32)
-        s = hl.load(sin, [to_upper], extra_mask=upper).to(torch.float32)
-        s = s - hl.load(sin, [to_lower], extra_mask=lower).to(torch.float32)
-    else:
-        i = hl.arange(d_row // 2)
-        inside = known & (i < half).unsqueeze(0)
-        # [n, D_row / 2]
-        c = hl.load(cos, [base + i.unsqueeze(0)], extra_mask=inside).to(torch.float32)
-        s = hl.load(sin, [base + i.unsqueeze(0)], extra_mask=inside).to(torch.float32)
-        c = c + (i >= half).unsqueeze(0).to(torch.float32)
-        if pairing == 2:  # INTERLEAVED
-            c, s = hl.join(c, c).reshape(n, d_row), hl.join(-s, s).reshape(n, d_row)
+    known = (at >= 0) & (at < table_rows)
     # A position that is not in the table must not pass for one that is.
-    unknown = ((rows < size) & ((at < 0) | (at >= table_rows))).unsqueeze(1)
-    return torch.where(unknown, float("nan"), c), s
+    factor = torch.where((rows < size) & ((at < 0) | (at >= table_rows)), float("nan"), 1.0)
+    return at, (rows < size) & known, factor
+
+
+def pair_angles(
+    cos: torch.Tensor,  # [table_rows * rotary / 2]
+    sin: torch.Tensor,  # [table_rows * rotary / 2]
+    at: torch.Tensor,  # [n]
+    known: torch.Tensor,  # [n]
+    pairs: torch.Tensor,  # [m]
+    half: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of pairs of channels, fp32 [n, m]; 0 of rows without angles. Inlined into kernels."""
+    inside = known.unsqueeze(1) & (pairs < half).unsqueeze(0)
+    index = at.unsqueeze(1) * half + pairs.unsqueeze(0)
+    c = hl.load(cos, [index], extra_mask=inside).to(torch.float32)
+    s = hl.load(sin, [index], extra_mask=inside).to(torch.float32)
+    return c, s
+
+
+def rotate_neighbours(
+    x: torch.Tensor,  # [n, width]
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    at: torch.Tensor,  # [n]
+    known: torch.Tensor,  # [n]
+    first: int,
+    n: int,
+    width: int,
+    rotary: int,
+    d_row: int,
+) -> torch.Tensor:
+    """Channels `first` to `first + width` of rows, of which those below `rotary` are rotated in interleaved pairs."""
+    # [n, width / 2]
+    c, s = pair_angles(cos, sin, at, known, first // 2 + hl.arange(width // 2), rotary // 2)
+    even, odd = hl.split(x.reshape(n, width // 2, 2))
+    rotated = hl.join(even * c - odd * s, odd * c + even * s).reshape(n, width)
+    if rotary < d_row:
+        rotated = torch.where((first + hl.arange(width) < rotary).unsqueeze(0), rotated, x)
+    return rotated
+
+
+def channel_angles(
+    cos: torch.Tensor,  # [table_rows * rotary / 2]
+    sin: torch.Tensor,  # [table_rows * rotary / 2]
+    at: torch.Tensor,  # [n]
+    known: torch.Tensor,  # [n]
+    d_row: int,
+    rotary: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of channels for PART_SPLIT, fp32 [n, D_row]. Inlined into kernels.
+
+    A channel's sine has the sign that its partner is multiplied by.
+    """
+    # Channels d and d + half share an angle: two loads, of which one gives 0, each of whole aligned pieces.
+    half, d = rotary // 2, hl.arange(d_row)
+    inside, base = known.unsqueeze(1), at.unsqueeze(1) * half
+    lower, upper = inside & (d < half).unsqueeze(0), inside & ((d >= half) & (d < rotary)).unsqueeze(0)
+    to_lower, to_upper = base + d.unsqueeze(0), base + (d - half).unsqueeze(0)
+    c = hl.load(cos, [to_lower], extra_mask=lower).to(torch.float32)
+    c = c + hl.load(cos, [to_upper], extra_mask=upper).to(torch.float32)
+    c = c + (d >= rotary).unsqueeze(0).to(torch.float32)
+    s = hl.load(sin, [to_upper], extra_mask=upper).to(torch.float32)
+    s = s - hl.load(sin, [to_lower], extra_mask=lower).to(torch.float32)
+    return c, s
 
 
 def rope_rows(
@@ -144,54 +180,54 @@ def rope_rows(
     explicit: hl.constexpr,
     normed: hl.constexpr,
     eps: hl.constexpr,
-) -> torch.Tensor:
-    """What `load_rows` gives, normalised and rotated: fp32 [n, D_row]. Inlined into kernels."""
-    half = rotary // 2
-    if normed:
-        # [n, 1]
-        factor = row_factors(
-            flat, factors, head_offset, first_factor, rows, row_step, d_step, size, d, d_row, pairing != 1, normed, eps
-        )
-    if pairing == 1:  # HALF_SPLIT
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `load_rows` gives, times a norm's weights and rotated, fp32 [n, D_row], and the rows' factors, [n].
+
+    Rows are still to be multiplied by these: no number of a row waits for their sum of squares. Inlined into kernels.
+    """
+    half, width = rotary // 2, d_row // 2
+    if pairing == 1 or pairing == 2:  # HALF_SPLIT, INTERLEAVED
         # Both halves are tiles of their own, in one layout: partners meet in a thread's registers.
         # [n, D_row / 2] each
-        i = hl.arange(half)
+        i = hl.arange(width)
         a = load_rows(flat, head_offset, rows, i, row_step, d_step, size, d)
-        b = load_rows(flat, head_offset, rows, i + half, row_step, d_step, size, d)
+        b = load_rows(flat, head_offset, rows, i + width, row_step, d_step, size, d)
         if normed:
+            # [n]
+            factor = row_factors(factors, a * a + b * b, first_factor, rows, size, d, normed, eps)
             a = a * channel_weights(weight, first_weight, i, d)
-            b = b * channel_weights(weight, first_weight, i + half, d)
+            b = b * channel_weights(weight, first_weight, i + width, d)
     else:
         x = load_rows(flat, head_offset, rows, hl.arange(d_row), row_step, d_step, size, d)
         if normed:
+            factor = row_factors(factors, x * x, first_factor, rows, size, d, normed, eps)
             x = x * channel_weights(weight, first_weight, hl.arange(d_row), d)
     if not pairing:
-        return x * factor
-    c, s = rope_angles(cos, sin, positions, rows, first_position, size, table_rows, n, d_row, rotary, pairing, explicit)
+        return x, factor
+    at, known, of_position = rope_positions(positions, rows, first_position, size, table_rows, explicit)
     if pairing == 1:  # HALF_SPLIT
-        rotated = hl.join(a * c - b * s, b * c + a * s).permute(0, 2, 1).reshape(n, d_row)
+        c, s = pair_angles(cos, sin, at, known, hl.arange(width), half)
+        a, b = a * c - b * s, b * c + a * s
+    elif pairing == 2:  # INTERLEAVED
+        a = rotate_neighbours(a, cos, sin, at, known, 0, n, width, rotary, d_row)
+        b = rotate_neighbours(b, cos, sin, at, known, width, n, width, rotary, d_row)
+    if pairing == 1 or pairing == 2:
+        rotated = hl.join(a, b).permute(0, 2, 1).reshape(n, d_row)
     else:
-        if pairing == 2:  # INTERLEAVED
-            even, odd = hl.split(x.reshape(n, d_row // 2, 2))
-            partner = hl.join(odd, even).reshape(n, d_row)
-            if rotary < d_row:
-                # Channels that are not rotated have a sine of 0, and 0 times a neighbour's NaN is NaN.
-                partner = torch.where((hl.arange(d_row) < rotary).unsqueeze(0), partner, 0.0)
-        else:
-            # The partner of channel d is d + half or d - half: two loads, of which one gives 0, both from L1.
-            j = hl.arange(d_row)
-            inside = (rows < size).unsqueeze(1)
-            lower, upper = inside & (j < half).unsqueeze(0), inside & ((j >= half) & (j < rotary)).unsqueeze(0)
-            row = head_offset + rows.unsqueeze(1) * row_step
-            above, below = row + (j + half).unsqueeze(0) * d_step, row + (j - half).unsqueeze(0) * d_step
-            partner = hl.load(flat, [above], extra_mask=lower).to(torch.float32)
-            partner = partner + hl.load(flat, [below], extra_mask=upper).to(torch.float32)
-            if normed:
-                # The last of these are of channels that are not rotated, whose sine is 0.
-                of_partner = channel_weights(weight, first_weight, torch.where(j < half, j + half, j - half), rotary)
-                partner = partner * of_partner
+        # The partner of channel d is d + half or d - half: two loads, of which one gives 0, both from L1.
+        c, s = channel_angles(cos, sin, at, known, d_row, rotary)
+        j = hl.arange(d_row)
+        inside = (rows < size).unsqueeze(1)
+        lower, upper = inside & (j < half).unsqueeze(0), inside & ((j >= half) & (j < rotary)).unsqueeze(0)
+        row = head_offset + rows.unsqueeze(1) * row_step
+        above, below = row + (j + half).unsqueeze(0) * d_step, row + (j - half).unsqueeze(0) * d_step
+        partner = hl.load(flat, [above], extra_mask=lower).to(torch.float32)
+        partner = partner + hl.load(flat, [below], extra_mask=upper).to(torch.float32)
+        if normed:
+            # The last of these are of channels that are not rotated, whose sine is 0.
+            of_partner = channel_weights(weight, first_weight, torch.where(j < half, j + half, j - half), rotary)
+            partner = partner * of_partner
         rotated = x * c + partner * s
     if normed:
-        # Last, so that no angle waits for a row's sum: a rotation takes a row's factor along.
-        rotated = rotated * factor
-    return rotated
+        of_position = of_position * factor
+    return rotated, of_position

@@ -29,6 +29,14 @@ def store_tile(
         hl.store(x8, [tile, hl.arange(n), cols], x)
 
 
+def rows_scale(factor: torch.Tensor, descale: torch.Tensor, normed: hl.constexpr) -> torch.Tensor:
+    """What rows are multiplied by before the cast, [n]; with a norm finite also of zeros, of the least descale."""
+    scale = factor / descale
+    if normed:
+        scale = torch.where(scale > 1e38, 1e38, scale)
+    return scale
+
+
 def rows_to_dtype(
     x: torch.Tensor,  # [n, D_row]
     scale: torch.Tensor,  # [n]
@@ -77,37 +85,47 @@ def row_tile(
     normed: hl.constexpr,
     eps: hl.constexpr,
     is_cuda: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a head, transformed but not scaled, fp32 [n, D_row], and their products with the mean [n].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of a head, transformed but not scaled, fp32 [n, D_row], their products with the mean [n], and factors [n].
 
-    With `rotate_first` the rotated mean is subtracted from rotated rows. The rotation is linear, and so rows of bf16 go
-    to the tensor core as they are, which is exact. `reflected`: the number of channels to reflect, or 0.
+    Rows are still to be multiplied by their factors, as `rope_rows` has them; products are of rows times factors. With
+    `rotate_first` the rotated mean is subtracted from rotated rows. The rotation is linear, and so rows of bf16 go to
+    the tensor core as they are, which is exact. `reflected`: the number of channels to reflect, or 0.
     """
     if pairing or normed:
-        x = rope_rows(
+        x, factor = rope_rows(
             flat, cos, sin, positions, weight, factors, head_offset, first_weight, first_factor, rows, row_step, d_step,
             size, d, first_position, table_rows, n, d_row, rotary, pairing, explicit_positions, normed, eps,
         )  # fmt: skip
     else:
         x = load_rows(flat, head_offset, rows, hl.arange(d_row), row_step, d_step, size, d)
+        factor = hl.full([n], 1.0, dtype=torch.float32)
+    if normed and hadamard:
+        # That rotation rounds rows.
+        x = x * factor.unsqueeze(1)
+        factor = hl.full([n], 1.0, dtype=torch.float32)
     if dot_mean:
-        product = (x * mean.unsqueeze(0)).sum(1)
+        product = (x * mean.unsqueeze(0)).sum(1) * factor
     else:
         product = hl.zeros([n], dtype=torch.float32)
     if rotate_first:
         x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
     if subtract_mean:
         # Rows past the end stay 0: one FMA an element, where a choice would be an instruction more.
-        x = x - (rows < size).to(torch.float32).unsqueeze(1) * mean.unsqueeze(0)
+        inside = (rows < size).to(torch.float32)
+        if normed and not hadamard:
+            inside = inside / factor
+        x = x - inside.unsqueeze(1) * mean.unsqueeze(0)
     if hadamard and not rotate_first:
         x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
     if reflected:
         x = reflect_rows(x, n, d_row, reflected)
-    return x, product
+    return x, product, factor
 
 
 def rows_descale(
     x: torch.Tensor,  # [n, D_row]
+    factor: torch.Tensor,  # [n]
     peak: torch.Tensor,  # [n]
     n: int,
     largest: float,
@@ -115,13 +133,16 @@ def rows_descale(
     per_row: hl.constexpr,
     per_tile: hl.constexpr,
 ) -> torch.Tensor:
-    """Descales of n rows, [n]: ones, or of each row, of the tile, or of the block, whose amax is that of `peak`."""
+    """Descales of n rows times their factors, [n]: ones, or of each row, of the tile, or of the block.
+
+    The amax of a block is that of `peak`.
+    """
     if unscaled:
         return hl.full([n], 1.0, dtype=torch.float32)
     if per_row:
-        amax = torch.amax(torch.abs(x), 1)
+        amax = torch.amax(torch.abs(x), 1) * factor
     elif per_tile:
-        amax = torch.amax(torch.amax(torch.abs(x), 1), 0) + hl.zeros([n], dtype=torch.float32)
+        amax = torch.amax(torch.amax(torch.abs(x), 1) * factor, 0) + hl.zeros([n], dtype=torch.float32)
     else:
         amax = torch.amax(peak, 0) + hl.zeros([n], dtype=torch.float32)
     return to_descale(amax, largest)

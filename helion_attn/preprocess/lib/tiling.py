@@ -33,13 +33,16 @@ PACK_CHANNELS = 64
 #: Tiles that a program rotates, at most: they share 32 KB of matrix, which are as much as one or two of them.
 ROTATED_TILES = 4
 
+#: Tiles of Q that a program normalises or rotates by RoPE: the next is copied when one is done.
+NORMED_TILES = 4
+
 #: A thread's where rows of bf16 are rotated, so that two programs of eight warps fit an SM. Left alone, ptxas takes 178
 #: for ACCURATE with RoPE where channels are 128.
 ROTATED_REGISTERS = 128
 
 #: Likewise, of three programs: where K's mean is subtracted after the rotation and channels are 64 or fewer; and where
 #: it is subtracted after interleaved angles in 16 bits and channels are more than 128, for which ptxas, left alone,
-#: takes as many and spills a value.
+#: takes as many and spills a value; and of Q of 128 channels with a norm or RoPE.
 NARROW_REGISTERS = 80
 
 
@@ -115,6 +118,12 @@ def tiling(
     q_tile, k_tile = min(bm, elements // D_row), min(bn, kv_elements // D_row)
     # A program packs a block of several tiles, if that has a descale, or a few tiles that share the rotation's matrix.
     few = ROTATED_TILES if hadamard else 1
+    # Copied to shared memory, loads of rows, angles and weights are all on their way at once; to registers ptxas issues
+    # them one behind the other, with latencies in between.
+    q_copied, k_copied = (
+        wide_loads and not hadamard and bool(rope.pairing or norm.normed) for norm in (norms.q, norms.k)
+    )
+    few_q = NORMED_TILES if q_copied else few
     # A block of one tile has its amax at hand; one of several is read twice.
     q_per_block, k_per_block = recipe.q_scales == "block" and q_tile < bm, recipe.k_scales == "block" and k_tile < bn
     two_terms = hadamard and dtype != torch.bfloat16
@@ -142,7 +151,7 @@ def tiling(
         q_tile=q_tile,
         k_tile=k_tile,
         d_tile=math.gcd(source.D_v_pad, kv_elements // bn if as_they_come else PACK_CHANNELS),
-        q_run=bm // q_tile if q_per_block else few,
+        q_run=bm // q_tile if q_per_block else few_q,
         k_run=bn // k_tile if k_per_block else few,
         q_per_block=q_per_block,
         k_per_block=k_per_block,
@@ -150,9 +159,9 @@ def tiling(
         two_terms=two_terms,
         q_warps=warps,
         kv_warps=kv_warps,
-        q_registers=registers,
+        q_registers=NARROW_REGISTERS if q_copied and D_row == MAX_HADAMARD_BLOCK else registers,
         kv_registers=kv_registers,
-        q_in_flight=(3 if rotate_first else 2) if pipelined else 1,
+        q_in_flight=(3 if rotate_first else 2) if pipelined or q_copied else 1,
         # What a program of plain rows loads goes to registers.
-        k_in_flight=1 if as_they_come else in_flight,
+        k_in_flight=2 if k_copied else 1 if as_they_come else in_flight,
     )
