@@ -100,7 +100,7 @@ def row_tile(
     else:
         x = load_rows(flat, head_offset, rows, hl.arange(d_row), row_step, d_step, size, d)
         factor = hl.full([n], 1.0, dtype=torch.float32)
-    if normed and hadamard:
+    if hadamard and (pairing or normed):
         # That rotation rounds rows.
         x = x * factor.unsqueeze(1)
         factor = hl.full([n], 1.0, dtype=torch.float32)

@@ -42,7 +42,7 @@ ROTATED_REGISTERS = 128
 
 #: Likewise, of three programs: where K's mean is subtracted after the rotation and channels are 64 or fewer; and where
 #: it is subtracted after interleaved angles in 16 bits and channels are more than 128, for which ptxas, left alone,
-#: takes as many and spills a value; and of Q of 128 channels with a norm or RoPE.
+#: takes as many and spills a value.
 NARROW_REGISTERS = 80
 
 
@@ -115,7 +115,6 @@ def tiling(
     elif recipe.smooth_k and source.d_steps[1] != 1:
         # Addresses of single elements take the registers that the mean wants.
         kv_elements //= 2
-    q_tile, k_tile = min(bm, elements // D_row), min(bn, kv_elements // D_row)
     # A program packs a block of several tiles, if that has a descale, or a few tiles that share the rotation's matrix.
     few = ROTATED_TILES if hadamard else 1
     # Copied to shared memory, loads of rows, angles and weights are all on their way at once; to registers ptxas issues
@@ -124,6 +123,8 @@ def tiling(
         wide_loads and not hadamard and bool(rope.pairing or norm.normed) for norm in (norms.q, norms.k)
     )
     few_q = NORMED_TILES if q_copied else few
+    # Angles and what is rotated: 32 elements a thread, of four warps.
+    q_tile, k_tile = min(bm, (elements // 2 if q_copied else elements) // D_row), min(bn, kv_elements // D_row)
     # A block of one tile has its amax at hand; one of several is read twice.
     q_per_block, k_per_block = recipe.q_scales == "block" and q_tile < bm, recipe.k_scales == "block" and k_tile < bn
     two_terms = hadamard and dtype != torch.bfloat16
@@ -157,11 +158,11 @@ def tiling(
         k_per_block=k_per_block,
         rotate_first=rotate_first,
         two_terms=two_terms,
-        q_warps=warps,
+        q_warps=4 if q_copied else warps,
         kv_warps=kv_warps,
-        q_registers=NARROW_REGISTERS if q_copied and D_row == MAX_HADAMARD_BLOCK else registers,
+        q_registers=registers,
         kv_registers=kv_registers,
         q_in_flight=(3 if rotate_first else 2) if pipelined or q_copied else 1,
         # What a program of plain rows loads goes to registers.
-        k_in_flight=2 if k_copied else 1 if as_they_come else in_flight,
+        k_in_flight=2 if k_copied and whole_blocks else 1 if as_they_come else in_flight,
     )
