@@ -273,7 +273,8 @@ def kernel(is_cuda: bool, whole_rows: bool) -> Runner:
     """The kernel for the device."""
     if not is_cuda:
         return interpreted(sample)
-    config = Config(num_warps=8, indexing="pointer", range_num_stages=[0, 1, 0, 3 if whole_rows else 1])
+    stages = 3 if whole_rows else 1
+    config = Config(num_warps=8, indexing="pointer", range_num_stages=[0, stages, 0, stages])
     return compiled(sample, config)
 
 
