@@ -111,10 +111,8 @@ def pair_angles(
 
 def rotate_neighbours(
     x: torch.Tensor,  # [n, width]
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    at: torch.Tensor,  # [n]
-    known: torch.Tensor,  # [n]
+    c: torch.Tensor,  # [n, width / 2]
+    s: torch.Tensor,  # [n, width / 2]
     first: int,
     n: int,
     width: int,
@@ -122,8 +120,6 @@ def rotate_neighbours(
     d_row: int,
 ) -> torch.Tensor:
     """Channels `first` to `first + width` of rows, of which those below `rotary` are rotated in interleaved pairs."""
-    # [n, width / 2]
-    c, s = pair_angles(cos, sin, at, known, first // 2 + hl.arange(width // 2), rotary // 2)
     even, odd = hl.split(x.reshape(n, width // 2, 2))
     rotated = hl.join(even * c - odd * s, odd * c + even * s).reshape(n, width)
     if rotary < d_row:
@@ -205,12 +201,16 @@ def rope_rows(
     if not pairing:
         return x, factor
     at, known, of_position = rope_positions(positions, rows, first_position, size, table_rows, explicit)
-    if pairing == 1:  # HALF_SPLIT
+    if pairing == 1 or pairing == 2:
         c, s = pair_angles(cos, sin, at, known, hl.arange(width), half)
+    if pairing == 1:  # HALF_SPLIT
         a, b = a * c - b * s, b * c + a * s
     elif pairing == 2:  # INTERLEAVED
-        a = rotate_neighbours(a, cos, sin, at, known, 0, n, width, rotary, d_row)
-        b = rotate_neighbours(b, cos, sin, at, known, width, n, width, rotary, d_row)
+        # One load of both halves' angles, which is wide also of few rows in 16 bits.
+        c_a, c_b = hl.split(c.reshape(n, 2, width // 2).permute(0, 2, 1))
+        s_a, s_b = hl.split(s.reshape(n, 2, width // 2).permute(0, 2, 1))
+        a = rotate_neighbours(a, c_a, s_a, 0, n, width, rotary, d_row)
+        b = rotate_neighbours(b, c_b, s_b, width, n, width, rotary, d_row)
     if pairing == 1 or pairing == 2:
         rotated = hl.join(a, b).permute(0, 2, 1).reshape(n, d_row)
     else:
