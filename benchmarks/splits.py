@@ -29,6 +29,7 @@ from helion_attn import ops
 from helion_attn.api import quantized_problem
 from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
+from helion_attn.numerics import largest_q_of_cache, most_amax_in_base, takes_half_scores
 from helion_attn.reference.kv_cache import k_descales, row_descale, v_descales
 from helion_attn.workloads import Workload
 
@@ -64,7 +65,12 @@ def paged(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Pre
     cache, table, seqlens = filled_cache(k, v)
 
     def dequantized() -> tuple[Tensor, Tensor, Tensor]:
-        scaled = (q, row_descale(q)), (k, k_descales(k, cache.page_size)[0]), (v, v_descales(v, cache.page_size)[0])
+        larger_d = max(cache.k8.size(3), cache.v8.size(2))
+        scaled = (
+            (q, row_descale(q, largest_q_of_cache(q.size(3), takes_half_scores(larger_d, softcap=False)))),
+            (k, k_descales(k, cache.page_size, most_amax_in_base(larger_d))[0]),
+            (v, v_descales(v, cache.page_size)[0]),
+        )
         dq, dk, dv = ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale for x, scale in scaled)
         return dq, dk, dv
 

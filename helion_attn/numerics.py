@@ -48,11 +48,15 @@ MAX_FUSED_HALF_SCALE_LOG2 = 2.0**-5
 FP16_MAX = 65504.0
 
 
+def e4m3_up_to(x: float) -> float:
+    """The largest e4m3 number that is not above x, which is not below 2**-6."""
+    step = 2.0 ** (math.floor(math.log2(x)) - 3)
+    return min(step * math.floor(x / step), E4M3_MAX)
+
+
 def largest_for_half_scores(d: int) -> float:
     """The largest e4m3 number of which `d` squares have a sum that fp16 holds."""
-    root = math.sqrt(FP16_MAX / d)
-    step = 2.0 ** (math.floor(math.log2(root)) - 3)
-    return step * math.floor(root / step)
+    return e4m3_up_to(math.sqrt(FP16_MAX / d))
 
 
 #: Where no score is scaled first, that is with 16-bit Q and K, a row whose largest score lies further from 0 than this,
@@ -124,6 +128,9 @@ FP16_TINY, FP16_LARGE = 2.0**-24, 60000.0
 #: or does not fit e4m3. Below, too many of its numbers lie under 2**-6, where e4m3 has fewer bits.
 LEAST_AMAX_IN_BASE = 2.0**-3
 
+#: And unless it is more than this many times it, up to `MAX_BITS_D`, where scores may be fp16.
+MOST_AMAX_IN_BASE = 64.0
+
 #: The largest magnitude of a page's first key, over K's base: e4m3 has it. A sink is such a key, and may have most of
 #: its score from one channel.
 K_AMAX_IN_BASE = 3.5
@@ -134,6 +141,13 @@ MAX_K_BASE_LOG2, MIN_K_DESCALE_LOG2, MAX_K_DESCALE_LOG2 = 60, -126, 120
 #: The largest score of e4m3 numbers in a KV cache, and up to where one FMA takes scores in base 2 to P: there, an
 #: offset in e4m3's steps is rounded by 1, and the largest P has 6 to spare.
 MAX_E4M3_SCORE, MAX_PAGE_SCORE_LOG2 = E4M3_MAX**2 * 256, 2.0**21
+
+#: The same of scores in fp16, of which a row has all again in fp32 if its largest lies further from 0: up to here a
+#: line's offset is rounded by 4 steps of e4m3 at most, and the largest P has 6 to spare.
+MAX_HALF_PAGE_SCORE_LOG2 = 1920.0
+
+#: The lowest reference of such a row: `PAGE_REFERENCE_REACH_LOG2` and P's largest below what is left to fp16.
+LEAST_HALF_PAGE_REFERENCE = -2000.0
 
 #: V's descales in a KV cache lie in 2**-26..2**26. Row sums are divided by them, and fp32 holds that, 2**28 numbers of
 #: them, 2**`PAGE_REFERENCE_REACH_LOG2` times.
@@ -163,3 +177,18 @@ MAX_BITS_D = 128
 def takes_bits(pv_dtype: torch.dtype, d: int) -> bool:
     """Whether the bits of a P that is summed in two levels come from the scores; `d` as in `keeps_reference`."""
     return pv_dtype == torch.float8_e4m3fn and d <= MAX_BITS_D
+
+
+def takes_half_scores(d: int, softcap: bool) -> bool:
+    """Whether scores of a KV cache are fp16; `d` as in `keeps_reference`."""
+    return d <= MAX_BITS_D and not softcap
+
+
+def most_amax_in_base(d: int) -> float:
+    """The largest magnitude of a key of a KV cache in its page's base; `d` as in `keeps_reference`."""
+    return MOST_AMAX_IN_BASE if d <= MAX_BITS_D else E4M3_MAX
+
+
+def largest_q_of_cache(d: int, half: bool) -> float:
+    """The largest magnitude of a row of Q, of `d` channels: with scores in fp16 it holds any with a key in its base."""
+    return e4m3_up_to(FP16_MAX / (d * MOST_AMAX_IN_BASE)) if half else E4M3_MAX

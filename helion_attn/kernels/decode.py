@@ -41,7 +41,7 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MAX_FRESH_D
-from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers
+from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, e4m3_of_half_lines, exp2, fma, in_new_registers
 from helion_attn.kernels.lib.keys import known_keys, page_of
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.paged import (
@@ -49,6 +49,7 @@ from helion_attn.kernels.lib.paged import (
     bases_are_wide,
     bases_of_page,
     class_of_slot,
+    has_all_again,
     in_run_of_query,
     inverse_of_power,
     keys_of_class,
@@ -60,7 +61,8 @@ from helion_attn.kernels.lib.paged import (
     wide_line,
 )
 from helion_attn.kernels.lib.scalars import int32
-from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
+from helion_attn.kernels.lib.specs import PagedSpec
+from helion_attn.kernels.lib.steps import accumulate, add_sink, dot_in_halves, interleave_keys, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
@@ -72,6 +74,20 @@ STAGES_AND_REGISTERS = {64: (3, 128, 168), 128: (2, 168, 255), 256: (2, 255, 255
 def in_order_of_v(p8: torch.Tensor, bn: int, rows: int) -> torch.Tensor:
     """P, [bn, rows], with its keys in V's order."""
     return interleave_keys(p8.transpose(0, 1), rows, bn).transpose(0, 1)
+
+
+def p_of_half_line(
+    s: torch.Tensor,  # [bn, rows], fp16
+    scale: torch.Tensor,  # [rows]
+    offset: torch.Tensor,  # [rows]
+    bn: int,
+    spec: PagedSpec,
+) -> torch.Tensor:
+    """`softmax_bits.p_of_line` of scores whose keys come first, [bn, rows]: the same bits."""
+    scale, offset = (x.unsqueeze(0).expand(bn, spec.rows) for x in (scale, offset))
+    if spec.is_cuda:
+        return e4m3_of_half_lines(s, scale, offset)
+    return e4m3_of_bits(s * scale + offset, spec.is_cuda)
 
 
 def fp8_attn_decode(
@@ -168,7 +184,10 @@ def fp8_attn_decode(
             k_tile = k8[page, h, :, :]
             v_tile = v8[page, h, :, :]
             # [bn, rows]
-            s = hl.dot(k_tile, q_tile)
+            if spec.half_scores:
+                s = dot_in_halves(k_tile, q_tile, spec.is_cuda)
+            else:
+                s = hl.dot(k_tile, q_tile)
             first_slot = (page * int32(kv_heads) + int32(h)) * bn
             k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
             escapes = torch.maximum(escapes, escaped)
@@ -188,16 +207,21 @@ def fp8_attn_decode(
                 s = torch.where(of_base.unsqueeze(1) != 0, s, float("-inf"))
             m_before = m_i
             m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 0, spec)
-            wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
-            if wide > 0:
-                s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 0, spec)
-            # [bn, rows]
-            line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
+            if not spec.half_scores:
+                wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
+                if wide > 0:
+                    s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 0, spec)
+                # [bn, rows]
+                line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
             # [1, rows]
             alpha = exp2(m_before - m_i, spec.is_cuda).unsqueeze(0)
             v_inverse = inverse_of_power(v_base)
             if spec.p_bits:
-                p8 = in_order_of_v(e4m3_of_bits(line, spec.is_cuda), bn, spec.rows)
+                if spec.half_scores:
+                    p8 = p_of_half_line(s, scale, offset, bn, spec)
+                else:
+                    p8 = e4m3_of_bits(line, spec.is_cuda)
+                p8 = in_order_of_v(p8, bn, spec.rows)
                 # As in `fp8_attn_prefill`, where V has such rows: P's rounded numbers, added in the order of products.
                 ones = hl.full([spec.sum_rows, bn], 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
                 l_i = fma(l_i, alpha, hl.dot(ones, p8) * v_inverse, spec.is_cuda)
@@ -207,21 +231,35 @@ def fp8_attn_decode(
                 p8 = in_order_of_v(p.to(torch.float8_e4m3fn), bn, spec.rows)
             acc = accumulate(acc, alpha, v_tile, p8, spec)
 
+        if spec.half_scores:
+            # [rows]: rows that have the keys of their pages' bases again, as slot 0's class.
+            all_again = has_all_again(m_run)
+            some_again = torch.amax(all_again.to(torch.int32), 0)
+            escapes = torch.maximum(escapes, some_again)
         if escapes > 0:
             # Keys with descales of their own, of the same pages, those with the same descales at once.
+            class_spec = spec.of_fp32_scores
+            if spec.half_scores:
+                m_i = torch.where(all_again, NO_KEY, m_i)
+                m_run = torch.where(all_again, NO_KEY, m_run)
+                l_i = torch.where(all_again.unsqueeze(0), 0.0, l_i)
+                acc = torch.where(all_again.unsqueeze(0), 0.0, acc)
             for again in hl.grid(n_begin, n_end):
                 page, known_page = page_of(block_table, b * max_pages + again, num_pages)
                 first_slot = (page * int32(kv_heads) + int32(h)) * bn
                 k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
                 row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-                for slot in hl.grid(escaped, escaped * bn):
+                first_slot_of_class, slots = escaped, escaped * bn
+                if spec.half_scores:
+                    first_slot_of_class, slots = 1 - some_again, torch.maximum(escaped, some_again) * bn
+                for slot in hl.grid(first_slot_of_class, slots):
                     is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
                         k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda
                     )
                     if is_first > 0:
                         # [bn, rows]
                         class_s = hl.dot(k8[page, h, :, :], q_tile)
-                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 0, spec)
+                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 0, class_spec)
                         class_key = again * bn + hl.arange(bn)
                         class_visible = visible_keys(class_key, diagonal + i, n_len, left, right, spec)
                         class_visible = in_run_of_query(
@@ -230,10 +268,12 @@ def fp8_attn_decode(
                         class_visible = class_visible & (
                             keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda).unsqueeze(0) != 0
                         )
+                        if spec.half_scores:
+                            class_visible = class_visible & (all_again | (int32(slot) > 0)).unsqueeze(1)
                         class_s = torch.where(class_visible.transpose(0, 1), class_s, float("-inf"))
                         class_before = m_i
                         m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
-                            class_s, class_scale_log2, v_own, m_run, m_i, 0, spec
+                            class_s, class_scale_log2, v_own, m_run, m_i, 0, class_spec
                         )
                         class_s, class_scale, class_offset = wide_line(
                             class_s,
@@ -245,7 +285,7 @@ def fp8_attn_decode(
                             class_largest,
                             class_top,
                             0,
-                            spec,
+                            class_spec,
                         )
                         class_line = fma(class_s, class_scale.unsqueeze(0), class_offset.unsqueeze(0), spec.is_cuda)
                         # [1, rows]

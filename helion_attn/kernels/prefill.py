@@ -33,6 +33,7 @@ from helion_attn.kernels.lib.paged import (
     bases_are_wide,
     bases_of_page,
     class_of_slot,
+    has_all_again,
     in_run_of_query,
     inverse_of_power,
     keys_of_class,
@@ -44,8 +45,8 @@ from helion_attn.kernels.lib.paged import (
     wide_line,
 )
 from helion_attn.kernels.lib.scalars import int32, least, quotient
-from helion_attn.kernels.lib.softmax_bits import by_fours, row_sums
-from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, to_descale
+from helion_attn.kernels.lib.softmax_bits import by_fours, hidden, p_of_line, row_sums
+from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, scores, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
@@ -193,7 +194,10 @@ def fp8_attn_prefill(
             else:
                 v_page = v8[page, h, :, :]
             # [bm, bn]
-            s = hl.dot(q_tile, k_page.transpose(0, 1))
+            if spec.half_scores:
+                s = scores(q_tile, k_page.transpose(0, 1), spec.rows, bn, True, spec.is_cuda)
+            else:
+                s = hl.dot(q_tile, k_page.transpose(0, 1))
             # Meanwhile.
             first_slot = (page_again * int32(kv_heads) + int32(h)) * bn
             k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
@@ -205,23 +209,27 @@ def fp8_attn_prefill(
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
                 visible = visible_keys(key, on_diagonal, n_len, int32(left), int32(right), spec)
                 visible = in_run_of_query(visible, j, on_diagonal, n_len, left, right, split, splits, spec)
-                s = torch.where(visible, s, float("-inf"))
+                s = hidden(s, visible, spec.rows, bn, spec)
             if escaped > 0:
                 is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
                     k_descale, v_descale, first_slot, int32(0), bn, spec.is_cuda
                 )
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
-                s = torch.where(of_base.unsqueeze(0) != 0, s, float("-inf"))
+                s = hidden(s, of_base.unsqueeze(0) != 0, spec.rows, bn, spec)
             m_before = m_i
             m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 1, spec)
-            wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
-            if wide > 0:
-                s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 1, spec)
-            # [bm, bn]
-            line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
+            if not spec.half_scores:
+                wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
+                if wide > 0:
+                    s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 1, spec)
+                # [bm, bn]
+                line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
             # [bm]
             v_inverse = inverse_of_power(v_base)
-            if spec.p_bits:
+            if spec.half_scores:
+                p8 = p_of_line(s, scale, offset, spec.rows, bn, spec)
+                alpha = exp2(m_before - m_i, spec.is_cuda)
+            elif spec.p_bits:
                 p8 = e4m3_of_bits(by_fours(line, spec.rows, bn), spec.is_cuda).reshape(spec.rows, bn)
                 alpha = exp2(m_before - m_i, spec.is_cuda)
             else:
@@ -237,24 +245,38 @@ def fp8_attn_prefill(
             if spec.p_bits:
                 l_i = fma(l_i, alpha, row_sums(p8) * v_inverse, spec.is_cuda)
 
+        if spec.half_scores:
+            # [bm]: rows that have the keys of their pages' bases again, as slot 0's class.
+            all_again = has_all_again(m_run)
+            some_again = torch.amax(all_again.to(torch.int32), 0)
+            escapes = torch.maximum(escapes, some_again)
         if escapes > 0:
             # Keys with descales of their own, of the same pages, those with the same descales at once.
             acc = in_new_registers(acc, spec.is_cuda)
             if spec.in_halves:
                 acc_high = in_new_registers(acc_high, spec.is_cuda)
+            class_spec = spec.of_fp32_scores
+            if spec.half_scores:
+                m_i = torch.where(all_again, NO_KEY, m_i)
+                m_run = torch.where(all_again, NO_KEY, m_run)
+                l_i = torch.where(all_again, 0.0, l_i)
+                acc = torch.where(all_again.unsqueeze(1), 0.0, acc)
             for i in hl.grid(run_begin, run_end):
                 page, known_page = page_of(block_table, first_entry + int32(i), num_pages)
                 first_slot = (page * int32(kv_heads) + int32(h)) * bn
                 k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
                 row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-                for slot in hl.grid(escaped, escaped * bn):
+                first_slot_of_class, slots = escaped, escaped * bn
+                if spec.half_scores:
+                    first_slot_of_class, slots = 1 - some_again, torch.maximum(escaped, some_again) * bn
+                for slot in hl.grid(first_slot_of_class, slots):
                     is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
                         k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda
                     )
                     if is_first > 0:
                         # [bm, bn]
                         class_s = hl.dot(q_tile, k8[page, h, :, :].transpose(0, 1))
-                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 1, spec)
+                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 1, class_spec)
                         class_key = int32(i * bn) + hl.arange(bn, dtype=torch.int32)
                         class_visible = visible_keys(class_key, on_diagonal, n_len, int32(left), int32(right), spec)
                         class_visible = in_run_of_query(
@@ -263,10 +285,12 @@ def fp8_attn_prefill(
                         class_visible = class_visible & (
                             keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda).unsqueeze(0) != 0
                         )
+                        if spec.half_scores:
+                            class_visible = class_visible & (all_again | (int32(slot) > 0)).unsqueeze(1)
                         class_s = torch.where(class_visible, class_s, float("-inf"))
                         class_before = m_i
                         m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
-                            class_s, class_scale_log2, v_own, m_run, m_i, 1, spec
+                            class_s, class_scale_log2, v_own, m_run, m_i, 1, class_spec
                         )
                         class_s, class_scale, class_offset = wide_line(
                             class_s,
@@ -278,7 +302,7 @@ def fp8_attn_prefill(
                             class_largest,
                             class_top,
                             1,
-                            spec,
+                            class_spec,
                         )
                         class_line = fma(class_s, class_scale.unsqueeze(1), class_offset.unsqueeze(1), spec.is_cuda)
                         class_alpha = exp2(class_before - m_i, spec.is_cuda)

@@ -5,9 +5,9 @@
                 x = rope(x);  k8 = cast(x / k_descale)
     V:          as K, but the base is the power of two with amax / base in 2..4
 
-A descale is right for a key with amax / base in 2**-3..448, and for one of zeros. So most keys of most pages have their
-page's base, which an attention kernel takes as two numbers a page, and e4m3 the range for the others. A key that
-escapes it costs time, and no other key its resolution.
+A descale is right for a key with amax / base in 2**-3..448, and for one of zeros; of K up to D 128 in 2**-3..64, so
+that fp16 holds its scores. So most keys of most pages have their page's base, which an attention kernel takes as two
+numbers a page, and e4m3 the range for the others. A key that escapes it costs time, and no other key its resolution.
 
 What is there is never quantised anew: a page's base follows from its first key alone, not from what came with it. An
 append that writes a page's first slot also clears what lies past its own last key: the attention kernel multiplies V
@@ -38,6 +38,7 @@ from helion_attn.numerics import (
     MAX_K_DESCALE_LOG2,
     MAX_V_DESCALE_LOG2,
     MIN_K_DESCALE_LOG2,
+    most_amax_in_base,
 )
 from helion_attn.preprocess.lib.v_layout import key_stored_at
 from helion_attn.problem import AppendProblem
@@ -72,6 +73,7 @@ def v_base_of_first_key(amax: torch.Tensor, limit_log2: hl.constexpr) -> torch.T
 def descale_of_key(
     amax: torch.Tensor,  # [keys]
     base: torch.Tensor,  # []
+    most: float,
     largest: float,
     least_log2: hl.constexpr,
     limit_log2: hl.constexpr,
@@ -83,7 +85,7 @@ def descale_of_key(
     above 2**limit_log2; their descale is the base.
     """
     in_base = amax * (1.0 / base)
-    fits = (amax == 0.0) | ((in_base >= LEAST_AMAX_IN_BASE) & (in_base <= largest))
+    fits = (amax == 0.0) | ((in_base >= LEAST_AMAX_IN_BASE) & (in_base <= most))
     exponent = ((amax * (1.0 / largest)).view(torch.int32) + 0x7FFFFF) >> 23
     invalid = (exponent > 127 + limit_log2) | (amax != amax)
     own = power_of(torch.where(invalid, 127, torch.clamp_min(exponent, 127 + least_log2)))
@@ -106,6 +108,7 @@ class AppendSpec(NamedTuple):
         rotary: channels of K that are rotated.
         pairing: how, as `lib.rope` has it.
         largest: the format's largest number.
+        most_in_k_base: the largest magnitude of K in its page's base.
         k_base_log2: bases of K end at two to this, and at its inverse.
         k_least_log2: descales of K begin at two to this.
         k_limit_log2: and end at two to this.
@@ -124,6 +127,7 @@ class AppendSpec(NamedTuple):
     rotary: int
     pairing: int
     largest: float
+    most_in_k_base: float
     k_base_log2: int
     k_least_log2: int
     k_limit_log2: int
@@ -206,7 +210,12 @@ def append_kv(
         k_base = torch.where(begins, k_base, hl.load(k_descale, [base_at]))
         # [keys]
         k_scale, invalid = descale_of_key(
-            torch.amax(torch.abs(x), 1), k_base, spec.largest, spec.k_least_log2, spec.k_limit_log2
+            torch.amax(torch.abs(x), 1),
+            k_base,
+            spec.most_in_k_base,
+            spec.largest,
+            spec.k_least_log2,
+            spec.k_limit_log2,
         )
         x = torch.where(invalid.unsqueeze(1), float("nan"), x * (1.0 / k_scale).unsqueeze(1))
         at = block * spec.bn + slot
@@ -222,7 +231,7 @@ def append_kv(
         v_base = torch.where(begins, v_base, hl.load(v_descale, [base_at]))
         # [keys]
         v_scale, invalid = descale_of_key(
-            torch.amax(torch.abs(values), 1), v_base, spec.largest, -spec.v_limit_log2, spec.v_limit_log2
+            torch.amax(torch.abs(values), 1), v_base, spec.largest, spec.largest, -spec.v_limit_log2, spec.v_limit_log2
         )
         scaled = torch.where(invalid.unsqueeze(1), float("nan"), values * (1.0 / v_scale).unsqueeze(1))
         # [D_v_pad, keys]
@@ -303,6 +312,7 @@ def launch(a: AppendProblem) -> None:
                 rotary=rope.rotary,
                 pairing=rope.pairing,
                 largest=E4M3_MAX,
+                most_in_k_base=most_amax_in_base(max(D_pad, cache.v8.size(2))),
                 k_base_log2=MAX_K_BASE_LOG2,
                 k_least_log2=MIN_K_DESCALE_LOG2,
                 k_limit_log2=MAX_K_DESCALE_LOG2,

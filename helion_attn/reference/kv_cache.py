@@ -10,16 +10,22 @@ from helion_attn.numerics import (
     E4M3_BITS_OF_ONE,
     E4M3_MAX,
     E4M3_STEPS,
+    FP16_LARGE,
     K_AMAX_IN_BASE,
     LEAST_AMAX_IN_BASE,
+    LEAST_HALF_PAGE_REFERENCE,
     LN2,
     LOG2E,
+    MAX_HALF_PAGE_SCORE_LOG2,
     MAX_K_BASE_LOG2,
     MAX_P_OFFSET_LOG2,
     MAX_V_DESCALE_LOG2,
     MIN_K_DESCALE_LOG2,
     PAGE_REFERENCE_REACH_LOG2,
+    largest_q_of_cache,
+    most_amax_in_base,
     takes_bits,
+    takes_half_scores,
 )
 from helion_attn.reference.rounding_model import below, e4m3_of_line
 from helion_attn.reference.shapes import default_sm_scale, hide_keys
@@ -27,9 +33,9 @@ from helion_attn.reference.shapes import default_sm_scale, hide_keys
 E4M3 = torch.float8_e4m3fn
 
 
-def row_descale(x: torch.Tensor) -> torch.Tensor:
-    """[..., D] to [..., 1]: of rows of Q."""
-    return (x.float().abs().amax(-1, keepdim=True) * (1.0 / E4M3_MAX)).clamp_min(DESCALE_MIN)
+def row_descale(x: torch.Tensor, largest: float = E4M3_MAX) -> torch.Tensor:
+    """[..., D] to [..., 1]: of rows of Q, whose largest magnitude becomes `largest`."""
+    return (x.float().abs().amax(-1, keepdim=True) * (1.0 / largest)).clamp_min(DESCALE_MIN)
 
 
 def _powers(exponent: torch.Tensor) -> torch.Tensor:
@@ -43,29 +49,32 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
     return torch.where(amax < float("inf"), amax, 0.0)
 
 
-def _descales(amax: torch.Tensor, bases: torch.Tensor, page: int, least_log2: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(descales, bases)` of keys, [..., N, 1]: a key has its page's base unless it is below 2**-3 or above 448 in it.
+def _descales(
+    amax: torch.Tensor, bases: torch.Tensor, page: int, most: float, least_log2: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(descales, bases)` of keys, [..., N, 1]: a key has its page's base unless that takes it out of 2**-3..`most`.
 
     Args:
         amax: largest magnitudes of keys.
         bases: [..., pages, 1].
         page: keys of a page.
+        most: the largest magnitude over its base.
         least_log2: descales that are not the base are at least two to this.
     """
     base = bases.repeat_interleave(page, -2)[..., : amax.size(-2), :]
     mantissa, exponent = torch.frexp(amax * (1.0 / E4M3_MAX))
     own = _powers(torch.where(mantissa == 0.5, exponent - 1, exponent).clamp_min(least_log2))
     in_base = amax * (1.0 / base)
-    fits = (amax == 0) | ((in_base >= LEAST_AMAX_IN_BASE) & (in_base <= E4M3_MAX))
+    fits = (amax == 0) | ((in_base >= LEAST_AMAX_IN_BASE) & (in_base <= most))
     return torch.where(fits, base, own), base
 
 
-def k_descales(k: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+def k_descales(k: torch.Tensor, page: int, most: float = E4M3_MAX) -> tuple[torch.Tensor, torch.Tensor]:
     """`_descales` of K, [..., N, D]: a page's base takes its first key's largest magnitude to 3.5."""
     amax = _largest(k)
     first = amax[..., ::page, :]
     bases = (first * (1.0 / K_AMAX_IN_BASE)).clamp(2.0**-MAX_K_BASE_LOG2, 2.0**MAX_K_BASE_LOG2)
-    return _descales(amax, torch.where(first > 0, bases, 1.0), page, MIN_K_DESCALE_LOG2)
+    return _descales(amax, torch.where(first > 0, bases, 1.0), page, most, MIN_K_DESCALE_LOG2)
 
 
 def v_descales(v: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +83,7 @@ def v_descales(v: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
     first = amax[..., ::page, :]
     # Of a number from 1 to 2, frexp's exponent is 1.
     exponents = (torch.frexp(first).exponent - 2).clamp(-MAX_V_DESCALE_LOG2, MAX_V_DESCALE_LOG2)
-    return _descales(amax, _powers(torch.where(first > 0, exponents, 0)), page, -MAX_V_DESCALE_LOG2)
+    return _descales(amax, _powers(torch.where(first > 0, exponents, 0)), page, E4M3_MAX, -MAX_V_DESCALE_LOG2)
 
 
 def fp8_attention_kvcache(
@@ -92,9 +101,10 @@ def fp8_attention_kvcache(
 
     The rounding points are the casts of Q, a row by its own descale, of K and V, a row of each by `k_descales` and
     `v_descales`, and of P, against the largest weight of the row in its page, or 2**-72 of that up to its page. Up
-    to head dim 128 P's bits are a line of the score, and row sums are of the rounded P. Keys with descales of their
-    own come last, page by page, those of a page that have the same as if they were a page of their own. Sums are
-    fp32. V is finite and below 2**34.
+    to head dim 128 P's bits are a line of the score, and row sums are of the rounded P. There, without a softcap,
+    scores of keys with their page's base are fp16, but for rows whose largest lies further than
+    `MAX_HALF_PAGE_SCORE_LOG2` from 0. Keys with descales of their own come last, page by page, those of a page that
+    have the same as if they were a page of their own. Sums are fp32. V is finite and below 2**34.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any device.
@@ -114,8 +124,11 @@ def fp8_attention_kvcache(
     B, H, M, D = q.shape
     N, D_v, group = k.shape[2], v.size(3), H // k.shape[1]
     packing = page_packing(D, D_v)
-    page, bits = packing.page_size, takes_bits(E4M3, max(packing.D_pad, packing.D_v_pad))
-    q_scale, (k_scale, k_base), (v_scale, v_base) = row_descale(q), k_descales(k, page), v_descales(v, page)
+    page, larger_d = packing.page_size, max(packing.D_pad, packing.D_v_pad)
+    bits, half = takes_bits(E4M3, larger_d), takes_half_scores(larger_d, softcap is not None)
+    q_scale = row_descale(q, largest_q_of_cache(D, half))
+    k_scale, k_base = k_descales(k, page, most_amax_in_base(larger_d))
+    v_scale, v_base = v_descales(v, page)
     q8, k8, v8 = (
         (x.float() * (1.0 / scale)).to(E4M3).float() for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale))
     )
@@ -128,19 +141,34 @@ def fp8_attention_kvcache(
     l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
     acc = q.new_zeros((B, H, M, D_v), dtype=torch.float32)
 
-    def add(j: int, taken: torch.Tensor) -> None:
-        """Keys of a page that are `taken`, [B, H, page]."""
+    def add(j: int, taken: torch.Tensor, half: bool) -> None:
+        """Keys of a page that are `taken`, [B, H, page], or [B, H, M, page]; with scores in fp16 or not."""
         nonlocal m_i, m_run, l_i, acc
         keys = slice(j, j + page)
         # [B, H, M, page]
-        t = (q8 @ k8[:, :, keys].mT) * k_scale[:, :, keys].mT * q_scale_log2
+        s, s_scale_log2 = q8 @ k8[:, :, keys].mT, k_scale[:, :, keys].mT * q_scale_log2
+        excess = s_scale_log2 * E4M3_STEPS >= FP16_LARGE
+        if half:
+            s = s.half().float()
+            s_scale_log2 = (s_scale_log2 * E4M3_STEPS).clamp_max(FP16_LARGE).half().float() / E4M3_STEPS
+        t = s * s_scale_log2
         if softcap is not None:
             t = softcap * LOG2E * torch.tanh(t * (LN2 / softcap))
-        t = hide_keys(t + torch.log2(v_scale[:, :, keys]).mT, 0, j, M, N, causal, window)
-        t = t.masked_fill(~taken.unsqueeze(2), float("-inf"))
+        v_log2 = torch.log2(v_scale[:, :, keys]).mT
+        t = hide_keys(t + v_log2, 0, j, M, N, causal, window)
+        t = t.masked_fill(~taken, float("-inf"))
         top = below(t.amax(3, keepdim=True), MAX_P_OFFSET_LOG2[E4M3])
+        no_key = top == float("-inf")
+        if half:
+            top = top.masked_fill((excess & (t > float("-inf"))).any(3, keepdim=True), FP16_LARGE)
         m_run = torch.maximum(m_run, top)
-        m_new = torch.where(top == float("-inf"), m_i, torch.maximum(top, m_run - PAGE_REFERENCE_REACH_LOG2))
+        m_new = torch.maximum(top, m_run - PAGE_REFERENCE_REACH_LOG2)
+        if half:
+            m_new = m_new.clamp_min(LEAST_HALF_PAGE_REFERENCE)
+            # Of a row that has all again, anything.
+            offset = E4M3_BITS_OF_ONE - (m_new - v_log2[..., :1]) * E4M3_STEPS
+            m_new = m_new + (offset - offset.clamp(-FP16_LARGE, FP16_LARGE).half().float()) / E4M3_STEPS
+        m_new = torch.where(no_key, m_i, m_new)
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
         if bits:
             p = p8 = e4m3_of_line((t - m_ref) * E4M3_STEPS + E4M3_BITS_OF_ONE)
@@ -156,14 +184,20 @@ def fp8_attention_kvcache(
     pairs = (torch.log2(k_scale) * 1024 + torch.log2(v_scale)).squeeze(3)
     escapes = ((k_scale != k_base) | (v_scale != v_base)).squeeze(3)
     for j in range(0, N, page):
-        add(j, ~escapes[:, :, j : j + page])
+        add(j, ~escapes[:, :, None, j : j + page], half)
+    # [B, H, M, 1]
+    wide = (m_run.abs() > MAX_HALF_PAGE_SCORE_LOG2) & m_run.isfinite() & half
+    m_run, m_i = (x.masked_fill(wide, float("-inf")) for x in (m_run, m_i))
+    l_i, acc = (x.masked_fill(wide, 0.0) for x in (l_i, acc))
     for j in range(0, N, page):
         rest = escapes[:, :, j : j + page].clone()
+        if wide.any():
+            add(j, ~rest.unsqueeze(2) & wide, False)
         while rest.any():
             # Of each head, the first that is left, and all with its descales.
             of_first = pairs[:, :, j : j + page].gather(2, rest.int().argmax(2, keepdim=True))
             taken = rest & (pairs[:, :, j : j + page] == of_first)
-            add(j, taken)
+            add(j, taken.unsqueeze(2), False)
             rest &= ~taken
     lse = (m_i + torch.log2(l_i)) * LN2
     key_share = torch.ones_like(lse)

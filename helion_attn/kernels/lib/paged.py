@@ -16,19 +16,26 @@ from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, tanh
 from helion_attn.kernels.lib.keys import run_of_key_blocks
 from helion_attn.kernels.lib.references import own_references
 from helion_attn.kernels.lib.scalars import Int, int32
+from helion_attn.kernels.lib.softmax_bits import in_fp16_steps, largest_scores
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import (
     E4M3_BITS_OF_ONE,
-    E4M3_MAX,
     E4M3_STEPS,
+    FP16_LARGE,
+    FP16_TINY,
     FP32_TINY,
+    LEAST_HALF_PAGE_REFERENCE,
     MAX_E4M3_SCORE,
+    MAX_HALF_PAGE_SCORE_LOG2,
     MAX_P_OFFSET_LOG2,
     MAX_PAGE_SCORE_LOG2,
+    NO_KEY,
     PAGE_REFERENCE_REACH_LOG2,
+    largest_q_of_cache,
     takes_bits,
+    takes_half_scores,
 )
 from helion_attn.problem import DecodeProblem, ScoreScales
 
@@ -217,6 +224,8 @@ def base_scores(
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores of keys that have their page's base, and what they are to be multiplied by, [rows], never 0."""
+    if spec.half_scores:
+        return s, in_fp16_steps(q_scale_log2 * k_base, spec.is_cuda)
     scale_log2 = maximum(q_scale_log2 * k_base, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
     if spec.has_softcap:
         s = tanh(s * scale_log2.unsqueeze(keys_axis), spec.is_cuda)
@@ -240,7 +249,7 @@ def bases_are_wide(
 
 
 def line_of_page(
-    s: torch.Tensor,  # [bn, rows] or [rows, bn]
+    s: torch.Tensor,  # [bn, rows] or [rows, bn]; with half_scores `in_pairs` if rows come first
     scale_log2: torch.Tensor,  # [rows]
     v_base: torch.Tensor,  # []
     m_run: torch.Tensor,  # [rows]
@@ -250,14 +259,37 @@ def line_of_page(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(m_run, m_i, scale, offset, largest, top)`, [rows]: references, and the line from a score to log2 of its P.
 
-    In steps of e4m3 if P's bits are to come from it.
+    In steps of e4m3 if P's bits are to come from it. Scores in fp16 take a line in fp16, whose offset is rounded: the
+    reference with it.
     """
     v_log2 = log2_of_power(v_base)
-    largest = torch.amax(s, keys_axis)
+    if spec.half_scores and keys_axis == 1:
+        largest = largest_scores(s, spec.rows, 1 << spec.bn_log2, spec)
+    else:
+        largest = torch.amax(s.to(torch.float32), keys_axis)
     offset = hl.full([], -spec.p_offset_log2, dtype=torch.float32)
     top = fma_up(largest, scale_log2, offset, spec.is_cuda) + v_log2
+    if spec.half_scores:
+        # Where fp16 has no such scale, `has_all_again` is to see it.
+        known = torch.where(largest == float("-inf"), top, FP16_LARGE)
+        top = torch.where(scale_log2 * E4M3_STEPS >= FP16_LARGE, known, top)
     m_run, m_i = page_references(top, m_run, m_i, spec)
+    if spec.half_scores:
+        least = hl.full([], LEAST_HALF_PAGE_REFERENCE, dtype=torch.float32)
+        m_known = maximum(m_i, least, spec.is_cuda)
+        exact = spec.p_one - (m_known - v_log2) * spec.p_steps
+        rounded = exact.to(torch.float16).to(torch.float32)
+        # A row that sees nothing keeps its bits.
+        m_i = torch.where(top == float("-inf"), m_i, m_known + (exact - rounded) * (1.0 / E4M3_STEPS))
+        # So that masked scores stay -inf.
+        scale = maximum(scale_log2 * spec.p_steps, hl.full([], FP16_TINY, dtype=torch.float32), spec.is_cuda)
+        return m_run, m_i, scale, rounded, largest, top
     return m_run, m_i, scale_log2 * spec.p_steps, spec.p_one - (m_i - v_log2) * spec.p_steps, largest, top
+
+
+def has_all_again(m_run: torch.Tensor) -> torch.Tensor:
+    """Whether a row's largest score lies too far from 0 for fp16, [rows]; not where it has seen no key, or is NaN."""
+    return (torch.abs(m_run) > MAX_HALF_PAGE_SCORE_LOG2) & (m_run > NO_KEY)
 
 
 def wide_line(
@@ -382,7 +414,8 @@ def launch_paged(
     parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
     swapped = a.bshd and not in_parts
-    p_bits = takes_bits(v8.dtype, max(a.cache.k8.size(3), v8.size(2)))
+    larger_d = max(a.cache.k8.size(3), v8.size(2))
+    p_bits, half = takes_bits(v8.dtype, larger_d), takes_half_scores(larger_d, a.softmax.softcap is not None)
     spec = PagedSpec(
         rows=tile_rows,
         bn_log2=page_size.bit_length() - 1,
@@ -391,9 +424,10 @@ def launch_paged(
         d=D,
         d_step=q.d_step,
         unit=unit,
-        q_largest=E4M3_MAX,
+        q_largest=largest_q_of_cache(D, half),
         p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),
         p_bits=p_bits,
+        half_scores=half,
         p_steps=E4M3_STEPS if p_bits else 1.0,
         p_one=E4M3_BITS_OF_ONE if p_bits else 0.0,
         **a.softmax.choices(),

@@ -25,7 +25,7 @@ from helion_attn.kernels.lib.inline_asm import (
     minimum,
     pair_of_halves,
 )
-from helion_attn.kernels.lib.specs import AttentionSpec
+from helion_attn.kernels.lib.specs import AttentionSpec, PagedSpec
 from helion_attn.numerics import E4M3_BITS_OF_ONE, E4M3_STEPS, FP16_LARGE, FP16_TINY, FP32_TINY
 
 
@@ -55,7 +55,7 @@ def hidden(
     visible: torch.Tensor,  # [bm, bn] or [1, bn]
     bm: int,
     bn: int,
-    spec: AttentionSpec,
+    spec: AttentionSpec | PagedSpec,
 ) -> torch.Tensor:
     """Scores, -inf where they are not visible."""
     if spec.half_scores and spec.is_cuda:
@@ -72,7 +72,7 @@ def largest_scores(
     s: torch.Tensor,  # [bm, bn], or with half_scores `in_pairs`
     bm: int,
     bn: int,
-    spec: AttentionSpec,
+    spec: AttentionSpec | PagedSpec,
 ) -> torch.Tensor:
     """The largest score of a row, fp32 [bm], `softmax_bias` too large as they are."""
     if spec.softmax_bias:
@@ -153,6 +153,19 @@ def p_of_scores(
         offset = rounded
         # So that masked scores stay -inf.
         scale = maximum(scale, hl.full([], FP16_TINY, dtype=torch.float32), is_cuda)
+    return p_of_line(s, scale, offset, bm, bn, spec), m_i
+
+
+def p_of_line(
+    s: torch.Tensor,  # [bm, bn], or with half_scores `in_pairs`
+    scale: torch.Tensor,  # [bm] or []
+    offset: torch.Tensor,  # [bm]
+    bm: int,
+    bn: int,
+    spec: AttentionSpec | PagedSpec,
+) -> torch.Tensor:
+    """P in e4m3, [bm, bn], keys in V's order: its bits are s * scale + offset, with `half_scores` numbers of fp16."""
+    half, is_cuda = spec.half_scores, spec.is_cuda
     scale = columns(scale, spec.softmax_row_descales)
     offset = offset.unsqueeze(1)
     if half and is_cuda:
@@ -163,7 +176,7 @@ def p_of_scores(
         p8 = e4m3_of_half_line(fours, scale, offset)
     else:
         p8 = e4m3_of_bits(by_fours(s * scale + offset, bm, bn), is_cuda)
-    return p8.reshape(bm, bn), m_i
+    return p8.reshape(bm, bn)
 
 
 def in_layout_of(scale: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

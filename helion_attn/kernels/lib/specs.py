@@ -186,6 +186,7 @@ class PagedSpec(NamedTuple):
         unit: what Q's other steps are multiples of.
         q_largest: the largest magnitude of a quantised row.
         p_bits: P's bits come from scores, and row sums are of the rounded P.
+        half_scores: scores of keys with their page's base are fp16.
         p_steps: an octave of P on the line that a score is taken to: `E4M3_STEPS` with `p_bits`, or 1.
         p_one: and where P is 1 on it.
         p_offset_log2: and the rest, as in `AttentionSpec`.
@@ -200,6 +201,7 @@ class PagedSpec(NamedTuple):
     unit: int
     q_largest: float
     p_bits: bool
+    half_scores: bool
     p_steps: float
     p_one: float
     p_offset_log2: float
@@ -208,6 +210,26 @@ class PagedSpec(NamedTuple):
     has_softcap: bool
     has_sinks: bool
     is_cuda: bool
+
+    @property
+    def of_fp32_scores(self) -> PagedSpec:
+        """What holds of keys with descales of their own."""
+        return self._replace(half_scores=False)
+
+    @property
+    def softmax_bias(self) -> float:
+        """As in `AttentionSpec`."""
+        return 0.0
+
+    @property
+    def softmax_row_descales(self) -> bool:
+        """As in `AttentionSpec`."""
+        return True
+
+    @property
+    def listed(self) -> bool:
+        """As in `AttentionSpec`: pages are those of a block table."""
+        return True
 
     @property
     def sum_rows(self) -> int:

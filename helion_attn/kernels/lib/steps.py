@@ -50,10 +50,16 @@ def scores(
         return q_tile.to(torch.float32) @ k_tile.to(torch.float32)
     if q_tile.dtype.itemsize == 2:
         return dot_fp32(q_tile, k_tile, is_cuda)
-    if half and is_cuda:
-        return in_pairs(hl.dot(q_tile, k_tile, out_dtype=torch.float16), bm, bn, is_cuda)
-    s = hl.dot(q_tile, k_tile)
-    return s.to(torch.float16) if half else s
+    if half:
+        return in_pairs(dot_in_halves(q_tile, k_tile, is_cuda), bm, bn, is_cuda)
+    return hl.dot(q_tile, k_tile)
+
+
+def dot_in_halves(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+    """`a @ b` in fp16, of e4m3. Without a GPU its sums are fp32, rounded once."""
+    if is_cuda:
+        return hl.dot(a, b, out_dtype=torch.float16)
+    return hl.dot(a, b).to(torch.float16)
 
 
 def keys_first(v_block: torch.Tensor) -> torch.Tensor:
