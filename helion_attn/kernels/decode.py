@@ -4,14 +4,18 @@ One program owns up to `MAX_ROWS` query rows that share a KV head (the whole que
 one of `splits` runs of the pages that each of them sees; `merge_splits` puts the runs together. A page is a packed
 block of `bn` keys.
 
-    q8, q_descale = e4m3 of a row, amax / 448                                    rounding point 1
-    s = q8 k8^T                                                                  fp32, of a page's keys with its base
-    t = s * q_descale_i * k_base * sm_scale * log2(e) + log2(v_base)             fp32, one FMA
+    q8, q_descale = e4m3 of a row, amax / q_largest                              rounding point 1
+    s = q8 k8^T                                                                  of a page's keys with its base
+    t = s * q_descale_i * k_base * sm_scale * log2(e) + log2(v_base)             one FMA
     m_i = max of the page's t, less 8                                            fp32
     p = 2**(t - m_i)              e4m3 up to D 128: bits from the score (`lib.softmax_bits`); else exp2, cast: point 2
     l_i += sum(p) / v_base        fp32, of rounded p with bits, else of p as it was
     acc = acc * alpha + (p v8)    two levels as in `fp8_attn_fwd`
     out = acc / l_i                                                              fp32, cast once: rounding point 3
+
+Up to D 128 scores without a softcap are fp16, and so is their line to P: q_largest, 7.5 at D 128, keeps them below
+65504 beside keys of up to 64 times their page's base. Elsewhere they are fp32, and q_largest 448. A row whose largest
+score turns out to lie too far from 0 for fp16 has all again, in fp32, in the second loop.
 
 V's base, one a page, rides on the exponent: m_i is the largest weight of the row in its page, probability times
 magnitude of the value (`lib/references.py`). V's bases are powers of two, so that their logarithm and their inverse are

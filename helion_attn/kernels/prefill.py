@@ -7,8 +7,8 @@ One program owns one of `m_tiles` tiles of `bm` query rows that share a KV head,
 that each of them sees. Row r is query r // group of the group's head r % group. A tile's queries follow each other, so
 with a causal mask the pages behind its last query are not read.
 
-    s = q8 k8^T                                                                  fp32, of a page's keys with its base
-    t = s * q_descale_i * k_base * sm_scale * log2(e) + log2(v_base)             fp32, one FMA
+    s = q8 k8^T                                                                  of a page's keys with its base
+    t = s * q_descale_i * k_base * sm_scale * log2(e) + log2(v_base)             one FMA, fp16 or fp32 as s
     m_i = max of the page's t, less 8;  p = 2**(t - m_i);  l_i += sum(p) / v_base
     acc = acc * alpha + (p v8)                                                   e4m3, two levels
 

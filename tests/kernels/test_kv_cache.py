@@ -13,7 +13,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.kernels.merge_splits import MANY_RUNS
-from helion_attn.numerics import E4M3_MAX
+from helion_attn.numerics import E4M3_MAX, MAX_HALF_PAGE_SCORE_LOG2, MOST_AMAX_IN_BASE
 from helion_attn.testing import TANH_ERROR, error_budget, make_qkv, relative_error
 from helion_attn.types import Layout
 from helpers.cases import row_errors
@@ -241,6 +241,45 @@ def test_a_query_has_the_same_bits_in_both_kernels(scale: float, device: str) ->
     assert torch.allclose(lse, expected_lse[:, :, -1:], rtol=4 * torch.finfo(torch.float32).eps, atol=0)
 
 
+def of_one_direction(case: Decoding, of_q: torch.Tensor, of_k: torch.Tensor) -> Decoding:
+    """With scores of q k^T / sqrt(D) besides, of numbers [M] and [N], from one channel."""
+    q, k = case.q.clone(), case.k.clone()
+    q[..., 0], k[..., 0] = of_q, of_k * q.size(3) ** 0.5
+    append_all(case.cache, k, case.v, case.table, case.lengths)
+    return dataclasses.replace(case, q=q, k=k)
+
+
+#: What a row's scores have besides, by query, and by page.
+BEYOND_FP16: dict[str, tuple[list[float], list[float]]] = {
+    "large": ([1.0, 1.0, 60.0], [8.0, 30.0, 30.0, 8.0]),
+    "negative": ([1.0, 1.0, -60.0], [30.0, 25.0, 30.0, 30.0]),
+    "rising": ([1.0, 1.0, 60.0], [-40.0, -40.0, -1.0, -2.0]),
+    "far_below": ([1.0, 1.0, 60.0], [-40.0, 0.0, -40.0, 0.0]),
+}
+
+
+@pytest.mark.parametrize("M", [3, PREFILLED])
+@pytest.mark.parametrize("name", BEYOND_FP16)
+def test_rows_with_scores_beyond_fp16(name: str, M: int, device: str) -> None:
+    """Every third query, up to some 1800 from 0; the others are as they are without them."""
+    of_queries, of_pages = (torch.tensor(x, device=device) for x in BEYOND_FP16[name])
+    of_q, of_k = of_queries.repeat(-(-M // 3))[:M], of_pages.repeat_interleave(128)[:500]
+    case = of_one_direction(make_decoding("randn", [500], 4, 2, M, 64, device), of_q, of_k)
+    out, lse = case.run(num_splits=1)
+    case.check(out, lse)
+    oracle_lse = ha.reference.attention(case.q, case.k, case.v, causal=True, return_lse=True)[1]
+    beyond = oracle_lse.abs() * math.log2(math.e) > MAX_HALF_PAGE_SCORE_LOG2
+    assert beyond.any() == (name in ("large", "negative"))
+    model, _ = ha.reference.fp8_attention_kvcache(case.q, case.k, case.v)
+    assert row_errors(out, model).median() < (2.0**-8 if out.is_cuda else 1e-6)
+    calm = of_one_direction(case, of_q.clamp(0, 1), of_k)
+    calm_rows = of_q == 1
+    for x, expected in zip(calm.run(num_splits=1), (out, lse), strict=True):
+        assert torch.equal(x[:, :, calm_rows], expected[:, :, calm_rows])
+    alone = dataclasses.replace(case, q=case.q[:, :, -1:].contiguous())
+    assert torch.equal(alone.run(num_splits=1, out_dtype=torch.bfloat16)[0], out[:, :, -1:].bfloat16())
+
+
 @pytest.mark.parametrize("M", [2, PREFILLED])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_scores_that_fall_from_page_to_page(splits: int, M: int, device: str) -> None:
@@ -290,7 +329,9 @@ def test_what_is_stored(kind: str, device: str) -> None:
     """Every element within half a unit of e4m3; a descale is that of the page's first key, or fits its own key."""
     case = make_decoding(kind, [300], 2, 2, 1, 80, device, D_v=64)
     k, v = case.k[0].float(), case.v[0].float()
-    # The second page's first key is small, and so are others of the third.
+    # The second page's first key is small, and so are others of the third. Some are too large for their page's base.
+    k[:, 130:134] *= 2.0**-8
+    k[:, 20:22] *= 30.0
     k[:, 128] *= 2.0**-9
     v[:, 260:264] *= 2.0**-7
     append_all(case.cache, k[None], v[None], case.table, [300])
@@ -315,7 +356,8 @@ def test_what_is_stored(kind: str, device: str) -> None:
             assert torch.all((first >= 2) & (first < 4))
             assert is_power.all()
         own = amax / descale
-        assert torch.all(torch.where(descale == base, (own >= 2.0**-3) & (own <= E4M3_MAX), own > E4M3_MAX / 2))
+        most = MOST_AMAX_IN_BASE if name == "k" else E4M3_MAX
+        assert torch.all(torch.where(descale == base, (own >= 2.0**-3) & (own <= most), own > E4M3_MAX / 2))
         assert (descale != base).any()
 
 

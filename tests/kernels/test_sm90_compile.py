@@ -221,6 +221,7 @@ DECODED = {
 #: Likewise with so many queries that `fp8_attn_prefill` is taken, and the instructions for spilled registers, all and
 #: in the loop. Most are in the loop of keys with descales of their own, where few programs come.
 PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
+    "d64": (64, 64, {}, 3, (18, 0)),
     "d64_masked_large_pool": (64, 64, {"masked": True, "num_pages": 2**16}, 3, (40, 0)),
     "d128": (128, 128, {}, 3, (240, 14)),
     "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 3, (150, 34)),
@@ -228,8 +229,9 @@ PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
 }
 
 
-def assert_decoding(kernel: Sm90Kernel, ctas_per_sm: int, spilled: int = 0) -> None:
+def assert_decoding(kernel: Sm90Kernel, ctas_per_sm: int, spilled: int = 0, half_scores: bool = False) -> None:
     assert_sound(kernel, spilled)
+    assert bool(re.search(r"QGMMA\.64x\d+x32\.F16\b", kernel.sass)) == half_scores, "scores are of another format"
     assert kernel.opcodes["QGMMA"] > 0, "no FP8 WGMMA"
     assert kernel.opcodes["HGMMA"] + kernel.opcodes["HMMA"] == 0, "a product is not in FP8"
     assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
@@ -240,7 +242,7 @@ def assert_decoding(kernel: Sm90Kernel, ctas_per_sm: int, spilled: int = 0) -> N
 def test_decoding(name: str) -> None:
     D, D_v, H, M, ctas_per_sm = DECODED[name]
     decode, merge = shared(compile_decode, D, D_v, H, M, num_splits=2)
-    assert_decoding(decode, ctas_per_sm)
+    assert_decoding(decode, ctas_per_sm, half_scores=max(D, D_v) <= 128)
     assert_sound(merge)
 
 
@@ -251,7 +253,8 @@ def test_prefill(name: str) -> None:
     assert "prefill" in kernel.name
     assert len(merge) == ("num_splits" in options)
     opcodes, tanhs = Counter(loop_of(kernel)), 64 if options.get("masked") else 0
-    assert_decoding(kernel, ctas_per_sm, spilled)
+    half_scores = max(D, D_v) <= 128 and not options.get("masked")
+    assert_decoding(kernel, ctas_per_sm, spilled, half_scores)
     assert opcodes["LDL"] + opcodes["STL"] <= (in_loop if MEASURED else max(in_loop, SPILLED_IN_LOOP))
     assert opcodes["SHFL"] == 6, "a row's maximum alone crosses lanes, and what is a page's base"
     assert opcodes["LDS"] == 0, "scores pass through shared memory"
@@ -268,14 +271,14 @@ def test_decoding_with_masks() -> None:
 
 def test_decoding_without_splits() -> None:
     (decode,) = shared(compile_decode, 128, 128, 64, 1, num_splits=1)
-    assert_decoding(decode, 3)
+    assert_decoding(decode, 3, half_scores=True)
 
 
 def test_decoding_from_a_large_pool() -> None:
     """More than 2**31 bytes, where Helion's index type is another."""
     decode, _ = shared(compile_decode, 128, 128, 64, 1, num_splits=2, num_pages=2**16)
     # Addresses of 64 bits.
-    assert_decoding(decode, 3, 16)
+    assert_decoding(decode, 3, 16, half_scores=True)
 
 
 #: (D, causal, recipe, options) of sequences of variable length.
