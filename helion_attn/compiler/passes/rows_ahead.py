@@ -72,8 +72,11 @@ def with_rows_ahead(loop: Loop) -> tuple[list[str], str]:
             *_, its_type = re.finditer(_TENSOR, lines[places[name]])
             if its_type.group(1) == old:
                 own[name], kind = f"{name}{suffix}", its_type.group()
-                conversion = f"ttg.convert_layout {name} : {kind} -> {kind.replace(old, new)}"
-                ahead[own[name]] = f"{loop.indent}{own[name]} = {conversion}"
+                # A constant is made anew: nobody knows that a converted one's registers hold the same.
+                constant = re.search(r" = (arith\.constant dense<[^\[>]*> : )", lines[places[name]])
+                conversion = f"ttg.convert_layout {name} : {kind} -> "
+                made = (constant[1] if constant else conversion) + kind.replace(old, new)
+                ahead[own[name]] = f"{loop.indent}{own[name]} = {made}"
         for i in inside:
             clone = re.sub(rf"{old}\b", new, renamed(lines[i], own))
             clones[i] = [*(x for x in clones.get(i, []) if x != clone), clone]
