@@ -146,6 +146,9 @@ MAX_E4M3_SCORE, MAX_PAGE_SCORE_LOG2 = E4M3_MAX**2 * 256, 2.0**21
 #: line's offset is rounded by 4 steps of e4m3 at most, and the largest P has 6 to spare.
 MAX_HALF_PAGE_SCORE_LOG2 = 1920.0
 
+#: What a row's largest score has besides where its scale is beyond fp16: more than any in fp16 times `FP16_LARGE`.
+BEYOND_FP16_LOG2 = 2.0**33
+
 #: The lowest reference of such a row: `PAGE_REFERENCE_REACH_LOG2` and P's largest below what is left to fp16.
 LEAST_HALF_PAGE_REFERENCE = -2000.0
 

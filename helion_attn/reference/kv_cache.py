@@ -6,11 +6,13 @@ import torch
 
 from helion_attn.configs import page_packing
 from helion_attn.numerics import (
+    BEYOND_FP16_LOG2,
     DESCALE_MIN,
     E4M3_BITS_OF_ONE,
     E4M3_MAX,
     E4M3_STEPS,
     FP16_LARGE,
+    FP16_TINY,
     K_AMAX_IN_BASE,
     LEAST_AMAX_IN_BASE,
     LEAST_HALF_PAGE_REFERENCE,
@@ -147,10 +149,10 @@ def fp8_attention_kvcache(
         keys = slice(j, j + page)
         # [B, H, M, page]
         s, s_scale_log2 = q8 @ k8[:, :, keys].mT, k_scale[:, :, keys].mT * q_scale_log2
-        excess = s_scale_log2 * E4M3_STEPS >= FP16_LARGE
         if half:
             s = s.half().float()
-            s_scale_log2 = (s_scale_log2 * E4M3_STEPS).clamp_max(FP16_LARGE).half().float() / E4M3_STEPS
+            steps = (s_scale_log2 * E4M3_STEPS).clamp(FP16_TINY, FP16_LARGE).half().float()
+            s_scale_log2 = steps / E4M3_STEPS
         t = s * s_scale_log2
         if softcap is not None:
             t = softcap * LOG2E * torch.tanh(t * (LN2 / softcap))
@@ -160,14 +162,15 @@ def fp8_attention_kvcache(
         top = below(t.amax(3, keepdim=True), MAX_P_OFFSET_LOG2[E4M3])
         no_key = top == float("-inf")
         if half:
-            top = top.masked_fill((excess & (t > float("-inf"))).any(3, keepdim=True), FP16_LARGE)
+            top = top.masked_fill(((steps >= FP16_LARGE) & (t > float("-inf"))).any(3, keepdim=True), BEYOND_FP16_LOG2)
         m_run = torch.maximum(m_run, top)
         m_new = torch.maximum(top, m_run - PAGE_REFERENCE_REACH_LOG2)
         if half:
             m_new = m_new.clamp_min(LEAST_HALF_PAGE_REFERENCE)
             # Of a row that has all again, anything.
-            offset = E4M3_BITS_OF_ONE - (m_new - v_log2[..., :1]) * E4M3_STEPS
-            m_new = m_new + (offset - offset.clamp(-FP16_LARGE, FP16_LARGE).half().float()) / E4M3_STEPS
+            one = E4M3_BITS_OF_ONE + v_log2[..., :1] * E4M3_STEPS
+            offset = (one - m_new * E4M3_STEPS).clamp(-FP16_LARGE, FP16_LARGE).half().float()
+            m_new = (one - offset) / E4M3_STEPS
         m_new = torch.where(no_key, m_i, m_new)
         m_ref = torch.where(m_new == float("-inf"), 0.0, m_new)
         if bits:

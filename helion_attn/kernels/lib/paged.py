@@ -12,15 +12,16 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.compiler.kernels import Runner
-from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, tanh
+from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, minimum, tanh
 from helion_attn.kernels.lib.keys import run_of_key_blocks
 from helion_attn.kernels.lib.references import own_references
 from helion_attn.kernels.lib.scalars import Int, int32
-from helion_attn.kernels.lib.softmax_bits import in_fp16_steps, largest_scores
+from helion_attn.kernels.lib.softmax_bits import largest_scores
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.kernels.merge_splits import merge_splits
 from helion_attn.numerics import (
+    BEYOND_FP16_LOG2,
     E4M3_BITS_OF_ONE,
     E4M3_STEPS,
     FP16_LARGE,
@@ -223,9 +224,11 @@ def base_scores(
     keys_axis: hl.constexpr,
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of keys that have their page's base, and what they are to be multiplied by, [rows], never 0."""
+    """Scores of keys that have their page's base, and their factors, [rows], which are never 0 in fp32."""
     if spec.half_scores:
-        return s, in_fp16_steps(q_scale_log2 * k_base, spec.is_cuda)
+        steps = minimum(q_scale_log2 * k_base * E4M3_STEPS, hl.full([], FP16_LARGE, dtype=torch.float32), spec.is_cuda)
+        tiny = hl.full([], FP16_TINY, dtype=torch.float32)
+        return s, maximum(steps.to(torch.float16).to(torch.float32), tiny, spec.is_cuda)
     scale_log2 = maximum(q_scale_log2 * k_base, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
     if spec.has_softcap:
         s = tanh(s * scale_log2.unsqueeze(keys_axis), spec.is_cuda)
@@ -259,32 +262,44 @@ def line_of_page(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(m_run, m_i, scale, offset, largest, top)`, [rows]: references, and the line from a score to log2 of its P.
 
-    In steps of e4m3 if P's bits are to come from it. Scores in fp16 take a line in fp16, whose offset is rounded: the
-    reference with it.
+    In steps of e4m3 if P's bits are to come from it.
     """
+    if spec.half_scores:
+        return half_line_of_page(s, scale_log2, v_base, m_run, m_i, keys_axis, spec)
     v_log2 = log2_of_power(v_base)
-    if spec.half_scores and keys_axis == 1:
+    largest = torch.amax(s, keys_axis)
+    offset = hl.full([], -spec.p_offset_log2, dtype=torch.float32)
+    top = fma_up(largest, scale_log2, offset, spec.is_cuda) + v_log2
+    m_run, m_i = page_references(top, m_run, m_i, spec)
+    return m_run, m_i, scale_log2 * spec.p_steps, spec.p_one - (m_i - v_log2) * spec.p_steps, largest, top
+
+
+def half_line_of_page(
+    s: torch.Tensor,  # [bn, rows], or [rows, bn] `in_pairs`
+    scale: torch.Tensor,  # [rows], of steps of e4m3
+    v_base: torch.Tensor,  # []
+    m_run: torch.Tensor,  # [rows]
+    m_i: torch.Tensor,  # [rows]
+    keys_axis: hl.constexpr,
+    spec: PagedSpec,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`line_of_page` of scores in fp16. Their line's numbers are fp16, and the reference is that of its offset."""
+    v_log2 = log2_of_power(v_base)
+    if keys_axis == 1:
         largest = largest_scores(s, spec.rows, 1 << spec.bn_log2, spec)
     else:
         largest = torch.amax(s.to(torch.float32), keys_axis)
-    offset = hl.full([], -spec.p_offset_log2, dtype=torch.float32)
-    top = fma_up(largest, scale_log2, offset, spec.is_cuda) + v_log2
-    if spec.half_scores:
-        # Where fp16 has no such scale, `has_all_again` is to see it.
-        known = torch.where(largest == float("-inf"), top, FP16_LARGE)
-        top = torch.where(scale_log2 * E4M3_STEPS >= FP16_LARGE, known, top)
-    m_run, m_i = page_references(top, m_run, m_i, spec)
-    if spec.half_scores:
-        least = hl.full([], LEAST_HALF_PAGE_REFERENCE, dtype=torch.float32)
-        m_known = maximum(m_i, least, spec.is_cuda)
-        exact = spec.p_one - (m_known - v_log2) * spec.p_steps
-        rounded = exact.to(torch.float16).to(torch.float32)
-        # A row that sees nothing keeps its bits.
-        m_i = torch.where(top == float("-inf"), m_i, m_known + (exact - rounded) * (1.0 / E4M3_STEPS))
-        # So that masked scores stay -inf.
-        scale = maximum(scale_log2 * spec.p_steps, hl.full([], FP16_TINY, dtype=torch.float32), spec.is_cuda)
-        return m_run, m_i, scale, rounded, largest, top
-    return m_run, m_i, scale_log2 * spec.p_steps, spec.p_one - (m_i - v_log2) * spec.p_steps, largest, top
+    # Where fp16 has no such scale, `has_all_again` is to see it.
+    offset = torch.where(scale < FP16_LARGE, -spec.p_offset_log2, BEYOND_FP16_LOG2)
+    top = fma_up(largest, scale * (1.0 / E4M3_STEPS), offset, spec.is_cuda) + v_log2
+    m_run, m_new = own_references(top, m_run, spec.is_cuda, PAGE_REFERENCE_REACH_LOG2)
+    m_new = maximum(m_new, hl.full([], LEAST_HALF_PAGE_REFERENCE, dtype=torch.float32), spec.is_cuda)
+    one = spec.p_one + v_log2 * spec.p_steps
+    exact = one - m_new * spec.p_steps
+    offset = exact.to(torch.float16).to(torch.float32)
+    # A row that sees nothing keeps its bits.
+    m_i = torch.where(top == float("-inf"), m_i, m_new + (exact - offset) * (1.0 / E4M3_STEPS))
+    return m_run, m_i, scale, offset, largest, top
 
 
 def has_all_again(m_run: torch.Tensor) -> torch.Tensor:
