@@ -64,7 +64,7 @@ from helion_attn.kernels.lib.paged import (
     total_of_lanes,
     wide_line,
 )
-from helion_attn.kernels.lib.scalars import int32, quotient
+from helion_attn.kernels.lib.scalars import int32
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.steps import accumulate, add_sink, dot_in_halves, interleave_keys, to_descale
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
@@ -142,11 +142,11 @@ def fp8_attn_decode(
         b = bh // kv_heads
         h = bh % kv_heads
         # [rows], of the group's heads times M; row r is query r % M of the group's head r // M
-        r = int32((tile_index % m_tiles) * spec.rows) + hl.arange(spec.rows, dtype=torch.int32)
-        in_range = r < int32(group * m_len)
-        of_group = quotient(r, int32(m_len))
-        head = h * group + of_group
-        i = r - of_group * int32(m_len)
+        # In 32 bits, like keys, where a large pool makes Helion's indices 64: they are kept through both loops.
+        r = ((tile_index % m_tiles) * spec.rows + hl.arange(spec.rows)).to(torch.int32)
+        in_range = r < group * m_len
+        head = h * group + r // m_len
+        i = r % m_len
         # [rows, D_pad]
         cols = hl.arange(d_pad)
         row_offset = (b * q_b_step + head * q_h_step + i * q_s_step) * spec.unit
@@ -200,7 +200,7 @@ def fp8_attn_decode(
             s, scale_log2 = base_scores(s, row_scale_log2, k_base, scales, 0, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
-                key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
+                key = (j * bn + hl.arange(bn)).to(torch.int32)
                 visible = visible_keys(key, diagonal + i, n_len, left, right, spec)
                 visible = in_run_of_query(visible, j, diagonal + i, n_len, left, right, split, splits, spec)
                 s = torch.where(visible.transpose(0, 1), s, float("-inf"))
@@ -265,7 +265,7 @@ def fp8_attn_decode(
                         # [bn, rows]
                         class_s = hl.dot(k8[page, h, :, :], q_tile)
                         class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 0, class_spec)
-                        class_key = int32(again * bn) + hl.arange(bn, dtype=torch.int32)
+                        class_key = (again * bn + hl.arange(bn)).to(torch.int32)
                         class_visible = visible_keys(class_key, diagonal + i, n_len, left, right, spec)
                         class_visible = in_run_of_query(
                             class_visible, again, diagonal + i, n_len, left, right, split, splits, spec
