@@ -15,8 +15,8 @@ there by 0, and 0 times a NaN that the memory, or an earlier owner of the page, 
 descales than the base would pass for keys that escape.
 
 A key whose position or page lies outside of the tables is not stored anywhere; the attention kernel gives NaN for such
-a sequence. Neighbours of V in memory are neighbouring keys, so a program has 16 slots of a page: where new keys fill
-them all, stores are 16 bytes wide, and otherwise one.
+a sequence. Neighbours of V in memory are neighbouring keys, so a program has 16 slots of a page or a multiple of them:
+where new keys fill them all, stores are 16 bytes wide, and otherwise one.
 """
 
 from __future__ import annotations
@@ -43,8 +43,17 @@ from helion_attn.numerics import (
 from helion_attn.preprocess.lib.v_layout import key_stored_at
 from helion_attn.problem import AppendProblem
 
-#: New keys of a program.
-APPENDED_KEYS = 16
+#: Slots of a program where few keys are new.
+FEW_KEYS = 16
+
+#: Numbers of K, and of V, that a program of a prompt has: 16 registers of 4 warps, which wait for memory at once.
+PROMPT_NUMBERS = 8192
+
+
+def keys_of_program(new_keys: int, page_size: int, d: int) -> int:
+    """Slots of a program, which lie in one page; `d` is the larger head dim."""
+    many = min(PROMPT_NUMBERS // d, page_size)
+    return many if new_keys >= many else FEW_KEYS
 
 
 def exponent_of(x: torch.Tensor) -> torch.Tensor:
@@ -96,7 +105,7 @@ class AppendSpec(NamedTuple):
     """What the kernel is compiled for.
 
     Attributes:
-        keys: new keys of a program.
+        keys: slots of a program, a multiple of 16.
         k_d_step: from a channel of K to the next.
         v_d_step: of V.
         unit: what the other steps are multiples of.
@@ -169,10 +178,16 @@ def append_kv(
         b = bh // kv_heads
         h = bh % kv_heads
         first = hl.load(cache_seqlens, [b])
-        # A program's slots lie in one page; its keys come in V's order. Negative for a length near 2**31.
-        begin = (first // spec.keys + tile) * spec.keys
+        # A program's slots lie in one page. Negative for a length near 2**31.
+        group = first // spec.keys + tile
+        begin = group * spec.keys
+        # A product, so that Triton knows it to be aligned.
+        first_slot = group % (spec.bn // spec.keys) * spec.keys
+        # Rows that lie `keys / 4` apart are a thread's, and are neighbours in V.
         # [keys]
-        position = begin + key_stored_at(hl.arange(spec.keys))
+        row = hl.arange(spec.keys)
+        key = key_stored_at(row % (spec.keys // 4) * 4 + row // (spec.keys // 4))
+        position = begin + key
         given = (position >= first) & (position - first < length)
         rows = torch.where(given, position - first, length)
         listed = (first >= 0) & (begin >= 0) & (begin < max_pages * spec.bn)
@@ -181,8 +196,6 @@ def append_kv(
         stored = given & known
         # A pool may have more than 2**31 elements.
         block = page.to(torch.int64) * kv_heads + h
-        first_slot = begin % spec.bn
-        slot = position % spec.bn
 
         # The page's first key, if it is among the new ones; all programs of the page have its base from there.
         first_of_page = begin // spec.bn * spec.bn
@@ -190,6 +203,14 @@ def append_kv(
         first_rows = torch.where(begins, first_of_page - first, length) + 0 * hl.arange(2)
         base_at = torch.where(known, block * spec.bn, 0)
 
+        # All loads come before all else, so that a program waits for memory once.
+        # [keys, D_v_pad] and [2, D_v_pad]
+        channels = hl.arange(spec.d_v_pad)
+        v_offset = (b * v_b_step + h * v_h_step) * spec.unit
+        y = load_rows(v, v_offset, rows, channels, v_s_step * spec.unit, spec.v_d_step, length, spec.d_v)
+        y_first = load_rows(v, v_offset, first_rows, channels, v_s_step * spec.unit, spec.v_d_step, length, spec.d_v)
+        old_k_base = hl.load(k_descale, [base_at])
+        old_v_base = hl.load(v_descale, [base_at])
         # [keys, D_pad] and [2, D_pad]
         cols = hl.arange(spec.d_pad)
         k_offset = (b * k_b_step + h * k_h_step) * spec.unit
@@ -206,8 +227,9 @@ def append_kv(
         else:
             x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
             x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
-        k_base = k_base_of_first_key(torch.amax(torch.amax(torch.abs(x_first), 1), 0), spec.k_base_log2)
-        k_base = torch.where(begins, k_base, hl.load(k_descale, [base_at]))
+
+        k_base = k_base_of_first_key(torch.amax(torch.abs(x_first).reshape(2 * spec.d_pad), 0), spec.k_base_log2)
+        k_base = torch.where(begins, k_base, old_k_base)
         # [keys]
         k_scale, invalid = descale_of_key(
             torch.amax(torch.abs(x), 1),
@@ -217,46 +239,45 @@ def append_kv(
             spec.k_least_log2,
             spec.k_limit_log2,
         )
-        x = torch.where(invalid.unsqueeze(1), float("nan"), x * (1.0 / k_scale).unsqueeze(1))
-        at = block * spec.bn + slot
-        hl.store(k8, [at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], x.to(k8.dtype), extra_mask=stored.unsqueeze(1))
+        factor = torch.where(invalid, float("nan"), 1.0 / k_scale)
+        # [keys, D_pad]
+        k_tile = (factor.unsqueeze(1) * x).to(k8.dtype)
+        at = block * spec.bn + first_slot + key
+        hl.store(k8, [at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], k_tile, extra_mask=stored.unsqueeze(1))
         hl.store(k_descale, [at], k_scale, extra_mask=stored)
 
-        # [keys, D_v_pad] and [2, D_v_pad]
-        channels = hl.arange(spec.d_v_pad)
-        v_offset = (b * v_b_step + h * v_h_step) * spec.unit
-        values = load_rows(v, v_offset, rows, channels, v_s_step * spec.unit, spec.v_d_step, length, spec.d_v)
-        v_first = load_rows(v, v_offset, first_rows, channels, v_s_step * spec.unit, spec.v_d_step, length, spec.d_v)
-        v_base = v_base_of_first_key(torch.amax(torch.amax(torch.abs(v_first), 1), 0), spec.v_limit_log2)
-        v_base = torch.where(begins, v_base, hl.load(v_descale, [base_at]))
+        v_base = v_base_of_first_key(torch.amax(torch.abs(y_first).reshape(2 * spec.d_v_pad), 0), spec.v_limit_log2)
+        v_base = torch.where(begins, v_base, old_v_base)
         # [keys]
         v_scale, invalid = descale_of_key(
-            torch.amax(torch.abs(values), 1), v_base, spec.largest, spec.largest, -spec.v_limit_log2, spec.v_limit_log2
+            torch.amax(torch.abs(y), 1), v_base, spec.largest, spec.largest, -spec.v_limit_log2, spec.v_limit_log2
         )
-        scaled = torch.where(invalid.unsqueeze(1), float("nan"), values * (1.0 / v_scale).unsqueeze(1))
-        # [D_v_pad, keys]
-        v_tile = scaled.to(v8.dtype).transpose(0, 1)
-        places = first_slot + hl.arange(spec.keys)
-        v_at = (block * spec.d_v_pad + channels).unsqueeze(1) * spec.bn + places.unsqueeze(0)
-        if torch.amin(stored.to(torch.int32), 0) > 0:
+        factor = torch.where(invalid, float("nan"), 1.0 / v_scale)
+        hl.store(v_descale, [at], v_scale, extra_mask=stored)
+        # [keys, D_v_pad], then [D_v_pad, keys] in V's order
+        v_tile = (factor.unsqueeze(1) * y).to(v8.dtype)
+        v_tile = v_tile.reshape(4, spec.keys // 4, spec.d_v_pad).permute(2, 1, 0).reshape(spec.d_v_pad, spec.keys)
+        places = hl.arange(spec.keys)
+        v_at = (block * spec.d_v_pad + channels).unsqueeze(1) * spec.bn + (first_slot + places).unsqueeze(0)
+        if known & (begin >= first) & (begin - first <= length - spec.keys):
             # Without a mask, 16 bytes at once.
             hl.store(v8, [v_at], v_tile)
         else:
-            hl.store(v8, [v_at], v_tile, extra_mask=stored.unsqueeze(0))
-        hl.store(v_descale, [at], v_scale, extra_mask=stored)
+            position_there = begin + key_stored_at(places)
+            there = known & (position_there >= first) & (position_there - first < length)
+            hl.store(v8, [v_at], v_tile, extra_mask=there.unsqueeze(0))
 
-        # The page that begins in this tile, if one does.
-        begun = torch.amax(torch.where(stored & (slot == 0), block, -1), 0)
-        if begun >= 0:
+        # The page that begins in this tile, if one does that new keys do not fill.
+        keys_there = first + length - begin
+        if known & (first_slot == 0) & begins & (begin - first < length) & (keys_there < spec.bn):
             # [bn]
             place = hl.arange(spec.bn)
-            keys_there = first + length - begin
-            cleared = (begun * spec.d_v_pad + channels).unsqueeze(1) * spec.bn + place.unsqueeze(0)
+            cleared = (block * spec.d_v_pad + channels).unsqueeze(1) * spec.bn + place.unsqueeze(0)
             no_value = hl.zeros([spec.d_v_pad, spec.bn], dtype=v8.dtype)
             hl.store(v8, [cleared], no_value, extra_mask=(key_stored_at(place) >= keys_there).unsqueeze(0))
             bases = hl.zeros([spec.bn], dtype=torch.float32)
-            hl.store(k_descale, [begun * spec.bn + place], bases + k_base, extra_mask=place >= keys_there)
-            hl.store(v_descale, [begun * spec.bn + place], bases + v_base, extra_mask=place >= keys_there)
+            hl.store(k_descale, [block * spec.bn + place], bases + k_base, extra_mask=place >= keys_there)
+            hl.store(v_descale, [block * spec.bn + place], bases + v_base, extra_mask=place >= keys_there)
 
 
 @functools.cache
@@ -271,7 +292,7 @@ def launch(a: AppendProblem) -> None:
     """Store keys and values at positions `cache_seqlens[b]` and up."""
     (H_kv, L, D), cache = a.k.shape[1:], a.cache
     num_pages, _, bn, D_pad = cache.k8.shape
-    assert bn >= APPENDED_KEYS, "two pages would begin in a tile"
+    keys = keys_of_program(L, bn, max(D_pad, cache.v8.size(2)))
     unit = common_unit(a.k, a.v)
     k, v = strided_rows(a.k, unit), strided_rows(a.v, unit)
     rope = rope_tables(a.rope, D_pad, a.k.new_empty(1, dtype=torch.float32))
@@ -290,7 +311,7 @@ def launch(a: AppendProblem) -> None:
             "num_pages": num_pages,
             "max_pages": a.block_table.size(1),
             "kv_heads": H_kv,
-            "tiles": (L + 2 * APPENDED_KEYS - 2) // APPENDED_KEYS,
+            "tiles": (L + 2 * keys - 2) // keys,
             "length": L,
             "k_b_step": k.b_step,
             "k_h_step": k.h_step,
@@ -300,7 +321,7 @@ def launch(a: AppendProblem) -> None:
             "v_s_step": v.s_step,
             "table_rows": rope.table_rows,
             "spec": AppendSpec(
-                keys=APPENDED_KEYS,
+                keys=keys,
                 k_d_step=k.d_step,
                 v_d_step=v.d_step,
                 unit=unit,

@@ -475,12 +475,12 @@ def compile_decode(
     return compile_for_sm90(launch)
 
 
-def compile_append(D: int, dtype: torch.dtype, interleaved: bool | None = None) -> Sm90Kernel:
-    """The kernel of `append_kvcache` for one new key a sequence; with RoPE if `interleaved` is not None."""
+def compile_append(D: int, dtype: torch.dtype, interleaved: bool | None = None, L: int = 1) -> Sm90Kernel:
+    """The kernel of `append_kvcache` for `L` new keys a sequence; with RoPE if `interleaved` is not None."""
 
     def launch() -> None:
         table, seqlens = fake_cuda(64, 32, dtype=torch.int32), fake_cuda(64, dtype=torch.int32)
-        k, v = (fake_cuda(64, 8, 1, D, dtype=dtype) for _ in range(2))
+        k, v = (fake_cuda(64, 8, L, D, dtype=dtype) for _ in range(2))
         rope = None if interleaved is None else ha.Rope(fake_cuda(4096, D // 2), fake_cuda(4096, D // 2), interleaved)
         with launching():
             ha.append_kvcache(fake_cache(2048, 8, D, D), k, v, table, seqlens, rope=rope)

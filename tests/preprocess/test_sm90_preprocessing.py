@@ -14,6 +14,7 @@ from helion_attn.configs import MASK_BLOCK, SUPPORTED_D
 from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.ops import varlen
 from helion_attn.preprocess import block_means, mask_bits, mask_lists, pack_kv, pack_q, recentre, sample
+from helion_attn.preprocess.append import PROMPT_NUMBERS
 from helion_attn.problem import BlockMeansProblem, MaskBitsProblem, MaskListsProblem
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import Layout
@@ -236,6 +237,25 @@ def test_appending(D: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_appending_with_rope(interleaved: bool) -> None:
     assert_sound(compile_append(128, torch.bfloat16, interleaved))
+
+
+#: (D, dtype, interleaved or None for no RoPE).
+PROMPTS = [
+    *((64, BF16, None), (128, BF16, None), (128, BF16, False), (128, BF16, True), (128, FP32, None), (256, BF16, None))
+]
+
+
+@pytest.mark.parametrize(("D", "dtype", "interleaved"), PROMPTS)
+def test_appending_a_prompt(D: int, dtype: torch.dtype, interleaved: bool | None) -> None:
+    """Loads of K and V are on their way at once, of three programs enough for the memory's bandwidth: 40 KB an SM."""
+    kernel = compile_append(D, dtype, interleaved, L=4096)
+    assert_sound(kernel)
+    # K's and V's 8192 bytes each. A byte at a time go V at the ends, and zeros to a page's end.
+    assert kernel.sass.count("STG.E.128") == 2 * PROMPT_NUMBERS // (16 * 128), "stores K or V narrowly"
+    before_stores, _, _ = kernel.sass.partition("STG")
+    loads = before_stores.count("LDG.E.128")
+    assert loads >= 2 * PROMPT_NUMBERS * dtype.itemsize // (16 * 128), "waits for K before it loads V"
+    assert kernel.ctas_per_sm >= 3
 
 
 @pytest.mark.parametrize(("N", "width"), [(4096, 16), (4100, 4)])
