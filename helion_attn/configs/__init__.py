@@ -17,6 +17,9 @@ ALL_8_BIT = (8, 8)
 #: Queries of a row block of a `BlockMask`, and keys of a key block.
 MASK_BLOCK = 128
 
+#: A TMA box has at most 256 elements a dimension.
+MAX_PIECE = 256
+
 #: Channels of a fresh product of P and V for which registers have room beside the sum of 256.
 MAX_FRESH_D = 128
 
@@ -218,6 +221,10 @@ def blocks_for(tokens: int, block: int, B: int) -> int:
     return tokens // block + B + 2
 
 
+#: The largest head dim of a KV cache, and what its pages pad those above 256 to.
+MAX_PAGE_D = 512
+
+
 @dataclass(frozen=True)
 class PagePacking:
     """How a page of a KV cache is packed: its keys, and the padded head dims."""
@@ -228,9 +235,13 @@ class PagePacking:
 
 
 def page_packing(D: int, D_v: int) -> PagePacking:
-    """For head dims of at most 256. A page is the key block that `fp8_attn_fwd` has for them.
+    """For head dims of at most `MAX_PAGE_D`. A page is the key block that the attention kernels have for them.
 
     V's channels are the M of a WGMMA there, which is 64.
     """
-    page_size = attention_tile_config(D, D_v, causal=True).bn
-    return PagePacking(page_size, padded_head_dim(D), max(64, padded_head_dim(D_v)))
+    D_pad, D_v_pad = (padded_head_dim(d) if d <= SUPPORTED_D[-1] else MAX_PAGE_D for d in (D, D_v))
+    if max(D_pad, D_v_pad) == MAX_PAGE_D:
+        page_size = large_tile_config(MAX_PAGE_D, MAX_PAGE_D, causal=True).bn
+    else:
+        page_size = attention_tile_config(D, D_v, causal=True).bn
+    return PagePacking(page_size, D_pad, max(64, D_v_pad))

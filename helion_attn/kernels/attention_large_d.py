@@ -27,7 +27,7 @@ from helion_attn.compiler.buffers import sm_count
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_config, hl
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
-from helion_attn.configs import MAX_FRESH_D, LargeTileConfig, largest_power_of_two, scheduling
+from helion_attn.configs import MAX_FRESH_D, MAX_PIECE, LargeTileConfig, largest_power_of_two, scheduling
 from helion_attn.kernels.lib.keys import keys_of_head
 from helion_attn.kernels.lib.masks import visible_keys
 from helion_attn.kernels.lib.rows import in_order, rows_of_block
@@ -45,9 +45,6 @@ from helion_attn.kernels.lib.steps import (
 )
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2, NO_KEY
 from helion_attn.problem import AttentionProblem, ScoreScales
-
-#: A TMA box has at most 256 elements a dimension.
-MAX_PIECE = 256
 
 
 def split_head_dim(d: int) -> list[tuple[int, int]]:

@@ -44,7 +44,7 @@ import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
-from helion_attn.configs import MAX_FRESH_D
+from helion_attn.configs import MAX_FRESH_D, MAX_PIECE
 from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, e4m3_of_half_lines, exp2, fma, in_new_registers
 from helion_attn.kernels.lib.keys import known_keys, page_of
 from helion_attn.kernels.lib.masks import visible_keys
@@ -72,7 +72,7 @@ from helion_attn.problem import DecodeProblem, ScoreScales
 
 #: Buffers for pages, and a thread's registers with up to 16 rows and with 32, by the largest padded head dim that they
 #: are for.
-STAGES_AND_REGISTERS = {64: (3, 128, 168), 128: (2, 168, 255), 256: (2, 255, 255)}
+STAGES_AND_REGISTERS = {64: (3, 128, 168), 128: (2, 168, 255), 256: (2, 255, 255), 512: (3, 255, 255)}
 
 
 def in_order_of_v(p8: torch.Tensor, bn: int, rows: int) -> torch.Tensor:
@@ -96,8 +96,8 @@ def p_of_half_line(
 
 def fp8_attn_decode(
     q: torch.Tensor,  # flat
-    k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad]
-    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn]
+    k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad], with `d_in_halves` [num_pages, H_kv, bn, 2, D_pad / 2]
+    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     block_table: torch.Tensor,  # [B * max_pages]
@@ -129,8 +129,8 @@ def fp8_attn_decode(
     torch._check(v8.size(1) <= 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
     bn = hl.specialize(k8.size(2))
-    d_pad = hl.specialize(k8.size(3))
-    d_v_pad = hl.specialize(v8.size(2))
+    d_tile = hl.specialize(k8.size(-1))
+    d_v_tile = hl.specialize(v8.size(2))
     d_out = hl.specialize(out.size(1))
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1), k_descale.stride(0), v_descale.stride(0)))
@@ -148,14 +148,23 @@ def fp8_attn_decode(
         head = h * group + r // m_len
         i = r % m_len
         # [rows, D_pad]
-        cols = hl.arange(d_pad)
+        cols = hl.arange(d_tile)
         row_offset = (b * q_b_step + head * q_h_step + i * q_s_step) * spec.unit
         keep = in_range.unsqueeze(1) & (cols < spec.d).unsqueeze(0)
         x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
+        largest_q = torch.amax(torch.abs(x), 1)
+        if spec.d_in_halves:
+            cols_high = d_tile + cols
+            keep = in_range.unsqueeze(1) & (cols_high < spec.d).unsqueeze(0)
+            at_high = row_offset.unsqueeze(1) + cols_high.unsqueeze(0) * spec.d_step
+            x_high = hl.load(q, [at_high], extra_mask=keep).to(torch.float32)
+            largest_q = torch.maximum(largest_q, torch.amax(torch.abs(x_high), 1))
         # [rows]
-        q_descale = to_descale(torch.amax(torch.abs(x), 1), spec.q_largest)
-        # [D_pad, rows]
+        q_descale = to_descale(largest_q, spec.q_largest)
+        # [D_pad, rows], or each half of it
         q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype).transpose(0, 1)
+        if spec.d_in_halves:
+            q_high = (x_high * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype).transpose(0, 1)
         q_scale_log2 = q_descale * scales.qk_scale
 
         n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
@@ -176,8 +185,10 @@ def fp8_attn_decode(
         m_run = m_i
         # Sums by a product are in 64 rows that are all the same, others reduced across lanes once, after the loops.
         l_i = hl.zeros([spec.sum_rows, spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
-        # [D_v_pad, rows]
-        acc = hl.zeros([d_v_pad, spec.rows], dtype=torch.float32)
+        # [D_v_pad, rows], or each half of it
+        acc = hl.zeros([d_v_tile, spec.rows], dtype=torch.float32)
+        if spec.in_halves:
+            acc_high = hl.zeros([d_v_tile, spec.rows], dtype=torch.float32)
         # A row that is NaN or infinite must not change its neighbours.
         known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
         largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
@@ -185,14 +196,24 @@ def fp8_attn_decode(
 
         for j in hl.grid(n_begin, n_end):
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
-            # [bn, D_pad] and [D_v_pad, bn]. Nothing stands between the loads, so they have one barrier.
-            k_tile = k8[page, h, :, :]
-            v_tile = v8[page, h, :, :]
+            # [bn, D_pad] and [D_v_pad, bn], or their halves. Nothing stands between the loads, so they have one barrier.
+            if spec.d_in_halves:
+                k_tile = k8[page, h, :, 0, :]
+                k_high = k8[page, h, :, 1, :]
+            else:
+                k_tile = k8[page, h, :, :]
+            if spec.in_halves:
+                v_tile = v8[page, h * 2, :, :]
+                v_high = v8[page, h * 2 + 1, :, :]
+            else:
+                v_tile = v8[page, h, :, :]
             # [bn, rows]
             if spec.half_scores:
                 s = dot_in_halves(k_tile, q_tile, spec.is_cuda)
             else:
                 s = hl.dot(k_tile, q_tile)
+            if spec.d_in_halves:
+                s = hl.dot(k_high, q_high, acc=s)
             first_slot = (page * int32(kv_heads) + int32(h)) * bn
             k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
             escapes = torch.maximum(escapes, escaped)
@@ -235,6 +256,8 @@ def fp8_attn_decode(
                 l_i = fma(l_i, alpha.unsqueeze(0), sums_of_page(p, bn, spec.rows) * v_inverse, spec.is_cuda)
                 p8 = in_order_of_v(p.to(torch.float8_e4m3fn), bn, spec.rows)
             acc = accumulate(acc, alpha, v_tile, p8, spec)
+            if spec.in_halves:
+                acc_high = accumulate(acc_high, alpha, v_high, p8, spec)
 
         if spec.half_scores:
             # [rows]: rows that have the keys of their pages' bases again, as slot 0's class.
@@ -263,7 +286,11 @@ def fp8_attn_decode(
                     )
                     if is_first > 0:
                         # [bn, rows]
-                        class_s = hl.dot(k8[page, h, :, :], q_tile)
+                        if spec.d_in_halves:
+                            class_s = hl.dot(k8[page, h, :, 0, :], q_tile)
+                            class_s = hl.dot(k8[page, h, :, 1, :], q_high, acc=class_s)
+                        else:
+                            class_s = hl.dot(k8[page, h, :, :], q_tile)
                         class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 0, class_spec)
                         class_key = (again * bn + hl.arange(bn)).to(torch.int32)
                         class_visible = visible_keys(class_key, diagonal + i, n_len, left, right, spec)
@@ -310,9 +337,14 @@ def fp8_attn_decode(
                                 spec.is_cuda,
                             )
                             class_p8 = class_p.to(torch.float8_e4m3fn)
-                        acc = accumulate(
-                            acc, class_alpha, v8[page, h, :, :], in_order_of_v(class_p8, bn, spec.rows), spec
-                        )
+                        if spec.in_halves:
+                            class_p8 = in_order_of_v(class_p8, bn, spec.rows)
+                            acc = accumulate(acc, class_alpha, v8[page, h * 2, :, :], class_p8, spec)
+                            acc_high = accumulate(acc_high, class_alpha, v8[page, h * 2 + 1, :, :], class_p8, spec)
+                        else:
+                            acc = accumulate(
+                                acc, class_alpha, v8[page, h, :, :], in_order_of_v(class_p8, bn, spec.rows), spec
+                            )
 
         # [rows]
         # Also since Helion looks for what masks a sum, and not through branches.
@@ -330,16 +362,21 @@ def fp8_attn_decode(
             sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
-        # [rows, D_v_pad]
+        # [rows, d_v_tile]
         o = acc.transpose(0, 1) * normaliser.unsqueeze(1)
         no_key = row_sum == 0.0
         if spec.has_sinks:
             no_key = no_key & (total == total)  # a sink that is NaN stays one
         o = torch.where(no_key.unsqueeze(1), 0.0, o)
-        out_cols = hl.arange(d_v_pad)
+        out_cols = hl.arange(d_v_tile)
         out_rows = split * total_rows + b * kv_heads * group * m_len + head * out_head_step + i * out_row_step
         stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
         hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
+        if spec.in_halves:
+            o = torch.where(no_key.unsqueeze(1), 0.0, acc_high.transpose(0, 1) * normaliser.unsqueeze(1))
+            out_cols = d_v_tile + out_cols
+            stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
+            hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
         lse_rows = split * total_rows + bh * group * m_len + r
         hl.store(lse, [lse_rows], (m_i + torch.log2(total)) * LN2, extra_mask=in_range)
 
@@ -366,6 +403,6 @@ def kernel(is_cuda: bool, D_pad: int, rows: int) -> Runner:
 
 def launch(a: DecodeProblem, rows: int, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`; `rows` are those of a program's tile, and the rest is as in `launch_paged`."""
-    launch_paged(
-        kernel(a.q.is_cuda, max(a.cache.k8.size(3), a.cache.v8.size(2)), rows), a, rows, False, splits, out, lse
-    )
+    D_pad, D_v_pad = a.cache.k8.size(3), a.cache.v8.size(2)
+    runner = kernel(a.q.is_cuda, max(D_pad, D_v_pad), rows)
+    launch_paged(runner, a, rows, D_v_pad > MAX_PIECE, 1, splits, out, lse)

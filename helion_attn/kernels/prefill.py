@@ -24,7 +24,7 @@ import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
-from helion_attn.configs import MAX_FRESH_D
+from helion_attn.configs import MAX_FRESH_D, MAX_PIECE
 from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, exp2, fma, in_new_registers
 from helion_attn.kernels.lib.keys import known_keys, page_at_hand, page_of, page_of_entry
 from helion_attn.kernels.lib.masks import visible_keys
@@ -74,6 +74,7 @@ TILES = {
     64: PrefillTile(bm=64, num_warps=4, num_stages=3, ctas_per_sm=3, max_registers=168),
     128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=3, max_registers=168),
     256: PrefillTile(bm=128, num_warps=8, num_stages=2, ctas_per_sm=1, max_registers=255),
+    512: PrefillTile(bm=128, num_warps=8, num_stages=3, ctas_per_sm=1, max_registers=255),
 }
 
 
@@ -84,8 +85,8 @@ def prefill_tile(D_pad: int, D_v_pad: int) -> PrefillTile:
 
 def fp8_attn_prefill(
     q: torch.Tensor,  # flat
-    k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad]
-    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
+    k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad], with `d_in_halves` [num_pages, H_kv, bn, 2, D_pad / 2]
+    v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with n pieces [num_pages, H_kv * n, D_v_pad / n, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     block_table: torch.Tensor,  # [B * max_pages]
@@ -117,7 +118,7 @@ def fp8_attn_prefill(
     torch._check(v8.size(1) <= 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
     bn = hl.specialize(k8.size(2))
-    d_pad = hl.specialize(k8.size(3))
+    d_tile = hl.specialize(k8.size(-1))
     d_v_tile = hl.specialize(v8.size(2))
     d_out = hl.specialize(out.size(1))
     # Known strides keep loads and stores 16 bytes wide.
@@ -127,25 +128,37 @@ def fp8_attn_prefill(
     rows_of_group = group * m_len
     total_rows = B * kv_heads * rows_of_group
     # Tiles that read the same pages are neighbours, those of the last queries first.
-    for split, bh, from_end in hl.grid([splits, B * kv_heads, m_tiles]):
+    for split, bh, from_end in hl.grid([splits, B * kv_heads, m_tiles * spec.v_parts]):
         b = bh // kv_heads
         h = bh % kv_heads
-        first_row = (m_tiles - 1 - from_end) * spec.rows
+        # Where the program's part of V lies; those of a tile are neighbours, and read the same K.
+        tile_from_end = from_end // spec.v_parts
+        h_v = h * spec.v_parts + from_end % spec.v_parts
+        first_row = (m_tiles - 1 - tile_from_end) * spec.rows
         # [bm]
         r = int32(first_row) + hl.arange(spec.rows, dtype=torch.int32)
         in_range = r < rows_of_group
         query = quotient(r, int32(group))
         head = h * group + r - query * int32(group)
         # [bm, D_pad]
-        cols = hl.arange(d_pad)
+        cols = hl.arange(d_tile)
         row_offset = (b * q_b_step + head * q_h_step + query * q_s_step) * spec.unit
         keep = in_range.unsqueeze(1) & (cols < spec.d).unsqueeze(0)
         x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
+        largest_q = torch.amax(torch.abs(x), 1)
+        if spec.d_in_halves:
+            cols_high = d_tile + cols
+            keep = in_range.unsqueeze(1) & (cols_high < spec.d).unsqueeze(0)
+            at_high = row_offset.unsqueeze(1) + cols_high.unsqueeze(0) * spec.d_step
+            x_high = hl.load(q, [at_high], extra_mask=keep).to(torch.float32)
+            largest_q = torch.maximum(largest_q, torch.amax(torch.abs(x_high), 1))
         # [bm]
-        q_descale = to_descale(torch.amax(torch.abs(x), 1), spec.q_largest)
+        q_descale = to_descale(largest_q, spec.q_largest)
         q_scale_log2 = q_descale * scales.qk_scale
-        # [bm, D_pad]
+        # [bm, D_pad], or each half of it
         q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype)
+        if spec.d_in_halves:
+            q_high = (x_high * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype)
 
         n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
         # Query i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
@@ -170,7 +183,7 @@ def fp8_attn_prefill(
         m_run = m_i
         # Sums in P V's product are whole; others are reduced across lanes once, after the loops.
         l_i = hl.zeros([spec.rows] if spec.p_bits else [4, 4, spec.rows], dtype=torch.float32)
-        # [bm, D_v_pad], or each half of it
+        # [bm, d_v_tile]: the program's channels, or each half of them
         acc = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
         if spec.in_halves:
             acc_high = hl.zeros([spec.rows, d_v_tile], dtype=torch.float32)
@@ -186,18 +199,24 @@ def fp8_attn_prefill(
             page_again, known_page = page_at_hand(entry, num_pages)
             # Loaded in the iteration that uses it, it would be waited for.
             entry = hl.load(block_table, [first_entry + least(run_end - 1, int32(j + 1))])
-            # [bn, D_pad] and [d_v_tile, bn]
-            k_page = k8[page, h, :, :]
-            if spec.in_halves:
-                v_page = v8[page, h * 2, :, :]
-                v_high = v8[page, h * 2 + 1, :, :]
+            # [bn, D_pad], or its halves, and [d_v_tile, bn]
+            if spec.d_in_halves:
+                k_page = k8[page, h, :, 0, :]
+                k_high = k8[page, h, :, 1, :]
             else:
-                v_page = v8[page, h, :, :]
+                k_page = k8[page, h, :, :]
+            if spec.in_halves:
+                v_page = v8[page, h_v * 2, :, :]
+                v_high = v8[page, h_v * 2 + 1, :, :]
+            else:
+                v_page = v8[page, h_v, :, :]
             # [bm, bn]
             if spec.half_scores:
                 s = scores(q_tile, k_page.transpose(0, 1), spec.rows, bn, True, spec.is_cuda)
             else:
                 s = hl.dot(q_tile, k_page.transpose(0, 1))
+            if spec.d_in_halves:
+                s = hl.dot(q_high, k_high.transpose(0, 1), acc=s)
             # Meanwhile.
             first_slot = (page_again * int32(kv_heads) + int32(h)) * bn
             k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
@@ -275,7 +294,11 @@ def fp8_attn_prefill(
                     )
                     if is_first > 0:
                         # [bm, bn]
-                        class_s = hl.dot(q_tile, k8[page, h, :, :].transpose(0, 1))
+                        if spec.d_in_halves:
+                            class_s = hl.dot(q_tile, k8[page, h, :, 0, :].transpose(0, 1))
+                            class_s = hl.dot(q_high, k8[page, h, :, 1, :].transpose(0, 1), acc=class_s)
+                        else:
+                            class_s = hl.dot(q_tile, k8[page, h, :, :].transpose(0, 1))
                         class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 1, class_spec)
                         class_key = int32(i * bn) + hl.arange(bn, dtype=torch.int32)
                         class_visible = visible_keys(class_key, on_diagonal, n_len, int32(left), int32(right), spec)
@@ -320,18 +343,18 @@ def fp8_attn_prefill(
                             class_p8 = interleave_keys(class_p.to(torch.float8_e4m3fn), spec.rows, bn)
                         if spec.in_halves:
                             acc = accumulate(
-                                acc, class_alpha.unsqueeze(1), class_p8, v8[page, h * 2, :, :].transpose(0, 1), spec
+                                acc, class_alpha.unsqueeze(1), class_p8, v8[page, h_v * 2, :, :].transpose(0, 1), spec
                             )
                             acc_high = accumulate(
                                 acc_high,
                                 class_alpha.unsqueeze(1),
                                 class_p8,
-                                v8[page, h * 2 + 1, :, :].transpose(0, 1),
+                                v8[page, h_v * 2 + 1, :, :].transpose(0, 1),
                                 spec,
                             )
                         else:
                             acc = accumulate(
-                                acc, class_alpha.unsqueeze(1), class_p8, v8[page, h, :, :].transpose(0, 1), spec
+                                acc, class_alpha.unsqueeze(1), class_p8, v8[page, h_v, :, :].transpose(0, 1), spec
                             )
             acc = in_new_registers(acc, spec.is_cuda)
             if spec.in_halves:
@@ -361,7 +384,7 @@ def fp8_attn_prefill(
         hl.store(lse, [lse_rows], (m_i + torch.log2(total)) * LN2, extra_mask=in_range)
         out_rows = first_of_split + head * out_head_step + query * out_row_step
         # [bm, d_v_tile]
-        channels = hl.arange(d_v_tile)
+        channels = from_end % spec.v_parts * (d_v_tile * (1 + spec.in_halves)) + hl.arange(d_v_tile)
         o = torch.where(no_key.unsqueeze(1), 0.0, acc * normaliser.unsqueeze(1))
         stored = in_range.unsqueeze(1) & (channels < d_out).unsqueeze(0)
         hl.store(out, [out_rows, channels], o.to(out.dtype), extra_mask=stored)
@@ -394,5 +417,5 @@ def launch(a: DecodeProblem, splits: int, out: torch.Tensor, lse: torch.Tensor) 
     """Write `out` and `lse`; the arguments are those of `launch_paged`."""
     v8 = a.cache.v8
     tile = prefill_tile(a.cache.k8.size(3), v8.size(2))
-    in_halves = v8.size(2) > MAX_FRESH_D
-    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, in_halves, splits, out, lse)
+    in_halves, v_parts = v8.size(2) > MAX_FRESH_D, -(-v8.size(2) // MAX_PIECE)
+    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, in_halves, v_parts, splits, out, lse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from helion_attn.configs import SUPPORTED_D, page_packing
+from helion_attn.configs import MAX_PAGE_D, page_packing
 from helion_attn.debugging import debugging
 from helion_attn.types import PagedKVCache, Rope, Scores
 from helion_attn.validate.dense import (
@@ -24,16 +24,13 @@ from helion_attn.validate.dense import (
 )
 from helion_attn.validate.values import check_cache_values, note_append
 
-#: The largest head dim of a KV cache.
-MAX_PAGE_D = SUPPORTED_D[-1]
-
 #: What messages call the fields of a cache and its block table.
 CACHE_NAMES = {name: f"cache.{name}" for name in ("k8", "v8", "k_descale", "v_descale", "D", "D_v")}
 CACHE_NAMES["block_table"] = "block_table"
 
 
 def check_page_head_dim(name: str, D: int) -> None:
-    """16..256."""
+    """16..512."""
     if type(D) is not int:
         raise TypeError(f"{name} is a {type(D).__name__}; it must be an int")
     if not MIN_D <= D <= MAX_PAGE_D:
@@ -95,7 +92,7 @@ def check_page_tables(
         if x.dim() != ndim or x.size(0) != B or x.numel() == 0:
             shape = f"({B}, pages of a sequence)" if ndim == 2 else f"({B},)"
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}")
-    # Positions are 32-bit in the kernels, and a page has 128.
+    # Positions are 32-bit in the kernels, and a page has up to 128.
     check_count(f"the width of {table_name}", block_table.size(1), MAX_COUNT - 1)
 
 

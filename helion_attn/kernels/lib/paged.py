@@ -12,6 +12,7 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.compiler.kernels import Runner
+from helion_attn.configs import MAX_PIECE
 from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, minimum, tanh
 from helion_attn.kernels.lib.keys import run_of_key_blocks
 from helion_attn.kernels.lib.references import own_references
@@ -64,8 +65,10 @@ def bases_of_page(
     memory that someone would have to keep.
     """
     if is_cuda:
-        assert bn == 4 * 32, "a lane has four keys"
         like = hl.full([], 1.0, dtype=torch.float32), hl.full([], 1.0, dtype=torch.float32), int32(0)
+        if bn == 64:
+            return hl.inline_triton(BASES_OF_PAGE_OF_64, args=(k_descale, v_descale, first), output_like=like)
+        assert bn == 4 * 32, "a lane has four keys"
         return hl.inline_triton(BASES_OF_PAGE, args=(k_descale, v_descale, first), output_like=like)
     at = first + hl.arange(bn)
     k, v = hl.load(k_descale, [at]), hl.load(v_descale, [at])
@@ -110,6 +113,9 @@ BASES_OF_PAGE = """tl.inline_asm_elementwise(
     pack=1,
 )"""
 
+#: The same of a page of 64 keys, where two lanes look at the same four.
+BASES_OF_PAGE_OF_64 = BASES_OF_PAGE.replace("%laneid;", "%laneid;\n    and.b32 lane, lane, 15;")
+
 
 def class_of_slot(
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
@@ -127,11 +133,10 @@ def class_of_slot(
     """
     if is_cuda:
         one, none = hl.full([], 1.0, dtype=torch.float32), int32(0)
-        return hl.inline_triton(
-            CLASS_OF_SLOT,
-            args=(k_descale, v_descale, first, slot),
-            output_like=(none, one, one, none, none, none, none),
-        )
+        like = none, one, one, none, none, none, none
+        if bn == 64:
+            return hl.inline_triton(CLASS_OF_SLOT_OF_64, args=(k_descale, v_descale, first, slot), output_like=like)
+        return hl.inline_triton(CLASS_OF_SLOT, args=(k_descale, v_descale, first, slot), output_like=like)
     at = first + hl.arange(bn)
     k, v = hl.load(k_descale, [at]), hl.load(v_descale, [at])
     same = (k.view(torch.int32) == k[slot].view(torch.int32)) & (v.view(torch.int32) == v[slot].view(torch.int32))
@@ -203,6 +208,9 @@ CLASS_OF_SLOT = """tl.inline_asm_elementwise(
     pack=1,
 )"""
 
+#: The same of a page of 64 keys, whose words come twice.
+CLASS_OF_SLOT_OF_64 = CLASS_OF_SLOT.replace(" + 256]", "]").replace(" + 384]", " + 128]")
+
 
 def keys_of_class(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, bn: hl.constexpr, is_cuda: hl.constexpr
@@ -244,7 +252,7 @@ def bases_are_wide(
     spec: PagedSpec,
 ) -> torch.Tensor:
     """1 if some score may pass `MAX_PAGE_SCORE_LOG2`, 0 if none does."""
-    largest = largest_q_scale_log2 * k_base * MAX_E4M3_SCORE
+    largest = largest_q_scale_log2 * k_base * (MAX_E4M3_SCORE * (1 + spec.d_in_halves))
     if spec.has_softcap:
         largest = hl.full([], scales.tanh_scale, dtype=torch.float32)
     # Not "large", since a NaN is not within.
@@ -405,6 +413,7 @@ def launch_paged(
     a: DecodeProblem,
     tile_rows: int,
     in_halves: bool,
+    v_parts: int,
     splits: int,
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -416,12 +425,14 @@ def launch_paged(
         a: the operation's arguments.
         tile_rows: query rows of a tile.
         in_halves: whether P V is two products.
+        v_parts: parts of V's channels, a program each.
         splits: runs of pages, a program each.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `a.bshd`; bf16, fp16 or fp32.
         lse: fp32 [B, H, M], natural log.
     """
     (B, H, M, D), (H_kv, page_size), max_pages = a.q.shape, a.cache.k8.shape[1:3], a.block_table.size(1)
-    unit, v8 = common_unit(a.q), a.cache.v8
+    unit, k8, v8 = common_unit(a.q), a.cache.k8, a.cache.v8
+    d_in_halves, v_pieces = k8.size(3) > MAX_PIECE, v_parts * (1 + in_halves)
     q = strided_rows(a.q, unit)
     in_parts = splits > 1
     D_v = out.size(3)
@@ -429,12 +440,14 @@ def launch_paged(
     parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
     swapped = a.bshd and not in_parts
-    larger_d = max(a.cache.k8.size(3), v8.size(2))
+    larger_d = max(k8.size(3), v8.size(2))
     p_bits, half = takes_bits(v8.dtype, larger_d), takes_half_scores(larger_d, a.softmax.softcap is not None)
     spec = PagedSpec(
         rows=tile_rows,
         bn_log2=page_size.bit_length() - 1,
         in_halves=in_halves,
+        d_in_halves=d_in_halves,
+        v_parts=v_parts,
         in_runs=in_parts,
         d=D,
         d_step=q.d_step,
@@ -452,8 +465,8 @@ def launch_paged(
     kernel.run(
         {
             "q": q.flat,
-            "k8": a.cache.k8,
-            "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if in_halves else v8,
+            "k8": k8.view(*k8.shape[:3], 2, MAX_PIECE) if d_in_halves else k8,
+            "v8": v8.view(v8.size(0), -1, v8.size(2) // v_pieces, v8.size(3)) if v_pieces > 1 else v8,
             "k_descale": a.cache.k_descale.view(-1),
             "v_descale": a.cache.v_descale.view(-1),
             "block_table": a.block_table.view(-1),

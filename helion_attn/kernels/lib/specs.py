@@ -179,7 +179,9 @@ class PagedSpec(NamedTuple):
     Attributes:
         rows: query rows of a tile.
         bn_log2: two to it are the keys of a page.
-        in_halves: P V is two products, of half of V's channels each; in `fp8_attn_prefill` alone.
+        in_halves: P V is two products, of half of a program's channels each.
+        d_in_halves: Q and K have two pieces, of half of their channels each.
+        v_parts: parts of V's channels, a program each; 1 in `fp8_attn_decode`.
         in_runs: the pages of a query are split over programs.
         d: head dim of Q.
         d_step: from a channel of Q to the next.
@@ -195,6 +197,8 @@ class PagedSpec(NamedTuple):
     rows: int
     bn_log2: int
     in_halves: bool
+    d_in_halves: bool
+    v_parts: int
     in_runs: bool
     d: int
     d_step: int
