@@ -96,7 +96,7 @@ def p_of_half_line(
 
 def fp8_attn_decode(
     q: torch.Tensor,  # flat
-    k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad], with `d_in_halves` [num_pages, H_kv, bn, 2, D_pad / 2]
+    k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad], with `d_in_halves` [num_pages, H_kv, 2, bn, D_pad / 2]
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
@@ -128,7 +128,7 @@ def fp8_attn_decode(
     torch._check(v8.size(0) <= 2**24)
     torch._check(v8.size(1) <= 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
-    bn = hl.specialize(k8.size(2))
+    bn = hl.specialize(k8.size(-2))
     d_tile = hl.specialize(k8.size(-1))
     d_v_tile = hl.specialize(v8.size(2))
     d_out = hl.specialize(out.size(1))
@@ -198,8 +198,8 @@ def fp8_attn_decode(
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
             # [bn, D_pad] and [D_v_pad, bn], or their halves. Nothing stands between the loads, so they have one barrier.
             if spec.d_in_halves:
-                k_tile = k8[page, h, :, 0, :]
-                k_high = k8[page, h, :, 1, :]
+                k_tile = k8[page, h, 0, :, :]
+                k_high = k8[page, h, 1, :, :]
             else:
                 k_tile = k8[page, h, :, :]
             if spec.in_halves:
@@ -287,8 +287,8 @@ def fp8_attn_decode(
                     if is_first > 0:
                         # [bn, rows]
                         if spec.d_in_halves:
-                            class_s = hl.dot(k8[page, h, :, 0, :], q_tile)
-                            class_s = hl.dot(k8[page, h, :, 1, :], q_high, acc=class_s)
+                            class_s = hl.dot(k8[page, h, 0, :, :], q_tile)
+                            class_s = hl.dot(k8[page, h, 1, :, :], q_high, acc=class_s)
                         else:
                             class_s = hl.dot(k8[page, h, :, :], q_tile)
                         class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 0, class_spec)

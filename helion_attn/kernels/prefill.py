@@ -85,7 +85,7 @@ def prefill_tile(D_pad: int, D_v_pad: int) -> PrefillTile:
 
 def fp8_attn_prefill(
     q: torch.Tensor,  # flat
-    k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad], with `d_in_halves` [num_pages, H_kv, bn, 2, D_pad / 2]
+    k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad], with `d_in_halves` [num_pages, H_kv, 2, bn, D_pad / 2]
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with n pieces [num_pages, H_kv * n, D_v_pad / n, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
@@ -117,7 +117,7 @@ def fp8_attn_prefill(
     torch._check(v8.size(0) <= 2**24)
     torch._check(v8.size(1) <= 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
-    bn = hl.specialize(k8.size(2))
+    bn = hl.specialize(k8.size(-2))
     d_tile = hl.specialize(k8.size(-1))
     d_v_tile = hl.specialize(v8.size(2))
     d_out = hl.specialize(out.size(1))
@@ -201,8 +201,8 @@ def fp8_attn_prefill(
             entry = hl.load(block_table, [first_entry + least(run_end - 1, int32(j + 1))])
             # [bn, D_pad], or its halves, and [d_v_tile, bn]
             if spec.d_in_halves:
-                k_page = k8[page, h, :, 0, :]
-                k_high = k8[page, h, :, 1, :]
+                k_page = k8[page, h, 0, :, :]
+                k_high = k8[page, h, 1, :, :]
             else:
                 k_page = k8[page, h, :, :]
             if spec.in_halves:
@@ -295,8 +295,8 @@ def fp8_attn_prefill(
                     if is_first > 0:
                         # [bm, bn]
                         if spec.d_in_halves:
-                            class_s = hl.dot(q_tile, k8[page, h, :, 0, :].transpose(0, 1))
-                            class_s = hl.dot(q_high, k8[page, h, :, 1, :].transpose(0, 1), acc=class_s)
+                            class_s = hl.dot(q_tile, k8[page, h, 0, :, :].transpose(0, 1))
+                            class_s = hl.dot(q_high, k8[page, h, 1, :, :].transpose(0, 1), acc=class_s)
                         else:
                             class_s = hl.dot(q_tile, k8[page, h, :, :].transpose(0, 1))
                         class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 1, class_spec)

@@ -465,7 +465,7 @@ def launch_paged(
     kernel.run(
         {
             "q": q.flat,
-            "k8": k8.view(*k8.shape[:3], 2, MAX_PIECE) if d_in_halves else k8,
+            "k8": k8.view(*k8.shape[:3], 2, MAX_PIECE).transpose(2, 3) if d_in_halves else k8,
             "v8": v8.view(v8.size(0), -1, v8.size(2) // v_pieces, v8.size(3)) if v_pieces > 1 else v8,
             "k_descale": a.cache.k_descale.view(-1),
             "v_descale": a.cache.v_descale.view(-1),
