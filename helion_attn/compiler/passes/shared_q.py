@@ -41,7 +41,7 @@ _FIRST_OPERAND = r"-> (tensor<[^#]*#ttg\.dot_op<\{opIdx = 0, parent = #\w+, kWid
 
 @over_loop(NAME)
 def with_shared_q(loop: Loop) -> tuple[list[str], str]:
-    """Have the products of a tile that is stored before a loop read it from shared memory."""
+    """Have the products of tiles that are stored before a loop read them from shared memory."""
     lines = loop.lines
     stored = {defined(lines[i]): i for i in find(lines, "ttg.local_alloc %")}
     loads = [
@@ -51,8 +51,18 @@ def with_shared_q(loop: Loop) -> tuple[list[str], str]:
     ]
     if not loads:
         raise Refused(COPIED)
-    tile = only(sorted({operands(lines[i])[0] for i in loads}), "tiles that products read")
-    at = stored[tile]
+    # One, or a piece of Q each.
+    tiles = {operands(lines[i])[0] for i in loads}
+    for tile in tiles:
+        _share(lines, tile, stored[tile], [i for i in loads if operands(lines[i])[0] == tile])
+    last = max(stored[tile] for tile in tiles)
+    fence = f"{indentation(lines[last])}{FENCE}{{bCluster = false}}"
+    rest = [line for i, line in enumerate(lines) if i > last and i not in loads]
+    return [*lines[: last + 1], fence, *rest], "products read Q from shared memory"
+
+
+def _share(lines: list[str], tile: str, at: int, loads: list[int]) -> None:
+    """Have the products of what `loads` load of one tile read it from where it lies."""
     (old_type,) = matched(lines[at], r"-> (!ttg\.memdesc<.*#smem>)")
     layouts = set()
     for load in loads:
@@ -70,9 +80,6 @@ def with_shared_q(loop: Loop) -> tuple[list[str], str]:
     new_type = re.sub(r", #\w+, #smem", f", {layout}, #smem", old_type)
     for i in (at, *uses(lines, tile)):
         lines[i] = lines[i].replace(old_type, new_type)
-    fence = f"{indentation(lines[at])}{FENCE}{{bCluster = false}}"
-    rest = [line for i, line in enumerate(lines) if i > at and i not in loads]
-    return [*lines[: at + 1], fence, *rest], "products read Q from shared memory"
 
 
 def with_keys_on_their_way(text: str) -> str:
