@@ -72,7 +72,7 @@ from helion_attn.problem import DecodeProblem, ScoreScales
 
 #: Buffers for pages, and a thread's registers with up to 16 rows and with 32, by the largest padded head dim that they
 #: are for.
-STAGES_AND_REGISTERS = {64: (3, 128, 168), 128: (2, 168, 255), 256: (2, 255, 255), 512: (3, 255, 255)}
+STAGES_AND_REGISTERS = {64: (3, 128, 168), 128: (2, 168, 255), 256: (2, 255, 255), 512: (2, 255, 255)}
 
 
 def in_order_of_v(p8: torch.Tensor, bn: int, rows: int) -> torch.Tensor:
@@ -125,6 +125,7 @@ def fp8_attn_decode(
     # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
     torch._check(k8.size(0) <= 2**24)
     torch._check(k8.size(1) <= 2**24)
+    torch._check(k8.size(2) <= 2**24)
     torch._check(v8.size(0) <= 2**24)
     torch._check(v8.size(1) <= 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)

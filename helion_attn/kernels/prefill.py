@@ -114,6 +114,7 @@ def fp8_attn_prefill(
     # A pool of more than 2**31 elements is read by descriptors only if its dimensions are known to fit 32 bits.
     torch._check(k8.size(0) <= 2**24)
     torch._check(k8.size(1) <= 2**24)
+    torch._check(k8.size(2) <= 2**24)
     torch._check(v8.size(0) <= 2**24)
     torch._check(v8.size(1) <= 2**24)
     num_pages, kv_heads, B = k8.size(0), k8.size(1), cache_seqlens.size(0)
