@@ -36,8 +36,8 @@ def paged_kv_cache(
     Args:
         num_pages: of the pool that all sequences share.
         H_kv: KV heads.
-        D: head dim of Q and K; 16..256.
-        D_v: head dim of V; 16..256; D by default.
+        D: head dim of Q and K; 16..512.
+        D_v: head dim of V; 16..512; D by default.
         device: PyTorch's default device by default.
 
     Raises:

@@ -138,7 +138,7 @@ K_AMAX_IN_BASE = 3.5
 #: Bases of a KV cache's pages lie in 2**-60..2**60 of K. Its descales have a finite reciprocal, and fit all of fp32.
 MAX_K_BASE_LOG2, MIN_K_DESCALE_LOG2, MAX_K_DESCALE_LOG2 = 60, -126, 120
 
-#: The largest score of e4m3 numbers in a KV cache, and up to where one FMA takes scores in base 2 to P: there, an
+#: The largest score of 256 e4m3 numbers in a KV cache, and up to where one FMA takes scores in base 2 to P: there, an
 #: offset in e4m3's steps is rounded by 1, and the largest P has 6 to spare.
 MAX_E4M3_SCORE, MAX_PAGE_SCORE_LOG2 = E4M3_MAX**2 * 256, 2.0**21
 

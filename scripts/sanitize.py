@@ -313,6 +313,8 @@ CASES: dict[str, Callable[[str], None]] = {
     "kv_cache_prefill_d64": Decode(64, 1, queries=40),
     "kv_cache_prefill_masked": Decode(128, 2, {"window": (140, -1), "softcap": 5.0}, has_sinks=True, queries=40),
     "kv_cache_prefill_d256": Decode(256, 1, queries=70),
+    "kv_cache_d512": Decode(512, 2, keys=140),
+    "kv_cache_prefill_d512": Decode(512, 1, keys=140, queries=70),
     "pack": pack,
     "stages": stages,
 }

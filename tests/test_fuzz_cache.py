@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import helion_attn as ha
+from helion_attn.configs import MAX_PAGE_D
 from helion_attn.reference.kv_cache import v_descales
 from helion_attn.testing import INPUT_KINDS
 from helion_attn.types import Layout
@@ -80,7 +81,7 @@ class Specialisation:
 
 def specialisations(count: int) -> list[Specialisation]:
     """At random, the same every time."""
-    rng = random.Random(0)
+    rng, large = random.Random(0), random.Random(1)
     drawn = []
     for i in range(count):
         D = draw_head_dim(rng)
@@ -93,6 +94,8 @@ def specialisations(count: int) -> list[Specialisation]:
         rotation: Rotation | None = draw_rotation(rng, D, [None])
         if layouts == "strided_d" or i % 2:
             rotation = None
+        if i % 8 == 7:
+            D, D_v = (large.choice([MAX_PAGE_D, 4 * large.randint(65, MAX_PAGE_D // 4)]) for _ in range(2))
         flags = (left, right, softcap, sinks, i % 3 == 1)
         drawn.append(Specialisation(D, D_v, dtype, out_dtype, layouts, *flags, rotation))
     return drawn
@@ -294,6 +297,6 @@ def test_specialisations_cover_every_choice() -> None:
     for name in ("has_left", "has_right", "has_softcap", "has_sinks", "has_splits"):
         assert {getattr(spec, name) for spec in SPECIALISATIONS} == {False, True}, name
     assert any(spec.D_v != spec.D for spec in SPECIALISATIONS)
-    for larger in (False, True):
-        assert any((spec.D > 128) == larger for spec in SPECIALISATIONS)
+    for least in (0, 128, 256):
+        assert any(least < spec.D <= (2 * least or 128) for spec in SPECIALISATIONS)
     assert_rotations_cover_every_choice([spec.rotation for spec in SPECIALISATIONS if spec.rotation is not None])

@@ -56,6 +56,10 @@ def test_the_format() -> None:
     assert cache.k_descale.shape == cache.v_descale.shape == (4, 2, 128)
     # V's channels are the M of a WGMMA.
     assert ha.paged_kv_cache(1, 1, 16).v8.shape == (1, 1, 64, 128)
+    # Above 256, as many bytes in half as many keys.
+    for D, D_v, padded in ((257, 512, (512, 512)), (512, 80, (512, 128)), (64, 300, (64, 512))):
+        cache = ha.paged_kv_cache(1, 1, D, D_v=D_v)
+        assert (cache.k8.shape, cache.v8.shape) == ((1, 1, 64, padded[0]), (1, 1, padded[1], 64))
 
 
 @pytest.mark.parametrize(
@@ -64,8 +68,8 @@ def test_the_format() -> None:
         ((0, 2, 32), ValueError, ["num_pages is 0", "1.."]),
         ((True, 2, 32), TypeError, ["num_pages is a bool"]),
         ((4, 2**25, 32), ValueError, ["H_kv is 33554432"]),
-        ((4, 2, 8), ValueError, ["D is 8", "16..256"]),
-        ((4, 2, 257), ValueError, ["D is 257", "16..256"]),
+        ((4, 2, 8), ValueError, ["D is 8", "16..512"]),
+        ((4, 2, 513), ValueError, ["D is 513", "16..512"]),
         ((4, 2, 64.0), TypeError, ["D is a float"]),
     ],
     ids=str,
@@ -75,8 +79,8 @@ def test_bad_sizes(arguments: tuple[Any, ...], error: type[Exception], parts: li
     with pytest.raises(error) as raised:
         make(*arguments)
     assert all(part in str(raised.value) for part in parts)
-    with pytest.raises(ValueError, match="D_v is 512"):
-        ha.paged_kv_cache(4, 2, 64, D_v=512)
+    with pytest.raises(ValueError, match="D_v is 576"):
+        ha.paged_kv_cache(4, 2, 64, D_v=576)
 
 
 FIELDS = ("k8", "v8", "k_descale", "v_descale")

@@ -132,7 +132,7 @@ def transformers_cache() -> Any:
 
     The model's forward passes raise NotImplementedError for padding at the end of sequences and for encoder-decoder
     models, TypeError for another attention, and what `helion_attn.append_kvcache` and `helion_attn.attention_kvcache`
-    raise, such as for head dims beyond 16..256.
+    raise, such as for head dims beyond 16..512.
 
     Example:
         ha.register_transformers()  # and a model with attn_implementation="helion_fp8"

@@ -30,6 +30,9 @@ Products are taken transposed, with keys or V's channels as the M of a WGMMA, of
 as its N, of which 16 is enough. So a tile of 16 rows costs a thread 16 scores a page, and what belongs to a key, its
 two descales, is 4 numbers a thread.
 
+Above head dim 256 K, Q and V come in pieces of 256 channels, and a page has half as many keys: two of them fit shared
+memory. All of V's channels stay in one program, since reading K twice would cost more than registers.
+
 A window moves the first page that is read and masks at its edges, and a sink joins the sum of the first run.
 
 What a page holds past the end of a sequence enters no result. Scores are masked. V is multiplied by p = 0 there, and

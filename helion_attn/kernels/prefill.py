@@ -13,6 +13,9 @@ with a causal mask the pages behind its last query are not read.
     acc = acc * alpha + (p v8)                                                   e4m3, two levels
 
 Keys with descales of their own are hidden here, and come in a loop behind this one, if there are any.
+
+Head dims above 256 are as in `fp8_attn_fwd_large_d`: channels of V are split over programs, each with all scores, and K
+and Q come in pieces of 256 channels.
 """
 
 from __future__ import annotations
@@ -83,6 +86,11 @@ def prefill_tile(D_pad: int, D_v_pad: int) -> PrefillTile:
     return next(tile for most, tile in TILES.items() if max(D_pad, D_v_pad) <= most)
 
 
+def parts_of_v(D_v_pad: int) -> int:
+    """Parts of V's channels, a program each: registers do not hold more than 256 channels."""
+    return -(-D_v_pad // MAX_PIECE)
+
+
 def fp8_attn_prefill(
     q: torch.Tensor,  # flat
     k8: torch.Tensor,  # [num_pages, H_kv, bn, D_pad], with `d_in_halves` [num_pages, H_kv, 2, bn, D_pad / 2]
@@ -132,7 +140,7 @@ def fp8_attn_prefill(
     for split, bh, from_end in hl.grid([splits, B * kv_heads, m_tiles * spec.v_parts]):
         b = bh // kv_heads
         h = bh % kv_heads
-        # Where the program's part of V lies; those of a tile are neighbours, and read the same K.
+        # A program has one part of V's channels. Those of a tile are neighbours, read the same K, and have the same lse.
         tile_from_end = from_end // spec.v_parts
         h_v = h * spec.v_parts + from_end % spec.v_parts
         first_row = (m_tiles - 1 - tile_from_end) * spec.rows
@@ -418,5 +426,5 @@ def launch(a: DecodeProblem, splits: int, out: torch.Tensor, lse: torch.Tensor) 
     """Write `out` and `lse`; the arguments are those of `launch_paged`."""
     v8 = a.cache.v8
     tile = prefill_tile(a.cache.k8.size(3), v8.size(2))
-    in_halves, v_parts = v8.size(2) > MAX_FRESH_D, -(-v8.size(2) // MAX_PIECE)
-    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, in_halves, v_parts, splits, out, lse)
+    in_halves = v8.size(2) > MAX_FRESH_D
+    launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, in_halves, parts_of_v(v8.size(2)), splits, out, lse)

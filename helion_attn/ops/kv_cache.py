@@ -35,9 +35,10 @@ def _launch_decode(a: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:
     if queries >= scheduling.MIN_PREFILL_ROWS:
         tile = prefill.prefill_tile(a.cache.k8.size(3), a.cache.v8.size(2))
         if splits is None:
-            tiles, queries_of_tile = B * H_kv * -(-queries // tile.bm), -(-tile.bm * H_kv // H) + 1
+            programs = B * H_kv * -(-queries // tile.bm) * prefill.parts_of_v(a.cache.v8.size(2))
+            queries_of_tile = -(-tile.bm * H_kv // H) + 1
             pages = scheduling.visible_key_blocks(max_pages, a.softmax.left, 0, queries_of_tile, a.cache.page_size)
-            splits = scheduling.key_splits(tiles, pages, sms, tile.ctas_per_sm, scheduling.MIN_PAGES)
+            splits = scheduling.key_splits(programs, pages, sms, tile.ctas_per_sm, scheduling.MIN_PAGES)
         prefill.launch(a, min(splits, most), out, lse)
         return out, lse
     rows = scheduling.decode_rows(queries)

@@ -103,6 +103,11 @@ def cases() -> dict[str, Compile]:
         for name in ("fast", "balanced", "accurate", "hybrid"):
             found[f"quantize {name} D{D}"] = quantize(D, RECIPES[name])
             found[f"quantize varlen {name} D{D}"] = partial(offline.compile_quantize_varlen, D, RECIPES[name])
+    found |= {
+        "decode D512": partial(offline.compile_decode, 512, 512, 64, 1, 2),
+        "prefill D512": partial(offline.compile_decode, 512, 512, 64, 16, 1),
+        "append D512": partial(offline.compile_append, 512, torch.bfloat16, interleaved=True),
+    }
     for D, D_v in ((192, 128), (320, 320), (512, 512), (1024, 1024), (576, 512)):
         for causal in (False, True):
             for name in ("fast", "balanced"):

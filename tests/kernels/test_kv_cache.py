@@ -189,10 +189,12 @@ def test_pages_outside_the_window_are_not_read(splits: int, M: int, device: str)
     [
         *((D, D, 2) for D in (16, 32, 80, 128, 200, 256)),
         *((192, 128, 2), (64, 256, 2), (16, 16, PREFILLED), (128, 128, PREFILLED), (64, 256, PREFILLED)),
+        *((512, 512, 2), (257, 64, 2), (32, 300, 2), (512, 512, PREFILLED), (257, 64, PREFILLED), (32, 300, PREFILLED)),
     ],
 )
 def test_head_dims(D: int, D_v: int, M: int, device: str) -> None:
-    case = make_decoding("biased_v", [150, 40], 4, 2, M, D, device, D_v=D_v)
+    lengths = [150, 40] if max(D, D_v) <= 256 else [75, 20]  # of three pages, or of two of half as many keys
+    case = make_decoding("biased_v", lengths, 4, 2, M, D, device, D_v=D_v)
     case.check(*case.run(num_splits=2))
 
 
@@ -204,25 +206,26 @@ def test_dtypes(dtype: torch.dtype, device: str) -> None:
     case.check(out, lse)
 
 
-@pytest.mark.parametrize("scale", [0.03, 5.0, 30.0])
-def test_scores_of_any_size(scale: float, device: str) -> None:
+@pytest.mark.parametrize(("scale", "D"), [(0.03, 64), (5.0, 64), (30.0, 64), (30.0, 512)])
+def test_scores_of_any_size(scale: float, D: int, device: str) -> None:
     """Logits of up to some 0.005, 150 and 5000, of both signs."""
-    case = make_decoding("randn", [300], 4, 2, 2, 64, device, scale=scale)
+    case = make_decoding("randn", [300 if D == 64 else 70], 4, 2, 2, D, device, scale=scale)
     case.check(*case.run(num_splits=2))
 
 
 @pytest.mark.parametrize(
-    ("kind", "M"),
+    ("kind", "M", "D", "N"),
     [
-        ("randn", 3),
-        ("outlier", 3),
-        ("biased_v", 3),
-        ("outlier", PREFILLED),
-        *((BEHIND_A_SINK, M) for M in (3, PREFILLED)),
+        ("randn", 3, 64, 300),
+        ("outlier", 3, 64, 300),
+        ("biased_v", 3, 64, 300),
+        ("outlier", PREFILLED, 64, 300),
+        *((BEHIND_A_SINK, M, 64, 300) for M in (3, PREFILLED)),
+        *(("outlier", M, 512, 100) for M in (3, PREFILLED)),
     ],
 )
-def test_matches_the_rounding_model(kind: str, M: int) -> None:
-    case = make_decoding(kind, [300], 4, 2, M, 64, "cpu")
+def test_matches_the_rounding_model(kind: str, M: int, D: int, N: int) -> None:
+    case = make_decoding(kind, [N], 4, 2, M, D, "cpu")
     out, lse = case.run(num_splits=1)
     model, model_lse = ha.reference.fp8_attention_kvcache(*case.sequence(0))
     # A score that differs in its last bit may take a P over a rounding boundary: that is one row in many.
@@ -672,7 +675,10 @@ def test_what_a_page_held_before_is_cleared(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("D", "H", "M", "splits"),
-    [(64, 2, 1, 3), (128, 16, 1, 1), (128, 8, 16, 2), (256, 4, 2, 2), (256, 4, 70, 1), (64, 4, 70, 2)],
+    [
+        *((64, 2, 1, 3), (128, 16, 1, 1), (128, 8, 16, 2), (256, 4, 2, 2), (256, 4, 70, 1), (64, 4, 70, 2)),
+        *((512, 4, 2, 2), (512, 16, 4, 1), (512, 4, 70, 1)),
+    ],
 )
 def test_agrees_with_the_compiled_kernel(D: int, H: int, M: int, splits: int) -> None:
     q, k, v = make_qkv("outlier", 3, H, 2, M, 400, D)

@@ -98,7 +98,7 @@ def masked(name: str, device: str) -> dict[str, Any]:
     ("D", "splits", "mask"),
     [
         *((64, 1, "none"), (64, 1, "window"), (64, 3, "none"), (64, 2, "window"), (64, 2, "sinks")),
-        *((128, 2, "none"), (256, 1, "none")),
+        *((128, 2, "none"), (256, 1, "none"), (512, 1, "none")),
     ],
 )
 def test_chunks_and_batches_change_nothing(D: int, splits: int, mask: str, device: str) -> None:
@@ -136,7 +136,7 @@ def test_the_check_can_fail(name: str, mutation: Callable[..., Any], D: int, spl
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["none", "window", "softcap", "sinks"])
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("D", [64, 128, 256, 512])
 def test_tensor_cores_add_in_one_order(D: int, splits: int, mask: str) -> None:
     q, k, v = make_qkv("outlier", 3, H, H_KV, LONGEST, LONGEST, D, device="cuda")
     assert served(q, k, v, num_splits=splits, **masked(mask, "cuda")).changed() == []

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.configs import ALL_8_BIT, SUPPORTED_D, TileConfig, attention_tile_config, tile_config
+from helion_attn.configs import (
+    ALL_8_BIT,
+    SUPPORTED_D,
+    TileConfig,
+    attention_tile_config,
+    page_packing,
+    tile_config,
+)
 from helion_attn.configs.scheduling import query_blocks_per_sm
 from helion_attn.kernels.lib import softmax_bits, steps
 from helion_attn.numerics import takes_bits
@@ -216,6 +223,8 @@ DECODED = {
     "d128_32_rows": (128, 128, 64, 4, 2),
     "d192_128": (192, 128, 64, 1, 1),
     "d256_32_rows": (256, 256, 64, 4, 1),
+    "d512": (512, 512, 64, 1, 1),
+    "d512_256": (512, 256, 64, 1, 1),
 }
 
 #: Likewise with so many queries that `fp8_attn_prefill` is taken, and the instructions for spilled registers, all and
@@ -226,6 +235,8 @@ PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
     "d128": (128, 128, {}, 3, (240, 14)),
     "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 3, (150, 34)),
     "d256": (256, 256, {}, 1, (210, 20)),
+    "d512": (512, 512, {}, 1, (240, 2)),
+    "d64_512_large_pool": (64, 512, {"num_pages": 2**16}, 1, (240, 2)),
 }
 
 
@@ -254,13 +265,15 @@ def test_prefill(name: str) -> None:
     assert len(merge) == ("num_splits" in options)
     opcodes, tanhs = Counter(loop_of(kernel)), 64 if options.get("masked") else 0
     half_scores = max(D, D_v) <= 128 and not options.get("masked")
+    bits = takes_bits(torch.float8_e4m3fn, max(D, D_v))
+    exponentials = 0 if bits else page_packing(D, D_v).page_size // 2
     assert_decoding(kernel, ctas_per_sm, spilled, half_scores)
     assert opcodes["LDL"] + opcodes["STL"] <= (in_loop if MEASURED else max(in_loop, SPILLED_IN_LOOP))
     assert opcodes["SHFL"] == 6, "a row's maximum alone crosses lanes, and what is a page's base"
     assert opcodes["LDS"] == 0, "scores pass through shared memory"
-    assert opcodes["MUFU"] == (2 if takes_bits(torch.float8_e4m3fn, D) else 66) + tanhs, "exponentials"
+    assert opcodes["MUFU"] == 2 + exponentials + tanhs, "exponentials"
     applied = {x.name for x in kernel.passes if x.applied}
-    assert {"shared_q", "early_copies", "row_sums" if D <= 128 else "warpgroup_turns"} <= applied
+    assert {"shared_q", "early_copies", "row_sums" if bits else "warpgroup_turns"} <= applied
 
 
 def test_decoding_with_masks() -> None:
