@@ -490,11 +490,11 @@ def flash_attn_with_kvcache(
     `k8`, `v8`, `k_descale` and `v_descale` of a `PagedKVCache`. A cache in flash-attn's own format raises.
 
     Args:
-        q: [B, M, H, D], bf16, fp16 or fp32; D is 32, 64, 128, 256 or 512, so that the cache pads
-            nothing.
+        q: [B, M, H, D], bf16, fp16 or fp32; D is a power of two, 32 to 512, so that the
+            cache pads nothing.
         k_cache: float8_e4m3fn [num_pages, H_kv, page_size, D].
-        v_cache: float8_e4m3fn [num_pages, H_kv, D_v, page_size], transposed and interleaved; D_v is 64, 128, 256
-            or 512.
+        v_cache: float8_e4m3fn [num_pages, H_kv, D_v, page_size], transposed and interleaved; D_v is a power of
+            two, 64 to 512.
         k: [B, L, H_kv, D], new keys, or None: quantised and stored at cache_seqlens and up, before the attention.
         v: [B, L, H_kv, D_v], likewise; given if k is.
         qv: not supported; and so the other arguments that docs/integrations.md lists.

@@ -200,7 +200,7 @@ def fp8_attn_decode(
 
         for j in hl.grid(n_begin, n_end):
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
-            # [bn, D_pad] and [D_v_pad, bn], or their halves. Nothing stands between the loads, so they have one barrier.
+            # [bn, D_pad] and [D_v_pad, bn], or halves. Nothing stands between the loads, so they have one barrier.
             if spec.d_in_halves:
                 k_tile = k8[page, h, 0, :, :]
                 k_high = k8[page, h, 1, :, :]

@@ -140,7 +140,7 @@ def fp8_attn_prefill(
     for split, bh, from_end in hl.grid([splits, B * kv_heads, m_tiles * spec.v_parts]):
         b = bh // kv_heads
         h = bh % kv_heads
-        # A program has one part of V's channels. Those of a tile are neighbours, read the same K, and have the same lse.
+        # A program has a part of V's channels. Parts of a tile are neighbours, read the same K, and have the same lse.
         tile_from_end = from_end // spec.v_parts
         h_v = h * spec.v_parts + from_end % spec.v_parts
         first_row = (m_tiles - 1 - tile_from_end) * spec.rows

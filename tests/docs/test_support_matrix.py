@@ -14,7 +14,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn import configs, types
-from helion_attn.validate import dense, kv_cache, varlen
+from helion_attn.validate import dense, varlen
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 
@@ -60,7 +60,7 @@ def test_sizes_are_where_anything_changes(matrix: ModuleType) -> None:
     bounds = {
         dense.MIN_D,
         dense.MAX_D,
-        kv_cache.MAX_PAGE_D,
+        configs.MAX_PAGE_D,
         varlen.MAX_VARLEN_D,
     }
     for size in widths | bounds:

@@ -32,6 +32,7 @@ SIZES: dict[str, Any] = {
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {}),
+    "Llama_heads_of_512": ("LlamaForCausalLM", {"head_dim": 512, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "Mistral": ("MistralForCausalLM", {"sliding_window": 7}),
     "Gemma2": ("Gemma2ForCausalLM", {"sliding_window": 7, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}),
     "GptOss": ("GptOssForCausalLM", {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 2}),
@@ -43,7 +44,9 @@ def make_model(name: str) -> Any:
     if name in ("Gemma2", "GptOss"):
         options = options | {"layer_types": ["sliding_attention", "full_attention"]}
     torch.manual_seed(0)
-    model = getattr(transformers, model_class)(getattr(transformers, f"{name}Config")(**SIZES | options)).eval()
+    model = getattr(transformers, model_class)(
+        getattr(transformers, f"{name.partition('_')[0]}Config")(**SIZES | options)
+    ).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks"):
