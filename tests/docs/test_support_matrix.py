@@ -37,15 +37,15 @@ def line(table: str, beginning: str) -> str:
 
 def test_tables_follow_the_checks(matrix: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     functions, refusals, choices = matrix.functions_table(), matrix.refusals_table(), matrix.choices_table()
-    monkeypatch.setattr(dense, "MAX_D", 512)
+    monkeypatch.setattr(dense, "MAX_D", 768)
     monkeypatch.setattr(dense, "LAYOUTS", ("bhsd",))
     changed = matrix.functions_table()
-    assert line(functions, "| head dim D |") == "| head dim D | 16..1024 | 16..1024 | 16..256 | 16..256 | 16..256 |"
-    assert line(changed, "| head dim D |") == "| head dim D | 16..512 | 16..512 | 16..256 | 16..256 | 16..256 |"
+    assert line(functions, "| head dim D |") == "| head dim D | 16..1024 | 16..1024 | 16..256 | 16..512 | 16..512 |"
+    assert line(changed, "| head dim D |") == "| head dim D | 16..768 | 16..768 | 16..256 | 16..512 | 16..512 |"
     assert line(functions, "| `layout`: bshd |") == "| `layout`: bshd | yes | yes | - | yes | yes |"
     assert line(changed, "| `layout`: bshd |") == "| `layout`: bshd | raises | raises | - | raises | raises |"
-    assert "in 16..512`" in matrix.refusals_table()
-    assert "in 16..512`" not in refusals
+    assert "in 16..768`" in matrix.refusals_table()
+    assert "in 16..768`" not in refusals
     monkeypatch.setitem(types.RECIPE_CHOICES, "smooth_k", (False,))
     changed = matrix.choices_table()
     assert "| `smooth_k` True |" in choices

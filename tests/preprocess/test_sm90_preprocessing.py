@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.configs import MASK_BLOCK, SUPPORTED_D
+from helion_attn.configs import MASK_BLOCK, MAX_PAGE_D, SUPPORTED_D
 from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.ops import varlen
 from helion_attn.preprocess import block_means, mask_bits, mask_lists, pack_kv, pack_q, recentre, sample
@@ -225,7 +225,7 @@ def test_preprocessing_of_variable_lengths(D: int, name: str) -> None:
     assert_preprocessing(kernels, recipe)
 
 
-@pytest.mark.parametrize(("D", "dtype"), [*((D, BF16) for D in SUPPORTED_D), (64, FP32)])
+@pytest.mark.parametrize(("D", "dtype"), [*((D, BF16) for D in (*SUPPORTED_D, MAX_PAGE_D)), (64, FP32)])
 def test_appending(D: int, dtype: torch.dtype) -> None:
     kernel = compile_append(D, dtype)
     assert_sound(kernel)
