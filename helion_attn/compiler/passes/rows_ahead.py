@@ -21,6 +21,7 @@ NOTHING = "no loop converts what comes from in front of it"
 #: Operations that take as much in one layout as in another.
 _ELEMENTWISE = (
     "arith.mulf ",
+    "arith.addf ",
     "arith.select ",
     "arith.truncf ",
     "arith.extf ",
