@@ -236,6 +236,7 @@ PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
     "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 3, (150, 34)),
     "d256": (256, 256, {}, 1, (210, 20)),
     "d512": (512, 512, {}, 1, (240, 2)),
+    "d512_splits": (512, 512, {"num_splits": 2, "masked": True}, 1, (380, 4)),
     "d64_512_large_pool": (64, 512, {"num_pages": 2**16}, 1, (240, 2)),
 }
 
@@ -263,10 +264,11 @@ def test_prefill(name: str) -> None:
     kernel, *merge = shared(compile_decode, D, D_v, 64, 16, **({"num_splits": 1} | options))
     assert "prefill" in kernel.name
     assert len(merge) == ("num_splits" in options)
-    opcodes, tanhs = Counter(loop_of(kernel)), 64 if options.get("masked") else 0
+    opcodes, bits = Counter(loop_of(kernel)), takes_bits(torch.float8_e4m3fn, max(D, D_v))
+    # A warp has 16 rows.
+    scores = page_packing(D, D_v).page_size // 2
+    exponentials, tanhs = 0 if bits else scores, scores if options.get("masked") else 0
     half_scores = max(D, D_v) <= 128 and not options.get("masked")
-    bits = takes_bits(torch.float8_e4m3fn, max(D, D_v))
-    exponentials = 0 if bits else page_packing(D, D_v).page_size // 2
     assert_decoding(kernel, ctas_per_sm, spilled, half_scores)
     assert opcodes["LDL"] + opcodes["STL"] <= (in_loop if MEASURED else max(in_loop, SPILLED_IN_LOOP))
     assert opcodes["SHFL"] == 6, "a row's maximum alone crosses lanes, and what is a page's base"
