@@ -317,9 +317,9 @@ def fp8_attn_prefill(
                         class_visible = class_visible & (
                             keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda).unsqueeze(0) != 0
                         )
-                        if spec.half_scores:
-                            class_visible = class_visible & (all_again | (int32(slot) > 0)).unsqueeze(1)
                         class_s = torch.where(class_visible, class_s, float("-inf"))
+                        if spec.half_scores:
+                            class_s = torch.where((all_again | (int32(slot) > 0)).unsqueeze(1), class_s, float("-inf"))
                         class_before = m_i
                         m_run, m_i, class_scale, class_offset, class_largest, class_top = line_of_page(
                             class_s, class_scale_log2, v_own, m_run, m_i, 1, class_spec
