@@ -29,7 +29,7 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.rope import rope_rows, rope_tables
-from helion_attn.kernels.lib.strided import common_unit, load_rows, strided_rows
+from helion_attn.kernels.lib.strided import common_unit, load_rows, row_channels, strided_rows
 from helion_attn.numerics import (
     E4M3_MAX,
     K_AMAX_IN_BASE,
@@ -166,10 +166,14 @@ def append_kv(
     v_h_step: int,
     v_s_step: int,
     table_rows: int,
+    d_at_run_time: int,
+    d_v_at_run_time: int,
     spec: hl.constexpr,  # AppendSpec
 ) -> None:
     """The kernel; see the module's docstring."""
     B = cache_seqlens.size(0)
+    k_channels = row_channels(spec.d, d_at_run_time, spec.k_d_step)
+    v_channels = row_channels(spec.d_v, d_v_at_run_time, spec.v_d_step)
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((k.stride(0), v.stride(0), k8.stride(0), v8.stride(0)))
     hl.specialize((k_descale.stride(0), v_descale.stride(0), block_table.stride(0), cache_seqlens.stride(0)))
@@ -207,8 +211,8 @@ def append_kv(
         # [keys, D_v_pad] and [2, D_v_pad]
         channels = hl.arange(spec.d_v_pad)
         v_offset = (b * v_b_step + h * v_h_step) * spec.unit
-        y = load_rows(v, v_offset, rows, channels, v_s_step * spec.unit, spec.v_d_step, length, spec.d_v)
-        y_first = load_rows(v, v_offset, first_rows, channels, v_s_step * spec.unit, spec.v_d_step, length, spec.d_v)
+        y = load_rows(v, v_offset, rows, channels, v_s_step * spec.unit, spec.v_d_step, length, v_channels)
+        y_first = load_rows(v, v_offset, first_rows, channels, v_s_step * spec.unit, spec.v_d_step, length, v_channels)
         old_k_base = hl.load(k_descale, [base_at])
         old_v_base = hl.load(v_descale, [base_at])
         # [keys, D_pad] and [2, D_pad]
@@ -216,17 +220,17 @@ def append_kv(
         k_offset = (b * k_b_step + h * k_h_step) * spec.unit
         if spec.pairing:
             x, factor = rope_rows(
-                k, cos, sin, cos, cos, cos, k_offset, 0, 0, rows, k_s_step * spec.unit, spec.k_d_step, length, spec.d,
-                first, table_rows, spec.keys, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
+                k, cos, sin, cos, cos, cos, k_offset, 0, 0, rows, k_s_step * spec.unit, spec.k_d_step, length,
+                k_channels, first, table_rows, spec.keys, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
             )  # fmt: skip
             x_first, first_factor = rope_rows(
                 k, cos, sin, cos, cos, cos, k_offset, 0, 0, first_rows, k_s_step * spec.unit, spec.k_d_step, length,
-                spec.d, first, table_rows, 2, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
+                k_channels, first, table_rows, 2, spec.d_pad, spec.rotary, spec.pairing, False, 0, 1.0,
             )  # fmt: skip
             x, x_first = x * factor.unsqueeze(1), x_first * first_factor.unsqueeze(1)
         else:
-            x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
-            x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, spec.d)
+            x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, k_channels)
+            x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, k_channels)
 
         k_base = k_base_of_first_key(torch.amax(torch.abs(x_first).reshape(2 * spec.d_pad), 0), spec.k_base_log2)
         k_base = torch.where(begins, k_base, old_k_base)
@@ -320,6 +324,8 @@ def launch(a: AppendProblem) -> None:
             "v_h_step": v.h_step,
             "v_s_step": v.s_step,
             "table_rows": rope.table_rows,
+            "d_at_run_time": D,
+            "d_v_at_run_time": a.v.size(3),
             "spec": AppendSpec(
                 keys=keys,
                 k_d_step=k.d_step,
