@@ -33,6 +33,9 @@ _ELEMENTWISE = (
 #: A tensor's type; the group is its layout, or that which its layout is a slice of.
 _TENSOR = r"tensor<[\dx]+\w+, (?:#ttg\.slice<\{dim = \d+, parent = )?(#\w+)(?:\}>)?>"
 
+#: A type with several numbers a row.
+_TILE = re.compile(r"tensor<\d+x(?!1x)\d+x")
+
 _CONVERSION = re.compile(rf"\s*({VALUE}) = ttg\.convert_layout ({VALUE}) : {_TENSOR} -> {_TENSOR}(?: loc.*)?$")
 
 
@@ -65,6 +68,8 @@ def with_rows_ahead(loop: Loop) -> tuple[list[str], str]:
         # Of the block's own scores, there is nothing in front of the loop.
         if of_scores or not inside:
             continue
+        if _TILE.search(lines[at]):
+            continue  # P, in the order of V's keys
         if others := [lines[i] for i in inside if not any(f" = {op}" in lines[i] for op in _ELEMENTWISE)]:
             raise Refused(f"it converts what comes of another operation: {others[0].strip()}")
         suffix = f"_in_{new[1:]}"
