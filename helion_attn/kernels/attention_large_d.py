@@ -38,6 +38,7 @@ from helion_attn.kernels.lib.steps import (
     keys_first,
     online_softmax_step,
     scaled,
+    scores_of_pieces,
     softmax_input,
     store_lse,
     store_out,
@@ -86,27 +87,6 @@ def query_pieces(
         offsets = first + hl.arange(bm).unsqueeze(1) * d_pad + (start + hl.arange(size)).unsqueeze(0)
         found.append(hl.load(q8, [offsets]))
     return found
-
-
-def scores_of_pieces(
-    q_pieces: list[torch.Tensor],  # [bm, d] each
-    k_pieces: list[torch.Tensor],  # [bn, d] each
-    is_cuda: hl.constexpr,
-) -> torch.Tensor:
-    """Scores of all D channels, fp32 [bm, bn].
-
-    Sums of int8 products are converted one by one, exactly, for 127**2 * 1024 is below 2**24. Those of more than 260
-    channels may pass 2**22, and cannot be read as floats as in `steps.scores`.
-    """
-    pairs = [(q, k.transpose(0, 1)) for q, k in zip(q_pieces, k_pieces, strict=True)]
-    if q_pieces[0].dtype == torch.int8 and not is_cuda:
-        # PyTorch has no int8 product.
-        products = [q.to(torch.float32) @ k.to(torch.float32) for q, k in pairs]
-        return torch.stack(products).sum(0)
-    s = hl.dot(*pairs[0])
-    for q, k in pairs[1:]:
-        s = hl.dot(q, k, acc=s)
-    return s.to(torch.float32)
 
 
 def channel_pieces(
@@ -280,7 +260,7 @@ def fp8_attn_fwd_large_d(
             # [d, bn] each. All loads side by side, at one barrier: see `fp8_attn_fwd`.
             v_tiles = channel_pieces(v_wide, v_narrow, kv, j * large.v_parts + part, large.v_count, large.has_narrow_v)
             # [bm, bn]
-            s = scores_of_pieces(q_tiles, k_tiles, spec.is_cuda)
+            s = scores_of_pieces(q_tiles, [x.transpose(0, 1) for x in k_tiles], spec.is_cuda)
             s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, shift, spec)
             # Blocks at an edge of what is visible, and those of a large scale, in one branch: see `fp8_attn_fwd`.
             special = 1 - within + max(n_left - j, j + 1 - n_full, 0)

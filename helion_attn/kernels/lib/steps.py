@@ -55,6 +55,23 @@ def scores(
     return hl.dot(q_tile, k_tile)
 
 
+def scores_of_pieces(q_pieces: list[torch.Tensor], k_pieces: list[torch.Tensor], is_cuda: hl.constexpr) -> torch.Tensor:
+    """Scores of channels in pieces, [bm, d] and [d, bn] each, as fp32 [bm, bn].
+
+    Sums of int8 products are converted one by one, exactly, for 127**2 * 1024 is below 2**24. Those of more than 260
+    channels may pass 2**22, and cannot be read as floats as in `scores`.
+    """
+    pairs = list(zip(q_pieces, k_pieces, strict=True))
+    if q_pieces[0].dtype == torch.int8 and not is_cuda:
+        # PyTorch has no int8 product.
+        products = [q.to(torch.float32) @ k.to(torch.float32) for q, k in pairs]
+        return torch.stack(products).sum(0)
+    s = hl.dot(*pairs[0])
+    for q, k in pairs[1:]:
+        s = hl.dot(q, k, acc=s)
+    return s.to(torch.float32)
+
+
 def dot_in_halves(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`a @ b` in fp16, of e4m3. Without a GPU its sums are fp32, rounded once."""
     if is_cuda:
