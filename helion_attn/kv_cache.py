@@ -1,9 +1,10 @@
-"""A paged KV cache in FP8, what appends to it, and attention over it: decoding, and prompts in chunks.
+"""A paged KV cache in 8 bits, what appends to it, and attention over it: decoding, and prompts in chunks.
 
-Every key has descales of its own, of K and of V. Most have those of their page's first key,
-which leave room for keys 100 times as large, and a kernel takes as one number a page. A key that they do not fit has
-others, and attention takes such keys in a second pass: nothing is clamped, and no key's descales depend on what came
-with it. The price is 8 bytes a key and KV head: 3% of the bytes at D 128.
+Every key is less a constant of the cache, and has descales of its own, of K and of V. Most have those of their page's
+first key, which leave room for keys 100 times as large, and a kernel takes as one number a page. A key that they do not
+fit has others, and attention takes such keys in a second pass: nothing is clamped, and no key's descales depend on what
+came with it. Int8 keys have any descale, without a second pass. The price is 8 bytes a key and KV head: 3% of the bytes
+at D 128.
 """
 
 from __future__ import annotations
@@ -20,18 +21,45 @@ from helion_attn.configs import page_packing
 from helion_attn.debugging import debugging
 from helion_attn.names import named, options_of
 from helion_attn.problem import AppendProblem, DecodeProblem, rope_arguments, softmax_of
-from helion_attn.types import CacheOptions, Layout, PagedKVCache, Rope, Scores
+from helion_attn.types import (
+    CACHE_RECIPE,
+    CacheOptions,
+    Layout,
+    PagedKVCache,
+    Recipe,
+    RecipeName,
+    Rope,
+    Scores,
+    as_cache_recipe,
+)
 from helion_attn.validate.dense import check_count
-from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention, check_page_head_dim
+from helion_attn.validate.kv_cache import (
+    check_k_mean,
+    check_kvcache_append,
+    check_kvcache_attention,
+    check_page_head_dim,
+)
 from helion_attn.validate.pages import check_pages_of_heads
 from helion_attn.validate.values import check_appended
 
 
 @named
 def paged_kv_cache(
-    num_pages: int, H_kv: int, D: int, *, D_v: int | None = None, device: torch.device | str | None = None
+    num_pages: int,
+    H_kv: int,
+    D: int,
+    *,
+    D_v: int | None = None,
+    device: torch.device | str | None = None,
+    recipe: Recipe | RecipeName = CACHE_RECIPE,
+    k_mean: torch.Tensor | None = None,
 ) -> PagedKVCache:
     """Memory for `num_pages` pages of keys and values, not initialised.
+
+    A model's K projection often has large biases, which cost its keys their resolution. `k_mean` takes them off:
+    `k.mean((0, 2))` of any prompt's keys [B, H_kv, N, D], rotated if the cache is to hold rotated ones. Scores, outputs
+    and lse stay those of the whole keys. It is fixed before the first append, and the same for all sequences: they can
+    share pages, and no other sequence, batch or chunk changes a bit of theirs.
 
     Args:
         num_pages: of the pool that all sequences share.
@@ -39,29 +67,39 @@ def paged_kv_cache(
         D: head dim of Q and K; 16..512.
         D_v: head dim of V; 16..512; D by default.
         device: PyTorch's default device by default.
+        recipe: FAST, keys in e4m3; or BALANCED, in int8. Values are e4m3.
+        k_mean: [H_kv, D], any floating-point dtype and device, subtracted from all keys after their RoPE; 0 by default.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
+        RuntimeError: `k_mean` requires grad, in grad mode, or has a tangent.
 
     Example:
-        cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64)
+        k = torch.randn(1, 2, 500, 64) + 3 * torch.randn(2, 1, 64)  # a prompt's keys
+        cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64, k_mean=k.mean((0, 2)))
         block_table = torch.tensor([[5, 0], [2, 7]], dtype=torch.int32)  # two sequences of up to two pages
     """
+    int8_keys = as_cache_recipe(recipe).qk_dtype == torch.int8
     check_count("num_pages", num_pages)
     check_count("H_kv", H_kv)
     check_page_head_dim("D", D)
     D_v = D if D_v is None else D_v
     check_page_head_dim("D_v", D_v)
+    check_k_mean(k_mean, H_kv, D)
     tile = page_packing(D, D_v)
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_pages, H_kv, *shape, dtype=dtype, device=device)
 
+    mean = torch.zeros(H_kv, tile.D_pad, dtype=torch.float32, device=device)
+    if k_mean is not None:
+        mean[:, :D] = k_mean
     return PagedKVCache(
-        empty(tile.page_size, tile.D_pad, dtype=torch.float8_e4m3fn),
+        empty(tile.page_size, tile.D_pad, dtype=torch.int8 if int8_keys else torch.float8_e4m3fn),
         empty(tile.D_v_pad, tile.page_size, dtype=torch.float8_e4m3fn),
         empty(tile.page_size, dtype=torch.float32),
         empty(tile.page_size, dtype=torch.float32),
+        mean,
         D,
         D_v,
     )
@@ -69,7 +107,9 @@ def paged_kv_cache(
 
 def cache_tensors(cache: PagedKVCache) -> tuple[Any, ...]:
     """The tensors of a cache; what is none is checked later."""
-    return (cache.k8, cache.v8, cache.k_descale, cache.v_descale) if isinstance(cache, PagedKVCache) else (cache,)
+    if not isinstance(cache, PagedKVCache):
+        return (cache,)
+    return cache.k8, cache.v8, cache.k_descale, cache.v_descale, cache.k_mean
 
 
 def cache_sizes(cache: PagedKVCache) -> tuple[int, ...]:
@@ -135,9 +175,9 @@ def append_kvcache(
             rope=rope_arguments(rope),
         )
 
-    written = cache_tensors(cache)
-    tensors = k, v, *written, block_table, cache_seqlens, *rope_tensors(rope)
-    plans.run("append_kvcache", tensors, (layout, *cache_sizes(cache), interleaved(rope)), problem, written)
+    in_cache = cache_tensors(cache)
+    tensors = k, v, *in_cache, block_table, cache_seqlens, *rope_tensors(rope)
+    plans.run("append_kvcache", tensors, (layout, *cache_sizes(cache), interleaved(rope)), problem, in_cache[:4])
 
 
 def decode_problem(
@@ -161,13 +201,15 @@ def decode_problem(
     check_kvcache_attention(q, cache, block_table, cache_seqlens, layout, scores, return_lse, num_splits, out_dtype)
     if debugging():  # not in a check that flash-attn's function makes before it appends
         check_appended(q, cache, block_table, cache_seqlens, layout)
+    softmax = softmax_of(cache.D, scores)
     return DecodeProblem(
         q=q.transpose(1, 2) if layout == "bshd" else q,
         cache=cache,
         block_table=block_table,
         cache_seqlens=cache_seqlens,
         splits=num_splits,
-        softmax=softmax_of(cache.D, scores),
+        softmax=softmax,
+        shift_lse=softmax.sees_shift(return_lse),
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
     )
@@ -188,6 +230,8 @@ def attention_of_heads(
     q = q.transpose(1, 2) if swapped else q
     (B, H, M, D), (num_pages, H_kv) = q.shape, cache.k8.shape[:2]
     of_heads: dict[str, Any] = {name: x.view(-1, 1, *x.shape[2:]) for name, x in cache._tensors().items()}
+    # Sequence b * H_kv + h has the mean of head h.
+    of_heads["k_mean"] = cache.k_mean
     # A page outside of the pool stays outside.
     first = block_table.clamp(-1, num_pages) * H_kv
     pages = first + torch.arange(H_kv, dtype=torch.int32, device=q.device).unsqueeze(1)
@@ -260,9 +304,9 @@ def attention_kvcache(
             cache's H_kv. fp32 tensors as `quantize` has them.
         cache: from `paged_kv_cache`, filled by `append_kvcache`.
         block_table: int32 [B, pages of a sequence], contiguous: the pages of each sequence. Entries past a sequence's
-            end are not read. Or [B, H_kv, pages], for each KV head the pages that its queries see, such as
-            `pages.top` chooses; then `cache_seqlens` is [B, H_kv], `causal` counts keys as they are listed, and
-            `window` and `sinks` are not supported.
+            end are not read. Or [B, H_kv, pages], for each KV head the pages that its queries see, such as `pages.top`
+            chooses; then `cache_seqlens` is [B, H_kv], `causal` counts keys as
+            they are listed, and `window` and `sinks` are not supported.
         cache_seqlens: int32 [B], the keys of each sequence, those of the queries included. Neither table is read on the
             host. A length that is negative or exceeds the block table makes NaN of the sequence's output, and a page
             outside of the pool of the rows that see it, at least.

@@ -138,9 +138,15 @@ K_AMAX_IN_BASE = 3.5
 #: Bases of a KV cache's pages lie in 2**-60..2**60 of K. Its descales have a finite reciprocal, and fit all of fp32.
 MAX_K_BASE_LOG2, MIN_K_DESCALE_LOG2, MAX_K_DESCALE_LOG2 = 60, -126, 120
 
-#: The largest score of 256 e4m3 numbers in a KV cache, and up to where one FMA takes scores in base 2 to P: there, an
-#: offset in e4m3's steps is rounded by 1, and the largest P has 6 to spare.
-MAX_E4M3_SCORE, MAX_PAGE_SCORE_LOG2 = E4M3_MAX**2 * 256, 2.0**21
+#: Descales of int8 keys of a KV cache end at two to this: scores, and the bias of a descale, are then fp32's.
+MAX_INT8_K_DESCALE_LOG2 = 93
+
+#: The largest score of 256 channels in a KV cache, by the dtype of its keys.
+MAX_PAGE_SCORE = {torch.float8_e4m3fn: E4M3_MAX**2 * 256, torch.int8: INT8_MAX**2 * 256}
+
+#: Up to where one FMA takes scores in base 2 to P: there, an offset in e4m3's steps is rounded by 1, and the largest P
+#: has 6 to spare.
+MAX_PAGE_SCORE_LOG2 = 2.0**21
 
 #: The same of scores in fp16, of which a row has all again in fp32 if its largest lies further from 0: up to here a
 #: line's offset is rounded by 4 steps of e4m3 at most, and the largest P has 6 to spare.
@@ -182,16 +188,16 @@ def takes_bits(pv_dtype: torch.dtype, d: int) -> bool:
     return pv_dtype == torch.float8_e4m3fn and d <= MAX_BITS_D
 
 
-def takes_half_scores(d: int, softcap: bool) -> bool:
-    """Whether scores of a KV cache are fp16; `d` as in `keeps_reference`."""
-    return d <= MAX_BITS_D and not softcap
+def takes_half_scores(k_dtype: torch.dtype, d: int, softcap: bool) -> bool:
+    """Whether scores of a KV cache are fp16; `d` as in `keeps_reference`. Int8 products have sums in int32 alone."""
+    return k_dtype == torch.float8_e4m3fn and d <= MAX_BITS_D and not softcap
 
 
 def most_amax_in_base(d: int) -> float:
-    """The largest magnitude of a key of a KV cache in its page's base; `d` as in `keeps_reference`."""
+    """The largest magnitude of an e4m3 key of a KV cache in its page's base; `d` as in `keeps_reference`."""
     return MOST_AMAX_IN_BASE if d <= MAX_BITS_D else E4M3_MAX
 
 
-def largest_q_of_cache(d: int, half: bool) -> float:
+def largest_q_of_cache(k_dtype: torch.dtype, d: int, half: bool) -> float:
     """The largest magnitude of a row of Q, of `d` channels: with scores in fp16 it holds any with a key in its base."""
-    return e4m3_up_to(FP16_MAX / (d * MOST_AMAX_IN_BASE)) if half else E4M3_MAX
+    return e4m3_up_to(FP16_MAX / (d * MOST_AMAX_IN_BASE)) if half else FORMAT_MAX[k_dtype]

@@ -41,7 +41,7 @@ def empty_means(cache: PagedKVCache) -> torch.Tensor:
 def update_means(
     means: torch.Tensor, cache: PagedKVCache, block_table: torch.Tensor, cache_seqlens: torch.Tensor, length: int
 ) -> None:
-    """Write the mean keys of the pages that an append has touched.
+    """Write the mean keys, less `cache.k_mean`, of the pages that an append has touched.
 
     Call it behind `append_kvcache(cache, k, v, block_table, cache_seqlens)` with the same tables. It reads those pages.
 

@@ -155,7 +155,7 @@ class Softmax(NamedTuple):
         return self.right >= 0 and self.left < 0
 
     def sees_shift(self, return_lse: bool) -> bool:
-        """Whether a call sees what `smooth_k` takes from all scores of a row, as a softmax of keys alone does not."""
+        """Whether a call sees what K's mean takes from all scores of a row, as a softmax of keys alone does not."""
         return return_lse or self.softcap is not None or self.sinks is not None
 
     def scales(self) -> ScoreScales:
@@ -455,6 +455,7 @@ class DecodeProblem(NamedTuple):
         cache_seqlens: int32 [B].
         splits: runs of a sequence's pages; None for the choice by shapes and GPU.
         softmax: and the rest, as in `AttentionProblem`.
+        shift_lse: whether somebody sees what K's mean takes from the scores.
     """
 
     q: torch.Tensor
@@ -463,6 +464,7 @@ class DecodeProblem(NamedTuple):
     cache_seqlens: torch.Tensor
     splits: int | None
     softmax: Softmax
+    shift_lse: bool
     bshd: bool
     out_dtype: torch.dtype
 

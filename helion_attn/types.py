@@ -288,6 +288,25 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
     return PRESETS[recipe.upper()]
 
 
+#: The preset of a KV cache that is asked for none.
+CACHE_RECIPE = FAST
+
+
+def as_cache_recipe(recipe: Recipe | str) -> Recipe:
+    """`as_recipe`, of those that a KV cache has.
+
+    Raises:
+        TypeError: neither a Recipe nor a name.
+        ValueError: another one.
+    """
+    found = as_recipe(recipe)
+    if found not in (FAST, BALANCED):
+        raise ValueError(
+            f"recipe is {recipe!r}; of a KV cache it must be 'fast' or 'balanced', or a Recipe equal to one"
+        )
+    return found
+
+
 def check_quantises(recipe: Recipe) -> None:
     """Refuse the recipe of tensors that `pack` was given: nothing is quantised by it."""
     if recipe.is_given:
@@ -531,15 +550,16 @@ class PagedKVCache(_OfTensors):
 
     A page is a block of the packed format of `QuantizedQKV`, and has descales for every key: a new key changes nothing
     of those that are there, and an outlier costs no other key its resolution. Most keys have those of their page's
-    first key, which is fast. `k ~ k8.float() * k_descale` and `v ~ v8.float() * v_descale`, a row each. Pages that no
-    block table names hold anything. It can be moved, saved and loaded as a `QuantizedQKV`.
+    first key, which is fast. `k ~ k8.float() * k_descale + k_mean` and `v ~ v8.float() * v_descale`, a row each. Pages
+    that no block table names hold anything. It can be moved, saved and loaded as a `QuantizedQKV`.
 
     Attributes:
-        k8: float8_e4m3fn [num_pages, H_kv, page_size, D_pad].
+        k8: float8_e4m3fn or int8 [num_pages, H_kv, page_size, D_pad].
         v8: float8_e4m3fn [num_pages, H_kv, D_v_pad, page_size], transposed, its keys interleaved inside every 16: key
             `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3).
         k_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys.
         v_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys; powers of two in 2**-26..2**26.
+        k_mean: fp32 [H_kv, D_pad], subtracted from all keys.
         D: head dim of the unpadded K.
         D_v: head dim of the unpadded V, and of the output.
 
@@ -553,6 +573,7 @@ class PagedKVCache(_OfTensors):
     v8: torch.Tensor
     k_descale: torch.Tensor
     v_descale: torch.Tensor
+    k_mean: torch.Tensor
     D: int
     D_v: int
 

@@ -125,6 +125,7 @@ KVCACHE_NAMES = {
     "v8": "v_cache",
     "k_descale": "k_descale",
     "v_descale": "v_descale",
+    "k_mean": "k_mean",
     "D": "q.size(3)",
     "D_v": "v_cache.size(2)",
     "block_table": "page_table",
@@ -483,16 +484,18 @@ def flash_attn_with_kvcache(
     *,
     block_table: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over a paged FP8 cache, with the names, the order and the meaning of flash-attn 3's arguments.
 
-    The cache is in this package's packed format: `k_cache`, `v_cache`, `k_descale` and `v_descale` are the fields
-    `k8`, `v8`, `k_descale` and `v_descale` of a `PagedKVCache`. A cache in flash-attn's own format raises.
+    The cache is in this package's packed format: `k_cache`, `v_cache`, `k_descale`, `v_descale` and `k_mean` are the
+    fields `k8`, `v8`, `k_descale`, `v_descale` and `k_mean` of a `PagedKVCache`. A cache in flash-attn's own format
+    raises.
 
     Args:
         q: [B, M, H, D], bf16, fp16 or fp32; D is a power of two, 32 to 512, so that the
             cache pads nothing.
-        k_cache: float8_e4m3fn [num_pages, H_kv, page_size, D].
+        k_cache: float8_e4m3fn or int8 [num_pages, H_kv, page_size, D].
         v_cache: float8_e4m3fn [num_pages, H_kv, D_v, page_size], transposed and interleaved; D_v is a power of
             two, 64 to 512.
         k: [B, L, H_kv, D], new keys, or None: quantised and stored at cache_seqlens and up, before the attention.
@@ -507,6 +510,7 @@ def flash_attn_with_kvcache(
         num_splits: runs into which a sequence's pages are split; 0 to choose.
         pack_gqa: not looked at; heads that share a KV head always share a tile.
         block_table: flash-attn 2's name of `page_table`.
+        k_mean: of the cache, [H_kv, D]; 0 by default.
         softmax_scale: and all others as in `flash_attn_func`; N counts the new keys.
 
     Returns:
@@ -553,10 +557,12 @@ def flash_attn_with_kvcache(
             raise ValueError("block_table and page_table are both given; one of them must be None: they are the same")
         page_table = block_table
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(x, torch.Tensor) or x.dtype != torch.float8_e4m3fn:
+        dtypes = (torch.float8_e4m3fn, torch.int8) if name == "k_cache" else (torch.float8_e4m3fn,)
+        if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
             raise TypeError(
                 f"{name} is {described(x)}; it must be {'k8' if name == 'k_cache' else 'v8'} of a "
-                f"helion_attn.PagedKVCache, made by paged_kv_cache and filled by append_kvcache: e4m3 in pages"
+                f"helion_attn.PagedKVCache, made by paged_kv_cache and filled by append_kvcache: "
+                f"{' or '.join(map(str, dtypes))} in pages"
             )
     if cache_seqlens is None or page_table is None or k_descale is None or v_descale is None:
         needed = {
@@ -577,7 +583,9 @@ def flash_attn_with_kvcache(
             f"q has head dim {q.size(3)} and k_cache {k_cache.size(3)}; they must be equal (helion_attn."
             f"attention_kvcache takes caches that pad theirs)"
         )
-    cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, q.size(3), v_cache.size(2))
+    if k_mean is None:
+        k_mean = k_cache.new_zeros((k_cache.size(1), k_cache.size(3)), dtype=torch.float32)
+    cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, k_mean, q.size(3), v_cache.size(2))
     if isinstance(cache_seqlens, int):
         new = k.size(1) if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
         pages = page_table.size(1) if isinstance(page_table, torch.Tensor) and page_table.dim() == 2 else 0

@@ -14,7 +14,18 @@ from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.masks import attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported, is_none
-from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, ScoreOptions, Scores, as_choice, preset_of
+from helion_attn.types import (
+    BALANCED,
+    CACHE_RECIPE,
+    Auto,
+    Recipe,
+    RecipeName,
+    ScoreOptions,
+    Scores,
+    as_cache_recipe,
+    as_choice,
+    preset_of,
+)
 from helion_attn.validate.dense import check_options, check_qkv, check_sinks, check_sm_scale
 
 
@@ -114,21 +125,25 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeNa
     AttentionMaskInterface.register(name, visible_keys)
 
 
-def transformers_cache() -> Any:
+def transformers_cache(*, recipe: Recipe | RecipeName = CACHE_RECIPE) -> Any:
     """A cache in 8 bits for `model.generate(..., cache=...)`, a `transformers.Cache`.
 
     Keys and values are quantised once, when they arrive, and stay in the pages of a `PagedKVCache`: about half the
-    memory of a cache in bf16. A prompt is attended to as without it; later tokens by `attention_kvcache`. K is not
-    smoothed and V not centred, whatever the recipe: their means are of keys that are still to come. Each key has a
-    descale of its own instead.
+    memory of a cache in bf16. A prompt is attended to as without it; later tokens by `attention_kvcache`. V is not
+    centred. A layer's K is less a constant, `k_mean` of `paged_kv_cache`: the mean of the keys that come first, over
+    all tokens and sequences, if those are at least 128, and otherwise 0.
 
     It is for models whose `attn_implementation` is one that `register_transformers` made, with causal attention, GQA,
     sliding windows, softcaps, sinks, and padding at the start of sequences, which is not stored. Beam search works:
     beams get pages of their own. It grows as it is needed; torch.compile of the model is not supported, nor are
     encoder-decoder models. Make one for each batch.
 
+    Args:
+        recipe: of the cache, as `paged_kv_cache` has it.
+
     Raises:
         ImportError: transformers is not installed.
+        TypeError, ValueError: naming `recipe`, its value and what is accepted.
 
     The model's forward passes raise NotImplementedError for padding at the end of sequences and for encoder-decoder
     models, TypeError for another attention, and what `helion_attn.append_kvcache` and `helion_attn.attention_kvcache`
@@ -138,9 +153,10 @@ def transformers_cache() -> Any:
         ha.register_transformers()  # and a model with attn_implementation="helion_fp8"
         cache = ha.transformers_cache()  # model.generate(tokens, cache=cache)
     """
+    preset = as_cache_recipe(recipe)
     from helion_attn.integrations.transformers_cache import PagedCache
 
-    return PagedCache()
+    return PagedCache(preset)
 
 
 def visible_keys(

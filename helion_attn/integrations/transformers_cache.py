@@ -6,6 +6,7 @@ attention function knows what to do with it. Any other raises, since it would no
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +14,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from typing_extensions import Unpack
 
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
-from helion_attn.types import PagedKVCache, ScoreOptions
+from helion_attn.types import PagedKVCache, Recipe, ScoreOptions
+
+#: With fewer first keys than these, K's mean is taken to be 0.
+KEYS_OF_MEAN = 128
 
 #: A pool without room grows to so many times its pages.
 GROWTH = 1.125
@@ -41,6 +45,11 @@ class NewKeys:
         )
 
 
+def mean_of_keys(k: torch.Tensor) -> torch.Tensor:
+    """fp32 [H_kv, D] of [B, H_kv, L, D]; 0 where it is not finite, which must not be every key's affair."""
+    return k.float().mean((0, 2)).nan_to_num(0.0, 0.0, 0.0)
+
+
 class PagedLayer(CacheLayerMixin):
     """A layer's keys and values in the pages of a `PagedKVCache`, without the padding at the start of sequences.
 
@@ -53,8 +62,9 @@ class PagedLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         super().__init__()
+        self.recipe = recipe
         self.cache: PagedKVCache | None = None
         #: Tokens so far, padding included, of every sequence.
         self.tokens = 0
@@ -94,7 +104,8 @@ class PagedLayer(CacheLayerMixin):
         """
         B, H_kv, L, D = k.shape
         if self.cache is None:
-            self.cache = paged_kv_cache(B, H_kv, D, D_v=v.size(3), device=k.device)
+            mean = mean_of_keys(k) if B * L >= KEYS_OF_MEAN else None
+            self.cache = paged_kv_cache(B, H_kv, D, D_v=v.size(3), device=k.device, recipe=self.recipe, k_mean=mean)
             self.padding = torch.tensor(starts, dtype=torch.int32).to(k.device)
             self.starts = starts
             if any(starts):
@@ -138,7 +149,7 @@ class PagedLayer(CacheLayerMixin):
         assert self.cache is not None
         more = paged_kv_cache(
             (pages - self.pages) * self.batch, self.cache.k8.size(1), self.cache.D, D_v=self.cache.D_v,
-            device=self.cache.k8.device,
+            device=self.cache.k8.device, recipe=self.recipe,
         )  # fmt: skip
         self._replace(lambda name: torch.cat([_bytes(getattr(self.cache, name)), _bytes(getattr(more, name))]))
 
@@ -160,8 +171,9 @@ class PagedLayer(CacheLayerMixin):
     def _replace(self, made: Any) -> None:
         assert self.cache is not None
         old = self.cache
-        fields = {name: made(name).view(getattr(old, name).dtype) for name in ("k8", "v8", "k_descale", "v_descale")}
-        self.cache = PagedKVCache(**fields, D=old.D, D_v=old.D_v)
+        names = ("k8", "v8", "k_descale", "v_descale")
+        fields = {name: made(name).view(getattr(old, name).dtype) for name in names}
+        self.cache = PagedKVCache(**fields, k_mean=old.k_mean, D=old.D, D_v=old.D_v)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep the sequences that a beam search goes on with."""
@@ -220,5 +232,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 class PagedCache(Cache):
     """transformers' cache of layers as above."""
 
-    def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=PagedLayer)
+    def __init__(self, recipe: Recipe) -> None:
+        # transformers calls it without arguments, once a layer.
+        layer: Any = functools.partial(PagedLayer, recipe)
+        super().__init__(layer_class_to_replicate=layer)

@@ -33,6 +33,11 @@ two descales, is 4 numbers a thread.
 Above head dim 256 K, Q and V come in pieces of 256 channels, and a page has half as many keys: two of them fit shared
 memory. All of V's channels stay in one program, since reading K twice would cost more than registers.
 
+Keys are less the cache's mean, so all scores of a row lack its product with that. A softmax loses nothing by it. A
+softcap gets it back before its tanh, a sink loses it too, and the lse gets it at the end, or where runs are merged.
+
+Int8 keys have int32 scores and a descale each, which a score is multiplied by. Only V's descales escape there.
+
 A window moves the first page that is read and masks at its edges, and a sink joins the sum of the first run.
 
 What a page holds past the end of a sequence enters no result. Scores are masked. V is multiplied by p = 0 there, and
@@ -56,20 +61,33 @@ from helion_attn.kernels.lib.paged import (
     bases_are_wide,
     bases_of_page,
     class_of_slot,
+    descales_of_keys,
     has_all_again,
     in_run_of_query,
     inverse_of_power,
     keys_of_class,
     launch_paged,
     line_of_page,
+    products_with_mean,
     run_of_query,
+    shift_of_scores,
     sums_of_page,
+    times_descales,
     total_of_lanes,
     wide_line,
 )
+from helion_attn.kernels.lib.row_layout import rows_to_dtype
 from helion_attn.kernels.lib.scalars import int32
 from helion_attn.kernels.lib.specs import PagedSpec
-from helion_attn.kernels.lib.steps import accumulate, add_sink, dot_in_halves, interleave_keys, to_descale
+from helion_attn.kernels.lib.steps import (
+    accumulate,
+    add_sink,
+    dot_in_halves,
+    interleave_keys,
+    scores,
+    scores_of_pieces,
+    to_descale,
+)
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
@@ -103,11 +121,14 @@ def fp8_attn_decode(
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    k_mean: torch.Tensor,  # [means * D_pad]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
+    lse_shift: torch.Tensor,  # [B * H * M] if shifts_lse and in_runs, written
+    means: int,
     splits: int,
     m_tiles: int,
     max_pages: int,
@@ -166,9 +187,9 @@ def fp8_attn_decode(
         # [rows]
         q_descale = to_descale(largest_q, spec.q_largest)
         # [D_pad, rows], or each half of it
-        q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype).transpose(0, 1)
+        q_tile = rows_to_dtype(x, 1.0 / q_descale, k8.dtype, spec.is_cuda).transpose(0, 1)
         if spec.d_in_halves:
-            q_high = (x_high * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype).transpose(0, 1)
+            q_high = rows_to_dtype(x_high, 1.0 / q_descale, k8.dtype, spec.is_cuda).transpose(0, 1)
         q_scale_log2 = q_descale * scales.qk_scale
 
         n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
@@ -197,6 +218,14 @@ def fp8_attn_decode(
         known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
         largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
         escapes = int32(0)
+        # [rows]
+        shift = q_scale_log2
+        if spec.shift_lse:
+            first_mean = bh % means * (d_tile * (1 + spec.d_in_halves))
+            product = products_with_mean(x, k_mean, first_mean, d_tile, spec)
+            if spec.d_in_halves:
+                product = product + products_with_mean(x_high, k_mean, first_mean + d_tile, d_tile, spec)
+            shift = shift_of_scores(product, diagonal + i, n_len, right, scales, spec)
 
         for j in hl.grid(n_begin, n_end):
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
@@ -214,15 +243,17 @@ def fp8_attn_decode(
             # [bn, rows]
             if spec.half_scores:
                 s = dot_in_halves(k_tile, q_tile, spec.is_cuda)
+            elif spec.d_in_halves:
+                s = scores_of_pieces([k_tile, k_high], [q_tile, q_high], spec.is_cuda)
             else:
-                s = hl.dot(k_tile, q_tile)
-            if spec.d_in_halves:
-                s = hl.dot(k_high, q_high, acc=s)
+                s = scores(k_tile, q_tile, bn, spec.rows, False, spec.is_cuda)
             first_slot = (page * int32(kv_heads) + int32(h)) * bn
-            k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+            k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda)
             escapes = torch.maximum(escapes, escaped)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-            s, scale_log2 = base_scores(s, row_scale_log2, k_base, scales, 0, spec)
+            if spec.int8_keys:
+                s = times_descales(s, descales_of_keys(k_descale, first_slot, bn, 0, spec.is_cuda), 0, spec)
+            s, scale_log2 = base_scores(s, row_scale_log2, k_base, shift, scales, 0, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = (j * bn + hl.arange(bn)).to(torch.int32)
@@ -231,16 +262,17 @@ def fp8_attn_decode(
                 s = torch.where(visible.transpose(0, 1), s, float("-inf"))
             if escaped > 0:
                 is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
-                    k_descale, v_descale, first_slot, int32(0), bn, spec.is_cuda
+                    k_descale, v_descale, first_slot, int32(0), bn, spec.int8_keys, spec.is_cuda
                 )
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
                 s = torch.where(of_base.unsqueeze(1) != 0, s, float("-inf"))
             m_before = m_i
             m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 0, spec)
             if not spec.half_scores:
-                wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
-                if wide > 0:
-                    s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 0, spec)
+                if spec.may_be_wide:
+                    wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
+                    if wide > 0:
+                        s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 0, spec)
                 # [bn, rows]
                 line = fma(s, scale.unsqueeze(0), offset.unsqueeze(0), spec.is_cuda)
             # [1, rows]
@@ -279,23 +311,31 @@ def fp8_attn_decode(
             for again in hl.grid(n_begin, n_end):
                 page, known_page = page_of(block_table, b * max_pages + again, num_pages)
                 first_slot = (page * int32(kv_heads) + int32(h)) * bn
-                k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+                k_base, v_base, escaped = bases_of_page(
+                    k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda
+                )
                 row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
                 first_slot_of_class, slots = escaped, escaped * bn
                 if spec.half_scores:
                     first_slot_of_class, slots = 1 - some_again, torch.maximum(escaped, some_again) * bn
                 for slot in hl.grid(first_slot_of_class, slots):
                     is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
-                        k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda
+                        k_descale, v_descale, first_slot, int32(slot), bn, spec.int8_keys, spec.is_cuda
                     )
                     if is_first > 0:
                         # [bn, rows]
                         if spec.d_in_halves:
-                            class_s = hl.dot(k8[page, h, 0, :, :], q_tile)
-                            class_s = hl.dot(k8[page, h, 1, :, :], q_high, acc=class_s)
+                            class_s = scores_of_pieces(
+                                [k8[page, h, 0, :, :], k8[page, h, 1, :, :]], [q_tile, q_high], spec.is_cuda
+                            )
                         else:
-                            class_s = hl.dot(k8[page, h, :, :], q_tile)
-                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 0, class_spec)
+                            class_s = scores(k8[page, h, :, :], q_tile, bn, spec.rows, False, spec.is_cuda)
+                        if spec.int8_keys:
+                            class_k = descales_of_keys(k_descale, first_slot, bn, 0, spec.is_cuda)
+                            class_s = times_descales(class_s, class_k, 0, spec)
+                        class_s, class_scale_log2 = base_scores(
+                            class_s, row_scale_log2, k_own, shift, scales, 0, class_spec
+                        )
                         class_key = (again * bn + hl.arange(bn)).to(torch.int32)
                         class_visible = visible_keys(class_key, diagonal + i, n_len, left, right, spec)
                         class_visible = in_run_of_query(
@@ -362,7 +402,11 @@ def fp8_attn_decode(
         total = row_sum
         if spec.has_sinks:
             # [rows], in one run of them all
-            sink_log2 = hl.load(sinks, [head], extra_mask=in_range) * LOG2E
+            sink = hl.load(sinks, [head], extra_mask=in_range)
+            if spec.shifts_lse:
+                sink_log2 = fma(sink, hl.full([], LOG2E, dtype=torch.float32), -shift, spec.is_cuda)
+            else:
+                sink_log2 = sink * LOG2E
             sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
@@ -382,7 +426,12 @@ def fp8_attn_decode(
             stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
             hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
         lse_rows = split * total_rows + bh * group * m_len + r
-        hl.store(lse, [lse_rows], (m_i + torch.log2(total)) * LN2, extra_mask=in_range)
+        lse_log2 = m_i + torch.log2(total)
+        if spec.shifts_lse and not spec.in_runs:
+            lse_log2 = lse_log2 + shift
+        hl.store(lse, [lse_rows], lse_log2 * LN2, extra_mask=in_range)
+        if spec.shifts_lse and spec.in_runs:
+            hl.store(lse_shift, [lse_rows], shift * LN2, extra_mask=in_range & (split + 0 * r == 0))
 
 
 @functools.cache

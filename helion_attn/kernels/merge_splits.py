@@ -32,12 +32,14 @@ class MergeSpec(NamedTuple):
         at_once: runs that a program reads at once.
         d_row: the power of two that holds a row.
         has_sinks: a head has one more logit.
+        has_shift: rows have something that all of their lse lack.
         is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
     at_once: int
     d_row: int
     has_sinks: bool
+    has_shift: bool
     is_cuda: bool
 
 
@@ -45,6 +47,7 @@ def merge_splits_kernel(
     parts: torch.Tensor,  # [splits * B * H * M, D_v]
     part_lse: torch.Tensor,  # [splits, B * H * M]
     sinks: torch.Tensor,  # [H] if has_sinks
+    lse_shift: torch.Tensor,  # [B * H * M] if has_shift
     out: torch.Tensor,  # [B * H * M, D_v], written
     lse: torch.Tensor,  # [B * H * M], written
     heads: int,
@@ -58,7 +61,7 @@ def merge_splits_kernel(
     d = hl.specialize(parts.size(1))
     # Known strides keep loads 16 bytes wide.
     hl.specialize((parts.stride(0), parts.stride(1), out.stride(0), out.stride(1)))
-    hl.specialize((part_lse.stride(1), sinks.stride(0), lse.stride(0)))
+    hl.specialize((part_lse.stride(1), sinks.stride(0), lse_shift.stride(0), lse.stride(0)))
     for r in hl.grid(total_rows):
         # [D_row]
         cols = hl.arange(spec.d_row)
@@ -98,7 +101,10 @@ def merge_splits_kernel(
         head = r // m_len % heads
         out_row = r // (heads * m_len) * heads * m_len + head * out_head_step + (r % m_len) * out_row_step
         hl.store(out, [out_row, cols], to_out_dtype(o, out.dtype), extra_mask=cols < d)
-        lse[r] = shift + torch.log2(sum_of_weights) * LN2
+        lse_of_row = shift + torch.log2(sum_of_weights) * LN2
+        if spec.has_shift:
+            lse_of_row = lse_of_row + hl.load(lse_shift, [r])
+        lse[r] = lse_of_row
 
 
 @functools.cache
@@ -117,6 +123,7 @@ def merge_splits(
     lse: torch.Tensor,
     bshd: bool,
     sinks: torch.Tensor | None = None,
+    lse_shift: torch.Tensor | None = None,
 ) -> None:
     """Write `out` and `lse`.
 
@@ -127,6 +134,7 @@ def merge_splits(
         lse: fp32 [B, H, M], natural log.
         bshd: the layout of `out`.
         sinks: fp32 [H], of which no part knows, or None.
+        lse_shift: fp32 [B * H * M], added to `lse`, or None.
     """
     _, H, M = lse.shape
     flat_lse = lse.view(-1)
@@ -137,12 +145,15 @@ def merge_splits(
             "parts": parts,
             "part_lse": part_lse,
             "sinks": flat_lse if sinks is None else sinks,
+            "lse_shift": flat_lse if lse_shift is None else lse_shift,
             "out": out.view(-1, out.size(-1)),
             "lse": flat_lse,
             "heads": H,
             "m_len": M,
             "out_head_step": 1 if bshd else M,
             "out_row_step": H if bshd else 1,
-            "spec": MergeSpec(at_once, d_row, has_sinks=sinks is not None, is_cuda=out.is_cuda),
+            "spec": MergeSpec(
+                at_once, d_row, has_sinks=sinks is not None, has_shift=lse_shift is not None, is_cuda=out.is_cuda
+            ),
         }
     )

@@ -36,20 +36,32 @@ from helion_attn.kernels.lib.paged import (
     bases_are_wide,
     bases_of_page,
     class_of_slot,
+    descales_of_keys,
     has_all_again,
     in_run_of_query,
     inverse_of_power,
     keys_of_class,
     launch_paged,
     line_of_page,
+    products_with_mean,
     run_of_query,
+    shift_of_scores,
     sums_of_page,
+    times_descales,
     total_of_lanes,
     wide_line,
 )
+from helion_attn.kernels.lib.row_layout import rows_to_dtype
 from helion_attn.kernels.lib.scalars import int32, least, quotient
 from helion_attn.kernels.lib.softmax_bits import by_fours, hidden, p_of_line, row_sums
-from helion_attn.kernels.lib.steps import accumulate, add_sink, interleave_keys, scores, to_descale
+from helion_attn.kernels.lib.steps import (
+    accumulate,
+    add_sink,
+    interleave_keys,
+    scores,
+    scores_of_pieces,
+    to_descale,
+)
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
 
@@ -97,11 +109,14 @@ def fp8_attn_prefill(
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with n pieces [num_pages, H_kv * n, D_v_pad / n, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    k_mean: torch.Tensor,  # [means * D_pad]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
+    lse_shift: torch.Tensor,  # [B * H * M] if shifts_lse and in_runs, written
+    means: int,
     splits: int,
     m_tiles: int,
     max_pages: int,
@@ -165,9 +180,9 @@ def fp8_attn_prefill(
         q_descale = to_descale(largest_q, spec.q_largest)
         q_scale_log2 = q_descale * scales.qk_scale
         # [bm, D_pad], or each half of it
-        q_tile = (x * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype)
+        q_tile = rows_to_dtype(x, 1.0 / q_descale, k8.dtype, spec.is_cuda)
         if spec.d_in_halves:
-            q_high = (x_high * (1.0 / q_descale).unsqueeze(1)).to(k8.dtype)
+            q_high = rows_to_dtype(x_high, 1.0 / q_descale, k8.dtype, spec.is_cuda)
 
         n_len, known_length = known_keys(cache_seqlens, b, max_pages, bn)
         # Query i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
@@ -202,6 +217,14 @@ def fp8_attn_prefill(
         largest_q_scale_log2 = torch.amax(known_scale_log2, 0)
         escapes = int32(0)
         first_entry = int32(b * max_pages)
+        # [bm]
+        shift = q_scale_log2
+        if spec.shift_lse:
+            first_mean = bh % means * (d_tile * (1 + spec.d_in_halves))
+            product = products_with_mean(x, k_mean, first_mean, d_tile, spec)
+            if spec.d_in_halves:
+                product = product + products_with_mean(x_high, k_mean, first_mean + d_tile, d_tile, spec)
+            shift = shift_of_scores(product, on_diagonal, n_len, right, scales, spec)
         entry = hl.load(block_table, [first_entry + least(run_begin, int32(max_pages - 1))])
         for j in hl.grid(run_begin, run_end):
             page, known_page = page_of_entry(entry, num_pages)
@@ -220,18 +243,18 @@ def fp8_attn_prefill(
             else:
                 v_page = v8[page, h_v, :, :]
             # [bm, bn]
-            if spec.half_scores:
-                s = scores(q_tile, k_page.transpose(0, 1), spec.rows, bn, True, spec.is_cuda)
-            else:
-                s = hl.dot(q_tile, k_page.transpose(0, 1))
             if spec.d_in_halves:
-                s = hl.dot(q_high, k_high.transpose(0, 1), acc=s)
+                s = scores_of_pieces([q_tile, q_high], [k_page.transpose(0, 1), k_high.transpose(0, 1)], spec.is_cuda)
+            else:
+                s = scores(q_tile, k_page.transpose(0, 1), spec.rows, bn, spec.half_scores, spec.is_cuda)
             # Meanwhile.
             first_slot = (page_again * int32(kv_heads) + int32(h)) * bn
-            k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+            k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda)
             escapes = torch.maximum(escapes, escaped)
             row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
-            s, scale_log2 = base_scores(s, row_scale_log2, k_base, scales, 1, spec)
+            if spec.int8_keys:
+                s = times_descales(s, descales_of_keys(k_descale, first_slot, bn, 1, spec.is_cuda), 1, spec)
+            s, scale_log2 = base_scores(s, row_scale_log2, k_base, shift, scales, 1, spec)
             edge = torch.maximum(n_left - int32(j), int32(j + 1) - n_whole)
             if edge > 0:
                 key = int32(j * bn) + hl.arange(bn, dtype=torch.int32)
@@ -240,16 +263,17 @@ def fp8_attn_prefill(
                 s = hidden(s, visible, spec.rows, bn, spec)
             if escaped > 0:
                 is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
-                    k_descale, v_descale, first_slot, int32(0), bn, spec.is_cuda
+                    k_descale, v_descale, first_slot, int32(0), bn, spec.int8_keys, spec.is_cuda
                 )
                 of_base = keys_of_class(w0, w1, w2, w3, bn, spec.is_cuda)
                 s = hidden(s, of_base.unsqueeze(0) != 0, spec.rows, bn, spec)
             m_before = m_i
             m_run, m_i, scale, offset, largest, top = line_of_page(s, scale_log2, v_base, m_run, m_i, 1, spec)
             if not spec.half_scores:
-                wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
-                if wide > 0:
-                    s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 1, spec)
+                if spec.may_be_wide:
+                    wide = bases_are_wide(largest_q_scale_log2, k_base, scales, spec)
+                    if wide > 0:
+                        s, scale, offset = wide_line(s, scale_log2, v_base, m_i, scale, offset, largest, top, 1, spec)
                 # [bm, bn]
                 line = fma(s, scale.unsqueeze(1), offset.unsqueeze(1), spec.is_cuda)
             # [bm]
@@ -292,23 +316,35 @@ def fp8_attn_prefill(
             for i in hl.grid(run_begin, run_end):
                 page, known_page = page_of(block_table, first_entry + int32(i), num_pages)
                 first_slot = (page * int32(kv_heads) + int32(h)) * bn
-                k_base, v_base, escaped = bases_of_page(k_descale, v_descale, first_slot, bn, spec.is_cuda)
+                k_base, v_base, escaped = bases_of_page(
+                    k_descale, v_descale, first_slot, bn, spec.int8_keys, spec.is_cuda
+                )
                 row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
                 first_slot_of_class, slots = escaped, escaped * bn
                 if spec.half_scores:
                     first_slot_of_class, slots = 1 - some_again, torch.maximum(escaped, some_again) * bn
                 for slot in hl.grid(first_slot_of_class, slots):
                     is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
-                        k_descale, v_descale, first_slot, int32(slot), bn, spec.is_cuda
+                        k_descale, v_descale, first_slot, int32(slot), bn, spec.int8_keys, spec.is_cuda
                     )
                     if is_first > 0:
                         # [bm, bn]
                         if spec.d_in_halves:
-                            class_s = hl.dot(q_tile, k8[page, h, 0, :, :].transpose(0, 1))
-                            class_s = hl.dot(q_high, k8[page, h, 1, :, :].transpose(0, 1), acc=class_s)
+                            class_s = scores_of_pieces(
+                                [q_tile, q_high],
+                                [k8[page, h, 0, :, :].transpose(0, 1), k8[page, h, 1, :, :].transpose(0, 1)],
+                                spec.is_cuda,
+                            )
                         else:
-                            class_s = hl.dot(q_tile, k8[page, h, :, :].transpose(0, 1))
-                        class_s, class_scale_log2 = base_scores(class_s, row_scale_log2, k_own, scales, 1, class_spec)
+                            class_s = scores(
+                                q_tile, k8[page, h, :, :].transpose(0, 1), spec.rows, bn, False, spec.is_cuda
+                            )
+                        if spec.int8_keys:
+                            class_k = descales_of_keys(k_descale, first_slot, bn, 1, spec.is_cuda)
+                            class_s = times_descales(class_s, class_k, 1, spec)
+                        class_s, class_scale_log2 = base_scores(
+                            class_s, row_scale_log2, k_own, shift, scales, 1, class_spec
+                        )
                         class_key = int32(i * bn) + hl.arange(bn, dtype=torch.int32)
                         class_visible = visible_keys(class_key, on_diagonal, n_len, int32(left), int32(right), spec)
                         class_visible = in_run_of_query(
@@ -381,7 +417,11 @@ def fp8_attn_prefill(
         total = row_sum
         if spec.has_sinks:
             # [bm], in one run of them all
-            sink_log2 = hl.load(sinks, [head], extra_mask=in_range) * LOG2E
+            sink = hl.load(sinks, [head], extra_mask=in_range)
+            if spec.shifts_lse:
+                sink_log2 = fma(sink, hl.full([], LOG2E, dtype=torch.float32), -shift, spec.is_cuda)
+            else:
+                sink_log2 = sink * LOG2E
             sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
@@ -390,7 +430,12 @@ def fp8_attn_prefill(
             no_key = no_key & (total == total)  # a sink that is NaN stays one
         first_of_split = split * total_rows + b * kv_heads * rows_of_group
         lse_rows = first_of_split + head * m_len + query
-        hl.store(lse, [lse_rows], (m_i + torch.log2(total)) * LN2, extra_mask=in_range)
+        lse_log2 = m_i + torch.log2(total)
+        if spec.shifts_lse and not spec.in_runs:
+            lse_log2 = lse_log2 + shift
+        hl.store(lse, [lse_rows], lse_log2 * LN2, extra_mask=in_range)
+        if spec.shifts_lse and spec.in_runs:
+            hl.store(lse_shift, [lse_rows], shift * LN2, extra_mask=in_range & (split + 0 * r == 0))
         out_rows = first_of_split + head * out_head_step + query * out_row_step
         # [bm, d_v_tile]
         channels = from_end % spec.v_parts * (d_v_tile * (1 + spec.in_halves)) + hl.arange(d_v_tile)

@@ -1,9 +1,13 @@
 """New keys and values into a paged cache: quantised, packed, and scattered to where the block table says.
 
-    K, a page:  base = amax / 3.5, of its first key's amax
-    K, a key:   k_descale = base, if that is right for it; else the power of two with amax / k_descale in 224..448
-                x = rope(x);  k8 = cast(x / k_descale)
-    V:          as K, but the base is the power of two with amax / base in 2..4
+    K:          x = rope(x) - mean
+    e4m3 K:     base of a page = amax / 3.5, of its first key's amax
+                k_descale = base, if that is right for it; else the power of two with amax / k_descale in 224..448
+                k8 = cast(x / k_descale)
+    int8 K:     k_descale = amax / 127;  k8 = round(x / k_descale)
+    V:          as e4m3 K without a mean, but the base is the power of two with amax / base in 2..4
+
+The mean is the cache's, the same for all keys of a head.
 
 A descale is right for a key with amax / base in 2**-3..448, and for one of zeros; of K up to D 128 in 2**-3..64, so
 that fp16 holds its scores. So most keys of most pages have their page's base, which an attention kernel takes as two
@@ -28,12 +32,16 @@ import torch
 
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.kernels.lib.inline_asm import to_int8
 from helion_attn.kernels.lib.rope import rope_rows, rope_tables
+from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import common_unit, load_rows, row_channels, strided_rows
 from helion_attn.numerics import (
     E4M3_MAX,
+    INT8_MAX,
     K_AMAX_IN_BASE,
     LEAST_AMAX_IN_BASE,
+    MAX_INT8_K_DESCALE_LOG2,
     MAX_K_BASE_LOG2,
     MAX_K_DESCALE_LOG2,
     MAX_V_DESCALE_LOG2,
@@ -101,6 +109,15 @@ def descale_of_key(
     return torch.where(fits | invalid, base, own), invalid
 
 
+def descale_of_int8_key(amax: torch.Tensor, limit_log2: hl.constexpr) -> torch.Tensor:
+    """`amax / 127`, [keys], whose product with `INT8_SCORE_BIAS` is exact: without its two lowest bits.
+
+    NaN of NaN, of infinity, and above 2**limit_log2.
+    """
+    descale = (to_descale(amax, INT8_MAX).view(torch.int32) & -4).view(torch.float32)
+    return torch.where(descale <= 2.0**limit_log2, descale, float("nan"))
+
+
 class AppendSpec(NamedTuple):
     """What the kernel is compiled for.
 
@@ -116,12 +133,14 @@ class AppendSpec(NamedTuple):
         d_v_pad: of V.
         rotary: channels of K that are rotated.
         pairing: how, as `lib.rope` has it.
-        largest: the format's largest number.
+        int8_keys: K becomes int8.
+        largest: the largest number of V's format, and of K's if that is e4m3.
         most_in_k_base: the largest magnitude of K in its page's base.
         k_base_log2: bases of K end at two to this, and at its inverse.
         k_least_log2: descales of K begin at two to this.
         k_limit_log2: and end at two to this.
         v_limit_log2: descales of V end at two to this, and at its inverse.
+        is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
     keys: int
@@ -135,12 +154,14 @@ class AppendSpec(NamedTuple):
     d_v_pad: int
     rotary: int
     pairing: int
+    int8_keys: bool
     largest: float
     most_in_k_base: float
     k_base_log2: int
     k_least_log2: int
     k_limit_log2: int
     v_limit_log2: int
+    is_cuda: bool
 
 
 def append_kv(
@@ -150,6 +171,7 @@ def append_kv(
     v8: torch.Tensor,  # flat, written
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
+    k_mean: torch.Tensor,  # [H_kv * D_pad]
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     cos: torch.Tensor,  # [table_rows * rotary / 2]
@@ -177,7 +199,7 @@ def append_kv(
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((k.stride(0), v.stride(0), k8.stride(0), v8.stride(0)))
     hl.specialize((k_descale.stride(0), v_descale.stride(0), block_table.stride(0), cache_seqlens.stride(0)))
-    hl.specialize((cos.stride(0), sin.stride(0)))
+    hl.specialize((cos.stride(0), sin.stride(0), k_mean.stride(0)))
     for bh, tile in hl.grid([B * kv_heads, tiles]):
         b = bh // kv_heads
         h = bh % kv_heads
@@ -231,23 +253,36 @@ def append_kv(
         else:
             x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, k_channels)
             x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, k_channels)
+        # [D_pad]
+        mean = hl.load(k_mean, [h * spec.d_pad + cols])
 
-        k_base = k_base_of_first_key(torch.amax(torch.abs(x_first).reshape(2 * spec.d_pad), 0), spec.k_base_log2)
-        k_base = torch.where(begins, k_base, old_k_base)
-        # [keys]
-        k_scale, invalid = descale_of_key(
-            torch.amax(torch.abs(x), 1),
-            k_base,
-            spec.most_in_k_base,
-            spec.largest,
-            spec.k_least_log2,
-            spec.k_limit_log2,
-        )
-        factor = torch.where(invalid, float("nan"), 1.0 / k_scale)
-        # [keys, D_pad]
-        k_tile = (factor.unsqueeze(1) * x).to(k8.dtype)
+        x = x - mean.unsqueeze(0)
         at = block * spec.bn + first_slot + key
-        hl.store(k8, [at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], k_tile, extra_mask=stored.unsqueeze(1))
+        k_at = at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
+        if spec.int8_keys:
+            # What `bases_of_page` finds no large one among.
+            k_base = hl.zeros([], dtype=torch.float32)
+            # [keys]
+            k_scale = descale_of_int8_key(torch.amax(torch.abs(x), 1), spec.k_limit_log2)
+            # [keys, D_pad]
+            k_tile = to_int8(x, (1.0 / k_scale).unsqueeze(1), spec.is_cuda)
+        else:
+            x_first = x_first - mean.unsqueeze(0)
+            k_base = k_base_of_first_key(torch.amax(torch.abs(x_first).reshape(2 * spec.d_pad), 0), spec.k_base_log2)
+            k_base = torch.where(begins, k_base, old_k_base)
+            # [keys]
+            k_scale, invalid = descale_of_key(
+                torch.amax(torch.abs(x), 1),
+                k_base,
+                spec.most_in_k_base,
+                spec.largest,
+                spec.k_least_log2,
+                spec.k_limit_log2,
+            )
+            factor = torch.where(invalid, float("nan"), 1.0 / k_scale)
+            # [keys, D_pad]
+            k_tile = (factor.unsqueeze(1) * x).to(k8.dtype)
+        hl.store(k8, [k_at], k_tile, extra_mask=stored.unsqueeze(1))
         hl.store(k_descale, [at], k_scale, extra_mask=stored)
 
         v_base = v_base_of_first_key(torch.amax(torch.abs(y_first).reshape(2 * spec.d_v_pad), 0), spec.v_limit_log2)
@@ -295,7 +330,7 @@ def kernel(is_cuda: bool) -> Runner:
 def launch(a: AppendProblem) -> None:
     """Store keys and values at positions `cache_seqlens[b]` and up."""
     (H_kv, L, D), cache = a.k.shape[1:], a.cache
-    num_pages, _, bn, D_pad = cache.k8.shape
+    (num_pages, _, bn, D_pad), int8_keys = cache.k8.shape, cache.k8.dtype == torch.int8
     keys = keys_of_program(L, bn, max(D_pad, cache.v8.size(2)))
     unit = common_unit(a.k, a.v)
     k, v = strided_rows(a.k, unit), strided_rows(a.v, unit)
@@ -308,6 +343,7 @@ def launch(a: AppendProblem) -> None:
             "v8": cache.v8.view(-1),
             "k_descale": cache.k_descale.view(-1),
             "v_descale": cache.v_descale.view(-1),
+            "k_mean": cache.k_mean.view(-1),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "cos": rope.cos,
@@ -338,12 +374,14 @@ def launch(a: AppendProblem) -> None:
                 d_v_pad=cache.v8.size(2),
                 rotary=rope.rotary,
                 pairing=rope.pairing,
+                int8_keys=int8_keys,
                 largest=E4M3_MAX,
                 most_in_k_base=most_amax_in_base(max(D_pad, cache.v8.size(2))),
                 k_base_log2=MAX_K_BASE_LOG2,
                 k_least_log2=MIN_K_DESCALE_LOG2,
-                k_limit_log2=MAX_K_DESCALE_LOG2,
+                k_limit_log2=MAX_INT8_K_DESCALE_LOG2 if int8_keys else MAX_K_DESCALE_LOG2,
                 v_limit_log2=MAX_V_DESCALE_LOG2,
+                is_cuda=a.k.is_cuda,
             ),
         }
     )

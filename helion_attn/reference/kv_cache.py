@@ -1,4 +1,4 @@
-"""The rounding model of attention over a KV cache: as `rounding_model`, but a key has its page's descale or its own."""
+"""The rounding model of attention over a KV cache: as `rounding_model`, with descales of keys."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 from helion_attn.configs import page_packing
 from helion_attn.numerics import (
     BEYOND_FP16_LOG2,
-    DESCALE_MIN,
     E4M3_BITS_OF_ONE,
     E4M3_MAX,
     E4M3_STEPS,
     FP16_LARGE,
     FP16_TINY,
+    INT8_MAX,
     K_AMAX_IN_BASE,
     LEAST_AMAX_IN_BASE,
     LEAST_HALF_PAGE_REFERENCE,
@@ -29,15 +29,22 @@ from helion_attn.numerics import (
     takes_bits,
     takes_half_scores,
 )
-from helion_attn.reference.rounding_model import below, e4m3_of_line
+from helion_attn.reference.rounding_model import below, e4m3_of_line, to_descale
 from helion_attn.reference.shapes import default_sm_scale, hide_keys
+from helion_attn.types import CACHE_RECIPE, Recipe, RecipeName, as_cache_recipe
 
 E4M3 = torch.float8_e4m3fn
 
 
-def row_descale(x: torch.Tensor, largest: float = E4M3_MAX) -> torch.Tensor:
-    """[..., D] to [..., 1]: of rows of Q, whose largest magnitude becomes `largest`."""
-    return (x.float().abs().amax(-1, keepdim=True) * (1.0 / largest)).clamp_min(DESCALE_MIN)
+def row_descale(x: torch.Tensor, largest: float) -> torch.Tensor:
+    """[..., D] to [..., 1]: of rows of Q, whose largest magnitude becomes `largest`, or int8 keys but for two bits."""
+    return to_descale(x.float().abs().amax(-1, keepdim=True), largest)
+
+
+def to_format(x: torch.Tensor, descale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of `dtype` that x [..., D] becomes by descales [..., 1], in fp32."""
+    scaled = x * (1.0 / descale)
+    return scaled.round() if dtype == torch.int8 else scaled.to(dtype).float()
 
 
 def _powers(exponent: torch.Tensor) -> torch.Tensor:
@@ -71,8 +78,16 @@ def _descales(
     return torch.where(fits, base, own), base
 
 
-def k_descales(k: torch.Tensor, page: int, most: float = E4M3_MAX) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_descales` of K, [..., N, D]: a page's base takes its first key's largest magnitude to 3.5."""
+def k_descales(
+    k: torch.Tensor, page: int, dtype: torch.dtype, most: float = E4M3_MAX
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_descales` of K less its mean, [..., N, D]: a page's base takes its first key's largest magnitude to 3.5.
+
+    Int8 keys have their own, of 22 bits, and no base.
+    """
+    if dtype == torch.int8:
+        own = (row_descale(k, INT8_MAX).view(torch.int32) & -4).view(torch.float32)
+        return own, own
     amax = _largest(k)
     first = amax[..., ::page, :]
     bases = (first * (1.0 / K_AMAX_IN_BASE)).clamp(2.0**-MAX_K_BASE_LOG2, 2.0**MAX_K_BASE_LOG2)
@@ -98,6 +113,8 @@ def fp8_attention_kvcache(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    recipe: Recipe | RecipeName = CACHE_RECIPE,
+    k_mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over a cache to which k and v were appended, as the kernel rounds it, in one run of pages.
 
@@ -115,6 +132,8 @@ def fp8_attention_kvcache(
         causal: row i sees keys j <= i + N - M.
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default.
         window: and softcap, sinks, as in `fp8_attention`.
+        recipe: of the cache.
+        k_mean: of the cache, [H_kv, D]; 0 by default.
 
     Returns:
         fp32 out [B, H, M, D_v] and lse [B, H, M], natural log.
@@ -126,18 +145,23 @@ def fp8_attention_kvcache(
     B, H, M, D = q.shape
     N, D_v, group = k.shape[2], v.size(3), H // k.shape[1]
     packing = page_packing(D, D_v)
+    qk_dtype = as_cache_recipe(recipe).qk_dtype
     page, larger_d = packing.page_size, max(packing.D_pad, packing.D_v_pad)
-    bits, half = takes_bits(E4M3, larger_d), takes_half_scores(larger_d, softcap is not None)
-    q_scale = row_descale(q, largest_q_of_cache(D, half))
-    k_scale, k_base = k_descales(k, page, most_amax_in_base(larger_d))
+    bits, half = takes_bits(E4M3, larger_d), takes_half_scores(qk_dtype, larger_d, softcap is not None)
+    # [1, H_kv, 1, D]
+    mean = (k.new_zeros(k.size(1), D) if k_mean is None else k_mean).float()[None, :, None]
+    k = k.float() - mean
+    q_scale = row_descale(q, largest_q_of_cache(qk_dtype, D, half))
+    k_scale, k_base = k_descales(k, page, qk_dtype, most_amax_in_base(larger_d))
     v_scale, v_base = v_descales(v, page)
-    q8, k8, v8 = (
-        (x.float() * (1.0 / scale)).to(E4M3).float() for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale))
+    q8, k8 = to_format(q.float(), q_scale, qk_dtype), to_format(k, k_scale, qk_dtype)
+    v8 = to_format(v.float(), v_scale, E4M3)
+    k8, v8, k_scale, v_scale, k_base, v_base, mean = (
+        x.repeat_interleave(group, 1) for x in (k8, v8, k_scale, v_scale, k_base, v_base, mean)
     )
-    k8, v8, k_scale, v_scale, k_base, v_base = (
-        x.repeat_interleave(group, 1) for x in (k8, v8, k_scale, v_scale, k_base, v_base)
-    )
-    q_scale_log2 = q_scale * (default_sm_scale(sm_scale, D) * LOG2E)
+    scale_log2 = default_sm_scale(sm_scale, D) * LOG2E
+    # [B, H, M, 1]
+    q_scale_log2, shift_log2 = q_scale * scale_log2, (q.float() @ mean.mT) * scale_log2
 
     m_i = m_run = q.new_full((B, H, M, 1), float("-inf"), dtype=torch.float32)
     l_i = q.new_zeros((B, H, M, 1), dtype=torch.float32)
@@ -155,7 +179,7 @@ def fp8_attention_kvcache(
             s_scale_log2 = steps / E4M3_STEPS
         t = s * s_scale_log2
         if softcap is not None:
-            t = softcap * LOG2E * torch.tanh(t * (LN2 / softcap))
+            t = softcap * LOG2E * torch.tanh((t + shift_log2) * (LN2 / softcap))
         v_log2 = torch.log2(v_scale[:, :, keys]).mT
         t = hide_keys(t + v_log2, 0, j, M, N, causal, window)
         t = t.masked_fill(~taken, float("-inf"))
@@ -183,8 +207,9 @@ def fp8_attention_kvcache(
         acc = acc * alpha + p8 @ v8[:, :, keys]
         m_i = m_new
 
-    # [B, H, N]: a number for each pair of descales.
-    pairs = (torch.log2(k_scale) * 1024 + torch.log2(v_scale)).squeeze(3)
+    # [B, H, N]: a number for each pair of descales, of int8 keys for each of V's.
+    of_k = torch.zeros_like(k_scale) if qk_dtype == torch.int8 else torch.log2(k_scale)
+    pairs = (of_k * 1024 + torch.log2(v_scale)).squeeze(3)
     escapes = ((k_scale != k_base) | (v_scale != v_base)).squeeze(3)
     for j in range(0, N, page):
         add(j, ~escapes[:, :, None, j : j + page], half)
@@ -202,7 +227,7 @@ def fp8_attention_kvcache(
             taken = rest & (pairs[:, :, j : j + page] == of_first)
             add(j, taken.unsqueeze(2), False)
             rest &= ~taken
-    lse = (m_i + torch.log2(l_i)) * LN2
+    lse = (m_i + torch.log2(l_i) + (shift_log2 if softcap is None else 0.0)) * LN2
     key_share = torch.ones_like(lse)
     if sinks is not None:
         key_lse = lse

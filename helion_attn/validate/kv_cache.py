@@ -25,7 +25,7 @@ from helion_attn.validate.dense import (
 from helion_attn.validate.values import check_cache_values, note_append
 
 #: What messages call the fields of a cache and its block table.
-CACHE_NAMES = {name: f"cache.{name}" for name in ("k8", "v8", "k_descale", "v_descale", "D", "D_v")}
+CACHE_NAMES = {name: f"cache.{name}" for name in ("k8", "v8", "k_descale", "v_descale", "k_mean", "D", "D_v")}
 CACHE_NAMES["block_table"] = "block_table"
 
 
@@ -35,6 +35,17 @@ def check_page_head_dim(name: str, D: int) -> None:
         raise TypeError(f"{name} is a {type(D).__name__}; it must be an int")
     if not MIN_D <= D <= MAX_PAGE_D:
         raise ValueError(f"{name} is {D}; in a KV cache it must lie in {MIN_D}..{MAX_PAGE_D}")
+
+
+def check_k_mean(k_mean: torch.Tensor | None, H_kv: int, D: int) -> None:
+    """None, or what all keys of a cache are to lose."""
+    if k_mean is None:
+        return
+    if not isinstance(k_mean, torch.Tensor) or not k_mean.is_floating_point():
+        raise TypeError(f"k_mean is {described(k_mean)}; it must be None or a floating-point tensor")
+    if tuple(k_mean.shape) != (H_kv, D):
+        raise ValueError(f"k_mean has shape {tuple(k_mean.shape)}; it must be {(H_kv, D)}, H_kv and D")
+    check_no_grad("k_mean", k_mean)
 
 
 def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> None:
@@ -56,21 +67,27 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
         )
     check_device(names["k8"], cache.k8)
     pages = cache.k8.shape[:2]
+    heads = pages[1]
+    # `attention_of_heads` has pages of one head, and the means of all.
+    if heads == 1 and isinstance(cache.k_mean, torch.Tensor) and cache.k_mean.dim() == 2 and cache.k_mean.numel():
+        heads = cache.k_mean.size(0) if pages[0] % cache.k_mean.size(0) == 0 else 1
     fp8, fp32 = torch.float8_e4m3fn, torch.float32
     expected = {
-        "k8": ((*pages, tile.page_size, tile.D_pad), fp8),
+        "k8": ((*pages, tile.page_size, tile.D_pad), fp8, torch.int8),
         "v8": ((*pages, tile.D_v_pad, tile.page_size), fp8),
         "k_descale": ((*pages, tile.page_size), fp32),
         "v_descale": ((*pages, tile.page_size), fp32),
+        "k_mean": ((heads, tile.D_pad), fp32),
     }
-    for name, (shape, dtype) in expected.items():
+    for name, (shape, *dtypes) in expected.items():
         x = getattr(cache, name)
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{names[name]} is a {type(x).__name__}; it must be a torch.Tensor")
-        if tuple(x.shape) != shape or x.dtype != dtype or not x.is_contiguous() or x.device != cache.k8.device:
+        if tuple(x.shape) != shape or x.dtype not in dtypes or not x.is_contiguous() or x.device != cache.k8.device:
             raise ValueError(
                 f"{names[name]} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
-                f"be contiguous {dtype} {shape} on {cache.k8.device}, as helion_attn.paged_kv_cache makes it"
+                f"be contiguous {' or '.join(map(str, dtypes))} {shape} on {cache.k8.device}, as "
+                f"helion_attn.paged_kv_cache makes it"
             )
         check_no_grad(names[name], x)
         # What a tensor descriptor needs. A fake tensor has no address, and torch.compile cannot trace one.

@@ -1,4 +1,4 @@
-"""What the two kernels of a paged cache share: bases of pages, runs of pages, sums, and their launch.
+"""What the two kernels of a paged cache share: descales and what they mean, runs of pages, sums, and their launch.
 
 A query has the same bits from both, and whatever shares its tile: its runs are of the pages that it sees itself, a page
 of which it sees nothing leaves its sums as they are, and numbers are added in an order that no layout decides.
@@ -28,10 +28,11 @@ from helion_attn.numerics import (
     FP16_LARGE,
     FP16_TINY,
     FP32_TINY,
+    INT8_SCORE_BIAS,
     LEAST_HALF_PAGE_REFERENCE,
-    MAX_E4M3_SCORE,
     MAX_HALF_PAGE_SCORE_LOG2,
     MAX_P_OFFSET_LOG2,
+    MAX_PAGE_SCORE,
     MAX_PAGE_SCORE_LOG2,
     NO_KEY,
     PAGE_REFERENCE_REACH_LOG2,
@@ -57,22 +58,28 @@ def bases_of_page(
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     first: Int,
     bn: hl.constexpr,
+    int8_keys: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The descales of a page's first key, of K and V, and 1 if another key of it has others, else 0.
+
+    Of int8 keys the largest descale in the place of K's first, and V's alone are compared.
 
     Every warp looks at all descales of the page, four keys a lane: so all warps know, with no barrier and no flag in
     memory that someone would have to keep.
     """
     if is_cuda:
         like = hl.full([], 1.0, dtype=torch.float32), hl.full([], 1.0, dtype=torch.float32), int32(0)
+        code = BASES_OF_INT8_PAGE if int8_keys else BASES_OF_PAGE
         if bn == 64:
-            return hl.inline_triton(BASES_OF_PAGE_OF_64, args=(k_descale, v_descale, first), output_like=like)
-        assert bn == 4 * 32, "a lane has four keys"
-        return hl.inline_triton(BASES_OF_PAGE, args=(k_descale, v_descale, first), output_like=like)
+            code = code.replace(*LANES_OF_64)
+        return hl.inline_triton(code, args=(k_descale, v_descale, first), output_like=like)
     at = first + hl.arange(bn)
     k, v = hl.load(k_descale, [at]), hl.load(v_descale, [at])
     # Bits, of which those of a NaN are equal.
+    if int8_keys:
+        others = v.view(torch.int32) != v[0].view(torch.int32)
+        return torch.amax(k, 0), v[0], torch.amax(others.to(torch.int32), 0)
     others = (k.view(torch.int32) != k[0].view(torch.int32)) | (v.view(torch.int32) != v[0].view(torch.int32))
     return k[0], v[0], torch.amax(others.to(torch.int32), 0)
 
@@ -113,8 +120,29 @@ BASES_OF_PAGE = """tl.inline_asm_elementwise(
     pack=1,
 )"""
 
-#: The same of a page of 64 keys, where two lanes look at the same four.
-BASES_OF_PAGE_OF_64 = BASES_OF_PAGE.replace("%laneid;", "%laneid;\n    and.b32 lane, lane, 15;")
+#: What becomes of it for a page of 64 keys, where two lanes look at the same four.
+LANES_OF_64 = ("%laneid;", "%laneid;\n    and.b32 lane, lane, 15;")
+
+#: Of int8 keys. Descales are not negative, and a NaN's bits are larger than any.
+BASES_OF_INT8_PAGE = BASES_OF_PAGE.replace(
+    """    shfl.sync.idx.b32 $0, k0, 0, 31, 0xffffffff;
+""",
+    """    max.u32 k0, k0, k1;
+    max.u32 k2, k2, k3;
+    max.u32 k0, k0, k2;
+    redux.sync.max.u32 k0, k0, 0xffffffff;
+    mov.b32 $0, k0;
+""",
+).replace(
+    """    xor.b32 others, k0, $0;
+    lop3.b32 others, k1, $0, others, 0xBE;
+    lop3.b32 others, k2, $0, others, 0xBE;
+    lop3.b32 others, k3, $0, others, 0xBE;
+    lop3.b32 others, v0, $1, others, 0xBE;
+""",
+    """    xor.b32 others, v0, $1;
+""",
+)
 
 
 def class_of_slot(
@@ -123,9 +151,10 @@ def class_of_slot(
     first: Int,
     slot: torch.Tensor,  # []
     bn: hl.constexpr,
+    int8_keys: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[torch.Tensor, ...]:
-    """The keys of a page that have the descales of a slot, its class.
+    """The keys of a page that have the descales of a slot, its class; of int8 keys V's alone.
 
     Returns:
         1 if the slot is the first of them, else 0; the two descales; and four words for `keys_of_class`, which have a
@@ -134,11 +163,11 @@ def class_of_slot(
     if is_cuda:
         one, none = hl.full([], 1.0, dtype=torch.float32), int32(0)
         like = none, one, one, none, none, none, none
-        if bn == 64:
-            return hl.inline_triton(CLASS_OF_SLOT_OF_64, args=(k_descale, v_descale, first, slot), output_like=like)
-        return hl.inline_triton(CLASS_OF_SLOT, args=(k_descale, v_descale, first, slot), output_like=like)
+        code = CLASS_OF_SLOT_OF_64 if bn == 64 else CLASS_OF_SLOT
+        args = (v_descale if int8_keys else k_descale, v_descale, first, slot)
+        return hl.inline_triton(code, args=args, output_like=like)
     at = first + hl.arange(bn)
-    k, v = hl.load(k_descale, [at]), hl.load(v_descale, [at])
+    k, v = hl.load(v_descale if int8_keys else k_descale, [at]), hl.load(v_descale, [at])
     same = (k.view(torch.int32) == k[slot].view(torch.int32)) & (v.view(torch.int32) == v[slot].view(torch.int32))
     keys = same.to(torch.int32)
     return (keys.argmax() == slot).to(torch.int32), k[slot], v[slot], keys, keys, keys, keys
@@ -224,22 +253,126 @@ def keys_of_class(
     return (words >> (keys & 6)) & (hl.full([], 1, dtype=torch.int32) << (keys & 25))
 
 
+def descales_of_keys(
+    k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
+    first: Int,
+    bn: hl.constexpr,
+    keys_axis: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> torch.Tensor:
+    """K's descales of a page, [bn], for scores with their keys on this axis.
+
+    Each thread loads those of its scores when it needs them, and has no registers for them before: they are in the
+    cache since `bases_of_page`.
+    """
+    if is_cuda:
+        like = hl.zeros([bn], dtype=torch.float32)
+        code = (KEYS_APART, KEYS_BY_TWOS)[keys_axis].replace("PAIRS", str(bn // 2)).replace("KEYS", str(bn))
+        return hl.inline_triton(code, args=(k_descale, first), output_like=like)
+    return hl.load(k_descale, [first + hl.arange(bn)])
+
+
+#: `descales_of_keys` on the GPU, of a tensor and an index, and of `KEYS` or `PAIRS` of them, where a thread has keys
+#: eight apart.
+KEYS_APART = """tl.inline_asm_elementwise(
+    asm="ld.global.nc.f32 $0, [$1];",
+    constraints="=f,l",
+    args=[{0} + ({1}) + tl.arange(0, KEYS)],
+    dtype=tl.float32,
+    is_pure=True,
+    pack=1,
+)"""
+
+#: And where it has two neighbours.
+KEYS_BY_TWOS = """tl.reshape(
+    tl.join(
+        *tl.inline_asm_elementwise(
+            asm="ld.global.nc.v2.f32 {{$0, $1}}, [$2];",
+            constraints="=f,=f,l",
+            args=[{0} + ({1}) + 2 * tl.arange(0, PAIRS)],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    ),
+    [KEYS],
+)"""
+
+
+def times_descales(
+    s: torch.Tensor,  # [bn, rows] or [rows, bn]
+    k_descale: torch.Tensor,  # [bn]
+    keys_axis: hl.constexpr,
+    spec: PagedSpec,
+) -> torch.Tensor:
+    """Scores of int8 keys times their keys' descales, in one FMA: a descale's product with the bias is exact."""
+    k_descale = k_descale.unsqueeze(1 - keys_axis)
+    if spec.s_bias:
+        return fma(s, k_descale, k_descale * -spec.s_bias, spec.is_cuda)
+    return s * k_descale
+
+
+def products_with_mean(
+    x: torch.Tensor,  # [rows, d_tile]
+    k_mean: torch.Tensor,  # [means * D_pad]
+    first: Int,
+    d_tile: int,
+    spec: PagedSpec,
+) -> torch.Tensor:
+    """Products of rows of Q, or a piece of their channels, with K's mean from an index on, [rows].
+
+    Added pair by pair, as `sums_of_page`.
+    """
+    mean = hl.load(k_mean, [first + hl.arange(d_tile)])
+    # Products that no addition takes in.
+    total, width = fma(x, mean.unsqueeze(0), hl.zeros([], dtype=torch.float32), spec.is_cuda), d_tile
+    while width > 1:
+        width //= 2
+        total = total.reshape(spec.rows, width, 2).sum(2)
+    return total.reshape(spec.rows)
+
+
+def shift_of_scores(
+    product: torch.Tensor,  # [rows]
+    on_diagonal: torch.Tensor,  # [rows]
+    n_len: torch.Tensor,  # []
+    right: int,
+    scales: ScoreScales,
+    spec: PagedSpec,
+) -> torch.Tensor:
+    """What all scores of a row lack for its product with K's mean, scaled as they are, [rows]; 0 if it sees no key."""
+    none = hl.zeros([], dtype=torch.float32)
+    shift = fma(product, hl.full([], scales.qk_scale, dtype=torch.float32), none, spec.is_cuda)
+    last = n_len - 1 + 0 * on_diagonal
+    if spec.has_right:
+        last = torch.minimum(last, on_diagonal + int32(right))
+    return torch.where(last >= 0, shift, 0.0)
+
+
 def base_scores(
     s: torch.Tensor,  # [bn, rows] or [rows, bn]
     q_scale_log2: torch.Tensor,  # [rows]
     k_base: torch.Tensor,  # []
+    shift: torch.Tensor,  # [rows]
     scales: ScoreScales,
     keys_axis: hl.constexpr,
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of keys that have their page's base, and their factors, [rows], which are never 0 in fp32."""
+    """Scores of keys that have their page's base, and their factors, [rows], which are never 0 in fp32.
+
+    Scores of int8 keys are times their descales already.
+    """
     if spec.half_scores:
         steps = minimum(q_scale_log2 * k_base * E4M3_STEPS, hl.full([], FP16_LARGE, dtype=torch.float32), spec.is_cuda)
         tiny = hl.full([], FP16_TINY, dtype=torch.float32)
         return s, maximum(steps.to(torch.float16).to(torch.float32), tiny, spec.is_cuda)
-    scale_log2 = maximum(q_scale_log2 * k_base, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
+    scale_log2 = q_scale_log2
+    if not spec.int8_keys:
+        scale_log2 = scale_log2 * k_base
+    scale_log2 = maximum(scale_log2, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
     if spec.has_softcap:
-        s = tanh(s * scale_log2.unsqueeze(keys_axis), spec.is_cuda)
+        s = fma(s, scale_log2.unsqueeze(keys_axis), shift.unsqueeze(keys_axis), spec.is_cuda)
+        s = tanh(s, spec.is_cuda)
         # [rows], also of NaN: tanh would have it
         scale_log2 = scale_log2 * 0.0 + scales.tanh_scale
     return s, scale_log2
@@ -252,7 +385,7 @@ def bases_are_wide(
     spec: PagedSpec,
 ) -> torch.Tensor:
     """1 if some score may pass `MAX_PAGE_SCORE_LOG2`, 0 if none does."""
-    largest = largest_q_scale_log2 * k_base * (MAX_E4M3_SCORE * (1 + spec.d_in_halves))
+    largest = largest_q_scale_log2 * k_base * spec.largest_score
     if spec.has_softcap:
         largest = hl.full([], scales.tanh_scale, dtype=torch.float32)
     # Not "large", since a NaN is not within.
@@ -440,8 +573,9 @@ def launch_paged(
     parts = out.new_empty((splits * B * H * M, D_v), dtype=torch.float32) if in_parts else out.view(-1, D_v)
     part_lse = lse.new_empty(splits * B * H * M) if in_parts else lse.view(-1)
     swapped = a.bshd and not in_parts
-    larger_d = max(k8.size(3), v8.size(2))
-    p_bits, half = takes_bits(v8.dtype, larger_d), takes_half_scores(larger_d, a.softmax.softcap is not None)
+    k_dtype, scales = k8.dtype, a.softmax.scales()
+    int8_keys, larger_d = k_dtype == torch.int8, max(k8.size(3), v8.size(2))
+    p_bits, half = takes_bits(v8.dtype, larger_d), takes_half_scores(k_dtype, larger_d, a.softmax.softcap is not None)
     spec = PagedSpec(
         rows=tile_rows,
         bn_log2=page_size.bit_length() - 1,
@@ -452,7 +586,12 @@ def launch_paged(
         d=D,
         d_step=q.d_step,
         unit=unit,
-        q_largest=largest_q_of_cache(D, half),
+        q_largest=largest_q_of_cache(k_dtype, D, half),
+        int8_keys=int8_keys,
+        s_bias=INT8_SCORE_BIAS if int8_keys and a.q.is_cuda and not d_in_halves else 0.0,
+        largest_score=MAX_PAGE_SCORE[k_dtype] * (1 + d_in_halves),
+        may_be_wide=a.softmax.softcap is None or scales.tanh_scale > MAX_PAGE_SCORE_LOG2,
+        shift_lse=a.shift_lse,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),
         p_bits=p_bits,
         half_scores=half,
@@ -462,6 +601,8 @@ def launch_paged(
         has_sinks=a.softmax.sinks is not None,
         is_cuda=a.q.is_cuda,
     )
+    # Parts lack it, so that their weights do not depend on whether somebody sees it.
+    lse_shift = lse.new_empty(B * H * M) if in_parts and spec.shifts_lse else None
     kernel.run(
         {
             "q": q.flat,
@@ -469,11 +610,14 @@ def launch_paged(
             "v8": v8.view(v8.size(0), -1, v8.size(2) // v_pieces, v8.size(3)) if v_pieces > 1 else v8,
             "k_descale": a.cache.k_descale.view(-1),
             "v_descale": a.cache.v_descale.view(-1),
+            "k_mean": a.cache.k_mean.view(-1),
+            "means": a.cache.k_mean.size(0),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "sinks": part_lse if a.softmax.sinks is None else a.softmax.sinks,
             "out": parts,
             "lse": part_lse,
+            "lse_shift": part_lse if lse_shift is None else lse_shift,
             "splits": splits,
             "m_tiles": -(-H // H_kv * M // tile_rows),
             "max_pages": max_pages,
@@ -487,9 +631,9 @@ def launch_paged(
             # An edge further away hides nothing, and might not fit 32 bits.
             "left": min(a.softmax.left, max_pages * page_size),
             "right": min(a.softmax.right, M),
-            "scales": a.softmax.scales(),
+            "scales": scales,
             "spec": spec,
         }
     )
     if in_parts:
-        merge_splits(parts, part_lse.view(splits, -1), out, lse, a.bshd)
+        merge_splits(parts, part_lse.view(splits, -1), out, lse, a.bshd, None, lse_shift)

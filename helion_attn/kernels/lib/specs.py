@@ -187,6 +187,11 @@ class PagedSpec(NamedTuple):
         d_step: from a channel of Q to the next.
         unit: what Q's other steps are multiples of.
         q_largest: the largest magnitude of a quantised row.
+        int8_keys: Q and K are int8, and a key's descale is a score's factor.
+        s_bias: how much too large scores are as the tensor core gives them.
+        largest_score: of the products of quantised rows.
+        may_be_wide: no softcap keeps scores within `MAX_PAGE_SCORE_LOG2`.
+        shift_lse: K's mean took a product with each row from its scores, and somebody sees it.
         p_bits: P's bits come from scores, and row sums are of the rounded P.
         half_scores: scores of keys with their page's base are fp16.
         p_steps: an octave of P on the line that a score is taken to: `E4M3_STEPS` with `p_bits`, or 1.
@@ -204,6 +209,11 @@ class PagedSpec(NamedTuple):
     d_step: int
     unit: int
     q_largest: float
+    int8_keys: bool
+    s_bias: float
+    largest_score: float
+    may_be_wide: bool
+    shift_lse: bool
     p_bits: bool
     half_scores: bool
     p_steps: float
@@ -234,6 +244,11 @@ class PagedSpec(NamedTuple):
     def listed(self) -> bool:
         """As in `AttentionSpec`: pages are those of a block table."""
         return True
+
+    @property
+    def shifts_lse(self) -> bool:
+        """As in `AttentionSpec`."""
+        return self.shift_lse and not self.has_softcap
 
     @property
     def sum_rows(self) -> int:
