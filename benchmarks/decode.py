@@ -37,7 +37,7 @@ from benchmarks.lib.tables import LABELS, Table, by_impl, error_text, impls_in, 
 from helion_attn.testing import error_budget, make_qkv, relative_error
 from helion_attn.workloads import Workload
 
-#: The cache has no recipe.
+#: The cache has its default recipe.
 NAMES = LABELS | {"helion_attn": "FP8 cache", "copy": "copy"}
 
 LENGTHS = (8192, 16384, 65536)

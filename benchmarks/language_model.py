@@ -112,10 +112,7 @@ def continued(model: Any, prompt: torch.Tensor, cached: bool) -> tuple[float, fl
     stored = 0
     for layer in cache.layers:
         paged = layer.cache if cached else None
-        of_layer: tuple[torch.Tensor, ...] = (layer.keys, layer.values)
-        if paged is not None:
-            of_layer = (paged.k8, paged.v8, paged.k_descale, paged.v_descale)
-        stored += sum(x.numel() * x.element_size() for x in of_layer)
+        stored += layer.keys.nbytes + layer.values.nbytes if paged is None else paged.nbytes
     return first, STEPS / (both - first), stored
 
 

@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 import helion_attn as ha
@@ -30,7 +29,7 @@ from helion_attn.api import quantized_problem
 from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
 from helion_attn.numerics import largest_q_of_cache, most_amax_in_base, takes_half_scores
-from helion_attn.reference.kv_cache import k_descales, row_descale, v_descales
+from helion_attn.reference.kv_cache import k_descales, row_descale, to_format, v_descales
 from helion_attn.workloads import Workload
 
 #: Query rows that are checked against the oracle: the last, which see most.
@@ -61,17 +60,18 @@ def workloads(options: Options) -> list[Workload]:
 
 
 def paged(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
-    """The same keys in a paged cache, which has no recipe."""
+    """The same keys in a paged cache of the default recipe."""
     cache, table, seqlens = filled_cache(k, v)
 
     def dequantized() -> tuple[Tensor, Tensor, Tensor]:
-        larger_d = max(cache.k8.size(3), cache.v8.size(2))
+        dtype, larger_d = cache.k8.dtype, max(cache.k8.size(3), cache.v8.size(2))
+        half = takes_half_scores(dtype, larger_d, softcap=False)
         scaled = (
-            (q, row_descale(q, largest_q_of_cache(q.size(3), takes_half_scores(larger_d, softcap=False)))),
-            (k, k_descales(k, cache.page_size, most_amax_in_base(larger_d))[0]),
-            (v, v_descales(v, cache.page_size)[0]),
+            (q.float(), row_descale(q, largest_q_of_cache(dtype, q.size(3), half)), dtype),
+            (k.float(), k_descales(k, cache.page_size, dtype, most_amax_in_base(larger_d))[0], dtype),
+            (v.float(), v_descales(v, cache.page_size)[0], cache.v8.dtype),
         )
-        dq, dk, dv = ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale for x, scale in scaled)
+        dq, dk, dv = (to_format(*x) * x[1] for x in scaled)
         return dq, dk, dv
 
     run = functools.partial(ha.attention_kvcache, q, cache, table, seqlens, causal=causal, sm_scale=sm_scale)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from helion_attn.numerics import MAX_BITS_D
 from helion_attn.reference import kv_cache, rounding_model
 from helion_attn.testing import INPUT_KINDS, SINK_SHARES, drift, error_budget, make_qkv, relative_error
 from helion_attn.types import PRESETS
+from helpers.paged import append_all, make_cache
 
 KEYS = 4096
 
@@ -160,7 +162,7 @@ def test_outside_of_its_page_a_sink_hides_nothing(D: int, monkeypatch: pytest.Mo
 
     models: dict[ModuleType, Callable[..., torch.Tensor]] = {
         rounding_model: functools.partial(ha.reference.fp8_attention, out_dtype=torch.float32),
-        kv_cache: lambda q, k, v: ha.reference.fp8_attention_kvcache(q, k, v, causal=False)[0],
+        kv_cache: lambda q, k, v: ha.reference.fp8_attention_kvcache(q, k, v, causal=False, recipe=ha.FAST)[0],
     }
     own = {module: errors(model) for module, model in models.items()}
     assert own[rounding_model] <= 0.06
@@ -169,6 +171,36 @@ def test_outside_of_its_page_a_sink_hides_nothing(D: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(kv_cache, "PAGE_REFERENCE_REACH_LOG2", 0)
     for module, model in models.items():
         assert errors(model) > 2 * own[module]
+
+
+#: N(0, 1), biases of K's channels, sinks, drifts, and wide scores.
+CACHED = ["randn", "k_channels", "sink", *SINK_SHARES, "v_drifts", "wide"]
+
+
+@pytest.mark.parametrize("modelled", [True, False], ids=["model", "kernel"])
+@pytest.mark.parametrize("kind", CACHED)
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
+def test_a_cache_has_the_errors_of_dense_attention(
+    recipe: ha.Recipe, D: int, kind: str, modelled: bool, device: str
+) -> None:
+    """Up to a tenth more, with the same preset; and a mean of another prompt, whose K has the same biases."""
+    q, k, v = make_qkv(kind, 1, 4, 2, 64, 2048, D, device=device)
+    k_mean = None
+    if kind == "k_channels":
+        q, k, v = make_qkv(kind, 1, 4, 2, 64, 4096, D, device=device)
+        (k, other), v = k.split(2048, 2), v[:, :, :2048]
+        k_mean = other.float().mean((0, 2))
+    oracle = ha.reference.attention(q, k, v, causal=True)
+    if modelled:
+        dense: Any = ha.reference.fp8_attention(q, k, v, causal=True, recipe=recipe)
+        cached, _ = ha.reference.fp8_attention_kvcache(q, k, v, recipe=recipe, k_mean=k_mean)
+    else:
+        dense = ha.attention(q, k, v, causal=True, recipe=recipe)
+        cache, table, seqlens = make_cache([2048], 2, D, device=device, recipe=recipe, k_mean=k_mean)
+        append_all(cache, k, v, table, [2048])
+        cached = ha.attention_kvcache(q, cache, table, seqlens)
+    assert relative_error(cached, oracle) <= 1.1 * relative_error(dense, oracle)
 
 
 @pytest.mark.gpu

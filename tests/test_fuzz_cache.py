@@ -74,6 +74,7 @@ class Specialisation:
     has_sinks: bool
     has_splits: bool
     rotation: Rotation | None
+    recipe: ha.Recipe = ha.FAST
 
     def __str__(self) -> str:
         return "-".join(name_parts(self))
@@ -97,7 +98,9 @@ def specialisations(count: int) -> list[Specialisation]:
         if i % 8 == 7:
             D, D_v = (large.choice([MAX_PAGE_D, 4 * large.randint(65, MAX_PAGE_D // 4)]) for _ in range(2))
         flags = (left, right, softcap, sinks, i % 3 == 1)
-        drawn.append(Specialisation(D, D_v, dtype, out_dtype, layouts, *flags, rotation))
+        # Of every four, and so with and without splits, other head dims of V, and a rotation.
+        recipe = ha.BALANCED if i // 2 % 2 else ha.FAST
+        drawn.append(Specialisation(D, D_v, dtype, out_dtype, layouts, *flags, rotation, recipe))
     return drawn
 
 
@@ -180,7 +183,13 @@ def append(
 
 
 def make_case(
-    qkv: Tensors, rotated: torch.Tensor, lengths: list[int], masks: dict[str, Any], out_dtype: torch.dtype
+    qkv: Tensors,
+    rotated: torch.Tensor,
+    lengths: list[int],
+    masks: dict[str, Any],
+    out_dtype: torch.dtype,
+    recipe: ha.Recipe,
+    k_mean: torch.Tensor | None,
 ) -> Case:
     """With the answers for every sequence, those of sequences of one length at a time."""
     q, _, v = qkv
@@ -193,7 +202,9 @@ def make_case(
         at = [b for b, n in enumerate(lengths) if n == length]
         keys = rotated[at, :, :length], v[at, :, :length]
         oracle[at], oracle_lse[at] = ha.reference.attention(q[at], *keys, return_lse=True, **masks)
-        model[at], model_lse[at] = ha.reference.fp8_attention_kvcache(q[at], keys[0].float(), keys[1], **masks)
+        model[at], model_lse[at] = ha.reference.fp8_attention_kvcache(
+            q[at], keys[0].float(), keys[1], recipe=recipe, k_mean=k_mean, **masks
+        )
     answers = (oracle, oracle_lse, model.to(out_dtype).float(), model_lse)
     causal, sm_scale, window, softcap, sinks = masks.values()
     return Case((q, rotated, v), causal, sm_scale, IN_E4M3, *answers, None, window, softcap, sinks)
@@ -223,8 +234,9 @@ def check(spec: Specialisation, data: Data, device: str) -> None:
         "softcap": data.softcap if spec.has_softcap else None,
         "sinks": make_sinks(H, data.seed, device) if spec.has_sinks else None,
     }
-    case = make_case((q, k, v), rotated, lengths, masks, spec.out_dtype)
-    cache, table, seqlens = make_cache(lengths, data.H_kv, spec.D, spec.D_v, device, data.seed)
+    k_mean = rotated.float().mean((0, 2)) if data.seed % 2 else None
+    case = make_case((q, k, v), rotated, lengths, masks, spec.out_dtype, spec.recipe, k_mean)
+    cache, table, seqlens = make_cache(lengths, data.H_kv, spec.D, spec.D_v, device, data.seed, spec.recipe, k_mean)
     given = q if data.layout == "bhsd" else q.transpose(1, 2)
     splits = data.splits if spec.has_splits else 1
     with nan_filled_memory():
@@ -294,7 +306,10 @@ def test_a_mutation_fails(mutation: str, device: str, monkeypatch: pytest.Monkey
 def test_specialisations_cover_every_choice() -> None:
     for name, choices in {"dtype": IN_DTYPES, "out_dtype": IN_DTYPES, "layouts": LAYOUTS}.items():
         assert {getattr(spec, name) for spec in SPECIALISATIONS} == set(choices), name
-    for name in ("has_left", "has_right", "has_softcap", "has_sinks", "has_splits"):
+    for name in ("has_softcap", "has_sinks", "has_splits"):
+        for recipe in (ha.FAST, ha.BALANCED):
+            assert {getattr(spec, name) for spec in SPECIALISATIONS if spec.recipe == recipe} == {False, True}, name
+    for name in ("has_left", "has_right"):
         assert {getattr(spec, name) for spec in SPECIALISATIONS} == {False, True}, name
     assert any(spec.D_v != spec.D for spec in SPECIALISATIONS)
     for least in (0, 128, 256):

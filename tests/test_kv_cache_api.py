@@ -83,7 +83,59 @@ def test_bad_sizes(arguments: tuple[Any, ...], error: type[Exception], parts: li
         ha.paged_kv_cache(4, 2, 64, D_v=576)
 
 
-FIELDS = ("k8", "v8", "k_descale", "v_descale")
+@pytest.mark.parametrize("recipe", ["balanced", ha.BALANCED, ha.Recipe()], ids=["name", "preset", "equal"])
+def test_the_format_of_int8_keys(recipe: Any) -> None:
+    cache = ha.paged_kv_cache(4, 2, 20, D_v=80, recipe=recipe)
+    fast = ha.paged_kv_cache(4, 2, 20, D_v=80, recipe="FAST")
+    assert (cache.k8.dtype, fast.k8.dtype) == (torch.int8, torch.float8_e4m3fn)
+    for field in FIELDS:
+        x, other = getattr(cache, field), getattr(fast, field)
+        assert x.shape == other.shape
+        assert x.dtype == other.dtype or field == "k8"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "parts"),
+    [
+        ("accurate", ValueError, ["recipe is 'accurate'", "'fast' or 'balanced'"]),
+        (ha.HYBRID, ValueError, ["recipe is HYBRID", "'fast' or 'balanced'"]),
+        (ha.Recipe(qk_dtype=torch.float8_e4m3fn), ValueError, ["recipe is Recipe(qk_dtype", "'fast' or 'balanced'"]),
+        ("auto", ValueError, ["recipe is 'auto'"]),
+        (torch.int8, TypeError, ["recipe is torch.int8"]),
+    ],
+    ids=str,
+)
+def test_bad_recipes(recipe: Any, error: type[Exception], parts: list[str]) -> None:
+    with pytest.raises(error) as raised:
+        ha.paged_kv_cache(4, 2, 64, recipe=recipe)
+    assert all(part in str(raised.value) for part in parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_format_of_a_mean(dtype: torch.dtype) -> None:
+    given = torch.arange(40, dtype=dtype).view(2, 20)
+    cache = ha.paged_kv_cache(4, 2, 20, k_mean=given)
+    assert (cache.k_mean.dtype, tuple(cache.k_mean.shape)) == (torch.float32, (2, 32))
+    assert torch.equal(cache.k_mean[:, :20], given.float())
+    assert cache.k_mean[:, 20:].count_nonzero() == 0
+    assert ha.paged_kv_cache(4, 2, 20).k_mean.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("k_mean", "error", "parts"),
+    [
+        (zeros(2, 20), ValueError, ["k_mean has shape (2, 20)", "(2, 64), H_kv and D"]),
+        (zeros(64), ValueError, ["k_mean has shape (64,)"]),
+        (zeros(2, 64, dtype=torch.int32), TypeError, ["k_mean is", "int32", "floating-point"]),
+        (0.0, TypeError, ["k_mean is", "None or a floating-point tensor"]),
+        (torch.zeros(2, 64, requires_grad=True), RuntimeError, ["k_mean requires grad"]),
+    ],
+)
+def test_bad_means(k_mean: Any, error: type[Exception], parts: list[str]) -> None:
+    assert_raises(ha.paged_kv_cache, {"num_pages": 4, "H_kv": 2, "D": 64, "k_mean": k_mean}, error, parts)
+
+
+FIELDS = ("k8", "v8", "k_descale", "v_descale", "k_mean")
 
 Bad = dict[str, Any]
 
@@ -193,8 +245,8 @@ def test_broken_cache(field: str, how: str) -> None:
     arguments = good_attention()
     x: torch.Tensor = getattr(arguments["cache"], field)
     broken = {
-        "dtype": x.to(torch.bfloat16),
-        "shape": torch.cat([x, x], 2),
+        "dtype": x.to(torch.float16),
+        "shape": torch.cat([x, x], -1),
         "rank": x.unsqueeze(0),
         "strides": torch.stack([x, x], -1)[..., 0],
         "alignment": x.new_empty(x.numel() + 1)[1:].view(x.shape),
@@ -228,7 +280,7 @@ def test_a_fake_cache_has_no_address() -> None:
 def test_part_of_a_cache() -> None:
     """Pages of a larger pool are a cache."""
     arguments = good_attention()
-    tensors: dict[str, Any] = {field: getattr(arguments["cache"], field)[1:] for field in FIELDS}
+    tensors: dict[str, Any] = {field: getattr(arguments["cache"], field)[1:] for field in FIELDS if field != "k_mean"}
     arguments["cache"] = dataclasses.replace(arguments["cache"], **tensors)
     with pytest.raises(Launched):
         ha.attention_kvcache(**arguments)
@@ -250,7 +302,7 @@ flash_attn_with_kvcache: Any = ha.flash_attn_with_kvcache
 
 def test_signature() -> None:
     parameters = list(inspect.signature(ha.flash_attn_with_kvcache).parameters)
-    assert parameters == [*FLASH_ATTN_3, "block_table", "alibi_slopes"]
+    assert parameters == [*FLASH_ATTN_3, "block_table", "alibi_slopes", "k_mean"]
 
 
 def test_rules_name_arguments() -> None:
@@ -280,6 +332,7 @@ class Problem:
             "page_table": self.table,
             "k_descale": self.cache.k_descale,
             "v_descale": self.cache.v_descale,
+            "k_mean": self.cache.k_mean,
         }
 
 
@@ -341,6 +394,7 @@ def test_unsupported_arguments_raise(rule: Any) -> None:
         ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1"),
         ({"page_table": None}, ValueError, "page_table is None"),
         ({"k_descale": None}, ValueError, "k_descale is None"),
+        ({"k_mean": zeros(2, 64)}, ValueError, "^k_mean is"),
         ({"v_descale": torch.ones(1, 2)}, ValueError, "^v_descale is"),
         ({"k_cache": zeros(5, 128, 2, 64)}, TypeError, "^k_cache is .*bfloat16.*paged_kv_cache.*append_kvcache"),
         ({"v_cache": zeros(3, 2, 64, 128)}, TypeError, "^v_cache is .*bfloat16.*paged_kv_cache.*append_kvcache"),

@@ -184,7 +184,7 @@ def test_tensors_print_as_shapes(device: str) -> None:
     assert text.startswith(f"QuantizedQKV(q8=int8[2, 1, 64, 32]{where}, k8=")
     assert text.endswith("M=4, N=4, D=32, D_v=32, dtype=torch.bfloat16, layout='bhsd', recipe=BALANCED)")
     assert "k_mean=None" in repr(ha.quantize(q, k, v, recipe=ha.BF16))
-    cache = repr(ha.paged_kv_cache(2, 1, 64, device=device))
+    cache = repr(ha.paged_kv_cache(2, 1, 64, device=device, recipe="fast"))
     assert cache.startswith(f"PagedKVCache(k8=float8_e4m3fn[2, 1, 128, 64]{where}, v8=")
     assert repr(ha.Rope(torch.zeros(5, 8), torch.zeros(5, 8))) == (
         "Rope(cos=float32[5, 8], sin=float32[5, 8], interleaved=False, q_positions=None, k_positions=None)"

@@ -105,7 +105,7 @@ def sequences(**options: Any) -> Call:
 
 def cache(appends: bool, M: int = 1, **options: Any) -> Call:
     def call() -> tuple[list[Tensor], Callable[[], object]]:
-        pages = fake_cache(8, 4, 64, 64)
+        pages = fake_cache(8, 4, 64, 64, ha.FAST)
         q, k, v = made(M=M, N=M)
         table, lengths = fake_cuda(2, 4, dtype=torch.int32), fake_cuda(2, dtype=torch.int32)
         tensors = [pages.k8, pages.v8, pages.k_descale, pages.v_descale, table, lengths]

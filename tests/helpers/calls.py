@@ -53,7 +53,7 @@ def preprocess() -> None:
 def attend_to_a_cache() -> None:
     table, seqlens = fake_cuda(64, 32, dtype=torch.int32), fake_cuda(64, dtype=torch.int32)
     q, k, v = fake_qkv(64, 64, 8, 1, 1, 128)
-    cache = fake_cache(2048, 8, 128, 128)
+    cache = fake_cache(2048, 8, 128, 128, ha.FAST)
     ha.append_kvcache(cache, k, v, table, seqlens)
     ha.attention_kvcache(q, cache, table, seqlens, num_splits=2)
 

@@ -451,14 +451,22 @@ def compile_quantize_varlen(D: int, recipe: ha.Recipe, dtype: torch.dtype = torc
     return compile_for_sm90(launch)
 
 
-def fake_cache(num_pages: int, H_kv: int, D: int, D_v: int) -> ha.PagedKVCache:
+def fake_cache(num_pages: int, H_kv: int, D: int, D_v: int, recipe: ha.Recipe) -> ha.PagedKVCache:
     """A cache on cuda:0."""
     with FakeTensorMode():
-        return ha.paged_kv_cache(num_pages, H_kv, D, D_v=D_v, device="cuda:0")
+        return ha.paged_kv_cache(num_pages, H_kv, D, D_v=D_v, device="cuda:0", recipe=recipe)
 
 
 def compile_decode(
-    D: int, D_v: int, H: int, M: int, num_splits: int, num_pages: int = 2048, masked: bool = False
+    D: int,
+    D_v: int,
+    H: int,
+    M: int,
+    num_splits: int,
+    num_pages: int = 2048,
+    masked: bool = False,
+    recipe: ha.Recipe = ha.FAST,
+    return_lse: bool = False,
 ) -> list[Sm90Kernel]:
     """The kernel of `attention_kvcache`, and the one that merges splits if there are any; 8 KV heads.
 
@@ -470,12 +478,16 @@ def compile_decode(
         q = fake_cuda(64, H, M, D, dtype=torch.bfloat16)
         with launching():
             masks: dict[str, Any] = {"window": (1000, 0), "softcap": 30.0, "sinks": fake_cuda(H)} if masked else {}
-            ha.attention_kvcache(q, fake_cache(num_pages, 8, D, D_v), table, seqlens, num_splits=num_splits, **masks)
+            cache = fake_cache(num_pages, 8, D, D_v, recipe)
+            options: dict[str, Any] = {"num_splits": num_splits, "return_lse": return_lse} | masks
+            ha.attention_kvcache(q, cache, table, seqlens, **options)
 
     return compile_for_sm90(launch)
 
 
-def compile_append(D: int, dtype: torch.dtype, interleaved: bool | None = None, L: int = 1) -> Sm90Kernel:
+def compile_append(
+    D: int, dtype: torch.dtype, interleaved: bool | None = None, L: int = 1, recipe: ha.Recipe = ha.FAST
+) -> Sm90Kernel:
     """The kernel of `append_kvcache` for `L` new keys a sequence; with RoPE if `interleaved` is not None."""
 
     def launch() -> None:
@@ -483,7 +495,7 @@ def compile_append(D: int, dtype: torch.dtype, interleaved: bool | None = None, 
         k, v = (fake_cuda(64, 8, L, D, dtype=dtype) for _ in range(2))
         rope = None if interleaved is None else ha.Rope(fake_cuda(4096, D // 2), fake_cuda(4096, D // 2), interleaved)
         with launching():
-            ha.append_kvcache(fake_cache(2048, 8, D, D), k, v, table, seqlens, rope=rope)
+            ha.append_kvcache(fake_cache(2048, 8, D, D, recipe), k, v, table, seqlens, rope=rope)
 
     (kernel,) = compile_for_sm90(launch)
     return kernel

@@ -19,12 +19,19 @@ def poison(cache: ha.PagedKVCache) -> None:
 
 
 def make_cache(
-    lengths: list[int], H_kv: int, D: int, D_v: int | None = None, device: str = "cpu", seed: int = 0
+    lengths: list[int],
+    H_kv: int,
+    D: int,
+    D_v: int | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    recipe: ha.Recipe = ha.FAST,
+    k_mean: torch.Tensor | None = None,
 ) -> tuple[ha.PagedKVCache, torch.Tensor, torch.Tensor]:
     """A poisoned pool, a block table of pages in random order, and the lengths."""
     size = ha.paged_kv_cache(1, H_kv, D, D_v=D_v).page_size
     pages = [-(-n // size) for n in lengths]
-    cache = ha.paged_kv_cache(sum(pages) + 3, H_kv, D, D_v=D_v, device=device)
+    cache = ha.paged_kv_cache(sum(pages) + 3, H_kv, D, D_v=D_v, device=device, recipe=recipe, k_mean=k_mean)
     poison(cache)
     order = torch.randperm(sum(pages) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
     table = torch.full((len(lengths), max(pages) + 1), NO_PAGE, dtype=torch.int32)

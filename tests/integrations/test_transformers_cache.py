@@ -137,7 +137,8 @@ def test_decoding_is_attention_of_what_the_cache_holds(name: str, monkeypatch: p
     assert relative_error(exact, eager) < 1e-5
 
 
-def test_generate_grows_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", ["fast", "balanced"])
+def test_generate_grows_the_pool(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past two pages, with left padding; every layer quantises a token once."""
     model = make_model("Llama")
     tokens = tokens_of(2, 254)
@@ -157,8 +158,9 @@ def test_generate_grows_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "append_kvcache", counted)
     monkeypatch.setattr("helion_attn.integrations.transformers.attention", ha.reference.fp8_attention)
     model.set_attn_implementation("helion_fp8")
-    cache = ha.transformers_cache()
+    cache = ha.transformers_cache(recipe=recipe)
     out = model.generate(tokens, **{CACHE: cache}, **options)
+    assert (cache.layers[0].cache.k8.dtype == torch.int8) == (recipe == "balanced")
     assert appended == [254] * 2 + [1] * 6
     assert cache.get_seq_length() == 257
     assert cache.layers[0].pages >= 3
@@ -185,7 +187,7 @@ def test_beam_search() -> None:
 
 
 def test_sequences_are_selected() -> None:
-    layer = module.PagedLayer()
+    layer = module.PagedLayer(ha.FAST)
     k, v = torch.randn(2, 3, 2, 150, 32, generator=torch.Generator().manual_seed(0))
     layer.append(k, v, [0, 4, 0])
     q = torch.randn(3, 2, 1, 32)
@@ -229,7 +231,7 @@ def test_crop_to_where_padding_ends() -> None:
 
 def test_crop_amid_padding_raises() -> None:
     """Padding that came again would be stored as keys."""
-    layer = module.PagedLayer()
+    layer = module.PagedLayer(ha.FAST)
     k = torch.randn(3, 2, 9, 32, generator=torch.Generator().manual_seed(0))
     layer.append(k, k, [0, 4, 1])
     for kept in (3, 1):
@@ -265,9 +267,29 @@ def test_encoder_decoders_raise(argument: str) -> None:
         model(**inputs, past_key_values=ha.transformers_cache())
 
 
+def test_the_mean_of_the_first_keys() -> None:
+    """All of them, if they are many, whatever comes later; 0 of a channel that is not finite."""
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(2, 2, 64, 32, generator=generator) + 5
+    k[0, 1, 3, 7] = float("inf")
+    layer, few = module.PagedLayer(ha.BALANCED), module.PagedLayer(ha.BALANCED)
+    layer.append(k, k, [0, 0])
+    few.append(k[:, :, :63], k[:, :, :63], [0, 0])
+    assert layer.cache is not None
+    assert few.cache is not None
+    expected = k.mean((0, 2))
+    expected[1, 7] = 0
+    assert torch.equal(layer.cache.k_mean, expected)
+    assert few.cache.k_mean.count_nonzero() == 0
+    for _ in range(2):
+        layer.append(-k, -k, [0, 0])
+    layer.select(torch.tensor([1, 1, 0]))
+    assert torch.equal(layer.cache.k_mean, expected)
+
+
 def test_memory() -> None:
     """Against bf16, at whole pages: half, and a descale a key and KV head of K and of V."""
-    layer = module.PagedLayer()
+    layer = module.PagedLayer(ha.FAST)
     k = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16)
     layer.append(k, k, [0])
     assert layer.cache is not None
@@ -278,6 +300,8 @@ def test_memory() -> None:
 
 
 def test_what_it_refuses() -> None:
+    with pytest.raises(ValueError, match="recipe is 'bf16'; of a KV cache it must be 'fast' or 'balanced'"):
+        ha.transformers_cache(recipe="bf16")
     model, tokens = make_model("Llama"), tokens_of(2, 8)
     model.set_attn_implementation("sdpa")
     with torch.no_grad(), pytest.raises(TypeError, match="attn_implementation must be one that helion_attn"):
@@ -300,4 +324,4 @@ def test_what_it_refuses() -> None:
         with pytest.raises(NotImplementedError, match=r"padding up to \[0, 0\], and had up to \[0, 3\] before"):
             model(tokens[:, :1], attention_mask=more, past_key_values=cache)
     with pytest.raises(NotImplementedError, match="not offloaded"):
-        module.PagedLayer().offload()
+        module.PagedLayer(ha.FAST).offload()

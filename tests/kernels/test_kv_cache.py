@@ -36,6 +36,8 @@ class Decoding:
     seqlens: torch.Tensor
     causal: bool = True
     masks: dict[str, Any] = dataclasses.field(default_factory=dict)  # window, softcap, sinks
+    recipe: ha.Recipe = ha.FAST
+    k_mean: torch.Tensor | None = None
 
     def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 `(out, lse)`."""
@@ -48,6 +50,10 @@ class Decoding:
         n = self.lengths[b]
         return self.q[b : b + 1], self.k[b : b + 1, :, :n], self.v[b : b + 1, :, :n]
 
+    def model(self, b: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the rounding model makes of one sequence."""
+        return ha.reference.fp8_attention_kvcache(*self.sequence(b), recipe=self.recipe, k_mean=self.k_mean, **options)
+
     def check(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Every sequence within its budget; those without keys give 0, and -inf or their sinks."""
         sinks, softcap = self.masks.get("sinks"), self.masks.get("softcap")
@@ -59,7 +65,7 @@ class Decoding:
                 continue
             options = {"causal": self.causal} | self.masks
             oracle, oracle_lse = ha.reference.attention(*self.sequence(b), **options, return_lse=True)
-            model, model_lse = ha.reference.fp8_attention_kvcache(*self.sequence(b), **options)
+            model, model_lse = self.model(b, **options)
             error = relative_error(out[b : b + 1], oracle)
             budget = error_budget(relative_error(model, oracle), out.dtype, device=out.device, softcap=softcap)
             assert error <= budget, f"sequence {b}: error {error:.4g}, budget {budget:.4g}"
@@ -86,16 +92,23 @@ def make_decoding(
     dtype: torch.dtype = torch.bfloat16,
     causal: bool = True,
     scale: float = 1.0,
+    recipe: ha.Recipe = ha.FAST,
 ) -> Decoding:
     q, k, v = make_qkv(kind, len(lengths), H, H_kv, M, max(lengths), D, dtype, device, D_v=D_v)
     # As many queries as make_qkv was asked for, of sequences of any length.
     q, k = q * scale, k * scale
-    cache, table, seqlens = make_cache(lengths, H_kv, D, D_v, device)
+    k_mean = k.float().mean((0, 2)) if kind == "k_channels" else None
+    cache, table, seqlens = make_cache(lengths, H_kv, D, D_v, device, recipe=recipe, k_mean=k_mean)
     append_all(cache, k, v, table, lengths)
-    return Decoding(q, k, v, lengths, cache, table, seqlens, causal)
+    return Decoding(q, k, v, lengths, cache, table, seqlens, causal, recipe=recipe, k_mean=k_mean)
 
 
 RAGGED = [300, 0, 1, 128, 129, 17]
+
+BOTH = pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
+
+#: Of these two, the second has keys with a mean that the cache takes off.
+KIND = {ha.FAST: "randn", ha.BALANCED: "k_channels"}
 
 #: Behind a first key with 90% of the probability.
 BEHIND_A_SINK = "sink_v_small_90"
@@ -113,8 +126,11 @@ PREFILLED = 50
         *((BEHIND_A_SINK, 2, 2), (BEHIND_A_SINK, 1, PREFILLED)),
     ],
 )
-def test_ragged_lengths(kind: str, splits: int | None, M: int, device: str, poisoned: Poisoned) -> None:
-    case = make_decoding(kind, RAGGED, 4, 2, M, 64, device)
+@BOTH
+def test_ragged_lengths(
+    kind: str, splits: int | None, M: int, recipe: ha.Recipe, device: str, poisoned: Poisoned
+) -> None:
+    case = make_decoding(kind, RAGGED, 4, 2, M, 64, device, recipe=recipe)
     with poisoned():
         out, lse = case.run(num_splits=splits)
     case.check(out, lse)
@@ -159,22 +175,23 @@ MASKS: dict[str, tuple[bool, dict[str, Any]]] = {
         *(("right", PREFILLED, 1), ("all", PREFILLED, 2), ("all_but_causal", PREFILLED, 1)),
     ],
 )
-def test_masks(name: str, M: int, splits: int, device: str, poisoned: Poisoned) -> None:
+@BOTH
+def test_masks(name: str, M: int, splits: int, recipe: ha.Recipe, device: str, poisoned: Poisoned) -> None:
     causal, masks = MASKS[name]
     if "sinks" in masks:
         masks = masks | {"sinks": torch.tensor(masks["sinks"], device=device)}
     lengths = [420, 0, 1, 128, 257]
-    case = dataclasses.replace(
-        make_decoding("randn", lengths, 4, 2, M, 64, device, causal=causal, scale=2.0), masks=masks
-    )
+    made = make_decoding(KIND[recipe], lengths, 4, 2, M, 64, device, causal=causal, scale=2.0, recipe=recipe)
+    case = dataclasses.replace(made, masks=masks)
     with poisoned():
         out, lse = case.run(num_splits=splits)
     case.check(out, lse)
 
 
 @pytest.mark.parametrize(("splits", "M"), [(1, 2), (3, 2), (2, PREFILLED)])
-def test_pages_outside_the_window_are_not_read(splits: int, M: int, device: str) -> None:
-    case = make_decoding("randn", [700, 390], 4, 2, M, 64, device)
+@BOTH
+def test_pages_outside_the_window_are_not_read(splits: int, M: int, recipe: ha.Recipe, device: str) -> None:
+    case = make_decoding(KIND[recipe], [700, 390], 4, 2, M, 64, device, recipe=recipe)
     case = dataclasses.replace(case, masks={"window": (100, 0)})
     expected = case.run(num_splits=splits)
     table = case.table.clone()
@@ -192,9 +209,10 @@ def test_pages_outside_the_window_are_not_read(splits: int, M: int, device: str)
         *((512, 512, 2), (257, 64, 2), (32, 300, 2), (512, 512, PREFILLED), (257, 64, PREFILLED), (32, 300, PREFILLED)),
     ],
 )
-def test_head_dims(D: int, D_v: int, M: int, device: str) -> None:
+@BOTH
+def test_head_dims(D: int, D_v: int, M: int, recipe: ha.Recipe, device: str) -> None:
     lengths = [150, 40] if max(D, D_v) <= 256 else [75, 20]  # of three pages, or of two of half as many keys
-    case = make_decoding("biased_v", lengths, 4, 2, M, D, device, D_v=D_v)
+    case = make_decoding("biased_v", lengths, 4, 2, M, D, device, D_v=D_v, recipe=recipe)
     case.check(*case.run(num_splits=2))
 
 
@@ -207,9 +225,10 @@ def test_dtypes(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize(("scale", "D"), [(0.03, 64), (5.0, 64), (30.0, 64), (30.0, 512)])
-def test_scores_of_any_size(scale: float, D: int, device: str) -> None:
+@BOTH
+def test_scores_of_any_size(scale: float, D: int, recipe: ha.Recipe, device: str) -> None:
     """Logits of up to some 0.005, 150 and 5000, of both signs."""
-    case = make_decoding("randn", [300 if D == 64 else 70], 4, 2, 2, D, device, scale=scale)
+    case = make_decoding("randn", [300 if D == 64 else 70], 4, 2, 2, D, device, scale=scale, recipe=recipe)
     case.check(*case.run(num_splits=2))
 
 
@@ -222,12 +241,14 @@ def test_scores_of_any_size(scale: float, D: int, device: str) -> None:
         ("outlier", PREFILLED, 64, 300),
         *((BEHIND_A_SINK, M, 64, 300) for M in (3, PREFILLED)),
         *(("outlier", M, 512, 100) for M in (3, PREFILLED)),
+        ("k_channels", 3, 64, 300),
     ],
 )
-def test_matches_the_rounding_model(kind: str, M: int, D: int, N: int) -> None:
-    case = make_decoding(kind, [N], 4, 2, M, D, "cpu")
+@BOTH
+def test_matches_the_rounding_model(kind: str, M: int, D: int, N: int, recipe: ha.Recipe) -> None:
+    case = make_decoding(kind, [N], 4, 2, M, D, "cpu", recipe=recipe)
     out, lse = case.run(num_splits=1)
-    model, model_lse = ha.reference.fp8_attention_kvcache(*case.sequence(0))
+    model, model_lse = case.model(0)
     # A score that differs in its last bit may take a P over a rounding boundary: that is one row in many.
     assert row_errors(out, model).median() < 1e-6
     assert row_errors(out, model).max() < 2.0**-7
@@ -235,9 +256,10 @@ def test_matches_the_rounding_model(kind: str, M: int, D: int, N: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 5.0])
-def test_a_query_has_the_same_bits_in_both_kernels(scale: float, device: str) -> None:
+@BOTH
+def test_a_query_has_the_same_bits_in_both_kernels(scale: float, recipe: ha.Recipe, device: str) -> None:
     """Alone, in `fp8_attn_decode`, and among many, in `fp8_attn_prefill`, with P of each page against the same."""
-    many = make_decoding(BEHIND_A_SINK, [400, 129], 4, 2, PREFILLED, 64, device, scale=scale)
+    many = make_decoding(BEHIND_A_SINK, [400, 129], 4, 2, PREFILLED, 64, device, scale=scale, recipe=recipe)
     alone = dataclasses.replace(many, q=many.q[:, :, -1:].contiguous())
     (out, lse), (expected, expected_lse) = (x.run(num_splits=1, out_dtype=torch.bfloat16) for x in (alone, many))
     assert torch.equal(out, expected[:, :, -1:])
@@ -296,7 +318,7 @@ def test_scores_that_fall_from_page_to_page(splits: int, M: int, device: str) ->
     case = dataclasses.replace(case, q=q, k=k, causal=False)
     out, lse = case.run(num_splits=splits)
     case.check(out, lse)
-    model, _ = ha.reference.fp8_attention_kvcache(q, k, case.v, causal=False)
+    model, _ = ha.reference.fp8_attention_kvcache(q, k, case.v, causal=False, recipe=ha.FAST)
     assert splits > 1 or row_errors(out, model).median() < (2.0**-10 if out.is_cuda else 1e-6)
 
 
@@ -319,10 +341,16 @@ def test_strides_and_layout(M: int, device: str) -> None:
         assert torch.equal(x, expected)
 
 
+def tensors_of(cache: ha.PagedKVCache) -> dict[str, torch.Tensor]:
+    """What appends write."""
+    return {name: getattr(cache, name) for name in ("k8", "v8", "k_descale", "v_descale")}
+
+
 def dequantised(cache: ha.PagedKVCache, pages: list[int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one sequence, fp32 [H_kv, n, D], by the documented formulas."""
     in_order = cache.v8[pages].float()[..., stored_at(torch.arange(cache.page_size, device=cache.v8.device))].mT
-    k = (cache.k8[pages].float() * cache.k_descale[pages].unsqueeze(3)).transpose(0, 1).flatten(1, 2)
+    k = cache.k8[pages].float() * cache.k_descale[pages].unsqueeze(3) + cache.k_mean.unsqueeze(1)
+    k = k.transpose(0, 1).flatten(1, 2)
     v = (in_order * cache.v_descale[pages].unsqueeze(3)).transpose(0, 1).flatten(1, 2)
     return k[:, :n, : cache.D], v[:, :n, : cache.D_v]
 
@@ -386,9 +414,10 @@ def test_appending_one_by_one_is_appending_at_once(device: str) -> None:
             assert torch.equal(x, y)
 
 
-def test_appending_changes_nothing_else(device: str) -> None:
-    case = make_decoding("randn", [100, 130], 2, 2, 1, 64, device)
-    before = [x.clone() for x in vars(case.cache).values() if isinstance(x, torch.Tensor)]
+@BOTH
+def test_appending_changes_nothing_else(recipe: ha.Recipe, device: str) -> None:
+    case = make_decoding("randn", [100, 130], 2, 2, 1, 64, device, recipe=recipe)
+    before = {name: x.clone() for name, x in tensors_of(case.cache).items()}
     k, v = case.k[:1, :, :3] * 100, case.v[:1, :, :3] * 100
     ha.append_kvcache(case.cache, k, v, case.table[:1].contiguous(), case.seqlens[:1].contiguous())
     page, size = int(case.table[0, 0]), case.cache.page_size
@@ -396,7 +425,8 @@ def test_appending_changes_nothing_else(device: str) -> None:
     new[100:103] = True
     new_in_v = torch.zeros_like(new)
     new_in_v[stored_at(torch.arange(100, 103, device=device))] = True
-    for (name, x), old in zip(vars(case.cache).items(), before, strict=False):
+    for name, x in tensors_of(case.cache).items():
+        old = before[name]
         changed = x.view(torch.uint8) != old.view(torch.uint8)
         assert not changed[torch.arange(x.size(0), device=device) != page].any(), name
         kept = ~new_in_v if name == "v8" else ~new
@@ -415,7 +445,7 @@ def test_layout_and_strides_of_new_keys(device: str) -> None:
         start = torch.zeros(2, dtype=torch.int32, device=device)
         ha.append_kvcache(cache, make(k), make(v), table, start, layout=layout)
         caches.append(cache)
-    for name in ("k8", "v8", "k_descale", "v_descale"):
+    for name in tensors_of(caches[0]):
         a, b = (getattr(cache, name).view(torch.uint8) for cache in caches)
         assert torch.equal(a, b), name
 
@@ -432,7 +462,7 @@ def test_rope(interleaved: bool, device: str) -> None:
         start = torch.tensor([first], dtype=torch.int32, device=device)
         ha.append_kvcache(cache, k[:, :, first:last], v[:, :, first:last], table, start, rope=rope)
     out = ha.attention_kvcache(q, cache, table, seqlens, out_dtype=torch.float32)
-    model, _ = ha.reference.fp8_attention_kvcache(q, rotated.float(), v)
+    model, _ = ha.reference.fp8_attention_kvcache(q, rotated.float(), v, recipe=ha.FAST)
     assert relative_error(out, model) < 2.0**-7
     assert relative_error(out, ha.reference.attention(q, k, v, causal=True)) > 0.1
 
@@ -459,8 +489,9 @@ def test_pages_may_lie_anywhere(device: str) -> None:
         assert torch.equal(x, expected)
 
 
-def test_more_queries_than_keys(device: str) -> None:
-    case = make_decoding("randn", [3, 0], 4, 2, 8, 64, device)
+@BOTH
+def test_more_queries_than_keys(recipe: ha.Recipe, device: str) -> None:
+    case = make_decoding("randn", [3, 0], 4, 2, 8, 64, device, recipe=recipe)
     for splits in (1, 2):
         out, lse = case.run(num_splits=splits)
         case.check(out, lse)
@@ -478,7 +509,7 @@ def test_a_large_value_of_little_weight_costs_the_others_nothing(device: str) ->
     out = ha.attention_kvcache(q, cache, table, seqlens, out_dtype=torch.float32)
     oracle = ha.reference.attention(q, k, v)
     others = torch.cat((k[:, :, :50], k[:, :, 51:]), 2), torch.cat((v[:, :, :50], v[:, :, 51:]), 2)
-    model, _ = ha.reference.fp8_attention_kvcache(q, *others)
+    model, _ = ha.reference.fp8_attention_kvcache(q, *others, recipe=ha.FAST)
     without = relative_error(model, ha.reference.attention(q, *others))
     assert relative_error(out, oracle) <= error_budget(without, torch.float32, device=device)
 
@@ -513,9 +544,12 @@ def test_values_of_any_size(magnitude: float, device: str) -> None:
         *((float("inf"), 2, 1, "k"), (2.0**70, 2, 1, "k"), (2.0**70, 2, 1, "v")),
     ],
 )
-def test_what_is_not_finite_stays_within_its_sequence(bad: float, H: int, M: int, where: str, device: str) -> None:
+@BOTH
+def test_what_is_not_finite_stays_within_its_sequence(
+    bad: float, H: int, M: int, where: str, recipe: ha.Recipe, device: str
+) -> None:
     """And leaves with it: a page that another sequence takes over is clean."""
-    case = make_decoding("randn", [140, 140], H, 2, M, 64, device)
+    case = make_decoding(KIND[recipe], [140, 140], H, 2, M, 64, device, recipe=recipe)
     expected, expected_lse = case.run(num_splits=2)
     x = {"q": case.q, "k": case.k, "v": case.v}[where]
     kept = x.clone()
@@ -544,8 +578,11 @@ def test_what_is_not_finite_stays_within_its_sequence(bad: float, H: int, M: int
 
 
 @pytest.mark.parametrize(("length", "H", "M"), [(-1, 2, 1), (385, 2, 1), (2**31 - 1, 2, 1), (385, 4, PREFILLED)])
-def test_a_length_that_the_table_cannot_have_gives_nan(length: int, H: int, M: int, device: str) -> None:
-    case = make_decoding("randn", [140, 140], H, 2, M, 64, device)
+@BOTH
+def test_a_length_that_the_table_cannot_have_gives_nan(
+    length: int, H: int, M: int, recipe: ha.Recipe, device: str
+) -> None:
+    case = make_decoding(KIND[recipe], [140, 140], H, 2, M, 64, device, recipe=recipe)
     expected, _ = case.run()
     seqlens = torch.tensor([length, 140], dtype=torch.int32, device=device)
     for splits in (1, 3):
@@ -556,28 +593,30 @@ def test_a_length_that_the_table_cannot_have_gives_nan(length: int, H: int, M: i
 
 
 @pytest.mark.parametrize(("page", "H", "M"), [(-1, 2, 1), (1000, 2, 1), (1000, 4, 40)])
-def test_a_page_outside_of_the_pool(page: int, H: int, M: int, device: str) -> None:
+@BOTH
+def test_a_page_outside_of_the_pool(page: int, H: int, M: int, recipe: ha.Recipe, device: str) -> None:
     """Is not written, and read as NaN by the rows that see it, of either kernel."""
-    case = make_decoding("randn", [170, 170], H, 2, M, 64, device)
+    case = make_decoding(KIND[recipe], [170, 170], H, 2, M, 64, device, recipe=recipe)
     expected, _ = case.run()
     case.table[0, 1] = page
-    before = [x.clone() for x in vars(case.cache).values() if isinstance(x, torch.Tensor)]
+    before = {name: x.clone() for name, x in tensors_of(case.cache).items()}
     ha.append_kvcache(case.cache, case.k[:, :, :1], case.v[:, :, :1], case.table[:1].repeat(2, 1), case.seqlens)
-    for x, old in zip(vars(case.cache).values(), before, strict=False):
-        assert torch.equal(x.view(torch.uint8), old.view(torch.uint8))
+    for name, x in tensors_of(case.cache).items():
+        assert torch.equal(x.view(torch.uint8), before[name].view(torch.uint8)), name
     out, _ = case.run()
     assert out[0].isnan().all()
     assert torch.equal(out[1], expected[1])
 
 
-def test_keys_past_the_table_are_not_stored(device: str) -> None:
-    case = make_decoding("randn", [140], 2, 2, 1, 64, device)
-    before = [x.clone() for x in vars(case.cache).values() if isinstance(x, torch.Tensor)]
+@BOTH
+def test_keys_past_the_table_are_not_stored(recipe: ha.Recipe, device: str) -> None:
+    case = make_decoding("randn", [140], 2, 2, 1, 64, device, recipe=recipe)
+    before = {name: x.clone() for name, x in tensors_of(case.cache).items()}
     for start in (-1, case.table.size(1) * case.cache.page_size, 2**31 - 1):
         at = torch.tensor([start], dtype=torch.int32, device=device)
         ha.append_kvcache(case.cache, case.k[:, :, :2], case.v[:, :, :2], case.table, at)
-    for x, old in zip(vars(case.cache).values(), before, strict=False):
-        assert torch.equal(x.view(torch.uint8), old.view(torch.uint8))
+    for name, x in tensors_of(case.cache).items():
+        assert torch.equal(x.view(torch.uint8), before[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("M", [2, PREFILLED])

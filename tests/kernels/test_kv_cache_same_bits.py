@@ -12,11 +12,13 @@ import torch
 import helion_attn as ha
 from helion_attn.kernels import decode, prefill
 from helion_attn.kernels.lib import paged
-from helion_attn.kernels.lib.paged import line_of_page
+from helion_attn.kernels.lib.paged import line_of_page, products_with_mean
 from helion_attn.testing import make_qkv
 from helpers.paged import append_all, make_cache
 
 H, H_KV = 2, 1
+
+BOTH = pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
 
 #: Of the sequence that is looked at, and of those that come along.
 KEYS, OTHERS = 300, [129, 500]
@@ -60,14 +62,16 @@ class Served:
         return found
 
 
-def served(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Served:
+def served(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: ha.Recipe, k_mean: torch.Tensor, **options: Any
+) -> Served:
     lengths = [KEYS, *OTHERS]
-    cache, table, _ = make_cache(lengths, H_KV, k.size(3), device=q.device.type)
+    cache, table, _ = make_cache(lengths, H_KV, k.size(3), device=q.device.type, recipe=recipe, k_mean=k_mean)
     append_all(cache, k, v, table, lengths)
     return Served(q, cache, table, options)
 
 
-def exact(D: int, device: str, **options: Any) -> Served:
+def exact(D: int, device: str, recipe: ha.Recipe = ha.FAST, **options: Any) -> Served:
     """Of numbers whose products and their sums are exact in fp32: a CPU's order of additions depends on shapes.
 
     Each row at a scale of its own, Q's and K's numbers become multiples of 64 up to 448, and V's 256 or 0: times P,
@@ -80,8 +84,10 @@ def exact(D: int, device: str, **options: Any) -> Served:
         x[..., 0] = largest
         return (x * torch.exp2(torch.randint(-2, 3, (3, heads, LONGEST, 1), generator=generator))).to(device)
 
+    q, k, v = rows(H, 7), rows(H_KV, 7), rows(H_KV, 1)
+    k_mean = torch.arange(D, device=device).expand(H_KV, D) % 7.0
     # Scores of a standard deviation of 3 or so.
-    return served(rows(H, 7), rows(H_KV, 7), rows(H_KV, 1), sm_scale=0.08 / D**0.5, **options)
+    return served(q, k + k_mean, v, recipe, k_mean, sm_scale=0.08 / D**0.5, **options)
 
 
 def masked(name: str, device: str) -> dict[str, Any]:
@@ -101,8 +107,20 @@ def masked(name: str, device: str) -> dict[str, Any]:
         *((128, 2, "none"), (256, 1, "none"), (512, 1, "none")),
     ],
 )
-def test_chunks_and_batches_change_nothing(D: int, splits: int, mask: str, device: str) -> None:
-    assert exact(D, device, num_splits=splits, **masked(mask, device)).changed() == []
+@BOTH
+def test_chunks_and_batches_change_nothing(D: int, splits: int, mask: str, recipe: ha.Recipe, device: str) -> None:
+    assert exact(D, device, recipe, num_splits=splits, **masked(mask, device)).changed() == []
+
+
+def scaled_product(*args: Any) -> torch.Tensor:
+    """As another order of its additions might round it."""
+    return products_with_mean(*args) * (1 + 2.0**-20)
+
+
+def test_the_check_of_means_can_fail(monkeypatch: Any) -> None:
+    """Where a kernel has another lse."""
+    monkeypatch.setattr(prefill, "products_with_mean", scaled_product)
+    assert exact(64, "cpu", ha.BALANCED, num_splits=1).changed()
 
 
 def rounded_where_nothing_is_seen(*args: Any) -> Any:
@@ -137,6 +155,8 @@ def test_the_check_can_fail(name: str, mutation: Callable[..., Any], D: int, spl
 @pytest.mark.parametrize("mask", ["none", "window", "softcap", "sinks"])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("D", [64, 128, 256, 512])
-def test_tensor_cores_add_in_one_order(D: int, splits: int, mask: str) -> None:
+@BOTH
+def test_tensor_cores_add_in_one_order(D: int, splits: int, mask: str, recipe: ha.Recipe) -> None:
     q, k, v = make_qkv("outlier", 3, H, H_KV, LONGEST, LONGEST, D, device="cuda")
-    assert served(q, k, v, num_splits=splits, **masked(mask, "cuda")).changed() == []
+    k_mean = torch.linspace(-5, 5, D).expand(H_KV, D)
+    assert served(q, k, v, recipe, k_mean, num_splits=splits, **masked(mask, "cuda")).changed() == []

@@ -20,6 +20,8 @@ N = 300
 #: Queries of two heads that share one of keys: for `fp8_attn_decode`, and for `fp8_attn_prefill`.
 DECODED, PREFILLED = 3, 50
 
+BOTH = pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
+
 
 def first_of_pages(x: torch.Tensor, factor: float) -> None:
     x[:, :, ::128] *= factor
@@ -70,20 +72,23 @@ def make_case(name: str, D: int, device: str) -> tuple[torch.Tensor, torch.Tenso
     return q, k, v
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    cache, table, seqlens = make_cache([N], 1, k.size(3), device=q.device.type)
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: ha.Recipe = ha.FAST
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cache, table, seqlens = make_cache([N], 1, k.size(3), device=q.device.type, recipe=recipe)
     append_all(cache, k, v, table, [N])
     return ha.attention_kvcache(q, cache, table, seqlens, num_splits=1, return_lse=True, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("M", [DECODED, PREFILLED])
 @pytest.mark.parametrize(("name", "D"), [*((name, 64) for name in CASES), *OTHER_DIMS])
-def test_escapes_stay_within_the_budget(name: str, D: int, M: int, device: str) -> None:
+@BOTH
+def test_escapes_stay_within_the_budget(name: str, D: int, M: int, recipe: ha.Recipe, device: str) -> None:
     q, k, v = make_case(name, D, device)
     q = q[:, :, -M:]
-    out, lse = attend(q, k, v)
+    out, lse = attend(q, k, v, recipe)
     oracle, oracle_lse = ha.reference.attention(q, k, v, causal=True, return_lse=True)
-    model, model_lse = ha.reference.fp8_attention_kvcache(q, k, v)
+    model, model_lse = ha.reference.fp8_attention_kvcache(q, k, v, recipe=recipe)
     budget = error_budget(relative_error(model, oracle), torch.float32, device=out.device)
     assert relative_error(out, oracle) <= budget
     # Of logits of some 500, e4m3 has errors of several.
@@ -96,11 +101,12 @@ def test_escapes_stay_within_the_budget(name: str, D: int, M: int, device: str) 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("of_v", [False, True])
 @pytest.mark.parametrize("M", [DECODED, PREFILLED])
-def test_a_first_key_that_is_not_finite(of_v: bool, bad: float, M: int, device: str) -> None:
+@BOTH
+def test_a_first_key_that_is_not_finite(of_v: bool, bad: float, M: int, recipe: ha.Recipe, device: str) -> None:
     """It makes NaN of the rows that see it, and its page's base is 1."""
     q, k, v = make_case("some_of_both", 64, device)
     (v if of_v else k)[:, :, 256, 5] = bad
-    out, _ = attend(q[:, :, -M:], k, v)
+    out, _ = attend(q[:, :, -M:], k, v, recipe)
     seen = out[:, :, -DECODED:]
     assert (seen[..., 5] if of_v else seen).isnan().all()
 
@@ -109,7 +115,7 @@ def test_a_first_key_that_is_not_finite(of_v: bool, bad: float, M: int, device: 
 CHUNKS = [(129, 1), (140, 7), (264, 31), (300, 1), (300, 150)]
 
 
-def chunks_that_differ(name: str, D: int, device: str) -> list[tuple[int, int]]:
+def chunks_that_differ(name: str, D: int, device: str, recipe: ha.Recipe) -> list[tuple[int, int]]:
     """Of numbers whose sums are exact, so that a CPU's order of additions is none."""
     generator = torch.Generator().manual_seed(0)
 
@@ -122,7 +128,7 @@ def chunks_that_differ(name: str, D: int, device: str) -> list[tuple[int, int]]:
     CASES[name](k, v)
     if name == "growing_v":
         v = torch.sign(v) * torch.exp2(torch.log2(v.abs().amax(3, keepdim=True)).round())
-    cache, table, _ = make_cache([N], 1, D, device=device)
+    cache, table, _ = make_cache([N], 1, D, device=device, recipe=recipe)
     # Each chunk sees what was appended by then.
     step, at = 100, []
     for first in range(0, N, step):
@@ -149,13 +155,15 @@ def run(q: torch.Tensor, cache: ha.PagedKVCache, table: torch.Tensor, first: int
 
 
 @pytest.mark.parametrize("name", ["first_k_tiny", "first_v_tiny", "first_v_huge", "growing_v", "some_of_both"])
-def test_chunks_change_nothing(name: str, device: str) -> None:
+@BOTH
+def test_chunks_change_nothing(name: str, recipe: ha.Recipe, device: str) -> None:
     """Also while a page has no key yet that escapes, and when it has one that a row does not see."""
-    assert chunks_that_differ(name, 64, device) == []
+    assert chunks_that_differ(name, 64, device, recipe) == []
 
 
 @pytest.mark.parametrize("kernel", [decode, prefill])
-def test_the_checks_can_fail(kernel: object, monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+def test_the_checks_can_fail(kernel: object, recipe: ha.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where keys with descales of their own are taken for others, and not hidden."""
     monkeypatch.setattr(kernel, "keys_of_class", lambda a, *_: torch.ones_like(a))
-    assert chunks_that_differ("some_of_both", 64, "cpu") != []
+    assert chunks_that_differ("some_of_both", 64, "cpu", recipe) != []

@@ -241,10 +241,22 @@ PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
 }
 
 
-def assert_decoding(kernel: Sm90Kernel, ctas_per_sm: int, spilled: int = 0, half_scores: bool = False) -> None:
+#: The same of int8 keys, which have a loop of a fifth more.
+PREFILLED_INT8: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
+    "d64": (64, 64, {}, 3, (16, 0)),
+    "d128": (128, 128, {}, 3, (340, 30)),
+    "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 3, (240, 40)),
+    "d256": (256, 256, {}, 1, (210, 14)),
+}
+
+
+def assert_decoding(
+    kernel: Sm90Kernel, ctas_per_sm: int, spilled: int = 0, half_scores: bool = False, int8_keys: bool = False
+) -> None:
     assert_sound(kernel, spilled)
     assert bool(re.search(r"QGMMA\.64x\d+x32\.F16\b", kernel.sass)) == half_scores, "scores are of another format"
     assert kernel.opcodes["QGMMA"] > 0, "no FP8 WGMMA"
+    assert (kernel.opcodes["IGMMA"] > 0) == int8_keys
     assert kernel.opcodes["HGMMA"] + kernel.opcodes["HMMA"] == 0, "a product is not in FP8"
     assert kernel.opcodes["UTMALDG"] > 0, "K and V do not come by TMA"
     assert kernel.ctas_per_sm >= ctas_per_sm
@@ -258,20 +270,41 @@ def test_decoding(name: str) -> None:
     assert_sound(merge)
 
 
-@pytest.mark.parametrize("name", PREFILLED)
-def test_prefill(name: str) -> None:
-    D, D_v, options, ctas_per_sm, (spilled, in_loop) = PREFILLED[name]
-    kernel, *merge = shared(compile_decode, D, D_v, 64, 16, **({"num_splits": 1} | options))
+@pytest.mark.parametrize("name", ["d128", "d256_32_rows"])
+def test_decoding_from_int8_keys(name: str) -> None:
+    """As many programs an SM, nothing in memory, and no more barriers."""
+    D, D_v, H, M, ctas_per_sm = DECODED[name]
+    decode, _ = shared(compile_decode, D, D_v, H, M, num_splits=2, recipe=ha.BALANCED)
+    assert_decoding(decode, ctas_per_sm, int8_keys=True)
+    e4m3, _ = shared(compile_decode, D, D_v, H, M, num_splits=2)
+    assert loop_of(decode).count("BAR") <= loop_of(e4m3).count("BAR")
+    assert len(loop_of(decode)) <= 1.1 * len(loop_of(e4m3))
+
+
+def test_decoding_from_int8_keys_with_an_lse() -> None:
+    """Which takes their mean."""
+    decode, merge = shared(compile_decode, 128, 128, 64, 1, num_splits=2, recipe=ha.BALANCED, return_lse=True)
+    assert_decoding(decode, DECODED["d128"][4], int8_keys=True)
+    assert_sound(merge)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [*((name, ha.FAST) for name in PREFILLED), *((name, ha.BALANCED) for name in PREFILLED_INT8)]
+)
+def test_prefill(name: str, recipe: ha.Recipe) -> None:
+    int8_keys = recipe == ha.BALANCED
+    D, D_v, options, ctas_per_sm, (spilled, in_loop) = (PREFILLED_INT8 if int8_keys else PREFILLED)[name]
+    kernel, *merge = shared(compile_decode, D, D_v, 64, 16, recipe=recipe, **({"num_splits": 1} | options))
     assert "prefill" in kernel.name
     assert len(merge) == ("num_splits" in options)
     opcodes, bits = Counter(loop_of(kernel)), takes_bits(torch.float8_e4m3fn, max(D, D_v))
     # A warp has 16 rows.
     scores = page_packing(D, D_v).page_size // 2
     exponentials, tanhs = 0 if bits else scores, scores if options.get("masked") else 0
-    half_scores = max(D, D_v) <= 128 and not options.get("masked")
-    assert_decoding(kernel, ctas_per_sm, spilled, half_scores)
+    half_scores = max(D, D_v) <= 128 and not options.get("masked") and not int8_keys
+    assert_decoding(kernel, ctas_per_sm, spilled, half_scores, int8_keys)
     assert opcodes["LDL"] + opcodes["STL"] <= (in_loop if MEASURED else max(in_loop, SPILLED_IN_LOOP))
-    assert opcodes["SHFL"] == 6, "a row's maximum alone crosses lanes, and what is a page's base"
+    assert opcodes["SHFL"] == (5 if int8_keys else 6), "a row's maximum alone crosses lanes, and what is a page's base"
     assert opcodes["LDS"] == 0, "scores pass through shared memory"
     assert opcodes["MUFU"] == 2 + exponentials + tanhs, "exponentials"
     applied = {x.name for x in kernel.passes if x.applied}

@@ -189,9 +189,10 @@ def test_opcheck_over_ranks(recipe: ha.Recipe, device: str) -> None:
 
 
 @pytest.mark.parametrize("with_rope", [False, True], ids=["no_rope", "rope"])
-def test_opcheck_of_kv_cache(with_rope: bool, device: str) -> None:
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
+def test_opcheck_of_kv_cache(with_rope: bool, recipe: ha.Recipe, device: str) -> None:
     q, k, v, table, seqlens = kv_on(device)
-    cache = ha.paged_kv_cache(2, 2, 48, device=device)
+    cache = ha.paged_kv_cache(2, 2, 48, device=device, recipe=recipe)
     for x in (cache.k8, cache.v8):
         x.view(torch.uint8).zero_()
     for x in (cache.k_descale, cache.v_descale):
@@ -226,7 +227,8 @@ def test_torch_compile_of_kv_cache(device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-def test_torch_compile_of_appending_to_a_given_cache(backend: str, device: str) -> None:
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
+def test_torch_compile_of_appending_to_a_given_cache(backend: str, recipe: ha.Recipe, device: str) -> None:
     """The cache is an input that a graph writes, and reads after that."""
     torch._dynamo.reset()
     q, k, v, table, seqlens = kv_on(device)
@@ -237,14 +239,15 @@ def test_torch_compile_of_appending_to_a_given_cache(backend: str, device: str) 
         return ha.attention_kvcache(q, cache, table, seqlens + k.size(2)) + 1
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
-    cache, expected = (ha.paged_kv_cache(2, 2, 48, device=device) for _ in range(2))
+    cache, expected = (ha.paged_kv_cache(2, 2, 48, device=device, recipe=recipe) for _ in range(2))
+    names = ("k8", "v8", "k_descale", "v_descale")
     for x in (cache, expected):
-        for name in ("k8", "v8", "k_descale", "v_descale"):
+        for name in names:
             getattr(x, name).view(torch.uint8).zero_()
     for begin, end in ((0, 20), (20, 30)):
         new = (k[:, :, begin:end], v[:, :, begin:end], seqlens + begin)
         assert torch.equal(compiled(cache, *new), step(expected, *new))
-        for name in ("k8", "v8", "k_descale", "v_descale"):
+        for name in names:
             assert torch.equal(getattr(cache, name).view(torch.uint8), getattr(expected, name).view(torch.uint8)), name
     assert cache.k_descale[1, :, :30].count_nonzero() == 60
 

@@ -1,0 +1,200 @@
+"""What is subtracted from all keys of a paged cache, and int8 keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import helion_attn as ha
+from helion_attn.kernels import decode, prefill
+from helion_attn.testing import error_budget, make_qkv, relative_error
+from helpers.paged import make_cache
+
+N = 300
+
+#: Queries of two heads that share one of keys: for `fp8_attn_decode`, and for `fp8_attn_prefill`.
+DECODED, PREFILLED = 3, 50
+
+BOTH = pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def biased(device: str, D: int = 64, M: int = PREFILLED, H_kv: int = 1) -> Tensors:
+    """Q, K, V and K's mean: 10 and more in half of the channels. Q's is 0.5, so scores without are 20 or so smaller."""
+    q, k, v = make_qkv("randn", 1, 2 * H_kv, H_kv, M, N, D, torch.float32, device)
+    mean = torch.zeros(H_kv, D, device=device)
+    mean[:, : D // 2] = 10 + torch.arange(H_kv, device=device).unsqueeze(1)
+    return q + 0.5, k + mean.unsqueeze(1), v, mean
+
+
+def filled(
+    k: torch.Tensor, v: torch.Tensor, recipe: ha.Recipe, k_mean: torch.Tensor | None, *cuts: int
+) -> tuple[ha.PagedKVCache, torch.Tensor, torch.Tensor]:
+    """A cache that keys up to each of `cuts` came to, and the rest."""
+    lengths, H_kv, D = [k.size(2)], k.size(1), k.size(3)
+    cache, table, seqlens = make_cache(lengths, H_kv, D, device=k.device.type, recipe=recipe, k_mean=k_mean)
+    for first, end in itertools.pairwise([0, *cuts, k.size(2)]):
+        start = torch.tensor([first], dtype=torch.int32, device=k.device)
+        ha.append_kvcache(cache, k[:, :, first:end], v[:, :, first:end], table, start)
+    return cache, table, seqlens
+
+
+@pytest.mark.parametrize("D", [64, 80, 256])
+@BOTH
+def test_what_is_stored(recipe: ha.Recipe, D: int, device: str) -> None:
+    """Keys less the mean, within half a step of either format."""
+    _, k, v, mean = biased(device, D, H_kv=2)
+    cache, table, _ = filled(k, v, recipe, mean, 200)
+    pages = table[0, :3].tolist()
+    k8 = cache.k8[pages].float() * cache.k_descale[pages].unsqueeze(3)
+    stored = k8.transpose(0, 1).flatten(1, 2)[:, :N, :D]
+    rest = k[0] - mean.unsqueeze(1)
+    descale = cache.k_descale[pages].transpose(0, 1).flatten(1)[:, :N, None]
+    if recipe == ha.FAST:
+        assert torch.all((stored - rest).abs() <= torch.maximum(rest.abs() * 2.0**-4, descale * 2.0**-10) * 1.01)
+        return
+    assert torch.all((stored - rest).abs() <= rest.abs().amax(2, keepdim=True) / 127 * 0.501)
+    # Each key uses all of int8's range.
+    assert torch.all(cache.k8[pages].transpose(0, 1).flatten(1, 2)[:, :N].abs().amax(2) == 127)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 50.0}, {"sinks": [22.0, 26.0]}], ids=["lse", "softcap", "sinks"])
+@pytest.mark.parametrize("M", [DECODED, PREFILLED])
+@pytest.mark.parametrize("splits", [1, 2])
+@BOTH
+def test_what_the_mean_took_comes_back(
+    recipe: ha.Recipe, options: dict[str, Any], M: int, splits: int, device: str
+) -> None:
+    """To scores under a softcap, beside sinks, and to the lse: without it, they are far off."""
+    q, k, v, mean = biased(device, M=M)
+    k = k * torch.linspace(0.5, 2, N, device=device)[:, None]
+    if "sinks" in options:
+        options = {"sinks": torch.tensor(options["sinks"], device=device)}
+    cache, table, seqlens = filled(k, v, recipe, mean)
+    oracle, oracle_lse = ha.reference.attention(q, k, v, causal=True, return_lse=True, **options)
+    model, model_lse = ha.reference.fp8_attention_kvcache(q, k, v, recipe=recipe, k_mean=mean, **options)
+
+    def excess(cache: ha.PagedKVCache) -> tuple[float, float]:
+        out, lse = ha.attention_kvcache(
+            q, cache, table, seqlens, num_splits=splits, return_lse=True, out_dtype=torch.float32, **options
+        )
+        alone = ha.attention_kvcache(q, cache, table, seqlens, num_splits=splits, out_dtype=torch.float32, **options)
+        assert torch.equal(alone, out)
+        softcap = options.get("softcap")
+        budget = error_budget(relative_error(model, oracle), torch.float32, device=device, softcap=softcap)
+        lse_budget = error_budget(relative_error(model_lse, oracle_lse), torch.float32, device=device, softcap=softcap)
+        return relative_error(out, oracle) / budget, relative_error(lse, oracle_lse) / lse_budget
+
+    assert max(excess(cache)) <= 1
+    of_out, of_lse = excess(dataclasses.replace(cache, k_mean=torch.zeros_like(cache.k_mean)))
+    assert of_lse > 1
+    assert (of_out > 1) == bool(options)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (100, 0)}, {"sm_scale": 0.3}], ids=["plain", "window", "scale"])
+@BOTH
+def test_a_mean_changes_nothing_of_a_softmax(recipe: ha.Recipe, options: dict[str, Any], device: str) -> None:
+    """K with it, and a cache that takes it off, has the output of K without: all bits."""
+    q, k, v, mean = biased(device)
+    # As a cache subtracts it.
+    rest = k - mean.unsqueeze(1)
+    with_mean, table, seqlens = filled(k, v, recipe, mean)
+    without, same_table, _ = filled(rest, v, recipe, None)
+    assert torch.equal(table, same_table)
+    found, found_lse = ha.attention_kvcache(q, with_mean, table, seqlens, return_lse=True, **options)
+    expected, expected_lse = ha.attention_kvcache(q, without, table, seqlens, return_lse=True, **options)
+    assert torch.equal(found, expected)
+    scale = options.get("sm_scale", 0.125)
+    assert torch.allclose(found_lse, expected_lse + scale * (q @ mean.T).squeeze(3), rtol=2.0**-20)
+
+
+@BOTH
+def test_how_keys_came_changes_nothing(recipe: ha.Recipe, device: str) -> None:
+    """All that is stored, and what the last queries get."""
+    q, k, v, mean = biased(device, M=DECODED)
+    found = []
+    for cuts in ((), (128,), (127, 128), (60, 128, 200), tuple(range(1, 131))):
+        cache, table, seqlens = filled(k, v, recipe, mean, *cuts)
+        pages = table[0, :3].tolist()
+        k8 = cache.k8.view(torch.uint8)[pages].transpose(0, 1).flatten(1, 2)[:, :N]
+        rest = cache.v8.view(torch.uint8)[pages], cache.k_descale[pages], cache.v_descale[pages]
+        out, lse = ha.attention_kvcache(q, cache, table, seqlens, num_splits=2, return_lse=True, softcap=50.0)
+        found.append((k8, *rest, out, lse))
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(other, found[0], strict=True))
+
+
+@BOTH
+def test_sequences_share_a_prefix(recipe: ha.Recipe, device: str) -> None:
+    """The second has the first's two pages and a third of its own, and what it would have alone."""
+    q, k, v, mean = biased(device, M=DECODED)
+    cache, table, seqlens = filled(k, v, recipe, mean)
+    free = next(page for page in range(cache.k8.size(0)) if page not in table[0, :3].tolist())
+    other = table.clone()
+    other[0, 2] = free
+    start = torch.full_like(seqlens, 2 * cache.page_size)
+    tail = k[:, :, 256:] - 0.5, v[:, :, 256:]
+    ha.append_kvcache(cache, *tail, other, start)
+    alone, table_alone, _ = filled(torch.cat((k[:, :, :256], tail[0]), 2), v, recipe, mean)
+    options: dict[str, Any] = {"return_lse": True, "softcap": 50.0, "num_splits": 1}
+    both = ha.attention_kvcache(q.expand(2, -1, -1, -1), cache, torch.cat((table, other)), seqlens.repeat(2), **options)
+    first = ha.attention_kvcache(q, filled(k, v, recipe, mean)[0], table, seqlens, **options)
+    second = ha.attention_kvcache(q, alone, table_alone, seqlens, **options)
+    for x, a, b in zip(both, first, second, strict=True):
+        torch.testing.assert_close(x, torch.cat((a, b)), rtol=2.0**-20, atol=2.0**-20)  # a CPU's additions differ
+
+
+@BOTH
+def test_pages_of_heads_have_the_means_of_their_heads(recipe: ha.Recipe, device: str) -> None:
+    q, k, v, mean = biased(device, M=1, H_kv=2)
+    cache, table, seqlens = filled(k, v, recipe, mean)
+    few, lengths = table.unsqueeze(1).expand(-1, 2, -1).contiguous(), seqlens.unsqueeze(1).expand(-1, 2).contiguous()
+    options: dict[str, Any] = {"return_lse": True, "softcap": 50.0, "num_splits": 1}
+    for x, y in zip(
+        ha.attention_kvcache(q, cache, few, lengths, **options),
+        ha.attention_kvcache(q, cache, table, seqlens, **options),
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y, rtol=2.0**-20, atol=2.0**-20)
+
+
+@pytest.mark.parametrize("M", [DECODED, PREFILLED])
+@BOTH
+def test_a_row_without_keys_has_no_product(recipe: ha.Recipe, M: int, device: str) -> None:
+    """However large it were: 0, and -inf or the sink."""
+    q, k, v, mean = biased(device, M=M)
+    cache, table, seqlens = filled(k, v, recipe, mean)
+    q[:, :, 0] *= 1e6
+    sinks = torch.tensor([3.0, -4.0], device=device)
+    for splits, given in itertools.product((1, 2), (None, sinks)):
+        out, lse = ha.attention_kvcache(
+            q, cache, table, torch.full_like(seqlens, M - 1), num_splits=splits, return_lse=True, sinks=given
+        )
+        assert torch.all(out[:, :, 0] == 0)
+        alone = torch.full_like(sinks, float("-inf")) if given is None else sinks
+        torch.testing.assert_close(lse[0, :, 0], alone)
+
+
+@pytest.mark.parametrize("kernel", [decode, prefill])
+def test_escapes_beside_int8_keys(kernel: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V's descales alone make classes of a page's keys; without the second pass, which can fail, keys are missing."""
+    q, k, v, mean = biased(device, M=DECODED if kernel is decode else PREFILLED)
+    v[:, :, 7::31] *= 2.0**9
+    k[:, :, 3::5] *= 2.0**-9
+    cache, table, seqlens = filled(k, v, ha.BALANCED, mean)
+    oracle = ha.reference.attention(q, k, v, causal=True)
+    model, _ = ha.reference.fp8_attention_kvcache(q, k, v, recipe=ha.BALANCED, k_mean=mean)
+    out = ha.attention_kvcache(q, cache, table, seqlens, num_splits=1)
+    assert relative_error(out, oracle) <= error_budget(relative_error(model, oracle), torch.float32, device=device)
+    # Whose keys have the descales of others.
+    wrong = dataclasses.replace(cache, k_descale=cache.k_descale.roll(1, 2))
+    of_wrong = ha.attention_kvcache(q, wrong, table, seqlens, num_splits=1)
+    assert relative_error(of_wrong, oracle) > 2 * relative_error(model, oracle)
+    if device == "cpu":
+        monkeypatch.setattr(kernel, "keys_of_class", lambda a, *_: torch.zeros_like(a))
+        missing = ha.attention_kvcache(q, cache, table, seqlens, num_splits=1)
+        assert not relative_error(missing, oracle) <= 2 * relative_error(model, oracle)
