@@ -44,13 +44,13 @@ def filled(
     return cache, table, seqlens
 
 
-@pytest.mark.parametrize("D", [64, 80, 256])
+@pytest.mark.parametrize("D", [64, 80, 256, 400])
 @BOTH
 def test_what_is_stored(recipe: ha.Recipe, D: int, device: str) -> None:
     """Keys less the mean, within half a step of either format."""
     _, k, v, mean = biased(device, D, H_kv=2)
     cache, table, _ = filled(k, v, recipe, mean, 200)
-    pages = table[0, :3].tolist()
+    pages = table[0, : -(-N // cache.page_size)].tolist()
     k8 = cache.k8[pages].float() * cache.k_descale[pages].unsqueeze(3)
     stored = k8.transpose(0, 1).flatten(1, 2)[:, :N, :D]
     rest = k[0] - mean.unsqueeze(1)
@@ -63,15 +63,19 @@ def test_what_is_stored(recipe: ha.Recipe, D: int, device: str) -> None:
     assert torch.all(cache.k8[pages].transpose(0, 1).flatten(1, 2)[:, :N].abs().amax(2) == 127)
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 50.0}, {"sinks": [22.0, 26.0]}], ids=["lse", "softcap", "sinks"])
+@pytest.mark.parametrize(
+    ("options", "D"),
+    [({}, 64), ({"softcap": 50.0}, 64), ({"sinks": [22.0, 26.0]}, 64), ({}, 512)],
+    ids=["lse", "softcap", "sinks", "d512"],
+)
 @pytest.mark.parametrize("M", [DECODED, PREFILLED])
 @pytest.mark.parametrize("splits", [1, 2])
 @BOTH
 def test_what_the_mean_took_comes_back(
-    recipe: ha.Recipe, options: dict[str, Any], M: int, splits: int, device: str
+    recipe: ha.Recipe, options: dict[str, Any], D: int, M: int, splits: int, device: str
 ) -> None:
     """To scores under a softcap, beside sinks, and to the lse: without it, they are far off."""
-    q, k, v, mean = biased(device, M=M)
+    q, k, v, mean = biased(device, D, M)
     k = k * torch.linspace(0.5, 2, N, device=device)[:, None]
     if "sinks" in options:
         options = {"sinks": torch.tensor(options["sinks"], device=device)}
@@ -120,7 +124,7 @@ def test_how_keys_came_changes_nothing(recipe: ha.Recipe, device: str) -> None:
     found = []
     for cuts in ((), (128,), (127, 128), (60, 128, 200), tuple(range(1, 131))):
         cache, table, seqlens = filled(k, v, recipe, mean, *cuts)
-        pages = table[0, :3].tolist()
+        pages = table[0, : -(-N // cache.page_size)].tolist()
         k8 = cache.k8.view(torch.uint8)[pages].transpose(0, 1).flatten(1, 2)[:, :N]
         rest = cache.v8.view(torch.uint8)[pages], cache.k_descale[pages], cache.v_descale[pages]
         out, lse = ha.attention_kvcache(q, cache, table, seqlens, num_splits=2, return_lse=True, softcap=50.0)

@@ -247,6 +247,7 @@ PREFILLED_INT8: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]]
     "d128": (128, 128, {}, 3, (340, 30)),
     "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 3, (240, 40)),
     "d256": (256, 256, {}, 1, (210, 14)),
+    "d512": (512, 512, {}, 1, (240, 2)),
 }
 
 
@@ -270,7 +271,7 @@ def test_decoding(name: str) -> None:
     assert_sound(merge)
 
 
-@pytest.mark.parametrize("name", ["d128", "d256_32_rows"])
+@pytest.mark.parametrize("name", ["d128", "d256_32_rows", "d512"])
 def test_decoding_from_int8_keys(name: str) -> None:
     """As many programs an SM, nothing in memory, and no more barriers."""
     D, D_v, H, M, ctas_per_sm = DECODED[name]
