@@ -89,6 +89,11 @@ def query_pieces(
     return found
 
 
+def keys_last(k_pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Pieces of K, [bn, d] each, as [d, bn]."""
+    return [k.transpose(0, 1) for k in k_pieces]
+
+
 def channel_pieces(
     wide: torch.Tensor,  # [heads, blocks, count, d_wide, bn], without count if it is 1
     narrow: torch.Tensor,  # [heads, blocks, d_narrow, bn]
@@ -260,7 +265,7 @@ def fp8_attn_fwd_large_d(
             # [d, bn] each. All loads side by side, at one barrier: see `fp8_attn_fwd`.
             v_tiles = channel_pieces(v_wide, v_narrow, kv, j * large.v_parts + part, large.v_count, large.has_narrow_v)
             # [bm, bn]
-            s = scores_of_pieces(q_tiles, [x.transpose(0, 1) for x in k_tiles], spec.is_cuda)
+            s = scores_of_pieces(q_tiles, keys_last(k_tiles), spec.is_cuda)
             s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, shift, spec)
             # Blocks at an edge of what is visible, and those of a large scale, in one branch: see `fp8_attn_fwd`.
             special = 1 - within + max(n_left - j, j + 1 - n_full, 0)
