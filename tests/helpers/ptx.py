@@ -115,6 +115,8 @@ def cases() -> dict[str, Compile]:
         "decode D512": partial(offline.compile_decode, 512, 512, 64, 1, 2),
         "prefill D512": partial(offline.compile_decode, 512, 512, 64, 16, 1),
         "append D512": partial(offline.compile_append, 512, torch.bfloat16, interleaved=True),
+        "decode int8 D512": partial(offline.compile_decode, 512, 512, 64, 1, 2, recipe=ha.BALANCED, return_lse=True),
+        "prefill int8 D512": partial(offline.compile_decode, 512, 512, 64, 16, 1, recipe=ha.BALANCED),
     }
     for D, D_v in ((192, 128), (320, 320), (512, 512), (1024, 1024), (576, 512)):
         for causal in (False, True):
