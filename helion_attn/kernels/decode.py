@@ -13,9 +13,9 @@ block of `bn` keys.
     acc = acc * alpha + (p v8)    two levels as in `fp8_attn_fwd`
     out = acc / l_i                                                              fp32, cast once: rounding point 3
 
-Up to D 128 scores without a softcap are fp16, and so is their line to P: q_largest, 7.5 at D 128, keeps them below
-65504 beside keys of up to 64 times their page's base. Elsewhere they are fp32, and q_largest 448. A row whose largest
-score turns out to lie too far from 0 for fp16 has all again, in fp32, in the second loop.
+Up to D 128 scores of e4m3 keys without a softcap are fp16, and so is their line to P: q_largest, 7.5 at D 128, keeps
+them below 65504 beside keys of up to 64 times their page's base. Elsewhere they are fp32, and q_largest 448. A row
+whose largest score turns out to lie too far from 0 for fp16 has all again, in fp32, in the second loop.
 
 V's base, one a page, rides on the exponent: m_i is the largest weight of the row in its page, probability times
 magnitude of the value (`lib/references.py`). V's bases are powers of two, so that their logarithm and their inverse are
@@ -36,7 +36,8 @@ memory. All of V's channels stay in one program, since reading K twice would cos
 Keys are less the cache's mean, so all scores of a row lack its product with that. A softmax loses nothing by it. A
 softcap gets it back before its tanh, a sink loses it too, and the lse gets it at the end, or where runs are merged.
 
-Int8 keys have int32 scores and a descale each, which a score is multiplied by. Only V's descales escape there.
+Int8 keys have scores in int32 and a descale each, which a score is multiplied by; q_largest is 127. Of their descales
+V's alone escape a page's base.
 
 A window moves the first page that is read and masks at its edges, and a sink joins the sum of the first run.
 

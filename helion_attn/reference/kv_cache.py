@@ -121,7 +121,7 @@ def fp8_attention_kvcache(
     The rounding points are the casts of Q, a row by its own descale, of K and V, a row of each by `k_descales` and
     `v_descales`, and of P, against the largest weight of the row in its page, or 2**-72 of that up to its page. Up
     to head dim 128 P's bits are a line of the score, and row sums are of the rounded P. There, without a softcap,
-    scores of keys with their page's base are fp16, but for rows whose largest lies further than
+    scores of e4m3 keys with their page's base are fp16, but for rows whose largest lies further than
     `MAX_HALF_PAGE_SCORE_LOG2` from 0. Keys with descales of their own come last, page by page, those of a page that
     have the same as if they were a page of their own. Sums are fp32. V is finite and below 2**34.
 

@@ -193,7 +193,7 @@ class PagedSpec(NamedTuple):
         may_be_wide: no softcap keeps scores within `MAX_PAGE_SCORE_LOG2`.
         shift_lse: K's mean took a product with each row from its scores, and somebody sees it.
         p_bits: P's bits come from scores, and row sums are of the rounded P.
-        half_scores: scores of keys with their page's base are fp16.
+        half_scores: scores of keys with their page's base are fp16; not with `int8_keys`.
         p_steps: an octave of P on the line that a score is taken to: `E4M3_STEPS` with `p_bits`, or 1.
         p_one: and where P is 1 on it.
         p_offset_log2: and the rest, as in `AttentionSpec`.
