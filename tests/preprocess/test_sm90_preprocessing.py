@@ -246,9 +246,10 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize(("D", "dtype", "interleaved"), PROMPTS)
-def test_appending_a_prompt(D: int, dtype: torch.dtype, interleaved: bool | None) -> None:
+@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
+def test_appending_a_prompt(recipe: ha.Recipe, D: int, dtype: torch.dtype, interleaved: bool | None) -> None:
     """Loads of K and V are on their way at once, of three programs enough for the memory's bandwidth: 40 KB an SM."""
-    kernel = compile_append(D, dtype, interleaved, L=4096)
+    kernel = compile_append(D, dtype, interleaved, L=4096, recipe=recipe)
     assert_sound(kernel)
     # K's and V's 8192 bytes each. A byte at a time go V at the ends, and zeros to a page's end.
     assert kernel.sass.count("STG.E.128") == 2 * PROMPT_NUMBERS // (16 * 128), "stores K or V narrowly"
