@@ -94,7 +94,7 @@ from helion_attn.problem import DecodeProblem, ScoreScales
 
 #: Buffers for pages, and a thread's registers with up to 16 rows and with 32, by the largest padded head dim that they
 #: are for.
-STAGES_AND_REGISTERS = {64: (3, 128, 168), 128: (2, 168, 255), 256: (2, 255, 255), 512: (2, 255, 255)}
+STAGES_AND_REGISTERS = {64: (3, 128, 168), 128: (3, 255, 255), 256: (2, 255, 255), 512: (2, 255, 255)}
 
 
 def in_order_of_v(p8: torch.Tensor, bn: int, rows: int) -> torch.Tensor:

@@ -64,6 +64,7 @@ from helion_attn.kernels.lib.steps import (
 )
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
+from helion_attn.types import PagedKVCache
 
 
 class PrefillTile(NamedTuple):
@@ -84,18 +85,22 @@ class PrefillTile(NamedTuple):
     max_registers: int
 
 
-#: The fastest on an H100, by the largest padded head dim that each is for (docs/notes/few_queries.md).
+#: The fastest on an H200, by the largest padded head dim that each is for (docs/notes/few_queries.md).
 TILES = {
     64: PrefillTile(bm=64, num_warps=4, num_stages=3, ctas_per_sm=3, max_registers=168),
     128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=3, max_registers=168),
-    256: PrefillTile(bm=128, num_warps=8, num_stages=2, ctas_per_sm=1, max_registers=255),
+    256: PrefillTile(bm=128, num_warps=8, num_stages=3, ctas_per_sm=1, max_registers=255),
     512: PrefillTile(bm=128, num_warps=8, num_stages=3, ctas_per_sm=1, max_registers=255),
 }
 
+#: With int8 keys, of which a score takes more registers.
+INT8_TILES = TILES | {128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=2, max_registers=255)}
 
-def prefill_tile(D_pad: int, D_v_pad: int) -> PrefillTile:
-    """The tile for padded head dims: that of the larger, which has the registers for both."""
-    return next(tile for most, tile in TILES.items() if max(D_pad, D_v_pad) <= most)
+
+def prefill_tile(cache: PagedKVCache) -> PrefillTile:
+    """The tile for a cache: that of the larger head dim, which has the registers for both."""
+    tiles = INT8_TILES if cache.k8.dtype == torch.int8 else TILES
+    return next(tile for most, tile in tiles.items() if max(cache.k8.size(3), cache.v8.size(2)) <= most)
 
 
 def parts_of_v(D_v_pad: int) -> int:
@@ -470,6 +475,6 @@ def kernel(is_cuda: bool, tile: PrefillTile) -> Runner:
 def launch(a: DecodeProblem, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`; the arguments are those of `launch_paged`."""
     v8 = a.cache.v8
-    tile = prefill_tile(a.cache.k8.size(3), v8.size(2))
+    tile = prefill_tile(a.cache)
     in_halves = v8.size(2) > MAX_FRESH_D
     launch_paged(kernel(a.q.is_cuda, tile), a, tile.bm, in_halves, parts_of_v(v8.size(2)), splits, out, lse)

@@ -33,7 +33,7 @@ def _launch_decode(a: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:
     # More runs than pages would all be empty. A run's index times the pages fits 32 bits.
     most = min(max_pages, (2**31 - 1) // max(1, max_pages))
     if queries >= scheduling.MIN_PREFILL_ROWS:
-        tile = prefill.prefill_tile(a.cache.k8.size(3), a.cache.v8.size(2))
+        tile = prefill.prefill_tile(a.cache)
         if splits is None:
             programs = B * H_kv * -(-queries // tile.bm) * prefill.parts_of_v(a.cache.v8.size(2))
             queries_of_tile = -(-tile.bm * H_kv // H) + 1

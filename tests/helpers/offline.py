@@ -467,6 +467,7 @@ def compile_decode(
     masked: bool = False,
     recipe: ha.Recipe = ha.FAST,
     return_lse: bool = False,
+    causal: bool = True,
 ) -> list[Sm90Kernel]:
     """The kernel of `attention_kvcache`, and the one that merges splits if there are any; 8 KV heads.
 
@@ -479,20 +480,34 @@ def compile_decode(
         with launching():
             masks: dict[str, Any] = {"window": (1000, 0), "softcap": 30.0, "sinks": fake_cuda(H)} if masked else {}
             cache = fake_cache(num_pages, 8, D, D_v, recipe)
-            options: dict[str, Any] = {"num_splits": num_splits, "return_lse": return_lse} | masks
+            options: dict[str, Any] = {"num_splits": num_splits, "return_lse": return_lse, "causal": causal} | masks
             ha.attention_kvcache(q, cache, table, seqlens, **options)
 
     return compile_for_sm90(launch)
 
 
+def every_third(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """A view whose last dimension has a stride of 3."""
+    return fake_cuda(*shape, 3, dtype=dtype).unbind(-1)[0]
+
+
 def compile_append(
-    D: int, dtype: torch.dtype, interleaved: bool | None = None, L: int = 1, recipe: ha.Recipe = ha.FAST
+    D: int,
+    dtype: torch.dtype,
+    interleaved: bool | None = None,
+    L: int = 1,
+    recipe: ha.Recipe = ha.FAST,
+    strided: bool = False,
 ) -> Sm90Kernel:
-    """The kernel of `append_kvcache` for `L` new keys a sequence; with RoPE if `interleaved` is not None."""
+    """The kernel of `append_kvcache` for `L` new keys a sequence; with RoPE if `interleaved` is not None.
+
+    `strided`: neighbouring channels of K and V are not neighbours in memory.
+    """
 
     def launch() -> None:
         table, seqlens = fake_cuda(64, 32, dtype=torch.int32), fake_cuda(64, dtype=torch.int32)
-        k, v = (fake_cuda(64, 8, L, D, dtype=dtype) for _ in range(2))
+        new = every_third if strided else fake_cuda
+        k, v = (new(64, 8, L, D, dtype=dtype) for _ in range(2))
         rope = None if interleaved is None else ha.Rope(fake_cuda(4096, D // 2), fake_cuda(4096, D // 2), interleaved)
         with launching():
             ha.append_kvcache(fake_cache(2048, 8, D, D, recipe), k, v, table, seqlens, rope=rope)

@@ -291,16 +291,21 @@ def test_rows_with_scores_beyond_fp16(name: str, M: int, device: str) -> None:
     of_q, of_k = of_queries.repeat(-(-M // 3))[:M], of_pages.repeat_interleave(128)[:500]
     case = of_one_direction(make_decoding("randn", [500], 4, 2, M, 64, device), of_q, of_k)
     out, lse = case.run(num_splits=1)
-    case.check(out, lse)
-    oracle_lse = ha.reference.attention(case.q, case.k, case.v, causal=True, return_lse=True)[1]
+    oracle, oracle_lse = ha.reference.attention(case.q, case.k, case.v, causal=True, return_lse=True)
     beyond = oracle_lse.abs() * math.log2(math.e) > MAX_HALF_PAGE_SCORE_LOG2
     assert beyond.any() == (name in ("large", "negative"))
-    model, _ = case.model(0)
-    assert row_errors(out, model).median() < (2.0**-8 if out.is_cuda else 1e-6)
     calm = of_one_direction(case, of_q.clamp(0, 1), of_k)
+    calm_out, calm_lse = calm.run(num_splits=1)
     calm_rows = of_q == 1
-    for x, expected in zip(calm.run(num_splits=1), (out, lse), strict=True):
-        assert torch.equal(x[:, :, calm_rows], expected[:, :, calm_rows])
+    assert torch.equal(calm_out[:, :, calm_rows], out[:, :, calm_rows])
+    assert torch.equal(calm_lse[:, :, calm_rows], lse[:, :, calm_rows])
+    if out.is_cuda:
+        calm.check(calm_out, calm_lse)
+        # A tensor core adds 32 products with 13 bits below the largest: two such sums lose so much of a score.
+        assert relative_error(out, oracle) < 2.0**-12 * oracle_lse.abs().max()
+    else:
+        case.check(out, lse)
+        assert row_errors(out, case.model(0)[0]).median() < 1e-6
     alone = dataclasses.replace(case, q=case.q[:, :, -1:].contiguous())
     assert torch.equal(alone.run(num_splits=1, out_dtype=torch.bfloat16)[0], out[:, :, -1:].bfloat16())
 
@@ -463,7 +468,8 @@ def test_rope(interleaved: bool, device: str) -> None:
         ha.append_kvcache(cache, k[:, :, first:last], v[:, :, first:last], table, start, rope=rope)
     out = ha.attention_kvcache(q, cache, table, seqlens, out_dtype=torch.float32)
     model, _ = ha.reference.fp8_attention_kvcache(q, rotated.float(), v, recipe=ha.FAST)
-    assert relative_error(out, model) < 2.0**-7
+    # A tensor core's fp16 sums take some of P over a rounding boundary.
+    assert relative_error(out, model) < (2.0**-6 if out.is_cuda else 2.0**-7)
     assert relative_error(out, ha.reference.attention(q, k, v, causal=True)) > 0.1
 
 

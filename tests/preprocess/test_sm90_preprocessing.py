@@ -14,6 +14,7 @@ from helion_attn.configs import MASK_BLOCK, MAX_PAGE_D, SUPPORTED_D
 from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.ops import varlen
 from helion_attn.preprocess import block_means, mask_bits, mask_lists, pack_kv, pack_q, recentre, sample
+from helion_attn.preprocess import append
 from helion_attn.preprocess.append import PROMPT_NUMBERS
 from helion_attn.problem import BlockMeansProblem, MaskBitsProblem, MaskListsProblem
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
@@ -24,6 +25,7 @@ from helpers.offline import (
     MEASURED,
     assert_sound,
     compile_append,
+    every_third,
     compile_quantize,
     compile_quantize_varlen,
     fake_qkv,
@@ -167,11 +169,6 @@ def test_preprocessing_of_fp32() -> None:
     assert_preprocessing(compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 64, torch.float32)))
 
 
-def every_third(*shape: int) -> torch.Tensor:
-    """A view whose last dimension has a stride of 3."""
-    return fake_cuda(*shape, 3, dtype=torch.float16).unbind(-1)[0]
-
-
 def strided_in_d(D: int) -> tuple[torch.Tensor, ...]:
     """Q, K and V."""
     return every_third(2, 4, 1000, D), every_third(2, 2, 3000, D), every_third(2, 2, 3000, D)
@@ -237,6 +234,17 @@ def test_appending(D: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_appending_with_rope(interleaved: bool) -> None:
     assert_sound(compile_append(128, torch.bfloat16, interleaved))
+
+
+@pytest.mark.parametrize("D", [40, 147])
+def test_appending_strided_padded_channels(D: int) -> None:
+    assert_sound(compile_append(D, torch.float16, L=600, strided=True))
+
+
+def test_constant_padding_makes_undefined_pairs_of_new_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the check can fail."""
+    monkeypatch.setattr(append, "row_channels", lambda d, d_at_run_time, d_step: d)
+    assert undefined_pairs(compile_append(147, torch.float16, L=600, strided=True).sass)
 
 
 #: (D, dtype, interleaved or None for no RoPE).
