@@ -13,8 +13,7 @@ import helion_attn as ha
 from helion_attn.configs import MASK_BLOCK, MAX_PAGE_D, SUPPORTED_D
 from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.ops import varlen
-from helion_attn.preprocess import block_means, mask_bits, mask_lists, pack_kv, pack_q, recentre, sample
-from helion_attn.preprocess import append
+from helion_attn.preprocess import append, block_means, mask_bits, mask_lists, pack_kv, pack_q, recentre, sample
 from helion_attn.preprocess.append import PROMPT_NUMBERS
 from helion_attn.problem import BlockMeansProblem, MaskBitsProblem, MaskListsProblem
 from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
@@ -25,9 +24,9 @@ from helpers.offline import (
     MEASURED,
     assert_sound,
     compile_append,
-    every_third,
     compile_quantize,
     compile_quantize_varlen,
+    every_third,
     fake_qkv,
     fake_varlen,
     launching,
