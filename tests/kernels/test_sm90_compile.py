@@ -236,7 +236,7 @@ PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
     "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 3, (150, 34)),
     "d256": (256, 256, {}, 1, (210, 20)),
     "d512": (512, 512, {}, 1, (240, 2)),
-    "d512_splits": (512, 512, {"num_splits": 2, "masked": True}, 1, (380, 4)),
+    "d512_splits": (512, 512, {"num_splits": 2, "masked": True}, 1, (480, 4)),
     "d64_512_large_pool": (64, 512, {"num_pages": 2**16}, 1, (240, 2)),
 }
 
@@ -324,7 +324,7 @@ def test_decoding_with_masks() -> None:
 def test_a_cache_without_masks(M: int) -> None:
     """Keys that all rows see, which tiles of a row's own are not made for."""
     (kernel,) = shared(compile_decode, 64, 64, 64, M, num_splits=1, causal=False)
-    assert_decoding(kernel, 3, 20, half_scores=True)
+    assert_decoding(kernel, 3, 44, half_scores=True)
 
 
 def test_decoding_without_splits() -> None:
