@@ -133,9 +133,6 @@ MAX_ROWS, MIN_ROWS = 32, 16
 #: From so many query rows of a KV head on, they are the M of products (`kernels.prefill`).
 MIN_PREFILL_ROWS = 64
 
-#: Programs that decode which an SM holds at D = 128, and how many times as many there should be.
-DECODE_PROGRAMS_PER_SM, DECODE_WAVES = 3, 4
-
 #: The fewest pages of a run: writing and merging its partial result costs about as much as a quarter of a page.
 MIN_PAGES = 4
 
@@ -145,11 +142,10 @@ def decode_rows(queries: int) -> int:
     return min(MAX_ROWS, max(MIN_ROWS, 1 << (queries - 1).bit_length()))
 
 
-def page_splits(programs: int, max_pages: int, multiprocessors: int) -> int:
+def page_splits(programs: int, max_pages: int, multiprocessors: int, ctas_per_sm: int) -> int:
     """Into how many runs to split sequences of up to `max_pages` pages, when `programs` would read them whole.
 
-    As many as give every SM several times what it holds at once, so that the last, partly filled wave is a small part
-    of the whole; but no run of fewer than `MIN_PAGES` of the longest possible sequence.
+    As many as the GPU holds at once, so that no program waits for another's end; but no run of fewer than `MIN_PAGES`
+    of the longest possible sequence.
     """
-    wanted = -(-DECODE_WAVES * DECODE_PROGRAMS_PER_SM * multiprocessors // programs)
-    return max(1, min(wanted, max_pages // MIN_PAGES))
+    return max(1, min(multiprocessors * ctas_per_sm // programs, max_pages // MIN_PAGES))
