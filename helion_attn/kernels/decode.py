@@ -48,12 +48,14 @@ What a page holds past the end of a sequence enters no result. Scores are masked
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
-from helion_attn.configs import MAX_FRESH_D, MAX_PIECE
+from helion_attn.configs import MAX_PIECE
+from helion_attn.configs.scheduling import MIN_ROWS
 from helion_attn.kernels.lib.inline_asm import e4m3_of_bits, e4m3_of_half_lines, exp2, fma, in_new_registers
 from helion_attn.kernels.lib.keys import known_keys, page_of
 from helion_attn.kernels.lib.masks import visible_keys
@@ -91,10 +93,38 @@ from helion_attn.kernels.lib.steps import (
 )
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
 from helion_attn.problem import DecodeProblem, ScoreScales
+from helion_attn.types import PagedKVCache
 
-#: Buffers for pages, and a thread's registers with up to 16 rows and with 32, by the largest padded head dim that they
-#: are for.
-STAGES_AND_REGISTERS = {64: (3, 128, 168), 128: (3, 255, 255), 256: (2, 255, 255), 512: (2, 255, 255)}
+
+class DecodeTile(NamedTuple):
+    """How a program is made.
+
+    Attributes:
+        num_warps: of a program.
+        num_stages: pages in flight.
+        ctas_per_sm: programs that an SM holds.
+        max_registers: a thread's.
+    """
+
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int
+    max_registers: int
+
+
+#: The fastest on an H200 up to D 128, by the largest padded head dim that they are for: of up to 16 rows, and of 32.
+#: Eight warps share what four have no registers for: 256 channels of 32 rows, twice.
+TILES = {
+    64: (DecodeTile(4, num_stages=3, ctas_per_sm=4, max_registers=128), DecodeTile(4, 3, 3, 168)),
+    128: (DecodeTile(4, num_stages=3, ctas_per_sm=2, max_registers=255),) * 2,
+    512: (DecodeTile(8, num_stages=2, ctas_per_sm=1, max_registers=255),) * 2,
+}
+
+
+def decode_tile(cache: PagedKVCache, rows: int) -> DecodeTile:
+    """The tile for a cache and a program's rows: that of the larger head dim, which has the registers for both."""
+    larger_d = max(cache.k8.size(3), cache.v8.size(2))
+    return next(tiles[rows > MIN_ROWS] for most, tiles in TILES.items() if larger_d <= most)
 
 
 def in_order_of_v(p8: torch.Tensor, bn: int, rows: int) -> torch.Tensor:
@@ -436,27 +466,24 @@ def fp8_attn_decode(
 
 
 @functools.cache
-def kernel(is_cuda: bool, D_pad: int, rows: int) -> Runner:
-    """The kernel for the device, the larger head dim, and a tile's rows."""
+def kernel(is_cuda: bool, tile: DecodeTile) -> Runner:
+    """The kernel for the device and a tile."""
     if not is_cuda:
         return interpreted(fp8_attn_decode)
-    stages, *registers = next(found for most, found in STAGES_AND_REGISTERS.items() if D_pad <= most)
     config = Config(
-        # Eight share what four have no registers for: 256 channels of 32 rows, twice.
-        num_warps=4 if D_pad <= MAX_FRESH_D else 8,
-        num_stages=stages,
-        range_num_stages=[0, stages],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        range_num_stages=[0, tile.num_stages],
         # Tiles that read the same pages are neighbours.
         loop_orders=[[0, 1]],
         indexing="tensor_descriptor",
         host_tensor_descriptors=True,
-        **{MAX_REGISTERS: registers[rows > 16]},
+        **{MAX_REGISTERS: tile.max_registers},
     )
     return compiled(fp8_attn_decode, config)
 
 
 def launch(a: DecodeProblem, rows: int, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`; `rows` are those of a program's tile, and the rest is as in `launch_paged`."""
-    D_pad, D_v_pad = a.cache.k8.size(3), a.cache.v8.size(2)
-    runner = kernel(a.q.is_cuda, max(D_pad, D_v_pad), rows)
-    launch_paged(runner, a, rows, D_v_pad > MAX_PIECE, 1, splits, out, lse)
+    runner = kernel(a.q.is_cuda, decode_tile(a.cache, rows))
+    launch_paged(runner, a, rows, a.cache.v8.size(2) > MAX_PIECE, 1, splits, out, lse)

@@ -45,7 +45,8 @@ def _launch_decode(a: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:
     if splits is None:
         # The last query sees no keys after its own.
         pages = scheduling.visible_key_blocks(max_pages, a.softmax.left, 0, M, a.cache.page_size)
-        splits = scheduling.page_splits(B * H_kv * -(-queries // rows), pages, sms)
+        ctas_per_sm = decode.decode_tile(a.cache, rows).ctas_per_sm
+        splits = scheduling.page_splits(B * H_kv * -(-queries // rows), pages, sms, ctas_per_sm)
     decode.launch(a, rows, min(splits, most), out, lse)
     return out, lse
 

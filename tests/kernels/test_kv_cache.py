@@ -302,7 +302,9 @@ def test_rows_with_scores_beyond_fp16(name: str, M: int, device: str) -> None:
     if out.is_cuda:
         calm.check(calm_out, calm_lse)
         # A tensor core adds 32 products with 13 bits below the largest: two such sums lose so much of a score.
-        assert relative_error(out, oracle) < 2.0**-12 * oracle_lse.abs().max()
+        lost = 2.0**-12 * oracle_lse.abs().max() if beyond.any() else 0.0
+        budget = error_budget(relative_error(case.model(0)[0], oracle), out.dtype, device=out.device)
+        assert relative_error(out, oracle) <= budget + lost
     else:
         case.check(out, lse)
         assert row_errors(out, case.model(0)[0]).median() < 1e-6
@@ -633,17 +635,15 @@ def test_two_runs_are_equal(M: int, device: str) -> None:
 
 
 def test_the_number_of_splits() -> None:
-    """Enough to fill the GPU, never so many that a run is a few pages, and one where programs abound."""
-    from helion_attn.configs.scheduling import DECODE_PROGRAMS_PER_SM, MIN_PAGES, page_splits
+    """As many as an SM's two programs can be at once, never so many that a run is a few pages; at least one."""
+    from helion_attn.configs.scheduling import MIN_PAGES, page_splits
 
     for programs in (1, 8, 64, 512, 4096):
         for max_pages in (1, 7, 64, 512):
-            splits = page_splits(programs, max_pages, 132)
+            splits = page_splits(programs, max_pages, 132, 2)
             assert 1 <= splits <= max(1, max_pages // MIN_PAGES)
-            # One more would not help: there are enough programs, or the runs are as short as they may be.
-            enough = programs * splits >= DECODE_PROGRAMS_PER_SM * 132
-            assert enough or splits == max(1, max_pages // MIN_PAGES)
-    assert page_splits(10**6, 512, 132) == 1
+            assert splits == 1 or programs * splits <= 2 * 132
+            assert programs * (splits + 1) > 2 * 132 or splits == max(1, max_pages // MIN_PAGES)
 
 
 def replacing(**fields: Callable[[Decoding], torch.Tensor]) -> Callable[[Decoding], Decoding]:
