@@ -138,7 +138,7 @@ CHECKED_FILES = (
         "varlen",
         "split",
     ),
-    *("decode", "startup", "host", "distributed", "auto", "steps"),
+    *("decode", "startup", "host", "distributed", "auto", "steps", "norms"),
 )
 
 
