@@ -91,8 +91,8 @@ def crossovers(loaded: Loaded) -> str | None:
     if not lengths or len(lengths) < len(found):
         return None
     return (
-        f"With 8 heads or more, 8 bits become faster at some {min(lengths)} to {max(lengths)} tokens, by head dim, "
-        "mask and heads."
+        f"With 8 heads or more, 8 bits become faster at {min(lengths)} to {max(lengths)} tokens, depending on head "
+        "dim, mask and heads."
     )
 
 

@@ -194,8 +194,8 @@ def run_of(suite: Row) -> str:
     )
 
 
-def caption(block: Block, loaded: Loaded) -> str:
-    """Where the figures come from, in a line."""
+def caption(block: Block, loaded: Loaded, shown: str) -> str:
+    """Where the figures come from, in a line; `shown` is what stands above it."""
     meta = loaded[block.file]["meta"]
     if block.brief:
         by_gpu: dict[str, dict[str, None]] = {}
@@ -205,9 +205,9 @@ def caption(block: Block, loaded: Loaded) -> str:
                 found = loaded[file]["meta"]
                 run = f"{str(found.get('date', ''))[:10]} at {str(found.get('commit'))[:7]}"
                 by_gpu.setdefault(found.get("gpu") or "CPU", {})[run] = None
-                # Rows of an earlier run are named behind the command.
+                # Rows of an earlier run are named behind the command: "NAME: where from".
                 if earlier := re.search(r" \((.*)\)$", found.get("command") or ""):
-                    kept |= dict.fromkeys(earlier[1].split("; "))
+                    kept |= dict.fromkeys(x for x in earlier[1].split("; ") if x.partition(":")[0] in shown)
         return "; ".join([*(f"{gpu}, {', '.join(runs)}" for gpu, runs in by_gpu.items()), *kept])
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "helion": "Helion"}
     names |= {"cudnn": "cuDNN", "fa3": "fa3-fwd", "sageattention": "SageAttention"}
@@ -231,7 +231,7 @@ def block_markdown(name: str, loaded: Loaded, image_folder: str) -> str | None:
     parts += [table.markdown() for table in tables[:shown]]
     for table in tables[shown:]:
         parts.append(f"<details>\n<summary>{table.title}</summary>\n\n{table.markdown()}\n\n</details>")
-    parts.append(f"<sub>{caption(block, loaded)}</sub>")
+    parts.append(f"<sub>{caption(block, loaded, ''.join(parts))}</sub>")
     return "\n\n".join(parts)
 
 
