@@ -49,7 +49,7 @@ from helion_attn.testing import relative_error
 from helion_attn.workloads import Workload
 
 #: Rounds end when the slowest contender has run for so long, at the latest after so many.
-SECONDS, MOST_ROUNDS = 3.0, 3
+SECONDS, MOST_ROUNDS = 3.0, 9
 
 #: Layers of the model in which contenders warm up: Gemma 3's sixth is its first without a window.
 WARM_LAYERS = 6
