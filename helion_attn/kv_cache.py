@@ -1,10 +1,10 @@
 """A paged KV cache in 8 bits, what appends to it, and attention over it: decoding, and prompts in chunks.
 
 Every key is less a constant of the cache, and has descales of its own, of K and of V. Most have those of their page's
-first key, which leave room for keys 100 times as large, and a kernel takes as one number a page. A key that they do not
-fit has others, and attention takes such keys in a second pass: nothing is clamped, and no key's descales depend on what
-came with it. Int8 keys have any descale, without a second pass. The price is 8 bytes a key and KV head: 3% of the bytes
-at D 128.
+first key, which leave room for keys 18 times as large and more, and a kernel takes as one number a page. A key that
+they do not fit has others, and attention takes such keys in a second pass: nothing is clamped, and no key's descales
+depend on what came with it. Int8 keys have any descale, without a second pass. The price is 8 bytes a key and KV head:
+3% of the bytes at D 128.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def append_kvcache(
     Args:
         cache: written.
         k: [B, H_kv, L, D], bf16, fp16 or fp32, any strides; with layout="bshd", H_kv and L swapped; v likewise. fp32
-            tensors as `quantize` has them.
+            tensors as `quantize` has them. A key that becomes int8 is NaN if it has a magnitude above 127 * 2**93.
         v: [B, H_kv, L, D_v]. A key of it with a NaN, an infinity, or a magnitude above 448 * 2**26, becomes NaN.
         block_table: int32 [B, pages of a sequence], contiguous. Sequences do not share a page that is appended to.
         cache_seqlens: int32 [B], keys that each sequence has already.
@@ -231,7 +231,7 @@ def attention_of_heads(
     (B, H, M, D), (num_pages, H_kv) = q.shape, cache.k8.shape[:2]
     of_heads: dict[str, Any] = {name: x.view(-1, 1, *x.shape[2:]) for name, x in cache._tensors().items()}
     # Sequence b * H_kv + h has the mean of head h.
-    of_heads["k_mean"] = cache.k_mean
+    of_heads["k_mean"] = cache.k_mean.unsqueeze(1)
     # A page outside of the pool stays outside.
     first = block_table.clamp(-1, num_pages) * H_kv
     pages = first + torch.arange(H_kv, dtype=torch.int32, device=q.device).unsqueeze(1)
@@ -290,12 +290,13 @@ def attention_kvcache(
     return_lse: bool = False,
     **options: Unpack[CacheOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T * sm_scale) v over the first `cache_seqlens[b]` keys of each sequence, in FP8.
+    """softmax(q k^T * sm_scale) v over the first `cache_seqlens[b]` keys of each sequence, in 8 bits.
 
     The heads that share a KV head, times M, are the rows of tiles. Below 64 rows, `fp8_attn_decode` has tiles of up to
     32. From 64 on, `fp8_attn_prefill` has tiles of 64 or 128: for a prompt in chunks, or drafts of several tokens. A
     tile's pages are split over programs where tiles are few. Q is quantised on the way, one descale a row. A page costs
-    as much again for each pair of descales, of K and V, that some of its keys have in place of its first key's. A NaN
+    as much again for each pair of descales, of K and V, that some of its keys have in place of its first key's, and for
+    rows whose scores are beyond fp16. A NaN
     or infinity makes NaN of the rows that see its key, and in V also of others whose tile reads its page. With N for
     cache_seqlens[b], masks and results are those of `attention`.
 
@@ -318,8 +319,9 @@ def attention_kvcache(
         sinks: [H], as `attention` has it.
         num_splits: runs into which the pages that a query sees are split; chosen by default, from the shapes and the
             GPU. The results of two choices differ in their rounding. If it is given, and no more than the width of the
-            block table, a query's out and lse have bits that depend on the query, the keys that it sees and this number
-            alone: in a chunk of any length, in any batch, on any pages. A NaN or infinity is an exception, as above.
+            block table, a query's out and lse have bits that depend on the query, the keys that it sees as the cache
+            stores them, and this number alone: in a chunk of any length, in any batch, on any pages. A NaN or infinity
+            is an exception, as above.
         return_lse: also return the log-sum-exp of the scores.
         out_dtype: bf16, fp16 or fp32; q's by default.
 

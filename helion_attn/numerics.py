@@ -155,8 +155,10 @@ MAX_HALF_PAGE_SCORE_LOG2 = 1920.0
 #: What a row's largest score has besides where its scale is beyond fp16: more than any in fp16 times `FP16_LARGE`.
 BEYOND_FP16_LOG2 = 2.0**33
 
-#: The lowest reference of such a row: `PAGE_REFERENCE_REACH_LOG2` and P's largest below what is left to fp16.
-LEAST_HALF_PAGE_REFERENCE = -2000.0
+#: The lowest reference of a row that keeps its fp16 scores: its largest is at least -`MAX_HALF_PAGE_SCORE_LOG2`.
+LEAST_HALF_PAGE_REFERENCE = -(
+    MAX_HALF_PAGE_SCORE_LOG2 + PAGE_REFERENCE_REACH_LOG2 + MAX_P_OFFSET_LOG2[torch.float8_e4m3fn]
+)
 
 #: V's descales in a KV cache lie in 2**-26..2**26. Row sums are divided by them, and fp32 holds that, 2**28 numbers of
 #: them, 2**`PAGE_REFERENCE_REACH_LOG2` times.

@@ -135,6 +135,20 @@ def test_bad_means(k_mean: Any, error: type[Exception], parts: list[str]) -> Non
     assert_raises(ha.paged_kv_cache, {"num_pages": 4, "H_kv": 2, "D": 64, "k_mean": k_mean}, error, parts)
 
 
+def test_a_mean_of_other_heads_raises() -> None:
+    """As on a rank with one KV head that passes the whole model's."""
+    cache = ha.paged_kv_cache(8, 1, 64)
+    other = dataclasses.replace(cache, k_mean=zeros(4, 64))
+    table, lengths = torch.zeros(1, 8, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)
+    for call in (
+        lambda: ha.append_kvcache(other, q, q, table, lengths),
+        lambda: ha.attention_kvcache(q, other, table, lengths),
+    ):
+        with pytest.raises(ValueError, match=r"cache.k_mean is .*\(4, 64\)"):
+            call()
+
+
 FIELDS = ("k8", "v8", "k_descale", "v_descale", "k_mean")
 
 Bad = dict[str, Any]

@@ -133,6 +133,9 @@ MAX_ROWS, MIN_ROWS = 32, 16
 #: From so many query rows of a KV head on, they are the M of products (`kernels.prefill`).
 MIN_PREFILL_ROWS = 64
 
+#: Programs of a batch that decodes, for each SM, at least.
+BATCH_PROGRAMS_PER_SM = 12
+
 #: The fewest pages of a run: writing and merging its partial result costs about as much as a quarter of a page.
 MIN_PAGES = 4
 
@@ -142,10 +145,15 @@ def decode_rows(queries: int) -> int:
     return min(MAX_ROWS, max(MIN_ROWS, 1 << (queries - 1).bit_length()))
 
 
-def page_splits(programs: int, max_pages: int, multiprocessors: int, ctas_per_sm: int) -> int:
+def page_splits(sequences: int, programs: int, max_pages: int, multiprocessors: int, ctas_per_sm: int) -> int:
     """Into how many runs to split sequences of up to `max_pages` pages, when `programs` would read them whole.
 
-    As many as the GPU holds at once, so that no program waits for another's end; but no run of fewer than `MIN_PAGES`
-    of the longest possible sequence.
+    One sequence is split into as many as the GPU holds at once, which end together. Sequences of a batch differ in
+    length: they are split into more, so that a long one does not end alone. No run has fewer than `MIN_PAGES` of the
+    longest possible sequence.
     """
-    return max(1, min(multiprocessors * ctas_per_sm // programs, max_pages // MIN_PAGES))
+    if sequences == 1:
+        wanted = multiprocessors * ctas_per_sm // programs
+    else:
+        wanted = -(-multiprocessors * BATCH_PROGRAMS_PER_SM // programs)
+    return max(1, min(wanted, max_pages // MIN_PAGES))

@@ -486,7 +486,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: torch.Tensor | None = None,
     k_mean: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention over a paged FP8 cache, with the names, the order and the meaning of flash-attn 3's arguments.
+    """Attention over a paged cache in 8 bits, with the names, the order and the meaning of flash-attn 3's arguments.
 
     The cache is in this package's packed format: `k_cache`, `v_cache`, `k_descale`, `v_descale` and `k_mean` are the
     fields `k8`, `v8`, `k_descale`, `v_descale` and `k_mean` of a `PagedKVCache`. A cache in flash-attn's own format
@@ -510,7 +510,7 @@ def flash_attn_with_kvcache(
         num_splits: runs into which a sequence's pages are split; 0 to choose.
         pack_gqa: not looked at; heads that share a KV head always share a tile.
         block_table: flash-attn 2's name of `page_table`.
-        k_mean: of the cache, [H_kv, D]; 0 by default.
+        k_mean: of the cache, [H_kv, D]; must be given if `paged_kv_cache` was given one. 0 by default.
         softmax_scale: and all others as in `flash_attn_func`; N counts the new keys.
 
     Returns:

@@ -112,10 +112,13 @@ class DecodeTile(NamedTuple):
     max_registers: int
 
 
-#: The fastest on an H200 up to D 128, by the largest padded head dim that they are for: of up to 16 rows, and of 32.
+#: By the largest padded head dim: the tile of up to 16 rows, and that of 32. Up to D 128 the fastest on an H200.
 #: Eight warps share what four have no registers for: 256 channels of 32 rows, twice.
 TILES = {
-    64: (DecodeTile(4, num_stages=3, ctas_per_sm=4, max_registers=128), DecodeTile(4, 3, 3, 168)),
+    64: (
+        DecodeTile(4, num_stages=3, ctas_per_sm=4, max_registers=128),
+        DecodeTile(4, num_stages=3, ctas_per_sm=3, max_registers=168),
+    ),
     128: (DecodeTile(4, num_stages=3, ctas_per_sm=2, max_registers=255),) * 2,
     512: (DecodeTile(8, num_stages=2, ctas_per_sm=1, max_registers=255),) * 2,
 }
@@ -348,7 +351,7 @@ def fp8_attn_decode(
                 row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
                 first_slot_of_class, slots = escaped, escaped * bn
                 if spec.half_scores:
-                    first_slot_of_class, slots = 1 - some_again, torch.maximum(escaped, some_again) * bn
+                    first_slot_of_class, slots = 1 - some_again, torch.maximum(escaped * bn, some_again)
                 for slot in hl.grid(first_slot_of_class, slots):
                     is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
                         k_descale, v_descale, first_slot, int32(slot), bn, spec.int8_keys, spec.is_cuda

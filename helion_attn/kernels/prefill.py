@@ -327,7 +327,7 @@ def fp8_attn_prefill(
                 row_scale_log2 = torch.where(known_page, q_scale_log2, float("nan"))
                 first_slot_of_class, slots = escaped, escaped * bn
                 if spec.half_scores:
-                    first_slot_of_class, slots = 1 - some_again, torch.maximum(escaped, some_again) * bn
+                    first_slot_of_class, slots = 1 - some_again, torch.maximum(escaped * bn, some_again)
                 for slot in hl.grid(first_slot_of_class, slots):
                     is_first, k_own, v_own, w0, w1, w2, w3 = class_of_slot(
                         k_descale, v_descale, first_slot, int32(slot), bn, spec.int8_keys, spec.is_cuda

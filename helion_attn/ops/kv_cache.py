@@ -46,7 +46,7 @@ def _launch_decode(a: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:
         # The last query sees no keys after its own.
         pages = scheduling.visible_key_blocks(max_pages, a.softmax.left, 0, M, a.cache.page_size)
         ctas_per_sm = decode.decode_tile(a.cache, rows).ctas_per_sm
-        splits = scheduling.page_splits(B * H_kv * -(-queries // rows), pages, sms, ctas_per_sm)
+        splits = scheduling.page_splits(B, B * H_kv * -(-queries // rows), pages, sms, ctas_per_sm)
     decode.launch(a, rows, min(splits, most), out, lse)
     return out, lse
 

@@ -67,17 +67,17 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
         )
     check_device(names["k8"], cache.k8)
     pages = cache.k8.shape[:2]
-    heads = pages[1]
+    means: tuple[int, ...] = (pages[1], tile.D_pad)
     # `attention_of_heads` has pages of one head, and the means of all.
-    if heads == 1 and isinstance(cache.k_mean, torch.Tensor) and cache.k_mean.dim() == 2 and cache.k_mean.numel():
-        heads = cache.k_mean.size(0) if pages[0] % cache.k_mean.size(0) == 0 else 1
+    if pages[1] == 1 and isinstance(cache.k_mean, torch.Tensor) and cache.k_mean.dim() == 3:
+        means = (cache.k_mean.size(0), 1, tile.D_pad)
     fp8, fp32 = torch.float8_e4m3fn, torch.float32
     expected = {
         "k8": ((*pages, tile.page_size, tile.D_pad), fp8, torch.int8),
         "v8": ((*pages, tile.D_v_pad, tile.page_size), fp8),
         "k_descale": ((*pages, tile.page_size), fp32),
         "v_descale": ((*pages, tile.page_size), fp32),
-        "k_mean": ((heads, tile.D_pad), fp32),
+        "k_mean": (means, fp32),
     }
     for name, (shape, *dtypes) in expected.items():
         x = getattr(cache, name)

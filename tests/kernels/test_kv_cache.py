@@ -292,6 +292,7 @@ def test_rows_with_scores_beyond_fp16(name: str, M: int, device: str) -> None:
     case = of_one_direction(make_decoding("randn", [500], 4, 2, M, 64, device), of_q, of_k)
     out, lse = case.run(num_splits=1)
     oracle, oracle_lse = ha.reference.attention(case.q, case.k, case.v, causal=True, return_lse=True)
+    model, _ = case.model(0)
     beyond = oracle_lse.abs() * math.log2(math.e) > MAX_HALF_PAGE_SCORE_LOG2
     assert beyond.any() == (name in ("large", "negative"))
     calm = of_one_direction(case, of_q.clamp(0, 1), of_k)
@@ -302,12 +303,14 @@ def test_rows_with_scores_beyond_fp16(name: str, M: int, device: str) -> None:
     if out.is_cuda:
         calm.check(calm_out, calm_lse)
         # A tensor core adds 32 products with 13 bits below the largest: two such sums lose so much of a score.
-        lost = 2.0**-12 * oracle_lse.abs().max() if beyond.any() else 0.0
-        budget = error_budget(relative_error(case.model(0)[0], oracle), out.dtype, device=out.device)
-        assert relative_error(out, oracle) <= budget + lost
+        lost = 2.0**-12 * oracle_lse.abs().max()
+        far, expected, modelled = (x[:, :, ~calm_rows] for x in (out, oracle, model))
+        assert (lse - oracle_lse)[:, :, ~calm_rows].abs().max() <= lost + 0.1
+        budget = error_budget(relative_error(modelled, expected), out.dtype, device=out.device)
+        assert relative_error(far, expected) <= budget + lost
     else:
         case.check(out, lse)
-        assert row_errors(out, case.model(0)[0]).median() < 1e-6
+        assert row_errors(out, model).median() < 1e-6
     alone = dataclasses.replace(case, q=case.q[:, :, -1:].contiguous())
     assert torch.equal(alone.run(num_splits=1, out_dtype=torch.bfloat16)[0], out[:, :, -1:].bfloat16())
 
@@ -635,15 +638,17 @@ def test_two_runs_are_equal(M: int, device: str) -> None:
 
 
 def test_the_number_of_splits() -> None:
-    """As many as an SM's two programs can be at once, never so many that a run is a few pages; at least one."""
-    from helion_attn.configs.scheduling import MIN_PAGES, page_splits
+    """A sequence's in one round that is full; a batch's in several; never so many that a run is a few pages."""
+    from helion_attn.configs.scheduling import BATCH_PROGRAMS_PER_SM, MIN_PAGES, page_splits
 
     for programs in (1, 8, 64, 512, 4096):
         for max_pages in (1, 7, 64, 512):
-            splits = page_splits(programs, max_pages, 132, 2)
-            assert 1 <= splits <= max(1, max_pages // MIN_PAGES)
-            assert splits == 1 or programs * splits <= 2 * 132
-            assert programs * (splits + 1) > 2 * 132 or splits == max(1, max_pages // MIN_PAGES)
+            most = max(1, max_pages // MIN_PAGES)
+            alone, batched = (page_splits(sequences, programs, max_pages, 132, 2) for sequences in (1, 4))
+            assert 1 <= alone <= batched <= most
+            assert alone == 1 or programs * alone <= 2 * 132
+            assert alone == most or programs * (alone + 1) > 2 * 132
+            assert batched == most or programs * batched >= BATCH_PROGRAMS_PER_SM * 132
 
 
 def replacing(**fields: Callable[[Decoding], torch.Tensor]) -> Callable[[Decoding], Decoding]:
