@@ -321,12 +321,12 @@ def test_other_loops_stay() -> None:
 @pytest.mark.parametrize(
     "compile_",
     [
-        functools.partial(compile_decode, 128, 128, 64, 1, num_splits=2),
+        functools.partial(compile_decode, 256, 256, 64, 1, num_splits=2),
         functools.partial(compile_attention, 384, True, D_v=384, recipe=ONE_LEVEL),
     ],
     ids=["decode", "d384"],
 )
 def test_these_kernels_stay(compile_: functools.partial[Any]) -> None:
-    """Decoding at D 128, whose loop waits for products three times; pieces of Q in three stages."""
+    """Decoding at D 256, whose loop waits for products three times; pieces of Q in three stages."""
     seen = shared_ir(compile_)
     assert [after for _, after in seen] == [None] * len(seen) != []

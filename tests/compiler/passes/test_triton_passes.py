@@ -300,7 +300,7 @@ def test_a_kernel_that_is_asked_for_no_turns(recwarn: pytest.WarningsRecorder) -
 
 
 def test_other_loops_say_why() -> None:
-    found = outcomes_of(lambda: compile_decode(128, 128, 64, 1, 2))
+    found = outcomes_of(lambda: compile_decode(256, 256, 64, 1, 2))
     assert not any(x.applied for x in found.values())
     assert found[early_copies.NAME].reason
     assert found[warpgroup_turns.NAME].reason == "the copies of its loop were not moved"
