@@ -4,7 +4,7 @@ B 64, GQA 8, D 128, N 8k, 16k and 64k (8k when quick), one new query a sequence.
 as many bytes, timed in the same rounds; FlashAttention-3's `flash_attn_with_kvcache` in bf16 and FP8, on contiguous
 caches; an eighth of the pages, chosen for this query and attended to; appending one key a sequence, and a prompt of all
 keys to one sequence, with RoPE and without. All sequences have the same keys, in pages of their own. Errors of peers
-are shown, and do not decide.
+are shown, and do not decide. Then batches of other sizes, also of sequences that differ in length.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from benchmarks.lib.plots import grid, legend, length, line, powers_axis
 from benchmarks.lib.problem import first_line
 from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, by_impl, error_text, impls_in, number, rows_of, values_of
+from benchmarks.varlen import lognormal
 from helion_attn.testing import error_budget, make_qkv, relative_error
 from helion_attn.workloads import Workload
 
@@ -47,6 +48,16 @@ PROMPTS = {"append_prompt": False, "append_prompt_rope": True}
 
 #: impl -> (what prepares it, bytes of an element).
 PEERS = {"fa3_bf16": (fa3_kvcache_16bit, 2), "fa3_fp8": (fa3_kvcache_fp8, 1)}
+
+#: Keys of the sequences of a batch, with 32 heads on 8 and D 128.
+BATCHES = {
+    "1 of 131072": [131072],
+    "4 of 32768": [32768] * 4,
+    "17 of 8192": [8192] * 17,
+    "32 of 8192": [8192] * 32,
+    "64, lognormal": lognormal(64, 4000, 1.0),
+    "31 of 2048, 1 of 65536": [2048] * 31 + [65536],
+}
 
 
 def cells(device: torch.device, quick: bool) -> list[Workload]:
@@ -133,23 +144,50 @@ def measure(w: Workload, device: torch.device, repeats: int) -> list[Row]:
         packed = w.H_kv * w.N * (nbytes(cache.k8[0, 0, 0], cache.v8[0, 0, :, 0]) + 8)
         moved[stage] = nbytes(k, v) + packed
 
-    runnable, _ = available(device)
-    for name, (prepare, size) in PEERS.items():
+    found = peers_of(w, "kernel", q, k, v, seqlens, last, expected)
+    for name, (row, run) in found.items():
+        rows[name] = row
+        if run is not None:
+            runs[name], moved[name] = run, 2 * w.B * w.H_kv * w.N * w.D * PEERS[name][1]
+    return timed(w, "kernel", rows, runs, moved, device, repeats)
+
+
+Peer = tuple[Row, Callable[[], object] | None]
+
+
+def peers_of(
+    w: Workload, stage: str, q: Tensor, k: Tensor, v: Tensor, seqlens: Tensor, at: slice, expected: Tensor
+) -> dict[str, Peer]:
+    """What of the peers is here: its row, with the error of sequence `at`, and what is timed, if it runs."""
+    found: dict[str, Peer] = {}
+    runnable, _ = available(q.device)
+    for name, (prepare, _) in PEERS.items():
         if name not in runnable:
             continue
-        rows[name] = result_row(name, w, "kernel", "randn")
+        row = result_row(name, w, stage, "randn")
         try:
             k_all, v_all = (x.transpose(1, 2).expand(w.B, -1, -1, -1).contiguous() for x in (k, v))
             run = prepare(q.transpose(1, 2), k_all, v_all, seqlens)
-            rows[name]["error_total"] = relative_error(run().transpose(1, 2)[last], expected)
+            row["error_total"] = relative_error(run().transpose(1, 2)[at], expected)
         except Exception as problem:  # a peer's failure is a result, not the end of the run
-            rows[name]["error_message"] = first_line(problem)
+            found[name] = row | {"error_message": first_line(problem)}, None
             continue
-        runs[name] = run
-        moved[name] = 2 * w.B * w.H_kv * w.N * w.D * size
+        found[name] = row, run
+    return found
 
+
+def timed(
+    w: Workload,
+    stage: str,
+    rows: dict[str, Row],
+    runs: dict[str, Callable[[], object]],
+    moved: dict[str, int],
+    device: torch.device,
+    repeats: int,
+) -> list[Row]:
+    """The rows, with milliseconds and bandwidth, and that of a copy of as many bytes as ours."""
     half = moved["helion_attn"] // 2
-    rows["copy"] = result_row("copy", w, "kernel", "none")
+    rows["copy"] = result_row("copy", w, stage, "none")
     runs["copy"] = copier(torch.zeros(half, dtype=torch.uint8, device=device))
     moved["copy"] = 2 * half
     times = time_interleaved(runs, device, repeats)
@@ -162,11 +200,43 @@ def measure(w: Workload, device: torch.device, repeats: int) -> list[Row]:
     return list(rows.values())
 
 
+def measure_batch(batch: str, lengths: list[int], device: torch.device, repeats: int) -> list[Row]:
+    """The rows of one batch; the error is that of its longest sequence."""
+    D = 128 if device.type == "cuda" else 64
+    w = Workload(f"decode_b{len(lengths)}", len(lengths), 32, 8, 1, max(lengths), D, False, frozenset())
+    q, k, v = make_qkv("randn", 1, w.H, w.H_kv, w.B, w.N, w.D, torch.bfloat16, device)
+    q = q.transpose(0, 2).contiguous()  # [B, H, 1, D]
+    longest = lengths.index(w.N)
+    at = slice(longest, longest + 1)
+    expected = ha.reference.attention(q[at], k, v)
+    cache, table, _ = filled_cache(k, v, w.B)
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+
+    def decode() -> Tensor:
+        return ha.attention_kvcache(q, cache, table, seqlens)
+
+    error = relative_error(decode()[at], expected)
+    rows = {"helion_attn": result_row("helion_attn", w, "batch", "randn", error_total=error)}
+    runs: dict[str, Callable[[], object]] = {"helion_attn": decode}
+    moved = {"helion_attn": sum(lengths) * w.H_kv * (nbytes(cache.k8[0, 0, 0], cache.v8[0, 0, :, 0]) + 8)}
+    for name, (row, run) in peers_of(w, "batch", q, k, v, seqlens, at, expected).items():
+        rows[name] = row
+        if run is not None:
+            runs[name], moved[name] = run, 2 * sum(lengths) * w.H_kv * w.D * PEERS[name][1]
+    return [row | {"batch": batch} for row in timed(w, "batch", rows, runs, moved, device, repeats)]
+
+
 def run(options: Options, results: Results) -> None:
-    """Every length, one after the other."""
+    """Every length, one after the other, and every batch."""
     for w in progress(cells(options.device, options.quick), "decode"):
         results.add(*measure(w, options.device, options.repeats))
         if options.device.type == "cuda":
+            torch.cuda.empty_cache()
+    on_gpu = options.device.type == "cuda"
+    batches = BATCHES if on_gpu else {"2 that differ": [200, 70]}
+    for batch, lengths in progress(() if options.quick and on_gpu else batches.items(), "batches"):
+        results.add(*measure_batch(batch, lengths, options.device, options.repeats))
+        if on_gpu:
             torch.cuda.empty_cache()
 
 
@@ -202,7 +272,14 @@ def tables(loaded: Loaded) -> list[Table]:
         times = (f"{number(row['ms'], '.3f')} ({number(row.get('of_copy'), '.2f')})" for row in of_N)
         body.append([str(N), *times])
     title = "A prompt appended, H_kv 8, D 128, ms (bandwidth / a copy's)"
-    return [*found, Table(title, ["keys", "as they are", "rotated (RoPE)"], body)] if body else found
+    found += [Table(title, ["keys", "as they are", "rotated (RoPE)"], body)] if body else []
+    body = []
+    for (batch,) in values_of(rows_of(loaded, "decode", stage="batch"), "batch"):
+        cell = rows_of(loaded, "decode", stage="batch", batch=batch)
+        ms, share = (by_impl(cell, name) for name in ("ms", "of_copy"))
+        body.append([batch, *(f"{number(ms.get(impl), '.3f')} ({number(share.get(impl), '.2f')})" for impl in impls)])
+    title = "One new token of batches, H 32, H_kv 8, D 128, ms (bandwidth / a copy's)"
+    return [*found, Table(title, ["keys", *(NAMES[impl] for impl in impls)], body)] if body else found
 
 
 def plot(loaded: Loaded) -> Figure | None:
