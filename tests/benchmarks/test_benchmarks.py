@@ -26,6 +26,7 @@ from benchmarks import (
     attention,
     auto,
     cells,
+    decode,
     distributed,
     drift,
     front,
@@ -282,7 +283,8 @@ def test_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_decode(tmp_path: Path) -> None:
-    rows = dry_run("decode", tmp_path)["decode"]["rows"]
+    loaded = dry_run("decode", tmp_path)
+    rows = loaded["decode"]["rows"]
     assert [(row["impl"], row["stage"]) for row in rows] == [
         ("helion_attn", "kernel"),
         ("helion_attn", "append"),
@@ -290,10 +292,15 @@ def test_decode(tmp_path: Path) -> None:
         ("helion_attn", "append_prompt"),
         ("helion_attn", "append_prompt_rope"),
         ("copy", "kernel"),
+        ("helion_attn", "batch"),
+        ("copy", "batch"),
     ]
     assert all(row["ms"] > 0 for row in rows)
-    for row in (rows[0], *rows[3:5]):
-        assert row["of_copy"] == pytest.approx(row["gb_per_s"] / rows[5]["gb_per_s"], rel=1e-4)
+    for row, copied in ((rows[0], rows[5]), (rows[3], rows[5]), (rows[4], rows[5]), (rows[6], rows[7])):
+        assert row["of_copy"] == pytest.approx(row["gb_per_s"] / copied["gb_per_s"], rel=1e-4)
+    assert rows[6]["error_total"] < 0.1
+    *_, batches = decode.tables(loaded)
+    assert [line[0] for line in batches.body] == ["2 that differ"]
 
 
 def test_varlen(tmp_path: Path) -> None:
