@@ -71,7 +71,6 @@ from helion_attn.kernels.lib.paged import (
     keys_of_class,
     launch_paged,
     line_of_page,
-    products_with_mean,
     run_of_query,
     shift_of_scores,
     sums_of_page,
@@ -255,11 +254,11 @@ def fp8_attn_decode(
         # [rows]
         shift = q_scale_log2
         if spec.shift_lse:
-            first_mean = bh % means * (d_tile * (1 + spec.d_in_halves))
-            product = products_with_mean(x, k_mean, first_mean, d_tile, spec)
+            mean, seen = bh % means, diagonal + i
             if spec.d_in_halves:
-                product = product + products_with_mean(x_high, k_mean, first_mean + d_tile, d_tile, spec)
-            shift = shift_of_scores(product, diagonal + i, n_len, right, scales, spec)
+                shift = shift_of_scores([x, x_high], k_mean, mean, d_tile, seen, n_len, right, scales, spec)
+            else:
+                shift = shift_of_scores([x], k_mean, mean, d_tile, seen, n_len, right, scales, spec)
 
         for j in hl.grid(n_begin, n_end):
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)

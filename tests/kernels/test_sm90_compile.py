@@ -237,7 +237,7 @@ PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
     "d128_lse": (128, 128, {"return_lse": True}, 3, (360, 63)),
     "d256": (256, 256, {}, 1, (210, 20)),
     "d512": (512, 512, {}, 1, (240, 2)),
-    "d512_splits": (512, 512, {"num_splits": 2, "masked": True}, 1, (480, 4)),
+    "d512_splits": (512, 512, {"num_splits": 2, "masked": True}, 1, (380, 4)),
     "d64_512_large_pool": (64, 512, {"num_pages": 2**16}, 1, (240, 2)),
 }
 
@@ -290,8 +290,20 @@ def test_decoding_from_int8_keys_with_an_lse() -> None:
     assert_sound(merge)
 
 
+#: Cases beyond their bounds, and why.
+BEYOND = {
+    "d512_splits": pytest.mark.xfail(
+        strict=MEASURED, reason="K's product with a mean, in front of the loop: 478 spills"
+    )
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "recipe"), [*((name, ha.FAST) for name in PREFILLED), *((name, ha.BALANCED) for name in PREFILLED_INT8)]
+    ("name", "recipe"),
+    [
+        *(pytest.param(name, ha.FAST, marks=BEYOND.get(name, ())) for name in PREFILLED),
+        *((name, ha.BALANCED) for name in PREFILLED_INT8),
+    ],
 )
 def test_prefill(name: str, recipe: ha.Recipe) -> None:
     int8_keys = recipe == ha.BALANCED

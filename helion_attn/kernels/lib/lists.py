@@ -82,7 +82,7 @@ def within_tile(
 
 
 def list_arguments(mask: MaskArguments, unused: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the kernel takes of a mask, or of its absence, by name."""
+    """The kernel's arguments for a mask, by name; without one, `unused` for each."""
     if mask.lists is None or mask.entries is None or mask.tile_of is None or mask.tiles is None:
         return dict.fromkeys(("lists", "entries", "tile_of", "tiles"), unused)
     return {

@@ -30,7 +30,7 @@ class Norm(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """Those of Q and K."""
+    """The norms of Q and K."""
 
     q: Norm
     k: Norm
@@ -52,7 +52,7 @@ def row_factors(
     normed: hl.constexpr,
     eps: hl.constexpr,
 ) -> torch.Tensor:
-    """What rows are multiplied by, fp32 [n]; of rows past the end it has an inverse. Inlined into kernels."""
+    """Factors that normalise rows, fp32 [n]; rows past the end have one with an inverse. Inlined into kernels."""
     if normed == 2:  # OVER_HEADS
         return hl.load(factors, [first_factor + rows], extra_mask=rows < size) + (rows >= size).to(torch.float32)
     return torch.rsqrt(squares.sum(1) * (1.0 / d) + eps)

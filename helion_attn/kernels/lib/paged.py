@@ -1,4 +1,4 @@
-"""What the two kernels of a paged cache share: descales and what they mean, runs of pages, sums, and their launch.
+"""Parts that both kernels of a paged cache have: descales and what they mean, runs of pages, sums, and the launch.
 
 A query has the same bits from both, and whatever shares its tile: its runs are of the pages that it sees itself, a page
 of which it sees nothing leaves its sums as they are, and numbers are added in an order that no layout decides.
@@ -333,14 +333,24 @@ def products_with_mean(
 
 
 def shift_of_scores(
-    product: torch.Tensor,  # [rows]
+    pieces: list[torch.Tensor],  # [rows, d_tile]
+    k_mean: torch.Tensor,  # [means * D_pad]
+    head: Int,
+    d_tile: int,
     on_diagonal: torch.Tensor,  # [rows]
     n_len: torch.Tensor,  # []
     right: int,
     scales: ScoreScales,
     spec: PagedSpec,
 ) -> torch.Tensor:
-    """What all scores of a row lack for its product with K's mean, scaled as they are, [rows]; 0 if it sees no key."""
+    """The product of a row of Q with K's mean, scaled as its scores, which all lack it, [rows]; 0 if it sees no key.
+
+    `pieces` are of a row's channels, and `head` is the mean's.
+    """
+    first = head * (d_tile * len(pieces))
+    product = products_with_mean(pieces[0], k_mean, first, d_tile, spec)
+    if len(pieces) > 1:
+        product = product + products_with_mean(pieces[1], k_mean, first + d_tile, d_tile, spec)
     none = hl.zeros([], dtype=torch.float32)
     shift = fma(product, hl.full([], scales.qk_scale, dtype=torch.float32), none, spec.is_cuda)
     last = n_len - 1 + 0 * on_diagonal

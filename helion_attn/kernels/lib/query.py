@@ -17,7 +17,7 @@ from helion_attn.problem import NO_ROPE_ARGUMENTS, AttentionProblem, RopeArgumen
 
 
 class Query(NamedTuple):
-    """What a launch quantises.
+    """A Q that a launch quantises.
 
     Attributes:
         q: [B, H, M, D].
