@@ -12,7 +12,7 @@ import torch
 import helion_attn as ha
 from helion_attn.kernels import decode, prefill
 from helion_attn.kernels.lib import paged
-from helion_attn.kernels.lib.paged import line_of_page, products_with_mean
+from helion_attn.kernels.lib.paged import line_of_page, shift_of_scores
 from helion_attn.testing import make_qkv
 from helpers.paged import append_all, make_cache
 
@@ -112,14 +112,14 @@ def test_chunks_and_batches_change_nothing(D: int, splits: int, mask: str, recip
     assert exact(D, device, recipe, num_splits=splits, **masked(mask, device)).changed() == []
 
 
-def scaled_product(*args: Any) -> torch.Tensor:
+def scaled_shift(*args: Any) -> torch.Tensor:
     """As another order of its additions might round it."""
-    return products_with_mean(*args) * (1 + 2.0**-20)
+    return shift_of_scores(*args) * (1 + 2.0**-20)
 
 
 def test_the_check_of_means_can_fail(monkeypatch: Any) -> None:
     """Where a kernel has another lse."""
-    monkeypatch.setattr(prefill, "products_with_mean", scaled_product)
+    monkeypatch.setattr(prefill, "shift_of_scores", scaled_shift)
     assert exact(64, "cpu", ha.BALANCED, num_splits=1).changed()
 
 
