@@ -68,7 +68,7 @@ def paged_kv_cache(
         D_v: head dim of V; 16..512; D by default.
         device: PyTorch's default device by default.
         recipe: FAST, keys in e4m3; or BALANCED, in int8. Values are e4m3.
-        k_mean: [H_kv, D], any floating-point dtype and device, subtracted from all keys after their RoPE; 0 by default.
+        k_mean: [H_kv, D], any floating-point dtype and device, subtracted from all keys after their RoPE.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
@@ -91,8 +91,9 @@ def paged_kv_cache(
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_pages, H_kv, *shape, dtype=dtype, device=device)
 
-    mean = torch.zeros(H_kv, tile.D_pad, dtype=torch.float32, device=device)
+    mean = None
     if k_mean is not None:
+        mean = torch.zeros(H_kv, tile.D_pad, dtype=torch.float32, device=device)
         mean[:, :D] = k_mean
     return PagedKVCache(
         empty(tile.page_size, tile.D_pad, dtype=torch.int8 if int8_keys else torch.float8_e4m3fn),
@@ -231,7 +232,7 @@ def attention_of_heads(
     (B, H, M, D), (num_pages, H_kv) = q.shape, cache.k8.shape[:2]
     of_heads: dict[str, Any] = {name: x.view(-1, 1, *x.shape[2:]) for name, x in cache._tensors().items()}
     # Sequence b * H_kv + h has the mean of head h.
-    of_heads["k_mean"] = cache.k_mean.unsqueeze(1)
+    of_heads["k_mean"] = None if cache.k_mean is None else cache.k_mean.unsqueeze(1)
     # A page outside of the pool stays outside.
     first = block_table.clamp(-1, num_pages) * H_kv
     pages = first + torch.arange(H_kv, dtype=torch.int32, device=q.device).unsqueeze(1)

@@ -559,7 +559,7 @@ class PagedKVCache(_OfTensors):
             `8a + 2t + b` is stored at `4t + 2a + b` (a, b in {0, 1}, t in 0..3).
         k_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys.
         v_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys; powers of two in 2**-26..2**26.
-        k_mean: fp32 [H_kv, D_pad], subtracted from all keys.
+        k_mean: fp32 [H_kv, D_pad], subtracted from all keys, or None.
         D: head dim of the unpadded K.
         D_v: head dim of the unpadded V, and of the output.
 
@@ -573,7 +573,7 @@ class PagedKVCache(_OfTensors):
     v8: torch.Tensor
     k_descale: torch.Tensor
     v_descale: torch.Tensor
-    k_mean: torch.Tensor
+    k_mean: torch.Tensor | None
     D: int
     D_v: int
 

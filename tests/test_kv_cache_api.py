@@ -26,7 +26,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def good() -> dict[str, Any]:
     """Arguments that pass every check, of append_kvcache; B = 2, H_kv = 2, L = 3, D = 32, D_v = 80."""
     return {
-        "cache": ha.paged_kv_cache(4, 2, 32, D_v=80),
+        "cache": ha.paged_kv_cache(4, 2, 32, D_v=80, k_mean=zeros(2, 32)),
         "k": zeros(2, 2, 3, 32),
         "v": zeros(2, 2, 3, 80),
         "block_table": zeros(2, 2, dtype=torch.int32),
@@ -85,8 +85,8 @@ def test_bad_sizes(arguments: tuple[Any, ...], error: type[Exception], parts: li
 
 @pytest.mark.parametrize("recipe", ["balanced", ha.BALANCED, ha.Recipe()], ids=["name", "preset", "equal"])
 def test_the_format_of_int8_keys(recipe: Any) -> None:
-    cache = ha.paged_kv_cache(4, 2, 20, D_v=80, recipe=recipe)
-    fast = ha.paged_kv_cache(4, 2, 20, D_v=80, recipe="FAST")
+    cache = ha.paged_kv_cache(4, 2, 20, D_v=80, recipe=recipe, k_mean=zeros(2, 20))
+    fast = ha.paged_kv_cache(4, 2, 20, D_v=80, recipe="FAST", k_mean=zeros(2, 20))
     assert (cache.k8.dtype, fast.k8.dtype) == (torch.int8, torch.float8_e4m3fn)
     for field in FIELDS:
         x, other = getattr(cache, field), getattr(fast, field)
@@ -114,11 +114,12 @@ def test_bad_recipes(recipe: Any, error: type[Exception], parts: list[str]) -> N
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_format_of_a_mean(dtype: torch.dtype) -> None:
     given = torch.arange(40, dtype=dtype).view(2, 20)
-    cache = ha.paged_kv_cache(4, 2, 20, k_mean=given)
-    assert (cache.k_mean.dtype, tuple(cache.k_mean.shape)) == (torch.float32, (2, 32))
-    assert torch.equal(cache.k_mean[:, :20], given.float())
-    assert cache.k_mean[:, 20:].count_nonzero() == 0
-    assert ha.paged_kv_cache(4, 2, 20).k_mean.count_nonzero() == 0
+    mean = ha.paged_kv_cache(4, 2, 20, k_mean=given).k_mean
+    assert mean is not None
+    assert (mean.dtype, tuple(mean.shape)) == (torch.float32, (2, 32))
+    assert torch.equal(mean[:, :20], given.float())
+    assert mean[:, 20:].count_nonzero() == 0
+    assert ha.paged_kv_cache(4, 2, 20).k_mean is None
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,7 @@ def test_broken_cache(field: str, how: str) -> None:
         "alignment": x.new_empty(x.numel() + 1)[1:].view(x.shape),
         "address": from_memory_of_others(x, 4),
         "device": x.to("meta"),
-        "type": None,
+        "type": 1.0,
     }[how]
     changed: dict[str, Any] = {field: broken}
     arguments["cache"] = dataclasses.replace(arguments["cache"], **changed)

@@ -510,7 +510,7 @@ def flash_attn_with_kvcache(
         num_splits: runs into which a sequence's pages are split; 0 to choose.
         pack_gqa: not looked at; heads that share a KV head always share a tile.
         block_table: flash-attn 2's name of `page_table`.
-        k_mean: of the cache, [H_kv, D]; must be given if `paged_kv_cache` was given one. 0 by default.
+        k_mean: of the cache, [H_kv, D]; must be given if `paged_kv_cache` was given one.
         softmax_scale: and all others as in `flash_attn_func`; N counts the new keys.
 
     Returns:
@@ -583,8 +583,6 @@ def flash_attn_with_kvcache(
             f"q has head dim {q.size(3)} and k_cache {k_cache.size(3)}; they must be equal (helion_attn."
             f"attention_kvcache takes caches that pad theirs)"
         )
-    if k_mean is None:
-        k_mean = k_cache.new_zeros((k_cache.size(1), k_cache.size(3)), dtype=torch.float32)
     cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, k_mean, q.size(3), v_cache.size(2))
     if isinstance(cache_seqlens, int):
         new = k.size(1) if isinstance(k, torch.Tensor) and k.dim() == 4 else 0

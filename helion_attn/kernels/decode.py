@@ -33,8 +33,9 @@ two descales, is 4 numbers a thread.
 Above head dim 256 K, Q and V come in pieces of 256 channels, and a page has half as many keys: two of them fit shared
 memory. All of V's channels stay in one program, since reading K twice would cost more than registers.
 
-Keys are less the cache's mean, so all scores of a row lack its product with that. A softmax loses nothing by it. A
-softcap gets it back before its tanh, a sink loses it too, and the lse gets it at the end, or where runs are merged.
+Keys may be less a mean of the cache's. Then all scores of a row lack its product with that. A softmax loses nothing by
+it. A softcap gets it back before its tanh, a sink loses it too, and the lse gets it at the end, or where runs are
+merged.
 
 Int8 keys have scores in int32 and a descale each, which a score is multiplied by; q_largest is 127. Of their descales
 V's alone escape a page's base.
@@ -154,7 +155,7 @@ def fp8_attn_decode(
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    k_mean: torch.Tensor,  # [means * D_pad]
+    k_mean: torch.Tensor,  # [means * D_pad] if shift_lse
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks

@@ -134,6 +134,7 @@ class AppendSpec(NamedTuple):
         rotary: channels of K that are rotated.
         pairing: how, as `lib.rope` has it.
         int8_keys: K becomes int8.
+        has_mean: K loses a constant first.
         largest: the largest number of V's format, and of K's if that is e4m3.
         most_in_k_base: the largest magnitude of K in its page's base.
         k_base_log2: bases of K end at two to this, and at its inverse.
@@ -155,6 +156,7 @@ class AppendSpec(NamedTuple):
     rotary: int
     pairing: int
     int8_keys: bool
+    has_mean: bool
     largest: float
     most_in_k_base: float
     k_base_log2: int
@@ -171,7 +173,7 @@ def append_kv(
     v8: torch.Tensor,  # flat, written
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
-    k_mean: torch.Tensor,  # [H_kv * D_pad]
+    k_mean: torch.Tensor,  # [H_kv * D_pad] if has_mean
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     cos: torch.Tensor,  # [table_rows * rotary / 2]
@@ -253,10 +255,11 @@ def append_kv(
         else:
             x = load_rows(k, k_offset, rows, cols, k_s_step * spec.unit, spec.k_d_step, length, k_channels)
             x_first = load_rows(k, k_offset, first_rows, cols, k_s_step * spec.unit, spec.k_d_step, length, k_channels)
-        # [D_pad]
-        mean = hl.load(k_mean, [h * spec.d_pad + cols])
+        if spec.has_mean:
+            # [1, D_pad]
+            mean = hl.load(k_mean, [h * spec.d_pad + cols]).unsqueeze(0)
+            x, x_first = x - mean, x_first - mean
 
-        x = x - mean.unsqueeze(0)
         at = block * spec.bn + first_slot + key
         k_at = at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
         if spec.int8_keys:
@@ -267,7 +270,6 @@ def append_kv(
             # [keys, D_pad]
             k_tile = to_int8(x, (1.0 / k_scale).unsqueeze(1), spec.is_cuda)
         else:
-            x_first = x_first - mean.unsqueeze(0)
             k_base = k_base_of_first_key(torch.amax(torch.abs(x_first).reshape(2 * spec.d_pad), 0), spec.k_base_log2)
             k_base = torch.where(begins, k_base, old_k_base)
             # [keys]
@@ -343,7 +345,7 @@ def launch(a: AppendProblem) -> None:
             "v8": cache.v8.view(-1),
             "k_descale": cache.k_descale.view(-1),
             "v_descale": cache.v_descale.view(-1),
-            "k_mean": cache.k_mean.view(-1),
+            "k_mean": cache.k_descale.view(-1) if cache.k_mean is None else cache.k_mean.view(-1),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "cos": rope.cos,
@@ -375,6 +377,7 @@ def launch(a: AppendProblem) -> None:
                 rotary=rope.rotary,
                 pairing=rope.pairing,
                 int8_keys=int8_keys,
+                has_mean=cache.k_mean is not None,
                 largest=E4M3_MAX,
                 most_in_k_base=most_amax_in_base(max(D_pad, cache.v8.size(2))),
                 k_base_log2=MAX_K_BASE_LOG2,

@@ -95,13 +95,15 @@ def cases() -> dict[str, Compile]:
             f"decode masked D{D}": partial(offline.compile_decode, D, D, 64, 4, 2, masked=True),
             f"prefill D{D}": partial(offline.compile_decode, D, D, 64, 16, 1),
             f"append D{D}": partial(offline.compile_append, D, torch.bfloat16, interleaved=True),
-            f"decode int8 D{D}": partial(offline.compile_decode, D, D, 64, 1, 2, recipe=ha.BALANCED, return_lse=True),
+            f"decode int8 D{D}": partial(
+                offline.compile_decode, D, D, 64, 1, 2, recipe=ha.BALANCED, return_lse=True, k_mean=True
+            ),
             f"decode int8 masked D{D}": partial(
-                offline.compile_decode, D, D, 64, 4, 2, masked=True, recipe=ha.BALANCED
+                offline.compile_decode, D, D, 64, 4, 2, masked=True, recipe=ha.BALANCED, k_mean=True
             ),
             f"prefill int8 D{D}": partial(offline.compile_decode, D, D, 64, 16, 1, recipe=ha.BALANCED),
             f"append int8 D{D}": partial(
-                offline.compile_append, D, torch.bfloat16, interleaved=True, recipe=ha.BALANCED
+                offline.compile_append, D, torch.bfloat16, interleaved=True, recipe=ha.BALANCED, k_mean=True
             ),
             f"quantize rope D{D}": quantize(D, ha.ACCURATE, rope=True),
             f"quantize norm D{D}": quantize(D, ha.BALANCED, rope=True, norm_channels=(D, D)),
@@ -115,7 +117,9 @@ def cases() -> dict[str, Compile]:
         "decode D512": partial(offline.compile_decode, 512, 512, 64, 1, 2),
         "prefill D512": partial(offline.compile_decode, 512, 512, 64, 16, 1),
         "append D512": partial(offline.compile_append, 512, torch.bfloat16, interleaved=True),
-        "decode int8 D512": partial(offline.compile_decode, 512, 512, 64, 1, 2, recipe=ha.BALANCED, return_lse=True),
+        "decode int8 D512": partial(
+            offline.compile_decode, 512, 512, 64, 1, 2, recipe=ha.BALANCED, return_lse=True, k_mean=True
+        ),
         "prefill int8 D512": partial(offline.compile_decode, 512, 512, 64, 16, 1, recipe=ha.BALANCED),
     }
     for D, D_v in ((192, 128), (320, 320), (512, 512), (1024, 1024), (576, 512)):

@@ -359,7 +359,8 @@ def tensors_of(cache: ha.PagedKVCache) -> dict[str, torch.Tensor]:
 def dequantised(cache: ha.PagedKVCache, pages: list[int], n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one sequence, fp32 [H_kv, n, D], by the documented formulas."""
     in_order = cache.v8[pages].float()[..., stored_at(torch.arange(cache.page_size, device=cache.v8.device))].mT
-    k = cache.k8[pages].float() * cache.k_descale[pages].unsqueeze(3) + cache.k_mean.unsqueeze(1)
+    k = cache.k8[pages].float() * cache.k_descale[pages].unsqueeze(3)
+    k = k if cache.k_mean is None else k + cache.k_mean.unsqueeze(1)
     k = k.transpose(0, 1).flatten(1, 2)
     v = (in_order * cache.v_descale[pages].unsqueeze(3)).transpose(0, 1).flatten(1, 2)
     return k[:, :n, : cache.D], v[:, :n, : cache.D_v]

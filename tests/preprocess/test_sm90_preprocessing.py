@@ -224,7 +224,7 @@ def test_preprocessing_of_variable_lengths(D: int, name: str) -> None:
 @pytest.mark.parametrize(("D", "dtype"), [*((D, BF16) for D in (*SUPPORTED_D, MAX_PAGE_D)), (64, FP32)])
 def test_appending(D: int, dtype: torch.dtype) -> None:
     kernel = compile_append(D, dtype)
-    assert_sound(kernel)
+    assert_sound(kernel, 6 if D == MAX_PAGE_D else 0)
     assert 16 in widths(kernel, "LDG"), "reads narrowly"
     # 16 keys of 32 or 64 channels are few for 128 threads.
     assert max(widths(kernel, "STG")) >= {32: 4, 64: 8}.get(D, 16), "stores V a byte at a time"
@@ -251,7 +251,7 @@ PROMPTS = [
 @pytest.mark.parametrize(("D", "dtype", "interleaved", "recipe"), PROMPTS)
 def test_appending_a_prompt(D: int, dtype: torch.dtype, interleaved: bool | None, recipe: ha.Recipe) -> None:
     """Loads of K and V are on their way at once, of three programs enough for the memory's bandwidth: 40 KB an SM."""
-    kernel = compile_append(D, dtype, interleaved, L=4096, recipe=recipe)
+    kernel = compile_append(D, dtype, interleaved, L=4096, recipe=recipe, k_mean=recipe == ha.BALANCED)
     assert_sound(kernel)
     # K's and V's 8192 bytes each. A byte at a time go V at the ends, and zeros to a page's end.
     assert kernel.sass.count("STG.E.128") == 2 * PROMPT_NUMBERS // (16 * 128), "stores K or V narrowly"

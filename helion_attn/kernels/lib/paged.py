@@ -381,7 +381,10 @@ def base_scores(
         scale_log2 = scale_log2 * k_base
     scale_log2 = maximum(scale_log2, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
     if spec.has_softcap:
-        s = fma(s, scale_log2.unsqueeze(keys_axis), shift.unsqueeze(keys_axis), spec.is_cuda)
+        if spec.shift_lse:
+            s = fma(s, scale_log2.unsqueeze(keys_axis), shift.unsqueeze(keys_axis), spec.is_cuda)
+        else:
+            s = s * scale_log2.unsqueeze(keys_axis)
         s = tanh(s, spec.is_cuda)
         # [rows], also of NaN: tanh would have it
         scale_log2 = scale_log2 * 0.0 + scales.tanh_scale
@@ -601,7 +604,7 @@ def launch_paged(
         s_bias=INT8_SCORE_BIAS if int8_keys and a.q.is_cuda and not d_in_halves else 0.0,
         largest_score=MAX_PAGE_SCORE[k_dtype] * (1 + d_in_halves),
         may_be_wide=a.softmax.softcap is None or scales.tanh_scale > MAX_PAGE_SCORE_LOG2,
-        shift_lse=a.shift_lse,
+        shift_lse=a.shift_lse and a.cache.k_mean is not None,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),
         p_bits=p_bits,
         half_scores=half,
@@ -620,8 +623,8 @@ def launch_paged(
             "v8": v8.view(v8.size(0), -1, v8.size(2) // v_pieces, v8.size(3)) if v_pieces > 1 else v8,
             "k_descale": a.cache.k_descale.view(-1),
             "v_descale": a.cache.v_descale.view(-1),
-            "k_mean": a.cache.k_mean.view(-1),
-            "means": a.cache.k_mean.size(0),
+            "k_mean": part_lse if a.cache.k_mean is None else a.cache.k_mean.view(-1),
+            "means": 1 if a.cache.k_mean is None else a.cache.k_mean.size(0),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "sinks": part_lse if a.softmax.sinks is None else a.softmax.sinks,
