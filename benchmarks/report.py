@@ -198,17 +198,21 @@ def caption(block: Block, loaded: Loaded, shown: str) -> str:
     """Where the figures come from, in a line; `shown` is what stands above it."""
     meta = loaded[block.file]["meta"]
     if block.brief:
-        by_gpu: dict[str, dict[str, None]] = {}
+        by_gpu: dict[str, dict[str, dict[str, None]]] = {}
         kept: dict[str, None] = {}
         for file in (block.file, *block.beside):
             if file in loaded:
                 found = loaded[file]["meta"]
-                run = f"{str(found.get('date', ''))[:10]} at {str(found.get('commit'))[:7]}"
-                by_gpu.setdefault(found.get("gpu") or "CPU", {})[run] = None
+                days = by_gpu.setdefault(found.get("gpu") or "CPU", {})
+                days.setdefault(str(found.get("date", ""))[:10], {})[str(found.get("commit"))[:7]] = None
                 # Rows of an earlier run are named behind the command: "NAME: where from".
                 if earlier := re.search(r" \((.*)\)$", found.get("command") or ""):
                     kept |= dict.fromkeys(x for x in earlier[1].split("; ") if x.partition(":")[0] in shown)
-        return "; ".join([*(f"{gpu}, {', '.join(runs)}" for gpu, runs in by_gpu.items()), *kept])
+        runs_of_gpu = (
+            ", ".join([gpu, *(f"{day} at {' and '.join(commits)}" for day, commits in days.items())])
+            for gpu, days in by_gpu.items()
+        )
+        return "; ".join([*runs_of_gpu, *kept])
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "helion": "Helion"}
     names |= {"cudnn": "cuDNN", "fa3": "fa3-fwd", "sageattention": "SageAttention"}
     names |= {name: name for name in ("diffusers", "transformers")}
