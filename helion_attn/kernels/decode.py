@@ -73,7 +73,6 @@ from helion_attn.kernels.lib.paged import (
     launch_paged,
     line_of_page,
     run_of_query,
-    shift_of_scores,
     sums_of_page,
     times_descales,
     total_of_lanes,
@@ -155,14 +154,12 @@ def fp8_attn_decode(
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with `in_halves` [num_pages, H_kv * 2, D_v_pad / 2, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    k_mean: torch.Tensor,  # [means * D_pad] if shift_lse
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks
+    lse_shift: torch.Tensor,  # [B * H * M] if shift_lse
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
-    lse_shift: torch.Tensor,  # [B * H * M] if shifts_lse and in_runs, written
-    means: int,
     splits: int,
     m_tiles: int,
     max_pages: int,
@@ -193,7 +190,7 @@ def fp8_attn_decode(
     d_out = hl.specialize(out.size(1))
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1), k_descale.stride(0), v_descale.stride(0)))
-    hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0)))
+    hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0), lse_shift.stride(0)))
     total_rows = B * kv_heads * group * m_len
 
     for tile_index, split in hl.grid([B * kv_heads * m_tiles, splits]):
@@ -254,12 +251,8 @@ def fp8_attn_decode(
         escapes = int32(0)
         # [rows]
         shift = q_scale_log2
-        if spec.shift_lse:
-            mean, seen = bh % means, diagonal + i
-            if spec.d_in_halves:
-                shift = shift_of_scores([x, x_high], k_mean, mean, d_tile, seen, n_len, right, scales, spec)
-            else:
-                shift = shift_of_scores([x], k_mean, mean, d_tile, seen, n_len, right, scales, spec)
+        if spec.shifts_scores:
+            shift = hl.load(lse_shift, [bh * group * m_len + r], extra_mask=in_range)
 
         for j in hl.grid(n_begin, n_end):
             page, known_page = page_of(block_table, b * max_pages + j, num_pages)
@@ -434,14 +427,14 @@ def fp8_attn_decode(
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
+        # [rows]
+        rows_of_lse = bh * group * m_len + r
         if spec.has_sinks:
             # [rows], in one run of them all
             sink = hl.load(sinks, [head], extra_mask=in_range)
             if spec.shifts_lse:
-                sink_log2 = fma(sink, hl.full([], LOG2E, dtype=torch.float32), -shift, spec.is_cuda)
-            else:
-                sink_log2 = sink * LOG2E
-            sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
+                sink = sink - hl.load(lse_shift, [rows_of_lse], extra_mask=in_range)
+            sink_log2 = torch.where(split + 0 * r == 0, sink * LOG2E, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
         # [rows, d_v_tile]
@@ -459,13 +452,10 @@ def fp8_attn_decode(
             out_cols = d_v_tile + out_cols
             stored = in_range.unsqueeze(1) & (out_cols < d_out).unsqueeze(0)
             hl.store(out, [out_rows, out_cols], o.to(out.dtype), extra_mask=stored)
-        lse_rows = split * total_rows + bh * group * m_len + r
-        lse_log2 = m_i + torch.log2(total)
+        lse_of_row = (m_i + torch.log2(total)) * LN2
         if spec.shifts_lse and not spec.in_runs:
-            lse_log2 = lse_log2 + shift
-        hl.store(lse, [lse_rows], lse_log2 * LN2, extra_mask=in_range)
-        if spec.shifts_lse and spec.in_runs:
-            hl.store(lse_shift, [lse_rows], shift * LN2, extra_mask=in_range & (split + 0 * r == 0))
+            lse_of_row = lse_of_row + hl.load(lse_shift, [rows_of_lse], extra_mask=in_range)
+        hl.store(lse, [split * total_rows + rows_of_lse], lse_of_row, extra_mask=in_range)
 
 
 @functools.cache

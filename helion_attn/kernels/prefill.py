@@ -44,7 +44,6 @@ from helion_attn.kernels.lib.paged import (
     launch_paged,
     line_of_page,
     run_of_query,
-    shift_of_scores,
     sums_of_page,
     times_descales,
     total_of_lanes,
@@ -113,14 +112,12 @@ def fp8_attn_prefill(
     v8: torch.Tensor,  # [num_pages, H_kv, D_v_pad, bn], with n pieces [num_pages, H_kv * n, D_v_pad / n, bn]
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
-    k_mean: torch.Tensor,  # [means * D_pad] if shift_lse
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks
+    lse_shift: torch.Tensor,  # [B * H * M] if shift_lse
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
-    lse_shift: torch.Tensor,  # [B * H * M] if shifts_lse and in_runs, written
-    means: int,
     splits: int,
     m_tiles: int,
     max_pages: int,
@@ -151,7 +148,7 @@ def fp8_attn_prefill(
     d_out = hl.specialize(out.size(1))
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1)))
-    hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0)))
+    hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0), lse_shift.stride(0)))
     hl.specialize((k_descale.stride(0), v_descale.stride(0)))
     rows_of_group = group * m_len
     total_rows = B * kv_heads * rows_of_group
@@ -223,12 +220,8 @@ def fp8_attn_prefill(
         first_entry = int32(b * max_pages)
         # [bm]
         shift = q_scale_log2
-        if spec.shift_lse:
-            mean, seen = bh % means, on_diagonal
-            if spec.d_in_halves:
-                shift = shift_of_scores([x, x_high], k_mean, mean, d_tile, seen, n_len, right, scales, spec)
-            else:
-                shift = shift_of_scores([x], k_mean, mean, d_tile, seen, n_len, right, scales, spec)
+        if spec.shifts_scores:
+            shift = hl.load(lse_shift, [b * kv_heads * rows_of_group + head * m_len + query], extra_mask=in_range)
         entry = hl.load(block_table, [first_entry + least(run_begin, int32(max_pages - 1))])
         for j in hl.grid(run_begin, run_end):
             page, known_page = page_of_entry(entry, num_pages)
@@ -419,27 +412,24 @@ def fp8_attn_prefill(
         row_sum = torch.where(known_length, row_sum, float("nan"))
         normaliser = 1.0 / row_sum
         total = row_sum
+        # [bm]
+        rows_of_lse = b * kv_heads * rows_of_group + head * m_len + query
         if spec.has_sinks:
             # [bm], in one run of them all
             sink = hl.load(sinks, [head], extra_mask=in_range)
             if spec.shifts_lse:
-                sink_log2 = fma(sink, hl.full([], LOG2E, dtype=torch.float32), -shift, spec.is_cuda)
-            else:
-                sink_log2 = sink * LOG2E
-            sink_log2 = torch.where(split + 0 * r == 0, sink_log2, float("-inf"))
+                sink = sink - hl.load(lse_shift, [rows_of_lse], extra_mask=in_range)
+            sink_log2 = torch.where(split + 0 * r == 0, sink * LOG2E, float("-inf"))
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
             normaliser = rescale / total
         no_key = row_sum == 0.0
         if spec.has_sinks:
             no_key = no_key & (total == total)  # a sink that is NaN stays one
         first_of_split = split * total_rows + b * kv_heads * rows_of_group
-        lse_rows = first_of_split + head * m_len + query
-        lse_log2 = m_i + torch.log2(total)
+        lse_of_row = (m_i + torch.log2(total)) * LN2
         if spec.shifts_lse and not spec.in_runs:
-            lse_log2 = lse_log2 + shift
-        hl.store(lse, [lse_rows], lse_log2 * LN2, extra_mask=in_range)
-        if spec.shifts_lse and spec.in_runs:
-            hl.store(lse_shift, [lse_rows], shift * LN2, extra_mask=in_range & (split + 0 * r == 0))
+            lse_of_row = lse_of_row + hl.load(lse_shift, [rows_of_lse], extra_mask=in_range)
+        hl.store(lse, [split * total_rows + rows_of_lse], lse_of_row, extra_mask=in_range)
         out_rows = first_of_split + head * out_head_step + query * out_row_step
         # [bm, d_v_tile]
         channels = from_end % spec.v_parts * (d_v_tile * (1 + spec.in_halves)) + hl.arange(d_v_tile)

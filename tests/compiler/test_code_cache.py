@@ -583,7 +583,7 @@ def test_what_cannot_be_described_is_not_kept(disk: Path) -> None:
 
 def shipped_fingerprints() -> list[str]:
     """Of this package's kernels, in short."""
-    from helion_attn.kernels import attention, attention_large_d, decode, merge_splits
+    from helion_attn.kernels import attention, attention_large_d, decode, lse_shift, merge_splits
     from helion_attn.preprocess import (
         append,
         block_means,
@@ -601,7 +601,7 @@ def shipped_fingerprints() -> list[str]:
     kernels: list[Callable[..., Any]] = [
         *(attention.fp8_attn_fwd, attention_large_d.fp8_attn_fwd_large_d, decode.fp8_attn_decode),
         *(merge_splits.merge_splits_kernel, pack_kv.pack_kv, pack_q.pack_q, append.append_kv, transform_rows.transform),
-        *(sample.sample, sequences.describe, recentre.recentre, mask_bits.mask_bits),
+        *(sample.sample, sequences.describe, recentre.recentre, mask_bits.mask_bits, lse_shift.cache_lse_shift),
         *(mask_lists.mask_lists, list_order.list_order, block_means.block_means),
     ]
     prints = [code_cache.fingerprint(fn, Config()) for fn in kernels]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.kernels import decode, prefill
+from helion_attn.kernels import decode, lse_shift, prefill
 from helion_attn.kernels.lib import paged
-from helion_attn.kernels.lib.paged import line_of_page, shift_of_scores
+from helion_attn.kernels.lib.paged import line_of_page
 from helion_attn.testing import make_qkv
 from helpers.paged import append_all, make_cache
 
@@ -112,14 +112,13 @@ def test_chunks_and_batches_change_nothing(D: int, splits: int, mask: str, recip
     assert exact(D, device, recipe, num_splits=splits, **masked(mask, device)).changed() == []
 
 
-def scaled_shift(*args: Any) -> torch.Tensor:
-    """As another order of its additions might round it."""
-    return shift_of_scores(*args) * (1 + 2.0**-20)
+def rounded_in_first_row(x: torch.Tensor, mean: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x * mean * torch.where(torch.arange(lse_shift.ROWS) == 0, 1 + 2.0**-20, 1.0).unsqueeze(1)
 
 
 def test_the_check_of_means_can_fail(monkeypatch: Any) -> None:
-    """Where a kernel has another lse."""
-    monkeypatch.setattr(prefill, "shift_of_scores", scaled_shift)
+    """Where a row's place in its tile changes its product with K's mean."""
+    monkeypatch.setattr(lse_shift, "fma", rounded_in_first_row)
     assert exact(64, "cpu", ha.BALANCED, num_splits=1).changed()
 
 

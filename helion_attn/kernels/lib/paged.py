@@ -13,6 +13,7 @@ import torch
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.compiler.kernels import Runner
 from helion_attn.configs import MAX_PIECE
+from helion_attn.kernels import lse_shift
 from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, minimum, tanh
 from helion_attn.kernels.lib.keys import run_of_key_blocks
 from helion_attn.kernels.lib.references import own_references
@@ -312,53 +313,6 @@ def times_descales(
     return s * k_descale
 
 
-def products_with_mean(
-    x: torch.Tensor,  # [rows, d_tile]
-    k_mean: torch.Tensor,  # [means * D_pad]
-    first: Int,
-    d_tile: int,
-    spec: PagedSpec,
-) -> torch.Tensor:
-    """Products of rows of Q, or a piece of their channels, with K's mean from an index on, [rows].
-
-    Added pair by pair, as `sums_of_page`.
-    """
-    mean = hl.load(k_mean, [first + hl.arange(d_tile)])
-    # Products that no addition takes in.
-    total, width = fma(x, mean.unsqueeze(0), hl.zeros([], dtype=torch.float32), spec.is_cuda), d_tile
-    while width > 1:
-        width //= 2
-        total = total.reshape(spec.rows, width, 2).sum(2)
-    return total.reshape(spec.rows)
-
-
-def shift_of_scores(
-    pieces: list[torch.Tensor],  # [rows, d_tile]
-    k_mean: torch.Tensor,  # [means * D_pad]
-    head: Int,
-    d_tile: int,
-    on_diagonal: torch.Tensor,  # [rows]
-    n_len: torch.Tensor,  # []
-    right: int,
-    scales: ScoreScales,
-    spec: PagedSpec,
-) -> torch.Tensor:
-    """The product of a row of Q with K's mean, scaled as its scores, which all lack it, [rows]; 0 if it sees no key.
-
-    `pieces` are of a row's channels, and `head` is the mean's.
-    """
-    first = head * (d_tile * len(pieces))
-    product = products_with_mean(pieces[0], k_mean, first, d_tile, spec)
-    if len(pieces) > 1:
-        product = product + products_with_mean(pieces[1], k_mean, first + d_tile, d_tile, spec)
-    none = hl.zeros([], dtype=torch.float32)
-    shift = fma(product, hl.full([], scales.qk_scale, dtype=torch.float32), none, spec.is_cuda)
-    last = n_len - 1 + 0 * on_diagonal
-    if spec.has_right:
-        last = torch.minimum(last, on_diagonal + int32(right))
-    return torch.where(last >= 0, shift, 0.0)
-
-
 def base_scores(
     s: torch.Tensor,  # [bn, rows] or [rows, bn]
     q_scale_log2: torch.Tensor,  # [rows]
@@ -381,7 +335,7 @@ def base_scores(
         scale_log2 = scale_log2 * k_base
     scale_log2 = maximum(scale_log2, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
     if spec.has_softcap:
-        if spec.shift_lse:
+        if spec.shifts_scores:
             s = fma(s, scale_log2.unsqueeze(keys_axis), shift.unsqueeze(keys_axis), spec.is_cuda)
         else:
             s = s * scale_log2.unsqueeze(keys_axis)
@@ -614,8 +568,9 @@ def launch_paged(
         has_sinks=a.softmax.sinks is not None,
         is_cuda=a.q.is_cuda,
     )
-    # Parts lack it, so that their weights do not depend on whether somebody sees it.
-    lse_shift = lse.new_empty(B * H * M) if in_parts and spec.shifts_lse else None
+    shift = lse.new_empty(B * H * M) if spec.shift_lse else None
+    if shift is not None and a.cache.k_mean is not None:
+        lse_shift.launch(a, q, unit, a.cache.k_mean, shift)
     kernel.run(
         {
             "q": q.flat,
@@ -623,14 +578,12 @@ def launch_paged(
             "v8": v8.view(v8.size(0), -1, v8.size(2) // v_pieces, v8.size(3)) if v_pieces > 1 else v8,
             "k_descale": a.cache.k_descale.view(-1),
             "v_descale": a.cache.v_descale.view(-1),
-            "k_mean": part_lse if a.cache.k_mean is None else a.cache.k_mean.view(-1),
-            "means": 1 if a.cache.k_mean is None else a.cache.k_mean.size(0),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "sinks": part_lse if a.softmax.sinks is None else a.softmax.sinks,
             "out": parts,
             "lse": part_lse,
-            "lse_shift": part_lse if lse_shift is None else lse_shift,
+            "lse_shift": part_lse if shift is None else shift,
             "splits": splits,
             "m_tiles": -(-H // H_kv * M // tile_rows),
             "max_pages": max_pages,
@@ -649,4 +602,5 @@ def launch_paged(
         }
     )
     if in_parts:
-        merge_splits(parts, part_lse.view(splits, -1), out, lse, a.bshd, None, lse_shift)
+        # Parts lack it, so that their weights do not depend on whether somebody sees it.
+        merge_splits(parts, part_lse.view(splits, -1), out, lse, a.bshd, None, shift if spec.shifts_lse else None)

@@ -246,6 +246,11 @@ class PagedSpec(NamedTuple):
         return True
 
     @property
+    def shifts_scores(self) -> bool:
+        """As in `AttentionSpec`."""
+        return self.shift_lse and self.has_softcap
+
+    @property
     def shifts_lse(self) -> bool:
         """As in `AttentionSpec`."""
         return self.shift_lse and not self.has_softcap

@@ -1,0 +1,136 @@
+"""What K's mean of a paged cache took from the scores of each row of Q: lse_shift = q mean^T * scale, in fp32.
+
+A softmax of keys does not see it. `fp8_attn_decode` and `fp8_attn_prefill` give it back to a softcap's tanh, to a sink
+and to the lse. A row that sees no key has 0. Neighbouring products are added pair by pair, so that a row has the same
+bits in any chunk and batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from helion_attn.compiler.helion_adapter import Config, hl
+from helion_attn.compiler.kernels import Runner, compiled, interpreted
+from helion_attn.kernels.lib.inline_asm import fma
+from helion_attn.kernels.lib.strided import StridedRows
+from helion_attn.problem import DecodeProblem
+
+#: Rows of a program.
+ROWS = 16
+
+
+class LseShiftSpec(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        d: head dim of Q.
+        d_step: from a channel of Q to the next.
+        unit: what Q's other steps are multiples of.
+        d_pad: channels of a mean.
+        has_right: keys have a right edge.
+        is_cuda: the kernel is compiled; otherwise interpreted.
+    """
+
+    d: int
+    d_step: int
+    unit: int
+    d_pad: int
+    has_right: bool
+    is_cuda: bool
+
+
+def sums_of_pairs(
+    x: torch.Tensor,  # [ROWS, width]
+    width: int,
+) -> torch.Tensor:
+    """The sum of each row, pair by pair, [ROWS]."""
+    while width > 1:
+        width //= 2
+        x = x.reshape(ROWS, width, 2).sum(2)
+    return x.reshape(ROWS)
+
+
+def cache_lse_shift(
+    q: torch.Tensor,  # flat
+    k_mean: torch.Tensor,  # [means * D_pad]
+    cache_seqlens: torch.Tensor,  # [B]
+    lse_shift: torch.Tensor,  # [B * H * M], written
+    means: int,
+    heads: int,
+    group: int,
+    m_len: int,
+    q_b_step: int,
+    q_h_step: int,
+    q_s_step: int,
+    right: int,
+    scale: float,
+    spec: hl.constexpr,  # LseShiftSpec
+) -> None:
+    """The kernel; see the module's docstring."""
+    hl.specialize((q.stride(0), k_mean.stride(0), cache_seqlens.stride(0), lse_shift.stride(0)))
+    total_rows = lse_shift.size(0)
+    for tile in hl.grid((total_rows + ROWS - 1) // ROWS):
+        # [ROWS]
+        r = tile * ROWS + hl.arange(ROWS)
+        in_range = r < total_rows
+        i, bh = r % m_len, r // m_len
+        b, head, mean = bh // heads, bh % heads, bh // group % means
+        # [ROWS, D_pad]
+        cols = hl.arange(spec.d_pad)
+        keep = in_range.unsqueeze(1) & (cols < spec.d).unsqueeze(0)
+        row_offset = (b * q_b_step + head * q_h_step + i * q_s_step) * spec.unit
+        x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
+        of_mean = hl.load(k_mean, [mean.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)], extra_mask=keep)
+        # Products that no addition takes in.
+        product = fma(x, of_mean, hl.zeros([], dtype=torch.float32), spec.is_cuda)
+        # [ROWS]
+        shift = sums_of_pairs(product, spec.d_pad) * scale
+        last = hl.load(cache_seqlens, [b], extra_mask=in_range) - 1
+        if spec.has_right:
+            last = torch.minimum(last, last + 1 - m_len + i + right)
+        hl.store(lse_shift, [r], torch.where(last >= 0, shift, 0.0), extra_mask=in_range)
+
+
+@functools.cache
+def kernel(is_cuda: bool) -> Runner:
+    """The kernel for the device."""
+    if not is_cuda:
+        return interpreted(cache_lse_shift)
+    return compiled(cache_lse_shift, Config(num_warps=4, indexing="pointer"))
+
+
+def launch(a: DecodeProblem, q: StridedRows, unit: int, k_mean: torch.Tensor, lse_shift: torch.Tensor) -> None:
+    """Write `lse_shift`.
+
+    Args:
+        a: the operation's arguments.
+        q: its rows.
+        unit: what their steps are multiples of.
+        k_mean: contiguous fp32 [H_kv, D_pad], or [H_kv, 1, D_pad] where pages are of one head.
+        lse_shift: fp32 [B * H * M]; natural log, or of tanh's arguments if there is a softcap.
+    """
+    (_, H, M, D), d_pad = a.q.shape, k_mean.size(-1)
+    kernel(a.q.is_cuda).run(
+        {
+            "q": q.flat,
+            "k_mean": k_mean.view(-1),
+            "cache_seqlens": a.cache_seqlens,
+            "lse_shift": lse_shift,
+            "means": k_mean.size(0),
+            "heads": H,
+            "group": H // a.cache.k8.size(1),
+            "m_len": M,
+            "q_b_step": q.b_step,
+            "q_h_step": q.h_step,
+            "q_s_step": q.s_step,
+            # An edge further away hides nothing, and might not fit 32 bits.
+            "right": min(a.softmax.right, M),
+            "scale": a.softmax.sm_scale / (1.0 if a.softmax.softcap is None else a.softmax.softcap),
+            "spec": LseShiftSpec(
+                d=D, d_step=q.d_step, unit=unit, d_pad=d_pad, has_right=a.softmax.right >= 0, is_cuda=a.q.is_cuda
+            ),
+        }
+    )
