@@ -28,7 +28,15 @@ from torch._inductor.codecache import PyCodeCache
 
 import helion_attn as ha
 from helion_attn.compiler import code_cache, facts, generated_code, stored_code
-from helion_attn.compiler.helion_adapter import Config, helion, helion_environment, helion_kernel, hl, kernel_to_compile
+from helion_attn.compiler.helion_adapter import (
+    Config,
+    helion,
+    helion_environment,
+    helion_kernel,
+    hl,
+    imported,
+    kernel_to_compile,
+)
 from helion_attn.compiler.kernels import Compiled, compiled
 from helion_attn.compiler.slower import SlowerWarning, warn_slower
 from helion_attn.testing import fake_cuda
@@ -513,7 +521,7 @@ def test_what_helions_key_tells_apart_is_told_apart() -> None:
 
 def test_variables_that_helion_reads_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that its settings and its compiler name, but for those of what this package does not use."""
-    root = Path(helion_kernel.__file__).parents[1]
+    root = Path(str(imported(helion_kernel).__file__)).parents[1]
     sources = [root / "runtime" / "settings.py", *sorted((root / "_compiler").rglob("*.py"))]
     text = "\n".join(path.read_text() for path in sources if "cute" not in path.parts and "pallas" not in path.parts)
     read = set(
