@@ -289,7 +289,7 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
 
 
 #: The preset of a KV cache that is asked for none.
-CACHE_RECIPE = FAST
+CACHE_RECIPE = BALANCED
 
 
 def as_cache_recipe(recipe: Recipe | str) -> Recipe:

@@ -15,6 +15,7 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
+import helion_attn as ha
 from benchmarks import language_model as suite
 from benchmarks.lib.harness import Results, load
 from benchmarks.lib.suite import Options
@@ -79,6 +80,22 @@ def test_suite(tiny: tuple[Any, torch.Tensor], tmp_path: Any, monkeypatch: pytes
     assert errors["bf16"] < errors["two heads exchanged"]
     (table,) = suite.tables(load(tmp_path))
     assert [line[0] for line in table.body[:3]] == ["SDPA bf16", "FAST", "BALANCED"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "other"), [(ha.BALANCED, ha.FAST), (ha.FAST, ha.BALANCED)], ids=["balanced", "fast"]
+)
+def test_chunks_through_a_cache(recipe: ha.Recipe, other: ha.Recipe, tiny: tuple[Any, torch.Tensor]) -> None:
+    model, tokens = tiny
+    base = example.score(model, tokens[:128], 64, example.stock)
+    found = suite.score_in_chunks(example, model, tokens[:128], 64, recipe)
+    assert found.losses.shape == base.losses.shape
+    apart = (found.losses - base.losses).abs()
+    assert 0 < apart.mean() < 0.1
+    # The first chunk is read without the cache, whatever its keys are.
+    losses = suite.score_in_chunks(example, model, tokens[:128], 64, other).losses
+    assert torch.equal(found.losses[:, :15], losses[:, :15])
+    assert not torch.equal(found.losses, losses)
 
 
 def test_suite_without_the_model(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
