@@ -185,24 +185,29 @@ def test_a_cache_has_the_errors_of_dense_attention(
     recipe: ha.Recipe, D: int, kind: str, modelled: bool, device: str
 ) -> None:
     """Up to a tenth more, with the same preset; and a mean of another prompt, whose K has the same biases."""
-    # A sink is one key: of one sequence its rounding may cost a sixth. The interpreter has no time for four.
+    # A sink is one key, whose rounding may cost a fifth. A CPU has no time for many, and no other numbers each time.
+    draws = 3 if device == "cuda" and kind != "k_channels" else 1
     B = 4 if kind != "k_channels" and (modelled or device == "cuda") else 1
-    q, k, v = make_qkv(kind, B, 4, 2, 64, 2048, D, device=device)
-    k_mean = None
-    if kind == "k_channels":
-        q, k, v = make_qkv(kind, B, 4, 2, 64, 4096, D, device=device)
-        (k, other), v = k.split(2048, 2), v[:, :, :2048]
-        k_mean = other.float().mean((0, 2))
-    oracle = ha.reference.attention(q, k, v, causal=True)
-    if modelled:
-        dense: Any = ha.reference.fp8_attention(q, k, v, causal=True, recipe=recipe)
-        cached, _ = ha.reference.fp8_attention_kvcache(q, k, v, recipe=recipe, k_mean=k_mean)
-    else:
-        dense = ha.attention(q, k, v, causal=True, recipe=recipe)
-        cache, table, seqlens = make_cache([2048] * B, 2, D, device=device, recipe=recipe, k_mean=k_mean)
-        append_all(cache, k, v, table, [2048] * B)
-        cached = ha.attention_kvcache(q, cache, table, seqlens)
-    assert relative_error(cached, oracle) <= 1.1 * relative_error(dense, oracle)
+    of_dense, of_cache = [], []
+    for seed in range(draws):
+        q, k, v = make_qkv(kind, B, 4, 2, 64, 2048, D, device=device, seed=seed)
+        k_mean = None
+        if kind == "k_channels":
+            q, k, v = make_qkv(kind, B, 4, 2, 64, 4096, D, device=device)
+            (k, other), v = k.split(2048, 2), v[:, :, :2048]
+            k_mean = other.float().mean((0, 2))
+        oracle = ha.reference.attention(q, k, v, causal=True)
+        if modelled:
+            dense: Any = ha.reference.fp8_attention(q, k, v, causal=True, recipe=recipe)
+            cached, _ = ha.reference.fp8_attention_kvcache(q, k, v, recipe=recipe, k_mean=k_mean)
+        else:
+            dense = ha.attention(q, k, v, causal=True, recipe=recipe)
+            cache, table, seqlens = make_cache([2048] * B, 2, D, device=device, recipe=recipe, k_mean=k_mean)
+            append_all(cache, k, v, table, [2048] * B)
+            cached = ha.attention_kvcache(q, cache, table, seqlens)
+        of_dense.append(relative_error(dense, oracle))
+        of_cache.append(relative_error(cached, oracle))
+    assert sum(of_cache) <= 1.1 * sum(of_dense)
 
 
 @pytest.mark.gpu
