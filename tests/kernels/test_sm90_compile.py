@@ -293,8 +293,7 @@ def test_decoding_from_int8_keys_with_an_lse() -> None:
     assert_sound(merge)
 
 
-@pytest.mark.parametrize("D", [165, 505])
-@pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
+@pytest.mark.parametrize(("D", "recipe"), [(165, ha.FAST), (505, ha.BALANCED)])
 def test_prompts_of_unaligned_rows(D: int, recipe: ha.Recipe) -> None:
     """Q's layouts change in shared memory, which pages leave little of."""
     for kernel in compile_decode(D, D, 64, 16, num_splits=2, masked=True, recipe=recipe, k_mean=True):
