@@ -15,6 +15,7 @@ from benchmarks.lib.tables import (
     by_impl,
     by_series,
     error_text,
+    impls_in,
     mask,
     number,
     ratio,
@@ -168,12 +169,13 @@ def sparse_tables(loaded: Loaded) -> list[Table]:
 def decode_tables(loaded: Loaded) -> list[Table]:
     """Milliseconds a token."""
     rows = rows_of(loaded, "decode", stage="kernel")
+    impls = [impl for impl in impls_in(rows) if impl != "copy"]
     body = []
     for (N,) in values_of(rows, "N"):
         ms = by_impl((row for row in rows if row["N"] == N), "ms")
-        times = [ms.get(impl) for impl in ("helion_attn", "fa3_fp8", "fa3_bf16")]
-        body.append([str(N), *(number(x, ".2f") for x in times), speed_text(ratio(times[2], times[0]))])
-    headers = ["keys", "helion_attn, ms", "FA3 FP8, ms", "FA3 bf16, ms", "speed-up over FA3 bf16"]
+        speed_up = speed_text(ratio(ms.get("fa3_bf16"), ms.get(impls[0])))
+        body.append([str(N), *(number(ms.get(impl), ".2f") for impl in impls), speed_up])
+    headers = ["keys", *(f"{LABELS[impl]}, ms" for impl in impls), "speed-up over FA3 bf16"]
     return [Table("", headers, body)] if body else []
 
 

@@ -30,6 +30,7 @@ from helion_attn.configs import scheduling
 from helion_attn.configs.scheduling import key_splits
 from helion_attn.numerics import largest_q_of_cache, most_amax_in_base, takes_half_scores
 from helion_attn.reference.kv_cache import k_descales, row_descale, to_format, v_descales
+from helion_attn.types import CACHE_RECIPE
 from helion_attn.workloads import Workload
 
 #: Query rows that are checked against the oracle: the last, which see most.
@@ -61,7 +62,7 @@ def workloads(options: Options) -> list[Workload]:
 
 def paged(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
     """The same keys in a paged cache of the default recipe."""
-    cache, table, seqlens = filled_cache(k, v)
+    cache, table, seqlens = filled_cache(k, v, 1, CACHE_RECIPE)
 
     def dequantized() -> tuple[Tensor, Tensor, Tensor]:
         dtype, larger_d = cache.k8.dtype, max(cache.k8.size(3), cache.v8.size(2))
