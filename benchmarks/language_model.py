@@ -90,7 +90,6 @@ def reads(options: Options, results: Results, example: Any, model: Any, tokens: 
             return prepared.output(prepared.run())
 
         cases.append(("fa3_fp8", None, fa3))
-    # Last: transformers' own registration takes the place of the example's.
     cases += [(CACHED, name, None) for name in ("balanced", "fast") if on_gpu]
 
     def score(text: torch.Tensor, context: int, recipe: str | None, attend: Any) -> Any:

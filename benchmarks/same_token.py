@@ -33,12 +33,13 @@ def row(part: str, recipe: str, keys: int, a: Tensor, b: Tensor, error: float) -
     return ours | {"part": part, "same_bits": same, "ratio": ratio}
 
 
-def cached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The last rows, q [1, H, ROWS, D], from a cache that holds k and v."""
+def cached(q: Tensor, k: Tensor, v: Tensor, recipe: ha.Recipe) -> Tensor:
+    """The last rows, q [1, H, ROWS, D], from a cache that holds k and v, its keys as the recipe has them."""
     keys = k.size(2)
     size = ha.paged_kv_cache(1, H, D, device=q.device).page_size
     pages = -(-keys // size)
-    cache = ha.paged_kv_cache(pages, H, D, device=q.device)
+    cache_recipe = ha.FAST if recipe.qk_dtype == torch.float8_e4m3fn else ha.BALANCED
+    cache = ha.paged_kv_cache(pages, H, D, device=q.device, recipe=cache_recipe)
     table = torch.arange(pages, dtype=torch.int32, device=q.device)[None]
     ha.append_kvcache(cache, k, v, table, torch.zeros(1, dtype=torch.int32, device=q.device))
     lengths = torch.full((1,), keys, dtype=torch.int32, device=q.device)
@@ -61,7 +62,8 @@ def rows(options: Options, name: str) -> list[Row]:
         alone = ha.attention(query, *seen[1:], causal=True, recipe=recipe, num_splits=splits)
         found.append(row(part, name, keys, last, alone, error))
     if name in PRESETS:
-        found.append(row("cache", name, keys, prefill, cached(seen[0][:, :, rows_of_one], *seen[1:]), error))
+        from_cache = cached(seen[0][:, :, rows_of_one], seen[1], seen[2], recipe)
+        found.append(row("cache", name, keys, prefill, from_cache, error))
     for part, splits in (("batch", None), ("batch, num_splits=1", 1)):
         few = q[:, :, :ROWS]
         own = ha.attention(few[one], k[one], v[one], recipe=recipe, num_splits=splits)

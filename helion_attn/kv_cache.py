@@ -1,10 +1,10 @@
 """A paged KV cache in 8 bits, what appends to it, and attention over it: decoding, and prompts in chunks.
 
-Every key is less a constant of the cache, and has descales of its own, of K and of V. Most have those of their page's
-first key, which leave room for keys 18 times as large and more, and a kernel takes as one number a page. A key that
-they do not fit has others, and attention takes such keys in a second pass: nothing is clamped, and no key's descales
-depend on what came with it. Int8 keys have any descale, without a second pass. The price is 8 bytes a key and KV head:
-3% of the bytes at D 128.
+A key may be less a constant of the cache, and has descales of its own, of K and of V. Those of V, and of e4m3 keys, are
+mostly those of their page's first key, which leave room for keys 18 times as large and more, and a kernel takes as one
+number a page. A key that they do not fit has others, and attention takes such keys in a second pass: nothing is
+clamped, and no key's descales depend on what came with it. Int8 keys have any descale, without a second pass. The price
+is 8 bytes a key and KV head: 3% of the bytes at D 128.
 """
 
 from __future__ import annotations
@@ -296,10 +296,9 @@ def attention_kvcache(
     The heads that share a KV head, times M, are the rows of tiles. Below 64 rows, `fp8_attn_decode` has tiles of up to
     32. From 64 on, `fp8_attn_prefill` has tiles of 64 or 128: for a prompt in chunks, or drafts of several tokens. A
     tile's pages are split over programs where tiles are few. Q is quantised on the way, one descale a row. A page costs
-    as much again for each pair of descales, of K and V, that some of its keys have in place of its first key's, and for
-    rows whose scores are beyond fp16. A NaN
-    or infinity makes NaN of the rows that see its key, and in V also of others whose tile reads its page. With N for
-    cache_seqlens[b], masks and results are those of `attention`.
+    as much again for each descale of V, of e4m3 keys for each pair with K's, that some of its keys have in place of its
+    first key's, and for rows whose scores are beyond fp16. A NaN or infinity makes NaN of the rows that see its key, in
+    V also of others whose tile reads its page. With N for cache_seqlens[b], masks and results are those of `attention`.
 
     Args:
         q: [B, H, M, D], bf16, fp16 or fp32, any strides; with layout="bshd", H and M swapped. H is a multiple of the

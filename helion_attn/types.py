@@ -549,9 +549,9 @@ class PagedKVCache(_OfTensors):
     """Keys and values in pages of `page_size`, packed as the attention kernel reads them. Made by `paged_kv_cache`.
 
     A page is a block of the packed format of `QuantizedQKV`, and has descales for every key: a new key changes nothing
-    of those that are there, and an outlier costs no other key its resolution. Most keys have those of their page's
-    first key, which is fast. `k ~ k8.float() * k_descale + k_mean` and `v ~ v8.float() * v_descale`, a row each. Pages
-    that no block table names hold anything. It can be moved, saved and loaded as a `QuantizedQKV`.
+    of those that are there, and an outlier costs no other key its resolution. Most values, and e4m3 keys, have those of
+    their page's first key, which is fast. `k ~ k8.float() * k_descale + k_mean` and `v ~ v8.float() * v_descale`, a row
+    each. Pages that no block table names hold anything. It can be moved, saved and loaded as a `QuantizedQKV`.
 
     Attributes:
         k8: float8_e4m3fn or int8 [num_pages, H_kv, page_size, D_pad].

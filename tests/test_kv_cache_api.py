@@ -353,7 +353,8 @@ class Problem:
 
 def make_problem(device: str) -> Problem:
     q, k, v = make_qkv("randn", 2, 4, 2, 3, 143, 64, device=device)
-    cache, table, seqlens = make_cache([140, 20], 2, 64, device=device)
+    k_mean = k.float().mean((0, 2)) + 1
+    cache, table, seqlens = make_cache([140, 20], 2, 64, device=device, k_mean=k_mean)
     append_all(cache, k, v, table, [140, 20])
     return Problem(q, k[:, :, 140:], v[:, :, 140:], cache, table, seqlens)
 

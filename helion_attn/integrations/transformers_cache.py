@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
 from helion_attn.types import PagedKVCache, Recipe, ScoreOptions
 
-#: With fewer first keys than these, K's mean is taken to be 0.
+#: With fewer first keys than these, K loses no mean.
 KEYS_OF_MEAN = 128
 
 #: A pool without room grows to so many times its pages.

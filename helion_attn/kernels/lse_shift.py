@@ -1,8 +1,8 @@
 """What K's mean of a paged cache took from the scores of each row of Q: lse_shift = q mean^T * scale, in fp32.
 
 A softmax of keys does not see it. `fp8_attn_decode` and `fp8_attn_prefill` give it back to a softcap's tanh, to a sink
-and to the lse. A row that sees no key has 0. Neighbouring products are added pair by pair, so that a row has the same
-bits in any chunk and batch.
+and to the lse, of several runs `merge_splits` to the lse. A row that sees no key has 0. Neighbouring products are added
+pair by pair, so that a row has the same bits in any chunk and batch.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def cache_lse_shift(
         shift = sums_of_pairs(product, spec.d_pad) * scale
         last = hl.load(cache_seqlens, [b], extra_mask=in_range) - 1
         if spec.has_right:
-            last = torch.minimum(last, last + 1 - m_len + i + right)
+            last = torch.minimum(last, last + (i + right + 1 - m_len).to(torch.int32))
         hl.store(lse_shift, [r], torch.where(last >= 0, shift, 0.0), extra_mask=in_range)
 
 
@@ -102,17 +102,22 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(cache_lse_shift, Config(num_warps=4, indexing="pointer"))
 
 
-def launch(a: DecodeProblem, q: StridedRows, unit: int, k_mean: torch.Tensor, lse_shift: torch.Tensor) -> None:
-    """Write `lse_shift`.
+def launch(a: DecodeProblem, q: StridedRows, unit: int) -> torch.Tensor | None:
+    """What the cache's mean took, fp32 [B * H * M], if there is one and somebody sees it.
+
+    It is in natural log, or of tanh's arguments if there is a softcap.
 
     Args:
         a: the operation's arguments.
         q: its rows.
         unit: what their steps are multiples of.
-        k_mean: contiguous fp32 [H_kv, D_pad], or [H_kv, 1, D_pad] where pages are of one head.
-        lse_shift: fp32 [B * H * M]; natural log, or of tanh's arguments if there is a softcap.
     """
-    (_, H, M, D), d_pad = a.q.shape, k_mean.size(-1)
+    # [H_kv, D_pad], or [H_kv, 1, D_pad] where pages are of one head
+    k_mean = a.cache.k_mean
+    if k_mean is None or not a.shift_lse:
+        return None
+    (B, H, M, D), d_pad = a.q.shape, k_mean.size(-1)
+    lse_shift = k_mean.new_empty(B * H * M)
     kernel(a.q.is_cuda).run(
         {
             "q": q.flat,
@@ -134,3 +139,4 @@ def launch(a: DecodeProblem, q: StridedRows, unit: int, k_mean: torch.Tensor, ls
             ),
         }
     )
+    return lse_shift

@@ -167,7 +167,8 @@ def fp8_attn_prefill(
         head = h * group + r - query * int32(group)
         # [bm, D_pad]
         cols = hl.arange(d_tile)
-        row_offset = (b * q_b_step + head * q_h_step + query * q_s_step) * spec.unit
+        # In 64 bits, also where indices have 32.
+        row_offset = (b * q_b_step + head * q_h_step + query.to(torch.int64) * q_s_step) * spec.unit
         keep = in_range.unsqueeze(1) & (cols < spec.d).unsqueeze(0)
         x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
         largest_q = torch.amax(torch.abs(x), 1)

@@ -133,7 +133,7 @@ def fp8_attention_kvcache(
         sm_scale: multiplies q k^T; 1 / sqrt(D) by default.
         window: and softcap, sinks, as in `fp8_attention`.
         recipe: of the cache.
-        k_mean: of the cache, [H_kv, D]; 0 by default.
+        k_mean: of the cache, [H_kv, D], if it has one.
 
     Returns:
         fp32 out [B, H, M, D_v] and lse [B, H, M], natural log.

@@ -106,13 +106,13 @@ def test_windows_and_softcaps_are_data() -> None:
 def test_batches_pages_and_pools_are_data() -> None:
     with compilations() as seen:
         for B, pages, pool in ((1, 2, 2), (3, 7, 40), (64, 100, 3000), (64, 128, 9000), (17, 300, 10000)):
-            cache = fake_cache(pool, 8, 128, 128, ha.FAST)
+            cache = fake_cache(pool, 8, 128, 128, ha.FAST, k_mean=True)
             table, seqlens = fake_cuda(B, pages, dtype=torch.int32), fake_cuda(B, dtype=torch.int32)
             q, k, v = fake_qkv(B, 64, 8, 1, 1, 128)
             ha.append_kvcache(cache, k, v, table, seqlens)
-            ha.attention_kvcache(q, cache, table, seqlens, num_splits=2)
+            ha.attention_kvcache(q, cache, table, seqlens, num_splits=2, return_lse=True)
     assert set(seen.by_kernel().values()) == {1}
-    assert len(seen.by_kernel()) == 3
+    assert len(seen.by_kernel()) == 4
     assert_few(seen)
 
 

@@ -95,15 +95,13 @@ def cases() -> dict[str, Compile]:
             f"decode masked D{D}": partial(offline.compile_decode, D, D, 64, 4, 2, masked=True),
             f"prefill D{D}": partial(offline.compile_decode, D, D, 64, 16, 1),
             f"append D{D}": partial(offline.compile_append, D, torch.bfloat16, interleaved=True),
-            f"decode int8 D{D}": partial(
-                offline.compile_decode, D, D, 64, 1, 2, recipe=ha.BALANCED, return_lse=True, k_mean=True
-            ),
+            f"decode int8 D{D}": partial(offline.compile_decode, D, D, 64, 1, 2, recipe=ha.BALANCED, return_lse=True),
             f"decode int8 masked D{D}": partial(
                 offline.compile_decode, D, D, 64, 4, 2, masked=True, recipe=ha.BALANCED, k_mean=True
             ),
             f"prefill int8 D{D}": partial(offline.compile_decode, D, D, 64, 16, 1, recipe=ha.BALANCED),
             f"append int8 D{D}": partial(
-                offline.compile_append, D, torch.bfloat16, interleaved=True, recipe=ha.BALANCED, k_mean=True
+                offline.compile_append, D, torch.bfloat16, interleaved=True, recipe=ha.BALANCED
             ),
             f"quantize rope D{D}": quantize(D, ha.ACCURATE, rope=True),
             f"quantize norm D{D}": quantize(D, ha.BALANCED, rope=True, norm_channels=(D, D)),

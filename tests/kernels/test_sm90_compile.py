@@ -23,7 +23,7 @@ from helion_attn.configs import (
 from helion_attn.configs.scheduling import query_blocks_per_sm
 from helion_attn.kernels.lib import paged, softmax_bits, steps
 from helion_attn.numerics import takes_bits
-from helion_attn.testing import Sm90Kernel
+from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import Layout
 from helpers.cases import GIVEN, IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
 from helpers.offline import (
@@ -36,7 +36,9 @@ from helpers.offline import (
     compile_decode,
     compile_shape,
     compile_varlen,
+    fake_cache,
     instructions_of_loop,
+    launching,
     loop_of,
     products_in_flight,
     row_reduction_shuffles,
@@ -234,7 +236,7 @@ PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
     "d64_masked_large_pool": (64, 64, {"masked": True, "num_pages": 2**16}, 3, (40, 0)),
     "d128": (128, 128, {}, 3, (240, 14)),
     "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 3, (150, 34)),
-    "d128_lse": (128, 128, {"return_lse": True}, 3, (240, 14)),
+    "d128_lse": (128, 128, {"return_lse": True, "k_mean": True}, 3, (240, 14)),
     "d128_softcap_mean": (128, 128, {"masked": True, "k_mean": True}, 3, (240, 34)),
     "d256": (256, 256, {}, 1, (210, 20)),
     "d512": (512, 512, {}, 1, (240, 2)),
@@ -291,6 +293,20 @@ def test_decoding_from_int8_keys_with_an_lse() -> None:
     assert_decoding(decode, DECODED["d128"][4], int8_keys=True)
     assert_sound(shift)
     assert_sound(merge)
+
+
+def test_a_large_q_beside_a_mean() -> None:
+    """Of more than 2**31 elements, where indices have 64 bits."""
+
+    def launch() -> None:
+        q = fake_cuda(2**31 + 6401, dtype=torch.bfloat16).as_strided((1, 2, 100, 64), (8, 2**31, 64, 1))
+        cache = fake_cache(2048, 2, 64, 64, ha.BALANCED, k_mean=True)
+        table, seqlens = fake_cuda(1, 32, dtype=torch.int32), fake_cuda(1, dtype=torch.int32)
+        with launching():
+            ha.attention_kvcache(q, cache, table, seqlens, num_splits=1, return_lse=True)
+
+    for kernel in compile_for_sm90(launch):
+        assert_sound(kernel, 60)
 
 
 @pytest.mark.parametrize(("D", "recipe"), [(165, ha.FAST), (505, ha.BALANCED)])

@@ -59,7 +59,7 @@ def decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, seqlens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A cache, filled and attended to."""
-    cache = ha.paged_kv_cache(2, k.size(1), k.size(3), device=q.device)
+    cache = ha.paged_kv_cache(2, k.size(1), k.size(3), device=q.device, k_mean=k.float().mean((0, 2)))
     ha.append_kvcache(cache, k, v, table, seqlens)
     return ha.attention_kvcache(q, cache, table, seqlens + k.size(2), num_splits=2, return_lse=True)
 
@@ -192,7 +192,8 @@ def test_opcheck_over_ranks(recipe: ha.Recipe, device: str) -> None:
 @pytest.mark.parametrize("recipe", [ha.FAST, ha.BALANCED], ids=str)
 def test_opcheck_of_kv_cache(with_rope: bool, recipe: ha.Recipe, device: str) -> None:
     q, k, v, table, seqlens = kv_on(device)
-    cache = ha.paged_kv_cache(2, 2, 48, device=device, recipe=recipe)
+    k_mean = None if recipe == ha.FAST else k.float().mean((0, 2))
+    cache = ha.paged_kv_cache(2, 2, 48, device=device, recipe=recipe, k_mean=k_mean)
     for x in (cache.k8, cache.v8):
         x.view(torch.uint8).zero_()
     for x in (cache.k_descale, cache.v_descale):
@@ -236,10 +237,11 @@ def test_torch_compile_of_appending_to_a_given_cache(backend: str, recipe: ha.Re
 
     def step(cache: ha.PagedKVCache, k: torch.Tensor, v: torch.Tensor, seqlens: torch.Tensor) -> torch.Tensor:
         ha.append_kvcache(cache, k * 2, v, table, seqlens, rope=rope)
-        return ha.attention_kvcache(q, cache, table, seqlens + k.size(2)) + 1
+        return ha.attention_kvcache(q, cache, table, seqlens + k.size(2), softcap=20.0) + 1
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
-    cache, expected = (ha.paged_kv_cache(2, 2, 48, device=device, recipe=recipe) for _ in range(2))
+    k_mean = None if recipe == ha.FAST else k.float().mean((0, 2))
+    cache, expected = (ha.paged_kv_cache(2, 2, 48, device=device, recipe=recipe, k_mean=k_mean) for _ in range(2))
     names = ("k8", "v8", "k_descale", "v_descale")
     for x in (cache, expected):
         for name in names:
@@ -411,11 +413,12 @@ def test_cuda_graph(splits: int, causal: bool, monkeypatch: pytest.MonkeyPatch) 
 def test_cuda_graph_of_decoding() -> None:
     """Lengths are the device's: a graph that appends and attends is replayed step after step."""
     q, k, v, table, seqlens = kv_on("cuda")
-    cache, expected = (ha.paged_kv_cache(2, 2, 48, device="cuda") for _ in range(2))
+    k_mean = k.float().mean((0, 2))
+    cache, expected = (ha.paged_kv_cache(2, 2, 48, device="cuda", k_mean=k_mean) for _ in range(2))
 
     def step(cache: ha.PagedKVCache, new: tuple[torch.Tensor, torch.Tensor], seqlens: torch.Tensor) -> torch.Tensor:
         ha.append_kvcache(cache, *new, table, seqlens)
-        return ha.attention_kvcache(q, cache, table, seqlens + 1)
+        return ha.attention_kvcache(q, cache, table, seqlens + 1, softcap=20.0)
 
     new = k[:, :, :1].clone(), v[:, :, :1].clone()
     step(cache, new, seqlens)

@@ -542,6 +542,7 @@ def launch_paged(
     swapped = a.bshd and not in_parts
     k_dtype, scales = k8.dtype, a.softmax.scales()
     int8_keys, larger_d = k_dtype == torch.int8, max(k8.size(3), v8.size(2))
+    shift = lse_shift.launch(a, q, unit)
     p_bits, half = takes_bits(v8.dtype, larger_d), takes_half_scores(k_dtype, larger_d, a.softmax.softcap is not None)
     spec = PagedSpec(
         rows=tile_rows,
@@ -558,7 +559,7 @@ def launch_paged(
         s_bias=INT8_SCORE_BIAS if int8_keys and a.q.is_cuda and not d_in_halves else 0.0,
         largest_score=MAX_PAGE_SCORE[k_dtype] * (1 + d_in_halves),
         may_be_wide=a.softmax.softcap is None or scales.tanh_scale > MAX_PAGE_SCORE_LOG2,
-        shift_lse=a.shift_lse and a.cache.k_mean is not None,
+        shift_lse=shift is not None,
         p_offset_log2=float(MAX_P_OFFSET_LOG2[v8.dtype]),
         p_bits=p_bits,
         half_scores=half,
@@ -568,9 +569,6 @@ def launch_paged(
         has_sinks=a.softmax.sinks is not None,
         is_cuda=a.q.is_cuda,
     )
-    shift = lse.new_empty(B * H * M) if spec.shift_lse else None
-    if shift is not None and a.cache.k_mean is not None:
-        lse_shift.launch(a, q, unit, a.cache.k_mean, shift)
     kernel.run(
         {
             "q": q.flat,
