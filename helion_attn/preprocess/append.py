@@ -284,8 +284,9 @@ def append_kv(
             factor = torch.where(invalid, float("nan"), 1.0 / k_scale)
             # [keys, D_pad]
             k_tile = (factor.unsqueeze(1) * x).to(k8.dtype)
-        hl.store(k8, [k_at], k_tile, extra_mask=stored.unsqueeze(1))
+        # Before K itself, whose numbers leave no registers for it above head dim 256.
         hl.store(k_descale, [at], k_scale, extra_mask=stored)
+        hl.store(k8, [k_at], k_tile, extra_mask=stored.unsqueeze(1))
 
         v_base = v_base_of_first_key(torch.amax(torch.abs(y_first).reshape(2 * spec.d_v_pad), 0), spec.v_limit_log2)
         v_base = torch.where(begins, v_base, old_v_base)

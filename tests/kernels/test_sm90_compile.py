@@ -237,10 +237,10 @@ PREFILLED: dict[str, tuple[int, int, dict[str, Any], int, tuple[int, int]]] = {
     "d128": (128, 128, {}, 3, (240, 14)),
     "d128_splits": (128, 128, {"num_splits": 2, "masked": True}, 3, (150, 34)),
     "d128_lse": (128, 128, {"return_lse": True, "k_mean": True}, 3, (240, 14)),
-    "d128_softcap_mean": (128, 128, {"masked": True, "k_mean": True}, 3, (240, 34)),
+    "d128_softcap_mean": (128, 128, {"masked": True, "k_mean": True}, 3, (170, 34)),
     "d256": (256, 256, {}, 1, (210, 20)),
     "d512": (512, 512, {}, 1, (240, 2)),
-    "d512_splits": (512, 512, {"num_splits": 2, "masked": True}, 1, (380, 6)),
+    "d512_splits": (512, 512, {"num_splits": 2, "masked": True}, 1, (340, 5)),
     "d64_512_large_pool": (64, 512, {"num_pages": 2**16}, 1, (240, 2)),
 }
 
@@ -306,7 +306,7 @@ def test_a_large_q_beside_a_mean() -> None:
             ha.attention_kvcache(q, cache, table, seqlens, num_splits=1, return_lse=True)
 
     for kernel in compile_for_sm90(launch):
-        assert_sound(kernel, 60)
+        assert_sound(kernel, 16)
 
 
 @pytest.mark.parametrize(("D", "recipe"), [(165, ha.FAST), (505, ha.BALANCED)])

@@ -224,7 +224,7 @@ def test_preprocessing_of_variable_lengths(D: int, name: str) -> None:
 @pytest.mark.parametrize(("D", "dtype"), [*((D, BF16) for D in (*SUPPORTED_D, MAX_PAGE_D)), (64, FP32)])
 def test_appending(D: int, dtype: torch.dtype) -> None:
     kernel = compile_append(D, dtype)
-    assert_sound(kernel, 6 if D == MAX_PAGE_D else 0)
+    assert_sound(kernel)
     assert 16 in widths(kernel, "LDG"), "reads narrowly"
     # 16 keys of 32 or 64 channels are few for 128 threads.
     assert max(widths(kernel, "STG")) >= {32: 4, 64: 8}.get(D, 16), "stores V a byte at a time"

@@ -29,7 +29,7 @@ class Query(NamedTuple):
 
 
 def query_arguments(query: Query | None, a: AttentionProblem, bm: int) -> tuple[dict[str, Any], QuerySpec | None]:
-    """What the kernel takes of `query`, or of its absence: arguments by name, and their part of its spec."""
+    """Arguments of the kernel by name, and the spec of a Q that it quantises: None where Q is packed."""
     unused = a.packed.v_mean.view(-1)
     rows, k_mean, spec = StridedRows(unused, 0, 0, 0, 1), unused, None
     tables = rope_tables(NO_ROPE_ARGUMENTS if query is None else query.rope, a.packed.k8.size(3), unused)

@@ -30,7 +30,7 @@ def store_tile(
 
 
 def rows_scale(factor: torch.Tensor, descale: torch.Tensor, normed: hl.constexpr) -> torch.Tensor:
-    """What rows are multiplied by before the cast, [n]; with a norm finite also of zeros, of the least descale."""
+    """`factor / descale`, [n], for the cast of rows. A norm's factor is large for a row of zeros: it stays finite."""
     scale = factor / descale
     if normed:
         scale = torch.where(scale > 1e38, 1e38, scale)

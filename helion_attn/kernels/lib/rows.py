@@ -256,9 +256,9 @@ def rows_on_diagonal(row_begin: Int, diagonal: Int, more_keys: int, bm: int, spe
 def queries_of_rows(
     rows: Rows, grid_head: int, group: int, bm: int, spec: AttentionSpec
 ) -> tuple[torch.Tensor, Any, Any, torch.Tensor]:
-    """Of each row [bm] its query; its head in the output, and in the parts of a split; and whether it is one.
+    """Four tensors of a tile's rows, [bm]: query, head in the output, head in the parts of a split, and "is a row".
 
-    Heads are scalars where a tile has one.
+    The two heads are scalars where a tile has one head.
     """
     if spec.pack_gqa:
         query, member = rows_of_group(rows.begin, spec.group_log2, bm)

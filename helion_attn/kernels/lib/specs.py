@@ -1,4 +1,4 @@
-"""What attention kernels are compiled for: a NamedTuple a kernel, which their helpers take whole.
+"""Specialisations of attention kernels: a NamedTuple a kernel, which their helpers take whole.
 
 A kernel has its spec as an argument, `spec: hl.constexpr`. All fields are known when it is compiled.
 """
@@ -127,7 +127,7 @@ class AttentionSpec(NamedTuple):
 
     @property
     def of_scaled_scores(self) -> AttentionSpec:
-        """What holds of scores that are scaled already, against the running maximum."""
+        """The spec for scores that are scaled already, against the running maximum."""
         return self._replace(s_bias=0.0, q_row_descales=False, keeps_reference=False)
 
     @property
@@ -227,7 +227,7 @@ class PagedSpec(NamedTuple):
 
     @property
     def of_fp32_scores(self) -> PagedSpec:
-        """What holds of keys with descales of their own."""
+        """The spec for keys with descales of their own."""
         return self._replace(half_scores=False)
 
     @property
