@@ -84,7 +84,8 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
     for name, (shape, *dtypes) in expected.items():
         x = getattr(cache, name)
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{names[name]} is a {type(x).__name__}; it must be a torch.Tensor")
+            accepted = "None or a torch.Tensor" if name == "k_mean" else "a torch.Tensor"
+            raise TypeError(f"{names[name]} is a {type(x).__name__}; it must be {accepted}")
         if tuple(x.shape) != shape or x.dtype not in dtypes or not x.is_contiguous() or x.device != cache.k8.device:
             raise ValueError(
                 f"{names[name]} is {x.dtype} {tuple(x.shape)} on {x.device}; for D={cache.D}, D_v={cache.D_v} it must "
