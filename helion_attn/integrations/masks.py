@@ -25,6 +25,9 @@ from helion_attn.varlen import attention_varlen
 #: Numbers up to this one hide a key when they are added to its score.
 HIDES = -1e4
 
+#: What reads values on the host runs between the graphs of torch.compile, and not in one.
+between_graphs = torch.compiler.disable
+
 
 class Part(NamedTuple):
     """Rows of a sequence, and the keys that they see.
@@ -98,6 +101,12 @@ def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int, name: str = "a
         raise ValueError(f"{what}; it must broadcast to [B, H, M, N] with B = {B}, H = {H}, M = {M} and N = {N}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise NotImplementedError(f"{what}; it must be bool or of a floating-point dtype")
+    return _read(mask, B, M, N, what)
+
+
+@between_graphs
+def _read(mask: torch.Tensor, B: int, M: int, N: int, what: str) -> Visible:
+    """`read_mask` of a mask that has passed its checks, `what` in errors."""
     by_scores = Visible(False, False, (), scores=mask)
     if _known(mask, M, N) is not None:
         return by_scores
@@ -226,6 +235,7 @@ def _known(mask: torch.Tensor, M: int, N: int) -> BlockMask | None:
     return kept.made if kept is not None and kept.mask() is mask and kept.state == _state(mask) else None
 
 
+@between_graphs
 def block_mask_of(mask: torch.Tensor, M: int, N: int) -> BlockMask:
     """A mask as a `BlockMask`, made once for each mask, M, N and stream.
 
@@ -282,6 +292,7 @@ def check_visible(
         )
 
 
+@between_graphs
 def attend_to_visible(
     q: torch.Tensor,
     k: torch.Tensor,

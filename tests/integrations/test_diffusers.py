@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +374,35 @@ def test_torch_compile(device: str) -> None:
 
     torch._dynamo.reset()
     assert torch.equal(torch.compile(attend, fullgraph=True, backend="aot_eager")(*qkv), attend(*qkv))
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["backend", "fused"])
+@pytest.mark.parametrize("name", ["hunyuan_video", "qwen_image"])
+def test_masks_are_read_between_graphs(name: str, is_fused: bool, device: str) -> None:
+    """Blocks that are compiled without fullgraph; nothing that reads a mask, or packs by it, is in a graph."""
+    model, inputs = copy.deepcopy(made(name))
+    model.to(device)
+    inputs = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in inputs.items()}
+    if is_fused:
+        ha.fuse_diffusers(model)
+    else:
+        model.set_attention_backend(NAME)
+    graphs = []
+
+    def collect(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph.code)
+        return graph.forward
+
+    with torch.no_grad():
+        expected = model(**inputs, return_dict=False)[0]
+        torch._dynamo.reset()
+        for module in model.children():
+            for block in module if isinstance(module, torch.nn.ModuleList) else ():
+                block.compile(backend=collect)
+        out = model(**inputs, return_dict=False)[0]
+    assert torch.equal(out, expected)
+    assert graphs
+    assert not [code for code in graphs if "amin" in code or "ones_like" in code or "fp8_attn_varlen" in code]
 
 
 class TwoLayers(torch.nn.Module):
