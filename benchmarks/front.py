@@ -15,6 +15,7 @@ from benchmarks.lib.tables import (
     by_impl,
     by_series,
     error_text,
+    impls_in,
     mask,
     number,
     ratio,
@@ -165,6 +166,19 @@ def sparse_tables(loaded: Loaded) -> list[Table]:
     return [Table("", headers, body)] if body else []
 
 
+def decode_tables(loaded: Loaded) -> list[Table]:
+    """Milliseconds a token."""
+    rows = rows_of(loaded, "decode", stage="kernel")
+    impls = [impl for impl in impls_in(rows) if impl != "copy"]
+    body = []
+    for (N,) in values_of(rows, "N"):
+        ms = by_impl((row for row in rows if row["N"] == N), "ms")
+        speed_up = speed_text(ratio(ms.get("fa3_bf16"), ms.get("helion_attn")))
+        body.append([str(N), *(number(ms.get(impl), ".2f") for impl in impls), speed_up])
+    headers = ["keys", *(f"{LABELS[impl]}, ms" for impl in impls), "speed-up over FA3 bf16"]
+    return [Table("", headers, body)] if body else []
+
+
 def gpu_tables(loaded: Loaded) -> list[Table]:
     """A default call, all-gather, next to bf16 on as many GPUs, the same problem on more and more."""
     rows = rows_of(loaded, "distributed", scaling="strong", strategy="allgather")
@@ -239,5 +253,6 @@ BLOCKS = {
     ),
     "costs": Block("host", cost_tables, beside=("preprocess", "startup"), brief=True),
     "front_sparse": Block("sparse", sparse_tables, brief=True),
+    "front_decode": Block("decode", decode_tables, brief=True),
     "front_gpus": Block("distributed", gpu_tables, brief=True),
 }
