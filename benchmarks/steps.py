@@ -720,10 +720,10 @@ def by_model(loaded: Loaded, file: str) -> dict[str, dict[str, Row]]:
     return found
 
 
-def speedup(of_model: dict[str, Row], *names: str) -> float | None:
-    """FA3's time over that of the fastest of some contenders."""
-    times = [of_model[name]["ms"] for name in names if name in of_model]
-    return ratio(of_model.get("fa3_bf16", {}).get("ms"), min(times, default=None))
+def speedup(of_model: dict[str, Row], *names: str, time: str = "ms") -> float | None:
+    """FA3's time, of the step or of its attention, over that of the fastest of some contenders."""
+    times = [of_model[name][time] for name in names if name in of_model]
+    return ratio(of_model.get("fa3_bf16", {}).get(time), min(times, default=None))
 
 
 #: With the default preset, dense.

@@ -993,7 +993,7 @@ def test_the_front_page_says_what_auto_takes(results: Loaded) -> None:
     (layers,) = front.layer_tables(results)
     taken = {line[0]: line[-1] for line in layers.body}
     assert taken["Llama 8B, long"] == taken["Wan 2.1 14B"] == "8 bits"
-    assert re.search(r"faster at \d+ to \d+ tokens", front.crossovers(results) or "")
+    assert re.search(r"attention at \d+ to \d+ tokens", front.crossovers(results) or "")
     for row in results["auto"]["rows"]:
         if row["impl"] == "helion_attn":
             row["ms"] = 1e9
@@ -1027,8 +1027,10 @@ def test_the_headline_is_of_the_default(results: Loaded) -> None:
         "<sub>a GPU, 2026-01-",
     ]
     assert "**1.50 times as fast**" in text
+    assert text.split("\n\n")[0].endswith("its attention, 1.50 times.")
+    loaded |= {"steps_compiled": whole_steps(fa3_bf16=30.0, balanced=25.0)["steps"]}
     (table,) = front.step_tables(loaded)
-    assert table.body == [[steps.WAN_SMALL, "40", "30", "-", "20", "10", "5", "1.50"]]
+    assert table.body == [[steps.WAN_SMALL, "40", "30", "-", "20", "10", "5", "1.50 / 1.20"]]
     assert front.BLOCKS["headline"].plots[0].draw(loaded) is not None
     assert report.block_markdown("headline", {}, "images") is None
 
