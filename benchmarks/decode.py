@@ -304,7 +304,7 @@ def plot(loaded: Loaded) -> Figure | None:
 
 def checks(loaded: Loaded) -> list[Check]:
     """Bandwidth beside a copy's."""
-    promises = {"kernel": ("decoding", 0.75), "append_prompt": ("appending a prompt", 0.7)}
+    promises = {"kernel": ("decoding", 0.926), "append_prompt": ("appending a prompt", 0.7)}
     promises["append_prompt_rope"] = ("appending a prompt, RoPE", 0.7)
     return [
         Check(

@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 
 import helion_attn as ha
 from benchmarks import plane
+from benchmarks.lib.checks import Check
 from benchmarks.lib.harness import Loaded, Results, Row
 from benchmarks.lib.peers import fa3_fp8
 from benchmarks.lib.recipes import PRESETS
@@ -41,6 +42,9 @@ EXPONENTIALS = {"fast": "e4m3, exponentials", "balanced": "int8, exponentials"}
 
 #: Chunks of a part, where its keys go through a cache; and what that is called.
 CHUNKS, CACHED = 4, "helion_attn, 8-bit cache"
+
+#: What it may add to the relative loss of perplexity.
+MOST_BY_CACHE = 0.001
 
 #: What bf16 attention is called here: PyTorch's own choice among its backends.
 BASE = "sdpa_bf16"
@@ -236,6 +240,18 @@ def tables(loaded: Loaded) -> list[Table]:
         ]
         headers = ["prompt", "attention", "first token, ms", "tokens/s", "cache, MiB"]
         found.append(Table("SmolLM2-135M, generate", headers, body))
+    return found
+
+
+def checks(loaded: Loaded) -> list[Check]:
+    """What the default cache adds to the default preset's perplexity, read in chunks."""
+    read = rows_of(loaded, "language_model", stage="prefill", recipe="balanced")
+    found = []
+    for (context,) in values_of(read, "context"):
+        lost = {row["impl"]: row["difference"] for row in read if row["context"] == context}
+        if CACHED in lost:
+            more = lost[CACHED] - lost["helion_attn"]
+            found.append(Check("perplexity with a cache, beside without", f"{context} tokens", more, MOST_BY_CACHE))
     return found
 
 

@@ -117,6 +117,7 @@ CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
         cells.grouped_checks,
         splits.checks,
         decode.checks,
+        language_model.checks,
     ),
     "Several GPUs": (distributed.checks,),
     "Start-up and host time": (startup.checks, host.checks),
@@ -138,7 +139,7 @@ CHECKED_FILES = (
         "varlen",
         "split",
     ),
-    *("decode", "startup", "host", "distributed", "auto", "steps", "norms"),
+    *("decode", "language_model", "startup", "host", "distributed", "auto", "steps", "steps_compiled", "norms"),
 )
 
 

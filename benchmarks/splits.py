@@ -2,7 +2,7 @@
 
     python benchmarks/attention.py --suite split
 
-Kernel only, merge included, one causal sequence, BALANCED, and the same keys on a paged cache, Q quantised on the way.
+Kernel only, merge included, one causal sequence, BALANCED; and the same keys on paged caches, Q quantised on the way.
 FlashAttention-3 chooses its own number of splits.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 from torch import Tensor
@@ -36,8 +37,11 @@ from helion_attn.workloads import Workload
 #: Query rows that are checked against the oracle: the last, which see most.
 CHECKED_ROWS = 16
 
-#: How rows of a paged cache are named.
-PAGED = "paged"
+#: How rows of a paged cache are named, by the recipe of its keys.
+PAGED = {"paged": CACHE_RECIPE, "paged, fast": ha.FAST}
+
+#: So many queries are a prompt, and have at least so much of `attention`'s speed: each, and in the mean.
+LEAST_PROMPT, LEAST_SHARE, MEAN_SHARE = 128, 0.85, 0.92
 
 LENGTHS, QUERIES, HEADS, KV_HEADS = (16384, 131072), (16, 128, 512, 2048), (32, 64), 8
 
@@ -60,9 +64,9 @@ def workloads(options: Options) -> list[Workload]:
     ]
 
 
-def paged(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
-    """The same keys in a paged cache of the default recipe."""
-    cache, table, seqlens = filled_cache(k, v, 1, CACHE_RECIPE)
+def paged(recipe: ha.Recipe, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+    """The same keys in a paged cache."""
+    cache, table, seqlens = filled_cache(k, v, 1, recipe)
 
     def dequantized() -> tuple[Tensor, Tensor, Tensor]:
         dtype, larger_d = cache.k8.dtype, max(cache.k8.size(3), cache.v8.size(2))
@@ -111,7 +115,7 @@ def measure_cell(w: Workload, options: Options) -> list[Row]:
     contenders = [
         Contender("helion_attn", choosing(noted), DEFAULT),
         Contender("one_run", choosing(lambda *_: 1), DEFAULT),
-        Contender(PAGED, paged, PAGED, model=ha.FAST),
+        *(Contender(name, functools.partial(paged, recipe), name, model=recipe) for name, recipe in PAGED.items()),
     ]
     if "fa3_fp8" in options.impls:
         contenders.append(Contender("fa3_fp8", fa3_fp8_with(num_splits=0)))
@@ -137,28 +141,45 @@ def tables(loaded: Loaded) -> list[Table]:
     for cell_of in values_of(rows, "D", "H", "N", "M"):
         cell = [row for row in rows if (row["D"], row["H"], row["N"], row["M"]) == cell_of]
         ms, error, splits = (by_impl(cell, name) for name in ("ms", "error_total", "splits"))
-        times = [ms.get(impl) for impl in ("helion_attn", "one_run", PAGED, "fa3_fp8")]
-        mine, _, of_pages, fa3 = times
+        times = [ms.get(impl) for impl in ("helion_attn", "one_run", *PAGED, "fa3_fp8")]
+        mine, _, of_pages, _, fa3 = times
         body.append(
             [
                 *map(str, cell_of),
                 number(splits.get("helion_attn"), "d"),
                 *(number(t, ".3f") for t in times),
                 *(number(ratio(fa3, t), ".2f") for t in (mine, of_pages)),
-                " / ".join(error_text(error.get(impl)) for impl in ("helion_attn", PAGED, "fa3_fp8")),
+                " / ".join(error_text(error.get(impl)) for impl in ("helion_attn", "paged", "fa3_fp8")),
             ]
         )
-    headers = ["D", "H", "keys", "queries", "splits", "ours, ms", "one run, ms", "paged, ms", "FA3 FP8, ms"]
+    headers = ["D", "H", "keys", "queries", "splits", "ours, ms", "one run, ms"]
+    headers += ["paged, ms", "paged, FAST, ms", "FA3 FP8, ms"]
     headers += ["FA3 / ours", "FA3 / paged", "total error: ours / paged / FA3"]
     title = "Kernel, few causal queries on many keys, B 1, H_kv 8, BALANCED"
     return [Table(title, headers, body, keys=5)] if body else []
 
 
+def prompt_checks(rows: list[Row]) -> Iterator[Check]:
+    """Prompts on a paged cache beside `attention` on the same keys: every cell, and the geometric mean."""
+    prompts = [row for row in rows if row["M"] >= LEAST_PROMPT]
+    for name, recipe in PAGED.items():
+        promise = f"a prompt on a paged cache, {recipe}, speed / attention's"
+        speeds = []
+        for D, H, N, M in values_of(prompts, "D", "H", "N", "M"):
+            ms = by_impl((row for row in prompts if (row["D"], row["H"], row["N"], row["M"]) == (D, H, N, M)), "ms")
+            speeds.append(ratio(ms.get("helion_attn"), ms.get(name)))
+            where = f"{M} queries, {N} keys, D {D}, {H} heads"
+            yield Check(promise, where, speeds[-1], LEAST_SHARE, at_least=True)
+        measured = [speed for speed in speeds if speed is not None]
+        mean = statistics.geometric_mean(measured) if measured else None
+        yield Check(f"{promise}, geometric mean", "", mean, MEAN_SHARE, at_least=True)
+
+
 def checks(loaded: Loaded) -> list[Check]:
-    """Few queries on many keys beside FlashAttention-3's, contiguous and on a paged cache."""
-    return [
+    """Few queries on many keys beside FlashAttention-3's, contiguous and on pages; prompts beside `attention`."""
+    return [*prompt_checks(rows_of(loaded, "split"))] + [
         check
-        for promise, mine in (("few queries on many keys", DEFAULT), ("few queries on a paged cache", PAGED))
+        for promise, mine in (("few queries on many keys", DEFAULT), ("few queries on a paged cache", "paged"))
         for check in checks_over_fa3(
             promise,
             rows_of(loaded, "split"),

@@ -11,8 +11,8 @@ the rounding model's error.
 memcheck sees loads and stores outside of allocations, and misaligned ones; racecheck sees hazards in shared memory.
 Kernels with turns have barriers at which a part of a program arrives without waiting. Two more programs show what
 racecheck makes of such barriers: `races` lacks a barrier, and must be reported; `turns` has no race, and racechecks are
-known that report some. Where they do, a case with a report is run once more with its kernels compiled without turns, and
-what is found there counts. What docs/trust.md says of the limits holds.
+known that report some. Where they do, a case with a report is run once more with its kernels compiled without turns,
+and what is found there counts. What docs/trust.md says of the limits holds.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 from helion_attn.api import attention
 from helion_attn.block_mask import BlockMask, as_block_mask
 from helion_attn.integrations.autocast import autocast_inputs
+from helion_attn.integrations.between_graphs import between_graphs
 from helion_attn.integrations.fused import Before, prefers_pytorch
 from helion_attn.integrations.masks import Visible, attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
@@ -463,12 +464,25 @@ def attend(
             q, k = before.apply(q, k)
             before = Before()
         return out_and_lse(attention(q, k, v, causal=causal, recipe=recipe, **options, **before.options(q, k)))
-    preset = preset_of(recipe)
-    stops = first_keys_of_each(visible, M)
+    return attend_to_what_is_left(q, k, v, visible, preset_of(recipe), before, options)
+
+
+@between_graphs
+def attend_to_what_is_left(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: Visible,
+    preset: Recipe,
+    before: Before,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`attend` where a mask hides keys: in a graph, each number of keys would be compiled for."""
+    stops = first_keys_of_each(visible, q.size(1))
     if before.is_empty or stops is None:
         check_visible("helion_attn", visible, q, v, preset)
         q, k = before.apply(q, k)
-        return attend_to_visible(q, k, v, visible, preset, sm_scale=sm_scale)
+        return attend_to_visible(q, k, v, visible, preset, sm_scale=options["sm_scale"])
 
     def attend_to_first(rows: slice, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         of_q, of_k, of_v = q[rows], k[rows, :stop], v[rows, :stop]

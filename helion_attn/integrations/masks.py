@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 
 from helion_attn.api import attention
 from helion_attn.block_mask import BlockMask
+from helion_attn.integrations.between_graphs import between_graphs
 from helion_attn.types import Recipe, ScoreOptions
 from helion_attn.validate.block_mask import BLOCK_MASK_DIMS, has_block_masks
 from helion_attn.validate.dense import check_no_grad
@@ -24,9 +25,6 @@ from helion_attn.varlen import attention_varlen
 
 #: Numbers up to this one hide a key when they are added to its score.
 HIDES = -1e4
-
-#: What reads values on the host runs between the graphs of torch.compile, and not in one.
-between_graphs = torch.compiler.disable
 
 
 class Part(NamedTuple):
@@ -93,7 +91,9 @@ def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int, name: str = "a
     check_no_grad(name, mask)
     what = f"{name} is a {type(mask).__name__} {tuple(mask.shape)} of {mask.dtype}"
     if torch.compiler.is_compiling():
-        raise NotImplementedError(f"{what}; in torch.compile it must be None: its values cannot be read")
+        raise NotImplementedError(
+            f"{what}; in torch.compile(fullgraph=True) it must be None: its values cannot be read"
+        )
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(f"{what}; in a CUDA graph it must be None: its values cannot be read")
     by_dim = zip(mask.shape[::-1], (N, M, H, B), strict=False)
@@ -239,7 +239,8 @@ def _known(mask: torch.Tensor, M: int, N: int) -> BlockMask | None:
 def block_mask_of(mask: torch.Tensor, M: int, N: int) -> BlockMask:
     """A mask as a `BlockMask`, made once for each mask, M, N and stream.
 
-    A tensor made in `torch.inference_mode` does not count its changes: of one nothing is kept.
+    Nothing is kept of a tensor that does not count its changes: one made in `torch.inference_mode`, or the output of a
+    CUDA graph that torch.compile replays into it.
 
     Args:
         mask: as `read_mask` has it.
@@ -252,7 +253,8 @@ def block_mask_of(mask: torch.Tensor, M: int, N: int) -> BlockMask:
     # [B or 1, H or 1, M, N]
     seen = seen[(None,) * (4 - seen.dim())]
     made = BlockMask.from_dense(seen.expand(-1, -1, M, N))
-    if not mask.is_inference():
+    is_of_a_graph: bool = torch._C._is_cached_tensor(mask)  # type: ignore[attr-defined]
+    if not (mask.is_inference() or is_of_a_graph):
         key = _key(mask, M, N)
         _KEPT[key] = _Kept(weakref.ref(mask, lambda _: _KEPT.pop(key, None)), _state(mask), made)
     return made

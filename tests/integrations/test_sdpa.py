@@ -400,6 +400,22 @@ def test_masks_of_inference_mode_are_not_kept(device: str) -> None:
             mask[:, 20] = True
 
 
+def test_masks_that_a_graph_writes_are_not_kept(device: str) -> None:
+    """torch.compile's CUDA graphs return the same tensor from every replay, which counts no change."""
+    qkv = make_qkv("randn", 1, 2, 2, 24, 40, 32, device=device)
+    mask = BLOCK_MASKS["window"].to(device).clone()
+    torch._C._set_cached_tensors_enabled(True)
+    torch._C._add_cached_tensor(mask)
+    try:
+        for _ in range(2):
+            out = ha.scaled_dot_product_attention(*qkv, attn_mask=mask)
+            assert torch.equal(out, ha.attention(*qkv, block_mask=ha.BlockMask.from_dense(mask)))
+            mask.data[:, 20] = True
+    finally:
+        torch._C._remove_cached_tensor(mask)
+        torch._C._set_cached_tensors_enabled(False)
+
+
 def test_a_fallback_warns_at_the_call(device: str) -> None:
     """Of the function, in the context, and from within PyTorch's modules."""
     qkv = qkv_on(device)
@@ -620,7 +636,10 @@ def test_masks_are_not_read_in_a_graph(device: str) -> None:
         return ha.scaled_dot_product_attention(*qkv, attn_mask=mask, fallback=fallback)
 
     # Dynamo of torch 2.11 does not format an exception: it shows its class, and what was added to its message.
-    shown = r'in torch\.compile it must be None|NotImplementedError.*; or pass fallback="warn", which hands such calls'
+    shown = (
+        r"in torch\.compile\(fullgraph=True\) it must be None"
+        r'|NotImplementedError.*; or pass fallback="warn", which hands such calls'
+    )
     with pytest.raises(Exception, match=shown):
         torch.compile(attend, fullgraph=True, backend="eager")("raise")
 

@@ -602,6 +602,25 @@ def test_autocast_is_as_in_sdpa() -> None:
     assert relative_error(logits, expected) < 0.05
 
 
+def test_padding_is_read_between_graphs() -> None:
+    """Without fullgraph; nothing that reads the mask, or packs by it, is in a graph."""
+    model, tokens = make_model("llama"), tokens_of(2, 19)
+    mask = torch.ones_like(tokens)
+    mask[1, :7] = 0
+    expected = run(model, "helion_fp8", tokens, mask)
+    graphs: list[str] = []
+
+    def collect(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph.code)
+        return graph.forward
+
+    torch._dynamo.reset()
+    out = run(torch.compile(model, backend=collect), "helion_fp8", tokens, mask)
+    assert torch.equal(out, expected)
+    assert graphs
+    assert not [code for code in graphs if "amin" in code or "fp8_attn_varlen" in code]
+
+
 def test_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model as a whole. It needs its cache: without it, transformers' traced mask is one for packed sequences."""
     with_oracle(monkeypatch)
