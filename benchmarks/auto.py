@@ -2,8 +2,9 @@
 
     python benchmarks/attention.py --suite auto
 
-The default recipe from bf16 to bf16, and `scaled_dot_product_attention` with the backend that PyTorch chooses. A time
-is a call's share of calls back to back, none waited for: on short sequences that is the host's.
+The default recipe from bf16 to bf16, and `scaled_dot_product_attention` with the backend that PyTorch chooses; and
+`recipe="auto"` by the table of the run before. A time is a call's share of calls back to back, none waited for: on
+short sequences that is the host's.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.lib.harness import Loaded, Results, Row, result_row, synchronize
 from benchmarks.lib.problem import first_line, workload
 from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.suite import Block, Options, Suite, progress
-from benchmarks.lib.tables import Table, mask, number, rows_of
+from benchmarks.lib.tables import Table, mask, number, ratio, rows_of
 from benchmarks.speed import LENGTHS
 from helion_attn import auto as choice
 from helion_attn.api import dense_problem
@@ -55,7 +56,10 @@ KIND = ("D", "causal", "group", "heads")
 #: Thresholds are multiples of it.
 STEP = 128
 
-#: Bound on the time of what `auto` takes over the faster one's.
+#: Between which `auto` chooses.
+TAKEN = ("helion_attn", "sdpa_bf16")
+
+#: Bound on the time of what `auto` takes, and on `auto`'s own, over the faster one's.
 BOUND = 1.03
 
 #: What `recipe="auto"` reads; `report.py` writes it.
@@ -106,7 +110,7 @@ def ms_back_to_back(
 
 
 def run(options: Options, results: Results) -> None:
-    """Both in every cell, by turns."""
+    """All in every cell, by turns."""
     found = workloads(options)
     compile_all(found, [DEFAULT], options)
     for w in progress(found, "auto"):
@@ -117,6 +121,7 @@ def run(options: Options, results: Results) -> None:
             ("sdpa_bf16", None): functools.partial(
                 scaled_dot_product_attention, q, k, v, is_causal=w.causal, enable_gqa=grouped
             ),
+            ("auto", None): functools.partial(ha.attention, q, k, v, causal=w.causal, recipe="auto"),
         }
         backend = torch._fused_sdp_choice(q, k, v, is_causal=w.causal, enable_gqa=grouped)
         try:
@@ -135,16 +140,21 @@ def row_of(impl: str, recipe: str | None, w: Workload, ms: float | None = None) 
 # --- crossovers -----------------------------------------------------------------------------------
 
 
-def speedups(rows: list[Row]) -> dict[tuple[Any, ...], dict[int, float]]:
-    """The default's speed over PyTorch's by length, for each value of `KIND`."""
+def cells_of(rows: list[Row]) -> dict[tuple[Any, ...], dict[int, dict[str, float]]]:
+    """Milliseconds of each value of `KIND`, by length and implementation."""
     cells: dict[tuple[Any, ...], dict[int, dict[str, float]]] = {}
     for row in rows:
         kind = tuple(row[name] for name in KIND)
         if row.get("ms") is not None:
             cells.setdefault(kind, {}).setdefault(row["N"], {})[row["impl"]] = row["ms"]
+    return cells
+
+
+def speedups(rows: list[Row]) -> dict[tuple[Any, ...], dict[int, float]]:
+    """The default's speed over PyTorch's by length, for each value of `KIND`."""
     return {
-        kind: {S: ms["sdpa_bf16"] / ms["helion_attn"] for S, ms in by_length.items() if len(ms) == 2}
-        for kind, by_length in cells.items()
+        kind: {S: ms["sdpa_bf16"] / ms["helion_attn"] for S, ms in by_length.items() if {*TAKEN} <= ms.keys()}
+        for kind, by_length in cells_of(rows).items()
     }
 
 
@@ -190,15 +200,19 @@ def tables(loaded: Loaded) -> list[Table]:
 
 
 def checks(loaded: Loaded) -> list[Check]:
-    """The time of what the thresholds take over the faster one's."""
+    """The time of what the thresholds take over the faster one's, and of a call of `auto`, its choosing included."""
     found = []
-    for (D, causal, group, heads), by_length in speedups(rows_of(loaded, "auto")).items():
-        crossing = from_length(by_length)
+    cells = cells_of(rows_of(loaded, "auto"))
+    for kind, by_length in speedups(rows_of(loaded, "auto")).items():
+        (D, causal, group, heads), crossing = kind, from_length(by_length)
         for S, faster in by_length.items():
             takes_8_bits = crossing is not None and crossing <= S
             lost = max(1.0, 1 / faster if takes_8_bits else faster)
             where = f"S {S}, D {D}, {mask(causal)}, {heads} heads, groups of {group}"
-            found.append(Check("auto, time / the faster one's", where, lost, BOUND))
+            found.append(Check("what auto takes, time / the faster one's", where, lost, BOUND))
+            ms = cells[kind][S]
+            called = ratio(ms.get("auto"), min(ms[impl] for impl in TAKEN))
+            found.append(Check("a call of auto, time / the faster one's", where, called, BOUND))
     return found
 
 

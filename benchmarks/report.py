@@ -139,7 +139,7 @@ CHECKED_FILES = (
         "varlen",
         "split",
     ),
-    *("decode", "language_model", "startup", "host", "distributed", "auto", "steps", "steps_compiled", "norms"),
+    *("decode", "language_model", "startup", "host", "distributed", "auto", "steps", "norms"),
 )
 
 

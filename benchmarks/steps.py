@@ -797,9 +797,9 @@ def checks(loaded: Loaded) -> list[Check]:
     found = []
     for how, file in FILES.items():
         for model in by_model(loaded, file):
-            promise, cell, bound = f"a step, {how}", model, OTHER_BOUND
+            promise, cell, bound = f"a step, {how}, plain or fused", model, OTHER_BOUND
             if how == "eager" and model in BOUNDS:
-                promise, cell, bound = f"a step of {model}", "", BOUNDS[model]
+                promise, cell, bound = f"a step of {model}, plain or fused", "", BOUNDS[model]
             faster = judged(loaded, file, model, *BALANCED)
             found.append(Check(f"{promise}, speed / FA3's", cell, faster, bound, at_least=True))
             if how == "eager" and model in MASKED_BOUNDS:

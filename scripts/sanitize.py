@@ -322,6 +322,10 @@ CASES: dict[str, Callable[[str], None]] = {
     "kv_cache_prefill_d512": Decode(512, 1, keys=140, queries=70),
     "kv_cache_int8": Decode(128, 2, has_sinks=True, rope=True, recipe=ha.BALANCED, has_mean=True),
     "kv_cache_int8_prefill": Decode(128, 2, has_sinks=True, queries=40, recipe=ha.BALANCED, has_mean=True),
+    "kv_cache_int8_masked": Decode(
+        128, 1, {"window": (140, -1), "softcap": 5.0}, queries=40, recipe=ha.BALANCED, has_mean=True
+    ),
+    "kv_cache_int8_d320": Decode(320, 2, keys=140, recipe=ha.BALANCED, has_mean=True),
     "pack": pack,
     "stages": stages,
 }

@@ -87,7 +87,6 @@ class PrefillTile(NamedTuple):
 TILES = {
     64: PrefillTile(bm=64, num_warps=4, num_stages=3, ctas_per_sm=3, max_registers=168),
     128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=3, max_registers=168),
-    256: PrefillTile(bm=128, num_warps=8, num_stages=3, ctas_per_sm=1, max_registers=255),
     512: PrefillTile(bm=128, num_warps=8, num_stages=3, ctas_per_sm=1, max_registers=255),
 }
 

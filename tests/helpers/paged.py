@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import helion_attn as ha
+from helion_attn.types import CACHE_RECIPE
 
 #: What a block table holds where nothing may read it.
 NO_PAGE = -(2**31)
@@ -25,7 +26,7 @@ def make_cache(
     D_v: int | None = None,
     device: str = "cpu",
     seed: int = 0,
-    recipe: ha.Recipe = ha.FAST,
+    recipe: ha.Recipe = CACHE_RECIPE,
     k_mean: torch.Tensor | None = None,
 ) -> tuple[ha.PagedKVCache, torch.Tensor, torch.Tensor]:
     """A poisoned pool, a block table of pages in random order, and the lengths."""

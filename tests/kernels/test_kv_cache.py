@@ -15,7 +15,7 @@ import helion_attn as ha
 from helion_attn.kernels.merge_splits import MANY_RUNS
 from helion_attn.numerics import E4M3_MAX, MAX_HALF_PAGE_SCORE_LOG2, MOST_AMAX_IN_BASE
 from helion_attn.testing import TANH_ERROR, error_budget, make_qkv, relative_error
-from helion_attn.types import Layout
+from helion_attn.types import CACHE_RECIPE, Layout
 from helpers.cases import row_errors
 from helpers.packing import stored_at
 from helpers.paged import NO_PAGE, append_all, make_cache
@@ -36,7 +36,7 @@ class Decoding:
     seqlens: torch.Tensor
     causal: bool = True
     masks: dict[str, Any] = dataclasses.field(default_factory=dict)  # window, softcap, sinks
-    recipe: ha.Recipe = ha.FAST
+    recipe: ha.Recipe = CACHE_RECIPE
     k_mean: torch.Tensor | None = None
 
     def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +92,7 @@ def make_decoding(
     dtype: torch.dtype = torch.bfloat16,
     causal: bool = True,
     scale: float = 1.0,
-    recipe: ha.Recipe = ha.FAST,
+    recipe: ha.Recipe = CACHE_RECIPE,
 ) -> Decoding:
     q, k, v = make_qkv(kind, len(lengths), H, H_kv, M, max(lengths), D, dtype, device, D_v=D_v)
     # As many queries as make_qkv was asked for, of sequences of any length.
@@ -319,7 +319,7 @@ def test_rows_with_scores_beyond_fp16(name: str, M: int, device: str) -> None:
 @pytest.mark.parametrize("splits", [1, 2])
 def test_scores_that_fall_from_page_to_page(splits: int, M: int, device: str) -> None:
     """By 12 and by 60 octaves: within the reach of P's reference, and beyond it."""
-    case = make_decoding("randn", [500], 4, 2, M, 64, device)
+    case = make_decoding("randn", [500], 4, 2, M, 64, device, recipe=ha.FAST)
     # [N]: octaves that a score loses to the direction that all queries share.
     fall = torch.tensor([0.0, 12.0, 72.0, 72.0], device=device).repeat_interleave(128)[:500]
     q, k = case.q.clone(), case.k.clone()
@@ -369,7 +369,7 @@ def dequantised(cache: ha.PagedKVCache, pages: list[int], n: int) -> tuple[torch
 @pytest.mark.parametrize("kind", ["outlier", "biased_v"])
 def test_what_is_stored(kind: str, device: str) -> None:
     """Every element within half a unit of e4m3; a descale is that of the page's first key, or fits its own key."""
-    case = make_decoding(kind, [300], 2, 2, 1, 80, device, D_v=64)
+    case = make_decoding(kind, [300], 2, 2, 1, 80, device, D_v=64, recipe=ha.FAST)
     k, v = case.k[0].float(), case.v[0].float()
     # The second page's first key is small, and so are others of the third. Some are too large for their page's base.
     k[:, 130:134] *= 2.0**-8
@@ -473,7 +473,7 @@ def test_rope(interleaved: bool, device: str) -> None:
         start = torch.tensor([first], dtype=torch.int32, device=device)
         ha.append_kvcache(cache, k[:, :, first:last], v[:, :, first:last], table, start, rope=rope)
     out = ha.attention_kvcache(q, cache, table, seqlens, out_dtype=torch.float32)
-    model, _ = ha.reference.fp8_attention_kvcache(q, rotated.float(), v, recipe=ha.FAST)
+    model, _ = ha.reference.fp8_attention_kvcache(q, rotated.float(), v)
     # A tensor core's fp16 sums take some of P over a rounding boundary.
     assert relative_error(out, model) < (2.0**-6 if out.is_cuda else 2.0**-7)
     assert relative_error(out, ha.reference.attention(q, k, v, causal=True)) > 0.1
@@ -521,7 +521,7 @@ def test_a_large_value_of_little_weight_costs_the_others_nothing(device: str) ->
     out = ha.attention_kvcache(q, cache, table, seqlens, out_dtype=torch.float32)
     oracle = ha.reference.attention(q, k, v)
     others = torch.cat((k[:, :, :50], k[:, :, 51:]), 2), torch.cat((v[:, :, :50], v[:, :, 51:]), 2)
-    model, _ = ha.reference.fp8_attention_kvcache(q, *others, recipe=ha.FAST)
+    model, _ = ha.reference.fp8_attention_kvcache(q, *others)
     without = relative_error(model, ha.reference.attention(q, *others))
     assert relative_error(out, oracle) <= error_budget(without, torch.float32, device=device)
 
