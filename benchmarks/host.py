@@ -9,7 +9,8 @@
 
 `attention` and `attention_quantized` with the default recipe, and `attention` with recipe="auto", which takes PyTorch's
 SDPA here; FlashAttention-3 in bf16, on e4m3 tensors, and from bf16
-to e4m3 and on, by the PyTorch operations with which these benchmarks quantise for it; PyTorch's SDPA; SageAttention 2.
+to e4m3 and on, by the PyTorch operations with which these benchmarks quantise for it; PyTorch's SDPA, by the backend
+that it chooses and by FlashAttention-2; SageAttention 2.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import helion_attn as ha
 from benchmarks.lib.checks import Check
@@ -62,6 +64,7 @@ CALLED: dict[tuple[str, str], Prepare] = {
     ("fa3_bf16", "kernel"): lambda q, k, v: fa3_16bit(q, k, v, True, D**-0.5).run,
     ("fa3_fp8", "kernel"): lambda q, k, v: fa3_fp8(q, k, v, True, D**-0.5).run,
     ("fa3_fp8", "e2e"): fa3_e2e,
+    ("sdpa_bf16", "kernel"): lambda q, k, v: lambda: scaled_dot_product_attention(q, k, v, is_causal=True),
     ("flash_bf16", "kernel"): lambda q, k, v: flash_16bit(q, k, v, True, D**-0.5).run,
     ("sage2", "e2e"): lambda q, k, v: sage2_e2e(q, k, v, True, D**-0.5).run,
 }
@@ -120,7 +123,7 @@ def measure(device: torch.device, called: dict[tuple[str, str], Prepare], count:
 def run(options: Options, results: Results) -> None:
     """Every call, with the same lengths, by turns and with new ones."""
     names, _why_not = available(options.device)
-    called = {key: prepare for key, prepare in CALLED.items() if key[0] in names}
+    called = {key: prepare for key, prepare in CALLED.items() if key[0] in {*names, "sdpa_bf16"}}
     count = CALLS if options.device.type == "cuda" else 2
     for row in progress(measure(options.device, called, count), "host", total=3 * len(called)):
         results.add(row)

@@ -778,7 +778,7 @@ def test_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = loaded["host"]["rows"]
     assert all(row["host_us"] > 0 for row in rows)
     (table,) = host.tables(loaded)
-    names = ['`attention`, `recipe="auto"`', "`attention`", "`attention_quantized`", "`quantize`"]
+    names = ['`attention`, `recipe="auto"`', "`attention`", "`attention_quantized`", "`quantize`", "SDPA bf16"]
     assert [line[0] for line in table.body] == names
     assert report.checks_of(START, loaded) == [], "a run on the CPU shows nothing"
     loaded["host"]["meta"]["gpu"] = "a GPU"
