@@ -6,6 +6,7 @@ import functools
 
 from benchmarks import auto, hard, models, sparse, steps
 from benchmarks.lib.harness import Loaded, Row
+from benchmarks.lib.masked_peers import FA3_DOCUMENTS
 from benchmarks.lib.suite import Block, Plot
 from benchmarks.lib.tables import (
     BF16_PEERS,
@@ -170,6 +171,13 @@ def sparse_tables(loaded: Loaded) -> list[Table]:
     return [Table("", headers, body)] if body else []
 
 
+def documents(loaded: Loaded) -> str | None:
+    """Documents as a mask beside packed sequences of FlashAttention-3."""
+    cells = [cell for cell in sparse.cells_of(loaded) if cell.mask == "documents" and cell.D == D]
+    faster = cells[0].times_faster(FA3_DOCUMENTS) if cells else None
+    return None if faster is None else f"Documents are {speed_text(faster)} times as fast as FA3's packed sequences."
+
+
 def decode_tables(loaded: Loaded) -> list[Table]:
     """Milliseconds a token."""
     rows = rows_of(loaded, "decode", stage="kernel")
@@ -256,7 +264,7 @@ BLOCKS = {
         "hard", error_tables, beside=("accuracy", "ladder", "language_model", "attention"), brief=True
     ),
     "costs": Block("host", cost_tables, beside=("preprocess", "startup"), brief=True),
-    "front_sparse": Block("sparse", sparse_tables, brief=True),
+    "front_sparse": Block("sparse", sparse_tables, sentence=documents, brief=True),
     "front_decode": Block("decode", decode_tables, brief=True),
     "front_gpus": Block("distributed", gpu_tables, brief=True),
 }

@@ -33,7 +33,7 @@ from benchmarks.lib.harness import (
     result_row,
     time_interleaved,
 )
-from benchmarks.lib.masked_peers import MASKED, MaskMod, flex, flex_mask, sparge, sta
+from benchmarks.lib.masked_peers import FA3_DOCUMENTS, MASKED, MaskMod, fa3_documents, flex, flex_mask, sparge, sta
 from benchmarks.lib.peers import IMPLS, available, helion_attn_e2e, helion_attn_with
 from benchmarks.lib.plots import grid, legend, length, line, log_axis, powers_axis
 from benchmarks.lib.problem import CHECKED_ROWS, Contender, checked, problem_of, timed, workload
@@ -126,12 +126,14 @@ class Case:
         mask: as this package takes it.
         rule: what the blocks that are seen in part show, if there are any.
         video: whose tiles it has, if it has.
+        lengths: of causal documents, if it has them.
     """
 
     name: str
     mask: ha.BlockMask
     rule: MaskMod | None = None
     video: Video | None = None
+    lengths: list[int] | None = None
 
 
 def random_blocks(H: int, S: int, counts: Tensor) -> ha.BlockMask:
@@ -204,7 +206,8 @@ def token_cases(q: Tensor, k: Tensor, quick: bool) -> list[Case]:
     cases.append(Case("unequal", random_blocks(H, S, unequal_counts(S, PERCENT_UNEQUAL, device))))
     if S == LONG or device.type == "cpu":
         ids, rule = documents(S, device)
-        cases.append(Case("documents", ha.masks.documents(ids, causal=True), rule))
+        lengths = ids.unique_consecutive(return_counts=True)[1].tolist()
+        cases.append(Case("documents", ha.masks.documents(ids, causal=True), rule, lengths=lengths))
         cases.append(Case("top_blocks", ha.masks.top_blocks(q, k, keep=KEEP)))
     return cases
 
@@ -234,6 +237,8 @@ def contenders_of(case: Case, names: list[str]) -> list[Contender]:
     """The kernel alone, and whatever runs from bf16 to bf16, with a mask."""
     found = [Contender("helion_attn", helion_attn_with(PRESETS[name], case.mask), name) for name in RECIPES]
     found += [Contender("helion_attn", helion_attn_e2e(PRESETS[name], case.mask), name, "e2e") for name in RECIPES]
+    if FA3_DOCUMENTS in names and case.lengths is not None:
+        found.append(Contender(FA3_DOCUMENTS, fa3_documents(case.lengths), stage="e2e"))
     if "flex" in names:
         found.append(Contender("flex", flex(case.mask, case.rule), stage="e2e"))
     if "sparge" in names and case.rule is None:
@@ -328,6 +333,7 @@ WHOLE: tuple[Series, ...] = (
     ("flex", None, "e2e"),
     ("sparge", None, "e2e"),
     ("sta", None, "e2e"),
+    (FA3_DOCUMENTS, None, "e2e"),
 )
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import flex_attention
 
 import helion_attn as ha
-from benchmarks.lib.peers import Prepare, Prepared
+from benchmarks.lib.peers import Prepare, Prepared, fa3_varlen_16bit
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.preprocess.mask_bits import WHOLE
 
@@ -29,8 +29,11 @@ SPARGE_ROWS = 64
 #: The head dims that SpargeAttn has.
 SPARGE_DIMS = (64, 128)
 
+#: FlashAttention-3 on packed sequences, where a mask is of documents.
+FA3_DOCUMENTS = "fa3_documents"
+
 #: The peers of this file.
-MASKED = ("flex", "sparge", "sta")
+MASKED = ("flex", "sparge", "sta", FA3_DOCUMENTS)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,6 +66,18 @@ def flex(mask: ha.BlockMask, rule: MaskMod | None) -> Prepare:
     def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
         run = functools.partial(_compiled_flex(), q, k, v, block_mask=flex_mask(mask, rule), scale=sm_scale)
         return Prepared(run, lambda out: out, None)
+
+    return prepare
+
+
+def fa3_documents(lengths: list[int]) -> Prepare:
+    """FlashAttention-3 in bf16 on documents as packed sequences, one batch of them."""
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Prepared:
+        starts = torch.tensor([0, *lengths]).cumsum(0).to(q.device, torch.int32)
+        qt, kt, vt = (x.squeeze(0).transpose(0, 1).contiguous() for x in (q, k, v))  # [tokens, heads, D]
+        run = fa3_varlen_16bit(qt, kt, vt, starts, lengths, True, sm_scale)
+        return Prepared(run, lambda out: out.transpose(0, 1).unsqueeze(0), None)
 
     return prepare
 

@@ -258,13 +258,21 @@ def fa3_kvcache_fp8(q: Tensor, k: Tensor, v: Tensor, seqlens: Tensor) -> Callabl
 
 
 def fa3_varlen_16bit(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: list[int], causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    lengths: list[int],
+    causal: bool,
+    sm_scale: float | None = None,
 ) -> Callable[[], Tensor]:
     """FlashAttention-3 on packed sequences [tokens, heads, D], in the inputs' own 16-bit dtype."""
     fa3 = importlib.import_module("fa3_fwd_interface")
     tables = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
     longest = {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
-    return functools.partial(fa3.flash_attn_varlen_func, q, k, v, **tables, **longest, causal=causal)
+    return functools.partial(
+        fa3.flash_attn_varlen_func, q, k, v, **tables, **longest, softmax_scale=sm_scale, causal=causal
+    )
 
 
 def fa3_varlen_fp8(
@@ -510,6 +518,7 @@ FP16_IMPLS: dict[str, tuple[str, Prepare]] = {
 PACKAGES = {
     "fa3_fp8": ("fa3_fwd_interface", "fa3-fwd"),
     "fa3_bf16": ("fa3_fwd_interface", "fa3-fwd"),
+    "fa3_documents": ("fa3_fwd_interface", "fa3-fwd"),
     "cudnn_fp8": ("cudnn", "nvidia-cudnn-frontend"),
     "sage2": ("sageattention", SAGE2),
     "vllm_fa3": ("vllm", VLLM),

@@ -33,6 +33,7 @@ LABELS = {
     "flex": "FlexAttention",
     "sparge": "SpargeAttn",
     "sta": "STA",
+    "fa3_documents": "FA3 bf16, packed",
     "efficient_bf16": "SDPA efficient bf16",
     "math_bf16": "SDPA math bf16",
     "fa3_fp16": "FA3 fp16",

@@ -517,6 +517,21 @@ def test_the_peers_with_masks_are_given_them(monkeypatch: pytest.MonkeyPatch) ->
     for prepare in (masked_peers.flex(case.mask, None), masked_peers.sparge(case.mask)):
         prepared = prepare(q, k, v, False, 0.125)
         assert problem.errors(prepared, prepared.run())["error_total"] < 1e-12
+    lengths = [1, 300, 399]
+    ids = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    problem = problem_of(
+        w := workload(1, 2, 700, 700, 64), "randn", q, k, v, None, ha.masks.documents(ids, causal=True)
+    )
+
+    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        assert (options["max_seqlen_q"], options["max_seqlen_k"]) == (399, 399)
+        tables = options["cu_seqlens_q"], options["cu_seqlens_k"]
+        scale, causal = options["softmax_scale"], options["causal"]
+        return ha.reference.attention_varlen(q, k, v, *tables, causal=causal, sm_scale=scale)[0]
+
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", SimpleNamespace(flash_attn_varlen_func=packed))
+    prepared = masked_peers.fa3_documents(lengths)(q, k, v, w.causal, 0.125)
+    assert problem.errors(prepared, prepared.run())["error_total"] < 1e-12
     given: Any = masked_peers.sta((30, 48, 80), (3, 3, 5), 256)(q, k, v, False, 0.125).run()
     assert given == ([(3, 3, 5)] * 2, 256, True, "30x48x80")
 
