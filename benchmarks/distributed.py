@@ -445,7 +445,7 @@ def tables(loaded: Loaded) -> list[Table]:
                 )
     headers = ["scaling", "problem", "GPUs", "strategy", "preset", "ms", "check=False"]
     headers += ["compute", "collective"]
-    headers += ["TFLOP/s a GPU", "speed / bf16's", "MB sent a rank", "error"]
+    headers += ["TFLOP/s a GPU", "speed / bf16's", "MB a rank gives to collectives", "error"]
     return [*found, Table("From bf16 to bf16, D 128", headers, body, keys=5)] if body else found
 
 
