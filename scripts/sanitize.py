@@ -9,10 +9,11 @@ or did not run to its end: a log without the sanitizer's summary is no clean log
 the rounding model's error.
 
 memcheck sees loads and stores outside of allocations, and misaligned ones; racecheck sees hazards in shared memory.
-Kernels with turns have barriers at which a part of a program arrives without waiting. Two more programs show what
-racecheck makes of such barriers: `races` lacks a barrier, and must be reported; `turns` has no race, and racechecks are
-known that report some. Where they do, a case with a report is run once more with its kernels compiled without turns,
-and what is found there counts. What docs/trust.md says of the limits holds.
+Kernels with turns have barriers at which a part of a program arrives without waiting. Three more programs show what
+racecheck makes of such barriers: `arrives` has no race, and nothing may be found; `races` lacks a barrier, and must be
+reported; `turns` has no race, and racechecks are known that report some. Where they do, a case with a report is run
+once more with its kernels compiled without turns, and what is found there counts. What docs/trust.md says of the limits
+holds.
 """
 
 from __future__ import annotations
@@ -386,6 +387,7 @@ RACES, UNEVEN_TURNS = "races", "turns"
 
 #: What shows how far racecheck follows barriers.
 CONTROLS: dict[str, Callable[[str], None]] = {
+    "arrives": functools.partial(exchange, name="arrives", barriers=ARRIVES, all_wait="__syncthreads();"),
     UNEVEN_TURNS: functools.partial(
         exchange, name=UNEVEN_TURNS, barriers=TURNS, all_wait="__syncthreads();", programs=528
     ),

@@ -235,7 +235,6 @@ def _known(mask: torch.Tensor, M: int, N: int) -> BlockMask | None:
     return kept.made if kept is not None and kept.mask() is mask and kept.state == _state(mask) else None
 
 
-@between_graphs
 def block_mask_of(mask: torch.Tensor, M: int, N: int) -> BlockMask:
     """A mask as a `BlockMask`, made once for each mask, M, N and stream.
 

@@ -33,6 +33,7 @@ from benchmarks import (
     hard,
     host,
     ladder,
+    language_model,
     large_d,
     models,
     norms,
@@ -242,6 +243,35 @@ def test_split(tmp_path: Path) -> None:
     assert paged_fast != paged
     (table,) = splits.tables(loaded)
     assert len(table.body) == 1
+
+
+def test_a_prompt_on_pages_is_judged_by_each_cell_and_the_mean() -> None:
+    """Few queries are no prompt; a format that was not measured is not judged."""
+    cells = {128: (1.0, 1.1), 512: (1.0, 1.0), 2048: (1.0, 1.25), 16: (1.0, 9.0)}
+    rows: Any = [
+        {"D": 128, "H": 32, "N": 16384, "M": M, "impl": impl, "ms": ms}
+        for M, both in cells.items()
+        for impl, ms in zip(("helion_attn", "paged"), both, strict=True)
+    ]
+    found = [*splits.prompt_checks(rows)]
+    assert [check.verdict for check in found] == ["PASS", "PASS", "FAIL", "FAIL", *["not measured"] * 4]
+    assert found[3].value == pytest.approx((1 / 1.1 / 1.25) ** (1 / 3))
+    rows[5]["ms"] = 1.1
+    assert [check.verdict for check in splits.prompt_checks(rows)][:4] == ["PASS"] * 4
+
+
+def test_what_a_cache_adds_to_perplexity_is_judged() -> None:
+    row: dict[str, Any] = {"stage": "prefill", "recipe": "balanced", "context": 2048}
+    rows = [
+        row | {"impl": "helion_attn", "difference": 0.0016},
+        row | {"impl": language_model.CACHED, "difference": 0.0020},
+        row | {"impl": language_model.CACHED, "difference": 0.02, "recipe": "fast"},
+        row | {"impl": "helion_attn", "difference": 0.0016, "context": 8192},
+    ]
+    loaded: Any = {"language_model": {"meta": {}, "rows": rows}}
+    assert [check.verdict for check in language_model.checks(loaded)] == ["PASS"]
+    rows[1]["difference"] = 0.0030
+    assert [check.verdict for check in language_model.checks(loaded)] == ["FAIL"]
 
 
 def test_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

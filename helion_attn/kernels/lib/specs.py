@@ -232,27 +232,27 @@ class PagedSpec(NamedTuple):
 
     @property
     def softmax_bias(self) -> float:
-        """As in `AttentionSpec`."""
+        """How much too large the softmax's input is: the scores' bias is off before."""
         return 0.0
 
     @property
     def softmax_row_descales(self) -> bool:
-        """As in `AttentionSpec`."""
+        """Whether the softmax's input has a scale a row."""
         return True
 
     @property
     def listed(self) -> bool:
-        """As in `AttentionSpec`: pages are those of a block table."""
+        """Whether a program's key blocks are those of a list: the block table."""
         return True
 
     @property
     def shifts_scores(self) -> bool:
-        """As in `AttentionSpec`."""
+        """Whether `lse_shift` is added to scores: a softmax can do without, tanh cannot."""
         return self.shift_lse and self.has_softcap
 
     @property
     def shifts_lse(self) -> bool:
-        """As in `AttentionSpec`."""
+        """Whether `lse_shift` is added to the lse: with a softcap scores have it already."""
         return self.shift_lse and not self.has_softcap
 
     @property
@@ -262,10 +262,10 @@ class PagedSpec(NamedTuple):
 
     @property
     def two_level(self) -> bool:
-        """As in `AttentionSpec`."""
+        """Whether P V is summed in fp32, a product a page."""
         return True
 
     @property
     def keeps_reference(self) -> bool:
-        """As in `AttentionSpec`."""
+        """Whether P's reference is that of the first page that a row sees."""
         return False
