@@ -288,8 +288,15 @@ def _offline_tracing() -> Iterator[None]:
 
     CompileEnvironment = helion_environment.CompileEnvironment
     to_fake_tensor = CompileEnvironment._to_fake_tensor
+    #: By environment and tensor.
+    known: dict[tuple[int, int], torch.Tensor] = {}
 
     def with_symbolic_sizes(self: Any, tensor: torch.Tensor, source: Any) -> torch.Tensor:
+        if (twice := known.get((id(self), id(tensor)))) is not None:
+            # What Helion does with a real tensor that comes twice: it takes no layout of it for known.
+            self._ambiguous_tensor_input_source_ids.add(id(twice))
+            self._tensor_input_source_cache.pop(id(twice), None)
+            return twice
         # Helion makes symbols of a real tensor's sizes, and constants of a fake one's. These stand for real tensors.
         n = tensor.dim()
         all_dynamic: Any = StatelessSymbolicContext(
@@ -300,7 +307,8 @@ def _offline_tracing() -> Iterator[None]:
         )
         with FakeTensorMode(shape_env=self.shape_env):
             symbolic = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
-        return to_fake_tensor(self, symbolic, source)
+        known[id(self), id(tensor)] = to_fake_tensor(self, symbolic, source)
+        return known[id(self), id(tensor)]
 
     with (
         mock.patch.object(CudaInterface, "get_device_properties", staticmethod(lambda *_: _H200)),

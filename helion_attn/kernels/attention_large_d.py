@@ -326,13 +326,14 @@ def fresh_channels(v_tile: int) -> int:
 def pieces(x: torch.Tensor, dim: int, widest: int = MAX_PIECE) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Views of `x`: dimension `dim` as [count, wide], what is left of it, and whether there is such a rest.
 
-    Where there is none, `x` stands for it.
+    Where there is none, a part of `x` stands for it: Helion loads a tensor that it is given twice without TMA.
     """
     size = x.size(dim)
     wide = min(largest_power_of_two(size), widest)
     whole = size // wide * wide
     split = x.narrow(dim, 0, whole).unflatten(dim, (-1, wide))
-    return (split, x.narrow(dim, whole, size - whole), True) if whole < size else (split, x, False)
+    rest = size - whole
+    return split, x.narrow(dim, whole, rest) if rest else x.narrow(dim, 0, wide // 2), rest > 0
 
 
 def launch(tile: LargeTileConfig, a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
