@@ -246,11 +246,17 @@ def pack_unread(
     )
 
 
+#: Options that are tensors, or hold some.
+_OF_TENSORS = frozenset({"rope", "q_norm", "k_norm", "sinks", "block_mask"})
+_NO_TENSORS = *rope_tensors(None), *norm_tensors(None, None), None
+
+
 def parted(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Options but a block mask as `plans.run` takes them: tensors, of RoPE, the norms and sinks, and all else."""
+    if _OF_TENSORS.isdisjoint(options):
+        return _NO_TENSORS, (*options, *options.values())
     rope, sinks, norms = options.get("rope"), options.get("sinks"), (options.get("q_norm"), options.get("k_norm"))
-    of_tensors = ("rope", "q_norm", "k_norm", "sinks", "block_mask")
-    rest = {name: value for name, value in options.items() if name not in of_tensors}
+    rest = {name: value for name, value in options.items() if name not in _OF_TENSORS}
     dtype = sinks.dtype if isinstance(sinks, torch.Tensor) else None  # they are cast
     tensors = *rope_tensors(rope), *norm_tensors(*norms), fp32_sinks(sinks)
     return tensors, (*rest, *rest.values(), interleaved(rope), *norm_eps(*norms), dtype)
@@ -487,13 +493,12 @@ def attention(
     """
 
     def problem() -> tuple[Any, DenseProblem]:
-        return ops.attention_dense, dense_problem(q, k, v, return_lse=return_lse, **options)
+        if not is_auto(options.get("recipe")):
+            return ops.attention_dense, dense_problem(q, k, v, return_lse=return_lse, **options)
+        given: dict[str, Any] = {**options, "return_lse": return_lse}
+        asked = dense_problem(q, k, v, **{**given, "recipe": BALANCED})
+        return auto.pytorch_call(asked, given) or ops.attention_dense, asked
 
-    if is_auto(options.get("recipe")):
-        options["recipe"] = BALANCED
-        call = auto.known_call(q, k, v, {"return_lse": return_lse, **options}, lambda: problem()[1])
-        if call is not None:
-            return call.run(q, k, v)
     more, known = parted(options)
     mask, lengths = parted_mask(options)
     out, lse = plans.run("attention", (q, k, v, *more, *mask), (return_lse, lengths, *known), problem)

@@ -232,10 +232,14 @@ def remember(key: Hashable, plan: Plan) -> Plan:
 
 def layouts(tensors: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
     """All that a plan depends on of tensors."""
-    addresses = [x.data_ptr() for x in tensors]
-    each = [(x.shape, x.stride(), x.dtype, at % ALIGNMENT) for x, at in zip(tensors, addresses, strict=True)]
-    # Which of them are the same.
-    return (tensors[0].device, *each, *map(addresses.index, addresses))
+    found: list[Hashable] = [tensors[0].device]
+    addresses: list[int] = []
+    for x in tensors:
+        at = x.data_ptr()
+        addresses.append(at)
+        # The last says which of them are the same.
+        found += x.shape, x.stride(), x.dtype, at % ALIGNMENT, addresses.index(at)
+    return tuple(found)
 
 
 def is_plain(x: torch.Tensor) -> bool:
@@ -278,13 +282,14 @@ def key_of(name: str, tensors: Sequence[Any], options: Sequence[Any]) -> Hashabl
         return None
     if not nothing_listens():
         return None
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return None
-    device = tensors[0].device
-    if any(x.device != device for x in tensors) or is_elsewhere(device):
+    device, differentiable = tensors[0].device, torch.is_grad_enabled()
+    for x in tensors:
+        if x.device != device or (differentiable and x.requires_grad):
+            return None
+    if is_elsewhere(device):
         return None
     # 1, 1.0 and True are equal, and not all of them are accepted.
-    types = [tuple(map(type, option)) if isinstance(option, tuple) else type(option) for option in options]
+    types = [tuple(map(type, option)) if type(option) is tuple else type(option) for option in options]
     return (name, *layouts(tensors), *options, *types)
 
 
@@ -315,5 +320,6 @@ def run(
         if key is None:
             return operation(arguments)
         plan = remember(key, operation.plan(arguments))
-    torch.autograd.graph.increment_version(written)
+    if written:
+        torch.autograd.graph.increment_version(written)
     return plan.run(given)

@@ -32,10 +32,10 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kinds = itertools.product(sorted(auto.MEASURED_GPUS), (64, 128, 256), (False, True), (1, 4))
     rows = tuple(Crossover(gpu, D, causal, group, HEADS, FROM) for gpu, D, causal, group in kinds)
     monkeypatch.setattr(auto, "CROSSOVERS", rows)
-    for kept in (auto._GPUS, auto._CALLS):
+    for kept in (auto._GPUS, auto._TAKEN):
         kept.clear()
     yield
-    for kept in (auto._GPUS, auto._CALLS):
+    for kept in (auto._GPUS, auto._TAKEN):
         kept.clear()
 
 

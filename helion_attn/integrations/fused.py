@@ -124,4 +124,4 @@ def prefers_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal
         sm_scale: as `attention` has it.
     """
     options: dict[str, Any] = {"causal": causal, "sm_scale": sm_scale, "layout": "bshd", "recipe": BALANCED}
-    return auto.known_call(q, k, v, options, lambda: dense_problem(q, k, v, **options)) is not None
+    return auto.takes_pytorch(q, k, v, options, lambda: dense_problem(q, k, v, **options))
