@@ -203,7 +203,7 @@ def tables(loaded: Loaded) -> list[Table]:
 
 
 def checks(loaded: Loaded) -> list[Check]:
-    """The time of what the thresholds take over the faster one's, and of a long call of `auto`, its choosing included."""
+    """What the thresholds take, and a long call of `auto` with its choosing: time over the faster one's."""
     found = []
     cells = cells_of(rows_of(loaded, "auto"))
     for kind, by_length in speedups(rows_of(loaded, "auto")).items():
