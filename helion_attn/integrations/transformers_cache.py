@@ -71,6 +71,9 @@ class PagedLayer(CacheLayerMixin):
         #: Padding at the start of each sequence.
         self.padding: torch.Tensor | None = None
         self.starts: list[int] = []
+        # Both are the same for many calls, and four launches to make.
+        self._table: torch.Tensor | None = None
+        self._lengths: dict[int, torch.Tensor] = {}
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing: the first `attend` makes the pool."""
@@ -136,13 +139,17 @@ class PagedLayer(CacheLayerMixin):
     def block_table(self) -> torch.Tensor:
         """int32 [B, pages of a sequence]."""
         assert self.cache is not None
-        table = torch.arange(self.cache.k8.size(0), dtype=torch.int32, device=self.cache.k8.device)
-        return table.view(self.pages, self.batch).T.contiguous()
+        if self._table is None:
+            table = torch.arange(self.cache.k8.size(0), dtype=torch.int32, device=self.cache.k8.device)
+            self._table = table.view(self.pages, self.batch).T.contiguous()
+        return self._table
 
     def lengths(self) -> torch.Tensor:
         """int32 [B]: keys of each sequence, without padding."""
         assert self.padding is not None
-        return (self.tokens - self.padding).clamp_min(0)
+        if self.tokens not in self._lengths:
+            self._lengths = {self.tokens: (self.tokens - self.padding).clamp_min(0)}
+        return self._lengths[self.tokens]
 
     def grow(self, pages: int) -> None:
         """Give each sequence so many pages."""
@@ -167,6 +174,7 @@ class PagedLayer(CacheLayerMixin):
         self._replace(selected)
         self.padding = self.padding.index_select(0, indices)
         self.starts = self.padding.tolist()
+        self._lengths = {}
 
     def _replace(self, made: Any) -> None:
         assert self.cache is not None
@@ -174,6 +182,7 @@ class PagedLayer(CacheLayerMixin):
         names = ("k8", "v8", "k_descale", "v_descale")
         fields = {name: made(name).view(getattr(old, name).dtype) for name in names}
         self.cache = PagedKVCache(**fields, k_mean=old.k_mean, D=old.D, D_v=old.D_v)
+        self._table = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep the sequences that a beam search goes on with."""
@@ -209,8 +218,8 @@ class PagedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.cache = self.padding = None
-        self.starts = []
+        self.cache = self.padding = self._table = None
+        self.starts, self._lengths = [], {}
         self.tokens = 0
 
     def offload(self) -> NoReturn:
