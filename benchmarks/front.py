@@ -47,11 +47,14 @@ BITS = {
 #: The models of the figure.
 DRAWN = (steps.WAN_SMALL, steps.WAN_720P, steps.FLUX, steps.LLAMA)
 
-#: Models like others in the table of steps, which the page of whole calls has too.
-LEFT_OUT = (
-    "Qwen3 8B, 8k tokens", "Qwen3 8B, 32k tokens", "Gemma 3 12B, 8k tokens", "Gemma 3 12B, 32k tokens",
-    "LTX-Video 2B, 1216 x 704, 121 frames",
+#: The models in the table of steps: videos, images, prompts. The page of whole calls has others like these.
+STEPS = (
+    steps.WAN_SMALL, steps.WAN_480P, steps.WAN_720P, "HunyuanVideo 13B, 960 x 544, 129 frames",
+    steps.FLUX, "Qwen-Image 20B, 1328 x 1328", "Llama 8B, 8k tokens", steps.LLAMA,
 )  # fmt: skip
+
+#: Layers like others in the table of layers, which that page has too.
+OTHER_LAYERS = ("CogVideoX", "Llama 70B")
 
 #: Times of a step, by contender.
 STEP_TIMES = {name: LABELS[name] for name in ("sdpa_bf16", "fa3_bf16", "sage2", "balanced")}
@@ -67,12 +70,12 @@ SPARSE_KEYS, RANDOM = 32768, ("random", "unequal")
 def headline(loaded: Loaded) -> str | None:
     """What a default call makes of a whole step."""
     of_model = steps.by_model(loaded, "steps").get(steps.WAN_SMALL, {})
-    whole, attention = (steps.speedup(of_model, "balanced", time=time) for time in ("ms", "attention_ms"))
+    whole = steps.speedup(of_model, "balanced")
     if whole is None:
         return None
     return (
         f"A denoising step of {steps.WAN_SMALL}, runs **{speed_text(whole)} times as fast** as with FlashAttention-3 "
-        f"(FA3) in bf16, at the default preset, BALANCED; its attention, {speed_text(attention)} times."
+        "(FA3) in bf16, at the default preset, BALANCED."
     )
 
 
@@ -80,40 +83,57 @@ def step_tables(loaded: Loaded) -> list[Table]:
     """Milliseconds of whole steps."""
     eager, compiled = (steps.by_model(loaded, file) for file in steps.FILES.values())
     body = []
-    for model, of_model in eager.items():
-        if model in LEFT_OUT:
+    for model in STEPS:
+        if (of_model := eager.get(model)) is None:
             continue
         times = (number(of_model.get(name, {}).get("ms"), ".0f") for name in STEP_TIMES)
-        speeds = (speed_text(steps.speedup(found, "balanced")) for found in (of_model, compiled.get(model, {})))
-        body.append([model, *times, " / ".join(speeds)])
-    headers = ["a step of, ms", *STEP_TIMES.values(), "BALANCED over FA3: eager / compiled"]
+        speeds = [
+            " / ".join(speed_text(steps.speedup(found, name)) for name in steps.BALANCED)
+            for found in (of_model, compiled.get(model, {}))
+        ]
+        body.append([model, *times, *speeds])
+    headers = ["a step of, ms", *STEP_TIMES.values(), "over FA3: BALANCED / fused", "both compiled"]
     return [Table("", headers, body)] if body else []
 
 
 def crossovers(loaded: Loaded) -> str | None:
-    """From where on `auto` takes 8 bits."""
+    """From where on `auto` takes 8 bits, of which layers, and how far a peer's times lie apart."""
     found = [auto.from_length(faster) for faster in auto.speedups(rows_of(loaded, "auto")).values()]
     lengths = [length for length in found if length is not None]
     if not lengths or len(lengths) < len(found):
         return None
+    rows = {name: cell[0] for name, cell in models.cells_of(loaded).items()}
+    in_bf16 = [name for name, row in rows.items() if not auto.takes_8_bits(loaded, row)]
+    taken = f"all layers below but {', '.join(in_bf16)}" if in_bf16 else "all layers below"
     return (
-        f"With 8 heads or more, 8 bits overtake PyTorch's bf16 attention at {min(lengths)} to {max(lengths)} tokens, "
-        "by head dim, mask and heads."
+        f"8 bits are faster than PyTorch's bf16 attention from {min(lengths)} to {max(lengths)} tokens on, by head dim,"
+        f" mask and heads (8 or more). `auto` chooses between these two: it takes 8 bits for {taken}.{apart(loaded)}"
     )
 
 
+def apart(loaded: Loaded) -> str:
+    """A sentence on FlashAttention-3's times of one layer in two suites, beside other kernels."""
+    whole = {"N": 75600, "H": 12, "impl": "fa3_bf16"}
+    found = [row["ms"] for suite in ("models", "sparse") for row in rows_of(loaded, suite, **whole) if row.get("ms")]
+    if len(found) < 2:
+        return ""
+    least, most = (number(ms, ".0f") for ms in (min(found), max(found)))
+    return f" Power caps clocks: FA3 takes {least} to {most} ms for Wan 2.1 1.3B, by what runs before it."
+
+
 def layer_tables(loaded: Loaded) -> list[Table]:
-    """Attention of a layer: times, speeds over the fastest bf16 kernel, and what `auto` takes."""
+    """Attention of a layer: times, and speeds over the fastest bf16 kernel."""
     body = []
     for name, cell in models.cells_of(loaded).items():
+        if name in OTHER_LAYERS:
+            continue
         row, faster = cell[0], speedups(cell)
         heads = str(row["H"]) if row["H"] == row["H_kv"] else f"{row['H']}/{row['H_kv']}"
         shape = f"{row['B']} x {row['N']}, {heads} heads, {mask(row['causal'])}, D {row['D']}"
         ours = by_impl((r for r in cell if r["stage"] == "e2e"), "ms").get("helion_attn")
         speeds = (speed_text(faster.get(impl)) for impl in ("helion_attn", "sage2"))
-        taken = "8 bits" if auto.takes_8_bits(loaded, row) else "bf16"
-        body.append([name, shape, number(ours, ".2f"), *speeds, taken])
-    headers = ["layer", "batch x length", "BALANCED, ms", "its speed-up", "SageAttention 2's speed-up", "`auto` takes"]
+        body.append([name, shape, number(ours, ".2f"), *speeds])
+    headers = ["layer", "batch x length", "BALANCED, ms", "its speed-up", "SageAttention 2's speed-up"]
     return [Table("", headers, body)] if body else []
 
 
@@ -148,7 +168,7 @@ def error_tables(loaded: Loaded) -> list[Table]:
         ]
         for name, bits in BITS.items()
     ]
-    headers = ["", "8 bits", "N(0, 1)", *hard.PLOTTED.values(), "perplexity", "time"]
+    headers = ["preset or peer", "in 8 bits", "N(0, 1)", *hard.PLOTTED.values(), "perplexity", "time"]
     return [Table("", headers, body)] if inputs else []
 
 
@@ -175,7 +195,7 @@ def documents(loaded: Loaded) -> str | None:
     """Documents as packed sequences of FlashAttention-3."""
     cells = [cell for cell in sparse.cells_of(loaded) if cell.mask == "documents" and cell.D == D]
     ms = cells[0].rows.get((FA3_DOCUMENTS, None, "e2e"), {}).get("ms") if cells else None
-    return None if ms is None else f"FA3 in bf16 takes {number(ms, '.1f')} ms for these documents as packed sequences."
+    return None if ms is None else f"FA3 in bf16 takes {number(ms, '.1f')} ms for the documents as packed sequences."
 
 
 def decode_tables(loaded: Loaded) -> list[Table]:
@@ -194,7 +214,7 @@ def decode_tables(loaded: Loaded) -> list[Table]:
 def gpu_tables(loaded: Loaded) -> list[Table]:
     """A default call, all-gather, next to bf16 on as many GPUs, the same problem on more and more."""
     rows = rows_of(loaded, "distributed", scaling="strong", strategy="allgather")
-    worlds = [world for (world,) in values_of(rows, "world") if world > 1]
+    worlds = [world for (world,) in values_of(rows, "world")]
     body = []
     for H, H_kv, causal, N in values_of(rows, "H", "H_kv", "causal", "N"):
         texts = []
@@ -204,8 +224,8 @@ def gpu_tables(loaded: Loaded) -> list[Table]:
             bf16 = next((r["ms"] for r in cell if r["impl"] not in OURS), None)
             texts.append(f"{number(mine, '.1f')} ({speed_text(ratio(bf16, mine))})" if mine else "-")
         body.append([f"{NAMES.get((H, H_kv, causal), mask(causal))}, {N} tokens", *texts])
-    headers = ["ms (speed-up)", *(f"{world} GPUs" for world in worlds)]
-    return [Table("", headers, body)] if worlds else []
+    headers = ["ms (speed-up)", *(f"{world} GPU{'s' * (world > 1)}" for world in worlds)]
+    return [Table("", headers, body)] if max(worlds, default=1) > 1 else []
 
 
 def cost_tables(loaded: Loaded) -> list[Table]:
@@ -258,7 +278,7 @@ BLOCKS = {
         sentence=headline,
         brief=True,
     ),
-    "front_layers": Block("models", layer_tables, sentence=crossovers, beside=("auto",), brief=True),
+    "front_layers": Block("models", layer_tables, sentence=crossovers, beside=("auto", "sparse"), brief=True),
     "front_steps": Block("steps", step_tables, beside=("steps_compiled",), brief=True),
     "front_errors": Block(
         "hard", error_tables, beside=("accuracy", "ladder", "language_model", "attention"), brief=True

@@ -1041,15 +1041,22 @@ def test_a_time_of_the_front_page_is_over_the_default() -> None:
 
 
 def test_the_front_page_says_what_auto_takes(results: Loaded) -> None:
-    (layers,) = front.layer_tables(results)
-    taken = {line[0]: line[-1] for line in layers.body}
-    assert taken["Llama 8B, long"] == taken["Wan 2.1 14B"] == "8 bits"
-    assert re.search(r"attention at \d+ to \d+ tokens", front.crossovers(results) or "")
+    assert re.search(r"from \d+ to \d+ tokens on.*takes 8 bits for all layers below", front.crossovers(results) or "")
+    results["models"]["rows"] += [
+        row | {"model": "short", "M": 64, "N": 64} for row in results["models"]["rows"] if row["model"] == "Llama 8B"
+    ]
+    assert "8 bits for all layers below but short." in (front.crossovers(results) or "")
     for row in results["auto"]["rows"]:
         if row["impl"] == "helion_attn":
             row["ms"] = 1e9
-    assert {line[-1] for line in front.layer_tables(results)[0].body} == {"bf16"}
     assert front.crossovers(results) is None, "8 bits are faster at no length"
+
+
+def test_the_front_page_says_how_far_times_lie_apart() -> None:
+    of_fa3 = {"impl": "fa3_bf16", "N": 75600, "H": 12}
+    loaded: Loaded = {name: {"meta": {}, "rows": [of_fa3 | {"ms": ms}]} for name, ms in (("models", 5), ("sparse", 4))}
+    assert "4 to 5 ms" in front.apart(loaded)
+    assert front.apart({"models": loaded["models"]}) == ""
 
 
 def whole_steps(**ms: float) -> Loaded:
@@ -1078,10 +1085,9 @@ def test_the_headline_is_of_the_default(results: Loaded) -> None:
         "<sub>a GPU, 2026-01-",
     ]
     assert "**1.50 times as fast**" in text
-    assert text.split("\n\n")[0].endswith("its attention, 1.50 times.")
-    loaded |= {"steps_compiled": whole_steps(fa3_bf16=30.0, balanced=25.0)["steps"]}
+    loaded |= {"steps_compiled": whole_steps(fa3_bf16=30.0, balanced=25.0, fused=24.0)["steps"]}
     (table,) = front.step_tables(loaded)
-    assert table.body == [[steps.WAN_SMALL, "40", "30", "-", "20", "10", "5", "1.50 / 1.20"]]
+    assert table.body == [[steps.WAN_SMALL, "40", "30", "-", "20", "10", "5", "1.50 / 3.00", "1.20 / 1.25"]]
     assert front.BLOCKS["headline"].plots[0].draw(loaded) is not None
     assert report.block_markdown("headline", {}, "images") is None
 
