@@ -1,7 +1,7 @@
 """`recipe="auto"`: the default preset or PyTorch's own attention, whichever was the faster where both were measured.
 
-PyTorch's is `torch.ops.aten.scaled_dot_product_attention`, with the backend that PyTorch chooses. Called by this name,
-no `helion_attn.sdpa` around it takes the call.
+PyTorch's is `scaled_dot_product_attention`, with the backend that PyTorch chooses, called so that no `helion_attn.sdpa`
+around it takes the call.
 """
 
 from __future__ import annotations
@@ -208,11 +208,15 @@ def takes_pytorch(
         problem: checks the call and makes a problem of it. It is not asked of a call like one that was checked before.
     """
     key = plans.key_of("auto", (q, k, v), (*options, *options.values()))
-    if key is None:
-        return pytorch_call(problem(), options) is not None
-    if key not in _TAKEN:
-        taken = pytorch_call(problem(), options) is not None
+    try:
+        known = None if key is None else _TAKEN.get(key)
+    except TypeError:  # an option that has no hash is none that is accepted
+        key = known = None
+    if known is not None:
+        return known
+    taken = pytorch_call(problem(), options) is not None
+    if key is not None:
         if len(_TAKEN) >= plans.MAX_PLANS:
             _TAKEN.clear()
         _TAKEN[key] = taken
-    return _TAKEN[key]
+    return taken

@@ -24,7 +24,7 @@ from torch.utils._device import DeviceContext
 
 from helion_attn.compiler.buffers import ALIGNMENT, Buffer, Draft, Fill, Launch, Memory
 from helion_attn.debugging import debugging
-from helion_attn.validate.tangents import is_forward_mode
+from helion_attn.validate.derivatives import is_forward_mode
 
 if TYPE_CHECKING:
     from helion_attn.compiler.linked_launch import LinkedLaunch
@@ -289,7 +289,7 @@ def key_of(name: str, tensors: Sequence[Any], options: Sequence[Any]) -> Hashabl
     if is_elsewhere(device):
         return None
     # 1, 1.0 and True are equal, and not all of them are accepted.
-    types = [tuple(map(type, option)) if type(option) is tuple else type(option) for option in options]
+    types = [tuple(map(type, option)) if isinstance(option, tuple) else type(option) for option in options]
     return (name, *layouts(tensors), *options, *types)
 
 

@@ -16,6 +16,7 @@ from helion_attn import api, auto, configs
 from helion_attn.api import dense_problem
 from helion_attn.auto import FALLBACK_GPU, Crossover
 from helion_attn.integrations import diffusers, transformers
+from helion_attn.integrations.fused import prefers_pytorch
 from helion_attn.testing import make_qkv, relative_error
 from helion_attn.validate.distributed import check_part
 
@@ -331,6 +332,17 @@ def test_a_choice_is_made_once(device: str) -> None:
         with pytest.raises(AssertionError, match="checked again"):
             ha.attention(q, k, v, causal=True, recipe="auto")
     assert torch.equal(outs[1], of_pytorch(k, q, v))
+
+
+def test_an_option_without_a_hash_is_refused_in_words(device: str) -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 20, 20, 64, device=device)
+    refused: Any = [1.0]
+    for call in (
+        lambda: ha.attention(q, k, v, sm_scale=refused, recipe="auto"),
+        lambda: prefers_pytorch(*(x.transpose(1, 2) for x in (q, k, v)), causal=False, sm_scale=refused),
+    ):
+        with pytest.raises(TypeError, match="sm_scale is a list"):
+            call()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -23,7 +23,7 @@ from helion_attn.debugging import debugging
 from helion_attn.names import OTHER_LAYOUTS
 from helion_attn.numerics import MAX_SEED
 from helion_attn.types import Layout, Recipe, RMSNorm, Rope, Scores, as_recipe, check_quantises
-from helion_attn.validate.tangents import has_tangent
+from helion_attn.validate.derivatives import has_tangent, requires_grad
 from helion_attn.validate.values import check_position_values, check_rope_positions
 
 IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -267,7 +267,7 @@ def check_is_tensor(name: str, x: object) -> None:
 
 def check_no_grad(name: str, x: torch.Tensor) -> None:
     """Nobody waits for a derivative of it, in reverse or forward mode."""
-    if x.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and requires_grad(x):
         raise RuntimeError(
             f"{name} requires grad; helion_attn has no backward pass: call it in torch.no_grad() or detach {name}"
         )

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 import helion_attn as ha
 from helion_attn import plans
 from helion_attn.testing import fake_cuda
-from helion_attn.validate.tangents import has_tangent
+from helion_attn.validate.derivatives import has_tangent, requires_grad
 from helpers.no_ops import Launched
 
 pytestmark = pytest.mark.usefixtures("no_launch")
@@ -98,6 +98,35 @@ def test_a_tangent_raises(name: str) -> None:
 def test_a_gradient_raises(name: str) -> None:
     with pytest.raises(RuntimeError, match="requires grad; helion_attn has no backward pass"):
         CALLS[name](X.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("recipe", ["balanced", "auto"])
+def test_a_gradient_raises_inside_of_vmap(recipe: Any) -> None:
+    """A batch of `torch.vmap` says that it requires none."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda one: ha.attention(one, X, X, recipe=recipe))(x[None]).sum()
+
+    for differentiated in (torch.func.grad(call), torch.func.jacrev(call), lambda x: call(x.requires_grad_())):
+        with pytest.raises(RuntimeError, match="q requires grad; helion_attn has no backward pass"):
+            differentiated(X.clone())
+
+
+def test_gradients_of_every_level_are_found() -> None:
+    found: list[bool] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        found.append(requires_grad(x))
+        return x * 2
+
+    x = torch.ones(3, 4)
+    torch.func.grad(lambda y: torch.vmap(torch.vmap(note))(y).sum())(x)
+    torch.vmap(torch.func.grad(lambda y: note(y).sum()))(x)
+    torch.vmap(note)(x.clone().requires_grad_())
+    assert found == [True] * 3
+    torch.func.grad(lambda y: (torch.vmap(note)(x) + y).sum())(x)
+    torch.vmap(note)(x)
+    assert found[3:] == [False] * 2
 
 
 def test_detached_tensors_are_taken() -> None:

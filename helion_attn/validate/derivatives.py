@@ -1,4 +1,4 @@
-"""Whether forward-mode differentiation goes through a tensor: PyTorch would take the derivative of a kernel for 0."""
+"""Whether somebody differentiates through a tensor: PyTorch would take the derivative of a kernel for 0."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import torch
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
+
+
+def requires_grad(x: torch.Tensor) -> bool:
+    """Whether a tensor requires grad, or one that `torch.func` wrapped for it: a batch of `torch.vmap` does not say."""
+    if x.requires_grad or torch.compiler.is_compiling() or not _functorch.is_functorch_wrapped_tensor(x):
+        return x.requires_grad
+    return requires_grad(_functorch.get_unwrapped(x))
 
 
 def is_forward_mode() -> bool:
