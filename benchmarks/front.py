@@ -92,7 +92,7 @@ def step_tables(loaded: Loaded) -> list[Table]:
             for found in (of_model, compiled.get(model, {}))
         ]
         body.append([model, *times, *speeds])
-    headers = ["a step of, ms", *STEP_TIMES.values(), "over FA3: BALANCED / fused", "both compiled"]
+    headers = ["a step of, ms", *STEP_TIMES.values(), "over FA3: BALANCED / fused", "the same, compiled"]
     return [Table("", headers, body)] if body else []
 
 
@@ -106,8 +106,8 @@ def crossovers(loaded: Loaded) -> str | None:
     in_bf16 = [name for name, row in rows.items() if not auto.takes_8_bits(loaded, row)]
     taken = f"all layers below but {', '.join(in_bf16)}" if in_bf16 else "all layers below"
     return (
-        f"8 bits are faster than PyTorch's bf16 attention from {min(lengths)} to {max(lengths)} tokens on, by head dim,"
-        f" mask and heads (8 or more). `auto` chooses between these two: it takes 8 bits for {taken}.{apart(loaded)}"
+        f"8 bits become faster than PyTorch's bf16 attention at a length between {min(lengths)} and {max(lengths)}, by "
+        f"head dim, mask and heads (8 or more). `auto` goes by that, not by FA3: BALANCED for {taken}.{apart(loaded)}"
     )
 
 

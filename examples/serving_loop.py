@@ -47,6 +47,8 @@ def step(batch: list[Sequence], length: int) -> None:
         shared.update({tuple(s.tokens[: page * (i + 1)]): s.pages[i] for i in range(s.stored // page)})
         if s.stored == len(s.tokens):
             s.tokens.append(int((last.float() @ unembed).argmax()))
+        if s.next_tokens() == 0:  # it has ended: others may have what is not shared
+            free.extend(set(s.pages) - {*shared.values()})
 
 
 def serve(arrivals: dict[int, tuple[list[int], int, int]]) -> list[Sequence]:

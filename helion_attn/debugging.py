@@ -24,7 +24,7 @@ class Seen:
     """A record of calls inside `debug`, against which later calls are checked.
 
     Attributes:
-        appends: by `k8` of a cache, and by page.
+        appends: the last one to a cache, by its `k8`, and by page.
         balances: of parts that `distributed.shard` cut, by group and tokens of the part.
     """
 

@@ -113,8 +113,9 @@ def top(
         layout: "bhsd" or "bshd".
 
     Returns:
-        int32 [B, H_kv, pages], pages in the order of their keys, and int32 [B, H_kv], the keys in them: what
-        `attention_kvcache` takes in place of the two tables. A length that `attention_kvcache` makes NaN of is -1.
+        int32 [B, H_kv, pages], at most as many as the table has, in the order of their keys, and int32 [B, H_kv], the
+        keys in them: what `attention_kvcache` takes in place of the two tables. A length that `attention_kvcache`
+        makes NaN of is -1.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.

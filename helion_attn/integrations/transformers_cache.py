@@ -45,9 +45,18 @@ class NewKeys:
         )
 
 
-def mean_of_keys(k: torch.Tensor) -> torch.Tensor:
-    """fp32 [H_kv, D] of [B, H_kv, L, D]; 0 where it is not finite, which must not be every key's affair."""
-    return k.float().mean((0, 2)).nan_to_num(0.0, 0.0, 0.0)
+def mean_of_keys(k: torch.Tensor, padding: list[int]) -> torch.Tensor | None:
+    """fp32 [H_kv, D] of keys [B, H_kv, L, D] but those of padding at the start; None of fewer than `KEYS_OF_MEAN`.
+
+    0 where it is not finite, which must not be every key's affair.
+    """
+    B, _, L, _ = k.shape
+    if (count := B * L - sum(padding)) < KEYS_OF_MEAN:
+        return None
+    if any(padding):
+        is_key = torch.arange(L) >= torch.tensor(padding).unsqueeze(1)
+        k = k.where(is_key.to(k.device)[:, None, :, None], 0.0)
+    return (k.float().sum((0, 2)) / count).nan_to_num(0.0, 0.0, 0.0)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -71,15 +80,15 @@ class PagedLayer(CacheLayerMixin):
         #: Padding at the start of each sequence.
         self.padding: torch.Tensor | None = None
         self.starts: list[int] = []
-        # Both are the same for many calls, and four launches to make.
+        # What several calls take, and four launches make: the table, and lengths with the tokens that they are of.
         self._table: torch.Tensor | None = None
-        self._lengths: dict[int, torch.Tensor] = {}
+        self._lengths: tuple[int, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the first `attend` makes the pool."""
+        """Nothing: the first `append` makes the pool."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Hand the new keys and values on to `attend`, which knows what is padding."""
+        """Hand the new keys and values on to attention, which knows what is padding, and appends them."""
         return NewKeys(key_states, self), NewKeys(value_states, self)
 
     def get_seq_length(self) -> int:
@@ -107,7 +116,7 @@ class PagedLayer(CacheLayerMixin):
         """
         B, H_kv, L, D = k.shape
         if self.cache is None:
-            mean = mean_of_keys(k) if B * L >= KEYS_OF_MEAN else None
+            mean = mean_of_keys(k, starts)
             self.cache = paged_kv_cache(B, H_kv, D, D_v=v.size(3), device=k.device, recipe=self.recipe, k_mean=mean)
             self.padding = torch.tensor(starts, dtype=torch.int32).to(k.device)
             self.starts = starts
@@ -123,7 +132,12 @@ class PagedLayer(CacheLayerMixin):
             )
         if (needed := -(-(self.tokens + L) // self.cache.page_size)) > self.pages:
             self.grow(max(needed, int(GROWTH * self.pages)))
-        append_kvcache(self.cache, k, v, self.block_table(), self.lengths())
+        try:
+            append_kvcache(self.cache, k, v, self.block_table(), self.lengths())
+        except Exception:
+            if self.tokens == 0:
+                self.reset()
+            raise
         self.tokens += L
 
     @property
@@ -147,9 +161,9 @@ class PagedLayer(CacheLayerMixin):
     def lengths(self) -> torch.Tensor:
         """int32 [B]: keys of each sequence, without padding."""
         assert self.padding is not None
-        if self.tokens not in self._lengths:
-            self._lengths = {self.tokens: (self.tokens - self.padding).clamp_min(0)}
-        return self._lengths[self.tokens]
+        if self._lengths is None or self._lengths[0] != self.tokens:
+            self._lengths = self.tokens, (self.tokens - self.padding).clamp_min(0)
+        return self._lengths[1]
 
     def grow(self, pages: int) -> None:
         """Give each sequence so many pages."""
@@ -174,7 +188,7 @@ class PagedLayer(CacheLayerMixin):
         self._replace(selected)
         self.padding = self.padding.index_select(0, indices)
         self.starts = self.padding.tolist()
-        self._lengths = {}
+        self._lengths = None
 
     def _replace(self, made: Any) -> None:
         assert self.cache is not None
@@ -218,8 +232,8 @@ class PagedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.cache = self.padding = self._table = None
-        self.starts, self._lengths = [], {}
+        self.cache = self.padding = self._table = self._lengths = None
+        self.starts = []
         self.tokens = 0
 
     def offload(self) -> NoReturn:

@@ -71,10 +71,12 @@ def note_append(cache: PagedKVCache, block_table: torch.Tensor, cache_seqlens: t
     seen, lengths = seen_so_far(), _read(cache_seqlens)
     if seen is None or lengths is None:
         return
-    appends = seen.appends.setdefault(cache.k8, {})
-    for length, pages in zip(lengths, block_table.tolist(), strict=True):
-        for page in pages[length // cache.page_size : (length + new_keys - 1) // cache.page_size + 1]:
-            appends[page] = Append(length, new_keys)
+    # Of earlier ones keys may have been forgotten, and pages given to other sequences.
+    seen.appends[cache.k8] = {
+        page: Append(length, new_keys)
+        for length, pages in zip(lengths, block_table.tolist(), strict=True)
+        for page in pages[length // cache.page_size : (length + new_keys - 1) // cache.page_size + 1]
+    }
 
 
 def check_appended(
@@ -89,9 +91,14 @@ def check_appended(
         return
     appends, page_size = seen.appends.get(cache.k8, {}), cache.page_size
     H, M = (q.size(1), q.size(2)) if layout == "bhsd" else (q.size(2), q.size(1))
-    for b, (length, pages) in enumerate(zip(lengths, block_table.tolist(), strict=True)):
-        of_next = appends.get(pages[length // page_size]) if length < len(pages) * page_size else None
-        if of_next is not None and of_next.first == length:
+    tables = block_table.tolist()
+    read = [{*pages[: -(-length // page_size)]} for length, pages in zip(lengths, tables, strict=True)]
+    for b, (length, pages) in enumerate(zip(lengths, tables, strict=True)):
+        following = pages[length // page_size] if length < len(pages) * page_size else None
+        of_next = appends.get(following)
+        # Past its end a table may have pages of other sequences.
+        is_of_another = any(following in others for i, others in enumerate(read) if i != b)
+        if of_next is not None and of_next.first == length and not is_of_another:
             raise ValueError(
                 f"cache_seqlens[{b}] is {length}, and {of_next.keys} keys were appended behind those, which it must "
                 f"count: add {of_next.keys} to it once they are appended"

@@ -1041,11 +1041,11 @@ def test_a_time_of_the_front_page_is_over_the_default() -> None:
 
 
 def test_the_front_page_says_what_auto_takes(results: Loaded) -> None:
-    assert re.search(r"from \d+ to \d+ tokens on.*takes 8 bits for all layers below", front.crossovers(results) or "")
+    assert re.search(r"between \d+ and \d+, .*BALANCED for all layers below", front.crossovers(results) or "")
     results["models"]["rows"] += [
         row | {"model": "short", "M": 64, "N": 64} for row in results["models"]["rows"] if row["model"] == "Llama 8B"
     ]
-    assert "8 bits for all layers below but short." in (front.crossovers(results) or "")
+    assert "BALANCED for all layers below but short." in (front.crossovers(results) or "")
     for row in results["auto"]["rows"]:
         if row["impl"] == "helion_attn":
             row["ms"] = 1e9

@@ -288,6 +288,27 @@ def test_the_mean_of_the_first_keys() -> None:
     assert torch.equal(layer.cache.k_mean, expected)
 
 
+def test_padding_is_no_part_of_the_mean() -> None:
+    k = torch.randn(2, 2, 130, 32, generator=torch.Generator().manual_seed(0))
+    k[1, :, :100] = 300.0
+    layer, few = module.PagedLayer(ha.BALANCED), module.PagedLayer(ha.BALANCED)
+    layer.append(k, k, [0, 100])
+    few.append(k[1:], k[1:], [100])
+    assert layer.cache is not None
+    assert layer.cache.k_mean is not None
+    torch.testing.assert_close(layer.cache.k_mean, torch.cat([k[0], k[1, :, 100:]], 1).mean(1))
+    assert few.cache is not None
+    assert few.cache.k_mean is None, "30 keys and 100 of padding"
+
+
+def test_a_first_append_that_raises_leaves_nothing() -> None:
+    layer, k = module.PagedLayer(ha.BALANCED), torch.randn(2, 2, 9, 32)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        layer.append(k.clone().requires_grad_(), k, [0, 0])
+    layer.append(k[:1], k[:1], [0])
+    assert layer.tokens == 9
+
+
 def test_memory() -> None:
     """Against bf16, at whole pages: half, and a descale a key and KV head of K and of V."""
     layer = module.PagedLayer(ha.FAST)

@@ -66,12 +66,13 @@ def served(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: ha.Recipe, k_mean: torch.Tensor, **options: Any
 ) -> Served:
     lengths = [KEYS, *OTHERS]
-    cache, table, _ = make_cache(lengths, H_KV, k.size(3), device=q.device.type, recipe=recipe, k_mean=k_mean)
+    sizes = H_KV, k.size(3), v.size(3)
+    cache, table, _ = make_cache(lengths, *sizes, device=q.device.type, recipe=recipe, k_mean=k_mean)
     append_all(cache, k, v, table, lengths)
     return Served(q, cache, table, options)
 
 
-def exact(D: int, device: str, recipe: ha.Recipe = ha.FAST, **options: Any) -> Served:
+def exact(D: int, device: str, recipe: ha.Recipe = ha.FAST, D_v: int | None = None, **options: Any) -> Served:
     """Of numbers whose products and their sums are exact in fp32: a CPU's order of additions depends on shapes.
 
     Each row at a scale of its own, Q's and K's numbers become multiples of 64 up to 448, and V's 256 or 0: times P,
@@ -79,12 +80,12 @@ def exact(D: int, device: str, recipe: ha.Recipe = ha.FAST, **options: Any) -> S
     """
     generator = torch.Generator().manual_seed(D)
 
-    def rows(heads: int, largest: int) -> torch.Tensor:
-        x = torch.randint(-largest, largest + 1, (3, heads, LONGEST, D), generator=generator).float()
+    def rows(heads: int, largest: int, width: int = D) -> torch.Tensor:
+        x = torch.randint(-largest, largest + 1, (3, heads, LONGEST, width), generator=generator).float()
         x[..., 0] = largest
         return (x * torch.exp2(torch.randint(-2, 3, (3, heads, LONGEST, 1), generator=generator))).to(device)
 
-    q, k, v = rows(H, 7), rows(H_KV, 7), rows(H_KV, 1)
+    q, k, v = rows(H, 7), rows(H_KV, 7), rows(H_KV, 1, D_v or D)
     k_mean = torch.arange(D, device=device).expand(H_KV, D) % 7.0
     # Scores of a standard deviation of 3 or so.
     return served(q, k + k_mean, v, recipe, k_mean, sm_scale=0.08 / D**0.5, **options)
@@ -110,6 +111,11 @@ def masked(name: str, device: str) -> dict[str, Any]:
 @BOTH
 def test_chunks_and_batches_change_nothing(D: int, splits: int, mask: str, recipe: ha.Recipe, device: str) -> None:
     assert exact(D, device, recipe, num_splits=splits, **masked(mask, device)).changed() == []
+
+
+@pytest.mark.parametrize(("D", "D_v"), [(64, 256), (256, 64)])
+def test_chunks_and_batches_change_nothing_where_v_has_other_channels(D: int, D_v: int, device: str) -> None:
+    assert exact(D, device, ha.BALANCED, D_v=D_v, num_splits=2).changed() == []
 
 
 def rounded_in_first_row(x: torch.Tensor, mean: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -86,6 +86,21 @@ def descaled(device: str, value: float) -> Any:
     return flash_attn_func(q, k, v, k_descale=torch.full((1, 2), value, device=device))
 
 
+def forgotten(device: str) -> torch.Tensor:
+    """The key behind 128 others is forgotten with the last of these, in whose place another comes."""
+    cached = Cached(device)
+    cached.append_then_attend([128, 0], [129, 1])
+    return cached.append_then_attend([127, 1], [128, 2])
+
+
+def page_of_another(device: str) -> torch.Tensor:
+    """Behind the last page of a sequence its table has one to which another's key went."""
+    cached, table = Cached(device), [[0, 1], [2, 1]]
+    cached.append(table, [128, 127])
+    block_table = torch.tensor(table, dtype=torch.int32, device=device)
+    return ha.attention_kvcache(cached.q, cached.cache, block_table, ints(129, 128, device=device))
+
+
 def append_twice_to_a_page(device: str) -> None:
     """The same keys for both sequences: which is written last changes nothing."""
     cached = Cached(device)
@@ -135,6 +150,8 @@ GOOD: dict[str, Callable[[str], object]] = {
     "as_many_heads_as_tokens": lambda device: swapped(device, 4, 4),
     "one_token": lambda device: swapped(device, 4, 1),
     "flash_attn": flash_attn_twice,
+    "forgotten": forgotten,
+    "page_of_another": page_of_another,
     "shared_prefix": lambda device: Cached(device).append([[0, 1], [0, 2]], [128, 128]),
     "positions": lambda device: rotated(device, [0, 4, 1]),
     "descale": lambda device: descaled(device, 2.0),
