@@ -77,7 +77,7 @@ def test_mean_of_many_keys(D_v: int) -> None:
         (kernel,) = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, RECENTRED_KEYS, 64, D_v=D_v))
     assert "recentre" in kernel.name
     assert_sound(kernel)
-    assert kernel.ctas_per_sm >= 2
+    assert kernel.ctas_per_sm >= (1 if D_v == 576 else 2)
 
 
 @pytest.mark.parametrize(
