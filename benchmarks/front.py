@@ -53,6 +53,9 @@ STEPS = (
     steps.FLUX, "Qwen-Image 20B, 1328 x 1328", "Llama 8B, 8k tokens", steps.LLAMA,
 )  # fmt: skip
 
+#: The layer that two suites time.
+LAYER = "Wan 2.1 1.3B"
+
 #: Layers like others in the table of layers, which that page has too.
 OTHER_LAYERS = ("CogVideoX", "Llama 70B")
 
@@ -113,12 +116,13 @@ def crossovers(loaded: Loaded) -> str | None:
 
 def apart(loaded: Loaded) -> str:
     """A sentence on FlashAttention-3's times of one layer in two suites, beside other kernels."""
-    whole = {"N": 75600, "H": 12, "impl": "fa3_bf16"}
+    layer = models.MODELS[LAYER]
+    whole = {"N": layer.N, "H": layer.H, "impl": "fa3_bf16"}
     found = [row["ms"] for suite in ("models", "sparse") for row in rows_of(loaded, suite, **whole) if row.get("ms")]
     if len(found) < 2:
         return ""
     least, most = (number(ms, ".0f") for ms in (min(found), max(found)))
-    return f" Power caps clocks: FA3 takes {least} to {most} ms for Wan 2.1 1.3B, by what runs before it."
+    return f" Power caps clocks: FA3 takes {least} to {most} ms for {LAYER}, by what runs before it."
 
 
 def layer_tables(loaded: Loaded) -> list[Table]:

@@ -114,7 +114,7 @@ def cache_tensors(cache: PagedKVCache) -> tuple[Any, ...]:
 
 
 def cache_sizes(cache: PagedKVCache) -> tuple[int, ...]:
-    """What a cache has besides tensors."""
+    """Head dims of a cache, its fields that are no tensors."""
     return (cache.D, cache.D_v) if isinstance(cache, PagedKVCache) else ()
 
 

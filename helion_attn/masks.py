@@ -255,7 +255,7 @@ def radial(
         return near | (of_k < sink_frames) | (q >= video) | (k >= video)
 
     def runs() -> Iterable[tuple[int, int, torch.Tensor, torch.Tensor]]:
-        """What each query sees of a frame, and of the text."""
+        """Yield, frame by frame and then for the text, the keys that each query sees."""
         q = torch.arange(S, device=reach.device)
         of_q, is_text = q // tokens, q >= video
         for frame in range(frames):

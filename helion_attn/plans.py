@@ -16,7 +16,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -206,7 +206,10 @@ def plain_kernels(like: torch.Tensor) -> Any:
         yield
 
 
-_PLANS: dict[Hashable, Plan] = {}
+Kept = TypeVar("Kept")
+
+#: Plans by what they depend on, and what else stands in for one: PyTorch's attention, and whether it is taken.
+_PLANS: dict[Hashable, Any] = {}
 
 _LOCK = threading.Lock()
 
@@ -216,13 +219,14 @@ def forget() -> None:
     _PLANS.clear()
 
 
-def known(key: Hashable) -> Plan | None:
-    """The plan that is kept, or None."""
-    return _PLANS.get(key)
+def known(key: Hashable) -> Any:
+    """What is kept of a key, or None; nothing is of None."""
+    # Without the branch torch.compile, which has no keys, compiles anew for each plan that is added.
+    return None if key is None else _PLANS.get(key)
 
 
-def remember(key: Hashable, plan: Plan) -> Plan:
-    """Keep a plan."""
+def remember(key: Hashable, plan: Kept) -> Kept:
+    """Keep a plan, or what stands in for one."""
     with _LOCK:
         if len(_PLANS) >= MAX_PLANS:
             _PLANS.clear()
@@ -271,7 +275,7 @@ def is_elsewhere(device: torch.device) -> bool:
 
 
 def key_of(name: str, tensors: Sequence[Any], options: Sequence[Any]) -> Hashable | None:
-    """All that a call depends on but addresses, or None if it cannot take a plan at once.
+    """All that a call depends on but addresses; None if it cannot take a plan at once, or an option has no hash.
 
     Args:
         name: of the call.
@@ -290,7 +294,12 @@ def key_of(name: str, tensors: Sequence[Any], options: Sequence[Any]) -> Hashabl
         return None
     # 1, 1.0 and True are equal, and not all of them are accepted.
     types = [tuple(map(type, option)) if isinstance(option, tuple) else type(option) for option in options]
-    return (name, *layouts(tensors), *options, *types)
+    key = (name, *layouts(tensors), *options, *types)
+    try:
+        hash(key)
+    except TypeError:  # such an option is none that is accepted
+        return None
+    return key
 
 
 def run(
@@ -311,10 +320,7 @@ def run(
     """
     given = [x for x in tensors if x is not None]
     key = key_of(name, given, (*options, *[x is None for x in tensors]))
-    try:
-        plan = None if key is None else _PLANS.get(key)
-    except TypeError:  # an option that has no hash is none that is accepted
-        key = plan = None
+    plan = known(key)
     if plan is None:
         operation, arguments = problem()
         if key is None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import helion_attn as ha
-from helion_attn import api, auto, configs
+from helion_attn import api, auto, configs, plans
 from helion_attn.api import dense_problem
 from helion_attn.auto import FALLBACK_GPU, Crossover
 from helion_attn.integrations import diffusers, transformers
@@ -33,11 +33,11 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kinds = itertools.product(sorted(auto.MEASURED_GPUS), (64, 128, 256), (False, True), (1, 4))
     rows = tuple(Crossover(gpu, D, causal, group, HEADS, FROM) for gpu, D, causal, group in kinds)
     monkeypatch.setattr(auto, "CROSSOVERS", rows)
-    for kept in (auto._GPUS, auto._TAKEN):
-        kept.clear()
+    auto._GPUS.clear()
+    plans.forget()
     yield
-    for kept in (auto._GPUS, auto._TAKEN):
-        kept.clear()
+    auto._GPUS.clear()
+    plans.forget()
 
 
 def of_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -23,7 +23,7 @@ ROWS = 16
 
 
 class LseShiftSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         d: head dim of Q.
@@ -103,9 +103,10 @@ def kernel(is_cuda: bool) -> Runner:
 
 
 def launch(a: DecodeProblem, q: StridedRows, unit: int) -> torch.Tensor | None:
-    """What the cache's mean took, fp32 [B * H * M], if there is one and somebody sees it.
+    """Compute what the cache's mean took from each row's scores: fp32 [B * H * M].
 
-    It is in natural log, or of tanh's arguments if there is a softcap.
+    None if the cache has no mean, or nobody sees it. It is in natural log, or, with a softcap, in the unit of tanh's
+    arguments.
 
     Args:
         a: the operation's arguments.

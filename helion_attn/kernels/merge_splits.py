@@ -26,7 +26,7 @@ MANY_RUNS, MANY_WARPS = 32, 4
 
 
 class MergeSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         at_once: runs that a program reads at once.

@@ -119,7 +119,7 @@ def descale_of_int8_key(amax: torch.Tensor, limit_log2: hl.constexpr) -> torch.T
 
 
 class AppendSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         keys: slots of a program, a multiple of 16.

@@ -18,7 +18,7 @@ STEP_ELEMENTS = 8192
 
 
 class BlockMeansSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         d_step: from a channel to the next.

@@ -15,7 +15,7 @@ ROWS, COMPARED = 8, 128
 
 
 class ListOrderSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         n: row blocks of a program.

@@ -34,7 +34,7 @@ NO_KEY = -(2**63)
 
 
 class MaskBitsSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         unit: what the steps and the length of a row are multiples of.

@@ -18,7 +18,7 @@ ROWS, MOST_AT_ONCE = 4, 512
 
 
 class MaskListsSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         n: rows of a program.

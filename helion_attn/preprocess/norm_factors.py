@@ -23,7 +23,7 @@ STEP_ELEMENTS, STAGES = 4096, 3
 
 
 class NormFactorsSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         q_d_step: from a channel of Q to the next.

@@ -31,7 +31,7 @@ from helion_attn.preprocess.sequences import key_source
 
 
 class PackKVSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         k_d_step: from a channel of K to the next.

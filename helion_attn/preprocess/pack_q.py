@@ -21,7 +21,7 @@ from helion_attn.preprocess.sequences import query_source
 
 
 class PackQSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         q_d_step: from a channel of Q to the next.

@@ -35,7 +35,7 @@ STEP_BLOCKS = 64
 
 
 class RecentreSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         v_d_step: from a channel of V to the next.

@@ -110,7 +110,7 @@ def significant_mean(
 
 
 class SampleSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         k_d_step: from a channel of K to the next.

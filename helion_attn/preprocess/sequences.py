@@ -62,7 +62,7 @@ def store_fields(
 
 
 class DescribeSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         bm: rows of a block of Q.

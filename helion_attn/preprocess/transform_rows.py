@@ -24,7 +24,7 @@ from helion_attn.problem import TransformProblem
 
 
 class TransformSpec(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled for.
 
     Attributes:
         d_step: from a channel to the next.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn import auto
+from helion_attn import auto, plans
 from helion_attn.integrations import masks
 from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.rope import apply_rope_qk
@@ -423,14 +423,14 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     for from_length in (None, 1):
         rows = tuple(row._replace(from_length=from_length) for row in auto.CROSSOVERS)
         monkeypatch.setattr(auto, "CROSSOVERS", rows)
-        auto._TAKEN.clear()
+        plans.forget()
         ha.fuse_diffusers(model, recipe="auto")
         with monkeypatch.context() as patch:
             used = mock.Mock(wraps=ha.attention)
             patch.setattr(backend, "attention", used)
             outs.append(output(model, inputs))
         assert all(("rope" in call.kwargs) == (from_length == 1) for call in used.call_args_list)
-    auto._TAKEN.clear()
+    plans.forget()
     ha.fuse_diffusers(model)
     assert torch.equal(output(model, inputs), outs[1])
     assert relative_error(outs[0], native) < 0.5 * relative_error(outs[1], native)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn import auto
+from helion_attn import auto, plans
 from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import relative_error
@@ -311,7 +311,7 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     for from_length in (None, 1):
         rows = tuple(row._replace(from_length=from_length) for row in auto.CROSSOVERS)
         monkeypatch.setattr(auto, "CROSSOVERS", rows)
-        auto._TAKEN.clear()
+        plans.forget()
         ha.register_transformers(recipe="auto")
         model.set_attn_implementation("helion_fp8")
         without = run(model, tokens)
@@ -323,7 +323,7 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
         # A layer with a window is the preset's.
         assert used.call_count == (1 if from_length is None else 2)
         assert relative_error(outs[from_length], without) < 0.05
-    auto._TAKEN.clear()
+    plans.forget()
     ha.fuse_transformers(model)
     assert torch.equal(run(model, tokens), outs[1])
     assert not torch.equal(outs[None], outs[1])
