@@ -2,10 +2,10 @@
 
 B 64, GQA 8, D 128, N 8k, 16k and 64k (8k when quick), one new query a sequence, with keys in int8, the default, and in
 e4m3. Beside it: a device copy that moves as many bytes, timed in the same rounds; FlashAttention-3's
-`flash_attn_with_kvcache` in bf16 and FP8, on contiguous caches. With int8 keys: an eighth of the pages, chosen for this
-query and attended to; appending one key a sequence, and a prompt of all keys to one sequence, with RoPE and without.
-All sequences have the same keys, in pages of their own. Errors of peers are shown, and do not decide. Then batches of
-other sizes, also of sequences that differ in length.
+`flash_attn_with_kvcache` in bf16 and FP8, on contiguous caches. With int8 keys: an eighth of the longest sequence's
+pages, chosen for this query and attended to; appending one key a sequence, and a prompt of all keys to one sequence,
+with RoPE and without. All sequences have the same keys, in pages of their own. Errors of peers are shown, and do not
+decide. Then batches of other sizes, also of sequences that differ in length.
 """
 
 from __future__ import annotations
@@ -98,6 +98,16 @@ def means_of(cache: ha.PagedKVCache, table: Tensor, N: int) -> Tensor:
     return means
 
 
+def few_pages(q: Tensor, cache: ha.PagedKVCache, table: Tensor, seqlens: Tensor, N: int) -> Callable[[], Tensor]:
+    """What chooses an eighth of the pages of N keys for q, and attends to them; three of a short sequence."""
+    means, pages = means_of(cache, table, N), max(3, N // cache.page_size // 8)
+
+    def decode() -> Tensor:
+        return ha.attention_kvcache(q, cache, *ha.pages.top(q, means, cache, table, seqlens, pages=pages))
+
+    return decode
+
+
 def some_rope(N: int, D: int, device: torch.device) -> ha.Rope:
     """RoPE at positions 0..N - 1."""
     angles = torch.outer(torch.arange(N, device=device), 10000 ** (-torch.arange(D // 2, device=device) / (D // 2)))
@@ -133,13 +143,8 @@ def measure(w: Workload, device: torch.device, repeats: int) -> list[Row]:
     # The second key of a page, as most are: the first also clears it.
     runs["append"] = functools.partial(ha.append_kvcache, cache, new[0], new[1], table, seqlens + 1)
 
-    means, pages = means_of(cache, table, w.N), max(3, w.N // cache.page_size // 8)
-
-    def decode_few() -> Tensor:
-        return ha.attention_kvcache(q, cache, *ha.pages.top(q, means, cache, table, seqlens, pages=pages))
-
     rows["few_pages"] = result_row("helion_attn", w, "few_pages", "randn")
-    runs["few_pages"] = decode_few
+    runs["few_pages"] = few_pages(q, cache, table, seqlens, w.N)
 
     rope, start = some_rope(w.N, w.D, device), torch.zeros_like(seqlens[:1])
     for stage, rotates in PROMPTS.items():
@@ -223,6 +228,9 @@ def measure_batch(batch: str, lengths: list[int], device: torch.device, repeats:
         runs[name] = decode = functools.partial(ha.attention_kvcache, q, cache, table, seqlens)
         rows[name] = result_row(name, w, "batch", "randn", error_total=relative_error(decode()[at], expected))
         moved[name] = sum(lengths) * w.H_kv * bytes_of_key(cache)
+        if name == "helion_attn":
+            rows["few_pages"] = result_row(name, w, "batch_few_pages", "randn")
+            runs["few_pages"] = few_pages(q, cache, table, seqlens, w.N)
     for name, (row, run) in peers_of(w, "batch", q, k, v, seqlens, at, expected).items():
         rows[name] = row
         if run is not None:
@@ -281,9 +289,12 @@ def tables(loaded: Loaded) -> list[Table]:
     for (batch,) in values_of(rows_of(loaded, "decode", stage="batch"), "batch"):
         cell = rows_of(loaded, "decode", stage="batch", batch=batch)
         ms, share = (by_impl(cell, name) for name in ("ms", "of_copy"))
-        body.append([batch, *(f"{number(ms.get(impl), '.3f')} ({number(share.get(impl), '.2f')})" for impl in impls)])
+        few = by_impl(rows_of(loaded, "decode", stage="batch_few_pages", batch=batch), "ms").get("helion_attn")
+        times = (f"{number(ms.get(impl), '.3f')} ({number(share.get(impl), '.2f')})" for impl in impls)
+        body.append([batch, *times, number(few, ".3f")])
     title = "One new token of batches, H 32, H_kv 8, D 128, ms (bandwidth / a copy's)"
-    return [*found, Table(title, ["keys", *(NAMES[impl] for impl in impls)], body)] if body else found
+    headers = ["keys", *(NAMES[impl] for impl in impls), "an eighth of the pages, ms"]
+    return [*found, Table(title, headers, body)] if body else found
 
 
 def plot(loaded: Loaded) -> Figure | None:

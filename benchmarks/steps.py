@@ -86,7 +86,6 @@ class Model:
         D: head dim.
         can_fuse: whether `fuse_diffusers` or `fuse_transformers` takes it.
         tiles: of a mask of about a quarter of the blocks: tokens of a tile, and tiles of a window.
-        takes_long: cuDNN and FAST are left out.
     """
 
     name: str
@@ -98,7 +97,6 @@ class Model:
     D: int = 128
     can_fuse: bool = True
     tiles: tuple[tuple[int, int, int], tuple[int, int, int]] | None = None
-    takes_long: bool = False
 
     @property
     def is_causal(self) -> bool:
@@ -112,9 +110,14 @@ class Model:
         return (self.size[0], *(x // 2 for x in self.size[1:])) if is_patched else self.size
 
     @property
+    def joint_text(self) -> int:
+        """Tokens of the text that are part of self-attention."""
+        return self.text if self.build in JOINT else 0
+
+    @property
     def workload(self) -> Workload:
         """Its self-attention."""
-        tokens = math.prod(self.grid) + (self.text if self.build in JOINT else 0)
+        tokens = math.prod(self.grid) + self.joint_text
         w = workload(1, self.heads[0], tokens, tokens, self.D, self.is_causal)
         return dataclasses.replace(w, H_kv=self.heads[1])
 
@@ -234,9 +237,10 @@ _GEMMA3 = {
     "sliding_window": 1024,
     "max_position_embeddings": 131072,
 }
-#: 25.6% of the blocks.
+#: 26% of the blocks.
 _720P_TILES = ((3, 5, 8), (3, 7, 6))
 _480P_TILES = ((3, 10, 4), (5, 2, 5))
+_544P_TILES = ((3, 9, 10), (5, 2, 6))
 
 WAN_SMALL = "Wan 2.1 1.3B, 1280 x 720, 81 frames"
 WAN_480P, WAN_720P = "Wan 2.1 14B, 832 x 480, 81 frames", "Wan 2.1 14B, 1280 x 720, 81 frames"
@@ -247,7 +251,7 @@ MODELS: tuple[Model, ...] = (
     Model(WAN_SMALL, wan, _WAN_SMALL, _WAN_720P, 512, (12, 12), tiles=_720P_TILES),
     Model(LLAMA, llama, _LLAMA, (32768,), heads=(32, 8)),
     Model(WAN_480P, wan, {}, _WAN_480P, 512, (40, 40), tiles=_480P_TILES),
-    Model(WAN_720P, wan, {}, _WAN_720P, 512, (40, 40), tiles=_720P_TILES, takes_long=True),
+    Model(WAN_720P, wan, {}, _WAN_720P, 512, (40, 40), tiles=_720P_TILES),
     Model(FLUX, flux, {}, (64, 64), 512),
     Model("Llama 8B, 8k tokens", llama, _LLAMA, (8192,), heads=(32, 8)),
     Model("Qwen3 8B, 8k tokens", qwen3, _QWEN3, (8192,), heads=(32, 8)),
@@ -256,7 +260,7 @@ MODELS: tuple[Model, ...] = (
     Model("Gemma 3 12B, 32k tokens", gemma3, _GEMMA3, (32768,), heads=(16, 8), D=256),
     Model("LTX-Video 2B, 1216 x 704, 121 frames", ltx, {}, (16, 22, 38), 256, (32, 32), 64, can_fuse=False),
     Model("Qwen-Image 20B, 1328 x 1328", qwen_image, {}, (83, 83), 512),
-    Model("HunyuanVideo 13B, 960 x 544, 129 frames", hunyuan, {}, (33, 68, 120), 256, takes_long=True),
+    Model("HunyuanVideo 13B, 960 x 544, 129 frames", hunyuan, {}, (33, 68, 120), 256, tiles=_544P_TILES),
 )
 
 _TINY_DIFFUSION = {"num_attention_heads": 1, "attention_head_dim": 64, "num_layers": 1}
@@ -290,7 +294,7 @@ DRY: tuple[Model, ...] = (
     Model("Gemma 3", gemma3, _TINY_LANGUAGE | {"sliding_window": 16}, (32,), heads=(2, 1), D=32),
     Model("LTX-Video", ltx, _TINY_LTX, (2, 4, 4), 8, (1, 1), 64, can_fuse=False),
     Model("Qwen-Image", qwen_image, _TINY_DIFFUSION | _TINY_AXES, (4, 4), 8, (1, 1), 64),
-    Model("HunyuanVideo", hunyuan, _TINY_HUNYUAN, (2, 4, 4), 8, (1, 1), 64, takes_long=True),
+    Model("HunyuanVideo", hunyuan, _TINY_HUNYUAN, (2, 4, 4), 8, (1, 1), 64, tiles=((1, 2, 2), (1, 1, 1))),
 )
 
 
@@ -451,8 +455,8 @@ def register(names: list[str], model: Model) -> None:
 def of_self_attention(
     tiles: ha.masks.Reordered | None, step: int, layer: int, q: Tensor, k: Tensor
 ) -> ha.masks.Reordered | None:
-    """A schedule of `fuse_diffusers`: cross attention is dense."""
-    return tiles if q.size(2) == k.size(2) else None
+    """A schedule of `fuse_diffusers`: attention of other tokens than the video's is dense."""
+    return tiles if tiles is not None and (q.size(2), k.size(2)) == (tiles.mask.M, tiles.mask.N) else None
 
 
 def tiles_of(model: Model, device: torch.device) -> ha.masks.Reordered | None:
@@ -460,7 +464,7 @@ def tiles_of(model: Model, device: torch.device) -> ha.masks.Reordered | None:
     if model.tiles is None:
         return None
     tile, window = model.tiles
-    return ha.masks.sliding_tile(model.grid, tile, window, device=device)
+    return ha.masks.sliding_tile(model.grid, tile, window, text=model.joint_text, device=device)
 
 
 def enter(name: str, model: Model, module: Any, processors: dict[str, Any], tiles: ha.masks.Reordered | None) -> None:
@@ -499,8 +503,6 @@ def names_of(model: Model, options: Options, compiled: bool) -> list[str]:
         left_out.add("masked")
     if model.workload.N > AUTO_TOKENS or compiled:
         left_out.add("auto")
-    if model.takes_long:
-        left_out |= {"cudnn_bf16", "fast"}
     return [name for name in CONTENDERS if name not in left_out]
 
 
