@@ -10,12 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from helion_attn import plans
 
-Run = Callable[..., Sequence[torch.Tensor]]
+Run = Callable[..., Sequence[torch.Tensor | None]]
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor: NaN is equal to itself."""
-    return x.contiguous().view(-1).view(torch.uint8)
+def bits(x: torch.Tensor | None) -> torch.Tensor:
+    """The bytes of a tensor, in which NaN is equal to itself; none of an lse that there is not."""
+    return torch.empty(0, dtype=torch.uint8) if x is None else x.contiguous().view(-1).view(torch.uint8)
 
 
 def three_times(run: Run) -> Run:
@@ -27,7 +27,7 @@ def three_times(run: Run) -> Run:
         options: Sequence[Any],
         problem: Callable[[], Any],
         written: Sequence[torch.Tensor] = (),
-    ) -> Sequence[torch.Tensor]:
+    ) -> Sequence[torch.Tensor | None]:
         returned = run(name, tensors, options, problem, written)
         given = [x for x in tensors if x is not None]
         if plans.key_of(name, given, ()) is None or torch.cuda.is_current_stream_capturing():
