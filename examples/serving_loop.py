@@ -44,7 +44,8 @@ def step(batch: list[Sequence], length: int) -> None:
     out = ha.attention_kvcache(q, cache, block_table, lengths + length, causal=True, num_splits=1)
     for s, last in zip(batch, out[:, :, -1].flatten(1), strict=True):
         s.stored += length
-        shared.update({tuple(s.tokens[: page * (i + 1)]): s.pages[i] for i in range(s.stored // page)})
+        for i in range(s.stored // page):  # another may have come first
+            shared.setdefault(tuple(s.tokens[: page * (i + 1)]), s.pages[i])
         if s.stored == len(s.tokens):
             s.tokens.append(int((last.float() @ unembed).argmax()))
         if s.next_tokens() == 0:  # it has ended: others may have what is not shared

@@ -32,7 +32,7 @@ from helion_attn.types import (
     Scores,
     as_cache_recipe,
 )
-from helion_attn.validate.dense import check_count
+from helion_attn.validate.dense import check_count, check_inputs
 from helion_attn.validate.kv_cache import (
     check_k_mean,
     check_kvcache_append,
@@ -41,6 +41,47 @@ from helion_attn.validate.kv_cache import (
 )
 from helion_attn.validate.pages import check_pages_of_heads
 from helion_attn.validate.values import check_appended
+
+#: So many positions a mean must stay larger than what it moves by.
+STEADY_POSITIONS = 16384
+
+
+@named
+def steady_k_mean(k: torch.Tensor, *, layout: Layout = "bhsd") -> torch.Tensor:
+    """The means of a prompt's keys in channels where they stay as they are: a `k_mean` for `paged_kv_cache`.
+
+    RoPE turns a bias with its position. Subtracted elsewhere, the mean of some positions would add to the keys. So a
+    channel has its mean if that moves by less than itself over 16,384 positions, and what the channels do that RoPE may
+    pair with it; else 0. The two halves of the prompt say how it moves. Noise looks the same: below some 512 tokens few
+    means are left.
+
+    Args:
+        k: [B, H_kv, N, D], bf16, fp16 or fp32, any strides; with layout="bshd", H_kv and N swapped; fp32 tensors as
+            `quantize` has them. Keys of a sequence are in order, without padding, and rotated if the cache is to hold
+            rotated ones.
+        layout: "bhsd" or "bshd".
+
+    Returns:
+        fp32 [H_kv, D]. 0 too in channels that are not finite.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        RuntimeError: k requires grad, in grad mode, or has a tangent.
+
+    Example:
+        k = torch.randn(1, 2, 1000, 64) + 9 * torch.randn(2, 1, 64)
+        cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64, k_mean=ha.steady_k_mean(k))
+    """
+    check_inputs({"k": k}, layout)
+    k = k.transpose(1, 2) if layout == "bshd" else k
+    N, D = k.shape[2:]
+    half = max(N // 2, 1)
+    # fp32 [H_kv, D]
+    mean, first, last = (x.mean((0, 2), dtype=torch.float32) for x in (k, k[:, :, :half], k[:, :, N - half :]))
+    moved = (last - first).abs() * max(STEADY_POSITIONS / max(N - half, 1), 1.0)
+    if D % 2 == 0:  # RoPE pairs neighbours, or the halves of a head
+        moved = torch.maximum(moved, moved.roll(D // 2, 1)).maximum(moved.unflatten(1, (-1, 2)).flip(2).flatten(1))
+    return torch.where(moved <= mean.abs(), mean, 0.0)
 
 
 @named
@@ -57,9 +98,9 @@ def paged_kv_cache(
     """Memory for `num_pages` pages of keys and values, not initialised.
 
     A model's K projection often has large biases, which cost its keys their resolution. `k_mean` takes them off:
-    `k.mean((0, 2))` of any prompt's keys [B, H_kv, N, D], rotated if the cache is to hold rotated ones. Scores, outputs
-    and lse stay those of the whole keys. It is fixed before the first append, and the same for all sequences: they can
-    share pages, and no other sequence, batch or chunk changes a bit of theirs.
+    `steady_k_mean` of any long prompt's keys. Scores, outputs and lse stay those of the whole keys. It is fixed before
+    the first append, and the same for all sequences: they can share pages, and no other sequence, batch or chunk
+    changes a bit of theirs.
 
     Args:
         num_pages: of the pool that all sequences share.
@@ -75,8 +116,7 @@ def paged_kv_cache(
         RuntimeError: `k_mean` requires grad, in grad mode, or has a tangent.
 
     Example:
-        k = torch.randn(1, 2, 500, 64) + 3 * torch.randn(2, 1, 64)  # a prompt's keys
-        cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64, k_mean=k.mean((0, 2)))
+        cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64)
         block_table = torch.tensor([[5, 0], [2, 7]], dtype=torch.int32)  # two sequences of up to two pages
     """
     int8_keys = as_cache_recipe(recipe).qk_dtype == torch.int8

@@ -43,7 +43,8 @@ def update_means(
 ) -> None:
     """Write the mean keys, less `cache.k_mean`, of the pages that an append has touched.
 
-    Call it behind `append_kvcache(cache, k, v, block_table, cache_seqlens)` with the same tables. It reads those pages.
+    Call it behind `append_kvcache(cache, k, v, block_table, cache_seqlens)` with the same tables. It reads those pages,
+    and has their keys in fp32 meanwhile: of long prompts, one sequence after the other.
 
     Args:
         means: from `empty_means`, written.

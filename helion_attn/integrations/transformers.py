@@ -131,9 +131,9 @@ def transformers_cache(*, recipe: Recipe | RecipeName = CACHE_RECIPE) -> Any:
 
     Keys and values are quantised once, when they arrive, and stay in the pages of a `PagedKVCache`: about half the
     memory of a cache in bf16, with D padded to a power of two. A prompt is attended to as without it; later tokens by
-    `attention_kvcache`. V is not centred. A layer's K is less a constant, `k_mean` of `paged_kv_cache`: the mean of the
-    keys that come first, over all tokens and sequences but padding, if those are at least 128. So a sequence's bits
-    depend on its batch; a `PagedKVCache` of one's own has none of that.
+    `attention_kvcache`. V is not centred. A layer's K is less a constant, `steady_k_mean` of the keys that come first,
+    if a sequence has at least 256. So a sequence's bits depend on its batch; a `PagedKVCache` of one's own has none of
+    that.
 
     It is for models whose `attn_implementation` is one that `register_transformers` made, with causal attention, GQA,
     sliding windows, softcaps, sinks, and padding at the start of sequences, which is not stored. Beam search works:

@@ -13,11 +13,11 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 from typing_extensions import Unpack
 
-from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache
+from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache, steady_k_mean
 from helion_attn.types import PagedKVCache, Recipe, ScoreOptions
 
-#: With fewer first keys than these, K loses no mean.
-KEYS_OF_MEAN = 128
+#: With fewer first keys of a sequence than these, K loses no mean: hardly one would be steady.
+KEYS_OF_MEAN = 256
 
 #: A pool without room grows to so many times its pages.
 GROWTH = 1.125
@@ -46,17 +46,9 @@ class NewKeys:
 
 
 def mean_of_keys(k: torch.Tensor, padding: list[int]) -> torch.Tensor | None:
-    """fp32 [H_kv, D] of keys [B, H_kv, L, D] but those of padding at the start; None of fewer than `KEYS_OF_MEAN`.
-
-    0 where it is not finite, which must not be every key's affair.
-    """
-    B, _, L, _ = k.shape
-    if (count := B * L - sum(padding)) < KEYS_OF_MEAN:
-        return None
-    if any(padding):
-        is_key = torch.arange(L) >= torch.tensor(padding).unsqueeze(1)
-        k = k.where(is_key.to(k.device)[:, None, :, None], 0.0)
-    return (k.float().sum((0, 2)) / count).nan_to_num(0.0, 0.0, 0.0)
+    """`steady_k_mean` of the last keys [B, H_kv, L, D], as many as no sequence has padding among; None of few."""
+    k = k[:, :, max(padding) :]
+    return steady_k_mean(k) if k.size(2) >= KEYS_OF_MEAN else None
 
 
 class PagedLayer(CacheLayerMixin):
@@ -130,9 +122,9 @@ class PagedLayer(CacheLayerMixin):
                 f"helion_attn: attention_mask has padding up to {starts}, and had up to {self.starts} before; with a "
                 f"cache it must stay as it was"
             )
-        if (needed := -(-(self.tokens + L) // self.cache.page_size)) > self.pages:
-            self.grow(max(needed, int(GROWTH * self.pages)))
         try:
+            if (needed := -(-(self.tokens + L) // self.cache.page_size)) > self.pages:
+                self.grow(max(needed, int(GROWTH * self.pages)))
             append_kvcache(self.cache, k, v, self.block_table(), self.lengths())
         except Exception:
             if self.tokens == 0:

@@ -202,3 +202,60 @@ def test_escapes_beside_int8_keys(kernel: Any, device: str, monkeypatch: pytest.
         monkeypatch.setattr(kernel, "keys_of_class", lambda a, *_: torch.zeros_like(a))
         missing = ha.attention_kvcache(q, cache, table, seqlens, num_splits=1)
         assert not relative_error(missing, oracle) <= 2 * relative_error(model, oracle)
+
+
+#: Base of RoPE's angles, and pairs of channels, of 32, that have a bias.
+TURNING = {"none": (None, range(26, 30)), "slow": (1e6, range(26, 30)), "fast": (1e4, range(18, 22))}
+
+KEYS = 4096
+
+
+def rotated_keys(base: float | None, pairs: range, keys: int, seed: int) -> torch.Tensor:
+    """Keys [1, 1, keys, 64] with biases of 20 in both channels of some pairs, rotated by halves."""
+    k = torch.randn(1, 1, keys, 64, generator=torch.Generator().manual_seed(seed))
+    k[..., [*pairs, *(pair + 32 for pair in pairs)]] += 20
+    if base is None:
+        return k
+    angles = torch.outer(torch.arange(float(keys)), base ** (-torch.arange(32) / 32))
+    return ha.reference.apply_rope(k, angles.cos(), angles.sin()).float()
+
+
+@pytest.mark.parametrize("kind", TURNING)
+def test_a_steady_mean_is_of_what_rope_does_not_turn(kind: str) -> None:
+    base, pairs = TURNING[kind]
+    k = rotated_keys(base, pairs, 1024, 1)
+    mean = ha.steady_k_mean(k)
+    turns = torch.ones(64, dtype=torch.bool)
+    if kind != "fast":
+        turns[[*pairs, *(pair + 32 for pair in pairs)]] = False
+        torch.testing.assert_close(mean[0, ~turns], k.mean(2)[0, 0, ~turns])
+    assert not mean[0, turns].any()
+    assert torch.equal(mean, ha.steady_k_mean(k.transpose(1, 2), layout="bshd"))
+
+
+@pytest.mark.parametrize("kind", TURNING)
+def test_a_steady_mean_of_a_short_prompt_serves_a_long_one(kind: str) -> None:
+    """No error is larger than without, and where biases stay it is that of keys without biases."""
+    base, pairs = TURNING[kind]
+    k, short = rotated_keys(base, pairs, KEYS, 0), rotated_keys(base, pairs, 512, 1)
+    g = torch.Generator().manual_seed(2)
+    q, v = torch.randn(1, 1, 64, 64, generator=g), torch.randn(1, 1, KEYS, 64, generator=g)
+    q[..., [*pairs, *(pair + 32 for pair in pairs)]] *= 0.2
+    oracle = ha.reference.attention(q, k, v, causal=True)
+
+    def error(k_mean: torch.Tensor | None) -> float:
+        return relative_error(ha.reference.fp8_attention_kvcache(q, k, v, k_mean=k_mean)[0], oracle)
+
+    steady, without, plain = (error(x) for x in (ha.steady_k_mean(short), None, short.mean((0, 2))))
+    assert steady <= 1.02 * without
+    if kind == "fast":
+        assert plain > 1.1 * steady, "the plain mean of 512 keys"
+    else:
+        assert steady <= 1.1 * error(k.mean((0, 2)))
+        assert without > 1.3 * steady
+
+
+@pytest.mark.parametrize("keys", [1, 2, 3])
+def test_a_steady_mean_of_few_keys(keys: int) -> None:
+    assert torch.equal(ha.steady_k_mean(torch.ones(2, 3, keys, 16)), torch.ones(3, 16)), "equal keys"
+    assert not ha.steady_k_mean(torch.full((1, 1, keys, 17), float("nan"), dtype=torch.bfloat16)).any()
