@@ -3,9 +3,9 @@
 B 64, GQA 8, D 128, N 8k, 16k and 64k (8k when quick), one new query a sequence, with keys in int8, the default, and in
 e4m3. Beside it: a device copy that moves as many bytes, timed in the same rounds; FlashAttention-3's
 `flash_attn_with_kvcache` in bf16 and FP8, on contiguous caches. With int8 keys: an eighth of the longest sequence's
-pages, chosen for this query and attended to; appending one key a sequence, and a prompt of all keys to one sequence,
-with RoPE and without. All sequences have the same keys, in pages of their own. Errors of peers are shown, and do not
-decide. Then batches of other sizes, also of sequences that differ in length.
+pages, chosen for this query or before, and attended to; appending one key a sequence, and a prompt of all keys to one
+sequence, with RoPE and without. All sequences have the same keys, in pages of their own. Errors of peers are shown, and
+do not decide. Then batches of other sizes, also of sequences that differ in length.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ NAMES = LABELS | {"copy": "copy"}
 RECIPES = {"helion_attn": ha.BALANCED, "fast": ha.FAST}
 
 LENGTHS = (8192, 16384, 65536)
+
+#: The heading of what `few_pages` measures.
+FEW_PAGES = "an eighth of the pages, ms (chosen before)"
 
 #: Stages that append a prompt, and whether they rotate its keys.
 PROMPTS = {"append_prompt": False, "append_prompt_rope": True}
@@ -98,14 +101,23 @@ def means_of(cache: ha.PagedKVCache, table: Tensor, N: int) -> Tensor:
     return means
 
 
-def few_pages(q: Tensor, cache: ha.PagedKVCache, table: Tensor, seqlens: Tensor, N: int) -> Callable[[], Tensor]:
-    """What chooses an eighth of the pages of N keys for q, and attends to them; three of a short sequence."""
+def few_pages(
+    q: Tensor, cache: ha.PagedKVCache, table: Tensor, seqlens: Tensor, N: int
+) -> dict[str, Callable[[], object]]:
+    """What attends to an eighth of the pages of N keys, three of a short sequence: chosen for q, and chosen before.
+
+    The choice includes the means of the pages that have the newest keys.
+    """
     means, pages = means_of(cache, table, N), max(3, N // cache.page_size // 8)
 
-    def decode() -> Tensor:
-        return ha.attention_kvcache(q, cache, *ha.pages.top(q, means, cache, table, seqlens, pages=pages))
+    def chosen() -> tuple[Tensor, Tensor]:
+        ha.pages.update_means(means, cache, table, seqlens - 1, 1)
+        return ha.pages.top(q, means, cache, table, seqlens, pages=pages)
 
-    return decode
+    def decode() -> Tensor:
+        return ha.attention_kvcache(q, cache, *chosen())
+
+    return {"few_pages": decode, "chosen_pages": functools.partial(ha.attention_kvcache, q, cache, *chosen())}
 
 
 def some_rope(N: int, D: int, device: torch.device) -> ha.Rope:
@@ -143,8 +155,8 @@ def measure(w: Workload, device: torch.device, repeats: int) -> list[Row]:
     # The second key of a page, as most are: the first also clears it.
     runs["append"] = functools.partial(ha.append_kvcache, cache, new[0], new[1], table, seqlens + 1)
 
-    rows["few_pages"] = result_row("helion_attn", w, "few_pages", "randn")
-    runs["few_pages"] = few_pages(q, cache, table, seqlens, w.N)
+    for stage, attend in few_pages(q, cache, table, seqlens, w.N).items():
+        rows[stage], runs[stage] = result_row("helion_attn", w, stage, "randn"), attend
 
     rope, start = some_rope(w.N, w.D, device), torch.zeros_like(seqlens[:1])
     for stage, rotates in PROMPTS.items():
@@ -229,8 +241,8 @@ def measure_batch(batch: str, lengths: list[int], device: torch.device, repeats:
         rows[name] = result_row(name, w, "batch", "randn", error_total=relative_error(decode()[at], expected))
         moved[name] = sum(lengths) * w.H_kv * bytes_of_key(cache)
         if name == "helion_attn":
-            rows["few_pages"] = result_row(name, w, "batch_few_pages", "randn")
-            runs["few_pages"] = few_pages(q, cache, table, seqlens, w.N)
+            for stage, attend in few_pages(q, cache, table, seqlens, w.N).items():
+                rows[stage], runs[stage] = result_row(name, w, f"batch_{stage}", "randn"), attend
     for name, (row, run) in peers_of(w, "batch", q, k, v, seqlens, at, expected).items():
         rows[name] = row
         if run is not None:
@@ -260,17 +272,18 @@ def tables(loaded: Loaded) -> list[Table]:
     for (N,) in values_of(rows, "N"):
         cell = [row for row in rows if row["N"] == N]
         ms, share, error = (by_impl(cell, name) for name in ("ms", "of_copy", "error_total"))
-        append, few = (
+        append, few, chosen = (
             by_impl(rows_of(loaded, "decode", stage=stage, N=N), "ms").get("helion_attn")
-            for stage in ("append", "few_pages")
+            for stage in ("append", "few_pages", "chosen_pages")
         )
         times = (f"{number(ms.get(impl), '.3f')} ({number(share.get(impl), '.2f')})" for impl in impls)
         errors = " / ".join(error_text(error.get(impl)) for impl in impls)
-        body.append([str(N), *times, number(few, ".3f"), number(append, ".3f"), errors])
+        few_times = f"{number(few, '.3f')} ({number(chosen, '.3f')})"
+        body.append([str(N), *times, few_times, number(append, ".3f"), errors])
     headers = [
         "keys",
         *(NAMES[impl] for impl in impls),
-        "an eighth of the pages, ms",
+        FEW_PAGES,
         "append, ms",
         "total error, in this order",
     ]
@@ -289,11 +302,14 @@ def tables(loaded: Loaded) -> list[Table]:
     for (batch,) in values_of(rows_of(loaded, "decode", stage="batch"), "batch"):
         cell = rows_of(loaded, "decode", stage="batch", batch=batch)
         ms, share = (by_impl(cell, name) for name in ("ms", "of_copy"))
-        few = by_impl(rows_of(loaded, "decode", stage="batch_few_pages", batch=batch), "ms").get("helion_attn")
+        few, chosen = (
+            by_impl(rows_of(loaded, "decode", stage=f"batch_{stage}", batch=batch), "ms").get("helion_attn")
+            for stage in ("few_pages", "chosen_pages")
+        )
         times = (f"{number(ms.get(impl), '.3f')} ({number(share.get(impl), '.2f')})" for impl in impls)
-        body.append([batch, *times, number(few, ".3f")])
+        body.append([batch, *times, f"{number(few, '.3f')} ({number(chosen, '.3f')})"])
     title = "One new token of batches, H 32, H_kv 8, D 128, ms (bandwidth / a copy's)"
-    headers = ["keys", *(NAMES[impl] for impl in impls), "an eighth of the pages, ms"]
+    headers = ["keys", *(NAMES[impl] for impl in impls), FEW_PAGES]
     return [*found, Table(title, headers, body)] if body else found
 
 

@@ -64,6 +64,7 @@ def serve(arrivals: dict[int, tuple[list[int], int, int]]) -> list[Sequence]:
 
 prompt = torch.randint(vocabulary, (300,), generator=g).tolist()
 served = serve({0: (prompt, 4, 192), 2: (prompt[:280], 3, 192)})  # the second finds two pages of the first
+free.extend(shared.values())  # prefixes stay there until somebody wants their pages
 shared.clear()
 alone = serve({0: (prompt, 4, 300)})  # in one chunk: the same bits, and so the same tokens
 print(f"{served[0].tokens[-4:]} in chunks and batches, {alone[0].tokens[-4:]} alone")

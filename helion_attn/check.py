@@ -278,7 +278,7 @@ def _findings(sample: _Sample, recipe: Recipe, sums_in_fp32: bool) -> Iterator[s
         bias = max(_largest_bias(k) for k in sample.keys_of(sample.k, rotated=True))
         if bias > BIASED:
             helps = "it is subtracted first" if recipe.smooth_k else "smooth_k=True subtracts it first"
-            yield f"K has a channel whose mean is {bias:.1f} times its spread: {helps}; in a KV cache `k_mean` does."
+            yield f"K has a channel whose mean is {bias:.1f} times its spread: {helps}; in a KV cache `steady_k_mean`."
         for name, heads in (("Q", sample.query_heads()), ("K", sample.key_heads(sample.k))):
             largest = max(_largest_entry(x) for x in heads)
             if largest > OUTLYING:

@@ -42,23 +42,21 @@ from helion_attn.validate.kv_cache import (
 from helion_attn.validate.pages import check_pages_of_heads
 from helion_attn.validate.values import check_appended
 
-#: So many positions a mean must stay larger than what it moves by.
-STEADY_POSITIONS = 16384
-
 
 @named
-def steady_k_mean(k: torch.Tensor, *, layout: Layout = "bhsd") -> torch.Tensor:
+def steady_k_mean(k: torch.Tensor, *, positions: int = 16384, layout: Layout = "bhsd") -> torch.Tensor:
     """The means of a prompt's keys in channels where they stay as they are: a `k_mean` for `paged_kv_cache`.
 
     RoPE turns a bias with its position. Subtracted elsewhere, the mean of some positions would add to the keys. So a
-    channel has its mean if that moves by less than itself over 16,384 positions, and what the channels do that RoPE may
-    pair with it; else 0. The two halves of the prompt say how it moves. Noise looks the same: below some 512 tokens few
-    means are left.
+    channel has its mean if that moves by less than itself over `positions`, and what the channels do that RoPE may pair
+    with it; else 0. The two halves of the prompt say how it moves. Noise looks the same: of prompts that are much
+    shorter than `positions`, below some 512 tokens for 16,384, few means are left.
 
     Args:
         k: [B, H_kv, N, D], bf16, fp16 or fp32, any strides; with layout="bshd", H_kv and N swapped; fp32 tensors as
             `quantize` has them. Keys of a sequence are in order, without padding, and rotated if the cache is to hold
             rotated ones.
+        positions: to which sequences of the cache will grow.
         layout: "bhsd" or "bshd".
 
     Returns:
@@ -73,15 +71,16 @@ def steady_k_mean(k: torch.Tensor, *, layout: Layout = "bhsd") -> torch.Tensor:
         cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64, k_mean=ha.steady_k_mean(k))
     """
     check_inputs({"k": k}, layout)
+    check_count("positions", positions)
     k = k.transpose(1, 2) if layout == "bshd" else k
     N, D = k.shape[2:]
     half = max(N // 2, 1)
     # fp32 [H_kv, D]
     mean, first, last = (x.mean((0, 2), dtype=torch.float32) for x in (k, k[:, :, :half], k[:, :, N - half :]))
-    moved = (last - first).abs() * max(STEADY_POSITIONS / max(N - half, 1), 1.0)
+    moved = (last - first).abs() * max(positions / max(N - half, 1), 1.0)
     if D % 2 == 0:  # RoPE pairs neighbours, or the halves of a head
         moved = torch.maximum(moved, moved.roll(D // 2, 1)).maximum(moved.unflatten(1, (-1, 2)).flip(2).flatten(1))
-    return torch.where(moved <= mean.abs(), mean, 0.0)
+    return torch.where((moved <= mean.abs()) & moved.isfinite(), mean, 0.0)
 
 
 @named

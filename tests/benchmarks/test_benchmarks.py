@@ -321,20 +321,24 @@ def test_decode(tmp_path: Path) -> None:
         ("fast", "kernel"),
         ("helion_attn", "append"),
         ("helion_attn", "few_pages"),
+        ("helion_attn", "chosen_pages"),
         ("helion_attn", "append_prompt"),
         ("helion_attn", "append_prompt_rope"),
         ("copy", "kernel"),
         ("helion_attn", "batch"),
         ("helion_attn", "batch_few_pages"),
+        ("helion_attn", "batch_chosen_pages"),
         ("fast", "batch"),
         ("copy", "batch"),
     ]
     assert all(row["ms"] > 0 for row in rows)
-    for row, copied in (*((rows[i], rows[6]) for i in (0, 1, 4, 5)), (rows[7], rows[10]), (rows[9], rows[10])):
+    for row, copied in (*((rows[i], rows[7]) for i in (0, 1, 5, 6)), (rows[8], rows[12]), (rows[11], rows[12])):
         assert row["of_copy"] == pytest.approx(row["gb_per_s"] / copied["gb_per_s"], rel=1e-4)
-    assert rows[7]["error_total"] < rows[9]["error_total"] < 0.1
+    assert rows[8]["error_total"] < rows[11]["error_total"] < 0.1
     *_, batches = decode.tables(loaded)
-    assert [(line[0], line[-1]) for line in batches.body] == [("2 that differ", f"{rows[8]['ms']:.3f}")]
+    assert [(line[0], line[-1]) for line in batches.body] == [
+        ("2 that differ", f"{rows[9]['ms']:.3f} ({rows[10]['ms']:.3f})")
+    ]
 
 
 def test_varlen(tmp_path: Path) -> None:

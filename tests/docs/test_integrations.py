@@ -83,6 +83,10 @@ def test_serving_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(second.tokens) == 283
     assert second.pages[:2] == first.pages[:2]
     assert second.pages[2] != first.pages[2]
+    prompt, free, shared = list(range(130)), names["free"], names["shared"]
+    names["serve"]({0: (prompt, 1, 200), 1: (prompt, 1, 200)})
+    names["serve"]({0: ([*prompt[:50]], 1, 200), 1: (prompt, 2, 100)})
+    assert sorted([*free, *{*shared.values()}]) == list(range(8)), "a page is lost, or had twice"
 
 
 def test_sdpa() -> None:

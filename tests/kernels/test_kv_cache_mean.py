@@ -255,6 +255,15 @@ def test_a_steady_mean_of_a_short_prompt_serves_a_long_one(kind: str) -> None:
         assert without > 1.3 * steady
 
 
+def test_a_mean_is_steady_for_so_many_positions() -> None:
+    """Biases that turn half way in 8,192 positions are steady over the 2,000 of the prompt."""
+    k = rotated_keys((8192 / torch.pi) ** (32 / 28), range(28, 29), 2000, 0)
+    assert not ha.steady_k_mean(k).any()
+    assert ha.steady_k_mean(k, positions=2000)[0, [28, 60]].abs().amax() > 10
+    with pytest.raises(ValueError, match="positions is 0; it must"):
+        ha.steady_k_mean(k, positions=0)
+
+
 @pytest.mark.parametrize("keys", [1, 2, 3])
 def test_a_steady_mean_of_few_keys(keys: int) -> None:
     assert torch.equal(ha.steady_k_mean(torch.ones(2, 3, keys, 16)), torch.ones(3, 16)), "equal keys"

@@ -64,6 +64,7 @@ CALLS: dict[str, Call] = {
     "reflect": lambda x: ha.reflect(x),
     "scaled_dot_product_attention": lambda x: ha.scaled_dot_product_attention(x, X, X),
     "sdpa": sdpa_inside,
+    "steady_k_mean": lambda x: ha.steady_k_mean(x),
 }
 
 #: Those that compute nothing of such tensors; what quantising made of them is tried in test_validation.py.
