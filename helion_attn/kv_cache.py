@@ -45,12 +45,15 @@ from helion_attn.validate.values import check_appended
 
 @named
 def steady_k_mean(k: torch.Tensor, *, positions: int = 16384, layout: Layout = "bhsd") -> torch.Tensor:
-    """The means of a prompt's keys in channels where they stay as they are: a `k_mean` for `paged_kv_cache`.
+    """The means of a prompt's keys in channels where they hardly move: a `k_mean` for `paged_kv_cache`.
 
-    RoPE turns a bias with its position. Subtracted elsewhere, the mean of some positions would add to the keys. So a
-    channel has its mean if that moves by less than itself over `positions`, and what the channels do that RoPE may pair
-    with it; else 0. The two halves of the prompt say how it moves. Noise looks the same: of prompts that are much
-    shorter than `positions`, below some 512 tokens for 16,384, few means are left.
+    RoPE turns a bias with its position. At other positions, a mean of some would add to the keys. So a channel keeps
+    its mean only if that would move by no more than its size over `positions`. The channels that RoPE may pair with it,
+    D / 2, D / 4 or D / 8 away or its neighbour, must move by no more either. Other channels have 0.
+
+    The mean of half of the prompt against that of the other half says how fast it moves. Noise looks like movement, by
+    4 * positions / N**1.5 of a channel's spread: with 16,384 positions a bias of 6 spreads is seen in 512 keys. Longer
+    sequences, and positions that do not grow by one a key, can lose accuracy.
 
     Args:
         k: [B, H_kv, N, D], bf16, fp16 or fp32, any strides; with layout="bshd", H_kv and N swapped; fp32 tensors as
@@ -78,8 +81,11 @@ def steady_k_mean(k: torch.Tensor, *, positions: int = 16384, layout: Layout = "
     # fp32 [H_kv, D]
     mean, first, last = (x.mean((0, 2), dtype=torch.float32) for x in (k, k[:, :, :half], k[:, :, N - half :]))
     moved = (last - first).abs() * max(positions / max(N - half, 1), 1.0)
-    if D % 2 == 0:  # RoPE pairs neighbours, or the halves of a head
-        moved = torch.maximum(moved, moved.roll(D // 2, 1)).maximum(moved.unflatten(1, (-1, 2)).flip(2).flatten(1))
+    alone = moved
+    if D % 2 == 0:  # RoPE pairs neighbours
+        moved = moved.maximum(alone.unflatten(1, (-1, 2)).flip(2).flatten(1))
+    for distance in (D // part for part in (2, 4, 8) if D % part == 0):  # or halves of all channels, or of the first
+        moved = moved.maximum(alone.roll(distance, 1)).maximum(alone.roll(-distance, 1))
     return torch.where((moved <= mean.abs()) & moved.isfinite(), mean, 0.0)
 
 

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache, steady_k_mean
 from helion_attn.types import PagedKVCache, Recipe, ScoreOptions
 
-#: With fewer first keys of a sequence than these, K loses no mean: hardly one would be steady.
+#: With fewer first keys of a sequence than these, K loses no mean: only one of 16 times its spread would be steady.
 KEYS_OF_MEAN = 256
 
 #: A pool without room grows to so many times its pages.

@@ -264,6 +264,28 @@ def test_a_mean_is_steady_for_so_many_positions() -> None:
         ha.steady_k_mean(k, positions=0)
 
 
+@pytest.mark.parametrize("rotary", [64, 32, 16])
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("phase", [0.0, 0.5], ids=["first", "second"])
+def test_a_pair_turns_together(phase: float, neighbours: bool, rotary: int) -> None:
+    """A bias that is all in one channel, which alone looks steady at the top of its cosine."""
+    g, pair, half = torch.Generator().manual_seed(0), 6, rotary // 2
+    places = [2 * pair, 2 * pair + 1] if neighbours else [pair, pair + half]
+    k = torch.randn(1, 1, 512, 64, generator=g)
+    turned = torch.arange(512) * 2e-4 + phase * torch.pi
+    k[..., places] += 60 * torch.stack([turned.cos(), turned.sin()], 1)
+    assert not ha.steady_k_mean(k)[0, places].any()
+
+
+@pytest.mark.parametrize(("moves", "stays"), [(0.8, True), (1.3, False)])
+def test_how_far_a_steady_mean_moves(moves: float, stays: bool) -> None:
+    """By so many times itself over 4,096 positions; and between halves that are further apart than positions."""
+    k = (1 + torch.arange(1024.0) * moves / (4096 - 511.5 * moves)).view(1, 1, -1, 1).repeat(1, 1, 1, 16)
+    assert bool(ha.steady_k_mean(k, positions=4096).all()) == stays
+    far = torch.tensor([-moves / 2, moves / 2]).repeat_interleave(500).view(1, 1, -1, 1) + torch.ones(16)
+    assert bool(ha.steady_k_mean(far, positions=100).all()) == stays
+
+
 @pytest.mark.parametrize("keys", [1, 2, 3])
 def test_a_steady_mean_of_few_keys(keys: int) -> None:
     assert torch.equal(ha.steady_k_mean(torch.ones(2, 3, keys, 16)), torch.ones(3, 16)), "equal keys"
