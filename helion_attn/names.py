@@ -130,7 +130,7 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def unknown_argument(function: str, known: Collection[str], given: str, value: object) -> str:
-    """What to say of an argument that a function does not have: what it is here, or the nearest name, or all names."""
+    """Say that a function has no such argument, and which it has: the same by our name, the nearest, or all."""
     ours = OTHER_NAMES.get(given)
     no = f"{function}() has no argument {given}"
     if ours in known:

@@ -46,7 +46,7 @@ def _tile(d: int, d_v: int, causal: bool, bits: tuple[int, int], load: float) ->
 
 
 class Shape(NamedTuple):
-    """What the choice looks at.
+    """Sizes and options by which a kernel, its config and its splits are chosen.
 
     Attributes:
         heads: B * H and B * H_kv.
@@ -67,7 +67,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(a: AttentionProblem) -> Shape:
-    """That of packed tensors."""
+    """Return the shape of packed tensors."""
     q8, k8 = a.packed.q8, a.packed.k8
     return Shape(
         heads=(q8.size(0), k8.size(0)),

@@ -149,11 +149,11 @@ class Operation(Generic[Arguments]):
         return plans.Plan(draft, outputs)
 
     def plan(self, arguments: Arguments, sm_count: int | None = None) -> plans.Plan:
-        """What it does for arguments of these layouts, on their GPU or one of so many SMs; nothing runs."""
+        """Plan the launches for arguments of these layouts, on their GPU or one of so many SMs. Nothing runs."""
         return self._plan(self._structure.flat(arguments), sm_count)
 
     def tensors(self, arguments: Arguments) -> list[torch.Tensor]:
-        """What a plan of `arguments` runs on."""
+        """Return the tensors that a plan of `arguments` runs on."""
         return [x for x in self._structure.flat(arguments) if isinstance(x, torch.Tensor)]
 
     def __call__(self, arguments: Arguments) -> Any:

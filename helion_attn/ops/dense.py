@@ -15,7 +15,7 @@ from helion_attn.types import Recipe
 
 
 def shape_of_dense(a: DenseProblem) -> Shape:
-    """What the choice of a kernel looks at."""
+    """Return the shape of tensors that are not packed yet."""
     (B, H, M, D), (H_kv, N) = a.q.shape, a.k.shape[1:3]
     return Shape(
         heads=(B * H, B * H_kv),
