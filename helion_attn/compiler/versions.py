@@ -30,7 +30,7 @@ class KnownTriton(NamedTuple):
 
 #: Newest last. docs/trust.md has the runs.
 KNOWN_TRITONS = (
-    KnownTriton("3.6", "2.11", "H200, all suites and benchmarks", "nothing: the figures are of it"),
+    KnownTriton("3.6", "2.11", "H100 and H200, all suites and benchmarks", "nothing: the figures are of it"),
     KnownTriton(
         "3.7",
         "2.12, 2.13",
