@@ -44,6 +44,9 @@ BITS = {
     "fa3_bf16": "none",
 }
 
+#: Peers that take e4m3 tensors and quantise none.
+NOT_QUANTISING = ("fa3_fp8", "vllm_fa3")
+
 #: The models of the figure.
 DRAWN = (steps.WAN_SMALL, steps.WAN_720P, steps.FLUX, steps.LLAMA)
 
@@ -117,12 +120,23 @@ def crossovers(loaded: Loaded) -> str | None:
 def apart(loaded: Loaded) -> str:
     """A sentence on FlashAttention-3's times of one layer in two suites, beside other kernels."""
     layer = models.MODELS[LAYER]
-    whole = {"N": layer.N, "H": layer.H, "impl": "fa3_bf16"}
-    found = [row["ms"] for suite in ("models", "sparse") for row in rows_of(loaded, suite, **whole) if row.get("ms")]
-    if len(found) < 2:
+    shape = {"N": layer.N, "H": layer.H}
+    found = [
+        row["ms"]
+        for suite in ("models", "sparse")
+        for row in rows_of(loaded, suite, **shape, impl="fa3_bf16")
+        if row.get("ms")
+    ]
+    ours = [row["ms"] for row in rows_of(loaded, "models", **shape, impl="helion_attn", stage="e2e")]
+    if len(found) < 2 or not ours:
         return ""
-    least, most = (number(ms, ".0f") for ms in (min(found), max(found)))
-    return f" Power caps clocks: FA3 takes {least} to {most} ms for {LAYER}, by what runs before it."
+    ends = min(found), max(found)
+    least, most = (number(ms, ".0f") for ms in ends)
+    slow, fast = (speed_text(ms / ours[0]) for ms in ends)
+    return (
+        f" Power caps clocks: FA3 takes {least} to {most} ms for {LAYER}, by what runs before it: a speed-up of {slow} "
+        f"to {fast}."
+    )
 
 
 def layer_tables(loaded: Loaded) -> list[Table]:
@@ -154,9 +168,9 @@ def error_tables(loaded: Loaded) -> list[Table]:
     errors[0] |= by_series(inputs, "error_total")
     for kind in hard.PLOTTED:
         errors.append(by_series(rows_of(loaded, "hard", part="hard", input=kind, D=D, N=LONG), "error_total"))
-    read = rows_of(loaded, "language_model", stage="prefill", impl="helion_attn")
+    read = [row for row in rows_of(loaded, "language_model", stage="prefill") if row["impl"] in ("helion_attn", *BITS)]
     longest = max((row["context"] for row in read), default=None)
-    lost = {row["recipe"]: perplexity(row) for row in read if row["context"] == longest}
+    lost = {row["recipe"] or row["impl"]: perplexity(row) for row in read if row["context"] == longest}
     # Of two suites, each over its own BALANCED: what is in both is of the grid's.
     presets = by_series(rows_of(loaded, "accuracy", part="cost", stage="e2e", D=D, N=COST_LENGTH), "ms")
     cell = rows_of(loaded, "attention", D=D, N=COST_LENGTH, causal=False)
@@ -177,9 +191,9 @@ def error_tables(loaded: Loaded) -> list[Table]:
 
 
 def over_balanced(cell: list[Row]) -> dict[str, float]:
-    """Speeds from bf16 to bf16 over the default's, of those who take bf16 tensors."""
+    """Speeds over the default's from bf16 to bf16; of `NOT_QUANTISING` the kernel alone."""
     kernel, e2e = (by_impl((row for row in cell if row["stage"] == stage), "ms") for stage in ("kernel", "e2e"))
-    ms = {impl: x for impl, x in kernel.items() if impl in BF16_PEERS} | e2e
+    ms = {impl: x for impl, x in kernel.items() if impl in (*BF16_PEERS, *NOT_QUANTISING)} | e2e
     return {impl: e2e["helion_attn"] / x for impl, x in ms.items() if "helion_attn" in e2e}
 
 

@@ -204,7 +204,9 @@ def caption(block: Block, loaded: Loaded, shown: str) -> str:
         for file in (block.file, *block.beside):
             if file in loaded:
                 found = loaded[file]["meta"]
-                days = by_gpu.setdefault(found.get("gpu") or "CPU", {})
+                # "NVIDIA H100 80GB HBM3" is "H100".
+                gpu = (found.get("gpu") or "CPU").removeprefix("NVIDIA ").partition(" 80GB")[0]
+                days = by_gpu.setdefault(gpu, {})
                 days.setdefault(str(found.get("date", ""))[:10], {})[str(found.get("commit"))[:7]] = None
                 # Rows of an earlier run are named behind the command: "NAME: where from".
                 if earlier := re.search(r" \((.*)\)$", found.get("command") or ""):

@@ -1042,12 +1042,16 @@ def test_the_front_page_has_the_accurate_peers_and_every_8_bit_preset(results: L
 def test_a_time_of_the_front_page_is_over_the_default() -> None:
     times = {
         ("fa3_bf16", "kernel"): 3.0,
+        ("fa3_fp8", "kernel"): 4.0,
+        ("sage2", "kernel"): 1.0,
+        ("sage2", "e2e"): 8.0,
         ("helion_attn", "kernel"): 1.0,
         ("helion_attn", "e2e"): 2.0,
         ("fast", "e2e"): 1.0,
     }
     found = front.over_balanced([{"impl": impl, "stage": stage, "ms": ms} for (impl, stage), ms in times.items()])
-    assert found == {"fa3_bf16": pytest.approx(2 / 3), "helion_attn": 1.0, "fast": 2.0}
+    expected = {"fa3_bf16": 2 / 3, "fa3_fp8": 1 / 2, "sage2": 1 / 4, "helion_attn": 1.0, "fast": 2.0}
+    assert found == pytest.approx(expected)
 
 
 def test_the_front_page_says_what_auto_takes(results: Loaded) -> None:
@@ -1065,7 +1069,9 @@ def test_the_front_page_says_what_auto_takes(results: Loaded) -> None:
 def test_the_front_page_says_how_far_times_lie_apart() -> None:
     of_fa3 = {"impl": "fa3_bf16", "N": 75600, "H": 12}
     loaded: Loaded = {name: {"meta": {}, "rows": [of_fa3 | {"ms": ms}]} for name, ms in (("models", 5), ("sparse", 4))}
-    assert "4 to 5 ms" in front.apart(loaded)
+    assert front.apart(loaded) == "", "the default has no time"
+    loaded["models"]["rows"].append(of_fa3 | {"impl": "helion_attn", "stage": "e2e", "ms": 2})
+    assert re.search(r"4 to 5 ms .* a speed-up of 2\.00 to 2\.50\.$", front.apart(loaded))
     assert front.apart({"models": loaded["models"]}) == ""
 
 
