@@ -198,22 +198,16 @@ def over_balanced(cell: list[Row]) -> dict[str, float]:
 
 
 def sparse_tables(loaded: Loaded) -> list[Table]:
-    """Times with block masks, and over dense attention and FlexAttention."""
+    """Times with block masks, over FlashAttention-3 and FlexAttention: documents over its packed sequences."""
     body = []
     for cell in sparse.cells_of(loaded):
         if cell.D == D and cell.N >= SPARSE_KEYS and cell.mask not in RANDOM:
+            fa3 = FA3_DOCUMENTS if (FA3_DOCUMENTS, None, "e2e") in cell.rows else "fa3_bf16"
             ms = number(cell.rows.get(sparse.WHOLE[0], {}).get("ms"), ".1f")
-            faster = (speed_text(cell.times_faster(impl)) for impl in sparse.OVER_PEERS)
+            faster = (speed_text(cell.times_faster(impl)) for impl in (fa3, "flex"))
             body.append([f"{cell.mask}, {cell.N} tokens", f"{cell.density:.0%}", ms, *faster])
-    headers = ["mask", "blocks seen", "BALANCED, ms", "speed-up over dense FA3 bf16", "over FlexAttention"]
+    headers = ["mask", "blocks seen", "BALANCED, ms", "speed-up over FA3 bf16", "over FlexAttention"]
     return [Table("", headers, body)] if body else []
-
-
-def documents(loaded: Loaded) -> str | None:
-    """Documents as packed sequences of FlashAttention-3."""
-    cells = [cell for cell in sparse.cells_of(loaded) if cell.mask == "documents" and cell.D == D]
-    ms = cells[0].rows.get((FA3_DOCUMENTS, None, "e2e"), {}).get("ms") if cells else None
-    return None if ms is None else f"FA3 in bf16 takes {number(ms, '.1f')} ms for the documents as packed sequences."
 
 
 def decode_tables(loaded: Loaded) -> list[Table]:
@@ -302,7 +296,7 @@ BLOCKS = {
         "hard", error_tables, beside=("accuracy", "ladder", "language_model", "attention"), brief=True
     ),
     "costs": Block("host", cost_tables, beside=("preprocess", "startup"), brief=True),
-    "front_sparse": Block("sparse", sparse_tables, sentence=documents, brief=True),
+    "front_sparse": Block("sparse", sparse_tables, brief=True),
     "front_decode": Block("decode", decode_tables, brief=True),
     "front_gpus": Block("distributed", gpu_tables, brief=True),
 }
