@@ -1,7 +1,7 @@
 """What `torch.utils.flop_counter` counts of attention: both products, in head dims that are not padded.
 
-As of PyTorch's own attention, scores that a mask hides count. Of packed sequences and of a cache those of each sequence
-count; their lengths are read on the host. Fake tensors have none: there it is all that could be.
+Scores that a mask hides count, as in PyTorch's own attention. Packed sequences and a cache count by each sequence's
+length, which is read on the host. Fake tensors have no lengths: all that they could hold counts.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def _has_values(x: torch.Tensor) -> bool:
 
 
 def of_packed(a: AttentionProblem) -> int:
-    """Of packed tensors."""
+    """Count FLOPs of attention on packed tensors."""
     B, H = a.packed.q_descale.shape[:2]
     return _products(B * H * a.m_len * a.n_len, a.d, a.d_v)
 
 
 def of_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Of unquantised tensors, BHSD."""
+    """Count FLOPs of attention on unquantised tensors, BHSD."""
     B, H, M, D = q.shape
     return _products(B * H * M * k.size(2), D, v.size(3))
 
 
 def of_varlen(a: VarlenProblem) -> int:
-    """Of packed sequences."""
+    """Count FLOPs of attention on packed sequences."""
     (M, H, D), N = a.q.shape, a.k.size(0)
     pairs = M * N
     if _has_values(a.cu_seqlens_q):
@@ -48,13 +48,13 @@ def of_varlen(a: VarlenProblem) -> int:
 
 
 def of_gathered(a: GatheredProblem) -> int:
-    """Of a rank's queries and the keys that a launch has."""
+    """Count FLOPs of a rank's queries on the keys that a launch has."""
     B, H, M = a.lse.shape
     return _products(B * H * M * min(a.n_len, a.parts.key_parts * a.parts.key_part_len), a.d, a.d_v)
 
 
 def of_decode(a: DecodeProblem) -> int:
-    """Of the queries of every sequence, and its keys in the cache."""
+    """Count FLOPs of the queries of every sequence on its keys in the cache."""
     B, H, M, D = a.q.shape
     keys = B * a.block_table.size(1) * a.cache.page_size
     if _has_values(a.cache_seqlens):

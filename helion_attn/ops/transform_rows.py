@@ -9,7 +9,7 @@ from helion_attn.problem import TransformProblem
 
 
 def empty_rows(a: TransformProblem) -> torch.Tensor:
-    """What the operation returns."""
+    """Allocate the operation's output."""
     B, H, S, D = a.x.shape
     return a.x.new_empty((B, S, H, D) if a.bshd else (B, H, S, D))
 
