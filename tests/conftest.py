@@ -1,4 +1,4 @@
-"""What every test file shares: the device, no ops, memory that starts as NaN, kernels, the fuzz's option and count."""
+"""What every test file shares: the device, no ops, memory that starts as NaN, kernels, options, the fuzz's count."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from helpers import shared  # noqa: E402
 from helpers.fuzzing import FUZZ_CASES  # noqa: E402
 from helpers.memory import nan_filled_memory  # noqa: E402
 from helpers.no_ops import NoOps  # noqa: E402
+from helpers.quick import QUICK, dearest  # noqa: E402
 from helpers.repeated import three_times  # noqa: E402
 
 ON_SM_90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -32,6 +33,12 @@ gc.set_threshold(200_000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        dest=QUICK,
+        action="store_true",
+        help="leave out tests marked `thorough`, which take half of the time",
+    )
     parser.addoption(
         "--fuzz-cases",
         dest=FUZZ_CASES,
@@ -55,7 +62,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"fuzz: {sum(counts)} cases ran, in {len(counts)} specialisations")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption(QUICK):
+        left_out = dearest(items)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if "gpu" in item.keywords and not ON_SM_90:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA sm_90 device"))

@@ -177,6 +177,7 @@ def test_outside_of_its_page_a_sink_hides_nothing(D: int, monkeypatch: pytest.Mo
 CACHED = ["randn", "k_channels", "sink", *SINK_SHARES, "v_drifts", "wide"]
 
 
+@pytest.mark.thorough(but=19)
 @pytest.mark.parametrize("modelled", [True, False], ids=["model", "kernel"])
 @pytest.mark.parametrize("kind", CACHED)
 @pytest.mark.parametrize("D", [64, 128, 256])

@@ -225,16 +225,21 @@ Found = dict[str, tuple[Any, Any, bool]]
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
-    """By call: what it launches and returns, by its plan and without, all plans being there; and whether it had one."""
+def found(request: pytest.FixtureRequest) -> Found:
+    """By call: what it launches and returns, by its plan and without, all plans being there; and whether it had one.
+
+    Calls that no test of this run asks about are not made: each takes seconds.
+    """
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    calls = {name: call for name, call in CALLS.items() if name in asked}
     seen_of = {}
     with plannable():
-        for call in CALLS.values():
+        for call in calls.values():
             call()[1]()
         # Host functions run on buffers, of every kernel.
         known = [launch for plan in plans._PLANS.values() for launch in plan.launches]
         assert all(launch.kernel.linked(launch.args) is not None for launch in known)
-        for name, call in CALLS.items():
+        for name, call in calls.items():
             tensors, run = call()
             with mock.patch.object(plans.Plan, "_run_and_link", side_effect=AssertionError("it is not linked")):
                 by_plan = launched(tensors, run)
@@ -246,6 +251,7 @@ def found() -> Found:
     return seen_of
 
 
+@pytest.mark.thorough(but=9)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_plan_launches_what_its_operation_launches(name: str, found: Found) -> None:
     (by_plan, planned_result), (itself, result), was_known = found[name]

@@ -274,6 +274,7 @@ def test_what_a_cache_adds_to_perplexity_is_judged() -> None:
     assert [check.verdict for check in language_model.checks(loaded)] == ["FAIL"]
 
 
+@pytest.mark.thorough
 def test_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "spawn", ranks.spawn)
     loaded = dry_run("distributed", tmp_path)
@@ -788,6 +789,7 @@ def test_ablation_changes_something(D: int) -> None:
     assert ablation.heads_fastest(shipped)["loop_orders"] != helion_config(shipped)["loop_orders"]
 
 
+@pytest.mark.thorough
 def test_ablation_compiles_other_code() -> None:
     names = ("shipped", "V's keys in order", "P by exponentials", "3 programs an SM")
     steps = [variant.step[:2] for variant in ablation.variants(64).values() if variant.step is not None]

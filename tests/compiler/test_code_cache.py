@@ -90,6 +90,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_other_lengths_are_found_and_have_this_code() -> None:
     with process() as first:
         attend()
@@ -107,6 +108,7 @@ def test_other_lengths_are_found_and_have_this_code() -> None:
     assert len(then.traced) > 1
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("call", [preprocess, attend_to_a_cache, attend_with_large_heads, attend_in_parts])
 def test_every_kernel_is_found(call: Callable[[], None], disk: Path) -> None:
     with process() as first:
@@ -124,6 +126,7 @@ def test_every_kernel_is_found(call: Callable[[], None], disk: Path) -> None:
         assert not re.findall(r"^(?:import|from) (?:helion|torch\._inductor)\b.*", source, re.MULTILINE)
 
 
+@pytest.mark.thorough
 def test_other_specialisations_are_as_if_nothing_were_there() -> None:
     changes: list[dict[str, Any]] = [
         {"causal": False},

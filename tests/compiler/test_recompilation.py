@@ -56,6 +56,7 @@ def assert_few(seen: Compilations, specialisations: int = 1) -> None:
     assert max(Counter(seen.traced).values()) <= specialisations * MOST_TRACES, Counter(seen.traced)
 
 
+@pytest.mark.thorough
 def test_many_lengths() -> None:
     # With keys split, and so Q packed, and not: two specialisations.
     lengths = [(S, S) for S in random_lengths(0, 30)]
@@ -63,6 +64,7 @@ def test_many_lengths() -> None:
     assert_few(attend_to_lengths(lengths), 2)
 
 
+@pytest.mark.thorough
 def test_query_and_key_lengths_differ() -> None:
     lengths = list(zip(random_lengths(2, 10), random_lengths(3, 10), strict=True))
     assert_few(run_lengths(lengths, 64, False, "bshd"), 2)
@@ -77,6 +79,7 @@ def test_block_masks() -> None:
     assert_few(seen)
 
 
+@pytest.mark.thorough
 def test_heads_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """With keys split, two specialisations: heads that share tiles, and heads that do not."""
     monkeypatch.setattr(scheduling, "key_splits", lambda *_: 3)
@@ -116,6 +119,7 @@ def test_batches_pages_and_pools_are_data() -> None:
     assert_few(seen)
 
 
+@pytest.mark.thorough
 def test_specialisations_in_turn() -> None:
     """A kernel object serves all that share its config, each with its own code, which it keeps."""
     calls: list[dict[str, Any]] = [
@@ -141,6 +145,7 @@ def test_specialisations_in_turn() -> None:
     assert len({kernel.hash for kernel in alone}) == len(calls)
 
 
+@pytest.mark.thorough
 def test_a_change_of_head_dim_is_counted() -> None:
     """So the counts can exceed one."""
     with compilations() as seen:

@@ -376,6 +376,7 @@ def test_torch_compile(device: str) -> None:
     assert torch.equal(torch.compile(attend, fullgraph=True, backend="aot_eager")(*qkv), attend(*qkv))
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("is_fused", [False, True], ids=["backend", "fused"])
 @pytest.mark.parametrize("name", ["hunyuan_video", "qwen_image"])
 def test_masks_are_read_between_graphs(name: str, is_fused: bool, device: str) -> None:

@@ -117,6 +117,7 @@ BEHIND_A_SINK = "sink_v_small_90"
 PREFILLED = 50
 
 
+@pytest.mark.thorough(but=6)
 @pytest.mark.parametrize(
     ("kind", "splits", "M"),
     [
@@ -167,6 +168,7 @@ MASKS: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thorough(but=7)
 @pytest.mark.parametrize(
     ("name", "M", "splits"),
     [
@@ -201,6 +203,7 @@ def test_pages_outside_the_window_are_not_read(splits: int, M: int, recipe: ha.R
         assert torch.equal(actual, wanted)
 
 
+@pytest.mark.thorough(but=9)
 @pytest.mark.parametrize(
     ("D", "D_v", "M"),
     [
@@ -549,6 +552,7 @@ def test_values_of_any_size(magnitude: float, device: str) -> None:
     assert (out - ha.reference.attention(q, k, v)).abs().max() <= max(0.07 * magnitude, 2.0**-36)
 
 
+@pytest.mark.thorough(but=6)
 @pytest.mark.parametrize(
     ("bad", "H", "M", "where"),
     [

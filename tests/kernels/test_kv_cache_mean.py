@@ -63,6 +63,7 @@ def test_what_is_stored(recipe: ha.Recipe, D: int, device: str) -> None:
     assert torch.all(cache.k8[pages].transpose(0, 1).flatten(1, 2)[:, :N].abs().amax(2) == 127)
 
 
+@pytest.mark.thorough(but=8)
 @pytest.mark.parametrize(
     ("options", "D"),
     [({}, 64), ({"softcap": 50.0}, 64), ({"sinks": [22.0, 26.0]}, 64), ({}, 512)],

@@ -101,6 +101,7 @@ def masked(name: str, device: str) -> dict[str, Any]:
     return masks[name]
 
 
+@pytest.mark.thorough(but=4)
 @pytest.mark.parametrize(
     ("D", "splits", "mask"),
     [
@@ -113,6 +114,7 @@ def test_chunks_and_batches_change_nothing(D: int, splits: int, mask: str, recip
     assert exact(D, device, recipe, num_splits=splits, **masked(mask, device)).changed() == []
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("D", "D_v"), [(64, 256), (256, 64)])
 def test_chunks_and_batches_change_nothing_where_v_has_other_channels(D: int, D_v: int, device: str) -> None:
     assert exact(D, device, ha.BALANCED, D_v=D_v, num_splits=2).changed() == []
@@ -141,6 +143,7 @@ def of_the_tile(visible: Any, *args: Any) -> Any:
     return visible
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     ("name", "mutation", "D", "splits"),
     [

@@ -216,6 +216,7 @@ def test_shipped_config(tile: LargeTileConfig, recipe: str) -> None:
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
 
 
+@pytest.mark.thorough
 def test_more_than_32_bits_of_elements() -> None:
     """The index type is another, and K and V still come by TMA: by pointers, 604 registers spilled."""
     (kernel,) = shared(compile_shape, 40, 32768, 32768, 576, True, recipe=ha.BALANCED, D_v=512)
@@ -225,6 +226,7 @@ def test_more_than_32_bits_of_elements() -> None:
     assert kernel.ctas_per_sm >= large_tile_config(576, 512, True).ctas_per_sm
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("D", "D_v"), [(64, 128), (128, 64)])
 def test_pairs_of_the_other_kernel_compile(D: int, D_v: int) -> None:
     kernel = shared(compile_attention, D, True, D_v=D_v)
@@ -233,12 +235,14 @@ def test_pairs_of_the_other_kernel_compile(D: int, D_v: int) -> None:
     assert kernel.ctas_per_sm >= attention_tile_config(D, D_v, True).ctas_per_sm
 
 
+@pytest.mark.thorough
 def test_preprocessing_compiles() -> None:
     D = 1024
     for kernel in compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, D, D_v=D), recipe=PRESETS["accurate"]):
         assert_sound(kernel)
 
 
+@pytest.mark.thorough
 def test_masks_compile() -> None:
     options: dict[str, Any] = {"window": (100, 20), "softcap": 30.0, "sinks": True}
     kernel = shared(compile_attention, 640, False, recipe=ha.BALANCED, **options)

@@ -57,6 +57,7 @@ def needed(H: int, H_kv: int, S: int, D: int) -> int:
     return packed_q + 2 * H_kv * S * D + H * S * D * 2 + H * S * 4
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("D", [64, 128])
 def test_only_the_packed_copies(D: int) -> None:
     small, large = allocated(*(functools.partial(fake_qkv, 1, 4, 2, S, S, D) for S in (4096, 8192)))
@@ -93,6 +94,7 @@ VIEWS: dict[str, tuple[Callable[[], tuple[torch.Tensor, ...]], int]] = {
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("views", [list(VIEWS)[:2], list(VIEWS)[2:]], ids="-".join)
 def test_views_are_not_copied(views: list[str]) -> None:
     contiguous = functools.partial(fake_qkv, 2, 4, 4, 1024, 1024, 128, layout="bshd")

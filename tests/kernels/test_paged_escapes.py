@@ -80,6 +80,7 @@ def attend(
     return ha.attention_kvcache(q, cache, table, seqlens, num_splits=1, return_lse=True, out_dtype=torch.float32)
 
 
+@pytest.mark.thorough(but=20)
 @pytest.mark.parametrize("M", [DECODED, PREFILLED])
 @pytest.mark.parametrize(("name", "D"), [*((name, 64) for name in CASES), *OTHER_DIMS])
 @BOTH
@@ -154,6 +155,7 @@ def run(q: torch.Tensor, cache: ha.PagedKVCache, table: torch.Tensor, first: int
     )
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", ["first_k_tiny", "first_v_tiny", "first_v_huge", "growing_v", "some_of_both"])
 @BOTH
 def test_chunks_change_nothing(name: str, recipe: ha.Recipe, device: str) -> None:
@@ -161,6 +163,7 @@ def test_chunks_change_nothing(name: str, recipe: ha.Recipe, device: str) -> Non
     assert chunks_that_differ(name, 64, device, recipe) == []
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("kernel", [decode, prefill])
 @BOTH
 def test_the_checks_can_fail(kernel: object, recipe: ha.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

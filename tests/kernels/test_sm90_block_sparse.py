@@ -60,6 +60,7 @@ def assert_like_dense(listed: Sm90Kernel, dense: Sm90Kernel, D: int) -> None:
     assert len(whole) <= len(of_dense_block) + more
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize(("recipe", "causal"), [("fast", True), ("balanced", False)])
 def test_a_list_costs_little(D: int, recipe: str, causal: bool) -> None:
@@ -69,6 +70,7 @@ def test_a_list_costs_little(D: int, recipe: str, causal: bool) -> None:
     assert listed.registers <= tile_config(D, causal).max_registers
 
 
+@pytest.mark.thorough
 def test_16_bits_keep_their_turns() -> None:
     listed = shared(compile_attention, 128, False, recipe=ha.BF16, listed=True)
     dense = shared(compile_attention, 128, False, recipe=ha.BF16)
@@ -77,6 +79,7 @@ def test_16_bits_keep_their_turns() -> None:
     assert products_in_flight(listed)
 
 
+@pytest.mark.thorough
 def test_a_16_bit_p_is_computed_once() -> None:
     """It takes the running maximum, for no block is the first that all rows see."""
     kernel = shared(compile_attention, 128, False, recipe=ha.HYBRID, listed=True)
@@ -109,6 +112,7 @@ def compile_dense(D: int, H: int) -> Sm90Kernel:
     return kernel
 
 
+@pytest.mark.thorough
 def test_q_quantised_in_the_kernel() -> None:
     kernel = shared(compile_dense, 64, 32)
     assert_sound(kernel, AROUND_LOOP)

@@ -95,6 +95,7 @@ def shipped(eight_bits: bool) -> list[Any]:
     ]
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(("tile", "recipe"), shipped(eight_bits=True))
 def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
@@ -106,6 +107,7 @@ def test_shipped_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(("tile", "recipe"), shipped(eight_bits=False))
 def test_shipped_16_bit_config(tile: TileConfig, recipe: ha.Recipe) -> None:
     kernel = shared(compile_attention, tile.D_pad, tile.causal, recipe=recipe, B=batch_for(tile))
@@ -145,6 +147,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_single_choices(choice: str) -> None:
     assert_8_bit_attention(shared(compile_attention, 64, True, recipe=CHOICES[choice]), tile_config(64, True))
@@ -160,6 +163,7 @@ AT_64: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("name", "D"), [("window_causal", 128), ("softcap", 64), *((m, 64) for m in AT_64)])
 def test_masks_and_sinks(name: str, D: int) -> None:
     options = dict((MASKS | AT_64)[name])
@@ -173,6 +177,7 @@ def test_masks_and_sinks(name: str, D: int) -> None:
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("recipe", "D"), [(ha.HYBRID, 64), (ha.BF16, 256)], ids=["hybrid-64", "bf16-256"])
 def test_everything_in_16_bits(recipe: ha.Recipe, D: int) -> None:
     smoothed = dataclasses.replace(recipe, smooth_k=True)
@@ -182,6 +187,7 @@ def test_everything_in_16_bits(recipe: ha.Recipe, D: int) -> None:
     assert kernel.ctas_per_sm >= tile_config(D, True, recipe.bits).ctas_per_sm
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     ("out_dtype", "layout"),
     [(torch.bfloat16, "bshd"), (torch.float8_e4m3fn, "bhsd")],
@@ -204,6 +210,7 @@ def fours_in_order(x: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
     return x.reshape(bm, bn // 16, 4, 2, 2)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("D", [128, 256])
 def test_without_interleaved_keys_p_is_shuffled(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the check above can fail, where P's bits come from scores and where P is cast."""
@@ -265,6 +272,7 @@ def assert_decoding(
     assert kernel.ctas_per_sm >= ctas_per_sm
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", DECODED)
 def test_decoding(name: str) -> None:
     D, D_v, H, M, ctas_per_sm = DECODED[name]
@@ -273,6 +281,7 @@ def test_decoding(name: str) -> None:
     assert_sound(merge)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", ["d128", "d512"])
 def test_decoding_from_int8_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many programs an SM, nothing in memory, and no more barriers; a loop as of e4m3 keys with scores in fp32."""
@@ -286,6 +295,7 @@ def test_decoding_from_int8_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(loop_of(decode)) <= 1.1 * len(loop_of(in_fp32))
 
 
+@pytest.mark.thorough
 def test_decoding_from_int8_keys_with_an_lse() -> None:
     """Which takes their mean."""
     options: dict[str, Any] = {"recipe": ha.BALANCED, "return_lse": True, "k_mean": True}
@@ -295,6 +305,7 @@ def test_decoding_from_int8_keys_with_an_lse() -> None:
     assert_sound(merge)
 
 
+@pytest.mark.thorough
 def test_a_large_q_beside_a_mean() -> None:
     """Of more than 2**31 elements, where indices have 64 bits."""
 
@@ -309,6 +320,7 @@ def test_a_large_q_beside_a_mean() -> None:
         assert_sound(kernel, 16)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("D", "recipe"), [(165, ha.FAST), (505, ha.BALANCED)])
 def test_prompts_of_unaligned_rows(D: int, recipe: ha.Recipe) -> None:
     """Q's layouts change in shared memory, which pages leave little of."""
@@ -316,6 +328,7 @@ def test_prompts_of_unaligned_rows(D: int, recipe: ha.Recipe) -> None:
         assert kernel.ctas_per_sm >= 1, f"{kernel.name} needs {kernel.shared_bytes} bytes"
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(
     ("name", "recipe"), [*((name, ha.FAST) for name in PREFILLED), *((name, ha.BALANCED) for name in PREFILLED_INT8)]
 )
@@ -345,6 +358,7 @@ def test_decoding_with_masks() -> None:
     assert_decoding(decode, ctas_per_sm)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("M", [1, 16])
 def test_a_cache_without_masks(M: int) -> None:
     """Keys that all rows see, which tiles of a row's own are not made for."""
@@ -352,11 +366,13 @@ def test_a_cache_without_masks(M: int) -> None:
     assert_decoding(kernel, 3, 44, half_scores=True)
 
 
+@pytest.mark.thorough
 def test_decoding_without_splits() -> None:
     (decode,) = shared(compile_decode, 128, 128, 64, 1, num_splits=1)
     assert_decoding(decode, 2, half_scores=True)
 
 
+@pytest.mark.thorough
 def test_decoding_from_a_large_pool() -> None:
     """More than 2**31 bytes, where Helion's index type is another."""
     decode, _ = shared(compile_decode, 128, 128, 64, 1, num_splits=2, num_pages=2**16)
@@ -373,6 +389,7 @@ VARLEN: dict[str, tuple[int, bool, ha.Recipe, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", VARLEN)
 def test_variable_lengths(name: str) -> None:
     D, causal, recipe, options = VARLEN[name]
@@ -387,6 +404,7 @@ def test_variable_lengths(name: str) -> None:
     assert_p_stays_in_place(kernel, tile, recipe, softcap="softcap" in options)
 
 
+@pytest.mark.thorough
 def test_variable_lengths_in_16_bits() -> None:
     kernel = shared(compile_varlen, 128, True, ha.HYBRID)
     assert_sound(kernel)
@@ -395,6 +413,7 @@ def test_variable_lengths_in_16_bits() -> None:
     assert kernel.ctas_per_sm >= tile_config(128, True, ha.HYBRID.bits).ctas_per_sm
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("D", [64, 128])
 def test_the_loop_is_as_long_as_without_sequences(D: int) -> None:
     fixed, varlen = (loop_of(shared(f, D, True, recipe=ha.BALANCED)) for f in (compile_attention, compile_varlen))
@@ -428,6 +447,7 @@ def small_tile(D: int, causal: bool, recipe: ha.Recipe) -> TileConfig:
     return tile_config(D, causal, recipe.bits, load=0.1)
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_keys(name: str) -> None:
     D, causal, recipe, options = SPLIT[name]
@@ -442,6 +462,7 @@ def test_split_keys(name: str) -> None:
     assert 16 in widths(merge, "LDG")
 
 
+@pytest.mark.thorough
 def test_split_keys_of_16_bits() -> None:
     kernel, merge = shared(compile_shape, 1, 100, 16384, 256, True, recipe=ha.HYBRID, sinks=True)
     assert_sound(kernel)
@@ -450,6 +471,7 @@ def test_split_keys_of_16_bits() -> None:
     assert kernel.ctas_per_sm >= small_tile(256, True, ha.HYBRID).ctas_per_sm
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("D", "recipe"), [(64, ha.BALANCED), (256, ha.ACCURATE)], ids=["d64", "d256"])
 def test_heads_that_share_tiles(D: int, recipe: ha.Recipe) -> None:
     """As many programs an SM, and their rows come in wide loads."""
@@ -470,6 +492,7 @@ def test_the_loop_is_as_long_as_without_splits(D: int) -> None:
     assert len(loop_of(split)) <= max(AS_LONG, 1.03 if D == 256 else 0) * len(loop_of(one))
 
 
+@pytest.mark.thorough
 def test_split_keys_of_more_than_32_bits() -> None:
     """The index type is another, and K and V still come by TMA."""
     kernel, merge = shared(compile_shape, 1, 100, 12_000_000, 128, True, recipe=ha.BALANCED)
@@ -484,6 +507,7 @@ def test_few_keys_are_not_split() -> None:
     assert "fp8_attn_fwd" in kernel.name
 
 
+@pytest.mark.thorough
 def test_variable_lengths_of_more_than_32_bits() -> None:
     """The index type is another, and K and V still come by TMA."""
     kernel = shared(compile_varlen, 128, True, tokens=300_000, heads=64)

@@ -97,6 +97,7 @@ def main_path(kernel: Sm90Kernel) -> int:
     return end - begin - longest - second
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("D", "causal", "zigzag"), [(64, True, True), (128, False, False), (256, False, True)])
 def test_gathered_parts(D: int, causal: bool, zigzag: bool) -> None:
     one = compile_parts(D, causal, ha.BALANCED, None)
@@ -109,6 +110,7 @@ def test_gathered_parts(D: int, causal: bool, zigzag: bool) -> None:
     assert main_path(kernel) <= LONGER[D] * main_path(one)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kernel", "spilled"),
     [
@@ -155,6 +157,7 @@ orders_and_copies = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thorough(but=1)
 @orders_and_copies
 def test_copies_are_of_their_blocks(D: int, causal: bool, recipe: ha.Recipe, zigzag: bool) -> None:
     """K's and V's, wherever the passes move them: also those of a part's first and last block."""

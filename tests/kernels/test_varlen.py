@@ -375,6 +375,7 @@ def test_two_runs_are_equal(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.thorough
 def test_lengths_and_batches_are_data() -> None:
     """Two compilations of a kernel at most: Helion tells 1 from other sizes."""
     rng = random.Random(0)

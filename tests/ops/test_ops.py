@@ -118,6 +118,7 @@ def test_opcheck_of_top_blocks(device: str) -> None:
 OPCHECKED = {name: RECIPES[name] for name in (*LADDER, "q_block", "e5m2") if name != "bf16"}
 
 
+@pytest.mark.thorough(but=7)
 @pytest.mark.parametrize(
     ("with_rope", "strided"), [(False, False), (True, True)], ids=["no_rope-contiguous", "rope-strided"]
 )

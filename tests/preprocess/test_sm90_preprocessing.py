@@ -60,6 +60,7 @@ LAYOUTS: dict[str, tuple[Layout, Callable[[], tuple[torch.Tensor, ...]]]] = {
 PREPROCESSED = [(64, "accurate"), (128, "balanced"), (256, "balanced"), (256, "accurate")]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("D", "name"), PREPROCESSED)
 def test_preprocessing(D: int, name: str) -> None:
     recipe = PRESETS[name]
@@ -70,6 +71,7 @@ def test_preprocessing(D: int, name: str) -> None:
     assert of_q.ctas_per_sm >= (2 if recipe.hadamard and D > 64 else 3)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("D_v", [32, 576])
 def test_mean_of_many_keys(D_v: int) -> None:
     """The sums of blocks are few; the slow path, for a head beyond its sample's room, costs the others no registers."""
@@ -80,6 +82,7 @@ def test_mean_of_many_keys(D_v: int) -> None:
     assert kernel.ctas_per_sm >= (1 if D_v == 576 else 2)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     ("D", "name"), [(32, "accurate"), (64, "balanced"), (64, "accurate"), (128, "balanced"), (128, "accurate")]
 )
@@ -101,6 +104,7 @@ ROTATED = [
 ]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("D", "name", "interleaved", "dtype"), ROTATED)
 def test_preprocessing_with_rope(D: int, name: str, interleaved: bool, dtype: torch.dtype) -> None:
     recipe = PRESETS[name]
@@ -124,6 +128,7 @@ NORMED = [
 ]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("D", "name", "interleaved", "over_heads"), NORMED)
 def test_preprocessing_with_norms(D: int, name: str, interleaved: bool | None, over_heads: bool) -> None:
     def make_rope() -> ha.Rope:
@@ -151,6 +156,7 @@ def test_preprocessing_with_norms(D: int, name: str, interleaved: bool | None, o
         assert all(kernel.ctas_per_sm >= 2 for kernel in kernels)
 
 
+@pytest.mark.thorough
 def test_preprocessing_that_only_rotates() -> None:
     recipe = replace(IN_E4M3, hadamard=True)
     kernels = compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 256), recipe=recipe)
@@ -164,6 +170,7 @@ def test_preprocessing_of_views(name: str) -> None:
     assert_preprocessing(compile_quantize(make_qkv, layout=layout))
 
 
+@pytest.mark.thorough
 def test_preprocessing_of_fp32() -> None:
     assert_preprocessing(compile_quantize(lambda: fake_qkv(2, 4, 2, 1000, 3000, 64, torch.float32)))
 
@@ -173,12 +180,14 @@ def strided_in_d(D: int) -> tuple[torch.Tensor, ...]:
     return every_third(2, 4, 1000, D), every_third(2, 2, 3000, D), every_third(2, 2, 3000, D)
 
 
+@pytest.mark.thorough
 def test_preprocessing_of_strided_padded_channels() -> None:
     for kernel in compile_quantize(lambda: strided_in_d(40), recipe=ha.FAST):
         # Where every element has an address of its own, these take the registers of V's largest entries.
         assert_sound(kernel, 48)
 
 
+@pytest.mark.thorough
 def test_preprocessing_of_strided_padded_channels_of_variable_lengths() -> None:
     """With nothing in front of the cast, where the pairs were undefined."""
 
@@ -192,6 +201,7 @@ def test_preprocessing_of_strided_padded_channels_of_variable_lengths() -> None:
         assert_sound(kernel)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not MEASURED, reason="the ptxas of another Triton makes none")
 def test_constant_padding_makes_undefined_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the check can fail, and the number at run time is still needed: where nothing stands before the cast."""
@@ -213,6 +223,7 @@ def test_packing() -> None:
         assert 16 in widths(kernel, "STG")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("D", "name"), [(256, "accurate")])
 def test_preprocessing_of_variable_lengths(D: int, name: str) -> None:
     recipe = PRESETS[name]
@@ -221,6 +232,7 @@ def test_preprocessing_of_variable_lengths(D: int, name: str) -> None:
     assert_preprocessing(kernels, recipe)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("D", "dtype"), [*((D, BF16) for D in (*SUPPORTED_D, MAX_PAGE_D)), (64, FP32)])
 def test_appending(D: int, dtype: torch.dtype) -> None:
     kernel = compile_append(D, dtype)
@@ -230,11 +242,13 @@ def test_appending(D: int, dtype: torch.dtype) -> None:
     assert max(widths(kernel, "STG")) >= {32: 4, 64: 8}.get(D, 16), "stores V a byte at a time"
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_appending_with_rope(interleaved: bool) -> None:
     assert_sound(compile_append(128, torch.bfloat16, interleaved))
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("D", [40, 147])
 def test_appending_strided_padded_channels(D: int) -> None:
     assert_sound(compile_append(D, torch.float16, L=600, strided=True))
@@ -248,6 +262,7 @@ PROMPTS = [
 ]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("D", "dtype", "interleaved", "recipe"), PROMPTS)
 def test_appending_a_prompt(D: int, dtype: torch.dtype, interleaved: bool | None, recipe: ha.Recipe) -> None:
     """Loads of K and V are on their way at once, of three programs enough for the memory's bandwidth: 40 KB an SM."""

@@ -30,6 +30,7 @@ def load() -> ModuleType:
 script = load()
 
 
+@pytest.mark.thorough(but=12)
 @pytest.mark.parametrize("name", script.CASES)
 def test_case(name: str, device: str) -> None:
     script.CASES[name](device)

@@ -130,6 +130,7 @@ def test_8_bit_scores_take_the_path_of_real_ones(tile: Tile, monkeypatch: pytest
     assert scales[0] * LOG2E <= MAX_FUSED_SCALE_LOG2[dtype]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("index", range(0, len(TILE_CONFIGS), 11))
 def test_precompile(index: int) -> None:
     tile = TILE_CONFIGS[index]

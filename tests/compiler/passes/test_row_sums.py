@@ -72,6 +72,7 @@ def outcome(found: Sm90Kernel) -> Outcome:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", SUMS)
 def test_nothing_else_changes(name: str) -> None:
     """P as fp32 and its sums are gone; V's buffers are found by their first group, and ones are written."""

@@ -59,6 +59,7 @@ def behind_turns(ptx: str) -> str:
     return ptx[ptx.index("behind_turns: ") :]
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", ENDS)
 def test_no_barrier_of_all_warps_behind_the_turns(name: str) -> None:
     found = kernel(name)

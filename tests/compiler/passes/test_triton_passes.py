@@ -269,6 +269,7 @@ def test_what_does_not_verify_stays_and_is_said() -> None:
     assert found[computed_once.NAME].reason == computed_once.UNMARKED
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.filterwarnings("ignore::helion_attn.compiler.slower.SlowerWarning")
 @pytest.mark.parametrize("lost", ["before_turns: ", "behind_turns: "])
 def test_ptx_that_lacks_the_marks_of_turns_is_not_run(lost: str) -> None:
@@ -338,6 +339,7 @@ def test_shipped_configs_have_their_passes(tile: TileConfig, recipe: str) -> Non
     assert needed == [*tile.passes]
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(
     ("tile", "recipe"), [pytest.param(tile, name, id=f"{shipped_id(tile)}-{name}") for tile, name in LARGE_SHIPPED]
 )

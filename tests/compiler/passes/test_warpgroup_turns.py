@@ -86,6 +86,7 @@ def named_barriers(ptx: str) -> list[str]:
     return re.findall(r"bar\.(?:sync|arrive) (?:turn|\d), \d+", ptx)
 
 
+@pytest.mark.thorough(but=4)
 @pytest.mark.parametrize("name", [*LOOPS, *TAKE_TURNS])
 def test_who_takes_turns(name: str) -> None:
     """Each of the barriers is there once, and none of all warps in the loop; registers do not spill."""
@@ -231,6 +232,7 @@ def test_a_turn_behind_a_wait_stays(name: str) -> None:
     assert "or.b32 p, p, " not in kernel(name).ptx
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", LOOPS)
 def test_behind_the_loop_nothing_changes(name: str) -> None:
     """Shared memory is written, read, and its barriers wait for all warps, as in the kernel without turns."""
