@@ -43,6 +43,7 @@ def test_positive_v_does_not_drift(keys: int, device: str) -> None:
     assert kernel_error(*make_qkv("biased_v", 1, H, H, M, keys, 128, device=device)) <= 0.003
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(
     ("D", "D_v", "recipe"),
     [
@@ -96,6 +97,7 @@ def test_a_v_that_drifts(period: int, recipe: ha.Recipe, D: int) -> None:
     assert errors[1] <= 1.25 * errors[0], errors
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -177,7 +179,7 @@ def test_outside_of_its_page_a_sink_hides_nothing(D: int, monkeypatch: pytest.Mo
 CACHED = ["randn", "k_channels", "sink", *SINK_SHARES, "v_drifts", "wide"]
 
 
-@pytest.mark.thorough(but=19)
+@pytest.mark.thorough(but=12)
 @pytest.mark.parametrize("modelled", [True, False], ids=["model", "kernel"])
 @pytest.mark.parametrize("kind", CACHED)
 @pytest.mark.parametrize("D", [64, 128, 256])

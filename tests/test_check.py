@@ -158,6 +158,7 @@ def test_bad_input_raises_before_anything_runs() -> None:
         ha.check(q, k, v, layout="sbhd")  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_a_block_mask_is_told_apart(device: str) -> None:
     """What it leaves out is no error of 8 bits, and 8 bits none of what it leaves out."""
     q, k, v = make_qkv("randn", 2, 4, 2, 300, 500, 64, device=device)

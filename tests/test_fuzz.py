@@ -242,7 +242,7 @@ def test_the_merge_that_was_found(device: str) -> None:
     check(spec, data, device)
 
 
-@pytest.mark.thorough(but=33)
+@pytest.mark.thorough(but=22)
 @pytest.mark.parametrize("spec", SPECIALISATIONS, ids=str)
 def test_fuzz(spec: Specialisation, request: pytest.FixtureRequest) -> None:
     check_one = functools.partial(check, spec)
@@ -263,7 +263,7 @@ MUTATIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thorough(but=4)
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mutation_fails(mutation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rotation = Rotation(True, torch.bfloat16, 48, torch.int64)

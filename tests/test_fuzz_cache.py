@@ -285,6 +285,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[Arguments], Arguments]]] = {
 }
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mutation_fails(mutation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fp32 = torch.float32

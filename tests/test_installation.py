@@ -81,6 +81,7 @@ def resolved(wheel: Path) -> Resolved:
         return {key: [versions_of(one.result()) for one in of_pythons] for key, of_pythons in done.items()}
 
 
+@pytest.mark.thorough
 @needs_index
 def test_the_package_alone_takes_a_known_triton(resolved: Resolved) -> None:
     for found in resolved[False, None]:

@@ -89,6 +89,7 @@ def test_self_check_fails(device: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "self-check   FAILED" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_help() -> None:
     """It says what the command does, and runs nothing; an argument that there is not is an error."""
     command = [sys.executable, "-m", "helion_attn"]

@@ -61,6 +61,7 @@ def test_changelog_and_citation_have_this_version() -> None:
         assert field in citation
 
 
+@pytest.mark.thorough
 def test_installed_into_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     """The wheel, beside the dependencies of this environment, which are not installed again, passes its self-check."""
     environment = tmp_path / "environment"

@@ -81,6 +81,7 @@ def restore_num_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.thorough
 def test_accuracy(tmp_path: Path) -> None:
     assert accuracy.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--no-plots"]) == 0
     loaded = load(tmp_path)
@@ -804,6 +805,7 @@ def test_ablation_compiles_other_code() -> None:
     assert after == before, "the steps are put back"
 
 
+@pytest.mark.thorough
 def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # On the CPU nothing is compiled, and a warm process is a cold one.
     monkeypatch.setattr(startup, "run_process", functools.cache(startup.run_process))

@@ -464,6 +464,7 @@ def test_facts_of_tensors() -> None:
     assert facts.value(["stride", 0, 1], [x]) == 64 * 64
 
 
+@pytest.mark.thorough
 def test_helion_asks_for_these_facts() -> None:
     """Before boxes are known, a fact is the value of Helion's own extractor."""
     asked = 0
@@ -628,6 +629,7 @@ print(*test_code_cache.shipped_fingerprints())
 """
 
 
+@pytest.mark.thorough
 def test_processes(tmp_path: Path) -> None:
     """In fact, with hashes of strings that differ."""
     here = Path(__file__).parent

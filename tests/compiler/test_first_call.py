@@ -72,6 +72,7 @@ print(json.dumps({"helion": "helion" in sys.modules, "found": hits}))
 """
 
 
+@pytest.mark.thorough
 def test_a_warm_first_call_does_without_helion(tmp_path: Path) -> None:
     """Triton finds compiled what the first process compiled of the code that Helion generated."""
     folders = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -43,7 +43,7 @@ def elsewhere(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(moved.get(id(x), x) for x in args)
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     "call",
     [attend, preprocess, attend_to_a_cache, attend_to_sequences, attend_in_parts, attend_with_large_heads],

@@ -19,6 +19,7 @@ SAMPLE = [
 pytestmark = pytest.mark.skipif(not MEASURED, reason=f"the hashes are of Triton {MEASURED_SERIES} and PyTorch {TORCH}")
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_kernels_have_the_ptx_of_the_hashes(name: str) -> None:
     assert ptx.hashes(ptx.cases()[name]) == ptx.stored()[name]

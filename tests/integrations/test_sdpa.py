@@ -223,6 +223,7 @@ def as_bias(mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, float("-inf"))
 
 
+@pytest.mark.thorough(but=18)
 @pytest.mark.parametrize("added", [False, True], ids=["bool", "added"])
 @pytest.mark.parametrize("name", MASKS | BLOCK_MASKS)
 def test_masks_of_tensors(name: str, added: bool, device: str) -> None:

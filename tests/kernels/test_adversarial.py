@@ -178,6 +178,7 @@ def make_hard(what: str, device: str) -> Tensors:
     return q, k, v
 
 
+@pytest.mark.thorough(but=14)
 @pytest.mark.parametrize(("what", "causal"), [(what, i % 2 == 1) for i, what in enumerate(HARD)], ids=str)
 @pytest.mark.parametrize("recipe", LADDER.values(), ids=LADDER)
 def test_hard_inputs(recipe: ha.Recipe, what: str, causal: bool, device: str) -> None:

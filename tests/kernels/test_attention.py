@@ -34,6 +34,7 @@ def problem(request: pytest.FixtureRequest, device: str) -> Problem:
     return workload_case(name, kind, device), *run(name, kind, device)
 
 
+@pytest.mark.thorough(but=14)
 def test_total_error(problem: Problem) -> None:
     case, out, _ = problem
     assert out.shape == case.oracle.shape

@@ -33,6 +33,7 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     scheduling.head_group.cache_clear()
 
 
+@pytest.mark.thorough(but=4)
 @pytest.mark.parametrize(
     ("heads", "D", "D_v", "right"),
     [((6, 2), 64, 64, 5), ((5, 5), 128, 128, 0), ((6, 6), 192, 128, 0), ((4, 2), 512, 512, 0)],

@@ -36,6 +36,7 @@ def rising(rise: float, D: int, causal: bool, recipe: ha.Recipe, device: str) ->
 RISING = [*itertools.product(["hybrid"], RISES), ("hybrid_e4m3", "little")]
 
 
+@pytest.mark.thorough(but=7)
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("name", "rise"), RISING)

@@ -190,6 +190,7 @@ def test_masks(name: str, M: int, splits: int, recipe: ha.Recipe, device: str, p
     case.check(out, lse)
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(("splits", "M"), [(1, 2), (3, 2), (2, PREFILLED)])
 @BOTH
 def test_pages_outside_the_window_are_not_read(splits: int, M: int, recipe: ha.Recipe, device: str) -> None:
@@ -593,6 +594,7 @@ def test_what_is_not_finite_stays_within_its_sequence(
     again.check(*again.run())
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(("length", "H", "M"), [(-1, 2, 1), (385, 2, 1), (2**31 - 1, 2, 1), (385, 4, PREFILLED)])
 @BOTH
 def test_a_length_that_the_table_cannot_have_gives_nan(
@@ -635,6 +637,7 @@ def test_keys_past_the_table_are_not_stored(recipe: ha.Recipe, device: str) -> N
         assert torch.equal(x.view(torch.uint8), before[name].view(torch.uint8)), name
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("M", [2, PREFILLED])
 def test_two_runs_are_equal(M: int, device: str) -> None:
     case = make_decoding("randn", RAGGED, 4, 2, M, 64, device)
@@ -693,6 +696,7 @@ MUTATIONS: dict[str, Callable[[Decoding], Decoding]] = {
 }
 
 
+@pytest.mark.thorough(but=4)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_budget_is_exceeded(mutation: str, device: str) -> None:
     """So the checks above can fail."""

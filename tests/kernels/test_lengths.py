@@ -31,6 +31,7 @@ def test_poison_is_nan(dtype: torch.dtype, device: str, poisoned: Poisoned) -> N
             assert empty.float().isnan().all()
 
 
+@pytest.mark.thorough(but=30)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("M", "N"), PAIRS, ids=lambda n: str(n))
 def test_fully_written(M: int, N: int, causal: bool, device: str, poisoned: Poisoned) -> None:

@@ -209,6 +209,7 @@ def test_dtype_of_sinks(dtype: torch.dtype, device: str) -> None:
     assert torch.equal(ha.attention(*qkv, sinks=sinks), ha.attention(*qkv, sinks=sinks.float().contiguous()))
 
 
+@pytest.mark.thorough(but=8)
 @pytest.mark.parametrize(
     ("M", "N", "D", "causal"), [(70, 300, 48, True), (150, 70, 64, False), (65, 300, 128, True), (65, 200, 256, False)]
 )
@@ -225,6 +226,7 @@ def test_all_at_once(recipe: ha.Recipe, M: int, N: int, D: int, causal: bool, de
     assert torch.equal(lse_bshd, lse)
 
 
+@pytest.mark.thorough(but=18)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("recipe", LADDER.values(), ids=LADDER)

@@ -63,6 +63,7 @@ def assert_never_finite(
         assert lse[0, head if name == "q" else 2].isnan().any()
 
 
+@pytest.mark.thorough(but=24)
 @pytest.mark.parametrize(
     ("value", "causal", "row"), [("nan", False, 0), ("nan", True, 69), ("inf", False, 0), ("minus_inf", True, 69)]
 )
@@ -72,6 +73,7 @@ def test_never_becomes_finite(recipe: ha.Recipe, name: str, value: str, causal: 
     assert_never_finite(recipe, (D, D), name, value, causal, row, device)
 
 
+@pytest.mark.thorough(but=9)
 @pytest.mark.parametrize(
     ("value", "causal", "row", "name", "head_dims"),
     [
@@ -100,6 +102,7 @@ def test_every_element_nonfinite(name: str, causal: bool, device: str) -> None:
             assert ha.attention(*poisoned, causal=causal, recipe=LADDER[name]).isnan().all()
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(
     ("name", "D", "magnitude", "causal"),
     [

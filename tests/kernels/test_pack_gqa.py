@@ -72,6 +72,7 @@ def problem(name: str, device: str, recipe: ha.Recipe = ha.BALANCED) -> Case:
     return make_case(make_qkv("biased_v", *sizes, device=device), recipe=recipe, **masks | {"sinks": sinks})
 
 
+@pytest.mark.thorough(but=8)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_problems(

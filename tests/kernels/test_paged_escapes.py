@@ -99,6 +99,7 @@ def test_escapes_stay_within_the_budget(name: str, D: int, M: int, recipe: ha.Re
     assert row_errors(out, model).median() < (2.0**-8 if out.is_cuda else 1e-6)
 
 
+@pytest.mark.thorough(but=5)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("of_v", [False, True])
 @pytest.mark.parametrize("M", [DECODED, PREFILLED])

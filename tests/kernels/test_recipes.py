@@ -24,6 +24,7 @@ def biased(kind: str, B: int, H: int, H_kv: int, M: int, N: int, D: int, device:
     return q, k + 2 * torch.linspace(-1, 1, D, dtype=k.dtype, device=device), v + 1
 
 
+@pytest.mark.thorough(but=17)
 @CAUSAL
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_recipe(recipe: ha.Recipe, causal: bool, device: str) -> None:
@@ -55,6 +56,7 @@ def test_lengths(M: int, N: int, recipe: ha.Recipe, device: str) -> None:
         case.assert_lse_within_budget(lse)
 
 
+@pytest.mark.thorough(but=15)
 @PRESET
 @pytest.mark.parametrize("kind", INPUT_KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

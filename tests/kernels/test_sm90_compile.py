@@ -281,7 +281,7 @@ def test_decoding(name: str) -> None:
     assert_sound(merge)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["d128", "d512"])
 def test_decoding_from_int8_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many programs an SM, nothing in memory, and no more barriers; a loop as of e4m3 keys with scores in fp32."""
@@ -328,7 +328,7 @@ def test_prompts_of_unaligned_rows(D: int, recipe: ha.Recipe) -> None:
         assert kernel.ctas_per_sm >= 1, f"{kernel.name} needs {kernel.shared_bytes} bytes"
 
 
-@pytest.mark.thorough(but=3)
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(
     ("name", "recipe"), [*((name, ha.FAST) for name in PREFILLED), *((name, ha.BALANCED) for name in PREFILLED_INT8)]
 )
@@ -352,6 +352,7 @@ def test_prefill(name: str, recipe: ha.Recipe) -> None:
     assert {"shared_q", "early_copies", "row_sums" if bits else "warpgroup_turns"} <= applied
 
 
+@pytest.mark.thorough
 def test_decoding_with_masks() -> None:
     D, D_v, H, M, ctas_per_sm = DECODED["d128_32_rows"]
     decode, _ = shared(compile_decode, D, D_v, H, M, num_splits=2, masked=True)

@@ -157,7 +157,7 @@ orders_and_copies = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @orders_and_copies
 def test_copies_are_of_their_blocks(D: int, causal: bool, recipe: ha.Recipe, zigzag: bool) -> None:
     """K's and V's, wherever the passes move them: also those of a part's first and last block."""

@@ -79,6 +79,7 @@ def problem(name: str, device: str, recipe: ha.Recipe = ha.BALANCED, kind: str =
     return make_case(qkv, recipe=recipe, **masks | {"sinks": sinks})
 
 
+@pytest.mark.thorough(but=9)
 @pytest.mark.parametrize("recipe", [ha.BALANCED, ha.HYBRID], ids=["balanced", "hybrid"])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_problems(name: str, recipe: ha.Recipe, device: str, force: Force, poisoned: Poisoned) -> None:
@@ -159,6 +160,7 @@ def test_overflow_of_e4m3_is_nan(device: str, force: Force) -> None:
     assert out[:, 1].isfinite().all()
 
 
+@pytest.mark.thorough(but=8)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
 @pytest.mark.parametrize("recipe", [ha.BALANCED, ha.ACCURATE, ha.BF16], ids=["balanced", "accurate", "bf16"])

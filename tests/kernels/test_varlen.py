@@ -51,6 +51,7 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
 }
 
 
+@pytest.mark.thorough(but=6)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches(name: str, causal: bool, device: str, poisoned: Callable[[], AbstractContextManager[None]]) -> None:
@@ -106,6 +107,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 MIXED = [(0, 12), (70, 150), (30, 0), (1, 140), (100, 60), (0, 0)]
 
 
+@pytest.mark.thorough(but=12)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, device: str) -> None:
     options = dict(OPTIONS[name])
@@ -279,6 +281,7 @@ BAD_TABLES: dict[str, tuple[list[int], list[int]]] = {
 }
 
 
+@pytest.mark.thorough(but=12)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", BAD_TABLES)

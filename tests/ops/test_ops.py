@@ -118,7 +118,7 @@ def test_opcheck_of_top_blocks(device: str) -> None:
 OPCHECKED = {name: RECIPES[name] for name in (*LADDER, "q_block", "e5m2") if name != "bf16"}
 
 
-@pytest.mark.thorough(but=7)
+@pytest.mark.thorough(but=5)
 @pytest.mark.parametrize(
     ("with_rope", "strided"), [(False, False), (True, True)], ids=["no_rope-contiguous", "rope-strided"]
 )
@@ -134,6 +134,7 @@ def test_opcheck(recipe: ha.Recipe, with_rope: bool, strided: bool, device: str)
         torch.library.opcheck(op, arguments, test_utils=CHECKS)
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("recipe", LADDER.values(), ids=LADDER)
 def test_opcheck_of_masks_and_sinks(recipe: ha.Recipe, device: str) -> None:
     options: Any = {"window": (9, 3), "softcap": 2.0, "sinks": torch.zeros(4, device=device)}
@@ -332,6 +333,7 @@ def test_torch_compile_of_scales(scale: Callable[[torch.Tensor], float | None], 
     assert_compiles(scaled, device, backend="aot_eager", dynamic=dynamic)
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("recipe", LADDER.values(), ids=LADDER)
 def test_torch_compile_of_recipes_and_rope(recipe: ha.Recipe, device: str) -> None:
     cos, sin = rope_on(device).cos, rope_on(device).sin

@@ -146,6 +146,7 @@ def rounded_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal:
     return p.to(E4M3).to(p.dtype) @ v
 
 
+@pytest.mark.thorough(but=4)
 @pytest.mark.parametrize(("H_kv", "causal"), [(6, False), (2, True), (1, False), (1, True)])
 @pytest.mark.parametrize(("M", "N", "D"), [(64, 128, 64), (113, 203, 128), (108, 256, 256)])
 def test_criterion_of_flash_attention_3(M: int, N: int, D: int, H_kv: int, causal: bool, device: str) -> None:

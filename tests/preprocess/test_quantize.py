@@ -84,6 +84,7 @@ def test_values_of_every_shape(w: Workload, device: str, poisoned: Poisoned) -> 
     assert packed.recipe == PLAIN
 
 
+@pytest.mark.thorough(but=42)
 @pytest.mark.parametrize("name", ["gqa", "d48", "d80_causal", "ragged", "d256"])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_values_of_every_recipe(recipe: ha.Recipe, name: str, device: str, poisoned: Poisoned) -> None:
@@ -303,6 +304,7 @@ def test_smallest_magnitudes(recipe: ha.Recipe, device: str) -> None:
         assert getattr(packed, name).float().isfinite().all()
 
 
+@pytest.mark.thorough(but=9)
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
 @pytest.mark.parametrize("name", ["q", "k", "v"])

@@ -23,6 +23,7 @@ ANY_BITS = pytest.mark.parametrize("recipe", LADDER.values(), ids=LADDER)
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
+@pytest.mark.thorough(but=9)
 @PRESET
 @pytest.mark.parametrize(
     ("D", "rotary", "interleaved"),
@@ -48,6 +49,7 @@ def test_single_choices(name: str, device: str) -> None:
     case.assert_lse_within_budget(lse)
 
 
+@pytest.mark.thorough(but=20)
 @PAIRING
 @pytest.mark.parametrize("name", [*LADDER, "plain", "q_block", "hadamard_smooth_k", "reflect_smooth_k"])
 @pytest.mark.parametrize(("D", "rotary"), [(48, 32), (128, 128), (256, 64)])
@@ -122,6 +124,7 @@ def test_dtypes(table_dtype: torch.dtype, dtype: torch.dtype, device: str) -> No
     case.assert_within_budget(out)
 
 
+@pytest.mark.thorough(but=4)
 @ANY_BITS
 @pytest.mark.parametrize("layout", ["bshd", "slice_of_packed_bs3hd"])
 def test_strides(layout: str, recipe: ha.Recipe, device: str) -> None:
@@ -141,6 +144,7 @@ def test_strides(layout: str, recipe: ha.Recipe, device: str) -> None:
     assert torch.equal(out.transpose(1, 2), ha.attention_quantized(expected))
 
 
+@pytest.mark.thorough(but=10)
 @pytest.mark.parametrize("position", [-1, 200, 2**31 - 1, 2**32 + 7, -(2**32)])
 @ANY_BITS
 def test_position_outside_the_table(recipe: ha.Recipe, position: int, device: str) -> None:

@@ -337,6 +337,7 @@ COMPILED = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thorough(but=1)
 @PAIRING
 @pytest.mark.parametrize("D", [64, 256])
 def test_rope_on_sm_90(D: int, interleaved: bool) -> None:
@@ -352,6 +353,7 @@ def test_rope_on_sm_90(D: int, interleaved: bool) -> None:
         assert kernel.opcodes["LDG"] == 8192 * (2 + 2 + 2) // 256 // 16
 
 
+@pytest.mark.thorough(but=1)
 @COMPILED
 def test_hadamard_on_sm_90(D: int, dtype: torch.dtype) -> None:
     kernel = compile_stage(D, dtype, ha.hadamard)
@@ -361,6 +363,7 @@ def test_hadamard_on_sm_90(D: int, dtype: torch.dtype) -> None:
     assert widths(kernel, "STG") == {16}
 
 
+@pytest.mark.thorough(but=1)
 @COMPILED
 def test_reflection_on_sm_90(D: int, dtype: torch.dtype) -> None:
     kernel = compile_stage(D, dtype, ha.reflect)

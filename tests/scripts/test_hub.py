@@ -69,6 +69,7 @@ def without_the_package(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("kernels") is None, reason="`kernels` is not installed")
 def test_kernels_loads_it(repository: Path, tmp_path: Path) -> None:
     python = without_the_package(tmp_path / "environment")

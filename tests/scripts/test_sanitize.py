@@ -30,7 +30,7 @@ def load() -> ModuleType:
 script = load()
 
 
-@pytest.mark.thorough(but=12)
+@pytest.mark.thorough(but=8)
 @pytest.mark.parametrize("name", script.CASES)
 def test_case(name: str, device: str) -> None:
     script.CASES[name](device)
@@ -87,6 +87,7 @@ def test_logs_are_read() -> None:
     assert "Race reported between Write access at _helion_fp8_attn_fwd" in hazard.message
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(
     ("log", "exit_code", "expected"),
     [

@@ -143,6 +143,7 @@ def test_precompile(index: int) -> None:
     assert report.registers <= tile.max_registers
 
 
+@pytest.mark.thorough
 def test_precompile_of_large_heads() -> None:
     forget()
     report = trial.precompile(LARGE_TILE_CONFIGS[0])
@@ -165,6 +166,7 @@ def killed_at_three_stages(tile: Tile) -> Compiled:
     return Compiled(registers=tile.max_registers, ctas_per_sm=1)
 
 
+@pytest.mark.thorough
 def test_a_killed_compiler_costs_one_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "precompile", killed_at_three_stages)
     tiles = tiles_for(128, (8, 8))[:3]

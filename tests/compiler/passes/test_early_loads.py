@@ -96,7 +96,7 @@ def texts(name: str) -> tuple[str, str]:
     return before, after
 
 
-@pytest.mark.thorough(but=4)
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", [*KERNELS, *LISTS, *PAGES])
 def test_order(name: str) -> None:
     _, _, body = split_at_loop(texts(name)[1])
@@ -319,7 +319,7 @@ def test_other_loops_stay() -> None:
         assert reason in outcome.reason
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "compile_",
     [

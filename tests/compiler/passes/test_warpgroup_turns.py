@@ -86,7 +86,7 @@ def named_barriers(ptx: str) -> list[str]:
     return re.findall(r"bar\.(?:sync|arrive) (?:turn|\d), \d+", ptx)
 
 
-@pytest.mark.thorough(but=4)
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", [*LOOPS, *TAKE_TURNS])
 def test_who_takes_turns(name: str) -> None:
     """Each of the barriers is there once, and none of all warps in the loop; registers do not spill."""
@@ -200,6 +200,7 @@ HYBRID_D128 = pytest.param(
 )
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", ["fast", HYBRID_D128])
 def test_ptxas_moves_a_turn_up(name: str) -> None:
     assert exponentials_before_turn(not_held_back(name).sass) < BEHIND_P[name]
@@ -495,6 +496,7 @@ def run(text_: str, stages: int, blocks: int, seed: int) -> None:
     assert len(program.read) == len(program.parts) * blocks
 
 
+@pytest.mark.thorough(but=14)
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("blocks", [0, 1, 2, 3, 4, 9])
 def test_no_schedule_fails(name: str, blocks: int) -> None:
