@@ -275,7 +275,7 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     names = ", ".join(repr(name.lower()) for name in PRESETS)
-    where = ""
+    where = ", or 'auto' for dense attention"
     if is_auto(recipe):
         where = (
             ": 'auto' is for attention, explain, scaled_dot_product_attention, sdpa, register_transformers, "

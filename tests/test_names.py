@@ -154,7 +154,7 @@ def test_an_unknown_name_lists_all_presets() -> None:
     names = [f"'{name}'" for name in ("fast", "balanced", "accurate", "hybrid", "bf16")]
     for function in (ha.attention, ha.quantize, ha.check, ha.explain, ha.reference.fp8_attention):
         arguments = dict(zip("qkv", QKV, strict=True))
-        assert_raises(function, {**arguments, "recipe": "best"}, ValueError, ["recipe is 'best'", *names])
+        assert_raises(function, {**arguments, "recipe": "best"}, ValueError, ["recipe is 'best'", *names, "'auto'"])
         assert_raises(function, {**arguments, "recipe": 8}, TypeError, ["recipe is 8", *names])
     assert_raises(ha.sdpa, {"recipe": "best"}, ValueError, ["recipe is 'best'", *names])
 
