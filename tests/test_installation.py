@@ -90,6 +90,7 @@ def test_the_package_alone_takes_a_known_triton(resolved: Resolved) -> None:
         assert versions.series(found["torch"]) in known.torch.split(", ")
 
 
+@pytest.mark.thorough
 @needs_index
 @pytest.mark.parametrize("constraints", [None, *CONSTRAINTS], ids=lambda path: path.stem if path else "newest")
 def test_all_extras(constraints: Path | None, resolved: Resolved) -> None:

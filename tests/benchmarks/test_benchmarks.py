@@ -428,6 +428,7 @@ def test_fused_steps(model: steps.Model, monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(steps.forward(module, inputs), outs["sdpa_bf16"])
 
 
+@pytest.mark.thorough
 def test_steps_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other kernels, stood in for by PyTorch's attention, get a model's windows and none of its padding."""
 

@@ -143,6 +143,7 @@ def test_other_specialisations_are_as_if_nothing_were_there() -> None:
         assert found.ran == traced.ran, changed
 
 
+@pytest.mark.thorough
 def test_a_process_group_changes_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where PyTorch cannot say which tensors are symmetric memory, either: up to 2.11."""
     with process(reads=False) as alone:

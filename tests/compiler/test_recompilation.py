@@ -106,6 +106,7 @@ def test_windows_and_softcaps_are_data() -> None:
     assert_few(seen)
 
 
+@pytest.mark.thorough
 def test_batches_pages_and_pools_are_data() -> None:
     with compilations() as seen:
         for B, pages, pool in ((1, 2, 2), (3, 7, 40), (64, 100, 3000), (64, 128, 9000), (17, 300, 10000)):

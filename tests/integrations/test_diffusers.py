@@ -414,6 +414,7 @@ class TwoLayers(torch.nn.Module):
         return [dispatch.dispatch_attention_fn(q, k, v, backend=backend, **options) for _ in range(2)]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("generations", [((999, 700, 300), (999, 500)), ((10, 20, 30), (10, 600))], ids=["down", "up"])
 def test_steps_and_layers_are_counted(generations: tuple[tuple[int, ...], ...]) -> None:
     """Over generations with guidance, two models that take turns, and cross attention beside self-attention."""

@@ -41,6 +41,7 @@ def test_total_error(problem: Problem) -> None:
     case.assert_within_budget(out)
 
 
+@pytest.mark.thorough(but=14)
 def test_kernel_error(problem: Problem) -> None:
     case, out, _ = problem
     dequantized = ha.dequantize(ha.quantize(*case.qkv, recipe=case.recipe))

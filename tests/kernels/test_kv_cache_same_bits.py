@@ -101,7 +101,7 @@ def masked(name: str, device: str) -> dict[str, Any]:
     return masks[name]
 
 
-@pytest.mark.thorough(but=3)
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(
     ("D", "splits", "mask"),
     [

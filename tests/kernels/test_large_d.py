@@ -192,6 +192,7 @@ def maps_of(tile: LargeTileConfig, recipe: ha.Recipe) -> int:
     return 2 + (tile.D_pad % wide[0] > 0) + (tile.v_tile % wide[1] > 0)
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(
     ("tile", "recipe"), [pytest.param(tile, name, id=f"{shipped_id(tile)}-{name}") for tile, name in LARGE_SHIPPED]
 )

@@ -80,7 +80,7 @@ def attend(
     return ha.attention_kvcache(q, cache, table, seqlens, num_splits=1, return_lse=True, out_dtype=torch.float32)
 
 
-@pytest.mark.thorough(but=20)
+@pytest.mark.thorough(but=10)
 @pytest.mark.parametrize("M", [DECODED, PREFILLED])
 @pytest.mark.parametrize(("name", "D"), [*((name, 64) for name in CASES), *OTHER_DIMS])
 @BOTH
@@ -164,7 +164,7 @@ def test_chunks_change_nothing(name: str, recipe: ha.Recipe, device: str) -> Non
     assert chunks_that_differ(name, 64, device, recipe) == []
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kernel", [decode, prefill])
 @BOTH
 def test_the_checks_can_fail(kernel: object, recipe: ha.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

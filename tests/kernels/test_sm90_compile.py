@@ -485,6 +485,7 @@ def test_heads_that_share_tiles(D: int, recipe: ha.Recipe) -> None:
     assert 1 not in widths(kernel, "LDG")
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_the_loop_is_as_long_as_without_splits(D: int) -> None:
     split, _ = shared(compile_shape, 1, 100, 16384, D, True, recipe=ha.BALANCED)

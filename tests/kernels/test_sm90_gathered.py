@@ -177,6 +177,7 @@ def without_copies(text: str) -> str:
     return "\n".join(line for line in text.split("\n") if not operation(line)[1].startswith("ttng."))
 
 
+@pytest.mark.thorough(but=1)
 @orders_and_copies
 def test_moving_copies_changes_no_other_index(D: int, causal: bool, recipe: ha.Recipe, zigzag: bool) -> None:
     """Those of K's descales and of masks, some of which the loop carries from where copies are made."""

@@ -539,6 +539,7 @@ def test_bad_flash_attn_arguments_raise(options: dict[str, Any], error: type[Exc
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
 def test_opcheck(recipe: ha.Recipe, device: str, poisoned: Callable[[], AbstractContextManager[None]]) -> None:
     qkv, cu = packed_qkv(BATCHES["ragged"], device, D=48), tables(BATCHES["ragged"], device)

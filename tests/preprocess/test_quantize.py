@@ -149,6 +149,7 @@ LONG_V = {
 }
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(
     ("name", "D_v", "offset"), [*((name, 24, 1.0) for name in LONG_V), ("head", 24, 0.0), ("head", 300, 0.0)]
 )

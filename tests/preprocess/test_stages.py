@@ -47,6 +47,7 @@ def hadamard_error(dtype: torch.dtype) -> float:
     return HADAMARD_ERROR + (0.0 if dtype == torch.bfloat16 else TWO_TERMS_ERROR)
 
 
+@pytest.mark.thorough(but=10)
 @DTYPES
 @SHAPES
 def test_rope(
@@ -67,6 +68,7 @@ def test_rope(
         assert_rounds(out, ha.reference.apply_rope(x, rope.cos, rope.sin, interleaved), ROPE_ERROR)
 
 
+@pytest.mark.thorough(but=20)
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
 @DTYPES
 @SHAPES
@@ -204,6 +206,7 @@ def test_reflection_of_nonfinite(D: int, value: float, device: str) -> None:
         assert torch.equal(out[~of_group], clean[~of_group])
 
 
+@pytest.mark.thorough(but=1)
 @DTYPES
 def test_opcheck(dtype: torch.dtype, device: str) -> None:
     x = make_x("bhsd", dtype, device).transpose(1, 2).contiguous().transpose(1, 2)

@@ -10,6 +10,7 @@ from helion_attn.testing import relative_error
 from helpers.layouts import LAYOUTS, B, D, H, S, make_x
 
 
+@pytest.mark.thorough(but=11)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packs_as_from_a_contiguous_copy(layout: str, dtype: torch.dtype, device: str) -> None:

@@ -104,6 +104,7 @@ def test_order(name: str) -> None:
     assert order == (KERNELS | LISTS | PAGES)[name][1]
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", KERNELS)
 def test_nothing_else_changes(name: str) -> None:
     """Lines are moved; others are new, or no more: barriers, the index of the block, what V has of its own."""
@@ -173,6 +174,7 @@ def assert_blocks_of_list(text: str, first: int, end: int, tensors: int) -> None
         assert coordinates in (whole, *halves)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", LISTS)
 def test_blocks_of_a_list(name: str) -> None:
     """Likewise of a list, whose places begin anywhere."""

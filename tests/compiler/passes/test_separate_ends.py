@@ -106,6 +106,7 @@ def size(line: str) -> int:
     return math.prod(int(n) for n in shape.split("x")[:-1]) * bits // 8
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", ["fast", "balanced", "pieces", "bf16_d128", "fp16_of_143"])
 def test_what_is_exchanged_comes_into_no_buffer_that_is_read(name: str) -> None:
     """V's, and the mbarriers, which the other warpgroup may still wait for."""

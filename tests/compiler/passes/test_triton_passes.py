@@ -329,6 +329,7 @@ def test_which_passes_a_config_is_expected_to_have() -> None:
 D_V = {(192, 128): 128, (576, 256): 512}
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(
     ("tile", "recipe"), [pytest.param(tile, name, id=f"{shipped_id(tile)}-{name}") for tile, name in SHIPPED]
 )

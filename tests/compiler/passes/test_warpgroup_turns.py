@@ -99,6 +99,7 @@ def test_who_takes_turns(name: str) -> None:
     assert_sound(kernel(name))
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", TAKE_NONE)
 def test_who_takes_none(name: str) -> None:
     found = shared_call(TAKE_NONE[name])
@@ -153,6 +154,7 @@ def exponentials_before_turn(sass: str) -> int:
     return sass.count("MUFU.EX2", waited, turn.start())
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.skipif(
     not MEASURED, reason=f"the code of Triton {MEASURED_SERIES}: another's ptxas moves turns, or copies P"
 )
