@@ -27,7 +27,7 @@ from helion_attn.testing import relative_error
 
 #: (B, H, S, D)
 SHAPES_GPU = [(1, 2, 128, 64), (2, 4, 256, 64), (4, 8, 512, 128), (4, 16, 4096, 128)]
-SHAPES_CPU = [(1, 2, 128, 64), (1, 4, 256, 64), (1, 2, 512, 128), (1, 1, 1024, 64)]
+SHAPES_CPU = [(1, 2, 128, 64), (2, 2, 256, 64), (1, 2, 512, 128), (1, 1, 1024, 64)]
 
 #: Rounding to e4m3 changes numbers by 2.6% (root mean square). Q and K both change: the logits, of variance
 #: 1, err by 3.7%, and P with them; then P and V are rounded. Together, sqrt(3.7**2 + 2 * 2.6**2) = 5.2%.

@@ -46,7 +46,7 @@ Linked = tuple["LinkedLaunch", list[Source]]
 
 
 class Plan:
-    """What a call does, for tensors of any addresses.
+    """Fills and launches of one call, for tensors of any addresses.
 
     Attributes:
         steps: fills and launches, in their order.
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        """What is launched."""
+        """Launches among the steps, in their order."""
         return tuple(step for step in self.steps if isinstance(step, Launch))
 
     def __str__(self) -> str:
@@ -220,7 +220,7 @@ def forget() -> None:
 
 
 def known(key: Hashable) -> Any:
-    """What is kept of a key, or None; nothing is of None."""
+    """Look up what is kept of a key. None has nothing."""
     # Without the branch torch.compile, which has no keys, compiles anew for each plan that is added.
     return None if key is None else _PLANS.get(key)
 
@@ -309,7 +309,7 @@ def run(
     problem: Callable[[], tuple[Operation[Any], Any]],
     written: Sequence[torch.Tensor] = (),
 ) -> Sequence[torch.Tensor]:
-    """What a call returns.
+    """Run a call by its plan, which is made for its first run, and return its outputs.
 
     Args:
         name: of the call.

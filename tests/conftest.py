@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--quick",
         dest=QUICK,
         action="store_true",
-        help="leave out tests marked `thorough`, which take half of the time",
+        help="leave out tests marked `thorough`, which take more than half of the time",
     )
     parser.addoption(
         "--fuzz-cases",

@@ -1,4 +1,4 @@
-"""What an RMSNorm over all heads multiplies the tokens of Q and K by: one number a token, for which all heads are read.
+"""Factors of an RMSNorm over all heads: one number a token of Q and of K, for which all heads are read.
 
     factor = 1 / sqrt(mean over heads and channels of x**2 + eps)
 

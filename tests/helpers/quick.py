@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all`."""
+"""The tests that `make test` leaves to `make test-all`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUICK = "quick"
 
 
 def dearest(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What `--quick` leaves out: tests marked `thorough`, but as many parameters of each as its mark keeps, spread."""
+    """Choose what `--quick` leaves out: tests marked `thorough`, without `but` parameters of each, evenly spread."""
     marked: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("thorough"):
@@ -20,6 +20,7 @@ def dearest(items: list[pytest.Item]) -> set[pytest.Item]:
     for alike in marked.values():
         mark = alike[0].get_closest_marker("thorough")
         assert mark is not None
+        assert not mark.args, f"{alike[0].nodeid}: thorough takes but=n"
         kept = min(mark.kwargs.get("but", 0), len(alike))
         left_out.update(set(alike) - {alike[i * len(alike) // kept] for i in range(kept)})
     return left_out

@@ -85,7 +85,7 @@ class Tiling(NamedTuple):
 def tiling(
     source: StridedQKV, norms: Norms, rope: RopeTables, bm: int, bn: int, recipe: Recipe, sum_lost: bool
 ) -> Tiling:
-    """What the shapes, the dtype and the recipe lead to, and whether what rounding takes from V is summed."""
+    """Choose the tiling by shapes, dtype, recipe, and by whether what rounding takes from V is summed."""
     D_row, dtype, hadamard = source.D_row, source.flat[0].dtype, recipe.hadamard
     # Where the rotated mean is at hand for few instructions, and rows are one term; what cancels leaves an error that
     # 16 bits would show.
