@@ -63,13 +63,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.keywords and not ON_SM_90:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA sm_90 device"))
     if config.getoption(QUICK):
         left_out = dearest(items)
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    for item in items:
-        if "gpu" in item.keywords and not ON_SM_90:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA sm_90 device"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,7 @@ from helpers.quick import dearest
 def items_of(name: str, parameters: int, mark: pytest.Mark | None) -> list[Any]:
     """Tests as pytest collects them."""
     ids = [f"{name}[{i}]" for i in range(parameters)] or [name]
-    return [cast(Any, Test(nodeid=x, get_closest_marker=lambda _: mark)) for x in ids]
+    return [cast(Any, Test(nodeid=x, get_closest_marker={"thorough": mark}.get)) for x in ids]
 
 
 class Test(SimpleNamespace):
@@ -43,3 +43,10 @@ def test_a_number_without_its_name_fails() -> None:
     """Otherwise it would keep nothing."""
     with pytest.raises(AssertionError, match=r"f.py::test_a\[0\]: thorough takes but=n"):
         dearest(items_of("f.py::test_a", 5, pytest.mark.thorough(3).mark))
+
+
+def test_what_is_skipped_takes_no_place() -> None:
+    mark = pytest.mark.thorough(but=1).mark
+    skipped, first, second = items_of("f.py::test_a", 3, mark)
+    skipped.get_closest_marker = {"thorough": mark, "skip": pytest.mark.skip.mark}.get
+    assert dearest([skipped, first, second]) == {second}

@@ -11,10 +11,13 @@ QUICK = "quick"
 
 
 def dearest(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Choose what `--quick` leaves out: tests marked `thorough`, without `but` parameters of each, evenly spread."""
+    """Choose what `--quick` leaves out: tests marked `thorough`, without `but` parameters of each, evenly spread.
+
+    What is skipped anyway takes no time, and no place among the parameters that stay.
+    """
     marked: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("thorough"):
+        if item.get_closest_marker("thorough") and not item.get_closest_marker("skip"):
             marked[item.nodeid.partition("[")[0]].append(item)
     left_out: set[pytest.Item] = set()
     for alike in marked.values():
