@@ -237,7 +237,7 @@ def launch(
         softmax=softmax_of(D, Scores(causal=causal, sm_scale=sm_scale)),
         bshd=False,
         out_dtype=out.dtype,
-        recipe=recipe,
+        recipe=recipe.resolved,
         num_splits=None,
     )
     attention.launch(tile, arguments, out, lse)

@@ -50,7 +50,7 @@ RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
-#: The default of a field of `Recipe` that follows from the others; `Any`, since nobody finds it in a recipe.
+#: The default of a field of `Recipe` that follows from the others; `Any`, since `Recipe.resolved` has a value instead.
 IMPLIED: Any = None
 
 
@@ -58,9 +58,10 @@ IMPLIED: Any = None
 class Recipe:
     """How Q, K, V and P become 8- or 16-bit numbers. A choice does not depend on the others, unless it says so.
 
-    Without arguments it is `BALANCED`. Fields whose default is None follow from the others: `Recipe(pv_dtype=
-    torch.bfloat16)` is `HYBRID`. Recipes are equal that do the same. Printed, a preset is its name, and another recipe
-    what differs from `BALANCED`.
+    Without arguments it is `BALANCED`. Fields whose default is None follow from the others, and stay None:
+    `dataclasses.replace(ha.BALANCED, pv_dtype=torch.bfloat16)` is `HYBRID`. `resolved` has their values:
+    `ha.BALANCED.resolved.smooth_k` is True. Recipes are equal that do the same. Printed, a preset is its name, and
+    another recipe what differs from `BALANCED`.
 
     Attributes:
         qk_dtype: of Q and K. float8_e4m3fn, or int8: a finer grid and exact sums of products. int8 needs descales of
@@ -124,18 +125,12 @@ class Recipe:
     p_offset_log2: int | None = None
 
     def __post_init__(self) -> None:
-        qk_8_bit, pv_8_bit = (getattr(x, "itemsize", 1) == 1 for x in (self.qk_dtype, self.pv_dtype))
-        implied = {
-            "q_scales": "token" if qk_8_bit else "none",
-            "k_scales": "block" if qk_8_bit else "none",
-            "v_scales": "head" if pv_8_bit else "none",
-            "reflect": qk_8_bit and not self.hadamard,
-            "smooth_k": qk_8_bit,
-            "center_v": pv_8_bit,
-        }
-        for name, value in implied.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
+        given = self._asked()
+        missing = {name: value for name, value in self._implied().items() if given[name] is None}
+        # Made here, and not when asked for: torch.compile may ask.
+        object.__setattr__(self, "_resolved", Recipe(**{**given, **missing}) if missing else self)
+        if missing:
+            return  # the values of `resolved` were checked
         for name, accepted in RECIPE_CHOICES.items():
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in accepted):
@@ -174,25 +169,50 @@ class Recipe:
         if offset is not None and (type(offset) is not int or not 0 <= offset <= largest):
             raise ValueError(f"p_offset_log2 is {offset!r}; for {self.pv_dtype} it must be an int in 0..{largest}")
 
+    def _implied(self) -> dict[str, Any]:
+        """What the fields that may be None are implied to be, whatever they are."""
+        qk_8_bit, pv_8_bit = (getattr(x, "itemsize", 1) == 1 for x in (self.qk_dtype, self.pv_dtype))
+        return {
+            "q_scales": "token" if qk_8_bit else "none",
+            "k_scales": "block" if qk_8_bit else "none",
+            "v_scales": "head" if pv_8_bit else "none",
+            "reflect": qk_8_bit and not self.hadamard,
+            "smooth_k": qk_8_bit,
+            "center_v": pv_8_bit,
+        }
+
+    @property
+    def resolved(self) -> Recipe:
+        """An equal recipe in which every field that others imply has its value."""
+        return self.__dict__["_resolved"]
+
+    def _asked(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     @functools.cached_property
-    def _resolved(self) -> tuple[object, ...]:
+    def _values(self) -> tuple[object, ...]:
         """All that it says, with what None stands for in its place."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         promoted = self.bits[1] == 8 if self.promote_every is None else self.promote_every == 1
-        return tuple({**fields, "promote_every": promoted, "p_offset_log2": self.p_offset}.values())
+        return tuple({**self.resolved._asked(), "promote_every": promoted, "p_offset_log2": self.p_offset}.values())
 
     def __eq__(self, other: object) -> bool:
-        return self._resolved == other._resolved if isinstance(other, Recipe) else NotImplemented
+        return self._values == other._values if isinstance(other, Recipe) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._resolved)
+        return hash(self._values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._asked()
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        self.__init__(**fields)  # type: ignore[misc]  # what None stands for is derived anew
 
     def __repr__(self) -> str:
         if (name := preset_name(self)) is not None:
             return name
-        default = Recipe()
-        changed = (x for x in dataclasses.fields(self) if getattr(self, x.name) != getattr(default, x.name))
-        return f"Recipe({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in changed)})"
+        default = {**Recipe()._asked(), **self._implied()}
+        changed = (f"{name}={x!r}" for name, x in self._asked().items() if x is not None and x != default[name])
+        return f"Recipe({', '.join(changed)})"
 
     @property
     def bits(self) -> tuple[int, int]:
@@ -257,7 +277,7 @@ def is_auto(recipe: object) -> bool:
 
 def preset_of(recipe: Recipe | str) -> Recipe:
     """`as_recipe`, and of "auto" the preset that may be chosen."""
-    return BALANCED if is_auto(recipe) else as_recipe(recipe)
+    return as_recipe(BALANCED if is_auto(recipe) else recipe)
 
 
 def as_choice(recipe: Recipe | str) -> Recipe | Auto:
@@ -266,14 +286,14 @@ def as_choice(recipe: Recipe | str) -> Recipe | Auto:
 
 
 def as_recipe(recipe: Recipe | str) -> Recipe:
-    """A recipe, or the preset of that name, in capitals or not.
+    """A recipe, or the preset of that name, in capitals or not: resolved, as whatever it is handed to reads it.
 
     Raises:
         TypeError: neither a Recipe nor a name.
         ValueError: a name that no preset has.
     """
     if isinstance(recipe, Recipe):
-        return recipe
+        return recipe.resolved
     names = ", ".join(repr(name.lower()) for name in PRESETS)
     where = ", or 'auto' for dense attention"
     if is_auto(recipe):
@@ -285,7 +305,7 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
         raise TypeError(f"recipe is {recipe!r}; it must be a helion_attn.Recipe or one of {names}")
     if recipe.upper() not in PRESETS:
         raise ValueError(f"recipe is {recipe!r}; it must be one of {names}, or a helion_attn.Recipe{where}")
-    return PRESETS[recipe.upper()]
+    return PRESETS[recipe.upper()].resolved
 
 
 #: The preset of a KV cache that is asked for none.
@@ -526,7 +546,7 @@ class QuantizedQKV(PackedTensors):
         D_v: head dim of the unpadded V, and of the output.
         dtype: dtype of the unquantised tensors, the default output dtype.
         layout: "bhsd" or "bshd", the layout of the unquantised tensors and of the output.
-        recipe: the one that it was made with.
+        recipe: the one that it was made with, resolved.
 
     Example:
         q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)
@@ -542,6 +562,9 @@ class QuantizedQKV(PackedTensors):
     dtype: torch.dtype
     layout: Layout
     recipe: Recipe
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", self.recipe.resolved)
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous

@@ -17,7 +17,7 @@ from helion_attn.distributed.call import Call
 from helion_attn.distributed.collectives import Group
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.packed import bounds_of_rows
-from helion_attn.distributed.prepare import all_lengths, exchanged, quantized_part, recipe_text
+from helion_attn.distributed.prepare import all_lengths, exchanged, quantized_part
 from helion_attn.names import named
 from helion_attn.problem import softmax_of
 from helion_attn.types import (
@@ -237,7 +237,7 @@ def attention(
             **vars(scores),
             "sinks": sinks is not None,
             "layout": layout,
-            "recipe": recipe_text(as_recipe(recipe)),
+            "recipe": repr(as_recipe(recipe)),
             "rope": rope_text(rope),
             "return_lse": return_lse,
             "out_dtype": str(out_dtype),
@@ -359,7 +359,7 @@ def attention_varlen(
             "sequences": cu_seqlens_q.size(0) - 1,
             **vars(scores),
             "sinks": sinks is not None,
-            "recipe": recipe_text(as_recipe(recipe)),
+            "recipe": repr(as_recipe(recipe)),
             "return_lse": return_lse,
             "out_dtype": str(out_dtype),
             "dtype": str(q.dtype),

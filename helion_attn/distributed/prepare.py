@@ -17,16 +17,7 @@ from helion_attn.distributed.cut import Cut
 from helion_attn.numerics import SAMPLED_KEYS
 from helion_attn.preprocess import shared
 from helion_attn.problem import DescribePartProblem, QuantizePartProblem, rope_arguments
-from helion_attn.types import PackedTensors, Recipe, Rope, packed_fields
-
-
-def recipe_text(recipe: Recipe) -> str:
-    """The fields of a recipe that are not those of `Recipe()`."""
-    default = Recipe()
-    fields = [f.name for f in dataclasses.fields(recipe)]
-    return ", ".join(
-        f"{name}={getattr(recipe, name)}" for name in fields if getattr(recipe, name) != getattr(default, name)
-    )
+from helion_attn.types import PackedTensors, Rope, packed_fields
 
 
 def all_lengths(

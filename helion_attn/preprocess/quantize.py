@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from helion_attn.problem import VarlenProblem
 
 #: The recipe of tensors that are e4m3 already.
-GIVEN = Recipe(qk_dtype=torch.float8_e4m3fn, k_scales="head", reflect=False, smooth_k=False, center_v=False)
+GIVEN = Recipe(qk_dtype=torch.float8_e4m3fn, k_scales="head", reflect=False, smooth_k=False, center_v=False).resolved
 
 
 def quantize_qkv(a: QuantizeProblem) -> tuple[torch.Tensor, ...]:

@@ -205,6 +205,7 @@ def transform(
     k_norm: RMSNorm | None = None,
 ) -> Transformed:
     """All of `quantize` that comes before descales."""
+    recipe = recipe.resolved
     tile = packing(q.size(3), v.size(3), recipe.bits)
     # [B, H, M, D] and [B, H_kv, N, D], fp32
     q_rope, k_rope = (
@@ -242,7 +243,7 @@ def cast(
 ) -> RoundedQKV:
     """All of `quantize` that comes after descales."""
     v8, v_mean = _cast(t.v, v_descale.unsqueeze(2), recipe.pv_dtype), t.v_mean
-    if recipe.center_v and recipe.bits[1] == 8 and t.v.size(2) >= RECENTRED_KEYS:
+    if recipe.resolved.center_v and recipe.bits[1] == 8 and t.v.size(2) >= RECENTRED_KEYS:
         v_mean = v_mean + (t.v - v8 * v_descale.unsqueeze(2)).mean(2)
     return RoundedQKV(
         q8=_cast(t.q, q_descale.unsqueeze(3), recipe.qk_dtype),

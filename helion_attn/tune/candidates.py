@@ -20,7 +20,7 @@ from helion_attn.workloads import BENCH_HIDDEN, Workload, tagged
 Tile = TileConfig | LargeTileConfig
 
 #: What each pair of bits is timed with.
-RECIPES = {(8, 8): FAST, (8, 16): HYBRID, (16, 16): BF16}
+RECIPES = {recipe.bits: recipe.resolved for recipe in (FAST, HYBRID, BF16)}
 
 #: (bm, bn, num_warps, num_stages, max_registers) worth trying, by bits and D_pad. What has been seen to lose by 10% or
 #: to spill is left out. The registers of the 8-bit ones are for four, four, three and one program an SM.

@@ -298,7 +298,7 @@ def compiled(rank: int, group: dist.ProcessGroup) -> list[bool]:
 #: What ranks disagree on, and what all of them must say.
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "strategy": ({"strategy": "ring"}, 'strategy is "allgather" on rank 0 and "ring" on rank 1'),
-    "recipe": ({"recipe": ha.FAST}, "recipe is"),
+    "recipe": ({"recipe": ha.FAST}, 'recipe is "BALANCED" on rank 0 and "FAST" on rank 1'),
     "shape": ({"D_v": 64}, "D_v is 32 on rank 0 and 64 on rank 1"),
     "causal": ({"causal": False}, "causal is true on rank 0 and false on rank 1"),
     "heads": ({"H": 4}, "H is 2 on rank 0 and 4 on rank 1"),
@@ -531,7 +531,7 @@ def test_debug(found: dict[str, list[Any]]) -> None:
 @pytest.mark.parametrize("scales", ["head", "channel"])
 def test_ranks_know_entries_of_v_that_the_sample_missed(scales: str, device: str) -> None:
     """Each of two ranks has one beyond the room of what they sampled, in a channel of its own."""
-    recipe, N = replace(ha.BALANCED, v_scales=scales), 2 * SAMPLED_KEYS
+    recipe, N = replace(ha.BALANCED, v_scales=scales).resolved, 2 * SAMPLED_KEYS
     q, k, v = make_qkv("biased_v", 1, 2, 2, 3, N, 32, device=device)
     v[0, 1, 7, 3], v[0, 1, N - 1, 9] = 1000.0, -500.0
     tile, cut = packing(32, 32), Cut((N // 2, N // 2), zigzag=False)

@@ -196,7 +196,7 @@ def row_reduction_shuffles(tile: TileConfig | LargeTileConfig, recipe: ha.Recipe
     rows_per_thread = 2 * tile.bm // (16 * tile.num_warps)
     steps = 2
     of_rows = int(math.log2(tile.bm))
-    largest_scale = of_rows if recipe.q_scales == "token" else 0
+    largest_scale = of_rows if recipe.resolved.q_scales == "token" else 0
     once = 2 * rows_per_thread * steps
     if keeps_reference(recipe.qk_dtype, recipe.pv_dtype, tile.D_pad):
         return 2 * once + largest_scale + of_rows

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import io
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -159,14 +162,14 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
             ("center_v", True),
         )
     },
-    "hybrid_scaled": ({"pv_dtype": torch.bfloat16}, ["v_scales is 'head'", "'none'", "bfloat16"]),
-    "bf16_scaled": ({"qk_dtype": torch.bfloat16}, ["q_scales is 'token'", "'none'", "bfloat16"]),
-    "bf16_k_scaled": ({"qk_dtype": torch.bfloat16, "q_scales": "none"}, ["k_scales is 'block'", "'none'", "bfloat16"]),
+    "hybrid_scaled": ({"pv_dtype": torch.bfloat16, "v_scales": "head"}, ["v_scales is 'head'", "'none'", "bfloat16"]),
+    "bf16_scaled": ({"qk_dtype": torch.bfloat16, "q_scales": "token"}, ["q_scales is 'token'", "'none'", "bfloat16"]),
+    "bf16_k_scaled": ({"qk_dtype": torch.bfloat16, "k_scales": "block"}, ["k_scales is 'block'", "'none'", "bfloat16"]),
     "e4m3_unscaled": ({"q_scales": "none"}, ["q_scales is 'none'", "16-bit", "float8_e4m3fn"]),
     "int8_unscaled": ({"qk_dtype": torch.int8, "k_scales": "none"}, ["k_scales is 'none'", "int8", "16-bit"]),
     "e4m3_v_unscaled": ({"v_scales": "none"}, ["v_scales is 'none'", "16-bit", "float8_e4m3fn"]),
     "bf16_scores_of_8_bit_p": (
-        {"qk_dtype": torch.bfloat16, "q_scales": "none", "k_scales": "none"},
+        {"qk_dtype": torch.bfloat16},
         ["pv_dtype is torch.float8_e4m3fn", "bfloat16 or float16"],
     ),
     "hybrid_promoted": (
@@ -202,7 +205,7 @@ def test_defaults_are_spelt_out(name: str) -> None:
     largest = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15, torch.bfloat16: 0, torch.float16: 15}[recipe.pv_dtype]
     assert recipe.p_offset == (largest if recipe.p_offset_log2 is None else recipe.p_offset_log2)
     assert recipe == dataclasses.replace(recipe, p_offset_log2=recipe.p_offset)
-    assert recipe != dataclasses.replace(recipe, smooth_k=not recipe.smooth_k)
+    assert recipe != dataclasses.replace(recipe, smooth_k=not recipe.resolved.smooth_k)
     assert dataclasses.replace(recipe) == recipe
     assert hash(dataclasses.replace(recipe)) == hash(recipe)
 
@@ -227,14 +230,70 @@ def test_fields_that_follow_from_others(what: str) -> None:
     assert recipe == preset
     assert hash(recipe) == hash(preset)
     assert repr(recipe) == repr(preset)
-    for name in ("q_scales", "k_scales", "v_scales", "reflect", "smooth_k", "center_v"):
-        assert getattr(recipe, name) == getattr(preset, name) is not None
+    found, expected = (dataclasses.asdict(x.resolved) for x in (recipe, preset))
+    assert [name for name in found if found[name] is None and name not in ("promote_every", "p_offset_log2")] == []
+    assert {**expected, "promote_every": 0, "p_offset_log2": 0} == {**found, "promote_every": 0, "p_offset_log2": 0}
+    assert recipe.resolved == recipe
+    assert repr(recipe.resolved) == repr(preset)
+    assert recipe.resolved.resolved is recipe.resolved
+
+
+#: A preset, one field of it, and what it becomes.
+CHANGED: dict[str, tuple[ha.Recipe, dict[str, Any], ha.Recipe]] = {
+    "balanced to hybrid": (ha.BALANCED, {"pv_dtype": torch.bfloat16}, ha.HYBRID),
+    "hybrid to balanced": (ha.HYBRID, {"pv_dtype": torch.float8_e4m3fn}, ha.BALANCED),
+    "hybrid to bf16": (ha.HYBRID, {"qk_dtype": torch.bfloat16}, ha.BF16),
+    "bf16 to hybrid": (ha.BF16, {"qk_dtype": torch.int8}, ha.HYBRID),
+    "accurate, not rotated": (ha.ACCURATE, {"hadamard": False}, ha.Recipe(v_scales="channel")),
+    "balanced, rotated": (ha.BALANCED, {"hadamard": True}, ha.Recipe(hadamard=True)),
+    "fast, rotated": (ha.FAST, {"hadamard": True}, replace(ha.FAST, hadamard=True, reflect=False)),
+    "fast, in fp16": (ha.FAST, {"pv_dtype": torch.float16}, replace(ha.FAST, pv_dtype=torch.float16, v_scales="none")),
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_presets_are_changed_in_one_field(what: str) -> None:
+    preset, field, expected = CHANGED[what]
+    assert replace(preset, **field) == expected
+
+
+def test_changed_preset_attends_as_its_equal(device: str) -> None:
+    q, k, v = make_qkv("randn", 1, 2, 2, 40, 140, 64, device=device)
+    changed = replace(ha.BALANCED, pv_dtype=torch.bfloat16)
+    assert torch.equal(ha.attention(q, k, v, recipe=changed), ha.attention(q, k, v, recipe="hybrid"))
+    packed = replace(ha.quantize(q, k, v, recipe=changed), recipe=ha.HYBRID)
+    of_hybrid = ha.quantize(q, k, v, recipe="hybrid")
+    assert torch.equal(ha.attention_quantized(packed), ha.attention_quantized(of_hybrid))
+
+
+def test_torch_compile_resolves_recipes(device: str) -> None:
+    q = make_qkv("randn", 1, 2, 2, 40, 40, 64, device=device)[0]
+    loaded = pickle.loads(pickle.dumps(ha.HYBRID))
+    made = (lambda: replace(ha.BALANCED, pv_dtype=torch.bfloat16), lambda: loaded)
+    for recipe in made:
+        compiled = torch.compile(
+            lambda q, of=recipe: ha.attention(q, q, q, recipe=of()), backend="eager", fullgraph=True
+        )
+        assert torch.equal(compiled(q), ha.attention(q, q, q, recipe=ha.HYBRID))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_can_be_stored(name: str) -> None:
+    """As what was asked, so that `replace` changes one field of them too."""
+    recipe, file = RECIPES[name], io.BytesIO()
+    hash(recipe)
+    torch.save(recipe, file)
+    file.seek(0)
+    for stored in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe), torch.load(file, weights_only=True)):
+        assert stored == recipe
+        assert dataclasses.asdict(stored) == dataclasses.asdict(recipe)
+        assert stored.resolved == recipe.resolved
 
 
 def test_sixteen_bits_imply_no_scales() -> None:
     fields = {x.name: x.default for x in dataclasses.fields(ha.Recipe)}
     assert fields["v_scales"] is None
     assert fields["center_v"] is None
-    hybrid, plain = ha.HYBRID, ha.BF16
+    hybrid, plain = ha.HYBRID.resolved, ha.BF16.resolved
     assert (hybrid.v_scales, hybrid.center_v, hybrid.reflect, hybrid.smooth_k) == ("none", False, True, True)
     assert (plain.q_scales, plain.k_scales, plain.reflect, plain.smooth_k) == ("none", "none", False, False)

@@ -38,7 +38,7 @@ def compile_parts(
         p = varlen_packing(D, D, recipe.bits)
         blocks = (H_KV, N_BLOCKS) if zigzag is None else (1, H_KV * N_BLOCKS)
         v_block = (p.D_v_pad, p.bn) if recipe.pv_dtype.itemsize == 1 else (p.bn, p.D_v_pad)
-        descales = N_BLOCKS if recipe.k_scales == "block" else 1
+        descales = N_BLOCKS if recipe.resolved.k_scales == "block" else 1
         tensors = PackedTensors(
             q8=fake_cuda(H, M_BLOCKS, p.bm, p.D_pad, dtype=recipe.qk_dtype),
             k8=fake_cuda(*blocks, p.bn, p.D_pad, dtype=recipe.qk_dtype),
@@ -52,7 +52,7 @@ def compile_parts(
         )
         M, N = M_BLOCKS * p.bm, N_BLOCKS * p.bn
         softmax = softmax_of(D, Scores(causal=causal, window=(left, -1)))
-        a = AttentionProblem(tensors, M, N, D, D, softmax, False, torch.bfloat16, recipe, None)
+        a = AttentionProblem(tensors, M, N, D, D, softmax, False, torch.bfloat16, recipe.resolved, None)
         part = N_BLOCKS // RANKS
         step = H_KV * part + 1
         parts = GatheredParts(

@@ -94,7 +94,7 @@ def test_values_of_every_recipe(recipe: ha.Recipe, name: str, device: str, poiso
     with poisoned():
         packed = ha.quantize(q, k, v, recipe=recipe)
     model = ha.reference.quantize(q, k, v, recipe)
-    sums = recipe.hadamard or recipe.reflect or recipe.smooth_k or recipe.center_v
+    sums = recipe.hadamard or recipe.resolved.reflect or recipe.resolved.smooth_k or recipe.resolved.center_v
     # Of a sum the last bits differ, and with them a maximum's of what it was subtracted from.
     exact = device == "cpu" and not sums
     assert_packs_the_model(packed, model, exact=exact, descale_ulps=64 if sums else 4)
@@ -102,7 +102,7 @@ def test_values_of_every_recipe(recipe: ha.Recipe, name: str, device: str, poiso
         if mean is not None:
             assert torch.all((mean[..., : w.D] - expected).abs() <= 32 * FP32_EPS * x.float().abs().mean(2))
             assert torch.all(mean[..., w.D :] == 0)
-    assert (packed.lse_shift is not None) == (packed.k_mean is not None) == recipe.smooth_k
+    assert (packed.lse_shift is not None) == (packed.k_mean is not None) == recipe.resolved.smooth_k
     if packed.lse_shift is not None:
         shift = packed.lse_shift.flatten(2)[:, :, : w.M]
         assert relative_error(shift, model.lse_shift) < 1e-5
@@ -254,7 +254,7 @@ def test_dequantize(recipe: ha.Recipe, layout: Layout, device: str) -> None:
     if recipe.hadamard:
         inverse = ha.reference.hadamard_matrix(48, recipe.hadamard_seed).mT.float().to(device)
         q, k = q @ inverse, k @ inverse
-    if recipe.reflect:
+    if recipe.resolved.reflect:
         q, k = ha.reference.reflect(q).float(), ha.reference.reflect(k).float()
     v = model.v8 * model.v_descale.unsqueeze(2) + model.v_mean.unsqueeze(2)
     for actual, value in zip(ha.dequantize(packed), (q, k + model.k_mean.unsqueeze(2), v), strict=True):
@@ -291,7 +291,7 @@ def test_magnitude_is_only_in_the_descale(dtype: torch.dtype, exponent: int, rec
         assert torch.equal(getattr(scaled, name).float(), getattr(packed, name).float())
     for name, descale in unpack_descales(packed).items():
         assert_fp32_close(unpack_descales(scaled)[name], descale.double() * scale)
-    for name in ("v_mean", "k_mean") if recipe.smooth_k else ("v_mean",):
+    for name in ("v_mean", "k_mean") if recipe.resolved.smooth_k else ("v_mean",):
         assert_fp32_close(getattr(scaled, name), getattr(packed, name).double() * scale)
 
 
@@ -323,7 +323,7 @@ def test_nonfinite_stays_in_its_head(name: str, value: float, recipe: ha.Recipe,
     assert torch.equal(x8[~hit.flatten()], clean_x8[~hit.flatten()])
     if name == "q":
         # No other row or block is hit.
-        assert (~descale.isfinite()).sum() == (packed.q8.size(2) if recipe.q_scales == "block" else 1)
+        assert (~descale.isfinite()).sum() == (packed.q8.size(2) if recipe.resolved.q_scales == "block" else 1)
         assert not descale.flatten(2)[1, 1, 13].isfinite()
 
 

@@ -43,7 +43,7 @@ def assert_preprocessing(kernels: list[Sm90Kernel], recipe: ha.Recipe = ha.BALAN
         assert widths(kernel, "LDG|LDGSTS") <= {4, 8, 16}, f"{kernel.name} reads narrowly"
         # 8: a thread's part of fp32 vectors, V's maxima and K's mean, which are read whole; rows are read under a mask.
         of_8_bytes = re.findall(r"(@!?U?P\d+)? +(LDG|LDGSTS)(?:\.(?!64)\w+)*\.64\b", kernel.sass)
-        vectors = [("", "LDG")] if kernel.name == "_helion_pack_kv" and recipe.smooth_k else []
+        vectors = [("", "LDG")] if kernel.name == "_helion_pack_kv" and recipe.resolved.smooth_k else []
         assert set(of_8_bytes) <= set(vectors), f"{kernel.name} reads narrowly"
     assert sum(16 in widths(kernel, "LDG|LDGSTS") for kernel in kernels) >= 2, "who reads the inputs?"
     assert any(16 in widths(kernel, "STG") for kernel in kernels)

@@ -50,7 +50,7 @@ def dequantized(r: RoundedQKV, recipe: Recipe) -> Tensors:
     if recipe.hadamard:
         inverse = reference.hadamard_matrix(q.size(3), recipe.hadamard_seed).mT
         q, k = q @ inverse, k @ inverse
-    if recipe.reflect:
+    if recipe.resolved.reflect:
         q, k = reference.reflect(q), reference.reflect(k)
     v = r.v8.double() * r.v_descale.unsqueeze(2)
     return q, k + r.k_mean.unsqueeze(2), v + r.v_mean.unsqueeze(2)
@@ -591,7 +591,7 @@ def test_rope_outside_the_table_is_nan(recipe: Recipe, outside: int) -> None:
     rope = make_rope(60, 32)
     out = reference.fp8_attention(q, k, v, recipe=recipe, rope=replace(rope, q_positions=positions[:5]))
     assert out[:, :, 1].isnan().all()
-    if recipe.q_scales == "token":
+    if recipe.resolved.q_scales == "token":
         assert out[:, :, [0, 2, 3, 4]].isfinite().all()
     out = reference.fp8_attention(q, k, v, recipe=recipe, rope=replace(rope, k_positions=positions))
     assert out.isnan().all()
