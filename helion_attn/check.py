@@ -49,8 +49,8 @@ class Error:
     """How far an output is from fp64's on the same unquantised tensors.
 
     Attributes:
-        total: ||out - ref|| / ||ref|| over all sampled rows.
-        worst_row: the largest of one row.
+        total: ||out - ref|| / ||ref|| over all sampled rows; 0 where nothing is off, inf where only ref is 0.
+        worst_row: the largest of one row, of those whose ref is not 0.
     """
 
     total: float
@@ -119,7 +119,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[M
         out = attention(q, k, v, **options)
         errors[name] = _error(sample.rows_of(to_bhsd(out, layout)), reference)
     sums_in_fp32 = recipe.is_two_level(choose(shape_of_dense(problem), HOPPER_MULTIPROCESSORS).tile.two_level)
-    findings = (*_findings(sample, recipe, sums_in_fp32), *_better(asked, errors))
+    findings = (*_not_finite(sample), *_findings(sample, recipe, sums_in_fp32), *_better(asked, errors))
     pattern = None if everything is None else _error(reference, everything)
     rows = reference.size(0) * reference.size(1)
     return Check(asked, errors, _error(rounded, reference), rows, findings, pattern)
@@ -265,20 +265,30 @@ class _OnlineSoftmax:
 
 
 def _error(out: torch.Tensor, reference: torch.Tensor) -> Error:
-    """Of [heads, rows, D_v]. A row whose reference is 0 counts in `total` alone."""
-    off, size = ((x.double()).norm(dim=2) for x in (out - reference, reference))
-    some = size > 0
-    worst = (off[some] / size[some]).amax().item() if some.any() else 0.0
-    return Error((off.norm() / size.norm()).item(), worst)
+    """Of [heads, rows, D_v]. A row whose reference is 0 counts in `total` alone, unless it is not finite."""
+    off, size = (x.double().norm(dim=2) for x in (out - reference, reference))
+    of_rows = torch.where((size == 0) & off.isfinite(), 0.0, off / size)
+    total = off.norm() / size.norm() if off.any() else off.new_zeros(())
+    return Error(total.item(), of_rows.amax().item())
+
+
+def _not_finite(sample: _Sample) -> Iterator[str]:
+    """A sentence on each input that is not finite."""
+    for name, x in (("q", sample.q), ("k", sample.k), ("v", sample.v)):
+        largest = torch.linalg.vector_norm(x, math.inf).item()
+        if not math.isfinite(largest):
+            what = "NaN" if math.isnan(largest) else "inf"
+            yield f"{name} holds {what}: rows that it reaches are NaN in any precision; find what makes it."
 
 
 def _findings(sample: _Sample, recipe: Recipe, sums_in_fp32: bool) -> Iterator[str]:
     """Sentences on each property of Q, K or V that costs 8 bits accuracy, and on the remedy."""
     if recipe.bits[0] == 8:
-        bias = max(_largest_bias(k) for k in sample.keys_of(sample.k, rotated=True))
+        # Of few keys noise alone has a mean.
+        bias = max(_largest_bias(k) for k in sample.keys_of(sample.k, rotated=True)) if sample.N >= MIN_RUN else 0.0
         if bias > BIASED:
             helps = "it is subtracted first" if recipe.smooth_k else "smooth_k=True subtracts it first"
-            yield f"K has a channel whose mean is {bias:.1f} times its spread: {helps}; in a KV cache `steady_k_mean`."
+            yield f"K has a channel whose mean is {bias:.3g} times its spread: {helps}; in a KV cache `steady_k_mean`."
         for name, heads in (("Q", sample.query_heads()), ("K", sample.key_heads(sample.k))):
             largest = max(_largest_entry(x) for x in heads)
             if largest > OUTLYING:
@@ -313,8 +323,16 @@ def _largest_drift(v: torch.Tensor) -> float:
 
 
 def _better(asked: str, errors: dict[str, Error]) -> Iterator[str]:
-    """The presets that are clearly more accurate, the fastest first, or that none is."""
+    """The presets that are clearly more accurate, the fastest first, or that none is; nothing where fp64 is NaN."""
     mine = errors[asked].total
+    if mine == 0:
+        yield f"{asked} has no error here."
+        return
+    if not math.isfinite(mine):
+        finite = [name for name in COMPARED if name in errors and math.isfinite(errors[name].total)]
+        if finite:
+            yield f"{asked} gives NaN or inf here, and these do not, the fastest first: {', '.join(finite)}."
+        return
     better = [
         f"{name} {errors[name].total / mine:.2f}"
         for name in COMPARED

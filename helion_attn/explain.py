@@ -19,6 +19,7 @@ from helion_attn.ops.attention import Choice, Shape
 from helion_attn.ops.dense import shape_of_dense
 from helion_attn.plans import Plan
 from helion_attn.types import BALANCED, CallOptions, RMSNorm, Rope, is_auto
+from helion_attn.validate.dense import check_is_norm
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -177,6 +178,10 @@ def _of_pytorch(device: str, reasons: tuple[str, ...]) -> Explanation:
     )
 
 
+#: Options of `attention` that hold tensors: a plan is called with those that it was made with.
+CALLED_WITH = ("rope", "q_norm", "k_norm", "sinks", "block_mask")
+
+
 class AttentionPlan:
     """A call of `attention` as a value: print it, or call it on tensors of the layouts that it was made for.
 
@@ -184,8 +189,8 @@ class AttentionPlan:
     it does what `attention` does, without looking for its plan.
     """
 
-    def __init__(self, made: Plan, key: Hashable, return_lse: bool) -> None:
-        self._plan, self._key, self._return_lse = made, key, return_lse
+    def __init__(self, made: Plan, key: Hashable, return_lse: bool, texts: Mapping[str, str]) -> None:
+        self._plan, self._key, self._return_lse, self._texts = made, key, return_lse, texts
 
     def __str__(self) -> str:
         return str(self._plan)
@@ -209,22 +214,47 @@ class AttentionPlan:
                 dtypes, device and alignment as they were there.
 
         Raises:
-            TypeError: q, k or v is no tensor.
-            ValueError: a tensor is not as it was there, or is not plain.
+            TypeError: q, k or v is no tensor, or a norm no `helion_attn.RMSNorm`.
+            ValueError: a tensor is missing, is not as it was there, or is not plain.
         """
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        check_is_norm("q_norm", q_norm)
+        check_is_norm("k_norm", k_norm)
         tensors = {"rope": rope, "q_norm": q_norm, "k_norm": k_norm, "sinks": sinks, "block_mask": block_mask}
         given, key = _given(q, k, v, tensors)
         if key is None or key != self._key:
-            texts = (f"{x.dtype} {[*x.shape]} with strides {[*x.stride()]} on {x.device}" for x in given)
-            raise ValueError(
-                f"the plan is for tensors of other layouts or roles than {'; '.join(texts)}, or for a rope of another "
-                f"pairing, or a norm of another eps; none may require grad: make another with helion_attn.plan"
-            )
+            raise ValueError(f"{self._unlike(_texts(q, k, v, tensors))} make another with helion_attn.plan")
         out, lse = self._plan.run(given)
         return (out, lse) if self._return_lse else out
+
+    def _unlike(self, texts: dict[str, str]) -> str:
+        """What is not as it was there, in words: the first argument by its name."""
+        for name in (*self._texts, *texts):
+            if name not in texts:
+                return f"the plan is for a call with {name}, and {name} is None; pass it, or"
+            if name not in self._texts:
+                return f"the plan is for a call without {name}, and {name} is given; leave it out, or"
+            if texts[name] != self._texts[name]:
+                return f"the plan is for {name} of {self._texts[name]}, and {name} is {texts[name]};"
+        return (
+            "the plan is for tensors of these shapes that are plain, require no grad, and have the alignment that they "
+            "had there, and for a block mask of the same lengths; where it had one tensor twice, it must have it again;"
+        )
+
+
+def _texts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any]) -> dict[str, str]:
+    """What a plan depends on of each argument of a call that is given, in words; of a block mask none."""
+    texts = {
+        name: f"{x.dtype} {[*x.shape]} with strides {[*x.stride()]} on {x.device}"
+        for name, x in (("q", q), ("k", k), ("v", v))
+    }
+    for name in CALLED_WITH:
+        if (x := options.get(name)) is not None:
+            # Sinks are cast.
+            texts[name] = f"shape {[*x.shape]}" if name == "sinks" else "" if name == "block_mask" else repr(x)
+    return texts
 
 
 def _given(
@@ -262,7 +292,7 @@ def plan(
     """
     problem = dense_problem(q, k, v, return_lse=return_lse, **options)
     _, key = _given(q, k, v, options)
-    return AttentionPlan(ops.attention_dense.plan(problem), key, return_lse)
+    return AttentionPlan(ops.attention_dense.plan(problem), key, return_lse, _texts(q, k, v, options))
 
 
 def _programs(a: Shape, choice: Choice) -> tuple[int, int]:

@@ -243,7 +243,7 @@ def radial(
     narrowest = min(narrowest, tokens)
     for distance in range(2, frames):
         width = decay * tokens / 2 ** (distance.bit_length() - 1)
-        widths.append(min(tokens, math.floor(max(width, narrowest))))
+        widths.append(min(tokens, math.ceil(max(width, narrowest))))
         steps.append(math.ceil(max(1.0, narrowest / width)))
     # [frames]: how near a token must be to be seen, or 0.
     reach = torch.tensor([0 if d % step else w for d, (w, step) in enumerate(zip(widths, steps, strict=True))])
@@ -314,7 +314,7 @@ def top_blocks(
         mask = ha.masks.top_blocks(q, k, keep=0.25, causal=True)
         out = ha.attention(q, k, v, causal=True, block_mask=mask)
     """
-    check_top_blocks(q, k, keep, mass, layout)
+    check_top_blocks(q, k, keep, mass, sm_scale, layout)
     check_int("sink_blocks", sink_blocks, 0, MAX_TOKENS)
     check_int("local_blocks", local_blocks, 0, MAX_TOKENS)
     check_flag(causal, "causal")

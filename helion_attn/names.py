@@ -30,6 +30,7 @@ OTHER_NAMES = {
     "sliding_window": "window",
     "logits_soft_cap": "softcap",
     "s_aux": "sinks",
+    "learnable_sink": "sinks",
     "page_table": "block_table",
     "block_tables": "block_table",
     "seq_lens": "cache_seqlens",
@@ -49,8 +50,9 @@ NOT_HERE = {
     "attn_mask": "pass causal=True, a window or a block_mask, or call helion_attn.scaled_dot_product_attention, which "
     "takes masks",
     "dropout_p": "leave it out: there is no dropout in inference",
-    "block_mask": "call helion_attn.attention or attention_quantized, to which sequences that follow each other are "
-    "one with the mask helion_attn.masks.documents(ids)",
+    "block_mask": "helion_attn.attention and attention_quantized take it, on one GPU; to them sequences that follow "
+    "each other are one, with the mask helion_attn.masks.documents(ids)",
+    "sinks": "helion_attn.attention, attention_varlen and attention_kvcache take sinks",
     "enable_gqa": "leave it out: k and v may have fewer heads than q",
     "q_norm": "normalise q before; helion_attn.attention and quantize do it",
     "k_norm": "normalise k before; helion_attn.attention and quantize do it",
@@ -118,12 +120,14 @@ def options_of(other: Callable[..., object], but: Collection[str] = ()) -> Calla
 def named(function: Callable[P, R]) -> Callable[P, R]:
     """The function; an argument that it does not have raises `TypeError`, saying what to pass."""
     known = dict.fromkeys(inspect.signature(function).parameters)
+    is_over_ranks = function.__module__.startswith("helion_attn.distributed.")
+    name = f"distributed.{function.__name__}" if is_over_ranks else function.__name__
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for given in kwargs:
             if given not in known:
-                raise TypeError(unknown_argument(function.__name__, known, given, kwargs[given]))
+                raise TypeError(unknown_argument(name, known, given, kwargs[given]))
         return function(*args, **kwargs)
 
     return in_lines(call)
@@ -135,8 +139,8 @@ def unknown_argument(function: str, known: Collection[str], given: str, value: o
     no = f"{function}() has no argument {given}"
     if ours in known:
         return f"{no}, which is {ours} here: pass {ours}={_shown(given, value)}"
-    if given in NOT_HERE:
-        return f"{no}: {NOT_HERE[given]}"
+    if remedy := NOT_HERE.get(given) or NOT_HERE.get(ours or ""):
+        return f"{no}: {remedy}"
     near = difflib.get_close_matches(given, known, n=1)
     return f"{no}: did you mean {near[0]}?" if near else f"{no}; it has {', '.join(known)}"
 

@@ -142,12 +142,62 @@ def test_16_bit_presets_are_left_out_where_they_have_no_kernel(monkeypatch: pyte
     assert [*ha.check(*make_qkv("randn", 1, 1, 1, 8, 40, 264)).errors] == ["BALANCED", "FAST"]
 
 
-def test_nan_shows() -> None:
+def exact(what: str) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], dict[str, Any]]:
+    """A call whose result every preset has exactly."""
+    q, k, v = make_qkv("randn", 1, 2, 1, 8, 40, 32)
+    if what == "one key":
+        return (q, k[:, :, :1], v[:, :, :1]), {}
+    if what == "no values":
+        return (q, k, v * 0), {}
+    return (q, k, v), {"block_mask": ha.BlockMask.from_dense(torch.zeros(8, 40, dtype=torch.bool))}
+
+
+@pytest.mark.parametrize("what", ["one key", "no values", "everything hidden"])
+def test_exact_calls_have_no_error(what: str) -> None:
+    tensors, options = exact(what)
+    found = ha.check(*tensors, **options)
+    assert {*found.errors.values(), found.sixteen_bits} == {module.Error(0.0, 0.0)}
+    assert found.findings == ("BALANCED has no error here.",)
+    if what == "everything hidden":
+        assert found.pattern == module.Error(1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("q", math.nan, "q holds NaN"), ("k", -math.inf, "k holds inf"), ("v", math.nan, "v holds")],
+)
+def test_what_is_not_finite_shows(name: str, value: float, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both errors, and in a finding that names the input; nothing is said of presets then."""
+    monkeypatch.setattr(module, "COMPARED", {"FAST": ha.FAST})
     q, k, v = make_qkv("randn", 1, 1, 1, 8, 40, 32)
-    v[..., 3, 3] = float("nan")
+    {"q": q, "k": k, "v": v}[name][..., 3, 3] = value
     found = ha.check(q, k, v)
-    assert math.isnan(found.errors["BALANCED"].total)
-    assert math.isnan(found.sixteen_bits.total)
+    for error in (*found.errors.values(), found.sixteen_bits):
+        assert math.isnan(error.total)
+        assert math.isnan(error.worst_row)
+    assert len(found.findings) == 1
+    assert found.findings[0].startswith(said)
+
+
+def test_presets_that_overflow_are_told_from_those_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16 ends at 65504, which the fp64 result of finite tensors does not."""
+    monkeypatch.setattr(module, "COMPARED", {"FAST": ha.FAST})
+    q, k, v = make_qkv("randn", 1, 1, 1, 8, 40, 32)
+    found = ha.check(q, k, v * 1e6, recipe=ha.Recipe(pv_dtype=torch.float16))
+    assert not math.isfinite(found.errors["yours"].total)
+    assert found.errors["FAST"].total < 0.1
+    assert found.findings == ("yours gives NaN or inf here, and these do not, the fastest first: FAST.",)
+
+
+def test_few_keys_have_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their means are noise; the bias of a channel that is constant prints short."""
+    monkeypatch.setattr(module, "COMPARED", {})
+    q, k, v = make_qkv("randn", 1, 1, 1, 16, 200, 32)
+    assert len(ha.check(q, k[:, :, :3], v[:, :, :3]).findings) == 1
+    k[..., 3] = 2.0
+    (finding, *_) = ha.check(q, k, v).findings
+    assert finding.startswith("K has a channel whose mean is ")
+    assert len(finding) < 150
 
 
 def test_bad_input_raises_before_anything_runs() -> None:

@@ -156,8 +156,14 @@ def test_a_plan_is_printed_and_called(layout: Any, device: str) -> None:
         with pytest.raises(ValueError, match=r"make another with helion_attn\.plan"):
             made(*wrong, sinks=sinks)
     for options in ({}, {"rope": None}):
-        with pytest.raises(ValueError, match="the plan is for"):
+        with pytest.raises(ValueError, match="a call with sinks, and sinks is None; pass it, or make another with"):
             made(*others, **options)
+    with pytest.raises(ValueError, match="a call without k_norm, and k_norm is given; leave it out, or make another"):
+        made(*others, sinks=sinks, k_norm=ha.RMSNorm(torch.ones(64, device=device)))
+    with pytest.raises(ValueError, match=r"for sinks of shape \[2\], and sinks is shape \[1\]; make another"):
+        made(*others, sinks=sinks[:1])
+    with pytest.raises(TypeError, match="q_norm is a module, RMSNorm"):
+        made(*others, sinks=sinks, q_norm=torch.nn.RMSNorm(64))
     with pytest.raises(TypeError, match="k is a NoneType"):
         made(others[0], None, others[2], sinks=sinks)
     for q in (others[0].detach().requires_grad_(), torch._neg_view(others[0])):

@@ -171,9 +171,9 @@ def test_radial(
         if j < sinks:
             seen = torch.ones_like(apart, dtype=torch.bool)
         elif width >= least:
-            seen = apart + 1 <= width
+            seen = apart < width
         else:
-            seen = (apart + 1 <= least) if d % math.ceil(least / width) == 0 else torch.zeros_like(apart).bool()
+            seen = (apart < least) if d % math.ceil(least / width) == 0 else torch.zeros_like(apart).bool()
         dense[i * tokens : (i + 1) * tokens, j * tokens : (j + 1) * tokens] = seen
     check(mask, dense[None, None])
     assert evaluated == [in_part(mask)]
@@ -184,6 +184,14 @@ def test_radial_decays_as_the_paper_has_it() -> None:
     dense = ha.masks.radial(8, 64, narrowest=1, sink_frames=0).to_dense()[0, 0]
     middle = dense[32].view(8, 64).sum(1).tolist()
     assert middle == [64, 64, 63, 63, 31, 31, 31, 31]
+
+
+def test_radial_widths_that_are_no_integers() -> None:
+    """All tokens nearer than the width: 10 on either side of 10.5, and 3 of 3.5."""
+    dense = ha.masks.radial(6, 42, narrowest=1, sink_frames=0).to_dense()[0, 0]
+    assert dense[20].view(6, 42).sum(1).tolist() == [42, 42, 41, 41, 21, 21]
+    dense = ha.masks.radial(4, 28, decay=0.25, narrowest=1, sink_frames=0).to_dense()[0, 0]
+    assert dense[14].view(4, 28).sum(1).tolist() == [28, 28, 7, 7]
 
 
 def block_means(x: torch.Tensor) -> torch.Tensor:
@@ -333,6 +341,10 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ha.masks.top_blocks(X.int(), X, keep=0.5), TypeError, "q is a Tensor of torch.int32"),
     (lambda: ha.masks.top_blocks(X, X, keep=0.5, layout="hnd"), ValueError, "layout is 'hnd'"),  # type: ignore[arg-type]
     (lambda: ha.masks.top_blocks(X, X, keep=0.5, local_blocks=-1), ValueError, "local_blocks is -1"),
+    (lambda: ha.masks.top_blocks(X, X, keep=0.5, sm_scale=-1.0), ValueError, r"sm_scale is -1.0; it must lie in 0..2"),
+    (lambda: ha.masks.top_blocks(X, X, mass=0.5, sm_scale=math.nan), ValueError, "sm_scale is nan"),
+    (lambda: ha.masks.top_blocks(X, X, keep=0.5, sm_scale=True), TypeError, "sm_scale is a bool; it must be a float"),
+    (lambda: ha.masks.top_blocks(X, X, keep=0.5, sm_scale="x"), TypeError, "sm_scale is a str"),  # type: ignore[arg-type]
 ]
 
 

@@ -72,6 +72,24 @@ def test_functions_of_others_know_near_misses(function: Callable[..., Any], near
     assert_raises(function, {"sm_scale": 1.0}, TypeError, parts)
 
 
+def test_sinks_of_others() -> None:
+    """What flash-attn 4, transformers and vLLM call sinks, of a function that has them, and of one that has none."""
+    for other in ("learnable_sink", "s_aux"):
+        assert_raises(ha.attention, {other: torch.zeros(2)}, TypeError, [f"no argument {other}, which is sinks here"])
+    for other in ("learnable_sink", "s_aux", "sinks"):
+        parts = [f"flash_attn_func() has no argument {other}: helion_attn.attention, attention_varlen and"]
+        assert_raises(ha.flash_attn_func, {other: torch.zeros(2)}, TypeError, parts)
+
+
+@pytest.mark.parametrize("function", [ha.distributed.attention, ha.distributed.attention_varlen])
+def test_functions_over_ranks_say_so(function: Callable[..., Any]) -> None:
+    parts = [
+        f"distributed.{function.__name__}() has no argument block_mask: ",
+        "attention_quantized take it, on one GPU",
+    ]
+    assert_raises(function, {"block_mask": None}, TypeError, parts)
+
+
 def test_checkers_see_names_and_values() -> None:
     """mypy, which `make lint` runs, fails on a `type: ignore` that hides nothing."""
     with pytest.raises(AttributeError, match="attentionn"):

@@ -18,7 +18,7 @@ from helion_attn.debugging import debugging
 from helion_attn.integrations.rules import Rule, check_supported, is_none
 from helion_attn.kv_cache import append_kvcache, attention_kvcache
 from helion_attn.names import in_lines, named
-from helion_attn.types import BALANCED, Auto, PagedKVCache, Recipe, RecipeName, ScoreOptions, Scores
+from helion_attn.types import BALANCED, Auto, PagedKVCache, Recipe, RecipeName, ScoreOptions, Scores, as_choice
 from helion_attn.validate.dense import (
     check_descale,
     check_descale_form,
@@ -323,6 +323,7 @@ def flash_attn_func(
     values: dict[str, Any] = {"qv": qv, "attention_chunk": attention_chunk, "num_splits": num_splits}
     values |= {"sm_margin": sm_margin, "dropout_p": dropout_p, "alibi_slopes": alibi_slopes}
     check_supported("flash_attn_func", (*RULES, *FLASH_ATTN_2_RULES), values)
+    recipe = as_choice(recipe)
     check_flag(return_softmax_lse, "return_softmax_lse")
     return_lse = return_attn_probs or return_softmax_lse
     scores = _scores(softmax_scale, causal, window_size, softcap)

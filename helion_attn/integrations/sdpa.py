@@ -111,13 +111,14 @@ class _SdpaMode(TorchFunctionMode):
         """The function, with the context around each of its calls.
 
         Raises:
-            TypeError: it is a generator or a coroutine, whose body runs after the call.
+            TypeError: it is a generator or a coroutine, whose body runs after the call: the context would hold for
+                whoever runs in between.
         """
         for is_later in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
             if is_later(function):
                 raise TypeError(
-                    f"{function} is a generator or a coroutine; it must be an ordinary function: write `with "
-                    f"helion_attn.sdpa():` in its body"
+                    f"{function} is a generator or a coroutine; it must be an ordinary function: decorate those that "
+                    f"it calls, and leave `with helion_attn.sdpa():` in its body before each yield or await"
                 )
 
         @functools.wraps(function)
@@ -158,7 +159,8 @@ def sdpa(*, recipe: Recipe | RecipeName | Auto = BALANCED, fallback: Fallback = 
     It holds for calls from the thread that entered the context, until it is left, however that happens. Contexts nest;
     the innermost one counts. It works around and inside functions compiled by torch.compile. Calls of
     `torch.ops.aten.scaled_dot_product_attention` and its backends, and other attention functions, are left alone.
-    `@helion_attn.sdpa()` puts the context around every call of a function.
+    `@helion_attn.sdpa()` puts the context around every call of a function. Leave it before a `yield` or an `await`: it
+    would hold for what runs meanwhile.
 
     `torch.nn.MultiheadAttention` (with `need_weights=False`), `torch.nn.TransformerEncoderLayer` and what is built on
     them run in FP8 too, but not where torch.compile traces them.

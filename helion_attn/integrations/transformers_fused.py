@@ -243,7 +243,7 @@ def fuse_transformers(model: torch.nn.Module, *, recipe: Recipe | RecipeName | A
                 if unlike := difference(attn, kind, module):
                     raise NotImplementedError(
                         f"model has {kind.attention} {name!r}, {unlike}; transformers is {transformers.__version__}, "
-                        f"and it must be as in 5.24"
+                        f"and of 5.24 is known what can be fused: register_transformers takes the others"
                     )
                 if not any(owner.config is attn.config for owner in owners):
                     raise ValueError(

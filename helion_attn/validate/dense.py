@@ -54,6 +54,11 @@ def described(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+def shown(value: object) -> str:
+    """What somebody passed: a tensor by its dtype and shape, all else as it prints."""
+    return described(value) if isinstance(value, torch.Tensor) else repr(value)
+
+
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
@@ -146,12 +151,22 @@ def check_rotatable(name: str, x: torch.Tensor, option: str = "rope") -> None:
         raise ValueError(f"{name} has a last-dimension stride of {x.stride(3)}; with {option} it must be 1")
 
 
+def check_is_norm(name: str, norm: RMSNorm | None) -> None:
+    """None, or an `RMSNorm`, and no module of PyTorch's or of a model."""
+    if isinstance(norm, torch.nn.Module):
+        raise TypeError(
+            f"{name} is a module, {norm}; it must be None or a helion_attn.RMSNorm: pass "
+            f"helion_attn.RMSNorm(module.weight, eps) with what it adds to the mean as eps"
+        )
+    if norm is not None and not isinstance(norm, RMSNorm):
+        raise TypeError(f"{name} is {described(norm)}; it must be None or a helion_attn.RMSNorm")
+
+
 def check_norm(name: str, norm: RMSNorm | None, of: str, x: torch.Tensor) -> None:
     """None, or an `RMSNorm` for x [B, heads, S, D], which the caller calls `of`."""
+    check_is_norm(name, norm)
     if norm is None:
         return
-    if not isinstance(norm, RMSNorm):
-        raise TypeError(f"{name} is {described(norm)}; it must be None or a helion_attn.RMSNorm")
     weight, eps, heads, D = norm.weight, norm.eps, x.size(1), x.size(3)
     if not isinstance(weight, torch.Tensor):
         raise TypeError(f"{name}.weight is a {type(weight).__name__}; it must be a torch.Tensor")
@@ -177,9 +192,11 @@ def check_norm(name: str, norm: RMSNorm | None, of: str, x: torch.Tensor) -> Non
 def check_positions(name: str, at: torch.Tensor, size: int, device: torch.device) -> None:
     """A position for each row."""
     if not isinstance(at, torch.Tensor) or at.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} is {at!r}; it must be an int32 or int64 tensor")
-    if tuple(at.shape) != (size,) or not at.is_contiguous() or at.device != device:
+        raise TypeError(f"{name} is {described(at)}; it must be an int32 or int64 tensor")
+    if tuple(at.shape) != (size,) or at.device != device:
         raise ValueError(f"{name} has shape {tuple(at.shape)} on {at.device}; it must be ({size},) on {device}")
+    if not at.is_contiguous():
+        raise ValueError(f"{name} has strides {at.stride()}; it must be contiguous: pass {name}.contiguous()")
 
 
 def check_rope(rope: Rope, q: torch.Tensor, k: torch.Tensor) -> None:
@@ -459,7 +476,7 @@ def check_sm_scale(sm_scale: float, name: str = "sm_scale") -> None:
 def check_flag(flag: bool, name: str) -> None:
     """A bool, 0 or 1: the string "no" is true."""
     if not isinstance(flag, bool) and not (type(flag) is int and flag in (0, 1)):
-        raise TypeError(f"{name} is {flag!r}; it must be a bool")
+        raise TypeError(f"{name} is {shown(flag)}; it must be a bool")
 
 
 def check_window(window: tuple[int, int] | None, name: str = "window") -> None:
@@ -467,10 +484,10 @@ def check_window(window: tuple[int, int] | None, name: str = "window") -> None:
     if window is None:
         return
     if not isinstance(window, (tuple, list)) or len(window) != 2 or any(type(edge) is bool for edge in window):
-        raise TypeError(f"{name} is {window!r}; it must be None or (left, right), two ints")
+        raise TypeError(f"{name} is {shown(window)}; it must be None or (left, right), two ints")
     for edge in window:
         if not isinstance(edge, (int, torch.SymInt)):
-            raise TypeError(f"{name} is {window!r}; it must be None or (left, right), two ints")
+            raise TypeError(f"{name} is {shown(window)}; it must be None or (left, right), two ints")
         if not -1 <= edge <= MAX_EDGE:
             raise ValueError(f"{name} is {window!r}; left and right must be -1, for unlimited, or in 0..2**63 - 1")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from helion_attn.validate.block_mask import MAX_TOKENS, check_int
-from helion_attn.validate.dense import check_device, check_layout, described
+from helion_attn.validate.dense import check_device, check_layout, check_sm_scale, described
 
 
 def check_sizes(name: str, sizes: Sequence[int], most: Sequence[int]) -> None:
@@ -41,8 +41,10 @@ def check_ids(name: str, ids: torch.Tensor, dims: tuple[int, ...], what: str) ->
         raise ValueError(f"{name} has shape {tuple(ids.shape)}; it must be {what}, and not empty")
 
 
-def check_top_blocks(q: torch.Tensor, k: torch.Tensor, keep: float | None, mass: float | None, layout: str) -> None:
-    """Q and K, and how many blocks to keep."""
+def check_top_blocks(
+    q: torch.Tensor, k: torch.Tensor, keep: float | None, mass: float | None, sm_scale: float | None, layout: str
+) -> None:
+    """Q and K, their scale, and how many blocks to keep."""
     check_layout(layout)
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
@@ -63,3 +65,5 @@ def check_top_blocks(q: torch.Tensor, k: torch.Tensor, keep: float | None, mass:
         raise ValueError(f"keep is {keep!r} and mass is {mass!r}; one of them must be given, and not both")
     name, value = ("keep", keep) if mass is None else ("mass", mass)
     check_number(name, value, "a number above 0, up to 1", isinstance(value, (int, float)) and 0 < value <= 1)
+    if sm_scale is not None:
+        check_sm_scale(sm_scale)

@@ -161,6 +161,13 @@ def test_bad_arguments_raise(options: dict[str, Any], error: type[Exception], me
         flash_attn_func(*bshd(device), **options)
 
 
+@pytest.mark.parametrize(("recipe", "error"), [("best", ValueError), (8, TypeError)])
+def test_recipe_is_checked_of_e4m3_tensors(recipe: Any, error: type[Exception], device: str) -> None:
+    """To them it does not matter: a wrong one would go unnoticed until the tensors are bf16."""
+    with pytest.raises(error, match=f"recipe is {recipe!r}"):
+        flash_attn_func(*bshd(device, torch.float8_e4m3fn), recipe=recipe)
+
+
 def test_bad_descales_raise(device: str) -> None:
     qkv, _ = fp8(device)
     for descale, error in ((torch.ones(2, 4), ValueError), (torch.ones(2, 2).double(), TypeError), (1.0, TypeError)):

@@ -562,8 +562,21 @@ def test_decorator(device: str) -> None:
         pass
 
     for function in (later, coroutine):
-        with pytest.raises(TypeError, match="must be an ordinary function"):
+        with pytest.raises(TypeError, match="must be an ordinary function: decorate those that it calls, and leave"):
             ha.sdpa()(function)
+    # The advice leaks nothing.
+    inside = ha.sdpa(recipe="fast")(lambda: F.scaled_dot_product_attention(*qkv))
+
+    def advised() -> Any:
+        yield inside()
+        with ha.sdpa(recipe="fast"):
+            out = F.scaled_dot_product_attention(*qkv)
+        yield out
+
+    expected, stock = ha.attention(*qkv, recipe="fast"), F.scaled_dot_product_attention(*qkv)
+    for out in advised():
+        assert torch.equal(out, expected)
+        assert torch.equal(F.scaled_dot_product_attention(*qkv), stock)
 
 
 X = torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(0))

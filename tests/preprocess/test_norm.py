@@ -222,7 +222,9 @@ def test_plan_and_check(device: str) -> None:
     out, planned = ha.attention(q, k, v, causal=True, **given), plan(q, k, v, **given)
     assert isinstance(planned, torch.Tensor)
     assert torch.equal(planned, out)
-    with pytest.raises(ValueError, match="a norm of another eps"):
+    with pytest.raises(
+        ValueError, match=r"the plan is for q_norm of RMSNorm\(.* eps=1e-05\), and q_norm is .* eps=0.001\)"
+    ):
         plan(q, k, v, **given | {"q_norm": dataclasses.replace(given["q_norm"], eps=1e-3)})
     for options in (given, norms("head", 4, 2, 64, device=device)):
         found = ha.check(q, k, v, causal=True, **options)
@@ -265,7 +267,11 @@ def weight(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 #: Norms of Q [1, 4, 5, 32], and what is said of them.
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "tensor": (weight(32), TypeError, r"q_norm is a Tensor of torch.bfloat16 \(32,\); it must be None or a .*RMSNorm"),
-    "module": (torch.nn.RMSNorm(32), TypeError, r"q_norm is a RMSNorm; it must be None or a helion_attn.RMSNorm"),
+    "module": (
+        torch.nn.RMSNorm(32),
+        TypeError,
+        r"q_norm is a module, RMSNorm\(\(32,\), .*; it must be None or a helion_attn.RMSNorm: pass helion_attn.RMSN",
+    ),
     "list": (ha.RMSNorm([1.0]), TypeError, r"q_norm.weight is a list; it must be a torch.Tensor"),  # type: ignore[arg-type]
     "dtype": (
         ha.RMSNorm(weight(32, dtype=torch.float64)),

@@ -205,7 +205,21 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "device": ({"sin": table(7, 16).to("meta")}, ValueError, ["sin", "meta", "cpu"]),
     "strided": ({"cos": table(16, 7).mT}, ValueError, ["cos", "contiguous"]),
     "not_a_tensor": ({"cos": [1.0]}, TypeError, ["cos is a list", "torch.Tensor"]),
-    "positions_of_floats": ({"q_positions": torch.zeros(5)}, TypeError, ["q_positions", "int32 or int64"]),
+    "positions_of_floats": (
+        {"q_positions": torch.zeros(5)},
+        TypeError,
+        ["rope.q_positions is a Tensor of torch.float32 (5,); it must be an int32 or int64 tensor"],
+    ),
+    "q_positions_strided": (
+        {"q_positions": torch.arange(10)[::2]},
+        ValueError,
+        ["rope.q_positions has strides (2,); it must be contiguous: pass rope.q_positions.contiguous()"],
+    ),
+    "k_positions_expanded": (
+        {"k_positions": torch.zeros(1, dtype=torch.int32).expand(7)},
+        ValueError,
+        ["rope.k_positions has strides (0,); it must be contiguous"],
+    ),
     "q_positions_too_many": (
         {"q_positions": torch.zeros(7, dtype=torch.int64)},
         ValueError,
