@@ -364,6 +364,11 @@ def attention_forward(
         "sinks": s_aux,
     }
     if layer is not None:
+        if causal and any(start == stop for start, stop in spans):
+            raise NotImplementedError(
+                f"helion_attn: attention_mask hides all of the first {N} tokens of a sequence; with a cache in 8 bits "
+                f"the first chunk must hold a token of each: pass a larger prefill_chunk_size"
+            )
         if not causal or any(stop != N for _, stop in spans):
             raise NotImplementedError(
                 f"helion_attn: with a cache in 8 bits attention must be causal, with padding at the start of sequences "

@@ -347,3 +347,21 @@ def test_what_it_refuses() -> None:
             model(tokens[:, :1], attention_mask=more, past_key_values=cache)
     with pytest.raises(NotImplementedError, match="not offloaded"):
         module.PagedLayer(ha.FAST).offload()
+
+
+@pytest.mark.parametrize("chunk", [2, 3])
+def test_a_first_chunk_of_padding_says_what_to_do(chunk: int) -> None:
+    """Of one sequence, where another has tokens; a chunk that has one of each is taken."""
+    model, tokens = make_model("Llama"), tokens_of(2, 8)
+    model.set_attn_implementation("helion_fp8")
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    cache = ha.transformers_cache()
+    match = rf"hides all of the first {chunk} tokens of a sequence; .*: pass a larger prefill_chunk_size"
+    with torch.no_grad():
+        with pytest.raises(NotImplementedError, match=match):
+            model(tokens[:, :chunk], attention_mask=mask[:, :chunk], past_key_values=cache)
+        assert cache.get_seq_length() == 0
+        model(tokens[:, :4], attention_mask=mask[:, :4], past_key_values=cache)
+        model(tokens[:, 4:], attention_mask=mask, past_key_values=cache)
+    assert cache.layers[0].lengths().tolist() == [8, 5]

@@ -223,7 +223,7 @@ def test_plan_and_check(device: str) -> None:
     assert isinstance(planned, torch.Tensor)
     assert torch.equal(planned, out)
     with pytest.raises(
-        ValueError, match=r"the plan is for q_norm of RMSNorm\(.* eps=1e-05\), and q_norm is .* eps=0.001\)"
+        ValueError, match=r"the plan is for q_norm of RMSNorm\(.* eps=1e-06\), and q_norm is .* eps=0.001\)"
     ):
         plan(q, k, v, **given | {"q_norm": dataclasses.replace(given["q_norm"], eps=1e-3)})
     for options in (given, norms("head", 4, 2, 64, device=device)):
