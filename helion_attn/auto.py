@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from helion_attn import plans
+from helion_attn import calls, plans
 from helion_attn.configs import read_table
 from helion_attn.problem import DenseProblem
 from helion_attn.types import preset_name
@@ -72,6 +72,16 @@ class PyTorchCall(NamedTuple):
     def plan(self, problem: DenseProblem) -> PyTorchCall:
         """For tensors of one layout as for those of another."""
         return self
+
+    def call_of(self, problem: DenseProblem) -> calls.Call:
+        """Return the call of `attention` that chose it."""
+        call = calls.of_dense(problem)
+        return call._replace(options={**call.options, "recipe": "auto"})
+
+    @property
+    def kernels(self) -> str:
+        """What it launches."""
+        return "PyTorch's scaled_dot_product_attention"
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, None]:
         """Run it on tensors in the call's layout, as a plan does. No mode listens then.

@@ -1,11 +1,13 @@
-"""`debug`: whether values on the device are checked, and what calls did inside."""
+"""`debug`: whether values on the device are checked, what calls did inside, and where a bad one is saved."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,17 +28,19 @@ class Seen:
     Attributes:
         appends: the last one to a cache, by its `k8`, and by page.
         balances: of parts that `distributed.shard` cut, by group and tokens of the part.
+        save: the folder that the first bad call is written to; None if none is asked for, or one was written.
     """
 
     appends: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     balances: dict[tuple[str, int], set[str | None]] = field(default_factory=dict)
+    save: Path | None = None
 
 
 _SEEN: ContextVar[Seen | None] = ContextVar("seen", default=None)
 
 
 @contextlib.contextmanager
-def debug() -> Iterator[None]:
+def debug(*, save: str | os.PathLike[str] | None = None) -> Iterator[None]:
     """Inside, calls also check what lies on the device, and raise where they would otherwise give NaN, 0 or nonsense.
 
     Checked are `cu_seqlens` (ascending, within the tokens, no lengths in their place), `cache_seqlens` (within what the
@@ -49,7 +53,25 @@ def debug() -> Iterator[None]:
     (`cache_seqlens` that do not count its keys, a q whose heads are as many as its keys), and
     `helion_attn.distributed`'s attention and `unshard` to the `balance` of `shard` and `positions`.
 
+    With `save`, the output of every call is examined, of compiled code too, and the first bad one is written to a file:
+    its arguments, its output, and the versions. `python -m helion_attn replay FILE` runs it again. A call is bad if
+
+    - its output has a NaN or an infinity, but for tokens of no sequence;
+    - or its error against fp64, on 64 random rows of up to 8 heads, or of one row, is more than 1.5 times that of the
+      rounding model (`helion_attn.reference.fp8_attention`) on the same rows, beyond what the output's dtype and the
+      tensor core add. Then the kernel is at fault;
+    - or that error is more than 0.25. Then the tensors are hard for the recipe: `helion_attn.check` says why.
+
+    Of `attention_quantized` and `attention_kvcache`, fp64 attends to what the tensors hold in 8 bits, and only the
+    last bound holds. Of a batch, the first 8 sequences are looked at. The file has all tensors of the call; of a cache,
+    the pages in its block table. `distributed` attention is not examined.
+
+    Args:
+        save: a folder. The file is named in a warning of `logging.getLogger("helion_attn")`.
+
     Raises:
+        TypeError: `save` is no path.
+        ValueError: `save` is no folder.
         RuntimeError: a call inside is captured in a CUDA graph, where nothing can be read.
 
     The calls inside raise ValueError, naming the argument, its value and what is accepted.
@@ -59,11 +81,19 @@ def debug() -> Iterator[None]:
         with ha.debug():
             out = ha.attention(q, k, v)
     """
-    token = _SEEN.set(Seen())
+    token = _SEEN.set(Seen(save=None if save is None else _folder(save)))
     try:
         yield
     finally:
         _SEEN.reset(token)
+
+
+def _folder(save: str | os.PathLike[str]) -> Path:
+    if not isinstance(save, (str, os.PathLike)):
+        raise TypeError(f"save is {save!r}; it must be the path of a folder")
+    if not (folder := Path(save)).is_dir():
+        raise ValueError(f"save is {str(folder)!r}, which is no folder; make it first")
+    return folder
 
 
 def debugging() -> bool:

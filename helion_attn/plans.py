@@ -13,6 +13,7 @@ PyTorch's dispatcher, to the same plan.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -22,7 +23,9 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from helion_attn import calls
 from helion_attn.compiler.buffers import ALIGNMENT, Buffer, Draft, Fill, Launch, Memory
+from helion_attn.compiler.notice import LOG
 from helion_attn.debugging import debugging
 from helion_attn.validate.derivatives import is_forward_mode
 
@@ -77,6 +80,11 @@ class Plan:
     def launches(self) -> tuple[Launch, ...]:
         """Launches among the steps, in their order."""
         return tuple(step for step in self.steps if isinstance(step, Launch))
+
+    @property
+    def kernels(self) -> str:
+        """The names of the kernels that it launches, in their order."""
+        return " + ".join(launch.kernel.name for launch in self.launches)
 
     def __str__(self) -> str:
         made = [f"{tuple(x.shape)} {x.dtype}" for x in self.outputs]
@@ -234,6 +242,15 @@ def remember(key: Hashable, plan: Kept) -> Kept:
     return plan
 
 
+def log_call(operation: Operation[Any], arguments: Any, plan: Plan) -> None:
+    """Log a public function's call whose plan is new as a line of Python, at level DEBUG; once, while plans are kept."""
+    if not LOG.isEnabledFor(logging.DEBUG) or (call := operation.call_of(arguments)) is None:
+        return
+    text = calls.line(call, plan.kernels)
+    if known(("logged", text)) is None:
+        LOG.debug("%s", remember(("logged", text), text))
+
+
 def layouts(tensors: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
     """All that a plan depends on of tensors."""
     found: list[Hashable] = [tensors[0].device]
@@ -326,6 +343,7 @@ def run(
         if key is None:
             return operation(arguments)
         plan = remember(key, operation.plan(arguments))
+        log_call(operation, arguments, plan)
     if written:
         torch.autograd.graph.increment_version(written)
     return plan.run(given)

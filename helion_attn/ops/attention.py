@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from helion_attn import calls
 from helion_attn.compiler.buffers import sm_count
 from helion_attn.configs import (
     LargeTileConfig,
@@ -128,4 +129,6 @@ def launch_choice(a: AttentionProblem, choice: Choice) -> Outputs:
     return out, lse
 
 
-attention = Operation("fp8_attn_fwd", AttentionProblem, 2, _launch, empty_outputs, flops=flops.of_packed)
+attention = Operation(
+    "fp8_attn_fwd", AttentionProblem, 2, _launch, empty_outputs, flops=flops.of_packed, call=calls.of_packed
+)

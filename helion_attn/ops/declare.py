@@ -18,8 +18,10 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from helion_attn import plans
+from helion_attn.calls import Call
 from helion_attn.compiler.buffers import Draft
 from helion_attn.compiler.helion_adapter import multiprocessors
+from helion_attn.debugging import seen_so_far
 
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 
@@ -95,6 +97,7 @@ class Operation(Generic[Arguments]):
         mutates: tuple[str, ...] = (),
         flops: Callable[[Arguments], int] | None = None,
         planned: bool = True,
+        call: Callable[[Arguments], Call] | None = None,
     ) -> None:
         """Register it.
 
@@ -107,6 +110,7 @@ class Operation(Generic[Arguments]):
             mutates: paths of the tensors that it writes, such as "cache.k8".
             flops: what `torch.utils.flop_counter` counts of it; None for nothing.
             planned: whether all that `launch` does can be planned; PyTorch's own operations cannot.
+            call: the call of a public function that it is; None for what such a call does among others.
         """
         self._name, self._structure = name, Structure(arguments)
         if unknown := {*mutates} - {*self._structure.paths}:
@@ -118,7 +122,7 @@ class Operation(Generic[Arguments]):
         returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
         torch.library.define(f"helion_attn::{name}", f"({', '.join(declared)}) -> {returned}")
 
-        self._launch, self._results = launch, results
+        self._launch, self._results, self._call = launch, results, call
         torch.library.impl(f"helion_attn::{name}", DEVICES)(self._run if planned else self._run_unplanned)
         torch.library.register_fake(f"helion_attn::{name}")(lambda *values: fake(self._structure.build(values)))
         if flops is not None:
@@ -131,8 +135,15 @@ class Operation(Generic[Arguments]):
         tensors = [x for x in values if isinstance(x, torch.Tensor)]
         rest = [None if isinstance(x, torch.Tensor) else x for x in values]
         key = (self._name, *plans.layouts(tensors), *[x is None for x in values], *rest)
-        found = plans.known(key) or plans.remember(key, self._plan(values))
+        found = plans.known(key)
+        if found is None:
+            found = plans.remember(key, self._plan(values))
+            plans.log_call(self, self._structure.build(values), found)
         returned = found.run(tensors)
+        if self._call is not None and (seen := seen_so_far()) is not None and seen.save is not None:
+            from helion_attn.report import examine
+
+            examine(self._structure.build(values), returned, found.kernels, seen)
         return returned[0] if self._results == 1 else tuple(returned) if self._results else None
 
     def _run_unplanned(self, *values: Any) -> Any:
@@ -151,6 +162,10 @@ class Operation(Generic[Arguments]):
     def plan(self, arguments: Arguments, sm_count: int | None = None) -> plans.Plan:
         """Plan the launches for arguments of these layouts, on their GPU or one of so many SMs. Nothing runs."""
         return self._plan(self._structure.flat(arguments), sm_count)
+
+    def call_of(self, arguments: Arguments) -> Call | None:
+        """Return the call of a public function that it is, or None."""
+        return None if self._call is None else self._call(arguments)
 
     def tensors(self, arguments: Arguments) -> list[torch.Tensor]:
         """Return the tensors that a plan of `arguments` runs on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from helion_attn import calls
 from helion_attn.compiler.buffers import note, sm_count
 from helion_attn.configs import LargeTileConfig
 from helion_attn.kernels.lib.strided import WIDEST_LOAD
@@ -82,5 +83,11 @@ def _fake(a: DenseProblem) -> Outputs:
 
 
 attention_dense = Operation(
-    "fp8_attn_dense", DenseProblem, 2, _launch, _fake, flops=lambda a: flops.of_tensors(a.q, a.k, a.v)
+    "fp8_attn_dense",
+    DenseProblem,
+    2,
+    _launch,
+    _fake,
+    flops=lambda a: flops.of_tensors(a.q, a.k, a.v),
+    call=calls.of_dense,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from helion_attn import calls
 from helion_attn.compiler.buffers import sm_count
 from helion_attn.configs import scheduling
 from helion_attn.ops import flops
@@ -58,5 +59,14 @@ append_kv = Operation(
     _launch_append,
     lambda a: None,
     mutates=("cache.k8", "cache.v8", "cache.k_descale", "cache.v_descale"),
+    call=calls.of_append,
 )
-decode = Operation("fp8_attn_decode", DecodeProblem, 2, _launch_decode, empty_outputs, flops=flops.of_decode)
+decode = Operation(
+    "fp8_attn_decode",
+    DecodeProblem,
+    2,
+    _launch_decode,
+    empty_outputs,
+    flops=flops.of_decode,
+    call=calls.of_decode,
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from helion_attn import calls
 from helion_attn.configs import Packing, row_width
 from helion_attn.ops.declare import Operation
 from helion_attn.problem import PackProblem, QuantizePartProblem, QuantizeProblem
@@ -75,5 +76,12 @@ def _fake_pack(a: PackProblem) -> tuple[torch.Tensor, ...]:
     return empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.q.dtype, a.v.dtype)
 
 
-quantize_qkv = Operation("quantize_qkv", QuantizeProblem, 9, _launch_quantize, lambda a: empty_quantized(a, a.packs_q))
-pack_qkv = Operation("pack_qkv", PackProblem, 3, _launch_pack, _fake_pack)
+quantize_qkv = Operation(
+    "quantize_qkv",
+    QuantizeProblem,
+    9,
+    _launch_quantize,
+    lambda a: empty_quantized(a, a.packs_q),
+    call=calls.of_quantize,
+)
+pack_qkv = Operation("pack_qkv", PackProblem, 3, _launch_pack, _fake_pack, call=calls.of_pack)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from helion_attn import calls
 from helion_attn.compiler.buffers import sm_count
 from helion_attn.configs import TileConfig, scheduling, tile_config
 from helion_attn.ops import flops
@@ -88,5 +89,11 @@ def attend(a: VarlenProblem, packed: PackedVarlen) -> Outputs:
 
 
 attention_varlen = Operation(
-    "fp8_attn_varlen", VarlenProblem, 2, lambda a: attend(a, quantize(a)), empty_outputs, flops=flops.of_varlen
+    "fp8_attn_varlen",
+    VarlenProblem,
+    2,
+    lambda a: attend(a, quantize(a)),
+    empty_outputs,
+    flops=flops.of_varlen,
+    call=calls.of_varlen,
 )
