@@ -1,4 +1,7 @@
-"""`python -m helion_attn`: what is installed, whether a GPU has verified it, what is lost if not, and a self-check."""
+"""`python -m helion_attn`: what is installed, whether a GPU has verified it, what is lost if not, and a self-check.
+
+`python -m helion_attn replay FILE`: a call that `helion_attn.debug(save=...)` wrote, again.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,12 @@ from helion_attn.types import PRESETS
 DESCRIPTION = (
     "Print versions, whether a GPU has verified them, and what is lost if not; then run a self-check: attention of "
     "every preset against fp64, in seconds on a CPU. The exit status is 1 if it fails."
+)
+
+#: What `replay --help` prints.
+REPLAY = (
+    "Make a call again that helion_attn.debug(save=FOLDER) wrote, on a GPU or else in the interpreter, and print its "
+    "error against fp64 beside the recorded output's. The exit status is 1 if it is bad again."
 )
 
 #: The largest error of the self-check: of the presets, FAST has 0.046 on these tensors, and zeros have 1.
@@ -95,16 +104,38 @@ def report() -> list[tuple[str, str]]:
     ]
 
 
+def usable_device() -> str:
+    """Return "cuda" where there is a GPU that runs the kernels, otherwise "cpu"."""
+    return "cuda" if torch.cuda.is_available() and ha.is_supported("cuda") else "cpu"
+
+
 def main(arguments: Sequence[str] = ()) -> int:
-    """Print the report, then the self-check; return 1 if that fails."""
-    argparse.ArgumentParser("python -m helion_attn", description=DESCRIPTION).parse_args(arguments)
+    """Print the report, then the self-check, and return 1 if that fails; or replay a file."""
+    parser = argparse.ArgumentParser("python -m helion_attn", description=DESCRIPTION)
+    command = parser.add_subparsers(dest="command").add_parser("replay", help="a saved call", description=REPLAY)
+    command.add_argument("file", help="that helion_attn.debug(save=FOLDER) wrote")
+    given = parser.parse_args(arguments)
+    if given.command == "replay":
+        return _replay(command, given.file)
     rows = report()
     width = max(len(label) for label, _ in (*rows, ("self-check", "")))
     for label, text in rows:
         print(f"{label:<{width}}  {text}", flush=True)
-    done = self_check("cuda" if torch.cuda.is_available() and ha.is_supported("cuda") else "cpu")
+    done = self_check(usable_device())
     print(f"{'self-check':<{width}}  {done}")
     return 0 if done.passed else 1
+
+
+def _replay(command: argparse.ArgumentParser, file: str) -> int:
+    from helion_attn.report import load, replay
+
+    try:
+        found = load(file)
+    except ValueError as error:
+        command.error(str(error))
+    fault = replay(found, usable_device())
+    print("it is as it should be here" if fault is None else f"again: {fault}")
+    return 0 if fault is None else 1
 
 
 if __name__ == "__main__":

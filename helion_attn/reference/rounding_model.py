@@ -400,7 +400,7 @@ def attend(
     r: RoundedQKV,
     recipe: Recipe,
     scores: Scores,
-    block_mask: BlockMask | FlexMask | None = None,
+    block_mask: BlockMask | FlexMask | torch.Tensor | None = None,
     block_n: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` of `fp8_attention`, fp32, BHSD, from what is quantised."""

@@ -51,8 +51,10 @@ def hide_keys_of_rows(
     return s
 
 
-def visible_scores(mask: BlockMask | FlexMask | None, B: int, H: int) -> torch.Tensor | None:
-    """A block mask by scores, bool [B, H, M, N], or None."""
+def visible_scores(mask: BlockMask | FlexMask | torch.Tensor | None, B: int, H: int) -> torch.Tensor | None:
+    """A block mask by scores, bool [B, H, M, N], or None. Such a tensor is returned as it is."""
+    if isinstance(mask, torch.Tensor):
+        return mask
     from helion_attn.block_mask import as_block_mask
 
     made = as_block_mask(mask)
