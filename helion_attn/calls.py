@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from helion_attn.numerics import FORMAT_MAX
-from helion_attn.types import PACKED_FIELDS, Recipe, preset_name
+from helion_attn.types import PACKED_FIELDS, Recipe, Rope, preset_name
 
 if TYPE_CHECKING:
     from helion_attn.problem import (
@@ -102,13 +102,13 @@ def of_decode(a: DecodeProblem) -> Call:
     options = {
         **_layout(a.bshd),
         **_score_options(a.softmax, a.cache.D),
-        "causal": a.softmax.right == 0,
         "num_splits": a.splits,
         **_outputs(a.softmax, a.shift_lse, a.out_dtype, a.q.dtype),
     }
     q = _tensors(a.bshd, q=a.q)
     tensors = {**q, "cache": dict(vars(a.cache)), "block_table": a.block_table, "cache_seqlens": a.cache_seqlens}
-    return Call("attention_kvcache", tensors, {**_given(options), "causal": options["causal"]})
+    # Its default is True.
+    return Call("attention_kvcache", tensors, {"causal": a.softmax.right == 0, **_given(options)})
 
 
 def of_append(a: AppendProblem) -> Call:
@@ -121,6 +121,12 @@ def of_append(a: AppendProblem) -> Call:
         "cache_seqlens": a.cache_seqlens,
     }
     return Call("append_kvcache", tensors, _given({"rope": _rope(a.rope)}))
+
+
+def of_ranks(function: str, tensors: dict[str, Any], options: dict[str, Any], rope: Rope | None) -> Call:
+    """Return the call of a function of `distributed`, on the default group."""
+    fields = {"rope": None if rope is None else dict(vars(rope))}
+    return Call(f"distributed.{function}", tensors, _given({**options, **fields}))
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

@@ -242,11 +242,15 @@ def remember(key: Hashable, plan: Kept) -> Kept:
     return plan
 
 
-def log_call(operation: Operation[Any], arguments: Any, plan: Plan) -> None:
-    """Log a public function's call whose plan is new as a line of Python, at level DEBUG; once, while plans are kept."""
-    if not LOG.isEnabledFor(logging.DEBUG) or (call := operation.call_of(arguments)) is None:
-        return
-    text = calls.line(call, plan.kernels)
+def log_new(operation: Operation[Any], arguments: Any, plan: Plan) -> None:
+    """Log the public function's call that a new plan is for, if it is for one, at level DEBUG."""
+    if LOG.isEnabledFor(logging.DEBUG) and (call := operation.call_of(arguments)) is not None:
+        log_call(call, plan.kernels)
+
+
+def log_call(call: calls.Call, comment: str) -> None:
+    """Log a call as a line of Python, at level DEBUG; once, while plans are kept."""
+    text = calls.line(call, comment)
     if known(("logged", text)) is None:
         LOG.debug("%s", remember(("logged", text), text))
 
@@ -343,7 +347,7 @@ def run(
         if key is None:
             return operation(arguments)
         plan = remember(key, operation.plan(arguments))
-        log_call(operation, arguments, plan)
+        log_new(operation, arguments, plan)
     if written:
         torch.autograd.graph.increment_version(written)
     return plan.run(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
+from helion_attn.calls import of_ranks
+from helion_attn.compiler.notice import LOG
 from helion_attn.configs import varlen_packing
 from helion_attn.debugging import debugging
 from helion_attn.distributed import allgather, collectives, ring, ulysses
@@ -19,6 +22,7 @@ from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.packed import bounds_of_rows
 from helion_attn.distributed.prepare import all_lengths, exchanged, quantized_part
 from helion_attn.names import named
+from helion_attn.plans import log_call
 from helion_attn.problem import softmax_of
 from helion_attn.types import (
     BALANCED,
@@ -258,6 +262,10 @@ def attention(
     k_cut.check("N", equal=strategy != "ring")
     check_rope_lengths(rope, q_cut.total, k_cut.total)
     chosen = as_recipe(recipe)
+    if not torch.compiler.is_compiling() and LOG.isEnabledFor(logging.DEBUG):
+        options = {"strategy": strategy, "balance": balance, "layout": layout, **vars(scores), "recipe": chosen}
+        options |= {"return_lse": return_lse, "out_dtype": out_dtype}
+        log_call(of_ranks("attention", {"q": q, "k": k, "v": v}, options, rope), f"rank {pg.rank()} of {pg.size()}")
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     (B, H, _, D), H_kv, D_v = q.shape, k.size(1), v.size(3)
@@ -377,6 +385,10 @@ def attention_varlen(
     check_sequence_values(cu_seqlens_q, cu_seqlens_k, q_cut.total, k_cut.total)
     (_, H, D), H_kv, D_v = q.shape, k.size(1), v.size(2)
     chosen = as_recipe(recipe)
+    if not torch.compiler.is_compiling() and LOG.isEnabledFor(logging.DEBUG):
+        tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        options = {**vars(scores), "recipe": chosen, "return_lse": return_lse, "out_dtype": out_dtype}
+        log_call(of_ranks("attention_varlen", tensors, options, None), f"rank {pg.rank()} of {pg.size()}")
     call = Call(
         group=pg,
         q_cut=q_cut,

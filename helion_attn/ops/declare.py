@@ -138,7 +138,7 @@ class Operation(Generic[Arguments]):
         found = plans.known(key)
         if found is None:
             found = plans.remember(key, self._plan(values))
-            plans.log_call(self, self._structure.build(values), found)
+            plans.log_new(self, self._structure.build(values), found)
         returned = found.run(tensors)
         if self._call is not None and (seen := seen_so_far()) is not None and seen.save is not None:
             from helion_attn.report import examine
