@@ -260,9 +260,9 @@ def _text_of_qkv(qkv: dict[str, Any]) -> str:
     """As `quantize` or `pack` makes it, of contiguous tensors."""
     (B, H), H_kv, recipe = qkv["q_descale"].shape[:2], qkv["v_mean"].size(1), qkv["recipe"]
     on, dtype = _on(qkv["q8"]), recipe.qk_dtype if recipe.is_given else qkv["dtype"]
-    shapes = (B, H, qkv["M"], qkv["D"]), (B, H_kv, qkv["N"], qkv["D"]), (B, H_kv, qkv["N"], qkv["D_v"])
+    shapes = [(B, H, qkv["M"], qkv["D"]), (B, H_kv, qkv["N"], qkv["D"]), (B, H_kv, qkv["N"], qkv["D_v"])]
     if qkv["layout"] == "bshd":
-        shapes = tuple((b, s, h, d) for b, h, s, d in shapes)
+        shapes = [(b, s, h, d) for b, h, s, d in shapes]
     tensors = ", ".join(_random_of(shape, dtype, on) for shape in shapes)
     layout = f"layout={qkv['layout']!r}"
     if not recipe.is_given:

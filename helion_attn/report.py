@@ -1,8 +1,9 @@
-"""What `debug(save=...)` does with a call: it measures the output, and writes a bad one to a file that can be replayed."""
+"""What `debug(save=...)` does with a call: measures its output, and writes a bad one to a file; and the replay of that."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import platform
 import time
@@ -144,10 +145,9 @@ def _dense(a: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Re
 
 def _sequences(a: VarlenProblem) -> list[tuple[slice, slice]]:
     """Rows and keys of the first sequences that have both."""
-    bounds = zip(a.cu_seqlens_q.tolist(), a.cu_seqlens_k.tolist(), strict=True)
-    starts = list(bounds)
-    each = [(slice(q, q2), slice(k, k2)) for (q, k), (q2, k2) in zip(starts, starts[1:], strict=False)]
-    return [(rows, keys) for rows, keys in each if rows.start < rows.stop and keys.start < keys.stop][:SEQUENCES]
+    starts = itertools.pairwise(zip(a.cu_seqlens_q.tolist(), a.cu_seqlens_k.tolist(), strict=True))
+    both = ((slice(q, q_end), slice(k, k_end)) for (q, k), (q_end, k_end) in starts if q < q_end and k < k_end)
+    return list(itertools.islice(both, SEQUENCES))
 
 
 def _keys_and_values(cache: PagedKVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -196,7 +196,8 @@ def test_calls_of_ranks(device: str, logged: list[str], tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
     try:
         ha.distributed.attention(q, k, v, causal=True, strategy="ring")
-        ha.distributed.attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), starts, starts)
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        ha.distributed.attention_varlen(q, k, v, starts, starts)
         first = [line for line in logged if "ha.distributed." in line]
         assert len(first) == 2
         assert "(q, k, v, strategy='ring', layout='bhsd', causal=True, recipe='balanced')  # rank 0 of 1" in first[0]
