@@ -53,18 +53,20 @@ def debug(*, save: str | os.PathLike[str] | None = None) -> Iterator[None]:
     (`cache_seqlens` that do not count its keys, a q whose heads are as many as its keys), and
     `helion_attn.distributed`'s attention and `unshard` to the `balance` of `shard` and `positions`.
 
-    With `save`, the output of every call is examined, of compiled code too, and the first bad one is written to a file:
-    its arguments, its output, and the versions. `python -m helion_attn replay FILE` runs it again. A call is bad if
+    With `save`, the output of every call is examined, of compiled code too, and the first bad call is written to a file
+    with its tensors, options and output, and the versions. `python -m helion_attn replay FILE` makes it again.
 
-    - its output has a NaN or an infinity, but for tokens of no sequence;
-    - or its error against fp64, on 64 random rows of up to 8 heads, or of one row, is more than 1.5 times that of the
-      rounding model (`helion_attn.reference.fp8_attention`) on the same rows, beyond what the output's dtype and the
-      tensor core add. Then the kernel is at fault;
-    - or that error is more than 0.25. Then the tensors are hard for the recipe: `helion_attn.check` says why.
+    A call is bad if its output is not finite. Otherwise 64 random rows of up to 8 heads are held against fp64 attention
+    on the same inputs, and against the rounding model (`helion_attn.reference.fp8_attention`), which rounds where the
+    kernel does. The call is bad if the error, ||out - exact|| / ||exact|| of these rows or of the worst one, is more
+    than 1.5 times the model's, plus what the output's dtype and the tensor core add: then the kernel is at fault. It is
+    also bad if the error of these rows is more than 0.25: then the tensors are hard for the recipe, and
+    `helion_attn.check` says why.
 
-    Of `attention_quantized` and `attention_kvcache`, fp64 attends to what the tensors hold in 8 bits, and only the
-    last bound holds. Of a batch, the first 8 sequences are looked at. The file has all tensors of the call; of a cache,
-    the pages in its block table. `distributed` attention is not examined.
+    In packed sequences and a cache, the first 8 sequences are looked at, and tokens of no sequence are left out. What
+    `attention_quantized` and `attention_kvcache` are given is in 8 bits already: exact is fp64 attention on that, and
+    0.25 the only bound. Of a cache, the file has the pages in the block table. PyTorch's attention, which recipe="auto"
+    may choose, and `helion_attn.distributed`'s are not examined.
 
     Args:
         save: a folder. The file is named in a warning of `logging.getLogger("helion_attn")`.

@@ -1,4 +1,4 @@
-"""What `debug(save=...)` does with a call: measures its output, and writes a bad one to a file; and the replay of that."""
+"""What `debug(save=...)` does: measures the output of each call, and writes a bad call to a file; and its replay."""
 
 from __future__ import annotations
 
