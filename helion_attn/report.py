@@ -176,10 +176,15 @@ def _modelled(part: Part, sample: _Sample) -> torch.Tensor:
     """The rounding model's output of the sampled rows, [heads, rows, D_v]."""
     a, softmax = part.problem, part.problem.softmax
     transformed = a.rope.cos is not None or a.norm.q_weight is not None or a.norm.k_weight is not None
+    # Rows of Q may share a descale, so all are rounded.
+    given = a.rope.q_positions
+    positions = torch.arange(sample.N - sample.M, sample.N, device=a.q.device) if given is None else given
+    q = torch.stack([sample._rotated(head, positions) for head in sample.query_heads()])
     k, v = (torch.cat(x, 1) for x in list(zip(*((k, v) for _first, k, v in sample.key_blocks()), strict=True)))
     # What neither a norm nor RoPE has changed is in the call's dtype, and the model rounds it as such.
     dtype = torch.float32 if transformed else a.q.dtype
-    q, k, v = (x.to(dtype).unsqueeze(0) for x in (sample.queries(), k, v))
+    rounded = quantize(*(x.to(dtype).unsqueeze(0) for x in (q, k, v)), a.recipe)
+    of_rows = {name: getattr(rounded, name)[:, :, sample.rows] for name in ("q8", "q_descale", "lse_shift")}
     shown = torch.zeros(len(sample.rows), sample.N, device=q.device)
     window = softmax.left, softmax.right
     seen = hide_keys_of_rows(shown, sample.rows, 0, sample.M, sample.N, False, window) == 0
@@ -191,8 +196,7 @@ def _modelled(part: Part, sample: _Sample) -> torch.Tensor:
         softcap=softmax.softcap,
         sinks=None if softmax.sinks is None else softmax.sinks[heads],
     )
-    rounded = quantize(q, k, v, a.recipe)
-    out, _lse = attend(rounded, a.recipe, scores, seen.expand(1, len(heads), -1, -1), a.packing.bn)
+    out, _lse = attend(rounded._replace(**of_rows), a.recipe, scores, seen.expand(1, len(heads), -1, -1), a.packing.bn)
     return out[0].to(a.out_dtype).double()
 
 

@@ -14,6 +14,7 @@ import torch
 import helion_attn as ha
 from helion_attn import __main__ as command
 from helion_attn import plans, report
+from helion_attn.api import dense_problem
 from helion_attn.testing import make_qkv
 
 pytestmark = pytest.mark.once
@@ -140,6 +141,29 @@ def test_bad_calls_are_saved_and_replayed(
         assert "the kernel is at fault" in found["fault"]
     assert found["line"] in printed
     assert printed.endswith("it is as it should be here\n")
+
+
+#: Options of calls whose rounding is not a row's own business, and the inputs.
+ROUNDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "rows_share_a_descale": ("outlier_channel", {"recipe": ha.Recipe(q_scales="block"), "causal": True}),
+    "split_keys": ("wide", {"recipe": "hybrid", "num_splits": 2}),
+    "fast": ("k_channels", {"recipe": "fast", "window": (60, 20)}),
+    "large_head_dim": ("randn", {"out_dtype": torch.float8_e4m3fn}),
+}
+
+
+@pytest.mark.parametrize("what", ROUNDED)
+def test_a_kernel_has_the_error_of_its_model(what: str, device: str) -> None:
+    """On the same rows: the budget is then 1.5 times its own error, and more on a GPU."""
+    kind, options = ROUNDED[what]
+    q, k, v = make_qkv(kind, 1, 2, 1, 150, 300, 160 if what == "large_head_dim" else 64, device=device)
+    found = report.measure(dense_problem(q, k, v, **options), ha.attention(q, k, v, **options))
+    assert found.model is not None
+    assert found.budget is not None
+    assert found.out.total == pytest.approx(found.model.total, rel=0.05)
+    assert found.out.worst_row == pytest.approx(found.model.worst_row, rel=0.2)
+    assert 1.5 * found.model.total < found.budget.total < 1.5 * found.model.total + 0.2
+    assert found.fault is None
 
 
 def test_a_row_is_enough(device: str, tmp_path: Path, broken: Broken) -> None:
