@@ -183,7 +183,8 @@ def _modelled(part: Part, sample: _Sample) -> torch.Tensor:
     k, v = (torch.cat(x, 1) for x in list(zip(*((k, v) for _first, k, v in sample.key_blocks()), strict=True)))
     # What neither a norm nor RoPE has changed is in the call's dtype, and the model rounds it as such.
     dtype = torch.float32 if transformed else a.q.dtype
-    rounded = quantize(*(x.to(dtype).unsqueeze(0) for x in (q, k, v)), a.recipe)
+    q, k, v = (x.to(dtype).unsqueeze(0) for x in (q, k, v))
+    rounded = quantize(q, k, v, a.recipe)
     of_rows = {name: getattr(rounded, name)[:, :, sample.rows] for name in ("q8", "q_descale", "lse_shift")}
     shown = torch.zeros(len(sample.rows), sample.N, device=q.device)
     window = softmax.left, softmax.right
@@ -357,8 +358,10 @@ def load(path: str) -> dict[str, Any]:
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read as a report of helion_attn.debug(save=...): {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except Exception:  # of another format, whose message would advise to load it without weights_only
+        found = None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is no report of helion_attn.debug(save=...), or one of another helion_attn")
     return found

@@ -308,8 +308,8 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"q": torch.zeros(3)}, other)
     torch.save({"format": report.FORMAT + "0"}, older)
     for file, message in (
-        (tmp_path / "none", "cannot be read as a report of helion_attn.debug"),
-        (text, "cannot be read as a report"),
+        (tmp_path / "none", "none cannot be read: No such file or directory"),
+        (text, "a.txt is no report of helion_attn.debug(save=...)"),
         (other, "is no report of helion_attn.debug(save=...)"),
         (older, "is no report of helion_attn.debug(save=...), or one of another helion_attn"),
     ):
