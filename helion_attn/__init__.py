@@ -15,6 +15,7 @@ from helion_attn.debugging import debug
 from helion_attn.explain import explain, plan
 from helion_attn.integrations.diffusers import register_diffusers
 from helion_attn.integrations.diffusers_fused import fuse_diffusers
+from helion_attn.integrations.diffusers_schedule import Schedule
 from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from helion_attn.integrations.flash_attn_2 import (
     flash_attn_kvpacked_func,
@@ -52,6 +53,7 @@ __all__ = [
     "RMSNorm",
     "Recipe",
     "Rope",
+    "Schedule",
     "SwappedLayoutWarning",
     "__version__",
     "append_kvcache",

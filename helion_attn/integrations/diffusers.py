@@ -6,17 +6,25 @@ member and an entry at run time.
 
 from __future__ import annotations
 
-import inspect
-from collections import Counter
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from helion_attn.api import attention
-from helion_attn.block_mask import BlockMask, as_block_mask
+from helion_attn.block_mask import as_block_mask
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.between_graphs import between_graphs
+from helion_attn.integrations.diffusers_schedule import (
+    BoundSchedule,
+    Layers,
+    Schedule,
+    bound_schedule,
+    check_schedule,
+    choice_of,
+)
 from helion_attn.integrations.fused import Before, prefers_pytorch
 from helion_attn.integrations.masks import Visible, attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
@@ -26,13 +34,7 @@ from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, as_choice, is_
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_sm_scale, described
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask as FlexMask
-
-    Preset = Recipe | RecipeName | Auto
-    Pattern = BlockMask | FlexMask | Reordered
-
-    #: How a call attends, of its step, layer, q [B, H, M, D], k [B, H_kv, N, D]: by a preset, with a mask, or both.
-    Schedule = Callable[[int, int, torch.Tensor, torch.Tensor], Preset | Pattern | tuple[Preset, Pattern] | None]
+    from helion_attn.integrations.diffusers_schedule import Pattern, ScheduleFunction
 
 #: What the backend accepts of what diffusers passes; the values of a mask are looked at later.
 RULES = (
@@ -78,12 +80,11 @@ OWN_CALLS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+#: The path of a module up to its last index in a list.
+BLOCK = re.compile(r"(?:.*\.)?\d+(?=\.|$)")
+
 #: What the registry must have: its interface is diffusers' own.
 NEEDED = ("_backends", "_constraints", "_supported_arg_names", "_supports_context_parallel", "register")
-
-
-#: What forwards of diffusers' models call the noise level.
-TIMESTEPS = ("timestep", "timesteps", "t")
 
 
 @named
@@ -91,8 +92,9 @@ def register_diffusers(
     name: str = "helion_fp8",
     *,
     recipe: Recipe | RecipeName | Auto = BALANCED,
-    schedule: Schedule | None = None,
+    schedule: Schedule | ScheduleFunction | None = None,
     models: torch.nn.Module | Sequence[torch.nn.Module] = (),
+    scheduler: Any = None,
 ) -> None:
     """Add FP8 attention to diffusers' backends (0.42), for inference.
 
@@ -114,33 +116,46 @@ def register_diffusers(
     `lambda step, layer, q, k: "bf16" if step < 3 or layer < 2 or layer >= 38 else None` keeps the first steps and the
     first and last two of 40 layers in 16 bits.
 
-    diffusers tells a backend neither step nor layer. Hooks on `models` know them: a forward begins with layer 0, a
-    timestep that differs from the last one begins the next step, and one that turns back begins a generation, with
-    step 0. The host reads it once a forward. Layers are counted for each pair of lengths apart, so that cross attention
-    does not count as self-attention. Keys that `attn_mask` hides stay hidden by a mask if they are the last ones of all
-    sequences alike, as padded text is. In torch.compile and in CUDA graphs a schedule raises.
+    The step is how often `scheduler.step` was called in this generation, as the pipeline's callbacks count. It begins
+    at 0 also from an image, and guidance, which calls the model twice, leaves it. A scheduler of second order, such as
+    Heun's, counts each of its two calls. In a loop without a scheduler, a `helion_attn.Schedule` is given the steps.
+
+    A layer is a block of the model, such as `blocks.3`, counted over `model.named_modules()`. Its self- and
+    cross-attention have one number. Hooks on the attention modules of `models` know which runs, so that calls which a
+    cache skips change no number. Blocks count where a processor may ask a backend: the table of docs/integrations.md
+    has those that do not.
+
+    Keys that `attn_mask` hides stay hidden by a mask if they are the last ones of all sequences alike, as padded text
+    is. In torch.compile and in CUDA graphs a schedule raises.
 
     Args:
         name: of the backend, in lower case. Registering a name again replaces it, and its hooks.
         recipe: how the tensors become 8-bit numbers, a preset's name, or "auto": `register_diffusers(recipe="auto")`
             leaves to PyTorch's attention what that is faster at, as `helion_attn.attention` says.
-        schedule: called with ints and views of q [B, H, M, D] and k [B, H_kv, N, D].
-        models: `pipeline.transformer`, or several that take turns. Calls from other models have no schedule.
+        schedule: called with ints and views of q [B, H, M, D] and k [B, H_kv, N, D]; or a `helion_attn.Schedule`.
+        models: `pipeline.transformer`, or several that take turns, each with layers from 0. Calls from other models
+            have no schedule.
+        scheduler: `pipeline.scheduler`, which has a `step_index`; with a function as the schedule. After the pipeline
+            is given another, register again.
 
     Raises:
         ImportError: diffusers is not installed.
         TypeError, ValueError: `recipe` is no Recipe; `name` is no name in lower case, or one of diffusers' own;
-            `schedule` without `models`, or the other way round; a model whose forward has no timestep.
+            `schedule` without `models`, or the other way round; a model without such attention; a function as
+            `schedule` without `scheduler`; a scheduler without `step_index`.
         NotImplementedError: this diffusers keeps its backends in another way.
 
-    The models' forward passes raise what `helion_attn.attention` does, and NotImplementedError for what
-    docs/integrations.md lists as not supported.
+    The models' forward passes raise what `helion_attn.attention` does, NotImplementedError for what
+    docs/integrations.md lists as not supported, and RuntimeError outside of the steps of a `helion_attn.Schedule`. They
+    warn where the scheduler is in no generation.
 
     Example:
         ha.register_diffusers(recipe="auto")  # then pipeline.transformer.set_attention_backend("helion_fp8")
     """
     recipe = as_choice(recipe)
-    watched = _checked_schedule(schedule, models)
+    check_schedule(schedule)
+    numbers = checked_models(models, schedule is not None)
+    bound = bound_schedule(schedule, scheduler)
     if not isinstance(name, str):
         raise TypeError(f"name is a {type(name).__name__}; it must be a str")
     if not name.isidentifier() or name != name.lower():
@@ -166,122 +181,64 @@ def register_diffusers(
         names._member_names_.append(member._name_)
         names._value2member_map_[name] = member
     if (before := registry._backends.get(member)) is not None:
-        before.progress.unwatch()
-    registry.register(member, supports_context_parallel=True)(Backend(recipe, schedule, watched))
+        before.layers.unwatch()
+    registry.register(member, supports_context_parallel=True)(Backend(recipe, bound, numbers))
 
 
-def _checked_schedule(
-    schedule: Schedule | None, models: torch.nn.Module | Sequence[torch.nn.Module]
-) -> tuple[torch.nn.Module, ...]:
-    """The models, where they and the schedule are what `register_diffusers` accepts."""
+def checked_models(
+    models: torch.nn.Module | Sequence[torch.nn.Module], has_schedule: bool
+) -> dict[torch.nn.Module, int]:
+    """Return the layers of the models whose attention a schedule is about; they are given with a schedule alone."""
     watched = (models,) if isinstance(models, torch.nn.Module) else tuple(models)
-    check_schedule(schedule, watched)
-    if (schedule is None) != (not watched):
+    if has_schedule != bool(watched):
         raise ValueError(
-            f"schedule is {'None' if schedule is None else 'given'} with {len(watched)} models; it must be given with "
+            f"schedule is {'given' if has_schedule else 'None'} with {len(watched)} models; it must be given with "
             f"those whose steps and layers it is about, such as pipeline.transformer, and without it there are none"
         )
-    return watched
-
-
-def check_schedule(schedule: Schedule | None, models: Sequence[torch.nn.Module]) -> None:
-    """A schedule, and models whose forward has a timestep."""
-    if schedule is not None and not callable(schedule):
-        raise TypeError(f"schedule is {described(schedule)}; it must be a function of step, layer, q and k, or None")
-    for i, model in enumerate(models):
+    numbers: dict[torch.nn.Module, int] = {}
+    for i, model in enumerate(watched):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"models[{i}] is {described(model)}; it must be a torch.nn.Module")
-        _timestep_name(model)
-
-
-def _timestep_name(model: torch.nn.Module) -> str:
-    """The name of the timestep among the arguments of a model's forward."""
-    parameters = inspect.signature(type(model).forward).parameters
-    for name in TIMESTEPS:
-        if name in parameters:
-            return name
-    raise ValueError(
-        f"models has a {type(model).__name__}, whose forward has no argument {', '.join(TIMESTEPS[:-1])} or "
-        f"{TIMESTEPS[-1]}; it must have one: steps are told by it"
-    )
-
-
-def _check_eager() -> None:
-    # Dynamo does not trace the second question.
-    if torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-        raise NotImplementedError(
-            "helion_attn: schedule is given; in torch.compile and in a CUDA graph it must be None: the host counts "
-            "steps and layers"
-        )
-
-
-class Progress:
-    """Where the generation is: hooks on models count steps and layers.
-
-    Attributes:
-        step: different timesteps before this one, in this generation.
-        layers: calls in this forward, by lengths of queries and keys.
-        is_inside: a model's forward runs.
-    """
-
-    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
-        self.step = 0
-        self.layers: Counter[tuple[int, int]] = Counter()
-        self.is_inside = False
-        self.timestep: float | None = None
-        #: Whether timesteps ascend in this generation, once that is known.
-        self.ascends: bool | None = None
-        self.handles = [
-            handle
-            for model in models
-            for handle in (
-                model.register_forward_pre_hook(self.begin, with_kwargs=True),
-                model.register_forward_hook(self.end, always_call=True),
+        layers = attention_layers(model)
+        if not layers:
+            raise ValueError(
+                f"models[{i}] is {described(model)}, in which no module has a processor that asks a backend of "
+                f"diffusers; it must be a model that has such attention, as pipeline.transformer"
             )
-        ]
+        numbers |= layers
+    return numbers
 
-    def unwatch(self) -> None:
-        """Remove the hooks."""
-        for handle in self.handles:
-            handle.remove()
 
-    def begin(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook."""
-        _check_eager()
-        name = _timestep_name(model)
-        given = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments.get(name)
-        if given is None:
-            raise ValueError(f"{name} of {type(model).__name__} is None; with a schedule it must be given")
-        # Some models take one for each token, of which those that are known have 0.
-        timestep = float(torch.as_tensor(given).max())
-        if self.timestep is not None and timestep != self.timestep:
-            ascends = timestep > self.timestep
-            turns = self.ascends not in (None, ascends)
-            self.step, self.ascends = (0, None) if turns else (self.step + 1, ascends)
-        self.timestep = timestep
-        self.layers.clear()
-        self.is_inside = True
+def attention_layers(model: torch.nn.Module) -> dict[torch.nn.Module, int]:
+    """Return the attention modules that may ask a backend, each with the number of its block.
 
-    def end(self, *_: Any) -> None:
-        """A forward hook."""
-        self.is_inside = False
-
-    def next_layer(self, M: int, N: int) -> int:
-        """The number of a call's layer."""
-        _check_eager()
-        self.layers[M, N] += 1
-        return self.layers[M, N] - 1
+    Blocks are counted in the order of `model.named_modules()`. A block is an item of a list, such as `blocks.3`: its
+    self- and cross-attention have the same number.
+    """
+    own = {name for names in OWN_CALLS.values() for name in names}
+    blocks: dict[str, int] = {}
+    found: dict[torch.nn.Module, int] = {}
+    for name, module in model.named_modules():
+        processor = getattr(module, "processor", None)
+        if processor is None or (type(processor).__name__ in own and not hasattr(processor, "_attention_backend")):
+            continue
+        block = BLOCK.match(name)
+        found[module] = blocks.setdefault(block[0] if block else name.rpartition(".")[0], len(blocks))
+    return found
 
 
 class Backend:
     """Attention with the arguments that diffusers passes."""
 
     def __init__(
-        self, recipe: Recipe | Auto, schedule: Schedule | None = None, models: Sequence[torch.nn.Module] = ()
+        self,
+        recipe: Recipe | Auto,
+        schedule: BoundSchedule | None = None,
+        numbers: Mapping[torch.nn.Module, int] = MappingProxyType({}),
     ) -> None:
         self.recipe = recipe
         self.schedule = schedule
-        self.progress = Progress(models)
+        self.layers = Layers(numbers)
 
     def __call__(
         self,
@@ -375,28 +332,9 @@ class Backend:
 
     def scheduled(self, query: torch.Tensor, key: torch.Tensor) -> tuple[Recipe | Auto, Pattern | None]:
         """Recipe and mask of a call of query [B, M, H, D] and key [B, N, H_kv, D]."""
-        if self.schedule is None or not self.progress.is_inside:
+        if self.schedule is None or (layer := self.layers.running.value) is None:
             return self.recipe, None
-        layer = self.progress.next_layer(query.size(1), key.size(1))
-        return choice_of(self.schedule, self.recipe, self.progress.step, layer, query, key)
-
-
-def choice_of(
-    schedule: Schedule, recipe: Recipe | Auto, step: int, layer: int, q: torch.Tensor, k: torch.Tensor
-) -> tuple[Recipe | Auto, Pattern | None]:
-    """Ask a schedule for the recipe and the mask of a call of q [B, M, H, D] and k [B, N, H_kv, D].
-
-    `recipe` is taken where the schedule names none.
-    """
-    _check_eager()
-    given: Any = schedule(step, layer, q.transpose(1, 2), k.transpose(1, 2))
-    is_pair = isinstance(given, tuple) and not isinstance(given, Reordered)
-    if is_pair and len(given) != 2:
-        raise ValueError(f"schedule gives a tuple of {len(given)}; it must be of a preset and a mask")
-    preset, pattern = given if is_pair else (given, None) if isinstance(given, str | Recipe) else (None, given)
-    if is_pair and (preset is None or pattern is None):
-        raise TypeError("schedule gives a tuple with None; it must be of a preset and a mask, or be one of them alone")
-    return recipe if preset is None else as_choice(preset), pattern
+        return choice_of(self.schedule, layer, self.recipe, query, key)
 
 
 def visible_of(

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from helion_attn.integrations.diffusers import Progress, attend, check_schedule, choice_of, visible_of
+from helion_attn.integrations.diffusers import attend, attention_layers, visible_of
+from helion_attn.integrations.diffusers_schedule import (
+    BoundSchedule,
+    Schedule,
+    bound_schedule,
+    check_schedule,
+    choice_of,
+)
 from helion_attn.integrations.fused import Before, Tables
 from helion_attn.names import named
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice
 from helion_attn.validate.dense import described
 
 if TYPE_CHECKING:
-    from helion_attn.integrations.diffusers import Schedule
+    from helion_attn.integrations.diffusers_schedule import ScheduleFunction
 
 #: Of Wan's text, behind those of an image, as diffusers has it.
 TEXT_TOKENS = 512
@@ -45,18 +51,6 @@ def rope_of_complex(*tables: torch.Tensor) -> Rope:
     return Rope(turns.real.float().contiguous(), turns.imag.float().contiguous(), interleaved=True)
 
 
-class ProgressOfProcessors(Progress):
-    """Counts steps as long as the model has processors that ask for them."""
-
-    def begin(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook."""
-        processors = (getattr(module, "processor", None) for module in model.modules())
-        if any(isinstance(processor, Processor) and processor.progress is self for processor in processors):
-            super().begin(model, args, kwargs)
-        else:
-            self.unwatch()
-
-
 class Processor:
     """The common part of all processors.
 
@@ -65,8 +59,7 @@ class Processor:
         tables: of the model.
         functions: of diffusers, by name.
         layer: the number of the attention.
-        schedule: as `register_diffusers` has it.
-        progress: of the model, with a schedule.
+        schedule: with its steps.
     """
 
     def __init__(
@@ -75,11 +68,10 @@ class Processor:
         tables: Tables,
         functions: dict[str, Callable[..., Any]],
         layer: int,
-        schedule: Schedule | None,
-        progress: Progress | None,
+        schedule: BoundSchedule | None,
     ) -> None:
         self.recipe, self.tables, self.functions = recipe, tables, functions
-        self.layer, self.schedule, self.progress = layer, schedule, progress
+        self.layer, self.schedule = layer, schedule
 
     @property
     def _attention_backend(self) -> None:
@@ -119,8 +111,8 @@ class Processor:
         B, M, H, N = *q.shape[:3], k.size(1)
         visible = visible_of(attention_mask, B, H, M, N, "attention_mask")
         recipe, pattern = self.recipe, None
-        if self.schedule is not None and self.progress is not None and self.progress.is_inside:
-            recipe, pattern = choice_of(self.schedule, recipe, self.progress.step, self.layer, q, k)
+        if self.schedule is not None:
+            recipe, pattern = choice_of(self.schedule, self.layer, recipe, q, k)
         out, _ = attend(q, k, v, recipe=recipe, visible=visible, pattern=pattern, before=before)
         return out.flatten(2, 3)
 
@@ -386,7 +378,8 @@ def fuse_diffusers(
     model: torch.nn.Module,
     *,
     recipe: Recipe | RecipeName | Auto = BALANCED,
-    schedule: Schedule | None = None,
+    schedule: Schedule | ScheduleFunction | None = None,
+    scheduler: Any = None,
 ) -> None:
     """Fuse norms of Q and K and RoPE of a transformer of diffusers (0.42) into quantising: new attention processors.
 
@@ -406,14 +399,13 @@ def fuse_diffusers(
         model: `pipeline.transformer`, or another module that holds such attention.
         recipe: how the tensors become 8-bit numbers, a preset's name, or "auto", which is chosen as for tensors that
             are normalised and rotated; where it takes PyTorch's attention, norms and RoPE come before.
-        schedule: as `register_diffusers` has it, for this model, whose forward must have a timestep; q and k are not
-            normalised or rotated yet. Layers are those of the model in their order, and cross-attention has the number
-            of its block. `lambda step, layer, q, k: "bf16" if step < 3 or layer in (0, 1, 38, 39) else None` keeps the
-            first steps, and the first and last layers of 40, in 16 bits.
+        schedule: as `register_diffusers` has it, with the same steps and layers; q and k are not normalised or rotated
+            yet.
+        scheduler: as `register_diffusers` has it.
 
     Raises:
         TypeError, ValueError: `recipe` is no Recipe; `model` is no module, or has no attention that can be fused;
-            `schedule` is no function.
+            `schedule` and `scheduler` are not as `register_diffusers` has them.
         NotImplementedError: attention of the model is not as in diffusers 0.42, or has another processor.
 
     Example:
@@ -427,8 +419,8 @@ def fuse_diffusers(
     recipe = as_choice(recipe)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {described(model)}; it must be a torch.nn.Module")
-    if schedule is not None:
-        check_schedule(schedule, (model,))
+    check_schedule(schedule)
+    bound = bound_schedule(schedule, scheduler)
     import diffusers
 
     found = []
@@ -445,17 +437,10 @@ def fuse_diffusers(
         raise ValueError(
             f"model is a {type(model).__name__} without attention of {accepted} or {FUSED[-1].model}; it must have it"
         )
-    for _, attn, _, _ in found:
-        if isinstance(attn.processor, Processor) and attn.processor.progress is not None:
-            attn.processor.progress.unwatch()
-    tables, progress = Tables(), None if schedule is None else ProgressOfProcessors((model,))
-    layers: Counter[str] = Counter()
-    for name, attn, kind, module in found:
-        # Self- and cross-attention of a block have names of their own.
-        place = name.rpartition(".")[2]
+    tables, layers = Tables(), attention_layers(model)
+    for _, attn, kind, module in found:
         functions = {function: getattr(module, function) for function in kind.functions}
-        attn.set_processor(kind.make(recipe, tables, functions, layers[place], schedule, progress))
-        layers[place] += 1
+        attn.set_processor(kind.make(recipe, tables, functions, layers[attn], bound))
 
 
 def attentions(model: torch.nn.Module) -> Iterator[tuple[str, Any, Fused]]:

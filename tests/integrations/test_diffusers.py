@@ -406,48 +406,38 @@ def test_masks_are_read_between_graphs(name: str, is_fused: bool, device: str) -
     assert not [code for code in graphs if "amin" in code or "ones_like" in code or "fp8_attn_varlen" in code]
 
 
+def begun() -> Any:
+    """A scheduler before its first step."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(2)
+    return scheduler
+
+
+class Attend:
+    """A processor that asks a backend."""
+
+    def __call__(self, attn: Any, *qkv: torch.Tensor, **options: Any) -> Any:
+        return dispatch.dispatch_attention_fn(*qkv, backend=dispatch.AttentionBackendName(NAME), **options)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor = Attend()
+
+    def forward(self, *qkv: torch.Tensor, **options: Any) -> Any:
+        return self.processor(self, *qkv, **options)
+
+
 class TwoLayers(torch.nn.Module):
     """Calls attention twice with the same tensors."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timestep: Any, **options: Any) -> Any:
-        backend = dispatch.AttentionBackendName(NAME)
-        return [dispatch.dispatch_attention_fn(q, k, v, backend=backend, **options) for _ in range(2)]
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Attention(), Attention()])
 
-
-@pytest.mark.thorough(but=1)
-@pytest.mark.parametrize("generations", [((999, 700, 300), (999, 500)), ((10, 20, 30), (10, 600))], ids=["down", "up"])
-def test_steps_and_layers_are_counted(generations: tuple[tuple[int, ...], ...]) -> None:
-    """Over generations with guidance, two models that take turns, and cross attention beside self-attention."""
-    model, inputs = made("wan")
-    model.set_attention_backend(NAME)
-    other = TwoLayers()
-    x = torch.zeros(1, 40, 2, 32)
-    seen: list[tuple[int, int, int, int]] = []
-
-    def schedule(step: int, layer: int, q: torch.Tensor, k: torch.Tensor) -> None:
-        assert (q.size(0), q.size(1), q.size(3)) == (k.size(0), 2, 32)
-        seen.append((step, layer, q.size(2), k.size(2)))
-
-    ha.register_diffusers(schedule=schedule, models=[model, other])
-    in_a_forward = [(0, 40, 40), (0, 40, 11), (1, 40, 40), (1, 40, 11)]
-    for timesteps in generations:
-        for step, timestep in enumerate(timesteps):
-            for _ in range(2):
-                seen.clear()
-                with torch.no_grad():
-                    model(**inputs | {"timestep": torch.tensor([0, timestep])})
-                assert seen == [(step, *where) for where in in_a_forward]
-        seen.clear()
-        other(x, x, x, timesteps[-1])
-        assert seen == [(step, 0, 40, 40), (step, 1, 40, 40)]
-    # Another model's calls are not counted, and registering again ends the counting.
-    seen.clear()
-    TwoLayers()(x, x, x, 5)
-    ha.register_diffusers()
-    other(x, x, x, 5)
-    assert seen == []
-    assert not model._forward_pre_hooks
-    assert not other._forward_hooks
+    def forward(self, *qkv: torch.Tensor, **options: Any) -> Any:
+        return [block(*qkv, **options) for block in self.blocks]
 
 
 def test_a_schedule_chooses_masks(device: str) -> None:
@@ -466,9 +456,11 @@ def test_a_schedule_chooses_masks(device: str) -> None:
         def schedule(step: int, layer: int, q: torch.Tensor, k: torch.Tensor, mask: Any = mask) -> Any:
             return mask if step > 0 and layer > 0 else None
 
-        ha.register_diffusers(schedule=schedule, models=model)
-        for timestep, expected in ((900.0, (dense, dense)), (torch.tensor([500.0]), (dense, sparse))):
-            outs = model(q, k, v, timestep=timestep, scale=0.2, enable_gqa=True)
+        by_hand = ha.Schedule(schedule)
+        ha.register_diffusers(schedule=by_hand, models=model)
+        for step, expected in enumerate([(dense, dense), (dense, sparse)]):
+            with by_hand.step(step):
+                outs = model(q, k, v, scale=0.2, enable_gqa=True)
             for out, wanted in zip(outs, expected, strict=True):
                 assert torch.equal(out, wanted)
 
@@ -488,33 +480,20 @@ def test_a_schedule_chooses_presets(device: str) -> None:
             return ("accurate", mask) if layer == 0 else ha.HYBRID
         return "bf16" if step < 1 or layer >= 2 - 1 else None
 
-    ha.register_diffusers(recipe="fast", schedule=schedule, models=model)
+    by_hand = ha.Schedule(schedule)
+    ha.register_diffusers(recipe="fast", schedule=by_hand, models=model)
     by_step = [("bf16", "bf16"), ("fast", "bf16"), (("accurate", mask), ha.HYBRID)]
-    for timestep, recipes in zip((900.0, 500.0, 100.0), by_step, strict=True):
-        outs = model(q, k, v, timestep=timestep, scale=0.2, enable_gqa=True)
+    for step, recipes in enumerate(by_step):
+        with by_hand.step(step):
+            outs = model(q, k, v, scale=0.2, enable_gqa=True)
         for out, recipe in zip(outs, recipes, strict=True):
             assert torch.equal(out, expected(*recipe) if isinstance(recipe, tuple) else expected(recipe))
     # Padding that a mask hides is hidden by a preset too.
     kept = (torch.arange(300, device=device) < 200)[None]
-    outs = model(q, k, v, timestep=900.0, scale=0.2, enable_gqa=True, attn_mask=kept)
+    with by_hand.step(0):
+        outs = model(q, k, v, scale=0.2, enable_gqa=True, attn_mask=kept)
     short = ha.attention(q, k[:, :200], v[:, :200], layout="bshd", sm_scale=0.2, recipe="bf16")
     assert relative_error(outs[0], short) < 0.01
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ("best", ValueError, "recipe is 'best'; it must be one of 'fast'"),
-        (3, TypeError, r"block_mask is a int; it must be a helion_attn\.BlockMask"),
-        (("bf16",), ValueError, "schedule gives a tuple of 1; it must be of a preset and a mask"),
-        (("bf16", None), TypeError, "schedule gives a tuple with None; it must be of a preset and a mask"),
-    ],
-)
-def test_what_a_schedule_gives_is_checked(given: Any, error: type[Exception], message: str) -> None:
-    model, x = TwoLayers(), torch.zeros(1, 24, 2, 32)
-    ha.register_diffusers(schedule=lambda *_: given, models=model)
-    with pytest.raises(error, match=message):
-        model(x, x, x, timestep=1)
 
 
 @pytest.mark.parametrize("keys", [266, 261, 256])
@@ -526,10 +505,10 @@ def test_a_schedule_reorders_tokens(keys: int, device: str) -> None:
     seen = pattern.mask.to_dense()[0, 0][pattern.inverse][:, pattern.inverse]
     assert not torch.equal(seen, pattern.mask.to_dense()[0, 0])
     model = TwoLayers()
-    ha.register_diffusers(recipe="bf16", schedule=lambda *_: pattern, models=model)
+    ha.register_diffusers(recipe="bf16", schedule=lambda *_: pattern, models=model, scheduler=begun())
     kept = (torch.arange(266, device=device) < keys).expand(2, -1)
     options = {"attention_kwargs": {"return_lse": True}, "attn_mask": kept}
-    (out, lse), _ = model(q, k, v, timestep=1.0, **options)
+    (out, lse), _ = model(q, k, v, **options)
     # [B, H, M, N]
     scores = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()) / 8
     scores = scores.masked_fill(~(seen & kept[0]), float("-inf"))
@@ -538,29 +517,16 @@ def test_a_schedule_reorders_tokens(keys: int, device: str) -> None:
     assert (lse - scores.logsumexp(3).transpose(1, 2)).abs().max() < 0.02
 
 
-def test_schedules_are_checked() -> None:
-    model, x = TwoLayers(), torch.zeros(1, 24, 2, 32)
-    bad: Any = 3
-    with pytest.raises(TypeError, match="schedule is a int; it must be a function of step, layer, q and k"):
-        ha.register_diffusers(schedule=bad, models=model)
-    with pytest.raises(TypeError, match=r"models\[1\] is a int; it must be a torch.nn.Module"):
-        ha.register_diffusers(schedule=lambda *_: None, models=[model, bad])
-    with pytest.raises(ValueError, match="schedule is given with 0 models"):
-        ha.register_diffusers(schedule=lambda *_: None)
-    with pytest.raises(ValueError, match="schedule is None with 1 models"):
-        ha.register_diffusers(models=model)
-    with pytest.raises(ValueError, match="has a Linear, whose forward has no argument timestep, timesteps or t"):
-        ha.register_diffusers(schedule=lambda *_: None, models=torch.nn.Linear(1, 1))
-    assert not model._forward_pre_hooks
-
+def test_masks_that_do_not_fit() -> None:
+    model, x, scheduler = TwoLayers(), torch.zeros(1, 24, 2, 32), begun()
     mask = ha.BlockMask(torch.ones(1, 1, 1, 1, dtype=torch.bool), 30, 30)
     pattern = ha.masks.sliding_tile((1, 5, 6), (1, 5, 3), (1, 1, 1))
     for given in (mask, pattern):
-        ha.register_diffusers(schedule=lambda *_, given=given: given, models=model)
+        ha.register_diffusers(schedule=lambda *_, given=given: given, models=model, scheduler=scheduler)
         with pytest.raises(ValueError, match=r"mask.* of 30 queries and 30 keys; it must be of .*24 and .*24"):
-            model(x, x, x, timestep=1)
+            model(x, x, x)
     fitting = ha.BlockMask(torch.ones(1, 1, 1, 1, dtype=torch.bool), 24, 24)
-    ha.register_diffusers(schedule=lambda *_: fitting, models=model)
+    ha.register_diffusers(schedule=lambda *_: fitting, models=model, scheduler=scheduler)
     hiding: list[dict[str, Any]] = [
         {"is_causal": True},
         {"attn_mask": torch.arange(24)[None] > 9},
@@ -571,19 +537,14 @@ def test_schedules_are_checked() -> None:
     ]
     for options in hiding:
         with pytest.raises(NotImplementedError, match=r"hides other keys than the last .*; there it must give no mask"):
-            model(x, x, x, timestep=1, **options)
-    ha.register_diffusers(schedule=lambda *_: pattern, models=model)
+            model(x, x, x, **options)
+    ha.register_diffusers(schedule=lambda *_: pattern, models=model, scheduler=scheduler)
     y = torch.zeros(1, 30, 2, 32)
     # On a GPU this is an assertion of the device.
     with pytest.raises(RuntimeError, match="hides are not the last in the schedule's order"):
-        model(y, y, y, timestep=1, attn_mask=torch.arange(30)[None] < 25)
-    with pytest.raises(ValueError, match="timestep of TwoLayers is None"):
-        model(x, x, x, timestep=None)
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"in torch\.compile and in a CUDA graph it must be None|NotImplementedError"):
-        torch.compile(model, fullgraph=True, backend="eager")(x, x, x, timestep=1)
+        model(y, y, y, attn_mask=torch.arange(30)[None] < 25)
     with pytest.raises(NotImplementedError, match="schedule is given; with context parallelism it must be None"):
-        ours.Backend(ha.BALANCED, lambda *_: None)(x, x, x, _parallel_config=object())
+        model(x, x, x, parallel_config=object())
 
 
 def parallel(rank: int, folder: str) -> None:

@@ -1,0 +1,267 @@
+"""Schedules: which preset and mask a call of a diffusion model takes, by its step and its layer.
+
+The step is counted by the scheduler of the pipeline, or given by the caller. The layer is the place of the attention
+module in the model, which hooks on the modules tell.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from helion_attn.block_mask import BlockMask
+from helion_attn.masks import Reordered
+from helion_attn.types import Auto, Recipe, RecipeName, as_choice
+from helion_attn.validate.dense import described
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    Preset = Recipe | RecipeName | Auto
+    Pattern = BlockMask | FlexMask | Reordered
+
+    #: How a call attends, of its step, layer, q [B, H, M, D], k [B, H_kv, N, D]: by a preset, with a mask, or both.
+    ScheduleFunction = Callable[
+        [int, int, torch.Tensor, torch.Tensor], Preset | Pattern | tuple[Preset, Pattern] | None
+    ]
+
+#: What a schedule may give.
+ACCEPTED = (
+    "a preset, by name or as a Recipe, a mask, which is a BlockMask, PyTorch's or a masks.Reordered, a tuple of a "
+    "preset and a mask, or None"
+)
+
+
+class OfThread(threading.local):
+    """A number that each thread has for itself. Copies and pickles begin without it."""
+
+    value: int | None = None
+
+    def __reduce__(self) -> tuple[type[OfThread], tuple[()]]:
+        """Make a new one."""
+        return type(self), ()
+
+
+class Schedule:
+    """Give a schedule its steps in a sampling loop of your own, without a scheduler of diffusers.
+
+    `with schedule.step(i):` around the model's calls says that they belong to step i. It holds for the thread that
+    enters it. A model that attends outside of it raises `RuntimeError`.
+
+    Args:
+        function: of step, layer, q and k, as `register_diffusers` has it.
+
+    Raises:
+        TypeError: `function` is no function.
+
+    Example:
+        schedule = ha.Schedule(lambda step, layer, q, k: "bf16" if step < 3 else None)
+        with schedule.step(0):
+            pass  # call the model that `register_diffusers` or `fuse_diffusers` was given with this schedule
+    """
+
+    def __init__(self, function: ScheduleFunction) -> None:
+        if not callable(function):
+            raise TypeError(f"function is {described(function)}; it must be a function of step, layer, q and k")
+        self.function = function
+        self._entered = OfThread()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
+        """Return the same: a copied model follows the steps that the original does."""
+        return self
+
+    @contextmanager
+    def step(self, i: int) -> Iterator[None]:
+        """Say that the model's calls inside belong to step i.
+
+        Raises:
+            TypeError, ValueError: `i` is no int, or negative.
+        """
+        if not isinstance(i, int) or isinstance(i, bool):
+            raise TypeError(f"i is {described(i)}; it must be an int, the number of the step")
+        if i < 0:
+            raise ValueError(f"i is {i}; it must be the number of the step, from 0")
+        before, self._entered.value = self._entered.value, i
+        try:
+            yield
+        finally:
+            self._entered.value = before
+
+    def current(self) -> int:
+        """Return the step that this thread is in."""
+        if self._entered.value is None:
+            raise RuntimeError(
+                "helion_attn: schedule has no step here; call the model inside `with schedule.step(i)`, i from 0"
+            )
+        return self._entered.value
+
+
+class SchedulerSteps:
+    """Count the steps of a generation by the `step_index` of a scheduler of diffusers.
+
+    Attributes:
+        scheduler: of the pipeline.
+        first: the `step_index` of the generation's first step; None while that step runs.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.first: int | None = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SchedulerSteps:
+        """Return the same: a copied model follows the scheduler that the original does."""
+        return self
+
+    def current(self) -> int:
+        """Return how often `scheduler.step` was called in this generation."""
+        scheduler, index = self.scheduler, self.scheduler.step_index
+        is_idle = getattr(scheduler, "num_inference_steps", None) is None
+        if is_idle if index is None else index >= len(scheduler.timesteps):
+            warnings.warn(
+                f"helion_attn: a model with a schedule runs, and its {type(scheduler).__name__} is not in a "
+                f"generation. In a warm-up this is harmless. If pipeline.scheduler was replaced, give the schedule the "
+                f"new one",
+                stacklevel=2,
+            )
+        if index is None:  # until the first call of `scheduler.step`, also where it begins in the middle
+            self.first = None
+            return 0
+        begin: int | None = getattr(scheduler, "begin_index", None)
+        if begin is None:
+            begin = self.first = index - 1 if self.first is None else self.first
+        return int(index - begin)
+
+
+class BoundSchedule(NamedTuple):
+    """A schedule and its steps.
+
+    Attributes:
+        function: of step, layer, q and k.
+        step: returns the current step.
+    """
+
+    function: ScheduleFunction
+    step: Callable[[], int]
+
+
+def check_schedule(schedule: object) -> None:
+    """Check that it is a schedule, or None."""
+    if schedule is not None and not isinstance(schedule, Schedule) and not callable(schedule):
+        raise TypeError(
+            f"schedule is {described(schedule)}; it must be a function of step, layer, q and k, a helion_attn.Schedule "
+            f"of one, or None"
+        )
+
+
+def bound_schedule(schedule: Schedule | ScheduleFunction | None, scheduler: Any) -> BoundSchedule | None:
+    """Return a schedule with what says its steps; None without a schedule."""
+    if schedule is None:
+        if scheduler is not None:
+            raise ValueError(f"scheduler is {described(scheduler)} and schedule None; give both, or none")
+        return None
+    if isinstance(schedule, Schedule):
+        if scheduler is not None:
+            raise ValueError(
+                f"scheduler is {described(scheduler)} and schedule a helion_attn.Schedule, whose steps you give; give "
+                f"a function with scheduler, or a Schedule without"
+            )
+        return BoundSchedule(schedule.function, schedule.current)
+    if scheduler is None:
+        raise ValueError(
+            "schedule is given, and scheduler is None; give scheduler=pipeline.scheduler, which knows the step, or in "
+            "a loop of your own schedule=helion_attn.Schedule(function), and call the model inside "
+            "`with schedule.step(i)`"
+        )
+    if not hasattr(scheduler, "step_index"):
+        raise TypeError(
+            f"scheduler is {described(scheduler)}, which has no step_index; it must be pipeline.scheduler, of a kind "
+            f"that has one, such as UniPCMultistepScheduler; in a loop of your own give "
+            f"schedule=helion_attn.Schedule(function) instead"
+        )
+    return BoundSchedule(schedule, SchedulerSteps(scheduler).current)
+
+
+class Layers:
+    """Tell which layer runs in a thread, by hooks on attention modules.
+
+    Args:
+        numbers: of the layers, by attention module.
+
+    Attributes:
+        running: the number of the layer; None outside of these modules.
+        handles: of the hooks.
+    """
+
+    def __init__(self, numbers: Mapping[torch.nn.Module, int]) -> None:
+        self.running = OfThread()
+        self.handles = [
+            handle
+            for attn, layer in numbers.items()
+            for handle in (
+                attn.register_forward_pre_hook(functools.partial(self.begin, layer)),
+                attn.register_forward_hook(self.end, always_call=True),
+            )
+        ]
+
+    def begin(self, layer: int, *_: Any) -> None:
+        """Enter a layer: a forward pre-hook."""
+        check_eager()
+        self.running.value = layer
+
+    def end(self, *_: Any) -> None:
+        """Leave it: a forward hook."""
+        self.running.value = None
+
+    def unwatch(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+
+def check_eager() -> None:
+    """Raise in torch.compile and in a CUDA graph: the step and the layer are read on the host."""
+    # Dynamo does not trace the second question.
+    if torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        raise NotImplementedError(
+            "helion_attn: schedule is given; in torch.compile and in a CUDA graph it must be None: the host reads the "
+            "step and the layer"
+        )
+
+
+def choice_of(
+    schedule: BoundSchedule, layer: int, recipe: Recipe | Auto, q: torch.Tensor, k: torch.Tensor
+) -> tuple[Recipe | Auto, Pattern | None]:
+    """Ask a schedule for the recipe and the mask of a call of q [B, M, H, D] and k [B, N, H_kv, D].
+
+    `recipe` is taken where the schedule names none.
+    """
+    check_eager()
+    given: Any = schedule.function(schedule.step(), layer, q.transpose(1, 2), k.transpose(1, 2))
+    if isinstance(given, tuple) and not isinstance(given, Reordered):
+        if len(given) != 2:
+            raise ValueError(f"schedule gives a tuple of {len(given)}; it must give {ACCEPTED}")
+        preset, pattern = given
+        if preset is None or pattern is None:
+            raise TypeError(f"schedule gives a tuple with None; it must give {ACCEPTED}")
+    else:
+        preset, pattern = (given, None) if isinstance(given, str | Recipe) else (None, given)
+    if not isinstance(preset, str | Recipe | None):
+        raise TypeError(f"schedule gives {described(preset)} as the preset; it must give {ACCEPTED}")
+    if pattern is not None and not is_mask(pattern):
+        raise TypeError(f"schedule gives {described(pattern)}; it must give {ACCEPTED}")
+    return recipe if preset is None else as_choice(preset), pattern
+
+
+def is_mask(value: object) -> bool:
+    """Return whether it is a mask that a schedule may give."""
+    if isinstance(value, BlockMask | Reordered):
+        return True
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    return isinstance(value, FlexMask)
