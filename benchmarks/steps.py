@@ -486,8 +486,14 @@ def enter(name: str, model: Model, module: Any, processors: dict[str, Any], tile
     module.set_attn_processor(dict(processors))
     if name in ("fused", "masked"):
         module.set_attention_backend("native")
-        is_dense = name == "fused" or tiles is None
-        ha.fuse_diffusers(module, schedule=None if is_dense else functools.partial(of_self_attention, tiles))
+        if name == "fused" or tiles is None:
+            ha.fuse_diffusers(module)
+            return
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        scheduler = FlowMatchEulerDiscreteScheduler()
+        scheduler.set_timesteps(1)
+        ha.fuse_diffusers(module, schedule=functools.partial(of_self_attention, tiles), scheduler=scheduler)
     else:
         module.set_attention_backend({"sdpa_bf16": "native", "cudnn_bf16": "_native_cudnn"}.get(name, name))
 
@@ -499,7 +505,7 @@ def names_of(model: Model, options: Options, compiled: bool) -> list[str]:
         left_out |= set(RECIPES)
     if not model.can_fuse:
         left_out.add("fused")
-    if model.tiles is None or compiled:  # a schedule counts layers on the host
+    if model.tiles is None or compiled:  # a schedule runs on the host
         left_out.add("masked")
     if model.workload.N > AUTO_TOKENS or compiled:
         left_out.add("auto")

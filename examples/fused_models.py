@@ -29,6 +29,12 @@ MOST = 1.5
 LAYERS, D = 3, 64
 
 
+@ha.Schedule
+def in_16_bits(step: int, layer: int, q: torch.Tensor, k: torch.Tensor) -> RecipeName | None:
+    """A schedule: the first step, and the first and the last layer."""
+    return "bf16" if step < 1 or not 0 < layer < LAYERS - 1 else None
+
+
 def qwen3() -> tuple[Any, Callable[[Any], torch.Tensor]]:
     """A model, and its logits for a prompt."""
     config = transformers.Qwen3Config(
@@ -51,15 +57,13 @@ def wan() -> tuple[Any, Callable[[Any], torch.Tensor]]:
     def predict(model: Any) -> torch.Tensor:
         inputs = {"hidden_states": video, "encoder_hidden_states": text}
         inputs = {name: x.to(model.device, model.dtype) for name, x in inputs.items()}
-        times = (torch.tensor([time], device=model.device) for time in (900, 500))
-        return torch.stack([model(**inputs, timestep=time).sample for time in times])
+        outs = []
+        for step, time in enumerate((900, 500)):
+            with in_16_bits.step(step):  # with a pipeline: fuse_diffusers(..., scheduler=pipeline.scheduler)
+                outs.append(model(**inputs, timestep=torch.tensor([time], device=model.device)).sample)
+        return torch.stack(outs)
 
     return model, predict
-
-
-def in_16_bits(step: int, layer: int, q: torch.Tensor, k: torch.Tensor) -> RecipeName | None:
-    """A schedule: the first step, and the first and the last layer."""
-    return "bf16" if step < 1 or not 0 < layer < LAYERS - 1 else None
 
 
 def errors(device: str) -> dict[str, dict[str, float]]:

@@ -28,9 +28,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Under others' names": (
         *("scaled_dot_product_attention", "sdpa", "register_flash_attention", "register_transformers"),
-        *("fuse_transformers", "transformers_cache", "register_diffusers", "fuse_diffusers", "flash_attn_func"),
-        *("flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"),
-        *("flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func"),
+        *("fuse_transformers", "transformers_cache", "register_diffusers", "fuse_diffusers", "Schedule"),
+        *("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_qkvpacked_func"),
+        *("flash_attn_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func"),
     ),
     "Warnings": ("FallbackWarning", "SwappedLayoutWarning"),
     "Looking into it": ("check", "explain", "plan", "debug", "is_supported"),
@@ -120,7 +120,7 @@ def section(name: str, value: Any, prefix: str = "ha") -> str:
         defaults = {f.name: "" if _no_default(f) else f" = {shown(f.default)}" for f in dataclasses.fields(value)}
         lines = [f"{f.name}: {f.type}{defaults[f.name]}" for f in dataclasses.fields(value)]
         return f"{title}\n\n```python\n{chr(10).join(lines)}\n```\n\n{body}\n"
-    if inspect.isclass(value):
+    if inspect.isclass(value) and "__init__" not in vars(value):
         return f"{title}\n\n```python\nclass {name}({value.__base__.__name__})\n```\n\n{body}\n"
     return f"{title}\n\n```python\n{signature(name, value)}\n```\n\n{body}\n"
 

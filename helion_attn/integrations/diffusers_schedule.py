@@ -51,8 +51,8 @@ class OfThread(threading.local):
 class Schedule:
     """Give a schedule its steps in a sampling loop of your own, without a scheduler of diffusers.
 
-    `with schedule.step(i):` around the model's calls says that they belong to step i. It holds for the thread that
-    enters it. A model that attends outside of it raises `RuntimeError`.
+    The model's calls inside `with schedule.step(i):` belong to step i, in the thread that enters it. Outside of it the
+    model raises `RuntimeError`.
 
     Args:
         function: of step, layer, q and k, as `register_diffusers` has it.
@@ -61,9 +61,17 @@ class Schedule:
         TypeError: `function` is no function.
 
     Example:
-        schedule = ha.Schedule(lambda step, layer, q, k: "bf16" if step < 3 else None)
-        with schedule.step(0):
-            pass  # call the model that `register_diffusers` or `fuse_diffusers` was given with this schedule
+        import diffusers
+
+        model = diffusers.WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=32, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=1,
+            in_channels=4, out_channels=4,
+        )  # fmt: skip
+        schedule = ha.Schedule(lambda step, layer, q, k: "bf16" if step < 1 else None)
+        ha.fuse_diffusers(model, schedule=schedule)
+        for step, time in enumerate((900, 500)):
+            with schedule.step(step), torch.no_grad():
+                out = model(torch.randn(1, 4, 2, 4, 4), torch.tensor([time]), torch.randn(1, 5, 16)).sample
     """
 
     def __init__(self, function: ScheduleFunction) -> None:

@@ -357,10 +357,17 @@ def test_models_without_such_attention() -> None:
         ha.fuse_diffusers("wan")  # type: ignore[arg-type]
 
 
+def begun() -> Any:
+    """A scheduler before its first step."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(2)
+    return scheduler
+
+
 def test_a_copy_is_a_model_of_its_own() -> None:
     for name in ("wan", "hunyuan_video"):
         model, inputs = made(name)
-        ha.fuse_diffusers(model, schedule=lambda step, *_: "bf16" if step == 0 else None)
+        ha.fuse_diffusers(model, schedule=lambda step, *_: "bf16" if step == 0 else None, scheduler=begun())
         before = output(model, inputs)
         copied = copy.deepcopy(model)
         assert torch.equal(output(copied, inputs), before)
@@ -436,11 +443,6 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative_error(outs[0], native) < 0.5 * relative_error(outs[1], native)
 
 
-def steps_of(model: Any, inputs: dict[str, Any], timesteps: tuple[float, ...]) -> list[torch.Tensor]:
-    dtype = inputs["timestep"].dtype
-    return [output(model, inputs | {"timestep": torch.tensor([x, x]).to(dtype)}) for x in timesteps]
-
-
 @pytest.mark.parametrize(
     ("name", "in_a_forward"), [("wan", [0, 0, 1, 1]), ("flux", [0, 1, 2]), ("hunyuan_video", [0, 1, 2])]
 )
@@ -454,25 +456,18 @@ def test_presets_by_step_and_layer(name: str, in_a_forward: list[int], monkeypat
         assert (q.size(0), q.size(1), q.size(3)) == (2, 2, 32)
         return "bf16" if step < 1 or layer == layers - 1 else None
 
-    ha.fuse_diffusers(model, recipe="fast", schedule=schedule)
+    by_hand = ha.Schedule(schedule)
+    ha.fuse_diffusers(model, recipe="fast", schedule=by_hand)
     calls = with_oracle(monkeypatch)
-    steps_of(model, inputs, (900, 900, 500))
+    for step in (0, 0, 1):
+        with by_hand.step(step):
+            output(model, inputs)
     assert seen == [(step, layer) for step in (0, 0, 1) for layer in in_a_forward]
     recipes = [call.kwargs["recipe"] for call in calls.call_args_list]
     if name == "hunyuan_video":
         recipes = recipes[::2]  # a call for each sequence
     expected = [ha.BF16 if step == 0 or layer == layers - 1 else ha.FAST for step, layer in seen]
     assert recipes == expected
-    # To fuse again ends the counting, and so do diffusers' own processors.
-    processors = dict(made(name)[0].attn_processors)
-    for end in (ha.fuse_diffusers, lambda model: model.set_attn_processor(dict(processors))):
-        ha.fuse_diffusers(model, schedule=schedule)
-        end(model)
-        seen.clear()
-        steps_of(model, inputs, (900, 500))
-        assert seen == []
-        assert not model._forward_pre_hooks
-        assert not model._forward_hooks
 
 
 @pytest.mark.parametrize("kept", [(11, 11), (4, 4)], ids=["whole", "padded"])
@@ -491,12 +486,12 @@ def test_masks_of_a_schedule(kept: tuple[int, int], monkeypatch: pytest.MonkeyPa
 
         with monkeypatch.context() as patch:
             calls = with_oracle(patch)
-            ha.register_diffusers(schedule=schedule, models=model)
+            ha.register_diffusers(schedule=schedule, models=model, scheduler=begun())
             model.set_attention_backend("helion_fp8")
             outs.append(output(model, inputs))
             model.reset_attention_backend()
             ha.register_diffusers()
-            ha.fuse_diffusers(model, schedule=schedule)
+            ha.fuse_diffusers(model, schedule=schedule, scheduler=begun())
             calls.reset_mock()
             outs.append(output(model, inputs))
             counts.append([("rope" in call.kwargs, call.kwargs["recipe"]) for call in calls.call_args_list])
@@ -511,27 +506,15 @@ def test_masks_of_a_schedule(kept: tuple[int, int], monkeypatch: pytest.MonkeyPa
         model, inputs = made("hunyuan_video")
         inputs["encoder_attention_mask"] = (torch.arange(11) < torch.tensor(kept)[:, None]).long()
         if fuse:
-            ha.fuse_diffusers(model, schedule=lambda *_: pattern)
+            ha.fuse_diffusers(model, schedule=lambda *_: pattern, scheduler=begun())
         else:
-            ha.register_diffusers(schedule=lambda *_: pattern, models=model)
+            ha.register_diffusers(schedule=lambda *_: pattern, models=model, scheduler=begun())
             model.set_attention_backend("helion_fp8")
         out = output(model, inputs)
         with monkeypatch.context() as patch:
             with_oracle(patch)
             errors.append(relative_error(out, output(model, inputs)))
     assert 0 < errors[1] < 1.5 * errors[0]
-
-
-def test_schedules_are_checked() -> None:
-    model, inputs = made("wan")
-    with pytest.raises(TypeError, match="schedule is a int; it must be a function of step, layer, q and k"):
-        ha.fuse_diffusers(model, schedule=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="has a WanTransformerBlock, whose forward has no argument timestep"):
-        ha.fuse_diffusers(model.blocks[0], schedule=lambda *_: None)
-    ha.fuse_diffusers(model, schedule=lambda *_: "bf16")
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"in torch\.compile and in a CUDA graph it must be None|NotImplementedError"):
-        output(torch.compile(model, fullgraph=True, backend="eager"), inputs)
 
 
 def test_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
