@@ -117,13 +117,12 @@ def register_diffusers(
     first and last two of 40 layers in 16 bits.
 
     The step is how often `scheduler.step` was called in this generation, as the pipeline's callbacks count. It begins
-    at 0 also from an image, and guidance, which calls the model twice, leaves it. A scheduler of second order, such as
-    Heun's, counts each of its two calls. In a loop without a scheduler, a `helion_attn.Schedule` is given the steps.
+    at 0 also from an image. Guidance, which calls the model twice, does not change it. A scheduler of second order,
+    such as Heun's, counts each of its two calls. A loop without a scheduler gives a `helion_attn.Schedule` its steps.
 
-    A layer is a block of the model, such as `blocks.3`, counted over `model.named_modules()`. Its self- and
-    cross-attention have one number. Hooks on the attention modules of `models` know which runs, so that calls which a
-    cache skips change no number. Blocks count where a processor may ask a backend: the table of docs/integrations.md
-    has those that do not.
+    A layer is a block of the model, such as `blocks.3`, in the order of `model.named_modules()`, in which a refiner may
+    come first. Self- and cross-attention of a block have one number. Hooks on the attention modules of `models` know
+    which runs, so that calls which a cache skips change no number. Blocks that never ask a backend have none.
 
     Keys that `attn_mask` hides stay hidden by a mask if they are the last ones of all sequences alike, as padded text
     is. In torch.compile and in CUDA graphs a schedule raises.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -110,17 +111,19 @@ class Schedule:
         return self._entered.value
 
 
+#: The `step_index` of a generation's first step, of schedulers that are not told where they begin; None while it runs.
+FIRST: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
+
+
 class SchedulerSteps:
     """Count the steps of a generation by the `step_index` of a scheduler of diffusers.
 
     Attributes:
         scheduler: of the pipeline.
-        first: the `step_index` of the generation's first step; None while that step runs.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.first: int | None = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SchedulerSteps:
         """Return the same: a copied model follows the scheduler that the original does."""
@@ -128,22 +131,32 @@ class SchedulerSteps:
 
     def current(self) -> int:
         """Return how often `scheduler.step` was called in this generation."""
-        scheduler, index = self.scheduler, self.scheduler.step_index
-        is_idle = getattr(scheduler, "num_inference_steps", None) is None
-        if is_idle if index is None else index >= len(scheduler.timesteps):
+        scheduler = self.scheduler
+        index, begin = scheduler.step_index, getattr(scheduler, "begin_index", None)
+        self._warn_outside(index)
+        if index is None:  # until the first call of `scheduler.step`, wherever it begins
+            FIRST[scheduler] = None
+            return 0
+        if begin is None:
+            begin = FIRST.get(scheduler, 0)
+        if begin is None:
+            begin = FIRST[scheduler] = index - 1
+        return int(index - begin)
+
+    def _warn_outside(self, index: int | None) -> None:
+        """Warn where the scheduler has not begun a generation, or has ended it: it may not be the pipeline's."""
+        if index is None:
+            is_outside = getattr(self.scheduler, "num_inference_steps", None) is None
+        else:
+            timesteps = getattr(self.scheduler, "timesteps", None)
+            is_outside = timesteps is not None and index >= len(timesteps)
+        if is_outside:
             warnings.warn(
-                f"helion_attn: a model with a schedule runs, and its {type(scheduler).__name__} is not in a "
+                f"helion_attn: a model with a schedule runs, and its {type(self.scheduler).__name__} is not in a "
                 f"generation. In a warm-up this is harmless. If pipeline.scheduler was replaced, give the schedule the "
                 f"new one",
-                stacklevel=2,
+                stacklevel=3,
             )
-        if index is None:  # until the first call of `scheduler.step`, also where it begins in the middle
-            self.first = None
-            return 0
-        begin: int | None = getattr(scheduler, "begin_index", None)
-        if begin is None:
-            begin = self.first = index - 1 if self.first is None else self.first
-        return int(index - begin)
 
 
 class BoundSchedule(NamedTuple):
