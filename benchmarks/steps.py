@@ -45,7 +45,7 @@ from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
 from benchmarks.lib.tables import LABELS, Table, error_text, number, ratio, rows_of, speed_text
 from helion_attn.integrations.diffusers import Backend
 from helion_attn.integrations.diffusers_fused import Processor
-from helion_attn.integrations.transformers_fused import Fused
+from helion_attn.integrations.transformers_fused import FusedAttention
 from helion_attn.testing import relative_error
 from helion_attn.workloads import Workload
 
@@ -565,7 +565,7 @@ class Clock:
         timed = {name: self.around(function) for name, function in known.items()}
         with contextlib.ExitStack() as patched:
             patched.enter_context(patch.dict(known, timed))
-            for kind in (Processor, Fused):
+            for kind in (Processor, FusedAttention):
                 patched.enter_context(patch.object(kind, "attend", self.around(kind.attend)))
             yield
 

@@ -27,6 +27,7 @@ from helion_attn.integrations.sdpa import FallbackWarning, scaled_dot_product_at
 from helion_attn.integrations.torch_flash import register_flash_attention
 from helion_attn.integrations.transformers import register_transformers, transformers_cache
 from helion_attn.integrations.transformers_fused import fuse_transformers
+from helion_attn.integrations.unfuse import unfuse
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache, steady_k_mean
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.support import is_supported
@@ -94,6 +95,7 @@ __all__ = [
     "sdpa",
     "steady_k_mean",
     "transformers_cache",
+    "unfuse",
 ]
 
 

@@ -28,7 +28,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Under others' names": (
         *("scaled_dot_product_attention", "sdpa", "register_flash_attention", "register_transformers"),
-        *("fuse_transformers", "transformers_cache", "register_diffusers", "fuse_diffusers", "Schedule"),
+        *("fuse_transformers", "transformers_cache", "register_diffusers", "fuse_diffusers", "Schedule", "unfuse"),
         *("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_qkvpacked_func"),
         *("flash_attn_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func"),
     ),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.diffusers import attend, attention_layers, visible_of
 from helion_attn.integrations.diffusers_schedule import (
     BoundSchedule,
@@ -21,7 +22,7 @@ from helion_attn.integrations.diffusers_schedule import (
     check_schedule,
     choice_of,
 )
-from helion_attn.integrations.fused import Before, Tables
+from helion_attn.integrations.fused import Before, left_to_fuse, ropes_of
 from helion_attn.names import named
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice
 from helion_attn.validate.dense import described
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 #: Of Wan's text, behind those of an image, as diffusers has it.
 TEXT_TOKENS = 512
+
+#: What an error says of context parallelism.
+NOT_PARALLEL = "a model that fuse_diffusers was given has none: use the backend of register_diffusers"
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -56,7 +60,7 @@ class Processor:
 
     Attributes:
         recipe: how the tensors become 8-bit numbers.
-        tables: of the model.
+        own: the processor of diffusers in whose place it is.
         functions: of diffusers, by name.
         layer: the number of the attention.
         schedule: with its steps.
@@ -64,13 +68,20 @@ class Processor:
 
     def __init__(
         self,
-        recipe: Recipe | Auto,
-        tables: Tables,
-        functions: dict[str, Callable[..., Any]],
-        layer: int,
-        schedule: BoundSchedule | None,
+        recipe: Recipe | Auto | None = None,
+        own: Any = None,
+        functions: dict[str, Callable[..., Any]] | None = None,
+        layer: int = 0,
+        schedule: BoundSchedule | None = None,
     ) -> None:
-        self.recipe, self.tables, self.functions = recipe, tables, functions
+        if recipe is None:
+            # diffusers makes processors so, for example when it loads an IP-Adapter.
+            raise TypeError(
+                f"helion_attn: a {type(self).__name__} is made without a recipe; fuse_diffusers makes it with one: "
+                f"call helion_attn.unfuse(model) before you load an IP-Adapter or set other processors, and then use "
+                f"the backend of register_diffusers"
+            )
+        self.recipe, self.own, self.functions = recipe, own, {} if functions is None else functions
         self.layer, self.schedule = layer, schedule
 
     @property
@@ -82,8 +93,8 @@ class Processor:
     def _attention_backend(self, backend: object) -> None:
         if backend is not None:
             raise NotImplementedError(
-                f"helion_attn: the backend is {backend}; a model that fuse_diffusers was given has none: set "
-                f"diffusers' own processors first"
+                f"helion_attn: the backend is {backend}; a model that fuse_diffusers was given has none: "
+                f"call helion_attn.unfuse(model) first"
             )
 
     @property
@@ -94,10 +105,7 @@ class Processor:
     @_parallel_config.setter
     def _parallel_config(self, config: object) -> None:
         if config is not None:
-            raise NotImplementedError(
-                "helion_attn: context parallelism is enabled; a model that fuse_diffusers was given has none: use the "
-                "backend of register_diffusers"
-            )
+            raise NotImplementedError(f"helion_attn: context parallelism is enabled; {NOT_PARALLEL}")
 
     def attend(
         self,
@@ -108,6 +116,7 @@ class Processor:
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[B, S, H, D] each, to [B, S, H * D_v]."""
+        q, k, v = autocast_inputs(q, k, v)
         B, M, H, N = *q.shape[:3], k.size(1)
         visible = visible_of(attention_mask, B, H, M, N, "attention_mask")
         recipe, pattern = self.recipe, None
@@ -139,11 +148,13 @@ class WanProcessor(Processor):
             x.unflatten(2, (attn.heads, -1))
             for x in self.functions["_get_qkv_projections"](attn, hidden_states, encoder_hidden_states)
         )
-        before = Before(attn.norm_q, attn.norm_k, True, self.tables.ropes(rope_of, rotary_emb))
-        out = self.attend(q, k, v, before, attention_mask)
+        q, norm_q = left_to_fuse(attn.norm_q, q, "bsc")
+        k, norm_k = left_to_fuse(attn.norm_k, k, "bsc")
+        out = self.attend(q, k, v, Before(norm_q, norm_k, "bsc", ropes_of(rope_of, rotary_emb)), attention_mask)
         if image is not None:
             k, v = (x.unflatten(2, (attn.heads, -1)) for x in self.functions["_get_added_kv_projections"](attn, image))
-            out = out + self.attend(q, k, v, Before(attn.norm_q, attn.norm_added_k, True))
+            k, norm_k = left_to_fuse(attn.norm_added_k, k, "bsc")
+            out = out + self.attend(q, k, v, Before(norm_q, norm_k, "bsc"))
         for module in attn.to_out:
             out = module(out)
         return out
@@ -166,16 +177,16 @@ class FluxProcessor(Processor):
         """Attention of [B, S, channels] to itself, and of both streams together."""
         projected = self.functions["_get_qkv_projections"](attn, hidden_states, encoder_hidden_states)
         q, k, v = (x.unflatten(-1, (-1, attn.head_dim)) for x in projected[:3])
-        norms = attn.norm_q, attn.norm_k
-        if attn.added_kv_proj_dim is not None:
+        norm_q = norm_k = None
+        if attn.added_kv_proj_dim is None:
+            q, norm_q = left_to_fuse(attn.norm_q, q, "bshd")
+            k, norm_k = left_to_fuse(attn.norm_k, k, "bshd")
+        else:
             text_q, text_k, text_v = (x.unflatten(-1, (-1, attn.head_dim)) for x in projected[3:])
             q = torch.cat([attn.norm_added_q(text_q), attn.norm_q(q)], 1)
             k = torch.cat([attn.norm_added_k(text_k), attn.norm_k(k)], 1)
             v = torch.cat([text_v, v], 1)
-            norms = None, None
-        out = self.attend(
-            q, k, v, Before(*norms, ropes=self.tables.ropes(rope_of, image_rotary_emb)), attention_mask
-        )  # fmt: skip
+        out = self.attend(q, k, v, Before(norm_q, norm_k, ropes=ropes_of(rope_of, image_rotary_emb)), attention_mask)
         if encoder_hidden_states is None:
             return out
         text, out = out.tensor_split([encoder_hidden_states.size(1)], 1)
@@ -213,7 +224,7 @@ class QwenImageProcessor(Processor):
         of_text = (project(encoder_hidden_states) for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
         image, text = ([x.unflatten(2, (-1, D)) for x in of] for of in (of_image, of_text))
         q, k, v = joined(attn, text, image, text_first=True)
-        ropes = self.tables.ropes(rope_of_complex, None if image_rotary_emb is None else image_rotary_emb[::-1])
+        ropes = ropes_of(rope_of_complex, None if image_rotary_emb is None else image_rotary_emb[::-1])
         out = self.attend(q, k, v, Before(ropes=ropes), attention_mask)
         out_text, out = out.tensor_split([encoder_hidden_states.size(1)], 1)
         out = out.contiguous()
@@ -238,16 +249,18 @@ class HunyuanVideoProcessor(Processor):
         has_streams = attn.add_q_proj is not None and text is not None
         tokens = hidden_states if text is None or has_streams else torch.cat([hidden_states, text], 1)
         q, k, v = (project(tokens).unflatten(2, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v))
-        norms = attn.norm_q, attn.norm_k
+        norm_q = norm_k = None
         if has_streams:
             of_text = [
                 project(text).unflatten(2, (attn.heads, -1))
                 for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
             ]
             q, k, v = joined(attn, of_text, [q, k, v], text_first=False)
-            norms = None, None
-        ropes = self.tables.ropes(rope_of, image_rotary_emb, 0 if text is None else text.size(1))
-        out = self.attend(q, k, v, Before(*norms, ropes=ropes), attention_mask)
+        else:
+            q, norm_q = left_to_fuse(attn.norm_q, q, "bshd")
+            k, norm_k = left_to_fuse(attn.norm_k, k, "bshd")
+        ropes = ropes_of(rope_of, image_rotary_emb, 0 if text is None else text.size(1))
+        out = self.attend(q, k, v, Before(norm_q, norm_k, ropes=ropes), attention_mask)
         if text is None:
             return out, None
         out, out_text = out.tensor_split([hidden_states.size(1)], 1)
@@ -288,7 +301,6 @@ class Fused(NamedTuple):
         functions: what of `module` that calls.
         arguments: of the own processor's call.
         attributes: what it uses of the attention.
-        channels: of the norms that are fused, of an attention; None where none are.
     """
 
     model: str
@@ -301,7 +313,6 @@ class Fused(NamedTuple):
     functions: tuple[str, ...]
     arguments: tuple[str, ...]
     attributes: tuple[str, ...]
-    channels: Callable[[Any], int | None]
 
 
 #: What all processors use, and those of two streams.
@@ -323,7 +334,6 @@ FUSED = (
         ("_get_qkv_projections", "_get_added_kv_projections"),
         ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb"),
         (*OF_ALL, "add_k_proj", "to_out"),
-        lambda attn: int(attn.inner_dim),
     ),
     Fused(
         "Flux",
@@ -336,7 +346,6 @@ FUSED = (
         ("_get_qkv_projections",),
         ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb"),
         (*OF_ALL, "head_dim", "added_kv_proj_dim"),
-        lambda attn: int(attn.inner_dim // attn.heads),
     ),
     Fused(
         "Qwen-Image",
@@ -352,7 +361,6 @@ FUSED = (
             "image_rotary_emb",
         ),
         (*OF_ALL, *OF_STREAMS, "to_out"),
-        lambda attn: None,
     ),
     Fused(
         "HunyuanVideo",
@@ -368,7 +376,6 @@ FUSED = (
         (),
         ("attn", "hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb"),
         (*OF_ALL, *OF_STREAMS),
-        lambda attn: int(attn.inner_dim // attn.heads) if attn.add_q_proj is None else None,
     ),
 )
 
@@ -392,8 +399,12 @@ def fuse_diffusers(
     Masks that leave each sequence its first keys, as HunyuanVideo's padding does, are fused too; with all others, such
     as Qwen-Image's padding, norms and RoPE come before. The host reads masks in every layer.
 
-    The processors ask no backend, and raise for one and for diffusers' context parallelism. To take them away, keep
-    `processors = dict(model.attn_processors)`, and call `model.set_attn_processor(processors)`.
+    The processors ask no backend, and raise for one and for diffusers' context parallelism. `ha.unfuse(model)` sets
+    the processors of before, as an IP-Adapter needs it. A norm is called, and the rest fused, where the norm has hooks
+    or parametrizations, is offloaded, or is no RMSNorm with a weight and no bias. Tables of RoPE are converted as
+    `fuse_transformers` says.
+
+    Under `torch.autocast` inputs are cast as `scaled_dot_product_attention` does it.
 
     Args:
         model: `pipeline.transformer`, or another module that holds such attention.
@@ -406,7 +417,8 @@ def fuse_diffusers(
     Raises:
         TypeError, ValueError: `recipe` is no Recipe; `model` is no module, or has no attention that can be fused;
             `schedule` and `scheduler` are not as `register_diffusers` has them.
-        NotImplementedError: attention of the model is not as in diffusers 0.42, or has another processor.
+        NotImplementedError: attention of the model is not as in diffusers 0.42, has another processor, or context
+            parallelism.
 
     Example:
         import diffusers
@@ -421,26 +433,21 @@ def fuse_diffusers(
         raise TypeError(f"model is {described(model)}; it must be a torch.nn.Module")
     check_schedule(schedule)
     bound = bound_schedule(schedule, scheduler)
-    import diffusers
-
     found = []
     for name, attn, kind in attentions(model):
         module = importlib.import_module(kind.module)
-        if unlike := difference(attn, kind, module):
-            raise NotImplementedError(
-                f"model has {type(attn).__name__} {name!r}, {unlike}; diffusers is {diffusers.__version__}, and it "
-                f"must be as in 0.42"
-            )
+        check_layout(f"model has {type(attn).__name__} {name!r}", attn, kind, module)
         found.append((name, attn, kind, module))
     if not found:
         accepted = ", ".join(kind.model for kind in FUSED[:-1])
         raise ValueError(
             f"model is a {type(model).__name__} without attention of {accepted} or {FUSED[-1].model}; it must have it"
         )
-    tables, layers = Tables(), attention_layers(model)
+    unfuse_diffusers(model)
+    layers = attention_layers(model)
     for _, attn, kind, module in found:
         functions = {function: getattr(module, function) for function in kind.functions}
-        attn.set_processor(kind.make(recipe, tables, functions, layers[attn], bound))
+        attn.set_processor(kind.make(recipe, attn.processor, functions, layers[attn], bound))
 
 
 def attentions(model: torch.nn.Module) -> Iterator[tuple[str, Any, Fused]]:
@@ -454,31 +461,33 @@ def attentions(model: torch.nn.Module) -> Iterator[tuple[str, Any, Fused]]:
                     yield f"{name}.{kind.child}".lstrip("."), getattr(holder, kind.child, None), kind
 
 
-def difference(attn: Any, kind: Fused, module: Any) -> str | None:
-    """The first difference between an attention and what its processor here expects; None if there is none."""
+def check_layout(what: str, attn: Any, kind: Fused, module: Any) -> None:
+    """Raise `NotImplementedError` for attention, `what` in words, that its processor here would not compute."""
+    import diffusers
+
+    of_version = f"diffusers is {diffusers.__version__}, and it must be as in 0.42"
     missing = [name for name in ("processor", *kind.attributes) if not hasattr(attn, name)]
     missing += [name for name in (*kind.functions, kind.processor) if not hasattr(module, name)]
     if missing:
-        return f"which has no {missing[0]}"
-    own = getattr(module, kind.processor)
-    processor = type(attn.processor)
-    if processor not in (own, kind.make):
-        return f"whose processor is a {processor.__name__} and not a {kind.processor}"
+        raise NotImplementedError(f"{what}, which has no {missing[0]}; {of_version}")
+    own, processor = getattr(module, kind.processor), attn.processor
     arguments = tuple(inspect.signature(own.__call__).parameters)[1:]
     if arguments != kind.arguments:
-        return f"whose processor takes {', '.join(arguments)} and not {', '.join(kind.arguments)}"
-    channels = kind.channels(attn)
-    for name in () if channels is None else ("norm_q", "norm_k"):
-        norm = getattr(attn, name)
-        if not is_rms_norm(norm) or tuple(norm.weight.shape) != (channels,):
-            return f"whose {name} is {norm} and no RMSNorm of {channels} channels with a weight"
-    return None
+        raise NotImplementedError(
+            f"{what}, whose processor takes {', '.join(arguments)} and not {', '.join(kind.arguments)}; {of_version}"
+        )
+    if type(processor) not in (own, kind.make):
+        raise NotImplementedError(
+            f"{what}, whose processor is a {type(processor).__name__}; it must be a {kind.processor}: use the backend "
+            f"of register_diffusers"
+        )
+    if processor._parallel_config is not None:
+        raise NotImplementedError(f"{what}, and context parallelism is enabled; {NOT_PARALLEL}")
 
 
-def is_rms_norm(norm: object) -> bool:
-    """Whether it is PyTorch's or diffusers', with a weight and no bias."""
-    from diffusers.models.normalization import RMSNorm
-
-    return (
-        isinstance(norm, torch.nn.RMSNorm | RMSNorm) and norm.weight is not None and getattr(norm, "bias", None) is None
-    )
+def unfuse_diffusers(model: torch.nn.Module) -> None:
+    """Undo `fuse_diffusers`: the processors of before."""
+    for module in model.modules():
+        processor: Any = getattr(module, "processor", None)
+        if isinstance(processor, Processor):
+            module.set_processor(processor.own)  # type: ignore[operator]

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 
 from helion_attn import auto
 from helion_attn.api import dense_problem
 from helion_attn.transforms import apply_rope
 from helion_attn.types import BALANCED, RMSNorm, Rope
+
+#: What a model hands its norm of x [B, S, heads, D]: x, x with S and heads swapped, or x with the heads joined.
+NormLayout = Literal["bshd", "bhsd", "bsc"]
+
+#: Classes of norms whose weight can be read, by module and name: the attribute that is their eps, and what is added to
+#: the weight.
+NORMS = {
+    ("torch.nn.modules.normalization", "RMSNorm"): ("eps", 0.0),
+    ("diffusers.models.normalization", "RMSNorm"): ("eps", 0.0),
+    ("transformers.models.qwen3.modeling_qwen3", "Qwen3RMSNorm"): ("variance_epsilon", 0.0),
+    ("transformers.models.gemma3.modeling_gemma3", "Gemma3RMSNorm"): ("eps", 1.0),
+}
+
+#: Orders of tokens for which `Ropes` keeps a table at a time.
+MOST_ORDERS = 16
 
 
 class Ropes:
@@ -43,48 +59,132 @@ class Ropes:
             else:
                 q_at, k_at = order, order[:keys]
             made = Rope(cos, self.whole.sin, self.whole.interleaved, q_at, k_at)
+            if len(self._some) >= MOST_ORDERS:
+                self._some.clear()
             self._some[id(order), keys] = found = order, made
         return found[1]
 
 
-class Tables:
-    """A model's tables of RoPE as `Ropes`. Layers of a forward pass are given the same tensors."""
+class _Kept(NamedTuple):
+    """`Ropes`, and the tables that they were made of.
 
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, ...], tuple[tuple[weakref.ref[torch.Tensor], ...], Ropes | None]] = {}
+    Attributes:
+        tables: of the model.
+        state: the version of each, which grows when PyTorch writes to it, and its address.
+        made: of them; None where they are not for fusing.
+    """
 
-    def ropes(
-        self, make: Callable[..., Rope | None], tables: tuple[torch.Tensor, ...] | None, *sizes: int
-    ) -> Ropes | None:
-        """What `make` makes of some tables and sizes, which must not be views of them; kept as long as they live."""
-        if tables is None:
-            return None
-        if torch.compiler.is_compiling():
-            made = make(*tables, *sizes)
-            return None if made is None else Ropes(made)
-        key = (*map(id, tables), *sizes)
-        known = self._kept.get(key)
-        if known is None or any(of() is not table for of, table in zip(known[0], tables, strict=True)):
-            self._kept = {x: y for x, y in self._kept.items() if all(of() is not None for of in y[0])}
-            made = make(*tables, *sizes)
-            known = tuple(map(weakref.ref, tables)), None if made is None else Ropes(made)
-            self._kept[key] = known
-        return known[1]
+    tables: list[weakref.ref[torch.Tensor]]
+    state: list[tuple[int, int]]
+    made: Ropes | None
+
+    def is_of(self, tables: tuple[torch.Tensor, ...]) -> bool:
+        """Whether these are the tables, and are what they were."""
+        for reference, state, x in zip(self.tables, self.state, tables, strict=True):
+            if reference() is not x or (x._version, x.data_ptr()) != state:
+                return False
+        return True
+
+
+#: By the identities of the tables, the function, its sizes, and the stream on which it ran.
+_KEPT: dict[tuple[Any, ...], _Kept] = {}
+
+
+def is_captured(x: torch.Tensor) -> bool:
+    """Whether what is done with x becomes a part of a graph, which is run again on other values."""
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def ropes_of(make: Callable[..., Rope | None], tables: tuple[torch.Tensor, ...] | None, *sizes: int) -> Ropes | None:
+    """Return what `make` makes of tables and sizes, kept until a table is gone or written to.
+
+    Layers of a forward pass are given the same tensors, so that one of them converts the tables. In a graph each layer
+    does, and so it does with tensors that do not count their changes: those made in `torch.inference_mode`, and outputs
+    of CUDA graphs that torch.compile replays into them.
+
+    Args:
+        make: returns a `Rope` of copies, or None where the tables are not for fusing.
+        tables: of the model; None of a model without RoPE.
+        sizes: further arguments of `make`.
+    """
+    if tables is None:
+        return None
+    first = tables[0]
+    if is_captured(first):
+        return _made(make, tables, sizes)
+    stream = torch.cuda.current_stream(first.device).cuda_stream if first.is_cuda else 0
+    key = (make, stream, *sizes, *map(id, tables))
+    if (kept := _KEPT.get(key)) is not None and kept.is_of(tables):
+        return kept.made
+    made = _made(make, tables, sizes)
+    if not any(x.is_inference() or torch._C._is_cached_tensor(x) for x in tables):  # type: ignore[attr-defined]
+        references = [weakref.ref(x, lambda _: _KEPT.pop(key, None)) for x in tables]
+        _KEPT[key] = _Kept(references, [(x._version, x.data_ptr()) for x in tables], made)
+    return made
+
+
+def _made(make: Callable[..., Rope | None], tables: tuple[torch.Tensor, ...], sizes: tuple[int, ...]) -> Ropes | None:
+    rope = make(*tables, *sizes)
+    return None if rope is None else Ropes(rope)
+
+
+def parameter_of(module: torch.nn.Module, name: str) -> Any:
+    """A module's own parameter, or the tensor that a replica has in its place; None if it has none."""
+    found = module._parameters.get(name)
+    return module.__dict__.get(name) if found is None else found
+
+
+def must_be_called(module: Any, x: torch.Tensor, layout: NormLayout) -> bool:
+    """Whether a norm of x [B, S, heads, D] may do something else than its class does with its weight, where x is.
+
+    So it is with hooks, parametrizations and other classes, with a forward of its own, by which accelerate and
+    diffusers offload and cast weights, and with a weight that is elsewhere.
+    """
+    cls = type(module)
+    if (cls.__module__, cls.__name__) not in NORMS or "forward" in module.__dict__:
+        return True
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if hooks or _has_any_global_hook():
+        return True
+    weight = parameter_of(module, "weight")
+    if type(weight) not in (torch.nn.Parameter, torch.Tensor) or parameter_of(module, "bias") is not None:
+        return True
+    channels = x.size(2) * x.size(3) if layout == "bsc" else x.size(3)
+    is_of_channels = weight.dim() == 1 and weight.size(0) == channels
+    return not (is_of_channels and weight.device == x.device and weight.is_contiguous())
+
+
+def normalised(module: Any, x: torch.Tensor, layout: NormLayout) -> torch.Tensor:
+    """Call a model's norm on x [B, S, heads, D], of which it gets what the model hands it."""
+    if layout == "bsc":
+        return module(x.flatten(2)).unflatten(2, x.shape[2:])
+    return module(x.transpose(1, 2)).transpose(1, 2) if layout == "bhsd" else module(x)
+
+
+def left_to_fuse(module: Any, x: torch.Tensor, layout: NormLayout) -> tuple[torch.Tensor, Any]:
+    """Call a norm on x [B, S, heads, D] if it must be called.
+
+    Returns:
+        x without its norm, and the module; or x with its norm, or of a model without one, and None.
+    """
+    if module is None or not must_be_called(module, x, layout):
+        return x, module
+    return normalised(module, x, layout), None
 
 
 class Before(NamedTuple):
     """Norms of Q and K, and then RoPE, that attention's inputs are still without. None of what there is none.
 
     Attributes:
-        q_norm: the model's module.
-        k_norm: the model's module.
-        over_heads: whether the norms are over all heads.
+        q_norm: the model's module, which need not be called.
+        k_norm: the model's module, which need not be called.
+        layout: what the norms are handed.
         ropes: of the model.
     """
 
     q_norm: torch.nn.Module | None = None
     k_norm: torch.nn.Module | None = None
-    over_heads: bool = False
+    layout: NormLayout = "bshd"
     ropes: Ropes | None = None
 
     @property
@@ -100,17 +200,20 @@ class Before(NamedTuple):
 
     def apply(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k [B, S, heads, D], normalised and rotated, in their dtype."""
-        done = []
-        for x, norm in ((q, self.q_norm), (k, self.k_norm)):
-            if norm is not None:
-                x = norm(x.flatten(2)).unflatten(2, x.shape[2:]) if self.over_heads else norm(x)
-            done.append(x if self.ropes is None else apply_rope(x, self.ropes.whole, layout="bshd"))
-        return done[0], done[1]
+        q, k = (
+            x if norm is None else normalised(norm, x, self.layout).to(x.dtype)
+            for x, norm in ((q, self.q_norm), (k, self.k_norm))
+        )
+        if self.ropes is None:
+            return q, k
+        return apply_rope(q, self.ropes.whole, layout="bshd"), apply_rope(k, self.ropes.whole, layout="bshd")
 
 
 def norm_of(module: Any, x: torch.Tensor) -> RMSNorm:
-    """The norm of x that a module of PyTorch, or of diffusers, computes."""
-    return RMSNorm(module.weight, torch.finfo(x.dtype).eps if module.eps is None else module.eps)
+    """The norm of x that a module computes which need not be called."""
+    eps_name, added = NORMS[type(module).__module__, type(module).__name__]
+    weight, eps = parameter_of(module, "weight"), getattr(module, eps_name)
+    return RMSNorm(added + weight.float() if added else weight, torch.finfo(x.dtype).eps if eps is None else eps)
 
 
 def prefers_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, sm_scale: float | None) -> bool:

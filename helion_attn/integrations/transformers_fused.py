@@ -1,23 +1,35 @@
 """Attention modules of transformers whose norms of Q and K and RoPE are a part of quantising.
 
 An attention function gets Q and K normalised and rotated, each step of which reads and writes them. The module has the
-weights that do it, and a forward of its own in the place of the class's hands them on.
+weights that do it. It gets a class of its own, derived from that of transformers, whose forward hands them on. All that
+the module itself holds is a `Fusing`, so that copies, replicas and pickles of it are fused too, with their own weights.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from helion_attn.api import attention
-from helion_attn.integrations.fused import Tables, prefers_pytorch
+from helion_attn.integrations.autocast import autocast_inputs
+from helion_attn.integrations.fused import (
+    Before,
+    NormLayout,
+    Ropes,
+    is_captured,
+    left_to_fuse,
+    normalised,
+    prefers_pytorch,
+    ropes_of,
+)
 from helion_attn.integrations.transformers import VisibleKeys, changes_nothing, earlier_keys, register_transformers
 from helion_attn.names import named
-from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, RMSNorm, Rope, as_choice, is_auto
+from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice, is_auto
 from helion_attn.validate.dense import described
 
 #: What models call the cache; older ones have the second name.
@@ -35,39 +47,20 @@ class Kind(NamedTuple):
         parts: what is fused, in words.
         module: of transformers, that has the classes.
         attention: its class.
-        norm: the class of its norms by head; None if it has none.
-        eps: what that calls its eps.
-        adds_one: whether it multiplies by 1 + weight.
+        norms: what its norms by head, q_norm and k_norm, are handed; None if it has none.
     """
 
     model: str
     parts: str
     module: str
     attention: str
-    norm: str | None = None
-    eps: str = ""
-    adds_one: bool = False
+    norms: NormLayout | None = None
 
 
 KINDS = (
     Kind("Llama", "RoPE", "transformers.models.llama.modeling_llama", "LlamaAttention"),
-    Kind(
-        "Qwen3",
-        "RoPE, and norms by head",
-        "transformers.models.qwen3.modeling_qwen3",
-        "Qwen3Attention",
-        "Qwen3RMSNorm",
-        "variance_epsilon",
-    ),
-    Kind(
-        "Gemma 3",
-        "RoPE, and norms by head",
-        "transformers.models.gemma3.modeling_gemma3",
-        "Gemma3Attention",
-        "Gemma3RMSNorm",
-        "eps",
-        adds_one=True,
-    ),
+    Kind("Qwen3", "RoPE, and norms by head", "transformers.models.qwen3.modeling_qwen3", "Qwen3Attention", "bshd"),
+    Kind("Gemma 3", "RoPE, and norms by head", "transformers.models.gemma3.modeling_gemma3", "Gemma3Attention", "bhsd"),
 )
 
 #: What all of them have.
@@ -76,76 +69,43 @@ ATTRIBUTES = ("config", "layer_idx", "head_dim", "scaling", "q_proj", "k_proj", 
 
 def rope_of(cos: torch.Tensor, sin: torch.Tensor) -> Rope | None:
     """Tables [B or 1, S, D] whose halves are alike; None where sequences have other positions than one another."""
-    if cos.size(0) > 1 and (torch.compiler.is_compiling() or not (cos == cos[:1]).all() or not (sin == sin[:1]).all()):
+    if cos.size(0) > 1 and (is_captured(cos) or not (cos == cos[:1]).all() or not (sin == sin[:1]).all()):
         return None
     half = cos.size(2) // 2
     return Rope(cos[0, :, :half].clone(), sin[0, :, :half].clone())
 
 
-class Fused:
-    """The forward pass of one attention module.
+class Fusing(NamedTuple):
+    """How an attention module is fused.
 
     Attributes:
-        attn: the module.
-        kind: what it is.
         recipe: how the tensors become 8-bit numbers.
         implementation: the name of attention under which this is done. Under another the class's own forward runs.
-        tables: of the model.
-        cache_name: what the class calls the cache.
-        rotate: RoPE as the class applies it.
+        before: the model's attention implementation before it was fused.
     """
 
-    def __init__(
-        self, attn: Any, kind: Kind, recipe: Recipe | Auto, implementation: str, tables: Tables, module: Any
-    ) -> None:
-        self.attn, self.kind, self.recipe, self.implementation, self.tables = attn, kind, recipe, implementation, tables
-        self.cache_name = tuple(inspect.signature(type(attn).forward).parameters)[1 + len(ARGUMENTS)]
-        self.rotate = module.apply_rotary_pos_emb
+    recipe: Recipe | Auto
+    implementation: str
+    before: str
 
-    def norm(self, name: str) -> RMSNorm | None:
-        """Of Q or K, None where there is none."""
-        if self.kind.norm is None:
-            return None
-        norm = getattr(self.attn, name)
-        return RMSNorm(1.0 + norm.weight.float() if self.kind.adds_one else norm.weight, getattr(norm, self.kind.eps))
 
-    def rope(
-        self, hidden_states: torch.Tensor, position_embeddings: Any, mask: Any, kwargs: dict[str, Any]
-    ) -> Rope | None:
-        """The model's RoPE, where its first tokens attend to one another, without padding; None elsewhere."""
-        attn, (B, S) = self.attn, hidden_states.shape[:2]
-        if attn.config._attn_implementation != self.implementation or not isinstance(mask, VisibleKeys):
-            return None
-        if (mask.M, mask.N, mask.spans) != (S, S, ((0, S),) * B):
-            return None
-        left = earlier_keys(getattr(attn, "sliding_window", None), S)
-        if (left is not None and left != mask.left) or (mask.left is not None and mask.left < 0):
-            return None
-        if not all(changes_nothing(name, value) for name, value in kwargs.items() if name != self.cache_name):
-            return None
-        if attn.training and getattr(attn, "attention_dropout", 0.0):
-            return None
-        if (cache := kwargs.get(self.cache_name)) is not None:
-            from helion_attn.integrations.transformers_cache import PagedCache
+class FusedAttention(torch.nn.Module):
+    """The forward of attention that is fused, in front of a class of transformers.
 
-            if isinstance(cache, PagedCache) or cache.get_seq_length(attn.layer_idx) > 0:
-                return None
-        if position_embeddings[0].size(2) != attn.head_dim or self.leaves_to_pytorch(hidden_states, mask):
-            return None
-        ropes = self.tables.ropes(rope_of, position_embeddings)
-        return None if ropes is None else ropes.whole
+    Attributes:
+        kind: what it is.
+        rotate: RoPE as the class applies it.
+        fusing: of this module.
+    """
 
-    def leaves_to_pytorch(self, hidden_states: torch.Tensor, mask: VisibleKeys) -> bool:
-        """Whether "auto" takes PyTorch's attention, which has no windows."""
-        if not is_auto(self.recipe) or mask.left is not None:
-            return False
-        config, shape = self.attn.config, hidden_states.shape[:2]
-        # Views of as many numbers as a head has, in the shapes of Q and K.
-        q, k = (
-            hidden_states.as_strided((*shape, heads, self.attn.head_dim), (0, 0, 0, 1))
-            for heads in (config.num_attention_heads, config.num_key_value_heads)
-        )
-        return prefers_pytorch(q, k, k, causal=mask.causal, sm_scale=self.attn.scaling)
+    kind: ClassVar[Kind]
+    rotate: ClassVar[Any]
+    fusing: Fusing
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Register the attention implementation too, which another process does not know."""
+        super().__setstate__(state)
+        register_transformers(self.fusing.implementation, recipe=self.fusing.recipe)
 
     def forward(
         self,
@@ -155,41 +115,122 @@ class Fused:
         **kwargs: Any,  # what else transformers tells every attention module
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the attention as the class's own forward: [B, S, channels] to the same, and None."""
-        attn = self.attn
-        rope = self.rope(hidden_states, position_embeddings, attention_mask, kwargs)
-        if rope is None:
-            found: tuple[torch.Tensor, torch.Tensor | None] = type(attn).forward(
-                attn, hidden_states, position_embeddings, attention_mask, **kwargs
+        attn: Any = self
+        cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
+        ropes = ropes_to_fuse(attn, hidden_states, position_embeddings, attention_mask, cache, kwargs)
+        if ropes is None:
+            found: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
+                hidden_states, position_embeddings, attention_mask, **kwargs
             )
             return found
         q, k, v = (
             project(hidden_states).unflatten(2, (-1, attn.head_dim))
             for project in (attn.q_proj, attn.k_proj, attn.v_proj)
         )
-        out = self.attend(q, k, v, attention_mask, rope)
-        if (cache := kwargs.get(self.cache_name)) is not None:
+        layout, before = self.kind.norms, Before(ropes=ropes)
+        if layout is not None:
+            q, q_norm = left_to_fuse(attn.q_norm, q, layout)
+            k, k_norm = left_to_fuse(attn.k_norm, k, layout)
+            before = Before(q_norm, k_norm, layout, ropes)
+        out = self.attend(q, k, v, attention_mask, before)
+        if cache is not None:
             # It gets what the class gives it, so that later tokens find it.
-            turned = (k if self.kind.norm is None else attn.k_norm(k)).transpose(1, 2)
+            turned = k if before.k_norm is None else normalised(before.k_norm, k, before.layout)
+            turned = turned.transpose(1, 2)
             turned = self.rotate(turned[:, :0], turned, *position_embeddings)[1]
             cache.update(turned, v.transpose(1, 2), attn.layer_idx)
         return attn.o_proj(out), None
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: VisibleKeys, rope: Rope) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: VisibleKeys, before: Before
+    ) -> torch.Tensor:
         """[B, S, heads, D] each, to [B, S, H * D]."""
+        attn: Any = self
+        q, k, v = autocast_inputs(q, k, v)
         out = attention(
             q,
             k,
             v,
             causal=mask.causal,
-            sm_scale=self.attn.scaling,
+            sm_scale=attn.scaling,
             window=None if mask.left is None else (mask.left, 0),
             layout="bshd",
-            recipe=self.recipe,
-            rope=rope,
-            q_norm=self.norm("q_norm"),
-            k_norm=self.norm("k_norm"),
+            recipe=self.fusing.recipe,
+            **before.options(q, k),
         )
         return out.flatten(2)
+
+
+def ropes_to_fuse(
+    attn: Any, hidden_states: torch.Tensor, position_embeddings: Any, mask: Any, cache: Any, kwargs: dict[str, Any]
+) -> Ropes | None:
+    """The model's RoPE, where its first tokens attend to one another, without padding; None elsewhere."""
+    B, S = hidden_states.shape[:2]
+    if attn.config._attn_implementation != attn.fusing.implementation or not isinstance(mask, VisibleKeys):
+        return None
+    if (mask.M, mask.N, mask.spans) != (S, S, ((0, S),) * B):
+        return None
+    left = earlier_keys(getattr(attn, "sliding_window", None), S)
+    if (left is not None and left != mask.left) or (mask.left is not None and mask.left < 0):
+        return None
+    if not all(changes_nothing(name, value) for name, value in kwargs.items() if name not in CACHES):
+        return None
+    if attn.training and getattr(attn, "attention_dropout", 0.0):
+        return None
+    if cache is not None:
+        from helion_attn.integrations.transformers_cache import PagedCache
+
+        if isinstance(cache, PagedCache) or cache.get_seq_length(attn.layer_idx) > 0:
+            return None
+    if position_embeddings[0].size(2) != attn.head_dim or leaves_to_pytorch(attn, hidden_states, mask):
+        return None
+    return ropes_of(rope_of, position_embeddings)
+
+
+def leaves_to_pytorch(attn: Any, hidden_states: torch.Tensor, mask: VisibleKeys) -> bool:
+    """Whether "auto" takes PyTorch's attention, which has no windows."""
+    if not is_auto(attn.fusing.recipe) or mask.left is not None:
+        return False
+    config, shape = attn.config, hidden_states.shape[:2]
+    # Views of as many numbers as a head has, in the shapes of Q and K.
+    q, k = (
+        hidden_states.as_strided((*shape, heads, attn.head_dim), (0, 0, 0, 1))
+        for heads in (config.num_attention_heads, config.num_key_value_heads)
+    )
+    return prefers_pytorch(q, k, k, causal=mask.causal, sm_scale=attn.scaling)
+
+
+@functools.cache
+def fused_class(kind: Kind) -> type[FusedAttention]:
+    """The class of fused attention of a kind, which `pickle` finds under its name in this module."""
+    module = importlib.import_module(kind.module)
+    members = {"kind": kind, "rotate": staticmethod(module.apply_rotary_pos_emb), "__module__": __name__}
+    return type(f"Fused{kind.attention}", (FusedAttention, getattr(module, kind.attention)), members)
+
+
+if not TYPE_CHECKING:  # a checker would take any name for one of this module's
+
+    def __getattr__(name: str) -> type[FusedAttention]:
+        """Return a class of fused attention, which is made on first use: it needs transformers."""
+        for kind in KINDS:
+            if name == f"Fused{kind.attention}":
+                return fused_class(kind)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def kind_of(attn: torch.nn.Module) -> Kind | None:
+    """What a module is; None if it has no fused forward here."""
+    if isinstance(attn, FusedAttention):
+        return attn.kind
+    cls = type(attn)
+    return next((kind for kind in KINDS if (cls.__module__, cls.__name__) == (kind.module, kind.attention)), None)
+
+
+def set_class(attn: Any, cls: Any) -> None:
+    """Give an attention module a class, and its forward to accelerate, where that has wrapped the one of before."""
+    attn.__class__ = cls
+    if "_old_forward" in vars(attn):
+        attn._old_forward = MethodType(cls.forward, attn)
 
 
 @named
@@ -198,7 +239,12 @@ def fuse_transformers(model: torch.nn.Module, *, recipe: Recipe | RecipeName | A
 
     `ha.fuse_transformers(model)` computes what `register_transformers` with the same recipe computes, but for the
     rounding of the model's own norms and RoPE, which is left out. It sets the model's attention implementation to one
-    of its own, and `model.set_attn_implementation("sdpa")`, or another, takes the fusing away.
+    of its own, and the class of its attention modules. `ha.unfuse(model)` sets both back.
+
+    A norm is called, and RoPE alone is fused, where the norm has hooks or parametrizations, is offloaded, or is of
+    another class than the model's own. Models that accelerate has dispatched can be fused. Tables of RoPE are converted
+    once a forward pass, but in `torch.inference_mode` and in a CUDA graph in every layer. That they are written to in
+    place is seen, unless it is done through `.data` or NumPy.
 
     A prompt is fused: tokens that attend to one another, without padding, with or without a cache that is still empty.
     Keys go into the cache as the model makes them. All else runs what `register_transformers` registers, after the
@@ -213,7 +259,7 @@ def fuse_transformers(model: torch.nn.Module, *, recipe: Recipe | RecipeName | A
     Raises:
         ImportError: transformers is not installed.
         TypeError, ValueError: `recipe` is no Recipe; `model` is no module, or has no attention that can be fused.
-        NotImplementedError: attention of the model is not as in transformers 5.24, or has another forward.
+        NotImplementedError: attention of the model is not as in transformers 5.24, has another forward, or a softcap.
 
     The model's forward passes raise what those of `register_transformers` do.
 
@@ -231,26 +277,23 @@ def fuse_transformers(model: torch.nn.Module, *, recipe: Recipe | RecipeName | A
     recipe = as_choice(recipe)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {described(model)}; it must be a torch.nn.Module")
-    import transformers
-
-    implementation, tables = f"helion_fp8_fused({recipe})", Tables()
-    owners = [x for x in model.modules() if isinstance(x, transformers.PreTrainedModel)]
-    found: list[Fused] = []
+    implementation = f"helion_fp8_fused({recipe})"
+    owners = owners_of(model)
+    found: list[tuple[Any, Kind, Fusing]] = []
     for name, attn in model.named_modules():
-        for kind in KINDS:
-            if type(attn).__name__ == kind.attention and type(attn).__module__ == kind.module:
-                module = importlib.import_module(kind.module)
-                if unlike := difference(attn, kind, module):
-                    raise NotImplementedError(
-                        f"model has {kind.attention} {name!r}, {unlike}; transformers is {transformers.__version__}, "
-                        f"and of 5.24 is known what can be fused: register_transformers takes the others"
-                    )
-                if not any(owner.config is attn.config for owner in owners):
-                    raise ValueError(
-                        f"model has {kind.attention} {name!r} without the model whose config it has; it must be, or "
-                        f"hold, that transformers.PreTrainedModel"
-                    )
-                found.append(Fused(attn, kind, recipe, implementation, tables, module))
+        kind = kind_of(attn)
+        if kind is None:
+            continue
+        what = f"model has {kind.attention} {name!r}"
+        check_layout(what, attn, kind)
+        if not any(owner.config is attn.config for owner in owners):
+            raise ValueError(
+                f"{what} without the model whose config it has; it must be, or hold, that transformers.PreTrainedModel"
+            )
+        before = attn.config._attn_implementation
+        if isinstance(attn, FusedAttention) and before == attn.fusing.implementation:
+            before = attn.fusing.before
+        found.append((attn, kind, Fusing(recipe, implementation, before)))
     if not found:
         accepted = ", ".join(kind.attention for kind in KINDS[:-1])
         raise ValueError(
@@ -258,30 +301,62 @@ def fuse_transformers(model: torch.nn.Module, *, recipe: Recipe | RecipeName | A
         )
     register_transformers(implementation, recipe=recipe)
     for owner in owners:
-        if any(owner.config is fused.attn.config for fused in found):
+        if any(owner.config is attn.config for attn, _, _ in found):
             owner.set_attn_implementation(implementation)
-    for fused in found:
-        fused.attn.forward = fused.forward
+    for attn, kind, fusing in found:
+        attn.fusing = fusing
+        set_class(attn, fused_class(kind))
 
 
-def difference(attn: Any, kind: Kind, module: Any) -> str | None:
-    """Name the first part of an attention that `Fused` cannot take; None if it takes all."""
-    names = ATTRIBUTES if kind.norm is None else (*ATTRIBUTES, "q_norm", "k_norm")
-    missing = [name for name in names if not hasattr(attn, name)]
-    missing += [name for name in ("apply_rotary_pos_emb", kind.norm) if name is not None and not hasattr(module, name)]
+def unfuse_transformers(model: torch.nn.Module) -> None:
+    """Undo `fuse_transformers`: classes and attention implementation as they were before."""
+    found = [attn for attn in model.modules() if isinstance(attn, FusedAttention)]
+    for owner in owners_of(model) if found else ():
+        for attn in found:
+            if owner.config is attn.config and attn.config._attn_implementation == attn.fusing.implementation:
+                owner.set_attn_implementation(attn.fusing.before)
+    for attn in found:
+        del attn.fusing
+        set_class(attn, class_of(attn.kind))
+
+
+def owners_of(model: torch.nn.Module) -> list[Any]:
+    """The models of transformers that a module is, or holds."""
+    import transformers
+
+    return [x for x in model.modules() if isinstance(x, transformers.PreTrainedModel)]
+
+
+def class_of(kind: Kind) -> Any:
+    """The class of transformers."""
+    return getattr(importlib.import_module(kind.module), kind.attention)
+
+
+def check_layout(what: str, attn: Any, kind: Kind) -> None:
+    """Raise `NotImplementedError` for attention, `what` in words, that a fused forward would not compute."""
+    import transformers
+
+    own, needed = class_of(kind), (*ATTRIBUTES, *(("q_norm", "k_norm") if kind.norms is not None else ()))
+    missing = [name for name in needed if not hasattr(attn, name)]
+    if not hasattr(importlib.import_module(kind.module), "apply_rotary_pos_emb"):
+        missing.append("apply_rotary_pos_emb")
+    arguments = tuple(inspect.signature(own.forward).parameters)[1:5]
+    of_version = f"transformers is {transformers.__version__}, and it must be as in 5.24"
     if missing:
-        return f"which has no {missing[0]}"
-    forward = vars(attn).get("forward")
-    if forward is not None and not (isinstance(forward, MethodType) and isinstance(forward.__self__, Fused)):
-        return "whose forward is not that of its class"
-    arguments = tuple(inspect.signature(type(attn).forward).parameters)[1:5]
+        raise NotImplementedError(f"{what}, which has no {missing[0]}; {of_version}")
     if arguments[:3] != ARGUMENTS or arguments[3:] not in [(name,) for name in CACHES]:
-        return f"whose forward takes {', '.join(arguments)} and not {', '.join(ARGUMENTS)}, {' or '.join(CACHES)}"
+        raise NotImplementedError(
+            f"{what}, whose forward takes {', '.join(arguments)} and not {', '.join(ARGUMENTS)}, "
+            f"{' or '.join(CACHES)}; {of_version}"
+        )
+    # accelerate keeps the forward that it wraps.
+    wrapped = getattr(vars(attn).get("_old_forward"), "__func__", None)
+    if "forward" in vars(attn) and wrapped not in (own.forward, FusedAttention.forward):
+        raise NotImplementedError(
+            f"{what}, whose forward is not that of its class; it must be, or be wrapped by hooks of accelerate alone"
+        )
     if getattr(attn, "attn_logit_softcapping", None) is not None:
-        return f"whose attn_logit_softcapping is {attn.attn_logit_softcapping} and not None"
-    for name in ("q_norm", "k_norm") if kind.norm is not None else ():
-        norm = getattr(attn, name)
-        of_class = type(norm).__name__ == kind.norm and hasattr(norm, kind.eps)
-        if not of_class or tuple(norm.weight.shape) != (attn.head_dim,):
-            return f"whose {name} is {norm} and no {kind.norm} of {attn.head_dim} channels"
-    return None
+        raise NotImplementedError(
+            f"{what}, whose attn_logit_softcapping is {attn.attn_logit_softcapping}; it must be None: use "
+            f"register_transformers"
+        )

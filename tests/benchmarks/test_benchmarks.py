@@ -57,7 +57,7 @@ from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import LABELS, MOST_COLUMNS, Table
 from helion_attn.compiler.helion_adapter import helion_config
 from helion_attn.integrations.diffusers_fused import Processor
-from helion_attn.integrations.transformers_fused import Fused as TransformersFused
+from helion_attn.integrations.transformers_fused import FusedAttention
 from helion_attn.kernels import attention as attention_kernel
 from helion_attn.numerics import takes_bits
 from helion_attn.testing import HARD_KINDS, INPUT_KINDS, OUTLIER_CHANNELS, SINK_SHARES, make_qkv, relative_error
@@ -420,7 +420,7 @@ def test_fused_steps(model: steps.Model, monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < errors["fused"] < 1.5 * errors["balanced"]
     assert spans["fused"] == spans["balanced"] == spans.get("masked", spans["fused"]) > 0
     assert tiles is None or 2 * errors["fused"] < errors["masked"] < 1
-    kind = TransformersFused if model.is_causal else Processor
+    kind = FusedAttention if model.is_causal else Processor
     monkeypatch.setattr(kind, "attend", None)
     with pytest.raises(TypeError, match="not callable"):
         steps.forward(module, inputs)

@@ -35,6 +35,7 @@ NEEDED = {
     "ha.register_diffusers": "diffusers",
     "ha.fuse_diffusers": "diffusers",
     "ha.fuse_transformers": "transformers",
+    "ha.unfuse": "diffusers",
 }
 
 #: Seconds, with others' imports done. The first call of a kind takes longest.

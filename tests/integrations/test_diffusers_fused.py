@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import io
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -303,12 +304,8 @@ def without_norm(model: Any) -> None:
     del model.blocks[1].attn1.norm_k
 
 
-def with_layer_norm(model: Any) -> None:
-    model.blocks[1].attn1.norm_q = torch.nn.LayerNorm(64)
-
-
-def with_norms_by_head(model: Any) -> None:
-    model.blocks[1].attn1.norm_q = torch.nn.RMSNorm(32)
+def with_parallelism(model: Any) -> None:
+    model.blocks[1].attn1.processor._parallel_config = object()
 
 
 def with_another_processor(model: Any) -> None:
@@ -322,15 +319,14 @@ def with_another_processor(model: Any) -> None:
             without_norm,
             r"WanAttention 'blocks.1.attn1', which has no norm_k; diffusers is .*, and it must be as in 0.42",
         ),
+        (with_parallelism, r"'blocks.1.attn1', and context parallelism is enabled; .* use the backend of register_dif"),
         (
-            with_layer_norm,
-            r"whose norm_q is LayerNorm\(\(64,\).* and no RMSNorm of 64 channels with a weight; diffusers",
+            with_another_processor,
+            r"whose processor is a function; it must be a WanAttnProcessor: use the backend of register_diffusers",
         ),
-        (with_norms_by_head, r"whose norm_q is RMSNorm\(\(32,\).* and no RMSNorm of 64 channels with a weight"),
-        (with_another_processor, r"whose processor is a function and not a WanAttnProcessor; diffusers is"),
     ],
 )
-def test_other_layouts_name_the_version(change: Any, message: str) -> None:
+def test_other_layouts(change: Any, message: str) -> None:
     model, _ = made("wan")
     change(model)
     before = model.blocks[0].attn1.processor
@@ -376,6 +372,232 @@ def test_a_copy_is_a_model_of_its_own() -> None:
         assert torch.equal(output(copied, inputs), before)
 
 
+#: Attention of models, of which norms are fused: where it is, and what it has been handed.
+HAS_NORMS = {
+    "wan": lambda model: model.blocks[0].attn1,
+    "wan_of_images": lambda model: model.blocks[0].attn2,
+    "flux": lambda model: model.single_transformer_blocks[0].attn,
+    "hunyuan_video": lambda model: model.single_transformer_blocks[0].attn,
+}
+
+
+def with_a_hook(attn: Any, name: str) -> None:
+    getattr(attn, name).register_forward_hook(lambda module, inputs, output: 3 * output)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def with_a_parametrization(attn: Any, name: str) -> None:
+    torch.nn.utils.parametrize.register_parametrization(getattr(attn, name), "weight", Doubled())
+
+
+def with_a_bias(attn: Any, name: str) -> None:
+    from diffusers.models.normalization import RMSNorm
+
+    (channels,) = getattr(attn, name).weight.shape
+    norm = RMSNorm(channels, 1e-6, bias=True)
+    torch.nn.init.normal_(norm.bias)
+    setattr(attn, name, norm)
+
+
+def with_another_norm(attn: Any, name: str) -> None:
+    setattr(attn, name, torch.nn.LayerNorm(getattr(attn, name).weight.shape))
+
+
+def offloaded(attn: Any, name: str) -> None:
+    """By a hook of diffusers: the weight is on the meta device but while the norm runs."""
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    norm = getattr(attn, name)
+    weight, elsewhere = norm.weight, torch.nn.Parameter(norm.weight.to("meta"))
+    norm.weight = elsewhere
+
+    class Offload(ModelHook):
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            module.weight = weight
+            return args, kwargs
+
+        def post_forward(self, module: Any, output: Any) -> Any:
+            module.weight = elsewhere
+            return output
+
+    HookRegistry.check_if_exists_or_initialize(norm).register_hook(Offload(), "offload")
+
+
+#: What may be done to a norm, after which it has to be called.
+CHANGES: dict[str, Callable[[Any, str], None]] = {
+    "hook": with_a_hook,
+    "parametrization": with_a_parametrization,
+    "bias": with_a_bias,
+    "another": with_another_norm,
+    "offloaded": offloaded,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", HAS_NORMS)
+def test_a_norm_that_does_more_is_called(name: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with what the model hands it; the other norms and RoPE stay fused."""
+    model, inputs = made(name)
+    attn, shapes = HAS_NORMS[name](model), []
+    ha.fuse_diffusers(model)
+    CHANGES[change](attn, "norm_q")
+    attn.norm_q.register_forward_pre_hook(lambda module, given: shapes.append(given[0].shape))
+    ha.unfuse(model)
+    native = output(model, inputs)
+    ha.fuse_diffusers(model)
+    calls = with_oracle(monkeypatch)
+    assert relative_error(output(model, inputs), native) < 1e-5
+    assert len(shapes) == 2
+    assert shapes[0] == shapes[1]
+    # Attention to text and to an image, and a call for each padded sequence, are two calls.
+    called = [call for call in calls.call_args_list if "q_norm" not in call.kwargs and "k_norm" in call.kwargs]
+    assert len(called) == {"wan_of_images": 2, "hunyuan_video": 2}.get(name, 1)
+
+
+def test_tables_that_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Static tables, as CUDA graphs want them; in inference mode, tensors do not count their changes."""
+
+    def tables(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.outer(torch.arange(40.0) * step, 10000 ** (-torch.arange(16) / 16)).repeat_interleave(2, 1)
+        return angles.cos(), angles.sin()
+
+    model, _ = made("flux")
+    attn, x = model.single_transformer_blocks[0].attn, rand(1, 40, 64, seed=3)
+    with torch.no_grad():
+        native = [attn(x, image_rotary_emb=tables(step)) for step in (1, 7)]
+    assert relative_error(*native) > 1e-2
+    ha.fuse_diffusers(model)
+    with_oracle(monkeypatch)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            static = tables(1)
+            for step, expected in zip((1, 7), native, strict=True):
+                for one, other in zip(static, tables(step), strict=True):
+                    one.copy_(other)
+                assert relative_error(attn(x, image_rotary_emb=static), expected) < 1e-5
+
+
+@pytest.mark.gpu
+def test_tables_of_a_cuda_graph() -> None:
+    """They are written to in place, and the graph is run again."""
+    model, _ = made("flux")
+    model.to("cuda", torch.bfloat16)
+    ha.fuse_diffusers(model)
+    attn, x = model.single_transformer_blocks[0].attn, rand(1, 40, 64, seed=3).to("cuda", torch.bfloat16)
+    angles = torch.outer(torch.arange(40.0), 10000 ** (-torch.arange(16) / 16)).repeat_interleave(2, 1).cuda()
+    static, others = (angles.cos(), angles.sin()), ((7 * angles).cos(), (7 * angles).sin())
+    with torch.no_grad():
+        expected = attn(x, image_rotary_emb=others)
+        before = attn(x, image_rotary_emb=static)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attn(x, image_rotary_emb=static)
+        for one, other in zip(static, others, strict=True):
+            one.copy_(other)
+        graph.replay()
+    assert relative_error(before, expected) > 1e-2
+    assert relative_error(out, expected) < 1e-3
+
+
+@pytest.mark.thorough(but=1)
+@pytest.mark.parametrize("name", ["qwen_image", "flux", "hunyuan_video", "wan"])
+def test_autocast(name: str) -> None:
+    """Of a model in fp32, as near to it as the backend."""
+    model, inputs = made(name)
+    native, errors = output(model, inputs), []
+    for fuse in (False, True):
+        if fuse:
+            model.reset_attention_backend()
+            ha.fuse_diffusers(model, recipe="bf16")
+        else:
+            ha.register_diffusers(recipe="bf16")
+            model.set_attention_backend("helion_fp8")
+        with torch.autocast("cpu", torch.bfloat16):
+            errors.append(relative_error(output(model, inputs).float(), native))
+    assert 0 < errors[1] < 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwen_image"])
+def test_a_fused_model_can_be_saved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it has run."""
+    model, inputs = made(name)
+    ha.fuse_diffusers(model, recipe="fast")
+    calls = with_oracle(monkeypatch)
+    before, saved = output(model, inputs), io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    loaded, count = torch.load(saved, weights_only=False), calls.call_count
+    assert torch.equal(output(loaded, inputs), before)
+    assert [call.kwargs["recipe"] for call in calls.call_args_list] == [ha.FAST] * 2 * count
+
+
+def test_a_shallow_copy_runs_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = made("wan")
+    attn, x, rotary = model.blocks[0].attn1, rand(2, 40, 64, seed=3), model.rope(inputs["hidden_states"])
+    outs: list[list[torch.Tensor]] = []
+    for fuse in (False, True):
+        if fuse:
+            ha.fuse_diffusers(model)
+            with_oracle(monkeypatch)
+        copied = copy.copy(attn)
+        copied._modules = dict(attn._modules)
+        copied.norm_q = torch.nn.RMSNorm(64)
+        with torch.no_grad():
+            outs.append([module(x, rotary_emb=rotary) for module in (attn, copied)])
+    assert relative_error(*outs[0]) > 1e-3
+    for one, other in zip(*outs, strict=True):
+        assert relative_error(other, one) < 1e-5
+
+
+def test_loading_an_ip_adapter() -> None:
+    """diffusers makes a new processor of each single block's class: it says what to do, and that helps."""
+    model, inputs = made("flux")
+    weights = {"weight": torch.zeros(64, 24), "bias": torch.zeros(64)}
+    adapter = {f"0.to_{x}_ip.{name}": weight for x in "kv" for name, weight in weights.items()}
+    projection = {
+        **{"proj.weight": torch.zeros(96, 24), "proj.bias": torch.zeros(96)},
+        **{"norm.weight": torch.ones(24), "norm.bias": torch.zeros(24)},
+    }
+    state = [{"image_proj": projection, "ip_adapter": adapter}]
+    before = output(model, inputs)
+    ha.fuse_diffusers(model)
+    with pytest.raises(TypeError, match=r"FluxProcessor is made without a recipe.* call helion_attn.unfuse\(model\)"):
+        model._load_ip_adapter_weights(state)
+    ha.unfuse(model)
+    model._load_ip_adapter_weights(state)
+    inputs["joint_attention_kwargs"] = {"ip_adapter_image_embeds": [torch.zeros(2, 1, 24)]}
+    assert relative_error(output(model, inputs), before) < 1e-6, "an adapter of zeros"
+    with pytest.raises(NotImplementedError, match=r"is a FluxIPAdapterAttnProcessor; .* use the backend of register"):
+        ha.fuse_diffusers(model)
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwen_image"])
+def test_unfuse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is what it was, to the bit, with its own processors and their backends."""
+    model, inputs = made(name)
+    ha.register_diffusers(recipe="fast")
+    calls = with_oracle(monkeypatch)
+    for backend_name in (None, "helion_fp8"):
+        if backend_name is not None:
+            model.set_attention_backend(backend_name)
+        before, processors = output(model, inputs), dict(model.attn_processors)
+        ha.fuse_diffusers(model)
+        ha.fuse_diffusers(model, schedule=lambda *_: "bf16", scheduler=begun())
+        calls.reset_mock()
+        output(model, inputs)
+        assert {call.kwargs["recipe"] for call in calls.call_args_list} == {ha.BF16}
+        for _ in range(2):
+            ha.unfuse(model)
+            assert dict(model.attn_processors) == processors
+            assert torch.equal(output(model, inputs), before)
+        assert not model._forward_pre_hooks
+
+
 def test_own_processors_take_it_away() -> None:
     """The model is then what it was, to the bit."""
     for name in MODELS:
@@ -393,12 +615,6 @@ def with_another_processor_of_hunyuan(model: Any) -> None:
     model.single_transformer_blocks[0].attn.set_processor(AttnProcessor2_0())
 
 
-def with_a_bias(model: Any) -> None:
-    from diffusers.models.normalization import RMSNorm
-
-    model.single_transformer_blocks[0].attn.norm_k = RMSNorm(32, 1e-6, bias=True)
-
-
 def without_attention(model: Any) -> None:
     del model.single_transformer_blocks[0].attn
 
@@ -408,9 +624,8 @@ def without_attention(model: Any) -> None:
     [
         (
             with_another_processor_of_hunyuan,
-            r"Attention 'single_transformer_blocks.0.attn', whose processor is a AttnProcessor2_0 and not a Hunyuan",
+            r"'single_transformer_blocks.0.attn', whose processor is a AttnProcessor2_0; it must be a HunyuanVideoAttn",
         ),
-        (with_a_bias, r"whose norm_k is RMSNorm\(\) and no RMSNorm of 32 channels with a weight"),
         (without_attention, r"NoneType 'single_transformer_blocks.0.attn', which has no processor; diffusers is"),
     ],
 )
@@ -517,14 +732,19 @@ def test_masks_of_a_schedule(kept: tuple[int, int], monkeypatch: pytest.MonkeyPa
     assert 0 < errors[1] < 1.5 * errors[0]
 
 
-def test_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block as a whole."""
-    model, inputs = made("qwen_image")
+@pytest.mark.parametrize("name", ["qwen_image", "wan", "flux"])
+def test_torch_compile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block as a whole, of which a norm may do more."""
+    model, inputs = made(name)
     ha.fuse_diffusers(model)
+    if name != "qwen_image":
+        with_a_hook(HAS_NORMS[name](model), "norm_q")
     with_oracle(monkeypatch)
     monkeypatch.setattr(backend, "attention", exact)
     expected = output(model, inputs)
     torch._dynamo.reset()
-    for block in model.transformer_blocks:
+    for block in model.blocks if name == "wan" else model.transformer_blocks:
+        block.compile(fullgraph=True, backend="eager")
+    for block in model.single_transformer_blocks if name == "flux" else ():
         block.compile(fullgraph=True, backend="eager")
     assert relative_error(output(model, inputs), expected) < 1e-5

@@ -71,7 +71,7 @@ CALLS: dict[str, Call] = {
 OTHERS = {
     "attention_quantized", "debug", "dequantize", "explain", "fuse_diffusers", "fuse_transformers", "hadamard_matrix",
     "is_supported", "paged_kv_cache", "plan", "register_diffusers", "register_flash_attention", "register_transformers",
-    "transformers_cache",
+    "transformers_cache", "unfuse",
 }  # fmt: skip
 
 
