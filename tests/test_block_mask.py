@@ -346,3 +346,11 @@ def test_wrong_masks_of_flex() -> None:
     few.seq_lengths = (300, 256)
     with pytest.raises(ValueError, match=r"seq_lengths \(300, 256\), BLOCK_SIZE \(128, 128\) and 2 row blocks"):
         ha.BlockMask.from_flex(few)
+
+
+@pytest.mark.parametrize("at", [(0,), (slice(None), 0), (slice(None), slice(None), slice(0, 1))], ids=str)
+def test_a_slice_of_pytorchs_mask_is_refused(at: tuple[Any, ...]) -> None:
+    """It has the whole's lengths, and a `mask_mod` that raises."""
+    whole = create_block_mask(RULES["causal"], 1, 1, 300, 300, device="cpu")
+    with pytest.raises(ValueError, match=r"mask is a slice of .* it must be whole, from create_block_mask"):
+        ha.BlockMask.from_flex(whole[at])

@@ -26,6 +26,9 @@ from helion_attn.varlen import attention_varlen
 #: Numbers up to this one hide a key when they are added to its score.
 HIDES = -1e4
 
+#: Scores of a kept mask that are compared on every call: 1 MB of bool ones.
+SAMPLE = 2**20
+
 
 class Part(NamedTuple):
     """Rows of a sequence, and the keys that they see.
@@ -67,7 +70,9 @@ class Visible:
         return stop if is_plain and rows == (0, M) and start == 0 else 0
 
 
-def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int, name: str = "attn_mask") -> Visible:
+def read_mask(
+    mask: torch.Tensor, B: int, H: int, M: int, N: int, name: str = "attn_mask", *, lowest_hides: bool = False
+) -> Visible:
     """Read a mask of `scaled_dot_product_attention` on the host: whether it hides anything, and if so what.
 
     Parts describe: any keys that are hidden, alike for all rows; keys behind the diagonal of the first or the last key,
@@ -82,6 +87,8 @@ def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int, name: str = "a
         M: queries.
         N: keys.
         name: of the mask, in errors.
+        lowest_hides: whether its dtype's lowest number, or bf16's, hides in a row that sees no key too. PyTorch gives
+            such a row the mean of V.
 
     Raises:
         NotImplementedError: it changes scores, or cannot be read.
@@ -101,20 +108,22 @@ def read_mask(mask: torch.Tensor, B: int, H: int, M: int, N: int, name: str = "a
         raise ValueError(f"{what}; it must broadcast to [B, H, M, N] with B = {B}, H = {H}, M = {M} and N = {N}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise NotImplementedError(f"{what}; it must be bool or of a floating-point dtype")
-    return _read(mask, B, M, N, what)
+    return _read(mask, B, M, N, what, lowest_hides)
 
 
 @between_graphs
-def _read(mask: torch.Tensor, B: int, M: int, N: int, what: str) -> Visible:
+def _read(mask: torch.Tensor, B: int, M: int, N: int, what: str, lowest_hides: bool) -> Visible:
     """`read_mask` of a mask that has passed its checks, `what` in errors."""
     by_scores = Visible(False, False, (), scores=mask)
+    if _known(mask, M, N) is not None:
+        _forget_written(mask, M, N)
     if _known(mask, M, N) is not None:
         return by_scores
     if (mask if mask.dtype == torch.bool else mask == 0).all():
         return Visible(True, False, (Part((0, M), (0, N)),) * B)
     # [B or 1, H or 1, M or 1, N or 1]
     mask = mask[(None,) * (4 - mask.dim())]
-    seen, is_plain, for_all_heads = _seen(mask)
+    seen, is_plain, for_all_heads = _seen(mask, lowest_hides)
     # [B, M or 1, N]
     kept = seen.expand(B, -1, N)
     # [B, M]: of each row's keys, how many there are, the first, and the one behind the last.
@@ -166,7 +175,7 @@ def _read(mask: torch.Tensor, B: int, M: int, N: int, what: str) -> Visible:
     return by_scores
 
 
-def _seen(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _seen(mask: torch.Tensor, lowest_hides: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Read a mask's first head, and what else there is to know of the mask.
 
     Returns:
@@ -179,6 +188,8 @@ def _seen(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     # bf16 has no -1e4. A row that has finite numbers for all keys sees some of all, and one that has -inf is 0.
     hides = torch.tensor(HIDES, dtype=mask.dtype, device="cpu").item()
     hidden = (mask == float("-inf")) | ((mask <= hides) & seen.any(3, keepdim=True))
+    if lowest_hides:
+        hidden |= mask <= max(torch.finfo(mask.dtype).min, torch.finfo(torch.bfloat16).min)
     return seen[:, 0], (seen | hidden).all(), alike
 
 
@@ -208,11 +219,13 @@ class _Kept(NamedTuple):
     Attributes:
         mask: it was made of this tensor.
         state: what its `_state` was.
+        sample: what its `_sample` was.
         made: of it.
     """
 
     mask: weakref.ref[torch.Tensor]
     state: tuple[int, int]
+    sample: torch.Tensor
     made: BlockMask
 
 
@@ -229,10 +242,27 @@ def _state(mask: torch.Tensor) -> tuple[int, int]:
     return mask._version, mask.data_ptr()
 
 
+def _sample(mask: torch.Tensor) -> torch.Tensor:
+    """The rows of a mask that are compared on every call, evenly spread: all of them of a small mask."""
+    return mask[..., :: -(-mask.numel() // SAMPLE), :]
+
+
 def _known(mask: torch.Tensor, M: int, N: int) -> BlockMask | None:
-    """The `BlockMask` that is kept of a mask, if the mask is what it was."""
+    """The `BlockMask` that is kept of a mask, if PyTorch has counted no write to it."""
     kept = _KEPT.get(_key(mask, M, N))
     return kept.made if kept is not None and kept.mask() is mask and kept.state == _state(mask) else None
+
+
+def _forget_written(mask: torch.Tensor, M: int, N: int) -> None:
+    """Drop what is kept of a mask whose sample is another, after a write that PyTorch does not count.
+
+    Such are `mask.data.copy_` and those of NumPy. On a GPU, where the host would have to wait, an assertion fails.
+    """
+    same = (_sample(mask) == _KEPT[_key(mask, M, N)].sample).all()
+    if mask.is_cuda:
+        torch._assert_async(same, "attn_mask was written to without PyTorch's count of changes: use mask.copy_(..)")
+    elif not same:
+        del _KEPT[_key(mask, M, N)]
 
 
 def block_mask_of(mask: torch.Tensor, M: int, N: int) -> BlockMask:
@@ -255,7 +285,8 @@ def block_mask_of(mask: torch.Tensor, M: int, N: int) -> BlockMask:
     is_of_a_graph: bool = torch._C._is_cached_tensor(mask)  # type: ignore[attr-defined]
     if not (mask.is_inference() or is_of_a_graph):
         key = _key(mask, M, N)
-        _KEPT[key] = _Kept(weakref.ref(mask, lambda _: _KEPT.pop(key, None)), _state(mask), made)
+        reference = weakref.ref(mask, lambda _: _KEPT.pop(key, None))
+        _KEPT[key] = _Kept(reference, _state(mask), _sample(mask).clone(), made)
     return made
 
 
@@ -360,6 +391,6 @@ def _packed(
         for row, key in ((first, 0), (first, start), (last, stop), (last, keys[b]), (M, keys[b])):
             if (end := (b * M + row, before + key)) != ends[-1]:
                 ends.append(end)
-    cu_seqlens = torch.tensor(ends, dtype=torch.int32).T.contiguous().to(q.device)
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cpu").T.contiguous().to(q.device)
     out, lse = attention_varlen(q, k, v, cu_seqlens[0], cu_seqlens[1], causal=causal, return_lse=True, **options)
     return out.unflatten(0, (-1, M)), lse.unflatten(1, (-1, M)).transpose(0, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +14,8 @@ from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.between_graphs import between_graphs
 from helion_attn.integrations.masks import attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported, is_none
+from helion_attn.integrations.transformers_masks import MaskTensor, VisibleKeys, what_is_seen
+from helion_attn.integrations.transformers_models import refuse_own_attention
 from helion_attn.types import (
     BALANCED,
     CACHE_RECIPE,
@@ -29,35 +30,13 @@ from helion_attn.types import (
 )
 from helion_attn.validate.dense import check_options, check_qkv, check_sinks, check_sm_scale
 
-
-@dataclass(frozen=True)
-class VisibleKeys:
-    """A mask, described in place of stored: the mask function makes it, the attention function reads it.
-
-    Computed once a forward pass, so that layers need not read a mask from the device.
-
-    Attributes:
-        spans: (start, stop) for every sequence of the batch: the keys that are not padding.
-        M: number of queries; the last stands at key N - 1.
-        N: number of keys.
-        causal: a query sees no later key.
-        left: a query sees this many earlier keys; None for all.
-    """
-
-    spans: tuple[tuple[int, int], ...]
-    M: int
-    N: int
-    causal: bool
-    left: int | None
-
-
 #: What the attention function accepts of what models pass.
 RULES = (
     Rule(
         "attention_mask",
         lambda mask: mask is None or isinstance(mask, VisibleKeys | torch.Tensor),
         "None, or, as the model's forward takes it, [batch, keys], or with 4 dimensions: bool, or of 0 and -inf, or "
-        "-1e4 and below in a row that sees some key",
+        "its dtype's lowest number, or -1e4 and below in a row that sees some key",
     ),
     Rule("dropout", lambda p: p == 0, "0"),
     Rule("output_attentions", lambda wanted: not wanted, "False: there are no attention weights"),
@@ -73,6 +52,7 @@ IGNORED = {
     "cache_position": "the model has applied them",
     "use_cache": "the model has updated its cache",
     "output_hidden_states": "for the model's output",
+    "logits_to_keep": "for the model's output",
     "output_router_logits": "for the model's output",
     "return_dict": "for the model's output",
     "num_items_in_batch": "for the loss",
@@ -118,12 +98,19 @@ def register_transformers(name: str = "helion_fp8", *, recipe: Recipe | RecipeNa
         raise TypeError(f"name is a {type(name).__name__}; it must be a str")
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    taken = AttentionInterface().get(name)
-    if name == "eager" or (taken is not None and getattr(taken, "func", None) is not attention_forward):
+    if name == "eager" or (name in AttentionInterface() and not is_registered(name)):
         raise ValueError(f"name is {name!r}, which transformers uses for another attention; it must be another")
     AttentionInterface.register(name, functools.partial(attention_forward, recipe=recipe))
     # Without a mask function of the same name, transformers passes no mask: padding would be ignored.
-    AttentionMaskInterface.register(name, visible_keys)
+    AttentionMaskInterface.register(name, mask_of_model)
+    refuse_own_attention(is_registered)
+
+
+def is_registered(name: str | None) -> bool:
+    """Return whether `register_transformers` has made this `attn_implementation`."""
+    from transformers import AttentionInterface
+
+    return getattr(AttentionInterface().get(name), "func", None) is attention_forward
 
 
 def transformers_cache(*, recipe: Recipe | RecipeName = CACHE_RECIPE) -> Any:
@@ -161,6 +148,17 @@ def transformers_cache(*, recipe: Recipe | RecipeName = CACHE_RECIPE) -> Any:
     return PagedCache(preset)
 
 
+def mask_of_model(
+    *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", **options: Any
+) -> MaskTensor | VisibleKeys | torch.Tensor:
+    """The mask function: `visible_keys`, as a tensor for a model that looks at its mask.
+
+    torch.compile of a whole model makes no tensors of this class: there it is what attention reads.
+    """
+    seen = visible_keys(device=device, **options)
+    return seen if torch.compiler.is_compiling() else MaskTensor(seen, dtype, device)
+
+
 def visible_keys(
     batch_size: int,
     q_length: int,
@@ -172,9 +170,9 @@ def visible_keys(
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **_: Any,  # what else transformers tells every mask function: dtypes, what may be skipped, the config
+    **_: Any,  # what else transformers tells every mask function: what may be skipped, the config
 ) -> VisibleKeys | torch.Tensor:
-    """The mask function: a description of the mask, causality included, or where there is none the mask by scores.
+    """What a query sees: a description of the mask, causality included, or where there is none the mask by scores.
 
     Never None: that would leave causality to the module's `is_causal`, which may say otherwise.
 
@@ -292,6 +290,7 @@ def attention_forward(
     transformers hands it, in `kwargs`, whatever a model's forward was called with: see `RULES` and `IGNORED`; anything
     else that is not None raises.
     """
+    attention_mask = what_is_seen(attention_mask)
     given = {"attention_mask": attention_mask, "dropout": dropout, **kwargs}
     check_supported("helion_attn", RULES, {rule.argument: given.get(rule.argument) for rule in RULES})
     for name, extra in kwargs.items():
@@ -324,7 +323,7 @@ def attention_forward(
             )
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         check_qkv(q, k, v, "bshd", names=("query", "key", "value"))
-        visible = read_mask(attention_mask, B, H, M, N, "attention_mask")
+        visible = read_mask(attention_mask, B, H, M, N, "helion_attn: attention_mask", lowest_hides=True)
         if not visible.whole:
             preset = preset_of(recipe)
             check_visible("helion_attn", visible, q, v, preset, "attention_mask")

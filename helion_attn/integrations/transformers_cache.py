@@ -110,7 +110,7 @@ class PagedLayer(CacheLayerMixin):
         if self.cache is None:
             mean = mean_of_keys(k, starts)
             self.cache = paged_kv_cache(B, H_kv, D, D_v=v.size(3), device=k.device, recipe=self.recipe, k_mean=mean)
-            self.padding = torch.tensor(starts, dtype=torch.int32).to(k.device)
+            self.padding = torch.tensor(starts, dtype=torch.int32, device="cpu").to(k.device)
             self.starts = starts
             if any(starts):
                 # Keys behind a sequence's last are padding, which the next ones are written over.
@@ -196,11 +196,11 @@ class PagedLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence so many times."""
-        self.select(torch.arange(self.batch).repeat_interleave(repeats))
+        self.select(torch.arange(self.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences that a contrastive search goes on with."""
-        self.select(torch.arange(self.batch)[indices.cpu()])
+        self.select(torch.arange(self.batch, device="cpu")[indices.cpu()])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens.

@@ -27,7 +27,8 @@ from helion_attn.integrations.fused import (
     prefers_pytorch,
     ropes_of,
 )
-from helion_attn.integrations.transformers import VisibleKeys, changes_nothing, earlier_keys, register_transformers
+from helion_attn.integrations.transformers import changes_nothing, earlier_keys, register_transformers
+from helion_attn.integrations.transformers_masks import VisibleKeys, what_is_seen
 from helion_attn.names import named
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice, is_auto
 from helion_attn.validate.dense import described
@@ -116,8 +117,9 @@ class FusedAttention(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the attention as the class's own forward: [B, S, channels] to the same, and None."""
         attn: Any = self
+        seen = what_is_seen(attention_mask)
         cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
-        ropes = ropes_to_fuse(attn, hidden_states, position_embeddings, attention_mask, cache, kwargs)
+        ropes = ropes_to_fuse(attn, hidden_states, position_embeddings, seen, cache, kwargs)
         if ropes is None:
             found: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
                 hidden_states, position_embeddings, attention_mask, **kwargs
@@ -132,7 +134,7 @@ class FusedAttention(torch.nn.Module):
             q, q_norm = left_to_fuse(attn.q_norm, q, layout)
             k, k_norm = left_to_fuse(attn.k_norm, k, layout)
             before = Before(q_norm, k_norm, layout, ropes)
-        out = self.attend(q, k, v, attention_mask, before)
+        out = self.attend(q, k, v, seen, before)
         if cache is not None:
             # It gets what the class gives it, so that later tokens find it.
             turned = k if before.k_norm is None else normalised(before.k_norm, k, before.layout)

@@ -89,10 +89,16 @@ def check_block_mask(
 
 def check_flex(mask: object) -> None:
     """A mask of PyTorch's flex_attention."""
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention import flex_attention
 
-    if not isinstance(mask, BlockMask):
+    if not isinstance(mask, flex_attention.BlockMask):
         raise TypeError(f"mask is {described(mask)}; it must be a torch.nn.attention.flex_attention.BlockMask")
+    # PyTorch leaves a slice the lengths of the whole, and a mask_mod that raises.
+    if mask.mask_mod is getattr(flex_attention, "_sliced_mask_mod_error", None):
+        raise ValueError(
+            "mask is a slice of a torch.nn.attention.flex_attention.BlockMask, without a mask_mod; it must be whole, "
+            "from create_block_mask for the sequences, heads and queries of the slice"
+        )
     check_device("mask.kv_indices", mask.kv_indices)
     if not 2 <= mask.kv_indices.dim() <= 4 or mask.kv_indices.dim() != mask.kv_num_blocks.dim() + 1:
         raise ValueError(

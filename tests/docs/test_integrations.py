@@ -176,3 +176,19 @@ def test_tables_are_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_tables(page.replace("`sm_margin`", "`sm`")) == page
     with pytest.raises(ValueError, match="0 blocks unsupported:sdpa"):
         with_tables(page.replace("unsupported:sdpa", "unsupported"))
+
+
+def test_models_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page lists both kinds, of the version that it names."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(PAGE.parents[1] / "scripts"))
+    integrations = importlib.import_module("integrations")
+    page = PAGE.read_text()
+    kinds = integrations.kinds_of_models()
+    assert {"llama", "paligemma", "bert"} - {*kinds["take it"]} == {"paligemma"}, "its parts are gemma and siglip"
+    assert {"mpnet", "bloom", "falcon", "gpt_neo"} <= {*kinds["compute attention themselves"]}
+    assert {"t5", "longt5"} <= {*kinds["hand it position biases, which raise"]}
+    assert len({name for names in kinds.values() for name in names}) == sum(map(len, kinds.values()))
+    if f"models of transformers {transformers.__version__} |" not in page:
+        pytest.skip(f"the page is not of transformers {transformers.__version__}")
+    assert page == integrations.with_models(page), "run scripts/integrations.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import threading
 import warnings
 from collections.abc import Callable
@@ -388,6 +389,49 @@ def test_a_block_mask_is_kept_while_its_mask_is_as_it_was(device: str, masks_mad
     del mask, by_head
     gc.collect()
     assert len(masks._KEPT) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there an assertion fails, which ends the process's CUDA")
+@pytest.mark.parametrize("write", ["data", "numpy", "one_row"])
+def test_a_write_that_pytorch_does_not_count_is_noticed(write: str, masks_made: list[torch.Size]) -> None:
+    """In a mask of less than a sample, whatever is written: the block mask is made again."""
+    mask, other = torch.rand(2, 150, 150, generator=torch.Generator().manual_seed(0)) < 0.5
+    qkv = make_qkv("randn", 1, 2, 2, 150, 150, 32)
+    for changed in (mask, other):
+        if changed is other:
+            version = mask._version
+            if write == "data":
+                mask.data.copy_(other)
+            elif write == "numpy":
+                mask.numpy()[:] = other.numpy()
+            else:
+                mask.data[77] = other[77]
+            assert mask._version == version
+        for _ in range(2):
+            out = ha.scaled_dot_product_attention(*qkv, attn_mask=mask)
+            assert torch.equal(out, ha.attention(*qkv, block_mask=ha.BlockMask.from_dense(mask.clone())))
+    assert masks_made.count(torch.Size((1, 1, 150, 150))) == 2
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 40, 30), (40, 30), (3, 1, 1, 50)], ids=str)
+def test_the_sample_of_a_mask(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rows of all sequences and heads, evenly spread: a view, of at most a sample's scores and a row."""
+    mask = torch.arange(math.prod(shape)).view(shape)
+    assert masks._sample(mask).shape == shape
+    monkeypatch.setattr(masks, "SAMPLE", 300)
+    step = -(-mask.numel() // 300)
+    assert torch.equal(masks._sample(mask), mask[..., ::step, :])
+    assert masks._sample(mask).data_ptr() == mask.data_ptr()
+
+
+def test_masks_under_a_default_device(device: str) -> None:
+    """What lies on the host lies there under any default."""
+    qkv = make_qkv("randn", 2, 2, 2, 24, 40, 32, device=device)
+    for name in ("padding_and_causal", "window"):
+        mask = (MASKS | BLOCK_MASKS)[name].to(device).clone()
+        expected = ha.scaled_dot_product_attention(*qkv, attn_mask=mask.clone())
+        with torch.device("meta"):
+            assert torch.equal(ha.scaled_dot_product_attention(*qkv, attn_mask=mask), expected)
 
 
 def test_masks_of_inference_mode_are_not_kept(device: str) -> None:

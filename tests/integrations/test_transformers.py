@@ -16,11 +16,13 @@ import torch
 
 import helion_attn as ha
 from helion_attn.testing import make_qkv, relative_error
+from helpers.exact_attention import EXACT, with_oracle
 from helpers.refused import refused
 
 transformers = pytest.importorskip("transformers")
 from helion_attn.integrations import masks  # noqa: E402
 from helion_attn.integrations import transformers as ours  # noqa: E402
+from helion_attn.integrations.transformers_masks import VisibleKeys  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -98,29 +100,6 @@ def run(model: Any, implementation: str, tokens: torch.Tensor, mask: torch.Tenso
 
 def tokens_of(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def with_oracle(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """Exact attention in the kernel's place, with some of its arguments changed."""
-
-    def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, recipe: Any, **options: Any) -> torch.Tensor:
-        given = {name: value for name, value in changes.items() if options[name] is not None}
-        return ha.reference.attention(q, k, v, **options | given).to(q.dtype)
-
-    def of_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = ha.reference.attention(q, k, v, **{x: y for x, y in options.items() if x != "recipe"})
-        return out.to(q.dtype), lse.float()
-
-    def of_padding(*tensors: torch.Tensor, recipe: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = ha.reference.attention_varlen(*tensors, **{x: y for x, y in options.items() if x != "return_lse"})
-        return out.to(tensors[0].dtype), lse.float()
-
-    monkeypatch.setattr(ours, "attention", oracle)
-    monkeypatch.setattr(masks, "attention", of_mask)
-    monkeypatch.setattr(masks, "attention_varlen", of_padding)
-
-
-EXACT = 1e-5  # fp32 models; the oracle is exact
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -236,8 +215,8 @@ def test_a_mask_that_ends_before_the_tokens_is_eager(name: str, case: str, monke
 
 def test_a_window_that_a_mask_hides_raises() -> None:
     mask = ours.visible_keys(1, 1, 9, 8, attention_mask=torch.ones(1, 6), mask_function=None)
-    assert isinstance(mask, ours.VisibleKeys)
-    mask = ours.VisibleKeys(mask.spans, 1, 9, True, 2)
+    assert isinstance(mask, VisibleKeys)
+    mask = VisibleKeys(mask.spans, 1, 9, True, 2)
     with pytest.raises(NotImplementedError, match=r"hides the last 3 keys, .* sliding_window of 3; extend attention_m"):
         forward(1, 9, attention_mask=mask)
 
@@ -384,14 +363,14 @@ def test_other_arguments() -> None:
 def test_bad_values_have_the_names_of_transformers() -> None:
     with pytest.raises(ValueError, match="sliding_window is 0; it must be None, for no window, or at least 1"):
         forward(sliding_window=0)
-    of_size_0 = ours.VisibleKeys(((0, 4),), 4, 4, True, -1)
+    of_size_0 = VisibleKeys(((0, 4),), 4, 4, True, -1)
     with pytest.raises(ValueError, match="sliding_window is 0; it must be None"):
         forward(attention_mask=of_size_0)
     with pytest.raises(ValueError, match=r"scaling is -1\.0"):
         forward(scaling=-1.0)
     with pytest.raises(ValueError, match=r"s_aux has shape \(3,\)"):
         forward(s_aux=torch.zeros(3))
-    window_of_one = ours.VisibleKeys(((0, 4),), 4, 4, True, 0)
+    window_of_one = VisibleKeys(((0, 4),), 4, 4, True, 0)
     with pytest.raises(ValueError, match="sliding_window is 2 and the mask's is 1"):
         forward(attention_mask=window_of_one, sliding_window=2)
 
@@ -401,7 +380,7 @@ def test_ambiguous_masks_raise() -> None:
         forward(M=2, N=4)
     with pytest.raises(NotImplementedError, match="not causal"):
         forward(module=module(False), sliding_window=2)
-    full = ours.VisibleKeys(((0, 4),), 4, 4, True, None)
+    full = VisibleKeys(((0, 4),), 4, 4, True, None)
     forward(attention_mask=full)
     with pytest.raises(ValueError, match="they must agree"):
         forward(attention_mask=full, sliding_window=2)
@@ -576,7 +555,7 @@ def test_masks_that_are_recognised() -> None:
         assert isinstance(found, torch.Tensor)
         assert torch.equal(found, expected.expand(2, 1, 8, 8))
     found = ours.visible_keys(**sizes, mask_function=sliding_window_causal_mask_function(3))
-    assert isinstance(found, ours.VisibleKeys)
+    assert isinstance(found, VisibleKeys)
     assert found.left == 2
 
 

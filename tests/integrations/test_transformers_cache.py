@@ -365,3 +365,13 @@ def test_a_first_chunk_of_padding_says_what_to_do(chunk: int) -> None:
         model(tokens[:, :4], attention_mask=mask[:, :4], past_key_values=cache)
         model(tokens[:, 4:], attention_mask=mask, past_key_values=cache)
     assert cache.layers[0].lengths().tolist() == [8, 5]
+
+
+@pytest.mark.parametrize("starts", [[0, 0], [0, 3]], ids=["unpadded", "padded"])
+def test_a_layer_under_a_default_device(starts: list[int]) -> None:
+    k = torch.randn(2, 1, 5, 32)
+    layer = module.PagedLayer(ha.BALANCED)
+    with torch.device("meta"):
+        layer.append(k, k, starts)
+        layer.batch_repeat_interleave(2)
+    assert layer.lengths().tolist() == [5 - start for start in starts for _ in range(2)]
