@@ -246,8 +246,8 @@ def radial(
         widths.append(min(tokens, math.ceil(max(width, narrowest))))
         steps.append(math.ceil(max(1.0, narrowest / width)))
     # [frames]: how near a token must be to be seen, or 0.
-    reach = torch.tensor([0 if d % step else w for d, (w, step) in enumerate(zip(widths, steps, strict=True))])
-    reach = reach.to(torch.device(device) if device is not None else torch.get_default_device())
+    near = [0 if d % step else w for d, (w, step) in enumerate(zip(widths, steps, strict=True))]
+    reach = torch.tensor(near, device=device)
 
     def rule(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         of_q, of_k = (x.div(tokens, rounding_mode="floor").clamp_max(frames - 1) for x in (q, k))

@@ -179,6 +179,19 @@ def test_radial(
     assert evaluated == [in_part(mask)]
 
 
+def test_a_device_that_is_not_the_default() -> None:
+    makers = [
+        lambda: ha.masks.prefix(3, 20, device="cpu"),
+        lambda: ha.masks.radial(5, 20, text=3, device="cpu"),
+        lambda: ha.masks.sliding_tile((4, 8, 8), tile=(2, 4, 4), window=(1, 1, 1), device="cpu").mask,
+    ]
+    for make in makers:
+        want = make().to_dense()
+        with torch.device("meta"):
+            mask = make()
+        assert torch.equal(mask.to_dense(), want)
+
+
 def test_radial_decays_as_the_paper_has_it() -> None:
     """The paper's formula: frames at distance 2 to 3 have half of the width, at 4 to 7 a quarter."""
     dense = ha.masks.radial(8, 64, narrowest=1, sink_frames=0).to_dense()[0, 0]

@@ -346,7 +346,7 @@ def test_registration() -> None:
     assert "helion_accurate" in dispatch._AttentionBackendRegistry._supports_context_parallel
     ha.register_diffusers("helion_accurate", recipe="fast")
     member = dispatch.AttentionBackendName("helion_accurate")
-    assert dispatch._AttentionBackendRegistry._backends[member].recipe is ha.FAST
+    assert dispatch._AttentionBackendRegistry._backends[member].recipe == ha.FAST
     assert [x.value for x in dispatch.AttentionBackendName].count("helion_accurate") == 1
     with pytest.raises(ValueError, match="name is 'native', which diffusers uses"):
         ha.register_diffusers("native")
