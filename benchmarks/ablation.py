@@ -213,6 +213,7 @@ def repacked(qkv: ha.QuantizedQKV, tile: TileConfig, interleaved: bool) -> Packe
         v_descale=qkv.v_descale,
         v_mean=qkv.v_mean,
         k_mean=None,
+        channel_factors=None,
         lse_shift=None,
     )
 
@@ -288,6 +289,7 @@ def compile_variant(D: int, name: str) -> Sm90Kernel:
             v_descale=fake_cuda(w.B, w.H, D),
             v_mean=fake_cuda(w.B, w.H, D),
             k_mean=None,
+            channel_factors=None,
             lse_shift=None,
         )
         out = fake_cuda(w.B, w.H, w.M, D, dtype=torch.bfloat16)

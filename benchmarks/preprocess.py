@@ -162,7 +162,7 @@ def pack_launch(
     source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
     unused = q.new_empty(1, dtype=torch.float32)
     norms, tables = no_norms(unused), kernel_tables(rope_arguments(rope), source.D_row, unused)
-    known = sample.launch(source, norms.k, tables, recipe)
+    known = sample.launch(source, norms, tables, recipe)
     return lambda: pack.launch(source, norms, tables, known, tile.bm, tile.bn, recipe, shift_lse=False).tensors()
 
 

@@ -84,6 +84,19 @@ SAMPLED_HEADROOM = {"head": 8.0, "channel": 64.0}
 #: only add to small entries, such as those of V at an attention sink.
 SIGNIFICANT_MEAN = 0.7
 
+#: Factors of channels lie in 2**-32..2**32 (`preprocess.lib.equalise`).
+MAX_CHANNEL_FACTOR_LOG2 = 32.0
+
+
+def equalised_rows(d_row: int, is_transformed: bool) -> int:
+    """Rows of Q, and pairs of rows of K, whose sizes give the factors of channels; fewer where they are transformed.
+
+    They are what a program has in registers. Of 16 Gaussian rows and pairs the ratio of sizes has a standard error of
+    .4 octaves, of 64 half of it.
+    """
+    return min(64, max(16, (4096 if is_transformed else 8192) // d_row))
+
+
 #: From so many keys of a sequence on, the mean of an 8-bit V is corrected for its rounding (`preprocess.recentre`). At
 #: 4096 keys that would save 5 to 12% of the total error of N(0, 1), for 3% of the time from bf16 to bf16; at 131072 it
 #: saves 19 to 57%, for 0.1%.

@@ -41,6 +41,7 @@ RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
     "q_scales": ("block", "token", "none"),
     "k_scales": ("head", "block", "none"),
     "v_scales": ("head", "channel", "none"),
+    "equalise": (False, True),
     "hadamard": (False, True),
     "reflect": (False, True),
     "smooth_k": (False, True),
@@ -75,6 +76,11 @@ class Recipe:
         k_scales: a packed block of `bn` keys. "head" is for what `pack` was given: nothing quantises K so. None: "none"
             or "block".
         v_scales: a head, or a channel of a head over all keys. None: "none" or "head".
+        equalise: multiply each channel of Q, and divide that of K, by a power of two, per (batch, KV head, channel), so
+            that both have like sizes (SmoothQuant, arXiv:2211.10438, does so between activations and weights). Q K^T is
+            the same, and channels of K that are much larger than the others leave those their resolution. Sizes are
+            about the mean, of at most 64 rows of Q and of K, evenly spaced. It comes after norms and RoPE, and before
+            `hadamard` and `reflect`. None: for 8-bit Q and K.
         hadamard: rotate Q and K over the head dim, by random signs and a Hadamard matrix (QuIP, arXiv:2307.13304;
             FlashAttention-3, arXiv:2407.08608, section 3.3). Q K^T is the same, and an outlier is spread over all
             channels of a block: as many as the largest power of two up to 128 that divides the head dim, which
@@ -115,6 +121,7 @@ class Recipe:
     q_scales: str = IMPLIED
     k_scales: str = IMPLIED
     v_scales: str = IMPLIED
+    equalise: bool = IMPLIED
     hadamard: bool = False
     hadamard_seed: int = 0
     reflect: bool = IMPLIED
@@ -150,11 +157,11 @@ class Recipe:
                     f"{name} is {scales!r}; with {dtype} it must be 'none' if that is a 16-bit dtype, and not "
                     f"otherwise: None is right for both"
                 )
-        transformed = self.hadamard or self.reflect or self.smooth_k or self.center_v
+        transformed = self.equalise or self.hadamard or self.reflect or self.smooth_k or self.center_v
         if self.is_given and (transformed or not self.qk_dtype == self.pv_dtype == torch.float8_e4m3fn):
             raise ValueError(
-                "k_scales is 'head', as of tensors that helion_attn.pack was given: float8_e4m3fn, without hadamard, "
-                "reflect, smooth_k and center_v; otherwise it must be 'block'"
+                "k_scales is 'head', as of tensors that helion_attn.pack was given: float8_e4m3fn, without equalise, "
+                "hadamard, reflect, smooth_k and center_v; otherwise it must be 'block'"
             )
         if self.half_scores and self.qk_dtype != torch.float8_e4m3fn:
             raise ValueError(f"half_scores is True; with qk_dtype {self.qk_dtype} it must be False")
@@ -176,6 +183,7 @@ class Recipe:
             "q_scales": "token" if qk_8_bit else "none",
             "k_scales": "block" if qk_8_bit else "none",
             "v_scales": "head" if pv_8_bit else "none",
+            "equalise": qk_8_bit,
             "reflect": qk_8_bit and not self.hadamard,
             "smooth_k": qk_8_bit,
             "center_v": pv_8_bit,
@@ -489,6 +497,8 @@ class PackedTensors(_OfTensors):
             subtracted before the cast; with 8 bits and 8192 keys or more, corrected, so
             that the dequantised V has V's mean.
         k_mean: fp32, what was subtracted from K, or None.
+        channel_factors: fp32 powers of two that Q's channels were multiplied by and K's, less the mean, divided by;
+            or None.
         lse_shift: fp32, every query's product with `k_mean`, or None.
     """
 
@@ -500,6 +510,7 @@ class PackedTensors(_OfTensors):
     v_descale: torch.Tensor
     v_mean: torch.Tensor
     k_mean: torch.Tensor | None
+    channel_factors: torch.Tensor | None
     lse_shift: torch.Tensor | None
 
     def tensors(self) -> tuple[Any, ...]:
@@ -517,6 +528,8 @@ def packed_fields(tensors: Sequence[torch.Tensor], recipe: Recipe, shift_lse: bo
     # An op cannot return None, and returns empty tensors instead.
     if not recipe.smooth_k:
         fields["k_mean"] = None
+    if not recipe.equalise:
+        fields["channel_factors"] = None
     if not (recipe.smooth_k and shift_lse):
         fields["lse_shift"] = None
     return fields
@@ -539,6 +552,7 @@ class QuantizedQKV(PackedTensors):
         v_descale: [B, H_kv, D_v_pad].
         v_mean: [B, H_kv, D_v_pad].
         k_mean: [B, H_kv, D_row] or None; D_row is the power of two that holds D_pad and D_v_pad.
+        channel_factors: [B, H_kv, D_row] or None.
         lse_shift: [B, H, M_blocks, bm] or None.
         M: query length.
         N: key length.
@@ -573,8 +587,9 @@ class PagedKVCache(_OfTensors):
 
     A page is a block of the packed format of `QuantizedQKV`, and has descales for every key: a new key changes nothing
     of those that are there, and an outlier costs no other key its resolution. Most values, and e4m3 keys, have those of
-    their page's first key, which is fast. `k ~ k8.float() * k_descale + k_mean` and `v ~ v8.float() * v_descale`, a row
-    each. Pages that no block table names hold anything. It can be moved, saved and loaded as a `QuantizedQKV`.
+    their page's first key, which is fast. `k ~ k8.float() * k_descale * channel_factors + k_mean` and
+    `v ~ v8.float() * v_descale`, a row each. Pages that no block table names hold anything. It can be moved, saved and
+    loaded as a `QuantizedQKV`.
 
     Attributes:
         k8: float8_e4m3fn or int8 [num_pages, H_kv, page_size, D_pad].
@@ -583,6 +598,8 @@ class PagedKVCache(_OfTensors):
         k_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys.
         v_descale: fp32 [num_pages, H_kv, page_size], in the order of the keys; powers of two in 2**-26..2**26.
         k_mean: fp32 [H_kv, D_pad], subtracted from all keys, or None.
+        channel_factors: fp32 [H_kv, D_pad], powers of two that channels of all keys, less the mean, are divided by, and
+            those of Q multiplied by; or None.
         D: head dim of the unpadded K.
         D_v: head dim of the unpadded V, and of the output.
 
@@ -597,6 +614,7 @@ class PagedKVCache(_OfTensors):
     k_descale: torch.Tensor
     v_descale: torch.Tensor
     k_mean: torch.Tensor | None
+    channel_factors: torch.Tensor | None
     D: int
     D_v: int
 

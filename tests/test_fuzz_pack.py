@@ -146,6 +146,7 @@ def make_case(qkv: Tensors, descales: list[float | torch.Tensor], recipe: ha.Rec
         v_descale=channels,
         v_mean=torch.zeros_like(channels),
         k_mean=torch.zeros_like(k8[:, :, 0]),
+        channel_factors=torch.ones_like(k8[:, :, 0]),
         lse_shift=torch.zeros_like(rows),
     )
     options: dict[str, Any] = masks | {"recipe": recipe, "out_dtype": torch.float32}

@@ -18,7 +18,7 @@ RUNGS = {"hybrid": ha.HYBRID, "bf16": ha.BF16}
 DEFAULT = "balanced"
 
 #: e4m3, and nothing for accuracy.
-_PLAIN = ha.Recipe(qk_dtype=torch.float8_e4m3fn, reflect=False, smooth_k=False, center_v=False)
+_PLAIN = ha.Recipe(qk_dtype=torch.float8_e4m3fn, equalise=False, reflect=False, smooth_k=False, center_v=False)
 
 #: Dimensions of [B, H, S, D] that share a descale.
 _TENSOR, _HEAD = (0, 1, 2, 3), (2, 3)
@@ -37,6 +37,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "no_reflect": {"reflect": False},
     "hadamard": {"reflect": False, "hadamard": True},
     "no_smooth_k": {"smooth_k": False},
+    "no_equalise": {"equalise": False},
     "int8_qk_no_reflect": _IN_INT8 | {"reflect": False},
     "int8_qk_hadamard": _IN_INT8 | {"reflect": False, "hadamard": True},
     "v_channel": {"v_scales": "channel"},

@@ -119,6 +119,7 @@ def received(call: Call, s: Sections, rows: torch.Tensor, packed: PackedTensors)
         v_descale=own_heads(packed.v_descale, call, s.kv_heads),
         v_mean=own_heads(packed.v_mean, call, s.kv_heads),
         k_mean=None,
+        channel_factors=None,
         lse_shift=numbers("lse_shift"),
     )
 

@@ -137,6 +137,7 @@ def fp8_attn_fwd(
     q_rows: torch.Tensor,  # q8 as [B * H * M_blocks * bm, D_pad] if pack_gqa
     q: torch.Tensor,  # flat, as the user has it, if quantises_q
     k_mean: torch.Tensor,  # [B * H_kv * D_row] if quantises_q and shift_lse
+    channel_factors: torch.Tensor,  # [B * H_kv * D_row] if quantises_q and its spec has equalise
     cos: torch.Tensor,
     sin: torch.Tensor,
     q_positions: torch.Tensor,
@@ -217,7 +218,7 @@ def fp8_attn_fwd(
         m_blocks = (m_len + bm - 1) // bm
         if spec.listed:
             m_blocks = list_steps.row_blocks * (MASK_BLOCK // bm)
-        hl.specialize((q.stride(0), cos.stride(0), sin.stride(0), k_mean.stride(0)))
+        hl.specialize((q.stride(0), cos.stride(0), sin.stride(0), k_mean.stride(0), channel_factors.stride(0)))
     else:
         m_blocks = q8.size(1)
     d_v_tile = v8.size(2) if v8.dtype.itemsize == 1 else v8.size(3)
@@ -260,14 +261,11 @@ def fp8_attn_fwd(
         # [bm], or a scalar for one a block. Loads before that of Q, which is waited for behind them, are under way
         # meanwhile.
         if spec.quantises_q:
-            mean = hl.zeros([d_pad], dtype=torch.float32)
-            if spec.shift_lse:
-                mean = hl.load(k_mean, [kv * spec.query.d_row + hl.arange(d_pad)])
             # [bm, D_pad], [bm], [bm]
             head_offset = (rows.bh // heads) * q_b_step + (rows.bh % heads) * q_h_step
             q_tile, q_scale, shift_of_keys = quantised_rows(
-                q, cos, sin, q_positions, mean, head_offset * spec.query.unit, rows.begin + hl.arange(bm),
-                q_s_step * spec.query.unit, m_len, n_len - m_len, table_rows, bm, d_pad, k8.dtype, spec,
+                q, cos, sin, q_positions, k_mean, channel_factors, kv, head_offset * spec.query.unit, rows.begin +
+                hl.arange(bm), q_s_step * spec.query.unit, m_len, n_len - m_len, table_rows, bm, d_pad, k8.dtype, spec,
             )  # fmt: skip
             if spec.shift_lse:
                 # Read again behind the loop, which has no registers for it.

@@ -59,6 +59,7 @@ def _launch_gathered(a: GatheredProblem) -> None:
         v_descale=a.v_descale,
         v_mean=a.v_mean,
         k_mean=None,
+        channel_factors=None,
         lse_shift=a.lse_shift,
     )
     load = scheduling.query_blocks_per_sm(a.q8.size(0), a.q8.size(1), sm_count(a.q8))
@@ -89,7 +90,7 @@ def _launch_merge(a: MergeProblem) -> None:
 
 describe_part = Operation("describe_part", DescribePartProblem, 1, _launch_describe, _fake_describe, planned=False)
 quantize_part = Operation(
-    "quantize_part", QuantizePartProblem, 9, _launch_quantize, lambda a: empty_quantized(a, True), planned=False
+    "quantize_part", QuantizePartProblem, 10, _launch_quantize, lambda a: empty_quantized(a, True), planned=False
 )
 attention_gathered = Operation(
     "fp8_attn_gathered",

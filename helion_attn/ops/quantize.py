@@ -41,9 +41,17 @@ def empty_descales(
     recipe: Recipe,
     shift_lse: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """q_descale, k_descale, v_descale, v_mean, k_mean and lse_shift; the last two empty without smooth_k."""
-    k_mean = (*means, row_width(packing.D_pad, packing.D_v_pad)) if recipe.smooth_k else (0,)
-    shapes = (rows, keys, channels, (*means, packing.D_v_pad), k_mean, rows if recipe.smooth_k and shift_lse else (0,))
+    """The fp32 fields of `PackedTensors`; those that the recipe goes without are empty."""
+    of_channels = (*means, row_width(packing.D_pad, packing.D_v_pad))
+    shapes = (
+        rows,
+        keys,
+        channels,
+        (*means, packing.D_v_pad),
+        of_channels if recipe.smooth_k else (0,),
+        of_channels if recipe.equalise else (0,),
+        rows if recipe.smooth_k and shift_lse else (0,),
+    )
     return tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
@@ -79,7 +87,7 @@ def _fake_pack(a: PackProblem) -> tuple[torch.Tensor, ...]:
 quantize_qkv = Operation(
     "quantize_qkv",
     QuantizeProblem,
-    9,
+    10,
     _launch_quantize,
     lambda a: empty_quantized(a, a.packs_q),
     call=calls.of_quantize,

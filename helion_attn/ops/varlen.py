@@ -33,6 +33,7 @@ class PackedVarlen(PackedTensors):
         v_descale: [1, H_kv, N_blocks * D_v_pad].
         v_mean: [B, H_kv, D_v_pad], one of each sequence.
         k_mean: [B, H_kv, D_row], or None.
+        channel_factors: [B, H_kv, D_row], or None.
         lse_shift: [1, H, M_blocks, bm], or None.
         q_blocks: int32 [M_blocks, Q_FIELDS]: what every block of Q holds; see `configs.Q_FIELDS`.
     """

@@ -32,8 +32,8 @@ def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         qkv: from `helion_attn.quantize` or `helion_attn.pack`.
 
     Returns:
-        fp32 q [B, H, M, D], k [B, H_kv, N, D] and v [B, H_kv, N, D_v]: a rotation or reflection undone, means added
-        back; RoPE stays. Always BHSD.
+        fp32 q [B, H, M, D], k [B, H_kv, N, D] and v [B, H_kv, N, D_v]: a rotation or reflection and channel
+        factors undone, means added back; RoPE stays. Always BHSD.
 
     Raises:
         TypeError: `qkv` is no QuantizedQKV.
@@ -60,6 +60,10 @@ def dequantize(qkv: QuantizedQKV) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         q, k = q @ inverse, k @ inverse
     if qkv.recipe.reflect:
         q, k = _reflect(q), _reflect(k)
+    if qkv.channel_factors is not None:
+        group = qkv.q_descale.size(1) // qkv.k_descale.size(1)
+        factors = qkv.channel_factors[:, :, None, : qkv.D]
+        q, k = q / factors.repeat_interleave(group, 1), k * factors
     if qkv.k_mean is not None:
         k = k + qkv.k_mean[:, :, None, : qkv.D]
     return q, k, v

@@ -54,7 +54,7 @@ def launch(
 
     Returns:
         What is shaped as in `QuantizedQKV`, or as in `PackedVarlen`; k_mean and lse_shift empty without smooth_k,
-        lse_shift also without shift_lse.
+        lse_shift also without shift_lse, channel_factors without equalise.
     """
     B, H, H_kv, D = source.B, source.H, source.H_kv, source.D
     D_pad, D_v_pad, D_row = source.D_pad, source.D_v_pad, source.D_row
@@ -92,11 +92,14 @@ def launch(
     signs, matrix, norm = empty(1), empty(1, 1), 1.0
     if recipe.hadamard:
         signs, matrix, norm = rotation(D, D_row, recipe.hadamard_seed, like.device)
+    # A matrix that mixes all channels has their factors, so that rows need no product.
+    equalise_matrix = recipe.equalise and recipe.hadamard and matrix.size(0) == D_row
     shared = {
         "cos": rope.cos,
         "sin": rope.sin,
         "table_rows": rope.table_rows,
-        "k_mean": known.k_mean,
+        "k_mean": known.k_mean.view(-1),
+        "channel_factors": known.channel_factors.view(-1),
         "signs": signs,
         "rotation_matrix": matrix,
         "H_kv": H_kv,
@@ -110,6 +113,8 @@ def launch(
         "d_row": D_row,
         "rotary": rope.rotary,
         "pairing": rope.pairing,
+        "equalise_rows": recipe.equalise and not equalise_matrix,
+        "equalise_matrix": equalise_matrix,
         "hadamard": recipe.hadamard,
         "two_terms": t.two_terms,
         "reflected": reflected_channels(D) if recipe.reflect else 0,
@@ -206,5 +211,6 @@ def launch(
         v_descale=v_descale.view(B, H_kv, -1),
         v_mean=v_mean.view(-1, H_kv, D_v_pad),
         k_mean=known.k_mean.view(-1, H_kv, D_row) if smooth_k else empty(0),
+        channel_factors=known.channel_factors.view(-1, H_kv, D_row) if recipe.equalise else empty(0),
         lse_shift=lse_shift.view(B, H, m_blocks, bm) if shift_lse else empty(0),
     )

@@ -1,7 +1,8 @@
 """K and V to the packed format: block-major, 8-bit V also transposed and interleaved.
 
-    K:  x = rope(norm(x)) - k_mean; x = hadamard(x) or reflect(x);  k8 = cast(x / descale)
-        bf16 K to 8 bits, neither norm nor RoPE, head dims up to 128: x = hadamard(x) - hadamard(k_mean), rounded less
+    K:  x = (rope(norm(x)) - k_mean) / channel_factors; x = hadamard(x) or reflect(x);  k8 = cast(x / descale)
+        bf16 K to 8 bits, neither norm nor RoPE, head dims up to 128: rotated before the mean is subtracted, which
+        rounds less
     V:  v8 = cast((v - v_mean) / descale)
     descale = max(amax / largest, 2**-126)
 
@@ -23,8 +24,9 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
-from helion_attn.kernels.lib.rotate import rotate_mean
+from helion_attn.kernels.lib.rotate import rotate_mean, with_factors
 from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_scale, rows_to_dtype, store_tile
+from helion_attn.kernels.lib.scalars import inverse_of_power
 from helion_attn.kernels.lib.strided import row_channels
 from helion_attn.preprocess.lib.v_layout import lost_in_rounding, v_block, v_descales
 from helion_attn.preprocess.sequences import key_source
@@ -54,6 +56,8 @@ class PackKVSpec(NamedTuple):
         sum_lost: what rounding takes from V is summed.
         note_peak: V's largest entries are noted.
         smooth_k: K's mean is subtracted.
+        equalise_rows: K's channels are divided by their factors.
+        equalise_matrix: the rotation's matrix has these.
         hadamard: K is rotated by a Hadamard matrix.
         rotate_first: before its mean is subtracted.
         two_terms: rows are two terms of bf16 in that rotation.
@@ -88,6 +92,8 @@ class PackKVSpec(NamedTuple):
     sum_lost: bool
     note_peak: bool
     smooth_k: bool
+    equalise_rows: bool
+    equalise_matrix: bool
     hadamard: bool
     rotate_first: bool
     two_terms: bool
@@ -106,7 +112,8 @@ def pack_kv(
     k: torch.Tensor,  # flat
     v: torch.Tensor,  # flat
     v_amax: torch.Tensor,  # [B * H_kv, D_row]
-    k_mean: torch.Tensor,  # [B * H_kv, D_row]
+    k_mean: torch.Tensor,  # [B * H_kv * D_row]
+    channel_factors: torch.Tensor,  # [B * H_kv * D_row] if equalise_rows or equalise_matrix
     v_mean: torch.Tensor,  # [B * H_kv, D_v_pad]
     cos: torch.Tensor,  # [table_rows * rotary / 2]
     sin: torch.Tensor,  # [table_rows * rotary / 2]
@@ -152,7 +159,7 @@ def pack_kv(
     d_tiles = hl.specialize(v_descale.size(1)) // spec.d_tile
     hl.specialize((k.stride(0), v.stride(0)))
     # Known strides keep the loads 16 bytes wide.
-    hl.specialize((k_mean.stride(0), k_mean.stride(1), v_mean.stride(0), v_mean.stride(1)))
+    hl.specialize((k_mean.stride(0), channel_factors.stride(0), v_mean.stride(0), v_mean.stride(1)))
     hl.specialize((v_amax.stride(0), v_amax.stride(1)))
     # Known strides keep the stores 16 bytes wide.
     hl.specialize((k8.stride(0), k8.stride(1), k8.stride(2)))
@@ -197,31 +204,36 @@ def pack_kv(
         first_weight = (kv % H_kv) * spec.d if spec.normed == 2 else 0
         first_factor = (kv // H_kv) * N if spec.normed == 2 else 0
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
-        # [D_row], loaded once: in the loops it would take registers for addresses, or barriers, for every tile.
-        mean = hl.zeros([spec.d_row], dtype=torch.float32)
-        if spec.smooth_k:
-            mean = hl.load(k_mean, [k_head, hl.arange(spec.d_row)])
+        first_channel = k_head * spec.d_row
+        # [D_row]
+        rotated_mean = hl.zeros([spec.d_row], dtype=torch.float32)
+        if spec.equalise_matrix:
+            of_head = hl.load(channel_factors, [first_channel + hl.arange(spec.d_row)])
+            matrix = with_factors(matrix, inverse_of_power(of_head))
         if spec.rotate_first:
-            mean = rotate_mean(mean, matrix, norm)
+            mean = hl.load(k_mean, [first_channel + hl.arange(spec.d_row)])
+            rotated_mean = rotate_mean(mean, matrix, norm)
         # [k_tile], what the block's descale must hold
         peak = hl.zeros([k_tile], dtype=torch.float32)
         if spec.k_per_block:
             for k_i in hl.grid(k_index * spec.k_run, k_end):
                 rows = k_i * k_tile + hl.arange(k_tile)
                 x, _, factor = row_tile(
-                    k, cos, sin, k_positions, mean, signs, matrix, weight, factors, offset, first_weight, first_factor,
-                    rows, row_step, spec.k_d_step, keys, k_channels, 0, table_rows, norm, k_tile, spec.d_row,
-                    spec.rotary, side, spec.pairing, spec.explicit_k_positions, spec.smooth_k, False, spec.hadamard,
+                    k, cos, sin, k_positions, k_mean, channel_factors, first_channel, rotated_mean, signs, matrix,
+                    weight, factors, offset, first_weight, first_factor, rows, row_step, spec.k_d_step, keys,
+                    k_channels, 0, table_rows, norm, k_tile, spec.d_row, spec.rotary, side, spec.pairing,
+                    spec.explicit_k_positions, spec.smooth_k, False, spec.equalise_rows, True, spec.hadamard,
                     spec.rotate_first, spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1) * factor, spec.is_cuda)
         for k_tile_index in hl.grid(k_index * spec.k_run, k_end):
             rows = k_tile_index * k_tile + hl.arange(k_tile)
             x, _, factor = row_tile(
-                k, cos, sin, k_positions, mean, signs, matrix, weight, factors, offset, first_weight, first_factor,
-                rows, row_step, spec.k_d_step, keys, k_channels, 0, table_rows, norm, k_tile, spec.d_row, spec.rotary,
-                side, spec.pairing, spec.explicit_k_positions, spec.smooth_k, False, spec.hadamard, spec.rotate_first,
-                spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
+                k, cos, sin, k_positions, k_mean, channel_factors, first_channel, rotated_mean, signs, matrix, weight,
+                factors, offset, first_weight, first_factor, rows, row_step, spec.k_d_step, keys, k_channels, 0,
+                table_rows, norm, k_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_k_positions,
+                spec.smooth_k, False, spec.equalise_rows, True, spec.hadamard, spec.rotate_first, spec.two_terms,
+                spec.reflected, spec.normed, spec.eps, spec.is_cuda,
             )  # fmt: skip
             descale = rows_descale(x, factor, peak, k_tile, spec.qk_largest, spec.k_unscaled, False, spec.k_per_tile)
             store_tile(

@@ -1,6 +1,7 @@
 """Q to the packed format: block-major.
 
-    x = rope(norm(x)); x = hadamard(x) or reflect(x);  q8 = cast(x / descale);  descale = max(amax / largest, 2**-126)
+    x = rope(norm(x)) * channel_factors; x = hadamard(x) or reflect(x)
+    q8 = cast(x / descale);  descale = max(amax / largest, 2**-126)
 
 Descales are as `pack_kv` has them. `fp8_attn_fwd` does the same itself where it is given Q as it is.
 """
@@ -15,6 +16,7 @@ import torch
 from helion_attn.compiler.helion_adapter import MAX_REGISTERS, Config, helion, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
+from helion_attn.kernels.lib.rotate import with_factors
 from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_scale, rows_to_dtype, store_tile
 from helion_attn.kernels.lib.strided import row_channels
 from helion_attn.preprocess.sequences import query_source
@@ -36,6 +38,8 @@ class PackQSpec(NamedTuple):
         q_per_row: Q has a descale a row.
         q_per_tile: Q has a descale a tile, which is a block.
         q_per_block: Q has a descale a block of several tiles.
+        equalise_rows: Q's channels are multiplied by their factors.
+        equalise_matrix: the rotation's matrix has these.
         shift_lse: rows' products with K's mean are stored.
         hadamard: Q is rotated by a Hadamard matrix.
         two_terms: rows are two terms of bf16 in that rotation.
@@ -61,6 +65,8 @@ class PackQSpec(NamedTuple):
     q_per_row: bool
     q_per_tile: bool
     q_per_block: bool
+    equalise_rows: bool
+    equalise_matrix: bool
     shift_lse: bool
     hadamard: bool
     two_terms: bool
@@ -76,7 +82,8 @@ class PackQSpec(NamedTuple):
 
 def pack_q(
     q: torch.Tensor,  # flat
-    k_mean: torch.Tensor,  # [B * H_kv, D_row] if shift_lse
+    k_mean: torch.Tensor,  # [B * H_kv * D_row] if shift_lse
+    channel_factors: torch.Tensor,  # [B * H_kv * D_row] if equalise_rows or equalise_matrix
     cos: torch.Tensor,  # [table_rows * rotary / 2]
     sin: torch.Tensor,  # [table_rows * rotary / 2]
     q_positions: torch.Tensor,  # [M]
@@ -112,7 +119,7 @@ def pack_q(
     q_tile = hl.specialize(q8.size(1))
     d_pad = hl.specialize(q8.size(2))
     side = hl.specialize(rotation_matrix.size(0))
-    hl.specialize((q.stride(0), k_mean.stride(1)))
+    hl.specialize((q.stride(0), k_mean.stride(0), channel_factors.stride(0)))
     # Known strides keep the stores 16 bytes wide.
     hl.specialize((q8.stride(0), q8.stride(1), q8.stride(2)))
     hl.specialize((cos.stride(0), sin.stride(0), signs.stride(0), weight.stride(0), factors.stride(0)))
@@ -140,28 +147,31 @@ def pack_q(
         first_weight = (q_bh % H) * spec.d if spec.normed == 2 else 0
         first_factor = (q_bh // H) * M if spec.normed == 2 else 0
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
-        mean = hl.zeros([spec.d_row], dtype=torch.float32)
-        if spec.shift_lse:
-            mean = hl.load(k_mean, [q_kv, hl.arange(spec.d_row)])
+        first_channel = q_kv * spec.d_row
+        no_mean = hl.zeros([spec.d_row], dtype=torch.float32)
+        if spec.equalise_matrix:
+            matrix = with_factors(matrix, hl.load(channel_factors, [first_channel + hl.arange(spec.d_row)]))
         # [q_tile], what the block's descale must hold
         peak = hl.zeros([q_tile], dtype=torch.float32)
         if spec.q_per_block:
             for q_i in hl.grid(q_index * spec.q_run, q_end):
                 rows = q_i * q_tile + hl.arange(q_tile)
                 x, _, factor = row_tile(
-                    q, cos, sin, q_positions, mean, signs, matrix, weight, factors, offset, first_weight, first_factor,
-                    rows, row_step, spec.q_d_step, queries, q_channels, N - M, table_rows, norm, q_tile, spec.d_row,
-                    spec.rotary, side, spec.pairing, spec.explicit_q_positions, False, spec.shift_lse, spec.hadamard,
-                    False, spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
+                    q, cos, sin, q_positions, k_mean, channel_factors, first_channel, no_mean, signs, matrix, weight,
+                    factors, offset, first_weight, first_factor, rows, row_step, spec.q_d_step, queries, q_channels, N -
+                    M, table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_q_positions,
+                    False, spec.shift_lse, spec.equalise_rows, False, spec.hadamard, False, spec.two_terms,
+                    spec.reflected, spec.normed, spec.eps, spec.is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1) * factor, spec.is_cuda)
         for q_tile_index in hl.grid(q_index * spec.q_run, q_end):
             rows = q_tile_index * q_tile + hl.arange(q_tile)
             x, product, factor = row_tile(
-                q, cos, sin, q_positions, mean, signs, matrix, weight, factors, offset, first_weight, first_factor,
-                rows, row_step, spec.q_d_step, queries, q_channels, N - M, table_rows, norm, q_tile, spec.d_row,
-                spec.rotary, side, spec.pairing, spec.explicit_q_positions, False, spec.shift_lse, spec.hadamard, False,
-                spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
+                q, cos, sin, q_positions, k_mean, channel_factors, first_channel, no_mean, signs, matrix, weight,
+                factors, offset, first_weight, first_factor, rows, row_step, spec.q_d_step, queries, q_channels, N - M,
+                table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_q_positions, False,
+                spec.shift_lse, spec.equalise_rows, False, spec.hadamard, False, spec.two_terms, spec.reflected,
+                spec.normed, spec.eps, spec.is_cuda,
             )  # fmt: skip
             descale = rows_descale(
                 x, factor, peak, q_tile, spec.qk_largest, spec.q_unscaled, spec.q_per_row, spec.q_per_tile

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from helion_attn.problem import VarlenProblem
 
 #: The recipe of tensors that are e4m3 already.
-GIVEN = Recipe(qk_dtype=torch.float8_e4m3fn, k_scales="head", reflect=False, smooth_k=False, center_v=False).resolved
+GIVEN = Recipe(
+    qk_dtype=torch.float8_e4m3fn, k_scales="head", equalise=False, reflect=False, smooth_k=False, center_v=False
+).resolved
 
 
 def quantize_qkv(a: QuantizeProblem) -> tuple[torch.Tensor, ...]:
@@ -29,13 +31,13 @@ def quantize_qkv(a: QuantizeProblem) -> tuple[torch.Tensor, ...]:
 
     Returns:
         The tensors of `PackedTensors`, as `QuantizedQKV` has them; k_mean and lse_shift are empty without smooth_k,
-        lse_shift also without shift_lse.
+        lse_shift also without shift_lse, channel_factors without equalise.
     """
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
     unused = a.q.new_empty(1, dtype=torch.float32)
     rope = rope_tables(a.rope, source.D_row, unused)
     norms = norm_factors.launch(source, a.norm, unused)
-    known = sample.launch(source, norms.k, rope, a.recipe)
+    known = sample.launch(source, norms, rope, a.recipe)
     tile = a.packing
     return pack.launch(source, norms, rope, known, tile.bm, tile.bn, a.recipe, a.shift_lse, a.packs_q).tensors()
 
@@ -45,7 +47,7 @@ def quantize_varlen(a: VarlenProblem) -> tuple[torch.Tensor, ...]:
 
     Returns:
         The tensors of `PackedVarlen`; k_mean and lse_shift are empty without smooth_k,
-        lse_shift also without shift_lse.
+        lse_shift also without shift_lse, channel_factors without equalise.
     """
     tile = a.packing
     tables = sequences.launch(a.cu_seqlens_q, a.cu_seqlens_k, a.q.size(0), a.k.size(0), tile.bm, tile.bn)
@@ -54,7 +56,7 @@ def quantize_varlen(a: VarlenProblem) -> tuple[torch.Tensor, ...]:
     source = strided_qkv(q, k, v, tile.D_pad, tile.D_v_pad)
     unused = q.new_empty(1, dtype=torch.float32)
     norms, rope = no_norms(unused), rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
-    known = sample.launch(source, norms.k, rope, a.recipe, tables)
+    known = sample.launch(source, norms, rope, a.recipe, tables)
     packed = pack.launch(source, norms, rope, known, tile.bm, tile.bn, a.recipe, a.shift_lse, sequences=tables)
     return (*packed.tensors(), tables.q_blocks)
 
@@ -68,7 +70,7 @@ def pack_qkv(a: PackProblem) -> tuple[torch.Tensor, ...]:
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
     unused = a.q.new_empty(1, dtype=torch.float32)
     norms, rope = no_norms(unused), rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
-    known = sample.launch(source, norms.k, rope, GIVEN)
+    known = sample.launch(source, norms, rope, GIVEN)
     # Unscaled, the cast gives every value back.
     packed = pack.launch(source, norms, rope, known, a.packing.bm, a.packing.bn, GIVEN, shift_lse=False)
     return packed.q8, packed.k8, packed.v8

@@ -1,13 +1,14 @@
-"""What is known of K and V before they are read: means and maxima of a sample of every head's keys, one small kernel.
+"""What is known of Q, K and V before they are read: means, maxima and sizes of samples of every head, one small kernel.
 
     key i * (keys // n) for i < n, n = min(keys, `SAMPLED_KEYS`)
 
 softmax(q (k - c)) is the same for any constant c, and so is P (v - c) + c for rows of P that sum to 1: the mean of a
 sample leaves as little to round as the whole mean (SageAttention, arXiv:2410.02367, subtracts that from K). Means that
 do not stand out of the sample's noise are 0: subtracting them would add to small entries, such as V's at an attention
-sink. V's descales, of a head or its channels, fit entries of `SAMPLED_HEADROOM` times the sample's amax; `recentre`
-sees to larger ones. A NaN in the sample makes the mean of its channel NaN, and so all that it is subtracted from. One
-infinity does not stand out of its own range; it makes the descale NaN.
+sink. From fewer rows of Q and K come the factors of channels (`lib.equalise`). V's descales, of a head or its channels,
+fit entries of `SAMPLED_HEADROOM` times the sample's amax; `recentre` sees to larger ones. A NaN in the sample makes the
+mean of its channel NaN, and so all that it is subtracted from. One infinity does not stand out of its own range; it
+makes the descale NaN.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum, minimum
-from helion_attn.kernels.lib.norm import NO_NORM, Norm
+from helion_attn.kernels.lib.norm import NO_NORM, OVER_HEADS, Norms
 from helion_attn.kernels.lib.rope import NO_ROPE, RopeTables, rope_rows
 from helion_attn.kernels.lib.strided import StridedQKV, load_rows
-from helion_attn.numerics import SAMPLED_HEADROOM, SAMPLED_KEYS, SIGNIFICANT_MEAN
-from helion_attn.preprocess.sequences import Sequences, fields_of, key_source
+from helion_attn.numerics import SAMPLED_HEADROOM, SAMPLED_KEYS, SIGNIFICANT_MEAN, equalised_rows
+from helion_attn.preprocess.lib.equalise import channel_factors_of, channel_sizes
+from helion_attn.preprocess.sequences import Sequences, fields_of, key_source, offset_of
 from helion_attn.types import Recipe
 
 #: Channels of a program, and elements of a step: all that it samples, 64 a thread, on their way at once.
@@ -35,18 +37,20 @@ ROW_STEP_ELEMENTS = 4096
 
 
 class Sampled(NamedTuple):
-    """What `pack` needs to know of K and V.
+    """What `pack` needs to know of Q, K and V.
 
     Attributes:
         v_amax: fp32 [B * H_kv, D_row], what V's descales are to hold of the centred channels; of no meaning where V
             becomes 16-bit, or descales are given.
         k_mean: fp32 [B * H_kv, D_row] with smooth_k, otherwise [1, 1] of no meaning.
         v_mean: fp32 [B * H_kv, D_v_pad], zeros without center_v.
+        channel_factors: fp32 [B * H_kv, D_row] with equalise, otherwise [1, 1] of no meaning.
     """
 
     v_amax: torch.Tensor
     k_mean: torch.Tensor
     v_mean: torch.Tensor
+    channel_factors: torch.Tensor
 
 
 def sampled_head(
@@ -61,12 +65,13 @@ def sampled_head(
     h_step: int,
     s_step: int,
     samples: hl.constexpr,
+    runs: hl.constexpr,
     unit: hl.constexpr,
     varlen: hl.constexpr,
     wide: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> tuple[Any, Any, Any, Any]:
-    """Keys of a head, where they begin in memory, how many are sampled, and the step between these."""
+    """Keys of a head, where they begin in memory, how many of each of `runs` equal runs are sampled, and the step."""
     if not varlen:
         _, keys, offset = key_source(k_blocks, head, heads, size, b_step, h_step, s_step, unit, varlen, wide, is_cuda)
         return keys, offset, count, every
@@ -76,14 +81,97 @@ def sampled_head(
     if is_cuda:
         # A sequence without a key may be without a block.
         known = torch.clamp_max(first, n_blocks - 1)
-        own_count = torch.clamp_max(keys, samples)
-        own_every = torch.div(keys, torch.clamp_min(own_count, 1), rounding_mode="trunc")
+        own_count = torch.clamp_max(torch.div(keys, runs, rounding_mode="trunc"), samples)
+        sampled = torch.clamp_min(torch.clamp_max(keys, SAMPLED_KEYS), 1)
+        own_every = torch.div(keys, sampled, rounding_mode="trunc")
+        own_every = own_every * torch.div(sampled, torch.clamp_min(own_count * runs, 1), rounding_mode="trunc")
     else:
-        known, own_count = min(first, n_blocks - 1), min(keys, samples)
-        own_every = keys // max(own_count, 1)
+        known, own_count = min(first, n_blocks - 1), min(keys // runs, samples)
+        sampled = max(min(keys, SAMPLED_KEYS), 1)
+        own_every = keys // sampled * (sampled // max(own_count * runs, 1))
     block = (head % heads) * n_blocks + known
     _, _, offset = key_source(k_blocks, block, heads, size, b_step, h_step, s_step, unit, varlen, wide, is_cuda)
     return keys, offset, own_count, own_every
+
+
+def sampled_queries(
+    sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS] if varlen
+    kv: int,
+    H_kv: int,
+    members_log2: int,
+    group: int,
+    M: int,
+    count: int,
+    every: int,
+    b_step: int,
+    h_step: int,
+    s_step: int,
+    rows: hl.constexpr,
+    unit: hl.constexpr,
+    varlen: hl.constexpr,
+    wide: hl.constexpr,
+    is_cuda: hl.constexpr,
+) -> tuple[Any, Any, Any]:
+    """The sample of a group's queries: how many a head has, and of each row where its head begins, and itself.
+
+    Rows come in turn from the group's first heads, two to `members_log2`, and are past the end where there are no more.
+    """
+    first_head = (kv % H_kv) * group
+    size: Any = M
+    own_count: Any = count
+    own_every: Any = every
+    if varlen:
+        first, size = fields_of(sequences, kv // H_kv, (2, 3), is_cuda)
+        offset = offset_of(first, first_head, h_step, s_step, unit, wide, is_cuda)
+        if is_cuda:
+            own_count = torch.clamp_max(size, count)
+            own_every = torch.div(size, torch.clamp_min(own_count, 1), rounding_mode="trunc")
+        else:
+            own_count = min(size, count)
+            own_every = size // max(own_count, 1)
+    else:
+        offset = ((kv // H_kv) * b_step + first_head * h_step) * unit
+    i = hl.arange(rows)
+    of_head = i >> members_log2
+    member = i - (of_head << members_log2)
+    if wide:
+        member = member.to(torch.int64)
+    return size, offset + member * h_step * unit, torch.where(of_head < own_count, of_head * own_every, size)
+
+
+def transformed_rows(
+    flat: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    factors: torch.Tensor,
+    head_offset: Any,
+    first_weight: int,
+    first_factor: int,
+    rows: torch.Tensor,  # [n]
+    row_step: int,
+    d_step: int,
+    size: Any,
+    d: int,
+    first_position: int,
+    table_rows: int,
+    n: int,
+    d_row: int,
+    rotary: int,
+    pairing: hl.constexpr,
+    explicit: hl.constexpr,
+    normed: hl.constexpr,
+    eps: hl.constexpr,
+) -> torch.Tensor:
+    """Rows of Q or K, normalised and rotated, fp32 [n, D_row]. The arguments are those of `rope_rows`."""
+    if pairing or normed:
+        x, factor = rope_rows(
+            flat, cos, sin, positions, weight, factors, head_offset, first_weight, first_factor, rows, row_step, d_step,
+            size, d, first_position, table_rows, n, d_row, rotary, pairing, explicit, normed, eps,
+        )  # fmt: skip
+        return x * factor.unsqueeze(1)
+    return load_rows(flat, head_offset, rows, hl.arange(d_row), row_step, d_step, size, d)
 
 
 def at_least_1(count: Any, varlen: hl.constexpr, is_cuda: hl.constexpr) -> Any:
@@ -113,27 +201,34 @@ class SampleSpec(NamedTuple):
     """Constants that the kernel is compiled for.
 
     Attributes:
-        k_d_step: from a channel of K to the next.
+        q_d_step: from a channel of Q to the next.
+        k_d_step: of K.
         v_d_step: of V.
         unit: what the other steps are multiples of.
-        d: head dim of K.
+        d: head dim of Q and K.
         d_v: of V.
         d_tile: channels of a program.
         step: keys that a program reads at once.
         samples: keys of a sample, at most.
+        equalised_rows: rows of Q, and pairs of rows of K, that give the factors of channels.
         headroom: what V's maxima are multiplied by.
         threshold: of significant means, as `SIGNIFICANT_MEAN` has it.
+        smooth_k: K's mean is subtracted.
         center_v: V's mean is found.
-        rotary: channels of K that are rotated.
+        rotary: channels of Q and K that are rotated.
         pairing: how, as `lib.rope` has it.
-        explicit_k_positions: K has positions of its own.
-        normed: which channels of K share a mean of squares, as `lib.norm` has it.
-        eps: what is added to that.
+        explicit_q_positions: Q has positions of its own.
+        explicit_k_positions: K has.
+        q_normed: which channels of Q share a mean of squares, as `lib.norm` has it.
+        q_eps: what is added to that.
+        normed: of K.
+        eps: of K.
         varlen: the sequences of a batch follow each other.
         wide: addresses need 64 bits.
         is_cuda: the kernel is compiled; otherwise interpreted.
     """
 
+    q_d_step: int
     k_d_step: int
     v_d_step: int
     unit: int
@@ -142,12 +237,17 @@ class SampleSpec(NamedTuple):
     d_tile: int
     step: int
     samples: int
+    equalised_rows: int
     headroom: float
     threshold: float
+    smooth_k: bool
     center_v: bool
     rotary: int
     pairing: int
+    explicit_q_positions: bool
     explicit_k_positions: bool
+    q_normed: int
+    q_eps: float
     normed: int
     eps: float
     varlen: bool
@@ -156,24 +256,40 @@ class SampleSpec(NamedTuple):
 
 
 def sample(
+    q: torch.Tensor,  # flat
     k: torch.Tensor,  # flat
     v: torch.Tensor,  # flat
     k_mean: torch.Tensor,  # [B * H_kv, D_row], written; of no head without smooth_k
     v_mean: torch.Tensor,  # [B * H_kv, D_v_pad], written
     v_amax: torch.Tensor,  # [B * H_kv, D_row], written: what a descale is to hold of a channel
+    channel_factors: torch.Tensor,  # [B * H_kv, D_row], written; of no head without equalise
     cos: torch.Tensor,
     sin: torch.Tensor,
+    q_positions: torch.Tensor,
     k_positions: torch.Tensor,
+    q_weight: torch.Tensor,  # [D or H * D] if q_normed
+    q_factors: torch.Tensor,  # [B * M] if q_normed over heads
     weight: torch.Tensor,  # [D or H_kv * D] if normed
     factors: torch.Tensor,  # [B * N] if normed over heads
     sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS] if varlen
     k_blocks: torch.Tensor,  # [N_blocks, K_FIELDS] if varlen
     k_heads: int,
     v_heads: int,
+    equalised_heads: int,
+    group: int,
+    members_log2: int,
     H_kv: int,
+    M: int,
     N: int,
     count: int,
     every: int,
+    equalised_pairs: int,
+    equalised_every: int,
+    q_count: int,
+    q_every: int,
+    q_b_step: int,
+    q_h_step: int,
+    q_s_step: int,
     k_b_step: int,
     k_h_step: int,
     k_s_step: int,
@@ -186,12 +302,13 @@ def sample(
     """See the module's docstring; the steps are those of `StridedRows`, the RoPE arguments those of `rope_rows`."""
     d_row = hl.specialize(v_amax.size(1))
     d_v_pad = hl.specialize(v_mean.size(1))
-    hl.specialize((k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)))
+    hl.specialize((q.stride(0), k.stride(0), v.stride(0), cos.stride(0), sin.stride(0)))
+    hl.specialize((channel_factors.stride(1), q_weight.stride(0), q_factors.stride(0)))
     hl.specialize((k_mean.stride(1), v_mean.stride(1), v_amax.stride(1), weight.stride(0), factors.stride(0)))
     d_tiles = d_row // spec.d_tile
     for kv, k_part in hl.grid([k_heads, d_tiles]):
         keys, offset, k_count, k_every = sampled_head(
-            sequences, k_blocks, kv, H_kv, N, count, every, k_b_step, k_h_step, k_s_step, spec.samples, spec.unit,
+            sequences, k_blocks, kv, H_kv, N, count, every, k_b_step, k_h_step, k_s_step, spec.samples, 1, spec.unit,
             spec.varlen, spec.wide, spec.is_cuda,
         )  # fmt: skip
         first_weight = (kv % H_kv) * spec.d if spec.normed == 2 else 0
@@ -230,9 +347,44 @@ def sample(
         )
         hl.store(k_mean, [kv, k_cols], of_k)
 
+    for eq, _ in hl.grid([equalised_heads, 1]):
+        k_known, k_offset, pairs, apart = sampled_head(
+            sequences, k_blocks, eq, H_kv, N, equalised_pairs, equalised_every, k_b_step, k_h_step, k_s_step,
+            spec.equalised_rows, 2, spec.unit, spec.varlen, spec.wide, spec.is_cuda,
+        )  # fmt: skip
+        q_known, q_offset, q_rows = sampled_queries(
+            sequences, eq, H_kv, members_log2, group, M, q_count, q_every, q_b_step, q_h_step, q_s_step,
+            spec.equalised_rows, spec.unit, spec.varlen, spec.wide, spec.is_cuda,
+        )  # fmt: skip
+        nth = hl.arange(spec.equalised_rows)
+        own_weight = (eq % H_kv) * spec.d if spec.normed == 2 else 0
+        own_factor = (eq // H_kv) * N if spec.normed == 2 else 0
+        # [equalised_rows, D_row]
+        x = transformed_rows(
+            k, cos, sin, k_positions, weight, factors, k_offset, own_weight, own_factor,
+            torch.where(nth < pairs, nth * apart, k_known), k_s_step * spec.unit, spec.k_d_step, k_known, spec.d, 0,
+            table_rows, spec.equalised_rows, d_row, spec.rotary, spec.pairing, spec.explicit_k_positions, spec.normed,
+            spec.eps,
+        )  # fmt: skip
+        if spec.smooth_k:
+            x = x - transformed_rows(
+                k, cos, sin, k_positions, weight, factors, k_offset, own_weight, own_factor,
+                torch.where(nth < pairs, (pairs + nth) * apart, k_known), k_s_step * spec.unit, spec.k_d_step, k_known,
+                spec.d, 0, table_rows, spec.equalised_rows, d_row, spec.rotary, spec.pairing, spec.explicit_k_positions,
+                spec.normed, spec.eps,
+            )  # fmt: skip
+        y = transformed_rows(
+            q, cos, sin, q_positions, q_weight, q_factors, q_offset.unsqueeze(1),
+            (eq % H_kv) * group * spec.d if spec.q_normed == 2 else 0, (eq // H_kv) * M if spec.q_normed == 2 else 0,
+            q_rows, q_s_step * spec.unit, spec.q_d_step, q_known, spec.d, N - M, table_rows, spec.equalised_rows, d_row,
+            spec.rotary, spec.pairing, spec.explicit_q_positions, spec.q_normed, spec.q_eps,
+        )  # fmt: skip
+        k_size, q_size = channel_sizes(x, y, spec.equalised_rows, d_row)
+        hl.store(channel_factors, [eq, hl.arange(d_row)], channel_factors_of(k_size, q_size))
+
     for head, v_part in hl.grid([v_heads, d_tiles]):
         v_keys, offset, v_count, v_every = sampled_head(
-            sequences, k_blocks, head, H_kv, N, count, every, v_b_step, v_h_step, v_s_step, spec.samples, spec.unit,
+            sequences, k_blocks, head, H_kv, N, count, every, v_b_step, v_h_step, v_s_step, spec.samples, 1, spec.unit,
             spec.varlen, spec.wide, spec.is_cuda,
         )  # fmt: skip
         # [d_tile], [step, d_tile]
@@ -274,18 +426,18 @@ def kernel(is_cuda: bool, whole_rows: bool) -> Runner:
     if not is_cuda:
         return interpreted(sample)
     stages = 3 if whole_rows else 1
-    config = Config(num_warps=8, indexing="pointer", range_num_stages=[0, stages, 0, stages])
+    config = Config(num_warps=8, indexing="pointer", range_num_stages=[0, stages, 0, 0, stages])
     return compiled(sample, config)
 
 
 def launch(
-    source: StridedQKV, norm: Norm, rope: RopeTables, recipe: Recipe, sequences: Sequences | None = None
+    source: StridedQKV, norms: Norms, rope: RopeTables, recipe: Recipe, sequences: Sequences | None = None
 ) -> Sampled:
-    """Run the kernel, if anything of K or V must be known.
+    """Run the kernel, if anything of Q, K or V must be known.
 
     Args:
         source: Q, K and V.
-        norm: of K, and `rope`: what is done to K first.
+        norms: and `rope`: what is done to Q and K first.
         rope: as above.
         recipe: what is to be subtracted.
         sequences: where those of a packed batch lie, or None. Then K and V are [1, heads, tokens, head dim], and there
@@ -297,35 +449,54 @@ def launch(
     k_mean = like.new_empty((heads, source.D_row) if recipe.smooth_k else (1, 1))
     v_amax = like.new_empty(heads, source.D_row)
     v_mean = like.new_empty(heads, source.D_v_pad) if of_v else like.new_zeros(heads, source.D_v_pad)
+    channel_factors = like.new_empty((heads, source.D_row) if recipe.equalise else (1, 1))
     unused = like.new_empty(1, 1)
-    found = Sampled(v_amax, k_mean, v_mean)
-    if not recipe.smooth_k and not of_v:
+    found = Sampled(v_amax, k_mean, v_mean, channel_factors)
+    if not (recipe.smooth_k or recipe.equalise or of_v):
         return found
     count = min(source.N, SAMPLED_KEYS)
-    whole_rows = rope.pairing != NO_ROPE or norm.normed != NO_NORM
+    whole_rows = rope.pairing != NO_ROPE or norms.k.normed != NO_NORM
+    rows = equalised_rows(source.D_row, whole_rows)
+    pairs, group = min(source.N // 2, rows), source.H // source.H_kv
+    # Norms over all heads have weights of a head's own: there one head's rows are the sample.
+    members_log2 = 0 if norms.q.normed == OVER_HEADS else min(group, rows).bit_length() - 1
+    q_count = min(source.M, rows >> members_log2)
     d_tile = source.D_row if whole_rows else min(source.D_row, CHANNELS)
     elements = ROW_STEP_ELEMENTS if whole_rows else STEP_ELEMENTS
     kernel(like.is_cuda, whole_rows).run(
         {
-            **source.arguments("kv"),
+            **source.arguments("qkv"),
             "k_mean": k_mean,
             "v_mean": v_mean,
             "v_amax": v_amax,
+            "channel_factors": channel_factors,
             "cos": rope.cos,
             "sin": rope.sin,
+            "q_positions": rope.q_positions,
             "k_positions": rope.k_positions,
-            "weight": norm.weight,
-            "factors": norm.factors,
+            "q_weight": norms.q.weight,
+            "q_factors": norms.q.factors,
+            "weight": norms.k.weight,
+            "factors": norms.k.factors,
             "sequences": unused if sequences is None else sequences.sequences,
             "k_blocks": unused if sequences is None else sequences.k_blocks,
             "k_heads": heads if recipe.smooth_k else 0,
             "v_heads": heads if of_v else 0,
+            "equalised_heads": heads if recipe.equalise else 0,
+            "group": group,
+            "members_log2": members_log2,
             "H_kv": source.H_kv,
+            "M": source.M,
             "N": source.N,
             "count": count,
             "every": source.N // count,
+            "equalised_pairs": pairs,
+            "equalised_every": (source.N // count) * (count // max(2 * pairs, 1)),
+            "q_count": q_count,
+            "q_every": source.M // max(q_count, 1),
             "table_rows": rope.table_rows,
             "spec": SampleSpec(
+                q_d_step=source.d_steps[0],
                 k_d_step=source.d_steps[1],
                 v_d_step=source.d_steps[2],
                 unit=source.unit,
@@ -334,16 +505,21 @@ def launch(
                 d_tile=d_tile,
                 step=min(SAMPLED_KEYS, elements // d_tile),
                 samples=SAMPLED_KEYS,
+                equalised_rows=rows,
                 headroom=SAMPLED_HEADROOM.get(recipe.v_scales, 1.0),
                 threshold=SIGNIFICANT_MEAN,
+                smooth_k=recipe.smooth_k,
                 center_v=recipe.center_v,
                 rotary=rope.rotary,
                 pairing=rope.pairing,
+                explicit_q_positions=rope.explicit[0],
                 explicit_k_positions=rope.explicit[1],
-                normed=norm.normed,
-                eps=norm.eps,
+                q_normed=norms.q.normed,
+                q_eps=norms.q.eps,
+                normed=norms.k.normed,
+                eps=norms.k.eps,
                 varlen=sequences is not None,
-                wide=sequences is not None and source.wide,
+                wide=source.wide,
                 is_cuda=like.is_cuda,
             ),
         }

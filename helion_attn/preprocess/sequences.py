@@ -25,8 +25,8 @@ from helion_attn.configs import Q_FIELDS, blocks_for
 #: which nothing writes or reads, makes a row 16 bytes.
 K_FIELDS = 4
 
-#: Fields of a sequence: its first packed block of K and V; how many keys it has.
-SEQUENCE_FIELDS = 2
+#: Fields of a sequence: its first packed block of K and V; how many keys it has; its first token of Q, and how many.
+SEQUENCE_FIELDS = 4
 
 #: Sequences that a program reads at once, and blocks that it describes.
 CHUNK = 128
@@ -135,7 +135,7 @@ def describe(
             left = torch.where(remaining, 0, n - at)
             store_fields(k_blocks, k_first + j, [owner, token, left], j < k_count)
         is_sequence = (s >= 1) & (s <= B)
-        store_fields(sequences, s - 1, [k_first, n], is_sequence)
+        store_fields(sequences, s - 1, [k_first, n, q_begin, m], is_sequence)
 
 
 def fields_of(table: torch.Tensor, row: int, fields: tuple[int, ...], is_cuda: hl.constexpr) -> list[Any]:

@@ -90,10 +90,10 @@ def transform(
             rows = tile * spec.n + hl.arange(spec.n)
             # [n, D_row]
             y, _, factor = row_tile(
-                x, cos, sin, positions, signs, signs, matrix, signs, signs, offset, 0, 0, rows, s_step * spec.unit,
-                spec.d_step, S, d, 0, table_rows, norm, spec.n, spec.d_row, spec.rotary, side, spec.pairing,
-                spec.explicit_positions, False, False, spec.hadamard, False, spec.two_terms, spec.reflected, 0, 1.0,
-                spec.is_cuda,
+                x, cos, sin, positions, signs, signs, 0, signs, signs, matrix, signs, signs, offset, 0, 0, rows, s_step
+                * spec.unit, spec.d_step, S, d, 0, table_rows, norm, spec.n, spec.d_row, spec.rotary, side,
+                spec.pairing, spec.explicit_positions, False, False, False, False, spec.hadamard, False, spec.two_terms,
+                spec.reflected, 0, 1.0, spec.is_cuda,
             )  # fmt: skip
             y = y * factor.unsqueeze(1)
             cols = hl.arange(spec.d_row)

@@ -23,6 +23,7 @@ from helion_attn.numerics import (
     FP16_LARGE,
     LN2,
     LOG2E,
+    MAX_CHANNEL_FACTOR_LOG2,
     MAX_HADAMARD_BLOCK,
     MAX_ROW_SUM,
     RECENTRED_KEYS,
@@ -31,6 +32,7 @@ from helion_attn.numerics import (
     SAMPLED_HEADROOM,
     SAMPLED_KEYS,
     SIGNIFICANT_MEAN,
+    equalised_rows,
     keeps_reference,
     takes_bits,
 )
@@ -70,6 +72,8 @@ class RoundedQKV(NamedTuple):
         v_descale: [B, H_kv, D_v], one a channel whatever `recipe.v_scales`.
         v_mean: [B, H_kv, D_v], what is to be added to the dequantised V; zeros if V was not centred.
         k_mean: [B, H_kv, D], not rotated; zeros if K was not smoothed.
+        channel_factors: [B, H_kv, D], what Q was multiplied by, and K without its mean divided by; ones if the recipe
+            does not equalise.
         lse_shift: [B, H, M], each query's product with `k_mean`, which no score holds; zeros if K was not smoothed.
 
     Example:
@@ -87,6 +91,7 @@ class RoundedQKV(NamedTuple):
     v_descale: torch.Tensor
     v_mean: torch.Tensor
     k_mean: torch.Tensor
+    channel_factors: torch.Tensor
     lse_shift: torch.Tensor
 
 
@@ -127,9 +132,9 @@ def _row_descales(
     return to_descale(stat, largest)
 
 
-def _sample(x: torch.Tensor) -> torch.Tensor:
-    """The keys of x [B, H, S, D] that are known before all are read: at most `SAMPLED_KEYS`, evenly spaced."""
-    count = min(x.size(2), SAMPLED_KEYS)
+def _sample(x: torch.Tensor, rows: int = SAMPLED_KEYS) -> torch.Tensor:
+    """The rows of x [B, H, S, D] that are known before all are read: at most `rows`, evenly spaced."""
+    count = min(x.size(2), rows)
     return x[:, :, torch.arange(count, device=x.device) * (x.size(2) // count)]
 
 
@@ -142,6 +147,38 @@ def _sampled_mean(x: torch.Tensor, subtract: bool) -> torch.Tensor:
     mean = sample.mean(2) if subtract else torch.zeros_like(x[:, :, 0])
     least = (sample.amax(2) - sample.amin(2)) * (SIGNIFICANT_MEAN / math.sqrt(sample.size(2)))
     return torch.where(mean.abs() <= least, 0.0, mean)
+
+
+def _channel_factors(q: torch.Tensor, k: torch.Tensor, smooth_k: bool, rows: int) -> torch.Tensor:
+    """The powers of two that give channels of Q [B, H, M, D] and K [B, H_kv, N, D] like sizes, [B, H_kv, D].
+
+    Sizes are sums of magnitudes, of every second row alone, the smaller: of rows of Q, in turn from the first heads
+    of a group, and, where its mean is subtracted, of differences of K's.
+    """
+    H_kv, N = k.shape[1:3]
+    group = q.size(1) // H_kv
+    members = 1 << min(group, rows).bit_length() - 1
+    # [B, H_kv, rows, D]: the first of every head, the second of every head, ...
+    queries = _sample(q, rows // members).unflatten(1, (H_kv, group))[:, :, :members].transpose(2, 3).flatten(2, 3)
+    pairs = min(N // 2, rows)
+    # [B, H_kv, 2, pairs, D]
+    count = min(N, SAMPLED_KEYS)
+    every = N // count * (count // max(2 * pairs, 1))
+    keys = k[:, :, torch.arange(2 * pairs, device=k.device) * every].unflatten(2, (2, pairs))
+    differences = keys[:, :, 0] - keys[:, :, 1] if smooth_k else keys[:, :, 0]
+    if not pairs:
+        return torch.ones_like(k[:, :, 0])
+    # [B, H_kv, D]
+    k_size, q_size = (
+        torch.minimum(x[:, :, ::2].abs().sum(2), x[:, :, 1::2].abs().sum(2)) for x in (differences, queries)
+    )
+    known = (k_size > 0) & (q_size > 0) & k_size.isfinite() & q_size.isfinite()
+    # As the bits of floats have it: linear between powers of two.
+    distance = (k_size.view(torch.int32) - q_size.view(torch.int32)).float() * 2.0**-23
+    ratio = torch.where(known, distance, 0.0)
+    mean = ratio.sum(2, keepdim=True) / known.sum(2, keepdim=True).clamp_min(1)
+    exponent = ((ratio - mean) / 2).round().clamp(-MAX_CHANNEL_FACTOR_LOG2, MAX_CHANNEL_FACTOR_LOG2)
+    return torch.where(known, exponent, 0.0).exp2()
 
 
 def _channel_descales(x: torch.Tensor, scales: str, dtype: torch.dtype) -> torch.Tensor:
@@ -182,8 +219,9 @@ class Transformed(NamedTuple):
         q: [B, H, M, D], rotated or reflected.
         k: [B, H_kv, N, D], likewise, without `k_mean`.
         v: [B, H_kv, N, D_v], without `v_mean`.
-        k_mean: as in `RoundedQKV`, and `lse_shift`.
+        k_mean: as in `RoundedQKV`, and `channel_factors`, `lse_shift`.
         v_mean: [B, H_kv, D_v], what was subtracted.
+        channel_factors: as in `RoundedQKV`.
         lse_shift: as in `RoundedQKV`.
     """
 
@@ -192,6 +230,7 @@ class Transformed(NamedTuple):
     v: torch.Tensor
     k_mean: torch.Tensor
     v_mean: torch.Tensor
+    channel_factors: torch.Tensor
     lse_shift: torch.Tensor
 
 
@@ -214,11 +253,20 @@ def transform(
     if rope is not None:
         q_rope, k_rope = (x.float() for x in apply_rope_qk(q_rope, k_rope, rope))
     k_mean = _sampled_mean(k_rope, recipe.smooth_k)
-    q_rotated, k_rotated = q_rope, k_rope - k_mean.unsqueeze(2)
+    group, D_row = q.size(1) // k.size(1), row_width(tile.D_pad, tile.D_v_pad)
+    factors = torch.ones_like(k_mean)
+    if recipe.equalise:
+        over_heads = q_norm is not None and q_norm.weight.size(0) > q.size(3)
+        # Norms over all heads have weights of a head's own: there one head's rows are the sample.
+        sampled = q_rope[:, ::group] if over_heads else q_rope
+        rows = equalised_rows(D_row, rope is not None or k_norm is not None)
+        factors = _channel_factors(sampled, k_rope, recipe.smooth_k, rows)
+    q_rotated = q_rope * factors.repeat_interleave(group, 1).unsqueeze(2)
+    k_rotated = (k_rope - k_mean.unsqueeze(2)) / factors.unsqueeze(2)
     if recipe.hadamard:
         q_rotated = hadamard(_to_16_bits(q_rotated, q.dtype), recipe.hadamard_seed).float()
         # Rows of bf16 that are one row of the rotation's matrix are rotated before the mean is subtracted.
-        one_row = row_width(tile.D_pad, tile.D_v_pad) <= MAX_HADAMARD_BLOCK
+        one_row = D_row <= MAX_HADAMARD_BLOCK
         bf16_to_8_bits = k.dtype == torch.bfloat16 and recipe.bits[0] == 8
         exact = recipe.smooth_k and bf16_to_8_bits and rope is None and k_norm is None and one_row
         if not exact:
@@ -229,9 +277,8 @@ def transform(
     v_mean = _sampled_mean(v.float(), recipe.center_v)
     lse_shift = q_rope.new_zeros(q_rope.shape[:3])
     if recipe.smooth_k:
-        group = q.size(1) // k.size(1)
         lse_shift = (q_rope @ k_mean.repeat_interleave(group, 1).unsqueeze(3)).squeeze(3)
-    return Transformed(q_rotated, k_rotated, v.float() - v_mean.unsqueeze(2), k_mean, v_mean, lse_shift)
+    return Transformed(q_rotated, k_rotated, v.float() - v_mean.unsqueeze(2), k_mean, v_mean, factors, lse_shift)
 
 
 def cast(
@@ -254,6 +301,7 @@ def cast(
         v_descale=v_descale,
         v_mean=v_mean,
         k_mean=t.k_mean,
+        channel_factors=t.channel_factors,
         lse_shift=t.lse_shift,
     )
 
@@ -269,7 +317,8 @@ def quantize(
 ) -> RoundedQKV:
     """What `helion_attn.quantize` computes, without packing.
 
-    The norms, RoPE, then of K and V the means, then of Q and K the rotation or the reflection, then scale and cast. The
+    The norms, RoPE, then of K and V the means, then of Q and K the factors of channels and the rotation or the
+    reflection, then scale and cast. The
     rotation's input is rounded to bf16, or, if q and k are fp16 or fp32, to the sum of two bf16 terms. With
     `recipe.smooth_k`, keys in bf16 that become 8-bit, without norm and RoPE, of head dims up to 128 (V's too), are
     rotated as they came, and their mean's rotation is subtracted after: of them nothing is rounded.

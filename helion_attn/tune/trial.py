@@ -77,7 +77,7 @@ def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
     sm_scale = tile.D_pad**-0.5 / spread**2
     q8, k8, v8, q_descale, k_descale, v_descale, v_mean, out, lse = tensors
     arguments = AttentionProblem(
-        packed=PackedTensors(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None),
+        packed=PackedTensors(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None, None),
         m_len=w.M,
         n_len=w.N,
         d=w.D,

@@ -20,6 +20,8 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
     packed: tuple[str, ...] = ("q8", "k8", "v8", "q_descale", "k_descale", "v_descale", "v_mean")
     if qkv.recipe.smooth_k:
         packed += ("k_mean", "lse_shift")
+    if qkv.recipe.equalise:
+        packed += ("channel_factors",)
     for name in packed:
         x = getattr(qkv, name)
         if not isinstance(x, torch.Tensor):
@@ -46,6 +48,7 @@ def check_quantized(qkv: QuantizedQKV, packing: Packing) -> None:
         "v_descale": (channels, torch.float32),
         "v_mean": (channels, torch.float32),
         "k_mean": ((B, H_kv, row_width(D_pad, D_v_pad)), torch.float32),
+        "channel_factors": ((B, H_kv, row_width(D_pad, D_v_pad)), torch.float32),
         "lse_shift": (rows, torch.float32),
     }
     for name in packed:

@@ -57,8 +57,8 @@ def shipped_id(tile: TileConfig | LargeTileConfig) -> str:
     return f"d{tile.D_pad}{v_tile}-{'causal' if tile.causal else 'full'}-up-to-{tile.max_query_blocks_per_sm}"
 
 
-#: e4m3 throughout, and nothing mixed or smoothed.
-IN_E4M3 = ha.Recipe(qk_dtype=torch.float8_e4m3fn, reflect=False, smooth_k=False)
+#: e4m3 throughout, and nothing mixed, smoothed or equalised.
+IN_E4M3 = ha.Recipe(qk_dtype=torch.float8_e4m3fn, equalise=False, reflect=False, smooth_k=False)
 
 #: And nothing subtracted.
 PLAIN = replace(IN_E4M3, center_v=False)

@@ -48,6 +48,7 @@ def compile_parts(
             v_descale=fake_cuda(1, H_KV, p.D_v_pad),
             v_mean=fake_cuda(1, H_KV, p.D_v_pad),
             k_mean=None,
+            channel_factors=None,
             lse_shift=None,
         )
         M, N = M_BLOCKS * p.bm, N_BLOCKS * p.bn

@@ -357,7 +357,8 @@ def test_rounding_is_to_nearest(
 
 def kept(device: str) -> list[ha.QuantizedQKV | ha.PagedKVCache]:
     q, k, v = make_qkv("randn", 1, 2, 1, 20, 30, 32, device=device)
-    return [ha.quantize(q, k, v), ha.quantize(q, k, v, recipe=ha.BF16), ha.paged_kv_cache(2, 1, 32, device=device)]
+    cache = ha.paged_kv_cache(2, 1, 32, device=device, k_mean=k[0, :, 0], channel_factors=k[0, :, 1])
+    return [ha.quantize(q, k, v), ha.quantize(q, k, v, recipe=ha.BF16), cache]
 
 
 def test_packed_tensors_are_moved(device: str) -> None:

@@ -333,6 +333,7 @@ def packed() -> ha.QuantizedQKV:
         v_descale=torch.ones(2, 2, 32),
         v_mean=torch.zeros(2, 2, 32),
         k_mean=torch.zeros(2, 2, 32),
+        channel_factors=None,
         lse_shift=torch.zeros(2, 4, 1, tile.bm),
         M=5,
         N=7,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import MASK_BLOCK, row_width
 from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import rope_tables
@@ -31,7 +32,7 @@ class Query(NamedTuple):
 def query_arguments(query: Query | None, a: AttentionProblem, bm: int) -> tuple[dict[str, Any], QuerySpec | None]:
     """Arguments of the kernel by name, and the spec of a Q that it quantises: None where Q is packed."""
     unused = a.packed.v_mean.view(-1)
-    rows, k_mean, spec = StridedRows(unused, 0, 0, 0, 1), unused, None
+    rows, k_mean, channel_factors, spec = StridedRows(unused, 0, 0, 0, 1), unused, unused, None
     tables = rope_tables(NO_ROPE_ARGUMENTS if query is None else query.rope, a.packed.k8.size(3), unused)
     # A tensor that is not read is another, whose view is there already.
     lse_shift = a.packed.q_descale.view(-1) if a.packed.lse_shift is None else a.packed.lse_shift.view(-1)
@@ -44,11 +45,14 @@ def query_arguments(query: Query | None, a: AttentionProblem, bm: int) -> tuple[
             rows_of_programs = a.packed.q8.size(0) * -(-a.m_len // whole) * whole
             lse_shift = unused.new_empty(rows_of_programs)
             k_mean = a.packed.k_mean.view(-1)
+        if a.packed.channel_factors is not None:
+            channel_factors = a.packed.channel_factors.view(-1)
         spec = QuerySpec(
             d=a.d,
             d_row=row_width(a.packed.k8.size(3), a.packed.v_mean.size(-1)),
             d_step=rows.d_step,
             unit=unit,
+            equalise=a.recipe.equalise,
             reflected=reflected_channels(a.d) if a.recipe.reflect else 0,
             rotary=tables.rotary,
             pairing=tables.pairing,
@@ -61,6 +65,7 @@ def query_arguments(query: Query | None, a: AttentionProblem, bm: int) -> tuple[
         "q_h_step": rows.h_step,
         "q_s_step": rows.s_step,
         "k_mean": k_mean,
+        "channel_factors": channel_factors,
         "lse_shift": lse_shift,
         "cos": tables.cos,
         "sin": tables.sin,
@@ -75,7 +80,9 @@ def quantised_rows(
     cos: torch.Tensor,
     sin: torch.Tensor,
     q_positions: torch.Tensor,
-    mean: torch.Tensor,  # [D_pad], of K
+    k_mean: torch.Tensor,  # flat, if shift_lse
+    channel_factors: torch.Tensor,  # flat, if equalise
+    kv: int,
     head_offset: int,
     rows: torch.Tensor,  # [bm]
     row_step: int,
@@ -90,10 +97,12 @@ def quantised_rows(
     """Rows of a head in `dtype` [bm, D_pad], their descales [bm], and if shift_lse products with the mean [bm]."""
     of = spec.query
     assert of is not None
+    no_mean = hl.zeros([d_pad], dtype=torch.float32)
     x, product, factor = row_tile(
-        q, cos, sin, q_positions, mean, q, q, q, q, head_offset, 0, 0, rows, row_step, of.d_step, m_len, of.d,
-        first_position, table_rows, 1.0, bm, d_pad, of.rotary, 1, of.pairing, of.explicit_positions, False,
-        spec.shift_lse, False, False, False, of.reflected, 0, 1.0, spec.is_cuda,
+        q, cos, sin, q_positions, k_mean, channel_factors, kv * of.d_row, no_mean, q, q, q, q, head_offset, 0, 0, rows,
+        row_step, of.d_step, m_len, of.d, first_position, table_rows, 1.0, bm, d_pad, of.rotary, 1, of.pairing,
+        of.explicit_positions, False, spec.shift_lse, of.equalise, False, False, False, False, of.reflected, 0, 1.0,
+        spec.is_cuda,
     )  # fmt: skip
     descale = to_descale(torch.amax(torch.abs(x), 1) * factor, of.largest)
     return rows_to_dtype(x, factor / descale, dtype, spec.is_cuda), descale, product

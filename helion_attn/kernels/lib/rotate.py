@@ -24,7 +24,7 @@ def multiply_rows(
 
 def rotate_rows(
     x: torch.Tensor,  # [n, D_row]
-    signs: torch.Tensor,  # [D_row]
+    signs: torch.Tensor,  # [D_row], loaded
     matrix: torch.Tensor,  # [side, side], loaded
     norm: float,
     n: int,
@@ -36,15 +36,23 @@ def rotate_rows(
     """Rows of fp32 rotated, fp32 [n, D_row]. Inlined into kernels.
 
     Args:
-        signs: in memory; where a row is one row of the matrix, they are in the matrix already.
+        signs: what channels are multiplied by first; where a row is one row of the matrix, that is in it already.
         two_terms: x is rounded to two terms of the matrix's dtype, not one: for tensors that are not bf16.
     """
     # A row of 256 channels is two rows of 128.
     chunks = d_row // side
     if chunks > 1:
-        x = x * hl.load(signs, [hl.arange(d_row)]).unsqueeze(0)
+        x = x * signs.unsqueeze(0)
     y = multiply_rows(x.reshape(n * chunks, side), matrix, two_terms, is_cuda)
     return y.reshape(n, d_row) * norm
+
+
+def with_factors(
+    matrix: torch.Tensor,  # [side, side], loaded
+    channel_factor: torch.Tensor,  # [side]
+) -> torch.Tensor:
+    """Return the rotation of rows whose channels are multiplied by powers of two first: exact in bf16. Inlined."""
+    return (matrix.to(torch.float32) * channel_factor.unsqueeze(1)).to(matrix.dtype)
 
 
 def rotate_mean(

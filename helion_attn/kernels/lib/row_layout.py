@@ -9,6 +9,7 @@ from helion_attn.kernels.lib.inline_asm import to_int8
 from helion_attn.kernels.lib.reflect import reflect_rows
 from helion_attn.kernels.lib.rope import rope_rows
 from helion_attn.kernels.lib.rotate import rotate_rows
+from helion_attn.kernels.lib.scalars import inverse_of_power
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import load_rows
 
@@ -54,7 +55,10 @@ def row_tile(
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
-    mean: torch.Tensor,  # [D_row], loaded; rotated if rotate_first
+    means: torch.Tensor,  # flat, of K
+    channel_factors: torch.Tensor,  # flat, if equalised
+    first_channel: int,  # of the head in both
+    rotated_mean: torch.Tensor,  # [D_row], loaded, if rotate_first
     signs: torch.Tensor,  # [D_row]
     matrix: torch.Tensor,  # [side, side]
     weight: torch.Tensor,  # of `Norm`, and so factors
@@ -78,6 +82,8 @@ def row_tile(
     explicit_positions: hl.constexpr,
     subtract_mean: hl.constexpr,
     dot_mean: hl.constexpr,
+    equalised: hl.constexpr,
+    divide: hl.constexpr,
     hadamard: hl.constexpr,
     rotate_first: hl.constexpr,
     two_terms: hl.constexpr,
@@ -90,7 +96,9 @@ def row_tile(
 
     Rows are still to be multiplied by their factors, as `rope_rows` has them; products are of rows times factors. With
     `rotate_first` the rotated mean is subtracted from rotated rows. The rotation is linear, and so rows of bf16 go to
-    the tensor core as they are, which is exact. `reflected`: the number of channels to reflect, or 0.
+    the tensor core as they are, which is exact. `equalised`: channels are multiplied by their factors, or with `divide`
+    divided, once their products with the mean are taken, or the mean is subtracted. `reflected`: the number of channels
+    to reflect, or 0.
     """
     if pairing or normed:
         x, factor = rope_rows(
@@ -104,22 +112,39 @@ def row_tile(
         # That rotation rounds rows.
         x = x * factor.unsqueeze(1)
         factor = hl.full([n], 1.0, dtype=torch.float32)
+    # After the rows, which are under way meanwhile: to reach the threads that have them, vectors take barriers.
+    mean = rotated_mean
+    if dot_mean or (subtract_mean and not rotate_first):
+        mean = hl.load(means, [first_channel + hl.arange(d_row)])
+    if equalised:
+        channel_factor = hl.load(channel_factors, [first_channel + hl.arange(d_row)])
+        if divide:
+            channel_factor = inverse_of_power(channel_factor)
     if dot_mean:
         product = (x * mean.unsqueeze(0)).sum(1) * factor
     else:
         product = hl.zeros([n], dtype=torch.float32)
+    # [D_row]
+    of_channels = rotated_mean
+    if hadamard and side < d_row:
+        of_channels = hl.load(signs, [hl.arange(d_row)])
+        if equalised:
+            of_channels = of_channels * channel_factor
     if rotate_first:
-        x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
-    if subtract_mean:
-        # Rows past the end stay 0: one FMA an element, where a choice would be an instruction more.
-        inside = (rows < size).to(torch.float32)
-        if normed and not hadamard:
-            inside = inside / factor
-        x = x - inside.unsqueeze(1) * mean.unsqueeze(0)
+        x = rotate_rows(x, of_channels, matrix, norm, n, d_row, side, two_terms, is_cuda)
+    if subtract_mean and normed and not hadamard:
+        x = x - (1.0 / factor).unsqueeze(1) * mean.unsqueeze(0)
+    elif subtract_mean:
+        x = x - mean.unsqueeze(0)
+    if equalised and not hadamard:
+        x = x * channel_factor.unsqueeze(0)
     if hadamard and not rotate_first:
-        x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
+        x = rotate_rows(x, of_channels, matrix, norm, n, d_row, side, two_terms, is_cuda)
     if reflected:
         x = reflect_rows(x, n, d_row, reflected)
+    if subtract_mean:
+        # Rows past the end have become the mean, and are 0 once they are multiplied.
+        factor = torch.where(rows < size, factor, 0.0)
     return x, product, factor
 
 

@@ -41,3 +41,8 @@ def most(*numbers: Int) -> Int:
     if any(isinstance(x, torch.SymInt) for x in numbers):
         return helion_builtins.compute_symbolic_min_max(numbers, builtins.max)
     return max(numbers)
+
+
+def inverse_of_power(x: torch.Tensor) -> torch.Tensor:
+    """1 / x of fp32 powers of two, exactly: the biased exponent e becomes 254 - e."""
+    return (0x7F000000 - x.view(torch.int32)).view(torch.float32)

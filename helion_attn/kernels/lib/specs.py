@@ -14,9 +14,10 @@ class QuerySpec(NamedTuple):
 
     Attributes:
         d: head dim of Q.
-        d_row: width of the rows of `k_mean`.
+        d_row: width of the rows of `k_mean` and `channel_factors`.
         d_step: from a channel to the next.
         unit: what the other steps are multiples of.
+        equalise: Q's channels are multiplied by their factors.
         reflected: channels that are reflected.
         rotary: channels that are rotated.
         pairing: how, as `lib.rope` has it.
@@ -28,6 +29,7 @@ class QuerySpec(NamedTuple):
     d_row: int
     d_step: int
     unit: int
+    equalise: bool
     reflected: int
     rotary: int
     pairing: int
@@ -186,6 +188,7 @@ class PagedSpec(NamedTuple):
         d: head dim of Q.
         d_step: from a channel of Q to the next.
         unit: what Q's other steps are multiples of.
+        equalise: Q's channels are multiplied by the cache's factors.
         q_largest: the largest magnitude of a quantised row.
         int8_keys: Q and K are int8, and a key's descale is a score's factor.
         s_bias: how much too large scores are as the tensor core gives them.
@@ -208,6 +211,7 @@ class PagedSpec(NamedTuple):
     d: int
     d_step: int
     unit: int
+    equalise: bool
     q_largest: float
     int8_keys: bool
     s_bias: float

@@ -138,9 +138,13 @@ def tiling(
     interleaved = rope.pairing == INTERLEAVED and narrow_angles
     cap_k = interleaved and recipe.smooth_k and not hadamard and D_row > MAX_HADAMARD_BLOCK
     kv_registers = NARROW_REGISTERS if cap_k else registers
-    if whole_blocks and (rope.pairing or sum_lost) and bn * D_row > PACK_ELEMENTS and D_row <= MAX_HADAMARD_BLOCK:
+    of_block = rope.pairing or norms.k.normed or sum_lost
+    if whole_blocks and of_block and bn * D_row > PACK_ELEMENTS and D_row <= MAX_HADAMARD_BLOCK:
         # A block, and its angles or sums: left alone, ptxas takes 190 for fp32 angles and 254 for sums, and one program
         # fits an SM.
+        kv_registers = ROTATED_REGISTERS
+    if recipe.equalise and kv_registers is None and bn * D_row >= PACK_ELEMENTS:
+        # With the factors ptxas takes 144 to 168, left alone, and none is spilled for fewer.
         kv_registers = ROTATED_REGISTERS
     if narrow and sum_lost and D_row > MAX_HADAMARD_BLOCK // 4:
         # Of three programs the sums would spill.
@@ -162,7 +166,7 @@ def tiling(
         kv_warps=kv_warps,
         q_registers=registers,
         kv_registers=kv_registers,
-        q_in_flight=(3 if rotate_first else 2) if pipelined or q_copied else 1,
+        q_in_flight=(3 if rotate_first else 2) if (pipelined and not as_they_come) or q_copied else 1,
         # What a program of plain rows loads goes to registers.
         k_in_flight=2 if k_copied and whole_blocks else 1 if as_they_come else in_flight,
     )
