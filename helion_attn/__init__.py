@@ -28,7 +28,7 @@ from helion_attn.integrations.torch_flash import register_flash_attention
 from helion_attn.integrations.transformers import register_transformers, transformers_cache
 from helion_attn.integrations.transformers_fused import fuse_transformers
 from helion_attn.integrations.unfuse import unfuse
-from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache, steady_k_mean
+from helion_attn.kv_cache import append_kvcache, attention_kvcache, cache_constants, paged_kv_cache
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.support import is_supported
 from helion_attn.transforms import apply_rope, hadamard, hadamard_matrix, reflect
@@ -63,6 +63,7 @@ __all__ = [
     "attention_kvcache",
     "attention_quantized",
     "attention_varlen",
+    "cache_constants",
     "check",
     "debug",
     "dequantize",
@@ -93,7 +94,6 @@ __all__ = [
     "register_transformers",
     "scaled_dot_product_attention",
     "sdpa",
-    "steady_k_mean",
     "transformers_cache",
     "unfuse",
 ]

@@ -20,6 +20,8 @@ from helion_attn.api import interleaved, parted, rope_tensors
 from helion_attn.configs import page_packing
 from helion_attn.debugging import debugging
 from helion_attn.names import named, options_of
+from helion_attn.numerics import MAX_CHANNEL_FACTOR_LOG2, SAMPLED_KEYS
+from helion_attn.preprocess.lib.equalise import channel_factors_of
 from helion_attn.problem import AppendProblem, DecodeProblem, rope_arguments, softmax_of
 from helion_attn.types import (
     CACHE_RECIPE,
@@ -32,9 +34,11 @@ from helion_attn.types import (
     Scores,
     as_cache_recipe,
 )
-from helion_attn.validate.dense import check_count, check_inputs
+from helion_attn.validate.dense import check_count
 from helion_attn.validate.kv_cache import (
-    check_k_mean,
+    CONSTANTS,
+    check_cache_constants,
+    check_constant,
     check_kvcache_append,
     check_kvcache_attention,
     check_page_head_dim,
@@ -43,39 +47,8 @@ from helion_attn.validate.pages import check_pages_of_heads
 from helion_attn.validate.values import check_appended
 
 
-@named
-def steady_k_mean(k: torch.Tensor, *, positions: int = 16384, layout: Layout = "bhsd") -> torch.Tensor:
-    """The means of a prompt's keys in channels where they hardly move: a `k_mean` for `paged_kv_cache`.
-
-    RoPE turns a bias with its position. At other positions, a mean of some would add to the keys. So a channel keeps
-    its mean only if that would move by no more than its size over `positions`. The channels that RoPE may pair with it,
-    D / 2, D / 4 or D / 8 away or its neighbour, must move by no more either. Other channels have 0.
-
-    The mean of half of the prompt against that of the other half says how fast it moves. Noise looks like movement, by
-    4 * positions / N**1.5 of a channel's spread: with 16,384 positions a bias of 6 spreads is seen in 512 keys. Longer
-    sequences, and positions that do not grow by one a key, can lose accuracy.
-
-    Args:
-        k: [B, H_kv, N, D], bf16, fp16 or fp32, any strides; with layout="bshd", H_kv and N swapped; fp32 tensors as
-            `quantize` has them. Keys of a sequence are in order, without padding, and rotated if the cache is to hold
-            rotated ones.
-        positions: to which sequences of the cache will grow.
-        layout: "bhsd" or "bshd".
-
-    Returns:
-        fp32 [H_kv, D]. 0 too in channels that are not finite.
-
-    Raises:
-        TypeError, ValueError: naming the argument, its value and what is accepted.
-        RuntimeError: k requires grad, in grad mode, or has a tangent.
-
-    Example:
-        k = torch.randn(1, 2, 1000, 64) + 9 * torch.randn(2, 1, 64)
-        cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64, k_mean=ha.steady_k_mean(k))
-    """
-    check_inputs({"k": k}, layout)
-    check_count("positions", positions)
-    k = k.transpose(1, 2) if layout == "bshd" else k
+def steady_mean(k: torch.Tensor, positions: int) -> torch.Tensor:
+    """The means of keys [B, H_kv, N, D] in channels where they hardly move, fp32 [H_kv, D]; 0 in others."""
     N, D = k.shape[2:]
     half = max(N // 2, 1)
     # fp32 [H_kv, D]
@@ -89,6 +62,89 @@ def steady_k_mean(k: torch.Tensor, *, positions: int = 16384, layout: Layout = "
     return torch.where((moved <= mean.abs()) & moved.isfinite(), mean, 0.0)
 
 
+def sampled_rows(x: torch.Tensor) -> torch.Tensor:
+    """At most `SAMPLED_KEYS` rows of each sequence of [B, H, S, D], evenly spaced, in fp32."""
+    count = min(x.size(2), SAMPLED_KEYS)
+    return x[:, :, :: x.size(2) // count][:, :, :count].float()
+
+
+def turning_sizes(x: torch.Tensor, rotary: int, interleaved: bool) -> torch.Tensor:
+    """Sizes of channels of [B, H, S, D] at any position: those of a pair that RoPE turns have one. [H, D].
+
+    A sequence's largest magnitude does not count, as in `preprocess.lib.equalise`.
+    """
+    magnitude = x.abs()
+    size = (magnitude.sum(2) - magnitude.amax(2)).sum(0)
+    pairs = size[:, :rotary].unflatten(1, (-1, 2) if interleaved else (2, -1))
+    shared = pairs.square().mean(2 if interleaved else 1, keepdim=True).sqrt().expand_as(pairs)
+    return torch.cat((shared.flatten(1), size[:, rotary:]), 1)
+
+
+@named
+def cache_constants(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    rotary: int | None = None,
+    interleaved: bool = False,
+    positions: int = 16384,
+    layout: Layout = "bhsd",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `k_mean` and `channel_factors` for `paged_kv_cache`, from a prompt's queries and keys.
+
+    The mean: RoPE turns a bias with its position. At other positions, a mean of some would add to the keys. So a
+    channel keeps its mean only if that would move by no more than its size over `positions`. The channels that RoPE may
+    pair with it, D / 2, D / 4 or D / 8 away or its neighbour, must move by no more either. Other channels have 0. The
+    mean of half of the prompt against that of the other half says how fast it moves. Noise looks like movement, by
+    4 * positions / N**1.5 of a channel's spread: with 16,384 positions a bias of 6 spreads is seen in 512 keys. Longer
+    sequences, and positions that do not grow by one a key, can lose accuracy.
+
+    The factors: powers of two that give channels of Q and K like sizes, as `Recipe.equalise` has them, of at most 256
+    queries and keys a sequence, evenly spaced; K's without the mean. RoPE mixes the two channels of a pair, so they
+    share a factor. Of rows whose sizes are unknown, such as a sequence's only one, factors are 1.
+
+    Args:
+        q: [B, H, M, D], bf16, fp16 or fp32, any strides; with layout="bshd", H and M swapped; fp32 tensors as
+            `quantize` has them. Rotated if the cache is to hold rotated keys.
+        k: [B, H_kv, N, D], same dtype; H is a multiple of H_kv. Keys of a sequence are in order, without padding.
+        rotary: channels that RoPE turns, the first of them; D by default, and 0 without RoPE.
+        interleaved: RoPE pairs neighbours, as `Rope` has it.
+        positions: to which sequences of the cache will grow.
+        layout: "bhsd" or "bshd".
+
+    Returns:
+        fp32 [H_kv, D] twice. The mean is 0, and the factor 1, in channels that are not finite.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is accepted.
+        RuntimeError: q or k requires grad, in grad mode, or has a tangent.
+
+    Example:
+        k = torch.randn(1, 2, 1000, 64) + 9 * torch.randn(2, 1, 64)
+        q = torch.randn(1, 8, 1000, 64)
+        k_mean, channel_factors = ha.cache_constants(q, k)
+        cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64, k_mean=k_mean, channel_factors=channel_factors)
+    """
+    check_cache_constants(q, k, rotary, interleaved, positions, layout)
+    if layout == "bshd":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    H_kv, D = k.size(1), k.size(3)
+    rotary = D - D % 2 if rotary is None else rotary
+    mean = steady_mean(k, positions)
+    k_size = turning_sizes(sampled_rows(k) - mean.unsqueeze(1), rotary, interleaved)
+    # Of the group's heads together.
+    q_size = turning_sizes(sampled_rows(q), rotary, interleaved).unflatten(0, (H_kv, -1)).square().sum(1).sqrt()
+    return mean, channel_factors_of(k_size.mT, q_size.mT).mT.contiguous()
+
+
+def powers_of_two(x: torch.Tensor) -> torch.Tensor:
+    """The power of two nearest to each number by its logarithm, fp32; 1 of what is not positive and finite."""
+    known = (x > 0) & x.isfinite()
+    exponent = torch.where(known, x, 1.0).float().log2().round()
+    exponent = exponent.clamp(-MAX_CHANNEL_FACTOR_LOG2, MAX_CHANNEL_FACTOR_LOG2)
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
 @named
 def paged_kv_cache(
     num_pages: int,
@@ -99,13 +155,15 @@ def paged_kv_cache(
     device: torch.device | str | None = None,
     recipe: Recipe | RecipeName = CACHE_RECIPE,
     k_mean: torch.Tensor | None = None,
+    channel_factors: torch.Tensor | None = None,
 ) -> PagedKVCache:
     """Memory for `num_pages` pages of keys and values, not initialised.
 
-    A model's K projection often has large biases, which cost its keys their resolution. `k_mean` takes them off:
-    `steady_k_mean` of any long prompt's keys. Scores, outputs and lse stay those of the whole keys. It is fixed before
-    the first append, and the same for all sequences: they can share pages, and no other sequence, batch or chunk
-    changes a bit of theirs.
+    A model's keys often have large biases, and channels larger than others. Both cost the rest its resolution:
+    `k_mean` takes biases off, and `channel_factors` give Q and K channels of like sizes. `cache_constants` makes both
+    from any long prompt. Scores, outputs and lse stay those of the whole queries and keys. Both are fixed before the
+    first append, and the same for all sequences: they can share pages, and no other sequence, batch or chunk changes a
+    bit of theirs.
 
     Args:
         num_pages: of the pool that all sequences share.
@@ -115,10 +173,13 @@ def paged_kv_cache(
         device: PyTorch's default device by default.
         recipe: BALANCED, keys in int8; or FAST, in e4m3: less exact, with faster prompts. Values are e4m3.
         k_mean: [H_kv, D], any floating-point dtype and device, subtracted from all keys after their RoPE.
+        channel_factors: [H_kv, D], likewise: what channels of Q are multiplied by, and those of K, less its mean,
+            divided by. Each is rounded to a power of two in 2**-32..2**32, which is exact for the channels. One that is
+            not positive and finite counts as 1.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is accepted.
-        RuntimeError: `k_mean` requires grad, in grad mode, or has a tangent.
+        RuntimeError: `k_mean` or `channel_factors` requires grad, in grad mode, or has a tangent.
 
     Example:
         cache = ha.paged_kv_cache(num_pages=8, H_kv=2, D=64)
@@ -130,22 +191,27 @@ def paged_kv_cache(
     check_page_head_dim("D", D)
     D_v = D if D_v is None else D_v
     check_page_head_dim("D_v", D_v)
-    check_k_mean(k_mean, H_kv, D)
+    check_constant("k_mean", k_mean, H_kv, D)
+    check_constant("channel_factors", channel_factors, H_kv, D)
     tile = page_packing(D, D_v)
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_pages, H_kv, *shape, dtype=dtype, device=device)
 
-    mean = None
+    mean = factors = None
     if k_mean is not None:
         mean = torch.zeros(H_kv, tile.D_pad, dtype=torch.float32, device=device)
         mean[:, :D] = k_mean
+    if channel_factors is not None:
+        factors = torch.ones(H_kv, tile.D_pad, dtype=torch.float32, device=device)
+        factors[:, :D] = powers_of_two(channel_factors)
     return PagedKVCache(
         empty(tile.page_size, tile.D_pad, dtype=torch.int8 if int8_keys else torch.float8_e4m3fn),
         empty(tile.D_v_pad, tile.page_size, dtype=torch.float8_e4m3fn),
         empty(tile.page_size, dtype=torch.float32),
         empty(tile.page_size, dtype=torch.float32),
         mean,
+        factors,
         D,
         D_v,
     )
@@ -155,7 +221,7 @@ def cache_tensors(cache: PagedKVCache) -> tuple[Any, ...]:
     """The tensors of a cache; what is none is checked later."""
     if not isinstance(cache, PagedKVCache):
         return (cache,)
-    return cache.k8, cache.v8, cache.k_descale, cache.v_descale, cache.k_mean
+    return cache.k8, cache.v8, cache.k_descale, cache.v_descale, cache.k_mean, cache.channel_factors
 
 
 def cache_sizes(cache: PagedKVCache) -> tuple[int, ...]:
@@ -276,8 +342,8 @@ def attention_of_heads(
     q = q.transpose(1, 2) if swapped else q
     (B, H, M, D), (num_pages, H_kv) = q.shape, cache.k8.shape[:2]
     of_heads: dict[str, Any] = {name: x.view(-1, 1, *x.shape[2:]) for name, x in cache._tensors().items()}
-    # Sequence b * H_kv + h has the mean of head h.
-    of_heads["k_mean"] = None if cache.k_mean is None else cache.k_mean.unsqueeze(1)
+    # Sequence b * H_kv + h has the constants of head h.
+    of_heads |= {name: x.unsqueeze(1) for name, x in cache._tensors().items() if name in CONSTANTS}
     # A page outside of the pool stays outside.
     first = block_table.clamp(-1, num_pages) * H_kv
     pages = first + torch.arange(H_kv, dtype=torch.int32, device=q.device).unsqueeze(1)

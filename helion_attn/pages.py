@@ -79,6 +79,8 @@ def update_means(
     keys = cache.k8.view(torch.uint8)[source].view(cache.k8.dtype)[..., : cache.D].float()
     keys = torch.where(filled[:, :, None, :, None], keys * cache.k_descale[source].unsqueeze(4), 0.0)
     mean = keys.sum(3) / filled.sum(2).clamp_min(1)[:, :, None, None]
+    if cache.channel_factors is not None:
+        mean = mean * cache.channel_factors[:, : cache.D]
     means[torch.where(stored, page, num_pages)] = mean.to(means.dtype)
 
 

@@ -151,7 +151,7 @@ class Decode:
         keys: of the longest sequence.
         queries: of each; with many the kernel for prompts runs.
         recipe: of the cache.
-        has_mean: its keys lose a constant.
+        has_constants: its cache has a mean of K and factors of channels.
     """
 
     D: int
@@ -162,7 +162,7 @@ class Decode:
     keys: int = N
     queries: int = 3
     recipe: ha.Recipe = ha.FAST
-    has_mean: bool = False
+    has_constants: bool = False
 
     def __call__(self, device: str) -> None:
         """The calls, and their check."""
@@ -171,9 +171,12 @@ class Decode:
         options = {"causal": True} | self.options
         if self.has_sinks:
             options["sinks"] = torch.linspace(-1, 1, H, device=device)
-        k_mean = k.float().mean((0, 2)) if self.has_mean else None
+        constants = {}
+        if self.has_constants:
+            factors = torch.exp2(torch.arange(self.D, device=device) % 5 - 2.0).expand(H_KV, -1)
+            constants = {"k_mean": k.float().mean((0, 2)), "channel_factors": factors}
         num_pages = len(lengths) * self.keys
-        cache = ha.paged_kv_cache(num_pages, H_KV, self.D, device=device, recipe=self.recipe, k_mean=k_mean)
+        cache = ha.paged_kv_cache(num_pages, H_KV, self.D, device=device, recipe=self.recipe, **constants)
         pages = -(-self.keys // cache.page_size)
         table = torch.arange(len(lengths) * pages, dtype=torch.int32, device=device).flip(0).view(-1, pages)
         seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -190,7 +193,7 @@ class Decode:
         for b, length in enumerate(lengths):
             one = (q[b : b + 1], k[b : b + 1, :, :length], v[b : b + 1, :, :length])
             if length:
-                model, _ = ha.reference.fp8_attention_kvcache(*one, recipe=self.recipe, k_mean=k_mean, **options)
+                model, _ = ha.reference.fp8_attention_kvcache(*one, recipe=self.recipe, **constants, **options)
                 check(out[b : b + 1], model, ha.reference.attention(*one, **options), options.get("softcap"))
             elif out[b].any():
                 raise ValueError("a sequence without keys does not give 0")
@@ -272,8 +275,8 @@ def top_blocks(device: str) -> None:
         raise ValueError("a block is missing")
 
 
-#: e4m3, blocks of K, nothing mixed or smoothed.
-PLAIN = replace(ha.FAST, reflect=False, smooth_k=False)
+#: e4m3, blocks of K, nothing mixed, smoothed or equalised.
+PLAIN = replace(ha.FAST, equalise=False, reflect=False, smooth_k=False)
 
 MASKED: dict[str, Any] = {"window": (70, 9), "softcap": 5.0}
 
@@ -321,12 +324,12 @@ CASES: dict[str, Callable[[str], None]] = {
     "kv_cache_prefill_d256": Decode(256, 1, queries=70),
     "kv_cache_d512": Decode(512, 2, keys=140),
     "kv_cache_prefill_d512": Decode(512, 1, keys=140, queries=70),
-    "kv_cache_int8": Decode(128, 2, has_sinks=True, rope=True, recipe=ha.BALANCED, has_mean=True),
-    "kv_cache_int8_prefill": Decode(128, 2, has_sinks=True, queries=40, recipe=ha.BALANCED, has_mean=True),
+    "kv_cache_int8": Decode(128, 2, has_sinks=True, rope=True, recipe=ha.BALANCED, has_constants=True),
+    "kv_cache_int8_prefill": Decode(128, 2, has_sinks=True, queries=40, recipe=ha.BALANCED, has_constants=True),
     "kv_cache_int8_masked": Decode(
-        128, 1, {"window": (140, -1), "softcap": 5.0}, queries=40, recipe=ha.BALANCED, has_mean=True
+        128, 1, {"window": (140, -1), "softcap": 5.0}, queries=40, recipe=ha.BALANCED, has_constants=True
     ),
-    "kv_cache_int8_d320": Decode(320, 2, keys=140, recipe=ha.BALANCED, has_mean=True),
+    "kv_cache_int8_d320": Decode(320, 2, keys=140, recipe=ha.BALANCED, has_constants=True),
     "pack": pack,
     "stages": stages,
 }

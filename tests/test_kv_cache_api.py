@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import helion_attn as ha
 from helion_attn.integrations.flash_attn import KVCACHE_RULES
 from helion_attn.testing import make_qkv
+from helion_attn.validate.kv_cache import CONSTANTS
 from helpers.no_ops import Launched, NoOps
 from helpers.paged import append_all, make_cache
 from helpers.refused import assert_raises, refused
@@ -26,7 +27,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def good() -> dict[str, Any]:
     """Arguments that pass every check, of append_kvcache; B = 2, H_kv = 2, L = 3, D = 32, D_v = 80."""
     return {
-        "cache": ha.paged_kv_cache(4, 2, 32, D_v=80, k_mean=zeros(2, 32)),
+        "cache": ha.paged_kv_cache(4, 2, 32, D_v=80, k_mean=zeros(2, 32), channel_factors=zeros(2, 32)),
         "k": zeros(2, 2, 3, 32),
         "v": zeros(2, 2, 3, 80),
         "block_table": zeros(2, 2, dtype=torch.int32),
@@ -85,8 +86,9 @@ def test_bad_sizes(arguments: tuple[Any, ...], error: type[Exception], parts: li
 
 @pytest.mark.parametrize("recipe", ["balanced", ha.BALANCED, ha.Recipe()], ids=["name", "preset", "equal"])
 def test_the_format_of_int8_keys(recipe: Any) -> None:
-    cache = ha.paged_kv_cache(4, 2, 20, D_v=80, recipe=recipe, k_mean=zeros(2, 20))
-    fast = ha.paged_kv_cache(4, 2, 20, D_v=80, recipe="FAST", k_mean=zeros(2, 20))
+    constants: dict[str, Any] = dict.fromkeys(CONSTANTS, zeros(2, 20))
+    cache = ha.paged_kv_cache(4, 2, 20, D_v=80, recipe=recipe, **constants)
+    fast = ha.paged_kv_cache(4, 2, 20, D_v=80, recipe="FAST", **constants)
     assert (cache.k8.dtype, fast.k8.dtype) == (torch.int8, torch.float8_e4m3fn)
     for field in FIELDS:
         x, other = getattr(cache, field), getattr(fast, field)
@@ -122,18 +124,51 @@ def test_the_format_of_a_mean(dtype: torch.dtype) -> None:
     assert ha.paged_kv_cache(4, 2, 20).k_mean is None
 
 
+def test_factors_become_powers_of_two() -> None:
+    """The nearest by their logarithms; 1 of what is none, and of padding."""
+    given = [1.0, 0.3, 5.0, 6.0, 2.0**-40, 1e30, 0.0, -4.0, float("nan"), float("inf")]
+    factors = ha.paged_kv_cache(4, 2, 20, channel_factors=torch.tensor([given + 10 * [1.4]] * 2)).channel_factors
+    assert factors is not None
+    assert (factors.dtype, tuple(factors.shape)) == (torch.float32, (2, 32))
+    expected = [1.0, 0.25, 4.0, 8.0, 2.0**-32, 2.0**32, 1.0, 1.0, 1.0, 1.0]
+    assert factors.tolist() == [expected + 22 * [1.0]] * 2
+    assert ha.paged_kv_cache(4, 2, 20).channel_factors is None
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
 @pytest.mark.parametrize(
-    ("k_mean", "error", "parts"),
+    ("x", "error", "parts"),
     [
-        (zeros(2, 20), ValueError, ["k_mean has shape (2, 20)", "(2, 64), H_kv and D"]),
-        (zeros(64), ValueError, ["k_mean has shape (64,)"]),
-        (zeros(2, 64, dtype=torch.int32), TypeError, ["k_mean is", "int32", "floating-point"]),
-        (0.0, TypeError, ["k_mean is", "None or a floating-point tensor"]),
-        (torch.zeros(2, 64, requires_grad=True), RuntimeError, ["k_mean requires grad"]),
+        (zeros(2, 20), ValueError, ["has shape (2, 20)", "(2, 64), H_kv and D"]),
+        (zeros(64), ValueError, ["has shape (64,)"]),
+        (zeros(2, 64, dtype=torch.int32), TypeError, ["is", "int32", "floating-point"]),
+        (0.0, TypeError, ["is", "None or a floating-point tensor"]),
+        (torch.zeros(2, 64, requires_grad=True), RuntimeError, ["requires grad"]),
     ],
 )
-def test_bad_means(k_mean: Any, error: type[Exception], parts: list[str]) -> None:
-    assert_raises(ha.paged_kv_cache, {"num_pages": 4, "H_kv": 2, "D": 64, "k_mean": k_mean}, error, parts)
+def test_bad_constants(x: Any, error: type[Exception], parts: list[str], name: str) -> None:
+    parts = [f"{name} {parts[0]}", *parts[1:]]
+    assert_raises(ha.paged_kv_cache, {"num_pages": 4, "H_kv": 2, "D": 64, name: x}, error, parts)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "parts"),
+    [
+        ({"q": zeros(1, 3, 5, 32)}, ValueError, ["q has shape (1, 3, 5, 32)", "k (1, 2, 5, 32)", "multiple of k's"]),
+        ({"q": zeros(1, 4, 5, 64)}, ValueError, ["q has shape (1, 4, 5, 64)", "head dim"]),
+        ({"q": zeros(2, 4, 5, 32)}, ValueError, ["q has shape (2, 4, 5, 32)", "batch"]),
+        ({"q": zeros(1, 4, 5, 32).float()}, TypeError, ["float32", "bfloat16"]),
+        ({"rotary": 31}, ValueError, ["rotary is 31", "even int in 0..32"]),
+        ({"rotary": 34}, ValueError, ["rotary is 34"]),
+        ({"rotary": 32.0}, ValueError, ["rotary is 32.0"]),
+        ({"interleaved": "no"}, TypeError, ["interleaved is 'no'"]),
+        ({"positions": 0}, ValueError, ["positions is 0"]),
+        ({"layout": "hbsd"}, ValueError, ["layout is 'hbsd'"]),
+    ],
+)
+def test_bad_samples(bad: dict[str, Any], error: type[Exception], parts: list[str]) -> None:
+    arguments = {"q": zeros(1, 4, 5, 32), "k": zeros(1, 2, 5, 32)} | bad
+    assert_raises(ha.cache_constants, arguments, error, parts)
 
 
 def test_a_mean_of_other_heads_raises() -> None:
@@ -150,7 +185,7 @@ def test_a_mean_of_other_heads_raises() -> None:
             call()
 
 
-FIELDS = ("k8", "v8", "k_descale", "v_descale", "k_mean")
+FIELDS = ("k8", "v8", "k_descale", "v_descale", *CONSTANTS)
 
 Bad = dict[str, Any]
 
@@ -273,7 +308,7 @@ def test_broken_cache(field: str, how: str) -> None:
     arguments["cache"] = dataclasses.replace(arguments["cache"], **changed)
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"cache.{field} (is|has)") as raised:
         ha.attention_kvcache(**arguments)
-    assert how != "type" or ("None or" in str(raised.value)) == (field == "k_mean")
+    assert how != "type" or ("None or" in str(raised.value)) == (field in CONSTANTS)
 
 
 @pytest.mark.usefixtures("no_launch")
@@ -296,7 +331,9 @@ def test_a_fake_cache_has_no_address() -> None:
 def test_part_of_a_cache() -> None:
     """Pages of a larger pool are a cache."""
     arguments = good_attention()
-    tensors: dict[str, Any] = {field: getattr(arguments["cache"], field)[1:] for field in FIELDS if field != "k_mean"}
+    tensors: dict[str, Any] = {
+        field: getattr(arguments["cache"], field)[1:] for field in FIELDS if field not in CONSTANTS
+    }
     arguments["cache"] = dataclasses.replace(arguments["cache"], **tensors)
     with pytest.raises(Launched):
         ha.attention_kvcache(**arguments)
@@ -318,7 +355,7 @@ flash_attn_with_kvcache: Any = ha.flash_attn_with_kvcache
 
 def test_signature() -> None:
     parameters = list(inspect.signature(ha.flash_attn_with_kvcache).parameters)
-    assert parameters == [*FLASH_ATTN_3, "block_table", "alibi_slopes", "k_mean"]
+    assert parameters == [*FLASH_ATTN_3, "block_table", "alibi_slopes", *CONSTANTS]
 
 
 def test_rules_name_arguments() -> None:
@@ -348,14 +385,15 @@ class Problem:
             "page_table": self.table,
             "k_descale": self.cache.k_descale,
             "v_descale": self.cache.v_descale,
-            "k_mean": self.cache.k_mean,
+            **{name: getattr(self.cache, name) for name in CONSTANTS},
         }
 
 
 def make_problem(device: str) -> Problem:
     q, k, v = make_qkv("randn", 2, 4, 2, 3, 143, 64, device=device)
     k_mean = k.float().mean((0, 2)) + 1
-    cache, table, seqlens = make_cache([140, 20], 2, 64, device=device, k_mean=k_mean)
+    factors = torch.linspace(0.1, 9, 64, device=device).expand(2, -1)
+    cache, table, seqlens = make_cache([140, 20], 2, 64, device=device, k_mean=k_mean, channel_factors=factors)
     append_all(cache, k, v, table, [140, 20])
     return Problem(q, k[:, :, 140:], v[:, :, 140:], cache, table, seqlens)
 
@@ -412,6 +450,7 @@ def test_unsupported_arguments_raise(rule: Any) -> None:
         ({"page_table": None}, ValueError, "page_table is None"),
         ({"k_descale": None}, ValueError, "k_descale is None"),
         ({"k_mean": zeros(2, 64)}, ValueError, "^k_mean is"),
+        ({"channel_factors": torch.ones(4, 64)}, ValueError, "^channel_factors is"),
         ({"v_descale": torch.ones(1, 2)}, ValueError, "^v_descale is"),
         ({"k_cache": zeros(5, 128, 2, 64)}, TypeError, "^k_cache is .*bfloat16.*paged_kv_cache.*append_kvcache"),
         ({"v_cache": zeros(3, 2, 64, 128)}, TypeError, "^v_cache is .*bfloat16.*paged_kv_cache.*append_kvcache"),

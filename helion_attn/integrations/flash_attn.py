@@ -126,6 +126,7 @@ KVCACHE_NAMES = {
     "k_descale": "k_descale",
     "v_descale": "v_descale",
     "k_mean": "k_mean",
+    "channel_factors": "channel_factors",
     "D": "q.size(3)",
     "D_v": "v_cache.size(2)",
     "block_table": "page_table",
@@ -486,12 +487,13 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     k_mean: torch.Tensor | None = None,
+    channel_factors: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over a paged cache in 8 bits, with the names, the order and the meaning of flash-attn 3's arguments.
 
-    The cache is in this package's packed format: `k_cache`, `v_cache`, `k_descale`, `v_descale` and `k_mean` are the
-    fields `k8`, `v8`, `k_descale`, `v_descale` and `k_mean` of a `PagedKVCache`. A cache in flash-attn's own format
-    raises.
+    The cache is in this package's packed format: `k_cache`, `v_cache`, `k_descale`, `v_descale`, `k_mean` and
+    `channel_factors` are the fields `k8`, `v8`, `k_descale`, `v_descale`, `k_mean` and `channel_factors` of a
+    `PagedKVCache`. A cache in flash-attn's own format raises.
 
     Args:
         q: [B, M, H, D], bf16, fp16 or fp32; D is a power of two, 32 to 512, so that the
@@ -512,6 +514,7 @@ def flash_attn_with_kvcache(
         pack_gqa: not looked at; heads that share a KV head always share a tile.
         block_table: flash-attn 2's name of `page_table`.
         k_mean: of the cache, [H_kv, D]; must be given if `paged_kv_cache` was given one.
+        channel_factors: likewise.
         softmax_scale: and all others as in `flash_attn_func`; N counts the new keys.
 
     Returns:
@@ -584,7 +587,8 @@ def flash_attn_with_kvcache(
             f"q has head dim {q.size(3)} and k_cache {k_cache.size(3)}; they must be equal (helion_attn."
             f"attention_kvcache takes caches that pad theirs)"
         )
-    cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, k_mean, q.size(3), v_cache.size(2))
+    constants = k_mean, channel_factors
+    cache = PagedKVCache(k_cache, v_cache, k_descale, v_descale, *constants, q.size(3), v_cache.size(2))
     if isinstance(cache_seqlens, int):
         new = k.size(1) if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
         pages = page_table.size(1) if isinstance(page_table, torch.Tensor) and page_table.dim() == 2 else 0

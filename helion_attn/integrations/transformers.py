@@ -118,9 +118,9 @@ def transformers_cache(*, recipe: Recipe | RecipeName = CACHE_RECIPE) -> Any:
 
     Keys and values are quantised once, when they arrive, and stay in the pages of a `PagedKVCache`: about half the
     memory of a cache in bf16, with D padded to a power of two. A prompt is attended to as without it; later tokens by
-    `attention_kvcache`. V is not centred. A layer's K is less a constant, `steady_k_mean` of the keys that come first,
-    if a sequence has at least 256: for up to 16,384 tokens, whose positions grow by one. So a sequence's bits depend on
-    its batch; a `PagedKVCache` of one's own has none of that.
+    `attention_kvcache`. V is not centred. A layer has the constants that `cache_constants` makes of the tokens that
+    come first, if a sequence has at least 32: for up to 16,384 tokens, whose positions grow by one. So a sequence's
+    bits depend on its batch; a `PagedKVCache` of one's own has none of that.
 
     It is for models whose `attn_implementation` is one that `register_transformers` made, with causal attention, GQA,
     sliding windows, softcaps, sinks, and padding at the start of sequences, which is not stored. Beam search works:
@@ -376,7 +376,7 @@ def attention_forward(
         is_prompt = layer.tokens == 0
         # What raises must do so before the cache has the keys.
         check_options(Scores(**scores), False, None, H, query.device)
-        layer.append(key, value, [start for start, _ in spans])
+        layer.append(query, key, value, [start for start, _ in spans])
         if not is_prompt:
             return layer.attend(query, **scores), None
 

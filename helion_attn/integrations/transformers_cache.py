@@ -6,6 +6,7 @@ attention function knows what to do with it. Any other raises, since it would no
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NoReturn
 
@@ -13,11 +14,11 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 from typing_extensions import Unpack
 
-from helion_attn.kv_cache import append_kvcache, attention_kvcache, paged_kv_cache, steady_k_mean
+from helion_attn.kv_cache import append_kvcache, attention_kvcache, cache_constants, paged_kv_cache
 from helion_attn.types import PagedKVCache, Recipe, ScoreOptions
 
-#: With fewer first keys of a sequence than these, K loses no mean: only one of 16 times its spread would be steady.
-KEYS_OF_MEAN = 256
+#: With fewer first tokens of a sequence than these, the cache has no constants.
+TOKENS_OF_CONSTANTS = 32
 
 #: A pool without room grows to so many times its pages.
 GROWTH = 1.125
@@ -45,10 +46,12 @@ class NewKeys:
         )
 
 
-def mean_of_keys(k: torch.Tensor, padding: list[int]) -> torch.Tensor | None:
-    """`steady_k_mean` of the last keys [B, H_kv, L, D], as many as no sequence has padding among; None of few."""
-    k = k[:, :, max(padding) :]
-    return steady_k_mean(k) if k.size(2) >= KEYS_OF_MEAN else None
+def constants_of(
+    q: torch.Tensor, k: torch.Tensor, padding: list[int]
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """`cache_constants` of the last tokens [B, heads, L, D], as many as no sequence has padding among; None of few."""
+    q, k = q[:, :, max(padding) :], k[:, :, max(padding) :]
+    return cache_constants(q, k) if k.size(2) >= TOKENS_OF_CONSTANTS else (None, None)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -95,10 +98,11 @@ class PagedLayer(CacheLayerMixin):
         """No maximum."""
         return -1
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, starts: list[int]) -> None:
+    def append(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[int]) -> None:
         """Quantise and store new keys and values.
 
         Args:
+            q: [B, H, L, D], their queries.
             k: [B, H_kv, L, D].
             v: [B, H_kv, L, D_v].
             starts: where in the whole sequence, padding included, each one's keys begin.
@@ -108,8 +112,11 @@ class PagedLayer(CacheLayerMixin):
         """
         B, H_kv, L, D = k.shape
         if self.cache is None:
-            mean = mean_of_keys(k, starts)
-            self.cache = paged_kv_cache(B, H_kv, D, D_v=v.size(3), device=k.device, recipe=self.recipe, k_mean=mean)
+            k_mean, channel_factors = constants_of(q, k, starts)
+            self.cache = paged_kv_cache(
+                B, H_kv, D, D_v=v.size(3), device=k.device, recipe=self.recipe, k_mean=k_mean,
+                channel_factors=channel_factors,
+            )  # fmt: skip
             self.padding = torch.tensor(starts, dtype=torch.int32, device="cpu").to(k.device)
             self.starts = starts
             if any(starts):
@@ -187,7 +194,7 @@ class PagedLayer(CacheLayerMixin):
         old = self.cache
         names = ("k8", "v8", "k_descale", "v_descale")
         fields = {name: made(name).view(getattr(old, name).dtype) for name in names}
-        self.cache = PagedKVCache(**fields, k_mean=old.k_mean, D=old.D, D_v=old.D_v)
+        self.cache = dataclasses.replace(old, **fields)
         self._table = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

@@ -68,7 +68,6 @@ from helion_attn.kernels.lib.paged import (
     descales_of_keys,
     has_all_again,
     in_run_of_query,
-    inverse_of_power,
     keys_of_class,
     launch_paged,
     line_of_page,
@@ -79,7 +78,7 @@ from helion_attn.kernels.lib.paged import (
     wide_line,
 )
 from helion_attn.kernels.lib.row_layout import rows_to_dtype
-from helion_attn.kernels.lib.scalars import int32
+from helion_attn.kernels.lib.scalars import int32, inverse_of_power
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.steps import (
     accumulate,
@@ -161,6 +160,7 @@ def fp8_attn_decode(
     cache_seqlens: torch.Tensor,  # [B]
     sinks: torch.Tensor,  # [H] if has_sinks
     lse_shift: torch.Tensor,  # [B * H * M] if shift_lse
+    channel_factors: torch.Tensor,  # [factor_rows * D_pad] if equalise
     out: torch.Tensor,  # [splits * B * H * M, D_v], written
     lse: torch.Tensor,  # [splits * B * H * M], written
     splits: int,
@@ -173,6 +173,7 @@ def fp8_attn_decode(
     q_s_step: int,
     out_head_step: int,
     out_row_step: int,
+    factor_rows: int,
     left: int,
     right: int,
     scales: ScoreScales,
@@ -194,6 +195,7 @@ def fp8_attn_decode(
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((q.stride(0), out.stride(0), out.stride(1), k_descale.stride(0), v_descale.stride(0)))
     hl.specialize((block_table.stride(0), cache_seqlens.stride(0), sinks.stride(0), lse_shift.stride(0)))
+    hl.specialize(channel_factors.stride(0))
     total_rows = B * kv_heads * group * m_len
 
     for tile_index, split in hl.grid([B * kv_heads * m_tiles, splits]):
@@ -211,12 +213,17 @@ def fp8_attn_decode(
         row_offset = (b * q_b_step + head * q_h_step + i * q_s_step) * spec.unit
         keep = in_range.unsqueeze(1) & (cols < spec.d).unsqueeze(0)
         x = hl.load(q, [row_offset.unsqueeze(1) + cols.unsqueeze(0) * spec.d_step], extra_mask=keep).to(torch.float32)
+        if spec.equalise:
+            of_factors = bh % factor_rows * (d_tile * (1 + spec.d_in_halves)) + cols
+            x = x * hl.load(channel_factors, [of_factors]).unsqueeze(0)
         largest_q = torch.amax(torch.abs(x), 1)
         if spec.d_in_halves:
             cols_high = d_tile + cols
             keep = in_range.unsqueeze(1) & (cols_high < spec.d).unsqueeze(0)
             at_high = row_offset.unsqueeze(1) + cols_high.unsqueeze(0) * spec.d_step
             x_high = hl.load(q, [at_high], extra_mask=keep).to(torch.float32)
+            if spec.equalise:
+                x_high = x_high * hl.load(channel_factors, [of_factors + d_tile]).unsqueeze(0)
             largest_q = torch.maximum(largest_q, torch.amax(torch.abs(x_high), 1))
         # [rows]
         q_descale = to_descale(largest_q, spec.q_largest)

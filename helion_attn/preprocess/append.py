@@ -1,13 +1,13 @@
 """New keys and values into a paged cache: quantised, packed, and scattered to where the block table says.
 
-    K:          x = rope(x) - mean
+    K:          x = (rope(x) - mean) / factors of channels
     e4m3 K:     base of a page = amax / 3.5, of its first key's amax
                 k_descale = base, if that is right for it; else the power of two with amax / k_descale in 224..448
                 k8 = cast(x / k_descale)
     int8 K:     k_descale = amax / 127;  k8 = round(x / k_descale)
     V:          as e4m3 K without a mean, but the base is the power of two with amax / base in 2..4
 
-The mean is the cache's, the same for all keys of a head.
+The mean and the factors are the cache's, the same for all keys of a head.
 
 A descale is right for a key with amax / base in 2**-3..448, and for one of zeros; of K up to D 128 in 2**-3..64, so
 that fp16 holds its scores. So most keys of most pages have their page's base, which an attention kernel takes as two
@@ -34,6 +34,7 @@ from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import to_int8
 from helion_attn.kernels.lib.rope import rope_rows, rope_tables
+from helion_attn.kernels.lib.scalars import inverse_of_power
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import common_unit, load_rows, row_channels, strided_rows
 from helion_attn.numerics import (
@@ -135,6 +136,7 @@ class AppendSpec(NamedTuple):
         pairing: how, as `lib.rope` has it.
         int8_keys: K becomes int8.
         has_mean: K loses a constant first.
+        equalise: then its channels are divided by their factors.
         largest: the largest number of V's format, and of K's if that is e4m3.
         most_in_k_base: the largest magnitude of K in its page's base.
         k_base_log2: bases of K end at two to this, and at its inverse.
@@ -157,6 +159,7 @@ class AppendSpec(NamedTuple):
     pairing: int
     int8_keys: bool
     has_mean: bool
+    equalise: bool
     largest: float
     most_in_k_base: float
     k_base_log2: int
@@ -174,6 +177,7 @@ def append_kv(
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn], written
     k_mean: torch.Tensor,  # [H_kv * D_pad] if has_mean
+    channel_factors: torch.Tensor,  # [H_kv * D_pad] if equalise
     block_table: torch.Tensor,  # [B * max_pages]
     cache_seqlens: torch.Tensor,  # [B]
     cos: torch.Tensor,  # [table_rows * rotary / 2]
@@ -201,7 +205,7 @@ def append_kv(
     # Known strides keep loads and stores 16 bytes wide.
     hl.specialize((k.stride(0), v.stride(0), k8.stride(0), v8.stride(0)))
     hl.specialize((k_descale.stride(0), v_descale.stride(0), block_table.stride(0), cache_seqlens.stride(0)))
-    hl.specialize((cos.stride(0), sin.stride(0), k_mean.stride(0)))
+    hl.specialize((cos.stride(0), sin.stride(0), k_mean.stride(0), channel_factors.stride(0)))
     for bh, tile in hl.grid([B * kv_heads, tiles]):
         b = bh // kv_heads
         h = bh % kv_heads
@@ -259,6 +263,10 @@ def append_kv(
             # [1, D_pad]
             mean = hl.load(k_mean, [h * spec.d_pad + cols]).unsqueeze(0)
             x, x_first = x - mean, x_first - mean
+        if spec.equalise:
+            # [1, D_pad]
+            inverse = inverse_of_power(hl.load(channel_factors, [h * spec.d_pad + cols])).unsqueeze(0)
+            x, x_first = x * inverse, x_first * inverse
 
         at = block * spec.bn + first_slot + key
         k_at = at.unsqueeze(1) * spec.d_pad + cols.unsqueeze(0)
@@ -338,6 +346,7 @@ def launch(a: AppendProblem) -> None:
     unit = common_unit(a.k, a.v)
     k, v = strided_rows(a.k, unit), strided_rows(a.v, unit)
     rope = rope_tables(a.rope, D_pad, a.k.new_empty(1, dtype=torch.float32))
+    unread = cache.k_descale.view(-1)
     kernel(a.k.is_cuda).run(
         {
             "k": k.flat,
@@ -346,7 +355,8 @@ def launch(a: AppendProblem) -> None:
             "v8": cache.v8.view(-1),
             "k_descale": cache.k_descale.view(-1),
             "v_descale": cache.v_descale.view(-1),
-            "k_mean": cache.k_descale.view(-1) if cache.k_mean is None else cache.k_mean.view(-1),
+            "k_mean": unread if cache.k_mean is None else cache.k_mean.view(-1),
+            "channel_factors": unread if cache.channel_factors is None else cache.channel_factors.view(-1),
             "block_table": a.block_table.view(-1),
             "cache_seqlens": a.cache_seqlens,
             "cos": rope.cos,
@@ -379,6 +389,7 @@ def launch(a: AppendProblem) -> None:
                 pairing=rope.pairing,
                 int8_keys=int8_keys,
                 has_mean=cache.k_mean is not None,
+                equalise=cache.channel_factors is not None,
                 largest=E4M3_MAX,
                 most_in_k_base=most_amax_in_base(max(D_pad, cache.v8.size(2))),
                 k_base_log2=MAX_K_BASE_LOG2,

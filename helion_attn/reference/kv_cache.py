@@ -81,7 +81,7 @@ def _descales(
 def k_descales(
     k: torch.Tensor, page: int, dtype: torch.dtype, most: float = E4M3_MAX
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_descales` of K less its mean, [..., N, D]: a page's base takes its first key's largest magnitude to 3.5.
+    """`_descales` of K as it is rounded, [..., N, D]: a page's base takes its first key's largest magnitude to 3.5.
 
     Int8 keys have their own, of 22 bits, and no base.
     """
@@ -115,6 +115,7 @@ def fp8_attention_kvcache(
     sinks: torch.Tensor | None = None,
     recipe: Recipe | RecipeName = CACHE_RECIPE,
     k_mean: torch.Tensor | None = None,
+    channel_factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over a cache to which k and v were appended, as the kernel rounds it, in one run of pages.
 
@@ -134,6 +135,7 @@ def fp8_attention_kvcache(
         window: and softcap, sinks, as in `fp8_attention`.
         recipe: of the cache.
         k_mean: of the cache, [H_kv, D], if it has one.
+        channel_factors: of the cache, [H_kv, D], powers of two, if it has some.
 
     Returns:
         fp32 out [B, H, M, D_v] and lse [B, H, M], natural log.
@@ -150,11 +152,13 @@ def fp8_attention_kvcache(
     bits, half = takes_bits(E4M3, larger_d), takes_half_scores(qk_dtype, larger_d, softcap is not None)
     # [1, H_kv, 1, D]
     mean = (k.new_zeros(k.size(1), D) if k_mean is None else k_mean).float()[None, :, None]
-    k = k.float() - mean
-    q_scale = row_descale(q, largest_q_of_cache(qk_dtype, D, half))
+    factors = torch.ones_like(mean) if channel_factors is None else channel_factors.float()[None, :, None]
+    k = (k.float() - mean) / factors
+    equalised_q = q.float() * factors.repeat_interleave(group, 1)
+    q_scale = row_descale(equalised_q, largest_q_of_cache(qk_dtype, D, half))
     k_scale, k_base = k_descales(k, page, qk_dtype, most_amax_in_base(larger_d))
     v_scale, v_base = v_descales(v, page)
-    q8, k8 = to_format(q.float(), q_scale, qk_dtype), to_format(k, k_scale, qk_dtype)
+    q8, k8 = to_format(equalised_q, q_scale, qk_dtype), to_format(k, k_scale, qk_dtype)
     v8 = to_format(v.float(), v_scale, E4M3)
     k8, v8, k_scale, v_scale, k_base, v_base, mean = (
         x.repeat_interleave(group, 1) for x in (k8, v8, k_scale, v_scale, k_base, v_base, mean)

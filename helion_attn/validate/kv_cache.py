@@ -14,6 +14,7 @@ from helion_attn.validate.dense import (
     MIN_D,
     check_count,
     check_device,
+    check_flag,
     check_inputs,
     check_no_grad,
     check_options,
@@ -24,8 +25,11 @@ from helion_attn.validate.dense import (
 )
 from helion_attn.validate.values import check_cache_values, note_append
 
+#: Fields of a cache that it may have none of: constants of its heads and channels.
+CONSTANTS = ("k_mean", "channel_factors")
+
 #: What messages call the fields of a cache and its block table.
-CACHE_NAMES = {name: f"cache.{name}" for name in ("k8", "v8", "k_descale", "v_descale", "k_mean", "D", "D_v")}
+CACHE_NAMES = {name: f"cache.{name}" for name in ("k8", "v8", "k_descale", "v_descale", *CONSTANTS, "D", "D_v")}
 CACHE_NAMES["block_table"] = "block_table"
 
 
@@ -37,15 +41,33 @@ def check_page_head_dim(name: str, D: int) -> None:
         raise ValueError(f"{name} is {D}; in a KV cache it must lie in {MIN_D}..{MAX_PAGE_D}")
 
 
-def check_k_mean(k_mean: torch.Tensor | None, H_kv: int, D: int) -> None:
-    """None, or what all keys of a cache are to lose."""
-    if k_mean is None:
+def check_constant(name: str, x: torch.Tensor | None, H_kv: int, D: int) -> None:
+    """None, or a number a head and channel."""
+    if x is None:
         return
-    if not isinstance(k_mean, torch.Tensor) or not k_mean.is_floating_point():
-        raise TypeError(f"k_mean is {described(k_mean)}; it must be None or a floating-point tensor")
-    if tuple(k_mean.shape) != (H_kv, D):
-        raise ValueError(f"k_mean has shape {tuple(k_mean.shape)}; it must be {(H_kv, D)}, H_kv and D")
-    check_no_grad("k_mean", k_mean)
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        raise TypeError(f"{name} is {described(x)}; it must be None or a floating-point tensor")
+    if tuple(x.shape) != (H_kv, D):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {(H_kv, D)}, H_kv and D")
+    check_no_grad(name, x)
+
+
+def check_cache_constants(
+    q: torch.Tensor, k: torch.Tensor, rotary: int | None, interleaved: bool, positions: int, layout: str
+) -> None:
+    """The arguments of `cache_constants`."""
+    check_inputs({"q": q, "k": k}, layout)
+    heads = 1 if layout == "bhsd" else 2
+    H, H_kv, D = q.size(heads), k.size(heads), k.size(3)
+    if q.size(0) != k.size(0) or q.size(3) != D or H % H_kv:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; with layout={layout!r} they must have the same "
+            f"batch and head dim, and q's heads must be a multiple of k's"
+        )
+    check_flag(interleaved, "interleaved")
+    if rotary is not None and (type(rotary) is not int or not 0 <= rotary <= D or rotary % 2):
+        raise ValueError(f"rotary is {rotary!r}; it must be None or an even int in 0..{D}, the head dim")
+    check_count("positions", positions)
 
 
 def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> None:
@@ -67,24 +89,22 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
         )
     check_device(names["k8"], cache.k8)
     pages = cache.k8.shape[:2]
-    means: tuple[int, ...] = (pages[1], tile.D_pad)
-    # `attention_of_heads` has pages of one head, and the means of all.
-    if pages[1] == 1 and isinstance(cache.k_mean, torch.Tensor) and cache.k_mean.dim() == 3:
-        means = (cache.k_mean.size(0), 1, tile.D_pad)
+    given = {name: getattr(cache, name) for name in CONSTANTS if getattr(cache, name) is not None}
     fp8, fp32 = torch.float8_e4m3fn, torch.float32
     expected = {
         "k8": ((*pages, tile.page_size, tile.D_pad), fp8, torch.int8),
         "v8": ((*pages, tile.D_v_pad, tile.page_size), fp8),
         "k_descale": ((*pages, tile.page_size), fp32),
         "v_descale": ((*pages, tile.page_size), fp32),
-        "k_mean": (means, fp32),
     }
-    if cache.k_mean is None:
-        del expected["k_mean"]
+    for name, x in given.items():
+        # `attention_of_heads` has pages of one head, and the constants of all.
+        of_heads = pages[1] == 1 and isinstance(x, torch.Tensor) and x.dim() == 3
+        expected[name] = ((x.size(0), 1, tile.D_pad) if of_heads else (pages[1], tile.D_pad), fp32)
     for name, (shape, *dtypes) in expected.items():
         x = getattr(cache, name)
         if not isinstance(x, torch.Tensor):
-            accepted = "None or a torch.Tensor" if name == "k_mean" else "a torch.Tensor"
+            accepted = "None or a torch.Tensor" if name in CONSTANTS else "a torch.Tensor"
             raise TypeError(f"{names[name]} is a {type(x).__name__}; it must be {accepted}")
         if tuple(x.shape) != shape or x.dtype not in dtypes or not x.is_contiguous() or x.device != cache.k8.device:
             raise ValueError(

@@ -189,7 +189,7 @@ def test_beam_search() -> None:
 def test_sequences_are_selected() -> None:
     layer = module.PagedLayer(ha.FAST)
     k, v = torch.randn(2, 3, 2, 150, 32, generator=torch.Generator().manual_seed(0))
-    layer.append(k, v, [0, 4, 0])
+    layer.append(k, k, v, [0, 4, 0])
     q = torch.randn(3, 2, 1, 32)
     out = layer.attend(q)
     layer.select(torch.tensor([2, 1, 1, 0]))
@@ -197,7 +197,7 @@ def test_sequences_are_selected() -> None:
     moved = layer.attend(q[[2, 1, 1, 0]])
     assert torch.equal(moved, out[[2, 1, 1, 0]])
     new = torch.randn(2, 4, 2, 1, 32)
-    layer.append(new[0], new[1], [0, 4, 4, 0])  # of the two that were one, each has its own
+    layer.append(new[0], new[0], new[1], [0, 4, 4, 0])  # of the two that were one, each has its own
     after = layer.attend(q[[2, 1, 1, 0]])
     assert not torch.equal(after[1], after[2])
     layer.batch_repeat_interleave(2)
@@ -233,7 +233,7 @@ def test_crop_amid_padding_raises() -> None:
     """Padding that came again would be stored as keys."""
     layer = module.PagedLayer(ha.FAST)
     k = torch.randn(3, 2, 9, 32, generator=torch.Generator().manual_seed(0))
-    layer.append(k, k, [0, 4, 1])
+    layer.append(k, k, k, [0, 4, 1])
     for kept in (3, 1):
         with pytest.raises(
             NotImplementedError, match=rf"leave {kept} tokens, .* up to \[0, 4, 1\]; .* at least 4, or 0"
@@ -272,9 +272,10 @@ def test_the_mean_of_the_first_keys() -> None:
     generator = torch.Generator().manual_seed(0)
     k = torch.randn(2, 2, 256, 32, generator=generator) + 90
     k[0, 1, 3, 7] = float("inf")
+    q = torch.randn(2, 4, 256, 32, generator=generator)
     layer, few = module.PagedLayer(ha.BALANCED), module.PagedLayer(ha.BALANCED)
-    layer.append(k, k, [0, 0])
-    few.append(k[:, :, :255], k[:, :, :255], [0, 0])
+    layer.append(q, k, k, [0, 0])
+    few.append(q[:, :, :31], k[:, :, :31], k[:, :, :31], [0, 0])
     assert layer.cache is not None
     assert few.cache is not None
     assert layer.cache.k_mean is not None
@@ -283,29 +284,47 @@ def test_the_mean_of_the_first_keys() -> None:
     assert torch.equal(layer.cache.k_mean, expected)
     assert few.cache.k_mean is None
     for _ in range(2):
-        layer.append(-k, -k, [0, 0])
+        layer.append(q, -k, -k, [0, 0])
     layer.select(torch.tensor([1, 1, 0]))
     assert torch.equal(layer.cache.k_mean, expected)
+
+
+def test_the_factors_of_the_first_tokens() -> None:
+    """Also once the pool has grown and sequences have moved."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 4, 100, 32, generator=generator), torch.randn(2, 2, 100, 32, generator=generator)
+    k[:, 0, :, [3, 19]] *= 64
+    layer = module.PagedLayer(ha.BALANCED)
+    layer.append(q, k, k, [0, 0])
+    expected = torch.ones(2, 32)
+    expected[0, [3, 19]] = 8
+    for _ in range(2):
+        layer.append(q, -k, -k, [0, 0])
+    layer.select(torch.tensor([1, 1, 0]))
+    assert layer.cache is not None
+    assert layer.cache.channel_factors is not None
+    assert torch.equal(layer.cache.channel_factors, expected)
 
 
 def test_padding_is_no_part_of_the_mean() -> None:
     k = torch.randn(2, 2, 400, 32, generator=torch.Generator().manual_seed(0)) + 90
     k[1, :, :100] = 300.0
     layer, few = module.PagedLayer(ha.BALANCED), module.PagedLayer(ha.BALANCED)
-    layer.append(k, k, [0, 100])
-    few.append(k[1:, :, :300], k[1:, :, :300], [100])
+    layer.append(k, k, k, [0, 100])
+    start = k[1:, :, :130]
+    few.append(start, start, start, [100])
     assert layer.cache is not None
     assert layer.cache.k_mean is not None
     torch.testing.assert_close(layer.cache.k_mean, k[:, :, 100:].mean((0, 2)))
     assert few.cache is not None
-    assert few.cache.k_mean is None, "200 keys and 100 of padding"
+    assert few.cache.k_mean is None, "30 keys and 100 of padding"
 
 
 def test_a_first_append_that_raises_leaves_nothing() -> None:
     layer, k = module.PagedLayer(ha.BALANCED), torch.randn(2, 2, 9, 32)
     with pytest.raises(RuntimeError, match="requires grad"):
-        layer.append(k.clone().requires_grad_(), k, [0, 0])
-    layer.append(k[:1], k[:1], [0])
+        layer.append(k, k.clone().requires_grad_(), k, [0, 0])
+    layer.append(k[:1], k[:1], k[:1], [0])
     assert layer.tokens == 9
 
 
@@ -313,7 +332,7 @@ def test_memory() -> None:
     """Against bf16, at whole pages: half, and a descale a key and KV head of K and of V."""
     layer = module.PagedLayer(ha.FAST)
     k = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16)
-    layer.append(k, k, [0])
+    layer.append(k, k, k, [0])
     assert layer.cache is not None
     fields = [layer.cache.k8, layer.cache.v8, layer.cache.k_descale, layer.cache.v_descale]
     used = sum(x.numel() * x.element_size() for x in fields)
@@ -372,6 +391,6 @@ def test_a_layer_under_a_default_device(starts: list[int]) -> None:
     k = torch.randn(2, 1, 5, 32)
     layer = module.PagedLayer(ha.BALANCED)
     with torch.device("meta"):
-        layer.append(k, k, starts)
+        layer.append(k, k, k, starts)
         layer.batch_repeat_interleave(2)
     assert layer.lengths().tolist() == [5 - start for start in starts for _ in range(2)]

@@ -221,17 +221,22 @@ def rotated_keys(base: float | None, pairs: range, keys: int, seed: int) -> torc
     return ha.reference.apply_rope(k, angles.cos(), angles.sin()).float()
 
 
+def steady_mean(k: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Of `cache_constants`."""
+    return ha.cache_constants(k, k, **options)[0]
+
+
 @pytest.mark.parametrize("kind", TURNING)
 def test_a_steady_mean_is_of_what_rope_does_not_turn(kind: str) -> None:
     base, pairs = TURNING[kind]
     k = rotated_keys(base, pairs, 1024, 1)
-    mean = ha.steady_k_mean(k)
+    mean = steady_mean(k)
     turns = torch.ones(64, dtype=torch.bool)
     if kind != "fast":
         turns[[*pairs, *(pair + 32 for pair in pairs)]] = False
         torch.testing.assert_close(mean[0, ~turns], k.mean(2)[0, 0, ~turns])
     assert not mean[0, turns].any()
-    assert torch.equal(mean, ha.steady_k_mean(k.transpose(1, 2), layout="bshd"))
+    assert torch.equal(mean, steady_mean(k.transpose(1, 2), layout="bshd"))
 
 
 @pytest.mark.parametrize("kind", TURNING)
@@ -247,7 +252,7 @@ def test_a_steady_mean_of_a_short_prompt_serves_a_long_one(kind: str) -> None:
     def error(k_mean: torch.Tensor | None) -> float:
         return relative_error(ha.reference.fp8_attention_kvcache(q, k, v, k_mean=k_mean)[0], oracle)
 
-    steady, without, plain = (error(x) for x in (ha.steady_k_mean(short), None, short.mean((0, 2))))
+    steady, without, plain = (error(x) for x in (steady_mean(short), None, short.mean((0, 2))))
     assert steady <= 1.02 * without
     if kind == "fast":
         assert plain > 1.1 * steady, "the plain mean of 512 keys"
@@ -259,10 +264,10 @@ def test_a_steady_mean_of_a_short_prompt_serves_a_long_one(kind: str) -> None:
 def test_a_mean_is_steady_for_so_many_positions() -> None:
     """Biases that turn half way in 8,192 positions are steady over the 2,000 of the prompt."""
     k = rotated_keys((8192 / torch.pi) ** (32 / 28), range(28, 29), 2000, 0)
-    assert not ha.steady_k_mean(k).any()
-    assert ha.steady_k_mean(k, positions=2000)[0, [28, 60]].abs().amax() > 10
+    assert not steady_mean(k).any()
+    assert steady_mean(k, positions=2000)[0, [28, 60]].abs().amax() > 10
     with pytest.raises(ValueError, match="positions is 0; it must"):
-        ha.steady_k_mean(k, positions=0)
+        steady_mean(k, positions=0)
 
 
 @pytest.mark.parametrize("rotary", [64, 32, 16])
@@ -275,19 +280,19 @@ def test_a_pair_turns_together(phase: float, neighbours: bool, rotary: int) -> N
     k = torch.randn(1, 1, 512, 64, generator=g)
     turned = torch.arange(512) * 2e-4 + phase * torch.pi
     k[..., places] += 60 * torch.stack([turned.cos(), turned.sin()], 1)
-    assert not ha.steady_k_mean(k)[0, places].any()
+    assert not steady_mean(k)[0, places].any()
 
 
 @pytest.mark.parametrize(("moves", "stays"), [(0.8, True), (1.3, False)])
 def test_how_far_a_steady_mean_moves(moves: float, stays: bool) -> None:
     """By so many times itself over 4,096 positions; and between halves that are further apart than positions."""
     k = (1 + torch.arange(1024.0) * moves / (4096 - 511.5 * moves)).view(1, 1, -1, 1).repeat(1, 1, 1, 16)
-    assert bool(ha.steady_k_mean(k, positions=4096).all()) == stays
+    assert bool(steady_mean(k, positions=4096).all()) == stays
     far = torch.tensor([-moves / 2, moves / 2]).repeat_interleave(500).view(1, 1, -1, 1) + torch.ones(16)
-    assert bool(ha.steady_k_mean(far, positions=100).all()) == stays
+    assert bool(steady_mean(far, positions=100).all()) == stays
 
 
 @pytest.mark.parametrize("keys", [1, 2, 3])
 def test_a_steady_mean_of_few_keys(keys: int) -> None:
-    assert torch.equal(ha.steady_k_mean(torch.ones(2, 3, keys, 16)), torch.ones(3, 16)), "equal keys"
-    assert not ha.steady_k_mean(torch.full((1, 1, keys, 17), float("nan"), dtype=torch.bfloat16)).any()
+    assert torch.equal(steady_mean(torch.ones(2, 3, keys, 16)), torch.ones(3, 16)), "equal keys"
+    assert not steady_mean(torch.full((1, 1, keys, 17), float("nan"), dtype=torch.bfloat16)).any()

@@ -63,11 +63,16 @@ class Served:
 
 
 def served(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: ha.Recipe, k_mean: torch.Tensor, **options: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: ha.Recipe,
+    constants: dict[str, Any],
+    **options: Any,
 ) -> Served:
     lengths = [KEYS, *OTHERS]
     sizes = H_KV, k.size(3), v.size(3)
-    cache, table, _ = make_cache(lengths, *sizes, device=q.device.type, recipe=recipe, k_mean=k_mean)
+    cache, table, _ = make_cache(lengths, *sizes, device=q.device.type, recipe=recipe, **constants)
     append_all(cache, k, v, table, lengths)
     return Served(q, cache, table, options)
 
@@ -75,8 +80,9 @@ def served(
 def exact(D: int, device: str, recipe: ha.Recipe = ha.FAST, D_v: int | None = None, **options: Any) -> Served:
     """Of numbers whose products and their sums are exact in fp32: a CPU's order of additions depends on shapes.
 
-    Each row at a scale of its own, Q's and K's numbers become multiples of 64 up to 448, and V's 256 or 0: times P,
-    which has steps of 2**-9 and ends at 2**8, they add up to 24 bits in a page of 128. A CPU's tanh is not exact.
+    The cache's mean and factors give back what K and Q would be without. Each row at a scale of its own, their numbers
+    become multiples of 64 up to 448, and V's 256 or 0: times P, which has steps of 2**-9 and ends at 2**8, they add up
+    to 24 bits in a page of 128. A CPU's tanh is not exact.
     """
     generator = torch.Generator().manual_seed(D)
 
@@ -87,8 +93,10 @@ def exact(D: int, device: str, recipe: ha.Recipe = ha.FAST, D_v: int | None = No
 
     q, k, v = rows(H, 7), rows(H_KV, 7), rows(H_KV, 1, D_v or D)
     k_mean = torch.arange(D, device=device).expand(H_KV, D) % 7.0
+    factors = torch.exp2(torch.arange(D, device=device) % 5 - 2.0).expand(H_KV, D)
+    constants = {"k_mean": k_mean, "channel_factors": factors}
     # Scores of a standard deviation of 3 or so.
-    return served(q, k + k_mean, v, recipe, k_mean, sm_scale=0.08 / D**0.5, **options)
+    return served(q / factors, k * factors + k_mean, v, recipe, constants, sm_scale=0.08 / D**0.5, **options)
 
 
 def masked(name: str, device: str) -> dict[str, Any]:
@@ -166,5 +174,6 @@ def test_the_check_can_fail(name: str, mutation: Callable[..., Any], D: int, spl
 @BOTH
 def test_tensor_cores_add_in_one_order(D: int, splits: int, mask: str, recipe: ha.Recipe) -> None:
     q, k, v = make_qkv("outlier", 3, H, H_KV, LONGEST, LONGEST, D, device="cuda")
-    k_mean = torch.linspace(-5, 5, D).expand(H_KV, D)
-    assert served(q, k, v, recipe, k_mean, num_splits=splits, **masked(mask, "cuda")).changed() == []
+    factors = torch.exp2(torch.arange(D) % 5 - 2.0).expand(H_KV, D)
+    constants = {"k_mean": torch.linspace(-5, 5, D).expand(H_KV, D), "channel_factors": factors}
+    assert served(q, k, v, recipe, constants, num_splits=splits, **masked(mask, "cuda")).changed() == []

@@ -306,6 +306,17 @@ def test_decoding_from_int8_keys_with_an_lse() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(("M", "ctas_per_sm"), [(1, DECODED["d128"][4]), (16, PREFILLED_INT8["d128"][3])])
+def test_factors_of_channels(M: int, ctas_per_sm: int) -> None:
+    """As many programs an SM, and no more in memory."""
+    options: dict[str, Any] = {"num_splits": 1, "recipe": ha.BALANCED}
+    (plain,) = shared(compile_decode, 128, 128, 64, M, **options)
+    (kernel,) = shared(compile_decode, 128, 128, 64, M, channel_factors=True, **options)
+    assert_decoding(kernel, ctas_per_sm, plain.opcodes["LDL"] + plain.opcodes["STL"], int8_keys=True)
+    assert len(loop_of(kernel)) <= 1.02 * len(loop_of(plain))
+
+
+@pytest.mark.thorough
 def test_a_large_q_beside_a_mean() -> None:
     """Of more than 2**31 elements, where indices have 64 bits."""
 

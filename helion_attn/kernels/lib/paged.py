@@ -49,11 +49,6 @@ def log2_of_power(x: torch.Tensor) -> torch.Tensor:
     return ((x.view(torch.int32) >> 23) - 127).to(torch.float32)
 
 
-def inverse_of_power(x: torch.Tensor) -> torch.Tensor:
-    """1 / x of fp32 powers of two, exactly: the biased exponent e becomes 254 - e."""
-    return (0x7F000000 - x.view(torch.int32)).view(torch.float32)
-
-
 def bases_of_page(
     k_descale: torch.Tensor,  # [num_pages * H_kv * bn]
     v_descale: torch.Tensor,  # [num_pages * H_kv * bn]
@@ -544,6 +539,7 @@ def launch_paged(
     int8_keys, larger_d = k_dtype == torch.int8, max(k8.size(3), v8.size(2))
     shift = lse_shift.launch(a, q, unit)
     p_bits, half = takes_bits(v8.dtype, larger_d), takes_half_scores(k_dtype, larger_d, a.softmax.softcap is not None)
+    factors = a.cache.channel_factors
     spec = PagedSpec(
         rows=tile_rows,
         bn_log2=page_size.bit_length() - 1,
@@ -554,6 +550,7 @@ def launch_paged(
         d=D,
         d_step=q.d_step,
         unit=unit,
+        equalise=factors is not None,
         q_largest=largest_q_of_cache(k_dtype, D, half),
         int8_keys=int8_keys,
         s_bias=INT8_SCORE_BIAS if int8_keys and a.q.is_cuda and not d_in_halves else 0.0,
@@ -582,6 +579,7 @@ def launch_paged(
             "out": parts,
             "lse": part_lse,
             "lse_shift": part_lse if shift is None else shift,
+            "channel_factors": part_lse if factors is None else factors.view(-1),
             "splits": splits,
             "m_tiles": -(-H // H_kv * M // tile_rows),
             "max_pages": max_pages,
@@ -592,6 +590,7 @@ def launch_paged(
             "q_s_step": q.s_step,
             "out_head_step": 1 if swapped else M,
             "out_row_step": H if swapped else 1,
+            "factor_rows": 1 if factors is None else factors.size(0),
             # An edge further away hides nothing, and might not fit 32 bits.
             "left": min(a.softmax.left, max_pages * page_size),
             "right": min(a.softmax.right, M),
