@@ -495,6 +495,29 @@ class QuantizeProblem(NamedTuple):
     packs_q: bool
 
 
+class SampledTokens(NamedTuple):
+    """Which of a rank's tokens are of an evenly spaced sample of the whole sequence: every `every`th of two runs.
+
+    Attributes:
+        every: the step.
+        first: the first of the rank's first run, counted from the rank's first token.
+        first_count: how many of that run.
+        second: the first of its second run, likewise.
+        second_count: how many.
+    """
+
+    every: int
+    first: int
+    first_count: int
+    second: int
+    second_count: int
+
+    @property
+    def size(self) -> int:
+        """How many of both."""
+        return self.first_count + self.second_count
+
+
 class DescribePartProblem(NamedTuple):
     """A rank's part of a sequence, to what it tells the others of it.
 
@@ -502,11 +525,13 @@ class DescribePartProblem(NamedTuple):
         q: [B, H, M, D], bf16, fp16 or fp32, any strides.
         k: [B, H_kv, N, D], same dtype.
         v: [B, H_kv, N, D_v], same dtype.
-        rope: rotates K first; with positions.
+        rope: rotates Q and K first; with positions.
         packing: block sizes and padding.
         recipe: how they become 8- or 16-bit numbers.
-        rows: sampled keys that a rank tells of, at most.
-        every: and the rest: which these are, as `distributed.cut.Sample` has it.
+        k_rows: sampled keys for which every rank has room.
+        q_rows: sampled queries, likewise; read with `recipe.equalise`.
+        k_sample: this rank's sampled keys.
+        q_sample: its sampled queries.
     """
 
     q: torch.Tensor
@@ -515,12 +540,10 @@ class DescribePartProblem(NamedTuple):
     rope: RopeArguments
     packing: Packing
     recipe: Recipe
-    rows: int
-    every: int
-    first: int
-    first_count: int
-    second: int
-    second_count: int
+    k_rows: int
+    q_rows: int
+    k_sample: SampledTokens
+    q_sample: SampledTokens
 
 
 class QuantizePartProblem(NamedTuple):
@@ -528,7 +551,8 @@ class QuantizePartProblem(NamedTuple):
 
     Attributes:
         q: and the rest, as in `QuantizeProblem`.
-        told: sampled rows of all ranks, [rows, B, H_kv, columns].
+        told: sampled keys of all ranks, [rows, B, H_kv, columns], as `preprocess.shared` lays them.
+        told_q: sampled rows of Q, likewise, with `recipe.equalise`; otherwise None.
         v_largest: [B, H_kv, D_v], the largest magnitudes of V of all ranks.
         all_keys: of all ranks.
     """
@@ -537,6 +561,7 @@ class QuantizePartProblem(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     told: torch.Tensor
+    told_q: torch.Tensor | None
     v_largest: torch.Tensor
     rope: RopeArguments
     packing: Packing

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from helion_attn.problem import SampledTokens
+
 #: Tokens of which a part has a multiple, where there are enough: every key block and query block divides it.
 UNIT = 128
 
 #: Tokens, at most: sums of two positions fit 32 bits.
 MAX_TOKENS = 2**28
-
-
-class Sample(NamedTuple):
-    """Which of a rank's tokens are of an evenly spaced sample of the whole sequence: every `every`th of two runs.
-
-    Attributes:
-        every: the step.
-        first: the first of the rank's first run, counted from the rank's first token.
-        first_count: how many of that run.
-        second: the first of its second run, likewise.
-        second_count: how many.
-    """
-
-    every: int
-    first: int
-    first_count: int
-    second: int
-    second_count: int
-
-    @property
-    def size(self) -> int:
-        """How many of both."""
-        return self.first_count + self.second_count
 
 
 class Run(NamedTuple):
@@ -82,7 +61,7 @@ class Cut(NamedTuple):
         first, second = Run(rank * n, n), Run((2 * self.ranks - 1 - rank) * n, self.lengths[rank] - n)
         return (first, second) if second.size else (first,)
 
-    def sample(self, rank: int, most: int) -> Sample:
+    def sample(self, rank: int, most: int) -> SampledTokens:
         """Return which tokens of a rank are in the sample i * (total // n), for i < n and n = min(total, most)."""
         n = min(self.total, most)
         every = self.total // n
@@ -91,7 +70,7 @@ class Cut(NamedTuple):
             i, end = -(-begin // every), min(n, -(-(begin + size) // every))
             found += [offset + i * every - begin, max(0, end - i)]
             offset += size
-        return Sample(every, *found, *([0, 0] if len(found) == 2 else []))
+        return SampledTokens(every, *found, *([0, 0] if len(found) == 2 else []))
 
     def check(self, name: str, equal: bool) -> None:
         """Raise ValueError unless it is one of those that `shard` makes, or with `equal` False of any lengths.

@@ -3,7 +3,8 @@
 The tokens of a batch are one long sequence to the ranks, cut anywhere: `preprocess.sequences` would begin a block with
 every sequence, and a rank then could not tell by arithmetic where another's blocks lie. So a block may hold keys of
 several sequences, and a query block rows of several; a launch walks the key blocks that any of its rows sees, and masks
-those that not all do. K's and V's constants are those of all tokens of the batch.
+those that not all do. What is subtracted from K and V is that of all tokens of the batch, and so are the factors of
+channels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The beginning of every strategy: ranks tell each other of their calls and keys, and quantise their parts."""
+"""The beginning of every strategy: ranks tell each other of their calls and parts, and quantise these."""
 
 from __future__ import annotations
 
@@ -90,22 +90,36 @@ def quantized_part(
 ) -> PackedTensors:
     """This rank's part in the packed format, BHSD, with the constants of all ranks."""
     rotation = rope_arguments(with_positions(call, rope, q.device))
-    samples = [call.k_cut.sample(rank, SAMPLED_KEYS) for rank in range(call.k_cut.ranks)]
-    most = max(sample.size for sample in samples)
-    told = ops.describe_part(
-        DescribePartProblem(q, k, v, rotation, call.packing, call.recipe, most, *samples[call.rank])
+    tokens, _ = shared.sampled_queries(call.H // call.H_kv, call.packing)
+    k_samples = [call.k_cut.sample(rank, SAMPLED_KEYS) for rank in range(call.k_cut.ranks)]
+    q_samples = [call.q_cut.sample(rank, tokens) for rank in range(call.q_cut.ranks)]
+    part = DescribePartProblem(
+        q=q,
+        k=k,
+        v=v,
+        rope=rotation,
+        packing=call.packing,
+        recipe=call.recipe,
+        k_rows=max(sample.size for sample in k_samples),
+        q_rows=max(sample.size for sample in q_samples),
+        k_sample=k_samples[call.rank],
+        q_sample=q_samples[call.rank],
     )
-    largest = told
+    told = ops.describe_part(part)
+    told_q, largest = None, told
     if told.numel():
         told = collectives.gather(told, call.group)
         largest = shared.v_largest(told, call.D, call.D_v)
-        told = torch.cat([told[rank, : sample.size] for rank, sample in enumerate(samples)])
+        if call.recipe.equalise:
+            told_q = shared.in_order(told[:, part.k_rows : -1].unflatten(1, (part.q_rows, -1)), q_samples).flatten(0, 1)
+        told = shared.in_order(told[:, : part.k_rows], k_samples)
     tensors = ops.quantize_part(
         QuantizePartProblem(
             q=q,
             k=k,
             v=v,
             told=told,
+            told_q=told_q,
             v_largest=largest,
             rope=rotation,
             packing=call.packing,

@@ -1,24 +1,34 @@
-"""What ranks that hold parts of one sequence tell each other of their keys before they quantise them.
+"""What ranks that hold parts of one sequence tell each other of them before they quantise them.
 
-One launch attends to the keys of all ranks, so K's smoothing constant must be one for all of them; a kernel has one
-descale of V a head, so that must be one as well; and V's centre is made one, so that it comes back as that of a single
-process does, by rows that sum to 1. Any constant is exact (`sample` says why), so it need not be V's or K's mean, but
-it must be the same number on all ranks: each computes it from what all told, in the same order.
+One launch attends to the keys of all ranks, so K's smoothing constant must be one for all of them, and so must the
+factors of channels, for all keys and all queries that meet them; a kernel has one descale of V a head, so that must be
+one as well; and V's centre is made one, so that it comes back as that of a single process does, by rows that sum to 1.
+Any constant is exact (`sample` says why), so it need not be V's or K's mean, but it must be the same number on all
+ranks: each computes it from what all told, in the same order.
 
 A rank tells its share of the `SAMPLED_KEYS` keys, evenly spaced: rows of K, rotated, and of V, in the dtype that they
-came in. Put together these are the sample that a single process would have taken. In one more row it tells the largest
-magnitude of each channel of its V, for one more read of V: a sample's headroom that is too little, which a single
-process mends in `recentre`, could only be mended by all ranks together.
+came in. With `recipe.equalise` it tells its share of the sampled queries as well: rows of Q, rotated, a row for each
+head of a KV head's group. Put together in the order of the sequence these are the sample that a single process would
+have taken. Sizes of K's channels are of every other sampled key, which may not be those that a single process takes: a
+factor may then be twice or half of its. In one more row a rank tells the largest magnitude of each channel of its V,
+for one more read of V: a sample's headroom that is too little, which a single process mends in `recentre`, could only
+be mended by all ranks together.
+
+    rows of a rank: K and V of k_rows keys | Q of q_rows queries, of each head in turn | V's largest magnitudes
+
+A row has K's or Q's channels, then V's. Every rank has room for the most that any tells; `in_order` leaves out the
+zeros of those with fewer.
 """
 
 from __future__ import annotations
 
 import torch
 
-from helion_attn.configs import Packing
+from helion_attn.configs import Packing, row_width
 from helion_attn.kernels.lib.norm import no_norms
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.strided import strided_qkv
+from helion_attn.numerics import equalised_rows
 from helion_attn.preprocess import pack, sample, transform_rows
 from helion_attn.preprocess.sample import Sampled
 from helion_attn.problem import (
@@ -26,6 +36,7 @@ from helion_attn.problem import (
     DescribePartProblem,
     QuantizePartProblem,
     RopeArguments,
+    SampledTokens,
     TransformProblem,
 )
 from helion_attn.types import Recipe
@@ -44,24 +55,57 @@ def told_shape(a: DescribePartProblem) -> tuple[int, ...]:
     """The shape of what a rank tells; (0,) if nothing is shared."""
     if not shares(a.recipe):
         return (0,)
-    return a.rows + 1, *a.k.shape[:2], _columns(a.k.size(3), a.v.size(3))[1]
+    B, H_kv = a.k.shape[:2]
+    of_q = a.q_rows * sampled_queries(a.q.size(1) // H_kv, a.packing)[1] if a.recipe.equalise else 0
+    return a.k_rows + of_q + 1, B, H_kv, _columns(a.k.size(3), a.v.size(3))[1]
 
 
 def shares(recipe: Recipe) -> bool:
-    """Whether anything must be known of all ranks' keys."""
-    return recipe.smooth_k or recipe.center_v or recipe.bits[1] == 8
+    """Whether anything must be known of all ranks' parts."""
+    return recipe.smooth_k or recipe.equalise or recipe.center_v or recipe.bits[1] == 8
 
 
-def _sampled(x: torch.Tensor, a: DescribePartProblem) -> torch.Tensor:
-    """Those of x [N, ...] that are of the sample, a view unless they come from two runs."""
-    rows = x[a.first :: a.every][: a.first_count]
-    if a.second_count:
-        rows = torch.cat([rows, x[a.second :: a.every][: a.second_count]])
+def sampled_queries(group: int, packing: Packing) -> tuple[int, int]:
+    """How many queries are sampled, at most, and of how many heads of a group: those that `sample` takes."""
+    rows = equalised_rows(row_width(packing.D_pad, packing.D_v_pad), False)
+    members = 1 << min(group, rows).bit_length() - 1
+    return rows // members, members
+
+
+def _sampled(x: torch.Tensor, of: SampledTokens) -> torch.Tensor:
+    """Those of x [S, ...] that are of the sample, a view unless they come from two runs."""
+    rows = x[of.first :: of.every][: of.first_count]
+    if of.second_count:
+        rows = torch.cat([rows, x[of.second :: of.every][: of.second_count]])
     return rows
 
 
+def _rotated(x: torch.Tensor, positions: torch.Tensor | None, of: SampledTokens, rope: RopeArguments) -> torch.Tensor:
+    """Sampled rows of x [B, H, S, D], rotated where there is RoPE, [rows, B, H, D]."""
+    rows = _sampled(x.permute(2, 0, 1, 3), of)
+    if rope.cos is None or not rows.size(0):
+        return rows
+    assert positions is not None
+    at = _sampled(positions, of).contiguous()
+    of_heads = rows.permute(1, 2, 0, 3)
+    rotated = of_heads.new_empty(of_heads.shape)
+    angles = RopeArguments(rope.cos, rope.sin, at, None, rope.interleaved)
+    transform_rows.launch(TransformProblem(of_heads, angles, None, False, False), rotated)
+    return rotated.permute(2, 0, 1, 3)
+
+
+def in_order(told: torch.Tensor, samples: list[SampledTokens]) -> torch.Tensor:
+    """What ranks told of their sampled tokens, [ranks, rows, ...], in the order of the sequence, [tokens, ...].
+
+    Second runs are those of zigzag: they follow all first ones, the last rank's first.
+    """
+    first = [rows[: of.first_count] for rows, of in zip(told, samples, strict=True)]
+    second = [rows[of.first_count : of.size] for rows, of in zip(told, samples, strict=True)]
+    return torch.cat([*first, *reversed(second)])
+
+
 def v_largest(told: torch.Tensor, D: int, D_v: int) -> torch.Tensor:
-    """The largest magnitudes of V of all ranks, [B, H_kv, D_v], of what they told, [ranks, rows + 1, B, H_kv, ..]."""
+    """The largest magnitudes of V of all ranks, [B, H_kv, D_v], of what they told, [ranks, rows, B, H_kv, columns]."""
     end_of_k = _columns(D, D_v)[0]
     return told[:, -1, ..., end_of_k : end_of_k + D_v].amax(0)
 
@@ -74,34 +118,41 @@ def describe(a: DescribePartProblem) -> torch.Tensor:
     of_k = slice(a.k.size(3))
     end_of_k = _columns(a.k.size(3), a.v.size(3))[0]
     of_v = slice(end_of_k, end_of_k + a.v.size(3))
-    # [rows, B, H_kv, D]
-    k = _sampled(a.k.permute(2, 0, 1, 3), a)
-    if a.rope.cos is not None and k.size(0):
-        assert a.rope.k_positions is not None
-        at = _sampled(a.rope.k_positions, a).contiguous()
-        rope = RopeArguments(a.rope.cos, a.rope.sin, at, None, a.rope.interleaved)
-        of_heads = k.permute(1, 2, 0, 3)
-        rotated = of_heads.new_empty(of_heads.shape)
-        transform_rows.launch(TransformProblem(of_heads, rope, None, False, False), rotated)
-        k = rotated.permute(2, 0, 1, 3)
-    told[: k.size(0), ..., of_k] = k
-    told[: k.size(0), ..., of_v] = _sampled(a.v.permute(2, 0, 1, 3), a)
+    keys = a.k_sample.size
+    told[:keys, ..., of_k] = _rotated(a.k, a.rope.k_positions, a.k_sample, a.rope)
+    told[:keys, ..., of_v] = _sampled(a.v.permute(2, 0, 1, 3), a.k_sample)
+    if a.recipe.equalise:
+        H_kv = a.k.size(1)
+        group = a.q.size(1) // H_kv
+        members = sampled_queries(group, a.packing)[1]
+        # [queries, B, H_kv, members, D]
+        q = _rotated(a.q, a.rope.q_positions, a.q_sample, a.rope).unflatten(2, (H_kv, group))[:, :, :, :members]
+        of_q = told[a.k_rows : -1, ..., of_k].unflatten(0, (a.q_rows, members))
+        of_q[: a.q_sample.size] = q.permute(0, 3, 1, 2, 4)
     told[-1, ..., of_v] = torch.linalg.vector_norm(a.v, torch.inf, 2)
     return told
 
 
 def of_all_ranks(
-    told: torch.Tensor, v_largest: torch.Tensor, D: int, D_v: int, packing: Packing, recipe: Recipe
+    told: torch.Tensor,
+    told_q: torch.Tensor | None,
+    v_largest: torch.Tensor,
+    D: int,
+    D_v: int,
+    packing: Packing,
+    recipe: Recipe,
 ) -> Sampled:
-    """What all ranks know of K and V; told [rows, B, H_kv, columns], v_largest [B, H_kv, D_v]."""
+    """What all ranks know of Q, K and V; the tensors are those of `QuantizePartProblem`."""
     end_of_k = _columns(D, D_v)[0]
     # [B, H_kv, rows, columns]
     rows = told.permute(1, 2, 0, 3)
     k, v = rows[..., :D], rows[..., end_of_k : end_of_k + D_v]
-    source = strided_qkv(k, k, v, packing.D_pad, packing.D_v_pad)
+    # Without `recipe.equalise` no Q is read.
+    q = k if told_q is None else told_q.permute(1, 2, 0, 3)[..., :D]
+    source = strided_qkv(q, k, v, packing.D_pad, packing.D_v_pad)
     unused = told.new_empty(1, dtype=torch.float32)
     rope = rope_tables(NO_ROPE_ARGUMENTS, source.D_row, unused)
-    found = sample.launch(source, no_norms(unused).k, rope, recipe)
+    found = sample.launch(source, no_norms(unused), rope, recipe)
     if recipe.bits[1] == 16:
         return found
     # As `recentre` does it for a single process, of which this is the descale; a NaN is not within. [B * H_kv, D_row]
@@ -119,9 +170,9 @@ def quantize(a: QuantizePartProblem) -> tuple[torch.Tensor, ...]:
     unused = a.q.new_empty(1, dtype=torch.float32)
     norms, rope = no_norms(unused), rope_tables(a.rope, source.D_row, unused)
     if shares(a.recipe):
-        known = of_all_ranks(a.told, a.v_largest, source.D, source.D_v, a.packing, a.recipe)
+        known = of_all_ranks(a.told, a.told_q, a.v_largest, source.D, source.D_v, a.packing, a.recipe)
     else:
-        known = sample.launch(source, norms.k, rope, a.recipe)
+        known = sample.launch(source, norms, rope, a.recipe)
     packed = pack.launch(
         source, norms, rope, known, a.packing.bm, a.packing.bn, a.recipe, a.shift_lse, all_keys=a.all_keys
     )  # fmt: skip

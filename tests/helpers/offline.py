@@ -451,11 +451,15 @@ def compile_quantize_varlen(D: int, recipe: ha.Recipe, dtype: torch.dtype = torc
     return compile_for_sm90(launch)
 
 
-def fake_cache(num_pages: int, H_kv: int, D: int, D_v: int, recipe: ha.Recipe, k_mean: bool = False) -> ha.PagedKVCache:
-    """A cache on cuda:0; `k_mean`: its keys lose one."""
+def fake_cache(
+    num_pages: int, H_kv: int, D: int, D_v: int, recipe: ha.Recipe, k_mean: bool = False, channel_factors: bool = False
+) -> ha.PagedKVCache:
+    """A cache on cuda:0, with these constants."""
     with FakeTensorMode():
         cache = ha.paged_kv_cache(num_pages, H_kv, D, D_v=D_v, device="cuda:0", recipe=recipe)
-    return replace(cache, k_mean=fake_cuda(H_kv, cache.k8.size(3))) if k_mean else cache
+    given = [name for name, has in (("k_mean", k_mean), ("channel_factors", channel_factors)) if has]
+    constants: dict[str, Any] = {name: fake_cuda(H_kv, cache.k8.size(3)) for name in given}
+    return replace(cache, **constants)
 
 
 def compile_decode(
@@ -470,6 +474,7 @@ def compile_decode(
     return_lse: bool = False,
     causal: bool = True,
     k_mean: bool = False,
+    channel_factors: bool = False,
 ) -> list[Sm90Kernel]:
     """The kernel of `attention_kvcache`, and the one that merges splits if there are any; 8 KV heads.
 
@@ -481,7 +486,7 @@ def compile_decode(
         q = fake_cuda(64, H, M, D, dtype=torch.bfloat16)
         with launching():
             masks: dict[str, Any] = {"window": (1000, 0), "softcap": 30.0, "sinks": fake_cuda(H)} if masked else {}
-            cache = fake_cache(num_pages, 8, D, D_v, recipe, k_mean)
+            cache = fake_cache(num_pages, 8, D, D_v, recipe, k_mean, channel_factors)
             options: dict[str, Any] = {"num_splits": num_splits, "return_lse": return_lse, "causal": causal} | masks
             ha.attention_kvcache(q, cache, table, seqlens, **options)
 
@@ -501,6 +506,7 @@ def compile_append(
     recipe: ha.Recipe = ha.FAST,
     strided: bool = False,
     k_mean: bool = False,
+    channel_factors: bool = False,
 ) -> Sm90Kernel:
     """The kernel of `append_kvcache` for `L` new keys a sequence; with RoPE if `interleaved` is not None.
 
@@ -513,7 +519,8 @@ def compile_append(
         k, v = (new(64, 8, L, D, dtype=dtype) for _ in range(2))
         rope = None if interleaved is None else ha.Rope(fake_cuda(4096, D // 2), fake_cuda(4096, D // 2), interleaved)
         with launching():
-            ha.append_kvcache(fake_cache(2048, 8, D, D, recipe, k_mean), k, v, table, seqlens, rope=rope)
+            cache = fake_cache(2048, 8, D, D, recipe, k_mean, channel_factors)
+            ha.append_kvcache(cache, k, v, table, seqlens, rope=rope)
 
     (kernel,) = compile_for_sm90(launch)
     return kernel

@@ -28,11 +28,13 @@ def make_cache(
     seed: int = 0,
     recipe: ha.Recipe = CACHE_RECIPE,
     k_mean: torch.Tensor | None = None,
+    channel_factors: torch.Tensor | None = None,
 ) -> tuple[ha.PagedKVCache, torch.Tensor, torch.Tensor]:
     """A poisoned pool, a block table of pages in random order, and the lengths."""
     size = ha.paged_kv_cache(1, H_kv, D, D_v=D_v).page_size
     pages = [-(-n // size) for n in lengths]
-    cache = ha.paged_kv_cache(sum(pages) + 3, H_kv, D, D_v=D_v, device=device, recipe=recipe, k_mean=k_mean)
+    constants = {"k_mean": k_mean, "channel_factors": channel_factors}
+    cache = ha.paged_kv_cache(sum(pages) + 3, H_kv, D, D_v=D_v, device=device, recipe=recipe, **constants)
     poison(cache)
     order = torch.randperm(sum(pages) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
     table = torch.full((len(lengths), max(pages) + 1), NO_PAGE, dtype=torch.int32)

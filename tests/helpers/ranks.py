@@ -42,7 +42,7 @@ class Problem:
     """Attention over a whole sequence, and how it is cut: tokens of each rank, or as `shard` does for zigzag.
 
     Biases of K and means of V are other for the keys of each rank, of which N(0, 1) would know nothing; with `alike`
-    those of rank 0 are those of all.
+    those of rank 0 are those of all. `large`: what three channels of K, others in each head, are multiplied by.
     """
 
     q_lengths: tuple[int, ...]
@@ -62,6 +62,7 @@ class Problem:
     has_rope: bool = False
     layout: Layout = "bhsd"
     alike: bool = False
+    large: float = 1.0
 
     def chunks(self, lengths: tuple[int, ...]) -> list[list[tuple[int, int]]]:
         """Begin and end of the runs of each rank."""
@@ -91,6 +92,9 @@ class Problem:
             for begin, end in runs:
                 k[:, :, begin:end] += hit * (10 + 5 * k_bias)
                 v[:, :, begin:end] += 2 * v_mean
+        if self.large != 1.0:
+            for head in range(self.H_kv):
+                k[:, head, :, torch.randperm(self.D, generator=g)[:3]] *= self.large
         q, k, v = (x.bfloat16().to(device) for x in (q, k, v))
         return q, k, v
 
