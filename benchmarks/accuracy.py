@@ -82,7 +82,7 @@ PAPER = {
 }
 
 #: What parts `inputs` and `long` measure.
-KINDS = (*INPUT_KINDS, *SINK_SHARES)
+KINDS = (*INPUT_KINDS, *SINK_SHARES, "k3x30", "k2x100q")
 
 #: Head dims that only the pass criterion adds.
 CRITERION_DIMS = (96, 192)

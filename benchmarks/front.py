@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from benchmarks import auto, hard, models, sparse, steps
+from benchmarks import auto, channels, hard, models, sparse, steps
 from benchmarks.lib.harness import Loaded, Row
 from benchmarks.lib.masked_peers import FA3_DOCUMENTS
 from benchmarks.lib.suite import Block, Plot
@@ -168,6 +168,10 @@ def error_tables(loaded: Loaded) -> list[Table]:
     errors[0] |= by_series(inputs, "error_total")
     for kind in hard.PLOTTED:
         errors.append(by_series(rows_of(loaded, "hard", part="hard", input=kind, D=D, N=LONG), "error_total"))
+    columns = [*hard.PLOTTED.values()]
+    if few := channels.front_errors(loaded, D, LONG):
+        errors.append(few)
+        columns.append("K in few channels")
     read = [row for row in rows_of(loaded, "language_model", stage="prefill") if row["impl"] in ("helion_attn", *BITS)]
     longest = max((row["context"] for row in read), default=None)
     lost = {row["recipe"] or row["impl"]: perplexity(row) for row in read if row["context"] == longest}
@@ -186,7 +190,7 @@ def error_tables(loaded: Loaded) -> list[Table]:
         ]
         for name, bits in BITS.items()
     ]
-    headers = ["preset or peer", "in 8 bits", "N(0, 1)", *hard.PLOTTED.values(), "perplexity", "time"]
+    headers = ["preset or peer", "in 8 bits", "N(0, 1)", *columns, "perplexity", "time"]
     return [Table("", headers, body)] if inputs else []
 
 

@@ -3,8 +3,8 @@
     python benchmarks/accuracy.py --suite hard
 
 Parts, in each row's `part`: `hard`, biased channels of K, also with the same channels large in Q, a V that drifts,
-wide scores, and a sink whose V is small, also with a causal mask; `drifts`, a V that drifts in every period, phase and
-form of attention (drift.py).
+wide scores, and a sink whose V is small, also with a causal mask; `channels`, a K with few large channels
+(channels.py); `drifts`, a V that drifts in every period, phase and form of attention (drift.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from matplotlib.figure import Figure
 
-from benchmarks import drift
+from benchmarks import channels, drift
 from benchmarks.lib.harness import Loaded, Results, Row
 from benchmarks.lib.plots import grid, legend, length, line, log_axis, powers_axis
 from benchmarks.lib.problem import check, make_problem, others, ours, workload
@@ -61,8 +61,9 @@ def rows(options: Options, D: int) -> Iterator[Row]:
 def jobs(options: Options) -> list[tuple[Part, int]]:
     """Parts and head dims, those that take longest first."""
     if options.quick or options.device.type == "cpu":
-        return [(part, D) for part in (rows, drift.rows) for D in options.dims]
-    return [*((drift.rows, D) for D in sorted(drift.DIMS, reverse=True)), *((rows, D) for D in DIMS[::-1])]
+        return [(part, D) for part in (rows, channels.rows, drift.rows) for D in options.dims]
+    dims = {drift.rows: sorted(drift.DIMS, reverse=True), rows: DIMS[::-1], channels.rows: channels.DIMS[::-1]}
+    return [(part, D) for part in dims for D in dims[part]]
 
 
 def measured(part: Part, options: Options, D: int) -> list[Row]:
@@ -131,6 +132,7 @@ SUITE = Suite(
     run,
     {
         "hard": Block("hard", tables, (PLOT,), shown=0),
+        "channels": Block("hard", channels.tables, shown=0),
         "drifts": Block(
             "hard", drift.tables, (Plot("drifts", "Total error where V drifts, by head dim", drift.plot),), shown=0
         ),

@@ -40,6 +40,9 @@ RUNS, MIN_RUN = 32, 32
 #: its head; the spread of V's means by runs over V's. Normal numbers stay below the second at any length in use.
 BIASED, OUTLYING, DRIFTING = 2.0, 12.0, 0.5
 
+#: Likewise for the size of K's largest channel over that of its median one.
+LARGE = 4.0
+
 #: Another recipe is recommended where its error is at most this much of that of the one asked for.
 BETTER = 0.8
 
@@ -94,7 +97,8 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[M
 
     Every recipe is run in full. Errors are those of `ROWS` random rows, the same every time, of up to `HEADS` heads,
     against fp64 on the unquantised tensors, in memory that does not grow with the length. The findings look at the
-    same heads: channels of K with a bias, outliers of Q and K, and a V whose mean changes along the keys.
+    same heads: channels of K with a bias, large channels of K and what equalising leaves of them, outliers of Q and K,
+    and a V whose mean changes along the keys.
 
     With a `block_mask` these errors are against fp64 with the same mask. What the mask leaves out is `pattern`, apart.
 
@@ -288,7 +292,11 @@ def _findings(sample: _Sample, recipe: Recipe, sums_in_fp32: bool) -> Iterator[s
         bias = max(_largest_bias(k) for k in sample.keys_of(sample.k, rotated=True)) if sample.N >= MIN_RUN else 0.0
         if bias > BIASED:
             helps = "it is subtracted first" if recipe.smooth_k else "smooth_k=True subtracts it first"
-            yield f"K has a channel whose mean is {bias:.3g} times its spread: {helps}; in a KV cache `steady_k_mean`."
+            yield f"K has a channel whose mean is {bias:.3g} times its spread: {helps}; in a cache `cache_constants`."
+        large, equalised = max(_largest_channels(sample), default=(0.0, 0.0))
+        if sample.N >= MIN_RUN and large > LARGE:
+            helps = "equalising leaves" if recipe.equalise else "equalise=True leaves"
+            yield f"K has a channel {large:.3g} times as large as its median one: {helps} {equalised:.2g} times."
         for name, heads in (("Q", sample.query_heads()), ("K", sample.key_heads(sample.k))):
             largest = max(_largest_entry(x) for x in heads)
             if largest > OUTLYING:
@@ -304,6 +312,28 @@ def _findings(sample: _Sample, recipe: Recipe, sums_in_fp32: bool) -> Iterator[s
 def _largest_bias(k: torch.Tensor) -> float:
     """The largest mean of a channel over the root mean square of the channel without it: [keys, D]."""
     return (k.mean(0).abs() / k.std(0, unbiased=False).clamp_min(torch.finfo(k.dtype).tiny)).amax().item()
+
+
+def _largest_channels(sample: _Sample) -> Iterator[tuple[float, float]]:
+    """The size of each head's largest channel of K over that of its median one: as it is, and equalised with Q's.
+
+    Sizes are as `preprocess.lib.equalise` has them, about the mean and of more rows. A head yields nothing where no size is known.
+    """
+    queries: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for (b, _h, kv), rows in zip(sample.heads, sample.queries(), strict=True):
+        queries.setdefault((b, kv), []).append(rows)
+    for k, q in zip(sample.keys_of(sample.k, rotated=True), queries.values(), strict=True):
+        # [D]
+        q_size, k_size = (
+            torch.minimum(x[::2].sum(0), x[1::2].sum(0)) for x in (torch.cat(q).abs(), (k - k.mean(0)).abs())
+        )
+        ratio = (k_size / q_size).log2()
+        known = ratio.isfinite()
+        if known.any():
+            exponent = ((ratio - ratio[known].mean()) / 2).round()
+            of_k = k_size[known], (k_size / exponent.exp2())[known]
+            large, equalised = ((size.amax() / size.median()).item() for size in of_k)
+            yield large, equalised
 
 
 def _largest_entry(x: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ from helion_attn.names import named, options_of
 from helion_attn.ops.attention import Choice, Shape
 from helion_attn.ops.dense import shape_of_dense
 from helion_attn.plans import Plan
-from helion_attn.types import BALANCED, CallOptions, RMSNorm, Rope, is_auto
+from helion_attn.types import BALANCED, CallOptions, Recipe, RMSNorm, Rope, is_auto
 from helion_attn.validate.dense import check_is_norm
 
 if TYPE_CHECKING:
@@ -312,12 +312,13 @@ def _heads_at_once(a: Shape, choice: Choice, sm_count: int) -> int:
 
 
 def _reasons(a: Shape, choice: Choice, sm_count: int, device: str) -> tuple[str, ...]:
-    """A sentence each: on the kernel, the tile, the splits and the groups."""
+    """A sentence each: on the kernel, the tile, the splits, the groups and the channels."""
     return (
         _why_kernel(a, choice),
         _why_tile(choice, device),
         _why_splits(a, choice, sm_count),
         _why_groups(a, choice),
+        _why_channels(a.recipe),
     )
 
 
@@ -372,3 +373,12 @@ def _why_groups(a: Shape, choice: Choice) -> str:
     if isinstance(choice.tile, LargeTileConfig):
         return "heads do not share tiles: fp8_attn_fwd_large_d has a tile for each"
     return f"heads do not share tiles: {a.m_len} queries of {group} heads would not fill an eighth fewer tiles together"
+
+
+def _why_channels(recipe: Recipe) -> str:
+    if recipe.equalise:
+        return (
+            "channels of Q and K are equalised before they are rounded: helion_attn.check says what that leaves of them"
+        )
+    why = "the recipe has equalise=False" if recipe.bits[0] == 8 else "Q and K have 16 bits"
+    return f"channels of Q and K are not equalised: {why}"

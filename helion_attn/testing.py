@@ -19,6 +19,8 @@ from unittest import mock
 import torch
 
 from helion_attn.compiler.passes.outcome import Outcome
+from helion_attn.reference.rope import apply_rope_qk
+from helion_attn.types import Rope
 
 #: Registers and shared memory of one Hopper SM (CUDA programming guide, compute capability 9.0).
 REGISTERS_PER_SM = 65536
@@ -34,6 +36,17 @@ SINK_SHARES = {"sink_v_small_50": 0.5, "sink_v_small_90": 0.9, "sink_v_small_99"
 #: Inputs that only the accuracy benchmark has: what trained models do to K, what a sum in the tensor core loses, and
 #: what a P of 8 bits loses behind a sink.
 HARD_KINDS = ("k_channels", "qk_channels", "v_drifts", "v_drifts_16k", "v_drifts_2k", "wide", *SINK_SHARES)
+
+#: Inputs whose K has its size in few channels of either sign, so that no mean takes it away: how many, how many times
+#: as large they are, and by which power of that those of Q are divided.
+LARGE_CHANNELS = {
+    f"k{count}x{factor}{suffix}": (count, factor, power)
+    for count, factor in ((3, 8), (3, 30), (2, 100), (8, 10))
+    for suffix, power in (("", 0.5), ("q", 1.0), ("b", 0.0))
+}
+
+#: And pairs that RoPE has turned, and channels of log-normal sizes.
+CHANNEL_KINDS = (*LARGE_CHANNELS, "k_pairs", "k_lognormal")
 
 #: Keys of a period of V's mean; the length itself where there is none.
 DRIFT_PERIODS = {"v_drifts": None, "v_drifts_16k": 16384, "v_drifts_2k": 2048}
@@ -69,6 +82,10 @@ def make_qkv(
             K times 3, so that scores are nine times as wide. "sink_v_small_50", "sink_v_small_90" and
             "sink_v_small_99": the first key holds about so many percent of every row's probability, more where a mask
             hides others, and its V is a twentieth of theirs. Without that key it is the same input without a sink.
+            "k3x30": 3 channels of K are 30 times as large, with either sign, and the same of Q are divided by the root
+            of 30; of "k3x30q" by 30, of "k3x30b" by nothing. "k3x8", "k2x100" and "k8x10", also with "q" and "b", are
+            others. "k_pairs": RoPE has turned Q and K, of which 2 pairs of channels are 30 times as large, and divided
+            by the root. "k_lognormal": a channel's size is exp(N(0, 1)) in K and exp(N(0, 0.25)) in Q.
         B: batch size; and H, H_kv, M, N, D as everywhere.
         dtype: of the tensors.
         device: where they are made (the values depend on it).
@@ -111,6 +128,21 @@ def make_qkv(
         v = v + drift(N, DRIFT_PERIODS[kind] or N, device=device)[:, None]
     elif kind == "wide":
         q, k = 3 * q, 3 * k
+    elif kind in LARGE_CHANNELS:
+        count, factor, power = LARGE_CHANNELS[kind]
+        large = torch.randperm(D, device=device, generator=generator)[:count]
+        q[..., large] /= factor**power
+        k[..., large] *= factor
+    elif kind == "k_pairs":
+        first = torch.randperm(D // 2, device=device, generator=generator)[:2]
+        large = torch.cat([first, first + D // 2])
+        q[..., large] /= 30**0.5
+        k[..., large] *= 30
+        angles = torch.outer(torch.arange(max(M, N)), 10000.0 ** (-torch.arange(D // 2) / (D // 2))).to(device)
+        positions = torch.arange(N - M, N, device=device).clamp_min(0)
+        q, k = apply_rope_qk(q, k, Rope(angles.cos(), angles.sin(), q_positions=positions))
+    elif kind == "k_lognormal":
+        q, k = q * torch.exp(0.5 * randn(D)), k * torch.exp(randn(D))
     elif kind in SINK_SHARES:
         # All queries share a direction u that the first key alone has: scores of the others are N(0, |q|^2 / D).
         u = torch.nn.functional.normalize(randn(D), dim=0)
@@ -123,7 +155,7 @@ def make_qkv(
         k[:, :, 0] = length * u
         v[:, :, 0] *= 0.05
     elif kind != "randn":
-        raise ValueError(f"kind is {kind!r}; it must be one of {(*INPUT_KINDS, *HARD_KINDS)}")
+        raise ValueError(f"kind is {kind!r}; it must be one of {(*INPUT_KINDS, *HARD_KINDS, *CHANNEL_KINDS)}")
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 

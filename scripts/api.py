@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 #: Every name of `helion_attn.__all__` but the modules, in the order of the page.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Attention": ("attention", "quantize", "attention_quantized", "pack", "dequantize", "attention_varlen"),
-    "KV cache": ("paged_kv_cache", "steady_k_mean", "append_kvcache", "attention_kvcache"),
+    "KV cache": ("paged_kv_cache", "cache_constants", "append_kvcache", "attention_kvcache"),
     "Recipes and types": (
         *("Recipe", "FAST", "BALANCED", "ACCURATE", "HYBRID", "BF16", "Rope", "RMSNorm", "BlockMask"),
         *("QuantizedQKV", "PagedKVCache"),

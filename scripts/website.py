@@ -22,7 +22,7 @@ from mkdocs.config import load_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-PLOTS = sorted(ROOT.glob("benchmarks/results/*.png"))
+PLOTS = sorted([*ROOT.glob("benchmarks/results/*.png"), *ROOT.glob("docs/*.png")])
 LINK = re.compile(r"(?<!!)\[([^]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 import helion_attn as ha
 from helion_attn.reference.rope import apply_rope_qk
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import LARGE_CHANNELS, make_qkv, relative_error
 from helpers.cases import IN_E4M3
 
 module: Any = inspect.getmodule(ha.check)
@@ -97,6 +98,8 @@ def hard(name: str, N: int = 1024, D: int = 32) -> tuple[torch.Tensor, torch.Ten
         q[..., 3, 5] = 90
     if name == "k_bias":
         k[..., 7] += 20
+    if name.startswith("k3x"):
+        q, k, v = make_qkv(name, 1, 1, 1, 16, N, 64)
     if name == "drift":
         v += 3 * torch.sign(torch.sin(2 * math.pi * torch.arange(N) / N))[:, None]
     return q, k, v
@@ -115,10 +118,36 @@ def hard(name: str, N: int = 1024, D: int = 32) -> tuple[torch.Tensor, torch.Ten
 )
 def test_findings(name: str, recipe: ha.Recipe, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMPARED", {})
-    findings = ha.check(*hard(name), recipe=recipe).findings
+    findings = [x for x in ha.check(*hard(name), recipe=recipe).findings if "median" not in x]
     assert len(findings) == (3 if name == "outliers" else 2), findings
     assert all(said in finding for finding in findings[:-1])
     assert findings[-1].startswith("No preset")
+
+
+@pytest.mark.parametrize(("recipe", "said"), [(ha.BALANCED, "equalising leaves"), (IN_E4M3, "equalise=True leaves")])
+@pytest.mark.parametrize("kind", ["k3x8q", "k3x30"])
+def test_large_channels_are_named(kind: str, recipe: ha.Recipe, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their size, and what the root of the ratio of K's to Q's leaves of it, to a power of two."""
+    monkeypatch.setattr(module, "COMPARED", {})
+    finding = ha.check(*hard(kind), recipe=recipe).findings[0]
+    found = re.fullmatch(
+        rf"K has a channel ([\d.]+) times as large as its median one: {said} ([\d.]+) times\.", finding
+    )
+    assert found, finding
+    _count, factor, power = LARGE_CHANNELS[kind]
+    large, left = map(float, found.groups())
+    assert large == pytest.approx(factor, rel=0.2)
+    assert factor ** ((1 - power) / 2) / 2 < left < factor ** ((1 - power) / 2) * 2.2
+
+
+def test_a_head_without_sizes_has_no_large_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one of zeros, nor a key that alone is large: the equaliser leaves both."""
+    monkeypatch.setattr(module, "COMPARED", {})
+    q, k, v = hard("none")
+    huge = k.clone()
+    huge[:, :, 0, 3] = 300
+    for of_q, of_k in ((q * 0, k), (q, k * 0 + 1), (q, huge)):
+        assert not any("median" in finding for finding in ha.check(of_q, of_k, v).findings)
 
 
 def test_nothing_is_found_in_normal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,3 +202,15 @@ def test_what_a_gpu_launched(D: int) -> None:
         assert found.tile is not None
         assert found.registers <= found.tile.max_registers
         assert found.spills == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (ha.FAST, "are equalised before they are rounded"),
+        (dataclasses.replace(ha.BALANCED, equalise=False), "not equalised: the recipe has equalise=False"),
+        (ha.BF16, "not equalised: Q and K have 16 bits"),
+    ],
+)
+def test_it_says_whether_channels_are_equalised(recipe: ha.Recipe, said: str) -> None:
+    assert said in str(explained((1, 2, 2, 64, 200, 64), recipe=recipe))

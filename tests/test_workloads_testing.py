@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from helion_attn.testing import (
+    CHANNEL_KINDS,
     HARD_KINDS,
     INPUT_KINDS,
+    LARGE_CHANNELS,
     SINK_SHARES,
     Sm90Kernel,
     drift,
@@ -68,7 +70,7 @@ def test_ci_covers_what_can_go_wrong() -> None:
     assert any(w.N == 1 for w in ci)
 
 
-@pytest.mark.parametrize("kind", [*INPUT_KINDS, *HARD_KINDS])
+@pytest.mark.parametrize("kind", [*INPUT_KINDS, *HARD_KINDS, *CHANNEL_KINDS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_make_qkv(dtype: torch.dtype, kind: str, device: str) -> None:
     q, k, v = make_qkv(kind, *SHAPE, dtype, device)
@@ -123,6 +125,31 @@ def test_hard_kinds_are_what_they_say() -> None:
     v = make_qkv("v_drifts", *shape, torch.float32)[2] - plain[2]
     assert torch.allclose(v[:, :, :500], torch.tensor(3.0), atol=1e-5)
     assert torch.allclose(v[:, :, 500:], torch.tensor(-3.0), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LARGE_CHANNELS)
+def test_large_channels_are_what_they_say(kind: str) -> None:
+    shape = (2, 4, 2, 200, 300, 128)
+    (q, k, v), plain = make_qkv(kind, *shape, torch.float32), make_qkv("randn", *shape, torch.float32)
+    count, factor, power = LARGE_CHANNELS[kind]
+    large = (k != plain[1]).any(2).all(0).all(0)
+    assert large.sum() == count
+    assert torch.equal(k, torch.where(large, plain[1] * factor, plain[1]))
+    assert torch.allclose(q, torch.where(large, plain[0] / factor**power, plain[0]))
+    assert torch.equal(v, plain[2])
+
+
+def test_models_large_channels_are_what_they_say() -> None:
+    """Pairs stay large in every row, and rotated scores are those of the distance."""
+    q, k, _ = make_qkv("k_pairs", 1, 2, 1, 100, 300, 64, torch.float32)
+    sizes = k.square().mean((0, 1, 2)).sqrt()
+    large = sizes.topk(4).indices.sort().values
+    assert torch.equal(large[:2] + 32, large[2:])
+    assert (sizes[large] > 20).all()
+    assert sizes.sort().values[:-4].max() < 2
+    assert q[..., large].std() < 0.3 < 0.8 < q.std()
+    sizes = make_qkv("k_lognormal", 1, 1, 1, 100, 2000, 256, torch.float32)[1].std(2)
+    assert 0.8 < sizes.log().std() < 1.2
 
 
 def test_drift() -> None:

@@ -26,6 +26,7 @@ from benchmarks import (
     attention,
     auto,
     cells,
+    channels,
     decode,
     distributed,
     drift,
@@ -60,7 +61,15 @@ from helion_attn.integrations.diffusers_fused import Processor
 from helion_attn.integrations.transformers_fused import FusedAttention
 from helion_attn.kernels import attention as attention_kernel
 from helion_attn.numerics import takes_bits
-from helion_attn.testing import HARD_KINDS, INPUT_KINDS, OUTLIER_CHANNELS, SINK_SHARES, make_qkv, relative_error
+from helion_attn.testing import (
+    CHANNEL_KINDS,
+    HARD_KINDS,
+    INPUT_KINDS,
+    OUTLIER_CHANNELS,
+    SINK_SHARES,
+    make_qkv,
+    relative_error,
+)
 from helpers import ranks
 from helpers.offline import MEASURED, SPILLED, launching
 
@@ -94,7 +103,10 @@ def test_accuracy(tmp_path: Path) -> None:
     presets = ("fast", "balanced", "accurate", "hybrid", "bf16")
     assert long == [(kind, preset) for kind in accuracy.KINDS for preset in presets]
     assert not [row["error_message"] for row in loaded["hard"]["rows"] if "error_message" in row]
-    (inputs,), (drifts,) = hard.tables(loaded), drift.tables(loaded)
+    (inputs,), (large,), (drifts,) = hard.tables(loaded), channels.tables(loaded), drift.tables(loaded)
+    forms = [*CHANNEL_KINDS, *(f"{kind}, {form}" for form in ("grouped", "causal") for kind in channels.EVERYWHERE)]
+    assert sorted(line[1] for line in large.body) == sorted(forms)
+    assert all(0 < float(x) < 0.5 for line in large.body for x in line[3:])
     both_masks = [name for kind in SINK_SHARES for name in (kind, f"{kind}, causal")]
     assert [line[0] for line in inputs.body] == [*(kind for kind in HARD_KINDS if kind not in SINK_SHARES), *both_masks]
     assert all(0 < float(x) < 0.5 for line in inputs.body for x in line[3:])
@@ -1042,6 +1054,25 @@ def test_the_front_page_has_the_accurate_peers_and_every_8_bit_preset(results: L
     assert names[0] == "BALANCED"
     assert errors.body[0][-1] == "1.00"
     assert "-" not in [figure for line in errors.body for figure in line[2:6]]
+
+
+def test_the_front_page_has_large_channels_once_they_are_measured(results: Loaded) -> None:
+    hard_rows = results["hard"]["rows"]
+    without = {**results, "hard": results["hard"] | {"rows": [row for row in hard_rows if row["part"] != "channels"]}}
+    (row,) = [
+        row
+        for row in hard_rows
+        if (row["part"], row["input"], row["recipe"], row["D"], row["N"]) == ("hard", "wide", "balanced", 128, 131072)
+    ]
+    row = row | {"part": "channels", "input": "k3x30", "H": channels.KV_HEADS, "error_total": 0.0321}
+    loaded = {**results, "hard": results["hard"] | {"rows": [*without["hard"]["rows"], row]}}
+    (before,), (after,) = front.error_tables(without), front.error_tables(loaded)
+    assert "K in few channels" not in before.headers
+    at = after.headers.index("K in few channels")
+    assert {line[0]: line[at] for line in after.body if line[at] != "-"} == {"BALANCED": "0.0321"}
+    assert [[*line[:at], *line[at + 1 :]] for line in after.body] == before.body
+    (table,) = channels.tables(loaded)
+    assert table.body == [["131072", "k3x30", "128", "0.0321"]]
 
 
 def test_a_time_of_the_front_page_is_over_the_default() -> None:

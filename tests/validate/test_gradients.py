@@ -44,6 +44,7 @@ CALLS: dict[str, Call] = {
     "attention": lambda x: ha.attention(X, x, X),
     "attention_kvcache": lambda x: ha.attention_kvcache(x, CACHE, TABLE, LENGTHS),
     "attention_varlen": lambda x: ha.attention_varlen(TOKENS, x[0], TOKENS, ENDS, ENDS),
+    "cache_constants": lambda x: ha.cache_constants(X, x),
     "check": lambda x: ha.check(X, x, X),
     "flash_attn_func": lambda x: ha.flash_attn_func(X, X, x),
     "flash_attn_kvpacked_func": lambda x: ha.flash_attn_kvpacked_func(X, torch.stack([x, X], 2)),
@@ -64,7 +65,6 @@ CALLS: dict[str, Call] = {
     "reflect": lambda x: ha.reflect(x),
     "scaled_dot_product_attention": lambda x: ha.scaled_dot_product_attention(x, X, X),
     "sdpa": sdpa_inside,
-    "steady_k_mean": lambda x: ha.steady_k_mean(x),
 }
 
 #: Those that compute nothing of such tensors; what quantising made of them is tried in test_validation.py.
