@@ -317,7 +317,8 @@ def _largest_bias(k: torch.Tensor) -> float:
 def _largest_channels(sample: _Sample) -> Iterator[tuple[float, float]]:
     """The size of each head's largest channel of K over that of its median one: as it is, and equalised with Q's.
 
-    Sizes are as `preprocess.lib.equalise` has them, about the mean and of more rows. A head yields nothing where no size is known.
+    Sizes are as `preprocess.lib.equalise` has them, about the mean and of more rows. A head yields nothing where no
+    size is known.
     """
     queries: dict[tuple[int, int], list[torch.Tensor]] = {}
     for (b, _h, kv), rows in zip(sample.heads, sample.queries(), strict=True):
