@@ -169,9 +169,8 @@ def _channel_factors(q: torch.Tensor, k: torch.Tensor, smooth_k: bool, rows: int
     if not pairs:
         return torch.ones_like(k[:, :, 0])
     # [B, H_kv, D]
-    k_size, q_size = (
-        torch.minimum(x[:, :, ::2].abs().sum(2), x[:, :, 1::2].abs().sum(2)) for x in (differences, queries)
-    )
+    finite = (torch.where(x.abs() < math.inf, x.abs(), 0.0) for x in (differences, queries))
+    k_size, q_size = (torch.minimum(x[:, :, ::2].sum(2), x[:, :, 1::2].sum(2)) for x in finite)
     known = (k_size > 0) & (q_size > 0) & k_size.isfinite() & q_size.isfinite()
     # As the bits of floats have it: linear between powers of two.
     distance = (k_size.view(torch.int32) - q_size.view(torch.int32)).float() * 2.0**-23

@@ -88,27 +88,27 @@ def test_a_row_that_is_not_finite_is_alone(device: str) -> None:
 def test_where_it_is_not_done() -> None:
     q, no_rope = torch.empty(1, 2, 100, 64, dtype=torch.bfloat16), NO_ROPE_ARGUMENTS
     choice = Choice(tile_config(64, True), splits=1, pack_gqa=False)
-    assert dense.quantises_q(q, no_rope, ha.BALANCED, choice)
-    assert not dense.quantises_q(q, no_rope, ha.ACCURATE, choice)
-    assert not dense.quantises_q(q, no_rope, ha.BF16, choice)
-    assert not dense.quantises_q(q, no_rope, ha.HYBRID, choice)
+    assert dense.quantises_q(q, no_rope, ha.BALANCED.resolved, choice)
+    assert not dense.quantises_q(q, no_rope, ha.ACCURATE.resolved, choice)
+    assert not dense.quantises_q(q, no_rope, ha.BF16.resolved, choice)
+    assert not dense.quantises_q(q, no_rope, ha.HYBRID.resolved, choice)
     assert not dense.quantises_q(
         q, NO_ROPE_ARGUMENTS, ha.Recipe(qk_dtype=torch.float8_e4m3fn, q_scales="block"), choice
     )
-    assert not dense.quantises_q(q, no_rope, ha.BALANCED, choice._replace(splits=2))
-    assert not dense.quantises_q(q, no_rope, ha.BALANCED, choice._replace(pack_gqa=True))
-    assert not dense.quantises_q(q, no_rope, ha.BALANCED, choice._replace(tile=tile_config(128, True)))
+    assert not dense.quantises_q(q, no_rope, ha.BALANCED.resolved, choice._replace(splits=2))
+    assert not dense.quantises_q(q, no_rope, ha.BALANCED.resolved, choice._replace(pack_gqa=True))
+    assert not dense.quantises_q(q, no_rope, ha.BALANCED.resolved, choice._replace(tile=tile_config(128, True)))
     # Rows that are no multiple of 16 bytes apart, and single elements.
     assert not dense.quantises_q(
-        torch.empty(1, 2, 100, 65, dtype=q.dtype)[..., :64], NO_ROPE_ARGUMENTS, ha.BALANCED, choice
+        torch.empty(1, 2, 100, 65, dtype=q.dtype)[..., :64], NO_ROPE_ARGUMENTS, ha.BALANCED.resolved, choice
     )
-    assert not dense.quantises_q(q.transpose(2, 3).contiguous().transpose(2, 3), no_rope, ha.BALANCED, choice)
+    assert not dense.quantises_q(q.transpose(2, 3).contiguous().transpose(2, 3), no_rope, ha.BALANCED.resolved, choice)
     shifted = torch.empty(12801, dtype=q.dtype)[1:].view(1, 2, 100, 64)
-    assert not dense.quantises_q(shifted, no_rope, ha.BALANCED, choice)
+    assert not dense.quantises_q(shifted, no_rope, ha.BALANCED.resolved, choice)
     of_all, of_half = (rope_arguments(ha.Rope(torch.ones(9, n), torch.ones(9, n))) for n in (32, 16))
-    assert dense.quantises_q(q, of_all, ha.BALANCED, choice)
-    assert not dense.quantises_q(q.float(), no_rope, ha.BALANCED, choice)
-    assert not dense.quantises_q(q, of_half, ha.BALANCED, choice)
+    assert dense.quantises_q(q, of_all, ha.BALANCED.resolved, choice)
+    assert not dense.quantises_q(q.float(), no_rope, ha.BALANCED.resolved, choice)
+    assert not dense.quantises_q(q, of_half, ha.BALANCED.resolved, choice)
 
 
 def compiled(recipe: ha.Recipe, causal: bool, dtype: torch.dtype, rotates: bool, return_lse: bool) -> Sm90Kernel:

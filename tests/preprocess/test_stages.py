@@ -270,7 +270,11 @@ BAD_ROPE: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["rope.q_positions is a tensor", "None", "positions of x"],
     ),
-    "positions_of_floats": ({"positions": table(5)}, TypeError, ["positions is tensor", "int32 or int64"]),
+    "positions_of_floats": (
+        {"positions": table(5)},
+        TypeError,
+        ["positions is a Tensor of torch.float32", "int32 or int64"],
+    ),
     "positions_too_many": (
         {"positions": torch.zeros(6, dtype=torch.int32)},
         ValueError,

@@ -18,6 +18,12 @@ from helion_attn.compiler.helion_adapter import hl
 from helion_attn.numerics import MAX_CHANNEL_FACTOR_LOG2
 
 
+def finite_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """Return |x|, 0 of what is not finite, so that a row with a NaN moves no factor much. Inlined into kernels."""
+    magnitude = torch.abs(x)
+    return torch.where(magnitude < float("inf"), magnitude, 0.0)
+
+
 def channel_sizes(
     k: torch.Tensor,  # [n, D_row]
     q: torch.Tensor,  # [n, D_row]
@@ -26,7 +32,7 @@ def channel_sizes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return sizes of channels, [D_row] each, of differences of K's rows and of Q's rows. Inlined into kernels."""
     # [n, D_row, 2]: one exchange between warps for both.
-    both = hl.join(torch.abs(k), torch.abs(q))
+    both = hl.join(finite_magnitude(k), finite_magnitude(q))
     return hl.split(torch.amin(both.reshape(n // 2, 2, d_row, 2).sum(0), 0))
 
 
