@@ -276,4 +276,5 @@ def _text_of_cache(cache: dict[str, Any]) -> str:
     k8, D, D_v = cache["k8"], cache["D"], cache["D_v"]
     recipe = "balanced" if k8.dtype == torch.int8 else "fast"
     mean = "" if cache["k_mean"] is None else f", k_mean=torch.randn({k8.size(1)}, {D})"
-    return f"ha.paged_kv_cache({k8.size(0)}, {k8.size(1)}, {D}, D_v={D_v}{_on(k8)}, recipe={recipe!r}{mean})"
+    factors = "" if cache["channel_factors"] is None else f", channel_factors=torch.ones({k8.size(1)}, {D})"
+    return f"ha.paged_kv_cache({k8.size(0)}, {k8.size(1)}, {D}, D_v={D_v}{_on(k8)}, recipe={recipe!r}{mean}{factors})"

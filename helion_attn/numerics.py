@@ -84,7 +84,10 @@ SAMPLED_HEADROOM = {"head": 8.0, "channel": 64.0}
 #: only add to small entries, such as those of V at an attention sink.
 SIGNIFICANT_MEAN = 0.7
 
-#: Factors of channels lie in 2**-32..2**32 (`preprocess.lib.equalise`).
+#: Fewer rows of Q, or pairs of rows of K, give no factors of channels (`preprocess.lib.equalise`): they would be noise.
+LEAST_EQUALISED_ROWS = 16
+
+#: Factors of channels lie in 2**-32..2**32.
 MAX_CHANNEL_FACTOR_LOG2 = 32.0
 
 

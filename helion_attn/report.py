@@ -159,6 +159,8 @@ def _keys_and_values(cache: PagedKVCache, pages: torch.Tensor) -> tuple[torch.Te
     v = v * cache.v_descale[pages].unsqueeze(3)
     # [H_kv, keys, D]
     k, v = (x.transpose(0, 1).flatten(1, 2) for x in (k, v))
+    if cache.channel_factors is not None:
+        k = k * cache.channel_factors.unsqueeze(1)
     if cache.k_mean is not None:
         k = k + cache.k_mean.unsqueeze(1)
     return k[None, ..., : cache.D], v[None, ..., : cache.D_v]

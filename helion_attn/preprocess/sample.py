@@ -24,7 +24,13 @@ from helion_attn.kernels.lib.inline_asm import maximum, minimum
 from helion_attn.kernels.lib.norm import NO_NORM, OVER_HEADS, Norms
 from helion_attn.kernels.lib.rope import NO_ROPE, RopeTables, rope_rows
 from helion_attn.kernels.lib.strided import StridedQKV, load_rows
-from helion_attn.numerics import SAMPLED_HEADROOM, SAMPLED_KEYS, SIGNIFICANT_MEAN, equalised_rows
+from helion_attn.numerics import (
+    LEAST_EQUALISED_ROWS,
+    SAMPLED_HEADROOM,
+    SAMPLED_KEYS,
+    SIGNIFICANT_MEAN,
+    equalised_rows,
+)
 from helion_attn.preprocess.lib.equalise import channel_factors_of, channel_sizes
 from helion_attn.preprocess.sequences import Sequences, fields_of, key_source, offset_of
 from helion_attn.types import Recipe
@@ -111,8 +117,8 @@ def sampled_queries(
     varlen: hl.constexpr,
     wide: hl.constexpr,
     is_cuda: hl.constexpr,
-) -> tuple[Any, Any, Any]:
-    """The sample of a group's queries: how many a head has, and of each row where its head begins, and itself.
+) -> tuple[Any, Any, Any, Any]:
+    """Return a group's sampled queries: how many a head has, how many are taken of it, where heads begin, rows.
 
     Rows come in turn from the group's first heads, two to `members_log2`, and are past the end where there are no more.
     """
@@ -136,7 +142,8 @@ def sampled_queries(
     member = i - (of_head << members_log2)
     if wide:
         member = member.to(torch.int64)
-    return size, offset + member * h_step * unit, torch.where(of_head < own_count, of_head * own_every, size)
+    rows_of_heads = torch.where(of_head < own_count, of_head * own_every, size)
+    return size, own_count, offset + member * h_step * unit, rows_of_heads
 
 
 def transformed_rows(
@@ -211,6 +218,7 @@ class SampleSpec(NamedTuple):
         step: keys that a program reads at once.
         samples: keys of a sample, at most.
         equalised_rows: rows of Q, and pairs of rows of K, that give the factors of channels.
+        least_rows: fewer give none.
         headroom: what V's maxima are multiplied by.
         threshold: of significant means, as `SIGNIFICANT_MEAN` has it.
         smooth_k: K's mean is subtracted.
@@ -238,6 +246,7 @@ class SampleSpec(NamedTuple):
     step: int
     samples: int
     equalised_rows: int
+    least_rows: int
     headroom: float
     threshold: float
     smooth_k: bool
@@ -287,6 +296,7 @@ def sample(
     equalised_every: int,
     q_count: int,
     q_every: int,
+    least_queries: int,
     q_b_step: int,
     q_h_step: int,
     q_s_step: int,
@@ -352,7 +362,7 @@ def sample(
             sequences, k_blocks, eq, H_kv, N, equalised_pairs, equalised_every, k_b_step, k_h_step, k_s_step,
             spec.equalised_rows, 2, spec.unit, spec.varlen, spec.wide, spec.is_cuda,
         )  # fmt: skip
-        q_known, q_offset, q_rows = sampled_queries(
+        q_known, q_sampled, q_offset, q_rows = sampled_queries(
             sequences, eq, H_kv, members_log2, group, M, q_count, q_every, q_b_step, q_h_step, q_s_step,
             spec.equalised_rows, spec.unit, spec.varlen, spec.wide, spec.is_cuda,
         )  # fmt: skip
@@ -380,6 +390,9 @@ def sample(
             spec.rotary, spec.pairing, spec.explicit_q_positions, spec.q_normed, spec.q_eps,
         )  # fmt: skip
         k_size, q_size = channel_sizes(x, y, spec.equalised_rows, d_row)
+        none = hl.zeros([d_row], dtype=torch.int32)
+        enough = (pairs + none >= spec.least_rows) & (q_sampled + none >= least_queries)
+        k_size = torch.where(enough, k_size, 0.0)
         hl.store(channel_factors, [eq, hl.arange(d_row)], channel_factors_of(k_size, q_size))
 
     for head, v_part in hl.grid([v_heads, d_tiles]):
@@ -494,6 +507,7 @@ def launch(
             "equalised_every": (source.N // count) * (count // max(2 * pairs, 1)),
             "q_count": q_count,
             "q_every": source.M // max(q_count, 1),
+            "least_queries": -(-LEAST_EQUALISED_ROWS >> members_log2),
             "table_rows": rope.table_rows,
             "spec": SampleSpec(
                 q_d_step=source.d_steps[0],
@@ -506,6 +520,7 @@ def launch(
                 step=min(SAMPLED_KEYS, elements // d_tile),
                 samples=SAMPLED_KEYS,
                 equalised_rows=rows,
+                least_rows=LEAST_EQUALISED_ROWS,
                 headroom=SAMPLED_HEADROOM.get(recipe.v_scales, 1.0),
                 threshold=SIGNIFICANT_MEAN,
                 smooth_k=recipe.smooth_k,

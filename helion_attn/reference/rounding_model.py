@@ -21,6 +21,7 @@ from helion_attn.numerics import (
     E4M3_STEPS,
     FORMAT_MAX,
     FP16_LARGE,
+    LEAST_EQUALISED_ROWS,
     LN2,
     LOG2E,
     MAX_CHANNEL_FACTOR_LOG2,
@@ -166,7 +167,7 @@ def _channel_factors(q: torch.Tensor, k: torch.Tensor, smooth_k: bool, rows: int
     every = N // count * (count // max(2 * pairs, 1))
     keys = k[:, :, torch.arange(2 * pairs, device=k.device) * every].unflatten(2, (2, pairs))
     differences = keys[:, :, 0] - keys[:, :, 1] if smooth_k else keys[:, :, 0]
-    if not pairs:
+    if min(pairs, queries.size(2)) < LEAST_EQUALISED_ROWS:
         return torch.ones_like(k[:, :, 0])
     # [B, H_kv, D]
     finite = (torch.where(x.abs() < math.inf, x.abs(), 0.0) for x in (differences, queries))
