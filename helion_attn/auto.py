@@ -80,7 +80,7 @@ class PyTorchCall(NamedTuple):
 
     @property
     def kernels(self) -> str:
-        """What it launches."""
+        """Name what it launches."""
         return "PyTorch's scaled_dot_product_attention"
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, None]:

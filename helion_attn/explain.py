@@ -230,7 +230,7 @@ class AttentionPlan:
         return (out, lse) if self._return_lse else out
 
     def _unlike(self, texts: dict[str, str]) -> str:
-        """What is not as it was there, in words: the first argument by its name."""
+        """Say in words which argument first differs from the plan's call."""
         for name in (*self._texts, *texts):
             if name not in texts:
                 return f"the plan is for a call with {name}, and {name} is None; pass it, or"
@@ -245,7 +245,7 @@ class AttentionPlan:
 
 
 def _texts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any]) -> dict[str, str]:
-    """What a plan depends on of each argument of a call that is given, in words; of a block mask none."""
+    """Say in words what a plan depends on of each given argument but a block mask."""
     texts = {
         name: f"{x.dtype} {[*x.shape]} with strides {[*x.stride()]} on {x.device}"
         for name, x in (("q", q), ("k", k), ("v", v))

@@ -221,7 +221,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of this module's
 
 
 def kind_of(attn: torch.nn.Module) -> Kind | None:
-    """What a module is; None if it has no fused forward here."""
+    """Return the kind of a module; None if it has no fused forward here."""
     if isinstance(attn, FusedAttention):
         return attn.kind
     cls = type(attn)
