@@ -134,7 +134,8 @@ def cache_constants(
     k_size = turning_sizes(sampled_rows(k) - mean.unsqueeze(1), rotary, interleaved)
     # Of the group's heads together.
     q_size = turning_sizes(sampled_rows(q), rotary, interleaved).unflatten(0, (H_kv, -1)).square().sum(1).sqrt()
-    return mean, channel_factors_of(k_size.mT, q_size.mT).mT.contiguous()
+    rows = q.size(0) * min(min(q.size(2), SAMPLED_KEYS) * q.size(1) // H_kv, min(k.size(2), SAMPLED_KEYS))
+    return mean, channel_factors_of(k_size.mT, q_size.mT, torch.tensor(float(rows))).mT.contiguous()
 
 
 def powers_of_two(x: torch.Tensor) -> torch.Tensor:

@@ -79,8 +79,9 @@ class Recipe:
         equalise: multiply each channel of Q, and divide that of K, by a power of two, per (batch, KV head, channel), so
             that both have like sizes (SmoothQuant, arXiv:2211.10438, does so between activations and weights). Q K^T is
             the same, and channels of K that are much larger than the others leave those their resolution. Sizes are
-            about the mean, of at most 64 rows of Q and of K, evenly spaced. It comes after norms and RoPE, and before
-            `hadamard` and `reflect`. None: for 8-bit Q and K.
+            of at most 64 rows of Q and 64 differences of rows of K, evenly spaced; one query or key gives none, and of
+            few rows only large ratios count. It comes after norms and RoPE, and before `hadamard` and `reflect`. None:
+            for 8-bit Q and K.
         hadamard: rotate Q and K over the head dim, by random signs and a Hadamard matrix (QuIP, arXiv:2307.13304;
             FlashAttention-3, arXiv:2407.08608, section 3.3). Q K^T is the same, and an outlier is spread over all
             channels of a block: as many as the largest power of two up to 128 that divides the head dim, which
@@ -162,6 +163,10 @@ class Recipe:
             raise ValueError(
                 "k_scales is 'head', as of tensors that helion_attn.pack was given: float8_e4m3fn, without equalise, "
                 "hadamard, reflect, smooth_k and center_v; otherwise it must be 'block'"
+            )
+        if self.equalise and self.qk_dtype.itemsize == 2:
+            raise ValueError(
+                f"equalise is True; with qk_dtype {self.qk_dtype} it must be False: each of its numbers has a scale"
             )
         if self.half_scores and self.qk_dtype != torch.float8_e4m3fn:
             raise ValueError(f"half_scores is True; with qk_dtype {self.qk_dtype} it must be False")

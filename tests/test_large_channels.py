@@ -65,7 +65,8 @@ def options_of(form: str, D: int, device: str) -> dict[str, Any]:
 def test_powers_of_two_change_no_bit(form: str, D: int, recipe: ha.Recipe, device: str) -> None:
     if D == 576 and recipe == ha.HYBRID:
         pytest.skip("there is no such kernel")
-    qkv = make_qkv("k_lognormal", 1, H, H_KV, M, N, D, device=device)
+    # Of few rows, as wide ones have, only large ratios give factors.
+    qkv = make_qkv("randn" if D > 256 else "k_lognormal", 1, H, H_KV, M, N, D, device=device)
     options = options_of(form, D, device)
     out, lse = ha.attention(*qkv, recipe=recipe, return_lse=True, **options)
     same, same_lse = ha.attention(*scaled(qkv), recipe=recipe, return_lse=True, **options)
@@ -87,12 +88,12 @@ def test_powers_of_two_in_norms_change_no_bit(span: str, device: str) -> None:
 
 def test_powers_of_two_in_packed_sequences_change_no_bit(device: str) -> None:
     """Each sequence has factors of its own: those of one are the inverse of the other's."""
-    lengths = torch.tensor([0, 40, 100], dtype=torch.int32, device=device)
-    bhsd = make_qkv("k_lognormal", 1, H, H_KV, 100, 100, 64, device=device)
+    lengths = torch.tensor([0, 130, 280], dtype=torch.int32, device=device)
+    bhsd = make_qkv("k_lognormal", 1, H, H_KV, 280, 280, 64, device=device)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in bhsd)
     out = ha.attention_varlen(q, k, v, lengths, lengths)
     factors = powers(64, device).to(q.dtype)
-    of_tokens = torch.cat([factors.expand(40, 1, 64), (1 / factors).expand(60, 1, 64)])
+    of_tokens = torch.cat([factors.expand(130, 1, 64), (1 / factors).expand(150, 1, 64)])
     assert torch.equal(ha.attention_varlen(q / of_tokens, k * of_tokens, v, lengths, lengths), out)
 
 
@@ -190,3 +191,37 @@ def test_normal_numbers_have_the_bits_that_they_have_without(recipe: ha.Recipe, 
     assert (factors_of(qkv) == 1).all()
     without = dataclasses.replace(recipe, equalise=False)
     assert torch.equal(ha.attention(*qkv, recipe=recipe), ha.attention(*qkv, recipe=without))
+
+
+@pytest.mark.parametrize("queries", [1, 2, 5, 16, 128])
+@pytest.mark.parametrize("D", [64, 256])
+def test_noise_gives_no_factor(D: int, queries: int, device: str) -> None:
+    """Of few rows, as wide ones with RoPE and of a short query have."""
+    qkv = make_qkv("randn", 2, H, H_KV, queries, N, D, device=device)
+    found = ha.quantize(*qkv, rope=rope_tables(N, D, device=device)).channel_factors
+    assert found is not None
+    assert (found != 1).double().mean() <= 1e-3
+
+
+@pytest.mark.parametrize("size", [0.0, 0.1])
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_small_heads_of_a_group_decide_nothing(heads: int, size: float, device: str) -> None:
+    """The others' queries tell sizes, whichever heads they are."""
+    q, k, v = make_qkv("k3x30", 1, 4, 1, 128, N, 64, device=device)
+    before = factors_of((q, k, v))
+    for first in range(4 - heads + 1):
+        small = q.clone()
+        small[:, first : first + heads] *= size
+        assert ((factors_of((small, k, v)) / before).log2().abs() <= 1).all()
+
+
+@pytest.mark.parametrize("queries", [2, 5])
+def test_few_queries(queries: int, device: str) -> None:
+    """A ratio of 2**9 stands out of eight rows: two queries of four heads."""
+    q, k, v = make_qkv("randn", 1, 4, 1, queries, N, 64, device=device)
+    k[..., 3] *= 512
+    factors = factors_of((q, k, v))
+    assert (factors[..., 3] >= 8).all()
+    case = make_case((q, k, v), False)
+    out, _ = case.run(torch.float32)
+    case.assert_within_budget(out)

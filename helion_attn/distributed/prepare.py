@@ -111,7 +111,7 @@ def quantized_part(
         told = collectives.gather(told, call.group)
         largest = shared.v_largest(told, call.D, call.D_v)
         if call.recipe.equalise:
-            told_q = shared.in_order(told[:, part.k_rows : -1].unflatten(1, (part.q_rows, -1)), q_samples).flatten(0, 1)
+            told_q = shared.queries_in_order(told[:, part.k_rows : -1], q_samples)
         told = shared.in_order(told[:, : part.k_rows], k_samples)
     tensors = ops.quantize_part(
         QuantizePartProblem(

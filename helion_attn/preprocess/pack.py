@@ -92,8 +92,6 @@ def launch(
     signs, matrix, norm = empty(1), empty(1, 1), 1.0
     if recipe.hadamard:
         signs, matrix, norm = rotation(D, D_row, recipe.hadamard_seed, like.device)
-    # A matrix that mixes all channels has their factors, so that rows need no product.
-    equalise_matrix = recipe.equalise and recipe.hadamard and matrix.size(0) == D_row
     shared = {
         "cos": rope.cos,
         "sin": rope.sin,
@@ -113,8 +111,7 @@ def launch(
         "d_row": D_row,
         "rotary": rope.rotary,
         "pairing": rope.pairing,
-        "equalise_rows": recipe.equalise and not equalise_matrix,
-        "equalise_matrix": equalise_matrix,
+        "equalise": recipe.equalise,
         "hadamard": recipe.hadamard,
         "two_terms": t.two_terms,
         "reflected": reflected_channels(D) if recipe.reflect else 0,

@@ -56,8 +56,7 @@ class PackKVSpec(NamedTuple):
         sum_lost: what rounding takes from V is summed.
         note_peak: V's largest entries are noted.
         smooth_k: K's mean is subtracted.
-        equalise_rows: K's channels are divided by their factors.
-        equalise_matrix: the rotation's matrix has these.
+        equalise: K's channels are divided by their factors.
         hadamard: K is rotated by a Hadamard matrix.
         rotate_first: before its mean is subtracted.
         two_terms: rows are two terms of bf16 in that rotation.
@@ -92,8 +91,7 @@ class PackKVSpec(NamedTuple):
     sum_lost: bool
     note_peak: bool
     smooth_k: bool
-    equalise_rows: bool
-    equalise_matrix: bool
+    equalise: bool
     hadamard: bool
     rotate_first: bool
     two_terms: bool
@@ -113,7 +111,7 @@ def pack_kv(
     v: torch.Tensor,  # flat
     v_amax: torch.Tensor,  # [B * H_kv, D_row]
     k_mean: torch.Tensor,  # [B * H_kv * D_row]
-    channel_factors: torch.Tensor,  # [B * H_kv * D_row] if equalise_rows or equalise_matrix
+    channel_factors: torch.Tensor,  # [B * H_kv * D_row] if equalise
     v_mean: torch.Tensor,  # [B * H_kv, D_v_pad]
     cos: torch.Tensor,  # [table_rows * rotary / 2]
     sin: torch.Tensor,  # [table_rows * rotary / 2]
@@ -205,34 +203,38 @@ def pack_kv(
         first_factor = (kv // H_kv) * N if spec.normed == 2 else 0
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
         first_channel = k_head * spec.d_row
-        # [D_row]
-        rotated_mean = hl.zeros([spec.d_row], dtype=torch.float32)
-        if spec.equalise_matrix:
-            of_head = hl.load(channel_factors, [first_channel + hl.arange(spec.d_row)])
-            matrix = with_factors(matrix, inverse_of_power(of_head))
+        # [D_row], loaded once for several tiles
+        mean = hl.zeros([spec.d_row], dtype=torch.float32)
+        of_channels = hl.zeros([spec.d_row], dtype=torch.float32)
+        if spec.hadamard:
+            if spec.smooth_k:
+                mean = hl.load(k_mean, [first_channel + hl.arange(spec.d_row)])
+            if spec.equalise:
+                of_head = hl.load(channel_factors, [first_channel + hl.arange(spec.d_row)])
+                of_channels = inverse_of_power(of_head)
+            matrix, of_channels = with_factors(matrix, signs, of_channels, spec.d_row, side, spec.equalise)
         if spec.rotate_first:
-            mean = hl.load(k_mean, [first_channel + hl.arange(spec.d_row)])
-            rotated_mean = rotate_mean(mean, matrix, norm)
+            mean = rotate_mean(mean, matrix, norm)
         # [k_tile], what the block's descale must hold
         peak = hl.zeros([k_tile], dtype=torch.float32)
         if spec.k_per_block:
             for k_i in hl.grid(k_index * spec.k_run, k_end):
                 rows = k_i * k_tile + hl.arange(k_tile)
                 x, _, factor = row_tile(
-                    k, cos, sin, k_positions, k_mean, channel_factors, first_channel, rotated_mean, signs, matrix,
+                    k, cos, sin, k_positions, k_mean, channel_factors, first_channel, mean, of_channels, matrix,
                     weight, factors, offset, first_weight, first_factor, rows, row_step, spec.k_d_step, keys,
                     k_channels, 0, table_rows, norm, k_tile, spec.d_row, spec.rotary, side, spec.pairing,
-                    spec.explicit_k_positions, spec.smooth_k, False, spec.equalise_rows, True, spec.hadamard,
+                    spec.explicit_k_positions, spec.smooth_k, False, spec.equalise, True, spec.hadamard,
                     spec.rotate_first, spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1) * factor, spec.is_cuda)
         for k_tile_index in hl.grid(k_index * spec.k_run, k_end):
             rows = k_tile_index * k_tile + hl.arange(k_tile)
             x, _, factor = row_tile(
-                k, cos, sin, k_positions, k_mean, channel_factors, first_channel, rotated_mean, signs, matrix, weight,
+                k, cos, sin, k_positions, k_mean, channel_factors, first_channel, mean, of_channels, matrix, weight,
                 factors, offset, first_weight, first_factor, rows, row_step, spec.k_d_step, keys, k_channels, 0,
                 table_rows, norm, k_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_k_positions,
-                spec.smooth_k, False, spec.equalise_rows, True, spec.hadamard, spec.rotate_first, spec.two_terms,
+                spec.smooth_k, False, spec.equalise, True, spec.hadamard, spec.rotate_first, spec.two_terms,
                 spec.reflected, spec.normed, spec.eps, spec.is_cuda,
             )  # fmt: skip
             descale = rows_descale(x, factor, peak, k_tile, spec.qk_largest, spec.k_unscaled, False, spec.k_per_tile)

@@ -38,8 +38,7 @@ class PackQSpec(NamedTuple):
         q_per_row: Q has a descale a row.
         q_per_tile: Q has a descale a tile, which is a block.
         q_per_block: Q has a descale a block of several tiles.
-        equalise_rows: Q's channels are multiplied by their factors.
-        equalise_matrix: the rotation's matrix has these.
+        equalise: Q's channels are multiplied by their factors.
         shift_lse: rows' products with K's mean are stored.
         hadamard: Q is rotated by a Hadamard matrix.
         two_terms: rows are two terms of bf16 in that rotation.
@@ -65,8 +64,7 @@ class PackQSpec(NamedTuple):
     q_per_row: bool
     q_per_tile: bool
     q_per_block: bool
-    equalise_rows: bool
-    equalise_matrix: bool
+    equalise: bool
     shift_lse: bool
     hadamard: bool
     two_terms: bool
@@ -83,7 +81,7 @@ class PackQSpec(NamedTuple):
 def pack_q(
     q: torch.Tensor,  # flat
     k_mean: torch.Tensor,  # [B * H_kv * D_row] if shift_lse
-    channel_factors: torch.Tensor,  # [B * H_kv * D_row] if equalise_rows or equalise_matrix
+    channel_factors: torch.Tensor,  # [B * H_kv * D_row] if equalise
     cos: torch.Tensor,  # [table_rows * rotary / 2]
     sin: torch.Tensor,  # [table_rows * rotary / 2]
     q_positions: torch.Tensor,  # [M]
@@ -148,29 +146,35 @@ def pack_q(
         first_factor = (q_bh // H) * M if spec.normed == 2 else 0
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
         first_channel = q_kv * spec.d_row
-        no_mean = hl.zeros([spec.d_row], dtype=torch.float32)
-        if spec.equalise_matrix:
-            matrix = with_factors(matrix, hl.load(channel_factors, [first_channel + hl.arange(spec.d_row)]))
+        # [D_row], loaded once for several tiles
+        mean = hl.zeros([spec.d_row], dtype=torch.float32)
+        of_channels = hl.zeros([spec.d_row], dtype=torch.float32)
+        if spec.hadamard:
+            if spec.shift_lse:
+                mean = hl.load(k_mean, [first_channel + hl.arange(spec.d_row)])
+            if spec.equalise:
+                of_channels = hl.load(channel_factors, [first_channel + hl.arange(spec.d_row)])
+            matrix, of_channels = with_factors(matrix, signs, of_channels, spec.d_row, side, spec.equalise)
         # [q_tile], what the block's descale must hold
         peak = hl.zeros([q_tile], dtype=torch.float32)
         if spec.q_per_block:
             for q_i in hl.grid(q_index * spec.q_run, q_end):
                 rows = q_i * q_tile + hl.arange(q_tile)
                 x, _, factor = row_tile(
-                    q, cos, sin, q_positions, k_mean, channel_factors, first_channel, no_mean, signs, matrix, weight,
+                    q, cos, sin, q_positions, k_mean, channel_factors, first_channel, mean, of_channels, matrix, weight,
                     factors, offset, first_weight, first_factor, rows, row_step, spec.q_d_step, queries, q_channels, N -
                     M, table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_q_positions,
-                    False, spec.shift_lse, spec.equalise_rows, False, spec.hadamard, False, spec.two_terms,
+                    False, spec.shift_lse, spec.equalise, False, spec.hadamard, False, spec.two_terms,
                     spec.reflected, spec.normed, spec.eps, spec.is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1) * factor, spec.is_cuda)
         for q_tile_index in hl.grid(q_index * spec.q_run, q_end):
             rows = q_tile_index * q_tile + hl.arange(q_tile)
             x, product, factor = row_tile(
-                q, cos, sin, q_positions, k_mean, channel_factors, first_channel, no_mean, signs, matrix, weight,
+                q, cos, sin, q_positions, k_mean, channel_factors, first_channel, mean, of_channels, matrix, weight,
                 factors, offset, first_weight, first_factor, rows, row_step, spec.q_d_step, queries, q_channels, N - M,
                 table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_q_positions, False,
-                spec.shift_lse, spec.equalise_rows, False, spec.hadamard, False, spec.two_terms, spec.reflected,
+                spec.shift_lse, spec.equalise, False, spec.hadamard, False, spec.two_terms, spec.reflected,
                 spec.normed, spec.eps, spec.is_cuda,
             )  # fmt: skip
             descale = rows_descale(

@@ -25,10 +25,10 @@ from helion_attn.kernels.lib.norm import NO_NORM, OVER_HEADS, Norms
 from helion_attn.kernels.lib.rope import NO_ROPE, RopeTables, rope_rows
 from helion_attn.kernels.lib.strided import StridedQKV, load_rows
 from helion_attn.numerics import (
-    LEAST_EQUALISED_ROWS,
     SAMPLED_HEADROOM,
     SAMPLED_KEYS,
     SIGNIFICANT_MEAN,
+    equalised_heads_log2,
     equalised_rows,
 )
 from helion_attn.preprocess.lib.equalise import channel_factors_of, channel_sizes
@@ -121,6 +121,7 @@ def sampled_queries(
     """Return a group's sampled queries: how many a head has, how many are taken of it, where heads begin, rows.
 
     Rows come in turn from the group's first heads, two to `members_log2`, and are past the end where there are no more.
+    Every second row is a head's every second query, as of K.
     """
     first_head = (kv % H_kv) * group
     size: Any = M
@@ -138,8 +139,9 @@ def sampled_queries(
     else:
         offset = ((kv // H_kv) * b_step + first_head * h_step) * unit
     i = hl.arange(rows)
-    of_head = i >> members_log2
-    member = i - (of_head << members_log2)
+    run = i >> (members_log2 + 1)
+    of_head = run * 2 + (i & 1)
+    member = (i >> 1) - (run << members_log2)
     if wide:
         member = member.to(torch.int64)
     rows_of_heads = torch.where(of_head < own_count, of_head * own_every, size)
@@ -218,7 +220,6 @@ class SampleSpec(NamedTuple):
         step: keys that a program reads at once.
         samples: keys of a sample, at most.
         equalised_rows: rows of Q, and pairs of rows of K, that give the factors of channels.
-        least_rows: fewer give none.
         headroom: what V's maxima are multiplied by.
         threshold: of significant means, as `SIGNIFICANT_MEAN` has it.
         smooth_k: K's mean is subtracted.
@@ -246,7 +247,6 @@ class SampleSpec(NamedTuple):
     step: int
     samples: int
     equalised_rows: int
-    least_rows: int
     headroom: float
     threshold: float
     smooth_k: bool
@@ -296,7 +296,6 @@ def sample(
     equalised_every: int,
     q_count: int,
     q_every: int,
-    least_queries: int,
     q_b_step: int,
     q_h_step: int,
     q_s_step: int,
@@ -390,10 +389,9 @@ def sample(
             spec.rotary, spec.pairing, spec.explicit_q_positions, spec.q_normed, spec.q_eps,
         )  # fmt: skip
         k_size, q_size = channel_sizes(x, y, spec.equalised_rows, d_row)
-        none = hl.zeros([d_row], dtype=torch.int32)
-        enough = (pairs + none >= spec.least_rows) & (q_sampled + none >= least_queries)
-        k_size = torch.where(enough, k_size, 0.0)
-        hl.store(channel_factors, [eq, hl.arange(d_row)], channel_factors_of(k_size, q_size))
+        none = hl.zeros([], dtype=torch.int32)
+        both = torch.minimum(pairs + none, (q_sampled + none) << members_log2).to(torch.float32)
+        hl.store(channel_factors, [eq, hl.arange(d_row)], channel_factors_of(k_size, q_size, both))
 
     for head, v_part in hl.grid([v_heads, d_tiles]):
         v_keys, offset, v_count, v_every = sampled_head(
@@ -472,7 +470,7 @@ def launch(
     rows = equalised_rows(source.D_row, whole_rows)
     pairs, group = min(source.N // 2, rows), source.H // source.H_kv
     # Norms over all heads have weights of a head's own: there one head's rows are the sample.
-    members_log2 = 0 if norms.q.normed == OVER_HEADS else min(group, rows).bit_length() - 1
+    members_log2 = 0 if norms.q.normed == OVER_HEADS else equalised_heads_log2(group, rows)
     q_count = min(source.M, rows >> members_log2)
     d_tile = source.D_row if whole_rows else min(source.D_row, CHANNELS)
     elements = ROW_STEP_ELEMENTS if whole_rows else STEP_ELEMENTS
@@ -507,7 +505,6 @@ def launch(
             "equalised_every": (source.N // count) * (count // max(2 * pairs, 1)),
             "q_count": q_count,
             "q_every": source.M // max(q_count, 1),
-            "least_queries": -(-LEAST_EQUALISED_ROWS >> members_log2),
             "table_rows": rope.table_rows,
             "spec": SampleSpec(
                 q_d_step=source.d_steps[0],
@@ -520,7 +517,6 @@ def launch(
                 step=min(SAMPLED_KEYS, elements // d_tile),
                 samples=SAMPLED_KEYS,
                 equalised_rows=rows,
-                least_rows=LEAST_EQUALISED_ROWS,
                 headroom=SAMPLED_HEADROOM.get(recipe.v_scales, 1.0),
                 threshold=SIGNIFICANT_MEAN,
                 smooth_k=recipe.smooth_k,

@@ -28,7 +28,7 @@ from helion_attn.configs import Packing, row_width
 from helion_attn.kernels.lib.norm import no_norms
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.strided import strided_qkv
-from helion_attn.numerics import equalised_rows
+from helion_attn.numerics import equalised_heads_log2, equalised_rows
 from helion_attn.preprocess import pack, sample, transform_rows
 from helion_attn.preprocess.sample import Sampled
 from helion_attn.problem import (
@@ -68,7 +68,7 @@ def shares(recipe: Recipe) -> bool:
 def sampled_queries(group: int, packing: Packing) -> tuple[int, int]:
     """How many queries are sampled, at most, and of how many heads of a group: those that `sample` takes."""
     rows = equalised_rows(row_width(packing.D_pad, packing.D_v_pad), False)
-    members = 1 << min(group, rows).bit_length() - 1
+    members = 1 << equalised_heads_log2(group, rows)
     return rows // members, members
 
 
@@ -102,6 +102,18 @@ def in_order(told: torch.Tensor, samples: list[SampledTokens]) -> torch.Tensor:
     first = [rows[: of.first_count] for rows, of in zip(told, samples, strict=True)]
     second = [rows[of.first_count : of.size] for rows, of in zip(told, samples, strict=True)]
     return torch.cat([*first, *reversed(second)])
+
+
+def queries_in_order(told: torch.Tensor, samples: list[SampledTokens]) -> torch.Tensor:
+    """What ranks told of their sampled queries, [ranks, rows, ...], as `sample` reads rows of a group, [rows, ...].
+
+    Every second row is a head's every second query; zeros follow an odd number of them.
+    """
+    queries = max(sample.size for sample in samples)
+    # [queries, members, ...]
+    rows = in_order(told.unflatten(1, (queries, -1)), samples)
+    padded = torch.cat([rows, torch.zeros_like(rows[: rows.size(0) % 2])])
+    return padded.unflatten(0, (-1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def v_largest(told: torch.Tensor, D: int, D_v: int) -> torch.Tensor:

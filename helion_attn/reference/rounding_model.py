@@ -21,7 +21,6 @@ from helion_attn.numerics import (
     E4M3_STEPS,
     FORMAT_MAX,
     FP16_LARGE,
-    LEAST_EQUALISED_ROWS,
     LN2,
     LOG2E,
     MAX_CHANNEL_FACTOR_LOG2,
@@ -33,6 +32,8 @@ from helion_attn.numerics import (
     SAMPLED_HEADROOM,
     SAMPLED_KEYS,
     SIGNIFICANT_MEAN,
+    SIGNIFICANT_RATIO_LOG2,
+    equalised_heads_log2,
     equalised_rows,
     keeps_reference,
     takes_bits,
@@ -158,27 +159,27 @@ def _channel_factors(q: torch.Tensor, k: torch.Tensor, smooth_k: bool, rows: int
     """
     H_kv, N = k.shape[1:3]
     group = q.size(1) // H_kv
-    members = 1 << min(group, rows).bit_length() - 1
-    # [B, H_kv, rows, D]: the first of every head, the second of every head, ...
-    queries = _sample(q, rows // members).unflatten(1, (H_kv, group))[:, :, :members].transpose(2, 3).flatten(2, 3)
+    members = 1 << equalised_heads_log2(group, rows)
+    # [B, H_kv, members, queries, D]
+    queries = _sample(q, rows // members).unflatten(1, (H_kv, group))[:, :, :members]
     pairs = min(N // 2, rows)
     # [B, H_kv, 2, pairs, D]
     count = min(N, SAMPLED_KEYS)
     every = N // count * (count // max(2 * pairs, 1))
     keys = k[:, :, torch.arange(2 * pairs, device=k.device) * every].unflatten(2, (2, pairs))
     differences = keys[:, :, 0] - keys[:, :, 1] if smooth_k else keys[:, :, 0]
-    if min(pairs, queries.size(2)) < LEAST_EQUALISED_ROWS:
-        return torch.ones_like(k[:, :, 0])
     # [B, H_kv, D]
-    finite = (torch.where(x.abs() < math.inf, x.abs(), 0.0) for x in (differences, queries))
-    k_size, q_size = (torch.minimum(x[:, :, ::2].sum(2), x[:, :, 1::2].sum(2)) for x in finite)
+    finite = (torch.where(x.abs() < math.inf, x.abs(), 0.0) for x in (differences.unsqueeze(2), queries))
+    k_size, q_size = (torch.minimum(x[..., ::2, :].sum((2, 3)), x[..., 1::2, :].sum((2, 3))) for x in finite)
     known = (k_size > 0) & (q_size > 0) & k_size.isfinite() & q_size.isfinite()
     # As the bits of floats have it: linear between powers of two.
     distance = (k_size.view(torch.int32) - q_size.view(torch.int32)).float() * 2.0**-23
     ratio = torch.where(known, distance, 0.0)
     mean = ratio.sum(2, keepdim=True) / known.sum(2, keepdim=True).clamp_min(1)
-    exponent = ((ratio - mean) / 2).round().clamp(-MAX_CHANNEL_FACTOR_LOG2, MAX_CHANNEL_FACTOR_LOG2)
-    return torch.where(known, exponent, 0.0).exp2()
+    apart = ratio - mean
+    significant = known & (apart.abs() * min(pairs, members * queries.size(3)) >= SIGNIFICANT_RATIO_LOG2)
+    exponent = (apart / 2).round().clamp(-MAX_CHANNEL_FACTOR_LOG2, MAX_CHANNEL_FACTOR_LOG2)
+    return torch.where(significant, exponent, 0.0).exp2()
 
 
 def _channel_descales(x: torch.Tensor, scales: str, dtype: torch.dtype) -> torch.Tensor:

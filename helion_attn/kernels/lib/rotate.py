@@ -36,7 +36,7 @@ def rotate_rows(
     """Rows of fp32 rotated, fp32 [n, D_row]. Inlined into kernels.
 
     Args:
-        signs: what channels are multiplied by first; where a row is one row of the matrix, that is in it already.
+        signs: what channels are multiplied by first, as `with_factors` has it; not read where a row is one of the matrix.
         two_terms: x is rounded to two terms of the matrix's dtype, not one: for tensors that are not bf16.
     """
     # A row of 256 channels is two rows of 128.
@@ -49,10 +49,24 @@ def rotate_rows(
 
 def with_factors(
     matrix: torch.Tensor,  # [side, side], loaded
-    channel_factor: torch.Tensor,  # [side]
-) -> torch.Tensor:
-    """Return the rotation of rows whose channels are multiplied by powers of two first: exact in bf16. Inlined."""
-    return (matrix.to(torch.float32) * channel_factor.unsqueeze(1)).to(matrix.dtype)
+    signs: torch.Tensor,  # [D_row]
+    channel_factor: torch.Tensor,  # [D_row], loaded, if equalise
+    d_row: int,
+    side: int,
+    equalise: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a head's matrix and signs, loaded, that multiply channels by its factors first: exact in bf16. Inlined.
+
+    A matrix that mixes all channels has their factors, so that rows need no product.
+    """
+    of_channels = channel_factor
+    if side < d_row:
+        of_channels = hl.load(signs, [hl.arange(d_row)])
+        if equalise:
+            of_channels = of_channels * channel_factor
+    elif equalise:
+        matrix = (matrix.to(torch.float32) * channel_factor.unsqueeze(1)).to(matrix.dtype)
+    return matrix, of_channels
 
 
 def rotate_mean(

@@ -58,8 +58,8 @@ def row_tile(
     means: torch.Tensor,  # flat, of K
     channel_factors: torch.Tensor,  # flat, if equalised
     first_channel: int,  # of the head in both
-    rotated_mean: torch.Tensor,  # [D_row], loaded, if rotate_first
-    signs: torch.Tensor,  # [D_row]
+    mean: torch.Tensor,  # [D_row], loaded if hadamard, and rotated if rotate_first
+    signs: torch.Tensor,  # [D_row], loaded, with the factors, if hadamard
     matrix: torch.Tensor,  # [side, side]
     weight: torch.Tensor,  # of `Norm`, and so factors
     factors: torch.Tensor,
@@ -97,7 +97,8 @@ def row_tile(
     Rows are still to be multiplied by their factors, as `rope_rows` has them; products are of rows times factors. With
     `rotate_first` the rotated mean is subtracted from rotated rows. The rotation is linear, and so rows of bf16 go to
     the tensor core as they are, which is exact. `equalised`: channels are multiplied by their factors, or with `divide`
-    divided, once their products with the mean are taken, or the mean is subtracted. `reflected`: the number of channels
+    divided, once their products with the mean are taken, or the mean is subtracted; with `hadamard`, `signs` has them.
+    `reflected`: the number of channels
     to reflect, or 0.
     """
     if pairing or normed:
@@ -113,10 +114,9 @@ def row_tile(
         x = x * factor.unsqueeze(1)
         factor = hl.full([n], 1.0, dtype=torch.float32)
     # After the rows, which are under way meanwhile: to reach the threads that have them, vectors take barriers.
-    mean = rotated_mean
-    if dot_mean or (subtract_mean and not rotate_first):
+    if (dot_mean or subtract_mean) and not hadamard:
         mean = hl.load(means, [first_channel + hl.arange(d_row)])
-    if equalised:
+    if equalised and not hadamard:
         channel_factor = hl.load(channel_factors, [first_channel + hl.arange(d_row)])
         if divide:
             channel_factor = inverse_of_power(channel_factor)
@@ -124,14 +124,8 @@ def row_tile(
         product = (x * mean.unsqueeze(0)).sum(1) * factor
     else:
         product = hl.zeros([n], dtype=torch.float32)
-    # [D_row]
-    of_channels = rotated_mean
-    if hadamard and side < d_row:
-        of_channels = hl.load(signs, [hl.arange(d_row)])
-        if equalised:
-            of_channels = of_channels * channel_factor
     if rotate_first:
-        x = rotate_rows(x, of_channels, matrix, norm, n, d_row, side, two_terms, is_cuda)
+        x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
     if subtract_mean and normed and not hadamard:
         x = x - (1.0 / factor).unsqueeze(1) * mean.unsqueeze(0)
     elif subtract_mean:
@@ -139,7 +133,7 @@ def row_tile(
     if equalised and not hadamard:
         x = x * channel_factor.unsqueeze(0)
     if hadamard and not rotate_first:
-        x = rotate_rows(x, of_channels, matrix, norm, n, d_row, side, two_terms, is_cuda)
+        x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
     if reflected:
         x = reflect_rows(x, n, d_row, reflected)
     if subtract_mean:

@@ -3,7 +3,7 @@
     size of q_c = sum |q_c| over sampled rows; of k_c, whose mean is subtracted, sum |k_c - k'_c| over pairs of rows;
                   each of every second row alone, the smaller
     r_c = size of k_c / size of q_c, divided by its geometric mean over channels;  s_c = 2**round(log2(r_c) / 2)
-    log2 of a size is linear between powers of two
+    log2 of a size is linear between powers of two; s_c = 1 where |log2(r_c)| < SIGNIFICANT_RATIO_LOG2 / rows
 
 Rows share one 8-bit scale, which a few large channels of K would take for themselves. SmoothQuant (arXiv:2211.10438)
 moves such scales from activations to weights; between Q and K both sides have them. Powers of two leave 16-bit numbers
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.numerics import MAX_CHANNEL_FACTOR_LOG2
+from helion_attn.numerics import MAX_CHANNEL_FACTOR_LOG2, SIGNIFICANT_RATIO_LOG2
 
 
 def finite_magnitude(x: torch.Tensor) -> torch.Tensor:
@@ -39,14 +39,17 @@ def channel_sizes(
 def channel_factors_of(
     k_size: torch.Tensor,  # [D_row]
     q_size: torch.Tensor,  # [D_row]
+    rows: torch.Tensor,  # [], that the sizes are of
 ) -> torch.Tensor:
-    """The factors s_c, [D_row]; 1 where a size is 0 or not finite. Inlined into kernels."""
+    """Return the factors s_c, [D_row]; 1 where a size is 0 or not finite. Inlined into kernels."""
     infinite = float("inf")
     known = (k_size > 0.0) & (q_size > 0.0) & (k_size < infinite) & (q_size < infinite)
     # The bits of a float are its log2, times 2**23, but for .09 at most.
     distance = (k_size.view(torch.int32) - q_size.view(torch.int32)).to(torch.float32) * 2.0**-23
     ratio = torch.where(known, distance, 0.0)
     mean = ratio.sum(0) / torch.clamp_min(known.to(torch.float32).sum(0), 1.0)
-    exponent = torch.where(known, torch.round((ratio - mean) * 0.5), 0.0)
+    apart = ratio - mean
+    significant = known & (torch.abs(apart) * rows >= SIGNIFICANT_RATIO_LOG2)
+    exponent = torch.where(significant, torch.round(apart * 0.5), 0.0)
     exponent = torch.clamp(exponent, -MAX_CHANNEL_FACTOR_LOG2, MAX_CHANNEL_FACTOR_LOG2)
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
