@@ -378,8 +378,8 @@ def _why_groups(a: Shape, choice: Choice) -> str:
 def _why_channels(recipe: Recipe) -> str:
     if recipe.equalise:
         return (
-            "channels of Q and K whose sizes differ in samples, of two queries and four keys or more, are equalised before "
-            "they are rounded: helion_attn.check says what that leaves of them"
+            "channels of Q and K are equalised before they are rounded, where two queries and four keys or more show "
+            "that sizes differ: helion_attn.check says what that leaves of them"
         )
     why = "the recipe has equalise=False" if recipe.bits[0] == 8 else "Q and K have 16 bits"
     return f"channels of Q and K are not equalised: {why}"

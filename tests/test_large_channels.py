@@ -65,8 +65,8 @@ def options_of(form: str, D: int, device: str) -> dict[str, Any]:
 def test_powers_of_two_change_no_bit(form: str, D: int, recipe: ha.Recipe, device: str) -> None:
     if D == 576 and recipe == ha.HYBRID:
         pytest.skip("there is no such kernel")
-    # Of few rows, as wide ones have, only large ratios give factors.
-    qkv = make_qkv("randn" if D > 256 else "k_lognormal", 1, H, H_KV, M, N, D, device=device)
+    # Of few rows, as wide ones have, only large ratios give factors: theirs are large from the start.
+    qkv = scaled(make_qkv("k_lognormal", 1, H, H_KV, M, N, D, device=device))
     options = options_of(form, D, device)
     out, lse = ha.attention(*qkv, recipe=recipe, return_lse=True, **options)
     same, same_lse = ha.attention(*scaled(qkv), recipe=recipe, return_lse=True, **options)
@@ -79,7 +79,8 @@ def test_powers_of_two_change_no_bit(form: str, D: int, recipe: ha.Recipe, devic
 @pytest.mark.parametrize("span", ["head", "heads"])
 def test_powers_of_two_in_norms_change_no_bit(span: str, device: str) -> None:
     qkv = make_qkv("k_lognormal", 1, H, H_KV, M, N, 64, device=device)
-    q_norm, k_norm = (weights(heads if span == "heads" else 1, device) for heads in (H, H_KV))
+    norms = [weights(heads if span == "heads" else 1, device) for heads in (H, H_KV)]
+    q_norm, k_norm = scaled_norm(norms[0], -1), scaled_norm(norms[1], 1)
     rope = rope_tables(N, 64, device=device)
     out = ha.attention(*qkv, rope=rope, q_norm=q_norm, k_norm=k_norm)
     same = ha.attention(*qkv, rope=rope, q_norm=scaled_norm(q_norm, -1), k_norm=scaled_norm(k_norm, 1))
@@ -88,17 +89,18 @@ def test_powers_of_two_in_norms_change_no_bit(span: str, device: str) -> None:
 
 def test_powers_of_two_in_packed_sequences_change_no_bit(device: str) -> None:
     """Each sequence has factors of its own: those of one are the inverse of the other's."""
-    lengths = torch.tensor([0, 130, 280], dtype=torch.int32, device=device)
-    bhsd = make_qkv("k_lognormal", 1, H, H_KV, 280, 280, 64, device=device)
+    lengths = torch.tensor([0, 40, 100], dtype=torch.int32, device=device)
+    bhsd = make_qkv("k_lognormal", 1, H, H_KV, 100, 100, 64, device=device)
+    factors = powers(64, device).to(torch.bfloat16)
+    of_tokens = torch.cat([factors.expand(40, 1, 64), (1 / factors).expand(60, 1, 64)])
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in bhsd)
+    q, k = q / of_tokens, k * of_tokens
     out = ha.attention_varlen(q, k, v, lengths, lengths)
-    factors = powers(64, device).to(q.dtype)
-    of_tokens = torch.cat([factors.expand(130, 1, 64), (1 / factors).expand(150, 1, 64)])
     assert torch.equal(ha.attention_varlen(q / of_tokens, k * of_tokens, v, lengths, lengths), out)
 
 
 def test_powers_of_two_change_no_bit_of_split_keys(device: str) -> None:
-    qkv = make_qkv("k_lognormal", 1, H, H_KV, 16, 520, 64, device=device)
+    qkv = scaled(make_qkv("k_lognormal", 1, H, H_KV, 16, 520, 64, device=device))
     for splits in (2, 3):
         out = ha.attention(*qkv, num_splits=splits)
         assert torch.equal(ha.attention(*scaled(qkv), num_splits=splits), out)

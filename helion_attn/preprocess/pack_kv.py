@@ -57,6 +57,7 @@ class PackKVSpec(NamedTuple):
         note_peak: V's largest entries are noted.
         smooth_k: K's mean is subtracted.
         equalise: K's channels are divided by their factors.
+        vectors_first: mean and factors are loaded before rows, once for all tiles.
         hadamard: K is rotated by a Hadamard matrix.
         rotate_first: before its mean is subtracted.
         two_terms: rows are two terms of bf16 in that rotation.
@@ -92,6 +93,7 @@ class PackKVSpec(NamedTuple):
     note_peak: bool
     smooth_k: bool
     equalise: bool
+    vectors_first: bool
     hadamard: bool
     rotate_first: bool
     two_terms: bool
@@ -203,16 +205,17 @@ def pack_kv(
         first_factor = (kv // H_kv) * N if spec.normed == 2 else 0
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
         first_channel = k_head * spec.d_row
-        # [D_row], loaded once for several tiles
+        # [D_row]
         mean = hl.zeros([spec.d_row], dtype=torch.float32)
-        of_channels = hl.zeros([spec.d_row], dtype=torch.float32)
+        of_channel = hl.zeros([spec.d_row], dtype=torch.float32)
+        sign = hl.zeros([spec.d_row], dtype=torch.bfloat16)
+        if spec.vectors_first and spec.smooth_k:
+            mean = hl.load(k_mean, [first_channel + hl.arange(spec.d_row)])
+        if spec.vectors_first and spec.equalise:
+            of_q = hl.load(channel_factors, [first_channel + hl.arange(spec.d_row)])
+            of_channel = inverse_of_power(of_q)
         if spec.hadamard:
-            if spec.smooth_k:
-                mean = hl.load(k_mean, [first_channel + hl.arange(spec.d_row)])
-            if spec.equalise:
-                of_head = hl.load(channel_factors, [first_channel + hl.arange(spec.d_row)])
-                of_channels = inverse_of_power(of_head)
-            matrix, of_channels = with_factors(matrix, signs, of_channels, spec.d_row, side, spec.equalise)
+            matrix, sign = with_factors(matrix, signs, of_channel, spec.d_row, side, spec.equalise)
         if spec.rotate_first:
             mean = rotate_mean(mean, matrix, norm)
         # [k_tile], what the block's descale must hold
@@ -221,21 +224,22 @@ def pack_kv(
             for k_i in hl.grid(k_index * spec.k_run, k_end):
                 rows = k_i * k_tile + hl.arange(k_tile)
                 x, _, factor = row_tile(
-                    k, cos, sin, k_positions, k_mean, channel_factors, first_channel, mean, of_channels, matrix,
+                    k, cos, sin, k_positions, k_mean, channel_factors, first_channel, mean, of_channel, sign, matrix,
                     weight, factors, offset, first_weight, first_factor, rows, row_step, spec.k_d_step, keys,
                     k_channels, 0, table_rows, norm, k_tile, spec.d_row, spec.rotary, side, spec.pairing,
-                    spec.explicit_k_positions, spec.smooth_k, False, spec.equalise, True, spec.hadamard,
-                    spec.rotate_first, spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
+                    spec.explicit_k_positions, spec.vectors_first, spec.smooth_k, False, spec.equalise, True,
+                    spec.hadamard, spec.rotate_first, spec.two_terms, spec.reflected, spec.normed, spec.eps,
+                    spec.is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1) * factor, spec.is_cuda)
         for k_tile_index in hl.grid(k_index * spec.k_run, k_end):
             rows = k_tile_index * k_tile + hl.arange(k_tile)
             x, _, factor = row_tile(
-                k, cos, sin, k_positions, k_mean, channel_factors, first_channel, mean, of_channels, matrix, weight,
-                factors, offset, first_weight, first_factor, rows, row_step, spec.k_d_step, keys, k_channels, 0,
+                k, cos, sin, k_positions, k_mean, channel_factors, first_channel, mean, of_channel, sign, matrix,
+                weight, factors, offset, first_weight, first_factor, rows, row_step, spec.k_d_step, keys, k_channels, 0,
                 table_rows, norm, k_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_k_positions,
-                spec.smooth_k, False, spec.equalise, True, spec.hadamard, spec.rotate_first, spec.two_terms,
-                spec.reflected, spec.normed, spec.eps, spec.is_cuda,
+                spec.vectors_first, spec.smooth_k, False, spec.equalise, True, spec.hadamard, spec.rotate_first,
+                spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
             )  # fmt: skip
             descale = rows_descale(x, factor, peak, k_tile, spec.qk_largest, spec.k_unscaled, False, spec.k_per_tile)
             store_tile(

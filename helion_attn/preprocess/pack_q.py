@@ -39,6 +39,7 @@ class PackQSpec(NamedTuple):
         q_per_tile: Q has a descale a tile, which is a block.
         q_per_block: Q has a descale a block of several tiles.
         equalise: Q's channels are multiplied by their factors.
+        vectors_first: mean and factors are loaded before rows, once for all tiles.
         shift_lse: rows' products with K's mean are stored.
         hadamard: Q is rotated by a Hadamard matrix.
         two_terms: rows are two terms of bf16 in that rotation.
@@ -65,6 +66,7 @@ class PackQSpec(NamedTuple):
     q_per_tile: bool
     q_per_block: bool
     equalise: bool
+    vectors_first: bool
     shift_lse: bool
     hadamard: bool
     two_terms: bool
@@ -146,36 +148,37 @@ def pack_q(
         first_factor = (q_bh // H) * M if spec.normed == 2 else 0
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
         first_channel = q_kv * spec.d_row
-        # [D_row], loaded once for several tiles
+        # [D_row]
         mean = hl.zeros([spec.d_row], dtype=torch.float32)
-        of_channels = hl.zeros([spec.d_row], dtype=torch.float32)
+        of_channel = hl.zeros([spec.d_row], dtype=torch.float32)
+        sign = hl.zeros([spec.d_row], dtype=torch.bfloat16)
+        if spec.vectors_first and spec.shift_lse:
+            mean = hl.load(k_mean, [first_channel + hl.arange(spec.d_row)])
+        if spec.vectors_first and spec.equalise:
+            of_channel = hl.load(channel_factors, [first_channel + hl.arange(spec.d_row)])
         if spec.hadamard:
-            if spec.shift_lse:
-                mean = hl.load(k_mean, [first_channel + hl.arange(spec.d_row)])
-            if spec.equalise:
-                of_channels = hl.load(channel_factors, [first_channel + hl.arange(spec.d_row)])
-            matrix, of_channels = with_factors(matrix, signs, of_channels, spec.d_row, side, spec.equalise)
+            matrix, sign = with_factors(matrix, signs, of_channel, spec.d_row, side, spec.equalise)
         # [q_tile], what the block's descale must hold
         peak = hl.zeros([q_tile], dtype=torch.float32)
         if spec.q_per_block:
             for q_i in hl.grid(q_index * spec.q_run, q_end):
                 rows = q_i * q_tile + hl.arange(q_tile)
                 x, _, factor = row_tile(
-                    q, cos, sin, q_positions, k_mean, channel_factors, first_channel, mean, of_channels, matrix, weight,
-                    factors, offset, first_weight, first_factor, rows, row_step, spec.q_d_step, queries, q_channels, N -
-                    M, table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_q_positions,
-                    False, spec.shift_lse, spec.equalise, False, spec.hadamard, False, spec.two_terms,
-                    spec.reflected, spec.normed, spec.eps, spec.is_cuda,
+                    q, cos, sin, q_positions, k_mean, channel_factors, first_channel, mean, of_channel, sign, matrix,
+                    weight, factors, offset, first_weight, first_factor, rows, row_step, spec.q_d_step, queries,
+                    q_channels, N - M, table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing,
+                    spec.explicit_q_positions, spec.vectors_first, False, spec.shift_lse, spec.equalise, False,
+                    spec.hadamard, False, spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
                 )  # fmt: skip
                 peak = maximum(peak, torch.amax(torch.abs(x), 1) * factor, spec.is_cuda)
         for q_tile_index in hl.grid(q_index * spec.q_run, q_end):
             rows = q_tile_index * q_tile + hl.arange(q_tile)
             x, product, factor = row_tile(
-                q, cos, sin, q_positions, k_mean, channel_factors, first_channel, mean, of_channels, matrix, weight,
-                factors, offset, first_weight, first_factor, rows, row_step, spec.q_d_step, queries, q_channels, N - M,
-                table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_q_positions, False,
-                spec.shift_lse, spec.equalise, False, spec.hadamard, False, spec.two_terms, spec.reflected,
-                spec.normed, spec.eps, spec.is_cuda,
+                q, cos, sin, q_positions, k_mean, channel_factors, first_channel, mean, of_channel, sign, matrix,
+                weight, factors, offset, first_weight, first_factor, rows, row_step, spec.q_d_step, queries, q_channels,
+                N - M, table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_q_positions,
+                spec.vectors_first, False, spec.shift_lse, spec.equalise, False, spec.hadamard, False, spec.two_terms,
+                spec.reflected, spec.normed, spec.eps, spec.is_cuda,
             )  # fmt: skip
             descale = rows_descale(
                 x, factor, peak, q_tile, spec.qk_largest, spec.q_unscaled, spec.q_per_row, spec.q_per_tile

@@ -16,6 +16,7 @@ from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import packing, row_width
 from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import rope_tables
+from helion_attn.kernels.lib.rotate import with_factors
 from helion_attn.kernels.lib.row_layout import row_tile
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.preprocess.lib.hadamard import rotation
@@ -86,14 +87,19 @@ def transform(
         offset = ((bh // H) * b_step + (bh % H) * h_step) * spec.unit
         out_offset = (bh // H) * out_b_rows + (bh % H) * out_h_rows
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
+        # [D_row]
+        no_vector = hl.zeros([spec.d_row], dtype=torch.float32)
+        sign = hl.zeros([spec.d_row], dtype=torch.bfloat16)
+        if spec.hadamard:
+            matrix, sign = with_factors(matrix, signs, no_vector, spec.d_row, side, False)
         for tile in hl.grid(part * spec.run, min(tiles, (part + 1) * spec.run)):
             rows = tile * spec.n + hl.arange(spec.n)
             # [n, D_row]
             y, _, factor = row_tile(
-                x, cos, sin, positions, signs, signs, 0, signs, signs, matrix, signs, signs, offset, 0, 0, rows, s_step
-                * spec.unit, spec.d_step, S, d, 0, table_rows, norm, spec.n, spec.d_row, spec.rotary, side,
-                spec.pairing, spec.explicit_positions, False, False, False, False, spec.hadamard, False, spec.two_terms,
-                spec.reflected, 0, 1.0, spec.is_cuda,
+                x, cos, sin, positions, signs, signs, 0, no_vector, no_vector, sign, matrix, signs, signs, offset, 0, 0,
+                rows, s_step * spec.unit, spec.d_step, S, d, 0, table_rows, norm, spec.n, spec.d_row, spec.rotary, side,
+                spec.pairing, spec.explicit_positions, False, False, False, False, False, spec.hadamard, False,
+                spec.two_terms, spec.reflected, 0, 1.0, spec.is_cuda,
             )  # fmt: skip
             y = y * factor.unsqueeze(1)
             cols = hl.arange(spec.d_row)

@@ -249,10 +249,10 @@ def test_split(tmp_path: Path) -> None:
         ("helion_attn", 2), ("one_run", None), ("paged", None), ("paged, fast", None),
     ]  # fmt: skip
     assert all(row["ms"] > 0 for row in rows)
-    # A block's P does not depend on the run that the block is in; a page's rounds otherwise.
+    # A block's P does not depend on the run that the block is in; a page's rounds otherwise, by more than that.
     split, one_run, paged, paged_fast = (row["error_kernel"] for row in rows)
     assert split == pytest.approx(one_run, rel=1e-4)
-    assert paged != pytest.approx(one_run, rel=1e-3)
+    assert paged != pytest.approx(one_run, rel=1e-4)
     assert paged_fast != paged
     (table,) = splits.tables(loaded)
     assert len(table.body) == 1

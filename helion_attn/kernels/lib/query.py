@@ -97,12 +97,12 @@ def quantised_rows(
     """Rows of a head in `dtype` [bm, D_pad], their descales [bm], and if shift_lse products with the mean [bm]."""
     of = spec.query
     assert of is not None
-    no_mean = hl.zeros([d_pad], dtype=torch.float32)
+    no_vector = hl.zeros([d_pad], dtype=torch.float32)
     x, product, factor = row_tile(
-        q, cos, sin, q_positions, k_mean, channel_factors, kv * of.d_row, no_mean, q, q, q, q, head_offset, 0, 0, rows,
-        row_step, of.d_step, m_len, of.d, first_position, table_rows, 1.0, bm, d_pad, of.rotary, 1, of.pairing,
-        of.explicit_positions, False, spec.shift_lse, of.equalise, False, False, False, False, of.reflected, 0, 1.0,
-        spec.is_cuda,
+        q, cos, sin, q_positions, k_mean, channel_factors, kv * of.d_row, no_vector, no_vector, q, q, q, q, head_offset,
+        0, 0, rows, row_step, of.d_step, m_len, of.d, first_position, table_rows, 1.0, bm, d_pad, of.rotary, 1,
+        of.pairing, of.explicit_positions, False, False, spec.shift_lse, of.equalise, False, False, False, False,
+        of.reflected, 0, 1.0, spec.is_cuda,
     )  # fmt: skip
     descale = to_descale(torch.amax(torch.abs(x), 1) * factor, of.largest)
     return rows_to_dtype(x, factor / descale, dtype, spec.is_cuda), descale, product

@@ -36,13 +36,13 @@ def rotate_rows(
     """Rows of fp32 rotated, fp32 [n, D_row]. Inlined into kernels.
 
     Args:
-        signs: what channels are multiplied by first, as `with_factors` has it; not read where a row is one of the matrix.
+        signs: what channels are multiplied by first, as `with_factors` has it.
         two_terms: x is rounded to two terms of the matrix's dtype, not one: for tensors that are not bf16.
     """
     # A row of 256 channels is two rows of 128.
     chunks = d_row // side
     if chunks > 1:
-        x = x * signs.unsqueeze(0)
+        x = x * signs.to(torch.float32).unsqueeze(0)
     y = multiply_rows(x.reshape(n * chunks, side), matrix, two_terms, is_cuda)
     return y.reshape(n, d_row) * norm
 
@@ -66,7 +66,7 @@ def with_factors(
             of_channels = of_channels * channel_factor
     elif equalise:
         matrix = (matrix.to(torch.float32) * channel_factor.unsqueeze(1)).to(matrix.dtype)
-    return matrix, of_channels
+    return matrix, of_channels.to(matrix.dtype)
 
 
 def rotate_mean(

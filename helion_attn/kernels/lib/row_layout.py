@@ -58,8 +58,9 @@ def row_tile(
     means: torch.Tensor,  # flat, of K
     channel_factors: torch.Tensor,  # flat, if equalised
     first_channel: int,  # of the head in both
-    mean: torch.Tensor,  # [D_row], loaded if hadamard, and rotated if rotate_first
-    signs: torch.Tensor,  # [D_row], loaded, with the factors, if hadamard
+    mean: torch.Tensor,  # [D_row], if loaded; rotated if rotate_first
+    channel_factor: torch.Tensor,  # [D_row], if loaded
+    signs: torch.Tensor,  # [D_row], with the factors, if hadamard
     matrix: torch.Tensor,  # [side, side]
     weight: torch.Tensor,  # of `Norm`, and so factors
     factors: torch.Tensor,
@@ -80,6 +81,7 @@ def row_tile(
     side: int,
     pairing: hl.constexpr,
     explicit_positions: hl.constexpr,
+    loaded: hl.constexpr,
     subtract_mean: hl.constexpr,
     dot_mean: hl.constexpr,
     equalised: hl.constexpr,
@@ -97,9 +99,9 @@ def row_tile(
     Rows are still to be multiplied by their factors, as `rope_rows` has them; products are of rows times factors. With
     `rotate_first` the rotated mean is subtracted from rotated rows. The rotation is linear, and so rows of bf16 go to
     the tensor core as they are, which is exact. `equalised`: channels are multiplied by their factors, or with `divide`
-    divided, once their products with the mean are taken, or the mean is subtracted; with `hadamard`, `signs` has them.
-    `reflected`: the number of channels
-    to reflect, or 0.
+    divided, once their products with the mean are taken, or the mean is subtracted; with `hadamard`, `signs` or the
+    matrix has them. `loaded`: the caller has loaded `mean` and `channel_factor`, the inverse one with `divide`.
+    `reflected`: the number of channels to reflect, or 0.
     """
     if pairing or normed:
         x, factor = rope_rows(
@@ -114,9 +116,9 @@ def row_tile(
         x = x * factor.unsqueeze(1)
         factor = hl.full([n], 1.0, dtype=torch.float32)
     # After the rows, which are under way meanwhile: to reach the threads that have them, vectors take barriers.
-    if (dot_mean or subtract_mean) and not hadamard:
+    if (dot_mean or subtract_mean) and not loaded:
         mean = hl.load(means, [first_channel + hl.arange(d_row)])
-    if equalised and not hadamard:
+    if equalised and not loaded:
         channel_factor = hl.load(channel_factors, [first_channel + hl.arange(d_row)])
         if divide:
             channel_factor = inverse_of_power(channel_factor)
@@ -128,6 +130,9 @@ def row_tile(
         x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
     if subtract_mean and normed and not hadamard:
         x = x - (1.0 / factor).unsqueeze(1) * mean.unsqueeze(0)
+    elif subtract_mean and hadamard and not rotate_first:
+        # Rows past the end stay 0, for an FMA: the factor below would keep more in registers than there are.
+        x = x - (rows < size).to(torch.float32).unsqueeze(1) * mean.unsqueeze(0)
     elif subtract_mean:
         x = x - mean.unsqueeze(0)
     if equalised and not hadamard:
@@ -136,7 +141,7 @@ def row_tile(
         x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
     if reflected:
         x = reflect_rows(x, n, d_row, reflected)
-    if subtract_mean:
+    if subtract_mean and (rotate_first or not hadamard):
         # Rows past the end have become the mean, and are 0 once they are multiplied.
         factor = torch.where(rows < size, factor, 0.0)
     return x, product, factor

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from helion_attn.kernels.lib.norm import NO_NORM, Norms
-from helion_attn.kernels.lib.rope import INTERLEAVED, RopeTables
+from helion_attn.kernels.lib.rope import INTERLEAVED, NO_ROPE, RopeTables
 from helion_attn.kernels.lib.strided import WIDEST_LOAD, StridedQKV
 from helion_attn.numerics import MAX_HADAMARD_BLOCK
 from helion_attn.types import Recipe
@@ -57,6 +57,8 @@ class Tiling(NamedTuple):
         k_per_block: likewise.
         rotate_first: K's mean is rotated and then subtracted, not the other way round.
         two_terms: rows are two terms of bf16 in the rotation.
+        q_vectors_first: factors of channels, and K's mean, are loaded in front of a program's tiles of Q.
+        k_vectors_first: likewise.
         q_warps: of a program that packs Q.
         kv_warps: of one that packs K or V.
         q_registers: of its thread, or None for ptxas' choice.
@@ -74,6 +76,8 @@ class Tiling(NamedTuple):
     k_per_block: bool
     rotate_first: bool
     two_terms: bool
+    q_vectors_first: bool
+    k_vectors_first: bool
     q_warps: int
     kv_warps: int
     q_registers: int | None
@@ -128,9 +132,9 @@ def tiling(
     # A block of one tile has its amax at hand; one of several is read twice.
     q_per_block, k_per_block = recipe.q_scales == "block" and q_tile < bm, recipe.k_scales == "block" and k_tile < bn
     two_terms = hadamard and dtype != torch.bfloat16
-    # A second term, angles in 16 bits, angles beside the signs of rows of two chunks, or more chunks would spill.
+    # A second term, angles in 16 bits, or more chunks than two would spill.
     narrow_angles = rope.cos.dtype.itemsize == 2
-    spills = two_terms or (rope.pairing and (narrow_angles or D_row > MAX_HADAMARD_BLOCK))
+    spills = two_terms or (rope.pairing and narrow_angles)
     cap_registers = hadamard and D_row <= 2 * MAX_HADAMARD_BLOCK and not spills
     narrow = rotate_first and D_row < MAX_HADAMARD_BLOCK
     pipelined = wide_loads and (warps == 4 or rotate_first)
@@ -143,7 +147,7 @@ def tiling(
         # A block, and its angles or sums: left alone, ptxas takes 190 for fp32 angles and 254 for sums, and one program
         # fits an SM.
         kv_registers = ROTATED_REGISTERS
-    if recipe.equalise and kv_registers is None and bn * D_row >= PACK_ELEMENTS:
+    if recipe.equalise and wide_loads and kv_registers is None and bn * D_row >= PACK_ELEMENTS:
         # With the factors ptxas takes 144 to 168, left alone, and none is spilled for fewer.
         kv_registers = ROTATED_REGISTERS
     if narrow and sum_lost and D_row > MAX_HADAMARD_BLOCK // 4:
@@ -152,16 +156,20 @@ def tiling(
     # With two stages the next load is issued when a tile is done, with three a tile earlier. For blocks of K with 128
     # channels that is 147456 bytes of shared memory, not 114688: one program an SM, not two.
     in_flight = (3 if narrow else 2) if pipelined else 1
+    q_run = bm // q_tile if q_per_block else few_q
     return Tiling(
         q_tile=q_tile,
         k_tile=k_tile,
         d_tile=math.gcd(source.D_v_pad, kv_elements // bn if as_they_come else PACK_CHANNELS),
-        q_run=bm // q_tile if q_per_block else few_q,
+        q_run=q_run,
         k_run=bn // k_tile if k_per_block else few,
         q_per_block=q_per_block,
         k_per_block=k_per_block,
         rotate_first=rotate_first,
         two_terms=two_terms,
+        # Loaded with each tile they would be copied 4 bytes at once; beside a block and its angles they would spill.
+        q_vectors_first=hadamard or q_run > 1,
+        k_vectors_first=hadamard or (rope.pairing != NO_ROPE and k_tile * D_row <= PACK_ELEMENTS),
         q_warps=4 if q_copied else warps,
         kv_warps=kv_warps,
         q_registers=registers,
