@@ -1,12 +1,9 @@
-"""Benchmarks the accuracy of every recipe and peer, what each recipe costs, and preprocessing.
+"""Benchmarks the accuracy of every recipe and peer, and what each recipe costs.
 
-    python benchmarks/accuracy.py                          # all its suites, on the GPU
-    python benchmarks/accuracy.py --quick                  # head dim 128, short
-    python benchmarks/accuracy.py --dims 64 256            # some head dims
-    python benchmarks/accuracy.py --device cpu --quick     # a dry run in the interpreter, this package only
+    python benchmarks/attention.py --suite accuracy
 
-Writes `<out>/{accuracy,hard,preprocess,stages}.json`. Most of the time is compilation, so `--workers` processes
-measure errors, a head dim each, while this one compiles what it then times alone. Parts, in each row's `part`:
+Most of the time is compilation, so `--workers` processes measure errors, a head dim each, while this one compiles what
+it then times alone. Parts, in each row's `part`:
 
     rmse       FlashAttention-3's outlier distribution and error measure, also with one choice of FAST changed
     inputs     every kind of input, full and causal
@@ -21,15 +18,10 @@ from __future__ import annotations
 import itertools
 import math
 import multiprocessing
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # a script's own folder is on the path; the package is found in the one above it
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -494,15 +486,3 @@ SUITE = Suite(
         "real": real_qkv.BLOCK,
     },
 )
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command: `attention.py` with this suite and those of preprocessing."""
-    from benchmarks import attention, report  # they import this file
-
-    names = ("accuracy", "hard", "preprocess", "stages")
-    return attention.main(__doc__, {name: report.SUITES[name] for name in names}, argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -22,23 +22,18 @@ import torch
 
 from benchmarks.lib.harness import RESULTS, Results, describe_run, load, synchronize
 from benchmarks.lib.peers import IMPLS, available
-from benchmarks.lib.suite import DIMS, Options, Suite, console
-from benchmarks.report import SUITES, draw_plots, print_tables
+from benchmarks.lib.suite import DIMS, Options, console
+from benchmarks.report import draw_plots, print_tables
+from benchmarks.suites import SUITES
 
 #: Processes beside this one.
 WORKERS = 6
 
 
-def main(doc: str | None, suites: dict[str, Suite], argv: list[str] | None = None) -> int:
-    """Parse `argv`, run the suites that it names, print their tables and draw their plots.
-
-    Args:
-        doc: what --help says.
-        suites: by the name that --suite takes.
-        argv: instead of the command line.
-    """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=[*suites, "all"], default="all")
+def main(argv: list[str] | None = None) -> int:
+    """Parse `argv`, or the command line, run the suites that it names, print their tables and draw their plots."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=[*SUITES, "all"], default="all")
     parser.add_argument("--quick", action="store_true", help="a few cells of each suite")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -72,10 +67,10 @@ def main(doc: str | None, suites: dict[str, Suite], argv: list[str] | None = Non
     )
 
     meta = describe_run(device, args.commit)
-    for name in suites if args.suite == "all" else [args.suite]:
+    for name in SUITES if args.suite == "all" else [args.suite]:
         started = time.perf_counter()
-        results = Results(args.out / f"{suites[name].file}.json", dict(meta))
-        suites[name].measure(options, results)
+        results = Results(args.out / f"{SUITES[name].file}.json", dict(meta))
+        SUITES[name].measure(options, results)
         synchronize(device)
         console.print(f"{name}: {time.perf_counter() - started:.0f} s -> {results.path}")
 
@@ -87,4 +82,4 @@ def main(doc: str | None, suites: dict[str, Suite], argv: list[str] | None = Non
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(__doc__, SUITES))
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Suite `hard`: total errors on the inputs that cost 8-bit attention most.
 
-    python benchmarks/accuracy.py --suite hard
+    python benchmarks/attention.py --suite hard
 
 Parts, in each row's `part`: `hard`, biased channels of K, also with the same channels large in Q, a V that drifts,
 wide scores, and a sink whose V is small, also with a causal mask; `channels`, a K with few large channels

@@ -23,7 +23,6 @@ if __name__ == "__main__":  # a script's own folder is on the path; the package 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import (
-    ablation,
     accuracy,
     auto,
     cells,
@@ -31,7 +30,6 @@ from benchmarks import (
     distributed,
     fa3_criterion,
     front,
-    hard,
     host,
     ladder,
     language_model,
@@ -39,10 +37,7 @@ from benchmarks import (
     masks,
     models,
     norms,
-    plane,
     preprocess,
-    quality,
-    same_token,
     sparse,
     speed,
     splits,
@@ -54,38 +49,9 @@ from benchmarks import (
 from benchmarks.lib.checks import Check, goal_tables, on_gpu
 from benchmarks.lib.harness import RESULTS, Loaded, Row, load
 from benchmarks.lib.plots import draw_all
-from benchmarks.lib.suite import Block, Suite, console
+from benchmarks.lib.suite import Block, console
 from benchmarks.lib.tables import mask
-
-#: By the name that --suite takes, in the order of a run of all.
-SUITES: dict[str, Suite] = {
-    "speed": speed.SUITE,
-    "cells": cells.SUITE,
-    "auto": auto.SUITE,
-    "models": models.SUITE,
-    "ablation": ablation.SUITE,
-    "plane": plane.SUITE,
-    "masks": masks.SUITE,
-    "sparse": sparse.SUITE,
-    "ladder": ladder.SUITE,
-    "split": splits.SUITE,
-    "varlen": varlen.SUITE,
-    "decode": decode.SUITE,
-    "distributed": distributed.SUITE,
-    "large_d": large_d.SUITE,
-    "startup": startup.SUITE,
-    "host": host.SUITE,
-    "accuracy": accuracy.SUITE,
-    "hard": hard.SUITE,
-    "same_token": same_token.SUITE,
-    "language_model": language_model.SUITE,
-    "quality": quality.SUITE,
-    "steps": steps.SUITE,
-    "steps_compiled": steps.COMPILED_SUITE,
-    "preprocess": preprocess.SUITE,
-    "stages": preprocess.STAGES,
-    "norms": norms.SUITE,
-}
+from benchmarks.suites import SUITES
 
 # --- what must hold -------------------------------------------------------------------------------
 

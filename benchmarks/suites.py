@@ -1,0 +1,61 @@
+"""Every suite, one table for the command and the report."""
+
+from __future__ import annotations
+
+from benchmarks import (
+    ablation,
+    accuracy,
+    auto,
+    cells,
+    decode,
+    distributed,
+    hard,
+    host,
+    ladder,
+    language_model,
+    large_d,
+    masks,
+    models,
+    norms,
+    plane,
+    preprocess,
+    quality,
+    same_token,
+    sparse,
+    speed,
+    splits,
+    startup,
+    steps,
+    varlen,
+)
+from benchmarks.lib.suite import Suite
+
+#: By the name that --suite takes, in the order of a run of all.
+SUITES: dict[str, Suite] = {
+    "speed": speed.SUITE,
+    "cells": cells.SUITE,
+    "auto": auto.SUITE,
+    "models": models.SUITE,
+    "ablation": ablation.SUITE,
+    "plane": plane.SUITE,
+    "masks": masks.SUITE,
+    "sparse": sparse.SUITE,
+    "ladder": ladder.SUITE,
+    "split": splits.SUITE,
+    "varlen": varlen.SUITE,
+    "decode": decode.SUITE,
+    "distributed": distributed.SUITE,
+    "large_d": large_d.SUITE,
+    "startup": startup.SUITE,
+    "host": host.SUITE,
+    "accuracy": accuracy.SUITE,
+    "hard": hard.SUITE,
+    "same_token": same_token.SUITE,
+    "language_model": language_model.SUITE,
+    "quality": quality.SUITE,
+    "steps": steps.SUITE,
+    "steps_compiled": steps.COMPILED_SUITE,
+    "preprocess": preprocess.SUITE,
+    "stages": preprocess.STAGES,
+    "norms": norms.SUITE,
+}
