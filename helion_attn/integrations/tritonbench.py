@@ -26,6 +26,10 @@ from typing import Any
 
 import torch
 
+from helion_attn import reference
+from helion_attn.api import attention_quantized, quantize
+from helion_attn.testing import relative_error
+
 OPERATOR = "fp8_attention"
 BACKEND = "helion_attn"
 METRIC = "helion_attn_error"
@@ -49,12 +53,10 @@ def register() -> None:
 
 def backend(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Quantise Q, K and V ([B, H, N, D]) and return what tritonbench times: the attention kernel alone."""
-    import helion_attn as ha
-
     # The operator's inputs require grad (except in mode fwd_no_grad), and helion_attn is forward only.
-    qkv = ha.quantize(q.detach(), k.detach(), v.detach())
+    qkv = quantize(q.detach(), k.detach(), v.detach())
     causal, sm_scale = self.causal, self.sm_scale
-    return lambda: ha.attention_quantized(qkv, causal=causal, sm_scale=sm_scale)
+    return lambda: attention_quantized(qkv, causal=causal, sm_scale=sm_scale)
 
 
 def error(self: Any, fn: Any, example_inputs: tuple[torch.Tensor, ...], metrics: Any) -> float:
@@ -63,15 +65,12 @@ def error(self: Any, fn: Any, example_inputs: tuple[torch.Tensor, ...], metrics:
     An all-zeros output gives 1, one with a nan gives nan. tritonbench defines the signature; `metrics`, what it
     has measured so far, is of no use here.
     """
-    import helion_attn as ha
-    from helion_attn.testing import relative_error
-
     q, k, v = (t.detach() for t in example_inputs)
     # Not fn(), which was timed: in mode fwd_no_grad older checkouts wrap it in one that returns nothing.
     with torch.no_grad():
         out = getattr(self, fn._name)(q, k, v)()
 
-    ref = ha.reference.attention(q, k, v, causal=self.causal, sm_scale=self.sm_scale)
+    ref = reference.attention(q, k, v, causal=self.causal, sm_scale=self.sm_scale)
     return relative_error(out, ref)
 
 
