@@ -35,11 +35,10 @@ from helion_attn.transforms import apply_rope, hadamard, hadamard_matrix, reflec
 from helion_attn.types import ACCURATE, BALANCED, BF16, FAST, HYBRID, PagedKVCache, QuantizedQKV, Recipe, RMSNorm, Rope
 from helion_attn.validate.dense import SwappedLayoutWarning
 from helion_attn.varlen import attention_varlen
+from helion_attn.version import __version__
 
 if TYPE_CHECKING:
     from helion_attn import distributed
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ACCURATE",

@@ -20,7 +20,7 @@ from helion_attn.calls import Call, line, of_decode, of_dense, of_packed, of_var
 from helion_attn.check import Error, _error, _Sample
 from helion_attn.compiler.notice import LOG
 from helion_attn.configs import packing
-from helion_attn.debugging import Seen
+from helion_attn.debug_state import Seen
 from helion_attn.kv_cache import attention_kvcache, decode_problem
 from helion_attn.plans import plain_kernels
 from helion_attn.preprocess.dequantize import dequantize
@@ -37,6 +37,7 @@ from helion_attn.reference.shapes import hide_keys_of_rows, to_bhsd
 from helion_attn.testing import error_budget
 from helion_attn.types import BF16, PagedKVCache, QuantizedQKV, Recipe, RMSNorm, Rope, Scores
 from helion_attn.varlen import attention_varlen, varlen_problem
+from helion_attn.version import __version__
 
 #: What a file says of itself, with a number that changes when what it holds does.
 FORMAT = "helion_attn report 1"
@@ -282,8 +283,6 @@ def _of_inputs(call: Call) -> str:
 
 def write(path: Path, call: Call, out: torch.Tensor, kernels: str, fault: str) -> None:
     """Write a report, of what `torch.load(weights_only=True)` takes."""
-    import helion_attn
-
     device = torch.cuda.get_device_name(out.device) if out.is_cuda else "CPU"
     tensors = dict(call.tensors)
     if "cache" in tensors:
@@ -297,7 +296,7 @@ def write(path: Path, call: Call, out: torch.Tensor, kernels: str, fault: str) -
         "line": line(call, kernels),
         "made on": {
             "device": device,
-            "helion_attn": helion_attn.__version__,
+            "helion_attn": __version__,
             "torch": str(torch.__version__),
             "Triton": triton.__version__,
             "Python": platform.python_version(),
