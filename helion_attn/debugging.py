@@ -1,42 +1,14 @@
-"""`debug`: whether values on the device are checked, what calls did inside, and where a bad one is saved."""
+"""`debug`: values on the device are checked, calls are held to those before them, and a bad one is saved."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
-from torch.utils.weak import WeakIdKeyDictionary
-
-
-class Append(NamedTuple):
-    """The last keys that were appended to a page: to positions `first` up to `first + keys` of its sequence."""
-
-    first: int
-    keys: int
-
-
-@dataclass
-class Seen:
-    """A record of calls inside `debug`, against which later calls are checked.
-
-    Attributes:
-        appends: the last one to a cache, by its `k8`, and by page.
-        balances: of parts that `distributed.shard` cut, by group and tokens of the part.
-        save: the folder that the first bad call is written to; None if none is asked for, or one was written.
-    """
-
-    appends: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    balances: dict[tuple[str, int], set[str | None]] = field(default_factory=dict)
-    save: Path | None = None
-
-
-_SEEN: ContextVar[Seen | None] = ContextVar("seen", default=None)
+from helion_attn import report
+from helion_attn.debug_state import SEEN, Seen
 
 
 @contextlib.contextmanager
@@ -83,11 +55,11 @@ def debug(*, save: str | os.PathLike[str] | None = None) -> Iterator[None]:
         with ha.debug():
             out = ha.attention(q, k, v)
     """
-    token = _SEEN.set(Seen(save=None if save is None else _folder(save)))
+    token = SEEN.set(Seen(save=None if save is None else _folder(save), examine=report.examine))
     try:
         yield
     finally:
-        _SEEN.reset(token)
+        SEEN.reset(token)
 
 
 def _folder(save: str | os.PathLike[str]) -> Path:
@@ -96,14 +68,3 @@ def _folder(save: str | os.PathLike[str]) -> Path:
     if not (folder := Path(save)).is_dir():
         raise ValueError(f"save is {str(folder)!r}, which is no folder; make it first")
     return folder
-
-
-def debugging() -> bool:
-    """Whether values are checked."""
-    # torch.compile traces no ContextVar.
-    return not torch.compiler.is_compiling() and _SEEN.get() is not None
-
-
-def seen_so_far() -> Seen | None:
-    """Return what calls inside `ha.debug()` did, or None outside of it."""
-    return _SEEN.get()

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 from helion_attn import ops, plans
 from helion_attn.api import interleaved, parted, rope_tensors
 from helion_attn.configs import page_packing
-from helion_attn.debugging import debugging
+from helion_attn.debug_state import debugging
 from helion_attn.names import named, options_of
 from helion_attn.numerics import MAX_CHANNEL_FACTOR_LOG2, SAMPLED_KEYS
 from helion_attn.preprocess.lib.equalise import channel_factors_of

@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -26,12 +26,11 @@ from torch.utils._device import DeviceContext
 from helion_attn import calls
 from helion_attn.compiler.buffers import ALIGNMENT, Buffer, Draft, Fill, Launch, Memory
 from helion_attn.compiler.notice import LOG
-from helion_attn.debugging import debugging
+from helion_attn.debug_state import debugging
 from helion_attn.validate.derivatives import is_forward_mode
 
 if TYPE_CHECKING:
     from helion_attn.compiler.linked_launch import LinkedLaunch
-    from helion_attn.ops.declare import Operation
 
 #: Alignment of what shares a workspace, in bytes: that of the caching allocator.
 WORKSPACE_ALIGNMENT = 512
@@ -185,6 +184,19 @@ class Plan:
         return workspace, self._offsets[index] + x.offset
 
 
+class Planned(Protocol):
+    """What makes plans: an operation (`ops.declare.Operation`)."""
+
+    def plan(self, arguments: Any) -> Plan:
+        """Plan the launches for arguments of these layouts."""
+
+    def call_of(self, arguments: Any) -> calls.Call | None:
+        """Return the call of a public function that it is, or None."""
+
+    def __call__(self, arguments: Any) -> Any:
+        """Run it through PyTorch's dispatcher."""
+
+
 def size_of(memory: Memory) -> int:
     """Bytes of a memory."""
     return math.prod(memory.shape) * memory.dtype.itemsize
@@ -242,7 +254,7 @@ def remember(key: Hashable, plan: Kept) -> Kept:
     return plan
 
 
-def log_new(operation: Operation[Any], arguments: Any, plan: Plan) -> None:
+def log_new(operation: Planned, arguments: Any, plan: Plan) -> None:
     """Log the public function's call that a new plan is for, if it is for one, at level DEBUG."""
     if LOG.isEnabledFor(logging.DEBUG) and (call := operation.call_of(arguments)) is not None:
         log_call(call, plan.kernels)
@@ -327,7 +339,7 @@ def run(
     name: str,
     tensors: Sequence[Any],
     options: Sequence[Any],
-    problem: Callable[[], tuple[Operation[Any], Any]],
+    problem: Callable[[], tuple[Planned, Any]],
     written: Sequence[torch.Tensor] = (),
 ) -> Sequence[torch.Tensor]:
     """Run a call by its plan, which is made for its first run, and return its outputs.

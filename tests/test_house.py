@@ -41,15 +41,19 @@ def entered(call: Callable[[], object]) -> set[CodeType]:
     return {code for code in named if Path(code.co_filename).is_relative_to(PACKAGE)}
 
 
+def asked(question: Callable[..., bool]) -> Callable[..., bool]:
+    """The question, whose answer is yes."""
+    return lambda *args: question(*args) or True
+
+
 @pytest.mark.once
 def test_a_call_enters_few_functions() -> None:
     """On a GPU's tensors, whose kernels are compiled: a first call of its lengths makes a plan, a later one runs it."""
-    is_plain, nothing_listens = plans.is_plain, plans.nothing_listens
     with (
         planning(),
         # A fake tensor is not plain, and the mode that made it listens; a call asks both.
-        mock.patch.object(plans, "is_plain", lambda x: is_plain(x) or True),
-        mock.patch.object(plans, "nothing_listens", lambda: nothing_listens() or True),
+        mock.patch.object(plans, "is_plain", asked(plans.is_plain)),
+        mock.patch.object(plans, "nothing_listens", asked(plans.nothing_listens)),
     ):
         ha.attention(*fake_qkv(1, 16, 16, 3000, 3000, 128), causal=True)
         qkv = fake_qkv(1, 16, 16, 2999, 2999, 128)

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from helion_attn.calls import of_ranks
 from helion_attn.compiler.notice import LOG
 from helion_attn.configs import varlen_packing
-from helion_attn.debugging import debugging
+from helion_attn.debug_state import debugging
 from helion_attn.distributed import allgather, collectives, ring, ulysses
 from helion_attn.distributed.call import Call
 from helion_attn.distributed.collectives import Group

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import ParamSpec, Unpack
 
 from helion_attn.api import attention, attention_quantized, pack_unread
-from helion_attn.debugging import debugging
+from helion_attn.debug_state import debugging
 from helion_attn.integrations.rules import Rule, check_supported, is_none
 from helion_attn.kv_cache import append_kvcache, attention_kvcache
 from helion_attn.names import in_lines, named

@@ -21,7 +21,7 @@ from helion_attn import plans
 from helion_attn.calls import Call
 from helion_attn.compiler.buffers import Draft
 from helion_attn.compiler.helion_adapter import multiprocessors
-from helion_attn.debugging import seen_so_far
+from helion_attn.debug_state import seen_so_far
 
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 
@@ -140,10 +140,8 @@ class Operation(Generic[Arguments]):
             found = plans.remember(key, self._plan(values))
             plans.log_new(self, self._structure.build(values), found)
         returned = found.run(tensors)
-        if self._call is not None and (seen := seen_so_far()) is not None and seen.save is not None:
-            from helion_attn.report import examine
-
-            examine(self._structure.build(values), returned, found.kernels, seen)
+        if self._call is not None and (seen := seen_so_far()) is not None and seen.save is not None and seen.examine:
+            seen.examine(self._structure.build(values), returned, found.kernels, seen)
         return returned[0] if self._results == 1 else tuple(returned) if self._results else None
 
     def _run_unplanned(self, *values: Any) -> Any:

@@ -19,7 +19,7 @@ from helion_attn.configs import (
     packing,
     uses_large_d,
 )
-from helion_attn.debugging import debugging
+from helion_attn.debug_state import debugging
 from helion_attn.names import OTHER_LAYOUTS
 from helion_attn.numerics import MAX_SEED
 from helion_attn.types import Layout, Recipe, RMSNorm, Rope, Scores, as_recipe, check_quantises

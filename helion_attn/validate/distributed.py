@@ -6,7 +6,7 @@ from typing import get_args
 
 import torch
 
-from helion_attn.debugging import debugging
+from helion_attn.debug_state import debugging
 from helion_attn.problem import parts_are_told_apart
 from helion_attn.types import Recipe, Rope, Strategy, as_recipe
 from helion_attn.validate.dense import (

@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from helion_attn.configs import MAX_PAGE_D, page_packing
-from helion_attn.debugging import debugging
+from helion_attn.debug_state import debugging
 from helion_attn.types import PagedKVCache, Rope, Scores
 from helion_attn.validate.dense import (
     IN_DTYPES,

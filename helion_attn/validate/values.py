@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from helion_attn.debugging import Append, seen_so_far
+from helion_attn.debug_state import Append, seen_so_far
 from helion_attn.types import PagedKVCache, Rope
 
 

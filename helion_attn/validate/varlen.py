@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from helion_attn.configs import SUPPORTED_D
-from helion_attn.debugging import debugging
+from helion_attn.debug_state import debugging
 from helion_attn.validate.dense import MIN_D, check_count, check_table, check_tensors
 from helion_attn.validate.values import check_cu_seqlens
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn import debugging, plans
+from helion_attn import debug_state, plans
 from helion_attn.testing import make_qkv
 from helion_attn.validate import values
 
@@ -178,10 +178,10 @@ def test_good_values_pass(what: str, device: str) -> None:
 
 def test_it_is_left_on_exceptions() -> None:
     with ha.debug():
-        assert debugging.debugging()
+        assert debug_state.debugging()
     with pytest.raises(ZeroDivisionError), ha.debug():
         _ = 1 / 0
-    assert not debugging.debugging()
+    assert not debug_state.debugging()
 
 
 def test_calls_inside_are_checked_before_they_take_a_plan() -> None:
