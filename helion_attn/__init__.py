@@ -9,7 +9,6 @@ from helion_attn.api import (
     pack,
     quantize,
 )
-from helion_attn.block_mask import BlockMask
 from helion_attn.check import check
 from helion_attn.debugging import debug
 from helion_attn.explain import explain, plan
@@ -29,6 +28,7 @@ from helion_attn.integrations.transformers import register_transformers, transfo
 from helion_attn.integrations.transformers_fused import fuse_transformers
 from helion_attn.integrations.unfuse import unfuse
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, cache_constants, paged_kv_cache
+from helion_attn.masks.blocks import BlockMask
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.support import is_supported
 from helion_attn.transforms import apply_rope, hadamard, hadamard_matrix, reflect

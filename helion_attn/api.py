@@ -9,8 +9,8 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import auto, ops, plans
-from helion_attn.block_mask import BlockMask, as_block_mask
 from helion_attn.configs import packing
+from helion_attn.masks.blocks import as_block_mask
 from helion_attn.names import named, options_of, with_scores
 from helion_attn.problem import (
     AttentionProblem,
@@ -26,6 +26,7 @@ from helion_attn.problem import (
 from helion_attn.types import (
     BALANCED,
     Auto,
+    BlockMask,
     CallOptions,
     Layout,
     QuantizedOptions,

@@ -10,9 +10,9 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn.api import attention, dense_problem
-from helion_attn.block_mask import BlockMask, as_block_mask
 from helion_attn.configs import SUPPORTED_D
 from helion_attn.explain import HOPPER_MULTIPROCESSORS
+from helion_attn.masks.blocks import BlockMask, as_block_mask
 from helion_attn.names import named, options_of
 from helion_attn.ops.attention import choose
 from helion_attn.ops.dense import shape_of_dense

@@ -18,13 +18,11 @@ from helion_attn.names import named, options_of
 from helion_attn.ops.attention import Choice, Shape
 from helion_attn.ops.dense import shape_of_dense
 from helion_attn.plans import Plan
-from helion_attn.types import BALANCED, CallOptions, Recipe, RMSNorm, Rope, is_auto
+from helion_attn.types import BALANCED, BlockMask, CallOptions, Recipe, RMSNorm, Rope, is_auto
 from helion_attn.validate.dense import check_is_norm
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
-
-    from helion_attn.block_mask import BlockMask
 
 #: SMs of an H200 and of an H100 SXM: what is said of CPU tensors is said of these.
 HOPPER_MULTIPROCESSORS = 132

@@ -6,16 +6,13 @@ its plan.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from helion_attn.configs import Packing
 from helion_attn.numerics import LOG2E
-from helion_attn.types import PackedTensors, PagedKVCache, Recipe, RMSNorm, Rope, Scores, packed_fields
-
-if TYPE_CHECKING:
-    from helion_attn.block_mask import BlockMask
+from helion_attn.types import BlockMask, PackedTensors, PagedKVCache, Recipe, RMSNorm, Rope, Scores, packed_fields
 
 
 class RopeArguments(NamedTuple):

@@ -15,13 +15,13 @@ import torch
 import triton
 
 from helion_attn.api import attention, attention_quantized, dense_problem, quantized_problem
-from helion_attn.block_mask import BlockMask
 from helion_attn.calls import Call, line, of_decode, of_dense, of_packed, of_varlen
 from helion_attn.check import Error, _error, _Sample
 from helion_attn.compiler.notice import LOG
 from helion_attn.configs import packing
 from helion_attn.debug_state import Seen
 from helion_attn.kv_cache import attention_kvcache, decode_problem
+from helion_attn.masks.blocks import BlockMask
 from helion_attn.plans import plain_kernels
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.problem import (

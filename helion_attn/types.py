@@ -17,8 +17,6 @@ from helion_attn.numerics import FORMAT_MAX, MAX_P_OFFSET_LOG2, MAX_SEED, larges
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-    from helion_attn.block_mask import BlockMask
-
 #: How the axes of [B, H, S, D] and [B, S, H, D] tensors are named.
 Layout: TypeAlias = Literal["bhsd", "bshd"]
 
@@ -627,6 +625,28 @@ class PagedKVCache(_OfTensors):
     def page_size(self) -> int:
         """Keys of a page."""
         return self.k8.size(2)
+
+
+@dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
+class BlockMask(_OfTensors):
+    """The data of a mask, as attention reads it. `masks.blocks.BlockMask` makes it, and says what its fields are."""
+
+    M: int
+    N: int
+    lists: torch.Tensor
+    entries: torch.Tensor
+    tile_of: torch.Tensor
+    tiles: torch.Tensor
+
+    @property
+    def B(self) -> int:
+        """Sequences, or 1."""
+        return self.entries.size(0)
+
+    @property
+    def H(self) -> int:
+        """Heads, or 1."""
+        return self.entries.size(1)
 
 
 # What `torch.load` takes with its default, `weights_only=True`.

@@ -1,9 +1,11 @@
-"""The structure of the package: how many functions of it a call enters, in how many files."""
+"""The structure of the package: imports make no circle, and a call enters few functions in few files."""
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -16,11 +18,71 @@ from helion_attn import plans
 from helpers.offline import fake_qkv
 from helpers.planning import planning
 
+ROOT = Path(__file__).parents[1]
 PACKAGE = Path(ha.__file__).parent
 
 #: The most functions of the package that `attention` enters, and the most files that they are in.
 FIRST_CALL = 168, 35
 LATER_CALL = 22, 10
+
+
+def modules_of(folder: Path) -> dict[str, Path]:
+    """The modules of a package, by name."""
+    found = {}
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Names that a file imports, wherever: for a checker of types alone, or in a function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imports(*folders: Path) -> dict[str, set[str]]:
+    """What each module of some packages imports of them."""
+    modules = {name: path for folder in folders for name, path in modules_of(folder).items()}
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for full in imported(path):
+            # Of a name that is no module, the module that it is in.
+            graph[name] |= {full if full in modules else full.rpartition(".")[0]} & {*modules}
+    return graph
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; empty if none do."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_imports_make_no_circle() -> None:
+    assert circle(imports(PACKAGE, ROOT / "benchmarks")) == []
+
+
+@pytest.mark.parametrize(
+    "closing",
+    [
+        *("import pack.a", "from pack import a", "from pack.a import x", "def f():\n    from pack.a import x"),
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pack.a import x",
+    ],
+)
+def test_a_circle_is_found(closing: str, tmp_path: Path) -> None:
+    (folder := tmp_path / "pack").mkdir()
+    for name, text in (("__init__", ""), ("a", "from pack.b import y\nx = 1"), ("b", "y = 1")):
+        (folder / f"{name}.py").write_text(text)
+    assert circle(imports(folder)) == []
+    (folder / "b.py").write_text(f"{closing}\ny = 1")
+    assert {*circle(imports(folder))} == {"pack.a", "pack.b"}
 
 
 def entered(call: Callable[[], object]) -> set[CodeType]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helion_attn.api import attention
-from helion_attn.block_mask import as_block_mask
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.between_graphs import between_graphs
 from helion_attn.integrations.diffusers_schedule import (
@@ -29,6 +28,7 @@ from helion_attn.integrations.fused import Before, prefers_pytorch
 from helion_attn.integrations.masks import Visible, attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.masks import Reordered
+from helion_attn.masks.blocks import as_block_mask
 from helion_attn.names import named
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, as_choice, is_auto, preset_of
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_sm_scale, described

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from helion_attn.block_mask import BlockMask
 from helion_attn.masks import Reordered
+from helion_attn.masks.blocks import BlockMask
 from helion_attn.types import Auto, Recipe, RecipeName, as_choice
 from helion_attn.validate.dense import described
 

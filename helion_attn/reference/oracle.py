@@ -9,12 +9,10 @@ from typing_extensions import Unpack
 
 from helion_attn.names import with_scores
 from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd, visible_scores
-from helion_attn.types import OracleOptions, ScoreOptions, Scores
+from helion_attn.types import BlockMask, OracleOptions, ScoreOptions, Scores
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
-
-    from helion_attn.block_mask import BlockMask
 
 #: Scores held at once, in elements: bounds the memory at any length.
 _SCORES_AT_ONCE = 2**26

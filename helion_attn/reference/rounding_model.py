@@ -45,6 +45,7 @@ from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.reference.shapes import default_sm_scale, hide_keys, to_bhsd, visible_scores
 from helion_attn.types import (
     BALANCED,
+    BlockMask,
     ModelOptions,
     Recipe,
     RMSNorm,
@@ -57,8 +58,6 @@ from helion_attn.types import (
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
-
-    from helion_attn.block_mask import BlockMask
 
 
 class RoundedQKV(NamedTuple):

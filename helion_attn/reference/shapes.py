@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helion_attn.masks.blocks import as_block_mask
+from helion_attn.types import BlockMask
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
-
-    from helion_attn.block_mask import BlockMask
 
 
 def to_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -55,8 +56,6 @@ def visible_scores(mask: BlockMask | FlexMask | torch.Tensor | None, B: int, H: 
     """A block mask by scores, bool [B, H, M, N], or None. Such a tensor is returned as it is."""
     if isinstance(mask, torch.Tensor):
         return mask
-    from helion_attn.block_mask import as_block_mask
-
     made = as_block_mask(mask)
     return None if made is None else made.to_dense().expand(B, H, -1, -1)
 

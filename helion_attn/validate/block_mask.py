@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from helion_attn.configs import MASK_BLOCK, packing, uses_large_d
-from helion_attn.types import Recipe
+from helion_attn.types import BlockMask, Recipe
 from helion_attn.validate.dense import check_device, described
-
-if TYPE_CHECKING:
-    from helion_attn.block_mask import BlockMask
 
 #: Longest sequence: a block's number, and its complement, are int32, and so are tokens.
 MAX_TOKENS = 2**31 - 1

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import helion_attn as ha
-from helion_attn import block_mask
+from helion_attn.masks import blocks
 from helion_attn.testing import make_qkv
 from helpers.cases import LADDER, Tensors, make_case
 
@@ -218,10 +218,10 @@ def test_a_mask_of_pytorch_is_converted_once(device: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(ha.BlockMask, "from_flex", None)
     assert torch.equal(out, ha.attention(*qkv, block_mask=theirs))
     assert torch.isfinite(ha.attention_quantized(ha.quantize(*qkv), block_mask=theirs)).all()
-    assert len(block_mask._OF_FLEX) > 0
+    assert len(blocks._OF_FLEX) > 0
     del theirs
     gc.collect()
-    assert not any(key for key, (mask, _) in block_mask._OF_FLEX.items() if mask() is None)
+    assert not any(key for key, (mask, _) in blocks._OF_FLEX.items() if mask() is None)
 
 
 def test_its_plan_is_for_its_lengths(device: str) -> None:

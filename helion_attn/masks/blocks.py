@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from helion_attn import types
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.ops.block_mask import mask_bits, mask_lists
 from helion_attn.preprocess.mask_bits import IN_PART, NO_KEY, UNSEEN, WHOLE, WORD
 from helion_attn.problem import MaskBitsProblem, MaskListsProblem
-from helion_attn.types import _OfTensors
 from helion_attn.validate.block_mask import check_blocks, check_dense, check_flex
 from helion_attn.validate.dense import described
 
@@ -30,7 +30,7 @@ EVALUATED_BLOCKS = 1024
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class BlockMask(_OfTensors):
+class BlockMask(types.BlockMask):
     """Any boolean mask, as attention reads it: by blocks of 128 queries and 128 keys.
 
     A block that no query of it sees costs nothing. One that is seen in part has one bit a score, 2 KB; blocks with the
@@ -59,13 +59,6 @@ class BlockMask(_OfTensors):
         mask = ha.BlockMask.from_dense(torch.rand(100, 100) < 0.5)
         out = ha.attention(q, k, v, block_mask=mask)
     """
-
-    M: int
-    N: int
-    lists: torch.Tensor
-    entries: torch.Tensor
-    tile_of: torch.Tensor
-    tiles: torch.Tensor
 
     def __init__(self, blocks: torch.Tensor, M: int, N: int) -> None:
         check_blocks(blocks, M, N)
@@ -188,16 +181,6 @@ class BlockMask(_OfTensors):
         return cls._of_found(M, N, kinds.index_put(at.unbind(1), of_part.flatten()), found, None)
 
     @property
-    def B(self) -> int:
-        """Sequences, or 1."""
-        return self.entries.size(0)
-
-    @property
-    def H(self) -> int:
-        """Heads, or 1."""
-        return self.entries.size(1)
-
-    @property
     def blocks(self) -> torch.Tensor:
         """The blocks that are seen, in part or whole: bool [B, H, M_blocks, N_blocks]."""
         return self._kinds() != UNSEEN
@@ -264,7 +247,7 @@ class BlockMask(_OfTensors):
 _OF_FLEX: dict[int, tuple[weakref.ref[FlexMask], BlockMask]] = {}
 
 
-def as_block_mask(mask: BlockMask | FlexMask | None) -> BlockMask | None:
+def as_block_mask(mask: types.BlockMask | FlexMask | None) -> BlockMask | None:
     """A mask as attention takes it; one of PyTorch's is converted once, and must not be changed then.
 
     Raises:

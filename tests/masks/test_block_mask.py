@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
-from helion_attn import block_mask
 from helion_attn.configs import MASK_BLOCK
+from helion_attn.masks import blocks
 from helion_attn.preprocess import list_order, mask_bits, mask_lists
 
 
@@ -307,7 +307,7 @@ def test_lists_of_flex_decide_before_its_rule(size: int) -> None:
 
 
 def test_only_blocks_that_are_seen_in_part_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_mask, "EVALUATED_BLOCKS", 3)
+    monkeypatch.setattr(blocks, "EVALUATED_BLOCKS", 3)
     theirs = create_block_mask(RULES["causal"], 1, 1, 1024, 1024, device="cpu")
     evaluated = []
 

@@ -1,9 +1,4 @@
-"""Patterns of masks that people use, as `BlockMask`s: packed documents, prefixes, neighbourhoods in video, top blocks.
-
-What a pattern sees of most blocks, all or nothing, follows from its structure, so that no mask by scores is built:
-75,600 tokens would have 5.7 GB of them. Blocks that are seen in part are evaluated. All but `top_blocks` wait for the
-device once or twice: make them once and keep them.
-"""
+"""The patterns that `helion_attn.masks` has."""
 
 from __future__ import annotations
 
@@ -13,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from helion_attn.block_mask import BlockMask, Rule
 from helion_attn.configs import MASK_BLOCK
+from helion_attn.masks.blocks import BlockMask, Rule
 from helion_attn.ops.block_mask import block_means
 from helion_attn.preprocess.mask_bits import IN_PART, UNSEEN, WHOLE
 from helion_attn.problem import BlockMeansProblem
@@ -22,8 +17,6 @@ from helion_attn.types import Layout
 from helion_attn.validate.block_mask import MAX_TOKENS, check_int
 from helion_attn.validate.dense import check_flag
 from helion_attn.validate.masks import check_grid, check_ids, check_number, check_sizes, check_top_blocks
-
-__all__ = ["Reordered", "documents", "prefix", "radial", "sliding_tile", "top_blocks"]
 
 
 class Reordered(NamedTuple):

@@ -12,8 +12,8 @@ import torch
 
 import helion_attn as ha
 from helion_attn import ops
-from helion_attn.block_mask import Rule
 from helion_attn.configs import MASK_BLOCK
+from helion_attn.masks.blocks import Rule
 from helion_attn.preprocess.mask_bits import IN_PART
 from helion_attn.problem import BlockMeansProblem
 
