@@ -30,6 +30,8 @@ from benchmarks.lib.peers import Prepared
 from benchmarks.lib.problem import CHECKED_ROWS, Contender, grid_workload, make_problem, measure, workload
 from benchmarks.lib.suite import Block, Options, Suite, console, progress
 from benchmarks.lib.tables import Table, error_text, number, rows_of
+from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
+from devtools.workloads import Workload
 from helion_attn.compiler import triton_hook
 from helion_attn.compiler.helion_adapter import Config, helion_config
 from helion_attn.compiler.kernels import Compiled
@@ -40,9 +42,7 @@ from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.numerics import takes_bits
 from helion_attn.preprocess.lib.v_layout import position_of_key
 from helion_attn.problem import AttentionProblem, softmax_of
-from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import PackedTensors, Scores
-from helion_attn.workloads import Workload
 
 # --- variants -------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class Variant:
     interleaved: bool = True
 
 
-#: Other tiles, by head dim: near those of `helion_attn.tune.candidates`.
+#: Other tiles, by head dim: near those of `devtools.tune.candidates`.
 TILES: dict[int, dict[str, dict[str, Any]]] = {
     64: {
         "2 stages": {"num_stages": 2},

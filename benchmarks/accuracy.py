@@ -63,8 +63,9 @@ from benchmarks.lib.tables import (
     series_in,
     values_of,
 )
-from helion_attn.testing import INPUT_KINDS, SINK_SHARES, error_budget, relative_error
-from helion_attn.workloads import Workload, tagged
+from devtools.inputs import INPUT_KINDS, SINK_SHARES
+from devtools.workloads import Workload, tagged
+from helion_attn.testing import error_budget, relative_error
 
 #: FlashAttention-3's own figures, by what stands for each here. Its FP8 there has block scales and a Hadamard
 #: rotation, which were not released.

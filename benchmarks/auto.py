@@ -34,10 +34,10 @@ from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import Table, mask, number, ratio, rows_of
 from benchmarks.speed import LENGTHS
+from devtools.inputs import make_qkv
+from devtools.workloads import Workload
 from helion_attn import auto as choice
 from helion_attn.api import dense_problem
-from helion_attn.testing import make_qkv
-from helion_attn.workloads import Workload
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -46,7 +46,7 @@ from benchmarks.speed import (
     kernel_headers,
     roofline_table,
 )
-from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
+from devtools.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 
 #: A long context, of one sequence.
 LONG = 131072

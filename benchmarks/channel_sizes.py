@@ -22,8 +22,9 @@ import helion_attn as ha
 from benchmarks.lib.plots import COLOURS, PAGE_WIDTH, STYLE, log_axis, powers_axis, save
 from benchmarks.lib.recipes import PRESETS
 from benchmarks.lib.tables import LABELS
+from devtools.inputs import make_qkv
 from helion_attn.reference import rounding_model
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import relative_error
 
 DRAWN = Path(__file__).resolve().parents[1] / "docs" / "large_channels.png"
 

@@ -13,8 +13,8 @@ from benchmarks.lib.problem import check, make_problem, others, ours, workload
 from benchmarks.lib.recipes import PRESETS, RUNGS
 from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import SHOWN, Table, by_series, error_text, labels, rows_of, series_in, values_of
-from helion_attn.testing import CHANNEL_KINDS
-from helion_attn.workloads import Workload
+from devtools.inputs import CHANNEL_KINDS
+from devtools.workloads import Workload
 
 #: Head dims; numbers of keys, of which the first has every input; query rows; query heads on `KV_HEADS` if grouped.
 DIMS, LENGTHS, QUERIES, GROUPED, KV_HEADS = (64, 128, 256), (4096, 16384, 131072), 1024, 8, 2

@@ -36,8 +36,9 @@ from benchmarks.lib.problem import first_line
 from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, by_impl, error_text, impls_in, number, rows_of, values_of
 from benchmarks.varlen import lognormal
-from helion_attn.testing import error_budget, make_qkv, relative_error
-from helion_attn.workloads import Workload
+from devtools.inputs import make_qkv
+from devtools.workloads import Workload
+from helion_attn.testing import error_budget, relative_error
 
 NAMES = LABELS | {"copy": "copy"}
 

@@ -40,6 +40,7 @@ from benchmarks.lib.harness import Loaded, Results, Row, result_row, time_interl
 from benchmarks.lib.plots import grid, legend, line, powers_axis
 from benchmarks.lib.suite import Block, Options, Plot, Suite, progress
 from benchmarks.lib.tables import LABELS, OURS, Table, error_text, mask, number, ratio, rows_of, values_of
+from devtools.workloads import Workload
 from helion_attn import ops
 from helion_attn.api import quantize
 from helion_attn.configs import varlen_packing
@@ -50,7 +51,6 @@ from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.problem import GatheredParts, GatheredProblem, softmax_of
 from helion_attn.testing import relative_error
 from helion_attn.types import Balance, QuantizedQKV, RecipeName, Scores, Strategy
-from helion_attn.workloads import Workload
 
 STRATEGIES: tuple[Strategy, ...] = ("allgather", "ulysses", "ring")
 

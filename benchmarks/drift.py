@@ -19,7 +19,7 @@ from benchmarks.lib.plots import grid, legend, line, log_axis, powers_axis
 from benchmarks.lib.problem import check, others, ours, problem_of, workload
 from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import Table, error_text, labels, rows_of, series, series_in, values_of
-from helion_attn.testing import drift
+from devtools.inputs import drift
 
 #: Head dims, the yardstick first; the long ones have no bf16 or hybrid kernel.
 DIMS = (128, 64, 160, 256, 320, 512, 1024)

@@ -22,8 +22,8 @@ from benchmarks.lib.peers import fa3_on_fp8
 from benchmarks.lib.problem import first_line, oracle
 from benchmarks.lib.suite import Block, Options
 from benchmarks.lib.tables import LABELS, Table, by_impl, mask, number, rows_of, values_of
+from devtools.workloads import Workload
 from helion_attn.reference.shapes import hide_future_keys
-from helion_attn.workloads import Workload
 
 E4M3 = torch.float8_e4m3fn
 INPUT = "fa3_test"

@@ -35,8 +35,8 @@ from benchmarks.lib.tables import (
     series_in,
     values_of,
 )
+from devtools.inputs import HARD_KINDS, SINK_SHARES
 from helion_attn.configs import SUPPORTED_D
-from helion_attn.testing import HARD_KINDS, SINK_SHARES
 
 #: Head dims, and numbers of keys.
 DIMS, LENGTHS = (64, 128, 256, 512), (4096, 32768, 131072)

@@ -30,8 +30,8 @@ from benchmarks.lib.problem import workload
 from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, number, ratio, rows_of, values_of
-from helion_attn.testing import make_qkv
-from helion_attn.workloads import Workload
+from devtools.inputs import make_qkv
+from devtools.workloads import Workload
 
 H, D, CALLS, ROUNDS = 16, 128, 300, 7
 

@@ -34,8 +34,8 @@ from benchmarks.lib.tables import (
     rows_of,
     values_of,
 )
+from devtools.workloads import Workload
 from helion_attn.configs import SUPPORTED_D
-from helion_attn.workloads import Workload
 
 #: FFPA's, where none above 256 is asked for.
 DIMS = (320, 384, 448, 512, 576, 640, 768, 1024)

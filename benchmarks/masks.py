@@ -24,9 +24,10 @@ from benchmarks.lib.problem import CHECKED_ROWS, first_line, workload
 from benchmarks.lib.recipes import DEFAULT, RECIPES
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import Table, by_impl, error_text, number, ratio, rows_of, values_of
+from devtools.inputs import make_qkv
+from devtools.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 from helion_attn.configs import packing
-from helion_attn.testing import make_qkv, relative_error
-from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
+from helion_attn.testing import relative_error
 
 #: Keys that a row sees, itself among them, at every head dim; and at one, as models of it have it.
 WINDOW, OF_MODELS = 1024, {64: 128, 128: 4096, 256: 512}

@@ -32,7 +32,7 @@ from benchmarks.lib.tables import (
     rows_of,
 )
 from benchmarks.speed import e2e_figures, e2e_headers, in_a_column, speedups
-from helion_attn.workloads import Workload
+from devtools.workloads import Workload
 
 #: Least speed over the fastest bf16 kernel: of the geometric mean, and of each, which at D 64 may be lower.
 MEAN_BOUNDS = {"helion_attn": 1.15, "fast": 1.19}

@@ -22,7 +22,7 @@ from benchmarks.lib.recipes import DEFAULT, RECIPES
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, number, rows_of, values_of
 from benchmarks.preprocess import rope_tables
-from helion_attn.workloads import Workload
+from devtools.workloads import Workload
 
 #: A model's query heads, KV heads and tokens, whether its RoPE is interleaved, and the norm that it has.
 MODELS = {

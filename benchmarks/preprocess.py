@@ -27,15 +27,15 @@ from benchmarks.lib.problem import dry_workload, grid_workload
 from benchmarks.lib.recipes import DEFAULT, PRESETS, RECIPES
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, by_impl, labels, number, rows_of, values_of
+from devtools.inputs import make_qkv
+from devtools.workloads import Workload
 from helion_attn import configs
 from helion_attn.kernels.lib.norm import no_norms
 from helion_attn.kernels.lib.rope import rope_tables as kernel_tables
 from helion_attn.kernels.lib.strided import strided_qkv
 from helion_attn.preprocess import pack, sample
 from helion_attn.problem import rope_arguments
-from helion_attn.testing import make_qkv
 from helion_attn.validate.dense import MIN_D
-from helion_attn.workloads import Workload
 
 #: The head dim at which the presets are also timed with RoPE.
 ROPE_DIM = 128

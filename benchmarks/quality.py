@@ -22,7 +22,7 @@ from benchmarks.lib.attends import OURS, Attend, attends_of
 from benchmarks.lib.harness import Results, version_of
 from benchmarks.lib.problem import workload
 from benchmarks.lib.suite import Block, Options, Suite, console
-from helion_attn.workloads import Workload
+from devtools.workloads import Workload
 
 #: Of whose versions a result file tells as well.
 PACKAGES = ("transformers", "diffusers", "sageattention")

@@ -17,7 +17,8 @@ from benchmarks.lib.harness import Loaded, Results, Row
 from benchmarks.lib.recipes import PRESETS, RUNGS
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, error_text, rows_of
-from helion_attn.testing import make_qkv, relative_error
+from devtools.inputs import make_qkv
+from helion_attn.testing import relative_error
 
 #: Keys on a GPU and in the interpreter, head dim, heads; and rows that are compared.
 GPU_KEYS, CPU_KEYS, D, H, ROWS = 4096, 512, 128, 4, 8

@@ -41,9 +41,9 @@ from benchmarks.lib.recipes import DEFAULT, PRESETS
 from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
 from benchmarks.lib.tables import LABELS, Table, error_text, number, ratio, rows_of, speed_text
 from benchmarks.varlen import lognormal
+from devtools.inputs import make_qkv
+from devtools.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 from helion_attn.configs import MASK_BLOCK
-from helion_attn.testing import make_qkv
-from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 
 #: Shares of the blocks, in percent, and that of the case in which row blocks have different numbers of them.
 PERCENTS, QUICK_PERCENTS, PERCENT_UNEQUAL = (5, 10, 25, 50, 100), (25, 100), 25

@@ -44,7 +44,7 @@ from benchmarks.lib.tables import (
     rows_of,
     values_of,
 )
-from helion_attn.workloads import Workload, tagged
+from devtools.workloads import Workload, tagged
 
 #: Sequence lengths of the grid.
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)

@@ -25,6 +25,7 @@ from benchmarks.lib.problem import Contender, make_problem, measure
 from benchmarks.lib.recipes import DEFAULT, RECIPES
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import Table, by_impl, error_text, number, ratio, rows_of, values_of
+from devtools.workloads import Workload
 from helion_attn import ops
 from helion_attn.api import quantized_problem
 from helion_attn.configs import scheduling
@@ -32,7 +33,6 @@ from helion_attn.configs.scheduling import key_splits
 from helion_attn.numerics import largest_q_of_cache, most_amax_in_base, takes_half_scores
 from helion_attn.reference.kv_cache import k_descales, row_descale, to_format, v_descales
 from helion_attn.types import CACHE_RECIPE
-from helion_attn.workloads import Workload
 
 #: Query rows that are checked against the oracle: the last, which see most.
 CHECKED_ROWS = 16

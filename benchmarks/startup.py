@@ -33,7 +33,7 @@ from benchmarks.lib.problem import workload
 from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import Table, mask, number, rows_of, values_of
-from helion_attn.workloads import BENCH_HIDDEN, Workload
+from devtools.workloads import BENCH_HIDDEN, Workload
 
 S = 1024
 

@@ -43,11 +43,11 @@ from benchmarks.lib.problem import first_line, workload
 from benchmarks.lib.recipes import DEFAULT
 from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
 from benchmarks.lib.tables import LABELS, Table, error_text, number, ratio, rows_of, speed_text
+from devtools.workloads import Workload
 from helion_attn.integrations.diffusers import Backend
 from helion_attn.integrations.diffusers_fused import Processor
 from helion_attn.integrations.transformers_fused import FusedAttention
 from helion_attn.testing import relative_error
-from helion_attn.workloads import Workload
 
 #: Rounds end when the slowest contender has run for so long, at the latest after so many.
 SECONDS, MOST_ROUNDS = 3.0, 9

@@ -24,11 +24,12 @@ from benchmarks.lib.problem import first_line
 from benchmarks.lib.recipes import PRESETS
 from benchmarks.lib.suite import Block, Options, Suite, progress
 from benchmarks.lib.tables import LABELS, Table, error_text, mask, number, rows_of, values_of
+from devtools.inputs import make_qkv
+from devtools.workloads import BENCH_HIDDEN, Workload
 from helion_attn.ops import varlen
 from helion_attn.problem import VarlenProblem
-from helion_attn.testing import error_budget, make_qkv, relative_error
+from helion_attn.testing import error_budget, relative_error
 from helion_attn.varlen import varlen_problem
-from helion_attn.workloads import BENCH_HIDDEN, Workload
 
 #: Rows of a sequence that are checked against the oracle, the last ones.
 CHECKED_ROWS = 16

@@ -38,15 +38,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+if __name__ == "__main__":  # a script's own folder is on the path; devtools are found in the one above it
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn import plans
 from helion_attn.compiler.passes import warpgroup_turns
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import scheduling
 from helion_attn.numerics import LN2, RECENTRED_KEYS
-from helion_attn.testing import error_budget, make_qkv, relative_error
+from helion_attn.testing import error_budget, relative_error
 
 TOOLS = ("memcheck", "racecheck")
 

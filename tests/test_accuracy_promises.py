@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import CHANNEL_KINDS, INPUT_KINDS, SINK_SHARES, drift, make_qkv
 from helion_attn.numerics import MAX_BITS_D
 from helion_attn.reference import kv_cache, rounding_model
-from helion_attn.testing import CHANNEL_KINDS, INPUT_KINDS, SINK_SHARES, drift, error_budget, make_qkv, relative_error
+from helion_attn.testing import error_budget, relative_error
 from helion_attn.types import PRESETS
 from helpers.paged import append_all, make_cache
 

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn import api, auto, configs, plans
 from helion_attn.api import dense_problem
 from helion_attn.auto import FALLBACK_GPU, Crossover
 from helion_attn.integrations import diffusers, transformers
 from helion_attn.integrations.fused import prefers_pytorch
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import relative_error
 from helion_attn.validate.distributed import check_part
 
 #: From which length on the default preset is taken here, of this many heads.

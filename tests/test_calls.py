@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn import calls, plans
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import relative_error
 
 
 def ints(*numbers: int, device: str) -> torch.Tensor:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import LARGE_CHANNELS, make_qkv
 from helion_attn.reference.rope import apply_rope_qk
-from helion_attn.testing import LARGE_CHANNELS, make_qkv, relative_error
+from helion_attn.testing import relative_error
 from helpers.cases import IN_E4M3
 
 module: Any = inspect.getmodule(ha.check)

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
+from devtools.sm90 import _offline_hopper
 from helion_attn import plans
 from helion_attn.compiler import kernels
 from helion_attn.compiler.helion_adapter import helion
 from helion_attn.compiler.passes import early_copies, row_sums, rows_ahead, shared_q, warpgroup_turns
 from helion_attn.configs import large_tile_config, tile_config
-from helion_attn.testing import _offline_hopper, make_qkv
 from helpers.offline import fake_qkv, launching
 
 

@@ -26,8 +26,8 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.configs import ALL_8_BIT, MASK_BLOCK, SUPPORTED_D, packing, scheduling, uses_large_d
-from helion_attn.testing import make_qkv
 from helion_attn.validate.dense import IN_DTYPES, MAX_D, OUT_DTYPES
 from helpers.cases import PRESETS, RECIPES, Case, make_case
 from helpers.fuzzing import (

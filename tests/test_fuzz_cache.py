@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import INPUT_KINDS
 from helion_attn.configs import MAX_PAGE_D
 from helion_attn.reference.kv_cache import v_descales
-from helion_attn.testing import INPUT_KINDS
 from helion_attn.types import Layout
 from helion_attn.validate.dense import IN_DTYPES
 from helpers.cases import IN_E4M3, Case, Tensors

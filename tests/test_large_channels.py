@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.numerics import MAX_CHANNEL_FACTOR_LOG2
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import relative_error
 from helpers.cases import Tensors, make_case
 from helpers.rotations import tables as rope_tables
 

@@ -17,8 +17,9 @@ import torch
 from typing_extensions import assert_type
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.names import NOT_HERE, OTHER_NAMES
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import relative_error
 from helion_attn.types import RecipeName
 from helpers.refused import assert_raises
 

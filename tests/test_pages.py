@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import make_qkv
+from devtools.inputs import make_qkv
 from helpers.paged import NO_PAGE, append_all, make_cache, poison
 from helpers.refused import assert_raises
 

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import helion_attn as ha
+from devtools.sm90 import fake_cuda
 from helion_attn import plans
 from helion_attn.compiler import buffers
-from helion_attn.testing import fake_cuda
 from helion_attn.types import Layout
 from helpers.offline import fake_cache
 from helpers.planning import KEPT, LAUNCHED, planning

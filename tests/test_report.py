@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn import __main__ as command
 from helion_attn import plans, report
 from helion_attn.api import dense_problem
-from helion_attn.testing import make_qkv
 
 pytestmark = pytest.mark.once
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
+from devtools.sm90 import fake_cuda
 from helion_attn.kernels.lib.strided import common_unit
 from helion_attn.preprocess import pack_kv, recentre, sample
-from helion_attn.testing import fake_cuda, make_qkv
 from helpers.cases import PRESETS, Tensors, make_case
 from helpers.offline import compilations, without
 

@@ -26,6 +26,8 @@ def test_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
     }
     assert {Path("helion_attn/py.typed"), Path("helion_attn/configs/fp8_attn_fwd_sm90.json")} <= package
     assert {name for name in names if not name.parts[0].endswith(".dist-info")} == package
+    # What only who works on the package needs.
+    assert not {"devtools", "tune", "sm90.py", "workloads.py"} & {part for name in names for part in name.parts}
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from helion_attn.workloads import Workload
+from devtools.workloads import Workload
 
 Row = dict[str, Any]
 
@@ -166,7 +166,7 @@ def result_row(
         impl: a key of `peers.IMPLS`.
         workload: the shape.
         stage: "kernel", "preprocess", "e2e" or, of a KV cache, "append".
-        kind: of input, as in `helion_attn.testing.make_qkv`.
+        kind: of input, as in `devtools.inputs.make_qkv`.
         recipe: how the inputs became FP8, where that is a choice.
         ms: median time, None when it was not taken or must not be reported.
         error_kernel: relative error against the fp64 oracle on what the kernel was given.

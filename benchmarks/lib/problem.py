@@ -23,10 +23,11 @@ from benchmarks.lib.peers import (
 from benchmarks.lib.recipes import RECIPES
 from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import mask
+from devtools.inputs import make_qkv
+from devtools.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 from helion_attn.reference import rounding_model
-from helion_attn.testing import error_budget, make_qkv, relative_error
+from helion_attn.testing import error_budget, relative_error
 from helion_attn.types import Scores
-from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, Workload
 
 #: Query rows that most suites check against the oracle, in every head of the first and the last batch.
 CHECKED_ROWS = 64

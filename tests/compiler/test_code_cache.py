@@ -27,6 +27,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch._inductor.codecache import PyCodeCache
 
 import helion_attn as ha
+from devtools.sm90 import fake_cuda
 from helion_attn.compiler import code_cache, facts, generated_code, stored_code
 from helion_attn.compiler.helion_adapter import (
     Config,
@@ -39,7 +40,6 @@ from helion_attn.compiler.helion_adapter import (
 )
 from helion_attn.compiler.kernels import Compiled, compiled
 from helion_attn.compiler.slower import SlowerWarning, warn_slower
-from helion_attn.testing import fake_cuda
 from helpers.calls import (
     attend,
     attend_in_parts,

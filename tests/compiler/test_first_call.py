@@ -35,7 +35,7 @@ IMPORTS = """
 import importlib, pathlib, sys
 import helion_attn
 root = pathlib.Path(helion_attn.__file__).parent
-for folder in ("ops", "kernels", "preprocess", "compiler", "configs", "tune"):
+for folder in ("ops", "kernels", "preprocess", "compiler", "configs"):
     for path in root.joinpath(folder).rglob("*.py"):
         if path.stem != "__main__":
             importlib.import_module(".".join(["helion_attn", *path.relative_to(root).with_suffix("").parts]))
@@ -62,7 +62,7 @@ import json, logging, sys
 logging.basicConfig(level=logging.INFO)
 import triton
 import helion_attn as ha
-from helion_attn.testing import _offline_hopper
+from devtools.sm90 import _offline_hopper
 from helpers.offline import fake_qkv, launching
 hits = []
 triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)

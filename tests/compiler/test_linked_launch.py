@@ -18,10 +18,10 @@ from triton.backends.nvidia import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from devtools.sm90 import fake_cuda
 from helion_attn.compiler import linked_launch
 from helion_attn.compiler.linked_launch import Launch, LinkedLaunch, NotLinked
 from helion_attn.compiler.slower import SlowerWarning, warn_slower
-from helion_attn.testing import fake_cuda
 from helpers.calls import (
     attend,
     attend_in_parts,

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from devtools.tune.trial import MAX_SPILLS
 from helion_attn import configs
 from helion_attn.configs import (
     LARGE_D_TABLE,
@@ -28,7 +29,6 @@ from helion_attn.configs import (
     tile_config,
 )
 from helion_attn.configs.scheduling import group_programs, head_group, query_blocks_per_sm
-from helion_attn.tune.trial import MAX_SPILLS
 from helion_attn.validate.dense import MIN_D
 from helpers.offline import BATCH, HEADS, QUERIES
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.configs import packing
 from helion_attn.distributed import collectives, header
 from helion_attn.distributed.cut import Cut, Run, cut_of
@@ -30,7 +31,7 @@ from helion_attn.distributed.header import HEADER_BYTES, Header, decode
 from helion_attn.numerics import SAMPLED_KEYS
 from helion_attn.preprocess import shared
 from helion_attn.problem import NO_ROPE_ARGUMENTS, DescribePartProblem, magic, parts_are_told_apart
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import relative_error
 from helion_attn.types import Balance, Strategy
 from helion_attn.validate.distributed import check_places
 from helpers import ranks

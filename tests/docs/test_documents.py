@@ -87,7 +87,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 
 
 def test_documents_named_in_code_exist() -> None:
-    files = [path for folder in ("helion_attn", "benchmarks", "scripts", "examples", "tests") for path in
+    files = [path for folder in ("helion_attn", "devtools", "benchmarks", "scripts", "examples", "tests") for path in
              (ROOT / folder).rglob("*.py")]  # fmt: skip
     named = {(path, match) for path in files for match in re.findall(r"\bdocs/[\w/]+\.md", path.read_text())}
     assert len(named) > 10

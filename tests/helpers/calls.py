@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import fake_cuda
+from devtools.sm90 import fake_cuda
 from helion_attn.types import Layout
 from helpers.offline import fake_cache, fake_qkv, fake_varlen
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
+from devtools.workloads import WORKLOADS
 from helion_attn.configs import ALL_8_BIT, LARGE_TILE_CONFIGS, TILE_CONFIGS, LargeTileConfig, TileConfig
 from helion_attn.reference import rounding_model
 from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.reference.shapes import default_sm_scale, hide_keys
-from helion_attn.testing import TANH_ERROR, TENSOR_CORE_ERROR, error_budget, make_qkv, relative_error
-from helion_attn.workloads import WORKLOADS
+from helion_attn.testing import TANH_ERROR, TENSOR_CORE_ERROR, error_budget, relative_error
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import INPUT_KINDS, make_qkv
 from helion_attn.numerics import LOG2E
 from helion_attn.reference.rope import apply_rope_qk
-from helion_attn.testing import INPUT_KINDS, TANH_ERROR, TENSOR_CORE_ERROR, error_budget, make_qkv
+from helion_attn.testing import TANH_ERROR, TENSOR_CORE_ERROR, error_budget
 from helion_attn.types import Layout
 from helion_attn.validate.dense import IN_DTYPES, MIN_D
 from helpers.cases import Case, Tensors

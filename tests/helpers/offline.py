@@ -17,14 +17,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
-from helion_attn import plans, testing
+from devtools import sm90
+from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
+from devtools.tune import candidates, trial
+from helion_attn import plans
 from helion_attn.compiler import kernels, versions
 from helion_attn.configs import LargeTileConfig, TileConfig
 from helion_attn.numerics import keeps_reference
 from helion_attn.ops import varlen
 from helion_attn.preprocess.lib import hadamard
-from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
-from helion_attn.tune import candidates, trial
 from helion_attn.types import Layout
 from helion_attn.varlen import varlen_problem
 
@@ -119,7 +120,7 @@ def compilations() -> Iterator[Compilations]:
         seen.traced.append(kernel.fn.__name__)
         init(self, kernel, *args, **kwargs)
 
-    with testing._offline_hopper() as compiled, launching(), mock.patch.object(bound_kernel, "__init__", recording):
+    with sm90._offline_hopper() as compiled, launching(), mock.patch.object(bound_kernel, "__init__", recording):
         seen = Compilations([], compiled)
         yield seen
 
@@ -184,7 +185,7 @@ def batch_for(tile: TileConfig | LargeTileConfig) -> int:
     """The B for which `compile_attention` takes `tile`."""
     if tile.max_query_blocks_per_sm == math.inf:
         return BATCH
-    programs = tile.max_query_blocks_per_sm * testing._H200.multi_processor_count
+    programs = tile.max_query_blocks_per_sm * sm90._H200.multi_processor_count
     return int(programs / (HEADS * math.ceil(QUERIES / tile.bm)))
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from helion_attn import testing
+from devtools import sm90
 from helion_attn.compiler import kernels, linked_launch
 from helpers.offline import launching
 
@@ -115,13 +115,13 @@ def planning(stream: Callable[[int], int] = lambda device: 7) -> Iterator[list[t
         return FakeKernel(args)
 
     with (
-        testing._offline_hopper(keep_generated=True),
+        sm90._offline_hopper(keep_generated=True),
         launching(),
         mock.patch.object(kernels, "link", link),
         mock.patch.object(linked_launch, "default_launcher", launch),
         mock.patch.object(FakeTensor, "data_ptr", address),
-        mock.patch.object(testing._OfflineDriver, "get_current_stream", lambda self, device: stream(device)),
-        mock.patch.object(testing._OfflineDriver, "utils", SimpleNamespace(**{ENCODE: encode}), create=True),
+        mock.patch.object(sm90._OfflineDriver, "get_current_stream", lambda self, device: stream(device)),
+        mock.patch.object(sm90._OfflineDriver, "utils", SimpleNamespace(**{ENCODE: encode}), create=True),
         mock.patch.object(linked_launch, "in_c", in_c_of),
     ):
         ENCODED.clear()

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import helion_attn as ha
+from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.configs import TILE_CONFIGS
-from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import Layout
 from helpers import offline
 from helpers.cases import GIVEN, IN_E4M3

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import make_qkv
+from devtools.inputs import make_qkv
 from helpers.cases import Case, Tensors
 
 #: Of lists of tensors; and its result is a tensor or a pair, by a bool.

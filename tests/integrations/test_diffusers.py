@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import helion_attn as ha
-from helion_attn.testing import make_qkv, relative_error
+from devtools.inputs import make_qkv
+from helion_attn.testing import relative_error
 from helpers import ranks
 from helpers.refused import refused
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.integrations.flash_attn import RULES
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import relative_error
 from helpers.refused import refused
 
 #: Its result is a tensor or a pair, by a bool.

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import make_qkv, relative_error
+from devtools.inputs import make_qkv
+from helion_attn.testing import relative_error
 from helpers.refused import assert_raises
 
 flash_attn_func: Any = ha.flash_attn_func

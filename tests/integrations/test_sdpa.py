@@ -17,9 +17,10 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as bound_before
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.integrations import masks
 from helion_attn.integrations.sdpa import RULES, Fallback
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import relative_error
 from helpers.refused import refused
 
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch.nn import attention as registry
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.integrations.torch_flash import FlashImplementation
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import relative_error
 
 operator: Any = torch.ops.aten._scaled_dot_product_flash_attention
 

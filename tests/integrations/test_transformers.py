@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import make_qkv, relative_error
+from devtools.inputs import make_qkv
+from helion_attn.testing import relative_error
 from helpers.exact_attention import EXACT, with_oracle
 from helpers.refused import refused
 

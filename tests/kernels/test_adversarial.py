@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.reference import rounding_model
-from helion_attn.testing import TENSOR_CORE_ERROR, make_qkv, relative_error
+from helion_attn.testing import TENSOR_CORE_ERROR, relative_error
 from helpers.cases import LADDER, PLAIN, PRESETS, SIXTEEN_BIT, Tensors, make_case
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import INPUT_KINDS, error_budget, make_qkv, relative_error
-from helion_attn.workloads import tagged
+from devtools.inputs import INPUT_KINDS, make_qkv
+from devtools.workloads import tagged
+from helion_attn.testing import error_budget, relative_error
 from helpers.cases import Case, make_case, workload_case
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

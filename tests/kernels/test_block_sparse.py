@@ -12,8 +12,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.masks import blocks
-from helion_attn.testing import make_qkv
 from helpers.cases import LADDER, Tensors, make_case
 
 #: What a mask may be, by blocks of 128: scores at random, blocks at random, both.

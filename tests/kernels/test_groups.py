@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from devtools.inputs import make_qkv
 from helion_attn.configs import scheduling
-from helion_attn.testing import make_qkv
 from helpers.cases import make_case
 from helpers.ir_machine import Machine
 from helpers.offline import compile_attention

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn import numerics, plans
 from helion_attn.compiler.passes import computed_once
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib import steps
-from helion_attn.testing import make_qkv
 from helpers.cases import IN_E4M3, RECIPES, Case, make_case
 
 #: By how much, in base 2, the scores of later blocks lie above those of the first. "much" is within `MAX_ROW_SUM`; with

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.kernels.merge_splits import MANY_RUNS
 from helion_attn.numerics import E4M3_MAX, MAX_HALF_PAGE_SCORE_LOG2, MOST_AMAX_IN_BASE
-from helion_attn.testing import TANH_ERROR, error_budget, make_qkv, relative_error
+from helion_attn.testing import TANH_ERROR, error_budget, relative_error
 from helion_attn.types import CACHE_RECIPE, Layout
 from helpers.cases import row_errors
 from helpers.packing import stored_at

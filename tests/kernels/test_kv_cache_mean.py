@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.kernels import decode, prefill
-from helion_attn.testing import error_budget, make_qkv, relative_error
+from helion_attn.testing import error_budget, relative_error
 from helpers.paged import make_cache
 
 N = 300

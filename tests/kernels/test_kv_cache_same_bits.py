@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.kernels import decode, lse_shift, prefill
 from helion_attn.kernels.lib import paged
 from helion_attn.kernels.lib.paged import line_of_page
-from helion_attn.testing import make_qkv
 from helpers.paged import append_all, make_cache
 
 H, H_KV = 2, 1

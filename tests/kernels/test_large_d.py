@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
+from devtools.sm90 import SHARED_BYTES_PER_SM, Sm90Kernel
 from helion_attn.configs import (
     LARGE_TILE_CONFIGS,
     MAX_PIECE,
@@ -22,7 +24,7 @@ from helion_attn.configs import (
     uses_large_d,
 )
 from helion_attn.kernels.attention_large_d import fresh_channels
-from helion_attn.testing import SHARED_BYTES_PER_SM, Sm90Kernel, error_budget, make_qkv, relative_error
+from helion_attn.testing import error_budget, relative_error
 from helpers.cases import IN_E4M3, LARGE_SHIPPED, PRESETS, make_case, shipped_id
 from helpers.offline import (
     HEADS,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.configs import padded_head_dim, tile_config
-from helion_attn.testing import make_qkv
 from helion_attn.types import Layout
 from helpers.cases import make_case
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import make_qkv, relative_error
+from devtools.inputs import make_qkv
+from helion_attn.testing import relative_error
 from helpers.cases import LADDER, PLAIN, RECIPES, Case, make_case
 
 Window = tuple[int, int]

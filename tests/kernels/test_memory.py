@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 import helion_attn as ha
-from helion_attn import testing
+from devtools import sm90
+from devtools.inputs import make_qkv
+from devtools.sm90 import fake_cuda
 from helion_attn.ops.dense import MAX_QUANTISED_D
 from helion_attn.preprocess.lib.tiling import PACK_CHANNELS
-from helion_attn.testing import fake_cuda, make_qkv
 from helion_attn.types import Layout
 from helpers.offline import fake_qkv, launching
 
@@ -41,7 +42,7 @@ class Allocations(TorchDispatchMode):
 def allocated(*make_qkv: Callable[[], tuple[torch.Tensor, ...]], layout: Layout = "bhsd") -> list[int]:
     """Bytes that each call of `attention` allocates in all, with its kernels traced already; Triton compiles none."""
     found = []
-    with testing._offline_hopper(keep_generated=True), launching(), mock.patch.object(JITFunction, "run"):
+    with sm90._offline_hopper(keep_generated=True), launching(), mock.patch.object(JITFunction, "run"):
         for make in make_qkv:
             qkv = make()
             ha.attention(*qkv, layout=layout)

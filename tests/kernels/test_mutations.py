@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import error_budget, make_qkv, relative_error
+from devtools.inputs import make_qkv
+from helion_attn.testing import error_budget, relative_error
 from helpers.cases import SIXTEEN_BIT, Case, make_case
 from helpers.packing import stored_at
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import make_qkv
+from devtools.inputs import make_qkv
 from helpers.cases import LADDER, Tensors, make_case
 
 B, H, H_KV, M, N, D = 1, 4, 2, 70, 200, 32

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn import plans
 from helion_attn.configs import attention_tile_config, packing, scheduling
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib import rows
 from helion_attn.kernels.lib.rows import rows_of_group
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
-from helion_attn.testing import make_qkv
 from helion_attn.types import Layout
 from helpers.cases import LADDER, RECIPES, Case, make_case
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
+from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.compiler.passes import early_copies, rows_ahead, shared_q
 from helion_attn.compiler.passes.ttgir import FENCE
 from helion_attn.configs import tile_config
@@ -17,7 +19,7 @@ from helion_attn.ops import dense
 from helion_attn.ops.attention import Choice
 from helion_attn.preprocess import pack_kv, recentre, sample
 from helion_attn.problem import NO_ROPE_ARGUMENTS, rope_arguments
-from helion_attn.testing import Sm90Kernel, compile_for_sm90, error_budget, fake_cuda, make_qkv, relative_error
+from helion_attn.testing import error_budget, relative_error
 from helpers.offline import assert_sound, fake_qkv, launching, without
 from helpers.shared import shared
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import INPUT_KINDS, make_qkv, relative_error
+from devtools.inputs import INPUT_KINDS, make_qkv
+from helion_attn.testing import relative_error
 from helpers.cases import IN_E4M3, PRESETS, RECIPES, Tensors, make_case
 from helpers.fuzzing import assert_lse_within_budget
 

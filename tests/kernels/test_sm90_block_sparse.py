@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.sm90 import Sm90Kernel, compile_for_sm90
 from helion_attn.compiler.passes.expected import expected_passes, missing
 from helion_attn.configs import tile_config
 from helion_attn.preprocess import pack_kv, recentre, sample
-from helion_attn.testing import Sm90Kernel, compile_for_sm90
 from helpers.cases import LADDER
 from helpers.offline import (
     LONGER_LOOP,

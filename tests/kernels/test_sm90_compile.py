@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.configs import (
     ALL_8_BIT,
     SUPPORTED_D,
@@ -23,7 +24,6 @@ from helion_attn.configs import (
 from helion_attn.configs.scheduling import query_blocks_per_sm
 from helion_attn.kernels.lib import paged, softmax_bits, steps
 from helion_attn.numerics import takes_bits
-from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import Layout
 from helpers.cases import GIVEN, IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
 from helpers.offline import (

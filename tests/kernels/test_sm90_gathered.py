@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.compiler.passes.ttgir import COPY, EXPECT, VALUE, find, taken_out
 from helion_attn.configs import attention_tile_config, varlen_packing
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib.masks import Bounds
 from helion_attn.problem import AttentionProblem, GatheredParts, magic, softmax_of
-from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import PackedTensors, Scores
 from helpers import offline
 from helpers.ir_machine import run

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from devtools.sm90 import compile_for_sm90, fake_cuda
 from helion_attn.compiler import helion_adapter
 from helion_attn.compiler.helion_adapter import Config, helion, hl
 from helion_attn.compiler.kernels import compiled, interpreted
-from helion_attn.testing import compile_for_sm90, fake_cuda
 from helpers.offline import compilations
 
 

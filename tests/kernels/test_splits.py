@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn import plans
 from helion_attn.configs import packing, scheduling
 from helion_attn.kernels import attention
 from helion_attn.kernels.merge_splits import FEW_RUNS, MANY_RUNS, merge_splits
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import relative_error
 from helpers.cases import LADDER, PLAIN, RECIPES, Case, make_case
 
 Force = Callable[[int], None]

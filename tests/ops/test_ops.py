@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn import ops
 from helion_attn.compiler import kernels
 from helion_attn.configs import scheduling
 from helion_attn.problem import MergeProblem
-from helion_attn.testing import make_qkv
 from helion_attn.types import Layout
 from helpers.cases import LADDER, RECIPES
 from helpers.recorder import Recorder

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn.reference.hadamard import hadamard_block
 from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.rope import apply_rope_qk
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import relative_error
 from helpers.cases import RECIPES, SIXTEEN_BIT, make_case
 from helpers.packing import assert_same_values, unpack_descales, unpack_values
 from helpers.rotations import tables

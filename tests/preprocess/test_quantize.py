@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
+from devtools.workloads import WORKLOADS, Workload, tagged
 from helion_attn.numerics import (
     DESCALE_MIN,
     E4M3_MAX,
@@ -24,9 +26,8 @@ from helion_attn.numerics import (
     SIGNIFICANT_MEAN,
 )
 from helion_attn.reference import rounding_model
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import relative_error
 from helion_attn.types import Layout
-from helion_attn.workloads import WORKLOADS, Workload, tagged
 from helpers.cases import IN_E4M3, PLAIN, PRESETS, RECIPES
 from helpers.packing import SPACING, assert_same_values, stored_at, unpack_descales, unpack_values
 

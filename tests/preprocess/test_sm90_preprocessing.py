@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.configs import MASK_BLOCK, MAX_PAGE_D, SUPPORTED_D
 from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.ops import varlen
 from helion_attn.preprocess import block_means, mask_bits, mask_lists, pack_kv, pack_q, recentre, sample
 from helion_attn.preprocess.append import PROMPT_NUMBERS
 from helion_attn.problem import BlockMeansProblem, MaskBitsProblem, MaskListsProblem
-from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda
 from helion_attn.types import Layout
 from helion_attn.varlen import varlen_problem
 from helpers.cases import IN_E4M3, PRESETS

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import Sm90Kernel, compile_for_sm90, fake_cuda, make_qkv
+from devtools.inputs import make_qkv
+from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
 from helpers.layouts import LAYOUTS, make_x
 from helpers.no_ops import Launched
 from helpers.offline import assert_sound, launching, widths

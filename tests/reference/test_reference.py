@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from devtools.inputs import make_qkv
 from helion_attn import reference
 from helion_attn.reference import oracle as oracle_module
-from helion_attn.testing import make_qkv, relative_error
+from helion_attn.testing import relative_error
 from helpers.cases import PLAIN
 
 #: Sums of a few hundred fp64 terms in another order.

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from devtools.inputs import INPUT_KINDS, make_qkv
 from helion_attn import reference
 from helion_attn.configs import padded_head_dim, tile_config
 from helion_attn.numerics import DESCALE_MIN, FORMAT_MAX, SAMPLED_HEADROOM, SAMPLED_KEYS, takes_bits
 from helion_attn.reference import RoundedQKV, rounding_model
-from helion_attn.testing import INPUT_KINDS, error_budget, make_qkv, relative_error
+from helion_attn.testing import error_budget, relative_error
 from helion_attn.types import ACCURATE, BALANCED, FAST, Recipe, Rope, Scores
 from helpers.cases import IN_E4M3, PLAIN, Tensors
 

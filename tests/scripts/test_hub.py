@@ -28,7 +28,8 @@ from kernels import get_local_kernel
 folder = Path(sys.argv[1])
 loaded = get_local_kernel(folder)
 import helion_attn
-from helion_attn.testing import error_budget, make_qkv, relative_error
+from devtools.inputs import make_qkv
+from helion_attn.testing import error_budget, relative_error
 
 q, k, v = make_qkv("randn", 1, 2, 1, 70, 70, 64)
 exact = loaded.reference.attention(q, k, v, causal=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.inputs import make_qkv
 from helion_attn import debug_state, plans
-from helion_attn.testing import make_qkv
 from helion_attn.validate import values
 
 

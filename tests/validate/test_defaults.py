@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.testing import make_qkv
+from devtools.inputs import make_qkv
 from helpers.offline import compile_attention, forget
 from helpers.shared import shared
 

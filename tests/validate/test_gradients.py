@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 import helion_attn as ha
+from devtools.sm90 import fake_cuda
 from helion_attn import plans
-from helion_attn.testing import fake_cuda
 from helion_attn.validate.derivatives import has_tangent, requires_grad
 from helpers.no_ops import Launched
 

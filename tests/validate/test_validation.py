@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.sm90 import fake_cuda
 from helion_attn.integrations.diffusers import Backend
 from helion_attn.integrations.torch_flash import flash_attention
 from helion_attn.integrations.transformers import attention_forward
-from helion_attn.testing import fake_cuda
 from helion_attn.types import Layout
 from helion_attn.validate import dense
 from helpers.cases import IN_E4M3

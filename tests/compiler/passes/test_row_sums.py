@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.sm90 import Sm90Kernel
 from helion_attn.compiler import triton_hook
 from helion_attn.compiler.passes import row_sums
 from helion_attn.compiler.passes.expected import missing
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.passes.ttgir import PRODUCT, VALUE, WAIT_FOR_PRODUCT
-from helion_attn.testing import Sm90Kernel
 from helpers.cases import IN_E4M3
 from helpers.ir_machine import Machine, run
 from helpers.offline import MEASURED, assert_sound, compile_attention, compile_shape, compile_varlen

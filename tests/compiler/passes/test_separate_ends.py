@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import helion_attn as ha
+from devtools.sm90 import Sm90Kernel
 from helion_attn.compiler import triton_hook
 from helion_attn.compiler.passes import separate_ends, warpgroup_turns
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.passes.ttgir import VALUE, Loop, defined
-from helion_attn.testing import Sm90Kernel
 from helpers.offline import assert_sound, compile_attention, compile_shape, compile_varlen
 from helpers.shared import shared_call, shared_ir
 

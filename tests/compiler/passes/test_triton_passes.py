@@ -21,6 +21,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 import helion_attn as ha
+from devtools.sm90 import _offline_hopper
 from helion_attn.compiler import slower, triton_hook
 from helion_attn.compiler.passes import (
     computed_once,
@@ -42,7 +43,6 @@ from helion_attn.configs import (
     TileConfig,
     tile_config,
 )
-from helion_attn.testing import _offline_hopper
 from helpers.cases import LADDER, LARGE_SHIPPED, SHIPPED, shipped_id
 from helpers.offline import MEASURED, batch_for, compile_attention, compile_decode
 from helpers.shared import shared

@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 
 import helion_attn as ha
+from devtools.sm90 import Sm90Kernel
 from helion_attn.compiler.passes import separate_ends, ttgir, warpgroup_turns
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.versions import MEASURED_SERIES
 from helion_attn.configs import tile_config
-from helion_attn.testing import Sm90Kernel
 from helpers.cases import IN_E4M3
 from helpers.offline import MEASURED, assert_sound, compile_attention, compile_shape, compile_tile, compile_varlen
 from helpers.passes import operation, recorded, split_at_loop

@@ -1,6 +1,6 @@
 """Choose the attention kernels' configs on this GPU, and write the tables that the package ships.
 
-    python -m helion_attn.tune --out helion_attn/configs
+    python -m devtools.tune --out helion_attn/configs
 
 Candidates are compiled in parallel, which gives registers and spills and needs no GPU, then timed one after the other.
 Every timing goes to FOLDER/tune.jsonl at once; run the command again and it times what is missing. --compile-only lists
@@ -27,13 +27,13 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ModuleNotFoundError as error:
-    raise SystemExit("helion_attn.tune needs rich: pip install 'helion_attn[tune]'") from error
+    raise SystemExit("devtools.tune needs rich: pip install 'helion_attn[bench]'") from error
 
+from devtools.tune import table
+from devtools.tune.candidates import HEAD_DIMS, RECIPES, Tile, bits_of, candidates, table_of, workloads
+from devtools.tune.journal import Journal, Timing, machine, run_description
+from devtools.tune.trial import Compiled, as_compiled, measure, precompile
 from helion_attn.configs import LargeTileConfig
-from helion_attn.tune import table
-from helion_attn.tune.candidates import HEAD_DIMS, RECIPES, Tile, bits_of, candidates, table_of, workloads
-from helion_attn.tune.journal import Journal, Timing, machine, run_description
-from helion_attn.tune.trial import Compiled, as_compiled, measure, precompile
 
 #: The pairs, as the command line has them.
 BITS = {f"{qk_bits}/{pv_bits}": (qk_bits, pv_bits) for qk_bits, pv_bits in RECIPES}
@@ -47,7 +47,7 @@ console = Console(width=None if sys.stdout.isatty() else 160)
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Tile]]:
     """The arguments, and the candidates that they ask for. Ends the program if there is something wrong with them."""
     parser = argparse.ArgumentParser(
-        prog="python -m helion_attn.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m devtools.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the tables; needed unless --compile-only")
     parser.add_argument(
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     journal = Journal(args.out / JOURNAL)
-    command = " ".join(["python -m helion_attn.tune", *(sys.argv[1:] if argv is None else argv)])
+    command = " ".join(["python -m devtools.tune", *(sys.argv[1:] if argv is None else argv)])
     try:
         timings = time_all(tiles, journal, args.jobs, machine(), run_description(command, args.commit))
     except KeyboardInterrupt:

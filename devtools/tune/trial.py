@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from devtools.sm90 import compile_for_sm90, fake_cuda
+from devtools.tune.candidates import Tile, recipe_of, workloads
+from devtools.workloads import Workload
 from helion_attn.configs import LargeTileConfig, TileConfig
-from helion_attn.testing import compile_for_sm90, fake_cuda
-from helion_attn.tune.candidates import Tile, recipe_of, workloads
 from helion_attn.types import PackedTensors, Scores
-from helion_attn.workloads import Workload
 
 #: Standard deviation of 8-bit Q and K. Real ones have about that: their largest magnitude is the format's.
 SPREAD = 32.0

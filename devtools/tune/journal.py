@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 import helion_attn
-from helion_attn.tune.candidates import Tile
-from helion_attn.tune.trial import launch_parameters
-from helion_attn.workloads import Workload
+from devtools.tune import trial
+from devtools.tune.candidates import Tile
+from devtools.tune.trial import launch_parameters
+from devtools.workloads import Workload
 
 #: What a timing depends on beside candidate and workload: one of another is not taken up.
 MACHINE = ("gpu", "sm_count", "torch", "triton", "helion", "source")
@@ -37,8 +38,8 @@ class Timing:
 def source_hash() -> str:
     """A digest of the kernels, of what orders their programs, and of what times them."""
     package = Path(helion_attn.__file__).parent
-    others = ("configs/__init__.py", "configs/scheduling.py", "numerics.py", "tune/trial.py")
-    files = [*sorted((package / "kernels").glob("*.py")), *(package / name for name in others)]
+    others = ("configs/__init__.py", "configs/scheduling.py", "numerics.py")
+    files = [*sorted((package / "kernels").glob("*.py")), *(package / name for name in others), Path(trial.__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 

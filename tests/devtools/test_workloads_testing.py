@@ -8,20 +8,11 @@ from collections import Counter
 import pytest
 import torch
 
-from helion_attn.testing import (
-    CHANNEL_KINDS,
-    HARD_KINDS,
-    INPUT_KINDS,
-    LARGE_CHANNELS,
-    SINK_SHARES,
-    Sm90Kernel,
-    drift,
-    error_budget,
-    make_qkv,
-    relative_error,
-)
+from devtools.inputs import CHANNEL_KINDS, HARD_KINDS, INPUT_KINDS, LARGE_CHANNELS, SINK_SHARES, drift, make_qkv
+from devtools.sm90 import Sm90Kernel
+from devtools.workloads import BENCH_HIDDEN, BENCH_TOKENS, WORKLOADS, Workload, tagged
+from helion_attn.testing import error_budget, relative_error
 from helion_attn.validate.dense import MAX_D, MIN_D
-from helion_attn.workloads import BENCH_HIDDEN, BENCH_TOKENS, WORKLOADS, Workload, tagged
 
 #: B, H, H_kv, M, N, D
 SHAPE = (2, 4, 2, 30, 70, 32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from devtools.workloads import BENCH_HIDDEN, Workload, tagged
 from helion_attn.configs import (
     ALL_8_BIT,
     LARGE_D_TABLE,
@@ -14,7 +15,6 @@ from helion_attn.configs import (
     TileConfig,
 )
 from helion_attn.types import BF16, FAST, HYBRID, Recipe
-from helion_attn.workloads import BENCH_HIDDEN, Workload, tagged
 
 #: A candidate of either kernel. Its occupancy is 0 until it is compiled.
 Tile = TileConfig | LargeTileConfig

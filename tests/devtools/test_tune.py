@@ -1,4 +1,4 @@
-"""`python -m helion_attn.tune`: what it tries, chooses, writes and takes up again. Timings are made up here."""
+"""`python -m devtools.tune`: what it tries, chooses, writes and takes up again. Timings are made up here."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from devtools.sm90 import fake_cuda
+from devtools.workloads import Workload
 from helion_attn import configs
 from helion_attn.configs import (
     LARGE_D_TABLE,
@@ -28,17 +30,15 @@ from helion_attn.configs import (
 )
 from helion_attn.kernels import attention, attention_large_d
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2
-from helion_attn.testing import fake_cuda
-from helion_attn.workloads import Workload
 from helpers.offline import MEASURED, forget
 
 pytest.importorskip("rich")
 
-from helion_attn.tune import __main__ as command
-from helion_attn.tune import journal, table, trial
-from helion_attn.tune.candidates import Tile, candidates, recipe_of, workloads
-from helion_attn.tune.journal import Journal, Timing
-from helion_attn.tune.trial import MAX_SPILLS, Compiled
+from devtools.tune import __main__ as command
+from devtools.tune import journal, table, trial
+from devtools.tune.candidates import Tile, candidates, recipe_of, workloads
+from devtools.tune.journal import Journal, Timing
+from devtools.tune.trial import MAX_SPILLS, Compiled
 
 NOW = {"gpu": "GPU of a test", "sm_count": 132, "torch": "1", "triton": "2", "helion": "3", "source": "4"}
 
@@ -211,9 +211,7 @@ def test_rows_say_where_they_come_from(run: Callable[..., int], tmp_path: Path) 
     row = next(row for row in rows_of(tmp_path) if is_tuned(row))
     assert NOW.items() <= row["provenance"].items()
     assert row["provenance"]["commit"] == "abc"
-    assert (
-        row["provenance"]["command"] == f"python -m helion_attn.tune --d 128 --bits 8/8 --out {tmp_path} --commit abc"
-    )
+    assert row["provenance"]["command"] == f"python -m devtools.tune --d 128 --bits 8/8 --out {tmp_path} --commit abc"
     assert row["provenance"]["date"]
 
 
@@ -387,8 +385,8 @@ def test_compile_only_lists_candidates(
 
 
 def test_rich_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "helion_attn.tune.__main__")
+    monkeypatch.delitem(sys.modules, "devtools.tune.__main__")
     for name in ("rich", "rich.console"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(SystemExit, match=r"pip install 'helion_attn\[tune\]'"):
-        runpy.run_module("helion_attn.tune", run_name="__main__")
+    with pytest.raises(SystemExit, match=r"pip install 'helion_attn\[bench\]'"):
+        runpy.run_module("devtools.tune", run_name="__main__")

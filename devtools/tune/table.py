@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from devtools.tune.candidates import Tile, bits_of, head_dim_v
+from devtools.tune.journal import Timing, workload_fields
+from devtools.tune.trial import launch_parameters, tflops
 from helion_attn.configs import TABLE, LargeTileConfig, TileConfig, read_table
 from helion_attn.configs.scheduling import query_blocks_per_sm
-from helion_attn.tune.candidates import Tile, bits_of, head_dim_v
-from helion_attn.tune.journal import Timing, workload_fields
-from helion_attn.tune.trial import launch_parameters, tflops
 
 #: A small launch has a row of its own if that takes this much less time: two or three percent are noise.
 MIN_GAIN = 0.04
