@@ -325,9 +325,8 @@ def _largest_channels(sample: _Sample) -> Iterator[tuple[float, float]]:
         queries.setdefault((b, kv), []).append(rows)
     for k, q in zip(sample.keys_of(sample.k, rotated=True), queries.values(), strict=True):
         # [D]
-        q_size, k_size = (
-            torch.minimum(x[::2].sum(0), x[1::2].sum(0)) for x in (torch.cat(q).abs(), (k - k.mean(0)).abs())
-        )
+        fourth = (x.square().square() for x in (torch.cat(q), k - k.mean(0)))
+        q_size, k_size = (torch.minimum(x[::2].sum(0), x[1::2].sum(0)) ** 0.25 for x in fourth)
         ratio = (k_size / q_size).log2()
         known = ratio.isfinite()
         if known.any():

@@ -69,14 +69,14 @@ def sampled_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def turning_sizes(x: torch.Tensor, rotary: int, interleaved: bool) -> torch.Tensor:
-    """Sizes of channels of [B, H, S, D] at any position: those of a pair that RoPE turns have one. [H, D].
+    """Return fourth powers of sizes of channels of [B, H, S, D], as `preprocess.lib.equalise` has them: [H, D].
 
-    A sequence's largest magnitude does not count, as in `preprocess.lib.equalise`.
+    Those of a pair that RoPE turns have one, at any position.
     """
-    magnitude = x.abs()
-    size = (magnitude.sum(2) - magnitude.amax(2)).sum(0)
+    fourth = x.square().square()
+    size = torch.minimum(fourth[:, :, ::2].sum(2), fourth[:, :, 1::2].sum(2)).sum(0)
     pairs = size[:, :rotary].unflatten(1, (-1, 2) if interleaved else (2, -1))
-    shared = pairs.square().mean(2 if interleaved else 1, keepdim=True).sqrt().expand_as(pairs)
+    shared = pairs.mean(2 if interleaved else 1, keepdim=True).expand_as(pairs)
     return torch.cat((shared.flatten(1), size[:, rotary:]), 1)
 
 
@@ -133,7 +133,7 @@ def cache_constants(
     mean = steady_mean(k, positions)
     k_size = turning_sizes(sampled_rows(k) - mean.unsqueeze(1), rotary, interleaved)
     # Of the group's heads together.
-    q_size = turning_sizes(sampled_rows(q), rotary, interleaved).unflatten(0, (H_kv, -1)).square().sum(1).sqrt()
+    q_size = turning_sizes(sampled_rows(q), rotary, interleaved).unflatten(0, (H_kv, -1)).sum(1)
     rows = q.size(0) * min(min(q.size(2), SAMPLED_KEYS) * q.size(1) // H_kv, min(k.size(2), SAMPLED_KEYS))
     return mean, channel_factors_of(k_size.mT, q_size.mT, torch.tensor(float(rows))).mT.contiguous()
 

@@ -101,9 +101,10 @@ def equalised_rows(d_row: int, is_transformed: bool) -> int:
     return min(64, max(16, (4096 if is_transformed else 8192) // d_row))
 
 
-def equalised_heads_log2(group: int, rows: int) -> int:
-    """How many of a group's heads these rows of Q are of, the first ones, in log2: each has four or more."""
-    return min(group, rows // 4).bit_length() - 1
+def equalised_queries(group: int, rows: int) -> tuple[int, int]:
+    """How many heads of a group these rows of Q are of, the first ones, and how many queries of each: four or more."""
+    heads = min(group, rows // 4)
+    return heads, rows // 2 // heads * 2
 
 
 #: From so many keys of a sequence on, the mean of an 8-bit V is corrected for its rounding (`preprocess.recentre`). At

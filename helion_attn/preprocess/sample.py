@@ -28,7 +28,7 @@ from helion_attn.numerics import (
     SAMPLED_HEADROOM,
     SAMPLED_KEYS,
     SIGNIFICANT_MEAN,
-    equalised_heads_log2,
+    equalised_queries,
     equalised_rows,
 )
 from helion_attn.preprocess.lib.equalise import channel_factors_of, channel_sizes
@@ -104,7 +104,7 @@ def sampled_queries(
     sequences: torch.Tensor,  # [B, SEQUENCE_FIELDS] if varlen
     kv: int,
     H_kv: int,
-    members_log2: int,
+    members: int,
     group: int,
     M: int,
     count: int,
@@ -120,8 +120,8 @@ def sampled_queries(
 ) -> tuple[Any, Any, Any, Any]:
     """Return a group's sampled queries: how many a head has, how many are taken of it, where heads begin, rows.
 
-    Rows come in turn from the group's first heads, two to `members_log2`, and are past the end where there are no more.
-    Every second row is a head's every second query, as of K.
+    Rows come in turn from the group's first heads, `members` of them, and are past the end where there are no more.
+    Every second row is a head's every second query.
     """
     first_head = (kv % H_kv) * group
     size: Any = M
@@ -139,9 +139,9 @@ def sampled_queries(
     else:
         offset = ((kv // H_kv) * b_step + first_head * h_step) * unit
     i = hl.arange(rows)
-    run = i >> (members_log2 + 1)
-    of_head = run * 2 + (i & 1)
-    member = (i >> 1) - (run << members_log2)
+    pair = torch.div(i >> 1, members, rounding_mode="trunc")
+    of_head = pair * 2 + (i & 1)
+    member = (i >> 1) - pair * members
     if wide:
         member = member.to(torch.int64)
     rows_of_heads = torch.where(of_head < own_count, of_head * own_every, size)
@@ -286,7 +286,7 @@ def sample(
     v_heads: int,
     equalised_heads: int,
     group: int,
-    members_log2: int,
+    members: int,
     H_kv: int,
     M: int,
     N: int,
@@ -362,7 +362,7 @@ def sample(
             spec.equalised_rows, 2, spec.unit, spec.varlen, spec.wide, spec.is_cuda,
         )  # fmt: skip
         q_known, q_sampled, q_offset, q_rows = sampled_queries(
-            sequences, eq, H_kv, members_log2, group, M, q_count, q_every, q_b_step, q_h_step, q_s_step,
+            sequences, eq, H_kv, members, group, M, q_count, q_every, q_b_step, q_h_step, q_s_step,
             spec.equalised_rows, spec.unit, spec.varlen, spec.wide, spec.is_cuda,
         )  # fmt: skip
         nth = hl.arange(spec.equalised_rows)
@@ -390,7 +390,7 @@ def sample(
         )  # fmt: skip
         k_size, q_size = channel_sizes(x, y, spec.equalised_rows, d_row)
         none = hl.zeros([], dtype=torch.int32)
-        both = torch.minimum(pairs + none, (q_sampled + none) << members_log2).to(torch.float32)
+        both = torch.minimum(pairs + none, (q_sampled + none) * members).to(torch.float32)
         hl.store(channel_factors, [eq, hl.arange(d_row)], channel_factors_of(k_size, q_size, both))
 
     for head, v_part in hl.grid([v_heads, d_tiles]):
@@ -470,8 +470,8 @@ def launch(
     rows = equalised_rows(source.D_row, whole_rows)
     pairs, group = min(source.N // 2, rows), source.H // source.H_kv
     # Norms over all heads have weights of a head's own: there one head's rows are the sample.
-    members_log2 = 0 if norms.q.normed == OVER_HEADS else equalised_heads_log2(group, rows)
-    q_count = min(source.M, rows >> members_log2)
+    members, q_most = equalised_queries(1 if norms.q.normed == OVER_HEADS else group, rows)
+    q_count = min(source.M, q_most)
     d_tile = source.D_row if whole_rows else min(source.D_row, CHANNELS)
     elements = ROW_STEP_ELEMENTS if whole_rows else STEP_ELEMENTS
     kernel(like.is_cuda, whole_rows).run(
@@ -495,7 +495,7 @@ def launch(
             "v_heads": heads if of_v else 0,
             "equalised_heads": heads if recipe.equalise else 0,
             "group": group,
-            "members_log2": members_log2,
+            "members": members,
             "H_kv": source.H_kv,
             "M": source.M,
             "N": source.N,

@@ -28,7 +28,7 @@ from helion_attn.configs import Packing, row_width
 from helion_attn.kernels.lib.norm import no_norms
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.strided import strided_qkv
-from helion_attn.numerics import equalised_heads_log2, equalised_rows
+from helion_attn.numerics import equalised_queries, equalised_rows
 from helion_attn.preprocess import pack, sample, transform_rows
 from helion_attn.preprocess.sample import Sampled
 from helion_attn.problem import (
@@ -68,8 +68,8 @@ def shares(recipe: Recipe) -> bool:
 def sampled_queries(group: int, packing: Packing) -> tuple[int, int]:
     """How many queries are sampled, at most, and of how many heads of a group: those that `sample` takes."""
     rows = equalised_rows(row_width(packing.D_pad, packing.D_v_pad), False)
-    members = 1 << equalised_heads_log2(group, rows)
-    return rows // members, members
+    members, queries = equalised_queries(group, rows)
+    return queries, members
 
 
 def _sampled(x: torch.Tensor, of: SampledTokens) -> torch.Tensor:

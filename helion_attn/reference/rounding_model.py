@@ -33,7 +33,7 @@ from helion_attn.numerics import (
     SAMPLED_KEYS,
     SIGNIFICANT_MEAN,
     SIGNIFICANT_RATIO_LOG2,
-    equalised_heads_log2,
+    equalised_queries,
     equalised_rows,
     keeps_reference,
     takes_bits,
@@ -153,14 +153,14 @@ def _sampled_mean(x: torch.Tensor, subtract: bool) -> torch.Tensor:
 def _channel_factors(q: torch.Tensor, k: torch.Tensor, smooth_k: bool, rows: int) -> torch.Tensor:
     """The powers of two that give channels of Q [B, H, M, D] and K [B, H_kv, N, D] like sizes, [B, H_kv, D].
 
-    Sizes are sums of magnitudes, of every second row alone, the smaller: of rows of Q, in turn from the first heads
-    of a group, and, where its mean is subtracted, of differences of K's.
+    Sizes are fourth roots of sums of fourth powers, of every second row alone, the smaller: of rows of Q, in turn from
+    the first heads of a group, and, where its mean is subtracted, of differences of K's.
     """
     H_kv, N = k.shape[1:3]
     group = q.size(1) // H_kv
-    members = 1 << equalised_heads_log2(group, rows)
+    members, most = equalised_queries(group, rows)
     # [B, H_kv, members, queries, D]
-    queries = _sample(q, rows // members).unflatten(1, (H_kv, group))[:, :, :members]
+    queries = _sample(q, most).unflatten(1, (H_kv, group))[:, :, :members]
     pairs = min(N // 2, rows)
     # [B, H_kv, 2, pairs, D]
     count = min(N, SAMPLED_KEYS)
@@ -168,11 +168,12 @@ def _channel_factors(q: torch.Tensor, k: torch.Tensor, smooth_k: bool, rows: int
     keys = k[:, :, torch.arange(2 * pairs, device=k.device) * every].unflatten(2, (2, pairs))
     differences = keys[:, :, 0] - keys[:, :, 1] if smooth_k else keys[:, :, 0]
     # [B, H_kv, D]
-    finite = (torch.where(x.abs() < math.inf, x.abs(), 0.0) for x in (differences.unsqueeze(2), queries))
+    fourth = (x.square().square() for x in (differences.unsqueeze(2), queries))
+    finite = (torch.where(x < math.inf, x, 0.0) for x in fourth)
     k_size, q_size = (torch.minimum(x[..., ::2, :].sum((2, 3)), x[..., 1::2, :].sum((2, 3))) for x in finite)
     known = (k_size > 0) & (q_size > 0) & k_size.isfinite() & q_size.isfinite()
     # As the bits of floats have it: linear between powers of two.
-    distance = (k_size.view(torch.int32) - q_size.view(torch.int32)).float() * 2.0**-23
+    distance = (k_size.view(torch.int32) - q_size.view(torch.int32)).float() * 2.0**-25
     ratio = torch.where(known, distance, 0.0)
     mean = ratio.sum(2, keepdim=True) / known.sum(2, keepdim=True).clamp_min(1)
     apart = ratio - mean
