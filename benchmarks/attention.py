@@ -48,6 +48,9 @@ def main(argv: list[str] | None = None) -> int:
         help=f"processes that measure the accuracy suite's errors, or compile ahead (default {WORKERS}; 0 on the CPU)",
     )
     parser.add_argument("--qkv", type=Path, help="what real_qkv.py saved, where the trained model cannot be run")
+    parser.add_argument(
+        "--model-qkv", type=Path, nargs="+", default=[], help="what model_channels.py saved, instead of its models"
+    )
     parser.add_argument("--commit", help="commit to record, where there is no git to ask")
     parser.add_argument("--no-plots", action="store_true", help="leave the plots to report.py")
     args = parser.parse_args(argv)
@@ -62,9 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     dims = tuple(args.dims) if args.dims else (64,) if on_cpu else (128,) if args.quick else DIMS
     repeats = args.repeats or (1 if on_cpu else 5 if args.quick else 20)
     workers = args.workers if args.workers is not None else 0 if on_cpu else WORKERS
-    options = Options(
-        device, args.quick, repeats, [name for name in names if name in args.impls], dims, workers, args.qkv
-    )
+    impls = [name for name in names if name in args.impls]
+    options = Options(device, args.quick, repeats, impls, dims, workers, args.qkv, args.model_qkv)
 
     meta = describe_run(device, args.commit)
     for name in SUITES if args.suite == "all" else [args.suite]:

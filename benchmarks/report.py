@@ -35,6 +35,7 @@ from benchmarks import (
     language_model,
     large_d,
     masks,
+    model_channels,
     models,
     norms,
     preprocess,
@@ -69,6 +70,7 @@ CHECKS: dict[str, tuple[Callable[[Loaded], list[Check]], ...]] = {
     "The recipes": (
         accuracy.rmse_checks,
         accuracy.long_checks,
+        model_channels.checks,
         fa3_criterion.checks,
         accuracy.cost_checks,
         preprocess.bandwidth_checks,
@@ -96,6 +98,7 @@ CHECKED_FILES = (
         "cells",
         "models",
         "accuracy",
+        "model_channels",
         "preprocess",
         "stages",
         "ladder",

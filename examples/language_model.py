@@ -96,11 +96,17 @@ def load_tokenizer() -> Any:
 
 
 def load(device: str) -> tuple[Any, torch.Tensor]:
-    """The model and the text's tokens; raises what `folder` does. On a CPU weights are fp32: bf16 is slower there."""
-    tokenizer = load_tokenizer()
+    """The model and the text's tokens; raises what `folder` does."""
+    return load_gguf(folder() / WEIGHTS, device)
+
+
+def load_gguf(weights: Path, device: str) -> tuple[Any, torch.Tensor]:
+    """A model of a GGUF file, and the text's tokens. On a CPU weights are fp32: bf16 is slower there."""
+    file: dict[str, Any] = {"gguf_file": weights.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(weights.parent, **file)
     logging.disable_progress_bar()
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(folder(), gguf_file=WEIGHTS, dtype=dtype, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(weights.parent, dtype=dtype, **file)
     text = "\n\n".join(topics[name] for name in sorted(topics))
     return model.to(device).eval(), tokenizer(text, return_tensors="pt").input_ids[0].to(device)
 

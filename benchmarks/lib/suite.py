@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +34,7 @@ class Options:
         dims: head dims.
         workers: processes beside this one that measure errors, or compile ahead; 0 for none.
         qkv: where `real_qkv.py` saved Q, K and V of a trained model, if not to run the model here.
+        model_qkv: files that `model_channels.py` saved, if not to run its models here.
     """
 
     device: torch.device
@@ -43,6 +44,7 @@ class Options:
     dims: tuple[int, ...]
     workers: int
     qkv: Path | None = None
+    model_qkv: Sequence[Path] = ()
 
 
 @dataclass(frozen=True)
