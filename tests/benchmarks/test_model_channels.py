@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 import helion_attn as ha
-from benchmarks import attention, model_channels, report
+from benchmarks import attention, model_channels, report, suites
 from benchmarks.lib.harness import Loaded, Row, load
 from benchmarks.lib.recipes import PRESETS
 from benchmarks.model_channels import Layer
@@ -114,7 +114,7 @@ def test_errors_are_those_of_q_and_k_by_head(
 
 def measure(folder: Path, files: list[Path]) -> Loaded:
     options = ["--suite", "model_channels", "--device", "cpu", "--quick", "--out", str(folder), "--no-plots"]
-    assert attention.main(None, report.SUITES, [*options, "--model-qkv", *map(str, files)]) == 0
+    assert attention.main(None, suites.SUITES, [*options, "--model-qkv", *map(str, files)]) == 0
     return load(folder)
 
 
