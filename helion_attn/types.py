@@ -427,6 +427,27 @@ class Rope(_OfTensors):
                 check_columns_differ(f"rope.{name}", getattr(self, name))
 
 
+def unchecked_rope(
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    q_positions: torch.Tensor | None = None,
+    k_positions: torch.Tensor | None = None,
+) -> Rope:
+    """Make a `Rope` without reading its tables on the host: of tables whose columns are known to differ."""
+    rope = object.__new__(Rope)
+    fields = {
+        "cos": cos,
+        "sin": sin,
+        "interleaved": interleaved,
+        "q_positions": q_positions,
+        "k_positions": k_positions,
+    }
+    for name, value in fields.items():
+        object.__setattr__(rope, name, value)
+    return rope
+
+
 @dataclass(frozen=True, eq=False, repr=False)  # of tensors: == of their fields would be ambiguous
 class RMSNorm(_OfTensors):
     """RMSNorm (arXiv:1910.07467), applied to Q or K in fp32 while they are quantised, before RoPE.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from helion_attn.distributed.cut import Cut
 from helion_attn.numerics import SAMPLED_KEYS
 from helion_attn.preprocess import shared
 from helion_attn.problem import DescribePartProblem, QuantizePartProblem, rope_arguments
-from helion_attn.types import PackedTensors, Rope, packed_fields
+from helion_attn.types import PackedTensors, Rope, packed_fields, unchecked_rope
 
 
 def all_lengths(
@@ -78,11 +77,8 @@ def with_positions(call: Call, rope: Rope | None, device: torch.device) -> Rope 
         runs = [(first + run.begin, first + run.begin + run.size) for run in cut.runs(call.rank)]
         return torch.cat([torch.arange(*run, device=device) for run in runs])
 
-    return dataclasses.replace(
-        rope,
-        q_positions=known(rope.q_positions, call.q_cut, call.more_keys),
-        k_positions=known(rope.k_positions, call.k_cut, 0),
-    )
+    at = known(rope.q_positions, call.q_cut, call.more_keys), known(rope.k_positions, call.k_cut, 0)
+    return unchecked_rope(rope.cos, rope.sin, rope.interleaved, *at)
 
 
 def quantized_part(

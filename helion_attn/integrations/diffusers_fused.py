@@ -24,7 +24,7 @@ from helion_attn.integrations.diffusers_schedule import (
 )
 from helion_attn.integrations.fused import Before, left_to_fuse, ropes_of
 from helion_attn.names import named
-from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice
+from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice, unchecked_rope
 from helion_attn.validate.dense import described
 
 if TYPE_CHECKING:
@@ -45,14 +45,15 @@ def rope_of(cos: torch.Tensor, sin: torch.Tensor, more: int = 0) -> Rope:
     `more` tokens follow that are not rotated.
     """
     cos, sin = (x.float().view(-1, x.size(-1))[:, ::2] for x in (cos, sin))
-    cos, sin = (torch.nn.functional.pad(x, (0, 0, 0, more), value=at) for x, at in ((cos, 1.0), (sin, 0.0)))
-    return Rope(cos.contiguous(), sin.contiguous(), interleaved=True)
+    if more:
+        cos, sin = (torch.nn.functional.pad(x, (0, 0, 0, more), value=at) for x, at in ((cos, 1.0), (sin, 0.0)))
+    return unchecked_rope(cos.contiguous(), sin.contiguous(), interleaved=True)
 
 
 def rope_of_complex(*tables: torch.Tensor) -> Rope:
     """Make a Rope of complex tables [S, D / 2], joined along S."""
     turns = torch.cat(tables)
-    return Rope(turns.real.float().contiguous(), turns.imag.float().contiguous(), interleaved=True)
+    return unchecked_rope(turns.real.float().contiguous(), turns.imag.float().contiguous(), interleaved=True)
 
 
 class Processor:

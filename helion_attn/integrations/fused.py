@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -11,8 +10,9 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from helion_attn import auto
 from helion_attn.api import dense_problem
+from helion_attn.integrations.kept import Kept
 from helion_attn.transforms import apply_rope
-from helion_attn.types import BALANCED, RMSNorm, Rope
+from helion_attn.types import BALANCED, RMSNorm, Rope, unchecked_rope
 
 #: What a model hands its norm of x [B, S, heads, D]: x, x with S and heads swapped, or x with the heads joined.
 NormLayout = Literal["bshd", "bhsd", "bsc"]
@@ -31,7 +31,7 @@ MOST_ORDERS = 16
 
 
 class Ropes:
-    """A table, for all tokens and for some of them. To make a `Rope` reads its last row on the host.
+    """A table, for all tokens and for some of them.
 
     Attributes:
         whole: token i is at i.
@@ -58,36 +58,11 @@ class Ropes:
                 q_at, k_at = torch.arange(cos.size(0), device=cos.device), None
             else:
                 q_at, k_at = order, order[:keys]
-            made = Rope(cos, self.whole.sin, self.whole.interleaved, q_at, k_at)
+            made = unchecked_rope(cos, self.whole.sin, self.whole.interleaved, q_at, k_at)
             if len(self._some) >= MOST_ORDERS:
                 self._some.clear()
             self._some[id(order), keys] = found = order, made
         return found[1]
-
-
-class _Kept(NamedTuple):
-    """`Ropes`, and the tables that they were made of.
-
-    Attributes:
-        tables: of the model.
-        state: the version of each, which grows when PyTorch writes to it, and its address.
-        made: of them; None where they are not for fusing.
-    """
-
-    tables: list[weakref.ref[torch.Tensor]]
-    state: list[tuple[int, int]]
-    made: Ropes | None
-
-    def is_of(self, tables: tuple[torch.Tensor, ...]) -> bool:
-        """Whether these are the tables, and are what they were."""
-        for reference, state, x in zip(self.tables, self.state, tables, strict=True):
-            if reference() is not x or (x._version, x.data_ptr()) != state:
-                return False
-        return True
-
-
-#: By the identities of the tables, the function, its sizes, and the stream on which it ran.
-_KEPT: dict[tuple[Any, ...], _Kept] = {}
 
 
 def is_captured(x: torch.Tensor) -> bool:
@@ -95,12 +70,19 @@ def is_captured(x: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def _ropes(tables: tuple[torch.Tensor, ...], make: Callable[..., Rope | None], *sizes: int) -> Ropes | None:
+    rope = make(*tables, *sizes)
+    return None if rope is None else Ropes(rope)
+
+
+_KEPT = Kept(_ropes)
+
+
 def ropes_of(make: Callable[..., Rope | None], tables: tuple[torch.Tensor, ...] | None, *sizes: int) -> Ropes | None:
     """Return what `make` makes of tables and sizes, kept until a table is gone or written to.
 
     Layers of a forward pass are given the same tensors, so that one of them converts the tables. In a graph each layer
-    does, and so it does with tensors that do not count their changes: those made in `torch.inference_mode`, and outputs
-    of CUDA graphs that torch.compile replays into them.
+    does, and so it does with tensors that do not count their changes.
 
     Args:
         make: returns a `Rope` of copies, or None where the tables are not for fusing.
@@ -109,23 +91,7 @@ def ropes_of(make: Callable[..., Rope | None], tables: tuple[torch.Tensor, ...] 
     """
     if tables is None:
         return None
-    first = tables[0]
-    if is_captured(first):
-        return _made(make, tables, sizes)
-    stream = torch.cuda.current_stream(first.device).cuda_stream if first.is_cuda else 0
-    key = (make, stream, *sizes, *map(id, tables))
-    if (kept := _KEPT.get(key)) is not None and kept.is_of(tables):
-        return kept.made
-    made = _made(make, tables, sizes)
-    if not any(x.is_inference() or torch._C._is_cached_tensor(x) for x in tables):  # type: ignore[attr-defined]
-        references = [weakref.ref(x, lambda _: _KEPT.pop(key, None)) for x in tables]
-        _KEPT[key] = _Kept(references, [(x._version, x.data_ptr()) for x in tables], made)
-    return made
-
-
-def _made(make: Callable[..., Rope | None], tables: tuple[torch.Tensor, ...], sizes: tuple[int, ...]) -> Ropes | None:
-    rope = make(*tables, *sizes)
-    return None if rope is None else Ropes(rope)
+    return _ropes(tables, make, *sizes) if is_captured(tables[0]) else _KEPT.of(tables, make, *sizes)
 
 
 def parameter_of(module: torch.nn.Module, name: str) -> Any:

@@ -7,7 +7,6 @@ shorter description fits becomes a `BlockMask`, which is kept as long as the mas
 from __future__ import annotations
 
 import itertools
-import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from typing_extensions import Unpack
 
 from helion_attn.api import attention
 from helion_attn.integrations.between_graphs import between_graphs
-from helion_attn.masks.blocks import BlockMask
+from helion_attn.integrations.kept import Kept
 from helion_attn.types import Recipe, ScoreOptions
 from helion_attn.validate.block_mask import BLOCK_MASK_DIMS, has_block_masks
 from helion_attn.validate.dense import check_no_grad
@@ -26,7 +25,7 @@ from helion_attn.varlen import attention_varlen
 #: Numbers up to this one hide a key when they are added to its score.
 HIDES = -1e4
 
-#: Scores of a kept mask that are compared on every call: 1 MB of bool ones.
+#: Scores of a kept mask that are compared on every call, up to twice as many: 1 MB of bool ones.
 SAMPLE = 2**20
 
 
@@ -115,10 +114,10 @@ def read_mask(
 def _read(mask: torch.Tensor, B: int, M: int, N: int, what: str, lowest_hides: bool) -> Visible:
     """`read_mask` of a mask that has passed its checks, `what` in errors."""
     by_scores = Visible(False, False, (), scores=mask)
-    if _known(mask, M, N) is not None:
-        _forget_written(mask, M, N)
-    if _known(mask, M, N) is not None:
-        return by_scores
+    if (known := _KEPT.find((mask,), M, N)) is not None:
+        if _is_as_sampled(mask, known.sample):
+            return by_scores
+        _KEPT.drop((mask,), M, N)
     if (mask if mask.dtype == torch.bool else mask == 0).all():
         return Visible(True, False, (Part((0, M), (0, N)),) * B)
     # [B or 1, H or 1, M or 1, N or 1]
@@ -213,81 +212,56 @@ def _causal(spans: list[tuple[int, int]], offset: int, M: int, N: int) -> Visibl
     return Visible(whole, True, tuple(first), tuple(second) if has_second else ())
 
 
-class _Kept(NamedTuple):
-    """A `BlockMask`, and the mask that it was made of.
+class _OfMask(NamedTuple):
+    """What is kept of a mask.
 
     Attributes:
-        mask: it was made of this tensor.
-        state: what its `_state` was.
+        block_mask: made of it.
         sample: what its `_sample` was.
-        made: of it.
     """
 
-    mask: weakref.ref[torch.Tensor]
-    state: tuple[int, int]
+    block_mask: BlockMask
     sample: torch.Tensor
-    made: BlockMask
 
 
-#: By the mask's identity, M, N, and the stream on which the block mask was made.
-_KEPT: dict[tuple[int, int, int, int], _Kept] = {}
+def _of_mask(tensors: tuple[torch.Tensor, ...], M: int, N: int) -> _OfMask:
+    (mask,) = tensors
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    # [B or 1, H or 1, M, N]
+    seen = seen[(None,) * (4 - seen.dim())]
+    return _OfMask(BlockMask.from_dense(seen.expand(-1, -1, M, N)), _sample(mask).clone())
 
 
-def _key(mask: torch.Tensor, M: int, N: int) -> tuple[int, int, int, int]:
-    return id(mask), M, N, torch.cuda.current_stream(mask.device).cuda_stream if mask.is_cuda else 0
-
-
-def _state(mask: torch.Tensor) -> tuple[int, int]:
-    """The mask's version, which grows when PyTorch writes to it, and its address."""
-    return mask._version, mask.data_ptr()
+_KEPT = Kept(_of_mask)
 
 
 def _sample(mask: torch.Tensor) -> torch.Tensor:
-    """The rows of a mask that are compared on every call, evenly spread: all of them of a small mask."""
-    return mask[..., :: -(-mask.numel() // SAMPLE), :]
+    """The scores of a mask that are compared on every call, evenly spread: all of them of a small mask."""
+    step, M = -(-mask.numel() // SAMPLE), mask.size(-2)
+    return mask[..., :: min(step, M), :: -(-step // M)]
 
 
-def _known(mask: torch.Tensor, M: int, N: int) -> BlockMask | None:
-    """The `BlockMask` that is kept of a mask, if PyTorch has counted no write to it."""
-    kept = _KEPT.get(_key(mask, M, N))
-    return kept.made if kept is not None and kept.mask() is mask and kept.state == _state(mask) else None
-
-
-def _forget_written(mask: torch.Tensor, M: int, N: int) -> None:
-    """Drop what is kept of a mask whose sample is another, after a write that PyTorch does not count.
+def _is_as_sampled(mask: torch.Tensor, sample: torch.Tensor) -> bool:
+    """Whether a mask's sample is what it was: not after writes that PyTorch does not count.
 
     Such are `mask.data.copy_` and those of NumPy. On a GPU, where the host would have to wait, an assertion fails.
     """
-    same = (_sample(mask) == _KEPT[_key(mask, M, N)].sample).all()
+    same = (_sample(mask) == sample).all()
     if mask.is_cuda:
         torch._assert_async(same, "attn_mask was written to without PyTorch's count of changes: use mask.copy_(..)")
-    elif not same:
-        del _KEPT[_key(mask, M, N)]
+        return True
+    return bool(same)
 
 
 def block_mask_of(mask: torch.Tensor, M: int, N: int) -> BlockMask:
-    """A mask as a `BlockMask`, made once for each mask, M, N and stream.
-
-    Nothing is kept of a tensor that does not count its changes: one made in `torch.inference_mode`, or the output of a
-    CUDA graph that torch.compile replays into it.
+    """A mask as a `BlockMask`, made once for each mask, M, N and stream where `Kept` keeps it.
 
     Args:
         mask: as `read_mask` has it.
         M: queries.
         N: keys.
     """
-    if (known := _known(mask, M, N)) is not None:
-        return known
-    seen = mask if mask.dtype == torch.bool else mask == 0
-    # [B or 1, H or 1, M, N]
-    seen = seen[(None,) * (4 - seen.dim())]
-    made = BlockMask.from_dense(seen.expand(-1, -1, M, N))
-    is_of_a_graph: bool = torch._C._is_cached_tensor(mask)  # type: ignore[attr-defined]
-    if not (mask.is_inference() or is_of_a_graph):
-        key = _key(mask, M, N)
-        reference = weakref.ref(mask, lambda _: _KEPT.pop(key, None))
-        _KEPT[key] = _Kept(reference, _state(mask), _sample(mask).clone(), made)
-    return made
+    return _KEPT.of((mask,), M, N).block_mask
 
 
 def check_visible(

@@ -30,7 +30,7 @@ from helion_attn.integrations.fused import (
 from helion_attn.integrations.transformers import changes_nothing, earlier_keys, register_transformers
 from helion_attn.integrations.transformers_masks import VisibleKeys, what_is_seen
 from helion_attn.names import named
-from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice, is_auto
+from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice, is_auto, unchecked_rope
 from helion_attn.validate.dense import described
 
 #: What models call the cache; older ones have the second name.
@@ -70,10 +70,10 @@ ATTRIBUTES = ("config", "layer_idx", "head_dim", "scaling", "q_proj", "k_proj", 
 
 def rope_of(cos: torch.Tensor, sin: torch.Tensor) -> Rope | None:
     """Tables [B or 1, S, D] whose halves are alike; None where sequences have other positions than one another."""
-    if cos.size(0) > 1 and (is_captured(cos) or not (cos == cos[:1]).all() or not (sin == sin[:1]).all()):
+    if cos.size(0) > 1 and (is_captured(cos) or not ((cos == cos[:1]) & (sin == sin[:1])).all()):
         return None
     half = cos.size(2) // 2
-    return Rope(cos[0, :, :half].clone(), sin[0, :, :half].clone())
+    return unchecked_rope(cos[0, :, :half].clone(), sin[0, :, :half].clone())
 
 
 class Fusing(NamedTuple):

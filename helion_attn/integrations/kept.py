@@ -1,0 +1,82 @@
+"""What is made of tensors, kept until one of them is gone or is written to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Made = TypeVar("Made")
+
+#: A tensor's version, which grows when PyTorch writes to it, its address, and its shape.
+State = tuple[int, int, torch.Size]
+
+
+class Kept(Generic[Made]):
+    """Keep what is made of tensors, for each stream, until PyTorch has written to a tensor or given it other memory.
+
+    Nothing is kept of tensors that do not count their changes: those made in `torch.inference_mode`, and outputs of
+    CUDA graphs that torch.compile replays into them.
+
+    Args:
+        make: returns what is kept, of a tuple of tensors and of what else it depends on.
+    """
+
+    def __init__(self, make: Callable[..., Made]) -> None:
+        self.make = make
+        self._entries: dict[Hashable, tuple[list[weakref.ref[torch.Tensor]], list[State], Made]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _found(self, key: Hashable, tensors: tuple[torch.Tensor, ...]) -> tuple[Made] | None:
+        """Look up what is kept of tensors, if they are what they were; None finds nothing."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        references, states, made = entry
+        for reference, state, x in zip(references, states, tensors, strict=True):
+            if reference() is not x or state_of(x) != state:
+                return None
+        return (made,)
+
+    def find(self, tensors: tuple[torch.Tensor, ...], *rest: Hashable) -> Made | None:
+        """Return what is kept; None if nothing is."""
+        found = self._found(key_of(tensors, rest), tensors)
+        return None if found is None else found[0]
+
+    def of(self, tensors: tuple[torch.Tensor, ...], *rest: Hashable) -> Made:
+        """Return what is kept, or make it."""
+        key = key_of(tensors, rest)
+        if (found := self._found(key, tensors)) is not None:
+            return found[0]
+        made = self.make(tensors, *rest)
+        if all(map(counts_changes, tensors)):
+            references = [weakref.ref(x, lambda _: self._entries.pop(key, None)) for x in tensors]
+            self._entries[key] = references, [state_of(x) for x in tensors], made
+        return made
+
+    def drop(self, tensors: tuple[torch.Tensor, ...], *rest: Hashable) -> None:
+        """Forget what is kept, if anything is."""
+        self._entries.pop(key_of(tensors, rest), None)
+
+
+def key_of(tensors: tuple[torch.Tensor, ...], rest: tuple[Hashable, ...]) -> Hashable:
+    """Return what tells entries apart: the stream, the tensors' identities, and what else they depend on."""
+    x = tensors[0]
+    # `torch.cuda.current_stream` makes an object.
+    stream: Any = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+    return (stream, *map(id, tensors), *rest)
+
+
+def state_of(x: torch.Tensor) -> State:
+    """Return what changes when a tensor does."""
+    return x._version, x.data_ptr(), x.shape
+
+
+def counts_changes(x: torch.Tensor) -> bool:
+    """Return whether a write to a tensor is seen in its version."""
+    is_of_a_graph: bool = torch._C._is_cached_tensor(x)  # type: ignore[attr-defined]
+    return not (x.is_inference() or is_of_a_graph)
