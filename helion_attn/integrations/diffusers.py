@@ -132,8 +132,8 @@ def register_diffusers(
         recipe: how the tensors become 8-bit numbers, a preset's name, or "auto": `register_diffusers(recipe="auto")`
             leaves to PyTorch's attention what that is faster at, as `helion_attn.attention` says.
         schedule: called with ints and views of q [B, H, M, D] and k [B, H_kv, N, D]; or a `helion_attn.Schedule`.
-        models: `pipeline.transformer`, or several that take turns, each with layers from 0. Calls from other models
-            have no schedule.
+        models: `pipeline.transformer`, or several that take turns, each with layers from 0. Copies of them follow the
+            schedule too. Calls from other models, and from loaded ones, have none.
         scheduler: `pipeline.scheduler`, which has a `step_index`; with a function as the schedule. After the pipeline
             is given another, register again.
 
@@ -145,8 +145,8 @@ def register_diffusers(
         NotImplementedError: this diffusers keeps its backends in another way.
 
     The models' forward passes raise what `helion_attn.attention` does, NotImplementedError for what
-    docs/integrations.md lists as not supported, and RuntimeError outside of the steps of a `helion_attn.Schedule`. They
-    warn where the scheduler is in no generation.
+    docs/integrations.md lists as not supported, and RuntimeError outside of the steps of a `helion_attn.Schedule` and
+    where the scheduler is in no generation. To warm up, call the pipeline, or `scheduler.set_timesteps` first.
 
     Example:
         ha.register_diffusers(recipe="auto")  # then pipeline.transformer.set_attention_backend("helion_fp8")

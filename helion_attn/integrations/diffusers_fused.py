@@ -19,6 +19,7 @@ from helion_attn.integrations.diffusers_schedule import (
     BoundSchedule,
     Schedule,
     bound_schedule,
+    check_eager,
     check_schedule,
     choice_of,
 )
@@ -122,6 +123,7 @@ class Processor:
         visible = visible_of(attention_mask, B, H, M, N, "attention_mask")
         recipe, pattern = self.recipe, None
         if self.schedule is not None:
+            check_eager()
             recipe, pattern = choice_of(self.schedule, self.layer, recipe, q, k)
         out, _ = attend(q, k, v, recipe=recipe, visible=visible, pattern=pattern, before=before)
         return out.flatten(2, 3)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,21 +40,15 @@ ACCEPTED = (
 )
 
 
-class OfThread(threading.local):
-    """A number that each thread has for itself. Copies and pickles begin without it."""
-
-    value: int | None = None
-
-    def __reduce__(self) -> tuple[type[OfThread], tuple[()]]:
-        """Make a new one."""
-        return type(self), ()
+#: The step that each schedule is in.
+_STEPS: ContextVar[Mapping[Schedule, int]] = ContextVar("steps", default=MappingProxyType({}))
 
 
 class Schedule:
     """Give a schedule its steps in a sampling loop of your own, without a scheduler of diffusers.
 
-    The model's calls inside `with schedule.step(i):` belong to step i, in the thread that enters it. Outside of it the
-    model raises `RuntimeError`.
+    The model's calls inside `with schedule.step(i):` belong to step i, in the thread or asyncio task that enters it.
+    Outside of it the model raises `RuntimeError`.
 
     Args:
         function: of step, layer, q and k, as `register_diffusers` has it.
@@ -79,7 +74,6 @@ class Schedule:
         if not callable(function):
             raise TypeError(f"function is {described(function)}; it must be a function of step, layer, q and k")
         self.function = function
-        self._entered = OfThread()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
         """Return the same: a copied model follows the steps that the original does."""
@@ -96,19 +90,20 @@ class Schedule:
             raise TypeError(f"i is {described(i)}; it must be an int, the number of the step")
         if i < 0:
             raise ValueError(f"i is {i}; it must be the number of the step, from 0")
-        before, self._entered.value = self._entered.value, i
+        token = _STEPS.set({**_STEPS.get(), self: i})
         try:
             yield
         finally:
-            self._entered.value = before
+            _STEPS.reset(token)
 
     def current(self) -> int:
-        """Return the step that this thread is in."""
-        if self._entered.value is None:
+        """Return the step that this thread or task is in."""
+        step = _STEPS.get().get(self)
+        if step is None:
             raise RuntimeError(
                 "helion_attn: schedule has no step here; call the model inside `with schedule.step(i)`, i from 0"
             )
-        return self._entered.value
+        return step
 
 
 #: The `step_index` of a generation's first step, of schedulers that are not told where they begin; None while it runs.
@@ -133,7 +128,7 @@ class SchedulerSteps:
         """Return how often `scheduler.step` was called in this generation."""
         scheduler = self.scheduler
         index, begin = scheduler.step_index, getattr(scheduler, "begin_index", None)
-        self._warn_outside(index)
+        self._check_inside(index)
         if index is None:  # until the first call of `scheduler.step`, wherever it begins
             FIRST[scheduler] = None
             return 0
@@ -143,19 +138,18 @@ class SchedulerSteps:
             begin = FIRST[scheduler] = index - 1
         return int(index - begin)
 
-    def _warn_outside(self, index: int | None) -> None:
-        """Warn where the scheduler has not begun a generation, or has ended it: it may not be the pipeline's."""
+    def _check_inside(self, index: int | None) -> None:
+        """Raise where the scheduler has not begun a generation, or has ended it: it may not be the pipeline's."""
         if index is None:
-            is_outside = getattr(self.scheduler, "num_inference_steps", None) is None
+            is_outside = getattr(self.scheduler, "num_inference_steps", 0) is None
         else:
             timesteps = getattr(self.scheduler, "timesteps", None)
             is_outside = timesteps is not None and index >= len(timesteps)
         if is_outside:
-            warnings.warn(
-                f"helion_attn: a model with a schedule runs, and its {type(self.scheduler).__name__} is not in a "
-                f"generation. In a warm-up this is harmless. If pipeline.scheduler was replaced, give the schedule the "
-                f"new one",
-                stacklevel=3,
+            raise RuntimeError(
+                f"helion_attn: a model with a schedule is called, and its {type(self.scheduler).__name__} is in no "
+                f"generation; if pipeline.scheduler was replaced, give the schedule the new one; to warm up, call the "
+                f"pipeline, or scheduler.set_timesteps first"
             )
 
 
@@ -208,6 +202,12 @@ def bound_schedule(schedule: Schedule | ScheduleFunction | None, scheduler: Any)
     return BoundSchedule(schedule, SchedulerSteps(scheduler).current)
 
 
+class OfThread(threading.local):
+    """A number that each thread has for itself: no `ContextVar`, which torch.compile does not trace."""
+
+    value: int | None = None
+
+
 class Layers:
     """Tell which layer runs in a thread, by hooks on attention modules.
 
@@ -217,10 +217,11 @@ class Layers:
     Attributes:
         running: the number of the layer; None outside of these modules.
         handles: of the hooks.
+        watching: whether the hooks do anything.
     """
 
     def __init__(self, numbers: Mapping[torch.nn.Module, int]) -> None:
-        self.running = OfThread()
+        self.running, self.watching = OfThread(), bool(numbers)
         self.handles = [
             handle
             for attn, layer in numbers.items()
@@ -230,19 +231,30 @@ class Layers:
             )
         ]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layers:
+        """Return the same: a copied model follows the schedule that the original does."""
+        return self
+
+    def __reduce__(self) -> tuple[type[Layers], tuple[dict[torch.nn.Module, int]]]:
+        """Make one whose hooks do nothing: a model that is loaded has no schedule."""
+        return type(self), ({},)
+
     def begin(self, layer: int, *_: Any) -> None:
         """Enter a layer: a forward pre-hook."""
-        check_eager()
-        self.running.value = layer
+        if self.watching:
+            check_eager()
+            self.running.value = layer
 
     def end(self, *_: Any) -> None:
         """Leave it: a forward hook."""
-        self.running.value = None
+        if self.watching:
+            self.running.value = None
 
     def unwatch(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks. Those of copied models stay, and do nothing."""
         for handle in self.handles:
             handle.remove()
+        self.watching = False
 
 
 def check_eager() -> None:
@@ -260,9 +272,8 @@ def choice_of(
 ) -> tuple[Recipe | Auto, Pattern | None]:
     """Ask a schedule for the recipe and the mask of a call of q [B, M, H, D] and k [B, N, H_kv, D].
 
-    `recipe` is taken where the schedule names none.
+    `recipe` is taken where the schedule names none. The caller has called `check_eager`.
     """
-    check_eager()
     given: Any = schedule.function(schedule.step(), layer, q.transpose(1, 2), k.transpose(1, 2))
     if isinstance(given, tuple) and not isinstance(given, Reordered):
         if len(given) != 2:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import copy
 import io
 import pickle
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,12 +154,15 @@ def test_steps_whose_timesteps_are_one_in_bf16(enter: Any) -> None:
 
 @both_ways
 def test_steps_after_a_warm_up_and_from_an_image(enter: Any) -> None:
-    """A call between generations shifts nothing; each begins at 0, in the middle of the timesteps too."""
+    """A call between generations raises and shifts nothing; each begins at 0, in the middle of the timesteps too."""
     model, scheduler = wan(1), diffusers.UniPCMultistepScheduler()
     seen: list[int] = []
     enter(model, schedule=lambda step, layer, q, k: seen.append(step), scheduler=scheduler)
-    with pytest.warns(UserWarning, match="its UniPCMultistepScheduler is not in a generation"):
+    with pytest.raises(RuntimeError, match=r"its UniPCMultistepScheduler is in no generation; .* scheduler\.set_times"):
         predict(model, 1)
+    scheduler.set_timesteps(3)
+    predict(model, 1)
+    assert seen == [0, 0], "that is what the message says"
     for steps, begin, is_told in (
         (5, 0, False),
         (5, 0, True),
@@ -171,11 +175,9 @@ def test_steps_after_a_warm_up_and_from_an_image(enter: Any) -> None:
         if is_told:
             scheduler.set_begin_index(begin)
         seen.clear()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            generate(scheduler, lambda time: predict(model, time), begin)
+        generate(scheduler, lambda time: predict(model, time), begin)
         assert seen == [step for step in range(steps - begin) for _ in range(2)], (steps, begin, is_told)
-        with pytest.warns(UserWarning, match="give the schedule the new one"):
+        with pytest.raises(RuntimeError, match=r"if pipeline\.scheduler was replaced, give the schedule the new one"):
             predict(model, 999)
 
 
@@ -201,8 +203,8 @@ def test_experts_share_steps(enter: Any) -> None:
     models, scheduler = (wan(1), wan(2)), diffusers.UniPCMultistepScheduler()
     seen: list[tuple[int, int]] = []
     enter(*models, schedule=lambda step, layer, q, k: seen.append((step, layer)), scheduler=scheduler)
-    with pytest.warns(UserWarning, match="not in a generation"):
-        predict(models[1])  # a warm-up
+    scheduler.set_timesteps(2)
+    predict(models[1])  # a warm-up
     for _ in range(2):
         scheduler.set_timesteps(4)
         seen.clear()
@@ -220,7 +222,9 @@ def test_all_schedulers_of_diffusers() -> None:
             scheduler.set_timesteps(6)
             steps = SchedulerSteps(scheduler)
             seen = generate(scheduler, lambda _, current=steps.current: current())  # type: ignore[misc]
-        except Exception:  # it needs arguments, other steps or other tensors, or counts none
+        except Exception as error:  # it needs arguments, other steps or other tensors, or counts none
+            if "in no generation" in str(error):
+                raise
             continue
         assert seen == list(range(len(scheduler.timesteps))), name
         tested.append(name)
@@ -407,6 +411,36 @@ def test_threads_have_steps_and_layers_of_their_own(enter: Any) -> None:
     assert seen == {"first": [(1, 0), (1, 1), (1, 1)], "second": [(2, 1), (2, 0), (2, 0)]}
 
 
+@both_ways
+def test_tasks_have_steps_of_their_own(enter: Any) -> None:
+    """Two await inside a step; a thread that one of them waits for has its step."""
+    model = wan(1)
+    seen: list[tuple[str | None, int]] = []
+
+    def choose(step: int, layer: int, q: torch.Tensor, k: torch.Tensor) -> None:
+        seen.append((name.get(), step))
+
+    schedule, name = ha.Schedule(choose), contextvars.ContextVar[str | None]("name", default=None)
+    enter(model, schedule=schedule)
+
+    async def run(own: str, steps: range) -> None:
+        name.set(own)
+        for step in steps:
+            with schedule.step(step):
+                await asyncio.sleep(0)
+                await asyncio.to_thread(predict, model)
+                await asyncio.sleep(0)
+                predict(model)
+
+    async def both() -> None:
+        await asyncio.gather(run("first", range(3)), run("second", range(5, 8)))
+
+    asyncio.run(both())
+    for own, steps in (("first", range(3)), ("second", range(5, 8))):
+        assert [step for of, step in seen if of == own] == [step for step in steps for _ in range(4)]
+    assert len(seen) == 24
+
+
 def nothing(step: int, layer: int, q: torch.Tensor, k: torch.Tensor) -> None:
     """A schedule that can be pickled."""
 
@@ -414,12 +448,12 @@ def nothing(step: int, layer: int, q: torch.Tensor, k: torch.Tensor) -> None:
 @both_ways
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_models_are_copied_and_saved(enter: Any, by_hand: bool) -> None:
-    """A fused copy follows the steps of the original."""
+    """A copy follows the schedule of the original, and a model that is loaded has none."""
     model, scheduler, schedule = wan(1), scheduler_of(2), ha.Schedule(nothing)
     enter(model, **({"schedule": schedule} if by_hand else {"schedule": nothing, "scheduler": scheduler}))
     torch.save(model, file := io.BytesIO())
     file.seek(0)
-    torch.load(file, weights_only=False)
+    loaded = torch.load(file, weights_only=False)
     assert pickle.loads(pickle.dumps(schedule)).function is nothing
     seen: list[int] = []
     counted = ha.Schedule(lambda step, layer, q, k: seen.append(step))
@@ -428,7 +462,14 @@ def test_models_are_copied_and_saved(enter: Any, by_hand: bool) -> None:
     scheduler._step_index = 1
     with counted.step(1):
         predict(copied)
-    assert seen == ([1, 1] if enter is fused else [])
+        if enter is as_backend:
+            predict(loaded)
+    assert seen == [1, 1]
+    if enter is as_backend:
+        ha.register_diffusers()
+        predict(copied)
+        predict(torch.compile(copied, fullgraph=True, backend="eager"))
+    assert seen == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -490,6 +531,15 @@ def test_models_are_checked() -> None:
         ha.register_diffusers(scheduler=scheduler)
     with pytest.raises(ValueError, match="scheduler is a FlowMatchEulerDiscreteScheduler and schedule None"):
         ha.fuse_diffusers(wan(1), scheduler=scheduler)
+
+
+def test_another_model_is_compiled() -> None:
+    """Under the backend of a schedule, of which it has none."""
+    model, other = wan(1), wan(1)
+    as_backend(model, schedule=ha.Schedule(nothing))
+    other.set_attention_backend(NAME)
+    torch._dynamo.reset()
+    predict(torch.compile(other, fullgraph=True, backend="eager"))
 
 
 @both_ways
