@@ -231,12 +231,16 @@ Kept = TypeVar("Kept")
 #: Plans by what they depend on, and what else stands in for one: PyTorch's attention, and whether it is taken.
 _PLANS: dict[Hashable, Any] = {}
 
+#: Lines that were logged, up to `MAX_PLANS`.
+_LOGGED: set[str] = set()
+
 _LOCK = threading.Lock()
 
 
 def forget() -> None:
-    """Forget all plans."""
+    """Forget all plans, and what was logged."""
     _PLANS.clear()
+    _LOGGED.clear()
 
 
 def known(key: Hashable) -> Any:
@@ -261,10 +265,15 @@ def log_new(operation: Planned, arguments: Any, plan: Plan) -> None:
 
 
 def log_call(call: calls.Call, comment: str) -> None:
-    """Log a call as a line of Python, at level DEBUG; once, while plans are kept."""
+    """Log a call as a line of Python, at level DEBUG; once, while the line is kept."""
     text = calls.line(call, comment)
-    if known(("logged", text)) is None:
-        LOG.debug("%s", remember(("logged", text), text))
+    with _LOCK:
+        is_new = text not in _LOGGED
+        if len(_LOGGED) >= MAX_PLANS:
+            _LOGGED.clear()
+        _LOGGED.add(text)
+    if is_new:
+        LOG.debug("%s", text)
 
 
 def layouts(tensors: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:

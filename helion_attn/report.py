@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import platform
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -265,7 +265,7 @@ def examine(a: Any, returned: Any, kernels: str, seen: Seen) -> None:
         return
     call = CALLS[type(a)](a)
     folder, seen.save = seen.save, None
-    name = f"{call.function}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.pt"
+    name = f"{call.function}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}.pt"
     fault += _of_inputs(call) if measured.bad else ""
     write(folder / name, call, out, kernels, fault)
     LOG.warning("%s: %s; saved: python -m helion_attn replay %s", call.function, fault, folder / name)

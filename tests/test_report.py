@@ -268,6 +268,17 @@ def test_the_file_is_named_in_the_log(device: str, tmp_path: Path, broken: Broke
     assert f"python -m helion_attn replay {file}" in record.getMessage()
 
 
+def test_files_of_a_second_have_names_of_their_own(
+    device: str, tmp_path: Path, broken: Broken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.strftime", lambda _: "20260101-120000")
+    broken.change = torch.zeros_like
+    for _ in range(3):
+        with ha.debug(save=tmp_path):
+            ha.attention(*make_qkv("randn", 1, 2, 2, 20, 20, 32, device=device))
+    assert len(saved(tmp_path)) == 3
+
+
 def test_autocast_does_not_round_the_model(device: str, tmp_path: Path) -> None:
     with ha.debug(save=tmp_path), torch.autocast(device, torch.bfloat16):
         ha.attention(*make_qkv("randn", 1, 2, 2, 20, 20, 32, device=device), recipe="bf16")
