@@ -49,6 +49,9 @@ RECIPE_CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
+#: What an error says of fields that were set by `Recipe.resolved`.
+RESOLVED = "of packed tensors, change the recipe that they were made with: in theirs no field is None"
+
 #: The default of a field of `Recipe` that follows from the others; `Any`, since `Recipe.resolved` has a value instead.
 IMPLIED: Any = None
 
@@ -148,13 +151,15 @@ class Recipe:
                 f"hadamard_seed is {self.hadamard_seed} and hadamard is False; it must be 0: there is nothing to seed"
             )
         if self.reflect and self.hadamard:
-            raise ValueError("reflect and hadamard are both True; one must be False: the rotation mixes those channels")
+            raise ValueError(
+                f"reflect and hadamard are both True; one must be False: the rotation mixes those channels; {RESOLVED}"
+            )
         for name, dtype in (("q_scales", self.qk_dtype), ("k_scales", self.qk_dtype), ("v_scales", self.pv_dtype)):
             scales = getattr(self, name)
             if (scales == "none") != (dtype.itemsize == 2):
                 raise ValueError(
                     f"{name} is {scales!r}; with {dtype} it must be 'none' if that is a 16-bit dtype, and not "
-                    f"otherwise: None is right for both"
+                    f"otherwise: None is right for both; {RESOLVED}"
                 )
         transformed = self.equalise or self.hadamard or self.reflect or self.smooth_k or self.center_v
         if self.is_given and (transformed or not self.qk_dtype == self.pv_dtype == torch.float8_e4m3fn):
@@ -584,7 +589,7 @@ class QuantizedQKV(PackedTensors):
         D_v: head dim of the unpadded V, and of the output.
         dtype: dtype of the unquantised tensors, the default output dtype.
         layout: "bhsd" or "bshd", the layout of the unquantised tensors and of the output.
-        recipe: the one that it was made with, resolved.
+        recipe: the one that it was made with, resolved. `dataclasses.replace` changes a field of that one.
 
     Example:
         q, k, v = torch.randn(3, 1, 2, 100, 64, dtype=torch.bfloat16)

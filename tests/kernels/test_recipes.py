@@ -267,6 +267,20 @@ def test_changed_preset_attends_as_its_equal(device: str) -> None:
     assert torch.equal(ha.attention_quantized(packed), ha.attention_quantized(of_hybrid))
 
 
+@pytest.mark.parametrize(
+    "field",
+    [{"pv_dtype": torch.bfloat16}, {"qk_dtype": torch.bfloat16, "pv_dtype": torch.bfloat16}, {"hadamard": True}],
+    ids=str,
+)
+def test_the_recipe_of_packed_tensors_says_which_to_change(field: dict[str, Any], device: str) -> None:
+    """It is resolved, and what `replace` keeps of it contradicts the field."""
+    recipe = replace(ha.BALANCED, center_v=False)
+    packed = ha.quantize(*make_qkv("randn", 1, 2, 2, 40, 40, 64, device=device), recipe=recipe)
+    with pytest.raises(ValueError, match="of packed tensors, change the recipe that they were made with"):
+        replace(packed.recipe, **field)
+    assert replace(recipe, **field) != recipe
+
+
 def test_torch_compile_resolves_recipes(device: str) -> None:
     q = make_qkv("randn", 1, 2, 2, 40, 40, 64, device=device)[0]
     loaded = pickle.loads(pickle.dumps(ha.HYBRID))
