@@ -17,6 +17,7 @@ from helion_attn.integrations import masks
 from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import relative_error
+from helpers.host_reads import HostReads
 
 diffusers = pytest.importorskip("diffusers")
 from diffusers.models import attention_dispatch as dispatch  # noqa: E402
@@ -275,6 +276,33 @@ def test_tables_are_made_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None
     output(model, longer)
     assert len(made_of) == 2
     assert [x.size(1) for x in made_of] == [2 * 4 * 5, 3 * 4 * 5]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_layer_waits_for_the_device(name: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those of a mask, which is looked at whether it hides anything, and then what."""
+    monkeypatch.setattr(backend, "attention", lambda q, k, v, **_: torch.zeros_like(q))
+    model, inputs = made(name)
+    ha.fuse_diffusers(model)
+    with mode(), HostReads() as reads:
+        model(**inputs)
+    layers = {"hunyuan_video": 3, "hunyuan_video_of_one_length": 3, "qwen_image_padded": 2}.get(name, 0)
+    assert reads.names == ["__bool__", "tolist"] * layers
+
+
+def test_tables_are_padded_where_tokens_follow() -> None:
+    """Tokens that are not rotated have angle 0."""
+    angles = torch.outer(torch.arange(5.0), torch.arange(1.0, 5.0))
+    cos, sin = (x.repeat_interleave(2, 1) for x in (angles.cos(), angles.sin()))
+    with mock.patch.object(torch.nn.functional, "pad", wraps=torch.nn.functional.pad) as pad:
+        rope = diffusers_fused.rope_of(cos, sin)
+        assert pad.call_count == 0
+        longer = diffusers_fused.rope_of(cos, sin, 3)
+    assert torch.equal(rope.cos, angles.cos())
+    assert torch.equal(rope.sin, angles.sin())
+    assert torch.equal(longer.cos, torch.cat([angles.cos(), torch.ones(3, 4)]))
+    assert torch.equal(longer.sin, torch.cat([angles.sin(), torch.zeros(3, 4)]))
 
 
 def test_norms_without_eps_take_that_of_the_dtype() -> None:

@@ -414,15 +414,46 @@ def test_a_write_that_pytorch_does_not_count_is_noticed(write: str, masks_made: 
     assert masks_made.count(torch.Size((1, 1, 150, 150))) == 2
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 40, 30), (40, 30), (3, 1, 1, 50)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 40, 30), (40, 30), (3, 1, 1, 50), (1, 5000), (2, 3, 2, 900)], ids=str)
 def test_the_sample_of_a_mask(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole rows of all sequences and heads, evenly spread: a view, of at most a sample's scores and a row."""
+    """Rows of all sequences and heads, evenly spread, and of a long row its columns: a view of bounded size."""
     mask = torch.arange(math.prod(shape)).view(shape)
-    assert masks._sample(mask).shape == shape
+    assert torch.equal(masks._sample(mask), mask)
     monkeypatch.setattr(masks, "SAMPLE", 300)
-    step = -(-mask.numel() // 300)
-    assert torch.equal(masks._sample(mask), mask[..., ::step, :])
-    assert masks._sample(mask).data_ptr() == mask.data_ptr()
+    sample = masks._sample(mask)
+    assert min(150, mask.numel() / 2) <= sample.numel() <= 600
+    assert sample.shape[:-2] == mask.shape[:-2]
+    assert sample.data_ptr() == mask.data_ptr()
+    (row, column), (rows, columns) = sample.stride()[-2:], shape[-2:]
+    assert (row // columns * sample.size(-2) >= rows) or sample.size(-2) == 1
+    assert column * sample.size(-1) >= columns
+
+
+def test_two_threads_notice_a_write_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have seen that the mask is another before one of them forgets what was made of it."""
+    mask, other = torch.rand(2, 24, 40, generator=torch.Generator().manual_seed(0)) < 0.5
+    masks.block_mask_of(mask, 24, 40)
+    mask.data.copy_(other)
+    meet, is_as_sampled = threading.Barrier(2, timeout=60), masks._is_as_sampled
+    found: list[torch.Tensor] = []
+
+    def together(*given: torch.Tensor) -> bool:
+        is_so = is_as_sampled(*given)
+        meet.wait()
+        return is_so
+
+    monkeypatch.setattr(masks, "_is_as_sampled", together)
+
+    def run() -> None:
+        masks.read_mask(mask, 1, 2, 24, 40)
+        found.append(masks.block_mask_of(mask, 24, 40).to_dense())
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [torch.equal(dense[0, 0], other) for dense in found] == [True, True]
 
 
 def test_masks_under_a_default_device(device: str) -> None:

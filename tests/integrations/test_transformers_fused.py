@@ -19,7 +19,9 @@ from helion_attn import auto, plans
 from helion_attn.reference.norm import rms_norm
 from helion_attn.reference.rope import apply_rope_qk
 from helion_attn.testing import relative_error
+from helion_attn.types import unchecked_rope
 from helpers.generation import CACHE
+from helpers.host_reads import HostReads
 
 transformers = pytest.importorskip("transformers")
 from helion_attn.integrations import fused  # noqa: E402
@@ -376,6 +378,40 @@ def test_tables_are_made_once_a_forward(monkeypatch: pytest.MonkeyPatch, counted
     made_of.clear()
     gc.collect()
     assert len(fused._KEPT) <= kept, "those of the first forward are gone"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_layer_waits_for_the_device(name: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where each sequence is given positions: then for one answer a table, or in inference mode a layer."""
+    monkeypatch.setattr(ours, "attention", lambda q, k, v, **_: torch.zeros_like(q))
+    model, given = make_model(name), torch.arange(19).expand(2, -1)
+    ha.fuse_transformers(model)
+    tables, layers = 2 if name == "gemma3" else 1, 2
+    for tokens, options, expected in (
+        (tokens_of(1, 19), {}, 0),
+        (tokens_of(2, 19), {}, 0),
+        (tokens_of(2, 19), {"position_ids": given}, layers if mode is torch.inference_mode else tables),
+    ):
+        with mode(), HostReads() as reads:
+            model(tokens, **options)
+        assert len(reads.names) == expected, reads.names
+
+
+def test_ropes_of_the_package_are_not_read() -> None:
+    """They are as others, whose columns are looked at."""
+    cos, sin = torch.rand(2, 9, 8)
+    with HostReads() as reads:
+        own = unchecked_rope(cos, sin, True, torch.arange(9))
+        some = fused.Ropes(own).of(7, torch.randperm(9))
+        assert reads.names == []
+        rope = ha.Rope(cos, sin, True, own.q_positions)
+        assert len(reads.names) == 2
+    assert type(own) is ha.Rope
+    assert vars(own) == vars(rope)
+    assert vars(some).keys() == vars(rope).keys()
+    with pytest.raises(ValueError, match="the second half of its columns is the first again"):
+        ha.Rope(torch.cat([cos, cos], 1), torch.cat([sin, sin], 1))
 
 
 def with_a_hook(norm: torch.nn.Module) -> None:
