@@ -244,11 +244,14 @@ def _sample(mask: torch.Tensor) -> torch.Tensor:
 def _is_as_sampled(mask: torch.Tensor, sample: torch.Tensor) -> bool:
     """Whether a mask's sample is what it was: not after writes that PyTorch does not count.
 
-    Such are `mask.data.copy_` and those of NumPy. On a GPU, where the host would have to wait, an assertion fails.
+    Such are `mask.data.copy_` and those of NumPy. On a GPU, where the host would have to wait, an assertion fails,
+    which ends the process's CUDA context.
     """
     same = (_sample(mask) == sample).all()
     if mask.is_cuda:
-        torch._assert_async(same, "attn_mask was written to without PyTorch's count of changes: use mask.copy_(..)")
+        torch._assert_async(
+            same, "attn_mask was written to without PyTorch's count of changes: use mask.copy_(..), and restart"
+        )
         return True
     return bool(same)
 

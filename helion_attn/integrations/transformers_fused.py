@@ -245,8 +245,9 @@ def fuse_transformers(model: torch.nn.Module, *, recipe: Recipe | RecipeName | A
 
     A norm is called, and RoPE alone is fused, where the norm has hooks or parametrizations, is offloaded, or is of
     another class than the model's own. Models that accelerate has dispatched can be fused. Tables of RoPE are converted
-    once a forward pass, but in `torch.inference_mode` and in a CUDA graph in every layer. That they are written to in
-    place is seen, unless it is done through `.data` or NumPy.
+    once a forward pass, but in `torch.inference_mode` and in a CUDA graph in every layer. Where each sequence is given
+    positions, the host waits to see whether they are alike: once a forward pass, in `torch.inference_mode` in every
+    layer. That tables are written to in place is seen, unless it is done through `.data` or NumPy.
 
     A prompt is fused: tokens that attend to one another, without padding, with or without a cache that is still empty.
     Keys go into the cache as the model makes them. All else runs what `register_transformers` registers, after the
