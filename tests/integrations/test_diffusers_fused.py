@@ -605,6 +605,38 @@ def test_loading_an_ip_adapter() -> None:
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwen_image"])
+def test_a_processor_made_of_its_class_says_what_to_do(name: str) -> None:
+    """As diffusers makes them, for all attention of a model, where it changes some."""
+    model, _ = made(name)
+    ha.fuse_diffusers(model)
+    makes = {type(processor) for processor in model.attn_processors.values() if hasattr(processor, "recipe")}
+    assert len(makes) == 1
+    for make in makes:
+        with pytest.raises(TypeError, match=rf"{make.__name__} is made without a recipe.*helion_attn\.unfuse\(model\)"):
+            make()
+
+
+@pytest.mark.parametrize("name", ["wan", "flux"])
+def test_offloaded_by_accelerate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights are elsewhere but while their own module runs; fused before or after."""
+    accelerate = pytest.importorskip("accelerate")
+    for is_fused_first in (True, False):
+        model, inputs = made(name)
+        native = output(model, inputs)
+        if is_fused_first:
+            ha.fuse_diffusers(model)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        assert {x.device.type for x in model.parameters()} == {"meta"}
+        if not is_fused_first:
+            ha.fuse_diffusers(model)
+        with monkeypatch.context() as patch:
+            calls = with_oracle(patch)
+            assert relative_error(output(model, inputs), native) < 1e-5
+        options = {key for call in calls.call_args_list for key in call.kwargs} & {"rope", "q_norm", "k_norm"}
+        assert options == {"rope"}
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwen_image"])
 def test_unfuse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is what it was, to the bit, with its own processors and their backends."""
     model, inputs = made(name)

@@ -637,7 +637,10 @@ def test_decorator(device: str) -> None:
     async def coroutine() -> None:
         pass
 
-    for function in (later, coroutine):
+    async def both() -> Any:
+        yield F.scaled_dot_product_attention(*qkv)
+
+    for function in (later, coroutine, both):
         with pytest.raises(TypeError, match="must be an ordinary function: decorate those that it calls, and leave"):
             ha.sdpa()(function)
     # The advice leaks nothing.

@@ -549,6 +549,29 @@ def test_a_model_that_is_dispatched(counted: dict[str, int]) -> None:
     assert counted == {"fused": 4, "plain": 0}
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("how", ["dispatched", "offloaded"])
+def test_a_model_that_accelerate_holds(how: str, name: str, counted: dict[str, int]) -> None:
+    """As `device_map` does it, on one device; offloaded, its norms are called and RoPE is fused."""
+    accelerate = pytest.importorskip("accelerate")
+    model, tokens = make_model(name), tokens_of(1, 19)
+    eager = run(model, tokens)
+    if how == "dispatched":
+        places = dict.fromkeys(
+            ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head"), "cpu"
+        )
+        model = accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True)
+    else:
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    for _ in range(2):
+        ha.fuse_transformers(model)
+        assert relative_error(run(model, tokens), eager) < EXACT
+    assert counted == {"fused": 4, "plain": 0}
+    ha.unfuse(model)
+    assert relative_error(run(model, tokens), eager) < EXACT
+    assert counted == {"fused": 4, "plain": 0}
+
+
 def replica(model: torch.nn.Module) -> torch.nn.Module:
     """What `torch.nn.parallel.replicate` makes: shallow copies of the modules. Their weights are twice as large."""
     new: Any = {module: module._replicate_for_data_parallel() for module in model.modules()}
@@ -584,6 +607,8 @@ def test_a_fused_model_can_be_saved(name: str) -> None:
     saved.seek(0)
     loaded = torch.load(saved, weights_only=False)
     assert torch.equal(run(loaded, tokens), before)
+    loaded.set_attn_implementation("eager")
+    torch.save(loaded, io.BytesIO())
     ha.unfuse(loaded)
     assert type(loaded.model.layers[0].self_attn) is type(make_model(name).model.layers[0].self_attn)
 

@@ -222,6 +222,16 @@ def test_models_whose_parts_get_a_mask_that_is_made(name: str, monkeypatch: pyte
                 pixel_values=torch.ones(1, 3, 32, 32).cumsum(3) / 32,
             )[0]
 
+    def generated() -> list[int]:
+        out = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), pixel_values=torch.ones(1, 3, 32, 32), max_new_tokens=5,
+            do_sample=False,
+        )  # fmt: skip
+        found: list[int] = out[0].tolist()
+        return found
+
     eager = found("eager")
+    new = generated() if hasattr(model, "generate") else []
     with_oracle(monkeypatch)
     assert relative_error(found("helion_fp8"), eager) < EXACT
+    assert (generated() if hasattr(model, "generate") else []) == new
