@@ -140,8 +140,8 @@ class SchedulerSteps:
 
     def _check_inside(self, index: int | None) -> None:
         """Raise where the scheduler has not begun a generation, or has ended it: it may not be the pipeline's."""
-        if index is None:
-            is_outside = getattr(self.scheduler, "num_inference_steps", 0) is None
+        if index is None:  # some have no number of steps before they are given one
+            is_outside = getattr(self.scheduler, "num_inference_steps", None) is None
         else:
             timesteps = getattr(self.scheduler, "timesteps", None)
             is_outside = timesteps is not None and index >= len(timesteps)

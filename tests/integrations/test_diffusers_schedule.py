@@ -153,12 +153,13 @@ def test_steps_whose_timesteps_are_one_in_bf16(enter: Any) -> None:
 
 
 @both_ways
-def test_steps_after_a_warm_up_and_from_an_image(enter: Any) -> None:
+@pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"])
+def test_steps_after_a_warm_up_and_from_an_image(name: str, enter: Any) -> None:
     """A call between generations raises and shifts nothing; each begins at 0, in the middle of the timesteps too."""
-    model, scheduler = wan(1), diffusers.UniPCMultistepScheduler()
+    model, scheduler = wan(1), getattr(diffusers, name)()
     seen: list[int] = []
     enter(model, schedule=lambda step, layer, q, k: seen.append(step), scheduler=scheduler)
-    with pytest.raises(RuntimeError, match=r"its UniPCMultistepScheduler is in no generation; .* scheduler\.set_times"):
+    with pytest.raises(RuntimeError, match=rf"its {name} is in no generation; .* scheduler\.set_times"):
         predict(model, 1)
     scheduler.set_timesteps(3)
     predict(model, 1)
