@@ -4,14 +4,34 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
 Made = TypeVar("Made")
 
-#: A tensor's version, which grows when PyTorch writes to it, its address, and its shape.
-State = tuple[int, int, torch.Size]
+
+@dataclass(frozen=True)
+class Entry(Generic[Made]):
+    """What is kept.
+
+    Attributes:
+        tensors: it was made of these.
+        states: the version of each, which grows when PyTorch writes to it, its address and its shape.
+        made: of them.
+    """
+
+    tensors: list[weakref.ref[torch.Tensor]]
+    states: list[tuple[int, int, torch.Size]]
+    made: Made
+
+    def is_of(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Whether these are the tensors, and are what they were."""
+        for reference, state, x in zip(self.tensors, self.states, tensors, strict=False):
+            if reference() is not x or (x._version, x.data_ptr(), x.shape) != state:
+                return False
+        return True
 
 
 class Kept(Generic[Made]):
@@ -26,36 +46,26 @@ class Kept(Generic[Made]):
 
     def __init__(self, make: Callable[..., Made]) -> None:
         self.make = make
-        self._entries: dict[Hashable, tuple[list[weakref.ref[torch.Tensor]], list[State], Made]] = {}
+        self._entries: dict[Hashable, Entry[Made]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _found(self, key: Hashable, tensors: tuple[torch.Tensor, ...]) -> tuple[Made] | None:
-        """Look up what is kept of tensors, if they are what they were; None finds nothing."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        references, states, made = entry
-        for reference, state, x in zip(references, states, tensors, strict=True):
-            if reference() is not x or state_of(x) != state:
-                return None
-        return (made,)
-
     def find(self, tensors: tuple[torch.Tensor, ...], *rest: Hashable) -> Made | None:
         """Return what is kept; None if nothing is."""
-        found = self._found(key_of(tensors, rest), tensors)
-        return None if found is None else found[0]
+        entry = self._entries.get(key_of(tensors, rest))
+        return entry.made if entry is not None and entry.is_of(tensors) else None
 
     def of(self, tensors: tuple[torch.Tensor, ...], *rest: Hashable) -> Made:
         """Return what is kept, or make it."""
         key = key_of(tensors, rest)
-        if (found := self._found(key, tensors)) is not None:
-            return found[0]
+        entry = self._entries.get(key)
+        if entry is not None and entry.is_of(tensors):
+            return entry.made
         made = self.make(tensors, *rest)
         if all(map(counts_changes, tensors)):
             references = [weakref.ref(x, lambda _: self._entries.pop(key, None)) for x in tensors]
-            self._entries[key] = references, [state_of(x) for x in tensors], made
+            self._entries[key] = Entry(references, [(x._version, x.data_ptr(), x.shape) for x in tensors], made)
         return made
 
     def drop(self, tensors: tuple[torch.Tensor, ...], *rest: Hashable) -> None:
@@ -67,13 +77,8 @@ def key_of(tensors: tuple[torch.Tensor, ...], rest: tuple[Hashable, ...]) -> Has
     """Return what tells entries apart: the stream, the tensors' identities, and what else they depend on."""
     x = tensors[0]
     # `torch.cuda.current_stream` makes an object.
-    stream: Any = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
-    return (stream, *map(id, tensors), *rest)
-
-
-def state_of(x: torch.Tensor) -> State:
-    """Return what changes when a tensor does."""
-    return x._version, x.data_ptr(), x.shape
+    stream: Any = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+    return stream, *map(id, tensors), *rest
 
 
 def counts_changes(x: torch.Tensor) -> bool:
