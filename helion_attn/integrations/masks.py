@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 from helion_attn.api import attention
 from helion_attn.integrations.between_graphs import between_graphs
 from helion_attn.integrations.kept import Kept
+from helion_attn.masks.blocks import BlockMask
 from helion_attn.types import Recipe, ScoreOptions
 from helion_attn.validate.block_mask import BLOCK_MASK_DIMS, has_block_masks
 from helion_attn.validate.dense import check_no_grad

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 import helion_attn as ha
-from benchmarks import attention, model_channels, report, suites
+from benchmarks import attention, model_channels, suites
 from benchmarks.lib.harness import Loaded, Row, load
 from benchmarks.lib.recipes import PRESETS
 from benchmarks.model_channels import Layer
