@@ -9,6 +9,7 @@ import torch
 from helion_attn.kernels.lib.norm import Norms
 from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import RopeTables
+from helion_attn.kernels.lib.specs import RowSpec
 from helion_attn.kernels.lib.strided import StridedQKV
 from helion_attn.numerics import FORMAT_MAX, RECENTRED_KEYS
 from helion_attn.preprocess import pack_kv, pack_q, recentre
@@ -108,18 +109,29 @@ def launch(
     of_both: dict[str, Any] = {
         "unit": source.unit,
         "d": D,
-        "d_row": D_row,
-        "rotary": rope.rotary,
-        "pairing": rope.pairing,
-        "equalise": recipe.equalise,
-        "hadamard": recipe.hadamard,
-        "two_terms": t.two_terms,
-        "reflected": reflected_channels(D) if recipe.reflect else 0,
         "qk_largest": recipe.qk_largest(D, source.D_v),
         "varlen": sequences is not None,
         "wide": sequences is not None and source.wide,
-        "is_cuda": like.is_cuda,
     }
+    rows_of_k = RowSpec(
+        d_row=D_row,
+        d_step=source.d_steps[1],
+        rotary=rope.rotary,
+        pairing=rope.pairing,
+        explicit_positions=rope.explicit[1],
+        normed=norms.k.normed,
+        eps=norms.k.eps,
+        dot_mean=False,
+        subtract_mean=smooth_k,
+        equalise=recipe.equalise,
+        divide=True,
+        vectors_first=t.k_vectors_first,
+        hadamard=recipe.hadamard,
+        rotate_first=t.rotate_first,
+        two_terms=t.two_terms,
+        reflected=reflected_channels(D) if recipe.reflect else 0,
+        is_cuda=like.is_cuda,
+    )
     pack_kv.kernel(like.is_cuda, t.kv_warps, t.kv_registers, t.k_in_flight, t.k_per_block).run(
         {
             **shared,
@@ -140,13 +152,11 @@ def launch(
             "d_v_at_run_time": source.D_v,
             "spec": pack_kv.PackKVSpec(
                 **of_both,
-                k_d_step=source.d_steps[1],
                 v_d_step=source.d_steps[2],
                 d_v=source.D_v,
                 d_tile=t.d_tile,
                 bn=bn,
                 k_run=t.k_run,
-                explicit_k_positions=rope.explicit[1],
                 k_unscaled=recipe.k_scales != "block",
                 k_per_tile=recipe.k_scales == "block" and not t.k_per_block,
                 k_per_block=t.k_per_block,
@@ -154,13 +164,9 @@ def launch(
                 v_per_channel=recipe.v_scales == "channel",
                 sum_lost=sum_lost,
                 note_peak=note_peak,
-                smooth_k=smooth_k,
-                rotate_first=t.rotate_first,
-                vectors_first=t.k_vectors_first,
-                normed=norms.k.normed,
-                eps=norms.k.eps,
                 v_largest=FORMAT_MAX.get(recipe.pv_dtype, 1.0),
                 cap_registers=t.kv_registers is not None,
+                rows=rows_of_k,
             ),
         }
     )
@@ -181,18 +187,23 @@ def launch(
                 "M": M,
                 "spec": pack_q.PackQSpec(
                     **of_both,
-                    q_d_step=source.d_steps[0],
                     q_run=t.q_run,
-                    explicit_q_positions=rope.explicit[0],
                     q_unscaled=recipe.q_scales == "none" or recipe.is_given,
                     q_per_row=recipe.q_scales == "token",
                     q_per_tile=recipe.q_scales == "block" and not t.q_per_block,
                     q_per_block=t.q_per_block,
-                    shift_lse=shift_lse,
-                    vectors_first=t.q_vectors_first,
-                    normed=norms.q.normed,
-                    eps=norms.q.eps,
                     cap_registers=t.q_registers is not None,
+                    rows=rows_of_k._replace(
+                        d_step=source.d_steps[0],
+                        explicit_positions=rope.explicit[0],
+                        normed=norms.q.normed,
+                        eps=norms.q.eps,
+                        dot_mean=shift_lse,
+                        subtract_mean=False,
+                        divide=False,
+                        vectors_first=t.q_vectors_first,
+                        rotate_first=False,
+                    ),
                 ),
             }
         )

@@ -27,6 +27,7 @@ from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.rotate import rotate_mean, with_factors
 from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_scale, rows_to_dtype, store_tile
 from helion_attn.kernels.lib.scalars import inverse_of_power
+from helion_attn.kernels.lib.specs import RowSpec
 from helion_attn.kernels.lib.strided import row_channels
 from helion_attn.preprocess.lib.v_layout import lost_in_rounding, v_block, v_descales
 from helion_attn.preprocess.sequences import key_source
@@ -36,18 +37,13 @@ class PackKVSpec(NamedTuple):
     """Constants that the kernel is compiled for.
 
     Attributes:
-        k_d_step: from a channel of K to the next.
         v_d_step: of V.
-        unit: what the other steps are multiples of.
+        unit: what steps but those of channels are multiples of.
         d: head dim of K.
         d_v: of V.
-        d_row: the power of two that holds a row.
         d_tile: channels of V that a program packs.
         bn: keys of a block.
         k_run: tiles of K that a program packs.
-        rotary: channels of K that are rotated.
-        pairing: how, as `lib.rope` has it.
-        explicit_k_positions: K has positions of its own.
         k_unscaled: K has no scale.
         k_per_tile: K has a descale a tile, which is a block.
         k_per_block: K has a descale a block of several tiles.
@@ -55,35 +51,21 @@ class PackKVSpec(NamedTuple):
         v_per_channel: V has a descale a channel; otherwise a head.
         sum_lost: what rounding takes from V is summed.
         note_peak: V's largest entries are noted.
-        smooth_k: K's mean is subtracted.
-        equalise: K's channels are divided by their factors.
-        vectors_first: mean and factors are loaded before rows, once for all tiles.
-        hadamard: K is rotated by a Hadamard matrix.
-        rotate_first: before its mean is subtracted.
-        two_terms: rows are two terms of bf16 in that rotation.
-        reflected: channels that are reflected, or 0.
-        normed: which channels of K share a mean of squares, as `lib.norm` has it.
-        eps: what is added to that.
         qk_largest: the largest magnitude that K becomes.
         v_largest: that V becomes.
         cap_registers: ptxas is told of a maximum.
         varlen: the sequences of a batch follow each other.
         wide: addresses need 64 bits.
-        is_cuda: the kernel is compiled; otherwise interpreted.
+        rows: what is done to rows of K before they are scaled.
     """
 
-    k_d_step: int
     v_d_step: int
     unit: int
     d: int
     d_v: int
-    d_row: int
     d_tile: int
     bn: int
     k_run: int
-    rotary: int
-    pairing: int
-    explicit_k_positions: bool
     k_unscaled: bool
     k_per_tile: bool
     k_per_block: bool
@@ -91,21 +73,12 @@ class PackKVSpec(NamedTuple):
     v_per_channel: bool
     sum_lost: bool
     note_peak: bool
-    smooth_k: bool
-    equalise: bool
-    vectors_first: bool
-    hadamard: bool
-    rotate_first: bool
-    two_terms: bool
-    reflected: int
-    normed: int
-    eps: float
     qk_largest: float
     v_largest: float
     cap_registers: bool
     varlen: bool
     wide: bool
-    is_cuda: bool
+    rows: RowSpec
 
 
 def pack_kv(
@@ -166,17 +139,18 @@ def pack_kv(
     hl.specialize((cos.stride(0), sin.stride(0), signs.stride(0), weight.stride(0), factors.stride(0)))
     hl.specialize((v8.size(1), v8.size(2), rotation_matrix.stride(0), rotation_matrix.stride(1)))
     hl.specialize((v8.stride(0), v8.stride(1), v8.stride(2)))
+    of_rows = spec.rows
     n_blocks = (N + spec.bn - 1) // spec.bn
-    k_channels = row_channels(spec.d, d_at_run_time, spec.k_d_step)
+    k_channels = row_channels(spec.d, d_at_run_time, of_rows.d_step)
     v_channels = row_channels(spec.d_v, d_v_at_run_time, spec.v_d_step)
     for bh, v_index in hl.grid([v_descale.size(0), n_blocks * d_tiles]):
         i = v_index // d_tiles
         d_index = v_index % d_tiles
         v_head, v_keys, offset = key_source(
-            k_blocks, bh, H_kv, N, v_b_step, v_h_step, v_s_step, spec.unit, spec.varlen, spec.wide, spec.is_cuda
+            k_blocks, bh, H_kv, N, v_b_step, v_h_step, v_s_step, spec.unit, spec.varlen, spec.wide, of_rows.is_cuda
         )
         channel_descale = v_descales(
-            v_amax, v_head, d_index, spec.d_row, spec.d_tile, spec.v_largest, spec.v_unscaled, spec.v_per_channel
+            v_amax, v_head, d_index, of_rows.d_row, spec.d_tile, spec.v_largest, spec.v_unscaled, spec.v_per_channel
         )
         scaled, tile = v_block(
             v, v_mean, channel_descale, v_head, i, d_index, offset, v_s_step * spec.unit, spec.v_d_step, v_keys,
@@ -198,25 +172,25 @@ def pack_kv(
     for kv, k_index in hl.grid([k_descale.size(0), (n_tiles + spec.k_run - 1) // spec.k_run]):
         k_end = min(n_tiles, (k_index + 1) * spec.k_run)
         k_head, keys, offset = key_source(
-            k_blocks, kv, H_kv, N, k_b_step, k_h_step, k_s_step, spec.unit, spec.varlen, spec.wide, spec.is_cuda
+            k_blocks, kv, H_kv, N, k_b_step, k_h_step, k_s_step, spec.unit, spec.varlen, spec.wide, of_rows.is_cuda
         )
         row_step = k_s_step * spec.unit
-        first_weight = (kv % H_kv) * spec.d if spec.normed == 2 else 0
-        first_factor = (kv // H_kv) * N if spec.normed == 2 else 0
+        first_weight = (kv % H_kv) * spec.d if of_rows.normed == 2 else 0
+        first_factor = (kv // H_kv) * N if of_rows.normed == 2 else 0
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
-        first_channel = k_head * spec.d_row
+        first_channel = k_head * of_rows.d_row
         # [D_row]
-        mean = hl.zeros([spec.d_row], dtype=torch.float32)
-        of_channel = hl.zeros([spec.d_row], dtype=torch.float32)
-        sign = hl.zeros([spec.d_row], dtype=torch.bfloat16)
-        if spec.vectors_first and spec.smooth_k:
-            mean = hl.load(k_mean, [first_channel + hl.arange(spec.d_row)])
-        if spec.vectors_first and spec.equalise:
-            of_q = hl.load(channel_factors, [first_channel + hl.arange(spec.d_row)])
+        mean = hl.zeros([of_rows.d_row], dtype=torch.float32)
+        of_channel = hl.zeros([of_rows.d_row], dtype=torch.float32)
+        sign = hl.zeros([of_rows.d_row], dtype=torch.bfloat16)
+        if of_rows.vectors_first and of_rows.subtract_mean:
+            mean = hl.load(k_mean, [first_channel + hl.arange(of_rows.d_row)])
+        if of_rows.vectors_first and of_rows.equalise:
+            of_q = hl.load(channel_factors, [first_channel + hl.arange(of_rows.d_row)])
             of_channel = inverse_of_power(of_q)
-        if spec.hadamard:
-            matrix, sign = with_factors(matrix, signs, of_channel, spec.d_row, side, spec.equalise)
-        if spec.rotate_first:
+        if of_rows.hadamard:
+            matrix, sign = with_factors(matrix, signs, of_channel, of_rows.d_row, side, of_rows.equalise)
+        if of_rows.rotate_first:
             mean = rotate_mean(mean, matrix, norm)
         # [k_tile], what the block's descale must hold
         peak = hl.zeros([k_tile], dtype=torch.float32)
@@ -224,31 +198,72 @@ def pack_kv(
             for k_i in hl.grid(k_index * spec.k_run, k_end):
                 rows = k_i * k_tile + hl.arange(k_tile)
                 x, _, factor = row_tile(
-                    k, cos, sin, k_positions, k_mean, channel_factors, first_channel, mean, of_channel, sign, matrix,
-                    weight, factors, offset, first_weight, first_factor, rows, row_step, spec.k_d_step, keys,
-                    k_channels, 0, table_rows, norm, k_tile, spec.d_row, spec.rotary, side, spec.pairing,
-                    spec.explicit_k_positions, spec.vectors_first, spec.smooth_k, False, spec.equalise, True,
-                    spec.hadamard, spec.rotate_first, spec.two_terms, spec.reflected, spec.normed, spec.eps,
-                    spec.is_cuda,
-                )  # fmt: skip
-                peak = maximum(peak, torch.amax(torch.abs(x), 1) * factor, spec.is_cuda)
+                    flat=k,
+                    cos=cos,
+                    sin=sin,
+                    positions=k_positions,
+                    means=k_mean,
+                    channel_factors=channel_factors,
+                    first_channel=first_channel,
+                    mean=mean,
+                    channel_factor=of_channel,
+                    signs=sign,
+                    matrix=matrix,
+                    weight=weight,
+                    factors=factors,
+                    head_offset=offset,
+                    first_weight=first_weight,
+                    first_factor=first_factor,
+                    rows=rows,
+                    row_step=row_step,
+                    size=keys,
+                    d=k_channels,
+                    first_position=0,
+                    table_rows=table_rows,
+                    norm=norm,
+                    n=k_tile,
+                    side=side,
+                    spec=of_rows,
+                )
+                peak = maximum(peak, torch.amax(torch.abs(x), 1) * factor, of_rows.is_cuda)
         for k_tile_index in hl.grid(k_index * spec.k_run, k_end):
             rows = k_tile_index * k_tile + hl.arange(k_tile)
             x, _, factor = row_tile(
-                k, cos, sin, k_positions, k_mean, channel_factors, first_channel, mean, of_channel, sign, matrix,
-                weight, factors, offset, first_weight, first_factor, rows, row_step, spec.k_d_step, keys, k_channels, 0,
-                table_rows, norm, k_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_k_positions,
-                spec.vectors_first, spec.smooth_k, False, spec.equalise, True, spec.hadamard, spec.rotate_first,
-                spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
-            )  # fmt: skip
+                flat=k,
+                cos=cos,
+                sin=sin,
+                positions=k_positions,
+                means=k_mean,
+                channel_factors=channel_factors,
+                first_channel=first_channel,
+                mean=mean,
+                channel_factor=of_channel,
+                signs=sign,
+                matrix=matrix,
+                weight=weight,
+                factors=factors,
+                head_offset=offset,
+                first_weight=first_weight,
+                first_factor=first_factor,
+                rows=rows,
+                row_step=row_step,
+                size=keys,
+                d=k_channels,
+                first_position=0,
+                table_rows=table_rows,
+                norm=norm,
+                n=k_tile,
+                side=side,
+                spec=of_rows,
+            )
             descale = rows_descale(x, factor, peak, k_tile, spec.qk_largest, spec.k_unscaled, False, spec.k_per_tile)
             store_tile(
                 k8,
                 kv * n_tiles + k_tile_index,
-                rows_to_dtype(x, rows_scale(factor, descale, spec.normed), k8.dtype, spec.is_cuda),
+                rows_to_dtype(x, rows_scale(factor, descale, of_rows.normed), k8.dtype, of_rows.is_cuda),
                 k_tile,
                 d_pad,
-                spec.d_row,
+                of_rows.d_row,
             )
             if spec.k_per_tile:
                 k_descale[kv, k_tile_index] = torch.amax(descale, 0)

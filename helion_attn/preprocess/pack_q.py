@@ -18,6 +18,7 @@ from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.rotate import with_factors
 from helion_attn.kernels.lib.row_layout import row_tile, rows_descale, rows_scale, rows_to_dtype, store_tile
+from helion_attn.kernels.lib.specs import RowSpec
 from helion_attn.kernels.lib.strided import row_channels
 from helion_attn.preprocess.sequences import query_source
 
@@ -26,58 +27,32 @@ class PackQSpec(NamedTuple):
     """Constants that the kernel is compiled for.
 
     Attributes:
-        q_d_step: from a channel of Q to the next.
-        unit: what the other steps are multiples of.
+        unit: what steps but those of channels are multiples of.
         d: head dim of Q.
-        d_row: the power of two that holds a row.
         q_run: tiles that a program packs.
-        rotary: channels that are rotated.
-        pairing: how, as `lib.rope` has it.
-        explicit_q_positions: Q has positions of its own.
         q_unscaled: Q has no scale.
         q_per_row: Q has a descale a row.
         q_per_tile: Q has a descale a tile, which is a block.
         q_per_block: Q has a descale a block of several tiles.
-        equalise: Q's channels are multiplied by their factors.
-        vectors_first: mean and factors are loaded before rows, once for all tiles.
-        shift_lse: rows' products with K's mean are stored.
-        hadamard: Q is rotated by a Hadamard matrix.
-        two_terms: rows are two terms of bf16 in that rotation.
-        reflected: channels that are reflected, or 0.
-        normed: which channels of Q share a mean of squares, as `lib.norm` has it.
-        eps: what is added to that.
         qk_largest: the largest magnitude that Q becomes.
         cap_registers: ptxas is told of a maximum.
         varlen: the sequences of a batch follow each other.
         wide: addresses need 64 bits.
-        is_cuda: the kernel is compiled; otherwise interpreted.
+        rows: what is done to rows before they are scaled; with `dot_mean` their products with K's mean are stored.
     """
 
-    q_d_step: int
     unit: int
     d: int
-    d_row: int
     q_run: int
-    rotary: int
-    pairing: int
-    explicit_q_positions: bool
     q_unscaled: bool
     q_per_row: bool
     q_per_tile: bool
     q_per_block: bool
-    equalise: bool
-    vectors_first: bool
-    shift_lse: bool
-    hadamard: bool
-    two_terms: bool
-    reflected: int
-    normed: int
-    eps: float
     qk_largest: float
     cap_registers: bool
     varlen: bool
     wide: bool
-    is_cuda: bool
+    rows: RowSpec
 
 
 def pack_q(
@@ -124,8 +99,9 @@ def pack_q(
     hl.specialize((q8.stride(0), q8.stride(1), q8.stride(2)))
     hl.specialize((cos.stride(0), sin.stride(0), signs.stride(0), weight.stride(0), factors.stride(0)))
     hl.specialize((rotation_matrix.stride(0), rotation_matrix.stride(1)))
+    of_rows = spec.rows
     group = H // H_kv
-    q_channels = row_channels(spec.d, d_at_run_time, spec.q_d_step)
+    q_channels = row_channels(spec.d, d_at_run_time, of_rows.d_step)
     for q_bh, q_index in hl.grid([q_descale.size(0), (m_tiles + spec.q_run - 1) // spec.q_run]):
         q_end = min(m_tiles, (q_index + 1) * spec.q_run)
         q_kv, queries, offset = query_source(
@@ -141,58 +117,100 @@ def pack_q(
             q_tile * m_tiles,
             spec.varlen,
             spec.wide,
-            spec.is_cuda,
+            of_rows.is_cuda,
         )
         row_step = q_s_step * spec.unit
-        first_weight = (q_bh % H) * spec.d if spec.normed == 2 else 0
-        first_factor = (q_bh // H) * M if spec.normed == 2 else 0
+        first_weight = (q_bh % H) * spec.d if of_rows.normed == 2 else 0
+        first_factor = (q_bh // H) * M if of_rows.normed == 2 else 0
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
-        first_channel = q_kv * spec.d_row
+        first_channel = q_kv * of_rows.d_row
         # [D_row]
-        mean = hl.zeros([spec.d_row], dtype=torch.float32)
-        of_channel = hl.zeros([spec.d_row], dtype=torch.float32)
-        sign = hl.zeros([spec.d_row], dtype=torch.bfloat16)
-        if spec.vectors_first and spec.shift_lse:
-            mean = hl.load(k_mean, [first_channel + hl.arange(spec.d_row)])
-        if spec.vectors_first and spec.equalise:
-            of_channel = hl.load(channel_factors, [first_channel + hl.arange(spec.d_row)])
-        if spec.hadamard:
-            matrix, sign = with_factors(matrix, signs, of_channel, spec.d_row, side, spec.equalise)
+        mean = hl.zeros([of_rows.d_row], dtype=torch.float32)
+        of_channel = hl.zeros([of_rows.d_row], dtype=torch.float32)
+        sign = hl.zeros([of_rows.d_row], dtype=torch.bfloat16)
+        if of_rows.vectors_first and of_rows.dot_mean:
+            mean = hl.load(k_mean, [first_channel + hl.arange(of_rows.d_row)])
+        if of_rows.vectors_first and of_rows.equalise:
+            of_channel = hl.load(channel_factors, [first_channel + hl.arange(of_rows.d_row)])
+        if of_rows.hadamard:
+            matrix, sign = with_factors(matrix, signs, of_channel, of_rows.d_row, side, of_rows.equalise)
         # [q_tile], what the block's descale must hold
         peak = hl.zeros([q_tile], dtype=torch.float32)
         if spec.q_per_block:
             for q_i in hl.grid(q_index * spec.q_run, q_end):
                 rows = q_i * q_tile + hl.arange(q_tile)
                 x, _, factor = row_tile(
-                    q, cos, sin, q_positions, k_mean, channel_factors, first_channel, mean, of_channel, sign, matrix,
-                    weight, factors, offset, first_weight, first_factor, rows, row_step, spec.q_d_step, queries,
-                    q_channels, N - M, table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing,
-                    spec.explicit_q_positions, spec.vectors_first, False, spec.shift_lse, spec.equalise, False,
-                    spec.hadamard, False, spec.two_terms, spec.reflected, spec.normed, spec.eps, spec.is_cuda,
-                )  # fmt: skip
-                peak = maximum(peak, torch.amax(torch.abs(x), 1) * factor, spec.is_cuda)
+                    flat=q,
+                    cos=cos,
+                    sin=sin,
+                    positions=q_positions,
+                    means=k_mean,
+                    channel_factors=channel_factors,
+                    first_channel=first_channel,
+                    mean=mean,
+                    channel_factor=of_channel,
+                    signs=sign,
+                    matrix=matrix,
+                    weight=weight,
+                    factors=factors,
+                    head_offset=offset,
+                    first_weight=first_weight,
+                    first_factor=first_factor,
+                    rows=rows,
+                    row_step=row_step,
+                    size=queries,
+                    d=q_channels,
+                    first_position=N - M,
+                    table_rows=table_rows,
+                    norm=norm,
+                    n=q_tile,
+                    side=side,
+                    spec=of_rows,
+                )
+                peak = maximum(peak, torch.amax(torch.abs(x), 1) * factor, of_rows.is_cuda)
         for q_tile_index in hl.grid(q_index * spec.q_run, q_end):
             rows = q_tile_index * q_tile + hl.arange(q_tile)
             x, product, factor = row_tile(
-                q, cos, sin, q_positions, k_mean, channel_factors, first_channel, mean, of_channel, sign, matrix,
-                weight, factors, offset, first_weight, first_factor, rows, row_step, spec.q_d_step, queries, q_channels,
-                N - M, table_rows, norm, q_tile, spec.d_row, spec.rotary, side, spec.pairing, spec.explicit_q_positions,
-                spec.vectors_first, False, spec.shift_lse, spec.equalise, False, spec.hadamard, False, spec.two_terms,
-                spec.reflected, spec.normed, spec.eps, spec.is_cuda,
-            )  # fmt: skip
+                flat=q,
+                cos=cos,
+                sin=sin,
+                positions=q_positions,
+                means=k_mean,
+                channel_factors=channel_factors,
+                first_channel=first_channel,
+                mean=mean,
+                channel_factor=of_channel,
+                signs=sign,
+                matrix=matrix,
+                weight=weight,
+                factors=factors,
+                head_offset=offset,
+                first_weight=first_weight,
+                first_factor=first_factor,
+                rows=rows,
+                row_step=row_step,
+                size=queries,
+                d=q_channels,
+                first_position=N - M,
+                table_rows=table_rows,
+                norm=norm,
+                n=q_tile,
+                side=side,
+                spec=of_rows,
+            )
             descale = rows_descale(
                 x, factor, peak, q_tile, spec.qk_largest, spec.q_unscaled, spec.q_per_row, spec.q_per_tile
             )
             store_tile(
                 q8,
                 q_bh * m_tiles + q_tile_index,
-                rows_to_dtype(x, rows_scale(factor, descale, spec.normed), q8.dtype, spec.is_cuda),
+                rows_to_dtype(x, rows_scale(factor, descale, of_rows.normed), q8.dtype, of_rows.is_cuda),
                 q_tile,
                 d_pad,
-                spec.d_row,
+                of_rows.d_row,
             )
             hl.store(q_descale, [q_bh, rows], descale)
-            if spec.shift_lse:
+            if of_rows.dot_mean:
                 hl.store(lse_shift, [q_bh, rows], product)
 
 

@@ -14,10 +14,12 @@ import torch
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import packing, row_width
+from helion_attn.kernels.lib.norm import NO_NORM
 from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.rotate import with_factors
 from helion_attn.kernels.lib.row_layout import row_tile
+from helion_attn.kernels.lib.specs import RowSpec
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.preprocess.lib.hadamard import rotation
 from helion_attn.preprocess.lib.tiling import PACK_ELEMENTS, ROTATED_TILES
@@ -28,32 +30,16 @@ class TransformSpec(NamedTuple):
     """Constants that the kernel is compiled for.
 
     Attributes:
-        d_step: from a channel to the next.
-        unit: what the other steps are multiples of.
+        unit: what steps but those of channels are multiples of.
         n: rows of a tile.
-        d_row: the power of two that holds a row.
         run: tiles of a program.
-        rotary: channels that are rotated.
-        pairing: how, as `lib.rope` has it.
-        explicit_positions: rows have positions of their own.
-        hadamard: rows are rotated by a Hadamard matrix.
-        two_terms: they are two terms of bf16 in that.
-        reflected: channels that are reflected, or 0.
-        is_cuda: the kernel is compiled; otherwise interpreted.
+        rows: what is done to rows.
     """
 
-    d_step: int
     unit: int
     n: int
-    d_row: int
     run: int
-    rotary: int
-    pairing: int
-    explicit_positions: bool
-    hadamard: bool
-    two_terms: bool
-    reflected: int
-    is_cuda: bool
+    rows: RowSpec
 
 
 def transform(
@@ -88,21 +74,43 @@ def transform(
         out_offset = (bh // H) * out_b_rows + (bh % H) * out_h_rows
         matrix = hl.load(rotation_matrix, [hl.arange(side), hl.arange(side)])
         # [D_row]
-        no_vector = hl.zeros([spec.d_row], dtype=torch.float32)
-        sign = hl.zeros([spec.d_row], dtype=torch.bfloat16)
-        if spec.hadamard:
-            matrix, sign = with_factors(matrix, signs, no_vector, spec.d_row, side, False)
+        no_vector = hl.zeros([spec.rows.d_row], dtype=torch.float32)
+        sign = hl.zeros([spec.rows.d_row], dtype=torch.bfloat16)
+        if spec.rows.hadamard:
+            matrix, sign = with_factors(matrix, signs, no_vector, spec.rows.d_row, side, False)
         for tile in hl.grid(part * spec.run, min(tiles, (part + 1) * spec.run)):
             rows = tile * spec.n + hl.arange(spec.n)
             # [n, D_row]
             y, _, factor = row_tile(
-                x, cos, sin, positions, signs, signs, 0, no_vector, no_vector, sign, matrix, signs, signs, offset, 0, 0,
-                rows, s_step * spec.unit, spec.d_step, S, d, 0, table_rows, norm, spec.n, spec.d_row, spec.rotary, side,
-                spec.pairing, spec.explicit_positions, False, False, False, False, False, spec.hadamard, False,
-                spec.two_terms, spec.reflected, 0, 1.0, spec.is_cuda,
-            )  # fmt: skip
+                flat=x,
+                cos=cos,
+                sin=sin,
+                positions=positions,
+                means=signs,
+                channel_factors=signs,
+                first_channel=0,
+                mean=no_vector,
+                channel_factor=no_vector,
+                signs=sign,
+                matrix=matrix,
+                weight=signs,
+                factors=signs,
+                head_offset=offset,
+                first_weight=0,
+                first_factor=0,
+                rows=rows,
+                row_step=s_step * spec.unit,
+                size=S,
+                d=d,
+                first_position=0,
+                table_rows=table_rows,
+                norm=norm,
+                n=spec.n,
+                side=side,
+                spec=spec.rows,
+            )
             y = y * factor.unsqueeze(1)
-            cols = hl.arange(spec.d_row)
+            cols = hl.arange(spec.rows.d_row)
             inside = (rows < S).unsqueeze(1) & (cols < d).unsqueeze(0)
             hl.store(out, [out_offset + rows * out_s_rows, cols], y.to(out.dtype), extra_mask=inside)
 
@@ -152,18 +160,28 @@ def launch(a: TransformProblem, out: torch.Tensor) -> None:
             "table_rows": rope.table_rows,
             "norm": norm,
             "spec": TransformSpec(
-                d_step=source.d_step,
                 unit=unit,
                 n=n,
-                d_row=D_row,
                 run=ROTATED_TILES if hadamard else 1,
-                rotary=rope.rotary,
-                pairing=rope.pairing,
-                explicit_positions=rope.explicit[0],
-                hadamard=hadamard,
-                two_terms=hadamard and x.dtype != torch.bfloat16,
-                reflected=reflected_channels(D) if a.reflect else 0,
-                is_cuda=x.is_cuda,
+                rows=RowSpec(
+                    d_row=D_row,
+                    d_step=source.d_step,
+                    rotary=rope.rotary,
+                    pairing=rope.pairing,
+                    explicit_positions=rope.explicit[0],
+                    normed=NO_NORM,
+                    eps=1.0,
+                    dot_mean=False,
+                    subtract_mean=False,
+                    equalise=False,
+                    divide=False,
+                    vectors_first=hadamard,
+                    hadamard=hadamard,
+                    rotate_first=False,
+                    two_terms=hadamard and x.dtype != torch.bfloat16,
+                    reflected=reflected_channels(D) if a.reflect else 0,
+                    is_cuda=x.is_cuda,
+                ),
             ),
         }
     )

@@ -8,10 +8,11 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import MASK_BLOCK, row_width
+from helion_attn.kernels.lib.norm import NO_NORM
 from helion_attn.kernels.lib.reflect import reflected_channels
 from helion_attn.kernels.lib.rope import rope_tables
 from helion_attn.kernels.lib.row_layout import row_tile, rows_to_dtype
-from helion_attn.kernels.lib.specs import AttentionSpec, QuerySpec
+from helion_attn.kernels.lib.specs import AttentionSpec, QuerySpec, RowSpec
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import StridedRows, common_unit, strided_rows
 from helion_attn.problem import NO_ROPE_ARGUMENTS, AttentionProblem, RopeArguments
@@ -49,15 +50,28 @@ def query_arguments(query: Query | None, a: AttentionProblem, bm: int) -> tuple[
             channel_factors = a.packed.channel_factors.view(-1)
         spec = QuerySpec(
             d=a.d,
-            d_row=row_width(a.packed.k8.size(3), a.packed.v_mean.size(-1)),
-            d_step=rows.d_step,
+            vector_row=row_width(a.packed.k8.size(3), a.packed.v_mean.size(-1)),
             unit=unit,
-            equalise=a.recipe.equalise,
-            reflected=reflected_channels(a.d) if a.recipe.reflect else 0,
-            rotary=tables.rotary,
-            pairing=tables.pairing,
-            explicit_positions=tables.explicit[0],
             largest=a.recipe.qk_largest(a.d, a.packed.v_mean.size(-1)),
+            rows=RowSpec(
+                d_row=a.packed.k8.size(3),
+                d_step=rows.d_step,
+                rotary=tables.rotary,
+                pairing=tables.pairing,
+                explicit_positions=tables.explicit[0],
+                normed=NO_NORM,
+                eps=1.0,
+                dot_mean=a.packed.lse_shift is not None,
+                subtract_mean=False,
+                equalise=a.recipe.equalise,
+                divide=False,
+                vectors_first=False,
+                hadamard=False,
+                rotate_first=False,
+                two_terms=False,
+                reflected=reflected_channels(a.d) if a.recipe.reflect else 0,
+                is_cuda=unused.is_cuda,
+            ),
         )
     arguments = {
         "q": rows.flat,
@@ -99,10 +113,32 @@ def quantised_rows(
     assert of is not None
     no_vector = hl.zeros([d_pad], dtype=torch.float32)
     x, product, factor = row_tile(
-        q, cos, sin, q_positions, k_mean, channel_factors, kv * of.d_row, no_vector, no_vector, q, q, q, q, head_offset,
-        0, 0, rows, row_step, of.d_step, m_len, of.d, first_position, table_rows, 1.0, bm, d_pad, of.rotary, 1,
-        of.pairing, of.explicit_positions, False, False, spec.shift_lse, of.equalise, False, False, False, False,
-        of.reflected, 0, 1.0, spec.is_cuda,
-    )  # fmt: skip
+        flat=q,
+        cos=cos,
+        sin=sin,
+        positions=q_positions,
+        means=k_mean,
+        channel_factors=channel_factors,
+        first_channel=kv * of.vector_row,
+        mean=no_vector,
+        channel_factor=no_vector,
+        signs=q,
+        matrix=q,
+        weight=q,
+        factors=q,
+        head_offset=head_offset,
+        first_weight=0,
+        first_factor=0,
+        rows=rows,
+        row_step=row_step,
+        size=m_len,
+        d=of.d,
+        first_position=first_position,
+        table_rows=table_rows,
+        norm=1.0,
+        n=bm,
+        side=1,
+        spec=of.rows,
+    )
     descale = to_descale(torch.amax(torch.abs(x), 1) * factor, of.largest)
     return rows_to_dtype(x, factor / descale, dtype, spec.is_cuda), descale, product

@@ -56,10 +56,10 @@ def row_tile(
     sin: torch.Tensor,
     positions: torch.Tensor,
     means: torch.Tensor,  # flat, of K
-    channel_factors: torch.Tensor,  # flat, if equalised
+    channel_factors: torch.Tensor,  # flat, if equalise
     first_channel: int,  # of the head in both
-    mean: torch.Tensor,  # [D_row], if loaded; rotated if rotate_first
-    channel_factor: torch.Tensor,  # [D_row], if loaded
+    mean: torch.Tensor,  # [D_row], if vectors_first; rotated if rotate_first
+    channel_factor: torch.Tensor,  # [D_row], if vectors_first; inverse if divide
     signs: torch.Tensor,  # [D_row], with the factors, if hadamard
     matrix: torch.Tensor,  # [side, side]
     weight: torch.Tensor,  # of `Norm`, and so factors
@@ -69,79 +69,63 @@ def row_tile(
     first_factor: int,
     rows: torch.Tensor,  # [n]
     row_step: int,
-    d_step: int,
     size: int,
     d: int,
     first_position: int,
     table_rows: int,
     norm: float,
     n: int,
-    d_row: int,
-    rotary: int,
     side: int,
-    pairing: hl.constexpr,
-    explicit_positions: hl.constexpr,
-    loaded: hl.constexpr,
-    subtract_mean: hl.constexpr,
-    dot_mean: hl.constexpr,
-    equalised: hl.constexpr,
-    divide: hl.constexpr,
-    hadamard: hl.constexpr,
-    rotate_first: hl.constexpr,
-    two_terms: hl.constexpr,
-    reflected: hl.constexpr,
-    normed: hl.constexpr,
-    eps: hl.constexpr,
-    is_cuda: hl.constexpr,
+    spec: hl.constexpr,  # RowSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows of a head, transformed but not scaled, fp32 [n, D_row], their products with the mean [n], and factors [n].
 
     Rows are still to be multiplied by their factors, as `rope_rows` has them; products are of rows times factors. With
     `rotate_first` the rotated mean is subtracted from rotated rows. The rotation is linear, and so rows of bf16 go to
-    the tensor core as they are, which is exact. `equalised`: channels are multiplied by their factors, or with `divide`
-    divided, once their products with the mean are taken, or the mean is subtracted; with `hadamard`, `signs` or the
-    matrix has them. `loaded`: the caller has loaded `mean` and `channel_factor`, the inverse one with `divide`.
-    `reflected`: the number of channels to reflect, or 0.
+    the tensor core as they are, which is exact. Channels are equalised once their products with the mean are taken, or
+    the mean is subtracted; with `hadamard`, `signs` or the matrix has their factors.
     """
-    if pairing or normed:
+    d_row = spec.d_row
+    if spec.pairing or spec.normed:
         x, factor = rope_rows(
-            flat, cos, sin, positions, weight, factors, head_offset, first_weight, first_factor, rows, row_step, d_step,
-            size, d, first_position, table_rows, n, d_row, rotary, pairing, explicit_positions, normed, eps,
+            flat, cos, sin, positions, weight, factors, head_offset, first_weight, first_factor, rows, row_step,
+            spec.d_step, size, d, first_position, table_rows, n, d_row, spec.rotary, spec.pairing,
+            spec.explicit_positions, spec.normed, spec.eps,
         )  # fmt: skip
     else:
-        x = load_rows(flat, head_offset, rows, hl.arange(d_row), row_step, d_step, size, d)
+        x = load_rows(flat, head_offset, rows, hl.arange(d_row), row_step, spec.d_step, size, d)
         factor = hl.full([n], 1.0, dtype=torch.float32)
-    if hadamard and (pairing or normed):
+    if spec.hadamard and (spec.pairing or spec.normed):
         # That rotation rounds rows.
         x = x * factor.unsqueeze(1)
         factor = hl.full([n], 1.0, dtype=torch.float32)
     # After the rows, which are under way meanwhile: to reach the threads that have them, vectors take barriers.
-    if (dot_mean or subtract_mean) and not loaded:
+    if (spec.dot_mean or spec.subtract_mean) and not spec.vectors_first:
         mean = hl.load(means, [first_channel + hl.arange(d_row)])
-    if equalised and not loaded:
+    if spec.equalise and not spec.vectors_first:
         channel_factor = hl.load(channel_factors, [first_channel + hl.arange(d_row)])
-        if divide:
+        if spec.divide:
             channel_factor = inverse_of_power(channel_factor)
-    if dot_mean:
+    if spec.dot_mean:
         product = (x * mean.unsqueeze(0)).sum(1) * factor
     else:
         product = hl.zeros([n], dtype=torch.float32)
-    if rotate_first:
-        x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
-    if subtract_mean and normed and not hadamard:
+    if spec.rotate_first:
+        x = rotate_rows(x, signs, matrix, norm, n, d_row, side, spec.two_terms, spec.is_cuda)
+    if spec.subtract_mean and spec.normed and not spec.hadamard:
         x = x - (1.0 / factor).unsqueeze(1) * mean.unsqueeze(0)
-    elif subtract_mean and hadamard and not rotate_first:
+    elif spec.subtract_mean and spec.hadamard and not spec.rotate_first:
         # Rows past the end stay 0, for an FMA: the factor below would keep more in registers than there are.
         x = x - (rows < size).to(torch.float32).unsqueeze(1) * mean.unsqueeze(0)
-    elif subtract_mean:
+    elif spec.subtract_mean:
         x = x - mean.unsqueeze(0)
-    if equalised and not hadamard:
+    if spec.equalise and not spec.hadamard:
         x = x * channel_factor.unsqueeze(0)
-    if hadamard and not rotate_first:
-        x = rotate_rows(x, signs, matrix, norm, n, d_row, side, two_terms, is_cuda)
-    if reflected:
-        x = reflect_rows(x, n, d_row, reflected)
-    if subtract_mean and (rotate_first or not hadamard):
+    if spec.hadamard and not spec.rotate_first:
+        x = rotate_rows(x, signs, matrix, norm, n, d_row, side, spec.two_terms, spec.is_cuda)
+    if spec.reflected:
+        x = reflect_rows(x, n, d_row, spec.reflected)
+    if spec.subtract_mean and (spec.rotate_first or not spec.hadamard):
         # Rows past the end have become the mean, and are 0 once they are multiplied.
         factor = torch.where(rows < size, factor, 0.0)
     return x, product, factor

@@ -9,32 +9,64 @@ import math
 from typing import NamedTuple
 
 
+class RowSpec(NamedTuple):
+    """What is done to rows of Q or K before they are scaled: `lib.row_layout.row_tile`.
+
+    Attributes:
+        d_row: the power of two that holds a row.
+        d_step: from a channel to the next in memory.
+        rotary: channels that RoPE turns.
+        pairing: how, as `lib.rope` has it.
+        explicit_positions: rows have positions of their own.
+        normed: which channels share a mean of squares, as `lib.norm` has it.
+        eps: what is added to that.
+        dot_mean: rows' products with K's mean are asked for.
+        subtract_mean: K's mean is subtracted.
+        equalise: channels are multiplied by their factors.
+        divide: they are divided by these instead: rows of K.
+        vectors_first: mean and factors are loaded before rows, once for all tiles.
+        hadamard: rows are rotated by a Hadamard matrix.
+        rotate_first: before the mean is subtracted.
+        two_terms: rows are two terms of bf16 in that rotation.
+        reflected: channels that are reflected, or 0.
+        is_cuda: the kernel is compiled; otherwise interpreted.
+    """
+
+    d_row: int
+    d_step: int
+    rotary: int
+    pairing: int
+    explicit_positions: bool
+    normed: int
+    eps: float
+    dot_mean: bool
+    subtract_mean: bool
+    equalise: bool
+    divide: bool
+    vectors_first: bool
+    hadamard: bool
+    rotate_first: bool
+    two_terms: bool
+    reflected: int
+    is_cuda: bool
+
+
 class QuerySpec(NamedTuple):
     """How the attention kernel quantises Q.
 
     Attributes:
         d: head dim of Q.
-        d_row: width of the rows of `k_mean` and `channel_factors`.
-        d_step: from a channel to the next.
-        unit: what the other steps are multiples of.
-        equalise: Q's channels are multiplied by their factors.
-        reflected: channels that are reflected.
-        rotary: channels that are rotated.
-        pairing: how, as `lib.rope` has it.
-        explicit_positions: Q has positions of its own.
+        vector_row: width of the rows of `k_mean` and `channel_factors`.
+        unit: what steps but those of channels are multiples of.
         largest: the largest magnitude of a quantised row.
+        rows: what is done to rows first.
     """
 
     d: int
-    d_row: int
-    d_step: int
+    vector_row: int
     unit: int
-    equalise: bool
-    reflected: int
-    rotary: int
-    pairing: int
-    explicit_positions: bool
     largest: float
+    rows: RowSpec
 
 
 class AttentionSpec(NamedTuple):
