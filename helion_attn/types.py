@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
@@ -139,6 +138,7 @@ class Recipe:
         # Made here, and not when asked for: torch.compile may ask.
         object.__setattr__(self, "_resolved", Recipe(**{**given, **missing}) if missing else self)
         if missing:
+            object.__setattr__(self, "_values", self.resolved.__dict__["_values"])
             return  # the values of `resolved` were checked
         for name, accepted in RECIPE_CHOICES.items():
             value = getattr(self, name)
@@ -183,6 +183,10 @@ class Recipe:
         offset = self.p_offset_log2
         if offset is not None and (type(offset) is not int or not 0 <= offset <= largest):
             raise ValueError(f"p_offset_log2 is {offset!r}; for {self.pv_dtype} it must be an int in 0..{largest}")
+        # All that it says, with what None stands for in its place.
+        promoted = self.bits[1] == 8 if self.promote_every is None else self.promote_every == 1
+        values = {**self._asked(), "promote_every": promoted, "p_offset_log2": self.p_offset}
+        object.__setattr__(self, "_values", tuple(values.values()))
 
     def _implied(self) -> dict[str, Any]:
         """What the fields that may be None are implied to be, whatever they are."""
@@ -205,17 +209,11 @@ class Recipe:
     def _asked(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    @functools.cached_property
-    def _values(self) -> tuple[object, ...]:
-        """All that it says, with what None stands for in its place."""
-        promoted = self.bits[1] == 8 if self.promote_every is None else self.promote_every == 1
-        return tuple({**self.resolved._asked(), "promote_every": promoted, "p_offset_log2": self.p_offset}.values())
-
     def __eq__(self, other: object) -> bool:
-        return self._values == other._values if isinstance(other, Recipe) else NotImplemented
+        return self.__dict__["_values"] == other.__dict__["_values"] if isinstance(other, Recipe) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._values)
+        return hash(self.__dict__["_values"])
 
     def __getstate__(self) -> dict[str, Any]:
         return self._asked()

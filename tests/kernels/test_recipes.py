@@ -131,6 +131,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"reflect": True, "hadamard": True},
         ["reflect and hadamard are both True", "one must be"],
     ),
+    "equalise_16_bits": (
+        {"qk_dtype": torch.bfloat16, "pv_dtype": torch.bfloat16, "equalise": True},
+        ["equalise is True; with qk_dtype torch.bfloat16", "must be False"],
+    ),
     "center_v_is_1": ({"center_v": 1}, ["center_v is 1", "True"]),
     "promote_every": ({"promote_every": 2}, ["promote_every is 2", "(None, 0, 1)"]),
     "seed_without_hadamard": ({"hadamard_seed": 1}, ["hadamard_seed is 1", "hadamard is False"]),
