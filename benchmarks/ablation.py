@@ -84,14 +84,14 @@ def row_sums_every_block(
 
 
 class InStep(triton_hook.WithPasses):
-    """A kernel whose warpgroups take no turns."""
+    """A kernel whose warpgroups do not ping-pong."""
 
-    turns = False
+    pingpong = False
 
 
 @functools.cache
 def in_step(kernel: JITFunction[Any], expected: tuple[str, ...]) -> JITFunction[Any]:
-    """In place of `triton_hook.with_passes`: no turns."""
+    """In place of `triton_hook.with_passes`: no ping-pong."""
     return InStep.of(kernel)
 
 

@@ -9,11 +9,11 @@ or did not run to its end: a log without the sanitizer's summary is no clean log
 the rounding model's error.
 
 memcheck sees loads and stores outside of allocations, and misaligned ones; racecheck sees hazards in shared memory.
-Kernels with turns have barriers at which a part of a program arrives without waiting. Three more programs show what
+Kernels with ping-pong have barriers at which a part of a program arrives without waiting. Three more programs show what
 racecheck makes of such barriers: `arrives` has no race, and nothing may be found; `races` lacks a barrier, and must be
-reported; `turns` has no race, and racechecks are known that report some. Where they do, a case with a report is run
-once more with its kernels compiled without turns, and what is found there counts. What docs/trust.md says of the limits
-holds.
+reported; `pingpong` has no race, and racechecks are known that report some. Where they do, a case with a report is run
+once more with its kernels compiled without ping-pong, and what is found there counts. What docs/trust.md says of the
+limits holds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ import torch
 import helion_attn as ha
 from devtools.inputs import make_qkv
 from helion_attn import plans
-from helion_attn.compiler.passes import warpgroup_turns
+from helion_attn.compiler.passes import pingpong
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import scheduling
 from helion_attn.numerics import LN2, RECENTRED_KEYS
@@ -358,7 +358,7 @@ extern "C" __global__ void NAME(int* out) {
 #: One warpgroup waits, once.
 ARRIVES = 'if (second) asm volatile("bar.arrive 1, 256;"); else asm volatile("bar.sync 1, 256;");'
 
-#: The barriers of `compiler/passes/warpgroup_turns.py` over 32 key blocks, in which warps take different times.
+#: The barriers of `compiler/passes/pingpong.py` over 32 key blocks, in which warps take different times.
 TURNS = """
     int mine = 1 + second, other = 2 - second;
     if (second) asm volatile("bar.arrive 3, 256; bar.sync 2, 256;" ::: "memory");
@@ -389,22 +389,22 @@ def exchange(device: str, name: str, barriers: str, all_wait: str, programs: int
         assert found.equal(((torch.arange(256, dtype=torch.int32) + 128) % 256 + 3).expand(programs, -1))
 
 
-#: What racecheck must find something in, and what shows whether it can be believed about turns.
-RACES, UNEVEN_TURNS = "races", "turns"
+#: What racecheck must find something in, and what shows whether it can be believed about ping-pong.
+RACES, UNEVEN_PINGPONG = "races", "pingpong"
 
 #: What shows how far racecheck follows barriers.
 CONTROLS: dict[str, Callable[[str], None]] = {
     "arrives": functools.partial(exchange, name="arrives", barriers=ARRIVES, all_wait="__syncthreads();"),
-    UNEVEN_TURNS: functools.partial(
-        exchange, name=UNEVEN_TURNS, barriers=TURNS, all_wait="__syncthreads();", programs=528
+    UNEVEN_PINGPONG: functools.partial(
+        exchange, name=UNEVEN_PINGPONG, barriers=TURNS, all_wait="__syncthreads();", programs=528
     ),
     RACES: functools.partial(exchange, name=RACES, barriers=ARRIVES, all_wait=""),
 }
 
 
-def without_turns(text: str) -> Outcome:
-    """In the place of the pass that makes turns."""
-    return Outcome(warpgroup_turns.NAME, False, "scripts/sanitize.py left them out", text)
+def without_pingpong(text: str) -> Outcome:
+    """In the place of the pass that makes ping-pong."""
+    return Outcome(pingpong.NAME, False, "scripts/sanitize.py left them out", text)
 
 
 @dataclass(frozen=True)
@@ -426,7 +426,7 @@ class Result:
 
     tool: str
     case: str
-    turns: bool
+    pingpong: bool
     seconds: float
     returncode: int
     count: int | None
@@ -434,9 +434,11 @@ class Result:
     log_tail: str
 
     @property
-    def has_reported_turns(self) -> bool:
-        """It found a race in the turns that have none."""
-        return self.case == UNEVEN_TURNS and any(f" at {UNEVEN_TURNS}+" in finding.message for finding in self.findings)
+    def has_reported_pingpong(self) -> bool:
+        """It found a race in the ping-pong that has none."""
+        return self.case == UNEVEN_PINGPONG and any(
+            f" at {UNEVEN_PINGPONG}+" in finding.message for finding in self.findings
+        )
 
     @property
     def clean(self) -> bool:
@@ -444,7 +446,7 @@ class Result:
         if self.case == RACES:
             return self.returncode == FOUND and any(RACES in finding.message for finding in self.findings)
         ended = self.returncode == (FOUND if self.count else 0) and self.count == len(self.findings)
-        return ended and (self.has_reported_turns or all(finding.in_pytorch for finding in self.findings))
+        return ended and (self.has_reported_pingpong or all(finding.in_pytorch for finding in self.findings))
 
 
 def parse_log(log: str) -> tuple[int | None, list[Finding]]:
@@ -465,23 +467,25 @@ def parse_log(log: str) -> tuple[int | None, list[Finding]]:
     return count, findings
 
 
-def sanitize(sanitizer: str, tool: str, name: str, turns: bool = True) -> Result:
+def sanitize(sanitizer: str, tool: str, name: str, pingpong: bool = True) -> Result:
     """One case in a process of its own: after a fault its CUDA context is of no use."""
     # The compiler's processes are left alone.
     options = ["--tool", tool, "--target-processes", "application-only", "--error-exitcode", str(FOUND)]
     command = [sanitizer, *options, sys.executable, __file__, "--case", name]
-    command += [] if turns else ["--without-turns"]
+    command += [] if pingpong else ["--without-pingpong"]
     # PyTorch hands out parts of large allocations, inside which memcheck sees no overrun. This turns that off.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         # Triton's cache does not know what was left out.
-        environment |= {} if turns else {"TRITON_CACHE_DIR": folder}
+        environment |= {} if pingpong else {"TRITON_CACHE_DIR": folder}
         done = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
     seconds = time.perf_counter() - begin
-    result = Result(tool, name, turns, round(seconds, 1), done.returncode, *parse_log(done.stdout), done.stdout[-4000:])
+    result = Result(
+        tool, name, pingpong, round(seconds, 1), done.returncode, *parse_log(done.stdout), done.stdout[-4000:]
+    )
     return replace(result, log_tail="") if result.clean and not result.findings else result
 
 
@@ -491,7 +495,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="write the results here, as JSON")
     what.add_argument("--case", choices=[*CASES, *CONTROLS], help="run this case, without the sanitizer")
-    parser.add_argument("--without-turns", action="store_true", help="compile a case's kernels without turns")
+    parser.add_argument("--without-pingpong", action="store_true", help="compile a case's kernels without ping-pong")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program; by default as on PATH")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time, which share the GPU; 1 by default")
     return parser.parse_args(argv)
@@ -502,8 +506,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     if arguments.case:
         with contextlib.ExitStack() as stack:
-            if arguments.without_turns:
-                stack.enter_context(mock.patch.object(warpgroup_turns, "with_turns", without_turns))
+            if arguments.without_pingpong:
+                stack.enter_context(mock.patch.object(pingpong, "with_pingpong", without_pingpong))
             (CASES | CONTROLS)[arguments.case]("cuda" if torch.cuda.is_available() else "cpu")
         return 0
     sanitizer = shutil.which(arguments.sanitizer)
@@ -520,16 +524,16 @@ def main(argv: list[str] | None = None) -> int:
     }
     results: list[Result] = []
 
-    def run(tools: Iterable[str], names: Iterable[str], turns: bool = True) -> list[Result]:
+    def run(tools: Iterable[str], names: Iterable[str], pingpong: bool = True) -> list[Result]:
         """The results of cases, which are printed and written as they come: an interrupted run keeps what it found."""
         begin = len(results)
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            for result in pool.map(functools.partial(sanitize, sanitizer, turns=turns), tools, names):
+            for result in pool.map(functools.partial(sanitize, sanitizer, pingpong=pingpong), tools, names):
                 results.append(result)
                 rows = [asdict(result) for result in results]
                 arguments.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
                 found = "failed" if result.count is None or (result.returncode and not result.count) else result.count
-                note = "" if turns else "  without turns"
+                note = "" if pingpong else "  without ping-pong"
                 print(f"{result.tool:10} {result.case:22} {result.seconds:8.1f} {found:>6}{note}", flush=True)
                 for finding in result.findings:
                     print(f"    {finding.message} in {finding.kernel or 'an unnamed kernel'}")
@@ -539,9 +543,9 @@ def main(argv: list[str] | None = None) -> int:
     runs = *itertools.product(TOOLS, CASES), *itertools.product(["racecheck"], CONTROLS)
     first = run(*zip(*runs, strict=True))
     unclean = [(result.tool, result.case) for result in first if not result.clean]
-    if any(result.has_reported_turns for result in first):
+    if any(result.has_reported_pingpong for result in first):
         reported = [case for tool, case in unclean if tool == "racecheck" and case in CASES]
-        again = run(itertools.repeat("racecheck"), reported, turns=False)
+        again = run(itertools.repeat("racecheck"), reported, pingpong=False)
         excused = [(result.tool, result.case) for result in again if result.clean]
         unclean = [pair for pair in unclean if pair not in excused]
     print(f"{len(first) - len(unclean)} of {len(first)} runs are clean")

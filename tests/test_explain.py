@@ -16,7 +16,7 @@ from devtools.sm90 import _offline_hopper
 from helion_attn import plans
 from helion_attn.compiler import kernels
 from helion_attn.compiler.helion_adapter import helion
-from helion_attn.compiler.passes import early_copies, row_sums, rows_ahead, shared_q, warpgroup_turns
+from helion_attn.compiler.passes import early_copies, hoist_q_scale, pingpong, row_sums, shared_q
 from helion_attn.configs import large_tile_config, tile_config
 from helpers.offline import fake_qkv, launching
 
@@ -39,14 +39,14 @@ def test_cpu_tensors_are_named_and_not_computed() -> None:
     assert found.quantises_q
     assert found.tile == tile_config(64, True)
     assert (found.passes, found.registers, found.spills) == ((), None, None)
-    assert found.expected == (shared_q.NAME, rows_ahead.NAME, early_copies.NAME, row_sums.NAME)
+    assert found.expected == (shared_q.NAME, hoist_q_scale.NAME, early_copies.NAME, row_sums.NAME)
     text = str(found)
     for part in (
         "fp8_attn_fwd on the CPU, in Helion's interpreter",
         "64 query rows by 128 keys, 4 warps, 2 stages",
         "queries: quantised by the kernel",
         "launches before attention: sample, pack_kv, recentre",
-        "nothing was compiled here; the config has shared_q, rows_ahead, early_copies, row_sums",
+        "nothing was compiled here; the config has shared_q, hoist_q_scale, early_copies, row_sums",
         "keys are not split: a program sees 2 blocks",
     ):
         assert part in text
@@ -136,7 +136,7 @@ def test_a_gpu_s_kernels_say_what_was_done_to_them() -> None:
     assert not found.quantises_q
     assert found.tile == tile_config(256, True)
     assert [x.name for x in found.passes if x.applied] == [*found.expected]
-    assert f"pass {warpgroup_turns.NAME}: applied" in str(found)
+    assert f"pass {pingpong.NAME}: applied" in str(found)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

@@ -26,11 +26,11 @@ from helion_attn.compiler.notice import compiling
 from helion_attn.compiler.passes import (
     computed_once,
     early_copies,
+    hoist_q_scale,
+    per_warpgroup_epilogue,
+    pingpong,
     row_sums,
-    rows_ahead,
-    separate_ends,
     shared_q,
-    warpgroup_turns,
 )
 from helion_attn.compiler.passes.expected import COSTS, missing
 from helion_attn.compiler.passes.outcome import Outcome
@@ -47,26 +47,26 @@ OUTCOMES = "helion_attn_outcomes"
 PASSES = (
     computed_once.NAME,
     shared_q.NAME,
-    rows_ahead.NAME,
+    hoist_q_scale.NAME,
     early_copies.NAME,
-    warpgroup_turns.NAME,
-    separate_ends.NAME,
+    pingpong.NAME,
+    per_warpgroup_epilogue.NAME,
     row_sums.NAME,
-    warpgroup_turns.PART_OF_P,
+    pingpong.BARRIER_AFTER_P,
 )
 
-#: Why a kernel takes no turns that was asked for none.
+#: Why a kernel has no ping-pong that was asked for none.
 SWITCHED_OFF = "switched off"
 
-#: Why a pass does not apply that is for kernels with turns.
-NO_TURNS = "there are no turns"
+#: Why a pass does not apply that is for kernels with ping-pong.
+NO_PINGPONG = "there is no ping-pong"
 
 
 class Refusals(NamedTuple):
-    """Reasons why warpgroups take no turns, do not end apart, or products make no row sums; None if they do."""
+    """Reasons why warpgroups do not ping-pong, share the epilogue, or products make no row sums; None if they do."""
 
-    turns: str | None = None
-    ends: str | None = None
+    pingpong: str | None = None
+    epilogue: str | None = None
     sums: str | None = None
 
 
@@ -132,29 +132,29 @@ def passed(text: str, refusals: Refusals = Refusals()) -> list[Outcome]:  # noqa
     once = computed_once.with_one(text)
     shared = shared_q.with_shared_q(once.text)
     rows = (
-        rows_ahead.with_rows_ahead(shared.text)
+        hoist_q_scale.with_hoisted_q_scale(shared.text)
         if shared.applied
-        else Outcome(rows_ahead.NAME, False, shared_q.COPIED, shared.text)
+        else Outcome(hoist_q_scale.NAME, False, shared_q.COPIED, shared.text)
     )
     copies = early_copies.rescheduled(rows.text)
     if shared.applied and copies.applied:
         copies = replace(copies, text=shared_q.with_keys_on_their_way(copies.text))
-    no_turns = refusals.turns
-    if no_turns is None and not copies.applied:
-        no_turns = "the copies of its loop were not moved"
-    if no_turns is not None:
-        turns = Outcome(warpgroup_turns.NAME, False, no_turns, copies.text)
+    no_pingpong = refusals.pingpong
+    if no_pingpong is None and not copies.applied:
+        no_pingpong = "the copies of its loop were not moved"
+    if no_pingpong is not None:
+        pingponged = Outcome(pingpong.NAME, False, no_pingpong, copies.text)
     else:
-        turns = warpgroup_turns.with_turns(copies.text)
-    if not turns.applied or refusals.ends is not None:
-        ends = Outcome(separate_ends.NAME, False, refusals.ends or NO_TURNS, turns.text)
+        pingponged = pingpong.with_pingpong(copies.text)
+    if not pingponged.applied or refusals.epilogue is not None:
+        epilogue = Outcome(per_warpgroup_epilogue.NAME, False, refusals.epilogue or NO_PINGPONG, pingponged.text)
     else:
-        ends = separate_ends.with_separate_ends(turns.text)
+        epilogue = per_warpgroup_epilogue.with_per_warpgroup_epilogue(pingponged.text)
     if refusals.sums is not None:
-        sums = Outcome(row_sums.NAME, False, refusals.sums, ends.text)
+        sums = Outcome(row_sums.NAME, False, refusals.sums, epilogue.text)
     else:
-        sums = row_sums.with_sums_of_products(ends.text)
-    return [once, shared, rows, copies, turns, ends, sums]
+        sums = row_sums.with_sums_of_products(epilogue.text)
+    return [once, shared, rows, copies, pingponged, epilogue, sums]
 
 
 def _add_passes(stages: dict[str, Callable[..., Any]], refusals: Refusals) -> None:
@@ -172,8 +172,8 @@ def _add_passes(stages: dict[str, Callable[..., Any]], refusals: Refusals) -> No
                 done = {x.name for x in outcomes if x.applied}
                 if row_sums.NAME in done:
                     raise row_sums.NoSums(f"the IR does not verify: {error}") from error
-                if separate_ends.NAME in done:
-                    raise separate_ends.CannotSeparate(f"the IR does not verify: {error}") from error
+                if per_warpgroup_epilogue.NAME in done:
+                    raise per_warpgroup_epilogue.EpilogueIsShared(f"the IR does not verify: {error}") from error
                 reason = f"the IR with the passes does not verify: {error}"
                 outcomes = [replace(x, applied=False, reason=reason) if x.applied else x for x in outcomes]
         metadata[OUTCOMES] = [[x.name, x.applied, x.reason] for x in outcomes]
@@ -181,14 +181,14 @@ def _add_passes(stages: dict[str, Callable[..., Any]], refusals: Refusals) -> No
 
     def passed_ptx(module: Any, metadata: dict[str, Any]) -> str:
         ptx: str = make_ptx(module, metadata)
-        # Said by the stage before: PTX of a kernel with turns that does not show them must not be run.
+        # Said by the stage before: PTX of a kernel with ping-pong that does not show them must not be run.
         applied = {name for name, applied, _ in metadata[OUTCOMES] if applied}
-        if warpgroup_turns.NAME in applied:
-            outcome = warpgroup_turns.in_turns(ptx)
+        if pingpong.NAME in applied:
+            outcome = pingpong.pingpong_ptx(ptx)
         else:
-            outcome = Outcome(warpgroup_turns.PART_OF_P, False, NO_TURNS, ptx)
-        if separate_ends.NAME in applied:
-            outcome = replace(outcome, text=separate_ends.separated(outcome.text))
+            outcome = Outcome(pingpong.BARRIER_AFTER_P, False, NO_PINGPONG, ptx)
+        if per_warpgroup_epilogue.NAME in applied:
+            outcome = replace(outcome, text=per_warpgroup_epilogue.without_epilogue_barriers(outcome.text))
         if row_sums.NAME in applied:
             outcome = replace(outcome, text=row_sums.summed(outcome.text))
         metadata[OUTCOMES].append([outcome.name, outcome.applied, outcome.reason])
@@ -197,24 +197,24 @@ def _add_passes(stages: dict[str, Callable[..., Any]], refusals: Refusals) -> No
     stages.update(ttgir=passed_ttgir, ptx=passed_ptx)
 
 
-def compile_with_passes(source: Any, no_turns: str | None = None, **options: Any) -> Any:
+def compile_with_passes(source: Any, no_pingpong: str | None = None, **options: Any) -> Any:
     """`triton.compile`, with the passes; without those whose barriers would have warps wait forever, or for nobody.
 
     Args:
         source: of the kernel, as Triton has it.
-        no_turns: why warpgroups are to take no turns, or None if they are to.
+        no_pingpong: why warpgroups are not to ping-pong, or None if they are to.
         options: of `triton.compile`.
     """
-    refusals = Refusals(no_turns)
+    refusals = Refusals(no_pingpong)
     # What was refused follows from these: the kernel is found again under them, and not refused in every process.
-    asked = f"{digest()} {no_turns}"
+    asked = f"{digest()} {no_pingpong}"
     while True:
         try:
             return _compile(source, asked, refusals, **options)
-        except warpgroup_turns.BarrierInLoop as barrier:
-            refusals = refusals._replace(turns=str(barrier))
-        except separate_ends.CannotSeparate as barrier:
-            refusals = refusals._replace(ends=str(barrier))
+        except pingpong.BarrierInLoop as barrier:
+            refusals = refusals._replace(pingpong=str(barrier))
+        except per_warpgroup_epilogue.EpilogueIsShared as barrier:
+            refusals = refusals._replace(epilogue=str(barrier))
         except row_sums.NoSums as missing_sums:
             refusals = refusals._replace(sums=str(missing_sums))
 
@@ -247,11 +247,11 @@ class WithPasses(JITFunction[Any]):
     """A kernel that is compiled with the passes, if Triton is known.
 
     Attributes:
-        turns: whether warpgroups may take them.
+        pingpong: whether warpgroups may ping-pong.
         expected: names of the passes without which it is slower than this package's figures.
     """
 
-    turns = True
+    pingpong = True
     expected: tuple[str, ...] = ()
 
     @classmethod
@@ -290,7 +290,7 @@ class WithPasses(JITFunction[Any]):
                 f"through Triton, which costs the host some microseconds each. Install Triton {known_series()}."
             )
             return triton.compile(source, **options)
-        kernel = compile_with_passes(source, None if self.turns else SWITCHED_OFF, **options)
+        kernel = compile_with_passes(source, None if self.pingpong else SWITCHED_OFF, **options)
         name = kernel_name(self.fn.__name__)
         for outcome in outcomes(kernel):
             _LOG.debug(

@@ -12,7 +12,7 @@ import torch
 import helion_attn as ha
 from devtools.inputs import make_qkv
 from devtools.sm90 import Sm90Kernel, compile_for_sm90, fake_cuda
-from helion_attn.compiler.passes import early_copies, rows_ahead, shared_q
+from helion_attn.compiler.passes import early_copies, hoist_q_scale, shared_q
 from helion_attn.compiler.passes.ttgir import FENCE
 from helion_attn.configs import tile_config
 from helion_attn.ops import dense
@@ -133,7 +133,7 @@ def test_its_code() -> None:
     tile = tile_config(64, True)
     assert kernel.ctas_per_sm >= tile.ctas_per_sm
     applied = [x.name for x in kernel.passes if x.applied]
-    assert {shared_q.NAME, rows_ahead.NAME, early_copies.NAME} <= {*applied}
+    assert {shared_q.NAME, hoist_q_scale.NAME, early_copies.NAME} <= {*applied}
     # Q K^T takes Q by a descriptor of shared memory, not from four registers.
     products = re.findall(r"wgmma\.mma_async[^;]*", kernel.ptx)
     assert any(re.search(r"\}, %rd\d+, %rd\d+,", product) for product in products)
@@ -198,7 +198,7 @@ CONVERTED = f"""
 
 
 def test_rows_are_converted_in_front_of_the_loop() -> None:
-    found = rows_ahead.with_rows_ahead(CONVERTED)
+    found = hoist_q_scale.with_hoisted_q_scale(CONVERTED)
     assert found.applied
     before, loop = found.text.split("scf.for")
     conversions = re.findall(r"(\S+) = ttg\.convert_layout (\S+) :", before)
@@ -219,6 +219,6 @@ def test_rows_are_converted_in_front_of_the_loop() -> None:
 @pytest.mark.parametrize("other", ["%k_scale", "%j"])
 def test_what_a_loop_makes_is_converted_there(other: str) -> None:
     text = CONVERTED.replace("arith.mulf %q_scale, %ks", f'"tt.reduce"({other})')
-    found = rows_ahead.with_rows_ahead(text)
+    found = hoist_q_scale.with_hoisted_q_scale(text)
     assert not found.applied
     assert found.text == text

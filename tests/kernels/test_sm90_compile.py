@@ -360,7 +360,7 @@ def test_prefill(name: str, recipe: ha.Recipe) -> None:
     assert opcodes["LDS"] == 0, "scores pass through shared memory"
     assert opcodes["MUFU"] == 2 + exponentials + tanhs, "exponentials"
     applied = {x.name for x in kernel.passes if x.applied}
-    assert {"shared_q", "early_copies", "row_sums" if bits else "warpgroup_turns"} <= applied
+    assert {"shared_q", "early_copies", "row_sums" if bits else "pingpong"} <= applied
 
 
 @pytest.mark.thorough

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from helion_attn.compiler.passes import warpgroup_turns
+from helion_attn.compiler.passes import pingpong
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.kernels.lib import steps
 
@@ -62,7 +62,7 @@ HAZARD = """========= COMPUTE-SANITIZER
 """
 IN_PYTORCH = HAZARD.replace("_helion_fp8_attn_fwd", "void at::native::reduce_kernel<(int)512>(T3)")
 IN_CONTROL = HAZARD.replace("_helion_fp8_attn_fwd", "races")
-IN_TURNS = HAZARD.replace("_helion_fp8_attn_fwd", "turns")
+IN_PINGPONG = HAZARD.replace("_helion_fp8_attn_fwd", "pingpong")
 BAD_READ_IN_PYTORCH = OUT_OF_BOUNDS.replace("_helion_pack", "at::native::reduce_kernel")
 
 
@@ -125,17 +125,17 @@ def test_exit_code(log: str, exit_code: int, expected: int, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("of_turns", "without", "expected"),
-    [(IN_TURNS, CLEAN, 0), (IN_TURNS, HAZARD, 1), (CLEAN, CLEAN, 1)],
-    ids=["only_with_turns", "without_too", "turns_are_followed"],
+    ("of_pingpong", "without", "expected"),
+    [(IN_PINGPONG, CLEAN, 0), (IN_PINGPONG, HAZARD, 1), (CLEAN, CLEAN, 1)],
+    ids=["only_with_pingpong", "without_too", "pingpong_is_followed"],
 )
-def test_reports_are_repeated_without_turns(of_turns: str, without: str, expected: int, tmp_path: Path) -> None:
-    """Four cases have a report under racecheck. It is excused where racecheck reports turns that have no race."""
+def test_reports_are_repeated_without_pingpong(of_pingpong: str, without: str, expected: int, tmp_path: Path) -> None:
+    """Four cases have a report under racecheck. It is excused where racecheck reports ping-pong that has no race."""
     program = tmp_path / "sanitizer"
     logs = {
         f"*{script.RACES}": IN_CONTROL,
-        "*--without-turns": without,
-        f"*{script.UNEVEN_TURNS}": of_turns,
+        "*--without-pingpong": without,
+        f"*{script.UNEVEN_PINGPONG}": of_pingpong,
         "*racecheck*hybrid|*racecheck*bf16_d256": HAZARD,
         "*": CLEAN,
     }
@@ -147,15 +147,15 @@ def test_reports_are_repeated_without_turns(of_turns: str, without: str, expecte
     program.chmod(0o755)
     out = tmp_path / "sanitize.json"
     assert script.main(["--out", str(out), "--sanitizer", str(program)]) == expected
-    again = [row["case"] for row in json.loads(out.read_text())["rows"] if not row["turns"]]
-    assert again == ([] if of_turns == CLEAN else ["listed_hybrid", "hybrid", "bf16_d256", "packed_hybrid"])
+    again = [row["case"] for row in json.loads(out.read_text())["rows"] if not row["pingpong"]]
+    assert again == ([] if of_pingpong == CLEAN else ["listed_hybrid", "hybrid", "bf16_d256", "packed_hybrid"])
 
 
-def test_turns_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(script.CASES, "full_d64", lambda device: seen.append(warpgroup_turns.with_turns("IR")))
+def test_pingpong_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(script.CASES, "full_d64", lambda device: seen.append(pingpong.with_pingpong("IR")))
     seen: list[Outcome] = []
-    assert script.main(["--case", "full_d64", "--without-turns"]) == 0
-    assert seen == [Outcome(warpgroup_turns.NAME, False, "scripts/sanitize.py left them out", "IR")]
+    assert script.main(["--case", "full_d64", "--without-pingpong"]) == 0
+    assert seen == [Outcome(pingpong.NAME, False, "scripts/sanitize.py left them out", "IR")]
 
 
 @pytest.mark.parametrize(("log", "exit_code"), [(CLEAN, 0), ("no summary", 86), (IN_CONTROL, 1), (IN_PYTORCH, 86)])

@@ -14,9 +14,9 @@ issue and the wait for it they have an iteration, and the barriers stand where w
         copy block j + stages - 1               acc = P V, issued
 
 The buffer that they write must be read no more: it is the one of block j - 1. Two-level accumulation has waited for its
-P V by then. One-level has not, before it has waited for a first product of Q K^T; and of two warpgroups that take turns
+P V by then. One-level has not, before it has waited for a first product of Q K^T; and of two warpgroups in ping-pong
 the other one has not. Of three stages, the copies come an iteration later there, of block j + stages - 2 into the
-buffer of block j - 2. Of two, `delayed_v` has V come a block behind K. Where it does not, as in one-level loops with Q
+buffer of block j - 2. Of two, `stagger_v` has V come a block behind K. Where it does not, as in one-level loops with Q
 or V in pieces, the copies follow that wait or, with pieces of Q, the last of their products. One-level loops of pieces
 of Q and three stages are left as they are; two-level ones of one warpgroup and two stages have K in one buffer
 (`single_k_buffer`).
@@ -30,7 +30,7 @@ What a kernel marks by `MEANWHILE`, loads of a few numbers of the block at hand,
 The wait for Q, which Triton has where Q is loaded, moves after the first copies of K and V.
 
 No sum changes. A loop that does not look like the above stays as it is, and the outcome says what is other.
-`warpgroup_turns` goes on from here. What it gains: docs/notes/loads_and_turns.md.
+`pingpong` goes on from here. What it gains: docs/notes/loads_and_turns.md.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from helion_attn.compiler.passes.delayed_v import with_delayed_v
 from helion_attn.compiler.passes.outcome import Refused, only
 from helion_attn.compiler.passes.single_k_buffer import with_one_wait, with_single_k_buffer
+from helion_attn.compiler.passes.stagger_v import with_staggered_v
 from helion_attn.compiler.passes.ttgir import (
     BARRIER,
     COPY,
@@ -197,17 +197,17 @@ def rescheduled(loop: Loop) -> tuple[list[str], str]:
     loop = _with_early_loads(loop, stages)
     in_flight = loop.find(PRODUCT)[-1] > loop.find(WAIT_FOR_PRODUCT)[-1]
     # The other warpgroup's P V of the block before is yet to come.
-    in_turns = not in_flight and loop.has_two_warpgroups
-    later = (in_flight or in_turns) and stages > 2
+    pingpong_ptx = not in_flight and loop.has_two_warpgroups
+    later = (in_flight or pingpong_ptx) and stages > 2
     in_pieces = len(loop.of_q) > 1
     if later and in_flight and in_pieces:
         # 0.95 to 1.05 of the time, and a register that spills.
         raise Refused("it has Q in pieces, three stages and P V in flight: moving them gained nothing")
-    in_one_buffer = not in_flight and not in_turns and in_pieces and stages == 2
-    if in_pieces and (in_one_buffer or in_turns):
+    in_one_buffer = not in_flight and not pingpong_ptx and in_pieces and stages == 2
+    if in_pieces and (in_one_buffer or pingpong_ptx):
         loop = replace(loop, body=with_one_wait(loop.body))
     waits = loop.find(WAIT_FOR_PRODUCT)
-    behind = loop.of_q[-1] if in_turns else loop.of_q[0]
+    behind = loop.of_q[-1] if pingpong_ptx else loop.of_q[0]
     if in_one_buffer:
         if len(waits) != 2:
             raise Refused(f"it waits {len(waits)} times for products, in place of once for Q K^T and once for P V")
@@ -222,15 +222,15 @@ def rescheduled(loop: Loop) -> tuple[list[str], str]:
     elif later:
         group = _an_iteration_later(loop, group, rest, stages)
         how = f"block j + {stages - 2} is copied after the issue of Q K^T, an iteration later than before"
-    elif in_flight or in_turns:
+    elif in_flight or pingpong_ptx:
         try:
             if in_flight and (in_pieces or len(loop.find(COPY)) != 2):
                 raise Refused("Q or V comes in pieces")
             ahead = {str(defined(loop.body[i])) for i in _ahead(loop, loop.body, stages)}
-            moved, group = with_delayed_v(loop, group, rest, ahead)
+            moved, group = with_staggered_v(loop, group, rest, ahead)
             how = "K of block j + 1 and V of block j are copied after the issue of Q K^T"
         except Refused as refused:
-            if in_turns:
+            if pingpong_ptx:
                 raise
             # The buffer is free after the first wait; and the tensor core is busy after the last product.
             behind = max(loop.of_q[-1], waits[0])

@@ -38,7 +38,7 @@ KERNELS: dict[str, tuple[functools.partial[Any], str]] = {
         functools.partial(compile_tile, dataclasses.replace(tile_config(256, True), num_stages=2)),
         "WIBECECCBFWIFIF",
     ),
-    "pieces_in_turns": (
+    "pieces_pingpong": (
         functools.partial(compile_attention, 512, True, D_v=512, recipe=ha.BALANCED),
         "WIIBECCCCBFIFIF",
     ),
@@ -65,11 +65,11 @@ KERNELS: dict[str, tuple[functools.partial[Any], str]] = {
 LISTS: dict[str, tuple[functools.partial[Any], str]] = {
     "list_2_stages": (functools.partial(compile_attention, 128, False, listed=True), "WIBECCBFIF"),
     "list_3_stages": (functools.partial(compile_attention, 64, False, listed=True), "WIBECCBFIF"),
-    "list_in_turns": (
+    "list_pingpong": (
         functools.partial(compile_attention, 256, False, recipe=ha.BALANCED, listed=True),
         "WIBECCCBFIFIF",
     ),
-    "list_delayed_v": (functools.partial(compile_attention, 128, False, recipe=ha.BF16, listed=True), "WIBECECBFWI"),
+    "list_stagger_v": (functools.partial(compile_attention, 128, False, recipe=ha.BF16, listed=True), "WIBECECBFWI"),
     "list_hybrid": (functools.partial(compile_attention, 256, True, recipe=ha.HYBRID, listed=True), "WIBECECBFWI"),
 }
 
@@ -203,7 +203,7 @@ def test_the_next_entry_is_loaded_behind_the_issue_of_q_k(name: str) -> None:
         assert (products[0] < of_entry < products[-1]) == early
 
 
-@pytest.mark.parametrize("name", ["list_in_turns", "list_delayed_v"])
+@pytest.mark.parametrize("name", ["list_pingpong", "list_stagger_v"])
 def test_another_entry_is_found_out(name: str) -> None:
     wrong = changed(texts(name)[1], rf"(_before = arith\.shrsi ){VALUE}", r"\1%c0_i32", -1)
     wrong = changed(wrong, rf"(_before = arith\.xori ){VALUE}", r"\1%c0_i32", -1)
@@ -244,19 +244,19 @@ COPY_OF_V = rf"(copy_global_to_local %v\w*\[{VALUE}, )({VALUE})"
         ("two_level_2_stages", COPY_OF_V, r"\1%c1_i32", -1),
         ("two_level_2_stages", rf".*{COPY_OF_V}.*\n", "", -1),  # none
         ("pieces_2_stages", COPY_OF_V, r"\1%c0_i32", -1),
-        ("pieces_in_turns", COPY_OF_V, r"\1%c0_i32", -1),
-        ("pieces_in_turns", r"%early_stages = arith.constant 1", "%early_stages = arith.constant 2", 0),
+        ("pieces_pingpong", COPY_OF_V, r"\1%c0_i32", -1),
+        ("pieces_pingpong", r"%early_stages = arith.constant 1", "%early_stages = arith.constant 2", 0),
         ("halves_3_stages", COPY_OF_V, r"\1%c0_i32", -1),
         ("halves_2_stages", COPY_OF_V, r"\1%c0_i32", -1),
-        ("halves_2_stages", r".*wait_barrier %delayed_v_mine.*\n", "", 0),
+        ("halves_2_stages", r".*wait_barrier %stagger_v_mine.*\n", "", 0),
         ("single_k", r" +gpu\.barrier.*\n", "", 1),
         ("single_k", r".*warp_group_dot_wait.*\n", "", 0),  # Q K^T still reads K
         ("single_k", COPY_OF_V, r"\1%c0_i32", -1),
         ("hybrid_2_stages", COPY_OF_V, r"\1%c0_i32", -1),
         ("hybrid_2_stages", r" +gpu\.barrier.*\n", "", 1),
-        ("hybrid_2_stages", r".*wait_barrier %delayed_v_mine.*\n", "", 0),
-        ("hybrid_2_stages", r"wait_barrier %delayed_v_mine, %\w+", "wait_barrier %delayed_v_mine, %c0_i32", 0),
-        ("one_level_2_stages", r"(%delayed_v_mine = ttg.memdesc_index %delayed_v\[)%\w+", r"\1%c0_i32", 0),
+        ("hybrid_2_stages", r".*wait_barrier %stagger_v_mine.*\n", "", 0),
+        ("hybrid_2_stages", r"wait_barrier %stagger_v_mine, %\w+", "wait_barrier %stagger_v_mine, %c0_i32", 0),
+        ("one_level_2_stages", r"(%stagger_v_mine = ttg.memdesc_index %stagger_v\[)%\w+", r"\1%c0_i32", 0),
         ("one_level_3_stages", rf"(%k_block\w* = ttg.memdesc_index %k_block\[){VALUE}", r"\1%c0_i32", -1),
         ("one_level_3_stages", r"%early_stages = arith.constant 1", "%early_stages = arith.constant 2", 0),
         ("one_level_3_stages", r"%early_one = arith.constant 1", "%early_one = arith.constant 0", 0),

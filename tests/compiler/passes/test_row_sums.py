@@ -285,7 +285,7 @@ def test_that_is_said() -> None:
 def test_ir_that_does_not_verify_keeps_the_other_passes() -> None:
     """The compilation is asked for again, without this pass alone."""
     stages = {"ttgir": lambda module, metadata: module, "ptx": lambda module, metadata: ""}
-    outcomes = [Outcome("turns", True, "so", "taken"), Outcome(row_sums.NAME, True, "so", "wrong")]
+    outcomes = [Outcome("pingpong", True, "so", "taken"), Outcome(row_sums.NAME, True, "so", "wrong")]
     triton_hook._add_passes(stages, triton_hook.Refusals())
     with (
         mock.patch.object(triton_hook, "passed", return_value=outcomes),

@@ -26,11 +26,11 @@ from helion_attn.compiler import slower, triton_hook
 from helion_attn.compiler.passes import (
     computed_once,
     early_copies,
+    hoist_q_scale,
+    per_warpgroup_epilogue,
+    pingpong,
     row_sums,
-    rows_ahead,
-    separate_ends,
     shared_q,
-    warpgroup_turns,
 )
 from helion_attn.compiler.passes.expected import COSTS, expected_passes, missing
 from helion_attn.compiler.passes.outcome import Outcome, Refused, only
@@ -241,15 +241,15 @@ def test_outcomes_are_kept_with_the_kernel() -> None:
     assert [(x.name, x.applied) for x in outcomes] == [
         (computed_once.NAME, False),
         (shared_q.NAME, False),
-        (rows_ahead.NAME, False),
+        (hoist_q_scale.NAME, False),
         (early_copies.NAME, True),
-        (warpgroup_turns.NAME, True),
-        (separate_ends.NAME, True),
+        (pingpong.NAME, True),
+        (per_warpgroup_epilogue.NAME, True),
         (row_sums.NAME, False),
-        (warpgroup_turns.PART_OF_P, True),
+        (pingpong.BARRIER_AFTER_P, True),
     ]
     assert outcomes[0].reason == computed_once.UNMARKED
-    assert re.fullmatch(r"the turn for P V waits for \d+ of \d+ registers of P", outcomes[-1].reason)
+    assert re.fullmatch(r"the barrier for P V waits for \d+ of \d+ registers of P", outcomes[-1].reason)
 
 
 def outcomes_of(compile_: Callable[[], Any]) -> dict[str, Outcome]:
@@ -272,11 +272,11 @@ def test_what_does_not_verify_stays_and_is_said() -> None:
 @pytest.mark.thorough(but=1)
 @pytest.mark.filterwarnings("ignore::helion_attn.compiler.slower.SlowerWarning")
 @pytest.mark.parametrize("lost", ["before_turns: ", "behind_turns: "])
-def test_ptx_that_lacks_the_marks_of_turns_is_not_run(lost: str) -> None:
-    """Named barriers beside those of all warps are a deadlock: it is compiled again, without turns."""
-    in_turns = warpgroup_turns.in_turns
+def test_ptx_that_lacks_the_marks_of_pingpong_is_not_run(lost: str) -> None:
+    """Named barriers beside those of all warps are a deadlock: it is compiled again, without ping-pong."""
+    pingpong_ptx = pingpong.pingpong_ptx
     with (
-        mock.patch.object(warpgroup_turns, "in_turns", lambda ptx: in_turns(ptx.replace(lost, ""))),
+        mock.patch.object(pingpong, "pingpong_ptx", lambda ptx: pingpong_ptx(ptx.replace(lost, ""))),
         anew(),
         compiled() as kernels,
     ):
@@ -288,15 +288,15 @@ def test_ptx_that_lacks_the_marks_of_turns_is_not_run(lost: str) -> None:
         ):
             assert compile_attention(256, True).ptx == found.ptx
     assert "bar.arrive" not in found.ptx
-    (refused,) = [x for x in triton_hook.outcomes(kernels[0]) if x.name == warpgroup_turns.NAME]
+    (refused,) = [x for x in triton_hook.outcomes(kernels[0]) if x.name == pingpong.NAME]
     assert not refused.applied
-    assert "marks of turns are not in the PTX" in refused.reason
+    assert "marks of ping-pong are not in the PTX" in refused.reason
 
 
-def test_a_kernel_that_is_asked_for_no_turns(recwarn: pytest.WarningsRecorder) -> None:
-    with mock.patch.object(triton_hook.WithPasses, "turns", False):
+def test_a_kernel_that_is_asked_for_no_pingpong(recwarn: pytest.WarningsRecorder) -> None:
+    with mock.patch.object(triton_hook.WithPasses, "pingpong", False):
         found = outcomes_of(lambda: compile_attention(256, True))
-    assert found[warpgroup_turns.NAME].reason == triton_hook.SWITCHED_OFF
+    assert found[pingpong.NAME].reason == triton_hook.SWITCHED_OFF
     assert not [x for x in recwarn if x.category is SlowerWarning]
 
 
@@ -304,7 +304,7 @@ def test_other_loops_say_why() -> None:
     found = outcomes_of(lambda: compile_decode(256, 256, 64, 1, 2))
     assert not any(x.applied for x in found.values())
     assert found[early_copies.NAME].reason
-    assert found[warpgroup_turns.NAME].reason == "the copies of its loop were not moved"
+    assert found[pingpong.NAME].reason == "the copies of its loop were not moved"
 
 
 # --- shipped configs ------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def test_which_passes_a_config_is_expected_to_have() -> None:
         assert COSTS.keys() >= {*tile.passes}
         assert expected_passes(tile, tile.two_level) == tile.passes
         of_q = {*expected_passes(tile, tile.two_level, quantises_q=True)} - {*tile.passes}
-        assert of_q == {shared_q.NAME, rows_ahead.NAME}
+        assert of_q == {shared_q.NAME, hoist_q_scale.NAME}
         assert expected_passes(tile, not tile.two_level, quantises_q=True) == ()
     unmeasured = dataclasses.replace(tile_config(64, True), passes=())
     assert expected_passes(unmeasured, unmeasured.two_level, quantises_q=True) == ()
@@ -364,7 +364,7 @@ def test_a_shipped_config_without_its_passes_is_said_once() -> None:
     """In words, whatever its config is; the log has the pass, and what it was refused for."""
     form = "its use of shared memory after the loop is SSSSBLLLL"
     slower.warn_slower.cache_clear()
-    made = triton_hook.WithPasses.of(doubled, (early_copies.NAME, separate_ends.NAME))
+    made = triton_hook.WithPasses.of(doubled, (early_copies.NAME, per_warpgroup_epilogue.NAME))
     with (
         warnings.catch_warnings(record=True) as said,
         unittest.TestCase().assertLogs("helion_attn", "DEBUG") as logged,
@@ -372,7 +372,10 @@ def test_a_shipped_config_without_its_passes_is_said_once() -> None:
         warnings.simplefilter("always")
         for warps in (4, 8):
             kernel = SimpleNamespace(metadata=SimpleNamespace(num_warps=warps, num_stages=3))
-            outcomes = (Outcome(early_copies.NAME, True, "so"), Outcome(separate_ends.NAME, False, f"{form} {warps}"))
+            outcomes = (
+                Outcome(early_copies.NAME, True, "so"),
+                Outcome(per_warpgroup_epilogue.NAME, False, f"{form} {warps}"),
+            )
             with (
                 mock.patch.object(triton_hook, "compile_with_passes", return_value=kernel),
                 mock.patch.object(triton_hook, "outcomes", return_value=outcomes),
@@ -383,14 +386,14 @@ def test_a_shipped_config_without_its_passes_is_said_once() -> None:
     message = str(warning.message)
     for part in (
         "doubled gives right results",
-        COSTS[separate_ends.NAME],
+        COSTS[per_warpgroup_epilogue.NAME],
         'logging.getLogger("helion_attn")',
         "eport it",
     ):
         assert part in message
     assert "SSSS" not in message
-    assert separate_ends.NAME not in message
-    assert f"doubled (8 warps, 3 stages): {separate_ends.NAME}: refused, {form} 8" in [
+    assert per_warpgroup_epilogue.NAME not in message
+    assert f"doubled (8 warps, 3 stages): {per_warpgroup_epilogue.NAME}: refused, {form} 8" in [
         x.getMessage() for x in logged.records
     ]
 

@@ -42,13 +42,13 @@ from helion_attn.compiler.passes.ttgir import (
 ELEMENT_BYTES = {"f8E4M3FN": 1, "f8E5M2": 1, "i8": 1, "f16": 2, "bf16": 2}
 
 #: The barrier of the block at hand, in the loop.
-DELAYED_BARRIER = "%delayed_v_mine"
+STAGGERED_BARRIER = "%stagger_v_mine"
 
 #: The block before the one at hand.
-BLOCK_BEFORE = "%delayed_v_before"
+BLOCK_BEFORE = "%stagger_v_before"
 
 
-def with_delayed_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[str]) -> tuple[Loop, list[str]]:
+def with_staggered_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[str]) -> tuple[Loop, list[str]]:
     """The loop without its copies, and these, with V a block behind.
 
     Args:
@@ -118,13 +118,13 @@ def with_delayed_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[st
 
     barriers, one = matched(loop.definition(barrier), r" : (.*) -> (![^>]*>)")
     indent, outer = indentation(body[0]), loop.indent
-    each = ("%delayed_v_0", "%delayed_v_1")
+    each = ("%stagger_v_0", "%stagger_v_1")
     ready = [
-        f"%delayed_v = ttg.local_alloc : () -> {barriers}",
-        "%delayed_v_true = arith.constant true",
-        *(f"%delayed_v_c{i} = arith.constant {i} : i32" for i in range(2)),
+        f"%stagger_v = ttg.local_alloc : () -> {barriers}",
+        "%stagger_v_true = arith.constant true",
+        *(f"%stagger_v_c{i} = arith.constant {i} : i32" for i in range(2)),
         *(
-            f"{name} = ttg.memdesc_index %delayed_v[%delayed_v_c{i}] : {barriers} -> {one}"
+            f"{name} = ttg.memdesc_index %stagger_v[%stagger_v_c{i}] : {barriers} -> {one}"
             for i, name in enumerate(each)
         ),
         *(f"ttng.init_barrier {name}, 1 : {one}" for name in each),
@@ -143,16 +143,16 @@ def with_delayed_v(loop: Loop, copies: list[str], rest: list[str], ahead: set[st
     ]
 
     _, v_barrier, v_valid = destination(of_v[0])
-    names |= {v_barrier: DELAYED_BARRIER, v_valid: "%delayed_v_true"}
+    names |= {v_barrier: STAGGERED_BARRIER, v_valid: "%stagger_v_true"}
     names |= {destination(line)[0]: v[array_of(line)] for line in of_v}
     copies = [
         *(expecting(line, of_k) if line == expected else line for line in copies if line not in of_v),
-        f"{indent}{DELAYED_BARRIER} = ttg.memdesc_index %delayed_v[{place}] : {barriers} -> {one}",
+        f"{indent}{STAGGERED_BARRIER} = ttg.memdesc_index %stagger_v[{place}] : {barriers} -> {one}",
         *of_block,
         renamed(expecting(expected, of_v), names),
         *(renamed(line, names) for line in of_v),
     ]
-    body = [*body[: p_v[0]], f"{indent}{WAIT_FOR_COPIES}{DELAYED_BARRIER}, {phase} : {one}", *body[p_v[0] :]]
+    body = [*body[: p_v[0]], f"{indent}{WAIT_FOR_COPIES}{STAGGERED_BARRIER}, {phase} : {one}", *body[p_v[0] :]]
     ended = min(find(after, "ttng.inval_barrier "), default=None)
     if ended is None:
         raise Refused("no barrier ends after it")

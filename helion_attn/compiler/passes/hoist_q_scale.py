@@ -13,7 +13,7 @@ import re
 from helion_attn.compiler.passes.outcome import Refused
 from helion_attn.compiler.passes.ttgir import VALUE, Loop, defined, find, operands, over_loop, renamed
 
-NAME = "rows_ahead"
+NAME = "hoist_q_scale"
 
 #: Why it does not apply to a loop that has its rows in the layout of scores.
 NOTHING = "no loop converts what comes from in front of it"
@@ -40,7 +40,7 @@ _CONVERSION = re.compile(rf"\s*({VALUE}) = ttg\.convert_layout ({VALUE}) : {_TEN
 
 
 @over_loop(NAME)
-def with_rows_ahead(loop: Loop) -> tuple[list[str], str]:
+def with_hoisted_q_scale(loop: Loop) -> tuple[list[str], str]:
     """Convert in front of the loop what its conversions come from."""
     lines, begin = loop.lines, len(loop.before)
     end = begin + 1 + len(loop.body)

@@ -1,8 +1,8 @@
-"""Two warpgroups take turns at the tensor core: a pass over Triton's IR of an attention kernel, and one over its PTX.
+"""Ping-pong of two warpgroups: a pass over Triton's IR of an attention kernel, and one over its PTX.
 
 A program of eight warps is two warpgroups, each with half of the query rows. Triton keeps them in step, by barriers of
-all warps in every key block: both compute their softmax, and the tensor core is idle; then both wait for it. In turns,
-the products of one run under the softmax of the other (FlashAttention-3, arXiv:2407.08608, section 3.1, pingpong):
+all warps in every key block: both compute their softmax, and the tensor core is idle; then both wait for it. With
+ping-pong, the products of one run under the softmax of the other (FlashAttention-3, arXiv:2407.08608, section 3.1):
 
     first:   Q K^T | softmax       | P V, Q K^T | softmax        | P V, Q K^T
     second:        | Q K^T         | softmax    | P V, Q K^T     | softmax
@@ -20,9 +20,9 @@ leaves, as each of them runs it:
         turn to me                              waits for FIRST     waits for SECOND
         acc = P V, issued
 
-What is copied comes into buffers of block j - 2 or, with `delayed_v`, of K of block j - 1. READ says that Q K^T of
+What is copied comes into buffers of block j - 2 or, with `stagger_v`, of K of block j - 1. READ says that Q K^T of
 j - 1 and P V of j - 2 are done in the second warpgroup. All of the first waits for it: a copy of rows that are wider
-than 128 bytes is several, by as many of its warps. They are done in the first when it has the turn for P V of j - 1,
+than 128 bytes is several, by as many of its warps. They are done in the first when it has the barrier for P V of j - 1,
 for all its warps have waited for them. Before the loop, the second says READ for a block that there is not, and waits
 for its first turn; after it, the first passes the turn on once more, and waits for READ. So at each barrier as many
 arrive as wait, with no blocks too; nobody arrives twice before the other has waited, for in between it needs a turn.
@@ -31,9 +31,9 @@ These barriers, named ones of PTX, take the place of Triton's in the loop. Those
 there for the other would wait for what has not got the turn. Without them a copy may be issued, and its bytes come,
 before the first thread says how many to expect; the barrier of memory waits for both.
 
-ptxas moves a barrier up as far as its operand allows: the turn for P V came before 46 to 66 of a block's 66
+ptxas moves a barrier up as far as its operand allows: the barrier for P V came before 46 to 66 of a block's 66
 exponentials, and lasted as long as they do. So the number of its barrier takes in registers of P, and a part of P is
-made before. The rest runs under the end of the other's products. A loop of `delayed_v` needs none of that: no barrier
+made before. The rest runs under the end of the other's products. A loop of `stagger_v` needs none of that: no barrier
 moves up across V's wait, which is a branch.
 
 In front of the loop no other program runs on the SM, so what comes from memory comes at once. All loads are issued
@@ -47,9 +47,9 @@ from __future__ import annotations
 
 import re
 
-from helion_attn.compiler.passes.delayed_v import DELAYED_BARRIER
 from helion_attn.compiler.passes.early_copies import EARLY_BLOCK
 from helion_attn.compiler.passes.outcome import Outcome, Refused
+from helion_attn.compiler.passes.stagger_v import STAGGERED_BARRIER
 from helion_attn.compiler.passes.ttgir import (
     BARRIER,
     COPY,
@@ -63,7 +63,7 @@ from helion_attn.compiler.passes.ttgir import (
     with_loads_and_copies_ahead,
 )
 
-NAME, PART_OF_P = "warpgroup_turns", "turn_behind_part_of_p"
+NAME, BARRIER_AFTER_P = "pingpong", "pingpong_barrier_after_p"
 
 #: Named barriers of a program; 0 is the one of all its warps. Of the first two, the one is the other from 3.
 FIRST, SECOND, READ = 1, 2, 3
@@ -76,7 +76,7 @@ _THE_OTHERS = "shr.u32 turn, $1, 7; sub.u32 turn, 2, turn; "
 _IF_SECOND = f"setp.ge.u32 mine, $1, {WARPGROUP}; @mine "
 _IF_FIRST = f"setp.lt.u32 mine, $1, {WARPGROUP}; @mine "
 
-# What each thread does, $1 its number. The labels are marks for `in_turns`.
+# What each thread does, $1 its number. The labels are marks for `pingpong_ptx`.
 _BEFORE_LOOP = f"before_turns: {_IF_SECOND}bar.arrive {READ}, {PROGRAM}; @mine bar.sync {SECOND}, {PROGRAM};"
 _BEFORE_COPIES = f"before_copies: {_IF_FIRST}bar.sync {READ}, {PROGRAM};"
 _BEHIND_COPIES = f"{_THE_OTHERS}bar.arrive turn, {PROGRAM};"
@@ -86,7 +86,7 @@ _BEHIND_PART_OF_P = f"behind_part_of_p: {_BEFORE_P_V}"
 _BEHIND_LOOP = f"behind_turns: {_IF_FIRST}bar.arrive {SECOND}, {PROGRAM}; @mine bar.sync {READ}, {PROGRAM};"
 
 #: The loop's operations, by their letters: wait for copies; issue Q K^T; barrier, copies, barrier; wait for products;
-#: with `delayed_v`, wait for its copy; issue P V, in pieces, which two-level accumulation waits for one by one.
+#: with `stagger_v`, wait for its copy; issue P V, in pieces, which two-level accumulation waits for one by one.
 LETTERS = {
     WAIT_FOR_COPIES: "W",
     PRODUCT: "I",
@@ -99,8 +99,8 @@ FORM = r"WI+B(EC+)+BFW?(I+|(IF)+)"
 
 
 @over_loop(NAME)
-def with_turns(loop: Loop) -> tuple[list[str], str]:
-    """Put turns into a loop that has the form in which `early_copies` leaves it."""
+def with_pingpong(loop: Loop) -> tuple[list[str], str]:
+    """Put ping-pong into a loop that has the form in which `early_copies` leaves it."""
     if not loop.has_two_warpgroups:
         raise Refused("a program is not two warpgroups")
     layouts = [line for line in loop.before if "#ttg.nvidia_mma<" in line]
@@ -111,11 +111,11 @@ def with_turns(loop: Loop) -> tuple[list[str], str]:
     if not re.fullmatch(FORM, form):
         raise Refused(f"its operations are {form or 'others'}, which is not {FORM}")
     # P V of the block before, which the other warpgroup is yet to issue, reads its buffer.
-    if not any(name in line for name in (EARLY_BLOCK, DELAYED_BARRIER) for line in body):
+    if not any(name in line for name in (EARLY_BLOCK, STAGGERED_BARRIER) for line in body):
         raise Refused("it copies into buffers of the block before")
     (before_copies, behind_copies), (wait, *_) = loop.find(BARRIER), loop.find(WAIT_FOR_PRODUCT)
     p_v = loop.of_p[0]
-    has_delayed_v = len(loop.find(WAIT_FOR_COPIES)) > 1
+    has_staggered_v = len(loop.find(WAIT_FOR_COPIES)) > 1
     outer, inner = loop.indent, loop.indent + "  "
     thread = [
         f"{outer}%turns_zero = arith.constant 0 : i32",
@@ -124,19 +124,19 @@ def with_turns(loop: Loop) -> tuple[list[str], str]:
     lines = [
         *with_loads_and_copies_ahead(loop.before),
         *thread,
-        _turn(outer, "before_loop", _BEFORE_LOOP),
+        _barrier(outer, "before_loop", _BEFORE_LOOP),
         loop.head,
         *body[:before_copies],
-        _turn(inner, "before_copies", _BEFORE_COPIES),
+        _barrier(inner, "before_copies", _BEFORE_COPIES),
         *body[before_copies : behind_copies + 1],
-        _turn(inner, "behind_copies", _BEHIND_COPIES),
+        _barrier(inner, "behind_copies", _BEHIND_COPIES),
         *body[behind_copies + 1 : wait + 1],
-        _turn(inner, "behind_wait", _BEHIND_WAIT),
+        _barrier(inner, "behind_wait", _BEHIND_WAIT),
         *body[wait + 1 : p_v],
-        _turn(inner, "before_p_v", _BEFORE_P_V if has_delayed_v else _BEHIND_PART_OF_P),
+        _barrier(inner, "before_p_v", _BEFORE_P_V if has_staggered_v else _BEHIND_PART_OF_P),
         *body[p_v:],
         loop.after[0],
-        _turn(outer, "behind_loop", _BEHIND_LOOP),
+        _barrier(outer, "behind_loop", _BEHIND_LOOP),
         *loop.after[1:],
     ]
     return lines, "two warpgroups take turns at the tensor core"
@@ -148,7 +148,7 @@ def _asm(indent: str, name: str, code: str, operand: str, pure: bool) -> str:
     return f'{indent}{name} = tt.elementwise_inline_asm "{code}" {options} {operand} : i32 -> i32'
 
 
-def _turn(indent: str, name: str, code: str) -> str:
+def _barrier(indent: str, name: str, code: str) -> str:
     code = f"{{ .reg .b32 turn; .reg .pred mine; {code} mov.b32 $0, 0; }}"
     return _asm(indent, f"%turns_{name}", code, "%turns_thread", pure=False)
 
@@ -157,16 +157,16 @@ class BarrierInLoop(Exception):
     """A barrier of all warps, where a warpgroup would wait forever, may be in the loop; the message says why."""
 
 
-def in_turns(ptx: str) -> Outcome:
-    """Take the barriers of all warps out of a loop of turns, and put its turn for P V after a part of P.
+def pingpong_ptx(ptx: str) -> Outcome:
+    """Take the barriers of all warps out of a loop with ping-pong, and put its barrier for P V after a part of P.
 
-    The outcome is about the turn for P V. The caller knows that the kernel has turns: its marks must be there.
+    The outcome is about the barrier for P V. The caller knows that the kernel has ping-pong: its marks must be there.
 
     Raises:
         BarrierInLoop: there is a barrier of all warps that is neither between the loop's copies and the wait for Q K^T
-            nor right after another wait for products, or the marks of turns are not there, or not in their order.
+            nor right after another wait for products, or the marks of ping-pong are not there, or not in their order.
     """
-    return _behind_part_of_p(_without_block_barriers(ptx))
+    return _with_barrier_after_p(_without_block_barriers(ptx))
 
 
 def _without_block_barriers(ptx: str) -> str:
@@ -175,13 +175,13 @@ def _without_block_barriers(ptx: str) -> str:
     labels = ("before_turns: ", "before_copies: ", "behind_wait: ", "behind_turns: ")
     places = [i for label in labels for i, line in enumerate(lines) if label in line]
     if len(places) != len(labels) or places != sorted(places):
-        raise BarrierInLoop("the marks of turns are not in the PTX, once each and in their order")
+        raise BarrierInLoop("the marks of ping-pong are not in the PTX, once each and in their order")
     before_loop, *with_copies, behind_loop = places
     copies_and_wait = range(*with_copies)
     of_all = r"\s*(bar|barrier)(\.\w+)*\s+0[,;]"
     barriers = [i for i in range(before_loop, behind_loop) if re.match(of_all, lines[i])]
     # From Triton 3.9 on every wait for products ends with one, for the buffers that these have read. Copies into these
-    # come after a wait of the turns' own.
+    # come after a wait of ping-pong's own.
     if any(i not in copies_and_wait and not _ends_a_wait(lines, i) for i in barriers):
         raise BarrierInLoop("Triton has put a barrier of all warps into the loop")
     return "\n".join(line for i, line in enumerate(lines) if i not in barriers)
@@ -194,37 +194,39 @@ def _ends_a_wait(lines: list[str], barrier: int) -> bool:
     return instruction.startswith("wgmma.wait_group")
 
 
-def _behind_part_of_p(ptx: str) -> Outcome:
-    """Have the turn for P V need every second register of P; of int8 scores and an 8-bit P every fourth.
+def _with_barrier_after_p(ptx: str) -> Outcome:
+    """Have the barrier for P V need every second register of P; of int8 scores and an 8-bit P every fourth.
 
     Which part is best was measured (docs/notes/loads_and_turns.md). PTX of another form stays as it is.
     """
     lines = ptx.split("\n")
     marked = [i for i, line in enumerate(lines) if "behind_part_of_p: " in line]
     if not marked:
-        return Outcome(PART_OF_P, False, "the turn for P V stands after the wait for V", ptx)
+        return Outcome(BARRIER_AFTER_P, False, "the barrier for P V stands after the wait for V", ptx)
     if len(marked) != 1:
-        return Outcome(PART_OF_P, False, f"{len(marked)} turns are marked, in place of one", ptx)
-    (turn,) = marked
+        return Outcome(BARRIER_AFTER_P, False, f"{len(marked)} barriers are marked, in place of one", ptx)
+    (barrier,) = marked
     # In front of its fence, all of P has been packed.
-    fence = next((i for i in range(turn, len(lines)) if lines[i].lstrip().startswith("wgmma.fence")), turn)
-    if fence == turn:
-        return Outcome(PART_OF_P, False, "no fence of products comes after the turn", ptx)
+    fence = next((i for i in range(barrier, len(lines)) if lines[i].lstrip().startswith("wgmma.fence")), barrier)
+    if fence == barrier:
+        return Outcome(BARRIER_AFTER_P, False, "no fence of products comes after the barrier", ptx)
     # Products of a second loop do not count.
     end = next((i for i, line in enumerate(lines) if "behind_turns: " in line), len(lines))
     products = "\n".join(line for line in lines[:end] if "wgmma.mma_async" in line)
     p = list(dict.fromkeys(re.findall(VALUE, " ".join(re.findall(r"\}, \{([^}]*)\}, ", products)))))
     if not p:
-        return Outcome(PART_OF_P, False, "no product takes P from registers", ptx)
+        return Outcome(BARRIER_AFTER_P, False, "no product takes P from registers", ptx)
     # Past other blocks, or what has an order of its own, it is not moved.
     ordered = r"^\$|\b(bra|bar|barrier|mbarrier|wgmma|cp)\b"
-    if between := [line.strip() for line in lines[turn + 1 : fence] if re.search(ordered, line)]:
-        return Outcome(PART_OF_P, False, f"{between[0]!r} stands between the turn and the fence of P V", ptx)
+    if between := [line.strip() for line in lines[barrier + 1 : fence] if re.search(ordered, line)]:
+        return Outcome(BARRIER_AFTER_P, False, f"{between[0]!r} stands between the barrier and the fence of P V", ptx)
     part = p[3::4] if ".s8.s8 " in products and re.search(r"\.e[45]m[32] ", products) else p[1::2]
     # A grid has fewer than 2**16 planes, which ptxas does not count on: what is added to the barrier's number is 0.
     needs = "mov.u32 nothing, %nctaid.z; shr.u32 nothing, nothing, 16; mov.b32 p, 0; "
     needs += "".join(f"or.b32 p, p, {register}; " for register in part)
     needs += "and.b32 p, p, nothing; add.u32 turn, turn, p; bar.sync "
-    taken = lines[turn].replace("behind_part_of_p: ", ".reg .b32 p, nothing; ").replace("bar.sync ", needs)
-    moved = "\n".join([*lines[:turn], *lines[turn + 1 : fence], taken, *lines[fence:]])
-    return Outcome(PART_OF_P, True, f"the turn for P V waits for {len(part)} of {len(p)} registers of P", moved)
+    taken = lines[barrier].replace("behind_part_of_p: ", ".reg .b32 p, nothing; ").replace("bar.sync ", needs)
+    moved = "\n".join([*lines[:barrier], *lines[barrier + 1 : fence], taken, *lines[fence:]])
+    return Outcome(
+        BARRIER_AFTER_P, True, f"the barrier for P V waits for {len(part)} of {len(p)} registers of P", moved
+    )

@@ -15,7 +15,7 @@ import pytest
 
 import helion_attn as ha
 from devtools.sm90 import Sm90Kernel
-from helion_attn.compiler.passes import separate_ends, ttgir, warpgroup_turns
+from helion_attn.compiler.passes import per_warpgroup_epilogue, pingpong, ttgir
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.versions import MEASURED_SERIES
 from helion_attn.configs import tile_config
@@ -33,13 +33,13 @@ LOOPS: dict[str, functools.partial[Any]] = {
     "halves": functools.partial(compile_attention, 256, True, recipe=ha.BALANCED),
     "halves_two_stages": functools.partial(compile_tile, replace(tile_config(256, True), num_stages=2)),
     "pieces": functools.partial(compile_attention, 512, True, D_v=512, recipe=ha.BALANCED),
-    "delayed_v": functools.partial(compile_attention, 256, False, recipe=ha.BF16),
+    "stagger_v": functools.partial(compile_attention, 256, False, recipe=ha.BF16),
     "hybrid_d128": functools.partial(compile_tile, replace(tile_config(128, True, ha.HYBRID.bits), num_stages=3)),
     "hybrid_d256": functools.partial(compile_attention, 256, True, recipe=ha.HYBRID),
 }
 STAGES = dict.fromkeys(("three_stages", "halves", "pieces", "hybrid_d128"), 3)
-STAGES |= dict.fromkeys(("halves_two_stages", "delayed_v", "hybrid_d256"), 2)
-#: All others that are to take turns.
+STAGES |= dict.fromkeys(("halves_two_stages", "stagger_v", "hybrid_d256"), 2)
+#: All others that are to ping-pong.
 TAKE_TURNS: dict[str, functools.partial[Any]] = {
     "fast": functools.partial(compile_attention, 256, False),
     "accurate": functools.partial(compile_attention, 256, True, recipe=ha.ACCURATE),
@@ -69,10 +69,10 @@ def kernel(name: str) -> Sm90Kernel:
 
 @functools.cache
 def text(name: str) -> str:
-    """Of the IR, with turns."""
+    """Of the IR, with ping-pong."""
     without = shared_ir(LOOPS[name])[0][1]
     assert without is not None
-    found = warpgroup_turns.with_turns(without)
+    found = pingpong.with_pingpong(without)
     assert found.applied
     return found.text
 
@@ -88,7 +88,7 @@ def named_barriers(ptx: str) -> list[str]:
 
 @pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", [*LOOPS, *TAKE_TURNS])
-def test_who_takes_turns(name: str) -> None:
+def test_who_ping_pongs(name: str) -> None:
     """Each of the barriers is there once, and none of all warps in the loop; registers do not spill."""
     ptx = kernel(name).ptx
     assert len(named_barriers(ptx)) == 8
@@ -110,9 +110,9 @@ def test_a_barrier_that_stays() -> None:
     ptx = kernel("three_stages").ptx
     ends = ptx.index("behind_turns: ")
     begins = ptx.rindex("\n", 0, ends)
-    with pytest.raises(warpgroup_turns.BarrierInLoop):
-        warpgroup_turns._without_block_barriers(ptx[:begins] + "\n\tbar.sync \t0;" + ptx[begins:])
-    assert warpgroup_turns._without_block_barriers(ptx) == ptx
+    with pytest.raises(pingpong.BarrierInLoop):
+        pingpong._without_block_barriers(ptx[:begins] + "\n\tbar.sync \t0;" + ptx[begins:])
+    assert pingpong._without_block_barriers(ptx) == ptx
 
 
 def test_a_barrier_that_ends_a_wait_goes() -> None:
@@ -126,29 +126,29 @@ def test_a_barrier_that_ends_a_wait_goes() -> None:
     ended = [new for i, line in enumerate(lines) for new in ([line, *barrier] if i in waits else [line])]
     kept = [new for i, line in enumerate(lines) for new in ([line, barrier[0]] if i in waits else [line])]
     assert len(waits) == 3
-    assert warpgroup_turns._without_block_barriers("\n".join(ended)) == "\n".join(kept)
+    assert pingpong._without_block_barriers("\n".join(ended)) == "\n".join(kept)
     product = next(i for i in reversed(inside) if "wgmma.mma_async" in lines[i])
-    with pytest.raises(warpgroup_turns.BarrierInLoop):
-        warpgroup_turns._without_block_barriers("\n".join([*lines[: product + 1], *barrier, *lines[product + 1 :]]))
+    with pytest.raises(pingpong.BarrierInLoop):
+        pingpong._without_block_barriers("\n".join([*lines[: product + 1], *barrier, *lines[product + 1 :]]))
 
 
-def test_with_a_barrier_that_stays_none_take_turns() -> None:
+def test_with_a_barrier_that_stays_none_ping_pong() -> None:
     def with_barrier(ptx: str) -> str:
-        raise warpgroup_turns.BarrierInLoop("it is there")
+        raise pingpong.BarrierInLoop("it is there")
 
-    with mock.patch.object(warpgroup_turns, "in_turns", with_barrier), recorded():
-        found = LOOPS["delayed_v"]()
+    with mock.patch.object(pingpong, "pingpong_ptx", with_barrier), recorded():
+        found = LOOPS["stagger_v"]()
     assert named_barriers(found.ptx) == []
     assert found.opcodes["HGMMA"] > 0
 
 
-#: Kernels whose turn for P V waits for part of P, and how many of a thread's 64 exponentials that are.
+#: Kernels whose barrier for P V waits for part of P, and how many of a thread's 64 exponentials that are.
 BEHIND_P = dict.fromkeys(("three_stages", "accurate", "window", "sequences", "split", "many_keys"), 16)
 BEHIND_P |= dict.fromkeys(("fast", "softcap", "hybrid_d128"), 32)
 
 
-def exponentials_before_turn(sass: str) -> int:
-    """Between the wait for Q K^T and the turn for P V, the one barrier whose number is in a register."""
+def exponentials_before_barrier(sass: str) -> int:
+    """Between the wait for Q K^T and the barrier for P V, the one barrier whose number is in a register."""
     (turn,) = re.finditer(r"BAR\.SYNC\S* R\d+, 0x100", sass)
     waited = sass.rindex("WARPGROUP.DEPBAR", 0, turn.start())
     return sass.count("MUFU.EX2", waited, turn.start())
@@ -156,18 +156,18 @@ def exponentials_before_turn(sass: str) -> int:
 
 @pytest.mark.thorough(but=2)
 @pytest.mark.skipif(
-    not MEASURED, reason=f"the code of Triton {MEASURED_SERIES}: another's ptxas moves turns, or copies P"
+    not MEASURED, reason=f"the code of Triton {MEASURED_SERIES}: another's ptxas moves barriers, or copies P"
 )
 @pytest.mark.parametrize("name", BEHIND_P)
-def test_a_turn_comes_behind_part_of_p(name: str) -> None:
+def test_a_barrier_comes_behind_part_of_p(name: str) -> None:
     """Also in machine code, where two exponentials more are those of alpha; and in front of the rest."""
     ptx, sass = kernel(name).ptx, kernel(name).sass
-    assert BEHIND_P[name] <= exponentials_before_turn(sass) < 64
+    assert BEHIND_P[name] <= exponentials_before_barrier(sass) < 64
     (taken,) = re.findall(r".*bar\.sync turn, .*", ptx)
     part = re.findall(r"or\.b32 p, p, (%\w+);", taken)
     numbers_a_register = 2 if "HGMMA" in sass else 4
     assert len(part) * numbers_a_register == BEHIND_P[name]
-    # They are the block's: made in front of the turn, without a label between; and what comes next is its product.
+    # They are the block's: made in front of the barrier, without a label between; and what comes next is its product.
     before, behind = ptx.split(taken)
     block = before[before.rindex("\n$") :]
     assert all(re.search(rf"\s{register}, ", block) for register in part)
@@ -175,7 +175,7 @@ def test_a_turn_comes_behind_part_of_p(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["three_stages", "fast", "hybrid_d128"])
-def test_p_does_not_change_the_number_of_a_turn(name: str) -> None:
+def test_p_does_not_change_the_number_of_a_barrier(name: str) -> None:
     (taken,) = re.findall(r".*bar\.sync turn, .*", kernel(name).ptx)
     (thread,) = re.findall(r"shr\.u32 turn, (%\w+), 7;", taken)
     numbers = random.Random(0)
@@ -190,13 +190,13 @@ def test_p_does_not_change_the_number_of_a_turn(name: str) -> None:
 
 @functools.cache
 def not_held_back(name: str) -> Sm90Kernel:
-    """With turns that do not wait for part of P."""
-    with mock.patch.object(warpgroup_turns, "_behind_part_of_p", left_alone), recorded():
+    """With ping-pong that do not wait for part of P."""
+    with mock.patch.object(pingpong, "_with_barrier_after_p", left_alone), recorded():
         found: Sm90Kernel = (LOOPS | TAKE_TURNS)[name]()
     return found
 
 
-#: Of three stages, which are not shipped: ptxas of another Triton moves its turn anyway.
+#: Of three stages, which are not shipped: ptxas of another Triton moves its barrier anyway.
 HYBRID_D128 = pytest.param(
     "hybrid_d128", marks=pytest.mark.skipif(not MEASURED, reason=f"the code of Triton {MEASURED_SERIES}")
 )
@@ -204,14 +204,14 @@ HYBRID_D128 = pytest.param(
 
 @pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", ["fast", HYBRID_D128])
-def test_ptxas_moves_a_turn_up(name: str) -> None:
-    assert exponentials_before_turn(not_held_back(name).sass) < BEHIND_P[name]
+def test_ptxas_moves_a_barrier_up(name: str) -> None:
+    assert exponentials_before_barrier(not_held_back(name).sass) < BEHIND_P[name]
 
 
-def test_a_turn_is_not_moved_past_another_block() -> None:
+def test_a_barrier_is_not_moved_past_another_block() -> None:
     """Nor one of two, nor without registers of P."""
     ptx = not_held_back("fast").ptx
-    assert warpgroup_turns._behind_part_of_p(ptx).applied
+    assert pingpong._with_barrier_after_p(ptx).applied
     (turn,) = re.findall(r".*behind_part_of_p: .*\n", ptx)
     for other in (
         ptx.replace(turn, turn + "$L__other:\n"),
@@ -221,24 +221,24 @@ def test_a_turn_is_not_moved_past_another_block() -> None:
         ptx.replace("wgmma.fence", "wgmma.something_else"),
         ptx.replace("wgmma.mma_async", "wgmma.something_else"),
     ):
-        assert warpgroup_turns._behind_part_of_p(other).text == other
+        assert pingpong._with_barrier_after_p(other).text == other
 
 
-@pytest.mark.parametrize("name", ["delayed_v", "hybrid_d256"])
-def test_a_turn_behind_a_wait_stays(name: str) -> None:
-    """V's wait is a branch, and the exponentials come before the turn."""
+@pytest.mark.parametrize("name", ["stagger_v", "hybrid_d256"])
+def test_a_barrier_behind_a_wait_stays(name: str) -> None:
+    """V's wait is a branch, and the exponentials come before the barrier."""
     sass = kernel(name).sass
     (turn,) = re.finditer(r"BAR\.SYNC\S* R\d+, 0x100", sass)
     waited = sass.rindex("SYNCS.PHASECHK", 0, turn.start())
     assert "BRA" in sass[waited : turn.start()]
-    assert exponentials_before_turn(sass) >= 32
+    assert exponentials_before_barrier(sass) >= 32
     assert "or.b32 p, p, " not in kernel(name).ptx
 
 
 @pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", LOOPS)
 def test_behind_the_loop_nothing_changes(name: str) -> None:
-    """Shared memory is written, read, and its barriers wait for all warps, as in the kernel without turns."""
+    """Shared memory is written, read, and its barriers wait for all warps, as in the kernel without ping-pong."""
 
     def behind_the_loop(ptx: str) -> list[str]:
         products_and_copies = r"wgmma\.mma_async|cp\.async\.bulk"
@@ -247,14 +247,14 @@ def test_behind_the_loop_nothing_changes(name: str) -> None:
         return re.findall(r"bar\.sync|st\.shared[.\w]*|ld\.shared[.\w]*|\w*matrix[.\w]*", ended)
 
     shipped = kernel(name)  # compiled before anything is patched: other tests share it
-    ends_apart = any(x.name == separate_ends.NAME and x.applied for x in shipped.passes)
-    with mock.patch.object(separate_ends, "with_separate_ends", left_alone), recorded():
-        in_step = LOOPS[name]() if ends_apart else shipped
-        with mock.patch.object(warpgroup_turns, "with_turns", left_alone):
+    epilogue_apart = any(x.name == per_warpgroup_epilogue.NAME and x.applied for x in shipped.passes)
+    with mock.patch.object(per_warpgroup_epilogue, "with_per_warpgroup_epilogue", left_alone), recorded():
+        in_step = LOOPS[name]() if epilogue_apart else shipped
+        with mock.patch.object(pingpong, "with_pingpong", left_alone):
             found = LOOPS[name]()
-    in_turns = behind_the_loop(in_step.ptx)
-    assert in_turns == behind_the_loop(found.ptx)
-    assert any(x.startswith("st.shared") for x in in_turns)
+    pingpong_ptx = behind_the_loop(in_step.ptx)
+    assert pingpong_ptx == behind_the_loop(found.ptx)
+    assert any(x.startswith("st.shared") for x in pingpong_ptx)
 
 
 def in_front(lines: list[str]) -> str:
@@ -308,14 +308,14 @@ def test_what_comes_first_comes_with_what_it_needs() -> None:
 def test_other_loops_stay() -> None:
     before, without = shared_ir(LOOPS["three_stages"])[0]
     assert without is not None
-    assert warpgroup_turns.with_turns(text("three_stages")).applied  # the form of its loop is the same
+    assert pingpong.with_pingpong(text("three_stages")).applied  # the form of its loop is the same
     for other, reason in (
         (before, "its operations are"),
         (without.replace('"ttg.num-warps" = 8', '"ttg.num-warps" = 4'), "not two warpgroups"),
         (without.replace("warpsPerCTA = [8, 1]", "warpsPerCTA = [4, 2]"), "does not have half of the rows"),
         (without.replace("gpu.barrier", "gpu.something_else"), "its operations are"),
     ):
-        outcome = warpgroup_turns.with_turns(other)
+        outcome = pingpong.with_pingpong(other)
         assert not outcome.applied
         assert outcome.text == other
         assert reason in outcome.reason
@@ -478,7 +478,7 @@ class Program:
 def run(text_: str, stages: int, blocks: int, seed: int) -> None:
     """A program, its warps in an order of this seed."""
     before, _, body = split_at_loop(text_)
-    # Behind the loop: its end, what turns have there, a barrier of all or none, and the wait for the last product.
+    # Behind the loop: its end, what ping-pong has there, a barrier of all or none, and the wait for the last product.
     after = text_.split("\n")[len(before) + 1 + len(body) :][:4]
     program = Program({"before": before, "loop": body, "after": after}, stages, blocks)
     schedule = random.Random(seed)
@@ -510,7 +510,7 @@ def test_no_schedule_fails(name: str, blocks: int) -> None:
 @pytest.mark.parametrize("blocks", [0, 1, 2, 9])
 def test_no_schedule_fails_where_warpgroups_end_alone(name: str, blocks: int) -> None:
     """Their rows come into buffers of K: also the other warpgroup has read those."""
-    ends = separate_ends.with_separate_ends(text(name))
+    ends = per_warpgroup_epilogue.with_per_warpgroup_epilogue(text(name))
     assert ends.applied, ends.reason
     for seed in range(6):
         run(ends.text, STAGES[name], blocks, seed)
@@ -518,7 +518,7 @@ def test_no_schedule_fails_where_warpgroups_end_alone(name: str, blocks: int) ->
 
 @pytest.mark.parametrize("name", ["halves", "three_stages"])
 def test_the_machine_sees_an_end_that_comes_too_early(name: str) -> None:
-    ends = separate_ends.with_separate_ends(text(name)).text
+    ends = per_warpgroup_epilogue.with_per_warpgroup_epilogue(text(name)).text
     (at,) = re.findall(r".*%turns_behind_loop = .*\n", ends)
     with pytest.raises(AssertionError):  # noqa: PT012
         for seed in range(8):
@@ -542,7 +542,7 @@ def test_the_machine_can_fail(name: str, line: str) -> None:
 
 def test_one_warp_that_waits_is_too_few() -> None:
     """Where several issue copies."""
-    wrong = text("delayed_v").replace("mine, $1, 128; @mine bar.sync 3, 256", "mine, $1, 32; @mine bar.sync 3, 160")
+    wrong = text("stagger_v").replace("mine, $1, 128; @mine bar.sync 3, 256", "mine, $1, 32; @mine bar.sync 3, 160")
     wrong = wrong.replace("@mine bar.sync 3, 256", "setp.lt.u32 mine, $1, 32; @mine bar.sync 3, 160")
     wrong = wrong.replace("bar.arrive 3, 256", "bar.arrive 3, 160")
     with pytest.raises(AssertionError, match="written over while it is read"):  # noqa: PT012
@@ -567,7 +567,7 @@ def test_copies_are_of_the_first_warpgroup(name: str) -> None:
     found = [threads(predicate) for predicate in re.findall(r"@(%p\d+) cp\.async\.bulk\.tensor", loop)]
     copies = [x for x in split_at_loop(text(name))[2] if is_copy(x)]
     assert found == [[32 * row_bytes(x)] for x in copies]
-    assert max(max(found)) <= warpgroup_turns.WARPGROUP
+    assert max(max(found)) <= pingpong.WARPGROUP
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 import helion_attn as ha
 from devtools.sm90 import Sm90Kernel
 from helion_attn.compiler import triton_hook
-from helion_attn.compiler.passes import separate_ends, warpgroup_turns
+from helion_attn.compiler.passes import per_warpgroup_epilogue, pingpong
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.compiler.passes.ttgir import VALUE, Loop, defined
 from helpers.offline import assert_sound, compile_attention, compile_shape, compile_varlen
@@ -51,21 +51,21 @@ def kernel(name: str) -> Sm90Kernel:
 
 
 def outcome(found: Sm90Kernel) -> Outcome:
-    (of_ends,) = [x for x in found.passes if x.name == separate_ends.NAME]
-    return of_ends
+    (of_epilogue,) = [x for x in found.passes if x.name == per_warpgroup_epilogue.NAME]
+    return of_epilogue
 
 
-def behind_turns(ptx: str) -> str:
+def behind_pingpong(ptx: str) -> str:
     return ptx[ptx.index("behind_turns: ") :]
 
 
 @pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", ENDS)
-def test_no_barrier_of_all_warps_behind_the_turns(name: str) -> None:
+def test_no_barrier_of_all_warps_behind_the_pingpong(name: str) -> None:
     found = kernel(name)
     assert outcome(found).applied
     assert_sound(found)
-    end = behind_turns(found.ptx)
+    end = behind_pingpong(found.ptx)
     assert re.search(r"\b(bar|barrier)(\.\w+)*\s+0[,;]|mbarrier", end) is None
     assert re.search(r"st\.shared.*(\n.*)*bar\.warp\.sync|shfl\.sync", end)
     # Stores are as wide as rows of the output allow.
@@ -111,14 +111,14 @@ def size(line: str) -> int:
 def test_what_is_exchanged_comes_into_no_buffer_that_is_read(name: str) -> None:
     """V's, and the mbarriers, which the other warpgroup may still wait for."""
     without = shared_ir(ENDS[name])[0][1]
-    text = separate_ends.with_separate_ends(warpgroup_turns.with_turns(str(without)).text).text
+    text = per_warpgroup_epilogue.with_per_warpgroup_epilogue(pingpong.with_pingpong(str(without)).text).text
     _, _, behind = text.partition("behind_turns: ")
     freed_at_the_end = re.findall(rf"ttg\.local_dealloc ({VALUE}) :", behind[behind.rindex("tt.store") :])
     found = dict(zip(of_shared_memory(text), places(text), strict=True))
     kept = [place for line, place in found.items() if defined(line) in freed_at_the_end]
     exchanged = [place for line, place in found.items() if line in behind and place]
     loop = Loop.of(text)
-    of_v, mbarriers = separate_ends._allocations_of_v(loop), separate_ends._mbarriers(loop)
+    of_v, mbarriers = per_warpgroup_epilogue._allocations_of_v(loop), per_warpgroup_epilogue._mbarriers(loop)
     assert of_v
     assert mbarriers
     assert of_v | mbarriers == {*freed_at_the_end}
@@ -128,25 +128,27 @@ def test_what_is_exchanged_comes_into_no_buffer_that_is_read(name: str) -> None:
 
 
 def test_ptx_in_which_warps_exchange_rows_is_refused() -> None:
-    turn, store, load = "behind_turns: x;", "\tst.shared.v4.b32 \t[%r1], {%r2};", "\tld.shared.b32 \t%r3, [%r4];"
+    mark, store, load = "behind_turns: x;", "\tst.shared.v4.b32 \t[%r1], {%r2};", "\tld.shared.b32 \t%r3, [%r4];"
     of_warp, of_all = "\tbar.warp.sync \t-1;", "\tbar.sync \t0;"
     exchange = [store, of_warp, load]
-    found = separate_ends.separated("\n".join([of_all, turn, *exchange, of_all, *exchange, of_all]))
-    assert found == "\n".join([of_all, turn, *exchange, of_warp, *exchange, of_warp])
+    found = per_warpgroup_epilogue.without_epilogue_barriers(
+        "\n".join([of_all, mark, *exchange, of_all, *exchange, of_all])
+    )
+    assert found == "\n".join([of_all, mark, *exchange, of_warp, *exchange, of_warp])
     elsewhere = [store.replace("r1", "r5"), of_warp, load]
     for wrong in (
-        [turn, store, of_all, load],  # another warp's
-        [turn, store, load],
-        [turn, load, of_all, store],
-        [turn, *exchange, *elsewhere],
-        [turn, *exchange, of_all, *elsewhere],
-        [turn, *exchange, "\tred.shared.add.u32 \t[%r1], 1;"],
-        [turn, "\t@!%p1 st.shared.b32 \t[%r1], %r2;", of_all, load],
-        [turn, *exchange, "\tbar.red.popc.u32 \t%r1, 0, %p1;"],
+        [mark, store, of_all, load],  # another warp's
+        [mark, store, load],
+        [mark, load, of_all, store],
+        [mark, *exchange, *elsewhere],
+        [mark, *exchange, of_all, *elsewhere],
+        [mark, *exchange, "\tred.shared.add.u32 \t[%r1], 1;"],
+        [mark, "\t@!%p1 st.shared.b32 \t[%r1], %r2;", of_all, load],
+        [mark, *exchange, "\tbar.red.popc.u32 \t%r1, 0, %p1;"],
         exchange,
     ):
-        with pytest.raises(separate_ends.CannotSeparate):
-            separate_ends.separated("\n".join(wrong))
+        with pytest.raises(per_warpgroup_epilogue.EpilogueIsShared):
+            per_warpgroup_epilogue.without_epilogue_barriers("\n".join(wrong))
 
 
 def test_what_cannot_end_alone_is_compiled_in_step() -> None:
@@ -157,40 +159,40 @@ def test_what_cannot_end_alone_is_compiled_in_step() -> None:
     def compiling(source: str, key: str, refusals: triton_hook.Refusals) -> str:
         asked.append(refusals)
         keys.add(key)
-        if refusals.ends is None:
-            raise separate_ends.CannotSeparate("they need each other")
+        if refusals.epilogue is None:
+            raise per_warpgroup_epilogue.EpilogueIsShared("they need each other")
         return source
 
     with mock.patch.object(triton_hook, "_compile", compiling):
         assert triton_hook.compile_with_passes("source") == "source"
-    assert asked == [triton_hook.Refusals(), triton_hook.Refusals(ends="they need each other")]
+    assert asked == [triton_hook.Refusals(), triton_hook.Refusals(epilogue="they need each other")]
     assert len(keys) == 1
-    # The kernel is that of turns.
+    # The kernel is that of ping-pong.
     before = shared_ir(ENDS["balanced"])[0][0]
     found = {x.name: x for x in triton_hook.passed(before, asked[1])}
-    turns, ends = found[warpgroup_turns.NAME], found[separate_ends.NAME]
-    assert turns.applied
-    assert ends == Outcome(separate_ends.NAME, False, "they need each other", turns.text)
+    pingponged, epilogue = found[pingpong.NAME], found[per_warpgroup_epilogue.NAME]
+    assert pingponged.applied
+    assert epilogue == Outcome(per_warpgroup_epilogue.NAME, False, "they need each other", pingponged.text)
 
 
 def test_ir_that_does_not_verify_with_separate_ends_keeps_the_other_passes() -> None:
     """The compilation is asked for again, without this pass alone."""
     stages = {"ttgir": lambda module, metadata: module, "ptx": lambda module, metadata: ""}
-    outcomes = [Outcome("turns", True, "so", "taken"), Outcome(separate_ends.NAME, True, "so", "wrong")]
+    outcomes = [Outcome("pingpong", True, "so", "taken"), Outcome(per_warpgroup_epilogue.NAME, True, "so", "wrong")]
     triton_hook._add_passes(stages, triton_hook.Refusals())
     with (
         mock.patch.object(triton_hook, "passed", return_value=outcomes),
         mock.patch.object(triton_hook, "_parsed", side_effect=RuntimeError("a type is another")),
-        pytest.raises(separate_ends.CannotSeparate, match="does not verify: a type is another"),
+        pytest.raises(per_warpgroup_epilogue.EpilogueIsShared, match="does not verify: a type is another"),
     ):
         stages["ttgir"](mock.Mock(), {})
 
 
 def test_a_second_loop_keeps_warps_in_step() -> None:
-    text = warpgroup_turns.with_turns(str(shared_ir(ENDS["balanced"])[0][1])).text
+    text = pingpong.with_pingpong(str(shared_ir(ENDS["balanced"])[0][1])).text
     stored = next(line for line in reversed(text.split("\n")) if "tt.store" in line)
     second = text.replace(stored, f"    scf.for %i = %c0_i32 to %c1_i32 step %c1_i32  : i32 {{\n    }}\n{stored}")
-    found = separate_ends.with_separate_ends(second)
+    found = per_warpgroup_epilogue.with_per_warpgroup_epilogue(second)
     assert not found.applied
     assert found.reason == "scf. stands after it"
     assert found.text == second
@@ -200,6 +202,8 @@ def test_other_code_stays() -> None:
     without = str(shared_ir(ENDS["balanced"])[0][1])
     for text, reason in (
         ("module {\n}", "there is no loop"),
-        (without, "there are 0 of the marks of its turns' end, in place of one"),
+        (without, "there are 0 of the marks of its ping-pong's end, in place of one"),
     ):
-        assert separate_ends.with_separate_ends(text) == Outcome(separate_ends.NAME, False, reason, text)
+        assert per_warpgroup_epilogue.with_per_warpgroup_epilogue(text) == Outcome(
+            per_warpgroup_epilogue.NAME, False, reason, text
+        )

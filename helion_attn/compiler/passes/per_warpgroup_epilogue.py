@@ -1,4 +1,4 @@
-"""Each warpgroup stores its rows when it is done: a pass over Triton's IR of a kernel with turns, and one over its PTX.
+"""Give each warpgroup an epilogue of its own: a pass over Triton's IR of a kernel with ping-pong, and one over its PTX.
 
 After the loop Triton keeps all warps in step: it has barriers there, and exchanges the output between warps to store
 it. The warpgroup that is first done with its last P V waits for the other, half a block behind it, and no other program
@@ -8,7 +8,7 @@ runs on the SM meanwhile. Here no warp needs another's rows:
   Stores stay as wide.
 - The barriers after the loop go. The mbarriers are not invalidated, since nothing takes their place.
 - V's buffers and the mbarriers count as in use up to the end. What is exchanged between the lanes of a warp then comes
-  into buffers of Q or K. Both warpgroups are done with these: the turns end with a wait for the other's last Q K^T.
+  into buffers of Q or K. Both warpgroups are done with these: ping-pong ends with a wait for the other's last Q K^T.
 - In PTX, the barrier of all warps between two exchanges of lanes becomes one of a warp.
 
 No sum changes. What it gains: docs/notes/loads_and_turns.md.
@@ -32,7 +32,7 @@ from helion_attn.compiler.passes.ttgir import (
     over_loop,
 )
 
-NAME = "separate_ends"
+NAME = "per_warpgroup_epilogue"
 
 #: Rows of a warp's accumulator.
 _ROWS = 16
@@ -47,15 +47,15 @@ _SINGLE_ROWS = re.compile(r"(#\w+) = #ttg\.blocked<\{sizePerThread = \[1\], .*, 
 _NOT_BEHIND = ("scf.", "ttng.wait_barrier ", "ttng.async_tma_copy", PRODUCT)
 
 
-class CannotSeparate(Exception):
+class EpilogueIsShared(Exception):
     """The warpgroups of a kernel cannot end each by itself; the message says why."""
 
 
 @over_loop(NAME)
-def with_separate_ends(loop: Loop) -> tuple[list[str], str]:
-    """Let the warpgroups of the loop with turns end each by itself."""
+def with_per_warpgroup_epilogue(loop: Loop) -> tuple[list[str], str]:
+    """Let the warpgroups of the loop with ping-pong end each by itself."""
     marks = [i for i, line in enumerate(loop.after) if "behind_turns: " in line]
-    begin = only(marks, "the marks of its turns' end") + 1
+    begin = only(marks, "the marks of its ping-pong's end") + 1
     behind = loop.after[begin:]
     for operation in _NOT_BEHIND:
         if any(f" {operation}" in line for line in behind):
@@ -123,20 +123,20 @@ def _letter(line: str) -> str:
     return next((letter for pattern, letter in _LETTERS if re.match(pattern, instruction)), "")
 
 
-def separated(ptx: str) -> str:
-    """Have no barrier of all warps after the turns.
+def without_epilogue_barriers(ptx: str) -> str:
+    """Have no barrier of all warps after the ping-pong.
 
     Raises:
-        CannotSeparate: warps exchange rows with others there, or two exchanges have other places in shared memory.
+        EpilogueIsShared: warps exchange rows with others there, or two exchanges have other places in shared memory.
     """
     lines = ptx.split("\n")
-    turn = next((i for i, line in enumerate(lines) if "behind_turns: " in line), None)
-    if turn is None:
-        raise CannotSeparate("the mark of its turns' end is not in the PTX")
-    found = [(i, letter) for i in range(turn + 1, len(lines)) if (letter := _letter(lines[i]))]
+    mark = next((i for i, line in enumerate(lines) if "behind_turns: " in line), None)
+    if mark is None:
+        raise EpilogueIsShared("the mark of its ping-pong's end is not in the PTX")
+    found = [(i, letter) for i in range(mark + 1, len(lines)) if (letter := _letter(lines[i]))]
     form = "".join(letter for _, letter in found)
     if not re.fullmatch(_FORM, form):
-        raise CannotSeparate(f"its use of shared memory after the loop is {form}, which is not {_FORM}")
+        raise EpilogueIsShared(f"its use of shared memory after the loop is {form}, which is not {_FORM}")
     # A warp that is ahead must not come into the places of one that is behind.
     exchanges: list[dict[str, set[str]]] = []
     for i, letter in found:
@@ -145,7 +145,7 @@ def separated(ptx: str) -> str:
         if letter in "SL":
             exchanges[-1][letter] |= set(re.findall(r"\[([^\]]*)\]", lines[i]))
     if any(exchange != exchanges[0] for exchange in exchanges):
-        raise CannotSeparate("exchanges between lanes have different places in shared memory")
+        raise EpilogueIsShared("exchanges between lanes have different places in shared memory")
     for i, letter in found:
         if letter == "B":
             lines[i] = f"{indentation(lines[i])}bar.warp.sync \t-1;"
