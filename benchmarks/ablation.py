@@ -37,7 +37,7 @@ from helion_attn.compiler.helion_adapter import Config, helion_config
 from helion_attn.compiler.kernels import Compiled
 from helion_attn.configs import TileConfig, tile_config
 from helion_attn.kernels import attention
-from helion_attn.kernels.lib import softmax_bits, steps
+from helion_attn.kernels.lib import schraudolph, steps
 from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.numerics import takes_bits
 from helion_attn.preprocess.lib.v_layout import position_of_key
@@ -159,7 +159,7 @@ def variants(D: int) -> dict[str, Variant]:
     }
     if takes_bits(ha.FAST.pv_dtype, D):
         of_p = {
-            "V's keys in order": Variant(step=(softmax_bits, "by_fours", fours_in_order), interleaved=False),
+            "V's keys in order": Variant(step=(schraudolph, "by_fours", fours_in_order), interleaved=False),
             "P by exponentials": Variant(step=(attention, "takes_bits", by_exponentials)),
             "scores in fp32": Variant(recipe={"half_scores": False}),
         }

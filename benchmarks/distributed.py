@@ -48,7 +48,7 @@ from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import buffer_for, section
 from helion_attn.distributed.call import rank_steps
 from helion_attn.distributed.cut import Cut, cut_of
-from helion_attn.problem import GatheredParts, GatheredProblem, softmax_of
+from helion_attn.problem import GatheredProblem, RankChunks, softmax_of
 from helion_attn.testing import relative_error
 from helion_attn.types import Balance, QuantizedQKV, RecipeName, Scores, Strategy
 
@@ -138,17 +138,17 @@ def gathered_call(
         section(row, 0, heads, blocks, b.k_block)[0] = k8
         section(row, b.v_offset, heads, blocks, b.v_block)[0] = v8
     n = cut.chunk
-    parts = GatheredParts(
-        row_part_blocks=qkv.q8.size(1),
-        row_part_len=qkv.M,
+    parts = RankChunks(
+        row_chunk_blocks=qkv.q8.size(1),
+        row_chunk_len=qkv.M,
         row_first=qkv.N - qkv.M,
         row_step=0,
-        key_parts=2 * ranks if zigzag else ranks,
-        key_part_blocks=n // p.bn,
-        key_part_len=n,
+        key_chunks=2 * ranks if zigzag else ranks,
+        key_chunk_blocks=n // p.bn,
+        key_chunk_len=n,
         key_step=n,
         ranks=ranks,
-        mirrored=zigzag,
+        zigzag=zigzag,
         **rank_steps(b),
     )
     arguments = GatheredProblem(

@@ -195,7 +195,7 @@ MAX_ROW_SUM = 2.0**64
 MAX_REFERENCE_D = 128
 
 
-def keeps_reference(qk_dtype: torch.dtype, pv_dtype: torch.dtype, d: int) -> bool:
+def first_block_max(qk_dtype: torch.dtype, pv_dtype: torch.dtype, d: int) -> bool:
     """Whether P's reference is the maximum of the first block that a row sees; `d` the larger head dim, padded or not.
 
     bf16 has the range for it. It rounds the largest P of a later block, which against that block's own maximum it would
@@ -209,17 +209,17 @@ MAX_BITS_D = 128
 
 
 def takes_bits(pv_dtype: torch.dtype, d: int) -> bool:
-    """Whether the bits of a P that is summed in two levels come from the scores; `d` as in `keeps_reference`."""
+    """Whether the bits of a P that is summed in two levels come from the scores; `d` as in `first_block_max`."""
     return pv_dtype == torch.float8_e4m3fn and d <= MAX_BITS_D
 
 
 def takes_half_scores(k_dtype: torch.dtype, d: int, softcap: bool) -> bool:
-    """Whether scores of a KV cache are fp16; `d` as in `keeps_reference`. Int8 products have sums in int32 alone."""
+    """Whether scores of a KV cache are fp16; `d` as in `first_block_max`. Int8 products have sums in int32 alone."""
     return k_dtype == torch.float8_e4m3fn and d <= MAX_BITS_D and not softcap
 
 
 def most_amax_in_base(d: int) -> float:
-    """The largest magnitude of an e4m3 key of a KV cache in its page's base; `d` as in `keeps_reference`."""
+    """The largest magnitude of an e4m3 key of a KV cache in its page's base; `d` as in `first_block_max`."""
     return MOST_AMAX_IN_BASE if d <= MAX_BITS_D else E4M3_MAX
 
 

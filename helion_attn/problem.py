@@ -323,60 +323,60 @@ class AttentionProblem(NamedTuple):
         }
 
 
-class GatheredParts(NamedTuple):
-    """Where keys and rows lie whose parts come from several ranks, as `kernels.lib.gathered` has it.
+class RankChunks(NamedTuple):
+    """Where keys and rows lie whose chunks come from several ranks, as `kernels.lib.multi_rank` has it.
 
     Attributes:
-        row_part_blocks: query blocks of a part of the rows.
-        row_part_len: its rows.
+        row_chunk_blocks: query blocks of a chunk of rows.
+        row_chunk_len: its rows.
         row_first: the first row's position.
-        row_step: from the first row of a part to that of the next, in positions.
-        key_parts: parts of the keys.
-        key_part_blocks: key blocks of a part.
-        key_part_len: its keys.
-        key_step: from the first key of a part to that of the next, in positions.
+        row_step: from the first row of a chunk to that of the next, in positions.
+        key_chunks: chunks of the keys.
+        key_chunk_blocks: key blocks of a chunk.
+        key_chunk_len: its keys.
+        key_step: from the first key of a chunk to that of the next, in positions.
         ranks: whose keys there are.
         head_blocks: blocks of a head on a rank.
         k_rank_step: from a rank's blocks of K to those of the next, in blocks; and so `v_rank_step`.
         v_rank_step: the same for V.
-        mirrored: a rank has part r and part `2 * ranks - 1 - r`, in place of part r alone; kernels have it in
+        zigzag: a rank has chunk r and chunk `2 * ranks - 1 - r`, in place of chunk r alone; kernels have it in
             their spec.
     """
 
-    row_part_blocks: int
-    row_part_len: int
+    row_chunk_blocks: int
+    row_chunk_len: int
     row_first: int
     row_step: int
-    key_parts: int
-    key_part_blocks: int
-    key_part_len: int
+    key_chunks: int
+    key_chunk_blocks: int
+    key_chunk_len: int
     key_step: int
     ranks: int
     head_blocks: int
     k_rank_step: int
     v_rank_step: int
-    mirrored: bool
+    zigzag: bool
 
 
-#: Of a launch that has no parts.
-NO_PARTS = GatheredParts(1, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0, False)
+#: Of a launch that has no chunks.
+NO_CHUNKS = RankChunks(1, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 0, False)
 
 
 def magic(divisor: int) -> int:
-    """The int32 that `part_of_block` multiplies by, in place of a division (Robison, ARITH 2005).
+    """The int32 that `chunk_of_block` multiplies by, in place of a division (Robison, ARITH 2005).
 
-    The quotient is right up to where `parts_are_told_apart` says.
+    The quotient is right up to where `magic_finds_chunks` says.
     """
     factor = (2**32 - 1) // divisor
     return factor - 2**32 if factor >= 2**31 else factor
 
 
-def parts_are_told_apart(parts: int, blocks: int) -> bool:
-    """Whether every block of `parts` parts of `blocks` blocks is found in its own part, by `magic`.
+def magic_finds_chunks(chunks: int, blocks: int) -> bool:
+    """Whether every block of `chunks` chunks of `blocks` blocks is found in its own chunk, by `magic`.
 
-    Least where it is tightest, at the first block of a part q: (q n + 1) ((2**32 - 1) // n) >= 2**32 q, for n blocks.
+    Least where it is tightest, at the first block of a chunk q: (q n + 1) ((2**32 - 1) // n) >= 2**32 q, for n blocks.
     """
-    return (parts - 1) * blocks**2 + blocks <= 2**32
+    return (chunks - 1) * blocks**2 + blocks <= 2**32
 
 
 class GatheredProblem(NamedTuple):
@@ -412,7 +412,7 @@ class GatheredProblem(NamedTuple):
     lse: torch.Tensor
     row_bounds: torch.Tensor | None
     block_bounds: torch.Tensor | None
-    parts: GatheredParts
+    parts: RankChunks
     v_offset: int
     n_len: int
     d: int

@@ -11,7 +11,7 @@ import torch
 from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import buffer_for, mean_of_all, write_keys
 from helion_attn.distributed.call import Call, Part, attend, empty_outputs
-from helion_attn.problem import GatheredParts
+from helion_attn.problem import RankChunks
 from helion_attn.types import PackedTensors
 
 
@@ -26,7 +26,7 @@ def run(
     part = Part(
         rows,
         b,
-        GatheredParts(**call.own_rows(), **call.keys_of_all(b)),  # type: ignore[arg-type]
+        RankChunks(**call.own_rows(), **call.keys_of_all(b)),  # type: ignore[arg-type]
         call.k_cut.total,
         mean_of_all(rows, b, call.k_cut, packed.v_mean),
         bounds,

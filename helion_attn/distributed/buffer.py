@@ -17,7 +17,7 @@ import torch
 from helion_attn.configs import Packing
 from helion_attn.distributed.cut import Cut
 from helion_attn.preprocess.pack import recentres
-from helion_attn.problem import GatheredParts
+from helion_attn.problem import RankChunks
 from helion_attn.types import PackedTensors, Recipe
 
 #: Bytes that a section begins at a multiple of.
@@ -107,14 +107,14 @@ def write_keys(rows: torch.Tensor, b: Buffer, packed: PackedTensors) -> None:
         section(rows, b.mean_offset, b.heads, 4 * b.mean_channels)[0] = mean
 
 
-def descales_in_order(rows: torch.Tensor, b: Buffer, parts: GatheredParts, recipe: Recipe) -> torch.Tensor:
+def descales_in_order(rows: torch.Tensor, b: Buffer, parts: RankChunks, recipe: Recipe) -> torch.Tensor:
     """K's descales of all ranks: one a block, fp32 [heads * key blocks] in the order of the parts, or [heads]."""
     # [ranks, heads, descales]
     found = section(rows.view(torch.float32), b.descale_offset // 4, b.heads, b.descales)
     if recipe.k_scales != "block":
         return found[0].reshape(-1)
-    n = parts.key_part_blocks
-    if parts.mirrored:
+    n = parts.key_chunk_blocks
+    if parts.zigzag:
         found = torch.cat([found[..., :n], found[..., n : 2 * n].flip(0)])
     return found[..., :n].transpose(0, 1).reshape(-1)
 

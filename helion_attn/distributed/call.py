@@ -13,7 +13,7 @@ from helion_attn.configs import Packing
 from helion_attn.distributed.buffer import Buffer, descales_in_order
 from helion_attn.distributed.cut import Cut
 from helion_attn.ops.attention import empty_out_and_lse
-from helion_attn.problem import GatheredParts, GatheredProblem, Softmax
+from helion_attn.problem import GatheredProblem, RankChunks, Softmax
 from helion_attn.types import PackedTensors, Recipe
 from helion_attn.validate.distributed import check_places
 
@@ -75,12 +75,12 @@ class Call:
         check_places(ranks * (2 if self.k_cut.zigzag else 1), blocks, self.k_cut.lengths)
 
     def own_rows(self) -> dict[str, int]:
-        """Where this rank's rows lie, as `GatheredParts` has it."""
+        """Where this rank's rows lie, as `RankChunks` has it."""
         runs = self.q_cut.runs(self.rank)
         n = runs[0].size
         return {
-            "row_part_blocks": -(-n // self.packing.bm),
-            "row_part_len": n,
+            "row_chunk_blocks": -(-n // self.packing.bm),
+            "row_chunk_len": n,
             "row_first": runs[0].begin + self.more_keys,
             "row_step": runs[-1].begin - runs[0].begin,
         }
@@ -89,12 +89,12 @@ class Call:
         """Where the keys of all ranks lie in a buffer that was gathered."""
         n, ranks, zigzag = self.k_cut.chunk, self.k_cut.ranks, self.k_cut.zigzag
         return {
-            "key_parts": 2 * ranks if zigzag else ranks,
-            "key_part_blocks": -(-n // self.packing.bn),
-            "key_part_len": n,
+            "key_chunks": 2 * ranks if zigzag else ranks,
+            "key_chunk_blocks": -(-n // self.packing.bn),
+            "key_chunk_len": n,
             "key_step": n,
             "ranks": ranks,
-            "mirrored": zigzag,
+            "zigzag": zigzag,
             **rank_steps(b),
         }
 
@@ -122,7 +122,7 @@ class Part(NamedTuple):
 
     rows: torch.Tensor
     buffer: Buffer
-    parts: GatheredParts
+    parts: RankChunks
     n_len: int
     v_mean: torch.Tensor
     bounds: tuple[torch.Tensor, torch.Tensor] | None = None

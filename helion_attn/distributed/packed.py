@@ -49,7 +49,7 @@ def bounds_of_rows(
 
 
 def blocks_before(call: Call, positions: torch.Tensor, round_up: int) -> torch.Tensor:
-    """Blocks of keys before each position, as `kernels.lib.gathered.blocks_before` counts them in a kernel."""
+    """Blocks of keys before each position, as `kernels.lib.multi_rank.blocks_before` counts them in a kernel."""
     n, bn = call.k_cut.chunk, call.packing.bn
     part = (positions // n).clamp_max(call.k_cut.ranks - 1)
     part_blocks = -(-n // bn)

@@ -17,7 +17,7 @@ from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import Buffer, buffer_for, mean_of_all, write_keys
 from helion_attn.distributed.call import Call, Part, attend, empty_outputs, rank_steps
 from helion_attn.distributed.cut import Cut
-from helion_attn.problem import GatheredParts, MergeProblem
+from helion_attn.problem import MergeProblem, RankChunks
 from helion_attn.types import PackedTensors
 
 
@@ -41,14 +41,14 @@ def part_of(call: Call, source: int, rows: torch.Tensor, own_mean: torch.Tensor)
     first, n = runs[0]
     own_rows = call.own_rows()
     own_rows["row_first"] -= first
-    parts = GatheredParts(
+    parts = RankChunks(
         **own_rows,
-        key_parts=2 if call.k_cut.zigzag else 1,
-        key_part_blocks=-(-n // call.packing.bn),
-        key_part_len=n,
+        key_chunks=2 if call.k_cut.zigzag else 1,
+        key_chunk_blocks=-(-n // call.packing.bn),
+        key_chunk_len=n,
         key_step=max(runs[-1].begin - first, n),
         ranks=1,
-        mirrored=call.k_cut.zigzag,
+        zigzag=call.k_cut.zigzag,
         **rank_steps(b),
     )
     mean = mean_of_all(rows, b, Cut((call.k_cut.lengths[source],), False), own_mean)

@@ -15,7 +15,7 @@ from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import Buffer, aligned, as_bytes, buffer_for, mean_of_all, section
 from helion_attn.distributed.call import Call, Part, attend, empty_outputs
 from helion_attn.distributed.cut import Cut
-from helion_attn.problem import GatheredParts
+from helion_attn.problem import RankChunks
 from helion_attn.types import PackedTensors
 
 
@@ -157,9 +157,9 @@ def run(call: Call, packed: PackedTensors) -> tuple[torch.Tensor, torch.Tensor]:
     rows = collectives.exchange(rows, [b.size] * ranks, [b.size] * ranks, call.group).view(ranks, b.size)
     mine = received(call, s, rows, packed)
     n = cut.chunk
-    parts = GatheredParts(
-        row_part_blocks=-(-n // call.packing.bm),
-        row_part_len=n,
+    parts = RankChunks(
+        row_chunk_blocks=-(-n // call.packing.bm),
+        row_chunk_len=n,
         row_first=call.more_keys,
         row_step=n,
         **call.keys_of_all(b),  # type: ignore[arg-type]

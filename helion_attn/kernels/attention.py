@@ -3,8 +3,8 @@
 One program owns one block of `bm` query rows of one head and walks the key blocks of its KV head:
 
     s = q8 k8^T                          e4m3 or 16-bit, fp32 accumulate; or int8, int32
-    m_i = the block's maximum            fp32, p_offset_log2 below it; of 16-bit P the running one (`lib.references`)
-    p8 = 2**(s * qk_scale_log2 - m_i)    e4m3 up to D 128: bits from the score (`lib.softmax_bits`); else exp2, cast:
+    m_i = the block's maximum            fp32, p_offset_log2 below it; of 16-bit P the running one (`lib.block_max`)
+    p8 = 2**(s * qk_scale_log2 - m_i)    e4m3 up to D 128: bits from the score (`lib.schraudolph`); else exp2, cast:
                                          rounding point 1
     l_i = l_i * alpha + sum(p)           fp32; of rounded p with bits, else of p as it was
     acc = acc * alpha + (p8 v8)          two-level: a fresh FP8 product per block, added in fp32
@@ -27,7 +27,7 @@ loads (docs/notes/attention_kernel.md has what this and other choices gain). So 
 one FMA; of P by bits they have a branch of their own, behind the maximum.
 
 Where scores have 8 bits and P is bf16, whose range is that of fp32, there is no running maximum up to D 128
-(`numerics.keeps_reference`): the first block that a row sees gives the reference of all its P, and the accumulator is
+(`numerics.first_block_max`): the first block that a row sees gives the reference of all its P, and the accumulator is
 not rescaled. Where a row's sum passes `MAX_ROW_SUM`, the program walks all blocks again, with a running maximum.
 
 Three specialisations more, which cost nothing where they are not asked for. A window (Longformer, arXiv:2004.05150;
@@ -39,9 +39,9 @@ With few queries, each head of a group would fill a tile in part. So the group's
 may share tiles (PackGQA in the code of FlashAttention-3, arXiv:2407.08608). Their rows stay where `quantize` put them:
 a program gathers its own.
 
-Few query blocks on many keys leave SMs idle. So the key blocks of each program are then split into runs, a program for
-each (FlashDecoding), which write fp32 parts: as above, each with the sum of its own keys. `merge_splits` averages them
-by their lse. V's mean is in every part that has a key, and so once in the average; sinks are left to the merge.
+Few query blocks on many keys leave SMs idle. So the key blocks of each program are then split, a program for a
+split (FlashDecoding), which writes fp32: as above, each with the sum of its own keys. `merge_splits` averages them by
+their lse. V's mean is in every split that has a key, and so once in the average; sinks are left to the merge.
 """
 
 from __future__ import annotations
@@ -55,20 +55,21 @@ from helion_attn.compiler.helion_adapter import MAX_REGISTERS, helion, helion_co
 from helion_attn.compiler.kernels import Compiled, compiled, interpreted
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.configs import MASK_BLOCK, MAX_FRESH_D, TileConfig, scheduling
+from helion_attn.kernels.lib.block_max import update_block_max
 from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.keys import (
     at_edge,
     block_of_keys,
     first_k_descale,
     first_key_of_block,
-    first_special_block,
+    first_masked_block,
     k_descale_of,
     keys_of,
     next_k_descale,
 )
-from helion_attn.kernels.lib.lists import (
+from helion_attn.kernels.lib.kv_lists import (
     block_at_edge,
-    block_of_place,
+    block_of_entry,
     first_entry_of,
     list_arguments,
     next_entry_of,
@@ -76,7 +77,6 @@ from helion_attn.kernels.lib.lists import (
 )
 from helion_attn.kernels.lib.masks import Bounds, bounds_of_rows, visible_keys, within_bounds
 from helion_attn.kernels.lib.query import Query, quantised_rows, query_arguments
-from helion_attn.kernels.lib.references import own_references
 from helion_attn.kernels.lib.rows import (
     first_packed_row,
     out_rows_of,
@@ -85,7 +85,7 @@ from helion_attn.kernels.lib.rows import (
     rows_of,
     rows_on_diagonal,
 )
-from helion_attn.kernels.lib.softmax_bits import (
+from helion_attn.kernels.lib.schraudolph import (
     hidden,
     in_fp16_steps,
     largest_scores,
@@ -99,13 +99,13 @@ from helion_attn.kernels.lib.steps import (
     add_sink,
     keys_first,
     online_softmax_step,
+    row_sum_overflows,
     scaled,
     scaled_largest,
     scores,
     softmax_input,
     store_lse,
     store_out,
-    sum_passed,
     v_rows,
 )
 from helion_attn.kernels.merge_splits import merge_splits
@@ -116,16 +116,16 @@ from helion_attn.numerics import (
     MAX_FUSED_HALF_SCALE_LOG2,
     MAX_FUSED_SCALE_LOG2,
     NO_KEY,
-    keeps_reference,
+    first_block_max,
     takes_bits,
 )
-from helion_attn.problem import NO_PARTS, AttentionProblem, GatheredParts, ListSteps, ScoreScales, list_steps, magic
+from helion_attn.problem import NO_CHUNKS, AttentionProblem, ListSteps, RankChunks, ScoreScales, list_steps, magic
 
 
 def fp8_attn_fwd(
     q8: torch.Tensor,  # [B * H, M_blocks, bm, D_pad]
     k8: torch.Tensor,  # [B * H_kv, N_blocks, bn, D_pad]
-    v8: torch.Tensor,  # [B * H_kv, N_blocks, D_v_pad, bn], with `in_halves` [B * H_kv, N_blocks * 2, D_v_pad / 2, bn],
+    v8: torch.Tensor,  # [B * H_kv, N_blocks, D_v_pad, bn], with `split_v` [B * H_kv, N_blocks * 2, D_v_pad / 2, bn],
     # or of 16 bits [B * H_kv, N_blocks, bn, D_v_pad]
     q_descale: torch.Tensor,  # [B * H * M_blocks * bm]
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
@@ -141,13 +141,13 @@ def fp8_attn_fwd(
     cos: torch.Tensor,
     sin: torch.Tensor,
     q_positions: torch.Tensor,
-    row_bounds: torch.Tensor,  # [2, M_blocks * bm] if bounded
-    block_bounds: torch.Tensor,  # [M_blocks, 4] if bounded
-    lists: torch.Tensor,  # [lists * 2] if listed
-    entries: torch.Tensor,  # [lists * N_blocks] if listed
+    row_bounds: torch.Tensor,  # [2, M_blocks * bm] if row_ranges
+    block_bounds: torch.Tensor,  # [M_blocks, 4] if row_ranges
+    lists: torch.Tensor,  # [lists * 2] if block_sparse
+    entries: torch.Tensor,  # [lists * N_blocks] if block_sparse
     tile_of: torch.Tensor,  # as `entries`, or of one element
-    tiles: torch.Tensor,  # [T * MASK_BLOCK * words of a row] if listed
-    out: torch.Tensor,  # [B * H * M, D_v], or [splits * B * H * M, D_v] if split, written
+    tiles: torch.Tensor,  # [T * MASK_BLOCK * words of a row] if block_sparse
+    out: torch.Tensor,  # [B * H * M, D_v], or [splits * B * H * M, D_v] if is_split_kv, written
     lse: torch.Tensor,  # [B * H * M], or [splits * B * H * M], written
     m_len: int,
     n_len: int,
@@ -163,7 +163,7 @@ def fp8_attn_fwd(
     right: int,
     splits: int,
     head_group: int,
-    parts: GatheredParts,
+    chunks: RankChunks,
     key_magic: int,
     list_steps: ListSteps,
     scales: ScoreScales,
@@ -181,23 +181,23 @@ def fp8_attn_fwd(
     key block. A sequence's keys are counted from the first packed block of all: it is the bounds that differ, not the
     loop.
 
-    With `split` there are `splits` times as many heads in the grid, a run after the other, and in `out`, fp32, and
-    `lse`: both [splits, B, H, M, ...], whatever the steps say.
+    With `is_split_kv` there are `splits` times as many heads in the grid, a split after the other, and in `out`, fp32,
+    and `lse`: both [splits, B, H, M, ...], whatever the steps say.
 
     With `pack_gqa` the grid has KV heads in place of heads, and the heads of a group, `group` of them but no more than
     two to `group_log2`, share tiles: the group's row r is query `r >> group_log2` of its head `r % 2**group_log2`.
     Then there are `q_row_descales`, and no `varlen`.
 
-    With `in_halves` P V is two products, of half of V's channels each.
+    With `split_v` P V is two products, of half of V's channels each.
 
-    With `gathered` K and V are in parts, of several ranks, and so may the rows be: `kernels.lib.gathered` says where
-    each lies, and what `parts` are. k8 and v8 have one head then, of all blocks, and
-    out and lse have the rows of all parts. There is no `varlen`, `split` or `pack_gqa`. With `bounded` besides, a row
-    sees the keys from one position up to another: `row_bounds` has these of every row, `block_bounds` what follows of a
-    block's key blocks; and there are no edges.
+    With `multi_rank` K and V are in chunks, of several ranks, and so may the rows be: `kernels.lib.multi_rank` says
+    where each lies, and what `chunks` are. k8 and v8 have one head then, of all blocks, and out and lse have the rows
+    of all chunks. There is no `varlen`, `is_split_kv` or `pack_gqa`. With `row_ranges` besides, a row sees the keys
+    from one position up to another: `row_bounds` has these of every row, `block_bounds` what follows of a block's key
+    blocks; and there are no edges.
 
-    With `listed` the loop walks places of a list of key blocks: `kernels.lib.lists` says which. There is no `varlen`,
-    `gathered` or `pack_gqa`.
+    With `block_sparse` the loop walks the entries of a KV list: `kernels.lib.kv_lists` says which. There is no
+    `varlen`, `multi_rank` or `pack_gqa`.
     """
     # Passed on to Triton: the registers that the config's occupancy leaves to a thread.
     hl.register_tunable(MAX_REGISTERS, helion.autotuner.IntegerFragment(24, 255, 255))
@@ -216,13 +216,13 @@ def fp8_attn_fwd(
     hl.specialize((q8.size(3), v8.size(2), v8.size(3)))
     if spec.quantises_q:
         m_blocks = (m_len + bm - 1) // bm
-        if spec.listed:
+        if spec.block_sparse:
             m_blocks = list_steps.row_blocks * (MASK_BLOCK // bm)
         hl.specialize((q.stride(0), cos.stride(0), sin.stride(0), k_mean.stride(0), channel_factors.stride(0)))
     else:
         m_blocks = q8.size(1)
     d_v_tile = v8.size(2) if v8.dtype.itemsize == 1 else v8.size(3)
-    d_v_pad = d_v_tile * 2 if spec.in_halves else d_v_tile
+    d_v_pad = d_v_tile * 2 if spec.split_v else d_v_tile
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loops.
     l_lanes = 8
@@ -236,21 +236,21 @@ def fp8_attn_fwd(
         hl.specialize((q_rows.stride(0), q_rows.stride(1)))
     else:
         head_size, blocks = bh_size, m_blocks
-    if spec.listed:
+    if spec.block_sparse:
         blocks = list_steps.row_blocks * (MASK_BLOCK // bm)
         hl.specialize(k_descale.stride(0))
-    grid_heads = splits * head_size if spec.split else head_size
-    rows_differ = spec.listed or (spec.has_right and not spec.has_left)
-    heads_at_once = head_group if rows_differ and not (spec.varlen or spec.split) else 1
+    grid_heads = splits * head_size if spec.is_split_kv else head_size
+    rows_differ = spec.block_sparse or (spec.has_right and not spec.has_left)
+    heads_at_once = head_group if rows_differ and not (spec.varlen or spec.is_split_kv) else 1
     for grid_group, program in hl.grid([grid_heads // heads_at_once, blocks * heads_at_once]):
         grid_head = grid_group * heads_at_once + program % heads_at_once
         grid_block = program // heads_at_once
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         rows = rows_of(
             q_blocks, lists, grid_head, grid_block, head_size, blocks, k8.size(0), n_blocks, head_group, group, m_len,
-            n_len, bm, bn, m_blocks, parts, list_steps, spec,
+            n_len, bm, bn, m_blocks, chunks, list_steps, spec,
         )  # fmt: skip
-        keys = keys_of(block_bounds, rows, grid_head, head_size, splits, n_len, left, right, bm, bn, parts, spec)
+        keys = keys_of(block_bounds, rows, grid_head, head_size, splits, n_len, left, right, bm, bn, chunks, spec)
         # Helion's branches take no record of several tensors.
         kv, row_begin, diagonal = rows.kv, rows.begin, rows.diagonal
         run_begin, run_end, n_full, key_end = keys.begin, keys.stop, keys.full, rows.key_end
@@ -277,11 +277,11 @@ def fp8_attn_fwd(
         else:
             q_scale = hl.load(q_descale, [first_packed_row(rows, m_blocks, bm, spec)])
         entry = first_entry_of(entries, run_begin, spec)
-        first_block = block_of_place(run_begin, entry, spec)
+        first_block = block_of_entry(run_begin, entry, spec)
         # The descale of the block at hand. With one a block, the next is loaded a block ahead: loaded in the block that
         # uses it, Triton's pipeliner sends it through shared memory and adds a barrier.
         if spec.k_block_descales:
-            k_scale = first_k_descale(k_descale, first_block, kv, first_descale, n_blocks, parts, spec)
+            k_scale = first_k_descale(k_descale, first_block, kv, first_descale, n_blocks, chunks, spec)
         else:
             k_scale = k_descale[rows.descale_row]
         # [bm, D_pad]
@@ -292,75 +292,75 @@ def fp8_attn_fwd(
         q_scale_log2 = q_scale * scales.qk_scale
         if spec.q_row_descales:
             # A row that is NaN or infinite must not change its neighbours.
-            known_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
-            max_fused_k_scale = spec.max_fused_scale / torch.amax(known_scale_log2, 0)
+            finite_scale_log2 = torch.where(q_scale_log2 < float("inf"), q_scale_log2, 0.0)
+            max_fused_k_scale = spec.max_fused_scale / torch.amax(finite_scale_log2, 0)
         else:
             max_fused_k_scale = spec.max_fused_scale / q_scale_log2
         # [bm], what smooth-K took from all of a row's scores
         shift = hl.zeros([bm], dtype=torch.float32)
         if spec.shifts_scores:
             shift = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
-        m_i = hl.full([bm], NO_KEY if spec.own_reference else float("-inf"), dtype=torch.float32)
+        m_i = hl.full([bm], NO_KEY if spec.block_max else float("-inf"), dtype=torch.float32)
         m_run = m_i
-        l_i = hl.zeros([bm] if spec.p_bits else [bm, l_lanes], dtype=torch.float32)
+        l_i = hl.zeros([bm] if spec.schraudolph_exp2 else [bm, l_lanes], dtype=torch.float32)
         # [bm, D_v_pad], or each half of it
         acc = hl.zeros([bm, d_v_tile], dtype=torch.float32)
-        if spec.in_halves:
+        if spec.split_v:
             acc_high = hl.zeros([bm, d_v_tile], dtype=torch.float32)
 
         # [bm], loaded here, since in the loop they would go through shared memory
-        keys_from, keys_up_to = bounds_of_rows(row_bounds, rows.m_block, bm, spec.bounded)
+        keys_from, keys_up_to = bounds_of_rows(row_bounds, rows.m_block, bm, spec.row_ranges)
 
-        n_special = first_special_block(keys, spec)
-        for place in hl.grid(run_begin, run_end):
-            entry_at_hand, j = entry, block_of_place(place, entry, spec)
-            if spec.listed:
-                entry = next_entry_of(entries, place, run_end)
-            next_block = block_of_place(place, entry, spec)
+        n_masked = first_masked_block(keys, spec)
+        for entry_idx in hl.grid(run_begin, run_end):
+            entry_at_hand, j = entry, block_of_entry(entry_idx, entry, spec)
+            if spec.block_sparse:
+                entry = next_entry_of(entries, entry_idx, run_end)
+            next_block = block_of_entry(entry_idx, entry, spec)
             s_scale_log2 = q_scale_log2 * k_scale
             # Masked scores, -inf before they are scaled, stay so: no scale is 0.
             if spec.half_scores:
                 s_scale_log2 = in_fp16_steps(s_scale_log2, spec.is_cuda)
-            elif spec.p_bits:
+            elif spec.schraudolph_exp2:
                 s_scale_log2 = maximum(s_scale_log2, hl.full([], FP32_TINY, dtype=torch.float32), spec.is_cuda)
             # Not "large", since a NaN is not within.
             within = (k_scale <= max_fused_k_scale).to(torch.int32)
             if spec.k_block_descales:
                 k_scale = next_k_descale(k_descale, next_block, run_end, kv, first_descale, n_blocks, spec)
             # [bn, D_pad] and [d_v_tile, bn], or of 16 bits [bn, D_v_pad]
-            k_block, v_block, v_high, part = block_of_keys(k8, v8, j, kv, head_first, key_magic, parts, spec)
+            k_block, v_block, v_high, chunk = block_of_keys(k8, v8, j, kv, head_first, key_magic, chunks, spec)
             # [bm, bn]
             s = scores(q_tile, k_block.transpose(0, 1), bm, bn, spec.half_scores, spec.is_cuda)
             s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, shift, spec)
             # Blocks at an edge of what is visible, those that references come from, and those of a large scale: one
             # branch for all.
-            edge = at_edge(j, part, entry_at_hand, n_special, n_full, parts, spec)
-            if spec.p_bits:
+            edge = at_edge(j, chunk, entry_at_hand, n_masked, n_full, chunks, spec)
+            if spec.schraudolph_exp2:
                 special = edge
             else:
                 special = 1 - within + edge
             if special > 0:
-                if not spec.p_bits:
+                if not spec.schraudolph_exp2:
                     # Exact, then rounded: against a running maximum the largest P is 2**p_offset_log2 while fp32 tells
                     # m_i from it.
                     s = scaled(s - spec.softmax_bias, s_scale_log2, spec.softmax_row_descales)
                 # The key index is made inside the loop; kept outside, it takes 32 registers and the third CTA with it.
                 first_key, keys_end = first_key_of_block(
-                    block_at_edge(place, entry_at_hand, spec), part, key_end, bn, parts, spec
+                    block_at_edge(entry_idx, entry_at_hand, spec), chunk, key_end, bn, chunks, spec
                 )
                 positions = first_key + hl.arange(bn)
                 on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
                 visible = visible_keys(positions, on_diagonal, keys_end, left, right, spec)
-                visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.bounded)
-                visible = within_tile(visible, tile_of, tiles, place, entry_at_hand, row_begin, bm, bn, spec)
+                visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.row_ranges)
+                visible = within_tile(visible, tile_of, tiles, entry_idx, entry_at_hand, row_begin, bm, bn, spec)
                 s = hidden(s, visible, bm, bn, spec)
-                if spec.keeps_reference:
+                if spec.first_block_max:
                     m_i = torch.where(m_i == float("-inf"), torch.amax(s, 1), m_i)
-            if spec.p_bits:
+            if spec.schraudolph_exp2:
                 largest = largest_scores(s, bm, bn, spec)
                 top = scaled_largest(largest - spec.softmax_bias, s_scale_log2, spec)
                 m_before = m_i
-                m_run, m_i = own_references(top, m_run, spec.is_cuda)
+                m_run, m_i = update_block_max(top, m_run, spec.is_cuda)
                 wide = 1 - within
                 if wide > 0:
                     s = wide_scores(s, s_scale_log2, largest, top, m_i, bm, bn, spec)
@@ -375,40 +375,40 @@ def fp8_attn_fwd(
                     s, bias, s_scale_log2, m_run, m_i, l_i, bm, bn, l_lanes, v8.dtype, spec
                 )
             acc = accumulate(acc, alpha, p8, keys_first(v_block), spec)
-            if spec.in_halves:
+            if spec.split_v:
                 acc_high = accumulate(acc_high, alpha, p8, keys_first(v_high), spec)
-            if spec.p_bits:
+            if spec.schraudolph_exp2:
                 l_i = l_i * alpha.squeeze(1) + row_sums(p8)
 
         # These come while the rows are summed, where no other program runs meanwhile. At D 64 ptxas would wait for each
         # single product of 16 bits.
-        sums_cover_loads = d_v_tile == 256 or (spec.in_halves and not spec.varlen)
+        sums_cover_loads = d_v_tile == 256 or (spec.split_v and not spec.varlen)
         if sums_cover_loads:
             mean, descale = v_rows(v_mean, v_descale, rows.mean_row, rows.descale_row, 0, d_v_tile, d_v_pad, spec)
         # By channel, descales of both halves are more than registers hold.
-        both_covered = spec.in_halves and sums_cover_loads and not spec.v_channel_descales
+        both_covered = spec.split_v and sums_cover_loads and not spec.v_channel_descales
         if both_covered:
             mean_high, descale_high = v_rows(
                 v_mean, v_descale, rows.mean_row, rows.descale_row, d_v_tile, d_v_tile, d_v_pad, spec
             )
         # [bm]
-        if spec.p_bits:
+        if spec.schraudolph_exp2:
             row_sum = l_i
         else:
             row_sum = l_i.sum(1)
-        if spec.keeps_reference:
+        if spec.first_block_max:
             # A sum that bf16 or fp32 may not hold: all again, against the running maximum.
-            again = sum_passed(row_sum)
+            again = row_sum_overflows(row_sum)
             if again > 0:
                 m_i = hl.full([bm], float("-inf"), dtype=torch.float32)
                 l_i = hl.zeros([bm, l_lanes], dtype=torch.float32)
                 scaled_spec = spec.of_scaled_scores
                 acc = hl.zeros([bm, d_v_pad], dtype=torch.float32)
                 for i in hl.grid(run_begin, run_end):
-                    k_block_again, v_block_again, _, part_again = block_of_keys(
-                        k8, v8, i, kv, head_first, key_magic, parts, spec
+                    k_block_again, v_block_again, _, chunk_again = block_of_keys(
+                        k8, v8, i, kv, head_first, key_magic, chunks, spec
                     )
-                    first_again, end_again = first_key_of_block(i, part_again, key_end, bn, parts, spec)
+                    first_again, end_again = first_key_of_block(i, chunk_again, key_end, bn, chunks, spec)
                     if spec.k_block_descales:
                         k_scale = k_descale_of(k_descale, i, kv, first_descale, n_blocks, spec)
                     # [bm, bn]
@@ -418,7 +418,7 @@ def fp8_attn_fwd(
                     positions = first_again + hl.arange(bn)
                     on_diagonal = rows_on_diagonal(row_begin, diagonal, n_len - m_len, bm, spec)
                     visible = visible_keys(positions, on_diagonal, end_again, left, right, spec)
-                    visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.bounded)
+                    visible = within_bounds(visible, positions, keys_from, keys_up_to, spec.row_ranges)
                     s = torch.where(visible, s, float("-inf"))
                     p8, alpha, _, m_i, l_i = online_softmax_step(
                         s, 0.0, hl.full([], 1.0, dtype=torch.float32), m_i, m_i, l_i, bm, bn, l_lanes, v8.dtype,
@@ -432,10 +432,10 @@ def fp8_attn_fwd(
         total = row_sum
         rescale = row_sum
         m_keys = m_i
-        if spec.own_reference:
+        if spec.block_max:
             m_keys = torch.where(row_sum == 0.0, float("-inf"), m_i)
-        # [bm], of each row its query, and its head: in the output, and in the parts
-        query, head, part_head, row_in_range = queries_of_rows(rows, grid_head, group, bm, spec)
+        # [bm], of each row its query, and its head: in the output, and in the splits
+        query, head, split_head, row_in_range = queries_of_rows(rows, grid_head, group, bm, spec)
         if spec.shifts_lse:
             shift = hl.load(lse_shift, [packed_rows]) * scales.qk_scale
         if spec.has_sinks:
@@ -450,14 +450,14 @@ def fp8_attn_fwd(
                 sink_log2 = sink_log2 - shift
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
         # Before the output: with it after, ptxas waits for each single product where Q, K and V are of 16 bits.
-        lse_rows = (part_head if spec.split else head) * m_len + query
+        lse_rows = (split_head if spec.is_split_kv else head) * m_len + query
         store_lse(lse, m_i, total, shift, lse_rows, row_in_range, spec.shifts_lse)
-        out_rows = out_rows_of(query, head, part_head, heads, m_len, out_head_step, out_row_step, spec)
-        if spec.in_halves and not both_covered:
+        out_rows = out_rows_of(query, head, split_head, heads, m_len, out_head_step, out_row_step, spec)
+        if spec.split_v and not both_covered:
             mean_high, descale_high = v_rows(
                 v_mean, v_descale, rows.mean_row, rows.descale_row, d_v_tile, d_v_tile, d_v_pad, spec
             )
-        if spec.in_halves:
+        if spec.split_v:
             store_out(
                 out, acc_high, mean_high, descale_high, m_keys, row_sum, rescale, total, out_rows, row_in_range,
                 d_v_tile, d_v_tile, d_v_pad, d_out, spec,
@@ -492,7 +492,7 @@ def launch(
     splits: int = 1,
     pack_gqa: bool = False,
     query: Query | None = None,
-    parts_of_ranks: GatheredParts | None = None,
+    rank_chunks: RankChunks | None = None,
     bounds: Bounds | None = None,
 ) -> None:
     """Write `out` and `lse`.
@@ -504,68 +504,68 @@ def launch(
             [M, H, D_v], and `bshd`.
         lse: fp32 [B, H, M], natural log; with `q_blocks` [H, M].
         q_blocks: of `PackedVarlen`, or None.
-        splits: runs of a program's key blocks, as `scheduling.key_splits` has it; 1 with `q_blocks`.
+        splits: splits of the keys, as `scheduling.key_splits` has it; 1 with `q_blocks`.
         pack_gqa: the heads of a group share tiles; not with `q_blocks`.
         query: Q that the kernel quantises, where no block of Q is packed; `ops.dense.quantises_q` says when.
-        parts_of_ranks: where keys of several ranks lie, and the rows that attend to them, or None. Then `a.n_len` is
+        rank_chunks: where keys of several ranks lie, and the rows that attend to them, or None. Then `a.n_len` is
             where their positions end; and no `q_blocks`, `splits` or `pack_gqa`.
-        bounds: which keys rows see, or None; with `parts_of_ranks` alone.
+        bounds: which keys rows see, or None; with `rank_chunks` alone.
     """
     q8, k8, v8 = a.packed.q8, a.packed.k8, a.packed.v8
     # Also stands for tensors that are not read: its view is there already.
     q_descale = a.packed.q_descale.view(-1)
     sizes, choices = a.sizes(), a.choices()
-    if parts_of_ranks is not None:
+    if rank_chunks is not None:
         # Positions, and not rows, are what edges are measured in.
         sizes |= {"left": min(a.softmax.left, MAX_POSITION), "right": min(a.softmax.right, MAX_POSITION)}
-    in_parts = splits > 1
+    is_split_kv = splits > 1
     # Two to it are the rows of a query.
     group_log2 = (sizes["group"] - 1).bit_length() if pack_gqa else 0
-    # Parts are BHSD, and without sinks.
-    parts = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if in_parts else out
-    part_lse = lse.new_empty((splits, lse.numel())) if in_parts else lse
-    part_sinks = None if in_parts else a.softmax.sinks
+    # Splits are BHSD, and without sinks.
+    partial_out = out.new_empty((splits * lse.numel(), out.size(-1)), dtype=torch.float32) if is_split_kv else out
+    partial_lse = lse.new_empty((splits, lse.numel())) if is_split_kv else lse
+    split_sinks = None if is_split_kv else a.softmax.sinks
     two_level = a.recipe.is_two_level(tile.two_level)
-    own_reference = two_level and v8.dtype.itemsize == 1
-    p_bits = own_reference and takes_bits(v8.dtype, tile.D_pad)
-    half_scores = p_bits and a.recipe.half_scores and not choices["has_softcap"]
-    in_halves = two_level and v8.size(2) > MAX_FRESH_D
+    block_max = two_level and v8.dtype.itemsize == 1
+    schraudolph_exp2 = block_max and takes_bits(v8.dtype, tile.D_pad)
+    half_scores = schraudolph_exp2 and a.recipe.half_scores and not choices["has_softcap"]
+    split_v = two_level and v8.size(2) > MAX_FRESH_D
     head_group = 1
-    listed = a.block_mask.listed
-    if (a.softmax.rows_differ or listed) and not in_parts:
-        places = sm_count(q8), tile.ctas_per_sm
+    block_sparse = a.block_mask.listed
+    if (a.softmax.rows_differ or block_sparse) and not is_split_kv:
+        occupancy = sm_count(q8), tile.ctas_per_sm
         if q_blocks is not None:
-            head_group = scheduling.group_programs(*places)
+            head_group = scheduling.group_programs(*occupancy)
         else:
             grid_heads = k8.size(0) if pack_gqa else q8.size(0)
-            head_group = scheduling.head_group(grid_heads, -(-(a.m_len << group_log2) // tile.bm), *places)
+            head_group = scheduling.head_group(grid_heads, -(-(a.m_len << group_log2) // tile.bm), *occupancy)
     # Heads that share tiles have descales of their own.
     choices["q_row_descales"] = choices["q_row_descales"] or pack_gqa
-    parts_at = NO_PARTS if parts_of_ranks is None else parts_of_ranks
-    of_query, query_spec = query_arguments(query, a, tile.bm)
+    chunks = NO_CHUNKS if rank_chunks is None else rank_chunks
+    query_tensors, query_spec = query_arguments(query, a, tile.bm)
     spec = AttentionSpec(
         s_bias=INT8_SCORE_BIAS if q8.dtype == torch.int8 and q8.is_cuda else 0.0,
         max_fused_scale=MAX_FUSED_HALF_SCALE_LOG2 if half_scores else MAX_FUSED_SCALE_LOG2[q8.dtype],
         p_offset_log2=float(a.recipe.p_offset),
         **choices,
-        has_sinks=part_sinks is not None,
+        has_sinks=split_sinks is not None,
         # The first block of a list need not be one that all rows see.
-        keeps_reference=keeps_reference(q8.dtype, v8.dtype, tile.D_pad) and not listed,
+        first_block_max=first_block_max(q8.dtype, v8.dtype, tile.D_pad) and not block_sparse,
         two_level=two_level,
-        own_reference=own_reference,
-        p_bits=p_bits,
+        block_max=block_max,
+        schraudolph_exp2=schraudolph_exp2,
         half_scores=half_scores,
-        in_halves=in_halves,
+        split_v=split_v,
         varlen=q_blocks is not None,
-        split=in_parts,
+        is_split_kv=is_split_kv,
         pack_gqa=pack_gqa,
         group_log2=group_log2,
         bn_log2=k8.size(2).bit_length() - 1,
-        gathered=parts_of_ranks is not None,
-        mirrored=parts_at.mirrored,
-        same_places=parts_at.k_rank_step == parts_at.v_rank_step,
-        bounded=bounds is not None,
-        listed=listed,
+        multi_rank=rank_chunks is not None,
+        zigzag=chunks.zigzag,
+        same_kv_layout=chunks.k_rank_step == chunks.v_rank_step,
+        row_ranges=bounds is not None,
+        block_sparse=block_sparse,
         query=query_spec,
         is_cuda=q8.is_cuda,
     )
@@ -574,29 +574,29 @@ def launch(
         {
             "q8": q8,
             "k8": k8,
-            "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if in_halves else v8,
+            "v8": v8.view(v8.size(0), -1, v8.size(2) // 2, v8.size(3)) if split_v else v8,
             "q_descale": q_descale,
             "k_descale": a.packed.k_descale.view(-1),
             "v_descale": a.packed.v_descale.view(-1),
             "v_mean": a.packed.v_mean.view(-1),
-            "sinks": q_descale if part_sinks is None else part_sinks,
+            "sinks": q_descale if split_sinks is None else split_sinks,
             "q_blocks": q_descale if q_blocks is None else q_blocks,
             "q_rows": q8.view(-1, q8.size(3)) if pack_gqa else q_descale,
-            **of_query,
+            **query_tensors,
             "row_bounds": q_descale if bounds is None else bounds.rows,
             "block_bounds": q_descale if bounds is None else bounds.blocks,
             **list_arguments(a.block_mask, q_descale),
-            "out": parts.view(-1, out.size(-1)),
-            "lse": part_lse.view(-1),
+            "out": partial_out.view(-1, out.size(-1)),
+            "lse": partial_lse.view(-1),
             **sizes,
             "splits": splits,
             "head_group": head_group,
-            "parts": parts_at,
-            "key_magic": magic(parts_at.key_part_blocks),
+            "chunks": chunks,
+            "key_magic": magic(chunks.key_chunk_blocks),
             "list_steps": list_steps(a.block_mask, sizes["heads"]),
             "scales": a.softmax.scales(),
             "spec": spec,
         }
     )
-    if in_parts:
-        merge_splits(parts, part_lse, out, lse, a.bshd, a.softmax.sinks)
+    if is_split_kv:
+        merge_splits(partial_out, partial_lse, out, lse, a.bshd, a.softmax.sinks)

@@ -4,13 +4,13 @@ D and D_v up to 1024; and D 129 to 192 with D_v up to 128, for which `fp8_attn_f
 The mathematics and the rounding points are those of `fp8_attn_fwd`. What differs is who computes what:
 
 - **Channels of V are split over programs.** A [128, D_v] fp32 accumulator fills the register file at D_v = 512. So a
-  program owns `bm` query rows and one part of `v_tile` channels, and computes the scores of its rows itself: with n
-  parts, Q K^T and the softmax are done n times, and each part of V is read once. `v_tile` is what registers allow.
+  program owns `bm` query rows and one slice of `v_tile` channels, and computes the scores of its rows itself: with n
+  slices, Q K^T and the softmax are done n times, and each slice of V is read once. `v_tile` is what registers allow.
 - **A head dim is cut in pieces of 256 and a rest**, a power of two each (320 = 256 + 64), for so are Triton's tiles,
   and a TMA box has at most 256 elements a side. The scores are products of pieces into one accumulator, and a program
   has an accumulator for each piece of V. Pieces are views of the packed tensors.
 
-Q stays in shared memory, all D of it; blocks of K and of a part of V pass through in `num_stages` stages, but for K of
+Q stays in shared memory, all D of it; blocks of K and of a slice of V pass through in `num_stages` stages, but for K of
 D 192, which has one buffer (`compiler/passes/single_k_buffer.py`).
 
 P V is summed in two levels: pieces of V are as small as the fresh product must be to have registers beside all sums
@@ -163,8 +163,8 @@ def fp8_attn_fwd_large_d(
     q_flat: torch.Tensor,  # q8 as [B * H * M_blocks * bm * D_pad]
     k_wide: torch.Tensor,  # [B * H_kv, N_blocks, bn, d_count, d_wide]
     k_narrow: torch.Tensor,  # [B * H_kv, N_blocks, bn, d_narrow]
-    v_wide: torch.Tensor,  # [B * H_kv, N_blocks * v_parts, v_count, v_wide, bn], without v_count if it is 1
-    v_narrow: torch.Tensor,  # [B * H_kv, N_blocks * v_parts, v_narrow, bn]
+    v_wide: torch.Tensor,  # [B * H_kv, N_blocks * v_slices, v_count, v_wide, bn], without v_count if it is 1
+    v_narrow: torch.Tensor,  # [B * H_kv, N_blocks * v_slices, v_narrow, bn]
     q_descale: torch.Tensor,  # [B * H * M_blocks * bm]
     k_descale: torch.Tensor,  # [B * H_kv * N_blocks] if k_block_descales, else [B * H_kv]
     v_descale: torch.Tensor,  # [B * H_kv * D_v_pad]; of a head all the same, unless v_channel_descales
@@ -210,7 +210,7 @@ def fp8_attn_fwd_large_d(
     # Of a program's pieces of V.
     v_sizes = [wide] * large.v_count + [narrow] * large.has_narrow_v
     v_tile = sum(v_sizes)
-    d_v_pad = v_tile * large.v_parts
+    d_v_pad = v_tile * large.v_slices
     d_out = hl.specialize(out.size(1))
     # Row sums are carried this wide and reduced across lanes once, after the loop.
     l_lanes = 8
@@ -218,10 +218,10 @@ def fp8_attn_fwd_large_d(
     hl.specialize((out.stride(0), out.stride(1), v_mean.stride(0), q_descale.stride(0), q_flat.stride(0)))
 
     heads_at_once = head_group if spec.has_right and not spec.has_left else 1
-    for grid_group, m_rank, of_group in hl.grid([bh_size // heads_at_once, m_blocks, large.v_parts * heads_at_once]):
-        bh = grid_group * heads_at_once + of_group // large.v_parts
-        # The parts of one query block are neighbours: they read the same K.
-        part = of_group % large.v_parts
+    for grid_group, m_rank, of_group in hl.grid([bh_size // heads_at_once, m_blocks, large.v_slices * heads_at_once]):
+        bh = grid_group * heads_at_once + of_group // large.v_slices
+        # The slices of one query block are neighbours: they read the same K.
+        v_slice = of_group % large.v_slices
         # Row i sees keys i + diagonal - left .. i + diagonal + right: bottom-right alignment.
         block = rows_of_block(bh, in_order(m_rank, m_blocks, spec), group, m_len, n_len, bm)
         key_blocks = keys_of_head(block, n_len, left, right, bn, spec)
@@ -263,7 +263,8 @@ def fp8_attn_fwd_large_d(
             # [bn, d_wide] each, [bn, d_narrow]
             k_tiles = row_pieces(k_wide, k_narrow, kv, j, d_count, large.has_narrow_d)
             # [d, bn] each. All loads side by side, at one barrier: see `fp8_attn_fwd`.
-            v_tiles = channel_pieces(v_wide, v_narrow, kv, j * large.v_parts + part, large.v_count, large.has_narrow_v)
+            v_at = j * large.v_slices + v_slice
+            v_tiles = channel_pieces(v_wide, v_narrow, kv, v_at, large.v_count, large.has_narrow_v)
             # [bm, bn]
             s = scores_of_pieces(q_tiles, keys_last(k_tiles), spec.is_cuda)
             s, s_scale_log2 = softmax_input(s, s_scale_log2, scales, shift, spec)
@@ -298,11 +299,11 @@ def fp8_attn_fwd_large_d(
             if spec.shifts_lse:
                 sink_log2 = sink_log2 - shift
             rescale, m_i, total = add_sink(m_i, row_sum, sink_log2, spec)
-        # Every part has the same; the first stores it. Before the output: see `fp8_attn_fwd`.
-        first_part_rows = rows < m_len * (1 - part)
-        store_lse(lse, m_i, total, shift, bh * m_len + rows, first_part_rows, spec.shifts_lse)
+        # Every slice has the same; the first stores it. Before the output: see `fp8_attn_fwd`.
+        first_slice_rows = rows < m_len * (1 - v_slice)
+        store_lse(lse, m_i, total, shift, bh * m_len + rows, first_slice_rows, spec.shifts_lse)
         out_rows = (bh // heads) * heads * m_len + (bh % heads) * out_head_step + rows * out_row_step
-        first = part * v_tile
+        first = v_slice * v_tile
         store_pieces(
             out, accs, v_mean, v_descale, m_keys, row_sum, rescale, total, out_rows, row_in_range, kv, first, v_sizes,
             d_v_pad, d_out, spec,
@@ -345,19 +346,19 @@ def launch(tile: LargeTileConfig, a: AttentionProblem, out: torch.Tensor, lse: t
     """
     q8, k8, v8, lse_shift = a.packed.q8, a.packed.k8, a.packed.v8, a.packed.lse_shift
     kv_heads, n_blocks, d_v_pad, bn = v8.shape
-    v_parts = d_v_pad // tile.v_tile
+    v_slices = d_v_pad // tile.v_tile
     k_wide, k_narrow, has_narrow_d = pieces(k8, 3)
     two_level = a.recipe.is_two_level(tile.two_level)
     v_wide, v_narrow, has_narrow_v = pieces(
-        v8.view(kv_heads, n_blocks * v_parts, tile.v_tile, bn),
+        v8.view(kv_heads, n_blocks * v_slices, tile.v_tile, bn),
         dim=2,
         widest=fresh_channels(tile.v_tile) if two_level else MAX_PIECE,
     )
     head_group = 1
     if a.softmax.rows_differ:
-        places = sm_count(q8), tile.ctas_per_sm
-        head_group = scheduling.head_group(q8.size(0), q8.size(1) * v_parts, *places)
-    large = LargeSpec(v_parts=v_parts, v_count=v_wide.size(2), has_narrow_d=has_narrow_d, has_narrow_v=has_narrow_v)
+        occupancy = sm_count(q8), tile.ctas_per_sm
+        head_group = scheduling.head_group(q8.size(0), q8.size(1) * v_slices, *occupancy)
+    large = LargeSpec(v_slices=v_slices, v_count=v_wide.size(2), has_narrow_d=has_narrow_d, has_narrow_v=has_narrow_v)
     spec = AttentionSpec(
         # int8 scores are converted, and are smaller than those of e4m3.
         s_bias=0.0,
@@ -366,7 +367,7 @@ def launch(tile: LargeTileConfig, a: AttentionProblem, out: torch.Tensor, lse: t
         **a.choices(),
         has_sinks=a.softmax.sinks is not None,
         two_level=two_level,
-        own_reference=two_level,
+        block_max=two_level,
         query=None,
         is_cuda=q8.is_cuda,
     )

@@ -8,7 +8,7 @@ block of `bn` keys.
     s = q8 k8^T                                                                  of a page's keys with its base
     t = s * q_descale_i * k_base * sm_scale * log2(e) + log2(v_base)             one FMA
     m_i = max of the page's t, less 8                                            fp32
-    p = 2**(t - m_i)              e4m3 up to D 128: bits from the score (`lib.softmax_bits`); else exp2, cast: point 2
+    p = 2**(t - m_i)              e4m3 up to D 128: bits from the score (`lib.schraudolph`); else exp2, cast: point 2
     l_i += sum(p) / v_base        fp32, of rounded p with bits, else of p as it was
     acc = acc * alpha + (p v8)    two levels as in `fp8_attn_fwd`
     out = acc / l_i                                                              fp32, cast once: rounding point 3
@@ -18,7 +18,7 @@ them below 65504 beside keys of up to 64 times their page's base. Elsewhere they
 whose largest score turns out to lie too far from 0 for fp16 has all again, in fp32, in the second loop.
 
 V's base, one a page, rides on the exponent: m_i is the largest weight of the row in its page, probability times
-magnitude of the value (`lib/references.py`). V's bases are powers of two, so that their logarithm and their inverse are
+magnitude of the value (`lib/block_max.py`). V's bases are powers of two, so that their logarithm and their inverse are
 integer steps on the bits, and `l_i` is as exact as without them.
 
 Keys with descales of their own, which escape their page's base, are hidden in that loop. If there are any, a second one
@@ -83,7 +83,7 @@ from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
-    dot_in_halves,
+    dot_fp16_acc,
     interleave_keys,
     scores,
     scores_of_pieces,
@@ -143,7 +143,7 @@ def p_of_half_line(
     bn: int,
     spec: PagedSpec,
 ) -> torch.Tensor:
-    """`softmax_bits.p_of_line` of scores whose keys come first, [bn, rows]: the same bits."""
+    """`schraudolph.p_of_line` of scores whose keys come first, [bn, rows]: the same bits."""
     scale, offset = (x.unsqueeze(0).expand(bn, spec.rows) for x in (scale, offset))
     if spec.is_cuda:
         return e4m3_of_half_lines(s, scale, offset)
@@ -279,7 +279,7 @@ def fp8_attn_decode(
                 v_tile = v8[page, h, :, :]
             # [bn, rows]
             if spec.half_scores:
-                s = dot_in_halves(k_tile, q_tile, spec.is_cuda)
+                s = dot_fp16_acc(k_tile, q_tile, spec.is_cuda)
             elif spec.d_in_halves:
                 s = scores_of_pieces([k_tile, k_high], [q_tile, q_high], spec.is_cuda)
             else:

@@ -1,9 +1,9 @@
-"""Attention over runs of keys, put together: out = sum_s exp(lse_s - lse) out_s, lse = log(sum_s exp(lse_s)).
+"""Merge the splits of split-KV: out = sum_s exp(lse_s - lse) out_s, lse = log(sum_s exp(lse_s)).
 
 A sink is one more term of the second sum, and of that alone. All is fp32.
 
-The identity is that of the online softmax (Milakov and Gimelshein, arXiv:1805.02867) and of FlashDecoding. A run
-without a key has lse -inf and weighs nothing; a row without a key in any run gives 0, and lse -inf.
+The identity is that of the online softmax (Milakov and Gimelshein, arXiv:1805.02867) and of FlashDecoding. A split_idx
+without a key has lse -inf and weighs nothing; a row without a key in any split_idx gives 0, and lse -inf.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.kernels.lib.steps import to_out_dtype
 from helion_attn.numerics import LN2, LOG2E
 
-#: Runs that a program, which merges one row, reads at once, and its warps. Of few runs there may be many rows, and then
-#: as many as possible should be under way.
-FEW_RUNS, FEW_WARPS = 8, 1
-MANY_RUNS, MANY_WARPS = 32, 4
+#: Splits that a program, which merges one row, reads at once, and its warps. Of few splits there may be many rows, and
+#: then as many as possible should be under way.
+FEW_SPLITS, FEW_WARPS = 8, 1
+MANY_SPLITS, MANY_WARPS = 32, 4
 
 
 class MergeSpec(NamedTuple):
     """Constants that the kernel is compiled for.
 
     Attributes:
-        at_once: runs that a program reads at once.
+        at_once: splits that a program reads at once.
         d_row: the power of two that holds a row.
         has_sinks: a head has one more logit.
         has_shift: rows have something that all of their lse lack.
@@ -44,8 +44,8 @@ class MergeSpec(NamedTuple):
 
 
 def merge_splits_kernel(
-    parts: torch.Tensor,  # [splits * B * H * M, D_v]
-    part_lse: torch.Tensor,  # [splits, B * H * M]
+    partial_out: torch.Tensor,  # [splits * B * H * M, D_v]
+    partial_lse: torch.Tensor,  # [splits, B * H * M]
     sinks: torch.Tensor,  # [H] if has_sinks
     lse_shift: torch.Tensor,  # [B * H * M] if has_shift
     out: torch.Tensor,  # [B * H * M, D_v], written
@@ -57,11 +57,11 @@ def merge_splits_kernel(
     spec: hl.constexpr,  # MergeSpec
 ) -> None:
     """The kernel; see the module's docstring. Rows of `out` lie `out_row_step` apart, heads `out_head_step`."""
-    splits, total_rows = part_lse.size(0), part_lse.size(1)
-    d = hl.specialize(parts.size(1))
+    splits, total_rows = partial_lse.size(0), partial_lse.size(1)
+    d = hl.specialize(partial_out.size(1))
     # Known strides keep loads 16 bytes wide.
-    hl.specialize((parts.stride(0), parts.stride(1), out.stride(0), out.stride(1)))
-    hl.specialize((part_lse.stride(1), sinks.stride(0), lse_shift.stride(0), lse.stride(0)))
+    hl.specialize((partial_out.stride(0), partial_out.stride(1), out.stride(0), out.stride(1)))
+    hl.specialize((partial_lse.stride(1), sinks.stride(0), lse_shift.stride(0), lse.stride(0)))
     for r in hl.grid(total_rows):
         # [D_row]
         cols = hl.arange(spec.d_row)
@@ -69,8 +69,8 @@ def merge_splits_kernel(
         peak = hl.full([spec.at_once], float("-inf"), dtype=torch.float32)
         for i in hl.grid((splits + spec.at_once - 1) // spec.at_once):
             s = i * spec.at_once + hl.arange(spec.at_once)
-            known = torch.where(s < splits, hl.load(part_lse, [s, r], extra_mask=s < splits), float("-inf"))
-            peak = maximum(peak, known, spec.is_cuda)
+            s_lse = torch.where(s < splits, hl.load(partial_lse, [s, r], extra_mask=s < splits), float("-inf"))
+            peak = maximum(peak, s_lse, spec.is_cuda)
         largest = torch.amax(peak, 0)
         if spec.has_sinks:
             # []
@@ -83,13 +83,17 @@ def merge_splits_kernel(
         # [D_row]
         acc = hl.zeros([spec.d_row], dtype=torch.float32)
         for j in hl.grid((splits + spec.at_once - 1) // spec.at_once):
-            run = j * spec.at_once + hl.arange(spec.at_once)
-            run_lse = torch.where(run < splits, hl.load(part_lse, [run, r], extra_mask=run < splits), float("-inf"))
-            weight = torch.exp2((run_lse - shift) * LOG2E)
+            split_idx = j * spec.at_once + hl.arange(spec.at_once)
+            lse_of_split = torch.where(
+                split_idx < splits, hl.load(partial_lse, [split_idx, r], extra_mask=split_idx < splits), float("-inf")
+            )
+            weight = torch.exp2((lse_of_split - shift) * LOG2E)
             total = total + weight
             # [at_once, D_row]
-            stored = (run < splits).unsqueeze(1) & (cols < d).unsqueeze(0)
-            acc = acc + (weight.unsqueeze(1) * hl.load(parts, [run * total_rows + r, cols], extra_mask=stored)).sum(0)
+            stored = (split_idx < splits).unsqueeze(1) & (cols < d).unsqueeze(0)
+            acc = acc + (
+                weight.unsqueeze(1) * hl.load(partial_out, [split_idx * total_rows + r, cols], extra_mask=stored)
+            ).sum(0)
         of_keys = total.sum(0)
         sum_of_weights = of_keys
         if spec.has_sinks:
@@ -117,8 +121,8 @@ def kernel(is_cuda: bool, num_warps: int) -> Runner:
 
 
 def merge_splits(
-    parts: torch.Tensor,
-    part_lse: torch.Tensor,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     bshd: bool,
@@ -128,22 +132,22 @@ def merge_splits(
     """Write `out` and `lse`.
 
     Args:
-        parts: contiguous fp32 [splits * B * H * M, D_v], each normalised.
-        part_lse: fp32 [splits, B * H * M], natural log.
+        partial_out: contiguous fp32 [splits * B * H * M, D_v], each normalised.
+        partial_lse: fp32 [splits, B * H * M], natural log.
         out: contiguous [B, H, M, D_v], or [B, M, H, D_v] when `bshd`; bf16, fp16, fp32 or e4m3.
         lse: fp32 [B, H, M], natural log.
         bshd: the layout of `out`.
-        sinks: fp32 [H], of which no part knows, or None.
+        sinks: fp32 [H], of which no split has, or None.
         lse_shift: fp32 [B * H * M], added to `lse`, or None.
     """
     _, H, M = lse.shape
     flat_lse = lse.view(-1)
-    d_row = 1 << (parts.size(1) - 1).bit_length()
-    at_once, num_warps = (FEW_RUNS, FEW_WARPS) if part_lse.size(0) <= FEW_RUNS else (MANY_RUNS, MANY_WARPS)
+    d_row = 1 << (partial_out.size(1) - 1).bit_length()
+    at_once, num_warps = (FEW_SPLITS, FEW_WARPS) if partial_lse.size(0) <= FEW_SPLITS else (MANY_SPLITS, MANY_WARPS)
     kernel(out.is_cuda, num_warps).run(
         {
-            "parts": parts,
-            "part_lse": part_lse,
+            "partial_out": partial_out,
+            "partial_lse": partial_lse,
             "sinks": flat_lse if sinks is None else sinks,
             "lse_shift": flat_lse if lse_shift is None else lse_shift,
             "out": out.view(-1, out.size(-1)),

@@ -49,8 +49,8 @@ from helion_attn.kernels.lib.paged import (
     wide_line,
 )
 from helion_attn.kernels.lib.row_layout import rows_to_dtype
-from helion_attn.kernels.lib.scalars import int32, inverse_of_power, least, quotient
-from helion_attn.kernels.lib.softmax_bits import by_fours, hidden, p_of_line, row_sums
+from helion_attn.kernels.lib.scalars import imin, int32, inverse_of_power, quotient
+from helion_attn.kernels.lib.schraudolph import by_fours, hidden, p_of_line, row_sums
 from helion_attn.kernels.lib.steps import (
     accumulate,
     add_sink,
@@ -96,7 +96,7 @@ INT8_TILES = TILES | {128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_pe
 def prefill_tile(cache: PagedKVCache) -> PrefillTile:
     """The tile for a cache: that of the larger head dim, which has the registers for both."""
     tiles = INT8_TILES if cache.k8.dtype == torch.int8 else TILES
-    return next(tile for most, tile in tiles.items() if max(cache.k8.size(3), cache.v8.size(2)) <= most)
+    return next(tile for imax, tile in tiles.items() if max(cache.k8.size(3), cache.v8.size(2)) <= imax)
 
 
 def parts_of_v(D_v_pad: int) -> int:
@@ -229,12 +229,12 @@ def fp8_attn_prefill(
         shift = q_scale_log2
         if spec.shifts_scores:
             shift = hl.load(lse_shift, [b * kv_heads * rows_of_group + head * m_len + query], extra_mask=in_range)
-        entry = hl.load(block_table, [first_entry + least(run_begin, int32(max_pages - 1))])
+        entry = hl.load(block_table, [first_entry + imin(run_begin, int32(max_pages - 1))])
         for j in hl.grid(run_begin, run_end):
             page, known_page = page_of_entry(entry, num_pages)
             page_again, known_page = page_at_hand(entry, num_pages)
             # Loaded in the iteration that uses it, it would be waited for.
-            entry = hl.load(block_table, [first_entry + least(run_end - 1, int32(j + 1))])
+            entry = hl.load(block_table, [first_entry + imin(run_end - 1, int32(j + 1))])
             # [bn, D_pad], or its halves, and [d_v_tile, bn]
             if spec.d_in_halves:
                 k_page = k8[page, h, 0, :, :]

@@ -50,7 +50,7 @@ def of_varlen(a: VarlenProblem) -> int:
 def of_gathered(a: GatheredProblem) -> int:
     """Count FLOPs of a rank's queries on the keys that a launch has."""
     B, H, M = a.lse.shape
-    return _products(B * H * M * min(a.n_len, a.parts.key_parts * a.parts.key_part_len), a.d, a.d_v)
+    return _products(B * H * M * min(a.n_len, a.parts.key_chunks * a.parts.key_chunk_len), a.d, a.d_v)
 
 
 def of_decode(a: DecodeProblem) -> int:

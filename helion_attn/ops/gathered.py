@@ -79,7 +79,7 @@ def _launch_gathered(a: GatheredProblem) -> None:
     bounds = None
     if a.row_bounds is not None and a.block_bounds is not None:
         bounds = Bounds(a.row_bounds, a.block_bounds)
-    attention.launch(tile, arguments, a.out, a.lse, parts_of_ranks=a.parts, bounds=bounds)
+    attention.launch(tile, arguments, a.out, a.lse, rank_chunks=a.parts, bounds=bounds)
 
 
 def _launch_merge(a: MergeProblem) -> None:

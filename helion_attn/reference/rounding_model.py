@@ -35,7 +35,7 @@ from helion_attn.numerics import (
     SIGNIFICANT_RATIO_LOG2,
     equalised_queries,
     equalised_rows,
-    keeps_reference,
+    first_block_max,
     takes_bits,
 )
 from helion_attn.reference.hadamard import hadamard
@@ -401,7 +401,7 @@ def fp8_attention(
     8-bit P that is summed in two levels is relative to its key block's own maximum, or to 2**40 below the running one,
     any other to the running one. Up to head dim 128 the bits of a P in e4m3 are a line of the score, rounded to fp16
     and then to an integer, and row sums are of that P; elsewhere P is cast, and sums are of P as it was. Where
-    `numerics.keeps_reference` has it, P is cast against the maximum of the first block that its row sees, if its sum
+    `numerics.first_block_max` has it, P is cast against the maximum of the first block that its row sees, if its sum
     does not pass `MAX_ROW_SUM`. (In the kernel no sum of a program's rows may, and each run of split keys has its own
     first block: P differs by a rounding.) Sums are fp32, and those of int8 products exact. On a GPU the kernel has an
     FMA for `score * scale - maximum`, unless the scale is large: from scores of 1e5 on, where fp32 moves in steps of
@@ -512,7 +512,7 @@ def attend(
             m_i = m_new
         return m_i, l_i, acc
 
-    keeps = keeps_reference(recipe.qk_dtype, recipe.pv_dtype, max(D, D_v)) and visible is None
+    keeps = first_block_max(recipe.qk_dtype, recipe.pv_dtype, max(D, D_v)) and visible is None
     m_i, l_i, acc = walk(keeps)
     if keeps:
         again = l_i > MAX_ROW_SUM

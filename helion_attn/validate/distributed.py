@@ -7,7 +7,7 @@ from typing import get_args
 import torch
 
 from helion_attn.debug_state import debugging
-from helion_attn.problem import parts_are_told_apart
+from helion_attn.problem import magic_finds_chunks
 from helion_attn.types import Recipe, Rope, Strategy, as_recipe
 from helion_attn.validate.dense import (
     MIN_D,
@@ -68,12 +68,12 @@ def rope_text(rope: Rope | None) -> str | None:
     return f"{tables}, {'interleaved' if rope.interleaved else 'halves'}, with {' and '.join(given) or 'no positions'}"
 
 
-def check_places(key_parts: int, blocks: int, lengths: tuple[int, ...]) -> None:
-    """Blocks of `key_parts` parts of so many, which the kernel finds by arithmetic in 32 bits."""
-    if not parts_are_told_apart(key_parts, blocks):
+def check_places(key_chunks: int, blocks: int, lengths: tuple[int, ...]) -> None:
+    """Blocks of `key_chunks` chunks of so many, which the kernel finds by arithmetic in 32 bits."""
+    if not magic_finds_chunks(key_chunks, blocks):
         raise ValueError(
-            f"the ranks' N are {[*lengths]}, {blocks} key blocks in each of {key_parts} parts; (parts - 1) * blocks ** "
-            f"2 + blocks must be at most 2 ** 32: take more ranks"
+            f"the ranks' N are {[*lengths]}, {blocks} key blocks in each of {key_chunks} parts; (parts - 1) * "
+            f"blocks ** 2 + blocks must be at most 2 ** 32: take more ranks"
         )
 
 

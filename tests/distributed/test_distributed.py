@@ -30,7 +30,7 @@ from helion_attn.distributed.cut import Cut, Run, cut_of
 from helion_attn.distributed.header import HEADER_BYTES, Header, decode
 from helion_attn.numerics import SAMPLED_KEYS
 from helion_attn.preprocess import shared
-from helion_attn.problem import NO_ROPE_ARGUMENTS, DescribePartProblem, magic, parts_are_told_apart
+from helion_attn.problem import NO_ROPE_ARGUMENTS, DescribePartProblem, magic, magic_finds_chunks
 from helion_attn.testing import relative_error
 from helion_attn.types import Balance, Strategy
 from helion_attn.validate.distributed import check_places
@@ -633,7 +633,7 @@ def test_parts_are_told_apart(parts: int) -> None:
         firsts = [part * blocks for part in range(parts)]
         return all((j + 1) * factor >> 32 == j // blocks for first in firsts for j in (first, first + blocks - 1))
 
-    most = max(n for n in range(2**16 + 1) if parts_are_told_apart(parts, n))
+    most = max(n for n in range(2**16 + 1) if magic_finds_chunks(parts, n))
     assert all(right(n) for n in (1, 2, 3, 127, most // 2, most - 1, most))
     power = 2 ** math.ceil(math.log2(most + 1))
     assert not right(power)

@@ -23,7 +23,7 @@ from devtools.tune import candidates, trial
 from helion_attn import plans
 from helion_attn.compiler import kernels, versions
 from helion_attn.configs import LargeTileConfig, TileConfig
-from helion_attn.numerics import keeps_reference
+from helion_attn.numerics import first_block_max
 from helion_attn.ops import varlen
 from helion_attn.preprocess.lib import hadamard
 from helion_attn.types import Layout
@@ -199,7 +199,7 @@ def row_reduction_shuffles(tile: TileConfig | LargeTileConfig, recipe: ha.Recipe
     of_rows = int(math.log2(tile.bm))
     largest_scale = of_rows if recipe.resolved.q_scales == "token" else 0
     once = 2 * rows_per_thread * steps
-    if keeps_reference(recipe.qk_dtype, recipe.pv_dtype, tile.D_pad):
+    if first_block_max(recipe.qk_dtype, recipe.pv_dtype, tile.D_pad):
         return 2 * once + largest_scale + of_rows
     return once + largest_scale
 

@@ -18,9 +18,9 @@ SPEC = AttentionSpec(
     has_softcap=False,
     has_sinks=False,
     two_level=True,
-    own_reference=True,
+    block_max=True,
     is_cuda=False,
-    p_bits=True,
+    schraudolph_exp2=True,
     bn_log2=5,
-    same_places=True,
+    same_kv_layout=True,
 )

@@ -60,7 +60,7 @@ def test_every_row_has_a_reference(window: tuple[int, int], monkeypatch: pytest.
 
     def watched(s: torch.Tensor, bias: Any, scale: Any, m_run: Any, m_i: torch.Tensor, *rest: Any) -> Any:
         *_, spec = rest
-        without.append(spec.keeps_reference and bool(((m_i == float("-inf")) & (s > float("-inf")).any(1)).any()))
+        without.append(spec.first_block_max and bool(((m_i == float("-inf")) & (s > float("-inf")).any(1)).any()))
         return step(s, bias, scale, m_run, m_i, *rest)
 
     monkeypatch.setattr(attention, "online_softmax_step", watched)
@@ -84,7 +84,7 @@ def test_is_the_running_maximum_past_the_limit(rise: str, monkeypatch: pytest.Mo
     """Bit for bit; and not where no row's sum passes it."""
     case = rising(RISES[rise], 64, causal=False, recipe=ha.HYBRID, device="cpu")
     out, lse = case.run(torch.float32)
-    monkeypatch.setattr(attention, "keeps_reference", lambda *of: False)
+    monkeypatch.setattr(attention, "first_block_max", lambda *of: False)
     plans.forget()
     exact, exact_lse = case.run(torch.float32)
     again = RISES[rise] > 64
@@ -104,7 +104,7 @@ def test_is_the_running_maximum_past_the_limit(rise: str, monkeypatch: pytest.Mo
     ],
 )
 def test_which_keep_it(recipe: ha.Recipe, D: int, kept: bool) -> None:
-    assert numerics.keeps_reference(recipe.qk_dtype, recipe.pv_dtype, D) == kept
+    assert numerics.first_block_max(recipe.qk_dtype, recipe.pv_dtype, D) == kept
 
 
 ASM = '%{} = tt.elementwise_inline_asm "mov.b32 $0, $1; // computed once" {{pure = true}} %{} : {} -> {}'

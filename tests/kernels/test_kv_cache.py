@@ -13,7 +13,7 @@ import torch
 
 import helion_attn as ha
 from devtools.inputs import make_qkv
-from helion_attn.kernels.merge_splits import MANY_RUNS
+from helion_attn.kernels.merge_splits import MANY_SPLITS
 from helion_attn.numerics import E4M3_MAX, MAX_HALF_PAGE_SCORE_LOG2, MOST_AMAX_IN_BASE
 from helion_attn.testing import TANH_ERROR, error_budget, relative_error
 from helion_attn.types import CACHE_RECIPE, Layout
@@ -139,9 +139,9 @@ def test_ragged_lengths(
 
 
 def test_more_splits_than_are_merged_at_once(device: str) -> None:
-    lengths = [(MANY_RUNS + 2) * 128, 1]
+    lengths = [(MANY_SPLITS + 2) * 128, 1]
     case = make_decoding("randn", lengths, 8, 1, 4, 32, device)
-    out, lse = case.run(num_splits=MANY_RUNS + 2)
+    out, lse = case.run(num_splits=MANY_SPLITS + 2)
     case.check(out, lse)
 
 

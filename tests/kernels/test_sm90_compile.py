@@ -22,7 +22,7 @@ from helion_attn.configs import (
     tile_config,
 )
 from helion_attn.configs.scheduling import query_blocks_per_sm
-from helion_attn.kernels.lib import paged, softmax_bits, steps
+from helion_attn.kernels.lib import paged, schraudolph, steps
 from helion_attn.numerics import takes_bits
 from helion_attn.types import Layout
 from helpers.cases import GIVEN, IN_E4M3, LADDER, PRESETS, SHIPPED, shipped_id
@@ -215,7 +215,7 @@ def fours_in_order(x: torch.Tensor, bm: int, bn: int) -> torch.Tensor:
 def test_without_interleaved_keys_p_is_shuffled(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the check above can fail, where P's bits come from scores and where P is cast."""
     monkeypatch.setattr(steps, "interleave_keys", keep_order)
-    monkeypatch.setattr(softmax_bits, "by_fours", fours_in_order)
+    monkeypatch.setattr(schraudolph, "by_fours", fours_in_order)
     tile = tile_config(D, False)
     kernel = compile_attention(D, False)
     # [bm, bn] per program: a thread holds 64 values of a 64 x 128 tile on 4 warps, and moves them 4 to a register.

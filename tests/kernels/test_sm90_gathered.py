@@ -15,7 +15,7 @@ from helion_attn.compiler.passes.ttgir import COPY, EXPECT, VALUE, find, taken_o
 from helion_attn.configs import attention_tile_config, varlen_packing
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib.masks import Bounds
-from helion_attn.problem import AttentionProblem, GatheredParts, magic, softmax_of
+from helion_attn.problem import AttentionProblem, RankChunks, magic, softmax_of
 from helion_attn.types import PackedTensors, Scores
 from helpers import offline
 from helpers.ir_machine import run
@@ -56,7 +56,7 @@ def compile_parts(
         a = AttentionProblem(tensors, M, N, D, D, softmax, False, torch.bfloat16, recipe.resolved, None)
         part = N_BLOCKS // RANKS
         step = H_KV * part + 1
-        parts = GatheredParts(
+        parts = RankChunks(
             M_BLOCKS, M, N - M, 0, RANKS, part, part * p.bn, part * p.bn, RANKS, part, step, step, bool(zigzag)
         )
         bounds = None
@@ -68,7 +68,7 @@ def compile_parts(
                 a,
                 fake_cuda(1, H, M, D, dtype=torch.bfloat16),
                 fake_cuda(1, H, M),
-                parts_of_ranks=None if zigzag is None else parts,
+                rank_chunks=None if zigzag is None else parts,
                 bounds=bounds,
             )
 
@@ -134,8 +134,8 @@ def with_moved_copies(D: int, causal: bool, recipe: ha.Recipe, zigzag: bool) -> 
     assert after is not None
     parts = 2 * PARTS_OF if zigzag else PARTS_OF
     sizes = {
-        "key_parts": parts,
-        "key_part_blocks": BLOCKS_OF,
+        "key_chunks": parts,
+        "key_chunk_blocks": BLOCKS_OF,
         "ranks": PARTS_OF,
         "k_rank_step": STEP,
         "v_rank_step": STEP,

@@ -15,7 +15,7 @@ from devtools.inputs import make_qkv
 from helion_attn import plans
 from helion_attn.configs import packing, scheduling
 from helion_attn.kernels import attention
-from helion_attn.kernels.merge_splits import FEW_RUNS, MANY_RUNS, merge_splits
+from helion_attn.kernels.merge_splits import FEW_SPLITS, MANY_SPLITS, merge_splits
 from helion_attn.testing import relative_error
 from helpers.cases import LADDER, PLAIN, RECIPES, Case, make_case
 
@@ -100,7 +100,7 @@ def test_smooth_k(name: str, recipe: ha.Recipe, device: str, force: Force, poiso
     assert_split_is_as_good(problem(name, device, recipe, "outlier"), 4, force, poisoned)
 
 
-@pytest.mark.parametrize(("name", "splits"), [("more_queries", FEW_RUNS + 1), ("one_query", MANY_RUNS + 5)])
+@pytest.mark.parametrize(("name", "splits"), [("more_queries", FEW_SPLITS + 1), ("one_query", MANY_SPLITS + 5)])
 def test_more_splits_than_key_blocks(name: str, splits: int, device: str, force: Force, poisoned: Poisoned) -> None:
     """Runs of no block, and more of them than a program of the merge reads at once."""
     assert_split_is_as_good(problem(name, device), splits, force, poisoned)

@@ -1,7 +1,7 @@
 """Which key blocks a program has and where they lie, one function a layout; inlined into the kernels.
 
-Blocks are of one head; or of all sequences of a packed batch, one after the other; or of several ranks' parts; or those
-that a list of a `BlockMask` names. Where keys are split, a program has a run of them. In a paged cache a page is a
+Blocks are of one head; or of all sequences of a packed batch, one after the other; or of several ranks' chunks; or
+those that a list of a `BlockMask` names. In split-KV, a program has a split of them. In a paged cache a page is a
 block, and a table lists pages.
 """
 
@@ -12,11 +12,17 @@ from typing import Any, NamedTuple
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
-from helion_attn.kernels.lib.gathered import blocks_before, edge_of_part, keys_of_block, part_of_block, placed
+from helion_attn.kernels.lib.multi_rank import (
+    block_address,
+    blocks_before,
+    chunk_of_block,
+    edge_of_chunk,
+    keys_of_block,
+)
 from helion_attn.kernels.lib.rows import Rows
-from helion_attn.kernels.lib.scalars import Int, int32, least, most, quotient
+from helion_attn.kernels.lib.scalars import Int, imax, imin, int32, quotient
 from helion_attn.kernels.lib.specs import AttentionSpec
-from helion_attn.problem import GatheredParts
+from helion_attn.problem import RankChunks
 
 
 class Keys(NamedTuple):
@@ -27,8 +33,8 @@ class Keys(NamedTuple):
         left: the first block after the left edge of every row.
         full: the first block with the right edge of some row.
         stop: the first block that no row sees any more.
-        head_first: of parts, where the head's blocks begin on a rank.
-        first_descale: of parts, where the head's descales of blocks begin.
+        head_first: of chunks, where the head's blocks begin on a rank.
+        first_descale: of chunks, where the head's descales of blocks begin.
     """
 
     begin: Int
@@ -40,7 +46,7 @@ class Keys(NamedTuple):
 
 
 def keys_of(
-    block_bounds: torch.Tensor,  # [M_blocks, 4] if bounded
+    block_bounds: torch.Tensor,  # [M_blocks, 4] if row_ranges
     rows: Rows,
     grid_head: int,
     heads: int,
@@ -50,32 +56,32 @@ def keys_of(
     right: int,
     bm: int,
     bn: int,
-    parts: GatheredParts,
+    chunks: RankChunks,
     spec: AttentionSpec,
 ) -> Keys:
-    """The key blocks of a program, in the layout that the spec says; with `split` of a run alone."""
-    if spec.gathered:
-        return keys_of_parts(block_bounds, rows, n_len, left, right, bm, bn, parts, spec)
+    """The key blocks of a program, in the layout that the spec says; with `is_split_kv` of its split alone."""
+    if spec.multi_rank:
+        return keys_of_chunks(block_bounds, rows, n_len, left, right, bm, bn, chunks, spec)
     if spec.varlen:
         return keys_of_sequence(rows, left, right, bm, bn, spec)
     keys = keys_of_head(rows, n_len, left, right, bn, spec)
-    if spec.listed:
-        # In places of the list; the edges stay those of blocks. Entries ascend: no more of them lie before a block, or
+    if spec.block_sparse:
+        # In entries of the list; the edges stay those of blocks. Entries ascend: no more of them lie before a block, or
         # behind it, than there are blocks. Of a list of all blocks that leaves those that rows see.
-        visits = rows.visits
+        num_kv_blocks = rows.num_kv_blocks
         if spec.has_right:
-            visits = torch.clamp_min(torch.minimum(visits, int32(keys.stop)), 0)
+            num_kv_blocks = torch.clamp_min(torch.minimum(num_kv_blocks, int32(keys.stop)), 0)
         begin = rows.first_entry
         if spec.has_left:
-            hidden = torch.clamp_min(int32(keys.begin - (n_len + bn - 1) // bn) + rows.visits, 0)
-            begin = begin + torch.minimum(hidden, visits)
-        keys = keys._replace(begin=begin, stop=rows.first_entry + visits)
-        if spec.split:
-            begin, stop = run_of_key_blocks(keys.begin, keys.stop, grid_head // heads, splits)
+            hidden = torch.clamp_min(int32(keys.begin - (n_len + bn - 1) // bn) + rows.num_kv_blocks, 0)
+            begin = begin + torch.minimum(hidden, num_kv_blocks)
+        keys = keys._replace(begin=begin, stop=rows.first_entry + num_kv_blocks)
+        if spec.is_split_kv:
+            begin, stop = split_kv_range(keys.begin, keys.stop, grid_head // heads, splits)
             return keys._replace(begin=begin, stop=stop)
         return keys
-    if spec.split:
-        begin, stop = run_of_key_blocks(int32(keys.begin), int32(keys.stop), grid_head // heads, splits)
+    if spec.is_split_kv:
+        begin, stop = split_kv_range(int32(keys.begin), int32(keys.stop), grid_head // heads, splits)
         return keys._replace(begin=begin, stop=stop)
     return keys
 
@@ -86,13 +92,13 @@ def keys_of_head(rows: Rows, n_len: int, left: int, right: int, bn: int, spec: A
     # kept flat, and not limited to 0 where a loop that ends before it begins does the same.
     n_first_row, n_last_row = n_len, n_len
     if spec.has_right:
-        n_first_row = least(n_len, rows.diagonal + right + 1)
-        n_last_row = least(n_len, rows.diagonal + right + rows.queries)
+        n_first_row = imin(n_len, rows.diagonal + right + 1)
+        n_last_row = imin(n_len, rows.diagonal + right + rows.queries)
     n_full, n_end = n_first_row // bn, (n_last_row + bn - 1) // bn
     n_begin, n_left = 0, 0
     if spec.has_left:
-        n_begin = most(0, rows.diagonal - left) // bn
-        n_left = (most(0, rows.diagonal - left + rows.queries - 1) + bn - 1) // bn
+        n_begin = imax(0, rows.diagonal - left) // bn
+        n_left = (imax(0, rows.diagonal - left + rows.queries - 1) + bn - 1) // bn
     return Keys(begin=n_begin, left=n_left, full=n_full, stop=n_end, head_first=0, first_descale=0)
 
 
@@ -112,21 +118,21 @@ def keys_of_sequence(rows: Rows, left: int, right: int, bm: int, bn: int, spec: 
     return Keys(begin=n_begin, left=n_left, full=n_full, stop=n_end, head_first=0, first_descale=0)
 
 
-def keys_of_parts(
-    block_bounds: torch.Tensor,  # [M_blocks, 4] if bounded
+def keys_of_chunks(
+    block_bounds: torch.Tensor,  # [M_blocks, 4] if row_ranges
     rows: Rows,
     n_len: int,
     left: int,
     right: int,
     bm: int,
     bn: int,
-    parts: GatheredParts,
+    chunks: RankChunks,
     spec: AttentionSpec,
 ) -> Keys:
-    """The key blocks of several ranks' parts that rows see."""
-    head_first = int32(rows.kv) * int32(parts.head_blocks)
-    first_descale = int32(rows.kv) * int32(parts.key_parts * parts.key_part_blocks)
-    if spec.bounded:
+    """The key blocks of several ranks' chunks that rows see."""
+    head_first = int32(rows.kv) * int32(chunks.head_blocks)
+    first_descale = int32(rows.kv) * int32(chunks.key_chunks * chunks.key_chunk_blocks)
+    if spec.row_ranges:
         n_begin, n_left, n_full, n_end = (hl.load(block_bounds, [rows.m_block, i]) for i in range(4))
     else:
         n_first_row, n_last_row = int32(n_len), int32(n_len)
@@ -135,24 +141,24 @@ def keys_of_parts(
             n_last_row = torch.minimum(n_last_row, rows.diagonal + int32(right + bm))
         n_begin, n_left = int32(0), int32(0)
         if spec.has_left:
-            n_begin = blocks_before(rows.diagonal - int32(left), parts, 0, spec.bn_log2)
-            n_left = blocks_before(rows.diagonal + int32(bm - 1 - left), parts, bn - 1, spec.bn_log2)
-        n_full = blocks_before(n_first_row, parts, 0, spec.bn_log2)
-        n_end = blocks_before(n_last_row, parts, bn - 1, spec.bn_log2)
+            n_begin = blocks_before(rows.diagonal - int32(left), chunks, 0, spec.bn_log2)
+            n_left = blocks_before(rows.diagonal + int32(bm - 1 - left), chunks, bn - 1, spec.bn_log2)
+        n_full = blocks_before(n_first_row, chunks, 0, spec.bn_log2)
+        n_end = blocks_before(n_last_row, chunks, bn - 1, spec.bn_log2)
     return Keys(n_begin, n_left, n_full, n_end, head_first, first_descale)
 
 
-def run_of_key_blocks(
+def split_kv_range(
     n_begin: torch.Tensor,  # [], like the next
     n_end: torch.Tensor,
-    run: int,
+    split_idx: int,
     splits: int,
 ) -> tuple[Any, Any]:
-    """The key blocks of a run, from `n_begin` up to `n_end`: as many as any other run has, or one less."""
+    """The key blocks of a split, from `n_begin` up to `n_end`: as many as any other split has, or one less."""
     # Where no row sees a key, n_end may lie before n_begin.
     key_blocks = torch.clamp_min(n_end - n_begin, 0)
-    begin = n_begin + quotient(key_blocks * int32(run), int32(splits))
-    end = n_begin + quotient(key_blocks * int32(run + 1), int32(splits))
+    begin = n_begin + quotient(key_blocks * int32(split_idx), int32(splits))
+    end = n_begin + quotient(key_blocks * int32(split_idx + 1), int32(splits))
     return begin, end
 
 
@@ -195,11 +201,11 @@ def page_at_hand(listed: torch.Tensor, num_pages: int) -> tuple[torch.Tensor, to
 
 def first_descale_of(kv: Int, first_descale: Int, n_blocks: int, spec: AttentionSpec) -> Int:
     """Where the descales of a head's blocks begin."""
-    if spec.gathered:
+    if spec.multi_rank:
         return first_descale
-    if spec.listed:
+    if spec.block_sparse:
         return int32(kv) * int32(n_blocks)
-    return kv * int32(n_blocks) if spec.varlen or spec.split else kv * n_blocks
+    return kv * int32(n_blocks) if spec.varlen or spec.is_split_kv else kv * n_blocks
 
 
 def k_descale_of(
@@ -221,15 +227,15 @@ def first_k_descale(
     kv: Int,
     first_descale: Int,
     n_blocks: int,
-    parts: GatheredParts,
+    chunks: RankChunks,
     spec: AttentionSpec,
 ) -> torch.Tensor:
     """K's descale of a program's first block, [], or of the last of all where the program has none."""
     first = first_descale_of(kv, first_descale, n_blocks, spec)
-    if spec.gathered:
-        blocks = parts.key_parts * parts.key_part_blocks
+    if spec.multi_rank:
+        blocks = chunks.key_chunks * chunks.key_chunk_blocks
         return hl.load(k_descale, [first + torch.minimum(run_begin, int32(blocks - 1))])
-    return hl.load(k_descale, [first + least(run_begin, n_blocks - 1)])
+    return hl.load(k_descale, [first + imin(run_begin, n_blocks - 1)])
 
 
 def next_k_descale(
@@ -243,19 +249,19 @@ def next_k_descale(
 ) -> torch.Tensor:
     """K's descale of the block after block j, [], or of the program's last; of a list, of block j."""
     first = first_descale_of(kv, first_descale, n_blocks, spec)
-    if spec.listed:
+    if spec.block_sparse:
         return hl.load(k_descale, [first + j])
-    return hl.load(k_descale, [first + least(run_end - 1, j + 1)])
+    return hl.load(k_descale, [first + imin(run_end - 1, j + 1)])
 
 
-def first_special_block(keys: Keys, spec: AttentionSpec) -> Int:
+def first_masked_block(keys: Keys, spec: AttentionSpec) -> Int:
     """The first block that the left edge does not make special, nor a reference.
 
     References come from blocks up to the first that all rows see.
     """
-    if not spec.keeps_reference:
+    if not spec.first_block_max:
         return keys.left
-    if spec.varlen or spec.split or spec.gathered:
+    if spec.varlen or spec.is_split_kv or spec.multi_rank:
         return torch.maximum(int32(keys.left), int32(keys.begin)) + 1
     return keys.left + 1
 
@@ -267,61 +273,59 @@ def block_of_keys(
     kv: Int,
     head_first: Int,
     key_magic: int,
-    parts: GatheredParts,
+    chunks: RankChunks,
     spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, Any, Int]:
-    """Block j of K [bn, D_pad] and V, V's other half or None, and its part.
+    """Block j of K [bn, D_pad] and V, V's other half or None, and its chunk.
 
     V is [d_v_tile, bn], or of 16 bits [bn, D_v_pad]. With nothing between the loads, not even a transposition, Triton
     gives them one barrier, and the warps are not held up between Q K^T and the softmax.
     """
     whole = slice(None)
-    part: Int = 0
+    chunk: Int = 0
     head: Int = kv
     k_at: Int = j
     v_at: Int = j
-    if spec.gathered:
-        part = part_of_block(int32(j), parts.key_part_blocks, key_magic, spec.is_cuda)
+    if spec.multi_rank:
+        chunk = chunk_of_block(int32(j), chunks.key_chunk_blocks, key_magic, spec.is_cuda)
         head = 0
-        k_at = v_at = placed(int32(j), part, head_first, parts.k_rank_step, parts, spec)
-        if not spec.same_places:
-            v_at = placed(int32(j), part, head_first, parts.v_rank_step, parts, spec)
+        k_at = v_at = block_address(int32(j), chunk, head_first, chunks.k_rank_step, chunks, spec)
+        if not spec.same_kv_layout:
+            v_at = block_address(int32(j), chunk, head_first, chunks.v_rank_step, chunks, spec)
     k_block = hl.load(k8, [head, k_at, whole, whole])
-    if spec.in_halves:
+    if spec.split_v:
         v_block = hl.load(v8, [head, v_at * 2, whole, whole])
-        return k_block, v_block, hl.load(v8, [head, v_at * 2 + 1, whole, whole]), part
-    return k_block, hl.load(v8, [head, v_at, whole, whole]), None, part
+        return k_block, v_block, hl.load(v8, [head, v_at * 2 + 1, whole, whole]), chunk
+    return k_block, hl.load(v8, [head, v_at, whole, whole]), None, chunk
 
 
-def at_edge(
-    j: Int, part: Any, entry: Any, n_special: Int, n_full: Int, parts: GatheredParts, spec: AttentionSpec
-) -> Int:
+def at_edge(j: Int, chunk: Any, entry: Any, n_masked: Int, n_full: Int, chunks: RankChunks, spec: AttentionSpec) -> Int:
     """Positive for a block at an edge of what is visible, and for one that references come from; otherwise 0.
 
     So for one whose entry in a list says that it is seen in part. Two maxima, of which one has a negated argument,
     would not do: ptxas 12.8 makes one instruction of them and loses the sign.
     """
-    if spec.listed:
+    if spec.block_sparse:
         edge = entry + 1 - int32(n_full)
         if spec.has_left:
-            edge = torch.maximum(edge, int32(n_special) - entry)
+            edge = torch.maximum(edge, int32(n_masked) - entry)
             return torch.clamp_min(torch.where(entry < 0, 1, edge), 0)
         return torch.clamp_min(torch.maximum(-entry, edge), 0)
-    if not (spec.gathered or spec.varlen or (spec.split and spec.keeps_reference)):
-        return most(n_special - j, j + 1 - n_full, 0)
+    if not (spec.multi_rank or spec.varlen or (spec.is_split_kv and spec.first_block_max)):
+        return imax(n_masked - j, j + 1 - n_full, 0)
     edge = int32(j + 1) - n_full
-    if spec.has_left or spec.bounded or spec.keeps_reference:
-        edge = torch.maximum(n_special - int32(j), edge)
-    # Zigzag's parts are whole blocks.
-    if spec.gathered and not spec.mirrored:
-        edge = torch.maximum(edge, edge_of_part(int32(j), part, parts, spec.bn_log2))
+    if spec.has_left or spec.row_ranges or spec.first_block_max:
+        edge = torch.maximum(n_masked - int32(j), edge)
+    # Zigzag's chunks are whole blocks.
+    if spec.multi_rank and not spec.zigzag:
+        edge = torch.maximum(edge, edge_of_chunk(int32(j), chunk, chunks, spec.bn_log2))
     return torch.clamp_min(edge, 0)
 
 
 def first_key_of_block(
-    j: int, part: Any, key_end: Int, bn: int, parts: GatheredParts, spec: AttentionSpec
+    j: int, chunk: Any, key_end: Int, bn: int, chunks: RankChunks, spec: AttentionSpec
 ) -> tuple[Any, Any]:
-    """The position of block j's first key, and where the keys of its part end."""
-    if spec.gathered:
-        return keys_of_block(int32(j), part, int32(key_end), parts, bn)
+    """The position of block j's first key, and where the keys of its chunk end."""
+    if spec.multi_rank:
+        return keys_of_block(int32(j), chunk, int32(key_end), chunks, bn)
     return j * bn, key_end

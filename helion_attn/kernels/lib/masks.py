@@ -43,13 +43,13 @@ def visible_keys(
 
 
 def bounds_of_rows(
-    row_bounds: torch.Tensor,  # [2, M_blocks * bm] if bounded
+    row_bounds: torch.Tensor,  # [2, M_blocks * bm] if row_ranges
     m_block: int,
     bm: int,
-    bounded: hl.constexpr,
+    row_ranges: hl.constexpr,
 ) -> tuple[Any, Any]:
-    """From and up to which position each row of a block sees keys, [bm] both; 0 unless `bounded`."""
-    if not bounded:
+    """From and up to which position each row of a block sees keys, [bm] both; 0 unless `row_ranges`."""
+    if not row_ranges:
         return 0, 0
     rows = m_block * bm + hl.arange(bm)
     return hl.load(row_bounds, [0, rows]), hl.load(row_bounds, [1, rows])
@@ -58,12 +58,12 @@ def bounds_of_rows(
 def within_bounds(
     visible: torch.Tensor,  # [bm, bn] or [1, bn]
     keys: torch.Tensor,  # [bn]
-    keys_from: torch.Tensor,  # [bm] if bounded
-    keys_up_to: torch.Tensor,  # [bm] if bounded
-    bounded: hl.constexpr,
+    keys_from: torch.Tensor,  # [bm] if row_ranges
+    keys_up_to: torch.Tensor,  # [bm] if row_ranges
+    row_ranges: hl.constexpr,
 ) -> torch.Tensor:
-    """[bm, bn]: what is visible of a key block, if `bounded` to rows that see keys from one position up to another."""
-    if not bounded:
+    """[bm, bn]: what is visible of a key block, with `row_ranges` to rows that see a range of positions."""
+    if not row_ranges:
         return visible
     at = keys.unsqueeze(0)
     return visible & (at >= keys_from.unsqueeze(1)) & (at < keys_up_to.unsqueeze(1))

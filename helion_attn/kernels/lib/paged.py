@@ -14,11 +14,11 @@ from helion_attn.compiler.helion_adapter import hl
 from helion_attn.compiler.kernels import Runner
 from helion_attn.configs import MAX_PIECE
 from helion_attn.kernels import lse_shift
+from helion_attn.kernels.lib.block_max import update_block_max
 from helion_attn.kernels.lib.inline_asm import fma, fma_up, maximum, minimum, tanh
-from helion_attn.kernels.lib.keys import run_of_key_blocks
-from helion_attn.kernels.lib.references import own_references
+from helion_attn.kernels.lib.keys import split_kv_range
 from helion_attn.kernels.lib.scalars import Int, int32
-from helion_attn.kernels.lib.softmax_bits import largest_scores
+from helion_attn.kernels.lib.schraudolph import largest_scores
 from helion_attn.kernels.lib.specs import PagedSpec
 from helion_attn.kernels.lib.strided import common_unit, strided_rows
 from helion_attn.kernels.merge_splits import merge_splits
@@ -355,7 +355,7 @@ def bases_are_wide(
 
 
 def line_of_page(
-    s: torch.Tensor,  # [bn, rows] or [rows, bn]; with half_scores `in_pairs` if rows come first
+    s: torch.Tensor,  # [bn, rows] or [rows, bn]; with half_scores `pack_half2` if rows come first
     scale_log2: torch.Tensor,  # [rows]
     v_base: torch.Tensor,  # []
     m_run: torch.Tensor,  # [rows]
@@ -378,7 +378,7 @@ def line_of_page(
 
 
 def half_line_of_page(
-    s: torch.Tensor,  # [bn, rows], or [rows, bn] `in_pairs`
+    s: torch.Tensor,  # [bn, rows], or [rows, bn] `pack_half2`
     scale: torch.Tensor,  # [rows], of steps of e4m3
     v_base: torch.Tensor,  # []
     m_run: torch.Tensor,  # [rows]
@@ -395,7 +395,7 @@ def half_line_of_page(
     # Where fp16 has no such scale, `has_all_again` is to see it.
     offset = torch.where(scale < FP16_LARGE, -spec.p_offset_log2, BEYOND_FP16_LOG2)
     top = fma_up(largest, scale * (1.0 / E4M3_STEPS), offset, spec.is_cuda) + v_log2
-    m_run, m_new = own_references(top, m_run, spec.is_cuda, PAGE_REFERENCE_REACH_LOG2)
+    m_run, m_new = update_block_max(top, m_run, spec.is_cuda, PAGE_REFERENCE_REACH_LOG2)
     m_new = maximum(m_new, hl.full([], LEAST_HALF_PAGE_REFERENCE, dtype=torch.float32), spec.is_cuda)
     one = spec.p_one + v_log2 * spec.p_steps
     exact = one - m_new * spec.p_steps
@@ -456,7 +456,7 @@ def run_of_query(
         keys = torch.clamp_min(torch.minimum(n_len, on_diagonal + int32(right) + 1), 0)
     stop = (keys + (1 << spec.bn_log2) - 1) >> spec.bn_log2
     if spec.in_runs:
-        return run_of_key_blocks(first, stop, run, splits)
+        return split_kv_range(first, stop, run, splits)
     return first, stop
 
 
@@ -484,8 +484,8 @@ def page_references(
     m_i: torch.Tensor,  # [rows]
     spec: PagedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`own_references`, or `m_i` where a row sees nothing of the page: 2 to a difference would round its sums."""
-    m_run, m_new = own_references(top, m_run, spec.is_cuda, PAGE_REFERENCE_REACH_LOG2)
+    """`update_block_max`, or `m_i` where a row sees nothing of the page: 2 to a difference would round its sums."""
+    m_run, m_new = update_block_max(top, m_run, spec.is_cuda, PAGE_REFERENCE_REACH_LOG2)
     return m_run, torch.where(top == float("-inf"), m_i, m_new)
 
 

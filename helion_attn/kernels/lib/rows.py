@@ -1,7 +1,7 @@
 """Which query rows a program has, one function a layout; inlined into the attention kernels.
 
 Rows come in blocks of one head; or packed, the sequences of a batch one after the other; or in tiles that the heads of
-a group share; or in parts, of several ranks; or in the order of the lists of a `BlockMask`.
+a group share; or in chunks, of several ranks; or in the order of the lists of a `BlockMask`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import MASK_BLOCK
-from helion_attn.kernels.lib.scalars import Int, int32, most, quotient
+from helion_attn.kernels.lib.scalars import Int, imax, int32, quotient
 from helion_attn.kernels.lib.specs import AttentionSpec
-from helion_attn.problem import GatheredParts, ListSteps
+from helion_attn.problem import ListSteps, RankChunks
 
 
 class Rows(NamedTuple):
@@ -25,16 +25,16 @@ class Rows(NamedTuple):
         kv: the head of K and V.
         m_block: their block, of all of a head's.
         begin: the first row, and so `end`: in the output.
-        end: where the rows of the head, the part or the sequence end.
+        end: where the rows of the head, the chunk or the sequence end.
         diagonal: the key that a causal mask shows the first row last.
         queries: how many queries there are at most.
         mean_row: the row of V's mean.
         descale_row: the row of V's descale, and of K's if a head has one.
-        key_end: where the keys of the head, of all parts or of the sequence end.
+        key_end: where the keys of the head, of all chunks or of the sequence end.
         first_key_block: of packed sequences, the first packed block of keys.
         keys: of packed sequences, how many there are; negative if the rows are of no sequence.
         first_entry: where the entries of their list begin.
-        visits: how many key blocks the list has.
+        num_kv_blocks: how many key blocks the list has.
     """
 
     bh: Int
@@ -50,12 +50,12 @@ class Rows(NamedTuple):
     first_key_block: Int
     keys: Int
     first_entry: Int
-    visits: Int
+    num_kv_blocks: Int
 
 
 def rows_of(
     q_blocks: torch.Tensor,  # [M_blocks, Q_FIELDS] if varlen
-    lists: torch.Tensor,  # [lists * 2] if listed
+    lists: torch.Tensor,  # [lists * 2] if block_sparse
     grid_head: int,
     grid_block: int,
     heads: int,
@@ -69,7 +69,7 @@ def rows_of(
     bm: int,
     bn: int,
     m_blocks: int,
-    parts: GatheredParts,
+    chunks: RankChunks,
     steps: ListSteps,
     spec: AttentionSpec,
 ) -> Rows:
@@ -78,9 +78,9 @@ def rows_of(
     Args:
         q_blocks: of `PackedVarlen`.
         lists: of `BlockMask`.
-        grid_head: the program's head, and with `split` its run.
+        grid_head: the program's head, and with `is_split_kv` its split.
         grid_block: the program's block, in the order of the grid.
-        heads: of the grid, without runs.
+        heads: of the grid, without splits.
         blocks: of a head.
         kv_heads: of K and V.
         n_blocks: of a head's keys.
@@ -89,11 +89,11 @@ def rows_of(
     if spec.varlen:
         program = grid_head * blocks + grid_block
         return rows_of_sequence(q_blocks, program, heads, kv_heads, n_blocks, head_group, group, bm, bn, spec)
-    if spec.gathered:
-        return rows_of_part(grid_head, grid_block, blocks, group, m_len, n_len, bm, parts, spec)
-    # Heads that share K and V come one after the other, in the same run.
-    bh = grid_head % heads if spec.split else grid_head
-    if spec.listed:
+    if spec.multi_rank:
+        return rows_of_chunk(grid_head, grid_block, blocks, group, m_len, n_len, bm, chunks, spec)
+    # Heads that share K and V come one after the other, in the same split.
+    bh = grid_head % heads if spec.is_split_kv else grid_head
+    if spec.block_sparse:
         return rows_of_list(lists, bh, grid_block, group, m_blocks, m_len, n_len, bm, steps)
     m_block = in_order(grid_block, blocks, spec)
     if spec.pack_gqa:
@@ -132,26 +132,26 @@ def rows_of_list(
     head = quotient(int32(bh), int32(steps.shared))
     first_list = (head - quotient(head, int32(steps.heads)) * int32(steps.heads)) * int32(steps.row_blocks)
     at = first_list + int32(grid_block // parts)
-    row_block, visits = hl.load(lists, [2 * at]), hl.load(lists, [2 * at + 1])
+    row_block, num_kv_blocks = hl.load(lists, [2 * at]), hl.load(lists, [2 * at + 1])
     m_block = row_block * parts + grid_block % parts
     begin = m_block * bm
     if parts > 1:
-        visits = torch.where(begin < int32(m_len), visits, 0)
+        num_kv_blocks = torch.where(begin < int32(m_len), num_kv_blocks, 0)
         m_block = torch.minimum(m_block, int32(m_blocks - 1))
     kv = bh // group
     first_entry = (first_list + row_block) * int32(steps.key_blocks)
     diagonal = begin + int32(n_len - m_len)
-    return Rows(bh, kv, m_block, begin, m_len, diagonal, bm, kv, kv, n_len, 0, 0, first_entry, visits)
+    return Rows(bh, kv, m_block, begin, m_len, diagonal, bm, kv, kv, n_len, 0, 0, first_entry, num_kv_blocks)
 
 
 def rows_of_shared_tile(kv: int, m_block: int, m_len: int, n_len: int, bm: int, group_log2: int) -> Rows:
     """The rows of a tile that a group's heads share."""
     begin = m_block * bm
     diagonal = (begin >> group_log2) + n_len - m_len
-    return Rows(kv, kv, m_block, begin, m_len, diagonal, most(1, bm >> group_log2), kv, kv, n_len, 0, 0, 0, 0)
+    return Rows(kv, kv, m_block, begin, m_len, diagonal, imax(1, bm >> group_log2), kv, kv, n_len, 0, 0, 0, 0)
 
 
-def rows_of_part(
+def rows_of_chunk(
     bh: int,
     grid_block: int,
     blocks: int,
@@ -159,18 +159,18 @@ def rows_of_part(
     m_len: int,
     n_len: int,
     bm: int,
-    parts: GatheredParts,
+    chunks: RankChunks,
     spec: AttentionSpec,
 ) -> Rows:
-    """The rows of a block of several ranks' parts."""
+    """The rows of a block of several ranks' chunks."""
     kv = bh // group
     m_block = in_order(grid_block, blocks, spec)
-    part = quotient(int32(m_block), int32(parts.row_part_blocks))
-    in_part = (int32(m_block) - part * int32(parts.row_part_blocks)) * int32(bm)
-    part_begin = part * int32(parts.row_part_len)
-    end = torch.minimum(part_begin + int32(parts.row_part_len), int32(m_len))
-    begin = part_begin + in_part
-    diagonal = part * int32(parts.row_step) + in_part + int32(parts.row_first)
+    chunk = quotient(int32(m_block), int32(chunks.row_chunk_blocks))
+    in_chunk = (int32(m_block) - chunk * int32(chunks.row_chunk_blocks)) * int32(bm)
+    chunk_begin = chunk * int32(chunks.row_chunk_len)
+    end = torch.minimum(chunk_begin + int32(chunks.row_chunk_len), int32(m_len))
+    begin = chunk_begin + in_chunk
+    diagonal = chunk * int32(chunks.row_step) + in_chunk + int32(chunks.row_first)
     return Rows(bh, kv, m_block, begin, end, diagonal, bm, kv, kv, n_len, 0, 0, 0, 0)
 
 
@@ -256,7 +256,7 @@ def rows_on_diagonal(row_begin: Int, diagonal: Int, more_keys: int, bm: int, spe
 def queries_of_rows(
     rows: Rows, grid_head: int, group: int, bm: int, spec: AttentionSpec
 ) -> tuple[torch.Tensor, Any, Any, torch.Tensor]:
-    """Four tensors of a tile's rows, [bm]: query, head in the output, head in the parts of a split, and "is a row".
+    """Four tensors of a tile's rows, [bm]: query, head in the output, head in the splits, and "is a row".
 
     The two heads are scalars where a tile has one head.
     """
@@ -270,8 +270,8 @@ def queries_of_rows(
 
 def out_rows_of(
     query: torch.Tensor,  # [bm]
-    head: Any,  # [bm] or a scalar, and so part_head
-    part_head: Any,
+    head: Any,  # [bm] or a scalar, and so split_head
+    split_head: Any,
     heads: int,
     m_len: int,
     out_head_step: int,
@@ -281,7 +281,7 @@ def out_rows_of(
     """[bm]: where rows lie in the output."""
     if spec.varlen:
         return head + query * int32(out_row_step)
-    if spec.split:
-        return part_head * m_len + query
+    if spec.is_split_kv:
+        return split_head * m_len + query
     first = (head // heads) * heads * m_len + (head % heads) * out_head_step
-    return first + query * (int32(out_row_step) if spec.gathered else out_row_step)
+    return first + query * (int32(out_row_step) if spec.multi_rank else out_row_step)

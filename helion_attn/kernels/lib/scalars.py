@@ -23,7 +23,7 @@ def quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.div(a, b, rounding_mode="trunc")
 
 
-def least(*numbers: Int) -> Int:
+def imin(*numbers: Int) -> Int:
     """The least of ints, or of two that are not both ints. Helpers may not take `min` of run-time ints."""
     if any(isinstance(x, torch.Tensor) for x in numbers):
         a, b = (x if isinstance(x, torch.Tensor) else int32(x) for x in numbers)
@@ -33,7 +33,7 @@ def least(*numbers: Int) -> Int:
     return min(numbers)
 
 
-def most(*numbers: Int) -> Int:
+def imax(*numbers: Int) -> Int:
     """The largest of ints, or of two that are not both ints."""
     if any(isinstance(x, torch.Tensor) for x in numbers):
         a, b = (x if isinstance(x, torch.Tensor) else int32(x) for x in numbers)

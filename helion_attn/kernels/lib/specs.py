@@ -85,22 +85,22 @@ class AttentionSpec(NamedTuple):
         has_softcap: scores have a softcap.
         has_sinks: a head has one more logit.
         two_level: P V is summed in fp32, a product a block.
-        own_reference: P is relative to its block's own maximum.
+        block_max: P is relative to its block's own maximum.
         is_cuda: the kernel is compiled; otherwise interpreted.
-        keeps_reference: P's reference is that of the first block that a row sees.
-        p_bits: P's bits come from the score, without an exponential.
+        first_block_max: P's reference is that of the first block that a row sees.
+        schraudolph_exp2: P's bits are linear in the score (Schraudolph), without an exponential.
         half_scores: scores are fp16.
-        in_halves: P V is two products, of half of V's channels each.
+        split_v: P V is two products, of half of V's channels each.
         varlen: the sequences of a batch follow each other.
-        split: a program has a run of its key blocks.
+        is_split_kv: split-KV: a program has a split of its key blocks.
         pack_gqa: the heads of a group share tiles.
         group_log2: two to it are the rows of a query, with `pack_gqa`.
         bn_log2: two to it are the keys of a block.
-        gathered: keys and rows are in parts, of several ranks.
-        mirrored: a rank has two parts, as `GatheredParts` says.
-        same_places: V's blocks of a rank lie as K's do.
-        bounded: a row sees the keys from one position up to another.
-        listed: a program's key blocks are those of a list.
+        multi_rank: keys and rows are in chunks, of several ranks.
+        zigzag: a rank has two chunks, as `RankChunks` says.
+        same_kv_layout: V's blocks of a rank lie as K's do.
+        row_ranges: a row sees the keys from one position up to another.
+        block_sparse: a program has the key blocks of its KV list.
         query: how Q is quantised; None if it is packed.
     """
 
@@ -116,22 +116,22 @@ class AttentionSpec(NamedTuple):
     has_softcap: bool
     has_sinks: bool
     two_level: bool
-    own_reference: bool
+    block_max: bool
     is_cuda: bool
-    keeps_reference: bool = False
-    p_bits: bool = False
+    first_block_max: bool = False
+    schraudolph_exp2: bool = False
     half_scores: bool = False
-    in_halves: bool = False
+    split_v: bool = False
     varlen: bool = False
-    split: bool = False
+    is_split_kv: bool = False
     pack_gqa: bool = False
     group_log2: int = 0
     bn_log2: int = 0
-    gathered: bool = False
-    mirrored: bool = False
-    same_places: bool = False
-    bounded: bool = False
-    listed: bool = False
+    multi_rank: bool = False
+    zigzag: bool = False
+    same_kv_layout: bool = False
+    row_ranges: bool = False
+    block_sparse: bool = False
     query: QuerySpec | None = None
 
     @property
@@ -162,23 +162,23 @@ class AttentionSpec(NamedTuple):
     @property
     def of_scaled_scores(self) -> AttentionSpec:
         """The spec for scores that are scaled already, against the running maximum."""
-        return self._replace(s_bias=0.0, q_row_descales=False, keeps_reference=False)
+        return self._replace(s_bias=0.0, q_row_descales=False, first_block_max=False)
 
     @property
     def marks_p(self) -> bool:
         """Whether a pass has to see that P, of 16 bits, is computed once."""
-        return self.keeps_reference or (self.listed and not self.own_reference)
+        return self.first_block_max or (self.block_sparse and not self.block_max)
 
     @property
     def rows_may_be_empty(self) -> bool:
         """Whether a block of keys may hold none that a row has seen."""
-        return self.has_left or self.has_right or self.keeps_reference or self.bounded or self.listed
+        return self.has_left or self.has_right or self.first_block_max or self.row_ranges or self.block_sparse
 
     @property
     def out_may_be_empty(self) -> bool:
         """Whether a row may have seen no key at all. Without a mask every row sees all keys."""
-        some_ends = self.has_right or self.varlen or self.split or (self.gathered and self.has_left)
-        return some_ends or self.bounded or self.listed
+        some_ends = self.has_right or self.varlen or self.is_split_kv or (self.multi_rank and self.has_left)
+        return some_ends or self.row_ranges or self.block_sparse
 
     @property
     def totals_may_be_nan(self) -> bool:
@@ -195,13 +195,13 @@ class LargeSpec(NamedTuple):
     """What `fp8_attn_fwd_large_d` is compiled for besides an `AttentionSpec`.
 
     Attributes:
-        v_parts: parts of V's channels, a program each.
-        v_count: wide pieces of a part.
+        v_slices: slices of V's channels, a program each.
+        v_count: wide pieces of a slice.
         has_narrow_d: Q and K have a piece that is not wide.
-        has_narrow_v: V's parts do.
+        has_narrow_v: V's slices do.
     """
 
-    v_parts: int
+    v_slices: int
     v_count: int
     has_narrow_d: bool
     has_narrow_v: bool
@@ -277,7 +277,7 @@ class PagedSpec(NamedTuple):
         return True
 
     @property
-    def listed(self) -> bool:
+    def block_sparse(self) -> bool:
         """Whether a program's key blocks are those of a list: the block table."""
         return True
 
@@ -302,6 +302,6 @@ class PagedSpec(NamedTuple):
         return True
 
     @property
-    def keeps_reference(self) -> bool:
+    def first_block_max(self) -> bool:
         """Whether P's reference is that of the first page that a row sees."""
         return False

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from helion_attn.compiler.helion_adapter import hl
+from helion_attn.kernels.lib.block_max import finite, update_block_max
 from helion_attn.kernels.lib.inline_asm import computed_once, dot_fp32, exp2, fma, fma_up, maximum, tanh
-from helion_attn.kernels.lib.references import finite, own_references
-from helion_attn.kernels.lib.softmax_bits import in_pairs
+from helion_attn.kernels.lib.schraudolph import pack_half2
 from helion_attn.kernels.lib.specs import AttentionSpec, PagedSpec
 from helion_attn.numerics import DESCALE_MIN, E4M3_OVERFLOW, LN2, MAX_FUSED_SCORE_LOG2, MAX_ROW_SUM
 from helion_attn.problem import ScoreScales
@@ -37,7 +37,7 @@ def scores(
     half: hl.constexpr,
     is_cuda: hl.constexpr,
 ) -> torch.Tensor:
-    """`q_tile @ k_tile` as fp32 [bm, bn], or with `half` as fp16 `in_pairs`.
+    """`q_tile @ k_tile` as fp32 [bm, bn], or with `half` as fp16 `pack_half2`.
 
     Of int8 on the GPU it is `INT8_SCORE_BIAS` too large. The float 1.5 * 2**23 + n has n in its low bits, for
     |n| < 2**22, and int8 products stay below 127**2 * 256. So an int32 sum that starts at the bits of 1.5 * 2**23 is
@@ -51,7 +51,7 @@ def scores(
     if q_tile.dtype.itemsize == 2:
         return dot_fp32(q_tile, k_tile, is_cuda)
     if half:
-        return in_pairs(dot_in_halves(q_tile, k_tile, is_cuda), bm, bn, is_cuda)
+        return pack_half2(dot_fp16_acc(q_tile, k_tile, is_cuda), bm, bn, is_cuda)
     return hl.dot(q_tile, k_tile)
 
 
@@ -72,7 +72,7 @@ def scores_of_pieces(q_pieces: list[torch.Tensor], k_pieces: list[torch.Tensor],
     return s.to(torch.float32)
 
 
-def dot_in_halves(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
+def dot_fp16_acc(a: torch.Tensor, b: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tensor:
     """`a @ b` in fp16, of e4m3. Without a GPU its sums are fp32, rounded once."""
     if is_cuda:
         return hl.dot(a, b, out_dtype=torch.float16)
@@ -136,11 +136,11 @@ def online_softmax_step(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores still to be scaled, `bias` too large, -inf where masked, to `(p8, alpha, m_run, m_i, l_i)`.
 
-    P is relative to m_i: the running maximum, with `own_reference` the block's own beside m_run, and with
-    `keeps_reference` what it is.
+    P is relative to m_i: the running maximum, with `block_max` the block's own beside m_run, and with
+    `first_block_max` what it is.
     """
     biased = spec.softmax_bias != 0.0
-    if spec.keeps_reference:
+    if spec.first_block_max:
         m_new = m_i
         m_ref = finite(m_i, spec.rows_may_be_empty)
     else:
@@ -148,8 +148,8 @@ def online_softmax_step(
         if biased:
             largest = largest - bias
         top = scaled_largest(largest, qk_scale_log2, spec)
-        if spec.own_reference:
-            m_run, m_new = own_references(top, m_run, spec.is_cuda)
+        if spec.block_max:
+            m_run, m_new = update_block_max(top, m_run, spec.is_cuda)
             m_ref = m_new
         else:
             m_new = maximum(m_i, top, spec.is_cuda)
@@ -163,7 +163,7 @@ def online_softmax_step(
     alpha = torch.exp2(m_i - m_ref)
     # Unrounded p.
     block_sum = p.reshape(bm, bn // l_lanes, l_lanes).sum(1)
-    if spec.keeps_reference:
+    if spec.first_block_max:
         l_i = l_i + block_sum
     else:
         l_i = l_i * alpha.unsqueeze(1) + block_sum
@@ -182,9 +182,9 @@ def accumulate(
 ) -> torch.Tensor:
     """`acc * alpha + p8 @ v_tile`: with the sum in fp32, or inside the tensor core.
 
-    With `keeps_reference` alpha is 1, or acc 0 or NaN.
+    With `first_block_max` alpha is 1, or acc 0 or NaN.
     """
-    if spec.keeps_reference and spec.is_cuda:
+    if spec.first_block_max and spec.is_cuda:
         return hl.dot(p8, v_tile, acc=acc)
     if spec.two_level:
         return fma(acc, alpha, hl.dot(p8, v_tile), spec.is_cuda)
@@ -193,7 +193,7 @@ def accumulate(
     return hl.dot(p8, v_tile, acc=acc * alpha)
 
 
-def sum_passed(row_sum: torch.Tensor) -> torch.Tensor:
+def row_sum_overflows(row_sum: torch.Tensor) -> torch.Tensor:
     """1 if a sum of a row's P, [bm], is more than `MAX_ROW_SUM`, else 0, also of NaN: no reference mends it."""
     return torch.amax((row_sum > MAX_ROW_SUM).to(torch.int32), 0)
 

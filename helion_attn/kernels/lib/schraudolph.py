@@ -36,22 +36,22 @@ def in_fp16_steps(scale_log2: torch.Tensor, is_cuda: hl.constexpr) -> torch.Tens
     return maximum(rounded, hl.full([], FP32_TINY, dtype=torch.float32), is_cuda)
 
 
-def in_pairs(s: torch.Tensor, bm: int, bn: int, is_cuda: hl.constexpr) -> torch.Tensor:
+def pack_half2(s: torch.Tensor, bm: int, bn: int, is_cuda: hl.constexpr) -> torch.Tensor:
     """Scores in fp16, [bm, bn], as int32 [bm, bn / 2]: what a branch gives is then registers, not their halves."""
     if is_cuda:
         return pair_of_halves(*hl.split(s.reshape(bm, bn // 2, 2)))
     return s
 
 
-def in_halves(s: torch.Tensor, bm: int, bn: int, half: hl.constexpr, is_cuda: hl.constexpr) -> torch.Tensor:
-    """Scores one by one, [bm, bn], which with `half` are `in_pairs`."""
+def unpack_half2(s: torch.Tensor, bm: int, bn: int, half: hl.constexpr, is_cuda: hl.constexpr) -> torch.Tensor:
+    """Scores one by one, [bm, bn], which with `half` are `pack_half2`."""
     if half and is_cuda:
         return hl.join(*halves_of_pair(s)).reshape(bm, bn)
     return s
 
 
 def hidden(
-    s: torch.Tensor,  # [bm, bn], or with half_scores `in_pairs`
+    s: torch.Tensor,  # [bm, bn], or with half_scores `pack_half2`
     visible: torch.Tensor,  # [bm, bn] or [1, bn]
     bm: int,
     bn: int,
@@ -61,7 +61,7 @@ def hidden(
     if spec.half_scores and spec.is_cuda:
         low, high = hl.split(visible.expand(bm, bn).to(torch.int32).reshape(bm, bn // 2, 2))
         # The bits of fp16's -inf are 0xFC00.
-        if spec.listed:
+        if spec.block_sparse:
             s = torch.where(low > 0, s, s & -0x10000 | 0xFC00)
             return torch.where(high > 0, s, s & 0xFFFF | -0x4000000)
         return s & (low * 0xFFFF | high * -0x10000) | (1 - low) * 0xFC00 | (1 - high) * -0x4000000
@@ -69,7 +69,7 @@ def hidden(
 
 
 def largest_scores(
-    s: torch.Tensor,  # [bm, bn], or with half_scores `in_pairs`
+    s: torch.Tensor,  # [bm, bn], or with half_scores `pack_half2`
     bm: int,
     bn: int,
     spec: AttentionSpec | PagedSpec,
@@ -82,12 +82,14 @@ def largest_scores(
         pairs = bn // 2
         while pairs > 4:
             pairs //= 4
-            s = largest_of_pairs([x for both in parted(s, bm, 2 * pairs) for x in parted(both, bm, pairs)])
-        s = in_halves(s, bm, 2 * pairs, spec.half_scores, spec.is_cuda)
+            s = largest_of_pairs(
+                [x for both in column_halves(s, bm, 2 * pairs) for x in column_halves(both, bm, pairs)]
+            )
+        s = unpack_half2(s, bm, 2 * pairs, spec.half_scores, spec.is_cuda)
     return torch.amax(s.to(torch.float32), 1)
 
 
-def parted(
+def column_halves(
     x: torch.Tensor,  # [bm, 2 * columns]
     bm: int,
     columns: int,
@@ -97,7 +99,7 @@ def parted(
 
 
 def wide_scores(
-    s: torch.Tensor,  # [bm, bn], or with half_scores `in_pairs`
+    s: torch.Tensor,  # [bm, bn], or with half_scores `pack_half2`
     scale_log2: torch.Tensor,  # [bm] or []
     largest: torch.Tensor,  # [bm]
     top: torch.Tensor,  # [bm]
@@ -112,23 +114,26 @@ def wide_scores(
     assembly keeps LLVM from computing this where it is not asked for.
     """
     # Of a row that sees no key of the block, the largest is -inf, and so are all.
-    known = torch.where(largest == float("-inf"), 0.0, largest)
-    above = fma(known - spec.softmax_bias, scale_log2, -top, spec.is_cuda)
+    finite_largest = torch.where(largest == float("-inf"), 0.0, largest)
+    above = fma(finite_largest - spec.softmax_bias, scale_log2, -top, spec.is_cuda)
     above = maximum(above, hl.full([], 0.0, dtype=torch.float32), spec.is_cuda)
     above = minimum(above, hl.full([], spec.p_offset_log2, dtype=torch.float32), spec.is_cuda) + (top - m_i)
     scale, above = columns(scale_log2, spec.softmax_row_descales), above.unsqueeze(1)
     if spec.half_scores and spec.is_cuda:
-        rows = (known.unsqueeze(1), in_layout_of(scale, m_i.unsqueeze(1)), above)
-        known, scale, above = (x.to(torch.float16).expand(bm, bn // 2) for x in rows)
+        rows = (finite_largest.unsqueeze(1), in_layout_of(scale, m_i.unsqueeze(1)), above)
+        finite_largest, scale, above = (x.to(torch.float16).expand(bm, bn // 2) for x in rows)
         return line_of_pairs(
-            s, pair_of_halves(known, known), pair_of_halves(scale, scale), pair_of_halves(above, above)
+            s,
+            pair_of_halves(finite_largest, finite_largest),
+            pair_of_halves(scale, scale),
+            pair_of_halves(above, above),
         )
-    below = s.to(torch.float32) - known.unsqueeze(1)
+    below = s.to(torch.float32) - finite_largest.unsqueeze(1)
     return fma(below, scale, above, spec.is_cuda).to(s.dtype)
 
 
 def p_of_scores(
-    s: torch.Tensor,  # [bm, bn], or with half_scores `in_pairs`
+    s: torch.Tensor,  # [bm, bn], or with half_scores `pack_half2`
     scale_log2: torch.Tensor,  # [bm] or []
     m_i: torch.Tensor,  # [bm]
     wide: torch.Tensor,  # []
@@ -157,7 +162,7 @@ def p_of_scores(
 
 
 def p_of_line(
-    s: torch.Tensor,  # [bm, bn], or with half_scores `in_pairs`
+    s: torch.Tensor,  # [bm, bn], or with half_scores `pack_half2`
     scale: torch.Tensor,  # [bm] or []
     offset: torch.Tensor,  # [bm]
     bm: int,
@@ -171,7 +176,7 @@ def p_of_line(
     if half and is_cuda:
         fours, scale, offset = (
             by_fours(x.expand(bm, bn), bm, bn)
-            for x in (in_halves(s, bm, bn, half, is_cuda), in_layout_of(scale, offset), offset)
+            for x in (unpack_half2(s, bm, bn, half, is_cuda), in_layout_of(scale, offset), offset)
         )
         p8 = e4m3_of_half_line(fours, scale, offset)
     else:

@@ -13,9 +13,9 @@ import helion_attn as ha
 from helion_attn import numerics
 from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import compiled, interpreted
-from helion_attn.kernels.lib import softmax_bits, steps
+from helion_attn.kernels.lib import schraudolph, steps
+from helion_attn.kernels.lib.block_max import update_block_max
 from helion_attn.kernels.lib.inline_asm import e4m3_of_bits
-from helion_attn.kernels.lib.references import own_references
 from helion_attn.numerics import E4M3_BITS_OF_ONE, E4M3_STEPS, NO_KEY, REFERENCE_REACH_LOG2
 from helion_attn.reference.rounding_model import e4m3_of_line
 from helion_attn.testing import relative_error
@@ -115,14 +115,14 @@ def p_of_block(
     """A kernel of what makes it, of a first block."""
     bm, bn = s.size(0), s.size(1)
     for _ in hl.grid(1):
-        steps_of_scale = softmax_bits.in_fp16_steps(scale_log2, False) if spec.half_scores else scale_log2
-        largest = softmax_bits.largest_scores(s, bm, bn, spec)
+        steps_of_scale = schraudolph.in_fp16_steps(scale_log2, False) if spec.half_scores else scale_log2
+        largest = schraudolph.largest_scores(s, bm, bn, spec)
         m_run = hl.full([bm], NO_KEY, dtype=torch.float32)
         top = largest * steps_of_scale - spec.p_offset_log2
-        _, m_i = own_references(top, m_run, False)
+        _, m_i = update_block_max(top, m_run, False)
         if wide > 0:
-            s = softmax_bits.wide_scores(s, steps_of_scale, largest, top, m_i, bm, bn, spec)
-        p8, m_i = softmax_bits.p_of_scores(s, steps_of_scale, m_i, wide, bm, bn, spec)
+            s = schraudolph.wide_scores(s, steps_of_scale, largest, top, m_i, bm, bn, spec)
+        p8, m_i = schraudolph.p_of_scores(s, steps_of_scale, m_i, wide, bm, bn, spec)
         p.copy_(p8)
         scale.copy_(steps_of_scale)
         reference.copy_(m_i)
@@ -150,13 +150,13 @@ def test_p_of_a_block(half: bool, wide: bool, of_rows: bool, masked: bool) -> No
     spec = SPEC._replace(q_row_descales=of_rows, half_scores=half)
     interpreted(p_of_block)(s, scale_log2, torch.tensor(int(wide)), p, scale, reference, spec)
     assert (scale - scale_log2).abs().max() <= (2.0**-11 * 0.02 if half else 0.0)
-    y = (s.float() * softmax_bits.columns(scale, of_rows) - reference.unsqueeze(1)) * E4M3_STEPS + E4M3_BITS_OF_ONE
+    y = (s.float() * schraudolph.columns(scale, of_rows) - reference.unsqueeze(1)) * E4M3_STEPS + E4M3_BITS_OF_ONE
     expected = steps.interleave_keys(e4m3_of_line(y), BM, BN)
     # fp32 may round y otherwise: to the next integer, where it lies on the middle of two.
     assert (p.view(torch.uint8).int() - expected.to(p.dtype).view(torch.uint8).int()).abs().max() <= 1
     # Wide scores in fp16 have steps of 2**-7 octaves.
     assert (p.float() != expected).float().mean() < (0.1 if half and wide else 0.02)
-    assert torch.equal(softmax_bits.row_sums(p), p.float().sum(1))
+    assert torch.equal(schraudolph.row_sums(p), p.float().sum(1))
     seen = (s > -INF).any(1)
     assert torch.equal(p.float().amax(1)[seen], torch.full_like(reference[seen], 256.0))
     assert not p.float()[~seen].any()
@@ -186,7 +186,7 @@ def test_references_of_blocks(name: str) -> None:
     tops, expected = TOPS[name]
     m_run = torch.tensor([NO_KEY])
     for i, (top, reference) in enumerate(zip(tops, expected, strict=True)):
-        m_run, m_i = own_references(torch.tensor([top]), m_run, False)
+        m_run, m_i = update_block_max(torch.tensor([top]), m_run, False)
         assert_equal(m_i, torch.tensor([reference]))
         assert_equal(m_run, torch.tensor([NO_KEY, *tops[: i + 1]]).amax(0, keepdim=True))
 
@@ -306,7 +306,7 @@ def test_what_lies_behind_a_sink_keeps_its_bits(share: float, device: str) -> No
 
 def test_a_running_maximum_would_lose_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the test above can fail."""
-    monkeypatch.setattr(own_references, "__defaults__", (0.0,))
+    monkeypatch.setattr(update_block_max, "__defaults__", (0.0,))
     case = behind_a_sink(0.99, "cpu")
     out, _ = case.run(torch.float32)
     assert relative_error(out, case.oracle) > 0.2
@@ -316,7 +316,7 @@ def test_a_running_maximum_would_lose_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_without_a_reach_sums_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block far below the maximum would have sums that fp32 does not hold."""
-    monkeypatch.setattr(own_references, "__defaults__", (INF,))
+    monkeypatch.setattr(update_block_max, "__defaults__", (INF,))
     out, _ = leveled(LEVELS["fall_at_once"], "full", "cpu").run(torch.float32)
     assert not out.isfinite().all()
 

@@ -15,7 +15,7 @@ from helion_attn.kernels.lib.inline_asm import maximum
 from helion_attn.numerics import REFERENCE_REACH_LOG2
 
 
-def own_references(
+def update_block_max(
     top: torch.Tensor,  # [bm]
     m_run: torch.Tensor,  # [bm]
     is_cuda: hl.constexpr,
