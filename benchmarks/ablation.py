@@ -41,7 +41,7 @@ from helion_attn.kernels.lib import schraudolph, steps
 from helion_attn.kernels.lib.specs import AttentionSpec
 from helion_attn.numerics import takes_bits
 from helion_attn.preprocess.lib.v_layout import position_of_key
-from helion_attn.problem import AttentionProblem, softmax_of
+from helion_attn.problem import AttentionArgs, softmax_of
 from helion_attn.types import PackedTensors, Scores
 
 # --- variants -------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def launch(
 ) -> None:
     """The kernel on [B, H, M, D], as many keys as queries."""
     M, D = out.shape[2:]
-    arguments = AttentionProblem(
+    arguments = AttentionArgs(
         packed=packed,
         m_len=M,
         n_len=M,

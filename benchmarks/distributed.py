@@ -48,7 +48,7 @@ from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import buffer_for, section
 from helion_attn.distributed.call import rank_steps
 from helion_attn.distributed.cut import Cut, cut_of
-from helion_attn.problem import GatheredProblem, RankChunks, softmax_of
+from helion_attn.problem import MultiRankArgs, RankChunks, softmax_of
 from helion_attn.testing import relative_error
 from helion_attn.types import Balance, QuantizedQKV, RecipeName, Scores, Strategy
 
@@ -151,7 +151,7 @@ def gathered_call(
         zigzag=zigzag,
         **rank_steps(b),
     )
-    arguments = GatheredProblem(
+    arguments = MultiRankArgs(
         q8=qkv.q8,
         q_descale=qkv.q_descale,
         lse_shift=qkv.lse_shift,

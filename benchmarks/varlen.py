@@ -27,7 +27,7 @@ from benchmarks.lib.tables import LABELS, Table, error_text, mask, number, rows_
 from devtools.inputs import make_qkv
 from devtools.workloads import BENCH_HIDDEN, Workload
 from helion_attn.ops import varlen
-from helion_attn.problem import VarlenProblem
+from helion_attn.problem import VarlenArgs
 from helion_attn.testing import error_budget, relative_error
 from helion_attn.varlen import varlen_problem
 
@@ -79,7 +79,7 @@ def expected(
     return oracle, model
 
 
-def attend(problem: VarlenProblem, packed: varlen.PackedVarlen) -> Tensor:
+def attend(problem: VarlenArgs, packed: varlen.PackedVarlen) -> Tensor:
     """The output of packed sequences."""
     return varlen.attend(problem, packed)[0]
 

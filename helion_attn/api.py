@@ -11,12 +11,12 @@ from typing_extensions import Unpack
 from helion_attn import auto, ops, plans
 from helion_attn.configs import packing
 from helion_attn.masks.blocks import as_block_mask
-from helion_attn.names import named, options_of, with_scores
+from helion_attn.names import options_of, reject_unknown_kwargs, with_scores
 from helion_attn.problem import (
-    AttentionProblem,
-    DenseProblem,
-    PackProblem,
-    QuantizeProblem,
+    AttentionArgs,
+    DenseArgs,
+    PackArgs,
+    QuantizeArgs,
     fp32_sinks,
     mask_arguments,
     norm_arguments,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 
-@named
+@reject_unknown_kwargs
 def quantize(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -100,11 +100,11 @@ def quantize(
 
     chosen = as_recipe(recipe)
 
-    def problem() -> tuple[Any, QuantizeProblem]:
+    def problem() -> tuple[Any, QuantizeArgs]:
         check_quantize(q, k, v, chosen, layout, rope, q_norm, k_norm)
-        of_heads = heads_first(q, k, v, layout)
-        return ops.quantize_qkv, QuantizeProblem(
-            *of_heads,
+        qkv_bhsd = heads_first(q, k, v, layout)
+        return ops.quantize_qkv, QuantizeArgs(
+            *qkv_bhsd,
             rope=rope_arguments(rope),
             norm=norm_arguments(q_norm, k_norm),
             packing=packing(q.size(3), v.size(3), chosen.bits),
@@ -113,8 +113,8 @@ def quantize(
             packs_q=True,
         )
 
-    more, known = (*rope_tensors(rope), *norm_tensors(q_norm, k_norm)), (interleaved(rope), *norm_eps(q_norm, k_norm))
-    tensors = plans.run("quantize", (q, k, v, *more), (chosen, layout, *known), problem)
+    more, rest = (*rope_tensors(rope), *norm_tensors(q_norm, k_norm)), (interleaved(rope), *norm_eps(q_norm, k_norm))
+    tensors = plans.run("quantize", (q, k, v, *more), (chosen, layout, *rest), problem)
     length = 2 if layout == "bhsd" else 1
     return QuantizedQKV(
         **packed_fields(tensors, chosen, shift_lse=True),
@@ -155,7 +155,7 @@ def norm_eps(*norms: RMSNorm | None) -> tuple[float | None, ...]:
     return tuple(norm.eps if isinstance(norm, RMSNorm) else None for norm in norms)
 
 
-@named
+@reject_unknown_kwargs
 def pack(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -211,7 +211,7 @@ def pack_unread(
     q, k, v = heads_first(q, k, v, layout)
     (B, H, M, D), (H_kv, N), D_v = q.shape, k.shape[1:3], v.size(3)
     tile = packing(D, D_v)
-    q8, k8, v8 = ops.pack_qkv(PackProblem(q=q, k=k, v=v, packing=tile))
+    q8, k8, v8 = ops.pack_qkv(PackArgs(q=q, k=k, v=v, packing=tile))
 
     rows = q_scale.new_ones(B, H, q8.size(1) * tile.bm)
     if q_scale.dim() == 2 and q_scale.size(1) != H:
@@ -254,7 +254,7 @@ _OF_TENSORS = frozenset({"rope", "q_norm", "k_norm", "sinks", "block_mask"})
 _NO_TENSORS = *rope_tensors(None), *norm_tensors(None, None), None
 
 
-def parted(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def split_options(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Options but a block mask as `plans.run` takes them: tensors, of RoPE, the norms and sinks, and all else."""
     if _OF_TENSORS.isdisjoint(options):
         return _NO_TENSORS, (*options, *options.values())
@@ -265,7 +265,7 @@ def parted(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]
     return tensors, (*rest, *rest.values(), interleaved(rope), *norm_eps(*norms), dtype)
 
 
-def parted_mask(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+def split_mask_options(options: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The block mask among options: tensors, and all else."""
     mask = as_block_mask(options.get("block_mask"))
     return mask_arguments(mask), () if mask is None else (mask.M, mask.N)
@@ -280,7 +280,7 @@ def quantized_problem(
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
     **options: Unpack[ScoreOptions],
-) -> AttentionProblem:
+) -> AttentionArgs:
     """The arguments of `attention_quantized`, checked, as its operation takes them."""
     check_head_dim("D is", qkv.D)
     check_head_dim("D_v is", qkv.D_v)
@@ -293,7 +293,7 @@ def quantized_problem(
     if mask is not None:
         B, H = qkv.q_descale.shape[:2]
         check_block_mask(mask, B, H, qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.recipe, qkv.q8.device)
-    return AttentionProblem(
+    return AttentionArgs(
         packed=qkv,
         m_len=qkv.M,
         n_len=qkv.N,
@@ -320,7 +320,7 @@ def attention_quantized(
 def attention_quantized(
     qkv: QuantizedQKV, *, return_lse: bool, **options: Unpack[QuantizedOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-@named
+@reject_unknown_kwargs
 @options_of(quantized_problem)
 def attention_quantized(
     qkv: QuantizedQKV, *, return_lse: bool = False, **options: Unpack[QuantizedOptions]
@@ -356,14 +356,14 @@ def attention_quantized(
     if not isinstance(qkv, QuantizedQKV):
         raise TypeError(f"qkv is a {type(qkv).__name__}; it must be a helion_attn.QuantizedQKV")
 
-    def problem() -> tuple[Any, AttentionProblem]:
+    def problem() -> tuple[Any, AttentionArgs]:
         return ops.attention, quantized_problem(qkv, return_lse=return_lse, **options)
 
-    (*_, sinks), known = parted(options)
-    mask, lengths = parted_mask(options)
+    (*_, sinks), rest = split_options(options)
+    mask, lengths = split_mask_options(options)
     sizes = qkv.M, qkv.N, qkv.D, qkv.D_v, qkv.dtype, qkv.layout, qkv.recipe
     tensors = *qkv.tensors(), sinks, *mask
-    out, lse = plans.run("attention_quantized", tensors, (*sizes, return_lse, lengths, *known), problem)
+    out, lse = plans.run("attention_quantized", tensors, (*sizes, return_lse, lengths, *rest), problem)
     return (out, lse) if return_lse else out
 
 
@@ -383,7 +383,7 @@ def dense_problem(
     out_dtype: torch.dtype | None = None,
     num_splits: int | None = None,
     **options: Unpack[ScoreOptions],
-) -> DenseProblem:
+) -> DenseArgs:
     """The arguments of `attention`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
     check_quantize(q, k, v, recipe, layout, rope, q_norm, k_norm)
@@ -392,13 +392,13 @@ def dense_problem(
     check_options(scores, return_lse, out_dtype, H, q.device)
     check_splits(num_splits, k.size(2 if layout == "bhsd" else 1), q.size(3), v.size(3), recipe)
     softmax = softmax_of(q.size(3), scores)
-    of_heads = heads_first(q, k, v, layout)
+    qkv_bhsd = heads_first(q, k, v, layout)
     mask = as_block_mask(block_mask)
     if mask is not None:
-        (B, H, M, D), N = of_heads[0].shape, of_heads[1].size(2)
+        (B, H, M, D), N = qkv_bhsd[0].shape, qkv_bhsd[1].size(2)
         check_block_mask(mask, B, H, M, N, D, v.size(3), recipe, q.device)
-    return DenseProblem(
-        *of_heads,
+    return DenseArgs(
+        *qkv_bhsd,
         rope=rope_arguments(rope),
         norm=norm_arguments(q_norm, k_norm),
         packing=packing(q.size(3), v.size(3), recipe.bits),
@@ -407,7 +407,7 @@ def dense_problem(
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         recipe=recipe,
         num_splits=num_splits,
-        shift_lse=softmax.sees_shift(return_lse),
+        shift_lse=softmax.needs_k_mean_correction(return_lse),
         block_mask=mask_arguments(mask),
     )
 
@@ -429,7 +429,7 @@ def attention(
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[CallOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-@named
+@reject_unknown_kwargs
 @options_of(dense_problem)
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Unpack[CallOptions]
@@ -495,14 +495,14 @@ def attention(
         out, lse = ha.attention(q, k, v, causal=True, return_lse=True)
     """
 
-    def problem() -> tuple[Any, DenseProblem]:
+    def problem() -> tuple[Any, DenseArgs]:
         if not is_auto(options.get("recipe")):
             return ops.attention_dense, dense_problem(q, k, v, return_lse=return_lse, **options)
         given: dict[str, Any] = {**options, "return_lse": return_lse}
         asked = dense_problem(q, k, v, **{**given, "recipe": BALANCED})
         return auto.pytorch_call(asked, given) or ops.attention_dense, asked
 
-    more, known = parted(options)
-    mask, lengths = parted_mask(options)
-    out, lse = plans.run("attention", (q, k, v, *more, *mask), (return_lse, lengths, *known), problem)
+    more, rest = split_options(options)
+    mask, lengths = split_mask_options(options)
+    out, lse = plans.run("attention", (q, k, v, *more, *mask), (return_lse, lengths, *rest), problem)
     return (out, lse) if return_lse else out

@@ -13,7 +13,7 @@ import torch
 
 from helion_attn import calls, plans
 from helion_attn.configs import read_table
-from helion_attn.problem import DenseProblem
+from helion_attn.problem import DenseArgs
 from helion_attn.types import preset_name
 
 #: The file of crossovers, which `benchmarks/report.py` makes of the results of suite `auto`.
@@ -63,17 +63,17 @@ class PyTorchCall(NamedTuple):
     grouped: bool
     bshd: bool
 
-    def __call__(self, problem: DenseProblem) -> tuple[torch.Tensor, None]:
+    def __call__(self, problem: DenseArgs) -> tuple[torch.Tensor, None]:
         """The output, contiguous, and no lse."""
         # By this name, which no mode of `helion_attn.sdpa` takes.
         attend = torch.ops.aten.scaled_dot_product_attention.default
         return self._out(attend, problem.q, problem.k, problem.v), None
 
-    def plan(self, problem: DenseProblem) -> PyTorchCall:
+    def plan(self, problem: DenseArgs) -> PyTorchCall:
         """For tensors of one layout as for those of another."""
         return self
 
-    def call_of(self, problem: DenseProblem) -> calls.Call:
+    def call_of(self, problem: DenseArgs) -> calls.Call:
         """Return the call of `attention` that chose it."""
         call = calls.of_dense(problem)
         return call._replace(options={**call.options, "recipe": "auto"})
@@ -111,7 +111,7 @@ def other_option(options: Mapping[str, Any]) -> str | None:
     return next((name for name, x in options.items() if name not in OPTIONS and x is not None and x is not False), None)
 
 
-def why_not_pytorch(problem: DenseProblem, options: Mapping[str, Any]) -> str | None:
+def why_not_pytorch(problem: DenseArgs, options: Mapping[str, Any]) -> str | None:
     """Name what PyTorch's fast attention lacks for a call; None if it lacks nothing."""
     q, k, v, softmax = problem.q, problem.k, problem.v, problem.softmax
     if (name := other_option(options)) is not None:
@@ -131,7 +131,7 @@ def why_not_pytorch(problem: DenseProblem, options: Mapping[str, Any]) -> str | 
     return None
 
 
-def crossover(problem: DenseProblem) -> Crossover:
+def crossover(problem: DenseArgs) -> Crossover:
     """The row that a call goes by: of its card, mask and head dim, with the largest group and most heads it reaches.
 
     With fewer heads than were measured it is the row of the fewest.
@@ -146,13 +146,13 @@ def crossover(problem: DenseProblem) -> Crossover:
     return reached[-1] if reached else rows[0]
 
 
-def _hides_keys(problem: DenseProblem) -> bool:
+def _hides_keys(problem: DenseArgs) -> bool:
     """Whether a causal mask hides any; a single query is the last one."""
     # A branch, since torch.compile makes a guard of that alone.
     return problem.softmax.right == 0 if problem.q.size(2) != 1 else False
 
 
-def pytorch_call(problem: DenseProblem, options: Mapping[str, Any]) -> PyTorchCall | None:
+def pytorch_call(problem: DenseArgs, options: Mapping[str, Any]) -> PyTorchCall | None:
     """The call of PyTorch's attention, or None where the default preset is chosen.
 
     It depends on shapes, dtypes, strides, options and the card alone. Of symbolic shapes it is a guard.
@@ -163,7 +163,7 @@ def pytorch_call(problem: DenseProblem, options: Mapping[str, Any]) -> PyTorchCa
     return PyTorchCall(_hides_keys(problem), problem.softmax.sm_scale, q.size(1) != k.size(1), problem.bshd)
 
 
-def _is_long(problem: DenseProblem, row: Crossover) -> bool:
+def _is_long(problem: DenseArgs, row: Crossover) -> bool:
     """Whether the default preset is faster; fewer heads than the row's need as many more rows each."""
     if row.from_length is None:
         return False
@@ -171,7 +171,7 @@ def _is_long(problem: DenseProblem, row: Crossover) -> bool:
     return min(M, N) * min(B * H, row.heads) >= row.from_length * row.heads
 
 
-def reason(problem: DenseProblem, options: Mapping[str, Any], device: str) -> str:
+def reason(problem: DenseArgs, options: Mapping[str, Any], device: str) -> str:
     """Which of the two is chosen on a device of this name and why, in a sentence."""
     preset = preset_name(problem.recipe)
     lacking = why_not_pytorch(problem, options)
@@ -206,7 +206,7 @@ _GPUS: dict[torch.device, str] = {}
 
 
 def takes_pytorch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any], problem: Callable[[], DenseProblem]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any], problem: Callable[[], DenseArgs]
 ) -> bool:
     """Whether `pytorch_call` is not None, for a choice that is made before the call.
 
@@ -218,7 +218,7 @@ def takes_pytorch(
         problem: checks the call and makes a problem of it. It is not asked of a call like one that was checked before.
     """
     key = plans.key_of("auto", (q, k, v), (*options, *options.values()))
-    taken = plans.known(key)
+    taken = plans.lookup(key)
     if taken is None:
         taken = pytorch_call(problem(), options) is not None
         if key is not None:

@@ -18,7 +18,7 @@ def outermost() -> tuple[CodeType, int]:
     frame: FrameType | None = sys._getframe(1)
     level, code = 1, sys._getframe(1).f_code
     while frame is not None and _is_of(frame, "helion_attn"):
-        # Wrappers, such as `names.named`, have this name.
+        # Wrappers, such as `names.reject_unknown_kwargs`, have this name.
         code = code if frame.f_code.co_name == "call" else frame.f_code
         frame, level = frame.f_back, level + 1
     while frame is not None and _is_of(frame, "torch"):

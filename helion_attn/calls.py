@@ -11,16 +11,16 @@ from helion_attn.types import PACKED_FIELDS, Recipe, Rope, preset_name
 
 if TYPE_CHECKING:
     from helion_attn.problem import (
-        AppendProblem,
-        AttentionProblem,
-        DecodeProblem,
-        DenseProblem,
-        NormArguments,
-        PackProblem,
-        QuantizeProblem,
-        RopeArguments,
+        AppendArgs,
+        AttentionArgs,
+        DecodeArgs,
+        DenseArgs,
+        NormArgs,
+        PackArgs,
+        QuantizeArgs,
+        RopeArgs,
         Softmax,
-        VarlenProblem,
+        VarlenArgs,
     )
 
 
@@ -38,9 +38,9 @@ class Call(NamedTuple):
     options: dict[str, Any]
 
 
-def of_dense(a: DenseProblem) -> Call:
+def of_dense(a: DenseArgs) -> Call:
     """Return the call of `attention`."""
-    mask = {"M": a.q.size(2), "N": a.k.size(2), **a.block_mask._asdict()} if a.block_mask.listed else None
+    mask = {"M": a.q.size(2), "N": a.k.size(2), **a.block_mask._asdict()} if a.block_mask.block_sparse else None
     options = {
         **_layout(a.bshd),
         **_score_options(a.softmax, a.q.size(3)),
@@ -53,7 +53,7 @@ def of_dense(a: DenseProblem) -> Call:
     return Call("attention", _tensors(a.bshd, q=a.q, k=a.k, v=a.v), _given(options))
 
 
-def of_varlen(a: VarlenProblem) -> Call:
+def of_varlen(a: VarlenArgs) -> Call:
     """Return the call of `attention_varlen`."""
     options = {
         **_score_options(a.softmax, a.q.size(2)),
@@ -64,7 +64,7 @@ def of_varlen(a: VarlenProblem) -> Call:
     return Call("attention_varlen", tensors, _given(options))
 
 
-def of_packed(a: AttentionProblem) -> Call:
+def of_packed(a: AttentionArgs) -> Call:
     """Return the call of `attention_quantized`, as if the output had the unquantised tensors' dtype."""
     dtype = torch.bfloat16 if a.out_dtype in FORMAT_MAX else a.out_dtype
     qkv = {
@@ -79,25 +79,25 @@ def of_packed(a: AttentionProblem) -> Call:
     }
     options = {
         **_score_options(a.softmax, a.d),
-        "block_mask": {"M": a.m_len, "N": a.n_len, **a.block_mask._asdict()} if a.block_mask.listed else None,
+        "block_mask": {"M": a.m_len, "N": a.n_len, **a.block_mask._asdict()} if a.block_mask.block_sparse else None,
         "num_splits": a.num_splits,
         "out_dtype": None if a.out_dtype == dtype else a.out_dtype,
     }
     return Call("attention_quantized", {"qkv": qkv}, _given(options))
 
 
-def of_quantize(a: QuantizeProblem) -> Call:
+def of_quantize(a: QuantizeArgs) -> Call:
     """Return the call of `quantize`."""
     options = {"recipe": a.recipe, **_rope_and_norms(a.rope, a.norm)}
     return Call("quantize", {"q": a.q, "k": a.k, "v": a.v}, _given(options))
 
 
-def of_pack(a: PackProblem) -> Call:
+def of_pack(a: PackArgs) -> Call:
     """Return the call of `pack`, with descales of 1, which the operation does not see."""
     return Call("pack", {"q": a.q, "k": a.k, "v": a.v}, {"q_descale": 1.0, "k_descale": 1.0, "v_descale": 1.0})
 
 
-def of_decode(a: DecodeProblem) -> Call:
+def of_decode(a: DecodeArgs) -> Call:
     """Return the call of `attention_kvcache`."""
     options = {
         **_layout(a.bshd),
@@ -111,7 +111,7 @@ def of_decode(a: DecodeProblem) -> Call:
     return Call("attention_kvcache", tensors, {"causal": a.softmax.right == 0, **_given(options)})
 
 
-def of_append(a: AppendProblem) -> Call:
+def of_append(a: AppendArgs) -> Call:
     """Return the call of `append_kvcache`."""
     tensors = {
         "cache": dict(vars(a.cache)),
@@ -158,16 +158,16 @@ def _score_options(softmax: Softmax, D: int) -> dict[str, Any]:
 def _outputs(softmax: Softmax, shift_lse: bool, out_dtype: torch.dtype, dtype: torch.dtype) -> dict[str, Any]:
     """With sinks or a softcap the operation does not tell whether lse was asked for, and computes it as if."""
     return {
-        "return_lse": shift_lse and not softmax.sees_shift(return_lse=False),
+        "return_lse": shift_lse and not softmax.needs_k_mean_correction(return_lse=False),
         "out_dtype": None if out_dtype == dtype else out_dtype,
     }
 
 
-def _rope(a: RopeArguments) -> dict[str, Any] | None:
+def _rope(a: RopeArgs) -> dict[str, Any] | None:
     return None if a.cos is None else a._asdict()
 
 
-def _rope_and_norms(rope: RopeArguments, norm: NormArguments) -> dict[str, Any]:
+def _rope_and_norms(rope: RopeArgs, norm: NormArgs) -> dict[str, Any]:
     return {
         "rope": _rope(rope),
         "q_norm": None if norm.q_weight is None else {"weight": norm.q_weight, "eps": norm.q_eps},

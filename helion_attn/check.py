@@ -13,10 +13,10 @@ from helion_attn.api import attention, dense_problem
 from helion_attn.configs import SUPPORTED_D
 from helion_attn.explain import HOPPER_MULTIPROCESSORS
 from helion_attn.masks.blocks import BlockMask, as_block_mask
-from helion_attn.names import named, options_of
+from helion_attn.names import options_of, reject_unknown_kwargs
 from helion_attn.ops.attention import choose
 from helion_attn.ops.dense import shape_of_dense
-from helion_attn.problem import DenseProblem
+from helion_attn.problem import DenseArgs
 from helion_attn.reference.rope import apply_rope
 from helion_attn.reference.shapes import hide_keys_of_rows, to_bhsd
 from helion_attn.types import BF16, PRESETS, MaskedOptions, Recipe, preset_name
@@ -90,7 +90,7 @@ class Check:
         return "\n".join([*lines, *self.findings])
 
 
-@named
+@reject_unknown_kwargs
 @options_of(dense_problem, but=("return_lse", "out_dtype", "num_splits"))
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[MaskedOptions]) -> Check:
     """Measure what `attention` loses on these tensors, with `recipe` and with the presets, beside 16-bit attention.
@@ -151,7 +151,7 @@ class _Norm:
 class _Sample:
     """Some rows of some heads, and the keys that they see."""
 
-    def __init__(self, problem: DenseProblem, mask: BlockMask | None) -> None:
+    def __init__(self, problem: DenseArgs, mask: BlockMask | None) -> None:
         self.q, self.k, self.v, self.rope = problem.q, problem.k, problem.v, problem.rope
         self.softmax, norm = problem.softmax, problem.norm
         self.q_norm, self.k_norm = _Norm(self.q, norm.q_weight, norm.q_eps), _Norm(self.k, norm.k_weight, norm.k_eps)

@@ -10,11 +10,11 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import auto, ops, plans
-from helion_attn.api import dense_problem, interleaved, norm_eps, parted, parted_mask
+from helion_attn.api import dense_problem, interleaved, norm_eps, split_mask_options, split_options
 from helion_attn.compiler.passes.expected import expected_passes
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LargeTileConfig, TileConfig, scheduling
-from helion_attn.names import named, options_of
+from helion_attn.names import options_of, reject_unknown_kwargs
 from helion_attn.ops.attention import Choice, Shape
 from helion_attn.ops.dense import shape_of_dense
 from helion_attn.plans import Plan
@@ -93,7 +93,7 @@ class Explanation:
         return "\n".join([*lines, *reasons])
 
 
-@named
+@reject_unknown_kwargs
 @options_of(dense_problem)
 def explain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Unpack[CallOptions]
@@ -150,7 +150,7 @@ def explain(
         spills=getattr(kernel, "n_spills", None),
         splits=choice.splits,
         quantises_q=made.facts["quantises_q"],
-        lists_keys=shape.listed,
+        lists_keys=shape.block_sparse,
         shares_tiles=choice.pack_gqa,
         heads_at_once=_heads_at_once(shape, choice, count),
         reasons=(*chosen, *_reasons(shape, choice, count, device)),
@@ -259,14 +259,14 @@ def _given(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any]
 ) -> tuple[list[torch.Tensor], Hashable | None]:
     """The tensors of a call, and all that its plan depends on of them and their roles; None of what is not plain."""
-    (more, _), (mask, lengths) = parted(options), parted_mask(options)
+    (more, _), (mask, lengths) = split_options(options), split_mask_options(options)
     given = [x for x in (q, k, v, *more, *mask) if x is not None]
     of_norms = norm_eps(options.get("q_norm"), options.get("k_norm"))
     rest = interleaved(options.get("rope")), *of_norms, lengths, *[x is None for x in (*more, *mask)]
     return given, plans.key_of("plan", given, rest)
 
 
-@named
+@reject_unknown_kwargs
 @options_of(dense_problem)
 def plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Unpack[CallOptions]
@@ -304,7 +304,7 @@ def _programs(a: Shape, choice: Choice) -> tuple[int, int]:
 
 
 def _heads_at_once(a: Shape, choice: Choice, sm_count: int) -> int:
-    if not (a.softmax.rows_differ or a.listed) or choice.splits > 1:
+    if not (a.softmax.rows_differ or a.block_sparse) or choice.splits > 1:
         return 1
     return scheduling.head_group(*_programs(a, choice), sm_count, choice.tile.ctas_per_sm)
 
@@ -345,7 +345,7 @@ def _why_splits(a: Shape, choice: Choice, sm_count: int) -> str:
         return "keys are not split: fp8_attn_fwd_large_d has no runs of keys"
     if a.num_splits is not None:
         return f"keys are {'split' if choice.splits > 1 else 'not split'}: num_splits says so"
-    if a.listed:
+    if a.block_sparse:
         return "keys are not split: how many blocks of them a program visits is not known here"
     heads, of_each = _programs(a, choice)
     programs, places = heads * of_each, sm_count * tile.ctas_per_sm
@@ -366,7 +366,7 @@ def _why_groups(a: Shape, choice: Choice) -> str:
         return f"heads share tiles: {a.m_len} queries of {group} heads fill fewer tiles together"
     if group == 1:
         return "heads do not share tiles: every query head has a KV head of its own"
-    if a.listed:
+    if a.block_sparse:
         return "heads do not share tiles: a block mask may differ among them"
     if isinstance(choice.tile, LargeTileConfig):
         return "heads do not share tiles: fp8_attn_fwd_large_d has a tile for each"

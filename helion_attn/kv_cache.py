@@ -16,13 +16,13 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops, plans
-from helion_attn.api import interleaved, parted, rope_tensors
+from helion_attn.api import interleaved, rope_tensors, split_options
 from helion_attn.configs import page_packing
 from helion_attn.debug_state import debugging
-from helion_attn.names import named, options_of
+from helion_attn.names import options_of, reject_unknown_kwargs
 from helion_attn.numerics import MAX_CHANNEL_FACTOR_LOG2, SAMPLED_KEYS
 from helion_attn.preprocess.lib.equalise import channel_factors_of
-from helion_attn.problem import AppendProblem, DecodeProblem, rope_arguments, softmax_of
+from helion_attn.problem import AppendArgs, DecodeArgs, rope_arguments, softmax_of
 from helion_attn.types import (
     CACHE_RECIPE,
     CacheOptions,
@@ -80,7 +80,7 @@ def turning_sizes(x: torch.Tensor, rotary: int, interleaved: bool) -> torch.Tens
     return torch.cat((shared.flatten(1), size[:, rotary:]), 1)
 
 
-@named
+@reject_unknown_kwargs
 def cache_constants(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -146,7 +146,7 @@ def powers_of_two(x: torch.Tensor) -> torch.Tensor:
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
-@named
+@reject_unknown_kwargs
 def paged_kv_cache(
     num_pages: int,
     H_kv: int,
@@ -230,7 +230,7 @@ def cache_sizes(cache: PagedKVCache) -> tuple[int, ...]:
     return (cache.D, cache.D_v) if isinstance(cache, PagedKVCache) else ()
 
 
-@named
+@reject_unknown_kwargs
 def append_kvcache(
     cache: PagedKVCache,
     k: torch.Tensor,
@@ -276,10 +276,10 @@ def append_kvcache(
         cache_seqlens += 10
     """
 
-    def problem() -> tuple[Any, AppendProblem]:
+    def problem() -> tuple[Any, AppendArgs]:
         check_kvcache_append(cache, k, v, block_table, cache_seqlens, layout, rope)
         swapped = layout == "bshd"
-        return ops.append_kv, AppendProblem(
+        return ops.append_kv, AppendArgs(
             k=k.transpose(1, 2) if swapped else k,
             v=v.transpose(1, 2) if swapped else v,
             cache=cache,
@@ -308,21 +308,21 @@ def decode_problem(
     num_splits: int | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
-) -> DecodeProblem:
+) -> DecodeArgs:
     """The arguments of `attention_kvcache`, checked, as its operation takes them."""
     scores = Scores(causal=causal, sm_scale=sm_scale, window=window, softcap=softcap, sinks=sinks)
     check_kvcache_attention(q, cache, block_table, cache_seqlens, layout, scores, return_lse, num_splits, out_dtype)
     if debugging():  # not in a check that flash-attn's function makes before it appends
         check_appended(q, cache, block_table, cache_seqlens, layout)
     softmax = softmax_of(cache.D, scores)
-    return DecodeProblem(
+    return DecodeArgs(
         q=q.transpose(1, 2) if layout == "bshd" else q,
         cache=cache,
         block_table=block_table,
         cache_seqlens=cache_seqlens,
         splits=num_splits,
         softmax=softmax,
-        shift_lse=softmax.sees_shift(return_lse),
+        shift_lse=softmax.needs_k_mean_correction(return_lse),
         bshd=layout == "bshd",
         out_dtype=q.dtype if out_dtype is None else out_dtype,
     )
@@ -342,15 +342,15 @@ def attention_of_heads(
     swapped = layout == "bshd"
     q = q.transpose(1, 2) if swapped else q
     (B, H, M, D), (num_pages, H_kv) = q.shape, cache.k8.shape[:2]
-    of_heads: dict[str, Any] = {name: x.view(-1, 1, *x.shape[2:]) for name, x in cache._tensors().items()}
+    per_head: dict[str, Any] = {name: x.view(-1, 1, *x.shape[2:]) for name, x in cache._tensors().items()}
     # Sequence b * H_kv + h has the constants of head h.
-    of_heads |= {name: x.unsqueeze(1) for name, x in cache._tensors().items() if name in CONSTANTS}
+    per_head |= {name: x.unsqueeze(1) for name, x in cache._tensors().items() if name in CONSTANTS}
     # A page outside of the pool stays outside.
     first = block_table.clamp(-1, num_pages) * H_kv
     pages = first + torch.arange(H_kv, dtype=torch.int32, device=q.device).unsqueeze(1)
     found = attention_kvcache(
         q.reshape(B * H_kv, H // H_kv, M, D),
-        dataclasses.replace(cache, **of_heads),
+        dataclasses.replace(cache, **per_head),
         pages.flatten(0, 1),
         cache_seqlens.flatten(),
         return_lse=return_lse,
@@ -392,7 +392,7 @@ def attention_kvcache(
     return_lse: bool,
     **options: Unpack[CacheOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-@named
+@reject_unknown_kwargs
 @options_of(decode_problem)
 def attention_kvcache(
     q: torch.Tensor,
@@ -455,12 +455,12 @@ def attention_kvcache(
         out = ha.attention_kvcache(q, cache, block_table, cache_seqlens + 10)
     """
 
-    def problem() -> tuple[Any, DecodeProblem]:
+    def problem() -> tuple[Any, DecodeArgs]:
         return ops.decode, decode_problem(q, cache, block_table, cache_seqlens, return_lse=return_lse, **options)
 
     if isinstance(block_table, torch.Tensor) and block_table.dim() == 3:
         return attention_of_heads(q, cache, block_table, cache_seqlens, return_lse, **options)
-    (*_, sinks), known = parted(options)
+    (*_, sinks), rest = split_options(options)
     tensors = q, *cache_tensors(cache), block_table, cache_seqlens, sinks
-    out, lse = plans.run("attention_kvcache", tensors, (*cache_sizes(cache), return_lse, *known), problem)
+    out, lse = plans.run("attention_kvcache", tensors, (*cache_sizes(cache), return_lse, *rest), problem)
     return (out, lse) if return_lse else out

@@ -117,7 +117,7 @@ def options_of(other: Callable[..., object], but: Collection[str] = ()) -> Calla
     return decorate
 
 
-def named(function: Callable[P, R]) -> Callable[P, R]:
+def reject_unknown_kwargs(function: Callable[P, R]) -> Callable[P, R]:
     """The function; an argument that it does not have raises `TypeError`, saying what to pass."""
     known = dict.fromkeys(inspect.signature(function).parameters)
     is_over_ranks = function.__module__.startswith("helion_attn.distributed.")

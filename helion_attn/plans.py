@@ -243,7 +243,7 @@ def forget() -> None:
     _LOGGED.clear()
 
 
-def known(key: Hashable) -> Any:
+def lookup(key: Hashable) -> Any:
     """Look up what is kept of a key. None has nothing."""
     # Without the branch torch.compile, which has no keys, compiles anew for each plan that is added.
     return None if key is None else _PLANS.get(key)
@@ -300,7 +300,7 @@ def has_default_device_alone() -> bool:
     return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
-def nothing_listens() -> bool:
+def can_skip_dispatcher() -> bool:
     """Whether nobody but PyTorch's dispatcher would have to know of a call."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
@@ -326,7 +326,7 @@ def key_of(name: str, tensors: Sequence[Any], options: Sequence[Any]) -> Hashabl
     """
     if torch.compiler.is_compiling() or debugging() or not tensors or not all(map(is_plain, tensors)):
         return None
-    if not nothing_listens():
+    if not can_skip_dispatcher():
         return None
     device, differentiable = tensors[0].device, torch.is_grad_enabled()
     for x in tensors:
@@ -362,7 +362,7 @@ def run(
     """
     given = [x for x in tensors if x is not None]
     key = key_of(name, given, (*options, *[x is None for x in tensors]))
-    plan = known(key)
+    plan = lookup(key)
     if plan is None:
         operation, arguments = problem()
         if key is None:

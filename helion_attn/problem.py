@@ -15,7 +15,7 @@ from helion_attn.numerics import LOG2E
 from helion_attn.types import BlockMask, PackedTensors, PagedKVCache, Recipe, RMSNorm, Rope, Scores, packed_fields
 
 
-class RopeArguments(NamedTuple):
+class RopeArgs(NamedTuple):
     """The fields of a `Rope`, or its absence, as operations take it."""
 
     cos: torch.Tensor | None
@@ -25,14 +25,14 @@ class RopeArguments(NamedTuple):
     interleaved: bool
 
 
-NO_ROPE_ARGUMENTS = RopeArguments(cos=None, sin=None, q_positions=None, k_positions=None, interleaved=False)
+NO_ROPE_ARGUMENTS = RopeArgs(cos=None, sin=None, q_positions=None, k_positions=None, interleaved=False)
 
 
-def rope_arguments(rope: Rope | None) -> RopeArguments:
+def rope_arguments(rope: Rope | None) -> RopeArgs:
     """`rope` as operations take it."""
     if rope is None:
         return NO_ROPE_ARGUMENTS
-    return RopeArguments(
+    return RopeArgs(
         cos=rope.cos,
         sin=rope.sin,
         q_positions=rope.q_positions,
@@ -41,7 +41,7 @@ def rope_arguments(rope: Rope | None) -> RopeArguments:
     )
 
 
-class NormArguments(NamedTuple):
+class NormArgs(NamedTuple):
     """The fields of the `RMSNorm` of Q and of K, or its absence, as operations take them."""
 
     q_weight: torch.Tensor | None
@@ -50,10 +50,10 @@ class NormArguments(NamedTuple):
     k_eps: float
 
 
-def norm_arguments(q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormArguments:
+def norm_arguments(q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormArgs:
     """The norms as operations take them."""
     # Made here: torch.compile with dynamic=True makes inputs of a global's floats, and then traces twice.
-    norms = NormArguments(q_weight=None, k_weight=None, q_eps=1.0, k_eps=1.0)
+    norms = NormArgs(q_weight=None, k_weight=None, q_eps=1.0, k_eps=1.0)
     if q_norm is not None:
         norms = norms._replace(q_weight=q_norm.weight, q_eps=float(q_norm.eps))
     if k_norm is not None:
@@ -61,7 +61,7 @@ def norm_arguments(q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormArgume
     return norms
 
 
-class MaskArguments(NamedTuple):
+class MaskArgs(NamedTuple):
     """The tensors of a `BlockMask`, or its absence, as operations take it."""
 
     lists: torch.Tensor | None
@@ -70,19 +70,19 @@ class MaskArguments(NamedTuple):
     tiles: torch.Tensor | None
 
     @property
-    def listed(self) -> bool:
+    def block_sparse(self) -> bool:
         """Whether there is a mask."""
         return self.lists is not None
 
 
-NO_MASK_ARGUMENTS = MaskArguments(lists=None, entries=None, tile_of=None, tiles=None)
+NO_MASK_ARGUMENTS = MaskArgs(lists=None, entries=None, tile_of=None, tiles=None)
 
 
-def mask_arguments(mask: BlockMask | None) -> MaskArguments:
+def mask_arguments(mask: BlockMask | None) -> MaskArgs:
     """`mask` as operations take it."""
     if mask is None:
         return NO_MASK_ARGUMENTS
-    return MaskArguments(lists=mask.lists, entries=mask.entries, tile_of=mask.tile_of, tiles=mask.tiles)
+    return MaskArgs(lists=mask.lists, entries=mask.entries, tile_of=mask.tile_of, tiles=mask.tiles)
 
 
 class ListSteps(NamedTuple):
@@ -105,7 +105,7 @@ class ListSteps(NamedTuple):
 NO_LISTS = ListSteps(1, 1, 1, 1)
 
 
-def list_steps(mask: MaskArguments, heads: int) -> ListSteps:
+def list_steps(mask: MaskArgs, heads: int) -> ListSteps:
     """How the lists of a mask lie, of so many query heads."""
     if mask.entries is None:
         return NO_LISTS
@@ -151,7 +151,7 @@ class Softmax(NamedTuple):
         """
         return self.right >= 0 and self.left < 0
 
-    def sees_shift(self, return_lse: bool) -> bool:
+    def needs_k_mean_correction(self, return_lse: bool) -> bool:
         """Whether a call sees what K's mean takes from all scores of a row, as a softmax of keys alone does not."""
         return return_lse or self.softcap is not None or self.sinks is not None
 
@@ -183,7 +183,7 @@ def softmax_of(D: int, scores: Scores) -> Softmax:
     )
 
 
-class DenseProblem(NamedTuple):
+class DenseArgs(NamedTuple):
     """Attention from unquantised tensors.
 
     Attributes:
@@ -193,15 +193,15 @@ class DenseProblem(NamedTuple):
         rope: rotates Q and K first.
         norm: is applied to Q and K before that.
         packing: block sizes and padding.
-        softmax: and the rest, as in `AttentionProblem`.
+        softmax: and the rest, as in `AttentionArgs`.
         shift_lse: whether somebody sees what smooth_k takes from the scores.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    rope: RopeArguments
-    norm: NormArguments
+    rope: RopeArgs
+    norm: NormArgs
     packing: Packing
     softmax: Softmax
     bshd: bool
@@ -209,11 +209,11 @@ class DenseProblem(NamedTuple):
     recipe: Recipe
     num_splits: int | None
     shift_lse: bool
-    block_mask: MaskArguments = NO_MASK_ARGUMENTS
+    block_mask: MaskArgs = NO_MASK_ARGUMENTS
 
-    def quantizing(self, packs_q: bool) -> QuantizeProblem:
+    def quantizing(self, packs_q: bool) -> QuantizeArgs:
         """What packs it."""
-        return QuantizeProblem(
+        return QuantizeArgs(
             q=self.q,
             k=self.k,
             v=self.v,
@@ -225,9 +225,9 @@ class DenseProblem(NamedTuple):
             packs_q=packs_q,
         )
 
-    def attending(self, tensors: tuple[torch.Tensor, ...]) -> AttentionProblem:
+    def attending(self, tensors: tuple[torch.Tensor, ...]) -> AttentionArgs:
         """What attends to its packed tensors."""
-        return AttentionProblem(
+        return AttentionArgs(
             packed=PackedTensors(**packed_fields(tensors, self.recipe, self.shift_lse)),
             m_len=self.q.size(2),
             n_len=self.k.size(2),
@@ -242,7 +242,7 @@ class DenseProblem(NamedTuple):
         )
 
 
-class VarlenProblem(NamedTuple):
+class VarlenArgs(NamedTuple):
     """Attention over packed sequences of different lengths; the output is [tokens, H, D_v].
 
     Attributes:
@@ -252,7 +252,7 @@ class VarlenProblem(NamedTuple):
         cu_seqlens_q: int32 [B + 1].
         cu_seqlens_k: int32 [B + 1].
         packing: block sizes and padding.
-        softmax: and the rest, as in `AttentionProblem`.
+        softmax: and the rest, as in `AttentionArgs`.
         shift_lse: whether somebody sees what smooth_k takes from the scores.
     """
 
@@ -268,7 +268,7 @@ class VarlenProblem(NamedTuple):
     shift_lse: bool
 
 
-class AttentionProblem(NamedTuple):
+class AttentionArgs(NamedTuple):
     """Attention over packed tensors: which scores there are, how they are scaled, and where their output goes.
 
     Attributes:
@@ -295,7 +295,7 @@ class AttentionProblem(NamedTuple):
     out_dtype: torch.dtype
     recipe: Recipe
     num_splits: int | None
-    block_mask: MaskArguments = NO_MASK_ARGUMENTS
+    block_mask: MaskArgs = NO_MASK_ARGUMENTS
 
     def sizes(self) -> dict[str, int]:
         """Lengths, heads, and how the rows of the output lie, as the kernels take them."""
@@ -379,7 +379,7 @@ def magic_finds_chunks(chunks: int, blocks: int) -> bool:
     return (chunks - 1) * blocks**2 + blocks <= 2**32
 
 
-class GatheredProblem(NamedTuple):
+class MultiRankArgs(NamedTuple):
     """Attention over keys of several ranks, into tensors that are there.
 
     Attributes:
@@ -398,7 +398,7 @@ class GatheredProblem(NamedTuple):
         parts: where keys and rows lie.
         v_offset: bytes of a rank's row before V.
         n_len: the position where keys end.
-        d: and the rest, as in `AttentionProblem`.
+        d: and the rest, as in `AttentionArgs`.
     """
 
     q8: torch.Tensor
@@ -422,7 +422,7 @@ class GatheredProblem(NamedTuple):
     recipe: Recipe
 
 
-class MergeProblem(NamedTuple):
+class MergeArgs(NamedTuple):
     """Two results over different keys, into one.
 
     Attributes:
@@ -442,7 +442,7 @@ class MergeProblem(NamedTuple):
     bshd: bool
 
 
-class DecodeProblem(NamedTuple):
+class DecodeArgs(NamedTuple):
     """Attention over a paged cache.
 
     Attributes:
@@ -451,7 +451,7 @@ class DecodeProblem(NamedTuple):
         block_table: int32 [B, max_pages].
         cache_seqlens: int32 [B].
         splits: runs of a sequence's pages; None for the choice by shapes and GPU.
-        softmax: and the rest, as in `AttentionProblem`.
+        softmax: and the rest, as in `AttentionArgs`.
         shift_lse: whether somebody sees what K's mean takes from the scores.
     """
 
@@ -466,7 +466,7 @@ class DecodeProblem(NamedTuple):
     out_dtype: torch.dtype
 
 
-class QuantizeProblem(NamedTuple):
+class QuantizeArgs(NamedTuple):
     """Q, K and V to the packed format.
 
     Attributes:
@@ -484,8 +484,8 @@ class QuantizeProblem(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    rope: RopeArguments
-    norm: NormArguments
+    rope: RopeArgs
+    norm: NormArgs
     packing: Packing
     recipe: Recipe
     shift_lse: bool
@@ -515,7 +515,7 @@ class SampledTokens(NamedTuple):
         return self.first_count + self.second_count
 
 
-class DescribePartProblem(NamedTuple):
+class DescribeRankArgs(NamedTuple):
     """A rank's part of a sequence, to what it tells the others of it.
 
     Attributes:
@@ -534,7 +534,7 @@ class DescribePartProblem(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    rope: RopeArguments
+    rope: RopeArgs
     packing: Packing
     recipe: Recipe
     k_rows: int
@@ -543,11 +543,11 @@ class DescribePartProblem(NamedTuple):
     q_sample: SampledTokens
 
 
-class QuantizePartProblem(NamedTuple):
+class QuantizeRankArgs(NamedTuple):
     """A rank's part of a sequence to the packed format.
 
     Attributes:
-        q: and the rest, as in `QuantizeProblem`.
+        q: and the rest, as in `QuantizeArgs`.
         told: sampled keys of all ranks, [rows, B, H_kv, columns], as `preprocess.shared` lays them.
         told_q: sampled rows of Q, likewise, with `recipe.equalise`; otherwise None.
         v_largest: [B, H_kv, D_v], the largest magnitudes of V of all ranks.
@@ -560,14 +560,14 @@ class QuantizePartProblem(NamedTuple):
     told: torch.Tensor
     told_q: torch.Tensor | None
     v_largest: torch.Tensor
-    rope: RopeArguments
+    rope: RopeArgs
     packing: Packing
     recipe: Recipe
     shift_lse: bool
     all_keys: int
 
 
-class PackProblem(NamedTuple):
+class PackArgs(NamedTuple):
     """Tensors that are e4m3 already to the packed format.
 
     Attributes:
@@ -583,7 +583,7 @@ class PackProblem(NamedTuple):
     packing: Packing
 
 
-class TransformProblem(NamedTuple):
+class TransformArgs(NamedTuple):
     """Rows, rotated by position or by a Hadamard matrix, or reflected.
 
     Attributes:
@@ -595,13 +595,13 @@ class TransformProblem(NamedTuple):
     """
 
     x: torch.Tensor
-    rope: RopeArguments
+    rope: RopeArgs
     hadamard_seed: int | None
     reflect: bool
     bshd: bool
 
 
-class MaskBitsProblem(NamedTuple):
+class MaskBitsArgs(NamedTuple):
     """A mask by scores, to bits and kinds of blocks.
 
     Attributes:
@@ -613,7 +613,7 @@ class MaskBitsProblem(NamedTuple):
     N: int
 
 
-class MaskListsProblem(NamedTuple):
+class MaskListsArgs(NamedTuple):
     """What is known of blocks, to the lists of a `BlockMask`.
 
     Attributes:
@@ -624,7 +624,7 @@ class MaskListsProblem(NamedTuple):
     kinds: torch.Tensor
 
 
-class BlockMeansProblem(NamedTuple):
+class BlockMeansArgs(NamedTuple):
     """Rows, to means of blocks of them.
 
     Attributes:
@@ -634,7 +634,7 @@ class BlockMeansProblem(NamedTuple):
     x: torch.Tensor
 
 
-class AppendProblem(NamedTuple):
+class AppendArgs(NamedTuple):
     """New keys and values into a paged cache, at positions `cache_seqlens[b]` and up.
 
     Attributes:
@@ -651,4 +651,4 @@ class AppendProblem(NamedTuple):
     cache: PagedKVCache
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
-    rope: RopeArguments
+    rope: RopeArgs

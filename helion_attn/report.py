@@ -26,10 +26,10 @@ from helion_attn.plans import plain_kernels
 from helion_attn.preprocess.dequantize import dequantize
 from helion_attn.problem import (
     NO_ROPE_ARGUMENTS,
-    AttentionProblem,
-    DecodeProblem,
-    DenseProblem,
-    VarlenProblem,
+    AttentionArgs,
+    DecodeArgs,
+    DenseArgs,
+    VarlenArgs,
     norm_arguments,
 )
 from helion_attn.reference.rounding_model import attend, quantize
@@ -92,7 +92,7 @@ class Part(NamedTuple):
         modelled: whether the rounding model of `problem` has what the kernel rounds.
     """
 
-    problem: DenseProblem
+    problem: DenseArgs
     mask: BlockMask | None
     out: torch.Tensor
     modelled: bool
@@ -100,13 +100,13 @@ class Part(NamedTuple):
 
 def _parts(a: Any, out: torch.Tensor) -> Iterator[Part]:
     """Parts of a call by its problem."""
-    if isinstance(a, DenseProblem):
+    if isinstance(a, DenseArgs):
         yield Part(a, _mask_of(a, a.q.size(2), a.k.size(2)), to_bhsd(out, "bshd" if a.bshd else "bhsd"), True)
-    elif isinstance(a, VarlenProblem):
+    elif isinstance(a, VarlenArgs):
         for rows, keys in _sequences(a):
             q, k, v = (x[of].transpose(0, 1).unsqueeze(0) for x, of in ((a.q, rows), (a.k, keys), (a.v, keys)))
             yield Part(_dense(a, q, k, v, a.recipe), None, out[rows].transpose(0, 1).unsqueeze(0), True)
-    elif isinstance(a, AttentionProblem):
+    elif isinstance(a, AttentionArgs):
         tensors = dequantize(_build("qkv", of_packed(a).tensors["qkv"]))
         yield Part(_dense(a, *tensors, BF16), _mask_of(a, a.m_len, a.n_len), to_bhsd(out, _layout(a)), False)
     else:
@@ -118,23 +118,23 @@ def _parts(a: Any, out: torch.Tensor) -> Iterator[Part]:
                 yield Part(_dense(a, a.q[b : b + 1], k, v, BF16), None, out[b : b + 1], False)
 
 
-def _layout(a: AttentionProblem | DecodeProblem) -> str:
+def _layout(a: AttentionArgs | DecodeArgs) -> str:
     return "bshd" if a.bshd else "bhsd"
 
 
-def _mask_of(a: DenseProblem | AttentionProblem, M: int, N: int) -> BlockMask | None:
-    return BlockMask._of_lists(M, N, *a.block_mask) if a.block_mask.listed else None  # type: ignore[arg-type]
+def _mask_of(a: DenseArgs | AttentionArgs, M: int, N: int) -> BlockMask | None:
+    return BlockMask._of_lists(M, N, *a.block_mask) if a.block_mask.block_sparse else None  # type: ignore[arg-type]
 
 
-def _dense(a: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> DenseProblem:
+def _dense(a: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe) -> DenseArgs:
     """The same scores of tensors [B, heads, S, D]."""
-    return DenseProblem(
+    return DenseArgs(
         q=q,
         k=k,
         v=v,
         rope=NO_ROPE_ARGUMENTS,
         norm=norm_arguments(None, None),
-        packing=a.packing if isinstance(a, VarlenProblem) else packing(q.size(3), v.size(3), (8, 8)),
+        packing=a.packing if isinstance(a, VarlenArgs) else packing(q.size(3), v.size(3), (8, 8)),
         softmax=a.softmax,
         bshd=False,
         out_dtype=a.out_dtype,
@@ -144,7 +144,7 @@ def _dense(a: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Re
     )
 
 
-def _sequences(a: VarlenProblem) -> list[tuple[slice, slice]]:
+def _sequences(a: VarlenArgs) -> list[tuple[slice, slice]]:
     """Rows and keys of the first sequences that have both."""
     starts = itertools.pairwise(zip(a.cu_seqlens_q.tolist(), a.cu_seqlens_k.tolist(), strict=True))
     both = ((slice(q, q_end), slice(k, k_end)) for (q, k), (q_end, k_end) in starts if q < q_end and k < k_end)
@@ -169,7 +169,7 @@ def _keys_and_values(cache: PagedKVCache, pages: torch.Tensor) -> tuple[torch.Te
 
 def _of_sequences(a: Any, out: torch.Tensor) -> torch.Tensor:
     """The output without tokens of no sequence, which are NaN."""
-    if not isinstance(a, VarlenProblem):
+    if not isinstance(a, VarlenArgs):
         return out
     starts = a.cu_seqlens_q.tolist()
     return out[starts[0] : starts[-1]]
@@ -238,10 +238,10 @@ def _budget(model_error: float, a: Any, out: torch.Tensor) -> float:
 
 #: What `debug(save=...)` examines, and the function and the checks of each when it is replayed, by name.
 CALLS: dict[type, Callable[[Any], Call]] = {
-    DenseProblem: of_dense,
-    VarlenProblem: of_varlen,
-    AttentionProblem: of_packed,
-    DecodeProblem: of_decode,
+    DenseArgs: of_dense,
+    VarlenArgs: of_varlen,
+    AttentionArgs: of_packed,
+    DecodeArgs: of_decode,
 }
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention": (attention, dense_problem),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from helion_attn import ops
-from helion_attn.names import named
+from helion_attn.names import reject_unknown_kwargs
 from helion_attn.preprocess.lib import hadamard as preprocess_hadamard
-from helion_attn.problem import NO_ROPE_ARGUMENTS, RopeArguments, TransformProblem, rope_arguments
+from helion_attn.problem import NO_ROPE_ARGUMENTS, RopeArgs, TransformArgs, rope_arguments
 from helion_attn.types import Layout, Rope
 from helion_attn.validate.dense import check_even, check_rope_of, check_seed, check_x
 
 
-@named
+@reject_unknown_kwargs
 def apply_rope(
     x: torch.Tensor, rope: Rope, *, positions: torch.Tensor | None = None, layout: Layout = "bhsd"
 ) -> torch.Tensor:
@@ -50,12 +50,12 @@ def apply_rope(
 def _transform(
     x: torch.Tensor,
     *,
-    rope: RopeArguments = NO_ROPE_ARGUMENTS,
+    rope: RopeArgs = NO_ROPE_ARGUMENTS,
     hadamard_seed: int | None = None,
     reflect: bool = False,
     bshd: bool = False,
 ) -> torch.Tensor:
-    arguments = TransformProblem(x=x, rope=rope, hadamard_seed=hadamard_seed, reflect=reflect, bshd=bshd)
+    arguments = TransformArgs(x=x, rope=rope, hadamard_seed=hadamard_seed, reflect=reflect, bshd=bshd)
     out: torch.Tensor = ops.transform_rows(arguments)
     return out
 

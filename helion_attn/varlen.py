@@ -8,10 +8,10 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn import ops, plans
-from helion_attn.api import parted
+from helion_attn.api import split_options
 from helion_attn.configs import varlen_packing
-from helion_attn.names import named, options_of, with_scores
-from helion_attn.problem import VarlenProblem, softmax_of
+from helion_attn.names import options_of, reject_unknown_kwargs, with_scores
+from helion_attn.problem import VarlenArgs, softmax_of
 from helion_attn.types import BALANCED, Recipe, RecipeName, ScoreOptions, Scores, VarlenOptions, as_recipe
 from helion_attn.validate.dense import check_options, check_recipe
 from helion_attn.validate.varlen import check_varlen
@@ -29,7 +29,7 @@ def varlen_problem(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     **options: Unpack[ScoreOptions],
-) -> VarlenProblem:
+) -> VarlenArgs:
     """The arguments of `attention_varlen`, checked, as its operation takes them."""
     recipe = as_recipe(recipe)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
@@ -37,7 +37,7 @@ def varlen_problem(
     scores = Scores(**options)
     check_options(scores, return_lse, out_dtype, q.size(1), q.device)
     softmax = softmax_of(q.size(2), scores)
-    return VarlenProblem(
+    return VarlenArgs(
         q=q,
         k=k,
         v=v,
@@ -47,7 +47,7 @@ def varlen_problem(
         softmax=softmax,
         out_dtype=q.dtype if out_dtype is None else out_dtype,
         recipe=recipe,
-        shift_lse=softmax.sees_shift(return_lse),
+        shift_lse=softmax.needs_k_mean_correction(return_lse),
     )
 
 
@@ -84,7 +84,7 @@ def attention_varlen(
     return_lse: bool,
     **options: Unpack[VarlenOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-@named
+@reject_unknown_kwargs
 @options_of(varlen_problem)
 def attention_varlen(
     q: torch.Tensor,
@@ -136,11 +136,11 @@ def attention_varlen(
         out = ha.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True)
     """
 
-    def problem() -> tuple[Any, VarlenProblem]:
+    def problem() -> tuple[Any, VarlenArgs]:
         given = q, k, v, cu_seqlens_q, cu_seqlens_k
         return ops.attention_varlen, varlen_problem(*given, return_lse=return_lse, **options)
 
-    (*_, sinks), known = parted(options)
+    (*_, sinks), rest = split_options(options)
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
-    out, lse = plans.run("attention_varlen", tensors, (return_lse, *known), problem)
+    out, lse = plans.run("attention_varlen", tensors, (return_lse, *rest), problem)
     return (out, lse) if return_lse else out

@@ -153,7 +153,7 @@ def test_a_call_enters_few_functions() -> None:
         planning(),
         # A fake tensor is not plain, and the mode that made it listens; a call asks both.
         mock.patch.object(plans, "is_plain", asked(plans.is_plain)),
-        mock.patch.object(plans, "nothing_listens", asked(plans.nothing_listens)),
+        mock.patch.object(plans, "can_skip_dispatcher", asked(plans.can_skip_dispatcher)),
     ):
         ha.attention(*fake_qkv(1, 16, 16, 3000, 3000, 128), causal=True)
         qkv = fake_qkv(1, 16, 16, 2999, 2999, 128)

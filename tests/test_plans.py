@@ -174,7 +174,7 @@ def plannable() -> Iterator[None]:
     with (
         planning(),
         mock.patch.object(plans, "is_plain", lambda x: isinstance(x, Tensor)),
-        mock.patch.object(plans, "nothing_listens", return_value=True),
+        mock.patch.object(plans, "can_skip_dispatcher", return_value=True),
     ):
         yield
     plans.forget()
@@ -364,14 +364,14 @@ class Calling(TorchFunctionMode):
 
 
 def test_nothing_is_planned_where_others_listen() -> None:
-    assert plans.nothing_listens()
+    assert plans.can_skip_dispatcher()
     for mode in (Dispatching(), Calling()):
         with mode:
-            assert not plans.nothing_listens()
+            assert not plans.can_skip_dispatcher()
     heard = []
 
     def note(x: Tensor) -> Tensor:
-        heard.append(plans.nothing_listens())
+        heard.append(plans.can_skip_dispatcher())
         return x * 1
 
     torch.vmap(note)(torch.ones(2))
@@ -381,9 +381,9 @@ def test_nothing_is_planned_where_others_listen() -> None:
 
 def test_a_default_device_does_not_listen() -> None:
     with torch.device("cpu"):
-        assert plans.nothing_listens()
+        assert plans.can_skip_dispatcher()
         with Calling():
-            assert not plans.nothing_listens()
+            assert not plans.can_skip_dispatcher()
 
 
 def test_no_tensors_and_sparse_ones_are_checked_first() -> None:

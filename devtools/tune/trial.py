@@ -67,7 +67,7 @@ def _packed(tile: Tile, w: Workload) -> list[tuple[tuple[int, ...], torch.dtype]
 def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
     """The kernel alone."""
     from helion_attn.kernels import attention, attention_large_d
-    from helion_attn.problem import AttentionProblem, softmax_of
+    from helion_attn.problem import AttentionArgs, softmax_of
 
     recipe = recipe_of(tile)
     # Scores of standard deviation about 1, as with N(0, 1) inputs. The spread belongs to the numbers, not to the
@@ -76,7 +76,7 @@ def _launch(tile: Tile, w: Workload, tensors: list[torch.Tensor]) -> None:
     spread = SPREAD if recipe.qk_dtype.itemsize == 1 else 1.0
     sm_scale = tile.D_pad**-0.5 / spread**2
     q8, k8, v8, q_descale, k_descale, v_descale, v_mean, out, lse = tensors
-    arguments = AttentionProblem(
+    arguments = AttentionArgs(
         packed=PackedTensors(q8, k8, v8, q_descale, k_descale, v_descale, v_mean, None, None, None),
         m_len=w.M,
         n_len=w.N,

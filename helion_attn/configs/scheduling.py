@@ -113,7 +113,7 @@ def schedule(
         heads: B * H and B * H_kv.
         blocks: of a head's queries, and of its keys.
         queries: M.
-        left: of `AttentionProblem`, and so right.
+        left: of `AttentionArgs`, and so right.
         right: likewise.
         multiprocessors: of the GPU.
     """

@@ -21,7 +21,7 @@ from helion_attn.distributed.collectives import Group
 from helion_attn.distributed.cut import Cut, cut_of
 from helion_attn.distributed.packed import bounds_of_rows
 from helion_attn.distributed.prepare import all_lengths, exchanged, quantized_part
-from helion_attn.names import named
+from helion_attn.names import reject_unknown_kwargs
 from helion_attn.plans import log_call
 from helion_attn.problem import softmax_of
 from helion_attn.types import (
@@ -147,7 +147,7 @@ def _cut_of(length: int, ranks: int, balance: Balance) -> Cut:
     return cut_of(length, ranks, balance == "zigzag" and ranks > 1)
 
 
-@named
+@reject_unknown_kwargs
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -291,12 +291,12 @@ def attention(
         all_keys=k_cut.total,
     )
     call.check_places(1 if strategy == "ring" else pg.size())
-    packed = quantized_part(call, q, k, v, rope, call.softmax.sees_shift(return_lse))
+    packed = quantized_part(call, q, k, v, rope, call.softmax.needs_k_mean_correction(return_lse))
     out, lse = STRATEGIES[strategy](call, packed)
     return (out, lse) if return_lse else out
 
 
-@named
+@reject_unknown_kwargs
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -410,7 +410,7 @@ def attention_varlen(
     call.check_places(pg.size())
     row_bounds, block_bounds, known = bounds_of_rows(call, cu_seqlens_q, cu_seqlens_k, causal)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    packed = quantized_part(call, q, k, v, None, call.softmax.sees_shift(return_lse))
+    packed = quantized_part(call, q, k, v, None, call.softmax.needs_k_mean_correction(return_lse))
     out, lse = allgather.run(call, packed, (row_bounds, block_bounds))
     nan = float("nan")
     out = torch.where(known[:, None, None], out[0], torch.full_like(out[0], nan))

@@ -13,7 +13,7 @@ from helion_attn.configs import Packing
 from helion_attn.distributed.buffer import Buffer, descales_in_order
 from helion_attn.distributed.cut import Cut
 from helion_attn.ops.attention import empty_out_and_lse
-from helion_attn.problem import GatheredProblem, RankChunks, Softmax
+from helion_attn.problem import MultiRankArgs, RankChunks, Softmax
 from helion_attn.types import PackedTensors, Recipe
 from helion_attn.validate.distributed import check_places
 
@@ -28,7 +28,7 @@ class Call:
         k_cut: which keys.
         B: and H, H_kv, D, D_v: sizes.
         packing: block sizes and padding.
-        recipe: and the rest, as in `AttentionProblem`.
+        recipe: and the rest, as in `AttentionArgs`.
         return_lse: whether somebody sees `lse`.
         all_keys: that V's mean is corrected for, if they are many: of all ranks; 0 if rows do not see the same.
     """
@@ -117,7 +117,7 @@ class Part(NamedTuple):
         parts: where keys and rows lie.
         n_len: the position where keys end.
         v_mean: [B, H_kv, D_v_pad], what V's dequantised entries are added to.
-        bounds: of rows and of blocks, as `GatheredProblem` has them, or None.
+        bounds: of rows and of blocks, as `MultiRankArgs` has them, or None.
     """
 
     rows: torch.Tensor
@@ -137,9 +137,9 @@ def attend(
     bshd: bool,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Write what the rows of `packed` get of a part's keys into `out` and `lse`, as `GatheredProblem` has them."""
+    """Write what the rows of `packed` get of a part's keys into `out` and `lse`, as `MultiRankArgs` has them."""
     ops.attention_gathered(
-        GatheredProblem(
+        MultiRankArgs(
             q8=packed.q8,
             q_descale=packed.q_descale,
             lse_shift=packed.lse_shift,

@@ -15,7 +15,7 @@ from helion_attn.distributed.call import Call
 from helion_attn.distributed.cut import Cut
 from helion_attn.numerics import SAMPLED_KEYS
 from helion_attn.preprocess import shared
-from helion_attn.problem import DescribePartProblem, QuantizePartProblem, rope_arguments
+from helion_attn.problem import DescribeRankArgs, QuantizeRankArgs, rope_arguments
 from helion_attn.types import PackedTensors, Rope, packed_fields, unchecked_rope
 
 
@@ -89,7 +89,7 @@ def quantized_part(
     tokens, _ = shared.sampled_queries(call.H // call.H_kv, call.packing)
     k_samples = [call.k_cut.sample(rank, SAMPLED_KEYS) for rank in range(call.k_cut.ranks)]
     q_samples = [call.q_cut.sample(rank, tokens) for rank in range(call.q_cut.ranks)]
-    part = DescribePartProblem(
+    part = DescribeRankArgs(
         q=q,
         k=k,
         v=v,
@@ -110,7 +110,7 @@ def quantized_part(
             told_q = shared.queries_in_order(told[:, part.k_rows : -1], q_samples)
         told = shared.in_order(told[:, : part.k_rows], k_samples)
     tensors = ops.quantize_part(
-        QuantizePartProblem(
+        QuantizeRankArgs(
             q=q,
             k=k,
             v=v,

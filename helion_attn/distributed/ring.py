@@ -17,7 +17,7 @@ from helion_attn.distributed import collectives
 from helion_attn.distributed.buffer import Buffer, buffer_for, mean_of_all, write_keys
 from helion_attn.distributed.call import Call, Part, attend, empty_outputs, rank_steps
 from helion_attn.distributed.cut import Cut
-from helion_attn.problem import MergeProblem, RankChunks
+from helion_attn.problem import MergeArgs, RankChunks
 from helion_attn.types import PackedTensors
 
 
@@ -103,8 +103,8 @@ def merged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two results merged: into the first of two that it returns, or into `out` and `lse` if it is the last."""
     if last:
-        ops.merge_parts(MergeProblem(both, both_lse, call.softmax.sinks, out, lse, call.bshd))
+        ops.merge_parts(MergeArgs(both, both_lse, call.softmax.sinks, out, lse, call.bshd))
         return both, both_lse
     following, following_lse = torch.empty_like(both), torch.empty_like(both_lse)
-    ops.merge_parts(MergeProblem(both, both_lse, None, following[0], following_lse[0], False))
+    ops.merge_parts(MergeArgs(both, both_lse, None, following[0], following_lse[0], False))
     return following, following_lse

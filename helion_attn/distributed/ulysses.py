@@ -32,11 +32,11 @@ def check_heads(H: int, H_kv: int, ranks: int) -> None:
 
 def for_ranks(x: torch.Tensor, B: int, ranks: int) -> torch.Tensor:
     """[B * heads, n, ...] as [ranks, B, heads of a rank, n, bytes]: for each rank its own, as bytes."""
-    of_heads = as_bytes(x.unflatten(0, (B, -1)).flatten(3))
-    if of_heads.size(1) % ranks:
+    heads_first = as_bytes(x.unflatten(0, (B, -1)).flatten(3))
+    if heads_first.size(1) % ranks:
         # A KV head for several ranks.
-        of_heads = of_heads.repeat_interleave(ranks // of_heads.size(1), 1)
-    return of_heads.unflatten(1, (ranks, -1)).movedim(1, 0)
+        heads_first = heads_first.repeat_interleave(ranks // heads_first.size(1), 1)
+    return heads_first.unflatten(1, (ranks, -1)).movedim(1, 0)
 
 
 def in_order(x: torch.Tensor, zigzag: bool) -> torch.Tensor:

@@ -29,7 +29,7 @@ from helion_attn.integrations.masks import Visible, attend_to_visible, check_vis
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.masks import Reordered
 from helion_attn.masks.blocks import as_block_mask
-from helion_attn.names import named
+from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, as_choice, is_auto, preset_of
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_sm_scale, described
 
@@ -87,7 +87,7 @@ BLOCK = re.compile(r"(?:.*\.)?\d+(?=\.|$)")
 NEEDED = ("_backends", "_constraints", "_supported_arg_names", "_supports_context_parallel", "register")
 
 
-@named
+@reject_unknown_kwargs
 def register_diffusers(
     name: str = "helion_fp8",
     *,

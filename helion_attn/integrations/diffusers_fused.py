@@ -24,7 +24,7 @@ from helion_attn.integrations.diffusers_schedule import (
     choice_of,
 )
 from helion_attn.integrations.fused import Before, left_to_fuse, ropes_of
-from helion_attn.names import named
+from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice, unchecked_rope
 from helion_attn.validate.dense import described
 
@@ -383,7 +383,7 @@ FUSED = (
 )
 
 
-@named
+@reject_unknown_kwargs
 def fuse_diffusers(
     model: torch.nn.Module,
     *,

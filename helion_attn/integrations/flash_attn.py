@@ -17,7 +17,7 @@ from helion_attn.api import attention, attention_quantized, pack_unread
 from helion_attn.debug_state import debugging
 from helion_attn.integrations.rules import Rule, check_supported, is_none
 from helion_attn.kv_cache import append_kvcache, attention_kvcache
-from helion_attn.names import in_lines, named
+from helion_attn.names import in_lines, reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, PagedKVCache, Recipe, RecipeName, ScoreOptions, Scores, as_choice
 from helion_attn.validate.dense import (
     check_descale,
@@ -249,7 +249,7 @@ def flash_attn_func(
     **options: Unpack[FlashOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @takes_flash_attn_2(3, _has_dropout, FLASH_ATTN_2_DENSE)  # type: ignore[misc]  # not any number by place
-@named
+@reject_unknown_kwargs
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -346,7 +346,7 @@ def flash_attn_func(
 
 
 @takes_flash_attn_2(7, lambda args, _: is_number(args[7]), (*FLASH_ATTN_2_DENSE, "block_table"))
-@named
+@reject_unknown_kwargs
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -451,7 +451,7 @@ def _has_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @takes_flash_attn_2(5, _has_lengths, FLASH_ATTN_2_KVCACHE)
-@named
+@reject_unknown_kwargs
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

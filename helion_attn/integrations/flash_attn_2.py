@@ -9,11 +9,11 @@ import torch
 
 from helion_attn.integrations.flash_attn import ALIBI, flash_attn_func, flash_attn_varlen_func, is_number
 from helion_attn.integrations.rules import check_supported
-from helion_attn.names import named
+from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName
 
 
-@named
+@reject_unknown_kwargs
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
     dropout_p: float = 0.0,
@@ -52,7 +52,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
-@named
+@reject_unknown_kwargs
 def flash_attn_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -94,7 +94,7 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
-@named
+@reject_unknown_kwargs
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -138,7 +138,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
-@named
+@reject_unknown_kwargs
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,

@@ -18,7 +18,7 @@ from helion_attn.caller import outermost
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.masks import Visible, attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
-from helion_attn.names import named
+from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, as_choice, preset_of
 from helion_attn.validate.dense import check_flag, check_is_tensor, check_qkv, check_recipe, check_sm_scale
 
@@ -201,7 +201,7 @@ def sdpa(*, recipe: Recipe | RecipeName | Auto = BALANCED, fallback: Fallback = 
     return _SdpaMode(as_choice(recipe), fallback)
 
 
-@named
+@reject_unknown_kwargs
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,

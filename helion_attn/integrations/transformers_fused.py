@@ -29,7 +29,7 @@ from helion_attn.integrations.fused import (
 )
 from helion_attn.integrations.transformers import changes_nothing, earlier_keys, register_transformers
 from helion_attn.integrations.transformers_masks import VisibleKeys, what_is_seen
-from helion_attn.names import named
+from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice, is_auto, unchecked_rope
 from helion_attn.validate.dense import described
 
@@ -235,7 +235,7 @@ def set_class(attn: Any, cls: Any) -> None:
         attn._old_forward = MethodType(cls.forward, attn)
 
 
-@named
+@reject_unknown_kwargs
 def fuse_transformers(model: torch.nn.Module, *, recipe: Recipe | RecipeName | Auto = BALANCED) -> None:
     """Fuse norms of Q and K and RoPE of a Llama, Qwen3 or Gemma 3 of transformers (5.x) into quantising.
 

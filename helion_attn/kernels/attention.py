@@ -119,7 +119,7 @@ from helion_attn.numerics import (
     first_block_max,
     takes_bits,
 )
-from helion_attn.problem import NO_CHUNKS, AttentionProblem, ListSteps, RankChunks, ScoreScales, list_steps, magic
+from helion_attn.problem import NO_CHUNKS, AttentionArgs, ListSteps, RankChunks, ScoreScales, list_steps, magic
 
 
 def fp8_attn_fwd(
@@ -485,7 +485,7 @@ interpreted_kernel = interpreted(fp8_attn_fwd)
 
 def launch(
     tile: TileConfig,
-    a: AttentionProblem,
+    a: AttentionArgs,
     out: torch.Tensor,
     lse: torch.Tensor,
     q_blocks: torch.Tensor | None = None,
@@ -531,7 +531,7 @@ def launch(
     half_scores = schraudolph_exp2 and a.recipe.half_scores and not choices["has_softcap"]
     split_v = two_level and v8.size(2) > MAX_FRESH_D
     head_group = 1
-    block_sparse = a.block_mask.listed
+    block_sparse = a.block_mask.block_sparse
     if (a.softmax.rows_differ or block_sparse) and not is_split_kv:
         occupancy = sm_count(q8), tile.ctas_per_sm
         if q_blocks is not None:

@@ -45,7 +45,7 @@ from helion_attn.kernels.lib.steps import (
     v_rows,
 )
 from helion_attn.numerics import LOG2E, MAX_FUSED_SCALE_LOG2, NO_KEY
-from helion_attn.problem import AttentionProblem, ScoreScales
+from helion_attn.problem import AttentionArgs, ScoreScales
 
 
 def split_head_dim(d: int) -> list[tuple[int, int]]:
@@ -337,7 +337,7 @@ def pieces(x: torch.Tensor, dim: int, widest: int = MAX_PIECE) -> tuple[torch.Te
     return split, x.narrow(dim, whole, rest) if rest else x.narrow(dim, 0, wide // 2), rest > 0
 
 
-def launch(tile: LargeTileConfig, a: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch(tile: LargeTileConfig, a: AttentionArgs, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`.
 
     Args:

@@ -90,7 +90,7 @@ from helion_attn.kernels.lib.steps import (
     to_descale,
 )
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
-from helion_attn.problem import DecodeProblem, ScoreScales
+from helion_attn.problem import DecodeArgs, ScoreScales
 from helion_attn.types import PagedKVCache
 
 
@@ -486,7 +486,7 @@ def kernel(is_cuda: bool, tile: DecodeTile) -> Runner:
     return compiled(fp8_attn_decode, config)
 
 
-def launch(a: DecodeProblem, rows: int, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch(a: DecodeArgs, rows: int, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`; `rows` are those of a program's tile, and the rest is as in `launch_paged`."""
     runner = kernel(a.q.is_cuda, decode_tile(a.cache, rows))
     launch_paged(runner, a, rows, a.cache.v8.size(2) > MAX_PIECE, 1, splits, out, lse)

@@ -16,7 +16,7 @@ from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.inline_asm import fma
 from helion_attn.kernels.lib.strided import StridedRows
-from helion_attn.problem import DecodeProblem
+from helion_attn.problem import DecodeArgs
 
 #: Rows of a program.
 ROWS = 16
@@ -102,7 +102,7 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(cache_lse_shift, Config(num_warps=4, indexing="pointer"))
 
 
-def launch(a: DecodeProblem, q: StridedRows, unit: int) -> torch.Tensor | None:
+def launch(a: DecodeArgs, q: StridedRows, unit: int) -> torch.Tensor | None:
     """Compute what the cache's mean took from each row's scores: fp32 [B * H * M].
 
     None if the cache has no mean, or nobody sees it. It is in natural log, or, with a softcap, in the unit of tanh's

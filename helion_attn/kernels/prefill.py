@@ -60,7 +60,7 @@ from helion_attn.kernels.lib.steps import (
     to_descale,
 )
 from helion_attn.numerics import LN2, LOG2E, NO_KEY
-from helion_attn.problem import DecodeProblem, ScoreScales
+from helion_attn.problem import DecodeArgs, ScoreScales
 from helion_attn.types import PagedKVCache
 
 
@@ -468,7 +468,7 @@ def kernel(is_cuda: bool, tile: PrefillTile) -> Runner:
     return compiled(fp8_attn_prefill, config)
 
 
-def launch(a: DecodeProblem, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch(a: DecodeArgs, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write `out` and `lse`; the arguments are those of `launch_paged`."""
     v8 = a.cache.v8
     tile = prefill_tile(a.cache)

@@ -15,7 +15,7 @@ from helion_attn import types
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.ops.block_mask import mask_bits, mask_lists
 from helion_attn.preprocess.mask_bits import IN_PART, NO_KEY, UNSEEN, WHOLE, WORD
-from helion_attn.problem import MaskBitsProblem, MaskListsProblem
+from helion_attn.problem import MaskBitsArgs, MaskListsArgs
 from helion_attn.validate.block_mask import check_blocks, check_dense, check_flex
 from helion_attn.validate.dense import described
 
@@ -87,7 +87,7 @@ class BlockMask(types.BlockMask):
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask[tuple(slice(1) if step == 0 else slice(None) for step in mask.stride()[:2])]
         M, N = mask.shape[2:]
-        bits, kinds, keys = mask_bits(MaskBitsProblem(mask, N))
+        bits, kinds, keys = mask_bits(MaskBitsArgs(mask, N))
         kinds, found = _numbered(bits, kinds, keys, capacity)
         return cls._of_found(M, N, kinds, found, capacity)
 
@@ -142,13 +142,13 @@ class BlockMask(types.BlockMask):
     @classmethod
     def _of_kinds(cls, M: int, N: int, kinds: torch.Tensor, tiles: torch.Tensor) -> BlockMask:
         """The mask of int32 [B, H, M_blocks, N_blocks]: for each block the number of its tile, `WHOLE` or `UNSEEN`."""
-        lists, entries, tile_of = mask_lists(MaskListsProblem(kinds.contiguous()))
+        lists, entries, tile_of = mask_lists(MaskListsArgs(kinds.contiguous()))
         return cls._of_lists(M, N, lists, entries, tile_of, tiles)
 
     @classmethod
     def _of_found(cls, M: int, N: int, kinds: torch.Tensor, found: Found, capacity: int | None) -> BlockMask:
         """The mask of what `_of_kinds` takes, and of tiles that are found but not counted yet."""
-        lists, entries, tile_of = mask_lists(MaskListsProblem(kinds.contiguous()))
+        lists, entries, tile_of = mask_lists(MaskListsArgs(kinds.contiguous()))
         # All that needs no count is queued: here the host may wait.
         tiles = found.tiles(capacity)
         if tiles is None:
@@ -174,7 +174,7 @@ class BlockMask(types.BlockMask):
             q = (m_block * MASK_BLOCK + ahead.unsqueeze(1)).clamp_max(M - 1)
             k = (n_block * MASK_BLOCK + ahead).clamp_max(N - 1)
             seen = rule(b, h, q, k).expand(-1, MASK_BLOCK, MASK_BLOCK)
-            evaluated.append(mask_bits(MaskBitsProblem(seen.unsqueeze(1), MASK_BLOCK)))
+            evaluated.append(mask_bits(MaskBitsArgs(seen.unsqueeze(1), MASK_BLOCK)))
         # [blocks, 1, 1, 1, ..]
         bits, of_part, keys = (torch.cat(each) for each in zip(*evaluated, strict=True))
         of_part, found = _numbered(bits, of_part, keys, None)
@@ -309,7 +309,7 @@ def _no_tiles(like: torch.Tensor) -> torch.Tensor:
 
 def _lists_of(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The fields `lists`, `entries`, `tile_of` and `tiles` of whole blocks, bool [B, H, M_blocks, N_blocks]."""
-    return *mask_lists(MaskListsProblem(blocks.contiguous())), _no_tiles(blocks)
+    return *mask_lists(MaskListsArgs(blocks.contiguous())), _no_tiles(blocks)
 
 
 def _numbered(

@@ -12,7 +12,7 @@ from helion_attn.configs import MASK_BLOCK
 from helion_attn.masks.blocks import BlockMask, Rule
 from helion_attn.ops.block_mask import block_means
 from helion_attn.preprocess.mask_bits import IN_PART, UNSEEN, WHOLE
-from helion_attn.problem import BlockMeansProblem
+from helion_attn.problem import BlockMeansArgs
 from helion_attn.types import Layout
 from helion_attn.validate.block_mask import MAX_TOKENS, check_int
 from helion_attn.validate.dense import check_flag
@@ -316,7 +316,7 @@ def top_blocks(
     M, N, G = q.size(2), k.size(2), q.size(1) // k.size(1)
     scale = q.size(3) ** -0.5 if sm_scale is None else sm_scale
     # [B, H_kv, G * M_blocks, D], [B, H_kv, N_blocks, D]
-    mean_q, mean_k = (block_means(BlockMeansProblem(x.detach())) for x in (q, k))
+    mean_q, mean_k = (block_means(BlockMeansArgs(x.detach())) for x in (q, k))
     mean_q = (mean_q * scale).unflatten(1, (-1, G)).flatten(2, 3)
     # [B, H, M_blocks, N_blocks]
     scores = (mean_q @ mean_k.mT).unflatten(2, (G, -1)).flatten(1, 2)

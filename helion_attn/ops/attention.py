@@ -19,7 +19,7 @@ from helion_attn.configs import (
 )
 from helion_attn.ops import flops
 from helion_attn.ops.declare import Operation
-from helion_attn.problem import AttentionProblem, Softmax
+from helion_attn.problem import AttentionArgs, Softmax
 from helion_attn.types import Recipe
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -52,8 +52,8 @@ class Shape(NamedTuple):
     Attributes:
         heads: B * H and B * H_kv.
         blocks: packed blocks of a head's queries, and of its keys.
-        m_len: and the rest, as in `AttentionProblem`.
-        listed: there is a block mask.
+        m_len: and the rest, as in `AttentionArgs`.
+        block_sparse: there is a block mask.
     """
 
     heads: tuple[int, int]
@@ -64,10 +64,10 @@ class Shape(NamedTuple):
     softmax: Softmax
     recipe: Recipe
     num_splits: int | None
-    listed: bool
+    block_sparse: bool
 
 
-def shape_of(a: AttentionProblem) -> Shape:
+def shape_of(a: AttentionArgs) -> Shape:
     """Return the shape of packed tensors."""
     q8, k8 = a.packed.q8, a.packed.k8
     return Shape(
@@ -79,7 +79,7 @@ def shape_of(a: AttentionProblem) -> Shape:
         softmax=a.softmax,
         recipe=a.recipe,
         num_splits=a.num_splits,
-        listed=a.block_mask.listed,
+        block_sparse=a.block_mask.block_sparse,
     )
 
 
@@ -89,7 +89,7 @@ def choose(shape: Shape, sm_count: int) -> Choice:
     tile = _tile(shape.d, shape.d_v, shape.softmax.right >= 0, shape.recipe.bits, load)
     if isinstance(tile, LargeTileConfig):
         return Choice(tile, splits=1, pack_gqa=False)
-    if shape.listed:
+    if shape.block_sparse:
         # How many key blocks a row block visits, and which heads visit the same, is on the GPU alone.
         return Choice(tile, splits=1 if shape.num_splits is None else shape.num_splits, pack_gqa=False)
     pack_gqa, splits = scheduling.schedule(
@@ -107,17 +107,17 @@ def empty_out_and_lse(
     return like.new_empty(shape, dtype=dtype), like.new_empty(rows, dtype=torch.float32)
 
 
-def empty_outputs(a: AttentionProblem) -> Outputs:
+def empty_outputs(a: AttentionArgs) -> Outputs:
     """`out` and `lse`."""
     B, H = a.packed.q_descale.shape[:2]
     return empty_out_and_lse(a.packed.q_descale, (B, H, a.m_len), a.d_v, a.bshd, a.out_dtype)
 
 
-def _launch(a: AttentionProblem) -> Outputs:
+def _launch(a: AttentionArgs) -> Outputs:
     return launch_choice(a, choose(shape_of(a), sm_count(a.packed.q8)))
 
 
-def launch_choice(a: AttentionProblem, choice: Choice) -> Outputs:
+def launch_choice(a: AttentionArgs, choice: Choice) -> Outputs:
     """`out` and `lse` of packed tensors."""
     from helion_attn.kernels import attention, attention_large_d
 
@@ -130,5 +130,5 @@ def launch_choice(a: AttentionProblem, choice: Choice) -> Outputs:
 
 
 attention = Operation(
-    "fp8_attn_fwd", AttentionProblem, 2, _launch, empty_outputs, flops=flops.of_packed, call=calls.of_packed
+    "fp8_attn_fwd", AttentionArgs, 2, _launch, empty_outputs, flops=flops.of_packed, call=calls.of_packed
 )

@@ -6,9 +6,9 @@ from helion_attn.ops.declare import Operation
 from helion_attn.preprocess import block_means as of_means
 from helion_attn.preprocess import mask_bits as of_bits
 from helion_attn.preprocess import mask_lists as of_lists
-from helion_attn.problem import BlockMeansProblem, MaskBitsProblem, MaskListsProblem
+from helion_attn.problem import BlockMeansArgs, MaskBitsArgs, MaskListsArgs
 
 # It may copy the mask, which no plan does.
-mask_bits = Operation("mask_bits", MaskBitsProblem, 3, of_bits.launch, of_bits.empty_bits, planned=False)
-mask_lists = Operation("mask_lists", MaskListsProblem, 3, of_lists.launch, of_lists.empty_lists)
-block_means = Operation("block_means", BlockMeansProblem, 1, of_means.launch, of_means.empty_means)
+mask_bits = Operation("mask_bits", MaskBitsArgs, 3, of_bits.launch, of_bits.empty_bits, planned=False)
+mask_lists = Operation("mask_lists", MaskListsArgs, 3, of_lists.launch, of_lists.empty_lists)
+block_means = Operation("block_means", BlockMeansArgs, 1, of_means.launch, of_means.empty_means)

@@ -135,7 +135,7 @@ class Operation(Generic[Arguments]):
         tensors = [x for x in values if isinstance(x, torch.Tensor)]
         rest = [None if isinstance(x, torch.Tensor) else x for x in values]
         key = (self._name, *plans.layouts(tensors), *[x is None for x in values], *rest)
-        found = plans.known(key)
+        found = plans.lookup(key)
         if found is None:
             found = plans.remember(key, self._plan(values))
             plans.log_new(self, self._structure.build(values), found)

@@ -11,11 +11,11 @@ from helion_attn.kernels.lib.strided import WIDEST_LOAD
 from helion_attn.ops import flops
 from helion_attn.ops.attention import Choice, Outputs, Shape, choose, empty_out_and_lse, empty_outputs, launch_choice
 from helion_attn.ops.declare import Operation
-from helion_attn.problem import DenseProblem, RopeArguments
+from helion_attn.problem import DenseArgs, RopeArgs
 from helion_attn.types import Recipe
 
 
-def shape_of_dense(a: DenseProblem) -> Shape:
+def shape_of_dense(a: DenseArgs) -> Shape:
     """Return the shape of tensors that are not packed yet."""
     (B, H, M, D), (H_kv, N) = a.q.shape, a.k.shape[1:3]
     return Shape(
@@ -27,7 +27,7 @@ def shape_of_dense(a: DenseProblem) -> Shape:
         softmax=a.softmax,
         recipe=a.recipe,
         num_splits=a.num_splits,
-        listed=a.block_mask.listed,
+        block_sparse=a.block_mask.block_sparse,
     )
 
 
@@ -36,7 +36,7 @@ def shape_of_dense(a: DenseProblem) -> Shape:
 MAX_QUANTISED_D = 64
 
 
-def quantises_q(q: torch.Tensor, rope: RopeArguments, recipe: Recipe, choice: Choice) -> bool:
+def quantises_q(q: torch.Tensor, rope: RopeArgs, recipe: Recipe, choice: Choice) -> bool:
     """Whether the attention kernel quantises Q, a tile in each program, so that Q is read once and never written.
 
     Not where several programs share a tile (splits of the keys, or V in pieces: `fp8_attn_fwd_large_d`), or a tile has
@@ -59,7 +59,7 @@ def quantises_q(q: torch.Tensor, rope: RopeArguments, recipe: Recipe, choice: Ch
     return wide and last < 2**31
 
 
-def _launch(a: DenseProblem) -> Outputs:
+def _launch(a: DenseArgs) -> Outputs:
     from helion_attn.kernels import attention
     from helion_attn.kernels.lib.query import Query
     from helion_attn.preprocess.quantize import quantize_qkv
@@ -77,14 +77,14 @@ def _launch(a: DenseProblem) -> Outputs:
     return out, lse
 
 
-def _fake(a: DenseProblem) -> Outputs:
+def _fake(a: DenseArgs) -> Outputs:
     B, H, M, _D = a.q.shape
     return empty_out_and_lse(a.q, (B, H, M), a.v.size(3), a.bshd, a.out_dtype)
 
 
 attention_dense = Operation(
     "fp8_attn_dense",
-    DenseProblem,
+    DenseArgs,
     2,
     _launch,
     _fake,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from helion_attn.problem import AttentionProblem, DecodeProblem, GatheredProblem
+from helion_attn.problem import AttentionArgs, DecodeArgs, MultiRankArgs
 
 if TYPE_CHECKING:
-    from helion_attn.problem import VarlenProblem
+    from helion_attn.problem import VarlenArgs
 
 
 def _products(scores: int, D: int, D_v: int) -> int:
@@ -25,7 +25,7 @@ def _has_values(x: torch.Tensor) -> bool:
     return not isinstance(x, FakeTensor) and x.device.type != "meta"
 
 
-def of_packed(a: AttentionProblem) -> int:
+def of_packed(a: AttentionArgs) -> int:
     """Count FLOPs of attention on packed tensors."""
     B, H = a.packed.q_descale.shape[:2]
     return _products(B * H * a.m_len * a.n_len, a.d, a.d_v)
@@ -37,7 +37,7 @@ def of_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     return _products(B * H * M * k.size(2), D, v.size(3))
 
 
-def of_varlen(a: VarlenProblem) -> int:
+def of_varlen(a: VarlenArgs) -> int:
     """Count FLOPs of attention on packed sequences."""
     (M, H, D), N = a.q.shape, a.k.size(0)
     pairs = M * N
@@ -47,13 +47,13 @@ def of_varlen(a: VarlenProblem) -> int:
     return _products(H * pairs, D, a.v.size(2))
 
 
-def of_gathered(a: GatheredProblem) -> int:
+def of_gathered(a: MultiRankArgs) -> int:
     """Count FLOPs of a rank's queries on the keys that a launch has."""
     B, H, M = a.lse.shape
     return _products(B * H * M * min(a.n_len, a.parts.key_chunks * a.parts.key_chunk_len), a.d, a.d_v)
 
 
-def of_decode(a: DecodeProblem) -> int:
+def of_decode(a: DecodeArgs) -> int:
     """Count FLOPs of the queries of every sequence on its keys in the cache."""
     B, H, M, D = a.q.shape
     keys = B * a.block_table.size(1) * a.cache.page_size

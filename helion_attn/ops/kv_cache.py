@@ -10,22 +10,22 @@ from helion_attn.configs import scheduling
 from helion_attn.ops import flops
 from helion_attn.ops.attention import empty_out_and_lse
 from helion_attn.ops.declare import Operation
-from helion_attn.problem import AppendProblem, DecodeProblem
+from helion_attn.problem import AppendArgs, DecodeArgs
 
 
-def _launch_append(a: AppendProblem) -> None:
+def _launch_append(a: AppendArgs) -> None:
     from helion_attn.preprocess import append
 
     append.launch(a)
 
 
-def empty_outputs(a: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_outputs(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """`out` and `lse`."""
     B, H, M, _D = a.q.shape
     return empty_out_and_lse(a.q, (B, H, M), a.cache.D_v, a.bshd, a.out_dtype)
 
 
-def _launch_decode(a: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch_decode(a: DecodeArgs) -> tuple[torch.Tensor, torch.Tensor]:
     from helion_attn.kernels import decode, prefill
 
     out, lse = empty_outputs(a)
@@ -54,7 +54,7 @@ def _launch_decode(a: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:
 
 append_kv = Operation(
     "append_kv",
-    AppendProblem,
+    AppendArgs,
     0,
     _launch_append,
     lambda a: None,
@@ -63,7 +63,7 @@ append_kv = Operation(
 )
 decode = Operation(
     "fp8_attn_decode",
-    DecodeProblem,
+    DecodeArgs,
     2,
     _launch_decode,
     empty_outputs,

@@ -7,7 +7,7 @@ import torch
 from helion_attn import calls
 from helion_attn.configs import Packing, row_width
 from helion_attn.ops.declare import Operation
-from helion_attn.problem import PackProblem, QuantizePartProblem, QuantizeProblem
+from helion_attn.problem import PackArgs, QuantizeArgs, QuantizeRankArgs
 from helion_attn.types import Recipe
 
 
@@ -55,13 +55,13 @@ def empty_descales(
     return tuple(like.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-def _launch_quantize(a: QuantizeProblem) -> tuple[torch.Tensor, ...]:
+def _launch_quantize(a: QuantizeArgs) -> tuple[torch.Tensor, ...]:
     from helion_attn.preprocess.quantize import quantize_qkv
 
     return quantize_qkv(a)
 
 
-def empty_quantized(a: QuantizeProblem | QuantizePartProblem, packs_q: bool) -> tuple[torch.Tensor, ...]:
+def empty_quantized(a: QuantizeArgs | QuantizeRankArgs, packs_q: bool) -> tuple[torch.Tensor, ...]:
     """The tensors of `PackedTensors`, for all of a sequence or for a rank's part."""
     (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
     m_blocks, n_blocks = (M + p.bm - 1) // p.bm if packs_q else 0, (N + p.bn - 1) // p.bn
@@ -72,13 +72,13 @@ def empty_quantized(a: QuantizeProblem | QuantizePartProblem, packs_q: bool) -> 
     )
 
 
-def _launch_pack(a: PackProblem) -> tuple[torch.Tensor, ...]:
+def _launch_pack(a: PackArgs) -> tuple[torch.Tensor, ...]:
     from helion_attn.preprocess.quantize import pack_qkv
 
     return pack_qkv(a)
 
 
-def _fake_pack(a: PackProblem) -> tuple[torch.Tensor, ...]:
+def _fake_pack(a: PackArgs) -> tuple[torch.Tensor, ...]:
     (B, H, M, _D), (H_kv, N), p = a.q.shape, a.k.shape[1:3], a.packing
     m_blocks, n_blocks = (M + p.bm - 1) // p.bm, (N + p.bn - 1) // p.bn
     return empty_packed(a.q, B * H, B * H_kv, m_blocks, n_blocks, p, a.q.dtype, a.v.dtype)
@@ -86,10 +86,10 @@ def _fake_pack(a: PackProblem) -> tuple[torch.Tensor, ...]:
 
 quantize_qkv = Operation(
     "quantize_qkv",
-    QuantizeProblem,
+    QuantizeArgs,
     10,
     _launch_quantize,
     lambda a: empty_quantized(a, a.packs_q),
     call=calls.of_quantize,
 )
-pack_qkv = Operation("pack_qkv", PackProblem, 3, _launch_pack, _fake_pack, call=calls.of_pack)
+pack_qkv = Operation("pack_qkv", PackArgs, 3, _launch_pack, _fake_pack, call=calls.of_pack)

@@ -12,7 +12,7 @@ from helion_attn.configs import TileConfig, scheduling, tile_config
 from helion_attn.ops import flops
 from helion_attn.ops.attention import Outputs
 from helion_attn.ops.declare import Operation
-from helion_attn.problem import AttentionProblem, VarlenProblem
+from helion_attn.problem import AttentionArgs, VarlenArgs
 from helion_attn.types import PackedTensors, Recipe, packed_fields
 
 
@@ -41,7 +41,7 @@ class PackedVarlen(PackedTensors):
     q_blocks: torch.Tensor
 
 
-def quantize(a: VarlenProblem) -> PackedVarlen:
+def quantize(a: VarlenArgs) -> PackedVarlen:
     """Every sequence by itself, quantised and packed."""
     from helion_attn.preprocess.quantize import quantize_varlen
 
@@ -56,7 +56,7 @@ def choose(packed: PackedTensors, causal: bool, recipe: Recipe, sm_count: int) -
     return tile_config(max(packed.q8.size(3), d_v_pad), causal, recipe.bits, load)
 
 
-def empty_outputs(a: VarlenProblem) -> Outputs:
+def empty_outputs(a: VarlenArgs) -> Outputs:
     """`out` and `lse`: neither has a batch."""
     M, H = a.q.shape[:2]
     return (
@@ -65,14 +65,14 @@ def empty_outputs(a: VarlenProblem) -> Outputs:
     )
 
 
-def attend(a: VarlenProblem, packed: PackedVarlen) -> Outputs:
+def attend(a: VarlenArgs, packed: PackedVarlen) -> Outputs:
     """`out` and `lse` of packed sequences."""
     from helion_attn.kernels import attention
 
     out, lse = empty_outputs(a)
     if not a.q.size(0):
         return out, lse
-    arguments = AttentionProblem(
+    arguments = AttentionArgs(
         packed=packed,
         m_len=a.q.size(0),
         n_len=a.k.size(0),
@@ -91,7 +91,7 @@ def attend(a: VarlenProblem, packed: PackedVarlen) -> Outputs:
 
 attention_varlen = Operation(
     "fp8_attn_varlen",
-    VarlenProblem,
+    VarlenArgs,
     2,
     lambda a: attend(a, quantize(a)),
     empty_outputs,

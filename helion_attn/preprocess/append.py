@@ -50,7 +50,7 @@ from helion_attn.numerics import (
     most_amax_in_base,
 )
 from helion_attn.preprocess.lib.v_layout import key_stored_at
-from helion_attn.problem import AppendProblem
+from helion_attn.problem import AppendArgs
 
 #: Slots of a program where few keys are new.
 FEW_KEYS = 16
@@ -338,7 +338,7 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(append_kv, Config(num_warps=4, indexing="pointer"))
 
 
-def launch(a: AppendProblem) -> None:
+def launch(a: AppendArgs) -> None:
     """Store keys and values at positions `cache_seqlens[b]` and up."""
     (H_kv, L, D), cache = a.k.shape[1:], a.cache
     (num_pages, _, bn, D_pad), int8_keys = cache.k8.shape, cache.k8.dtype == torch.int8

@@ -11,7 +11,7 @@ from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.strided import common_unit, load_rows, strided_rows
-from helion_attn.problem import BlockMeansProblem
+from helion_attn.problem import BlockMeansArgs
 
 #: Elements of a step: 64 a thread.
 STEP_ELEMENTS = 8192
@@ -76,7 +76,7 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(block_means, Config(num_warps=4, indexing="pointer"))
 
 
-def launch(a: BlockMeansProblem) -> torch.Tensor:
+def launch(a: BlockMeansArgs) -> torch.Tensor:
     """Find the means, fp32 [B, H, blocks, D]."""
     means = empty_means(a)
     B, H, S, D = a.x.shape
@@ -107,7 +107,7 @@ def launch(a: BlockMeansProblem) -> torch.Tensor:
     return means
 
 
-def empty_means(a: BlockMeansProblem) -> torch.Tensor:
+def empty_means(a: BlockMeansArgs) -> torch.Tensor:
     """What `launch` fills."""
     B, H, S, D = a.x.shape
     return a.x.new_empty((B, H, -(-S // MASK_BLOCK), D), dtype=torch.float32)

@@ -18,7 +18,7 @@ from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.strided import WIDEST_LOAD
-from helion_attn.problem import MaskBitsProblem
+from helion_attn.problem import MaskBitsArgs
 
 #: Bits of a word of a tile.
 WORD = 32
@@ -165,7 +165,7 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(mask_bits, Config(num_warps=1, indexing="pointer", loop_orders=[[1, 0]]))
 
 
-def launch(a: MaskBitsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch(a: MaskBitsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find the bits.
 
     Returns:
@@ -210,7 +210,7 @@ def launch(a: MaskBitsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return bits, kinds, keys
 
 
-def empty_bits(a: MaskBitsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def empty_bits(a: MaskBitsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `launch` fills."""
     B, H, M, _ = a.mask.shape
     blocks = (B, H, -(-M // MASK_BLOCK), -(-a.N // MASK_BLOCK))

@@ -11,7 +11,7 @@ from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.preprocess import list_order
 from helion_attn.preprocess.mask_bits import UNSEEN
-from helion_attn.problem import MaskListsProblem
+from helion_attn.problem import MaskListsArgs
 
 #: Rows of a program, and blocks of a row that are read at once, at most: 16 numbers a thread.
 ROWS, MOST_AT_ONCE = 4, 512
@@ -86,7 +86,7 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(mask_lists, Config(num_warps=4, indexing="pointer"))
 
 
-def launch(a: MaskListsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch(a: MaskListsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make the lists.
 
     Returns:
@@ -117,7 +117,7 @@ def launch(a: MaskListsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return lists, entries, tile_of
 
 
-def empty_lists(a: MaskListsProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def empty_lists(a: MaskListsArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `launch` fills."""
     by_block = a.kinds.dtype == torch.bool
     new = functools.partial(a.kinds.new_empty, dtype=torch.int32)

@@ -16,7 +16,7 @@ from helion_attn.compiler.helion_adapter import Config, hl
 from helion_attn.compiler.kernels import Runner, compiled, interpreted
 from helion_attn.kernels.lib.norm import BY_HEAD, OVER_HEADS, Norm, Norms, no_norms
 from helion_attn.kernels.lib.strided import StridedQKV, load_rows
-from helion_attn.problem import NormArguments
+from helion_attn.problem import NormArgs
 
 #: Elements of a step, 32 a thread, and heads whose loads are on their way.
 STEP_ELEMENTS, STAGES = 4096, 3
@@ -105,7 +105,7 @@ def kernel(is_cuda: bool) -> Runner:
     return compiled(norm_factors, Config(num_warps=4, indexing="pointer", range_num_stages=[0, STAGES, 0, STAGES]))
 
 
-def launch(source: StridedQKV, norm: NormArguments, unused: torch.Tensor) -> Norms:
+def launch(source: StridedQKV, norm: NormArgs, unused: torch.Tensor) -> Norms:
     """Run the kernel, if a norm is over heads.
 
     Args:

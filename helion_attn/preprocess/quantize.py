@@ -12,13 +12,13 @@ from helion_attn.kernels.lib.strided import strided_qkv
 from helion_attn.preprocess import norm_factors, pack, sample, sequences
 from helion_attn.problem import (
     NO_ROPE_ARGUMENTS,
-    PackProblem,
-    QuantizeProblem,
+    PackArgs,
+    QuantizeArgs,
 )
 from helion_attn.types import Recipe
 
 if TYPE_CHECKING:
-    from helion_attn.problem import VarlenProblem
+    from helion_attn.problem import VarlenArgs
 
 #: The recipe of tensors that are e4m3 already.
 GIVEN = Recipe(
@@ -26,7 +26,7 @@ GIVEN = Recipe(
 ).resolved
 
 
-def quantize_qkv(a: QuantizeProblem) -> tuple[torch.Tensor, ...]:
+def quantize_qkv(a: QuantizeArgs) -> tuple[torch.Tensor, ...]:
     """Quantise and pack.
 
     Returns:
@@ -42,7 +42,7 @@ def quantize_qkv(a: QuantizeProblem) -> tuple[torch.Tensor, ...]:
     return pack.launch(source, norms, rope, known, tile.bm, tile.bn, a.recipe, a.shift_lse, a.packs_q).tensors()
 
 
-def quantize_varlen(a: VarlenProblem) -> tuple[torch.Tensor, ...]:
+def quantize_varlen(a: VarlenArgs) -> tuple[torch.Tensor, ...]:
     """Quantise and pack the sequences of a batch, each by itself.
 
     Returns:
@@ -61,7 +61,7 @@ def quantize_varlen(a: VarlenProblem) -> tuple[torch.Tensor, ...]:
     return (*packed.tensors(), tables.q_blocks)
 
 
-def pack_qkv(a: PackProblem) -> tuple[torch.Tensor, ...]:
+def pack_qkv(a: PackArgs) -> tuple[torch.Tensor, ...]:
     """Pack tensors that are e4m3 already.
 
     Returns:

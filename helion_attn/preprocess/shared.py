@@ -33,11 +33,11 @@ from helion_attn.preprocess import pack, sample, transform_rows
 from helion_attn.preprocess.sample import Sampled
 from helion_attn.problem import (
     NO_ROPE_ARGUMENTS,
-    DescribePartProblem,
-    QuantizePartProblem,
-    RopeArguments,
+    DescribeRankArgs,
+    QuantizeRankArgs,
+    RopeArgs,
     SampledTokens,
-    TransformProblem,
+    TransformArgs,
 )
 from helion_attn.types import Recipe
 
@@ -51,7 +51,7 @@ def _columns(D: int, D_v: int) -> tuple[int, int]:
     return of_k, of_k + -(-D_v // CHANNELS) * CHANNELS
 
 
-def told_shape(a: DescribePartProblem) -> tuple[int, ...]:
+def kv_sample_shape(a: DescribeRankArgs) -> tuple[int, ...]:
     """The shape of what a rank tells; (0,) if nothing is shared."""
     if not shares(a.recipe):
         return (0,)
@@ -80,17 +80,17 @@ def _sampled(x: torch.Tensor, of: SampledTokens) -> torch.Tensor:
     return rows
 
 
-def _rotated(x: torch.Tensor, positions: torch.Tensor | None, of: SampledTokens, rope: RopeArguments) -> torch.Tensor:
+def _rotated(x: torch.Tensor, positions: torch.Tensor | None, of: SampledTokens, rope: RopeArgs) -> torch.Tensor:
     """Sampled rows of x [B, H, S, D], rotated where there is RoPE, [rows, B, H, D]."""
     rows = _sampled(x.permute(2, 0, 1, 3), of)
     if rope.cos is None or not rows.size(0):
         return rows
     assert positions is not None
     at = _sampled(positions, of).contiguous()
-    of_heads = rows.permute(1, 2, 0, 3)
-    rotated = of_heads.new_empty(of_heads.shape)
-    angles = RopeArguments(rope.cos, rope.sin, at, None, rope.interleaved)
-    transform_rows.launch(TransformProblem(of_heads, angles, None, False, False), rotated)
+    rows_bhsd = rows.permute(1, 2, 0, 3)
+    rotated = rows_bhsd.new_empty(rows_bhsd.shape)
+    angles = RopeArgs(rope.cos, rope.sin, at, None, rope.interleaved)
+    transform_rows.launch(TransformArgs(rows_bhsd, angles, None, False, False), rotated)
     return rotated.permute(2, 0, 1, 3)
 
 
@@ -122,9 +122,9 @@ def v_largest(told: torch.Tensor, D: int, D_v: int) -> torch.Tensor:
     return told[:, -1, ..., end_of_k : end_of_k + D_v].amax(0)
 
 
-def describe(a: DescribePartProblem) -> torch.Tensor:
-    """What a rank tells, of `told_shape`."""
-    told = a.q.new_zeros(told_shape(a))
+def describe(a: DescribeRankArgs) -> torch.Tensor:
+    """What a rank tells, of `kv_sample_shape`."""
+    told = a.q.new_zeros(kv_sample_shape(a))
     if not shares(a.recipe):
         return told
     of_k = slice(a.k.size(3))
@@ -154,7 +154,7 @@ def of_all_ranks(
     packing: Packing,
     recipe: Recipe,
 ) -> Sampled:
-    """What all ranks know of Q, K and V; the tensors are those of `QuantizePartProblem`."""
+    """What all ranks know of Q, K and V; the tensors are those of `QuantizeRankArgs`."""
     end_of_k = _columns(D, D_v)[0]
     # [B, H_kv, rows, columns]
     rows = told.permute(1, 2, 0, 3)
@@ -176,7 +176,7 @@ def of_all_ranks(
     return found._replace(v_amax=torch.where(largest <= room, room, largest))
 
 
-def quantize(a: QuantizePartProblem) -> tuple[torch.Tensor, ...]:
+def quantize(a: QuantizeRankArgs) -> tuple[torch.Tensor, ...]:
     """A rank's Q, K and V in the packed format, with the constants of all ranks: as `preprocess.quantize_qkv`."""
     source = strided_qkv(a.q, a.k, a.v, a.packing.D_pad, a.packing.D_v_pad)
     unused = a.q.new_empty(1, dtype=torch.float32)

@@ -99,8 +99,8 @@ def check_kv_cache(cache: PagedKVCache, names: dict[str, str] = CACHE_NAMES) -> 
     }
     for name, x in given.items():
         # `attention_of_heads` has pages of one head, and the constants of all.
-        of_heads = pages[1] == 1 and isinstance(x, torch.Tensor) and x.dim() == 3
-        expected[name] = ((x.size(0), 1, tile.D_pad) if of_heads else (pages[1], tile.D_pad), fp32)
+        per_head = pages[1] == 1 and isinstance(x, torch.Tensor) and x.dim() == 3
+        expected[name] = ((x.size(0), 1, tile.D_pad) if per_head else (pages[1], tile.D_pad), fp32)
     for name, (shape, *dtypes) in expected.items():
         x = getattr(cache, name)
         if not isinstance(x, torch.Tensor):

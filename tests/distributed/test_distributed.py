@@ -30,7 +30,7 @@ from helion_attn.distributed.cut import Cut, Run, cut_of
 from helion_attn.distributed.header import HEADER_BYTES, Header, decode
 from helion_attn.numerics import SAMPLED_KEYS
 from helion_attn.preprocess import shared
-from helion_attn.problem import NO_ROPE_ARGUMENTS, DescribePartProblem, magic, magic_finds_chunks
+from helion_attn.problem import NO_ROPE_ARGUMENTS, DescribeRankArgs, magic, magic_finds_chunks
 from helion_attn.testing import relative_error
 from helion_attn.types import Balance, Strategy
 from helion_attn.validate.distributed import check_places
@@ -607,7 +607,7 @@ def test_ranks_know_entries_of_v_that_the_sample_missed(scales: str, device: str
     told = torch.stack(
         [
             shared.describe(
-                DescribePartProblem(q, own_k, own_v, NO_ROPE_ARGUMENTS, tile, recipe, sample.size, 0, sample, sample)
+                DescribeRankArgs(q, own_k, own_v, NO_ROPE_ARGUMENTS, tile, recipe, sample.size, 0, sample, sample)
             )
             for own_k, own_v, sample in zip(*parts, samples, strict=True)
         ]

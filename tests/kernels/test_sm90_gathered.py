@@ -15,7 +15,7 @@ from helion_attn.compiler.passes.ttgir import COPY, EXPECT, VALUE, find, taken_o
 from helion_attn.configs import attention_tile_config, varlen_packing
 from helion_attn.kernels import attention
 from helion_attn.kernels.lib.masks import Bounds
-from helion_attn.problem import AttentionProblem, RankChunks, magic, softmax_of
+from helion_attn.problem import AttentionArgs, RankChunks, magic, softmax_of
 from helion_attn.types import PackedTensors, Scores
 from helpers import offline
 from helpers.ir_machine import run
@@ -53,7 +53,7 @@ def compile_parts(
         )
         M, N = M_BLOCKS * p.bm, N_BLOCKS * p.bn
         softmax = softmax_of(D, Scores(causal=causal, window=(left, -1)))
-        a = AttentionProblem(tensors, M, N, D, D, softmax, False, torch.bfloat16, recipe.resolved, None)
+        a = AttentionArgs(tensors, M, N, D, D, softmax, False, torch.bfloat16, recipe.resolved, None)
         part = N_BLOCKS // RANKS
         step = H_KV * part + 1
         parts = RankChunks(

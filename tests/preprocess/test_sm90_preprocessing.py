@@ -16,7 +16,7 @@ from helion_attn.numerics import RECENTRED_KEYS
 from helion_attn.ops import varlen
 from helion_attn.preprocess import block_means, mask_bits, mask_lists, pack_kv, pack_q, recentre, sample
 from helion_attn.preprocess.append import PROMPT_NUMBERS
-from helion_attn.problem import BlockMeansProblem, MaskBitsProblem, MaskListsProblem
+from helion_attn.problem import BlockMeansArgs, MaskBitsArgs, MaskListsArgs
 from helion_attn.types import Layout
 from helion_attn.varlen import varlen_problem
 from helpers.cases import IN_E4M3, PRESETS
@@ -283,7 +283,7 @@ def test_bits_of_a_mask(N: int, width: int) -> None:
 
     def launch() -> None:
         with launching():
-            mask_bits.launch(MaskBitsProblem(fake_cuda(1, 2, 1000, N, dtype=torch.bool), N))
+            mask_bits.launch(MaskBitsArgs(fake_cuda(1, 2, 1000, N, dtype=torch.bool), N))
 
     (kernel,) = compile_for_sm90(launch)
     assert_sound(kernel)
@@ -300,7 +300,7 @@ def test_bits_of_a_mask(N: int, width: int) -> None:
 def test_lists_of_a_mask(dtype: torch.dtype) -> None:
     def launch() -> None:
         with launching():
-            mask_lists.launch(MaskListsProblem(fake_cuda(1, 2, 300, 256, dtype=dtype)))
+            mask_lists.launch(MaskListsArgs(fake_cuda(1, 2, 300, 256, dtype=dtype)))
 
     lists, order = compile_for_sm90(launch)
     for kernel in (lists, order):
@@ -314,7 +314,7 @@ def test_means_of_blocks(D: int, dtype: torch.dtype) -> None:
 
     def launch() -> None:
         with launching():
-            block_means.launch(BlockMeansProblem(fake_cuda(1, 2, 3000, D, dtype=dtype)))
+            block_means.launch(BlockMeansArgs(fake_cuda(1, 2, 3000, D, dtype=dtype)))
 
     (kernel,) = compile_for_sm90(launch)
     assert_sound(kernel)

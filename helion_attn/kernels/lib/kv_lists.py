@@ -15,7 +15,7 @@ from helion_attn.compiler.helion_adapter import hl
 from helion_attn.configs import MASK_BLOCK
 from helion_attn.kernels.lib.scalars import Int, imin, int32
 from helion_attn.kernels.lib.specs import AttentionSpec
-from helion_attn.problem import MaskArguments
+from helion_attn.problem import MaskArgs
 
 
 def first_entry_of(
@@ -81,7 +81,7 @@ def within_tile(
     return visible & ((words >> (keys & 6)) & (hl.full([], 1, dtype=torch.int32) << (keys & 25)) != 0)
 
 
-def list_arguments(mask: MaskArguments, unused: torch.Tensor) -> dict[str, torch.Tensor]:
+def list_arguments(mask: MaskArgs, unused: torch.Tensor) -> dict[str, torch.Tensor]:
     """The kernel's arguments for a mask, by name; without one, `unused` for each."""
     if mask.lists is None or mask.entries is None or mask.tile_of is None or mask.tiles is None:
         return dict.fromkeys(("lists", "entries", "tile_of", "tiles"), unused)

@@ -11,7 +11,7 @@ from helion_attn.kernels.lib.specs import AttentionSpec, PagedSpec
 
 
 class Bounds(NamedTuple):
-    """From and up to which position each row sees keys, as `GatheredProblem` has it.
+    """From and up to which position each row sees keys, as `MultiRankArgs` has it.
 
     Attributes:
         rows: int32 [2, M_blocks * bm].

@@ -41,7 +41,7 @@ from helion_attn.numerics import (
     takes_bits,
     takes_half_scores,
 )
-from helion_attn.problem import DecodeProblem, ScoreScales
+from helion_attn.problem import DecodeArgs, ScoreScales
 
 
 def log2_of_power(x: torch.Tensor) -> torch.Tensor:
@@ -505,7 +505,7 @@ def total_of_lanes(l_i: torch.Tensor, rows: int) -> torch.Tensor:
 
 def launch_paged(
     kernel: Runner,
-    a: DecodeProblem,
+    a: DecodeArgs,
     tile_rows: int,
     in_halves: bool,
     v_parts: int,

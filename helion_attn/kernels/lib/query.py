@@ -15,7 +15,7 @@ from helion_attn.kernels.lib.row_layout import row_tile, rows_to_dtype
 from helion_attn.kernels.lib.specs import AttentionSpec, QuerySpec, RowSpec
 from helion_attn.kernels.lib.steps import to_descale
 from helion_attn.kernels.lib.strided import StridedRows, common_unit, strided_rows
-from helion_attn.problem import NO_ROPE_ARGUMENTS, AttentionProblem, RopeArguments
+from helion_attn.problem import NO_ROPE_ARGUMENTS, AttentionArgs, RopeArgs
 
 
 class Query(NamedTuple):
@@ -27,10 +27,10 @@ class Query(NamedTuple):
     """
 
     q: torch.Tensor
-    rope: RopeArguments
+    rope: RopeArgs
 
 
-def query_arguments(query: Query | None, a: AttentionProblem, bm: int) -> tuple[dict[str, Any], QuerySpec | None]:
+def query_arguments(query: Query | None, a: AttentionArgs, bm: int) -> tuple[dict[str, Any], QuerySpec | None]:
     """Arguments of the kernel by name, and the spec of a Q that it quantises: None where Q is packed."""
     unused = a.packed.v_mean.view(-1)
     rows, k_mean, channel_factors, spec = StridedRows(unused, 0, 0, 0, 1), unused, unused, None
@@ -42,7 +42,7 @@ def query_arguments(query: Query | None, a: AttentionProblem, bm: int) -> tuple[
         rows = strided_rows(query.q, unit)
         if a.packed.lse_shift is not None and a.packed.k_mean is not None:
             # Where a program keeps the shifts of its rows.
-            whole = MASK_BLOCK if a.block_mask.listed else bm
+            whole = MASK_BLOCK if a.block_mask.block_sparse else bm
             rows_of_programs = a.packed.q8.size(0) * -(-a.m_len // whole) * whole
             lse_shift = unused.new_empty(rows_of_programs)
             k_mean = a.packed.k_mean.view(-1)

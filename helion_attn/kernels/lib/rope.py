@@ -9,7 +9,7 @@ import torch
 from helion_attn.compiler.helion_adapter import hl
 from helion_attn.kernels.lib.norm import channel_weights, row_factors
 from helion_attn.kernels.lib.strided import load_rows
-from helion_attn.problem import RopeArguments
+from helion_attn.problem import RopeArgs
 
 #: How channels are paired, as the kernels are told: (i, i + R / 2), where the R rotated channels fill a tile's row;
 #: (2i, 2i + 1); and (i, i + R / 2) where channels follow that are not rotated, or padding. Kernels compare `pairing`
@@ -55,7 +55,7 @@ class RopeTables(NamedTuple):
         }
 
 
-def rope_tables(rope: RopeArguments, D_row: int, unused: torch.Tensor) -> RopeTables:
+def rope_tables(rope: RopeArgs, D_row: int, unused: torch.Tensor) -> RopeTables:
     """`rope` for kernels whose tiles are `D_row` wide; `unused` stands for tensors that are not read."""
     cos, sin, q_positions, k_positions, interleaved = rope
     explicit = (q_positions is not None, k_positions is not None)

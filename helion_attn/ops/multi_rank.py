@@ -10,28 +10,28 @@ from helion_attn.ops import flops
 from helion_attn.ops.declare import Operation
 from helion_attn.ops.quantize import empty_quantized
 from helion_attn.problem import (
-    AttentionProblem,
-    DescribePartProblem,
-    GatheredProblem,
-    MergeProblem,
-    QuantizePartProblem,
+    AttentionArgs,
+    DescribeRankArgs,
+    MergeArgs,
+    MultiRankArgs,
+    QuantizeRankArgs,
 )
 from helion_attn.types import PackedTensors
 
 
-def _launch_describe(a: DescribePartProblem) -> torch.Tensor:
+def _launch_describe(a: DescribeRankArgs) -> torch.Tensor:
     from helion_attn.preprocess import shared
 
     return shared.describe(a)
 
 
-def _fake_describe(a: DescribePartProblem) -> torch.Tensor:
+def _fake_describe(a: DescribeRankArgs) -> torch.Tensor:
     from helion_attn.preprocess import shared
 
-    return a.q.new_empty(shared.told_shape(a))
+    return a.q.new_empty(shared.kv_sample_shape(a))
 
 
-def _launch_quantize(a: QuantizePartProblem) -> tuple[torch.Tensor, ...]:
+def _launch_quantize(a: QuantizeRankArgs) -> tuple[torch.Tensor, ...]:
     from helion_attn.preprocess import shared
 
     return shared.quantize(a)
@@ -44,7 +44,7 @@ def blocks_of(gathered: torch.Tensor, offset: int, dtype: torch.dtype, block: tu
     return flat[: flat.numel() // size * size].view(dtype).view(1, -1, *block)
 
 
-def _launch_gathered(a: GatheredProblem) -> None:
+def _launch_gathered(a: MultiRankArgs) -> None:
     from helion_attn.kernels import attention
     from helion_attn.kernels.lib.masks import Bounds
 
@@ -64,7 +64,7 @@ def _launch_gathered(a: GatheredProblem) -> None:
     )
     load = scheduling.query_blocks_per_sm(a.q8.size(0), a.q8.size(1), sm_count(a.q8))
     tile = attention_tile_config(a.d, a.d_v, a.softmax.right >= 0, a.recipe.bits, load)
-    arguments = AttentionProblem(
+    arguments = AttentionArgs(
         packed=packed,
         m_len=a.out.size(1 if a.bshd else 2),
         n_len=a.n_len,
@@ -82,23 +82,23 @@ def _launch_gathered(a: GatheredProblem) -> None:
     attention.launch(tile, arguments, a.out, a.lse, rank_chunks=a.parts, bounds=bounds)
 
 
-def _launch_merge(a: MergeProblem) -> None:
+def _launch_merge(a: MergeArgs) -> None:
     from helion_attn.kernels.merge_splits import merge_splits
 
     merge_splits(a.parts.view(-1, a.parts.size(-1)), a.part_lse.view(2, -1), a.out, a.lse, a.bshd, a.sinks)
 
 
-describe_part = Operation("describe_part", DescribePartProblem, 1, _launch_describe, _fake_describe, planned=False)
+describe_part = Operation("describe_part", DescribeRankArgs, 1, _launch_describe, _fake_describe, planned=False)
 quantize_part = Operation(
-    "quantize_part", QuantizePartProblem, 10, _launch_quantize, lambda a: empty_quantized(a, True), planned=False
+    "quantize_part", QuantizeRankArgs, 10, _launch_quantize, lambda a: empty_quantized(a, True), planned=False
 )
 attention_gathered = Operation(
     "fp8_attn_gathered",
-    GatheredProblem,
+    MultiRankArgs,
     0,
     _launch_gathered,
     lambda a: None,
     mutates=("out", "lse"),
     flops=flops.of_gathered,
 )
-merge_parts = Operation("merge_parts", MergeProblem, 0, _launch_merge, lambda a: None, mutates=("out", "lse"))
+merge_parts = Operation("merge_parts", MergeArgs, 0, _launch_merge, lambda a: None, mutates=("out", "lse"))
