@@ -45,8 +45,8 @@ from benchmarks.lib.suite import Block, Options, Plot, Suite, console, progress
 from benchmarks.lib.tables import LABELS, Table, error_text, number, ratio, rows_of, speed_text
 from devtools.workloads import Workload
 from helion_attn.integrations.diffusers import Backend
-from helion_attn.integrations.diffusers_fused import Processor
-from helion_attn.integrations.transformers_fused import FusedAttention
+from helion_attn.integrations.fused.fuse_diffusers import Processor
+from helion_attn.integrations.fused.fuse_transformers import FusedAttention
 from helion_attn.testing import relative_error
 
 #: Rounds end when the slowest contender has run for so long, at the latest after so many.

@@ -13,7 +13,6 @@ from helion_attn.check import check
 from helion_attn.debugging import debug
 from helion_attn.explain import explain, plan
 from helion_attn.integrations.diffusers import register_diffusers
-from helion_attn.integrations.diffusers_fused import fuse_diffusers
 from helion_attn.integrations.diffusers_schedule import Schedule
 from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from helion_attn.integrations.flash_attn_2 import (
@@ -22,11 +21,12 @@ from helion_attn.integrations.flash_attn_2 import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from helion_attn.integrations.fused.fuse_diffusers import fuse_diffusers
+from helion_attn.integrations.fused.fuse_transformers import fuse_transformers
+from helion_attn.integrations.fused.unfuse import unfuse
 from helion_attn.integrations.sdpa import FallbackWarning, scaled_dot_product_attention, sdpa
 from helion_attn.integrations.torch_flash import register_flash_attention
 from helion_attn.integrations.transformers import register_transformers, transformers_cache
-from helion_attn.integrations.transformers_fused import fuse_transformers
-from helion_attn.integrations.unfuse import unfuse
 from helion_attn.kv_cache import append_kvcache, attention_kvcache, cache_constants, paged_kv_cache
 from helion_attn.masks.blocks import BlockMask
 from helion_attn.preprocess.dequantize import dequantize

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from helion_attn.integrations.diffusers import OWN_CALLS
 from helion_attn.integrations.diffusers import RULES as DIFFUSERS
-from helion_attn.integrations.diffusers_fused import FUSED
 from helion_attn.integrations.flash_attn import KVCACHE_RULES as KVCACHE
 from helion_attn.integrations.flash_attn import RULES as FLASH_ATTN
 from helion_attn.integrations.flash_attn import VARLEN_RULES as VARLEN
+from helion_attn.integrations.fused.fuse_diffusers import FUSED
+from helion_attn.integrations.fused.fuse_transformers import KINDS
 from helion_attn.integrations.rules import table
 from helion_attn.integrations.sdpa import RULES as SDPA
 from helion_attn.integrations.transformers import RULES as TRANSFORMERS
-from helion_attn.integrations.transformers_fused import KINDS
 from helion_attn.integrations.transformers_models import INTERFACE, TABLE, has_own_attention
 
 ROOT = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ from helion_attn import api, auto, configs, plans
 from helion_attn.api import dense_problem
 from helion_attn.auto import FALLBACK_GPU, Crossover
 from helion_attn.integrations import diffusers, transformers
-from helion_attn.integrations.fused import prefers_pytorch
+from helion_attn.integrations.fused.qk_prologue import prefers_pytorch
 from helion_attn.testing import relative_error
 from helion_attn.validate.distributed import check_part
 

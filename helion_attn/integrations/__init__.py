@@ -1,1 +1,1 @@
-"""The same attention under others' names, one library a file, and what these share."""
+"""The same attention under others' names, one library a file, what these share, and fused models in `fused/`."""

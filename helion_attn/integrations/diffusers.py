@@ -24,7 +24,7 @@ from helion_attn.integrations.diffusers_schedule import (
     check_schedule,
     choice_of,
 )
-from helion_attn.integrations.fused import Before, prefers_pytorch
+from helion_attn.integrations.fused.qk_prologue import Before, prefers_pytorch
 from helion_attn.integrations.masks import Visible, attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.masks import Reordered

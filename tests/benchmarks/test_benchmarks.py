@@ -58,8 +58,8 @@ from benchmarks.lib.suite import Options
 from benchmarks.lib.tables import LABELS, MOST_COLUMNS, Table
 from devtools.inputs import CHANNEL_KINDS, HARD_KINDS, INPUT_KINDS, OUTLIER_CHANNELS, SINK_SHARES, make_qkv
 from helion_attn.compiler.helion_adapter import helion_config
-from helion_attn.integrations.diffusers_fused import Processor
-from helion_attn.integrations.transformers_fused import FusedAttention
+from helion_attn.integrations.fused.fuse_diffusers import Processor
+from helion_attn.integrations.fused.fuse_transformers import FusedAttention
 from helion_attn.kernels import attention as attention_kernel
 from helion_attn.numerics import takes_bits
 from helion_attn.testing import relative_error

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import helion_attn as ha
-from helion_attn.integrations import transformers, transformers_fused
+from helion_attn.integrations import transformers
+from helion_attn.integrations.fused import fuse_transformers
 from helion_attn.validate import dense
 from helpers import ranks
 
@@ -75,7 +76,7 @@ def test_fused_models(fused_models: ModuleType, capsys: pytest.CaptureFixture[st
 
 def test_fused_models_fails_without_rope(fused_models: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = ha.attention
-    monkeypatch.setattr(transformers_fused, "attention", lambda *qkv, **x: plain(*qkv, **x | {"rope": None}))
+    monkeypatch.setattr(fuse_transformers, "attention", lambda *qkv, **x: plain(*qkv, **x | {"rope": None}))
     assert fused_models.main(["--device", "cpu"]) == 1
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from helion_attn.integrations.diffusers_fused import unfuse_diffusers
-from helion_attn.integrations.transformers_fused import unfuse_transformers
+from helion_attn.integrations.fused.fuse_diffusers import unfuse_diffusers
+from helion_attn.integrations.fused.fuse_transformers import unfuse_transformers
 from helion_attn.validate.dense import described
 
 

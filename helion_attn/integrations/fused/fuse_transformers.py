@@ -17,7 +17,7 @@ import torch
 
 from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
-from helion_attn.integrations.fused import (
+from helion_attn.integrations.fused.qk_prologue import (
     Before,
     NormLayout,
     Ropes,

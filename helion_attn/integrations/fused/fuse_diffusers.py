@@ -23,7 +23,7 @@ from helion_attn.integrations.diffusers_schedule import (
     check_schedule,
     choice_of,
 )
-from helion_attn.integrations.fused import Before, left_to_fuse, ropes_of
+from helion_attn.integrations.fused.qk_prologue import Before, left_to_fuse, ropes_of
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice, unchecked_rope
 from helion_attn.validate.dense import described

@@ -23,7 +23,7 @@ diffusers = pytest.importorskip("diffusers")
 from diffusers.models import attention_dispatch as dispatch  # noqa: E402
 
 from helion_attn.integrations import diffusers as backend  # noqa: E402
-from helion_attn.integrations import diffusers_fused, fused  # noqa: E402
+from helion_attn.integrations.fused import fuse_diffusers, qk_prologue  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -267,8 +267,8 @@ def test_tables_are_made_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None
         made_of.append(cos)
         return original(cos, sin)
 
-    original = diffusers_fused.rope_of
-    monkeypatch.setattr(diffusers_fused, "rope_of", rope_of)
+    original = fuse_diffusers.rope_of
+    monkeypatch.setattr(fuse_diffusers, "rope_of", rope_of)
     with_oracle(monkeypatch)
     output(model, inputs)
     assert len(made_of) == 1
@@ -296,9 +296,9 @@ def test_tables_are_padded_where_tokens_follow() -> None:
     angles = torch.outer(torch.arange(5.0), torch.arange(1.0, 5.0))
     cos, sin = (x.repeat_interleave(2, 1) for x in (angles.cos(), angles.sin()))
     with mock.patch.object(torch.nn.functional, "pad", wraps=torch.nn.functional.pad) as pad:
-        rope = diffusers_fused.rope_of(cos, sin)
+        rope = fuse_diffusers.rope_of(cos, sin)
         assert pad.call_count == 0
-        longer = diffusers_fused.rope_of(cos, sin, 3)
+        longer = fuse_diffusers.rope_of(cos, sin, 3)
     assert torch.equal(rope.cos, angles.cos())
     assert torch.equal(rope.sin, angles.sin())
     assert torch.equal(longer.cos, torch.cat([angles.cos(), torch.ones(3, 4)]))
@@ -307,8 +307,8 @@ def test_tables_are_padded_where_tokens_follow() -> None:
 
 def test_norms_without_eps_take_that_of_the_dtype() -> None:
     norm = torch.nn.RMSNorm(32)
-    assert fused.norm_of(norm, rand(2, 32).bfloat16()).eps == torch.finfo(torch.bfloat16).eps
-    assert fused.norm_of(torch.nn.RMSNorm(32, eps=1e-5), rand(2, 32)).eps == 1e-5
+    assert qk_prologue.norm_of(norm, rand(2, 32).bfloat16()).eps == torch.finfo(torch.bfloat16).eps
+    assert qk_prologue.norm_of(torch.nn.RMSNorm(32, eps=1e-5), rand(2, 32)).eps == 1e-5
 
 
 def test_fusing_again_changes_the_recipe() -> None:
