@@ -24,7 +24,7 @@ from helion_attn.integrations.diffusers_schedule import (
     check_schedule,
     choice_of,
 )
-from helion_attn.integrations.fused.qk_prologue import Before, prefers_pytorch
+from helion_attn.integrations.fused.qk_prologue import QKPrologue, prefers_pytorch
 from helion_attn.integrations.masks import Visible, attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.masks import Reordered
@@ -82,6 +82,9 @@ OWN_CALLS: dict[str, tuple[str, ...]] = {
 
 #: The path of a module up to its last index in a list.
 BLOCK = re.compile(r"(?:.*\.)?\d+(?=\.|$)")
+
+#: Of Q and K that are normalised and rotated.
+NO_PROLOGUE = QKPrologue()
 
 #: What the registry must have: its interface is diffusers' own.
 NEEDED = ("_backends", "_constraints", "_supported_arg_names", "_supports_context_parallel", "register")
@@ -361,7 +364,7 @@ def attend(
     causal: bool = False,
     visible: Visible | None = None,
     pattern: Pattern | None = None,
-    before: Before | None = None,
+    prologue: QKPrologue = NO_PROLOGUE,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of q [B, M, H, D] to k [B, N, H_kv, D] and v [B, N, H_kv, D_v].
@@ -378,13 +381,12 @@ def attend(
         causal: of a call without a mask.
         visible: what a mask leaves; None without one.
         pattern: of a schedule.
-        before: what q and k are still without.
+        prologue: what q and k are still without.
         return_lse: whether lse is needed.
 
     Returns:
         out [B, M, H, D_v], and lse [B, H, M], or None where it is not needed.
     """
-    before = Before() if before is None else before
     M, N = q.size(1), k.size(1)
     causal = causal if visible is None else visible.causal
     options: dict[str, Any] = {"sm_scale": sm_scale, "layout": "bshd", "return_lse": return_lse}
@@ -395,35 +397,35 @@ def attend(
                 "helion_attn: schedule gives a mask, and is_causal or attn_mask hides other keys than the last "
                 "of all sequences; there it must give no mask"
             )
-        return attend_to_pattern(q, k, v, pattern, keys, before, {**options, "recipe": recipe})
+        return attend_to_pattern(q, k, v, pattern, keys, prologue, {**options, "recipe": recipe})
     if visible is None or visible.whole:
-        if not before.is_empty and is_auto(recipe) and prefers_pytorch(q, k, v, causal=causal, sm_scale=sm_scale):
-            q, k = before.apply(q, k)
-            before = Before()
-        return out_and_lse(attention(q, k, v, causal=causal, recipe=recipe, **options, **before.options(q, k)))
-    return attend_to_what_is_left(q, k, v, visible, preset_of(recipe), before, options)
+        if not prologue.is_empty and is_auto(recipe) and prefers_pytorch(q, k, v, causal=causal, sm_scale=sm_scale):
+            q, k = prologue.apply(q, k)
+            prologue = NO_PROLOGUE
+        return out_and_lse(attention(q, k, v, causal=causal, recipe=recipe, **options, **prologue.options(q, k)))
+    return attend_masked(q, k, v, visible, preset_of(recipe), prologue, options)
 
 
 @between_graphs
-def attend_to_what_is_left(
+def attend_masked(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     visible: Visible,
     preset: Recipe,
-    before: Before,
+    prologue: QKPrologue,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attend` where a mask hides keys: in a graph, each number of keys would be compiled for."""
     stops = first_keys_of_each(visible, q.size(1))
-    if before.is_empty or stops is None:
+    if prologue.is_empty or stops is None:
         check_visible("helion_attn", visible, q, v, preset)
-        q, k = before.apply(q, k)
+        q, k = prologue.apply(q, k)
         return attend_to_visible(q, k, v, visible, preset, sm_scale=options["sm_scale"])
 
     def attend_to_first(rows: slice, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         of_q, of_k, of_v = q[rows], k[rows, :stop], v[rows, :stop]
-        return out_and_lse(attention(of_q, of_k, of_v, recipe=preset, **options, **before.options(of_q, of_k)))
+        return out_and_lse(attention(of_q, of_k, of_v, recipe=preset, **options, **prologue.options(of_q, of_k)))
 
     if len(set(stops)) == 1:
         return attend_to_first(slice(None), stops[0])
@@ -453,7 +455,7 @@ def attend_to_pattern(
     v: torch.Tensor,
     pattern: Pattern,
     keys: int,
-    before: Before,
+    prologue: QKPrologue,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention with the schedule's mask to the first `keys` keys: out [B, M, H, D_v] and lse [B, H, M] or None."""
@@ -471,7 +473,7 @@ def attend_to_pattern(
             are_last = (order[keys:] >= keys).all()
             torch._assert_async(are_last, "keys that attn_mask hides are not the last in the schedule's order")
         k, v, mask = k[:, :keys], v[:, :keys], mask._of_first_keys(keys)
-    out, lse = out_and_lse(attention(q, k, v, block_mask=mask, **options, **before.options(q, k, order)))
+    out, lse = out_and_lse(attention(q, k, v, block_mask=mask, **options, **prologue.options(q, k, order)))
     if reordered is None:
         return out, lse
     return out[:, reordered.inverse], None if lse is None else lse[:, :, reordered.inverse]

@@ -202,7 +202,7 @@ def bound_schedule(schedule: Schedule | ScheduleFunction | None, scheduler: Any)
     return BoundSchedule(schedule, SchedulerSteps(scheduler).current)
 
 
-class OfThread(threading.local):
+class ThreadLocalLayer(threading.local):
     """A number that each thread has for itself: no `ContextVar`, which torch.compile does not trace."""
 
     value: int | None = None
@@ -221,7 +221,7 @@ class Layers:
     """
 
     def __init__(self, numbers: Mapping[torch.nn.Module, int]) -> None:
-        self.running, self.watching = OfThread(), bool(numbers)
+        self.running, self.watching = ThreadLocalLayer(), bool(numbers)
         self.handles = [
             handle
             for attn, layer in numbers.items()

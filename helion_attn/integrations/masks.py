@@ -116,7 +116,7 @@ def _read(mask: torch.Tensor, B: int, M: int, N: int, what: str, lowest_hides: b
     """`read_mask` of a mask that has passed its checks, `what` in errors."""
     by_scores = Visible(False, False, (), scores=mask)
     if (known := _KEPT.find((mask,), M, N)) is not None:
-        if _is_as_sampled(mask, known.sample):
+        if _matches_sample(mask, known.sample):
             return by_scores
         _KEPT.drop((mask,), M, N)
     if (mask if mask.dtype == torch.bool else mask == 0).all():
@@ -213,7 +213,7 @@ def _causal(spans: list[tuple[int, int]], offset: int, M: int, N: int) -> Visibl
     return Visible(whole, True, tuple(first), tuple(second) if has_second else ())
 
 
-class _OfMask(NamedTuple):
+class KeptMask(NamedTuple):
     """What is kept of a mask.
 
     Attributes:
@@ -225,15 +225,15 @@ class _OfMask(NamedTuple):
     sample: torch.Tensor
 
 
-def _of_mask(tensors: tuple[torch.Tensor, ...], M: int, N: int) -> _OfMask:
+def _keep_mask(tensors: tuple[torch.Tensor, ...], M: int, N: int) -> KeptMask:
     (mask,) = tensors
     seen = mask if mask.dtype == torch.bool else mask == 0
     # [B or 1, H or 1, M, N]
     seen = seen[(None,) * (4 - seen.dim())]
-    return _OfMask(BlockMask.from_dense(seen.expand(-1, -1, M, N)), _sample(mask).clone())
+    return KeptMask(BlockMask.from_dense(seen.expand(-1, -1, M, N)), _sample(mask).clone())
 
 
-_KEPT = Kept(_of_mask)
+_KEPT = Kept(_keep_mask)
 
 
 def _sample(mask: torch.Tensor) -> torch.Tensor:
@@ -242,7 +242,7 @@ def _sample(mask: torch.Tensor) -> torch.Tensor:
     return mask[..., :: min(step, M), :: -(-step // M)]
 
 
-def _is_as_sampled(mask: torch.Tensor, sample: torch.Tensor) -> bool:
+def _matches_sample(mask: torch.Tensor, sample: torch.Tensor) -> bool:
     """Whether a mask's sample is what it was: not after writes that PyTorch does not count.
 
     Such are `mask.data.copy_` and those of NumPy. On a GPU, where the host would have to wait, an assertion fails,

@@ -307,8 +307,8 @@ def test_tables_are_padded_where_tokens_follow() -> None:
 
 def test_norms_without_eps_take_that_of_the_dtype() -> None:
     norm = torch.nn.RMSNorm(32)
-    assert qk_prologue.norm_of(norm, rand(2, 32).bfloat16()).eps == torch.finfo(torch.bfloat16).eps
-    assert qk_prologue.norm_of(torch.nn.RMSNorm(32, eps=1e-5), rand(2, 32)).eps == 1e-5
+    assert qk_prologue.rms_norm_of(norm, rand(2, 32).bfloat16()).eps == torch.finfo(torch.bfloat16).eps
+    assert qk_prologue.rms_norm_of(torch.nn.RMSNorm(32, eps=1e-5), rand(2, 32)).eps == 1e-5
 
 
 def test_fusing_again_changes_the_recipe() -> None:

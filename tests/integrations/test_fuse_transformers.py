@@ -403,7 +403,7 @@ def test_ropes_of_the_package_are_not_read() -> None:
     cos, sin = torch.rand(2, 9, 8)
     with HostReads() as reads:
         own = unchecked_rope(cos, sin, True, torch.arange(9))
-        some = qk_prologue.Ropes(own).of(7, torch.randperm(9))
+        some = qk_prologue.RopeCache(own).rope(7, torch.randperm(9))
         assert reads.names == []
         rope = ha.Rope(cos, sin, True, own.q_positions)
         assert len(reads.names) == 2
@@ -649,10 +649,10 @@ def test_tables_in_a_graph(counted: dict[str, int], monkeypatch: pytest.MonkeyPa
     model = make_model("llama")
     ha.fuse_transformers(model)
     tables = torch.rand(2, 1, 9, 16).unbind(0)
-    kept = qk_prologue.ropes_of(ours.rope_of, tables)
+    kept = qk_prologue.get_rope_cache(ours.rope_of, tables)
     for module in (qk_prologue, ours):
         monkeypatch.setattr(module, "is_captured", lambda x: True)
-    assert qk_prologue.ropes_of(ours.rope_of, tables) is not kept
+    assert qk_prologue.get_rope_cache(ours.rope_of, tables) is not kept
     run(model, tokens_of(1, 19))
     assert counted == {"fused": 2, "plain": 0}
     run(model, tokens_of(2, 19), position_ids=torch.arange(19).expand(2, -1), attention_mask=torch.ones(2, 19).long())
@@ -662,25 +662,25 @@ def test_tables_in_a_graph(counted: dict[str, int], monkeypatch: pytest.MonkeyPa
 def test_tables_of_another_memory() -> None:
     """A tensor whose storage is replaced has the same version."""
     cos, sin = torch.rand(2, 1, 9, 16)
-    first = qk_prologue.ropes_of(ours.rope_of, (cos, sin))
-    assert qk_prologue.ropes_of(ours.rope_of, (cos, sin)) is first
+    first = qk_prologue.get_rope_cache(ours.rope_of, (cos, sin))
+    assert qk_prologue.get_rope_cache(ours.rope_of, (cos, sin)) is first
     cos.data = torch.rand(1, 9, 16)
-    second = qk_prologue.ropes_of(ours.rope_of, (cos, sin))
+    second = qk_prologue.get_rope_cache(ours.rope_of, (cos, sin))
     assert first is not None
     assert second is not None
-    assert torch.equal(second.whole.cos, cos[0, :, :8])
-    assert not torch.equal(first.whole.cos, second.whole.cos)
+    assert torch.equal(second.full.cos, cos[0, :, :8])
+    assert not torch.equal(first.full.cos, second.full.cos)
 
 
 def test_orders_do_not_pile_up() -> None:
-    ropes = qk_prologue.Ropes(ha.Rope(*torch.rand(2, 9, 8)))
-    for _ in range(3 * qk_prologue.MOST_ORDERS):
+    rope_cache = qk_prologue.RopeCache(ha.Rope(*torch.rand(2, 9, 8)))
+    for _ in range(3 * qk_prologue.MAX_ORDERS):
         order = torch.randperm(9)
-        rope = ropes.of(7, order)
-        assert ropes.of(7, order) is rope
+        rope = rope_cache.rope(7, order)
+        assert rope_cache.rope(7, order) is rope
         assert rope.k_positions is not None
         assert torch.equal(rope.k_positions, order[:7])
-    assert len(ropes._some) <= qk_prologue.MOST_ORDERS
+    assert len(rope_cache._subsets) <= qk_prologue.MAX_ORDERS
 
 
 @pytest.mark.parametrize("name", MODELS)

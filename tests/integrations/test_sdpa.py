@@ -434,7 +434,7 @@ def test_two_threads_notice_a_write_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     mask, other = torch.rand(2, 24, 40, generator=torch.Generator().manual_seed(0)) < 0.5
     masks.block_mask_of(mask, 24, 40)
     mask.data.copy_(other)
-    meet, is_as_sampled = threading.Barrier(2, timeout=60), masks._is_as_sampled
+    meet, is_as_sampled = threading.Barrier(2, timeout=60), masks._matches_sample
     found: list[torch.Tensor] = []
 
     def together(*given: torch.Tensor) -> bool:
@@ -442,7 +442,7 @@ def test_two_threads_notice_a_write_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         meet.wait()
         return is_so
 
-    monkeypatch.setattr(masks, "_is_as_sampled", together)
+    monkeypatch.setattr(masks, "_matches_sample", together)
 
     def run() -> None:
         masks.read_mask(mask, 1, 2, 24, 40)

@@ -23,7 +23,7 @@ from helion_attn.integrations.diffusers_schedule import (
     check_schedule,
     choice_of,
 )
-from helion_attn.integrations.fused.qk_prologue import Before, left_to_fuse, ropes_of
+from helion_attn.integrations.fused.qk_prologue import QKPrologue, fusable_norm, get_rope_cache, split_prologue
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName, Rope, as_choice, unchecked_rope
 from helion_attn.validate.dense import described
@@ -114,7 +114,7 @@ class Processor:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        before: Before,
+        prologue: QKPrologue,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[B, S, H, D] each, to [B, S, H * D_v]."""
@@ -125,7 +125,7 @@ class Processor:
         if self.schedule is not None:
             check_eager()
             recipe, pattern = choice_of(self.schedule, self.layer, recipe, q, k)
-        out, _ = attend(q, k, v, recipe=recipe, visible=visible, pattern=pattern, before=before)
+        out, _ = attend(q, k, v, recipe=recipe, visible=visible, pattern=pattern, prologue=prologue)
         return out.flatten(2, 3)
 
 
@@ -151,16 +151,14 @@ class WanProcessor(Processor):
             x.unflatten(2, (attn.heads, -1))
             for x in self.functions["_get_qkv_projections"](attn, hidden_states, encoder_hidden_states)
         )
-        q, norm_q = left_to_fuse(attn.norm_q, q, "bsc")
-        k, norm_k = left_to_fuse(attn.norm_k, k, "bsc")
-        out = self.attend(q, k, v, Before(norm_q, norm_k, "bsc", ropes_of(rope_of, rotary_emb)), attention_mask)
+        rope_cache = get_rope_cache(rope_of, rotary_emb)
+        q, k, prologue = split_prologue(q, k, attn.norm_q, attn.norm_k, "bsc", rope_cache)
+        out = self.attend(q, k, v, prologue, attention_mask)
         if image is not None:
             k, v = (x.unflatten(2, (attn.heads, -1)) for x in self.functions["_get_added_kv_projections"](attn, image))
-            k, norm_k = left_to_fuse(attn.norm_added_k, k, "bsc")
-            out = out + self.attend(q, k, v, Before(norm_q, norm_k, "bsc"))
-        for module in attn.to_out:
-            out = module(out)
-        return out
+            k, k_norm = fusable_norm(attn.norm_added_k, k, "bsc")
+            out = out + self.attend(q, k, v, prologue._replace(k_norm=k_norm, rope_cache=None))
+        return project_out(attn, out)
 
 
 class FluxProcessor(Processor):
@@ -180,23 +178,17 @@ class FluxProcessor(Processor):
         """Attention of [B, S, channels] to itself, and of both streams together."""
         projected = self.functions["_get_qkv_projections"](attn, hidden_states, encoder_hidden_states)
         q, k, v = (x.unflatten(-1, (-1, attn.head_dim)) for x in projected[:3])
-        norm_q = norm_k = None
+        rope_cache = get_rope_cache(rope_of, image_rotary_emb)
+        prologue = QKPrologue(rope_cache=rope_cache)
         if attn.added_kv_proj_dim is None:
-            q, norm_q = left_to_fuse(attn.norm_q, q, "bshd")
-            k, norm_k = left_to_fuse(attn.norm_k, k, "bshd")
+            q, k, prologue = split_prologue(q, k, attn.norm_q, attn.norm_k, "bshd", rope_cache)
         else:
-            text_q, text_k, text_v = (x.unflatten(-1, (-1, attn.head_dim)) for x in projected[3:])
-            q = torch.cat([attn.norm_added_q(text_q), attn.norm_q(q)], 1)
-            k = torch.cat([attn.norm_added_k(text_k), attn.norm_k(k)], 1)
-            v = torch.cat([text_v, v], 1)
-        out = self.attend(q, k, v, Before(norm_q, norm_k, ropes=ropes_of(rope_of, image_rotary_emb)), attention_mask)
+            text = [x.unflatten(-1, (-1, attn.head_dim)) for x in projected[3:]]
+            q, k, v = join_streams(attn, text, [q, k, v], text_first=True)
+        out = self.attend(q, k, v, prologue, attention_mask)
         if encoder_hidden_states is None:
             return out
-        text, out = out.tensor_split([encoder_hidden_states.size(1)], 1)
-        out = out.contiguous()
-        for module in attn.to_out:
-            out = module(out)
-        return out, attn.to_add_out(text.contiguous())
+        return split_streams(attn, out, encoder_hidden_states.size(1))
 
 
 class QwenImageProcessor(Processor):
@@ -222,18 +214,11 @@ class QwenImageProcessor(Processor):
             attention_mask = torch.nn.functional.pad(
                 encoder_hidden_states_mask.bool(), (0, hidden_states.size(1)), value=True
             )[:, None, None]
-        D = attn.inner_dim // attn.heads
-        of_image = (project(hidden_states) for project in (attn.to_q, attn.to_k, attn.to_v))
-        of_text = (project(encoder_hidden_states) for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
-        image, text = ([x.unflatten(2, (-1, D)) for x in of] for of in (of_image, of_text))
-        q, k, v = joined(attn, text, image, text_first=True)
-        ropes = ropes_of(rope_of_complex, None if image_rotary_emb is None else image_rotary_emb[::-1])
-        out = self.attend(q, k, v, Before(ropes=ropes), attention_mask)
-        out_text, out = out.tensor_split([encoder_hidden_states.size(1)], 1)
-        out = out.contiguous()
-        for module in attn.to_out:
-            out = module(out)
-        return out, attn.to_add_out(out_text.contiguous())
+        image, text = project_image(attn, hidden_states), project_text(attn, encoder_hidden_states)
+        q, k, v = join_streams(attn, text, image, text_first=True)
+        rope_cache = get_rope_cache(rope_of_complex, None if image_rotary_emb is None else image_rotary_emb[::-1])
+        out = self.attend(q, k, v, QKPrologue(rope_cache=rope_cache), attention_mask)
+        return split_streams(attn, out, encoder_hidden_states.size(1))
 
 
 class HunyuanVideoProcessor(Processor):
@@ -249,45 +234,58 @@ class HunyuanVideoProcessor(Processor):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of a video, [B, S, channels], to itself, and together with a text."""
         text = encoder_hidden_states
-        has_streams = attn.add_q_proj is not None and text is not None
-        tokens = hidden_states if text is None or has_streams else torch.cat([hidden_states, text], 1)
-        q, k, v = (project(tokens).unflatten(2, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v))
-        norm_q = norm_k = None
-        if has_streams:
-            of_text = [
-                project(text).unflatten(2, (attn.heads, -1))
-                for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-            ]
-            q, k, v = joined(attn, of_text, [q, k, v], text_first=False)
+        rope_cache = get_rope_cache(rope_of, image_rotary_emb, 0 if text is None else text.size(1))
+        prologue = QKPrologue(rope_cache=rope_cache)
+        if attn.add_q_proj is not None and text is not None:
+            q, k, v = join_streams(attn, project_text(attn, text), project_image(attn, hidden_states), text_first=False)
         else:
-            q, norm_q = left_to_fuse(attn.norm_q, q, "bshd")
-            k, norm_k = left_to_fuse(attn.norm_k, k, "bshd")
-        ropes = ropes_of(rope_of, image_rotary_emb, 0 if text is None else text.size(1))
-        out = self.attend(q, k, v, Before(norm_q, norm_k, ropes=ropes), attention_mask)
+            q, k, v = project_image(attn, hidden_states if text is None else torch.cat([hidden_states, text], 1))
+            q, k, prologue = split_prologue(q, k, attn.norm_q, attn.norm_k, "bshd", rope_cache)
+        out = self.attend(q, k, v, prologue, attention_mask)
         if text is None:
             return out, None
         out, out_text = out.tensor_split([hidden_states.size(1)], 1)
         if getattr(attn, "to_out", None) is not None:
-            for module in attn.to_out:
-                out = module(out)
+            out = project_out(attn, out)
         if getattr(attn, "to_add_out", None) is not None:
             out_text = attn.to_add_out(out_text)
         return out, out_text
 
 
-def joined(
-    attn: Any, text: list[torch.Tensor], image: list[torch.Tensor], text_first: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Q, K and V of two streams, normalised by the model: their weights differ."""
+def project_image(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """Return Q, K and V [B, S, heads, D] of an image or a video [B, S, channels]."""
+    return [project(x).unflatten(2, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v)]
+
+
+def project_text(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """Return Q, K and V [B, S, heads, D] of a text [B, S, channels] that is a stream of its own."""
+    projections = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+    return [project(x).unflatten(2, (attn.heads, -1)) for project in projections]
+
+
+def join_streams(
+    attn: Any, text: list[torch.Tensor], image: list[torch.Tensor], *, text_first: bool
+) -> list[torch.Tensor]:
+    """Return Q, K and V of two streams, normalised by the model: their weights differ."""
     norms = ((attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k), (None, None))
-    parts = []
-    for of_text, of_image, (text_norm, image_norm) in zip(text, image, norms, strict=True):
-        both = [
-            of_text if text_norm is None else text_norm(of_text),
-            of_image if image_norm is None else image_norm(of_image),
-        ]
-        parts.append(torch.cat(both if text_first else both[::-1], 1))
-    return parts[0], parts[1], parts[2]
+    joined = []
+    for *streams, stream_norms in zip(text, image, norms, strict=True):
+        both = [x if norm is None else norm(x) for x, norm in zip(streams, stream_norms, strict=True)]
+        joined.append(torch.cat(both if text_first else both[::-1], 1))
+    return joined
+
+
+def project_out(attn: Any, out: torch.Tensor) -> torch.Tensor:
+    """Return the attention's output projection of out [B, S, H * D]."""
+    for module in attn.to_out:
+        out = module(out)
+    return out
+
+
+def split_streams(attn: Any, out: torch.Tensor, text_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output projections of image and text, whose tokens come first in out [B, S, H * D]."""
+    text, image = out.tensor_split([text_tokens], 1)
+    return project_out(attn, image.contiguous()), attn.to_add_out(text.contiguous())
 
 
 class Fused(NamedTuple):

@@ -18,14 +18,14 @@ import torch
 from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
 from helion_attn.integrations.fused.qk_prologue import (
-    Before,
     NormLayout,
-    Ropes,
+    QKPrologue,
+    RopeCache,
+    apply_norm,
+    get_rope_cache,
     is_captured,
-    left_to_fuse,
-    normalised,
     prefers_pytorch,
-    ropes_of,
+    split_prologue,
 )
 from helion_attn.integrations.transformers import changes_nothing, earlier_keys, register_transformers
 from helion_attn.integrations.transformers_masks import VisibleKeys, what_is_seen
@@ -82,12 +82,12 @@ class Fusing(NamedTuple):
     Attributes:
         recipe: how the tensors become 8-bit numbers.
         implementation: the name of attention under which this is done. Under another the class's own forward runs.
-        before: the model's attention implementation before it was fused.
+        original: the model's attention implementation before it was fused.
     """
 
     recipe: Recipe | Auto
     implementation: str
-    before: str
+    original: str
 
 
 class FusedAttention(torch.nn.Module):
@@ -119,8 +119,8 @@ class FusedAttention(torch.nn.Module):
         attn: Any = self
         seen = what_is_seen(attention_mask)
         cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
-        ropes = ropes_to_fuse(attn, hidden_states, position_embeddings, seen, cache, kwargs)
-        if ropes is None:
+        rope_cache = rope_to_fuse(attn, hidden_states, position_embeddings, seen, cache, kwargs)
+        if rope_cache is None:
             found: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
                 hidden_states, position_embeddings, attention_mask, **kwargs
             )
@@ -129,22 +129,20 @@ class FusedAttention(torch.nn.Module):
             project(hidden_states).unflatten(2, (-1, attn.head_dim))
             for project in (attn.q_proj, attn.k_proj, attn.v_proj)
         )
-        layout, before = self.kind.norms, Before(ropes=ropes)
-        if layout is not None:
-            q, q_norm = left_to_fuse(attn.q_norm, q, layout)
-            k, k_norm = left_to_fuse(attn.k_norm, k, layout)
-            before = Before(q_norm, k_norm, layout, ropes)
-        out = self.attend(q, k, v, seen, before)
+        if self.kind.norms is None:
+            prologue = QKPrologue(rope_cache=rope_cache)
+        else:
+            q, k, prologue = split_prologue(q, k, attn.q_norm, attn.k_norm, self.kind.norms, rope_cache)
+        out = self.attend(q, k, v, seen, prologue)
         if cache is not None:
             # It gets what the class gives it, so that later tokens find it.
-            turned = k if before.k_norm is None else normalised(before.k_norm, k, before.layout)
-            turned = turned.transpose(1, 2)
-            turned = self.rotate(turned[:, :0], turned, *position_embeddings)[1]
-            cache.update(turned, v.transpose(1, 2), attn.layer_idx)
+            k = k if prologue.k_norm is None else apply_norm(prologue.k_norm, k, prologue.layout)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+            cache.update(self.rotate(k[:, :0], k, *position_embeddings)[1], v, attn.layer_idx)
         return attn.o_proj(out), None
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: VisibleKeys, before: Before
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: VisibleKeys, prologue: QKPrologue
     ) -> torch.Tensor:
         """[B, S, heads, D] each, to [B, S, H * D]."""
         attn: Any = self
@@ -158,14 +156,14 @@ class FusedAttention(torch.nn.Module):
             window=None if mask.left is None else (mask.left, 0),
             layout="bshd",
             recipe=self.fusing.recipe,
-            **before.options(q, k),
+            **prologue.options(q, k),
         )
         return out.flatten(2)
 
 
-def ropes_to_fuse(
+def rope_to_fuse(
     attn: Any, hidden_states: torch.Tensor, position_embeddings: Any, mask: Any, cache: Any, kwargs: dict[str, Any]
-) -> Ropes | None:
+) -> RopeCache | None:
     """The model's RoPE, where its first tokens attend to one another, without padding; None elsewhere."""
     B, S = hidden_states.shape[:2]
     if attn.config._attn_implementation != attn.fusing.implementation or not isinstance(mask, VisibleKeys):
@@ -186,7 +184,7 @@ def ropes_to_fuse(
             return None
     if position_embeddings[0].size(2) != attn.head_dim or leaves_to_pytorch(attn, hidden_states, mask):
         return None
-    return ropes_of(rope_of, position_embeddings)
+    return get_rope_cache(rope_of, position_embeddings)
 
 
 def leaves_to_pytorch(attn: Any, hidden_states: torch.Tensor, mask: VisibleKeys) -> bool:
@@ -293,10 +291,10 @@ def fuse_transformers(model: torch.nn.Module, *, recipe: Recipe | RecipeName | A
             raise ValueError(
                 f"{what} without the model whose config it has; it must be, or hold, that transformers.PreTrainedModel"
             )
-        before = attn.config._attn_implementation
-        if isinstance(attn, FusedAttention) and before == attn.fusing.implementation:
-            before = attn.fusing.before
-        found.append((attn, kind, Fusing(recipe, implementation, before)))
+        original = attn.config._attn_implementation
+        if isinstance(attn, FusedAttention) and original == attn.fusing.implementation:
+            original = attn.fusing.original
+        found.append((attn, kind, Fusing(recipe, implementation, original)))
     if not found:
         accepted = ", ".join(kind.attention for kind in KINDS[:-1])
         raise ValueError(
@@ -317,7 +315,7 @@ def unfuse_transformers(model: torch.nn.Module) -> None:
     for owner in owners_of(model) if found else ():
         for attn in found:
             if owner.config is attn.config and attn.config._attn_implementation == attn.fusing.implementation:
-                owner.set_attn_implementation(attn.fusing.before)
+                owner.set_attn_implementation(attn.fusing.original)
     for attn in found:
         del attn.fusing
         set_class(attn, class_of(attn.kind))

@@ -1,4 +1,4 @@
-"""Norms and RoPE of a model that is fused, as this package takes them."""
+"""Norms of Q and K and RoPE that a model has before attention, as this package fuses them into quantising."""
 
 from __future__ import annotations
 
@@ -26,60 +26,64 @@ NORMS = {
     ("transformers.models.gemma3.modeling_gemma3", "Gemma3RMSNorm"): ("eps", 1.0),
 }
 
-#: Orders of tokens for which `Ropes` keeps a table at a time.
-MOST_ORDERS = 16
+#: Orders of tokens for which `RopeCache` keeps a table at a time.
+MAX_ORDERS = 16
 
 
-class Ropes:
-    """A table, for all tokens and for some of them.
+class RopeCache:
+    """Tables of RoPE of a model, for all tokens and for some of them.
 
     Attributes:
-        whole: token i is at i.
+        full: the tables of all tokens, in their order.
     """
 
-    def __init__(self, whole: Rope) -> None:
-        self.whole = whole
+    def __init__(self, full: Rope) -> None:
+        self.full = full
         #: By the identity of an order, which is kept with it, and the number of keys.
-        self._some: dict[tuple[int, int], tuple[torch.Tensor | None, Rope]] = {}
+        self._subsets: dict[tuple[int, int], tuple[torch.Tensor | None, Rope]] = {}
 
-    def of(self, keys: int, order: torch.Tensor | None = None) -> Rope:
-        """For all queries and the first keys.
+    def rope(self, num_keys: int, order: torch.Tensor | None = None) -> Rope:
+        """Return the tables of all queries and of the first keys.
 
         Args:
-            keys: how many.
+            num_keys: how many keys.
             order: int64 [tokens], the token at each place; None where they are in their own order.
         """
-        if order is None and keys == self.whole.cos.size(0):
-            return self.whole
-        found = self._some.get((id(order), keys))
+        if order is None and num_keys == self.full.cos.size(0):
+            return self.full
+        found = self._subsets.get((id(order), num_keys))
         if found is None or found[0] is not order:
-            cos = self.whole.cos
+            cos = self.full.cos
             if order is None:
-                q_at, k_at = torch.arange(cos.size(0), device=cos.device), None
+                q_positions, k_positions = torch.arange(cos.size(0), device=cos.device), None
             else:
-                q_at, k_at = order, order[:keys]
-            made = unchecked_rope(cos, self.whole.sin, self.whole.interleaved, q_at, k_at)
-            if len(self._some) >= MOST_ORDERS:
-                self._some.clear()
-            self._some[id(order), keys] = found = order, made
+                q_positions, k_positions = order, order[:num_keys]
+            rope = unchecked_rope(cos, self.full.sin, self.full.interleaved, q_positions, k_positions)
+            if len(self._subsets) >= MAX_ORDERS:
+                self._subsets.clear()
+            self._subsets[id(order), num_keys] = found = order, rope
         return found[1]
 
 
 def is_captured(x: torch.Tensor) -> bool:
-    """Whether what is done with x becomes a part of a graph, which is run again on other values."""
+    """Return whether what is done with x becomes a part of a graph, which is run again on other values."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _ropes(tables: tuple[torch.Tensor, ...], make: Callable[..., Rope | None], *sizes: int) -> Ropes | None:
+def _make_rope_cache(
+    tables: tuple[torch.Tensor, ...], make: Callable[..., Rope | None], *sizes: int
+) -> RopeCache | None:
     rope = make(*tables, *sizes)
-    return None if rope is None else Ropes(rope)
+    return None if rope is None else RopeCache(rope)
 
 
-_KEPT = Kept(_ropes)
+_KEPT = Kept(_make_rope_cache)
 
 
-def ropes_of(make: Callable[..., Rope | None], tables: tuple[torch.Tensor, ...] | None, *sizes: int) -> Ropes | None:
-    """Return what `make` makes of tables and sizes, kept until a table is gone or written to.
+def get_rope_cache(
+    make: Callable[..., Rope | None], tables: tuple[torch.Tensor, ...] | None, *sizes: int
+) -> RopeCache | None:
+    """Return the RoPE that `make` makes of tables and sizes, kept until a table is gone or written to.
 
     Layers of a forward pass are given the same tensors, so that one of them converts the tables. In a graph each layer
     does, and so it does with tensors that do not count their changes.
@@ -91,17 +95,17 @@ def ropes_of(make: Callable[..., Rope | None], tables: tuple[torch.Tensor, ...] 
     """
     if tables is None:
         return None
-    return _ropes(tables, make, *sizes) if is_captured(tables[0]) else _KEPT.of(tables, make, *sizes)
+    return _make_rope_cache(tables, make, *sizes) if is_captured(tables[0]) else _KEPT.of(tables, make, *sizes)
 
 
 def parameter_of(module: torch.nn.Module, name: str) -> Any:
-    """A module's own parameter, or the tensor that a replica has in its place; None if it has none."""
+    """Return a module's own parameter, or the tensor that a replica has in its place; None if it has none."""
     found = module._parameters.get(name)
     return module.__dict__.get(name) if found is None else found
 
 
 def must_be_called(module: Any, x: torch.Tensor, layout: NormLayout) -> bool:
-    """Whether a norm of x [B, S, heads, D] may do something else than its class does with its weight, where x is.
+    """Return whether a norm of x [B, S, heads, D] may do something else than its class does with its weight.
 
     So it is with hooks, parametrizations and other classes, with a forward of its own, by which accelerate and
     diffusers offload and cast weights, and with a weight that is elsewhere.
@@ -120,14 +124,14 @@ def must_be_called(module: Any, x: torch.Tensor, layout: NormLayout) -> bool:
     return not (is_of_channels and weight.device == x.device and weight.is_contiguous())
 
 
-def normalised(module: Any, x: torch.Tensor, layout: NormLayout) -> torch.Tensor:
-    """Call a model's norm on x [B, S, heads, D], of which it gets what the model hands it."""
+def apply_norm(module: Any, x: torch.Tensor, layout: NormLayout) -> torch.Tensor:
+    """Return the norm of x [B, S, heads, D], called with the shape that the model hands it."""
     if layout == "bsc":
         return module(x.flatten(2)).unflatten(2, x.shape[2:])
     return module(x.transpose(1, 2)).transpose(1, 2) if layout == "bhsd" else module(x)
 
 
-def left_to_fuse(module: Any, x: torch.Tensor, layout: NormLayout) -> tuple[torch.Tensor, Any]:
+def fusable_norm(module: Any, x: torch.Tensor, layout: NormLayout) -> tuple[torch.Tensor, Any]:
     """Call a norm on x [B, S, heads, D] if it must be called.
 
     Returns:
@@ -135,55 +139,73 @@ def left_to_fuse(module: Any, x: torch.Tensor, layout: NormLayout) -> tuple[torc
     """
     if module is None or not must_be_called(module, x, layout):
         return x, module
-    return normalised(module, x, layout), None
+    return apply_norm(module, x, layout), None
 
 
-class Before(NamedTuple):
+class QKPrologue(NamedTuple):
     """Norms of Q and K, and then RoPE, that attention's inputs are still without. None of what there is none.
 
     Attributes:
         q_norm: the model's module, which need not be called.
         k_norm: the model's module, which need not be called.
         layout: what the norms are handed.
-        ropes: of the model.
+        rope_cache: the model's RoPE.
     """
 
     q_norm: torch.nn.Module | None = None
     k_norm: torch.nn.Module | None = None
     layout: NormLayout = "bshd"
-    ropes: Ropes | None = None
+    rope_cache: RopeCache | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing left to do."""
-        return self.q_norm is None and self.k_norm is None and self.ropes is None
+        return self.q_norm is None and self.k_norm is None and self.rope_cache is None
 
     def options(self, q: torch.Tensor, k: torch.Tensor, order: torch.Tensor | None = None) -> dict[str, Any]:
-        """Options of `attention` that do it, for q [B, S, H, D] and the first keys k; `order` is as `Ropes` has it."""
+        """Return the options of `attention` that fuse it.
+
+        Args:
+            q: [B, S, H, D].
+            k: [B, N, H_kv, D], the first keys.
+            order: as `RopeCache.rope` has it.
+        """
         norms = {"q_norm": (self.q_norm, q), "k_norm": (self.k_norm, k)}
-        found: dict[str, Any] = {name: norm_of(module, x) for name, (module, x) in norms.items() if module is not None}
-        return found if self.ropes is None else found | {"rope": self.ropes.of(k.size(1), order)}
+        options: dict[str, Any] = {
+            name: rms_norm_of(module, x) for name, (module, x) in norms.items() if module is not None
+        }
+        return options if self.rope_cache is None else options | {"rope": self.rope_cache.rope(k.size(1), order)}
 
     def apply(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k [B, S, heads, D], normalised and rotated, in their dtype."""
+        """Return q and k [B, S, heads, D], normalised and rotated, in their dtype."""
         q, k = (
-            x if norm is None else normalised(norm, x, self.layout).to(x.dtype)
+            x if norm is None else apply_norm(norm, x, self.layout).to(x.dtype)
             for x, norm in ((q, self.q_norm), (k, self.k_norm))
         )
-        if self.ropes is None:
+        if self.rope_cache is None:
             return q, k
-        return apply_rope(q, self.ropes.whole, layout="bshd"), apply_rope(k, self.ropes.whole, layout="bshd")
+        rope = self.rope_cache.full
+        return apply_rope(q, rope, layout="bshd"), apply_rope(k, rope, layout="bshd")
 
 
-def norm_of(module: Any, x: torch.Tensor) -> RMSNorm:
-    """The norm of x that a module computes which need not be called."""
+def split_prologue(
+    q: torch.Tensor, k: torch.Tensor, q_norm: Any, k_norm: Any, layout: NormLayout, rope_cache: RopeCache | None
+) -> tuple[torch.Tensor, torch.Tensor, QKPrologue]:
+    """Call the norms of q and k [B, S, heads, D] that must be called; return q, k, and what is left to fuse."""
+    q, q_norm = fusable_norm(q_norm, q, layout)
+    k, k_norm = fusable_norm(k_norm, k, layout)
+    return q, k, QKPrologue(q_norm, k_norm, layout, rope_cache)
+
+
+def rms_norm_of(module: Any, x: torch.Tensor) -> RMSNorm:
+    """Return the norm of x that a module computes which need not be called."""
     eps_name, added = NORMS[type(module).__module__, type(module).__name__]
     weight, eps = parameter_of(module, "weight"), getattr(module, eps_name)
     return RMSNorm(added + weight.float() if added else weight, torch.finfo(x.dtype).eps if eps is None else eps)
 
 
 def prefers_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, sm_scale: float | None) -> bool:
-    """Whether "auto" leaves to PyTorch's attention a call on tensors [B, S, heads, D] that are normalised and rotated.
+    """Return whether "auto" leaves to PyTorch's attention a call on normalised and rotated tensors [B, S, heads, D].
 
     Args:
         q: of the call's shape, dtype and device.
