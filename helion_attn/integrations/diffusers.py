@@ -15,7 +15,6 @@ import torch
 
 from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
-from helion_attn.integrations.between_graphs import between_graphs
 from helion_attn.integrations.diffusers_schedule import (
     BoundSchedule,
     Layers,
@@ -25,6 +24,7 @@ from helion_attn.integrations.diffusers_schedule import (
     choice_of,
 )
 from helion_attn.integrations.fused.qk_prologue import QKPrologue, prefers_pytorch
+from helion_attn.integrations.graphs import graph_break
 from helion_attn.integrations.masks import Visible, attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported
 from helion_attn.masks import Reordered
@@ -406,7 +406,7 @@ def attend(
     return attend_masked(q, k, v, visible, preset_of(recipe), prologue, options)
 
 
-@between_graphs
+@graph_break
 def attend_masked(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -14,8 +14,8 @@ import torch
 from typing_extensions import Unpack
 
 from helion_attn.api import attention
-from helion_attn.integrations.between_graphs import between_graphs
-from helion_attn.integrations.kept import Kept
+from helion_attn.integrations.graphs import graph_break
+from helion_attn.integrations.tensor_memo import TensorMemo
 from helion_attn.masks.blocks import BlockMask
 from helion_attn.types import Recipe, ScoreOptions
 from helion_attn.validate.block_mask import BLOCK_MASK_DIMS, has_block_masks
@@ -97,6 +97,7 @@ def read_mask(
     """
     check_no_grad(name, mask)
     what = f"{name} is a {type(mask).__name__} {tuple(mask.shape)} of {mask.dtype}"
+    # Here and not in a function, which torch.compile would trace by itself after a break of the graph.
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             f"{what}; in torch.compile(fullgraph=True) it must be None: its values cannot be read"
@@ -111,7 +112,7 @@ def read_mask(
     return _read(mask, B, M, N, what, lowest_hides)
 
 
-@between_graphs
+@graph_break
 def _read(mask: torch.Tensor, B: int, M: int, N: int, what: str, lowest_hides: bool) -> Visible:
     """`read_mask` of a mask that has passed its checks, `what` in errors."""
     by_scores = Visible(False, False, (), scores=mask)
@@ -233,7 +234,7 @@ def _keep_mask(tensors: tuple[torch.Tensor, ...], M: int, N: int) -> KeptMask:
     return KeptMask(BlockMask.from_dense(seen.expand(-1, -1, M, N)), _sample(mask).clone())
 
 
-_KEPT = Kept(_keep_mask)
+_KEPT = TensorMemo(_keep_mask)
 
 
 def _sample(mask: torch.Tensor) -> torch.Tensor:
@@ -258,14 +259,14 @@ def _matches_sample(mask: torch.Tensor, sample: torch.Tensor) -> bool:
 
 
 def block_mask_of(mask: torch.Tensor, M: int, N: int) -> BlockMask:
-    """A mask as a `BlockMask`, made once for each mask, M, N and stream where `Kept` keeps it.
+    """A mask as a `BlockMask`, made once for each mask, M, N and stream where `TensorMemo` keeps it.
 
     Args:
         mask: as `read_mask` has it.
         M: queries.
         N: keys.
     """
-    return _KEPT.of((mask,), M, N).block_mask
+    return _KEPT.get((mask,), M, N).block_mask
 
 
 def check_visible(
@@ -302,7 +303,7 @@ def check_visible(
         )
 
 
-@between_graphs
+@graph_break
 def attend_to_visible(
     q: torch.Tensor,
     k: torch.Tensor,

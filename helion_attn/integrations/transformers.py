@@ -11,7 +11,7 @@ import torch
 
 from helion_attn.api import attention
 from helion_attn.integrations.autocast import autocast_inputs
-from helion_attn.integrations.between_graphs import between_graphs
+from helion_attn.integrations.graphs import graph_break
 from helion_attn.integrations.masks import attend_to_visible, check_visible, read_mask
 from helion_attn.integrations.rules import Rule, check_supported, is_none
 from helion_attn.integrations.transformers_masks import MaskTensor, VisibleKeys, what_is_seen
@@ -236,7 +236,7 @@ def earlier_keys(window: int | None, N: int) -> int | None:
     return None if window is None or window >= N else window - 1
 
 
-@between_graphs
+@graph_break
 def _spans(kept: torch.Tensor) -> tuple[tuple[int, int], ...] | None:
     """Where, in [B, N] booleans, each row's True begin and end; None if those of a row do not lie together."""
     N = kept.size(1)

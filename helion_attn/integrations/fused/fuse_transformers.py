@@ -23,10 +23,10 @@ from helion_attn.integrations.fused.qk_prologue import (
     RopeCache,
     apply_norm,
     get_rope_cache,
-    is_captured,
     prefers_pytorch,
     split_prologue,
 )
+from helion_attn.integrations.graphs import is_captured
 from helion_attn.integrations.transformers import changes_nothing, earlier_keys, register_transformers
 from helion_attn.integrations.transformers_masks import VisibleKeys, what_is_seen
 from helion_attn.names import reject_unknown_kwargs

@@ -10,7 +10,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from helion_attn import auto
 from helion_attn.api import dense_problem
-from helion_attn.integrations.kept import Kept
+from helion_attn.integrations.graphs import is_captured
+from helion_attn.integrations.tensor_memo import TensorMemo
 from helion_attn.transforms import apply_rope
 from helion_attn.types import BALANCED, RMSNorm, Rope, unchecked_rope
 
@@ -65,11 +66,6 @@ class RopeCache:
         return found[1]
 
 
-def is_captured(x: torch.Tensor) -> bool:
-    """Return whether what is done with x becomes a part of a graph, which is run again on other values."""
-    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
 def _make_rope_cache(
     tables: tuple[torch.Tensor, ...], make: Callable[..., Rope | None], *sizes: int
 ) -> RopeCache | None:
@@ -77,7 +73,7 @@ def _make_rope_cache(
     return None if rope is None else RopeCache(rope)
 
 
-_KEPT = Kept(_make_rope_cache)
+_KEPT = TensorMemo(_make_rope_cache)
 
 
 def get_rope_cache(
@@ -95,7 +91,7 @@ def get_rope_cache(
     """
     if tables is None:
         return None
-    return _make_rope_cache(tables, make, *sizes) if is_captured(tables[0]) else _KEPT.of(tables, make, *sizes)
+    return _make_rope_cache(tables, make, *sizes) if is_captured(tables[0]) else _KEPT.get(tables, make, *sizes)
 
 
 def parameter_of(module: torch.nn.Module, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Functions that read values on the host, which no graph of torch.compile can hold."""
+"""Calls in graphs, of torch.compile and of CUDA, in which the host can read no values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def between_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that torch.compile runs as it is: it breaks the graph there, and with `fullgraph=True` it raises.
+def is_captured(x: torch.Tensor) -> bool:
+    """Return whether what is done with x becomes a part of a graph, which is run again on other values."""
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def graph_break(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that torch.compile runs as it is: the graph breaks there, and `fullgraph=True` raises.
 
     That is `torch.compiler.disable`, but for the second that importing it takes: where nothing is compiled, Dynamo is
     not imported.

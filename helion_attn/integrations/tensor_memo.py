@@ -26,15 +26,15 @@ class Entry(Generic[Made]):
     states: list[tuple[int, int, torch.Size]]
     made: Made
 
-    def is_of(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """Whether these are the tensors, and are what they were."""
+    def matches(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Return whether these are the tensors, and are what they were."""
         for reference, state, x in zip(self.tensors, self.states, tensors, strict=False):
             if reference() is not x or (x._version, x.data_ptr(), x.shape) != state:
                 return False
         return True
 
 
-class Kept(Generic[Made]):
+class TensorMemo(Generic[Made]):
     """Keep what is made of tensors, for each stream, until PyTorch has written to a tensor or given it other memory.
 
     Nothing is kept of tensors that do not count their changes: those made in `torch.inference_mode`, and outputs of
@@ -54,13 +54,13 @@ class Kept(Generic[Made]):
     def find(self, tensors: tuple[torch.Tensor, ...], *rest: Hashable) -> Made | None:
         """Return what is kept; None if nothing is."""
         entry = self._entries.get(key_of(tensors, rest))
-        return entry.made if entry is not None and entry.is_of(tensors) else None
+        return entry.made if entry is not None and entry.matches(tensors) else None
 
-    def of(self, tensors: tuple[torch.Tensor, ...], *rest: Hashable) -> Made:
+    def get(self, tensors: tuple[torch.Tensor, ...], *rest: Hashable) -> Made:
         """Return what is kept, or make it."""
         key = key_of(tensors, rest)
         entry = self._entries.get(key)
-        if entry is not None and entry.is_of(tensors):
+        if entry is not None and entry.matches(tensors):
             return entry.made
         made = self.make(tensors, *rest)
         if all(map(counts_changes, tensors)):
