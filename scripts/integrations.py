@@ -12,9 +12,9 @@ from pathlib import Path
 
 from helion_attn.integrations.diffusers import OWN_CALLS
 from helion_attn.integrations.diffusers import RULES as DIFFUSERS
-from helion_attn.integrations.flash_attn import KVCACHE_RULES as KVCACHE
-from helion_attn.integrations.flash_attn import RULES as FLASH_ATTN
-from helion_attn.integrations.flash_attn import VARLEN_RULES as VARLEN
+from helion_attn.integrations.flash_attn_arguments import KVCACHE_RULES as KVCACHE
+from helion_attn.integrations.flash_attn_arguments import RULES as FLASH_ATTN
+from helion_attn.integrations.flash_attn_arguments import VARLEN_RULES as VARLEN
 from helion_attn.integrations.fused.fuse_diffusers import FUSED
 from helion_attn.integrations.fused.fuse_transformers import KINDS
 from helion_attn.integrations.rules import table

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import helion_attn as ha
 from devtools.inputs import make_qkv
-from helion_attn.integrations.flash_attn import KVCACHE_RULES
+from helion_attn.integrations.flash_attn_arguments import KVCACHE_RULES
 from helion_attn.validate.kv_cache import CONSTANTS
 from helpers.no_ops import Launched, NoOps
 from helpers.paged import append_all, make_cache

@@ -1,23 +1,20 @@
 """flash-attn's functions under their own names and arguments, so that replacing the import replaces the attention.
 
-Arguments are flash-attn 3's. Calls in the order of flash-attn 2, which has `dropout_p` in the place of an argument of
-flash-attn 3, are recognised by it (`takes_flash_attn_2`).
+Arguments are flash-attn 3's. Calls in the order of flash-attn 2 are recognised (`flash_attn_arguments`).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, Literal, TypedDict, TypeVar, overload
+from typing import Any, Literal, TypedDict, overload
 
 import torch
-from typing_extensions import ParamSpec, Unpack
+from typing_extensions import Unpack
 
 from helion_attn.api import attention, attention_quantized, pack_unread
 from helion_attn.debug_state import debugging
-from helion_attn.integrations.rules import Rule, check_supported, is_none
+from helion_attn.integrations.flash_attn_arguments import check_unsupported, takes_flash_attn_2
 from helion_attn.kv_cache import append_kvcache, attention_kvcache
-from helion_attn.names import in_lines, reject_unknown_kwargs
+from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, PagedKVCache, Recipe, RecipeName, ScoreOptions, Scores, as_choice
 from helion_attn.validate.dense import (
     check_descale,
@@ -32,9 +29,6 @@ from helion_attn.validate.dense import (
 )
 from helion_attn.validate.kv_cache import check_kvcache_append, check_kvcache_attention
 from helion_attn.varlen import attention_varlen
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class FlashOptions(TypedDict, total=False):
@@ -55,69 +49,6 @@ class FlashOptions(TypedDict, total=False):
     alibi_slopes: torch.Tensor | None
     recipe: Recipe | RecipeName | Auto
 
-
-ALIBI = Rule("alibi_slopes", is_none, "None (an argument of flash-attn 2)")
-
-#: Arguments of flash-attn 2 that have no place in flash-attn 3.
-FLASH_ATTN_2_RULES = (
-    Rule("dropout_p", lambda p: p == 0, "0.0, as in inference (an argument of flash-attn 2)"),
-    ALIBI,
-)
-
-#: Likewise, where K and V could lie in pages.
-FLASH_ATTN_2_VARLEN_RULES = (
-    *FLASH_ATTN_2_RULES,
-    Rule(
-        "block_table", is_none, "None: K and V in pages are for `flash_attn_with_kvcache` (an argument of flash-attn 2)"
-    ),
-)
-
-#: Where flash-attn 2's calls have other arguments than flash-attn 3's, in order.
-FLASH_ATTN_2_DENSE = (
-    *("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic"),
-    "return_attn_probs",
-)
-FLASH_ATTN_2_KVCACHE = (
-    *("rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "softmax_scale"),
-    *("causal", "window_size", "softcap", "rotary_interleaved", "alibi_slopes", "num_splits", "return_softmax_lse"),
-)
-
-#: Arguments of flash-attn 3 that change the result, or promise something, and that are not supported.
-RULES = (
-    Rule("qv", is_none, "None"),
-    Rule("attention_chunk", lambda chunk: chunk == 0, "0"),
-    # A bool passes for an int, and is what `pack_gqa` or `deterministic` takes: arguments that slipped by one place.
-    Rule("num_splits", lambda splits: type(splits) is int and splits in (0, 1), "0 or 1: the package chooses"),
-    Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM"),
-)
-
-#: Likewise of `flash_attn_varlen_func`.
-VARLEN_RULES = (
-    Rule("seqused_q", is_none, "None: cu_seqlens_q says where sequences end"),
-    Rule("seqused_k", is_none, "None"),
-    *(rule for rule in RULES if rule.argument == "qv"),
-    Rule("q_descale", is_none, "None: q, k and v are bf16, fp16 or fp32"),
-    Rule("k_descale", is_none, "None"),
-    Rule("v_descale", is_none, "None"),
-    *(rule for rule in RULES if rule.argument != "qv"),
-)
-
-#: Likewise of `flash_attn_with_kvcache`.
-KVCACHE_RULES = (
-    Rule("qv", is_none, "None"),
-    Rule("rotary_cos", is_none, "None: rotate Q, and append K with `append_kvcache(rope=...)`"),
-    Rule("rotary_sin", is_none, "None"),
-    Rule("cache_batch_idx", is_none, "None: choose rows of page_table"),
-    Rule("cache_leftpad", is_none, "None"),
-    Rule("cu_seqlens_q", is_none, "None: q is [B, M, H, D]"),
-    Rule("cu_seqlens_k_new", is_none, "None: k is [B, L, H_kv, D]"),
-    Rule("max_seqlen_q", is_none, "None"),
-    Rule("rotary_seqlens", is_none, "None"),
-    Rule("q_descale", is_none, "None: q is bf16, fp16 or fp32"),
-    Rule("attention_chunk", lambda chunk: chunk == 0, "0"),
-    Rule("scheduler_metadata", is_none, "None"),
-    Rule("sm_margin", lambda margin: margin == 0, "0: the kernels take every SM"),
-)
 
 #: What `flash_attn_with_kvcache` calls the fields of a `PagedKVCache` and its block table.
 KVCACHE_NAMES = {
@@ -160,60 +91,6 @@ def _scores(
     }
 
 
-def takes_flash_attn_2(
-    first: int, is_it: Callable[[tuple[Any, ...], dict[str, Any]], bool], names: tuple[str, ...]
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function with flash-attn 3's arguments take flash-attn 2's order too.
-
-    Args:
-        first: the place from which the two differ.
-        is_it: whether a call, of more positional arguments than that, is flash-attn 2's.
-        names: of flash-attn 2's arguments, from there on.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            given: dict[str, Any] = kwargs
-            positional: tuple[Any, ...] = args
-            if len(positional) > first and is_it(positional, given):
-                rest = positional[first:]
-                twice = [name for name in names[: len(rest)] if name in given]
-                if twice or len(rest) > len(names):
-                    what = f"{twice[0]} comes twice" if twice else f"there are {len(rest) - len(names)} too many"
-                    raise TypeError(
-                        f"{function.__name__}: in the order of flash-attn 2, which {names[0]}={rest[0]!r} at place "
-                        f"{first} means, {what}"
-                    )
-                positional, given = positional[:first], {**dict(zip(names, rest, strict=False)), **given}
-            return function(*positional, **given)
-
-        return in_lines(call)
-
-    return decorate
-
-
-def is_number(value: object) -> bool:
-    """An int or a float, and no bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _has_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the fourth argument is `dropout_p`: it is 0, or a scale follows, by name or in the place of `causal`."""
-    if not is_number(args[3]):
-        return False
-    if args[3] == 0 or "softmax_scale" in kwargs:
-        return True
-    if len(args) > 4:
-        return not isinstance(args[4], bool)
-    if 0 < args[3] < 1 and "dropout_p" not in kwargs:
-        raise TypeError(
-            f"flash_attn_func: the fourth argument is {args[3]!r}, dropout_p to flash-attn 2 and softmax_scale to "
-            f"flash-attn 3; pass softmax_scale={args[3]!r} or dropout_p={args[3]!r} by name"
-        )
-    return False
-
-
 @overload
 def flash_attn_func(
     q: torch.Tensor,
@@ -248,7 +125,7 @@ def flash_attn_func(
     return_softmax_lse: bool = False,
     **options: Unpack[FlashOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-@takes_flash_attn_2(3, _has_dropout, FLASH_ATTN_2_DENSE)  # type: ignore[misc]  # not any number by place
+@takes_flash_attn_2  # type: ignore[misc]  # not any number by place
 @reject_unknown_kwargs
 def flash_attn_func(
     q: torch.Tensor,
@@ -321,9 +198,10 @@ def flash_attn_func(
         q, k, v = torch.randn(3, 1, 100, 2, 64, dtype=torch.bfloat16)  # [B, S, H, D]
         out = ha.flash_attn_func(q, k, v, causal=True, window_size=(32, 0))
     """
-    values: dict[str, Any] = {"qv": qv, "attention_chunk": attention_chunk, "num_splits": num_splits}
-    values |= {"sm_margin": sm_margin, "dropout_p": dropout_p, "alibi_slopes": alibi_slopes}
-    check_supported("flash_attn_func", (*RULES, *FLASH_ATTN_2_RULES), values)
+    check_unsupported(
+        "flash_attn_func", qv=qv, attention_chunk=attention_chunk, num_splits=num_splits, sm_margin=sm_margin,
+        dropout_p=dropout_p, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
     recipe = as_choice(recipe)
     check_flag(return_softmax_lse, "return_softmax_lse")
     return_lse = return_attn_probs or return_softmax_lse
@@ -345,7 +223,7 @@ def flash_attn_func(
     return attention_quantized(qkv, return_lse=return_lse, **scores)
 
 
-@takes_flash_attn_2(7, lambda args, _: is_number(args[7]), (*FLASH_ATTN_2_DENSE, "block_table"))
+@takes_flash_attn_2
 @reject_unknown_kwargs
 def flash_attn_varlen_func(
     q: torch.Tensor,
@@ -411,21 +289,11 @@ def flash_attn_varlen_func(
         cu_seqlens = torch.tensor([0, 30, 50], dtype=torch.int32)  # 30 tokens and 20
         out = ha.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 30, 30, causal=True)
     """
-    values = {
-        "seqused_q": seqused_q,
-        "seqused_k": seqused_k,
-        "qv": qv,
-        "q_descale": q_descale,
-        "k_descale": k_descale,
-        "v_descale": v_descale,
-        "attention_chunk": attention_chunk,
-        "num_splits": num_splits,
-        "sm_margin": sm_margin,
-        "dropout_p": dropout_p,
-        "alibi_slopes": alibi_slopes,
-        "block_table": block_table,
-    }
-    check_supported("flash_attn_varlen_func", (*VARLEN_RULES, *FLASH_ATTN_2_VARLEN_RULES), values)
+    check_unsupported(
+        "flash_attn_varlen_func", seqused_q=seqused_q, seqused_k=seqused_k, qv=qv, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, num_splits=num_splits,
+        sm_margin=sm_margin, dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table,
+    )  # fmt: skip
     check_flag(return_softmax_lse, "return_softmax_lse")
     return_lse = return_attn_probs or return_softmax_lse
     scores = _scores(softmax_scale, causal, window_size, softcap)
@@ -444,13 +312,7 @@ def _descale(name: str, descale: torch.Tensor | None, shape: tuple[int, int], de
     return torch.where(descale.isfinite() & (descale > 0), descale, float("nan"))
 
 
-def _has_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the eighth argument is `cache_seqlens`, where flash-attn 3 has a table of sines."""
-    lengths = args[7] if len(args) > 7 else None
-    return is_number(lengths) or (isinstance(lengths, torch.Tensor) and not lengths.is_floating_point())
-
-
-@takes_flash_attn_2(5, _has_lengths, FLASH_ATTN_2_KVCACHE)
+@takes_flash_attn_2
 @reject_unknown_kwargs
 def flash_attn_with_kvcache(
     q: torch.Tensor,
@@ -538,44 +400,31 @@ def flash_attn_with_kvcache(
             causal=True,
         )
     """
-    values = {
-        "qv": qv,
-        "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin,
-        "cache_batch_idx": cache_batch_idx,
-        "cache_leftpad": cache_leftpad,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k_new": cu_seqlens_k_new,
-        "max_seqlen_q": max_seqlen_q,
-        "rotary_seqlens": rotary_seqlens,
-        "q_descale": q_descale,
-        "attention_chunk": attention_chunk,
-        "scheduler_metadata": scheduler_metadata,
-        "sm_margin": sm_margin,
-        "alibi_slopes": alibi_slopes,
-    }
-    check_supported("flash_attn_with_kvcache", (*KVCACHE_RULES, ALIBI), values)
+    check_unsupported(
+        "flash_attn_with_kvcache", qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, rotary_seqlens=rotary_seqlens,
+        q_descale=q_descale, attention_chunk=attention_chunk, scheduler_metadata=scheduler_metadata,
+        sm_margin=sm_margin, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
     check_inputs({"q": q}, "bshd")
     if block_table is not None:
         if page_table is not None:
             raise ValueError("block_table and page_table are both given; one of them must be None: they are the same")
         page_table = block_table
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        dtypes = (torch.float8_e4m3fn, torch.int8) if name == "k_cache" else (torch.float8_e4m3fn,)
+    for name, field, x, dtypes in (
+        ("k_cache", "k8", k_cache, (torch.float8_e4m3fn, torch.int8)),
+        ("v_cache", "v8", v_cache, (torch.float8_e4m3fn,)),
+    ):
         if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
             raise TypeError(
-                f"{name} is {described(x)}; it must be {'k8' if name == 'k_cache' else 'v8'} of a "
-                f"helion_attn.PagedKVCache, made by paged_kv_cache and filled by append_kvcache: "
-                f"{' or '.join(map(str, dtypes))} in pages"
+                f"{name} is {described(x)}; it must be {field} of a helion_attn.PagedKVCache, made by paged_kv_cache "
+                f"and filled by append_kvcache: {' or '.join(map(str, dtypes))} in pages"
             )
     if cache_seqlens is None or page_table is None or k_descale is None or v_descale is None:
-        needed = {
-            "cache_seqlens": cache_seqlens,
-            "page_table": page_table,
-            "k_descale": k_descale,
-            "v_descale": v_descale,
-        }
-        missing = next(name for name, value in needed.items() if value is None)
+        needed = (cache_seqlens, page_table, k_descale, v_descale)
+        names = ("cache_seqlens", "page_table", "k_descale", "v_descale")
+        missing = next(name for name, x in zip(names, needed, strict=True) if x is None)
         raise ValueError(f"{missing} is None; a cache of packed pages, helion_attn.PagedKVCache, needs it")
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dim() != 4:

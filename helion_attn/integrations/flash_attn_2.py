@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from helion_attn.integrations.flash_attn import ALIBI, flash_attn_func, flash_attn_varlen_func, is_number
+from helion_attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+from helion_attn.integrations.flash_attn_arguments import ALIBI, ORDER_2, is_number
 from helion_attn.integrations.rules import check_supported
 from helion_attn.names import reject_unknown_kwargs
 from helion_attn.types import BALANCED, Auto, Recipe, RecipeName
@@ -45,10 +47,10 @@ def flash_attn_qkvpacked_func(
         out = ha.flash_attn_qkvpacked_func(qkv, causal=True)
     """
     q, k, v = _unpacked("qkv", qkv, 3, 5)
-    attend = functools.partial(flash_attn_func, q, k, v)
+    attend = functools.partial(flash_attn_func, q, k, v, recipe=recipe)
     return _called(
         "flash_attn_qkvpacked_func", attend, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, recipe,
+        deterministic, return_attn_probs,
     )  # fmt: skip
 
 
@@ -87,10 +89,10 @@ def flash_attn_kvpacked_func(
         out = ha.flash_attn_kvpacked_func(q, kv, causal=True)
     """
     k, v = _unpacked("kv", kv, 2, 5)
-    attend = functools.partial(flash_attn_func, q, k, v)
+    attend = functools.partial(flash_attn_func, q, k, v, recipe=recipe)
     return _called(
         "flash_attn_kvpacked_func", attend, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, recipe,
+        deterministic, return_attn_probs,
     )  # fmt: skip
 
 
@@ -131,10 +133,11 @@ def flash_attn_varlen_qkvpacked_func(
         out = ha.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 30, causal=True)
     """
     q, k, v = _unpacked("qkv", qkv, 3, 4)
-    attend = functools.partial(flash_attn_varlen_func, q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    attend = functools.partial(flash_attn_varlen_func, q, k, v, *lengths, recipe=recipe)
     return _called(
         "flash_attn_varlen_qkvpacked_func", attend, dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, return_attn_probs, recipe,
+        alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
 
@@ -180,10 +183,11 @@ def flash_attn_varlen_kvpacked_func(
         out = ha.flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens, 30, 30)
     """
     k, v = _unpacked("kv", kv, 2, 4)
-    attend = functools.partial(flash_attn_varlen_func, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    attend = functools.partial(flash_attn_varlen_func, q, k, v, *lengths, recipe=recipe)
     return _called(
         "flash_attn_varlen_kvpacked_func", attend, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, recipe,
+        deterministic, return_attn_probs,
     )  # fmt: skip
 
 
@@ -198,35 +202,23 @@ def _unpacked(name: str, packed: torch.Tensor, count: int, ndim: int) -> tuple[t
 
 
 def _called(
-    function: str,
-    attend: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    deterministic: bool,
-    return_attn_probs: bool,
-    recipe: Recipe | RecipeName | Auto,
+    function: str, attend: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]], *by_place: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
-    """Call flash-attn 3's function `attend`, and return its results with flash-attn 2's third, which is None.
+    """Return what flash-attn 3's function `attend` returns, with flash-attn 2's third result, which is None.
 
     Arguments that flash-attn 3 does not have raise, under the name of the function that was called.
+
+    Args:
+        function: that was called.
+        attend: takes `by_place` by name.
+        by_place: as `ORDER_2` names them.
     """
-    if not is_number(dropout_p) or dropout_p != 0:
+    given = dict(zip(ORDER_2, by_place, strict=True))
+    if not is_number(given["dropout_p"]) or given["dropout_p"] != 0:
         raise NotImplementedError(
-            f"{function}: dropout_p is {dropout_p!r}; it must be 0.0, as in inference. Arguments are in the order of "
-            f"flash-attn 2, with dropout_p before softmax_scale: pass softmax_scale by name"
+            f"{function}: dropout_p is {given['dropout_p']!r}; it must be 0.0, as in inference. Arguments are in the "
+            f"order of flash-attn 2, with dropout_p before softmax_scale: pass softmax_scale by name"
         )
-    check_supported(function, (ALIBI,), {"alibi_slopes": alibi_slopes})
-    out = attend(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-        recipe=recipe,
-    )
+    check_supported(function, (ALIBI,), given)
+    out = attend(**given)
     return (*out, None) if isinstance(out, tuple) else out

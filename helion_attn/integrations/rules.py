@@ -29,6 +29,11 @@ def is_none(value: Any) -> bool:
     return value is None
 
 
+def is_zero(value: Any) -> bool:
+    """Only 0 will do."""
+    return bool(value == 0)
+
+
 def check_supported(entry_point: str, rules: Iterable[Rule], values: dict[str, Any]) -> None:
     """Raise `NotImplementedError` for the first value, by argument, that its rule does not accept."""
     for rule in rules:

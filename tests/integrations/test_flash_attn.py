@@ -12,7 +12,7 @@ import torch
 
 import helion_attn as ha
 from devtools.inputs import make_qkv
-from helion_attn.integrations.flash_attn import RULES
+from helion_attn.integrations.flash_attn_arguments import RULES
 from helion_attn.testing import relative_error
 from helpers.refused import refused
 

@@ -15,7 +15,7 @@ import torch
 import helion_attn as ha
 from devtools.sm90 import fake_cuda
 from helion_attn.configs import Q_FIELDS
-from helion_attn.integrations.flash_attn import VARLEN_RULES
+from helion_attn.integrations.flash_attn_arguments import VARLEN_RULES
 from helion_attn.numerics import E4M3_MAX, RECENTRED_KEYS
 from helion_attn.ops import varlen
 from helion_attn.testing import relative_error
