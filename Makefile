@@ -63,9 +63,8 @@ lint: $(STAMP).test
 docs: $(STAMP).test
 	$(BIN)/python scripts/support_matrix.py
 	$(BIN)/python scripts/integrations.py
-	$(BIN)/python scripts/api.py
 
-# build/site, the documents as a website.
+# build/site, the documents as a website, with a page of the public docstrings.
 site: $(STAMP).test
 	$(BIN)/python scripts/website.py
 

@@ -1,4 +1,4 @@
-"""Write docs/api.md: the public names with their signatures and docstrings.
+"""Print the page of public names, with their signatures and docstrings; the website has it as "API".
 
 python scripts/api.py
 """
@@ -10,13 +10,10 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import helion_attn as ha
-
-PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 
 #: Every name of `helion_attn.__all__` but the modules, in the order of the page.
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -42,10 +39,9 @@ MODULES: dict[str, ModuleType] = {"Masks": ha.masks, "Pages of a cache": ha.page
 
 INTRODUCTION = """# Public functions and types
 
-What does each function compute, take and raise? The docstrings of `import helion_attn as ha` follow, written here by
-`scripts/api.py`. In signatures `Layout` is `"bhsd"` or `"bshd"`, `RecipeName` the name of a preset,
-and `Auto` `"auto"`. Examples begin with `import torch` and `import helion_attn as ha`. They run on a CPU; with
-`device="cuda"` their tensors are on a GPU.
+What does each function compute, take and raise? The docstrings of `import helion_attn as ha` follow.
+In signatures `Layout` is `"bhsd"` or `"bshd"`, `RecipeName` the name of a preset, and `Auto` `"auto"`. Examples begin
+with `import torch` and `import helion_attn as ha`. They run on a CPU; with `device="cuda"` their tensors are on a GPU.
 """
 
 
@@ -151,4 +147,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    print(page())

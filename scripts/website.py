@@ -1,4 +1,4 @@
-"""Write the documentation as a website: README.md, docs/ and what they link to.
+"""Write the documentation as a website: README.md, docs/, the public docstrings and what they link to.
 
 python scripts/website.py [OUT]
 
@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import api
 from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
 from mkdocs.commands.build import build
@@ -61,6 +62,7 @@ def write(out: Path) -> None:
                 copy.write_text(staged(path, repository))
             else:
                 shutil.copy(path, copy)
+        (pages / "docs" / "api.md").write_text(api.page())
         config = load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(pages), site_dir=str(out), strict=True)
         config.plugins.on_startup(command="build", dirty=False)
         build(config)

@@ -1,4 +1,4 @@
-"""docs/api.md: the docstrings, as they are."""
+"""The site's page of public names: the docstrings, as they are."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ import pytest
 
 import helion_attn as ha
 
-PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(PAGE.parents[1] / "scripts"))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module("api")
 
 
-def test_the_page_is_the_docstrings(api: ModuleType) -> None:
-    assert PAGE.read_text() == api.page(), "run make docs"
-
-
-def test_a_changed_docstring_would_be_seen(api: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_the_docstrings(api: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ha.attention, "__doc__", "Something else.")
     assert "Something else." in api.page()
 

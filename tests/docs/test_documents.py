@@ -18,9 +18,6 @@ README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")), *DOCS]
 
-#: Made of docstrings from end to end.
-GENERATED = ROOT / "docs" / "api.md"
-
 MOST_BYTES, MOST_WORDS, MOST_PLOTS = 10_000, 16_500, 8
 
 
@@ -96,7 +93,7 @@ def test_documents_named_in_code_exist() -> None:
 
 def test_sizes() -> None:
     assert README.stat().st_size <= MOST_BYTES
-    counted = {name(page): words(page.read_text()) for page in DOCS if page != GENERATED}
+    counted = {name(page): words(page.read_text()) for page in DOCS}
     assert sum(counted.values()) <= MOST_WORDS, counted
     assert words("<!-- results:x -->\n| 1 | 2 |\n<!-- /results:x -->\nthree words - here") == 3
     plots = [len(re.findall(r"!\[", page.read_text())) for page in DOCS]
@@ -121,7 +118,7 @@ def sentences(text: str) -> set[str]:
 
 
 def test_no_sentence_stands_in_two_files() -> None:
-    found = {page: sentences(page.read_text()) for page in PAGES if page != GENERATED}
+    found = {page: sentences(page.read_text()) for page in PAGES}
     assert sum(map(len, found.values())) > 500
     shared = [(name(a), name(b), found[a] & found[b]) for a, b in itertools.combinations(found, 2)]
     assert [each for each in shared if each[2]] == []
@@ -236,5 +233,5 @@ def test_snippets(page: str, heading: str, capsys: pytest.CaptureFixture[str], m
 
 
 def test_every_snippet_runs() -> None:
-    pages = [page for page in PAGES if page != GENERATED and name(page) not in ELSEWHERE]
+    pages = [page for page in PAGES if name(page) not in ELSEWHERE]
     assert {(name(page), heading) for page in pages for heading in snippets(page)} == set(CHECKED)

@@ -37,6 +37,7 @@ def html(path: Path) -> str:
 def test_every_page_is_there(site: Path) -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     assert [page for page in pages if not (site / html(page)).exists()] == []
+    assert 'id="haattention_varlen"' in (site / "docs" / "api.html").read_text()
     assert "<table>" in (site / "docs" / "benchmarks" / "overheads.html").read_text()
     assert (site / "benchmarks" / "results" / "heat.png").exists()
 
