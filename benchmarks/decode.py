@@ -349,5 +349,7 @@ def checks(loaded: Loaded) -> list[Check]:
 
 
 SUITE = Suite(
-    "decode", run, {"decode": Block("decode", tables, (Plot("decode", "Milliseconds a token, by keys", plot),))}
+    "decode",
+    run,
+    {"decode": Block("decode", tables, (Plot("decode", "Milliseconds a token, by keys", plot),), shown=1)},
 )

@@ -150,4 +150,4 @@ def checks(loaded: Loaded) -> list[Check]:
     return found
 
 
-BLOCK = Block("accuracy", tables, shown=1)
+BLOCK = Block("accuracy", tables)

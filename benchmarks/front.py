@@ -292,15 +292,15 @@ BLOCKS = {
             ),
         ),
         sentence=headline,
-        brief=True,
+        shown=None,
     ),
-    "front_layers": Block("models", layer_tables, sentence=crossovers, beside=("auto", "sparse"), brief=True),
-    "front_steps": Block("steps", step_tables, beside=("steps_compiled",), brief=True),
+    "front_layers": Block("models", layer_tables, sentence=crossovers, beside=("auto", "sparse"), shown=None),
+    "front_steps": Block("steps", step_tables, beside=("steps_compiled",), shown=None),
     "front_errors": Block(
-        "hard", error_tables, beside=("accuracy", "ladder", "language_model", "attention"), brief=True
+        "hard", error_tables, beside=("accuracy", "ladder", "language_model", "attention"), shown=None
     ),
-    "costs": Block("host", cost_tables, beside=("preprocess", "startup"), brief=True),
-    "front_sparse": Block("sparse", sparse_tables, brief=True),
-    "front_decode": Block("decode", decode_tables, brief=True),
-    "front_gpus": Block("distributed", gpu_tables, brief=True),
+    "costs": Block("host", cost_tables, beside=("preprocess", "startup"), shown=None),
+    "front_sparse": Block("sparse", sparse_tables, shown=None),
+    "front_decode": Block("decode", decode_tables, shown=None),
+    "front_gpus": Block("distributed", gpu_tables, shown=None),
 }

@@ -131,10 +131,8 @@ SUITE = Suite(
     "hard",
     run,
     {
-        "hard": Block("hard", tables, (PLOT,), shown=0),
-        "channels": Block("hard", channels.tables, shown=0),
-        "drifts": Block(
-            "hard", drift.tables, (Plot("drifts", "Total error where V drifts, by head dim", drift.plot),), shown=0
-        ),
+        "hard": Block("hard", tables, (PLOT,)),
+        "channels": Block("hard", channels.tables),
+        "drifts": Block("hard", drift.tables, (Plot("drifts", "Total error where V drifts, by head dim", drift.plot),)),
     },
 )

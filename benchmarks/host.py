@@ -172,4 +172,4 @@ def checks(loaded: Loaded) -> list[Check]:
     ]
 
 
-SUITE = Suite("host", run, {"host": Block("host", tables)})
+SUITE = Suite("host", run, {"host": Block("host", tables, shown=1)})

@@ -149,4 +149,4 @@ def checks(loaded: Loaded) -> list[Check]:
 
 
 PLOT = Plot("models", "Speed over bf16's, by model", plot)
-SUITE = Suite("models", run, {"models": Block("models", tables, (PLOT,))})
+SUITE = Suite("models", run, {"models": Block("models", tables, (PLOT,), shown=1)})

@@ -101,4 +101,4 @@ def checks(loaded: Loaded) -> list[Check]:
     ]
 
 
-SUITE = Suite("norms", run, {"norms": Block("norms", tables, shown=0)})
+SUITE = Suite("norms", run, {"norms": Block("norms", tables)})

@@ -211,5 +211,5 @@ def plot(loaded: Loaded) -> Figure | None:
 SUITE = Suite(
     "plane",
     run,
-    {"plane": Block("plane", tables, (Plot("plane", "Error against speed by format of scores and P", plot),), shown=0)},
+    {"plane": Block("plane", tables, (Plot("plane", "Error against speed by format of scores and P", plot),))},
 )

@@ -355,8 +355,8 @@ SUITE = Suite(
     run,
     {
         "preprocess": Block("preprocess", tables),
-        "preprocess_recipes": Block("preprocess", recipe_tables, shown=0),
+        "preprocess_recipes": Block("preprocess", recipe_tables),
     },
 )
 
-STAGES = Suite("stages", run_stages, {"stages": Block("stages", stage_tables, shown=0)})
+STAGES = Suite("stages", run_stages, {"stages": Block("stages", stage_tables)})

@@ -72,7 +72,7 @@ SUITE = Suite(
     "quality",
     run,
     {
-        "needles": Block("quality", needles.tables, shown=1),
+        "needles": Block("quality", needles.tables),
         "greedy": Block("quality", greedy.tables),
         "embeddings": Block("quality", embeddings.tables),
         "divergence": Block("quality", divergence.tables, (divergence.PLOT,)),

@@ -2,9 +2,10 @@
 
     python benchmarks/report.py                     # tables, plots, documents, and what holds
     python benchmarks/report.py --documents         # leave the documents alone
-    python benchmarks/report.py --strict            # write nothing, exit with 1 if a document or a plot is old
+    python benchmarks/report.py --strict            # write nothing, exit with 1 if a page or a plot is old
 
-A block is what stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->`, NAME a key of `BLOCKS`.
+A block is what stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->`, NAME a key of `BLOCKS`. It has the
+plots and `shown` tables. Every table of FILE.json is in FILE.md next to it.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def all_checks(loaded: Loaded) -> list[Check]:
 
 
 CHECK_BLOCKS = {
-    "checks": Block(CHECKED_FILES[0], lambda loaded: goal_tables(all_checks(loaded)), beside=CHECKED_FILES[1:])
+    "checks": Block(CHECKED_FILES[0], lambda loaded: goal_tables(all_checks(loaded)), beside=CHECKED_FILES[1:], shown=1)
 }
 
 # --- documents ------------------------------------------------------------------------------------
@@ -135,6 +136,12 @@ BLOCKS = (
     | CHECK_BLOCKS
     | {"tritonbench": tritonbench.BLOCK}
 )
+
+#: The blocks of each page of tables, by its name: a result file's, and the goals. Those of the front page are in none.
+PAGES: dict[str, list[str]] = {}
+for _name, _block in BLOCKS.items():
+    if _name not in front.BLOCKS:
+        PAGES.setdefault("goals" if _name in CHECK_BLOCKS else _block.file, []).append(_name)
 
 #: What has blocks.
 DOCUMENTS = (
@@ -164,27 +171,9 @@ def run_of(suite: Row) -> str:
     )
 
 
-def caption(block: Block, loaded: Loaded, shown: str) -> str:
-    """Where the figures come from, in a line; `shown` is what stands above it."""
+def caption(block: Block, loaded: Loaded) -> str:
+    """Where the figures come from: GPU, versions, and every run with its command."""
     meta = loaded[block.file]["meta"]
-    if block.brief:
-        by_gpu: dict[str, dict[str, dict[str, None]]] = {}
-        kept: dict[str, None] = {}
-        for file in (block.file, *block.beside):
-            if file in loaded:
-                found = loaded[file]["meta"]
-                # "NVIDIA H100 80GB HBM3" is "H100".
-                gpu = (found.get("gpu") or "CPU").removeprefix("NVIDIA ").partition(" 80GB")[0]
-                days = by_gpu.setdefault(gpu, {})
-                days.setdefault(str(found.get("date", ""))[:10], {})[str(found.get("commit"))[:7]] = None
-                # Rows of an earlier run are named behind the command: "NAME: where from".
-                if earlier := re.search(r" \((.*)\)$", found.get("command") or ""):
-                    kept |= dict.fromkeys(x for x in earlier[1].split("; ") if x.partition(":")[0] in shown)
-        runs_of_gpu = (
-            ", ".join([gpu, *(f"{day} at {' and '.join(commits)}" for day, commits in days.items())])
-            for gpu, days in by_gpu.items()
-        )
-        return "; ".join([*runs_of_gpu, *kept])
     names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "helion": "Helion"}
     names |= {"cudnn": "cuDNN", "fa3": "fa3-fwd", "sageattention": "SageAttention"}
     names |= {name: name for name in ("diffusers", "transformers")}
@@ -193,8 +182,29 @@ def caption(block: Block, loaded: Loaded, shown: str) -> str:
     return f"{meta.get('gpu') or 'CPU'}, {versions}; {'; and '.join(runs)}"
 
 
-def block_markdown(name: str, loaded: Loaded, image_folder: str) -> str | None:
-    """The content of one block, or None where nothing was measured."""
+def brief_caption(block: Block, loaded: Loaded, shown: str) -> str:
+    """GPU, dates and commits; `shown` is what stands above them."""
+    by_gpu: dict[str, dict[str, dict[str, None]]] = {}
+    kept: dict[str, None] = {}
+    for file in (block.file, *block.beside):
+        if file in loaded:
+            found = loaded[file]["meta"]
+            # "NVIDIA H100 80GB HBM3" is "H100".
+            gpu = (found.get("gpu") or "CPU").removeprefix("NVIDIA ").partition(" 80GB")[0]
+            days = by_gpu.setdefault(gpu, {})
+            days.setdefault(str(found.get("date", ""))[:10], {})[str(found.get("commit"))[:7]] = None
+            # Rows of an earlier run are named behind the command: "NAME: where from".
+            if earlier := re.search(r" \((.*)\)$", found.get("command") or ""):
+                kept |= dict.fromkeys(x for x in earlier[1].split("; ") if x.partition(":")[0] in shown)
+    runs_of_gpu = (
+        ", ".join([gpu, *(f"{day} at {' and '.join(commits)}" for day, commits in days.items())])
+        for gpu, days in by_gpu.items()
+    )
+    return "; ".join([*runs_of_gpu, *kept])
+
+
+def block_markdown(name: str, loaded: Loaded, folder: str) -> str | None:
+    """What a document shows of a block, or None where nothing was measured; `folder` is that of the results."""
     block = BLOCKS[name]
     if block.file not in loaded:
         return None
@@ -202,13 +212,27 @@ def block_markdown(name: str, loaded: Loaded, image_folder: str) -> str | None:
     if not tables and not block.plots:
         return None
     parts = [text for text in [block.sentence(loaded)] if text is not None]
-    parts += [f"![{plot.alt}]({image_folder}/{plot.name}.png)" for plot in block.plots]
-    shown = len(tables) if block.shown is None else block.shown
-    parts += [table.markdown() for table in tables[:shown]]
-    for table in tables[shown:]:
-        parts.append(f"<details>\n<summary>{table.title}</summary>\n\n{table.markdown()}\n\n</details>")
-    parts.append(f"<sub>{caption(block, loaded, ''.join(parts))}</sub>")
+    parts += [f"![{plot.alt}]({folder}/{plot.name}.png)" for plot in block.plots]
+    parts += [table.markdown() for table in tables[: block.shown]]
+    source = brief_caption(block, loaded, "".join(parts))
+    pages = [page for page, blocks in PAGES.items() if name in blocks and tables]
+    what = "All tables" if parts else tables[0].title
+    parts.append(f"<sub>{''.join(f'[{what}]({folder}/{page}.md#{name}): ' for page in pages)}{source}</sub>")
     return "\n\n".join(parts)
+
+
+def table_pages(loaded: Loaded) -> dict[str, str]:
+    """The pages of tables that have any, by name."""
+    found = {}
+    for page, blocks in PAGES.items():
+        parts = []
+        for name in blocks:
+            block = BLOCKS[name]
+            if block.file in loaded and (tables := block.tables(loaded)):
+                parts += [f"## {name}", *(table.markdown() for table in tables), f"<sub>{caption(block, loaded)}</sub>"]
+        if parts:
+            found[page] = "\n\n".join([f"# Tables: {page}", "`benchmarks/report.py` writes this page.", *parts]) + "\n"
+    return found
 
 
 @dataclass(frozen=True)
@@ -247,8 +271,12 @@ def filled(document: Path, loaded: Loaded, folder: Path) -> Filled:
 
 
 def stale(documents: Iterable[Path], loaded: Loaded, folder: Path) -> list[str]:
-    """Documents whose blocks are not those of the results, and plots that no document shows or that are missing."""
+    """Pages whose tables are not those of the results, and plots that no document shows or that are missing."""
     found = []
+    pages = {folder / f"{name}.md": text for name, text in table_pages(loaded).items()}
+    for page in sorted({*pages, *folder.glob("*.md")}):
+        if not page.exists() or pages.get(page) != page.read_text():
+            found.append(f"{page} is old")
     shown: set[str] = set()
     for document in documents:
         what = filled(document, loaded, folder)
@@ -268,7 +296,7 @@ def print_tables(loaded: Loaded, failing_only: bool = False) -> None:
     """Every table that has rows, every failure, and what holds (`failing_only`: what does not)."""
     for name, block in BLOCKS.items():
         if name not in CHECK_BLOCKS and block.file in loaded:
-            for table in block.tables(loaded)[: block.shown]:
+            for table in block.tables(loaded):
                 console.print(table.rich())
     rows = [row for content in loaded.values() for row in content["rows"]]
     remarks = Counter(
@@ -324,6 +352,8 @@ def main() -> None:
     print_tables(loaded)
     draw_plots(loaded, args.results)
     auto.CONFIG.write_text(auto.config(loaded, crossovers))
+    for name, text in table_pages(loaded).items():
+        (args.results / f"{name}.md").write_text(text)
     for document in documents:
         what = filled(document, loaded, args.results)
         document.write_text(what.text)

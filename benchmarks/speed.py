@@ -329,7 +329,7 @@ SUITE = Suite(
     "attention",
     run,
     {
-        "speed": Block("attention", speed_tables, (Plot("speed", "TFLOP/s by sequence length", speed_plot),)),
+        "speed": Block("attention", speed_tables, (Plot("speed", "TFLOP/s by sequence length", speed_plot),), shown=1),
         "e2e": Block("attention", e2e_tables, (Plot("e2e", "Speed over bf16's, by sequence length", e2e_plot),)),
         "heat": Block(
             "attention", lambda _: [], (Plot("heat", "Speed over bf16's, by head dim and length", heat_plot),)
@@ -338,7 +338,6 @@ SUITE = Suite(
             "attention",
             roofline_tables,
             (Plot("roofline", "Speed over a GEMM's, by sequence length", roofline_plot),),
-            shown=0,
         ),
     },
 )

@@ -818,5 +818,5 @@ def checks(loaded: Loaded) -> list[Check]:
 
 
 PLOT = Plot("steps", "A step's time, attention and the rest, over FlashAttention-3's", plot)
-SUITE = Suite("steps", run, {"steps": Block("steps", tables, (PLOT,), shown=1, beside=("steps_compiled",))})
+SUITE = Suite("steps", run, {"steps": Block("steps", tables, (PLOT,), beside=("steps_compiled",))})
 COMPILED_SUITE = Suite("steps_compiled", functools.partial(run, compiled=True))

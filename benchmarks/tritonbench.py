@@ -98,7 +98,7 @@ def tables(loaded: Loaded) -> list[Table]:
     return found
 
 
-BLOCK = Block("tritonbench", tables)
+BLOCK = Block("tritonbench", tables, shown=1)
 
 
 def main(argv: list[str] | None = None) -> None:

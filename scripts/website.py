@@ -22,7 +22,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted(page for folder in ("*", "docs/**/*", "benchmarks/results/*") for page in ROOT.glob(f"{folder}.md"))
 PLOTS = sorted([*ROOT.glob("benchmarks/results/*.png"), *ROOT.glob("docs/*.png")])
 LINK = re.compile(r"(?<!!)\[([^]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 
@@ -33,7 +33,7 @@ def slug(heading: str, separator: str) -> str:
 
 
 def staged(page: Path, repository: str | None) -> str:
-    """A page with links that the website has, and with markdown in HTML marked as such."""
+    """A page with links that the website has."""
 
     def resolved(link: re.Match[str]) -> str:
         target = (page.parent / link[2]).resolve()
@@ -43,7 +43,7 @@ def staged(page: Path, repository: str | None) -> str:
             return link[1]
         return f"[{link[1]}]({repository.rstrip('/')}/blob/HEAD/{target.relative_to(ROOT).as_posix()})"
 
-    return LINK.sub(resolved, page.read_text()).replace("<details>", '<details markdown="1">')
+    return LINK.sub(resolved, page.read_text())
 
 
 def write(out: Path) -> None:

@@ -64,25 +64,23 @@ class Plot:
 
 @dataclass(frozen=True)
 class Block:
-    """What one results block of a document shows.
+    """What was measured of one subject. A document shows some of it, `results/FILE.md` all.
 
     Attributes:
         file: name of the result file.
         tables: made from the results.
-        plots: above them.
+        plots: a document shows them above its tables.
         sentence: above both, with figures, or None where nothing was measured.
-        shown: tables that are not folded away; None for all.
+        shown: how many tables a document shows; None for all.
         beside: other result files whose figures are in them.
-        brief: GPU, dates and commits alone say where the figures come from.
     """
 
     file: str
     tables: Callable[[Loaded], list[Table]]
     plots: tuple[Plot, ...] = ()
     sentence: Callable[[Loaded], str | None] = lambda _: None
-    shown: int | None = None
+    shown: int | None = 0
     beside: tuple[str, ...] = ()
-    brief: bool = False
 
 
 @dataclass(frozen=True)

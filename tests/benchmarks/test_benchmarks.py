@@ -970,13 +970,25 @@ def test_documents_show_the_results(results: Loaded) -> None:
 
 
 def test_old_documents_are_found(results: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A figure that was typed, a result that changed, and plots too many and too few."""
-    page = tmp_path / "masks.md"
+    """A figure that was typed, a result that changed, plots too many and too few, and a page of tables likewise."""
+    page = tmp_path / "docs" / "masks.md"
+    page.parent.mkdir()
+    for name, text in report.table_pages(results).items():
+        (tmp_path / f"{name}.md").write_text(text)
     page.write_text(Path("docs/masks.md").read_text())
     (tmp_path / "other.png").touch()
     page.write_text(report.filled(page, results, tmp_path).text)
     old = report.stale([page], results, tmp_path)
     assert old == ["no plot sparse.png", "other.png is in no document"]
+    tables = tmp_path / "sparse.md"
+    text = tables.read_text()
+    for wrong in (text + "more", None):
+        tables.write_text(wrong) if wrong else tables.unlink()
+        assert report.stale([page], results, tmp_path) == [f"{tables} is old", *old]
+    tables.write_text(text)
+    (tmp_path / "unknown.md").touch()
+    assert report.stale([page], results, tmp_path)[0] == f"{tmp_path / 'unknown.md'} is old"
+    (tmp_path / "unknown.md").unlink()
     page.write_text(page.read_text().replace(" random |", " typed |", 1))
     assert report.stale([page], results, tmp_path)[0] == f"{page} is old"
     page.write_text(report.filled(page, results, tmp_path).text)
@@ -986,7 +998,7 @@ def test_old_documents_are_found(results: Loaded, tmp_path: Path, monkeypatch: p
     for row in results["sparse"]["rows"]:
         if row["impl"] == "helion_attn" and row["ms"]:
             row["ms"] *= 2
-    assert report.stale([page], results, tmp_path)[0] == f"{page} is old"
+    assert {f"{page} is old", f"{tables} is old"} <= {*report.stale([page], results, tmp_path)}
     monkeypatch.setattr(sys, "argv", ["report.py", "--strict", "--documents", str(page)])
     before = page.read_text()
     with pytest.raises(SystemExit) as status:
@@ -1036,7 +1048,14 @@ def test_wide_tables_are_broken_into_narrow_ones(results: Loaded) -> None:
             assert max((line.count("|") - 1 for line in lines), default=0) <= MOST_COLUMNS, name
 
 
-def test_every_block_is_in_a_document(results: Loaded) -> None:
+def test_every_block_is_in_a_document_and_its_tables_on_a_page(results: Loaded) -> None:
+    for page, text in report.table_pages(results).items():
+        for name in report.PAGES[page]:
+            block = report.BLOCKS[name]
+            assert all(table.markdown() in text for table in block.tables(results) if block.file in results), name
+    assert sorted([*front.BLOCKS, *(name for names in report.PAGES.values() for name in names)]) == sorted(
+        report.BLOCKS
+    )
     texts = [path.read_text() for path in report.DOCUMENTS]
     assert [name for name in report.BLOCKS if not any(f"<!-- results:{name} -->" in text for text in texts)] == []
 
@@ -1116,7 +1135,7 @@ def test_a_brief_caption_names_rows_of_earlier_runs(results: Loaded) -> None:
     for suite, note in (("hard", "a peer: of a card"), ("accuracy", "its inputs: at abc; a peer: of a card")):
         meta = results[suite]["meta"] | {"command": f"python benchmarks/attention.py --suite {suite} ({note})"}
         results[suite] = results[suite] | {"meta": meta}
-    caption = report.caption(report.BLOCKS["front_errors"], results, "|a peer|0.05|")
+    caption = report.brief_caption(report.BLOCKS["front_errors"], results, "|a peer|0.05|")
     assert caption.count("a peer: of a card") == 1
     assert "its inputs" not in caption, "it names rows that are not shown"
 

@@ -36,6 +36,7 @@ def html(path: Path) -> str:
 
 def test_every_page_is_there(site: Path) -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    pages += (ROOT / "benchmarks" / "results").glob("*.md")
     assert [page for page in pages if not (site / html(page)).exists()] == []
     assert 'id="haattention_varlen"' in (site / "docs" / "api.html").read_text()
     assert "<table>" in (site / "docs" / "benchmarks" / "overheads.html").read_text()
