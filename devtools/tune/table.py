@@ -1,4 +1,4 @@
-"""From timings to the rows of a table: docs/notes/tuning.md says how to read one."""
+"""From timings to the rows of a table: docs/notes/host.md says how to read one."""
 
 from __future__ import annotations
 
