@@ -101,16 +101,6 @@ def test_all_extras(constraints: Path | None, resolved: Resolved) -> None:
             assert not equals or found[name] == version
 
 
-@needs_index
-def test_a_triton_that_torch_refuses_does_not_resolve(wheel: Path, tmp_path: Path) -> None:
-    """So the test above can fail."""
-    constraints = tmp_path / "constraints.txt"
-    constraints.write_text((ROOT / "constraints" / "no_gpu.txt").read_text().replace("triton==3.7.1", "triton==3.6.0"))
-    done = resolve(f"helion_attn @ {wheel.as_uri()}", "3.12", constraints)
-    assert done.returncode != 0
-    assert "torch==2.13.0 depends on triton" in done.stderr
-
-
 def make(target: str, folder: Path, nvidia_smi: str | None, *variables: str) -> list[str]:
     """The lines that `make` would run with this in place of nvidia-smi."""
     if nvidia_smi is not None:
@@ -145,34 +135,6 @@ def test_make_installs_what_fits_the_machine(target: str, machine: str, tmp_path
     (install,) = (line for line in lines if "--editable" in line)
     assert f"--constraint constraints/{'hopper' if hopper else 'no_gpu'}.txt" in install
     assert [line.split()[-1] for line in lines if "--no-deps" in line] == ([] if hopper else ["triton==3.6.0"])
-
-
-def test_make_takes_other_constraints(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.txt"
-    mine.touch()
-    lines = make("test", tmp_path, "echo 8.0", f"CONSTRAINTS={mine}")
-    assert any(f"--constraint {mine} " in line for line in lines)
-    assert not any("--no-deps" in line for line in lines)
-
-
-def test_other_constraints_are_installed_anew(tmp_path: Path) -> None:
-    first, second = (make("test", tmp_path, "echo 8.0", f"CONSTRAINTS={x}") for x in ("", ROOT / CONSTRAINTS[0]))
-    stamps = [line for line in (*first, *second) if line.startswith("touch ")]
-    assert len(set(stamps)) == 2
-
-
-def test_make_takes_the_newest(tmp_path: Path) -> None:
-    lines = make("test", tmp_path, "echo 8.0", "CONSTRAINTS=")
-    assert any("--editable" in line for line in lines)
-    assert not any("--constraint" in line or "--no-deps" in line for line in lines)
-
-
-def test_make_leaves_an_environment_that_is_there(tmp_path: Path) -> None:
-    lines = make("test", tmp_path, "echo 9.0", "VENV_FLAGS=--system-site-packages")
-    assert any(
-        line.startswith("test -x ") and line.endswith(f"-m venv --system-site-packages {tmp_path}/venv")
-        for line in lines
-    )
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 import helion_attn as ha
-from benchmarks import attention, model_channels, suites
-from benchmarks.lib.harness import Loaded, Row, load
+from benchmarks import attention, model_channels
+from benchmarks.lib.harness import Loaded, load
 from benchmarks.lib.recipes import PRESETS
 from benchmarks.model_channels import Layer
 from helion_attn.testing import relative_error
@@ -73,13 +72,6 @@ def test_layers_attend_as_the_model_does(read_by: tuple[list[Layer], list[torch.
         assert error(layer._replace(sm_scale=2 * layer.sm_scale)) > 0.02
 
 
-def test_first_tokens(read_by: tuple[list[Layer], list[torch.Tensor]]) -> None:
-    for layer in read_by[0]:
-        first = layer.first(20)
-        assert first.q.size(2) == first.k.size(2) == first.v.size(2) == 20
-        torch.testing.assert_close(first.attend(first.q, first.k), layer.attend(layer.q, layer.k)[:, :, :20])
-
-
 def test_spreads() -> None:
     """Of signs times sizes, about a mean, over all heads of a group; channels that are zero do not count."""
     signs = torch.tensor([1.0, -1.0]).repeat(4)[:, None]
@@ -114,7 +106,7 @@ def test_errors_are_those_of_q_and_k_by_head(
 
 def measure(folder: Path, files: list[Path]) -> Loaded:
     options = ["--suite", "model_channels", "--device", "cpu", "--quick", "--out", str(folder), "--no-plots"]
-    assert attention.main(None, suites.SUITES, [*options, "--model-qkv", *map(str, files)]) == 0
+    assert attention.main([*options, "--model-qkv", *map(str, files)]) == 0
     return load(folder)
 
 
@@ -138,35 +130,3 @@ def test_suite(read_by: tuple[list[Layer], list[torch.Tensor]], tmp_path: Path) 
     means = [float(line[2]) for line in table.body]
     assert means[3] < 0.6 * means[2], "BALANCED, equalised or not"
     assert all(float(line[2]) < float(line[4]) for line in table.body)
-
-
-def row(layer: int, errors: list[float], **fields: Any) -> Row:
-    return {"model": "SmolLM2-135M", "recipe": "balanced", "equalise": True, "layer": layer, "errors": errors} | fields
-
-
-def test_summary() -> None:
-    found = model_channels.summary([row(0, [0.01, 0.04]), row(1, [0.02, 0.01])])
-    assert found == pytest.approx((0.02, 0.015, 0.04, 0, 1))
-
-
-def test_goals() -> None:
-    """Of BALANCED as it is by default, the mean of heads and the worst of them."""
-    rows = [
-        row(0, [0.01, 0.031]),
-        row(1, [0.01, 0.01]),
-        row(0, [0.5, 0.5], equalise=False),
-        row(0, [0.5, 0.5], recipe="fast"),
-    ]
-    loaded: Loaded = {"model_channels": {"meta": {}, "rows": rows}}
-    assert [check.verdict for check in model_channels.checks(loaded)] == ["PASS", "PASS"]
-    rows[0]["errors"] = [0.01, 0.033]
-    assert [check.verdict for check in model_channels.checks(loaded)] == ["FAIL", "FAIL"]
-    assert model_channels.checks({}) == model_channels.tables({}) == []
-
-
-def test_without_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    assert list(model_channels.installed(torch.device("cpu"), TOKENS)) == []

