@@ -162,14 +162,3 @@ def test_pingpong_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_race_must_be_found(log: str, exit_code: int, tmp_path: Path) -> None:
     program = write_program(tmp_path, CLEAN, 0, log, exit_code)
     assert script.main(["--out", str(tmp_path / "x.json"), "--sanitizer", str(program)]) == 1
-
-
-def test_a_missing_sanitizer_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(["--out", str(tmp_path / "x.json"), "--sanitizer", "no-such-program"]) == 2
-    assert "--sanitizer" in capsys.readouterr().out
-
-
-def test_arguments() -> None:
-    for argv in ([], ["--case", "none"], ["--out", "x", "--case", "rope"]):
-        with pytest.raises(SystemExit):
-            script.parse_arguments(argv)
