@@ -20,7 +20,7 @@ from helion_attn.numerics import E4M3_MAX, RECENTRED_KEYS
 from helion_attn.ops import varlen
 from helion_attn.testing import relative_error
 from helion_attn.varlen import varlen_problem
-from helpers.cases import GIVEN, PRESETS, RECIPES, Tensors
+from helpers.cases import GIVEN, PRESETS, Tensors
 from helpers.memory import nan_filled_memory
 from helpers.offline import compilations
 from helpers.recorder import Recorder
@@ -63,7 +63,7 @@ def test_batches(name: str, causal: bool, device: str, poisoned: Callable[[], Ab
         assert_right(case, cu)
 
 
-#: What a specialisation of the kernels may be, on one batch.
+#: What a specialisation of the kernels may be, on one batch; the fuzz has every recipe.
 OPTIONS: dict[str, dict[str, Any]] = {
     "d64": {"D": 64, "causal": True},
     "d96": {"D": 96},
@@ -86,22 +86,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": torch.float16},
     "fp32": {"dtype": torch.float32, "recipe": ha.ACCURATE, "causal": True},
     "outlier": {"kind": "outlier"},
-    **{f"recipe_{name}": {"recipe": PRESETS[name]} for name in PRESETS},
-    **{
-        f"recipe_{name}": {"recipe": RECIPES[name], "causal": True}
-        for name in (
-            "v_channel",
-            "e5m2",
-            "smooth_k",
-            "plain",
-            "hadamard_smooth_k",
-            "reflect_smooth_k",
-            "hybrid",
-            "bf16",
-        )
-    },
-    "recipe_q_block": {"recipe": RECIPES["int8_q_block"], "D": 128},
-    "recipe_fp16": {"recipe": RECIPES["fp16_hadamard_smooth_k"], "D": 128},
 }
 
 #: All kinds of sequences, for `OPTIONS`.
