@@ -15,7 +15,7 @@ pytest.importorskip("rich")
 
 import helion_attn as ha
 from benchmarks import attention, model_channels
-from benchmarks.lib.harness import Loaded, load
+from benchmarks.lib.harness import Loaded, Row, load
 from benchmarks.lib.recipes import PRESETS
 from benchmarks.model_channels import Layer
 from helion_attn.testing import relative_error
@@ -130,3 +130,22 @@ def test_suite(read_by: tuple[list[Layer], list[torch.Tensor]], tmp_path: Path) 
     means = [float(line[2]) for line in table.body]
     assert means[3] < 0.6 * means[2], "BALANCED, equalised or not"
     assert all(float(line[2]) < float(line[4]) for line in table.body)
+
+
+def row(layer: int, errors: list[float], **fields: Any) -> Row:
+    return {"model": "SmolLM2-135M", "recipe": "balanced", "equalise": True, "layer": layer, "errors": errors} | fields
+
+
+def test_goals() -> None:
+    """Of BALANCED as it is by default, the mean of heads and the worst of them."""
+    mean, worst = model_channels.BOUNDS["SmolLM2-135M"]
+    rows = [
+        row(0, [mean, worst]),
+        row(1, [mean, 2 * mean - worst]),
+        row(0, [0.5, 0.5], equalise=False),
+        row(0, [0.5, 0.5], recipe="fast"),
+    ]
+    loaded: Loaded = {"model_channels": {"meta": {}, "rows": rows}}
+    assert [check.verdict for check in model_channels.checks(loaded)] == ["PASS", "PASS"]
+    rows[0]["errors"] = [mean, 1.1 * worst]
+    assert [check.verdict for check in model_channels.checks(loaded)] == ["FAIL", "FAIL"]
