@@ -1,7 +1,7 @@
 """Finds the code that Helion generates for a kernel: of this process, of the disk, or new.
 
 Helion keeps nothing: every process would import it, trace each kernel and generate its Triton code anew, which takes
-some 15 s before a first call (an H200's host; docs/notes/host_time.md). With the code found on the disk, none of
+some 15 s before a first call (an H200's host; docs/notes/host.md). With the code found on the disk, none of
 that is needed.
 
 A file there (`stored_code`) is named by a digest of all that is known before tracing (`Generated._key`), and lists what

@@ -55,7 +55,7 @@ class Compiled(Runner):
     """A kernel function compiled through Triton with one config: once a specialisation, for all lengths and strides.
 
     Helion is slow to find the code for sizes that are not those of the last call, and slower in a new process
-    (docs/notes/host_time.md). `code_cache` finds it instead, and this remembers what it led to (`linked_launch`), for
+    (docs/notes/host.md). `code_cache` finds it instead, and this remembers what it led to (`linked_launch`), for
     every set of sizes and specialisations.
     """
 

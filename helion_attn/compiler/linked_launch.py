@@ -3,7 +3,7 @@
 A host function asks tensors for sizes and strides, builds descriptors, and hands some 40 arguments to Triton, which
 finds their types, then the kernel for them, encodes the descriptors and only then launches. For arguments with the
 shapes, strides, alignments and values of an earlier call, all of that comes out the same but for tensors' addresses
-(what a call costs so: docs/notes/host_time.md).
+(what a call costs so: docs/notes/host.md).
 
 Triton offers no way to launch a kernel of which only addresses change. `in_c`, `to_c` and `LinkedLaunch.at` are all
 that knows how its launcher does it; where that is not known, launches go through Triton, and a warning says so.

@@ -102,7 +102,7 @@ def largest_power_of_two(size: int) -> int:
 
 
 def read_table(name: str) -> list[dict[str, Any]]:
-    """The rows of a table of this package: docs/notes/tuning.md says what they hold."""
+    """The rows of a table of this package: docs/notes/host.md says what they hold."""
     rows: list[dict[str, Any]] = json.loads(resources.files(__package__).joinpath(name).read_text())["rows"]
     return rows
 

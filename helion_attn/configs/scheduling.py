@@ -19,7 +19,7 @@ def group_programs(multiprocessors: int, ctas_per_sm: int) -> int:
     last one's longest rows begin when the GPU runs dry: up to 11% of the time of 16384 tokens. With the longest rows of
     all heads first, L2 does not hold their K and V. So some heads come at once, the longest rows of all of them first,
     as in FlashAttention-3, which takes as many as L2 holds. With one program an SM the best groups fill the GPU once or
-    twice, with three or four 2 to 8 times: docs/notes/order_of_programs.md.
+    twice, with three or four 2 to 8 times: docs/notes/kernels.md.
     """
     return multiprocessors * ctas_per_sm**2
 
@@ -46,7 +46,7 @@ def gqa_query_blocks(queries: int, group: int, bm: int) -> int:
 #: The fewest key blocks of a run, and the fewest such runs that a program worth splitting has.
 MIN_RUN_BLOCKS, MIN_RUNS = 8, 4
 
-#: What a launch of `split` runs costs, fitted to 64 launches on an H100 (docs/notes/few_queries.md). A key block takes
+#: What a launch of `split` runs costs, fitted to 64 launches on an H100 (docs/notes/paged_cache.md). A key block takes
 #: `FIRST_PROGRAM` + n where n programs share an SM. In blocks: what a program takes to begin and end, what a run takes
 #: besides to write its part and to have it merged, and the merge's launch.
 FIRST_PROGRAM = 1.44

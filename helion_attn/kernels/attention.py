@@ -23,7 +23,7 @@ tensor core sums 16-bit products in fp32.
 
 One loop walks the key blocks that some row sees; the others are never loaded. Blocks at an edge of what is visible
 (diagonal, ragged end, a window's two sides) are masked behind a branch: a loop of their own would have no pipelined
-loads (docs/notes/attention_kernel.md has what this and other choices gain). So are blocks whose scale is too large for
+loads (docs/notes/kernels.md has what this and other choices gain). So are blocks whose scale is too large for
 one FMA; of P by bits they have a branch of their own, behind the maximum.
 
 Where scores have 8 bits and P is bf16, whose range is that of fp32, there is no running maximum up to D 128

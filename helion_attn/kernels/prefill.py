@@ -82,7 +82,7 @@ class PrefillTile(NamedTuple):
     max_registers: int
 
 
-#: The fastest on an H200, by the largest padded head dim that each is for (docs/notes/few_queries.md).
+#: The fastest on an H200, by the largest padded head dim that each is for (docs/notes/paged_cache.md).
 TILES = {
     64: PrefillTile(bm=64, num_warps=4, num_stages=3, ctas_per_sm=3, max_registers=168),
     128: PrefillTile(bm=64, num_warps=4, num_stages=2, ctas_per_sm=3, max_registers=168),

@@ -86,18 +86,12 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken_links(page) == ["#a", "other.md"]
 
 
-#: Notes that the package names by the pages that they were on, and those that they are on.
-MOVED = {"attention_kernel": "kernels", "order_of_programs": "kernels", "large_head_dims": "kernels"}
-MOVED |= {"loads_and_turns": "passes", "few_queries": "paged_cache", "host_time": "host", "tuning": "host"}
-
-
 def test_documents_named_in_code_exist() -> None:
     files = [path for folder in ("helion_attn", "devtools", "benchmarks", "scripts", "examples", "tests") for path in
              (ROOT / folder).rglob("*.py")]  # fmt: skip
     named = {(path, match) for path in files for match in re.findall(r"\bdocs/[\w/]+\.md", path.read_text())}
     assert len(named) > 10
-    moved = {f"docs/notes/{old}.md": f"docs/notes/{new}.md" for old, new in MOVED.items()}
-    assert [(name(path), match) for path, match in named if not (ROOT / moved.get(match, match)).exists()] == []
+    assert [(name(path), match) for path, match in named if not (ROOT / match).exists()] == []
 
 
 def test_sizes() -> None:

@@ -30,7 +30,7 @@ What a kernel marks by `MEANWHILE`, loads of a few numbers of the block at hand,
 The wait for Q, which Triton has where Q is loaded, moves after the first copies of K and V.
 
 No sum changes. A loop that does not look like the above stays as it is, and the outcome says what is other.
-`pingpong` goes on from here. What it gains: docs/notes/loads_and_turns.md.
+`pingpong` goes on from here. What it gains: docs/notes/passes.md.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from helion_attn.compiler.passes import (
 from helion_attn.compiler.passes.outcome import Outcome
 from helion_attn.configs import LargeTileConfig, TileConfig
 
-#: What a kernel loses without a pass (docs/notes/loads_and_turns.md, sixteen_bits.md).
+#: What a kernel loses without a pass (docs/notes/passes.md, kernels.md).
 COSTS = {
     computed_once.NAME: "every exponential of a block twice",
     shared_q.NAME: "loads of Q in every key block, and spilled registers",

@@ -11,7 +11,7 @@ runs on the SM meanwhile. Here no warp needs another's rows:
   into buffers of Q or K. Both warpgroups are done with these: ping-pong ends with a wait for the other's last Q K^T.
 - In PTX, the barrier of all warps between two exchanges of lanes becomes one of a warp.
 
-No sum changes. What it gains: docs/notes/loads_and_turns.md.
+No sum changes. What it gains: docs/notes/passes.md.
 """
 
 from __future__ import annotations

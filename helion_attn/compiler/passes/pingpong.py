@@ -40,7 +40,7 @@ In front of the loop no other program runs on the SM, so what comes from memory 
 first, then the first copies of Q, K and V. What was loaded is used after the wait for Q. Left alone, ptxas has a
 maximum of Q's descales across lanes in between, which waits for them.
 
-No sum changes. What it gains: docs/notes/loads_and_turns.md.
+No sum changes. What it gains: docs/notes/passes.md.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _ends_a_wait(lines: list[str], barrier: int) -> bool:
 def _with_barrier_after_p(ptx: str) -> Outcome:
     """Have the barrier for P V need every second register of P; of int8 scores and an 8-bit P every fourth.
 
-    Which part is best was measured (docs/notes/loads_and_turns.md). PTX of another form stays as it is.
+    Which part is best was measured (docs/notes/passes.md). PTX of another form stays as it is.
     """
     lines = ptx.split("\n")
     marked = [i for i, line in enumerate(lines) if "behind_part_of_p: " in line]

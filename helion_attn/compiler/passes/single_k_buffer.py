@@ -15,7 +15,7 @@ for Q K^T, and has the softmax and P V to arrive.
 Triton waits for the product of each piece before it issues the next. The tensor core adds products of one shape into
 the same registers without (PTX ISA, `wgmma.fence`), so that there is one wait. Elsewhere that costs up to 12%.
 
-What it gains: docs/notes/large_head_dims.md.
+What it gains: docs/notes/kernels.md.
 """
 
 from __future__ import annotations
